@@ -10,13 +10,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zero_jax as zero
 from zero_jax.attention import cudnn
+from zero_jax.training.same_program import program_text
 
 COLLECTIVES = re.compile(r"(all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute)[\w-]*\(")
 HAS_CUDA = importlib.util.find_spec("jax_cuda13_plugin") is not None
 
 
-def compiled_text(mesh, *, num_examples=8, num_heads=4, num_key_heads=4, **options):
-    """Returns the program of the gradients of an attention, whose operands are sharded over examples and heads."""
+def lowered(mesh, *, num_examples=8, num_heads=4, num_key_heads=4, **options):
+    """Returns the lowered gradients of an attention, whose operands are sharded over examples and heads."""
     batch = tuple(name for name in mesh.axis_names if name != "model")
     sharding = NamedSharding(mesh, PartitionSpec(batch, None, "model"))
     q = jax.ShapeDtypeStruct((num_examples, 200, num_heads, 64), jnp.bfloat16, sharding=sharding)
@@ -30,7 +31,11 @@ def compiled_text(mesh, *, num_examples=8, num_heads=4, num_key_heads=4, **optio
         out, pull = jax.vjp(total, q, k, v)
         return pull(out)
 
-    return jax.jit(grads).lower(q, k, k).compile().as_text()
+    return jax.jit(grads).lower(q, k, k)
+
+
+def compiled_text(mesh, **options):
+    return lowered(mesh, **options).compile().as_text()
 
 
 @pytest.mark.parametrize(
@@ -40,6 +45,17 @@ def test_a_tpu_runs_splash_attention_on_its_own_examples_and_heads(options):
     text = compiled_text(zero.make_mesh(topology="v5p:2x2x2", data=4, model=2), **options)
     assert "splash_mha_fwd" in text and "splash_mha_dkv" in text
     assert not COLLECTIVES.search(text)
+
+
+def test_what_processes_compare_has_constants_but_no_bodies_of_kernels_which_have_names_of_files():
+    segments = jax.random.randint(jax.random.key(0), (8, 200), 0, 9)
+    program = lowered(zero.make_mesh(topology="v5p:2x2x2", data=4, model=2), segment_ids=segments)
+    whole, compared = program.as_text(), program_text(program)
+    bodies = [line for line in whole.splitlines() if "tpu_custom_call" in line]
+    assert bodies and all(len(line) > 2000 for line in bodies)
+    assert all(len(line) < 2000 for line in compared.splitlines() if "tpu_custom_call" in line)
+    (constant,) = re.findall(r"stablehlo.constant dense<.{3000,}", whole)
+    assert constant in compared
 
 
 @pytest.mark.skipif(not (HAS_CUDA and cudnn.is_installed()), reason="needs the extra gpu-compiler")

@@ -143,8 +143,9 @@ def rounds():
     plan = json.loads(os.environ["ROUNDS"])
     number = int(os.environ["ZERO_JAX_RESTARTS"])
     who, how, step = plan[number] if number < len(plan) else (None, None, None)
+    on_term = {"deaf": signal.SIG_IGN, "forgetful": save_and_forget}.get(who, lambda *_: sys.exit(75))
     if who not in (None, INDEX):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN if who == "deaf" else lambda *_: sys.exit(75))
+        signal.signal(signal.SIGTERM, on_term)
     report = pathlib.Path(os.environ["ZERO_JAX_STARTED_AFTER_FILE"])
     has_said = report.with_name(f"said-{number}")
     if INDEX == 0:
@@ -161,6 +162,12 @@ def rounds():
             os.kill(os.getpid(), -how)
         sys.exit(how)
     time.sleep(60)
+
+
+def save_and_forget(*_):
+    """Saves as `zero.Trainer` does, and ends with 0."""
+    pathlib.Path(os.environ["ZERO_JAX_ENDED_WITH_FILE"]).write_text("75")
+    sys.exit(0)
 
 
 def bar():

@@ -198,9 +198,10 @@ def test_processes_are_started_again_until_they_are_done():
     ]
 
 
-def test_a_lost_process_comes_back_while_the_others_run():
-    """In the second start nobody fails, and all wait until they are asked to save."""
-    launched = Launched([0, KILLED, 0], ["nobody", 0, 0], num_processes=2, rejoin_seconds=1)
+@pytest.mark.parametrize("saves_as", ["nobody", "forgetful"])
+def test_a_lost_process_comes_back_while_the_others_run(saves_as):
+    """In the second start nobody fails, and all wait until they are asked to save; a script may then end with 0."""
+    launched = Launched([0, KILLED, 0], [saves_as, 0, 0], num_processes=2, rejoin_seconds=1)
     assert launched.result.status == 0, launched.err
     assert launched.sizes == [2, 1, 2]
     assert "a lost process is tried again: restart 2, with 2 of 2" in launched.err

@@ -215,7 +215,7 @@ def test_tokens_that_change_under_the_run_end_it_with_their_name(harm, tmp_path,
     mend = tamper({6: break_tokens})
     with pytest.raises(ValueError, match=r"tokens.bin (changed|vanished|was cut) while it was read"):
         train(tmp_path, data=config)
-    assert checkpoints(tmp_path) == ["step_00000004"]
+    assert len(checkpoints(tmp_path)) == 2  # that of step 4, and of the last step before the error
     mend()
     lines = []
     train(tmp_path, data=config, lines=lines)  # the damaged cache is made anew
@@ -223,7 +223,7 @@ def test_tokens_that_change_under_the_run_end_it_with_their_name(harm, tmp_path,
 
 
 @pytest.mark.slow
-def test_an_error_of_the_reading_thread_ends_the_run_and_keeps_its_checkpoints(tmp_path, monkeypatch, unbroken):
+def test_an_error_of_the_reading_thread_ends_the_run_with_its_state(tmp_path, monkeypatch, unbroken):
     take, count = TokenPart.take, []
 
     def broken(self, positions):
@@ -236,8 +236,9 @@ def test_an_error_of_the_reading_thread_ends_the_run_and_keeps_its_checkpoints(t
         patch.setattr(TokenPart, "take", broken)
         with pytest.raises(OSError, match=r"Input/output error: 'tokens.bin'"):
             train(tmp_path)
-    assert checkpoints(tmp_path) == ["step_00000004"]
-    assert_goes_on_as_if_nothing_had_happened(tmp_path, unbroken, after=4)
+    step_4, last = checkpoints(tmp_path)  # threads read ahead: the step of the error is not always the same
+    assert step_4 == "step_00000004"
+    assert_goes_on_as_if_nothing_had_happened(tmp_path, unbroken, after=int(last.removeprefix("step_")))
 
 
 def test_a_run_does_not_go_on_with_another_text(unbroken, tmp_path):

@@ -18,7 +18,7 @@ from command_line import run
 
 import zero_jax as zero
 from zero_jax.checkpoint import CheckpointConfig
-from zero_jax.trainer import EXIT_STATUS, OptimizerConfig, OwnModel, prepare, read_run
+from zero_jax.trainer import OptimizerConfig, OwnModel, ResumeError, prepare, read_run
 from zero_jax.trainer.inputs.sources import find_source
 from zero_jax.trainer.reporting.console import figures
 from zero_jax.trainer.reporting.metrics import scalar_figures, unshown_leaves
@@ -142,7 +142,7 @@ def test_a_resumed_run_is_the_unbroken_one(config, tmp_path):
 
 def test_batches_that_end_end_the_run_with_its_state(config):
     result, log, _ = train(config, generator())
-    assert (result.status, EXIT_STATUS[result.status], result.num_steps) == ("ended", 1, 5)
+    assert (result.status, result.exit_status, result.num_steps) == ("ended", 1, 5)
     assert "stopping at step 5 of 6: there are no more batches" in log and "the batches ended" in str(result)
     result, log, _ = train(config, generator)  # of which there can be another pass
     assert (result.status, result.num_steps) == ("done", 6)
@@ -154,7 +154,7 @@ def test_a_run_of_which_every_step_was_skipped_is_not_done(config):
     """Its last state is saved, as that of a run whose last step alone was skipped."""
     infinite = lambda step: batch_of(step) | {"y": np.full((8, WIDTH), np.inf, np.float32)}  # noqa: E731
     result, log, _ = train(config, infinite)
-    assert (result.status, EXIT_STATUS[result.status], result.num_skipped_steps) == ("skipped", 3, 6)
+    assert (result.status, result.exit_status, result.num_skipped_steps) == ("skipped", 3, 6)
     assert "all 6 steps were skipped, the last because the gradient of b was not finite" in log
     assert "6 skipped" in str(result) and "NOTHING IS TRAINED" in str(result)
     result, log, _ = train(dataclasses.replace(config, steps=7))  # one step that is not
@@ -179,9 +179,62 @@ def test_a_validation_that_fails_or_is_never_finite_costs_no_step(config):
     assert sorted(path.name for path in folder.glob("step_*")) == [f"step_0000000{i}" for i in (2, 3, 6)]
 
 
-def test_batches_of_another_size_are_named(config):
+def test_a_list_of_batches_of_other_sizes_is_refused_before_anything_is_made(config):
     with pytest.raises(ValueError, match="leaf 'x' of step 2 has 4 examples, and that of the first batch 8: drop the"):
         train(config, [batch_of(0), half(1)])
+    assert not list(pathlib.Path(config.out).iterdir())
+
+
+def fails(calls_before, make=batch_of):
+    """Returns a function of the step that raises after some calls."""
+    calls = iter(range(calls_before))
+    return lambda step: make(step) if next(calls, None) is not None else 1 / 0
+
+
+def full_disk(line):
+    if line.startswith("step 4/6"):
+        raise ZeroDivisionError("division by zero")
+
+
+FAULTS = {
+    "data": ({"batches": fails(1 + 4)}, 4),  # the first batch is read twice
+    "a smaller last batch": ({"batches": lambda: iter([*map(batch_of, range(4)), half(4)])}, 4),
+    "validation": ({"validation": fails(1 + 3), "eval_fn": eval_fn}, 3),
+    "log": ({"log": full_disk}, 5),  # step 5 is dispatched by then
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_error_that_is_no_fault_of_the_state_leaves_a_checkpoint_of_the_last_step(fault, config, tmp_path):
+    options, step = FAULTS[fault]
+    lines = []
+    options = {"batches": batch_of, "log": lines.append, **options}
+    log, batches = options.pop("log"), options.pop("batches")
+    with pytest.raises((ZeroDivisionError, ValueError)) as caught:
+        zero.Trainer(loss_fn, init_fn, batches, config=config, **options).train(log=log)
+    assert (tmp_path / f"run/checkpoints/step_{step:08d}").is_dir()
+    if fault != "log":
+        assert f"stopping at step {step} of 6: {type(caught.value).__name__}: {caught.value}" in lines
+    result, log, _ = train(config)
+    assert result.status == "done" and f"resuming after step {step}" in log
+    unbroken = dataclasses.replace(config, name="unbroken")
+    train(unbroken)
+    assert losses(config) == pytest.approx(losses(unbroken), rel=1e-6)
+
+
+def test_a_state_that_is_not_finite_is_not_saved_by_an_error_either(config, tmp_path):
+    nan = lambda step: jax.tree.map(lambda x: x * (np.nan if step == 4 else 1), batch_of(step))  # noqa: E731
+    config = dataclasses.replace(config, zero=dataclasses.replace(config.zero, skip_nonfinite=False))
+    with pytest.raises(ZeroDivisionError):
+        train(config, fails(1 + 5, nan))
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["step_00000003"]
+
+
+def test_a_resumed_run_with_fewer_batches_than_it_has_read_is_refused_and_keeps_its_state(config):
+    train(dataclasses.replace(config, steps=3), map(batch_of, range(3)))
+    with pytest.raises(ResumeError, match="no more batches after 2, and the run has read 3: give those of before, or"):
+        train(config, map(batch_of, range(2)))
+    assert train(config, map(batch_of, range(6)))[0].status == "done"
 
 
 def test_positions_of_other_processes_or_iterators_are_refused(config):
@@ -201,7 +254,7 @@ def test_other_values_shapes_and_names_are_other_batches(config):
     def record(batches):
         data = prepare(config, model=OwnModel(init_fn=init_fn, loss_fn=loss_fn, batches=batches)).input
         with data.open(None, say=print, beat=lambda: None) as opened:
-            return data, data.record(opened)
+            return data, data.record(opened.position)
 
     _, saved = record(batch_of)
     on_devices = lambda step: jax.tree.map(jnp.asarray, batch_of(step))  # noqa: E731

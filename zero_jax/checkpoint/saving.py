@@ -22,7 +22,7 @@ from zero_jax.checkpoint.folder import CheckpointFolder
 from zero_jax.checkpoint.record import STATE, CheckpointError, read_record, record_to_json, resolve_folder, step_path
 from zero_jax.checkpoint.saved_state import encode_state
 from zero_jax.checkpoint.writing import ArrayWrites
-from zero_jax.core.agreement import Agreement, Barrier, OtherProcessFailed, from_first_process
+from zero_jax.core.agreement import Agreement, OtherProcessFailed, Turns, from_first_process
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.files.folder_lock import FolderInUse, FolderLock
 from zero_jax.core.files.system_errors import with_remedy
@@ -98,7 +98,7 @@ class Checkpointer:
         self._losses: dict[int, float | None] = {}
         self._folder = CheckpointFolder(self.directory, log)
         self._lock = FolderLock(self.directory / LOCK, run=run)
-        self._barrier: Barrier | None = None
+        self._turns: Turns | None = None  # of the background threads
         if _is_primary():
             try:
                 self._folder.make()
@@ -126,12 +126,12 @@ class Checkpointer:
         Raises:
           ValueError: another run has locked it; the message names that run and a remedy.
         """
-        if self._barrier is None:
+        if self._turns is None:
             with Agreement(lambda _: FolderInUse(f"{self.directory} cannot be used by this run (see process 0's log)")):
                 if _is_primary():
                     with contextlib.suppress(OSError):  # the save will fail of it, and log it
                         self._lock.take()
-            self._barrier = Barrier(from_first_process(secrets.token_hex(8)))
+            self._turns = Turns(f"save {from_first_process(secrets.token_hex(8))}")
 
     def save(
         self,
@@ -218,7 +218,7 @@ class Checkpointer:
             self.wait()
         finally:
             self._lock.release()
-            self._barrier = None
+            self._turns = None
 
     def _finish(self, step: int, loss: float | None, record: bytes, writes: ArrayWrites) -> None:
         """Writes a save, and then deletes older checkpoints; runs in the background thread."""
@@ -235,10 +235,10 @@ class Checkpointer:
             self._died = (step, error)
 
     def _write(self, step: int, record: bytes, writes: ArrayWrites) -> None:
-        assert self._barrier is not None
-        with self._barrier:  # after it no process writes any more, whether one failed or none
+        assert self._turns is not None
+        with Agreement(turns=self._turns):  # after it no process writes any more, whether one failed or none
             writes.wait()
-        with self._barrier:
+        with Agreement(turns=self._turns):
             if _is_primary():
                 writes.finalize()
                 self._folder.publish(step, record)

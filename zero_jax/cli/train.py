@@ -27,13 +27,13 @@ from zero_jax.cli.models.own import OwnModelConfig, import_own_model, read_own_m
 from zero_jax.cli.models.presets import ActivationConfig
 from zero_jax.cli.options import add_fields, add_json, add_path, field_values, one_line_errors, reader
 from zero_jax.cli.zero_options import add_zero_options, read_zero
-from zero_jax.cluster import NotJoined, Place, join, patient_flags
+from zero_jax.cluster import NotJoined, OtherProcessFailed, Place, join, let_others_end_first, patient_flags
+from zero_jax.core.agreement import Agreement
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.text_tables import printable_lines
 from zero_jax.models.gpt import GPTConfig
 from zero_jax.planning import ModelError, explain
 from zero_jax.trainer import (
-    EXIT_STATUS,
     TEXT_FIELDS,
     X_LABELS,
     ResumeError,
@@ -129,15 +129,18 @@ def _train(options: argparse.Namespace) -> int:
         return 1
     try:
         _choose_platform(config.devices)
-        if own is not None:  # whose files may use JAX when they are imported
-            model = import_own_model(own, model_axis=config.model_axis)
-        assert model is not None
-        run = prepare(config, model=model, log=log if place.is_first else lambda _: None)
-        with hold(run.folder), discarding(run.folder):  # in all processes, which agree on it
-            if place.is_first:
-                _save_options(run, options)
+        with Agreement() if place.num_processes > 1 else contextlib.nullcontext():
+            if own is not None:  # whose files may use JAX when they are imported
+                model = import_own_model(own, model_axis=config.model_axis)
+            assert model is not None
+            run = prepare(config, model=model, log=log if place.is_first else lambda _: None)
+            with hold(run.folder), discarding(run.folder):  # in all processes, which agree on it
+                if place.is_first:
+                    _save_options(run, options)
     except OSError as error:
         return _refuse(options, error, place, status=1)
+    except OtherProcessFailed as error:
+        return _refuse(options, error, place, status=2 if error.is_refusal else 1)
     except Exception as error:
         refusal = error if own is None else explain(error)
         if not isinstance(refusal, ValueError | ModelError):
@@ -150,11 +153,13 @@ def _train(options: argparse.Namespace) -> int:
         return _refuse(options, error, place)
     except BrokenPipeError:
         raise
+    except OtherProcessFailed as error:
+        return _refuse(options, error, place, status=1)
     except (ValueError, OSError) as error:
         if not _says_what_to_do(error):
             raise
         return _refuse(options, error, place, status=1)
-    status = EXIT_STATUS[result.status]
+    status = result.exit_status
     if place.is_first:
         with contextlib.suppress(*[OSError] if status else []):  # the status says it, if a terminal that is gone cannot
             print(json.dumps(_finite(dataclasses.asdict(result))), flush=True) if options.json else log(str(result))
@@ -185,6 +190,7 @@ def _failed_saves_in_a_line() -> Iterator[None]:
 def _refuse(options: argparse.Namespace, error: Exception, place: Place, *, status: int = 2) -> int:
     text = with_remedy(error) if isinstance(error, OSError) else str(error)
     print(f"{options.parser.prog}: error: {printable_lines(text)}", file=sys.stderr)
+    let_others_end_first(error)
     return place.leave(status)
 
 

@@ -16,6 +16,7 @@ from zero_jax.cluster.processes import Round
 from zero_jax.cluster.watchdog import EXIT_CODE as HUNG
 
 STARTED_AFTER = "ZERO_JAX_STARTED_AFTER_FILE"
+ENDED_WITH = "ZERO_JAX_ENDED_WITH_FILE"
 _REFUSED, _DIVERGED = 2, 3
 _LONGEST_WAIT_SECONDS = 86_400.0
 
@@ -37,6 +38,16 @@ def report_start(step: int) -> None:
         raise ValueError(f"report_start: step={step!r}: give the number of steps done, an integer from 0 on")
     if path := os.environ.get(STARTED_AFTER):
         pathlib.Path(path).write_text(str(step), encoding="utf-8")
+
+
+def report_end(status: int) -> None:
+    """Reports to `zero-jax launch` the status that a program should exit with; otherwise does nothing.
+
+    A program that exits with 0 although its last run was stopped (75: saved) is not done: the launcher takes what was
+    reported. `zero.Trainer` and `zero-jax train` call this in process 0; a loop of your own exits with 75 itself.
+    """
+    if path := os.environ.get(ENDED_WITH):
+        pathlib.Path(path).write_text(str(status), encoding="utf-8")
 
 
 class Elastic:

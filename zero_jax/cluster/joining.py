@@ -27,6 +27,7 @@ from jax._src.clusters import ClusterEnv
 
 from zero_jax.cluster.detection import CLUSTERS, detect, local_device_ids, num_visible_gpus
 from zero_jax.cluster.preemption import EXIT_CODE as SAVED
+from zero_jax.core.agreement import OtherProcessFailed
 
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
 NUM_PROCESSES = "ZERO_JAX_NUM_PROCESSES"
@@ -34,6 +35,7 @@ PROCESS_ID = "ZERO_JAX_PROCESS_ID"
 _LAUNCHER = (NUM_PROCESSES, PROCESS_ID, COORDINATOR)
 _START_SECONDS = 300.0  # that the other processes may take to start
 _EXIT_SECONDS = 3600.0  # that exit handlers of other libraries may take
+_LATER_SECONDS = 2.0  # that a process lives longer than the one that has failed
 _HEARTBEAT_SECONDS = 30  # without a sign of life after which a process counts as dead
 # Statuses that all processes of a run end with together: done, stopped because of the loss, saved and stopped.
 _TOGETHER = frozenset({0, 3, SAVED})
@@ -256,9 +258,16 @@ def _end_on_errors() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         show(kind, error, trace)
+        let_others_end_first(error)
         _end(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     sys.excepthook = hook
+
+
+def let_others_end_first(error: BaseException) -> None:
+    """Waits a little where another process has failed, so that a launcher learns first of that one's end."""
+    if isinstance(error, OtherProcessFailed):
+        time.sleep(_LATER_SECONDS)
 
 
 def _end(status: int) -> NoReturn:

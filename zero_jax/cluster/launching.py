@@ -13,7 +13,7 @@ import tempfile
 import threading
 from collections.abc import Collection, Iterator, Sequence
 
-from zero_jax.cluster.elastic import STARTED_AFTER, Elastic
+from zero_jax.cluster.elastic import ENDED_WITH, STARTED_AFTER, Elastic
 from zero_jax.cluster.log_merging import Merger
 from zero_jax.cluster.preemption import EXIT_CODE as SAVED
 from zero_jax.cluster.processes import Ending, Round, run_round
@@ -131,8 +131,9 @@ def launch(
     )
     size: int | None = config.num_processes
     with _handled_signals(events), tempfile.TemporaryDirectory() as folder:
-        reported = pathlib.Path(folder) / "step"
-        variables = {**os.environ, STARTED_AFTER: "" if config.min_processes is None else str(reported)}
+        reported, status = pathlib.Path(folder) / "step", pathlib.Path(folder) / "status"
+        variables = {**os.environ, ENDED_WITH: str(status)}
+        variables[STARTED_AFTER] = "" if config.min_processes is None else str(reported)
         while size is not None:
             if elastic.num_restarts:
                 merger.say(f"{elastic.reason}: restart {elastic.num_restarts}, with {size} of {config.num_processes}")
@@ -149,14 +150,21 @@ def launch(
                 events=events,
                 merger=merger,
             )
+            ended = _with_status(ended, _take_number(status) or 0)
             size = None
             if config.min_processes is not None and events.empty():  # no signal came between
-                size = elastic.next_size(ended, step=_take_step(reported))
+                size = elastic.next_size(ended, step=_take_number(reported))
     return LaunchResult(**vars(ended), num_restarts=elastic.num_restarts, reason=elastic.reason)
 
 
-def _take_step(path: pathlib.Path) -> int | None:
-    """Returns the step that process 0 reported, and removes the report; None without one."""
+def _with_status(ended: Round, status: int) -> Round:
+    """Returns an end in which processes that ended with 0, as a script does that ignores its run's status, have it."""
+    endings = [dataclasses.replace(x, returncode=status) if x.returncode == 0 else x for x in ended.endings]
+    return dataclasses.replace(ended, endings=tuple(endings))
+
+
+def _take_number(path: pathlib.Path) -> int | None:
+    """Returns the step or status that process 0 reported, and removes the report; None without one."""
     try:
         text = path.read_text(encoding="utf-8")
         path.unlink()

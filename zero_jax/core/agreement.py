@@ -1,32 +1,157 @@
 """Agreement of the processes of a run: all continue or none, and all get a text of the first one, or of all.
 
-With one process nothing is exchanged.
+The processes exchange text by JAX's coordination service, not arrays on devices: devices may compute meanwhile, and
+processes whose devices wait for each other can still say why. With one process nothing is exchanged.
+
+All of it is turns (`Turns`) that the processes take in the same order. A process that fails between two turns, within
+an `Agreement`, takes the next turn with its error, whatever that turn is for in the others, and they raise there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax._src import distributed
-from jax.experimental import multihost_utils
 
-_OK = "ok"
 _TIMEOUT_SECONDS = 3600  # how long the slowest process may take after the fastest
+# How long a process that fails alone, or in a collective that the others may not leave any more, waits to say why.
+_ALONE_SECONDS = 10
+_TEXT, _ERROR, _REFUSAL = b"t", b"e", b"r"
+_MAX_ERROR, _MAX_VALUE, _MAX_SHOWN, _MAX_LINES = 2000, 300, 6, 2**17
 
 
 class FirstProcessFailed(ValueError):
     """Raised in the other processes where the first one raised."""
 
 
+class OtherProcessFailed(RuntimeError):
+    """Raised in a process where another one has failed.
+
+    Attributes:
+      errors: the errors by process.
+      is_refusal: whether these are `ValueError`s, which say what to do.
+    """
+
+    def __init__(self, message: str, errors: Mapping[int, str] | None = None, *, is_refusal: bool = False):
+        """Takes the message, and the errors by process."""
+        super().__init__(message)
+        self.errors, self.is_refusal = dict(errors or {}), is_refusal
+
+
+class Turns:
+    """Turns that processes take together: each may give a text or an error, and all get those of all.
+
+    A turn is a barrier, and a read of what was given: two messages to the coordination service, about a millisecond.
+
+    Attributes:
+      errors: the errors of the last turn by process, such as `ValueError: no such name`; that of this one too.
+    """
+
+    def __init__(self, name: str, processes: Sequence[int] | None = None):
+        """Takes a name that is the same in all processes, and that no other turns have; None are all processes."""
+        self._name, self._count = f"zero_jax/{name}", 0
+        self._processes = None if processes is None else list(processes)
+        self._given: str | None = None
+        self.errors: dict[int, str] = {}
+
+    def take(
+        self, text: str | None = None, *, error: str = "", is_refusal: bool = False, seconds: float = _TIMEOUT_SECONDS
+    ) -> dict[int, str]:
+        """Waits until all processes take this turn; returns the texts by process.
+
+        Args:
+          text: what this process gives, or None.
+          error: why this process fails, instead of a text.
+          is_refusal: whether that is a `ValueError`.
+          seconds: how long the slowest process may take after this one.
+
+        Raises:
+          OtherProcessFailed: another process has failed, or did not come.
+        """
+        client = distributed.global_state.client
+        assert client is not None
+        self._count, self.errors = self._count + 1, {}
+        folder, process = f"{self._name}/{self._count}/", jax.process_index()
+        key = None
+        if error or text is not None:
+            kind = _TEXT if not error else _REFUSAL if is_refusal else _ERROR
+            key = f"{folder}{process}"
+            client.key_value_set_bytes(key, kind + (error or text or "").encode(errors="surrogateescape"))
+        try:
+            client.wait_at_barrier(self._name, int(seconds * 1000), self._processes)
+        except jax.errors.JaxRuntimeError as caught:
+            raise known_to_all(OtherProcessFailed(f"not all processes go on: {str(caught).splitlines()[0]}")) from None
+        given = {int(name.rpartition("/")[2]): value for name, value in client.key_value_dir_get_bytes(folder)}
+        # All have taken this turn, so that all have read what was given at the one before.
+        if self._given is not None:
+            client.key_value_delete(self._given)
+        self._given = key
+        texts = {p: value[1:].decode(errors="surrogateescape") for p, value in sorted(given.items())}
+        errors = self.errors = {p: texts.pop(p) for p, value in sorted(given.items()) if value[:1] != _TEXT}
+        if errors and not error:
+            message = "; ".join(f"process {p} failed: {why}" for p, why in errors.items())
+            refusal = all(given[p][:1] == _REFUSAL for p in errors)
+            raise known_to_all(OtherProcessFailed(message, errors, is_refusal=refusal))
+        return texts
+
+    @property
+    def processes(self) -> Sequence[int]:
+        """The processes that take them."""
+        return range(jax.process_count()) if self._processes is None else self._processes
+
+    def fail(self, error: Exception, seconds: float = _TIMEOUT_SECONDS) -> None:
+        """Takes the next turn with an error, unless all processes know of it; the others may not come."""
+        if _is_known_to_all(error):
+            return
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            seconds = min(seconds, _ALONE_SECONDS)
+        why = f"{type(error).__name__}: {error}"
+        why = why if len(why) <= _MAX_ERROR else why[:_MAX_ERROR] + "..."
+        with contextlib.suppress(OtherProcessFailed):
+            self.take(error=why, is_refusal=isinstance(error, ValueError), seconds=seconds)
+        known_to_all(error)
+
+
+def turns_of(processes: tuple[int, ...] | None = None) -> Turns:
+    """Returns the turns of some processes, or of all."""
+    return _turns_of(None if processes is None or len(processes) == jax.process_count() else processes)
+
+
+@functools.cache
+def _turns_of(processes: tuple[int, ...] | None) -> Turns:
+    return Turns("all" if processes is None else f"of {'-'.join(map(str, processes))}", processes)
+
+
+def known_to_all(error: Exception) -> Exception:
+    """Marks an error as one that is raised in all processes, or of which all know; returns it."""
+    error._zero_jax_is_known = True  # type: ignore[attr-defined]
+    return error
+
+
+def _is_known_to_all(error: BaseException | None) -> bool:
+    while error is not None:
+        if getattr(error, "_zero_jax_is_known", False):
+            return True
+        error = error.__cause__
+    return False
+
+
 class Agreement:
     """A context in which all processes raise if one does, so that none waits for it in the next collective."""
 
-    def __init__(self, failure: Callable[[str], Exception]):
-        """Takes the function from the numbers of the failed processes, such as "0, 2", to the error of the others."""
-        self._failure = failure
+    def __init__(self, failure: Callable[[str], Exception] | None = None, *, turns: Turns | None = None):
+        """Takes the function from the numbers of the failed processes, such as "0, 2", to the error of the others.
+
+        Without one that is an `OtherProcessFailed`. The turns are those of all processes, if no others are given.
+        """
+        self._failure, self._turns = failure, turns
 
     def __enter__(self) -> None:
         pass
@@ -34,45 +159,16 @@ class Agreement:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         if jax.process_count() == 1 or (error is not None and not isinstance(error, Exception)):
             return
-        failed = multihost_utils.process_allgather(np.int32(error is not None)).reshape(-1)
-        if error is None and failed.any():
-            raise self._failure(", ".join(map(str, np.flatnonzero(failed))))
-
-
-class OtherProcessFailed(RuntimeError):
-    """Raised in a process where another one has failed."""
-
-
-class Barrier:
-    """A barrier for background threads: all processes leave the context together, and all raise if one fails.
-
-    The processes exchange text, not arrays on devices as `Agreement` does, so that the devices may train meanwhile.
-    """
-
-    def __init__(self, name: str) -> None:
-        """Takes a name that is the same in all processes, and that no other barrier has."""
-        self._name, self._phase = name, 0
-
-    def __enter__(self) -> None:
-        self._phase += 1
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        if jax.process_count() == 1:
+        turns = self._turns or turns_of()
+        if error is not None:
+            turns.fail(error)
             return
-        client = distributed.global_state.client
-        assert client is not None
-        outcome = _OK if error is None else f"{kind.__name__ if kind else ''}: {error}"[:1000]
-        client.key_value_set(self._key(jax.process_index()), outcome)
-        outcomes = [
-            client.blocking_key_value_get(self._key(process), _TIMEOUT_SECONDS * 1000)
-            for process in range(jax.process_count())
-        ]
-        failed = [f"process {process} failed: {error}" for process, error in enumerate(outcomes) if error != _OK]
-        if error is None and failed:
-            raise OtherProcessFailed("; ".join(failed))
-
-    def _key(self, process: int) -> str:
-        return f"zero_jax/save/{self._name}/{self._phase}/{process}"
+        try:
+            turns.take()
+        except OtherProcessFailed as failed:
+            if self._failure is None or not failed.errors:
+                raise
+            raise known_to_all(self._failure(", ".join(map(str, failed.errors)))) from failed
 
 
 def from_first_process(text: str | Callable[[], str]) -> str:
@@ -85,35 +181,133 @@ def from_first_process(text: str | Callable[[], str]) -> str:
     """
     if jax.process_count() == 1:
         return text() if callable(text) else text
-    error, encoded = None, b""
+    turns = turns_of()
     if jax.process_index() == 0:
         try:
-            encoded = (text() if callable(text) else text).encode(errors="surrogateescape")
-        except Exception as caught:
-            error, encoded = caught, str(caught).encode(errors="replace")
-    # The length first: all processes have to send arrays of one shape.
-    size, failed = _from_first(np.array([len(encoded), error is not None], np.int32)).tolist()
-    sent = np.zeros(size, np.uint8)
-    sent[:] = np.frombuffer(encoded, np.uint8) if jax.process_index() == 0 else 0
-    received = _from_first(sent).astype(np.uint8).tobytes().decode(errors="surrogateescape") if size else ""
-    if error is not None:
-        raise error
-    if failed:
-        raise FirstProcessFailed(f"process 0 failed: {received}")
-    return received
+            text = text() if callable(text) else text
+        except Exception as error:
+            with contextlib.suppress(OtherProcessFailed):
+                turns.take(error=str(error) or type(error).__name__, is_refusal=isinstance(error, ValueError))
+            raise known_to_all(error) from None
+        return _all_of(turns.take(text), [0])[0]
+    try:
+        return _all_of(turns.take(), [0])[0]
+    except OtherProcessFailed as failed:
+        if failed.errors.keys() != {0}:
+            raise
+        raise known_to_all(FirstProcessFailed(str(failed))) from None
 
 
 def from_all_processes(text: str) -> list[str]:
     """Returns the texts of all processes, which all call this, in the order of the processes."""
     if jax.process_count() == 1:
         return [text]
-    encoded = text.encode()
-    sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(encoded)))).reshape(-1)
-    sent = np.zeros(int(sizes.max()), np.uint8)
-    sent[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    received = np.asarray(multihost_utils.process_allgather(sent))
-    return [row[:size].astype(np.uint8).tobytes().decode() for row, size in zip(received, sizes, strict=True)]
+    turns = turns_of()
+    return list(_all_of(turns.take(text), turns.processes).values())
 
 
-def _from_first(numbers: np.ndarray) -> np.ndarray:
-    return np.asarray(multihost_utils.broadcast_one_to_all(numbers))
+def agree_on(
+    what: str,
+    facts: Mapping[str, object],
+    *,
+    remedy: str,
+    long_texts: Mapping[str, str] | None = None,
+    turns: Turns | None = None,
+) -> None:
+    """Raises in all processes if facts are not the same in all.
+
+    Args:
+      what: what the facts are about, for the error.
+      facts: values by name; what counts is their text.
+      remedy: the end of the error.
+      long_texts: further ones, such as a program, of which the error has the first line that differs.
+      turns: the turns to take, if not those of all processes.
+
+    Raises:
+      ValueError: facts that differ; the message has their names, and the values with the processes that have them.
+    """
+    if jax.process_count() == 1:
+        return
+    turns, texts = turns or turns_of(), long_texts or {}
+    record = {name: str(value) for name, value in facts.items()}
+    record |= {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+    # The hash first: a thousand processes would send a thousand times a thousand records.
+    digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    if len(set(_all_of(turns.take(digest), turns.processes).values())) == 1:
+        return
+    records = {process: json.loads(text) for process, text in turns.take(json.dumps(record)).items()}
+    names = [name for name in dict.fromkeys(name for x in records.values() for name in x)]
+    differing = [name for name in names if len({x.get(name) for x in records.values()}) > 1]
+    shown = [_difference(name, records) for name in differing if name not in texts]
+    if not shown:  # otherwise that is why the long texts differ
+        shown = [_first_line(name, texts[name], records, turns) for name in differing]
+    more = f"; and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
+    raise known_to_all(
+        ValueError(f"the processes differ in {what}: {'; '.join(shown[:_MAX_SHOWN])}{more}. Give {remedy}")
+    )
+
+
+def differs_elsewhere(what: str, value: str) -> str:
+    """Returns the values of other processes under the same name that are not this one's, or ''; waits for none.
+
+    Of two processes with different values at least the later one gets the other's.
+    """
+    client = distributed.global_state.client
+    assert client is not None
+    folder = f"zero_jax/values/{hashlib.sha256(what.encode()).hexdigest()}/"
+    client.key_value_set(f"{folder}{jax.process_index()}", value, allow_overwrite=True)
+    others = {int(name.rpartition("/")[2]): other for name, other in client.key_value_dir_get(folder)}
+    return _by_value({process: other for process, other in others.items() if other != value})
+
+
+def refuse(error: Exception, turns: Turns) -> Exception:
+    """Tells the other processes, if they come soon, of an error of this one alone; returns it."""
+    turns.fail(error, seconds=_ALONE_SECONDS)
+    return error
+
+
+def _all_of(texts: dict[int, str], processes: Iterable[int]) -> dict[int, str]:
+    """Returns the texts; raises `RuntimeError` unless they are those of these processes."""
+    if texts.keys() != {*processes}:
+        raise RuntimeError(
+            f"processes {sorted({*processes} ^ texts.keys())} are at another call than this one: let all make the same "
+            "calls in the same order"
+        )
+    return texts
+
+
+def _difference(name: str, records: Mapping[int, Mapping[str, str]]) -> str:
+    return f"{name} is {_by_value({process: record.get(name, 'missing') for process, record in records.items()})}"
+
+
+def _by_value(values: Mapping[int, str]) -> str:
+    """Returns the values with the processes that have them, such as `3 in process 0, 2 in processes 1 and 2`."""
+    processes: dict[str, list[int]] = {}
+    for process, value in sorted(values.items()):
+        processes.setdefault(value, []).append(process)
+    return ", ".join(f"{_bounded(value)} in {_numbered(numbers)}" for value, numbers in processes.items())
+
+
+def _numbered(numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return f"process {numbers[0]}"
+    if len(numbers) > _MAX_SHOWN:
+        return f"processes {', '.join(map(str, numbers[:_MAX_SHOWN]))} and {len(numbers) - _MAX_SHOWN} more"
+    return f"processes {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+
+
+def _bounded(text: str) -> str:
+    return text if len(text) <= _MAX_VALUE else text[:_MAX_VALUE] + "..."
+
+
+def _first_line(name: str, text: str, records: Mapping[int, Mapping[str, str]], turns: Turns) -> str:
+    """Returns the first line that differs between process 0 and the first process with another text."""
+    first = min(records)
+    other = next(process for process in sorted(records) if records[process].get(name) != records[first].get(name))
+    gives, lines = jax.process_index() in (first, other), text.splitlines()
+    hashes = [f"{zlib.crc32(line.encode()):08x}" for line in lines[:_MAX_LINES]]
+    given = turns.take("".join(hashes) if gives else None)
+    a, b = ([given[process][i : i + 8] for i in range(0, len(given[process]), 8)] for process in (first, other))
+    number = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    line = lines[number].strip() if number < len(lines) else "missing"
+    return f"{name}, line {number + 1}, is {_by_value(turns.take(_bounded(line) if gives else None))}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import pathlib
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from zero_jax.checkpoint import (
     restore,
     step_path,
 )
-from zero_jax.core.agreement import from_first_process
+from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.files.untrusted import flag, mapping, number, whole_number
 from zero_jax.trainer.run import Model, Run
 from zero_jax.trainer.run_folder import differences
@@ -136,14 +137,19 @@ def _checked(run: Run, restored: Restored, lines: list[str]) -> Start:
 
 
 def _source(path: str) -> tuple[str, int | None]:
-    """Returns the folder of checkpoints of a path, and the step if the path has one."""
-    record, _ = find_checkpoint(path)
-    is_step = record.path.name == pathlib.PurePath(path).name
-    if is_step and record.path != step_path(record.path.parent, record.step):
-        raise ValueError(
-            f"{path} is the checkpoint of step {record.step}: name it {step_path(record.path, record.step).name}"
-        )
-    return str(record.path.parent), record.step if is_step else None
+    """Returns the folder of checkpoints of a path, and the step if the path has one, as process 0 finds them."""
+
+    def find() -> str:
+        record, _ = find_checkpoint(path)
+        is_step = record.path.name == pathlib.PurePath(path).name
+        if is_step and record.path != step_path(record.path.parent, record.step):
+            raise ValueError(
+                f"{path} is the checkpoint of step {record.step}: name it {step_path(record.path, record.step).name}"
+            )
+        return json.dumps([str(record.path.parent), record.step if is_step else None])
+
+    folder, step = json.loads(from_first_process(find))
+    return folder, step
 
 
 class Saver:
@@ -153,7 +159,13 @@ class Saver:
         """Saves nothing yet; leaves that are not finite in `start` do not prevent later saves."""
         self._checkpointer, self._run, self._say = checkpointer, run, say
         self._first_step, self._num_failed_before = start.step, 0
+        self._last_step = start.step  # the last one that was saved, or begun with
         self._nonfinite_at_start = frozenset(nonfinite_leaves(start.state, mesh=run.mesh))
+
+    def has(self, step: int) -> bool:
+        """Returns whether the state of a step is saved, or the run began with it; the same in all processes."""
+        self._wait()
+        return step == self._last_step and self._checkpointer.num_failed == self._num_failed_before
 
     def save(
         self,
@@ -191,18 +203,20 @@ class Saver:
             return False
         if not math.isfinite(loss or 0):
             self._say(f"step {step}: its validation loss is {loss}: the state is saved, but not as one of the best")
-        self._checkpointer.wait()  # for the save before, whose failure counts as well
+        self._wait()  # for the save before, whose failure counts as well
         self._num_failed_before = self._checkpointer.num_failed
         allow_nonfinite = bool(self._nonfinite_at_start)
         self._checkpointer.save(step, state, extra=extra, loss=loss, allow_nonfinite=allow_nonfinite)
+        self._last_step = step
         return True
 
     def wait_until_saved(self, step: int) -> bool:
         """Waits for the last save; returns whether the state of `step` is saved, and logs it if not."""
-        self._checkpointer.wait()
-        steps = self._checkpointer.steps()
-        is_complete = step in steps and self._checkpointer.num_failed == self._num_failed_before
-        if step == self._first_step or from_first_process(lambda: str(is_complete)) == "True":
+        self._wait()
+        if step == self._first_step:
+            return True
+        steps = self._steps()
+        if step in steps and self._checkpointer.num_failed == self._num_failed_before:
             return True
         newest = f"the newest checkpoint is that of step {max(steps)}" if steps else "there is no checkpoint"
         self._say(f"the state of step {step} is NOT SAVED: {newest}")
@@ -210,10 +224,19 @@ class Saver:
 
     def log_divergence(self, step: int, why: str) -> None:
         """Logs why the run stops, and its newest checkpoint."""
-        self._checkpointer.wait()
-        steps = self._checkpointer.steps()
+        self._wait()
+        steps = self._steps()
         newest = f"that of step {max(steps)}" if steps else "none: there was no save before"
         self._say(
             f"stopping at step {step}: {why}. The last good checkpoint is {newest}. A smaller learning rate, a longer "
             "warm-up or another seed may help"
         )
+
+    def _wait(self) -> None:
+        """Waits until the last save is complete or has failed, in all processes."""
+        with Agreement():
+            self._checkpointer.wait()
+
+    def _steps(self) -> list[int]:
+        """Returns the steps that are saved by process 0's listing: that of another may be older."""
+        return json.loads(from_first_process(lambda: json.dumps(self._checkpointer.steps())))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,8 @@ from jax.sharding import Mesh
 
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import joined
+from zero_jax.trainer.inputs.sources import BatchesEnded
+from zero_jax.trainer.inputs.together import Together
 from zero_jax.trainer.run import RunInput
 from zero_jax.training import MeshLoss, TrainState, ZeroConfig, ema_params, make_eval_step, merge
 from zero_jax.transforms import PartWeight
@@ -33,6 +35,7 @@ class Validation:
     ):
         """Makes the eval step; `data` places the batches on the devices, and weighs those whose loss has no weight."""
         self.batches, self._data, self._say = batches, data, say
+        self._together = Together("validation batches")
         self._evaluate = make_eval_step(loss_fn, mesh=mesh, config=config, weighted=True)
 
     def measure(self, state: TrainState, *, goes_on: Callable[[], bool]) -> dict[str, float] | None:
@@ -51,7 +54,7 @@ class Validation:
         `goes_on` is called after each batch; if it returns False, the result is None.
         """
         weights, losses, figures = list[PartWeight](), list[float](), list[dict[str, float]]()
-        for batch in map(self._data.place, self.batches):
+        for batch in self._placed():
             metrics = self._evaluate(params, batch)
             weights.append(jax.device_get(metrics.weight or self._data.weight(batch)))
             losses.append(float(metrics.loss))
@@ -67,6 +70,27 @@ class Validation:
         names = dict.fromkeys(itertools.chain(*figures))
         means = {name: _weighted_sum(counts, [x.get(name, 0.0) for x in figures]) / sum(counts) for name in names}
         return {"loss": loss, **means}
+
+    def _placed(self) -> Iterator[PyTree]:
+        """Yields the batches on the devices; raises `ValueError` if the processes have different numbers of them."""
+        batches = iter(self.batches)
+
+        def read() -> PyTree:
+            for batch in batches:
+                return self._data.place(batch)
+            raise BatchesEnded("the validation batches have ended")
+
+        num_batches = 0
+        try:
+            while True:
+                yield self._together.read(read)
+                num_batches += 1
+        except BatchesEnded as error:
+            if ended := self._together.ended:
+                raise ValueError(
+                    f"the validation batches of process {', '.join(map(str, ended))} end after {num_batches}, and "
+                    "others have more: give all processes as many"
+                ) from error
 
 
 def _weighted_sum(weights: Sequence[float], values: Sequence[float]) -> float:

@@ -12,8 +12,8 @@ import jax
 import optax
 
 from zero_jax.checkpoint import Checkpointer
-from zero_jax.cluster import EXIT_CODE as SAVED
-from zero_jax.cluster import Preemption, Watchdog, report_start
+from zero_jax.cluster import Preemption, Watchdog, report_end, report_start
+from zero_jax.core.agreement import Agreement
 from zero_jax.core.device_put import platform_of
 from zero_jax.core.tree import leaf_names
 from zero_jax.sharding.precision import explain_float16
@@ -21,25 +21,16 @@ from zero_jax.trainer.checkpoints import ResumeError, Saver, Start, begin
 from zero_jax.trainer.evaluation import Validation
 from zero_jax.trainer.inputs.own import OwnModel
 from zero_jax.trainer.inputs.sources import BatchesEnded
+from zero_jax.trainer.inputs.together import Together
 from zero_jax.trainer.profiling import Profiler
 from zero_jax.trainer.reporting.console import Console, describe_run, groups, lasting, num_params
 from zero_jax.trainer.reporting.curves import RunRecords
 from zero_jax.trainer.reporting.metrics import Dispatched, Log, Progress, make_speedometer, per_device_bytes
 from zero_jax.trainer.reporting.writers import Writers, open_writers
-from zero_jax.trainer.result import TrainResult, draw_losses, run_losses
+from zero_jax.trainer.result import EXIT_STATUS, TrainResult, draw_losses, run_losses
 from zero_jax.trainer.run import Model, Run, TrainConfig, prepare
 from zero_jax.trainer.run_folder import discarding, hold, save_config
-from zero_jax.training import NoiseScale, TrainState, global_norm, make_train_step, trainable
-
-EXIT_STATUS = {
-    "done": 0,
-    "ended": 1,
-    "unsaved": 1,
-    "preempted_unsaved": 1,
-    "diverged": 3,
-    "skipped": 3,
-    "preempted": SAVED,
-}
+from zero_jax.training import NoiseScale, TrainState, check_not_donated, global_norm, trainable
 
 
 def train(
@@ -76,6 +67,7 @@ def execute(run: Run, *, log: Log = print, terminal: TextIO | None = None) -> Tr
 
     Raises:
       ResumeError: the checkpoint to resume from is of another model, optimizer or text, or damaged.
+      OtherProcessFailed: in the other processes, where one alone fails.
     """
     return execute_to_state(run, log=log, terminal=terminal)[0]
 
@@ -83,8 +75,9 @@ def execute(run: Run, *, log: Log = print, terminal: TextIO | None = None) -> Tr
 def execute_to_state(run: Run, *, log: Log = print, terminal: TextIO | None = None) -> tuple[TrainResult, TrainState]:
     """Executes a run as `execute` does; returns its last state too."""
     try:
-        with contextlib.ExitStack() as stack:
-            training = _Training(run, log=log, terminal=terminal, stack=stack)
+        with Agreement(), contextlib.ExitStack() as stack:
+            with Agreement():
+                training = _Training(run, log=log, terminal=terminal, stack=stack)
             return training.execute(), training.state
     except Exception as error:
         explain_float16(error, platform=platform_of(run.mesh))
@@ -119,6 +112,8 @@ class _Training:
         )
         self.checkpointer.take()
         start = begin(run)
+        # Before anything that one process alone may fail at: processes compute together here.
+        self.saver = Saver(self.checkpointer, run=run, start=start, say=lambda line: self.say(line))
         self.first_step = start.step
         save_config(run.folder, run.saved_config)
         self.state, self.step, self.is_evaluated = start.state, start.step, start.is_evaluated
@@ -130,8 +125,7 @@ class _Training:
         self.say = self.console.line
         for line in (self._describe(), *start.lines):
             self.say(line)
-        self.saver = Saver(self.checkpointer, run=run, start=start, say=self.say)
-        self.train_step = make_train_step(model.loss_fn, run.tx, mesh=run.mesh, config=run.zero)
+        self.train_step = run.train_step
         self.sample = None if run.input.sampler is None else run.input.sampler.on(run.mesh)
         self.norm = jax.jit(lambda params: global_norm(jax.tree.leaves(params)).value)
         self._open_data(start, stack)
@@ -156,7 +150,12 @@ class _Training:
 
     def execute(self) -> TrainResult:
         """Runs all steps and returns the result."""
-        status = self._run_steps()
+        try:
+            with Agreement():
+                status = self._run_steps()
+        except Exception as error:
+            self._save_before(error)
+            raise
         self._beat("save")
         if status in ("done", "ended", "preempted") and not self.saver.wait_until_saved(self.step):
             status = {"done": "unsaved", "ended": "unsaved", "preempted": "preempted_unsaved"}[status]
@@ -169,6 +168,8 @@ class _Training:
         self._beat("end")
         losses = run_losses(self.run.folder, train=self.progress.train, validation=self.progress.validation)
         loss_curve = self._draw(losses) if self.is_first else None
+        if self.is_first:
+            report_end(EXIT_STATUS[status] if status.startswith("preempted") else 0)
         return TrainResult(
             status=status,
             directory=str(self.run.folder),
@@ -222,6 +223,8 @@ class _Training:
                 raise
             raise ResumeError(str(error)) from error
         self.batches: Any = stack.enter_context(batches)
+        self.together, self.waiting = Together("batches"), None
+        self.position, self.has_read_more = self.batches.position, False
         self.validation = None
         if run.input.validation is not None:
             loss_fn = (isinstance(model, OwnModel) and model.eval_fn) or model.loss_fn
@@ -278,6 +281,12 @@ class _Training:
             report_start(self.first_step)
         self.executed.add("step")
 
+    def _read_last(self) -> None:
+        """Waits for the last step that was dispatched, unless its metrics were read."""
+        last, self.waiting = self.waiting, None
+        if last is not None:
+            self._read_back(last)
+
     def _run_steps(self) -> str:
         """Runs the steps; the metrics of a step are read after the next one is dispatched.
 
@@ -289,13 +298,12 @@ class _Training:
             self._evaluate(is_last=self.step == config.steps)
         if self.step < config.steps and self.preemption.should_stop(self.step):
             return "preempted"
-        waiting: Dispatched | None = None
         with Profiler(config.profiled, self.run.folder / "profile", say=self.say) as profiler:
             while self.step < config.steps:
-                previous, waiting = waiting, self._dispatch(profiler)
+                previous, self.waiting = self.waiting, self._dispatch(profiler)
                 if previous:
                     self._read_back(previous)
-                if waiting is None:
+                if self.waiting is None:
                     return self._end_early()
                 stops = self.preemption.should_stop(self.step)
                 is_last = self.step == config.steps
@@ -303,8 +311,7 @@ class _Training:
                 saves = stops or is_last or self.checkpointer.is_due(self.step)
                 samples = not is_last and config.sample_every > 0 and self.step % config.sample_every == 0
                 if evaluates or saves or samples or self.step == config.profiled.stop - 1:
-                    self._read_back(waiting)
-                    waiting = None
+                    self._read_last()
                     profiler.done(self.step)
                 if progress.num_nonfinite_in_a_row >= config.max_nonfinite_steps:
                     leaf = progress.nonfinite_leaf or "no param (only the loss)"
@@ -331,27 +338,53 @@ class _Training:
             f"stopping at step {self.step} of {self.config.steps}: there are no more batches. Give batches that begin "
             "again at their end (a list, a dataset, a function of nothing that returns an iterator), or fewer steps"
         )
-        self.checkpointer.wait()
-        if self.progress.train and self.step not in self.checkpointer.steps():
+        self._batches_are_over()
+        if not self.saver.has(self.step):
             loss = self._evaluate(is_last=True)
             if not self._save(loss, is_last=True):
                 return "diverged"
         return "ended"
 
+    def _save_before(self, error: Exception) -> None:
+        """Saves the state of the last step, if it is a good one, before an error of something else ends the run."""
+        try:
+            if self.saver.has(self.step):
+                return
+            with Agreement():
+                check_not_donated(self.state)  # as the error of a step leaves it
+            with contextlib.suppress(Exception):  # it may be the error of a writer
+                self._read_last()
+            self._batches_are_over()
+            self.say(f"stopping at step {self.step} of {self.config.steps}: {type(error).__name__}: {error}")
+            if self._save(None, is_last=True):
+                self.saver.wait_until_saved(self.step)
+        except Exception as second:  # the first one is what ends the run
+            self.say(f"the state of step {self.step} is NOT SAVED: {second}")
+
+    def _batches_are_over(self) -> None:
+        """Notes that batches may have been read that no step has used: in some of several processes, or here."""
+        self.has_read_more = jax.process_count() > 1 or self.position != self.batches.position
+
     def _dispatch(self, profiler: Profiler) -> Dispatched | None:
         """Dispatches the next step to the devices without waiting for it; None if there are no more batches."""
         self._beat("data", self.step + 1)
-        start = time.perf_counter()
-        try:
+        waited_seconds = 0.0
+
+        def read() -> Any:
+            nonlocal waited_seconds
+            start = time.perf_counter()
             batch = next(self.batches)
+            waited_seconds = time.perf_counter() - start
+            self._beat("step", self.step + 1)
+            return self.run.input.place(batch)  # may wait for the devices
+
+        try:
+            batch = self.together.read(read)
         except BatchesEnded:
             return None
-        waited_seconds = time.perf_counter() - start
-        self._beat("step", self.step + 1)
-        batch = self.run.input.place(batch)  # may wait for the devices
         with profiler.step(self.step + 1):
             self.state, metrics = self.train_step(self.state, batch)
-        self.step += 1
+        self.step, self.position = self.step + 1, self.batches.position
         shows_norm = self.step % self.config.log_every == 0
         return Dispatched(
             step=self.step,
@@ -375,14 +408,7 @@ class _Training:
         if self.validation is None:
             return None
         self._beat("evaluation")
-        try:
-            figures = self.validation.measure(self.state, goes_on=continues)
-        except Exception as error:
-            # With several processes the others may be in a collective of the evaluation: they would not save.
-            if jax.process_count() == 1 and self.step > self.first_step:
-                self.say(f"step {self.step}: the validation failed ({type(error).__name__}): saving the state first")
-                self._save(None, is_last=True)
-            raise
+        figures = self.validation.measure(self.state, goes_on=continues)
         if figures is None:
             return None
         self.progress.add_validation(self.step, figures)
@@ -391,16 +417,18 @@ class _Training:
     def _save(self, loss: float | None, *, is_last: bool) -> bool:
         """Starts to save the state if it is finite; returns whether the run can continue."""
         self._beat("save")
+        with Agreement():
+            extra = {
+                "data": self.run.input.record(self.position, has_read_more=self.has_read_more),
+                "noise_scale": self.noise.to_json(),
+                "config": self.run.saved_config,
+                "is_evaluated": loss is not None,
+            }
         return self.saver.save(
             self.step,
             self.state,
             loss=loss,
-            extra={
-                "data": self.run.input.record(self.batches),
-                "noise_scale": self.noise.to_json(),
-                "config": self.run.saved_config,
-                "is_evaluated": loss is not None,
-            },
+            extra=extra,
             num_nonfinite_steps=self.progress.num_nonfinite_in_a_row,
             is_last=is_last,
         )
@@ -410,7 +438,9 @@ class _Training:
         if self.sample is None:
             return ""
         self._beat("sample")
-        prompt, text = self.config.sample_prompt, self.sample(self.state.params)
+        with Agreement():  # all are here
+            prompt = self.config.sample_prompt
+        text = self.sample(self.state.params)
         self.executed.add("sample")
         self.say(f"\nstep {self.step}, a sample that goes on from {prompt!r}:\n\n{prompt}{text}\n")
         return text

@@ -11,7 +11,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from zero_jax.cluster import EXIT_CODE as SAVED
 from zero_jax.trainer.reporting.curves import RunRecords, plot_runs, read_run
+
+EXIT_STATUS = {
+    "done": 0,
+    "ended": 1,
+    "unsaved": 1,
+    "preempted_unsaved": 1,
+    "diverged": 3,
+    "skipped": 3,
+    "preempted": SAVED,
+}
 
 Losses = Sequence[tuple[int, float]]
 
@@ -30,6 +41,9 @@ class TrainResult:
     not be saved), `preempted` (saved and stopped; resume with `--resume auto`), `preempted_unsaved` (stopped, but the
     last state could not be saved), `diverged` (stopped because loss or params stayed not finite) or `skipped` (saved,
     but every step was skipped because a gradient was not finite: the params are those of the start).
+
+    A script of your own ends with `sys.exit(result.exit_status)`: what starts it again knows by it that a run is not
+    done, but was saved and stopped.
     """
 
     status: str
@@ -58,6 +72,11 @@ class TrainResult:
     sample: str
     examples_per_second: float | None = None
     loss_curve: str | None = None
+
+    @property
+    def exit_status(self) -> int:
+        """The status for a process to exit with, as `zero-jax train` does: 0 done, 75 saved and stopped."""
+        return EXIT_STATUS[self.status]
 
     def __str__(self) -> str:
         skipped = f", {self.num_skipped_steps} skipped" if self.num_skipped_steps else ""

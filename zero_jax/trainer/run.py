@@ -25,6 +25,7 @@ from zero_jax.checkpoint import (
     list_step_folders,
     resolve_folder,
 )
+from zero_jax.core.agreement import Agreement, agree_on
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.files.folder_lock import FolderLock
 from zero_jax.core.files.untrusted import user_path
@@ -38,8 +39,8 @@ from zero_jax.trainer.inputs.own import OwnInput, OwnModel, own_input
 from zero_jax.trainer.inputs.text import Sampler, TextInput, open_dataset
 from zero_jax.trainer.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from zero_jax.trainer.reporting.writers import WriterConfig
-from zero_jax.trainer.run_folder import as_json, check_name, make_folder
-from zero_jax.training import MeshLoss, ZeroConfig, check_batch
+from zero_jax.trainer.run_folder import as_json, check_name, flat_json, make_folder
+from zero_jax.training import MeshLoss, TrainStep, ZeroConfig, abstract_state, check_batch, make_train_step, releases
 from zero_jax.transforms import rematerialize
 
 
@@ -91,6 +92,9 @@ _LOWEST = {
     **dict.fromkeys(("seed", "sample_tokens", "sample_every", "temperature", "hang_seconds"), 0),
 }
 _HIGHEST = {"steps": 2**31 - 1, "sample_tokens": 2**20}
+# Fields that may differ between processes: where a host has its files, whose content is compared, and what concerns
+# one process alone.
+_OF_ONE_PROCESS = re.compile(r"(out|log\..*|hang_seconds|profile_steps|data\.(data|tokenizer|token_cache|prefetch.*))$")
 _PARTS = {
     "zero": ZeroConfig,
     "data": DataConfig,
@@ -213,6 +217,7 @@ class Run:
       input: the text, or the batches of the user's own.
       tx: the optimizer.
       schedule: learning rate by the number of updates, or None for an optimizer of the user's own.
+      train_step: the train step.
       folder: folder of the run.
     """
 
@@ -223,6 +228,7 @@ class Run:
     input: RunInput
     tx: optax.GradientTransformation
     schedule: optax.Schedule | None
+    train_step: TrainStep
     folder: pathlib.Path
 
     @functools.cached_property
@@ -249,7 +255,8 @@ def prepare(
 ) -> Run:
     """Checks a config against devices, data and model, reads the data and makes the run's folder.
 
-    Of batches of the user's own the first one is read, and the loss function is traced with it.
+    Of batches of the user's own the first one is read, and the loss function is traced with it. Several processes
+    compare config, releases, batches and the lowered train step.
 
     Args:
       config: what to train on, how, and for how long.
@@ -259,9 +266,22 @@ def prepare(
 
     Raises:
       ValueError: more devices than there are, a batch that does not divide over devices and microbatches, no such data
-        or too little of it, a vocabulary larger than the model's, a loss that is no scalar, or a folder that exists or
-        cannot be made.
+        or too little of it, a vocabulary larger than the model's, a loss that is no scalar, processes that differ, or
+        a folder that exists or cannot be made.
+      OtherProcessFailed: in the other processes, where one alone refuses something.
     """
+    with Agreement():
+        agree_on("the config of the run", _facts(config, model), remedy="all the same options and releases")
+        return _prepare(config, model=model, tx=tx, log=log)
+
+
+def _prepare(
+    config: TrainConfig,
+    *,
+    model: Model | OwnModel,
+    tx: optax.GradientTransformation | None,
+    log: Callable[[str], None],
+) -> Run:
     devices = jax.devices()
     if config.devices is not None and not 1 <= config.devices <= len(devices):
         raise ValueError(
@@ -287,17 +307,20 @@ def prepare(
         config = dataclasses.replace(config, batch_size=run_input.batch_size, sample_tokens=0, sample_prompt="")
     if config.init_from is not None and config.resume == "never":
         find_checkpoint(config.init_from)  # before there is a folder
-    skips = True if config.zero.skip_nonfinite is None else config.zero.skip_nonfinite
-    specs = config.zero.param_specs
-    specs = model.param_specs if specs is None and config.model_axis > 1 else specs
+    zero = _zero_of(config, model)
+    train_step = make_train_step(model.loss_fn, tx, mesh=mesh, config=zero)
+    if jax.process_count() > 1:
+        # Before the state is made: initialization with other shapes in one process ends in an abort.
+        train_step.check_same(abstract_state(model.init_fn, tx, mesh=mesh, config=zero), run_input.batch_shapes())
     return Run(
         config=config,
-        zero=dataclasses.replace(config.zero, skip_nonfinite=skips, param_specs=specs),
+        zero=zero,
         model=model,
         mesh=mesh,
         input=run_input,
         tx=tx,
         schedule=schedule,
+        train_step=train_step,
         folder=make_folder(
             user_path(config.out),
             config.name,
@@ -306,6 +329,23 @@ def prepare(
             check=functools.partial(_check_checkpoints, config),
         ),
     )
+
+
+def _zero_of(config: TrainConfig, model: Model | OwnModel) -> ZeroConfig:
+    """Returns `config.zero` with the trainer's additions."""
+    skips = True if config.zero.skip_nonfinite is None else config.zero.skip_nonfinite
+    specs = config.zero.param_specs
+    specs = model.param_specs if specs is None and config.model_axis > 1 else specs
+    return dataclasses.replace(config.zero, skip_nonfinite=skips, param_specs=specs)
+
+
+def _facts(config: TrainConfig, model: Model | OwnModel) -> dict[str, Any]:
+    """Returns what must be the same in all processes, by name."""
+    if jax.process_count() == 1:
+        return {}
+    shape = {name: getattr(model, name, None) for name in ("name", "config", "adapters")}
+    fields = flat_json({"model": shape, **vars(config)})
+    return releases() | {name: value for name, value in fields.items() if not _OF_ONE_PROCESS.match(name)}
 
 
 def _check_text_batches(config: TrainConfig, model: Model, mesh: Mesh) -> None:

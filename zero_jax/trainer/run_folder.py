@@ -128,3 +128,16 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> l
 def as_json(config: Any) -> Any:
     """Converts a dataclass to JSON and back: tuples are lists, keys are strings."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+
+
+def flat_json(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Returns values as JSON by name, those of dicts and dataclasses as `zero.stage`, without addresses in memory."""
+    flat: dict[str, str] = {}
+    for name, value in values.items():
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = vars(value)
+        if isinstance(value, dict) and value:
+            flat |= flat_json(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = re.sub(r" at 0x[0-9a-f]+", "", json.dumps(value, default=str))
+    return flat

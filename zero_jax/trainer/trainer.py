@@ -73,7 +73,8 @@ class Trainer:
 
         Raises:
           ValueError: a batch that does not divide over the devices, a loss that is no scalar, a config that contradicts
-            itself or the devices, or a checkpoint of another model.
+            itself or the devices, processes that differ, or a checkpoint of another model.
+          OtherProcessFailed: in the other processes, where one fails alone.
         """
         run = prepare(self.config, model=self.model, tx=self._tx)
         self.state = None  # which would take memory beside the new one

@@ -8,7 +8,7 @@ new state to the shardings of the old one. `losses` and `sequence_parallel` are 
 from zero_jax.training import losses
 from zero_jax.training.compiled_step import TrainStep
 from zero_jax.training.ema import check_decay, ema_params, params_ema
-from zero_jax.training.evaluation import Metrics, make_eval_step, shard_batch
+from zero_jax.training.evaluation import Metrics, make_eval_step, place_batch, shard_batch
 from zero_jax.training.grads.accumulator import MeshLoss, check_batch, normalize_loss
 from zero_jax.training.grads.norm import global_norm
 from zero_jax.training.loss_function import LossFunction, key_parameter, model_state_parameter
@@ -17,8 +17,9 @@ from zero_jax.training.model_inputs import cast_batch
 from zero_jax.training.noise_scale import NoiseScale
 from zero_jax.training.optimizer.offload import Offload
 from zero_jax.training.optimizer.update import call_update
+from zero_jax.training.same_program import releases
 from zero_jax.training.sequence_sharding import sequence_parallel
-from zero_jax.training.state.checks import check_is_state
+from zero_jax.training.state.checks import check_is_state, check_not_donated
 from zero_jax.training.state.finite import NonfiniteState, nonfinite_leaves
 from zero_jax.training.state.making import abstract_state, init_state
 from zero_jax.training.state.placement import Placement, make_placement

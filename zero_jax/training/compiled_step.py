@@ -16,7 +16,8 @@ from zero_jax.core.device_put import wait_on_cpu
 from zero_jax.core.jaxprs import is_traced
 from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
 from zero_jax.sharding.mesh import Axes, on_mesh
-from zero_jax.training.evaluation import Metrics, shard_batch
+from zero_jax.training.evaluation import Metrics, place_batch
+from zero_jax.training.same_program import SameProgram
 from zero_jax.training.state.checks import check_no_leaf_twice, check_not_donated, checked_placement, place_state
 from zero_jax.training.state.placement import train_state_shardings
 from zero_jax.training.state.train_state import TrainState
@@ -44,31 +45,53 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Runs one step; the state given is donated.
 
+        The first call with batches of some sizes compares the program with those of the other processes of the mesh.
+
         Raises:
-          ValueError: a batch that does not divide, or a state that was already donated.
+          ValueError: a batch that does not divide, a state that was already donated, or processes that differ.
         """
         with on_mesh(self.program.mesh):
-            batch = shard_batch(batch, mesh=self.program.mesh, axes=self.axes)
+            batch = place_batch(batch, mesh=self.program.mesh, axes=self.axes)
             check_not_donated(state)  # first: on some backends running with a deleted buffer ends the process
             check_no_leaf_twice(state)
-            compiled = self.compiled(state, is_nested=any(map(is_traced, jax.tree.leaves((state, batch)))))
+            is_nested = any(map(is_traced, jax.tree.leaves((state, batch))))
+            compiled = self.compiled(state, is_nested=is_nested)
             state = place_state(state, compiled.shardings, compiled.dtypes)
-            state, metrics = compiled.function(state, batch)(state, batch)
+            function = compiled.function(state, batch)
+            if not is_nested:
+                self._same.check(function, state, batch)
+            state, metrics = function(state, batch)
             return state, wait_on_cpu(metrics, self.program.mesh)
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
         """Lowers the step for arrays or `ShapeDtypeStruct`s; `.compile()` gives the program."""
+        shapes = self._batch_shapes(batch)
+        with on_mesh(self.program.mesh):
+            return self.compiled(state).function(state, shapes).lower(state, shapes)
+
+    def check_same(self, state: PyTree, batch: PyTree) -> None:
+        """Compares the program for arrays or `ShapeDtypeStruct`s between processes, as the first call does.
+
+        Before any state is made: processes with other shapes would end in an abort.
+
+        Raises:
+          ValueError: the processes differ.
+        """
+        if self._same.processes:
+            shapes = self._batch_shapes(batch)
+            with on_mesh(self.program.mesh):
+                self._same.check(self.compiled(state).function(state, shapes), state, shapes)
+
+    def _batch_shapes(self, batch: PyTree) -> PyTree:
         check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
         over_batch = NamedSharding(self.program.mesh, PartitionSpec(self.axes.batch))
         replicated = NamedSharding(self.program.mesh, PartitionSpec())
-        shapes = jax.tree.map(
+        return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(
                 np.shape(x), jnp.result_type(x), sharding=over_batch if np.ndim(x) else replicated
             ),
             batch,
         )
-        with on_mesh(self.program.mesh):
-            return self.compiled(state).function(state, shapes).lower(state, shapes)
 
     def jitted(self, state: PyTree) -> Any:
         """Returns the `jax.jit` function for states of this structure."""
@@ -113,10 +136,20 @@ class TrainStep:
         optax transformation before the optimizer.
         """
         with on_mesh(self.program.mesh):
-            batch = shard_batch(batch, mesh=self.program.mesh, axes=self.axes)
+            batch = place_batch(batch, mesh=self.program.mesh, axes=self.axes)
             check_not_donated(state)
             checked_placement(state, self.program.tx, mesh=self.program.mesh, config=self.program.config)
+            if self._same_grads.processes:
+                self._same_grads.check(self._grads, state, batch, of=self.compiled(state).jitted)
             return self._grads(state, batch)
+
+    @functools.cached_property
+    def _same(self) -> SameProgram:
+        return SameProgram("train step", self.program.mesh, self.program.config)
+
+    @functools.cached_property
+    def _same_grads(self) -> SameProgram:
+        return SameProgram("gradients of a step", self.program.mesh, self.program.config)
 
     @functools.cached_property
     def _grads(self) -> Any:

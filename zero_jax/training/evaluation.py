@@ -23,6 +23,7 @@ from zero_jax.sharding.mesh import Axes, axes_of, on_mesh
 from zero_jax.sharding.precision import wide
 from zero_jax.training.grads.accumulator import MeshLoss, check_batch, user_loss
 from zero_jax.training.model_inputs import cast_batch
+from zero_jax.training.same_program import SameProgram, check_sizes
 from zero_jax.training.state.checks import check_not_donated
 from zero_jax.training.state.placement import Placement, make_placement
 from zero_jax.training.state.train_state import TrainState
@@ -119,6 +120,8 @@ def make_eval_step(
         weight = jax.tree.map(lambda x: jnp.asarray(x, wide(x.dtype)), weights[0]) if weighs else None
         return replicated(Metrics(loss=loss.astype(wide(loss.dtype)), aux=aux, weight=weight), mesh)
 
+    same = SameProgram("evaluation step", mesh, config)
+
     @functools.cache
     def jitted(is_nested: bool) -> Any:
         options = {} if is_nested else step_options(mesh, config).values  # JAX takes those of the outermost function
@@ -131,7 +134,11 @@ def make_eval_step(
         check_not_donated(variables)  # running with a deleted buffer may end the process
         is_nested = any(map(is_traced, jax.tree.leaves((variables, batch))))
         with on_mesh(mesh):
-            return wait_on_cpu(jitted(is_nested)(variables, shard_batch(batch, mesh=mesh, axes=axes)), mesh)
+            batch = place_batch(batch, mesh=mesh, axes=axes)
+            if same.processes and not is_nested:
+                leaves, tree = jax.tree.flatten(variables)
+                same.check(jitted(is_nested), variables, batch, of=(tree, tuple((x.shape, x.dtype) for x in leaves)))
+            return wait_on_cpu(jitted(is_nested)(variables, batch), mesh)
 
     return evaluate
 
@@ -140,13 +147,23 @@ def shard_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTre
     """Shards a batch over the batch axes by its leading dim; leaves that are sharded so already are not copied.
 
     Args:
-      batch: a pytree of host arrays `[batch, ...]`. With several processes each gives its own share of the examples.
+      batch: a pytree of host arrays `[batch, ...]`. With several processes each gives its own share of the examples, as
+        many for each of its devices as the others.
       mesh: the mesh.
       axes: the roles of its axes, if not by their names.
 
     Raises:
-      ValueError: a leaf whose leading dim does not divide over the batch axes, or that is no array; an abstract mesh.
+      ValueError: a leaf whose leading dim does not divide over the batch axes, or that is no array; an abstract mesh; a
+        batch of other sizes than that of another process.
     """
+    placed = place_batch(batch, mesh=mesh, axes=axes)
+    if jax.process_count() > 1 and not any(map(is_traced, jax.tree.leaves(placed))):
+        check_sizes(placed, mesh)
+    return placed
+
+
+def place_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTree:
+    """Shards a batch as `shard_batch` does, for functions that compare the sizes with other processes themselves."""
     check_arguments(axes=axes)
     axes = axes or axes_of(mesh)
     over_batch, replicated = NamedSharding(mesh, PartitionSpec(axes.batch)), NamedSharding(mesh, PartitionSpec())

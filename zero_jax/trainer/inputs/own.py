@@ -22,7 +22,7 @@ from zero_jax.data import BatchBuffers
 from zero_jax.sharding.mesh import axes_of
 from zero_jax.trainer.inputs.sources import BatchesEnded, Source, find_source
 from zero_jax.trainer.reporting.metrics import scalar_figures, unshown_leaves
-from zero_jax.training import MeshLoss, ZeroConfig, check_batch, normalize_loss, shard_batch
+from zero_jax.training import MeshLoss, ZeroConfig, check_batch, normalize_loss, place_batch
 from zero_jax.transforms import PartWeight
 
 
@@ -124,11 +124,14 @@ class OwnInput:
         batches = self.source.open(position, state, say=say, beat=beat)
         return OwnBatches(batches, sizes=self.local_sizes, position=position)
 
-    def record(self, batches: Any) -> dict[str, Any]:
-        """Returns the number of batches read, and the states of the iterators of all processes."""
+    def record(self, position: int, *, has_read_more: bool = False) -> dict[str, Any]:
+        """Returns the number of batches read, and the states of the iterators of all processes.
+
+        Iterators that may have read another batch have no state to save: a resumed run reads up to the position.
+        """
         sizes = {"num_processes": jax.process_count(), "batch_size": self.batch_size}
-        record = {"position": batches.position, **sizes, "fingerprints": list(self.fingerprints), **self.identity}
-        state = self.source.state()
+        record = {"position": position, **sizes, "fingerprints": list(self.fingerprints), **self.identity}
+        state = None if has_read_more else self.source.state()
         return record if state is None else {**record, "states": from_all_processes(state)}
 
     def _check_global_batch(self, saved: Mapping[str, Any]) -> None:
@@ -164,7 +167,7 @@ class OwnInput:
     def place(self, batch: PyTree) -> PyTree:
         """Shards a batch over the devices; arrays of the host are copied into buffers that are reused."""
         has_own_arrays = any(isinstance(x, jax.Array) for x in jax.tree.leaves(batch))
-        placed = shard_batch(batch, mesh=self.mesh)
+        placed = place_batch(batch, mesh=self.mesh)
         # Arrays on devices may be given again; the buffers would delete them.
         return placed if has_own_arrays else self.buffers.fill(placed)
 
@@ -191,13 +194,8 @@ class OwnBatches(Iterator[PyTree]):
 
     def __next__(self) -> PyTree:
         batch = next(self._batches)
-        for name, size in leading_dims(batch).items():
-            if size != (before := self._sizes.get(name, size)):
-                raise ValueError(
-                    f"batch leaf {name!r} of step {self.position + 1} has {size} examples, and that of the first batch "
-                    f"{before}: drop the last batch of a pass if it is smaller (`drop_remainder`), or pad it"
-                )
         self.position += 1
+        _check_sizes(batch, self._sizes, self.position)
         return batch
 
     def __enter__(self) -> OwnBatches:
@@ -207,6 +205,16 @@ class OwnBatches(Iterator[PyTree]):
         close = getattr(self._batches, "close", None)
         if close is not None:
             close()
+
+
+def _check_sizes(batch: PyTree, sizes: Mapping[str, int], step: int) -> None:
+    """Raises `ValueError` for a batch whose leading dims are not those of the first one."""
+    for name, size in leading_dims(batch).items():
+        if size != (before := sizes.get(name, size)):
+            raise ValueError(
+                f"batch leaf {name!r} of step {step} has {size} examples, and that of the first batch {before}: drop "
+                "the last batch of a pass if it is smaller (`drop_remainder`), or pad it"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,6 +238,8 @@ def own_input(model: OwnModel, *, mesh: Mesh, zero: ZeroConfig, eval_batches: in
     source = find_source("batches", model.batches)
     first = source.first()
     shapes = _placed_shapes("the first batch", first, mesh, zero.num_microbatches)
+    for index, batch in enumerate(source.in_memory):
+        _check_sizes(batch, leading_dims(first), index + 1)
     variables = jax.eval_shape(model.init_fn, key_shape())
     aux = _aux_shapes(model.loss_fn, variables, shapes, mesh)
     weight = None if zero.loss_weight == "auto" else zero.loss_weight
@@ -278,7 +288,7 @@ def _placed_shapes(label: str, batch: PyTree, mesh: Mesh, num_microbatches: int)
         raise ValueError(f"{label} has no arrays: give a pytree of arrays [examples, ...]")
     check_arrays(label, batch, remedy="give a pytree of arrays [examples, ...]")
     try:
-        placed = shard_batch(batch, mesh=mesh)
+        placed = place_batch(batch, mesh=mesh)
         check_batch(placed, mesh=mesh, axes=axes_of(mesh), num_microbatches=num_microbatches)
     except ValueError as error:
         raise ValueError(f"{label}: {error}") from error

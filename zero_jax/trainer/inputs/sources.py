@@ -10,7 +10,7 @@ import base64
 import inspect
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from zero_jax.core.tree import PyTree, shown
@@ -73,16 +73,30 @@ def _from_iterable(label: str, batches: Any, make: Callable[[], Any] | None) -> 
     if hasattr(batches, "__getitem__") and hasattr(batches, "__len__"):
         if not len(batches):
             raise ValueError(f"{label} has no batch: give one at least")
-        return StepSource(lambda step: batches[step % len(batches)], f"a sequence of {len(batches):,}", len(batches))
+        in_memory = batches if isinstance(batches, list | tuple) else ()
+        return StepSource(
+            lambda step: batches[step % len(batches)], f"a sequence of {len(batches):,}", len(batches), in_memory
+        )
     return IterableSource(label, iterator, again)
 
 
 class StepSource:
-    """Batches as a function of the number of batches before."""
+    """Batches as a function of the number of batches before.
 
-    def __init__(self, batch_of: Callable[[int], PyTree], kind: str, size: int | None = None):
+    Attributes:
+      kind: what they are.
+      in_memory: all batches, if they are in memory.
+    """
+
+    def __init__(
+        self,
+        batch_of: Callable[[int], PyTree],
+        kind: str,
+        size: int | None = None,
+        in_memory: Sequence[PyTree] = (),
+    ):
         """Takes the function; a sequence has a size, after which it begins again."""
-        self._batch_of, self.kind, self._size = batch_of, kind, size
+        self._batch_of, self.kind, self._size, self.in_memory = batch_of, kind, size, in_memory
 
     def first(self) -> PyTree:
         """Returns the batch of step 0."""
@@ -105,6 +119,8 @@ class StepSource:
 class IterableSource:
     """Batches of an iterable, which begins again at its end if it can."""
 
+    in_memory = ()
+
     def __init__(self, label: str, iterator: Any, again: Callable[[], Iterator[PyTree]] | None):
         """Takes the iterator of the first pass, and the function that makes the iterator of another pass."""
         self._label, self._again = label, again
@@ -124,13 +140,23 @@ class IterableSource:
     def open(
         self, position: int, state: str | None, *, say: Callable[[str], None], beat: Callable[[], None]
     ) -> Iterator[PyTree]:
-        """Returns the batches after the first `position` ones, which are read and dropped."""
+        """Returns the batches after the first `position` ones, which are read and dropped.
+
+        Raises:
+          ValueError: there are fewer.
+        """
         batches = self._batches()
         if position:
             say(f"batches: reading and dropping the {position:,} before step {position + 1}: {self._why_dropped}")
-        for _ in range(position):
+        for number in range(position):
             beat()
-            next(batches)
+            try:
+                next(batches)
+            except BatchesEnded as error:
+                raise ValueError(
+                    f"{error} after {number:,}, and the run has read {position:,}: give those of before, or batches "
+                    "that begin again at their end"
+                ) from error
         return batches
 
     def again(self) -> Iterator[PyTree] | None:

@@ -97,9 +97,9 @@ class TextInput:
             **self._sizes,
         )
 
-    def record(self, batches: Any) -> dict[str, Any]:
+    def record(self, position: int, *, has_read_more: bool = False) -> dict[str, Any]:
         """Returns the number of examples read, and what determines their order."""
-        return {"position": batches.position, **self.identity}
+        return {"position": position, **self.identity}
 
     def place(self, batch: PyTree) -> PyTree:
         """Copies a batch into buffers that are reused."""

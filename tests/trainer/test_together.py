@@ -1,0 +1,127 @@
+"""Two real processes that differ are refused, and one that ends or fails first takes the other to a saved end.
+
+All in one pair of processes, one run after another: a refusal or an end leaves both ready for the next.
+"""
+
+import pathlib
+
+import pytest
+from processes import results_of
+
+WORKER = pathlib.Path(__file__).with_name("together_worker.py")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What each of two processes has reported."""
+    folder = tmp_path_factory.mktemp("together")
+    return results_of(WORKER, [(index, folder) for index in range(2)])
+
+
+def both(results, name):
+    return [result[name] for result in results]
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        (
+            "config",
+            [
+                # not `hang_seconds`
+                "in the config of the run: zero.stage is 3 in process 0, 1 in process 1; optimizer.learning_rate "
+                "is 0.02 in process 0, 0.03 in process 1; steps is 5 in process 0, 6 in process 1; seed is 0 in "
+                "process 0, 1 in process 1. Give all the same options and releases"
+            ],
+        ),
+        ("batch size", ["batch leaf 'x' is float32[16, 8] in process 0, float32[8, 8] in process 1. Give all"]),
+        (
+            "loss",
+            ["the train step: its program, line ", "dense<1.000000e+00> : tensor<f32> in process 0", "2.000000e+00"],
+        ),
+        ("width", ["leaf 'params/w' is float32[8, 8] in process 0, float32[8, 16] in process 1"]),
+    ],
+)
+def test_processes_of_a_run_that_differ_are_refused_before_anything_is_made(name, parts, results):
+    for error, checkpoints in both(results, name):
+        assert error.startswith("ValueError: the processes differ in the ") and all(part in error for part in parts)
+        assert checkpoints is None
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("learning rate", ["the train step: its program, line ", "dense<-1.000000e-01>", "dense<-2.000000e-01>"]),
+        ("seed", ["the train step: the state's key is [", "in process 0, ["]),
+        ("batch size", ["batch leaf 'x' is float32[8, 8] in process 0, float32[12, 8] in process 1"]),
+        ("evaluation", ["the evaluation step: its program, line ", "dense<1.000000e+00>", "dense<3.000000e+00>"]),
+    ],
+)
+def test_processes_with_a_loop_of_ones_own_that_differ_are_refused_at_the_first_call(name, parts, results):
+    for error in both(results, f"own {name}"):
+        assert error.startswith("ValueError: the processes differ in ") and all(part in error for part in parts)
+
+
+def test_equal_processes_have_equal_programs_and_a_mesh_of_one_process_is_its_own_matter(results):
+    first, second = both(results, "own step")
+    assert isinstance(first, float) and first == second
+    assert both(results, "alone") == [[1, 1]] * 2
+    assert both(results, "sharded") == [[8, 8]] * 2
+
+
+def test_a_sharded_batch_of_another_size_is_refused_in_both(results):
+    """In the later one at once, and in the other where the processes meet next."""
+    for index, error in enumerate(both(results, "sharded sizes")):
+        assert "ValueError: a batch of process" in error and "has the global shapes x float32[" in error
+        assert error.startswith(("ValueError: ", f"OtherProcessFailed: process {1 - index} failed: "))
+
+
+def test_a_process_whose_batches_end_first_ends_the_run_with_its_state(results):
+    saved = "step_00000003"
+    for name in ("ended", "ended with a state"):
+        assert both(results, name) == [["ended at step 3", [saved]]] * 2
+    for name in ("goes on", "goes on with a state"):
+        assert both(results, name) == [["done at step 5", [saved, "step_00000005"]]] * 2
+    losses = results[0]["losses"]  # batches that a process has read and not used are read again
+    assert losses["ended"] == pytest.approx(losses["done"], rel=1e-6) and len(losses["done"]) == 5
+    assert losses["state"] == pytest.approx(losses["done"], rel=1e-6)
+
+
+def test_a_resumed_process_with_fewer_batches_than_it_has_read_is_refused(results):
+    (first, names), (second, _) = both(results, "shorter")
+    message = "ResumeError: batches has no more batches after 3, and the run has read 5: give those of before, or"
+    assert second.startswith(message) and first.startswith(f"OtherProcessFailed: process 1 failed: {message}")
+    assert names == ["step_00000003", "step_00000005"]
+
+
+@pytest.mark.parametrize(
+    ("name", "who", "error", "saved"),
+    [
+        ("first batch", 1, "OSError: the disk is on fire", None),
+        ("data", 1, "OSError: the disk is on fire", ["step_00000003"]),
+        ("sizes", 1, "ValueError: batch leaf 'x' of step 4 has 2 examples", ["step_00000003"]),
+        ("validation", 0, "OSError: the disk is on fire", ["step_00000002"]),
+        ("log", 0, "RuntimeError: no log", ["step_00000004"]),
+    ],
+)
+def test_an_error_of_one_process_is_shown_in_both_and_the_last_good_state_saved(name, who, error, saved, results):
+    for index, (shown, checkpoints) in enumerate(both(results, name)):
+        assert shown.startswith(error if index == who else f"OtherProcessFailed: process {who} failed: {error}")
+        assert checkpoints == saved
+    if name == "data":
+        assert f"stopping at step 3 of 5: OtherProcessFailed: process 1 failed: {error}" in results[0]["lines"]
+
+
+def test_other_numbers_or_sizes_of_validation_batches_are_refused(results):
+    sizes = (
+        "those of the batch before in process 0; x float32[4, 8] in process 1. Give all processes batches of the same"
+    )
+    for error, _ in both(results, "sizes of validation batches"):
+        assert error.startswith(
+            f"ValueError: validation batches of the processes differ in their global sizes: {sizes}"
+        )
+    for error, _ in both(results, "fewer validation batches"):
+        assert error.startswith(
+            "ValueError: the validation batches of process 1 end after 2, and others have more: give"
+        )

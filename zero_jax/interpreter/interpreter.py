@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from zero_jax.hlo import KINDS, Instruction, Program, parse_shape
+from zero_jax.hlo import KINDS, Array, Instruction, Program, parse_shape
 from zero_jax.interpreter import indexing
 from zero_jax.interpreter.collectives import Exchange, every_device, permuted
 from zero_jax.interpreter.indexing import integers
 from zero_jax.interpreter.operations import Context, Function, operation, parse_parts
 from zero_jax.interpreter.products import placed_windows, read_windows, select_and_scatter
-from zero_jax.interpreter.values import NotInterpretable, Value, array_shape, convert, is_small_float, spread
+from zero_jax.interpreter.values import NotInterpretable, Value, array_shape, convert, dtype_of, is_small_float, spread
 
 _COLLECTIVE = re.compile(rf"({KINDS})(-start|-done)?")
 _UFUNCS = {
@@ -414,9 +414,13 @@ _CONTROL: dict[str, Callable[[Interpreter, Context], Function]] = {
 
 
 def _located(function: Function, instruction: Instruction) -> Function:
-    """Names the instruction in what its function raises, and checks the dims of what it returns."""
+    """Names the instruction in what its function raises, and checks what it returns.
+
+    Fused operations may read operands of another dtype than their own: results are in the dtype that the text says.
+    """
     shape = parse_shape(instruction.shape)
-    dims = getattr(shape, "dims", None)
+    dims = shape.dims if isinstance(shape, Array) else None
+    dtype = dtype_of(shape.dtype) if isinstance(shape, Array) and shape.dtype not in ("token", "opaque") else None
 
     def apply(operands: list[Value]) -> Value:
         try:
@@ -425,8 +429,10 @@ def _located(function: Function, instruction: Instruction) -> Function:
             raise NotInterpretable(f"{error}: {instruction.line.strip()[:400]}") from error
         except (IndexError, TypeError, ValueError) as error:
             raise RuntimeError(f"{type(error).__name__} ({error}) in {instruction.line.strip()[:600]}") from error
-        assert dims is None or isinstance(result, tuple) or result.shape[1:] == dims, (result.shape, instruction.line)
-        return result
+        if dims is None or isinstance(result, tuple):
+            return result
+        assert result.shape[1:] == dims, (result.shape, instruction.line)
+        return result if dtype is None else convert(result, dtype)
 
     return apply
 

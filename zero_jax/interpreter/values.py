@@ -158,7 +158,8 @@ def _moved(dims: tuple[int, ...], layout: str, new_dims: tuple[int, ...], new_la
         length, holds = len(old), np.ones(len(old), bool)
     places = np.empty(math.prod(new_dims), np.int64)
     places[new[:length][holds]] = old[:length][holds]
-    return None if (places == np.arange(len(places))).all() else places
+    is_same = len(places) == math.prod(dims) and (places == np.arange(len(places))).all()
+    return None if is_same else places
 
 
 @functools.lru_cache(maxsize=4096)

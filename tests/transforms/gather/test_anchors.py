@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 import recurrences
 from gathering import activations, check, compiled_traffic, normal
@@ -83,6 +84,18 @@ def codes(params, x, *, model_state):
 def init_codes():
     params = {"encode": normal(64, 256), "decode": normal(256, 64)}
     return zero.Variables(params=params, model_state={"codes": normal(512, 256)})
+
+
+@pytest.mark.slow
+def test_sums_over_examples_are_those_of_one_device():
+    mesh, tx, config = mesh_of("8"), optax.sgd(0.1), zero.ZeroConfig(stage=3, min_shard_size=1)
+    variables, x = init_codes(), normal(64, 64, scale=1.0)
+    want = jax.jit(codes)(variables.params, x, model_state=variables.model_state)[2]["codes"]
+    state = zero.init_state(
+        lambda _: jax.tree.map(jnp.asarray, variables), tx, jax.random.key(0), mesh=mesh, config=config
+    )
+    state, _ = zero.make_train_step(codes, tx, mesh=mesh, config=config)(state, x)
+    assert jnp.allclose(state.model_state["codes"], want, atol=1e-6)
 
 
 @pytest.mark.tpu_compiler

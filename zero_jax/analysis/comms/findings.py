@@ -154,12 +154,12 @@ def _moved_activations(rows: Sequence[Row], large: float, *, has_params: bool) -
         if not (exchange or gather) or row.is_named or row.phase == "update" or not carries_data(row.axes):
             continue
         if row.total_sent_bytes >= large and not (gather and row.param):
-            yield _finding(
-                "moved activations",
-                row,
-                "it moves no param, and activations need not move over `data`: zero.gather_on_use moves params instead",
-                extra=1,
+            expected = (
+                "it moves no param, and activations need not move over `data`: zero.gather_on_use moves params instead"
             )
+            if has_params and _mixes_examples(row, is_gradient=False):
+                expected = _MIXED
+            yield _finding("moved activations", row, expected, extra=1)
 
 
 def _finding(kind: str, row: Row, expected: str, *, extra: float) -> Finding:

@@ -28,10 +28,11 @@ from zero_jax.sharding.mesh import Axes, axes_of, axis_size, on_mesh
 from zero_jax.sharding.model_specs import dims_of_each
 from zero_jax.sharding.quantized import PLAIN, Formats, Quantize, check_quantize
 from zero_jax.sharding.spec import Dims, carries, named
+from zero_jax.transforms.examples import FREE, UNKNOWN
+from zero_jax.transforms.gather.anchors import anchored
 from zero_jax.transforms.gather.deferred import Lazy, Value, as_it_is
 from zero_jax.transforms.gather.events import GatherEvent, GatherReport, Notes, WideUse
 from zero_jax.transforms.gather.host_params import HostParam, fetch, fetch_as, used_shapes
-from zero_jax.transforms.gather.mixing import FREE, UNKNOWN, mixed_products
 from zero_jax.transforms.gather.per_device import summed_use
 from zero_jax.transforms.gather.uses import Options, device_sum
 from zero_jax.transforms.gather.walk import GatherFrame, GatherWalk
@@ -158,7 +159,9 @@ def _transform(fn: Callable[..., Any], specs: PyTree, options: Options) -> Calla
         marked = _mark(params, specs, options)
         mixed: frozenset[int] = frozenset()
         if not options.mapped:
-            mixed = mixed_products(closed, [*(FREE for _ in marked), *(_examples(value, options) for value in values)])
+            states = [*(FREE for _ in marked), *(_examples(value, options) for value in values)]
+            closed, examples = anchored(closed, states, mesh=options.mesh, axes=options.axes)
+            mixed = examples.mixed
         walk = GatherWalk(options, _batch_sizes(values), Notes(events, gathers=not options.stored_whole), mixed)
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         ins = [*marked, *(Value(value, pure=False) for value in values)]
@@ -183,9 +186,11 @@ def _batch_sizes(values: Sequence[Any]) -> frozenset[int]:
 
 
 def _examples(value: Any, options: Options) -> int | str:
-    """Returns the dim of examples of an argument."""
+    """Returns how an argument depends on the examples: a scalar, such as a key, is no example."""
     size = axis_size(options.mesh, options.axes.batch)
-    return 0 if getattr(value, "ndim", 0) and value.shape[0] % size == 0 else UNKNOWN
+    if not getattr(value, "ndim", 0):
+        return FREE
+    return 0 if value.shape[0] % size == 0 else UNKNOWN
 
 
 def _mark(params: PyTree, specs: PyTree, options: Options) -> list[Lazy | Value]:

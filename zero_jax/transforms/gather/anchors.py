@@ -1,0 +1,190 @@
+"""Values that XLA is told the sharding of, because it sends more where it may choose (docs/gather_on_use.md).
+
+Carries of loops that begin as constants and become activations are sharded over the batch in every iteration: nobody
+says how `S = jnp.zeros((batch, heads, k, v))` is sharded. Where a gradient is asked for a shard of features, XLA takes
+up that sharding for the carry of a recurrence, against the batch of all else, and reshards activations in every
+iteration. A sum over examples is one of each device's own sum, and rows that are chosen of all examples are sharded as
+these.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zero_jax.core.evaluation import evaluate, run_region, trace_flat
+from zero_jax.core.jaxprs import bind, open_jaxpr, source_context, variables
+from zero_jax.core.subcalls import Subcall, equations, equations_of, subcall
+from zero_jax.sharding.chains import Chain, reshard
+from zero_jax.sharding.mesh import Axes
+from zero_jax.transforms.dim_map import ELEMENTWISE
+from zero_jax.transforms.examples import LOOPS, Examples, MixedSharding, State
+from zero_jax.transforms.gather.per_device import split_dim
+from zero_jax.transforms.passthrough import is_float
+
+_AS_IT_IS = ELEMENTWISE | {"convert_element_type", "transpose"}
+_REGIONS = frozenset({"cond", "remat", "scan"})
+_ENTERED = _REGIONS | {"call", "custom_vjp", "while"}
+
+_REGIONS = frozenset({"cond", "remat", "scan"})
+
+
+def anchored(
+    closed: Any, states: Sequence[State], *, mesh: Mesh, axes: Axes, loops_only: bool = False
+) -> tuple[Any, Examples]:
+    """Shards the carries of loops by the examples that they have, where they begin without, and what mixes examples.
+
+    Args:
+      closed: a closed jaxpr.
+      states: for each input how it depends on the examples.
+      mesh: the mesh.
+      axes: the roles of its axes.
+      loops_only: leave alone what mixes examples, as a gradient does.
+
+    Returns:
+      The jaxpr, itself if nothing of it changes, and how its values depend on the examples.
+    """
+    examples = Examples(mesh, axes)
+    examples.run(closed, states)
+    anchors = _Anchors(mesh, axes, examples, _returned_sums(closed), loops_only=loops_only)
+    if not any(map(anchors.changes, equations(closed))):
+        return closed, examples
+    jaxpr, consts = open_jaxpr(closed)
+    avals = [var.aval for var in jaxpr.invars]
+    closed = trace_flat(lambda *arrays: evaluate(jaxpr, consts, arrays, anchors.equation), avals)
+    examples = Examples(mesh, axes)
+    examples.run(closed, states)
+    return closed, examples
+
+
+def _returned_sums(closed: Any) -> frozenset[int]:
+    """Returns the `id`s of the products that are returned but for elementwise work, as sums of a model state are."""
+    jaxpr, _ = open_jaxpr(closed)
+    returned, sums = {id(var) for var in jaxpr.outvars}, set[int]()
+    for eqn in reversed(jaxpr.eqns):
+        if returned.isdisjoint(map(id, eqn.outvars)):
+            continue
+        if eqn.primitive.name == "dot_general":
+            sums.add(id(eqn))
+        elif subcall(eqn) or eqn.primitive.name in _AS_IT_IS:
+            returned.update(map(id, variables(eqn)))
+    return frozenset(sums)
+
+
+class _Anchors:
+    """Evaluates equations with the carries of their loops sharded by examples."""
+
+    def __init__(self, mesh: Mesh, axes: Axes, examples: Examples, sums: frozenset[int], *, loops_only: bool):
+        self.mesh, self.axes, self.examples, self.sums, self.loops_only = mesh, axes, examples, sums, loops_only
+
+    def changes(self, eqn: Any) -> bool:
+        """Tells whether an equation is one to anchor, or may have some in its derivatives."""
+        sub = subcall(eqn)
+        if sub is None:
+            return self.move(eqn) is not None
+        if sub.kind not in ("custom_vjp", *LOOPS):
+            return False
+        if sub.kind == "custom_vjp":
+            is_known = id(eqn) in self.examples.operands and all(is_float(var.aval) for var in eqn.outvars)
+            return is_known and any(each.primitive.name in LOOPS for each in equations(sub.jaxpr))
+        return bool(self.examples.carries(eqn))
+
+    def move(self, eqn: Any) -> MixedSharding | None:
+        """Returns how an operation that mixes examples is to be sharded."""
+        move = None if self.loops_only else self.examples.moves.get(id(eqn))
+        return None if move is not None and move.summed and id(eqn) not in self.sums else move
+
+    def equation(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
+        """Returns the values of the results of an equation."""
+        sub = subcall(eqn)
+        if (move := self.move(eqn)) is not None:
+            if move.dim is None:
+                return [self.summed(eqn, move.summed, *values)]
+            return [self.sharded(x, move.dim) for x in bind(eqn, values)]
+        if sub is None or sub.kind not in _ENTERED or not any(map(self.changes, equations_of(eqn))):
+            return bind(eqn, values)
+        if sub.kind == "custom_vjp":
+            return self.with_derivatives(eqn, sub, values)
+        calls = [functools.partial(self.call, jaxpr) for jaxpr in sub.branches or (sub.jaxpr,)]
+        if carries := self.examples.carries(eqn):
+            calls = [self.with_sharded(calls[0], sub, carries)]
+        if sub.kind in _REGIONS:
+            return run_region(eqn, calls, values)
+        with source_context(eqn):
+            if sub.kind == "call":
+                return calls[0](*values)
+            consts, carry, _ = sub.split(values)
+            test = functools.partial(self.call, sub.test, *values[: sub.num_test_consts])
+            return lax.while_loop(lambda carry: test(*carry)[0], lambda carry: calls[0](*consts, *carry), carry)
+
+    def call(self, jaxpr: Any, *values: Any) -> list[Any]:
+        return evaluate(*open_jaxpr(jaxpr), values, self.equation)
+
+    def with_sharded(
+        self, body: Callable[..., list[Any]], sub: Subcall, carries: Mapping[int, int]
+    ) -> Callable[..., list[Any]]:
+        """Returns the body of a loop that takes carries sharded by the examples along these dims of them."""
+
+        def call(*values: Any) -> list[Any]:
+            sharded = list(values)
+            for i, dim in carries.items():
+                sharded[sub.num_consts + i] = self.sharded(values[sub.num_consts + i], dim)
+            return body(*sharded)
+
+        return call
+
+    def sharded(self, x: jax.Array, dim: int) -> jax.Array:
+        """Returns a value, and takes its cotangent, sharded by examples along a dim; others are as XLA has them."""
+        spec = [self.axes.batch if i == dim else PartitionSpec.UNCONSTRAINED for i in range(x.ndim)]
+        chain = Chain((NamedSharding(self.mesh, PartitionSpec(*spec)),))
+        return reshard(x, forward=chain, backward=chain)
+
+    def summed(self, eqn: Any, dims: tuple[int, ...], *factors: jax.Array) -> jax.Array:
+        """Returns a product that sums over examples, as the sum of each device's own."""
+        parts = [split_dim(x, dim, self.examples.num_shards) for x, dim in zip(factors, dims, strict=True)]
+        with source_context(eqn):
+            stack = self.sharded(jax.vmap(lambda *xs: bind(eqn, xs)[0], in_axes=dims)(*parts), 0)
+            return lax.reduce(stack, jnp.zeros((), stack.dtype), lax.add, (0,))
+
+    def with_derivatives(self, eqn: Any, sub: Subcall, values: list[Any]) -> Sequence[Any]:
+        """Evaluates a function with derivatives of its own, in which loops are anchored, too."""
+        states, moving = self.examples.operands[id(eqn)], [i for i, x in enumerate(eqn.invars) if is_float(x.aval)]
+        within = functools.partial(anchored, mesh=self.mesh, axes=self.axes, loops_only=True)
+        num_outs = len(eqn.outvars)
+
+        def linearized(*args: Any) -> tuple[list[Any], Any]:
+            def of_moving(*some: Any) -> list[Any]:
+                given = dict(zip(moving, some, strict=True))
+                return bind(eqn, [given.get(i, x) for i, x in enumerate(args)])
+
+            return jax.vjp(of_moving, *(args[i] for i in moving))
+
+        @functools.cache
+        def derivatives() -> tuple[Any, Any]:
+            closed, (_, pull) = jax.make_jaxpr(linearized, return_shape=True)(*(x.aval for x in eqn.invars))
+            forward, examples = within(closed, states)
+            avals, pulled = [x.aval for x in open_jaxpr(forward)[0].outvars], jax.tree.structure(pull)
+            backward = trace_flat(lambda *xs: pulled.unflatten(xs[num_outs:])(list(xs[:num_outs])), avals)
+            return forward, within(backward, examples.run(forward, states))[0]
+
+        @jax.custom_vjp
+        def call(*args: Any) -> list[Any]:
+            return self.call(sub.jaxpr, *args)
+
+        def forward(*args: Any) -> tuple[list[Any], list[Any]]:
+            made = evaluate(*open_jaxpr(derivatives()[0]), args)
+            return made[:num_outs], made[num_outs:]
+
+        def backward(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
+            made = dict(zip(moving, evaluate(*open_jaxpr(derivatives()[1]), [*cotangents, *residuals]), strict=True))
+            return tuple(made.get(i) for i in range(len(eqn.invars)))
+
+        call.defvjp(forward, backward)
+        with source_context(eqn):
+            return call(*values)

@@ -131,6 +131,8 @@ def literal(text: str, shape_text: str) -> Value:
 def bitcast(x: np.ndarray, source: Array, target: Array) -> np.ndarray:
     """Returns the array that the memory of another holds, read with another shape, layout or dtype."""
     dtype = dtype_of(target.dtype)
+    if {x.dtype.kind, dtype.kind} in ({"b", "u"}, {"b", "i"}):  # XLA:TPU holds a boolean scalar in as many bits
+        x = convert(x, dtype)
     if dtype.itemsize != x.dtype.itemsize:
         raise NotInterpretable(f"a bitcast of {source} to {target}, whose elements have another size")
     if dtype != x.dtype:

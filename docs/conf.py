@@ -57,6 +57,7 @@ TITLES = {
     "pretrained": "Hugging Face checkpoints",
     "analysis": "Memory, traffic, the paper",
     "planning": "Planning",
+    "verification": "Verification",
     "checkpoint": "Checkpoints",
     "data": "Data",
     "cluster": "Processes",

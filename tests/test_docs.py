@@ -145,6 +145,7 @@ SUPPLIED = {
     ("noise_scale.md", 0): trained,
     ("planning.md", 0): two_blocks,
     ("remat.md", 0): rematted,
+    ("verification.md", 0): two_blocks,
 }
 
 
@@ -189,7 +190,7 @@ QUICK = {"clusters.md", "buffers.md", "noise_scale.md", "quickstart.md", "remat.
         pytest.param(
             page.name,
             marks=[pytest.mark.tpu_compiler, pytest.mark.slow]
-            if page.name == "planning.md"
+            if page.name in ("planning.md", "verification.md")
             else []
             if page.name in QUICK
             else pytest.mark.slow,

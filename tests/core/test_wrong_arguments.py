@@ -50,6 +50,11 @@ RIGHT = {
     "cache": {"text", "None"},
     "num_devices_per_host": {"integer"},
     "num_hosts": {"integer"},
+    "verify.replica": {"integer"},  # that divides
+    "num_steps": {"integer", "huge"},
+    "seed": {"integer", "huge"},
+    "tolerance": {"None", "integer", "fraction", "huge"},
+    "weighted": {"bool"},
     "plan.replica": {"integer", "huge"},  # of as many devices as the topology may have
     "plan.model": {"integer", "huge"},
     "plan.data_layout": {"list", "nothing"},
@@ -137,6 +142,7 @@ CALLS = {
     "sharding_report": lambda: {"params": host_params(), **PLACED},
     "state_shardings": lambda: {"abstract_state": state(), **PLACED},
     "trace_loss": lambda: {"loss_fn": loss_fn, "params": host_params(), "batch": make_batch(), **PLACED},
+    "verify": lambda: {key: value for key, value in planned(num_steps=1).items() if key != "cache"},
     "write_leaf": lambda: {"tree": {"a": jnp.ones(3)}, "path": "a", "value": jnp.ones(3)},
     "write_leaves": lambda: {"tree": {"a": jnp.ones(3)}, "values": {"a": jnp.ones(3)}},
     "memory.estimate": lambda: {"state": state(), **PLACED},

@@ -112,7 +112,9 @@ def test_a_plan_lists_the_compiler_options_with_what_each_is_for(cache):
     listed = json.loads(json.dumps(report.to_json()))["compiler_options"]
     assert {entry["name"]: entry["value"] for entry in listed} == {**options, **own}
     off = plan(cache, config=dataclasses.replace(CONFIG, overlap=False), **settings)
-    assert not off.from_cache and not off.compiler_options and "compiled with" not in str(off)
+    guards = {"xla_disable_hlo_passes"} if jax.__version_info__ < (0, 12) else set()
+    assert not off.from_cache and {option.name for option in off.compiler_options} == guards
+    assert ("compiled with" in str(off)) == bool(guards)
 
 
 def test_a_broken_cache_entry_is_as_good_as_none(report, tmp_path):

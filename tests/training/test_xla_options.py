@@ -1,5 +1,6 @@
 """The compiler options of a step: by hardware and config, what the environment and the user say, what is not known."""
 
+import functools
 import types
 import warnings
 
@@ -15,6 +16,7 @@ from zero_jax.sharding.topology import HARDWARE
 from zero_jax.training.xla_options import step_options, wanted_options
 
 MIB = 2**20
+GUARD, WRONG_PASS = "xla_disable_hlo_passes", "while-loop-all-reduce-code-motion"
 OFF = {"overlap": False}
 
 
@@ -28,7 +30,13 @@ def device(name, platform=None, version=""):
 
 def wanted(where, environment=None, **config):
     options = wanted_options(where, zero.ZeroConfig(**config), environment or {})
-    return {option.name: option.value for option in options}
+    return {option.name: option.value for option in options if option.name != GUARD}
+
+
+def guard(where, environment=None, **config):
+    """The passes that are disabled, and those in a program without scatters in loops; None without that option."""
+    options = wanted_options(where, zero.ZeroConfig(**config), environment or {})
+    return next(((option.value, option.unguarded) for option in options if option.name == GUARD), None)
 
 
 CPU = types.SimpleNamespace(platform="cpu", device_kind="cpu", client=None)
@@ -38,6 +46,37 @@ UNKNOWN = types.SimpleNamespace(platform="tpu", device_kind="TPU v99", client=No
 def test_hardware_without_an_entry_has_no_options():
     for where in (CPU, UNKNOWN, device("v3"), device("h100", platform="gpu", version="rocm 7")):
         assert wanted(where) == {}
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="mended in JAX 0.12")
+def test_a_pass_that_makes_wrong_programs_is_disabled_beside_others():
+    for where in (UNKNOWN, device("v4"), device("tpu7x")):
+        assert guard(where) == guard(where, **OFF) == (WRONG_PASS, "")
+        assert guard(where, compiler_options={GUARD: "dce"}) == (f"dce,{WRONG_PASS}", "dce")
+        assert guard(where, {"XLA_FLAGS": f"--{GUARD}=cse,dce"}) == (f"cse,dce,{WRONG_PASS}", "cse,dce")
+        assert guard(where, compiler_options={GUARD: None}) is None
+    assert guard(CPU) is guard(device("h100")) is None
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="mended in JAX 0.12")
+@pytest.mark.tpu_compiler
+def test_a_step_that_writes_by_index_in_no_loop_keeps_the_pass():
+    """The option is told from the jitted function that lowers the step."""
+    mesh = zero.make_mesh(topology="v5e:2x2")
+    config, tx = zero.ZeroConfig(stage=0), optax.sgd(0.1)
+    batch = jax.ShapeDtypeStruct((8, 4), jnp.int32)
+
+    def scanned(params, tokens, in_loop):
+        xs = tokens.T if in_loop else params[tokens.T]
+        body = lambda h, x: (jnp.tanh(h @ params + (params[x] if in_loop else x)), None)  # noqa: E731
+        return jax.lax.scan(body, jnp.zeros((8, 16)), xs)[0].mean()
+
+    for in_loop in (True, False):
+        loss_fn = functools.partial(scanned, in_loop=in_loop)
+        step = zero.make_train_step(lambda params, batch, f=loss_fn: f(params, batch), tx, mesh=mesh, config=config)
+        state = zero.abstract_state(lambda key: jnp.ones((16, 16)), tx, mesh=mesh, config=config)
+        compiled = step.compiled(state)
+        assert compiled.function(state, batch) is (compiled.jitted if in_loop else compiled.unguarded)
 
 
 def test_overlap_is_one_switch():
@@ -205,7 +244,9 @@ def test_the_compiler_knows_the_defaults(topology):
     with pytest.warns(UserWarning, match=unknown):
         options = step_options(mesh, zero.ZeroConfig(stage=2, compiler_options={unknown: 1}))
     assert options.unknown == (unknown,)
-    assert options.values == wanted(device(topology.partition(":")[0]), stage=2) != {}
+    values = {name: value for name, value in options.values.items() if name != GUARD}
+    assert values == wanted(device(topology.partition(":")[0]), stage=2) != {}
+    assert options.unguarded == (values if jax.__version_info__ < (0, 12) else None)
 
 
 @pytest.mark.tpu_compiler

@@ -158,6 +158,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "init_fn": (callable, "it is no function: give a function of a key that returns the params"),
     "keep_gathered": (_is(bool), "give True or False"),
+    "weighted": (_is(bool), "give True or False"),
     "num_steps": (_is_count(1), "give the number of steps, 1 or more"),
     "seed": (_is_count(0), "give a whole number, 0 or more"),
     "tolerance": (_optional(_is_seconds), "give a relative difference, such as 1e-4, or None"),

@@ -97,6 +97,7 @@ def make_eval_step(
       A function of a `TrainState`, of `Variables` or of bare params (no optimizer needed), and a batch. A model state
       that the loss function returns is dropped.
     """
+    check_arguments(weighted=weighted)
     axes = check_config(config).axes_of(mesh)
     function = user_loss(loss_fn, mesh, axes)
     normalized = function.named()

@@ -25,7 +25,7 @@ from zero_jax.training.xla_options import scatters_in_loops, step_options
 
 _NEEDS_OPTIONS = (
     "this step adds to an array by index in a loop, and is called within another jitted function, which takes its own "
-    f"compiler options alone: XLA of JAX {jax.__version__} may lose parts of the gradient on TPUs (openxla/xla#49143) "
+    f"compiler options alone: XLA of JAX {jax.__version__} may lose parts of the gradient (openxla/xla#49143) "
     "unless that function has them, jax.jit(..., compiler_options=zero.compiler_options(mesh=mesh, config=config)), or "
     "JAX is 0.12 or newer"
 )

@@ -151,8 +151,9 @@ _VERIFIED = _option("xla_gpu_experimental_dynamic_slice_fusion_verify_offsets", 
 # (docs/xla_faults.md). This one takes a gradient that a loop's body adds to by a scatter for a sum that may be reduced
 # across devices after the loop; the body clears it on all devices but one in each iteration (openxla/xla#49143).
 _DISABLE_PASSES = "xla_disable_hlo_passes"
+_CODE_MOTION = (("while-loop-all-reduce-code-motion", (0, 12)),)
 _WRONG_PASSES: Mapping[str, tuple[tuple[str, tuple[int, int]], ...]] = {
-    "tpu": (("while-loop-all-reduce-code-motion", (0, 12)),)
+    platform: _CODE_MOTION for platform in ("tpu", "gpu", "cuda", "rocm")
 }
 _FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # Primitives that write to a part of an array, and those of which it is not known.

@@ -15,6 +15,7 @@ from flax import nnx
 
 import zero_jax as zero
 from zero_jax.models import decoder, gpt
+from zero_jax.sharding.topology import HARDWARE, missing_compiler
 
 HERE = {"own_process": False}
 RNG = np.random.default_rng(0)
@@ -155,6 +156,17 @@ def test_a_table_that_a_loop_looks_up(stage):
     assert "DIFFERS" in str(unguarded) and "WRONG" in str(unguarded)
     guarded = find(config=zero.ZeroConfig(stage=stage, compiler_options={"xla_disable_hlo_passes": "dce"}))
     assert guarded.ok and guarded.to_json()["ok"], str(guarded)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing_compiler(HARDWARE["h100"]) is not None, reason="no GPU compiler: zero-jax[gpu-compiler]")
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("model", ["table", "gpt"])
+def test_programs_for_gpus_equal_one_device(model, stage):
+    loss_fn, init_fn, batch = MODELS[model]()
+    config = zero.ZeroConfig(stage=stage)
+    found = zero.verify(loss_fn, init_fn, optax.adamw(1e-2), batch, topology="h100:1x4", config=config, num_steps=1)
+    assert found.ok, str(found)
 
 
 @pytest.mark.tpu_compiler

@@ -359,7 +359,7 @@ def test_the_worker_leaves_no_half_written_result(tmp_path):
     import cloudpickle
 
     job = tmp_path / "job"
-    job.write_bytes(cloudpickle.dumps((functools.partial(int), {"name": "none"})))
+    job.write_bytes(cloudpickle.dumps((functools.partial(int), None, {}, {})))
     environment = {**os.environ, **compile_process.COMPILE_ONLY, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "zero_jax.planning.worker", str(job), str(tmp_path / "result")]
     subprocess.run(command, env=environment, check=True, capture_output=True)

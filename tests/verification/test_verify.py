@@ -1,8 +1,10 @@
 """Steps that were compiled for TPUs have the numbers of one device; wrong ones are found."""
 
 import functools
+import json
 import warnings
 
+import command_line
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -182,6 +184,32 @@ def test_wrong_numbers_are_found(monkeypatch):
         loss_fn, init_fn, optax.sgd(0.1), batch, topology="v5e:2x2", config=zero.ZeroConfig(), num_steps=1, **HERE
     )
     assert {leaf.path.partition("/")[0] for leaf in found.wrong} == {"params"} and len(found.wrong) == 4, str(found)
+
+
+OWN_MODEL = """
+import jax, jax.numpy as jnp, numpy as np
+
+def init(key): return {"w": jax.random.normal(key, (32, 32))}
+def loss(params, batch): return jnp.square(batch["x"] @ params["w"]).mean()
+def batch(): return {"x": np.random.default_rng(0).standard_normal((6, 32), np.float32)}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("own", [True, False])
+def test_the_command_verifies_a_small_model_of_the_same_form(own, tmp_path, capsys):
+    """A preset is made small; a model of the user's own is as it is, its examples repeated to the batch's size."""
+    (tmp_path / "mine.py").write_text(OWN_MODEL)
+    names = [f"--{name}={tmp_path}/mine.py:{name}" for name in ("loss", "init", "batch")]
+    model = names if own else ["--model=llama-3-8b", "--num-layers=1", "--d-model=128", "--d-hidden=64", "--seq-len=32"]
+    hardware = ["--topology=v5p:2x2x1", "--replica=2", "--cache=none", "--precision=fp32", "--attention=own"]
+    status, out, errors = command_line.run(["plan", "--verify", "--json", *hardware, *model], capsys)
+    report = json.loads(out)
+    assert status == 0 and report["verification"]["ok"], errors
+    paths = {leaf["path"] for leaf in report["verification"]["leaves"]}
+    assert ("params/w" if own else "params/embed") in paths and {"loss", "grad_norm"} < paths
+    assert report["verification"]["mesh"] == {"replica": 2, "data": 2, "model": 1}
 
 
 def test_what_cannot_be_verified_is_refused_before_anything_is_compiled():

@@ -1,5 +1,6 @@
 """The compiler options of a step: by hardware and config, what the environment and the user say, what is not known."""
 
+import contextlib
 import functools
 import types
 import warnings
@@ -77,6 +78,9 @@ def test_a_step_that_writes_by_index_in_no_loop_keeps_the_pass():
         state = zero.abstract_state(lambda key: jnp.ones((16, 16)), tx, mesh=mesh, config=config)
         compiled = step.compiled(state)
         assert compiled.function(state, batch) is (compiled.jitted if in_loop else compiled.unguarded)
+        outer = jax.jit(lambda state, batch, step=step: step(state, batch))  # which takes its own options alone
+        with pytest.warns(match="add.* by index in a loop") if in_loop else contextlib.nullcontext():
+            outer.trace(state, batch)
 
 
 def test_overlap_is_one_switch():

@@ -150,7 +150,22 @@ class Interpreter:
         call = self._calling(context)
         name = next(iter(context.instruction.called.values()))
         count = len(self._computation(name).parameters)
-        return lambda operands: (tuple(operands), call(operands[:count]))
+
+        def given(operands: Sequence[Value]) -> Value:
+            result = call(list(operands[:count])) if len(operands) >= count else None
+            return tuple(operands), result, given
+
+        return given
+
+    def _async_update(self, context: Context) -> Function:
+        """What is between start and end of an asynchronous call: it may give the call operands that come later."""
+        del context
+
+        def apply(operands: list[Value]) -> Value:
+            (before, result, given), *more = operands
+            return operands[0] if result is not None else given((*before, *more))
+
+        return apply
 
     def _async_done(self, context: Context) -> Function:
         del context
@@ -406,7 +421,9 @@ class Interpreter:
 _CONTROL: dict[str, Callable[[Interpreter, Context], Function]] = {
     "fusion": Interpreter._calling, "call": Interpreter._calling, "async-start": Interpreter._async_start,
     "call-start": Interpreter._async_start, "fusion-start": Interpreter._async_start,
-    "async-done": Interpreter._async_done, "call-done": Interpreter._async_done,
+    "async-update": Interpreter._async_update, "call-update": Interpreter._async_update,
+    "fusion-update": Interpreter._async_update, "async-done": Interpreter._async_done,
+    "call-done": Interpreter._async_done,
     "fusion-done": Interpreter._async_done, "while": Interpreter._while, "conditional": Interpreter._conditional,
     "reduce": Interpreter._reduce, "reduce-window": Interpreter._reduce_window, "scatter": Interpreter._scatter,
     "select-and-scatter": Interpreter._select_and_scatter, "sort": Interpreter._sort, "map": Interpreter._map,

@@ -40,13 +40,23 @@ class Instruction(NamedTuple):
         return match[1].replace("\\'", "'") if match else ""
 
     @property
-    def operands(self) -> list[str]:
-        """The names of its operands."""
+    def attributes_at(self) -> int:
+        """Where its attributes start in the line, behind the bracket that closes its operands."""
         text, depth, end = self.line, 1, self.operands_at
         while depth and end < len(text):
             depth += {"(": 1, ")": -1}.get(text[end], 0)
             end += 1
-        inside = _LAYOUT_OR_COMMENT.sub("", text[self.operands_at : end - 1])
+        return end
+
+    @property
+    def operands_text(self) -> str:
+        """What is between the brackets of its operands: names, a literal, or the number of a parameter."""
+        return self.line[self.operands_at : self.attributes_at - 1]
+
+    @property
+    def operands(self) -> list[str]:
+        """The names of its operands."""
+        inside = _LAYOUT_OR_COMMENT.sub("", self.operands_text)
         return re.findall(r"%([^\s,()]+)", inside) or [part.split()[-1] for part in inside.split(",") if part.strip()]
 
     @property

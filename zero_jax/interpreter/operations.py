@@ -71,23 +71,12 @@ class Context:
         """The shape of an operand, one array."""
         return array_shape(self.operands[number].shape)
 
-    def literal_text(self) -> str:
-        """What is between the brackets of a constant or a parameter."""
-        text, depth, end = self.instruction.line, 1, self.instruction.operands_at
-        while depth:
-            depth += {"(": 1, ")": -1}.get(text[end], 0)
-            end += 1
-        return text[self.instruction.operands_at : end - 1]
-
 
 def read_attributes(instruction: Instruction) -> dict[str, str]:
     """Returns the attributes of an instruction by name: what follows its operands."""
-    text, depth, end = instruction.line, 1, instruction.operands_at
-    while depth:
-        depth += {"(": 1, ")": -1}.get(text[end], 0)
-        end += 1
-    parts, start, depth, quoted = [], end, 0, False
-    for place in range(end, len(text)):
+    text, start = instruction.line, instruction.attributes_at
+    parts, depth, quoted = [], 0, False
+    for place in range(start, len(text)):
         letter = text[place]
         if letter == '"' and text[place - 1] != "\\":
             quoted = not quoted
@@ -133,7 +122,7 @@ def _started(context: Context, opcode: str) -> Function:
 
 
 def _constant(context: Context) -> Function:
-    value = literal(context.literal_text(), context.instruction.shape)
+    value = literal(context.instruction.operands_text, context.instruction.shape)
     return lambda _: value
 
 

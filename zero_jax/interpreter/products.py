@@ -84,7 +84,7 @@ def convolution(
     batch_groups = int(attributes.get("batch_group_count", 1))
     groups = feature_groups * batch_groups
     outputs = [sizes[label] for label in spatial]
-    result = np.zeros((len(a), groups, sizes["b"], sizes["f"] // groups, *outputs), _sum(a, b))
+    result = np.zeros((len(a), groups, sizes["b"], sizes["f"] // groups, *outputs), np.result_type(a, b))
     # Groups first: [devices, groups, batch, features, ...] and [devices, groups, in, out, ...].
     if batch_groups > 1:
         a = a.reshape(len(a), batch_groups, a.shape[1] // batch_groups, *a.shape[2:])
@@ -110,10 +110,6 @@ def convolution(
     result = result.reshape(len(a), sizes["b"], -1, *outputs)
     order = ["b", "f", *spatial]
     return convert(result.transpose(0, *(1 + order.index(label) for label in out)), dtype)
-
-
-def _sum(a: np.ndarray, b: np.ndarray) -> np.dtype:
-    return np.result_type(a, b)
 
 
 def _take(x: np.ndarray, places: np.ndarray, axis: int) -> np.ndarray:

@@ -190,7 +190,9 @@ def test_the_compilers_process_ends_with_the_one_that_wants_it(tmp_path):
         loss_fn=planned.endless, init_fn=planned.init_fn, tx=optax.sgd(1.0), batch=planned.batch(), config=CONFIG,
         topology=TOPOLOGY,
     )  # fmt: skip
-    (folder / "job").write_bytes(cloudpickle.dumps((job, {"name": "endless"})))
+    (folder / "job").write_bytes(
+        cloudpickle.dumps((plan_report.make_report, job, {"name": "endless", "cache": None}, {}))
+    )
     environment = {**os.environ, **compile_process.COMPILE_ONLY, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "zero_jax.planning.worker", str(folder / "job"), str(folder / "result"), "1"]
     assert os.getpid() != 1

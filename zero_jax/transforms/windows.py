@@ -17,8 +17,9 @@ import jax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.evaluation import TracedFunction, evaluate, run_region, trace_flat
+from zero_jax.core.evaluation import evaluate, run_region, trace_flat
 from zero_jax.core.jaxprs import bind, bind_primitive, open_jaxpr, source_context
+from zero_jax.core.loss_program import LossProgram, Traced
 from zero_jax.core.passes import Dependence
 from zero_jax.core.subcalls import MANUAL, equations, equations_of, subcall
 from zero_jax.sharding.mesh import Axes, axis_size
@@ -30,30 +31,30 @@ _CONVOLUTION = "conv_general_dilated"
 _WINDOWED = _POOLS | _WRITES | {_CONVOLUTION}
 
 
-def unsharded_windows(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) -> TracedFunction:
+def unsharded_windows(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) -> LossProgram:
     """Transforms `loss_fn(params, batch, ...)` so that XLA partitions no window, write or mapped convolution wrongly.
 
     The result computes the same values and has the same derivatives; other operations stay as they are. What is in a
     `jax.shard_map` is not partitioned; functions with derivatives of their own are not looked into.
     """
-    base = loss_fn if isinstance(loss_fn, TracedFunction) else TracedFunction(loss_fn)
 
-    def rewrite(closed: Any, out_shape: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
+    def whole(traced: Traced) -> Traced:
+        closed = traced.closed
         eqns = [eqn for eqn in equations(closed, skip=MANUAL) if eqn.primitive.name in _WINDOWED]
         is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)  # each device has its own values already
         if mesh.size == 1 or is_manual or not eqns:
-            return closed, out_shape
-        params, rest = jax.tree.leaves(args[0]), jax.tree.leaves(args[1:])
-        of_examples = _OfExamples()
-        of_examples.run(closed, [*(frozenset() for _ in params), *(frozenset([0]) for _ in rest)])
-        windows = _Windows(mesh, axes, {x.shape[0] for x in rest if x.ndim}, of_examples.notes)
-        if not any(map(windows.is_wrong, eqns)):
-            return closed, out_shape
+            return traced.rewritten(closed)
         jaxpr, consts = open_jaxpr(closed)
-        avals = [var.aval for var in jaxpr.invars]
-        return trace_flat(lambda *arrays: evaluate(jaxpr, consts, arrays, windows.equation), avals), out_shape
+        data = jaxpr.invars[traced.num_params :]
+        of_examples = _OfExamples()
+        of_examples.run(closed, [frozenset[int]()] * traced.num_params + [frozenset([0])] * len(data))
+        windows = _Windows(mesh, axes, {x.aval.shape[0] for x in data if x.aval.shape}, of_examples.notes)
+        if not any(map(windows.is_wrong, eqns)):
+            return traced.rewritten(closed)
+        run = lambda *arrays: evaluate(jaxpr, consts, arrays, windows.equation)  # noqa: E731
+        return traced.rewritten(trace_flat(run, [var.aval for var in jaxpr.invars]))
 
-    return TracedFunction(base, rewrite)
+    return LossProgram.of(loss_fn).then(whole)
 
 
 class _OfExamples(Dependence):

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from zero_jax.core import jaxprs
-from zero_jax.core.evaluation import evaluate, run_scan, trace_call
+from zero_jax.core.evaluation import evaluate, run_scan
+from zero_jax.core.loss_program import trace_call
 from zero_jax.core.subcalls import scan_of, subcall
 from zero_jax.transforms.low_rank.products import product_of
 from zero_jax.transforms.low_rank.weight import STACK, Weight
@@ -77,11 +78,11 @@ def evaluate_adapted(
     """
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Weight) else jax.typeof(x) for x in leaves]
     shapes = [x if isinstance(x, jax.ShapeDtypeStruct) else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes]
-    closed, out_shape, values = trace_call(fn, tree.unflatten(shapes), args, {})
-    jaxpr, consts = jaxprs.open_jaxpr(closed)
+    traced, values = trace_call(fn, tree.unflatten(shapes), args, {})
+    jaxpr, consts = jaxprs.open_jaxpr(traced.closed)
     outs = _Walk(uses).run(jaxpr, consts, [*leaves, *values], _Frame())
     arrays = [jnp.asarray(out.merged() if isinstance(out, Weight) else out) for out in outs]
-    return jax.tree.unflatten(jax.tree.structure(out_shape), arrays)
+    return jax.tree.unflatten(jax.tree.structure(traced.out_shape), arrays)
 
 
 class _Walk:

@@ -8,9 +8,9 @@ from typing import Any, Generic, Self, TypeVar
 import jax
 from jax import lax
 
-from zero_jax.core.evaluation import evaluate, run_scan
+from zero_jax.core.evaluation import evaluate, run_scan, trace_flat
 from zero_jax.core.jaxprs import bind, open_jaxpr, source_context
-from zero_jax.core.subcalls import Subcall, subcall
+from zero_jax.core.subcalls import MANUAL, Subcall, equations, equations_of, subcall
 
 F = TypeVar("F")
 
@@ -218,3 +218,28 @@ class Walk(Generic[F]):
         with source_context(eqn):
             test = lambda carry: self.arrays(self.run(sub.test, [*tested, *carry], within), eqn, within)[0]  # noqa: E731
             return self.results(eqn, values, lax.while_loop(test, body, carry))
+
+
+class Rewriting(Walk[None]):
+    """A walk on arrays that changes some equations, and enters those that hold one.
+
+    What is in a `jax.shard_map` stays as it is.
+    """
+
+    entered: frozenset[str] = frozenset({"call", "remat", "scan", "cond"})
+
+    def changes(self, eqn: Any) -> bool:
+        """Tells whether an equation is one to change."""
+        raise NotImplementedError
+
+    def enters(self, eqn: Any, sub: Subcall, values: list[Any]) -> bool:
+        """Tells whether there is an equation to change in another."""
+        return sub.kind in self.entered and any(map(self.changes, equations_of(eqn, skip=MANUAL)))
+
+    def rewritten(self, closed: Any) -> Any:
+        """Returns a closed jaxpr with its equations changed; itself if there are none to change."""
+        if not any(map(self.changes, equations(closed, skip=MANUAL))):
+            return closed
+        return trace_flat(
+            lambda *arrays: self.run(closed, arrays, None), [x.aval for x in open_jaxpr(closed)[0].invars]
+        )

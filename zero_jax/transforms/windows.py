@@ -17,16 +17,15 @@ import jax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.evaluation import evaluate, run_region, trace_flat
 from zero_jax.core.jaxprs import bind, bind_primitive, open_jaxpr, source_context
 from zero_jax.core.loss_program import LossProgram, Traced
 from zero_jax.core.passes import Dependence
-from zero_jax.core.subcalls import MANUAL, equations, equations_of, subcall
+from zero_jax.core.subcalls import MANUAL, equations
+from zero_jax.core.walk import Rewriting
 from zero_jax.sharding.mesh import Axes, axis_size
 
 _POOLS = frozenset("reduce_window_max reduce_window_min select_and_scatter_add select_and_gather_add".split())
 _WRITES = frozenset("scatter scatter-mul scatter-min scatter-max".split())  # the gradient of a sum is right
-_ENTERED = frozenset({"call", "remat", "scan", "cond"})
 _CONVOLUTION = "conv_general_dilated"
 _WINDOWED = _POOLS | _WRITES | {_CONVOLUTION}
 
@@ -44,15 +43,11 @@ def unsharded_windows(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) ->
         is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)  # each device has its own values already
         if mesh.size == 1 or is_manual or not eqns:
             return traced.rewritten(closed)
-        jaxpr, consts = open_jaxpr(closed)
-        data = jaxpr.invars[traced.num_params :]
+        data = open_jaxpr(closed)[0].invars[traced.num_params :]
         of_examples = _OfExamples()
         of_examples.run(closed, [frozenset[int]()] * traced.num_params + [frozenset([0])] * len(data))
         windows = _Windows(mesh, axes, {x.aval.shape[0] for x in data if x.aval.shape}, of_examples.notes)
-        if not any(map(windows.is_wrong, eqns)):
-            return traced.rewritten(closed)
-        run = lambda *arrays: evaluate(jaxpr, consts, arrays, windows.equation)  # noqa: E731
-        return traced.rewritten(trace_flat(run, [var.aval for var in jaxpr.invars]))
+        return traced.rewritten(windows.rewritten(closed))
 
     return LossProgram.of(loss_fn).then(whole)
 
@@ -60,7 +55,7 @@ def unsharded_windows(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) ->
 class _OfExamples(Dependence):
     """Notes of each convolution, by `id`, whether its kernel is made of the batch."""
 
-    enters = _ENTERED
+    enters = Rewriting.entered
 
     def operation(self, eqn: Any, operands: list[frozenset[int]]) -> list[frozenset[int]]:
         if eqn.primitive.name == _CONVOLUTION:
@@ -68,35 +63,25 @@ class _OfExamples(Dependence):
         return super().operation(eqn, operands)
 
 
-class _Windows:
+class _Windows(Rewriting):
     """Evaluates equations, those that XLA partitions wrongly otherwise."""
 
     def __init__(self, mesh: Mesh, axes: Axes, sizes: set[int], kernels_of_examples: dict[int, bool]):
+        super().__init__()
         self.mesh, self.batch_axes, self.sizes = mesh, axes.batch, sizes
         self.kernels_of_examples = kernels_of_examples
         self.num_shards, self.has_others = axis_size(mesh, axes.batch), axes.size_beside_batch(mesh) > 1
 
-    def equation(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
-        """Returns the values of the results of an equation."""
+    def changes(self, eqn: Any) -> bool:
+        return self.is_mapped(eqn) or bool(self.windows(eqn))
+
+    def operation(self, eqn: Any, values: list[Any], frame: None) -> Sequence[Any]:
         if self.is_mapped(eqn):
             return [self.mapped(eqn, *values)]
-        if windows := self.windows(eqn):
-            values = [self.whole(x, dims) for x, dims in zip(values, windows, strict=False)]
-            return [self.whole(x, windows[-1]) for x in bind(eqn, values)]
-        sub = subcall(eqn)
-        if sub is None or sub.kind not in _ENTERED or not any(map(self.is_wrong, equations_of(eqn, skip=MANUAL))):
+        if not (windows := self.windows(eqn)):
             return bind(eqn, values)
-        calls = [functools.partial(self.call, jaxpr) for jaxpr in sub.branches or (sub.jaxpr,)]
-        if sub.kind == "call":
-            with source_context(eqn):
-                return calls[0](*values)
-        return run_region(eqn, calls, values)
-
-    def call(self, jaxpr: Any, *values: Any) -> list[Any]:
-        return evaluate(*open_jaxpr(jaxpr), values, self.equation)
-
-    def is_wrong(self, eqn: Any) -> bool:
-        return self.is_mapped(eqn) or bool(self.windows(eqn))
+        values = [self.whole(x, dims) for x, dims in zip(values, windows, strict=False)]
+        return [self.whole(x, windows[-1]) for x in bind(eqn, values)]
 
     def windows(self, eqn: Any) -> list[set[int]]:
         """Returns for each operand and then for the result the dims along which it has to be whole, if any has."""

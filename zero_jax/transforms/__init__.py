@@ -4,13 +4,12 @@
 recomputes blocks in the backward pass, `low_rank/` makes frozen weights with low-rank updates where they are used,
 `separable/` decides whether a loss may be called on parts of a batch, `propagation/` estimates the sharding of every
 value, `blocks/` finds the layers of a Python loop. All read jaxprs through `zero_jax.core`: `jaxprs`, `subcalls`,
-`passes`. `windows` mends what XLA partitions wrongly. `facts` says what values are made of, and where
-they are read last; `dim_map`, which dims of an operation's results are which dims of its operands.
+`passes`, and dims through `zero_jax.dims`. `windows` mends what XLA partitions wrongly. `facts` says what values are
+made of, and where they are read last.
 """
 
 from zero_jax.transforms.attention.report import AttentionReport
 from zero_jax.transforms.attention.transform import attention_report, fuse_attention
-from zero_jax.transforms.dim_map import ELEMENTWISE
 from zero_jax.transforms.flops import count_flops, training_flops
 from zero_jax.transforms.gather.host_params import HostParam, differentiated, used_shapes, with_gradient
 from zero_jax.transforms.gather.per_device import DeviceSum
@@ -24,7 +23,6 @@ from zero_jax.transforms.gather.transform import (
 from zero_jax.transforms.low_rank.walk import AdaptedReport, WeightUse, evaluate_adapted
 from zero_jax.transforms.low_rank.weight import Weight, as_stored
 from zero_jax.transforms.microbatch_weights import PartWeight, divided_by_nonzero, nonzero, weight_alone, with_weight
-from zero_jax.transforms.passthrough import is_contraction
 from zero_jax.transforms.propagation.alive import sources
 from zero_jax.transforms.propagation.kernels import Kernel, kernels
 from zero_jax.transforms.propagation.kinds import ValueSharding

@@ -21,11 +21,11 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
 from zero_jax.core import jaxprs
+from zero_jax.dims import is_float, moves_elements
 from zero_jax.transforms.blocks.search import find_blocks
 from zero_jax.transforms.blocks.sequence import EqnSequence
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.gather.deferred import Copies, Lazy, Roots, Value, as_it_is
-from zero_jax.transforms.passthrough import is_float, moves_elements
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from zero_jax.core.loss_program import LossProgram, Traced, with_pass
 from zero_jax.core.signatures import check_arguments, check_callable
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import variable_names
+from zero_jax.dims import is_float
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.mesh import Axes, axes_of, axis_size, on_mesh
 from zero_jax.sharding.model_specs import dims_of_each
@@ -37,7 +38,6 @@ from zero_jax.transforms.gather.host_params import HostParam, fetch, fetch_as, u
 from zero_jax.transforms.gather.per_device import summed_use
 from zero_jax.transforms.gather.uses import Options, device_sum
 from zero_jax.transforms.gather.walk import GatherFrame, GatherWalk
-from zero_jax.transforms.passthrough import is_float
 
 # A param used in every iteration of a loop is gathered once before it while all such params of the loop fit in this.
 MAX_HOISTED_BYTES = 1 << 28

@@ -18,6 +18,7 @@ from zero_jax.core import jaxprs
 from zero_jax.core.evaluation import run_scan
 from zero_jax.core.gather_names import gather_scope, params_scope
 from zero_jax.core.subcalls import scan_of, subcall
+from zero_jax.dims import has_wrong_gradient, is_contraction, is_local_reduction, passthrough
 from zero_jax.sharding.chains import Chain, reshard, reshard_p
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.quantized import PLAIN
@@ -40,7 +41,6 @@ from zero_jax.transforms.gather.weight_grads import (
     product,
     refuse_convolution,
 )
-from zero_jax.transforms.passthrough import has_wrong_gradient, is_contraction, is_local_reduction, passthrough
 
 # Longer recipes are not made again at each use: they are chains of nested calls.
 MAX_RECIPE_DEPTH = 50

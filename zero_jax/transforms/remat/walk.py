@@ -17,10 +17,10 @@ from zero_jax.core import jaxprs
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.evaluation import evaluate, flattened, run_scan
 from zero_jax.core.subcalls import equations, scan_of, subcall
+from zero_jax.dims import is_float, narrows
 from zero_jax.transforms.blocks.search import RepeatedBlock, find_blocks, find_left_out
 from zero_jax.transforms.blocks.sequence import EqnSequence
 from zero_jax.transforms.facts import Facts
-from zero_jax.transforms.passthrough import is_float, narrows
 from zero_jax.transforms.remat.regions import RematRegion, RematSetting
 from zero_jax.transforms.remat.report import Left, RegionRow, residuals_of
 from zero_jax.transforms.remat.values import VALUE, Mark, is_large

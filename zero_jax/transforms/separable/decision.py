@@ -21,6 +21,7 @@ from zero_jax.core import jaxprs
 from zero_jax.core.loss_program import LossProgram, Traced
 from zero_jax.core.subcalls import equations
 from zero_jax.core.tree import PyTree, leaves_by_name
+from zero_jax.dims import CASTS, SAME_ELEMENTS
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import carries, dims_of
 from zero_jax.transforms.microbatch_weights import PartWeight
@@ -339,8 +340,7 @@ def _combination(x: Relation, weight: PartWeight | None, atom: Any, jaxpr: Any) 
 
 def _operations(jaxpr: Any) -> list[str]:
     """Returns the names of a jaxpr's operations in their order, inner ones too, but of those that change a shape."""
-    moves = ("broadcast_in_dim", "reshape", "squeeze", "transpose", "copy")
-    return [eqn.primitive.name for eqn in equations(jaxpr, skip=moves)]
+    return [eqn.primitive.name for eqn in equations(jaxpr, skip=SAME_ELEMENTS - CASTS)]
 
 
 def shards_over(jaxpr: Any, axes: Sequence[str]) -> bool:

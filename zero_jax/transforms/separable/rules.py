@@ -8,10 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from zero_jax.transforms.dim_map import CUMULATIVE, ELEMENTWISE, REDUCTIONS, dim_map
-from zero_jax.transforms.passthrough import is_float
+from zero_jax.dims import CUMULATIVE, ELEMENTWISE, PLACES, REDUCTIONS, SAME_ELEMENTS, SCATTERS, dim_map, is_float
 from zero_jax.transforms.separable import lookups
 from zero_jax.transforms.separable.pair import Pair, Rule, check
 from zero_jax.transforms.separable.relations import (
@@ -200,14 +197,8 @@ def _reshape(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     if x.dim is None or grows is None:
         check(grows is None and x.dim is None)
         return [x]
-    shape, result = pair.shapes(0)[0], pair.results()[0]
-    order = pair.params.get("dimensions") or range(len(shape))  # the operand is transposed first
-    dim, shape = list(order).index(x.dim), [shape[i] for i in order]
-    # A block of examples is one of the result where as much is before their dim.
-    outer = np.prod(shape[:dim], dtype=int), np.prod(result[:grows], dtype=int)
-    check(outer[0] == outer[1])
-    inner = np.prod(shape[dim + 1 :], dtype=int), np.prod(result[grows + 1 :], dtype=int)
-    check(x.kind is Kind.ROWS or inner[0] == inner[1] == 1)
+    known = dim_map(pair.whole)  # on a part a dim of one example has no place
+    check(grows == (known.block((0, x.dim)) if x.kind is Kind.ROWS else known.to((0, x.dim))))
     return [x.at(grows)]
 
 
@@ -257,16 +248,10 @@ SIZED = {
     "conv_general_dilated": {"feature_group_count"},
     "dynamic_slice": {"slice_sizes"},
     "gather": {"slice_sizes"},
-    **{name: {"update_jaxpr"} for name in lookups.SCATTERS},
+    **{name: {"update_jaxpr"} for name in SCATTERS},
 }
-# Values in another place, whatever the parameters say.
-PLACES = frozenset(
-    "device_put pvary sharding_constraint reshard zero_reshard zero_order zero_join optimization_barrier".split()
-)
-# Values, whatever their relation, under another dtype, shape or placement.
-KEEPS = PLACES | frozenset(
-    "copy name reduce_precision stop_gradient convert_element_type reshape squeeze broadcast_in_dim transpose".split()
-)
+# What may be said of the result as of the operand, whatever it is.
+KEEPS = PLACES | SAME_ELEMENTS
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(KEEPS, _same_value),

@@ -14,6 +14,7 @@ import numpy as np
 
 from zero_jax.core import jaxprs
 from zero_jax.core.subcalls import subcall
+from zero_jax.dims import PLACES
 from zero_jax.sharding.spec import dims_of
 from zero_jax.transforms.separable.extrema import of_extrema
 from zero_jax.transforms.separable.pair import Pair, aval, floating, of_some
@@ -29,7 +30,7 @@ from zero_jax.transforms.separable.relations import (
     rows,
     unknown,
 )
-from zero_jax.transforms.separable.rules import KEEPS, PLACES, RULES, SIZED
+from zero_jax.transforms.separable.rules import KEEPS, RULES, SIZED
 
 _CALLS = frozenset({"call", "sharded_call", "remat", "custom_vmap"})
 _COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "reduce_scatter")

@@ -13,12 +13,9 @@ from jax.extend.core import Primitive
 from relation_cases import PROGRAMS, random_programs
 
 from zero_jax.core.subcalls import KINDS, equations
-from zero_jax.transforms import dim_map, passthrough
-from zero_jax.transforms import microbatch_weights as weights
-from zero_jax.transforms.propagation import kinds, rules
 from zero_jax.transforms.separable.pair import Pair
 from zero_jax.transforms.separable.relations import EXTREMA, SAME, Kind, rows
-from zero_jax.transforms.separable.rules import KEEPS, RULES, SIZED
+from zero_jax.transforms.separable.rules import RULES
 from zero_jax.transforms.separable.walk import _CALLS, _SPECIAL, TraceComparison
 
 PARTS, SMALL, LARGE = 2, 4, 8
@@ -64,19 +61,6 @@ def all_primitives():
     importlib.import_module("jax.experimental.pallas")
     importlib.import_module("jax._src.shard_map")
     return {x.name for x in gc.get_objects() if isinstance(x, Primitive)} | {"pallas_call"}
-
-
-def test_names_in_lists_are_primitives():
-    lists = {
-        "passthrough": passthrough._MOVES | passthrough._TOGETHER,
-        "dims": dim_map.ELEMENTWISE | dim_map.REDUCTIONS | dim_map.CUMULATIVE | set(dim_map._RULES),
-        "propagation": set(rules.RULES) | kinds.HEAVY | kinds.KEEPS_PARTIAL,
-        "weights": weights._KEEP_WEIGHT,
-        "relations": RULED | KEEPS | set(SIZED),
-        "subcalls": set(KINDS),
-    }
-    known = all_primitives() | OF_ONE_RELEASE
-    assert not {name: sorted(names - known) for name, names in lists.items() if names - known}
 
 
 def array(shape, what, seed):

@@ -40,8 +40,12 @@ class Primitive:
     increases: bool = False
 
 
+def _shape(atom: Any) -> tuple[int, ...]:
+    return getattr(atom.aval, "shape", ())  # a token has none
+
+
 def _num_dims(atom: Any) -> int:
-    return len(getattr(atom.aval, "shape", ()))
+    return len(_shape(atom))
 
 
 def _of_all(eqn: Any, places: Sequence[int | None], **reduced: Any) -> DimMap:
@@ -58,14 +62,20 @@ def _of_first(places: Sequence[int | None]) -> DimMap:
 def _elementwise(eqn: Any, result: int) -> DimMap:
     """Operands of the rank of the result; dims of size 1 among them may be broadcast."""
     del result
-    shape = getattr(eqn.outvars[0].aval, "shape", ())
-    shapes = [(i, x.aval.shape) for i, x in enumerate(eqn.invars) if _num_dims(x) == len(shape)]
+    shape = _shape(eqn.outvars[0])
+    shapes = [(i, _shape(x)) for i, x in enumerate(eqn.invars) if _num_dims(x) == len(shape)]
     return DimMap(tuple(tuple((i, at) for i, x in shapes if x[at] == size) for at, size in enumerate(shape)))
 
 
 def _as_they_are(eqn: Any, result: int) -> DimMap:
     """Values as they are."""
     return DimMap(tuple(((result, dim),) for dim in range(_num_dims(eqn.outvars[result]))))
+
+
+def _bits(eqn: Any, result: int) -> DimMap:
+    """Elements of another width: the dim that is split or merged is the last."""
+    before, after = _num_dims(eqn.invars[0]), _num_dims(eqn.outvars[result])
+    return _of_first([dim if dim < min(before, after) else None for dim in range(after)])
 
 
 def _transposed(eqn: Any, result: int) -> DimMap:
@@ -275,7 +285,7 @@ _TABLE: dict[str, Primitive] = {
     **_each("imag neg real", "elementwise", _elementwise, linear="first"),
     **_each("add add_any sub", "elementwise", _elementwise, linear="all"),
     "mul": Primitive(kind="elementwise", dims=_elementwise, linear="product"),
-    "bitcast_convert_type": Primitive(kind="bits", dims=_elementwise),
+    "bitcast_convert_type": Primitive(kind="bits", dims=_bits),
     # The same values: with another name, in another place, or in another dtype.
     **_each("copy name stop_gradient", "copy", _as_they_are, linear="first"),
     **_each(
@@ -347,14 +357,10 @@ REDUCTIONS, CUMULATIVE, SCATTERS = _named("reduction"), _named("cumulative"), _n
 # The operands themselves: as they are, in another place, under another dtype, or in another shape.
 COPIES, PLACES, CASTS, SHAPES = _named("copy"), _named("place"), _named("cast"), _named("shape")
 SAME_ELEMENTS = _named("copy", "cast", "shape", "broadcast")
+ALIASES = COPIES | SHAPES | {"optimization_barrier", "zero_order"}  # the same bytes
 # What only moves elements of the first operand, some of them by indices that are operands; or those of all operands.
 MOVES, JOINS = _named("shape", "broadcast", "part", "order", "index"), _named("join")
 PARTS, BY_INDEX = _named("part", "index"), _named("index")
-
-
-def primitive(eqn: Any) -> Primitive | None:
-    """Returns what is known of the primitive of an equation; None if nothing is."""
-    return _TABLE.get(eqn.primitive.name)
 
 
 def dim_map(eqn: Any, result: int = 0) -> DimMap:

@@ -24,13 +24,12 @@ from zero_jax.core.loss_program import LossProgram, Traced, with_pass
 from zero_jax.core.signatures import check_arguments, check_callable
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import variable_names
-from zero_jax.dims import is_float
+from zero_jax.dims import FREE, UNKNOWN, is_float
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.mesh import Axes, axes_of, axis_size, on_mesh
 from zero_jax.sharding.model_specs import dims_of_each
 from zero_jax.sharding.quantized import PLAIN, Formats, Quantize, check_quantize
 from zero_jax.sharding.spec import Dims, carries, named
-from zero_jax.transforms.examples import FREE, UNKNOWN
 from zero_jax.transforms.gather.anchors import anchored
 from zero_jax.transforms.gather.deferred import Lazy, Value, as_it_is
 from zero_jax.transforms.gather.events import GatherEvent, GatherReport, Notes, WideUse

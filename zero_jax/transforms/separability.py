@@ -21,12 +21,10 @@ from zero_jax.core import jaxprs
 from zero_jax.core.loss_program import LossProgram, Traced
 from zero_jax.core.subcalls import equations
 from zero_jax.core.tree import PyTree, leaves_by_name
-from zero_jax.dims import CASTS, SAME_ELEMENTS
+from zero_jax.dims import CASTS, EXTREMA, SAME, SAME_ELEMENTS, Kind, Relation, TraceComparison, rows, unknown
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import carries, dims_of
 from zero_jax.transforms.microbatch_weights import PartWeight
-from zero_jax.transforms.separable.relations import EXTREMA, SAME, Kind, Relation, rows, unknown
-from zero_jax.transforms.separable.walk import TraceComparison
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +93,7 @@ def separability(
 ) -> Separability:
     """Says, by its traces on the batch and on parts of it, whether a loss function is a mean over examples.
 
-    What is not proven counts as mixing examples: every operation has an exact rule (`rules.py`), or may mix.
+    What is not proven counts as mixing examples: every operation has an exact rule (`dims/parts/`), or may mix.
     Random numbers count as each example's own.
 
     Args:

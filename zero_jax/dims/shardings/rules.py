@@ -8,9 +8,10 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zero_jax.dims import CUMULATIVE, REDUCTIONS, SCATTERS, DimMap, dim_map
+from zero_jax.dims.maps import DimMap
+from zero_jax.dims.primitives import CUMULATIVE, REDUCTIONS, SCATTERS, dim_map
+from zero_jax.dims.shardings.sharding import ValueSharding
 from zero_jax.sharding.spec import Dims, dims_of, without
-from zero_jax.transforms.propagation.kinds import ValueSharding
 
 Rule = Callable[[Any, Any, Sequence[ValueSharding]], list[ValueSharding]]
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from zero_jax.core.jaxprs import inner_jaxprs, is_literal, open_jaxpr
 from zero_jax.core.passes import Pass
 from zero_jax.core.subcalls import CALLS, subcall
-from zero_jax.dims import CUMULATIVE, ELEMENTWISE, REDUCTIONS, SCATTERS, dim_map, is_contraction
+from zero_jax.dims.primitives import CUMULATIVE, ELEMENTWISE, REDUCTIONS, SCATTERS, dim_map, is_contraction
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import dims_of
 

@@ -6,11 +6,9 @@ import dataclasses
 from typing import Any
 
 from zero_jax.core.subcalls import equations_of
-from zero_jax.dims import COPIES, SAME_ELEMENTS, SHAPES
+from zero_jax.dims.primitives import ALIASES, SAME_ELEMENTS
 from zero_jax.sharding.spec import Dims
 
-# Results that are their input under another shape.
-ALIASES = SHAPES | COPIES | {"optimization_barrier", "zero_order"}
 # Linear in one input: a partial sum stays one.
 KEEPS_PARTIAL = ALIASES | SAME_ELEMENTS | {"neg", "reduce_sum", "sharding_constraint", "zero_reshard", "jit"}
 SUMS = frozenset({"add", "sub", "add_any"})

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from zero_jax.dims import BY_INDEX, JOINS, MOVES, is_float, known_primitives
-from zero_jax.transforms.separable.pair import Pair, check
-from zero_jax.transforms.separable.relations import EXTREMA, Kind, Relation
-from zero_jax.transforms.separable.rules import KEEPS
+from zero_jax.dims.parts.pair import Pair, check
+from zero_jax.dims.parts.relations import EXTREMA, Kind, Relation
+from zero_jax.dims.parts.rules import KEEPS
+from zero_jax.dims.primitives import BY_INDEX, JOINS, MOVES, is_float, known_primitives
 
 # Of one operand; of several that are the same extremum, or are the same in all parts; of one that is an extremum.
 _INCREASING = frozenset(name for name, known in known_primitives().items() if known.increases)

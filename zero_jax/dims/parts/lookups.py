@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from zero_jax.dims import SCATTERS
-from zero_jax.transforms.separable.pair import Pair, Rule, check
-from zero_jax.transforms.separable.relations import Kind, Relation, applied, joined
+from zero_jax.dims.parts.pair import Pair, Rule, check
+from zero_jax.dims.parts.relations import Kind, Relation, applied, joined
+from zero_jax.dims.primitives import SCATTERS
 
 
 def _at_own_places(pair: Pair, table: Relation, index: Relation, *, to: Sequence[int], alone: Sequence[int]) -> bool:

@@ -16,9 +16,8 @@ from zero_jax.attention import AttentionWork, attention_work
 from zero_jax.core.jaxprs import is_literal, is_on_host, open_jaxpr
 from zero_jax.core.passes import Pass
 from zero_jax.core.subcalls import CALLS, Subcall, subcall
-from zero_jax.dims import PARTS, PLACES
+from zero_jax.dims import ALIASES, HEAVY, PARTS, PLACES, ValueSharding
 from zero_jax.transforms.flops import equation_flops
-from zero_jax.transforms.propagation.kinds import ALIASES, HEAVY, ValueSharding
 
 # Operations of the vector units for an element of the result, where they are not 1; none for a change of shape.
 _VECTOR_OPS = {

@@ -13,20 +13,28 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.evaluation import TracedFunction
+from zero_jax.core.loss_program import LossProgram
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import as_variables, joined
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
+from zero_jax.training.batch import check_batch
 from zero_jax.training.compiled_step import TrainStep
-from zero_jax.training.evaluation import Metrics, placed_loss, replicated
-from zero_jax.training.grads.accumulator import Accumulator, GradInputs, MeshLoss, check_batch, normalize_loss
+from zero_jax.training.evaluation import Metrics, replicated
+from zero_jax.training.grads.accumulator import Accumulator, GradInputs
 from zero_jax.training.grads.choice import accumulated, judge
 from zero_jax.training.grads.norm import global_norm
 from zero_jax.training.grads.partial import fill_zeros, keep_same, leaf_index
 from zero_jax.training.grads.quantized import quantized_grads, refuse_own
-from zero_jax.training.loss_function import check_unchanged, model_state_changes, on_devices, pinned_model_state
-from zero_jax.training.model_inputs import cast_batch
+from zero_jax.training.loss_function import (
+    MeshLoss,
+    check_unchanged,
+    model_state_changes,
+    normalize_loss,
+    on_devices,
+    pinned_model_state,
+)
+from zero_jax.training.loss_program import StepLoss
 from zero_jax.training.optimizer.frozen import flags_of_all, needed_grads, unchanged
 from zero_jax.training.optimizer.update import trace_update, value_dtype
 from zero_jax.training.state.making import check_optimizer
@@ -34,15 +42,7 @@ from zero_jax.training.state.placement import Placement, make_placement
 from zero_jax.training.state.train_state import TrainState, merge, trainable, used_by_optimizer
 from zero_jax.training.state_update import OffloadedState, UpdateProgram, pinned
 from zero_jax.training.zero_config import ZeroConfig, check_config
-from zero_jax.transforms import (
-    HostParam,
-    differentiated,
-    fuse_attention,
-    rematerialize,
-    unsharded_windows,
-    used_shapes,
-    with_gradient,
-)
+from zero_jax.transforms import HostParam, differentiated, used_shapes, with_gradient
 
 
 def make_train_step(
@@ -79,10 +79,10 @@ class _Program(UpdateProgram):
         key = jax.random.fold_in(state.key, state.step)
         traced = trace_update(self.tx, trainable(masters), state.opt_state)
         needed = needed_grads(traced)
-        variables = placement.cast(state.variables)
-        batch = cast_batch(self.loss_fn, used_shapes(variables), batch, key, config=self.config)
+        step_loss = StepLoss(LossProgram(self.loss_fn), placement, self.config)
+        variables, batch = step_loss.cast(state.variables, batch, key)
         (loss, (aux, model_state)), grads, parts, errors = self.grads(
-            placement, variables, batch, key, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors
+            step_loss, variables, batch, key, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors
         )
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         scaled_grads, grads = grads, self.unscale(grads, masters, placement, state.loss_scale)
@@ -95,7 +95,7 @@ class _Program(UpdateProgram):
                     "quantize: error_feedback: the optimizer takes gradients at other params (a line search, or SAM), "
                     "to which the error of the last one does not belong: leave error_feedback out"
                 )
-            offers |= self.objective(state, placement, batch, key, needed)
+            offers |= self.objective(state, step_loss, batch, key, needed)
         finite = norm.first_nonfinite < 0
         same = unchanged(traced, needed=needed)
         if offloaded.any:
@@ -141,10 +141,10 @@ class _Program(UpdateProgram):
         check_batch(batch, mesh=self.mesh, axes=placement.axes, num_microbatches=self.config.num_microbatches)
         key = jax.random.fold_in(state.key, state.step)
         needed, _ = used_by_optimizer(self.tx, state)
-        variables = placement.cast(state.variables)
-        batch = cast_batch(self.loss_fn, used_shapes(variables), batch, key, config=self.config)
+        step_loss = StepLoss(LossProgram(self.loss_fn), placement, self.config)
+        variables, batch = step_loss.cast(state.variables, batch, key)
         (loss, _), grads, *_ = self.grads(
-            placement, variables, batch, key, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors
+            step_loss, variables, batch, key, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors
         )
         grads = fill_zeros(self.unscale(grads, state.masters, placement, state.loss_scale), state.masters)
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
@@ -155,13 +155,14 @@ class _Program(UpdateProgram):
         return lax.with_sharding_constraint(loss / scale.astype(loss.dtype), replicated_sharding), grads
 
     def objective(
-        self, state: TrainState, placement: Placement, batch: PyTree, key: jax.Array, needed: list[bool]
+        self, state: TrainState, step_loss: StepLoss, batch: PyTree, key: jax.Array, needed: list[bool]
     ) -> dict[str, Callable[[PyTree], Any]]:
         """Returns the loss of the batch and its gradients as functions of the params that the optimizer updates.
 
         Both are the step's own, microbatches and loss scale included, at params sharded as the master params are.
         """
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
+        placement = step_loss.placement
 
         def evaluate(at: PyTree, needed: list[bool]) -> tuple[jax.Array, PyTree]:
             masters = merge(state.masters, at)
@@ -169,7 +170,7 @@ class _Program(UpdateProgram):
             params = placement.params_of(masters, into=state.params)
             variables = placement.cast(joined(params, state.model_state))
             (loss, _), grads, *_ = self.grads(
-                placement, variables, batch, key, needed=needed, loss_scale=state.loss_scale
+                step_loss, variables, batch, key, needed=needed, loss_scale=state.loss_scale
             )
             grads = fill_zeros(self.unscale(grads, masters, placement, state.loss_scale), masters)
             return (loss / scale.astype(loss.dtype)).astype(value_dtype(at)), grads
@@ -189,7 +190,7 @@ class _Program(UpdateProgram):
 
     def grads(
         self,
-        placement: Placement,
+        step_loss: StepLoss,
         variables: PyTree,
         batch: PyTree,
         key: jax.Array,
@@ -201,7 +202,7 @@ class _Program(UpdateProgram):
         """Returns the loss and gradients of a batch, accumulated over its microbatches.
 
         Args:
-          placement: how the state is sharded.
+          step_loss: the loss of the step.
           variables: params and model state, as `Placement.cast` returns them.
           batch: the batch.
           key: the step's key.
@@ -217,8 +218,7 @@ class _Program(UpdateProgram):
           ValueError: the loss function changes model state that is on the host.
         """
         config, k = self.config, self.config.num_microbatches
-        specs = placement.loss_shardings()
-        traced = TracedFunction(fuse_attention(self.loss_fn, config.attention, mesh=self.mesh, axes=placement.axes))
+        placement, traced = step_loss.placement, step_loss.fused
         sends_own, is_local, mapped = placement.sends_own_grads, placement.is_local, placement.summed_once
         params, model_state = as_variables(variables).params, as_variables(variables).model_state
         leaves, tree = jax.tree.flatten(params)
@@ -241,8 +241,7 @@ class _Program(UpdateProgram):
                 num_shards=axis_size(self.mesh, placement.axes.batch),
             )
         weighted = traced if judged is None else judged.weighted
-        loss_fn = rematerialize(weighted, config.remat, mesh=self.mesh, axes=placement.axes, specs=specs)
-        loss_fn = unsharded_windows(loss_fn, mesh=self.mesh, axes=placement.axes)
+        loss_fn = step_loss.unsharded(step_loss.recomputed(weighted))
         has_grad = flags_of_all(leaves, needed)
         scale = 1 if loss_scale is None else loss_scale.scale
         pick = lambda tree_: [x for x, flag in zip(jax.tree.leaves(tree_), has_grad, strict=True) if flag]  # noqa: E731
@@ -275,10 +274,10 @@ class _Program(UpdateProgram):
         scaled_errors = [
             None if x is None else x * scale for x, flag in zip(leaf_errors, has_grad, strict=True) if flag
         ]
-        own_loss = loss_fn if is_local else placed_loss(loss_fn, placement, config, with_copies=False)
+        own_loss = loss_fn if is_local else step_loss.placed(loss_fn, with_copies=False)
         own_grads, placed_grads = (
             jax.value_and_grad(functools.partial(scaled_loss, fn), has_aux=True)
-            for fn in (own_loss, placed_loss(loss_fn, placement, config))
+            for fn in (own_loss, step_loss.placed(loss_fn))
         )
 
         inputs = GradInputs(free, model_state, batch, key)
@@ -298,7 +297,7 @@ class _Program(UpdateProgram):
                 sums=pick(placement.grad_sums()),
             )
             if sends_own and not is_local:
-                mapped_loss = placed_loss(loss_fn, placement, config, with_copies=False, mapped=True)
+                mapped_loss = step_loss.placed(loss_fn, with_copies=False, mapped=True)
                 within = dataclasses.replace(accumulator, axes=placement.axes.of_params(with_copies=False), mapped=())
                 placed_grads = own_grads = quantized_grads(
                     within,

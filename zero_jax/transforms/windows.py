@@ -17,8 +17,8 @@ import jax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.evaluation import TracedFunction
-from zero_jax.core.jaxprs import bind, bind_primitive, source_context
+from zero_jax.core.jaxprs import bind, bind_primitive, open_jaxpr, source_context
+from zero_jax.core.loss_program import LossProgram, Traced
 from zero_jax.core.passes import Dependence
 from zero_jax.core.subcalls import MANUAL, equations
 from zero_jax.core.walk import Rewriting
@@ -30,26 +30,26 @@ _CONVOLUTION = "conv_general_dilated"
 _WINDOWED = _POOLS | _WRITES | {_CONVOLUTION}
 
 
-def unsharded_windows(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) -> TracedFunction:
+def unsharded_windows(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) -> LossProgram:
     """Transforms `loss_fn(params, batch, ...)` so that XLA partitions no window, write or mapped convolution wrongly.
 
     The result computes the same values and has the same derivatives; other operations stay as they are. What is in a
     `jax.shard_map` is not partitioned; functions with derivatives of their own are not looked into.
     """
-    base = loss_fn if isinstance(loss_fn, TracedFunction) else TracedFunction(loss_fn)
 
-    def rewrite(closed: Any, out_shape: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
+    def whole(traced: Traced) -> Traced:
+        closed = traced.closed
         eqns = [eqn for eqn in equations(closed, skip=MANUAL) if eqn.primitive.name in _WINDOWED]
         is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)  # each device has its own values already
         if mesh.size == 1 or is_manual or not eqns:
-            return closed, out_shape
-        params, rest = jax.tree.leaves(args[0]), jax.tree.leaves(args[1:])
+            return traced.rewritten(closed)
+        data = open_jaxpr(closed)[0].invars[traced.num_params :]
         of_examples = _OfExamples()
-        of_examples.run(closed, [*(frozenset() for _ in params), *(frozenset([0]) for _ in rest)])
-        windows = _Windows(mesh, axes, {x.shape[0] for x in rest if x.ndim}, of_examples.notes)
-        return windows.rewritten(closed), out_shape
+        of_examples.run(closed, [frozenset[int]()] * traced.num_params + [frozenset([0])] * len(data))
+        windows = _Windows(mesh, axes, {x.aval.shape[0] for x in data if x.aval.shape}, of_examples.notes)
+        return traced.rewritten(windows.rewritten(closed))
 
-    return TracedFunction(base, rewrite)
+    return LossProgram.of(loss_fn).then(whole)
 
 
 class _OfExamples(Dependence):

@@ -1,10 +1,8 @@
-"""Loss and gradients of a step: the user's loss function, microbatches, and where gradients are summed."""
+"""Loss and gradients of a step, accumulated over microbatches, and the sum of what devices have of their own."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,82 +11,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.attention import mesh_context
 from zero_jax.core.jaxprs import inline_jit
-from zero_jax.core.signatures import check_takes
-from zero_jax.core.tree import PyTree, leading_dims
+from zero_jax.core.tree import PyTree
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.precision import wide
 from zero_jax.sharding.spec import Dims, named, without
 from zero_jax.sharding.torus import split_axes
 from zero_jax.training.grads.combined import CombinedAux
-from zero_jax.training.loss_function import LossFunction, key_parameter, model_state_parameter
 from zero_jax.training.noise_scale import mean_of_parts, shard_squares
 from zero_jax.transforms import DeviceSum, PartWeight
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshLoss:
-    """A loss function that depends on the mesh, accepted wherever zero_jax takes a loss function.
-
-    `make(mesh)` returns the function. The mesh of a plan, for example, exists only where the plan compiles:
-    `zero.plan(zero.MeshLoss(lambda mesh: make_loss(place=zero.sequence_parallel(mesh))), ...)`.
-    """
-
-    make: Callable[[Mesh], Callable[..., Any]]
-
-
-def user_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh, axes: Axes | None = None) -> LossFunction:
-    """Returns a user's loss function for a mesh (and the roles of its axes), with its key and model state parameters.
-
-    Raises:
-      ValueError: it cannot be called as a loss function.
-    """
-    if isinstance(loss_fn, MeshLoss):
-        remedy = "give a function of a mesh that returns the loss function"
-        function = check_takes("MeshLoss.make", loss_fn.make, ["mesh"], remedy=remedy)(mesh)
-    else:
-        function = loss_fn
-    parameters = key_parameter(function), model_state_parameter(function)
-    loss = LossFunction(function, *parameters, context=functools.partial(mesh_context, mesh, axes))
-    loss.check()
-    return loss
-
-
-def normalize_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh, axes: Axes | None = None) -> Callable[..., Any]:
-    """Returns a user's loss function for a mesh, with the signature `(variables, batch, key)` of `LossFunction`.
-
-    The result raises `ValueError` if the loss is not a floating scalar.
-    """
-    return user_loss(loss_fn, mesh, axes).named()
-
-
-def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int = 1) -> None:
-    """Checks that every leaf of a batch divides over the batch axes and the microbatches.
-
-    Without microbatches leaves may differ in their leading dim, as the nodes and edges of a graph do: the loss function
-    sees the whole batch.
-
-    Raises:
-      ValueError: a leaf does not divide, or leaves of microbatches differ in size.
-    """
-    shards = axis_size(mesh, axes.batch)
-    sizes = leading_dims(batch)
-    for name, size in sizes.items():
-        if size == 0 or size % (shards * num_microbatches):
-            axes_text = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes.batch)
-            micro = f" and {num_microbatches} microbatches" if num_microbatches > 1 else ""
-            unit = shards * num_microbatches
-            raise ValueError(
-                f"batch leaf {name!r} has {size} examples, which do not divide over {shards} devices "
-                f"({axes_text}){micro}: make the batch size a multiple of {unit}, for example "
-                f"{max(unit, math.ceil(size / unit) * unit)}"
-            )
-    if num_microbatches > 1 and len(set(sizes.values())) > 1:
-        raise ValueError(
-            f"the leaves of the batch differ in their leading dim: {sizes}; give each one entry per example, or set "
-            "num_microbatches=1"
-        )
 
 
 class GradInputs(NamedTuple):

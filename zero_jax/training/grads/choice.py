@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.core.evaluation import TracedFunction
+from zero_jax.core.loss_program import LossProgram
 from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.training.grads.accumulator import Accumulator, GradInputs
 from zero_jax.training.grads.combined import CombinedAux, of_trace
@@ -39,7 +39,7 @@ class JudgedLoss:
       own_weight: the weight of the batch: its shapes.
     """
 
-    weighted: TracedFunction
+    weighted: LossProgram
     separable: Separability
     aux: CombinedAux
     aux_shapes: PyTree
@@ -57,7 +57,7 @@ def _microbatch(x: Any, k: int) -> jax.ShapeDtypeStruct:
 
 
 def judge(
-    traced: TracedFunction, arguments: tuple[PyTree, PyTree, jax.Array], *, loss_weight: str | None, **parts: Any
+    traced: LossProgram, arguments: tuple[PyTree, PyTree, jax.Array], *, loss_weight: str | None, **parts: Any
 ) -> JudgedLoss:
     """Judges whether a loss function may be called on parts of a batch.
 
@@ -87,7 +87,7 @@ def judge(
         not_local = "its model_state passes from one microbatch to the next"
         another = " and ".join(filter(None, [separable.another_loss, k > 1 and reads.another_loss]))
         separable = dataclasses.replace(separable, not_local=not_local, another_loss=another)
-    _, (shapes, _, weight, aux_weights) = weighted.trace(*traceable)[1]
+    _, (shapes, _, weight, aux_weights) = weighted.trace(*traceable).out_shape
     is_whole = k == 1 and separable.not_local
     same = dict.fromkeys(leaves_by_name(shapes), Combination(kind=Kind.SAME))
     for name, leaf in () if is_whole else leaves_by_name(shapes).items():

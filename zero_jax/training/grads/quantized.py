@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zero_jax.core.evaluation import TracedFunction
+from zero_jax.core.loss_program import LossProgram
 from zero_jax.core.tree import PyTree
 from zero_jax.sharding.precision import wide
 from zero_jax.training.grads.accumulator import Accumulator, GradInputs, mean, outer
@@ -23,7 +23,7 @@ from zero_jax.transforms import PartWeight, weight_alone
 def quantized_grads(
     accumulator: Accumulator,
     loss_fn: Callable[..., Any],
-    traced: TracedFunction,
+    traced: LossProgram,
     *weighted: Any,
     convolves: bool,
     count_power: Fraction,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zero_jax.core import jaxprs
-from zero_jax.core.evaluation import trace_call
+from zero_jax.core.loss_program import trace_call
 from zero_jax.core.subcalls import Subcall
 from zero_jax.core.walk import Packed, Walk
 from zero_jax.transforms.low_rank.products import Evaluate, product_of
@@ -79,10 +79,10 @@ def evaluate_adapted(
     """
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Weight) else jax.typeof(x) for x in leaves]
     shapes = [x if isinstance(x, jax.ShapeDtypeStruct) else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes]
-    closed, out_shape, values = trace_call(fn, tree.unflatten(shapes), args, {})
-    outs = _LowRankWalk(uses).run(closed, [*leaves, *values], _Frame())
+    traced, values = trace_call(fn, tree.unflatten(shapes), args, {})
+    outs = _LowRankWalk(uses).run(traced.closed, [*leaves, *values], _Frame())
     arrays = [jnp.asarray(out.merged() if isinstance(out, Weight) else out) for out in outs]
-    return jax.tree.unflatten(jax.tree.structure(out_shape), arrays)
+    return jax.tree.unflatten(jax.tree.structure(traced.out_shape), arrays)
 
 
 class _LowRankWalk(Walk[_Frame]):

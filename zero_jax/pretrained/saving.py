@@ -22,7 +22,7 @@ from jax import Array
 from zero_jax.checkpoint import check_outside, open_params
 from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.files.partial_folder import partial_folder
-from zero_jax.core.files.safetensors import INDEX, StoredTensor, Tensor, create, split_by_size, write_index
+from zero_jax.core.files.safetensors import Tensor, create_files
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import printable, quoted
@@ -212,28 +212,21 @@ def write_folder(
     target = user_path(folder).absolute()
     check_free(target)
     tensors = [tensor for each in plan.values() for tensor in each.values()]
-    files = split_by_size(tensors, max_file_bytes)
     with partial_folder(target) as partial:
-        stored: dict[str, StoredTensor] = {}
-        for name, each in files.items():
-            stored |= create(partial / name, each, metadata={})
-        for path, each in plan.items():
-            of_leaf = {index: stored[tensor.name] for index, tensor in each.items()}
-            leaf = LeafTensors(path=path, shape=tuple(leaves[path].shape), name=names[path], tensors=of_leaf)
-            for index, values in pieces[path]():
-                leaf.write(index, values)
-        if len(files) > 1:
-            write_index(partial / INDEX, files)
+        with create_files(partial, tensors, max_bytes=max_file_bytes, metadata={}) as stored:
+            for path, each in plan.items():
+                of_leaf = {index: stored[tensor.name] for index, tensor in each.items()}
+                leaf = LeafTensors(path=path, shape=tuple(leaves[path].shape), name=names[path], tensors=of_leaf)
+                for index, values in pieces[path]():
+                    leaf.write(index, values)
+        num_files = len(list(partial.glob("*.safetensors")))
         if companions is not None:
             copy_companions(companions, partial)
         if config is not None:
             write_config(partial, config, {tensor.name: tensor.dtype for tensor in tensors})
-        for name in files:
-            with (partial / name).open("r+b") as file:
-                os.fsync(file.fileno())
         partial.rename(target)
     num_bytes = sum(tensor.num_bytes for tensor in tensors)
-    return SavedHF(folder=str(target), num_files=len(files), num_tensors=len(tensors), num_bytes=num_bytes)
+    return SavedHF(folder=str(target), num_files=num_files, num_tensors=len(tensors), num_bytes=num_bytes)
 
 
 def plan_tensors(

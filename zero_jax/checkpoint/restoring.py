@@ -20,9 +20,15 @@ from etils import epath
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.checkpoint.finding import all_damaged_message, list_step_folders, missing_message, steps_folder
+from zero_jax.checkpoint.finding import (
+    all_damaged_message,
+    list_step_folders,
+    missing_message,
+    step_folder,
+    steps_folder,
+)
 from zero_jax.checkpoint.leaf_files import check_files, check_index, failed_elsewhere, read_arrays
-from zero_jax.checkpoint.record import CheckpointError, Record, SavedLeaf, read_record, step_path
+from zero_jax.checkpoint.record import CheckpointError, Record, SavedLeaf, read_record
 from zero_jax.checkpoint.saved_state import dtype_name, saved_leaves
 from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.close_match import did_you_mean
@@ -126,7 +132,7 @@ def restore(
         candidate = untried[-1]
         try:
             with on_mesh(mesh):
-                record, state = attempt.load_step(step_path(directory, candidate))
+                record, state = attempt.load_step(step_folder(directory, candidate))
         except CheckpointError as error:
             problems[candidate] = str(error)
             if step is None:

@@ -17,9 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.checkpoint.finding import list_steps
+from zero_jax.checkpoint.finding import list_steps, step_folder
 from zero_jax.checkpoint.folder import CheckpointFolder
-from zero_jax.checkpoint.record import STATE, CheckpointError, read_record, record_to_json, resolve_folder, step_path
+from zero_jax.checkpoint.record import STATE, CheckpointError, read_record, record_to_json, resolve_folder
 from zero_jax.checkpoint.saved_state import encode_state
 from zero_jax.checkpoint.writing import ArrayWrites
 from zero_jax.core.agreement import Agreement, OtherProcessFailed, Turns, from_first_process
@@ -264,7 +264,7 @@ class Checkpointer:
 
     def _loss_of(self, step: int) -> float | None:
         if step not in self._losses:
-            self._losses[step] = read_record(step_path(self.directory, step)).loss
+            self._losses[step] = read_record(step_folder(self.directory, step)).loss
         return self._losses[step]
 
     def _failed(self, step: int, error: Exception) -> None:

@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 
 from zero_jax.analysis import comms, memory, trace_loss
 from zero_jax.core.text_tables import aligned, format_bytes
-from zero_jax.core.tree import key_shape, shapes_of
 from zero_jax.hlo import Program
 from zero_jax.planning.job import Job, compile_job
 from zero_jax.planning.ranking import host_memory
@@ -22,15 +21,7 @@ from zero_jax.planning.step_time import TimeEstimate, estimate_time
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import carries, dims_of
 from zero_jax.sharding.topology import parse
-from zero_jax.training import (
-    CompilerOption,
-    StepOptions,
-    TrainState,
-    cast_batch,
-    make_placement,
-    normalize_loss,
-    trained_params,
-)
+from zero_jax.training import CompilerOption, StepLoss, StepOptions, TrainState, trained_params
 from zero_jax.transforms import AttentionReport, attention_report, resolve_remat, training_flops
 
 # JAX gives a GPU program this share of the memory by default.
@@ -294,28 +285,17 @@ def _time_of(program: Program, job: Job, state: TrainState, mesh: Mesh) -> TimeE
 
 def attentions_of(job: Job, state: TrainState, mesh: Mesh) -> AttentionReport:
     """Reports the attentions of the loss function as the train step has it."""
-    axes = job.config.axes_of(mesh)
-    return attention_report(*_loss_and_arguments(job, state, mesh), mesh=mesh, axes=axes)
+    loss = StepLoss.of(job.loss_fn, state.variables, mesh=mesh, config=job.config)
+    arguments = loss.shapes(state.variables, job.batch)
+    return attention_report(loss.program, *arguments, mesh=mesh, axes=loss.placement.axes)
 
 
 def _loss_jaxpr(job: Job, state: TrainState, mesh: Mesh) -> tuple[Any, list[bool]]:
     """Returns the jaxpr of the loss, and for each of its inputs whether a step computes its gradient."""
-    loss, *arguments = _loss_and_arguments(job, state, mesh)
+    loss = StepLoss.of(job.loss_fn, state.variables, mesh=mesh, config=job.config)
+    arguments = loss.shapes(state.variables, job.batch)
     undifferentiated = jax.tree.leaves((state.model_state, arguments[1:]))
-    return jax.make_jaxpr(loss)(*arguments), trained_params(job.tx, state) + [False] * len(undifferentiated)
-
-
-def _loss_and_arguments(job: Job, state: TrainState, mesh: Mesh) -> tuple[Callable[..., Any], Any, Any, Any]:
-    """Returns the loss function on variables and a batch that it casts, and the shapes of its arguments."""
-    placement = make_placement(state.variables, mesh=mesh, config=job.config)
-    loss_fn, key = normalize_loss(job.loss_fn, mesh, placement.axes), key_shape()
-
-    def forward(variables: Any, batch: Any, key: Any) -> Any:
-        variables = placement.cast(variables)
-        return loss_fn(variables, cast_batch(loss_fn, variables, batch, key, config=job.config), key)
-
-    # Shapes without memory kinds: arrays in host memory could not be traced with the others.
-    return forward, shapes_of(state.variables), job.batch, key
+    return loss.program.trace(*arguments).closed, trained_params(job.tx, state) + [False] * len(undifferentiated)
 
 
 def _tokens(job: Job) -> tuple[int, str]:

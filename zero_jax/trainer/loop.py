@@ -140,6 +140,7 @@ class _Training:
                 batch_size=run.input.batch_size,
                 num_tokens=run.input.num_tokens,
                 mesh=run.mesh,
+                config=config.zero,
             ),
             schedule=run.schedule,
             param_names=leaf_names(self.state.params),

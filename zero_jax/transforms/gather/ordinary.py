@@ -6,9 +6,9 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from zero_jax.core.cached_bind import CachedBind, can_be_nested
 from zero_jax.core.jaxprs import is_literal, is_traced, name_stack, source_line, variables
 from zero_jax.transforms.facts import Facts
+from zero_jax.transforms.gather.cached_bind import CachedBind, can_be_nested
 from zero_jax.transforms.gather.deferred import Lazy, Value
 from zero_jax.transforms.gather.ordering import Ordering
 

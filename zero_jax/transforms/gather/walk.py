@@ -15,7 +15,6 @@ import jax
 from jax import lax
 
 from zero_jax.core import jaxprs
-from zero_jax.core.cached_bind import CachedBind, equation_key
 from zero_jax.core.evaluation import run_scan
 from zero_jax.core.gather_names import gather_scope, params_scope
 from zero_jax.core.subcalls import scan_of, subcall
@@ -24,6 +23,7 @@ from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.quantized import PLAIN
 from zero_jax.sharding.spec import Dims, named
 from zero_jax.transforms.facts import Facts
+from zero_jax.transforms.gather.cached_bind import CachedBind, equation_key
 from zero_jax.transforms.gather.deferred import Copies, Lazy, Roots, Value, as_it_is, pending, put_off, relative
 from zero_jax.transforms.gather.dots import flat_product
 from zero_jax.transforms.gather.events import Notes

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core import jaxprs
-from zero_jax.core.evaluation import TracedFunction
+from zero_jax.core.loss_program import LossProgram, Traced
 from zero_jax.core.subcalls import equations
 from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.sharding.mesh import Axes, axis_size
@@ -79,7 +79,7 @@ class Separability:
 
 
 def separability(
-    weighted: TracedFunction,
+    weighted: LossProgram,
     params: PyTree,
     batch: PyTree,
     key: jax.Array,
@@ -172,9 +172,10 @@ class _Trace:
     aux: Sequence[tuple[Any, PartWeight | None]]
 
     @classmethod
-    def of(cls, closed: Any, out_shape: Any) -> _Trace:
+    def of(cls, traced: Traced) -> _Trace:
         """Takes the trace of a loss function as of `with_weight`."""
-        results = jax.tree.unflatten(jax.tree.structure(out_shape), jaxprs.open_jaxpr(closed)[0].outvars)
+        closed, tree = traced.closed, jax.tree.structure(traced.out_shape)
+        results = jax.tree.unflatten(tree, jaxprs.open_jaxpr(closed)[0].outvars)
         loss, (aux, _, weight, aux_weights) = results
         leaves = leaves_by_name(aux)
         entries = [*zip(leaves.values(), aux_weights, strict=True)]
@@ -195,7 +196,7 @@ class _Trace:
 class _Traces:
     """Traces of a loss function with its weights, on batches of several sizes."""
 
-    def __init__(self, weighted: TracedFunction, params: PyTree, batch: PyTree, key: jax.Array, mesh: Mesh):
+    def __init__(self, weighted: LossProgram, params: PyTree, batch: PyTree, key: jax.Array, mesh: Mesh):
         self.weighted, self.params, self.batch, self.key = weighted, params, batch, key
         self.sharding = NamedSharding(mesh, PartitionSpec())  # as in the step, which takes the same trace
         self.traced: dict[int, _Trace] = {}
@@ -212,7 +213,7 @@ class _Traces:
                 if self.traced:  # the first is the step's own, or like it
                     warnings.simplefilter("ignore")
                 args = self.params, jax.tree.map(resize, self.batch), self.key
-                self.traced[size] = _Trace.of(*self.weighted.trace(*args))
+                self.traced[size] = _Trace.of(self.weighted.trace(*args))
         return self.traced[size]
 
     def means(

@@ -1,0 +1,245 @@
+"""Evaluation of jaxprs on arrays, and on deferred values: what is made of arrays only where an equation uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Generic, Self, TypeVar
+
+import jax
+from jax import lax
+
+from zero_jax.core.evaluation import evaluate, run_scan, trace_flat
+from zero_jax.core.jaxprs import bind, open_jaxpr, source_context
+from zero_jax.core.subcalls import MANUAL, Subcall, equations, equations_of, subcall
+
+F = TypeVar("F")
+
+
+class Deferred:
+    """A value of a walk that is more than an array: one still to be made, or one of which something is known."""
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """The arrays that it is made of."""
+        raise NotImplementedError
+
+    def with_arrays(self, arrays: Sequence[Any]) -> Self:
+        """Returns the value made of other arrays."""
+        raise NotImplementedError
+
+    def element(self, arrays: Sequence[Any]) -> Self:
+        """Returns the value that an iteration takes of a loop over it, from its slices of the arrays."""
+        raise NotImplementedError
+
+    @property
+    def key(self) -> Hashable:
+        """What is done with the value, whatever its arrays: equal where that is the same."""
+        raise NotImplementedError
+
+
+def arrays_of(value: Any) -> tuple[Any, ...]:
+    """Returns the arrays that a value of a walk is made of."""
+    return value.arrays if isinstance(value, Deferred) else (value,)
+
+
+class Packed:
+    """Values as arrays, each array once, and back: so they enter a function that JAX traces, as its arguments.
+
+    Attributes:
+      arrays: the arrays.
+    """
+
+    def __init__(self, values: Iterable[Any]):
+        self.values = list(values)
+        numbers: dict[int, int] = {}
+        each = [arrays_of(value) for value in self.values]
+        self.places = [[numbers.setdefault(id(array), len(numbers)) for array in arrays] for arrays in each]
+        self.arrays = list({id(array): array for arrays in each for array in arrays}.values())
+
+    def pairs(self, arrays: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
+        """Returns the values, each with those of other arrays that are in place of its own."""
+        return [(value, [arrays[i] for i in at]) for value, at in zip(self.values, self.places, strict=True)]
+
+    def values_of(self, arrays: Sequence[Any]) -> list[Any]:
+        """Returns the values made of other arrays."""
+        pairs = self.pairs(arrays)
+        return [value.with_arrays(own) if isinstance(value, Deferred) else own[0] for value, own in pairs]
+
+    @property
+    def key(self) -> Hashable:
+        """What the values are, whatever their arrays: equal where the same is done with them."""
+        known = [value.key if isinstance(value, Deferred) else None for value in self.values]
+        return tuple((*places, key) for places, key in zip(self.places, known, strict=True))
+
+    def spread(self, flags: bool | Sequence[bool]) -> bool | tuple[bool, ...]:
+        """Returns flags of the values as flags of the arrays: an array of several values has it if one of them does."""
+        if isinstance(flags, bool):
+            return flags
+        flagged = {i for places, flag in zip(self.places, flags, strict=True) if flag for i in places}
+        return tuple(i in flagged for i in range(len(self.arrays)))
+
+
+class Walk(Generic[F]):
+    """Evaluates jaxprs on arrays and deferred values.
+
+    A subclass says which equations it enters, what operations do, and how an array is made of a deferred value. How
+    equations that run other jaxprs are evaluated is here, once. Deferred values enter regions (`jax.checkpoint`, `cond`
+    and loops) as their arrays, and are deferred again inside; what leaves a region is an array.
+
+    `F` is what a subclass has to know of the region that is being walked, the frame.
+    """
+
+    def __init__(self):
+        self.handlers: dict[str, Callable[[Any, Subcall, list[Any], F], Sequence[Any]]] = {
+            "call": self.call,
+            "remat": self.remat,
+            "scan": self.scan,
+            "while": self.while_loop,
+            "cond": self.cond,
+        }
+
+    # --- what a subclass says --------------------------------------------------------------------------------------
+
+    def enters(self, eqn: Any, sub: Subcall, values: list[Any]) -> bool:
+        """Tells whether an equation is evaluated by the jaxprs in it; else it counts as an operation."""
+        raise NotImplementedError
+
+    def operation(self, eqn: Any, values: list[Any], frame: F) -> Sequence[Any]:
+        """Returns the results of an equation."""
+        return bind(eqn, values)
+
+    def made(self, value: Any, eqn: Any, frame: F) -> Any:
+        """Returns the array of a value that an equation (or the region that it is) cannot take, or return, deferred."""
+        return value
+
+    def inside(self, eqn: Any, sub: Subcall, frame: F) -> F:
+        """Returns the frame of what is in a region."""
+        return frame
+
+    def constant(self, array: Any) -> Any:
+        """Returns the value of a constant of a jaxpr."""
+        return array
+
+    def results(self, eqn: Any, values: list[Any], arrays: Sequence[Any]) -> Sequence[Any]:
+        """Returns the values of what leaves a region, from the values of the operands of its equation."""
+        return arrays
+
+    def policy(self, policy: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        """Returns what a `jax.checkpoint` keeps, from its own policy."""
+        return policy
+
+    def stack(self, value: Any, eqn: Any, frame: F) -> Any:
+        """Returns a value of which a loop takes slices, so that they are its `element`s."""
+        return value
+
+    def loop_constants(self, eqn: Any, sub: Subcall, consts: list[Any], frame: F) -> list[Any]:
+        """Returns the values that each iteration of a scan takes as they are."""
+        return consts
+
+    def carried(self, eqn: Any, carry: list[Any]) -> list[Any]:
+        """Returns what a loop carries as an iteration takes it."""
+        return carry
+
+    # --- evaluation --------------------------------------------------------------------------------------------------
+
+    def run(self, jaxpr: Any, values: Sequence[Any], frame: F) -> list[Any]:
+        """Evaluates a jaxpr, open (of no constants) or closed, and returns its results, deferred ones among them."""
+        opened, consts = open_jaxpr(jaxpr)
+        equation = lambda eqn, operands: self.equation(eqn, operands, frame)  # noqa: E731
+        return evaluate(opened, [*map(self.constant, consts)], values, equation)
+
+    def equation(self, eqn: Any, values: list[Any], frame: F) -> Sequence[Any]:
+        """Returns the values of the results of an equation."""
+        sub = subcall(eqn)
+        if sub is None or sub.kind not in self.handlers or not self.enters(eqn, sub, values):
+            return self.operation(eqn, values, frame)
+        return self.handlers[sub.kind](eqn, sub, values, frame)
+
+    def region(self, jaxpr: Any, packed: Packed, eqn: Any, frame: F) -> Callable[..., list[Any]]:
+        """Returns a jaxpr as a function from the arrays of its inputs to those of its results."""
+        return lambda *arrays: self.arrays(self.run(jaxpr, packed.values_of(arrays), frame), eqn, frame)
+
+    def arrays(self, values: Iterable[Any], eqn: Any, frame: F) -> list[Any]:
+        """Returns the arrays of values that an equation cannot take, or return, deferred."""
+        return [self.made(value, eqn, frame) for value in values]
+
+    def call(self, eqn: Any, sub: Subcall, values: list[Any], frame: F) -> list[Any]:
+        """Evaluates a call in place."""
+        with source_context(eqn):
+            return self.run(sub.jaxpr, values, frame)
+
+    def recomputed(self, eqn: Any, sub: Subcall, packed: Packed, frame: F) -> Callable[..., list[Any]]:
+        """Returns a `jax.checkpoint` of the model's own as a function of arrays."""
+        call = self.region(sub.jaxpr, packed, eqn, self.inside(eqn, sub, frame))
+        prevent_cse, policy = packed.spread(eqn.params["prevent_cse"]), self.policy(eqn.params["policy"])
+        return jax.checkpoint(call, prevent_cse=prevent_cse, policy=policy)  # type: ignore[arg-type]
+
+    def remat(self, eqn: Any, sub: Subcall, values: list[Any], frame: F) -> Sequence[Any]:
+        """Evaluates a `jax.checkpoint`: deferred values are made inside it, and its policy holds."""
+        packed = Packed(values)
+        with source_context(eqn):
+            return self.results(eqn, values, self.recomputed(eqn, sub, packed, frame)(*packed.arrays))
+
+    def cond(self, eqn: Any, sub: Subcall, values: list[Any], frame: F) -> Sequence[Any]:
+        """Evaluates a `cond`: deferred values are made inside the branch that uses them."""
+        index, packed, within = self.made(values[0], eqn, frame), Packed(values[1:]), self.inside(eqn, sub, frame)
+        branches = [self.region(branch, packed, eqn, within) for branch in sub.branches]
+        with source_context(eqn):
+            return self.results(eqn, values, lax.switch(index, branches, *packed.arrays))
+
+    def scan(self, eqn: Any, sub: Subcall, values: list[Any], frame: F) -> Sequence[Any]:
+        """Evaluates a scan: elements of deferred stacks enter its body deferred, and so do its constants."""
+        consts, carry, stacks = sub.split(values)
+        carry = self.arrays(carry, eqn, frame)
+        stacks = [self.stack(value, eqn, frame) for value in stacks]
+        consts = self.loop_constants(eqn, sub, consts, frame)
+        within = self.inside(eqn, sub, frame)
+
+        def body(carry: list[Any], slices: list[Any]) -> list[Any]:
+            elements = [
+                stack.element(own) if isinstance(stack, Deferred) else own[0]
+                for stack, own in zip(stacks, slices, strict=True)
+            ]
+            ins = [*consts, *self.carried(eqn, carry), *elements]
+            return self.arrays(self.run(sub.jaxpr, ins, within), eqn, within)
+
+        return self.results(eqn, values, run_scan(eqn, body, carry, [*map(arrays_of, stacks)]))
+
+    def while_loop(self, eqn: Any, sub: Subcall, values: list[Any], frame: F) -> Sequence[Any]:
+        """Evaluates a `while`, of which nothing is deferred."""
+        values, within = self.arrays(values, eqn, frame), self.inside(eqn, sub, frame)
+        consts, carry, _ = sub.split(values)
+        tested = values[: sub.num_test_consts]
+
+        def body(carry: list[Any]) -> list[Any]:
+            ins = [*consts, *self.carried(eqn, carry)]
+            return self.arrays(self.run(sub.jaxpr, ins, within), eqn, within)
+
+        with source_context(eqn):
+            test = lambda carry: self.arrays(self.run(sub.test, [*tested, *carry], within), eqn, within)[0]  # noqa: E731
+            return self.results(eqn, values, lax.while_loop(test, body, carry))
+
+
+class Rewriting(Walk[None]):
+    """A walk on arrays that changes some equations, and enters those that hold one.
+
+    What is in a `jax.shard_map` stays as it is.
+    """
+
+    entered: frozenset[str] = frozenset({"call", "remat", "scan", "cond"})
+
+    def changes(self, eqn: Any) -> bool:
+        """Tells whether an equation is one to change."""
+        raise NotImplementedError
+
+    def enters(self, eqn: Any, sub: Subcall, values: list[Any]) -> bool:
+        """Tells whether there is an equation to change in another."""
+        return sub.kind in self.entered and any(map(self.changes, equations_of(eqn, skip=MANUAL)))
+
+    def rewritten(self, closed: Any) -> Any:
+        """Returns a closed jaxpr with its equations changed; itself if there are none to change."""
+        if not any(map(self.changes, equations(closed, skip=MANUAL))):
+            return closed
+        return trace_flat(
+            lambda *arrays: self.run(closed, arrays, None), [x.aval for x in open_jaxpr(closed)[0].invars]
+        )

@@ -350,7 +350,7 @@ def _named(*kinds: str) -> frozenset[str]:
 
 
 ELEMENTWISE = _named("elementwise", "copy", "cast")
-REDUCTIONS, SCATTERS = _named("reduction"), _named("scatter")
+REDUCTIONS, CUMULATIVE, SCATTERS = _named("reduction"), _named("cumulative"), _named("scatter")
 # The operands themselves: as they are, in another place, under another dtype, or in another shape.
 COPIES, PLACES, CASTS, SHAPES = _named("copy"), _named("place"), _named("cast"), _named("shape")
 SAME_ELEMENTS = _named("copy", "cast", "shape", "broadcast")

@@ -17,6 +17,7 @@ from zero_jax.dims.primitives import (
     CASTS,
     CUMULATIVE,
     ELEMENTWISE,
+    FACTORIZATIONS,
     JOINS,
     MOVES,
     PARTS,

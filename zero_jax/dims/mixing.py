@@ -241,7 +241,7 @@ _RULES = {
     **{
         name: _OF_KIND.get(x.kind, _carried)
         for name, x in known_primitives().items()
-        if x.kind not in ("library", "place")
+        if x.kind not in ("factorization", "library", "place")
     },
     "gather": _gather,
     "zero_reshard": _carried,

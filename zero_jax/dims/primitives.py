@@ -338,9 +338,9 @@ _TABLE: dict[str, Primitive] = {
     "triangular_solve": Primitive(kind="algebra", dims=_triangular_solve),
     "fft": Primitive(kind="algebra", dims=_fft),
     "approx_top_k": Primitive(kind="library", dims=_but("reduction_dimension")),
-    **_each("eig eigh geqrf hessenberg lu qr schur svd symmetric_product tridiagonal", "library", _leading(2)),
-    "householder_product": Primitive(kind="library", dims=_leading(2, 1)),
-    "tridiagonal_solve": Primitive(kind="library", dims=_leading(1, 1, 1, 2)),
+    **_each("eig eigh geqrf hessenberg lu qr schur svd symmetric_product tridiagonal", "factorization", _leading(2)),
+    "householder_product": Primitive(kind="factorization", dims=_leading(2, 1)),
+    "tridiagonal_solve": Primitive(kind="factorization", dims=_leading(1, 1, 1, 2)),
     "lu_pivots_to_permutation": Primitive(kind="library", dims=_leading(1)),
 }
 
@@ -351,6 +351,7 @@ def _named(*kinds: str) -> frozenset[str]:
 
 ELEMENTWISE = _named("elementwise", "copy", "cast")
 REDUCTIONS, CUMULATIVE, SCATTERS = _named("reduction"), _named("cumulative"), _named("scatter")
+FACTORIZATIONS = _named("factorization") | {"cholesky", "triangular_solve"}
 # The operands themselves: as they are, in another place, under another dtype, or in another shape.
 COPIES, PLACES, CASTS, SHAPES = _named("copy"), _named("place"), _named("cast"), _named("shape")
 SAME_ELEMENTS = _named("copy", "cast", "shape", "broadcast")

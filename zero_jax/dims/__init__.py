@@ -24,6 +24,7 @@ from zero_jax.dims.primitives import (
     PLACES,
     REDUCTIONS,
     SAME_ELEMENTS,
+    SCATTERS,
     SHAPES,
     dim_map,
     has_wrong_gradient,

@@ -11,9 +11,17 @@ import pytest
 import reference
 
 import zero_jax as zero
-from zero_jax.checkpoint import Checkpointer, CheckpointError, describe, latest_step, leaf_files, list_steps, restore
+from zero_jax.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    describe,
+    find_checkpoint,
+    latest_step,
+    leaf_files,
+    list_steps,
+    restore,
+)
 from zero_jax.checkpoint import record as checkpoint_record
-from zero_jax.checkpoint.finding import newest_record
 from zero_jax.checkpoint.leaf_files import check_files
 from zero_jax.core.files.untrusted import json_checksum
 
@@ -235,7 +243,7 @@ def test_what_is_no_file_is_passed_over_and_not_waited_for(what, file, folder):
 def test_links_that_lead_in_circles_are_reported(folder):
     for name in "ijklmnop":
         (folder / "step_00000002" / "state" / name).symlink_to("..")
-    record, _ = newest_record(folder)
+    record, _ = find_checkpoint(folder)
     with pytest.raises(CheckpointError, match=r"state/[i-p] leads to a folder that is there already"):
         check_files(record)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,8 +49,14 @@ class MarkedValues(Facts):
 
     def __init__(self, jaxpr: Any, marks: Sequence[Mark], *, mesh: Mesh, model: tuple[str, ...]):
         super().__init__(jaxpr, [mark.kind for mark in marks])
-        self.marks: dict[Any, Mark] = {}
-        _Marks(self, mesh, model).run(jaxpr, marks, self.marks)
+        self.of_inputs, self.mesh, self.model = marks, mesh, model
+
+    @functools.cached_property
+    def marks(self) -> dict[Any, Mark]:
+        """For each variable what is known of it."""
+        marks: dict[Any, Mark] = {}
+        _Marks(self, self.mesh, self.model).run(self.jaxpr, self.of_inputs, marks)
+        return marks
 
     def mark(self, atom: Any) -> Mark:
         """Returns the mark of a variable or a literal."""

@@ -13,12 +13,11 @@ from zero_jax.core.files.user_cache import PARTIAL
 from zero_jax.data import dataset as data
 from zero_jax.data import sources
 from zero_jax.data.documents import read_text
-from zero_jax.data.sources import find_source
-from zero_jax.data.tokenizer import train_bpe
+from zero_jax.data.sources import find_source, source_file
+from zero_jax.data.tokenizer import ByteTokenizer, train_bpe
 from zero_jax.data.tokens import cache as token_cache
 from zero_jax.data.tokens import chunks as token_chunks
-from zero_jax.data.tokens.folder import Chunk, TokenMeta, open_folder, write_folder
-from zero_jax.data.tokens.token_file import TokenFile, open_tokens
+from zero_jax.data.tokens.store import Chunk, TokenFile, make_tokens, open_folder, open_tokens
 
 DOCUMENTS = ["first text\n", "zweiter Text: ü€😀", "a third,\n\nlonger one " * 3, "x"]
 ENDED = [[*document.encode(), 0] for document in DOCUMENTS]
@@ -100,9 +99,8 @@ def write_array_record(folder, name="a.arrayrecord"):
 
 
 def write_token_folder(folder):
-    meta = TokenMeta(source="test", tokenizer="bytes", tokenizer_fingerprint="bytes", vocab_size=256, end_of_document=0)
     chunks = [Chunk(tokens=np.array(tokens), document_hash=i) for i, tokens in enumerate(ENDED)]
-    write_folder(folder / "tokens", chunks, meta=meta, dtype=np.dtype("<u2"))
+    make_tokens(chunks, "test", ByteTokenizer(), folder=folder / "tokens")
     return folder / "tokens"
 
 
@@ -138,7 +136,8 @@ def test_every_format_gives_the_same_tokens(write, cached, load, tmp_path):
 def test_tokens_are_read_from_their_file_at_any_places(dtype, start_bytes, tmp_path):
     path, vector = tmp_path / "tokens.bin", np.arange(100, 200).astype(dtype)
     path.write_bytes(b"\0" * start_bytes + vector.tobytes())
-    tokens = open_tokens(path, dtype=np.dtype(dtype), start_bytes=start_bytes)
+    tokens = open_tokens(source_file(path), dtype=np.dtype(dtype), start_bytes=start_bytes)
+    tokens.verify()  # it has no checksums
     assert (len(tokens), tokens.size) == (100, 100)
     for places in ([], [7], [3, 4, 5], [99, 0, 1, 1, 50, 51, 49]):
         np.testing.assert_array_equal(tokens[np.array(places, int)], vector[np.array(places, int)])
@@ -366,8 +365,8 @@ def test_a_token_folder_brings_its_tokenizer(load, tmp_path):
     tokenizer = train_bpe(["some words and some others"] * 9, vocab_size=280, path=tmp_path / "bpe.json")
     (tmp_path / "x.txt").write_text("some words and some others " * 20)
     source = find_source(str(tmp_path / "x.txt"))
-    chunks = token_cache.source_chunks(source, tokenizer, text_field="text", token_dtype="uint16")
-    token_cache.make_tokens(chunks, "x", tokenizer, folder=tmp_path / "folder")
+    chunks = token_chunks.source_chunks(source, tokenizer, text_field="text", token_dtype="uint16")
+    make_tokens(chunks, "x", tokenizer, folder=tmp_path / "folder")
     dataset = load(tmp_path / "folder")
     assert dataset.tokenizer.fingerprint == tokenizer.fingerprint
     assert dataset.fingerprint == load(tmp_path / "x.txt", tokenizer=str(tmp_path / "bpe.json")).fingerprint

@@ -14,9 +14,8 @@ from zero_jax.data.chat_template import find_chat_template
 from zero_jax.data.conversations import ConversationPart, load_conversations
 from zero_jax.data.sources import Format, find_source
 from zero_jax.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
-from zero_jax.data.tokens.cache import TOKENIZER_FILE, Log, read_tokens, verify_if_small
-from zero_jax.data.tokens.folder import TokenDtype, Tokens, is_token_folder, open_folder
-from zero_jax.data.tokens.token_file import TokenFile
+from zero_jax.data.tokens.cache import Log, read_tokens, verify_if_small
+from zero_jax.data.tokens.store import TOKENIZER_FILE, TokenDtype, Tokens, is_token_folder, open_folder
 from zero_jax.data.train_validation_split import TokenPart, split_documents
 
 _SHOWN_FIELDS = 8
@@ -228,7 +227,4 @@ def _notes(tokens: Tokens, num_left_out: int) -> tuple[str, ...]:
         "empty documents left out": tokens.meta.num_empty,
         "places that were no valid Unicode replaced": tokens.meta.num_replaced,
     }
-    notes = [f"{count:,} {text}" for text, count in counts.items() if count]
-    if isinstance(tokens.tokens, TokenFile) and tokens.tokens.checksums is None:
-        notes.append("written without checksums, so that damage is not noticed (`zero-jax tokenize` writes them)")
-    return tuple(notes)
+    return tuple(f"{count:,} {text}" for text, count in counts.items() if count)

@@ -4,9 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from zero_jax.data.sources import SourceFile
-from zero_jax.data.tokens.folder import Tokens
-from zero_jax.data.tokens.token_file import TokenFile
+from zero_jax.data.tokens.store import TokenFile, Tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -17,13 +15,11 @@ class TokenPart:
       tokens: the tokens of the data set.
       starts: the index in `tokens` of each document's first token: `[num_documents]`.
       offsets: its index in the stream, and the end of the last document: `[num_documents + 1]`.
-      file: size and modification time of the tokens' file when it was opened, if there is one.
     """
 
     tokens: np.ndarray | TokenFile
     starts: np.ndarray
     offsets: np.ndarray
-    file: SourceFile | None = None
 
     @property
     def size(self) -> int:
@@ -41,8 +37,6 @@ class TokenPart:
         Raises:
           ValueError: the file of the tokens has changed or was cut.
         """
-        if self.file is not None:
-            self.file.check()
         documents = np.searchsorted(self.offsets, positions, side="right") - 1
         return self.tokens[positions + (self.starts - self.offsets[:-1])[documents]], documents
 
@@ -78,7 +72,7 @@ def split_documents(tokens: Tokens, *, validation_fraction: float) -> tuple[Toke
 
 def _part(tokens: Tokens, starts: np.ndarray, lengths: np.ndarray) -> TokenPart:
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    return TokenPart(tokens=tokens.tokens, starts=starts, offsets=offsets, file=tokens.file)
+    return TokenPart(tokens=tokens.tokens, starts=starts, offsets=offsets)
 
 
 def lowest_that_fit(hashes: np.ndarray, lengths: np.ndarray, room: int) -> np.ndarray:

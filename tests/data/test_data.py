@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import pathlib
 import sys
 
 import numpy as np
@@ -359,6 +360,13 @@ def test_who_writes_the_same_folder_second_takes_the_first(tmp_path, load):
     assert (folder / "meta.json").stat().st_mtime_ns == before
     assert [path.name for path in tmp_path.iterdir()] == ["tokens"]
     assert open_folder(folder).offsets[-1] == len(STREAM)
+
+
+def test_a_token_folder_of_release_0_2_0_is_read_and_written_alike(load, tmp_path):
+    stored = pathlib.Path(__file__).parents[1] / "fixtures" / "tokens_0.2.0"
+    assert in_order(load(stored, validation_fraction=0.4)) == STREAM
+    written = write_token_folder(tmp_path)
+    assert {p.name: p.read_bytes() for p in stored.iterdir()} == {p.name: p.read_bytes() for p in written.iterdir()}
 
 
 def test_a_token_folder_brings_its_tokenizer(load, tmp_path):

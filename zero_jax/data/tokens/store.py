@@ -383,8 +383,8 @@ def _open(folder: pathlib.Path, remedy: str, *, is_cache: bool) -> Tokens:
         raise ValueError(f"{_CHECKSUMS} has {len(checksums):,} checksums for {tokens.nbytes:,} bytes of tokens")
     if tokens.size != num_tokens or offsets.shape != (num_documents + 1,) or hashes.shape != (num_documents,):
         raise ValueError(
-            f"{folder.name} has {tokens.size:,} tokens and {len(hashes):,} documents, but its {_META} says {num_tokens:,} and "
-            f"{num_documents:,}: it was cut off"
+            f"{folder.name} has {tokens.size:,} tokens and {len(hashes):,} documents, but its {_META} says "
+            f"{num_tokens:,} and {num_documents:,}: it was cut off"
         )
     if not num_documents or offsets[0] != 0 or offsets[-1] != num_tokens or (np.diff(offsets) <= 0).any():
         raise ValueError(f"{_DOCUMENTS} does not go up from 0 to {num_tokens:,}, the end of the tokens")

@@ -172,15 +172,15 @@ class TokenFile:
         """Verifies the chunks of the bytes from `first` to before `last`, each once."""
         start, stop = first // CHUNK_BYTES, -(-last // CHUNK_BYTES)
         for chunk in (np.flatnonzero(~self._is_verified[start:stop]) + start).tolist():
-            first = chunk * CHUNK_BYTES
-            data = bytearray(min(CHUNK_BYTES, self.nbytes - first))
-            self._read(descriptor, first, memoryview(data))
+            begin = chunk * CHUNK_BYTES
+            data = bytearray(min(CHUNK_BYTES, self.nbytes - begin))
+            self._read(descriptor, begin, memoryview(data))
             assert self.checksums is not None
             if zlib.crc32(data) != self.checksums[chunk]:
                 if self.cache is not None:
                     (self.cache / _META).unlink(missing_ok=True)
                 raise ValueError(
-                    f"{self.file} is damaged: bytes {first:,} to {first + len(data):,} of its tokens are not those "
+                    f"{self.file} is damaged: bytes {begin:,} to {begin + len(data):,} of its tokens are not those "
                     f"that were written; {self.remedy}"
                 )
             self._is_verified[chunk] = True

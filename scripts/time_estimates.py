@@ -82,7 +82,7 @@ def main() -> int:
             remat=remat,
             overlap=not options.no_overlap,
         )
-        seconds = estimator.seconds(setting)
+        seconds = estimator.step(setting).seconds
         report = compile_plan(apply_setting(setting, job, policies), CompileOptions(name=f"{setting}"))
         if report.time is None:
             rows.append((f"{setting}", f"{seconds:.3f}", "does not fit", ""))

@@ -216,7 +216,8 @@ def test_remains_of_a_save_that_was_cut_off_are_no_checkpoint(folder):
     assert reload(folder).step == 2
     lines = []
     with Checkpointer(folder, config=CheckpointConfig(keep_last=9), log=lines.append) as checkpointer:
-        assert checkpointer.steps() == [2] and partial.exists() and replaced.exists(), "who only reads removes nothing"
+        assert checkpointer.steps() == [1, 2] and reload(folder, step=1).extra == {"position": 7}
+        assert partial.exists() and replaced.exists(), "who only reads removes nothing"
         checkpointer.save(4, make_state(4))
         checkpointer.wait()
         assert checkpointer.steps() == [1, 2, 4]

@@ -3,18 +3,15 @@
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
 
 import numpy as np
 
 from zero_jax.hlo.custom_calls import Decode, kernel_call
 from zero_jax.hlo.layout import Array, arrays, parse_shape
+from zero_jax.hlo.opcodes import FREE, MOVES, SLICES
 from zero_jax.hlo.program import Instruction, Program, integers
 
-# No work of their own: names for parts of values, and what the schedule or a called computation accounts for.
-_FREE = re.compile(
-    r"tuple|get-tuple-element|bitcast|parameter|constant|after-all|add-dependency|opt-barrier|partition-id|replica-id|"
-    r"while|conditional|call|send|recv|[a-z-]+-(?:start|update|done)|async-.*"
-)
 _FREE_CUSTOM_CALLS = (
     "AllocateBuffer",
     "AsyncCollectiveStart",
@@ -28,9 +25,9 @@ _FREE_CUSTOM_CALLS = (
     "ZeroCrop",
 )
 _GEMMS = re.compile(r'custom_call_target="__cublas\$(?:lt\$)?(?:gemm|matmul)[^"]*"')
+# The attributes of a window, with what is left out; of `pad` the low side counts.
+_WINDOW = {"size": 1, "stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
 _DAY_CYCLES = 86_400 * 10**9
-_SAME_DATA = ("bitcast", "reshape", "convert", "copy", "transpose")
-_READS_PART = ("dynamic-slice", "slice", "gather")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +67,8 @@ def roofline(program: Program, computation: str, instruction: Instruction, *, de
     text.
     """
     opcode, line = instruction.opcode, instruction.line
-    if _FREE.fullmatch(opcode) or (opcode == "custom-call" and any(f'"{t}"' in line for t in _FREE_CUSTOM_CALLS)):
+    is_free = opcode in FREE or bool(instruction.part)
+    if is_free or (opcode == "custom-call" and any(f'"{t}"' in line for t in _FREE_CUSTOM_CALLS)):
         return Work(flops=0, bytes=0)
     num_bytes = _moved_bytes(program, computation, instruction)
     if opcode == "custom-call" and (call := kernel_call(program, computation, instruction, decode)):
@@ -118,18 +116,8 @@ def _convolution_flops(program: Program, computation: str, instruction: Instruct
     spatial = [label for label in labels[3] if label.isdigit()]
     num_pairs = 1
     for place, label in enumerate(sorted(spatial, key=int)):
-        stride, left_dilation, dilation = (
-            _window(text, key, place, 1) for key in ("stride", "lhs_dilate", "rhs_dilate")
-        )
-        num_pairs *= _valid_pairs(
-            left[labels[1].index(label)],
-            _window(text, "size", place, 1),
-            out[labels[3].index(label)],
-            stride=stride,
-            low=_window(text, "pad", place, 0),
-            left_dilation=left_dilation,
-            dilation=dilation,
-        )
+        window = {key: _window(text, key, place, otherwise) for key, otherwise in _WINDOW.items()}
+        num_pairs *= _valid_pairs(left[labels[1].index(label)], out[labels[3].index(label)], window)
     features = out[labels[3].index("b")] * out[labels[3].index("f")] * kernel[labels[2].index("i")]
     groups = re.search(r"batch_group_count=(\d+)", line)
     return 2 * num_pairs * features / (int(groups[1]) if groups else 1)
@@ -141,12 +129,11 @@ def _window(text: str, key: str, place: int, otherwise: int) -> int:
     return int(match[1].split("x")[place].split("_")[0]) if match else otherwise
 
 
-def _valid_pairs(
-    num_left: int, num_kernel: int, num_out: int, *, stride: int, low: int, left_dilation: int, dilation: int
-) -> int:
+def _valid_pairs(num_left: int, num_out: int, window: Mapping[str, int]) -> int:
     """The pairs of an output and a kernel position along one dim that read an element of the input, not padding."""
-    at = np.arange(num_out)[:, None] * stride + np.arange(num_kernel)[None, :] * dilation - low
-    inside = (at >= 0) & (at <= (num_left - 1) * left_dilation) & (at % left_dilation == 0)
+    at = np.arange(num_out)[:, None] * window["stride"] + np.arange(window["size"]) * window["rhs_dilate"]
+    at = at - window["pad"]
+    inside = (at >= 0) & (at <= (num_left - 1) * window["lhs_dilate"]) & (at % window["lhs_dilate"] == 0)
     return int(inside.sum())
 
 
@@ -179,9 +166,9 @@ def _read_bytes(inner: dict[str, Instruction], users: dict[str, list[Instruction
     all_bytes, total = _bytes(value.shape), 0
     for user in users[value.name]:
         is_first = user.operands[0] == value.name and value.name not in user.operands[1:]
-        if user.opcode in _SAME_DATA:
+        if user.opcode in MOVES:
             total += _read_bytes(inner, users, user) * all_bytes // max(_bytes(user.shape), 1)
-        elif is_first and user.opcode in _READS_PART:
+        elif is_first and user.opcode in SLICES:
             total += _bytes(user.shape)
         elif is_first and user.opcode == "scatter":
             total += _bytes(inner[user.operands[-1]].shape)
@@ -195,7 +182,7 @@ def _written_bytes(inner: dict[str, Instruction], root: Instruction) -> int:
     outputs = [inner[name] for name in root.operands if name in inner] if root.opcode == "tuple" else [root]
     total = 0
     for output in outputs:
-        while output.opcode in _SAME_DATA and output.operands[0] in inner:
+        while output.opcode in MOVES and output.operands[0] in inner:
             output = inner[output.operands[0]]
         updates = {"dynamic-update-slice": 1, "scatter": -1}.get(output.opcode)
         total += _bytes((output if updates is None else inner[output.operands[updates]]).shape)

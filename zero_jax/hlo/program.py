@@ -8,20 +8,20 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast"
+from zero_jax.hlo.opcodes import KINDS, MOVES, calls, split_opcode
+
 _ANY_COLLECTIVE = re.compile(rf" (?:{KINDS})(?:-start)?\(")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?(\S+) = (.*?) ([a-z][\w-]*)\(")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+)[\s(].*\{$")
 _END = re.compile(r"\}(, execution_thread=.*)?$")  # of a computation
 _LAYOUT_OR_COMMENT = re.compile(r"\{[^}]*\}|/\*.*?\*/")
-CALLER = re.compile(r"while|fusion|call|conditional|custom-call|[a-z-]+-start")
 _CALLED = re.compile(r"\b(body|condition|calls|to_apply|(?:true|false)_computation)=%?([^\s,}]+)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CALLED_LISTS = re.compile(r"\b(?:branch|called)_computations=\{([^}]*)\}")
 _COMPARE = {"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge}
 _ARITHMETIC = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "minimum": min, "maximum": max}
 _LITERAL = re.compile(r" constant\((\{[-\d{}, ]*\})\)")  # an array of integers
-_PASS_THROUGH = ("copy", "copy-start", "copy-done", "convert", "bitcast", "reshape", "opt-barrier")
+_PASS_THROUGH = (MOVES - {"transpose"}) | {"opt-barrier"}  # the integers of an array stay in order
 
 
 class Instruction(NamedTuple):
@@ -32,6 +32,16 @@ class Instruction(NamedTuple):
     shape: str
     line: str
     operands_at: int
+
+    @property
+    def base(self) -> str:
+        """Its opcode; of a part of an asynchronous operation, that of the whole."""
+        return split_opcode(self.opcode)[0]
+
+    @property
+    def part(self) -> str:
+        """`start`, `update` or `done` for a part of an asynchronous operation, else ''."""
+        return split_opcode(self.opcode)[1]
 
     @property
     def op_name(self) -> str:
@@ -110,7 +120,7 @@ class Program:
                     self.computations[computation][instruction.name] = instruction
                     if match[1]:
                         self.roots[computation] = instruction.name
-                    if CALLER.fullmatch(instruction.opcode):
+                    if calls(instruction.opcode):
                         for called in instruction.called.values():
                             self.callers[called].append((computation, instruction))
                 elif _ANY_COLLECTIVE.search(line):
@@ -228,7 +238,7 @@ class Program:
             return value(operands[0], (int(match[1]), *path))
         if opcode == "tuple" and path:
             return value(operands[path[0]], path[1:])
-        if opcode in _PASS_THROUGH or (opcode == "while" and self._keeps(instruction.called["body"], path)):
+        if instruction.base in _PASS_THROUGH or (opcode == "while" and self._keeps(instruction.called["body"], path)):
             return value(operands[0], path)
         if opcode == "broadcast" and isinstance(scalar := value(operands[0]), int):
             return f"{{{scalar}}}"

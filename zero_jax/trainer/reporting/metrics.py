@@ -12,9 +12,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from zero_jax.core.tree import leaves_by_name, shapes_of
+from zero_jax.core.tree import leaves_by_name
 from zero_jax.sharding.topology import hardware_of
-from zero_jax.training import MeshLoss, Metrics, NoiseScale, TrainState, normalize_loss, trained_params
+from zero_jax.training import MeshLoss, Metrics, NoiseScale, StepLoss, TrainState, ZeroConfig, trained_params
 from zero_jax.transforms import training_flops
 
 Log = Callable[[str], None]
@@ -90,10 +90,11 @@ def make_speedometer(
     batch_size: int,
     num_tokens: int | None,
     mesh: Mesh,
+    config: ZeroConfig,
 ) -> Speedometer:
     """Counts the operations of a step on batches of these shapes."""
-    arguments = shapes_of((state.variables, batch))
-    loss = jax.make_jaxpr(normalize_loss(loss_fn, mesh))(*arguments, jax.random.key(0))
+    step_loss = StepLoss.of(loss_fn, state.variables, mesh=mesh, config=config)
+    loss = step_loss.program.trace(*step_loss.shapes(state.variables, batch)).closed
     trained = trained_params(tx, state)
     hardware = hardware_of(mesh.devices.flat[0])
     return Speedometer(

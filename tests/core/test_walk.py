@@ -33,7 +33,7 @@ class Doubling(Walk[tuple[str, ...]]):
         super().__init__()
         self.uses = []
 
-    def enters(self, eqn, sub, values):
+    def enters(self, eqn, sub, values, frame):
         return True
 
     def inside(self, eqn, sub, frame):

@@ -87,6 +87,10 @@ def trace_flat(function: Callable[..., list[Any]], avals: Sequence[Any]) -> Any:
 
 
 def flattened(jaxpr: Any, consts: Sequence[Any] = (), kinds: Collection[str] = ("call",)) -> Any:
-    """Returns a closed jaxpr of what an open one computes, with the jaxprs of these kinds of `Subcall` in place."""
+    """Returns a closed jaxpr of what another one computes, with the jaxprs of these kinds of `Subcall` in place.
+
+    `consts` are the constants of an open jaxpr.
+    """
+    opened, own = open_jaxpr(jaxpr)
     equation = inlining(kinds)
-    return trace_flat(lambda *xs: evaluate(jaxpr, consts, xs, equation), [var.aval for var in jaxpr.invars])
+    return trace_flat(lambda *xs: evaluate(opened, own or consts, xs, equation), [var.aval for var in opened.invars])

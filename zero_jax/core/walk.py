@@ -100,7 +100,7 @@ class Walk(Generic[F]):
 
     # --- what a subclass says --------------------------------------------------------------------------------------
 
-    def enters(self, eqn: Any, sub: Subcall, values: list[Any]) -> bool:
+    def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: F) -> bool:
         """Tells whether an equation is evaluated by the jaxprs in it; else it counts as an operation."""
         raise NotImplementedError
 
@@ -124,7 +124,7 @@ class Walk(Generic[F]):
         """Returns the values of what leaves a region, from the values of the operands of its equation."""
         return arrays
 
-    def policy(self, policy: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    def checkpoint_policy(self, policy: Callable[..., Any] | None) -> Callable[..., Any] | None:
         """Returns what a `jax.checkpoint` keeps, from its own policy."""
         return policy
 
@@ -151,13 +151,17 @@ class Walk(Generic[F]):
     def equation(self, eqn: Any, values: list[Any], frame: F) -> Sequence[Any]:
         """Returns the values of the results of an equation."""
         sub = subcall(eqn)
-        if sub is None or sub.kind not in self.handlers or not self.enters(eqn, sub, values):
+        if sub is None or sub.kind not in self.handlers or not self.enters(eqn, sub, values, frame):
             return self.operation(eqn, values, frame)
         return self.handlers[sub.kind](eqn, sub, values, frame)
 
-    def region(self, jaxpr: Any, packed: Packed, eqn: Any, frame: F) -> Callable[..., list[Any]]:
-        """Returns a jaxpr as a function from the arrays of its inputs to those of its results."""
-        return lambda *arrays: self.arrays(self.run(jaxpr, packed.values_of(arrays), frame), eqn, frame)
+    def inner(self, eqn: Any, jaxpr: Any, values: Sequence[Any], frame: F) -> list[Any]:
+        """Evaluates the jaxpr of a region, and returns arrays."""
+        return self.arrays(self.run(jaxpr, values, frame), eqn, frame)
+
+    def region(self, eqn: Any, jaxpr: Any, packed: Packed, frame: F) -> Callable[..., list[Any]]:
+        """Returns the jaxpr of a region as a function from the arrays of its inputs to those of its results."""
+        return lambda *arrays: self.inner(eqn, jaxpr, packed.values_of(arrays), frame)
 
     def arrays(self, values: Iterable[Any], eqn: Any, frame: F) -> list[Any]:
         """Returns the arrays of values that an equation cannot take, or return, deferred."""
@@ -170,8 +174,8 @@ class Walk(Generic[F]):
 
     def recomputed(self, eqn: Any, sub: Subcall, packed: Packed, frame: F) -> Callable[..., list[Any]]:
         """Returns a `jax.checkpoint` of the model's own as a function of arrays."""
-        call = self.region(sub.jaxpr, packed, eqn, self.inside(eqn, sub, frame))
-        prevent_cse, policy = packed.spread(eqn.params["prevent_cse"]), self.policy(eqn.params["policy"])
+        call = self.region(eqn, sub.jaxpr, packed, self.inside(eqn, sub, frame))
+        prevent_cse, policy = packed.spread(eqn.params["prevent_cse"]), self.checkpoint_policy(eqn.params["policy"])
         return jax.checkpoint(call, prevent_cse=prevent_cse, policy=policy)  # type: ignore[arg-type]
 
     def remat(self, eqn: Any, sub: Subcall, values: list[Any], frame: F) -> Sequence[Any]:
@@ -183,7 +187,7 @@ class Walk(Generic[F]):
     def cond(self, eqn: Any, sub: Subcall, values: list[Any], frame: F) -> Sequence[Any]:
         """Evaluates a `cond`: deferred values are made inside the branch that uses them."""
         index, packed, within = self.made(values[0], eqn, frame), Packed(values[1:]), self.inside(eqn, sub, frame)
-        branches = [self.region(branch, packed, eqn, within) for branch in sub.branches]
+        branches = [self.region(eqn, branch, packed, within) for branch in sub.branches]
         with source_context(eqn):
             return self.results(eqn, values, lax.switch(index, branches, *packed.arrays))
 
@@ -200,8 +204,7 @@ class Walk(Generic[F]):
                 stack.element(own) if isinstance(stack, Deferred) else own[0]
                 for stack, own in zip(stacks, slices, strict=True)
             ]
-            ins = [*consts, *self.carried(eqn, carry), *elements]
-            return self.arrays(self.run(sub.jaxpr, ins, within), eqn, within)
+            return self.inner(eqn, sub.jaxpr, [*consts, *self.carried(eqn, carry), *elements], within)
 
         return self.results(eqn, values, run_scan(eqn, body, carry, [*map(arrays_of, stacks)]))
 
@@ -211,12 +214,9 @@ class Walk(Generic[F]):
         consts, carry, _ = sub.split(values)
         tested = values[: sub.num_test_consts]
 
-        def body(carry: list[Any]) -> list[Any]:
-            ins = [*consts, *self.carried(eqn, carry)]
-            return self.arrays(self.run(sub.jaxpr, ins, within), eqn, within)
-
+        test = lambda carry: self.inner(eqn, sub.test, [*tested, *carry], within)[0]  # noqa: E731
+        body = lambda carry: self.inner(eqn, sub.jaxpr, [*consts, *self.carried(eqn, carry)], within)  # noqa: E731
         with source_context(eqn):
-            test = lambda carry: self.arrays(self.run(sub.test, [*tested, *carry], within), eqn, within)[0]  # noqa: E731
             return self.results(eqn, values, lax.while_loop(test, body, carry))
 
 
@@ -232,7 +232,7 @@ class Rewriting(Walk[None]):
         """Tells whether an equation is one to change."""
         raise NotImplementedError
 
-    def enters(self, eqn: Any, sub: Subcall, values: list[Any]) -> bool:
+    def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> bool:
         """Tells whether there is an equation to change in another."""
         return sub.kind in self.entered and any(map(self.changes, equations_of(eqn, skip=MANUAL)))
 

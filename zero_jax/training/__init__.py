@@ -20,6 +20,7 @@ from zero_jax.training.loss_function import (
 )
 from zero_jax.training.loss_program import StepLoss
 from zero_jax.training.losses import softmax_cross_entropy_with_integer_labels
+from zero_jax.training.model_inputs import cast_batch
 from zero_jax.training.noise_scale import NoiseScale
 from zero_jax.training.optimizer.offload import Offload
 from zero_jax.training.optimizer.update import call_update

@@ -97,8 +97,8 @@ class _Anchors(Rewriting):
         move = None if self.loops_only else self.examples.moves.get(id(eqn))
         return None if move is not None and move.summed and id(eqn) not in self.sums else move
 
-    def enters(self, eqn: Any, sub: Subcall, values: list[Any]) -> bool:
-        return self.move(eqn) is None and super().enters(eqn, sub, values)
+    def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> bool:
+        return self.move(eqn) is None and super().enters(eqn, sub, values, frame)
 
     def operation(self, eqn: Any, values: list[Any], frame: None) -> Sequence[Any]:
         if (move := self.move(eqn)) is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zero_jax.core.gather_names import RELATIVE
+from zero_jax.sharding.gather_names import RELATIVE
 from zero_jax.sharding.precision import promoted
 from zero_jax.sharding.quantized import PLAIN, Formats
 from zero_jax.sharding.spec import Dims

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from zero_jax.core.gather_names import gather_scope
 from zero_jax.sharding.chains import Chain, reshard
+from zero_jax.sharding.gather_names import gather_scope
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.quantized import Blocks, Quantize, blocks_of
 from zero_jax.sharding.spec import Dims, named, without

@@ -16,9 +16,9 @@ from jax import lax
 
 from zero_jax.core import jaxprs
 from zero_jax.core.evaluation import run_scan
-from zero_jax.core.gather_names import gather_scope, params_scope
 from zero_jax.core.subcalls import scan_of, subcall
 from zero_jax.sharding.chains import Chain, reshard, reshard_p
+from zero_jax.sharding.gather_names import gather_scope, params_scope
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.quantized import PLAIN
 from zero_jax.sharding.spec import Dims, named

@@ -92,7 +92,7 @@ class _LowRankWalk(Walk[_Frame]):
         super().__init__()
         self.uses = uses
 
-    def enters(self, eqn: Any, sub: Subcall, values: list[Any]) -> bool:
+    def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: _Frame) -> bool:
         return sub.kind != "while" and any(isinstance(value, Weight) for value in values)
 
     def inside(self, eqn: Any, sub: Subcall, frame: _Frame) -> _Frame:

@@ -14,8 +14,8 @@ from zero_jax.core.tree import PyTree
 from zero_jax.planning.estimates import Estimator, Policy, setting_config
 from zero_jax.planning.job import Job, batch_of
 from zero_jax.planning.links import model_sizes
-from zero_jax.planning.plans import compile_plan, make_job
-from zero_jax.planning.process import CompileOptions
+from zero_jax.planning.plans import make_job
+from zero_jax.planning.process import CompileOptions, compile_plan
 from zero_jax.planning.ranking import Candidate, Outcome, Ranking
 from zero_jax.planning.report import PlanReport
 from zero_jax.planning.search import Search, Space, candidates

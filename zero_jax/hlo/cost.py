@@ -63,8 +63,7 @@ def cycles(instruction: Instruction) -> int | None:
 def roofline(program: Program, computation: str, instruction: Instruction, *, decode: Decode | None = None) -> Work:
     """Counts the flops of an instruction and the bytes that it moves to and from memory.
 
-    A fusion counts as a whole: `instruction` is outside of fusions. `decode` turns the bodies of Pallas kernels into
-    text.
+    A fusion counts as a whole: `instruction` is outside of fusions. `decode` reads the bodies of Pallas kernels.
     """
     opcode, line = instruction.opcode, instruction.line
     is_free = opcode in FREE or bool(instruction.part)

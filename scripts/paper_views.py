@@ -31,7 +31,7 @@ def table_1(rows: Rows) -> PaperTable:
     for row in _sorted(rows, "table 1", "paper_params", "num_devices", "stage"):
         case, psi = _CASES[row["stage"]], row["paper_params"]
         theory = model_state_bytes(psi, sharded=PAPER_CASES[case], num_devices=row["num_devices"])
-        head = (show_params(psi), str(row["num_devices"]), case, _gb(theory.total_bytes))
+        head = (show_params(psi), str(row["num_devices"]), case, _gb(sum(theory.values())))
         if "error" in row:
             lines.append((*head, "-", "failed", "", "", ""))
             continue
@@ -63,7 +63,7 @@ def _persistent_bytes(row: dict[str, Any]) -> float:
         grad_bytes=0,
         param_bytes=0 if "params" in sharded else 2,
     )
-    return states.total_bytes
+    return sum(states.values())
 
 
 def table_2(rows: Rows) -> PaperTable:

@@ -12,8 +12,7 @@ def paper_bars(*, measured=True):
     """Returns the bars of the paper's Figure 1, and of 1,024 devices, with invented temporaries as measured."""
     for num_devices in (64, 1024):
         for case, sharded in PAPER_CASES.items():
-            states = model_state_bytes(7.5e9, sharded=sharded, num_devices=num_devices)
-            groups = {"params": states.params_bytes, "grads": states.grads_bytes, "opt_state": states.opt_state_bytes}
+            groups = model_state_bytes(7.5e9, sharded=sharded, num_devices=num_devices)
             more = {**groups, "residuals": 4e9, "gathered params": 2e9, "other temporaries": 1e9}
             yield MemoryBar(
                 label=case, num_devices=num_devices, formula_bytes=groups, measured_bytes=more if measured else None

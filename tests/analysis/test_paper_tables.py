@@ -130,11 +130,11 @@ class FakePlan:
         self.calls.append((model.num_layers, per_device_batch_size))
         sharded = PAPER_CASES[paper_views._CASES[stage]]
         state = paper_views.model_state_bytes(model.num_params, sharded=sharded, num_devices=num_devices)
-        needed = int(state.total_bytes + 5e9 + 2e9 * (per_device_batch_size - 1))
+        needed = int(sum(state.values()) + 5e9 + 2e9 * (per_device_batch_size - 1))
         usable = int(95.74 * 2**30)
         memory = argparse.Namespace(
-            arguments={"params": int(state.params_bytes), "opt_state": int(state.opt_state_bytes)},
-            temporaries={"grads": int(state.grads_bytes)}, argument_bytes=0, temp_bytes=0, live_peak_bytes=0,
+            arguments={"params": int(state["params"]), "opt_state": int(state["opt_state"])},
+            temporaries={"grads": int(state["grads"])}, argument_bytes=0, temp_bytes=0, live_peak_bytes=0,
             heap_bytes=0, left_whole=(),
         )  # fmt: skip
         return argparse.Namespace(

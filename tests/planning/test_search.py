@@ -18,13 +18,13 @@ STAGES = dict(enumerate(PAPER_CASES.values()))
 
 def estimate(setting):
     """1.6 billion params: 25.6 GB unsharded; 0.5 GB an example of a microbatch; microbatches and gathers take time."""
-    states = model_state_bytes(1.6e9, sharded=STAGES[setting.stage], num_devices=setting.data)
+    states = sum(model_state_bytes(1.6e9, sharded=STAGES[setting.stage], num_devices=setting.data).values())
     residuals = 0.5e9 * setting.batch_size // (setting.replica * setting.data * setting.num_microbatches)
     seconds = 1 + 0.1 * setting.num_microbatches + (0.5 if setting.stage == 3 else 0)
     return Estimated(
-        bytes=states.total_bytes + residuals,
+        bytes=states + residuals,
         seconds=seconds,
-        note=f"{format_bytes(states.total_bytes, decimals=1)} of model state",
+        note=f"{format_bytes(states, decimals=1)} of model state",
     )
 
 

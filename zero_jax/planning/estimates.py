@@ -17,7 +17,7 @@ from zero_jax.analysis import LossTrace, comms, memory, trace_loss
 from zero_jax.core.tree import key_shape
 from zero_jax.planning.errors import SettingRefused, refusing
 from zero_jax.planning.job import Job
-from zero_jax.planning.links import MeshLinks
+from zero_jax.planning.links import Links
 from zero_jax.planning.ranking import Candidate, Estimated
 from zero_jax.planning.report import attentions_of
 from zero_jax.planning.roofline import Roofline
@@ -104,7 +104,7 @@ class Estimator:
         self.sizes = functools.cache(self._sizes)
         self.offloaded = functools.cache(self._offloaded)
         self.trace = functools.cache(self._trace)
-        self.links = functools.cache(lambda **axes: MeshLinks(make_mesh(devices=self.devices, **axes), parsed))
+        self.links = functools.cache(lambda **axes: Links(make_mesh(devices=self.devices, **axes), parsed))
         self.step = functools.cache(functools.partial(StepEstimate, self))
 
     def mesh(self, model: int) -> Any:
@@ -251,7 +251,7 @@ class StepEstimate:
         return self.model.trace(self.setting.remat, self.setting.model, self.setting.attention)
 
     @property
-    def links(self) -> MeshLinks:
+    def links(self) -> Links:
         """The links of the mesh."""
         return self.model.links(replica=self.setting.replica, model=self.setting.model)
 

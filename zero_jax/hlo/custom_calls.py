@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from zero_jax.hlo.kernels import KernelWork, kernel_work
-from zero_jax.hlo.layout import Array, arrays, parse_shape
+from zero_jax.hlo.layout import Array, parse_shape
 from zero_jax.hlo.program import Instruction, Program
 
 # The Mosaic module in the bytecode of a kernel, an `ir.Module` of MLIR; None for what cannot be decoded.
@@ -117,7 +117,7 @@ def _cudnn(program: Program, computation: str, instruction: Instruction, *, is_b
     if not scores or query is None:
         return None
     batch, heads, queries, keys = (int(size) for size in re.findall(r"\d+", scores[1]))
-    elements = next(arrays(parse_shape(query.shape))).num_elements
+    elements = query.arrays[0].num_elements
     head_dim = elements // max(batch * heads * queries, 1)
     mask = re.search(r'"mask_type":"(\w+)"', line)
     is_causal = mask is not None and "CAUSAL" in mask[1]

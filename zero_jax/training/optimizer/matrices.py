@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -26,13 +27,10 @@ from zero_jax.core.jaxprs import bind, inner_jaxprs, is_literal, open_jaxpr, var
 from zero_jax.core.passes import Pass
 from zero_jax.core.subcalls import CALLS, Subcall, equations_of
 from zero_jax.core.walk import Walk
+from zero_jax.dims import CUMULATIVE, ELEMENTWISE, FACTORIZATIONS, REDUCTIONS, dim_map
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import Dims, carries, named
-from zero_jax.transforms.dim_map import CUMULATIVE, ELEMENTWISE, REDUCTIONS, dim_map, reshape_blocks
 
-_FACTORIZATIONS = frozenset(
-    "cholesky eig eigh hessenberg householder_product lu qr schur svd triangular_solve tridiagonal".split()
-)
 # Parameters that hold the shape of a result, and their primitives.
 _SIZES = {"new_sizes": "reshape", "shape": "broadcast_in_dim"}
 # Operations that are known on stacks of any number of matrices.
@@ -40,7 +38,7 @@ _RESIZED = (
     ELEMENTWISE
     | REDUCTIONS
     | CUMULATIVE
-    | _FACTORIZATIONS
+    | FACTORIZATIONS
     | frozenset(
         "dot_general transpose squeeze convert_element_type reshape broadcast_in_dim scan while cond jit".split()
     )
@@ -153,13 +151,24 @@ class _Dealt:
       regions: the regions.
       dims: how each variable of the update is sharded.
       mesh: the mesh.
-      data: the axes that the matrices are dealt out over.
+      data: the axes that shards are on.
     """
 
     regions: tuple[Region, ...]
     dims: Mapping[Any, Dims]
     mesh: Mesh
     data: tuple[str, ...]
+
+    @functools.cached_property
+    def over(self) -> tuple[str, ...]:
+        """The axes that the matrices are dealt out over; along the others devices have the same ones.
+
+        Those by which a device has the fewest matrices, and of these the fewest: along others nothing moves back.
+        """
+        total = sum(region.num_matrices() for region in self.regions)
+        subsets = [x for n in range(len(self.data) + 1) for x in itertools.combinations(self.data, n)]
+        size = functools.partial(axis_size, self.mesh)
+        return min(subsets, key=lambda axes: (-(-total // size(axes)), size(axes)))
 
     @property
     def reads(self) -> set[Any]:
@@ -169,7 +178,7 @@ class _Dealt:
     def evaluate(self, env: dict[Any, Any]) -> dict[Any, Any]:
         """Returns the values of the outputs of all regions."""
         first, counts = self.regions[0], [region.num_matrices() for region in self.regions]
-        padding = -sum(counts) % axis_size(self.mesh, self.data)
+        padding = -sum(counts) % axis_size(self.mesh, self.over)
         stacks = []
         for i, var in enumerate(first.inputs):
             at = first.stacks.get(var, 0)
@@ -205,18 +214,17 @@ class _Dealt:
 
     def moved(self, x: jax.Array, dims: Dims | None, at: int, *, back: bool = False) -> jax.Array:
         """Moves a stack from shards `dims` to whole matrices, cut at `at`, or back: an all-to-all for each axis."""
-        now = dims
-        steps = []
-        if dims is not None and not carries((dims[at],), self.data):
-            for axis in reversed([axis for dim in dims for axis in dim if axis in self.data]):
-                now = tuple(tuple(other for other in dim if other != axis) for dim in now)
-                now = tuple((*dim, axis) if i == at else dim for i, dim in enumerate(now))
-                steps.append(now)
-            steps = [dims, *steps]
-        missing = [axis for axis in self.data if not steps or not carries(steps[-1], (axis,))]
-        if missing:  # how the stack is sharded is not known, or not over all axes
-            last = steps[-1] if steps else ((),) * x.ndim
-            steps.append(tuple((*dim, *missing) if i == at else dim for i, dim in enumerate(last)))
+        now = ((),) * x.ndim if dims is None else dims
+        steps = [] if dims is None else [dims]
+        for i, axis in reversed(
+            [(i, axis) for i, dim in enumerate(now) for axis in dim if axis in self.data and i != at]
+        ):
+            now = tuple(tuple(other for other in dim if other != axis) for dim in now)
+            now = tuple((*dim, axis) if i == at and axis in self.over else dim for i, dim in enumerate(now))
+            steps.append(now)
+        missing = tuple(axis for axis in self.over if not carries(now, (axis,)))
+        if missing or not steps:  # how the stack is sharded is not known, or not over all axes
+            steps.append(tuple((*dim, *missing) if i == at else dim for i, dim in enumerate(now)))
         for step in reversed(steps) if back else steps:
             x = lax.with_sharding_constraint(x, named(self.mesh, step))
         return x
@@ -328,7 +336,7 @@ def _is_matrix_operation(eqn: Any) -> bool:
 
 def _is_product(eqn: Any) -> bool:
     if eqn.primitive.name != "dot_general":
-        return eqn.primitive.name in _FACTORIZATIONS
+        return eqn.primitive.name in FACTORIZATIONS
     free = [x.aval.ndim - len(a) - len(b) for x, a, b in zip(eqn.invars, *eqn.params["dimension_numbers"], strict=True)]
     return all(free) and math.prod(eqn.outvars[0].aval.shape) >= _MIN_SIZE
 
@@ -380,12 +388,7 @@ class _Stacks(Pass[Any]):
             return None
         if eqn.primitive.name not in _RESIZED:
             return _MIXED
-        if eqn.primitive.name in _FACTORIZATIONS:  # of the last two dims
-            return stacked[0][1] if all(at < eqn.invars[i].aval.ndim - 2 for i, at in stacked) else _MIXED
-        try:
-            known = dim_map(eqn, number)
-        except KeyError:
-            return _MIXED
+        known = dim_map(eqn, number)
         places = {known.to(place) for place in stacked}
         return places.pop() if len(places) == 1 and None not in places else _MIXED
 
@@ -399,14 +402,4 @@ class _Placed(Pass[Any]):
         return ((),) * len(getattr(atom.aval, "shape", ()))
 
     def operation(self, eqn: Any, operands: list[Any]) -> list[Any]:
-        if eqn.primitive.name == "reshape" and eqn.params["dimensions"] is None:
-            shape = eqn.outvars[0].aval.shape
-            to = {new: old for old, new in reshape_blocks(eqn.invars[0].aval.shape, shape).items()}
-            return [tuple(operands[0][to[i]] if i in to else () for i in range(len(shape)))]
-        results = []
-        for i, var in enumerate(eqn.outvars):
-            try:
-                results.append(dim_map(eqn, i).carry(operands))
-            except KeyError:
-                results.append(self.constant(var))
-        return results
+        return [dim_map(eqn, i).carry(operands) for i in range(len(eqn.outvars))]

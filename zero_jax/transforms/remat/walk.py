@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from zero_jax.attention import RESIDUALS
 from zero_jax.core import jaxprs
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.evaluation import evaluate, flattened
-from zero_jax.core.subcalls import Subcall, equations, scan_of, subcall
+from zero_jax.core.subcalls import Subcall, equations
 from zero_jax.core.walk import Walk
-from zero_jax.transforms.blocks.search import RepeatedBlock, find_blocks, find_left_out
-from zero_jax.transforms.blocks.sequence import EqnSequence
-from zero_jax.transforms.facts import Facts
-from zero_jax.transforms.passthrough import is_float, narrows
+from zero_jax.transforms.blocks.search import RepeatedBlock
+from zero_jax.transforms.remat.bodies import (
+    Body,
+    is_loop_or_region,
+    is_over_layers,
+    kind_of,
+    may_have_blocks,
+    repeats_a_layer,
+)
 from zero_jax.transforms.remat.regions import RematRegion, RematSetting
 from zero_jax.transforms.remat.report import Left, RegionRow, residuals_of
 from zero_jax.transforms.remat.values import VALUE, Mark
 
 _UNWRAPPED = ("call", "remat")  # evaluated in place where a region replaces the model's own
-_LOOPS_AND_REGIONS = ("scan", "remat")
-_KEYS = ((2,), (4,))  # the last dim of the data of PRNG keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +69,7 @@ class RematWalk(Walk[RematFrame]):
     def __init__(self, setting: RematSetting, log: Log):
         super().__init__()
         self.setting, self.policy, self.log = setting, setting.remat.policy, log
+        self.bodies: dict[Any, Body] = {}
 
     def check_names(self, jaxpr: Any, place: str) -> None:
         """Refuses names that the model does not use."""
@@ -81,49 +84,44 @@ class RematWalk(Walk[RematFrame]):
                     f"{hint}it names {sorted(known) or 'nothing'} (with jax.ad_checkpoint.checkpoint_name)"
                 )
 
+    def body(self, jaxpr: Any, marks: Sequence[Mark]) -> Body:
+        """Returns a jaxpr with its blocks, which are looked for once in those of equal layers."""
+        key = id(jaxpr), *marks
+        if key not in self.bodies:
+            self.bodies[key] = Body(self.setting, jaxpr, marks)
+        return self.bodies[key]
+
     def run(self, jaxpr: Any, values: Sequence[Any], frame: RematFrame) -> list[Any]:
         """Evaluates a jaxpr, its repeated blocks as one equation each."""
-        jaxpr, consts = jaxprs.open_jaxpr(flattened(jaxpr))
-        known = self.setting.marked(jaxpr, frame.marks)
-        blocks = {block.start: block for block in self.blocks(known, frame)}
+        body = self.body(jaxpr, frame.marks)
+        if self.policy != "own":
+            for eqn, reason in body.left_out:
+                self.leave(eqn, reason, frame)
+        blocks = {block.start: block for block in (body.blocks if self.policy != "own" else ())}
         inside = {i for block in blocks.values() for i in range(block.start + 1, block.stop)}
-        units = [blocks.get(i, eqn) for i, eqn in enumerate(jaxpr.eqns) if i not in inside]
-        regions = [unit for unit in units if isinstance(unit, RepeatedBlock) or _kind(unit) in _LOOPS_AND_REGIONS]
+        units = [blocks.get(i, eqn) for i, eqn in enumerate(body.jaxpr.eqns) if i not in inside]
+        regions = [unit for unit in units if isinstance(unit, RepeatedBlock) or is_loop_or_region(unit)]
         readers = collections.Counter(var for unit in regions for var in {*jaxprs.variables(unit)})
 
         def equation(unit: Any, values: list[Any]) -> Sequence[Any]:
             shared = [not jaxprs.is_literal(atom) and readers[atom] > 1 for atom in unit.invars]
-            marks = [known.mark(atom) for atom in unit.invars]
+            marks = [body.known.mark(atom) for atom in unit.invars]
             marks = [dataclasses.replace(m, held=m.held or s) for m, s in zip(marks, shared, strict=True)]
             within = dataclasses.replace(frame, marks=marks)
             if isinstance(unit, RepeatedBlock):
-                return self.repeated(jaxpr, unit, values, within)
+                return self.repeated(body.jaxpr, unit, values, within)
             return self.equation(unit, values, within)
 
-        return evaluate(jaxpr.replace(eqns=units), consts, values, equation)
-
-    def blocks(self, facts: Facts, frame: RematFrame) -> list[RepeatedBlock]:
-        """Returns the repeated blocks, and notes what is like them and none."""
-        if self.policy == "own":
-            return []
-        jaxpr, sequence = facts.jaxpr, EqnSequence(facts, tied=True)
-        found = find_blocks(sequence)
-        for i in find_left_out(sequence, found):
-            self.leave(jaxpr.eqns[i], "it is like a repeated block, but differs too much to be one", frame)
-        blocks = [block for block in found if _makes_more(jaxpr, block)]
-        for block in found if not blocks else ():
-            self.leave(jaxpr.eqns[block.start], "a block that makes nothing but its results", frame)
-        return blocks
+        return evaluate(body.jaxpr.replace(eqns=units), body.consts, values, equation)
 
     def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: RematFrame) -> bool:
         """Tells whether there may be blocks in an equation."""
-        on_params = any(mark.kind == "param" for mark in frame.marks)
-        return sub.kind == "remat" or (sub.kind == "scan" and on_params) or (sub.kind == "cond" and _has_blocks(eqn))
+        is_loop = sub.kind == "scan" and _on_params(frame)
+        return sub.kind == "remat" or is_loop or (sub.kind == "cond" and may_have_blocks(eqn))
 
     def operation(self, eqn: Any, values: list[Any], frame: RematFrame) -> list[Any]:
         """Evaluates an equation as it is."""
-        on_params = any(mark.kind == "param" for mark in frame.marks)
-        if on_params and _kind(eqn) not in ("scan", "cond", "remat") and _has_blocks(eqn):
+        if kind_of(eqn) not in ("scan", "cond") and _on_params(frame) and may_have_blocks(eqn):
             self.leave(eqn, f"{eqn.primitive.name} is not looked into", frame)
         return jaxprs.bind(eqn, values)
 
@@ -143,7 +141,7 @@ class RematWalk(Walk[RematFrame]):
             # Such as a loss in chunks: what it recomputes is no block of the model.
             self.leave(eqn, "a jax.checkpoint in a loop that is not over layers keeps its own policy", frame)
             return jaxprs.bind(eqn, values)
-        if self.policy == "none" or (not own and _holds_blocks(sub.jaxpr, frame.marks, tied=True)):
+        if self.policy == "none" or (not own and self.body(sub.jaxpr, frame.marks).holds_blocks(tied=True)):
             with jaxprs.source_context(eqn):
                 return self.run(sub.jaxpr, values, self.inside(eqn, sub, frame))
         region = self.region_of(
@@ -191,8 +189,8 @@ class RematWalk(Walk[RematFrame]):
     def inside_scan(self, eqn: Any, sub: Subcall, frame: RematFrame) -> RematFrame:
         """The body of a scan over layers is a block; into other loops that use params the walk descends."""
         kinds = [mark.kind for mark in frame.marks]
-        is_tied = _repeats_a_layer(eqn, kinds)
-        is_layers = is_tied or _is_over_layers(eqn, kinds)
+        is_tied = repeats_a_layer(eqn, kinds)
+        is_layers = is_tied or is_over_layers(eqn, kinds)
         of_consts, of_carry, of_xs = sub.split(frame.marks)
         marks = [
             *(dataclasses.replace(mark, held=True) for mark in of_consts),
@@ -200,7 +198,8 @@ class RematWalk(Walk[RematFrame]):
             *(Mark(m.kind, None if m.dims is None else m.dims[1:], held=True) for m in of_xs),
         ]
         # A loop that repeats a stack of layers is no block: the layers are.
-        is_block = self.policy != "own" and is_layers and not (is_tied and _holds_blocks(sub.jaxpr, marks, tied=False))
+        is_stack = is_tied and self.body(sub.jaxpr, marks).holds_blocks(tied=False)
+        is_block = self.policy != "own" and is_layers and not is_stack
         flat = flattened(sub.jaxpr, kinds=_UNWRAPPED)
         opened, _ = jaxprs.open_jaxpr(flat)
         known = self.setting.marked(opened, marks)
@@ -235,59 +234,5 @@ class RematWalk(Walk[RematFrame]):
         self.log.rows.append(row)
 
 
-def _kind(eqn: Any) -> str | None:
-    """Returns the kind of `Subcall` of an equation, None for an operation."""
-    sub = subcall(eqn)
-    return None if sub is None else sub.kind
-
-
-def _is_over_layers(eqn: Any, kinds: Iterable[str]) -> bool:
-    """Tells whether a scan takes a slice of some params in each turn, stacked or by index."""
-    scan = scan_of(eqn)
-    consts, _, slices = scan.split([*kinds])
-    jaxpr, _ = jaxprs.open_jaxpr(scan.jaxpr)
-    invariant = [var for var, kind in zip(jaxpr.invars, consts, strict=False) if kind == "param"]
-    taken = (eqn.invars[0] in invariant for eqn in equations(jaxpr) if narrows(eqn))
-    return "param" in slices or any(taken)
-
-
-def _repeats_a_layer(eqn: Any, kinds: Sequence[str]) -> bool:
-    """Tells whether a scan applies the same params again and again to what it carries, as layers that share them are.
-
-    It takes no new data in a turn, as loops over time and over chunks of a batch do; keys (of dropout) are none.
-    """
-    scan = scan_of(eqn)
-    (consts, carry, slices), (_, carried, sliced) = scan.split(kinds), scan.split([x.aval for x in eqn.invars])
-    jaxpr, _ = jaxprs.open_jaxpr(flattened(scan.jaxpr))
-    data = {var for var, kind in zip(jaxpr.invars, consts, strict=False) if kind == "value"}
-    takes_data = any(kind == "value" and not _is_key(x) for kind, x in zip(slices, sliced, strict=True))
-    takes_data |= any(narrows(eqn) and eqn.invars[0] in data for eqn in equations(jaxpr))
-    carries = any(is_float(x) and x.ndim for x in carried) and "value" in (*consts, *carry)
-    return "param" in consts and "param" not in slices and carries and not takes_data
-
-
-def _is_key(aval: Any) -> bool:
-    """Tells whether an array holds PRNG keys, or their data."""
-    return jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) or (aval.dtype == jnp.uint32 and aval.shape[-1:] in _KEYS)
-
-
-def _holds_blocks(inner: Any, marks: Sequence[Mark], *, tied: bool) -> bool:
-    """Tells whether there are blocks within a jaxpr; without `tied` those with params of their own alone."""
-    jaxpr, _ = jaxprs.open_jaxpr(flattened(inner))
-    facts = Facts(jaxpr, [mark.kind for mark in marks])
-    loops = ((eqn, [*map(facts.kind, eqn.invars)]) for eqn in jaxpr.eqns if _kind(eqn) == "scan")
-    is_loop = (_is_over_layers(eqn, kinds) or (tied and _repeats_a_layer(eqn, kinds)) for eqn, kinds in loops)
-    return any(is_loop) or bool(find_blocks(EqnSequence(facts, tied=tied)))
-
-
-def _has_blocks(eqn: Any) -> bool:
-    """Tells whether there is a loop or a `jax.checkpoint` anywhere in an equation."""
-    inner = (jaxprs.open_jaxpr(jaxpr)[0] for jaxpr in jaxprs.inner_jaxprs(eqn))
-    return any(_kind(found) in _LOOPS_AND_REGIONS for jaxpr in inner for found in equations(jaxpr))
-
-
-def _makes_more(jaxpr: Any, block: RepeatedBlock) -> bool:
-    """Tells whether a block makes anything of activations that is not among its results."""
-    eqns = jaxpr.eqns[block.start : block.stop]
-    num_made = sum(len(eqn.outvars) for eqn in eqns)
-    return num_made > len(block.outvars) or any(jaxprs.inner_jaxprs(eqn) for eqn in eqns)
+def _on_params(frame: RematFrame) -> bool:
+    return any(mark.kind == "param" for mark in frame.marks)

@@ -141,6 +141,7 @@ class Progress:
       nonfinite_leaf: path of the first param whose gradient was not finite in the latest step, or None.
       train: step and loss of the training steps of this process.
       validation: step and loss of its evaluations.
+      noise: the gradient noise scale.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class Progress:
         self.num_skipped_steps = 0
         self.train, self.validation = LossHistory(), LossHistory()
         self._sinks, self._speedometer, self._schedule = list(sinks), speedometer, schedule
-        self._param_names, self._noise, self._log_every = list(param_names), noise, log_every
+        self._param_names, self.noise, self._log_every = list(param_names), noise, log_every
         self._own = own
         self._started = self._resumed = time.perf_counter()
         self._timed_steps, self._timed_seconds = 0, 0.0
@@ -230,7 +231,7 @@ class Progress:
                 "num_skipped_steps": self.num_skipped_steps,
                 "nonfinite_leaf": self.nonfinite_leaf,
                 "loss_scale": float(metrics["loss_scale"]),
-                "noise_scale": self._noise.update(
+                "noise_scale": self.noise.update(
                     grad_norm=float(metrics["grad_norm"]),
                     small_grad_norm_sq=metrics["small_grad_norm_sq"],
                     num_small_grads=metrics["num_small_grads"],

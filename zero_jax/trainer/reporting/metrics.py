@@ -31,36 +31,22 @@ _SHORTEST_WINDOW_STEPS = 10
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dispatched:
-    """A step that was dispatched to the devices, and not yet waited for.
+    """A step that was dispatched to the devices, and not yet waited for."""
 
-    Attributes:
-      step: its number, from 1.
-      metrics: its metrics.
-      param_norm: global norm of the params after it, or None where it is not logged.
-      data_wait_seconds: time spent waiting for its batch.
-    """
-
-    step: int
+    step: int  # from 1
     metrics: Metrics
-    param_norm: jax.Array | None
-    data_wait_seconds: float
+    param_norm: jax.Array | None  # of the params after it; None where it is not logged
+    data_wait_seconds: float  # for its batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speedometer:
-    """The work of a step, for throughput and MFU.
-
-    Attributes:
-      batch_size: examples of a step, over all devices.
-      num_tokens: tokens of a step, over all devices; None counts examples.
-      flops: operations of a step, over all devices, without rematerialization.
-      peak_flops_per_second: peak of all devices; None where it is not known (a CPU).
-    """
+    """The work of a step over all devices, for throughput and MFU."""
 
     batch_size: int
-    num_tokens: int | None
-    flops: int
-    peak_flops_per_second: float | None
+    num_tokens: int | None  # None counts examples
+    flops: int  # without rematerialization
+    peak_flops_per_second: float | None  # None where it is not known (a CPU)
 
     @property
     def unit(self) -> str:

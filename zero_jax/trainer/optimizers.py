@@ -16,7 +16,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.field_checks import check_fields, check_value
 from zero_jax.core.tree import leaf_names, path_name
-from zero_jax.sharding.rules import check_matched
+from zero_jax.sharding.path_patterns import PathPatterns
 from zero_jax.training import check_decay, params_ema
 
 # Gains and offsets have no weight decay. Embeddings are not orthogonalized by Muon: a gradient has single rows.
@@ -81,12 +81,7 @@ class OptimizerConfig:
         if self.ema_decay is not None:
             check_decay(self.ema_decay)
         if self.no_decay is not None:
-            try:
-                re.compile(self.no_decay)
-            except re.error as error:
-                raise ValueError(
-                    f"no_decay={self.no_decay!r} is not a regular expression of leaf paths: {error}"
-                ) from error
+            PathPatterns("no_decay", {self.no_decay: True})
 
     def _check_schedule(self) -> None:
         """Raises `ValueError` for options that the schedule does not have, and for invalid shares."""
@@ -190,7 +185,7 @@ def _with_checked_paths(tx: optax.GradientTransformation, no_decay: str) -> opta
     """Raises in `init` where `no_decay` matches no param; the masks themselves get parts of the params only."""
 
     def init(params: Any) -> Any:
-        check_matched("no_decay", {no_decay: None}, leaf_names(params))
+        PathPatterns("no_decay", {no_decay: True}).check_matched(leaf_names(params))
         return tx.init(params)
 
     return optax.GradientTransformationExtraArgs(init, optax.with_extra_args_support(tx).update)

@@ -12,9 +12,9 @@ import math
 from typing import Any
 
 from zero_jax.core.jaxprs import is_literal
+from zero_jax.dims import dim_map
 from zero_jax.transforms.attention.dims import Index, Indices, all_leaves, leaves, new_indices
 from zero_jax.transforms.attention.masks import Term
-from zero_jax.transforms.dim_map import dim_map
 
 # What is added to a logit, or stands in its place, to mask it: GPT-2 adds -10,000, in bfloat16 a bit less.
 MASKED = -9000.0

@@ -16,6 +16,7 @@ import jax
 from zero_jax.core import jaxprs
 from zero_jax.core.subcalls import Subcall, subcall
 from zero_jax.core.walk import Packed, Walk
+from zero_jax.dims import has_wrong_gradient, is_contraction, is_local_reduction, passthrough
 from zero_jax.sharding.chains import Chain, reshard, reshard_p
 from zero_jax.sharding.gather_names import gather_scope, params_scope
 from zero_jax.sharding.mesh import axis_size
@@ -38,7 +39,6 @@ from zero_jax.transforms.gather.weight_grads import (
     product,
     refuse_convolution,
 )
-from zero_jax.transforms.passthrough import has_wrong_gradient, is_contraction, is_local_reduction, passthrough
 
 # Longer recipes are not made again at each use: they are chains of nested calls.
 MAX_RECIPE_DEPTH = 50

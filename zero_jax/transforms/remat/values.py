@@ -12,13 +12,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.core import jaxprs
 from zero_jax.core.passes import Pass
+from zero_jax.dims import dim_map, is_contraction, is_float, passthrough
 from zero_jax.sharding.chains import reshard_p
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, carries, dims_of
 from zero_jax.transforms.attention.find import AttentionCores, find_cores
-from zero_jax.transforms.dim_map import dim_map
 from zero_jax.transforms.facts import Facts
-from zero_jax.transforms.passthrough import is_contraction, is_float, passthrough
 
 # Smaller values cost less where they are than a collective or a transfer does.
 MIN_PLACED_BYTES = 4096

@@ -23,8 +23,6 @@ class Halved(Deferred):
     def with_arrays(self, arrays):
         return Halved(*arrays)
 
-    element = with_arrays
-
 
 class Doubling(Walk[tuple[str, ...]]):
     """Makes deferred values where operations use them, and notes the kinds of regions around each of these."""
@@ -33,7 +31,7 @@ class Doubling(Walk[tuple[str, ...]]):
         super().__init__()
         self.uses = []
 
-    def enters(self, eqn, sub, values):
+    def enters(self, eqn, sub, values, frame):
         return True
 
     def inside(self, eqn, sub, frame):
@@ -45,7 +43,7 @@ class Doubling(Walk[tuple[str, ...]]):
     def operation(self, eqn, values, frame):
         if any(isinstance(value, Halved) for value in values):
             self.uses.append((eqn.primitive.name, frame))
-        return bind(eqn, self.arrays(values, eqn, frame))
+        return bind(eqn, [self.made(value, eqn, frame) for value in values])
 
 
 # A function, and the kinds of regions around each operation on a deferred value.

@@ -11,7 +11,7 @@ from zero_jax.analysis.formulas import PAPER_CASES, model_state_bytes
 from zero_jax.core.text_tables import format_bytes
 from zero_jax.planning.errors import SettingRefused
 from zero_jax.planning.ranking import Candidate, Estimated, Outcome, Ranked, shortage
-from zero_jax.planning.search import Space, candidates, corrected_seconds, search
+from zero_jax.planning.search import Search, Space, candidates, corrected_seconds
 
 STAGES = dict(enumerate(PAPER_CASES.values()))
 
@@ -44,9 +44,10 @@ class Compiler:
         return self.outcome(setting)
 
 
-def run(settings=None, *, compiler=None, capacity_bytes=16e9, estimate=estimate, **options):
+def run(settings=None, *, compiler=None, capacity_bytes=16e9, estimate=estimate, fallback=(), **options):
     settings = candidates(Space(num_devices=8, batch_sizes=(32,))) if settings is None else settings
-    return search(settings, estimate=estimate, compile=compiler or Compiler(), capacity_bytes=capacity_bytes, **options)
+    search = Search(estimate=estimate, compile=compiler or Compiler(), capacity_bytes=capacity_bytes, **options)
+    return search.run(settings, fallback)
 
 
 # Candidates.

@@ -67,16 +67,21 @@ def newest_record(directory: str | os.PathLike[str]) -> tuple[Record | None, lis
     return None, [*problems.values()]
 
 
+def list_records(directory: str | os.PathLike[str]) -> list[Record]:
+    """Returns the records of the complete saves in `directory`, in order, as `list_steps` does their steps."""
+    directory, records = resolve_folder(directory), []
+    for step in list_step_folders(directory):
+        with contextlib.suppress(CheckpointError):
+            records.append(read_record(step_folder(directory, step)))
+    return records
+
+
 def list_steps(directory: str | os.PathLike[str]) -> list[int]:
     """Returns the steps that have a complete save in `directory`, in order; none where that does not exist.
 
     Folders whose record cannot be read, or is of another step, are left out. Arrays are not read.
     """
-    directory, steps = resolve_folder(directory), []
-    for step in list_step_folders(directory):
-        with contextlib.suppress(CheckpointError):
-            steps.append(read_record(step_folder(directory, step)).step)
-    return steps
+    return [record.step for record in list_records(directory)]
 
 
 def latest_step(directory: str | os.PathLike[str]) -> int | None:

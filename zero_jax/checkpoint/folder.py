@@ -18,8 +18,8 @@ from collections.abc import Callable
 
 from etils import epath
 
-from zero_jax.checkpoint.finding import list_steps
-from zero_jax.checkpoint.record import COMMITTED, RECORD_FILE, REPLACED, step_path
+from zero_jax.checkpoint.finding import list_records
+from zero_jax.checkpoint.record import COMMITTED, RECORD_FILE, REPLACED, Record, step_path
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.files.untrusted import is_bucket, read_file
 from zero_jax.core.text_tables import printable
@@ -113,9 +113,9 @@ class CheckpointFolder:
         else:
             self._discard(path, step)
 
-    def own_steps(self) -> list[int]:
-        """Returns the steps of the complete checkpoints that are stored here, in order."""
-        return [step for step in list_steps(self.directory) if not os.path.islink(self._path(step))]
+    def own_records(self) -> list[Record]:
+        """Returns the records of the complete checkpoints that are stored here, in order."""
+        return [record for record in list_records(self.directory) if not os.path.islink(record.path)]
 
     def _path(self, step: int, kind: str = "") -> epath.Path:
         final = step_path(self.directory, step)

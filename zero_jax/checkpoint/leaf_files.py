@@ -53,8 +53,8 @@ def check_index(record: Record) -> None:
     Values are not read.
     """
     stored = {name for name, leaf in record.leaves.items() if 0 not in leaf.stored_shape}
-    in_files = _ocdbt_names(record.path / STATE, "/.zarray")
-    if in_files is not None and in_files != stored:
+    in_files = _files_by_leaf(record.path / STATE).keys()
+    if in_files and in_files != stored:  # there are none where the index is damaged, as the leaves will say
         differing = sorted(in_files ^ stored)
         raise record.error(
             f"{record.path} is damaged: of {', '.join(map(repr, differing[:5]))}{', ...' if differing[5:] else ''} "
@@ -102,7 +102,7 @@ def leaf_error(record: Record, name: str, why: object) -> CheckpointError:
 
 def data_files(record: Record, name: str) -> list[str]:
     """Returns the data files of a leaf, by path in the checkpoint's folder; none if the index is damaged."""
-    return [f"{STATE}/{file}" for file in _ocdbt_files(record.path / STATE, f"{name}/".encode())]
+    return sorted(f"{STATE}/{file}" for file in _files_by_leaf(record.path / STATE, name).get(name, ()))
 
 
 def cut_slices(
@@ -252,41 +252,28 @@ def _ocdbt_base(folder: epath.Path) -> str | dict[str, str]:
     return path if "://" in path else {"driver": "file", "path": path}
 
 
-def _ocdbt_files(folder: epath.Path, prefix: bytes) -> list[str]:
-    """Returns the files that have the keys with a prefix, by path in the store; none if its index is damaged."""
+def _files_by_leaf(folder: epath.Path, leaf: str = "") -> dict[str, set[str]]:
+    """Returns the data files of each leaf, by path in the folder, from the B-tree of OCDBT; {} if that is damaged.
+
+    Of the nodes beyond those of a `leaf`, if one is given, none is read.
+    """
+    files: dict[str, set[str]] = collections.defaultdict(set)
+
+    def visit(location: str, prefix: bytes) -> None:
+        node = tensorstore.ocdbt.dump(store, location).result()
+        for entry in node["entries"]:
+            key = prefix + entry["key"]
+            if not node["height"]:
+                place = entry.get("indirect_value", location)  # a small value is in the file of its node
+                # A place is `kind:folder:file:offset:length`, a key the leaf and `/.zarray` or the numbers of a chunk.
+                files[key.decode().rpartition("/")[0]].add("".join(place.split(":")[1:-2]))
+            elif key[: len(leaf_key)] <= leaf_key:
+                visit(entry["location"], prefix + entry.get("subtree_common_prefix", b""))
+
+    leaf_key = leaf.encode()
     try:
         store = tensorstore.KvStore.open(_ocdbt_base(folder)).result()
-        version = tensorstore.ocdbt.dump(store).result()["versions"][-1]
-        return sorted(_files_of(store, version["root"]["location"], prefix))
+        visit(tensorstore.ocdbt.dump(store).result()["versions"][-1]["root"]["location"], b"")
     except (ValueError, KeyError, IndexError):
-        return []
-
-
-def _ocdbt_names(folder: epath.Path, suffix: str) -> set[str] | None:
-    """Returns the keys that end with a suffix, without it, or None if the store's index is damaged."""
-    try:
-        store = tensorstore.KvStore.open({"driver": "ocdbt", "base": _ocdbt_base(folder)}).result()
-        keys = [key.decode(errors="replace") for key in store.list().result()]
-    except ValueError:
-        return None
-    return {key.removesuffix(suffix) for key in keys if key.endswith(suffix)}
-
-
-def _files_of(store: tensorstore.KvStore, location: str, prefix: bytes, before: bytes = b"") -> set[str]:
-    """Walks a B-tree of OCDBT; returns the files with values of a prefix (that of the node for inlined values)."""
-    files: set[str] = set()
-    node = tensorstore.ocdbt.dump(store, location).result()
-    for entry in node["entries"]:
-        key = before + entry["key"]
-        if node["height"]:
-            below = before + entry.get("subtree_common_prefix", b"")
-            if key[: len(prefix)] <= prefix:
-                files |= _files_of(store, entry["location"], prefix, below)
-        elif key.startswith(prefix):
-            files.add(_file(entry.get("indirect_value", location)))
+        return {}
     return files
-
-
-def _file(location: str) -> str:
-    """Takes the file out of `kind:folder:file:offset:length`."""
-    return location.split(":", 1)[1].rsplit(":", 2)[0].replace(":", "")

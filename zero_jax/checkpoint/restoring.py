@@ -35,7 +35,7 @@ from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.device_put import put_global, reshard_array
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import printable
-from zero_jax.core.tree import PyTree
+from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.core.variables import MODEL_STATE, Variables
 from zero_jax.sharding.mesh import on_mesh
 from zero_jax.sharding.precision import init_loss_scale, resolve_precision
@@ -180,33 +180,23 @@ class _Restore:
             target = {name: x for name, x in target.items() if _group(name) in _OF_THE_MODEL}
         missing = {name: x for name, x in target.items() if _group(name) in _OPTIONAL and name not in record.leaves}
         present = {name: x for name, x in target.items() if name not in missing}
-        resized = self.other_devices(record, present, saved_leaves(sharded))
+        stored = {**present, **self.of_other_devices(record, present, sharded)}
         try:
-            _check_leaves(record, {**present, **resized}, params_only=self.params_only)
+            _check_leaves(record, stored, params_only=self.params_only)
         except ValueError:
             with Agreement(failed_elsewhere):
                 check_index(record)  # of another model, or damaged?
             raise
-        arrays = read_arrays(record, {name: x.sharding for name, x in {**present, **resized}.items()}, mesh=self.mesh)
-        leaves = {name: _spread(arrays.pop(name), x) for name, x in present.items() if name in resized}
-        leaves |= {name: _cast(arrays.pop(name), x) for name, x in present.items() if name not in resized}
+        arrays = read_arrays(record, {name: x.sharding for name, x in stored.items()}, mesh=self.mesh)
+        leaves = {name: _fitted(arrays.pop(name), x) for name, x in present.items()}
         if self.params_only:
             tree = {"params": sharded.params, MODEL_STATE: sharded.model_state}
             variables = jax.tree.unflatten(jax.tree.structure(tree), [leaves[name] for name in target])
             key = jax.random.key(0) if self.key is None else self.key
             return record, init_state(Variables(**variables), self.tx, key, mesh=self.mesh, config=self.config)
         self.warn_of_casts(record, present)
-        if any(_group(name) == "loss_scale" for name in missing):
-            leaves |= self.fresh_loss_scale()
-        if new_errors := {name: x for name, x in missing.items() if _group(name) == _GRAD_ERRORS}:
-            self.warn(
-                f"the checkpoint has no errors of {len(new_errors)} quantized gradients (error feedback): they begin "
-                "with zeros"
-            )
-            zeros = lambda x: jax.jit(lambda: jnp.zeros(x.shape, x.dtype), out_shardings=x.sharding)()  # noqa: E731
-            leaves |= {name: zeros(x) for name, x in new_errors.items()}
-        ordered = [leaves[name] for name in target]
-        return record, self.to_stage(_rebuild(sharded, ordered), record)
+        leaves |= self.fresh_leaves(missing)
+        return record, self.to_stage(_rebuild(sharded, [leaves[name] for name in target]), record)
 
     def shapes(self, config: ZeroConfig, key: Any) -> TrainState:
         """Returns the shapes and shardings of the state under a config."""
@@ -227,15 +217,15 @@ class _Restore:
         )
         return dataclasses.replace(self.shapes(config, key), grad_errors=self.shapes(self.config, key).grad_errors)
 
-    def other_devices(
-        self, record: Record, target: Mapping[str, Any], leaves: Mapping[str, Any]
+    def of_other_devices(
+        self, record: Record, target: Mapping[str, Any], state: TrainState
     ) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the saved shapes of gradient errors of another number of devices, sharded as their params."""
-        saved_shapes, changes = {}, []
+        params, saved_shapes, changes = saved_leaves(state), {}, []
         for name, x in target.items():
             shape = record.leaves[name].shape if name in record.leaves else x.shape
             if _group(name) == _GRAD_ERRORS and shape[:1] != x.shape[:1] and shape[1:] == x.shape[1:]:
-                spec = leaves[name.replace(_GRAD_ERRORS, "params", 1)].sharding.spec
+                spec = params[name.replace(_GRAD_ERRORS, "params", 1)].sharding.spec
                 sharding = NamedSharding(self.mesh, PartitionSpec(None, *spec))
                 saved_shapes[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
                 changes.append((shape[0], x.shape[0]))
@@ -254,14 +244,22 @@ class _Restore:
         placed = jax.tree.map(_move, without_params, dataclasses.replace(target, params=None))
         return dataclasses.replace(placed, params=jax.tree.map(_move, masters, target.params))
 
-    def fresh_loss_scale(self) -> dict[str, Array]:
-        """Returns the first loss scale, for a state that was saved without one."""
-        self.warn("the checkpoint has no loss scale: starting with the first one")
-        scale = init_loss_scale(resolve_precision(self.config.precision).loss_scale)
-        replicated = NamedSharding(self.mesh, PartitionSpec())
-        assert scale is not None
-        fields = {field.name: getattr(scale, field.name) for field in dataclasses.fields(scale)}
-        return {f"loss_scale/{name}": put_global(np.asarray(x), replicated) for name, x in fields.items()}
+    def fresh_leaves(self, missing: Mapping[str, Any]) -> dict[str, Array]:
+        """Returns the first loss scale and errors of gradients, for a state that was saved without them."""
+        errors = {name: x for name, x in missing.items() if _group(name) == _GRAD_ERRORS}
+        leaves = {name: jnp.zeros(x.shape, x.dtype, device=x.sharding) for name, x in errors.items()}
+        if errors:
+            self.warn(
+                f"the checkpoint has no errors of {len(errors)} quantized gradients (error feedback): they begin with "
+                "zeros"
+            )
+        if missing.keys() - errors:
+            self.warn("the checkpoint has no loss scale: starting with the first one")
+            scale = init_loss_scale(resolve_precision(self.config.precision).loss_scale)
+            replicated = NamedSharding(self.mesh, PartitionSpec())
+            named = leaves_by_name({"loss_scale": scale}).items()
+            leaves |= {name: put_global(np.asarray(x), replicated) for name, x in named}
+        return leaves
 
     def warn_of_casts(self, record: Record, target: Mapping[str, Any]) -> None:
         """Warns of saved leaves that are not needed, and of leaves whose dtype changed."""
@@ -341,13 +339,13 @@ def _move(x: Array, like: Any) -> Array:
     return reshard_array(_cast(x, like), like.sharding)
 
 
-def _spread(x: Array, like: Any) -> Array:
-    """Resizes errors of gradients to another number of devices: each gets an equal share of their sum."""
+def _fitted(x: Array, like: Any) -> Array:
+    """Casts an array; errors of gradients of another number of devices have equal shares of their sum."""
 
     def share(x: Array) -> Array:
         return jnp.broadcast_to(x.sum(0, keepdims=True) / like.shape[0], like.shape)
 
-    return jax.jit(share, out_shardings=like.sharding)(x)
+    return _cast(x, like) if x.shape == like.shape else jax.jit(share, out_shardings=like.sharding)(x)
 
 
 def _astype(x: Array, dtype: Any) -> Array:

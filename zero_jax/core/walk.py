@@ -27,10 +27,6 @@ class Deferred:
         """Returns the value made of other arrays."""
         raise NotImplementedError
 
-    def element(self, arrays: Sequence[Any]) -> Self:
-        """Returns the value that an iteration takes of a loop over it, from its slices of the arrays."""
-        raise NotImplementedError
-
     @property
     def key(self) -> Hashable:
         """What is done with the value, whatever its arrays: equal where that is the same."""
@@ -100,7 +96,7 @@ class Walk(Generic[F]):
 
     # --- what a subclass says --------------------------------------------------------------------------------------
 
-    def enters(self, eqn: Any, sub: Subcall, values: list[Any]) -> bool:
+    def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: F) -> bool:
         """Tells whether an equation is evaluated by the jaxprs in it; else it counts as an operation."""
         raise NotImplementedError
 
@@ -109,27 +105,26 @@ class Walk(Generic[F]):
         return bind(eqn, values)
 
     def made(self, value: Any, eqn: Any, frame: F) -> Any:
-        """Returns the array of a value that an equation (or the region that it is) cannot take, or return, deferred."""
+        """Returns the array of a value that an equation cannot take deferred, as a loop what it carries."""
         return value
+
+    def array(self, value: Any, eqn: Any, frame: F) -> Any:
+        """Returns the array of a value that a region returns, or that a `cond` chooses by."""
+        return self.made(value, eqn, frame)
 
     def inside(self, eqn: Any, sub: Subcall, frame: F) -> F:
         """Returns the frame of what is in a region."""
         return frame
 
-    def constant(self, array: Any) -> Any:
-        """Returns the value of a constant of a jaxpr."""
-        return array
-
     def results(self, eqn: Any, values: list[Any], arrays: Sequence[Any]) -> Sequence[Any]:
         """Returns the values of what leaves a region, from the values of the operands of its equation."""
         return arrays
 
-    def policy(self, policy: Callable[..., Any] | None) -> Callable[..., Any] | None:
-        """Returns what a `jax.checkpoint` keeps, from its own policy."""
-        return policy
+    def stack(self, value: Any, aval: Any, eqn: Any, frame: F) -> Any:
+        """Returns a value as its slices are in an iteration of a scan, made of the stacks of what these are made of.
 
-    def stack(self, value: Any, eqn: Any, frame: F) -> Any:
-        """Returns a value of which a loop takes slices, so that they are its `element`s."""
+        `aval` is that of a slice.
+        """
         return value
 
     def loop_constants(self, eqn: Any, sub: Subcall, consts: list[Any], frame: F) -> list[Any]:
@@ -146,77 +141,70 @@ class Walk(Generic[F]):
         """Evaluates a jaxpr, open (of no constants) or closed, and returns its results, deferred ones among them."""
         opened, consts = open_jaxpr(jaxpr)
         equation = lambda eqn, operands: self.equation(eqn, operands, frame)  # noqa: E731
-        return evaluate(opened, [*map(self.constant, consts)], values, equation)
+        return evaluate(opened, consts, values, equation)
 
     def equation(self, eqn: Any, values: list[Any], frame: F) -> Sequence[Any]:
         """Returns the values of the results of an equation."""
         sub = subcall(eqn)
-        if sub is None or sub.kind not in self.handlers or not self.enters(eqn, sub, values):
+        if sub is None or sub.kind not in self.handlers or not self.enters(eqn, sub, values, frame):
             return self.operation(eqn, values, frame)
         return self.handlers[sub.kind](eqn, sub, values, frame)
 
-    def region(self, jaxpr: Any, packed: Packed, eqn: Any, frame: F) -> Callable[..., list[Any]]:
-        """Returns a jaxpr as a function from the arrays of its inputs to those of its results."""
-        return lambda *arrays: self.arrays(self.run(jaxpr, packed.values_of(arrays), frame), eqn, frame)
+    def inner(self, eqn: Any, jaxpr: Any, values: Sequence[Any], frame: F) -> list[Any]:
+        """Evaluates the jaxpr of a region, and returns arrays."""
+        return [self.array(value, eqn, frame) for value in self.run(jaxpr, values, frame)]
 
-    def arrays(self, values: Iterable[Any], eqn: Any, frame: F) -> list[Any]:
-        """Returns the arrays of values that an equation cannot take, or return, deferred."""
-        return [self.made(value, eqn, frame) for value in values]
+    def region(self, eqn: Any, jaxpr: Any, packed: Packed, frame: F) -> Callable[..., list[Any]]:
+        """Returns the jaxpr of a region as a function from the arrays of its inputs to those of its results."""
+        return lambda *arrays: self.inner(eqn, jaxpr, packed.values_of(arrays), frame)
 
     def call(self, eqn: Any, sub: Subcall, values: list[Any], frame: F) -> list[Any]:
         """Evaluates a call in place."""
         with source_context(eqn):
             return self.run(sub.jaxpr, values, frame)
 
-    def recomputed(self, eqn: Any, sub: Subcall, packed: Packed, frame: F) -> Callable[..., list[Any]]:
-        """Returns a `jax.checkpoint` of the model's own as a function of arrays."""
-        call = self.region(sub.jaxpr, packed, eqn, self.inside(eqn, sub, frame))
-        prevent_cse, policy = packed.spread(eqn.params["prevent_cse"]), self.policy(eqn.params["policy"])
-        return jax.checkpoint(call, prevent_cse=prevent_cse, policy=policy)  # type: ignore[arg-type]
-
     def remat(self, eqn: Any, sub: Subcall, values: list[Any], frame: F) -> Sequence[Any]:
         """Evaluates a `jax.checkpoint`: deferred values are made inside it, and its policy holds."""
         packed = Packed(values)
+        region = self.region(eqn, sub.jaxpr, packed, self.inside(eqn, sub, frame))
+        prevent_cse, policy = packed.spread(eqn.params["prevent_cse"]), eqn.params["policy"]
         with source_context(eqn):
-            return self.results(eqn, values, self.recomputed(eqn, sub, packed, frame)(*packed.arrays))
+            recomputed = jax.checkpoint(region, prevent_cse=prevent_cse, policy=policy)  # type: ignore[arg-type]
+            return self.results(eqn, values, recomputed(*packed.arrays))
 
     def cond(self, eqn: Any, sub: Subcall, values: list[Any], frame: F) -> Sequence[Any]:
         """Evaluates a `cond`: deferred values are made inside the branch that uses them."""
-        index, packed, within = self.made(values[0], eqn, frame), Packed(values[1:]), self.inside(eqn, sub, frame)
-        branches = [self.region(branch, packed, eqn, within) for branch in sub.branches]
+        index, packed, within = self.array(values[0], eqn, frame), Packed(values[1:]), self.inside(eqn, sub, frame)
+        branches = [self.region(eqn, branch, packed, within) for branch in sub.branches]
         with source_context(eqn):
             return self.results(eqn, values, lax.switch(index, branches, *packed.arrays))
 
     def scan(self, eqn: Any, sub: Subcall, values: list[Any], frame: F) -> Sequence[Any]:
         """Evaluates a scan: elements of deferred stacks enter its body deferred, and so do its constants."""
-        consts, carry, stacks = sub.split(values)
-        carry = self.arrays(carry, eqn, frame)
-        stacks = [self.stack(value, eqn, frame) for value in stacks]
+        (consts, carry, stacks), slices = sub.split(values), sub.split(open_jaxpr(sub.jaxpr)[0].invars)[2]
+        carry = [self.made(value, eqn, frame) for value in carry]
+        stacks = [self.stack(value, var.aval, eqn, frame) for value, var in zip(stacks, slices, strict=True)]
         consts = self.loop_constants(eqn, sub, consts, frame)
         within = self.inside(eqn, sub, frame)
 
-        def body(carry: list[Any], slices: list[Any]) -> list[Any]:
+        def body(carry: list[Any], xs: list[Any]) -> list[Any]:
             elements = [
-                stack.element(own) if isinstance(stack, Deferred) else own[0]
-                for stack, own in zip(stacks, slices, strict=True)
+                stack.with_arrays(arrays) if isinstance(stack, Deferred) else arrays[0]
+                for stack, arrays in zip(stacks, xs, strict=True)
             ]
-            ins = [*consts, *self.carried(eqn, carry), *elements]
-            return self.arrays(self.run(sub.jaxpr, ins, within), eqn, within)
+            return self.inner(eqn, sub.jaxpr, [*consts, *self.carried(eqn, carry), *elements], within)
 
         return self.results(eqn, values, run_scan(eqn, body, carry, [*map(arrays_of, stacks)]))
 
     def while_loop(self, eqn: Any, sub: Subcall, values: list[Any], frame: F) -> Sequence[Any]:
         """Evaluates a `while`, of which nothing is deferred."""
-        values, within = self.arrays(values, eqn, frame), self.inside(eqn, sub, frame)
+        values, within = [self.made(value, eqn, frame) for value in values], self.inside(eqn, sub, frame)
         consts, carry, _ = sub.split(values)
         tested = values[: sub.num_test_consts]
 
-        def body(carry: list[Any]) -> list[Any]:
-            ins = [*consts, *self.carried(eqn, carry)]
-            return self.arrays(self.run(sub.jaxpr, ins, within), eqn, within)
-
+        test = lambda carry: self.inner(eqn, sub.test, [*tested, *carry], within)[0]  # noqa: E731
+        body = lambda carry: self.inner(eqn, sub.jaxpr, [*consts, *self.carried(eqn, carry)], within)  # noqa: E731
         with source_context(eqn):
-            test = lambda carry: self.arrays(self.run(sub.test, [*tested, *carry], within), eqn, within)[0]  # noqa: E731
             return self.results(eqn, values, lax.while_loop(test, body, carry))
 
 
@@ -232,7 +220,7 @@ class Rewriting(Walk[None]):
         """Tells whether an equation is one to change."""
         raise NotImplementedError
 
-    def enters(self, eqn: Any, sub: Subcall, values: list[Any]) -> bool:
+    def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> bool:
         """Tells whether there is an equation to change in another."""
         return sub.kind in self.entered and any(map(self.changes, equations_of(eqn, skip=MANUAL)))
 

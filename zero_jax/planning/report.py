@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 
 from zero_jax.analysis import comms, memory, trace_loss
 from zero_jax.core.text_tables import aligned, format_bytes
-from zero_jax.planning.job import Job, OutOfMemory, compile_job
+from zero_jax.hlo import Program
+from zero_jax.planning.job import Job, compile_job
 from zero_jax.planning.ranking import host_memory
 from zero_jax.planning.step_time import TimeEstimate, estimate_time
 from zero_jax.sharding.mesh import axis_size
@@ -227,64 +228,58 @@ def make_report(
     on_phase("tracing")
     traced = trace_loss(job.loss_fn, state.variables, job.batch, mesh=mesh, config=job.config)
     estimated = memory.estimate(state, mesh=mesh, config=job.config, traced=traced, tx=job.tx)
-    precision = job.config.precision
-    options = job.options(mesh)
-    common: dict[str, Any] = {
-        "name": name,
-        "topology": job.topology,
-        "device_kind": topology.hardware.device_kind,
-        "mesh": dict(mesh.shape),
-        "stage": job.config.stage,
-        "precision": precision if isinstance(precision, str) else "custom",
-        "remat": str(resolve_remat(job.config.remat)),
-        "attention": attentions_of(job, state, mesh) if job.config.attention == "fused" else None,
-        "num_params": sum(x.size for x in jax.tree.leaves(state.params)),
-        "batch_size": job.batch_size,
-        "num_microbatches": job.config.num_microbatches,
-        "usable_bytes": usable_bytes,
-        "compiler_options": options.options,
-        "memory_estimate": estimated,
-        "comms_estimate": comms.estimate(state, mesh=mesh, config=job.config, traced=traced, tx=job.tx),
-    }
-    try:
-        program = compile_job(job, mesh, state, cache=cache, on_phase=on_phase)
-    except OutOfMemory as error:
-        return PlanReport(
-            fits=False,
-            needed_bytes=error.needed_bytes,
-            compile_seconds=error.compile_seconds,
-            from_cache=error.from_cache,
-            refusal=error.message,
-            notes=_notes(job, mesh, state, options, error.cache_error),
-            **common,
-        )
-    on_phase("reading the program")
-    measured = memory.measure(program, layout=program.layout)
-    num_tokens, unit = _tokens(job)
-    loss, trained = _loss_jaxpr(job, state, mesh)
-    needed_bytes = measured.total_bytes
+    sent = comms.estimate(state, mesh=mesh, config=job.config, traced=traced, tx=job.tx)
+    precision, options = job.config.precision, job.options(mesh)
+    attention = attentions_of(job, state, mesh) if job.config.attention == "fused" else None
+    program = compile_job(job, mesh, state, cache=cache, on_phase=on_phase)
+    measured = time = None
+    if not program.message:
+        on_phase("reading the program")
+        measured = memory.measure(program, layout=program.layout)
+        time = _time_of(program.program, job, state, mesh)
+    needed_bytes = program.needed_bytes if measured is None else measured.total_bytes
+    notes = _notes(job, mesh, state, options, program.cache_error)
+    if measured is not None:
+        notes = (*notes, *_gpu_notes(topology, measured.total_bytes), *_host_notes(topology, measured))
     return PlanReport(
-        fits=needed_bytes <= usable_bytes,
+        name=name,
+        topology=job.topology,
+        device_kind=topology.hardware.device_kind,
+        mesh=dict(mesh.shape),
+        stage=job.config.stage,
+        precision=precision if isinstance(precision, str) else "custom",
+        remat=str(resolve_remat(job.config.remat)),
+        attention=attention,
+        num_params=sum(x.size for x in jax.tree.leaves(state.params)),
+        batch_size=job.batch_size,
+        num_microbatches=job.config.num_microbatches,
+        fits=measured is not None and measured.total_bytes <= usable_bytes,
         needed_bytes=needed_bytes,
+        usable_bytes=usable_bytes,
         memory=measured,
-        comms=comms.measure(program, mesh=mesh),
-        time=estimate_time(
-            program.program,
-            mesh=mesh,
-            topology=topology,
-            model_flops=training_flops(loss, trained),
-            attention_flops=training_flops(loss, trained, attention_only=True),
-            num_tokens=num_tokens,
-            unit=unit,
-        ),
+        comms=None if measured is None else comms.measure(program, mesh=mesh),
+        memory_estimate=estimated,
+        comms_estimate=sent,
+        time=time,
         compile_seconds=program.compile_seconds,
         from_cache=program.from_cache,
-        notes=(
-            *_notes(job, mesh, state, options, program.cache_error),
-            *_gpu_notes(topology, needed_bytes),
-            *_host_notes(topology, measured),
-        ),
-        **common,
+        refusal=program.message,
+        compiler_options=options.options,
+        notes=notes,
+    )
+
+
+def _time_of(program: Program, job: Job, state: TrainState, mesh: Mesh) -> TimeEstimate:
+    num_tokens, unit = _tokens(job)
+    loss, trained = _loss_jaxpr(job, state, mesh)
+    return estimate_time(
+        program,
+        mesh=mesh,
+        topology=parse(job.topology),
+        model_flops=training_flops(loss, trained),
+        attention_flops=training_flops(loss, trained, attention_only=True),
+        num_tokens=num_tokens,
+        unit=unit,
     )
 
 

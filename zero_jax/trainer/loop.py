@@ -136,7 +136,7 @@ class _Training:
                 model.loss_fn,
                 run.tx,
                 self.state,
-                run.input.batch_shapes(),
+                run.input.batch_shapes,
                 batch_size=run.input.batch_size,
                 num_tokens=run.input.num_tokens,
                 mesh=run.mesh,

@@ -311,7 +311,7 @@ def _prepare(
     train_step = make_train_step(model.loss_fn, tx, mesh=mesh, config=zero)
     if jax.process_count() > 1:
         # Before the state is made: initialization with other shapes in one process ends in an abort.
-        train_step.check_same(abstract_state(model.init_fn, tx, mesh=mesh, config=zero), run_input.batch_shapes())
+        train_step.check_same(abstract_state(model.init_fn, tx, mesh=mesh, config=zero), run_input.batch_shapes)
     return Run(
         config=config,
         zero=zero,

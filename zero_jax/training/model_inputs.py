@@ -16,9 +16,9 @@ from zero_jax.core.loss_program import LossProgram
 from zero_jax.core.passes import Dependence
 from zero_jax.core.subcalls import CALLS
 from zero_jax.core.tree import PyTree, leaf_names
+from zero_jax.dims import is_contraction
 from zero_jax.sharding.precision import cast_floating, resolve_precision
 from zero_jax.training.zero_config import ZeroConfig, compiled_patterns
-from zero_jax.transforms import is_contraction
 
 
 def cast_batch(program: LossProgram, params: PyTree, batch: PyTree, key: jax.Array, *, config: ZeroConfig) -> PyTree:

@@ -94,8 +94,9 @@ class _Program(UpdateProgram):
             new_masters, low, opt_state = self.streamed_update(offloaded, of_batch.grads, scalars, same=same)
         else:
             clipped = fill_zeros(self.clip(grads, norm), masters)
+            whole = self.with_whole_matrices(traced, state, masters, placement)
             new_masters, opt_state = self.update(
-                masters, state.opt_state, clipped, finite=finite, offers=offers, traced=traced
+                masters, state.opt_state, clipped, finite=finite, offers=offers, traced=whole
             )
             new_masters = keep_same(masters, new_masters, same)
             new_masters = lax.with_sharding_constraint(new_masters, placement.param_shardings("master"))

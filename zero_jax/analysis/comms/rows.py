@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 
 from zero_jax import hlo
 from zero_jax.analysis.leaves import ArgumentLeaf, dims_key
-from zero_jax.core.gather_names import escaped
 from zero_jax.hlo import Collective, Instruction, Phases, Program, arrays, gathered_path, parse_shape
+from zero_jax.sharding.gather_names import escaped
 from zero_jax.sharding.mesh import slice_of
 
 UNKNOWN_AXES = ("?",)

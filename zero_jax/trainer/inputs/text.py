@@ -82,8 +82,9 @@ class TextInput:
         """Batches to validate on, the same each time."""
         return validation_batches(self.dataset, num_batches=self.eval_batches, **self._sizes)
 
+    @property
     def batch_shapes(self) -> PyTree:
-        """Returns the shapes of a batch."""
+        """The shapes of a batch."""
         return shapes_of(self.validation[0])
 
     def open(self, saved: Mapping[str, Any] | None, *, say: Callable[[str], None], beat: Callable[[], None]) -> Any:

@@ -14,11 +14,11 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.gather_names import gather_scope
 from zero_jax.core.jaxprs import is_on_host
 from zero_jax.core.tree import PyTree, leaf_names, with_shapes
 from zero_jax.core.variables import MODEL_STATE, as_variables, joined, variable_names
 from zero_jax.sharding.chains import Chain, reshard
+from zero_jax.sharding.gather_names import gather_scope
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.precision import Precision, cast_floating, resolve_precision
 from zero_jax.sharding.quantized import Quantize, blocks_of_leaf, check_leaves

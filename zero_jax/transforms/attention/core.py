@@ -12,14 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from zero_jax.attention import Choice, attention_choice, dot_product_attention
+from zero_jax.dims import SAME_ELEMENTS
 from zero_jax.sharding.precision import promoted
 from zero_jax.transforms.attention.dims import Index, Indices, all_leaves, before, leaves
 from zero_jax.transforms.attention.masks import Band, Pattern, Term
 from zero_jax.transforms.attention.prove import Prover
 from zero_jax.transforms.attention.softmax import MASKED, Followed, Logits, number
 from zero_jax.transforms.attention.tables import Leaf, Same
-
-_MOVES = ("broadcast_in_dim", "expand_dims", "reshape", "squeeze", "transpose")
 
 
 class NotTheSame(Exception):
@@ -312,7 +311,7 @@ def _peeled(operand: tuple[Any, Indices], prover: Prover, *, scales: bool, repea
 
 def _is_repeated(var: Any, prover: Prover) -> bool:
     """Tells whether a variable is a repetition of another one, but for transposes and reshapes."""
-    while (eqn := prover.producers.get(var)) is not None and eqn.primitive.name in _MOVES:
+    while (eqn := prover.producers.get(var)) is not None and eqn.primitive.name in SAME_ELEMENTS:
         before_, after_ = (math.prod(x.aval.shape) for x in (eqn.invars[0], eqn.outvars[0]))
         if before_ < after_:
             return True

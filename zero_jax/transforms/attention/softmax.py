@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.core.jaxprs import is_literal
+from zero_jax.dims import CASTS, COPIES, PLACES, dim_map
 from zero_jax.transforms.attention.dims import Index, Indices, after, all_leaves, leaves, new_indices
 from zero_jax.transforms.attention.masks import Term, conditions
-from zero_jax.transforms.attention.tables import IDENTITY, Table
-from zero_jax.transforms.dim_map import dim_map
+from zero_jax.transforms.attention.tables import Table
 
 # What is added to a logit, or stands in its place, to mask it: GPT-2 adds -10,000, in bfloat16 a bit less.
 MASKED = -9000.0
@@ -248,9 +248,9 @@ def attended(eqn: Any, weights: Followed, place: int) -> Followed | None:
 def follow(eqn: Any, operands: Sequence[Any]) -> Followed | Table | Lost | None:
     """Returns the result of an equation on followed values; None if it is nothing that is followed."""
     name, first = eqn.primitive.name, operands[0]
-    if name in ("convert_element_type", "reduce_precision"):
+    if name in CASTS:
         return first if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating) else None
-    if name in IDENTITY and name != "stop_gradient":
+    if name in (COPIES | PLACES) - {"stop_gradient"}:
         return first
     if len(operands) == 1 and (indices := after(eqn, first.indices)) is not None:
         return dataclasses.replace(first, indices=indices)

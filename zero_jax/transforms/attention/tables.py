@@ -17,14 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.core import jaxprs
+from zero_jax.dims import COPIES, PLACES, known_primitives
 from zero_jax.transforms.attention.dims import Index, Indices, Names, after, all_leaves, common, leaves, new_indices
-from zero_jax.transforms.dim_map import CUMULATIVE, ELEMENTWISE, REDUCTIONS
 
 # Larger arrays are not computed while tracing.
 MAX_ELEMENTS = 2**26
-
-# The values as they are.
-IDENTITY = frozenset("copy name sharding_constraint stop_gradient zero_reshard".split())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -174,7 +171,7 @@ def operation(eqn: Any, operands: Sequence[Table]) -> Table | None:
 
 def moved(eqn: Any, indices: Indices) -> Indices | None:
     """Returns the indices of the result of an equation that leaves the elements of its operand as they are."""
-    return indices if eqn.primitive.name in IDENTITY else after(eqn, indices)
+    return indices if eqn.primitive.name in COPIES | PLACES else after(eqn, indices)
 
 
 def _merged(x: Table, indices: Indices) -> Table:
@@ -283,7 +280,9 @@ def _evaluated(eqn: Any, operands: Sequence[Table]) -> Table | None:
     """Returns the result of an equation by JAX, of all elements."""
     indices = new_indices(eqn.outvars[0].aval.shape)
     every = [x.split() for x in operands]
-    is_known = eqn.primitive.name in _BY_JAX and not any(isinstance(axis, Same) for x in operands for axis in x.axes)
+    is_known = eqn.primitive.name in known_primitives() and not any(
+        isinstance(axis, Same) for x in operands for axis in x.axes
+    )
     if not is_known or any(isinstance(value, jax.sharding.Sharding) for value in eqn.params.values()):
         return None
 
@@ -323,15 +322,6 @@ _NUMPY: dict[str, Callable[..., Any]] = _COMPARISONS | {
     "integer_pow": lambda x, y: x**y if y >= 0 else 1 / x**-y,
     "convert_element_type": lambda x, new_dtype: x.astype(new_dtype),
 }  # fmt: skip
-_BY_JAX = (
-    ELEMENTWISE
-    | REDUCTIONS
-    | CUMULATIVE
-    | frozenset(
-        "broadcast_in_dim concatenate dot_general dynamic_slice dynamic_update_slice gather pad reshape rev scatter "
-        "scatter-add slice sort squeeze stack tile transpose".split()
-    )
-)
 
 
 # --- arrays of integers that are compared with themselves -------------------------------------------------------------

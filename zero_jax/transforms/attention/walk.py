@@ -213,8 +213,8 @@ class _Fused(Walk[Mapping[int, Body]]):
         self.kernel = kernel
         self.leaves: dict[Leaf, Any] = {}  # the arrays of leaves, of bodies around, too
 
-    def enters(self, eqn: Any, sub: Subcall, values: list[Any]) -> bool:
-        return True
+    def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: Mapping[int, Body]) -> bool:
+        return any(body.is_changed for body in frame.values())
 
     def run(self, jaxpr: Any, values: Sequence[Any], frame: Mapping[int, Body]) -> list[Any]:
         body, env = frame[id(jaxpr)], dict[Any, Any]()
@@ -232,8 +232,7 @@ class _Fused(Walk[Mapping[int, Body]]):
             if core is not None:
                 with jaxprs.source_context(eqn):
                     return note(eqn.outvars, [self.kernel(core, read, eqn.outvars[0].aval)])
-            is_changed = any(each.is_changed for each in inner.values())
-            return note(eqn.outvars, (self.equation if is_changed else self.operation)(eqn, operands, inner))
+            return note(eqn.outvars, self.equation(eqn, operands, inner))
 
         note((*body.jaxpr.constvars, *body.jaxpr.invars), (*body.consts, *values))
         return evaluate(body.jaxpr, body.consts, values, equation, env)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from zero_jax.core.jaxprs import is_literal, is_traced, name_stack, source_line, variables
@@ -21,9 +21,9 @@ class OrdinaryRuns:
     JAX gives all of a nested `jit` that is inlined the line and names where it is called.
     """
 
-    def __init__(self, facts: Facts, apart: Collection[int] = ()):
+    def __init__(self, facts: Facts, is_apart: Callable[[Any], bool]):
         self.eqns, self.last_read = facts.jaxpr.eqns, facts.last_read
-        self.apart = apart  # the ids of equations that are evaluated otherwise
+        self.is_apart = is_apart  # whether an equation is evaluated otherwise
 
     def at(self, start: int, env: dict[Any, Lazy | Value], ordering: Ordering) -> list[int]:
         """Returns the indices of the equations that can be evaluated together from one on; none if it cannot."""
@@ -34,7 +34,7 @@ class OrdinaryRuns:
             eqn = self.eqns[i]
             if i in ordering.evaluated:
                 continue
-            if (run and i in ordering.places) or id(eqn) in self.apart or not _is_ordinary(eqn, env, made):
+            if (run and i in ordering.places) or self.is_apart(eqn) or not _is_ordinary(eqn, env, made):
                 break
             here = eqn.ctx, name_stack(eqn), _COLUMN.sub(r"\1", source_line(eqn))
             if run and here != place:
@@ -47,16 +47,15 @@ class OrdinaryRuns:
     def evaluate(self, run: list[int], env: dict[Any, Lazy | Value], bind: CachedBind) -> dict[Any, Value]:
         """Returns the values that the equations of a run make, those that are read after it."""
         eqns = [self.eqns[i] for i in run]
-        pure: dict[Any, bool] = {}
+        params_only: dict[Any, bool] = {}
         for eqn in eqns:
             read = variables(eqn)
-            is_pure = all(pure[var] if var in pure else env[var].pure for var in read)  # type: ignore[union-attr]
-            pure.update(dict.fromkeys(eqn.outvars, is_pure))
-        wanted = [var for var in pure if self.last_read.get(var, -1) > run[-1]]
+            is_params_only = all(params_only[var] if var in params_only else env[var].params_only for var in read)  # type: ignore[union-attr]
+            params_only.update(dict.fromkeys(eqn.outvars, is_params_only))
+        wanted = [var for var in params_only if self.last_read.get(var, -1) > run[-1]]
         read = lambda atom: atom.val if is_literal(atom) else env[atom].array  # type: ignore[union-attr]  # noqa: E731
-        return {
-            var: Value(array, pure[var]) for var, array in zip(wanted, bind.evaluate(eqns, read, wanted), strict=True)
-        }
+        made = zip(wanted, bind.evaluate(eqns, read, wanted), strict=True)
+        return {var: Value(array, params_only[var]) for var, array in made}
 
 
 def _is_ordinary(eqn: Any, env: dict[Any, Lazy | Value], made: Collection[Any]) -> bool:

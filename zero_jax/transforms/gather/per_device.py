@@ -24,16 +24,16 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.core.jaxprs import bind
+from zero_jax.dims import CASTS, SHAPES, dim_map
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.precision import promoted, summed_dtype
 from zero_jax.sharding.quantized import Blocks, spread_over
 from zero_jax.sharding.spec import Dims, carries, named, without
-from zero_jax.transforms.dim_map import dim_map
 from zero_jax.transforms.gather.param_uses import param_uses
 
 # What gives a copy of the result from a copy of the param, and leaves it a factor of the product that follows.
-SAME_PARAM = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "concatenate"})
+SAME_PARAM = SHAPES | CASTS | {"concatenate"}
 
 
 def copy_per_device(x: jax.Array, dims: Dims, *, mesh: Mesh, axes: Axes, dtype: Any = None) -> jax.Array:

@@ -21,10 +21,10 @@ from jax.sharding import Mesh, PartitionSpec
 from zero_jax.core.evaluation import evaluate
 from zero_jax.core.jaxprs import bind, open_jaxpr, source_line
 from zero_jax.core.subcalls import MANUAL, equations_of, subcall
+from zero_jax.dims import is_contraction, is_float
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import promoted
 from zero_jax.sharding.spec import Dims
-from zero_jax.transforms.passthrough import is_contraction, is_float
 
 
 def needs_dtype(eqn: Any, place: int, own: Any, dtype: Any) -> bool:

@@ -92,7 +92,7 @@ class _LowRankWalk(Walk[_Frame]):
         super().__init__()
         self.uses = uses
 
-    def enters(self, eqn: Any, sub: Subcall, values: list[Any]) -> bool:
+    def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: _Frame) -> bool:
         return sub.kind != "while" and any(isinstance(value, Weight) for value in values)
 
     def inside(self, eqn: Any, sub: Subcall, frame: _Frame) -> _Frame:
@@ -135,10 +135,10 @@ class _LowRankWalk(Walk[_Frame]):
         make = lambda arrays: value.with_arrays(arrays).merged()  # noqa: E731
         return make(value.arrays) if frame.in_region else jax.checkpoint(make, prevent_cse=False)(value.arrays)
 
-    def stack(self, value: Any, eqn: Any, frame: _Frame) -> Any:
+    def stack(self, value: Any, aval: Any, eqn: Any, frame: _Frame) -> Any:
         if isinstance(value, Weight):
             _check_stack(value, eqn)
-        return value if _is_stack(value) else self.made(value, eqn, frame)
+        return value.element(value.arrays) if _is_stack(value) else self.made(value, eqn, frame)
 
     def note(self, eqn: Any, weight: Weight, *, is_merged: bool) -> None:
         """Notes the use of an adapted weight."""

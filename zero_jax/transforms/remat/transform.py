@@ -118,7 +118,7 @@ def _with_regions(loss_fn: Callable[..., Any], setting: RematSetting, specs: PyT
     place = place_of(loss_fn)
 
     def recomputed(traced: Traced) -> Traced:
-        jaxpr, consts = jaxprs.open_jaxpr(traced.closed)
+        jaxpr, _ = jaxprs.open_jaxpr(traced.closed)
         avals = [var.aval for var in jaxpr.invars]
         params, values = avals[: traced.num_params], avals[traced.num_params :]
         sizes = frozenset(value.shape[0] for value in values if value.shape)
@@ -130,7 +130,7 @@ def _with_regions(loss_fn: Callable[..., Any], setting: RematSetting, specs: PyT
             log = Log([], [], measure=notes is not None)
             walk = RematWalk(dataclasses.replace(setting, batch_sizes=sizes), log)
             walk.check_names(jaxpr, place)
-            outs = walk.run(jaxpr, consts, leaves, marks, RematFrame(in_loop=False, times=1, place=place))
+            outs = walk.run(traced.closed, leaves, RematFrame(marks=marks, place=place))
             if notes is not None:
                 notes.append(log)
             elif not log.rows and setting.remat.policy != "none":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,13 +12,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.core import jaxprs
 from zero_jax.core.passes import Pass
+from zero_jax.dims import dim_map, is_contraction, is_float, passthrough
 from zero_jax.sharding.chains import reshard_p
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, carries, dims_of
 from zero_jax.transforms.attention.find import AttentionCores, find_cores
-from zero_jax.transforms.dim_map import dim_map
 from zero_jax.transforms.facts import Facts
-from zero_jax.transforms.passthrough import is_contraction, is_float, passthrough
 
 # Smaller values cost less where they are than a collective or a transfer does.
 MIN_PLACED_BYTES = 4096
@@ -48,8 +48,14 @@ class MarkedValues(Facts):
 
     def __init__(self, jaxpr: Any, marks: Sequence[Mark], *, mesh: Mesh, model: tuple[str, ...]):
         super().__init__(jaxpr, [mark.kind for mark in marks])
-        self.marks: dict[Any, Mark] = {}
-        _Marks(self, mesh, model).run(jaxpr, marks, self.marks)
+        self.of_inputs, self.mesh, self.model = marks, mesh, model
+
+    @functools.cached_property
+    def marks(self) -> dict[Any, Mark]:
+        """For each variable what is known of it."""
+        marks: dict[Any, Mark] = {}
+        _Marks(self, self.mesh, self.model).run(self.jaxpr, self.of_inputs, marks)
+        return marks
 
     def mark(self, atom: Any) -> Mark:
         """Returns the mark of a variable or a literal."""

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 from reference import mesh_of
 
 from zero_jax import hlo
+from zero_jax.dims import is_contraction, is_local_reduction, narrows, passthrough
 from zero_jax.sharding.spec import named
-from zero_jax.transforms.passthrough import is_contraction, is_local_reduction, narrows, passthrough
 
 WHOLE, D = (), ("data",)
 

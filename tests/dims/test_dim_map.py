@@ -1,25 +1,24 @@
 """Dims of results that are dims of operands: what an operation makes at a place is of what they have at that place."""
 
-import sys
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
 from jax import lax
-
-from zero_jax.core import jaxprs
-from zero_jax.core.evaluation import evaluate, flattened
-from zero_jax.transforms.dim_map import _RULES, dim_map
-
-sys.path.append(str(Path(__file__).parent / "separable"))
 from relation_cases import PROGRAMS
 from test_relations import array
 
-QUICK = {"transposes and sums", "dot by a middle dim", "take along rows", "gather its own"}
+from zero_jax.core import jaxprs
+from zero_jax.core.evaluation import evaluate, flattened
+from zero_jax.dims import dim_map, known_primitives
+
+QUICK = {"transposes and sums", "reshapes", "dot by a middle dim", "take along rows", "gather its own"}
 MORE = {
     "transposes and sums": (lambda x: (x.transpose(2, 0, 1).sum(1), x.max((0, 2)), x[None, :, 1:]), ((2, 4, 3), "f")),
     "one negative padding": (lambda x: lax.pad(x, 0.0, ((1, -1, 0), (0, 0, 0))), ((4, 3), "f")),
+    "reshapes": (
+        lambda x: (x.reshape(4, 6), x.reshape(2, 6, 2), x.reshape(1, 2, 4, 3), x.reshape(2, 2, 6), x.reshape(24)),
+        ((2, 4, 3), "f"),
+    ),
     "grouped convolution": (
         lambda x, k: lax.conv_general_dilated(x, k, (1,), "SAME", feature_group_count=2),
         ((2, 4, 3), "f"),
@@ -51,6 +50,13 @@ def check(eqn, values):
                 np.testing.assert_allclose(got, np.take(result, index, dim), rtol=1e-5, atol=1e-6, err_msg=str(eqn))
         if eqn.primitive.name.startswith("arg"):  # of several that are largest it is the first
             continue
+        for dim, sources in enumerate(found.blocks):
+            for operand, d in sources:
+                num = np.gcd(result.shape[dim], values[operand].shape[d])
+                half = np.split(values[operand], num, d)[-1]
+                np.testing.assert_array_equal(
+                    np.ravel(half), np.ravel(np.split(result, num, dim)[-1]), err_msg=str(eqn)
+                )
         for sources in found.reduced:
             size = eqn.invars[sources[0][0]].aval.shape[sources[0][1]]
             got = jaxprs.bind(eqn, taken(values, sources, np.roll(np.arange(size), 1)))[i]
@@ -66,7 +72,10 @@ def test_what_is_said_of_dims_holds(name):
     seen = []
 
     def equation(eqn, values):
-        is_plain = all(hasattr(x, "dtype") and x.dtype.kind in "fiub" for x in values) and eqn.primitive.name in _RULES
+        is_plain = (
+            all(hasattr(x, "dtype") and x.dtype.kind in "fiub" for x in values)
+            and eqn.primitive.name in known_primitives()
+        )
         if is_plain and not any(jax.numpy.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in eqn.outvars):
             check(eqn, [np.asarray(x) for x in values])
             seen.append(eqn.primitive.name)

@@ -8,10 +8,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.jaxprs import open_jaxpr, without_dead_code
+from zero_jax.dims import ValueSharding, propagate_shardings
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.spec import dims_of
-from zero_jax.transforms.propagation.kinds import ValueSharding
-from zero_jax.transforms.propagation.propagate import propagate_shardings
 
 SIZES = {"data": 2, "model": 4}
 B, T, D, F = 8, 16, 32, 64

@@ -21,11 +21,10 @@ from zero_jax.core import jaxprs
 from zero_jax.core.loss_program import LossProgram, Traced
 from zero_jax.core.subcalls import equations
 from zero_jax.core.tree import PyTree, leaves_by_name
+from zero_jax.dims import CASTS, EXTREMA, SAME, SAME_ELEMENTS, Kind, Relation, TraceComparison, rows, unknown
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import carries, dims_of
 from zero_jax.transforms.microbatch_weights import PartWeight
-from zero_jax.transforms.separable.relations import EXTREMA, SAME, Kind, Relation, rows, unknown
-from zero_jax.transforms.separable.walk import TraceComparison
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +93,7 @@ def separability(
 ) -> Separability:
     """Says, by its traces on the batch and on parts of it, whether a loss function is a mean over examples.
 
-    What is not proven counts as mixing examples: every operation has an exact rule (`rules.py`), or may mix.
+    What is not proven counts as mixing examples: every operation has an exact rule (`dims/parts/`), or may mix.
     Random numbers count as each example's own.
 
     Args:
@@ -339,8 +338,7 @@ def _combination(x: Relation, weight: PartWeight | None, atom: Any, jaxpr: Any) 
 
 def _operations(jaxpr: Any) -> list[str]:
     """Returns the names of a jaxpr's operations in their order, inner ones too, but of those that change a shape."""
-    moves = ("broadcast_in_dim", "reshape", "squeeze", "transpose", "copy")
-    return [eqn.primitive.name for eqn in equations(jaxpr, skip=moves)]
+    return [eqn.primitive.name for eqn in equations(jaxpr, skip=SAME_ELEMENTS - CASTS)]
 
 
 def shards_over(jaxpr: Any, axes: Sequence[str]) -> bool:

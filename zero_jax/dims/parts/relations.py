@@ -17,12 +17,12 @@ class Refused(Exception):
 class Kind(enum.Enum):
     """The relations."""
 
-    SAME = "each part has the value of the whole"
-    ROWS = "each part has its block of the whole, along a dim"
-    SUM = "the values of the parts add up to the value of the whole"
+    SAME = "each part has the value of the whole"  # as a param
+    ROWS = "each part has its block of the whole, along a dim"  # as the logits
+    SUM = "the values of the parts add up to the value of the whole"  # as `losses.sum()`
     MAX = "the whole has the largest of the values of the parts, element by element: of booleans, any"
     MIN = "the whole has the smallest of the values of the parts, element by element: of booleans, all"
-    POSITIONS = "counts from 0 along a dim, in a part as in the whole"
+    POSITIONS = "counts from 0 along a dim, in a part as in the whole"  # as `jnp.arange(len(x))`
     COLUMNS = "indices whose columns have relations of their own"
     UNKNOWN = "not known, or none of these"
 
@@ -34,8 +34,10 @@ EXTREMA = frozenset({Kind.MAX, Kind.MIN})
 class Relation:
     """The relation of one value on the whole batch to its values on the parts.
 
-    With n parts, it holds after a part's value is divided by `n ** power` (for SUM: the sum of them). With a `divisor`
-    it holds after the values are multiplied by that sum, of the whole or of the part, and divided by `n ** power`.
+    `kind` relates the value of the whole to those of the n parts, scaled by `n ** -power`: a param is SAME, the logits
+    of examples are ROWS, their sum is a SUM, and that sum over the batch size (a mean) is a SUM with power 1. If the
+    value was divided by a sum over examples, such as a number of tokens (`divisor`), the kind relates what it is times
+    that sum: `nll.sum() / mask.sum()` is a SUM.
 
     Attributes:
       kind: the relation.

@@ -14,10 +14,9 @@ import numpy as np
 
 from zero_jax.core import jaxprs
 from zero_jax.core.subcalls import subcall
-from zero_jax.sharding.spec import dims_of
-from zero_jax.transforms.separable.extrema import of_extrema
-from zero_jax.transforms.separable.pair import Pair, aval, floating, of_some
-from zero_jax.transforms.separable.relations import (
+from zero_jax.dims.parts.extrema import of_extrema
+from zero_jax.dims.parts.pair import Pair, aval, floating, of_some
+from zero_jax.dims.parts.relations import (
     EXTREMA,
     SAME,
     Kind,
@@ -29,7 +28,9 @@ from zero_jax.transforms.separable.relations import (
     rows,
     unknown,
 )
-from zero_jax.transforms.separable.rules import KEEPS, PLACES, RULES, SIZED
+from zero_jax.dims.parts.rules import KEEPS, SIZED, rule_of
+from zero_jax.dims.primitives import PLACES
+from zero_jax.sharding.spec import dims_of
 
 _CALLS = frozenset({"call", "sharded_call", "remat", "custom_vmap"})
 _COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "reduce_scatter")
@@ -40,8 +41,6 @@ _WHY = {
     "sized": "what is computed at {} may depend on the number of examples",
     "placed": "what is computed at {} may depend on the places of examples in a batch",
 }
-# Errors of a rule, for a form of its primitive that it does not know.
-_ERRORS = (IndexError, KeyError, TypeError, AttributeError, ValueError, StopIteration)
 
 
 class TraceComparison:
@@ -123,9 +122,6 @@ class TraceComparison:
             results = self.of_count(pair, inputs) or (
                 [self.refused("placed" if placed else str(refused))] * len(pair.whole.outvars)
             )
-        except _ERRORS as error:
-            why = f"the primitive {pair.whole.primitive.name!r} may mix examples of a batch ({type(error).__name__})"
-            results = [self.refused(why)] * len(pair.whole.outvars)
         of_params = any(x.of_params for x in inputs)
         return [self.checked(pair, i, x, of_params) for i, x in enumerate(results)]
 
@@ -146,7 +142,7 @@ class TraceComparison:
             return of_extrema(pair, inputs)
         if any(x.kind is Kind.COLUMNS for x in inputs) and not name.startswith(("gather", "scatter")):
             raise Refused("mixed")
-        rule = RULES.get(name)
+        rule = rule_of(name)
         if not self.same_params(pair) or pair.whole.effects:
             raise Refused("sized" if rule else f"the primitive {name!r} may mix examples of a batch")
         if rule:
@@ -333,7 +329,7 @@ class TraceComparison:
                 call = of_some(eqn, values, which)
                 return jax.jvp(call, [values[i] for i in which], tangents)[1]
 
-            return jax.make_jaxpr(function)(avals, free)
+            return _traced(eqn, function, avals, free)
 
         traces = tangent(pair.whole, moves[0]), tangent(pair.part, moves[1])
         found = self.derivative(*traces, [*inputs, *(tangents[i] for i in moves[0])])
@@ -351,7 +347,7 @@ class TraceComparison:
             def function(values: list[Any], cotangents: list[Any]) -> Any:
                 return jax.vjp(of_some(eqn, values, which), *(values[i] for i in which))[1](cotangents)
 
-            return jax.make_jaxpr(function)([aval(x) for x in eqn.invars], [aval(eqn.outvars[i]) for i in outs])
+            return _traced(eqn, function, [aval(x) for x in eqn.invars], [aval(eqn.outvars[i]) for i in outs])
 
         traces = cotangents(pair.whole), cotangents(pair.part)
         found = self.derivative(*traces, [*inputs, *(dual(results[i]) for i in outs)])
@@ -402,6 +398,19 @@ _SPECIAL: dict[str, Callable[[TraceComparison, Pair, list[Relation]], list[Relat
     "custom_vjp": TraceComparison.custom_vjp,
     "custom_linear_solve": TraceComparison.linear_solve,
 }
+
+
+def _traced(eqn: Any, function: Callable[..., Any], *avals: Any) -> Any:
+    """Returns the jaxpr of a derivative that a function of the user's defines.
+
+    Raises:
+      Refused: it cannot be traced, on so many examples.
+    """
+    try:
+        return jax.make_jaxpr(function)(*avals)
+    except Exception as error:  # the user's own code
+        name = eqn.primitive.name
+        raise Refused(f"the derivatives of {name!r} cannot be traced on parts ({type(error).__name__})") from error
 
 
 def _is_same(x: Relation) -> bool:

@@ -1,32 +1,21 @@
 """What is proven of a primitive holds by value; what is not known of one counts as mixing examples."""
 
-import importlib
 import itertools
-import pkgutil
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import Primitive
 from relation_cases import PROGRAMS, random_programs
+from test_primitives import of_jax_lax
 
 from zero_jax.core.subcalls import KINDS, equations
-from zero_jax.transforms import dim_map, passthrough
-from zero_jax.transforms import microbatch_weights as weights
-from zero_jax.transforms.propagation import kinds, rules
-from zero_jax.transforms.separable.pair import Pair
-from zero_jax.transforms.separable.relations import EXTREMA, SAME, Kind, rows
-from zero_jax.transforms.separable.rules import KEEPS, RULES, SIZED
-from zero_jax.transforms.separable.walk import _CALLS, _SPECIAL, TraceComparison
+from zero_jax.dims import EXTREMA, SAME, Kind, TraceComparison, known_primitives, rows
+from zero_jax.dims.parts.pair import Pair
 
 PARTS, SMALL, LARGE = 2, 4, 8
-# Primitives of one supported release only.
-OF_ONE_RELEASE = {"log2", "one_minus_square", "closed_call", "eval_jaxpr"}
-# Those that have a rule, by their name or as a kind of subcall.
-RULED = set(RULES) | (set(_SPECIAL) - set(KINDS.values())) | {x for x in KINDS if KINDS[x] in _CALLS | _SPECIAL.keys()}
-# Those that no program here reaches, and why a rule is right all the same.
+# Primitives with an entry that no program here reaches, and why what is said of them is right all the same.
 NOT_REACHED = {
     "reshard": "of meshes with explicit axes: a value, elsewhere",
     "pvary": "inside of shard_map: a value as it is",
@@ -34,49 +23,14 @@ NOT_REACHED = {
     "zero_order": "of this library: values in an order",
     "zero_join": "of this library: its first input",
     "sharding_constraint": "a value, elsewhere",
-    "custom_vmap_call": "a call",
-    "closed_call": "a call",
-    "eval_jaxpr": "a call",
     "select_and_gather_add": "of second derivatives",
-    "shard_map": "of a mesh: test_separable.py",
-    **dict.fromkeys(
-        "psum psum_invariant pmax pmin all_gather all_gather_invariant reduce_scatter".split(), "of a shard_map"
-    ),
 }
-
-
-def modules():
-    import jax._src.lax
-
-    names = [m.name for m in pkgutil.walk_packages(jax._src.lax.__path__, "jax._src.lax.")]
-    return [importlib.import_module(name) for name in names]
-
-
-def primitives():
-    """Returns the names of all primitives of `jax.lax`."""
-    return {x.name for module in modules() for x in vars(module).values() if isinstance(x, Primitive)}
-
-
-def all_primitives():
-    """Returns the names of all primitives that any module of JAX or of this library has."""
-    import gc
-
-    importlib.import_module("jax.experimental.pallas")
-    importlib.import_module("jax._src.shard_map")
-    return {x.name for x in gc.get_objects() if isinstance(x, Primitive)} | {"pallas_call"}
-
-
-def test_names_in_lists_are_primitives():
-    lists = {
-        "passthrough": passthrough._MOVES | passthrough._TOGETHER,
-        "dims": dim_map.ELEMENTWISE | dim_map.REDUCTIONS | dim_map.CUMULATIVE | set(dim_map._RULES),
-        "propagation": set(rules.RULES) | kinds.HEAVY | kinds.KEEPS_PARTIAL,
-        "weights": weights._KEEP_WEIGHT,
-        "relations": RULED | KEEPS | set(SIZED),
-        "subcalls": set(KINDS),
-    }
-    known = all_primitives() | OF_ONE_RELEASE
-    assert not {name: sorted(names - known) for name, names in lists.items() if names - known}
+# Those without an entry that are related all the same: by their jaxprs, as made of no example, or within a shard_map.
+RELATED = {
+    *KINDS,
+    *"custom_linear_solve empty iota platform_index rng_bit_generator".split(),
+    *"psum psum_invariant pmax pmin all_gather all_gather_invariant reduce_scatter".split(),
+}
 
 
 def array(shape, what, seed):
@@ -171,20 +125,28 @@ def exercised():
 
 
 @pytest.mark.slow
-def test_every_primitive_is_exercised_or_refused():
-    """A primitive that a new release brings is refused until it has a rule, and no rule is without a program."""
-    known = all_primitives() | OF_ONE_RELEASE
-    assert RULED - exercised() - set(NOT_REACHED) - (OF_ONE_RELEASE - all_primitives()) == set()
-    assert set(NOT_REACHED) <= RULED & known
+def test_entries_are_exercised_by_a_program():
+    reached = exercised()
+    missing = {name for name in known_primitives() if name in of_jax_lax() | reached} - reached - NOT_REACHED.keys()
+    assert not missing
+
+
+@pytest.mark.parametrize("num_operands", [0, 1])
+def test_a_primitive_without_an_entry_may_mix_examples(num_operands):
+    """Of what has no operand only some constants are the same on parts: no random number, no device's number."""
     aval = [types.SimpleNamespace(aval=jax.ShapeDtypeStruct((n, 3), jnp.float32)) for n in (LARGE, SMALL)]
-    for name in sorted(primitives() - RULED):
-        pair = [
+    for name in sorted(of_jax_lax() - known_primitives().keys() - RELATED):
+        whole, part = (
             types.SimpleNamespace(
-                primitive=types.SimpleNamespace(name=name), invars=[x], outvars=[x], params={}, effects=frozenset()
+                primitive=types.SimpleNamespace(name=name),
+                invars=[x] * num_operands,
+                outvars=[x],
+                params={},
+                effects=frozenset(),
             )
             for x in aval
-        ]
-        (found,) = TraceComparison(PARTS).equation(Pair(whole=pair[0], part=pair[1]), [rows(0)])
+        )
+        (found,) = TraceComparison(PARTS).equation(Pair(whole=whole, part=part), [rows(0)] * num_operands)
         assert found.kind is Kind.UNKNOWN and repr(name) in found.why
 
 

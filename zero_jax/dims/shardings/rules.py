@@ -8,9 +8,10 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zero_jax.dims.maps import DimMap
+from zero_jax.dims.primitives import CUMULATIVE, REDUCTIONS, SCATTERS, dim_map
+from zero_jax.dims.shardings.sharding import ValueSharding
 from zero_jax.sharding.spec import Dims, dims_of, without
-from zero_jax.transforms.dim_map import CUMULATIVE, REDUCTIONS, DimMap, dim_map, reshape_blocks
-from zero_jax.transforms.propagation.kinds import ValueSharding
 
 Rule = Callable[[Any, Any, Sequence[ValueSharding]], list[ValueSharding]]
 
@@ -53,27 +54,16 @@ def _identity(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[Valu
 
 
 def _moved(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
-    """The elements of the first operand along other dims."""
-    del walk
-    return [dataclasses.replace(inputs[0], dims=dim_map(eqn).carry([inputs[0].dims]))]
-
-
-def _reshape(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
-    """A dim that is split gives its axes to the first part that they divide, merged dims take those of the first."""
-    sharding, aval = inputs[0], eqn.invars[0].aval
-    before, after = aval.shape, eqn.outvars[0].aval.shape
-    dims: list[tuple[str, ...]] = [()] * len(after)
-    blocks = reshape_blocks(before, after)
-    for i, axes in enumerate(sharding.dims):
-        to = blocks.get(i)
-        if axes and to is not None and after[to] % walk.size(axes) == 0:
-            dims[to] = axes
-        elif axes:
+    """The elements of the first operand along other dims; a reshape may take shards apart."""
+    x, known, before, after = inputs[0], dim_map(eqn), eqn.invars[0].aval, eqn.outvars[0].aval.shape
+    for i, axes in enumerate(x.dims):
+        to = known.block((0, i))
+        if axes and (to is None or after[to] % walk.size(axes)):
             if any(axis in walk.counted for axis in axes):
                 shards = f"the {walk.size(axes)} shards of dim {i}"
-                walk.give_up(f"reshaping {before} to {after} takes {shards} apart")
-                sharding = walk.gather(sharding, aval, axes)
-    return [dataclasses.replace(sharding, dims=tuple(dims))]
+                walk.give_up(f"reshaping {before.shape} to {after} takes {shards} apart")
+            x = walk.gather(x, before, axes)
+    return [dataclasses.replace(x, dims=known.carry([x.dims]))]
 
 
 def _reduced(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
@@ -259,8 +249,7 @@ RULES: Mapping[str, Rule] = {
         name: _identity
         for name in ("name", "copy", "optimization_barrier", "zero_order", "device_put", "zero_join", "pvary")
     },
-    **dict.fromkeys(("transpose", "broadcast_in_dim", "squeeze"), _moved),
-    "reshape": _reshape,
+    **dict.fromkeys(("broadcast_in_dim", "reshape", "squeeze", "transpose"), _moved),
     **dict.fromkeys(REDUCTIONS, _reduced),
     **dict.fromkeys(CUMULATIVE | {"sort", "top_k", "unstack"}, _along),
     "rev": _reversed,
@@ -273,7 +262,7 @@ RULES: Mapping[str, Rule] = {
     "conv_general_dilated": _convolution,
     "zero_attention": _attention,
     "gather": _gather,
-    **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
+    **dict.fromkeys(SCATTERS, _scatter),
     "sharding_constraint": _constrained,
     "zero_reshard": _reshard,
 }

@@ -17,10 +17,9 @@ from jax.sharding import Mesh
 from zero_jax.core.jaxprs import inner_jaxprs, is_literal, open_jaxpr
 from zero_jax.core.passes import Pass
 from zero_jax.core.subcalls import CALLS, subcall
+from zero_jax.dims.primitives import CUMULATIVE, ELEMENTWISE, REDUCTIONS, SCATTERS, dim_map, is_contraction
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import dims_of
-from zero_jax.transforms.dim_map import CUMULATIVE, ELEMENTWISE, REDUCTIONS, dim_map, reshape_blocks
-from zero_jax.transforms.passthrough import is_contraction
 
 # How a value depends on the examples: an int is the dim of the examples, which XLA shards. What is made of no example
 # is free; random numbers are sharded as what they are used with.
@@ -28,11 +27,11 @@ UNKNOWN, FREE, MIXED, RANDOM = "unknown", "free", "mixed", "random"
 State = int | str
 
 _EACH_ITS_OWN = frozenset({"optimization_barrier", "zero_order"})
-_SAME = ELEMENTWISE | CUMULATIVE | {"convert_element_type"}
+_SAME = ELEMENTWISE | CUMULATIVE
 _CARRIED = REDUCTIONS | frozenset(
     "broadcast_in_dim cholesky concatenate conv_general_dilated dot_general dynamic_slice dynamic_update_slice fft pad "
-    "reduce_window reduce_window_max reduce_window_min reduce_window_sum rev slice split squeeze stack tile transpose "
-    "triangular_solve unstack zero_attention zero_reshard".split()
+    "reduce_window reduce_window_max reduce_window_min reduce_window_sum reshape rev slice split squeeze stack tile "
+    "transpose triangular_solve unstack zero_attention zero_reshard".split()
 )
 LOOPS = frozenset({"scan", "while"})
 
@@ -199,7 +198,7 @@ def _carried(eqn: Any, states: Sequence[State]) -> State:
     known = dim_map(eqn)
     if any({*examples} <= {*dims} for dims in known.reduced):
         return MIXED
-    first, *others = {known.to(dim) for dim in examples}
+    first, *others = {known.block(dim) for dim in examples}
     return UNKNOWN if others or first is None else first
 
 
@@ -210,14 +209,6 @@ def _same(eqn: Any, states: Sequence[State]) -> State:
     if dims:
         return dims.pop() if len(dims) == 1 else UNKNOWN
     return MIXED if MIXED in states else FREE
-
-
-def _reshaped(eqn: Any, states: Sequence[State]) -> State:
-    """Examples stay a dim of their own, or the major part of one."""
-    (state,) = states
-    if not isinstance(state, int):
-        return state
-    return reshape_blocks(eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape).get(state, UNKNOWN)
 
 
 def _sorted(eqn: Any, states: Sequence[State]) -> State:
@@ -249,8 +240,7 @@ def _scattered(eqn: Any, states: Sequence[State]) -> State:
 _RULES = {
     **dict.fromkeys(_SAME, _same),
     **dict.fromkeys(_CARRIED, _carried),
-    "reshape": _reshaped,
     **dict.fromkeys(("sort", "top_k"), _sorted),
-    **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scattered),
+    **dict.fromkeys(SCATTERS, _scattered),
     "gather": _gather,
 }

@@ -6,15 +6,11 @@ import dataclasses
 from typing import Any
 
 from zero_jax.core.subcalls import equations_of
+from zero_jax.dims.primitives import ALIASES, SAME_ELEMENTS
 from zero_jax.sharding.spec import Dims
 
-# Results that are their input under another shape.
-ALIASES = frozenset({"reshape", "transpose", "squeeze", "name", "copy", "optimization_barrier", "zero_order"})
 # Linear in one input: a partial sum stays one.
-KEEPS_PARTIAL = ALIASES | {
-    "neg", "convert_element_type", "reduce_precision", "broadcast_in_dim", "reduce_sum", "sharding_constraint",
-    "zero_reshard", "jit",
-}  # fmt: skip
+KEEPS_PARTIAL = ALIASES | SAME_ELEMENTS | {"neg", "reduce_sum", "sharding_constraint", "zero_reshard", "jit"}
 SUMS = frozenset({"add", "sub", "add_any"})
 # What reads its inputs from memory and leaves its results there; all else is fused into one of these.
 HEAVY = frozenset({

@@ -5,19 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from zero_jax.transforms.passthrough import is_float
-from zero_jax.transforms.separable.pair import Pair, check
-from zero_jax.transforms.separable.relations import EXTREMA, Kind, Relation
-from zero_jax.transforms.separable.rules import KEEPS
+from zero_jax.dims.parts.pair import Pair, check
+from zero_jax.dims.parts.relations import EXTREMA, Kind, Relation
+from zero_jax.dims.parts.rules import KEEPS
+from zero_jax.dims.primitives import BY_INDEX, JOINS, MOVES, is_float, known_primitives
 
 # Of one operand; of several that are the same extremum, or are the same in all parts; of one that is an extremum.
-_INCREASING = frozenset(
-    "exp exp2 expm1 log log1p sqrt cbrt tanh sinh asinh atan erf logistic floor ceil round sign".split()
-)
+_INCREASING = frozenset(name for name, known in known_primitives().items() if known.increases)
 _OF_ALL = {Kind.MAX: frozenset({"max", "or"}), Kind.MIN: frozenset({"min", "and"})}
 _OF_ONE = frozenset({"max", "min", "or", "and", "add", "add_any", "clamp"})
 _REDUCTIONS = {Kind.MAX: frozenset({"reduce_max", "reduce_or"}), Kind.MIN: frozenset({"reduce_min", "reduce_and"})}
-_PLACES = frozenset({"slice", "rev", "split", "unstack", "concatenate", "stack", "tile"})
 _FLIPPED = {Kind.MAX: Kind.MIN, Kind.MIN: Kind.MAX}
 
 
@@ -54,7 +51,7 @@ def _keeps(name: str, pair: Pair, inputs: Sequence[Relation], found: Sequence[Re
         positive = [x.number is not None and x.number > 0 for x in inputs]
         return is_one and (positive[1] or (name == "mul" and positive[0]))
     of_one = name in _OF_ONE or (first and name in ("sub", "gt", "ge")) or (not first and name in ("lt", "le"))
-    return name in _INCREASING | _OF_ALL[kind] | _REDUCTIONS[kind] | _PLACES or (is_one and of_one)
+    return name in _INCREASING | _OF_ALL[kind] | _REDUCTIONS[kind] | (MOVES | JOINS) - BY_INDEX or (is_one and of_one)
 
 
 def _flips(name: str, pair: Pair, inputs: Sequence[Relation]) -> bool:

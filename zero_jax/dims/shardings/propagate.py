@@ -15,10 +15,10 @@ from typing import Any
 from zero_jax.core.jaxprs import is_literal, is_on_host, name_stack, open_jaxpr, source_line
 from zero_jax.core.passes import Pass, fixed_point
 from zero_jax.core.subcalls import CALLS, Subcall, subcall
+from zero_jax.dims.shardings.alive import Alive
+from zero_jax.dims.shardings.rules import RULES, merge
+from zero_jax.dims.shardings.sharding import KEEPS_PARTIAL, SUMS, ValueSharding, is_elementwise
 from zero_jax.sharding.spec import Dims, without
-from zero_jax.transforms.propagation.alive import Alive
-from zero_jax.transforms.propagation.kinds import KEEPS_PARTIAL, SUMS, ValueSharding, is_elementwise
-from zero_jax.transforms.propagation.rules import RULES, merge
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from zero_jax.transforms.separable.pair import Pair, Rule, check
-from zero_jax.transforms.separable.relations import Kind, Relation, applied, joined
+from zero_jax.dims.parts.pair import Pair, Rule, check
+from zero_jax.dims.parts.relations import Kind, Relation, applied, joined
+from zero_jax.dims.primitives import SCATTERS
 
 
 def _at_own_places(pair: Pair, table: Relation, index: Relation, *, to: Sequence[int], alone: Sequence[int]) -> bool:
@@ -96,5 +97,4 @@ def _scatter(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     return [dataclasses.replace(updates.of_elements(), kind=Kind.SUM, dim=None)]
 
 
-SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 RULES: dict[str, Rule] = {"gather": _gather, **dict.fromkeys(SCATTERS, _scatter)}

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax._src.lax.linalg import geqrf
+from jax.ad_checkpoint import checkpoint_name
 from jax.lax import linalg
 
 import zero_jax as zero
@@ -342,7 +343,7 @@ PROGRAMS = {
     "cond": (with_cond, X, ((3,), F)),
     "custom_vjp": (doubled_backward, X),
     "calls": (lambda x: (jax.jit(jnp.sin)(x), jax.checkpoint(jnp.cos)(x), jax.nn.relu(x), jax.nn.logsumexp(x, 0)), X),
-    "copies": (lambda x: (jax.device_put(x), jax.ad_checkpoint.checkpoint_name(x, "x")), X),
+    "copies": (lambda x: (jax.device_put(x), checkpoint_name(x, "x")), X),
 }
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from zero_jax.core.jaxprs import bind
 from zero_jax.core.subcalls import Subcall, subcall
-from zero_jax.transforms.separable.relations import Refused, Relation
+from zero_jax.dims.parts.relations import Refused, Relation
 
 Shape = tuple[int, ...]
 

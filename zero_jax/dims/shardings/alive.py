@@ -8,7 +8,8 @@ from typing import Any
 
 from zero_jax.core.jaxprs import is_literal, variables
 from zero_jax.core.passes import Pass
-from zero_jax.transforms.propagation.kinds import ALIASES, HEAVY, is_heavy
+from zero_jax.dims.primitives import ALIASES
+from zero_jax.dims.shardings.sharding import HEAVY, is_heavy
 
 
 class Alive:

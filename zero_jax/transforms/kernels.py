@@ -16,8 +16,8 @@ from zero_jax.attention import AttentionWork, attention_work
 from zero_jax.core.jaxprs import is_literal, is_on_host, open_jaxpr
 from zero_jax.core.passes import Pass
 from zero_jax.core.subcalls import CALLS, Subcall, subcall
+from zero_jax.dims import ALIASES, HEAVY, PARTS, PLACES, ValueSharding
 from zero_jax.transforms.flops import equation_flops
-from zero_jax.transforms.propagation.kinds import ALIASES, HEAVY, ValueSharding
 
 # Operations of the vector units for an element of the result, where they are not 1; none for a change of shape.
 _VECTOR_OPS = {
@@ -25,8 +25,7 @@ _VECTOR_OPS = {
     **dict.fromkeys(("div", "rsqrt", "sqrt", "cbrt", "integer_pow"), 3),
     **dict.fromkeys(("broadcast_in_dim", "iota", "slice", "split", "concatenate", "pad"), 0),
 }
-_SAME_VALUE = ALIASES | {"sharding_constraint", "zero_reshard", "zero_join", "pvary", "stop_gradient", "expand_dims"}
-_SLICES = frozenset({"slice", "split", "dynamic_slice"})
+_SAME_VALUE = (ALIASES | PLACES) - {"device_put"}
 _LOOPS = frozenset({"scan", "while"})
 _ENGINES = {
     "zero_attention": "attention",
@@ -133,7 +132,7 @@ class _Operation:
     @property
     def share(self) -> float:
         """The share of its operands that a slice reads."""
-        if self.name not in _SLICES or not self.reads[0].num_elements:
+        if self.name not in PARTS or not self.reads[0].num_elements:
             return 1.0
         return min(1.0, self.makes[0].num_elements / self.reads[0].num_elements)
 

@@ -1,43 +1,36 @@
 """What single primitives make of the relations of their inputs: exact, or refused.
 
-A primitive without a rule may mix examples. That a primitive keeps shapes says nothing about it.
+Most primitives have the rule that follows from their record (`by_record`): its map of dims says where the examples are,
+and what it is linear in says what becomes of sums and means. A primitive without a record or a rule may mix examples.
+That it keeps shapes says nothing about it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from zero_jax.transforms.dim_map import CUMULATIVE, ELEMENTWISE, REDUCTIONS, dim_map
-from zero_jax.transforms.passthrough import is_float
-from zero_jax.transforms.separable import lookups
-from zero_jax.transforms.separable.pair import Pair, Rule, check
-from zero_jax.transforms.separable.relations import (
+from zero_jax.dims.parts import lookups
+from zero_jax.dims.parts.pair import Pair, Rule, check
+from zero_jax.dims.parts.relations import (
     SAME,
     Kind,
     Relation,
     all_joined,
     applied,
     divided,
-    joined,
     multiplied,
     rows,
 )
+from zero_jax.dims.primitives import PLACES, SAME_ELEMENTS, SCATTERS, Primitive, dim_map, is_float, known_primitives
 
 # From the relations of operands, all with their examples along one dim, to that of the results.
 Combine = Callable[[Sequence[Relation]], Relation]
 
 
-def _elementwise(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    del pair
-    return [applied(inputs)]
-
-
 def _same_value(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    del pair
-    return list(inputs)
+    return list(inputs[: len(pair.whole.outvars)])
 
 
 def _cast(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
@@ -47,20 +40,9 @@ def _cast(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     return [x if is_float(pair.whole.outvars[0].aval) or grows else applied(inputs)]
 
 
-def _negated(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    del pair
-    check(inputs[0].kind in (Kind.SAME, Kind.ROWS, Kind.SUM))
-    return [inputs[0].of_elements()]
-
-
-def _added(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    del pair
-    return [joined(*inputs)]
-
-
 def _multiplied(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     is_number = pair.whole.outvars[0].aval.dtype != bool
-    return [multiplied(*inputs) if is_number else applied(inputs)]
+    return carried(_product if is_number else applied)(pair, inputs)
 
 
 def _power(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
@@ -120,7 +102,8 @@ def placed(
       Refused: they are along no dim of the result, or along several.
     """
     known = dim_map(pair.whole, result)
-    check(known == dim_map(pair.part, result))
+    # Zeros of each example, added to a sum over them, are that sum: of no dim.
+    check(made.kind in (Kind.ROWS, Kind.POSITIONS) and known == dim_map(pair.part, result))
     if over is not None and any(dims == {*group} for group in known.reduced):
         return dataclasses.replace(made, kind=over, dim=None)
     found = [i for i, group in enumerate(known.kept) if dims == {*group}]
@@ -146,7 +129,7 @@ def _elements(inputs: Sequence[Relation]) -> Relation:
     return inputs[0].of_elements()
 
 
-def _summed(inputs: Sequence[Relation]) -> Relation:
+def _linear(inputs: Sequence[Relation]) -> Relation:
     check(inputs[0].kind in (Kind.SAME, Kind.ROWS, Kind.SUM))
     return inputs[0].of_elements()
 
@@ -200,14 +183,8 @@ def _reshape(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     if x.dim is None or grows is None:
         check(grows is None and x.dim is None)
         return [x]
-    shape, result = pair.shapes(0)[0], pair.results()[0]
-    order = pair.params.get("dimensions") or range(len(shape))  # the operand is transposed first
-    dim, shape = list(order).index(x.dim), [shape[i] for i in order]
-    # A block of examples is one of the result where as much is before their dim.
-    outer = np.prod(shape[:dim], dtype=int), np.prod(result[:grows], dtype=int)
-    check(outer[0] == outer[1])
-    inner = np.prod(shape[dim + 1 :], dtype=int), np.prod(result[grows + 1 :], dtype=int)
-    check(x.kind is Kind.ROWS or inner[0] == inner[1] == 1)
+    known = dim_map(pair.whole)  # on a part a dim of one example has no place
+    check(grows == (known.block((0, x.dim)) if x.kind is Kind.ROWS else known.to((0, x.dim))))
     return [x.at(grows)]
 
 
@@ -257,26 +234,16 @@ SIZED = {
     "conv_general_dilated": {"feature_group_count"},
     "dynamic_slice": {"slice_sizes"},
     "gather": {"slice_sizes"},
-    **{name: {"update_jaxpr"} for name in lookups.SCATTERS},
+    **{name: {"update_jaxpr"} for name in SCATTERS},
 }
-# Values in another place, whatever the parameters say.
-PLACES = frozenset(
-    "device_put pvary sharding_constraint reshard zero_reshard zero_order zero_join optimization_barrier".split()
-)
-# Values, whatever their relation, under another dtype, shape or placement.
-KEEPS = PLACES | frozenset(
-    "copy name reduce_precision stop_gradient convert_element_type reshape squeeze broadcast_in_dim transpose".split()
-)
-RULES: dict[str, Rule] = {
-    **dict.fromkeys(ELEMENTWISE, _elementwise),
-    **dict.fromkeys(KEEPS, _same_value),
-    "zero_join": lambda pair, inputs: [inputs[0]],
+# What may be said of the result as of the operand, whatever it is.
+KEEPS = PLACES | SAME_ELEMENTS
+
+_OVER = {"sum": Kind.SUM, "max": Kind.MAX, "min": Kind.MIN}
+_COMBINE = {"": applied, "first": _linear, "all": all_joined, "product": _product}
+# Rules that are more than the record of a primitive says.
+_OWN: dict[str, Rule] = {
     "convert_element_type": _cast,
-    "bitcast_convert_type": _elementwise,
-    "neg": _negated,
-    "real": _negated,
-    "imag": _negated,
-    **dict.fromkeys(("add", "sub", "add_any"), _added),
     "mul": _multiplied,
     "div": _divided,
     "integer_pow": _power,
@@ -292,30 +259,25 @@ RULES: dict[str, Rule] = {
         "rng_bit_generator".split(),
         _random,
     ),
-    **dict.fromkeys(("transpose", "squeeze"), carried(_value)),
-    **dict.fromkeys(("rev", "slice", "split", "tile", "unstack"), carried(_elements)),
     "dynamic_slice": _at_index,
     "dynamic_update_slice": _updated,
-    **dict.fromkeys(("pad", "stack"), carried(all_joined)),
-    "reduce_sum": carried(_summed, over=Kind.SUM),
-    "reduce_max": carried(applied, over=Kind.MAX),
-    "reduce_min": carried(applied, over=Kind.MIN),
     "reduce_or": _of_booleans(Kind.MAX),
     "reduce_and": _of_booleans(Kind.MIN),
-    "cumsum": carried(_summed),
-    **dict.fromkeys(
-        (REDUCTIONS - {"reduce_sum", "reduce_max", "reduce_min", "reduce_or", "reduce_and"})
-        | (CUMULATIVE - {"cumsum"})
-        | {"reduce_xor", "reduce", "sort", "top_k"},
-        carried(applied),
-    ),
-    **dict.fromkeys(
-        "approx_top_k reduce_window reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add "
-        "select_and_gather_add cholesky eigh eig svd qr geqrf lu schur hessenberg tridiagonal symmetric_product "
-        "householder_product tridiagonal_solve lu_pivots_to_permutation triangular_solve fft zero_attention".split(),
-        carried(applied),
-    ),
-    "dot_general": carried(_product, over=Kind.SUM),
     "conv_general_dilated": _convolution,
     **lookups.RULES,
 }
+
+
+def by_record(known: Primitive) -> Rule:
+    """Returns the rule that follows from what is known of a primitive."""
+    if known.kind in ("copy", "cast", "place"):
+        return _same_value
+    combine = {"shape": _value, "part": _elements, "order": _elements}.get(known.kind, _COMBINE[known.linear])
+    return carried(combine, over=_OVER.get(known.reduces))
+
+
+@functools.cache
+def rule_of(name: str) -> Rule | None:
+    """Returns the rule of a primitive; None if it is not known."""
+    known = known_primitives().get(name)
+    return _OWN.get(name) or (by_record(known) if known else None)

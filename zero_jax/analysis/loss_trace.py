@@ -14,19 +14,15 @@ from jax.sharding import Mesh
 from zero_jax.core.jaxprs import is_on_host, open_jaxpr, without_dead_code
 from zero_jax.core.tree import PyTree, check_arrays, key_shape
 from zero_jax.core.variables import Variables, as_variables, joined
+from zero_jax.dims import Move, Propagation, ValueSharding, propagate_shardings, sources
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.rules import placement_leaves
 from zero_jax.sharding.spec import without
 from zero_jax.training import MeshLoss, Placement, StepLoss, ZeroConfig, merge, trainable
 from zero_jax.transforms import (
     Kernel,
-    Move,
-    Propagation,
-    ValueSharding,
     count_flops,
     kernels,
-    propagate_shardings,
-    sources,
 )
 
 

@@ -23,16 +23,12 @@ from zero_jax.core.loss_program import LossProgram, Traced
 from zero_jax.core.passes import Dependence, Pass
 from zero_jax.core.subcalls import equations
 from zero_jax.core.tree import PyTree
+from zero_jax.dims import ELEMENTWISE, JOINS, SAME_ELEMENTS
 from zero_jax.sharding.precision import wide
-from zero_jax.transforms.dim_map import ELEMENTWISE
 
-# Values under another dtype, shape or name.
-_MOVES = frozenset(
-    "convert_element_type reshape squeeze copy name stop_gradient reduce_precision broadcast_in_dim".split()
-)
 # After these a quotient is still that quotient.
-_KEEP_WEIGHT = _MOVES | frozenset(
-    "neg mul dot_general reduce_sum transpose concatenate stack slice select_n add sub".split()
+_KEEP_WEIGHT = (
+    SAME_ELEMENTS | JOINS | frozenset({"neg", "mul", "dot_general", "reduce_sum", "slice", "select_n", "add", "sub"})
 )
 _PARAMS = frozenset({0})
 
@@ -334,7 +330,7 @@ def _empty_case(eqn: Any) -> int | None:
     is_empty = []
     for branch in eqn.params["branches"]:
         opened, _ = jaxprs.open_jaxpr(branch)
-        made = {x.outvars[0]: x.invars[0] for x in opened.eqns if x.primitive.name in _MOVES}
+        made = {x.outvars[0]: x.invars[0] for x in opened.eqns if x.primitive.name in SAME_ELEMENTS}
         is_empty.append(_is_zero(_origin(opened.outvars[0], made)))
     return is_empty.index(True) if sum(is_empty) == 1 else None
 
@@ -526,13 +522,13 @@ class _Quotients(Pass[_Known]):
         of_batch = is_mask or any(x.of_batch for x in operands)
         positive = [x.is_positive for x in operands]
         is_positive = (any(positive) if name == "max" else all(positive)) and (
-            name in ("max", "add", "mul") or (name in _MOVES and is_floating(eqn))
+            name in ("max", "add", "mul") or (name in SAME_ELEMENTS and is_floating(eqn))
         )
         known = _Known(
             of_params,
             of_batch,
             is_positive=is_positive,
-            is_zero=name in _MOVES and operands[0].is_zero,
+            is_zero=name in SAME_ELEMENTS and operands[0].is_zero,
             quotient=self.quotient(eqn, operands),
         )
         is_scalar_of_batch = of_batch and not of_params
@@ -542,7 +538,7 @@ class _Quotients(Pass[_Known]):
         """Returns a value of the batch with the count that it is a function of; of a scalar that may be itself."""
         name, of_batch = eqn.primitive.name, [x for x in operands if x.of_batch]
         counts = {x.count for x in of_batch}
-        is_move, is_number = name in _MOVES, not getattr(var.aval, "shape", ())
+        is_move, is_number = name in SAME_ELEMENTS, not getattr(var.aval, "shape", ())
         if is_move and of_batch and of_batch[0].count is not None:
             (x,) = of_batch
             return dataclasses.replace(known, count=x.count, is_count=x.is_count, scalar=var if is_number else x.scalar)

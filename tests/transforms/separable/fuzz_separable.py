@@ -14,7 +14,7 @@ from jax import lax
 from zero_jax.sharding.mesh import Axes
 from zero_jax.training.grads.combined import CombinedAux
 from zero_jax.transforms.microbatch_weights import divided_by_nonzero, with_weight
-from zero_jax.transforms.separable.decision import separability
+from zero_jax.transforms.separability import separability
 
 EXAMPLES, MICROBATCHES, DEVICES = 32, 2, 4
 PARTS = MICROBATCHES * DEVICES

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from zero_jax.core.loss_program import LossProgram
 from zero_jax.core.tree import PyTree, leaves_by_name
+from zero_jax.dims import Kind
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.training.grads.combined import CombinedAux, of_trace
 from zero_jax.training.grads.plan import GradPlan
@@ -17,7 +18,6 @@ from zero_jax.training.grads.reads import reads_of
 from zero_jax.training.loss_program import StepLoss
 from zero_jax.transforms import (
     Combination,
-    Kind,
     PartWeight,
     Separability,
     divided_by_nonzero,

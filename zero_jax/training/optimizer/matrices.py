@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -24,15 +25,12 @@ from jax.sharding import Mesh
 from zero_jax.core.evaluation import flattened, trace_flat
 from zero_jax.core.jaxprs import bind, inner_jaxprs, is_literal, open_jaxpr, variables
 from zero_jax.core.passes import Pass
-from zero_jax.core.subcalls import CALLS, Subcall, equations_of
+from zero_jax.core.subcalls import CALLS, Subcall, equations, equations_of
 from zero_jax.core.walk import Walk
+from zero_jax.dims import CUMULATIVE, ELEMENTWISE, FACTORIZATIONS, REDUCTIONS, dim_map
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import Dims, carries, named
-from zero_jax.transforms.dim_map import CUMULATIVE, ELEMENTWISE, REDUCTIONS, dim_map, reshape_blocks
 
-_FACTORIZATIONS = frozenset(
-    "cholesky eig eigh hessenberg householder_product lu qr schur svd triangular_solve tridiagonal".split()
-)
 # Parameters that hold the shape of a result, and their primitives.
 _SIZES = {"new_sizes": "reshape", "shape": "broadcast_in_dim"}
 # Operations that are known on stacks of any number of matrices.
@@ -40,11 +38,12 @@ _RESIZED = (
     ELEMENTWISE
     | REDUCTIONS
     | CUMULATIVE
-    | _FACTORIZATIONS
+    | FACTORIZATIONS
     | frozenset(
         "dot_general transpose squeeze convert_element_type reshape broadcast_in_dim scan while cond jit".split()
     )
 )
+_CONSIDERED = FACTORIZATIONS | {"dot_general"}
 # Smaller results of products (of vectors, of norms) are sent for next to nothing where they are.
 _MIN_SIZE = 1024
 
@@ -105,7 +104,7 @@ def whole_matrices(closed: Any, dims: Sequence[Dims], *, mesh: Mesh, axes: Axes)
     """
     data = tuple(axis for axis in axes.data if mesh.shape[axis] > 1)
     jaxpr, consts = open_jaxpr(closed)
-    if not data or not any(map(_is_matrix_operation, jaxpr.eqns)):
+    if not data or not any(eqn.primitive.name in _CONSIDERED for eqn in equations(jaxpr)):
         return closed
     jaxpr, consts = open_jaxpr(flattened(jaxpr, consts))
     placed: dict[Any, Dims] = {}
@@ -114,14 +113,17 @@ def whole_matrices(closed: Any, dims: Sequence[Dims], *, mesh: Mesh, axes: Axes)
     for region in find_regions(jaxpr):
         if any(carries(placed[var], data) for var in region.inputs):
             groups.setdefault(region.key(), []).append(region)
-    if not groups:
+    sums = _inner_products(jaxpr)
+    if not groups and not sums:
         return closed
     dealt = [_Dealt(tuple(group), placed, mesh, data) for group in groups.values()]
-    run = lambda *arrays: _evaluate(jaxpr, consts, arrays, dealt)  # noqa: E731
+    run = lambda *arrays: _evaluate(jaxpr, consts, arrays, dealt, sums)  # noqa: E731
     return trace_flat(run, [var.aval for var in jaxpr.invars])
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any], groups: Sequence[_Dealt]) -> list[Any]:
+def _evaluate(
+    jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any], groups: Sequence[_Dealt], sums: Mapping[Any, Any]
+) -> list[Any]:
     """Evaluates a jaxpr, each equation once its inputs are there, and a group of regions once those of all are."""
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arrays), strict=True))
     inside = {id(eqn) for group in groups for region in group.regions for eqn in region.eqns}
@@ -130,10 +132,14 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any], groups: 
     while waiting or groups:
         later = []
         for eqn in waiting:
-            if all(var in env for var in variables(eqn)):
-                env.update(zip(eqn.outvars, bind(eqn, [read(atom) for atom in eqn.invars]), strict=True))
-            else:
+            if not all(var in env for var in variables(eqn)):
                 later.append(eqn)
+            elif eqn.outvars[0] in sums:
+                (var,) = eqn.outvars
+                x, y = (env[factor].astype(var.aval.dtype) for factor in sums[var])
+                env[var] = (x * y).sum()
+            else:
+                env.update(zip(eqn.outvars, bind(eqn, [read(atom) for atom in eqn.invars]), strict=True))
         ready = [group for group in groups if group.reads <= env.keys()]
         for group in ready:
             env.update(group.evaluate(env))
@@ -153,13 +159,24 @@ class _Dealt:
       regions: the regions.
       dims: how each variable of the update is sharded.
       mesh: the mesh.
-      data: the axes that the matrices are dealt out over.
+      data: the axes that shards are on.
     """
 
     regions: tuple[Region, ...]
     dims: Mapping[Any, Dims]
     mesh: Mesh
     data: tuple[str, ...]
+
+    @functools.cached_property
+    def over(self) -> tuple[str, ...]:
+        """The axes that the matrices are dealt out over; along the others devices have the same ones.
+
+        Those by which a device has the fewest matrices, and of these the fewest: along others nothing moves back.
+        """
+        total = sum(region.num_matrices() for region in self.regions)
+        subsets = [x for n in range(len(self.data) + 1) for x in itertools.combinations(self.data, n)]
+        size = functools.partial(axis_size, self.mesh)
+        return min(subsets, key=lambda axes: (-(-total // size(axes)), size(axes)))
 
     @property
     def reads(self) -> set[Any]:
@@ -169,7 +186,7 @@ class _Dealt:
     def evaluate(self, env: dict[Any, Any]) -> dict[Any, Any]:
         """Returns the values of the outputs of all regions."""
         first, counts = self.regions[0], [region.num_matrices() for region in self.regions]
-        padding = -sum(counts) % axis_size(self.mesh, self.data)
+        padding = -sum(counts) % axis_size(self.mesh, self.over)
         stacks = []
         for i, var in enumerate(first.inputs):
             at = first.stacks.get(var, 0)
@@ -205,18 +222,16 @@ class _Dealt:
 
     def moved(self, x: jax.Array, dims: Dims | None, at: int, *, back: bool = False) -> jax.Array:
         """Moves a stack from shards `dims` to whole matrices, cut at `at`, or back: an all-to-all for each axis."""
-        now = dims
-        steps = []
-        if dims is not None and not carries((dims[at],), self.data):
-            for axis in reversed([axis for dim in dims for axis in dim if axis in self.data]):
-                now = tuple(tuple(other for other in dim if other != axis) for dim in now)
-                now = tuple((*dim, axis) if i == at else dim for i, dim in enumerate(now))
-                steps.append(now)
-            steps = [dims, *steps]
-        missing = [axis for axis in self.data if not steps or not carries(steps[-1], (axis,))]
-        if missing:  # how the stack is sharded is not known, or not over all axes
-            last = steps[-1] if steps else ((),) * x.ndim
-            steps.append(tuple((*dim, *missing) if i == at else dim for i, dim in enumerate(last)))
+        now = ((),) * x.ndim if dims is None else dims
+        steps = [] if dims is None else [dims]
+        placed = [(i, axis) for i, dim in enumerate(now) for axis in dim if axis in self.data]
+        for axis in (axis for i, axis in reversed(placed) if i != at):
+            now = tuple(tuple(other for other in dim if other != axis) for dim in now)
+            now = tuple((*dim, axis) if i == at and axis in self.over else dim for i, dim in enumerate(now))
+            steps.append(now)
+        missing = tuple(axis for axis in self.over if not carries(now, (axis,)))
+        if missing or not steps:  # how the stack is sharded is not known, or not over all axes
+            steps.append(tuple((*dim, *missing) if i == at else dim for i, dim in enumerate(now)))
         for step in reversed(steps) if back else steps:
             x = lax.with_sharding_constraint(x, named(self.mesh, step))
         return x
@@ -321,6 +336,21 @@ def _stacks(eqns: Sequence[Any], inputs: Sequence[Any], others: Sequence[Any]) -
     return env | stacks.inner if known and all(var.aval.ndim > 2 for var in inputs) else {}
 
 
+def _inner_products(jaxpr: Any) -> dict[Any, tuple[Any, Any]]:
+    """Returns inner products of flattened arrays, as `jnp.vdot` makes them, with the arrays before that.
+
+    XLA gathers an array to flatten it, where a shard is not one run of it. A sum of products of elements gathers none.
+    """
+    flat = {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "reshape"}
+    found = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general" and not eqn.outvars[0].aval.shape:
+            factors = tuple(flat[x] for x in eqn.invars if not is_literal(x) and x in flat)
+            if len(factors) == 2 and factors[0].aval.shape == factors[1].aval.shape:
+                found[eqn.outvars[0]] = factors
+    return found
+
+
 def _is_matrix_operation(eqn: Any) -> bool:
     """Tells whether an equation, or one in it, multiplies or factorizes matrices."""
     return _is_product(eqn) or any(map(_is_product, equations_of(eqn)))
@@ -328,7 +358,7 @@ def _is_matrix_operation(eqn: Any) -> bool:
 
 def _is_product(eqn: Any) -> bool:
     if eqn.primitive.name != "dot_general":
-        return eqn.primitive.name in _FACTORIZATIONS
+        return eqn.primitive.name in FACTORIZATIONS
     free = [x.aval.ndim - len(a) - len(b) for x, a, b in zip(eqn.invars, *eqn.params["dimension_numbers"], strict=True)]
     return all(free) and math.prod(eqn.outvars[0].aval.shape) >= _MIN_SIZE
 
@@ -380,12 +410,7 @@ class _Stacks(Pass[Any]):
             return None
         if eqn.primitive.name not in _RESIZED:
             return _MIXED
-        if eqn.primitive.name in _FACTORIZATIONS:  # of the last two dims
-            return stacked[0][1] if all(at < eqn.invars[i].aval.ndim - 2 for i, at in stacked) else _MIXED
-        try:
-            known = dim_map(eqn, number)
-        except KeyError:
-            return _MIXED
+        known = dim_map(eqn, number)
         places = {known.to(place) for place in stacked}
         return places.pop() if len(places) == 1 and None not in places else _MIXED
 
@@ -399,14 +424,4 @@ class _Placed(Pass[Any]):
         return ((),) * len(getattr(atom.aval, "shape", ()))
 
     def operation(self, eqn: Any, operands: list[Any]) -> list[Any]:
-        if eqn.primitive.name == "reshape" and eqn.params["dimensions"] is None:
-            shape = eqn.outvars[0].aval.shape
-            to = {new: old for old, new in reshape_blocks(eqn.invars[0].aval.shape, shape).items()}
-            return [tuple(operands[0][to[i]] if i in to else () for i in range(len(shape)))]
-        results = []
-        for i, var in enumerate(eqn.outvars):
-            try:
-                results.append(dim_map(eqn, i).carry(operands))
-            except KeyError:
-                results.append(self.constant(var))
-        return results
+        return [dim_map(eqn, i).carry(operands) for i in range(len(eqn.outvars))]

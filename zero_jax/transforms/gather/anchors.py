@@ -22,14 +22,12 @@ from zero_jax.core.evaluation import evaluate, trace_flat
 from zero_jax.core.jaxprs import bind, open_jaxpr, source_context, variables
 from zero_jax.core.subcalls import Subcall, equations, subcall
 from zero_jax.core.walk import Rewriting
+from zero_jax.dims import ELEMENTWISE, LOOPS, Examples, MixedSharding, State, is_float
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.mesh import Axes
-from zero_jax.transforms.dim_map import ELEMENTWISE
-from zero_jax.transforms.examples import LOOPS, Examples, MixedSharding, State
 from zero_jax.transforms.gather.per_device import split_dim
-from zero_jax.transforms.passthrough import is_float
 
-_AS_IT_IS = ELEMENTWISE | {"convert_element_type", "transpose"}
+_AS_IT_IS = ELEMENTWISE | {"transpose"}
 
 
 def anchored(

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from zero_jax.core.walk import Deferred
+from zero_jax.dims import BY_INDEX, JOINS, MOVES
 from zero_jax.sharding.gather_names import RELATIVE
 from zero_jax.sharding.precision import promoted
 from zero_jax.sharding.quantized import PLAIN, Formats
@@ -137,9 +138,6 @@ def as_array(value: Lazy | Value) -> Any:
 # Widening casts are put off until the param is gathered: narrow bytes are cheaper to move. What only moves elements
 # commutes with a cast, so a cast stays pending (`Lazy.cast`) through it, up to the first operation that computes.
 
-_MOVES = frozenset("broadcast_in_dim concatenate reshape rev slice split squeeze stack transpose unstack".split())
-_MOVES_BY_INDEX = frozenset({"dynamic_slice", "gather"})
-
 
 def put_off(eqn: Any, values: Sequence[Lazy | Value]) -> Lazy | None:
     """Returns the result of a widening cast of what is not gathered yet, with the cast pending, or None."""
@@ -163,6 +161,6 @@ def pending(eqn: Any, values: Sequence[Lazy | Value]) -> tuple[bool, Any]:
     casts = {value.cast for value in values if isinstance(value, Lazy)}
     if casts == {None}:
         return True, None
-    moved = values[:1] if eqn.primitive.name in _MOVES_BY_INDEX else values
-    moves = eqn.primitive.name in _MOVES | _MOVES_BY_INDEX and all(isinstance(value, Lazy) for value in moved)
+    moved = values[:1] if eqn.primitive.name in BY_INDEX else values
+    moves = eqn.primitive.name in MOVES | JOINS and all(isinstance(value, Lazy) for value in moved)
     return (True, casts.pop()) if moves and len(casts) == 1 else (False, None)

@@ -22,11 +22,11 @@ from jax.interpreters import ad, batching, mlir
 
 from zero_jax.core import jaxprs
 from zero_jax.core.walk import Packed
+from zero_jax.dims import is_float, moves_elements
 from zero_jax.transforms.blocks.search import find_blocks
 from zero_jax.transforms.blocks.sequence import EqnSequence
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.gather.deferred import Copies, Lazy, Value
-from zero_jax.transforms.passthrough import is_float, moves_elements
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

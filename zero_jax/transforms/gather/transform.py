@@ -23,13 +23,13 @@ from zero_jax.core.loss_program import LossProgram, Traced, with_pass
 from zero_jax.core.signatures import check_arguments, check_callable
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import variable_names
+from zero_jax.dims import FREE, UNKNOWN, is_float
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.gather_names import gather_scope
 from zero_jax.sharding.mesh import Axes, axes_of, axis_size, on_mesh
 from zero_jax.sharding.model_specs import dims_of_each
 from zero_jax.sharding.quantized import PLAIN, Formats, Quantize, check_quantize
 from zero_jax.sharding.spec import Dims, carries, named
-from zero_jax.transforms.examples import FREE, UNKNOWN
 from zero_jax.transforms.gather.anchors import anchored
 from zero_jax.transforms.gather.deferred import Lazy, Value, as_it_is
 from zero_jax.transforms.gather.events import GatherEvent, GatherReport, Notes, WideUse
@@ -37,7 +37,6 @@ from zero_jax.transforms.gather.host_params import HostParam, fetch, fetch_as, u
 from zero_jax.transforms.gather.per_device import summed_use
 from zero_jax.transforms.gather.uses import Options, array_of, device_sum
 from zero_jax.transforms.gather.walk import GatherFrame, GatherWalk
-from zero_jax.transforms.passthrough import is_float
 
 # A param used in every iteration of a loop is gathered once before it while all such params of the loop fit in this.
 MAX_HOISTED_BYTES = 1 << 28

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from zero_jax.dims import is_float
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.gather_names import gather_scope
 from zero_jax.sharding.mesh import Axes
@@ -16,7 +17,6 @@ from zero_jax.sharding.spec import Dims, named, without
 from zero_jax.sharding.torus import gather_shardings, scattering
 from zero_jax.transforms.gather.deferred import Lazy, Value, as_array
 from zero_jax.transforms.gather.per_device import DeviceSum, summed_use
-from zero_jax.transforms.passthrough import is_float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

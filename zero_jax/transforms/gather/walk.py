@@ -16,20 +16,20 @@ import jax
 from zero_jax.core import jaxprs
 from zero_jax.core.subcalls import Subcall, subcall
 from zero_jax.core.walk import Packed, Walk
+from zero_jax.dims import has_wrong_gradient, is_contraction, is_local_reduction, passthrough
 from zero_jax.sharding.chains import Chain, reshard, reshard_p
 from zero_jax.sharding.gather_names import gather_scope, params_scope
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.quantized import PLAIN
 from zero_jax.sharding.spec import Dims, named
 from zero_jax.transforms.facts import Facts
-from zero_jax.transforms.gather.cached_bind import CachedBind, equation_key
+from zero_jax.transforms.gather.cached_bind import CachedBind, OrdinaryRuns, equation_key
 from zero_jax.transforms.gather.deferred import Copies, Lazy, Value, pending, put_off, relative
 from zero_jax.transforms.gather.dots import flat_product
 from zero_jax.transforms.gather.events import Notes
 from zero_jax.transforms.gather.lookup import move_rows, move_table, plan_lookup
 from zero_jax.transforms.gather.loops import hoisted, sliced
 from zero_jax.transforms.gather.ordering import Ordering
-from zero_jax.transforms.gather.ordinary import OrdinaryRuns
 from zero_jax.transforms.gather.per_device import SAME_PARAM, copy_per_device, example_dims, multiply
 from zero_jax.transforms.gather.uses import Options, array_of, gathering, whole
 from zero_jax.transforms.gather.weight_grads import (
@@ -39,7 +39,6 @@ from zero_jax.transforms.gather.weight_grads import (
     product,
     refuse_convolution,
 )
-from zero_jax.transforms.passthrough import has_wrong_gradient, is_contraction, is_local_reduction, passthrough
 
 # Longer recipes are not made again at each use: they are chains of nested calls.
 MAX_RECIPE_DEPTH = 50
@@ -103,12 +102,13 @@ class GatherWalk(Walk[GatherFrame]):
             outs = self.equation(eqn, [read(atom) for atom in eqn.invars], frame if eqn is last else within)
             env.update(zip(eqn.outvars, outs, strict=True))
 
-        ordering, ordinary = Ordering(facts, ins), OrdinaryRuns(facts, self.is_apart)
+        ordering = Ordering(facts, ins)
+        ordinary = OrdinaryRuns(facts, ordering, self.is_apart)
         for index, eqn in enumerate(jaxpr.eqns):
             ordering.enter(index, env, evaluate)
             if index in ordering.evaluated:
                 continue
-            run = ordinary.at(index, env, ordering)
+            run = ordinary.at(index, env)
             if len(run) > 1:
                 env.update(ordinary.evaluate(run, env, self.bind))
                 ordering.evaluated.update(run)

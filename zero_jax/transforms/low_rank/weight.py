@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zero_jax.core.walk import Deferred
-from zero_jax.transforms.dim_map import reshape_groups
+from zero_jax.dims import reshape_groups
 
 STACK, IN, OUT = "s", "i", "o"
 

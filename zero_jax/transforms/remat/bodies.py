@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from zero_jax.core import jaxprs
 from zero_jax.core.evaluation import flattened
 from zero_jax.core.subcalls import equations, scan_of, subcall
+from zero_jax.dims import is_float, narrows
 from zero_jax.transforms.blocks.search import RepeatedBlock, find_blocks, find_left_out
 from zero_jax.transforms.blocks.sequence import EqnSequence
-from zero_jax.transforms.passthrough import is_float, narrows
 from zero_jax.transforms.remat.regions import RematSetting
 from zero_jax.transforms.remat.values import Mark
 

@@ -15,6 +15,7 @@ from zero_jax.dims.primitives import (
     ALIASES,
     BY_INDEX,
     CASTS,
+    COPIES,
     CUMULATIVE,
     ELEMENTWISE,
     FACTORIZATIONS,

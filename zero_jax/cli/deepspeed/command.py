@@ -5,9 +5,8 @@ import json
 import pathlib
 
 from zero_jax.cli.config_file import format_config, write_file
-from zero_jax.cli.deepspeed.reading import read_json
+from zero_jax.cli.deepspeed.reading import read_json, translate
 from zero_jax.cli.deepspeed.rows import Translation
-from zero_jax.cli.deepspeed.settings import translate
 from zero_jax.cli.options import add_json, add_path, one_line_errors, reader
 from zero_jax.core.text_tables import printable_lines
 

@@ -22,8 +22,8 @@ from zero_jax.models import gpt
 from zero_jax.planning import COMPILE_ONLY
 from zero_jax.planning.auto import apply_setting, remat_policies
 from zero_jax.planning.estimates import Estimator
-from zero_jax.planning.plans import compile_plan, make_job
-from zero_jax.planning.process import CompileOptions
+from zero_jax.planning.plans import make_job
+from zero_jax.planning.process import CompileOptions, compile_plan
 from zero_jax.planning.ranking import Candidate
 from zero_jax.pretrained import attend
 
@@ -82,7 +82,7 @@ def main() -> int:
             remat=remat,
             overlap=not options.no_overlap,
         )
-        seconds = estimator.seconds(setting)
+        seconds = estimator.step(setting).seconds
         report = compile_plan(apply_setting(setting, job, policies), CompileOptions(name=f"{setting}"))
         if report.time is None:
             rows.append((f"{setting}", f"{seconds:.3f}", "does not fit", ""))

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
 from zero_jax.checkpoint import CheckpointConfig
-from zero_jax.checkpoint.folder import CheckpointFolder
 from zero_jax.data.dataset import DataConfig
 from zero_jax.models import gpt
 from zero_jax.trainer import loop as trainer
@@ -223,14 +222,14 @@ def at_commit(step, what):
     """Returns a fault that happens when all arrays of a step's checkpoint are written, and it gets its name."""
 
     def inject(_):
-        publish = CheckpointFolder.publish
+        rename = os.rename
 
-        def broken(self, at, record):
-            if at == step:
+        def broken(path, target):
+            if os.fspath(target).endswith(f"step_{step:08d}"):
                 what()
-            publish(self, at, record)
+            rename(path, target)
 
-        CheckpointFolder.publish = broken
+        os.rename = broken
 
     return inject
 

@@ -101,7 +101,7 @@ def test_the_library_does_without_extras_and_names_the_missing_one(tmp_path):
             getattr(zero, name)
         zero.BatchBuffers()
         from zero_jax.cli import main
-        from zero_jax.planning.process import CompileOptions, compile_apart
+        from zero_jax.planning.process import CompileOptions, compile_plan
         def ending(call):
             try:
                 call()
@@ -112,7 +112,7 @@ def test_the_library_does_without_extras_and_names_the_missing_one(tmp_path):
         ending(lambda: main(["plot", "{tmp_path}"]))
         text = ["--data", "{tmp_path}/text.txt"]
         ending(lambda: main(["tokenize", *text, "--vocab-size", "300", "--out", "{tmp_path}/new"]))
-        ending(lambda: compile_apart(None, CompileOptions(cache=None)))
+        ending(lambda: compile_plan(None, CompileOptions(cache=None)))
         ending(lambda: zero.data.train_batches(None, batch_size=1, seq_len=1, seed=0, sharding=None))
         ending(lambda: zero.trainer.plot_runs("loss.png", [zero.trainer.read_run("{tmp_path}")]))"""
     )

@@ -232,8 +232,8 @@ import importlib.util, json, sys
 spec = importlib.util.spec_from_file_location("rendering", sys.argv[1])
 rendering = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(rendering)
-clock, starts = rendering._ProcessorTime(), []
-clock.start(60)
+starts = []
+rendering._limit_time(60)
 parts = rendering._Renderer._parts
 rendering._Renderer._parts = lambda self, *args: starts.append(args) or parts(self, *args)
 roles = ["system", "user", "assistant", "assistant", "user", "assistant", "user"]
@@ -242,7 +242,7 @@ for source in json.load(sys.stdin):
     found = []
     for few in (0, 9):
         renderer = rendering._Renderer({"source": source, "tokens": {}, "max_characters": 999, "few": few})
-        found += [renderer.render({"messages": messages, "answers": [2, 3, 5], "tools": None}, clock), len(starts)]
+        found += [renderer.render({"messages": messages, "answers": [2, 3, 5], "tools": None}), len(starts)]
         starts.clear()
     print(json.dumps(found[:3]))
 """

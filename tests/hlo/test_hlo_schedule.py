@@ -1,14 +1,11 @@
 """Schedules played by hand, and costs counted by hand."""
 
 import pathlib
-import re
 
 import pytest
 
 from zero_jax import hlo
-from zero_jax.hlo import cost as hlo_cost
-from zero_jax.hlo import schedule as hlo_schedule
-from zero_jax.hlo.program import Program
+from zero_jax.hlo import Program
 
 DATA = pathlib.Path(__file__).parents[1] / "fixtures" / "hlo"
 HEADER = "HloModule m, is_scheduled=true, num_partitions=4\n\n"
@@ -19,15 +16,13 @@ def play(body, seconds, links, *, links_of=None, **options):
     """Plays a program whose instructions take `seconds` by name, its collectives `links` by name, all else nothing."""
     text = HEADER + body
     found = hlo.collectives(text, **options)
-    return hlo_schedule.play(
-        Program(text),
-        found,
-        seconds_of=lambda program, computation, instruction: seconds.get(instruction.name, 0.0),
-        link_seconds=lambda one: links[one.name],
-        links_of=links_of,
+    costs = hlo.Costs(
+        instruction=lambda program, computation, instruction: seconds.get(instruction.name, 0.0),
+        collective=lambda one: links[one.name],
         is_kernel=lambda program, computation, instruction: 'target="kernel"' in instruction.line,
-        **options,
+        **({} if links_of is None else {"links_of": links_of}),
     )
+    return hlo.play(Program(text), found, costs, **options)
 
 
 GATHER = f"(f32[4], f32[16]) all-gather-start(f32[4] %p), {GROUPS}, dimensions={{0}}"
@@ -162,33 +157,7 @@ def test_an_unknown_trip_count_is_asked_for():
     assert play(body, {"work": 1.5}, links, unknown_trip_count=5).total_seconds == 10
     text = HEADER + body.replace("collective-permute-", "copy-")
     with pytest.raises(ValueError, match=r"'loop' of 'main' takes time.*unknown_trip_count"):
-        hlo_schedule.play(Program(text), (), seconds_of=lambda *_: 1.0, link_seconds=lambda _: 1.0)
-
-
-def test_a_loop_slows_what_is_in_flight_around_it_on_the_same_links():
-    body = re.sub(
-        r"ENTRY(.*)",
-        f"""ENTRY %main (s: (s32[], f32[4])) -> (s32[], f32[4]) {{
-  %s = (s32[], f32[4]) parameter(0)
-  %p = f32[4] get-tuple-element(%s), index=1
-  %start = {GATHER}
-  %loop = (s32[], f32[4]) while(%s), condition=%condition, body=%body, {KNOWN}
-  %done = f32[16] all-gather-done((f32[4], f32[16]) %start)
-  ROOT %end = (s32[], f32[4]) tuple(%loop)
-}}
-""",
-        LOOP,
-        flags=re.DOTALL,
-    )
-    permutes = re.sub(r"source_target_pairs=\S+\}\}", f"{GROUPS}, dimensions={{0}}", body)
-    gathers = permutes.replace("collective-permute", "all-gather").replace(
-        "(f32[4], f32[4], u32[], u32[])", "(f32[4], f32[16])"
-    )
-    links = {"start": 4.0, "start.1": 1.0, "start.2": 1.0}
-    # The loop takes 3 x max(1.5, 2) = 6 seconds, of 6 on the wire, so that the outer gather ends at 4 + 6 and waits 4.
-    assert play(gathers, {"work": 1.5}, links).total_seconds == 10
-    # Permutes go by links of their own: the loop takes 3 x 1.5 and the outer gather has long ended.
-    assert play(body, {"work": 1.5}, links).total_seconds == 4.5
+        hlo.play(Program(text), (), hlo.Costs(instruction=lambda *_: 1.0, collective=lambda _: 1.0))
 
 
 def test_of_a_conditional_the_slower_branch_counts():
@@ -290,7 +259,7 @@ def test_fusions_of_the_same_channel_end_in_the_order_of_their_starts():
 def work_of(name, body):
     program = Program(HEADER + body)
     found = [(c, i[name]) for c, i in program.computations.items() if name in i]
-    return hlo_cost.roofline(program, *found[0])
+    return hlo.roofline(program, *found[0])
 
 
 def test_a_dot_costs_two_flops_a_multiply_add_and_its_operands():
@@ -340,7 +309,7 @@ def test_a_gpu_gemm_and_an_unknown_custom_call():
 """.replace("CONFIG", dims)
     assert work_of("g", body).flops == 2 * 32 * 64 * 16
     assert work_of("g", body).is_known
-    assert work_of("u", body) == hlo_cost.Work(flops=0, bytes=2 * (32 * 64 + 32 * 16), is_known=False)
+    assert work_of("u", body) == hlo.Work(flops=0, bytes=2 * (32 * 64 + 32 * 16), is_known=False)
 
 
 def test_of_what_is_sliced_or_updated_in_place_only_the_slice_moves():
@@ -373,34 +342,15 @@ ENTRY %main (x: f32[8,64], y: f32[1,64], n: s32[]) -> f32[8,64] {
     assert work_of("b", body).bytes == 0
 
 
-def test_cycles_are_read_where_the_compiler_gives_them():
-    line = 'ROOT %c = f32[4] fusion(%x), calls=%f, backend_config={"window_config":{"estimated_cycles":"2123"}}'
-    body = f"""%f (y: f32[4]) -> f32[4] {{
-  ROOT %y = f32[4] parameter(0)
-}}
-
-ENTRY %main (x: f32[4]) -> f32[4] {{
-  %x = f32[4] parameter(0)
-  {line}
-}}
-"""
-    instructions = Program(HEADER + body).computations["main"]
-    assert hlo_cost.cycles(instructions["c"]) == 2123
-    assert hlo_cost.cycles(instructions["x"]) is None
-
-
 @pytest.mark.parametrize("path", sorted(DATA.glob("*.txt")), ids=lambda path: path.stem)
 def test_real_programs_take_what_their_parts_take(path):
     """Of all compilers: every collective is played as often as it runs, and no time is lost."""
     text = path.read_text(encoding="utf-8")
     found = hlo.collectives(text, unknown_trip_count=2)
-    timeline = hlo_schedule.play(
-        Program(text),
-        found,
-        seconds_of=lambda *instruction: hlo_cost.roofline(*instruction).bytes + 1.0,
-        link_seconds=lambda one: one.sent_bytes,
-        unknown_trip_count=2,
+    costs = hlo.Costs(
+        instruction=lambda *instruction: hlo.roofline(*instruction).bytes + 1.0, collective=lambda one: one.sent_bytes
     )
+    timeline = hlo.play(Program(text), found, costs, unknown_trip_count=2)
     assert timeline.collective_seconds == pytest.approx(hlo.sent_bytes(found))
     assert timeline.total_seconds == pytest.approx(timeline.compute_seconds + timeline.exposed_seconds)
     assert timeline.exposed_seconds <= timeline.collective_seconds * (1 + 1e-9)
@@ -511,26 +461,13 @@ def test_transfers_between_slices_go_from_their_send_to_the_end_of_their_receive
         ("all-gather", 4, 48),
         ("all-reduce", 4, 24),
     ]
-    timeline = hlo_schedule.play(
-        program,
-        (),
-        seconds_of=lambda program, computation, instruction: {"a": 1.0, "b": 3.0}.get(instruction.name, 0.0),
-        link_seconds=lambda _: 0.0,
-        transfers=transfers,
-        network_seconds=lambda transfer: transfer.sent_bytes / 12,
+    costs = hlo.Costs(
+        instruction=lambda program, computation, instruction: {"a": 1.0, "b": 3.0}.get(instruction.name, 0.0),
+        collective=lambda _: 0.0,
+        transfer=lambda transfer: transfer.sent_bytes / 12,
     )
+    timeline = hlo.play(program, (), costs, transfers=transfers)
     # The gather has the network from 0 to 4, of which 1 is hidden; the sum until 6, while b runs until 7.
     assert (timeline.total_seconds, timeline.compute_seconds, timeline.exposed_seconds) == (7, 4, 3)
     assert (timeline.collective_seconds, timeline.network_seconds) == (6, 6)
     assert timeline.overlaps["main", "send.2"].seconds == 4
-
-
-def test_transfers_in_a_loop_repeat():
-    body = LOOP.replace("BACKEND", KNOWN).replace(
-        "  %work =",
-        f"""  %key = token[] after-all()
-  %send = (f32[4], u32[], token[]) send(%x, %key), channel_id=9, {megascale("REDUCE_SCATTER", "rs")}
-  %work =""",
-    )
-    (transfer,) = hlo.network_transfers(HEADER + body)
-    assert (transfer.sent_bytes, transfer.num_executions, transfer.total_sent_bytes) == (12, 3, 36)

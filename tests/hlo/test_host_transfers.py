@@ -39,7 +39,7 @@ ENTRY %main (a: (s32[], f32[4,256])) -> f32[8] {
 
 
 def test_copies_from_and_to_the_host():
-    found = {t.name: (t.to_host, t.num_bytes, t.total_bytes) for t in hlo.host_transfers(TEXT)}
+    found = {t.name: (t.to_host, t.sent_bytes, t.total_sent_bytes) for t in hlo.host_transfers(TEXT)}
     assert found == {"in": (False, 1024, 4096), "out": (True, 1024, 4096), "away": (True, 32, 32)}
 
 
@@ -68,7 +68,7 @@ ENTRY %main (a: f32[4,256], i: s32[]) -> f32[4,256] {
   ROOT %put = f32[4,256]{1,0:S(5)} fusion-done(%out)
 }
 """
-    found = {t.name: (t.to_host, t.num_bytes, t.total_bytes) for t in hlo.host_transfers(text)}
+    found = {t.name: (t.to_host, t.sent_bytes, t.total_sent_bytes) for t in hlo.host_transfers(text)}
     assert found == {"in": (False, 1024, 1024), "out": (True, 1024, 1024)}
 
 
@@ -95,18 +95,16 @@ ENTRY %main (i: pred[], x: f32[8]) -> f32[8] {
   ROOT %r = f32[8]{0} conditional(%i, %x, %x), true_computation=%large, false_computation=%small
 }
 """
-    assert [(t.name, t.total_bytes) for t in hlo.host_transfers(text)] == [("a", 32)]
+    assert [(t.name, t.total_sent_bytes) for t in hlo.host_transfers(text)] == [("a", 32)]
 
 
 def test_computation_waits_for_them():
-    timeline = hlo.play(
-        hlo.parse(TEXT),
-        (),
-        seconds_of=lambda program, computation, instruction: 1.0 if instruction.opcode == "multiply" else 0.0,
-        link_seconds=lambda collective: 0.0,
-        copies=hlo.host_transfers(TEXT),
-        host_seconds=lambda copy: copy.num_bytes / 512,
+    costs = hlo.Costs(
+        instruction=lambda program, computation, instruction: 1.0 if instruction.opcode == "multiply" else 0.0,
+        collective=lambda collective: 0.0,
+        copy=lambda copy: copy.sent_bytes / 512,
     )
+    timeline = hlo.play(hlo.parse(TEXT), (), costs, copies=hlo.host_transfers(TEXT))
     assert timeline.compute_seconds == 4
     assert timeline.exposed_seconds == pytest.approx(4 * (2 + 2) + 32 / 512)
     assert timeline.host_seconds == pytest.approx(4 * 2 + 32 / 512)

@@ -40,7 +40,7 @@ def setting(stage, data=4, **fields):
 
 @pytest.mark.parametrize(("stage", "per_param"), [(0, 14), (1, 2 + 12 / 4), (2, 2 + 12 / 4), (3, 12 / 4)])
 def test_state_bytes_are_those_of_the_state(stage, per_param):
-    assert estimator().state_bytes(setting(stage)) == pytest.approx(per_param * PSI, rel=0.001)
+    assert estimator().step(setting(stage)).state_bytes == pytest.approx(per_param * PSI, rel=0.001)
     mesh = zero.make_mesh(topology=TOPOLOGY)
     config = dataclasses.replace(CONFIG, stage=stage)
     state = zero.abstract_state(planned.init_fn, optax.adamw(1e-3), mesh=mesh, config=config)
@@ -48,13 +48,13 @@ def test_state_bytes_are_those_of_the_state(stage, per_param):
         x.size // (4 if not x.sharding.is_fully_replicated else 1) * x.dtype.itemsize
         for x in jax.tree.leaves((state.params, state.master, state.opt_state))
     )
-    assert estimator().state_bytes(setting(stage)) == pytest.approx(held, rel=0.001)
+    assert estimator().step(setting(stage)).state_bytes == pytest.approx(held, rel=0.001)
 
 
 def test_state_bytes_without_master_params():
     """float32 with momentum: 4 bytes of params and 4 of momentum."""
     found = estimator(config=zero.ZeroConfig(), tx=optax.sgd(0.1, momentum=0.9))
-    assert [found.state_bytes(setting(stage)) / PSI for stage in (0, 1, 3)] == pytest.approx([8, 5, 2], rel=0.001)
+    assert [found.step(setting(stage)).state_bytes / PSI for stage in (0, 1, 3)] == pytest.approx([8, 5, 2], rel=0.001)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_state_bytes_without_master_params():
 def test_what_is_in_host_memory_is_on_no_device(what, stage, per_param):
     found = estimator(config=dataclasses.replace(CONFIG, offload=what, offload_window_bytes=1))
     held = setting(stage, offload=what)
-    assert found.state_bytes(held) == pytest.approx(per_param * PSI, rel=0.001, abs=100)
-    assert found.seconds(held) > found.seconds(setting(stage)) + 0.9 * found.host_bytes(held) / 1.2e10
+    assert found.step(held).state_bytes == pytest.approx(per_param * PSI, rel=0.001, abs=100)
+    assert found.step(held).seconds > found.step(setting(stage)).seconds + 0.9 * found.step(held).host_bytes / 1.2e10
     if what == "all":
         with pytest.raises(ValueError, match="give stage=3"):
             found.estimate(setting(2, offload=what))
@@ -75,11 +75,11 @@ def test_quantized_gathers_send_less_and_take_work():
     config = dataclasses.replace(CONFIG, stage=3, quantize_gathers="int8")
     found, held = estimator(config=config), setting(3, quantize=True)
     plain = dataclasses.replace(held, quantize=False)
-    gathers, *reduced = found.sent_shares(held)
+    gathers, *reduced = found.step(held).sent_shares
     assert gathers == pytest.approx((1 + 2 / 128) / 2, rel=0.02) and reduced == [1, 1]
-    assert found.data_seconds(held) < 0.75 * found.data_seconds(plain)
-    assert found.coded_bytes(held) == pytest.approx((1 + gathers) * 2 * 2 * PSI, rel=0.01)
-    assert found.sent_shares(plain) == (1, 1, 1) and found.coded_bytes(plain) == 0
+    assert found.step(held).data_seconds < 0.75 * found.step(plain).data_seconds
+    assert found.step(held).coded_bytes == pytest.approx((1 + gathers) * 2 * 2 * PSI, rel=0.01)
+    assert found.step(plain).sent_shares == (1, 1, 1) and found.step(plain).coded_bytes == 0
     assert found.estimate(plain) == estimator().estimate(setting(3))
     with pytest.raises(ValueError, match="stage=0 gathers no params"):
         found.estimate(setting(0, quantize=True))
@@ -88,9 +88,9 @@ def test_quantized_gathers_send_less_and_take_work():
 def test_gradients_that_are_quantized_between_copies_alone():
     config = dataclasses.replace(CONFIG, stage=3, quantize_grads="int8", quantize_grads_over="replica")
     found, held = estimator(config=config), setting(3, data=2, replica=2, quantize=True)
-    gathers, reduced, copies = found.sent_shares(held)
+    gathers, reduced, copies = found.step(held).sent_shares
     assert (gathers, reduced) == (1, 1) and 0.4 < copies < 0.7
-    assert found.data_seconds(held) < found.data_seconds(dataclasses.replace(held, quantize=False))
+    assert found.step(held).data_seconds < found.step(dataclasses.replace(held, quantize=False)).data_seconds
 
 
 @pytest.mark.slow
@@ -140,16 +140,17 @@ def test_a_trace_serves_all_batch_sizes():
     ("stage", "microbatches", "per_param"), [(0, 1, 2), (1, 1, 0.5), (2, 1, 0.5), (1, 2, 6), (2, 2, 1.5), (3, 2, 1.5)]
 )
 def test_gradients_and_their_sums(stage, microbatches, per_param):
-    assert estimator().grad_bytes(setting(stage, num_microbatches=microbatches)) == per_param * PSI
+    assert estimator().step(setting(stage, num_microbatches=microbatches)).grad_bytes == per_param * PSI
 
 
 def test_more_traffic_takes_longer():
-    seconds = estimator().seconds
+    estimated = estimator()
+    seconds = lambda setting: estimated.step(setting).seconds  # noqa: E731
+    data_seconds = lambda setting: estimated.step(setting).data_seconds  # noqa: E731
     assert seconds(setting(3)) > seconds(setting(2))
     assert seconds(setting(3, num_microbatches=4)) > seconds(setting(3))
     assert seconds(setting(3, keep_gathered=True)) < seconds(setting(3))
     # Stage 1 sums its microbatches before it sends them.
-    data_seconds = estimator().data_seconds
     assert data_seconds(setting(1, num_microbatches=4)) == data_seconds(setting(1)) == data_seconds(setting(2))
     assert data_seconds(setting(2, num_microbatches=4)) == pytest.approx(2.5 * data_seconds(setting(2)))
 
@@ -199,11 +200,12 @@ def test_the_model_axis_stays_within_a_host_or_dims_of_the_torus(topology, sizes
 
 def test_a_share_of_the_model_holds_and_moves_less():
     found = estimator(config=dataclasses.replace(CONFIG, param_specs=SPECS))
-    for of in (found.state_bytes, found.grad_bytes):
-        assert of(setting(0, data=2, model=2)) == pytest.approx(of(setting(0)) / 2)
+    share, whole = found.step(setting(0, data=2, model=2)), found.step(setting(0))
+    assert share.state_bytes == pytest.approx(whole.state_bytes / 2)
+    assert share.grad_bytes == pytest.approx(whole.grad_bytes / 2)
     (forward,) = found.trace("own", 2, "own").moves  # the products' sum; the batch has no gradient
     assert forward.sent_bytes == 2 * 16 * planned.WIDTH * 2 / 2  # in bfloat16, as the batch is cast
-    assert found.seconds(setting(3, data=2, model=2)) > 0
+    assert found.step(setting(3, data=2, model=2)).seconds > 0
 
 
 def by_estimate(loss_fn=planned.loss_fn, init_fn=planned.init_fn, **options):

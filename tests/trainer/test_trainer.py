@@ -141,7 +141,9 @@ def test_operations_of_a_step_are_those_of_the_gradients_that_the_optimizer_read
         init = lambda key: {"first": jnp.ones((4, 4)), "last": jnp.ones((4, 4))}  # noqa: E731
         state = abstract_state(init, tx, mesh=mesh, config=config)
         loss_fn = lambda params, x: (x @ params["first"] @ params["last"]).sum()  # noqa: E731
-        return metrics.make_speedometer(loss_fn, tx, state, batch, batch_size=8, num_tokens=None, mesh=mesh).flops
+        return metrics.make_speedometer(
+            loss_fn, tx, state, batch, batch_size=8, num_tokens=None, mesh=mesh, config=config
+        ).flops
 
     product, both = 2 * 8 * 4 * 4, {"first": "train", "last": "train"}
     frozen = lambda **labels: optax.multi_transform(  # noqa: E731

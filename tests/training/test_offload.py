@@ -256,7 +256,7 @@ def test_wrong_fields():
         zero.Offload(fraction=2.0)
     with pytest.raises(ValueError, match=r"paths='emb': give a list of regular expressions"):
         zero.Offload(paths="emb")
-    with pytest.raises(ValueError, match="'emv' matches the path of no param; some are emb"):
+    with pytest.raises(ValueError, match="'emv' matches the path of no leaf; some are emb"):
         trained(optax.adam(1e-2), offload=zero.Offload(paths=["emv"]))
 
 
@@ -295,15 +295,9 @@ def test_xla_tpu_copies_chunks_both_ways_at_once_whatever_the_layout():
     compiled = jax.jit(run, donate_argnums=(0, 1), out_shardings=host).lower(kept, kept, grads).compile()
     program = hlo.parse(compiled)
     copies = hlo.host_transfers(program)
-    timeline = hlo.play(
-        program,
-        (),
-        seconds_of=lambda *_: 0.0,
-        link_seconds=lambda _: 0.0,
-        copies=copies,
-        host_seconds=lambda copy: copy.num_bytes / 1e9,
-    )
-    there, back = (sum(c.total_bytes for c in copies if c.to_host is to_host) for to_host in (False, True))
+    costs = hlo.Costs(instruction=lambda *_: 0.0, collective=lambda _: 0.0, copy=lambda copy: copy.sent_bytes / 1e9)
+    timeline = hlo.play(program, (), costs, copies=copies)
+    there, back = (sum(c.total_sent_bytes for c in copies if c.to_host is to_host) for to_host in (False, True))
     num_bytes = sum(np.prod(shape) * 8 for shape in ODD_LAYOUTS)
     assert num_bytes <= back <= 1.1 * num_bytes  # with tiles filled up
     assert there <= 1.2 * back  # the last chunk of each loop is fetched twice

@@ -9,37 +9,20 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from zero_jax.core.jaxprs import is_on_host, open_jaxpr, without_dead_code
-from zero_jax.core.tree import PyTree, check_arrays, key_shape, shapes_of
+from zero_jax.core.tree import PyTree, check_arrays, key_shape
 from zero_jax.core.variables import Variables, as_variables, joined
+from zero_jax.dims import Move, Propagation, ValueSharding, propagate_shardings, sources
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.rules import placement_leaves
 from zero_jax.sharding.spec import without
-from zero_jax.training import (
-    MeshLoss,
-    Placement,
-    ZeroConfig,
-    cast_batch,
-    make_placement,
-    merge,
-    normalize_loss,
-    trainable,
-)
+from zero_jax.training import MeshLoss, Placement, StepLoss, ZeroConfig, merge, trainable
 from zero_jax.transforms import (
     Kernel,
-    Move,
-    Propagation,
-    ValueSharding,
     count_flops,
-    fuse_attention,
     kernels,
-    propagate_shardings,
-    rematerialize,
-    sources,
 )
 
 
@@ -103,18 +86,10 @@ def trace_loss(
       mesh: the mesh.
       config: the model's specs, remat policy, precision and microbatches.
     """
-    placement = make_placement(params, mesh=mesh, config=config)
-    specs = placement.variable_shardings()
-    normalized = normalize_loss(loss_fn, mesh, placement.axes)
-    fused = fuse_attention(normalized, config.attention, mesh=mesh, axes=placement.axes)
-    loss = rematerialize(fused, config.remat, mesh=mesh, axes=placement.axes, specs=specs)
-    # Params in host memory are traced as if they were on the devices, as the loss function fetches them.
-    variables = jax.eval_shape(placement.cast, shapes_of(params))
-    k = config.num_microbatches
     check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
-    batch, key = jax.tree.map(lambda x: _microbatch(x, k), batch), key_shape()
-    batch = jax.eval_shape(functools.partial(cast_batch, normalized, config=config), variables, batch, key)
-    traced = _TracedLoss(loss, variables, batch, placement)
+    loss, k = StepLoss.of(loss_fn, params, mesh=mesh, config=config), config.num_microbatches
+    variables, batch, _ = loss.shapes(params, batch, num_parts=k)
+    traced = _TracedLoss(loss.recomputed(loss.fused), variables, batch, loss.placement)
     gradient = traced.gradient()
     times = [dataclasses.replace(move, times=move.times * k) for move in gradient.moves]
     return LossTrace(
@@ -126,11 +101,6 @@ def trace_loss(
         unknown=gradient.unknown,
         kernels=traced.kernels,
     )
-
-
-def _microbatch(x: Any, num_microbatches: int) -> jax.ShapeDtypeStruct:
-    shape = (x.shape[0] // num_microbatches, *x.shape[1:]) if np.ndim(x) else ()
-    return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
 
 
 class _TracedLoss:

@@ -17,7 +17,7 @@ from zero_jax.checkpoint.finding import check_outside, find_checkpoint
 from zero_jax.checkpoint.leaf_files import check_files, make_context, read_slices
 from zero_jax.checkpoint.record import Record, SavedLeaf
 from zero_jax.core.files.partial_folder import partial_folder
-from zero_jax.core.files.safetensors import DTYPES, INDEX, Tensor, cast_values, create, split_by_size, write_index
+from zero_jax.core.files.safetensors import DTYPES, Tensor, cast_values, create_files
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.text_tables import quoted
 from zero_jax.core.variables import MODEL_STATE
@@ -39,14 +39,6 @@ class Exported:
         folder = pathlib.Path(self.files[0]).parent
         names = ", ".join(pathlib.Path(file).name for file in self.files[:4]) + (", ..." if self.files[4:] else "")
         return f"step {self.step}: {self.num_tensors} tensors, {self.num_bytes:,} bytes, in {folder} ({names})"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Tensor(Tensor):
-    """A tensor of a file, and the leaf with its dtype (`source`)."""
-
-    leaf: str
-    source: str
 
 
 def export(
@@ -84,19 +76,20 @@ def export(
     old = _existing(folder)
     if old and not force:
         raise ValueError(f"{folder} holds {old[0].name} already: choose another folder, or write over it (--force)")
-    files = split_by_size(tensors, max_shard_bytes)
     with partial_folder(folder) as partial:
-        for name, shard in files.items():
-            _write(partial / name, record, shard)
-        if len(files) > 1:
-            write_index(partial / INDEX, files)
-        written = [*files, *([INDEX] if len(files) > 1 else [])]
+        metadata = {"step": str(record.step)}
+        with create_files(partial, [*tensors.values()], max_bytes=max_shard_bytes, metadata=metadata) as stored:
+            for leaf, tensor in tensors.items():
+                for index, part in _slices(record, leaf):
+                    values = cast_values(part, tensor.dtype, leaf=leaf, remedy="export as bfloat16")
+                    stored[tensor.name].open("r+")[index] = values
+        written = sorted(path.name for path in partial.iterdir())  # the index is the last one
         _publish(partial, folder, written, old)
     return Exported(
         files=tuple(str(folder / name) for name in written),
         step=record.step,
         num_tensors=len(tensors),
-        num_bytes=sum(tensor.num_bytes for tensor in tensors),
+        num_bytes=sum(tensor.num_bytes for tensor in tensors.values()),
     )
 
 
@@ -116,9 +109,7 @@ class SavedParams:
 
     def pieces(self, path: str) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
         """Reads slices of a param, and compares it with its fingerprint at the end."""
-        dtype = jnp.dtype(self.leaves[path].dtype)
-        for index, part in read_slices(self.record, self.names[path], make_context(0), _SLICE_BYTES):
-            yield index, part.view(dtype) if part.dtype != dtype else part
+        return _slices(self.record, self.names[path])
 
 
 def open_params(path: str | os.PathLike[str], *, step: int | None = None, ema: bool = False) -> SavedParams:
@@ -154,35 +145,44 @@ def parse_size(text: str) -> int:
     return size
 
 
-def _tensors(record: Record, *, dtype: str | None, ema: bool) -> list[_Tensor]:
-    """Returns the tensors to write: the params in their order, and then the model state."""
+def _tensors(record: Record, *, dtype: str | None, ema: bool) -> dict[str, Tensor]:
+    """Returns the tensors to write by the leaf with their values: the params in their order, then the model state."""
     if dtype is not None and not (dtype in DTYPES and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)):
         floats = [name for name in DTYPES if "float" in name]
         raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(floats)}, or none to leave dtypes as they are")
-    params = [name for name in record.leaves if name == "params" or name.startswith("params/")]
-    tensors = [_tensor(record, name, _ema_leaf(record, name) if ema else name, dtype) for name in params]
-    model_state = [name for name in record.leaves if name == MODEL_STATE or name.startswith(f"{MODEL_STATE}/")]
-    tensors += [_tensor(record, name, name, None) for name in model_state]
-    names = [tensor.name for tensor in tensors]
-    twice = sorted(name for name, count in collections.Counter(names).items() if count > 1)
+    tensors = {}
+    for group, cast_to in (("params", dtype), (MODEL_STATE, None)):
+        for name in record.leaves:
+            if name == group or name.startswith(f"{group}/"):
+                leaf = _ema_leaf(record, name) if ema and group == "params" else name
+                tensors[leaf] = _tensor(leaf, record.leaves[leaf], name, cast_to)
+    twice = [name for name, count in collections.Counter(x.name for x in tensors.values()).items() if count > 1]
     if twice:
-        raise ValueError(f"several params would be called {quoted(twice[0])}: rename one of them in the model")
+        raise ValueError(f"several params would be called {quoted(min(twice))}: rename one of them in the model")
     return tensors
 
 
-def _tensor(record: Record, param: str, leaf: str, dtype: str | None) -> _Tensor:
-    saved: SavedLeaf = record.leaves[leaf]
-    source = saved.stored_dtype if saved.is_key else saved.dtype
-    cast = dtype is not None and jnp.issubdtype(jnp.dtype(source), jnp.floating)
-    target = dtype if cast and dtype else source
+def _tensor(leaf: str, saved: SavedLeaf, param: str, dtype: str | None) -> Tensor:
+    own_dtype = _dtype(saved)
+    target = dtype if dtype is not None and jnp.issubdtype(jnp.dtype(own_dtype), jnp.floating) else own_dtype
     if target not in DTYPES:
         raise ValueError(
             f"leaf {quoted(leaf)} has dtype {target}, which safetensors files do not have: "
             "give --dtype for floats, or export without that leaf"
         )
     name = param.removeprefix("params").removeprefix("/").replace("/", ".") or "params"
-    shape = saved.stored_shape if saved.is_key else saved.shape
-    return _Tensor(name=name, leaf=leaf, shape=shape, source=source, dtype=target)
+    return Tensor(name=name, shape=saved.stored_shape, dtype=target)
+
+
+def _dtype(leaf: SavedLeaf) -> str:
+    """Returns the dtype of a leaf on the host, where PRNG keys are their words."""
+    return leaf.stored_dtype if leaf.is_key else leaf.dtype
+
+
+def _slices(record: Record, leaf: str) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+    """Reads slices of a leaf, and compares it with its fingerprint at the end."""
+    for index, part in read_slices(record, leaf, make_context(0), _SLICE_BYTES):
+        yield index, part.view(jnp.dtype(_dtype(record.leaves[leaf])))
 
 
 def _ema_leaf(record: Record, param: str) -> str:
@@ -195,23 +195,6 @@ def _ema_leaf(record: Record, param: str) -> str:
             f"--ema: the optimizer's state at {record.path} holds {averages}: export the params without --ema"
         )
     return names[0]
-
-
-def _write(path: pathlib.Path, record: Record, tensors: list[_Tensor]) -> None:
-    """Writes a safetensors file slice by slice: the library `safetensors` takes all tensors of a file from memory."""
-    stored = create(path, tensors, metadata={"step": str(record.step)})
-    for tensor in tensors:
-        for index, part in _parts(record, tensor):
-            stored[tensor.name].open("r+")[index] = part
-    with path.open("r+b") as file:
-        os.fsync(file.fileno())
-
-
-def _parts(record: Record, tensor: _Tensor) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-    """Reads slices of a leaf, cast to the dtype of the file."""
-    for index, part in read_slices(record, tensor.leaf, make_context(0), _SLICE_BYTES):
-        stored = part.view(jnp.dtype(tensor.source)) if part.dtype != jnp.dtype(tensor.source) else part
-        yield index, cast_values(stored, tensor.dtype, leaf=tensor.leaf, remedy="export as bfloat16")
 
 
 def _existing(folder: pathlib.Path) -> list[pathlib.Path]:

@@ -11,6 +11,7 @@ from etils import epath
 from zero_jax.checkpoint.record import (
     COMMITTED,
     RECORD_FILE,
+    REPLACED,
     STEP,
     CheckpointError,
     CheckpointRemoved,
@@ -34,27 +35,29 @@ def list_step_folders(directory: str | os.PathLike[str]) -> list[int]:
     """
     directory = resolve_folder(directory)
     try:
-        names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-        steps = [int(match[1]) for match in map(STEP.fullmatch, names) if match]
-        paths = {step: step_path(directory, step) for step in steps}
-        folders = {step: path for step, path in paths.items() if path.name in names and path.is_dir()}
-        return sorted(s for s, path in folders.items() if not is_bucket(path) or (path / COMMITTED).exists())
+        paths = directory.iterdir() if directory.is_dir() else ()
+        steps = {int(match[1]) for path in paths if (match := STEP.fullmatch(path.name))}
+        folders = {step: step_folder(directory, step) for step in sorted(steps)}  # not of names such as step_9
+        return [s for s, x in folders.items() if x.is_dir() and (not is_bucket(x) or (x / COMMITTED).exists())]
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be read: {with_remedy(error)}") from error
 
 
-def newest_record(directory: str | os.PathLike[str]) -> tuple[Record | None, list[str]]:
-    """Returns the newest record that is valid and of its folder's step, and why newer ones are not.
+def step_folder(directory: epath.Path, step: int) -> epath.Path:
+    """Returns the folder of a step's checkpoint: the older one at the moment at which it is replaced by a newer one."""
+    path = step_path(directory, step)
+    replaced = path.with_name(path.name + REPLACED)
+    is_replaced = not is_bucket(path) and not path.exists() and (replaced / RECORD_FILE).exists()
+    return replaced if is_replaced else path
 
-    Checkpoints that a run deletes meanwhile are none of them.
-    """
-    directory, problems = resolve_folder(directory), {}
-    while steps := [step for step in list_step_folders(directory) if step not in problems]:
-        try:
-            return read_record(step_path(directory, steps[-1])), list(filter(None, problems.values()))
-        except CheckpointError as error:
-            problems[steps[-1]] = None if isinstance(error, CheckpointRemoved) else str(error)
-    return None, list(filter(None, problems.values()))
+
+def list_records(directory: str | os.PathLike[str]) -> list[Record]:
+    """Returns the records of the complete saves in `directory`, in order, as `list_steps` does their steps."""
+    directory, records = resolve_folder(directory), []
+    for step in list_step_folders(directory):
+        with contextlib.suppress(CheckpointError):
+            records.append(read_record(step_folder(directory, step)))
+    return records
 
 
 def list_steps(directory: str | os.PathLike[str]) -> list[int]:
@@ -62,17 +65,13 @@ def list_steps(directory: str | os.PathLike[str]) -> list[int]:
 
     Folders whose record cannot be read, or is of another step, are left out. Arrays are not read.
     """
-    directory, steps = resolve_folder(directory), []
-    for step in list_step_folders(directory):
-        with contextlib.suppress(CheckpointError):
-            steps.append(read_record(step_path(directory, step)).step)
-    return steps
+    return [record.step for record in list_records(directory)]
 
 
 def latest_step(directory: str | os.PathLike[str]) -> int | None:
     """Returns the newest step with a complete save, or None; see `list_steps`."""
-    record, _ = newest_record(directory)
-    return record.step if record else None
+    steps = list_steps(directory)
+    return steps[-1] if steps else None
 
 
 def steps_folder(path: str | os.PathLike[str]) -> epath.Path:
@@ -97,8 +96,8 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> tu
     folder = resolve_folder(path)
     if step is None and (folder / RECORD_FILE).exists():
         return read_record(folder), []
-    if STEP.fullmatch(folder.name) and folder.is_dir() and not list_step_folders(folder):
-        if step not in (None, int(folder.name.removeprefix("step_"))):
+    if (name := STEP.fullmatch(folder.name)) and folder.is_dir() and not list_step_folders(folder):
+        if step not in (None, int(name[1])):
             raise CheckpointError(f"{folder} is not the checkpoint of step {step}: give the folder above it")
         return read_record(folder), []
     folder = steps_folder(folder)
@@ -106,11 +105,16 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> tu
     if not steps or step not in (None, *steps):
         raise CheckpointError(f"{missing_message(folder, steps, step)}: give a run's folder, or another step")
     if step is not None:
-        return read_record(step_path(folder, step)), []
-    record, problems = newest_record(folder)
-    if record is None:
-        raise CheckpointError(all_damaged_message(folder, problems))
-    return record, problems
+        return read_record(step_folder(folder, step)), []
+    problems: dict[int, str] = {}
+    while untried := [number for number in steps if number not in problems]:
+        try:
+            return read_record(step_folder(folder, untried[-1])), [*problems.values()]
+        except CheckpointRemoved:
+            steps = list_step_folders(folder)  # a run has deleted it, or saved it again
+        except CheckpointError as error:
+            problems[untried[-1]] = str(error)
+    raise CheckpointError(all_damaged_message(folder, [*problems.values()]))
 
 
 def check_outside(folder: str | os.PathLike[str]) -> None:

@@ -10,7 +10,6 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,8 +52,8 @@ def check_index(record: Record) -> None:
     Values are not read.
     """
     stored = {name for name, leaf in record.leaves.items() if 0 not in leaf.stored_shape}
-    in_files = _ocdbt_names(record.path / STATE, "/.zarray")
-    if in_files is not None and in_files != stored:
+    in_files = _files_by_leaf(record.path / STATE).keys()
+    if in_files and in_files != stored:  # there are none where the index is damaged, as the leaves will say
         differing = sorted(in_files ^ stored)
         raise record.error(
             f"{record.path} is damaged: of {', '.join(map(repr, differing[:5]))}{', ...' if differing[5:] else ''} "
@@ -102,7 +101,7 @@ def leaf_error(record: Record, name: str, why: object) -> CheckpointError:
 
 def data_files(record: Record, name: str) -> list[str]:
     """Returns the data files of a leaf, by path in the checkpoint's folder; none if the index is damaged."""
-    return [f"{STATE}/{file}" for file in _ocdbt_files(record.path / STATE, f"{name}/".encode())]
+    return sorted(f"{STATE}/{file}" for file in _files_by_leaf(record.path / STATE, name).get(name, ()))
 
 
 def cut_slices(
@@ -206,40 +205,40 @@ def _read_ahead(record: Record, shardings: Mapping[str, NamedSharding]) -> Itera
     for name, sharding in shardings.items():
         # The words of PRNG keys, the stored form, are replicated.
         spec = PartitionSpec() if record.leaves[name].is_key else sharding.spec
-        reads = _ShardReads(record, name, NamedSharding(sharding.mesh, spec), context)
-        pending_bytes += reads.nbytes
-        pending.append((name, reads))
+        num_bytes, finish = _start_reads(record, name, NamedSharding(sharding.mesh, spec), context)
+        pending.append((name, num_bytes, finish))
+        pending_bytes += num_bytes
         while pending_bytes > _PENDING_BYTES and len(pending) > 1:
-            done, reads = pending.popleft()
-            pending_bytes -= reads.nbytes
-            yield done, reads.result()
-    for name, reads in pending:
-        yield name, reads.result()
+            done, num_bytes, finish = pending.popleft()
+            pending_bytes -= num_bytes
+            yield done, finish()
+    for name, _, finish in pending:
+        yield name, finish()
 
 
-class _ShardReads:
-    """Asynchronous reads of this process's shards of a leaf; replicas share a read."""
+def _start_reads(
+    record: Record, name: str, sharding: NamedSharding, context: tensorstore.Context
+) -> tuple[int, Callable[[], Array]]:
+    """Starts to read this process's shards of a leaf, of which replicas share one.
 
-    def __init__(self, record: Record, name: str, sharding: NamedSharding, context: Any) -> None:
-        self.record, self.name, self.sharding = record, name, sharding
-        self.leaf = record.leaves[name]
-        self.indices = sharding.addressable_devices_indices_map(self.leaf.stored_shape)
-        store = None if 0 in self.leaf.stored_shape else open_leaf(record, name, context)
-        self.reads = {str(index): store[index].read() for index in self.indices.values()} if store else {}
-        shard_size = math.prod(sharding.shard_shape(self.leaf.stored_shape))
-        self.nbytes = len(self.reads) * shard_size * jnp.dtype(self.leaf.stored_dtype).itemsize
+    Returns:
+      Their bytes, and a function that waits for them and returns the global array.
+    """
+    shape, dtype = record.leaves[name].stored_shape, jnp.dtype(record.leaves[name].stored_dtype)
+    shard_shape, indices = sharding.shard_shape(shape), sharding.addressable_devices_indices_map(shape)
+    store = None if 0 in shape else open_leaf(record, name, context)
+    reads = {str(index): store[index].read() for index in indices.values()} if store else {}
 
-    def result(self) -> Array:
-        """Waits for the shards, and returns the global array."""
-        dtype = jnp.dtype(self.leaf.stored_dtype)
+    def finish() -> Array:
         try:
-            parts = {key: np.asarray(read.result()) for key, read in self.reads.items()}
+            parts = {key: np.asarray(read.result()) for key, read in reads.items()}
         except ValueError as error:
-            raise leaf_error(self.record, self.name, error) from error
-        shape = self.leaf.stored_shape
-        empty = np.empty(self.sharding.shard_shape(shape), dtype)
-        shards = [jax.device_put(parts.get(str(index), empty), device) for device, index in self.indices.items()]
-        return jax.make_array_from_single_device_arrays(shape, self.sharding, shards, dtype=dtype)
+            raise leaf_error(record, name, error) from error
+        empty = np.empty(shard_shape, dtype)
+        shards = [jax.device_put(parts.get(str(index), empty), device) for device, index in indices.items()]
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=dtype)
+
+    return len(reads) * math.prod(shard_shape) * dtype.itemsize, finish
 
 
 def _decode(x: Array, leaf: SavedLeaf, sharding: NamedSharding) -> Array:
@@ -252,41 +251,28 @@ def _ocdbt_base(folder: epath.Path) -> str | dict[str, str]:
     return path if "://" in path else {"driver": "file", "path": path}
 
 
-def _ocdbt_files(folder: epath.Path, prefix: bytes) -> list[str]:
-    """Returns the files that have the keys with a prefix, by path in the store; none if its index is damaged."""
+def _files_by_leaf(folder: epath.Path, leaf: str = "") -> dict[str, set[str]]:
+    """Returns the data files of each leaf, by path in the folder, from the B-tree of OCDBT; {} if that is damaged.
+
+    Of the nodes beyond those of a `leaf`, if one is given, none is read.
+    """
+    files: dict[str, set[str]] = collections.defaultdict(set)
+
+    def visit(location: str, prefix: bytes) -> None:
+        node = tensorstore.ocdbt.dump(store, location).result()
+        for entry in node["entries"]:
+            key = prefix + entry["key"]
+            if not node["height"]:
+                place = entry.get("indirect_value", location)  # a small value is in the file of its node
+                # A place is `kind:folder:file:offset:length`, a key the leaf and `/.zarray` or the numbers of a chunk.
+                files[key.decode().rpartition("/")[0]].add("".join(place.split(":")[1:-2]))
+            elif key[: len(leaf_key)] <= leaf_key:
+                visit(entry["location"], prefix + entry.get("subtree_common_prefix", b""))
+
+    leaf_key = leaf.encode()
     try:
         store = tensorstore.KvStore.open(_ocdbt_base(folder)).result()
-        version = tensorstore.ocdbt.dump(store).result()["versions"][-1]
-        return sorted(_files_of(store, version["root"]["location"], prefix))
+        visit(tensorstore.ocdbt.dump(store).result()["versions"][-1]["root"]["location"], b"")
     except (ValueError, KeyError, IndexError):
-        return []
-
-
-def _ocdbt_names(folder: epath.Path, suffix: str) -> set[str] | None:
-    """Returns the keys that end with a suffix, without it, or None if the store's index is damaged."""
-    try:
-        store = tensorstore.KvStore.open({"driver": "ocdbt", "base": _ocdbt_base(folder)}).result()
-        keys = [key.decode(errors="replace") for key in store.list().result()]
-    except ValueError:
-        return None
-    return {key.removesuffix(suffix) for key in keys if key.endswith(suffix)}
-
-
-def _files_of(store: tensorstore.KvStore, location: str, prefix: bytes, before: bytes = b"") -> set[str]:
-    """Walks a B-tree of OCDBT; returns the files with values of a prefix (that of the node for inlined values)."""
-    files: set[str] = set()
-    node = tensorstore.ocdbt.dump(store, location).result()
-    for entry in node["entries"]:
-        key = before + entry["key"]
-        if node["height"]:
-            below = before + entry.get("subtree_common_prefix", b"")
-            if key[: len(prefix)] <= prefix:
-                files |= _files_of(store, entry["location"], prefix, below)
-        elif key.startswith(prefix):
-            files.add(_file(entry.get("indirect_value", location)))
+        return {}
     return files
-
-
-def _file(location: str) -> str:
-    """Takes the file out of `kind:folder:file:offset:length`."""
-    return location.split(":", 1)[1].rsplit(":", 2)[0].replace(":", "")

@@ -35,7 +35,8 @@ FORMAT = "zero_jax 1"
 STATE, RECORD = "state", "record"  # the two items of a step's folder
 RECORD_FILE = f"{RECORD}/metadata"
 COMMITTED = "commit_success.txt"  # in a bucket, the last object of a checkpoint
-STEP = re.compile(r"step_(\d+)")
+REPLACED = ".zero_jax-replaced"  # ends the name of an older checkpoint of a step, while the newer one gets its own
+STEP = re.compile(rf"step_(\d+)(?:{re.escape(REPLACED)})?")
 _MAX_RECORD_BYTES = 1 << 26
 _PLAIN_BYTES = frozenset({"bool", "int8", "uint8"})
 
@@ -162,7 +163,7 @@ def read_record(path: epath.Path) -> Record:
     try:
         content = parse_json(read_file(file, limit_bytes=_MAX_RECORD_BYTES))
     except (FileNotFoundError, NotADirectoryError) as error:
-        if not is_bucket(path) and not path.exists():
+        if not path.exists():
             raise CheckpointRemoved(path) from error
         names = first_names(path)
         names = f"; the folder holds {names}" if names else ""

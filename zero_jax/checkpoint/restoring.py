@@ -20,16 +20,22 @@ from etils import epath
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.checkpoint.finding import all_damaged_message, list_step_folders, missing_message, steps_folder
+from zero_jax.checkpoint.finding import (
+    all_damaged_message,
+    list_step_folders,
+    missing_message,
+    step_folder,
+    steps_folder,
+)
 from zero_jax.checkpoint.leaf_files import check_files, check_index, failed_elsewhere, read_arrays
-from zero_jax.checkpoint.record import CheckpointError, Record, SavedLeaf, read_record, step_path
+from zero_jax.checkpoint.record import CheckpointError, Record, SavedLeaf, read_record
 from zero_jax.checkpoint.saved_state import dtype_name, saved_leaves
 from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.device_put import put_global, reshard_array
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import printable
-from zero_jax.core.tree import PyTree
+from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.core.variables import MODEL_STATE, Variables
 from zero_jax.sharding.mesh import on_mesh
 from zero_jax.sharding.precision import init_loss_scale, resolve_precision
@@ -126,15 +132,21 @@ def restore(
         candidate = untried[-1]
         try:
             with on_mesh(mesh):
-                record, state = attempt.load_step(step_path(directory, candidate))
+                record, state = attempt.load_step(step_folder(directory, candidate))
         except CheckpointError as error:
             problems[candidate] = str(error)
             if step is None:
                 warn(f"checkpoint of step {candidate} passed over: {error}")
                 steps = _agreed_steps(directory)  # a run may delete it, and save newer ones
             continue
-        fields = {"step": record.step, "extra": record.extra, "loss": record.loss, "path": os.fspath(record.path)}
-        return Restored(state=state, warnings=tuple(warnings), **fields)
+        return Restored(
+            state=state,
+            step=record.step,
+            extra=record.extra,
+            loss=record.loss,
+            path=os.fspath(record.path),
+            warnings=tuple(warnings),
+        )
     if step is not None:
         raise CheckpointError(f"{problems[step]}; other checkpoints there: {sorted({*steps} - {step}) or 'none'}")
     raise CheckpointError(all_damaged_message(directory, [*problems.values()]))
@@ -174,33 +186,23 @@ class _Restore:
             target = {name: x for name, x in target.items() if _group(name) in _OF_THE_MODEL}
         missing = {name: x for name, x in target.items() if _group(name) in _OPTIONAL and name not in record.leaves}
         present = {name: x for name, x in target.items() if name not in missing}
-        resized = self.other_devices(record, present, saved_leaves(sharded))
+        stored = {**present, **self.of_other_devices(record, present, sharded)}
         try:
-            _check_leaves(record, {**present, **resized}, params_only=self.params_only)
+            _check_leaves(record, stored, params_only=self.params_only)
         except ValueError:
             with Agreement(failed_elsewhere):
                 check_index(record)  # of another model, or damaged?
             raise
-        arrays = read_arrays(record, {name: x.sharding for name, x in {**present, **resized}.items()}, mesh=self.mesh)
-        leaves = {name: _spread(arrays.pop(name), x) for name, x in present.items() if name in resized}
-        leaves |= {name: _cast(arrays.pop(name), x) for name, x in present.items() if name not in resized}
+        arrays = read_arrays(record, {name: x.sharding for name, x in stored.items()}, mesh=self.mesh)
+        leaves = {name: _fitted(arrays.pop(name), x) for name, x in present.items()}
         if self.params_only:
             tree = {"params": sharded.params, MODEL_STATE: sharded.model_state}
             variables = jax.tree.unflatten(jax.tree.structure(tree), [leaves[name] for name in target])
             key = jax.random.key(0) if self.key is None else self.key
             return record, init_state(Variables(**variables), self.tx, key, mesh=self.mesh, config=self.config)
         self.warn_of_casts(record, present)
-        if any(_group(name) == "loss_scale" for name in missing):
-            leaves |= self.fresh_loss_scale()
-        if new_errors := {name: x for name, x in missing.items() if _group(name) == _GRAD_ERRORS}:
-            self.warn(
-                f"the checkpoint has no errors of {len(new_errors)} quantized gradients (error feedback): they begin "
-                "with zeros"
-            )
-            zeros = lambda x: jax.jit(lambda: jnp.zeros(x.shape, x.dtype), out_shardings=x.sharding)()  # noqa: E731
-            leaves |= {name: zeros(x) for name, x in new_errors.items()}
-        ordered = [leaves[name] for name in target]
-        return record, self.to_stage(_rebuild(sharded, ordered), record)
+        leaves |= self.fresh_leaves(missing)
+        return record, self.to_stage(_rebuild(sharded, [leaves[name] for name in target]), record)
 
     def shapes(self, config: ZeroConfig, key: Any) -> TrainState:
         """Returns the shapes and shardings of the state under a config."""
@@ -221,15 +223,15 @@ class _Restore:
         )
         return dataclasses.replace(self.shapes(config, key), grad_errors=self.shapes(self.config, key).grad_errors)
 
-    def other_devices(
-        self, record: Record, target: Mapping[str, Any], leaves: Mapping[str, Any]
+    def of_other_devices(
+        self, record: Record, target: Mapping[str, Any], state: TrainState
     ) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the saved shapes of gradient errors of another number of devices, sharded as their params."""
-        saved_shapes, changes = {}, []
+        params, saved_shapes, changes = saved_leaves(state), {}, []
         for name, x in target.items():
             shape = record.leaves[name].shape if name in record.leaves else x.shape
             if _group(name) == _GRAD_ERRORS and shape[:1] != x.shape[:1] and shape[1:] == x.shape[1:]:
-                spec = leaves[name.replace(_GRAD_ERRORS, "params", 1)].sharding.spec
+                spec = params[name.replace(_GRAD_ERRORS, "params", 1)].sharding.spec
                 sharding = NamedSharding(self.mesh, PartitionSpec(None, *spec))
                 saved_shapes[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
                 changes.append((shape[0], x.shape[0]))
@@ -248,14 +250,22 @@ class _Restore:
         placed = jax.tree.map(_move, without_params, dataclasses.replace(target, params=None))
         return dataclasses.replace(placed, params=jax.tree.map(_move, masters, target.params))
 
-    def fresh_loss_scale(self) -> dict[str, Array]:
-        """Returns the first loss scale, for a state that was saved without one."""
-        self.warn("the checkpoint has no loss scale: starting with the first one")
-        scale = init_loss_scale(resolve_precision(self.config.precision).loss_scale)
-        replicated = NamedSharding(self.mesh, PartitionSpec())
-        assert scale is not None
-        fields = {field.name: getattr(scale, field.name) for field in dataclasses.fields(scale)}
-        return {f"loss_scale/{name}": put_global(np.asarray(x), replicated) for name, x in fields.items()}
+    def fresh_leaves(self, missing: Mapping[str, Any]) -> dict[str, Array]:
+        """Returns the first loss scale and errors of gradients, for a state that was saved without them."""
+        errors = {name: x for name, x in missing.items() if _group(name) == _GRAD_ERRORS}
+        leaves = {name: jnp.zeros(x.shape, x.dtype, device=x.sharding) for name, x in errors.items()}
+        if errors:
+            self.warn(
+                f"the checkpoint has no errors of {len(errors)} quantized gradients (error feedback): they begin with "
+                "zeros"
+            )
+        if missing.keys() - errors:
+            self.warn("the checkpoint has no loss scale: starting with the first one")
+            scale = init_loss_scale(resolve_precision(self.config.precision).loss_scale)
+            replicated = NamedSharding(self.mesh, PartitionSpec())
+            named = leaves_by_name({"loss_scale": scale}).items()
+            leaves |= {name: put_global(np.asarray(x), replicated) for name, x in named}
+        return leaves
 
     def warn_of_casts(self, record: Record, target: Mapping[str, Any]) -> None:
         """Warns of saved leaves that are not needed, and of leaves whose dtype changed."""
@@ -266,30 +276,29 @@ class _Restore:
             self.warn(
                 f"errors of {len(dropped)} quantized gradients were dropped: the config has no error feedback there"
             )
-        casts = collections.Counter(
-            (record.leaves[name].dtype, dtype_name(x))
-            for name, x in target.items()
-            if record.leaves[name].dtype != dtype_name(x)
-        )
-        for (old, new), count in casts.items():
-            self.warn(f"{count} leaves were saved as {old} and are {new} now")
+        dtypes = collections.Counter((record.leaves[name].dtype, dtype_name(x)) for name, x in target.items())
+        for (old, new), count in dtypes.items():
+            if old != new:
+                self.warn(f"{count} leaves were saved as {old} and are {new} now")
 
 
 def _check_leaves(record: Record, target: Mapping[str, Any], *, params_only: bool) -> None:
     """Raises for a checkpoint of another model or optimizer; one error lists all differences."""
     groups = {"params", *map(_group, target)} if params_only else set(map(_group, record.leaves)) - {*_OPTIONAL}
-    saved = {name: leaf for name, leaf in record.leaves.items() if _group(name) in groups}
-    absent = [name for name in target if name not in record.leaves]
-    extra = [name for name in saved if name not in target]
-    lines = [_absent_line(name, target[name], [x for x in extra if saved[x].shape == target[name].shape] or extra)
-             for name in absent]  # fmt: skip
-    lines += [f"{printable(name)}: the checkpoint has it, the state has not" for name in extra]
+    extra = [name for name in record.leaves if _group(name) in groups and name not in target]
+    lines = []
     for name, x in target.items():
         leaf = record.leaves.get(name)
-        if leaf and leaf.shape != tuple(x.shape):
+        if leaf is None:
+            alike = [other for other in extra if record.leaves[other].shape == x.shape]
+            hint = did_you_mean(name, alike or extra, " (it has {})")
+            wanted = f"{dtype_name(x)}{list(x.shape)}"
+            lines.append(f"{printable(name)}: the checkpoint has no such leaf{hint}, the state has {wanted}")
+        elif leaf.shape != tuple(x.shape):
             lines.append(f"{printable(name)}: saved as {list(leaf.shape)}, the state has {list(x.shape)}")
-        elif leaf and not _castable(leaf.dtype, dtype_name(x)):
+        elif leaf.dtype != dtype_name(x) and not (_is_float(leaf.dtype) and _is_float(dtype_name(x))):
             lines.append(f"{printable(name)}: saved as {leaf.dtype}, the state has {dtype_name(x)}")
+    lines += [f"{printable(name)}: the checkpoint has it, the state has not" for name in extra]
     if not lines:
         return
     lines.sort(key=lambda line: _group(line) not in _OF_THE_MODEL)
@@ -308,17 +317,8 @@ def _check_leaves(record: Record, target: Mapping[str, Any], *, params_only: boo
     raise ValueError(f"{record.path} does not fit the state:\n  " + "\n  ".join(shown) + f"\n{remedy}")
 
 
-def _absent_line(name: str, x: Any, extra: list[str]) -> str:
-    hint = did_you_mean(name, extra, " (it has {})")
-    return f"{printable(name)}: the checkpoint has no such leaf{hint}, the state has {dtype_name(x)}{list(x.shape)}"
-
-
-def _castable(old: str, new: str) -> bool:
-    if old == new:
-        return True
-    if old.startswith("key<") or new.startswith("key<"):
-        return False
-    return all(jnp.issubdtype(jnp.dtype(name), jnp.floating) for name in (old, new))
+def _is_float(dtype: str) -> bool:
+    return not dtype.startswith("key<") and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
 
 
 def _group(name: str) -> str:
@@ -335,13 +335,13 @@ def _move(x: Array, like: Any) -> Array:
     return reshard_array(_cast(x, like), like.sharding)
 
 
-def _spread(x: Array, like: Any) -> Array:
-    """Resizes errors of gradients to another number of devices: each gets an equal share of their sum."""
+def _fitted(x: Array, like: Any) -> Array:
+    """Casts an array; errors of gradients of another number of devices have equal shares of their sum."""
 
     def share(x: Array) -> Array:
         return jnp.broadcast_to(x.sum(0, keepdims=True) / like.shape[0], like.shape)
 
-    return jax.jit(share, out_shardings=like.sharding)(x)
+    return _cast(x, like) if x.shape == like.shape else jax.jit(share, out_shardings=like.sharding)(x)
 
 
 def _astype(x: Array, dtype: Any) -> Array:

@@ -11,7 +11,9 @@ import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -19,7 +21,7 @@ import jax.numpy as jnp
 
 from zero_jax.checkpoint.finding import list_steps
 from zero_jax.checkpoint.folder import CheckpointFolder
-from zero_jax.checkpoint.record import STATE, CheckpointError, read_record, record_to_json, resolve_folder, step_path
+from zero_jax.checkpoint.record import STATE, CheckpointError, Record, record_to_json, resolve_folder
 from zero_jax.checkpoint.saved_state import encode_state
 from zero_jax.checkpoint.writing import ArrayWrites
 from zero_jax.core.agreement import Agreement, OtherProcessFailed, Turns, from_first_process
@@ -33,6 +35,7 @@ from zero_jax.training import NonfiniteState, TrainState, nonfinite_leaves
 Log = Callable[[str], None]
 
 LOCK = "zero_jax.lock"
+_CHECKPOINTERS: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,9 +96,7 @@ class Checkpointer:
         self.num_saved = self.num_failed = 0
         self.blocked_seconds = 0.0
         self._config, self._log = config or CheckpointConfig(), log
-        self._thread: threading.Thread | None = None
-        self._died: tuple[int, BaseException] | None = None
-        self._losses: dict[int, float | None] = {}
+        self._under_way: tuple[int, Future[None]] | None = None  # a step, and its save in the background
         self._folder = CheckpointFolder(self.directory, log)
         self._lock = FolderLock(self.directory / LOCK, run=run)
         self._turns: Turns | None = None  # of the background threads
@@ -170,7 +171,7 @@ class Checkpointer:
         started = time.perf_counter()
         mesh = state.step.sharding.mesh  # type: ignore[union-attr]
         with on_mesh(mesh):
-            encoded, nonfinite = encode_state(state, mesh=mesh), nonfinite_leaves(state, mesh=mesh)
+            (arrays, leaves), nonfinite = encode_state(state, mesh=mesh), nonfinite_leaves(state, mesh=mesh)
         if nonfinite:
             if not allow_nonfinite:
                 raise NonfiniteState(step, nonfinite)
@@ -178,7 +179,7 @@ class Checkpointer:
         folder = self._folder.writing(step) / STATE
         try:
             with Agreement(lambda processes: OtherProcessFailed(f"process {processes} failed")):
-                record = record_to_json(step=step, loss=loss, leaves=encoded.leaves, extra=extra or {})
+                record = record_to_json(step=step, loss=loss, leaves=leaves, extra=extra or {})
                 if _is_primary():
                     self._folder.make()
                     self._lock.take()
@@ -187,9 +188,11 @@ class Checkpointer:
         except Exception as error:
             self._failed(step, error)
         else:
-            job = (step, loss, record, ArrayWrites(encoded.arrays, folder))
-            self._thread = threading.Thread(target=self._finish, args=job, name=f"checkpoint of step {step}")
-            self._thread.start()
+            writes = ArrayWrites(arrays, folder)
+            thread = ThreadPoolExecutor(1, thread_name_prefix=f"checkpoint of step {step}")
+            self._under_way = step, thread.submit(self._finish, step, record, writes)
+            thread.shutdown(wait=False)
+            _CHECKPOINTERS.add(self)
         finally:
             self.blocked_seconds = time.perf_counter() - started
 
@@ -199,14 +202,12 @@ class Checkpointer:
         Raises:
           RuntimeError: its background thread died of a bug, which the message has.
         """
-        if self._thread:
-            self._thread.join()
-            self._thread = None
-        if self._died:
-            (step, error), self._died = self._died, None
-            raise RuntimeError(
-                f"the background thread that saved step {step} died: {type(error).__name__}: {error}"
-            ) from error
+        if self._under_way:
+            (step, save), self._under_way = self._under_way, None
+            if error := save.exception():
+                raise RuntimeError(
+                    f"the background thread that saved step {step} died: {type(error).__name__}: {error}"
+                ) from error
 
     def close(self) -> None:
         """Waits for the last save and unlocks the folder.
@@ -220,52 +221,38 @@ class Checkpointer:
             self._lock.release()
             self._turns = None
 
-    def _finish(self, step: int, loss: float | None, record: bytes, writes: ArrayWrites) -> None:
+    def _finish(self, step: int, record: bytes, writes: ArrayWrites) -> None:
         """Writes a save, and then deletes older checkpoints; runs in the background thread."""
         try:
-            try:
-                self._write(step, record, writes)
-            except Exception as error:
-                self._failed(step, error)
-            else:
-                self.num_saved += 1
-                self._losses[step] = loss
-                self._delete_older(step)
-        except BaseException as error:
-            self._died = (step, error)
-
-    def _write(self, step: int, record: bytes, writes: ArrayWrites) -> None:
-        assert self._turns is not None
-        with Agreement(turns=self._turns):  # after it no process writes any more, whether one failed or none
-            writes.wait()
-        with Agreement(turns=self._turns):
-            if _is_primary():
-                writes.finalize()
-                self._folder.publish(step, record)
+            with Agreement(turns=self._turns):  # after it no process writes any more, whether one failed or none
+                writes.wait()
+            with Agreement(turns=self._turns):
+                if _is_primary():
+                    writes.finalize()
+                    self._folder.publish(step, record)
+        except Exception as error:
+            self._failed(step, error)
+        else:
+            self.num_saved += 1
+            self._delete_older(step)
 
     def _delete_older(self, step: int) -> None:
         if not _is_primary():
             return
         try:
             self._lock.take()
-            steps = self._folder.own_steps()
-            for old in set(steps) - self._steps_to_keep(steps) - {step}:
+            records = self._folder.own_records()
+            for old in {record.step for record in records} - self._steps_to_keep(records) - {step}:
                 self._folder.delete(old)
         except (OSError, FolderInUse, CheckpointError) as error:
             self._log(
                 f"the checkpoint of step {step} is saved, but an older one cannot be deleted: {with_remedy(error)}"
             )
 
-    def _steps_to_keep(self, steps: list[int]) -> set[int]:
-        losses = {step: self._loss_of(step) for step in steps}
-        ranked = sorted((loss, -step) for step, loss in losses.items() if loss is not None and math.isfinite(loss))
-        best = [-step for _, step in ranked[: self._config.keep_best]]
-        return {*steps[-self._config.keep_last :], *best}
-
-    def _loss_of(self, step: int) -> float | None:
-        if step not in self._losses:
-            self._losses[step] = read_record(step_path(self.directory, step)).loss
-        return self._losses[step]
+    def _steps_to_keep(self, records: list[Record]) -> set[int]:
+        finite = [record for record in records if record.loss is not None and math.isfinite(record.loss)]
+        best = sorted(finite, key=lambda record: (record.loss, -record.step))[: self._config.keep_best]
+        return {record.step for record in [*records[-self._config.keep_last :], *best]}
 
     def _failed(self, step: int, error: Exception) -> None:
         """Logs that a save failed, and removes its files."""
@@ -303,3 +290,14 @@ def _checked_step(step: Any) -> int:
     if not 0 <= number < 2**63:
         raise ValueError(f"step={step!r}: give the number of steps done, a whole number that is not negative")
     return number
+
+
+def _wait_for_all() -> None:
+    for checkpointer in list(_CHECKPOINTERS):
+        with contextlib.suppress(RuntimeError):
+            checkpointer.wait()
+
+
+# Orbax writes in pools of threads, and `concurrent.futures` closes all pools in an exit function of `threading`. The
+# last registered function runs first, so this one waits for saves before the pools close.
+threading._register_atexit(_wait_for_all)  # pyright: ignore[reportAttributeAccessIssue]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
-import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,7 +15,6 @@ from orbax.checkpoint.future import Future
 # Chunks are read completely, so they are small: another mesh should not read much more than its shards.
 _CHUNK_BYTES = 1 << 24
 _LEAST_CHUNK_BYTES = 1 << 13
-_UNDER_WAY: weakref.WeakSet[ArrayWrites] = weakref.WeakSet()
 
 
 class ArrayWrites:
@@ -41,7 +37,6 @@ class ArrayWrites:
 
         with ThreadPoolExecutor(1) as thread:  # the caller's may have an event loop, as in a notebook
             self._started = thread.submit(lambda: asyncio.run(save()))
-        _UNDER_WAY.add(self)
 
     def wait(self) -> None:
         """Waits until this process has written its part, or has stopped after an error.
@@ -104,14 +99,3 @@ def _error_of(write: Future) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-def _wait_for_all() -> None:
-    for writes in list(_UNDER_WAY):
-        with contextlib.suppress(Exception):
-            writes.wait()
-
-
-# Orbax writes its last file in a pool of threads, and `concurrent.futures` closes all pools in an exit function of
-# `threading`. The last registered function runs first, so this one waits before the pools close.
-threading._register_atexit(_wait_for_all)  # pyright: ignore[reportAttributeAccessIssue]

@@ -15,6 +15,7 @@ from zero_jax.hlo.layout import Array, Shape, arrays, parse_shape, tile_sizes
 from zero_jax.hlo.memory import Buffer, Heap, peak
 from zero_jax.hlo.network import NetworkTransfer, network_transfers
 from zero_jax.hlo.op_names import Phases, gathered_path, phase_of
-from zero_jax.hlo.program import CALLER, KINDS, Instruction, Program, parse
-from zero_jax.hlo.schedule import own_links, play
+from zero_jax.hlo.opcodes import COLLECTIVES, KINDS, split_opcode
+from zero_jax.hlo.program import Instruction, Program, parse
+from zero_jax.hlo.schedule import Costs, own_links, play
 from zero_jax.hlo.traffic import Collective, collectives, sent_bytes

@@ -3,18 +3,15 @@
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
 
 import numpy as np
 
 from zero_jax.hlo.custom_calls import Decode, kernel_call
-from zero_jax.hlo.layout import Array, arrays, parse_shape
+from zero_jax.hlo.layout import Array
+from zero_jax.hlo.opcodes import FREE, MOVES, SLICES
 from zero_jax.hlo.program import Instruction, Program, integers
 
-# No work of their own: names for parts of values, and what the schedule or a called computation accounts for.
-_FREE = re.compile(
-    r"tuple|get-tuple-element|bitcast|parameter|constant|after-all|add-dependency|opt-barrier|partition-id|replica-id|"
-    r"while|conditional|call|send|recv|[a-z-]+-(?:start|update|done)|async-.*"
-)
 _FREE_CUSTOM_CALLS = (
     "AllocateBuffer",
     "AsyncCollectiveStart",
@@ -28,9 +25,9 @@ _FREE_CUSTOM_CALLS = (
     "ZeroCrop",
 )
 _GEMMS = re.compile(r'custom_call_target="__cublas\$(?:lt\$)?(?:gemm|matmul)[^"]*"')
+# The attributes of a window, with what is left out; of `pad` the low side counts.
+_WINDOW = {"size": 1, "stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
 _DAY_CYCLES = 86_400 * 10**9
-_SAME_DATA = ("bitcast", "reshape", "convert", "copy", "transpose")
-_READS_PART = ("dynamic-slice", "slice", "gather")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,11 +63,11 @@ def cycles(instruction: Instruction) -> int | None:
 def roofline(program: Program, computation: str, instruction: Instruction, *, decode: Decode | None = None) -> Work:
     """Counts the flops of an instruction and the bytes that it moves to and from memory.
 
-    A fusion counts as a whole: `instruction` is outside of fusions. `decode` turns the bodies of Pallas kernels into
-    text.
+    A fusion counts as a whole: `instruction` is outside of fusions. `decode` reads the bodies of Pallas kernels.
     """
     opcode, line = instruction.opcode, instruction.line
-    if _FREE.fullmatch(opcode) or (opcode == "custom-call" and any(f'"{t}"' in line for t in _FREE_CUSTOM_CALLS)):
+    is_free = opcode in FREE or bool(instruction.part)
+    if is_free or (opcode == "custom-call" and any(f'"{t}"' in line for t in _FREE_CUSTOM_CALLS)):
         return Work(flops=0, bytes=0)
     num_bytes = _moved_bytes(program, computation, instruction)
     if opcode == "custom-call" and (call := kernel_call(program, computation, instruction, decode)):
@@ -102,7 +99,7 @@ def _dot_flops(program: Program, computation: str, instruction: Instruction, con
     match = re.search(contracting, instruction.line)
     left = _operand_arrays(program, computation, instruction)[0]
     inner = math.prod(left.dims[dim] for dim in integers(match[1])) if match else 1
-    return 2 * _first(instruction).num_elements * inner
+    return 2 * instruction.arrays[0].num_elements * inner
 
 
 def _convolution_flops(program: Program, computation: str, instruction: Instruction) -> float:
@@ -112,24 +109,14 @@ def _convolution_flops(program: Program, computation: str, instruction: Instruct
     operands = _operand_arrays(program, computation, instruction)
     if not labels or len(operands) < 2:
         return 0
-    left, kernel, out = (array.dims for array in (*operands[:2], _first(instruction)))
+    left, kernel, out = (array.dims for array in (*operands[:2], instruction.arrays[0]))
     window = re.search(r"window=\{([^}]*)\}", line)
     text = window[1] if window else ""
     spatial = [label for label in labels[3] if label.isdigit()]
     num_pairs = 1
     for place, label in enumerate(sorted(spatial, key=int)):
-        stride, left_dilation, dilation = (
-            _window(text, key, place, 1) for key in ("stride", "lhs_dilate", "rhs_dilate")
-        )
-        num_pairs *= _valid_pairs(
-            left[labels[1].index(label)],
-            _window(text, "size", place, 1),
-            out[labels[3].index(label)],
-            stride=stride,
-            low=_window(text, "pad", place, 0),
-            left_dilation=left_dilation,
-            dilation=dilation,
-        )
+        window = {key: _window(text, key, place, otherwise) for key, otherwise in _WINDOW.items()}
+        num_pairs *= _valid_pairs(left[labels[1].index(label)], out[labels[3].index(label)], window)
     features = out[labels[3].index("b")] * out[labels[3].index("f")] * kernel[labels[2].index("i")]
     groups = re.search(r"batch_group_count=(\d+)", line)
     return 2 * num_pairs * features / (int(groups[1]) if groups else 1)
@@ -141,20 +128,19 @@ def _window(text: str, key: str, place: int, otherwise: int) -> int:
     return int(match[1].split("x")[place].split("_")[0]) if match else otherwise
 
 
-def _valid_pairs(
-    num_left: int, num_kernel: int, num_out: int, *, stride: int, low: int, left_dilation: int, dilation: int
-) -> int:
+def _valid_pairs(num_left: int, num_out: int, window: Mapping[str, int]) -> int:
     """The pairs of an output and a kernel position along one dim that read an element of the input, not padding."""
-    at = np.arange(num_out)[:, None] * stride + np.arange(num_kernel)[None, :] * dilation - low
-    inside = (at >= 0) & (at <= (num_left - 1) * left_dilation) & (at % left_dilation == 0)
+    at = np.arange(num_out)[:, None] * window["stride"] + np.arange(window["size"]) * window["rhs_dilate"]
+    at = at - window["pad"]
+    inside = (at >= 0) & (at <= (num_left - 1) * window["lhs_dilate"]) & (at % window["lhs_dilate"] == 0)
     return int(inside.sum())
 
 
 def _moved_bytes(program: Program, computation: str, instruction: Instruction) -> int:
     opcode = instruction.opcode
     instructions = program.computations[computation]
-    operands = [_bytes(instructions[name].shape) if name in instructions else 0 for name in instruction.operands]
-    result = _bytes(instruction.shape)
+    operands = [_bytes(instructions[name]) if name in instructions else 0 for name in instruction.operands]
+    result = _bytes(instruction)
     if opcode in ("dynamic-slice", "slice"):
         return 2 * result
     if opcode == "gather":
@@ -168,23 +154,22 @@ def _moved_bytes(program: Program, computation: str, instruction: Instruction) -
     called = next(iter(instruction.called.values()))
     inner = program.computations.get(called, {})
     users = program.users(called)
-    parameters = [value for value in inner.values() if value.opcode == "parameter"]
-    num_read = sum(_read_bytes(inner, users, parameter) for parameter in parameters)
+    num_read = sum(_read_bytes(inner, users, parameter) for parameter in program.parameters(called))
     root = inner.get(program.roots.get(called, ""))
     return num_read + (_written_bytes(inner, root) if root else result)
 
 
 def _read_bytes(inner: dict[str, Instruction], users: dict[str, list[Instruction]], value: Instruction) -> int:
     """The bytes of a value inside a fusion that are read: the slices, if it is only sliced or updated in place."""
-    all_bytes, total = _bytes(value.shape), 0
+    all_bytes, total = _bytes(value), 0
     for user in users[value.name]:
         is_first = user.operands[0] == value.name and value.name not in user.operands[1:]
-        if user.opcode in _SAME_DATA:
-            total += _read_bytes(inner, users, user) * all_bytes // max(_bytes(user.shape), 1)
-        elif is_first and user.opcode in _READS_PART:
-            total += _bytes(user.shape)
+        if user.opcode in MOVES:
+            total += _read_bytes(inner, users, user) * all_bytes // max(_bytes(user), 1)
+        elif is_first and user.opcode in SLICES:
+            total += _bytes(user)
         elif is_first and user.opcode == "scatter":
-            total += _bytes(inner[user.operands[-1]].shape)
+            total += _bytes(inner[user.operands[-1]])
         elif not (is_first and user.opcode == "dynamic-update-slice"):
             return all_bytes
     return min(all_bytes, total)
@@ -195,22 +180,18 @@ def _written_bytes(inner: dict[str, Instruction], root: Instruction) -> int:
     outputs = [inner[name] for name in root.operands if name in inner] if root.opcode == "tuple" else [root]
     total = 0
     for output in outputs:
-        while output.opcode in _SAME_DATA and output.operands[0] in inner:
+        while output.opcode in MOVES and output.operands[0] in inner:
             output = inner[output.operands[0]]
         updates = {"dynamic-update-slice": 1, "scatter": -1}.get(output.opcode)
-        total += _bytes((output if updates is None else inner[output.operands[updates]]).shape)
+        total += _bytes(output if updates is None else inner[output.operands[updates]])
     return total
 
 
 def _operand_arrays(program: Program, computation: str, instruction: Instruction) -> list[Array]:
     instructions = program.computations[computation]
-    return [_first(instructions[name]) for name in instruction.operands if name in instructions]
+    return [instructions[name].arrays[0] for name in instruction.operands if name in instructions]
 
 
-def _first(instruction: Instruction) -> Array:
-    return next(arrays(parse_shape(instruction.shape)))
-
-
-def _bytes(shape: str) -> int:
-    """The bytes of all arrays in a shape, without padding."""
-    return sum(array.packed_bytes for array in arrays(parse_shape(shape)))
+def _bytes(instruction: Instruction) -> int:
+    """The bytes of all arrays of a result, without padding."""
+    return sum(array.packed_bytes for array in instruction.arrays)

@@ -1,44 +1,34 @@
 """Lists what a program moves between the device's memory and the host's."""
 
 import dataclasses
-import re
 from typing import Any
 
 from zero_jax.hlo.layout import Array, arrays, parse_shape
+from zero_jax.hlo.opcodes import COPIES
 from zero_jax.hlo.program import Instruction, parse
-from zero_jax.hlo.traffic import with_executions
+from zero_jax.hlo.traffic import Sent, with_executions
 
 HOST_SPACE = 5  # of a layout
-_START = re.compile(r"(copy|slice|dynamic-slice|dynamic-update-slice|fusion)-start")  # fusions are XLA:GPU's
+_MOVED_BY = COPIES | {"fusion"}  # fusions are XLA:GPU's
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HostTransfer:
+class HostTransfer(Sent):
     """An asynchronous copy between the memory of a device and that of its host.
 
     Attributes:
       name: The name of the instruction that starts it.
       computation: The name of the HLO computation that holds it.
       to_host: Whether it goes to the host, or comes from it.
-      num_bytes: The bytes of one execution.
+      sent_bytes: The bytes of one execution.
       num_executions: Executions in a run of the program.
     """
 
     name: str
     computation: str
     to_host: bool
-    num_bytes: int
+    sent_bytes: int
     num_executions: int
-
-    @property
-    def sent_bytes(self) -> int:
-        """The bytes of one execution, under the name by which branches of conditionals are compared."""
-        return self.num_bytes
-
-    @property
-    def total_bytes(self) -> int:
-        """The bytes of all executions."""
-        return self.num_bytes * self.num_executions
 
 
 def host_transfers(compiled: Any) -> tuple[HostTransfer, ...]:
@@ -55,21 +45,20 @@ def host_transfers(compiled: Any) -> tuple[HostTransfer, ...]:
         (computation, start.name): transfer
         for computation, instructions in program.computations.items()
         for start in instructions.values()
-        if _START.fullmatch(start.opcode) and (transfer := _transfer(computation, start))
+        if start.part == "start" and start.base in _MOVED_BY and (transfer := _transfer(computation, start))
     }
     return with_executions(program, by_key, None)
 
 
 def _transfer(computation: str, start: Instruction) -> HostTransfer | None:
     """Returns the transfer that an instruction starts, or None if it stays within the device's memory."""
-    shape = parse_shape(start.shape)
-    held = list(arrays(shape))
-    on_device = [array.num_bytes for array in held if array.space != HOST_SPACE]
-    if len(on_device) == len(held) or not on_device:
+    on_device = [array.num_bytes for array in start.arrays if array.space != HOST_SPACE]
+    if len(on_device) == len(start.arrays) or not on_device:
         return None
+    shape = parse_shape(start.shape)
     assert not isinstance(shape, Array)  # operands, results and a context
     result = shape[0 if start.opcode == "copy-start" else 1]
     to_host = any(array.space == HOST_SPACE for array in arrays(result))
     return HostTransfer(
-        name=start.name, computation=computation, to_host=to_host, num_bytes=max(on_device), num_executions=1
+        name=start.name, computation=computation, to_host=to_host, sent_bytes=max(on_device), num_executions=1
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 from zero_jax.hlo.host import HOST_SPACE
 from zero_jax.hlo.op_names import gathered_path, phase_of
+from zero_jax.hlo.opcodes import MOVES
 from zero_jax.hlo.program import Instruction, Program, parse
 from zero_jax.hlo.values import HloValue, LiveRanges
 
@@ -18,7 +19,7 @@ from zero_jax.hlo.values import HloValue, LiveRanges
 # is VMEM). Those of a GPU are parts of its memory.
 _DEVICE = 0
 _NEAR = 50  # steps within which a name is taken for that of an instruction without one
-_PASSES_NAME_ON = ("copy", "copy-start", "copy-done", "bitcast", "convert", "get-tuple-element", "reshape", "transpose")
+_PASSES_NAME_ON = MOVES | {"get-tuple-element"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -273,7 +274,7 @@ def _op_name(program: Program, computation: str, instruction: Instruction) -> st
         if name := instruction.op_name:
             return name
         operands = instruction.operands
-        passes = instruction.opcode in _PASSES_NAME_ON or (instruction.opcode == "fusion" and len(operands) == 1)
+        passes = instruction.base in _PASSES_NAME_ON or (instruction.opcode == "fusion" and len(operands) == 1)
         operand = program.computations[computation].get(operands[0]) if operands else None
         if not passes or operand is None:
             return ""

@@ -8,20 +8,21 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast"
+from zero_jax.hlo.layout import Array, arrays, parse_shape
+from zero_jax.hlo.opcodes import KINDS, MOVES, calls, split_opcode
+
 _ANY_COLLECTIVE = re.compile(rf" (?:{KINDS})(?:-start)?\(")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?(\S+) = (.*?) ([a-z][\w-]*)\(")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+)[\s(].*\{$")
 _END = re.compile(r"\}(, execution_thread=.*)?$")  # of a computation
 _LAYOUT_OR_COMMENT = re.compile(r"\{[^}]*\}|/\*.*?\*/")
-CALLER = re.compile(r"while|fusion|call|conditional|custom-call|[a-z-]+-start")
 _CALLED = re.compile(r"\b(body|condition|calls|to_apply|(?:true|false)_computation)=%?([^\s,}]+)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CALLED_LISTS = re.compile(r"\b(?:branch|called)_computations=\{([^}]*)\}")
 _COMPARE = {"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge}
 _ARITHMETIC = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "minimum": min, "maximum": max}
 _LITERAL = re.compile(r" constant\((\{[-\d{}, ]*\})\)")  # an array of integers
-_PASS_THROUGH = ("copy", "copy-start", "copy-done", "convert", "bitcast", "reshape", "opt-barrier")
+_PASS_THROUGH = (MOVES - {"transpose"}) | {"opt-barrier"}  # the integers of an array stay in order
 
 
 class Instruction(NamedTuple):
@@ -32,6 +33,21 @@ class Instruction(NamedTuple):
     shape: str
     line: str
     operands_at: int
+
+    @property
+    def base(self) -> str:
+        """Its opcode; of a part of an asynchronous operation, that of the whole."""
+        return split_opcode(self.opcode)[0]
+
+    @property
+    def part(self) -> str:
+        """`start`, `update` or `done` for a part of an asynchronous operation, else ''."""
+        return split_opcode(self.opcode)[1]
+
+    @property
+    def arrays(self) -> list[Array]:
+        """The arrays of its result, in order."""
+        return list(arrays(parse_shape(self.shape)))
 
     @property
     def op_name(self) -> str:
@@ -110,7 +126,7 @@ class Program:
                     self.computations[computation][instruction.name] = instruction
                     if match[1]:
                         self.roots[computation] = instruction.name
-                    if CALLER.fullmatch(instruction.opcode):
+                    if calls(instruction.opcode):
                         for called in instruction.called.values():
                             self.callers[called].append((computation, instruction))
                 elif _ANY_COLLECTIVE.search(line):
@@ -145,6 +161,11 @@ class Program:
         """Yields the instructions of all computations."""
         for computation in self.computations.values():
             yield from computation.values()
+
+    def parameters(self, computation: str) -> list[Instruction]:
+        """The parameters of a computation, by their number."""
+        found = (value for value in self.computations.get(computation, {}).values() if value.opcode == "parameter")
+        return sorted(found, key=lambda parameter: int(parameter.operands[0]))
 
     def users(self, computation: str) -> dict[str, list[Instruction]]:
         """The instructions that read each value of a computation."""
@@ -228,7 +249,7 @@ class Program:
             return value(operands[0], (int(match[1]), *path))
         if opcode == "tuple" and path:
             return value(operands[path[0]], path[1:])
-        if opcode in _PASS_THROUGH or (opcode == "while" and self._keeps(instruction.called["body"], path)):
+        if instruction.base in _PASS_THROUGH or (opcode == "while" and self._keeps(instruction.called["body"], path)):
             return value(operands[0], path)
         if opcode == "broadcast" and isinstance(scalar := value(operands[0]), int):
             return f"{{{scalar}}}"

@@ -11,19 +11,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from zero_jax.hlo.host import HostTransfer
 from zero_jax.hlo.network import NetworkTransfer, rendezvous
-from zero_jax.hlo.program import KINDS, Instruction, Program
+from zero_jax.hlo.opcodes import COLLECTIVES
+from zero_jax.hlo.program import Instruction, Program
 from zero_jax.hlo.traffic import Collective
 
 Key = tuple[str, str]
-_WRAPPERS = "async|call|custom-call|fusion"
-_DONE = re.compile(rf"({KINDS}|{_WRAPPERS})-done")
-_LAUNCH = re.compile(rf"({KINDS}|{_WRAPPERS})-start")
-_COLLECTIVE = re.compile(KINDS)
-# Prefetches between HBM and VMEM run on engines of their own; the `-update`s and `-done`s have no work of their own.
-_FREE = re.compile(
-    r"(copy|slice|dynamic-slice|dynamic-update-slice)-(start|done)|(send|recv)(-done)?|[a-z-]+-update|parameter|constant"
-)
-_COPY_DONE = re.compile(r"(copy|slice|dynamic-slice|dynamic-update-slice)-done")
+_NO_TIME = frozenset({"parameter", "constant", "send", "recv"})
 _THREAD = re.compile(r'async_execution_thread="(sparsecore)"')
 _NUM_NAMES = 3
 _NETWORK = "network"  # between slices
@@ -80,28 +73,50 @@ class Timeline:
         )
 
 
+def own_links(collective: Collective) -> frozenset[Hashable]:
+    """Returns links that a collective shares with those of the same groups or pairs of devices alone."""
+    return frozenset((collective.source_target_pairs or frozenset(collective.replica_groups),))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Functions that return the seconds of one execution, with its links or its engine to itself.
+
+    Attributes:
+      instruction: Of an instruction in a computation that is no collective; it is asked about fusions, never about what
+        is inside them.
+      collective: Of a collective.
+      transfer: Of a transfer between slices.
+      copy: Of a copy from or to the host.
+      is_kernel: Whether an instruction counts in `kernel_seconds`; it is asked about custom calls.
+      links_of: The links that a collective takes, under any names. By default those of the same groups of devices share
+        them; other groups, and permutes along other pairs (the two directions of a ring), have their own.
+    """
+
+    instruction: Callable[[Program, str, Instruction], float]
+    collective: Callable[[Collective], float]
+    transfer: Callable[[NetworkTransfer], float] = lambda transfer: 0.0
+    copy: Callable[[HostTransfer], float] = lambda copy: 0.0
+    is_kernel: Callable[[Program, str, Instruction], bool] = lambda program, computation, instruction: False
+    links_of: Callable[[Collective], frozenset[Hashable]] = own_links
+
+
 def play(
     program: Program,
     listed: Sequence[Collective],
+    costs: Costs,
     *,
-    seconds_of: Callable[[Program, str, Instruction], float],
-    link_seconds: Callable[[Collective], float],
-    is_kernel: Callable[[Program, str, Instruction], bool] = lambda program, computation, instruction: False,
     transfers: Sequence[NetworkTransfer] = (),
-    network_seconds: Callable[[NetworkTransfer], float] = lambda transfer: 0.0,
     copies: Sequence[HostTransfer] = (),
-    host_seconds: Callable[[HostTransfer], float] = lambda transfer: 0.0,
-    links_of: Callable[[Collective], frozenset[Hashable]] | None = None,
     unknown_trip_count: int | None = None,
 ) -> Timeline:
     """Plays the schedule of a program as events on one device.
 
     Ordinary instructions and synchronous collectives follow one another. An asynchronous collective begins when it is
     started and its links are free, and its done waits for it. Collectives that share a link queue up; others run side
-    by side. A loop's body is
-    played once, from an idle network, and repeated; what is in flight around a loop is put back by the loop's own
-    collectives. Of a conditional, the slower branch. Conditions of loops, and XLA:TPU's copies between HBM and VMEM
-    (`copy-start`, `slice-start`), which run on engines of their own, cost nothing.
+    by side. A loop's body is played once, from an idle network, and repeated; what is in flight around a loop is put
+    back by the loop's own collectives. Of a conditional, the slower branch. Conditions of loops, and XLA:TPU's copies
+    between HBM and VMEM (`copy-start`, `slice-start`), which run on engines of their own, cost nothing.
 
     A call on a SparseCore begins where it gets its operands: at its start, or at the first update with operands. The
     SparseCores run one call at a time, whatever its links: XLA:TPU gives all of them the same core.
@@ -112,16 +127,9 @@ def play(
     Args:
       program: The program, as scheduled (`is_scheduled=true`).
       listed: Its collectives, of `collectives`; others take no time (it leaves out those of rarer branches).
-      seconds_of: The time of an instruction in a computation that is no collective; it is asked about fusions,
-        never about what is inside them.
-      link_seconds: The time of one execution of a collective with its links to itself.
-      is_kernel: Whether an instruction counts in `kernel_seconds`; it is asked about custom calls.
+      costs: What takes how long.
       transfers: What it exchanges with other slices, of `network_transfers`: from a `send` to the `recv-done`.
-      network_seconds: The time of one execution of a transfer with the network to itself.
       copies: What it copies from and to its host, of `host_transfers`. The two directions run side by side.
-      host_seconds: The time of one execution of a copy with its direction to itself.
-      links_of: The links that a collective takes, under any names. None lets those of the same groups of devices share
-        them; other groups, and permutes along other pairs (the two directions of a ring), have their own.
       unknown_trip_count: The iterations of a loop whose trip count the text does not settle.
 
     Raises:
@@ -129,13 +137,10 @@ def play(
     """
     player = _Player(
         program=program,
+        costs=costs,
         by_key={(collective.computation, collective.name): collective for collective in listed},
-        network={(transfer.computation, transfer.name): network_seconds(transfer) for transfer in transfers},
-        copies={(copy.computation, copy.name): (_HOST[copy.to_host], host_seconds(copy)) for copy in copies},
-        seconds_of=seconds_of,
-        link_seconds=link_seconds,
-        links_of=links_of or own_links,
-        is_kernel=is_kernel,
+        network={(transfer.computation, transfer.name): costs.transfer(transfer) for transfer in transfers},
+        copies={(copy.computation, copy.name): (_HOST[copy.to_host], costs.copy(copy)) for copy in copies},
         unknown_trip_count=unknown_trip_count,
     )
     run = player.computation(program.entry)
@@ -150,11 +155,6 @@ def play(
         kernel_seconds=run.kernel_seconds,
         overlaps={key: overlap for key, overlap in player.overlaps.items() if key not in player.copies},
     )
-
-
-def own_links(collective: Collective) -> frozenset[Hashable]:
-    """Returns links that a collective shares with those of the same groups or pairs of devices alone."""
-    return frozenset((collective.source_target_pairs or frozenset(collective.replica_groups),))
 
 
 @dataclasses.dataclass
@@ -221,16 +221,13 @@ class _Clock:
 
 @dataclasses.dataclass(kw_only=True)
 class _Player:
-    """Plays computations, each once; the functions are those of `play`."""
+    """Plays computations, each once."""
 
     program: Program
+    costs: Costs
     by_key: Mapping[Key, Collective]
     network: Mapping[Key, float]
     copies: Mapping[Key, tuple[str, float]]
-    seconds_of: Callable[[Program, str, Instruction], float]
-    link_seconds: Callable[[Collective], float]
-    links_of: Callable[[Collective], frozenset[Hashable]]
-    is_kernel: Callable[[Program, str, Instruction], bool]
     unknown_trip_count: int | None
     played: dict[str, _Clock] = dataclasses.field(default_factory=dict)
     overlaps: dict[Key, Overlap] = dataclasses.field(default_factory=dict)
@@ -248,7 +245,7 @@ class _Player:
     def run(self, run: _Clock, computation: str) -> None:
         """Plays the instructions of a computation on a clock that may run already."""
         for instruction in self.program.computations[computation].values():
-            opcode, key = instruction.opcode, (computation, instruction.name)
+            opcode, part, key = instruction.opcode, instruction.part, (computation, instruction.name)
             if key in self.by_key:
                 self.collective(run, self.by_key[key], handle=key)
             elif key in self.network:
@@ -257,10 +254,12 @@ class _Player:
             elif key in self.copies:
                 direction, seconds = self.copies[key]
                 run.in_flight.append(run.enqueue(key, frozenset((direction,)), key, seconds))
-            elif _COPY_DONE.fullmatch(opcode):
-                self.done(run, self.started_by(computation, instruction))
             elif opcode == "recv-done":
                 self.done(run, (_NETWORK, rendezvous(self.operand(computation, instruction))))
+            elif part == "done":
+                self.done(run, self.started_by(computation, instruction))
+            elif part == "update":
+                self.handed_over(run, computation, instruction)
             elif opcode == "while":
                 body = self.computation(instruction.called["body"])
                 run.repeat(body, self.num_trips(computation, instruction, body), computation, instruction)
@@ -270,17 +269,12 @@ class _Player:
             elif opcode == "call":
                 for called in instruction.called.values():
                     self.run(run, called)
-            elif _LAUNCH.fullmatch(opcode) or opcode == "fusion":
-                if opcode == "fusion" or instruction.operands:
-                    self.wrapped(run, computation, instruction)
-            elif opcode.endswith("-update"):
-                self.handed_over(run, computation, instruction)
-            elif _DONE.fullmatch(opcode):
-                self.done(run, self.started_by(computation, instruction))
-            elif not (_FREE.fullmatch(opcode) or _COLLECTIVE.fullmatch(opcode)):
-                seconds = self.seconds_of(self.program, computation, instruction)
+            elif opcode == "fusion" or (part == "start" and instruction.operands):
+                self.wrapped(run, computation, instruction)
+            elif not (part or opcode in _NO_TIME or opcode in COLLECTIVES):
+                seconds = self.costs.instruction(self.program, computation, instruction)
                 run.compute(seconds, computation, instruction)
-                if opcode == "custom-call" and self.is_kernel(self.program, computation, instruction):
+                if opcode == "custom-call" and self.costs.is_kernel(self.program, computation, instruction):
                     run.kernel_seconds += seconds
 
     def num_trips(self, computation: str, loop: Instruction, body: _Clock) -> int:
@@ -306,7 +300,7 @@ class _Player:
         elif instruction.opcode == "fusion" and self.ends(called):
             self.done(run, self.chain(called), first_only=True)
         elif instruction.opcode == "fusion":
-            run.compute(self.seconds_of(self.program, computation, instruction), computation, instruction)
+            run.compute(self.costs.instruction(self.program, computation, instruction), computation, instruction)
         elif called:  # what is computed on the side is taken to be computed where it starts
             run.repeat(self.computation(called), 1, computation, instruction)
 
@@ -323,7 +317,7 @@ class _Player:
         instructions = self.program.computations.get(computation, {})
         inside = [self.by_key[computation, name] for name in instructions if (computation, name) in self.by_key]
         for instruction in instructions.values():
-            if instruction.opcode in ("call", "fusion") or _LAUNCH.fullmatch(instruction.opcode):
+            if instruction.opcode in ("call", "fusion") or instruction.part == "start":
                 for called in instruction.called.values():
                     inside += self.inside(called)
         return inside
@@ -333,7 +327,7 @@ class _Player:
     ) -> None:
         """Starts a collective; a synchronous one ends at once. What runs on an engine of its own takes that, too."""
         key = collective.computation, collective.name
-        flight = run.enqueue(key, self.links_of(collective) | engine, handle, self.link_seconds(collective))
+        flight = run.enqueue(key, self.costs.links_of(collective) | engine, handle, self.costs.collective(collective))
         if collective.is_async:
             run.in_flight.append(flight)
         else:
@@ -369,14 +363,14 @@ class _Player:
         """The key of the start that a `-done` belongs to, through `-update`s."""
         instructions = self.program.computations[computation]
         name = done.operands[0]
-        while name in instructions and instructions[name].opcode.endswith("-update"):
+        while name in instructions and instructions[name].part == "update":
             name = instructions[name].operands[0]
         return computation, name
 
     def chain(self, computation: str) -> Hashable:
         """What the fusions that start, drive on and end one collective have in common: kind, channel and chain."""
         for instruction in self.program.computations[computation].values():
-            if re.fullmatch(KINDS, instruction.opcode):
+            if instruction.opcode in COLLECTIVES:
                 marks = re.findall(r'\b(?:channel_id=\d+|chain_id="\d+")', instruction.line)
                 return (instruction.opcode, *marks)
         return computation

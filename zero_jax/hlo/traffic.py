@@ -15,11 +15,11 @@ from typing import Any
 
 from zero_jax.hlo.groups import Groups, groups_of, rings
 from zero_jax.hlo.layout import Array, arrays, parse_shape
-from zero_jax.hlo.program import CALLER, KINDS, Instruction, Program, integers, parse
+from zero_jax.hlo.opcodes import COLLECTIVES, calls
+from zero_jax.hlo.program import Instruction, Program, integers, parse
 
 # How often the whole array goes round a ring of g devices, in units of (g - 1) / g; the other kinds send it in one hop.
 _RING_PASSES = {"all-gather": 1, "all-reduce": 2, "reduce-scatter": 1, "all-to-all": 1, "ragged-all-to-all": 1}
-_KIND = re.compile(rf"({KINDS})(-start)?")
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+, ?\d+\},? ?)*)\}")
 _SLICES = re.compile(r"slice_sizes=\{(\{.*?\})\}")
 
@@ -97,9 +97,9 @@ def collectives(compiled: Any, *, unknown_trip_count: int | None = None) -> tupl
     chains: dict[tuple, list[tuple[str, str]]] = collections.defaultdict(list)
     for computation, instructions in program.computations.items():
         for instruction in instructions.values():
-            kind = _KIND.fullmatch(instruction.opcode)
             # A -start that calls a computation wraps a collective that is printed, and listed, in there.
-            if kind and not (kind[2] and instruction.called.get("calls")):
+            wraps = instruction.part and (instruction.part != "start" or instruction.called.get("calls"))
+            if instruction.base in COLLECTIVES and not wraps:
                 key = computation, instruction.name
                 by_key[key] = collective = _collective(program, computation, instruction)
                 if "async_collective_fusion_config" in instruction.line:
@@ -159,7 +159,7 @@ def _executions(
                 counts.update({key: count * (trips + 1) for key, count in condition.items()})
             elif instruction.opcode == "conditional":
                 counts.update(max(map(within, instruction.called.values()), key=sent))
-            elif CALLER.fullmatch(instruction.opcode):
+            elif calls(instruction.opcode):
                 for called in instruction.called.values():
                     counts.update(within(called))
         return counts
@@ -169,7 +169,7 @@ def _executions(
 
 def _collective(program: Program, computation: str, instruction: Instruction) -> Collective:
     """Reads one instruction; `num_executions` is not known from it."""
-    line, kind = instruction.line, instruction.opcode.removesuffix("-start")
+    line, kind = instruction.line, instruction.base
     try:
         sent = _sent_arrays(instruction, kind)
         if slices := _SLICES.search(line) if kind == "collective-permute" else None:
@@ -188,7 +188,7 @@ def _collective(program: Program, computation: str, instruction: Instruction) ->
     elif kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"
     hops = _RING_PASSES[kind] * (size - 1) if kind in _RING_PASSES else size * (size > 1)
-    wrapped = any(call.opcode.endswith("-start") for _, call in program.callers[computation])
+    wrapped = any(call.part == "start" for _, call in program.callers[computation])
     channel = re.search(r"\bchannel_id=(\d+)", line)
     return Collective(
         kind=kind,
@@ -201,7 +201,7 @@ def _collective(program: Program, computation: str, instruction: Instruction) ->
         sent_bytes=full_bytes * hops / size,
         num_executions=1,
         channel_id=int(channel[1]) if channel else None,
-        is_async=(instruction.opcode.endswith("-start") and '"is_sync":true' not in line)
+        is_async=(instruction.part == "start" and '"is_sync":true' not in line)
         or "async_collective_fusion" in line
         or wrapped,
         op_name=instruction.op_name,
@@ -218,7 +218,7 @@ def _attribute(pattern: re.Pattern, line: str) -> str:
 def _sent_arrays(instruction: Instruction, kind: str) -> list[Array]:
     """The arrays of a collective's result; of a `-start`, which yields (operands, results, ...), the results."""
     shape = parse_shape(instruction.shape)
-    if instruction.opcode.endswith("-start") and not isinstance(shape, Array):
+    if instruction.part and not isinstance(shape, Array):
         # An older all-reduce-start yields its results alone.
         shape = shape if kind == "all-reduce" and isinstance(shape[0], Array) else shape[1]
     sent = list(arrays(shape))

@@ -10,18 +10,11 @@ import re
 from collections.abc import Iterator
 
 from zero_jax.hlo.layout import Array, Shape, arrays, parse_shape
+from zero_jax.hlo.opcodes import ELEMENTWISE, FORWARDS, IN_PLACE, UPDATES
 from zero_jax.hlo.program import Instruction, Program, integers
 
 Tree = int | tuple["Tree", ...]
 
-_FORWARDS = frozenset({"bitcast", "opt-barrier", "domain", "add-dependency"})
-_ELEMENTWISE = frozenset(
-    "abs add and atan2 bitcast cbrt ceil clamp compare complex convert cosine divide erf exponential "
-    "exponential-minus-one floor imag is-finite log log-plus-one logistic maximum minimum multiply negate not or power "
-    "real reduce-precision remainder round-nearest-afz round-nearest-even rsqrt select shift-left "
-    "shift-right-arithmetic shift-right-logical sign sine sqrt subtract tan tanh tuple xor".split()
-)
-_IN_PLACE = frozenset({"dynamic-update-slice", "scatter", "all-reduce", "all-reduce-start", "sort"})
 _ALIASING_LISTS = re.compile(r'"aliasing_operands":\{"lists":\[((?:\{[^}]*\},?)*)\]')
 _OUTPUT_ALIASING = re.compile(r"output_to_operand_aliasing=\{(.*?\)\s*)\}(?:,|$)")
 _ALIAS_ENTRY = re.compile(r"\{([\d, ]*)\}:\s*\((\d+),\s*\{([\d, ]*)\}")
@@ -120,7 +113,7 @@ class LiveRanges:
                 tree = tuple(operands)
             elif opcode == "get-tuple-element":
                 tree = _at(operands[0], [int(re.findall(r"\bindex=(\d+)", instruction.line)[-1])])
-            elif opcode in _FORWARDS:
+            elif opcode in FORWARDS:
                 tree = operands[0]
             else:
                 tree = self._execute(computation, instruction, operands)
@@ -139,7 +132,7 @@ class LiveRanges:
             return self._branches(computation, instruction, operands)
         if opcode == "call":
             return self._visit(next(iter(called.values())), dict(enumerate(operands)))
-        if opcode.endswith(("-done", "-update")):
+        if instruction.part in ("done", "update"):
             return _finished(opcode, instruction, operands[0])
         forwarded = _forwarded(opcode, parse_shape(instruction.shape), operands)
         result = self._new(parse_shape(instruction.shape), computation, instruction, forwarded)
@@ -203,12 +196,12 @@ class LiveRanges:
 
     def _reusable(self, instruction: Instruction, num_operands: int) -> list[int]:
         """The operands that the results may be written over, if nobody needs them any more."""
-        if instruction.opcode in _IN_PLACE:
-            return [0] if instruction.opcode in ("dynamic-update-slice", "scatter") else list(range(num_operands))
+        if instruction.opcode in IN_PLACE:
+            return [0] if instruction.opcode in UPDATES else list(range(num_operands))
         if instruction.opcode == "fusion":
             numbers = _reused_in_fusion(self.program, instruction.called["calls"])
             return [number for number in numbers if number < num_operands]
-        return list(range(num_operands)) if instruction.opcode in _ELEMENTWISE else []
+        return list(range(num_operands)) if instruction.opcode in ELEMENTWISE else []
 
     def _share(self) -> None:
         """Writes a result over an operand of its size, where no value of the operand's buffer is needed later."""
@@ -269,8 +262,7 @@ def _finished(opcode: str, instruction: Instruction, started: Tree) -> Tree:
     if opcode == "recv-done":
         return (started[0], started[-1])
     result = started[0 if opcode == "copy-done" else 1]
-    num_arrays = len(list(arrays(parse_shape(instruction.shape))))
-    return result if len(list(leaves(result))) == num_arrays else started
+    return result if len(list(leaves(result))) == len(instruction.arrays) else started
 
 
 def _updated_in_place(program: Program, start: Instruction) -> int | None:
@@ -293,12 +285,11 @@ def _reused_in_fusion(program: Program, computation: str) -> tuple[int, ...]:
 
     @functools.cache
     def maps(name: str) -> bool:
-        in_place = all(user.opcode in _ELEMENTWISE or _updates(user, name) for user in users[name])
+        in_place = all(user.opcode in ELEMENTWISE or _updates(user, name) for user in users[name])
         return in_place and all(maps(user.name) for user in users[name])
 
-    parameters = [value for value in program.computations[computation].values() if value.opcode == "parameter"]
-    return tuple(sorted(_number(parameter) for parameter in parameters if maps(parameter.name)))
+    return tuple(_number(parameter) for parameter in program.parameters(computation) if maps(parameter.name))
 
 
 def _updates(user: Instruction, name: str) -> bool:
-    return user.opcode in ("dynamic-update-slice", "scatter") and user.operands[0] == name
+    return user.opcode in UPDATES and user.operands[0] == name

@@ -14,11 +14,11 @@ from zero_jax.core.tree import PyTree
 from zero_jax.planning.estimates import Estimator, Policy, setting_config
 from zero_jax.planning.job import Job, batch_of
 from zero_jax.planning.links import model_sizes
-from zero_jax.planning.plans import compile_plan, make_job
-from zero_jax.planning.process import CompileOptions
+from zero_jax.planning.plans import make_job
+from zero_jax.planning.process import CompileOptions, compile_plan
 from zero_jax.planning.ranking import Candidate, Outcome, Ranking
 from zero_jax.planning.report import PlanReport
-from zero_jax.planning.search import Space, candidates, search
+from zero_jax.planning.search import Search, Space, candidates
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.training import MeshLoss, ZeroConfig
 from zero_jax.transforms import resolve_remat
@@ -117,42 +117,26 @@ def plan_auto(
       ValueError: an unknown topology, or a batch that no setting divides.
       Exception: what a loss function, or `init_fn`, raises when it is traced as it is, before the search.
     """
-    check_arguments(stages=stages, replicas=replicas, models=models, remats=remats, temporaries=temporaries)
-    check_arguments(attentions=attentions, overlaps=overlaps, offloads=offloads, quantizes=quantizes)
-    check_arguments(batch_sizes=batch_sizes, max_num_microbatches=max_num_microbatches, max_compiles=max_compiles)
-    check_arguments(host_memory_bytes=host_memory_bytes)
+    tried = {
+        "stages": stages,
+        "replicas": replicas,
+        "models": models,
+        "remats": remats,
+        "attentions": attentions,
+        "overlaps": overlaps,
+        "offloads": offloads,
+        "quantizes": quantizes,
+        "batch_sizes": batch_sizes,
+        "max_num_microbatches": max_num_microbatches,
+    }
+    check_arguments(**tried, temporaries=temporaries, max_compiles=max_compiles, host_memory_bytes=host_memory_bytes)
     options = CompileOptions(**compiling)
     job = make_job(loss_fn=loss_fn, init_fn=init_fn, tx=tx, batch=batch, topology=topology, config=config)
     policies = remat_policies(loss_fn, config, remats)
     estimator = Estimator(job, policies, temporaries=temporaries, log=options.log)
-    sizes = _model_sizes(estimator, models)  # first: it raises what the model raises
-    if not attentions:
-        can_fuse = config.attention == "own" and estimator.has_attention_to_fuse()
-        attentions = ("own", "fused") if can_fuse else (config.attention,)
-    overlaps = tuple(overlaps or ((True, False) if config.overlap and estimator.has_overlap else (config.overlap,)))
-    same = estimator.same_policies(max(sizes), attentions)
-    for name, earlier in same.items():
-        options.log(f"remat={name} is left out: it is {earlier} for this model")
-    offload = config.resolved_offload()
-    space = Space(
-        num_devices=estimator.num_devices,
-        batch_sizes=batch_sizes or (estimator.batch_size,),
-        stages=stages,
-        remats=[name for name in policies if name not in same],
-        needs_model=[n for n, policy in policies.items() if resolve_remat(policy.remat).residuals == "sharded"],
-        models=sizes,
-        replicas=replicas,
-        keep_gathered=config.keep_gathered,
-        num_slices=estimator.topology.num_slices,
-        secondaries=(True,) if config.secondary else (False, True),
-        attentions=attentions,
-        overlaps=overlaps,
-        offloads=[offload and offload.what],
-        quantizes=quantizes or ((False, True) if config.resolved_quantize() else (False,)),
-        max_num_microbatches=max_num_microbatches,
-    )
+    space, own_remat = _space(estimator, tried)
     settings = candidates(space)
-    offloads = () if offload else _OFFLOADS if offloads is None else offloads
+    offloads = () if space.offloads[0] else _OFFLOADS if offloads is None else offloads
     offloaded = candidates(dataclasses.replace(space, offloads=offloads)) if offloads else ()
     reports: dict[Candidate, PlanReport] = {}
 
@@ -163,17 +147,17 @@ def plan_auto(
         sizes = {"bytes": report.needed_bytes, "host_bytes": report.host_bytes}
         return Outcome(fits=report.fits, seconds=seconds, error=report.refusal, **sizes)
 
-    ranking = search(
-        settings,
+    search = Search(
         estimate=estimator.estimate,
         compile=compile,
         capacity_bytes=estimator.hardware.usable_bytes,
         host_capacity_bytes=host_memory_bytes or estimator.hardware.host_memory_bytes,
-        fallback=[x for x in offloaded if _is_distinct(x, has_master=estimator.precision.has_master)],
         max_compiles=max_compiles,
-        is_plain=_plain(settings, same.get("own", "own") if "own" in policies else next(iter(policies))),
+        is_plain=_plain(settings, own_remat),
         log=options.log,
     )
+    has_master = estimator.precision.has_master
+    ranking = search.run(settings, fallback=[x for x in offloaded if _is_distinct(x, has_master=has_master)])
     best = ranking.best
     return AutoPlan(
         ranking=ranking,
@@ -181,6 +165,39 @@ def plan_auto(
         config=apply_setting(best, job, policies).config if best else None,
         reports=reports,
     )
+
+
+def _space(estimator: Estimator, tried: Mapping[str, Any]) -> tuple[Space, str]:
+    """Returns what to try of each setting, of arguments of `plan_auto`, and the policy that is the model's own."""
+    config, policies = estimator.job.config, estimator.policies
+    sizes = _model_sizes(estimator, tried["models"])  # first: it raises what the model raises
+    attentions = tried["attentions"]
+    if not attentions:
+        can_fuse = config.attention == "own" and estimator.has_attention_to_fuse()
+        attentions = ("own", "fused") if can_fuse else (config.attention,)
+    overlaps = (True, False) if config.overlap and estimator.has_overlap else (config.overlap,)
+    same = estimator.same_policies(max(sizes), attentions)
+    for name, earlier in same.items():
+        estimator.log(f"remat={name} is left out: it is {earlier} for this model")
+    offload = config.resolved_offload()
+    space = Space(
+        num_devices=estimator.num_devices,
+        batch_sizes=tried["batch_sizes"] or (estimator.batch_size,),
+        stages=tried["stages"],
+        remats=[name for name in policies if name not in same],
+        needs_model=[n for n, policy in policies.items() if resolve_remat(policy.remat).residuals == "sharded"],
+        models=sizes,
+        replicas=tried["replicas"],
+        keep_gathered=config.keep_gathered,
+        num_slices=estimator.topology.num_slices,
+        secondaries=(True,) if config.secondary else (False, True),
+        attentions=attentions,
+        overlaps=tuple(tried["overlaps"] or overlaps),
+        offloads=[offload and offload.what],
+        quantizes=tried["quantizes"] or ((False, True) if config.resolved_quantize() else (False,)),
+        max_num_microbatches=tried["max_num_microbatches"],
+    )
+    return space, same.get("own", "own") if "own" in policies else next(iter(policies))
 
 
 def remat_policies(

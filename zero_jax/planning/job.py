@@ -107,20 +107,24 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledText:
-    """The text of a compiled program and the compiler's own figures, which the cache keeps.
+    """What the compiler made of a job, as the cache keeps it: a program's text and figures, or why it was refused.
 
     It serves `zero.memory.measure` and `zero.comms.measure` as a `jax.stages.Compiled` does.
 
     Attributes:
-      text: the HLO, of `program_text`.
+      text: the HLO, of `program_text`; '' of a program that was refused.
       stats: the figures of `memory_analysis()`, by name.
+      message: the compiler's error where the program needs more device memory than there is, else ''.
+      needed_bytes: what a refused program needs, where the compiler reports it.
       compile_seconds: what compiling took, when it was done.
       from_cache: whether it was done before.
       cache_error: why it could not be put into the cache, or ''.
     """
 
-    text: str
-    stats: Mapping[str, int]
+    text: str = ""
+    stats: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    message: str = ""
+    needed_bytes: int | None = None
     compile_seconds: float
     from_cache: bool
     cache_error: str = ""
@@ -145,62 +149,40 @@ class CompiledText:
         return None if allocated is None else HeapLayout(allocated_bytes=allocated, live_bytes=live)
 
 
-@dataclasses.dataclass(kw_only=True, eq=False)
-class OutOfMemory(Exception):
-    """The compiler refused a program because it needs more device memory than there is.
-
-    Attributes:
-      message: the compiler's error.
-      needed_bytes: what the program needs, where the compiler reports it.
-      compile_seconds: what the compiler took to find out.
-      from_cache: whether it was found out before.
-      cache_error: why that could not be put into the cache, or ''.
-    """
-
-    message: str
-    needed_bytes: int | None
-    compile_seconds: float
-    from_cache: bool
-    cache_error: str = ""
-
-
 def compile_job(
     job: Job, mesh: Mesh, state: TrainState, *, cache: pathlib.Path | None, on_phase: Callable[[str], None]
 ) -> CompiledText:
-    """Lowers and compiles a job, or takes the program from the cache.
+    """Lowers and compiles a job, or takes what the compiler made of it from the cache.
 
     `cache` is the folder of compiled programs; `on_phase` is called with what is being done.
-
-    Raises:
-      OutOfMemory: the program does not fit, says the compiler.
     """
     on_phase("lowering")
     lowered = make_train_step(job.loss_fn, job.tx, mesh=mesh, config=job.config).lower(state, job.batch)
     path = None if cache is None else cache / f"{compile_key(lowered, job, mesh)}{_SUFFIX}"
     saved = None if path is None else _load(path)
-    if saved is None:
-        on_phase("compiling")
-        start = time.perf_counter()
-        try:
-            with tempfile.TemporaryDirectory() as dump:
-                options = {**layout_options(dump), **(job.compiler_options or {})}
-                compiled = lowered.compile(compiler_options=options)
-                layout = _layout(dump)
-        except jax.errors.JaxRuntimeError as error:
-            needed = _needed_bytes(str(error))
-            if "RESOURCE_EXHAUSTED" not in str(error) and needed is None:
-                raise
-            saved = {"needed_bytes": needed, "message": str(error).split("\n\n")[0][:2000]}
-        else:
-            analysis = compiled.memory_analysis()
-            stats = {name: int(getattr(analysis, name, 0)) for name in _STATS}
-            saved = {"stats": stats | layout, "text": program_text(compiled)}
-        saved["compile_seconds"] = time.perf_counter() - start
-        cache_error = "" if path is None else _save(path, saved)
-        saved |= {"from_cache": False, "cache_error": cache_error}
-    if "message" in saved:
-        raise OutOfMemory(**saved)
-    return CompiledText(**saved)
+    if saved is not None:
+        return CompiledText(**saved, from_cache=True)
+    on_phase("compiling")
+    start = time.perf_counter()
+    saved = _compile(lowered, job.compiler_options or {})
+    saved["compile_seconds"] = time.perf_counter() - start
+    return CompiledText(**saved, from_cache=False, cache_error="" if path is None else _save(path, saved))
+
+
+def _compile(lowered: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a program's text and figures, or the error of a compiler that refuses it for its memory."""
+    try:
+        with tempfile.TemporaryDirectory() as dump:
+            compiled = lowered.compile(compiler_options={**layout_options(dump), **options})
+            layout = _layout(dump)
+    except jax.errors.JaxRuntimeError as error:
+        needed = _needed_bytes(str(error))
+        if "RESOURCE_EXHAUSTED" not in str(error) and needed is None:
+            raise
+        return {"needed_bytes": needed, "message": str(error).split("\n\n")[0][:2000]}
+    analysis = compiled.memory_analysis()
+    stats = {name: int(getattr(analysis, name, 0)) for name in _STATS}
+    return {"stats": stats | layout, "text": program_text(compiled)}
 
 
 def _layout(folder: str) -> dict[str, int]:
@@ -247,7 +229,7 @@ def _load(path: pathlib.Path) -> dict[str, Any] | None:
     except (OSError, ValueError, EOFError):
         return None
     is_complete = isinstance(saved, dict) and any(saved.keys() == keys | {"compile_seconds"} for keys in _SAVED)
-    return {**saved, "from_cache": True} if is_complete else None
+    return saved if is_complete else None
 
 
 def batch_shapes(batch: PyTree) -> PyTree:

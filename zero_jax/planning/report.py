@@ -14,22 +14,14 @@ from jax.sharding import Mesh
 
 from zero_jax.analysis import comms, memory, trace_loss
 from zero_jax.core.text_tables import aligned, format_bytes
-from zero_jax.core.tree import key_shape, shapes_of
-from zero_jax.planning.job import Job, OutOfMemory, compile_job
+from zero_jax.hlo import Program
+from zero_jax.planning.job import CompiledText, Job, compile_job
 from zero_jax.planning.ranking import host_memory
 from zero_jax.planning.step_time import TimeEstimate, estimate_time
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import carries, dims_of
 from zero_jax.sharding.topology import parse
-from zero_jax.training import (
-    CompilerOption,
-    StepOptions,
-    TrainState,
-    cast_batch,
-    make_placement,
-    normalize_loss,
-    trained_params,
-)
+from zero_jax.training import CompilerOption, StepLoss, StepOptions, TrainState, trained_params
 from zero_jax.transforms import AttentionReport, attention_report, resolve_remat, training_flops
 
 # JAX gives a GPU program this share of the memory by default.
@@ -236,91 +228,71 @@ def make_report(
     on_phase("tracing")
     traced = trace_loss(job.loss_fn, state.variables, job.batch, mesh=mesh, config=job.config)
     estimated = memory.estimate(state, mesh=mesh, config=job.config, traced=traced, tx=job.tx)
-    precision = job.config.precision
-    options = job.options(mesh)
-    common: dict[str, Any] = {
-        "name": name,
-        "topology": job.topology,
-        "device_kind": topology.hardware.device_kind,
-        "mesh": dict(mesh.shape),
-        "stage": job.config.stage,
-        "precision": precision if isinstance(precision, str) else "custom",
-        "remat": str(resolve_remat(job.config.remat)),
-        "attention": attentions_of(job, state, mesh) if job.config.attention == "fused" else None,
-        "num_params": sum(x.size for x in jax.tree.leaves(state.params)),
-        "batch_size": job.batch_size,
-        "num_microbatches": job.config.num_microbatches,
-        "usable_bytes": usable_bytes,
-        "compiler_options": options.options,
-        "memory_estimate": estimated,
-        "comms_estimate": comms.estimate(state, mesh=mesh, config=job.config, traced=traced, tx=job.tx),
-    }
-    try:
-        program = compile_job(job, mesh, state, cache=cache, on_phase=on_phase)
-    except OutOfMemory as error:
-        return PlanReport(
-            fits=False,
-            needed_bytes=error.needed_bytes,
-            compile_seconds=error.compile_seconds,
-            from_cache=error.from_cache,
-            refusal=error.message,
-            notes=_notes(job, mesh, state, options, error.cache_error),
-            **common,
-        )
-    on_phase("reading the program")
-    measured = memory.measure(program, layout=program.layout)
-    num_tokens, unit = _tokens(job)
-    loss, trained = _loss_jaxpr(job, state, mesh)
-    needed_bytes = measured.total_bytes
+    sent = comms.estimate(state, mesh=mesh, config=job.config, traced=traced, tx=job.tx)
+    precision, options = job.config.precision, job.options(mesh)
+    attention = attentions_of(job, state, mesh) if job.config.attention == "fused" else None
+    program = compile_job(job, mesh, state, cache=cache, on_phase=on_phase)
+    measured = time = None
+    if not program.message:
+        on_phase("reading the program")
+        measured = memory.measure(program, layout=program.layout)
+        time = _time_of(program.program, job, state, mesh)
+    needed_bytes = program.needed_bytes if measured is None else measured.total_bytes
     return PlanReport(
-        fits=needed_bytes <= usable_bytes,
+        name=name,
+        topology=job.topology,
+        device_kind=topology.hardware.device_kind,
+        mesh=dict(mesh.shape),
+        stage=job.config.stage,
+        precision=precision if isinstance(precision, str) else "custom",
+        remat=str(resolve_remat(job.config.remat)),
+        attention=attention,
+        num_params=sum(x.size for x in jax.tree.leaves(state.params)),
+        batch_size=job.batch_size,
+        num_microbatches=job.config.num_microbatches,
+        fits=measured is not None and measured.total_bytes <= usable_bytes,
         needed_bytes=needed_bytes,
+        usable_bytes=usable_bytes,
         memory=measured,
-        comms=comms.measure(program, mesh=mesh),
-        time=estimate_time(
-            program.program,
-            mesh=mesh,
-            topology=topology,
-            model_flops=training_flops(loss, trained),
-            attention_flops=training_flops(loss, trained, attention_only=True),
-            num_tokens=num_tokens,
-            unit=unit,
-        ),
+        comms=None if measured is None else comms.measure(program, mesh=mesh),
+        memory_estimate=estimated,
+        comms_estimate=sent,
+        time=time,
         compile_seconds=program.compile_seconds,
         from_cache=program.from_cache,
-        notes=(
-            *_notes(job, mesh, state, options, program.cache_error),
-            *_gpu_notes(topology, needed_bytes),
-            *_host_notes(topology, measured),
-        ),
-        **common,
+        refusal=program.message,
+        compiler_options=options.options,
+        notes=_notes(job, mesh, state, options, program, measured),
+    )
+
+
+def _time_of(program: Program, job: Job, state: TrainState, mesh: Mesh) -> TimeEstimate:
+    num_tokens, unit = _tokens(job)
+    loss, trained = _loss_jaxpr(job, state, mesh)
+    return estimate_time(
+        program,
+        mesh=mesh,
+        topology=parse(job.topology),
+        model_flops=training_flops(loss, trained),
+        attention_flops=training_flops(loss, trained, attention_only=True),
+        num_tokens=num_tokens,
+        unit=unit,
     )
 
 
 def attentions_of(job: Job, state: TrainState, mesh: Mesh) -> AttentionReport:
     """Reports the attentions of the loss function as the train step has it."""
-    axes = job.config.axes_of(mesh)
-    return attention_report(*_loss_and_arguments(job, state, mesh), mesh=mesh, axes=axes)
+    loss = StepLoss.of(job.loss_fn, state.variables, mesh=mesh, config=job.config)
+    arguments = loss.shapes(state.variables, job.batch)
+    return attention_report(loss.program, *arguments, mesh=mesh, axes=loss.placement.axes)
 
 
 def _loss_jaxpr(job: Job, state: TrainState, mesh: Mesh) -> tuple[Any, list[bool]]:
     """Returns the jaxpr of the loss, and for each of its inputs whether a step computes its gradient."""
-    loss, *arguments = _loss_and_arguments(job, state, mesh)
+    loss = StepLoss.of(job.loss_fn, state.variables, mesh=mesh, config=job.config)
+    arguments = loss.shapes(state.variables, job.batch)
     undifferentiated = jax.tree.leaves((state.model_state, arguments[1:]))
-    return jax.make_jaxpr(loss)(*arguments), trained_params(job.tx, state) + [False] * len(undifferentiated)
-
-
-def _loss_and_arguments(job: Job, state: TrainState, mesh: Mesh) -> tuple[Callable[..., Any], Any, Any, Any]:
-    """Returns the loss function on variables and a batch that it casts, and the shapes of its arguments."""
-    placement = make_placement(state.variables, mesh=mesh, config=job.config)
-    loss_fn, key = normalize_loss(job.loss_fn, mesh, placement.axes), key_shape()
-
-    def forward(variables: Any, batch: Any, key: Any) -> Any:
-        variables = placement.cast(variables)
-        return loss_fn(variables, cast_batch(loss_fn, variables, batch, key, config=job.config), key)
-
-    # Shapes without memory kinds: arrays in host memory could not be traced with the others.
-    return forward, shapes_of(state.variables), job.batch, key
+    return loss.program.trace(*arguments).closed, trained_params(job.tx, state) + [False] * len(undifferentiated)
 
 
 def _tokens(job: Job) -> tuple[int, str]:
@@ -329,9 +301,11 @@ def _tokens(job: Job) -> tuple[int, str]:
     return (max(tokens), "tokens") if tokens else (job.batch_size, "examples")
 
 
-def _notes(job: Job, mesh: Mesh, state: Any, options: StepOptions, cache_error: str) -> tuple[str, ...]:
-    """Returns the notes that do not depend on the compiled program."""
-    notes = []
+def _notes(
+    job: Job, mesh: Mesh, state: Any, options: StepOptions, program: CompiledText, measured: memory.MemoryReport | None
+) -> tuple[str, ...]:
+    """Returns what else to know of a job, and of its program if the compiler made one."""
+    notes, hardware = [], parse(job.topology).hardware
     axes = job.config.axes_of(mesh).model
     size = axis_size(mesh, axes)
     if size > 1 and not any(carries(dims_of(x.sharding, x.ndim), axes) for x in jax.tree.leaves(state.params)):
@@ -347,28 +321,17 @@ def _notes(job: Job, mesh: Mesh, state: Any, options: StepOptions, cache_error: 
         )
     if options.unknown:
         notes.append(f"this compiler does not know, and was not passed: {', '.join(options.unknown)}")
-    if cache_error:
-        notes.append(f"the program could not be kept for the next time ({cache_error}): give another cache, or none")
+    if program.cache_error:
+        unkept = f"the program could not be kept for the next time ({program.cache_error})"
+        notes.append(f"{unkept}: give another cache, or none")
+    needed, total = 0 if measured is None else measured.total_bytes, hardware.usable_bytes * 10 / 9
+    if hardware.platform == "cuda" and _DEFAULT_GPU_SHARE * total < needed <= hardware.usable_bytes:
+        share = f"{max(math.ceil(100 * needed / total) / 100, 0.76):.2f}"
+        notes.append(f"JAX uses 75% of a GPU's memory by default: set XLA_PYTHON_CLIENT_MEM_FRACTION={share}")
+    if measured is not None and measured.host_bytes:
+        capacity_bytes, host_bytes = hardware.host_memory_bytes, format_bytes(measured.host_bytes)
+        assumed = f"of {hardware.name} hosts {host_memory(capacity_bytes)}"
+        is_short = capacity_bytes and measured.host_bytes > capacity_bytes
+        lacks = ", which is too little: take hosts with more, or more devices" if is_short else ""
+        notes.append(f"needs {host_bytes} of host memory for each device; {assumed}{lacks}")
     return tuple(notes)
-
-
-def _host_notes(topology: Any, measured: memory.MemoryReport) -> tuple[str, ...]:
-    if not measured.host_bytes:
-        return ()
-    hardware, needs = topology.hardware, format_bytes(measured.host_bytes)
-    capacity_bytes = hardware.host_memory_bytes
-    note = f"needs {needs} of host memory for each device; of {hardware.name} hosts {host_memory(capacity_bytes)}"
-    if capacity_bytes and measured.host_bytes > capacity_bytes:
-        note += ", which is too little: take hosts with more, or more devices"
-    return (note,)
-
-
-def _gpu_notes(topology: Any, needed: int) -> tuple[str, ...]:
-    hardware = topology.hardware
-    if hardware.platform != "cuda":
-        return ()
-    total = hardware.usable_bytes * 10 / 9
-    if needed <= _DEFAULT_GPU_SHARE * total or needed > hardware.usable_bytes:
-        return ()
-    share = math.ceil(100 * needed / total) / 100
-    return (f"JAX uses 75% of a GPU's memory by default: set XLA_PYTHON_CLIENT_MEM_FRACTION={max(share, 0.76):.2f}",)

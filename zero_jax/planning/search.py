@@ -1,7 +1,4 @@
-"""Searches the settings of a train step: estimates all, compiles the best few, gives the reason for each rejection.
-
-The caller passes the functions that estimate and compile a setting.
-"""
+"""Searches the settings of a train step: estimates all, compiles the best few, gives the reason for each rejection."""
 
 from __future__ import annotations
 
@@ -15,10 +12,6 @@ from zero_jax.core.text_tables import format_bytes
 from zero_jax.planning.errors import SettingRefused
 from zero_jax.planning.ranking import Candidate, Estimated, Miss, Outcome, Ranked, Ranking, naming, shortage
 from zero_jax.sharding.stages import sharded_groups
-
-Estimate = Callable[[Candidate], Estimated]
-Compile = Callable[[Candidate], Outcome]
-Log = Callable[[str], None]
 
 # Multiples of the number of devices that are tried, by estimate, to find out how many would be enough.
 _MORE_DEVICES = (2, 3, 4, 6, 8, 16, 32, 64, 128)
@@ -137,95 +130,176 @@ def _indivisible(space: Space, batch_size: int, models: Sequence[int]) -> str:
     )
 
 
-def search(
-    candidates: Iterable[Candidate],
-    *,
-    estimate: Estimate,
-    compile: Compile,
-    capacity_bytes: float,
-    host_capacity_bytes: float | None = None,
-    fallback: Sequence[Candidate] = (),
-    max_compiles: int = 6,
-    is_plain: Callable[[Candidate], bool] = lambda setting: False,
-    log: Log = lambda line: None,
-) -> Ranking:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Search:
     """Finds the setting of most examples a second that fits: ranks all by estimate, compiles the best few.
 
     First a plain setting is compiled, as a control: that of the fewest microbatches, and of those the fastest. Each
-    compiled program corrects the estimated time of the settings that are not compiled yet (`corrected_seconds`), and
+    compiled program corrects the estimated time of the settings that are not compiled yet (`_corrected_seconds`), and
     the fastest of them is compiled next. If the program of a setting is too large, the settings that need no less by
-    estimate are skipped. If none has fitted, the last compile goes to the smallest by estimate. Where none fits, by
-    estimate or by the compiler, the same is done with `fallback`.
+    estimate are skipped. If none has fitted, the last compile goes to the smallest by estimate.
 
-    Args:
-      candidates: the settings.
+    Attributes:
       estimate: estimates bytes per device and seconds of a step; a `SettingRefused` rejects the setting.
       compile: compiles a setting; an `Exception` that it raises rejects the setting.
       capacity_bytes: usable memory of a device.
       host_capacity_bytes: memory of a host for each of its devices; None does not bound it.
-      fallback: settings that need less memory and more time.
       max_compiles: the most settings to compile, the control included; 0 ranks by estimate alone.
       is_plain: returns whether a setting is what users would take without a search, whatever its microbatches.
       log: called with each line of progress.
-
-    Raises:
-      ValueError: no candidates, or an estimate that is not a number.
     """
-    settings = tuple(dict.fromkeys(candidates))
-    if not settings or max_compiles < 0:
-        raise ValueError(
-            f"search: {len(settings)} candidates, max_compiles={max_compiles}: give settings, see candidates()"
+
+    estimate: Callable[[Candidate], Estimated]
+    compile: Callable[[Candidate], Outcome]
+    capacity_bytes: float
+    host_capacity_bytes: float | None = None
+    max_compiles: int = 6
+    is_plain: Callable[[Candidate], bool] = lambda setting: False
+    log: Callable[[str], None] = lambda line: None
+
+    def run(self, candidates: Iterable[Candidate], fallback: Sequence[Candidate] = ()) -> Ranking:
+        """Searches the candidates; where none fits, by estimate or by the compiler, the settings of `fallback`.
+
+        Raises:
+          ValueError: no candidates, or an estimate that is not a number.
+        """
+        settings = tuple(dict.fromkeys(candidates))
+        if not settings or self.max_compiles < 0:
+            raise ValueError(
+                f"search: {len(settings)} candidates, max_compiles={self.max_compiles}: give settings, see candidates()"
+            )
+        rejected, ranked, num_compiled = [], [], 0
+        for group in (settings, fallback):
+            entries = list(map(self._estimated, group))
+            fitting = sorted((entry for entry in entries if not entry.reason), key=_order)
+            rejected += [entry for entry in entries if entry.reason]
+            where = "" if group is settings else "nothing fits without host memory; "
+            unfit = len(entries) - len(fitting)
+            self.log(f"{where}{len(group)} settings: {len(fitting)} may fit by estimate, {unfit} do not")
+            compiled, skipped = self._compile_best(fitting, self.max_compiles - num_compiled)
+            num_compiled += len(compiled)
+            rejected += [entry for entry in compiled if entry.reason] + skipped
+            decided = {entry.setting for entry in (*compiled, *skipped)}
+            ranked = sorted((entry for entry in compiled if not entry.reason), key=_order)
+            ranked += _corrected([entry for entry in fitting if entry.setting not in decided], compiled)
+            if ranked or not fallback:
+                break
+        best = ranked[0] if ranked and (ranked[0].outcome or self.max_compiles == 0) else None
+        return Ranking(
+            ranked=tuple(ranked),
+            rejected=tuple(rejected),
+            best=best.setting if best else None,
+            nearest=None if ranked else self._nearest(rejected),
+            capacity_bytes=self.capacity_bytes,
+            host_capacity_bytes=self.host_capacity_bytes,
+            num_compiled=num_compiled,
         )
-    rejected, ranked, num_compiled = [], [], 0
-    memory = _Memory(capacity_bytes, host_capacity_bytes)
-    for group in (settings, fallback):
-        entries = [_estimated(setting, estimate, memory) for setting in group]
-        fitting = sorted((entry for entry in entries if not entry.reason), key=_order)
-        rejected += [entry for entry in entries if entry.reason]
-        where = "" if group is settings else "nothing fits without host memory; "
-        log(f"{where}{len(group)} settings: {len(fitting)} may fit by estimate, {len(entries) - len(fitting)} do not")
-        compiled, skipped = _compile_best(
-            fitting, compile, memory, max_compiles=max_compiles - num_compiled, is_plain=is_plain, log=log
-        )
-        num_compiled += len(compiled)
-        rejected += [entry for entry in compiled if entry.reason] + skipped
-        decided = {entry.setting for entry in (*compiled, *skipped)}
-        ranked = sorted((entry for entry in compiled if not entry.reason), key=_order)
-        ranked += _corrected([entry for entry in fitting if entry.setting not in decided], compiled)
-        if ranked or not fallback:
-            break
-    best = ranked[0] if ranked and (ranked[0].outcome or max_compiles == 0) else None
-    return Ranking(
-        ranked=tuple(ranked),
-        rejected=tuple(rejected),
-        best=best.setting if best else None,
-        nearest=None if ranked else _nearest(rejected, estimate, memory),
-        capacity_bytes=capacity_bytes,
-        host_capacity_bytes=host_capacity_bytes,
-        num_compiled=num_compiled,
-    )
 
+    def _missing_on_host(self, entry: Ranked | Estimated) -> float:
+        return -math.inf if self.host_capacity_bytes is None else entry.host_bytes - self.host_capacity_bytes
 
-@dataclasses.dataclass(frozen=True)
-class _Memory:
-    """Usable memory of a device, and of a host for each of its devices, if that is known."""
+    def _missing(self, entry: Ranked | Estimated) -> float:
+        """Returns the bytes by which a setting exceeds the memory of the device or of the host, or less than 0."""
+        return max(entry.bytes - self.capacity_bytes, self._missing_on_host(entry))
 
-    device_bytes: float
-    host_bytes: float | None
-
-    def missing(self, entry: Ranked | Estimated) -> float:
-        """Returns the bytes that a setting exceeds it by, of the device or of the host, or less than 0."""
-        return max(entry.bytes - self.device_bytes, self.missing_on_host(entry))
-
-    def missing_on_host(self, entry: Ranked | Estimated) -> float:
-        return -math.inf if self.host_bytes is None else entry.host_bytes - self.host_bytes
-
-    def bounded(self, entry: Ranked) -> Ranked:
+    def _bounded(self, entry: Ranked) -> Ranked:
         """Returns a setting that fits on a device, rejected if it does not fit in the host's memory."""
-        if self.host_bytes is None or entry.host_bytes <= self.host_bytes:
+        if self.host_capacity_bytes is None or self._missing_on_host(entry) <= 0:
             return entry
-        reason = f"in host memory: {shortage(entry.host_bytes, self.host_bytes, note='for each device')}"
-        return dataclasses.replace(entry, kind="host", reason=reason)
+        lacks = shortage(entry.host_bytes, self.host_capacity_bytes, note="for each device")
+        return dataclasses.replace(entry, kind="host", reason=f"in host memory: {lacks}")
+
+    def _estimated(self, setting: Candidate) -> Ranked:
+        try:
+            estimated = self.estimate(setting)
+        except SettingRefused as error:
+            return Ranked(setting=setting, kind="invalid", reason=str(error))
+        if not (estimated.bytes >= 0 and estimated.seconds >= 0):
+            raise ValueError(
+                f"the estimate of {setting} is {estimated}: it has to be in bytes and seconds, and not below 0"
+            )
+        if estimated.bytes <= self.capacity_bytes:
+            return self._bounded(Ranked(setting=setting, estimated=estimated))
+        reason = shortage(estimated.bytes, self.capacity_bytes, note=estimated.note)
+        return Ranked(setting=setting, estimated=estimated, kind="estimate", reason=reason)
+
+    def _compile_best(self, entries: Sequence[Ranked], max_compiles: int) -> tuple[list[Ranked], list[Ranked]]:
+        """Compiles up to `max_compiles` entries, the fastest first; returns the compiled and the skipped entries."""
+        waiting, compiled, skipped = list(entries), [], []
+        name_of = naming(entries)
+        needs_control = True
+        while waiting and len(compiled) < max_compiles:
+            waiting = _corrected(waiting, compiled)
+            plains = [entry for entry in waiting if needs_control and self.is_plain(entry.setting)]
+            plain = min(plains, key=lambda entry: entry.setting.num_microbatches, default=None)  # the fastest of these
+            is_last_try = len(compiled) == max_compiles - 1 and not any(not entry.reason for entry in compiled)
+            smallest = min(waiting, key=lambda entry: entry.bytes) if is_last_try and compiled else None
+            chosen = smallest or plain or waiting[0]
+            waiting.remove(chosen)
+            role = ", the plain setting, as a control" if chosen is plain else ""
+            self.log(f"compiling {len(compiled) + 1} of at most {max_compiles}: {name_of(chosen.setting)}{role}")
+            done = self._compiled(chosen)
+            compiled.append(done)
+            needs_control = needs_control and bool(done.reason)
+            self.log(f"  {done.reason or f'fits: {format_bytes(done.bytes, decimals=1)}, {done.seconds:.4g} s a step'}")
+            if done.kind != "compiled":
+                continue
+            # A setting that needs no less by the same estimate would not fit either.
+            too_large = [entry for entry in waiting if entry.bytes >= chosen.bytes]
+            waiting = [entry for entry in waiting if entry.bytes < chosen.bytes]
+            reason = (
+                f"not compiled: needs no less by estimate than {chosen.setting}, which the compiler found too large"
+            )
+            skipped += [dataclasses.replace(entry, kind="passed over", reason=reason) for entry in too_large]
+        return compiled, skipped
+
+    def _compiled(self, entry: Ranked) -> Ranked:
+        try:
+            outcome = self.compile(entry.setting)
+        except Exception as error:  # a compiler may raise anything; the search continues
+            outcome = Outcome(fits=False, error=f"{type(error).__name__}: {error}")
+        entry = dataclasses.replace(entry, outcome=outcome)
+        if outcome.fits:
+            return self._bounded(entry)
+        if outcome.bytes is not None and outcome.bytes > self.capacity_bytes:
+            reason = "compiled, " + shortage(outcome.bytes, self.capacity_bytes, note=outcome.error)
+            return dataclasses.replace(entry, kind="compiled", reason=reason)
+        reason = f"compiling failed: {outcome.error or 'the compiler gave no reason'}"
+        return dataclasses.replace(entry, kind="failed", reason=reason)
+
+    def _nearest(self, rejected: Sequence[Ranked]) -> Miss | None:
+        """Returns the rejected setting that exceeds the memory by the fewest bytes, with changes that make it fit."""
+        # Sizes of programs and estimates do not compare; compiled settings need less than the others by estimate.
+        too_large = [entry for entry in rejected if entry.kind in ("compiled", "estimate", "host")]
+        too_large = [entry for entry in too_large if entry.outcome] or too_large
+        if not too_large:
+            return None
+        entry = min(too_large, key=lambda entry: (self._missing(entry), entry.seconds))
+        assert entry.estimated is not None
+        # The estimates of other settings are taken to be too low by as much as the estimate of a compiled one was.
+        error_bytes = max(entry.bytes - entry.estimated.bytes, 0)
+
+        def fits(setting: Candidate) -> bool:
+            try:
+                estimated = self.estimate(setting)
+            except SettingRefused:
+                return False
+            return self._missing(dataclasses.replace(estimated, bytes=estimated.bytes + error_bytes)) <= 0
+
+        changes = (_more_devices(entry.setting), _smaller_microbatches(entry.setting), _smaller_batches(entry.setting))
+        remedies = [next((remedy for setting, remedy in options if fits(setting)), None) for options in changes]
+        at_least = lambda size: f"at least {format_bytes(math.ceil(size / 1e8) * 1e8, decimals=1)}"  # noqa: E731
+        if entry.bytes > self.capacity_bytes:
+            more = f"devices with {at_least(entry.bytes)} of usable memory"
+            lacks_host = self._missing_on_host(entry) > 0
+            more += f", and hosts with {at_least(entry.host_bytes)} for each" if lacks_host else ""
+        else:
+            more = f"hosts with {at_least(entry.host_bytes)} of memory for each device"
+        return Miss(
+            setting=entry.setting,
+            missing_bytes=self._missing(entry),
+            remedies=(*(remedy for remedy in remedies if remedy), more),
+        )
 
 
 def divisors(n: int) -> list[int]:
@@ -239,11 +313,11 @@ def _order(entry: Ranked) -> tuple[float, float, str]:
 
 def _corrected(waiting: Iterable[Ranked], compiled: Sequence[Ranked]) -> list[Ranked]:
     """Returns the entries that are not compiled, with their estimates corrected, fastest first."""
-    corrected = [dataclasses.replace(x, corrected_seconds=corrected_seconds(x, compiled)) for x in waiting]
+    corrected = [dataclasses.replace(x, corrected_seconds=_corrected_seconds(x, compiled)) for x in waiting]
     return sorted(corrected, key=_order)
 
 
-def corrected_seconds(entry: Ranked, compiled: Iterable[Ranked]) -> float | None:
+def _corrected_seconds(entry: Ranked, compiled: Iterable[Ranked]) -> float | None:
     """Returns an estimated time, multiplied by the mean ratio of compiled to estimated time of the compiled settings.
 
     The mean is geometric. The weight of a setting is multiplied by 4 for each part that it shares with this one: the
@@ -259,106 +333,6 @@ def corrected_seconds(entry: Ranked, compiled: Iterable[Ranked]) -> float | None
         total += _SHARED_WEIGHT**shared * math.log(other.outcome.seconds / other.estimated.seconds)
         weights += _SHARED_WEIGHT**shared
     return entry.estimated.seconds * math.exp(total / weights) if entry.estimated and weights else None
-
-
-def _estimated(setting: Candidate, estimate: Estimate, memory: _Memory) -> Ranked:
-    try:
-        estimated = estimate(setting)
-    except SettingRefused as error:
-        return Ranked(setting=setting, kind="invalid", reason=str(error))
-    if not (estimated.bytes >= 0 and estimated.seconds >= 0):
-        raise ValueError(
-            f"the estimate of {setting} is {estimated}: it has to be in bytes and seconds, and not below 0"
-        )
-    if estimated.bytes <= memory.device_bytes:
-        return memory.bounded(Ranked(setting=setting, estimated=estimated))
-    reason = shortage(estimated.bytes, memory.device_bytes, note=estimated.note)
-    return Ranked(setting=setting, estimated=estimated, kind="estimate", reason=reason)
-
-
-def _compile_best(
-    entries: Sequence[Ranked],
-    compile: Compile,
-    memory: _Memory,
-    *,
-    max_compiles: int,
-    is_plain: Callable[[Candidate], bool],
-    log: Log,
-) -> tuple[list[Ranked], list[Ranked]]:
-    """Compiles up to `max_compiles` of the entries, the fastest first; returns the compiled and the skipped entries."""
-    waiting, compiled, skipped = list(entries), [], []
-    name_of = naming(entries)
-    needs_control = True
-    while waiting and len(compiled) < max_compiles:
-        waiting = _corrected(waiting, compiled)
-        plains = [entry for entry in waiting if needs_control and is_plain(entry.setting)]
-        plain = min(plains, key=lambda entry: entry.setting.num_microbatches, default=None)  # the fastest of these
-        is_last_try = len(compiled) == max_compiles - 1 and not any(not entry.reason for entry in compiled)
-        smallest = min(waiting, key=lambda entry: entry.bytes) if is_last_try and compiled else None
-        chosen = smallest or plain or waiting[0]
-        waiting.remove(chosen)
-        role = ", the plain setting, as a control" if chosen is plain else ""
-        log(f"compiling {len(compiled) + 1} of at most {max_compiles}: {name_of(chosen.setting)}{role}")
-        done = _compiled(chosen, compile, memory)
-        compiled.append(done)
-        needs_control = needs_control and bool(done.reason)
-        log(f"  {done.reason or f'fits: {format_bytes(done.bytes, decimals=1)}, {done.seconds:.4g} s a step'}")
-        if done.kind != "compiled":
-            continue
-        # A setting that needs no less by the same estimate would not fit either.
-        too_large = [entry for entry in waiting if entry.bytes >= chosen.bytes]
-        waiting = [entry for entry in waiting if entry.bytes < chosen.bytes]
-        reason = f"not compiled: needs no less by estimate than {chosen.setting}, which the compiler found too large"
-        skipped += [dataclasses.replace(entry, kind="passed over", reason=reason) for entry in too_large]
-    return compiled, skipped
-
-
-def _compiled(entry: Ranked, compile: Compile, memory: _Memory) -> Ranked:
-    try:
-        outcome = compile(entry.setting)
-    except Exception as error:  # a compiler may raise anything; the search continues
-        outcome = Outcome(fits=False, error=f"{type(error).__name__}: {error}")
-    if outcome.fits:
-        return memory.bounded(dataclasses.replace(entry, outcome=outcome))
-    if outcome.bytes is not None and outcome.bytes > memory.device_bytes:
-        reason = "compiled, " + shortage(outcome.bytes, memory.device_bytes, note=outcome.error)
-        return dataclasses.replace(entry, outcome=outcome, kind="compiled", reason=reason)
-    reason = f"compiling failed: {outcome.error or 'the compiler gave no reason'}"
-    return dataclasses.replace(entry, outcome=outcome, kind="failed", reason=reason)
-
-
-def _nearest(rejected: Sequence[Ranked], estimate: Estimate, memory: _Memory) -> Miss | None:
-    """Returns the rejected setting that exceeds the memory by the fewest bytes, with changes that make it fit."""
-    # Sizes of programs and estimates do not compare; compiled settings need less than the others by estimate.
-    too_large = [entry for entry in rejected if entry.kind in ("compiled", "estimate", "host")]
-    too_large = [entry for entry in too_large if entry.outcome] or too_large
-    if not too_large:
-        return None
-    entry = min(too_large, key=lambda entry: (memory.missing(entry), entry.seconds))
-    assert entry.estimated is not None
-    # The estimates of other settings are taken to be too low by as much as the estimate of a compiled one was.
-    error_bytes = max(entry.bytes - entry.estimated.bytes, 0)
-
-    def fits(setting: Candidate) -> bool:
-        try:
-            estimated = estimate(setting)
-            return memory.missing(dataclasses.replace(estimated, bytes=estimated.bytes + error_bytes)) <= 0
-        except SettingRefused:
-            return False
-
-    changes = (_more_devices(entry.setting), _smaller_microbatches(entry.setting), _smaller_batches(entry.setting))
-    remedies = [next((remedy for setting, remedy in options if fits(setting)), None) for options in changes]
-    at_least = lambda num_bytes: f"at least {format_bytes(math.ceil(num_bytes / 1e8) * 1e8, decimals=1)}"  # noqa: E731
-    if entry.bytes > memory.device_bytes:
-        more = f"devices with {at_least(entry.bytes)} of usable memory"
-        more += f", and hosts with {at_least(entry.host_bytes)} for each" if memory.missing_on_host(entry) > 0 else ""
-    else:
-        more = f"hosts with {at_least(entry.host_bytes)} of memory for each device"
-    return Miss(
-        setting=entry.setting,
-        missing_bytes=memory.missing(entry),
-        remedies=(*(remedy for remedy in remedies if remedy), more),
-    )
 
 
 def _more_devices(setting: Candidate) -> Iterable[tuple[Candidate, str]]:

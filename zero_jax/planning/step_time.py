@@ -8,8 +8,8 @@ from jax.sharding import Mesh
 
 from zero_jax import hlo
 from zero_jax.core.text_tables import format_bytes
-from zero_jax.hlo import Instruction, Program, play
-from zero_jax.planning.kernel_text import kernel_text
+from zero_jax.hlo import Instruction, Program
+from zero_jax.planning.kernel_text import kernel_module
 from zero_jax.planning.links import Links
 from zero_jax.sharding.topology import Hardware, Topology
 
@@ -104,19 +104,16 @@ def estimate_time(
     hardware = topology.hardware
     compute, links = _Compute(hardware), Links(mesh, topology, num_devices=program.num_devices)
     transfers, copies = hlo.network_transfers(program), hlo.host_transfers(program)
-    host_bytes = sum(copy.total_bytes for copy in copies)
-    timeline = play(
-        program,
-        hlo.collectives(program),
-        seconds_of=compute.seconds,
-        link_seconds=links.seconds,
+    host_bytes = int(sum(copy.total_sent_bytes for copy in copies))
+    costs = hlo.Costs(
+        instruction=compute.seconds,
+        collective=links.seconds,
+        transfer=links.network_seconds,
+        copy=lambda copy: copy.sent_bytes / hardware.host_bytes_per_second,
         is_kernel=compute.is_kernel,
         links_of=links.taken,
-        transfers=transfers,
-        network_seconds=links.network_seconds,
-        copies=copies,
-        host_seconds=lambda copy: copy.num_bytes / hardware.host_bytes_per_second,
     )
+    timeline = hlo.play(program, hlo.collectives(program), costs, transfers=transfers, copies=copies)
     step = max(timeline.total_seconds, 1e-12)
     causal_flops = model_flops - attention_flops / 2
     peak = mesh.size * hardware.flops_per_second
@@ -179,7 +176,7 @@ class _Compute:
         """Returns the flops and bytes of an instruction."""
         key = computation, instruction.name
         if key not in self._works:
-            self._works[key] = hlo.roofline(program, computation, instruction, decode=kernel_text)
+            self._works[key] = hlo.roofline(program, computation, instruction, decode=kernel_module)
         return self._works[key]
 
     def busy(self, work: hlo.Work) -> float:

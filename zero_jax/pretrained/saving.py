@@ -22,7 +22,7 @@ from jax import Array
 from zero_jax.checkpoint import check_outside, open_params
 from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.files.partial_folder import partial_folder
-from zero_jax.core.files.safetensors import INDEX, StoredTensor, Tensor, create, split_by_size, write_index
+from zero_jax.core.files.safetensors import Tensor, create_files
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import printable, quoted
@@ -52,6 +52,34 @@ class SavedHF:
         return f"{self.num_tensors} tensors, {self.num_bytes:,} bytes, in {self.num_files} files in {self.folder}"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Folder:
+    """A folder to write.
+
+    Attributes:
+      path: the folder to make; it must not exist, or be empty.
+      names: the tensors of each param, by its path.
+      max_file_bytes: bytes of tensors in a file; a larger tensor has a file of its own.
+      dtype: floating dtype of the files, or None.
+      dtypes: dtypes by tensor, where `dtype` is None; the params' own for others.
+      config: the content of its `config.json`, if it has one.
+      companions: the folder whose tokenizer and settings are copied, or None.
+    """
+
+    path: str | os.PathLike[str]
+    names: Mapping[str, TensorName]
+    max_file_bytes: int
+    dtype: Any = None
+    dtypes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    config: Mapping[str, Any] | None = None
+    companions: str | os.PathLike[str] | None = None
+
+    @property
+    def target(self) -> pathlib.Path:
+        """The absolute path."""
+        return user_path(self.path).absolute()
+
+
 def save_hf(
     folder: str | os.PathLike[str],
     params: TrainState | PyTree,
@@ -79,14 +107,18 @@ def save_hf(
     source = like.source if isinstance(like, Pretrained) else like
     is_shape = isinstance(source, DecoderConfig)
     config, hub_config = (source, hf_config(source)) if is_shape else (source.config, source.hf_config)
-    tree = params.masters if isinstance(params, TrainState) else params
-    names = tensor_names(config, model_type=hub_config["model_type"])
-    dtypes = source.dtypes if not is_shape and dtype is None else {}
-
-    leaves = leaves_by_name(tree)
+    leaves = leaves_by_name(params.masters if isinstance(params, TrainState) else params)
     _check_shapes(leaves, config.shapes)
-    files: dict[str, Any] = {"config": hub_config, "companions": None if is_shape else source.folder}
-    return save_arrays(folder, leaves, names, dtype=dtype, dtypes=dtypes, max_file_bytes=max_file_bytes, **files)
+    to_write = _Folder(
+        path=folder,
+        names=tensor_names(config, model_type=hub_config["model_type"]),
+        max_file_bytes=max_file_bytes,
+        dtype=dtype,
+        dtypes={} if is_shape else source.dtypes,
+        config=hub_config,
+        companions=None if is_shape else source.folder,
+    )
+    return _save_arrays(to_write, leaves)
 
 
 def save_tensors(
@@ -103,9 +135,8 @@ def save_tensors(
       ValueError: the folder has something in it or is below a checkpoint, params without names, no space.
     """
     check_arguments(folder=folder, dtype=dtype, max_file_bytes=max_file_bytes)
-    tree = params.masters if isinstance(params, TrainState) else params
-    leaves = leaves_by_name(tree)
-    return save_arrays(folder, leaves, names, dtype=dtype, dtypes={}, max_file_bytes=max_file_bytes)
+    leaves = leaves_by_name(params.masters if isinstance(params, TrainState) else params)
+    return _save_arrays(_Folder(path=folder, names=names, max_file_bytes=max_file_bytes, dtype=dtype), leaves)
 
 
 def export_hf(
@@ -139,36 +170,34 @@ def export_hf(
     hub_config = read_config(source) if source else hf_config(config)
     if source and decoder_config(hub_config, seq_len=config.seq_len).shapes != config.shapes:
         raise ValueError(f"{source / CONFIG} is of another model than the checkpoint: remove it, or give its own run")
-    names = tensor_names(config, model_type=hub_config["model_type"])
-    dtype = dtype or hub_config.get("dtype") or hub_config.get("torch_dtype")
-    how: dict[str, Any] = {"dtype": dtype, "dtypes": {}, "max_file_bytes": max_file_bytes}
-    how |= {"config": hub_config, "companions": source}
+    folder = _Folder(
+        path=out,
+        names=tensor_names(config, model_type=hub_config["model_type"]),
+        max_file_bytes=max_file_bytes,
+        dtype=dtype or hub_config.get("dtype") or hub_config.get("torch_dtype"),
+        config=hub_config,
+        companions=source,
+    )
     if params is not None:
-        return save_arrays(out, leaves_by_name(params), names, **how)
-    _check_no_adapters(saved.leaves, names)
+        return _save_arrays(folder, leaves_by_name(params))
+    _check_no_adapters(saved.leaves, folder.names)
     pieces = {name: lambda name=name: saved.pieces(name) for name in saved.leaves}
-    return write_folder(out, saved.leaves, names, pieces, **how)
+    return _write_folder(folder, saved.leaves, pieces)
 
 
-def save_arrays(
-    folder: str | os.PathLike[str],
-    leaves: Mapping[str, Array],
-    names: Mapping[str, TensorName],
-    **how: Any,
-) -> SavedHF:
-    """Writes arrays on the devices of any number of processes; arguments as for `write_folder`."""
+def _save_arrays(folder: _Folder, leaves: Mapping[str, Array]) -> SavedHF:
+    """Writes arrays on the devices of any number of processes."""
     if jax.process_count() == 1:
         pieces: dict[str, Pieces] = {path: lambda x=x: own_shards(x) for path, x in leaves.items()}
-        return write_folder(folder, leaves, names, pieces, **how)
-    target = user_path(folder).absolute()
+        return _write_folder(folder, leaves, pieces)
+    target = folder.target
 
     def begin() -> str:
-        check_free(target)
+        _check_free(target)
         return str(make_parts(target))
 
     def write() -> str:
-        pieces = pieces_of_parts(parts, leaves)
-        return json.dumps(dataclasses.asdict(write_folder(folder, leaves, names, pieces, **how)))
+        return json.dumps(dataclasses.asdict(_write_folder(folder, leaves, pieces_of_parts(parts, leaves))))
 
     parts = pathlib.Path(from_first_process(begin))
     try:
@@ -180,85 +209,56 @@ def save_arrays(
             shutil.rmtree(parts, ignore_errors=True)
 
 
-def write_folder(
-    folder: str | os.PathLike[str],
-    leaves: Mapping[str, Any],
-    names: Mapping[str, TensorName],
-    pieces: Mapping[str, Pieces],
-    *,
-    dtype: Any,
-    dtypes: Mapping[str, str],
-    max_file_bytes: int,
-    config: Mapping[str, Any] | None = None,
-    companions: str | os.PathLike[str] | None = None,
-) -> SavedHF:
+def _write_folder(folder: _Folder, leaves: Mapping[str, Any], pieces: Mapping[str, Pieces]) -> SavedHF:
     """Writes a folder from slices of params, under another name first.
 
-    Args:
-      folder: the folder to make; it must not exist, or be empty.
-      leaves: the params by path, arrays or the records of saved ones: shape and dtype are read.
-      names: the tensors of each.
-      pieces: returns the slices of each, which are written one after the other.
-      dtype: floating dtype of the files, or None.
-      dtypes: dtypes by tensor, where `dtype` is None; the params' own for others.
-      max_file_bytes: bytes of tensors in a file.
-      config: the content of its `config.json`, if it has one.
-      companions: the folder whose tokenizer and settings are copied, or None.
+    `leaves` are arrays, or the records of saved ones: shape and dtype are read.
 
     Raises:
       ValueError: the folder has something in it, params without names, a dtype that is none of the files', no space.
     """
-    plan = plan_tensors(leaves, names, dtype=dtype, dtypes=dtypes)
-    target = user_path(folder).absolute()
-    check_free(target)
+    plan, target = _plan_tensors(folder, leaves), folder.target
+    _check_free(target)
     tensors = [tensor for each in plan.values() for tensor in each.values()]
-    files = split_by_size(tensors, max_file_bytes)
     with partial_folder(target) as partial:
-        stored: dict[str, StoredTensor] = {}
-        for name, each in files.items():
-            stored |= create(partial / name, each, metadata={})
-        for path, each in plan.items():
-            of_leaf = {index: stored[tensor.name] for index, tensor in each.items()}
-            leaf = LeafTensors(path=path, shape=tuple(leaves[path].shape), name=names[path], tensors=of_leaf)
-            for index, values in pieces[path]():
-                leaf.write(index, values)
-        if len(files) > 1:
-            write_index(partial / INDEX, files)
-        if companions is not None:
-            copy_companions(companions, partial)
-        if config is not None:
-            write_config(partial, config, {tensor.name: tensor.dtype for tensor in tensors})
-        for name in files:
-            with (partial / name).open("r+b") as file:
-                os.fsync(file.fileno())
+        with create_files(partial, tensors, max_bytes=folder.max_file_bytes, metadata={}) as stored:
+            for path, each in plan.items():
+                of_leaf = {index: stored[tensor.name] for index, tensor in each.items()}
+                shape, name = tuple(leaves[path].shape), folder.names[path]
+                leaf = LeafTensors(path=path, shape=shape, name=name, tensors=of_leaf)
+                for index, values in pieces[path]():
+                    leaf.write(index, values)
+        num_files = len(list(partial.glob("*.safetensors")))
+        if folder.companions is not None:
+            copy_companions(folder.companions, partial)
+        if folder.config is not None:
+            write_config(partial, folder.config, {tensor.name: tensor.dtype for tensor in tensors})
         partial.rename(target)
     num_bytes = sum(tensor.num_bytes for tensor in tensors)
-    return SavedHF(folder=str(target), num_files=len(files), num_tensors=len(tensors), num_bytes=num_bytes)
+    return SavedHF(folder=str(target), num_files=num_files, num_tensors=len(tensors), num_bytes=num_bytes)
 
 
-def plan_tensors(
-    leaves: Mapping[str, Any], names: Mapping[str, TensorName], *, dtype: str | None, dtypes: Mapping[str, str]
-) -> dict[str, dict[tuple[int, ...], Tensor]]:
+def _plan_tensors(folder: _Folder, leaves: Mapping[str, Any]) -> dict[str, dict[tuple[int, ...], Tensor]]:
     """Returns the tensors to write of each param, by the index of its leading dims."""
-    dtype = None if dtype is None else jnp.dtype(dtype).name
+    dtype = None if folder.dtype is None else jnp.dtype(folder.dtype).name
     if dtype is not None and dtype not in _FLOATS:
         raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(_FLOATS)}, or none")
-    check_paths(leaves, names)
+    check_paths(leaves, folder.names)
     plan = {}
     for path, leaf in leaves.items():
-        own_dtype = jnp.dtype(leaf.dtype).name
+        own_dtype, name = jnp.dtype(leaf.dtype).name, folder.names[path]
         if own_dtype not in _FLOATS and dtype is None:
             raise ValueError(f"param {path!r} is {own_dtype}: give a dtype of the files, one of {', '.join(_FLOATS)}")
-        shape = tensor_shape(path, tuple(leaf.shape), names[path])
+        shape = tensor_shape(path, tuple(leaf.shape), name)
         plan[path] = {
-            index: Tensor(name=name, dtype=dtype or dtypes.get(name, own_dtype), shape=shape)
-            for index in indices(tuple(leaf.shape), names[path])
-            for name in [names[path].of(index)]
+            index: Tensor(name=tensor, dtype=dtype or folder.dtypes.get(tensor, own_dtype), shape=shape)
+            for index in indices(tuple(leaf.shape), name)
+            for tensor in [name.of(index)]
         }
     return plan
 
 
-def check_free(target: pathlib.Path) -> None:
+def _check_free(target: pathlib.Path) -> None:
     """Raises `ValueError` for a folder that has something in it, or is below a checkpoint: nothing is overwritten."""
     check_outside(target)
     if os.path.islink(target) or (os.path.exists(target) and not os.path.isdir(target)):

@@ -6,12 +6,19 @@ new state to the shardings of the old one. `losses` and `sequence_parallel` are 
 """
 
 from zero_jax.training import losses
+from zero_jax.training.batch import check_batch, place_batch, shard_batch
 from zero_jax.training.compiled_step import TrainStep
 from zero_jax.training.ema import check_decay, ema_params, params_ema
-from zero_jax.training.evaluation import Metrics, make_eval_step, place_batch, shard_batch
-from zero_jax.training.grads.accumulator import MeshLoss, check_batch, normalize_loss
+from zero_jax.training.evaluation import Metrics, make_eval_step
 from zero_jax.training.grads.norm import global_norm
-from zero_jax.training.loss_function import LossFunction, key_parameter, model_state_parameter
+from zero_jax.training.loss_function import (
+    LossFunction,
+    MeshLoss,
+    key_parameter,
+    model_state_parameter,
+    normalize_loss,
+)
+from zero_jax.training.loss_program import StepLoss
 from zero_jax.training.losses import softmax_cross_entropy_with_integer_labels
 from zero_jax.training.model_inputs import cast_batch
 from zero_jax.training.noise_scale import NoiseScale

@@ -16,7 +16,8 @@ from zero_jax.core.device_put import wait_on_cpu
 from zero_jax.core.jaxprs import is_traced
 from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
 from zero_jax.sharding.mesh import Axes, on_mesh
-from zero_jax.training.evaluation import Metrics, place_batch
+from zero_jax.training.batch import place_batch
+from zero_jax.training.evaluation import Metrics
 from zero_jax.training.same_program import SameProgram
 from zero_jax.training.state.checks import check_no_leaf_twice, check_not_donated, checked_placement, place_state
 from zero_jax.training.state.placement import train_state_shardings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,14 +12,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
-from zero_jax.core.evaluation import TracedFunction
+from zero_jax.attention import mesh_context
 from zero_jax.core.jaxprs import open_jaxpr, source_line, stands_for
+from zero_jax.core.loss_program import LossProgram
 from zero_jax.core.passes import Pass
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.subcalls import CALLS
 from zero_jax.core.tree import PyTree, check_arrays
 from zero_jax.core.variables import MODEL_STATE, Variables, as_variables, checked_model_state, model_state_names
+from zero_jax.sharding.mesh import Axes
 from zero_jax.transforms import HostParam
 
 
@@ -152,7 +156,43 @@ def _checked_aux(aux: PyTree) -> PyTree:
     return jax.tree.map(jnp.asarray, aux)
 
 
-def model_state_changes(traced: TracedFunction, variables: PyTree, batch: PyTree, key: jax.Array) -> list[str | None]:
+@dataclasses.dataclass(frozen=True)
+class MeshLoss:
+    """A loss function that depends on the mesh, accepted wherever zero_jax takes a loss function.
+
+    `make(mesh)` returns the function. The mesh of a plan, for example, exists only where the plan compiles:
+    `zero.plan(zero.MeshLoss(lambda mesh: make_loss(place=zero.sequence_parallel(mesh))), ...)`.
+    """
+
+    make: Callable[[Mesh], Callable[..., Any]]
+
+
+def user_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh, axes: Axes | None = None) -> LossFunction:
+    """Returns a user's loss function for a mesh (and the roles of its axes), with its key and model state parameters.
+
+    Raises:
+      ValueError: it cannot be called as a loss function.
+    """
+    if isinstance(loss_fn, MeshLoss):
+        remedy = "give a function of a mesh that returns the loss function"
+        function = check_takes("MeshLoss.make", loss_fn.make, ["mesh"], remedy=remedy)(mesh)
+    else:
+        function = loss_fn
+    parameters = key_parameter(function), model_state_parameter(function)
+    loss = LossFunction(function, *parameters, context=functools.partial(mesh_context, mesh, axes))
+    loss.check()
+    return loss
+
+
+def normalize_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh, axes: Axes | None = None) -> Callable[..., Any]:
+    """Returns a user's loss function for a mesh, with the signature `(variables, batch, key)` of `LossFunction`.
+
+    The result raises `ValueError` if the loss is not a floating scalar.
+    """
+    return user_loss(loss_fn, mesh, axes).named()
+
+
+def model_state_changes(program: LossProgram, variables: PyTree, batch: PyTree, key: jax.Array) -> list[str | None]:
     """Returns for each leaf of model state the line at which a loss function changes it, None if it does not.
 
     The line is empty where it is not known. A frozen base is not changed.
@@ -160,10 +200,10 @@ def model_state_changes(traced: TracedFunction, variables: PyTree, batch: PyTree
     num_leaves = len(jax.tree.leaves(as_variables(variables).model_state))
     if not num_leaves:
         return []
-    closed, out_shape = traced.trace(variables, batch, key)
-    first = len(jax.tree.leaves(variables)) - num_leaves
-    made = _Makers().run(closed, range(len(open_jaxpr(closed)[0].invars)))
-    _, (_, returned, *_) = jax.tree.unflatten(jax.tree.structure(out_shape), made)
+    traced = program.trace(variables, batch, key)
+    first = traced.num_params - num_leaves
+    made = _Makers().run(traced.closed, range(len(open_jaxpr(traced.closed)[0].invars)))
+    _, (_, returned, *_) = jax.tree.unflatten(jax.tree.structure(traced.out_shape), made)
     return [None if x == first + i else str(x) for i, x in enumerate(jax.tree.leaves(returned))]
 
 

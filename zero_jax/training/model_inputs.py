@@ -7,59 +7,49 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from zero_jax.core.jaxprs import inner_jaxprs
+from zero_jax.core.loss_program import LossProgram
 from zero_jax.core.passes import Dependence
 from zero_jax.core.subcalls import CALLS
 from zero_jax.core.tree import PyTree, leaf_names
+from zero_jax.dims import is_contraction
 from zero_jax.sharding.precision import cast_floating, resolve_precision
-from zero_jax.training.zero_config import ZeroConfig, compiled_patterns
-from zero_jax.transforms import is_contraction
+from zero_jax.training.zero_config import ZeroConfig, batch_patterns
 
 
-def cast_batch(
-    loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, key: jax.Array, *, config: ZeroConfig
-) -> PyTree:
+def cast_batch(program: LossProgram, params: PyTree, batch: PyTree, key: jax.Array, *, config: ZeroConfig) -> PyTree:
     """Casts the model's floating inputs in a batch to the compute dtype.
 
-    `params` are in the compute dtype. The loss function is traced once, if any leaf would be cast.
+    `params` are in the compute dtype. The loss function is traced for it, if any leaf would be cast.
 
     Raises:
       ValueError: a pattern of `keep_batch_dtype` matches the path of no leaf.
     """
     compute, names = resolve_precision(config.precision).compute, leaf_names(batch)
-    patterns = compiled_patterns(config.keep_batch_dtype)
-    for pattern in patterns:
-        if not any(pattern.fullmatch(name) for name in names):
-            raise ValueError(
-                f"keep_batch_dtype: {pattern.pattern!r} matches the path of no leaf of the batch; they are "
-                f"{', '.join(map(repr, names))}"
-            )
+    patterns = batch_patterns(config.keep_batch_dtype)
+    patterns.check_matched(names)
     leaves, tree = jax.tree.flatten(batch)
-    cast = [
-        x if any(p.fullmatch(name) for p in patterns) else cast_floating(x, compute)
-        for name, x in zip(names, leaves, strict=True)
-    ]
+    cast = [x if patterns.matches(name) else cast_floating(x, compute) for name, x in zip(names, leaves, strict=True)]
     changed = {i for i, (old, new) in enumerate(zip(leaves, cast, strict=True)) if old.dtype != new.dtype}
     if changed:  # convolutions refuse mixed dtypes: the trace is of the batch with all of them cast
-        changed &= _model_leaves(loss_fn, params, tree.unflatten(cast), key)
+        changed &= _model_leaves(program, params, tree.unflatten(cast), key)
     return tree.unflatten([new if i in changed else old for i, (old, new) in enumerate(zip(leaves, cast, strict=True))])
 
 
 _PARAMS = frozenset({-1})
 
 
-def _model_leaves(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, key: jax.Array) -> set[int]:
+def _model_leaves(program: LossProgram, params: PyTree, batch: PyTree, key: jax.Array) -> set[int]:
     """Returns the indices of the leaves of the batch that the model reads."""
     made_of = [_PARAMS for _ in jax.tree.leaves(params)]
     made_of += [frozenset({i}) for i in range(len(jax.tree.leaves(batch)))]
     made_of += [frozenset() for _ in jax.tree.leaves(key)]
     inputs = _ModelInputs()
-    inputs.run(jax.make_jaxpr(loss_fn)(params, batch, key), made_of)
+    inputs.run(program.trace(params, batch, key).closed, made_of)
     return set(inputs.notes)
 
 

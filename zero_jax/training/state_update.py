@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,11 +16,13 @@ from zero_jax.core.device_put import platform_of
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.precision import cast_floating, update_loss_scale
+from zero_jax.sharding.spec import dims_of
 from zero_jax.training.grads.norm import GlobalNorm
 from zero_jax.training.grads.partial import fill_zeros
 from zero_jax.training.optimizer.frozen import flags_of_all
+from zero_jax.training.optimizer.matrices import whole_matrices
 from zero_jax.training.optimizer.streaming import Argument, stream
-from zero_jax.training.optimizer.update import TracedUpdate, apply_update, trace_update, update_if
+from zero_jax.training.optimizer.update import TracedUpdate, apply_update, evaluate_update, trace_update, update_if
 from zero_jax.training.state.placement import Placement
 from zero_jax.training.state.train_state import TrainState, merge, trainable
 from zero_jax.training.zero_config import ZeroConfig
@@ -180,18 +183,34 @@ class UpdateProgram:
 
         `traced` is the trace of the update for these arguments, if there is one.
         """
-        params = trainable(masters)
+        params, trace = trainable(masters), None
         apply = lambda params, opt_state: apply_update(self.tx, grads, opt_state, params, **offers)  # noqa: E731
+        if traced is not None and not traced.calls_functions:
+            trace = traced.jaxpr, jax.tree.leaves((grads, opt_state, params, offers["value"], offers["full_grads"]))
+            if traced.is_rewritten:
+                apply = functools.partial(evaluate_update, *trace)
         if self.config.skip_nonfinite is False:
             new_params, opt_state = apply(params, opt_state)
         else:
             in_place = platform_of(self.mesh) == "cpu" and self.config.offload is None
-            trace = None
-            if traced is not None and not traced.calls_functions:
-                operands = grads, opt_state, params, offers["value"], offers["full_grads"]
-                trace = traced.jaxpr, jax.tree.leaves(operands)
             new_params, opt_state = update_if(finite, apply, (params, opt_state), in_place=in_place, traced=trace)
         return merge(masters, new_params), opt_state
+
+    def with_whole_matrices(
+        self, traced: TracedUpdate, state: TrainState, masters: PyTree, placement: Placement
+    ) -> TracedUpdate:
+        """Returns the trace of an update with its matrix computations on whole matrices (`optimizer.matrices`)."""
+        if traced.calls_functions or "master" not in placement.groups:
+            return traced
+        tree = jax.tree.structure(trainable(masters))
+        params = tree.flatten_up_to(placement.param_shardings("master"))
+        of_state = jax.tree.leaves(placement.opt_shardings(state.opt_state))
+        leaves = [*jax.tree.leaves(trainable(masters)), *jax.tree.leaves(state.opt_state)]
+        dims = [dims_of(sharding, x.ndim) for sharding, x in zip([*params, *of_state], leaves, strict=True)]
+        of_params = dims[: len(params)]
+        dims = [*of_params, *dims[len(params) :], *of_params, (), *of_params]
+        jaxpr = whole_matrices(traced.jaxpr, dims, mesh=placement.mesh, axes=placement.axes)
+        return dataclasses.replace(traced, jaxpr=jaxpr, is_rewritten=jaxpr is not traced.jaxpr)
 
     def streamed_update(
         self,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,36 +12,27 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.evaluation import TracedFunction
+from zero_jax.core.loss_program import LossProgram
 from zero_jax.core.tree import PyTree
-from zero_jax.core.variables import as_variables, joined
-from zero_jax.sharding.mesh import axis_size
-from zero_jax.sharding.precision import wide
+from zero_jax.core.variables import joined
+from zero_jax.training.batch import check_batch
 from zero_jax.training.compiled_step import TrainStep
-from zero_jax.training.evaluation import Metrics, placed_loss, replicated
-from zero_jax.training.grads.accumulator import Accumulator, GradInputs, MeshLoss, check_batch, normalize_loss
-from zero_jax.training.grads.choice import accumulated, judge
+from zero_jax.training.evaluation import Metrics, replicated
 from zero_jax.training.grads.norm import global_norm
 from zero_jax.training.grads.partial import fill_zeros, keep_same, leaf_index
-from zero_jax.training.grads.quantized import quantized_grads, refuse_own
-from zero_jax.training.loss_function import check_unchanged, model_state_changes, on_devices, pinned_model_state
-from zero_jax.training.model_inputs import cast_batch
-from zero_jax.training.optimizer.frozen import flags_of_all, needed_grads, unchanged
+from zero_jax.training.grads.step_grads import loss_and_grads
+from zero_jax.training.loss_function import (
+    MeshLoss,
+    normalize_loss,
+)
+from zero_jax.training.loss_program import StepLoss
+from zero_jax.training.optimizer.frozen import needed_grads, unchanged
 from zero_jax.training.optimizer.update import trace_update, value_dtype
 from zero_jax.training.state.making import check_optimizer
 from zero_jax.training.state.placement import Placement, make_placement
 from zero_jax.training.state.train_state import TrainState, merge, trainable, used_by_optimizer
 from zero_jax.training.state_update import OffloadedState, UpdateProgram, pinned
 from zero_jax.training.zero_config import ZeroConfig, check_config
-from zero_jax.transforms import (
-    HostParam,
-    differentiated,
-    fuse_attention,
-    rematerialize,
-    unsharded_windows,
-    used_shapes,
-    with_gradient,
-)
 
 
 def make_train_step(
@@ -79,15 +69,16 @@ class _Program(UpdateProgram):
         key = jax.random.fold_in(state.key, state.step)
         traced = trace_update(self.tx, trainable(masters), state.opt_state)
         needed = needed_grads(traced)
-        variables = placement.cast(state.variables)
-        batch = cast_batch(self.loss_fn, used_shapes(variables), batch, key, config=self.config)
-        (loss, (aux, model_state)), grads, parts, errors = self.grads(
-            placement, variables, batch, key, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors
+        step_loss = StepLoss(LossProgram(self.loss_fn), placement, self.config)
+        variables, batch = step_loss.cast(state.variables, batch, key)
+        of_batch = loss_and_grads(
+            step_loss, variables, batch, key, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors
         )
+        parts, errors = of_batch.parts, of_batch.errors
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
-        scaled_grads, grads = grads, self.unscale(grads, masters, placement, state.loss_scale)
+        grads = self.unscale(of_batch.grads, masters, placement, state.loss_scale)
         norm = global_norm(jax.tree.leaves(grads))
-        loss = loss / scale.astype(loss.dtype)
+        loss = of_batch.loss / scale.astype(of_batch.loss.dtype)
         offers = {"value": loss.astype(value_dtype(trainable(masters))), "full_grads": fill_zeros(grads, masters)}
         if traced.calls_functions:
             if errors is not None:
@@ -95,16 +86,17 @@ class _Program(UpdateProgram):
                     "quantize: error_feedback: the optimizer takes gradients at other params (a line search, or SAM), "
                     "to which the error of the last one does not belong: leave error_feedback out"
                 )
-            offers |= self.objective(state, placement, batch, key, needed)
+            offers |= self.objective(state, step_loss, batch, key, needed)
         finite = norm.first_nonfinite < 0
         same = unchanged(traced, needed=needed)
         if offloaded.any:
             scalars = norm, finite, offers["value"], state.loss_scale
-            new_masters, low, opt_state = self.streamed_update(offloaded, scaled_grads, scalars, same=same)
+            new_masters, low, opt_state = self.streamed_update(offloaded, of_batch.grads, scalars, same=same)
         else:
             clipped = fill_zeros(self.clip(grads, norm), masters)
+            whole = self.with_whole_matrices(traced, state, masters, placement)
             new_masters, opt_state = self.update(
-                masters, state.opt_state, clipped, finite=finite, offers=offers, traced=traced
+                masters, state.opt_state, clipped, finite=finite, offers=offers, traced=whole
             )
             new_masters = keep_same(masters, new_masters, same)
             new_masters = lax.with_sharding_constraint(new_masters, placement.param_shardings("master"))
@@ -116,7 +108,7 @@ class _Program(UpdateProgram):
             params=keep_same(state.params, placement.params_of(low, into=state.params), same),
             masters=new_masters,
             opt_state=opt_state,
-            model_state=model_state,
+            model_state=of_batch.model_state,
             finite=finite,
         )
         # The gradients of a skipped step are not applied, nor are the errors that were added to them.
@@ -124,7 +116,7 @@ class _Program(UpdateProgram):
         new_state = dataclasses.replace(new_state, grad_errors=errors)
         metrics = Metrics(
             loss=loss,
-            aux=aux,
+            aux=of_batch.aux,
             grad_norm=norm.value,
             skipped=new_state.num_skipped_steps > state.num_skipped_steps,
             nonfinite_leaf=leaf_index(norm.first_nonfinite, grads, masters),
@@ -141,38 +133,38 @@ class _Program(UpdateProgram):
         check_batch(batch, mesh=self.mesh, axes=placement.axes, num_microbatches=self.config.num_microbatches)
         key = jax.random.fold_in(state.key, state.step)
         needed, _ = used_by_optimizer(self.tx, state)
-        variables = placement.cast(state.variables)
-        batch = cast_batch(self.loss_fn, used_shapes(variables), batch, key, config=self.config)
-        (loss, _), grads, *_ = self.grads(
-            placement, variables, batch, key, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors
+        step_loss = StepLoss(LossProgram(self.loss_fn), placement, self.config)
+        variables, batch = step_loss.cast(state.variables, batch, key)
+        of_batch = loss_and_grads(
+            step_loss, variables, batch, key, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors
         )
-        grads = fill_zeros(self.unscale(grads, state.masters, placement, state.loss_scale), state.masters)
+        grads = fill_zeros(self.unscale(of_batch.grads, state.masters, placement, state.loss_scale), state.masters)
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         replicated_sharding = NamedSharding(self.mesh, PartitionSpec())
         tree = jax.tree.structure(state.masters)
         leaves = tree.flatten_up_to(grads)
         grads = tree.unflatten(pinned(leaves, placement.param_shardings("master"), but=[x is None for x in leaves]))
-        return lax.with_sharding_constraint(loss / scale.astype(loss.dtype), replicated_sharding), grads
+        loss = of_batch.loss / scale.astype(of_batch.loss.dtype)
+        return lax.with_sharding_constraint(loss, replicated_sharding), grads
 
     def objective(
-        self, state: TrainState, placement: Placement, batch: PyTree, key: jax.Array, needed: list[bool]
+        self, state: TrainState, step_loss: StepLoss, batch: PyTree, key: jax.Array, needed: list[bool]
     ) -> dict[str, Callable[[PyTree], Any]]:
         """Returns the loss of the batch and its gradients as functions of the params that the optimizer updates.
 
         Both are the step's own, microbatches and loss scale included, at params sharded as the master params are.
         """
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
+        placement = step_loss.placement
 
         def evaluate(at: PyTree, needed: list[bool]) -> tuple[jax.Array, PyTree]:
             masters = merge(state.masters, at)
             masters = lax.with_sharding_constraint(masters, placement.param_shardings("master"))
             params = placement.params_of(masters, into=state.params)
             variables = placement.cast(joined(params, state.model_state))
-            (loss, _), grads, *_ = self.grads(
-                placement, variables, batch, key, needed=needed, loss_scale=state.loss_scale
-            )
-            grads = fill_zeros(self.unscale(grads, masters, placement, state.loss_scale), masters)
-            return (loss / scale.astype(loss.dtype)).astype(value_dtype(at)), grads
+            of_batch = loss_and_grads(step_loss, variables, batch, key, needed=needed, loss_scale=state.loss_scale)
+            grads = fill_zeros(self.unscale(of_batch.grads, masters, placement, state.loss_scale), masters)
+            return (of_batch.loss / scale.astype(of_batch.loss.dtype)).astype(value_dtype(at)), grads
 
         @jax.custom_jvp
         def loss_fn(at: PyTree) -> jax.Array:
@@ -186,144 +178,3 @@ class _Program(UpdateProgram):
             return loss, jnp.asarray(sum(jax.tree.leaves(slopes)), loss.dtype)
 
         return {"loss_fn": loss_fn, "grad_fn": lambda at: evaluate(at, needed)[1]}
-
-    def grads(
-        self,
-        placement: Placement,
-        variables: PyTree,
-        batch: PyTree,
-        key: jax.Array,
-        *,
-        needed: list[bool],
-        loss_scale: Any,
-        errors: PyTree = None,
-    ) -> Any:
-        """Returns the loss and gradients of a batch, accumulated over its microbatches.
-
-        Args:
-          placement: how the state is sharded.
-          variables: params and model state, as `Placement.cast` returns them.
-          batch: the batch.
-          key: the step's key.
-          needed: for each trainable param whether its gradient is computed.
-          loss_scale: the loss scale, or None.
-          errors: what quantization dropped of the last step's gradients.
-
-        Returns:
-          `((scaled loss, (aux, model_state)), grads, parts, errors)`. Gradients are sharded as the master params, and
-          None for frozen params; `parts` has the squared norms for the noise scale. Model state on the host is None.
-
-        Raises:
-          ValueError: the loss function changes model state that is on the host.
-        """
-        config, k = self.config, self.config.num_microbatches
-        specs = placement.loss_shardings()
-        traced = TracedFunction(fuse_attention(self.loss_fn, config.attention, mesh=self.mesh, axes=placement.axes))
-        sends_own, is_local, mapped = placement.sends_own_grads, placement.is_local, placement.summed_once
-        params, model_state = as_variables(variables).params, as_variables(variables).model_state
-        leaves, tree = jax.tree.flatten(params)
-        arguments = used_shapes(variables), batch, key
-        host_state, model_state = model_state, on_devices(model_state)
-        if len(jax.tree.leaves(model_state)) < len(jax.tree.leaves(host_state)):
-            check_unchanged(host_state, model_state_changes(traced, *arguments))
-        parts_over = placement.axes.batch if sends_own or not mapped else mapped
-        judged = None
-        if k > 1 or mapped or sends_own:
-            judged = judge(
-                traced,
-                arguments,
-                mesh=self.mesh,
-                axes=dataclasses.replace(placement.axes, replica=(), data=parts_over),
-                num_microbatches=k,
-                loss_weight=config.loss_weight,
-                local=bool(mapped or sends_own),
-                exact=bool(mapped) and not (is_local or placement.grad_axes),
-                num_shards=axis_size(self.mesh, placement.axes.batch),
-            )
-        weighted = traced if judged is None else judged.weighted
-        loss_fn = rematerialize(weighted, config.remat, mesh=self.mesh, axes=placement.axes, specs=specs)
-        loss_fn = unsharded_windows(loss_fn, mesh=self.mesh, axes=placement.axes)
-        has_grad = flags_of_all(leaves, needed)
-        scale = 1 if loss_scale is None else loss_scale.scale
-        pick = lambda tree_: [x for x, flag in zip(jax.tree.leaves(tree_), has_grad, strict=True) if flag]  # noqa: E731
-
-        def scaled_loss(
-            loss_fn: Callable[..., Any],
-            free: list[jax.Array],
-            model_state: PyTree,
-            batch: PyTree,
-            key: jax.Array,
-            frozen: Sequence[Any] = leaves,
-        ) -> tuple[jax.Array, Any]:
-            remaining = iter(free)
-            params = [
-                with_gradient(x, next(remaining)) if flag else x if frozen_x is None else frozen_x
-                for x, frozen_x, flag in zip(leaves, frozen, has_grad, strict=True)
-            ]
-            variables = joined(tree.unflatten(params), merge(host_state, model_state))
-            loss, (aux, new_state, *weights) = loss_fn(variables, batch, key)
-            pinned = pinned_model_state(new_state, placement.model_state_shardings(), host_state)
-            loss = loss.astype(wide(loss.dtype)) * scale
-            if judged is None:
-                return loss, (aux, pinned)
-            weights = jax.tree.map(lambda x: lax.stop_gradient(jnp.asarray(x, wide(x.dtype))), weights)
-            return loss, (judged.aux.entries(aux, weights[1]), pinned, judged.weight(weights[0]))
-
-        shardings = pick(placement.param_shardings("master"))
-        free = [differentiated(x, s) for x, s in zip(pick(params), shardings, strict=True)]
-        leaf_errors = [None] * len(leaves) if errors is None else tree.flatten_up_to(errors)
-        scaled_errors = [
-            None if x is None else x * scale for x, flag in zip(leaf_errors, has_grad, strict=True) if flag
-        ]
-        own_loss = loss_fn if is_local else placed_loss(loss_fn, placement, config, with_copies=False)
-        own_grads, placed_grads = (
-            jax.value_and_grad(functools.partial(scaled_loss, fn), has_aux=True)
-            for fn in (own_loss, placed_loss(loss_fn, placement, config))
-        )
-
-        inputs = GradInputs(free, model_state, batch, key)
-        if judged is None:
-            (out, grads), parts, new_errors = placed_grads(*inputs), None, scaled_errors
-        else:
-            separable = judged.separable
-            if separable.not_local and (sends_own or (mapped and placement.grad_axes)):
-                refuse_own(separable.not_local)
-            accumulator = Accumulator(
-                mesh=self.mesh,
-                axes=placement.axes,
-                mapped=mapped,
-                num_microbatches=k,
-                loss_weight=config.loss_weight if config.loss_weight != "auto" else None,
-                aux=judged.aux,
-                sums=pick(placement.grad_sums()),
-            )
-            if sends_own and not is_local:
-                mapped_loss = placed_loss(loss_fn, placement, config, with_copies=False, mapped=True)
-                within = dataclasses.replace(accumulator, axes=placement.axes.of_params(with_copies=False), mapped=())
-                placed_grads = own_grads = quantized_grads(
-                    within,
-                    functools.partial(scaled_loss, mapped_loss),
-                    weighted,
-                    *arguments,
-                    convolves=separable.convolves,
-                    count_power=separable.count_power,
-                    nested=k > 1 or bool(mapped),
-                )
-                separable = dataclasses.replace(separable, is_plain=False)  # `jax.vmap` within `jax.vmap`
-            (loss, (aux, new_state)), grads, parts, new_errors = accumulated(
-                accumulator,
-                own_grads,
-                placed_grads,
-                inputs,
-                separable=separable,
-                is_local=is_local,
-                frozen=[
-                    None if flag or isinstance(x, HostParam) else x for x, flag in zip(leaves, has_grad, strict=True)
-                ],
-                errors=scaled_errors,
-            )
-            out = loss, (judged.aux.whole(judged.aux_shapes, aux), new_state)
-        full = lambda some: tree.unflatten([next(some) if flag else None for flag in has_grad])  # noqa: E731
-        if errors is not None:
-            errors = full(iter([None if x is None else x / scale for x in new_errors]))
-        return out, full(iter(grads)), parts, errors

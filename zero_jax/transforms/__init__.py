@@ -2,15 +2,14 @@
 
 `attention/` computes attention by a fused kernel, `gather/` gathers each sharded param where it is used, `remat/`
 recomputes blocks in the backward pass, `low_rank/` makes frozen weights with low-rank updates where they are used,
-`separable/` decides whether a loss may be called on parts of a batch, `propagation/` estimates the sharding of every
-value, `blocks/` finds the layers of a Python loop. All read jaxprs through `zero_jax.core`: `jaxprs`, `subcalls`,
-`passes`. `windows` mends what XLA partitions wrongly. `facts` says what values are made of, and where
-they are read last; `dim_map`, which dims of an operation's results are which dims of its operands.
+`separability` decides whether a loss may be called on parts of a batch, `kernels` estimates what a compiler makes of
+it, `blocks/` finds the layers of a Python loop. All read jaxprs through `zero_jax.core`: `jaxprs`, `subcalls`,
+`passes`, and dims through `zero_jax.dims`. `windows` mends what XLA partitions wrongly. `facts` says what values are
+made of, and where they are read last.
 """
 
 from zero_jax.transforms.attention.report import AttentionReport
 from zero_jax.transforms.attention.transform import attention_report, fuse_attention
-from zero_jax.transforms.dim_map import ELEMENTWISE
 from zero_jax.transforms.flops import count_flops, training_flops
 from zero_jax.transforms.gather.host_params import HostParam, differentiated, used_shapes, with_gradient
 from zero_jax.transforms.gather.per_device import DeviceSum
@@ -21,17 +20,12 @@ from zero_jax.transforms.gather.transform import (
     scatter_grads,
     summed_on_use,
 )
+from zero_jax.transforms.kernels import Kernel, kernels
 from zero_jax.transforms.low_rank.walk import AdaptedReport, WeightUse, evaluate_adapted
 from zero_jax.transforms.low_rank.weight import Weight, as_stored
 from zero_jax.transforms.microbatch_weights import PartWeight, divided_by_nonzero, nonzero, weight_alone, with_weight
-from zero_jax.transforms.passthrough import is_contraction
-from zero_jax.transforms.propagation.alive import sources
-from zero_jax.transforms.propagation.kernels import Kernel, kernels
-from zero_jax.transforms.propagation.kinds import ValueSharding
-from zero_jax.transforms.propagation.propagate import Move, Propagation, propagate_shardings
 from zero_jax.transforms.remat.policies import Remat, resolve_remat
 from zero_jax.transforms.remat.report import RematReport
 from zero_jax.transforms.remat.transform import remat_report, rematerialize
-from zero_jax.transforms.separable.decision import Combination, Separability, separability
-from zero_jax.transforms.separable.relations import Kind
+from zero_jax.transforms.separability import Combination, Separability, separability
 from zero_jax.transforms.windows import unsharded_windows

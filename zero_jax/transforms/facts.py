@@ -9,17 +9,16 @@ from typing import Any
 
 from zero_jax.core import jaxprs
 from zero_jax.core.passes import Pass
-
-_TAKES_A_PART = frozenset("slice dynamic_slice gather split unstack squeeze".split())
+from zero_jax.dims import PARTS
 
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """What a value is made of that is made of params and constants alone.
+    """Which params a value depends on, if it depends on params and constants only.
 
     Attributes:
       params: the numbers of these params among the inputs of the jaxpr; none for a constant.
-      part: which parts of them it is: equal whatever else was done to these parts.
+      part: identifies the slice of these params, whatever casts and transposes came after it.
     """
 
     params: frozenset[int]
@@ -94,7 +93,7 @@ def _derived(eqn: Any, inputs: Sequence[Origin]) -> Origin:
     params = frozenset().union(*(origin.params for origin in inputs))
     of_params = [origin.part for origin in inputs if origin.params]
     inner = jaxprs.inner_jaxprs(eqn)
-    if params and not inner and eqn.primitive.name not in _TAKES_A_PART:
+    if params and not inner and eqn.primitive.name not in PARTS:
         return Origin(params, of_params[0] if len(set(of_params)) == 1 else hash(tuple(of_params)))
     settings = "" if inner else str(eqn.params)
     return Origin(params, hash((eqn.primitive.name, settings, tuple(origin.part for origin in inputs))))

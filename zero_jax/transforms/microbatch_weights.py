@@ -18,20 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.core import jaxprs
-from zero_jax.core.evaluation import TracedFunction, evaluate, flattened, inlining, trace_flat
+from zero_jax.core.evaluation import evaluate, flattened, inlining, trace_flat
+from zero_jax.core.loss_program import LossProgram, Traced
 from zero_jax.core.passes import Dependence, Pass
 from zero_jax.core.subcalls import equations
 from zero_jax.core.tree import PyTree
+from zero_jax.dims import ELEMENTWISE, JOINS, SAME_ELEMENTS
 from zero_jax.sharding.precision import wide
-from zero_jax.transforms.dim_map import ELEMENTWISE
 
-# Values under another dtype, shape or name.
-_MOVES = frozenset(
-    "convert_element_type reshape squeeze copy name stop_gradient reduce_precision broadcast_in_dim".split()
-)
 # After these a quotient is still that quotient.
-_KEEP_WEIGHT = _MOVES | frozenset(
-    "neg mul dot_general reduce_sum transpose concatenate stack slice select_n add sub".split()
+_KEEP_WEIGHT = (
+    SAME_ELEMENTS | JOINS | frozenset({"neg", "mul", "dot_general", "reduce_sum", "slice", "select_n", "add", "sub"})
 )
 _PARAMS = frozenset({0})
 
@@ -126,7 +123,7 @@ class DivisorFunction:
         return divisor, value, of_grads
 
 
-def with_weight(loss_fn: Callable[..., Any], loss_weight: str | None) -> TracedFunction:
+def with_weight(loss_fn: Callable[..., Any], loss_weight: str | None) -> LossProgram:
     """Returns `loss_fn` with its `PartWeight` and those of the leaves of its aux (None for one that is no quotient).
 
     They are `(variables, batch, key) -> (loss, (aux, model_state, weight, aux_weights))`.
@@ -137,26 +134,27 @@ def with_weight(loss_fn: Callable[..., Any], loss_weight: str | None) -> TracedF
         none; None gives 1.
     """
 
-    def add_weight(closed: Any, out_shape: Any, args: tuple[PyTree, ...]) -> tuple[Any, Any]:
-        num_params, num_aux = len(jax.tree.leaves(args[0])), len(jax.tree.leaves(out_shape[1][0]))
-        closed = _without_duplicates(closed, num_params=num_params)
+    def add_weight(traced: Traced) -> Traced:
+        num_params, num_aux = traced.num_params, len(jax.tree.leaves(traced.out_shape[1][0]))
+        closed = _without_duplicates(traced.closed, num_params=num_params)
         if loss_weight == "auto" and any(_empty_case(eqn) is not None for eqn in equations(closed)):
             closed = _without_duplicates(_with_cases(closed), num_params=num_params)
         closed, (found, *weights) = _find_weights(closed, num_params, num_aux, guards=loss_weight == "auto")
         one = jaxprs.literal(np.float32(1))
         weight = PartWeight(one, one) if found is None or loss_weight != "auto" else found
         loss, (aux, model_state) = jax.tree.unflatten(
-            jax.tree.structure(out_shape), jaxprs.open_jaxpr(closed)[0].outvars
+            jax.tree.structure(traced.out_shape), jaxprs.open_jaxpr(closed)[0].outvars
         )
         if loss_weight not in ("auto", None):
             weight = PartWeight(*[_named(aux, loss_weight)] * 2)
         results, tree = jax.tree.flatten((loss, (aux, model_state, weight, weights)))
-        return jaxprs.with_results(closed, results), jax.tree.unflatten(tree, [atom.aval for atom in results])
+        out_shape = jax.tree.unflatten(tree, [atom.aval for atom in results])
+        return traced.rewritten(jaxprs.with_results(closed, results), out_shape)
 
-    return TracedFunction(loss_fn if isinstance(loss_fn, TracedFunction) else TracedFunction(loss_fn), add_weight)
+    return LossProgram.of(loss_fn).then(add_weight)
 
 
-def divided_by_nonzero(weighted: TracedFunction) -> TracedFunction:
+def divided_by_nonzero(weighted: LossProgram) -> LossProgram:
     """Divides the sums of parts whose divisor is 0 by 1, which is their divisor then: the batch's sum has them, too.
 
     So it is in detection, where a part without objects has a loss, and divides it by 0. What is added to such a mean
@@ -166,9 +164,9 @@ def divided_by_nonzero(weighted: TracedFunction) -> TracedFunction:
       weighted: what `with_weight` returned.
     """
 
-    def rewrite(closed: Any, out_shape: Any, args: tuple[PyTree, ...]) -> tuple[Any, Any]:
-        num_params, tree = len(jax.tree.leaves(args[0])), jax.tree.structure(out_shape)
-        opened, consts = jaxprs.open_jaxpr(closed)
+    def rewrite(traced: Traced) -> Traced:
+        num_params, tree = traced.num_params, jax.tree.structure(traced.out_shape)
+        opened, consts = jaxprs.open_jaxpr(traced.closed)
         quotients = _Quotients.of(opened, num_params)
         if any(quotients.env[var].quotient for eqn in opened.eqns if jaxprs.inner_jaxprs(eqn) for var in eqn.outvars):
             opened, consts = jaxprs.open_jaxpr(flattened(opened, consts))  # terms are added in a nested `jit`
@@ -182,7 +180,7 @@ def divided_by_nonzero(weighted: TracedFunction) -> TracedFunction:
             may_be_zero.append(flag)
             divisors |= {found.divisor} if found is not None and flag else set()
         if not divisors:
-            return closed, out_shape
+            return traced
 
         def function(*arrays: Any) -> list[Any]:
             division = _NonzeroDivision(divisors, quotients)
@@ -194,9 +192,9 @@ def divided_by_nonzero(weighted: TracedFunction) -> TracedFunction:
             )
             return jax.tree.leaves((loss, (aux, model_state, weight, others)))
 
-        return trace_flat(function, [var.aval for var in opened.invars]), out_shape
+        return traced.rewritten(trace_flat(function, [var.aval for var in opened.invars]))
 
-    return TracedFunction(weighted, rewrite)
+    return weighted.then(rewrite)
 
 
 def _weights(results: Any) -> list[PartWeight | None]:
@@ -245,12 +243,12 @@ def nonzero(total: jax.Array) -> jax.Array:
 
 
 def weight_alone(
-    traced: TracedFunction, variables: PyTree, batch: PyTree, key: Any, *, power: Fraction = Fraction(0)
+    weighted: LossProgram, variables: PyTree, batch: PyTree, key: Any, *, power: Fraction = Fraction(0)
 ) -> Callable[..., Any] | None:
     """Returns the `PartWeight` of a part of a batch as a function of that and a key; None if all parts weigh the same.
 
     Args:
-      traced: what `with_weight` returned.
+      weighted: what `with_weight` returned.
       variables: the params, or `Variables`.
       batch: a batch.
       key: a key.
@@ -261,8 +259,9 @@ def weight_alone(
     """
 
     def jaxpr_of(*args: Any) -> tuple[Any, Any, Any]:
-        closed, out_shape = traced.trace(*args)
-        weight, *_ = _weights(jax.tree.unflatten(jax.tree.structure(out_shape), jaxprs.open_jaxpr(closed)[0].outvars))
+        traced = weighted.trace(*args)
+        closed, tree = traced.closed, jax.tree.structure(traced.out_shape)
+        weight, *_ = _weights(jax.tree.unflatten(tree, jaxprs.open_jaxpr(closed)[0].outvars))
         atoms, tree = jax.tree.flatten(weight)
         return jaxprs.without_dead_code(jaxprs.with_results(closed, atoms)), jaxprs.open_jaxpr(closed)[1], tree
 
@@ -331,7 +330,7 @@ def _empty_case(eqn: Any) -> int | None:
     is_empty = []
     for branch in eqn.params["branches"]:
         opened, _ = jaxprs.open_jaxpr(branch)
-        made = {x.outvars[0]: x.invars[0] for x in opened.eqns if x.primitive.name in _MOVES}
+        made = {x.outvars[0]: x.invars[0] for x in opened.eqns if x.primitive.name in SAME_ELEMENTS}
         is_empty.append(_is_zero(_origin(opened.outvars[0], made)))
     return is_empty.index(True) if sum(is_empty) == 1 else None
 
@@ -523,13 +522,13 @@ class _Quotients(Pass[_Known]):
         of_batch = is_mask or any(x.of_batch for x in operands)
         positive = [x.is_positive for x in operands]
         is_positive = (any(positive) if name == "max" else all(positive)) and (
-            name in ("max", "add", "mul") or (name in _MOVES and is_floating(eqn))
+            name in ("max", "add", "mul") or (name in SAME_ELEMENTS and is_floating(eqn))
         )
         known = _Known(
             of_params,
             of_batch,
             is_positive=is_positive,
-            is_zero=name in _MOVES and operands[0].is_zero,
+            is_zero=name in SAME_ELEMENTS and operands[0].is_zero,
             quotient=self.quotient(eqn, operands),
         )
         is_scalar_of_batch = of_batch and not of_params
@@ -539,7 +538,7 @@ class _Quotients(Pass[_Known]):
         """Returns a value of the batch with the count that it is a function of; of a scalar that may be itself."""
         name, of_batch = eqn.primitive.name, [x for x in operands if x.of_batch]
         counts = {x.count for x in of_batch}
-        is_move, is_number = name in _MOVES, not getattr(var.aval, "shape", ())
+        is_move, is_number = name in SAME_ELEMENTS, not getattr(var.aval, "shape", ())
         if is_move and of_batch and of_batch[0].count is not None:
             (x,) = of_batch
             return dataclasses.replace(known, count=x.count, is_count=x.is_count, scalar=var if is_number else x.scalar)

@@ -17,49 +17,45 @@ import jax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.evaluation import TracedFunction, evaluate, run_region, trace_flat
 from zero_jax.core.jaxprs import bind, bind_primitive, open_jaxpr, source_context
+from zero_jax.core.loss_program import LossProgram, Traced
 from zero_jax.core.passes import Dependence
-from zero_jax.core.subcalls import MANUAL, equations, equations_of, subcall
+from zero_jax.core.subcalls import MANUAL, equations
+from zero_jax.core.walk import Rewriting
 from zero_jax.sharding.mesh import Axes, axis_size
 
 _POOLS = frozenset("reduce_window_max reduce_window_min select_and_scatter_add select_and_gather_add".split())
 _WRITES = frozenset("scatter scatter-mul scatter-min scatter-max".split())  # the gradient of a sum is right
-_ENTERED = frozenset({"call", "remat", "scan", "cond"})
 _CONVOLUTION = "conv_general_dilated"
 _WINDOWED = _POOLS | _WRITES | {_CONVOLUTION}
 
 
-def unsharded_windows(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) -> TracedFunction:
+def unsharded_windows(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) -> LossProgram:
     """Transforms `loss_fn(params, batch, ...)` so that XLA partitions no window, write or mapped convolution wrongly.
 
     The result computes the same values and has the same derivatives; other operations stay as they are. What is in a
     `jax.shard_map` is not partitioned; functions with derivatives of their own are not looked into.
     """
-    base = loss_fn if isinstance(loss_fn, TracedFunction) else TracedFunction(loss_fn)
 
-    def rewrite(closed: Any, out_shape: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
+    def whole(traced: Traced) -> Traced:
+        closed = traced.closed
         eqns = [eqn for eqn in equations(closed, skip=MANUAL) if eqn.primitive.name in _WINDOWED]
         is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)  # each device has its own values already
         if mesh.size == 1 or is_manual or not eqns:
-            return closed, out_shape
-        params, rest = jax.tree.leaves(args[0]), jax.tree.leaves(args[1:])
+            return traced.rewritten(closed)
+        data = open_jaxpr(closed)[0].invars[traced.num_params :]
         of_examples = _OfExamples()
-        of_examples.run(closed, [*(frozenset() for _ in params), *(frozenset([0]) for _ in rest)])
-        windows = _Windows(mesh, axes, {x.shape[0] for x in rest if x.ndim}, of_examples.notes)
-        if not any(map(windows.is_wrong, eqns)):
-            return closed, out_shape
-        jaxpr, consts = open_jaxpr(closed)
-        avals = [var.aval for var in jaxpr.invars]
-        return trace_flat(lambda *arrays: evaluate(jaxpr, consts, arrays, windows.equation), avals), out_shape
+        of_examples.run(closed, [frozenset[int]()] * traced.num_params + [frozenset([0])] * len(data))
+        windows = _Windows(mesh, axes, {x.aval.shape[0] for x in data if x.aval.shape}, of_examples.notes)
+        return traced.rewritten(windows.rewritten(closed))
 
-    return TracedFunction(base, rewrite)
+    return LossProgram.of(loss_fn).then(whole)
 
 
 class _OfExamples(Dependence):
     """Notes of each convolution, by `id`, whether its kernel is made of the batch."""
 
-    enters = _ENTERED
+    enters = Rewriting.entered
 
     def operation(self, eqn: Any, operands: list[frozenset[int]]) -> list[frozenset[int]]:
         if eqn.primitive.name == _CONVOLUTION:
@@ -67,35 +63,25 @@ class _OfExamples(Dependence):
         return super().operation(eqn, operands)
 
 
-class _Windows:
+class _Windows(Rewriting):
     """Evaluates equations, those that XLA partitions wrongly otherwise."""
 
     def __init__(self, mesh: Mesh, axes: Axes, sizes: set[int], kernels_of_examples: dict[int, bool]):
+        super().__init__()
         self.mesh, self.batch_axes, self.sizes = mesh, axes.batch, sizes
         self.kernels_of_examples = kernels_of_examples
         self.num_shards, self.has_others = axis_size(mesh, axes.batch), axes.size_beside_batch(mesh) > 1
 
-    def equation(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
-        """Returns the values of the results of an equation."""
+    def changes(self, eqn: Any) -> bool:
+        return self.is_mapped(eqn) or bool(self.windows(eqn))
+
+    def operation(self, eqn: Any, values: list[Any], frame: None) -> Sequence[Any]:
         if self.is_mapped(eqn):
             return [self.mapped(eqn, *values)]
-        if windows := self.windows(eqn):
-            values = [self.whole(x, dims) for x, dims in zip(values, windows, strict=False)]
-            return [self.whole(x, windows[-1]) for x in bind(eqn, values)]
-        sub = subcall(eqn)
-        if sub is None or sub.kind not in _ENTERED or not any(map(self.is_wrong, equations_of(eqn, skip=MANUAL))):
+        if not (windows := self.windows(eqn)):
             return bind(eqn, values)
-        calls = [functools.partial(self.call, jaxpr) for jaxpr in sub.branches or (sub.jaxpr,)]
-        if sub.kind == "call":
-            with source_context(eqn):
-                return calls[0](*values)
-        return run_region(eqn, calls, values)
-
-    def call(self, jaxpr: Any, *values: Any) -> list[Any]:
-        return evaluate(*open_jaxpr(jaxpr), values, self.equation)
-
-    def is_wrong(self, eqn: Any) -> bool:
-        return self.is_mapped(eqn) or bool(self.windows(eqn))
+        values = [self.whole(x, dims) for x, dims in zip(values, windows, strict=False)]
+        return [self.whole(x, windows[-1]) for x in bind(eqn, values)]
 
     def windows(self, eqn: Any) -> list[set[int]]:
         """Returns for each operand and then for the result the dims along which it has to be whole, if any has."""

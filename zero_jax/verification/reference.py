@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from zero_jax.core.loss_program import LossProgram
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import joined
 from zero_jax.sharding.mesh import make_mesh
@@ -82,7 +83,7 @@ class Reference:
 
     def loss_and_grads(self, state: TrainState, batch: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
         """Returns the loss, the gradients of the params that the optimizer reads, and the new model state."""
-        loss_fn = normalize_loss(self.loss_fn, self.mesh)
+        loss_fn = LossProgram(normalize_loss(self.loss_fn, self.mesh))
         precision = resolve_precision(self.config.precision)
         key = jax.random.fold_in(state.key, state.step)
         model_state = state.model_state

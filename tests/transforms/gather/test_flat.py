@@ -57,7 +57,7 @@ def test_a_product_is_the_same_as_a_matrix(name):
     dims = tuple(() if entry is None else (entry,) for entry in (*spec, *(None,) * (len(shape) - len(spec))))
     params = [len(dims) == var.aval.ndim and var.aval.shape == shape for var in eqn.invars]
     values = [
-        Lazy((var,), lambda array: array, var.aval, "w", dims) if is_param else Value(var, pure=False)
+        Lazy((var,), lambda array: array, var.aval, "w", dims) if is_param else Value(var, params_only=False)
         for var, is_param in zip(eqn.invars, params, strict=True)
     ]
     inputs, _ = flat_product(eqn, values)

@@ -14,7 +14,7 @@ from jax import lax
 from zero_jax.sharding.mesh import Axes
 from zero_jax.training.grads.combined import CombinedAux
 from zero_jax.transforms.microbatch_weights import divided_by_nonzero, with_weight
-from zero_jax.transforms.separable.decision import separability
+from zero_jax.transforms.separability import separability
 
 EXAMPLES, MICROBATCHES, DEVICES = 32, 2, 4
 PARTS = MICROBATCHES * DEVICES
@@ -253,7 +253,7 @@ def difference_of_aux(loss_fn, params, batch):
 
     weighted = divided_by_nonzero(with_weight(with_aux, "auto"))
     judged = separability_of(weighted, params, batch)
-    aux = CombinedAux(judged.aux, weighted.trace(params, batch, key)[1][1][3])
+    aux = CombinedAux(judged.aux, weighted.trace(params, batch, key).out_shape[1][3])
     parts, join = (microbatches, joined) if judged.not_local else (split, lambda x, dim: jnp.concatenate([*x], dim))
 
     @jax.jit

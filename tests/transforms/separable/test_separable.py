@@ -20,7 +20,7 @@ from zero_jax.models import gpt
 from zero_jax.sharding.mesh import axes_of
 from zero_jax.training.loss_function import key_parameter
 from zero_jax.transforms.microbatch_weights import with_weight
-from zero_jax.transforms.separable.decision import separability, shards_over
+from zero_jax.transforms.separability import separability, shards_over
 
 MESH = "model2"
 AXES = ("replica", "data")

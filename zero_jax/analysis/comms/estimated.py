@@ -239,12 +239,12 @@ class _LeafTraffic:
         placement, k = self.placement, self.config.num_microbatches
         # Stages 0 and 1 sum microbatches on each device and reduce once, after the last backward pass, by all-to-alls;
         # so do the others over the axes of copies of the params. Gradients that are quantized move at each use.
-        once, reduce = placement.summed_once, placement.precision.reduce
-        often = [axis for axis in placement.axes.batch if axis not in once]
-        kind, dtype = ("all-to-all", "float32") if placement.sends_own_grads else ("reduce-scatter", self.compute)
+        plan, reduce = placement.grad_plan, placement.precision.reduce
+        often = [axis for axis in plan.batch_axes if axis not in plan.once_over]
+        kind, dtype = ("all-to-all", "float32") if plan.at_use else ("reduce-scatter", self.compute)
         yield from self.sum_rows(kind, often, reduce or dtype, phase="backward", times=k)
         dtype = "float32" if k > 1 else self.compute
-        yield from self.sum_rows("all-to-all", once, reduce or dtype, phase="update", times=1)
+        yield from self.sum_rows("all-to-all", plan.once_over, reduce or dtype, phase="update", times=1)
 
     def sum_rows(self, kind: str, over: Sequence[str], dtype: Any, *, phase: str, times: int) -> Iterator[EstimateRow]:
         """Yields the traffic of a gradient that is scattered over some axes, and all-reduced over the others."""

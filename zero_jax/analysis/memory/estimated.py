@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from zero_jax.analysis.formulas import TransformerResiduals, model_state_bytes
+from zero_jax.analysis.formulas import TransformerResiduals
 from zero_jax.analysis.loss_trace import LossTrace
 from zero_jax.analysis.memory.groups import (
     Difference,
@@ -37,6 +37,7 @@ from zero_jax.sharding.precision import resolve_precision
 from zero_jax.training import Placement, TrainState, ZeroConfig, check_is_state, make_placement, used_by_optimizer
 from zero_jax.transforms import resolve_remat
 
+_ORDER = ("params", "master", "grads", "opt_state", "model_state", "grad_errors", "other", "residuals")
 _ON_HOST = "in host memory"
 _BY_TRACE = "by the trace of the loss: what is saved besides the blocks' inputs, such as logits, and how it is sharded"
 
@@ -218,17 +219,12 @@ def estimate(
     placement = make_placement(state.params, mesh=mesh, config=config)
     groups = state_groups(state, mesh=mesh, config=config)
     groups["grads"] = grad_group(state, placement, config, used_by_optimizer(tx, state)[0])
-    sizes = _sizes(groups, state, placement)
-    formula = _formula(sizes, placement)
-    absent = [name for name in ("model_state", "grad_errors") if not groups[name].leaves]
-    formula |= {name: _even_bytes(groups[name]) for name in ("model_state", "grad_errors")}
-    differences = [
-        *grad_differences(groups["grads"], placement),
-        *(_without_copy(formula) if placement.precision.has_master and not placement.keeps_copy else ()),
-        *_secondary_difference(groups["params"], formula, placement),
-        *(difference for name, group in groups.items() for difference in uneven_differences(name, group)),
-    ]
-    actual, on_host = (_device_bytes(groups, on_host=on_host) for on_host in (False, True))
+    num_devices, model = data_and_model_sizes(placement)
+    totals = _totals(groups, state, placement)
+    formula = {name: size / (model * (num_devices if name in placement.groups else 1)) for name, size in totals.items()}
+    formula |= {name: groups[name].even_bytes for name in ("model_state", "grad_errors") if groups[name].leaves}
+    actual, on_host = ({name: x.device_bytes(on_host=where) for name, x in groups.items()} for where in (False, True))
+    differences = _differences(groups, formula, placement)
     differences += [Difference(group=x, device_bytes=-size, reason=_ON_HOST) for x, size in on_host.items()]
     saved = traced.residuals if traced else residuals
     if saved is not None:
@@ -236,83 +232,45 @@ def estimate(
         formula["residuals"] = (residuals or saved).device_bytes
         over = actual["residuals"] - formula["residuals"]
         differences.append(Difference(group="residuals", device_bytes=over, reason=_BY_TRACE))
-    order = ["params", "master", "grads", "opt_state", "model_state", "grad_errors", "other", "residuals"]
-    order = [x for x in order if x in actual and x not in absent]
-    num_devices, model = data_and_model_sizes(placement)
+    order = [name for name in _ORDER if name in formula or name == "other"]
+    num_params = sum(x.size for x in jax.tree.leaves(state.params) if is_inexact(x))
+    each = {name: size / max(num_params, 1) for name, size in totals.items()}
     return MemoryEstimate(
         groups=tuple(GroupEstimate(name=x, device_bytes=actual[x], formula_bytes=formula.get(x, 0)) for x in order),
         differences=tuple(difference for difference in differences if difference.device_bytes),
         whole=whole_leaves(groups),
-        num_params=sizes.num_params,
+        num_params=num_params,
         num_devices=num_devices,
         model=model,
         sharded=tuple(name for name in order if name in placement.groups),
-        param_bytes=sizes.params_bytes / max(sizes.num_params, 1),
-        grad_bytes=sizes.grads_bytes / max(sizes.num_params, 1),
-        optimizer_bytes=(sizes.master_bytes + sizes.opt_state_bytes) / max(sizes.num_params, 1),
+        param_bytes=each["params"],
+        grad_bytes=each["grads"],
+        optimizer_bytes=(totals["master"] + totals["opt_state"]) / max(num_params, 1),
         host_bytes=sum(on_host.values()) + (0 if saved is None else saved.host_bytes),
         secondary_bytes=sum(secondary_bytes(state, mesh=mesh, config=config).values()),
     )
 
 
-def _device_bytes(groups: dict[str, Group], *, on_host: bool) -> dict[str, float]:
-    """Returns the bytes per device of each group, in the memory of the device or of the host."""
-    return {name: sum(x.device_bytes for x in group.leaves if x.on_host is on_host) for name, group in groups.items()}
+def _totals(groups: dict[str, Group], state: TrainState, placement: Placement) -> dict[str, int]:
+    """Returns the bytes of the paper's groups, unsharded: low-precision params count also where none are stored."""
+    totals = {name: sum(x.num_bytes for x in groups[name].counted) for name in ("params", "master", "opt_state")}
+    totals["grads"] = sum(x.narrow_bytes for x in (*groups["grads"].leaves, *groups["grads"].skipped))
+    if placement.precision.has_master and not placement.keeps_copy:
+        low = placement.precision.param or placement.precision.compute
+        dtype_of = lambda x: jnp.dtype(low if low and jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)  # noqa: E731
+        params = [x for x in jax.tree.leaves(state.params) if is_inexact(x)]
+        totals |= {"params": sum(x.size * dtype_of(x).itemsize for x in params), "master": totals["params"]}
+    return totals
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _StateSizes:
-    """Bytes of the unsharded state, as the formula counts them."""
-
-    num_params: int
-    params_bytes: int
-    grads_bytes: int
-    master_bytes: int
-    opt_state_bytes: int
-
-
-def _sizes(groups: dict[str, Group], state: TrainState, placement: Placement) -> _StateSizes:
-    counted = {name: sum(x.num_bytes for x in group.leaves if x.counted) for name, group in groups.items()}
-    params = [x for x in jax.tree.leaves(state.params) if is_inexact(x)]
-    masters_only = placement.precision.has_master and not placement.keeps_copy
-    low = placement.precision.param or placement.precision.compute
-    copied = sum(
-        x.size * jnp.dtype(low if low and jnp.issubdtype(x.dtype, jnp.floating) else x.dtype).itemsize for x in params
-    )
-    grads = (*groups["grads"].leaves, *groups["grads"].skipped)
-    return _StateSizes(
-        num_params=sum(x.size for x in params),
-        params_bytes=copied if masters_only else counted["params"],
-        grads_bytes=sum(x.narrow_bytes for x in grads),
-        master_bytes=counted["params"] if masters_only else counted["master"],
-        opt_state_bytes=counted["opt_state"],
-    )
-
-
-def _formula(sizes: _StateSizes, placement: Placement) -> dict[str, float]:
-    """Returns the paper's bytes per device and group, with the bytes a parameter that the state has."""
-    num_devices, model = data_and_model_sizes(placement)
-    psi, optimizer = max(sizes.num_params, 1), sizes.master_bytes + sizes.opt_state_bytes
-    states = model_state_bytes(
-        sizes.num_params / model,
-        sharded=placement.groups - {"model_state"},
-        num_devices=num_devices,
-        param_bytes=sizes.params_bytes / psi,
-        grad_bytes=sizes.grads_bytes / psi,
-        optimizer_bytes=optimizer / psi,
-    )
-    master_share = sizes.master_bytes / max(optimizer, 1)
-    return {
-        "params": states.params_bytes,
-        "grads": states.grads_bytes,
-        "master": states.opt_state_bytes * master_share,
-        "opt_state": states.opt_state_bytes * (1 - master_share),
-    }
-
-
-def _even_bytes(group: Group) -> float:
-    """Returns the bytes per device of a group if all of its leaves were fully sharded."""
-    return sum(x.num_bytes for x in group.leaves if x.counted) / group.ways
+def _differences(groups: dict[str, Group], formula: dict[str, float], placement: Placement) -> list[Difference]:
+    """Explains what the groups have over the formula, in whatever memory they are."""
+    return [
+        *grad_differences(groups["grads"], placement),
+        *(_without_copy(formula) if placement.precision.has_master and not placement.keeps_copy else ()),
+        *_secondary_difference(groups["params"], formula, placement),
+        *(difference for name, group in groups.items() for difference in uneven_differences(name, group)),
+    ]
 
 
 def _without_copy(formula: dict[str, float]) -> list[Difference]:
@@ -331,7 +289,7 @@ def _secondary_difference(params: Group, formula: dict[str, float], placement: P
         return []
     sizes = [axis_size(placement.mesh, axes) for axes in (placement.axes.secondary, placement.axes.data)]
     reason = "the secondary shard: over the {} devices of a slice or host, not over {}".format(*sizes)
-    return [Difference(group="params", device_bytes=_even_bytes(params) - formula["params"], reason=reason)]
+    return [Difference(group="params", device_bytes=params.even_bytes - formula["params"], reason=reason)]
 
 
 def _signed(num_bytes: float) -> str:

@@ -68,6 +68,20 @@ class Group:
     ways: int
     skipped: tuple[EstimatedLeaf, ...] = ()  # gradients that are not taken
 
+    @property
+    def counted(self) -> list[EstimatedLeaf]:
+        """The leaves that the formula has."""
+        return [leaf for leaf in self.leaves if leaf.counted]
+
+    @property
+    def even_bytes(self) -> float:
+        """The bytes per device of these if all of them were fully sharded."""
+        return sum(leaf.num_bytes for leaf in self.counted) / self.ways
+
+    def device_bytes(self, *, on_host: bool = False) -> float:
+        """Returns the bytes per device, in the memory of the device or of the host."""
+        return sum(leaf.device_bytes for leaf in self.leaves if leaf.on_host is on_host)
+
 
 def data_and_model_sizes(placement: Placement) -> tuple[int, int]:
     """Returns the devices of the `data` axes, and those of the model's own."""
@@ -187,8 +201,7 @@ def grad_differences(grads: Group, placement: Placement) -> list[Difference]:
 
 def uneven_differences(name: str, group: Group) -> list[Difference]:
     """Explains a group by the leaves that are not fully sharded, and by those that the formula does not count."""
-    counted = [x for x in group.leaves if x.counted]
-    extra = [(x.path, x.device_bytes - x.num_bytes / group.ways) for x in counted]
+    extra = [(x.path, x.device_bytes - x.num_bytes / group.ways) for x in group.counted]
     extra = sorted([(path, size) for path, size in extra if size], key=lambda item: -item[1])
     shown = ", ".join(path for path, _ in extra[:_SHOWN_LEAVES])
     more = f" and {len(extra) - _SHOWN_LEAVES} more" if len(extra) > _SHOWN_LEAVES else ""
@@ -205,7 +218,7 @@ def whole_leaves(groups: dict[str, Group]) -> tuple[WholeLeaf, ...]:
     leaves = [
         WholeLeaf(group=name, path=x.path, device_bytes=x.device_bytes)
         for name, group in groups.items()
-        for x in group.leaves
-        if x.counted and x.device_bytes * group.ways > x.num_bytes
+        for x in group.counted
+        if x.device_bytes * group.ways > x.num_bytes
     ]
     return tuple(sorted(leaves, key=lambda leaf: -leaf.device_bytes))

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from zero_jax.analysis.leaves import ArgumentLeaf, dims_key, group_of, path_of
-from zero_jax.hlo import KINDS, Buffer, Heap, arrays, gathered_path, parse_shape, phase_of
+from zero_jax.hlo import COLLECTIVES, Buffer, Heap, arrays, gathered_path, parse_shape, phase_of, split_opcode
 
 TEMPORARIES = ("grads", "gathered params", "residuals", "copied params", "collective buffers", "other temporaries")
 # The gradient of a param's gather, not the gather that is repeated in the backward pass.
@@ -32,7 +32,6 @@ def classify(heap: Heap, leaves: Sequence[ArgumentLeaf]) -> tuple[Temporary, ...
     params = [leaf for leaf in leaves if leaf.group in _PARAMS]
     local = {dims for leaf in params for dims in _dims_of_grads(leaf.dims)}
     gathered = {dims for leaf in params for dims in _dims_of_grads(leaf.global_dims)}
-    is_collective = re.compile(rf"({KINDS})(-start|-done)?")
 
     def is_gathered(buffer: Buffer, dims: tuple[int, ...]) -> bool:
         gathers = bool(gathered_path(buffer.op_name)) or buffer.op_name.endswith("sharding_constraint")
@@ -60,7 +59,7 @@ def classify(heap: Heap, leaves: Sequence[ArgumentLeaf]) -> tuple[Temporary, ...
         ("gathered params", is_gathered),
         ("grads", is_grad),
         ("residuals", is_residual),
-        ("collective buffers", lambda buffer, _: bool(is_collective.fullmatch(buffer.opcode))),
+        ("collective buffers", lambda buffer, _: split_opcode(buffer.opcode)[0] in COLLECTIVES),
         ("other temporaries", lambda buffer, dims: True),
     )
 

@@ -7,20 +7,19 @@ import datetime
 import fcntl
 import json
 import os
-import re
 import secrets
 import socket
-import stat
 from collections.abc import Callable
 from typing import Any
 
 from etils import epath
 
-from zero_jax.core.files.untrusted import is_bucket
+from zero_jax.core.files.untrusted import is_bucket, parse_json, read_file
 
 _MAX_BYTES = 1 << 16
 _ATTEMPTS = 100
-_OLDER = re.compile(r"process \d+ on .*\n?")  # the format of earlier releases
+# A link is refused, and a pipe is not waited for.
+_OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class FolderInUse(ValueError):
@@ -90,31 +89,27 @@ class FolderLock:
     def _take_from_system(self) -> bool:
         """Takes the lock by `flock`; returns whether the file system has locks."""
         for _ in range(_ATTEMPTS):
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             try:
-                descriptor = os.open(self.file, flags, 0o666)
+                descriptor = os.open(self.file, _OPEN_FLAGS, 0o666)
             except OSError:
                 self._holder()  # refuses a link or a folder
                 raise
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.ExitStack() as opened:
+                opened.callback(os.close, descriptor)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    raise self._refused() from error
+                except OSError:
+                    return False
                 self._holder()  # refuses a file that is not a lock
-            except BlockingIOError as error:
-                os.close(descriptor)
-                raise self._refused() from error
-            except FolderInUse:
-                os.close(descriptor)
-                raise
-            except OSError:
-                os.close(descriptor)
-                return False
-            if not _is_file(descriptor, self.file):  # its owner has just removed it
-                os.close(descriptor)
-                continue
+                if not _is_file(descriptor, self.file):  # its owner has just removed it
+                    continue
+                with contextlib.suppress(OSError):  # on a full disk the lock has no content, and holds
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, self._content().encode(), 0)
+                opened.pop_all()
             self._descriptor = descriptor
-            with contextlib.suppress(OSError):  # on a full disk the lock has no content, and holds
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, self._content().encode(), 0)
             return True
         raise FolderInUse(f"{self.file} is made and removed all the time: is a run started there again and again?")
 
@@ -133,19 +128,18 @@ class FolderLock:
         Raises:
           FolderInUse: the file is not a lock.
         """
-        if not (self.file.exists() if is_bucket(self.file) else os.path.lexists(self.file)):
+        if not (self.file.exists() or os.path.lexists(self.file)):
             return {}
-        if not is_bucket(self.file):
-            status = os.lstat(self.file)
-            if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
-                raise FolderInUse(f"{self.file} is not a lock file of zero_jax: move it away, or choose another folder")
-        text = self.file.read_bytes().decode(errors="replace")
+        error = FolderInUse(f"{self.file} is not a lock file of zero_jax: move it away, or choose another folder")
+        if os.path.islink(self.file):
+            raise error
         try:
-            holder = json.loads(text) if text and not _OLDER.fullmatch(text) else {}
-        except (ValueError, RecursionError):
-            holder = None
+            text = read_file(self.file, limit_bytes=_MAX_BYTES)
+            holder = parse_json(text) if text else {}
+        except (ValueError, IsADirectoryError):
+            raise error from None
         if not isinstance(holder, dict) or (holder and holder.get("zero_jax") != "lock"):
-            raise FolderInUse(f"{self.file} is not a lock file of zero_jax: move it away, or choose another folder")
+            raise error
         return holder
 
     def _content(self) -> str:

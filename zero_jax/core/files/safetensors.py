@@ -7,14 +7,15 @@ read and written in place.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import mmap
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -60,9 +61,6 @@ class Tensor:
     def num_bytes(self) -> int:
         """Bytes of its values."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
-
-
-_Tensor = TypeVar("_Tensor", bound=Tensor)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,13 +120,11 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
 
 def _parse(content: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if len(set(names)) < len(names):
+        if len(dict(pairs)) < len(pairs):
             raise ValueError("a name is in its header twice")
         return dict(pairs)
 
-    parse_json(content)  # refuses what is nested too deeply
-    header = json.loads(content, object_pairs_hook=unique)
+    header = parse_json(content, object_pairs_hook=unique)
     if not isinstance(header, dict):
         raise ValueError("its header is no object")
     return header
@@ -167,9 +163,9 @@ def _offsets(name: str, entry: Any) -> tuple[int, int]:
     return first, last
 
 
-def split_by_size(tensors: Sequence[_Tensor], max_bytes: int) -> dict[str, list[_Tensor]]:
+def split_by_size(tensors: Sequence[Tensor], max_bytes: int) -> dict[str, list[Tensor]]:
     """Assigns tensors to files by size, in their order; a larger tensor has a file of its own."""
-    files: list[list[_Tensor]] = [[]]
+    files: list[list[Tensor]] = [[]]
     num_bytes = 0
     for tensor in tensors:
         if files[-1] and num_bytes + tensor.num_bytes > max_bytes:
@@ -228,9 +224,27 @@ def create(path: pathlib.Path, tensors: Sequence[Tensor], *, metadata: Mapping[s
     }
 
 
-def write_index(path: pathlib.Path, files: Mapping[str, Sequence[Tensor]]) -> None:
-    """Writes the index of several files: the file of each tensor."""
-    total = sum(tensor.num_bytes for tensors in files.values() for tensor in tensors)
-    file_of = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
-    path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+@contextlib.contextmanager
+def create_files(
+    folder: pathlib.Path, tensors: Sequence[Tensor], *, max_bytes: int, metadata: Mapping[str, str]
+) -> Iterator[dict[str, StoredTensor]]:
+    """Makes files of at most `max_bytes` of tensors, and their index if there are several.
+
+    The body of the context writes the tensors, which it gets by name; then all is flushed to the disk.
+
+    Raises:
+      OSError: there is no space.
+    """
+    files = split_by_size(tensors, max_bytes)
+    stored: dict[str, StoredTensor] = {}
+    for name, of_file in files.items():
+        stored |= create(folder / name, of_file, metadata=metadata)
+    yield stored
+    for name in files:
+        with (folder / name).open("r+b") as file:
+            os.fsync(file.fileno())
+    if len(files) > 1:
+        total = sum(tensor.num_bytes for tensor in tensors)
+        file_of = {tensor.name: name for name, of_file in files.items() for tensor in of_file}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -153,14 +153,14 @@ def irregular(folder: epath.Path) -> list[str]:
     return sorted(problems)
 
 
-def parse_json(text: bytes) -> Any:
-    """Parses JSON.
+def parse_json(text: bytes, **options: Any) -> Any:
+    """Parses JSON; options are those of `json.loads`.
 
     Raises:
       ValueError: it is no JSON, nested too deeply, or has numbers of thousands of digits.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, **options)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

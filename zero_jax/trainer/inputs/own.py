@@ -62,27 +62,16 @@ class OwnModel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class OwnInput:
-    """Batches of the user's own, with the methods that the loop calls (as those of `TextInput`).
-
-    Attributes:
-      source: the batches.
-      mesh: the mesh.
-      shapes: shapes of a global batch.
-      batch_size: examples in it.
-      local_sizes: the leading dims of what this process gives to it, by leaf.
-      validation: batches to validate on, or None.
-      fingerprints: a hash of the first batch of each process.
-      notes: lines for the log.
-    """
+    """Batches of the user's own, with the methods that the loop calls (as those of `TextInput`)."""
 
     source: Source
     mesh: Mesh
-    shapes: PyTree
-    batch_size: int
-    local_sizes: Mapping[str, int]
+    batch_shapes: PyTree  # of a global batch
+    batch_size: int  # examples in it
+    local_sizes: Mapping[str, int]  # the leading dims of what this process gives to it, by leaf
     validation: Iterable[PyTree] | None
-    fingerprints: tuple[str, ...]
-    notes: tuple[str, ...] = ()
+    fingerprints: tuple[str, ...]  # a hash of the first batch of each process
+    notes: tuple[str, ...] = ()  # leaves of the aux that are not shown
     buffers: BatchBuffers = dataclasses.field(default_factory=BatchBuffers)
 
     num_tokens = None
@@ -97,15 +86,11 @@ class OwnInput:
     @property
     def rows(self) -> dict[str, str]:
         """The kind of the batches, and the shapes of one."""
-        leaves = zip(leaf_names(self.shapes), jax.tree.leaves(self.shapes), strict=True)
+        leaves = zip(leaf_names(self.batch_shapes), jax.tree.leaves(self.batch_shapes), strict=True)
         shown = [f"{name} {x.dtype}{list(x.shape)}".strip() for name, x in leaves]
         more = f", and {len(shown) - 4} more" if len(shown) > 4 else ""
         rows = {"data": self.source.kind, "batch": f"{self.batch_size} examples: {', '.join(shown[:4])}{more}"}
         return rows | ({"not shown": "; ".join(self.notes)} if self.notes else {})
-
-    def batch_shapes(self) -> PyTree:
-        """Returns the shapes of a global batch."""
-        return self.shapes
 
     def open(
         self, saved: Mapping[str, Any] | None, *, say: Callable[[str], None], beat: Callable[[], None]
@@ -118,11 +103,10 @@ class OwnInput:
         """
         position, state = 0, None
         if saved is not None:
-            self._check_global_batch(saved)
-            self._compare_first_batch(saved, say)
+            self._compare(saved, say)
             position, state = whole_number(saved["position"]), _process_state(saved.get("states"))
         batches = self.source.open(position, state, say=say, beat=beat)
-        return OwnBatches(batches, sizes=self.local_sizes, position=position)
+        return contextlib.closing(OwnBatches(batches, sizes=self.local_sizes, position=position))
 
     def record(self, position: int, *, has_read_more: bool = False) -> dict[str, Any]:
         """Returns the number of batches read, and the states of the iterators of all processes.
@@ -134,21 +118,21 @@ class OwnInput:
         state = None if has_read_more else self.source.state()
         return record if state is None else {**record, "states": from_all_processes(state)}
 
-    def _check_global_batch(self, saved: Mapping[str, Any]) -> None:
-        """Raises `ValueError` if the size of the global batch has changed with the number of processes."""
-        num_before, size_before = saved.get("num_processes"), saved.get("batch_size")
+    def _compare(self, saved: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        """Compares the first batch with that of the run before, and says what differs.
+
+        Raises:
+          ValueError: the size of the global batch has changed with the number of processes.
+        """
+        before, num_before, size = (saved.get(name) for name in ("fingerprints", "num_processes", "batch_size"))
         num_processes = jax.process_count()
-        if num_before not in (None, num_processes) and size_before not in (None, self.batch_size):
+        has_others = num_before != num_processes
+        if has_others and num_before is not None and size not in (None, self.batch_size):
             raise ValueError(
                 f"{num_processes} processes give {self.batch_size // num_processes} examples each, {self.batch_size} "
-                f"in all; the run had {size_before} by {num_before} processes: give each process its part of the same "
+                f"in all; the run had {size} by {num_before} processes: give each process its part of the same "
                 "global batch (divide its size by jax.process_count())"
             )
-
-    def _compare_first_batch(self, saved: Mapping[str, Any], say: Callable[[str], None]) -> None:
-        """Says so if the first batch has another size than before, or of as many examples and processes is another."""
-        before = saved.get("fingerprints")  # None: written before there were any
-        num_processes, size = saved.get("num_processes"), saved.get("batch_size")
         if size is not None and (size := whole_number(size)) != self.batch_size:  # positions count batches
             first, last = sorted((saved["position"] * size, saved["position"] * self.batch_size))
             what = "never read" if size < self.batch_size else "read twice"
@@ -157,12 +141,11 @@ class OwnInput:
                 f"batch {saved['position']:,}: where batches go through the data in order, the {last - first:,} "
                 f"examples between {first:,} and {last:,} are {what}. To prevent that, resume with the size of before"
             )
-        if (num_processes, size) != (jax.process_count(), self.batch_size) or before in (None, list(self.fingerprints)):
-            return
-        say(
-            "batches: WARNING: the first batch is not the one of the run before: these are other data, or they come in "
-            "another order or with other random numbers each time. The run goes on with them"
-        )
+        elif size is not None and not has_others and before not in (None, list(self.fingerprints)):
+            say(
+                "batches: WARNING: the first batch is not the one of the run before: these are other data, or they "
+                "come in another order or with other random numbers each time. The run goes on with them"
+            )
 
     def place(self, batch: PyTree) -> PyTree:
         """Shards a batch over the devices; arrays of the host are copied into buffers that are reused."""
@@ -198,10 +181,8 @@ class OwnBatches(Iterator[PyTree]):
         _check_sizes(batch, self._sizes, self.position)
         return batch
 
-    def __enter__(self) -> OwnBatches:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
+    def close(self) -> None:
+        """Closes a generator, which may have files open."""
         close = getattr(self._batches, "close", None)
         if close is not None:
             close()
@@ -218,7 +199,7 @@ def _check_sizes(batch: PyTree, sizes: Mapping[str, int], step: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _FixedBatches(Iterable[PyTree]):
+class _FirstBatches(Iterable[PyTree]):
     """The first batches of a source, each time it is iterated over."""
 
     again: Callable[[], Iterable[PyTree]]
@@ -260,7 +241,7 @@ def own_input(model: OwnModel, *, mesh: Mesh, zero: ZeroConfig, eval_batches: in
     return OwnInput(
         source=source,
         mesh=mesh,
-        shapes=shapes,
+        batch_shapes=shapes,
         batch_size=_num_examples(shapes),
         local_sizes=leading_dims(first),
         validation=validation,
@@ -271,15 +252,15 @@ def own_input(model: OwnModel, *, mesh: Mesh, zero: ZeroConfig, eval_batches: in
 
 def _validation(batches: Any, eval_batches: int) -> tuple[Iterable[PyTree], PyTree]:
     """Returns the batches to validate on, and the first of them."""
-    source: Any = find_source("validation", batches)
-    first = source.first()
-    if source.again() is not None:
-        return _FixedBatches(source.again, eval_batches), first
-    fixed: list[PyTree] = []
-    with contextlib.suppress(BatchesEnded):
-        ignore = lambda *_: None  # noqa: E731
-        fixed.extend(itertools.islice(source.open(0, None, say=ignore, beat=ignore), eval_batches))
-    return _FixedBatches(lambda: fixed, eval_batches), first
+    source = find_source("validation", batches)
+    first, again = source.first(), source.again
+    if again is None:  # an iterator that passes once: its batches are kept
+        kept: list[PyTree] = []
+        with contextlib.suppress(BatchesEnded):
+            ignore = lambda *_: None  # noqa: E731
+            kept.extend(itertools.islice(source.open(0, None, say=ignore, beat=ignore), eval_batches))
+        return kept, first
+    return _FirstBatches(again, eval_batches), first
 
 
 def _placed_shapes(label: str, batch: PyTree, mesh: Mesh, num_microbatches: int) -> PyTree:

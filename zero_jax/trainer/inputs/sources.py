@@ -1,7 +1,7 @@
-"""Batches of the user's own: from a function of the step, a sequence, an iterator with a state, or any iterable.
+"""Batches of the user's own, of two kinds: a function of the step, or an iterator. `find_source` makes one of any.
 
-A function of the step and a sequence are read from any position. An iterator with `get_state` and `set_state` (grain's)
-is set to the state that a checkpoint has. Any other iterable is read again up to its position.
+A function of the step (also a sequence) is read from any position. An iterator with `get_state` and `set_state` (as
+grain's) is set to the state that a checkpoint has. Any other iterator is read again up to its position.
 """
 
 from __future__ import annotations
@@ -64,20 +64,20 @@ def _from_iterable(label: str, batches: Any, make: Callable[[], Any] | None) -> 
         iterator = iter(batches)
     except TypeError as error:
         raise ValueError(f"{label} is {shown(batches)}, no batches: {_REMEDY}") from error
-    if iterator is not batches:
-        again: Callable[[], Iterator[PyTree]] | None = lambda: iter(batches)  # noqa: E731
-    else:
-        again = None if make is None else lambda: iter(make())
-    if callable(getattr(iterator, "get_state", None)) and callable(getattr(iterator, "set_state", None)):
-        return StateSource(label, iterator, again)
-    if hasattr(batches, "__getitem__") and hasattr(batches, "__len__"):
+    has_state = _has_state(iterator)
+    if hasattr(batches, "__getitem__") and hasattr(batches, "__len__") and not has_state:
         if not len(batches):
             raise ValueError(f"{label} has no batch: give one at least")
         in_memory = batches if isinstance(batches, list | tuple) else ()
         return StepSource(
             lambda step: batches[step % len(batches)], f"a sequence of {len(batches):,}", len(batches), in_memory
         )
-    return IterableSource(label, iterator, again)
+    again: Callable[[], Iterator[PyTree]] | None = None
+    if iterator is not batches:
+        again = lambda: iter(batches)  # noqa: E731
+    elif make is not None:
+        again = lambda: iter(make())  # noqa: E731
+    return IteratorSource(label, iterator, again)
 
 
 class StepSource:
@@ -116,38 +116,59 @@ class StepSource:
         """Returns the state of the open iterator as text: none, the position says all."""
 
 
-class IterableSource:
-    """Batches of an iterable, which begins again at its end if it can."""
+class IteratorSource:
+    """Batches of an iterator, pass after pass if it can be made again; with a state if it has `get_state`.
+
+    Attributes:
+      kind: what they are.
+      again: makes the iterator of another pass; None for an iterator that passes once.
+    """
 
     in_memory = ()
 
     def __init__(self, label: str, iterator: Any, again: Callable[[], Iterator[PyTree]] | None):
-        """Takes the iterator of the first pass, and the function that makes the iterator of another pass."""
-        self._label, self._again = label, again
+        """Takes the iterator of the first pass, and the function that makes the iterator of another pass.
+
+        Raises:
+          ValueError: JSON has no form for its state.
+        """
+        self._label, self.again = label, again
         self._iterator: Any = iterator
         self._taken: list[PyTree] = []
-        self.kind = "an iterable without a state"
-        self._why_dropped = f"{self.kind} has no position to save; a function of the step or a grain dataset has one"
+        self._has_state = _has_state(iterator)
+        self.kind = "an iterator with a state" if self._has_state else "an iterable without a state"
+        if self._has_state:
+            self._begin = iterator.get_state()
+            _encode(label, self._begin)
 
     def first(self) -> PyTree:
-        """Returns the first batch, and keeps it."""
+        """Returns the first batch; the iterator is set back, or the batch is kept."""
         try:
-            self._taken = [next(self._iterator)]
+            batch = next(self._iterator)
         except StopIteration:
             raise ValueError(f"{self._label} has no batch: give one at least") from None
-        return self._taken[0]
+        if self._has_state:
+            self._set(self._begin)
+        else:
+            self._taken = [batch]
+        return batch
 
     def open(
         self, position: int, state: str | None, *, say: Callable[[str], None], beat: Callable[[], None]
     ) -> Iterator[PyTree]:
-        """Returns the batches after the first `position` ones, which are read and dropped.
+        """Returns the batches from a state on, or those after the first `position` ones, which are read and dropped.
 
         Raises:
-          ValueError: there are fewer.
+          ValueError: there are fewer, or the iterator does not take the state.
         """
         batches = self._batches()
+        if self._has_state and state is not None:
+            self._set(_decode(state))
+            return batches
         if position:
-            say(f"batches: reading and dropping the {position:,} before step {position + 1}: {self._why_dropped}")
+            why = f"{self.kind} has no position to save; a function of the step or a grain dataset has one"
+            why = "the checkpoint has no state of theirs" if self._has_state else why
+            say(f"batches: reading and dropping the {position:,} before step {position + 1}: {why}")
         for number in range(position):
             beat()
             try:
@@ -159,21 +180,17 @@ class IterableSource:
                 ) from error
         return batches
 
-    def again(self) -> Iterator[PyTree] | None:
-        """Returns the batches of one pass; None for an iterator that passes once."""
-        return None if self._again is None else self._again()
-
     def state(self) -> str | None:
-        """Returns None: an iterable has none."""
-        return None
+        """Returns the state of the iterator as text, if it has one."""
+        return _encode(self._label, self._iterator.get_state()) if self._has_state else None
 
     def _batches(self) -> Iterator[PyTree]:
         """Yields the batches, pass after pass."""
         yield from self._taken
         self._taken = []
         yield from self._iterator
-        while self._again is not None:
-            self._iterator = self._again()
+        while self.again is not None:
+            self._iterator = self.again()
             try:
                 batch = next(self._iterator)
             except StopIteration:
@@ -182,42 +199,6 @@ class IterableSource:
             del batch
             yield from self._iterator
         raise BatchesEnded(f"{self._label} has no more batches")
-
-
-class StateSource(IterableSource):
-    """Batches of an iterator with `get_state` and `set_state`."""
-
-    def __init__(self, label: str, iterator: Any, again: Callable[[], Iterator[PyTree]] | None):
-        """Takes the iterator of the first pass, and the function that makes the iterator of another pass.
-
-        Raises:
-          ValueError: JSON has no form for its state.
-        """
-        super().__init__(label, iterator, again)
-        self.kind = "an iterator with a state"
-        self._why_dropped = "the checkpoint has no state of theirs"
-        self._begin = iterator.get_state()
-        _encode(label, self._begin)
-
-    def first(self) -> PyTree:
-        """Returns the first batch, and sets the iterator back."""
-        batch = super().first()
-        self._taken = []
-        self._set(self._begin)
-        return batch
-
-    def open(
-        self, position: int, state: str | None, *, say: Callable[[str], None], beat: Callable[[], None]
-    ) -> Iterator[PyTree]:
-        """Returns the batches from the saved state on."""
-        if state is None:
-            return super().open(position, None, say=say, beat=beat)
-        self._set(_decode(state))
-        return self._batches()
-
-    def state(self) -> str:
-        """Returns the state of the iterator, as text."""
-        return _encode(self._label, self._iterator.get_state())
 
     def _set(self, state: Any) -> None:
         try:
@@ -229,7 +210,7 @@ class StateSource(IterableSource):
             ) from error
 
 
-Source = StepSource | IterableSource
+Source = StepSource | IteratorSource
 
 
 def _encode(label: str, state: Any) -> str:
@@ -253,6 +234,10 @@ def _decode(text: str) -> Any:
     if not isinstance(record, dict) or record.keys() not in ({"bytes"}, {"json"}):
         raise ValueError(f"{shown(text)} is no state of batches")
     return base64.b64decode(record["bytes"]) if "bytes" in record else record["json"]
+
+
+def _has_state(iterator: Any) -> bool:
+    return all(callable(getattr(iterator, name, None)) for name in ("get_state", "set_state"))
 
 
 def _num_required(function: Callable[..., Any]) -> int:

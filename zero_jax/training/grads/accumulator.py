@@ -1,10 +1,8 @@
-"""Loss and gradients of a step: the user's loss function, microbatches, and where gradients are summed."""
+"""Loss and gradients of a step, accumulated over microbatches, and the sum of what devices have of their own."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,106 +11,51 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.attention import mesh_context
 from zero_jax.core.jaxprs import inline_jit
-from zero_jax.core.signatures import check_takes
-from zero_jax.core.tree import PyTree, leading_dims
+from zero_jax.core.tree import PyTree
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.precision import wide
 from zero_jax.sharding.spec import Dims, named, without
 from zero_jax.sharding.torus import split_axes
 from zero_jax.training.grads.combined import CombinedAux
-from zero_jax.training.loss_function import LossFunction, key_parameter, model_state_parameter
+from zero_jax.training.grads.plan import GradPlan
 from zero_jax.training.noise_scale import mean_of_parts, shard_squares
 from zero_jax.transforms import DeviceSum, PartWeight
 
 
-@dataclasses.dataclass(frozen=True)
-class MeshLoss:
-    """A loss function that depends on the mesh, accepted wherever zero_jax takes a loss function.
-
-    `make(mesh)` returns the function. The mesh of a plan, for example, exists only where the plan compiles:
-    `zero.plan(zero.MeshLoss(lambda mesh: make_loss(place=zero.sequence_parallel(mesh))), ...)`.
-    """
-
-    make: Callable[[Mesh], Callable[..., Any]]
-
-
-def user_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh, axes: Axes | None = None) -> LossFunction:
-    """Returns a user's loss function for a mesh (and the roles of its axes), with its key and model state parameters.
-
-    Raises:
-      ValueError: it cannot be called as a loss function.
-    """
-    if isinstance(loss_fn, MeshLoss):
-        remedy = "give a function of a mesh that returns the loss function"
-        function = check_takes("MeshLoss.make", loss_fn.make, ["mesh"], remedy=remedy)(mesh)
-    else:
-        function = loss_fn
-    parameters = key_parameter(function), model_state_parameter(function)
-    loss = LossFunction(function, *parameters, context=functools.partial(mesh_context, mesh, axes))
-    loss.check()
-    return loss
-
-
-def normalize_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh, axes: Axes | None = None) -> Callable[..., Any]:
-    """Returns a user's loss function for a mesh, with the signature `(variables, batch, key)` of `LossFunction`.
-
-    The result raises `ValueError` if the loss is not a floating scalar.
-    """
-    return user_loss(loss_fn, mesh, axes).named()
-
-
-def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int = 1) -> None:
-    """Checks that every leaf of a batch divides over the batch axes and the microbatches.
-
-    Without microbatches leaves may differ in their leading dim, as the nodes and edges of a graph do: the loss function
-    sees the whole batch.
-
-    Raises:
-      ValueError: a leaf does not divide, or leaves of microbatches differ in size.
-    """
-    shards = axis_size(mesh, axes.batch)
-    sizes = leading_dims(batch)
-    for name, size in sizes.items():
-        if size == 0 or size % (shards * num_microbatches):
-            axes_text = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes.batch)
-            micro = f" and {num_microbatches} microbatches" if num_microbatches > 1 else ""
-            unit = shards * num_microbatches
-            raise ValueError(
-                f"batch leaf {name!r} has {size} examples, which do not divide over {shards} devices "
-                f"({axes_text}){micro}: make the batch size a multiple of {unit}, for example "
-                f"{max(unit, math.ceil(size / unit) * unit)}"
-            )
-    if num_microbatches > 1 and len(set(sizes.values())) > 1:
-        raise ValueError(
-            f"the leaves of the batch differ in their leading dim: {sizes}; give each one entry per example, or set "
-            "num_microbatches=1"
-        )
-
-
 class GradInputs(NamedTuple):
-    """The arguments of a function of loss and gradients: the list of params, model state, batch and key."""
+    """The arguments of a function of loss and gradients.
+
+    Attributes:
+      params: the params that have gradients.
+      model_state: the model state; None for leaves in host memory.
+      batch: the batch, or a part of it.
+      key: a key.
+      frozen: the other params, on the mesh: `jax.shard_map` types the arrays that a function closes over as if it were
+        outside. None where a param is not among them.
+    """
 
     params: list[jax.Array]
     model_state: PyTree
     batch: PyTree
     key: jax.Array
+    frozen: PyTree
+
+
+# `grad_fn(*inputs)` returns `((loss, (aux, model_state, weight)), grads)`, the aux as of `CombinedAux.entries`.
+GradFn = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accumulator:
-    """Sums loss, gradients and aux over the microbatches of a batch.
+    """Sums loss, gradients and aux over the parts of a batch: its microbatches, and the devices of `plan.once_over`.
 
-    A microbatch is a contiguous part of each device's shard of the batch, so splitting moves nothing. `mapped` are the
-    batch axes that `local` maps over: all of them, or those along which devices have copies of the params.
+    A microbatch is a contiguous part of each device's shard of the batch, so splitting moves nothing.
     """
 
     mesh: Mesh
     axes: Axes
-    mapped: tuple[str, ...]
-    num_microbatches: int
-    loss_weight: str | None  # the entry of aux that the losses are averaged by; None if none is named
+    plan: GradPlan
     aux: CombinedAux
     sums: Sequence[DeviceSum]  # how the gradients that devices have of each param are summed
 
@@ -123,7 +66,7 @@ class Accumulator:
 
     def split(self, batch: PyTree) -> PyTree:
         """Splits leaves `[batch, ...]` into `[num_microbatches, num_shards, examples, ...]`; scalars stay."""
-        k, n = self.num_microbatches, self.num_shards
+        k, n = self.plan.num_microbatches, self.num_shards
 
         def split_leaf(x: jax.Array) -> jax.Array:
             if not x.ndim:
@@ -135,32 +78,35 @@ class Accumulator:
 
         return jax.tree.map(split_leaf, batch)
 
-    def split_mapped(self, batch: PyTree) -> PyTree:
-        """Splits leaves `[batch, ...]` into `[num_microbatches, shards of mapped, examples, ...]`; scalars stay."""
-        batch_axes, unmapped = self.axes.batch, self.unmapped
-        order = [batch_axes.index(axis) for axis in (*self.mapped, *unmapped)]
+    def parts(self, batch: PyTree) -> PyTree:
+        """Splits leaves `[batch, ...]` into microbatches `[num_microbatches, examples, ...]`; scalars stay.
+
+        With gradients of devices' own they are `[num_microbatches, devices of once_over, examples, ...]`.
+        """
+        once, others = self.plan.once_over, self.others
+        order = [self.axes.batch.index(axis) for axis in (*once, *others)]
 
         def regroup(x: jax.Array) -> jax.Array:
-            if not x.ndim or not unmapped:
+            if not x.ndim or not others:
                 return x
+            if not once:
+                return lax.collapse(x, 1, 3)
             k, _, size, *shape = x.shape
-            x = x.reshape(k, *self.sizes(batch_axes), size, *shape)
-            x = lax.with_sharding_constraint(x, named(self.mesh, ((), *((axis,) for axis in batch_axes))))
+            x = x.reshape(k, *self.sizes(self.axes.batch), size, *shape)
+            x = lax.with_sharding_constraint(x, named(self.mesh, ((), *((axis,) for axis in self.axes.batch))))
             x = x.transpose(0, *(1 + i for i in order), *range(1 + len(order), x.ndim))
-            x = x.reshape(k, axis_size(self.mesh, self.mapped), axis_size(self.mesh, unmapped) * size, *shape)
-            return lax.with_sharding_constraint(x, named(self.mesh, ((), self.mapped, unmapped)))
+            x = x.reshape(k, axis_size(self.mesh, once), axis_size(self.mesh, others) * size, *shape)
+            return lax.with_sharding_constraint(x, named(self.mesh, ((), once, others)))
 
         return jax.tree.map(regroup, self.split(batch))
 
     def joined(self, x: jax.Array, dim: int) -> jax.Array:
-        """Returns results of examples `[num_microbatches, ..., examples at dim, ...]` in the batch's order."""
-        x = jnp.moveaxis(x, 1 + dim, 1)
-        x = x.reshape(x.shape[0], self.num_shards, x.shape[1] // self.num_shards, *x.shape[2:])
-        return jnp.moveaxis(lax.collapse(jnp.swapaxes(x, 0, 1), 0, 3), 0, dim)
-
-    def joined_mapped(self, x: jax.Array, dim: int) -> jax.Array:
-        """Returns results `[num_microbatches, shards of mapped, ..., examples at dim, ...]` in the batch's order."""
-        x, axes = jnp.moveaxis(x, 2 + dim, 2), (*self.mapped, *self.unmapped)
+        """Returns results of `parts`, `[num_microbatches, ..., examples at dim, ...]`, in the batch's order."""
+        if not self.plan.once_over:
+            x = jnp.moveaxis(x, 1 + dim, 1)
+            x = x.reshape(x.shape[0], self.num_shards, x.shape[1] // self.num_shards, *x.shape[2:])
+            return jnp.moveaxis(lax.collapse(jnp.swapaxes(x, 0, 1), 0, 3), 0, dim)
+        x, axes = jnp.moveaxis(x, 2 + dim, 2), (*self.plan.once_over, *self.others)
         order = [axes.index(axis) for axis in self.axes.batch]
         (k, n, size, *shape), last = x.shape, 1 + len(axes)
         x = x.reshape(k, *self.sizes(axes), n * size // axis_size(self.mesh, axes), *shape)
@@ -172,122 +118,91 @@ class Accumulator:
         return [self.mesh.shape[axis] for axis in axes]
 
     @property
-    def unmapped(self) -> tuple[str, ...]:
-        """The axes of the batch that are not mapped."""
-        return tuple(axis for axis in self.axes.batch if axis not in self.mapped)
+    def others(self) -> tuple[str, ...]:
+        """The axes of the batch over which gradients are summed in every backward pass."""
+        return tuple(axis for axis in self.axes.batch if axis not in self.plan.once_over)
 
     @property
     def grad_dims(self) -> list[Dims]:
-        """How the gradient of each param is sharded."""
-        return [grad_sum.dims for grad_sum in self.sums]
+        """How the accumulated gradient of each param is sharded, a dim of the devices of `once_over` first."""
+        once = self.plan.once_over
+        dims = [grad_sum.dims for grad_sum in self.sums]
+        return [(once, *without(each, once)) for each in dims] if once else dims  # axes of the model stay
 
-    def sharded(self, grad_fn: Callable[..., Any], inputs: GradInputs) -> Any:
-        """Accumulates gradients that each microbatch has already reduced to shards, in float32.
+    def accumulate(self, grad_fn: GradFn, inputs: GradInputs) -> Any:
+        """Accumulates the gradients of the parts of a batch in float32.
+
+        With `once_over` the loss is mapped over a leading dim of devices, so that each sees its own examples only. The
+        stack of gradients is turned from devices to shards by all-to-alls, and summed where it lands (`reduce`). The
+        loss function must not change the model state then. Else each microbatch passes its model state on to the next,
+        and its gradients are in shards already.
 
         Args:
-          grad_fn: `grad_fn(params, model_state, batch, key)` returns `((loss, (aux, model_state, weight)), grads)`, the
-            aux as of `CombinedAux.entries`.
-          inputs: its arguments for the whole batch. Each microbatch passes its model state on to the next.
+          grad_fn: loss and gradients of a part.
+          inputs: its arguments for the whole batch.
 
         Returns:
-          `((loss, (aux, model_state)), grads, parts)` of the whole batch; `parts` says how large the gradients of its
-          parts are.
+          `((loss, (aux, model_state)), grads, parts)` of the whole batch, the gradients stacked with `once_over`;
+          `parts` says how large the gradients of its parts are, None without microbatches.
         """
-        k, dims, (params, model_state, batch, key) = self.num_microbatches, self.grad_dims, inputs
+        k, dims, once = self.plan.num_microbatches, self.grad_dims, self.plan.once_over
+        if k == 1 and not once:
+            (loss, (aux, model_state, *_)), grads = grad_fn(*inputs)
+            return (loss, (aux, model_state)), grads, None
+        parts, shardings = self.parts(inputs.batch), [named(self.mesh, d) for d in self.grad_dims]
+        mapped = self.mapped(grad_fn, parts) if once else grad_fn
+        num_devices = axis_size(self.mesh, once)
+
+        def grads_of(part: PyTree, key: jax.Array, model_state: PyTree) -> Any:
+            keys = jax.random.split(key, num_devices) if once else key
+            return mapped(inputs.params, model_state, part, keys, inputs.frozen)
 
         def pin(arrays: list[jax.Array]) -> list[jax.Array]:
-            shardings = [named(self.mesh, d) for d in dims]
             return [lax.with_sharding_constraint(x, s) for x, s in zip(arrays, shardings, strict=True)]
 
-        parts = self.split(batch)
-        merged = jax.tree.map(lambda x: lax.collapse(x, 1, 3) if x.ndim else x, parts)
-
         def body(carry: Any, index_and_part: Any) -> Any:
-            sums, model_state = carry
-            index, part = index_and_part
-            (loss, (aux, model_state, weight)), grads = grad_fn(
-                params, model_state, _rejoin(part, merged), jax.random.fold_in(key, index)
-            )
-            # Without the barrier XLA:TPU puts off the head's gradient until all are squared, and holds the logits.
-            grads = lax.optimization_barrier(grads)
+            (sums, model_state), (index, part) = carry, index_and_part
+            key = jax.random.fold_in(inputs.key, index)
+            (loss, (aux, new_state, weight)), grads = grads_of(_rejoin(part, parts), key, model_state)
+            if not once:
+                # Without the barrier XLA:TPU puts off the head's gradient until all are squared, and holds the logits.
+                grads, model_state = lax.optimization_barrier(grads), new_state
             squares = shard_squares(grads, dims, mesh=self.mesh)
-            sums = pin([_add_weighed(s, weight.divisor, g) for s, g in zip(sums, grads, strict=True)])
-            return (sums, model_state), (loss, weight, aux, squares)
+            sums = [_add_weighed(s, over(weight.divisor, g), g) for s, g in zip(sums, grads, strict=True)]
+            return (pin(sums), model_state), (loss, weight, aux, squares)
 
-        zeros = pin([jnp.zeros(p.shape, wide(p.dtype)) for p in params])
-        xs = (jnp.arange(k), [x for x in jax.tree.leaves(merged) if x.ndim])
-        (sums, model_state), (losses, weights, auxes, squares) = lax.scan(body, (zeros, model_state), xs)
-        total = total_of_grads(losses, weights)
-        grads = [_divided(s, total) for s in sums]
-        out = mean(losses, weights), (self.aux.combine(auxes, self.joined, lead=1), model_state)
-        return out, grads, mean_of_parts(squares, weights.count)
-
-    def local(
-        self,
-        grad_fn: Callable[..., Any],
-        inputs: GradInputs,
-        *,
-        frozen: PyTree,
-        convolves: bool = False,
-        is_plain: bool = False,
-    ) -> Any:
-        """Accumulates each device's own gradients in float32, a stack of them for each param, to be summed once.
-
-        The gradient is mapped over a leading dim of devices, so every device sees its own examples only; the stack of
-        gradients is turned from devices to shards by all-to-alls and summed where it lands. Where `mapped` are the axes
-        of copies of the params alone, the same is done for the devices of each copy together: only shards of gradients
-        move between copies, and once a step. The loss function must not change the model state.
-
-        `grad_fn` takes all arrays on the mesh as arguments, the `frozen` params last: `jax.shard_map` types the arrays
-        that a function closes over as if it were outside. Other arguments and results are those of `sharded`. XLA
-        partitions the convolutions of `jax.vmap` wrongly: a loss with convolutions is mapped by `shard_map`, as is one
-        that `is_plain` over copies of the params.
-        """
-        k, n, (params, model_state, batch, key) = self.num_microbatches, axis_size(self.mesh, self.mapped), inputs
-        parts = self.split_mapped(batch)
-        own_dims = [(self.mapped, *without(dims, self.mapped)) for dims in self.grad_dims]  # axes of the model stay
-        stacked = [named(self.mesh, d) for d in own_dims]
-        in_axes = (None, None, jax.tree.map(lambda x: 0 if x.ndim else None, parts), 0, None)
-        if convolves or (self.unmapped and is_plain):
-            mapped = self.shard_mapped(grad_fn, in_axes)
+        squares: Any = None
+        if k > 1:
+            shape = lambda p: (num_devices, *p.shape) if once else p.shape  # noqa: E731
+            zeros = pin([jnp.zeros(shape(p), wide(p.dtype)) for p in inputs.params])
+            xs = (jnp.arange(k), [x for x in jax.tree.leaves(parts) if x.ndim])
+            carry, (losses, weights, auxes, squares) = lax.scan(body, (zeros, inputs.model_state), xs)
+            total, (sums, model_state) = total_of_grads(losses, weights), carry
+            grads = [_divided(s, total) for s in sums]
         else:
-            mapped = jax.vmap(grad_fn, in_axes=in_axes, spmd_axis_name=self.mapped)
-        if k == 1:
-            part = jax.tree.map(lambda x: x[0] if x.ndim else x, parts)
-            (losses, (auxes, _, weights)), grads = mapped(params, model_state, part, jax.random.split(key, n), frozen)
+            part, model_state = jax.tree.map(lambda x: x[0] if x.ndim else x, parts), inputs.model_state
+            (losses, (auxes, _, weights)), grads = grads_of(part, inputs.key, model_state)
             total = total_of_grads(losses, weights)
-            grads = [_weighed_share(g, outer(weights.divisor, g), total) for g in grads]
-            aux = self.aux.combine(jax.tree.map(lambda x: x[None], auxes), self.joined_mapped, lead=2)
-            return (mean(losses, weights), (aux, model_state)), grads, None
+            grads = [_weighed_share(g, over(weights.divisor, g), total) for g in grads]
+            auxes = jax.tree.map(lambda x: x[None], auxes)
+        loss, aux = mean(losses, weights), self.aux.combine(auxes, self.joined, lead=2 if once else 1)
+        return (loss, (aux, model_state)), grads, mean_of_parts(squares, weights.count) if k > 1 else None
 
-        def body(sums: list[jax.Array], index_and_part: Any) -> Any:
-            index, part = index_and_part
-            keys = jax.random.split(jax.random.fold_in(key, index), n)
-            (losses, (aux, _, weights)), grads = mapped(params, model_state, _rejoin(part, parts), keys, frozen)
-            squares = shard_squares(grads, own_dims, mesh=self.mesh)
-            sums = [_add_weighed(s, outer(weights.divisor, g), g) for s, g in zip(sums, grads, strict=True)]
-            sums = [lax.with_sharding_constraint(s, own) for s, own in zip(sums, stacked, strict=True)]
-            return sums, (losses, weights, aux, squares)
-
-        zeros = [
-            lax.with_sharding_constraint(jnp.zeros((n, *p.shape), wide(p.dtype)), own)
-            for p, own in zip(params, stacked, strict=True)
-        ]
-        xs = (jnp.arange(k), [x for x in jax.tree.leaves(parts) if x.ndim])
-        sums, (losses, weights, auxes, squares) = lax.scan(body, zeros, xs)
-        total = total_of_grads(losses, weights)
-        grads = [_divided(s, total) for s in sums]
-        out = mean(losses, weights), (self.aux.combine(auxes, self.joined_mapped, lead=2), model_state)
-        return out, grads, mean_of_parts(squares, weights.count)
+    def mapped(self, grad_fn: GradFn, parts: PyTree) -> GradFn:
+        """Returns `grad_fn` mapped over the devices of `once_over`."""
+        in_axes = GradInputs(None, None, jax.tree.map(lambda x: 0 if x.ndim else None, parts), 0, None)  # type: ignore
+        if self.plan.map_by == "vmap":
+            return jax.vmap(grad_fn, in_axes=tuple(in_axes), spmd_axis_name=self.plan.once_over)
+        return self.shard_mapped(grad_fn, tuple(in_axes))
 
     def shard_mapped(self, fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
-        """Returns what `jax.vmap` of a function over the devices of the mapped axes returns.
+        """Returns what `jax.vmap` of a function over the devices of `once_over` returns.
 
         Within it, arrays do not have the mapped dim, not even of size 1: XLA:TPU has no native reduce-scatters of
         gradients with three dims. `in_axes` are those of `jax.vmap`, 0 or None.
         """
         is_none = lambda axis: axis is None  # noqa: E731
-        over = PartitionSpec(self.mapped)
+        over = PartitionSpec(self.plan.once_over)
         specs = jax.tree.map(lambda axis: PartitionSpec() if axis is None else over, in_axes, is_leaf=is_none)
 
         def one_device(*args: PyTree) -> PyTree:
@@ -301,9 +216,8 @@ class Accumulator:
 
         # Within it, JAX takes constraints on this mesh alone: those of gathers split the axes along the torus.
         mesh, _ = split_axes(self.mesh, tuple(self.axes.data))
-        return jax.shard_map(
-            one_device, mesh=mesh, axis_names=set(self.mapped), in_specs=specs, out_specs=over, check_vma=False
-        )
+        names = set(self.plan.once_over)
+        return jax.shard_map(one_device, mesh=mesh, axis_names=names, in_specs=specs, out_specs=over, check_vma=False)
 
     def reduce(
         self, stacks: list[jax.Array], errors: Sequence[jax.Array | None]
@@ -366,6 +280,6 @@ def _add_weighed(total: jax.Array, weight: jax.Array, x: jax.Array) -> jax.Array
     return total + _weigh(weight, x.astype(total.dtype)).astype(total.dtype)
 
 
-def outer(weights: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns weights `[n]` so that they broadcast to `x`, `[n, ...]`."""
-    return weights.reshape(-1, *(1,) * (x.ndim - 1))
+def over(weights: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns weights `[n]` so that they broadcast to `x`, `[n, ...]`; a scalar as it is."""
+    return weights.reshape(-1, *(1,) * (x.ndim - 1)) if weights.ndim else weights

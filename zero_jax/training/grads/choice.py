@@ -1,24 +1,23 @@
-"""What the parts of a batch are computed for: whether gradients are summed once a step, how losses and aux combine."""
+"""What a loss allows: on which parts of a batch it is called, how their losses and aux combine, and by which plan."""
 
 from __future__ import annotations
 
 import dataclasses
-import warnings
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from zero_jax.core.evaluation import TracedFunction
+from zero_jax.core.loss_program import LossProgram
 from zero_jax.core.tree import PyTree, leaves_by_name
-from zero_jax.training.grads.accumulator import Accumulator, GradInputs
+from zero_jax.dims import Kind
+from zero_jax.sharding.mesh import axis_size
 from zero_jax.training.grads.combined import CombinedAux, of_trace
-from zero_jax.training.grads.quantized import refuse_own
+from zero_jax.training.grads.plan import GradPlan
 from zero_jax.training.grads.reads import reads_of
+from zero_jax.training.loss_program import StepLoss
 from zero_jax.transforms import (
     Combination,
-    Kind,
     PartWeight,
     Separability,
     divided_by_nonzero,
@@ -33,13 +32,15 @@ class JudgedLoss:
 
     Attributes:
       weighted: the loss function with its weights, as of `with_weight`.
+      plan: where its gradients are reduced.
       separable: whether the loss may be called on parts of the batch.
       aux: how its aux is combined.
       aux_shapes: the shapes of the aux of the batch.
       own_weight: the weight of the batch: its shapes.
     """
 
-    weighted: TracedFunction
+    weighted: LossProgram
+    plan: GradPlan
     separable: Separability
     aux: CombinedAux
     aux_shapes: PyTree
@@ -51,43 +52,54 @@ class JudgedLoss:
             return PartWeight(own.count, own.count)
         return of_trace(own, self.own_weight, self.separable.count_power) or own
 
+    def warn(self, plan: GradPlan, loss_weight: str | None) -> None:
+        """Warns if the loss is another one for the plan, if more is sent than asked for, or if aux is left out."""
+        self.aux.warn(num_microbatches=plan.num_microbatches)
+        divisor = loss_weight if loss_weight not in ("auto", None) else None
+        by = {"divisor": divisor, "count": "what each is a mean over"}.get(self.separable.weigh)
+        plan.warn(another_loss=self.separable.another_loss, weighted_by=by or "")
+
 
 def _microbatch(x: Any, k: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((x.shape[0] // k, *x.shape[1:]) if x.ndim else (), x.dtype)
 
 
-def judge(
-    traced: TracedFunction, arguments: tuple[PyTree, PyTree, jax.Array], *, loss_weight: str | None, **parts: Any
-) -> JudgedLoss:
-    """Judges whether a loss function may be called on parts of a batch.
+def judge(loss: StepLoss, arguments: tuple[PyTree, PyTree, jax.Array]) -> JudgedLoss:
+    """Judges whether the loss of a step may be called on the parts of a batch that its config asks for.
 
     Args:
-      traced: `(variables, batch, key) -> (loss, (aux, model_state))`.
-      arguments: its arguments for the batch.
-      loss_weight: as in `ZeroConfig`.
-      **parts: what the parts are, as for `separability`.
+      loss: the loss of the step.
+      arguments: the arguments of its program for the batch.
 
     Raises:
-      ValueError: an entry of aux holds PRNG keys.
+      ValueError: an entry of aux holds PRNG keys; devices have no gradients of their own to send quantized.
     """
-    k, traceable = parts["num_microbatches"], arguments
+    placement, program, loss_weight = loss.placement, loss.fused, loss.config.loss_weight
+    plan, k, traceable = placement.grad_plan, loss.config.num_microbatches, arguments
     try:
-        traced.trace(*arguments)
+        program.trace(*arguments)
     except Exception:  # it may be made for microbatches alone; `separability` says so
         traceable = arguments[0], jax.tree.map(lambda x: _microbatch(x, k), arguments[1]), arguments[2]
-    reads = reads_of(traced, *traceable)
-    parts |= {"local": parts["local"] and not reads.passes_state}
-    weighted = with_weight(traced, loss_weight)
+    reads = reads_of(program, *traceable)
+    parts: dict[str, Any] = {
+        "mesh": placement.mesh,
+        "axes": dataclasses.replace(placement.axes, replica=(), data=plan.part_axes),
+        "num_microbatches": k,
+        "local": bool(plan.once_over or plan.at_use) and not reads.passes_state,
+        "exact": plan.is_exact,
+        "num_shards": axis_size(placement.mesh, plan.batch_axes),
+    }
+    weighted = with_weight(program, loss_weight)
     separable = separability(weighted, *arguments, loss_weight=loss_weight, **parts)
     if separable.weigh == "equal" and loss_weight == "auto":  # it ends in a division, by what is no weight of parts
-        weighted = with_weight(traced, None)
+        weighted = with_weight(program, None)
         aux = separability(weighted, *arguments, loss_weight=None, **parts).aux
         separable = dataclasses.replace(separable, aux=aux)
     if reads.passes_state:
         not_local = "its model_state passes from one microbatch to the next"
-        another = " and ".join(filter(None, [separable.another_loss, k > 1 and reads.another_loss]))
+        another = " and ".join(filter(None, [separable.another_loss, reads.another_loss if k > 1 else ""]))
         separable = dataclasses.replace(separable, not_local=not_local, another_loss=another)
-    _, (shapes, _, weight, aux_weights) = weighted.trace(*traceable)[1]
+    _, (shapes, _, weight, aux_weights) = weighted.trace(*traceable).out_shape
     is_whole = k == 1 and separable.not_local
     same = dict.fromkeys(leaves_by_name(shapes), Combination(kind=Kind.SAME))
     for name, leaf in () if is_whole else leaves_by_name(shapes).items():
@@ -98,71 +110,9 @@ def judge(
             )
     return JudgedLoss(
         weighted=weighted if separable.weigh == "count" else divided_by_nonzero(weighted),
+        plan=plan.allowed(not_local=separable.not_local, convolves=separable.convolves, is_plain=separable.is_plain),
         separable=separable,
         aux=CombinedAux(same if is_whole else reads.combinations(separable.aux), aux_weights),
         aux_shapes=shapes,
         own_weight=weight,
     )
-
-
-def accumulated(
-    accumulator: Accumulator,
-    own_grads: Callable[..., Any],
-    placed_grads: Callable[..., Any],
-    inputs: GradInputs,
-    *,
-    separable: Separability,
-    is_local: bool,
-    frozen: PyTree,
-    errors: Sequence[jax.Array | None],
-) -> Any:
-    """Accumulates gradients, summed across devices once a step if the loss allows it, else in every microbatch.
-
-    Warns if the loss is another one for it, or if more is sent.
-
-    Args:
-      accumulator: that of the step.
-      own_grads: loss and gradients of each device's own examples, to be summed once.
-      placed_grads: loss and gradients of a microbatch, reduced across devices.
-      inputs: the arguments of both.
-      separable: whether the loss may be called on parts of the batch.
-      is_local: whether gradients are accumulated per device, rather than per copy of the params.
-      frozen: the params without gradients, the last argument of `own_grads`.
-      errors: what the last quantized sum of each gradient dropped.
-
-    Returns:
-      `((loss, (aux, model_state)), grads, parts, errors)`, with the new errors.
-    """
-    k, not_local = accumulator.num_microbatches, separable.not_local
-    results = None
-    if accumulator.mapped and not not_local:
-        try:
-            out, stacks, parts = accumulator.local(
-                own_grads, inputs, frozen=frozen, convolves=separable.convolves, is_plain=separable.is_plain
-            )
-            grads, errors = accumulator.reduce(stacks, errors)
-            results = out, grads, parts
-        except NotImplementedError as error:
-            not_local = f"jax.vmap has no rule for an operation of loss_fn ({error})"
-            if any(grad_sum.coding for grad_sum in accumulator.sums):
-                refuse_own(not_local)
-    accumulator.aux.warn(num_microbatches=k)
-    sent = f"gradients are summed across devices in each of the {k} microbatches, not once a step"
-    if separable.another_loss:
-        by = {"divisor": accumulator.loss_weight, "count": "what each is a mean over"}.get(separable.weigh)
-        warnings.warn(
-            f"the loss on microbatches may be another one than on the whole batch, because {separable.another_loss}: "
-            f"it is the mean of the losses of {k} microbatches, each by itself{f', weighted by {by}' if by else ''}. "
-            f"num_microbatches=1 gives the loss of the whole batch{'; ' + sent if not_local else ''}",
-            stacklevel=2,
-        )
-    elif not_local and is_local:
-        warnings.warn(
-            f"{sent}, because {not_local}: the loss needs whole microbatches. Stage 2 sends no more then, and "
-            "holds less; num_microbatches=1 sends the least",
-            stacklevel=2,
-        )
-    if results is None and k == 1:
-        (loss, (aux, model_state, *_)), grads = placed_grads(*inputs)
-        results = (loss, (aux, model_state)), grads, None
-    return *(results or accumulator.sharded(placed_grads, inputs)), errors

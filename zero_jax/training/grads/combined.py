@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax.core.tree import PyTree
+from zero_jax.dims import Kind
 from zero_jax.sharding.precision import wide
-from zero_jax.transforms import Combination, Kind, PartWeight
+from zero_jax.transforms import Combination, PartWeight
 
 # An entry of aux, and its weight if it has one; both stacked over the parts.
 Entry = tuple[jax.Array, PartWeight | None]

@@ -5,74 +5,58 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from fractions import Fraction
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zero_jax.core.evaluation import TracedFunction
 from zero_jax.core.tree import PyTree
+from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import wide
-from zero_jax.training.grads.accumulator import Accumulator, GradInputs, mean, outer
+from zero_jax.training.grads.accumulator import Accumulator, GradFn, GradInputs, mean, over
+from zero_jax.training.grads.choice import JudgedLoss
+from zero_jax.training.grads.plan import refuse_coded
 from zero_jax.transforms import PartWeight, weight_alone
 
 
 def quantized_grads(
-    accumulator: Accumulator,
-    loss_fn: Callable[..., Any],
-    traced: TracedFunction,
-    *weighted: Any,
-    convolves: bool,
-    count_power: Fraction,
-    nested: bool,
-) -> Callable[..., Any]:
-    """Returns a function of params, model state, a microbatch and a key to the loss and gradients of the microbatch.
+    accumulator: Accumulator, loss_fn: Callable[..., Any], judged: JudgedLoss, arguments: Any, *, axes: Axes
+) -> GradFn:
+    """Returns a `GradFn` of a microbatch, or of that of a copy of the params.
 
-    It is a `jax.vmap` over the devices of a copy of the params, each of which sees its own examples only. It returns
-    `((loss, (aux, model_state, weight)), grads)`.
+    It is a `jax.vmap` over the devices of a copy of the params, each of which sees its own examples only.
 
     Args:
-      accumulator: that of the step, for the batch of one copy.
+      accumulator: that of the step.
       loss_fn: `loss_fn(params, model_state, batch, key)` returns `(loss, (aux, model_state, weight))`; devices'
         gradients of it are summed at each use of a param (`transforms.summed_on_use`).
-      traced: the loss function with its weight.
-      *weighted: its arguments, for a whole batch.
-      convolves: whether it has convolutions.
-      count_power: `PartWeight.power` of the loss.
-      nested: whether the microbatch is one of several, or the copy of the params.
+      judged: the loss function with its weight.
+      arguments: its arguments, for a whole batch.
+      axes: the roles of the mesh axes within a copy.
 
     Raises:
       ValueError: devices cannot have gradients of their own.
     """
-    if convolves:
-        refuse_own("XLA partitions each device's own convolutions wrongly")
+    plan = accumulator.plan
+    if judged.separable.convolves:
+        refuse_coded("XLA partitions each device's own convolutions wrongly")
     try:
-        weigh = weight_alone(traced, *weighted, power=count_power)
+        weigh = weight_alone(judged.weighted, *arguments, power=judged.separable.count_power)
     except NotImplementedError as error:
-        refuse_own(str(error))
+        refuse_coded(str(error))
+    nested = plan.num_microbatches > 1 or bool(plan.once_over)
+    of_microbatch = dataclasses.replace(plan, num_microbatches=1, batch_axes=axes.batch, once_over=axes.batch)
+    within = dataclasses.replace(accumulator, axes=axes, plan=of_microbatch)
 
-    of_microbatch = dataclasses.replace(accumulator, num_microbatches=1)
-
-    def grads(params: Any, model_state: PyTree, batch: PyTree, key: jax.Array, frozen: PyTree = None) -> Any:
-        del frozen  # the loss function closes over them
+    def grads(*inputs: Any) -> Any:
         try:
-            inputs = GradInputs(params, model_state, batch, key)
-            return _mapped(of_microbatch, loss_fn, weigh, inputs, nested=nested)
+            return _mapped(within, loss_fn, weigh, GradInputs(*inputs), nested=nested)
         except NotImplementedError as error:
-            refuse_own(str(error))
+            refuse_coded(str(error))
 
     return grads
-
-
-def refuse_own(why: str) -> NoReturn:
-    """Raises `ValueError` where gradients cannot be sent quantized."""
-    raise ValueError(
-        f"quantize: devices have no gradients of their own to send quantized, because {why}: leave grads out of "
-        "zero.Quantize (gathers may stay)"
-    )
 
 
 def _mapped(
@@ -84,7 +68,7 @@ def _mapped(
     nested: bool,
 ) -> Any:
     """Returns loss and gradients of one microbatch; `weigh` is the weight of a part, None if all weigh the same."""
-    params, model_state, batch, key = inputs
+    params, model_state, batch, key, _ = inputs  # the loss function closes over the frozen params
 
     @functools.partial(jax.value_and_grad, has_aux=True)
     def share_of_loss(params: PyTree, batch: PyTree, key: jax.Array, share: jax.Array) -> Any:
@@ -101,7 +85,7 @@ def _mapped(
         weights = over_devices(weigh, in_axes=(each, 0))(parts, keys)
         # A part that weighs nothing may have a loss of 0 / 0: its device takes the heaviest part, for no share.
         heaviest, is_empty = jnp.argmax(weights.divisor), weights.divisor == 0
-        parts = jax.tree.map(lambda x: jnp.where(outer(is_empty, x), x[heaviest], x) if x.ndim else x, parts)
+        parts = jax.tree.map(lambda x: jnp.where(over(is_empty, x), x[heaviest], x) if x.ndim else x, parts)
     total = weights.total(of_grads=True, nested=nested)
     shares = jnp.where((weights.divisor == 0).all(), 1, weights.divisor * n / total)
     shares = lax.with_sharding_constraint(shares, NamedSharding(accumulator.mesh, PartitionSpec(batch_axes)))
@@ -110,6 +94,6 @@ def _mapped(
         params, parts, keys, shares
     )
     auxes = jax.tree.map(lambda x: x[None], auxes)
-    aux = accumulator.aux.combine(auxes, accumulator.joined_mapped, lead=2, nested=nested)
+    aux = accumulator.aux.combine(auxes, accumulator.joined, lead=2, nested=nested)
     grads = [(x.astype(wide(x.dtype)) / n).astype(x.dtype) for x in sums]
     return (mean(losses, weights, nested=nested), (aux, model_state, weights.joined())), grads

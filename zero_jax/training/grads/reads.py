@@ -8,13 +8,14 @@ from typing import Any
 
 import jax
 
-from zero_jax.core.evaluation import TracedFunction
+from zero_jax.core.loss_program import LossProgram
 from zero_jax.core.passes import Dependence
 from zero_jax.core.subcalls import CALLS
 from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.core.variables import as_variables, model_state_names
+from zero_jax.dims import Kind
 from zero_jax.training.loss_function import model_state_changes
-from zero_jax.transforms import Combination, Kind
+from zero_jax.transforms import Combination
 
 _DRAWN, _REPEATED = -1, -2  # by the key or by model state; by a key of its own, which all parts have
 
@@ -56,22 +57,22 @@ class Reads:
         return Combination(why=why) if why else how
 
 
-def reads_of(traced: TracedFunction, variables: PyTree, batch: PyTree, key: jax.Array) -> Reads:
+def reads_of(program: LossProgram, variables: PyTree, batch: PyTree, key: jax.Array) -> Reads:
     """Returns what the results of a loss function are made of, by its trace; what is not known counts as read.
 
     Args:
-      traced: `(variables, batch, key) -> (loss, (aux, model_state, ...))`.
+      program: `(variables, batch, key) -> (loss, (aux, model_state, ...))`.
       variables: the params, or `Variables`.
       batch: the batch.
       key: a key.
     """
-    closed, out_shape = traced.trace(variables, batch, key)
-    lines = model_state_changes(traced, variables, batch, key)
-    num_params = len(jax.tree.leaves(variables)) - len(lines)
+    traced = program.trace(variables, batch, key)
+    lines = model_state_changes(program, variables, batch, key)
+    num_params = traced.num_params - len(lines)
     made_of = [frozenset[int]()] * num_params
     made_of += [frozenset() if line is None else frozenset({i}) for i, line in enumerate(lines)]
     made_of += [frozenset()] * len(jax.tree.leaves(batch)) + [frozenset({_DRAWN})] * len(jax.tree.leaves(key))
-    results = jax.tree.unflatten(jax.tree.structure(out_shape), _Reads().run(closed, made_of))
+    results = jax.tree.unflatten(jax.tree.structure(traced.out_shape), _Reads().run(traced.closed, made_of))
     names = model_state_names(as_variables(variables).model_state)
 
     def told(marks: frozenset[int]) -> tuple[str, ...]:

@@ -25,11 +25,11 @@ from zero_jax.core import jaxprs
 from zero_jax.core.device_put import default_layout
 from zero_jax.core.evaluation import evaluate
 from zero_jax.core.passes import Dependence
-from zero_jax.sharding.mesh import GPUS
+from zero_jax.dims import ELEMENTWISE
+from zero_jax.sharding.device_order import GPUS
 from zero_jax.training.optimizer.rows import ChunkedRows, Rows
-from zero_jax.transforms import ELEMENTWISE
 
-_CHUNKED = ELEMENTWISE | {"convert_element_type", "sharding_constraint"}
+_CHUNKED = ELEMENTWISE | {"sharding_constraint"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,11 @@ from zero_jax.core.jaxprs import is_literal, open_jaxpr, used_inputs
 from zero_jax.core.passes import Pass
 from zero_jax.core.subcalls import CALLS
 from zero_jax.core.tree import PyTree
+from zero_jax.dims import SAME_ELEMENTS
 from zero_jax.training.optimizer.update import TracedUpdate
 
 # Zeros stay zeros in these.
-_MOVES = frozenset("broadcast_in_dim convert_element_type copy neg reshape slice squeeze transpose".split())
+_KEEPS_ZEROS = SAME_ELEMENTS | {"neg", "slice"}
 
 
 def needed_grads(traced: TracedUpdate) -> list[bool]:
@@ -55,7 +56,7 @@ class _Zeros(Pass[bool]):
 
     def operation(self, eqn: Any, operands: list[bool]) -> list[bool]:
         name = eqn.primitive.name
-        if name in _MOVES:
+        if name in _KEEPS_ZEROS:
             zero = operands[0]
         elif name == "mul" and any(operands) and not all(operands):
             factor = eqn.invars[operands.index(False)]

@@ -20,6 +20,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zero_jax.core.evaluation import evaluate
 from zero_jax.core.jaxprs import conditional, inline_jit, is_on_host, open_jaxpr, used_inputs, with_results
 from zero_jax.core.tree import PyTree, leaf_names, strongly_typed
 from zero_jax.sharding.precision import promoted
@@ -184,6 +185,7 @@ class TracedUpdate:
       new_state: the shapes of the state that it returns.
       num_grads: the number of gradients.
       calls_functions: whether it calls functions of the params, which are stand-ins here.
+      is_rewritten: whether the jaxpr is another one than JAX traces of the optimizer.
     """
 
     jaxpr: Any
@@ -191,6 +193,7 @@ class TracedUpdate:
     new_state: PyTree
     num_grads: int
     calls_functions: bool
+    is_rewritten: bool = False
 
 
 def trace_update(tx: Any, params: PyTree, opt_state: PyTree) -> TracedUpdate:
@@ -237,6 +240,12 @@ def apply_update(
         updates, state = call_update(tx, grads, opt_state, params, value=value, full_grads=full_grads, **functions)
         return optax.apply_updates(params, updates), strongly_typed(state)
     return _traces_of(tx).update(grads, opt_state, params, value, full_grads)[0]
+
+
+def evaluate_update(jaxpr: Any, operands: Sequence[Any], params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns updated params and the new state, by the closed jaxpr of an update and its operands."""
+    results = evaluate(*open_jaxpr(jaxpr), operands)
+    return jax.tree.unflatten(jax.tree.structure((params, opt_state)), [jnp.asarray(x) for x in results])
 
 
 def init_opt_state(tx: Any, params: PyTree) -> PyTree:

@@ -14,18 +14,18 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.gather_names import gather_scope
 from zero_jax.core.jaxprs import is_on_host
 from zero_jax.core.tree import PyTree, leaf_names, with_shapes
 from zero_jax.core.variables import MODEL_STATE, as_variables, joined, variable_names
 from zero_jax.sharding.chains import Chain, reshard
+from zero_jax.sharding.gather_names import gather_scope
 from zero_jax.sharding.mesh import Axes, axis_size
+from zero_jax.sharding.path_patterns import PathPatterns
 from zero_jax.sharding.precision import Precision, cast_floating, resolve_precision
 from zero_jax.sharding.quantized import Quantize, blocks_of_leaf, check_leaves
 from zero_jax.sharding.rules import (
     LeafPlacement,
     ShardingRules,
-    check_matched,
     place_like_params,
     place_model_state,
     place_params,
@@ -35,6 +35,7 @@ from zero_jax.sharding.rules import (
 from zero_jax.sharding.spec import dims_of, named
 from zero_jax.sharding.stages import group_axes, sharded_groups
 from zero_jax.sharding.torus import gather_shardings
+from zero_jax.training.grads.plan import GradPlan
 from zero_jax.training.optimizer.offload import Offload, check_offload, host_shardings, on_host
 from zero_jax.training.state.train_state import TrainState, trained_params
 from zero_jax.training.zero_config import ZeroConfig, check_config
@@ -58,7 +59,7 @@ class Placement:
     model_state: PyTree = None  # and for each leaf of the model state
     offload: Offload | None = None
     quantize: Quantize | None = None
-    is_local: bool = False  # gradients of microbatches are accumulated per device
+    num_microbatches: int = 1
 
     @property
     def keeps_copy(self) -> bool:
@@ -76,18 +77,20 @@ class Placement:
         return () if self.quantize is None else self.quantize.grad_axes(self.axes)
 
     @property
-    def sends_own_grads(self) -> bool:
-        """Whether each device sends its own gradients, quantized, at each use of a param (not once per copy)."""
-        return not set(self.grad_axes) <= set(self.axes.copies)
-
-    @property
-    def summed_once(self) -> tuple[str, ...]:
-        """The mesh axes over which gradients are summed once a step, where the loss can be called on parts."""
-        if self.is_local:
-            return self.axes.batch
+    def grad_plan(self) -> GradPlan:
+        """Where gradients are reduced, as far as the loss allows it."""
+        is_per_device = self.num_microbatches > 1 and "grads" not in self.groups
         # Along these axes devices have copies of the params: gradients are summed over them last, in shards.
         copies = self.axes.copies if "master" in self.groups else ()
-        return tuple(axis for axis in copies if self.mesh.shape[axis] > 1)
+        once = self.axes.batch if is_per_device else tuple(axis for axis in copies if self.mesh.shape[axis] > 1)
+        return GradPlan(
+            batch_axes=self.axes.batch,
+            once_over=once,
+            coded_over=self.grad_axes,
+            num_microbatches=self.num_microbatches,
+            is_per_device=is_per_device,
+            at_use=not is_per_device and not set(self.grad_axes) <= set(self.axes.copies),
+        )
 
     def grad_sums(self) -> list[DeviceSum]:
         """Returns how the gradients that devices have of each param are summed once a step."""
@@ -97,7 +100,7 @@ class Placement:
             DeviceSum(
                 mesh=self.mesh,
                 axes=self.axes,
-                over=self.summed_once,
+                over=self.grad_plan.once_over,
                 dims=dims_of(sharding, len(leaf.shape)),
                 dtype=self.precision.reduce,
                 coding=blocks_of_leaf(self.quantize, "grads", leaf, mesh=self.mesh),
@@ -256,7 +259,7 @@ def make_placement(variables: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Plac
         model_state=placed_state,
         offload=offload,
         quantize=quantize,
-        is_local=config.num_microbatches > 1 and "grads" not in groups,
+        num_microbatches=config.num_microbatches,
     )
     if quantize is not None and quantize.error_feedback:
         _check_error_feedback(placement)
@@ -266,7 +269,7 @@ def make_placement(variables: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Plac
 def _check_error_feedback(placement: Placement) -> None:
     """Raises `ValueError` where quantized gradients are not sent once a step, over one axis."""
     axes = [axis for axis in placement.grad_axes if placement.mesh.shape[axis] > 1]
-    often = [axis for axis in axes if axis not in placement.summed_once]
+    often = [axis for axis in axes if axis not in placement.grad_plan.once_over]
     if often:
         raise ValueError(
             f"quantize: error_feedback: gradients are sent over {often[0]!r} at each use of a param, and an error of "
@@ -296,7 +299,7 @@ def train_state_shardings(state: TrainState, placement: Placement) -> TrainState
     replicated: Any = NamedSharding(placement.mesh, PartitionSpec())
     if placement.rules.overrides:
         names = variable_names(state.variables) + leaf_names(state.opt_state)
-        check_matched("overrides", placement.rules.overrides, names)
+        PathPatterns("overrides", placement.rules.overrides).check_matched(names)
     flags = placement.on_host(state)
     return TrainState(
         step=replicated,

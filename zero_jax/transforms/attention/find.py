@@ -8,8 +8,8 @@ from typing import Any
 
 from zero_jax.core import jaxprs
 from zero_jax.core.subcalls import equations_of
+from zero_jax.dims import is_contraction
 from zero_jax.transforms.facts import Facts
-from zero_jax.transforms.passthrough import is_contraction
 
 
 @dataclasses.dataclass(frozen=True)

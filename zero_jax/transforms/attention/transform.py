@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +19,8 @@ from jax.sharding import Mesh
 from zero_jax.attention import Choice, mesh_context
 from zero_jax.core import jaxprs
 from zero_jax.core.close_match import did_you_mean
-from zero_jax.core.evaluation import evaluate, inlining, trace_call
+from zero_jax.core.evaluation import evaluate, inlining, trace_flat
+from zero_jax.core.loss_program import Traced, trace_call, with_pass
 from zero_jax.core.signatures import check_arguments, check_callable, place_of
 from zero_jax.core.tree import PyTree, eval_shapes
 from zero_jax.sharding.mesh import Axes, axes_of
@@ -75,13 +75,12 @@ def fuse_attention(
         with mesh_context(mesh, axes):
             return core(read, aval=aval, implementation=implementation)
 
-    @functools.wraps(loss_fn)
-    def transformed(params: PyTree, *args: Any, **kwargs: Any) -> Any:
-        body, out_shape, arrays, _ = _search(loss_fn, params, args, kwargs)
-        outs = run(body, arrays, kernel) if not body.is_changed else _without_scores(body, arrays, kernel)
-        return jax.tree.unflatten(jax.tree.structure(out_shape), [jnp.asarray(out) for out in outs])
+    def fused(traced: Traced) -> Traced:
+        body, _ = _search(traced, place_of(loss_fn))
+        evaluated = _without_scores if body.is_changed else run
+        return traced.evaluated(lambda arrays, _: evaluated(body, arrays, kernel))
 
-    return transformed
+    return with_pass(loss_fn, fused)
 
 
 def attention_report(
@@ -101,39 +100,34 @@ def attention_report(
     rows: list[AttentionRow] = []
 
     def search(params: PyTree, *args: Any) -> Any:
-        body, _, arrays, found = _search(loss_fn, params, args, {})
-        choices: dict[int, Choice] = {}
-
-        def note(core: AttentionCore, read: Callable[[Any], jax.Array], aval: Any) -> jax.Array:
-            with contextlib.nullcontext() if mesh is None else mesh_context(mesh, axes or axes_of(mesh)):
-                choices[id(core)] = core.choice(read)
-            return jnp.zeros(aval.shape, aval.dtype)
-
-        run(body, arrays, note)
-        for i, row in enumerate(found.rows):
-            choice = choices[id(found.cores[i])] if i in found.cores else Choice(implementation="")
-            rows.append(dataclasses.replace(row, kernel=choice.implementation, fallback=choice.reason))
-        return arrays
+        traced, values = trace_call(loss_fn, params, args, {})
+        _, found = _search(traced, place_of(loss_fn))
+        with contextlib.nullcontext() if mesh is None else mesh_context(mesh, axes or axes_of(mesh)):
+            for row, core in found.rows:
+                choice = Choice(implementation="") if core is None else core.choice(_zeros)
+                rows.append(dataclasses.replace(row, kernel=choice.implementation, fallback=choice.reason))
+        return values
 
     eval_shapes(search, params, *args)
     return AttentionReport(rows=merged(rows))
 
 
-def _search(
-    loss_fn: Callable[..., Any], params: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Body, Any, list[Any], AttentionSearch]:
-    """Traces a function and finds its cores; returns its shape of results and its arrays, too."""
-    closed, out_shape, values = trace_call(loss_fn, params, args, kwargs)
-    jaxpr, consts = jaxprs.open_jaxpr(closed)
-    leaves = jax.tree.leaves(params)
+def _zeros(x: Any) -> jax.Array:
+    """Returns an array in place of a variable or a leaf, of which the choice of a kernel reads no values."""
+    aval = getattr(x, "aval", x)
+    return jnp.zeros(aval.shape, aval.dtype)
+
+
+def _search(traced: Traced, line: str) -> tuple[Body, AttentionSearch]:
+    """Finds the cores of a function's program."""
+    jaxpr, consts = jaxprs.open_jaxpr(traced.closed)
     search = AttentionSearch()
-    data = [*(False for _ in leaves), *(True for _ in values)]
-    body = search.body(jaxpr, consts, [None] * len(data), data, Site(times=1, line=place_of(loss_fn)))
-    return body, out_shape, [*leaves, *values], search
+    data = [i >= traced.num_params for i in range(len(jaxpr.invars))]
+    return search.body(jaxpr, consts, [None] * len(data), data, Site(times=1, line=line)), search
 
 
-def _without_scores(body: Body, arrays: list[Any], kernel: Callable[..., Any]) -> list[Any]:
+def _without_scores(body: Body, arrays: Sequence[Any], kernel: Callable[..., Any]) -> list[Any]:
     """Evaluates a body without what was computed for its attention alone."""
-    closed = jax.make_jaxpr(lambda *xs: run(body, xs, kernel))(*arrays)
+    closed = trace_flat(lambda *xs: run(body, xs, kernel), [jax.typeof(x) for x in arrays])
     jaxpr, consts = jaxprs.open_jaxpr(closed)
     return evaluate(jaxprs.without_dead_code(jaxpr), consts, arrays, inlining())

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from zero_jax.core import jaxprs
+from zero_jax.dims import is_float
 from zero_jax.transforms.facts import Facts
-from zero_jax.transforms.passthrough import is_float
 
 
 class EqnSequence:

@@ -10,7 +10,7 @@ these.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,21 +18,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.evaluation import evaluate, run_region, trace_flat
+from zero_jax.core.evaluation import evaluate, trace_flat
 from zero_jax.core.jaxprs import bind, open_jaxpr, source_context, variables
-from zero_jax.core.subcalls import Subcall, equations, equations_of, subcall
+from zero_jax.core.subcalls import Subcall, equations, subcall
+from zero_jax.core.walk import Rewriting
+from zero_jax.dims import ELEMENTWISE, LOOPS, Examples, MixedSharding, State, is_float
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.mesh import Axes
-from zero_jax.transforms.dim_map import ELEMENTWISE
-from zero_jax.transforms.examples import LOOPS, Examples, MixedSharding, State
 from zero_jax.transforms.gather.per_device import split_dim
-from zero_jax.transforms.passthrough import is_float
 
-_AS_IT_IS = ELEMENTWISE | {"convert_element_type", "transpose"}
-_REGIONS = frozenset({"cond", "remat", "scan"})
-_ENTERED = _REGIONS | {"call", "custom_vjp", "while"}
-
-_REGIONS = frozenset({"cond", "remat", "scan"})
+_AS_IT_IS = ELEMENTWISE | {"transpose"}
 
 
 def anchored(
@@ -53,14 +48,10 @@ def anchored(
     examples = Examples(mesh, axes)
     examples.run(closed, states)
     anchors = _Anchors(mesh, axes, examples, _returned_sums(closed), loops_only=loops_only)
-    if not any(map(anchors.changes, equations(closed))):
-        return closed, examples
-    jaxpr, consts = open_jaxpr(closed)
-    avals = [var.aval for var in jaxpr.invars]
-    closed = trace_flat(lambda *arrays: evaluate(jaxpr, consts, arrays, anchors.equation), avals)
-    examples = Examples(mesh, axes)
-    examples.run(closed, states)
-    return closed, examples
+    if (rewritten := anchors.rewritten(closed)) is not closed:
+        examples = Examples(mesh, axes)
+        examples.run(rewritten, states)
+    return rewritten, examples
 
 
 def _returned_sums(closed: Any) -> frozenset[int]:
@@ -77,11 +68,15 @@ def _returned_sums(closed: Any) -> frozenset[int]:
     return frozenset(sums)
 
 
-class _Anchors:
+class _Anchors(Rewriting):
     """Evaluates equations with the carries of their loops sharded by examples."""
 
+    entered = Rewriting.entered | {"custom_vjp", "while"}
+
     def __init__(self, mesh: Mesh, axes: Axes, examples: Examples, sums: frozenset[int], *, loops_only: bool):
+        super().__init__()
         self.mesh, self.axes, self.examples, self.sums, self.loops_only = mesh, axes, examples, sums, loops_only
+        self.handlers["custom_vjp"] = self.with_derivatives
 
     def changes(self, eqn: Any) -> bool:
         """Tells whether an equation is one to anchor, or may have some in its derivatives."""
@@ -100,44 +95,19 @@ class _Anchors:
         move = None if self.loops_only else self.examples.moves.get(id(eqn))
         return None if move is not None and move.summed and id(eqn) not in self.sums else move
 
-    def equation(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
-        """Returns the values of the results of an equation."""
-        sub = subcall(eqn)
-        if (move := self.move(eqn)) is not None:
-            if move.dim is None:
-                return [self.summed(eqn, move.summed, *values)]
-            return [self.sharded(x, move.dim) for x in bind(eqn, values)]
-        if sub is None or sub.kind not in _ENTERED or not any(map(self.changes, equations_of(eqn))):
+    def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> bool:
+        return self.move(eqn) is None and super().enters(eqn, sub, values, frame)
+
+    def operation(self, eqn: Any, values: list[Any], frame: None) -> Sequence[Any]:
+        if (move := self.move(eqn)) is None:
             return bind(eqn, values)
-        if sub.kind == "custom_vjp":
-            return self.with_derivatives(eqn, sub, values)
-        calls = [functools.partial(self.call, jaxpr) for jaxpr in sub.branches or (sub.jaxpr,)]
-        if carries := self.examples.carries(eqn):
-            calls = [self.with_sharded(calls[0], sub, carries)]
-        if sub.kind in _REGIONS:
-            return run_region(eqn, calls, values)
-        with source_context(eqn):
-            if sub.kind == "call":
-                return calls[0](*values)
-            consts, carry, _ = sub.split(values)
-            test = functools.partial(self.call, sub.test, *values[: sub.num_test_consts])
-            return lax.while_loop(lambda carry: test(*carry)[0], lambda carry: calls[0](*consts, *carry), carry)
+        if move.dim is None:
+            return [self.summed(eqn, move.summed, *values)]
+        return [self.sharded(x, move.dim) for x in bind(eqn, values)]
 
-    def call(self, jaxpr: Any, *values: Any) -> list[Any]:
-        return evaluate(*open_jaxpr(jaxpr), values, self.equation)
-
-    def with_sharded(
-        self, body: Callable[..., list[Any]], sub: Subcall, carries: Mapping[int, int]
-    ) -> Callable[..., list[Any]]:
-        """Returns the body of a loop that takes carries sharded by the examples along these dims of them."""
-
-        def call(*values: Any) -> list[Any]:
-            sharded = list(values)
-            for i, dim in carries.items():
-                sharded[sub.num_consts + i] = self.sharded(values[sub.num_consts + i], dim)
-            return body(*sharded)
-
-        return call
+    def carried(self, eqn: Any, carry: list[Any]) -> list[Any]:
+        dims = self.examples.carries(eqn)
+        return [self.sharded(x, dims[i]) if i in dims else x for i, x in enumerate(carry)]
 
     def sharded(self, x: jax.Array, dim: int) -> jax.Array:
         """Returns a value, and takes its cotangent, sharded by examples along a dim; others are as XLA has them."""
@@ -152,7 +122,7 @@ class _Anchors:
             stack = self.sharded(jax.vmap(lambda *xs: bind(eqn, xs)[0], in_axes=dims)(*parts), 0)
             return lax.reduce(stack, jnp.zeros((), stack.dtype), lax.add, (0,))
 
-    def with_derivatives(self, eqn: Any, sub: Subcall, values: list[Any]) -> Sequence[Any]:
+    def with_derivatives(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> Sequence[Any]:
         """Evaluates a function with derivatives of its own, in which loops are anchored, too."""
         states, moving = self.examples.operands[id(eqn)], [i for i, x in enumerate(eqn.invars) if is_float(x.aval)]
         within = functools.partial(anchored, mesh=self.mesh, axes=self.axes, loops_only=True)
@@ -175,7 +145,7 @@ class _Anchors:
 
         @jax.custom_vjp
         def call(*args: Any) -> list[Any]:
-            return self.call(sub.jaxpr, *args)
+            return self.run(sub.jaxpr, args, frame)
 
         def forward(*args: Any) -> tuple[list[Any], list[Any]]:
             made = evaluate(*open_jaxpr(derivatives()[0]), args)

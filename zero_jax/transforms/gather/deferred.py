@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from zero_jax.core.gather_names import RELATIVE
+from zero_jax.core.walk import Deferred
+from zero_jax.dims import BY_INDEX, JOINS, MOVES
+from zero_jax.sharding.gather_names import RELATIVE
 from zero_jax.sharding.precision import promoted
 from zero_jax.sharding.quantized import PLAIN, Formats
 from zero_jax.sharding.spec import Dims
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Lazy:
+class Lazy(Deferred):
     """A param, or what was made of params alone: rebuilt from `roots` at each use rather than kept.
 
     `dims` is its sharding while it is still a shard (of no axes, if the param is whole), None once the recipe gathers.
@@ -35,6 +37,22 @@ class Lazy:
     formats: Formats = PLAIN
     on_host: bool = False
 
+    params_only: ClassVar[bool] = True
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """The arrays that it is made of."""
+        return self.roots
+
+    def with_arrays(self, arrays: Sequence[Any]) -> Lazy:
+        """Returns the value made of other roots."""
+        return dataclasses.replace(self, roots=tuple(arrays))
+
+    @property
+    def key(self) -> Hashable:
+        """What is done with it, whatever its arrays."""
+        return self.build, self.aval, self.path, self.dims, self.depth, self.cast, self.formats
+
     @property
     def is_shard(self) -> bool:
         """Whether it is to be gathered at its use."""
@@ -51,75 +69,51 @@ class Lazy:
         assert self.dims is not None
         return self.dims
 
+    @property
+    def built(self) -> Any:
+        """The array, a shard where it is one, in the dtype in which it is gathered."""
+        return self.build(*self.roots)
+
+    def as_root(self) -> Lazy:
+        """Returns the value as one that is its own root: it is built now."""
+        return dataclasses.replace(self, roots=(self.built,), build=as_it_is, depth=0, on_host=False)
+
     def widened(self, array: Any) -> Any:
         """Returns what was built, gathered or not, in the dtype that it is used in."""
         return array if self.cast is None else array.astype(self.cast)
 
 
 def as_it_is(array: Any) -> Any:
-    """The recipe of what is its own root."""
+    """The recipe of a param that is stored as it is used."""
     return array
 
 
 @dataclasses.dataclass(frozen=True)
-class Value:
-    """An ordinary value; `pure` if it was made of params and constants alone."""
+class Value(Deferred):
+    """An ordinary value; `params_only` if it depends on params and constants only."""
 
     array: Any
-    pure: bool
+    params_only: bool
+
+    is_deferred: ClassVar[bool] = False
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """The arrays that it is made of."""
+        return (self.array,)
+
+    def with_arrays(self, arrays: Sequence[Any]) -> Value:
+        """Returns the value with another array."""
+        return dataclasses.replace(self, array=arrays[0])
+
+    @property
+    def key(self) -> Hashable:
+        """What is done with it, whatever its arrays."""
+        return type(self), self.params_only
 
 
 class Copies(Value):
     """A copy of a whole param for each device: the array has a leading dim of devices."""
-
-
-class Roots:
-    """Flattens mixed inputs to arrays and back, so that they can cross into a region as its arguments."""
-
-    def __init__(self, values: Sequence[Lazy | Value]):
-        self.values = list(values)
-        self.arrays: list[Any] = []
-        self.places: list[list[int]] = []
-        seen: dict[int, int] = {}
-        for value in self.values:
-            roots = value.roots if isinstance(value, Lazy) else (value.array,)
-            self.places.append([])
-            for root in roots:
-                if id(root) not in seen:
-                    seen[id(root)] = len(self.arrays)
-                    self.arrays.append(root)
-                self.places[-1].append(seen[id(root)])
-
-    @property
-    def key(self) -> Hashable:
-        """What the values are, whatever their arrays: equal where the same is done with them."""
-
-        def described(value: Lazy | Value) -> Hashable:
-            if isinstance(value, Value):
-                return type(value), value.pure
-            return value.build, value.aval, value.path, value.dims, value.depth, value.cast, value.formats
-
-        return tuple((*places, described(v)) for v, places in zip(self.values, self.places, strict=True))
-
-    def spread(self, flags: bool | Sequence[bool]) -> bool | tuple[bool, ...]:
-        """Returns flags of the values as flags of the arrays: an array of several values has it if one of them does."""
-        if isinstance(flags, bool):
-            return flags
-        pairs = [(i, flag) for places, flag in zip(self.places, flags, strict=True) for i in places]
-        return tuple(any(flag for place, flag in pairs if place == i) for i in range(len(self.arrays)))
-
-    def assign(self, arrays: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
-        """Pairs each value with the arrays that stand for its roots."""
-        return [(value, [arrays[i] for i in places]) for value, places in zip(self.values, self.places, strict=True)]
-
-    def rebuild(self, arrays: Sequence[Any]) -> list[Lazy | Value]:
-        """Returns the values with other arrays for roots."""
-        return [
-            dataclasses.replace(value, roots=tuple(roots))
-            if isinstance(value, Lazy)
-            else dataclasses.replace(value, array=roots[0])
-            for value, roots in self.assign(arrays)
-        ]
 
 
 def relative(values: Sequence[Lazy | Value]) -> tuple[str, list[Lazy | Value]]:
@@ -138,14 +132,11 @@ def relative(values: Sequence[Lazy | Value]) -> tuple[str, list[Lazy | Value]]:
 
 def as_array(value: Lazy | Value) -> Any:
     """Returns the array of a value, a shard where it is one."""
-    return value.widened(value.build(*value.roots)) if isinstance(value, Lazy) else value.array
+    return value.widened(value.built) if isinstance(value, Lazy) else value.array
 
 
 # Widening casts are put off until the param is gathered: narrow bytes are cheaper to move. What only moves elements
 # commutes with a cast, so a cast stays pending (`Lazy.cast`) through it, up to the first operation that computes.
-
-_MOVES = frozenset("broadcast_in_dim concatenate reshape rev slice split squeeze stack transpose unstack".split())
-_MOVES_BY_INDEX = frozenset({"dynamic_slice", "gather"})
 
 
 def put_off(eqn: Any, values: Sequence[Lazy | Value]) -> Lazy | None:
@@ -170,6 +161,6 @@ def pending(eqn: Any, values: Sequence[Lazy | Value]) -> tuple[bool, Any]:
     casts = {value.cast for value in values if isinstance(value, Lazy)}
     if casts == {None}:
         return True, None
-    moved = values[:1] if eqn.primitive.name in _MOVES_BY_INDEX else values
-    moves = eqn.primitive.name in _MOVES | _MOVES_BY_INDEX and all(isinstance(value, Lazy) for value in moved)
+    moved = values[:1] if eqn.primitive.name in BY_INDEX else values
+    moves = eqn.primitive.name in MOVES | JOINS and all(isinstance(value, Lazy) for value in moved)
     return (True, casts.pop()) if moves and len(casts) == 1 else (False, None)

@@ -37,14 +37,14 @@ class HostParam:
         return cls(array=array, dtype=jnp.dtype(dtype) if is_cast else array.dtype)
 
     @property
-    def shape(self) -> jax.ShapeDtypeStruct:
-        """The shape and dtype that it is used in."""
+    def used_shape(self) -> jax.ShapeDtypeStruct:
+        """The shape and dtype that it is used in: what a function of it is traced for."""
         return jax.ShapeDtypeStruct(self.array.shape, self.dtype)
 
 
 def used_shapes(params: PyTree) -> PyTree:
     """Returns params with shapes in the place of those in host memory."""
-    return jax.tree.map(lambda x: x.shape if isinstance(x, HostParam) else x, params)
+    return jax.tree.map(lambda x: x.used_shape if isinstance(x, HostParam) else x, params)
 
 
 @functools.cache

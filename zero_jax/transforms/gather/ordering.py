@@ -21,11 +21,12 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
 from zero_jax.core import jaxprs
+from zero_jax.core.walk import Packed
+from zero_jax.dims import is_float, moves_elements
 from zero_jax.transforms.blocks.search import find_blocks
 from zero_jax.transforms.blocks.sequence import EqnSequence
 from zero_jax.transforms.facts import Facts
-from zero_jax.transforms.gather.deferred import Copies, Lazy, Roots, Value, as_it_is
-from zero_jax.transforms.passthrough import is_float, moves_elements
+from zero_jax.transforms.gather.deferred import Copies, Lazy, Value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,13 +55,15 @@ class Ordering:
         self.jaxpr = facts.jaxpr
         self.evaluated: set[int] = set()
         self.places: dict[int, tuple[_Segment, _Segment | None, frozenset[Any]]] = {}
-        if not any(isinstance(value, Lazy) and value.is_deferred for value in values):
+        if not any(value.is_deferred for value in values):
             return
         blocks = find_blocks(EqnSequence(facts))
         if not blocks:
             return
         pairs = zip(self.jaxpr.invars, values, strict=True)
-        params = {i for i, (var, x) in enumerate(pairs) if isinstance(x, Lazy) or (x.pure and is_float(var.aval))}
+        params = {
+            i for i, (var, x) in enumerate(pairs) if isinstance(x, Lazy) or (x.params_only and is_float(var.aval))
+        }
         # For what is made of params and constants alone, the numbers of these params.
         made_of = {var: origin.params & params for var, origin in facts.origins.items()}
         self.of_params = {var: numbers for var, numbers in made_of.items() if numbers}
@@ -113,7 +116,7 @@ class Ordering:
         activations = [
             var
             for var in segment.reads
-            if isinstance(value := env.get(var), Value) and not isinstance(value, Copies) and not value.pure
+            if isinstance(value := env.get(var), Value) and not isinstance(value, Copies) and not value.params_only
             if is_float(var.aval) and (self.num_readers[var] == 1 or var in before)
         ]
         directions = [(segment, {"forward": False, "backward": True})]
@@ -122,9 +125,9 @@ class Ordering:
         for tied, which in directions:
             params = self.params(tied, env, evaluate)
             if activations and params:
-                split = Roots([*(env[var] for var in activations), *params.values()])
-                arrays = order(*split.arrays, **which)
-                env.update(zip((*activations, *params), split.rebuild(arrays), strict=True))
+                packed = Packed([*(env[var] for var in activations), *params.values()])
+                arrays = order(*packed.arrays, **which)
+                env.update(zip((*activations, *params), packed.values_of(arrays), strict=True))
 
     def params(self, segment: _Segment, env: dict[Any, Any], evaluate: Callable[[Any], None]) -> dict[Any, Any]:
         """Returns what a segment reads of params, in the form in which it is to be tied."""
@@ -148,9 +151,7 @@ class Ordering:
         own = all(self.num_users[source] == 1 for source in self.of_params[var])
         if own and all(self.num_holders[id(root)] <= 1 for root in value.roots):
             return value
-        if value.dims is None:
-            return None
-        return dataclasses.replace(value, roots=(value.build(*value.roots),), build=as_it_is, depth=0, on_host=False)
+        return None if value.dims is None else value.as_root()
 
 
 # An `optimization_barrier` over values, over their cotangents, or over both. JAX has one over both, which in some

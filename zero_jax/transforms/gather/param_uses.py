@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from zero_jax.core.passes import Pass
-from zero_jax.transforms.passthrough import narrows
+from zero_jax.dims import CASTS, SHAPES, narrows
 
 
 class _Uses(Pass[bool]):
@@ -58,6 +58,5 @@ def param_uses(
 
 def used_whole(jaxpr: Any, param: Any) -> bool:
     """Tells whether a loop body uses a param as a whole, rather than slices of it that differ by iteration."""
-    forms = ("convert_element_type", "transpose", "reshape", "squeeze")
-    uses, _ = param_uses(jaxpr, param, forms=forms, enters=frozenset({"call", "remat", "scan"}))
+    uses, _ = param_uses(jaxpr, param, forms=SHAPES | CASTS, enters=frozenset({"call", "remat", "scan"}))
     return not all(narrows(eqn) for eqn, _ in uses)

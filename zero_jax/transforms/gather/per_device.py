@@ -24,16 +24,16 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.core.jaxprs import bind
+from zero_jax.dims import CASTS, SHAPES, dim_map
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.precision import promoted, summed_dtype
 from zero_jax.sharding.quantized import Blocks, spread_over
 from zero_jax.sharding.spec import Dims, carries, named, without
-from zero_jax.transforms.dim_map import dim_map
 from zero_jax.transforms.gather.param_uses import param_uses
 
 # What gives a copy of the result from a copy of the param, and leaves it a factor of the product that follows.
-SAME_PARAM = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "concatenate"})
+SAME_PARAM = SHAPES | CASTS | {"concatenate"}
 
 
 def copy_per_device(x: jax.Array, dims: Dims, *, mesh: Mesh, axes: Axes, dtype: Any = None) -> jax.Array:
@@ -212,7 +212,11 @@ class DeviceSum:
     def _send(
         self, x: jax.Array, here: NamedSharding, there: NamedSharding, error: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Moves an array in codes, with an error added (None: nothing); returns it and what the codes do not have."""
+        """Sends a quantized array, adding the error-feedback residual if given.
+
+        Returns:
+          The dequantized result, and the new residual (None if none was given).
+        """
         assert self.coding is not None
         x = lax.with_sharding_constraint(x, here)
         if error is None:

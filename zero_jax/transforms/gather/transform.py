@@ -8,8 +8,9 @@ docs/gather_on_use.md gives the reason of each rule.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,25 +19,24 @@ from jax.sharding import Mesh
 
 from zero_jax.attention import mesh_context
 from zero_jax.core import jaxprs
-from zero_jax.core.evaluation import trace_call
-from zero_jax.core.gather_names import gather_scope
+from zero_jax.core.loss_program import LossProgram, Traced, with_pass
 from zero_jax.core.signatures import check_arguments, check_callable
-from zero_jax.core.tree import PyTree, eval_shapes
+from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import variable_names
+from zero_jax.dims import FREE, UNKNOWN, is_float
 from zero_jax.sharding.chains import Chain, reshard
+from zero_jax.sharding.gather_names import gather_scope
 from zero_jax.sharding.mesh import Axes, axes_of, axis_size, on_mesh
 from zero_jax.sharding.model_specs import dims_of_each
 from zero_jax.sharding.quantized import PLAIN, Formats, Quantize, check_quantize
 from zero_jax.sharding.spec import Dims, carries, named
-from zero_jax.transforms.examples import FREE, UNKNOWN
 from zero_jax.transforms.gather.anchors import anchored
 from zero_jax.transforms.gather.deferred import Lazy, Value, as_it_is
 from zero_jax.transforms.gather.events import GatherEvent, GatherReport, Notes, WideUse
 from zero_jax.transforms.gather.host_params import HostParam, fetch, fetch_as, used_shapes
 from zero_jax.transforms.gather.per_device import summed_use
-from zero_jax.transforms.gather.uses import Options, device_sum
+from zero_jax.transforms.gather.uses import Options, array_of, device_sum
 from zero_jax.transforms.gather.walk import GatherFrame, GatherWalk
-from zero_jax.transforms.passthrough import is_float
 
 # A param used in every iteration of a loop is gathered once before it while all such params of the loop fit in this.
 MAX_HOISTED_BYTES = 1 << 28
@@ -142,21 +142,31 @@ def gather_report(fn: Callable[..., Any], specs: PyTree, *args: Any, mesh: Mesh,
       mesh: the mesh of the specs.
       **options: further options of `gather_on_use`.
     """
-    events: list[GatherEvent | WideUse] = []
-    transformed = gather_on_use(fn, specs, mesh=mesh, **options)
-    with on_mesh(mesh):
-        eval_shapes(functools.partial(transformed.__wrapped_with_events__, events), *args)  # type: ignore[attr-defined]
+    axes = axes_of(mesh, data=options.get("data_axes"), replica=options.get("replica_axes"))
+    program = gather_on_use(LossProgram(fn), specs, mesh=mesh, **options)
+    with on_mesh(mesh), mesh_context(mesh, axes):
+        events = program.notes(*args)
     return GatherReport(
         events=tuple(event for event in events if isinstance(event, GatherEvent)),
         wide=tuple(dict.fromkeys(event for event in events if isinstance(event, WideUse))),
     )
 
 
-def _transform(fn: Callable[..., Any], specs: PyTree, options: Options) -> Callable[..., Any]:
-    def run(events: list[GatherEvent | WideUse] | None, params: PyTree, *args: Any, **kwargs: Any) -> Any:
-        with mesh_context(options.mesh, options.axes):
-            closed, out_shape, values = trace_call(fn, used_shapes(params), args, kwargs)
-        marked = _mark(params, specs, options)
+def _transform(fn: Callable[..., Any], specs: PyTree, options: Options) -> Any:
+    """Returns a function with its params gathered, or their gradients summed, at their uses, which are noted."""
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        with on_mesh(options.mesh), mesh_context(options.mesh, options.axes):
+            yield
+
+    def gathered(traced: Traced) -> Traced:
+        return traced.evaluated(functools.partial(run, traced))
+
+    def run(traced: Traced, leaves: Sequence[Any], events: list[GatherEvent | WideUse] | None) -> list[Any]:
+        values = leaves[traced.num_params :]
+        params = jax.tree.unflatten(traced.params_tree, leaves[: traced.num_params])
+        closed, marked = traced.closed, _mark(params, specs, options)
         mixed: frozenset[int] = frozenset()
         if not options.mapped:
             states = [*(FREE for _ in marked), *(_examples(value, options) for value in values)]
@@ -164,21 +174,13 @@ def _transform(fn: Callable[..., Any], specs: PyTree, options: Options) -> Calla
             mixed = examples.mixed
         walk = GatherWalk(options, _batch_sizes(values), Notes(events, gathers=not options.stored_whole), mixed)
         jaxpr, consts = jaxprs.open_jaxpr(closed)
-        ins = [*marked, *(Value(value, pure=False) for value in values)]
+        ins = [*marked, *(Value(value, params_only=False) for value in values)]
         frame = GatherFrame(regather=options.regather, prevent_cse=True, ends_forward=True)
         # Arrays that the function closes over may be its batch: only scalars are sure to be mere constants.
-        closed_over = [Value(c, pure=jnp.ndim(c) == 0) for c in consts]
-        outs = walk.run(jaxpr, closed_over, ins, frame)
-        arrays = [jax.numpy.asarray(walk.array(out)) for out in outs]  # a literal may be among them
-        return jax.tree.unflatten(jax.tree.structure(out_shape), arrays)
+        closed_over = [Value(c, params_only=jnp.ndim(c) == 0) for c in consts]
+        return [array_of(options, out) for out in walk.evaluate(jaxpr, closed_over, ins, frame)]
 
-    @functools.wraps(fn)
-    def transformed(params: PyTree, *args: Any, **kwargs: Any) -> Any:
-        with on_mesh(options.mesh):
-            return run(None, params, *args, **kwargs)
-
-    transformed.__wrapped_with_events__ = run  # type: ignore[attr-defined]
-    return transformed
+    return with_pass(fn, gathered, context)
 
 
 def _batch_sizes(values: Sequence[Any]) -> frozenset[int]:
@@ -209,11 +211,11 @@ def _mark(params: PyTree, specs: PyTree, options: Options) -> list[Lazy | Value]
             root = _root(leaf, name, dims, options) if is_float(aval) else leaf
             marked.append(Lazy((root,), as_it_is, aval, name, dims, formats=formats))
         elif options.mapped and is_float(aval):
-            marked.append(Value(_root(leaf, name, dims, options), pure=True))
+            marked.append(Value(_root(leaf, name, dims, options), params_only=True))
         elif options.product_dtype is not None and is_float(aval) and aval.ndim > 1:
             marked.append(Lazy((leaf,), as_it_is, aval, name, ((),) * aval.ndim))
         else:
-            marked.append(Value(leaf, pure=True))
+            marked.append(Value(leaf, params_only=True))
     return marked
 
 

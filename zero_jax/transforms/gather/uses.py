@@ -8,15 +8,15 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from zero_jax.core.gather_names import gather_scope
+from zero_jax.dims import is_float
 from zero_jax.sharding.chains import Chain, reshard
+from zero_jax.sharding.gather_names import gather_scope
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.quantized import Blocks, Quantize, blocks_of
 from zero_jax.sharding.spec import Dims, named, without
 from zero_jax.sharding.torus import gather_shardings, scattering
 from zero_jax.transforms.gather.deferred import Lazy, Value, as_array
 from zero_jax.transforms.gather.per_device import DeviceSum, summed_use
-from zero_jax.transforms.passthrough import is_float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,9 +48,11 @@ class Options:
         return (self.mesh, self.axes.batch) if has_others and not self.mapped else None
 
 
-def whole(options: Options, value: Lazy, *roots: Any, dtype: Any = None, pin: bool = False) -> Any:
-    """Rebuilds a value from its roots and gathers a shard; its cotangent is made whole, too, if `pin`."""
-    array = value.build(*roots) if dtype is None else value.build(*roots).astype(dtype)
+def whole(options: Options, value: Lazy | Value, *, dtype: Any = None, pin: bool = False) -> Any:
+    """Returns the array of a value, with a shard gathered; its cotangent is made whole, too, if `pin`."""
+    if isinstance(value, Value):
+        return value.array
+    array = value.built if dtype is None else value.built.astype(dtype)
     if value.is_shard and options.mapped:
         with gather_scope(value.path):
             array = reshard(array, forward=gathering(options, value, array.shape), backward=Chain())

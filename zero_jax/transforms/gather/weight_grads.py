@@ -1,4 +1,4 @@
-"""Products whose weight's gradient has a dtype of its own, whatever the product is computed in, or a place of its own.
+"""Matmuls whose weight gradient is computed in the reduce dtype, or on each device for its own examples.
 
 XLA sums a gradient across devices where the product that makes it stands, in that product's dtype: a cast after it
 comes too late. So the product itself is to give the dtype to sum in. It adds up in float32 inside all the same. Where
@@ -21,10 +21,10 @@ from jax.sharding import Mesh, PartitionSpec
 from zero_jax.core.evaluation import evaluate
 from zero_jax.core.jaxprs import bind, open_jaxpr, source_line
 from zero_jax.core.subcalls import MANUAL, equations_of, subcall
+from zero_jax.dims import is_contraction, is_float
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import promoted
 from zero_jax.sharding.spec import Dims
-from zero_jax.transforms.passthrough import is_contraction, is_float
 
 
 def needs_dtype(eqn: Any, place: int, own: Any, dtype: Any) -> bool:

@@ -15,18 +15,17 @@ from jax import lax
 from zero_jax.core.jaxprs import bind, source_context
 from zero_jax.transforms.low_rank.weight import IN, OUT, STACK, Weight
 
-# From the weight and the arrays of the equation's inputs (None in the weight's place) to the result.
-Product = Callable[[Weight, Sequence[Any]], jax.Array]
+# From an equation's inputs, weights among them, to its results.
+Evaluate = Callable[[Sequence[Any]], list[Any]]
+# From the weight and the other input to the result.
+Product = Callable[[Weight, Any], jax.Array]
 
 
-def product_of(eqn: Any, weight: Weight, place: int) -> Product | None:
+def product_of(eqn: Any, weight: Weight, place: int) -> Evaluate | None:
     """Returns how to evaluate an equation on the factors of its input at `place`; None if it cannot be."""
-    rule = _RULES.get(eqn.primitive.name)
-    return rule(eqn, weight, place) if rule is not None and weight.factors else None
-
-
-def _with(arrays: Sequence[Any], place: int, array: Any) -> list[Any]:
-    return [array if i == place else x for i, x in enumerate(arrays)]
+    rule = _RULES.get(eqn.primitive.name) if weight.factors else None
+    product = None if rule is None else rule(eqn, weight, place)
+    return None if product is None else lambda inputs: [product(inputs[place], inputs[1 - place])]
 
 
 # --- matrix products -------------------------------------------------------------------------------------------------
@@ -43,12 +42,11 @@ def _dot(eqn: Any, weight: Weight, place: int) -> Product | None:
     near_dims, far_dims = weight.places(STACK + side), weight.places(STACK + far)
     options = {"precision": eqn.params["precision"], "preferred_element_type": eqn.params["preferred_element_type"]}
 
-    def evaluate(w: Weight, arrays: Sequence[Any]) -> jax.Array:
-        x = arrays[1 - place]
+    def evaluate(w: Weight, x: Any) -> jax.Array:
         gain = w.gain() if w.is_dora else None
         if gain is not None and side == OUT:  # the outputs are what is summed over
             x = x * _placed(gain, x, other_batch, other_contracting, weight, batch, contracting)
-        y = bind(eqn, _with([x, x], place, w.base()))[0]
+        y = bind(eqn, [x, w.base()] if place else [w.base(), x])[0]
         with source_context(eqn):
             near = [near_dims.index(i) for i in contracting], [near_dims.index(i) for i in batch]
             numbers = ((other_contracting, near[0]), (other_batch, near[1]))
@@ -100,12 +98,12 @@ def _lookup(eqn: Any, weight: Weight, place: int) -> Product | None:
     """Rows of a table `[rows, ...]` by their numbers."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     num_indices = eqn.invars[1].aval.ndim - 1
-    rows = tuple(numbers.collapsed_slice_dims)
-    rest = [i for i in range(len(weight.shape)) if i not in rows]
-    side = next((side for side in (IN, OUT) if weight.places(side) == list(rows)), None)
+    dims = tuple(numbers.collapsed_slice_dims)
+    rest = [i for i in range(len(weight.shape)) if i not in dims]
+    side = next((side for side in (IN, OUT) if weight.places(side) == list(dims)), None)
     whole = all(sizes[i] == weight.shape[i] for i in rest) and not getattr(numbers, "operand_batching_dims", ())
     ends = tuple(numbers.offset_dims) == tuple(range(num_indices, num_indices + len(rest)))
-    starts = len(rows) == 1 and tuple(numbers.start_index_map) == rows
+    starts = len(dims) == 1 and tuple(numbers.start_index_map) == dims
     if place != 0 or side is None or weight.places(STACK) or not (whole and ends and starts):
         return None
     if weight.is_dora and side == OUT:
@@ -113,11 +111,11 @@ def _lookup(eqn: Any, weight: Weight, place: int) -> Product | None:
     far = OUT if side == IN else IN
     of_factor = numbers._replace(offset_dims=(num_indices,), collapsed_slice_dims=(0,), start_index_map=(0,))
 
-    def evaluate(w: Weight, arrays: Sequence[Any]) -> jax.Array:
-        y = bind(eqn, [w.base(), *arrays[1:]])[0]
+    def evaluate(w: Weight, rows: Any) -> jax.Array:
+        y = bind(eqn, [w.base(), rows])[0]
         a, b = w.factor(side), w.factor(far)
         taken = eqn.replace(params={**eqn.params, "dimension_numbers": of_factor, "slice_sizes": (1, a.shape[1])})
-        h = bind(taken, [a, *arrays[1:]])[0]
+        h = bind(taken, [a, rows])[0]
         with source_context(eqn):
             u = lax.dot_general((h * w.scale).astype(a.dtype), b, (((h.ndim - 1,), (b.ndim - 1,)), ((), ())))
             y = y + u.astype(y.dtype)
@@ -139,8 +137,7 @@ def _convolution(eqn: Any, weight: Weight, place: int) -> Product | None:
         return None
     feature = numbers.out_spec[1]
 
-    def evaluate(w: Weight, arrays: Sequence[Any]) -> jax.Array:
-        x = arrays[0]
+    def evaluate(w: Weight, x: Any) -> jax.Array:
         y = bind(eqn, [x, w.base()])[0]
         h = bind(eqn, [x, jnp.moveaxis(w.factor(IN), -1, out).astype(x.dtype)])[0]
         with source_context(eqn):

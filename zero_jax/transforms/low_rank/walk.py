@@ -8,6 +8,7 @@ that no weight that was dequantized, cast or merged is kept for the backward pas
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,9 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from zero_jax.core import jaxprs
-from zero_jax.core.evaluation import evaluate, run_scan, trace_call
-from zero_jax.core.subcalls import scan_of, subcall
-from zero_jax.transforms.low_rank.products import product_of
+from zero_jax.core.loss_program import trace_call
+from zero_jax.core.subcalls import Subcall
+from zero_jax.core.walk import Packed, Walk
+from zero_jax.transforms.low_rank.products import Evaluate, product_of
 from zero_jax.transforms.low_rank.weight import STACK, Weight
 
 _MAX_MERGED = "gradients of the whole weight are computed, and summed across devices"
@@ -77,67 +79,53 @@ def evaluate_adapted(
     """
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Weight) else jax.typeof(x) for x in leaves]
     shapes = [x if isinstance(x, jax.ShapeDtypeStruct) else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes]
-    closed, out_shape, values = trace_call(fn, tree.unflatten(shapes), args, {})
-    jaxpr, consts = jaxprs.open_jaxpr(closed)
-    outs = _Walk(uses).run(jaxpr, consts, [*leaves, *values], _Frame())
+    traced, values = trace_call(fn, tree.unflatten(shapes), args, {})
+    outs = _LowRankWalk(uses).run(traced.closed, [*leaves, *values], _Frame())
     arrays = [jnp.asarray(out.merged() if isinstance(out, Weight) else out) for out in outs]
-    return jax.tree.unflatten(jax.tree.structure(out_shape), arrays)
+    return jax.tree.unflatten(jax.tree.structure(traced.out_shape), arrays)
 
 
-class _Walk:
+class _LowRankWalk(Walk[_Frame]):
     """One walk over one trace of a function."""
 
     def __init__(self, uses: list[WeightUse]):
+        super().__init__()
         self.uses = uses
-        self.handlers = {"call": self.inline, "remat": self.remat, "scan": self.scan, "cond": self.cond}
 
-    def run(self, jaxpr: Any, consts: Sequence[Any], ins: Sequence[Any], frame: _Frame) -> list[Any]:
-        """Evaluates a jaxpr and returns its results: arrays, and weights still to be made."""
+    def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: _Frame) -> bool:
+        return sub.kind != "while" and any(isinstance(value, Weight) for value in values)
 
-        def equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
-            if not any(isinstance(value, Weight) for value in values):
-                return jaxprs.bind(eqn, values)
-            sub = subcall(eqn)
-            handler = self.operation if sub is None else self.handlers.get(sub.kind, self.operation)
-            return handler(eqn, values, frame)
+    def inside(self, eqn: Any, sub: Subcall, frame: _Frame) -> _Frame:
+        if sub.kind == "remat":
+            return dataclasses.replace(frame, in_region=True)
+        return dataclasses.replace(frame, prevent_cse=False) if sub.kind == "scan" else frame
 
-        return evaluate(jaxpr, consts, ins, equation)
-
-    # --- operations --------------------------------------------------------------------------------------------------
-
-    def operation(self, eqn: Any, values: Sequence[Any], frame: _Frame) -> list[Any]:
-        """Puts an operation off, or uses the weights in it."""
-        put_off = _put_off(eqn, values)
-        return [put_off] if put_off is not None else self.use(eqn, values, frame)
-
-    def use(self, eqn: Any, values: Sequence[Any], frame: _Frame) -> list[Any]:
-        """Evaluates an equation on the factors of a weight, or on the merged weight."""
+    def operation(self, eqn: Any, values: list[Any], frame: _Frame) -> Sequence[Any]:
+        """Puts an operation off, or evaluates it on the factors of a weight, or on the merged weight."""
+        if (deferred := _put_off(eqn, values)) is not None:
+            return [deferred]
         places = [i for i, value in enumerate(values) if isinstance(value, Weight)]
-        product = product_of(eqn, values[places[0]], places[0]) if len(places) == 1 else None
-        rows = None if product else _rows(eqn, values)
-        for i in places:
-            self.note(eqn, values[i], is_merged=product is None)
+        if not places:
+            return jaxprs.bind(eqn, values)
         weights = [values[i] for i in places]
-        others = [x for i, x in enumerate(values) if i not in places]
+        product = product_of(eqn, weights[0], places[0]) if len(places) == 1 else None
+        for weight in weights:
+            self.note(eqn, weight, is_merged=product is None)
+        evaluate = product or _rows(eqn, values) or functools.partial(_merged, eqn)
+        # The weights come first: XLA's barriers have the order of a region's arguments.
+        order = [*places, *(i for i in range(len(values)) if i not in places)]
+        packed = Packed(values[i] for i in order)
 
-        def region(arrays: list[tuple[Any, ...]], others: list[Any]) -> list[Any]:
-            made = iter([w.with_arrays(xs) for w, xs in zip(weights, arrays, strict=True)])
-            rest = iter(others)
-            inputs = [next(made) if i in places else next(rest) for i in range(len(values))]
-            if product is not None:
-                return [product(inputs[places[0]], inputs)]
-            if rows is not None:
-                return [rows(inputs)]
-            return jaxprs.bind(eqn, [x.merged() if isinstance(x, Weight) else x for x in inputs])
+        def region(*arrays: Any) -> list[Any]:
+            made = dict(zip(order, packed.values_of(arrays), strict=True))
+            return evaluate([made[i] for i in range(len(values))])
 
-        arrays = [w.arrays for w in weights]
-        works = product is None and any(w.factors for w in weights)
-        works = works or any(w.is_dora or not (w.is_plain or len(w.shape) < 2) for w in weights)
+        works = any(_is_work(weight, is_merged=product is None) for weight in weights)
         if works and not frame.in_region and not eqn.effects:
-            return jax.checkpoint(region, prevent_cse=frame.prevent_cse)(arrays, others)
-        return region(arrays, others)
+            region = jax.checkpoint(region, prevent_cse=frame.prevent_cse)
+        return region(*packed.arrays)
 
-    def merge(self, value: Any, eqn: Any, frame: _Frame) -> Any:
+    def made(self, value: Any, eqn: Any, frame: _Frame) -> Any:
         """Returns the array of a value, before an equation that is not looked into."""
         if not isinstance(value, Weight):
             return value
@@ -147,6 +135,11 @@ class _Walk:
         make = lambda arrays: value.with_arrays(arrays).merged()  # noqa: E731
         return make(value.arrays) if frame.in_region else jax.checkpoint(make, prevent_cse=False)(value.arrays)
 
+    def stack(self, value: Any, aval: Any, eqn: Any, frame: _Frame) -> Any:
+        if isinstance(value, Weight):
+            _check_stack(value, eqn)
+        return value.element(value.arrays) if _is_stack(value) else self.made(value, eqn, frame)
+
     def note(self, eqn: Any, weight: Weight, *, is_merged: bool) -> None:
         """Notes the use of an adapted weight."""
         if weight.factors:
@@ -154,61 +147,15 @@ class _Walk:
             use = WeightUse(path=weight.path, where=where, operation=eqn.primitive.name, is_merged=is_merged)
             self.uses.append(use)
 
-    # --- equations with inner jaxprs ---------------------------------------------------------------------------------
 
-    def inline(self, eqn: Any, values: Sequence[Any], frame: _Frame) -> list[Any]:
-        """A nested `jit`: walks its body in place."""
-        jaxpr, consts = jaxprs.open_jaxpr(*jaxprs.inner_jaxprs(eqn))
-        with jaxprs.source_context(eqn):
-            return self.run(jaxpr, consts, values, frame)
+def _is_work(weight: Weight, *, is_merged: bool) -> bool:
+    """Tells whether more arrays are made of a weight at its use: they are not kept for the backward pass."""
+    is_made = not (weight.is_plain or len(weight.shape) < 2)
+    return is_made or weight.is_dora or (is_merged and bool(weight.factors))
 
-    def remat(self, eqn: Any, values: Sequence[Any], frame: _Frame) -> list[Any]:
-        """The model's own `jax.checkpoint`: makes the weights inside it, keeps its policy."""
-        (inner,) = jaxprs.inner_jaxprs(eqn)
-        jaxpr, consts = jaxprs.open_jaxpr(inner)
-        prevent_cse = eqn.params["prevent_cse"]
-        prevent_cse = prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse)
-        within = dataclasses.replace(frame, in_region=True)
 
-        def call(arrays: list[Any]) -> list[Any]:
-            ins = [v.with_arrays(x) if isinstance(v, Weight) else x for v, x in zip(values, arrays, strict=True)]
-            outs = self.run(jaxpr, consts, ins, within)
-            return [self.merge(out, eqn, within) for out in outs]
-
-        arrays = [value.arrays if isinstance(value, Weight) else value for value in values]
-        with jaxprs.source_context(eqn):
-            return jax.checkpoint(call, prevent_cse=prevent_cse, policy=eqn.params["policy"])(arrays)
-
-    def cond(self, eqn: Any, values: Sequence[Any], frame: _Frame) -> list[Any]:
-        """Makes the weights inside the branch that uses them."""
-
-        def branch(inner: Any) -> Callable[[], list[Any]]:
-            jaxpr, consts = jaxprs.open_jaxpr(inner)
-            return lambda: [self.merge(x, eqn, frame) for x in self.run(jaxpr, consts, values[1:], frame)]
-
-        with jaxprs.source_context(eqn):
-            return lax.switch(values[0], [branch(inner) for inner in eqn.params["branches"]])
-
-    def scan(self, eqn: Any, values: Sequence[Any], frame: _Frame) -> list[Any]:
-        """Elements of a stack of weights enter the body still to be made, as do weights that all iterations use."""
-        scan = scan_of(eqn)
-        jaxpr, inner_consts = jaxprs.open_jaxpr(scan.jaxpr)
-        consts, carry, stacks = scan.split(values)
-        carry = [self.merge(value, eqn, frame) for value in carry]
-        for value in stacks:
-            if isinstance(value, Weight):
-                _check_stack(value, eqn)
-        slices = [v if _is_stack(v) else self.merge(v, eqn, frame) for v in stacks]
-        within = dataclasses.replace(frame, prevent_cse=False)
-
-        def body(carry: list[Any], xs: list[Any]) -> list[Any]:
-            rest = iter(xs)
-            ins = [s.element(lambda _: next(rest)) if isinstance(s, Weight) else next(rest) for s in slices]
-            outs = self.run(jaxpr, inner_consts, [*consts, *carry, *ins], within)
-            return [self.merge(out, eqn, within) for out in outs]
-
-        xs = [x for s in slices for x in (s.arrays if isinstance(s, Weight) else (s,))]
-        return run_scan(eqn, body, carry, xs)
+def _merged(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    return jaxprs.bind(eqn, [x.merged() if isinstance(x, Weight) else x for x in inputs])
 
 
 def _is_stack(value: Any) -> bool:
@@ -229,7 +176,7 @@ def _check_stack(weight: Weight, eqn: Any) -> None:
 
 def _put_off(eqn: Any, values: Sequence[Any]) -> Weight | None:
     """Returns the weight that a cast, move or slice of a weight is; None where the weight is used."""
-    weight, name = values[0], eqn.primitive.name
+    weight, name = values[0] if values else None, eqn.primitive.name
     if not isinstance(weight, Weight) or any(isinstance(value, Weight) for value in values[1:]):
         return None
     out = eqn.outvars[0].aval
@@ -238,65 +185,50 @@ def _put_off(eqn: Any, values: Sequence[Any]) -> Weight | None:
     if name == "transpose":
         return weight.transposed(eqn.params["permutation"])
     if name == "squeeze" or (name == "reshape" and eqn.params["dimensions"] is None):
-        return _squeezed(weight, out.shape)
-    rule = _SLICES.get(name)
-    return None if rule is None or not _is_stack(weight) else rule(eqn, weight, values)
-
-
-def _squeezed(weight: Weight, shape: Sequence[int]) -> Weight | None:
-    if _is_stack(weight) and weight.shape[0] == 1 and tuple(shape) == weight.shape[1:]:
-        return weight.element(lambda x: x.reshape(x.shape[1:]))
-    return weight.reshaped(shape)
-
-
-def _slice(eqn: Any, weight: Weight, values: Sequence[Any]) -> Weight | None:
-    """A static part of the stack."""
-    del values
-    start, limit, strides = (eqn.params[name] for name in ("start_indices", "limit_indices", "strides"))
-    step = 1 if strides is None else strides[0]
-    rest = zip(start[1:], limit[1:], weight.shape[1:], (strides or (1,) * len(start))[1:], strict=True)
-    if any((s, e, k) != (0, n, 1) for s, e, n, k in rest):
+        if _is_stack(weight) and (1, *out.shape) == weight.shape:
+            return weight.element([x.reshape(x.shape[1:]) for x in weight.arrays])
+        return weight.reshaped(out.shape)
+    if not _is_stack(weight):
         return None
-    arrays = [lax.slice_in_dim(x, start[0], limit[0], step) for x in weight.arrays]
-    return dataclasses.replace(weight.with_arrays(arrays), shape=(arrays[0].shape[0], *weight.shape[1:]))
+    if name == "gather":
+        return _element(eqn, weight, values[1])
+    return _part(eqn, weight, values) if name in ("slice", "dynamic_slice") else None
 
 
-def _dynamic_slice(eqn: Any, weight: Weight, values: Sequence[Any]) -> Weight | None:
-    """A part of the stack at an index."""
-    sizes = eqn.params["slice_sizes"]
-    if tuple(sizes[1:]) != weight.shape[1:]:
+def _part(eqn: Any, weight: Weight, values: Sequence[Any]) -> Weight | None:
+    """A part of the stack, static or at an index."""
+    shape = eqn.outvars[0].aval.shape
+    if shape[1:] != weight.shape[1:]:
         return None
-    arrays = [lax.dynamic_slice_in_dim(x, values[1], sizes[0]) for x in weight.arrays]
-    return dataclasses.replace(weight.with_arrays(arrays), shape=(sizes[0], *weight.shape[1:]))
+    if eqn.primitive.name == "dynamic_slice":
+        arrays = [lax.dynamic_slice_in_dim(x, values[1], shape[0]) for x in weight.arrays]
+    else:
+        start, limit, steps = (eqn.params[name] for name in ("start_indices", "limit_indices", "strides"))
+        arrays = [lax.slice_in_dim(x, start[0], limit[0], steps[0] if steps else 1) for x in weight.arrays]
+    return dataclasses.replace(weight.with_arrays(arrays), shape=shape)
 
 
-def _element(eqn: Any, weight: Weight, values: Sequence[Any]) -> Weight | None:
+def _element(eqn: Any, weight: Weight, index: Any) -> Weight | None:
     """One element of the stack at an index, `w[i]`."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     plain = tuple(numbers.collapsed_slice_dims) == tuple(numbers.start_index_map) == (0,)
-    one = jnp.ndim(values[1]) == 1 and not getattr(numbers, "operand_batching_dims", ())
+    one = jnp.ndim(index) == 1 and not getattr(numbers, "operand_batching_dims", ())
     if not (plain and one) or tuple(sizes) != (1, *weight.shape[1:]):
         return None
 
     def take(x: Any) -> Any:
         of_x = numbers._replace(offset_dims=tuple(range(x.ndim - 1)))
         params = {**eqn.params, "dimension_numbers": of_x, "slice_sizes": (1, *x.shape[1:])}
-        return jaxprs.bind(eqn.replace(params=params), [x, values[1]])[0]
+        return jaxprs.bind(eqn.replace(params=params), [x, index])[0]
 
-    return weight.element(take)
-
-
-_SLICES: dict[str, Callable[[Any, Weight, Sequence[Any]], Weight | None]] = {
-    "slice": _slice,
-    "dynamic_slice": _dynamic_slice,
-    "gather": _element,
-}
+    return weight.element([*map(take, weight.arrays)])
 
 
-def _rows(eqn: Any, values: Sequence[Any]) -> Callable[[Sequence[Any]], Any] | None:
+def _rows(eqn: Any, values: Sequence[Any]) -> Evaluate | None:
     """Returns how rows are taken from a table that is only cast: rows first, then the cast; None if that is not it."""
     table = values[0]
     is_cast = isinstance(table, Weight) and not table.factors and not table.moves and len(table.roots) == 1
     if eqn.primitive.name != "gather" or not is_cast or table.roots[0].shape != table.shape:
         return None
-    return lambda inputs: jaxprs.bind(eqn, [inputs[0].roots[0], *inputs[1:]])[0].astype(eqn.outvars[0].aval.dtype)
+    dtype = eqn.outvars[0].aval.dtype
+    return lambda inputs: [jaxprs.bind(eqn, [*inputs[0].roots, *inputs[1:]])[0].astype(dtype)]

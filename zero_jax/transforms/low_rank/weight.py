@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zero_jax.transforms.dim_map import reshape_groups
+from zero_jax.core.walk import Deferred
+from zero_jax.dims import reshape_groups
 
 STACK, IN, OUT = "s", "i", "o"
 
@@ -37,7 +38,7 @@ class WeightMove:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Weight:
+class Weight(Deferred):
     """A frozen weight, `[*stack, *in, *out]` or `[*stack, *out, *in]` when it is built, and what is added to it.
 
     Attributes:
@@ -88,9 +89,8 @@ class Weight:
 
     # --- what does not make it yet -----------------------------------------------------------------------------------
 
-    def element(self, take: Callable[[Any], Any]) -> Weight:
-        """Returns an element of the stack, taken from each array by a function that drops its first dim."""
-        arrays = [take(x) for x in self.arrays]
+    def element(self, arrays: Sequence[Any]) -> Weight:
+        """Returns an element of the stack, from that of each array."""
         return dataclasses.replace(self.with_arrays(arrays), labels=self.labels[1:], shape=self.shape[1:])
 
     def cast(self, dtype: Any) -> Weight:

@@ -60,8 +60,9 @@ class RematRegion:
       setting: what to do.
       jaxpr: the open jaxpr.
       consts: its constants.
-      marks: for each input what is known of it.
-      movable: for each input whether it may be kept elsewhere: it is alive for this region alone.
+      marks: for each input what is known of it; what is held is alive beside the region, and not kept elsewhere.
+      kind: what it is.
+      prevent_cse: as of `jax.checkpoint`.
       own_policy: the policy of the model's `jax.checkpoint` that this is, with the policy `own`.
     """
 
@@ -69,7 +70,8 @@ class RematRegion:
     jaxpr: Any
     consts: Sequence[Any]
     marks: Sequence[Mark]
-    movable: Sequence[bool]
+    kind: str
+    prevent_cse: bool = True
     own_policy: Callable[..., Any] | None = None
 
     @functools.cached_property
@@ -127,8 +129,8 @@ class RematRegion:
     def __call__(self, *arrays: Any) -> list[Any]:
         """Evaluates the region with its residuals named and placed."""
         inputs = [
-            self.place(var, array) if movable and self.leaves(var) else array
-            for var, array, movable in zip(self.jaxpr.invars, arrays, self.movable, strict=True)
+            self.place(var, array) if not mark.held and self.leaves(var) else array
+            for var, array, mark in zip(self.jaxpr.invars, arrays, self.marks, strict=True)
         ]
 
         def equation(eqn: Any, values: list[Any]) -> list[Any]:
@@ -136,6 +138,23 @@ class RematRegion:
             return [self.place(var, out) if var in self.kept else out for var, out in outs]
 
         return evaluate(self.jaxpr, self.consts, inputs, equation)
+
+    def plain(self, *arrays: Any) -> list[Any]:
+        """Evaluates the region without recomputation."""
+        return evaluate(self.jaxpr, self.consts, arrays)
+
+    def not_sharded(self) -> list[str]:
+        """Says for each input that would be kept sharded, but is not, why."""
+        if self.setting.remat.residuals != "sharded":
+            return []
+        inputs = [var for var, mark in zip(self.jaxpr.invars, self.marks, strict=True) if not mark.held]
+        large = [var for var in inputs if self.known.kind(var) == "value" and is_large(var.aval)]
+        sharded = {var for var in large if self.known.marks[var].dims is not None}
+        return [
+            "already sharded over `model`" if var in sharded else f"no dim of {var.aval.shape} divides"
+            for var in large
+            if not self.leaves(var)
+        ]
 
     def leaves(self, var: Any) -> bool:
         """Tells whether an input is worth keeping elsewhere than where it is."""

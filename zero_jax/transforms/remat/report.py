@@ -93,10 +93,10 @@ def _total(rows: list[tuple[int, RegionResiduals]]) -> RegionResiduals:
     )
 
 
-def residuals_of(function: Callable[[Any], list[Any]], region: RematRegion) -> RegionResiduals:
+def residuals_of(function: Callable[..., list[Any]], region: RematRegion) -> RegionResiduals:
     """Measures what a function of a region's inputs keeps, from the trace of its linearization."""
     setting = region.setting
-    linearized = lambda *xs: jax.tree.leaves(jax.vjp(lambda *ys: function(ys), *xs)[1])  # noqa: E731
+    linearized = lambda *xs: jax.tree.leaves(jax.vjp(function, *xs)[1])  # noqa: E731
     jaxpr, _ = jaxprs.open_jaxpr(trace_flat(linearized, [var.aval for var in region.jaxpr.invars]))
     known = setting.marked(jaxpr, region.marks)
     bytes_at = {"device": 0, "host": 0}

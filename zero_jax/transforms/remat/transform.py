@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zero_jax.attention import mesh_context
 from zero_jax.core import jaxprs
-from zero_jax.core.evaluation import trace_call
+from zero_jax.core.loss_program import LossProgram, Traced, with_pass
 from zero_jax.core.signatures import check_arguments, check_callable, place_of
-from zero_jax.core.tree import PyTree, eval_shapes
+from zero_jax.core.tree import PyTree, shapes_of
 from zero_jax.sharding.mesh import Axes, axes_of, on_mesh
 from zero_jax.sharding.model_specs import dims_of_each
 from zero_jax.transforms.remat.policies import POLICIES, Remat, resolve_remat
@@ -68,15 +67,7 @@ def rematerialize(
             f"{dataclasses.replace(remat, residuals='offloaded').name!r}"
         )
 
-    @functools.wraps(loss_fn)
-    def transformed(params: PyTree, *args: Any, **kwargs: Any) -> Any:
-        log = Log([], [], measure=False)
-        out = _transform(loss_fn, setting, specs, log, params, args, kwargs)
-        if not log.rows and remat.policy != "none":
-            raise ValueError(_nothing_found(remat, log, place_of(loss_fn)))
-        return out
-
-    return transformed
+    return _with_regions(loss_fn, setting, specs)
 
 
 def remat_report(
@@ -101,9 +92,9 @@ def remat_report(
     """
     check_callable("loss_fn", loss_fn, remedy=_FUNCTION)
     setting = RematSetting(remat=resolve_remat(remat), mesh=mesh, axes=axes or axes_of(mesh), batch_sizes=frozenset())
-    log = Log([], [], measure=True)
-    with on_mesh(mesh):
-        eval_shapes(lambda params, *args: _transform(loss_fn, setting, specs, log, params, args, {}), params, *args)
+    program = _with_regions(LossProgram(loss_fn), setting, specs)
+    with on_mesh(mesh), mesh_context(setting.mesh, setting.axes):
+        (log,) = program.notes(params, *args)
     return RematReport(remat=setting.remat, regions=tuple(log.rows), left=tuple(dict.fromkeys(log.left)))
 
 
@@ -122,26 +113,30 @@ def _nothing_found(remat: Remat, log: Log, place: str) -> str:
     )
 
 
-def _transform(
-    loss_fn: Callable[..., Any],
-    setting: RematSetting,
-    specs: PyTree,
-    log: Log,
-    params: PyTree,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    with mesh_context(setting.mesh, setting.axes):
-        closed, out_shape, values = trace_call(loss_fn, params, args, kwargs)
-    sizes = frozenset(value.shape[0] for value in values if value.ndim)
-    walk = RematWalk(dataclasses.replace(setting, batch_sizes=sizes), log)
-    leaves = jax.tree.leaves(params)
-    each = dims_of_each(params, specs, mesh=setting.mesh)
-    marks = [Mark("param", on_model(dims, setting.axes.model)) for dims in each]
-    jaxpr, consts = jaxprs.open_jaxpr(closed)
-    walk.check_names(jaxpr, place_of(loss_fn))
-    marks += [Mark("value", held=True) for _ in values]
-    outs = walk.run(
-        jaxpr, consts, [*leaves, *values], marks, RematFrame(in_loop=False, times=1, place=place_of(loss_fn))
-    )
-    return jax.tree.unflatten(jax.tree.structure(out_shape), [jnp.asarray(out) for out in outs])
+def _with_regions(loss_fn: Callable[..., Any], setting: RematSetting, specs: PyTree) -> Any:
+    """Returns a function whose blocks are regions, with a log of them as a note; without notes it has to have some."""
+    place = place_of(loss_fn)
+
+    def recomputed(traced: Traced) -> Traced:
+        jaxpr, _ = jaxprs.open_jaxpr(traced.closed)
+        avals = [var.aval for var in jaxpr.invars]
+        params, values = avals[: traced.num_params], avals[traced.num_params :]
+        sizes = frozenset(value.shape[0] for value in values if value.shape)
+        each = dims_of_each(jax.tree.unflatten(traced.params_tree, shapes_of(params)), specs, mesh=setting.mesh)
+        marks = [Mark("param", on_model(dims, setting.axes.model)) for dims in each]
+        marks += [Mark("value", held=True) for _ in values]
+
+        def run(leaves: Sequence[Any], notes: list[Log] | None) -> list[Any]:
+            log = Log([], [], measure=notes is not None)
+            walk = RematWalk(dataclasses.replace(setting, batch_sizes=sizes), log)
+            walk.check_names(jaxpr, place)
+            outs = walk.run(traced.closed, leaves, RematFrame(marks=marks, place=place))
+            if notes is not None:
+                notes.append(log)
+            elif not log.rows and setting.remat.policy != "none":
+                raise ValueError(_nothing_found(setting.remat, log, place))
+            return outs
+
+        return traced.evaluated(run)
+
+    return with_pass(loss_fn, recomputed, functools.partial(mesh_context, setting.mesh, setting.axes))

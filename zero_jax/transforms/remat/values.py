@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,18 +12,17 @@ from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.core import jaxprs
 from zero_jax.core.passes import Pass
+from zero_jax.dims import CASTS, PLACES, dim_map, is_contraction, is_float, passthrough
 from zero_jax.sharding.chains import reshard_p
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, carries, dims_of
 from zero_jax.transforms.attention.find import AttentionCores, find_cores
-from zero_jax.transforms.dim_map import dim_map
 from zero_jax.transforms.facts import Facts
-from zero_jax.transforms.passthrough import is_contraction, is_float, passthrough
 
 # Smaller values cost less where they are than a collective or a transfer does.
 MIN_PLACED_BYTES = 4096
 # What `passthrough` declines because it is not for the shard of a param.
-_AS_THEIR_INPUT = ("convert_element_type", "device_put", "zero_attention", "zero_join", "zero_reshard")
+_BY_DIMS = CASTS | PLACES | {"dot_general"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +48,14 @@ class MarkedValues(Facts):
 
     def __init__(self, jaxpr: Any, marks: Sequence[Mark], *, mesh: Mesh, model: tuple[str, ...]):
         super().__init__(jaxpr, [mark.kind for mark in marks])
-        self.marks: dict[Any, Mark] = {}
-        _Marks(self, mesh, model).run(jaxpr, marks, self.marks)
+        self.of_inputs, self.mesh, self.model = marks, mesh, model
+
+    @functools.cached_property
+    def marks(self) -> dict[Any, Mark]:
+        """For each variable what is known of it."""
+        marks: dict[Any, Mark] = {}
+        _Marks(self, self.mesh, self.model).run(self.jaxpr, self.of_inputs, marks)
+        return marks
 
     def mark(self, atom: Any) -> Mark:
         """Returns the mark of a variable or a literal."""
@@ -99,9 +105,9 @@ def _model_dims(eqn: Any, var: Any, ins: list[Dims | None], mesh: Mesh, model: t
         return pinned_dims(eqn, model)
     if all(dims is None for dims in ins):
         return None
-    if name == "dot_general":
-        dims = dim_map(eqn).carry(ins)
-    elif jaxprs.inner_jaxprs(eqn) or name in _AS_THEIR_INPUT:
+    if name in _BY_DIMS:
+        dims = dim_map(eqn, eqn.outvars.index(var)).carry(ins)
+    elif jaxprs.inner_jaxprs(eqn) or name == "zero_attention":
         # An activation function, say: what has the shape of an input has its sharding.
         same = [dims for atom, dims in zip(eqn.invars, ins, strict=True) if dims and atom.aval.shape == shape]
         dims = same[0] if same else None

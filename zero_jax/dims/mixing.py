@@ -1,0 +1,248 @@
+"""Where the examples of a batch are in each value of a function, and where they are mixed.
+
+After a sort, a lookup or a sum over the examples, as in a mixture of experts, each device has all of the result, and
+so all of the gradient of a weight that multiplies it: no device needs to send any of it. Asked for a shard of that
+gradient, XLA instead cuts the product and the activations, and sends these (docs/gather_on_use.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from zero_jax.core.jaxprs import inner_jaxprs, is_literal, open_jaxpr
+from zero_jax.core.passes import Pass
+from zero_jax.core.subcalls import CALLS, subcall
+from zero_jax.dims.primitives import ELEMENTWISE, dim_map, is_contraction, known_primitives
+from zero_jax.sharding.mesh import Axes, axis_size
+from zero_jax.sharding.spec import dims_of
+
+# How a value depends on the examples: an int is the dim of the examples, which XLA shards. What is made of no example
+# is free; random numbers are sharded as what they are used with.
+UNKNOWN, FREE, MIXED, RANDOM = "unknown", "free", "mixed", "random"
+State = int | str
+
+_EACH_ITS_OWN = frozenset({"optimization_barrier", "zero_order"})
+LOOPS = frozenset({"scan", "while"})
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedSharding:
+    """How an operation that mixes examples, or follows one that does, is best sharded; XLA may choose another way.
+
+    Attributes:
+      dim: the dim of its results to shard as the batch; None for a sum over examples.
+      summed: for a sum, the dims of both factors that it is over.
+    """
+
+    dim: int | None
+    summed: tuple[int, ...] = ()
+
+
+class Examples(Pass[State]):
+    """How each value depends on the examples; what is "unknown" counts as sharded.
+
+    Args:
+      mesh: the mesh.
+      axes: the roles of its axes.
+    """
+
+    enters = CALLS | {"cond"} | LOOPS
+
+    def __init__(self, mesh: Mesh, axes: Axes):
+        super().__init__()
+        self.batch_axes, self.num_shards = axes.batch, axis_size(mesh, axes.batch)
+        self.results: dict[Any, list[State]] = {}
+        self.loops: dict[tuple[int, int], set[tuple[State, State]]] = {}
+        self.operands: dict[int, list[State]] = {}
+        self.moves: dict[int, MixedSharding | None] = {}
+        self.mixes = False
+
+    @property
+    def mixed(self) -> frozenset[int]:
+        """The `id`s of the products of params with unsharded values."""
+        return frozenset(key for key, is_mixed in self.notes.items() if is_mixed)
+
+    def carries(self, eqn: Any) -> dict[int, int]:
+        """Returns the carries of a loop that begin without a dim of examples and then have one, and which."""
+        sub, found = subcall(eqn), {}
+        for i in range(sub.num_carry if sub is not None else 0):
+            pairs = self.loops.get((id(eqn), i), set())
+            dims = {after for _, after in pairs} - {FREE}
+            begins_without = any(isinstance(after, int) and before != after for before, after in pairs)
+            if len(dims) == 1 and begins_without:
+                found[i] = dims.pop()
+        return found
+
+    def run(self, jaxpr: Any, inputs: Sequence[State], env: dict[Any, State] | None = None) -> list[State]:
+        """Returns the states of the results of a jaxpr, open or closed."""
+        key = id(jaxpr), tuple(inputs)  # equal layers run one jaxpr
+        if key not in self.results:
+            self.results[key] = super().run(jaxpr, inputs, env)
+        return self.results[key]
+
+    def constant(self, atom: Any) -> State:
+        """Returns the state of a constant; an array may be of examples."""
+        return FREE if is_literal(atom) or not atom.aval.ndim else UNKNOWN
+
+    def join(self, first: State, second: State) -> State:
+        """Returns the state of what is one of two: XLA shards both as it shards any."""
+        if first == second or second == FREE:
+            return first
+        if first == FREE:
+            return second
+        dims = {state for state in (first, second) if isinstance(state, int)}
+        return dims.pop() if len(dims) == 1 and UNKNOWN not in (first, second) else UNKNOWN
+
+    def slice_of(self, operand: State) -> State:
+        """Returns the state of a slice of an operand."""
+        return operand if isinstance(operand, str) else operand - 1 if operand else UNKNOWN
+
+    def stack_of(self, result: State) -> State:
+        """Returns the state of a stack of results."""
+        return result + 1 if isinstance(result, int) else result
+
+    def equation(self, eqn: Any, operands: list[State]) -> Sequence[State]:
+        """Returns the states of the results of an equation, and notes those of loops and of own derivatives."""
+        results, sub = super().equation(eqn, operands), subcall(eqn)
+        if sub is not None and sub.kind in LOOPS:
+            for i, pair in enumerate(zip(sub.split(operands)[1], results, strict=False)):
+                self.loops.setdefault((id(eqn), i), set()).add(pair)
+        elif sub is not None and sub.kind == "custom_vjp":
+            known = zip(operands, self.operands.get(id(eqn), operands), strict=True)
+            self.operands[id(eqn)] = [self.join(*pair) for pair in known]
+        return results
+
+    def operation(self, eqn: Any, operands: list[State]) -> list[State]:
+        """Returns the states of the results of an operation, and notes what it mixes."""
+        if is_contraction(eqn):
+            is_mixed = _is_ragged(eqn) or (MIXED in operands[:2] and set(operands[:2]) <= {MIXED, FREE})
+            self.notes[id(eqn)] = is_mixed and self.notes.get(id(eqn), True)
+        if eqn.primitive.name in _EACH_ITS_OWN:
+            return operands
+        move = self.move(eqn, operands)
+        self.moves[id(eqn)] = move if self.moves.get(id(eqn), move) == move else None
+        state = self.state(eqn, operands) if move is None or move.dim is None else move.dim
+        if not isinstance(state, int):
+            return [state] * len(eqn.outvars)
+        # Parts of a dim that are too few for all devices are sharded in ways of their own.
+        return [UNKNOWN if var.aval.shape[state] % self.num_shards else state for var in eqn.outvars]
+
+    def move(self, eqn: Any, operands: list[State]) -> MixedSharding | None:
+        """Returns how an operation is best sharded, if it mixes examples or follows one that does."""
+        name, examples = eqn.primitive.name, [(i, x) for i, x in enumerate(operands) if isinstance(x, int)]
+        dims = {dim for _, dim in examples}
+        if self.mixes and name in ELEMENTWISE and UNKNOWN in operands and len(dims) == 1:
+            # Examples and what was made of all: a place of the result belongs to the example that is there.
+            return MixedSharding(dims.pop())
+        if name == "dot_general" and len(examples) == 2 and any({*examples} == {*x} for x in dim_map(eqn).reduced):
+            return MixedSharding(None, tuple(dim for _, dim in examples))
+        if name != "top_k" or not dims or dim_map(eqn).to(*examples) is not None:
+            return None
+        # XLA may give each device some of several rows. What is chosen stands for the examples that it is of.
+        (dim,), shape = dims, eqn.outvars[0].aval.shape
+        is_cut = math.prod(shape) > shape[dim] and shape[dim] % self.num_shards == 0
+        self.mixes = self.mixes or is_cut
+        return MixedSharding(dim) if is_cut else None
+
+    def state(self, eqn: Any, operands: list[State]) -> State:
+        """Returns the state of the results of an operation."""
+        rule, inner = _RULES.get(eqn.primitive.name), inner_jaxprs(eqn)
+        if inner and rule is None:
+            for each in inner:  # what is in it may be called with anything
+                self.run(each, [UNKNOWN] * len(open_jaxpr(each)[0].invars))
+            return UNKNOWN
+        if {*operands} <= {FREE, RANDOM}:
+            return RANDOM if RANDOM in operands or eqn.primitive.name.startswith("random") else FREE
+        if _is_ragged(eqn):
+            return MIXED
+        if (dim := self.sharded_dim(eqn)) is not None:
+            return dim
+        if RANDOM in operands and any(isinstance(state, int) for state in operands):
+            operands = [FREE if state == RANDOM else state for state in operands]
+        return UNKNOWN if rule is None or {UNKNOWN, RANDOM} & {*operands} else rule(eqn, operands)
+
+    def sharded_dim(self, eqn: Any) -> int | None:
+        """Returns the dim that an equation shards a value along as the batch is, if it does."""
+        chain = eqn.params["forward"].shardings if eqn.primitive.name == "zero_reshard" else ()
+        dims = dims_of(chain[-1], eqn.outvars[0].aval.ndim) if chain else ()
+        return next((i for i, axes in enumerate(dims) if axes == self.batch_axes), None)
+
+
+def _is_ragged(eqn: Any) -> bool:
+    """Tells whether it is a product over groups of rows, which XLA does not shard (unless it has batch dims)."""
+    if not eqn.primitive.name.startswith("ragged_dot"):
+        return False
+    numbers = eqn.params.get("ragged_dot_dimension_numbers")
+    return numbers is not None and not numbers.dot_dimension_numbers[1][0]
+
+
+# --- rules: from the states of an equation's inputs, none of them unknown, to that of its results --------------------
+
+
+def _carried(eqn: Any, states: Sequence[State]) -> State:
+    """What is of examples at a place of the result is along the dim that theirs is; a reduction over it mixes them."""
+    examples = [(i, state) for i, state in enumerate(states) if isinstance(state, int)]
+    if not examples:
+        return MIXED if MIXED in states else FREE
+    known = dim_map(eqn)
+    if any({*examples} <= {*dims} for dims in known.reduced):
+        return MIXED
+    first, *others = {known.block(dim) for dim in examples}
+    return UNKNOWN if others or first is None else first
+
+
+def _same(eqn: Any, states: Sequence[State]) -> State:
+    """XLA shards all operands as it shards any, along whichever dim it works."""
+    del eqn
+    dims = {state for state in states if isinstance(state, int)}
+    if dims:
+        return dims.pop() if len(dims) == 1 else UNKNOWN
+    return MIXED if MIXED in states else FREE
+
+
+def _sorted(eqn: Any, states: Sequence[State]) -> State:
+    """XLA sorts a row of all examples on each device; of several rows it may give each device some."""
+    is_row = eqn.invars[0].aval.ndim == 1 and any(isinstance(state, int) for state in states)
+    return MIXED if is_row else _carried(eqn, states)
+
+
+def _gather(eqn: Any, states: Sequence[State]) -> State:
+    found = _carried(eqn, states)
+    if isinstance(found, int) or eqn.params["dimension_numbers"].operand_batching_dims:
+        return found if isinstance(found, int) else UNKNOWN
+    return MIXED if found == UNKNOWN and states[1] == MIXED else found  # some of the examples, for all devices
+
+
+def _scattered(eqn: Any, states: Sequence[State]) -> State:
+    """Examples that keep their dim, or else all of them: what they are written to is then on all devices."""
+    numbers = eqn.params["dimension_numbers"]
+    operand, index, updates = states
+    if isinstance(found := _carried(eqn, states), int):
+        return found
+    if numbers.operand_batching_dims or isinstance(operand, int):
+        return UNKNOWN
+    if isinstance(updates, int) and updates in numbers.update_window_dims:
+        return UNKNOWN
+    return UNKNOWN if isinstance(index, int) and not isinstance(updates, int) else MIXED
+
+
+_OF_KIND = {
+    **dict.fromkeys(("elementwise", "copy", "cast", "cumulative"), _same),
+    "sort": _sorted,
+    "scatter": _scattered,
+}
+# XLA does not look into calls of libraries, and what is placed is sharded as that says.
+_RULES = {
+    **{
+        name: _OF_KIND.get(x.kind, _carried)
+        for name, x in known_primitives().items()
+        if x.kind not in ("factorization", "library", "place")
+    },
+    "gather": _gather,
+    "zero_reshard": _carried,
+}

@@ -1,0 +1,430 @@
+"""The relations of all values of a loss function, by its traces on a batch and on a part of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import jax
+import numpy as np
+
+from zero_jax.core import jaxprs
+from zero_jax.core.subcalls import subcall
+from zero_jax.dims.parts.extrema import of_extrema
+from zero_jax.dims.parts.pair import Pair, aval, floating, of_some
+from zero_jax.dims.parts.relations import (
+    EXTREMA,
+    SAME,
+    Kind,
+    Refused,
+    Relation,
+    dual,
+    joined,
+    of_count,
+    rows,
+    unknown,
+)
+from zero_jax.dims.parts.rules import KEEPS, SIZED, rule_of
+from zero_jax.dims.primitives import PLACES
+from zero_jax.sharding.spec import dims_of
+
+_CALLS = frozenset({"call", "sharded_call", "remat", "custom_vmap"})
+_COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "reduce_scatter")
+_MAX_ROUNDS = 8  # after which what a loop carries is not known
+# What is not proven counts against a loss, so that none of these is certain.
+_WHY = {
+    "mixed": "examples of a batch may be mixed at {}",
+    "sized": "what is computed at {} may depend on the number of examples",
+    "placed": "what is computed at {} may depend on the places of examples in a batch",
+}
+
+
+class TraceComparison:
+    """Compares two traces of one function, on a batch and on one of `num_parts` equal parts of it.
+
+    A part need not be one run of examples: it is of several of `num_blocks` equal runs. None takes `num_parts`.
+    """
+
+    def __init__(self, num_parts: int, num_blocks: int | None = None):
+        self.num_parts, self.num_blocks = num_parts, num_blocks or num_parts
+        self.source = ""
+        self.roots = itertools.count()
+        self.calls: dict[Any, tuple[Any, Any, list[Relation]]] = {}
+        self.in_derivative = False
+        self.batch_axes: frozenset[str] = frozenset()  # of the mesh, in a shard_map
+
+    def run(self, whole: Any, part: Any, inputs: Sequence[Relation]) -> list[Relation]:
+        """Returns the relations of the results of a jaxpr, open or closed, from those of its inputs."""
+        (whole, whole_consts), (part, part_consts) = jaxprs.open_jaxpr(whole), jaxprs.open_jaxpr(part)
+        source = self.source
+        names = [[eqn.primitive.name for eqn in jaxpr.eqns] for jaxpr in (whole, part)]
+        consts = [self.constant(a, b) for a, b in zip(whole_consts, part_consts, strict=False)]
+        known = zip(whole.constvars, part.constvars, consts, strict=False) if len(consts) else ()
+        env = {var: (other, relation) for var, other, relation in known}
+        env |= {a: (b, x) for a, b, x in zip(whole.invars, part.invars, inputs, strict=True)}
+        if names[0] != names[1] or len(whole.constvars) != len(part.constvars):
+            longer = max(whole.eqns, part.eqns, key=len)
+            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*names, strict=False)))
+            self.source = jaxprs.source_line(longer[same]) or source if same < len(longer) else source
+            refused, self.source = self.refused("sized"), source
+            return [refused] * len(whole.outvars)
+        for pair in (Pair(whole=a, part=b) for a, b in zip(whole.eqns, part.eqns, strict=True)):
+            self.source = jaxprs.source_line(pair.whole) or source
+            values = [self.read(env, a, b) for a, b in zip(pair.whole.invars, pair.part.invars, strict=True)]
+            results = self.equation(pair, values) if pair.whole.outvars else []
+            env |= {a: (b, x) for a, b, x in zip(pair.whole.outvars, pair.part.outvars, results, strict=True)}
+        self.source = source
+        return [self.read(env, a, b) for a, b in zip(whole.outvars, part.outvars, strict=True)]
+
+    def read(self, env: dict[Any, tuple[Any, Relation]], whole: Any, part: Any) -> Relation:
+        """Returns the relation of an input of an equation: the same one in both traces."""
+        if jaxprs.is_literal(whole) and jaxprs.is_literal(part):
+            return self.constant(whole.val, part.val)
+        if jaxprs.is_literal(whole) or whole not in env or env[whole][0] is not part:
+            return self.refused("sized")
+        return env[whole][1]
+
+    def refused(self, why: str) -> Relation:
+        """Returns the relation of what is not known, with the line that it comes from."""
+        why = _WHY.get(why, why + " at {}")
+        return unknown(why.format(self.source) if self.source else why)
+
+    def constant(self, whole: Any, part: Any) -> Relation:
+        """Returns the relation of constants: the same, or one divided by a power of the number of examples."""
+        if whole is part and np.shape(whole):
+            return SAME
+        try:
+            with jax.transfer_guard("allow"):
+                a, b = np.asarray(whole), np.asarray(part)
+            if a.shape == b.shape and np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
+                return dataclasses.replace(SAME, number=float(a) if not a.shape and a.dtype.kind in "biuf" else None)
+            if a.shape or b.shape or not float(a) or not float(b) / float(a) > 0:
+                return self.refused("sized")
+        except (TypeError, ValueError, RuntimeError):  # keys, and values of an outer trace
+            return SAME if whole is part else self.refused("sized")
+        ratio = float(b) / float(a)
+        power = Fraction(round(2 * math.log(ratio) / math.log(self.num_parts)), 2)
+        near = power and math.isclose(ratio, self.num_parts ** float(power), rel_tol=1e-6)
+        return Relation(kind=Kind.SAME, power=power) if near else self.refused("sized")
+
+    # Equations.
+
+    def equation(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
+        """Returns the relations of the results of an equation."""
+        try:
+            results = self.by_rule(pair, inputs)
+        except Refused as refused:
+            placed = any(x.kind in (Kind.POSITIONS, Kind.COLUMNS) for x in inputs)
+            results = self.of_count(pair, inputs) or (
+                [self.refused("placed" if placed else str(refused))] * len(pair.whole.outvars)
+            )
+        of_params = any(x.of_params for x in inputs)
+        return [self.checked(pair, i, x, of_params) for i, x in enumerate(results)]
+
+    def by_rule(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
+        """Returns the relations of the results, by the rule of the primitive."""
+        name, sub = pair.whole.primitive.name, subcall(pair.whole)
+        if sub is not None and sub.kind in _CALLS:
+            return self.called(pair, inputs)
+        if special := _SPECIAL.get(name if sub is None else sub.kind):
+            return special(self, pair, inputs)
+        if not (name == "select_n" and inputs[0].is_false):
+            for x in inputs:
+                if x.kind is Kind.UNKNOWN:
+                    return [unknown(x.why.replace("{}", self.source))] * len(pair.whole.outvars)
+        if any(x.bounded for x in inputs) and name not in (*KEEPS, "div", "integer_pow"):
+            raise Refused("mixed")
+        if any(x.kind in EXTREMA for x in inputs) and self.same_params(pair):
+            return of_extrema(pair, inputs)
+        if any(x.kind is Kind.COLUMNS for x in inputs) and not name.startswith(("gather", "scatter")):
+            raise Refused("mixed")
+        rule = rule_of(name)
+        if not self.same_params(pair) or pair.whole.effects:
+            raise Refused("sized" if rule else f"the primitive {name!r} may mix examples of a batch")
+        if rule:
+            return rule(pair, inputs)
+        if inputs and all(_is_same(x) for x in inputs):
+            return [SAME] * len(pair.whole.outvars)
+        raise Refused(f"the primitive {name!r} may mix examples of a batch")
+
+    def of_count(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
+        """Returns the relations of scalars that are made of one count; empty if they are not."""
+        is_scalar = not any(getattr(x.aval, "shape", ()) for x in (*pair.whole.invars, *pair.whole.outvars))
+        if not is_scalar or pair.whole.effects or not self.same_params(pair):
+            return []
+        try:
+            return [of_count(inputs)] * len(pair.whole.outvars)
+        except Refused:
+            return []
+
+    def called(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
+        """Returns the relations of the results of a call; of the calls of equal layers one is walked."""
+        whole, part = (sub.jaxpr for sub in pair.subcalls())
+        key = id(whole), id(part), tuple(inputs), self.source, self.in_derivative, self.batch_axes
+        if key not in self.calls:
+            results = self.run(whole, part, inputs)
+            if any(x.names_a_sum for x in (*inputs, *results)):
+                return results
+            self.calls[key] = whole, part, results  # the jaxprs, so that their ids stay their own
+        return self.calls[key][-1]
+
+    def same_params(self, pair: Pair) -> bool:
+        """Tells whether an equation does the same on the whole as on a part."""
+        name, whole, part = pair.whole.primitive.name, pair.whole.params, pair.part.params
+        compared = whole.keys() - SIZED.get(name, set()) - {"sharding", "out_sharding"}
+        return name in PLACES or (whole.keys() == part.keys() and all(_equal(whole[x], part[x]) for x in compared))
+
+    def checked(self, pair: Pair, i: int, x: Relation, of_params: bool) -> Relation:
+        """Returns the relation of a result, if it fits the shapes; sums get a name that a division can refer to."""
+        whole, part = (getattr(eqn.outvars[i].aval, "shape", ()) for eqn in (pair.whole, pair.part))
+        if x.kind in (Kind.UNKNOWN, Kind.COLUMNS):
+            return x
+        sizes = [
+            a == b * (self.num_parts if i == x.dim else 1) for i, (a, b) in enumerate(zip(whole, part, strict=True))
+        ]
+        if not all(sizes):
+            return self.refused("sized")
+        if x.kind is Kind.ROWS and any(i == x.dim and a % self.num_blocks for i, a in enumerate(whole)):
+            return self.refused("mixed")  # an element is made of examples of several blocks
+        if x.kind in EXTREMA and not x.why:
+            x = dataclasses.replace(x, why=self.refused("mixed").why)
+        root = next(self.roots) if x.kind is Kind.SUM and x.root is None and not whole else x.root
+        return dataclasses.replace(x, of_params=of_params or x.of_params, root=root)
+
+    # Loops and branches.
+
+    def loop(self, bodies: tuple[Any, Any], consts: Sequence[Relation], carry: list[Relation], slices: Any = ()) -> Any:
+        """Returns what a loop carries, from its start on, and the other results of its body."""
+        first = next(self.roots)
+        for _ in range(_MAX_ROUNDS):
+            results = [self.left(x, first) for x in self.run(*bodies, [*consts, *carry, *slices])]
+            after = [self.either(x, y) for x, y in zip(carry, results, strict=False)]
+            if all(
+                x.agrees(y) and (x.number, x.of_params) == (y.number, y.of_params)
+                for x, y in zip(carry, after, strict=True)
+            ):
+                return carry, results[len(carry) :]
+            carry = after
+        raise Refused("mixed")
+
+    def left(self, x: Relation, first: int) -> Relation:
+        """Returns the relation of what comes out of a loop or a branch: its sums are others each time."""
+        if x.kind in (Kind.COLUMNS, Kind.POSITIONS) or x.bounded or (x.divisor is not None and x.divisor >= first):
+            return self.refused("mixed")
+        return dataclasses.replace(x, root=None, is_false=False)
+
+    def either(self, one: Relation, other: Relation) -> Relation:
+        """Returns the relation of a value that is one or the other."""
+        for x in (one, other):
+            if x.kind is Kind.UNKNOWN:
+                return x
+        of_params = one.of_params or other.of_params
+        if one.agrees(other) and one.number == other.number:
+            return dataclasses.replace(one, of_params=of_params, root=None)
+        try:
+            return dataclasses.replace(joined(one, other), of_params=of_params)
+        except Refused as refused:
+            return self.refused(str(refused))
+
+    def scan(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
+        """A loop over slices, or a function of each example."""
+        whole, part = pair.subcalls()
+        consts, carry, slices = whole.split(inputs)
+        bodies = whole.jaxpr, part.jaxpr
+        if (whole.num_consts, whole.num_carry, whole.reverse) != (part.num_consts, part.num_carry, part.reverse):
+            raise Refused("sized")
+        if whole.length != part.length:
+            if carry or not all(x.is_plain and x.dim == 0 for x in slices) or not all(_is_same(x) for x in consts):
+                raise Refused("mixed")
+            results = self.run(*bodies, [*consts, *(dataclasses.replace(x, kind=Kind.SAME, dim=None) for x in slices)])
+            return [rows(0) if _is_same(x) else x if x.kind is Kind.UNKNOWN else self.refused("mixed") for x in results]
+        if any(x.dim == 0 for x in slices):
+            raise Refused("mixed")
+        slices = [dataclasses.replace(x, dim=None if x.dim is None else x.dim - 1, root=None) for x in slices]
+        carry, results = self.loop(bodies, consts, [dataclasses.replace(x, root=None) for x in carry], slices)
+        return [*carry, *(x if x.dim is None else x.at(x.dim + 1) for x in results)]
+
+    def while_loop(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
+        """A loop that goes on as long as something holds, which has to be the same for all examples."""
+        whole, part = pair.subcalls()
+        test_consts, (consts, carry, _) = inputs[: whole.num_test_consts], whole.split(inputs)
+        bodies = whole.jaxpr, part.jaxpr
+        carry, _ = self.loop(bodies, consts, [dataclasses.replace(x, root=None, is_false=False) for x in carry])
+        (goes_on,) = self.run(whole.test, part.test, [*test_consts, *carry])
+        if goes_on.kind is Kind.UNKNOWN:
+            return [goes_on] * len(carry)
+        return carry if _is_same(goes_on) else [self.refused("mixed")] * len(carry)
+
+    def cond(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
+        """Branches, of which all examples take the same."""
+        index, *values = inputs
+        if index.kind is Kind.UNKNOWN:
+            return [index] * len(pair.whole.outvars)
+        if not _is_same(index):
+            raise Refused("mixed")
+        first = next(self.roots)
+        whole, part = pair.subcalls()
+        branches = zip(whole.branches, part.branches, strict=True)
+        found = [[self.left(x, first) for x in self.run(*branch, values)] for branch in branches]
+        results = found[0]
+        for other in found[1:]:
+            results = [self.either(x, y) for x, y in zip(results, other, strict=True)]
+        return results
+
+    # Devices of their own.
+
+    def shard_map(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
+        """A function of shards; those of a batch have examples of their own."""
+        specs = [dims_of(spec, len(spec)) for spec in pair.params["in_specs"]]
+        axes = [{axis for dim in spec for axis in dim} for spec in specs]
+        of_rows = [
+            spec[x.dim] for spec, x in zip(specs, inputs, strict=True) if x.dim is not None and x.dim < len(spec)
+        ]
+        outer, self.batch_axes = self.batch_axes, frozenset(axis for dim in of_rows for axis in dim)
+        try:
+            if any(x.kind is not Kind.ROWS and a & self.batch_axes for a, x in zip(axes, inputs, strict=True)):
+                raise Refused("mixed")
+            results = self.called(pair, inputs)
+            sums = any(x.kind not in (Kind.SAME, Kind.ROWS, Kind.UNKNOWN) for x in results)
+            if sums and self.batch_axes:
+                raise Refused("mixed")
+        finally:
+            self.batch_axes = outer
+        return [dataclasses.replace(x, root=None, is_false=False) for x in results]
+
+    def collective(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
+        """A sum, or the like, over devices that have the same examples."""
+        if _unknown(inputs):
+            return [_unknown(inputs)[0]] * len(pair.whole.outvars)
+        params = pair.params
+        axes = params["axes"] if "axes" in params else params["axis_name"]
+        along = params.get("all_gather_dimension", params.get("scatter_dimension"))
+        largest = pair.whole.primitive.name in ("pmax", "pmin")
+        for x in inputs:
+            fits = x.is_plain or (x.kind in (Kind.SAME, Kind.ROWS, Kind.SUM) and not x.bounded and not largest)
+            moves = along is not None and (x.dim == along or not params["tiled"])
+            if moves or not fits or self.batch_axes & set(axes) or not self.same_params(pair):
+                raise Refused("mixed")
+        return [x.of_elements() for x in inputs]
+
+    # Functions with derivatives of their own.
+
+    def custom_jvp(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
+        """A function whose tangents are to relate as its values do."""
+        results = self.called(pair, inputs)
+        if self.in_derivative or _unknown(inputs) or not any(x.of_params for x in inputs):
+            return results
+        tangents = [dataclasses.replace(x, number=None, root=None) for x in inputs]
+        moves = [floating(eqn.invars) for eqn in (pair.whole, pair.part)]
+
+        def tangent(eqn: Any, which: Sequence[int]) -> Any:
+            avals = [aval(x) for x in eqn.invars]
+            free = [avals[i] for i in which]
+
+            def function(values: list[Any], tangents: list[Any]) -> list[Any]:
+                call = of_some(eqn, values, which)
+                return jax.jvp(call, [values[i] for i in which], tangents)[1]
+
+            return _traced(eqn, function, avals, free)
+
+        traces = tangent(pair.whole, moves[0]), tangent(pair.part, moves[1])
+        found = self.derivative(*traces, [*inputs, *(tangents[i] for i in moves[0])])
+        wanted = [results[i] for i in floating(pair.whole.outvars)]
+        return self.if_they_agree(results, found, wanted)
+
+    def custom_vjp(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
+        """A function whose cotangents are to relate as those of a mean over examples do."""
+        results = self.called(pair, inputs)
+        if self.in_derivative or _unknown(inputs) or _unknown(results) or not any(x.of_params for x in inputs):
+            return results
+        which, outs = floating(pair.whole.invars), floating(pair.whole.outvars)
+
+        def cotangents(eqn: Any) -> Any:
+            def function(values: list[Any], cotangents: list[Any]) -> Any:
+                return jax.vjp(of_some(eqn, values, which), *(values[i] for i in which))[1](cotangents)
+
+            return _traced(eqn, function, [aval(x) for x in eqn.invars], [aval(eqn.outvars[i]) for i in outs])
+
+        traces = cotangents(pair.whole), cotangents(pair.part)
+        found = self.derivative(*traces, [*inputs, *(dual(results[i]) for i in outs)])
+        asked = [(x, dual(inputs[i])) for x, i in zip(found, which, strict=True) if inputs[i].of_params]
+        return self.if_they_agree(results, [x for x, _ in asked], [x for _, x in asked])
+
+    def derivative(self, whole: Any, part: Any, inputs: Sequence[Relation]) -> list[Relation]:
+        """Returns the relations of the results of a derivative, which is not differentiated again."""
+        self.in_derivative = True
+        try:
+            return self.run(whole, part, inputs)
+        finally:
+            self.in_derivative = False
+
+    def if_they_agree(
+        self, results: list[Relation], found: Sequence[Relation], wanted: Sequence[Relation]
+    ) -> list[Relation]:
+        """Returns the results of a function, if its derivatives relate as they should."""
+        for x, y in zip(found, wanted, strict=True):
+            if y.kind is not Kind.UNKNOWN and not (x.agrees(y) or x.number == 0):
+                return [x if x.kind is Kind.UNKNOWN else self.refused("mixed")] * len(results)
+        return results
+
+    def linear_solve(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
+        """A solution of linear equations, of each example or of none."""
+        lengths, solved = pair.params["const_lengths"], inputs[sum(pair.params["const_lengths"]) :]
+        if _unknown(inputs):
+            return [_unknown(inputs)[0]] * len(pair.whole.outvars)
+        starts = dict(zip(lengths._fields, itertools.accumulate((0, *lengths)), strict=False))
+        for name in ("solve", "transpose_solve", "matvec", "vecmat"):
+            whole, part = (getattr(eqn.params["jaxprs"], name) for eqn in (pair.whole, pair.part))
+            if whole is None:
+                continue
+            consts = inputs[starts[name] : starts[name] + getattr(lengths, name)]
+            found = self.run(whole, part, [*consts, *solved])
+            if not all(x.agrees(y) for x, y in zip(found, solved, strict=True)):
+                raise Refused("mixed")
+        return [x.of_elements() for x in solved]
+
+
+_SPECIAL: dict[str, Callable[[TraceComparison, Pair, list[Relation]], list[Relation]]] = {
+    "scan": TraceComparison.scan,
+    "while": TraceComparison.while_loop,
+    "cond": TraceComparison.cond,
+    "shard_map": TraceComparison.shard_map,
+    **dict.fromkeys(_COLLECTIVES, TraceComparison.collective),
+    "custom_jvp": TraceComparison.custom_jvp,
+    "custom_vjp": TraceComparison.custom_vjp,
+    "custom_linear_solve": TraceComparison.linear_solve,
+}
+
+
+def _traced(eqn: Any, function: Callable[..., Any], *avals: Any) -> Any:
+    """Returns the jaxpr of a derivative that a function of the user's defines.
+
+    Raises:
+      Refused: it cannot be traced, on so many examples.
+    """
+    try:
+        return jax.make_jaxpr(function)(*avals)
+    except Exception as error:  # the user's own code
+        name = eqn.primitive.name
+        raise Refused(f"the derivatives of {name!r} cannot be traced on parts ({type(error).__name__})") from error
+
+
+def _is_same(x: Relation) -> bool:
+    return x.kind is Kind.SAME and x.is_plain
+
+
+def _unknown(relations: Sequence[Relation]) -> list[Relation]:
+    return [x for x in relations if x.kind is Kind.UNKNOWN]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    try:
+        return one is other or bool(one == other) or (hasattr(one, "eqns") and str(one) == str(other))
+    except (TypeError, ValueError):  # arrays
+        return False

@@ -1,0 +1,332 @@
+"""Sharding propagation: the shardings of all values of a jaxpr, and the collectives that they need.
+
+The shardings of the inputs are carried forward through every equation, as Megatron's authors count on paper and as
+XLA's partitioner mostly decides: a product whose contracted dim is sharded is a partial sum; sums of partial sums stay
+partial; whatever needs the value itself reduces it first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from zero_jax.core.jaxprs import is_literal, is_on_host, name_stack, open_jaxpr, source_line
+from zero_jax.core.passes import Pass, fixed_point
+from zero_jax.core.subcalls import CALLS, Subcall, subcall
+from zero_jax.dims.shardings.alive import Alive
+from zero_jax.dims.shardings.rules import RULES, merge
+from zero_jax.dims.shardings.sharding import KEEPS_PARTIAL, SUMS, ValueSharding, is_elementwise
+from zero_jax.sharding.spec import Dims, without
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Move:
+    """A collective that a function needs.
+
+    Attributes:
+      kind: 'all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all' or 'collective-permute'.
+      axes: the mesh axes.
+      dtype: NumPy's name of the dtype.
+      phase: 'forward' or 'backward'.
+      sent_bytes: what one device sends each time.
+      times: how often.
+      source: `file:line (function)` of the user's code.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    dtype: str
+    phase: str
+    sent_bytes: float
+    times: int
+    source: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Propagation:
+    """The shardings of a function's results, and what they cost.
+
+    Attributes:
+      outputs: the shardings of its results.
+      local_bytes: bytes of each result on one device.
+      moves: the collectives over the counted axes.
+      peak_bytes: bytes of the values alive at once on one device, inputs and what depends on params alone left out;
+        elementwise work counts as fused into what reads it.
+      sliced_param_bytes: bytes on one device of the params that an iteration of a loop takes, where it takes most.
+      unknown: why `moves` are not the whole of it; empty where they are.
+      values: the shardings of all values, those of inner jaxprs as in their last run.
+    """
+
+    outputs: tuple[ValueSharding, ...]
+    local_bytes: tuple[float, ...]
+    moves: tuple[Move, ...]
+    peak_bytes: float
+    sliced_param_bytes: float
+    unknown: str
+    values: Mapping[Any, ValueSharding] = dataclasses.field(repr=False)
+
+
+def propagate_shardings(
+    jaxpr: Any,
+    inputs: Sequence[ValueSharding],
+    *,
+    sizes: Mapping[str, int],
+    counted: Sequence[str],
+    kept: Sequence[int] = (),
+) -> Propagation:
+    """Propagates the shardings of a jaxpr's inputs through it.
+
+    Args:
+      jaxpr: open or closed.
+      inputs: the sharding of each input.
+      sizes: the sizes of the mesh axes.
+      counted: the axes whose collectives are wanted; partial sums over others are taken for reduced.
+      kept: numbers of results that are kept elsewhere, such as gradients: they do not count as alive.
+    """
+    walk = _Shardings(sizes=sizes, counted=tuple(axis for axis in counted if sizes[axis] > 1))
+    opened, _ = open_jaxpr(jaxpr)
+    outputs = walk.run(opened, inputs, ends={id(opened.outvars[i]) for i in kept})
+    outputs = [walk.settled(out, var.aval) for out, var in zip(outputs, opened.outvars, strict=True)]
+    sizes_of = [walk.local_bytes(var.aval, out) for var, out in zip(opened.outvars, outputs, strict=True)]
+    return Propagation(
+        outputs=tuple(outputs),
+        local_bytes=tuple(sizes_of),
+        moves=tuple(walk.moves),
+        peak_bytes=walk.peak,
+        sliced_param_bytes=walk.sliced_param_bytes,
+        unknown=walk.unknown,
+        values=walk.values,
+    )
+
+
+class _Shardings(Pass[ValueSharding]):
+    """Carries shardings through equations; the rules of single primitives are in `rules`.
+
+    Attributes:
+      peak: of the jaxpr that was run last, the peak of what is alive.
+    """
+
+    def __init__(self, *, sizes: Mapping[str, int], counted: tuple[str, ...]):
+        super().__init__()
+        self.sizes, self.counted = sizes, counted
+        self.moves: list[Move] = []
+        self.unknown, self.sliced_param_bytes = "", 0.0
+        self.values: dict[Any, ValueSharding] = {}
+        self.times, self.phase, self.source, self.peak = 1, "forward", "", 0.0
+        self.alive: Any = None
+
+    # What rules ask for.
+
+    def size(self, axes: Sequence[str]) -> int:
+        """Returns the devices along axes together."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    def local_bytes(self, aval: Any, sharding: ValueSharding, *, itemsize: int = 0) -> float:
+        """Returns the bytes of a value on one device."""
+        shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
+        width = itemsize or getattr(dtype, "itemsize", 0)
+        return math.prod(shape) * width / self.size([axis for dim in sharding.dims for axis in dim])
+
+    def move(self, kind: str, axes: Sequence[str], num_bytes: float, aval: Any) -> None:
+        """Notes a collective over those of `axes` that count; `num_bytes` is the larger of input and result."""
+        axes = tuple(axis for axis in self.sizes if axis in axes and axis in self.counted)
+        size = self.size(axes)
+        if size == 1 or not num_bytes:
+            return
+        share = {"all-reduce": 2 * (size - 1) / size, "collective-permute": 1.0}.get(kind, (size - 1) / size)
+        self.moves.append(
+            Move(
+                kind=kind,
+                axes=axes,
+                dtype=aval.dtype.name,
+                phase=self.phase,
+                sent_bytes=share * num_bytes,
+                times=self.times,
+                source=self.source,
+            )
+        )
+
+    def gather(self, sharding: ValueSharding, aval: Any, axes: Sequence[str]) -> ValueSharding:
+        """Gathers a value over axes."""
+        gathered = dataclasses.replace(sharding, dims=without(sharding.dims, axes))
+        self.move("all-gather", axes, self.local_bytes(aval, gathered), aval)
+        return gathered
+
+    def settled(self, sharding: ValueSharding, aval: Any) -> ValueSharding:
+        """Sums a partial sum."""
+        if not sharding.partial:
+            return sharding
+        self.move("all-reduce", sharding.partial, self.local_bytes(aval, sharding, itemsize=sharding.itemsize), aval)
+        return dataclasses.replace(sharding, partial=(), itemsize=0)
+
+    def placed(self, sharding: ValueSharding, aval: Any, target: Dims) -> ValueSharding:
+        """Reshards a value, as a sharding constraint does."""
+        before, wanted = sharding.axes, {axis for dim in target for axis in dim}
+        after = dataclasses.replace(sharding, dims=target, partial=(), itemsize=0)
+        if sharding.partial:
+            kind = "reduce-scatter" if set(sharding.partial) <= wanted else "all-reduce"
+            self.move(kind, sharding.partial, self.local_bytes(aval, sharding, itemsize=sharding.itemsize), aval)
+        lost = [axis for axis in before if axis not in wanted]
+        self.move("all-gather", lost, self.local_bytes(aval, after), aval)
+        moved = [a for a in before & wanted if _dim_of(sharding.dims, a) != _dim_of(target, a)]
+        self.move("all-to-all", moved, self.local_bytes(aval, after), aval)
+        return after
+
+    def give_up(self, why: str) -> None:
+        """Notes the first thing that is not known."""
+        self.unknown = self.unknown or f"{why} ({self.source})"
+
+    # The walk.
+
+    def constant(self, atom: Any) -> ValueSharding:
+        return ValueSharding(dims=((),) * len(getattr(atom.aval, "shape", ())))
+
+    def run(
+        self,
+        jaxpr: Any,
+        inputs: Sequence[ValueSharding],
+        env: dict[Any, ValueSharding] | None = None,
+        *,
+        ends: Collection[int] = (),
+    ) -> list[ValueSharding]:
+        """Returns the shardings of the results of a jaxpr; `ends` has the `id`s of those that are kept elsewhere."""
+        opened, _ = open_jaxpr(jaxpr)
+        env = {} if env is None else env
+        outer, self.alive = self.alive, Alive(opened, ends)
+        results = super().run(opened, inputs, env)
+        self.alive, self.peak = outer, self.alive.peak
+        self.values.update(env)
+        return results
+
+    def visit(self, eqn: Any, env: dict[Any, ValueSharding]) -> list[ValueSharding]:
+        """Returns the shardings of the results of an equation, after those partial sums that it needs the values of."""
+        sub, source, phase = subcall(eqn), self.source, self.phase
+        self.source, self.phase, self.peak = source_line(eqn) or source, _phase(name_stack(eqn), phase), 0.0
+        if sub is not None and sub.kind in CALLS:
+            outs = self.call(eqn, sub.jaxpr, env)
+        else:
+            self.settle_inputs(eqn, env)
+            outs = list(super().visit(eqn, env))
+        made = [
+            (var, self.local_bytes(var.aval, out) if out.varies and not is_on_host(var.aval) else 0.0)
+            for var, out in zip(eqn.outvars, outs, strict=True)
+        ]
+        self.alive.step(made, self.peak)
+        self.source, self.phase = source, phase
+        return outs
+
+    def equation(self, eqn: Any, operands: list[ValueSharding]) -> list[ValueSharding]:
+        """Returns the shardings of the results of a loop, of branches or of an operation."""
+        name, sub = eqn.primitive.name, subcall(eqn)
+        kind = None if sub is None else sub.kind
+        if sub is not None and kind == "scan":
+            return self.loop(eqn, sub, operands)
+        if sub is not None and kind == "while":  # its body counts once
+            return self.run(sub.jaxpr, operands[sub.num_test_consts :])
+        if sub is not None and kind == "cond":
+            return self.branches(sub, operands)
+        rule = RULES.get(name) or (merge if is_elementwise(eqn) else None)
+        outs = rule(self, eqn, operands) if rule else self.opaque(eqn, operands)
+        return self.made_of(operands, outs)
+
+    def made_of(self, inputs: Sequence[ValueSharding], outs: Sequence[ValueSharding]) -> list[ValueSharding]:
+        """Marks results by what they were made of."""
+        varies = any(x.varies for x in inputs)
+        return [dataclasses.replace(x, varies=varies) for x in outs]
+
+    def settle_inputs(self, eqn: Any, env: dict[Any, ValueSharding]) -> None:
+        """Sums the partial sums that an equation needs the values of, once for all that read them."""
+        name, inputs = eqn.primitive.name, [self.read(atom, env) for atom in eqn.invars]
+        if name in KEEPS_PARTIAL or (name in SUMS and len({x.partial for x in inputs}) == 1):
+            return
+        for atom, sharding in zip(eqn.invars, inputs, strict=True):
+            if sharding.partial:
+                env[atom] = self.settled(env[atom], atom.aval)
+
+    def opaque(self, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
+        """Takes the results of an unknown primitive for unsharded, but for a leading dim of the size of an input's."""
+        name = eqn.primitive.name
+        if any(axis in self.counted for x in inputs for dim in x.dims for axis in dim):
+            self.give_up(f"what the primitive {name!r} does with a sharded input is not known")
+        leading = [
+            (a.aval.shape[0], x.dims[0]) for a, x in zip(eqn.invars, inputs, strict=True) if x.dims and x.dims[0]
+        ]
+        outs = []
+        for var in eqn.outvars:
+            shape = getattr(var.aval, "shape", ())
+            first = next((dim for size, dim in leading if shape and shape[0] == size), ())
+            outs.append(ValueSharding(dims=((first,) + ((),) * (len(shape) - 1)) if shape else ()))
+        return self.made_of(inputs, outs)
+
+    def call(self, eqn: Any, jaxpr: Any, env: dict[Any, ValueSharding]) -> list[ValueSharding]:
+        """Propagates through a call; what it sums is summed outside too."""
+        opened, _ = open_jaxpr(jaxpr)
+        inner: dict[Any, ValueSharding] = {}
+        outs = self.run(opened, [self.read(atom, env) for atom in eqn.invars], inner)
+        for atom, var in zip(eqn.invars, opened.invars, strict=True):
+            if not is_literal(atom) and env[atom].partial and not inner[var].partial:
+                env[atom] = inner[var]
+        return outs
+
+    def loop(self, eqn: Any, sub: Subcall, inputs: list[ValueSharding]) -> list[ValueSharding]:
+        """Propagates through the body of a scan until the shardings of its carries are those of every iteration."""
+        opened, _ = open_jaxpr(sub.jaxpr)
+        consts, carry, slices = sub.split(inputs)
+        for x, atom in zip(slices, sub.split(eqn.invars)[2], strict=True):
+            if x.dims[0]:
+                self.gather(x, atom.aval, x.dims[0])
+        slices = [dataclasses.replace(x, dims=x.dims[1:]) for x in slices]
+        of_params = zip(sub.split(opened.invars)[2], slices, strict=True)
+        taken = sum(self.local_bytes(var.aval, x) for var, x in of_params if not x.varies)
+        self.sliced_param_bytes = max(self.sliced_param_bytes, taken)
+        outer, moves, unknown = self.times, len(self.moves), self.unknown
+        self.times *= sub.length
+
+        def body(carry: list[ValueSharding]) -> list[ValueSharding]:
+            del self.moves[moves:]
+            self.unknown = unknown
+            outs = self.run(opened, [*consts, *carry, *slices])
+            return [self.settled(out, var.aval) for out, var in zip(outs, opened.outvars, strict=True)]
+
+        carry, outs = fixed_point(body, carry, _joined)
+        for x, out, var in zip(carry, outs, opened.outvars, strict=False):
+            if lost := [axis for dim, new in zip(x.dims, out.dims, strict=True) for axis in new if axis not in dim]:
+                self.gather(out, var.aval, lost)
+        self.times = outer
+        stacked = [dataclasses.replace(out, dims=((), *out.dims)) for out in outs[sub.num_carry :]]
+        return [*carry, *stacked]
+
+    def branches(self, sub: Subcall, inputs: list[ValueSharding]) -> list[ValueSharding]:
+        """Propagates through the branch of a `cond` that moves most."""
+        moves, best = len(self.moves), None
+        for branch in sub.branches:
+            opened, _ = open_jaxpr(branch)
+            outs = self.run(opened, inputs[1:])
+            outs = [self.settled(out, var.aval) for out, var in zip(outs, opened.outvars, strict=True)]
+            taken = self.moves[moves:]
+            del self.moves[moves:]
+            if best is None or sum(x.sent_bytes for x in taken) > sum(x.sent_bytes for x in best[2]):
+                best = outs, self.peak, taken
+        assert best is not None
+        outs, self.peak, taken = best
+        self.moves += taken
+        return outs
+
+
+def _dim_of(dims: Dims, axis: str) -> int:
+    return next(i for i, dim in enumerate(dims) if axis in dim)
+
+
+def _joined(before: ValueSharding, after: ValueSharding) -> ValueSharding:
+    """The sharding of a carry that goes in with one and comes out with another: sharded, where that is possible."""
+    taken = {axis for dim in before.dims for axis in dim}
+    dims = tuple(
+        new if not old and not taken & set(new) else old for old, new in zip(before.dims, after.dims, strict=True)
+    )
+    return ValueSharding(dims=dims, varies=before.varies or after.varies)
+
+
+def _phase(stack: str, outer: str) -> str:
+    return "backward" if "transpose(" in stack or "rematted_computation" in stack else outer

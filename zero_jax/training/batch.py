@@ -1,0 +1,88 @@
+"""The batch of a step: checked, and sharded by its examples."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zero_jax.core.device_put import check_has_devices
+from zero_jax.core.jaxprs import is_traced
+from zero_jax.core.signatures import check_arguments
+from zero_jax.core.tree import PyTree, check_arrays, leading_dims
+from zero_jax.sharding.mesh import Axes, axes_of, axis_size
+from zero_jax.training.same_program import check_sizes
+
+
+def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int = 1) -> None:
+    """Checks that every leaf of a batch divides over the batch axes and the microbatches.
+
+    Without microbatches leaves may differ in their leading dim, as the nodes and edges of a graph do: the loss function
+    sees the whole batch.
+
+    Raises:
+      ValueError: a leaf does not divide, or leaves of microbatches differ in size.
+    """
+    shards = axis_size(mesh, axes.batch)
+    sizes = leading_dims(batch)
+    for name, size in sizes.items():
+        if size == 0 or size % (shards * num_microbatches):
+            axes_text = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes.batch)
+            micro = f" and {num_microbatches} microbatches" if num_microbatches > 1 else ""
+            unit = shards * num_microbatches
+            raise ValueError(
+                f"batch leaf {name!r} has {size} examples, which do not divide over {shards} devices "
+                f"({axes_text}){micro}: make the batch size a multiple of {unit}, for example "
+                f"{max(unit, math.ceil(size / unit) * unit)}"
+            )
+    if num_microbatches > 1 and len(set(sizes.values())) > 1:
+        raise ValueError(
+            f"the leaves of the batch differ in their leading dim: {sizes}; give each one entry per example, or set "
+            "num_microbatches=1"
+        )
+
+
+def shard_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTree:
+    """Shards a batch over the batch axes by its leading dim; leaves that are sharded so already are not copied.
+
+    Args:
+      batch: a pytree of host arrays `[batch, ...]`. With several processes each gives its own share of the examples, as
+        many for each of its devices as the others.
+      mesh: the mesh.
+      axes: the roles of its axes, if not by their names.
+
+    Raises:
+      ValueError: a leaf whose leading dim does not divide over the batch axes, or that is no array; an abstract mesh; a
+        batch of other sizes than that of another process.
+    """
+    placed = place_batch(batch, mesh=mesh, axes=axes)
+    if jax.process_count() > 1 and not any(map(is_traced, jax.tree.leaves(placed))):
+        check_sizes(placed, mesh)
+    return placed
+
+
+def place_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTree:
+    """Shards a batch as `shard_batch` does, for functions that compare the sizes with other processes themselves."""
+    check_arguments(axes=axes)
+    axes = axes or axes_of(mesh)
+    over_batch, replicated = NamedSharding(mesh, PartitionSpec(axes.batch)), NamedSharding(mesh, PartitionSpec())
+
+    def place(x: Any) -> jax.Array:
+        sharding = over_batch if np.ndim(x) else replicated
+        if is_traced(x):  # the step is called within another jitted function, or scanned over
+            return lax.with_sharding_constraint(x, sharding)
+        if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
+            return x
+        check_has_devices(mesh)
+        if jax.process_count() > 1 and not (isinstance(x, jax.Array) and not x.is_fully_addressable):
+            return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+        return jax.device_put(x, sharding)
+
+    check_arrays("batch", batch, remedy="leave it out of the batch, or make an array of it")
+    if jax.process_count() == 1:
+        check_batch(jax.tree.map(lambda x: x if hasattr(x, "ndim") else np.asarray(x), batch), mesh=mesh, axes=axes)
+    return jax.tree.map(place, batch)

@@ -1,0 +1,108 @@
+"""Where the gradients of a step are reduced across devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import NoReturn
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradPlan:
+    """Where the gradients of a step are reduced across devices: decided once, before anything is made of the loss.
+
+    `Placement.grad_plan` is what the config asks for; `judge` decides what the loss allows.
+
+    Attributes:
+      batch_axes: the mesh axes of the batch.
+      once_over: those of them whose devices, or copies of the params, accumulate gradients of their own, which are
+        summed over these axes once a step. Over all others they are summed in every backward pass, at each use of a
+        param.
+      coded_over: the axes over which gradients are sent quantized.
+      num_microbatches: the backward passes of a step.
+      is_per_device: whether each device accumulates gradients of its own, rather than each copy of the params.
+      at_use: whether each device's own gradients are sent quantized at each use of a param, rather than once a step.
+      map_by: what maps the loss over the devices of `once_over`: ``vmap``, or ``shard_map``.
+      why_not_once: why gradients are not summed once a step, if the config asks for it and the loss does not allow it.
+    """
+
+    batch_axes: tuple[str, ...]
+    once_over: tuple[str, ...]
+    coded_over: tuple[str, ...]
+    num_microbatches: int
+    is_per_device: bool
+    at_use: bool
+    map_by: str = "vmap"
+    why_not_once: str = ""
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether the loss is called on parts of the batch: microbatches, or the examples of a device or a copy."""
+        return self.num_microbatches > 1 or bool(self.once_over) or self.at_use
+
+    @property
+    def part_axes(self) -> tuple[str, ...]:
+        """The axes that a microbatch is cut over into the smallest parts that the loss is called on."""
+        return self.batch_axes if self.at_use or not self.once_over else self.once_over
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether parts have to give what the whole batch does, aux and random numbers too: nothing asked for them."""
+        return bool(self.once_over) and not self.is_per_device and not self.coded_over
+
+    def allowed(self, *, not_local: str, convolves: bool, is_plain: bool) -> GradPlan:
+        """Returns the plan that a loss allows.
+
+        XLA partitions the convolutions of `jax.vmap` wrongly: a loss with some is mapped by `jax.shard_map`. So is one
+        that is plain, over copies of the params, unless `jax.vmap` maps it within each copy.
+
+        Args:
+          not_local: why it cannot be called on each device's own examples; empty if it can.
+          convolves: whether it has convolutions.
+          is_plain: whether neither it nor the mesh has axes of a model (`Separability.is_plain`).
+
+        Raises:
+          ValueError: gradients are to be sent quantized, and devices have none of their own.
+        """
+        if not_local and (self.at_use or (self.once_over and self.coded_over)):
+            refuse_coded(not_local)
+        is_copy = any(axis not in self.once_over for axis in self.batch_axes)
+        by_shards = convolves or (is_copy and is_plain and not self.at_use)
+        plan = dataclasses.replace(self, map_by="shard_map" if by_shards else "vmap")
+        return plan.not_once(not_local) if not_local and self.once_over else plan
+
+    def not_once(self, why: str) -> GradPlan:
+        """Returns the plan that sums gradients over all axes in every backward pass."""
+        return dataclasses.replace(self, once_over=(), why_not_once=why)
+
+    def warn(self, *, another_loss: str, weighted_by: str) -> None:
+        """Warns if the loss on microbatches is another one, or if more is sent than the config asks for.
+
+        Args:
+          another_loss: why it may be another one; empty if it is not.
+          weighted_by: what the losses of microbatches are weighted by; empty if by nothing.
+        """
+        k = self.num_microbatches
+        sent = f"gradients are summed across devices in each of the {k} microbatches, not once a step"
+        if another_loss:
+            warnings.warn(
+                f"the loss on microbatches may be another one than on the whole batch, because {another_loss}: it is "
+                f"the mean of the losses of {k} microbatches, each by itself"
+                f"{f', weighted by {weighted_by}' if weighted_by else ''}. num_microbatches=1 gives the loss of the "
+                f"whole batch{'; ' + sent if self.why_not_once else ''}",
+                stacklevel=2,
+            )
+        elif self.why_not_once and self.is_per_device:
+            warnings.warn(
+                f"{sent}, because {self.why_not_once}: the loss needs whole microbatches. Stage 2 sends no more then, "
+                "and holds less; num_microbatches=1 sends the least",
+                stacklevel=2,
+            )
+
+
+def refuse_coded(why: str) -> NoReturn:
+    """Raises `ValueError` where gradients cannot be sent quantized."""
+    raise ValueError(
+        f"quantize: devices have no gradients of their own to send quantized, because {why}: leave grads out of "
+        "zero.Quantize (gathers may stay)"
+    )

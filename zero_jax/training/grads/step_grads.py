@@ -1,0 +1,227 @@
+"""Loss and gradients of a step, by the plan that the config asks for and the loss allows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zero_jax.core.loss_program import LossProgram
+from zero_jax.core.tree import PyTree
+from zero_jax.core.variables import as_variables, joined
+from zero_jax.sharding.precision import wide
+from zero_jax.training.grads.accumulator import Accumulator, GradFn, GradInputs
+from zero_jax.training.grads.choice import JudgedLoss, judge
+from zero_jax.training.grads.plan import GradPlan, refuse_coded
+from zero_jax.training.grads.quantized import quantized_grads
+from zero_jax.training.loss_function import check_unchanged, model_state_changes, on_devices, pinned_model_state
+from zero_jax.training.loss_program import StepLoss
+from zero_jax.training.noise_scale import Parts
+from zero_jax.training.optimizer.frozen import flags_of_all
+from zero_jax.training.state.placement import Placement
+from zero_jax.training.state.train_state import merge
+from zero_jax.transforms import HostParam, differentiated, used_shapes, with_gradient
+
+
+class StepGrads(NamedTuple):
+    """Loss and gradients of a batch.
+
+    Attributes:
+      loss: the scaled loss.
+      aux: what the loss function returned beside it.
+      model_state: the new model state; None for leaves in host memory.
+      grads: scaled gradients, sharded as the master params, None for params without one.
+      parts: the squared norms for the noise scale; None without microbatches.
+      errors: what quantization dropped of the gradients.
+    """
+
+    loss: jax.Array
+    aux: PyTree
+    model_state: PyTree
+    grads: PyTree
+    parts: Parts | None
+    errors: PyTree
+
+
+def loss_and_grads(
+    loss: StepLoss,
+    variables: PyTree,
+    batch: PyTree,
+    key: jax.Array,
+    *,
+    needed: list[bool],
+    loss_scale: Any,
+    errors: PyTree = None,
+) -> StepGrads:
+    """Returns the loss and gradients of a batch, accumulated over its microbatches.
+
+    Args:
+      loss: the loss of the step.
+      variables: params and model state, as `StepLoss.cast` returns them.
+      batch: the batch, likewise.
+      key: the step's key.
+      needed: for each trainable param whether its gradient is computed.
+      loss_scale: the loss scale, or None.
+      errors: what quantization dropped of the last step's gradients.
+
+    Raises:
+      ValueError: the loss function changes model state that is on the host.
+    """
+    placement, arguments = loss.placement, (used_shapes(variables), batch, key)
+    host_state = as_variables(variables).model_state
+    model_state = on_devices(host_state)
+    if len(jax.tree.leaves(model_state)) < len(jax.tree.leaves(host_state)):
+        check_unchanged(host_state, model_state_changes(loss.fused, *arguments))
+    judged = judge(loss, arguments) if placement.grad_plan.takes_parts else None
+    program = loss.unsharded(loss.recomputed(loss.fused if judged is None else judged.weighted))
+    scale = 1 if loss_scale is None else loss_scale.scale
+    scaled = _ScaledLoss.of(placement, variables, needed, scale=scale, judged=judged)
+    inputs = GradInputs(scaled.free(), model_state, batch, key, scaled.frozen())
+    own_errors = [None if x is None else x * scale for x in scaled.of_each(errors)]
+    if judged is None:
+        (value, (aux, new_state)), grads = scaled.grad_fn(loss.placed(program))(*inputs)
+        parts = None
+    else:
+        sums = _Sums(loss, program, judged, scaled, arguments)
+        (value, (entries, new_state)), grads, parts, own_errors = sums.accumulated(inputs, own_errors)
+        aux = judged.aux.whole(judged.aux_shapes, entries)
+    if errors is not None:
+        errors = scaled.full([None if x is None else x / scale for x in own_errors])
+    return StepGrads(value, aux, new_state, scaled.full(grads), parts, errors)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _ScaledLoss:
+    """The scaled loss of a step, as a function of the params that have gradients.
+
+    Attributes:
+      placement: how the state is sharded.
+      leaves: all params.
+      tree: their structure.
+      has_grad: for each of them whether it has a gradient.
+      host_state: the model state, with `HostParam`s.
+      scale: the loss scale.
+      judged: how the loss is combined, if it is called on parts of the batch.
+    """
+
+    placement: Placement
+    leaves: Sequence[Any]
+    tree: Any
+    has_grad: Sequence[bool]
+    host_state: PyTree
+    scale: Any
+    judged: JudgedLoss | None
+
+    @classmethod
+    def of(cls, placement: Placement, variables: PyTree, needed: list[bool], **options: Any) -> _ScaledLoss:
+        """Returns the scaled loss of variables."""
+        variables = as_variables(variables)
+        leaves, tree = jax.tree.flatten(variables.params)
+        has_grad = flags_of_all(leaves, needed)
+        return cls(
+            placement=placement,
+            leaves=leaves,
+            tree=tree,
+            has_grad=has_grad,
+            host_state=variables.model_state,
+            **options,
+        )
+
+    def pick(self, leaves: Sequence[Any]) -> list[Any]:
+        """Returns what belongs to the params that have gradients, of something for each param."""
+        return [x for x, flag in zip(leaves, self.has_grad, strict=True) if flag]
+
+    def of_each(self, tree: PyTree) -> list[Any]:
+        """Returns the leaves of a tree like the params (or None) for the params that have gradients."""
+        return self.pick([None] * len(self.leaves) if tree is None else self.tree.flatten_up_to(tree))
+
+    def full(self, some: Sequence[Any]) -> PyTree:
+        """Returns a tree like the params of what belongs to those that have gradients; None for the others."""
+        remaining = iter(some)
+        return self.tree.unflatten([next(remaining) if flag else None for flag in self.has_grad])
+
+    def free(self) -> list[jax.Array]:
+        """Returns what the loss is differentiated by."""
+        shardings = self.pick(jax.tree.leaves(self.placement.param_shardings("master")))
+        return [differentiated(x, s) for x, s in zip(self.pick(self.leaves), shardings, strict=True)]
+
+    def frozen(self) -> list[Any]:
+        """Returns the other params on the devices."""
+        pairs = zip(self.leaves, self.has_grad, strict=True)
+        return [None if flag or isinstance(x, HostParam) else x for x, flag in pairs]
+
+    def value(self, loss_fn: Callable[..., Any], *inputs: Any) -> tuple[jax.Array, Any]:
+        """Returns the scaled value of a placed loss function, and what belongs to it."""
+        free, model_state, batch, key, frozen = inputs
+        remaining = iter(free)
+        params = [
+            with_gradient(x, next(remaining)) if flag else x if frozen_x is None else frozen_x
+            for x, frozen_x, flag in zip(self.leaves, frozen, self.has_grad, strict=True)
+        ]
+        variables = joined(self.tree.unflatten(params), merge(self.host_state, model_state))
+        loss, (aux, new_state, *weights) = loss_fn(variables, batch, key)
+        pinned = pinned_model_state(new_state, self.placement.model_state_shardings(), self.host_state)
+        loss = loss.astype(wide(loss.dtype)) * self.scale
+        if self.judged is None:
+            return loss, (aux, pinned)
+        weights = jax.tree.map(lambda x: lax.stop_gradient(jnp.asarray(x, wide(x.dtype))), weights)
+        return loss, (self.judged.aux.entries(aux, weights[1]), pinned, self.judged.weight(weights[0]))
+
+    def grad_fn(self, loss_fn: Callable[..., Any]) -> GradFn:
+        """Returns the function of the scaled loss and its gradients."""
+
+        def value(free: Any, *inputs: Any) -> Any:
+            return self.value(loss_fn, free, *inputs)
+
+        return jax.value_and_grad(value, has_aux=True)
+
+
+class _Sums(NamedTuple):
+    """How loss and gradients of the parts of a batch are computed and summed."""
+
+    loss: StepLoss
+    program: LossProgram
+    judged: JudgedLoss
+    scaled: _ScaledLoss
+    arguments: tuple[PyTree, PyTree, jax.Array]
+
+    def accumulated(self, inputs: GradInputs, errors: Sequence[Any]) -> Any:
+        """Returns `((loss, (aux, model_state)), grads, parts, errors)`; warns of what is not as asked for."""
+        plan = self.judged.plan
+        accumulator = self.accumulator(plan)
+        try:
+            out, grads, parts = accumulator.accumulate(self.grad_fn(accumulator), inputs)
+        except NotImplementedError as error:
+            if not plan.once_over:
+                raise
+            why = f"jax.vmap has no rule for an operation of loss_fn ({error})"
+            if any(grad_sum.coding for grad_sum in accumulator.sums):
+                refuse_coded(why)
+            accumulator = self.accumulator(plan.not_once(why))
+            out, grads, parts = accumulator.accumulate(self.grad_fn(accumulator), inputs)
+        if accumulator.plan.once_over:
+            grads, errors = accumulator.reduce(grads, errors)
+        self.judged.warn(accumulator.plan, self.loss.config.loss_weight)
+        return out, grads, parts, errors
+
+    def accumulator(self, plan: GradPlan) -> Accumulator:
+        placement, sums = self.loss.placement, self.scaled.pick(self.loss.placement.grad_sums())
+        return Accumulator(mesh=placement.mesh, axes=placement.axes, plan=plan, aux=self.judged.aux, sums=sums)
+
+    def grad_fn(self, accumulator: Accumulator) -> GradFn:
+        """Returns the function of loss and gradients of a part."""
+        loss, scaled, plan = self.loss, self.scaled, accumulator.plan
+        if not plan.at_use:
+            own = plan.is_per_device and plan.once_over
+            return scaled.grad_fn(self.program if own else loss.placed(self.program, with_copies=not plan.once_over))
+        mapped = loss.placed(self.program, with_copies=False, mapped=True)
+
+        def value(free: Any, model_state: PyTree, batch: PyTree, key: jax.Array) -> Any:
+            return scaled.value(mapped, free, model_state, batch, key, scaled.leaves)
+
+        axes = loss.placement.axes.of_params(with_copies=False)
+        return quantized_grads(accumulator, value, self.judged, self.arguments, axes=axes)

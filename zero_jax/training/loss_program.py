@@ -1,0 +1,142 @@
+"""The loss of a step: the user's loss function, and the passes over its program in their order.
+
+The train step, the evaluation step and the estimates read the same program. `StepLoss.passes` lists what is done to it:
+
+1. cast: params, and the inputs of the model in the batch, are in the compute dtype;
+2. fuse: attention is computed by a fused kernel, if the config asks for it;
+3. weigh: what the losses of parts of a batch are averaged by (`grads.choice`; a weighted evaluation);
+4. recompute: blocks are in `jax.checkpoint`, by the config's remat policy;
+5. unshard: what XLA partitions wrongly is whole;
+6. place: params are gathered where they are used, and gradients are reduced to shards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zero_jax.core.loss_program import LossProgram
+from zero_jax.core.tree import PyTree, key_shape, shapes_of
+from zero_jax.training.loss_function import MeshLoss, normalize_loss
+from zero_jax.training.model_inputs import cast_batch
+from zero_jax.training.state.placement import Placement, make_placement
+from zero_jax.training.zero_config import ZeroConfig
+from zero_jax.transforms import (
+    fuse_attention,
+    gather_on_use,
+    rematerialize,
+    scatter_grads,
+    summed_on_use,
+    unsharded_windows,
+    used_shapes,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepLoss:
+    """The loss of one trace of a step.
+
+    Attributes:
+      program: the user's loss function as `LossFunction.named` returns it, traced once for a size of the batch.
+      placement: how the state is sharded.
+      config: the config of the step.
+    """
+
+    program: LossProgram
+    placement: Placement
+    config: ZeroConfig
+
+    @classmethod
+    def of(
+        cls, loss_fn: Callable[..., Any] | MeshLoss, variables: PyTree, *, mesh: Mesh, config: ZeroConfig
+    ) -> StepLoss:
+        """Returns the loss of a step of params, or of `Variables` (arrays or shapes), from a user's loss function."""
+        placement = make_placement(variables, mesh=mesh, config=config)
+        return cls(LossProgram(normalize_loss(loss_fn, mesh, placement.axes)), placement, config)
+
+    def cast(self, variables: PyTree, batch: PyTree, key: jax.Array) -> tuple[PyTree, PyTree]:
+        """Returns the variables and the batch that the program takes."""
+        variables = self.placement.cast(variables)
+        return variables, cast_batch(self.program, used_shapes(variables), batch, key, config=self.config)
+
+    def shapes(self, variables: PyTree, batch: PyTree, num_parts: int = 1) -> tuple[PyTree, PyTree, Any]:
+        """Returns the shapes of the program's arguments for a part of a batch.
+
+        Params in host memory are among them as if they were on the devices, as the loss function fetches them.
+        """
+        part = lambda x: (x.shape[0] // num_parts, *x.shape[1:]) if np.ndim(x) else ()  # noqa: E731
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(part(x), jnp.result_type(x)), batch)
+        return *jax.eval_shape(self.cast, shapes_of(variables), batch, key_shape()), key_shape()
+
+    @functools.cached_property
+    def fused(self) -> LossProgram:
+        """The program with its attention by fused kernels."""
+        placement = self.placement
+        return LossProgram.of(
+            fuse_attention(self.program, self.config.attention, mesh=placement.mesh, axes=placement.axes)
+        )
+
+    def recomputed(self, program: LossProgram) -> LossProgram:
+        """Returns a program with its blocks in `jax.checkpoint`."""
+        placement, specs = self.placement, self.placement.loss_shardings()
+        return LossProgram.of(
+            rematerialize(program, self.config.remat, mesh=placement.mesh, axes=placement.axes, specs=specs)
+        )
+
+    def unsharded(self, program: LossProgram) -> LossProgram:
+        """Returns a program with whole values where XLA partitions operations on sharded ones wrongly."""
+        return unsharded_windows(program, mesh=self.placement.mesh, axes=self.placement.axes)
+
+    def placed(
+        self, program: Callable[..., Any], *, with_copies: bool = True, mapped: bool = False
+    ) -> Callable[..., Any]:
+        """Returns a program with params gathered on use, or gradients reduce-scattered, by the stage.
+
+        Args:
+          program: a function of variables, a batch and a key.
+          with_copies: whether it is called on the batch of all copies of the params (`Axes.copies`), or of one copy.
+          mapped: whether it is mapped over devices, whose gradients are summed at each use of a param.
+        """
+        placement, config = self.placement, self.config
+        common = {"mesh": placement.mesh, "reduce_dtype": placement.precision.reduce}
+        axes, specs = placement.axes.of_params(with_copies=with_copies), placement.loss_shardings()
+        if mapped:
+            common |= {"axes": axes, "quantize": placement.quantize, "keep_gathered": config.keep_gathered}
+            return summed_on_use(program, specs, stored_whole="params" not in placement.groups, **common)
+        if "params" in placement.groups:
+            gathering = gather_on_use(
+                program,
+                specs,
+                keep_gathered=config.keep_gathered,
+                data_axes=axes.data,
+                replica_axes=axes.replica,
+                quantize=placement.quantize,
+                **common,
+            )
+            if not with_copies or axes.batch == placement.axes.batch:
+                return gathering
+            return _by_copies(gathering, NamedSharding(placement.mesh, PartitionSpec(axes.batch)))
+        # On such a mesh XLA partitions some convolutions wrongly, at every stage.
+        has_other_axes = placement.axes.size_beside_batch(placement.mesh) > 1
+        if "master" in placement.groups or placement.precision.reduce is not None or has_other_axes:
+            return scatter_grads(program, specs, axes=axes, **common)
+        return program
+
+
+def _by_copies(loss_fn: Callable[..., Any], sharding: NamedSharding) -> Callable[..., Any]:
+    """Returns a loss function that reorders its batch: the examples of each copy of the params become contiguous."""
+
+    @functools.wraps(loss_fn)
+    def call(variables: PyTree, batch: PyTree, key: jax.Array) -> Any:
+        batch = jax.tree.map(lambda x: lax.with_sharding_constraint(x, sharding) if jnp.ndim(x) else x, batch)
+        return loss_fn(variables, batch, key)
+
+    return call

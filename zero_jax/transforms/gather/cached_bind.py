@@ -1,0 +1,176 @@
+"""Equations of equal layers, evaluated so that JAX traces and differentiates one of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from zero_jax.core.jaxprs import (
+    bind,
+    bind_primitive,
+    inline_jit,
+    inner_jaxprs,
+    is_literal,
+    is_traced,
+    name_stack,
+    source_context,
+    source_line,
+    variables,
+)
+from zero_jax.transforms.facts import Facts
+from zero_jax.transforms.gather.deferred import Lazy, Value
+from zero_jax.transforms.gather.ordering import Ordering
+
+_COLUMN = re.compile(r"(:\d+):\d+")
+
+
+def equation_key(eqn: Any) -> tuple[Any, ...]:
+    """Returns what is equal for equations that do the same and come from the same line and names."""
+    avals = tuple(var.aval for var in eqn.invars)
+    source = name_stack(eqn), source_line(eqn)
+    try:
+        hash(key := (eqn.primitive, tuple(eqn.params.items()), avals, eqn.ctx, source))
+    except TypeError:  # a parameter that has no hash
+        return (_ById(eqn),)
+    return key
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _ById:
+    """A key that is equal to itself alone."""
+
+    value: Any
+
+
+def can_be_nested(eqn: Any) -> bool:
+    """Tells whether an equation may be in a nested `jit` of `CachedBind`: it has no effects and holds no jaxprs."""
+    return not eqn.effects and not inner_jaxprs(eqn)
+
+
+class CachedBind:
+    """Evaluates equations as `bind` does, one kind of equation as one nested `jit`, which is inlined.
+
+    JAX keeps the derivative of a nested `jit`: of 48 equal layers it then differentiates one, as it does for the
+    functions of `jax.numpy`.
+    """
+
+    def __init__(self):
+        self.jitted: dict[Any, Callable[..., Any]] = {}
+
+    def evaluate(self, eqns: Sequence[Any], read: Callable[[Any], Any], wanted: Sequence[Any]) -> list[Any]:
+        """Evaluates equations of one line and names that follow one another, and returns the wanted results.
+
+        Args:
+          eqns: the equations, of each of which `can_be_nested` holds.
+          read: from an input that none of them makes to its value; the inputs of the last one first, in their order.
+          wanted: the results to return.
+        """
+        run = _NestedCall(eqns, wanted)
+        try:
+            function = self.jitted.get(run.key)
+            if function is None:
+                function = self.jitted[run.key] = inline_jit(run.call)
+        except TypeError:  # a parameter that has no hash
+            function = run.call
+        with source_context(eqns[0]):
+            return function(*map(read, run.inputs))
+
+    def __call__(self, eqn: Any, values: Sequence[Any]) -> list[Any]:
+        """Evaluates an equation on values and returns its results, always as a list."""
+        if not can_be_nested(eqn) or all(not is_traced(value) for value in values):
+            return bind(eqn, values)
+        remaining = iter(values)
+        return self.evaluate([eqn], lambda _: next(remaining), eqn.outvars)
+
+
+class _NestedCall:
+    """Equations as a function of arrays.
+
+    It takes a value as often as they use it, the last use first: so a cotangent is the sum of the same terms in the
+    same order as of equations that are evaluated one by one.
+
+    Attributes:
+      inputs: what it takes.
+      key: equal for equations that do the same.
+    """
+
+    def __init__(self, eqns: Sequence[Any], wanted: Sequence[Any]):
+        self.eqns = eqns
+        numbers = {var: i for i, var in enumerate(var for eqn in eqns for var in eqn.outvars)}
+        self.wanted = tuple(numbers[var] for var in wanted)
+        self.inputs: list[Any] = []
+        places = []
+        for eqn in reversed(eqns):
+            made = [None if is_literal(atom) else numbers.get(atom) for atom in eqn.invars]
+            first = len(self.inputs)
+            self.inputs += [atom for atom, number in zip(eqn.invars, made, strict=True) if number is None]
+            places.append((first, tuple(made)))
+        self.places = tuple(reversed(places))
+        described = tuple((eqn.primitive, tuple(eqn.params.items()), eqn.ctx) for eqn in eqns)
+        self.key: Any = described, self.places, self.wanted
+
+    def call(self, *arrays: Any) -> list[Any]:
+        results: list[Any] = []
+        for eqn, (first, made) in zip(self.eqns, self.places, strict=True):
+            taken = iter(arrays[first:])
+            values = [next(taken) if number is None else results[number] for number in made]
+            result = bind_primitive(eqn.primitive, eqn.params, *values)
+            results += result if eqn.primitive.multiple_results else [result]
+        return [results[number] for number in self.wanted]
+
+
+class OrdinaryRuns:
+    """The runs of a jaxpr's equations that use no param, each of one line and one name stack: evaluated together.
+
+    JAX gives all of a nested `jit` that is inlined the line and names where it is called.
+
+    Args:
+      facts: what is known of the jaxpr's values.
+      ordering: what is tied in it, between which no run goes on.
+      is_apart: whether an equation is evaluated otherwise.
+    """
+
+    def __init__(self, facts: Facts, ordering: Ordering, is_apart: Callable[[Any], bool]):
+        self.eqns, self.last_read, self.ordering, self.is_apart = facts.jaxpr.eqns, facts.last_read, ordering, is_apart
+
+    def at(self, start: int, env: dict[Any, Lazy | Value]) -> list[int]:
+        """Returns the indices of the equations that can be evaluated together from one on; none if it cannot."""
+        made: set[Any] = set()
+        run: list[int] = []
+        place = None
+        for i in range(start, len(self.eqns)):
+            eqn = self.eqns[i]
+            if i in self.ordering.evaluated:
+                continue
+            if (run and i in self.ordering.places) or self.is_apart(eqn) or not _is_ordinary(eqn, env, made):
+                break
+            here = eqn.ctx, name_stack(eqn), _COLUMN.sub(r"\1", source_line(eqn))
+            if run and here != place:
+                break
+            place = here
+            made.update(eqn.outvars)
+            run.append(i)
+        return run
+
+    def evaluate(self, run: list[int], env: dict[Any, Any], bind: CachedBind) -> dict[Any, Value]:
+        """Returns the values that the equations of a run make, those that are read after it."""
+        eqns = [self.eqns[i] for i in run]
+        params_only: dict[Any, bool] = {}
+        for eqn in eqns:
+            each = (params_only[x] if x in params_only else env[x].params_only for x in variables(eqn))
+            params_only.update(dict.fromkeys(eqn.outvars, all(each)))
+        wanted = [var for var in params_only if self.last_read.get(var, -1) > run[-1]]
+        read = lambda atom: atom.val if is_literal(atom) else env[atom].array  # noqa: E731
+        made = zip(wanted, bind.evaluate(eqns, read, wanted), strict=True)
+        return {var: Value(array, params_only[var]) for var, array in made}
+
+
+def _is_ordinary(eqn: Any, env: dict[Any, Any], made: Collection[Any]) -> bool:
+    """Tells whether all inputs are ordinary values, some of them traced."""
+    read = [var for var in variables(eqn) if var not in made]
+    if any(type(env.get(var)) is not Value for var in read):
+        return False
+    is_any_traced = len(read) < len(variables(eqn)) or any(is_traced(env[var].array) for var in read)
+    return is_any_traced and can_be_nested(eqn)

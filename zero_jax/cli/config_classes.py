@@ -24,7 +24,7 @@ _MODULES = {
     "OptimizerConfig": "trainer.optimizers",
     "CheckpointConfig": "checkpoint.saving",
     "WriterConfig": "trainer.reporting.writers",
-    "LaunchConfig": "cluster.launching",
+    "LaunchConfig": "cluster.processes",
     "GPTConfig": "models.gpt",
     "DecoderConfig": "models.decoder_config",
     "ActivationConfig": "cli.models.presets",

@@ -1,50 +1,42 @@
-"""The types of a config's fields by their hints, and checks of their values: types, finite numbers, ranges, words."""
+"""Checks of the values of a config's fields: types, finite numbers, ranges, words."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import numbers
 import operator
 import os
-import types
+import sys
 import typing
 from collections.abc import Mapping
 from typing import Any
 
 from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.field_kinds import FieldKind, read_kind
 from zero_jax.core.tree import shown
 
-_SIMPLE = (bool, int, float, str, type(None))
 _LARGEST_INT = 2**63 - 1
 _WORDS: Mapping[type, str] = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text"}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FieldKind:
-    """What a field may hold by its type hint: values of types, the members of a union, and the words of `Literal`s."""
-
-    types: tuple[Any, ...]
-    words: tuple[Any, ...] = ()
-
-    @property
-    def is_optional(self) -> bool:
-        """Whether None is a value."""
-        return type(None) in self.types
 
 
 @functools.cache
 def field_kinds(config_class: type) -> dict[str, FieldKind]:
     """Returns what each field of a dataclass may hold."""
-    kinds = {}
-    for name, hint in typing.get_type_hints(config_class).items():
-        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-        members = typing.get_args(hint) if is_union else (hint,)
-        words = [word for x in members if typing.get_origin(x) is typing.Literal for word in typing.get_args(x)]
-        rest = tuple(member for member in members if typing.get_origin(member) is not typing.Literal)
-        kinds[name] = FieldKind(types=rest, words=tuple(words))
-    return kinds
+    module = vars(sys.modules[config_class.__module__])
+
+    def text_of(name: str) -> str | None:
+        value = module.get(name)
+        return inspect.formatannotation(value) if typing.get_origin(value) is typing.Literal else None
+
+    fields = dataclasses.fields(config_class)
+    return {field.name: read_kind(_text(field.type), text_of) for field in fields}
+
+
+def _text(annotation: Any) -> str:
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
 
 
 def check_fields(
@@ -65,7 +57,7 @@ def check_fields(
     """
     lowest, highest = lowest or {}, highest or {}
     for name, kind in field_kinds(type(config)).items():
-        if not all(member in _SIMPLE for member in kind.types):
+        if kind.has_others or kind.is_mapping:
             continue
         value = _checked(name, getattr(config, name), kind)
         object.__setattr__(config, name, value)
@@ -81,7 +73,7 @@ def check_fields(
 
 def check_value(name: str, value: Any, kind: type, *, is_optional: bool = False) -> None:
     """Raises `ValueError` for a value that is not of a type (bool, int, float or str), or not finite."""
-    _checked(name, value, FieldKind(types=(kind, type(None)) if is_optional else (kind,)))
+    _checked(name, value, FieldKind(types=(kind,), is_optional=is_optional))
 
 
 def _checked(name: str, value: Any, kind: FieldKind) -> Any:
@@ -89,10 +81,10 @@ def _checked(name: str, value: Any, kind: FieldKind) -> Any:
     if (value is None and kind.is_optional) or (isinstance(value, str) and value in words):
         return value
     for simple in allowed:
-        converted = _CONVERTERS[simple](value) if simple in _CONVERTERS else None
+        converted = _CONVERTERS[simple](value)
         if converted is not None:
             return converted
-    wanted = [_WORDS[simple] for simple in allowed if simple in _WORDS]
+    wanted = [_WORDS[simple] for simple in allowed]
     hint = did_you_mean(value, words) if isinstance(value, str) else ""
     wanted += [f"one of {', '.join(map(str, words))}"] if words else []
     wanted += ["None"] if kind.is_optional else []

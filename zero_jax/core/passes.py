@@ -19,7 +19,7 @@ class Pass(Generic[V]):
 
     Attributes:
       enters: the kinds of `Subcall` whose jaxprs are run; all others count as operations.
-      notes: what `operation` found out besides; of the rounds of a loop, what the last noted, which holds for all.
+      notes: side results of `operation`. For a loop, those of the last fixed-point iteration, which hold for all.
     """
 
     enters: frozenset[str] = frozenset()

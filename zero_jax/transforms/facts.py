@@ -14,11 +14,11 @@ from zero_jax.dims import PARTS
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """What a value is made of that is made of params and constants alone.
+    """Which params a value depends on, if it depends on params and constants only.
 
     Attributes:
       params: the numbers of these params among the inputs of the jaxpr; none for a constant.
-      part: which parts of them it is: equal whatever else was done to these parts.
+      part: identifies the slice of these params, whatever casts and transposes came after it.
     """
 
     params: frozenset[int]

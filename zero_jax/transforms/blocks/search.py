@@ -127,10 +127,16 @@ def _best_run(sequence: EqnSequence, start: int, stop: int) -> tuple[int, ...]:
         return int(sequence.sizes[first : last + 1].sum()), -repeat.period
 
     scores: dict[tuple[int, ...], float] = {}
+    equal: tuple[int, ...] = ()  # a run of equal blocks
     for repeat in heapq.nlargest(_MAX_REPEATS, tandem_repeats(sequence.numbers[users]), key=covered):
-        run, alike = _alike(sequence, _cut(sequence, users[repeat.places], repeat.period, start, stop))
+        places = users[repeat.places]
+        is_within = bool(equal) and equal[0] <= places[0] and places[-1] < equal[-1]
+        if is_within and len(places) // repeat.period < len(equal):
+            continue  # it has no more blocks than these: of twice the period, say
+        run, alike = _alike(sequence, _cut(sequence, places, repeat.period, start, stop))
         if run and sequence.are_blocks(run):
             scores[run] = alike**3 * float(sequence.sizes[run[0] : run[-1]].sum())
+            equal = run if alike == 1 and len(run) > len(equal) else equal
     enough = _NEARLY * max(scores.values(), default=0)
     good = [run for run, score in scores.items() if score >= enough]
     return max(good, key=lambda run: (len(run), scores[run]), default=())

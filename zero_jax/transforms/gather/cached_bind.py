@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from zero_jax.core.jaxprs import (
@@ -16,7 +17,13 @@ from zero_jax.core.jaxprs import (
     name_stack,
     source_context,
     source_line,
+    variables,
 )
+from zero_jax.transforms.facts import Facts
+from zero_jax.transforms.gather.deferred import Lazy, Value
+from zero_jax.transforms.gather.ordering import Ordering
+
+_COLUMN = re.compile(r"(:\d+):\d+")
 
 
 def equation_key(eqn: Any) -> tuple[Any, ...]:
@@ -112,3 +119,58 @@ class _NestedCall:
             result = bind_primitive(eqn.primitive, eqn.params, *values)
             results += result if eqn.primitive.multiple_results else [result]
         return [results[number] for number in self.wanted]
+
+
+class OrdinaryRuns:
+    """The runs of a jaxpr's equations that use no param, each of one line and one name stack: evaluated together.
+
+    JAX gives all of a nested `jit` that is inlined the line and names where it is called.
+
+    Args:
+      facts: what is known of the jaxpr's values.
+      ordering: what is tied in it, between which no run goes on.
+      is_apart: whether an equation is evaluated otherwise.
+    """
+
+    def __init__(self, facts: Facts, ordering: Ordering, is_apart: Callable[[Any], bool]):
+        self.eqns, self.last_read, self.ordering, self.is_apart = facts.jaxpr.eqns, facts.last_read, ordering, is_apart
+
+    def at(self, start: int, env: dict[Any, Lazy | Value]) -> list[int]:
+        """Returns the indices of the equations that can be evaluated together from one on; none if it cannot."""
+        made: set[Any] = set()
+        run: list[int] = []
+        place = None
+        for i in range(start, len(self.eqns)):
+            eqn = self.eqns[i]
+            if i in self.ordering.evaluated:
+                continue
+            if (run and i in self.ordering.places) or self.is_apart(eqn) or not _is_ordinary(eqn, env, made):
+                break
+            here = eqn.ctx, name_stack(eqn), _COLUMN.sub(r"\1", source_line(eqn))
+            if run and here != place:
+                break
+            place = here
+            made.update(eqn.outvars)
+            run.append(i)
+        return run
+
+    def evaluate(self, run: list[int], env: dict[Any, Any], bind: CachedBind) -> dict[Any, Value]:
+        """Returns the values that the equations of a run make, those that are read after it."""
+        eqns = [self.eqns[i] for i in run]
+        params_only: dict[Any, bool] = {}
+        for eqn in eqns:
+            each = (params_only[x] if x in params_only else env[x].params_only for x in variables(eqn))
+            params_only.update(dict.fromkeys(eqn.outvars, all(each)))
+        wanted = [var for var in params_only if self.last_read.get(var, -1) > run[-1]]
+        read = lambda atom: atom.val if is_literal(atom) else env[atom].array  # noqa: E731
+        made = zip(wanted, bind.evaluate(eqns, read, wanted), strict=True)
+        return {var: Value(array, params_only[var]) for var, array in made}
+
+
+def _is_ordinary(eqn: Any, env: dict[Any, Any], made: Collection[Any]) -> bool:
+    """Tells whether all inputs are ordinary values, some of them traced."""
+    read = [var for var in variables(eqn) if var not in made]
+    if any(type(env.get(var)) is not Value for var in read):
+        return False
+    is_any_traced = len(read) < len(variables(eqn)) or any(is_traced(env[var].array) for var in read)
+    return is_any_traced and can_be_nested(eqn)

@@ -212,7 +212,11 @@ class DeviceSum:
     def _send(
         self, x: jax.Array, here: NamedSharding, there: NamedSharding, error: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Moves an array in codes, with an error added (None: nothing); returns it and what the codes do not have."""
+        """Sends a quantized array, adding the error-feedback residual if given.
+
+        Returns:
+          The dequantized result, and the new residual (None if none was given).
+        """
         assert self.coding is not None
         x = lax.with_sharding_constraint(x, here)
         if error is None:

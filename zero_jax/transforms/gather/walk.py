@@ -23,14 +23,13 @@ from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.quantized import PLAIN
 from zero_jax.sharding.spec import Dims, named
 from zero_jax.transforms.facts import Facts
-from zero_jax.transforms.gather.cached_bind import CachedBind, equation_key
+from zero_jax.transforms.gather.cached_bind import CachedBind, OrdinaryRuns, equation_key
 from zero_jax.transforms.gather.deferred import Copies, Lazy, Value, pending, put_off, relative
 from zero_jax.transforms.gather.dots import flat_product
 from zero_jax.transforms.gather.events import Notes
 from zero_jax.transforms.gather.lookup import move_rows, move_table, plan_lookup
 from zero_jax.transforms.gather.loops import hoisted, sliced
 from zero_jax.transforms.gather.ordering import Ordering
-from zero_jax.transforms.gather.ordinary import OrdinaryRuns
 from zero_jax.transforms.gather.per_device import SAME_PARAM, copy_per_device, example_dims, multiply
 from zero_jax.transforms.gather.uses import Options, array_of, gathering, whole
 from zero_jax.transforms.gather.weight_grads import (
@@ -103,12 +102,13 @@ class GatherWalk(Walk[GatherFrame]):
             outs = self.equation(eqn, [read(atom) for atom in eqn.invars], frame if eqn is last else within)
             env.update(zip(eqn.outvars, outs, strict=True))
 
-        ordering, ordinary = Ordering(facts, ins), OrdinaryRuns(facts, self.is_apart)
+        ordering = Ordering(facts, ins)
+        ordinary = OrdinaryRuns(facts, ordering, self.is_apart)
         for index, eqn in enumerate(jaxpr.eqns):
             ordering.enter(index, env, evaluate)
             if index in ordering.evaluated:
                 continue
-            run = ordinary.at(index, env, ordering)
+            run = ordinary.at(index, env)
             if len(run) > 1:
                 env.update(ordinary.evaluate(run, env, self.bind))
                 ordering.evaluated.update(run)

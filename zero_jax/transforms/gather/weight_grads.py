@@ -1,4 +1,4 @@
-"""Products whose weight's gradient has a dtype of its own, whatever the product is computed in, or a place of its own.
+"""Matmuls whose weight gradient is computed in the reduce dtype, or on each device for its own examples.
 
 XLA sums a gradient across devices where the product that makes it stands, in that product's dtype: a cast after it
 comes too late. So the product itself is to give the dtype to sum in. It adds up in float32 inside all the same. Where

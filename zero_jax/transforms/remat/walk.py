@@ -70,6 +70,7 @@ class RematWalk(Walk[RematFrame]):
         super().__init__()
         self.setting, self.policy, self.log = setting, setting.remat.policy, log
         self.bodies: dict[Any, Body] = {}
+        self.regions: dict[Any, Callable[..., list[Any]]] = {}
 
     def check_names(self, jaxpr: Any, place: str) -> None:
         """Refuses names that the model does not use."""
@@ -173,9 +174,19 @@ class RematWalk(Walk[RematFrame]):
             return region.plain(*values)
         for reason in region.not_sharded():
             self.leave(eqn, f"a residual is not sharded: {reason}", frame)
-        recomputed = jax.checkpoint(region, policy=region.policy, prevent_cse=region.prevent_cse)
+        recomputed = self.recomputed(region)
         self.note(eqn, region, recomputed, frame)
         return recomputed(*values)
+
+    def recomputed(self, region: RematRegion) -> Callable[..., list[Any]]:
+        """Returns the `jax.checkpoint` of a region: one for those of equal layers, which JAX traces once."""
+        make = lambda: jax.checkpoint(region, policy=region.policy, prevent_cse=region.prevent_cse)  # noqa: E731
+        if region.jaxpr.constvars:
+            return make()
+        key = jaxprs.jaxpr_key(region.jaxpr), *region.marks, region.prevent_cse, region.own_policy
+        if key not in self.regions:
+            self.regions[key] = make()
+        return self.regions[key]
 
     # --- loops and branches ----------------------------------------------------------------------------------------
 

@@ -113,7 +113,7 @@ def layer_bytes(cell: Cell) -> float:
     states = model_state_bytes(params, sharded=PAPER_CASES[case], num_devices=DATA)
     sizes = {"num_layers": 1, "d_model": WIDTH, "batch_size": EXAMPLES, "seq_len": SEQ_LEN}
     placed = {"model": 1 if config.remat == "full" else MODEL, "offload": config.remat == "full_offloaded"}
-    return states.total_bytes + TransformerResiduals(**sizes, **placed).device_bytes
+    return sum(states.values()) + TransformerResiduals(**sizes, **placed).device_bytes
 
 
 def first_layers(cell: Cell, known: Sequence[tuple[int, float]]) -> float:

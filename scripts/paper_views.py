@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from zero_jax.analysis.figures import ThroughputRow, plot_throughput
+from zero_jax.analysis.figures import new_figure, save_figure, tidy
 from zero_jax.analysis.formulas import PAPER_CASES, model_state_bytes
 from zero_jax.analysis.paper import PaperTable, show_gb, show_params
 
@@ -31,7 +31,7 @@ def table_1(rows: Rows) -> PaperTable:
     for row in _sorted(rows, "table 1", "paper_params", "num_devices", "stage"):
         case, psi = _CASES[row["stage"]], row["paper_params"]
         theory = model_state_bytes(psi, sharded=PAPER_CASES[case], num_devices=row["num_devices"])
-        head = (show_params(psi), str(row["num_devices"]), case, _gb(theory.total_bytes))
+        head = (show_params(psi), str(row["num_devices"]), case, _gb(sum(theory.values())))
         if "error" in row:
             lines.append((*head, "-", "failed", "", "", ""))
             continue
@@ -63,7 +63,7 @@ def _persistent_bytes(row: dict[str, Any]) -> float:
         grad_bytes=0,
         param_bytes=0 if "params" in sharded else 2,
     )
-    return states.total_bytes
+    return sum(states.values())
 
 
 def table_2(rows: Rows) -> PaperTable:
@@ -132,17 +132,38 @@ def scaling(rows: Rows) -> PaperTable:
 
 
 def plot_scaling(path: pathlib.Path, rows: Rows, *, title: str) -> None:
-    """Plots the scaling."""
+    """Plots the largest batch that fits and the estimated throughput, both per device, against the number of devices.
+
+    A dashed line shows linear scaling: the same throughput per device as on the fewest devices.
+    """
     found = [row for row in _sorted(rows, "scaling", "num_devices") if "time" in row]
-    points = [
-        ThroughputRow(
-            num_devices=row["num_devices"],
-            per_device_batch_size=row["per_device_batch_size"],
-            per_device_tokens_per_second=row["time"]["tokens_per_second"] / row["num_devices"],
-        )
-        for row in found
-    ]
-    plot_throughput(path, points, title=title)
+    if not found:
+        raise ValueError("plot_scaling: there are no rows to draw")
+    devices = [row["num_devices"] for row in found]
+    throughputs = [row["time"]["tokens_per_second"] / row["num_devices"] for row in found]
+    series = (
+        ("largest batch per device (examples)", [row["per_device_batch_size"] for row in found], "#0072B2", "o"),
+        ("estimated throughput per device (tokens/s)", throughputs, "#D55E00", "s"),
+    )
+    figure = new_figure(path, width=9, height=4)
+    panels = figure.subplots(1, 2)
+    for panel, (label, values, color, marker) in zip(panels, series, strict=True):
+        panel.plot(devices, values, color=color, marker=marker, linewidth=1.5, markersize=5)
+        for x, y in zip(devices, values, strict=True):
+            text = f"{y:,.0f}" if y >= 100 else f"{y:.3g}"
+            panel.annotate(text, (x, y), (0, 5), textcoords="offset points", ha="center", fontsize=8)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(devices, [f"{n:,}" for n in devices])
+        panel.minorticks_off()
+        panel.set_xlabel("devices (N)")
+        panel.set_ylabel(label)
+        panel.set_ylim(0, max(values) * 1.15)
+        panel.margins(x=0.08)
+        tidy(panel)
+    panels[1].axhline(throughputs[0], color="#666666", linestyle="--", linewidth=1, label="linear scaling")
+    panels[1].legend(frameon=False, loc="lower right")
+    figure.suptitle(title)
+    save_figure(figure, path)
 
 
 def _sorted(rows: Rows, kind: str, *names: str) -> list[dict[str, Any]]:

@@ -22,8 +22,8 @@ from zero_jax.models import gpt
 from zero_jax.planning import COMPILE_ONLY
 from zero_jax.planning.auto import apply_setting, remat_policies
 from zero_jax.planning.estimates import Estimator
-from zero_jax.planning.plans import compile_plan, make_job
-from zero_jax.planning.process import CompileOptions
+from zero_jax.planning.plans import make_job
+from zero_jax.planning.process import CompileOptions, compile_plan
 from zero_jax.planning.ranking import Candidate
 from zero_jax.pretrained import attend
 

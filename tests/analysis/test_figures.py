@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from zero_jax.analysis.figures import MemoryBar, ThroughputRow, plot_memory, plot_throughput
+from zero_jax.analysis.figures import MemoryBar, plot_memory
 from zero_jax.analysis.formulas import PAPER_CASES, model_state_bytes
 
 
@@ -12,8 +12,7 @@ def paper_bars(*, measured=True):
     """Returns the bars of the paper's Figure 1, and of 1,024 devices, with invented temporaries as measured."""
     for num_devices in (64, 1024):
         for case, sharded in PAPER_CASES.items():
-            states = model_state_bytes(7.5e9, sharded=sharded, num_devices=num_devices)
-            groups = {"params": states.params_bytes, "grads": states.grads_bytes, "opt_state": states.opt_state_bytes}
+            groups = model_state_bytes(7.5e9, sharded=sharded, num_devices=num_devices)
             more = {**groups, "residuals": 4e9, "gathered params": 2e9, "other temporaries": 1e9}
             yield MemoryBar(
                 label=case, num_devices=num_devices, formula_bytes=groups, measured_bytes=more if measured else None
@@ -23,12 +22,6 @@ def paper_bars(*, measured=True):
 def texts(path):
     """Returns the texts of an SVG, drawn as such and not as outlines."""
     return re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text(encoding="utf-8"))
-
-
-ROWS = [
-    ThroughputRow(num_devices=n, per_device_batch_size=batch, per_device_tokens_per_second=speed)
-    for n, batch, speed in ((400, 24, 950.4), (64, 4, 310.2), (128, 12.5, 610.0))
-]
 
 
 def test_memory_as_svg_has_labels_and_totals(tmp_path):
@@ -60,19 +53,10 @@ def test_master_params_are_part_of_the_optimizer_state(tmp_path):
     assert "optimizer state" in found and "12.5" in found and "params" not in found
 
 
-def test_throughput_as_svg_has_labels_and_values(tmp_path):
-    path = tmp_path / "throughput.svg"
-    plot_throughput(path, ROWS, title="60B params")
-    found = texts(path)
-    assert {"64", "128", "400", "4", "12.5", "24", "310", "610", "950", "linear scaling", "60B params"} <= set(found)
-    assert {"largest batch per device (examples)", "estimated throughput per device (tokens/s)"} <= set(found)
-
-
 @pytest.mark.parametrize("suffix", ["png", "pdf", "PNG"])
-@pytest.mark.parametrize("draw", [lambda p: plot_memory(p, list(paper_bars())), lambda p: plot_throughput(p, ROWS)])
-def test_other_formats(tmp_path, draw, suffix):
+def test_other_formats(tmp_path, suffix):
     path = tmp_path / f"picture.{suffix}"
-    draw(path)
+    plot_memory(path, list(paper_bars()))
     magic = {"png": b"\x89PNG", "pdf": b"%PDF"}[suffix.lower()]
     assert path.read_bytes().startswith(magic) and path.stat().st_size > 5000
 
@@ -88,6 +72,4 @@ def test_refuses(tmp_path):
         plot_memory(tmp_path / "memory.jpeg", list(paper_bars()))
     with pytest.raises(ValueError, match="no bars"):
         plot_memory(tmp_path / "memory.png", [])
-    with pytest.raises(ValueError, match="no rows"):
-        plot_throughput(tmp_path / "throughput.png", [])
     assert not list(tmp_path.iterdir())

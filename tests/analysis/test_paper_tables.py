@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import re
 
 import paper_tables
 import paper_views
@@ -129,11 +130,11 @@ class FakePlan:
         self.calls.append((model.num_layers, per_device_batch_size))
         sharded = PAPER_CASES[paper_views._CASES[stage]]
         state = paper_views.model_state_bytes(model.num_params, sharded=sharded, num_devices=num_devices)
-        needed = int(state.total_bytes + 5e9 + 2e9 * (per_device_batch_size - 1))
+        needed = int(sum(state.values()) + 5e9 + 2e9 * (per_device_batch_size - 1))
         usable = int(95.74 * 2**30)
         memory = argparse.Namespace(
-            arguments={"params": int(state.params_bytes), "opt_state": int(state.opt_state_bytes)},
-            temporaries={"grads": int(state.grads_bytes)}, argument_bytes=0, temp_bytes=0, live_peak_bytes=0,
+            arguments={"params": int(state["params"]), "opt_state": int(state["opt_state"])},
+            temporaries={"grads": int(state["grads"])}, argument_bytes=0, temp_bytes=0, live_peak_bytes=0,
             heap_bytes=0, left_whole=(),
         )  # fmt: skip
         return argparse.Namespace(
@@ -203,26 +204,32 @@ def test_a_compiler_that_fails_costs_one_cell(tmp_path, capsys):
     assert "broken" in capsys.readouterr().err
 
 
+def test_the_scaling_as_svg_has_labels_and_values(tmp_path):
+    def row(num_devices, batch, tokens_per_second):
+        time = {"tokens_per_second": tokens_per_second * num_devices}
+        return {"kind": "scaling", "num_devices": num_devices, "per_device_batch_size": batch, "time": time}
+
+    path = tmp_path / "scaling.svg"
+    rows = [row(400, 24, 950.4), row(64, 4, 310.2), row(128, 12.5, 610.0)]
+    paper_views.plot_scaling(path, rows, title="60B params")
+    found = set(re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text(encoding="utf-8")))
+    assert {"64", "128", "400", "4", "12.5", "24", "310", "610", "950", "linear scaling", "60B params"} <= found
+    assert {"largest batch per device (examples)", "estimated throughput per device (tokens/s)"} <= found
+    with pytest.raises(ValueError, match="no rows"):
+        paper_views.plot_scaling(path, [], title="")
+
+
 @pytest.mark.tpu_compiler
 @pytest.mark.slow
-def test_a_tiny_cell_from_the_compiler_to_the_table(tmp_path, monkeypatch, capsys):
+def test_the_figures_of_a_cell_are_those_of_the_compiled_step(tmp_path, monkeypatch, capsys):
     pytest.importorskip("libtpu", reason="the TPU compiler is not installed")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(paper_tables, "TABLE_1_PARAMS", (2e9,))
-    monkeypatch.setattr(paper_tables, "width_for", lambda num_params: 1024)
-    monkeypatch.setattr(paper_tables, "layers_for", lambda num_params, d_model: 2.0)
-    monkeypatch.setitem(paper_tables.SHAPES, 64, "2x2x1")
-    out = tmp_path / "results.jsonl"
-    args = argparse.Namespace(table=1, scaling=False, devices=[64], stage=[3], hardware="v5p", out=out)
-    compile = lambda model, **options: paper_tables.plan_step(  # noqa: E731
-        dataclasses.replace(model, seq_len=128, vocab_size=4096), **options, per_device_batch_size=1
-    )
-    paper_tables.run(args, compile)
-    [row] = paper_tables.load(out)
-    assert row["fits"]
+    monkeypatch.setitem(paper_tables.SHAPES, 4, "2x2x1")
+    model = dataclasses.replace(paper_tables.model_of(2, 1024), seq_len=128, vocab_size=4096)
+    row = paper_tables.figures(paper_tables.plan_step(model, hardware="v5p", num_devices=4, stage=3))
     # 12 bytes a parameter over four devices: 2 x 12 x 1024^2 and 4096 + 128 + 1 + 2 x 2 rows; padding aside.
     num_params = 2 * 12 * 1024**2 + (4096 + 128 + 1 + 4) * 1024
+    assert (row["num_params"], row["stage"], row["num_devices"]) == (num_params, 3, 4)
     assert row["state_bytes"] == pytest.approx(12 * num_params / 4, rel=0.01)
-    assert row["needed_bytes"] > row["state_bytes"] + row["live_peak_bytes"]
-    assert "2 x 1024" in str(paper_views.table_1([row]))
-    capsys.readouterr()
+    assert row["state_bytes"] + row["live_peak_bytes"] < row["needed_bytes"] <= row["usable_bytes"]
+    assert capsys.readouterr().err.count("fits, needs") == 1

@@ -30,13 +30,10 @@ from zero_jax.checkpoint import (
     Checkpointer,
     CheckpointError,
     describe,
-    finding,
     latest_step,
-    leaf_files,
     list_steps,
     restore,
 )
-from zero_jax.checkpoint import folder as checkpoint_folder
 from zero_jax.core.files import folder_lock
 from zero_jax.core.files.folder_lock import FolderInUse, FolderLock
 
@@ -71,16 +68,6 @@ def saved(state, tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     save(folder, [2], state)
     return folder / "step_00000002"
-
-
-@pytest.fixture(params=["folders are renamed", "as in a bucket"])
-def like_a_bucket(request, monkeypatch):
-    """Lets local folders be taken for those of a bucket: nothing is renamed, a last object says that all are there."""
-    if request.param == "as in a bucket":
-        for module in (finding, leaf_files, checkpoint_folder):
-            monkeypatch.setattr(module, "is_bucket", lambda path: True)
-        return True
-    return False
 
 
 def marked(path, step):
@@ -133,7 +120,7 @@ def tree(*folders):
     return found
 
 
-def test_what_others_put_beside_the_checkpoints_is_untouched(tmp_path, state, saved, like_a_bucket):
+def test_what_others_put_beside_the_checkpoints_is_untouched(tmp_path, state, saved):
     folder, outside, lines = tmp_path / "checkpoints", tmp_path / "outside", []
     folder.mkdir()
     outside.mkdir()
@@ -143,25 +130,17 @@ def test_what_others_put_beside_the_checkpoints_is_untouched(tmp_path, state, sa
     kept = [*(folder / name for name in names), folder / "step_00000002"]
     before = tree(outside, *kept)
     save(folder, [3, 4, 5], state, log=lines.append, keep_last=2, keep_best=0)
-    if like_a_bucket:
-        marked(folder / "step_00000006", 6)
-    else:
-        for step, kind in ((6, "tmp"), (7, "deleted"), (8, "replaced")):  # what crashes leave
-            marked(folder / f"step_{step:08d}.zero_jax-{kind}", step)
-        (folder / "step_00000009.zero_jax-tmp").mkdir()
-        (folder / "step_00000005").rename(folder / "step_00000005.zero_jax-replaced")
+    for step, kind in ((6, "tmp"), (7, "deleted"), (8, "replaced")):  # what crashes leave
+        marked(folder / f"step_{step:08d}.zero_jax-{kind}", step)
+    (folder / "step_00000009.zero_jax-tmp").mkdir()
+    (folder / "step_00000005").rename(folder / "step_00000005.zero_jax-replaced")
     save(folder, [10, 10], state, log=lines.append, keep_last=2, keep_best=0)
     assert tree(outside, *kept) == before
-    own = (
-        {"step_00000005", "step_00000008", "step_00000010"} if not like_a_bucket else {"step_00000005", "step_00000010"}
-    )
+    own = {"step_00000005", "step_00000008", "step_00000010"}
     assert {path.name for path in folder.iterdir()} == names | own | {"step_00000002"}
     told = f"{folder / 'step_00000002'} is not deleted: it holds notes.txt, which zero_jax did not write"
-    assert lines.count(told) == (0 if like_a_bucket else 2) and all(
-        line == told or line.startswith("removed ") for line in lines
-    ), lines
-    if not like_a_bucket:
-        assert reload(folder).step == latest_step(folder) == 10
+    assert lines.count(told) == 2 and all(line == told or line.startswith("removed ") for line in lines), lines
+    assert reload(folder).step == latest_step(folder) == 10
 
 
 @pytest.mark.parametrize("step", [31, 32, 33, 35, 39, 41, 44, 45, 47, 90])

@@ -10,8 +10,6 @@ import time
 
 import faults
 import jax
-import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from faults import GPT, ZERO, checkpoints, make_model, read, step_folder, train
 
@@ -47,12 +45,6 @@ def at_step(monkeypatch, tmp_path):
     return start
 
 
-def flip(path, place):
-    data = bytearray(path.read_bytes())
-    data[place] ^= 0x10
-    path.write_bytes(data)
-
-
 def largest(step):
     return max((path for path in step.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
 
@@ -61,57 +53,17 @@ def cut(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
-def empty(step):
-    shutil.rmtree(step)
-    step.mkdir()
+RECORD = "record/metadata"
 
 
-def make_foreign(step):
-    shutil.rmtree(step)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(step, {"w": np.zeros(3)})
-
-
-RECORD, INDEX = "record/metadata", "state/manifest.ocdbt"
-DAMAGE = {
-    "data cut off": (lambda step: cut(largest(step)), r"leaf '.*' of .*step_00000008 is damaged or cut off: "),
-    "bit flipped in data": (
-        lambda step: flip(largest(step), largest(step).stat().st_size // 2),
-        r"leaf '.*' of .*step_00000008 is damaged",
-    ),
-    "data deleted": (lambda step: largest(step).unlink(), r"leaf '.*' of .*step_00000008 is damaged or cut off: "),
-    "record cut off": (lambda step: cut(step / RECORD), r"step_00000008/record/metadata cannot be read"),
-    "bit flipped in record": (
-        lambda step: flip(step / RECORD, 60),
-        r"step_00000008/record/metadata (does not match|cannot be|is of format)",
-    ),
-    "record missing": (
-        lambda step: (step / RECORD).unlink(),
-        r"step_00000008/record/metadata is missing; the folder holds",
-    ),
-    "bit flipped in index": (lambda step: flip(step / INDEX, 40), r"leaf '.*' of .*step_00000008 .*manifest.ocdbt"),
-    "index missing": (lambda step: (step / INDEX).unlink(), r"leaf '.*' of .*step_00000008 is damaged or cut off"),
-    "empty folder": (empty, r"step_00000008/record/metadata is missing: this is not a complete checkpoint"),
-    "foreign folder": (
-        make_foreign,
-        r"step_00000008/record/metadata is missing; .*not a complete checkpoint of zero_jax",
-    ),
-}
-
-
-BY_DEFAULT = ("data cut off", "bit flipped in data", "record cut off", "foreign folder")
-CASES = [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in DAMAGE]
-
-
-@pytest.mark.parametrize("damage", CASES)
-def test_the_run_goes_on_from_the_newest_whole_checkpoint_as_if_nothing_had_happened(damage, cut_off, unbroken):
-    harm, why = DAMAGE[damage]
-    harm(step_folder(cut_off, 8))
+def test_the_run_goes_on_from_the_newest_whole_checkpoint_as_if_nothing_had_happened(cut_off, unbroken):
+    """Of one kind of damage: `test_checkpoint` restores after all kinds."""
+    cut(largest(step_folder(cut_off, 8)))
     lines = []
     assert train(cut_off, lines=lines).status == "done"
     told = "\n".join(lines)
     assert "resuming after step 4 of " in told
-    assert re.search(r"checkpoint of step 8 passed over: .*" + why, told)
+    assert re.search(r"checkpoint of step 8 passed over: leaf '.*' of .*step_00000008 is damaged or cut off: ", told)
     assert read(cut_off) == read(unbroken)
 
 
@@ -237,9 +189,8 @@ def test_a_save_of_which_nothing_can_be_written_is_one_that_failed_and_no_later_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EIO], ids=errno.errorcode.get)
-def test_a_system_that_refuses_to_write_is_told_with_the_remedy(number, tmp_path, monkeypatch, unbroken):
-    rename, lines = os.rename, []
+def test_a_system_that_refuses_to_write_is_told_with_the_remedy(tmp_path, monkeypatch, unbroken):
+    rename, number, lines = os.rename, errno.EROFS, []
 
     def refuse(path, target):
         if str(target).endswith("step_00000008"):

@@ -28,13 +28,13 @@ class Sizes:
 
     def __init__(self, num_processes, min_processes, *, max_restarts=3, rejoin_seconds=100.0, refused=()):
         self.now = 0.0
-        self.elastic = Elastic(
+        config = LaunchConfig(
             num_processes=num_processes,
             min_processes=min_processes,
             max_restarts=max_restarts,
             rejoin_seconds=rejoin_seconds,
-            refused=refused,
         )
+        self.elastic = Elastic(config, refused=refused)
         self.size = num_processes
 
     def clock(self):

@@ -41,7 +41,7 @@ def test_a_save_is_whole_in_both_or_in_none_whatever_else_each_has_made(results)
         steps, num_failed, steps_then, names, lines = result["saves"]
         assert (steps, num_failed, steps_then) == ([1], 1, [1, 3])
         assert set(names) <= {"step_00000001", "step_00000003", "zero_jax.lock"}
-        reason = "process 1 failed: OSError: [Errno 28] No space left" if index == 0 else "the disk is full"
+        reason = "process 1 failed: ValueError: " if index == 0 else "File too large"
         (line,) = (line for line in lines if "cut off" not in line)  # a process may see what the other had begun
         assert "checkpoint of step 2 NOT saved" in line and reason in line
 

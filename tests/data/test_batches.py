@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax.data import batches, tokenizer
 from zero_jax.data import dataset as data
-from zero_jax.data.train_validation_split import TokenPart
+from zero_jax.data.parts import TokenPart
 from zero_jax.sharding.mesh import make_mesh
 
 # Three documents, each ended by 0, that are not next to each other in the file.
@@ -46,8 +46,8 @@ def take_rows(made, num_batches, seq_len=4):
 
 
 def test_rows_are_packed_as_by_hand():
-    rows = batches.cut_rows(PART, np.array([0, 1, -1]), seq_len=4)
-    assert batches.num_rows(PART, seq_len=4) == 2
+    rows = PART.cut_rows(np.array([0, 1, -1]), seq_len=4)
+    assert PART.num_rows(seq_len=4) == 2
     chex.assert_trees_all_equal(
         rows,
         {
@@ -62,7 +62,7 @@ def test_rows_are_packed_as_by_hand():
 
 
 def test_the_last_row_is_filled_up_with_nothing():
-    rows = batches.cut_rows(PART, np.array([0, 1]), seq_len=6)
+    rows = PART.cut_rows(np.array([0, 1]), seq_len=6)
     chex.assert_trees_all_equal(
         {name: array[1] for name, array in rows.items()},
         {
@@ -77,7 +77,7 @@ def test_the_last_row_is_filled_up_with_nothing():
 @pytest.mark.parametrize(("num_tokens", "seq_len", "document"), [(50, 4, 7), (49, 4, 5), (49, 8, 100), (10, 9, 1)])
 def test_every_token_is_a_target_once(num_tokens, seq_len, document):
     part = part_of(num_tokens, document)
-    rows = batches.cut_rows(part, np.arange(batches.num_rows(part, seq_len=seq_len)), seq_len=seq_len)
+    rows = part.cut_rows(np.arange(part.num_rows(seq_len=seq_len)), seq_len=seq_len)
     targets = rows["targets"][rows["weights"] > 0].tolist()
     assert targets == [place for place in range(1, num_tokens) if place % document]
 
@@ -123,7 +123,7 @@ def test_rows_go_to_their_devices_and_the_guard_against_transfers_holds():
     dataset = dataset_of(400)
     with train(dataset, batch_size=16) as made, jax.transfer_guard("disallow"):
         batch = next(made)
-    expected = batches.cut_rows(dataset.train, np.asarray(batch["inputs"])[:, 0] // 4, seq_len=4)
+    expected = dataset.train.cut_rows(np.asarray(batch["inputs"])[:, 0] // 4, seq_len=4)
     for name, array in batch.items():
         assert array.sharding.is_equivalent_to(sharding(), 2)
         np.testing.assert_array_equal(array, expected[name], strict=True)
@@ -180,8 +180,8 @@ def test_a_process_reads_only_the_rows_of_its_devices(axes, own, rows):
         separate_documents=True,
     )
     assert share.rows.tolist() == list(rows)
-    for device, index in share.sharding.addressable_devices_indices_map((16, 4)).items():
-        assert share.rows[share.pieces[device][0]].tolist() == list(range(16))[index[0]]
+    for index in share.sharding.addressable_devices_indices_map((16, 4)).values():
+        assert share.shard(share.rows[:, None], index).tolist() == [[row] for row in range(16)[index[0]]]
 
 
 def test_validation_rows_are_evenly_spaced_and_never_change():

@@ -232,17 +232,17 @@ import importlib.util, json, sys
 spec = importlib.util.spec_from_file_location("rendering", sys.argv[1])
 rendering = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(rendering)
-clock, starts = rendering._ProcessorTime(), []
-clock.start(60)
+starts = []
+rendering._limit_time(60)
 parts = rendering._Renderer._parts
 rendering._Renderer._parts = lambda self, *args: starts.append(args) or parts(self, *args)
 roles = ["system", "user", "assistant", "assistant", "user", "assistant", "user"]
 messages = [{"role": role, "content": f"{role[0]}{i}"} for i, role in enumerate(roles)]
 for source in json.load(sys.stdin):
     found = []
-    for few in (0, 9):
-        renderer = rendering._Renderer({"source": source, "tokens": {}, "max_characters": 999, "few": few})
-        found += [renderer.render({"messages": messages, "answers": [2, 3, 5], "tools": None}, clock), len(starts)]
+    for rendering._FEW in (0, 9):
+        renderer = rendering._Renderer({"source": source, "tokens": {}})
+        found += [renderer.render({"messages": messages, "answers": [2, 3, 5], "tools": None}), len(starts)]
         starts.clear()
     print(json.dumps(found[:3]))
 """

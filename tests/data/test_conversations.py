@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from zero_jax.data import DataConfig, documents, load_dataset, load_tokenizer
-from zero_jax.data.batches import cut_rows, num_rows
 from zero_jax.data.conversations import pack
 
 END = 0  # of bytes
@@ -36,7 +35,7 @@ PROMPTS = [{"prompt": f"{i} + {i} = ", "completion": str(2 * i)} for i in range(
 
 def unpacked(part, seq_len):
     """Returns each conversation of the rows: its text, and the text of the targets that count."""
-    rows = cut_rows(part, np.arange(num_rows(part, seq_len=seq_len)), seq_len=seq_len)
+    rows = part.cut_rows(np.arange(part.num_rows(seq_len=seq_len)), seq_len=seq_len)
     decode = load_tokenizer("bytes").decode
     found = []
     for inputs, targets, weights, segments in zip(*rows.values(), strict=True):

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import pathlib
 import sys
 
 import numpy as np
@@ -13,12 +14,11 @@ from zero_jax.core.files.user_cache import PARTIAL
 from zero_jax.data import dataset as data
 from zero_jax.data import sources
 from zero_jax.data.documents import read_text
-from zero_jax.data.sources import find_source
-from zero_jax.data.tokenizer import train_bpe
+from zero_jax.data.sources import find_source, source_file
+from zero_jax.data.tokenizer import ByteTokenizer, train_bpe
 from zero_jax.data.tokens import cache as token_cache
 from zero_jax.data.tokens import chunks as token_chunks
-from zero_jax.data.tokens.folder import Chunk, TokenMeta, open_folder, write_folder
-from zero_jax.data.tokens.token_file import TokenFile, open_tokens
+from zero_jax.data.tokens.store import Chunk, TokenFile, make_tokens, open_folder, open_tokens
 
 DOCUMENTS = ["first text\n", "zweiter Text: ü€😀", "a third,\n\nlonger one " * 3, "x"]
 ENDED = [[*document.encode(), 0] for document in DOCUMENTS]
@@ -100,9 +100,8 @@ def write_array_record(folder, name="a.arrayrecord"):
 
 
 def write_token_folder(folder):
-    meta = TokenMeta(source="test", tokenizer="bytes", tokenizer_fingerprint="bytes", vocab_size=256, end_of_document=0)
     chunks = [Chunk(tokens=np.array(tokens), document_hash=i) for i, tokens in enumerate(ENDED)]
-    write_folder(folder / "tokens", chunks, meta=meta, dtype=np.dtype("<u2"))
+    make_tokens(chunks, "test", ByteTokenizer(), folder=folder / "tokens")
     return folder / "tokens"
 
 
@@ -138,7 +137,8 @@ def test_every_format_gives_the_same_tokens(write, cached, load, tmp_path):
 def test_tokens_are_read_from_their_file_at_any_places(dtype, start_bytes, tmp_path):
     path, vector = tmp_path / "tokens.bin", np.arange(100, 200).astype(dtype)
     path.write_bytes(b"\0" * start_bytes + vector.tobytes())
-    tokens = open_tokens(path, dtype=np.dtype(dtype), start_bytes=start_bytes)
+    tokens = open_tokens(source_file(path), dtype=np.dtype(dtype), start_bytes=start_bytes)
+    tokens.verify()  # it has no checksums
     assert (len(tokens), tokens.size) == (100, 100)
     for places in ([], [7], [3, 4, 5], [99, 0, 1, 1, 50, 51, 49]):
         np.testing.assert_array_equal(tokens[np.array(places, int)], vector[np.array(places, int)])
@@ -296,19 +296,19 @@ def test_patterns_name_files(load, tmp_path):
     assert in_order(load(tmp_path / "*.txt", validation_fraction=0.4)) == STREAM
 
 
-def test_the_cache_is_used_and_follows_the_files(load, tmp_path, monkeypatch):
+def test_the_cache_is_used_and_follows_the_files(load, tmp_path):
+    def entries():
+        return {path.stat().st_ino for path in (tmp_path / "cache").iterdir()}
+
     path = tmp_path / "x.txt"
     path.write_text("a" * 100)
     first = load(path)
-    made = []
-    monkeypatch.setattr(
-        token_cache, "_make", lambda *args, real=token_cache._make, **kw: made.append(1) or real(*args, **kw)
-    )
+    made = entries()
     assert load(path).fingerprint == first.fingerprint
-    assert not made
+    assert entries() == made
     path.write_text("b" * 100)
     assert load(path).train.read()[0] == ord("b")
-    assert len(made) == 1
+    assert len(entries()) == 2
 
 
 def test_a_damaged_cache_is_made_anew(load, tmp_path):
@@ -362,12 +362,19 @@ def test_who_writes_the_same_folder_second_takes_the_first(tmp_path, load):
     assert open_folder(folder).offsets[-1] == len(STREAM)
 
 
+def test_a_token_folder_of_release_0_2_0_is_read_and_written_alike(load, tmp_path):
+    stored = pathlib.Path(__file__).parents[1] / "fixtures" / "tokens_0.2.0"
+    assert in_order(load(stored, validation_fraction=0.4)) == STREAM
+    written = write_token_folder(tmp_path)
+    assert {p.name: p.read_bytes() for p in stored.iterdir()} == {p.name: p.read_bytes() for p in written.iterdir()}
+
+
 def test_a_token_folder_brings_its_tokenizer(load, tmp_path):
     tokenizer = train_bpe(["some words and some others"] * 9, vocab_size=280, path=tmp_path / "bpe.json")
     (tmp_path / "x.txt").write_text("some words and some others " * 20)
     source = find_source(str(tmp_path / "x.txt"))
-    chunks = token_cache.source_chunks(source, tokenizer, text_field="text", token_dtype="uint16")
-    token_cache.make_tokens(chunks, "x", tokenizer, folder=tmp_path / "folder")
+    chunks = token_chunks.source_chunks(source, tokenizer, text_field="text", token_dtype="uint16")
+    make_tokens(chunks, "x", tokenizer, folder=tmp_path / "folder")
     dataset = load(tmp_path / "folder")
     assert dataset.tokenizer.fingerprint == tokenizer.fingerprint
     assert dataset.fingerprint == load(tmp_path / "x.txt", tokenizer=str(tmp_path / "bpe.json")).fingerprint

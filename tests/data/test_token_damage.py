@@ -8,12 +8,12 @@ import shutil
 
 import numpy as np
 import pytest
-from test_data import ENDED, STREAM, in_order, load, write_text, write_token_folder  # noqa: F401
+from test_data import STREAM, in_order, load, write_text, write_token_folder  # noqa: F401
 
 from zero_jax.core.files.untrusted import json_checksum
+from zero_jax.data.tokenizer import ByteTokenizer
 from zero_jax.data.tokens import cache as token_cache
-from zero_jax.data.tokens.folder import open_folder
-from zero_jax.data.tokens.token_file import CHUNK_BYTES, RunningChecksums, TokenFile
+from zero_jax.data.tokens.store import CHUNK_BYTES, Chunk, TokenFile, make_tokens, open_folder
 
 
 def flip(path, place):
@@ -87,20 +87,6 @@ def test_a_token_file_that_stays_in_its_place_is_checked_too(load, tmp_path):  #
     assert "a.bin is damaged" in lines[0] and "changed on purpose" in lines[0]
 
 
-def test_a_folder_of_an_older_release_is_read_and_says_what_it_lacks(load, tmp_path):  # noqa: F811
-    folder = write_token_folder(tmp_path)
-    record = json.loads((folder / "meta.json").read_text())
-    assert load(folder).notes == ()
-    old = {name: value for name, value in record.items() if name not in ("sum", "sums")}
-    (folder / "meta.json").write_text(json.dumps({**old, "version": 1, "dtype": "uint16"}))
-    with pytest.raises(ValueError, match="is of version 1"):
-        load(folder)  # whoever wrote the checksums beside it did not write that
-    (folder / "sums.npy").unlink()
-    dataset = load(folder)
-    assert in_order(dataset) == STREAM
-    assert "written without checksums" in dataset.notes[0]
-
-
 def test_a_process_that_is_late_does_not_remove_what_another_has_made_anew(load, tmp_path):  # noqa: F811
     text = tmp_path / "x.txt"
     text.write_text("a" * 100)
@@ -124,23 +110,18 @@ def test_tokens_of_any_byte_order_come_out_of_the_cache_as_they_went_in(load, tm
         assert in_order(load(tmp_path / "a.npy")) == STREAM
 
 
-def test_sums_do_not_depend_on_the_pieces():
-    data = np.random.default_rng(0).bytes(3 * CHUNK_BYTES + 5)
+def test_sums_do_not_depend_on_the_pieces(tmp_path):
+    tokens = np.random.default_rng(0).integers(0, 256, 3 * CHUNK_BYTES // 2 + 5)
     sums = []
-    for size in (7_001, CHUNK_BYTES, len(data)):
-        running = RunningChecksums()
-        for start in range(0, len(data), size):
-            running.add(data[start : start + size])
-        sums.append(running.finish().tolist())
+    for size in (7_001, CHUNK_BYTES // 2, len(tokens)):
+        starts = range(0, len(tokens), size)
+        chunks = [Chunk(tokens=tokens[i : i + size], document_hash=1 if i == starts[-1] else None) for i in starts]
+        made = make_tokens(chunks, "x", ByteTokenizer(), folder=tmp_path / str(size)).tokens
+        assert isinstance(made, TokenFile) and made.checksums is not None
+        made.verify()
+        np.testing.assert_array_equal(made[:], tokens)
+        sums.append(made.checksums.tolist())
     assert sums[0] == sums[1] == sums[2] and len(sums[0]) == 4
-    assert RunningChecksums().finish().size == 0
-
-
-def test_a_file_without_sums_is_read_as_before(tmp_path):
-    (tmp_path / "a").write_bytes(bytes(range(10)))
-    file = TokenFile(path=tmp_path / "a", dtype=np.dtype("u1"), size=10)
-    file.verify()
-    assert file[2:4].tolist() == [2, 3] and len(ENDED) == 4
 
 
 @pytest.mark.slow
@@ -166,6 +147,7 @@ def test_the_cache_has_a_bound_and_what_is_in_use_stays(load, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"version": 1}, "meta.json is of version 1, not 2"),
         ({"sums": []}, "[] is not an object"),
         ({"sums": {"/dev/zero": 1}}, "it lacks 'documents.npy'"),
         ({"num_documents": "x"}, "'x' is not a whole number"),

@@ -222,3 +222,11 @@ def test_a_loop_that_jax_wraps_for_a_remat_policy_is_looked_into():
     got = found(jax.grad(layers), X, ups, downs)
     assert not got.unknown
     assert (*ALL_REDUCE[:2], 3) in moves(got)
+
+
+def test_a_sort_of_several_operands_gathers_the_dim_that_it_sorts():
+    rows = found(lambda x, y: jax.lax.sort((x, y), dimension=1, num_keys=1), ((B, F), P("model")), ((B, F), P("model")))
+    assert [x.dims for x in rows.outputs] == [(("model",), ())] * 2
+    assert not rows.moves and not rows.unknown
+    sorted_dim = found(lambda x: jax.lax.sort_key_val(x, x), ((B, F), P(None, "model")))
+    assert moves(sorted_dim) == [("all-gather", B * F * 4 * 3 / 4, 1)] * 2

@@ -7,12 +7,17 @@ import pytest
 
 from zero_jax.hlo import Program, cycles, roofline
 from zero_jax.hlo.kernels import KernelWork, kernel_work
+from zero_jax.planning.kernel_text import kernel_module
 
 # A grid of 2 x 3 x 3 steps; a step multiplies [16, 8] by [8, 32] where the mask has the block, and begins with a zero.
 BODY = """module attributes {stable_mosaic.version = 15 : i64} {
   "stable_mosaic.func.func"() ({
   ^bb0(%arg0: i32, %arg1: i32, %arg2: i32, %arg3: memref<3x3xi8, #tpu.memory_space<smem>>, %arg4: memref<16x8xf32>):
     %0 = "stable_mosaic.arith.constant"() {value = 0 : i32} : () -> i32
+    %7 = "stable_mosaic.vector.load"() : () -> vector<16x8xbf16>
+    %t = "stable_mosaic.vector.load"() : () -> vector<8x16xbf16>
+    %8 = "stable_mosaic.vector.load"() : () -> vector<8x32xbf16>
+    %acc = "stable_mosaic.vector.load"() : () -> vector<16x32xf32>
     %1 = "stable_mosaic.arith.cmpi"(%arg2, %0) {predicate = 0 : i64} : (i32, i32) -> i1
     "stable_mosaic.scf.if"(%1) ({
       "stable_mosaic.scf.yield"() : () -> ()
@@ -39,7 +44,7 @@ BODY = """module attributes {stable_mosaic.version = 15 : i64} {
 """
 TYPES = "(vector<16x8xbf16>, vector<8x32xbf16>, vector<16x32xf32>) -> vector<16x32xf32>"
 MATMUL = (
-    '%9 = "stable_mosaic.tpu.matmul"(%7, %8, %8) {dimension_numbers = #tpu.dot_dimension_numbers<[1], [0], [0], [1], '
+    '%9 = "stable_mosaic.tpu.matmul"(%7, %8, %acc) {dimension_numbers = #tpu.dot_dimension_numbers<[1], [0], [0], [1], '
     f"[0, 0, 1, 1], [], []>, transpose_lhs = false, transpose_rhs = false}} : {TYPES}"
 )
 FLOPS = 2 * 16 * 8 * 32
@@ -50,17 +55,21 @@ def body(product=MATMUL, grid="2, 3, 3"):
     return BODY.replace("LOOP", product).replace("GRID", f"iteration_bounds = array<i64: {grid}>")
 
 
+def work_of(text, scalars=()):
+    return kernel_work(kernel_module(text), scalars)
+
+
 def test_a_kernel_multiplies_at_the_steps_whose_block_the_mask_has():
-    assert kernel_work(body(), [CAUSAL]) == KernelWork(flops=2 * 6 * FLOPS, is_exact=True)
+    assert work_of(body(), [CAUSAL]) == KernelWork(flops=2 * 6 * FLOPS, is_exact=True)
 
 
 def test_without_the_mask_all_blocks_count_and_it_says_so():
-    assert kernel_work(body()) == KernelWork(flops=18 * FLOPS, is_exact=False)
+    assert work_of(body()) == KernelWork(flops=18 * FLOPS, is_exact=False)
 
 
 def test_a_branch_on_the_grid_alone_is_decided():
     on_grid = body().replace('"stable_mosaic.scf.if"(%6)', '"stable_mosaic.scf.if"(%1)')
-    assert kernel_work(on_grid) == KernelWork(flops=2 * 3 * FLOPS, is_exact=True)
+    assert work_of(on_grid) == KernelWork(flops=2 * 3 * FLOPS, is_exact=True)
 
 
 def test_an_else_branch_counts_where_the_condition_fails():
@@ -68,7 +77,7 @@ def test_an_else_branch_counts_where_the_condition_fails():
         '    }, {\n      "stable_mosaic.scf.yield"() : () -> ()\n    }) : (i1) -> ()\n    %2',
         f"    }}, {{\n      {MATMUL}\n    }}) : (i1) -> ()\n    %2",
     )
-    assert kernel_work(text, [CAUSAL]) == KernelWork(flops=2 * 3 * 2 * FLOPS, is_exact=True)
+    assert work_of(text, [CAUSAL]) == KernelWork(flops=2 * 3 * 2 * FLOPS, is_exact=True)
 
 
 def test_a_loop_inside_counts_its_iterations():
@@ -80,28 +89,28 @@ def test_a_loop_inside_counts_its_iterations():
         "stable_mosaic.scf.yield"() : () -> ()
       }}) : (i32, i32, i32) -> ()"""
     # Of the rows of the causal mask, blocks 0, 0-1 and 0-2 run, with as many iterations as the block's number.
-    assert kernel_work(body(loop), [CAUSAL]) == KernelWork(flops=2 * (0 + 1 + 3) * FLOPS, is_exact=True)
+    assert work_of(body(loop), [CAUSAL]) == KernelWork(flops=2 * (0 + 1 + 3) * FLOPS, is_exact=True)
 
 
 @pytest.mark.parametrize(
     "product",
     [
-        f'%9 = "tpu.matmul"(%7, %8, %8) <{{transpose_lhs = false, transpose_rhs = false}}> : {TYPES}',
-        '%9 = "vector.contract"(%7, %8, %8) {indexing_maps = [affine_map<(d0, d1, d2) -> (d0, d2)>, '
+        f'%9 = "stable_mosaic.tpu.matmul"(%7, %8, %acc) {{transpose_lhs = false, transpose_rhs = false}} : {TYPES}',
+        '%9 = "vector.contract"(%7, %8, %acc) {indexing_maps = [affine_map<(d0, d1, d2) -> (d0, d2)>, '
         "affine_map<(d0, d1, d2) -> (d2, d1)>, affine_map<(d0, d1, d2) -> (d0, d1)>], iterator_types = "
         f"[#vector.iterator_type<parallel>]}} : {TYPES}",
-        '%9 = "tpu.matmul"(%7, %8, %8) {transpose_lhs = true, transpose_rhs = false} : '
+        '%9 = "stable_mosaic.tpu.matmul"(%t, %8, %acc) {transpose_lhs = true, transpose_rhs = false} : '
         "(vector<8x16xbf16>, vector<8x32xbf16>, vector<16x32xf32>) -> vector<16x32xf32>",
     ],
 )
 def test_products_in_other_forms(product):
-    work = kernel_work(body(product), [CAUSAL])
+    work = work_of(body(product), [CAUSAL])
     assert work is not None
     assert work.flops == 12 * FLOPS
 
 
 def test_a_grid_of_unknown_size_is_not_known():
-    assert kernel_work(body(grid="2, 3, -9223372036854775808"), [CAUSAL]) is None
+    assert work_of(body(grid="2, 3, -9223372036854775808"), [CAUSAL]) is None
 
 
 def program(call, mask="{ { 1, 0, 0 }, { 2, 1, 0 }, { 2, 2, 1 } }"):
@@ -146,12 +155,12 @@ def kernel(text="", estimate="", cycles="", mask="{ { 1, 0, 0 }, { 2, 1, 0 }, { 
 
 def test_the_body_and_the_mask_of_a_kernel_are_read_from_the_program():
     loaded, call = kernel(body())
-    work = roofline(loaded, "body", call, decode=bytes.decode)
+    work = roofline(loaded, "body", call, decode=kernel_module)
     assert (work.flops, work.engine, work.is_known, work.is_exact) == (12 * FLOPS, "pallas", True, True)
     assert work.bytes == 9 + 2 * 48 * 8 + 2 * 48 * 32
     loaded, call = kernel(body(), mask="{...}")  # as `as_text()` prints it
-    assert roofline(loaded, "body", call, decode=bytes.decode).flops == 18 * FLOPS
-    assert not roofline(loaded, "body", call, decode=bytes.decode).is_exact
+    assert roofline(loaded, "body", call, decode=kernel_module).flops == 18 * FLOPS
+    assert not roofline(loaded, "body", call, decode=kernel_module).is_exact
 
 
 @pytest.mark.parametrize(("second", "blocks"), [("{ 1, 0 }, { 2, 1 }", 3), ("{ 1, 1 }, { 1, 1 }", 4)])
@@ -176,19 +185,20 @@ ENTRY %main (p: bf16[48,8], i: s32[]) -> bf16[48,32] {{
 backend_config={{"custom_call_config":{{"body":"{base64.b64encode(three_dims(text)).decode()}"}}}}
 }}
 """)
-    work = roofline(loaded, "main", loaded.computations["main"]["k"], decode=bytes.decode)
+    work = roofline(loaded, "main", loaded.computations["main"]["k"], decode=kernel_module)
     assert (work.flops, work.is_exact) == (blocks * FLOPS, blocks == 3)
 
 
 def three_dims(text):
     """The body for a mask `[1, rows, columns]`."""
-    return text.replace('memref.load"(%arg3, %2, %3)', 'memref.load"(%arg3, %0, %2, %3)').encode()
+    loads = 'memref.load"(%arg3, %2, %3) : (memref<3x3xi8, #tpu.memory_space<smem>>, '
+    return text.replace(loads, loads.replace("%2", "%0, %2") + "i32, ").encode()
 
 
 def test_a_kernels_own_estimate_comes_first():
     own = ',"cost_estimate":{"flops":"777","transcendentals":"5","bytes_accessed":"999"}'
     loaded, call = kernel(body(), own)
-    work = roofline(loaded, "body", call, decode=bytes.decode)
+    work = roofline(loaded, "body", call, decode=kernel_module)
     assert (work.flops, work.bytes, work.engine) == (777, 999, "pallas")
 
 

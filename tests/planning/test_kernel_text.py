@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zero_jax as zero
 from zero_jax.hlo import Program, roofline
-from zero_jax.planning.kernel_text import kernel_text, program_text
+from zero_jax.planning.kernel_text import kernel_module, program_text
 
 LENGTH, HEADS, HEAD_DIM, BLOCK = 512, 2, 128, 128
 
@@ -34,7 +34,7 @@ def test_splash_attention_counts_the_blocks_of_its_mask(mask, blocks):
     gradient = jax.jit(jax.grad(lambda x: attend(x).astype(jnp.float32).sum()))
     program = Program(program_text(gradient.trace(x).lower(lowering_platforms=("tpu",)).compile()))
     works = [
-        roofline(program, name, instruction, decode=kernel_text)
+        roofline(program, name, instruction, decode=kernel_module)
         for name, instructions in program.computations.items()
         for instruction in instructions.values()
         if "tpu_custom_call" in instruction.line and instruction.opcode == "custom-call"

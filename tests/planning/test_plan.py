@@ -155,9 +155,15 @@ def test_a_process_of_its_own_reports_the_same(cache, report):
 
 
 def test_closures_reach_the_process(cache):
-    scale = jnp.float32(2)
-    apart = plan(cache, loss_fn=lambda params, batch: scale * planned.loss_fn(params, batch))
-    assert apart.fits
+    """The process makes the program that this one makes: with another value of the closure it would be another one."""
+
+    def scaled(scale):
+        return lambda params, batch: scale * planned.loss_fn(params, batch)
+
+    two, three = scaled(jnp.float32(2)), scaled(jnp.float32(3))
+    here = plan(cache, loss_fn=two, own_process=False)
+    assert not here.from_cache and plan(cache, loss_fn=two).from_cache
+    assert not plan(cache, loss_fn=three, own_process=False).from_cache
 
 
 def test_what_does_not_fit_is_told_with_its_size(cache):
@@ -358,10 +364,9 @@ def test_the_worker_leaves_no_half_written_result(tmp_path):
     """A result appears in one move, so that a killed process leaves none."""
     import cloudpickle
 
-    job = tmp_path / "job"
-    job.write_bytes(cloudpickle.dumps((functools.partial(int), None, {}, {})))
+    (tmp_path / "job").write_bytes(cloudpickle.dumps((functools.partial(int), None, {}, {})))
     environment = {**os.environ, **compile_process.COMPILE_ONLY, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "zero_jax.planning.worker", str(job), str(tmp_path / "result")]
+    command = [sys.executable, "-m", "zero_jax.planning.worker", str(tmp_path)]
     subprocess.run(command, env=environment, check=True, capture_output=True)
     assert isinstance(cloudpickle.loads((tmp_path / "result").read_bytes()), RuntimeError)
     assert not (tmp_path / "result.partial").exists()

@@ -194,7 +194,7 @@ def test_the_compilers_process_ends_with_the_one_that_wants_it(tmp_path):
         cloudpickle.dumps((plan_report.make_report, job, {"name": "endless", "cache": None}, {}))
     )
     environment = {**os.environ, **compile_process.COMPILE_ONLY, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "zero_jax.planning.worker", str(folder / "job"), str(folder / "result"), "1"]
+    command = [sys.executable, "-m", "zero_jax.planning.worker", str(folder), "1"]
     assert os.getpid() != 1
     ended = subprocess.run(command, env=environment, capture_output=True, timeout=120)
     assert ended.returncode == 1, ended.stderr

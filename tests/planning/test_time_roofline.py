@@ -57,13 +57,13 @@ def test_copies_to_another_layout_and_sums_have_shares_of_the_bandwidth_of_their
     ],
 )
 def test_collectives_go_over_the_dims_of_the_torus_as_the_steps_of_a_gather(name, axes, expected):
-    mesh_links = links.MeshLinks(zero.make_mesh(topology=name), topology.parse(name))
+    mesh_links = links.Links(zero.make_mesh(topology=name), topology.parse(name))
     assert mesh_links.gather_seconds(180e9, axes) == pytest.approx(expected)
 
 
 def test_an_axis_over_several_dims_is_gathered_along_each():
     """`data` of 16 along 2 x 2 x 4 chips, none of them closed."""
-    mesh_links = links.MeshLinks(zero.make_mesh(topology="v5p:2x2x4", data_layout=(16,)), topology.parse("v5p:2x2x4"))
+    mesh_links = links.Links(zero.make_mesh(topology="v5p:2x2x4", data_layout=(16,)), topology.parse("v5p:2x2x4"))
     assert mesh_links.gather_seconds(270e9, ("data",)) == pytest.approx(15 / 16)
 
 

@@ -26,7 +26,7 @@ from faults import (
 
 from zero_jax.cli import commands as cli
 from zero_jax.data.dataset import DataConfig
-from zero_jax.data.train_validation_split import TokenPart
+from zero_jax.data.parts import TokenPart
 from zero_jax.models import gpt
 from zero_jax.sharding.precision import LossScaleConfig, Precision
 from zero_jax.trainer import loop as trainer

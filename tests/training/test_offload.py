@@ -256,7 +256,7 @@ def test_wrong_fields():
         zero.Offload(fraction=2.0)
     with pytest.raises(ValueError, match=r"paths='emb': give a list of regular expressions"):
         zero.Offload(paths="emb")
-    with pytest.raises(ValueError, match="'emv' matches the path of no param; some are emb"):
+    with pytest.raises(ValueError, match="'emv' matches the path of no leaf; some are emb"):
         trained(optax.adam(1e-2), offload=zero.Offload(paths=["emv"]))
 
 

@@ -153,6 +153,18 @@ def mask_of_a_longer_sequence(q, k, v, data):
     return values(jax.nn.softmax(masked(scores(q, k) * SCALE, mask)), v)
 
 
+@same("window -inf to 1")
+def part_of_a_longer_mask(q, k, v, data):
+    mask = jax.lax.dynamic_slice(causal(32), (8, 7), (8, 8))
+    return values(jax.nn.softmax(masked(scores(q, k) * SCALE, mask)), v)
+
+
+@same("causal")
+def positions_in_blocks(q, k, v, data):
+    at = (4 * jnp.arange(2)[:, None] + jnp.arange(4)).reshape(8)
+    return values(jax.nn.softmax(masked(scores(q, k) * SCALE, at[:, None] >= at)), v)
+
+
 @same("causal, segments")
 def packed(q, k, v, data):
     ids = data["segments"]
@@ -165,6 +177,22 @@ def packed_without_order(q, k, v, data):
     ids = data["segments"]
     differ = ids[:, None, :, None] != ids[:, None, None, :]
     return values(jax.nn.softmax(jnp.where(differ, -1e30, scores(q, k) * SCALE)), v)
+
+
+@same("causal, segments")
+def two_added_masks(q, k, v, data):
+    ids = data["segments"]
+    x = scores(q, k) * SCALE + jnp.where(ids[:, None, :, None] == ids[:, None, None, :], 0.0, -1e9)
+    return values(jax.nn.softmax(x + jnp.where(causal(8), 0.0, -1e9)), v)
+
+
+@same("batch 2, 8 x 8, 4 heads, causal, segments")
+def packed_with_heads_in_the_batch(q, k, v, data):
+    ids = data["segments"]
+    mask = jnp.broadcast_to((ids[:, None, :, None] == ids[:, None, None, :]) & causal(8), (2, 4, 8, 8))
+    q, k, v = (x.transpose(0, 2, 1, 3).reshape(8, 8, 6) for x in (q, k, v))
+    p = jax.nn.softmax(masked(q @ k.swapaxes(1, 2) * SCALE, mask.reshape(8, 8, 8)))
+    return (p @ v).reshape(2, 4, 8, 6).transpose(0, 2, 1, 3)
 
 
 @same("causal, window -3 to 0")

@@ -82,6 +82,31 @@ def test_another_function_is_left(name):
     assert report.num_left == 1 and case.reason in report.rows[0].reason, report
 
 
+@pytest.mark.parametrize("kind", ["range", "triangle", "bias", "float", "part"])
+def test_masks_of_long_sequences_are_not_computed(kind):
+    t = 2**17  # a mask of 16 GiB
+
+    def mask():
+        rows, columns = jnp.arange(t)[:, None], jnp.arange(t)
+        match kind:
+            case "range":
+                return (columns <= rows) & (rows - columns < 100)
+            case "float":
+                return rows.astype(jnp.float32) >= columns.astype(jnp.float32)
+            case "part":
+                return jax.lax.dynamic_slice(cases.causal(2 * t), (t, t), (t, t))
+        return cases.causal(t)
+
+    def loss(params, batch):
+        x = batch @ params @ batch.T
+        x = x + (1 - mask()) * -1e9 if kind == "bias" else cases.masked(x, mask())
+        return (jax.nn.softmax(x) @ batch).sum()
+
+    report = zero.attention_report(loss, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4, 4), (t, 4))))
+    expected = "causal, window -99 to 0" if kind == "range" else "causal"
+    assert report.num_by_xla == 1 and str(report).endswith(f"1 heads, {expected})"), report
+
+
 @pytest.mark.parametrize(
     ("platform", "capability", "shape", "says"),
     [

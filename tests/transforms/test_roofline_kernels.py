@@ -8,7 +8,8 @@ import zero_jax as zero
 from zero_jax.attention import attention_work, primitive
 from zero_jax.attention.case import Band
 from zero_jax.attention.placement import KernelPlacement
-from zero_jax.transforms import Kernel, ValueSharding, kernels, propagate_shardings
+from zero_jax.dims import ValueSharding, propagate_shardings
+from zero_jax.transforms import Kernel, kernels
 
 SIZES = {"data": 1, "model": 4}
 B, D, F = 8, 16, 64

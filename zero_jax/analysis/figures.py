@@ -1,4 +1,4 @@
-"""Plots memory and throughput, as PNG, SVG or PDF."""
+"""Plots memory by stage, and has what all figures share: PNG, SVG or PDF."""
 
 from __future__ import annotations
 
@@ -38,21 +38,6 @@ class MemoryBar:
     num_devices: int
     formula_bytes: Mapping[str, float]
     measured_bytes: Mapping[str, float] | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ThroughputRow:
-    """The throughput of a model on a number of devices.
-
-    Attributes:
-      num_devices: devices.
-      per_device_batch_size: examples of a device in a step, the most that fit.
-      per_device_tokens_per_second: estimated throughput of a device.
-    """
-
-    num_devices: int
-    per_device_batch_size: float
-    per_device_tokens_per_second: float
 
 
 def plot_memory(
@@ -136,46 +121,6 @@ def _memory_legend(bars: Sequence[MemoryBar], shown: Mapping[str, str], capacity
         label = f"memory of a device ({_gb(capacity_bytes / 1e9)} GB)"
         handles.append(Line2D([], [], color="#D55E00", linewidth=1, linestyle="--", label=label))
     return handles
-
-
-def plot_throughput(path: pathlib.Path | str, rows: Sequence[ThroughputRow], *, title: str = "") -> None:
-    """Plots the largest batch that fits and the estimated throughput, both per device, against the number of devices.
-
-    A dashed line shows linear scaling: the same throughput per device as on the fewest devices. The file is `.png`,
-    `.svg` or `.pdf`.
-
-    Raises:
-      ValueError: no rows, or another suffix.
-    """
-    if not rows:
-        raise ValueError("plot_throughput: there are no rows to draw")
-    rows = sorted(rows, key=lambda row: row.num_devices)
-    figure = new_figure(path, width=9, height=4)
-    panels = figure.subplots(1, 2)
-    devices, throughputs = zip(*((row.num_devices, row.per_device_tokens_per_second) for row in rows), strict=True)
-    series = (
-        ("largest batch per device (examples)", [row.per_device_batch_size for row in rows], "#0072B2", "o"),
-        ("estimated throughput per device (tokens/s)", throughputs, "#D55E00", "s"),
-    )
-    for panel, (label, values, color, marker) in zip(panels, series, strict=True):
-        panel.plot(devices, values, color=color, marker=marker, linewidth=1.5, markersize=5)
-        for x, y in zip(devices, values, strict=True):
-            text = f"{y:,.0f}" if y >= 100 else f"{y:.3g}"
-            panel.annotate(text, (x, y), (0, 5), textcoords="offset points", ha="center", fontsize=8)
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(devices, [f"{n:,}" for n in devices])
-        panel.minorticks_off()
-        panel.set_xlabel("devices (N)")
-        panel.set_ylabel(label)
-        panel.set_ylim(0, max(values) * 1.15)
-        panel.margins(x=0.08)
-        tidy(panel)
-    first = series[1][1][0]
-    panels[1].axhline(first, color="#666666", linestyle="--", linewidth=1, label="linear scaling")
-    panels[1].legend(frameon=False, loc="lower right")
-    if title:
-        figure.suptitle(title)
-    save_figure(figure, path)
 
 
 def _gb(size: float) -> str:

@@ -32,26 +32,6 @@ SHARDED_RESIDUAL_OVERHEAD = 1 / 12
 REMAT_EXTRA_COMPUTE = 1 / 3
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelStateBytes:
-    """Bytes of the model states on one device.
-
-    Attributes:
-      params_bytes: low-precision params.
-      grads_bytes: gradients.
-      opt_state_bytes: optimizer state with the master params.
-    """
-
-    params_bytes: float
-    grads_bytes: float
-    opt_state_bytes: float
-
-    @property
-    def total_bytes(self) -> float:
-        """All of the model states."""
-        return self.params_bytes + self.grads_bytes + self.opt_state_bytes
-
-
 def model_state_bytes(
     num_params: float,
     *,
@@ -60,8 +40,8 @@ def model_state_bytes(
     optimizer_bytes: float = 12,
     param_bytes: float = 2,
     grad_bytes: float = 2,
-) -> ModelStateBytes:
-    """Returns the bytes of model states on each device (sections 3.1 and 5).
+) -> dict[str, float]:
+    """Returns the bytes of params, gradients and optimizer state on each device (sections 3.1 and 5).
 
     Args:
       num_params: parameters (psi); with model parallelism those of one of its parts.
@@ -78,8 +58,7 @@ def model_state_bytes(
     sizes = {"params": param_bytes, "grads": grad_bytes, "opt_state": optimizer_bytes}
     if num_params < 0 or min(sizes.values()) < 0:
         raise ValueError(f"num_params={num_params}, bytes a parameter {sizes}: give no negative numbers")
-    each = {group: size * num_params / (num_devices if group in sharded else 1) for group, size in sizes.items()}
-    return ModelStateBytes(params_bytes=each["params"], grads_bytes=each["grads"], opt_state_bytes=each["opt_state"])
+    return {group: size * num_params / (num_devices if group in sharded else 1) for group, size in sizes.items()}
 
 
 def max_params(
@@ -98,7 +77,7 @@ def max_params(
       ValueError: an unknown group or no device.
     """
     each = model_state_bytes(1, sharded=sharded, num_devices=num_devices, **param_bytes)
-    return capacity_bytes * model / each.total_bytes
+    return capacity_bytes * model / sum(each.values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

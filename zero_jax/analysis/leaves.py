@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax.core.text_tables import format_bytes
-from zero_jax.hlo import Program, arrays, parse_shape
+from zero_jax.hlo import Instruction, Program
 
 GROUPS = ("params", "master", "opt_state", "model_state", "grad_errors", "batch", "other")
 STATE_GROUPS = GROUPS[:5]
@@ -89,13 +89,12 @@ def host_memory_kind(sharding: Any) -> str | None:
 
 def argument_leaves(program: Program, compiled: Any) -> tuple[ArgumentLeaf, ...]:
     """Returns the arguments of a program, in order; shardings that its text lacks are those of `compiled.args_info`."""
-    parameters = [value for value in program.computations[program.entry].values() if value.opcode == "parameter"]
-    parameters.sort(key=lambda parameter: int(parameter.operands[0]))
-    known_dims = _global_dims(compiled, [(parameter.op_name, parameter.shape) for parameter in parameters])
+    parameters = program.parameters(program.entry)
+    known_dims = _global_dims(compiled, parameters)
     leaves = []
     for parameter in parameters:
         path = path_of(parameter.op_name) or parameter.name
-        for array in arrays(parse_shape(parameter.shape)):
+        for array in parameter.arrays:
             shards = _shards(parameter.line, len(array.dims))
             global_dims = known_dims.get(parameter.op_name)
             if shards is not None:
@@ -158,7 +157,7 @@ def not_donated(program: Program, leaves: Sequence[ArgumentLeaf], donated: Seque
     written over it), and the program returns another array of its shape and dtype.
     """
     root = program.computations[program.entry][program.roots[program.entry]]
-    returned = collections.Counter((array.dtype, array.dims) for array in arrays(parse_shape(root.shape)))
+    returned = collections.Counter((array.dtype, array.dims) for array in root.arrays)
     leaves_and_donated = list(zip(leaves, donated, strict=True))
     returned -= collections.Counter((leaf.dtype, leaf.dims) for leaf, is_donated in leaves_and_donated if is_donated)
     copied = []
@@ -177,15 +176,15 @@ def _shards(line: str, rank: int) -> tuple[int, ...] | None:
     return tuple(map(int, match[1].split(",")))[:rank] if match else None
 
 
-def _global_dims(compiled: Any, parameters: list[tuple[str, str]]) -> Mapping[str, tuple[int, ...]]:
+def _global_dims(compiled: Any, parameters: list[Instruction]) -> Mapping[str, tuple[int, ...]]:
     """Returns the dims of global arguments by name, from `compiled.args_info`."""
     if not hasattr(compiled, "args_info"):
         return {}
     with_paths = jax.tree_util.tree_leaves_with_path(compiled.args_info, is_leaf=lambda x: hasattr(x, "donated"))
     infos = [(jax.tree_util.keystr(path[2:]), info) for path, info in with_paths]
     dims, index = {}, 0
-    for name, shape in parameters:  # some of the arguments, in order, each with the name of the function's argument
-        (array,) = arrays(parse_shape(shape))
+    for parameter in parameters:  # some of the arguments, in order, each with the name of the function's argument
+        name, (array,) = parameter.op_name, parameter.arrays
         while index < len(infos) and not (name.endswith(infos[index][0]) and _can_be(array.dims, infos[index][1])):
             index += 1
         if index == len(infos):

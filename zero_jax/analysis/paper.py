@@ -164,8 +164,7 @@ def figure1() -> PaperTable:
     rows = []
     for case, sharded in PAPER_CASES.items():
         states = model_state_bytes(7.5e9, sharded=sharded, num_devices=64)
-        parts = (states.params_bytes, states.grads_bytes, states.opt_state_bytes, states.total_bytes)
-        rows.append((case, *(float(part) / 1e9 for part in parts)))
+        rows.append((case, *(float(size) / 1e9 for size in (*states.values(), sum(states.values())))))
     return PaperTable(
         name="figure1",
         title="Figure 1: model states per device (GB), psi = 7.5B, N = 64, K = 12",
@@ -183,7 +182,7 @@ def table1() -> PaperTable:
     for n in _NUM_DEVICES:
         pairs = ((psi, sharded) for psi in _TABLE_1_PARAMS for _, sharded in partitions)
         states = (model_state_bytes(psi, sharded=sharded, num_devices=n) for psi, sharded in pairs)
-        rows.append((n, *(each.total_bytes / 1e9 for each in states)))
+        rows.append((n, *(sum(each.values()) / 1e9 for each in states)))
     return PaperTable(
         name="table1",
         title="Table 1: model states per device (GB) on N devices, K = 12",

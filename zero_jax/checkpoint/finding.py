@@ -51,22 +51,6 @@ def step_folder(directory: epath.Path, step: int) -> epath.Path:
     return replaced if is_replaced else path
 
 
-def newest_record(directory: str | os.PathLike[str]) -> tuple[Record | None, list[str]]:
-    """Returns the newest record that is valid and of its folder's step, and why newer ones are not.
-
-    Checkpoints that a run deletes meanwhile are none of them.
-    """
-    directory, problems = resolve_folder(directory), {}
-    while steps := [step for step in list_step_folders(directory) if step not in problems]:
-        try:
-            return read_record(step_folder(directory, steps[-1])), [*problems.values()]
-        except CheckpointRemoved:
-            continue  # it is listed no more, or saved again
-        except CheckpointError as error:
-            problems[steps[-1]] = str(error)
-    return None, [*problems.values()]
-
-
 def list_records(directory: str | os.PathLike[str]) -> list[Record]:
     """Returns the records of the complete saves in `directory`, in order, as `list_steps` does their steps."""
     directory, records = resolve_folder(directory), []
@@ -86,8 +70,8 @@ def list_steps(directory: str | os.PathLike[str]) -> list[int]:
 
 def latest_step(directory: str | os.PathLike[str]) -> int | None:
     """Returns the newest step with a complete save, or None; see `list_steps`."""
-    record, _ = newest_record(directory)
-    return record.step if record else None
+    steps = list_steps(directory)
+    return steps[-1] if steps else None
 
 
 def steps_folder(path: str | os.PathLike[str]) -> epath.Path:
@@ -122,10 +106,15 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> tu
         raise CheckpointError(f"{missing_message(folder, steps, step)}: give a run's folder, or another step")
     if step is not None:
         return read_record(step_folder(folder, step)), []
-    record, problems = newest_record(folder)
-    if record is None:
-        raise CheckpointError(all_damaged_message(folder, problems))
-    return record, problems
+    problems: dict[int, str] = {}
+    while untried := [number for number in steps if number not in problems]:
+        try:
+            return read_record(step_folder(folder, untried[-1])), [*problems.values()]
+        except CheckpointRemoved:
+            steps = list_step_folders(folder)  # a run has deleted it, or saved it again
+        except CheckpointError as error:
+            problems[untried[-1]] = str(error)
+    raise CheckpointError(all_damaged_message(folder, [*problems.values()]))
 
 
 def check_outside(folder: str | os.PathLike[str]) -> None:

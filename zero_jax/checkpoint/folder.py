@@ -72,7 +72,7 @@ class CheckpointFolder:
                 _check_removable(path, step)
         if _exists(partial):  # in a bucket: the older checkpoint
             _remove(partial)
-        partial.mkdir()
+        partial.mkdir(exist_ok=is_bucket(partial))  # a bucket may still have the folder in a cache of names
         _write(partial / MARK, _marker_of(step))
 
     def publish(self, step: int, record: bytes) -> None:
@@ -171,17 +171,17 @@ def _reason_to_keep(path: epath.Path, step: int, *, may_lack_marker: bool = Fals
 
 def _foreign(path: epath.Path) -> list[str]:
     """Returns the files and folders in a folder that no save writes."""
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    foreign = []
-    # Not `iterdir` of etils, which leaves out names that end with a tilde, as editors give to copies of files.
-    for folder, folders, files in path.walk(on_error=fail):
-        for entry in (folder / name for name in (*folders, *files)):
+    foreign, pending = [], [path]
+    while pending:
+        folder = pending.pop()
+        # `iterdir` of etils leaves out names that end with a tilde, which editors give to copies of files.
+        names = [entry.name for entry in folder.iterdir()] if is_bucket(folder) else os.listdir(folder)
+        for entry in (folder / name for name in names):
             name = os.fspath(entry)[len(os.fspath(path)) :].strip("/")
             if os.path.islink(entry) or not _WRITTEN.fullmatch(name):
                 foreign.append(printable(name))
+            elif entry.is_dir():
+                pending.append(entry)
     return sorted(foreign)
 
 
@@ -212,8 +212,8 @@ def _write(path: epath.Path, content: bytes) -> None:
     """Writes a file and flushes it to the disk."""
     with path.open("wb") as file:
         file.write(content)
-        file.flush()
         if not is_bucket(path):
+            file.flush()
             os.fsync(file.fileno())
     _sync(path.parent)
 

@@ -10,7 +10,6 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -124,9 +123,7 @@ def cut_slices(
         )
 
 
-def read_slices(
-    record: Record, name: str, context: tensorstore.Context, limit_bytes: int = _SLICE_BYTES
-) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+def read_slices(record: Record, name: str) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
     """Reads a leaf in its stored form, slice by slice in any order, each chunk of its files once.
 
     Raises:
@@ -134,9 +131,9 @@ def read_slices(
     """
     leaf, total = record.leaves[name], 0
     if 0 not in leaf.stored_shape:
-        store = open_leaf(record, name, context)
+        store = open_leaf(record, name, make_context(0))
         chunk = [size or 1 for size in store.chunk_layout.read_chunk.shape or ()]
-        for index in cut_slices(leaf.stored_shape, jnp.dtype(leaf.stored_dtype).itemsize, limit_bytes, chunk):
+        for index in cut_slices(leaf.stored_shape, jnp.dtype(leaf.stored_dtype).itemsize, _SLICE_BYTES, chunk):
             try:
                 part = np.asarray(store[index].read().result())
             except ValueError as error:
@@ -161,7 +158,7 @@ def verify(record: Record) -> list[str]:
     Raises:
       CheckpointRemoved: the checkpoint was deleted meanwhile.
     """
-    problems, context = [], make_context(0)
+    problems: list[str] = []
 
     def check(read: Callable[[], object]) -> None:
         try:
@@ -176,7 +173,7 @@ def verify(record: Record) -> list[str]:
         return problems
     check(lambda: check_index(record))
     for name in record.leaves:
-        check(lambda name=name: collections.deque(read_slices(record, name, context), maxlen=0))
+        check(lambda name=name: collections.deque(read_slices(record, name), maxlen=0))
     return list(dict.fromkeys(problems))
 
 
@@ -206,40 +203,40 @@ def _read_ahead(record: Record, shardings: Mapping[str, NamedSharding]) -> Itera
     for name, sharding in shardings.items():
         # The words of PRNG keys, the stored form, are replicated.
         spec = PartitionSpec() if record.leaves[name].is_key else sharding.spec
-        reads = _ShardReads(record, name, NamedSharding(sharding.mesh, spec), context)
-        pending_bytes += reads.nbytes
-        pending.append((name, reads))
+        num_bytes, finish = _start_reads(record, name, NamedSharding(sharding.mesh, spec), context)
+        pending.append((name, num_bytes, finish))
+        pending_bytes += num_bytes
         while pending_bytes > _PENDING_BYTES and len(pending) > 1:
-            done, reads = pending.popleft()
-            pending_bytes -= reads.nbytes
-            yield done, reads.result()
-    for name, reads in pending:
-        yield name, reads.result()
+            done, num_bytes, finish = pending.popleft()
+            pending_bytes -= num_bytes
+            yield done, finish()
+    for name, _, finish in pending:
+        yield name, finish()
 
 
-class _ShardReads:
-    """Asynchronous reads of this process's shards of a leaf; replicas share a read."""
+def _start_reads(
+    record: Record, name: str, sharding: NamedSharding, context: tensorstore.Context
+) -> tuple[int, Callable[[], Array]]:
+    """Starts to read this process's shards of a leaf, of which replicas share one.
 
-    def __init__(self, record: Record, name: str, sharding: NamedSharding, context: Any) -> None:
-        self.record, self.name, self.sharding = record, name, sharding
-        self.leaf = record.leaves[name]
-        self.indices = sharding.addressable_devices_indices_map(self.leaf.stored_shape)
-        store = None if 0 in self.leaf.stored_shape else open_leaf(record, name, context)
-        self.reads = {str(index): store[index].read() for index in self.indices.values()} if store else {}
-        shard_size = math.prod(sharding.shard_shape(self.leaf.stored_shape))
-        self.nbytes = len(self.reads) * shard_size * jnp.dtype(self.leaf.stored_dtype).itemsize
+    Returns:
+      Their bytes, and a function that waits for them and returns the global array.
+    """
+    shape, dtype = record.leaves[name].stored_shape, jnp.dtype(record.leaves[name].stored_dtype)
+    shard_shape, indices = sharding.shard_shape(shape), sharding.addressable_devices_indices_map(shape)
+    store = None if 0 in shape else open_leaf(record, name, context)
+    reads = {str(index): store[index].read() for index in indices.values()} if store else {}
 
-    def result(self) -> Array:
-        """Waits for the shards, and returns the global array."""
-        dtype = jnp.dtype(self.leaf.stored_dtype)
+    def finish() -> Array:
         try:
-            parts = {key: np.asarray(read.result()) for key, read in self.reads.items()}
+            parts = {key: np.asarray(read.result()) for key, read in reads.items()}
         except ValueError as error:
-            raise leaf_error(self.record, self.name, error) from error
-        shape = self.leaf.stored_shape
-        empty = np.empty(self.sharding.shard_shape(shape), dtype)
-        shards = [jax.device_put(parts.get(str(index), empty), device) for device, index in self.indices.items()]
-        return jax.make_array_from_single_device_arrays(shape, self.sharding, shards, dtype=dtype)
+            raise leaf_error(record, name, error) from error
+        empty = np.empty(shard_shape, dtype)
+        shards = [jax.device_put(parts.get(str(index), empty), device) for device, index in indices.items()]
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=dtype)
+
+    return len(reads) * math.prod(shard_shape) * dtype.itemsize, finish
 
 
 def _decode(x: Array, leaf: SavedLeaf, sharding: NamedSharding) -> Array:

@@ -139,8 +139,14 @@ def restore(
                 warn(f"checkpoint of step {candidate} passed over: {error}")
                 steps = _agreed_steps(directory)  # a run may delete it, and save newer ones
             continue
-        fields = {"step": record.step, "extra": record.extra, "loss": record.loss, "path": os.fspath(record.path)}
-        return Restored(state=state, warnings=tuple(warnings), **fields)
+        return Restored(
+            state=state,
+            step=record.step,
+            extra=record.extra,
+            loss=record.loss,
+            path=os.fspath(record.path),
+            warnings=tuple(warnings),
+        )
     if step is not None:
         raise CheckpointError(f"{problems[step]}; other checkpoints there: {sorted({*steps} - {step}) or 'none'}")
     raise CheckpointError(all_damaged_message(directory, [*problems.values()]))
@@ -270,30 +276,29 @@ class _Restore:
             self.warn(
                 f"errors of {len(dropped)} quantized gradients were dropped: the config has no error feedback there"
             )
-        casts = collections.Counter(
-            (record.leaves[name].dtype, dtype_name(x))
-            for name, x in target.items()
-            if record.leaves[name].dtype != dtype_name(x)
-        )
-        for (old, new), count in casts.items():
-            self.warn(f"{count} leaves were saved as {old} and are {new} now")
+        dtypes = collections.Counter((record.leaves[name].dtype, dtype_name(x)) for name, x in target.items())
+        for (old, new), count in dtypes.items():
+            if old != new:
+                self.warn(f"{count} leaves were saved as {old} and are {new} now")
 
 
 def _check_leaves(record: Record, target: Mapping[str, Any], *, params_only: bool) -> None:
     """Raises for a checkpoint of another model or optimizer; one error lists all differences."""
     groups = {"params", *map(_group, target)} if params_only else set(map(_group, record.leaves)) - {*_OPTIONAL}
-    saved = {name: leaf for name, leaf in record.leaves.items() if _group(name) in groups}
-    absent = [name for name in target if name not in record.leaves]
-    extra = [name for name in saved if name not in target]
-    lines = [_absent_line(name, target[name], [x for x in extra if saved[x].shape == target[name].shape] or extra)
-             for name in absent]  # fmt: skip
-    lines += [f"{printable(name)}: the checkpoint has it, the state has not" for name in extra]
+    extra = [name for name in record.leaves if _group(name) in groups and name not in target]
+    lines = []
     for name, x in target.items():
         leaf = record.leaves.get(name)
-        if leaf and leaf.shape != tuple(x.shape):
+        if leaf is None:
+            alike = [other for other in extra if record.leaves[other].shape == x.shape]
+            hint = did_you_mean(name, alike or extra, " (it has {})")
+            wanted = f"{dtype_name(x)}{list(x.shape)}"
+            lines.append(f"{printable(name)}: the checkpoint has no such leaf{hint}, the state has {wanted}")
+        elif leaf.shape != tuple(x.shape):
             lines.append(f"{printable(name)}: saved as {list(leaf.shape)}, the state has {list(x.shape)}")
-        elif leaf and not _castable(leaf.dtype, dtype_name(x)):
+        elif leaf.dtype != dtype_name(x) and not (_is_float(leaf.dtype) and _is_float(dtype_name(x))):
             lines.append(f"{printable(name)}: saved as {leaf.dtype}, the state has {dtype_name(x)}")
+    lines += [f"{printable(name)}: the checkpoint has it, the state has not" for name in extra]
     if not lines:
         return
     lines.sort(key=lambda line: _group(line) not in _OF_THE_MODEL)
@@ -312,17 +317,8 @@ def _check_leaves(record: Record, target: Mapping[str, Any], *, params_only: boo
     raise ValueError(f"{record.path} does not fit the state:\n  " + "\n  ".join(shown) + f"\n{remedy}")
 
 
-def _absent_line(name: str, x: Any, extra: list[str]) -> str:
-    hint = did_you_mean(name, extra, " (it has {})")
-    return f"{printable(name)}: the checkpoint has no such leaf{hint}, the state has {dtype_name(x)}{list(x.shape)}"
-
-
-def _castable(old: str, new: str) -> bool:
-    if old == new:
-        return True
-    if old.startswith("key<") or new.startswith("key<"):
-        return False
-    return all(jnp.issubdtype(jnp.dtype(name), jnp.floating) for name in (old, new))
+def _is_float(dtype: str) -> bool:
+    return not dtype.startswith("key<") and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
 
 
 def _group(name: str) -> str:

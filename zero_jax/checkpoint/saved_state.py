@@ -7,7 +7,6 @@ that the files do not support is saved as its bits.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -46,37 +45,30 @@ def dtype_name(x: Any) -> str:
     return jnp.dtype(x.dtype).name
 
 
-def encode(x: Array) -> Array:
+def _encode(x: Array) -> Array:
     """Encodes a leaf: PRNG keys as their words, one-byte dtypes such as float8 and int4 as their bits."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(x)
-    if not is_bits(dtype_name(x)):
-        return x
-    num_bits = jnp.iinfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo(x.dtype).bits
-    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{num_bits}")).astype(np.uint8)
+    return lax.bitcast_convert_type(x, _bits_of(x.dtype)).astype(np.uint8)
 
 
 def decode(x: Array, leaf: SavedLeaf) -> Array:
-    """Returns the leaf that `encode` stored."""
+    """Returns a leaf from its saved form."""
     if leaf.is_key:
         return jax.random.wrap_key_data(x, impl=leaf.dtype[4:-1])
     if not is_bits(leaf.dtype):
         return x
-    dtype = jnp.dtype(leaf.dtype)
-    num_bits = jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).bits
-    return lax.bitcast_convert_type(x.astype(jnp.dtype(f"uint{num_bits}")), dtype)
+    return lax.bitcast_convert_type(x.astype(_bits_of(jnp.dtype(leaf.dtype))), jnp.dtype(leaf.dtype))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Encoded:
-    """An encoded state: arrays (those without elements left out), and the record of every leaf."""
-
-    arrays: dict[str, Array]
-    leaves: dict[str, SavedLeaf]
+def _bits_of(dtype: np.dtype) -> np.dtype:
+    """Returns the unsigned dtype of as many bits."""
+    info = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype)
+    return jnp.dtype(f"uint{info.bits}")
 
 
-def encode_state(state: TrainState, *, mesh: Mesh) -> Encoded:
-    """Encodes a state, with fingerprints that the devices compute.
+def encode_state(state: TrainState, *, mesh: Mesh) -> tuple[dict[str, Array], dict[str, SavedLeaf]]:
+    """Returns the arrays to save (none without elements), and the record of every leaf; devices make fingerprints.
 
     Waits for the state to be ready.
     """
@@ -85,9 +77,9 @@ def encode_state(state: TrainState, *, mesh: Mesh) -> Encoded:
         if not isinstance(x, jax.Array) or x.is_deleted():
             problem = "was donated to a step" if isinstance(x, jax.Array) else f"is a {type(x).__name__}, no jax.Array"
             raise ValueError(f"leaf {name!r} of the state {problem}: save the state that the last step returned")
-    arrays = {name: encode_leaf(x) for name, x in leaves.items()}
+    arrays = {name: _encoded(x) for name, x in leaves.items()}
     checksums = fingerprints(list(arrays.values()), mesh=mesh)
-    described = {
+    records = {
         name: SavedLeaf(
             shape=tuple(x.shape),
             dtype=dtype_name(x),
@@ -97,16 +89,13 @@ def encode_state(state: TrainState, *, mesh: Mesh) -> Encoded:
         )
         for (name, x), number in zip(leaves.items(), checksums, strict=True)
     }
-    return Encoded(arrays={name: x for name, x in arrays.items() if x.size}, leaves=described)
+    return {name: x for name, x in arrays.items() if x.size}, records
 
 
-def encode_leaf(x: Array) -> Array:
+def _encoded(x: Array) -> Array:
     """Encodes a leaf on its devices; most are stored as they are."""
     name = dtype_name(x)
-    return _encode(x) if name.startswith("key<") or is_bits(name) else x
-
-
-_encode = jax.jit(encode)
+    return jax.jit(_encode)(x) if name.startswith("key<") or is_bits(name) else x
 
 
 def fingerprints(arrays: list[Array], *, mesh: Mesh) -> list[int]:

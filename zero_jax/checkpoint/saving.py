@@ -171,7 +171,7 @@ class Checkpointer:
         started = time.perf_counter()
         mesh = state.step.sharding.mesh  # type: ignore[union-attr]
         with on_mesh(mesh):
-            encoded, nonfinite = encode_state(state, mesh=mesh), nonfinite_leaves(state, mesh=mesh)
+            (arrays, leaves), nonfinite = encode_state(state, mesh=mesh), nonfinite_leaves(state, mesh=mesh)
         if nonfinite:
             if not allow_nonfinite:
                 raise NonfiniteState(step, nonfinite)
@@ -179,7 +179,7 @@ class Checkpointer:
         folder = self._folder.writing(step) / STATE
         try:
             with Agreement(lambda processes: OtherProcessFailed(f"process {processes} failed")):
-                record = record_to_json(step=step, loss=loss, leaves=encoded.leaves, extra=extra or {})
+                record = record_to_json(step=step, loss=loss, leaves=leaves, extra=extra or {})
                 if _is_primary():
                     self._folder.make()
                     self._lock.take()
@@ -188,7 +188,7 @@ class Checkpointer:
         except Exception as error:
             self._failed(step, error)
         else:
-            writes = ArrayWrites(encoded.arrays, folder)
+            writes = ArrayWrites(arrays, folder)
             thread = ThreadPoolExecutor(1, thread_name_prefix=f"checkpoint of step {step}")
             self._under_way = step, thread.submit(self._finish, step, record, writes)
             thread.shutdown(wait=False)

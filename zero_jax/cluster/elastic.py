@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection
 
 from zero_jax.cluster.preemption import EXIT_CODE as SAVED
-from zero_jax.cluster.processes import Round
+from zero_jax.cluster.processes import LaunchConfig, Round
 from zero_jax.cluster.watchdog import EXIT_CODE as HUNG
 
 STARTED_AFTER = "ZERO_JAX_STARTED_AFTER_FILE"
@@ -59,31 +59,20 @@ class Elastic:
       reason: why there is another restart, or why there is none after failures; '' where nothing is to be said.
     """
 
-    def __init__(
-        self,
-        *,
-        num_processes: int,
-        min_processes: int,
-        max_restarts: int,
-        rejoin_seconds: float,
-        refused: Collection[int] = (),
-    ):
-        """Takes the settings of `LaunchConfig`, and numbers that are not to be tried."""
-        self._num_processes, self._min_processes = num_processes, min_processes
-        self._max_restarts, self._rejoin_seconds = max_restarts, rejoin_seconds
-        self._back_at: list[float] = []  # when each lost process is tried again
-        self._refused = set(refused)
-        self._wait_seconds = rejoin_seconds
-        self._size, self._has_grown = num_processes, False
+    def __init__(self, config: LaunchConfig, *, refused: Collection[int] = ()):
+        """Takes numbers that are not to be tried."""
+        self._config, self._refused = config, set(refused)
+        self._size, self._has_grown = config.num_processes, False
+        self._back_at: list[float] = []  # when each lost process is tried again, in this order
+        self._wait_seconds = config.rejoin_seconds
         self._step = self._num_in_a_row = 0
         self.num_restarts, self.has_step, self.reason = 0, False, ""
 
     @property
     def seconds_to_larger(self) -> float | None:
         """Seconds that the next processes run until more are started, or None; enough for them to get somewhere."""
-        for k, back_at in enumerate(sorted(self._back_at)):
-            size = self._num_processes - len(self._back_at) + k + 1
-            if size > self._size and size not in self._refused:
+        for k, back_at in enumerate(self._back_at, 1):
+            if (self._largest(len(self._back_at) - k) or 0) > self._size:
                 return max(self._wait_seconds, back_at - time.monotonic())
         return None
 
@@ -97,10 +86,8 @@ class Elastic:
         self.reason = ""
         if first is None or ended.is_stopped or first.status == _DIVERGED:
             return None
-        has_progress = step is not None and step > self._step
-        self._step = max(self._step, step or 0)
-        if has_progress:
-            self._num_in_a_row = 0
+        if step is not None and step > self._step:
+            self._step, self._num_in_a_row = step, 0
         if ended.is_interrupted:
             self.reason = "a lost process is tried again"
         elif first.status == _REFUSED:
@@ -111,36 +98,41 @@ class Elastic:
         else:
             self.reason = f"process {first.process_index} of {ended.num_processes} {first}"
             self._num_in_a_row += 1
-            if self._num_in_a_row > self._max_restarts:
-                self.reason = f"{self._max_restarts} restarts in a row did not get beyond step {self._step}"
+            if self._num_in_a_row > self._config.max_restarts:
+                self.reason = f"{self._config.max_restarts} restarts in a row did not get beyond step {self._step}"
                 return None
-            self._lose(ended, first.status)
-        size = self._choose()
+            # After a hang the status does not show which process failed: all are started again.
+            if first.status not in (SAVED, HUNG):
+                self._lose(ended)
+        return self._restarted()
+
+    def _lose(self, ended: Round) -> None:
+        """Leaves lost processes out for a while, and for twice as long if they are lost again soon after a restart."""
+        is_early = self._has_grown and ended.seconds < self._wait_seconds
+        rejoin_seconds = self._config.rejoin_seconds
+        self._wait_seconds = min(2 * self._wait_seconds, _LONGEST_WAIT_SECONDS) if is_early else rejoin_seconds
+        self._back_at = sorted(self._back_at + [time.monotonic() + self._wait_seconds] * ended.num_lost)
+
+    def _restarted(self) -> int | None:
+        """Counts a restart, with as many processes as there are; returns their number, or None if none is accepted."""
+        now, most = time.monotonic(), self._config.num_processes
+        self._back_at = [back_at for back_at in self._back_at if back_at > now]
+        while (size := self._largest(len(self._back_at))) is None and self._back_at:
+            del self._back_at[0]  # too few are left: the one that was lost first is tried again at once
         if size is None:
-            self.reason = f"no number of processes from {self._min_processes} to {self._num_processes} is accepted"
+            self.reason = f"no number of processes from {self._least} to {most} is accepted"
             return None
-        skipped = ", ".join(str(more) for more in range(self._num_processes - len(self._back_at), size, -1))
+        skipped = ", ".join(map(str, range(most - len(self._back_at), size, -1)))
         self.reason += f"; not with {skipped}, which the run refuses" if skipped else ""
         self._has_grown, self._size = size > self._size, size
         self.num_restarts += 1
         return size
 
-    def _lose(self, ended: Round, status: int) -> None:
-        """Leaves lost processes out for a while, and for twice as long if they are lost again soon after a restart."""
-        if status in (SAVED, HUNG):  # the status does not show which process failed: all are started again
-            return
-        is_early = self._has_grown and ended.seconds < self._wait_seconds
-        self._wait_seconds = min(2 * self._wait_seconds, _LONGEST_WAIT_SECONDS) if is_early else self._rejoin_seconds
-        self._back_at += [time.monotonic() + self._wait_seconds] * ended.num_lost
+    def _largest(self, num_lost: int) -> int | None:
+        """Returns the largest number of processes that is accepted, without some that are lost."""
+        sizes = range(self._least, self._config.num_processes - num_lost + 1)
+        return max((size for size in sizes if size not in self._refused), default=None)
 
-    def _choose(self) -> int | None:
-        now = time.monotonic()
-        self._back_at = [back_at for back_at in self._back_at if back_at > now]
-        num_available = self._num_processes - len(self._back_at)
-        sizes = [size for size in range(self._num_processes, self._min_processes - 1, -1) if size not in self._refused]
-        size_now = next((size for size in sizes if size <= num_available), None)
-        if size_now is not None or not sizes:
-            return size_now
-        size = sizes[-1]  # too few are left: the first lost ones are tried again at once
-        self._back_at = sorted(self._back_at)[size - num_available :]
-        return size
+    @property
+    def _least(self) -> int:
+        return self._config.min_processes or self._config.num_processes

@@ -16,53 +16,9 @@ from collections.abc import Collection, Iterator, Sequence
 from zero_jax.cluster.elastic import ENDED_WITH, STARTED_AFTER, Elastic
 from zero_jax.cluster.log_merging import Merger
 from zero_jax.cluster.preemption import EXIT_CODE as SAVED
-from zero_jax.cluster.processes import Ending, Round, run_round
-from zero_jax.core.field_checks import check_fields
+from zero_jax.cluster.processes import Ending, Launch, LaunchConfig, Round, run_round
 
-_RESTARTS = "ZERO_JAX_RESTARTS"  # for programs that want to know
-_MAX_PROCESSES, _MAX_DEVICES = 256, 4096
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LaunchConfig:
-    """How many processes to start, with how many devices, and what happens when one is lost.
-
-    Attributes:
-      num_processes: processes to start on this machine.
-      devices_per_process: simulated CPU devices of each process.
-      grace_seconds: time that the other processes have to save and end, once one has failed, before they are killed.
-      min_processes: start the command again when a process is lost, with those that are left but at least this many;
-        none starts nothing again.
-      max_restarts: restarts in a row from the same step, after which the launch ends; all restarts count where the
-        program reports no step. Used with min_processes.
-      rejoin_seconds: time after which a lost process is tried again: the run saves, and starts again with it; it is
-        killed where it has not ended after as long again, or the grace if that is longer. 0 tries a lost process in the
-        next start. Used with min_processes.
-    """
-
-    num_processes: int = 2
-    devices_per_process: int = 4
-    grace_seconds: float = 10.0
-    min_processes: int | None = None
-    max_restarts: int = 3
-    rejoin_seconds: float = 300.0
-
-    def __post_init__(self) -> None:
-        lowest = {
-            **dict.fromkeys(("num_processes", "devices_per_process", "min_processes"), 1),
-            **dict.fromkeys(("grace_seconds", "max_restarts", "rejoin_seconds"), 0),
-        }
-        check_fields(self, lowest=lowest, highest={**dict.fromkeys(lowest, 9_999), "rejoin_seconds": 86_400})
-        if self.num_processes * self.devices_per_process > _MAX_DEVICES or self.num_processes > _MAX_PROCESSES:
-            raise ValueError(
-                f"num_processes={self.num_processes}, devices_per_process={self.devices_per_process}: one machine "
-                f"stands in for at most {_MAX_PROCESSES} processes and {_MAX_DEVICES:,} devices"
-            )
-        if self.min_processes is not None and self.min_processes > self.num_processes:
-            raise ValueError(
-                f"min_processes={self.min_processes} of num_processes={self.num_processes}: give at most as many"
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,12 +55,7 @@ class LaunchResult(Round):
         return "\n".join(lines)
 
 
-def launch(
-    command: Sequence[str],
-    *,
-    config: LaunchConfig,
-    refused: Collection[int] = (),
-) -> LaunchResult:
+def launch(command: Sequence[str], *, config: LaunchConfig, refused: Collection[int] = ()) -> LaunchResult:
     """Runs a command as several processes that find each other by `jax.distributed` on this machine.
 
     Stdout of process 0 goes to stdout unchanged. All other output goes to stderr, line by line, prefixed with the
@@ -122,33 +73,22 @@ def launch(
     """
     merger = Merger(sys.stdout, sys.stderr)
     events: queue.SimpleQueue[Ending | signal.Signals] = queue.SimpleQueue()
-    elastic = Elastic(
-        num_processes=config.num_processes,
-        min_processes=config.min_processes or config.num_processes,
-        max_restarts=config.max_restarts,
-        rejoin_seconds=config.rejoin_seconds,
-        refused=refused,
-    )
+    elastic = Elastic(config, refused=refused)
     size: int | None = config.num_processes
     with _handled_signals(events), tempfile.TemporaryDirectory() as folder:
         reported, status = pathlib.Path(folder) / "step", pathlib.Path(folder) / "status"
-        variables = {**os.environ, ENDED_WITH: str(status)}
-        variables[STARTED_AFTER] = "" if config.min_processes is None else str(reported)
+        environment = {**os.environ, ENDED_WITH: str(status)}
+        environment[STARTED_AFTER] = "" if config.min_processes is None else str(reported)
+        run = Launch(command=command, config=config, environment=environment, events=events, merger=merger)
         while size is not None:
             if elastic.num_restarts:
                 merger.say(f"{elastic.reason}: restart {elastic.num_restarts}, with {size} of {config.num_processes}")
             ended = run_round(
-                command,
-                num_processes=size,
-                devices_per_process=config.devices_per_process,
-                environment={**variables, _RESTARTS: str(elastic.num_restarts)},
-                grace_seconds=config.grace_seconds,
+                run,
+                size,
+                number=elastic.num_restarts,
                 seconds=elastic.seconds_to_larger,
-                save_seconds=max(config.grace_seconds, config.rejoin_seconds),
                 has_started=lambda: not elastic.has_step or reported.exists(),
-                is_restart=elastic.num_restarts > 0,
-                events=events,
-                merger=merger,
             )
             ended = _with_status(ended, _take_number(status) or 0)
             size = None

@@ -20,12 +20,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, BinaryIO, cast
+from typing import IO, Any, BinaryIO, cast
 
 from zero_jax.cluster.detection import SLURM
 from zero_jax.cluster.joining import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from zero_jax.cluster.log_merging import Merger
 from zero_jax.cluster.preemption import EXIT_CODE as SAVED
+from zero_jax.core.field_checks import check_fields
 
 _GUARD = """
 import os, signal
@@ -35,10 +36,54 @@ while os.read(0, 1):
     pass
 os.killpg(0, signal.SIGKILL)
 """
+RESTARTS = "ZERO_JAX_RESTARTS"  # for programs that want to know
+_MAX_PROCESSES, _MAX_DEVICES = 256, 4096
 _NUM_LAST_LINES = 12
+_LATE_SECONDS = 0.5
 # XLA ends a process whose simulated devices reach a collective more than 40 s apart, as they do when a few cores take
 # turns at large steps. An hour still ends one that hangs.
 _PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """How many processes to start, with how many devices, and what happens when one is lost.
+
+    Attributes:
+      num_processes: processes to start on this machine.
+      devices_per_process: simulated CPU devices of each process.
+      grace_seconds: time that the other processes have to save and end, once one has failed, before they are killed.
+      min_processes: start the command again when a process is lost, with those that are left but at least this many;
+        none starts nothing again.
+      max_restarts: restarts in a row from the same step, after which the launch ends; all restarts count where the
+        program reports no step. Used with min_processes.
+      rejoin_seconds: time after which a lost process is tried again: the run saves, and starts again with it; it is
+        killed where it has not ended after as long again, or the grace if that is longer. 0 tries a lost process in the
+        next start. Used with min_processes.
+    """
+
+    num_processes: int = 2
+    devices_per_process: int = 4
+    grace_seconds: float = 10.0
+    min_processes: int | None = None
+    max_restarts: int = 3
+    rejoin_seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        lowest = {
+            **dict.fromkeys(("num_processes", "devices_per_process", "min_processes"), 1),
+            **dict.fromkeys(("grace_seconds", "max_restarts", "rejoin_seconds"), 0),
+        }
+        check_fields(self, lowest=lowest, highest={**dict.fromkeys(lowest, 9_999), "rejoin_seconds": 86_400})
+        if self.num_processes * self.devices_per_process > _MAX_DEVICES or self.num_processes > _MAX_PROCESSES:
+            raise ValueError(
+                f"num_processes={self.num_processes}, devices_per_process={self.devices_per_process}: one machine "
+                f"stands in for at most {_MAX_PROCESSES} processes and {_MAX_DEVICES:,} devices"
+            )
+        if self.min_processes is not None and self.min_processes > self.num_processes:
+            raise ValueError(
+                f"min_processes={self.min_processes} of num_processes={self.num_processes}: give at most as many"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,12 +109,17 @@ class Ending:
         """The status as a shell gives it: 128 and the signal's number where a signal ended the process."""
         return self.returncode if self.returncode >= 0 else 128 - self.returncode
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether another than the launcher killed it, such as the system where memory ends."""
+        return self.returncode == -signal.SIGKILL and not self.was_asked
+
     def __str__(self) -> str:
         if self.returncode == SAVED:
             return "saved and stopped (status 75)"
         if self.returncode >= 0:
             return f"ended with status {self.returncode}"
-        hint = ": out of memory?" if self.returncode == -signal.SIGKILL and not self.was_asked else ""
+        hint = ": out of memory?" if self.was_killed else ""
         return f"was ended by {signal.Signals(-self.returncode).name}{hint}"
 
 
@@ -94,66 +144,71 @@ class Round:
     @property
     def first_failure(self) -> Ending | None:
         """The process that failed first."""
-        return next((ending for ending in self.endings if ending.returncode != 0), None)
+        failed = [ending for ending in self.endings if ending.returncode != 0]
+        # The error of another, whose collective fails, may be noticed before the end of the one that was killed.
+        killed = [x for x in failed if x.was_killed and x.seconds < failed[0].seconds + _LATE_SECONDS]
+        return next(iter(killed + failed), None)
 
     @property
     def num_lost(self) -> int:
         """The number of processes that were killed by another than the launcher; at least 1, the one that failed."""
-        return max(1, sum(x.returncode == -signal.SIGKILL and not x.was_asked for x in self.endings))
+        return max(1, sum(ending.was_killed for ending in self.endings))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What all processes of a launch have in common.
+
+    Attributes:
+      command: the program and its arguments.
+      config: how many processes, and with how many devices.
+      environment: their environment, to which the variables of `join` are added.
+      events: signals to the launcher, and the ends of processes.
+      merger: takes their output.
+    """
+
+    command: Sequence[str]
+    config: LaunchConfig
+    environment: Mapping[str, str]
+    events: queue.SimpleQueue[Ending | signal.Signals]
+    merger: Merger
 
 
 def run_round(
-    command: Sequence[str],
-    *,
-    num_processes: int,
-    devices_per_process: int,
-    environment: Mapping[str, str],
-    grace_seconds: float,
-    seconds: float | None,
-    save_seconds: float,
-    has_started: Callable[[], bool],
-    is_restart: bool,
-    events: queue.SimpleQueue,
-    merger: Merger,
+    launch: Launch, num_processes: int, *, number: int, seconds: float | None, has_started: Callable[[], bool]
 ) -> Round:
-    """Runs a command as several processes until all have ended; one that fails ends the others.
+    """Runs the command as several processes until all have ended; one that fails ends the others.
 
     Args:
-      command: the program and its arguments.
+      launch: what to run.
       num_processes: processes to start.
-      devices_per_process: simulated CPU devices of each.
-      environment: their environment, to which the variables of `join` are added.
-      grace_seconds: time to save and end, once one has failed, before all are killed.
+      number: how often the program was started before: a process that cannot be started has failed then.
       seconds: time after which they are asked to save and end, if `has_started` is true; None lets them run.
-      save_seconds: time to save and end, once they are asked to, before all are killed.
       has_started: whether they are beyond their start.
-      is_restart: whether the program was started before: a process that cannot be started has failed then.
-      events: signals to the launcher; ends of processes are added.
-      merger: takes their output.
 
     Raises:
       ValueError: the program cannot be started.
     """
-    started_at = time.monotonic()
+    processes, index = _Processes(launch), 0
     with _reserved_port() as port, _guarded_group() as group:
-        processes = _Processes(grace_seconds=grace_seconds, save_seconds=save_seconds, events=events, merger=merger)
         for index in range(num_processes):
-            variables = _environment(
-                environment, index=index, count=num_processes, num_devices=devices_per_process, port=port
-            )
+            environment = _environment(launch, index=index, count=num_processes, port=port)
             try:
-                processes.start(command, index, variables, group)
-            except ValueError as error:
-                if not is_restart:
-                    raise
-                processes.add_not_started(index, str(error))
+                processes.start(index, {**environment, RESTARTS: str(number)}, group)
+            except OSError as error:
+                why = f"cannot start {launch.command[0]!r} ({error.strerror}): give the path of a program"
+                if not number:
+                    raise ValueError(why) from error
+                failed = Ending(process_index=index, returncode=1, seconds=0.0, was_asked=False, last_lines=(why,))
+                launch.events.put(failed)
                 break
-        endings = processes.watch(None if seconds is None else started_at + seconds, has_started)
+        interrupt_at = math.inf if seconds is None else processes.started_at + seconds
+        endings = processes.watch(index + 1, interrupt_at, has_started)
     processes.finish_reading()
     return Round(
         num_processes=num_processes,
         endings=endings,
-        seconds=time.monotonic() - started_at,
+        seconds=time.monotonic() - processes.started_at,
         is_stopped=processes.is_stopped,
         is_interrupted=processes.is_interrupted,
     )
@@ -162,112 +217,105 @@ def run_round(
 class _Processes:
     """Processes from the start of the first to the end of the last."""
 
-    def __init__(self, *, grace_seconds: float, save_seconds: float, events: queue.SimpleQueue, merger: Merger):
-        self._grace_seconds, self._save_seconds = grace_seconds, save_seconds
-        self._events: queue.SimpleQueue[Ending | signal.Signals] = events
-        self._merger = merger
-        self._started_at = time.monotonic()
-        self._processes: dict[int, subprocess.Popen] = {}
-        self._num_expected = 0
-        self._readers: list[threading.Thread] = []
-        self._signalled_at: float | None = None
-        self._killed_at: float | None = None
+    def __init__(self, launch: Launch):
+        self._launch, self._say, self._events = launch, launch.merger.say, launch.events
+        self.started_at = time.monotonic()
+        self._processes: list[subprocess.Popen] = []
+        self._followers: list[threading.Thread] = []
+        self._signalled_at = self._killed_at = math.inf
         self.is_stopped = self.is_interrupted = False
 
-    def start(self, command: Sequence[str], index: int, environment: Mapping[str, str], group: int) -> None:
-        try:
-            process = subprocess.Popen(
-                command, env=dict(environment), process_group=group, stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            )  # fmt: skip
-        except OSError as error:
-            raise ValueError(f"cannot start {command[0]!r} ({error.strerror}): give the path of a program") from error
-        self._processes[index] = process
-        self._num_expected += 1
+    def start(self, index: int, environment: Mapping[str, str], group: int) -> None:
+        """Starts a process; raises `OSError` where that cannot be done."""
+        process = subprocess.Popen(
+            self._launch.command, env=dict(environment), process_group=group, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        self._processes.append(process)
+        self._followers.append(_thread(self._follow, index, process))
+
+    def _follow(self, index: int, process: subprocess.Popen) -> None:
+        """Passes on the output of a process, and queues its end with its time, so that the first failure is known."""
         last: collections.deque[str] = collections.deque(maxlen=_NUM_LAST_LINES)
-        readers = [self._reader(process.stdout, index, False, None), self._reader(process.stderr, index, True, last)]
-        self._readers += readers
-        threading.Thread(target=self._wait, args=(index, process, readers[1], last), daemon=True).start()
-
-    def add_not_started(self, index: int, why: str) -> None:
-        """Counts a process that could not be started as failed."""
-        self._num_expected += 1
-        self._events.put(Ending(process_index=index, returncode=1, seconds=0.0, was_asked=False, last_lines=(why,)))
-
-    def _reader(self, stream: IO[bytes] | None, *about: object) -> threading.Thread:
-        assert stream is not None
-        # Only "\n" ends a line: a progress bar is one line, drawn over and over.
-        text = io.TextIOWrapper(cast(BinaryIO, stream), encoding="utf-8", errors="replace", newline="\n")
-        reader = threading.Thread(target=self._merger.read, args=(text, *about), daemon=True)
-        reader.start()
-        return reader
-
-    def _wait(self, index: int, process: subprocess.Popen, reader: threading.Thread, last: Sequence[str]) -> None:
-        """Waits for the end of a process and queues it with its time, so that the first failure is known."""
+        out = _thread(self._launch.merger.read, _text(process.stdout), index, False, None)
+        err = _thread(self._launch.merger.read, _text(process.stderr), index, True, last)
         returncode = process.wait()
         now = time.monotonic()
-        signalled_at = self._killed_at if returncode == -signal.SIGKILL else self._signalled_at
-        was_asked = signalled_at is not None and now > signalled_at
-        reader.join(timeout=1)  # its last lines; a child of it may keep the pipe open
+        was_asked = now > (self._killed_at if returncode == -signal.SIGKILL else self._signalled_at)
+        err.join(timeout=1)  # its last lines; a child of it may keep the pipe open
         self._events.put(
             Ending(
                 process_index=index,
                 returncode=returncode,
-                seconds=now - self._started_at,
+                seconds=now - self.started_at,
                 was_asked=was_asked,
                 last_lines=tuple(last),
             )
         )
+        out.join()
+        err.join()
 
-    def watch(self, interrupt_at: float | None, has_started: Callable[[], bool]) -> tuple[Ending, ...]:
+    def watch(self, num_expected: int, interrupt_at: float, has_started: Callable[[], bool]) -> tuple[Ending, ...]:
         """Waits until all have ended, and ends them once one has failed; at `interrupt_at` they are asked to end."""
+        config = self._launch.config
         endings: list[Ending] = []
-        kill_at: float | None = None
-        has_failed = False
-        while len(endings) < self._num_expected:
-            due = kill_at if interrupt_at is None else min(interrupt_at, kill_at or interrupt_at)
+        kill_at, has_failed = math.inf, False
+        while len(endings) < num_expected:
+            due = min(interrupt_at, kill_at)
             try:
-                event = self._events.get(timeout=None if due is None else max(0.0, due - time.monotonic()))
+                event = self._events.get(timeout=None if due == math.inf else max(0.0, due - time.monotonic()))
             except queue.Empty:
-                if kill_at is not None and due == kill_at:
-                    seconds = time.monotonic() - (self._signalled_at or kill_at)
-                    self._merger.say(f"still running {seconds:.1f} s after SIGTERM: killed")
+                now = time.monotonic()
+                if due == kill_at:
+                    self._say(f"still running {now - min(self._signalled_at, kill_at):.1f} s after SIGTERM: killed")
                     self._signal(signal.SIGKILL)
-                    kill_at, interrupt_at, has_failed = None, None, True
+                    kill_at = interrupt_at = math.inf
+                    has_failed = True
                 elif has_started():
                     self.is_interrupted = True
                     self._signal(signal.SIGTERM)
-                    kill_at, interrupt_at = time.monotonic() + self._save_seconds, None
+                    kill_at, interrupt_at = now + max(config.grace_seconds, config.rejoin_seconds), math.inf
                 else:
-                    interrupt_at = time.monotonic() + 1
+                    interrupt_at = now + 1
                 continue
             if isinstance(event, Ending):
                 endings.append(event)
-                if event.returncode != 0 and self._signalled_at is None and len(endings) < self._num_expected:
-                    self._merger.say(f"process {event.process_index} {event}: the others get SIGTERM")
+                if event.returncode != 0 and self._signalled_at == math.inf and len(endings) < num_expected:
+                    self._say(f"process {event.process_index} {event}: the others get SIGTERM")
                     self._signal(signal.SIGTERM)
                 if event.returncode != 0 and not has_failed:
-                    has_failed, interrupt_at = True, None
-                    kill_at = min(kill_at or math.inf, time.monotonic() + self._grace_seconds)
+                    has_failed, interrupt_at = True, math.inf
+                    kill_at = min(kill_at, time.monotonic() + config.grace_seconds)
             else:
                 again, self.is_stopped = self.is_stopped, True
-                self._merger.say("killed" if again else f"{event.name} is passed on; once more kills")
+                self._say("killed" if again else f"{event.name} is passed on; once more kills")
                 self._signal(signal.SIGKILL if again else event)
-                interrupt_at = None
+                interrupt_at = math.inf
         return tuple(sorted(endings, key=lambda ending: ending.seconds))
 
     def _signal(self, number: signal.Signals) -> None:
         now = time.monotonic()
-        self._signalled_at = self._signalled_at or now
+        self._signalled_at = min(self._signalled_at, now)
         if number == signal.SIGKILL:
-            self._killed_at = self._killed_at or now
-        for process in self._processes.values():
+            self._killed_at = min(self._killed_at, now)
+        for process in self._processes:
             process.send_signal(number)
 
     def finish_reading(self) -> None:
         """Waits for the last lines."""
-        for reader in self._readers:
-            reader.join(timeout=5)
+        for follower in self._followers:
+            follower.join(timeout=5)
+
+
+def _thread(target: Callable[..., None], *arguments: Any) -> threading.Thread:
+    thread = threading.Thread(target=target, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
+def _text(stream: IO[bytes] | None) -> io.TextIOWrapper:
+    # Only "\n" ends a line: a progress bar is one line, drawn over and over.
+    return io.TextIOWrapper(cast(BinaryIO, stream), encoding="utf-8", errors="replace", newline="\n")
 
 
 @contextlib.contextmanager
@@ -302,15 +350,14 @@ def patient_flags(flags: str) -> str:
     return flags if is_file or _PATIENCE in flags else f"{flags} {_PATIENCE}=3600".strip()
 
 
-def _environment(base: Mapping[str, str], *, index: int, count: int, num_devices: int, port: int) -> dict[str, str]:
+def _environment(launch: Launch, *, index: int, count: int, port: int) -> dict[str, str]:
     """Returns the environment of a process.
 
     JAX reads the number of processes and their own from SLURM's variables only. With these set,
     `jax.distributed.initialize()` without arguments works like `join()`.
     """
-    inherited = {name: value for name, value in base.items() if not name.startswith(("OMPI_", "SLURM_"))}
-    for name in ("JAX_LOCAL_DEVICE_IDS", "JAX_PARTITION_INDEX", "JAX_COORDINATOR_PORT"):
-        inherited.pop(name, None)
+    dropped = ("OMPI_", "SLURM_", "JAX_LOCAL_DEVICE_IDS", "JAX_PARTITION_INDEX", "JAX_COORDINATOR_PORT")
+    inherited = {name: value for name, value in launch.environment.items() if not name.startswith(dropped)}
     flags = [flag for flag in inherited.get("XLA_FLAGS", "").split() if "force_host_platform_device_count" not in flag]
     address = f"127.0.0.1:{port}"
     slurm = dict(zip(SLURM, ("0", "127.0.0.1", str(count), str(index), str(index)), strict=True))
@@ -322,7 +369,7 @@ def _environment(base: Mapping[str, str], *, index: int, count: int, num_devices
         NUM_PROCESSES: str(count),
         PROCESS_ID: str(index),
         "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(num_devices),
+        "JAX_NUM_CPU_DEVICES": str(launch.config.devices_per_process),
         "XLA_FLAGS": patient_flags(" ".join(flags)),
         "PYTHONUNBUFFERED": "1",
     }

@@ -55,12 +55,13 @@ def _at(step: int | None) -> str:
     return "" if step is None else f" at step {step}"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class _Beat:
     phase: str
     step: int | None
     clock_seconds: float
     wall_seconds: float
+    pardoned_seconds: float = 0.0  # that do not count
 
 
 class Watchdog:
@@ -98,11 +99,11 @@ class Watchdog:
             threading.Thread(target=self._catching, args=(loop,), name=name, daemon=True)
             for name, loop in loops.items()
         ]
-        self._beat = self._reported_beat = _Beat("start", None, time.monotonic(), time.time())
-        self._pardoned: tuple[_Beat, float] = (self._beat, 0.0)
-        self._checked = time.monotonic()
-        self._is_reported = self._has_failed_to_write = False
+        self._reported: _Beat | None = None
+        self._has_failed_to_write = False
         self._error: BaseException | None = None
+        self.beat("start")
+        self._checked = time.monotonic()
 
     def __enter__(self) -> Watchdog:
         if self._seconds:
@@ -142,23 +143,22 @@ class Watchdog:
         """Checks once how long ago the last beat was; the thread does so regularly."""
         beat, now = self._beat, time.monotonic()
         late = now - self._checked - self._interval
-        pardon = self._pardoned[1] if self._pardoned[0] is beat else 0.0
         if late > self._interval:  # this thread did not run, so the others did not either
-            pardon += min(late, now - beat.clock_seconds)
-        self._pardoned = beat, pardon
-        self._judge(beat, now - beat.clock_seconds - pardon)
+            beat.pardoned_seconds += min(late, now - beat.clock_seconds)
+        self._judge(beat, now - beat.clock_seconds - beat.pardoned_seconds)
         self._checked = time.monotonic()  # a file system that hangs makes this take long, but others run meanwhile
 
     def _judge(self, beat: _Beat, age: float) -> None:
         """Reports a hang and ends the process, if the last beat is too old."""
         allowed = self._seconds * ALLOWANCES.get(beat.phase, 1)
-        if self._is_reported and self._reported_beat is not beat:
-            self._is_reported = False
+        if self._reported not in (None, beat):
+            self._reported = None
             _within(5, _to_stderr, f"watchdog: process {self._process_index} goes on, with {beat.phase!r}")
         if age > allowed and self._waits_for_another(beat.phase):
-            self._pardoned = beat, self._pardoned[1] + age - allowed
+            beat.pardoned_seconds += age - allowed
             return
-        if age > allowed and not self._is_reported:
+        if age > allowed and self._reported is None:
+            self._reported = beat
             self._report(beat, age, allowed)
         if age > allowed + self._seconds:
             message = f"watchdog: process {self._process_index} hung for {age:.0f} s, ended with exit code {EXIT_CODE}"
@@ -168,11 +168,16 @@ class Watchdog:
 
     def _waits_for_another(self, phase: str) -> bool:
         """Returns whether another process is in a phase that may take longer than this one's, and still may."""
-        states: list[ProcessPlace] = []
-        _within(5, lambda: states.extend(places(self._folder, self._num_processes)))
+        states = self._places()
         own_allowance, usual = ALLOWANCES.get(phase, 1), self._seconds
         alive = [(ALLOWANCES.get(place.phase or "", 1), place) for place in states if not place.is_silent]
         return any(allowance > own_allowance and place.age_seconds <= usual * allowance for allowance, place in alive)
+
+    def _places(self) -> list[ProcessPlace]:
+        """Returns the last known states of the processes, or none where the file system hangs."""
+        states: list[ProcessPlace] = []
+        _within(5, lambda: states.extend(places(self._folder, self._num_processes)))
+        return states
 
     def _watch(self) -> None:
         while not self._stop.wait(self._interval):
@@ -191,10 +196,7 @@ class Watchdog:
             self._error = error
 
     def _report(self, beat: _Beat, age: float, allowed: float) -> None:
-        self._reported_beat, self._is_reported = beat, True
-        stacks, states = _stacks(), []
-        _within(5, self._write_heartbeat)
-        _within(5, lambda: states.extend(places(self._folder, self._num_processes)))
+        stacks, states = _stacks(), self._places()
         text = (
             f"watchdog: process {self._process_index} hangs: no progress for {age:.0f} s in phase {beat.phase!r}"
             f"{_at(beat.step)}, which may take {allowed:.0f} s; it is ended with exit code {EXIT_CODE} if nothing "

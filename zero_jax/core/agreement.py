@@ -181,17 +181,16 @@ def from_first_process(text: str | Callable[[], str]) -> str:
     """
     if jax.process_count() == 1:
         return text() if callable(text) else text
-    turns = turns_of()
+    turns, given = turns_of(), None
     if jax.process_index() == 0:
         try:
-            text = text() if callable(text) else text
+            given = text() if callable(text) else text
         except Exception as error:
             with contextlib.suppress(OtherProcessFailed):
                 turns.take(error=str(error) or type(error).__name__, is_refusal=isinstance(error, ValueError))
             raise known_to_all(error) from None
-        return _all_of(turns.take(text), [0])[0]
     try:
-        return _all_of(turns.take(), [0])[0]
+        return _all_of(turns.take(given), [0])[0]
     except OtherProcessFailed as failed:
         if failed.errors.keys() != {0}:
             raise

@@ -66,18 +66,6 @@ def run_scan(
     return [*carry, *ys]
 
 
-def run_region(eqn: Any, calls: Sequence[Callable[..., list[Any]]], values: Sequence[Any]) -> list[Any]:
-    """Evaluates a `scan`, `cond` or `jax.checkpoint` equation with these functions in place of its jaxprs."""
-    if eqn.primitive.name == "scan":
-        consts, carry, xs = scan_of(eqn).split(values)
-        return run_scan(eqn, lambda carry, x: calls[0](*consts, *carry, *x), carry, xs)
-    with source_context(eqn):
-        if eqn.primitive.name == "cond":
-            return list(lax.switch(values[0], calls, *values[1:]))
-        policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
-        return list(jax.checkpoint(calls[0], policy=policy, prevent_cse=prevent_cse)(*values))
-
-
 def trace_flat(function: Callable[..., list[Any]], avals: Sequence[Any]) -> Any:
     """Traces a function of arrays, such as one that evaluates a jaxpr; returns its closed jaxpr."""
     shapes = [

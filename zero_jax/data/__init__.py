@@ -1,18 +1,20 @@
 """Input pipeline: documents in, global batches out.
 
 `load_dataset` takes a `DataConfig`: files (`sources`) become documents, documents become tokens (`tokenizer`, cached by
-`tokens/`), and a `Dataset` has a part for training and one for validation. `conversations` are checked (`messages`) and
-rendered by a `chat_template`, in a process of its own (`rendering`). `train_batches` packs rows, shuffles them by
-grain and makes global arrays of which each process reads its own shards. `BatchBuffers` reuses device memory.
+`tokens/`), and a `Dataset` has two `parts`, for training and validation, that rows are cut from. `conversations` are
+checked (`messages`) and rendered by a `chat_template`, in a process of its own (`rendering`). `train_batches` shuffles
+rows by grain and makes global arrays of which each process reads its own shards. `BatchBuffers` reuses device memory.
 """
 
 from zero_jax.data.batches import Batch, BatchBuffers, train_batches, validation_batches
-from zero_jax.data.dataset import DataConfig, Dataset, load_dataset
+from zero_jax.data.dataset import DataConfig, load_dataset
 from zero_jax.data.documents import Piece, read_text
+from zero_jax.data.parts import Dataset
 from zero_jax.data.sources import Source, find_source
 from zero_jax.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
-from zero_jax.data.tokens.cache import log_progress, make_tokens, source_chunks
-from zero_jax.data.tokens.folder import Tokens, is_token_folder
+from zero_jax.data.tokens.cache import log_progress
+from zero_jax.data.tokens.chunks import source_chunks
+from zero_jax.data.tokens.store import Tokens, is_token_folder, make_tokens
 
 __all__ = [
     "Batch",

@@ -1,8 +1,6 @@
 """Batches of packed rows as global arrays: shuffled, prefetched, and read by each process for its own devices.
 
-The documents of a part are concatenated to a stream of tokens. Row `r` has the `seq_len` tokens from `r * seq_len` on,
-each with the next token as its target, so that every token but the first is a target once an epoch. The rows of a batch
-are a pure function of the seed and the number of examples before it.
+The rows of a batch are a pure function of the seed and the number of examples before it.
 """
 
 import dataclasses
@@ -18,44 +16,10 @@ from jax.sharding import NamedSharding
 
 from zero_jax.core.extras import extra
 from zero_jax.core.tree import PyTree
-from zero_jax.data.conversations import ConversationPart
-from zero_jax.data.dataset import Dataset
-from zero_jax.data.train_validation_split import TokenPart
+from zero_jax.data.parts import NO_ROW, Dataset, Part
 
 Batch = dict[str, jax.Array]
 _MAX_THREADS = 4
-_NO_ROW = -1
-
-
-def num_rows(part: TokenPart | ConversationPart, *, seq_len: int) -> int:
-    """Returns the number of rows of a part; the last one may be shorter."""
-    if isinstance(part, ConversationPart):
-        return part.num_rows
-    return -(-(part.size - 1) // seq_len)
-
-
-def cut_rows(part: TokenPart | ConversationPart, rows: np.ndarray, *, seq_len: int) -> dict[str, np.ndarray]:
-    """Reads packed rows of tokens by their numbers, with targets, weights and segments; -1 is a row of weight 0.
-
-    Returns:
-      `inputs` and `targets`, int32; `weights`, float32: 0 where the target begins another document or is beyond the
-      end, else 1; `segments`, int32: the document of each input, numbered from 0 in each row. All are
-      `[len(rows), seq_len]`.
-    """
-    if isinstance(part, ConversationPart):
-        return part.cut_rows(rows, seq_len=seq_len)
-    positions = rows[:, None].astype(np.int64) * seq_len + np.arange(seq_len + 1)
-    exists = (rows[:, None] != _NO_ROW) & (positions < part.size)
-    tokens, documents = np.zeros(exists.shape, np.int32), np.full(exists.shape, -1)
-    tokens[exists], documents[exists] = part.take(positions[exists])
-    documents = np.where(exists, documents, documents.max(axis=1, keepdims=True) + 1)
-    same_document = exists[:, 1:] & (documents[:, 1:] == documents[:, :-1])
-    return {
-        "inputs": tokens[:, :-1],
-        "targets": tokens[:, 1:],
-        "weights": same_document.astype(np.float32),
-        "segments": (documents[:, :-1] - documents[:, :1]).astype(np.int32),
-    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,29 +30,33 @@ class _Share:
       rows: indices of these rows in the batch, ascending.
       shape: global shape of the batch.
       sharding: sharding of the batch.
-      pieces: for each device of this process, its slice of the local rows.
-      left_out: names of arrays that the batch does not have.
+      has_segments: whether the batch has `segments`.
     """
 
     rows: np.ndarray
     shape: tuple[int, int]
     sharding: NamedSharding
-    pieces: Mapping[Any, tuple[slice, slice]]
-    left_out: frozenset[str]
+    has_segments: bool
 
     def assemble(self, local: Mapping[str, np.ndarray]) -> Batch:
         """Makes global arrays of this process's rows, without communication."""
-        devices = list(self.pieces)
-        pieces = {
-            name: [array[piece] for piece in self.pieces.values()]
+        indices = self.sharding.addressable_devices_indices_map(self.shape)
+        shards = {
+            name: [self.shard(array, index) for index in indices.values() if index]
             for name, array in local.items()
-            if name not in self.left_out
+            if self.has_segments or name != "segments"
         }
-        placed = jax.device_put(pieces, dict.fromkeys(pieces, devices))
+        devices = list(indices)
+        placed = jax.device_put(shards, dict.fromkeys(shards, devices))  # explicit, as transfer guards want it
         return {
             name: jax.make_array_from_single_device_arrays(self.shape, self.sharding, arrays)
             for name, arrays in placed.items()
         }
+
+    def shard(self, local: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+        """Returns the part of this process's rows that is at an index of the global batch."""
+        first, last = np.searchsorted(self.rows, index[0].indices(self.shape[0])[:2])
+        return local[first:last, index[1]]
 
 
 def _share(sharding: NamedSharding, *, batch_size: int, seq_len: int, separate_documents: bool) -> _Share:
@@ -100,19 +68,14 @@ def _share(sharding: NamedSharding, *, batch_size: int, seq_len: int, separate_d
             f"batch_size={batch_size} does not divide over {dict(sharding.mesh.shape)} as {sharding.spec}: choose a "
             "multiple of the devices that the batch is sharded over"
         ) from error
-    spans = {device: (index[0].indices(batch_size)[:2], index[1]) for device, index in indices.items() if index}
-    rows = np.unique(np.concatenate([np.arange(*span) for span, _ in spans.values()]))
-    pieces = {
-        device: (slice(*np.searchsorted(rows, span).tolist()), columns) for device, (span, columns) in spans.items()
-    }
-    left_out = frozenset() if separate_documents else frozenset({"segments"})
-    return _Share(rows=rows, shape=shape, sharding=sharding, pieces=pieces, left_out=left_out)
+    rows = np.unique(np.concatenate([np.arange(batch_size)[index[0]] for index in indices.values() if index]))
+    return _Share(rows=rows, shape=shape, sharding=sharding, has_segments=separate_documents)
 
 
 class Batches(Iterator[Batch]):
     """An endless iterator over shuffled batches, prefetched by threads.
 
-    Each is a dict of global arrays `[batch_size, seq_len]`, as `cut_rows` describes them.
+    Each is a dict of global arrays `[batch_size, seq_len]`, as `Part.cut_rows` describes them.
     """
 
     def __init__(self, host_batches: Any, share: _Share, *, position: int):
@@ -184,11 +147,11 @@ def train_batches(
     share = _share(sharding, batch_size=batch_size, seq_len=seq_len, separate_documents=separate_documents)
     # Grain's seeds have 32 bits, and consecutive ones share the orders of epochs.
     seed_32 = int(np.random.SeedSequence(seed).generate_state(1)[0])
-    order = grain.MapDataset.range(num_rows(part, seq_len=seq_len)).shuffle(seed=seed_32).repeat()
+    order = grain.MapDataset.range(part.num_rows(seq_len=seq_len)).shuffle(seed=seed_32).repeat()
 
     def read(start: int) -> dict[str, np.ndarray]:
         rows = np.array([order[start + row] for row in share.rows.tolist()])
-        return cut_rows(part, rows, seq_len=seq_len)
+        return part.cut_rows(rows, seq_len=seq_len)
 
     starts = grain.MapDataset.range(position, sys.maxsize, batch_size).map(read)
     options = grain.ReadOptions(num_threads=min(prefetch_batches, _MAX_THREADS), prefetch_buffer_size=prefetch_batches)
@@ -206,7 +169,7 @@ class ValidationBatches(Sequence[Batch]):
       share: the rows of a batch that this process reads.
     """
 
-    part: TokenPart | ConversationPart
+    part: Part
     rows: np.ndarray
     seq_len: int
     share: _Share
@@ -217,7 +180,7 @@ class ValidationBatches(Sequence[Batch]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return dataclasses.replace(self, rows=self.rows[index])
-        return self.share.assemble(cut_rows(self.part, self.rows[index][self.share.rows], seq_len=self.seq_len))
+        return self.share.assemble(self.part.cut_rows(self.rows[index][self.share.rows], seq_len=self.seq_len))
 
 
 def validation_batches(
@@ -237,9 +200,9 @@ def validation_batches(
       ValueError: the batch does not divide over the devices.
     """
     share = _share(sharding, batch_size=batch_size, seq_len=seq_len, separate_documents=separate_documents)
-    available, requested = num_rows(dataset.validation, seq_len=seq_len), num_batches * batch_size
+    available, requested = dataset.validation.num_rows(seq_len=seq_len), num_batches * batch_size
     rows = np.linspace(0, available - 1, min(available, requested)).astype(np.int64)
-    padding = np.full(-len(rows) % batch_size, _NO_ROW)
+    padding = np.full(-len(rows) % batch_size, NO_ROW)
     rows = np.concatenate([rows, padding]).reshape(-1, batch_size)
     return ValidationBatches(part=dataset.validation, rows=rows, seq_len=seq_len, share=share)
 

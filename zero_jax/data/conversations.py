@@ -23,11 +23,12 @@ from zero_jax.core.text_tables import quoted
 from zero_jax.data.chat_template import ChatTemplate, Renderer, Turn
 from zero_jax.data.documents import json_lines
 from zero_jax.data.messages import IDENTITIES, MARKS, SpecialTexts, checked, marked, string
+from zero_jax.data.parts import Dataset, lowest_that_fit
 from zero_jax.data.sources import Source
 from zero_jax.data.tokenizer import JsonTokenizer, Tokenizer
-from zero_jax.data.train_validation_split import lowest_that_fit
 
 _PROMPT = ("prompt", "completion")
+_SHOWN_FIELDS = 8
 # Rows that are kept open while conversations are packed: more fill rows better and take longer.
 _MAX_OPEN_ROWS = 256
 _FEW_PARTS = 16  # of a rendered conversation, whose beginnings are tokenized from their start
@@ -55,13 +56,12 @@ class ConversationPart:
         """Number of tokens."""
         return len(self.tokens)
 
-    @property
-    def num_rows(self) -> int:
-        """Number of rows that the conversations are packed in."""
+    def num_rows(self, *, seq_len: int) -> int:
+        """Returns the number of rows that the conversations are packed in."""
         return len(self.rows)
 
     def cut_rows(self, rows: np.ndarray, *, seq_len: int) -> dict[str, np.ndarray]:
-        """Returns packed rows by their numbers, as `batches.cut_rows` does; `weights` are 1 for targets in answers."""
+        """Returns packed rows by their numbers, as `Part` has it; `weights` are 1 for targets in answers."""
         shape = (len(rows), seq_len)
         inputs, targets, segments = (np.zeros(shape, np.int32) for _ in range(3))
         weights = np.zeros(shape, np.float32)
@@ -81,30 +81,9 @@ class ConversationPart:
         return {"inputs": inputs, "targets": targets, "weights": weights, "segments": segments}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Conversations:
-    """Tokenized conversations, split into two parts.
-
-    Attributes:
-      train: those to train on.
-      validation: those to validate on.
-      num_conversations: how many were read.
-      num_cut: how many are longer than a row and lose their end.
-      num_unused: how often each field occurs that is part of no text.
-      fingerprint: a hash of tokens, answers and split.
-    """
-
-    train: ConversationPart
-    validation: ConversationPart
-    num_conversations: int
-    num_cut: int
-    num_unused: Mapping[str, int]
-    fingerprint: str
-
-
 def load_conversations(
     source: Source, tokenizer: Tokenizer, *, template: ChatTemplate | None, seq_len: int, validation_fraction: float
-) -> Conversations:
+) -> Dataset:
     """Reads and tokenizes conversations, splits them by a hash of their content, and packs them in rows.
 
     Args:
@@ -133,17 +112,31 @@ def load_conversations(
     digest = hashlib.sha256(repr((tokenizer.fingerprint, seq_len)).encode())
     for vector in (*tokens, *answers, chosen):
         digest.update(len(vector).to_bytes(8, "little") + np.ascontiguousarray(vector, "<u4").tobytes())
-    parts = [
+    train, validation = (
         _part([tokens[i] for i in indices], [answers[i] for i in indices], seq_len)
         for indices in (np.flatnonzero(~chosen), np.flatnonzero(chosen))
-    ]
-    return Conversations(
-        train=parts[0],
-        validation=parts[1],
-        num_conversations=len(tokens),
-        num_cut=num_cut,
-        num_unused=dict(sorted(reader.num_unused.items(), key=lambda item: (-item[1], item[0]))),
+    )
+    notes = [f"{int(train.is_answer.sum()):,} tokens of answers to learn, in {len(train.rows):,} rows"]
+    if template is not None:
+        # A template's special tokens are no text, and may be beyond it.
+        assert isinstance(tokenizer, JsonTokenizer)
+        highest = max(int(vector.max()) for vector in tokens)
+        tokenizer = dataclasses.replace(tokenizer, vocab_size=max(tokenizer.vocab_size, highest + 1))
+        notes.append(f"messages as by the chat template of {template.path}")
+    if num_cut:
+        notes.append(f"{num_cut:,} conversations are longer than {seq_len} tokens and lose their end")
+    if unused := sorted(reader.num_unused.items(), key=lambda item: (-item[1], item[0])):
+        shown = ", ".join(f"{name} ({count:,})" for name, count in unused[:_SHOWN_FIELDS])
+        more = f" and {len(unused) - _SHOWN_FIELDS} more" if len(unused) > _SHOWN_FIELDS else ""
+        notes.append(f"fields that are part of no text: {shown}{more}")
+    return Dataset(
+        name=source.name,
+        tokenizer=tokenizer,
+        num_documents=len(tokens),
+        train=train,
+        validation=validation,
         fingerprint=digest.hexdigest()[:32],
+        notes=tuple(notes),
     )
 
 

@@ -11,15 +11,13 @@ from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.files.user_cache import cache_folder
 from zero_jax.core.text_tables import printable
 from zero_jax.data.chat_template import find_chat_template
-from zero_jax.data.conversations import ConversationPart, load_conversations
+from zero_jax.data.conversations import load_conversations
+from zero_jax.data.parts import Dataset, TokenPart, split_documents
 from zero_jax.data.sources import Format, find_source
 from zero_jax.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
-from zero_jax.data.tokens.cache import TOKENIZER_FILE, Log, read_tokens, verify_if_small
-from zero_jax.data.tokens.folder import TokenDtype, Tokens, is_token_folder, open_folder
-from zero_jax.data.tokens.token_file import TokenFile
-from zero_jax.data.train_validation_split import TokenPart, split_documents
+from zero_jax.data.tokens.cache import Log, read_tokens, verify_if_small
+from zero_jax.data.tokens.store import TOKENIZER_FILE, TokenDtype, Tokens, is_token_folder, open_folder
 
-_SHOWN_FIELDS = 8
 _MOST_PREFETCHED = 1024  # batches; more than that would fill the memory
 
 
@@ -80,36 +78,6 @@ class DataConfig:
         return None if self.token_cache is None else user_path(self.token_cache)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Dataset:
-    """A tokenized data set, split into training and validation.
-
-    Attributes:
-      name: the path of the documents, or `stdlib`.
-      tokenizer: the tokenizer of the tokens.
-      num_documents: documents that were read.
-      train: tokens for training.
-      validation: tokens for validation.
-      fingerprint: a hash of the tokens and the split; the same on every machine.
-      notes: lines about documents that were left out or replaced.
-    """
-
-    name: str
-    tokenizer: Tokenizer
-    num_documents: int
-    train: TokenPart | ConversationPart
-    validation: TokenPart | ConversationPart
-    fingerprint: str
-    notes: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        text = (
-            f"{self.name}: {self.num_documents:,} document{'s' if self.num_documents != 1 else ''}, "
-            f"{self.train.size:,} tokens to train on, {self.validation.size:,} to validate on"
-        )
-        return "; ".join([text, *self.notes])
-
-
 def load_dataset(
     config: DataConfig, *, seq_len: int, tokenizer: Tokenizer | None = None, log: Log = lambda line: None
 ) -> Dataset:
@@ -168,30 +136,8 @@ def _load_chat(config: DataConfig, tokenizer: Tokenizer | None, seq_len: int) ->
     template = None
     if isinstance(tokenizer, JsonTokenizer) and config.tokenizer != "auto":
         template = find_chat_template(user_path(config.tokenizer).parent)
-    conversations = load_conversations(
+    return load_conversations(
         source, tokenizer, template=template, seq_len=seq_len, validation_fraction=config.validation_fraction
-    )
-    num_targets = int(conversations.train.is_answer.sum())
-    notes = [f"{num_targets:,} tokens of answers to learn, in {conversations.train.num_rows:,} rows"]
-    if template is not None and isinstance(tokenizer, JsonTokenizer):
-        # A template's special tokens are no text, and may be beyond it.
-        highest = max(int(part.tokens.max()) for part in (conversations.train, conversations.validation))
-        tokenizer = dataclasses.replace(tokenizer, vocab_size=max(tokenizer.vocab_size, highest + 1))
-        notes.append(f"messages as by the chat template of {template.path}")
-    if conversations.num_cut:
-        notes.append(f"{conversations.num_cut:,} conversations are longer than {seq_len} tokens and lose their end")
-    if unused := conversations.num_unused:
-        shown = ", ".join(f"{name} ({count:,})" for name, count in list(unused.items())[:_SHOWN_FIELDS])
-        more = f" and {len(unused) - _SHOWN_FIELDS} more" if len(unused) > _SHOWN_FIELDS else ""
-        notes.append(f"fields that are part of no text: {shown}{more}")
-    return Dataset(
-        name=source.name,
-        tokenizer=tokenizer,
-        num_documents=conversations.num_conversations,
-        train=conversations.train,
-        validation=conversations.validation,
-        fingerprint=conversations.fingerprint,
-        notes=tuple(notes),
     )
 
 
@@ -228,7 +174,4 @@ def _notes(tokens: Tokens, num_left_out: int) -> tuple[str, ...]:
         "empty documents left out": tokens.meta.num_empty,
         "places that were no valid Unicode replaced": tokens.meta.num_replaced,
     }
-    notes = [f"{count:,} {text}" for text, count in counts.items() if count]
-    if isinstance(tokens.tokens, TokenFile) and tokens.tokens.checksums is None:
-        notes.append("written without checksums, so that damage is not noticed (`zero-jax tokenize` writes them)")
-    return tuple(notes)
+    return tuple(f"{count:,} {text}" for text, count in counts.items() if count)

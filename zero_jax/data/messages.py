@@ -126,26 +126,26 @@ class SpecialTexts:
     def __init__(self, texts: Sequence[str], what: str, tokenizer: JsonTokenizer | None = None):
         """Takes the texts, what they are (for errors), and the tokenizer that parses them, if one does."""
         self._texts, self._what, self._tokenizer = texts, what, tokenizer
-        parts = [(text, i) for text in texts for i in range(1, len(text))]
-        self._beginnings = _by_text((text[:i], (text, i)) for text, i in parts)
-        self._ends = _by_text((text[i:], (text, i)) for text, i in parts)
+        self._beginnings = {text[:i] for text in texts for i in range(1, len(text))}
         self._longest = max(map(len, texts), default=0)
 
     def check(self, conversation: Conversation, where: str) -> None:
         """Raises `ValueError` for a conversation with such text."""
         found = [*strings(conversation, where)]
-        beginnings: dict[tuple[str, int], str] = {}
-        ends: dict[tuple[str, int], str] = {}
+        heads: dict[str, str] = {}  # what strings begin with, each with its place
+        tails: dict[str, str] = {}
         for place, text in found:
             if (special := next((x for x in self._texts if x in text), None)) is not None:
                 self._refuse(f"{place} has the text {quoted(special)}")
             stripped = text.strip()  # as templates do
             for length in range(1, min(self._longest, len(stripped) + 1)):
-                beginnings |= dict.fromkeys(self._beginnings.get(stripped[-length:], ()), place)
-                ends |= dict.fromkeys(self._ends.get(stripped[:length], ()), place)
-        if (divided := next((part for part in beginnings if part in ends), None)) is not None:
-            places = f"{beginnings[divided]} ends with the beginning of {quoted(divided[0])}, {ends[divided]} begins"
-            self._refuse(f"{places} with the rest")
+                heads.setdefault(stripped[:length], place)
+                tails.setdefault(stripped[-length:], place)
+        if not self._beginnings.isdisjoint(tails):  # rarely
+            for special, i in ((text, i) for text in self._texts for i in range(1, len(text))):
+                if special[:i] in tails and special[i:] in heads:
+                    places = f"{tails[special[:i]]} ends with the beginning of {quoted(special)}, {heads[special[i:]]}"
+                    self._refuse(f"{places} begins with the rest")
         if self._tokenizer is not None:
             special = self._tokenizer.hidden_special([text for _, text in found])
             if special is not None:
@@ -153,13 +153,6 @@ class SpecialTexts:
 
     def _refuse(self, problem: str) -> None:
         raise ValueError(f"{problem}, {self._what}: write it in another way, or remove the line")
-
-
-def _by_text(parts: Iterator[tuple[str, tuple[str, int]]]) -> dict[str, list[tuple[str, int]]]:
-    found: dict[str, list[tuple[str, int]]] = {}
-    for text, part in parts:
-        found.setdefault(text, []).append(part)
-    return found
 
 
 # What begins a message in text without a template.

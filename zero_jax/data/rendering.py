@@ -8,7 +8,6 @@ of zero_jax. It reads a JSON object a line and answers each with one: the templa
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import resource
@@ -22,7 +21,11 @@ import jinja2.meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+_MAX_BYTES = 1 << 30  # of memory
+_MAX_CHARACTERS = 1 << 24  # of a conversation's text
 _ERROR_CHARACTERS = 500  # of an error's text
+# Up to so many beginnings of a conversation are rendered each from its start, which takes less than forks.
+_FEW = 256
 
 
 class _Generation(Extension):
@@ -72,29 +75,17 @@ class _Message(dict):
         self.__unread.discard(key)
         return super().get(key, default)
 
-    def __iter__(self) -> Iterator[Any]:
-        self.__unread.clear()
-        return super().__iter__()
+    @staticmethod
+    def __reading_all(name: str) -> Any:
+        def method(self: _Message, *arguments: Any) -> Any:
+            self.__unread.clear()
+            return getattr(dict, name)(self, *arguments)
 
-    def keys(self) -> Any:
-        self.__unread.clear()
-        return super().keys()
+        return method
 
-    def values(self) -> Any:
-        self.__unread.clear()
-        return super().values()
-
-    def items(self) -> Any:
-        self.__unread.clear()
-        return super().items()
-
-    def copy(self) -> Any:
-        self.__unread.clear()
-        return super().copy()
-
-    def __repr__(self) -> str:
-        self.__unread.clear()
-        return super().__repr__()
+    __iter__, __repr__, keys, values, items, copy = map(
+        __reading_all, ("__iter__", "__repr__", "keys", "values", "items", "copy")
+    )
 
     @classmethod
     def unread(cls, messages: Sequence[_Message]) -> list[tuple[int, str]]:
@@ -160,8 +151,8 @@ class _Run:
     none: what it makes is what the first `i` messages become, without rendering them again.
     """
 
-    def __init__(self, messages: Sequence[Any], prefixes: Sequence[int], text: str, clock: _ProcessorTime):
-        self.messages, self._text, self._clock = messages, text, clock
+    def __init__(self, messages: Sequence[Any], prefixes: Sequence[int], text: str):
+        self.messages, self._text = messages, text
         self._end, self._waiting = len(messages), sorted(prefixes, reverse=True)
         self._size: int | None = 0
         self._result: int | None = None  # of a fork: the pipe for its result
@@ -194,10 +185,10 @@ class _Run:
 
     def _fork(self, prefix: int) -> None:
         read, write = os.pipe()
-        seconds = self._clock.left()
+        seconds = _time_left()
         child = os.fork()
         if child == 0:
-            self._clock.start(seconds)
+            _limit_time(seconds)
             self._end, self._waiting, self._result = prefix, [], write
             return
         os.close(write)
@@ -208,24 +199,17 @@ class _Run:
             os.kill(os.getpid(), os.WTERMSIG(status))  # one process or two: it exceeds the same limit
         if status:
             raise _NeedsList
-        self._clock.start(self._clock.left() - usage.ru_utime - usage.ru_stime)
+        _limit_time(_time_left() - usage.ru_utime - usage.ru_stime)
         self.sizes[prefix] = int(size) if size else None
 
 
-class _ProcessorTime:
-    """Processor time after which the system ends this process, whatever it is doing."""
+def _limit_time(seconds: float) -> None:
+    """Sets the processor time after which the system ends this process, whatever it is doing."""
+    signal.setitimer(signal.ITIMER_PROF, max(seconds, 1e-3))
 
-    def start(self, seconds: float) -> None:
-        """Limits the time from now on."""
-        signal.setitimer(signal.ITIMER_PROF, max(seconds, 1e-3))
 
-    def left(self) -> float:
-        """Returns the time that is left."""
-        return signal.getitimer(signal.ITIMER_PROF)[0]
-
-    def stop(self) -> None:
-        """Ends the limit."""
-        signal.setitimer(signal.ITIMER_PROF, 0)
+def _time_left() -> float:
+    return signal.getitimer(signal.ITIMER_PROF)[0]
 
 
 def _matched(text: str, size: int | None, part: str) -> int | None:
@@ -238,24 +222,23 @@ class _Failed(Exception):
 
 
 class _Renderer:
-    """A compiled template, and what bounds the text that it makes."""
+    """A compiled template."""
 
     def __init__(self, start: Mapping[str, Any]):
         environment = _environment()
         self.template = environment.from_string(start["source"])
         self.reads_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(start["source"]))
         self._variables = {**start["tokens"], "documents": None}
-        self._max_characters, self._few = start["max_characters"], start["few"]
 
-    def render(self, request: Mapping[str, Any], clock: _ProcessorTime) -> dict[str, Any]:
+    def render(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a conversation's text, where its learned answers begin and end, and the fields that were not read."""
         messages = [_Message(message) for message in request["messages"]]
         variables = {**self._variables, "tools": request["tools"], "add_generation_prompt": False}
         prompted = {**variables, "add_generation_prompt": True}
         text = "".join(self._parts(messages, variables))
         answers = request["answers"]
-        prompts = self._sizes(request["messages"], answers, text, prompted, clock)
-        ends = self._sizes(request["messages"], [i + 1 for i in answers], text, variables, clock)
+        prompts = self._sizes(request["messages"], answers, text, prompted)
+        ends = self._sizes(request["messages"], [i + 1 for i in answers], text, variables)
         spans, last = [], 0
         for i in answers:
             first, end = prompts[i], ends[i + 1]
@@ -270,24 +253,19 @@ class _Renderer:
         try:
             for part in self.template.generate({**variables, "messages": messages}):
                 size += len(part)
-                if size > self._max_characters:
-                    raise ValueError(f"the text has more than {self._max_characters:,} characters")
+                if size > _MAX_CHARACTERS:
+                    raise ValueError(f"the text has more than {_MAX_CHARACTERS:,} characters")
                 yield part
         except Exception as error:  # a template raises anything
             raise _Failed(len(messages), _described(error)) from None
 
     def _sizes(
-        self,
-        messages: Sequence[Any],
-        prefixes: Sequence[int],
-        text: str,
-        variables: Mapping[str, Any],
-        clock: _ProcessorTime,
+        self, messages: Sequence[Any], prefixes: Sequence[int], text: str, variables: Mapping[str, Any]
     ) -> dict[int, int | None]:
         """Returns how many characters of the text each prefix of the messages becomes, None if it is no part of it."""
-        if len(prefixes) > self._few:
+        if len(prefixes) > _FEW:
             try:
-                return _Run(messages, prefixes, text, clock).measure(self.template, variables)
+                return _Run(messages, prefixes, text).measure(self.template, variables)
             except Exception:
                 pass  # it needs a list, there can be no fork, or it fails: rendered from its start, it fails again
         sizes: dict[int, int | None] = {}
@@ -306,26 +284,25 @@ def _described(error: Exception) -> str:
 
 def main() -> None:
     """Answers the lines of the standard input until it ends."""
-    start = json.loads(sys.stdin.readline())
-    for limit, value in ((resource.RLIMIT_AS, start["max_bytes"]), (resource.RLIMIT_CORE, 0)):
+    for limit, value in ((resource.RLIMIT_AS, _MAX_BYTES), (resource.RLIMIT_CORE, 0)):
         with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
             resource.setrlimit(limit, (value, value))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    clock, renderer = _ProcessorTime(), None
-    for line in itertools.chain([json.dumps(start)], sys.stdin):
+    renderer = None
+    for line in sys.stdin:
         request = json.loads(line)
-        clock.start(request["seconds"])
+        _limit_time(request["seconds"])
         try:
             if renderer is None:
                 renderer = _Renderer(request)
                 answer: dict[str, Any] = {"reads_tools": renderer.reads_tools}
             else:
-                answer = renderer.render(request, clock)
+                answer = renderer.render(request)
         except _Failed as failed:
             answer = {"num_messages": failed.args[0], "error": failed.args[1]}
         except Exception as error:
             answer = {"error": _described(error)}
-        clock.stop()
+        signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(answer), flush=True)
 
 

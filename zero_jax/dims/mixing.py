@@ -1,8 +1,8 @@
-"""Where the examples of a batch are in each value of a function, and where they are mixed.
+"""Finds which dim of each value holds the examples of the batch, and matmuls whose activation is replicated.
 
-After a sort, a lookup or a sum over the examples, as in a mixture of experts, each device has all of the result, and
-so all of the gradient of a weight that multiplies it: no device needs to send any of it. Asked for a shard of that
-gradient, XLA instead cuts the product and the activations, and sends these (docs/gather_on_use.md).
+An earlier sort, lookup or sum over the examples mixed them, as in a mixture of experts. XLA then computes the result on
+every device, and with it the whole gradient of a weight that multiplies it: nothing has to be sent. Asked for a shard
+of that gradient, XLA instead cuts the product and the activations, and sends these (docs/gather_on_use.md).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from zero_jax.core.jaxprs import inner_jaxprs, is_literal, open_jaxpr
 from zero_jax.core.passes import Pass
 from zero_jax.core.subcalls import CALLS, subcall
-from zero_jax.dims.primitives import CUMULATIVE, ELEMENTWISE, REDUCTIONS, SCATTERS, dim_map, is_contraction
+from zero_jax.dims.primitives import ELEMENTWISE, dim_map, is_contraction, known_primitives
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import dims_of
 
@@ -27,12 +27,6 @@ UNKNOWN, FREE, MIXED, RANDOM = "unknown", "free", "mixed", "random"
 State = int | str
 
 _EACH_ITS_OWN = frozenset({"optimization_barrier", "zero_order"})
-_SAME = ELEMENTWISE | CUMULATIVE
-_CARRIED = REDUCTIONS | frozenset(
-    "broadcast_in_dim cholesky concatenate conv_general_dilated dot_general dynamic_slice dynamic_update_slice fft pad "
-    "reduce_window reduce_window_max reduce_window_min reduce_window_sum reshape rev slice split squeeze stack tile "
-    "transpose triangular_solve unstack zero_attention zero_reshard".split()
-)
 LOOPS = frozenset({"scan", "while"})
 
 
@@ -237,10 +231,18 @@ def _scattered(eqn: Any, states: Sequence[State]) -> State:
     return UNKNOWN if isinstance(index, int) and not isinstance(updates, int) else MIXED
 
 
+_OF_KIND = {
+    **dict.fromkeys(("elementwise", "copy", "cast", "cumulative"), _same),
+    "sort": _sorted,
+    "scatter": _scattered,
+}
+# XLA does not look into calls of libraries, and what is placed is sharded as that says.
 _RULES = {
-    **dict.fromkeys(_SAME, _same),
-    **dict.fromkeys(_CARRIED, _carried),
-    **dict.fromkeys(("sort", "top_k"), _sorted),
-    **dict.fromkeys(SCATTERS, _scattered),
+    **{
+        name: _OF_KIND.get(x.kind, _carried)
+        for name, x in known_primitives().items()
+        if x.kind not in ("factorization", "library", "place")
+    },
     "gather": _gather,
+    "zero_reshard": _carried,
 }

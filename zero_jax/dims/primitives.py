@@ -324,27 +324,24 @@ _TABLE: dict[str, Primitive] = {
     **_each("cumlogsumexp cummax cummin cumprod", "cumulative", _but("axis")),
     "sort": Primitive(kind="sort", dims=_but("dimension")),
     "top_k": Primitive(kind="sort", dims=_but("axis")),
-    "approx_top_k": Primitive(kind="sort", dims=_but("reduction_dimension")),
     **_each(
         "reduce_window reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add "
         "select_and_scatter_add",
         "window",
         _windowed,
     ),
-    # Products and linear algebra.
+    # Products and linear algebra: XLA's own instructions, and calls of libraries that it does not look into.
     "dot_general": Primitive(kind="product", dims=_dot, linear="product", reduces="sum"),
     "conv_general_dilated": Primitive(kind="product", dims=_convolution, linear="product", reduces="sum"),
-    "zero_attention": Primitive(kind="attention", dims=_attention),
-    **_each(
-        "cholesky eig eigh geqrf hessenberg lu qr schur svd symmetric_product tridiagonal",
-        "linear algebra",
-        _leading(2),
-    ),
-    "householder_product": Primitive(kind="linear algebra", dims=_leading(2, 1)),
-    "tridiagonal_solve": Primitive(kind="linear algebra", dims=_leading(1, 1, 1, 2)),
-    "lu_pivots_to_permutation": Primitive(kind="linear algebra", dims=_leading(1)),
-    "triangular_solve": Primitive(kind="linear algebra", dims=_triangular_solve),
-    "fft": Primitive(kind="linear algebra", dims=_fft),
+    "zero_attention": Primitive(kind="algebra", dims=_attention),
+    "cholesky": Primitive(kind="algebra", dims=_leading(2)),
+    "triangular_solve": Primitive(kind="algebra", dims=_triangular_solve),
+    "fft": Primitive(kind="algebra", dims=_fft),
+    "approx_top_k": Primitive(kind="library", dims=_but("reduction_dimension")),
+    **_each("eig eigh geqrf hessenberg lu qr schur svd symmetric_product tridiagonal", "factorization", _leading(2)),
+    "householder_product": Primitive(kind="factorization", dims=_leading(2, 1)),
+    "tridiagonal_solve": Primitive(kind="factorization", dims=_leading(1, 1, 1, 2)),
+    "lu_pivots_to_permutation": Primitive(kind="library", dims=_leading(1)),
 }
 
 
@@ -354,7 +351,7 @@ def _named(*kinds: str) -> frozenset[str]:
 
 ELEMENTWISE = _named("elementwise", "copy", "cast")
 REDUCTIONS, CUMULATIVE, SCATTERS = _named("reduction"), _named("cumulative"), _named("scatter")
-FACTORIZATIONS = _named("linear algebra") - {"fft", "lu_pivots_to_permutation"}
+FACTORIZATIONS = _named("factorization") | {"cholesky", "triangular_solve"}
 # The operands themselves: as they are, in another place, under another dtype, or in another shape.
 COPIES, PLACES, CASTS, SHAPES = _named("copy"), _named("place"), _named("cast"), _named("shape")
 SAME_ELEMENTS = _named("copy", "cast", "shape", "broadcast")

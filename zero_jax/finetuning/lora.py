@@ -296,11 +296,9 @@ class Lora:
           state: the train state, or `Variables`; arrays on any devices.
           dtype: the dtype of floating leaves; None: as they are stored, quantized ones in bfloat16.
         """
-        variables = state.variables if isinstance(state, TrainState) else state
-        if isinstance(state, TrainState):
-            variables = Variables(params=state.masters, model_state=state.model_state)
-        base = _base_of(variables.model_state)
-        leaves, tree = self._leaves(variables.params, base)
+        adapters = state.masters if isinstance(state, TrainState) else state.params
+        base = _base_of(state.model_state)
+        leaves, tree = self._leaves(adapters, base)
         nodes = jax.tree.leaves(base, is_leaf=_is_node)
 
         def merged(leaf: Any, node: Any) -> Any:

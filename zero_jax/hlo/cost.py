@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from zero_jax.hlo.custom_calls import Decode, kernel_call
-from zero_jax.hlo.layout import Array, arrays, parse_shape
+from zero_jax.hlo.layout import Array
 from zero_jax.hlo.opcodes import FREE, MOVES, SLICES
 from zero_jax.hlo.program import Instruction, Program, integers
 
@@ -63,8 +63,7 @@ def cycles(instruction: Instruction) -> int | None:
 def roofline(program: Program, computation: str, instruction: Instruction, *, decode: Decode | None = None) -> Work:
     """Counts the flops of an instruction and the bytes that it moves to and from memory.
 
-    A fusion counts as a whole: `instruction` is outside of fusions. `decode` turns the bodies of Pallas kernels into
-    text.
+    A fusion counts as a whole: `instruction` is outside of fusions. `decode` reads the bodies of Pallas kernels.
     """
     opcode, line = instruction.opcode, instruction.line
     is_free = opcode in FREE or bool(instruction.part)
@@ -100,7 +99,7 @@ def _dot_flops(program: Program, computation: str, instruction: Instruction, con
     match = re.search(contracting, instruction.line)
     left = _operand_arrays(program, computation, instruction)[0]
     inner = math.prod(left.dims[dim] for dim in integers(match[1])) if match else 1
-    return 2 * _first(instruction).num_elements * inner
+    return 2 * instruction.arrays[0].num_elements * inner
 
 
 def _convolution_flops(program: Program, computation: str, instruction: Instruction) -> float:
@@ -110,7 +109,7 @@ def _convolution_flops(program: Program, computation: str, instruction: Instruct
     operands = _operand_arrays(program, computation, instruction)
     if not labels or len(operands) < 2:
         return 0
-    left, kernel, out = (array.dims for array in (*operands[:2], _first(instruction)))
+    left, kernel, out = (array.dims for array in (*operands[:2], instruction.arrays[0]))
     window = re.search(r"window=\{([^}]*)\}", line)
     text = window[1] if window else ""
     spatial = [label for label in labels[3] if label.isdigit()]
@@ -140,8 +139,8 @@ def _valid_pairs(num_left: int, num_out: int, window: Mapping[str, int]) -> int:
 def _moved_bytes(program: Program, computation: str, instruction: Instruction) -> int:
     opcode = instruction.opcode
     instructions = program.computations[computation]
-    operands = [_bytes(instructions[name].shape) if name in instructions else 0 for name in instruction.operands]
-    result = _bytes(instruction.shape)
+    operands = [_bytes(instructions[name]) if name in instructions else 0 for name in instruction.operands]
+    result = _bytes(instruction)
     if opcode in ("dynamic-slice", "slice"):
         return 2 * result
     if opcode == "gather":
@@ -155,23 +154,22 @@ def _moved_bytes(program: Program, computation: str, instruction: Instruction) -
     called = next(iter(instruction.called.values()))
     inner = program.computations.get(called, {})
     users = program.users(called)
-    parameters = [value for value in inner.values() if value.opcode == "parameter"]
-    num_read = sum(_read_bytes(inner, users, parameter) for parameter in parameters)
+    num_read = sum(_read_bytes(inner, users, parameter) for parameter in program.parameters(called))
     root = inner.get(program.roots.get(called, ""))
     return num_read + (_written_bytes(inner, root) if root else result)
 
 
 def _read_bytes(inner: dict[str, Instruction], users: dict[str, list[Instruction]], value: Instruction) -> int:
     """The bytes of a value inside a fusion that are read: the slices, if it is only sliced or updated in place."""
-    all_bytes, total = _bytes(value.shape), 0
+    all_bytes, total = _bytes(value), 0
     for user in users[value.name]:
         is_first = user.operands[0] == value.name and value.name not in user.operands[1:]
         if user.opcode in MOVES:
-            total += _read_bytes(inner, users, user) * all_bytes // max(_bytes(user.shape), 1)
+            total += _read_bytes(inner, users, user) * all_bytes // max(_bytes(user), 1)
         elif is_first and user.opcode in SLICES:
-            total += _bytes(user.shape)
+            total += _bytes(user)
         elif is_first and user.opcode == "scatter":
-            total += _bytes(inner[user.operands[-1]].shape)
+            total += _bytes(inner[user.operands[-1]])
         elif not (is_first and user.opcode == "dynamic-update-slice"):
             return all_bytes
     return min(all_bytes, total)
@@ -185,19 +183,15 @@ def _written_bytes(inner: dict[str, Instruction], root: Instruction) -> int:
         while output.opcode in MOVES and output.operands[0] in inner:
             output = inner[output.operands[0]]
         updates = {"dynamic-update-slice": 1, "scatter": -1}.get(output.opcode)
-        total += _bytes((output if updates is None else inner[output.operands[updates]]).shape)
+        total += _bytes(output if updates is None else inner[output.operands[updates]])
     return total
 
 
 def _operand_arrays(program: Program, computation: str, instruction: Instruction) -> list[Array]:
     instructions = program.computations[computation]
-    return [_first(instructions[name]) for name in instruction.operands if name in instructions]
+    return [instructions[name].arrays[0] for name in instruction.operands if name in instructions]
 
 
-def _first(instruction: Instruction) -> Array:
-    return next(arrays(parse_shape(instruction.shape)))
-
-
-def _bytes(shape: str) -> int:
-    """The bytes of all arrays in a shape, without padding."""
-    return sum(array.packed_bytes for array in arrays(parse_shape(shape)))
+def _bytes(instruction: Instruction) -> int:
+    """The bytes of all arrays of a result, without padding."""
+    return sum(array.packed_bytes for array in instruction.arrays)

@@ -9,15 +9,16 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from zero_jax.hlo.kernels import KernelWork, kernel_work
-from zero_jax.hlo.layout import Array, arrays, parse_shape
+from zero_jax.hlo.layout import Array, parse_shape
 from zero_jax.hlo.program import Instruction, Program
 
-# The text of the Mosaic module in the bytecode of a kernel; None for what cannot be decoded.
-Decode = Callable[[bytes], str | None]
+# The Mosaic module in the bytecode of a kernel, an `ir.Module` of MLIR; None for what cannot be decoded.
+Decode = Callable[[bytes], Any]
 _PALLAS = '"tpu_custom_call"'
 _ATTENTION = re.compile(r'custom_call_target="__cudnn\$fmha(\w+)"')
 _SCORES = re.compile(r'"intermediate_tensor_shape":\{.*?"dimensions":\[([^\]]*)\]')
@@ -79,11 +80,11 @@ def _body_work(
     if not body or decode is None:
         return None
     try:
-        text = decode(base64.b64decode(body[1], validate=True))
+        module = decode(base64.b64decode(body[1], validate=True))
     except binascii.Error:
         return None
     scalars = [_literal(program, computation, name) for name in instruction.operands]
-    return None if text is None else kernel_work(text, scalars)
+    return None if module is None else kernel_work(module, scalars)
 
 
 def _literal(program: Program, computation: str, name: str) -> np.ndarray | None:
@@ -116,7 +117,7 @@ def _cudnn(program: Program, computation: str, instruction: Instruction, *, is_b
     if not scores or query is None:
         return None
     batch, heads, queries, keys = (int(size) for size in re.findall(r"\d+", scores[1]))
-    elements = next(arrays(parse_shape(query.shape))).num_elements
+    elements = query.arrays[0].num_elements
     head_dim = elements // max(batch * heads * queries, 1)
     mask = re.search(r'"mask_type":"(\w+)"', line)
     is_causal = mask is not None and "CAUSAL" in mask[1]

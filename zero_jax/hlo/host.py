@@ -52,11 +52,10 @@ def host_transfers(compiled: Any) -> tuple[HostTransfer, ...]:
 
 def _transfer(computation: str, start: Instruction) -> HostTransfer | None:
     """Returns the transfer that an instruction starts, or None if it stays within the device's memory."""
-    shape = parse_shape(start.shape)
-    held = list(arrays(shape))
-    on_device = [array.num_bytes for array in held if array.space != HOST_SPACE]
-    if len(on_device) == len(held) or not on_device:
+    on_device = [array.num_bytes for array in start.arrays if array.space != HOST_SPACE]
+    if len(on_device) == len(start.arrays) or not on_device:
         return None
+    shape = parse_shape(start.shape)
     assert not isinstance(shape, Array)  # operands, results and a context
     result = shape[0 if start.opcode == "copy-start" else 1]
     to_host = any(array.space == HOST_SPACE for array in arrays(result))

@@ -1,22 +1,21 @@
 """Counts the work of a Pallas TPU kernel: the matrix products of its body, over the steps of its grid that run them.
 
-The body of a kernel is in the program as MLIR bytecode (Mosaic); what is read here is its text in the generic form.
-A branch or a loop that depends on the grid, or on scalars whose values are known, counts as often as it is taken: so of
-block-sparse attention the blocks that its mask leaves out do not count.
+The body of a kernel is in the program as MLIR bytecode (Mosaic). Its operations are given here as MLIR's own Python API
+has them. A branch or a loop that depends on the grid, or on scalars whose values are known, counts as often as it is
+taken: so of block-sparse attention the blocks that its mask leaves out do not count.
 """
 
 import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-_OPERATION = re.compile(r'\s*(?:(%[^=]*?) = )?"([\w.]+)"\(([^)]*)\)(.*)')
 _VECTOR = re.compile(r"(?:vector|memref)<((?:\d+x)*)[a-z]")
-_INTEGER = re.compile(r"value = (-?\d+|true|false)\b")
+_INTEGER = re.compile(r"(-?\d+|true|false)\b")
 _BOOLEANS = {"true": "1", "false": "0"}
-_CONTRACTING = re.compile(r"dimension_numbers = #tpu.dot_dimension_numbers<\[([\d, ]*)\]")
 
 Known = np.ndarray | None
 _BINARY: Mapping[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
@@ -52,86 +51,44 @@ class KernelWork:
     is_exact: bool
 
 
-@dataclasses.dataclass
-class _MlirOperation:
-    """An operation of the text; `end` is what follows its operands, without its regions."""
-
-    results: list[str]
-    name: str
-    operands: list[str]
-    end: str
-    regions: list["_MlirRegion"] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass
-class _MlirRegion:
-    arguments: list[str] = dataclasses.field(default_factory=list)
-    operations: list[_MlirOperation] = dataclasses.field(default_factory=list)
-
-
-def kernel_work(text: str, scalars: Sequence[Known] = ()) -> KernelWork | None:
+def kernel_work(module: Any, scalars: Sequence[Known] = ()) -> KernelWork | None:
     """Counts the work of a kernel.
 
     Args:
-      text: The module of the kernel in MLIR's generic form.
+      module: The module of the kernel, an `ir.Module` of MLIR.
       scalars: The operands of the call from the first on, where they are constants: its scalar prefetch.
 
     Returns:
-      The work, or None where the text has no kernel with a static grid.
+      The work, or None where the module has no kernel with a static grid.
     """
-    functions = [operation for operation in _parse(text).walk() if operation.name == "func.func"]
+    functions = [operation for operation in _walk(module.operation) if _name(operation) == "func.func"]
     for function in functions:
-        if bounds := re.search(r"iteration_bounds = array<i64(?:: ([-\d, ]*))?>", function.end):
-            grid = [int(size) for size in (bounds[1] or "").split(",") if size.strip()]
-            if min(grid, default=1) < 0:
-                return None
-            return _GridBody(grid).run(function.regions[0], scalars)
+        if bounds := _attribute(function, "iteration_bounds"):  # such as array<i64: 2, 3>
+            grid = [int(size) for size in re.findall(r"-?\d+", bounds.partition(":")[2])]
+            return None if min(grid, default=1) < 0 else _GridBody(grid).run(function.regions[0], scalars)
     # Without a grid, the kernel is the function that is no index map.
-    kernels = [function for function in functions if "transform_" not in function.end]
+    kernels = [function for function in functions if "transform_" not in _attribute(function, "sym_name")]
     return _GridBody([]).run(kernels[0].regions[0], scalars) if kernels else None
 
 
-class _MlirModule(_MlirRegion):
-    def walk(self) -> Iterator[_MlirOperation]:
-        """Yields all operations."""
-        stack = list(self.operations)
-        while stack:
-            operation = stack.pop(0)
-            yield operation
-            stack = [inner for region in operation.regions for inner in region.operations] + stack
+def _walk(operation: Any) -> Iterator[Any]:
+    """Yields an operation and all that are in it."""
+    yield operation
+    for region in operation.regions:
+        for inner in _operations(region):
+            yield from _walk(inner)
 
 
-def _parse(text: str) -> _MlirModule:
-    """Reads the operations, with their regions nested as the text has them."""
-    tree = _MlirModule()
-    open_regions: list[_MlirRegion] = [tree]
-    open_operations: list[_MlirOperation] = []
-    for line in text.split("\n"):
-        stripped = line.strip()
-        if stripped.startswith("^"):
-            open_regions[-1].arguments = re.findall(r"(%\w+):", stripped)
-        elif stripped.startswith("}, {"):
-            open_regions.pop()
-            open_regions.append(_MlirRegion())
-            open_operations[-1].regions.append(open_regions[-1])
-        elif stripped.startswith("})") and open_operations:
-            open_regions.pop()
-            open_operations.pop().end += stripped[2:]
-        elif match := _OPERATION.match(line):
-            results = re.findall(r"%\w+", match[1] or "")
-            name = match[2].removeprefix("stable_mosaic.")
-            operation = _MlirOperation(results, name, re.findall(r"%\w+(?:#\d+)?", match[3]), match[4])
-            open_regions[-1].operations.append(operation)
-            if stripped.endswith("({"):
-                open_regions.append(_MlirRegion())
-                operation.regions.append(open_regions[-1])
-                open_operations.append(operation)
-        elif re.search(r"\(\{$", stripped):  # a module, or an operation of another form
-            open_regions.append(_MlirRegion())
-            operation = _MlirOperation([], "", [], "", [open_regions[-1]])
-            open_regions[-2].operations.append(operation)
-            open_operations.append(operation)
-    return tree
+def _operations(region: Any) -> Iterator[Any]:
+    return (operation.operation for block in region.blocks for operation in block.operations)
+
+
+def _name(operation: Any) -> str:
+    return operation.name.removeprefix("stable_mosaic.")
+
+
+def _attribute(operation: Any, name: str) -> str:
+    return str(operation.attributes[name]) if name in operation.attributes else ""
 
 
 class _GridBody:
@@ -139,50 +96,51 @@ class _GridBody:
 
     def __init__(self, grid: Sequence[int]):
         self.grid = grid
-        self.values: dict[str, Known] = {}
+        self.values: dict[Any, Known] = {}
         self.flops = 0.0
         self.is_exact = True
 
-    def run(self, region: _MlirRegion, scalars: Sequence[Known]) -> KernelWork:
-        rank = len(self.grid)
-        for place, (name, size) in enumerate(zip(region.arguments, self.grid, strict=False)):
+    def run(self, region: Any, scalars: Sequence[Known]) -> KernelWork:
+        rank, arguments = len(self.grid), list(region.blocks[0].arguments)
+        for place, (argument, size) in enumerate(zip(arguments, self.grid, strict=False)):
             shape = [size if dim == place else 1 for dim in range(rank)]
-            self.values[name] = np.arange(size).reshape(shape)
-        self.values.update(zip(region.arguments[rank:], scalars, strict=False))
+            self.values[argument] = np.arange(size).reshape(shape)
+        self.values.update(zip(arguments[rank:], scalars, strict=False))
         self.region(region, np.ones([1] * rank))
         return KernelWork(flops=float(self.flops), is_exact=bool(self.is_exact))
 
-    def region(self, region: _MlirRegion, times: np.ndarray) -> None:
+    def region(self, region: Any, times: np.ndarray) -> None:
         """Runs a region that is executed so many times at each step of the grid."""
-        for operation in region.operations:
+        for operation in _operations(region):
             self.operation(operation, times)
 
-    def operation(self, operation: _MlirOperation, times: np.ndarray) -> None:
-        name, known = operation.name, [self.values.get(operand) for operand in operation.operands]
+    def operation(self, operation: Any, times: np.ndarray) -> None:
+        name, known = _name(operation), [self.values.get(operand) for operand in operation.operands]
+        regions, results = list(operation.regions), list(operation.results)
         if name in ("tpu.matmul", "vector.contract"):
             num_steps = times.sum() * math.prod(self.grid) / times.size
-            self.flops += num_steps * _product_flops(operation.end)
+            self.flops += num_steps * _product_flops(operation)
         elif name == "scf.if":
-            self.branches(operation, known[0], times)
+            self.branches(regions, known[0], times)
         elif name == "scf.for":
-            self.region(operation.regions[0], times * self.num_trips(known))
+            self.region(regions[0], times * self.num_trips(known))
         elif name in ("scf.while", "func.call"):
             self.is_exact = False
-            for region in operation.regions[-1:]:
+            for region in regions[-1:]:
                 self.region(region, times)
-        elif operation.regions:
-            for region in operation.regions:
+        elif regions:
+            for region in regions:
                 self.region(region, times)
-        elif len(operation.results) == 1 and "vector<" not in operation.end.rpartition("->")[2]:
-            self.values[operation.results[0]] = _scalar(operation, known)
+        elif len(results) == 1 and "vector<" not in str(results[0].type):
+            self.values[results[0]] = _scalar(operation, known)
 
-    def branches(self, operation: _MlirOperation, condition: Known, times: np.ndarray) -> None:
+    def branches(self, regions: Sequence[Any], condition: Known, times: np.ndarray) -> None:
         if condition is not None:
-            for region, taken in zip(operation.regions, (condition != 0, condition == 0), strict=False):
+            for region, taken in zip(regions, (condition != 0, condition == 0), strict=False):
                 self.region(region, times * taken)
             return
         before, flops = self.flops, []
-        for region in operation.regions:
+        for region in regions:
             self.flops = before
             self.region(region, times)
             flops.append(self.flops)
@@ -197,16 +155,16 @@ class _GridBody:
         return np.maximum(-(-(upper - lower) // np.maximum(step, 1)), 0)
 
 
-def _scalar(operation: _MlirOperation, known: Sequence[Known]) -> Known:
+def _scalar(operation: Any, known: Sequence[Known]) -> Known:
     """The value of an operation on integers, as far as it is known."""
-    dialect, _, name = operation.name.rpartition(".")
-    if operation.name == "arith.constant":
-        match = _INTEGER.search(operation.end)
+    dialect, _, name = _name(operation).rpartition(".")
+    if (dialect, name) == ("arith", "constant"):
+        match = _INTEGER.match(_attribute(operation, "value"))
         return np.asarray(int(_BOOLEANS.get(match[1], match[1]))) if match else None
     if any(value is None for value in known):
         return None
     values = [value for value in known if value is not None]
-    if operation.name == "memref.load":
+    if (dialect, name) == ("memref", "load"):
         array, indices = values[0], values[1:]
         inside = len(indices) == array.ndim
         clipped = [np.clip(index, 0, size - 1) for index, size in zip(indices, array.shape, strict=False)]
@@ -217,23 +175,23 @@ def _scalar(operation: _MlirOperation, known: Sequence[Known]) -> Known:
         return values[0].astype(np.int64)
     if name == "select":
         return np.where(values[0] != 0, values[1], values[2])
-    if name == "cmpi" and (match := re.search(r"predicate = (\d+)", operation.end)):
+    if name == "cmpi" and (match := _INTEGER.match(_attribute(operation, "predicate"))):
         return _COMPARE[int(match[1])](values[0], values[1]).astype(np.int64)
     return _BINARY[name](values[0], values[1]) if name in _BINARY else None
 
 
-def _product_flops(end: str) -> float:
+def _product_flops(operation: Any) -> float:
     """The operations of one matrix product, from its attributes and the types of its operands and its result."""
-    attributes, _, types = end.rpartition(" : (")
+    types = "".join(f"{value.type} " for value in (*operation.operands, *operation.results))
     shapes = [[int(size) for size in dims.split("x") if size] for dims in _VECTOR.findall(types)]
     if len(shapes) < 3:
         return 0.0
     left, out = shapes[0], shapes[-1]
-    maps = [re.findall(r"d\d+", dims) for dims in re.findall(r"affine_map<[^>]*-> \(([^)]*)\)>", attributes)]
-    if contracting := _CONTRACTING.search(attributes):
+    maps = [re.findall(r"d\d+", x) for x in re.findall(r"-> \(([^)]*)\)", _attribute(operation, "indexing_maps"))]
+    if contracting := re.search(r"<\[([\d, ]*)\]", _attribute(operation, "dimension_numbers")):
         inner = math.prod(left[int(dim)] for dim in contracting[1].split(",") if dim.strip())
     elif len(maps) == 3:
         inner = math.prod(size for size, dim in zip(left, maps[0], strict=True) if dim not in maps[2])
     else:
-        inner = left[0] if "transpose_lhs = true" in attributes else left[-1]
+        inner = left[0] if _attribute(operation, "transpose_lhs") == "true" else left[-1]
     return 2.0 * math.prod(out) * inner

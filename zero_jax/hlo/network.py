@@ -8,7 +8,6 @@ import dataclasses
 import re
 from typing import Any
 
-from zero_jax.hlo.layout import arrays, parse_shape
 from zero_jax.hlo.program import Instruction, integers, parse
 from zero_jax.hlo.traffic import Sent, with_executions
 
@@ -77,7 +76,7 @@ def rendezvous(instruction: Instruction) -> str:
 def _transfer(computation: str, send: Instruction, num_slices: int) -> NetworkTransfer:
     match = _KIND.search(send.line)
     kind = match[1].lower().replace("_", "-") if match else ""
-    sent = next(arrays(parse_shape(send.shape)))
+    sent = send.arrays[0]
     others = num_slices - 1
     share = {"all-gather": others, "all-reduce": 2 * others / num_slices}
     share |= dict.fromkeys(("reduce-scatter", "all-to-all"), others / num_slices)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from zero_jax.hlo.layout import Array, arrays, parse_shape
 from zero_jax.hlo.opcodes import KINDS, MOVES, calls, split_opcode
 
 _ANY_COLLECTIVE = re.compile(rf" (?:{KINDS})(?:-start)?\(")
@@ -42,6 +43,11 @@ class Instruction(NamedTuple):
     def part(self) -> str:
         """`start`, `update` or `done` for a part of an asynchronous operation, else ''."""
         return split_opcode(self.opcode)[1]
+
+    @property
+    def arrays(self) -> list[Array]:
+        """The arrays of its result, in order."""
+        return list(arrays(parse_shape(self.shape)))
 
     @property
     def op_name(self) -> str:
@@ -155,6 +161,11 @@ class Program:
         """Yields the instructions of all computations."""
         for computation in self.computations.values():
             yield from computation.values()
+
+    def parameters(self, computation: str) -> list[Instruction]:
+        """The parameters of a computation, by their number."""
+        found = (value for value in self.computations.get(computation, {}).values() if value.opcode == "parameter")
+        return sorted(found, key=lambda parameter: int(parameter.operands[0]))
 
     def users(self, computation: str) -> dict[str, list[Instruction]]:
         """The instructions that read each value of a computation."""

@@ -262,8 +262,7 @@ def _finished(opcode: str, instruction: Instruction, started: Tree) -> Tree:
     if opcode == "recv-done":
         return (started[0], started[-1])
     result = started[0 if opcode == "copy-done" else 1]
-    num_arrays = len(list(arrays(parse_shape(instruction.shape))))
-    return result if len(list(leaves(result))) == num_arrays else started
+    return result if len(list(leaves(result))) == len(instruction.arrays) else started
 
 
 def _updated_in_place(program: Program, start: Instruction) -> int | None:
@@ -289,8 +288,7 @@ def _reused_in_fusion(program: Program, computation: str) -> tuple[int, ...]:
         in_place = all(user.opcode in ELEMENTWISE or _updates(user, name) for user in users[name])
         return in_place and all(maps(user.name) for user in users[name])
 
-    parameters = [value for value in program.computations[computation].values() if value.opcode == "parameter"]
-    return tuple(sorted(_number(parameter) for parameter in parameters if maps(parameter.name)))
+    return tuple(_number(parameter) for parameter in program.parameters(computation) if maps(parameter.name))
 
 
 def _updates(user: Instruction, name: str) -> bool:

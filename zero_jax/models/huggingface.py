@@ -40,6 +40,15 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 4096, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
 }
 _GEMMA_DEFAULTS = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "head_dim": 256}
+# Keys by our names of the same.
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "d_model": "hidden_size",
+    "seq_len": "max_position_embeddings",
+}
+_CAPS = {"attention_soft_cap": "attn_logit_softcapping", "logits_soft_cap": "final_logit_softcapping"}
 _LARGEST = 3.4e38  # of float32
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 
@@ -95,63 +104,53 @@ def decoder_config(hf_config: Mapping[str, Any], *, seq_len: int | None = None) 
     for key, allowed in _MUST_BE.items():
         if hf_config.get(key) not in allowed:
             raise ValueError(f"{key}={short(hf_config[key])} is not supported: a decoder needs {allowed[0]!r}")
-    _check_sizes(hf_config, model_type)
     activation = hf_config.get("hidden_act", "silu")
     if model_type in _GEMMA and hf_config["hidden_activation"] is not None:
         activation = hf_config["hidden_activation"]
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise ValueError(f"hidden_act={short(activation)} is not supported: only {', '.join(_ACTIVATIONS)} are")
-    num_layers, num_heads = hf_config["num_hidden_layers"], hf_config["num_attention_heads"]
+    sizes = _sizes(hf_config, model_type)
     settings = {
-        "vocab_size": hf_config["vocab_size"],
-        "seq_len": seq_len or hf_config["max_position_embeddings"],
-        "num_layers": num_layers,
-        "d_model": hf_config["hidden_size"],
-        "num_heads": num_heads,
-        "num_kv_heads": _first(hf_config.get("num_key_value_heads"), num_heads),
-        "head_dim": _first(hf_config.get("head_dim"), hf_config["hidden_size"] // num_heads),
-        "d_hidden": hf_config["moe_intermediate_size" if model_type == "qwen3_moe" else "intermediate_size"],
+        **sizes,
+        "seq_len": seq_len or sizes["seq_len"],
+        "num_kv_heads": _first(hf_config.get("num_key_value_heads"), sizes["num_heads"]),
+        "head_dim": _first(hf_config.get("head_dim"), sizes["d_model"] // sizes["num_heads"]),
         "activation": _ACTIVATIONS[activation],
         "norm_eps": hf_config.get("rms_norm_eps", 1e-6),
         "tie_embedding": hf_config.get("tie_word_embeddings", model_type in _GEMMA),
         "qkv_bias": model_type == "qwen2",
         "qk_norm": model_type in ("qwen3", "qwen3_moe", "gemma3_text"),
-        **_windows(hf_config, model_type, num_layers),
+        **_windows(hf_config, model_type, sizes["num_layers"]),
         **_rope(hf_config),
     }
     if model_type in _GEMMA:
-        settings |= {
-            "norm_offset": True,
-            "post_norms": True,
-            "scale_embedding": True,
-            "query_scale": _positive(hf_config, "query_pre_attn_scalar") ** -0.5,
-            "attention_soft_cap": hf_config.get("attn_logit_softcapping"),
-            "logits_soft_cap": hf_config.get("final_logit_softcapping"),
-        }
+        settings |= dict.fromkeys(("norm_offset", "post_norms", "scale_embedding"), True)
+        settings["query_scale"] = _positive(hf_config, "query_pre_attn_scalar") ** -0.5
+        settings |= {field: hf_config.get(key) for field, key in _CAPS.items()}
     if model_type in _EXPERTS:
-        settings |= {
-            "num_experts": _num_experts(hf_config),
-            "experts_per_token": hf_config["num_experts_per_tok"],
-            "normalize_expert_weights": model_type == "mixtral" or hf_config.get("norm_topk_prob", False),
-        }
+        settings["normalize_expert_weights"] = model_type == "mixtral" or hf_config.get("norm_topk_prob", False)
     return DecoderConfig(**settings)
 
 
-def _check_sizes(hf_config: Mapping[str, Any], model_type: str) -> None:
-    """Raises `ValueError` for a size that is missing, or no whole number."""
-    keys = ["vocab_size", "num_hidden_layers", "num_attention_heads", "hidden_size", "max_position_embeddings"]
-    keys.append("moe_intermediate_size" if model_type == "qwen3_moe" else "intermediate_size")
+def _size_keys(model_type: str) -> dict[str, str]:
+    """Returns the keys of the sizes that every config.json of a family has, by our names."""
+    keys = _SIZES | {"d_hidden": "moe_intermediate_size" if model_type == "qwen3_moe" else "intermediate_size"}
     if model_type in _EXPERTS:
-        keys += ["num_experts", "num_experts_per_tok"]
-    for key in keys:
-        value = _num_experts(hf_config) if key == "num_experts" else hf_config.get(key)
+        keys |= {"num_experts": "num_local_experts" if model_type == "mixtral" else "num_experts"}
+        keys |= {"experts_per_token": "num_experts_per_tok"}
+    return keys
+
+
+def _sizes(hf_config: Mapping[str, Any], model_type: str) -> dict[str, int]:
+    """Returns the sizes of a config; raises `ValueError` for one that is missing, or no whole number."""
+    keys = _size_keys(model_type)
+    sizes: dict[str, Any] = {name: hf_config.get(key) for name, key in keys.items()}
+    if model_type in _EXPERTS:  # releases of transformers differ in the key
+        sizes["num_experts"] = hf_config.get("num_local_experts", hf_config.get("num_experts"))
+    for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{key}={short(value)}: the config needs a whole number of at least 1")
-
-
-def _num_experts(hf_config: Mapping[str, Any]) -> Any:
-    """Returns the number of experts; releases of transformers differ in the key."""
-    return hf_config.get("num_local_experts", hf_config.get("num_experts"))
+            raise ValueError(f"{keys[name]}={short(value)}: the config needs a whole number of at least 1")
+    return sizes
 
 
 def _first(*values: Any) -> Any:
@@ -263,14 +262,9 @@ def hf_config(config: DecoderConfig) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[model_type]],
         "model_type": model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.d_model,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
+        **{key: getattr(config, name) for name, key in _size_keys(model_type).items()},
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "moe_intermediate_size" if model_type == "qwen3_moe" else "intermediate_size": config.d_hidden,
-        "max_position_embeddings": config.seq_len,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
         "tie_word_embeddings": config.tie_embedding,
@@ -287,13 +281,11 @@ def hf_config(config: DecoderConfig) -> dict[str, Any]:
         scalar = config.head_dim if config.query_scale is None else config.query_scale**-2
         settings |= {"query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-9 * scalar else scalar}
         settings |= {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
-        settings |= {"attn_logit_softcapping": config.attention_soft_cap}
-        settings |= {"final_logit_softcapping": config.logits_soft_cap}
+        settings |= {key: getattr(config, name) for name, key in _CAPS.items()}
     if config.window_rope_theta is not None:
         settings["rope_local_base_freq"] = config.window_rope_theta
     if model_type in _EXPERTS:
-        settings["num_local_experts" if model_type == "mixtral" else "num_experts"] = config.num_experts
-        settings |= {"num_experts_per_tok": config.experts_per_token, "norm_topk_prob": config.normalize_expert_weights}
+        settings["norm_topk_prob"] = config.normalize_expert_weights
     _check_described(config, settings)
     return settings
 

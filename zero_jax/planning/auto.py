@@ -11,15 +11,14 @@ import optax
 
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree
-from zero_jax.planning.estimates import Estimator, Policy
+from zero_jax.planning.estimates import Estimator, Policy, setting_config
 from zero_jax.planning.job import Job, batch_of
 from zero_jax.planning.links import model_sizes
-from zero_jax.planning.plans import compile_plan, make_job
-from zero_jax.planning.process import CompileOptions
+from zero_jax.planning.plans import make_job
+from zero_jax.planning.process import CompileOptions, compile_plan
 from zero_jax.planning.ranking import Candidate, Outcome, Ranking
 from zero_jax.planning.report import PlanReport
 from zero_jax.planning.search import Search, Space, candidates
-from zero_jax.planning.step_estimate import setting_config
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.training import MeshLoss, ZeroConfig
 from zero_jax.transforms import resolve_remat

@@ -10,25 +10,31 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.analysis import LossTrace, memory, trace_loss
+from zero_jax.analysis import LossTrace, comms, memory, trace_loss
 from zero_jax.core.tree import key_shape
 from zero_jax.planning.errors import SettingRefused, refusing
 from zero_jax.planning.job import Job
-from zero_jax.planning.links import MeshLinks
+from zero_jax.planning.links import Links
 from zero_jax.planning.ranking import Candidate, Estimated
 from zero_jax.planning.report import attentions_of
 from zero_jax.planning.roofline import Roofline
-from zero_jax.planning.step_estimate import ON_DEVICES, UNQUANTIZED, StepEstimate
 from zero_jax.sharding import topology
-from zero_jax.sharding.mesh import make_mesh
+from zero_jax.sharding.mesh import axis_size, make_mesh
 from zero_jax.sharding.precision import resolve_precision
-from zero_jax.training import MeshLoss, Offload, abstract_state, step_options
+from zero_jax.sharding.stages import sharded_groups
+from zero_jax.training import MeshLoss, Offload, ZeroConfig, abstract_state, step_options
 from zero_jax.transforms import Remat, resolve_remat
 
+_SUM_BYTES = 4  # gradients are summed over microbatches in float32
 _SECONDS_BETWEEN_LINES = 2
 _SAME_TOLERANCE = 0.02  # policies whose figures differ by less count as the same program
+_UNQUANTIZED, _ON_DEVICES = (
+    {field.name: None for field in dataclasses.fields(ZeroConfig) if field.name.startswith(prefix)}
+    for prefix in ("quantize", "offload")
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +43,25 @@ class Policy:
 
     loss_fn: Callable[..., Any] | MeshLoss
     remat: str | Remat
+
+
+def setting_config(config: ZeroConfig, setting: Candidate) -> ZeroConfig:
+    """Returns a config with the settings of a candidate, but for its remat policy.
+
+    Raises:
+      ValueError: settings that do not go together.
+    """
+    return dataclasses.replace(
+        config,
+        stage=setting.stage,
+        num_microbatches=setting.num_microbatches,
+        keep_gathered=setting.keep_gathered,
+        secondary=setting.secondary,
+        attention=setting.attention,
+        overlap=setting.overlap,
+        offload=config.offload or setting.offload,
+        **({} if setting.quantize else _UNQUANTIZED),
+    )
 
 
 class Estimator:
@@ -72,14 +97,14 @@ class Estimator:
         self.batch_size = job.batch_size
         self.offload = job.config.resolved_offload() or Offload()
         # Host memory is counted by `host_bytes`, quantized traffic by `sent_shares` of a step.
-        plain = {"stage": 0, "num_microbatches": 1, "secondary": False, **UNQUANTIZED, **ON_DEVICES}
+        plain = {"stage": 0, "num_microbatches": 1, "secondary": False, **_UNQUANTIZED, **_ON_DEVICES}
         self.config = dataclasses.replace(job.config, **plain)
         self.precision = resolve_precision(self.config.precision)
         # Bytes per param and the number of params depend on the size of `model` alone, the trace on the policy too.
         self.sizes = functools.cache(self._sizes)
         self.offloaded = functools.cache(self._offloaded)
         self.trace = functools.cache(self._trace)
-        self.links = functools.cache(lambda **axes: MeshLinks(make_mesh(devices=self.devices, **axes), parsed))
+        self.links = functools.cache(lambda **axes: Links(make_mesh(devices=self.devices, **axes), parsed))
         self.step = functools.cache(functools.partial(StepEstimate, self))
 
     def mesh(self, model: int) -> Any:
@@ -182,6 +207,190 @@ class Estimator:
         mesh, config = self.mesh(model), dataclasses.replace(self.config, stage=stage, offload=offload)
         state = abstract_state(self.job.init_fn, self.job.tx, mesh=mesh, config=config)
         return memory.estimate(state, mesh=mesh, config=config, tx=self.job.tx).host_bytes
+
+
+class StepEstimate:
+    """A step with a setting: what a device stores, computes and sends. Bytes are per device unless they are a param's.
+
+    Attributes:
+      model: what is estimated once for all settings.
+      setting: the setting.
+      num_params: the params of one share of the axis `model`.
+      num_parts: the ratio of the traced batch to the examples of a device.
+      num_param_shards: the devices that params are sharded over.
+      grad_share: the part of the gradients that a device keeps when they are reduced.
+      grad_bytes: bytes of gradients, and of their float32 sums over microbatches.
+      reduced_bytes: bytes of a param's gradient as it is summed over devices.
+      moved_bytes: bytes of params that are gathered, and of gradients that are reduced, unquantized.
+    """
+
+    def __init__(self, model: Estimator, setting: Candidate):
+        self.model, self.setting = model, setting
+        self.k, self.groups = setting.num_microbatches, sharded_groups(setting.stage)
+        self.sizes, self.num_params = model.sizes(setting.model)
+        self.num_parts = setting.replica * setting.data * model.batch_size / setting.batch_size
+        slices = model.topology.num_slices
+        copies = slices // math.gcd(slices, setting.replica) if setting.secondary else 1
+        self.num_param_shards = setting.data // copies if "params" in self.groups else 1
+        # Before they are summed over copies of the params; one by one, or only when all microbatches are summed.
+        num_grad_shards = self.num_param_shards if setting.secondary else setting.data
+        scatters = "grads" in self.groups or ("opt_state" in self.groups and self.k == 1)
+        self.grad_share = 1 / num_grad_shards if scatters else 1
+        self.grad_bytes = self.num_params * (self.sizes.grad_bytes + 4 * (self.k > 1)) * self.grad_share
+        self.reduced_bytes = _SUM_BYTES if self.k > 1 else self.sizes.grad_bytes
+        if model.precision.reduce is not None:
+            self.reduced_bytes = jnp.dtype(model.precision.reduce).itemsize
+        gathers = self.k * (1 if setting.keep_gathered else 2) if "params" in self.groups else 1
+        reductions = self.k if "grads" in self.groups else 1
+        reduced = self.num_params * self.reduced_bytes
+        self.moved_bytes = self.num_params * gathers * self.sizes.param_bytes, reductions * reduced
+
+    @property
+    def traced(self) -> LossTrace:
+        """The trace of the loss."""
+        return self.model.trace(self.setting.remat, self.setting.model, self.setting.attention)
+
+    @property
+    def links(self) -> Links:
+        """The links of the mesh."""
+        return self.model.links(replica=self.setting.replica, model=self.setting.model)
+
+    def estimated(self) -> Estimated:
+        """Returns bytes per device and seconds of a step."""
+        state, grads, other = self.state_bytes, self.grad_bytes, self.other_bytes
+        return Estimated(
+            bytes=state + grads + other,
+            seconds=self.seconds,
+            note=f"state {state / 1e9:.1f}, gradients {grads / 1e9:.1f}, others {other / 1e9:.1f}",
+            host_bytes=self.host_bytes + self.traced.residuals.host_bytes / (self.num_parts * self.k),
+        )
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of the train state."""
+        optimizer = self.sizes.optimizer_bytes / (self.setting.data if "opt_state" in self.groups else 1)
+        # If params and master params are sharded alike, there is no low-precision copy.
+        are_masters = self.model.precision.has_master and "params" in self.groups and not self.setting.secondary
+        param_bytes = 0.0 if are_masters else self.sizes.param_bytes
+        model_state = self.sizes.by_group.get("model_state", 0.0) / self.num_param_shards
+        window_bytes = 2 * self.model.offload.window_bytes if self.setting.offload else 0
+        errors = self._alike().sent_bytes[3] if self.setting.quantize else 0.0
+        total = self.num_params * (optimizer + param_bytes / self.num_param_shards) + model_state + errors
+        return total - self.host_bytes + window_bytes
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes of the train state in host memory."""
+        setting = self.setting
+        stage = 2 if setting.secondary else setting.stage  # the secondary shard is a copy, and stays on the device
+        num_shards = setting.data if "opt_state" in self.groups else 1
+        return self.model.offloaded(setting.model, stage, setting.offload) / num_shards
+
+    @property
+    def other_bytes(self) -> float:
+        """Bytes of activations and gathered params."""
+        if self.model.temporaries is not None:
+            return self.model.temporaries(self.setting)
+        gathered = self.traced.param_bytes if "params" in self.groups else 0.0
+        gathered *= 2 if self.setting.overlap and self.model.has_overlap else 1  # the next layer's arrive beside them
+        return self.traced.peak_bytes / (self.num_parts * self.k) + gathered
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step, about."""
+        setting, hardware, roofline = self.setting, self.model.hardware, self.model.rooflines[self.setting.overlap]
+        compute = self.k * roofline.compute_seconds(self.traced.kernels, self.num_parts * self.k)
+        compute += roofline.moved_seconds(self.update_bytes)
+        # Gradients are set to 0 before a loop over layers writes them.
+        cleared = self.k * self.num_params * self.grad_share * self.sizes.grad_bytes
+        compute += roofline.moved_seconds(cleared, roofline.efficiency.unfused)
+        compute += roofline.moved_seconds(self.coded_bytes)
+        waits = roofline.exposed_seconds(self.data_seconds, compute) + self.model_seconds
+        step = max(compute + waits, roofline.host_seconds(self.traced, self.num_parts))
+        # The update fetches and writes back at once, on GPUs three of four times (docs/offload.md). Params are fetched
+        # for each use, which waits for them.
+        on_host, updated = self.host_bytes, 0.0
+        if setting.offload != "model_state":
+            updated = on_host * (4 / 3 if hardware.platform == "cuda" else 1)
+        if setting.offload == "all":
+            on_host -= self.model.step(dataclasses.replace(setting, offload="optimizer")).host_bytes
+        fetched = on_host if setting.offload in ("all", "model_state") else 0.0
+        copied = updated + self.k * (1 if setting.keep_gathered else 2) * fetched
+        return step + copied / hardware.host_bytes_per_second
+
+    @property
+    def update_bytes(self) -> float:
+        """Bytes that the update and the accumulation of gradients move."""
+        sizes = self.sizes
+        share = {group: 1 / self.setting.data if group in self.groups else 1 for group in ("grads", "opt_state")}
+        update = share["opt_state"] * (2 * sizes.optimizer_bytes + sizes.grad_bytes)
+        casts = 1 / self.num_param_shards * 2 * sizes.param_bytes
+        sums = self.k * share["grads"] * (2 * _SUM_BYTES + sizes.grad_bytes) if self.k > 1 else 0.0
+        return self.num_params * (update + casts + sums)
+
+    @property
+    def sent_shares(self) -> tuple[float, float, float]:
+        """The ratios of quantized to unquantized bytes: of gathers, of reductions, and between copies."""
+        if not self.setting.quantize:
+            return 1.0, 1.0, 1.0
+        quantized, plain = self._alike().sent_bytes, self._alike(quantize=False).sent_bytes
+        gathers, reduced, copies = (a / b if b else 1.0 for a, b in zip(quantized[:3], plain[:3], strict=True))
+        return gathers, reduced, copies
+
+    def _alike(self, **changes: bool) -> StepEstimate:
+        """Returns the step of a canonical setting with the same shardings and traffic of state and gradients."""
+        alike = {"remat": "", "attention": "own", "overlap": True, "offload": None} | changes
+        return self.model.step(dataclasses.replace(self.setting, **alike))
+
+    @functools.cached_property
+    def sent_bytes(self) -> tuple[float, float, float, float]:
+        """What a device sends by formula: in gathers, in reductions, and between copies. The fourth: `grad_errors`."""
+        job, mesh = self.model.job, self.links.mesh
+        config = dataclasses.replace(setting_config(job.config, self.setting), **_ON_DEVICES)
+        state = abstract_state(job.init_fn, job.tx, mesh=mesh, config=config)
+        copies, sent = set(config.axes_of(mesh).copies), dict.fromkeys(("all-gather", "reduction", "copies"), 0.0)
+        for row in comms.estimate(state, mesh=mesh, config=config, tx=job.tx).rows:
+            kind = "all-gather" if row.kind == "all-gather" else "reduction"
+            sent["copies" if set(row.axes) <= copies else kind] += row.total_sent_bytes
+        errors = (
+            x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(state.grad_errors)
+        )
+        return sent["all-gather"], sent["reduction"], sent["copies"], float(sum(errors))
+
+    @property
+    def coded_bytes(self) -> float:
+        """Bytes that encoding and decoding read and write.
+
+        The params of a shard are encoded, those of a gather decoded. Gradients are read twice, for scales and codes;
+        their float32 sums are written and read.
+        """
+        (params, grads), (gathers, reduced, _) = self.moved_bytes, self.sent_shares
+        decoded = params * (gathers + 1) if gathers < 1 else 0.0
+        return decoded + (grads * (2 * reduced + 6) if reduced < 1 else 0.0)
+
+    @property
+    def data_seconds(self) -> float:
+        """Seconds of the collectives over `data` and `replica`, hidden or not."""
+        links, sizes = self.links, self.sizes
+        axes = setting_config(self.model.job.config, self.setting).axes_of(links.mesh)
+        inside = axes.of_params().data
+        across = [axis for axis in axes.data if axis not in inside]
+        reduced, num_shards = self.num_params * self.reduced_bytes, axis_size(links.mesh, inside)
+        (params, grads), shares = self.moved_bytes, self.sent_shares
+        seconds = links.gather_seconds(shares[0] * params, inside)
+        seconds += links.gather_seconds(shares[1] * grads, inside, exchanges=shares[1] < 1)
+        # Between copies of the params: gradients once a step, and new params unless `replica` makes the copies.
+        between = (reduced + self.num_params * sizes.param_bytes) / num_shards
+        seconds += shares[2] * links.gather_seconds(between, across)
+        return seconds + 2 * shares[2] * links.gather_seconds(reduced / self.setting.data, axes.replica)
+
+    @property
+    def model_seconds(self) -> float:
+        """Seconds of the collectives over `model`; none is hidden, as each block waits for its sums."""
+        links, seconds = self.links, 0.0
+        for move in self.traced.moves:
+            seconds += self.k * move.times * links.send_seconds(move.sent_bytes / (self.num_parts * self.k), move.axes)
+        return seconds
 
 
 def _figures(traced: LossTrace) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""The text of compiled programs with large constants, and of Pallas kernels, decoded from bytecode."""
+"""The text of compiled programs with large constants, and the bodies of Pallas kernels, decoded from bytecode."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def _shortened(match: re.Match) -> str:
     return match[0] if len(match["value"]) <= longest else match[0].replace(match["value"], "{...}")
 
 
-def kernel_text(body: bytes) -> str | None:
-    """Decodes the body of a Pallas TPU kernel, MLIR bytecode, into text in the generic form; None if that fails."""
+def kernel_module(body: bytes | str) -> ir.Module | None:
+    """Decodes the body of a Pallas TPU kernel, MLIR bytecode (or text); None if that fails."""
     context = ir.Context()
     context.allow_unregistered_dialects = True
     try:
@@ -43,7 +43,6 @@ def kernel_text(body: bytes) -> str | None:
         pass
     try:
         with context, ir.Location.unknown():
-            module = ir.Module.parse(body)
-        return str(module.operation.get_asm(large_elements_limit=16, print_generic_op_form=True))
+            return ir.Module.parse(body)
     except (ValueError, RuntimeError, ir.MLIRError):
         return None

@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 
 from zero_jax.hlo import Collective, NetworkTransfer, own_links
 from zero_jax.planning.search import divisors
-from zero_jax.sharding.mesh import axis_size, slice_of
+from zero_jax.sharding.device_order import slice_of
+from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import dims_of
 from zero_jax.sharding.topology import Hardware, Topology, parse
 from zero_jax.sharding.torus import gather_shardings, split_axes
@@ -40,7 +41,7 @@ class Links:
         if num_devices is not None and num_devices < len(devices):
             first = _domain(devices[0], topology.hardware)
             devices = [device for device in devices if _domain(device, topology.hardware) == first]
-        self.devices, self.topology = devices, topology
+        self.mesh, self.devices, self.topology = mesh, devices, topology
 
     def seconds(self, collective: Collective) -> float:
         """Returns the time of one execution with its links to itself."""
@@ -107,26 +108,15 @@ class Links:
             return math.prod(shape) >= 64 and all(size % 4 == 0 for size in shape)
         return extent == rule
 
-
-class MeshLinks:
-    """Seconds of collectives over the axes of a mesh.
-
-    Args:
-      mesh: the mesh.
-      topology: its hardware.
-    """
-
-    def __init__(self, mesh: Mesh, topology: Topology):
-        self.mesh, self.links = mesh, Links(mesh, topology)
-        self.rate, self.steps = functools.cache(self._rate), functools.cache(self._steps)
-
+    @functools.lru_cache(maxsize=4096)  # noqa: B019
     def _rate(self, mesh: Mesh, axes: tuple[str, ...]) -> tuple[float, int]:
         """Returns the bytes a second at which a device sends over some axes together, and the hops of their ring."""
         dims = [mesh.axis_names.index(axis) for axis in axes]
         indices = np.moveaxis(np.arange(mesh.size).reshape(mesh.devices.shape), dims, range(len(dims)))
         group = indices.reshape(axis_size(mesh, axes), -1)[:, 0]
-        return self.links.bandwidth(tuple(map(int, group)), kind="all-gather")
+        return self.bandwidth(tuple(map(int, group)), kind="all-gather")
 
+    @functools.lru_cache(maxsize=4096)  # noqa: B019
     def _steps(self, axes: tuple[str, ...]) -> list[tuple[Mesh, tuple[str, ...]]]:
         """Returns the mesh and the axes of each step of a gather over some axes, the last one first."""
         shardings = gather_shardings(self.mesh, (axes,), axes)
@@ -144,17 +134,17 @@ class MeshLinks:
         With `exchanges` all-to-alls do what the reduce-scatter does.
         """
         seconds = 0.0
-        for mesh, together in self.steps(tuple(axes)):
+        for mesh, together in self._steps(tuple(axes)):
             size = axis_size(mesh, together)
-            bytes_per_second, hops = self.rate(mesh, together)
-            crossings = self.links.crossings(hops) if exchanges else 1.0
+            bytes_per_second, hops = self._rate(mesh, together)
+            crossings = self.crossings(hops) if exchanges else 1.0
             seconds += crossings * num_bytes * (1 - 1 / size) / bytes_per_second if size > 1 else 0.0
             num_bytes /= size
         return seconds
 
     def send_seconds(self, num_bytes: float, axes: tuple[str, ...]) -> float:
         """Returns the seconds of a collective over some axes in which a device sends so many bytes."""
-        bytes_per_second, hops = self.rate(self.mesh, axes)
+        bytes_per_second, hops = self._rate(self.mesh, axes)
         return num_bytes / bytes_per_second + hops * _HOP_SECONDS
 
 

@@ -15,8 +15,8 @@ from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import aligned
 from zero_jax.core.tree import PyTree
 from zero_jax.planning.job import Job, batch_shapes
-from zero_jax.planning.process import CompileOptions, compile_apart
-from zero_jax.planning.report import PlanReport, make_report
+from zero_jax.planning.process import CompileOptions, compile_plan
+from zero_jax.planning.report import PlanReport
 from zero_jax.sharding.mesh import axes_of, make_mesh
 from zero_jax.sharding.topology import parse
 from zero_jax.training import MeshLoss, ZeroConfig
@@ -89,16 +89,6 @@ def make_job(*, topology: str, batch: PyTree, **fields: Any) -> Job:
     check_arguments(**fields)
     parse(topology)
     return Job(topology=topology, batch=batch_shapes(batch), **fields)
-
-
-def compile_plan(job: Job, options: CompileOptions) -> PlanReport:
-    """Compiles a job, in another process if the options say so, and reports on the program."""
-    if options.own_process:
-        return compile_apart(job, options)
-    where = f"{options.name} on {job.topology}"
-    return make_report(
-        job, name=options.name, cache=options.cache_path, on_phase=lambda phase: options.log(f"{where}: {phase}")
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,16 @@
-"""Compiles a job in another process, so that a compiler that crashes or runs out of memory does not end this one.
+"""Compiles a job, by default in another process: a compiler that crashes or runs out of memory ends that one alone.
 
 Like every launcher, this module reads the environment and passes a changed one to the processes that it starts.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import glob
 import importlib.util
+import io
 import os
 import pathlib
 import re
@@ -17,8 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from zero_jax.core.extras import extra
 from zero_jax.core.files.user_cache import cache_folder
@@ -29,6 +32,8 @@ from zero_jax.planning.key import program_settings
 from zero_jax.planning.report import PlanReport, make_report
 from zero_jax.sharding.topology import missing_compiler, parse
 
+# The files that the process reads and writes, in a folder of their own.
+_JOB, _RESULT, _PRINTED, _ERRORS = "job", "result", "printed", "errors"
 _SECONDS_BETWEEN_LINES = 15
 # Lines that libtpu prints whenever its process crashes, whatever the reason.
 _NOISE = re.compile(r"^\s*(?:PC: )?@ |\bRAW: |^https://symbolize|^=== Source Location|^WARNING: ")
@@ -72,9 +77,13 @@ class CompileOptions:
         return cache_folder("programs") if self.cache in ("default", "") else pathlib.Path(self.cache)
 
 
-def compile_apart(job: Job, options: CompileOptions) -> PlanReport:
-    """Compiles a job in another process and returns its report; raises what `run_apart` does."""
-    return run_apart(make_report, job, {"name": options.name, "cache": options.cache_path}, options)
+def compile_plan(job: Job, options: CompileOptions) -> PlanReport:
+    """Compiles a job, in another process if the options say so, and reports on the program; raises as `run_apart`."""
+    arguments = {"name": options.name, "cache": options.cache_path}
+    if options.own_process:
+        return run_apart(make_report, job, arguments, options)
+    where = f"{options.name} on {job.topology}"
+    return make_report(job, **arguments, on_phase=lambda phase: options.log(f"{where}: {phase}"))
 
 
 def run_apart(work: Callable[..., Any], job: Job, arguments: Mapping[str, Any], options: CompileOptions) -> Any:
@@ -95,43 +104,56 @@ def run_apart(work: Callable[..., Any], job: Job, arguments: Mapping[str, Any], 
     missing = missing_compiler(hardware)
     if missing:
         raise ValueError(f"topology {job.topology!r}: {missing}")
-    with tempfile.TemporaryDirectory(prefix="zero_jax-") as folder:
-        files = _Files(*(pathlib.Path(folder, name) for name in ("job", "result", "phases", "errors")))
-        files.job.write_bytes(cloudpickle.dumps((work, job, dict(arguments), program_settings())))
+    with tempfile.TemporaryDirectory(prefix="zero_jax-") as name:
+        folder = pathlib.Path(name)
+        result = folder / _RESULT
+        (folder / _JOB).write_bytes(_pickled((work, job, dict(arguments), program_settings())))
         where = f"{options.name} on {job.topology}"
-        status = _run(files, _environment(hardware.platform, folder), where=where, options=options)
-        if not files.result.exists():
-            raise CompilerCrash(_why_no_result(status, files, options))
-        outcome = cloudpickle.loads(files.result.read_bytes())
+        status = _run(folder, _environment(hardware.platform, name), where=where, options=options)
+        if not result.exists():
+            raise CompilerCrash(_why_no_result(status, folder, options))
+        outcome = cloudpickle.loads(result.read_bytes())
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
 
 
-@dataclasses.dataclass(frozen=True)
-class _Files:
-    """The files that a process reads and writes."""
+def _pickled(value: Any) -> bytes:
+    """Pickles by cloudpickle, with the file names of functions that are pickled by value: errors and reports show them.
 
-    job: pathlib.Path
-    result: pathlib.Path
-    phases: pathlib.Path
-    errors: pathlib.Path
+    cloudpickle 3.1.2 and later put `<dynamic-code>` in their place.
+    """
+    import cloudpickle
 
-    def phase(self) -> str:
-        """Returns what the process is doing: the last line that it printed."""
-        lines = self.phases.read_text(errors="replace").splitlines()
-        return lines[-1] if lines else "starting"
+    plain: Any = cloudpickle.Pickler.dispatch_table
+
+    def reduce_code(code: types.CodeType) -> tuple[Any, tuple[Any, ...]]:
+        make, arguments = plain[types.CodeType](code)
+        return make, tuple(code.co_filename if x == "<dynamic-code>" else x for x in arguments)
+
+    class Pickler(cloudpickle.Pickler):
+        dispatch_table: ClassVar = collections.ChainMap({types.CodeType: reduce_code}, plain)
+
+    file = io.BytesIO()
+    Pickler(file).dump(value)
+    return file.getvalue()
 
 
-def _run(files: _Files, environment: Mapping[str, str], *, where: str, options: CompileOptions) -> int | None:
+def _phase(folder: pathlib.Path) -> str:
+    """Returns what the process is doing: the last line that it printed."""
+    lines = (folder / _PRINTED).read_text(errors="replace").splitlines()
+    return lines[-1] if lines else "starting"
+
+
+def _run(folder: pathlib.Path, environment: Mapping[str, str], *, where: str, options: CompileOptions) -> int | None:
     """Runs the process to its end and logs its phases; returns its exit status, None after the time limit."""
     started = logged_at = time.monotonic()
     logged, limit = "", options.timeout_seconds
-    with _process(files, environment) as process:
+    with _process(folder, environment) as process:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(timeout=0.2)
-            now, phase = time.monotonic(), files.phase()
+            now, phase = time.monotonic(), _phase(folder)
             if phase != logged or now - logged_at > _SECONDS_BETWEEN_LINES:
                 options.log(f"{where}: {phase} ({now - started:.0f} s)")
                 logged, logged_at = phase, now
@@ -140,13 +162,12 @@ def _run(files: _Files, environment: Mapping[str, str], *, where: str, options: 
 
 
 @contextlib.contextmanager
-def _process(files: _Files, environment: Mapping[str, str]) -> Iterator[subprocess.Popen]:
+def _process(folder: pathlib.Path, environment: Mapping[str, str]) -> Iterator[subprocess.Popen]:
     """Starts the process, and kills it on exit if it still runs."""
-    paths = [str(files.job), str(files.result)]
-    command = [sys.executable, "-m", "zero_jax.planning.worker", *paths, str(os.getpid())]
-    with files.phases.open("wb") as phases, files.errors.open("wb") as errors:
+    command = [sys.executable, "-m", "zero_jax.planning.worker", str(folder), str(os.getpid())]
+    with (folder / _PRINTED).open("wb") as printed, (folder / _ERRORS).open("wb") as errors:
         process = subprocess.Popen(
-            command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=phases, stderr=errors,
+            command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=printed, stderr=errors,
             start_new_session=True,  # Ctrl-C reaches this process alone, which kills that one
         )  # fmt: skip
         try:
@@ -177,12 +198,12 @@ def _cuda_toolkits() -> list[str]:
     return [folder for root in roots for folder in sorted(glob.glob(f"{root}/cu1[0-9]"))][-1:]
 
 
-def _why_no_result(status: int | None, files: _Files, options: CompileOptions) -> str:
+def _why_no_result(status: int | None, folder: pathlib.Path, options: CompileOptions) -> str:
     """Returns the error message for a process that ended without a result."""
-    name, phase = options.name, files.phase()
+    name, phase = options.name, _phase(folder)
     if status is None:
         return f"{name}: still {phase} after {options.timeout_seconds:.0f} s, which is all the time it was given"
-    lines = [line for line in files.errors.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in (folder / _ERRORS).read_text(errors="replace").splitlines() if line.strip()]
     last = "\n  ".join(([line for line in lines if not _NOISE.search(line)] or lines)[-12:])
     if status == -signal.SIGKILL:
         return (

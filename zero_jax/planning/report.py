@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from zero_jax.analysis import comms, memory, trace_loss
 from zero_jax.core.text_tables import aligned, format_bytes
 from zero_jax.hlo import Program
-from zero_jax.planning.job import Job, compile_job
+from zero_jax.planning.job import CompiledText, Job, compile_job
 from zero_jax.planning.ranking import host_memory
 from zero_jax.planning.step_time import TimeEstimate, estimate_time
 from zero_jax.sharding.mesh import axis_size
@@ -238,9 +238,6 @@ def make_report(
         measured = memory.measure(program, layout=program.layout)
         time = _time_of(program.program, job, state, mesh)
     needed_bytes = program.needed_bytes if measured is None else measured.total_bytes
-    notes = _notes(job, mesh, state, options, program.cache_error)
-    if measured is not None:
-        notes = (*notes, *_gpu_notes(topology, measured.total_bytes), *_host_notes(topology, measured))
     return PlanReport(
         name=name,
         topology=job.topology,
@@ -265,7 +262,7 @@ def make_report(
         from_cache=program.from_cache,
         refusal=program.message,
         compiler_options=options.options,
-        notes=notes,
+        notes=_notes(job, mesh, state, options, program, measured),
     )
 
 
@@ -304,9 +301,11 @@ def _tokens(job: Job) -> tuple[int, str]:
     return (max(tokens), "tokens") if tokens else (job.batch_size, "examples")
 
 
-def _notes(job: Job, mesh: Mesh, state: Any, options: StepOptions, cache_error: str) -> tuple[str, ...]:
-    """Returns the notes that do not depend on the compiled program."""
-    notes = []
+def _notes(
+    job: Job, mesh: Mesh, state: Any, options: StepOptions, program: CompiledText, measured: memory.MemoryReport | None
+) -> tuple[str, ...]:
+    """Returns what else to know of a job, and of its program if the compiler made one."""
+    notes, hardware = [], parse(job.topology).hardware
     axes = job.config.axes_of(mesh).model
     size = axis_size(mesh, axes)
     if size > 1 and not any(carries(dims_of(x.sharding, x.ndim), axes) for x in jax.tree.leaves(state.params)):
@@ -322,28 +321,17 @@ def _notes(job: Job, mesh: Mesh, state: Any, options: StepOptions, cache_error: 
         )
     if options.unknown:
         notes.append(f"this compiler does not know, and was not passed: {', '.join(options.unknown)}")
-    if cache_error:
-        notes.append(f"the program could not be kept for the next time ({cache_error}): give another cache, or none")
+    if program.cache_error:
+        unkept = f"the program could not be kept for the next time ({program.cache_error})"
+        notes.append(f"{unkept}: give another cache, or none")
+    needed, total = 0 if measured is None else measured.total_bytes, hardware.usable_bytes * 10 / 9
+    if hardware.platform == "cuda" and _DEFAULT_GPU_SHARE * total < needed <= hardware.usable_bytes:
+        share = f"{max(math.ceil(100 * needed / total) / 100, 0.76):.2f}"
+        notes.append(f"JAX uses 75% of a GPU's memory by default: set XLA_PYTHON_CLIENT_MEM_FRACTION={share}")
+    if measured is not None and measured.host_bytes:
+        capacity_bytes, host_bytes = hardware.host_memory_bytes, format_bytes(measured.host_bytes)
+        assumed = f"of {hardware.name} hosts {host_memory(capacity_bytes)}"
+        is_short = capacity_bytes and measured.host_bytes > capacity_bytes
+        lacks = ", which is too little: take hosts with more, or more devices" if is_short else ""
+        notes.append(f"needs {host_bytes} of host memory for each device; {assumed}{lacks}")
     return tuple(notes)
-
-
-def _host_notes(topology: Any, measured: memory.MemoryReport) -> tuple[str, ...]:
-    if not measured.host_bytes:
-        return ()
-    hardware, needs = topology.hardware, format_bytes(measured.host_bytes)
-    capacity_bytes = hardware.host_memory_bytes
-    note = f"needs {needs} of host memory for each device; of {hardware.name} hosts {host_memory(capacity_bytes)}"
-    if capacity_bytes and measured.host_bytes > capacity_bytes:
-        note += ", which is too little: take hosts with more, or more devices"
-    return (note,)
-
-
-def _gpu_notes(topology: Any, needed: int) -> tuple[str, ...]:
-    hardware = topology.hardware
-    if hardware.platform != "cuda":
-        return ()
-    total = hardware.usable_bytes * 10 / 9
-    if needed <= _DEFAULT_GPU_SHARE * total or needed > hardware.usable_bytes:
-        return ()
-    share = math.ceil(100 * needed / total) / 100
-    return (f"JAX uses 75% of a GPU's memory by default: set XLA_PYTHON_CLIENT_MEM_FRACTION={max(share, 0.76):.2f}",)

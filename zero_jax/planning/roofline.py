@@ -30,17 +30,10 @@ class Efficiency:
 
     products: float
     memory: float
-    vector: float
-    layout: float
-    unfused: float
-    hidden: tuple[float, float]
-
-
-def _tpu(
-    products: float, memory: float, *, layout: float = 0.38, unfused: float = 0.14, hidden: tuple[float, float] = (0, 0)
-) -> Efficiency:
-    shares = {"products": products, "memory": memory, "layout": layout, "unfused": unfused}
-    return Efficiency(**shares, vector=1 / 32, hidden=hidden)
+    vector: float = 1 / 32
+    layout: float = 0.38
+    unfused: float = 0.14
+    hidden: tuple[float, float] = (0, 0)
 
 
 # By hardware: fitted to XLA:TPU's cycles of large products and of attention by XLA (docs/planning.md has the figures;
@@ -49,12 +42,12 @@ def _tpu(
 # gathers without options (0.45 of gpt-7b and of two programs of MaxText). The times of GPU
 # programs are rooflines at the nominal figures, and their layouts are those of the kernels.
 _EFFICIENCIES = {
-    "v3": _tpu(0.9, 0.8),
-    "v4": _tpu(0.93, 0.85, layout=0.38, unfused=0.22),
-    "v5e": _tpu(0.93, 0.9, layout=0.41, unfused=0.16, hidden=(0.45, 0.45)),
-    "v5p": _tpu(0.88, 0.5, layout=0.36, unfused=0.10, hidden=(0, 0.85)),
-    "v6e": _tpu(0.75, 1.6, layout=0.40, unfused=0.08, hidden=(0, 0.85)),
-    "tpu7x": _tpu(0.81, 1.0),
+    "v3": Efficiency(products=0.9, memory=0.8),
+    "v4": Efficiency(products=0.93, memory=0.85, unfused=0.22),
+    "v5e": Efficiency(products=0.93, memory=0.9, layout=0.41, unfused=0.16, hidden=(0.45, 0.45)),
+    "v5p": Efficiency(products=0.88, memory=0.5, layout=0.36, unfused=0.10, hidden=(0, 0.85)),
+    "v6e": Efficiency(products=0.75, memory=1.6, layout=0.40, unfused=0.08, hidden=(0, 0.85)),
+    "tpu7x": Efficiency(products=0.81, memory=1.0),
 }
 _GPU = Efficiency(products=1.0, memory=1.0, vector=1 / 15, layout=math.inf, unfused=1.0, hidden=(0.4, 0.7))
 # The kernels of attention by platform, as the times of compiled programs have them.

@@ -135,7 +135,7 @@ class Search:
     """Finds the setting of most examples a second that fits: ranks all by estimate, compiles the best few.
 
     First a plain setting is compiled, as a control: that of the fewest microbatches, and of those the fastest. Each
-    compiled program corrects the estimated time of the settings that are not compiled yet (`corrected_seconds`), and
+    compiled program corrects the estimated time of the settings that are not compiled yet (`_corrected_seconds`), and
     the fastest of them is compiled next. If the program of a setting is too large, the settings that need no less by
     estimate are skipped. If none has fitted, the last compile goes to the smallest by estimate.
 
@@ -313,11 +313,11 @@ def _order(entry: Ranked) -> tuple[float, float, str]:
 
 def _corrected(waiting: Iterable[Ranked], compiled: Sequence[Ranked]) -> list[Ranked]:
     """Returns the entries that are not compiled, with their estimates corrected, fastest first."""
-    corrected = [dataclasses.replace(x, corrected_seconds=corrected_seconds(x, compiled)) for x in waiting]
+    corrected = [dataclasses.replace(x, corrected_seconds=_corrected_seconds(x, compiled)) for x in waiting]
     return sorted(corrected, key=_order)
 
 
-def corrected_seconds(entry: Ranked, compiled: Iterable[Ranked]) -> float | None:
+def _corrected_seconds(entry: Ranked, compiled: Iterable[Ranked]) -> float | None:
     """Returns an estimated time, multiplied by the mean ratio of compiled to estimated time of the compiled settings.
 
     The mean is geometric. The weight of a setting is multiplied by 4 for each part that it shares with this one: the

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from zero_jax import hlo
 from zero_jax.core.text_tables import format_bytes
 from zero_jax.hlo import Instruction, Program
-from zero_jax.planning.kernel_text import kernel_text
+from zero_jax.planning.kernel_text import kernel_module
 from zero_jax.planning.links import Links
 from zero_jax.sharding.topology import Hardware, Topology
 
@@ -176,7 +176,7 @@ class _Compute:
         """Returns the flops and bytes of an instruction."""
         key = computation, instruction.name
         if key not in self._works:
-            self._works[key] = hlo.roofline(program, computation, instruction, decode=kernel_text)
+            self._works[key] = hlo.roofline(program, computation, instruction, decode=kernel_module)
         return self._works[key]
 
     def busy(self, work: hlo.Work) -> float:

@@ -1,6 +1,6 @@
 """The process that compiles one job, of `zero.plan` or `zero.verify`.
 
-Its command is `python -m zero_jax.planning.worker JOB RESULT [PARENT]`.
+Its command is `python -m zero_jax.planning.worker FOLDER [PARENT]`: it reads the file `job` there, and writes `result`.
 
 A compiler that crashes or runs out of memory ends this process alone. Each phase is printed to standard output. This
 process ends when its parent does.
@@ -26,27 +26,26 @@ from zero_jax.planning.user_modules import install
 _SECONDS_BETWEEN_CHECKS = 1.0
 
 
-def main(job_path: str, result_path: str, parent: str | None = None) -> int:
-    """Compiles the job of a file, and writes the report or the error to another.
+def main(folder: str, parent: str | None = None) -> int:
+    """Compiles the job of a folder, and writes the report or the error there.
 
-    With the id of its parent process it ends when the parent does, and removes the job's folder.
+    With the id of its parent process it ends when the parent does, and removes the folder.
     """
+    job_path, result_path = (pathlib.Path(folder, name) for name in ("job", "result"))
     if parent is not None:
-        folder = pathlib.Path(job_path).parent
         threading.Thread(target=_exit_with_parent, args=(int(parent), folder), daemon=True).start()
     # Devices of topologies only compile; the CPU is the only backend that runs anything.
     jax.config.update("jax_platforms", "cpu")
     install()
     try:
-        work, job, arguments, settings = cloudpickle.loads(pathlib.Path(job_path).read_bytes())
+        work, job, arguments, settings = cloudpickle.loads(job_path.read_bytes())
         _copy_settings(settings)
         outcome = work(job, **arguments, on_phase=lambda phase: print(phase, flush=True))
     except Exception as error:
         outcome = explain(error)
-    path = pathlib.Path(result_path)
-    partial = path.with_suffix(".partial")
+    partial = result_path.with_suffix(".partial")
     partial.write_bytes(cloudpickle.dumps(outcome))
-    partial.replace(path)
+    partial.replace(result_path)
     return 0
 
 
@@ -57,7 +56,7 @@ def _copy_settings(settings: Mapping[str, Any]) -> None:
             jax.config.update(name, value)
 
 
-def _exit_with_parent(parent: int, folder: pathlib.Path) -> None:
+def _exit_with_parent(parent: int, folder: str) -> None:
     while os.getppid() == parent:
         time.sleep(_SECONDS_BETWEEN_CHECKS)
     shutil.rmtree(folder, ignore_errors=True)

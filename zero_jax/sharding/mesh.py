@@ -5,21 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.device_put import platform_of
 from zero_jax.core.tree import shown
-from zero_jax.sharding.spec import STAGED_FROM_NUM_CHIPS
+from zero_jax.sharding.device_order import GPUS, domains_of, order_devices
 from zero_jax.sharding.topology import devices as topology_devices
-
-GPUS = frozenset({"gpu", "cuda", "rocm"})  # what JAX calls their platform
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,8 +120,7 @@ def secondary_axes(mesh: Mesh, axes: Axes, secondary: bool | Sequence[str]) -> t
         return ()
     sizes = {axis: mesh.shape[axis] for axis in axes.data}
     if secondary is True:
-        slow = slow_axes(mesh)
-        fast = tuple(axis for axis in axes.data if axis not in slow)
+        fast = tuple(axis for axis in axes.data if axis not in slow_axes(mesh))
         split = "lay `data` out as an axis inside and one across, as make_mesh does, and name it: secondary=('data_0',)"
         if axis_size(mesh, axes.data) == axis_size(mesh, fast):
             raise ValueError(
@@ -160,7 +156,7 @@ def secondary_axes(mesh: Mesh, axes: Axes, secondary: bool | Sequence[str]) -> t
 
 def slow_axes(mesh: Mesh) -> frozenset[str]:
     """Returns the mesh axes along which devices are in different TPU slices, or on different GPU hosts."""
-    domains = np.array(_domains(list(mesh.devices.flat))).reshape(mesh.devices.shape)
+    domains = np.array(domains_of(list(mesh.devices.flat))).reshape(mesh.devices.shape)
     return frozenset(str(name) for i, name in enumerate(mesh.axis_names) if (np.ptp(domains, axis=i) > 0).any())
 
 
@@ -254,7 +250,7 @@ def make_mesh(
         twice = next(device for device in devices if devices.count(device) > 1)
         raise ValueError(f"make_mesh: devices has {twice} {devices.count(twice)} times: give each device once")
     sizes = _sizes(data=data, replica=replica, model=model, num_devices=len(devices))
-    layout, grid = _layout(devices, sizes, data_layout)
+    layout, grid = order_devices(devices, sizes, data_layout)
     data_names = ("data",) if len(layout) == 1 else tuple(f"data_{i}" for i in range(len(layout)))
     names = ("replica", *data_names, "model")
     mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
@@ -281,116 +277,3 @@ def _sizes(*, data: int | None, replica: int, model: int, num_devices: int) -> d
             f"`devices=jax.devices()[:{replica * data * model}]`"
         )
     return {"replica": replica, "data": data, "model": model}
-
-
-def _layout(
-    devices: list[Any], sizes: Mapping[str, int], data_layout: Sequence[int] | None
-) -> tuple[tuple[int, ...], np.ndarray]:
-    """Returns the sizes of the axes of `data` and the grid of devices, replica first, model last."""
-    replica, data, model = sizes["replica"], sizes["data"], sizes["model"]
-    if data_layout is not None:
-        is_sizes = isinstance(data_layout, Sequence) and all(isinstance(size, int | np.integer) for size in data_layout)
-        if not is_sizes or min(data_layout, default=0) < 1:
-            raise ValueError(f"make_mesh: data_layout={data_layout!r}: give sizes of mesh axes, such as (2, 4)")
-        if math.prod(data_layout) != data:
-            raise ValueError(
-                f"make_mesh: data_layout={tuple(data_layout)} multiplies to {math.prod(data_layout)}, "
-                f"not to data={data}: give sizes whose product is that"
-            )
-    levels = _network_levels(devices, sizes, data_layout)
-    if levels is not None:
-        return levels
-    layout = _torus_layout(devices, sizes) if data_layout is None else tuple(data_layout)
-    return layout, _torus_grid(replica, layout, model, devices)
-
-
-def _network_levels(
-    devices: list[Any], sizes: Mapping[str, int], data_layout: Sequence[int] | None
-) -> tuple[tuple[int, ...], np.ndarray] | None:
-    """Orders `data` over hosts or slices: fast links major, network minor, so that the network moves small shards."""
-    groups: dict[int, list[Any]] = {}
-    for device, domain in zip(devices, _domains(devices), strict=True):
-        groups.setdefault(domain, []).append(device)
-    num_groups, replica, model = len(groups), sizes["replica"], sizes["model"]
-    group_sizes = {len(group) for group in groups.values()}
-    if num_groups == 1 or len(group_sizes) != 1:
-        return None
-    if replica % num_groups and num_groups % replica:
-        raise ValueError(
-            f"make_mesh: replica={replica} on {num_groups} slices or hosts: a copy would straddle two, and gather "
-            f"params across the network: give a divisor or a multiple of {num_groups}, as replica={num_groups}"
-        )
-    inside = group_sizes.pop()
-    copies_per_group, groups_per_copy = max(replica // num_groups, 1), max(num_groups // replica, 1)
-    if inside == 1 or inside % (copies_per_group * model):
-        return None
-    inner_sizes = {"replica": copies_per_group, "data": inside // (copies_per_group * model), "model": model}
-    if data_layout is None:
-        inner = _torus_layout(next(iter(groups.values())), inner_sizes) if inner_sizes["data"] > 1 else ()
-    else:
-        inner = tuple(data_layout if groups_per_copy == 1 else data_layout[:-1])
-        if math.prod(inner) != inner_sizes["data"]:
-            raise ValueError(
-                f"make_mesh: data_layout={tuple(data_layout)} on {num_groups} slices or hosts: the last axis of `data` "
-                f"is the one across them: give sizes that end in {groups_per_copy}, such as "
-                f"{(inner_sizes['data'], groups_per_copy)}, or leave data_layout out"
-            )
-    grids = [_torus_grid(copies_per_group, inner, model, groups[key]) for key in sorted(groups)]
-    per_copy = [np.stack(grids[i : i + groups_per_copy], axis=-2) for i in range(0, num_groups, groups_per_copy)]
-    layout = (*inner, groups_per_copy) if groups_per_copy > 1 or not inner else inner
-    return layout, np.concatenate(per_copy).reshape(replica, *layout, model)
-
-
-def slice_of(device: Any) -> int:
-    """Returns the number of a device's TPU slice; 0 where there are none."""
-    return int(getattr(device, "slice_index", None) or 0)
-
-
-def _domains(devices: list[Any]) -> list[int]:
-    """Returns for each device the number of its fast network: its TPU slice, or its GPU host."""
-    slices = list(map(slice_of, devices))
-    if len(set(slices)) > 1 or devices[0].platform not in GPUS:
-        return slices if devices[0].platform != "cpu" else [0] * len(devices)
-    processes = [device.process_index for device in devices]
-    one_device_each = len(set(processes)) == len(devices)  # a process per GPU says nothing of hosts
-    return slices if one_device_each else processes
-
-
-def _torus_layout(devices: list[Any], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns one axis per torus dim that `data` covers, where that is what compiles to native collectives."""
-    data, dims = sizes["data"], _torus_dims(devices)
-    num_chips = len({tuple(device.coords) for device in devices}) if dims else 0
-    if num_chips < STAGED_FROM_NUM_CHIPS or len(dims) < 2:
-        return (data,)
-    for taken in range(1 << len(dims)):  # the dims that `replica` and `model` cover; the others are left for `data`
-        left = tuple(extent for i, extent in enumerate(dims) if not taken >> i & 1)
-        if math.prod(left) == data:
-            return left
-    return (data,)
-
-
-def _torus_dims(devices: list[Any]) -> tuple[int, ...]:
-    """Returns the extents of a torus that devices fill, and the cores of a chip last; none for other devices."""
-    coords = [getattr(device, "coords", None) for device in devices]
-    if any(c is None for c in coords):
-        return ()
-    array = np.asarray(coords)
-    extents = [int(extent) for extent in np.ptp(array, axis=0) + 1]
-    dims = tuple(extent for extent in (*extents, len(devices) // math.prod(extents)) if extent > 1)
-    return dims if math.prod(dims) == len(devices) else ()
-
-
-def _torus_grid(replica: int, layout: tuple[int, ...], model: int, devices: list[Any]) -> np.ndarray:
-    """Returns the grid of devices; a single axis over all of a torus goes dim by dim, not along a ring."""
-    dims = _torus_dims(devices) if layout == (len(devices),) else ()
-    return _device_grid((replica, *(dims or layout), model), devices).reshape(replica, *layout, model)
-
-
-def _device_grid(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
-    if devices[0].platform == "tpu" and len(set(_domains(devices))) == 1:
-        for split in (False, True):
-            try:
-                return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=split)
-            except (NotImplementedError, ValueError, AssertionError):
-                continue  # an odd shape: the order of the devices is all that is left
-    return np.asarray(devices).reshape(shape)

@@ -21,7 +21,8 @@ from zero_jax.core.field_checks import check_value
 from zero_jax.core.tree import shown
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.mesh import Axes, axis_size
-from zero_jax.sharding.rules import LeafPlacement, check_matched
+from zero_jax.sharding.path_patterns import PathPatterns
+from zero_jax.sharding.rules import LeafPlacement
 from zero_jax.sharding.spec import Dims, num_shards
 
 # The largest code of each format, and its bits. int4 leaves -8 out: codes are symmetric.
@@ -64,7 +65,7 @@ class Quantize:
         for name, formats in (("gathers", GATHER_FORMATS), ("grads", GRAD_FORMATS), ("error_feedback", ())):
             value = getattr(self, name)
             if isinstance(value, Mapping):
-                _check_patterns(name, value)
+                PathPatterns(f"quantize: {name}", value)
             for each in value.values() if isinstance(value, Mapping) else (value,):
                 if name == "error_feedback":
                     check_value(f"quantize: {name}", each, bool)
@@ -92,16 +93,11 @@ class Quantize:
         over = axes.data if self.grads_over is None else self.grads_over
         return () if self.grads is None else (over,) if isinstance(over, str) else tuple(over)
 
-    def patterns(self, what: str) -> Mapping[str, Any]:
-        """Returns the patterns of `gathers`, `grads` or `error_feedback`; none where there is one value for all."""
-        value = getattr(self, what)
-        return value if isinstance(value, Mapping) else {}
-
     def format_of(self, what: str, path: str) -> Any:
         """Returns the format of a leaf in `gathers` or `grads`, or None; its flag in `error_feedback`."""
         value = getattr(self, what)
         if isinstance(value, Mapping):
-            return next((each for pattern, each in value.items() if re.fullmatch(pattern, path)), None)
+            return PathPatterns(f"quantize: {what}", value).of(path)
         return None if path.startswith(f"{MODEL_STATE}/") else value
 
     def formats(self, path: str) -> Formats:
@@ -128,17 +124,6 @@ class Formats:
 
 PLAIN = Formats()
 _FLOATS = frozenset({"bfloat16", "float16", "float32", "float64"})
-
-
-def _check_patterns(name: str, patterns: Mapping[Any, Any]) -> None:
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except (re.error, TypeError) as error:
-            raise ValueError(
-                f"quantize: {name}: {pattern!r} is no regular expression of leaf paths ({error}): "
-                "give one such as 'layers/.*/kernel'"
-            ) from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -287,10 +272,11 @@ def check_leaves(quantize: Quantize | None, leaves: Sequence[LeafPlacement], *, 
             f"{summed}: name axes of these, or None"
         )
     for what in ("gathers", "grads", "error_feedback"):
-        value, patterns = getattr(quantize, what), quantize.patterns(what)
+        value = getattr(quantize, what)
+        patterns = value if isinstance(value, Mapping) else {}
         sends = "gathers" if what == "gathers" else "grads"
         over = quantize.grad_axes(axes) if sends == "grads" else axes.data
-        check_matched(f"quantize: {what}", patterns, [leaf.path for leaf in leaves])
+        PathPatterns(f"quantize: {what}", patterns).check_matched([leaf.path for leaf in leaves])
         sent = {leaf.path for leaf in leaves if blocks_of_leaf(quantize, sends, leaf, mesh=mesh) is not None}
         for pattern, format in (patterns or {".*": value}).items():
             matched = [leaf for leaf in leaves if re.fullmatch(pattern, leaf.path)]

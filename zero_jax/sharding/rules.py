@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import itertools
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +18,7 @@ from zero_jax.core.tree import PyTree, leaf_names, map_named
 from zero_jax.core.variables import MODEL_STATE, model_state_names
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.model_specs import AxisRules, spec_of_each, specs_of
+from zero_jax.sharding.path_patterns import PathPatterns
 from zero_jax.sharding.spec import Dims, carries, checked_dims, named, num_shards, without
 
 # Preferred are dims whose shards still fill the accelerator's tiles: 128 lanes, 16 sublanes of 2-byte types.
@@ -48,34 +47,17 @@ class LeafPlacement:
     reason: str
 
 
-def _compile(what: str, patterns: Mapping[str, Any]) -> list[tuple[re.Pattern[str], Any]]:
-    if not isinstance(patterns, Mapping):
-        raise ValueError(f"{what}={patterns!r}: give a dict from regular expressions of leaf paths to PartitionSpecs")
-    try:
-        return [(re.compile(pattern), spec) for pattern, spec in patterns.items()]
-    except re.error as error:
-        raise ValueError(f"{what}: {error.pattern!r} is not a regular expression of leaf paths: {error}") from error
-
-
-def check_matched(what: str, patterns: Mapping[str, Any] | None, names: Sequence[str]) -> None:
-    """Raises `ValueError` if a pattern matches no path and would be ignored."""
-    for pattern, _ in _compile(what, patterns or {}):
-        if not any(pattern.fullmatch(name) for name in names):
-            near = difflib.get_close_matches(pattern.pattern, names, n=3, cutoff=0)
-            raise ValueError(f"{what}: {pattern.pattern!r} matches the path of no leaf; some are {', '.join(near)}")
-
-
 class _Placer:
     """Applies the rules to leaves on one mesh."""
 
     def __init__(self, mesh: Mesh, axes: Axes, rules: ShardingRules):
         self.mesh, self.axes, self.rules = mesh, axes, rules
-        self.overrides = _compile("overrides", {} if rules.overrides is None else rules.overrides)
+        self.overrides = PathPatterns("overrides", {} if rules.overrides is None else rules.overrides)
 
     def place(self, name: str, leaf: Any, spec_dims: Dims | None) -> LeafPlacement:
         """Returns the placement of a leaf: an override by path, else `dims` with `data` added."""
         shape, dtype = tuple(leaf.shape), leaf.dtype
-        override = next((spec for pattern, spec in self.overrides if pattern.fullmatch(name)), None)
+        override = self.overrides.of(name)
         if override is not None:
             dims, reason = self.checked(name, shape, override), "override"
         elif jnp.issubdtype(dtype, jax.dtypes.extended):
@@ -209,11 +191,9 @@ def user_specs(params: PyTree, specs: PyTree) -> PyTree:
     if isinstance(specs, Mapping) and specs and all(isinstance(v, PartitionSpec) for v in specs.values()):
         names = set(leaf_names(params))
         if set(specs) != {name.split("/")[0] for name in names}:  # no prefix of the tree: patterns of paths
-            check_matched("param_specs", specs, sorted(names))
-            patterns = _compile("param_specs", specs)
-            return map_named(
-                lambda name, _: UserSpec(next((s for p, s in patterns if p.fullmatch(name)), None)), params
-            )
+            patterns = PathPatterns("param_specs", specs)
+            patterns.check_matched(sorted(names))
+            return map_named(lambda name, _: UserSpec(patterns.of(name)), params)
     return jax.tree.unflatten(
         jax.tree.structure(params), [UserSpec(spec) for spec in spec_of_each(params, specs, what="param_specs is")]
     )
@@ -240,17 +220,16 @@ def place_model_state(
     metadata, the placement of the param of the same path and shape (a target network), its own shape.
     """
     placer, by_path = _Placer(mesh, axes, rules), _by_path(placements)
-    by_pattern = _model_state_patterns(rules.param_specs)
-    check_matched("param_specs", by_pattern, model_state_names(model_state))
-    patterns = _compile("param_specs", by_pattern)
+    patterns = PathPatterns("param_specs", _model_state_patterns(rules.param_specs))
+    patterns.check_matched(model_state_names(model_state))
     carried = specs_of(model_state, rules.axis_rules, mesh=mesh, batch_axes=axes.batch)
     tree = jax.tree.structure(model_state)
     own = [None] * tree.num_leaves if carried is None else tree.flatten_up_to(carried)
 
     def place(name: str, leaf: Any, own: PartitionSpec | None) -> LeafPlacement:
         own = own if own is not None and any(own) else None
-        spec = next((spec for pattern, spec in patterns if pattern.fullmatch(name)), own)
-        if spec is not None or any(pattern.fullmatch(name) for pattern, _ in placer.overrides):
+        spec = patterns.of(name, own)
+        if spec is not None or placer.overrides.matches(name):
             shape = tuple(leaf.shape)
             return placer.place(name, leaf, None if spec is None else placer.checked(name, shape, spec))
         return placer.place_like(name, leaf, by_path)

@@ -62,44 +62,30 @@ class Hardware:
     example: str
 
 
-def _tpu(name: str, kind: str, gib: float, tflops: float, gb_per_s: float, ghz: float, **rest: Any) -> Hardware:
-    return Hardware(
-        name=name,
-        platform="tpu",
-        device_kind=kind,
-        usable_bytes=int(gib * _GIB),
-        flops_per_second=tflops * 1e12,
-        memory_bytes_per_second=gb_per_s * 1e9,
-        clock_hz=ghz * 1e9,
-        host_bytes_per_second=1.2e10,
-        **rest,
-    )
-
-
-def _gpu(
-    name: str,
-    kind: str,
-    memory_bytes: int,
-    tflops: float,
-    gb_per_s: float,
-    nvlink: float,
-    nic: float,
-    pcie: float,
-    **rest: Any,
+def _hardware(
+    name: str, kind: str, tflops: float, gb_per_s: tuple[float, float, float, float], **rest: Any
 ) -> Hardware:
+    """Returns the figures of a device: `gb_per_s` are those of memory, link, network and host."""
+    memory, link, network, host = (1e9 * speed for speed in gb_per_s)
     return Hardware(
         name=name,
-        platform="cuda",
         device_kind=kind,
-        usable_bytes=memory_bytes * 9 // 10,
-        flops_per_second=tflops * 1e12,
-        memory_bytes_per_second=gb_per_s * 1e9,
-        link_bytes_per_second=nvlink * 1e9,
-        network_bytes_per_second=nic * 1e9,
-        host_bytes_per_second=pcie * 1e9,
-        example=f"{name}:1x8",
+        flops_per_second=1e12 * tflops,
+        memory_bytes_per_second=memory,
+        link_bytes_per_second=link,
+        network_bytes_per_second=network,
+        host_bytes_per_second=host,
         **rest,
     )
+
+
+def _tpu(*figures: Any, gib: float, ghz: float, **rest: Any) -> Hardware:
+    return _hardware(*figures, platform="tpu", usable_bytes=int(gib * _GIB), clock_hz=ghz * 1e9, **rest)
+
+
+def _gpu(name: str, *figures: Any, memory_bytes: int, **rest: Any) -> Hardware:
+    rest |= {"platform": "cuda", "usable_bytes": memory_bytes * 9 // 10, "example": f"{name}:1x8"}
+    return _hardware(name, *figures, **rest)
 
 
 # Usable memory: "available HBM" of the TPU compiler's own out-of-memory errors (libtpu 0.0.42). Speeds: Google's system
@@ -108,26 +94,25 @@ def _gpu(
 # Gb/s a GPU (A100: 200). Between a TPU and its host 12 GB/s are assumed, below PCIe 3.0 x 16. Host memory: Google's
 # machine types (ct5p-hightpu-4t has 448 GB for 4 chips, a3-highgpu-8g 1,872 GB for 8 GPUs), where it was looked up.
 _TPUS = (
-    _tpu("v3", "TPU v3", 15.48, 61.5, 450, 0.94, link_bytes_per_second=5e10, network_bytes_per_second=3.1e9,
-         host_memory_bytes=8.5e10, wraps_at=16, example="v3:4x4"),
-    _tpu("v4", "TPU v4", 30.75, 275, 1229, 1.05, link_bytes_per_second=4.5e10, network_bytes_per_second=6.25e9,
-         host_memory_bytes=1.01e11, wraps_at="cubes", topology_options=(("chip_config_name", "megacore"),),
-         example="v4:2x2x4"),
-    _tpu("v5e", "TPU v5 lite", 15.75, 197, 819, 1.5, link_bytes_per_second=4.5e10, network_bytes_per_second=3.1e9,
-         host_memory_bytes=4.8e10, wraps_at=16, example="v5e:4x4"),
-    _tpu("v5p", "TPU v5", 95.74, 459, 2765, 1.75, link_bytes_per_second=9e10, network_bytes_per_second=6.25e9,
-         host_memory_bytes=1.12e11, wraps_at="cubes", example="v5p:2x2x4"),
-    _tpu("v6e", "TPU v6 lite", 31.25, 918, 1640, 1.75, link_bytes_per_second=9e10, network_bytes_per_second=12.5e9,
-         host_memory_bytes=1.76e11, wraps_at=16, example="v6e:4x4"),
-    _tpu("tpu7x", "TPU7x", 94.75, 1153, 3690, 2.2, link_bytes_per_second=9e10, network_bytes_per_second=6.25e9,
-         wraps_at="cubes", example="tpu7x:2x2x2"),
+    _tpu("v3", "TPU v3", 61.5, (450, 50, 3.1, 12), gib=15.48, ghz=0.94, host_memory_bytes=8.5e10, wraps_at=16,
+         example="v3:4x4"),
+    _tpu("v4", "TPU v4", 275, (1229, 45, 6.25, 12), gib=30.75, ghz=1.05, host_memory_bytes=1.01e11, wraps_at="cubes",
+         topology_options=(("chip_config_name", "megacore"),), example="v4:2x2x4"),
+    _tpu("v5e", "TPU v5 lite", 197, (819, 45, 3.1, 12), gib=15.75, ghz=1.5, host_memory_bytes=4.8e10, wraps_at=16,
+         example="v5e:4x4"),
+    _tpu("v5p", "TPU v5", 459, (2765, 90, 6.25, 12), gib=95.74, ghz=1.75, host_memory_bytes=1.12e11, wraps_at="cubes",
+         example="v5p:2x2x4"),
+    _tpu("v6e", "TPU v6 lite", 918, (1640, 90, 12.5, 12), gib=31.25, ghz=1.75, host_memory_bytes=1.76e11, wraps_at=16,
+         example="v6e:4x4"),
+    _tpu("tpu7x", "TPU7x", 1153, (3690, 90, 6.25, 12), gib=94.75, ghz=2.2, wraps_at="cubes", example="tpu7x:2x2x2"),
 )  # fmt: skip
 _GPUS = (
-    _gpu("a100", "NVIDIA A100-SXM4-80GB", 85_100_068_864, 312, 2039, 300, 25, 32),
-    _gpu("h100", "NVIDIA H100 80GB HBM3", 84_978_434_048, 989, 3352, 450, 50, 64, host_memory_bytes=2.34e11),
-    _gpu("h200", "NVIDIA H200 141GB HBM3e", 151_397_597_184, 989, 4800, 450, 50, 64),
-    _gpu("b200", "NVIDIA B200", 191_514_411_008, 2250, 7672, 900, 50, 64),
-)
+    _gpu("a100", "NVIDIA A100-SXM4-80GB", 312, (2039, 300, 25, 32), memory_bytes=85_100_068_864),
+    _gpu("h100", "NVIDIA H100 80GB HBM3", 989, (3352, 450, 50, 64), memory_bytes=84_978_434_048,
+         host_memory_bytes=2.34e11),
+    _gpu("h200", "NVIDIA H200 141GB HBM3e", 989, (4800, 450, 50, 64), memory_bytes=151_397_597_184),
+    _gpu("b200", "NVIDIA B200", 2250, (7672, 900, 50, 64), memory_bytes=191_514_411_008),
+)  # fmt: skip
 HARDWARE: Mapping[str, Hardware] = {hardware.name: hardware for hardware in (*_TPUS, *_GPUS)}
 
 # What XLA:GPU has to know of a GPU that is not there: multiprocessors, FPUs and shared memory of each, L2, clock, major

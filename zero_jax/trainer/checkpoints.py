@@ -34,23 +34,14 @@ _POSITION = ("position", "states", "num_processes", "batch_size", "fingerprints"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Start:
-    """The start of a run.
-
-    Attributes:
-      state: the first state.
-      step: steps done before.
-      data: what the checkpoint recorded of the data, its position above all, or None.
-      noise: the saved gradient noise scale, or None.
-      is_evaluated: whether the validation loss of the state is known.
-      lines: lines for the log.
-    """
+    """The start of a run: its first state, and what the checkpoint has besides."""
 
     state: TrainState
-    step: int = 0
-    data: Mapping[str, Any] | None = None
-    noise: dict[str, Any] | None = None
-    is_evaluated: bool = False
-    lines: tuple[str, ...] = ()
+    step: int = 0  # steps done before
+    data: Mapping[str, Any] | None = None  # what the checkpoint recorded of the data, its position above all
+    noise: dict[str, Any] | None = None  # the gradient noise scale
+    is_evaluated: bool = False  # whether the validation loss of the state is known
+    lines: tuple[str, ...] = ()  # for the log
 
 
 class ResumeError(ValueError):
@@ -63,12 +54,11 @@ def begin(run: Run) -> Start:
     Raises:
       ResumeError: checkpoints of another model or text, or damaged ones alone.
     """
-    config, key = run.config, jax.random.key(run.config.seed)
+    config, key, base, lines = run.config, jax.random.key(run.config.seed), run.zero, list[str]()
     model = run.model if isinstance(run.model, Model) else None  # an `OwnModel` has no adapters and no `load_fn`
-    base = run.zero
-    if model is not None and model.adapt_fn is not None:  # the base of adapters has specs of its own
+    adapt = None if model is None or model.adapt_fn is None else jax.jit(model.adapt_fn)
+    if model is not None and adapt is not None:  # the base of adapters has specs of its own
         base = dataclasses.replace(base, param_specs=model.base_param_specs)
-    lines: list[str] = []
     options = {"init_fn": run.model.init_fn, "tx": run.tx, "mesh": run.mesh, "config": run.zero, "log": lines.append}
     is_resumed = config.resume == "auto" and from_first_process(lambda: str(list_step_folders(run.checkpoints) or ""))
     try:
@@ -80,16 +70,15 @@ def begin(run: Run) -> Start:
                 options |= {"init_fn": model.base_init_fn, "tx": optax.identity(), "config": base}
             restored = restore(folder, step=step, params_only=True, key=key, **options)
             state = restored.state
-            if model is not None and model.adapt_fn is not None:
-                variables = jax.jit(model.adapt_fn)(state.variables, key)
-                state = init_state(variables, run.tx, key, mesh=run.mesh, config=run.zero)
+            if adapt is not None:
+                state = init_state(adapt(state.variables, key), run.tx, key, mesh=run.mesh, config=run.zero)
             return Start(state=state, lines=(f"params of step {restored.step} of {config.init_from}", *lines))
     except ValueError as error:
         raise ResumeError(str(error)) from error
     params = run.model.init_fn
     if model is not None and model.load_fn is not None:
         params = model.load_fn(run.mesh, base)
-        params = params if model.adapt_fn is None else jax.jit(model.adapt_fn)(params, key)
+        params = params if adapt is None else adapt(params, key)
     return Start(state=init_state(params, run.tx, key, mesh=run.mesh, config=run.zero))
 
 
@@ -177,17 +166,10 @@ class Saver:
         num_nonfinite_steps: int,
         is_last: bool,
     ) -> bool:
-        """Starts to save a state, unless its last step was not finite.
+        """Starts to save the state after `step` steps, unless the latest `num_nonfinite_steps` were not finite.
 
-        At the end of a run (`is_last`) a state whose last update was skipped is saved too, as it is finite.
-
-        Args:
-          step: steps done.
-          state: the state after them.
-          loss: its validation loss, or None.
-          extra: further entries of the checkpoint's record.
-          num_nonfinite_steps: the latest steps in a row that were not finite.
-          is_last: whether the run ends here.
+        At the end of a run (`is_last`) a state whose last update was skipped is saved too, as it is finite. `loss` is
+        its validation loss, `extra` goes into the checkpoint's record.
 
         Returns:
           Whether the run can continue: not with a state that is not finite.

@@ -85,16 +85,25 @@ def execute_to_state(run: Run, *, log: Log = print, terminal: TextIO | None = No
 
 
 class _Training:
-    """A run that is being executed; the stack closes its resources."""
+    """A run that is being executed; the stack closes its resources.
+
+    Attributes:
+      log: shows a line where there is no bar, and above the bar once there is one.
+      state: the train state after `step` steps; both are of the last step that was dispatched.
+      position: the position in the data after that step's batch.
+      waiting: that step, until its metrics are read.
+      executed: the phases that were executed once, and so are compiled.
+    """
 
     def __init__(self, run: Run, *, log: Log, terminal: TextIO | None, stack: contextlib.ExitStack):
         """Makes or restores the state, and opens the run's batches, checkpoints and writers."""
-        config, model = run.config, run.model
-        self.run, self.config, self.model = run, config, model
+        self.run, self.config = run, run.config
+        config, mesh = run.config, run.mesh
         self.is_first, self.executed = jax.process_index() == 0, set[str]()
-        log = lasting(log, is_stopping=lambda: self.preemption.request("SIGPIPE")) if self.is_first else lambda _: None
-        self.say = log
-        self.preemption = Preemption(log=log)
+        if not self.is_first:
+            log, terminal = lambda _: None, None
+        self.log = lasting(log, is_stopping=lambda: self.preemption.request("SIGPIPE"))
+        self.preemption = Preemption(log=self.log)
         self._take_folder(stack)
         self.watchdog = stack.enter_context(
             Watchdog(
@@ -106,48 +115,48 @@ class _Training:
         )
         stack.enter_context(self.preemption)
         self.checkpointer = stack.enter_context(
-            Checkpointer(
-                run.checkpoints, config=config.checkpoint, log=lambda line: self.say(line), run=str(run.folder)
-            )
+            Checkpointer(run.checkpoints, config=config.checkpoint, log=self.say, run=str(run.folder))
         )
         self.checkpointer.take()
         start = begin(run)
         # Before anything that one process alone may fail at: processes compute together here.
-        self.saver = Saver(self.checkpointer, run=run, start=start, say=lambda line: self.say(line))
-        self.first_step = start.step
+        self.saver = Saver(self.checkpointer, run=run, start=start, say=self.say)
+        self.state, self.step, self.waiting = start.state, start.step, None
+        self.first_step, self.is_evaluated = start.step, start.is_evaluated
         save_config(run.folder, run.saved_config)
-        self.state, self.step, self.is_evaluated = start.state, start.step, start.is_evaluated
-        if not self.is_first:
-            terminal = None
         self.console = stack.enter_context(
-            Console(config.steps, config.log_every, log=log, terminal=terminal, first_step=start.step)
+            Console(config.steps, config.log_every, log=self.log, terminal=terminal, first_step=start.step)
         )
-        self.say = self.console.line
+        self.log = self.console.line
         for line in (self._describe(), *start.lines):
             self.say(line)
-        self.train_step = run.train_step
-        self.sample = None if run.input.sampler is None else run.input.sampler.on(run.mesh)
+        self.sample = None if run.input.sampler is None else run.input.sampler.on(mesh)
         self.norm = jax.jit(lambda params: global_norm(jax.tree.leaves(params)).value)
-        self._open_data(start, stack)
-        self.noise = NoiseScale.from_json(start.noise) if start.noise else NoiseScale()
+        self.batches: Any = stack.enter_context(self._open_batches(start))
+        self.together, self.position = Together("batches"), self.batches.position
+        self.validation = self._make_validation()
         self.progress = Progress(
             sinks=[self._open_writers(start, stack).write, self.console.step] if self.is_first else [],
             speedometer=make_speedometer(
-                model.loss_fn,
+                run.model.loss_fn,
                 run.tx,
                 self.state,
                 run.input.batch_shapes,
                 batch_size=run.input.batch_size,
                 num_tokens=run.input.num_tokens,
-                mesh=run.mesh,
+                mesh=mesh,
                 config=config.zero,
             ),
             schedule=run.schedule,
             param_names=leaf_names(self.state.params),
-            noise=self.noise,
+            noise=NoiseScale.from_json(start.noise) if start.noise else NoiseScale(),
             log_every=config.log_every,
             own=run.input.figures,
         )
+
+    def say(self, line: str) -> None:
+        """Shows a line, in process 0 alone."""
+        self.log(line)
 
     def execute(self) -> TrainResult:
         """Runs all steps and returns the result."""
@@ -158,11 +167,11 @@ class _Training:
             self._save_before(error)
             raise
         self._beat("save")
-        if status in ("done", "ended", "preempted") and not self.saver.wait_until_saved(self.step):
-            status = {"done": "unsaved", "ended": "unsaved", "preempted": "preempted_unsaved"}[status]
+        if status != "diverged" and not self.saver.wait_until_saved(self.step):
+            status = "preempted_unsaved" if status == "preempted" else "unsaved"
         if status == "done" and self._is_untrained():
             status = "skipped"
-        if advice := self.noise.advice(self.run.input.batch_size):
+        if advice := self.progress.noise.advice(self.run.input.batch_size):
             self.say(advice)
         sample = self._log_sample() if status in ("done", "unsaved") else ""
         self.console.close()
@@ -171,10 +180,14 @@ class _Training:
         loss_curve = self._draw(losses) if self.is_first else None
         if self.is_first:
             report_end(EXIT_STATUS[status] if status.startswith("preempted") else 0)
+        return self._result(status, losses, sample=sample, loss_curve=loss_curve)
+
+    def _result(self, status: str, losses: RunRecords, *, sample: str, loss_curve: str | None) -> TrainResult:
+        noise, validates = self.progress.noise.estimate, self.validation is not None
         return TrainResult(
             status=status,
             directory=str(self.run.folder),
-            model=self.model.name,
+            model=self.run.model.name,
             stage=self.config.zero.stage,
             num_devices=self.run.mesh.size,
             num_params=num_params(self.state),
@@ -183,11 +196,11 @@ class _Training:
             num_failed_saves=self.checkpointer.num_failed,
             first_train_loss=_loss_at(losses.train, 0),
             final_train_loss=_loss_at(losses.train, -1),
-            first_validation_loss=None if self.validation is None else _loss_at(losses.validation, 0),
-            final_validation_loss=None if self.validation is None else _loss_at(losses.validation, -1),
+            first_validation_loss=_loss_at(losses.validation, 0) if validates else None,
+            final_validation_loss=_loss_at(losses.validation, -1) if validates else None,
             compile_seconds=self.progress.compile_seconds,
             train_seconds=self.progress.seconds,
-            noise_scale=None if self.noise.estimate is None else self.noise.estimate.num_examples,
+            noise_scale=None if noise is None else noise.num_examples,
             prompt=self.config.sample_prompt,
             sample=sample,
             loss_curve=loss_curve,
@@ -215,23 +228,21 @@ class _Training:
         if not (run.folder / "config.json").exists():  # a resumed run's config stays until it has been restored
             save_config(run.folder, run.saved_config)
 
-    def _open_data(self, start: Start, stack: contextlib.ExitStack) -> None:
-        run, model = self.run, self.model
+    def _open_batches(self, start: Start) -> contextlib.AbstractContextManager[Any]:
         try:
-            batches = run.input.open(start.data, say=self.say, beat=lambda: self._beat("data", self.step))
+            return self.run.input.open(start.data, say=self.say, beat=lambda: self._beat("data", self.step))
         except ValueError as error:
             if start.data is None:
                 raise
             raise ResumeError(str(error)) from error
-        self.batches: Any = stack.enter_context(batches)
-        self.together, self.waiting = Together("batches"), None
-        self.position, self.has_read_more = self.batches.position, False
-        self.validation = None
-        if run.input.validation is not None:
-            loss_fn = (isinstance(model, OwnModel) and model.eval_fn) or model.loss_fn
-            self.validation = Validation(
-                loss_fn, run.input.validation, mesh=run.mesh, config=run.zero, data=run.input, say=self.say
-            )
+
+    def _make_validation(self) -> Validation | None:
+        run, model, data = self.run, self.run.model, self.run.input
+        batches = data.validation
+        if batches is None:
+            return None
+        loss_fn = (isinstance(model, OwnModel) and model.eval_fn) or model.loss_fn
+        return Validation(loss_fn, batches, mesh=run.mesh, config=run.zero, data=data, say=self.say)
 
     def _open_writers(self, start: Start, stack: contextlib.ExitStack) -> Writers:
         config, folder = self.config, self.run.folder
@@ -249,21 +260,19 @@ class _Training:
         )
 
     def _describe(self) -> str:
-        run, config = self.run, self.config
-        parts = config.zero.num_microbatches
-        in_parts = f", in {parts} microbatches" if parts > 1 else ""
-        on_base = " of adapters, on a frozen base" if getattr(self.model, "base_init_fn", None) else ""
+        run, model, parts = self.run, self.run.model, self.config.zero.num_microbatches
+        on_base = " of adapters, on a frozen base" if getattr(model, "base_init_fn", None) else ""
         rows = {
-            "model": f"{self.model.name}, {num_params(self.state):,} params{on_base}",
+            "model": f"{model.name}, {num_params(self.state):,} params{on_base}",
             **run.input.rows,
             "run": str(run.folder),
         }
-        rows["batch"] += in_parts
+        rows["batch"] += f", in {parts} microbatches" if parts > 1 else ""
         return describe_run(self.state, mesh=run.mesh, zero=run.zero, rows=rows)
 
     def _draw(self, losses: RunRecords) -> str | None:
         """Plots the losses; returns the path of the picture, or None if it could not be drawn."""
-        title = f"{self.model.name}, ZeRO stage {self.config.zero.stage} on {self.run.mesh.size} devices"
+        title = f"{self.run.model.name}, ZeRO stage {self.config.zero.stage} on {self.run.mesh.size} devices"
         path = self.run.folder / "loss.png"
         failure = draw_losses(path, losses, title=title, is_hurried=lambda: self.preemption.reason is not None)
         if failure:
@@ -275,8 +284,10 @@ class _Training:
         is_new = phase in ("step", "evaluation", "sample") and phase not in self.executed
         self.watchdog.beat("compile" if is_new else phase, self.step if step is None else step)
 
-    def _read_back(self, dispatched: Dispatched) -> None:
-        """Waits for a step and records its metrics."""
+    def _read_back(self, dispatched: Dispatched | None) -> None:
+        """Waits for a step, if there is one, and records its metrics."""
+        if dispatched is None:
+            return
         self.progress.add_step(dispatched)
         if self.is_first and "step" not in self.executed:
             report_start(self.first_step)
@@ -285,8 +296,7 @@ class _Training:
     def _read_last(self) -> None:
         """Waits for the last step that was dispatched, unless its metrics were read."""
         last, self.waiting = self.waiting, None
-        if last is not None:
-            self._read_back(last)
+        self._read_back(last)
 
     def _run_steps(self) -> str:
         """Runs the steps; the metrics of a step are read after the next one is dispatched.
@@ -294,44 +304,47 @@ class _Training:
         Returns:
           The status: `done`, `ended`, `preempted` or `diverged`.
         """
-        config, progress, validates = self.config, self.progress, self.validation is not None
-        if validates and not self.is_evaluated and self.step % config.eval_every == 0:
+        config = self.config
+        if self.validation is not None and not self.is_evaluated and self.step % config.eval_every == 0:
             self._evaluate(is_last=self.step == config.steps)
         if self.step < config.steps and self.preemption.should_stop(self.step):
             return "preempted"
         with Profiler(config.profiled, self.run.folder / "profile", say=self.say) as profiler:
             while self.step < config.steps:
                 previous, self.waiting = self.waiting, self._dispatch(profiler)
-                if previous:
-                    self._read_back(previous)
-                if self.waiting is None:
-                    return self._end_early()
-                stops = self.preemption.should_stop(self.step)
-                is_last = self.step == config.steps
-                evaluates = validates and (is_last or self.step % config.eval_every == 0)
-                saves = stops or is_last or self.checkpointer.is_due(self.step)
-                samples = not is_last and config.sample_every > 0 and self.step % config.sample_every == 0
-                if evaluates or saves or samples or self.step == config.profiled.stop - 1:
-                    self._read_last()
-                    profiler.done(self.step)
-                if progress.num_nonfinite_in_a_row >= config.max_nonfinite_steps:
-                    leaf = progress.nonfinite_leaf or "no param (only the loss)"
-                    num_steps = progress.num_nonfinite_in_a_row
-                    why = f"{num_steps} steps in a row were not finite, first in the gradient of {leaf}"
-                    self.saver.log_divergence(self.step, why)
-                    return "diverged"
-                loss = None
-                if evaluates and (is_last or not stops):
-                    loss = self._evaluate(is_last=is_last)
-                    stops = stops or (loss is None and self.preemption.should_stop(self.step))
-                if (saves or stops) and not self._save(loss, is_last=stops or is_last):
-                    return "diverged"
-                if samples and not stops:
-                    self._log_sample()
-                progress.resume_clock()
-                if stops and not is_last:
-                    return "preempted"
+                self._read_back(previous)
+                status = self._end_early() if self.waiting is None else self._after_step(profiler)
+                if status is not None:
+                    return status
         return "done"
+
+    def _after_step(self, profiler: Profiler) -> str | None:
+        """Evaluates, saves and samples if it is time; returns a status if the run ends before its last step."""
+        config, progress, step = self.config, self.progress, self.step
+        stops = self.preemption.should_stop(step)
+        is_last = step == config.steps
+        evaluates = self.validation is not None and (is_last or step % config.eval_every == 0)
+        saves = stops or is_last or self.checkpointer.is_due(step)
+        samples = not is_last and config.sample_every > 0 and step % config.sample_every == 0
+        if evaluates or saves or samples or step == config.profiled.stop - 1:
+            self._read_last()
+            profiler.done(step)
+        if progress.num_nonfinite_in_a_row >= config.max_nonfinite_steps:
+            leaf = progress.nonfinite_leaf or "no param (only the loss)"
+            num_steps = progress.num_nonfinite_in_a_row
+            why = f"{num_steps} steps in a row were not finite, first in the gradient of {leaf}"
+            self.saver.log_divergence(step, why)
+            return "diverged"
+        loss = None
+        if evaluates and (is_last or not stops):
+            loss = self._evaluate(is_last=is_last)
+            stops = stops or (loss is None and self.preemption.should_stop(step))
+        if (saves or stops) and not self._save(loss, is_last=stops or is_last):
+            return "diverged"
+        if samples and not stops:
+            self._log_sample()
+        progress.resume_clock()
+        return "preempted" if stops and not is_last else None
 
     def _end_early(self) -> str:
         """Evaluates and saves the state when there are no more batches; returns the status."""
@@ -339,10 +352,9 @@ class _Training:
             f"stopping at step {self.step} of {self.config.steps}: there are no more batches. Give batches that begin "
             "again at their end (a list, a dataset, a function of nothing that returns an iterator), or fewer steps"
         )
-        self._batches_are_over()
         if not self.saver.has(self.step):
             loss = self._evaluate(is_last=True)
-            if not self._save(loss, is_last=True):
+            if not self._save(loss, is_last=True, has_read_more=self._may_have_read_more()):
                 return "diverged"
         return "ended"
 
@@ -355,16 +367,15 @@ class _Training:
                 check_not_donated(self.state)  # as the error of a step leaves it
             with contextlib.suppress(Exception):  # it may be the error of a writer
                 self._read_last()
-            self._batches_are_over()
             self.say(f"stopping at step {self.step} of {self.config.steps}: {type(error).__name__}: {error}")
-            if self._save(None, is_last=True):
+            if self._save(None, is_last=True, has_read_more=self._may_have_read_more()):
                 self.saver.wait_until_saved(self.step)
         except Exception as second:  # the first one is what ends the run
             self.say(f"the state of step {self.step} is NOT SAVED: {second}")
 
-    def _batches_are_over(self) -> None:
-        """Notes that batches may have been read that no step has used: in some of several processes, or here."""
-        self.has_read_more = jax.process_count() > 1 or self.position != self.batches.position
+    def _may_have_read_more(self) -> bool:
+        """Returns whether a batch may be read that no step has used: in some of several processes, or here."""
+        return jax.process_count() > 1 or self.position != self.batches.position
 
     def _dispatch(self, profiler: Profiler) -> Dispatched | None:
         """Dispatches the next step to the devices without waiting for it; None if there are no more batches."""
@@ -384,7 +395,7 @@ class _Training:
         except BatchesEnded:
             return None
         with profiler.step(self.step + 1):
-            self.state, metrics = self.train_step(self.state, batch)
+            self.state, metrics = self.run.train_step(self.state, batch)
         self.step, self.position = self.step + 1, self.batches.position
         shows_norm = self.step % self.config.log_every == 0
         return Dispatched(
@@ -415,23 +426,19 @@ class _Training:
         self.progress.add_validation(self.step, figures)
         return figures["loss"]
 
-    def _save(self, loss: float | None, *, is_last: bool) -> bool:
+    def _save(self, loss: float | None, *, is_last: bool, has_read_more: bool = False) -> bool:
         """Starts to save the state if it is finite; returns whether the run can continue."""
         self._beat("save")
         with Agreement():
             extra = {
-                "data": self.run.input.record(self.position, has_read_more=self.has_read_more),
-                "noise_scale": self.noise.to_json(),
+                "data": self.run.input.record(self.position, has_read_more=has_read_more),
+                "noise_scale": self.progress.noise.to_json(),
                 "config": self.run.saved_config,
                 "is_evaluated": loss is not None,
             }
+        nonfinite = self.progress.num_nonfinite_in_a_row
         return self.saver.save(
-            self.step,
-            self.state,
-            loss=loss,
-            extra=extra,
-            num_nonfinite_steps=self.progress.num_nonfinite_in_a_row,
-            is_last=is_last,
+            self.step, self.state, loss=loss, extra=extra, num_nonfinite_steps=nonfinite, is_last=is_last
         )
 
     def _log_sample(self) -> str:

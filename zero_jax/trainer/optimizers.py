@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import optax
@@ -16,7 +16,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.field_checks import check_fields, check_value
 from zero_jax.core.tree import leaf_names, path_name
-from zero_jax.sharding.rules import check_matched
+from zero_jax.sharding.path_patterns import PathPatterns
 from zero_jax.training import check_decay, params_ema
 
 # Gains and offsets have no weight decay. Embeddings are not orthogonalized by Muon: a gradient has single rows.
@@ -81,12 +81,7 @@ class OptimizerConfig:
         if self.ema_decay is not None:
             check_decay(self.ema_decay)
         if self.no_decay is not None:
-            try:
-                re.compile(self.no_decay)
-            except re.error as error:
-                raise ValueError(
-                    f"no_decay={self.no_decay!r} is not a regular expression of leaf paths: {error}"
-                ) from error
+            PathPatterns("no_decay", {self.no_decay: True})
 
     def _check_schedule(self) -> None:
         """Raises `ValueError` for options that the schedule does not have, and for invalid shares."""
@@ -174,10 +169,13 @@ def make_optimizer(config: OptimizerConfig, *, num_steps: int) -> optax.Gradient
       ValueError: the warm-up, or warm-up and decay, are not over when the run is.
     """
     optimizer = _OPTIMIZERS[config.optimizer]
-    values = {name: getattr(config, name) for name in optimizer.options}
-    options = {name: optimizer.options[name] if value is None else value for name, value in values.items()}
+    options = {}
+    for name, (keyword, default) in optimizer.options.items():
+        value = getattr(config, name)
+        options[keyword] = default if value is None else value
     mask = functools.partial(decay_mask, no_decay=config.no_decay)
-    tx = optimizer.make(make_schedule(config, num_steps=num_steps), config.weight_decay, mask, **options)
+    schedule = make_schedule(config, num_steps=num_steps)
+    tx = optimizer.make(schedule, weight_decay=config.weight_decay, mask=mask, **options)
     if config.ema_decay is not None:
         tx = optax.chain(tx, params_ema(config.ema_decay))
     return tx if config.no_decay is None else _with_checked_paths(tx, config.no_decay)
@@ -187,7 +185,7 @@ def _with_checked_paths(tx: optax.GradientTransformation, no_decay: str) -> opta
     """Raises in `init` where `no_decay` matches no param; the masks themselves get parts of the params only."""
 
     def init(params: Any) -> Any:
-        check_matched("no_decay", {no_decay: None}, leaf_names(params))
+        PathPatterns("no_decay", {no_decay: True}).check_matched(leaf_names(params))
         return tx.init(params)
 
     return optax.GradientTransformationExtraArgs(init, optax.with_extra_args_support(tx).update)
@@ -217,67 +215,40 @@ def _is_named(path: tuple[Any, ...], names: tuple[str, ...]) -> bool:
     return any(part == name or part.endswith("_" + name) for part in path_name(path).split("/") for name in names)
 
 
-_Mask = Callable[[Any], Any]
+def _sgd(schedule: Any, *, weight_decay: float, mask: Any, **options: Any) -> optax.GradientTransformation:
+    return optax.chain(optax.add_decayed_weights(weight_decay, mask), optax.sgd(schedule, nesterov=True, **options))
 
 
-def _adamw(schedule: Any, weight_decay: float, mask: _Mask, *, beta1: float, beta2: float, epsilon: float) -> Any:
-    return optax.adamw(schedule, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay, mask=mask)
+def _adafactor(schedule: Any, *, weight_decay: float, mask: Any, **options: Any) -> optax.GradientTransformation:
+    # Its own weight decay is not scaled by the learning rate, unlike that of the others here.
+    decay: Any = lambda step: weight_decay * schedule(step)  # noqa: E731
+    options |= {"weight_decay_rate": decay, "weight_decay_mask": mask, "multiply_by_parameter_scale": False}
+    return optax.adafactor(schedule, **options)
 
 
-def _sgd(schedule: Any, weight_decay: float, mask: _Mask, *, momentum: float) -> Any:
-    decay = optax.add_decayed_weights(weight_decay, mask)
-    return optax.chain(decay, optax.sgd(schedule, momentum=momentum, nesterov=True))
-
-
-def _lion(schedule: Any, weight_decay: float, mask: _Mask, *, beta1: float, beta2: float) -> Any:
-    return optax.lion(schedule, b1=beta1, b2=beta2, weight_decay=weight_decay, mask=mask)
-
-
-def _adafactor(schedule: Any, weight_decay: float, mask: _Mask, *, epsilon: float, momentum: float | None) -> Any:
-    return optax.adafactor(
-        schedule,
-        multiply_by_parameter_scale=False,
-        # Its own weight decay is not scaled by the learning rate, unlike that of the others here.
-        weight_decay_rate=lambda step: weight_decay * schedule(step),
-        weight_decay_mask=mask,
-        eps=epsilon,
-        momentum=momentum,
-    )
-
-
-def _muon(
-    schedule: Any, weight_decay: float, mask: _Mask, *, momentum: float, beta1: float, beta2: float, epsilon: float
-) -> Any:
+def _muon(schedule: Any, *, weight_decay: float, mask: Any, **options: Any) -> optax.GradientTransformation:
+    options |= {"weight_decay": weight_decay, "weight_decay_mask": mask, "muon_weight_dimension_numbers": _muon_dims}
     # With `consistent_rms` Muon takes steps as large as AdamW's, so that one learning rate serves both kinds of leaves.
-    return muon(
-        schedule,
-        beta=momentum,
-        adam_b1=beta1,
-        adam_b2=beta2,
-        eps=epsilon,
-        weight_decay=weight_decay,
-        weight_decay_mask=mask,
-        muon_weight_dimension_numbers=_muon_dims,
-        consistent_rms=0.2,
-    )
+    return muon(schedule, consistent_rms=0.2, **options)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Optimizer:
-    """The default learning rate of an optimizer, its options with their defaults, and its constructor."""
+class _Optimizer(NamedTuple):
+    """An optimizer: its usual learning rate, for each option optax's name of it and a default, and what makes it."""
 
     learning_rate: float
-    options: Mapping[str, float | None]
-    make: Callable[..., Any]
+    options: Mapping[str, tuple[str, float | None]]
+    make: Callable[..., optax.GradientTransformation]
 
 
 _OPTIONS = ("beta1", "beta2", "epsilon", "momentum")
 _OPTIMIZERS: Mapping[str, _Optimizer] = {
-    "adamw": _Optimizer(learning_rate=3e-3, options={"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8}, make=_adamw),
-    "sgd": _Optimizer(learning_rate=0.3, options={"momentum": 0.9}, make=_sgd),
-    "lion": _Optimizer(learning_rate=5e-4, options={"beta1": 0.9, "beta2": 0.99}, make=_lion),
-    "adafactor": _Optimizer(learning_rate=3e-3, options={"epsilon": 1e-30, "momentum": None}, make=_adafactor),
+    "adamw": _Optimizer(3e-3, {"beta1": ("b1", 0.9), "beta2": ("b2", 0.95), "epsilon": ("eps", 1e-8)}, optax.adamw),
+    "sgd": _Optimizer(0.3, {"momentum": ("momentum", 0.9)}, _sgd),
+    "lion": _Optimizer(5e-4, {"beta1": ("b1", 0.9), "beta2": ("b2", 0.99)}, optax.lion),
+    "adafactor": _Optimizer(3e-3, {"epsilon": ("eps", 1e-30), "momentum": ("momentum", None)}, _adafactor),
     "muon": _Optimizer(
-        learning_rate=8e-3, options={"momentum": 0.95, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}, make=_muon
+        8e-3,
+        {"momentum": ("beta", 0.95), "beta1": ("adam_b1", 0.9), "beta2": ("adam_b2", 0.999), "epsilon": ("eps", 1e-8)},
+        _muon,
     ),
 }

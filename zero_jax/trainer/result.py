@@ -14,15 +14,17 @@ from typing import Any
 from zero_jax.cluster import EXIT_CODE as SAVED
 from zero_jax.trainer.reporting.curves import RunRecords, plot_runs, read_run
 
-EXIT_STATUS = {
-    "done": 0,
-    "ended": 1,
-    "unsaved": 1,
-    "preempted_unsaved": 1,
-    "diverged": 3,
-    "skipped": 3,
-    "preempted": SAVED,
+# What a process exits with, and what is said of the end, by status.
+_ENDS: Mapping[str, tuple[int, str]] = {
+    "done": (0, ""),
+    "ended": (1, "; stopped: the batches ended"),
+    "unsaved": (1, "; THE LAST STATE IS NOT SAVED"),
+    "preempted_unsaved": (1, "; stopped by a signal; THE LAST STATE IS NOT SAVED"),
+    "diverged": (3, "; stopped: loss or params were not finite"),
+    "skipped": (3, "; NOTHING IS TRAINED: every step was skipped"),
+    "preempted": (SAVED, "; stopped by a signal"),
 }
+EXIT_STATUS = {status: exit_status for status, (exit_status, _) in _ENDS.items()}
 
 Losses = Sequence[tuple[int, float]]
 
@@ -87,21 +89,12 @@ class TrainResult:
         if rate is None:
             unit, rate = "examples", math.nan if self.examples_per_second is None else self.examples_per_second
         speed = "" if math.isnan(rate) else f", {rate:,.0f} {unit}/s"
-        endings = {
-            "done": "",
-            "ended": "; stopped: the batches ended",
-            "unsaved": "; THE LAST STATE IS NOT SAVED",
-            "preempted": "; stopped by a signal",
-            "preempted_unsaved": "; stopped by a signal; THE LAST STATE IS NOT SAVED",
-            "diverged": "; stopped: loss or params were not finite",
-            "skipped": "; NOTHING IS TRAINED: every step was skipped",
-        }
         validation = []
         if self.first_validation_loss is not None and self.final_validation_loss is not None:
             validation = [f"validation loss  {self.first_validation_loss:.3f} -> {self.final_validation_loss:.3f}"]
         lines = [
             f"{self.model}: {steps} at stage {self.stage} on {devices} in "
-            f"{self.train_seconds:.0f} s{skipped}{speed}{endings[self.status]}",
+            f"{self.train_seconds:.0f} s{skipped}{speed}{_ENDS[self.status][1]}",
             *validation,
             f"training loss    {self.first_train_loss:.3f} -> {self.final_train_loss:.3f}",
             f"loss curve       {self.loss_curve} (figures in metrics.jsonl and config.json beside it)"

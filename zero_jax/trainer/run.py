@@ -31,7 +31,7 @@ from zero_jax.core.files.folder_lock import FolderLock
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import shown
-from zero_jax.data import DataConfig, Dataset
+from zero_jax.data import DataConfig
 from zero_jax.sharding.mesh import axes_of, make_mesh
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.trainer.capacity import check_params_fit, check_text_fits
@@ -359,6 +359,19 @@ def _text_input(config: TrainConfig, model: Model, mesh: Mesh, log: Callable[[st
     dataset = open_dataset(
         config.data, seq_len=model.seq_len, vocab_size=model.vocab_size, model_name=model.name, log=log
     )
+    sampler = None
+    if model.generate_fn is not None and config.sample_tokens:
+        sampler = Sampler(
+            generate_fn=model.generate_fn,
+            tokenizer=dataset.tokenizer,
+            compute=resolve_precision(config.zero.precision).compute,
+            prompt=config.sample_prompt,
+            num_tokens=config.sample_tokens,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            seed=config.seed,
+        )
+        sampler.check(model.init_fn)
     return TextInput(
         dataset=dataset,
         config=config.data,
@@ -367,7 +380,7 @@ def _text_input(config: TrainConfig, model: Model, mesh: Mesh, log: Callable[[st
         seq_len=model.seq_len,
         seed=config.seed,
         eval_batches=config.eval_batches,
-        sampler=_checked_sampler(config, model, dataset),
+        sampler=sampler,
     )
 
 
@@ -392,23 +405,6 @@ def _check_checkpoints(config: TrainConfig, name: str) -> None:
         FolderLock(folder / LOCK).check()
     if config.resume == "never" and list_step_folders(folder):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
-
-
-def _checked_sampler(config: TrainConfig, model: Model, dataset: Dataset) -> Sampler | None:
-    if model.generate_fn is None or not config.sample_tokens:
-        return None
-    sampler = Sampler(
-        generate_fn=model.generate_fn,
-        tokenizer=dataset.tokenizer,
-        compute=resolve_precision(config.zero.precision).compute,
-        prompt=config.sample_prompt,
-        num_tokens=config.sample_tokens,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        seed=config.seed,
-    )
-    sampler.check(model.init_fn)
-    return sampler
 
 
 def _check_processes(mesh: Mesh) -> None:

@@ -19,7 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax.core.device_put import platform_of
 from zero_jax.core.signatures import check_arguments
 from zero_jax.sharding.chains import Chain, reshard
-from zero_jax.sharding.mesh import GPUS, axes_of, axis_size
+from zero_jax.sharding.device_order import GPUS
+from zero_jax.sharding.mesh import axes_of, axis_size
 
 
 def sequence_parallel(

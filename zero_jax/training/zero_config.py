@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree, shown
 from zero_jax.sharding.mesh import Axes, axes_of, secondary_axes
+from zero_jax.sharding.path_patterns import PathPatterns
 from zero_jax.sharding.precision import Precision, resolve_precision
 from zero_jax.sharding.quantized import Quantize, check_quantize
 from zero_jax.sharding.stages import sharded_groups
@@ -120,7 +121,7 @@ class ZeroConfig:
         precision = resolve_precision(self.precision)
         resolve_remat(self.remat)
         self.resolved_offload()
-        compiled_patterns(self.keep_batch_dtype)
+        batch_patterns(self.keep_batch_dtype)
         _check_secondary(self.secondary, self.stage)
         _check_compiler_options(self.compiler_options)
         quantize = self.resolved_quantize()
@@ -196,16 +197,15 @@ def _check_quantize(quantize: Quantize | None, groups: frozenset[str], stage: st
         )
 
 
-def compiled_patterns(keep_batch_dtype: Any) -> list[re.Pattern[str]]:
+def batch_patterns(keep_batch_dtype: Any) -> PathPatterns:
     """Returns the patterns of `keep_batch_dtype`; raises `ValueError` for anything else."""
-    setting = f"keep_batch_dtype={keep_batch_dtype!r}"
     is_list = isinstance(keep_batch_dtype, Sequence) and not isinstance(keep_batch_dtype, str)
     if not is_list or not all(isinstance(pattern, str) for pattern in keep_batch_dtype):
-        raise ValueError(f"{setting}: give a list of regular expressions of whole leaf paths of the batch")
-    try:
-        return [re.compile(pattern) for pattern in keep_batch_dtype]
-    except re.error as error:
-        raise ValueError(f"{setting}: {error.pattern!r} is no regular expression of leaf paths: {error}") from error
+        raise ValueError(
+            f"keep_batch_dtype={keep_batch_dtype!r}: give a list of regular expressions of whole leaf paths of the "
+            "batch"
+        )
+    return PathPatterns("keep_batch_dtype", dict.fromkeys(keep_batch_dtype, True))
 
 
 def _check_secondary(secondary: Any, stage: int) -> None:

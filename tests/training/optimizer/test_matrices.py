@@ -103,7 +103,7 @@ def settled():
 BATCH = {name: np.random.default_rng(i).integers(0, 64, (16, 8)) for i, name in enumerate("xy")}
 OPTIMIZERS = {
     "muon": muon,
-    "spectral": lambda: muon(preconditioning="schatten"),
+    "schatten": lambda: muon(preconditioning="schatten"),
     "shampoo": shampoo,
     "settled": settled,
 }

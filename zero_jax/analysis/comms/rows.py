@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 
 from zero_jax import hlo
 from zero_jax.analysis.leaves import ArgumentLeaf, dims_key
-from zero_jax.hlo import Collective, Instruction, Phases, Program, arrays, gathered_path, parse_shape
+from zero_jax.hlo import Collective, Instruction, Phases, Program, gathered_path
+from zero_jax.sharding.device_order import slice_of
 from zero_jax.sharding.gather_names import escaped
-from zero_jax.sharding.mesh import slice_of
 
 UNKNOWN_AXES = ("?",)
 _MAX_NAMES = 3  # of params that a collective may move
@@ -315,7 +315,7 @@ def _paths_by_dims(leaves: Sequence[tuple[tuple[int, ...], str]]) -> Mapping[tup
 def _moved(collective: Collective, program: Program, kind: str) -> list[tuple[int, ...]]:
     """Returns the shapes of a collective's results: shards of a reduce-scatter, else gathered or reduced arrays."""
     instruction = program.computations[collective.computation][collective.name]
-    shapes = [array.dims for array in arrays(parse_shape(instruction.shape))]
+    shapes = [array.dims for array in instruction.arrays]
     if instruction.opcode.endswith("-start"):  # the operands come first
         shapes = shapes[1:2] if kind.endswith("(windowed)") else shapes[-len(collective.dtypes) :]
     if kind == "reduce-scatter" and instruction.opcode == "all-reduce":  # the fused form has the unsharded result

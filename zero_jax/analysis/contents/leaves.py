@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from zero_jax.analysis.contents.leaf import LeafSummary
-from zero_jax.analysis.contents.page import draw_page
+from zero_jax.analysis.contents.page import LeafSummary, draw_page
 from zero_jax.analysis.leaves import host_memory_kind
 from zero_jax.core.files.json_lines import write_text
 from zero_jax.core.text_tables import aligned, format_bytes

@@ -222,14 +222,9 @@ def estimate(
     num_devices, model = data_and_model_sizes(placement)
     totals = _totals(groups, state, placement)
     formula = {name: size / (model * (num_devices if name in placement.groups else 1)) for name, size in totals.items()}
-    formula |= {name: groups[name].even_bytes for name in ("model_state", "grad_errors")}
-    differences = [
-        *grad_differences(groups["grads"], placement),
-        *(_without_copy(formula) if placement.precision.has_master and not placement.keeps_copy else ()),
-        *_secondary_difference(groups["params"], formula, placement),
-        *(difference for name, group in groups.items() for difference in uneven_differences(name, group)),
-    ]
+    formula |= {name: groups[name].even_bytes for name in ("model_state", "grad_errors") if groups[name].leaves}
     actual, on_host = ({name: x.device_bytes(on_host=where) for name, x in groups.items()} for where in (False, True))
+    differences = _differences(groups, formula, placement)
     differences += [Difference(group=x, device_bytes=-size, reason=_ON_HOST) for x, size in on_host.items()]
     saved = traced.residuals if traced else residuals
     if saved is not None:
@@ -237,8 +232,7 @@ def estimate(
         formula["residuals"] = (residuals or saved).device_bytes
         over = actual["residuals"] - formula["residuals"]
         differences.append(Difference(group="residuals", device_bytes=over, reason=_BY_TRACE))
-    absent = [name for name in ("model_state", "grad_errors") if not groups[name].leaves]
-    order = [name for name in _ORDER if name in actual and name not in absent]
+    order = [name for name in _ORDER if name in formula or name == "other"]
     num_params = sum(x.size for x in jax.tree.leaves(state.params) if is_inexact(x))
     each = {name: size / max(num_params, 1) for name, size in totals.items()}
     return MemoryEstimate(
@@ -267,6 +261,16 @@ def _totals(groups: dict[str, Group], state: TrainState, placement: Placement) -
         params = [x for x in jax.tree.leaves(state.params) if is_inexact(x)]
         totals |= {"params": sum(x.size * dtype_of(x).itemsize for x in params), "master": totals["params"]}
     return totals
+
+
+def _differences(groups: dict[str, Group], formula: dict[str, float], placement: Placement) -> list[Difference]:
+    """Explains what the groups have over the formula, in whatever memory they are."""
+    return [
+        *grad_differences(groups["grads"], placement),
+        *(_without_copy(formula) if placement.precision.has_master and not placement.keeps_copy else ()),
+        *_secondary_difference(groups["params"], formula, placement),
+        *(difference for name, group in groups.items() for difference in uneven_differences(name, group)),
+    ]
 
 
 def _without_copy(formula: dict[str, float]) -> list[Difference]:

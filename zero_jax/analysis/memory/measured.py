@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -206,9 +205,7 @@ def measure(compiled: Any, *, layout: HeapLayout | None = None) -> MemoryReport:
     on_device = [leaf for leaf in leaves if not leaf.on_host]
     temporaries = classify(heap, leaves)
     unsharded = unsharded_leaves(on_device)
-    kinds = collections.Counter()
-    for temporary in temporaries:
-        kinds[temporary.kind] += temporary.buffer.num_bytes
+    by_kind = {kind: sum(x.buffer.num_bytes for x in temporaries if x.kind == kind) for kind in TEMPORARIES}
     host_bytes = sum(size(f"host_{name}") for name in ("argument", "output", "temp")) - size("host_alias")
     undonated = not_donated(program, leaves, heap.donated)
     warnings = [
@@ -229,7 +226,7 @@ def measure(compiled: Any, *, layout: HeapLayout | None = None) -> MemoryReport:
         host_bytes=max(host_bytes, heap.host_argument_bytes + heap.host_peak_bytes),
         host_temp_bytes=max(size("host_temp"), heap.host_peak_bytes),
         live_peak_bytes=heap.peak_bytes,
-        temporaries={kind: kinds[kind] for kind in TEMPORARIES if kinds[kind]},
+        temporaries={kind: num_bytes for kind, num_bytes in by_kind.items() if num_bytes},
         residual_bytes=sum(buffer.num_bytes for buffer in heap.residuals),
         in_argument_bytes=sum(buffer.num_bytes for buffer in heap.in_arguments),
         on_chip_peak_bytes=heap.on_chip_peak_bytes,

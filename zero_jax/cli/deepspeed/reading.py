@@ -1,4 +1,4 @@
-"""Reads a DeepSpeed config file, and checks it against the table of known keys."""
+"""Reads a DeepSpeed config file, checks it against the table of known keys, and translates it by that table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
-from zero_jax.cli.deepspeed.keys import KEYS, SECTIONS, Kind
+from zero_jax.cli.deepspeed.keys import ABSENT, KEYS, SECTIONS
+from zero_jax.cli.deepspeed.rows import DeepSpeedValues, KeyRow, Kind, Translation
 from zero_jax.cli.options import check_value
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.files.untrusted import read_text
@@ -59,23 +60,37 @@ def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number")
 
 
-def flatten(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the values by dotted key, and for each unknown key the nearest known one as a hint.
+def translate(config: Mapping[str, Any], *, devices: int | None = None) -> Translation:
+    """Translates a DeepSpeed config by the table of its keys.
+
+    Args:
+      config: the config, as in its JSON file.
+      devices: number of devices that it is for; without it, what depends on that is left to the reader.
 
     Raises:
-      ValueError: a value of the wrong kind.
+      ValueError: a value of the wrong kind, or values that contradict each other.
     """
-    values: dict[str, Any] = {}
-    unknown: dict[str, str] = {}
-    for key, value in _entries(config, ""):
-        if key in KEYS:
-            values[key] = _checked(key, value, KEYS[key].kind)
-        else:
-            values[key], unknown[key] = value, _nearest(key)
-    return values, unknown
+    if devices is not None and devices < 1:
+        raise ValueError(f"devices={devices}: give at least 1")
+    entries = {key: _checked(key, value, KEYS[key].kind) if key in KEYS else value for key, value in _entries(config)}
+    values = DeepSpeedValues(
+        by_key={key: value for key, value in entries.items() if value is not None}, devices=devices
+    )
+    rules = {key: KEYS[key].rule for key in values.by_key if key in KEYS}
+    rules |= {key: rule for key, rule in ABSENT.items() if key not in values}
+    made = [row for key, rule in rules.items() if (row := rule(values, key)) is not None]
+    row_by_key = {row.key: row for row in made}
+    for key, value in entries.items():
+        if key not in KEYS:
+            row_by_key[key] = KeyRow(key=key, value=value, status="unknown", reason=_nearest(key))
+        elif value is None:
+            row_by_key.setdefault(key, KeyRow(key=key, value=None, status="off"))
+    in_file = [row_by_key.pop(key) for key in entries]
+    return Translation(rows=(*in_file, *row_by_key.values()))
 
 
-def _entries(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _entries(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the values by dotted key."""
     for name, value in config.items():
         key = prefix + name
         if key not in SECTIONS:
@@ -91,11 +106,10 @@ def _entries(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]
 def _nearest(key: str) -> str:
     """Returns a hint with the nearest known key: of the same section first, then of any."""
     section, _, name = key.rpartition(".")
-    anywhere = {known.rpartition(".")[2]: known for known in (*KEYS, *SECTIONS)}
-    siblings = {known.rpartition(".")[2]: known for known in (*KEYS, *SECTIONS) if known.rpartition(".")[0] == section}
-    for key_by_name in (siblings, anywhere):
-        hint = did_you_mean(name, key_by_name, "{}", cutoff=0.75)
-        if hint:
+    known = [*KEYS, *SECTIONS]
+    for names in ([other for other in known if other.rpartition(".")[0] == section], known):
+        key_by_name = {other.rpartition(".")[2]: other for other in names}
+        if hint := did_you_mean(name, key_by_name, "{}", cutoff=0.75):
             return f"did you mean {key_by_name[hint]!r}?"
     return "DeepSpeed documents no such key"
 

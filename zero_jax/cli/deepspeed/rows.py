@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from zero_jax.core.text_tables import aligned, printable
 
+# A block is an object whose keys DeepSpeed checks itself.
+Kind = Literal["bool", "int", "number", "text", "list", "block", "any"]
 Status = Literal["translated", "not translated", "auto", "same", "off", "no meaning", "unknown"]
 TITLES: Mapping[Status, str] = {
     "translated": "translated",
@@ -59,41 +61,45 @@ class KeyRow:
         return "; ".join(filter(None, (settings, self.reason)))
 
 
-class DeepSpeedKeys:
-    """The keys of a DeepSpeed config by their dotted names, and makers of their rows."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepSpeedValues:
+    """The checked values of a DeepSpeed config by dotted key, without nulls; makes the rows of their keys.
 
-    def __init__(self, values: Mapping[str, Any], *, devices: int | None):
-        """Takes the checked values, and the number of devices that they are for, if it is known."""
-        self.values, self.devices = values, devices
+    Attributes:
+      by_key: the values.
+      devices: the number of devices that they are for, or None.
+    """
+
+    by_key: Mapping[str, Any]
+    devices: int | None
 
     def __contains__(self, key: str) -> bool:
-        return key in self.values
+        return key in self.by_key
 
     def get(self, key: str, default: Any = None) -> Any:
         """Returns the value of a key, or the default where the file has none."""
-        return self.values.get(key, default)
+        return self.by_key.get(key, default)
 
     def is_auto(self, key: str) -> bool:
         """Returns whether another program fills in the value."""
-        return self.values.get(key) == "auto"
+        return self.by_key.get(key) == "auto"
 
-    def row(self, key: str, status: Status, reason: str = "", **settings: Any) -> KeyRow:
-        """Makes the row of a key; settings are named `section__name`."""
-        by_name = {name.replace("__", ".", 1): value for name, value in settings.items()}
-        value, is_absent = self.get(key), key not in self.values
-        return KeyRow(key=key, value=value, status=status, settings=by_name, reason=reason, is_absent=is_absent)
+    def row(self, key: str, status: Status, reason: str = "", settings: Mapping[str, Any] | None = None) -> KeyRow:
+        """Makes the row of a key."""
+        value, is_absent = self.get(key), key not in self
+        return KeyRow(key=key, value=value, status=status, settings=settings or {}, reason=reason, is_absent=is_absent)
 
-    def same_if(self, is_same: bool, key: str, reason: str) -> KeyRow:
-        """Makes the row of a key whose value zero_jax does anyway, or does not translate for a reason."""
-        return self.row(key, "same") if is_same else self.row(key, "not translated", reason)
+    def auto(self, key: str, setting: str) -> KeyRow:
+        """Makes the row of a key that another program fills in."""
+        return self.row(key, "auto", f"the Hugging Face Trainer takes it from its own arguments; here: {setting}")
 
     def default_of(self, key: str, owner: str = "DeepSpeed") -> str:
         """Returns the note for a default that the file leaves out; empty for a key that it has."""
         return "" if key in self else f"{owner}'s default"
 
-    def auto(self, key: str, setting: str) -> KeyRow:
-        """Makes the row of a key that another program fills in."""
-        return self.row(key, "auto", f"the Hugging Face Trainer takes it from its own arguments; here: {setting}")
+
+# Makes the row of a key; None for a key that the file does not have and that has no row then.
+Rule = Callable[[DeepSpeedValues, str], KeyRow | None]
 
 
 def check(key: str, make: Callable[[], Any]) -> None:

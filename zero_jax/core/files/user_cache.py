@@ -66,7 +66,7 @@ def read_entry(path: pathlib.Path, *, mark: bytes) -> bytes | None:
         with contextlib.suppress(OSError):
             path.unlink()
         return None
-    touch(path)
+    _touch(path)
     return content
 
 
@@ -85,12 +85,6 @@ def has_mark(path: pathlib.Path, mark: bytes) -> bool:
         return False
 
 
-def touch(entry: pathlib.Path) -> None:
-    """Marks an entry, a file or a folder, as used now, for `evict_oldest`."""
-    with contextlib.suppress(OSError):
-        os.utime(entry)
-
-
 @contextlib.contextmanager
 def in_use(entry: pathlib.Path) -> Iterator[None]:
     """Keeps processes of this machine from evicting an entry, a file or a folder, while the context is open.
@@ -104,7 +98,7 @@ def in_use(entry: pathlib.Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_SH)
         if not os.path.samestat(os.fstat(handle), os.stat(entry)):
             raise FileNotFoundError(f"{entry} was replaced while it was opened")
-        touch(entry)
+        _touch(entry)
         yield
     finally:
         os.close(handle)
@@ -132,17 +126,23 @@ def evict_oldest(
         paths = list(folder.iterdir())
     except OSError:
         return []
-    _remove_abandoned(paths)
-    complete = [path for path in paths if not path.name.startswith((_DISCARDED, PARTIAL))]
-    entries = [(*entry, path) for path in complete if is_own(path) and (entry := _use_and_bytes(path))]
-    excess, removed = sum(num_bytes for _, num_bytes, _ in entries) - max_bytes, []
+    entries, removed = [], []
+    for path in paths:
+        if path.name.startswith((_DISCARDED, PARTIAL)):
+            _remove_abandoned(path)
+        elif is_own(path) and (entry := _use_and_bytes(path)):
+            entries.append((*entry, path))
+    excess = sum(num_bytes for _, num_bytes, _ in entries) - max_bytes
     for _, num_bytes, path in sorted(entries):
-        if excess <= 0:
-            break
-        if path != keep and _remove(path):
+        if excess > 0 and path != keep and _remove(path):
             removed.append(path)
             excess -= num_bytes
     return removed
+
+
+def _touch(entry: pathlib.Path) -> None:
+    with contextlib.suppress(OSError):
+        os.utime(entry)
 
 
 def _use_and_bytes(path: pathlib.Path) -> tuple[float, int] | None:
@@ -186,10 +186,9 @@ def _discard(path: pathlib.Path) -> bool:
     return not path.exists()
 
 
-def _remove_abandoned(paths: list[pathlib.Path]) -> None:
-    """Removes discarded entries, and partial ones that are older than a day."""
-    for path in paths:
-        with contextlib.suppress(OSError):
-            is_old = time.time() - path.lstat().st_mtime > _ABANDONED_SECONDS
-            if path.name.startswith(_DISCARDED) or (path.name.startswith(PARTIAL) and is_old):
-                _discard(path)
+def _remove_abandoned(path: pathlib.Path) -> None:
+    """Removes a discarded entry, or a partial one that is older than a day."""
+    with contextlib.suppress(OSError):
+        is_old = time.time() - path.lstat().st_mtime > _ABANDONED_SECONDS
+        if is_old or path.name.startswith(_DISCARDED):
+            _discard(path)

@@ -1,7 +1,6 @@
 """The token cache: a source is tokenized once, then read from a folder."""
 
 import contextlib
-import functools
 import os
 import pathlib
 import re
@@ -11,26 +10,14 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
-import numpy as np
-
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.files.user_cache import evict_oldest, in_use
-from zero_jax.data.documents import read_text
 from zero_jax.data.sources import Source
-from zero_jax.data.tokenizer import JsonTokenizer, Tokenizer
-from zero_jax.data.tokens.chunks import (
-    array_chunks,
-    file_chunks,
-    open_token_file,
-    read_offsets,
-    record_chunks,
-    text_chunks,
-)
-from zero_jax.data.tokens.folder import Chunk, TokenMeta, Tokens, keep_in_memory, open_folder, write_folder
-from zero_jax.data.tokens.token_file import TokenFile
+from zero_jax.data.tokenizer import Tokenizer
+from zero_jax.data.tokens.chunks import open_token_file, source_chunks
+from zero_jax.data.tokens.store import Chunk, TokenFile, Tokens, make_tokens, open_folder
 
 Log = Callable[[str], None]
-TOKENIZER_FILE = "tokenizer.json"  # in a token folder: what decodes it
 MAX_BYTES = 20 * 10**9  # of all tokens in the cache; entries in use stay, whatever their size
 _VERSION = "2"  # of how sources are read; a new version invalidates the cache
 _LOG_SECONDS = 5.0
@@ -47,10 +34,17 @@ def read_tokens(
     Raises:
       ValueError: the source cannot be read, changed meanwhile, or has no document.
     """
-    make = functools.partial(_make, source, tokenizer, text_field=text_field, token_dtype=token_dtype, log=log)
+
+    def make(folder: pathlib.Path | None) -> Tokens:
+        is_in_place = folder is not None and source.format == "tokens" and len(source.files) == 1
+        token_file = open_token_file(source.files[0], token_dtype=token_dtype) if is_in_place else None
+        chunks = source_chunks(source, tokenizer, text_field=text_field, token_dtype=token_dtype)
+        chunks = log_progress(chunks, source.name, log=log)
+        return make_tokens(chunks, source.name, tokenizer, folder=folder, token_file=token_file, is_cache=True)
+
     if cache is None:
         return make(None)
-    stem = pathlib.Path(source.files[0].name).name if len(source.files) == 1 else pathlib.Path(source.name).name
+    stem = pathlib.Path(source.files[0].name if len(source.files) == 1 else source.name).name
     key = source.fingerprint(_VERSION, tokenizer.fingerprint, text_field, token_dtype)
     folder = cache / f"{''.join(c if c.isalnum() else '-' for c in stem)[:40]}-{key}"
     if folder.exists():
@@ -101,70 +95,6 @@ def _remove(folder: pathlib.Path, damaged: os.stat_result) -> None:
         if folder.stat().st_ino == damaged.st_ino:
             folder.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _make(
-    source: Source, tokenizer: Tokenizer, folder: pathlib.Path | None, *, text_field: str, token_dtype: str, log: Log
-) -> Tokens:
-    token_file = None
-    if folder and source.format == "tokens" and len(source.files) == 1:
-        token_file = open_token_file(source.files[0], token_dtype=token_dtype)
-        offsets = read_offsets(token_file.path, num_tokens=token_file.size)
-        chunks = array_chunks(token_file, end_of_document=tokenizer.end_of_document, offsets=offsets)
-    else:
-        chunks = source_chunks(source, tokenizer, text_field=text_field, token_dtype=token_dtype)
-    chunks = log_progress(chunks, source.name, log=log)
-    return make_tokens(chunks, source.name, tokenizer, folder=folder, token_file=token_file, is_cache=True)
-
-
-def make_tokens(
-    chunks: Iterable[Chunk],
-    name: str,
-    tokenizer: Tokenizer,
-    *,
-    folder: pathlib.Path | None,
-    token_file: TokenFile | None = None,
-    is_cache: bool = False,
-) -> Tokens:
-    """Writes chunks as a token folder and opens it, or keeps the tokens in memory where `folder` is None.
-
-    Raises:
-      ValueError: there is no document among them.
-      OSError: the folder cannot be written.
-    """
-    meta = TokenMeta(
-        source=name,
-        tokenizer=tokenizer.name,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        vocab_size=tokenizer.vocab_size,
-        end_of_document=tokenizer.end_of_document,
-    )
-    dtype = token_file.dtype if token_file else np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    chunks = _check_not_empty(chunks, name)
-    if folder is None:
-        return keep_in_memory(chunks, meta=meta, dtype=dtype)
-    attached = {TOKENIZER_FILE: tokenizer.content} if isinstance(tokenizer, JsonTokenizer) else {}
-    write_folder(folder, chunks, meta=meta, dtype=dtype, token_file=token_file, attached=attached)
-    return open_folder(folder, is_cache=is_cache)
-
-
-def source_chunks(source: Source, tokenizer: Tokenizer, *, text_field: str, token_dtype: str) -> Iterator[Chunk]:
-    """Reads a source of any format as chunks of tokens."""
-    ends = {"token_dtype": token_dtype, "end_of_document": tokenizer.end_of_document}
-    if source.format == "tokens":
-        return file_chunks(source, **ends)
-    if source.format == "arrayrecord":
-        return record_chunks(source, **ends)
-    return text_chunks(read_text(source, text_field=text_field), tokenizer)
-
-
-def _check_not_empty(chunks: Iterable[Chunk], name: str) -> Iterator[Chunk]:
-    has_document = False
-    for chunk in chunks:
-        has_document = has_document or chunk.document_hash is not None
-        yield chunk
-    if not has_document:
-        raise ValueError(f"{name} holds no text: all of its documents are empty")
 
 
 def log_progress(chunks: Iterable[Chunk], name: str, *, log: Log) -> Iterator[Chunk]:

@@ -10,18 +10,27 @@ import numpy as np
 from zero_jax.core.extras import extra
 from zero_jax.core.files.untrusted import open_array
 from zero_jax.core.text_tables import printable
-from zero_jax.data.documents import Piece
+from zero_jax.data.documents import Piece, read_text
 from zero_jax.data.sources import Source, SourceFile
 from zero_jax.data.tokenizer import Tokenizer
-from zero_jax.data.tokens.folder import Chunk
-from zero_jax.data.tokens.token_file import TokenFile, open_tokens
+from zero_jax.data.tokens.store import Chunk, TokenFile, open_tokens
 
 _BLOCK_TOKENS = 1 << 22
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_RECORDS = 256
 
 
-def text_chunks(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Chunk]:
+def source_chunks(source: Source, tokenizer: Tokenizer, *, text_field: str, token_dtype: str) -> Iterator[Chunk]:
+    """Reads a source of any format as chunks of tokens."""
+    ends = {"token_dtype": token_dtype, "end_of_document": tokenizer.end_of_document}
+    if source.format == "tokens":
+        return _file_chunks(source, **ends)
+    if source.format == "arrayrecord":
+        return _record_chunks(source, **ends)
+    return _text_chunks(read_text(source, text_field=text_field), tokenizer)
+
+
+def _text_chunks(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Chunk]:
     """Tokenizes documents, several pieces at a time; documents without text are left out, and counted.
 
     The hash of a document is of its text, so that the split does not depend on the tokenizer.
@@ -49,7 +58,7 @@ def _tokenized(waiting: list[tuple[Piece, int | None]], tokenizer: Tokenizer) ->
     encoded = tokenizer.encode_all([piece.text for piece, _ in waiting])
     for (piece, document_hash), tokens in zip(waiting, encoded, strict=True):
         yield Chunk(
-            tokens=_ended(tokens.astype(np.int64), tokenizer.end_of_document) if piece.ends else tokens,
+            tokens=_ended(tokens, tokenizer.end_of_document) if piece.ends else tokens,
             document_hash=document_hash,
             num_text_bytes=len(piece.text.encode()),
             num_replaced=piece.num_replaced,
@@ -57,37 +66,34 @@ def _tokenized(waiting: list[tuple[Piece, int | None]], tokenizer: Tokenizer) ->
 
 
 def _ended(tokens: np.ndarray, end_of_document: int) -> np.ndarray:
-    return np.append(tokens, np.asarray(end_of_document, tokens.dtype))
+    return np.append(tokens.astype(np.int64), end_of_document)
 
 
-def array_chunks(
-    tokens: np.ndarray | TokenFile, *, end_of_document: int, offsets: np.ndarray | None = None
-) -> Iterator[Chunk]:
-    """Cuts a vector of tokens into documents: after each end-of-document token, or at `offsets`.
+def _file_chunks(source: Source, *, token_dtype: str, end_of_document: int) -> Iterator[Chunk]:
+    """Cuts token files into documents: after each end-of-document token, or at the offsets beside the file.
 
     The hash of a document is of its tokens without the end-of-document token, whatever their dtype.
     """
-    digest, is_open = _digest(), False
-    for start in range(0, len(tokens), _BLOCK_TOKENS):
-        block = np.asarray(tokens[start : start + _BLOCK_TOKENS])
-        if offsets is None:
-            ends = np.flatnonzero(block == end_of_document) + 1
-        else:
-            inside = np.searchsorted(offsets, (start, start + len(block)), "right")
-            ends = offsets[slice(*inside)] - start
-        wide = block.astype("<u4")
-        for first, last in zip([0, *ends], [*ends, len(block)], strict=True):
-            if first == last:
-                continue
-            is_end = len(ends) > 0 and last <= ends[-1]
-            has_token = is_end and block[last - 1] == end_of_document
-            digest.update(wide[first : last - 1 if has_token else last].tobytes())
-            yield Chunk(tokens=block[first:last], document_hash=_number(digest) if is_end else None)
-            is_open = not is_end
-            if is_end:
-                digest = _digest()
-    if is_open:
-        yield Chunk(tokens=np.zeros(0, np.uint8), document_hash=_number(digest))
+    for file in source.files:
+        tokens = open_token_file(file, token_dtype=token_dtype)
+        offsets, digest = _read_offsets(file.path, num_tokens=len(tokens)), _digest()
+        for start in range(0, len(tokens), _BLOCK_TOKENS):
+            block = tokens[start : start + _BLOCK_TOKENS]
+            if offsets is None:
+                ends = np.flatnonzero(block == end_of_document) + 1
+                if start + len(block) == len(tokens):
+                    ends = np.union1d(ends, [len(block)])  # the last document needs no end-of-document token
+            else:
+                ends = offsets[slice(*np.searchsorted(offsets, (start, start + len(block)), "right"))] - start
+            for i, part in enumerate(np.split(block, ends)):
+                is_end = i < len(ends)
+                if part.size:
+                    has_token = is_end and part[-1] == end_of_document
+                    digest.update(part[: part.size - has_token].astype("<u4").tobytes())
+                    yield Chunk(tokens=part, document_hash=_number(digest) if is_end else None)
+                if is_end:
+                    digest = _digest()
+        file.check()
 
 
 def open_token_file(file: SourceFile, *, token_dtype: str) -> TokenFile:
@@ -96,21 +102,20 @@ def open_token_file(file: SourceFile, *, token_dtype: str) -> TokenFile:
     Raises:
       ValueError: the file is not a vector of integers.
     """
-    path = file.path
-    if path.suffix.lower() != ".npy":
-        return open_tokens(path, dtype=np.dtype(token_dtype).newbyteorder("<"))
+    if file.path.suffix.lower() != ".npy":
+        return open_tokens(file, dtype=np.dtype(token_dtype).newbyteorder("<"))
     try:
-        array = open_array(path)
+        array = open_array(file.path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} is no array of numpy ({printable(error)}): write it again with numpy.save") from error
     if array.ndim != 1 or array.dtype.kind not in "ui" or not array.size:
         raise ValueError(
             f"{file} holds {array.dtype} {list(array.shape)}: give a vector of integers, one document after the other"
         )
-    return TokenFile(path=path, dtype=array.dtype, size=array.size, start_bytes=array.offset)
+    return TokenFile(file=file, dtype=array.dtype, size=array.size, start_bytes=array.offset)
 
 
-def read_offsets(path: pathlib.Path, *, num_tokens: int) -> np.ndarray | None:
+def _read_offsets(path: pathlib.Path, *, num_tokens: int) -> np.ndarray | None:
     """Reads the offsets of the documents in a token file, from `NAME.documents.npy` beside it.
 
     Returns:
@@ -137,17 +142,10 @@ def read_offsets(path: pathlib.Path, *, num_tokens: int) -> np.ndarray | None:
     return offsets.astype(np.int64)
 
 
-def file_chunks(source: Source, *, token_dtype: str, end_of_document: int) -> Iterator[Chunk]:
-    """Reads the documents of token files, one file after the other."""
-    for file in source.files:
-        tokens = open_token_file(file, token_dtype=token_dtype)
-        offsets = read_offsets(file.path, num_tokens=len(tokens))
-        yield from array_chunks(tokens, end_of_document=end_of_document, offsets=offsets)
-        file.check()
-
-
-def record_chunks(source: Source, *, token_dtype: str, end_of_document: int) -> Iterator[Chunk]:
+def _record_chunks(source: Source, *, token_dtype: str, end_of_document: int) -> Iterator[Chunk]:
     """Reads ArrayRecord files whose records are documents: tokens of the given dtype, little endian.
+
+    A record may end with the end-of-document token or not.
 
     Raises:
       ValueError: a file is not an ArrayRecord or is damaged, or the size of a record is no multiple of a token's.
@@ -160,7 +158,13 @@ def record_chunks(source: Source, *, token_dtype: str, end_of_document: int) -> 
                     f"record {number} of {file} has {len(record):,} bytes, no multiple of the {dtype.itemsize} "
                     f"that a token of {token_dtype} takes: give the right --token-dtype"
                 )
-            yield from _record_chunks(np.frombuffer(record, dtype), end_of_document)
+            tokens = np.frombuffer(record, dtype)
+            tokens = tokens[:-1] if tokens.size and tokens[-1] == end_of_document else tokens
+            if tokens.size:
+                digest = _digest(tokens.astype("<u4").tobytes())
+                yield Chunk(tokens=_ended(tokens, end_of_document), document_hash=_number(digest))
+            else:
+                yield Chunk(tokens=tokens, num_empty=1)
         file.check()
 
 
@@ -182,19 +186,8 @@ def _read_records(file: SourceFile) -> Iterator[bytes]:
         raise ValueError(f"{file} {bad} ({error}): write it again") from error
 
 
-def _record_chunks(tokens: np.ndarray, end_of_document: int) -> Iterator[Chunk]:
-    """Makes a document of a record, which may end with the end-of-document token or not."""
-    content = tokens[:-1] if tokens.size and tokens[-1] == end_of_document else tokens
-    if not content.size:
-        yield Chunk(tokens=content, num_empty=1)
-        return
-    digest = _digest()
-    digest.update(content.astype("<u4").tobytes())
-    yield Chunk(tokens=_ended(content.astype(np.int64), end_of_document), document_hash=_number(digest))
-
-
-def _digest() -> "hashlib.blake2b":
-    return hashlib.blake2b(digest_size=8)
+def _digest(content: bytes = b"") -> "hashlib.blake2b":
+    return hashlib.blake2b(content, digest_size=8)
 
 
 def _number(digest: "hashlib.blake2b") -> int:

@@ -228,12 +228,7 @@ class _Shardings(Pass[ValueSharding]):
         if sub is not None and kind == "cond":
             return self.branches(sub, operands)
         rule = RULES.get(name) or (merge if is_elementwise(eqn) else None)
-        try:
-            outs = rule(self, eqn, operands) if rule else self.opaque(eqn, operands)
-        except (IndexError, KeyError, TypeError, AttributeError, ValueError, StopIteration) as error:
-            # A form of the primitive that its rule does not know is no reason to have no estimate at all.
-            self.give_up(f"the primitive {name!r} has a form that is not known: {type(error).__name__}: {error}")
-            outs = self.opaque(eqn, operands)
+        outs = rule(self, eqn, operands) if rule else self.opaque(eqn, operands)
         return self.made_of(operands, outs)
 
     def made_of(self, inputs: Sequence[ValueSharding], outs: Sequence[ValueSharding]) -> list[ValueSharding]:

@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax.dims.maps import DimMap
-from zero_jax.dims.primitives import CUMULATIVE, REDUCTIONS, SCATTERS, dim_map
+from zero_jax.dims.primitives import SCATTERS, dim_map, known_primitives
 from zero_jax.dims.shardings.sharding import ValueSharding
 from zero_jax.sharding.spec import Dims, dims_of, without
 
@@ -19,12 +19,13 @@ Rule = Callable[[Any, Any, Sequence[ValueSharding]], list[ValueSharding]]
 def merge(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
     """Elementwise: operands are resharded to the sharding of the largest operand, or gathered where they differ."""
     agreed = _agreed(walk, [(x, atom.aval) for x, atom in zip(inputs, eqn.invars, strict=True) if x.dims])
-    partial = inputs[0].partial if inputs else ()
-    itemsize = min((x.itemsize or a.aval.dtype.itemsize for x, a in zip(inputs, eqn.invars, strict=True)), default=0)
-    results = []
+    partial, itemsize, results = inputs[0].partial if inputs else (), 0, []
+    if partial:
+        itemsize = min(x.itemsize or atom.aval.dtype.itemsize for x, atom in zip(inputs, eqn.invars, strict=True))
     for var in eqn.outvars:
-        dims = agreed if len(getattr(var.aval, "shape", ())) == len(agreed) else ((),) * len(var.aval.shape)
-        results.append(ValueSharding(dims=dims, partial=partial, itemsize=itemsize if partial else 0))
+        num_dims = len(getattr(var.aval, "shape", ()))  # a token has none
+        dims = agreed if num_dims == len(agreed) else ((),) * num_dims
+        results.append(ValueSharding(dims=dims, partial=partial, itemsize=itemsize))
     return results
 
 
@@ -79,16 +80,17 @@ def _reduced(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[Value
 
 
 def _along(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
-    """What works along a dim, which is gathered for it."""
-    sharding, known = inputs[0], dim_map(eqn)
-    if lost := _lost(known, sharding.dims):
-        sharding = walk.gather(sharding, eqn.invars[0].aval, lost)
-    return [ValueSharding(dims=known.carry([sharding.dims]))] * len(eqn.outvars)
+    """What works along a dim, which is gathered for it; a sort moves several operands."""
+    dims = []
+    for i, (x, atom) in enumerate(zip(inputs, eqn.invars, strict=True)):
+        lost = _lost(dim_map(eqn), x.dims, i)
+        dims.append((walk.gather(x, atom.aval, lost) if lost else x).dims)
+    return [ValueSharding(dims=dim_map(eqn, k).carry(dims)) for k in range(len(eqn.outvars))]
 
 
-def _lost(known: DimMap, dims: Dims) -> list[str]:
-    """Returns the axes of those dims of the first operand that are no dims of the result."""
-    return [axis for i, axes in enumerate(dims) if known.to((0, i)) is None for axis in axes]
+def _lost(known: DimMap, dims: Dims, operand: int = 0) -> list[str]:
+    """Returns the axes of those dims of an operand that are no dims of the result."""
+    return [axis for i, axes in enumerate(dims) if known.to((operand, i)) is None for axis in axes]
 
 
 def _reversed(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
@@ -137,14 +139,16 @@ def _dynamic_slice(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list
     return [gathered]
 
 
-def _dynamic_update_slice(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
-    del walk
-    old, new = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
+def _written(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
+    """What is written to keeps its sharding, or takes that of what is written; sums of the examples are partial."""
     dims, used = list(inputs[0].dims), inputs[0].axes
-    for i, axes in enumerate(inputs[1].dims):
-        if axes and not dims[i] and old[i] == new[i] and not used & set(axes):
+    for i, sources in enumerate(dim_map(eqn).kept):
+        axes = next((inputs[k].dims[dim] for k, dim in sources if k and inputs[k].dims[dim]), ())
+        if not dims[i] and not used & set(axes):
             dims[i] = axes
-    return [ValueSharding(dims=tuple(dims))]
+    taken = {axis for dim in dims for axis in dim}
+    summed = inputs[2].axes - taken if eqn.primitive.name in SCATTERS else ()
+    return [_partial(walk, tuple(dims), [axis for axis in walk.sizes if axis in summed], eqn)]
 
 
 def _dot(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
@@ -201,23 +205,6 @@ def _gather(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueS
     return [_partial(walk, known.carry([table.dims, index.dims]), _lost(known, table.dims), eqn)]
 
 
-def _scatter(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
-    """A table that is written to keeps its sharding, or takes that of the rows that come in."""
-    numbers = eqn.params["dimension_numbers"]
-    dims, used, updates = list(inputs[0].dims), set(inputs[0].axes), inputs[2]
-    inserted = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    windows = [i for i in range(len(dims)) if i not in inserted]
-    for i, j in zip(windows, numbers.update_window_dims, strict=True):
-        same = eqn.invars[0].aval.shape[i] == eqn.invars[2].aval.shape[j]
-        if same and not dims[i] and not used & set(updates.dims[j]):
-            dims[i] = updates.dims[j]
-    for i, j in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
-        if not dims[i]:
-            dims[i] = inputs[1].dims[j]
-    summed = updates.axes - {a for dim in dims for a in dim}
-    return [_partial(walk, tuple(dims), [a for a in walk.sizes if a in summed], eqn)]
-
-
 def _constrained(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
     return [_through(walk, inputs[0], eqn.invars[0].aval, [eqn.params["sharding"]])]
 
@@ -244,25 +231,28 @@ def _through(walk: Any, sharding: ValueSharding, aval: Any, targets: Sequence[An
     return sharding
 
 
+_OF_KIND: Mapping[str, Rule] = {
+    **dict.fromkeys(("elementwise", "cast"), merge),
+    **dict.fromkeys(("copy", "place"), _identity),
+    **dict.fromkeys(("shape", "broadcast"), _moved),
+    "reduction": _reduced,
+    **dict.fromkeys(("cumulative", "sort", "order"), _along),
+    "part": _resized,
+    "scatter": _written,
+    "update": _written,
+}
 RULES: Mapping[str, Rule] = {
-    **{
-        name: _identity
-        for name in ("name", "copy", "optimization_barrier", "zero_order", "device_put", "zero_join", "pvary")
-    },
-    **dict.fromkeys(("broadcast_in_dim", "reshape", "squeeze", "transpose"), _moved),
-    **dict.fromkeys(REDUCTIONS, _reduced),
-    **dict.fromkeys(CUMULATIVE | {"sort", "top_k", "unstack"}, _along),
+    **{name: rule for name, known in known_primitives().items() if (rule := _OF_KIND.get(known.kind))},
+    "unstack": _along,
     "rev": _reversed,
-    **dict.fromkeys(("slice", "pad", "split"), _resized),
+    "pad": _resized,
     "concatenate": _concatenate,
     "stack": _stack,
     "dynamic_slice": _dynamic_slice,
-    "dynamic_update_slice": _dynamic_update_slice,
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
     "zero_attention": _attention,
     "gather": _gather,
-    **dict.fromkeys(SCATTERS, _scatter),
     "sharding_constraint": _constrained,
     "zero_reshard": _reshard,
 }

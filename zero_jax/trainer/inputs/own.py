@@ -62,27 +62,16 @@ class OwnModel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class OwnInput:
-    """Batches of the user's own, with the methods that the loop calls (as those of `TextInput`).
-
-    Attributes:
-      source: the batches.
-      mesh: the mesh.
-      batch_shapes: shapes of a global batch.
-      batch_size: examples in it.
-      local_sizes: the leading dims of what this process gives to it, by leaf.
-      validation: batches to validate on, or None.
-      fingerprints: a hash of the first batch of each process.
-      notes: lines for the log.
-    """
+    """Batches of the user's own, with the methods that the loop calls (as those of `TextInput`)."""
 
     source: Source
     mesh: Mesh
-    batch_shapes: PyTree
-    batch_size: int
-    local_sizes: Mapping[str, int]
+    batch_shapes: PyTree  # of a global batch
+    batch_size: int  # examples in it
+    local_sizes: Mapping[str, int]  # the leading dims of what this process gives to it, by leaf
     validation: Iterable[PyTree] | None
-    fingerprints: tuple[str, ...]
-    notes: tuple[str, ...] = ()
+    fingerprints: tuple[str, ...]  # a hash of the first batch of each process
+    notes: tuple[str, ...] = ()  # leaves of the aux that are not shown
     buffers: BatchBuffers = dataclasses.field(default_factory=BatchBuffers)
 
     num_tokens = None

@@ -35,27 +35,19 @@ from zero_jax.transforms import PartWeight
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TextInput:
-    """Rows of tokens of a data set, with the methods that the loop calls.
-
-    Attributes:
-      dataset: the documents.
-      config: how to read them.
-      mesh: the mesh.
-      batch_size: sequences in a batch.
-      seq_len: tokens in a sequence.
-      seed: chooses the order.
-      eval_batches: batches to validate on.
-      sampler: generates the samples, or None.
-    """
+    """Rows of tokens of a data set, with the methods that the loop calls."""
 
     dataset: Dataset
     config: DataConfig
     mesh: Mesh
-    batch_size: int
+    batch_size: int  # sequences
     seq_len: int
-    seed: int
+    seed: int  # chooses the order
     eval_batches: int
     sampler: Sampler | None = None
+    buffers: BatchBuffers = dataclasses.field(default_factory=BatchBuffers)
+
+    identity_words = "the data, seed and seq_len"
 
     @property
     def num_tokens(self) -> int:
@@ -71,11 +63,6 @@ class TextInput:
     def identity(self) -> dict[str, Any]:
         """What determines the order of the examples; it must not change in a resumed run."""
         return {"fingerprint": self.dataset.fingerprint, "seed": self.seed, "seq_len": self.seq_len}
-
-    @property
-    def identity_words(self) -> str:
-        """The same in words, for errors."""
-        return "the data, seed and seq_len"
 
     @property
     def validation(self) -> Sequence[Batch]:
@@ -104,24 +91,16 @@ class TextInput:
 
     def place(self, batch: PyTree) -> PyTree:
         """Copies a batch into buffers that are reused."""
-        return self._buffers.fill(batch)
+        return self.buffers.fill(batch)
 
     def weight(self, batch: PyTree) -> PartWeight:
         """Returns the weight of a validation batch: the number of its targets."""
-        total = self._total(batch["weights"])
+        total = _total(batch["weights"])
         return PartWeight(total, total)
 
     def figures(self, aux: PyTree) -> dict[str, float]:
         """Returns what is recorded of a loss function's aux beside the loss: nothing."""
         return {}
-
-    @functools.cached_property
-    def _buffers(self) -> BatchBuffers:
-        return BatchBuffers()
-
-    @functools.cached_property
-    def _total(self) -> Any:
-        return jax.jit(jnp.sum)
 
     @property
     def _sizes(self) -> dict[str, Any]:
@@ -131,6 +110,9 @@ class TextInput:
             "sharding": batch_sharding(self.mesh),
             "separate_documents": self.config.has_segments,
         }
+
+
+_total = jax.jit(jnp.sum)
 
 
 def open_dataset(
@@ -161,22 +143,11 @@ def open_dataset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Sampler:
-    """Generates text after a prompt.
-
-    Attributes:
-      generate_fn: `generate_fn(params, prompt, key, num_tokens=, temperature=, top_k=) -> tokens`.
-      tokenizer: makes tokens of the prompt, and text of tokens.
-      compute: dtype that the params are cast to, or None.
-      prompt: the prompt.
-      num_tokens: tokens to generate.
-      temperature: sampling temperature.
-      top_k: samples among the `top_k` likeliest tokens; None among all.
-      seed: seed of the sampling.
-    """
+    """Generates text after a prompt; the settings are those of `TrainConfig`, `generate_fn` is as in `Model`."""
 
     generate_fn: Callable[..., Array]
     tokenizer: Tokenizer
-    compute: Any
+    compute: Any  # dtype that the params are cast to, or None
     prompt: str
     num_tokens: int
     temperature: float
@@ -184,11 +155,7 @@ class Sampler:
     seed: int
 
     def check(self, init_fn: Callable[[Array], Any]) -> None:
-        """Traces the sampling once, before the run starts.
-
-        Raises:
-          ValueError: settings that cannot be sampled with, such as a `top_k` beyond the vocabulary.
-        """
+        """Traces the sampling once; raises `ValueError` for settings such as a `top_k` beyond the vocabulary."""
         if not self._prompt_tokens.size:
             raise ValueError(
                 f"sample_prompt={shown(self.prompt)} makes no tokens with the tokenizer {self.tokenizer.name}: give "

@@ -51,25 +51,19 @@ class Console:
         terminal: TextIO | None = None,
         first_step: int = 0,
     ):
-        """Starts to show a run.
+        """Starts to show a run of `num_steps`; `first_step` of them were done before, in a resumed run.
 
-        Args:
-          num_steps: steps of the run.
-          log_every: steps between two lines; the first and the last step have one too.
-          log: called with the lines where there is no live bar.
-          terminal: stream for a live bar, if it is a terminal that can move its cursor; None shows none.
-          first_step: steps done before, in a resumed run.
+        Each `log_every` steps, at the first and at the last one a line goes to `log`, or above a live bar if `terminal`
+        is one that can move its cursor.
         """
         self._num_steps, self._log_every, self._log = num_steps, log_every, log
         self._start = first_step, time.monotonic()
         self._shown_any, self._figures = False, Text()
-        self._live: Live | None = None
-        if terminal is not None and terminal.isatty():
-            self._live = self._open(terminal, first_step)
+        self._live = None if terminal is None else self._open(terminal, first_step)
 
     def _open(self, terminal: TextIO, first_step: int) -> Live | None:
         rich = RichConsole(file=terminal, highlight=False, markup=False, emoji=False)
-        if rich.is_dumb_terminal or not rich.is_terminal:
+        if not terminal.isatty() or rich.is_dumb_terminal or not rich.is_terminal:
             return None
         self._bar = progress.Progress(
             progress.BarColumn(bar_width=None),
@@ -172,10 +166,10 @@ def figures(record: Mapping[str, Any]) -> str:
     """Formats the main metrics of a record as a line; None and missing ones are left out."""
     present = {name: value for name, value in record.items() if value is not None}
     label = "" if present.get("kind", "train") == "train" else f"{present['kind']} "
-    standard = [(name, form(present[name])) for name, form in _FIGURES.items() if name in present]
-    custom = [(name, f"{name} {present[name]:.4g}") for name in present if name not in FIELDS][:_MAX_OWN_FIGURES]
-    num_losses = sum(name in ("loss", "ema_loss") for name, _ in standard)
-    shown = [label + form for _, form in [*standard[:num_losses], *custom, *standard[num_losses:]] if form]
+    standard = {name: form(present[name]) for name, form in _FIGURES.items() if name in present}
+    losses = [standard.pop(name) for name in ("loss", "ema_loss") if name in standard]
+    custom = [f"{name} {present[name]:.4g}" for name in present if name not in FIELDS][:_MAX_OWN_FIGURES]
+    shown = [label + figure for figure in [*losses, *custom, *standard.values()] if figure]
     if present.get("skipped"):
         leaf = present.get("nonfinite_leaf")
         shown.append(f"skipped: {f'the gradient of {leaf}' if leaf else 'a gradient'} was not finite")

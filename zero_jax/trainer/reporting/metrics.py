@@ -31,36 +31,22 @@ _SHORTEST_WINDOW_STEPS = 10
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dispatched:
-    """A step that was dispatched to the devices, and not yet waited for.
+    """A step that was dispatched to the devices, and not yet waited for."""
 
-    Attributes:
-      step: its number, from 1.
-      metrics: its metrics.
-      param_norm: global norm of the params after it, or None where it is not logged.
-      data_wait_seconds: time spent waiting for its batch.
-    """
-
-    step: int
+    step: int  # from 1
     metrics: Metrics
-    param_norm: jax.Array | None
-    data_wait_seconds: float
+    param_norm: jax.Array | None  # of the params after it; None where it is not logged
+    data_wait_seconds: float  # for its batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speedometer:
-    """The work of a step, for throughput and MFU.
-
-    Attributes:
-      batch_size: examples of a step, over all devices.
-      num_tokens: tokens of a step, over all devices; None counts examples.
-      flops: operations of a step, over all devices, without rematerialization.
-      peak_flops_per_second: peak of all devices; None where it is not known (a CPU).
-    """
+    """The work of a step over all devices, for throughput and MFU."""
 
     batch_size: int
-    num_tokens: int | None
-    flops: int
-    peak_flops_per_second: float | None
+    num_tokens: int | None  # None counts examples
+    flops: int  # without rematerialization
+    peak_flops_per_second: float | None  # None where it is not known (a CPU)
 
     @property
     def unit(self) -> str:
@@ -142,6 +128,7 @@ class Progress:
       nonfinite_leaf: path of the first param whose gradient was not finite in the latest step, or None.
       train: step and loss of the training steps of this process.
       validation: step and loss of its evaluations.
+      noise: the gradient noise scale.
     """
 
     def __init__(
@@ -172,7 +159,7 @@ class Progress:
         self.num_skipped_steps = 0
         self.train, self.validation = LossHistory(), LossHistory()
         self._sinks, self._speedometer, self._schedule = list(sinks), speedometer, schedule
-        self._param_names, self._noise, self._log_every = list(param_names), noise, log_every
+        self._param_names, self.noise, self._log_every = list(param_names), noise, log_every
         self._own = own
         self._started = self._resumed = time.perf_counter()
         self._timed_steps, self._timed_seconds = 0, 0.0
@@ -231,7 +218,7 @@ class Progress:
                 "num_skipped_steps": self.num_skipped_steps,
                 "nonfinite_leaf": self.nonfinite_leaf,
                 "loss_scale": float(metrics["loss_scale"]),
-                "noise_scale": self._noise.update(
+                "noise_scale": self.noise.update(
                     grad_norm=float(metrics["grad_norm"]),
                     small_grad_norm_sq=metrics["small_grad_norm_sq"],
                     num_small_grads=metrics["num_small_grads"],

@@ -103,9 +103,9 @@ class WandbWriter:
         """Starts a run with an id that is kept in `folder/wandb-id`, or resumes the run of that id."""
         wandb: Any = importlib.import_module("wandb")
         id_file = pathlib.Path(folder) / "wandb-id"
-        run_id = (
-            id_file.read_text(encoding="utf-8").strip() if is_resumed and id_file.exists() else secrets.token_hex(8)
-        )
+        run_id = secrets.token_hex(8)
+        if is_resumed and id_file.exists():
+            run_id = id_file.read_text(encoding="utf-8").strip()
         id_file.write_text(run_id + "\n", encoding="utf-8")
         settings = {"project": project, "id": run_id, "resume": "allow", "name": name, "dir": str(folder)}
         self._run = wandb.init(**settings, config=dict(config or {}))
@@ -148,9 +148,8 @@ class Writers:
         self._writers: dict[str, Writer] = {}
         self._late: set[str] = set()
         for name, open_writer in factories.items():
-            opened = self._guarded(name, open_writer)
-            if opened is not None:
-                self._writers[name] = opened
+            if (writer := self._guarded(name, open_writer)) is not None:
+                self._writers[name] = writer
 
     def __enter__(self) -> Writers:
         return self
@@ -184,24 +183,19 @@ class Writers:
         try:
             done = call(*arguments)
             if name in self._late:
-                self._late.discard(name)
+                self._late.remove(name)
                 self._log(f"{name}: writing works again, and what waited is written")
             return done
         except WrittenLater as error:
             if name not in self._late:
                 self._late.add(name)
                 self._log(f"{name}: writing failed, it is tried again with each record: {with_remedy(error)}")
-            return None
         except Exception as error:
             self._log(
                 f"{name}: writing failed, nothing more is written there: {type(error).__name__}: {with_remedy(error)}"
             )
-            broken = self._writers.pop(name, None)
-        if broken is not None:
-            try:
-                broken.close()
-            except Exception:
-                pass  # the first error is in the log
+            with contextlib.suppress(Exception):  # the first error is in the log
+                self._writers.pop(name).close()
         return None
 
 
@@ -220,22 +214,20 @@ def open_writers(
     Weights & Biases shows `name` and `run_config`. A resumed run continues after `resume_step`, with the validation of
     that step unless it `is_evaluated`; None is a new run.
     """
-    folder = pathlib.Path(directory)
+    folder, is_resumed = pathlib.Path(directory), resume_step is not None
+    records, project = folder / "metrics.jsonl", config.wandb
     factories: dict[str, Callable[[], Writer]] = {
-        "metrics.jsonl": lambda: JsonLinesWriter(
-            folder / "metrics.jsonl", resume_step=resume_step, is_evaluated=is_evaluated
-        )
+        "metrics.jsonl": lambda: JsonLinesWriter(records, resume_step=resume_step, is_evaluated=is_evaluated)
     }
     if config.tensorboard:
         factories["TensorBoard"] = lambda: TensorBoardWriter(
             folder / "tensorboard",
             resume_step=resume_step,
-            repeated=None if is_evaluated else _records_at(folder / "metrics.jsonl", resume_step),
+            repeated=None if is_evaluated else _records_at(records, resume_step),  # once that file is cut
         )
-    if config.wandb is not None:
-        project, resumed = config.wandb, resume_step is not None
+    if project is not None:
         factories["Weights & Biases"] = lambda: WandbWriter(
-            project, folder=folder, name=name, config=run_config, is_resumed=resumed
+            project, folder=folder, name=name, config=run_config, is_resumed=is_resumed
         )
     writers = Writers(factories, log=log)
     if num_damaged := writers.num_damaged:

@@ -26,7 +26,7 @@ from zero_jax.core.device_put import default_layout
 from zero_jax.core.evaluation import evaluate
 from zero_jax.core.passes import Dependence
 from zero_jax.dims import ELEMENTWISE
-from zero_jax.sharding.mesh import GPUS
+from zero_jax.sharding.device_order import GPUS
 from zero_jax.training.optimizer.rows import ChunkedRows, Rows
 
 _CHUNKED = ELEMENTWISE | {"sharding_constraint"}

@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from zero_jax.core.evaluation import flattened, trace_flat
 from zero_jax.core.jaxprs import bind, inner_jaxprs, is_literal, open_jaxpr, variables
 from zero_jax.core.passes import Pass
-from zero_jax.core.subcalls import CALLS, Subcall, equations_of
+from zero_jax.core.subcalls import CALLS, Subcall, equations, equations_of
 from zero_jax.core.walk import Walk
 from zero_jax.dims import CUMULATIVE, ELEMENTWISE, FACTORIZATIONS, REDUCTIONS, dim_map
 from zero_jax.sharding.mesh import Axes, axis_size
@@ -43,6 +43,7 @@ _RESIZED = (
         "dot_general transpose squeeze convert_element_type reshape broadcast_in_dim scan while cond jit".split()
     )
 )
+_CONSIDERED = FACTORIZATIONS | {"dot_general"}
 # Smaller results of products (of vectors, of norms) are sent for next to nothing where they are.
 _MIN_SIZE = 1024
 
@@ -103,7 +104,7 @@ def whole_matrices(closed: Any, dims: Sequence[Dims], *, mesh: Mesh, axes: Axes)
     """
     data = tuple(axis for axis in axes.data if mesh.shape[axis] > 1)
     jaxpr, consts = open_jaxpr(closed)
-    if not data or not any(map(_is_matrix_operation, jaxpr.eqns)):
+    if not data or not any(eqn.primitive.name in _CONSIDERED for eqn in equations(jaxpr)):
         return closed
     jaxpr, consts = open_jaxpr(flattened(jaxpr, consts))
     placed: dict[Any, Dims] = {}
@@ -112,14 +113,17 @@ def whole_matrices(closed: Any, dims: Sequence[Dims], *, mesh: Mesh, axes: Axes)
     for region in find_regions(jaxpr):
         if any(carries(placed[var], data) for var in region.inputs):
             groups.setdefault(region.key(), []).append(region)
-    if not groups:
+    sums = _inner_products(jaxpr)
+    if not groups and not sums:
         return closed
     dealt = [_Dealt(tuple(group), placed, mesh, data) for group in groups.values()]
-    run = lambda *arrays: _evaluate(jaxpr, consts, arrays, dealt)  # noqa: E731
+    run = lambda *arrays: _evaluate(jaxpr, consts, arrays, dealt, sums)  # noqa: E731
     return trace_flat(run, [var.aval for var in jaxpr.invars])
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any], groups: Sequence[_Dealt]) -> list[Any]:
+def _evaluate(
+    jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any], groups: Sequence[_Dealt], sums: Mapping[Any, Any]
+) -> list[Any]:
     """Evaluates a jaxpr, each equation once its inputs are there, and a group of regions once those of all are."""
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arrays), strict=True))
     inside = {id(eqn) for group in groups for region in group.regions for eqn in region.eqns}
@@ -128,10 +132,14 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any], groups: 
     while waiting or groups:
         later = []
         for eqn in waiting:
-            if all(var in env for var in variables(eqn)):
-                env.update(zip(eqn.outvars, bind(eqn, [read(atom) for atom in eqn.invars]), strict=True))
-            else:
+            if not all(var in env for var in variables(eqn)):
                 later.append(eqn)
+            elif eqn.outvars[0] in sums:
+                (var,) = eqn.outvars
+                x, y = (env[factor].astype(var.aval.dtype) for factor in sums[var])
+                env[var] = (x * y).sum()
+            else:
+                env.update(zip(eqn.outvars, bind(eqn, [read(atom) for atom in eqn.invars]), strict=True))
         ready = [group for group in groups if group.reads <= env.keys()]
         for group in ready:
             env.update(group.evaluate(env))
@@ -216,9 +224,8 @@ class _Dealt:
         """Moves a stack from shards `dims` to whole matrices, cut at `at`, or back: an all-to-all for each axis."""
         now = ((),) * x.ndim if dims is None else dims
         steps = [] if dims is None else [dims]
-        for i, axis in reversed(
-            [(i, axis) for i, dim in enumerate(now) for axis in dim if axis in self.data and i != at]
-        ):
+        placed = [(i, axis) for i, dim in enumerate(now) for axis in dim if axis in self.data]
+        for axis in (axis for i, axis in reversed(placed) if i != at):
             now = tuple(tuple(other for other in dim if other != axis) for dim in now)
             now = tuple((*dim, axis) if i == at and axis in self.over else dim for i, dim in enumerate(now))
             steps.append(now)
@@ -327,6 +334,21 @@ def _stacks(eqns: Sequence[Any], inputs: Sequence[Any], others: Sequence[Any]) -
     sizes = {var.aval.shape[0] for var in inputs}
     known = len(sizes) == 1 and _MIXED not in env.values() and _MIXED not in stacks.inner.values()
     return env | stacks.inner if known and all(var.aval.ndim > 2 for var in inputs) else {}
+
+
+def _inner_products(jaxpr: Any) -> dict[Any, tuple[Any, Any]]:
+    """Returns inner products of flattened arrays, as `jnp.vdot` makes them, with the arrays before that.
+
+    XLA gathers an array to flatten it, where a shard is not one run of it. A sum of products of elements gathers none.
+    """
+    flat = {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "reshape"}
+    found = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general" and not eqn.outvars[0].aval.shape:
+            factors = tuple(flat[x] for x in eqn.invars if not is_literal(x) and x in flat)
+            if len(factors) == 2 and factors[0].aval.shape == factors[1].aval.shape:
+                found[eqn.outvars[0]] = factors
+    return found
 
 
 def _is_matrix_operation(eqn: Any) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.core.variables import MODEL_STATE
+from zero_jax.sharding.path_patterns import PathPatterns
 
 HOST = "pinned_host"
 _MEMORY_OF: Mapping[str, Sequence[str]] = {
@@ -53,15 +53,14 @@ class Offload:
     def __post_init__(self) -> None:
         check_fields(self, lowest={"fraction": 0, "window_bytes": 1}, highest={"fraction": 1})
         patterns = [] if self.paths is None else self.paths
-        if isinstance(patterns, str) or not isinstance(patterns, Sequence):
+        is_list = isinstance(patterns, Sequence) and not isinstance(patterns, str)
+        if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
             raise ValueError(f"offload: paths={patterns!r}: give a list of regular expressions of paths of params")
-        for pattern in patterns:
-            try:
-                re.compile(pattern)
-            except (re.error, TypeError) as error:
-                raise ValueError(
-                    f"offload: paths: {pattern!r} is no regular expression of paths of params: {error}"
-                ) from error
+        _patterns(patterns)
+
+
+def _patterns(paths: Sequence[str]) -> PathPatterns:
+    return PathPatterns("offload: paths", dict.fromkeys(paths, True))
 
 
 def resolve_offload(offload: Any) -> Offload | None:
@@ -127,12 +126,9 @@ def on_host(
     }
     chosen = set(params)
     if offload.paths is not None:
-        for pattern in offload.paths:
-            if not any(re.fullmatch(pattern, path) for path in params):
-                raise ValueError(
-                    f"offload: paths: {pattern!r} matches the path of no param; some are {', '.join([*params][:3])}"
-                )
-        chosen = {path for path in params if any(re.fullmatch(pattern, path) for pattern in offload.paths)}
+        patterns = _patterns(offload.paths)
+        patterns.check_matched([*params])
+        chosen = {path for path in params if patterns.matches(path)}
     owner: dict[tuple[str, int], str] = {}
     num_bytes = dict.fromkeys(params, 0)
     for group in _MEMORY_OF[offload.what]:

@@ -20,12 +20,12 @@ from zero_jax.core.variables import MODEL_STATE, as_variables, joined, variable_
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.gather_names import gather_scope
 from zero_jax.sharding.mesh import Axes, axis_size
+from zero_jax.sharding.path_patterns import PathPatterns
 from zero_jax.sharding.precision import Precision, cast_floating, resolve_precision
 from zero_jax.sharding.quantized import Quantize, blocks_of_leaf, check_leaves
 from zero_jax.sharding.rules import (
     LeafPlacement,
     ShardingRules,
-    check_matched,
     place_like_params,
     place_model_state,
     place_params,
@@ -299,7 +299,7 @@ def train_state_shardings(state: TrainState, placement: Placement) -> TrainState
     replicated: Any = NamedSharding(placement.mesh, PartitionSpec())
     if placement.rules.overrides:
         names = variable_names(state.variables) + leaf_names(state.opt_state)
-        check_matched("overrides", placement.rules.overrides, names)
+        PathPatterns("overrides", placement.rules.overrides).check_matched(names)
     flags = placement.on_host(state)
     return TrainState(
         step=replicated,

@@ -7,7 +7,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.core.tree import PyTree, leaf_names, path_name, with_shapes
 from zero_jax.core.variables import MODEL_STATE, joined
-from zero_jax.sharding.rules import ShardingReport, check_matched, report_placements
+from zero_jax.sharding.path_patterns import PathPatterns
+from zero_jax.sharding.rules import ShardingReport, report_placements
 from zero_jax.training.state.placement import ARRAYS, make_placement, train_state_shardings
 from zero_jax.training.state.train_state import TrainState
 from zero_jax.training.zero_config import ZeroConfig
@@ -47,7 +48,7 @@ def state_shardings(
     placement = make_placement(joined(subtree, model_state_tree), mesh=mesh, config=config)
     names, (leaves, tree) = leaf_names(abstract_state), jax.tree.flatten(abstract_state)
     paths = param_paths | {name: f"{MODEL_STATE}/{path}" for name, path in model_state_paths.items()}
-    check_matched("overrides", config.overrides, [paths.get(name, name) for name in names])
+    PathPatterns("overrides", config.overrides or {}).check_matched([paths.get(name, name) for name in names])
     opt_leaves = {name: leaf for name, leaf in zip(names, leaves, strict=True) if name not in paths}
     opt_shardings = placement.opt_shardings(opt_leaves)
     of_params = iter(jax.tree.leaves(placement.param_shardings("params")))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from zero_jax.attention import Choice, attention_choice, dot_product_attention
+from zero_jax.dims import SAME_ELEMENTS
 from zero_jax.sharding.precision import promoted
 from zero_jax.transforms.attention.dims import Index, Indices, all_leaves, before, leaves
-from zero_jax.transforms.attention.follow import number
-from zero_jax.transforms.attention.masks import BandTerm, Leaf, Pattern, Same, Term
-from zero_jax.transforms.attention.scores import MASKED, Attended
-
-_MOVES = ("broadcast_in_dim", "expand_dims", "reshape", "squeeze", "transpose")
+from zero_jax.transforms.attention.masks import Band, Pattern, Term
+from zero_jax.transforms.attention.prove import Prover
+from zero_jax.transforms.attention.softmax import MASKED, Followed, Logits, number
+from zero_jax.transforms.attention.tables import Leaf, Same
 
 
 class NotTheSame(Exception):
@@ -89,7 +89,7 @@ class AttentionCore:
         """Calls the kernel.
 
         Args:
-          read: returns the array of a variable.
+          read: returns the array of a variable or a leaf.
           aval: shape and dtype of the result.
           implementation: as for `dot_product_attention`.
         """
@@ -120,7 +120,7 @@ class AttentionCore:
         }
         if self.mask.segments is not None:
             leaf, indices = self.mask.segments
-            ids = leaf.array.reshape([index.size for index in indices])
+            ids = read(leaf).reshape([index.size for index in indices])
             dims = tuple((index,) for index in indices)
             arguments["segment_ids"] = _arranged(ids, dims, [self.batch, self.queries]).astype(jnp.int32)
         return [x.astype(dtype) for x in (q, k, v)], arguments
@@ -146,58 +146,53 @@ def _arranged(array: jax.Array, indices: Indices, groups: Sequence[Sequence[Inde
     return array.reshape([math.prod(index.size for index in leaves(group)) for group in groups])
 
 
-def make_core(found: Attended, producers: Mapping[Any, Any], known: Mapping[Any, Any]) -> AttentionCore:
-    """Returns the kernel's arguments for an attention.
-
-    Args:
-      found: the attention.
-      producers: the equation that each variable is a result of.
-      known: what is known of each variable.
+def make_core(found: Followed, prover: Prover) -> AttentionCore:
+    """Returns the kernel's arguments for a softmax that was multiplied with values.
 
     Raises:
       NotTheSame: the kernel does not compute it.
     """
     logits = found.logits
+    assert logits is not None and found.values is not None
     if logits.terms and logits.fill > MASKED:
         raise NotTheSame(f"masked logits are as high as {logits.fill:g}, so masked keys may have weights above 0")
-    for eqn in (logits.product.eqn, producers[found.result]):
+    for eqn in (logits.product.eqn, prover.producers[found.result]):
         precision = eqn.params["precision"]
-        if any(x in (lax.Precision.HIGH, lax.Precision.HIGHEST) for x in _pair(precision)):
+        each = precision if isinstance(precision, tuple) else (precision,)
+        if any(x in (lax.Precision.HIGH, lax.Precision.HIGHEST) for x in each):
             raise NotTheSame("its products are of a higher precision than the kernel's")
     keys = frozenset(leaves(found.contracted))
     sets = [frozenset(all_leaves(indices)) for _, indices in logits.product.operands]
     side = next((i for i in (1, 0) if keys <= sets[i] - sets[1 - i]), None)
     if side is None:
         raise NotTheSame("the softmax is not over the keys")
-    if any(not isinstance(x, tuple) or x[0] is None for x in (*logits.product.operands, found.values)):
+    if any(var is None for var, _ in (*logits.product.operands, found.values)):
         raise NotTheSame("an operand is a constant")
-    query, q_factor = _peeled(*logits.product.operands[1 - side], producers, known, repeats=False)
-    key, k_factor = _peeled(*logits.product.operands[side], producers, known, repeats=True)
-    value, _ = _peeled(*found.values, producers, known, repeats=True, exact=True)
-    for var, _ in (query, key, value):
-        if var.aval.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-            raise NotTheSame(f"an operand is {var.aval.dtype}, and the kernel computes in float32")
-    roles = _roles(found, keys, [all_leaves(indices) for _, indices in (query, key, value)])
-    scale = logits.scale * q_factor * k_factor * (1.0 if logits.cap is None else logits.cap)
+    query = _peeled(logits.product.operands[1 - side], prover, scales=True, repeats=False)
+    key = _peeled(logits.product.operands[side], prover, scales=True, repeats=True)
+    # Casts of the values stay: their dtype is that of the result.
+    value = _peeled(found.values, prover, scales=False, repeats=True)
+    for x in (query, key, value):
+        if x.var.aval.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            raise NotTheSame(f"an operand is {x.var.aval.dtype}, and the kernel computes in float32")
+    roles = _roles(logits, keys, [all_leaves(x.indices) for x in (query, key, value)])
+    scale = logits.scale * query.factor * key.factor * (1.0 if logits.cap is None else logits.cap)
     cap = None if logits.cap is None else abs(logits.cap)
-    return AttentionCore(operands=(query, key, value), scale=scale, cap=cap, indices=found.indices, **roles)
+    operands = tuple((x.var, x.indices) for x in (query, key, value))
+    return AttentionCore(operands=operands, scale=scale, cap=cap, indices=found.indices, **roles)
 
 
-def _pair(precision: Any) -> tuple[Any, ...]:
-    return precision if isinstance(precision, tuple) else (precision,)
-
-
-def _roles(found: Attended, keys: frozenset[Index], operands: Sequence[tuple[Index, ...]]) -> dict[str, Any]:
+def _roles(logits: Logits, keys: frozenset[Index], operands: Sequence[tuple[Index, ...]]) -> dict[str, Any]:
     """Returns what each index is to the kernel, and the mask."""
     of_query, of_key, of_value = operands
-    everywhere = all_leaves(found.logits.product.indices)
+    everywhere = all_leaves(logits.product.indices)
     own = tuple(i for i in everywhere if i in of_query and i not in (*of_key, *of_value))
     shared = tuple(i for i in everywhere if i not in keys and i not in own)
-    queries = _mask_queries(found.logits.terms, keys, own)
-    if queries is None:
+    queries = _mask_queries(logits.terms, keys, own)
+    if not logits.terms:
         largest = max((index.size for index in own), default=None)
         queries = tuple(index for index in own if index.size == largest)[-1:]
-    mask = _mask(found.logits.terms, queries, tuple(i for i in of_key if i in keys))
+    mask = _mask(logits.terms, queries, tuple(i for i in of_key if i in keys))
     ahead = of_query[: of_query.index(queries[0])] if queries else of_query
     batch = tuple(index for index in shared if index in ahead)[:1]
     if mask.segments is not None:
@@ -217,13 +212,13 @@ def _roles(found: Attended, keys: frozenset[Index], operands: Sequence[tuple[Ind
     }
 
 
-def _mask_queries(terms: frozenset[Term], keys: frozenset[Index], own: tuple[Index, ...]) -> tuple[Index, ...] | None:
-    """Returns the index of queries that the mask is about; None if there is no mask."""
+def _mask_queries(terms: frozenset[Term], keys: frozenset[Index], own: tuple[Index, ...]) -> tuple[Index, ...]:
+    """Returns the index of queries that the mask is about."""
     found: set[Index] = set()
     for term in terms:
         if isinstance(term, Pattern):
             raise NotTheSame("the mask is neither causal nor a window")
-        if isinstance(term, BandTerm):
+        if isinstance(term, Band):
             indices = {term.first, term.second}
         else:
             differ = [pair for pair in zip(term.first, term.second, strict=True) if pair[0] is not pair[1]]
@@ -236,7 +231,7 @@ def _mask_queries(terms: frozenset[Term], keys: frozenset[Index], own: tuple[Ind
         found |= rest
     if len(found) > 1:
         raise NotTheSame("the masks are of several dims of queries")
-    return tuple(found) if found else None
+    return tuple(found)
 
 
 def _mask(terms: frozenset[Term], queries: tuple[Index, ...], keys: tuple[Index, ...]) -> Mask:
@@ -247,11 +242,9 @@ def _mask(terms: frozenset[Term], queries: tuple[Index, ...], keys: tuple[Index,
     low, high = 1 - num_keys, num_queries - 1
     segments = None
     for term in terms:
-        if isinstance(term, BandTerm):
-            is_turned = term.first is keys[0]
-            bounds = (term.high, term.low) if is_turned else (term.low, term.high)
-            least, most = (None if bound is None else -bound if is_turned else bound for bound in bounds)
-            low, high = max(low, low if least is None else least), min(high, high if most is None else most)
+        if isinstance(term, Band):
+            bounds = (-term.high, -term.low) if term.first is keys[0] else (term.low, term.high)
+            low, high = max(low, bounds[0]), min(high, bounds[1])
         elif isinstance(term, Same):
             if segments is not None:
                 raise NotTheSame("two arrays of segments")
@@ -270,69 +263,57 @@ def _mask(terms: frozenset[Term], queries: tuple[Index, ...], keys: tuple[Index,
     )
 
 
-def _peeled(
-    var: Any,
-    indices: Indices,
-    producers: Mapping[Any, Any],
-    known: Mapping[Any, Any],
-    *,
-    repeats: bool,
-    exact: bool = False,
-) -> tuple[tuple[Any, Indices], float]:
+@dataclasses.dataclass(frozen=True)
+class _Operand:
+    """An operand of the kernel: a variable, the indices of its dims, and what it is multiplied by."""
+
+    var: Any
+    indices: Indices
+    factor: float = 1.0
+
+
+def _peeled(operand: tuple[Any, Indices], prover: Prover, *, scales: bool, repeats: bool) -> _Operand:
     """Returns what an operand was before it was cast to a wider dtype, multiplied by a number or repeated.
 
     The kernel sums in float32, multiplies by numbers, and reads one head of keys for several of queries.
 
     Args:
-      var: the operand.
-      indices: the indices of its dims.
-      producers: the equation that each variable is a result of.
-      known: what is known of each variable.
+      operand: the variable and its indices.
+      prover: what is known of the variables.
+      scales: whether casts and multiplications by numbers are left out.
       repeats: whether repeated heads are taken once.
-      exact: whether casts and multiplications by numbers stay: the dtype of the values is that of the result.
-
-    Returns:
-      The variable, the indices of its dims, and what it is multiplied by.
     """
-    best, best_factor = (var, indices), 1.0
-    factor = 1.0
-    while (eqn := producers.get(var)) is not None and len(eqn.outvars) == 1:
+    best = x = _Operand(*operand)
+    while (eqn := prover.producers.get(x.var)) is not None and len(eqn.outvars) == 1:
         name, is_better = eqn.primitive.name, True
-        if name == "convert_element_type" and not exact:
+        if name == "convert_element_type" and scales:
             old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
             if not jnp.issubdtype(old, jnp.floating) or promoted(old, new) != new:
                 break
-            var = eqn.invars[0]
-        elif name in ("mul", "div") and not exact:
-            place = 0 if name == "div" or known_number(eqn.invars[1], known) is not None else 1
-            value = known_number(eqn.invars[1 - place], known)
+            x = dataclasses.replace(x, var=eqn.invars[0])
+        elif name in ("mul", "div") and scales:
+            numbers = [number(prover.read(atom, prover.known)) for atom in eqn.invars]
+            place = 0 if name == "div" or numbers[1] is not None else 1
+            value = numbers[1 - place]
             if not value or not math.isfinite(value):
                 break
-            var, factor = eqn.invars[place], factor * value if name == "mul" else factor / value
-        elif repeats and _is_repeated(var, producers) and (earlier := before(eqn, indices)) is not None:
-            var, indices, is_better = eqn.invars[0], earlier, name == "broadcast_in_dim"
+            x = _Operand(eqn.invars[place], x.indices, x.factor * value if name == "mul" else x.factor / value)
+        elif repeats and _is_repeated(x.var, prover) and (earlier := before(eqn, x.indices)) is not None:
+            # A transpose or reshape alone is no gain: it is only passed on the way to the repetition.
+            x, is_better = _Operand(eqn.invars[0], earlier, x.factor), name == "broadcast_in_dim"
         else:
             break
-        if var not in known:  # a literal
+        if x.var not in prover.known:  # a literal
             break
-        if is_better:
-            best, best_factor = (var, indices), factor
-    return best, best_factor
+        best = x if is_better else best
+    return best
 
 
-def _is_repeated(var: Any, producers: Mapping[Any, Any]) -> bool:
+def _is_repeated(var: Any, prover: Prover) -> bool:
     """Tells whether a variable is a repetition of another one, but for transposes and reshapes."""
-    while (eqn := producers.get(var)) is not None and eqn.primitive.name in _MOVES:
+    while (eqn := prover.producers.get(var)) is not None and eqn.primitive.name in SAME_ELEMENTS:
         before_, after_ = (math.prod(x.aval.shape) for x in (eqn.invars[0], eqn.outvars[0]))
         if before_ < after_:
             return True
         var = eqn.invars[0]
     return False
-
-
-def known_number(atom: Any, known: Mapping[Any, Any]) -> float | None:
-    """Returns the number that an operand is, if that is known."""
-    value = getattr(atom, "val", None)
-    if value is not None:
-        return float(value) if jnp.ndim(value) == 0 else None
-    return number(known.get(atom))

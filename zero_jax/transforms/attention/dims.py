@@ -79,40 +79,21 @@ def after(eqn: Any, indices: Indices) -> Indices | None:
     match eqn.primitive.name:
         case "transpose":
             return tuple(indices[i] for i in params["permutation"])
-        case "reshape" if params.get("dimensions") is None:
+        case "squeeze" | "expand_dims":
             return regroup(all_leaves(indices), shape)
-        case "squeeze":
-            return tuple(dim for i, dim in enumerate(indices) if i not in params["dimensions"])
-        case "expand_dims":
+        case "reshape" if params.get("dimensions") is None:
             return regroup(all_leaves(indices), shape)
         case "broadcast_in_dim":
             made = list(new_indices(shape, broadcast=True))
             for i, dim in zip(params["broadcast_dimensions"], indices, strict=True):
                 made[i] = dim if dim else made[i]
             return tuple(made)
-        case "slice":
-            return indices if shape == eqn.invars[0].aval.shape else None
+        case "slice" if shape == eqn.invars[0].aval.shape:
+            return indices
     return None
 
 
-def before(eqn: Any, indices: Indices) -> Indices | None:
-    """Returns the indices of the operand from those of the result, as `after` does the other way round."""
-    params, shape = eqn.params, eqn.invars[0].aval.shape
-    match eqn.primitive.name:
-        case "transpose":
-            order = list(params["permutation"])
-            return tuple(indices[order.index(i)] for i in range(len(order)))
-        case "reshape" if params.get("dimensions") is None:
-            return regroup(all_leaves(indices), shape)
-        case "squeeze" | "expand_dims":
-            return regroup(all_leaves(indices), shape)
-        case "broadcast_in_dim":
-            places = params["broadcast_dimensions"]
-            return tuple(indices[i] if size != 1 else () for i, size in zip(places, shape, strict=True))
-    return None
-
-
-def paired(first: Indices, second: Indices) -> list[tuple[Index, Index]] | None:
+def paired(first: Sequence[Sequence[Index]], second: Sequence[Sequence[Index]]) -> list[tuple[Index, Index]] | None:
     """Pairs the indices of two arrays, dim by dim; splits them where needed. None if they do not fit.
 
     A dim of size 1 fits any other, and makes no pair with it.
@@ -136,28 +117,35 @@ def paired(first: Indices, second: Indices) -> list[tuple[Index, Index]] | None:
     return pairs
 
 
-def renamed(indices: Iterable[Index], names: Mapping[Index, Index]) -> tuple[Index, ...] | None:
-    """Returns other names for indices; None if one has none."""
-    found = tuple(names.get(index) for index in leaves(indices))
-    return None if None in found else found  # pyright: ignore[reportReturnType]
-
-
-def common(first: Indices, second: Indices) -> tuple[Indices, dict[Index, Index], dict[Index, Index]] | None:
-    """Returns new indices for a function of two arrays, and their names among these; None if they do not fit."""
-    pairs = paired(first, second)
+def before(eqn: Any, indices: Indices) -> Indices | None:
+    """Returns the indices of the operand from those of the result, as `after` does the other way round."""
+    own = new_indices(eqn.invars[0].aval.shape)
+    result = after(eqn, own)
+    pairs = None if result is None else paired(result, indices)
     if pairs is None:
         return None
-    made = [Index(a.size, broadcast=a.broadcast and b.broadcast) for a, b in pairs]
-    left = {a: new for (a, _), new in zip(pairs, made, strict=True)}
-    right = {b: new for (_, b), new in zip(pairs, made, strict=True)}
+    names = dict(pairs)
+    return tuple(tuple(names[index] for index in leaves(dim)) for dim in own)
+
+
+Names = Mapping[Index, Index]
+
+
+def common(arrays: Sequence[Indices]) -> tuple[Indices, Sequence[Names]] | None:
+    """Returns new indices for a function of arrays, and for each array their names by its own; None if these differ."""
+    names: list[dict[Index, Index]] = [{} for _ in arrays]
     dims: list[tuple[Index, ...]] = []
-    for one, other in zip(first, second, strict=True):
-        names, indices = (left, leaves(one)) if one else (right, leaves(other))
-        for index in indices:
-            if index not in names:  # beside a dim of size 1
-                names[index] = Index(index.size, broadcast=index.broadcast)
-        dims.append(tuple(names[index] for index in indices))
-    return tuple(dims), left, right
+    rank = max(map(len, arrays))
+    for parts in zip(*(indices or ((),) * rank for indices in arrays), strict=True):
+        full = [dim for dim in parts if dim]
+        # What the last one splits the first one into, the others are split into by the second round.
+        if any(paired([full[0]], [other]) is None for other in full[1:] * 2):
+            return None
+        made = tuple(Index(index.size) for index in leaves(full[0])) if full else ()
+        for own, dim in zip(names, parts, strict=True):
+            own.update(zip(leaves(dim), made, strict=bool(dim)))
+        dims.append(made)
+    return tuple(dims), names
 
 
 def shape_of(indices: Indices) -> tuple[int, ...]:

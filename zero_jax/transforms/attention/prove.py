@@ -11,22 +11,17 @@ import numpy as np
 
 from zero_jax.core import jaxprs
 from zero_jax.core.passes import Pass
-from zero_jax.transforms.attention import scores
-from zero_jax.transforms.attention.dims import after, common, renamed, shape_of
-from zero_jax.transforms.attention.follow import follow
-from zero_jax.transforms.attention.masks import Affine, Leaf, Masked, Same, View
-from zero_jax.transforms.attention.operations import operation
-from zero_jax.transforms.attention.scores import Attended, Followed, Logits, Lost, RowShift, RowTest, Scores, Weights
-from zero_jax.transforms.attention.static import Known, known
-
-_STATIC = (Known, Affine, Masked)
+from zero_jax.transforms.attention.dims import shape_of
+from zero_jax.transforms.attention.softmax import Followed, Lost, attended, follow, logits_of
+from zero_jax.transforms.attention.tables import Leaf, Table, View, compared, operation
 
 
 class Prover(Pass[Any]):
-    """Runs a flat jaxpr on what its values are: numbers, masks, views of arrays, logits, weights.
+    """Runs a flat jaxpr on what its values are: tables, views of arrays, logits, weights.
 
     Attributes:
       known: what each variable is.
+      producers: the equation that each variable is a result of.
       found: by the variable of its result, each softmax of a product, multiplied with values.
       lost: by the variable of a product, why it is no such softmax.
       leaves: the variables of which nothing is known; equal ones share a leaf.
@@ -35,7 +30,8 @@ class Prover(Pass[Any]):
     def __init__(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]):
         super().__init__()
         self.consts = dict(zip(jaxpr.constvars, consts, strict=True))
-        self.found: dict[Any, Attended] = {}
+        self.producers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        self.found: dict[Any, Followed] = {}
         self.lost: dict[Any, Lost] = {}
         self.leaves: dict[Any, Leaf] = {}
         self._numbers: dict[Any, Any] = {}
@@ -47,12 +43,12 @@ class Prover(Pass[Any]):
     def constant(self, atom: Any) -> Any:
         """Returns a number, or an array that the function closes over."""
         if jaxprs.is_literal(atom):
-            return known(atom.val)
+            return Table.known(atom.val)
         value = self.consts[atom]
         is_plain = isinstance(value, np.ndarray) or (jaxprs.is_array(value) and value.is_fully_addressable)
         if not is_plain or not any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.number, jnp.bool_)):
             return self.leaf(atom)
-        return Known(value.shape, lambda: np.asarray(value))
+        return Table.known(value)
 
     def leaf(self, var: Any) -> View:
         """Returns a variable as an array of which nothing is known."""
@@ -72,7 +68,7 @@ class Prover(Pass[Any]):
         key = (eqn.primitive, tuple(eqn.params.items()), tuple(map(self._number, eqn.invars)))
         try:
             hash(key)
-        except TypeError:
+        except TypeError:  # a parameter that cannot be compared
             return
         if not eqn.effects:
             number = self._numbers.setdefault(key, ("result", len(self._numbers)))
@@ -81,110 +77,60 @@ class Prover(Pass[Any]):
     def operation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         """Returns what the results of an equation are."""
         self._name(eqn)
-        result = self._result(eqn, operands)
-        indices = getattr(result, "indices", None)
-        if indices is not None and shape_of(indices) != eqn.outvars[0].aval.shape:
-            result = self._lost(eqn, operands, None)
-        if isinstance(result, Attended) and scores.is_softmax(result):
+        result = self._result(eqn, operands) if len(eqn.outvars) == 1 else None
+        if isinstance(result, Followed | Table | View) and (
+            shape_of(result.indices) != eqn.outvars[0].aval.shape  # an operand of size 1 was broadcast
+        ):
+            result = None
+        if result is None or isinstance(result, Lost):
+            result = self._lost(eqn, operands, result)
+        if isinstance(result, Followed) and result.values and result.is_softmax:
             self.found[eqn.outvars[0]] = result
             self.lost.pop(result.result, None)
             result = None
-        if result is not None:
-            return [result]
-        return [self.leaf(var) for var in eqn.outvars]
+        return [self.leaf(var) for var in eqn.outvars] if result is None else [result]
 
     def _result(self, eqn: Any, operands: list[Any]) -> Any:
-        """Returns what the only result of an equation is; None if nothing is known of it."""
-        if len(eqn.outvars) != 1:
-            return self._lost(eqn, operands, None)
+        """Returns what the result of an equation is, or why it is no attention any more; None if nothing is known."""
         if eqn.primitive.name == "dot_general":
             return self._product(eqn, operands)
-        if any(isinstance(x, Followed) for x in operands) and not any(isinstance(x, Lost) for x in operands):
-            found = follow(eqn, operands)
-            return self._lost(eqn, operands, found) if found is None or isinstance(found, Lost) else found
         if any(isinstance(x, Lost) for x in operands):
-            return self._lost(eqn, operands, None)
-        if all(isinstance(x, _STATIC) for x in operands):
-            if len(operands) == 1 and not isinstance(operands[0], Known):
-                if (moved := _moved(eqn, operands[0])) is not None:
-                    return moved
+            return None
+        if any(isinstance(x, Followed) for x in operands):
+            return follow(eqn, operands)
+        if all(isinstance(x, Table) for x in operands):
             return operation(eqn, operands)
-        if len(operands) == 1:
-            return _moved(eqn, operands[0])
-        return _compared(eqn, operands)
+        return operands[0].moved(eqn) if len(operands) == 1 else compared(eqn, operands)
 
     def _product(self, eqn: Any, operands: list[Any]) -> Any:
-        is_float = all(jnp.issubdtype(atom.aval.dtype, jnp.floating) for atom in eqn.invars)
-        if not is_float:
+        if not all(jnp.issubdtype(atom.aval.dtype, jnp.floating) for atom in eqn.invars):
             return None
-        weights = [i for i, x in enumerate(operands) if isinstance(x, Weights)]
-        if len(weights) == 1:
-            (place,) = weights
-            found = scores.attended(eqn, operands[place], place)
-            if found is not None:
-                is_normal = any(symbol.kind == "lse" and symbol.over != found.contracted for symbol, _ in found.shift)
-                reason = "the softmax is not over the keys" if is_normal else "the weights are not divided by their sum"
-                self.lost[eqn.outvars[0]] = _at(eqn, Lost(reason, True))
-                return found
+        weights = [i for i, x in enumerate(operands) if isinstance(x, Followed) and x.is_weights]
+        found = attended(eqn, operands[weights[0]], weights[0]) if len(weights) == 1 else None
+        if found is not None:
+            of_others = any(symbol.kind == "lse" and symbol.over != found.contracted for symbol, _ in found.shift)
+            reason = "the softmax is not over the keys" if of_others else "the weights are not divided by their sum"
+            self.lost[eqn.outvars[0]] = _at(eqn, Lost(reason, True))
+            return found
         for x in sorted((x for x in operands if isinstance(x, Lost)), key=lambda x: x.is_core):
             self.lost[eqn.outvars[0]] = x
-        product = scores.made_product(eqn)
-        return Scores(logits=Logits(product), indices=product.indices)
+        return logits_of(eqn)
 
     def _lost(self, eqn: Any, operands: list[Any], found: Lost | None) -> Lost | None:
         """Returns that logits or weights are lost, if they are among the operands."""
-        before = [x for x in operands if isinstance(x, Lost)]
-        if before:
-            lost = max(before, key=lambda x: x.is_core)
-        else:
-            of = next((x for x in operands if isinstance(x, Scores | Weights | Attended)), None)
-            if of is None or (isinstance(of, Scores) and of.constant):
-                return None
-            is_core = not isinstance(of, Scores)
-            what = {Scores: "the logits", Weights: "the weights", Attended: "the sum of the values"}[type(of)]
-            lost = _at(eqn, found or Lost(f"{eqn.primitive.name} of {what}", is_core))
-        is_exp = eqn.primitive.name in ("exp", "exp2")
         if len(eqn.outvars) != 1 or not jnp.issubdtype(getattr(eqn.outvars[0].aval, "dtype", bool), jnp.floating):
             return None
-        return dataclasses.replace(lost, is_core=lost.is_core or is_exp)
+        before = [x for x in operands if isinstance(x, Lost)]
+        of = next((x for x in operands if isinstance(x, Followed) and x.logits), None)
+        if before:
+            lost = max(before, key=lambda x: x.is_core)
+        elif of is None or of.is_constant:
+            return None
+        else:
+            lost = _at(eqn, found or Lost(f"{eqn.primitive.name} of {of.name}", of.is_exp))
+        return dataclasses.replace(lost, is_core=lost.is_core or eqn.primitive.name in ("exp", "exp2"))
 
 
 def _at(eqn: Any, lost: Lost) -> Lost:
     line = jaxprs.source_line(eqn)
     return dataclasses.replace(lost, reason=f"{lost.reason} ({line})") if line else lost
-
-
-def _moved(eqn: Any, x: Any) -> Any:
-    """Returns a mask, a range or a view after a transpose, reshape or broadcast."""
-    name = eqn.primitive.name
-    if isinstance(x, RowShift | RowTest):
-        return None
-    if name in ("copy", "copy_p", "sharding_constraint", "name", "zero_reshard"):
-        return x
-    if name == "convert_element_type" and isinstance(x, View):
-        old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
-        is_same = all(jnp.issubdtype(dtype, jnp.signedinteger) for dtype in (old, new)) and new.itemsize >= old.itemsize
-        return x if is_same else None
-    indices = after(eqn, x.indices)
-    if indices is None:
-        return None
-    changes = {} if isinstance(x, View) else {"shape": eqn.outvars[0].aval.shape}
-    return dataclasses.replace(x, indices=indices, **changes)
-
-
-def _compared(eqn: Any, operands: list[Any]) -> Masked | None:
-    """Returns the comparison of an array of integers with itself at other places."""
-    x, y = operands if len(operands) == 2 else (None, None)
-    if eqn.primitive.name not in ("eq", "ne") or not isinstance(x, View) or not isinstance(y, View):
-        return None
-    if x.leaf is not y.leaf or not jnp.issubdtype(x.leaf.dtype, jnp.integer):
-        return None
-    shared = common(x.indices, y.indices)
-    if shared is None:
-        return None
-    indices, left, right = shared
-    first, second = (renamed((i for dim in z.axes for i in dim), names) for z, names in ((x, left), (y, right)))
-    if first is None or second is None or first == second:
-        return None
-    on = np.bool_(eqn.primitive.name == "eq")
-    return Masked(indices, frozenset([Same(x.leaf, first, second)]), on, ~on, eqn.outvars[0].aval.shape)

@@ -101,23 +101,21 @@ def attention_report(
 
     def search(params: PyTree, *args: Any) -> Any:
         traced, values = trace_call(loss_fn, params, args, {})
-        arrays = [*jax.tree.leaves(params), *values]
-        body, found = _search(traced, place_of(loss_fn))
-        choices: dict[int, Choice] = {}
-
-        def note(core: AttentionCore, read: Callable[[Any], jax.Array], aval: Any) -> jax.Array:
-            with contextlib.nullcontext() if mesh is None else mesh_context(mesh, axes or axes_of(mesh)):
-                choices[id(core)] = core.choice(read)
-            return jnp.zeros(aval.shape, aval.dtype)
-
-        run(body, arrays, note)
-        for i, row in enumerate(found.rows):
-            choice = choices[id(found.cores[i])] if i in found.cores else Choice(implementation="")
-            rows.append(dataclasses.replace(row, kernel=choice.implementation, fallback=choice.reason))
-        return arrays
+        _, found = _search(traced, place_of(loss_fn))
+        with contextlib.nullcontext() if mesh is None else mesh_context(mesh, axes or axes_of(mesh)):
+            for row, core in found.rows:
+                choice = Choice(implementation="") if core is None else core.choice(_zeros)
+                rows.append(dataclasses.replace(row, kernel=choice.implementation, fallback=choice.reason))
+        return values
 
     eval_shapes(search, params, *args)
     return AttentionReport(rows=merged(rows))
+
+
+def _zeros(x: Any) -> jax.Array:
+    """Returns an array in place of a variable or a leaf, of which the choice of a kernel reads no values."""
+    aval = getattr(x, "aval", x)
+    return jnp.zeros(aval.shape, aval.dtype)
 
 
 def _search(traced: Traced, line: str) -> tuple[Body, AttentionSearch]:

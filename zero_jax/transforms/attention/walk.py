@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zero_jax.core import jaxprs
-from zero_jax.core.evaluation import evaluate, flattened, run_region
+from zero_jax.core.evaluation import evaluate, flattened
 from zero_jax.core.subcalls import Subcall, equations_of, subcall
+from zero_jax.core.walk import Walk
 from zero_jax.transforms.attention.core import AttentionCore, NotTheSame, make_core
 from zero_jax.transforms.attention.find import find_cores
-from zero_jax.transforms.attention.masks import Affine, Masked, View
 from zero_jax.transforms.attention.prove import Prover
 from zero_jax.transforms.attention.report import AttentionRow
-from zero_jax.transforms.attention.scores import Attended, Logits, Product, RowShift, Scores, Weights
-from zero_jax.transforms.attention.static import Known
+from zero_jax.transforms.attention.softmax import Followed, Product
+from zero_jax.transforms.attention.tables import Leaf, Table, View
 from zero_jax.transforms.facts import Facts
 
 _ENTERED = ("scan", "remat", "cond")
+
+# Computes a core, from its operands and the abstract value of its result.
+Kernel = Callable[[AttentionCore, Callable[[Any], Any], Any], Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,27 +45,30 @@ class Body:
       consts: its constants.
       prover: what is known of its values.
       cores: by the variable of its result, each attention that the kernel computes.
-      inner: by the `id` of an equation, the bodies of the jaxprs that it runs.
+      inner: by the `id` of an equation, the bodies of the jaxprs that it runs, by the `id` of each.
     """
 
     jaxpr: Any
     consts: Sequence[Any]
     prover: Prover
     cores: dict[Any, AttentionCore]
-    inner: dict[int, list[Body]]
+    inner: dict[int, dict[int, Body]]
 
     @property
     def is_changed(self) -> bool:
         """Whether anything in it is computed by the kernel."""
-        return bool(self.cores) or any(body.is_changed for bodies in self.inner.values() for body in bodies)
+        return bool(self.cores) or any(body.is_changed for bodies in self.inner.values() for body in bodies.values())
 
 
 class AttentionSearch:
-    """Finds the attention cores of jaxprs and decides which ones the kernel computes; notes all in `rows`."""
+    """Finds the attention cores of jaxprs and decides which ones the kernel computes.
+
+    Attributes:
+      rows: a row for each core, and what the kernel computes, if it does.
+    """
 
     def __init__(self) -> None:
-        self.rows: list[AttentionRow] = []
-        self.cores: dict[int, AttentionCore] = {}  # of `rows`, by their index
+        self.rows: list[tuple[AttentionRow, AttentionCore | None]] = []
 
     def body(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], data: Sequence[bool], at: Site) -> Body:
         """Returns a jaxpr with its cores.
@@ -79,7 +84,7 @@ class AttentionSearch:
         prover = Prover(jaxpr, consts, inputs)
         facts = Facts(jaxpr, ["value" if is_data else "param" for is_data in data])
         cores = self.choose(facts, prover, at)
-        inner: dict[int, list[Body]] = {}
+        inner: dict[int, dict[int, Body]] = {}
         for eqn in jaxpr.eqns:
             if (sub := subcall(eqn)) is not None and _may_attend(eqn):
                 if sub.kind in _ENTERED:
@@ -90,52 +95,45 @@ class AttentionSearch:
 
     def choose(self, facts: Facts, prover: Prover, at: Site) -> dict[Any, AttentionCore]:
         """Returns the cores that the kernel computes, by their results."""
-        jaxpr = facts.jaxpr
-        producers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         cores: dict[Any, AttentionCore] = {}
         reasons: dict[Any, str] = {}
         for var, found in prover.found.items():
             try:
-                cores[var] = make_core(found, producers, prover.known)
+                cores[var] = make_core(found, prover)
             except NotTheSame as error:
                 reasons[var] = str(error)
-        while (var := next(iter(used := _still_used(jaxpr, prover, cores)), None)) is not None:
+        while used := _still_used(facts.jaxpr, prover, cores):
+            var, reasons[var] = next(iter(used.items()))
             del cores[var]
-            reasons[var] = used[var]
-        done = {prover.found[var].result for var in (*cores, *reasons)}
-        for var in find_cores(facts).results - done:
+        products = {var: prover.found[var].result for var in prover.found}
+        for var in find_cores(facts).results - {*products.values()}:
             lost = prover.lost.get(var)
             reasons[var] = lost.reason if lost is not None else "its equations are of no form that is known"
-        for eqn in jaxpr.eqns:
-            for var in eqn.outvars:
-                found = prover.found.get(var)
-                where = at.inside(eqn if found is None else producers[found.result]).line
-                if var in cores:
-                    self.cores[len(self.rows)] = cores[var]
-                    self.rows.append(AttentionRow(where=where, what=str(cores[var]), times=at.times))
-                elif var in reasons:
-                    self.rows.append(AttentionRow(where=where, what="", times=at.times, reason=reasons[var]))
+        for var in prover.producers:
+            if var in cores or var in reasons:
+                core, product = cores.get(var), prover.producers[products.get(var, var)]
+                where, what = at.inside(product).line, "" if core is None else str(core)
+                row = AttentionRow(where=where, what=what, times=at.times, reason=reasons.get(var, ""))
+                self.rows.append((row, core))
         return cores
 
-    def bodies(self, eqn: Any, sub: Subcall, prover: Prover, facts: Facts, at: Site) -> list[Body]:
+    def bodies(self, eqn: Any, sub: Subcall, prover: Prover, facts: Facts, at: Site) -> dict[int, Body]:
         """Returns the bodies of the jaxprs that an equation runs."""
         known = [None if jaxprs.is_literal(atom) else _passed(prover.known[atom]) for atom in eqn.invars]
         data = [facts.kind(atom) == "value" for atom in eqn.invars]
+        inner = sub.branches or (sub.jaxpr,)
         if sub.kind == "cond":
-            branches = [jaxprs.open_jaxpr(branch) for branch in sub.branches]
-            return [self.body(jaxpr, consts, known[1:], data[1:], at.inside(eqn)) for jaxpr, consts in branches]
-        jaxpr, consts = jaxprs.open_jaxpr(sub.jaxpr)
-        if sub.kind == "remat":
-            return [self.body(jaxpr, consts, known, data, at.inside(eqn))]
-        jaxpr, consts = flatten(jaxpr, consts)
-        of_consts, carry, slices = sub.split(known)
-        first = sub.num_consts
-        for i in range(sub.num_carry):  # what an iteration passes on as it is
-            if _origin(jaxpr, jaxpr.outvars[i]) is not jaxpr.invars[first + i]:
-                carry[i] = None
-        in_data = [*data[:first], *([True] * sub.num_carry), *data[first + sub.num_carry :]]
-        inputs = [*of_consts, *carry, *(None for _ in slices)]
-        return [self.body(jaxpr, consts, inputs, in_data, at.inside(eqn, sub.length))]
+            known, data = known[1:], data[1:]
+        if sub.kind == "scan":
+            jaxpr, _ = flatten(*jaxprs.open_jaxpr(sub.jaxpr))
+            of_consts, carry, slices = sub.split(known)
+            for i in range(sub.num_carry):  # only what an iteration passes on as it is
+                if _origin(jaxpr, jaxpr.outvars[i]) is not jaxpr.invars[sub.num_consts + i]:
+                    carry[i] = None
+            known = [*of_consts, *carry, *(None for _ in slices)]
+            data[sub.num_consts : sub.num_consts + sub.num_carry] = [True] * sub.num_carry
+        within = at.inside(eqn, sub.length)
+        return {id(jaxpr): self.body(*jaxprs.open_jaxpr(jaxpr), known, data, within) for jaxpr in inner}
 
     def leave(self, eqn: Any, at: Site) -> None:
         """Notes the cores in an equation that is not looked into."""
@@ -146,7 +144,7 @@ class AttentionSearch:
             for result in jaxpr.eqns:
                 if results.intersection(result.outvars):
                     where = at.inside(eqn).inside(result).line
-                    self.rows.append(AttentionRow(where=where, what="", times=at.times, reason=reason))
+                    self.rows.append((AttentionRow(where=where, what="", times=at.times, reason=reason), None))
 
 
 def flatten(jaxpr: Any, consts: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
@@ -157,7 +155,7 @@ def flatten(jaxpr: Any, consts: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
 
 def _passed(value: Any) -> Any:
     """Returns what is known of a value within another jaxpr."""
-    return value if isinstance(value, Known | Affine | Masked | View) else None
+    return value if isinstance(value, Table | View) else None
 
 
 def _origin(jaxpr: Any, atom: Any) -> Any:
@@ -175,25 +173,20 @@ def _may_attend(eqn: Any) -> bool:
     return names.count("dot_general") > 1
 
 
-def _product_of(value: Any) -> Product | None:
-    """Returns the product of queries and keys that a value is made of."""
-    if isinstance(value, Scores | Weights | Attended):
-        return value.logits.product
-    of_row = [symbol.logits for symbol, _ in value.shift] if isinstance(value, RowShift) else []
-    return next((logits.product for logits in of_row if isinstance(logits, Logits)), None)
-
-
 def _still_used(jaxpr: Any, prover: Prover, cores: dict[Any, AttentionCore]) -> dict[Any, str]:
     """Returns the cores whose logits or weights are needed for something else, too, and for what."""
     needed = {atom for atom in jaxpr.outvars if not jaxprs.is_literal(atom)}
     used: dict[Product, str] = {}
-    products = {prover.found[var].logits.product for var in cores}
+    products = {var: prover.found[var].product for var in cores}
+
+    def followed(atom: Any) -> Followed | None:
+        value = None if jaxprs.is_literal(atom) else prover.known.get(atom)
+        return value if isinstance(value, Followed) and value.product in products.values() else None
 
     def use(atom: Any, what: str) -> None:
-        value = None if jaxprs.is_literal(atom) else prover.known.get(atom)
-        product = _product_of(value)
-        if product in products:
-            used.setdefault(product, f"its {'logits' if isinstance(value, Scores) else 'weights'} are {what}")
+        if (value := followed(atom)) is not None and value.product is not None:
+            kind = "logits" if value.logits and not value.is_exp else "weights"
+            used.setdefault(value.product, f"its {kind} are {what}")
 
     for atom in jaxpr.outvars:
         use(atom, "results, too")
@@ -201,46 +194,50 @@ def _still_used(jaxpr: Any, prover: Prover, cores: dict[Any, AttentionCore]) -> 
         core = next((cores[var] for var in eqn.outvars if var in cores), None)
         if core is not None:
             needed.update(var for var, _ in core.operands)
-            if not needed.intersection(eqn.outvars):
-                continue
         elif eqn.effects or needed.intersection(eqn.outvars):
-            follows = _product_of(prover.known.get(eqn.outvars[0])) if eqn.outvars else None
-            for atom in eqn.invars:
-                if not jaxprs.is_literal(atom):
-                    needed.add(atom)
-                    if follows is None:
-                        use(atom, f"used elsewhere, too ({jaxprs.source_line(eqn) or eqn.primitive.name})")
-    return {var: used[product] for var in cores if (product := prover.found[var].logits.product) in used}
+            needed.update(jaxprs.variables(eqn))
+            if not eqn.outvars or followed(eqn.outvars[0]) is None:
+                for atom in eqn.invars:
+                    use(atom, f"used elsewhere, too ({jaxprs.source_line(eqn) or eqn.primitive.name})")
+    return {var: used[product] for var, product in products.items() if product in used}
 
 
-# --- evaluation ----------------------------------------------------------------------------------------------------
+# --- evaluation -------------------------------------------------------------------------------------------------------
 
 
-def run(body: Body, arrays: Sequence[Any], kernel: Callable[..., Any]) -> list[Any]:
-    """Evaluates a body; `kernel(core, read, aval)` computes its cores."""
-    jaxpr, leaves, env = body.jaxpr, body.prover.leaves, {}
-    read = lambda atom: atom.val if jaxprs.is_literal(atom) else env[atom]  # noqa: E731
+class _Fused(Walk[Mapping[int, Body]]):
+    """Evaluates bodies, their cores by a kernel. A frame has the bodies of the jaxprs of an equation, by their `id`."""
 
-    def note(variables: Sequence[Any], values: Sequence[Any]) -> Sequence[Any]:
-        for var, value in zip(variables, values, strict=True):
-            if var in leaves:
-                leaves[var].array = value
-        return values
+    def __init__(self, kernel: Kernel):
+        super().__init__()
+        self.kernel = kernel
+        self.leaves: dict[Leaf, Any] = {}  # the arrays of leaves, of bodies around, too
 
-    def equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
-        inner = body.inner.get(id(eqn), [])
-        if eqn.outvars and eqn.outvars[0] in body.cores:
-            with jaxprs.source_context(eqn):
-                values = [kernel(body.cores[eqn.outvars[0]], read, eqn.outvars[0].aval)]
-        elif any(each.is_changed for each in inner):
-            values = run_region(eqn, [functools.partial(_call, each, kernel) for each in inner], values)
-        else:
-            values = jaxprs.bind(eqn, values)
-        return note(eqn.outvars, values)
+    def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: Mapping[int, Body]) -> bool:
+        return any(body.is_changed for body in frame.values())
 
-    note((*jaxpr.constvars, *jaxpr.invars), (*body.consts, *arrays))
-    return evaluate(jaxpr, body.consts, arrays, equation, env)
+    def run(self, jaxpr: Any, values: Sequence[Any], frame: Mapping[int, Body]) -> list[Any]:
+        body, env = frame[id(jaxpr)], dict[Any, Any]()
+
+        def note(variables: Sequence[Any], arrays: Sequence[Any]) -> Sequence[Any]:
+            pairs = zip(variables, arrays, strict=True)
+            self.leaves.update((body.prover.leaves[var], x) for var, x in pairs if var in body.prover.leaves)
+            return arrays
+
+        def read(x: Any) -> Any:
+            return self.leaves[x] if isinstance(x, Leaf) else env[x]
+
+        def equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+            core, inner = body.cores.get(eqn.outvars[0]) if eqn.outvars else None, body.inner.get(id(eqn), {})
+            if core is not None:
+                with jaxprs.source_context(eqn):
+                    return note(eqn.outvars, [self.kernel(core, read, eqn.outvars[0].aval)])
+            return note(eqn.outvars, self.equation(eqn, operands, inner))
+
+        note((*body.jaxpr.constvars, *body.jaxpr.invars), (*body.consts, *values))
+        return evaluate(body.jaxpr, body.consts, values, equation, env)
 
 
-def _call(body: Body, kernel: Callable[..., Any], *arrays: Any) -> list[Any]:
-    return run(body, arrays, kernel)
+def run(body: Body, arrays: Sequence[Any], kernel: Kernel) -> list[Any]:
+    """Evaluates a body; `kernel(core, read, aval)` computes its cores, and `read` returns its operands and leaves."""
+    return _Fused(kernel).run(body.jaxpr, arrays, {id(body.jaxpr): body})

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.core import jaxprs
 from zero_jax.core.passes import Pass
-from zero_jax.dims import dim_map, is_contraction, is_float, passthrough
+from zero_jax.dims import CASTS, PLACES, dim_map, is_contraction, is_float, passthrough
 from zero_jax.sharding.chains import reshard_p
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, carries, dims_of
@@ -22,7 +22,7 @@ from zero_jax.transforms.facts import Facts
 # Smaller values cost less where they are than a collective or a transfer does.
 MIN_PLACED_BYTES = 4096
 # What `passthrough` declines because it is not for the shard of a param.
-_AS_THEIR_INPUT = ("convert_element_type", "device_put", "zero_attention", "zero_join", "zero_reshard")
+_BY_DIMS = CASTS | PLACES | {"dot_general"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,9 +105,9 @@ def _model_dims(eqn: Any, var: Any, ins: list[Dims | None], mesh: Mesh, model: t
         return pinned_dims(eqn, model)
     if all(dims is None for dims in ins):
         return None
-    if name == "dot_general":
-        dims = dim_map(eqn).carry(ins)
-    elif jaxprs.inner_jaxprs(eqn) or name in _AS_THEIR_INPUT:
+    if name in _BY_DIMS:
+        dims = dim_map(eqn, eqn.outvars.index(var)).carry(ins)
+    elif jaxprs.inner_jaxprs(eqn) or name == "zero_attention":
         # An activation function, say: what has the shape of an input has its sharding.
         same = [dims for atom, dims in zip(eqn.invars, ins, strict=True) if dims and atom.aval.shape == shape]
         dims = same[0] if same else None

@@ -18,7 +18,7 @@ from zero_jax.core.subcalls import CALLS
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.dims import is_contraction
 from zero_jax.sharding.precision import cast_floating, resolve_precision
-from zero_jax.training.zero_config import ZeroConfig, compiled_patterns
+from zero_jax.training.zero_config import ZeroConfig, batch_patterns
 
 
 def cast_batch(program: LossProgram, params: PyTree, batch: PyTree, key: jax.Array, *, config: ZeroConfig) -> PyTree:
@@ -30,18 +30,10 @@ def cast_batch(program: LossProgram, params: PyTree, batch: PyTree, key: jax.Arr
       ValueError: a pattern of `keep_batch_dtype` matches the path of no leaf.
     """
     compute, names = resolve_precision(config.precision).compute, leaf_names(batch)
-    patterns = compiled_patterns(config.keep_batch_dtype)
-    for pattern in patterns:
-        if not any(pattern.fullmatch(name) for name in names):
-            raise ValueError(
-                f"keep_batch_dtype: {pattern.pattern!r} matches the path of no leaf of the batch; they are "
-                f"{', '.join(map(repr, names))}"
-            )
+    patterns = batch_patterns(config.keep_batch_dtype)
+    patterns.check_matched(names)
     leaves, tree = jax.tree.flatten(batch)
-    cast = [
-        x if any(p.fullmatch(name) for p in patterns) else cast_floating(x, compute)
-        for name, x in zip(names, leaves, strict=True)
-    ]
+    cast = [x if patterns.matches(name) else cast_floating(x, compute) for name, x in zip(names, leaves, strict=True)]
     changed = {i for i, (old, new) in enumerate(zip(leaves, cast, strict=True)) if old.dtype != new.dtype}
     if changed:  # convolutions refuse mixed dtypes: the trace is of the batch with all of them cast
         changed &= _model_leaves(program, params, tree.unflatten(cast), key)

@@ -1,0 +1,289 @@
+"""Rules of the table: what becomes of the keys of stage, offload, precision, batch, mesh, remat and logging."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from zero_jax.cli.deepspeed.rows import DeepSpeedValues, KeyRow, Rule, check
+from zero_jax.core.tree import shown
+from zero_jax.training import ZeroConfig
+
+_OFFLOAD = "zero_optimization.offload_optimizer"
+_OFFLOAD_NOTE = (
+    "the update runs on the devices, not on the CPU; at stage 3 the master params are the params, and stay there"
+)
+_TENSOR_PARALLEL = "tensor_parallel.autotp_size"
+_PRECISIONS: Mapping[str, str] = {"bf16.enabled": "bf16", "bfloat16.enabled": "bf16", "fp16.enabled": "fp16"}
+_BATCH = _SIZE, _MICRO_SIZE, _NUM = (
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+)  # fmt: skip
+_CHECKPOINT_FUNCTION = "DeepSpeed does so where the model calls its checkpoint function, and zero_jax in each block"
+
+
+Test = Callable[[DeepSpeedValues, str], bool]
+
+
+def no_meaning(reason: str) -> Rule:
+    """The rule of a key without a meaning here, whatever its value."""
+    return lambda values, key: values.row(key, "no meaning", reason)
+
+
+def differs(reason: str, *off: Any) -> Rule:
+    """The rule of a key that is not translated; with the values `off` there is nothing to translate."""
+
+    def rule(values: DeepSpeedValues, key: str) -> KeyRow:
+        if key.startswith("fp16.") and not _is_fp16(values):
+            return values.row(key, "off", "fp16 is off")
+        if values.get(key) in off:
+            return values.row(key, "off")
+        return values.auto(key, reason) if values.is_auto(key) else values.row(key, "not translated", reason)
+
+    return rule
+
+
+def block(reason: str, switch: str | None = "enabled") -> Rule:
+    """The rule of a block of keys that is not translated where its entry `switch` turns it on."""
+
+    def rule(values: DeepSpeedValues, key: str) -> KeyRow:
+        return values.row(key, "not translated", reason) if _is_on(values, key, switch) else values.row(key, "off")
+
+    return rule
+
+
+def same_if(is_same: Test, reason: str, same: str = "") -> Rule:
+    """The rule of a key that is not translated, but for values with which it says what zero_jax does anyway."""
+
+    def rule(values: DeepSpeedValues, key: str) -> KeyRow:
+        return values.row(key, "same", same) if is_same(values, key) else values.row(key, "not translated", reason)
+
+    return rule
+
+
+def _is_on(values: DeepSpeedValues, key: str, switch: str | None = "enabled") -> bool:
+    value = values.get(key)
+    if value is None or isinstance(value, bool) or switch is None:
+        return bool(value)
+    return value.get(switch) not in (None, False, "false", "none")
+
+
+def _is_true(values: DeepSpeedValues, key: str) -> bool:
+    return values.get(key) is True
+
+
+def _is_count(values: DeepSpeedValues, key: str) -> bool:
+    return isinstance(values.get(key), int) and values.get(key) >= 1
+
+
+def to(setting: str, value: Any, note: str = "", *, on: Test = _is_true) -> Rule:
+    """The rule of a key that makes an entry of the config file where it is `on`; `value` may be a function."""
+
+    def rule(values: DeepSpeedValues, key: str) -> KeyRow:
+        if not on(values, key):
+            return values.row(key, "off")
+        made = value(values.get(key)) if callable(value) else value
+        return values.row(key, "translated", note, {setting: made})
+
+    return rule
+
+
+def stage(values: DeepSpeedValues, key: str) -> KeyRow | None:
+    """The stage of ZeRO; `"zero_optimization": true` is an older form of stage 1."""
+    if "zero_optimization" in values:
+        return None
+    if key not in values:
+        return values.row(key, "translated", "DeepSpeed's default is no ZeRO", {"zero.stage": 0})
+    if values.is_auto(key):
+        return values.auto(key, "zero.stage")
+    check(key, lambda: ZeroConfig(stage=values.get(key)))
+    return values.row(key, "translated", "", {"zero.stage": values.get(key)})
+
+
+def old_stage(values: DeepSpeedValues, key: str) -> KeyRow:
+    """The older form of stage 1."""
+    is_on = int(bool(values.get(key)))
+    return values.row(key, "translated", "the deprecated form of stage 1" if is_on else "", {"zero.stage": is_on})
+
+
+def overlap(values: DeepSpeedValues, key: str) -> KeyRow:
+    """Collectives beside computation."""
+    if values.is_auto(key):
+        return values.row(key, "off", "zero.overlap is true by default")
+    note = "of gathers too, where the hardware has options for it (docs/overlap.md)"
+    return values.row(key, "translated", note, {"zero.overlap": values.get(key)})
+
+
+def offload(values: DeepSpeedValues, key: str) -> KeyRow:
+    """Offloading of the optimizer's state, and of the master params that DeepSpeed counts to it."""
+    if not _is_on(values, key, "device"):
+        return values.row(key, "off")
+    entries = values.get(key)
+    if not isinstance(entries, Mapping) or entries.get("device") != "cpu":
+        return values.row(key, "not translated", "zero.offload keeps state in host memory, nowhere else")
+    share = {} if entries.get("ratio", 1) == 1 else {"zero.offload_fraction": entries["ratio"]}
+    return values.row(key, "translated", _OFFLOAD_NOTE, {"zero.offload": "state", **share})
+
+
+old_offload = to(
+    "zero.offload", "state", _OFFLOAD_NOTE,
+    on=lambda values, key: _is_true(values, key) and not _is_on(values, _OFFLOAD, "device"),
+)  # fmt: skip
+
+
+def quantized(field: str) -> Rule:
+    """The rule of quantized gathers or gradients (ZeRO++)."""
+    translated = to(f"zero.{field}", "int8", "in blocks of int8 (docs/quantized.md)")
+
+    def rule(values: DeepSpeedValues, key: str) -> KeyRow | None:
+        if values.get(key) is True and values.get("zero_optimization.stage") != 3:
+            return values.row(key, "not translated", "DeepSpeed sends them quantized at stage 3 alone")
+        return translated(values, key)
+
+    return rule
+
+
+def _chosen_precisions(values: DeepSpeedValues) -> list[str]:
+    chosen = [key for key in _PRECISIONS if values.get(key) is True]
+    if len(chosen) > 1:
+        raise ValueError(f"{' and '.join(chosen)} are both true: DeepSpeed takes one of them; set one to false")
+    return chosen
+
+
+def _is_fp16(values: DeepSpeedValues) -> bool:
+    is_chosen = any(values.get(key) is True for key in _PRECISIONS)
+    return values.get("fp16.enabled") is True or (values.is_auto("fp16.enabled") and not is_chosen)
+
+
+def precision(values: DeepSpeedValues, key: str) -> KeyRow:
+    """A switch of bf16 or fp16."""
+    chosen = _chosen_precisions(values)
+    if key in chosen:
+        return values.row(key, "translated", "", {"zero.precision": _PRECISIONS[key]})
+    if values.is_auto(key) and not chosen:
+        return values.auto(key, "zero.precision = 'bf16', 'fp16' or 'fp32'")
+    return values.row(key, "off")
+
+
+def no_precision(values: DeepSpeedValues, key: str) -> KeyRow | None:
+    """What it means that neither bf16 nor fp16 is on."""
+    is_cast = any(_is_on(values, block) for block in ("torch_autocast", "amp"))
+    if _chosen_precisions(values) or is_cast or any(map(values.is_auto, _PRECISIONS)):
+        return None
+    note = "neither is on, so that DeepSpeed trains in the model's dtype"
+    return values.row(key, "translated", note, {"zero.precision": "fp32"})
+
+
+def clipping(values: DeepSpeedValues, key: str) -> KeyRow:
+    """The largest norm of the gradients."""
+    if values.is_auto(key):
+        return values.auto(key, "zero.clip_norm")
+    norm = float(values.get(key, 0)) or None
+    check(key, lambda: ZeroConfig(clip_norm=norm))
+    note = "of the global norm" if norm else "" if key in values else "DeepSpeed's default is no clipping"
+    return values.row(key, "translated", note, {"zero.clip_norm": norm})
+
+
+def _model_size(values: DeepSpeedValues) -> int:
+    size = values.get(_TENSOR_PARALLEL)
+    return size if isinstance(size, int) and size > 1 else 1
+
+
+tensor_parallel = to(
+    "run.model_axis", int, "the model needs specs for that axis", on=lambda values, key: _model_size(values) > 1
+)
+
+
+def replicas(values: DeepSpeedValues, key: str) -> KeyRow:
+    """The number of full copies, by the devices of a copy (MiCS)."""
+    size = values.get(key)
+    if not _is_count(values, key):
+        return values.row(key, "off")
+    if values.devices is None:
+        note = f"set run.replica to the number of devices / {size}, or give --devices"
+        return values.row(key, "not translated", note)
+    copies = _divided(values.devices, size * _model_size(values), f"{key} = {size}")
+    return values.row(key, "translated", f"full copies on groups of {size} devices", {"run.replica": copies})
+
+
+def _divided(total: int, part: int, label: str) -> int:
+    if total % part:
+        raise ValueError(f"{label}: {total} does not divide by {part}: correct it, or --devices")
+    return total // part
+
+
+def batch(setting: str) -> Rule:
+    """The rule of the batch size or the microbatches: of three keys, DeepSpeed infers one."""
+
+    def rule(values: DeepSpeedValues, key: str) -> KeyRow | None:
+        value = _inferred_batch(values)[key]
+        if values.is_auto(key):
+            return values.auto(key, setting)
+        if value is None:
+            if any(map(values.is_auto, _BATCH)) or not any(name in values for name in _BATCH):
+                return None
+            needed = f"DeepSpeed infers it by {_SIZE} = {_MICRO_SIZE} x {_NUM} x devices: give --devices, or set"
+            return values.row(key, "not translated", f"{needed} {setting}")
+        notes = [] if key in values else ["as DeepSpeed infers it"]
+        if key == _NUM and value > 1:
+            notes += ["microbatches are weighted by their tokens here, and equally there: the same in packed rows"]
+        return values.row(key, "translated", "; ".join(notes), {setting: value})
+
+    return rule
+
+
+def microbatch_size(values: DeepSpeedValues, key: str) -> KeyRow:
+    """The examples of a device in a microbatch."""
+    if values.is_auto(key):
+        return values.auto(key, "it follows from run.batch_size and zero.num_microbatches")
+    return values.row(key, "same", "it follows: batch_size / (num_microbatches x data-parallel devices)")
+
+
+def _inferred_batch(values: DeepSpeedValues) -> dict[str, int | None]:
+    """Returns batch size and microbatches as DeepSpeed infers them, as far as they are known, and checks them."""
+    size, micro_size, num = (None if values.is_auto(key) else values.get(key) for key in _BATCH)
+    for key in _BATCH:
+        if key in values and not values.is_auto(key) and not _is_count(values, key):
+            raise ValueError(f"{key} = {values.get(key)}: give at least 1")
+    devices = values.devices
+    parts = None if devices is None else _divided(devices, _model_size(values), _TENSOR_PARALLEL)
+    if any(map(values.is_auto, _BATCH)) or not any(key in values for key in _BATCH):
+        return {_SIZE: size, _NUM: num}
+    label = f"{_SIZE} = {size}, {_MICRO_SIZE} = {micro_size}, {_NUM} = {num}"
+    if num is None and size is not None and micro_size is not None:
+        num = None if parts is None else _divided(size, micro_size * parts, label)
+    elif num is None:
+        num = 1
+    if size is None and micro_size is not None and num is not None and parts is not None:
+        size = micro_size * num * parts
+    if size is not None and num is not None:
+        num_parallel = _divided(size, num * (micro_size or 1), label)
+        if parts is not None and micro_size is not None and parts != num_parallel:
+            raise ValueError(f"{label} are for {num_parallel} data-parallel devices, not {parts}")
+        if parts is not None:
+            _divided(size, num * parts, label)
+    return {_SIZE: size, _NUM: num}
+
+
+def partitioned_residuals(values: DeepSpeedValues, key: str) -> KeyRow:
+    """Residuals in shards over the axis `model`."""
+    if values.get(key) is not True:
+        return values.row(key, "off")
+    if values.get("activation_checkpointing.cpu_checkpointing") is True:
+        return values.row(key, "same", "'full_offloaded' shards them over an axis `model`, too")
+    if _model_size(values) > 1:
+        return values.row(key, "translated", _CHECKPOINT_FUNCTION, {"zero.remat": "full_sharded"})
+    note = "set zero.remat = 'full_sharded' and run.model_axis together: residuals are sharded over that axis"
+    return values.row(key, "not translated", note)
+
+
+def _project(entries: Any) -> str:
+    project = entries.get("project", "deepspeed") if isinstance(entries, Mapping) else "deepspeed"
+    if not isinstance(project, str):
+        raise ValueError(f"wandb.project = {shown(project)}: give text")
+    return project
+
+
+offloaded_residuals = to("zero.remat", "full_offloaded", _CHECKPOINT_FUNCTION)
+log_every = to("run.log_every", lambda steps: min(steps, 2**31 - 1), on=_is_count)
+tensorboard = to("log.tensorboard", True, "records go to the run's own folder", on=_is_on)
+wandb = to("log.wandb", _project, "group and team are those of wandb's settings", on=_is_on)

@@ -1,0 +1,136 @@
+"""Orders devices for a mesh: `data` along the dims of a torus, and across slices or hosts last.
+
+A domain is a fast network: a TPU slice, or a GPU host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.experimental import mesh_utils
+
+from zero_jax.sharding.spec import STAGED_FROM_NUM_CHIPS
+
+GPUS = frozenset({"gpu", "cuda", "rocm"})  # what JAX calls their platform
+
+
+def order_devices(
+    devices: list[Any], sizes: Mapping[str, int], data_layout: Sequence[int] | None
+) -> tuple[tuple[int, ...], np.ndarray]:
+    """Returns the sizes of the mesh axes of `data`, and the grid of devices `[replica, *data, model]`.
+
+    `data_layout` are those sizes; None chooses them by the hardware.
+    """
+    if data_layout is not None:
+        is_sizes = isinstance(data_layout, Sequence) and all(isinstance(size, int | np.integer) for size in data_layout)
+        if not is_sizes or min(data_layout, default=0) < 1:
+            raise ValueError(f"make_mesh: data_layout={data_layout!r}: give sizes of mesh axes, such as (2, 4)")
+        if math.prod(data_layout) != sizes["data"]:
+            raise ValueError(
+                f"make_mesh: data_layout={tuple(data_layout)} multiplies to {math.prod(data_layout)}, "
+                f"not to data={sizes['data']}: give sizes whose product is that"
+            )
+    levels = _over_domains(devices, sizes, data_layout)
+    return _in_one_domain(devices, sizes, data_layout) if levels is None else levels
+
+
+def _over_domains(
+    devices: list[Any], sizes: Mapping[str, int], data_layout: Sequence[int] | None
+) -> tuple[tuple[int, ...], np.ndarray] | None:
+    """Orders `data` over domains: fast links major, network minor, so that the network moves small shards."""
+    domains: dict[int, list[Any]] = {}
+    for device, domain in zip(devices, domains_of(devices), strict=True):
+        domains.setdefault(domain, []).append(device)
+    num_domains, replica, model = len(domains), sizes["replica"], sizes["model"]
+    domain_sizes = {len(domain) for domain in domains.values()}
+    if num_domains == 1 or len(domain_sizes) != 1:
+        return None
+    if replica % num_domains and num_domains % replica:
+        raise ValueError(
+            f"make_mesh: replica={replica} on {num_domains} slices or hosts: a copy would straddle two, and gather "
+            f"params across the network: give a divisor or a multiple of {num_domains}, as replica={num_domains}"
+        )
+    (domain_size,) = domain_sizes
+    copies_each, domains_each = max(replica // num_domains, 1), max(num_domains // replica, 1)
+    if domain_size == 1 or domain_size % (copies_each * model):
+        return None
+    inner_sizes = {"replica": copies_each, "data": domain_size // (copies_each * model), "model": model}
+    inner: tuple[int, ...] | None = None
+    if data_layout is not None:
+        inner = tuple(data_layout if domains_each == 1 else data_layout[:-1])
+        if math.prod(inner) != inner_sizes["data"]:
+            raise ValueError(
+                f"make_mesh: data_layout={tuple(data_layout)} on {num_domains} slices or hosts: the last axis of "
+                f"`data` is the one across them: give sizes that end in {domains_each}, such as "
+                f"{(inner_sizes['data'], domains_each)}, or leave data_layout out"
+            )
+    elif inner_sizes["data"] == 1:
+        inner = ()
+    grids = []
+    for _, domain in sorted(domains.items()):  # all in the layout of the first
+        inner, grid = _in_one_domain(domain, inner_sizes, inner)
+        grids.append(grid)
+    per_copy = [np.stack(grids[i : i + domains_each], axis=-2) for i in range(0, num_domains, domains_each)]
+    layout = (*(inner or ()), domains_each) if domains_each > 1 or not inner else inner
+    return layout, np.concatenate(per_copy).reshape(replica, *layout, model)
+
+
+def slice_of(device: Any) -> int:
+    """Returns the number of a device's TPU slice; 0 where there are none."""
+    return int(getattr(device, "slice_index", None) or 0)
+
+
+def domains_of(devices: list[Any]) -> list[int]:
+    """Returns the number of each device's domain."""
+    slices = list(map(slice_of, devices))
+    if len(set(slices)) > 1 or devices[0].platform not in GPUS:
+        return slices if devices[0].platform != "cpu" else [0] * len(devices)
+    processes = [device.process_index for device in devices]
+    one_device_each = len(set(processes)) == len(devices)  # a process per GPU says nothing of hosts
+    return slices if one_device_each else processes
+
+
+def _in_one_domain(
+    devices: list[Any], sizes: Mapping[str, int], data_layout: Sequence[int] | None
+) -> tuple[tuple[int, ...], np.ndarray]:
+    """Orders `data` along the dims of a torus, without regard to domains."""
+    replica, model, dims = sizes["replica"], sizes["model"], _torus_dims(devices)
+    layout = _axes_of_data(devices, sizes["data"], dims) if data_layout is None else tuple(data_layout)
+    # A single axis over all of a torus goes dim by dim, not along a ring.
+    shape = dims if dims and layout == (len(devices),) else layout
+    return layout, _device_grid((replica, *shape, model), devices).reshape(replica, *layout, model)
+
+
+def _axes_of_data(devices: list[Any], data: int, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns one axis per torus dim that `data` covers, where that is what compiles to native collectives."""
+    num_chips = len({tuple(device.coords) for device in devices}) if dims else 0
+    if num_chips < STAGED_FROM_NUM_CHIPS or len(dims) < 2:
+        return (data,)
+    for taken in range(1 << len(dims)):  # the dims that `replica` and `model` cover; the others are left for `data`
+        left = tuple(extent for i, extent in enumerate(dims) if not taken >> i & 1)
+        if math.prod(left) == data:
+            return left
+    return (data,)
+
+
+def _torus_dims(devices: list[Any]) -> tuple[int, ...]:
+    """Returns the extents of a torus that devices fill, and the cores of a chip last; none for other devices."""
+    coords = [getattr(device, "coords", None) for device in devices]
+    if any(c is None for c in coords):
+        return ()
+    extents = [int(extent) for extent in np.ptp(np.asarray(coords), axis=0) + 1]
+    dims = tuple(extent for extent in (*extents, len(devices) // math.prod(extents)) if extent > 1)
+    return dims if math.prod(dims) == len(devices) else ()
+
+
+def _device_grid(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
+    if devices[0].platform == "tpu" and len(set(domains_of(devices))) == 1:
+        for split in (False, True):
+            try:
+                return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=split)
+            except (NotImplementedError, ValueError, AssertionError):
+                continue  # an odd shape: the order of the devices is all that is left
+    return np.asarray(devices).reshape(shape)

@@ -1,0 +1,451 @@
+"""What becomes of a product of queries and keys on the way to the product with the values, as algebra.
+
+Logits are `scale * product`, perhaps under a soft cap, where a mask holds. A softmax takes numbers off each row and
+divides each row by others; all of these are sums of the row's maximum and of its log-sum-exp, so a value is followed as
+`logits + shift` or `exp(logits + shift)`. It is a softmax if the shift is minus the log-sum-exp of those very logits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from zero_jax.core.jaxprs import is_literal
+from zero_jax.dims import CASTS, COPIES, PLACES, dim_map
+from zero_jax.transforms.attention.dims import Index, Indices, after, all_leaves, leaves, new_indices
+from zero_jax.transforms.attention.masks import Term, conditions
+from zero_jax.transforms.attention.tables import Table
+
+# What is added to a logit, or stands in its place, to mask it: GPT-2 adds -10,000, in bfloat16 a bit less.
+MASKED = -9000.0
+# No logit is as low.
+_LOWEST = -1e30
+# 1 + x is 1 in float32.
+_NOTHING = 2.0**-24
+
+_NO_MASK = "a bias that is no mask is added to the logits"
+_COMPUTED_BIAS = "a bias that is computed from params or data is added to the logits"
+_SCALED = "the logits are scaled by computed values"
+_DROPOUT = "the weights are multiplied or divided by computed values (dropout?)"
+
+Operand = tuple[Any, Indices]  # a variable and the indices of its dims
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Product:
+    """A `dot_general` of activations; contracted indices are in both of its operands."""
+
+    eqn: Any
+    operands: tuple[Operand, Operand]
+    indices: Indices
+
+
+@dataclasses.dataclass(frozen=True)
+class Logits:
+    """`scale * product`, or `cap * tanh(scale * product)`; at most `fill` where not all of the terms hold."""
+
+    product: Product
+    scale: float = 1.0
+    cap: float | None = None
+    terms: frozenset[Term] = frozenset()
+    fill: float = -math.inf
+
+    def times(self, factor: float) -> Logits | None:
+        """Returns the logits times a number."""
+        if not factor or not math.isfinite(factor) or (self.terms and factor < 0):
+            return None
+        fill = self.fill * factor if self.terms else self.fill
+        if self.cap is None:
+            return dataclasses.replace(self, scale=self.scale * factor, fill=fill)
+        return dataclasses.replace(self, cap=self.cap * factor, fill=fill)
+
+    def masked(self, terms: frozenset[Term], fill: float) -> Logits:
+        """Returns the logits where further terms hold."""
+        fill = max(fill, self.fill) if self.terms else fill
+        return dataclasses.replace(self, terms=self.terms | terms, fill=fill)
+
+
+@dataclasses.dataclass(frozen=True)
+class Symbol:
+    """A number of each row of logits: its maximum or its log-sum-exp over some indices; `one` is 1."""
+
+    kind: str
+    logits: Logits | None = None
+    over: frozenset[Index] = frozenset()
+    stopped: bool = False
+
+
+ONE = Symbol("one")
+Sum = frozenset[tuple[Symbol, float]]
+
+
+def plus(first: Sum, second: Sum, factor: float = 1.0) -> Sum:
+    """Returns `first + factor * second`."""
+    total = dict(first)
+    for symbol, value in second:
+        total[symbol] = total.get(symbol, 0.0) + factor * value
+    return frozenset((symbol, value) for symbol, value in total.items() if value)
+
+
+def number_of(amount: float) -> Sum:
+    """Returns a number as a sum."""
+    return plus(frozenset(), frozenset([(ONE, amount)]))
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Followed:
+    """`logits + shift`, or its exponential, or the product of the latter with values; without logits a number of rows.
+
+    Attributes:
+      indices: the indices of its dims.
+      logits: the logits.
+      shift: what is added to them, the same for all keys.
+      is_exp: whether it is an exponential.
+      values: what the exponential was multiplied with.
+      contracted: the indices that were summed over then.
+      result: the variable of that product.
+      is_constant: whether it is a constant of the derivative, after a `stop_gradient`.
+    """
+
+    indices: Indices
+    logits: Logits | None = None
+    shift: Sum = frozenset()
+    is_exp: bool = False
+    values: Operand | None = None
+    contracted: frozenset[Index] = frozenset()
+    result: Any = None
+    is_constant: bool = False
+
+    @property
+    def name(self) -> str:
+        """What it is to a user."""
+        return "the sum of the values" if self.values else "the weights" if self.is_exp else "the logits"
+
+    @property
+    def is_weights(self) -> bool:
+        """Whether it is `exp(logits + shift)`."""
+        return self.is_exp and self.logits is not None and not self.values
+
+    @property
+    def is_softmax(self) -> bool:
+        """Whether the weights of the values are the softmax of the logits over the keys."""
+        return self.shift == frozenset([(Symbol("lse", self.logits, self.contracted), -1.0)])
+
+    @property
+    def product(self) -> Product | None:
+        """The product of queries and keys that it is made of."""
+        all_logits = [self.logits, *(symbol.logits for symbol, _ in self.shift)]
+        return next((logits.product for logits in all_logits if logits is not None), None)
+
+    def plus(self, shift: Sum, factor: float = 1.0) -> Followed:
+        """Returns `logits + shift`, or its exponential, with a further shift."""
+        return dataclasses.replace(self, shift=plus(self.shift, shift, factor))
+
+    def times(self, factor: float) -> Followed | None:
+        """Returns `logits + shift` times a number."""
+        shift = frozenset((symbol, value * factor) for symbol, value in self.shift)
+        if self.logits is None:
+            return dataclasses.replace(self, shift=shift)
+        logits = self.logits.times(factor)
+        if logits is None or any(symbol is not ONE for symbol, _ in self.shift):
+            return None
+        return dataclasses.replace(self, logits=logits, shift=shift)
+
+    def masked(self, terms: frozenset[Term] | None, fill: float) -> Followed | None:
+        """Returns the logits under a mask: what is masked holds `fill`, whatever was taken off the row before."""
+        assert self.logits is not None
+        if terms is None or (any(symbol is not ONE for symbol, _ in self.shift) and fill > _LOWEST):
+            return None
+        fill -= sum(value for symbol, value in self.shift if symbol is ONE)
+        return dataclasses.replace(self, logits=self.logits.masked(terms, fill))
+
+    def dropped(self, terms: frozenset[Term] | None) -> Followed | None:
+        """Returns the weights set to 0 where a mask does not hold."""
+        assert self.logits is not None
+        if terms is None or (terms <= self.logits.terms and self.logits.fill <= MASKED):
+            return None if terms is None else self
+        return dataclasses.replace(self, logits=self.logits.masked(terms, -math.inf))
+
+    def reduced(self, eqn: Any, kind: str) -> Followed | None:
+        """Returns the maximum of logits, or the sum of weights, as a number of each row."""
+        axes = {*eqn.params["axes"]}
+        over = frozenset(leaves(index for i in axes for index in self.indices[i]))
+        if not over:
+            return None
+        symbol = Symbol(kind, self.logits, over, stopped=self.is_constant)
+        rest = tuple(dim for i, dim in enumerate(self.indices) if i not in axes)
+        shift = plus(_stopped(self.shift) if self.is_constant else self.shift, frozenset([(symbol, 1.0)]))
+        return Followed(indices=rest, shift=shift, is_exp=self.is_exp)
+
+    def fits(self, indices: Indices) -> bool:
+        """Tells whether this is a number of each row, beside the elements of its row in an array of these indices."""
+        if self.logits is not None or len(self.indices) != len(indices):
+            return False
+        dims = [(leaves(own), leaves(other)) for own, other in zip(self.indices, indices, strict=True)]
+        return all(
+            all(index.broadcast for index in own)
+            or (len(own) == len(other) and all(a is b or a.broadcast for a, b in zip(own, other, strict=True)))
+            for own, other in dims
+        )
+
+
+def _stopped(shift: Sum) -> Sum:
+    """Returns the same numbers as constants of the derivative."""
+    return frozenset((symbol if symbol is ONE else dataclasses.replace(symbol, stopped=True), v) for symbol, v in shift)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lost:
+    """What was logits or weights before an equation that no attention kernel has; `is_core`: after the exponential."""
+
+    reason: str
+    is_core: bool
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+def logits_of(eqn: Any) -> Followed:
+    """Returns the result of a `dot_general` as logits, with indices for its operands and its result."""
+    lhs, rhs = sides = [[Index(size) for size in atom.aval.shape] for atom in eqn.invars]
+    known = dim_map(eqn)
+    for (_, i), (_, j) in (dims for dims in (*known.reduced, *known.kept) if len(dims) == 2):
+        rhs[j] = lhs[i]
+    out = [sides[side][dim] for (side, dim), *_ in known.kept]
+    of = lambda indices: tuple((index,) if index.size != 1 else () for index in indices)  # noqa: E731
+    variables = [None if is_literal(atom) else atom for atom in eqn.invars]
+    product = Product(eqn, ((variables[0], of(lhs)), (variables[1], of(rhs))), of(out))
+    return Followed(logits=Logits(product), indices=product.indices)
+
+
+def attended(eqn: Any, weights: Followed, place: int) -> Followed | None:
+    """Returns the product of weights, at a place among the operands of a `dot_general`, with values."""
+    known, other = dim_map(eqn), eqn.invars[1 - place]
+    values = list(new_indices(other.aval.shape))
+    for dims in (dims for dims in (*known.reduced, *known.kept) if len(dims) == 2):
+        pair = dict(dims)
+        values[pair[1 - place]] = weights.indices[pair[place]]
+    sides = {place: weights.indices, 1 - place: values}
+    over = frozenset(leaves(index for dims in known.reduced for index in weights.indices[dims[place][1]]))
+    product = weights.product
+    assert product is not None
+    all_there = {*all_leaves(weights.indices)} == {*all_leaves(product.indices)}
+    if not over or not all_there or is_literal(other):
+        return None
+    out = tuple(sides[side][dim] for (side, dim), *_ in known.kept)
+    values = other, tuple(values)
+    return dataclasses.replace(weights, indices=out, values=values, contracted=over, result=eqn.outvars[0])
+
+
+# --- other equations --------------------------------------------------------------------------------------------------
+
+
+def follow(eqn: Any, operands: Sequence[Any]) -> Followed | Table | Lost | None:
+    """Returns the result of an equation on followed values; None if it is nothing that is followed."""
+    name, first = eqn.primitive.name, operands[0]
+    if name in CASTS:
+        return first if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating) else None
+    if name in (COPIES | PLACES) - {"stop_gradient"}:
+        return first
+    if len(operands) == 1 and (indices := after(eqn, first.indices)) is not None:
+        return dataclasses.replace(first, indices=indices)
+    if name == "select_n":
+        return _selected(*operands)
+    has_logits = [isinstance(x, Followed) and x.logits is not None for x in operands]
+    place = (has_logits if any(has_logits) else [isinstance(x, Followed) for x in operands]).index(True)
+    x, others = operands[place], [other for i, other in enumerate(operands) if i != place]
+    if x.is_constant and x.logits is not None:
+        return x.reduced(eqn, "max") if name == "reduce_max" else x if name == "stop_gradient" else None
+    if not others:
+        return _alone(eqn, x)
+    rule = _of_exponentials if x.is_exp else _of_logits if x.logits is not None else _of_rows
+    return rule(name, x, others[0], place)
+
+
+def number(x: Any) -> float | None:
+    """Returns the number that all elements of an array are, if that is known."""
+    value = x.number if isinstance(x, Table) else None
+    return None if value is None or np.iscomplexobj(value) else float(value)
+
+
+def _always(x: Followed, holds: bool) -> Table:
+    """Returns a condition on rows that holds for all of them, or for none, as no row is empty."""
+    return Table(x.indices, (), lambda: np.array(holds))
+
+
+def _alone(eqn: Any, x: Followed) -> Followed | Table | None:
+    """Returns a function of logits, weights or rows alone."""
+    name, is_row = eqn.primitive.name, x.logits is None
+    if x.values:
+        return None
+    match name:
+        case "reduce_max" if not x.is_exp and not is_row:
+            return x.reduced(eqn, "max")
+        case "reduce_sum" if x.is_exp and not is_row:
+            return x.reduced(eqn, "lse")
+        case "exp" if not x.is_exp:
+            return dataclasses.replace(x, is_exp=True)
+        case "exp2" if not x.is_exp:
+            scaled = x.times(math.log(2))
+            return scaled and dataclasses.replace(scaled, is_exp=True)
+        case "log" if x.is_exp:
+            return dataclasses.replace(x, is_exp=False)
+        case "neg" if not x.is_exp:
+            return x.times(-1)
+        case "tanh" if not x.is_exp and x.logits and not x.shift and not x.logits.terms and x.logits.cap is None:
+            return dataclasses.replace(x, logits=dataclasses.replace(x.logits, cap=1.0))
+        case "stop_gradient" if is_row:
+            return dataclasses.replace(x, shift=_stopped(x.shift))
+        case "stop_gradient" if not x.is_exp:
+            return dataclasses.replace(x, is_constant=True)
+        case "is_finite" if is_row:
+            return _always(x, True)
+        case "abs" if is_row and x.is_exp:
+            return x
+        case "integer_pow" if is_row and x.is_exp and eqn.params["y"] == -1:
+            return x.times(-1)
+    return None
+
+
+def _of_logits(name: str, x: Followed, other: Any, place: int) -> Followed | Lost | None:
+    """Returns a function of logits and something else."""
+    if name in ("add", "sub"):
+        return _sum(name, x, other, place) or (None if _is_shift(other, x) else _biased(name, x, place, other))
+    value = number(other)
+    if name in ("mul", "div") and value is not None:
+        factor = value if name == "mul" else 1 / value if value else 0.0
+        return None if name == "div" and place else x.times(factor)
+    if name == "mul":
+        visible = _ones(other)
+        if visible is None or x.shift:
+            return Lost(_SCALED, False)
+        return x.masked(conditions(visible, x.indices), 0.0)
+    if name == "max" and value is not None and value <= _LOWEST:
+        return x
+    return Lost(_SCALED, False) if name == "div" else None
+
+
+def _is_shift(other: Any, x: Followed) -> bool:
+    return number(other) is not None or (isinstance(other, Followed) and other.fits(x.indices))
+
+
+def _sum(name: str, x: Followed, other: Any, place: int) -> Followed | None:
+    """Returns the sum or difference of logits, or of numbers of rows, with a number or numbers of rows."""
+    value = number(other)
+    if value is not None and math.isfinite(value):
+        shift = number_of(value)
+    elif isinstance(other, Followed) and other.fits(x.indices) and not other.is_exp:
+        shift = other.shift
+    else:
+        return None
+    negated = x.times(-1) if name == "sub" and place else x
+    return negated and negated.plus(shift, -1 if name == "sub" and not place else 1)
+
+
+def _biased(name: str, x: Followed, place: int, other: Any) -> Followed | Lost | None:
+    """Adds an array that is a mask: one number where it holds, and much less elsewhere."""
+    if not isinstance(other, Table):
+        return Lost(_COMPUTED_BIAS, False)
+    array = other.array
+    if array is None or not array.size or (name == "sub" and place):
+        return Lost(_NO_MASK, False)
+    array = -array if name == "sub" else array
+    on = array.max()
+    rest = array[array != on]
+    if not rest.size or (rest.min() != rest.max() and not rest.max() < MASKED):
+        return Lost(_NO_MASK, False)
+    terms = conditions(other.change(lambda _: array == on, other.axes), x.indices)
+    if terms is None or not math.isfinite(on):
+        return Lost(_COMPUTED_BIAS, False)
+    assert x.logits is not None
+    gap = float(rest.max()) - float(on)
+    if x.logits.terms and x.logits.fill > MASKED:  # masked by 0 before
+        if x.logits.terms != terms or gap > MASKED:
+            return None
+        logits = dataclasses.replace(x.logits, fill=x.logits.fill + gap)
+    elif gap > MASKED:
+        return Lost(_NO_MASK, False)
+    else:
+        logits = x.logits.masked(terms, gap)
+    return dataclasses.replace(x, logits=logits).plus(number_of(float(on)))
+
+
+def _ones(x: Any) -> Table | None:
+    """Returns where a mask of ones and zeros is one."""
+    array = x.array if isinstance(x, Table) else None
+    if array is None or not ((array == 0) | (array == 1)).all() or x.number is not None:
+        return None
+    return x.change(lambda array: array == 1, x.axes)
+
+
+def _selected(which: Any, *cases: Any) -> Followed | Lost | None:
+    if len(cases) != 2 or isinstance(which, Followed):
+        return None
+    chosen = which.number if isinstance(which, Table) else None
+    if chosen is not None:
+        return cases[bool(chosen)] if isinstance(cases[bool(chosen)], Followed) else None
+    place = next((i for i, x in enumerate(cases) if isinstance(x, Followed) and x.logits and not x.values), None)
+    if place is None:
+        return None
+    x, fill = cases[place], number(cases[1 - place])
+    array = which.array if isinstance(which, Table) else None
+    visible = None if array is None else which.change(lambda array: array == place, which.axes)
+    terms = None if visible is None else conditions(visible, x.indices)
+    if terms is None:
+        what = "a mask of the weights after the softmax (dropout?)" if x.is_exp else "the mask"
+        return Lost(f"{what} is computed from data, so rows may be empty", x.is_exp)
+    if fill is None:
+        return Lost(f"where the mask does not hold, {x.name} are not a number that is known", x.is_exp)
+    if not x.is_exp:
+        return None if x.is_constant and x.shift else x.masked(terms, fill)
+    return x.dropped(terms) if fill == 0 else None
+
+
+def _of_exponentials(name: str, x: Followed, other: Any, place: int) -> Followed | Table | Lost | None:
+    """Returns a function of weights, of their product with values, or of exponentials of rows, and something else."""
+    value, is_row = number(other), x.logits is None
+    if is_row and value is not None:
+        return _exponentials_and_number(name, x, value, place)
+    is_product = name == "mul" or (name == "div" and not place)
+    if isinstance(other, Followed) and other.logits is None:
+        fits = is_product and other.is_exp and other.fits(x.indices) and (not is_row or x.fits(other.indices))
+        return x.plus(other.shift, -1 if name == "div" else 1) if fits else None
+    if is_row or x.values or not is_product:
+        return None
+    visible = _ones(other) if name == "mul" else None
+    return Lost(_DROPOUT, True) if visible is None else x.dropped(conditions(visible, x.indices))
+
+
+def _exponentials_and_number(name: str, x: Followed, value: float, place: int) -> Followed | Table | None:
+    if value == 0 and (name in ("eq", "ne") or (name == "gt" and not place)):
+        return _always(x, name != "eq")
+    if name == "div" and place and value == 1:
+        return x.times(-1)
+    guards = (name == "max" and value <= 1) or (name == "add" and abs(value) <= _NOTHING)
+    return x if guards and _at_least_one(x.shift) else None
+
+
+def _of_rows(name: str, x: Followed, other: Any, place: int) -> Followed | Table | None:
+    """Returns a function of numbers of rows and something else."""
+    value = number(other)
+    if value is not None and value <= _LOWEST:
+        if name in ("eq", "ne"):
+            return _always(x, name == "ne")
+        return x if name == "max" else None
+    if name not in ("add", "sub") or (value is None and not (isinstance(other, Followed) and x.fits(other.indices))):
+        return None
+    return _sum(name, x, other, place)
+
+
+def _at_least_one(shift: Sum) -> bool:
+    """Tells whether a row's number is the sum of weights of which the largest is 1."""
+    kinds = {symbol.kind: (symbol, value) for symbol, value in shift}
+    if len(shift) != 2 or kinds.keys() != {"max", "lse"}:
+        return False
+    (largest, minus), (total, plus_) = kinds["max"], kinds["lse"]
+    return (minus, plus_) == (-1.0, 1.0) and (largest.logits, largest.over) == (total.logits, total.over)

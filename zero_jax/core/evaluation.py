@@ -6,10 +6,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
-from jax import lax
 
 from zero_jax.core.jaxprs import bind, is_literal, open_jaxpr, source_context, source_within, with_results
-from zero_jax.core.subcalls import scan_of, subcall
+from zero_jax.core.subcalls import subcall
 
 Equation = Callable[[Any, list[Any]], Sequence[Any]]
 
@@ -45,25 +44,6 @@ def inlining(kinds: Collection[str] = ("call",)) -> Equation:
             return evaluate(*open_jaxpr(sub.jaxpr), values, equation)
 
     return equation
-
-
-def run_scan(
-    eqn: Any, body: Callable[[list[Any], list[Any]], list[Any]], carry: Sequence[Any], xs: Sequence[Any]
-) -> list[Any]:
-    """Evaluates a `scan` equation with another body.
-
-    `body` takes the carry and the slices of an iteration, and returns all results of it, the new carry first.
-    """
-    scan = scan_of(eqn)
-
-    def iteration(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = body(carry, x)
-        return outs[: scan.num_carry], outs[scan.num_carry :]
-
-    options = {"length": scan.length, "reverse": scan.reverse, "unroll": scan.unroll}
-    with source_context(eqn):
-        carry, ys = lax.scan(iteration, list(carry), list(xs), **options)
-    return [*carry, *ys]
 
 
 def trace_flat(function: Callable[..., list[Any]], avals: Sequence[Any]) -> Any:

@@ -17,7 +17,7 @@ from zero_jax.core.subcalls import Subcall, equations
 from zero_jax.core.walk import Walk
 from zero_jax.transforms.blocks.search import RepeatedBlock
 from zero_jax.transforms.remat.bodies import (
-    Body,
+    RematBody,
     is_loop_or_region,
     is_over_layers,
     kind_of,
@@ -69,7 +69,7 @@ class RematWalk(Walk[RematFrame]):
     def __init__(self, setting: RematSetting, log: Log):
         super().__init__()
         self.setting, self.policy, self.log = setting, setting.remat.policy, log
-        self.bodies: dict[Any, Body] = {}
+        self.bodies: dict[Any, RematBody] = {}
         self.regions: dict[Any, Callable[..., list[Any]]] = {}
 
     def check_names(self, jaxpr: Any, place: str) -> None:
@@ -85,11 +85,11 @@ class RematWalk(Walk[RematFrame]):
                     f"{hint}it names {sorted(known) or 'nothing'} (with jax.ad_checkpoint.checkpoint_name)"
                 )
 
-    def body(self, jaxpr: Any, marks: Sequence[Mark]) -> Body:
+    def body(self, jaxpr: Any, marks: Sequence[Mark]) -> RematBody:
         """Returns a jaxpr with its blocks, which are looked for once in those of equal layers."""
         key = id(jaxpr), *marks
         if key not in self.bodies:
-            self.bodies[key] = Body(self.setting, jaxpr, marks)
+            self.bodies[key] = RematBody(self.setting, jaxpr, marks)
         return self.bodies[key]
 
     def run(self, jaxpr: Any, values: Sequence[Any], frame: RematFrame) -> list[Any]:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from reference import mesh_of
 
 from zero_jax.core import jaxprs
-from zero_jax.core.evaluation import evaluate
+from zero_jax.core.evaluation import evaluate, flattened
 from zero_jax.core.subcalls import scan_of
 
 X = np.arange(12, dtype=np.float32).reshape(3, 4) / 10
@@ -205,3 +205,30 @@ def test_rules_of_custom_derivatives_are_given_arrays_of_jax():
         return jax.grad(lambda x: evaluate(jaxpr, consts, [x])[0])(x)
 
     assert slope(1.0) == 3
+
+
+def test_calls_are_written_out_as_often_as_they_are_made():
+    @jax.jit
+    def layer(x, w):
+        with jax.named_scope("inner"):
+            return jax.nn.relu(x @ w), x
+
+    def fn(x, w):
+        for _ in range(2):
+            with jax.named_scope("outer"):
+                x, _ = jax.jit(lambda x: layer(x, w))(x)
+        return x, jax.jit(lambda x: x)(w)
+
+    x = jnp.arange(9.0).reshape(3, 3) - 4
+    closed = jax.make_jaxpr(fn)(x, x)
+    flat = jaxprs.open_jaxpr(flattened(closed))[0]
+    assert [eqn.primitive.name for eqn in flat.eqns] == ["dot_general", "custom_jvp_call"] * 2
+    first, second = flat.eqns[1::2]
+    assert first.params == second.params and first.outvars != second.outvars
+    assert (
+        "outer" in jaxprs.name_stack(first)
+        and "inner" in jaxprs.name_stack(first)
+        and jaxprs.source_line(first) == jaxprs.source_line(second)
+    )
+    for got, expected in zip(evaluate(flat, (), [x, x]), fn(x, x), strict=True):
+        assert (got == expected).all()

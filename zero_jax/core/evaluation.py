@@ -6,10 +6,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
-from jax import lax
 
-from zero_jax.core.jaxprs import bind, is_literal, open_jaxpr, source_context
-from zero_jax.core.subcalls import scan_of, subcall
+from zero_jax.core.jaxprs import bind, is_literal, open_jaxpr, source_context, source_within, with_results
+from zero_jax.core.subcalls import subcall
 
 Equation = Callable[[Any, list[Any]], Sequence[Any]]
 
@@ -47,25 +46,6 @@ def inlining(kinds: Collection[str] = ("call",)) -> Equation:
     return equation
 
 
-def run_scan(
-    eqn: Any, body: Callable[[list[Any], list[Any]], list[Any]], carry: Sequence[Any], xs: Sequence[Any]
-) -> list[Any]:
-    """Evaluates a `scan` equation with another body.
-
-    `body` takes the carry and the slices of an iteration, and returns all results of it, the new carry first.
-    """
-    scan = scan_of(eqn)
-
-    def iteration(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = body(carry, x)
-        return outs[: scan.num_carry], outs[scan.num_carry :]
-
-    options = {"length": scan.length, "reverse": scan.reverse, "unroll": scan.unroll}
-    with source_context(eqn):
-        carry, ys = lax.scan(iteration, list(carry), list(xs), **options)
-    return [*carry, *ys]
-
-
 def trace_flat(function: Callable[..., list[Any]], avals: Sequence[Any]) -> Any:
     """Traces a function of arrays, such as one that evaluates a jaxpr; returns its closed jaxpr."""
     shapes = [
@@ -75,10 +55,47 @@ def trace_flat(function: Callable[..., list[Any]], avals: Sequence[Any]) -> Any:
 
 
 def flattened(jaxpr: Any, consts: Sequence[Any] = (), kinds: Collection[str] = ("call",)) -> Any:
-    """Returns a closed jaxpr of what another one computes, with the jaxprs of these kinds of `Subcall` in place.
+    """Returns a jaxpr of what another one computes, with the jaxprs of these kinds of `Subcall` in place.
 
-    `consts` are the constants of an open jaxpr.
+    The equations stay what they are, so those of equal layers are equal; what cannot be written so is traced again.
+    `consts` are the constants of an open jaxpr; the result is closed if there are any.
     """
     opened, own = open_jaxpr(jaxpr)
+    if not consts and not opened.effects and _can_be_written_out(opened, kinds):
+        eqns, outvars = _written_out(opened, kinds)
+        return with_results(jaxpr, outvars, eqns=eqns)
     equation = inlining(kinds)
     return trace_flat(lambda *xs: evaluate(opened, own or consts, xs, equation), [var.aval for var in opened.invars])
+
+
+def _can_be_written_out(jaxpr: Any, kinds: Collection[str]) -> bool:
+    """Tells whether the jaxprs to put in place have no constants."""
+    subs = (sub.jaxpr for eqn in jaxpr.eqns if (sub := subcall(eqn)) is not None and sub.kind in kinds)
+    opened = map(open_jaxpr, subs)
+    return all(not consts and not x.constvars and _can_be_written_out(x, kinds) for x, consts in opened)
+
+
+def _written_out(jaxpr: Any, kinds: Collection[str]) -> tuple[list[Any], list[Any]]:
+    """Returns the equations and the results of a jaxpr, with those of the jaxprs to put in place."""
+    eqns: list[Any] = []
+
+    def add(eqns_within: Sequence[Any], atoms: dict[Any, Any], around: Sequence[Any]) -> None:
+        read = lambda atom: atom if is_literal(atom) else atoms.get(atom, atom)  # noqa: E731
+        for eqn in eqns_within:
+            invars, sub = [read(atom) for atom in eqn.invars], subcall(eqn)
+            if sub is not None and sub.kind in kinds:
+                inner, _ = open_jaxpr(sub.jaxpr)
+                within = dict(zip(inner.invars, invars, strict=True))
+                add(inner.eqns, within, (*around, eqn))
+                results = [atom if is_literal(atom) else within.get(atom, atom) for atom in inner.outvars]
+                atoms.update(zip(eqn.outvars, results, strict=True))
+            elif not around:
+                eqns.append(eqn.replace(invars=invars))
+            else:
+                made = [type(var)(var.aval) for var in eqn.outvars]
+                atoms.update(zip(eqn.outvars, made, strict=True))
+                eqns.append(eqn.replace(invars=invars, outvars=made, source_info=source_within(eqn, around)))
+
+    results: dict[Any, Any] = {}
+    add(jaxpr.eqns, results, ())
+    return eqns, [atom if is_literal(atom) else results.get(atom, atom) for atom in jaxpr.outvars]

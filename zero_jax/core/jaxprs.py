@@ -8,6 +8,7 @@ primitives that run other jaxprs.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -100,6 +101,15 @@ def source_context(eqn: JaxprEqn) -> Iterator[None]:
     traceback = eqn.source_info.traceback if source_line(eqn) else None
     with source_info_util.user_context(traceback, name_stack=name_stack), eqn.ctx.manager:
         yield
+
+
+def source_within(eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> Any:
+    """Returns the source line and names of an equation that stands in the jaxprs of others, outermost first."""
+    lines = [each.source_info.traceback for each in (*around, eqn) if source_info_util.summarize(each.source_info)]
+    stack = eqn.source_info.name_stack
+    for each in reversed(around):
+        stack = each.source_info.name_stack + stack
+    return eqn.source_info.replace(traceback=lines[-1] if lines else None, name_stack=stack)
 
 
 def bind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
@@ -199,6 +209,32 @@ def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
     """Returns an open jaxpr of the same inputs and results, without what no result depends on, loops included."""
     opened, _ = open_jaxpr(jaxpr)
     return partial_eval.dce_jaxpr(opened, [True] * len(opened.outvars), instantiate=True)[0]
+
+
+def equation_key(eqn: Any) -> tuple[Any, ...]:
+    """Returns what is equal for equations that do the same and come from the same line and names."""
+    avals = tuple(var.aval for var in eqn.invars)
+    source = name_stack(eqn), source_line(eqn)
+    try:
+        hash(key := (eqn.primitive, tuple(eqn.params.items()), avals, eqn.ctx, source))
+    except TypeError:  # a parameter that has no hash
+        return (_ById(eqn),)
+    return key
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _ById:
+    """A key that is equal to itself alone."""
+
+    value: Any
+
+
+def jaxpr_key(jaxpr: Jaxpr) -> tuple[Any, ...]:
+    """Returns what is equal for open jaxprs that do the same and come from the same lines and names."""
+    numbers = {var: i for i, var in enumerate((*jaxpr.invars, *(var for eqn in jaxpr.eqns for var in eqn.outvars)))}
+    described = lambda atom: (str(atom.val), atom.aval) if is_literal(atom) else numbers[atom]  # noqa: E731
+    eqns = tuple((equation_key(eqn), tuple(map(described, eqn.invars))) for eqn in jaxpr.eqns)
+    return eqns, tuple(var.aval for var in jaxpr.invars), tuple(map(described, jaxpr.outvars))
 
 
 def is_on_host(aval: Any) -> bool:

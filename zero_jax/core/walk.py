@@ -8,7 +8,7 @@ from typing import Any, Generic, Self, TypeVar
 import jax
 from jax import lax
 
-from zero_jax.core.evaluation import evaluate, run_scan, trace_flat
+from zero_jax.core.evaluation import evaluate, trace_flat
 from zero_jax.core.jaxprs import bind, open_jaxpr, source_context
 from zero_jax.core.subcalls import MANUAL, Subcall, equations, equations_of, subcall
 
@@ -187,14 +187,18 @@ class Walk(Generic[F]):
         consts = self.loop_constants(eqn, sub, consts, frame)
         within = self.inside(eqn, sub, frame)
 
-        def body(carry: list[Any], xs: list[Any]) -> list[Any]:
+        def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
             elements = [
                 stack.with_arrays(arrays) if isinstance(stack, Deferred) else arrays[0]
                 for stack, arrays in zip(stacks, xs, strict=True)
             ]
-            return self.inner(eqn, sub.jaxpr, [*consts, *self.carried(eqn, carry), *elements], within)
+            outs = self.inner(eqn, sub.jaxpr, [*consts, *self.carried(eqn, carry), *elements], within)
+            return outs[: sub.num_carry], outs[sub.num_carry :]
 
-        return self.results(eqn, values, run_scan(eqn, body, carry, [*map(arrays_of, stacks)]))
+        options = {"length": sub.length, "reverse": sub.reverse, "unroll": sub.unroll}
+        with source_context(eqn):
+            carry, ys = lax.scan(body, carry, [*map(arrays_of, stacks)], **options)
+        return self.results(eqn, values, [*carry, *ys])
 
     def while_loop(self, eqn: Any, sub: Subcall, values: list[Any], frame: F) -> Sequence[Any]:
         """Evaluates a `while`, of which nothing is deferred."""

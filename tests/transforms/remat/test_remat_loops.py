@@ -359,3 +359,15 @@ def in_chunks(params, x):
 def test_loops_that_take_new_data_in_each_turn_are_no_layers(loss_fn):
     with pytest.raises(ValueError, match="no loop that applies the same params again and again to what it carries"):
         rematerialize(loss_fn, "full", mesh=mesh_of("8"))(moes(0), examples())
+
+
+def test_equal_blocks_are_traced_once():
+    def loss(params, x):
+        for w in params:
+            x = x + jax.nn.softmax(jnp.sin(x) @ w)
+        return (x**2).mean()
+
+    params, x = [jnp.ones((8, 8))] * 4, jnp.ones((4, 8))
+    closed = jax.make_jaxpr(rematerialize(loss, "full", mesh=mesh_of("8")))(params, x)
+    regions = [eqn.params["jaxpr"] for eqn in closed.jaxpr.eqns if eqn.primitive.name == "remat2"]
+    assert len(regions) == 4 and len({*map(id, regions[1:])}) == 1  # the first takes the batch, which is kept anyway

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -24,24 +23,6 @@ from zero_jax.transforms.gather.deferred import Lazy, Value
 from zero_jax.transforms.gather.ordering import Ordering
 
 _COLUMN = re.compile(r"(:\d+):\d+")
-
-
-def equation_key(eqn: Any) -> tuple[Any, ...]:
-    """Returns what is equal for equations that do the same and come from the same line and names."""
-    avals = tuple(var.aval for var in eqn.invars)
-    source = name_stack(eqn), source_line(eqn)
-    try:
-        hash(key := (eqn.primitive, tuple(eqn.params.items()), avals, eqn.ctx, source))
-    except TypeError:  # a parameter that has no hash
-        return (_ById(eqn),)
-    return key
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _ById:
-    """A key that is equal to itself alone."""
-
-    value: Any
 
 
 def can_be_nested(eqn: Any) -> bool:

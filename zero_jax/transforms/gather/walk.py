@@ -23,7 +23,7 @@ from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.quantized import PLAIN
 from zero_jax.sharding.spec import Dims, named
 from zero_jax.transforms.facts import Facts
-from zero_jax.transforms.gather.cached_bind import CachedBind, OrdinaryRuns, equation_key
+from zero_jax.transforms.gather.cached_bind import CachedBind, OrdinaryRuns
 from zero_jax.transforms.gather.deferred import Copies, Lazy, Value, pending, put_off, relative
 from zero_jax.transforms.gather.dots import flat_product
 from zero_jax.transforms.gather.events import Notes
@@ -176,7 +176,7 @@ class GatherWalk(Walk[GatherFrame]):
             return _values(region(*packed.arrays), values)
         prefix, values = ("", values) if self.notes.records else relative(values)
         region, packed = self.gathered(eqn, values)
-        key = (*equation_key(eqn), id(eqn) in self.mixed, frame.prevent_cse, Packed(values).key)
+        key = (*jaxprs.equation_key(eqn), id(eqn) in self.mixed, frame.prevent_cse, Packed(values).key)
         if key not in self.uses:
             self.uses[key] = jax.checkpoint(region, prevent_cse=frame.prevent_cse)
         with params_scope(prefix):

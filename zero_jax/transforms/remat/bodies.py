@@ -22,7 +22,7 @@ _LOOPS_AND_REGIONS = ("scan", "remat")
 _KEYS = ((2,), (4,))  # the last dim of the data of PRNG keys
 
 
-class Body:
+class RematBody:
     """A jaxpr without calls, and what is known of its values.
 
     Args:

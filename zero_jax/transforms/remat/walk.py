@@ -17,7 +17,7 @@ from zero_jax.core.subcalls import Subcall, equations
 from zero_jax.core.walk import Walk
 from zero_jax.transforms.blocks.search import RepeatedBlock
 from zero_jax.transforms.remat.bodies import (
-    Body,
+    RematBody,
     is_loop_or_region,
     is_over_layers,
     kind_of,
@@ -69,7 +69,8 @@ class RematWalk(Walk[RematFrame]):
     def __init__(self, setting: RematSetting, log: Log):
         super().__init__()
         self.setting, self.policy, self.log = setting, setting.remat.policy, log
-        self.bodies: dict[Any, Body] = {}
+        self.bodies: dict[Any, RematBody] = {}
+        self.regions: dict[Any, Callable[..., list[Any]]] = {}
 
     def check_names(self, jaxpr: Any, place: str) -> None:
         """Refuses names that the model does not use."""
@@ -84,11 +85,11 @@ class RematWalk(Walk[RematFrame]):
                     f"{hint}it names {sorted(known) or 'nothing'} (with jax.ad_checkpoint.checkpoint_name)"
                 )
 
-    def body(self, jaxpr: Any, marks: Sequence[Mark]) -> Body:
+    def body(self, jaxpr: Any, marks: Sequence[Mark]) -> RematBody:
         """Returns a jaxpr with its blocks, which are looked for once in those of equal layers."""
         key = id(jaxpr), *marks
         if key not in self.bodies:
-            self.bodies[key] = Body(self.setting, jaxpr, marks)
+            self.bodies[key] = RematBody(self.setting, jaxpr, marks)
         return self.bodies[key]
 
     def run(self, jaxpr: Any, values: Sequence[Any], frame: RematFrame) -> list[Any]:
@@ -173,9 +174,19 @@ class RematWalk(Walk[RematFrame]):
             return region.plain(*values)
         for reason in region.not_sharded():
             self.leave(eqn, f"a residual is not sharded: {reason}", frame)
-        recomputed = jax.checkpoint(region, policy=region.policy, prevent_cse=region.prevent_cse)
+        recomputed = self.recomputed(region)
         self.note(eqn, region, recomputed, frame)
         return recomputed(*values)
+
+    def recomputed(self, region: RematRegion) -> Callable[..., list[Any]]:
+        """Returns the `jax.checkpoint` of a region: one for those of equal layers, which JAX traces once."""
+        make = lambda: jax.checkpoint(region, policy=region.policy, prevent_cse=region.prevent_cse)  # noqa: E731
+        if region.jaxpr.constvars:
+            return make()
+        key = jaxprs.jaxpr_key(region.jaxpr), *region.marks, region.prevent_cse, region.own_policy
+        if key not in self.regions:
+            self.regions[key] = make()
+        return self.regions[key]
 
     # --- loops and branches ----------------------------------------------------------------------------------------
 

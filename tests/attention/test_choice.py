@@ -10,18 +10,14 @@ from zero_jax.attention import choice, cudnn
 from zero_jax.attention.case import Case
 from zero_jax.attention.placement import KernelPlacement, current_placement, mesh_context
 
-NONE = {name: None for name in Case.__dataclass_fields__} | {"scale": 1.0, "is_causal": False}
 
-
-def chosen(platform, *, dtype=jnp.bfloat16, sizes=None, placement=None, **options):
-    names = ("wanted", "has_bias", "has_mask")
-    others = {"wanted": None, "has_bias": False, "has_mask": False} | {x: options.pop(x) for x in names if x in options}
+def chosen(platform, *, dtype=jnp.bfloat16, sizes=None, placement=None, wanted=None, **options):
     sizes = {"b": 2, "t": 256, "s": 256, "n": 4, "k": 2, "h": 64} | (sizes or {})
     b, t, s, n, k, h = (sizes[name] for name in "btsnkh")
     shapes = ((b, t, n, h), (b, s, k, h), (b, s, k, sizes.get("v", h)))
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     placement = placement or KernelPlacement(platform=platform)
-    return choice.choose(*arrays, Case(**NONE | options), placement=placement, **others)
+    return choice.choose(*arrays, Case(**{"scale": 1.0} | options), wanted=wanted, placement=placement)
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +44,8 @@ def test_cudnn_needs_ampere():
 @pytest.mark.parametrize(
     ("platform", "case", "reason"),
     [
-        ("tpu", {"has_bias": True}, "bias"),
-        ("tpu", {"has_mask": True}, "mask"),
+        ("tpu", {"bias": jnp.zeros((2, 4, 256, 256))}, "bias"),
+        ("tpu", {"mask": jnp.ones((2, 4, 256, 256), bool)}, "mask"),
         ("tpu", {"dtype": jnp.float16}, "float16"),
         ("tpu", {"local_window_size": (0, -1)}, "see no key"),
         ("tpu", {"sizes": {"t": 300}, "local_window_size": (3, 3)}, "see no key"),

@@ -1,9 +1,10 @@
-"""The arguments of an attention beside its arrays, as its implementations look at them."""
+"""The arguments of an attention, as its implementations look at them."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax import Array
@@ -11,10 +12,12 @@ from jax import Array
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What an attention is to do, beside queries, keys, values, bias and mask.
+    """What an attention is to do, beside queries, keys and values.
 
     Attributes:
       scale: what logits are multiplied by: a number, or for XLA alone a scalar array.
+      bias: what is added to the logits, broadcastable to `[B, N, T, S]`.
+      mask: False where a query does not see a key, broadcastable to `[B, N, T, S]`.
       is_causal: whether a query at place t sees keys up to place t only.
       query_seq_lengths: `[B]`, int32: queries from there on are padding, whose results are 0.
       key_value_seq_lengths: `[B]`, int32: keys from there on are padding, which no query sees.
@@ -24,12 +27,23 @@ class Case:
     """
 
     scale: Any
-    is_causal: bool
-    query_seq_lengths: Array | None
-    key_value_seq_lengths: Array | None
-    local_window_size: tuple[int, int] | None
-    segment_ids: tuple[Array, Array] | None
-    logits_soft_cap: float | None
+    bias: Array | None = None
+    mask: Array | None = None
+    is_causal: bool = False
+    query_seq_lengths: Array | None = None
+    key_value_seq_lengths: Array | None = None
+    local_window_size: tuple[int, int] | None = None
+    segment_ids: tuple[Array, Array] | None = None
+    logits_soft_cap: float | None = None
+
+
+class Operands(NamedTuple):
+    """The arrays of a kernel on one device: queries, keys, values, and its segments (splash) or lengths (cuDNN)."""
+
+    query: Array
+    key: Array
+    value: Array
+    extras: Sequence[Array]
 
 
 @dataclasses.dataclass(frozen=True)

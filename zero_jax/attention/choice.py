@@ -32,17 +32,7 @@ class Choice:
     reason: str = ""
 
 
-def choose(
-    query: Any,
-    key: Any,
-    value: Any,
-    case: Case,
-    *,
-    wanted: str | None,
-    placement: KernelPlacement,
-    has_bias: bool,
-    has_mask: bool,
-) -> Choice:
+def choose(query: Any, key: Any, value: Any, case: Case, *, wanted: str | None, placement: KernelPlacement) -> Choice:
     """Returns the implementation of an attention, from the shapes of its operands.
 
     Raises:
@@ -56,7 +46,7 @@ def choose(
     kernel = wanted if wanted in _PLATFORMS else _BY_PLATFORM.get(placement.platform)
     if kernel is None:
         return Choice(implementation="xla", reason=f"there is no kernel for the platform {placement.platform!r}")
-    reason = _why_not(kernel, query, key, value, case, placement=placement, has_bias=has_bias, has_mask=has_mask)
+    reason = _why_not(kernel, query, key, value, case, placement)
     if reason and wanted == kernel:
         raise ValueError(f"implementation={wanted!r} cannot do this attention: {reason}; or give implementation=None")
     if not reason and wanted != kernel and min(query.shape[1], key.shape[1]) < _FEW:
@@ -64,17 +54,7 @@ def choose(
     return Choice(implementation="xla" if reason else kernel, reason=reason)
 
 
-def _why_not(
-    kernel: str,
-    query: Any,
-    key: Any,
-    value: Any,
-    case: Case,
-    *,
-    placement: KernelPlacement,
-    has_bias: bool,
-    has_mask: bool,
-) -> str:
+def _why_not(kernel: str, query: Any, key: Any, value: Any, case: Case, placement: KernelPlacement) -> str:
     """Says why a kernel cannot do a case, and what to do; empty if it can."""
     (_, num_queries, num_heads, _), num_keys = query.shape, key.shape[1]
     if placement.platform not in _PLATFORMS[kernel]:
@@ -84,9 +64,9 @@ def _why_not(
     version = placement.compute_capability.partition(".")[0]
     if kernel == "cudnn" and version.isdigit() and int(version) < 8:  # before Ampere
         return f"it needs compute capability 8.0, and the devices have {placement.compute_capability}"
-    if has_bias:
+    if case.bias is not None:
         return "a bias is for XLA alone"
-    if has_mask:
+    if case.mask is not None:
         return "a mask is for XLA alone: say what it masks by is_causal, local_window_size, segment_ids or lengths"
     if not isinstance(case.scale, numbers.Real):
         return "the scale is an array: give a number, and multiply the queries by the rest"

@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from zero_jax.attention.case import Band
+from zero_jax.attention.case import Band, Operands
 
 INSTALL = 'pip install "zero-jax[cuda]", or "zero-jax[gpu-compiler]" for plans on machines without a GPU'
 MAX_HEAD_SIZE = 128  # 256 from Hopper on, which JAX asks a device for that a plan does not have
@@ -26,30 +25,15 @@ def is_installed() -> bool:
         return False
 
 
-def forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, lengths: Sequence[jax.Array], call: Any
-) -> list[jax.Array]:
-    """Returns results `[B, T, N, V]` and log-sum-exps `[B, N, T]` of the operands of one device."""
-    out, lse = _kernels()._dot_product_attention_fwd_impl(
-        **_arguments(query, key, value, lengths, call), is_training=True
-    )
-    return [out, lse]
+def forward(of: Operands, call: Any) -> list[jax.Array]:
+    """Returns results `[B, T, N, V]` and log-sum-exps `[B, N, T]`."""
+    return list(_kernels()._dot_product_attention_fwd_impl(**_arguments(of, call), is_training=True))
 
 
-def backward(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    lengths: Sequence[jax.Array],
-    call: Any,
-    *,
-    out: jax.Array,
-    lse: jax.Array,
-    cotangent: jax.Array,
-) -> list[jax.Array]:
-    """Returns the cotangents of query, key and value, of the operands and results of one device."""
+def backward(of: Operands, call: Any, *, out: jax.Array, lse: jax.Array, cotangent: jax.Array) -> list[jax.Array]:
+    """Returns the cotangents of query, key and value."""
     results = {"activation": lse, "fwd_output": out, "grad_output": cotangent}
-    return list(_kernels()._dot_product_attention_bwd_impl(**_arguments(query, key, value, lengths, call), **results))
+    return list(_kernels()._dot_product_attention_bwd_impl(**_arguments(of, call), **results))
 
 
 @functools.cache
@@ -57,17 +41,17 @@ def _kernels() -> Any:
     return importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
 
 
-def _arguments(query: Any, key: Any, value: Any, lengths: Sequence[Any], call: Any) -> dict[str, Any]:
-    kernels, unused = _kernels(), jnp.zeros(0, query.dtype)
-    mask, window = mask_and_window(call.band, has_lengths=bool(lengths))
-    of_query, of_key = lengths or (unused, unused)
+def _arguments(of: Operands, call: Any) -> dict[str, Any]:
+    kernels, unused = _kernels(), jnp.zeros(0, of.query.dtype)
+    mask, window = mask_and_window(call.band, has_lengths=bool(of.extras))
+    of_query, of_key = of.extras or (unused, unused)
     arguments: dict[str, Any] = dict.fromkeys(
         ("bias", "q_offsets", "kv_offsets", "page_table_k", "page_table_v"), unused
     )
     arguments |= dict(
-        query=query,
-        key=key,
-        value=value,
+        query=of.query,
+        key=of.key,
+        value=of.value,
         q_seqlen=of_query,
         kv_seqlen=of_key,
         scale=call.scale,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import numbers
 from collections.abc import Sequence
@@ -73,107 +72,67 @@ def dot_product_attention(
     Raises:
       ValueError: shapes that do not fit, or a kernel by name that cannot do the case.
     """
-    arguments = _Arguments.of(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        mesh=mesh,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-        segment_ids=segment_ids,
-        logits_soft_cap=logits_soft_cap,
-    )
-    q, k, v, case = arguments.query, arguments.key, arguments.value, arguments.case
-    choice = arguments.choice(implementation)
+    options = {
+        "scale": scale,
+        "bias": bias,
+        "mask": mask,
+        "is_causal": is_causal,
+        "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths,
+        "local_window_size": local_window_size,
+        "segment_ids": segment_ids,
+        "logits_soft_cap": logits_soft_cap,
+    }
+    q, k, v, case = _checked(query, key, value, options)
+    placement = _placement(mesh)
+    choice = choose(q, k, v, case, wanted=implementation, placement=placement)
     if choice.implementation == "xla":
-        out = xla.attention(q, k, v, case, bias=arguments.bias, mask=arguments.mask)
+        out = xla.attention(q, k, v, case)
     else:
-        out = fused.attention(q, k, v, case, kernel=choice.implementation, placement=arguments.placement)
+        out = fused.attention(q, k, v, case, kernel=choice.implementation, placement=placement)
     return out if np.ndim(query) == 4 else out[0]
 
 
 def attention_choice(
-    query: ArrayLike, key: ArrayLike, value: ArrayLike, *, mesh: Mesh | None = None, **arguments: Any
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, *, mesh: Mesh | None = None, **options: Any
 ) -> Choice:
     """Returns which implementation `dot_product_attention` takes, and why it is no kernel.
 
     Arguments are those of `dot_product_attention`, but for `implementation`.
     """
-    return _Arguments.of(query, key, value, mesh=mesh, **arguments).choice(None)
+    return choose(*_checked(query, key, value, options), wanted=None, placement=_placement(mesh))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Arguments:
-    """The arguments of an attention, checked, with a batch dim."""
+def _placement(mesh: Mesh | None) -> KernelPlacement:
+    if mesh is not None:
+        check_arguments(mesh=mesh)
+    return current_placement(mesh)
 
-    query: Array
-    key: Array
-    value: Array
-    bias: Array | None
-    mask: Array | None
-    case: Case
-    placement: KernelPlacement
 
-    @classmethod
-    def of(
-        cls,
-        query: Any,
-        key: Any,
-        value: Any,
-        bias: Any = None,
-        mask: Any = None,
-        *,
-        mesh: Mesh | None = None,
-        scale: Any = None,
-        is_causal: Any = False,
-        query_seq_lengths: Any = None,
-        key_value_seq_lengths: Any = None,
-        local_window_size: Any = None,
-        segment_ids: Any = None,
-        logits_soft_cap: Any = None,
-    ) -> _Arguments:
-        """Checks the arguments of `dot_product_attention`."""
-        arrays = {name: _array(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
-        q, k, v = (_with_dims(name, x, 4) for name, x in arrays.items())
-        _check_shapes(q, k, v)
-        _check_numbers(scale, is_causal, logits_soft_cap)
-        if mesh is not None:
-            check_arguments(mesh=mesh)
-        factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        case = Case(
-            scale=factor if isinstance(factor, jax.Array) else float(factor),
-            is_causal=is_causal,
-            query_seq_lengths=_lengths("query_seq_lengths", query_seq_lengths, q),
-            key_value_seq_lengths=_lengths("key_value_seq_lengths", key_value_seq_lengths, k),
-            local_window_size=_window(local_window_size),
-            segment_ids=_segments(segment_ids, q, k),
-            logits_soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
-        )
-        wanted = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-        full_bias = None if bias is None else _of_logits("bias", bias, wanted)
-        full_mask = None if mask is None else _of_logits("mask", mask, wanted)
-        if full_mask is not None and full_mask.dtype != bool:
-            raise ValueError(f"mask is {full_mask.dtype}: give bool, False where a query does not see a key")
-        placement = current_placement(mesh)
-        return cls(query=q, key=k, value=v, bias=full_bias, mask=full_mask, case=case, placement=placement)
-
-    def choice(self, wanted: str | None) -> Choice:
-        """Returns the implementation; `wanted` is as for `dot_product_attention`."""
-        return choose(
-            self.query,
-            self.key,
-            self.value,
-            self.case,
-            wanted=wanted,
-            placement=self.placement,
-            has_bias=self.bias is not None,
-            has_mask=self.mask is not None,
-        )
+def _checked(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[Array, Array, Array, Case]:
+    """Returns the arguments of an attention, checked, with a batch dim."""
+    arrays = {name: _array(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
+    q, k, v = (_with_dims(name, x, 4) for name, x in arrays.items())
+    _check_shapes(q, k, v)
+    everything: dict[str, Any] = {"scale": None} | options
+    given = Case(**everything)
+    _check_numbers(given)
+    scale = 1 / math.sqrt(q.shape[-1]) if given.scale is None else given.scale
+    wanted = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    case = Case(
+        scale=scale if isinstance(scale, jax.Array) else float(scale),
+        bias=_of_logits("bias", given.bias, wanted),
+        mask=_of_logits("mask", given.mask, wanted),
+        is_causal=given.is_causal,
+        query_seq_lengths=_lengths("query_seq_lengths", given.query_seq_lengths, q),
+        key_value_seq_lengths=_lengths("key_value_seq_lengths", given.key_value_seq_lengths, k),
+        local_window_size=_window(given.local_window_size),
+        segment_ids=_segments(given.segment_ids, q, k),
+        logits_soft_cap=None if given.logits_soft_cap is None else float(given.logits_soft_cap),
+    )
+    if case.mask is not None and case.mask.dtype != bool:
+        raise ValueError(f"mask is {case.mask.dtype}: give bool, False where a query does not see a key")
+    return q, k, v, case
 
 
 def _array(name: str, x: Any) -> Array:
@@ -183,7 +142,9 @@ def _array(name: str, x: Any) -> Array:
     return jnp.asarray(x)
 
 
-def _of_logits(name: str, x: Any, wanted: tuple[int, ...]) -> Array:
+def _of_logits(name: str, x: Any, wanted: tuple[int, ...]) -> Array | None:
+    if x is None:
+        return None
     array = _with_dims(name, _array(name, x), 4)
     if any(size not in (1, full) for size, full in zip(array.shape, wanted, strict=True)):
         raise ValueError(f"{name} has shape {array.shape}: give {wanted} or 1 for any of these sizes")
@@ -210,14 +171,14 @@ def _window(size: Any) -> tuple[int, int] | None:
     return int(sizes[0]), int(sizes[1])
 
 
-def _check_numbers(scale: Any, is_causal: Any, logits_soft_cap: Any) -> None:
+def _check_numbers(given: Case) -> None:
     """Raises `ValueError` for a scale, a switch or a cap of another kind; a scale may be traced."""
-    if not (isinstance(scale, jax.Array) and scale.shape == ()):
-        check_value("scale", scale, float, is_optional=True)
-    check_value("is_causal", is_causal, bool)
-    check_value("logits_soft_cap", logits_soft_cap, float, is_optional=True)
-    if logits_soft_cap is not None and logits_soft_cap <= 0:
-        raise ValueError(f"logits_soft_cap={logits_soft_cap}: give a positive number, or None for no cap")
+    if not (isinstance(given.scale, jax.Array) and given.scale.shape == ()):
+        check_value("scale", given.scale, float, is_optional=True)
+    check_value("is_causal", given.is_causal, bool)
+    check_value("logits_soft_cap", given.logits_soft_cap, float, is_optional=True)
+    if given.logits_soft_cap is not None and given.logits_soft_cap <= 0:
+        raise ValueError(f"logits_soft_cap={given.logits_soft_cap}: give a positive number, or None for no cap")
 
 
 def _with_dims(name: str, x: Array, num_dims: int) -> Array:

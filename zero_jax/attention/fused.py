@@ -81,7 +81,7 @@ def _sees_a_key(query: Array, key: Array, case: Case, band: Band) -> Array | Non
         return None if lengths is None else jnp.asarray(band.first(query.shape[1])) < lengths[:, None]
     if lengths is None and ids[0] is ids[1] and band.sees_itself():
         return None
-    return visible(query, key, None, case)[:, 0].any(-1)
+    return visible(query, key, case)[:, 0].any(-1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

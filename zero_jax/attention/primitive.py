@@ -18,7 +18,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
 from zero_jax.attention import cudnn, splash, xla
-from zero_jax.attention.case import Band, Case
+from zero_jax.attention.case import Band, Case, Operands
 from zero_jax.attention.placement import KernelPlacement, on_shards
 
 # The name of the results and of their log-sum-exps, for remat policies: with both no kernel runs twice.
@@ -99,30 +99,27 @@ def _batch(primitive: Any, axis_data: Any, operands: Sequence[Any], dims: Sequen
     return [split(x) for x in results], [at] * len(results)
 
 
+def _case(call: Call, of: Operands) -> Case:
+    """Returns what a kernel does as a case."""
+    case = Case(
+        scale=call.scale,
+        mask=xla.in_band(call.band, of.query.shape[1], of.key.shape[1])[None, None],
+        logits_soft_cap=call.soft_cap,
+    )
+    if not of.extras:
+        return case
+    if call.kernel == "cudnn":
+        return dataclasses.replace(case, key_value_seq_lengths=of.extras[1])
+    return dataclasses.replace(case, segment_ids=(of.extras[0], of.extras[1]))
+
+
 def _plain(call: Call, extras: Sequence[Any]) -> Callable[..., Any]:
     """Returns the attention of queries, keys and values by XLA, which may be differentiated at will."""
 
     def attention(query: Any, key: Any, value: Any) -> Any:
-        case, mask = _case(call, extras, query, key)
-        return xla.attention(query, key, value, case, mask=mask)
+        return xla.attention(query, key, value, _case(call, Operands(query, key, value, extras)))
 
     return attention
-
-
-def _case(call: Call, extras: Sequence[Any], query: Any, key: Any) -> tuple[Case, Any]:
-    """Returns what a kernel does, as a case and a mask."""
-    lengths = extras if call.kernel == "cudnn" and extras else (None, None)
-    segments = extras if call.kernel == "splash" and extras else None
-    case = Case(
-        scale=call.scale,
-        is_causal=False,
-        query_seq_lengths=None,
-        key_value_seq_lengths=lengths[1],
-        local_window_size=None,
-        segment_ids=None if segments is None else (segments[0], segments[1]),
-        logits_soft_cap=call.soft_cap,
-    )
-    return case, xla.in_band(call.band, query.shape[1], key.shape[1])[None, None]
 
 
 def _second_order(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> Any:
@@ -152,23 +149,25 @@ for _primitive in PRIMITIVES:
 
 def _forward(*operands: Any, call: Call, kernel: Any) -> Any:
     query, key, value, *extras = operands
+    of = Operands(query, key, value, extras)
     if kernel is not None:
-        return kernel.forward(query, key, value, extras, call)
-    case, mask = _case(call, extras, query, key)
-    return [xla.attention(query, key, value, case, mask=mask), xla.log_sum_exp(query, key, mask, case)]
+        return kernel.forward(of, call)
+    case = _case(call, of)
+    return [xla.attention(query, key, value, case), xla.log_sum_exp(query, key, case)]
 
 
 def _backward(*operands: Any, call: Call, kernel: Any) -> Any:
     query, key, value, *extras, out, lse, cotangent = operands
     if kernel is not None:
-        return kernel.backward(query, key, value, extras, call, out=out, lse=lse, cotangent=cotangent)
+        of = Operands(query, key, value, extras)
+        return kernel.backward(of, call, out=out, lse=lse, cotangent=cotangent)
     return list(jax.vjp(_plain(call, extras), query, key, value)[1](cotangent))
 
 
 def _tangent(*operands: Any, call: Call, kernel: Any) -> Any:
     del kernel  # of forward mode there is none
-    query, key, value, *extras, _, _, dq, dk, dv = operands
-    return [jax.jvp(_plain(call, extras), (query, key, value), (dq, dk, dv))[1]]
+    primals, extras, tangents = operands[:3], operands[3:-5], operands[-3:]
+    return [jax.jvp(_plain(call, extras), primals, tangents)[1]]
 
 
 # The kernel of a platform; on others the plain form runs.

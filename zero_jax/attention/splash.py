@@ -19,7 +19,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_infos
 
-from zero_jax.attention.case import Band
+from zero_jax.attention.case import Band, Operands
 from zero_jax.core import jaxprs
 from zero_jax.core.evaluation import evaluate
 
@@ -38,11 +38,9 @@ class Splash:
 
     interpret: bool
 
-    def forward(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, segments: Sequence[jax.Array], call: Any
-    ) -> list[jax.Array]:
-        """Returns results `[B, T, N, V]` and log-sum-exps `[B, N, T]` of the operands of one device."""
-        plan = _plan(query, key, value, call)
+    def forward(self, of: Operands, call: Any) -> list[jax.Array]:
+        """Returns results `[B, T, N, V]` and log-sum-exps `[B, N, T]`."""
+        plan = _plan(of, call)
 
         def of_example(query: Any, key: Any, value: Any, *segments: Any) -> Any:
             ids = kernel.SegmentIds(*segments) if segments else None
@@ -50,24 +48,15 @@ class Splash:
             out, (lse,) = kernel._splash_attention_forward(plan.forward, query, key, value, ids, None, **options)
             return out, lse
 
-        operands = plan.padded(query, key, value, segments)
+        operands = plan.padded(of)
         out, lse = jax.vmap(_with_costs(of_example, plan.cost(operands, backward=False)))(*operands)
-        return [plan.unpadded(out, query.shape[1]), lse[:, :, : query.shape[1]]]
+        return [plan.unpadded(out, of.query), lse[:, :, : of.query.shape[1]]]
 
     def backward(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        segments: Sequence[jax.Array],
-        call: Any,
-        *,
-        out: jax.Array,
-        lse: jax.Array,
-        cotangent: jax.Array,
+        self, of: Operands, call: Any, *, out: jax.Array, lse: jax.Array, cotangent: jax.Array
     ) -> list[jax.Array]:
-        """Returns the cotangents of query, key and value, of the operands and results of one device."""
-        plan = _plan(query, key, value, call)
+        """Returns the cotangents of query, key and value."""
+        plan = _plan(of, call)
 
         def of_example(query: Any, key: Any, value: Any, out: Any, lse: Any, cotangent: Any, *segments: Any) -> Any:
             ids = kernel.SegmentIds(*segments) if segments else None
@@ -76,13 +65,12 @@ class Splash:
             _, _, _, *cotangents, _, _ = kernel._splash_attention_bwd(**options, res=residuals, do=cotangent)
             return tuple(cotangents)
 
-        operands = plan.padded(query, key, value, segments)
-        extra = plan.queries - query.shape[1]
+        operands, extra = plan.padded(of), plan.queries - of.query.shape[1]
         results = plan.by_heads(out, extra), jnp.pad(lse, ((0, 0), (0, 0), (0, extra))), plan.by_heads(cotangent, extra)
         operands = [*operands[:3], *results, *operands[3:]]
         dq, dk, dv = jax.vmap(_with_costs(of_example, plan.cost(operands, backward=True)))(*operands)
-        dq = (dq.astype(jnp.float32) * call.scale).astype(query.dtype)
-        return [plan.unpadded(x, like.shape[1]) for x, like in zip((dq, dk, dv), (query, key, value), strict=True)]
+        dq = (dq.astype(jnp.float32) * call.scale).astype(of.query.dtype)
+        return [plan.unpadded(x, like) for x, like in zip((dq, dk, dv), of[:3], strict=True)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,18 +101,17 @@ class _Plan:
         """Returns `[B, N, T + extra, H]` of `[B, T, N, H]`."""
         return jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, extra), (0, 0)))
 
-    def unpadded(self, x: jax.Array, num_places: int) -> jax.Array:
+    def unpadded(self, x: jax.Array, like: jax.Array) -> jax.Array:
         """Returns `[B, T, N, H]` of `[B, N, T + extra, H]`."""
-        return jnp.swapaxes(x[:, :, :num_places], 1, 2)
+        return jnp.swapaxes(x[:, :, : like.shape[1]], 1, 2)
 
-    def padded(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, segments: Sequence[jax.Array]
-    ) -> list[jax.Array]:
+    def padded(self, of: Operands) -> list[jax.Array]:
         """Returns the operands of the kernels, with scaled queries."""
-        extra, extra_keys = self.queries - query.shape[1], self.keys - key.shape[1]
-        query = (query.astype(jnp.float32) * self.scale).astype(query.dtype)
-        ids = [jnp.pad(x, ((0, 0), (0, n))) for x, n in zip(segments, (extra, extra_keys), strict=False)]
-        return [self.by_heads(query, extra), self.by_heads(key, extra_keys), self.by_heads(value, extra_keys), *ids]
+        extra, extra_keys = self.queries - of.query.shape[1], self.keys - of.key.shape[1]
+        query = (of.query.astype(jnp.float32) * self.scale).astype(of.query.dtype)
+        ids = [jnp.pad(x, ((0, 0), (0, n))) for x, n in zip(of.extras, (extra, extra_keys), strict=False)]
+        arrays = (query, extra), (of.key, extra_keys), (of.value, extra_keys)
+        return [*(self.by_heads(x, n) for x, n in arrays), *ids]
 
     def cost(self, operands: Sequence[jax.Array], *, backward: bool) -> pl.CostEstimate:
         """Returns what the kernels do on an example: products of the blocks visited, of which the backward has five."""
@@ -135,9 +122,9 @@ class _Plan:
         return pl.CostEstimate(flops=2 * logits * per_logit, transcendentals=logits, bytes_accessed=2 * num_bytes)
 
 
-def _plan(query: Any, key: Any, value: Any, call: Any) -> _Plan:
-    sizes = query.shape[1], key.shape[1]
-    blocks = block_sizes(*sizes, max(query.shape[-1], value.shape[-1]))
+def _plan(of: Operands, call: Any) -> _Plan:
+    sizes = of.query.shape[1], of.key.shape[1]
+    blocks = block_sizes(*sizes, max(of.query.shape[-1], of.value.shape[-1]))
     visited, function = _visited(*sizes, call.band, blocks)
     forward, backward, backward_query = visited
     queries, keys = _round_up(sizes[0], blocks.block_q), _round_up(sizes[1], blocks.block_kv)

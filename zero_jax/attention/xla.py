@@ -12,29 +12,19 @@ from zero_jax.sharding.precision import wide
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
-def attention(
-    query: Array, key: Array, value: Array, case: Case, *, bias: Array | None = None, mask: Array | None = None
-) -> Array:
-    """Returns attention `[B, T, N, V]` of `query` `[B, T, N, H]`, `key` `[B, S, K, H]`, `value` `[B, S, K, V]`.
-
-    Args:
-      query: the queries.
-      key: the keys.
-      value: the values.
-      case: everything else.
-      bias: what is added to the logits, broadcastable to `[B, N, T, S]`.
-      mask: False where a query does not see a key, broadcastable to `[B, N, T, S]`.
-    """
+def attention(query: Array, key: Array, value: Array, case: Case) -> Array:
+    """Returns attention `[B, T, N, V]` of `query` `[B, T, N, H]`, `key` `[B, S, K, H]`, `value` `[B, S, K, V]`."""
     is_float16 = query.dtype == jnp.float16  # for which `jax.nn` asks for a product that only GPUs have
     if case.logits_soft_cap is not None or value.shape[-1] != query.shape[-1] or is_float16:
-        return _explicit(query, key, value, case, bias=bias, mask=mask)
+        return _explicit(query, key, value, case)
+    mask = case.mask
     if case.segment_ids is not None:
         mask = _same_segment(case.segment_ids) if mask is None else mask & _same_segment(case.segment_ids)
     return jax.nn.dot_product_attention(
         query,
         key,
         value,
-        bias,
+        case.bias,
         mask,
         scale=case.scale,
         is_causal=case.is_causal,
@@ -44,14 +34,14 @@ def attention(
     )
 
 
-def _explicit(query: Array, key: Array, value: Array, case: Case, *, bias: Array | None, mask: Array | None) -> Array:
+def _explicit(query: Array, key: Array, value: Array, case: Case) -> Array:
     """Does what `jax.nn.dot_product_attention` does, with a soft cap and values of another size than the keys."""
     (b, t, n, _), (_, s, k, _) = query.shape, key.shape
-    logits = _logits(query, key, case.scale, case.logits_soft_cap)
-    if bias is not None:
-        logits = (logits + bias).astype(logits.dtype)
+    logits = _logits(query, key, case)
+    if case.bias is not None:
+        logits = (logits + case.bias).astype(logits.dtype)
     # A row that sees nothing weighs all keys alike, as in `jax.nn.dot_product_attention`.
-    logits = jnp.where(visible(query, key, mask, case), logits, _HIDDEN)
+    logits = jnp.where(visible(query, key, case), logits, _HIDDEN)
     weights = jax.nn.softmax(logits.astype(jnp.float32)).astype(key.dtype).reshape(b, k, n // k, t, s)
     out = jnp.einsum("bkgts,bskv->btkgv", weights, value, preferred_element_type=logits.dtype)
     out = out.astype(value.dtype).reshape(b, t, n, value.shape[-1])
@@ -60,11 +50,11 @@ def _explicit(query: Array, key: Array, value: Array, case: Case, *, bias: Array
     return out
 
 
-def visible(query: Array, key: Array, mask: Array | None, case: Case) -> Array:
+def visible(query: Array, key: Array, case: Case) -> Array:
     """Tells which queries see which keys, broadcastable to `[B, N, T, S]`."""
     num_queries, num_keys = query.shape[1], key.shape[1]
     seen = in_band(band_of(case, num_queries, num_keys), num_queries, num_keys)[None, None]
-    seen = seen if mask is None else seen & mask
+    seen = seen if case.mask is None else seen & case.mask
     if case.segment_ids is not None:
         seen &= _same_segment(case.segment_ids)
     if case.query_seq_lengths is not None:
@@ -79,20 +69,21 @@ def _same_segment(segment_ids: tuple[Array, Array]) -> Array:
     return of_query[:, None, :, None] == of_key[:, None, None, :]
 
 
-def _logits(query: Array, key: Array, scale: float, soft_cap: float | None) -> Array:
+def _logits(query: Array, key: Array, case: Case) -> Array:
     """Returns the logits `[B, N, T, S]`, in float32 or wider."""
     (b, t, n, h), (_, s, k, _) = query.shape, key.shape
     dtype = wide(query.dtype)
     grouped = query.reshape(b, t, k, n // k, h)
     logits = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=dtype).reshape(b, n, t, s)
-    logits *= jnp.array(scale, dtype)
-    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
+    logits *= jnp.array(case.scale, dtype)
+    cap = case.logits_soft_cap
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def log_sum_exp(query: Array, key: Array, mask: Array, case: Case) -> Array:
+def log_sum_exp(query: Array, key: Array, case: Case) -> Array:
     """Returns the log-sum-exps `[B, N, T]` of the logits, in float32, of a case without lengths of queries."""
-    logits = _logits(query, key, case.scale, case.logits_soft_cap).astype(jnp.float32)
-    return jax.nn.logsumexp(jnp.where(visible(query, key, mask, case), logits, _HIDDEN), axis=-1)
+    logits = _logits(query, key, case).astype(jnp.float32)
+    return jax.nn.logsumexp(jnp.where(visible(query, key, case), logits, _HIDDEN), axis=-1)
 
 
 def in_band(band: Band, num_queries: int, num_keys: int) -> Array:

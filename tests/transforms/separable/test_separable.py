@@ -18,7 +18,7 @@ from reference import mesh_of
 import zero_jax as zero
 from zero_jax.models import gpt
 from zero_jax.sharding.mesh import axes_of
-from zero_jax.training.loss_function import key_parameter
+from zero_jax.training.loss.function import key_parameter
 from zero_jax.transforms.microbatch_weights import with_weight
 from zero_jax.transforms.separability import separability, shards_over
 

@@ -15,7 +15,7 @@ from zero_jax.sharding.mesh import axis_size
 from zero_jax.training.grads.combined import CombinedAux, of_trace
 from zero_jax.training.grads.plan import GradPlan
 from zero_jax.training.grads.reads import reads_of
-from zero_jax.training.loss_program import StepLoss
+from zero_jax.training.loss.program import StepLoss
 from zero_jax.transforms import (
     Combination,
     PartWeight,

@@ -8,15 +8,15 @@ import re
 import pytest
 
 from zero_jax.analysis import PAPER_CONFIGS
-from zero_jax.cli.config_classes import _MODULES, defaults_of, keys_of, option_fields
+from zero_jax.cli.config_classes import CONFIG_MODULES, defaults_of, keys_of, option_fields
 from zero_jax.cli.models.presets import PRESETS
 from zero_jax.core.field_checks import field_kinds
 from zero_jax.trainer import X_LABELS, TrainConfig
 
 
-@pytest.mark.parametrize("name", _MODULES)
+@pytest.mark.parametrize("name", CONFIG_MODULES)
 def test_kinds_defaults_and_help_are_those_of_the_class(name):
-    config_class = getattr(importlib.import_module(f"zero_jax.{_MODULES[name]}"), name)
+    config_class = getattr(importlib.import_module(f"zero_jax.{CONFIG_MODULES[name]}"), name)
     fields, kinds = option_fields(name), field_kinds(config_class)
     defaults = {field.name: field.default for field in dataclasses.fields(config_class)}
     assert fields and {option: kinds[option] for option in fields} == {x: field.kind for x, field in fields.items()}

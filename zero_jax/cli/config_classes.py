@@ -17,7 +17,7 @@ from zero_jax.core.field_checks import FieldKind, read_kind
 
 _PACKAGE = pathlib.Path(__file__).parent.parent
 # The module of each config whose fields are options, and keys of config files.
-_MODULES = {
+CONFIG_MODULES = {
     "TrainConfig": "trainer.run",
     "ZeroConfig": "training.zero_config",
     "DataConfig": "data.dataset",
@@ -53,7 +53,7 @@ class OptionField:
 
 @functools.cache
 def _assignments(module: str) -> dict[str, ast.expr]:
-    """Returns the values of the names that a module of zero_jax defines or imports from another one."""
+    """Returns the values of the names that a module of zero_jax defines."""
     values: dict[str, ast.expr] = {}
     for node in _source(module).body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
@@ -68,7 +68,7 @@ def _source(module: str) -> ast.Module:
 
 
 def _class_of(config: str) -> ast.ClassDef:
-    classes = (node for node in _source(_MODULES[config]).body if isinstance(node, ast.ClassDef))
+    classes = (node for node in _source(CONFIG_MODULES[config]).body if isinstance(node, ast.ClassDef))
     return next(node for node in classes if node.name == config)
 
 
@@ -89,7 +89,7 @@ def _text_of(module: str, name: str) -> str | None:
 @functools.cache
 def option_fields(config: str) -> dict[str, OptionField]:
     """Returns the fields of a config class that have an option."""
-    node, module = _class_of(config), _MODULES[config]
+    node, module = _class_of(config), CONFIG_MODULES[config]
     helps, fields = _field_help(node), {}
     for line in node.body:
         if not isinstance(line, ast.AnnAssign) or not isinstance(line.target, ast.Name) or line.value is None:

@@ -204,6 +204,7 @@ OPTIMIZER_PARAMS: Mapping[str, Param] = {
     "max_grad_norm": Param("number", _TRANSLATED, _max_grad_norm),
     "fp32_optimizer_states": Param("bool", _TRANSLATED, same_if(_is_set, _STATES, _STATES)),
     **dict.fromkeys(_IMPLEMENTATION.split(), Param("bool", _TRANSLATED, no_meaning(_OF_PYTORCH))),
+    # Without owners, the rule is never asked.
     **dict.fromkeys(_OTHER_PARAMS.split(), Param("any", (), differs(""))),
 }
 

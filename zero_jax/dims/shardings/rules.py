@@ -49,8 +49,7 @@ def _agreed(walk: Any, operands: Sequence[tuple[ValueSharding, Any]]) -> Dims:
     return tuple(dims)
 
 
-def _identity(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
-    del walk
+def _identity(_: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
     return list(inputs[: len(eqn.outvars)])
 
 

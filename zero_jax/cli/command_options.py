@@ -10,7 +10,7 @@ from typing import Any
 
 from zero_jax.cli.config_classes import defaults_of, keys_of, option_fields
 from zero_jax.cli.options import add_fields, add_json, add_path, imported, limits_of, reader
-from zero_jax.core.field_kinds import FieldKind
+from zero_jax.core.field_checks import FieldKind
 
 MAX_SEQ_LEN = 4096  # of --from-hf without --seq-len: contexts of 131,072 tokens are common, and do not fit
 # Where each shell looks for the script of `zero-jax completion`.

@@ -13,7 +13,7 @@ import pathlib
 import re
 from typing import Any
 
-from zero_jax.core.field_kinds import FieldKind, read_kind
+from zero_jax.core.field_checks import FieldKind, read_kind
 
 _PACKAGE = pathlib.Path(__file__).parent.parent
 # The module of each config whose fields are options, and keys of config files.

@@ -12,7 +12,7 @@ from typing import Any
 from zero_jax.cli.config_classes import option_fields
 from zero_jax.cli.options import check_value, limits_of
 from zero_jax.core.close_match import did_you_mean
-from zero_jax.core.field_kinds import FieldKind
+from zero_jax.core.field_checks import FieldKind
 from zero_jax.core.files.json_lines import write_text
 from zero_jax.core.files.untrusted import read_text
 from zero_jax.core.text_tables import printable, quoted

@@ -202,7 +202,7 @@ def _dot(eqn: Any, _: int) -> DimMap:
 def _convolution(eqn: Any, _: int) -> DimMap:
     numbers = eqn.params["dimension_numbers"]
     kept: list[tuple[Dim, ...]] = [()] * _num_dims(eqn.outvars[0])
-    (examples, feature, *_), (out, into, *_) = numbers.lhs_spec, numbers.rhs_spec
+    (examples, feature), (out, into) = numbers.lhs_spec[:2], numbers.rhs_spec[:2]
     groups, batch_groups = eqn.params["feature_group_count"], eqn.params["batch_group_count"]
     if batch_groups == 1:
         kept[numbers.out_spec[0]] = ((0, examples),)

@@ -196,9 +196,8 @@ def _carried(eqn: Any, states: Sequence[State]) -> State:
     return UNKNOWN if others or first is None else first
 
 
-def _same(eqn: Any, states: Sequence[State]) -> State:
+def _same(_: Any, states: Sequence[State]) -> State:
     """XLA shards all operands as it shards any, along whichever dim it works."""
-    del eqn
     dims = {state for state in states if isinstance(state, int)}
     if dims:
         return dims.pop() if len(dims) == 1 else UNKNOWN

@@ -59,9 +59,8 @@ def _of_first(places: Sequence[int | None]) -> DimMap:
     return DimMap(tuple(() if at is None else ((0, at),) for at in places))
 
 
-def _elementwise(eqn: Any, result: int) -> DimMap:
+def _elementwise(eqn: Any, _: int) -> DimMap:
     """Operands of the rank of the result; dims of size 1 among them may be broadcast."""
-    del result
     shape = _shape(eqn.outvars[0])
     shapes = [(i, _shape(x)) for i, x in enumerate(eqn.invars) if _num_dims(x) == len(shape)]
     return DimMap(tuple(tuple((i, at) for i, x in shapes if x[at] == size) for at, size in enumerate(shape)))
@@ -78,8 +77,7 @@ def _bits(eqn: Any, result: int) -> DimMap:
     return _of_first([dim if dim < min(before, after) else None for dim in range(after)])
 
 
-def _transposed(eqn: Any, result: int) -> DimMap:
-    del result
+def _transposed(eqn: Any, _: int) -> DimMap:
     return _of_first(eqn.params["permutation"])
 
 
@@ -98,8 +96,7 @@ def _reshaped(eqn: Any, result: int) -> DimMap:
     return DimMap(tuple(kept), blocks=tuple(blocks))
 
 
-def _broadcast(eqn: Any, result: int) -> DimMap:
-    del result
+def _broadcast(eqn: Any, _: int) -> DimMap:
     before, after = (x.aval.shape for x in (eqn.invars[0], eqn.outvars[0]))
     places = {to: i for i, to in enumerate(eqn.params["broadcast_dimensions"]) if before[i] == after[to]}
     return _of_first([places.get(to) for to in range(len(after))])
@@ -111,16 +108,14 @@ def _resized(eqn: Any, result: int) -> DimMap:
     return _of_first([i if size == after[i] else None for i, size in enumerate(before)])
 
 
-def _padded(eqn: Any, result: int) -> DimMap:
-    del result
+def _padded(eqn: Any, _: int) -> DimMap:
     return _of_first(
         [i if tuple(padding) == (0, 0, 0) else None for i, padding in enumerate(eqn.params["padding_config"])]
     )
 
 
-def _updated(eqn: Any, result: int) -> DimMap:
+def _updated(eqn: Any, _: int) -> DimMap:
     """An update in place: of a dim that the update has whole, each place is updated by itself."""
-    del result
     sizes = zip(eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, strict=True)
     return DimMap(tuple(((0, i), (1, i)) if old == new else () for i, (old, new) in enumerate(sizes)))
 
@@ -128,8 +123,7 @@ def _updated(eqn: Any, result: int) -> DimMap:
 def _but(name: str, default: int = -1) -> Rule:
     """Each dim but one, or some, by a parameter."""
 
-    def rule(eqn: Any, result: int) -> DimMap:
-        del result
+    def rule(eqn: Any, _: int) -> DimMap:
         num_dims, along = _num_dims(eqn.invars[0]), eqn.params.get(name, default)
         gone = {dim % num_dims for dim in (along if isinstance(along, (tuple, list)) else (along,))}
         return _of_all(eqn, [None if dim in gone else dim for dim in range(num_dims)])
@@ -140,8 +134,7 @@ def _but(name: str, default: int = -1) -> Rule:
 def _without(name: str, *, reduces: bool = False) -> Rule:
     """The result lacks the dims of a parameter; it may be a reduction over these."""
 
-    def rule(eqn: Any, result: int) -> DimMap:
-        del result
+    def rule(eqn: Any, _: int) -> DimMap:
         num_dims, along = _num_dims(eqn.invars[0]), eqn.params[name]
         gone = [dim % num_dims for dim in (along if isinstance(along, (tuple, list)) else (along,))]
         full = [i for i, atom in enumerate(eqn.invars) if _num_dims(atom) == num_dims]
@@ -151,16 +144,14 @@ def _without(name: str, *, reduces: bool = False) -> Rule:
     return rule
 
 
-def _stacked(eqn: Any, result: int) -> DimMap:
-    del result
+def _stacked(eqn: Any, _: int) -> DimMap:
     dims: list[int | None] = [*range(_num_dims(eqn.invars[0]))]
     dims.insert(eqn.params["axis"], None)
     return _of_all(eqn, dims)
 
 
-def _windowed(eqn: Any, result: int) -> DimMap:
+def _windowed(eqn: Any, _: int) -> DimMap:
     """Windows of one element leave a dim as it is."""
-    del result
     sizes = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
     settings = [eqn.params[name] for name in sizes if name in eqn.params]
     places = [
@@ -200,8 +191,7 @@ def _attention(eqn: Any, result: int) -> DimMap:
     return DimMap((tuple((i, 0) for i in range(len(eqn.invars))), *rest))
 
 
-def _dot(eqn: Any, result: int) -> DimMap:
-    del result
+def _dot(eqn: Any, _: int) -> DimMap:
     contract, batch = (list(zip(*pair, strict=True)) for pair in eqn.params["dimension_numbers"])
     pairs = lambda dims: [((0, i), (1, j)) for i, j in dims]  # noqa: E731
     paired = {dim for pair in pairs([*contract, *batch]) for dim in pair}
@@ -209,11 +199,10 @@ def _dot(eqn: Any, result: int) -> DimMap:
     return DimMap((*pairs(batch), *free), tuple(pairs(contract)))
 
 
-def _convolution(eqn: Any, result: int) -> DimMap:
-    del result
+def _convolution(eqn: Any, _: int) -> DimMap:
     numbers = eqn.params["dimension_numbers"]
     kept: list[tuple[Dim, ...]] = [()] * _num_dims(eqn.outvars[0])
-    (examples, feature, *_), (out, into, *_) = numbers.lhs_spec, numbers.rhs_spec
+    (examples, feature), (out, into) = numbers.lhs_spec[:2], numbers.rhs_spec[:2]
     groups, batch_groups = eqn.params["feature_group_count"], eqn.params["batch_group_count"]
     if batch_groups == 1:
         kept[numbers.out_spec[0]] = ((0, examples),)
@@ -222,9 +211,8 @@ def _convolution(eqn: Any, result: int) -> DimMap:
     return DimMap(tuple(kept), (((0, feature), (1, into)),) if groups == 1 else ())
 
 
-def _gather(eqn: Any, result: int) -> DimMap:
+def _gather(eqn: Any, _: int) -> DimMap:
     """A lookup: the dims of the indices, and those of the table of which each slice has everything."""
-    del result
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     pairs = zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True)
     of_table = {place: ((0, dim),) for place, dim in pairs}
@@ -241,9 +229,8 @@ def _gather(eqn: Any, result: int) -> DimMap:
     return DimMap(tuple(kept))
 
 
-def _scatter(eqn: Any, result: int) -> DimMap:
+def _scatter(eqn: Any, _: int) -> DimMap:
     """A write: dims of which each update has everything, and those that indices and updates have, too."""
-    del result
     numbers, (shape, _, updates) = eqn.params["dimension_numbers"], (atom.aval.shape for atom in eqn.invars)
     windows, places = iter(numbers.update_window_dims), _rest(len(updates), numbers.update_window_dims)
     pairs = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)

@@ -53,16 +53,14 @@ def _divided(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     return [divided(*inputs) if is_float(pair.whole.outvars[0].aval) else applied(inputs)]
 
 
-def _less(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    del pair
+def _less(_: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     x, limit = inputs
     if x.kind is Kind.POSITIONS and limit.number == 0:  # as indices are compared that may count from the end
         return [Relation(kind=Kind.ROWS, dim=x.dim, is_false=True)]
     return [applied(inputs)]
 
 
-def _select(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    del pair
+def _select(_: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     which, *cases = inputs
     if which.is_false:
         return [cases[0]]
@@ -198,8 +196,7 @@ def _concatenate(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     return carried(all_joined)(pair, inputs)
 
 
-def _iota(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    del inputs
+def _iota(pair: Pair, _: Sequence[Relation]) -> list[Relation]:
     grows = pair.growing()
     if grows is None:
         return [SAME]

@@ -49,8 +49,7 @@ def _agreed(walk: Any, operands: Sequence[tuple[ValueSharding, Any]]) -> Dims:
     return tuple(dims)
 
 
-def _identity(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
-    del walk
+def _identity(_: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
     return list(inputs[: len(eqn.outvars)])
 
 
@@ -80,11 +79,12 @@ def _reduced(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[Value
 
 
 def _along(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
-    """What works along a dim, which is gathered for it; a sort moves several operands."""
-    dims = []
+    """What works along a dim, which is gathered for it; operands of one shape, as of a sort, are sharded alike."""
+    known, operands = dim_map(eqn), []
     for i, (x, atom) in enumerate(zip(inputs, eqn.invars, strict=True)):
-        lost = _lost(dim_map(eqn), x.dims, i)
-        dims.append((walk.gather(x, atom.aval, lost) if lost else x).dims)
+        lost = _lost(known, x.dims, i)
+        operands.append((walk.gather(x, atom.aval, lost) if lost else x, atom.aval))
+    dims = [_agreed(walk, operands)] * len(inputs)
     return [ValueSharding(dims=dim_map(eqn, k).carry(dims)) for k in range(len(eqn.outvars))]
 
 
@@ -123,11 +123,6 @@ def _concatenate(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[V
     if dims[along]:
         walk.move("collective-permute", dims[along], walk.local_bytes(eqn.outvars[0].aval, result), eqn.outvars[0].aval)
     return [result]
-
-
-def _stack(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
-    dims = _agreed(walk, [(x, atom.aval) for x, atom in zip(inputs, eqn.invars, strict=True)])
-    return [ValueSharding(dims=dim_map(eqn).carry([dims] * len(inputs)))]
 
 
 def _dynamic_slice(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
@@ -247,7 +242,7 @@ RULES: Mapping[str, Rule] = {
     "rev": _reversed,
     "pad": _resized,
     "concatenate": _concatenate,
-    "stack": _stack,
+    "stack": _along,
     "dynamic_slice": _dynamic_slice,
     "dot_general": _dot,
     "conv_general_dilated": _convolution,

@@ -12,7 +12,7 @@ import reference
 import zero_jax as zero
 from zero_jax.core.subcalls import equations
 from zero_jax.sharding.mesh import axes_of
-from zero_jax.transforms import separability, with_weight
+from zero_jax.transforms import BatchParts, separability, with_weight
 
 L, D, N, K, H, T, B = 2, 16, 4, 2, 8, 6, 16
 SETTINGS = [
@@ -82,8 +82,8 @@ def test_attention_mixes_no_examples(local):
 
     mesh = zero.make_mesh(data=4, model=2)
     found = separability(
-        with_weight(loss, "auto"), jax.eval_shape(init, jax.random.key(0)), make_batch(), jax.random.key(0),
-        mesh=mesh, axes=axes_of(mesh), num_microbatches=2, local=local,
+        with_weight(loss, "auto"), (jax.eval_shape(init, jax.random.key(0)), make_batch(), jax.random.key(0)),
+        BatchParts(mesh=mesh, axes=axes_of(mesh), num_microbatches=2, local=local),
     )  # fmt: skip
     assert not found.another_loss and not found.not_local
 

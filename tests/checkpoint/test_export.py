@@ -75,7 +75,7 @@ def test_one_file(run, tmp_path):
 
 
 def test_several_files_with_an_index(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("zero_jax.checkpoint.exporting._SLICE_BYTES", 100)  # leaves come in many slices
+    monkeypatch.setattr("zero_jax.checkpoint.leaf_files._SLICE_BYTES", 100)  # leaves come in many slices
     folder, params = run
     done = export(folder, tmp_path, dtype="bfloat16", max_shard_bytes=5000)  # into a folder that is there
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())

@@ -17,7 +17,7 @@ from zero_jax.cli import launch as cli_launch
 from zero_jax.cluster.joining import NUM_PROCESSES
 from zero_jax.cluster.launching import LaunchConfig, launch
 from zero_jax.cluster.log_merging import Merger
-from zero_jax.cluster.processes import patient_flags
+from zero_jax.cluster.processes import Ending, Round, patient_flags
 
 SCRIPT = str(pathlib.Path(__file__).parent / "launched.py")
 COMMANDS = ("launch", "plan", "train")
@@ -153,9 +153,25 @@ def test_an_exit_that_hangs_is_ended():
 def test_a_process_killed_in_the_middle_of_collectives_ends_all(who):
     launched = Launched("killed", who)
     assert launched.result.status == 128 + signal.SIGKILL
-    first, last = launched.result.endings
+    first = launched.result.first_failure
     assert first.process_index == who
-    assert last.seconds - first.seconds < 2 + 3  # the grace, and what it takes to notice
+    # The grace, and what it takes to notice.
+    assert max(ending.seconds for ending in launched.result.endings) - first.seconds < 2 + 3
+
+
+def test_a_process_that_is_killed_is_the_first_though_the_error_of_another_was_noticed_before():
+    def first(*codes, seconds, was_asked=False):
+        endings = [
+            Ending(process_index=i, returncode=code, seconds=at, was_asked=was_asked, last_lines=())
+            for i, (code, at) in enumerate(zip(codes, seconds, strict=True))
+        ]
+        return Round(num_processes=len(codes), endings=tuple(endings)).first_failure
+
+    assert first(1, -9, seconds=(3.0, 3.002)).process_index == 1
+    assert first(1, -9, seconds=(3.0, 3.002), was_asked=True).process_index == 0
+    assert first(1, -9, seconds=(3.0, 5.0)).process_index == 0
+    assert first(0, -6, 1, seconds=(3.0, 3.0, 3.1)).process_index == 1
+    assert first(0, 0, seconds=(3.0, 3.0)) is None
 
 
 def test_progress_bars_do_not_garble():

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from zero_jax.cli import commands as cli
-from zero_jax.cli import train as cli_train
-from zero_jax.cli.options import option_fields
+from zero_jax.cli.command_options import SECTIONS
+from zero_jax.cli.config_classes import option_fields
 from zero_jax.cluster.launching import LaunchConfig
 from zero_jax.core.field_checks import check_fields
 from zero_jax.data.dataset import DataConfig
@@ -30,7 +30,8 @@ WRONG = {
 
 @pytest.mark.parametrize("config_class", [*CONFIGS, GPTConfig])
 def test_every_field_refuses_what_is_not_of_its_type_not_finite_or_out_of_range(config_class):
-    for name, kind in option_fields(config_class).items():
+    for name, field in option_fields(config_class.__name__).items():
+        kind = field.kind
         if config_class is GPTConfig and kind.base is not int:
             continue
         for value in [*WRONG[kind.base], *([] if kind.is_optional else [None])]:
@@ -42,11 +43,11 @@ def test_every_field_refuses_what_is_not_of_its_type_not_finite_or_out_of_range(
 
 @pytest.mark.parametrize("name", ["train", "launch"])
 def test_every_option_refuses_numbers_that_are_none_in_one_line(name, capsys):
-    classes = cli_train.sections().values() if name == "train" else [LaunchConfig]
+    classes = SECTIONS.values() if name == "train" else ["LaunchConfig"]
     words = {int: ["nan", "inf", "x", "1.5", ""], float: ["nan", "inf", "-inf", "1e999", "x", ""]}
     num_options = 0
-    for option, kind in [pair for one in classes for pair in option_fields(one).items()]:
-        for word in words.get(kind.base, []):
+    for option, field in [pair for one in classes for pair in option_fields(one).items()]:
+        for word in words.get(field.kind.base, []):
             with pytest.raises(SystemExit) as ended:
                 cli.parse(
                     [name, f"--{option.replace('_', '-')}={word}", *(["--", "train"] if name == "launch" else [])]

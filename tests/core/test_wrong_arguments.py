@@ -174,7 +174,7 @@ def start(*_, **__):
 
 @pytest.fixture(autouse=True)
 def no_work(monkeypatch):
-    for target in ("plans.make_report", "auto.search"):
+    for target in ("process.make_report", "search.Search.run"):
         monkeypatch.setattr(f"zero_jax.planning.{target}", start)
 
 

@@ -240,8 +240,8 @@ roles = ["system", "user", "assistant", "assistant", "user", "assistant", "user"
 messages = [{"role": role, "content": f"{role[0]}{i}"} for i, role in enumerate(roles)]
 for source in json.load(sys.stdin):
     found = []
-    for few in (0, 9):
-        renderer = rendering._Renderer({"source": source, "tokens": {}, "max_characters": 999, "few": few})
+    for rendering._FEW in (0, 9):
+        renderer = rendering._Renderer({"source": source, "tokens": {}})
         found += [renderer.render({"messages": messages, "answers": [2, 3, 5], "tools": None}), len(starts)]
         starts.clear()
     print(json.dumps(found[:3]))

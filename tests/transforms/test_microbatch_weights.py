@@ -132,6 +132,9 @@ FORMS = {
     "choice and guard": with_count(lambda s, n: jnp.where(n > 0, s / jnp.where(n > 0, n, 1), 0)),
     "weights": lambda p, b: errors_of(p, b) @ (b["mask"] / b["mask"].sum()),
     "mean of weights": lambda p, b: (errors_of(p, b) * (b["mask"] / jnp.maximum(b["mask"].sum(), 1))).sum(),
+    "running sums": lambda p, b: jnp.cumsum(
+        (jnp.square(b["x"] @ p["w"]) * b["mask"][:, None]).sum(0) / jnp.maximum(b["mask"].sum(), 1)
+    )[-1:].sum(),
     "reciprocal": with_count(lambda s, n: s * (1 / n)),
     "power": with_count(lambda s, n: s * n**-1),
     "and a number": with_count(lambda s, n: s / (n + 1) / 2),

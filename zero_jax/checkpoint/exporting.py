@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.checkpoint.finding import check_outside, find_checkpoint
-from zero_jax.checkpoint.leaf_files import check_files, make_context, read_slices
+from zero_jax.checkpoint.leaf_files import check_files, read_slices
 from zero_jax.checkpoint.record import Record, SavedLeaf
 from zero_jax.core.files.partial_folder import partial_folder
 from zero_jax.core.files.safetensors import DTYPES, Tensor, cast_values, create_files
@@ -23,7 +23,6 @@ from zero_jax.core.text_tables import quoted
 from zero_jax.core.variables import MODEL_STATE
 
 _UNITS: Mapping[str, int] = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-_SLICE_BYTES = 1 << 26
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,7 +180,7 @@ def _dtype(leaf: SavedLeaf) -> str:
 
 def _slices(record: Record, leaf: str) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
     """Reads slices of a leaf, and compares it with its fingerprint at the end."""
-    for index, part in read_slices(record, leaf, make_context(0), _SLICE_BYTES):
+    for index, part in read_slices(record, leaf):
         yield index, part.view(jnp.dtype(_dtype(record.leaves[leaf])))
 
 

@@ -123,9 +123,7 @@ def cut_slices(
         )
 
 
-def read_slices(
-    record: Record, name: str, context: tensorstore.Context, limit_bytes: int = _SLICE_BYTES
-) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+def read_slices(record: Record, name: str) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
     """Reads a leaf in its stored form, slice by slice in any order, each chunk of its files once.
 
     Raises:
@@ -133,9 +131,9 @@ def read_slices(
     """
     leaf, total = record.leaves[name], 0
     if 0 not in leaf.stored_shape:
-        store = open_leaf(record, name, context)
+        store = open_leaf(record, name, make_context(0))
         chunk = [size or 1 for size in store.chunk_layout.read_chunk.shape or ()]
-        for index in cut_slices(leaf.stored_shape, jnp.dtype(leaf.stored_dtype).itemsize, limit_bytes, chunk):
+        for index in cut_slices(leaf.stored_shape, jnp.dtype(leaf.stored_dtype).itemsize, _SLICE_BYTES, chunk):
             try:
                 part = np.asarray(store[index].read().result())
             except ValueError as error:
@@ -160,7 +158,7 @@ def verify(record: Record) -> list[str]:
     Raises:
       CheckpointRemoved: the checkpoint was deleted meanwhile.
     """
-    problems, context = [], make_context(0)
+    problems: list[str] = []
 
     def check(read: Callable[[], object]) -> None:
         try:
@@ -175,7 +173,7 @@ def verify(record: Record) -> list[str]:
         return problems
     check(lambda: check_index(record))
     for name in record.leaves:
-        check(lambda name=name: collections.deque(read_slices(record, name, context), maxlen=0))
+        check(lambda name=name: collections.deque(read_slices(record, name), maxlen=0))
     return list(dict.fromkeys(problems))
 
 

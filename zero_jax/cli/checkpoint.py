@@ -8,16 +8,7 @@ import jax
 
 from zero_jax.checkpoint import describe, export, parse_size
 from zero_jax.cli.models.adapters import merged_params
-from zero_jax.cli.options import (
-    add_fields,
-    add_json,
-    add_path,
-    field_values,
-    one_line_errors,
-    reader,
-    refuse,
-    with_config_file,
-)
+from zero_jax.cli.options import field_values, one_line_errors, refuse, with_config_file
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.text_tables import printable_lines
@@ -70,44 +61,9 @@ class ExportConfig:
         parse_size(self.max_shard_size)
 
 
-def add_inspect_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `zero-jax inspect`."""
-    parser.description = (
-        "Prints the leaves of a checkpoint with shapes and dtypes, its step, and the config and position in the data "
-        "of the run that saved it."
-    )
-    _add_path(parser)
-    add_fields(parser, InspectConfig, default_of=InspectConfig())
-    parser.set_defaults(run=_inspect)
-
-
-def add_export_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `zero-jax export`."""
-    parser.description = (
-        "Writes the params of a checkpoint as safetensors files with an index, leaf by leaf, in bounded memory."
-    )
-    _add_path(parser)
-    target = parser.add_mutually_exclusive_group(required=True)
-    add_path(target, "--out", metavar="FOLDER", help="folder to write into")
-    add_path(
-        target,
-        "--to-hf",
-        metavar="FOLDER",
-        help="folder to make as the Hugging Face hub has them, for transformers: decoders alone, in the names of their "
-        "family, with config.json and the tokenizer of --from-hf, and by default in its dtype",
-    )
-    add_fields(parser, ExportConfig, default_of=ExportConfig())
-    parser.set_defaults(run=_export)
-
-
-def _add_path(parser: argparse.ArgumentParser) -> None:
-    text = "a run's folder, its checkpoints, or the folder of one step"
-    parser.add_argument("path", type=reader(str, place="anywhere"), metavar="PATH", help=text)
-    add_json(parser)
-
-
 @one_line_errors
-def _inspect(options: argparse.Namespace) -> int:
+def inspect(options: argparse.Namespace) -> int:
+    """Runs `zero-jax inspect`."""
     config = InspectConfig(**field_values(InspectConfig, options))
     description = describe(options.path, step=config.step, verify_leaves=config.verify)
     print(json.dumps(description.to_json()) if options.json else printable_lines(description))
@@ -115,7 +71,8 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 @one_line_errors
-def _export(options: argparse.Namespace) -> int:
+def export_params(options: argparse.Namespace) -> int:
+    """Runs `zero-jax export`."""
     config = ExportConfig(**field_values(ExportConfig, options))
     if config.merged:
         refuse(options, ("--ema",), reason="--merged takes the params themselves: leave it out")

@@ -19,24 +19,22 @@ from zero_jax.core.extras import MissingPackage
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.text_tables import printable_lines
 
-# The module of each command, its usage, and its help. The module has a function that adds the command's options, and is
-# imported when that command is parsed: `zero-jax --help` imports none.
+# The usage of each command, and its help. Its options are added when it is parsed.
 _COMMANDS = {
-    "train": ("train", "[OPTION ...]", "train a transformer on text, or a model of your own on anything"),
-    "plot": ("train", "RUN ... [OPTION ...]", "draw runs over one another"),
-    "plan": ("plan", "[OPTION ...]", "does a model fit on hardware that is not here, and how fast may it be?"),
-    "memory": ("plan", "[OPTION ...]", "memory of a train step: by formula and measured"),
-    "comms": ("plan", "[OPTION ...]", "communication of a train step: by formula and measured"),
-    "tokenize": ("data", "[OPTION ...]", "train a tokenizer on text, or turn text into a folder of tokens"),
-    "inspect": ("checkpoint", "PATH [OPTION ...]", "what is in a checkpoint, and is it undamaged?"),
-    "export": ("checkpoint", "PATH [OPTION ...]", "write a checkpoint's params as safetensors files"),
+    "train": ("[OPTION ...]", "train a transformer on text, or a model of your own on anything"),
+    "plot": ("RUN ... [OPTION ...]", "draw runs over one another"),
+    "plan": ("[OPTION ...]", "does a model fit on hardware that is not here, and how fast may it be?"),
+    "memory": ("[OPTION ...]", "memory of a train step: by formula and measured"),
+    "comms": ("[OPTION ...]", "communication of a train step: by formula and measured"),
+    "tokenize": ("[OPTION ...]", "train a tokenizer on text, or turn text into a folder of tokens"),
+    "inspect": ("PATH [OPTION ...]", "what is in a checkpoint, and is it undamaged?"),
+    "export": ("PATH [OPTION ...]", "write a checkpoint's params as safetensors files"),
     "launch": (
-        "launch",
         "[-n N] [OPTION ...] -- COMMAND [ARGUMENT ...]",
         "run a command as several processes on this machine",
     ),
-    "from-deepspeed": ("deepspeed", "DS_CONFIG [OPTION ...]", "translate a DeepSpeed config"),
-    "completion": ("completion", "SHELL", "complete commands, options and files in a shell"),
+    "from-deepspeed": ("DS_CONFIG [OPTION ...]", "translate a DeepSpeed config"),
+    "completion": ("SHELL", "complete commands, options and files in a shell"),
 }
 
 
@@ -116,8 +114,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="zero-jax", description="ZeRO for JAX: sharded training as PartitionSpec rules.")
     parser.add_argument("--version", action="version", version=f"zero-jax {zero_jax.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, (module, arguments, text) in _COMMANDS.items():
-        function = f"{__package__}.{module}:add_{name.replace('-', '_')}_options"
+    for name, (arguments, text) in _COMMANDS.items():
+        function = f"{__package__}.command_options:add_{name.replace('-', '_')}_options"
         command = commands.add_parser(name, usage=f"zero-jax {name} {arguments}", help=text, options=function)
         command.set_defaults(parser=command, known=commands.choices)
     return parser

@@ -9,23 +9,9 @@ from zero_jax.cli.commands import build_parser
 from zero_jax.cli.options import is_path
 from zero_jax.core.extras import extra
 
-# Where each shell looks for the script.
-_PLACES = {
-    "bash": "~/.local/share/bash-completion/completions/zero-jax",
-    "zsh": "a folder of your $fpath, as _zero-jax",
-    "fish": "~/.config/fish/completions/zero-jax.fish",
-}
 
-
-def add_completion_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the argument of `zero-jax completion`."""
-    places = "; ".join(f"{shell}: {place}" for shell, place in _PLACES.items())
-    parser.description = f"Prints the script with which a shell completes zero-jax. Save it where it looks ({places})."
-    parser.add_argument("shell", choices=tuple(_PLACES), metavar="SHELL", help=f"one of {', '.join(_PLACES)}")
-    parser.set_defaults(run=_complete)
-
-
-def _complete(options: argparse.Namespace) -> int:
+def complete(options: argparse.Namespace) -> int:
+    """Runs `zero-jax completion`."""
     with extra("completion"):
         import shtab
 

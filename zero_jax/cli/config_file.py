@@ -9,8 +9,10 @@ import types
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from zero_jax.cli.options import OptionKind, check_value, limits_of, option_fields
+from zero_jax.cli.config_classes import option_fields
+from zero_jax.cli.options import check_value, limits_of
 from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.field_checks import FieldKind
 from zero_jax.core.files.json_lines import write_text
 from zero_jax.core.files.untrusted import read_text
 from zero_jax.core.text_tables import printable, quoted
@@ -19,11 +21,11 @@ _MAX_BYTES = 1 << 16
 
 
 def read_file(
-    path: str | pathlib.Path, sections: Mapping[str, type], extra: Mapping[str, OptionKind] = types.MappingProxyType({})
+    path: str | pathlib.Path, sections: Mapping[str, str], extra: Mapping[str, FieldKind] = types.MappingProxyType({})
 ) -> dict[str, Any]:
     """Reads a config file; returns its values by the destinations of the options for the same fields.
 
-    `sections` has the config class of each section, `extra` further keys of the section `model`.
+    `sections` has the name of the config class of each section, `extra` further keys of the section `model`.
 
     Raises:
       ValueError: no such file, no TOML, an unknown section or key, or a value of the wrong type.
@@ -33,8 +35,8 @@ def read_file(
         _check_known(f"{path}: section", section, sections)
         if not isinstance(entries, dict):
             raise ValueError(f"{path}: {quoted(section)} is a value: write a section [{printable(section)}] of values")
-        prefix = f"{sections[section].__name__}."
-        kinds = {prefix + name: kind for name, kind in option_fields(sections[section]).items()}
+        config = sections[section]
+        kinds = {f"{config}.{name}": field.kind for name, field in option_fields(config).items()}
         kinds |= extra if section == "model" else {}
         by_name = {destination.rpartition(".")[2]: destination for destination in kinds}
         for name, value in entries.items():
@@ -49,7 +51,7 @@ def _check_known(label: str, name: str, names: Collection[str]) -> None:
         raise ValueError(f"{label} {quoted(name)} is unknown: {did_you_mean(name, names)}Known are {', '.join(names)}")
 
 
-def _checked(label: str, value: Any, kind: OptionKind, destination: str) -> Any:
+def _checked(label: str, value: Any, kind: FieldKind, destination: str) -> Any:
     if kind.is_optional and value == "none":
         return None
     if kind.base is dict and isinstance(value, dict):
@@ -60,8 +62,10 @@ def _checked(label: str, value: Any, kind: OptionKind, destination: str) -> Any:
             value = float(value)
     except ValueError as error:
         raise ValueError(f"{label}: {error}") from error
-    if type(value) is not kind.base or (kind.choices and value not in kind.choices):
-        expected = f"one of {', '.join(kind.choices)}" if kind.choices else f"a value of type {kind.base.__name__}"
+    if type(value) is not kind.base or (kind.words and value not in kind.words):
+        expected = (
+            f"one of {', '.join(kind.words)}" if kind.words else f"a value of type {getattr(kind.base, '__name__', '')}"
+        )
         text = repr(value)
         raise ValueError(f"{label} = {text if len(text) <= 100 else f'{text[:100]}...'}: give {expected}")
     return value

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from zero_jax.checkpoint import check_outside
-from zero_jax.cli.options import add_fields, add_json, add_path, field_values, log_line, one_line_errors, reader
+from zero_jax.cli.options import field_values, log_line, one_line_errors
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.text_tables import printable_lines
@@ -70,26 +70,9 @@ class TokenizeResult:
         return "\n".join([*lines, f"next       zero-jax train {options} --vocab-size {self.vocab_size}"])
 
 
-def add_tokenize_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `zero-jax tokenize`."""
-    parser.description = (
-        "Trains a byte-level BPE on text (--vocab-size), writes text as a folder of tokens that `zero-jax train "
-        "--data` maps (--tokens), or both."
-    )
-    without = ("validation_fraction", "prefetch_batches", "token_cache", "separate_documents")
-    add_fields(parser.add_argument_group("text"), DataConfig, default_of=DataConfig(), without=without)
-    group = parser.add_argument_group("what to make")
-    group.add_argument(
-        "--vocab-size", type=reader(int, lowest=1), metavar="N", help="train a tokenizer of N tokens on the text"
-    )
-    add_path(group, "--out", help="where the tokenizer goes (default: tokenizer.json)")
-    add_path(group, "--tokens", metavar="FOLDER", help="write the tokens there; there must be no such folder yet")
-    add_json(parser)
-    parser.set_defaults(run=_tokenize)
-
-
 @one_line_errors
-def _tokenize(options: argparse.Namespace) -> int:
+def tokenize(options: argparse.Namespace) -> int:
+    """Runs `zero-jax tokenize`."""
     try:
         result = _make(options, DataConfig(**field_values(DataConfig, options)))
     except KeyboardInterrupt:

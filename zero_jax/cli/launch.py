@@ -7,7 +7,7 @@ import sys
 from collections.abc import Collection, Sequence
 
 from zero_jax.cli.models.own import read_own_model
-from zero_jax.cli.options import add_fields, field_values, one_line_errors, reader, with_config_file
+from zero_jax.cli.options import field_values, one_line_errors, with_config_file
 from zero_jax.cli.train import read_config
 from zero_jax.cluster import NUM_PROCESSES, LaunchConfig, launch
 from zero_jax.core.close_match import did_you_mean
@@ -15,28 +15,9 @@ from zero_jax.core.close_match import did_you_mean
 _PYTHONS = ("python", "python3")
 
 
-def add_launch_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `zero-jax launch`."""
-    parser.description = (
-        "Runs a command of zero-jax, such as `train`, or any program, such as `python my_script.py`, as several "
-        "processes on this machine that work together, each with simulated CPU devices. Where one fails, all end, and "
-        "with --min-processes the command is started again with those that are left. The exit status is that of the "
-        "process that failed first."
-    )
-    defaults = LaunchConfig()
-    group = parser.add_argument_group("processes")
-    group.add_argument(
-        "-n", "--num-processes", type=reader(int), metavar="N", default=defaults.num_processes,
-        dest="LaunchConfig.num_processes",
-        help=f"processes to start on this machine (default: {defaults.num_processes})",
-    )  # fmt: skip
-    add_fields(group, LaunchConfig, default_of=defaults, without=("num_processes",))
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run, after `--`")
-    parser.set_defaults(run=_launch)
-
-
 @one_line_errors
-def _launch(options: argparse.Namespace) -> int:
+def launch_command(options: argparse.Namespace) -> int:
+    """Runs `zero-jax launch`."""
     config = LaunchConfig(**field_values(LaunchConfig, options))
     command = command_line(options.command, options.known)
     refused: list[int] = []

@@ -1,4 +1,4 @@
-"""Command-line options made from the fields of config dataclasses.
+"""Command-line options made from the fields of config dataclasses, as `config_classes` reads them.
 
 The options are argparse's. A field's type says how its text is read, its line in the class's docstring is the help, and
 its destination is `ClassName.field`. `config_file` reads the same fields from TOML.
@@ -7,20 +7,18 @@ its destination is `ClassName.field`. `config_file` reads the same fields from T
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import importlib.util
-import inspect
 import math
 import os
 import pkgutil
 import re
 import shutil
 import sys
-import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NoReturn
 
+from zero_jax.cli.config_classes import option_fields
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.text_tables import printable_lines, quoted
 
@@ -33,12 +31,6 @@ PathPlace = Literal["local", "anywhere"]
 # The schemes of buckets, each with the packages of which one is needed: checkpoints go through etils.epath and
 # tensorstore, which both have to support the scheme.
 _SCHEMES: Mapping[str, tuple[str, ...]] = {"gs": ("gcsfs", "tensorflow"), "s3": ("s3fs",)}
-# Fields without an option: the roles of mesh axes, which the commands choose, and fields that are no number or word or
-# have no use for the reference models. The `remat` of a command is the policy, for any model.
-_NOT_OPTIONS = frozenset(
-    "zero data_axes replica_axes model_axes ZeroConfig.param_specs axis_rules overrides loss_weight "
-    "GPTConfig.remat DecoderConfig.remat".split()
-)
 # The text options that are paths.
 PLACES: Mapping[str, PathPlace] = {
     "DataConfig.data": "local",
@@ -143,6 +135,11 @@ def refuse(options: argparse.Namespace, names: Collection[str], *, reason: str) 
         raise ValueError(f"{' and '.join(refused)}: {reason}")
 
 
+def imported(name: str) -> Callable[[argparse.Namespace], int]:
+    """Returns the command `module:name`, which is imported when it is called."""
+    return lambda options: pkgutil.resolve_name(name)(options)
+
+
 def one_line_errors(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
     """Wraps a command so that a `ValueError` ends the program with its message and status 2."""
 
@@ -171,15 +168,29 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object, the log to stderr")
 
 
-def add_fields(group: Any, config_class: type, *, default_of: Any, without: Collection[str] = ()) -> None:
-    """Adds an option for each number, word or switch of a config; without `default_of`, what is not set is absent."""
-    for name, kind in option_fields(config_class).items():
+def add_fields(
+    group: Any,
+    config: str,
+    *,
+    defaults: Mapping[str, Any] | Literal["own"] | None = "own",
+    without: Collection[str] = (),
+) -> None:
+    """Adds an option for each number, word or switch of a config class.
+
+    Args:
+      group: a parser or a group of its options.
+      config: the name of the class.
+      defaults: the options' defaults, by field; "own" are those of the class, and None leaves out what is not set.
+      without: fields that get no option.
+    """
+    for name, field in option_fields(config).items():
         if name in without:
             continue
-        default = argparse.SUPPRESS if default_of is None else getattr(default_of, name)
-        shown = "the preset's" if default_of is None else "none" if default is None else default
-        text = f"{_field_help(config_class)[name]} (default: {shown})".replace("%", "%%")
-        option, destination = option_of(name), f"{config_class.__name__}.{name}"
+        kind = field.kind
+        default = field.default if defaults == "own" else argparse.SUPPRESS if defaults is None else defaults[name]
+        shown = "the preset's" if defaults is None else "none" if default is None else default
+        text = f"{field.help} (default: {shown})".replace("%", "%%")
+        option, destination = option_of(name), f"{config}.{name}"
         settings: dict[str, Any] = {"dest": destination, "default": default, "help": text}
         if kind.base is bool:
             group.add_argument(option, action=argparse.BooleanOptionalAction, **settings)
@@ -187,9 +198,10 @@ def add_fields(group: Any, config_class: type, *, default_of: Any, without: Coll
             group.add_argument(
                 option.removesuffix("s"), action=_AddEntry, metavar="NAME=VALUE", type=reader(str), **settings
             )
-        elif kind.choices:
-            group.add_argument(option, choices=kind.choices, **settings)
+        elif kind.words:
+            group.add_argument(option, choices=kind.words, **settings)
         else:
+            assert kind.base is not None
             parse = reader(kind.base, is_optional=kind.is_optional, **limits_of(destination))
             group.add_argument(option, type=parse, metavar=_METAVARS[kind.base], **settings)
 
@@ -231,45 +243,10 @@ def limits_of(destination: str) -> dict[str, Any]:
     return {"place": PLACES.get(destination), "largest": _LARGEST_INTEGER if is_wide else _LARGEST_COUNT}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OptionKind:
-    """The type of an option: a base type, whether None is a value, and the words that it is limited to.
-
-    A `dict` is an option NAME=VALUE that may be repeated.
-    """
-
-    base: type
-    is_optional: bool
-    choices: tuple[str, ...] = ()
-
-
-@functools.cache
-def option_fields(config_class: type) -> dict[str, OptionKind]:
-    """Returns the fields of a config that have an option."""
-    from zero_jax.core.field_checks import field_kinds  # with JAX, which `zero-jax --help` does not need
-
-    kinds = {}
-    for name, kind in field_kinds(config_class).items():
-        bases = [str] if kind.words else [member for member in kind.types if member in (bool, int, float, str)]
-        if any(typing.get_origin(member) is Mapping for member in kind.types):
-            bases = [dict]
-        if bases and not {name, f"{config_class.__name__}.{name}"} & _NOT_OPTIONS:
-            kinds[name] = OptionKind(base=bases[0], is_optional=kind.is_optional, choices=kind.words)
-    return kinds
-
-
-@functools.cache
-def _field_help(config_class: type) -> dict[str, str]:
-    """Returns the lines on the fields in the section `Attributes:` of a config's docstring."""
-    section = inspect.cleandoc(config_class.__doc__ or "").partition("Attributes:\n")[2]
-    entries = re.split(r"^  (\w+): ", section, flags=re.MULTILINE)[1:]
-    lines = {name: " ".join(text.split()).rstrip(".") for name, text in zip(entries[::2], entries[1::2], strict=True)}
-    return {field.name: lines.get(field.name, "") for field in dataclasses.fields(config_class)}
-
-
-def field_values(config_class: type, options: argparse.Namespace) -> dict[str, Any]:
+def field_values(config: type | str, options: argparse.Namespace) -> dict[str, Any]:
     """Returns the values of a config's fields, without those that the command has no option for."""
-    names = {name: f"{config_class.__name__}.{name}" for name in option_fields(config_class)}
+    class_name = config if isinstance(config, str) else config.__name__
+    names = {name: f"{class_name}.{name}" for name in option_fields(class_name)}
     return {name: getattr(options, dest) for name, dest in names.items() if hasattr(options, dest)}
 
 

@@ -12,25 +12,18 @@ from typing import Any
 import jax
 
 from zero_jax.analysis import comms, figures, memory, paper
+from zero_jax.cli.config_classes import option_fields
 from zero_jax.cli.config_file import write_file
 from zero_jax.cli.models.hub import model_section
-from zero_jax.cli.models.options import add_model_options, add_own_model_options
 from zero_jax.cli.models.presets import ActivationConfig, ModelConfig
 from zero_jax.cli.options import (
-    add_fields,
-    add_json,
-    add_path,
     explicit,
     field_values,
-    limits_of,
     log_line,
-    option_fields,
     option_of,
-    reader,
     refuse,
 )
-from zero_jax.cli.request import PlanConfig, Request, read_request
-from zero_jax.cli.zero_options import add_zero_options
+from zero_jax.cli.request import Request, read_request
 from zero_jax.planning import (
     COMPILE_ONLY,
     CompilerCrash,
@@ -41,7 +34,7 @@ from zero_jax.planning import (
     model_sizes,
     plan_auto,
 )
-from zero_jax.trainer import OptimizerConfig, TrainConfig
+from zero_jax.trainer import OptimizerConfig
 from zero_jax.training import ZeroConfig
 from zero_jax.transforms import resolve_remat
 
@@ -51,91 +44,41 @@ _EXAMPLES_PER_DEVICE = (1, 2, 4, 8)
 _CHOSEN_BY_AUTO = "--auto chooses that by itself: leave it out"
 
 
-def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `zero-jax plan`."""
-    does = "reports whether it fits, what a device stores and sends, and how long a step may take."
-    _add_options(parser, _plan, does)
-    auto = parser.add_argument_group("search")
-    auto.add_argument(
-        "--auto",
-        action="store_true",
-        help="choose stage, replica, secondary shard, model axis, microbatches, remat, attention, overlap and batch "
-        "size, except those set by options; offload, where nothing fits without; whether to quantize in given formats",
-    )
-    auto.add_argument(
-        "--max-compiles", type=reader(int, lowest=0), default=4, metavar="N", help="settings to compile (default: 4)"
-    )
-    auto.add_argument(
-        "--host-memory-bytes",
-        type=reader(int, lowest=1, **limits_of("host_memory_bytes")),
-        metavar="N",
-        help="memory of a host for each of its devices (default: what is known of such hosts)",
-    )
-    auto.add_argument("--layouts", action="store_true", help="compile several layouts of `data` over the hardware")
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="also compile a small model of this form for a few of these devices, run that program on this machine, "
-        "and compare its numbers with one device",
-    )
-    add_path(auto, "--write-config", help="write the result as a config for `zero-jax train --config`")
+def _guarded(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """Wraps a command of planning: no devices are used, and an error that its user can mend is one line."""
 
+    @functools.wraps(run)
+    def guarded(options: argparse.Namespace) -> int:
+        for name, value in COMPILE_ONLY.items():
+            os.environ.setdefault(name, value)
+        jax.config.update("jax_platforms", "cpu")  # JAX is imported already, and nothing is run
+        try:
+            return run(options)
+        except KeyboardInterrupt:
+            log_line("stopped; compiled programs are cached, and the same command continues from there")
+            return 130
+        except OSError:
+            raise
+        except MemoryError as error:
+            return options.parser.error(
+                f"the memory of this machine is too small ({error}): give a smaller model, seq_len or batch"
+            )
+        except Exception as error:
+            explained = explain(error)
+            if isinstance(explained, ValueError | CompilerCrash | ModelError):
+                return options.parser.error(str(explained))
+            raise
 
-def add_memory_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `zero-jax memory`."""
-    _add_options(parser, _memory, "shows the memory of a device by group, beside what the paper's formulas give.")
-    parser.add_argument("--paper", action="store_true", help="reprint the paper's tables from its formulas, and end")
-    parser.add_argument("--estimate", action="store_true", help="by formula only: compile nothing")
-    add_path(parser, "--plot", help="draw stages 0 to 3, by formula and measured (.png, .svg, .pdf)")
-
-
-def add_comms_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `zero-jax comms`."""
-    _add_options(parser, _comms, "lists what a device sends, by mesh axis, phase and param, beside the ideal.")
-    parser.add_argument("--estimate", action="store_true", help="by formula only: compile nothing")
-
-
-def _add_options(parser: argparse.ArgumentParser, run: Callable[..., int], does: str) -> None:
-    """Adds the options that all three commands have."""
-    compiles = "Compiles the real train step with the hardware's own compiler, which needs no such hardware, and "
-    parser.description = compiles + does
-    add_fields(parser.add_argument_group("hardware"), PlanConfig, default_of=PlanConfig())
-    add_own_model_options(add_model_options(parser))
-    defaults = TrainConfig()
-    add_zero_options(parser.add_argument_group("ZeRO"), default=defaults.zero)
-    optimizer = parser.add_argument_group("optimizer")
-    add_fields(optimizer, OptimizerConfig, default_of=defaults.optimizer, without=("warmup_steps",))
-    add_json(parser)
-    parser.set_defaults(run=functools.partial(_guarded, run))
-
-
-def _guarded(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    for name, value in COMPILE_ONLY.items():
-        os.environ.setdefault(name, value)
-    jax.config.update("jax_platforms", "cpu")  # JAX is imported already, and nothing is run
-    try:
-        return run(options)
-    except KeyboardInterrupt:
-        log_line("stopped; compiled programs are cached, and the same command continues from there")
-        return 130
-    except OSError:
-        raise
-    except MemoryError as error:
-        return options.parser.error(
-            f"the memory of this machine is too small ({error}): give a smaller model, seq_len or batch"
-        )
-    except Exception as error:
-        explained = explain(error)
-        if isinstance(explained, ValueError | CompilerCrash | ModelError):
-            return options.parser.error(str(explained))
-        raise
+    return guarded
 
 
 def _show(options: argparse.Namespace, text: str, record: Any) -> None:
     print(json.dumps(record, default=str) if options.json else text)
 
 
-def _plan(options: argparse.Namespace) -> int:
+@_guarded
+def run_plan(options: argparse.Namespace) -> int:
+    """Runs `zero-jax plan`."""
     if options.write_config and not pathlib.Path(options.write_config).absolute().parent.is_dir():
         raise ValueError(f"--write-config {options.write_config}: there is no such folder, make it first")
     request = read_request(options)
@@ -222,7 +165,7 @@ def _write_config(
     if request.model.config is None:
         raise ValueError("--write-config is for the models that `zero-jax train` knows, not for --loss")
     chosen = chosen or request.zero
-    zero = {name: getattr(chosen, name) for name in option_fields(ZeroConfig)}
+    zero = {name: getattr(chosen, name) for name in option_fields("ZeroConfig")}
     axes = {"replica": report.mesh.get("replica", 1), "model_axis": report.mesh.get("model", 1)}
     sections = {
         "model": _written_model(options, request.model.config),
@@ -240,10 +183,12 @@ def _written_model(options: argparse.Namespace, config: ModelConfig) -> dict[str
     if options.from_hf is not None:
         return model_section(options)
     shape = dataclasses.asdict(config)
-    return {"preset": options.preset} | {name: shape[name] for name in option_fields(type(config))}
+    return {"preset": options.preset} | {name: shape[name] for name in option_fields(type(config).__name__)}
 
 
-def _memory(options: argparse.Namespace) -> int:
+@_guarded
+def run_memory(options: argparse.Namespace) -> int:
+    """Runs `zero-jax memory`."""
     if options.paper:
         options_set = explicit(options) - {"paper", "json"}
         if options_set:
@@ -307,7 +252,9 @@ def _plot_memory(options: argparse.Namespace, request: Request) -> int:
     return 0
 
 
-def _comms(options: argparse.Namespace) -> int:
+@_guarded
+def run_comms(options: argparse.Namespace) -> int:
+    """Runs `zero-jax comms`."""
     request = read_request(options)
     if options.estimate:
         job = request.job(request.zero)

@@ -19,23 +19,21 @@ from typing import Any
 
 import jax
 
-from zero_jax.cli.config_file import read_file, write_file
-from zero_jax.cli.models.adapters import LoraConfig, adapted_model, add_lora_options, refuse_lora
+from zero_jax.cli.command_options import CONFIG_PARTS, SECTIONS
+from zero_jax.cli.config_file import write_file
+from zero_jax.cli.models.adapters import adapted_model, refuse_lora
 from zero_jax.cli.models.hub import hub_data, keep_companions, model_section
-from zero_jax.cli.models.options import add_model_options, model_keys, preset_model
-from zero_jax.cli.models.own import OwnModelConfig, import_own_model, read_own_model
-from zero_jax.cli.models.presets import ActivationConfig
-from zero_jax.cli.options import add_fields, add_json, add_path, field_values, one_line_errors, reader
-from zero_jax.cli.zero_options import add_zero_options, read_zero
+from zero_jax.cli.models.options import preset_model
+from zero_jax.cli.models.own import import_own_model, read_own_model
+from zero_jax.cli.options import field_values, one_line_errors
+from zero_jax.cli.zero_options import read_zero
 from zero_jax.cluster import NotJoined, OtherProcessFailed, Place, join, let_others_end_first, patient_flags
 from zero_jax.core.agreement import Agreement
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.text_tables import printable_lines
-from zero_jax.models.gpt import GPTConfig
 from zero_jax.planning import ModelError, explain
 from zero_jax.trainer import (
     TEXT_FIELDS,
-    X_LABELS,
     ResumeError,
     Run,
     RunRecords,
@@ -52,48 +50,6 @@ from zero_jax.training import ZeroConfig
 _PACKAGE = pathlib.Path(__file__).parent.parent
 _NUM_SIMULATED_DEVICES = 8
 _MAX_SIMULATED_DEVICES = 1024
-# The parts of `TrainConfig` that are sections of a config file, each with the title of its options.
-_PARTS = {
-    "data": "text",
-    "optimizer": "optimizer",
-    "zero": "ZeRO",
-    "checkpoint": "checkpoints",
-    "log": "where figures go",
-}
-
-
-def add_train_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `zero-jax train`."""
-    parser.description = (
-        "Trains a transformer on text, by default a small GPT on the source code of Python's standard library, at ZeRO "
-        "stage 3 on all devices there are (on a CPU: 8 simulated ones); or with --loss, --init and --batches any "
-        "model. Leaves checkpoints, a picture of the loss, its figures and the config in a folder of its own. Exit "
-        "status: 0 done, 2 bad usage, 3 stopped because the loss stayed not finite, 75 saved and stopped by a signal, "
-        "76 hung."
-    )
-    add_path(parser, "--config", help="take what is not given here from a TOML file, as `zero-jax plan --auto` writes")
-    add_model_options(parser)
-    add_fields(parser.add_argument_group("a model of your own"), OwnModelConfig, default_of=OwnModelConfig())
-    add_lora_options(parser.add_argument_group("adapters"))
-    defaults = TrainConfig()
-    for field, title in _PARTS.items():
-        part = getattr(defaults, field)
-        group = parser.add_argument_group(title)
-        if isinstance(part, ZeroConfig):
-            add_zero_options(group, default=part)
-        else:
-            add_fields(group, type(part), default_of=part)
-    add_fields(parser.add_argument_group("run"), TrainConfig, default_of=defaults)
-    add_json(parser)
-    parser.set_defaults(run=_train, read_config_file=lambda path: read_file(path, sections(), extra=model_keys()))
-
-
-def sections() -> dict[str, type]:
-    """Returns the config class of each section of a config file."""
-    defaults = TrainConfig()
-    parts = {part: type(getattr(defaults, part)) for part in _PARTS}
-    own_sections = {"own_model": OwnModelConfig, "lora": LoraConfig}
-    return {"model": GPTConfig, "activations": ActivationConfig, **own_sections, **parts, "run": TrainConfig}
 
 
 def read_config(options: argparse.Namespace) -> TrainConfig:
@@ -103,10 +59,11 @@ def read_config(options: argparse.Namespace) -> TrainConfig:
       ValueError: invalid values.
     """
     config = TrainConfig(**field_values(TrainConfig, options))
-    return dataclasses.replace(config, **{part: _read_part(part, options) for part in _PARTS})
+    return dataclasses.replace(config, **{part: _read_part(part, options) for part in CONFIG_PARTS})
 
 
-def _train(options: argparse.Namespace) -> int:
+def train(options: argparse.Namespace) -> int:
+    """Runs `zero-jax train`."""
     stream = sys.stderr if options.json else sys.stdout
 
     def log(text: str) -> None:
@@ -211,7 +168,7 @@ def _read_part(part: str, options: argparse.Namespace) -> Any:
 
 def _save_options(run: Run, options: argparse.Namespace) -> None:
     """Writes the options as a config file for the same run."""
-    values = {name: field_values(config_class, options) for name, config_class in sections().items()}
+    values = {name: field_values(config, options) for name, config in SECTIONS.items()}
     if values["own_model"]["loss"] is None:
         del values["own_model"]
         values["model"] = model_section(options)
@@ -250,26 +207,6 @@ def _choose_platform(num_devices: int | None) -> None:
         jax.config.update("jax_num_cpu_devices", num_devices or _NUM_SIMULATED_DEVICES)
 
 
-def add_plot_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `zero-jax plot`."""
-    parser.description = (
-        "Draws a figure of one or several runs, finished or not, from the metrics.jsonl in their folders: each "
-        "training step pale, the mean over some steps, and evaluations as dots."
-    )
-    add_path(parser, "runs", nargs="+", metavar="RUN", help="folder of a run")
-    add_path(parser, "--out", default="curves.png", help="the picture: .png, .svg or .pdf (default: curves.png)")
-    parser.add_argument(
-        "--metric",
-        type=reader(str),
-        default="loss",
-        metavar="NAME",
-        help="name of a figure in the records, such as grad_norm, learning_rate or mfu (default: loss)",
-    )
-    parser.add_argument("--x", choices=tuple(X_LABELS), default="step", help="what it is drawn against (default: step)")
-    parser.add_argument("--title", type=reader(str), default="", metavar="TEXT", help="what stands above the picture")
-    parser.set_defaults(run=_plot)
-
-
 def _named_apart(paths: Sequence[str], runs: Sequence[RunRecords]) -> list[RunRecords]:
     """Returns the runs, those with the same name under their paths."""
     counts = collections.Counter(run.name for run in runs)
@@ -278,7 +215,8 @@ def _named_apart(paths: Sequence[str], runs: Sequence[RunRecords]) -> list[RunRe
 
 
 @one_line_errors
-def _plot(options: argparse.Namespace) -> int:
+def plot(options: argparse.Namespace) -> int:
+    """Runs `zero-jax plot`."""
     try:
         runs = _named_apart(options.runs, [read_run(run) for run in options.runs])
         plot_runs(options.out, runs, metric=options.metric, x=options.x, title=options.title)

@@ -1,27 +1,16 @@
-"""The options of `ZeroConfig`, and `--paper-config`, which sets several of them by the paper's name."""
+"""The `ZeroConfig` of the options, with `--paper-config`, which sets several of them by the paper's name."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any
 
 from zero_jax.analysis import PAPER_CONFIGS
-from zero_jax.cli.options import add_fields, explicit, field_values, option_of
+from zero_jax.cli.options import explicit, field_values, option_of
 from zero_jax.training import ZeroConfig
 
 # The fields that the rows of the paper's Table 3 set; precision keeps its own option.
 _PAPER_FIELDS = ("stage", "remat", "combine_bytes")
-
-
-def add_zero_options(group: Any, *, default: ZeroConfig) -> None:
-    """Adds the options of `ZeroConfig`, and `--paper-config`."""
-    add_fields(group, ZeroConfig, default_of=default)
-    group.add_argument(
-        "--paper-config",
-        choices=tuple(PAPER_CONFIGS),
-        help="a row of Table 3 of the ZeRO paper: stands for a --stage, a --remat and --combine-bytes",
-    )
 
 
 def read_zero(options: argparse.Namespace, *, default: ZeroConfig) -> ZeroConfig:

@@ -39,6 +39,7 @@ os.killpg(0, signal.SIGKILL)
 RESTARTS = "ZERO_JAX_RESTARTS"  # for programs that want to know
 _MAX_PROCESSES, _MAX_DEVICES = 256, 4096
 _NUM_LAST_LINES = 12
+_LATE_SECONDS = 0.5
 # XLA ends a process whose simulated devices reach a collective more than 40 s apart, as they do when a few cores take
 # turns at large steps. An hour still ends one that hangs.
 _PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds"
@@ -108,12 +109,17 @@ class Ending:
         """The status as a shell gives it: 128 and the signal's number where a signal ended the process."""
         return self.returncode if self.returncode >= 0 else 128 - self.returncode
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether another than the launcher killed it, such as the system where memory ends."""
+        return self.returncode == -signal.SIGKILL and not self.was_asked
+
     def __str__(self) -> str:
         if self.returncode == SAVED:
             return "saved and stopped (status 75)"
         if self.returncode >= 0:
             return f"ended with status {self.returncode}"
-        hint = ": out of memory?" if self.returncode == -signal.SIGKILL and not self.was_asked else ""
+        hint = ": out of memory?" if self.was_killed else ""
         return f"was ended by {signal.Signals(-self.returncode).name}{hint}"
 
 
@@ -138,12 +144,15 @@ class Round:
     @property
     def first_failure(self) -> Ending | None:
         """The process that failed first."""
-        return next((ending for ending in self.endings if ending.returncode != 0), None)
+        failed = [ending for ending in self.endings if ending.returncode != 0]
+        # The error of another, whose collective fails, may be noticed before the end of the one that was killed.
+        killed = [x for x in failed if x.was_killed and x.seconds < failed[0].seconds + _LATE_SECONDS]
+        return next(iter(killed + failed), None)
 
     @property
     def num_lost(self) -> int:
         """The number of processes that were killed by another than the launcher; at least 1, the one that failed."""
-        return max(1, sum(x.returncode == -signal.SIGKILL and not x.was_asked for x in self.endings))
+        return max(1, sum(ending.was_killed for ending in self.endings))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

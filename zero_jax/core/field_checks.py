@@ -1,50 +1,113 @@
-"""The types of a config's fields by their hints, and checks of their values: types, finite numbers, ranges, words."""
+"""What a field of a config may hold, read from its annotation, and checks of values: types, finite numbers, ranges.
+
+The checks, the options of the command line and the keys of config files are made from the same record, `FieldKind`.
+"""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
+import inspect
 import math
 import numbers
 import operator
 import os
-import types
+import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from zero_jax.core.close_match import did_you_mean
-from zero_jax.core.tree import shown
 
-_SIMPLE = (bool, int, float, str, type(None))
+_SIMPLE = {"bool": bool, "int": int, "float": float, "str": str}
 _LARGEST_INT = 2**63 - 1
 _WORDS: Mapping[type, str] = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FieldKind:
-    """What a field may hold by its type hint: values of types, the members of a union, and the words of `Literal`s."""
+    """What a field may hold.
 
-    types: tuple[Any, ...]
+    Attributes:
+      types: those of bool, int, float and str that are members of its union.
+      words: the words of its `Literal`s.
+      is_optional: whether None is a value.
+      is_mapping: whether a mapping is one.
+      has_others: whether values of other types are.
+    """
+
+    types: tuple[type, ...] = ()
     words: tuple[Any, ...] = ()
+    is_optional: bool = False
+    is_mapping: bool = False
+    has_others: bool = False
 
     @property
-    def is_optional(self) -> bool:
-        """Whether None is a value."""
-        return type(None) in self.types
+    def base(self) -> type | None:
+        """The type that its text on the command line stands for (a dict is of NAME=VALUE); None if there is none."""
+        if self.is_mapping:
+            return dict
+        return str if self.words else next(iter(self.types), None)
+
+
+def read_kind(annotation: str, text_of: Callable[[str], str | None] = lambda name: None) -> FieldKind:
+    """Reads an annotation such as `int | None`; `text_of` returns the text that a name of the module stands for."""
+    types, words, others, names = [], [], [], set()
+    for member in _members(ast.parse(annotation, mode="eval").body, text_of):
+        name = _name(member.value if isinstance(member, ast.Subscript) else member)
+        names.add(name)
+        if name == "Literal" and isinstance(member, ast.Subscript):
+            found = ast.literal_eval(member.slice)
+            words += found if isinstance(found, tuple) else [found]
+        elif name in _SIMPLE:
+            types.append(_SIMPLE[name])
+        elif name not in ("None", "NoneType", "Mapping"):
+            others.append(name)
+    return FieldKind(
+        types=tuple(types),
+        words=tuple(words),
+        is_optional=bool(names & {"None", "NoneType"}),
+        is_mapping="Mapping" in names,
+        has_others=bool(others),
+    )
+
+
+def _members(node: ast.expr, text_of: Callable[[str], str | None]) -> Iterator[ast.expr]:
+    """Yields the members of a union, `X | Y` or as Python shows one with a `Literal`: `Optional[X]`, `Union[X, Y]`."""
+    if isinstance(node, ast.BinOp):
+        yield from _members(node.left, text_of)
+        yield from _members(node.right, text_of)
+    elif isinstance(node, ast.Subscript) and _name(node.value) in ("Optional", "Union"):
+        members = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        members += [ast.Constant(None)] if _name(node.value) == "Optional" else []
+        for member in members:
+            yield from _members(member, text_of)
+    elif isinstance(node, ast.Name) and node.id not in _SIMPLE and (text := text_of(node.id)) is not None:
+        yield from _members(ast.parse(text, mode="eval").body, text_of)
+    else:
+        yield node
+
+
+def _name(node: ast.expr) -> str:
+    return ast.unparse(node).rpartition(".")[2]
 
 
 @functools.cache
 def field_kinds(config_class: type) -> dict[str, FieldKind]:
     """Returns what each field of a dataclass may hold."""
-    kinds = {}
-    for name, hint in typing.get_type_hints(config_class).items():
-        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-        members = typing.get_args(hint) if is_union else (hint,)
-        words = [word for x in members if typing.get_origin(x) is typing.Literal for word in typing.get_args(x)]
-        rest = tuple(member for member in members if typing.get_origin(member) is not typing.Literal)
-        kinds[name] = FieldKind(types=rest, words=tuple(words))
-    return kinds
+    module = vars(sys.modules[config_class.__module__])
+
+    def text_of(name: str) -> str | None:
+        value = module.get(name)
+        return inspect.formatannotation(value) if typing.get_origin(value) is typing.Literal else None
+
+    fields = dataclasses.fields(config_class)
+    return {field.name: read_kind(_text(field.type), text_of) for field in fields}
+
+
+def _text(annotation: Any) -> str:
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
 
 
 def check_fields(
@@ -65,7 +128,7 @@ def check_fields(
     """
     lowest, highest = lowest or {}, highest or {}
     for name, kind in field_kinds(type(config)).items():
-        if not all(member in _SIMPLE for member in kind.types):
+        if kind.has_others or kind.is_mapping:
             continue
         value = _checked(name, getattr(config, name), kind)
         object.__setattr__(config, name, value)
@@ -74,14 +137,21 @@ def check_fields(
         none = " or None" if kind.is_optional else ""
         if name in lowest and not value >= lowest[name]:
             hint = "; none may be negative" if lowest[name] == 0 else ""
-            raise ValueError(f"{name}={shown(value)}: give at least {lowest[name]:,}{none}{hint}")
+            raise ValueError(f"{name}={_shown(value)}: give at least {lowest[name]:,}{none}{hint}")
         if name in highest and not value <= highest[name]:
-            raise ValueError(f"{name}={shown(value)}: give at most {highest[name]:,}{none}")
+            raise ValueError(f"{name}={_shown(value)}: give at most {highest[name]:,}{none}")
+
+
+def _shown(value: Any) -> str:
+    """Returns a value as an error shows it."""
+    from zero_jax.core import tree  # with JAX, which the help of the command line does without
+
+    return tree.shown(value)
 
 
 def check_value(name: str, value: Any, kind: type, *, is_optional: bool = False) -> None:
     """Raises `ValueError` for a value that is not of a type (bool, int, float or str), or not finite."""
-    _checked(name, value, FieldKind(types=(kind, type(None)) if is_optional else (kind,)))
+    _checked(name, value, FieldKind(types=(kind,), is_optional=is_optional))
 
 
 def _checked(name: str, value: Any, kind: FieldKind) -> Any:
@@ -89,10 +159,10 @@ def _checked(name: str, value: Any, kind: FieldKind) -> Any:
     if (value is None and kind.is_optional) or (isinstance(value, str) and value in words):
         return value
     for simple in allowed:
-        converted = _CONVERTERS[simple](value) if simple in _CONVERTERS else None
+        converted = _CONVERTERS[simple](value)
         if converted is not None:
             return converted
-    wanted = [_WORDS[simple] for simple in allowed if simple in _WORDS]
+    wanted = [_WORDS[simple] for simple in allowed]
     hint = did_you_mean(value, words) if isinstance(value, str) else ""
     wanted += [f"one of {', '.join(map(str, words))}"] if words else []
     wanted += ["None"] if kind.is_optional else []
@@ -100,7 +170,7 @@ def _checked(name: str, value: Any, kind: FieldKind) -> Any:
         wanted[0] += f" between -{_LARGEST_INT + 1} and {_LARGEST_INT}"
     elif isinstance(value, str) and str in allowed:
         wanted[0] += " of valid Unicode without NUL"
-    raise ValueError(f"{name}={shown(value)}: {hint}give {' or '.join(wanted)}")
+    raise ValueError(f"{name}={_shown(value)}: {hint}give {' or '.join(wanted)}")
 
 
 def _as_bool(value: Any) -> bool | None:

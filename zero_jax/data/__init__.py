@@ -1,9 +1,9 @@
 """Input pipeline: documents in, global batches out.
 
 `load_dataset` takes a `DataConfig`: files (`sources`) become documents, documents become tokens (`tokenizer`, cached by
-`tokens/`), and a `Dataset` has a part for training and one for validation. `conversations` are checked (`messages`) and
-rendered by a `chat_template`, in a process of its own (`rendering`). `train_batches` packs rows, shuffles them by
-grain and makes global arrays of which each process reads its own shards. `BatchBuffers` reuses device memory.
+`tokens/`), and a `Dataset` has two `parts`, for training and validation, that rows are cut from. `conversations` are
+checked (`messages`) and rendered by a `chat_template`, in a process of its own (`rendering`). `train_batches` shuffles
+rows by grain and makes global arrays of which each process reads its own shards. `BatchBuffers` reuses device memory.
 """
 
 from zero_jax.data.batches import Batch, BatchBuffers, train_batches, validation_batches

@@ -25,10 +25,6 @@ _FILE, _CONFIG, _TOKENS = "chat_template.jinja", "tokenizer_config.json", "speci
 _READ: Mapping[str, Any] = {"what": "the tokenizer's", "remedy": "mend or remove it", "limit_bytes": 1 << 24}
 _PROGRAM = pathlib.Path(__file__).with_name("rendering.py")
 ANSWER = "assistant"
-MAX_BYTES = 1 << 30  # of memory
-MAX_CHARACTERS = 1 << 24  # of a conversation's text
-# Up to so many beginnings of a conversation are rendered each from its start, which takes less than forks.
-_FEW = 256
 # Processor time for a conversation, and more for each answer: forks take some milliseconds.
 _SECONDS, _SECONDS_PER_ANSWER, _MAX_SECONDS = 10, 0.02, 300
 
@@ -159,8 +155,7 @@ class Renderer:
                 f"{template.path}: a process for the template cannot be started ({error.strerror}): end others, "
                 f"{template.remedy}"
             ) from error
-        limits = {"max_bytes": MAX_BYTES, "max_characters": MAX_CHARACTERS, "few": _FEW}
-        request = {"source": template.source, "tokens": template.tokens, **limits}
+        request = {"source": template.source, "tokens": template.tokens}
         answer = self._ask(request, _SECONDS, f"{template.path}: its chat template")
         if "error" in answer:
             raise ValueError(

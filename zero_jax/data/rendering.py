@@ -8,7 +8,6 @@ of zero_jax. It reads a JSON object a line and answers each with one: the templa
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import resource
@@ -22,7 +21,11 @@ import jinja2.meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+_MAX_BYTES = 1 << 30  # of memory
+_MAX_CHARACTERS = 1 << 24  # of a conversation's text
 _ERROR_CHARACTERS = 500  # of an error's text
+# Up to so many beginnings of a conversation are rendered each from its start, which takes less than forks.
+_FEW = 256
 
 
 class _Generation(Extension):
@@ -219,14 +222,13 @@ class _Failed(Exception):
 
 
 class _Renderer:
-    """A compiled template, and what bounds the text that it makes."""
+    """A compiled template."""
 
     def __init__(self, start: Mapping[str, Any]):
         environment = _environment()
         self.template = environment.from_string(start["source"])
         self.reads_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(start["source"]))
         self._variables = {**start["tokens"], "documents": None}
-        self._max_characters, self._few = start["max_characters"], start["few"]
 
     def render(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a conversation's text, where its learned answers begin and end, and the fields that were not read."""
@@ -251,8 +253,8 @@ class _Renderer:
         try:
             for part in self.template.generate({**variables, "messages": messages}):
                 size += len(part)
-                if size > self._max_characters:
-                    raise ValueError(f"the text has more than {self._max_characters:,} characters")
+                if size > _MAX_CHARACTERS:
+                    raise ValueError(f"the text has more than {_MAX_CHARACTERS:,} characters")
                 yield part
         except Exception as error:  # a template raises anything
             raise _Failed(len(messages), _described(error)) from None
@@ -261,7 +263,7 @@ class _Renderer:
         self, messages: Sequence[Any], prefixes: Sequence[int], text: str, variables: Mapping[str, Any]
     ) -> dict[int, int | None]:
         """Returns how many characters of the text each prefix of the messages becomes, None if it is no part of it."""
-        if len(prefixes) > self._few:
+        if len(prefixes) > _FEW:
             try:
                 return _Run(messages, prefixes, text).measure(self.template, variables)
             except Exception:
@@ -282,13 +284,12 @@ def _described(error: Exception) -> str:
 
 def main() -> None:
     """Answers the lines of the standard input until it ends."""
-    start = json.loads(sys.stdin.readline())
-    for limit, value in ((resource.RLIMIT_AS, start["max_bytes"]), (resource.RLIMIT_CORE, 0)):
+    for limit, value in ((resource.RLIMIT_AS, _MAX_BYTES), (resource.RLIMIT_CORE, 0)):
         with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
             resource.setrlimit(limit, (value, value))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     renderer = None
-    for line in itertools.chain([json.dumps(start)], sys.stdin):
+    for line in sys.stdin:
         request = json.loads(line)
         _limit_time(request["seconds"])
         try:

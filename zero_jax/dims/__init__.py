@@ -6,7 +6,7 @@ estimates: `parts/`, whether a value of a batch is made of those of parts of it;
 are in each value; `passthrough`, which operations run on shards; `shardings/`, the sharding of each value.
 """
 
-from zero_jax.dims.maps import DimMap, reshape_groups
+from zero_jax.dims.maps import reshape_groups
 from zero_jax.dims.mixing import FREE, LOOPS, UNKNOWN, Examples, MixedSharding, State
 from zero_jax.dims.parts.comparison import TraceComparison
 from zero_jax.dims.parts.relations import EXTREMA, SAME, Kind, Relation, rows, unknown
@@ -25,6 +25,7 @@ from zero_jax.dims.primitives import (
     PLACES,
     REDUCTIONS,
     SAME_ELEMENTS,
+    SCATTERS,
     SHAPES,
     dim_map,
     has_wrong_gradient,

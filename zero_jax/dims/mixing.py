@@ -1,8 +1,8 @@
-"""Where the examples of a batch are in each value of a function, and where they are mixed.
+"""Finds which dim of each value holds the examples of the batch, and matmuls whose activation is replicated.
 
-After a sort, a lookup or a sum over the examples, as in a mixture of experts, each device has all of the result, and
-so all of the gradient of a weight that multiplies it: no device needs to send any of it. Asked for a shard of that
-gradient, XLA instead cuts the product and the activations, and sends these (docs/gather_on_use.md).
+An earlier sort, lookup or sum over the examples mixed them, as in a mixture of experts. XLA then computes the result on
+every device, and with it the whole gradient of a weight that multiplies it: nothing has to be sent. Asked for a shard
+of that gradient, XLA instead cuts the product and the activations, and sends these (docs/gather_on_use.md).
 """
 
 from __future__ import annotations

@@ -11,16 +11,16 @@ from zero_jax.training.compiled_step import TrainStep
 from zero_jax.training.ema import check_decay, ema_params, params_ema
 from zero_jax.training.evaluation import Metrics, make_eval_step
 from zero_jax.training.grads.norm import global_norm
-from zero_jax.training.loss_function import (
+from zero_jax.training.loss.function import (
     LossFunction,
     MeshLoss,
     key_parameter,
     model_state_parameter,
     normalize_loss,
 )
-from zero_jax.training.loss_program import StepLoss
+from zero_jax.training.loss.inputs import cast_batch
+from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.losses import softmax_cross_entropy_with_integer_labels
-from zero_jax.training.model_inputs import cast_batch
 from zero_jax.training.noise_scale import NoiseScale
 from zero_jax.training.optimizer.offload import Offload
 from zero_jax.training.optimizer.update import call_update

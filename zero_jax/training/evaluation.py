@@ -21,8 +21,8 @@ from zero_jax.core.variables import Variables, as_variables
 from zero_jax.sharding.mesh import on_mesh
 from zero_jax.sharding.precision import wide
 from zero_jax.training.batch import check_batch, place_batch
-from zero_jax.training.loss_function import MeshLoss, user_loss
-from zero_jax.training.loss_program import StepLoss
+from zero_jax.training.loss.function import MeshLoss, user_loss
+from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.same_program import SameProgram
 from zero_jax.training.state.checks import check_not_donated
 from zero_jax.training.state.placement import make_placement

@@ -202,8 +202,8 @@ class UpdateProgram:
         """Returns the trace of an update with its matrix computations on whole matrices (`optimizer.matrices`)."""
         if traced.calls_functions or "master" not in placement.groups:
             return traced
-        tree = jax.tree.structure(trainable(masters))
-        params = tree.flatten_up_to(placement.param_shardings("master"))
+        placed = zip(jax.tree.leaves(masters), jax.tree.leaves(placement.param_shardings("master")), strict=True)
+        params = [sharding for x, sharding in placed if jnp.issubdtype(x.dtype, jnp.inexact)]
         of_state = jax.tree.leaves(placement.opt_shardings(state.opt_state))
         leaves = [*jax.tree.leaves(trainable(masters)), *jax.tree.leaves(state.opt_state)]
         dims = [dims_of(sharding, x.ndim) for sharding, x in zip([*params, *of_state], leaves, strict=True)]

@@ -21,11 +21,11 @@ from zero_jax.training.evaluation import Metrics, replicated
 from zero_jax.training.grads.norm import global_norm
 from zero_jax.training.grads.partial import fill_zeros, keep_same, leaf_index
 from zero_jax.training.grads.step_grads import loss_and_grads
-from zero_jax.training.loss_function import (
+from zero_jax.training.loss.function import (
     MeshLoss,
     normalize_loss,
 )
-from zero_jax.training.loss_program import StepLoss
+from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.optimizer.frozen import needed_grads, unchanged
 from zero_jax.training.optimizer.update import trace_update, value_dtype
 from zero_jax.training.state.making import check_optimizer

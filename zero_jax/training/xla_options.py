@@ -133,7 +133,7 @@ _QUEUING = _option("xla_tpu_enable_sparse_core_offload_queuing_in_lhs", True,
 _OVERLAP_AFTER_UPDATE: Mapping[str, tuple[CompilerOption, ...]] = {"v5p": (_QUEUING,), "v6e": (_QUEUING,)}
 # On-chip memory that one kernel may take, by the name of the hardware. By default large products get less, read their
 # operands more often, and reach 61% (v6e) to 84% (v5p) of the peak (docs/overlap.md).
-_KERNEL_MEMORY_KIB: Mapping[str, int] = {"v5p": 49_152, "v6e": 65_536}
+_KERNEL_MEMORY_KIB: Mapping[str, int] = {"v5p": 49_152, "v6e": 98_304}
 # The options of `ZeroConfig.combine_bytes` by platform. XLA:TPU combines all-reduces (libtpu: cross-replica sums). It
 # combines reduce-scatters of one layer whatever the options are, all-gathers never. XLA:CPU combines nothing.
 _COMBINE_GPU = tuple(

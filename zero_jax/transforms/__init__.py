@@ -27,5 +27,5 @@ from zero_jax.transforms.microbatch_weights import PartWeight, divided_by_nonzer
 from zero_jax.transforms.remat.policies import Remat, resolve_remat
 from zero_jax.transforms.remat.report import RematReport
 from zero_jax.transforms.remat.transform import remat_report, rematerialize
-from zero_jax.transforms.separability import Combination, Separability, separability
+from zero_jax.transforms.separability import BatchParts, Combination, Separability, separability
 from zero_jax.transforms.windows import unsharded_windows

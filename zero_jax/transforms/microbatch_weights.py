@@ -23,13 +23,13 @@ from zero_jax.core.loss_program import LossProgram, Traced
 from zero_jax.core.passes import Dependence, Pass
 from zero_jax.core.subcalls import equations
 from zero_jax.core.tree import PyTree
-from zero_jax.dims import ELEMENTWISE, JOINS, SAME_ELEMENTS
+from zero_jax.dims import ELEMENTWISE, SAME_ELEMENTS, SCATTERS, known_primitives
 from zero_jax.sharding.precision import wide
 
-# After these a quotient is still that quotient.
-_KEEP_WEIGHT = (
-    SAME_ELEMENTS | JOINS | frozenset({"neg", "mul", "dot_general", "reduce_sum", "slice", "select_n", "add", "sub"})
-)
+# A linear operation on a quotient makes another quotient by the same divisor.
+_LINEAR = {name: known.linear for name, known in known_primitives().items() if known.linear}
+_OF_OTHERS = frozenset({"add_any", "dynamic_slice", "dynamic_update_slice", "gather", "pad"}) | SCATTERS
+_KEEP_WEIGHT = (_LINEAR.keys() - _OF_OTHERS) | {"select_n"}
 _PARAMS = frozenset({0})
 
 
@@ -406,11 +406,11 @@ class _Guard:
 
 @dataclasses.dataclass(frozen=True)
 class _Quotient:
-    """What was divided: by the scalar `divisor`, a function of the scalar `count` of the batch.
+    """A value that was divided by the scalar `divisor`, a function of the scalar `count` of the batch.
 
     The count may be a cast of the one that it is `made_of`, which chooses between the cases of `guards`.
-    `has_term` says that something was added. A term that is added to such a mean counts by the count alone, or parts
-    below the bound of the divisor would add too much of it: the weight is the count then.
+    `has_term`: a term was added to the quotient. If the divisor is clamped, as `jnp.maximum(count, 1)` is, a part is
+    weighed by the unclamped count then: the clamped one would overweight the term in nearly empty parts.
     """
 
     count: Any
@@ -566,7 +566,7 @@ class _Quotients(Pass[_Known]):
         if name not in _KEEP_WEIGHT or not quotients or any(x != quotients[0] for x in quotients):
             return None
         found, num_of_batch = quotients[0], sum(x.of_batch for x in operands)
-        if name in ("mul", "dot_general"):
+        if _LINEAR.get(name) == "product":
             return found if len(quotients) == 1 else None
         if name in ("add", "sub") and len(quotients) < 2:
             return None if num_of_batch > 1 or found.guards else dataclasses.replace(found, has_term=True)

@@ -68,8 +68,8 @@ class Separability:
       aux: how each leaf of aux is combined, by its path.
     """
 
-    another_loss: str
-    not_local: str
+    another_loss: str = ""
+    not_local: str = ""
     convolves: bool = False
     is_plain: bool = False
     weigh: str = "divisor"
@@ -77,19 +77,35 @@ class Separability:
     aux: Mapping[str, Combination] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchParts:
+    """The parts of a batch that a loss is to be called on.
+
+    Attributes:
+      mesh: the mesh.
+      axes: the roles of its axes.
+      num_microbatches: the parts that the batch is split into.
+      num_shards: the devices that a batch is spread over, if they are more than those of `axes`. A microbatch has a run
+        of examples of each.
+      local: whether it is asked if the loss can be called on each device's own examples.
+      exact: whether aux and random numbers, too, have to be what they are for the whole batch then: aux as the step
+        combines it, and none drawn.
+    """
+
+    mesh: Mesh
+    axes: Axes
+    num_microbatches: int
+    num_shards: int = 0
+    local: bool = True
+    exact: bool = False
+
+
 def separability(
     weighted: LossProgram,
-    params: PyTree,
-    batch: PyTree,
-    key: jax.Array,
+    arguments: tuple[PyTree, PyTree, jax.Array],
+    parts: BatchParts,
     *,
-    mesh: Mesh,
-    axes: Axes,
-    num_microbatches: int,
     loss_weight: str | None = "auto",
-    local: bool = True,
-    exact: bool = False,
-    num_shards: int | None = None,
 ) -> Separability:
     """Says, by its traces on the batch and on parts of it, whether a loss function is a mean over examples.
 
@@ -98,67 +114,41 @@ def separability(
 
     Args:
       weighted: the loss function `(variables, batch, key) -> (loss, (aux, model_state, weight))`, as of `with_weight`.
-      params: the params, or `Variables`; model state counts as params.
-      batch: the whole batch.
-      key: a key.
-      mesh: the mesh.
-      axes: the roles of its axes.
-      num_microbatches: the parts that the batch is split into.
+      arguments: the params, or `Variables` (model state counts as params); the whole batch; a key.
+      parts: the parts of the batch.
       loss_weight: what `with_weight` was called with.
-      local: whether it is asked if the loss can be called on each device's own examples.
-      exact: whether aux and random numbers, too, have to be what they are for the whole batch then: aux as the step
-        combines it, and none drawn.
-      num_shards: the devices that a batch is spread over, if they are more than those of `axes`. A microbatch has a run
-        of examples of each.
     """
-    sizes = {x.shape[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
-    num_devices = axis_size(mesh, axes.batch)
-    num_shards = num_shards or num_devices
+    mesh, axes, k = parts.mesh, parts.axes, parts.num_microbatches
+    sizes = {x.shape[0] for x in jax.tree.leaves(arguments[1]) if np.ndim(x)}
     if len(sizes) > 1:
-        return Separability(another_loss="", not_local="the leaves of its batch differ in their leading dim")
-    size = max(sizes, default=0)
-    traces = _Traces(weighted, params, batch, key, mesh)
-    not_local, means = "", _Means()
+        return Separability(not_local="the leaves of its batch differ in their leading dim")
+    num_devices = axis_size(mesh, axes.batch)
+    size, num_shards = max(sizes, default=0), parts.num_shards or num_devices
+    traces = _Traces(weighted, arguments, mesh)
     try:
         of_batch = traces.trace(size)
     except Exception:  # not made for so many examples, or an error of the loss, which is raised here
-        of_batch = traces.trace(size // num_microbatches)
+        of_batch = traces.trace(size // k)
     trace = jaxprs.without_dead_code(of_batch.jaxpr)
     names = set(_operations(trace))
-    convolves = local and "conv_general_dilated" in names
-    if local and shards_over(trace, axes.batch):
+    places = bool(names & {"sharding_constraint", "shard_map"})
+    convolves = parts.local and "conv_general_dilated" in names
+    found, not_local = Separability(), ""
+    if parts.local and shards_over(trace, axes.batch):
         not_local = f"the model itself shards values over {', '.join(axes.batch)}"
-    elif convolves and (axes.size_beside_batch(mesh) > 1 or names & {"sharding_constraint", "shard_map"}):
+    elif convolves and (axes.size_beside_batch(mesh) > 1 or places):
         not_local = "XLA partitions each device's own convolutions wrongly where a mesh or a model has other axes"
-    elif exact and any(jaxprs.used_inputs(trace)[-len(jax.tree.leaves(key)) :]):
+    elif parts.exact and any(jaxprs.used_inputs(trace)[-len(jax.tree.leaves(arguments[2])) :]):
         not_local = "it draws random numbers, which are those of the whole batch"
-    elif local:
-        num_parts, num_blocks = (num_microbatches * n for n in (num_devices, num_shards))
-        means = traces.means(size, num_parts, num_blocks, loss_weight, trusted=num_devices == 1)
-        not_local = means.why
-        if exact and any(how.why for how in means.aux.values()):
+    elif parts.local:
+        found = traces.means(size, k * num_devices, k * num_shards, loss_weight, trusted=num_devices == 1)
+        not_local = found.another_loss
+        if parts.exact and any(how.why for how in found.aux.values()):
             not_local = not_local or "its aux is not known to be a sum, a mean, an extremum or a value of each example"
-    if not_local or not local:
-        means = traces.means(size, num_microbatches, num_microbatches * num_shards, loss_weight, trusted=True)
-    return Separability(
-        another_loss=means.why,
-        not_local=not_local,
-        convolves=convolves,
-        is_plain=axis_size(mesh, axes.model) == 1 and not names & {"sharding_constraint", "shard_map"},
-        weigh=means.weigh,
-        count_power=means.count_power,
-        aux=means.aux,
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Means:
-    """Why a loss is no mean over parts of a batch, and the fields of `Separability` of these parts."""
-
-    why: str = ""
-    weigh: str = "divisor"
-    count_power: Fraction = Fraction(0)
-    aux: Mapping[str, Combination] = dataclasses.field(default_factory=dict)
+    if not_local or not parts.local:
+        found = traces.means(size, k, k * num_shards, loss_weight, trusted=True)
+    is_plain = axis_size(mesh, axes.model) == 1 and not places
+    return dataclasses.replace(found, not_local=not_local, convolves=convolves, is_plain=is_plain)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,8 +185,8 @@ class _Trace:
 class _Traces:
     """Traces of a loss function with its weights, on batches of several sizes."""
 
-    def __init__(self, weighted: LossProgram, params: PyTree, batch: PyTree, key: jax.Array, mesh: Mesh):
-        self.weighted, self.params, self.batch, self.key = weighted, params, batch, key
+    def __init__(self, weighted: LossProgram, arguments: tuple[PyTree, PyTree, jax.Array], mesh: Mesh):
+        self.weighted, (self.params, self.batch, self.key) = weighted, arguments
         self.sharding = NamedSharding(mesh, PartitionSpec())  # as in the step, which takes the same trace
         self.traced: dict[int, _Trace] = {}
 
@@ -217,7 +207,7 @@ class _Traces:
 
     def means(
         self, size: int, num_parts: int, num_blocks: int, loss_weight: str | None, *, trusted: bool = False
-    ) -> _Means:
+    ) -> Separability:
         """Says why the loss is not the mean over so many parts of a batch, and how the parts' aux is combined.
 
         Args:
@@ -230,14 +220,14 @@ class _Traces:
         part = size // num_parts
         names = self.trace(next(iter(self.traced))).names
         if num_parts == 1:
-            return _Means(aux=dict.fromkeys(names, Combination(kind=Kind.SAME)))
+            return Separability(aux=dict.fromkeys(names, Combination(kind=Kind.SAME)))
         # Where a part is a single example, operations differ that only change shapes: larger parts are compared.
         factor = 2 if part == 1 else 1
         try:
             traces = [self.trace(n) for n in (factor * size, factor * part, part)[: factor + 1]]
         except Exception as error:
             why = f"loss_fn cannot be traced on {size} examples and on {part} ({type(error).__name__})"
-            return _Means(why=why, weigh="equal", aux=dict.fromkeys(names, Combination(why=why)))
+            return Separability(another_loss=why, weigh="equal", aux=dict.fromkeys(names, Combination(why=why)))
         whole, comparison = traces[0], TraceComparison(num_parts, factor * num_blocks)
         loss, *rest = self.relations(traces, comparison)
         tree = jax.tree.structure((whole.weight, whole.aux))
@@ -246,8 +236,8 @@ class _Traces:
         why = _why_no_mean(loss, weight, named=is_named, trusted=trusted and loss_weight is None)
         each = zip(names, entries, whole.aux, strict=True)
         combinations = {name: _combination(x, own, atom, whole.jaxpr) for name, (x, own), (atom, _) in each}
-        return _Means(
-            why=why,
+        return Separability(
+            another_loss=why,
             weigh="divisor" if is_named else _weigh(loss, weight, why),
             count_power=weight.count.power,
             aux=combinations,

@@ -14,7 +14,7 @@ from jax import lax
 from zero_jax.sharding.mesh import Axes
 from zero_jax.training.grads.combined import CombinedAux
 from zero_jax.transforms.microbatch_weights import divided_by_nonzero, with_weight
-from zero_jax.transforms.separability import separability
+from zero_jax.transforms.separability import BatchParts, separability
 
 EXAMPLES, MICROBATCHES, DEVICES = 32, 2, 4
 PARTS = MICROBATCHES * DEVICES
@@ -212,8 +212,8 @@ def make_inputs(seed, size=EXAMPLES):
 def separability_of(weighted, params, batch):
     mesh = jax.sharding.AbstractMesh((DEVICES,), ("data",))
     axes = Axes(replica=(), data=("data",), model=())
-    sizes = {"mesh": mesh, "axes": axes, "num_microbatches": MICROBATCHES}
-    return separability(weighted, params, batch, jax.random.key(0), **sizes)
+    parts = BatchParts(mesh=mesh, axes=axes, num_microbatches=MICROBATCHES)
+    return separability(weighted, (params, batch, jax.random.key(0)), parts)
 
 
 def judge(loss_fn, params, batch):

@@ -18,9 +18,9 @@ from reference import mesh_of
 import zero_jax as zero
 from zero_jax.models import gpt
 from zero_jax.sharding.mesh import axes_of
-from zero_jax.training.loss_function import key_parameter
+from zero_jax.training.loss.function import key_parameter
 from zero_jax.transforms.microbatch_weights import with_weight
-from zero_jax.transforms.separability import separability, shards_over
+from zero_jax.transforms.separability import BatchParts, separability, shards_over
 
 MESH = "model2"
 AXES = ("replica", "data")
@@ -214,12 +214,8 @@ def test_what_couples_examples_is_seen(make, separable):
     mesh = mesh_of("replica")
     found = separability(
         with_weight(lambda params, batch, key: (loss_fn(params, batch), (None, None)), "auto"),
-        params,
-        batch,
-        jax.random.key(0),
-        mesh=mesh_of(MESH) if loss_fn is pinned_loss else mesh,
-        axes=axes_of(mesh),
-        num_microbatches=2,
+        (params, batch, jax.random.key(0)),
+        BatchParts(mesh=mesh_of(MESH) if loss_fn is pinned_loss else mesh, axes=axes_of(mesh), num_microbatches=2),
     )
     assert (not found.not_local) == separable
     assert (not found.another_loss) == (separable or loss_fn is pinned_loss)
@@ -239,17 +235,12 @@ def test_examples_meet_in_the_whole_microbatch_at_every_stage(loss_fn):
     np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
-def judged(loss_fn, size=64, **fields):
-    params, batch = mixing_losses.make_inputs(size)
+def judged(loss_fn, size=64, *, mesh=None, loss_weight="auto"):
     return separability(
-        with_weight(
-            lambda params, batch, key: (loss_fn(params, batch), (None, None)), fields.get("loss_weight", "auto")
-        ),
-        params,
-        batch,
-        jax.random.key(0),
-        axes=axes_of(mesh_of("4")),
-        **{"mesh": mesh_of("4"), "num_microbatches": 2, **fields},
+        with_weight(lambda params, batch, key: (loss_fn(params, batch), (None, None)), loss_weight),
+        (*mixing_losses.make_inputs(size), jax.random.key(0)),
+        BatchParts(mesh=mesh or mesh_of("4"), axes=axes_of(mesh_of("4")), num_microbatches=2),
+        loss_weight=loss_weight,
     )
 
 

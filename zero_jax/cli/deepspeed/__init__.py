@@ -6,8 +6,7 @@ which `command` prints or writes. A key is translated only where it means the sa
 unknown has a row that says so.
 """
 
-from zero_jax.cli.deepspeed.command import add_from_deepspeed_options
 from zero_jax.cli.deepspeed.reading import translate
 from zero_jax.cli.deepspeed.rows import KeyRow, Translation
 
-__all__ = ["KeyRow", "Translation", "add_from_deepspeed_options", "translate"]
+__all__ = ["KeyRow", "Translation", "translate"]

@@ -7,31 +7,13 @@ import pathlib
 from zero_jax.cli.config_file import format_config, write_file
 from zero_jax.cli.deepspeed.reading import read_json, translate
 from zero_jax.cli.deepspeed.rows import Translation
-from zero_jax.cli.options import add_json, add_path, one_line_errors, reader
+from zero_jax.cli.options import one_line_errors
 from zero_jax.core.text_tables import printable_lines
 
 
-def add_from_deepspeed_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `zero-jax from-deepspeed`."""
-    parser.description = (
-        "Prints the config file that `zero-jax train --config` takes for a DeepSpeed config, and key by key what was "
-        "translated, what was not and why. Exit status: 0 done, 1 the file has unknown keys, and nothing is written, 2 "
-        "it cannot be read."
-    )
-    add_path(parser, "path", metavar="DS_CONFIG", help="the JSON file, such as ds_config.json")
-    add_path(parser, "--out", help="write the config file there, and print the list")
-    parser.add_argument("--force", action="store_true", help="write over an existing file")
-    parser.add_argument(
-        "--devices",
-        type=reader(int, lowest=1),
-        metavar="N",
-        help="number of devices that the DeepSpeed config is for, from which it infers its batch size",
-    )
-    add_json(parser)
-    parser.set_defaults(run=one_line_errors(_from_deepspeed))
-
-
-def _from_deepspeed(options: argparse.Namespace) -> int:
+@one_line_errors
+def from_deepspeed(options: argparse.Namespace) -> int:
+    """Runs `zero-jax from-deepspeed`."""
     if options.force and not options.out:
         raise ValueError("--force is for --out: give --out FILE too")
     out = pathlib.Path(options.out) if options.out else None

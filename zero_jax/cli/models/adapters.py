@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh
 from zero_jax.checkpoint import find_checkpoint, restore
 from zero_jax.cli.models.options import preset_config
 from zero_jax.cli.models.presets import ModelConfig, init_function
-from zero_jax.cli.options import add_fields, field_values
+from zero_jax.cli.options import field_values
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree, key_shape, leaf_names
 from zero_jax.core.variables import Variables
@@ -52,11 +52,6 @@ class LoraConfig:
         check_fields(self, lowest={"lora_rank": 1})
         if self.lora_alpha <= 0:
             raise ValueError(f"lora_alpha={self.lora_alpha}: give a positive number, such as twice the rank")
-
-
-def add_lora_options(group: Any) -> None:
-    """Adds the options of adapters."""
-    add_fields(group, LoraConfig, default_of=LoraConfig())
 
 
 def adapted_model(model: Model, options: argparse.Namespace) -> Model:

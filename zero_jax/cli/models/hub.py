@@ -8,6 +8,7 @@ import pathlib
 import shutil
 from typing import Any
 
+from zero_jax.cli.command_options import MAX_SEQ_LEN
 from zero_jax.cli.models.presets import shape_changes
 from zero_jax.cli.options import explicit, option_of
 from zero_jax.core.files.untrusted import user_path
@@ -15,7 +16,6 @@ from zero_jax.data import DataConfig, load_tokenizer
 from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.pretrained import TOKENIZER, copy_companions, open_hf, read_decoder, run_companions, write_config
 
-MAX_SEQ_LEN = 4096  # without --seq-len: contexts of 131,072 tokens are common, and do not fit
 # What may differ from the checkpoint's config: the params keep their shapes and their meaning.
 _MAY_CHANGE = ("seq_len", "expert_capacity", "expert_balance")
 

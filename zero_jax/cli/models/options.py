@@ -4,21 +4,19 @@ import argparse
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.cli.models.hub import MAX_SEQ_LEN, hub_config, model_name
+from zero_jax.cli.config_classes import option_fields
+from zero_jax.cli.models.hub import hub_config, model_name
 from zero_jax.cli.models.presets import (
-    PRESETS,
     ActivationConfig,
     ModelConfig,
-    add_shape_options,
     check_changes,
-    decoder_keys,
     find_preset,
     generate_function,
     init_function,
@@ -27,19 +25,14 @@ from zero_jax.cli.models.presets import (
     shape_changes,
 )
 from zero_jax.cli.options import (
-    OptionKind,
-    add_fields,
     explicit,
     field_values,
-    option_fields,
     option_of,
-    reader,
     refuse,
 )
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import PyTree, key_shape
 from zero_jax.models.decoder_config import DecoderConfig
-from zero_jax.models.gpt import GPTConfig
 from zero_jax.planning import batch_of, resolve
 from zero_jax.pretrained import open_hf
 from zero_jax.trainer import Model
@@ -70,50 +63,6 @@ class PlannedModel:
     specs_fn: Callable[[int], PyTree] = lambda model: None
     values_fn: Callable[[PyTree], PyTree] = lambda batch: batch
     activations: ActivationConfig | None = None
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> Any:
-    """Adds the options that choose a preset and change its shape; returns their group."""
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model",
-        dest="preset",
-        type=reader(str),
-        default="gpt-tiny",
-        metavar="PRESET",
-        help=f"one of {', '.join(PRESETS)} (default: %(default)s)",
-    )
-    group.add_argument(
-        "--from-hf",
-        type=reader(str, is_optional=True, place="local"),
-        metavar="FOLDER",
-        help="a checkpoint of the Hugging Face hub, with config.json and *.safetensors: model, params and tokenizer "
-        f"are taken from there, and --seq-len is {MAX_SEQ_LEN:,} at most by default",
-    )
-    add_fields(group, ActivationConfig, default_of=ActivationConfig())
-    add_shape_options(parser, group)
-    return group
-
-
-def model_keys() -> Mapping[str, OptionKind]:
-    """Returns the keys of the section `model` of a config file, by destination, that are no field of a GPT."""
-    kinds = {"preset": OptionKind(base=str, is_optional=False), "from_hf": OptionKind(base=str, is_optional=True)}
-    return kinds | decoder_keys()
-
-
-def add_own_model_options(group: Any) -> None:
-    """Adds the options that name the user's own functions."""
-    where = "as module:function, or path/to/file.py:function"
-    texts = {
-        "--loss": f"your own loss function, {where}; it stands for --model",
-        "--init": f"the function that makes its params from a key, {where}",
-        "--batch": "a function that returns a batch (arrays or ShapeDtypeStructs) of any number of examples",
-        "--param-specs": "how its params are sharded over the axis `model`: a tree of PartitionSpecs, a dict from "
-        "regular expressions of leaf paths to PartitionSpecs, or a function of the params' shapes, or of nothing, that "
-        "returns one of them",
-    }
-    for option, text in texts.items():
-        group.add_argument(option, type=reader(str), metavar="REF", help=text)
 
 
 def preset_config(options: argparse.Namespace) -> ModelConfig:
@@ -211,7 +160,7 @@ def refuse_presets(options: argparse.Namespace) -> None:
     for option, name in (("--model", "preset"), ("--from-hf", "from_hf")):
         if name in explicit(options):
             raise ValueError(f"{option} {getattr(options, name)}: that {reason}")
-    names = [name for config in (GPTConfig, DecoderConfig, ActivationConfig) for name in option_fields(config)]
+    names = [name for config in ("GPTConfig", "DecoderConfig", "ActivationConfig") for name in option_fields(config)]
     refuse(options, list(map(option_of, names)), reason=f"that {reason}")
 
 

@@ -6,10 +6,10 @@ import argparse
 import dataclasses
 import re
 
+from zero_jax.cli.config_classes import option_fields
 from zero_jax.cli.models.options import function_of, own_specs, refuse_presets
-from zero_jax.cli.options import field_values, option_fields, option_of, refuse
+from zero_jax.cli.options import field_values, option_of, refuse
 from zero_jax.core.field_checks import check_fields
-from zero_jax.data import DataConfig
 from zero_jax.planning import resolve
 from zero_jax.trainer import TEXT_FIELDS, OwnModel
 
@@ -58,7 +58,7 @@ def read_own_model(options: argparse.Namespace) -> OwnModelConfig | None:
     if config.loss is None:
         return None
     refuse_presets(options)
-    names = [option_of(name) for name in (*option_fields(DataConfig), *TEXT_FIELDS)]
+    names = [option_of(name) for name in (*option_fields("DataConfig"), *TEXT_FIELDS)]
     refuse(options, names, reason="that is of text, and --batches stands for a source of your own: leave it out")
     return config
 

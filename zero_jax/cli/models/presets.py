@@ -10,7 +10,8 @@ from typing import Any
 from jax import Array
 from jax.sharding import Mesh
 
-from zero_jax.cli.options import OptionKind, add_fields, field_values, option_fields, option_of
+from zero_jax.cli.config_classes import option_fields
+from zero_jax.cli.options import field_values, option_of
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree
@@ -43,23 +44,6 @@ class ActivationConfig:
         check_fields(self, lowest={"loss_chunk": 1})
 
 
-def add_shape_options(parser: argparse.ArgumentParser, group: Any) -> None:
-    """Adds options for the fields of GPTs and decoders: those of both to `group`, the others to groups of their own."""
-    gpt_fields, decoder_fields = option_fields(GPTConfig).keys(), option_fields(DecoderConfig).keys()
-    add_fields(group, GPTConfig, default_of=None, without=gpt_fields - decoder_fields)
-    add_fields(parser.add_argument_group("model: GPTs alone"), GPTConfig, default_of=None, without=decoder_fields)
-    title = "model: decoders alone (Llama, Qwen, Gemma, Mistral, Mixtral)"
-    add_fields(parser.add_argument_group(title), DecoderConfig, default_of=None, without=gpt_fields)
-
-
-def decoder_keys() -> dict[str, OptionKind]:
-    """Returns the options that decoders alone have, by destination."""
-    gpt_fields = option_fields(GPTConfig)
-    return {
-        f"DecoderConfig.{name}": kind for name, kind in option_fields(DecoderConfig).items() if name not in gpt_fields
-    }
-
-
 def shape_changes(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the fields of a model's shape that the options set."""
     return field_values(GPTConfig, options) | field_values(DecoderConfig, options)
@@ -75,7 +59,7 @@ def find_preset(name: str) -> ModelConfig:
 
 def check_changes(name: str, config: ModelConfig, changes: Mapping[str, Any]) -> None:
     """Raises `ValueError` for options of fields that the kind of model does not have."""
-    fields = option_fields(type(config))
+    fields = option_fields(type(config).__name__)
     for field in changes:
         if field not in fields:
             option, nearest = option_of(field), did_you_mean(field, fields, "{}")

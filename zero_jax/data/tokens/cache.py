@@ -1,7 +1,6 @@
 """The token cache: a source is tokenized once, then read from a folder."""
 
 import contextlib
-import functools
 import os
 import pathlib
 import re
@@ -35,10 +34,17 @@ def read_tokens(
     Raises:
       ValueError: the source cannot be read, changed meanwhile, or has no document.
     """
-    make = functools.partial(_make, source, tokenizer, text_field=text_field, token_dtype=token_dtype, log=log)
+
+    def make(folder: pathlib.Path | None) -> Tokens:
+        is_in_place = folder is not None and source.format == "tokens" and len(source.files) == 1
+        token_file = open_token_file(source.files[0], token_dtype=token_dtype) if is_in_place else None
+        chunks = source_chunks(source, tokenizer, text_field=text_field, token_dtype=token_dtype)
+        chunks = log_progress(chunks, source.name, log=log)
+        return make_tokens(chunks, source.name, tokenizer, folder=folder, token_file=token_file, is_cache=True)
+
     if cache is None:
         return make(None)
-    stem = pathlib.Path(source.files[0].name).name if len(source.files) == 1 else pathlib.Path(source.name).name
+    stem = pathlib.Path(source.files[0].name if len(source.files) == 1 else source.name).name
     key = source.fingerprint(_VERSION, tokenizer.fingerprint, text_field, token_dtype)
     folder = cache / f"{''.join(c if c.isalnum() else '-' for c in stem)[:40]}-{key}"
     if folder.exists():
@@ -56,16 +62,6 @@ def read_tokens(
         why = with_remedy(error)
         log(f"cannot keep the tokens in {folder}: {why}. They stay in memory, and the next run makes them again")
         return make(None)
-
-
-def _make(
-    source: Source, tokenizer: Tokenizer, folder: pathlib.Path | None, *, text_field: str, token_dtype: str, log: Log
-) -> Tokens:
-    is_in_place = folder is not None and source.format == "tokens" and len(source.files) == 1
-    token_file = open_token_file(source.files[0], token_dtype=token_dtype) if is_in_place else None
-    chunks = source_chunks(source, tokenizer, text_field=text_field, token_dtype=token_dtype)
-    chunks = log_progress(chunks, source.name, log=log)
-    return make_tokens(chunks, source.name, tokenizer, folder=folder, token_file=token_file, is_cache=True)
 
 
 def _in_use(tokens: Tokens, folder: pathlib.Path) -> Tokens:

@@ -15,8 +15,9 @@ from zero_jax.sharding.mesh import axis_size
 from zero_jax.training.grads.combined import CombinedAux, of_trace
 from zero_jax.training.grads.plan import GradPlan
 from zero_jax.training.grads.reads import reads_of
-from zero_jax.training.loss_program import StepLoss
+from zero_jax.training.loss.program import StepLoss
 from zero_jax.transforms import (
+    BatchParts,
     Combination,
     PartWeight,
     Separability,
@@ -81,19 +82,19 @@ def judge(loss: StepLoss, arguments: tuple[PyTree, PyTree, jax.Array]) -> Judged
     except Exception:  # it may be made for microbatches alone; `separability` says so
         traceable = arguments[0], jax.tree.map(lambda x: _microbatch(x, k), arguments[1]), arguments[2]
     reads = reads_of(program, *traceable)
-    parts: dict[str, Any] = {
-        "mesh": placement.mesh,
-        "axes": dataclasses.replace(placement.axes, replica=(), data=plan.part_axes),
-        "num_microbatches": k,
-        "local": bool(plan.once_over or plan.at_use) and not reads.passes_state,
-        "exact": plan.is_exact,
-        "num_shards": axis_size(placement.mesh, plan.batch_axes),
-    }
+    parts = BatchParts(
+        mesh=placement.mesh,
+        axes=dataclasses.replace(placement.axes, replica=(), data=plan.part_axes),
+        num_microbatches=k,
+        num_shards=axis_size(placement.mesh, plan.batch_axes),
+        local=bool(plan.once_over or plan.at_use) and not reads.passes_state,
+        exact=plan.is_exact,
+    )
     weighted = with_weight(program, loss_weight)
-    separable = separability(weighted, *arguments, loss_weight=loss_weight, **parts)
+    separable = separability(weighted, arguments, parts, loss_weight=loss_weight)
     if separable.weigh == "equal" and loss_weight == "auto":  # it ends in a division, by what is no weight of parts
         weighted = with_weight(program, None)
-        aux = separability(weighted, *arguments, loss_weight=None, **parts).aux
+        aux = separability(weighted, arguments, parts, loss_weight=None).aux
         separable = dataclasses.replace(separable, aux=aux)
     if reads.passes_state:
         not_local = "its model_state passes from one microbatch to the next"

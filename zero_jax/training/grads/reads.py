@@ -14,7 +14,7 @@ from zero_jax.core.subcalls import CALLS
 from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.core.variables import as_variables, model_state_names
 from zero_jax.dims import Kind
-from zero_jax.training.loss_function import model_state_changes
+from zero_jax.training.loss.function import model_state_changes
 from zero_jax.transforms import Combination
 
 _DRAWN, _REPEATED = -1, -2  # by the key or by model state; by a key of its own, which all parts have

@@ -18,8 +18,8 @@ from zero_jax.training.grads.accumulator import Accumulator, GradFn, GradInputs
 from zero_jax.training.grads.choice import JudgedLoss, judge
 from zero_jax.training.grads.plan import GradPlan, refuse_coded
 from zero_jax.training.grads.quantized import quantized_grads
-from zero_jax.training.loss_function import check_unchanged, model_state_changes, on_devices, pinned_model_state
-from zero_jax.training.loss_program import StepLoss
+from zero_jax.training.loss.function import check_unchanged, model_state_changes, on_devices, pinned_model_state
+from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.noise_scale import Parts
 from zero_jax.training.optimizer.frozen import flags_of_all
 from zero_jax.training.state.placement import Placement

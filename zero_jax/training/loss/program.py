@@ -25,8 +25,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.loss_program import LossProgram
 from zero_jax.core.tree import PyTree, key_shape, shapes_of
-from zero_jax.training.loss_function import MeshLoss, normalize_loss
-from zero_jax.training.model_inputs import cast_batch
+from zero_jax.training.loss.function import MeshLoss, normalize_loss
+from zero_jax.training.loss.inputs import cast_batch
 from zero_jax.training.state.placement import Placement, make_placement
 from zero_jax.training.zero_config import ZeroConfig
 from zero_jax.transforms import (

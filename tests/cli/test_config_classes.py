@@ -1,0 +1,38 @@
+"""What the command line reads from the source of the config classes is what the classes are."""
+
+import dataclasses
+import importlib
+import inspect
+import re
+
+import pytest
+
+from zero_jax.analysis import PAPER_CONFIGS
+from zero_jax.cli.config_classes import _MODULES, defaults_of, keys_of, option_fields
+from zero_jax.cli.models.presets import PRESETS
+from zero_jax.core.field_checks import field_kinds
+from zero_jax.trainer import X_LABELS, TrainConfig
+
+
+@pytest.mark.parametrize("name", _MODULES)
+def test_kinds_defaults_and_help_are_those_of_the_class(name):
+    config_class = getattr(importlib.import_module(f"zero_jax.{_MODULES[name]}"), name)
+    fields, kinds = option_fields(name), field_kinds(config_class)
+    defaults = {field.name: field.default for field in dataclasses.fields(config_class)}
+    assert fields and {option: kinds[option] for option in fields} == {x: field.kind for x, field in fields.items()}
+    assert {option: defaults[option] for option in fields} == defaults_of(name)
+    documented = re.findall(r"^  (\w+): ", inspect.cleandoc(config_class.__doc__ or ""), re.MULTILINE)
+    assert all(field.help for field in fields.values()) and {*fields} <= {*documented}
+
+
+@pytest.mark.parametrize("part", ["zero", "data", "optimizer", "checkpoint", "log"])
+def test_parts_of_a_run_have_their_defaults_there(part):
+    own = getattr(TrainConfig(), part)
+    expected = {name: getattr(own, name) for name in option_fields(type(own).__name__)}
+    assert defaults_of(type(own).__name__, part_of="TrainConfig", part=part) == expected
+
+
+def test_names_to_choose_from():
+    assert [*keys_of("models.gpt", "PRESETS"), *keys_of("models.decoder_config", "DECODERS")] == [*PRESETS]
+    assert keys_of("analysis.paper", "CONFIGS") == [*PAPER_CONFIGS]
+    assert keys_of("trainer.reporting.curves", "X_LABELS") == [*X_LABELS]

@@ -1,0 +1,126 @@
+"""The fields of the config dataclasses, read from their source: `zero-jax train --help` imports neither them nor JAX.
+
+A field is a line `name: annotation = default` of the class, and its help is in the class's docstring.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import pathlib
+import re
+from typing import Any
+
+from zero_jax.core.field_checks import FieldKind, read_kind
+
+_PACKAGE = pathlib.Path(__file__).parent.parent
+# The module of each config whose fields are options, and keys of config files.
+_MODULES = {
+    "TrainConfig": "trainer.run",
+    "ZeroConfig": "training.zero_config",
+    "DataConfig": "data.dataset",
+    "OptimizerConfig": "trainer.optimizers",
+    "CheckpointConfig": "checkpoint.saving",
+    "WriterConfig": "trainer.reporting.writers",
+    "LaunchConfig": "cluster.processes",
+    "GPTConfig": "models.gpt",
+    "DecoderConfig": "models.decoder_config",
+    "ActivationConfig": "cli.models.presets",
+    "LoraConfig": "cli.models.adapters",
+    "OwnModelConfig": "cli.models.own",
+    "PlanConfig": "cli.request",
+    "InspectConfig": "cli.checkpoint",
+    "ExportConfig": "cli.checkpoint",
+}
+# Fields without an option: the roles of mesh axes, which the commands choose, and fields that are no number or word or
+# have no use for the reference models. The `remat` of a command is the policy, for any model.
+_NOT_OPTIONS = frozenset(
+    "zero data_axes replica_axes model_axes ZeroConfig.param_specs axis_rules overrides loss_weight "
+    "GPTConfig.remat DecoderConfig.remat".split()
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptionField:
+    """A field of a config that has an option: what it may hold, its default, and a line about it."""
+
+    kind: FieldKind
+    default: Any
+    help: str
+
+
+@functools.cache
+def _assignments(module: str) -> dict[str, ast.expr]:
+    """Returns the values of the names that a module of zero_jax defines or imports from another one."""
+    values: dict[str, ast.expr] = {}
+    for node in _source(module).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            values |= {target.id: node.value for target in targets if isinstance(target, ast.Name)}
+    return values
+
+
+@functools.cache
+def _source(module: str) -> ast.Module:
+    return ast.parse(_PACKAGE.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8"))
+
+
+def _class_of(config: str) -> ast.ClassDef:
+    classes = (node for node in _source(_MODULES[config]).body if isinstance(node, ast.ClassDef))
+    return next(node for node in classes if node.name == config)
+
+
+def _text_of(module: str, name: str) -> str | None:
+    """Returns the text that a name in an annotation stands for, such as `Literal["auto", "text"]`."""
+    value = _assignments(module).get(name)
+    if value is not None:
+        return ast.unparse(value)
+    for node in _source(module).body:
+        source = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+        if source.startswith("zero_jax.") and name in [alias.name for alias in node.names]:  # type: ignore[union-attr]
+            source = source.removeprefix("zero_jax.")
+            is_module = _PACKAGE.joinpath(*source.split(".")).with_suffix(".py").is_file()
+            return _text_of(source, name) if is_module else None
+    return None
+
+
+@functools.cache
+def option_fields(config: str) -> dict[str, OptionField]:
+    """Returns the fields of a config class that have an option."""
+    node, module = _class_of(config), _MODULES[config]
+    helps, fields = _field_help(node), {}
+    for line in node.body:
+        if not isinstance(line, ast.AnnAssign) or not isinstance(line.target, ast.Name) or line.value is None:
+            continue
+        name = line.target.id
+        kind = read_kind(ast.unparse(line.annotation), functools.partial(_text_of, module))
+        if kind.base is not None and not {name, f"{config}.{name}"} & _NOT_OPTIONS:
+            fields[name] = OptionField(kind=kind, default=ast.literal_eval(line.value), help=helps.get(name, ""))
+    return fields
+
+
+def defaults_of(config: str, *, part_of: str = "", part: str = "") -> dict[str, Any]:
+    """Returns the defaults of a config's fields; as a part of another config, with what that changes of them."""
+    defaults = {name: field.default for name, field in option_fields(config).items()}
+    if part_of:
+        lines = (line for line in _class_of(part_of).body if isinstance(line, ast.AnnAssign))
+        call = next(line.value for line in lines if isinstance(line.target, ast.Name) and line.target.id == part)
+        assert isinstance(call, ast.Call)
+        defaults |= {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg}
+    return defaults
+
+
+def keys_of(module: str, name: str) -> list[str]:
+    """Returns the keys of a dict that a module defines."""
+    value = _assignments(module)[name]
+    assert isinstance(value, ast.Dict)
+    return [ast.literal_eval(key) for key in value.keys if key is not None]
+
+
+def _field_help(node: ast.ClassDef) -> dict[str, str]:
+    """Returns the lines on the fields in the section `Attributes:` of a class's docstring."""
+    section = inspect.cleandoc(ast.get_docstring(node) or "").partition("Attributes:\n")[2]
+    entries = re.split(r"^  (\w+): ", section, flags=re.MULTILINE)[1:]
+    return {name: " ".join(text.split()).rstrip(".") for name, text in zip(entries[::2], entries[1::2], strict=True)}

@@ -1,0 +1,1 @@
+"""The loss of a step: the user's function in one signature, its program, and the passes over it in their order."""

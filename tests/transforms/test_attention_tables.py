@@ -60,8 +60,9 @@ def known_values(function):
         table = prover.read(atom, prover.known)
         assert isinstance(table, Table), atom
         indices = all_leaves(table.indices)
-        array = np.broadcast_to(table.split().along(indices), [index.size for index in indices])
-        yield array.reshape(atom.aval.shape)
+        array = table.split().along(indices)
+        assert array is not None
+        yield np.broadcast_to(array, [index.size for index in indices]).reshape(atom.aval.shape)
 
 
 @pytest.mark.parametrize("seed", range(6))

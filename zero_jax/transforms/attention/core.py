@@ -15,7 +15,7 @@ from zero_jax.attention import Choice, attention_choice, dot_product_attention
 from zero_jax.dims import SAME_ELEMENTS
 from zero_jax.sharding.precision import promoted
 from zero_jax.transforms.attention.dims import Index, Indices, all_leaves, before, leaves
-from zero_jax.transforms.attention.masks import Band, Pattern, Term
+from zero_jax.transforms.attention.masks import BandTerm, Pattern, Term
 from zero_jax.transforms.attention.prove import Prover
 from zero_jax.transforms.attention.softmax import MASKED, Followed, Logits, number
 from zero_jax.transforms.attention.tables import Leaf, Same
@@ -218,7 +218,7 @@ def _mask_queries(terms: frozenset[Term], keys: frozenset[Index], own: tuple[Ind
     for term in terms:
         if isinstance(term, Pattern):
             raise NotTheSame("the mask is neither causal nor a window")
-        if isinstance(term, Band):
+        if isinstance(term, BandTerm):
             indices = {term.first, term.second}
         else:
             differ = [pair for pair in zip(term.first, term.second, strict=True) if pair[0] is not pair[1]]
@@ -242,7 +242,7 @@ def _mask(terms: frozenset[Term], queries: tuple[Index, ...], keys: tuple[Index,
     low, high = 1 - num_keys, num_queries - 1
     segments = None
     for term in terms:
-        if isinstance(term, Band):
+        if isinstance(term, BandTerm):
             bounds = (-term.high, -term.low) if term.first is keys[0] else (term.low, term.high)
             low, high = max(low, bounds[0]), min(high, bounds[1])
         elif isinstance(term, Same):

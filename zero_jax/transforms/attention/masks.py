@@ -11,7 +11,7 @@ from zero_jax.transforms.attention.dims import Index, Indices, all_leaves, paire
 from zero_jax.transforms.attention.tables import Diagonal, Same, Table
 
 
-class Band(NamedTuple):
+class BandTerm(NamedTuple):
     """`low <= first - second <= high`."""
 
     first: Index
@@ -24,7 +24,7 @@ class Pattern:
     """Any other condition on indices."""
 
 
-Term = Band | Same | Pattern
+Term = BandTerm | Same | Pattern
 
 
 def conditions(visible: Table, indices: Indices) -> frozenset[Term] | None:
@@ -56,7 +56,7 @@ def conditions(visible: Table, indices: Indices) -> frozenset[Term] | None:
     return frozenset(terms)
 
 
-def _band(mask: np.ndarray, axes: Sequence[Any]) -> Band | None:
+def _band(mask: np.ndarray, axes: Sequence[Any]) -> BandTerm | None:
     """Returns what a mask stands for if it is a band of two indices."""
     if len(axes) == 2 and all(isinstance(axis, Index) for axis in axes) and (mask[1:, 1:] == mask[:-1, :-1]).all():
         axes, mask = [Diagonal(*axes)], np.concatenate([mask[0, ::-1], mask[1:, 0]])
@@ -65,4 +65,4 @@ def _band(mask: np.ndarray, axes: Sequence[Any]) -> Band | None:
     (first, second), places = axes[0], np.flatnonzero(mask)
     low, high = int(places[0]), int(places[-1])
     is_whole = len(places) == high - low + 1
-    return Band(first, second, low + 1 - second.size, high + 1 - second.size) if is_whole else None
+    return BandTerm(first, second, low + 1 - second.size, high + 1 - second.size) if is_whole else None

@@ -12,7 +12,7 @@ import numpy as np
 from zero_jax.core import jaxprs
 from zero_jax.core.passes import Pass
 from zero_jax.transforms.attention.dims import shape_of
-from zero_jax.transforms.attention.softmax import Followed, Lost, attended, follow, logits_of
+from zero_jax.transforms.attention.softmax import Followed, Lost, RowTest, attended, follow, logits_of
 from zero_jax.transforms.attention.tables import Leaf, Table, View, compared, operation
 
 
@@ -78,7 +78,7 @@ class Prover(Pass[Any]):
         """Returns what the results of an equation are."""
         self._name(eqn)
         result = self._result(eqn, operands) if len(eqn.outvars) == 1 else None
-        if isinstance(result, Followed | Table | View) and (
+        if isinstance(result, Followed | RowTest | Table | View) and (
             shape_of(result.indices) != eqn.outvars[0].aval.shape  # an operand of size 1 was broadcast
         ):
             result = None
@@ -96,7 +96,7 @@ class Prover(Pass[Any]):
             return self._product(eqn, operands)
         if any(isinstance(x, Lost) for x in operands):
             return None
-        if any(isinstance(x, Followed) for x in operands):
+        if any(isinstance(x, Followed | RowTest) for x in operands):
             return follow(eqn, operands)
         if all(isinstance(x, Table) for x in operands):
             return operation(eqn, operands)

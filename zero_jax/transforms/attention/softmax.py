@@ -200,6 +200,15 @@ def _stopped(shift: Sum) -> Sum:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class RowTest:
+    """A condition on the rows of a product's logits that holds always or never where no row is empty."""
+
+    indices: Indices
+    holds: bool
+    product: Product | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Lost:
     """What was logits or weights before an equation that no attention kernel has; `is_core`: after the exponential."""
 
@@ -245,7 +254,7 @@ def attended(eqn: Any, weights: Followed, place: int) -> Followed | None:
 # --- other equations --------------------------------------------------------------------------------------------------
 
 
-def follow(eqn: Any, operands: Sequence[Any]) -> Followed | Table | Lost | None:
+def follow(eqn: Any, operands: Sequence[Any]) -> Followed | RowTest | Lost | None:
     """Returns the result of an equation on followed values; None if it is nothing that is followed."""
     name, first = eqn.primitive.name, operands[0]
     if name in CASTS:
@@ -256,6 +265,8 @@ def follow(eqn: Any, operands: Sequence[Any]) -> Followed | Table | Lost | None:
         return dataclasses.replace(first, indices=indices)
     if name == "select_n":
         return _selected(*operands)
+    if any(isinstance(x, RowTest) for x in operands):
+        return dataclasses.replace(first, holds=not first.holds) if name == "not" else None
     has_logits = [isinstance(x, Followed) and x.logits is not None for x in operands]
     place = (has_logits if any(has_logits) else [isinstance(x, Followed) for x in operands]).index(True)
     x, others = operands[place], [other for i, other in enumerate(operands) if i != place]
@@ -273,12 +284,7 @@ def number(x: Any) -> float | None:
     return None if value is None or np.iscomplexobj(value) else float(value)
 
 
-def _always(x: Followed, holds: bool) -> Table:
-    """Returns a condition on rows that holds for all of them, or for none, as no row is empty."""
-    return Table(x.indices, (), lambda: np.array(holds))
-
-
-def _alone(eqn: Any, x: Followed) -> Followed | Table | None:
+def _alone(eqn: Any, x: Followed) -> Followed | RowTest | None:
     """Returns a function of logits, weights or rows alone."""
     name, is_row = eqn.primitive.name, x.logits is None
     if x.values:
@@ -304,7 +310,7 @@ def _alone(eqn: Any, x: Followed) -> Followed | Table | None:
         case "stop_gradient" if not x.is_exp:
             return dataclasses.replace(x, is_constant=True)
         case "is_finite" if is_row:
-            return _always(x, True)
+            return RowTest(x.indices, True, x.product)
         case "abs" if is_row and x.is_exp:
             return x
         case "integer_pow" if is_row and x.is_exp and eqn.params["y"] == -1:
@@ -386,8 +392,11 @@ def _ones(x: Any) -> Table | None:
 def _selected(which: Any, *cases: Any) -> Followed | Lost | None:
     if len(cases) != 2 or isinstance(which, Followed):
         return None
-    chosen = which.number if isinstance(which, Table) else None
-    if chosen is not None:
+    if isinstance(which, RowTest):
+        case = cases[which.holds]
+        # That no row is empty is found out for these logits alone.
+        return case if isinstance(case, Followed) and case.product is which.product else None
+    if isinstance(which, Table) and (chosen := which.number) is not None:
         return cases[bool(chosen)] if isinstance(cases[bool(chosen)], Followed) else None
     place = next((i for i, x in enumerate(cases) if isinstance(x, Followed) and x.logits and not x.values), None)
     if place is None:
@@ -406,7 +415,7 @@ def _selected(which: Any, *cases: Any) -> Followed | Lost | None:
     return x.dropped(terms) if fill == 0 else None
 
 
-def _of_exponentials(name: str, x: Followed, other: Any, place: int) -> Followed | Table | Lost | None:
+def _of_exponentials(name: str, x: Followed, other: Any, place: int) -> Followed | RowTest | Lost | None:
     """Returns a function of weights, of their product with values, or of exponentials of rows, and something else."""
     value, is_row = number(other), x.logits is None
     if is_row and value is not None:
@@ -421,21 +430,21 @@ def _of_exponentials(name: str, x: Followed, other: Any, place: int) -> Followed
     return Lost(_DROPOUT, True) if visible is None else x.dropped(conditions(visible, x.indices))
 
 
-def _exponentials_and_number(name: str, x: Followed, value: float, place: int) -> Followed | Table | None:
+def _exponentials_and_number(name: str, x: Followed, value: float, place: int) -> Followed | RowTest | None:
     if value == 0 and (name in ("eq", "ne") or (name == "gt" and not place)):
-        return _always(x, name != "eq")
+        return RowTest(x.indices, name != "eq", x.product)
     if name == "div" and place and value == 1:
         return x.times(-1)
     guards = (name == "max" and value <= 1) or (name == "add" and abs(value) <= _NOTHING)
     return x if guards and _at_least_one(x.shift) else None
 
 
-def _of_rows(name: str, x: Followed, other: Any, place: int) -> Followed | Table | None:
+def _of_rows(name: str, x: Followed, other: Any, place: int) -> Followed | RowTest | None:
     """Returns a function of numbers of rows and something else."""
     value = number(other)
     if value is not None and value <= _LOWEST:
         if name in ("eq", "ne"):
-            return _always(x, name == "ne")
+            return RowTest(x.indices, name == "ne", x.product)
         return x if name == "max" else None
     if name not in ("add", "sub") or (value is None and not (isinstance(other, Followed) and x.fits(other.indices))):
         return None

@@ -151,16 +151,13 @@ def operation(eqn: Any, operands: Sequence[Table]) -> Table | None:
     name, aval = eqn.primitive.name, eqn.outvars[0].aval
     if name == "iota":
         indices = new_indices(aval.shape)
-        axes = indices[eqn.params["dimension"]]
-        return Table(
-            indices,
-            axes,
-            lambda: np.arange(math.prod(map(_size, axes)), dtype=aval.dtype).reshape([index.size for index in axes]),
-        )
+        axes = indices[dim := eqn.params["dimension"]]
+        return Table(indices, axes, lambda: np.arange(aval.shape[dim], dtype=aval.dtype).squeeze())
     if not operands:
         return None
-    if len(operands) == 1 and (indices := moved(eqn, operands[0].indices)) is not None:
-        return _merged(operands[0], indices)
+    indices = moved(eqn, operands[0].indices) if len(operands) == 1 else None
+    if indices is not None and not _merges(operands[0], indices):
+        return dataclasses.replace(operands[0], indices=indices)
     result = None
     if name in _NUMPY:
         result = _elementwise(eqn, operands)
@@ -174,22 +171,10 @@ def moved(eqn: Any, indices: Indices) -> Indices | None:
     return indices if eqn.primitive.name in COPIES | PLACES else after(eqn, indices)
 
 
-def _merged(x: Table, indices: Indices) -> Table:
-    """Returns a table with other indices for its dims, and one axis for a dim that it varies along all parts of."""
-    if all(len(leaves(dim)) < 2 for dim in indices):
-        return dataclasses.replace(x, indices=indices)
-    x = x.split()
-    dims = [leaves(dim) if len(leaves(dim)) > 1 and {*leaves(dim)} <= {*x.axes} else () for dim in indices]
-    parts = [index for dim in dims for index in dim]
-    merged = [(Index(math.prod(map(_size, dim))),) if dim else own for dim, own in zip(dims, indices, strict=True)]
-    rest = [axis for axis in x.axes if axis not in parts]
-    axes = [*rest, *(index for dim, own in zip(dims, merged, strict=True) if dim for index in own)]
-
-    def make() -> np.ndarray | None:
-        array = x.along([*rest, *parts])
-        return None if array is None else array.reshape([*map(_size, axes)])
-
-    return Table(tuple(merged), tuple(axes), functools.cache(make))
+def _merges(x: Table, indices: Indices) -> bool:
+    """Tells whether a dim of these indices has several parts, and the values depend on all of them."""
+    axes = {*x.split().axes} if any(len(leaves(dim)) > 1 for dim in indices) else set()
+    return any(len(leaves(dim)) > 1 and axes.issuperset(leaves(dim)) for dim in indices)
 
 
 def _elementwise(eqn: Any, operands: Sequence[Table]) -> Table | None:
@@ -279,21 +264,20 @@ def _sliced(eqn: Any, x: Table, *begins: Table) -> Table | None:
 def _evaluated(eqn: Any, operands: Sequence[Table]) -> Table | None:
     """Returns the result of an equation by JAX, of all elements."""
     indices = new_indices(eqn.outvars[0].aval.shape)
-    every = [x.split() for x in operands]
-    is_known = eqn.primitive.name in known_primitives() and not any(
-        isinstance(axis, Same) for x in operands for axis in x.axes
-    )
-    if not is_known or any(isinstance(value, jax.sharding.Sharding) for value in eqn.params.values()):
+    every = [(x.split(), all_leaves(x.indices)) for x in operands]  # now: they may be split before `make` is called
+    is_known = eqn.primitive.name in known_primitives()
+    is_sharded = any(isinstance(value, jax.sharding.Sharding) for value in eqn.params.values())
+    if not is_known or is_sharded or any(isinstance(axis, Same) for x in operands for axis in x.axes):
         return None
 
     def make() -> np.ndarray | None:
-        arrays: list[np.ndarray] = []
-        for x, atom in zip(every, eqn.invars, strict=True):
-            index = all_leaves(x.indices)
-            array = x.along(index) if _fits(index) and _fits(all_leaves(indices)) else None
+        arrays: list[Any] = []
+        is_small = all(math.prod(atom.aval.shape) <= MAX_ELEMENTS for atom in (*eqn.invars, *eqn.outvars))
+        for (x, axes), atom in zip(every, eqn.invars, strict=True):
+            array = x.along(axes) if is_small else None
             if array is None:
                 return None
-            arrays.append(np.broadcast_to(array, [i.size for i in index]).reshape(atom.aval.shape))
+            arrays.append(np.broadcast_to(array, [*map(_size, axes)]).reshape(atom.aval.shape))
         with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
             return np.asarray(jaxprs.bind(eqn, [jnp.asarray(array) for array in arrays])[0]).squeeze()
 

@@ -26,7 +26,7 @@ from zero_jax.core.tree import PyTree, eval_shapes
 from zero_jax.sharding.mesh import Axes, axes_of
 from zero_jax.transforms.attention.core import AttentionCore
 from zero_jax.transforms.attention.report import AttentionReport, AttentionRow, merged
-from zero_jax.transforms.attention.walk import AttentionSearch, Body, Site, run
+from zero_jax.transforms.attention.walk import AttentionSearch, SearchedBody, Site, run
 
 _FUNCTION = "give a function of params and further arguments"
 _CHOICES = ("own", "fused")
@@ -118,7 +118,7 @@ def _zeros(x: Any) -> jax.Array:
     return jnp.zeros(aval.shape, aval.dtype)
 
 
-def _search(traced: Traced, line: str) -> tuple[Body, AttentionSearch]:
+def _search(traced: Traced, line: str) -> tuple[SearchedBody, AttentionSearch]:
     """Finds the cores of a function's program."""
     jaxpr, consts = jaxprs.open_jaxpr(traced.closed)
     search = AttentionSearch()
@@ -126,7 +126,7 @@ def _search(traced: Traced, line: str) -> tuple[Body, AttentionSearch]:
     return search.body(jaxpr, consts, [None] * len(data), data, Site(times=1, line=line)), search
 
 
-def _without_scores(body: Body, arrays: Sequence[Any], kernel: Callable[..., Any]) -> list[Any]:
+def _without_scores(body: SearchedBody, arrays: Sequence[Any], kernel: Callable[..., Any]) -> list[Any]:
     """Evaluates a body without what was computed for its attention alone."""
     closed = trace_flat(lambda *xs: run(body, xs, kernel), [jax.typeof(x) for x in arrays])
     jaxpr, consts = jaxprs.open_jaxpr(closed)

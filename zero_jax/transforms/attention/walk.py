@@ -37,7 +37,7 @@ class Site:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Body:
+class SearchedBody:
     """A jaxpr whose attention cores were found.
 
     Attributes:
@@ -52,7 +52,7 @@ class Body:
     consts: Sequence[Any]
     prover: Prover
     cores: dict[Any, AttentionCore]
-    inner: dict[int, dict[int, Body]]
+    inner: dict[int, dict[int, SearchedBody]]
 
     @property
     def is_changed(self) -> bool:
@@ -70,7 +70,9 @@ class AttentionSearch:
     def __init__(self) -> None:
         self.rows: list[tuple[AttentionRow, AttentionCore | None]] = []
 
-    def body(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], data: Sequence[bool], at: Site) -> Body:
+    def body(
+        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], data: Sequence[bool], at: Site
+    ) -> SearchedBody:
         """Returns a jaxpr with its cores.
 
         Args:
@@ -84,14 +86,14 @@ class AttentionSearch:
         prover = Prover(jaxpr, consts, inputs)
         facts = Facts(jaxpr, ["value" if is_data else "param" for is_data in data])
         cores = self.choose(facts, prover, at)
-        inner: dict[int, dict[int, Body]] = {}
+        inner: dict[int, dict[int, SearchedBody]] = {}
         for eqn in jaxpr.eqns:
             if (sub := subcall(eqn)) is not None and _may_attend(eqn):
                 if sub.kind in _ENTERED:
                     inner[id(eqn)] = self.bodies(eqn, sub, prover, facts, at)
                 else:
                     self.leave(eqn, at)
-        return Body(jaxpr, consts, prover, cores, inner)
+        return SearchedBody(jaxpr, consts, prover, cores, inner)
 
     def choose(self, facts: Facts, prover: Prover, at: Site) -> dict[Any, AttentionCore]:
         """Returns the cores that the kernel computes, by their results."""
@@ -117,7 +119,7 @@ class AttentionSearch:
                 self.rows.append((row, core))
         return cores
 
-    def bodies(self, eqn: Any, sub: Subcall, prover: Prover, facts: Facts, at: Site) -> dict[int, Body]:
+    def bodies(self, eqn: Any, sub: Subcall, prover: Prover, facts: Facts, at: Site) -> dict[int, SearchedBody]:
         """Returns the bodies of the jaxprs that an equation runs."""
         known = [None if jaxprs.is_literal(atom) else _passed(prover.known[atom]) for atom in eqn.invars]
         data = [facts.kind(atom) == "value" for atom in eqn.invars]
@@ -205,7 +207,7 @@ def _still_used(jaxpr: Any, prover: Prover, cores: dict[Any, AttentionCore]) -> 
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
-class _Fused(Walk[Mapping[int, Body]]):
+class _Fused(Walk[Mapping[int, SearchedBody]]):
     """Evaluates bodies, their cores by a kernel. A frame has the bodies of the jaxprs of an equation, by their `id`."""
 
     def __init__(self, kernel: Kernel):
@@ -213,10 +215,10 @@ class _Fused(Walk[Mapping[int, Body]]):
         self.kernel = kernel
         self.leaves: dict[Leaf, Any] = {}  # the arrays of leaves, of bodies around, too
 
-    def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: Mapping[int, Body]) -> bool:
+    def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: Mapping[int, SearchedBody]) -> bool:
         return any(body.is_changed for body in frame.values())
 
-    def run(self, jaxpr: Any, values: Sequence[Any], frame: Mapping[int, Body]) -> list[Any]:
+    def run(self, jaxpr: Any, values: Sequence[Any], frame: Mapping[int, SearchedBody]) -> list[Any]:
         body, env = frame[id(jaxpr)], dict[Any, Any]()
 
         def note(variables: Sequence[Any], arrays: Sequence[Any]) -> Sequence[Any]:
@@ -238,6 +240,6 @@ class _Fused(Walk[Mapping[int, Body]]):
         return evaluate(body.jaxpr, body.consts, values, equation, env)
 
 
-def run(body: Body, arrays: Sequence[Any], kernel: Kernel) -> list[Any]:
+def run(body: SearchedBody, arrays: Sequence[Any], kernel: Kernel) -> list[Any]:
     """Evaluates a body; `kernel(core, read, aval)` computes its cores, and `read` returns its operands and leaves."""
     return _Fused(kernel).run(body.jaxpr, arrays, {id(body.jaxpr): body})

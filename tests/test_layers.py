@@ -13,7 +13,7 @@ TABLE = PACKAGE.parent / "docs" / "architecture.md"
 # The root: `__main__.py` runs the command line, `__init__.py` imports public names when they are first used.
 ROOT_FILES = {"__init__.py", "__main__.py", "py.typed"}
 # Other packages import from the modules of these.
-OPEN_PACKAGES = {"core", "sharding", "models"}
+OPEN_PACKAGES = {"core", "program", "sharding", "models"}
 MAX_ENTRIES = 16
 
 

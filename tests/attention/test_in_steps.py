@@ -10,7 +10,7 @@ import pytest
 import reference
 
 import zero_jax as zero
-from zero_jax.core.subcalls import equations
+from zero_jax.program.subcalls import equations
 from zero_jax.sharding.mesh import axes_of
 from zero_jax.transforms import BatchParts, separability, with_weight
 

@@ -7,9 +7,9 @@ from jax import lax
 from relation_cases import PROGRAMS
 from test_relations import array
 
-from zero_jax.core import jaxprs
-from zero_jax.core.evaluation import evaluate, flattened
 from zero_jax.dims import dim_map, known_primitives
+from zero_jax.program import jaxprs
+from zero_jax.program.evaluation import evaluate, flattened
 
 QUICK = {"transposes and sums", "reshapes", "dot by a middle dim", "take along rows", "gather its own"}
 MORE = {

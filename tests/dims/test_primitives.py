@@ -7,8 +7,8 @@ import pkgutil
 import jax._src.lax
 from jax.extend.core import Primitive
 
-from zero_jax.core.subcalls import KINDS
 from zero_jax.dims import known_primitives
+from zero_jax.program.subcalls import KINDS
 
 # Of one supported release only.
 OF_ONE_RELEASE = {"log2", "one_minus_square"}

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.jaxprs import open_jaxpr, without_dead_code
 from zero_jax.dims import ValueSharding, propagate_shardings
+from zero_jax.program.jaxprs import open_jaxpr, without_dead_code
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.spec import dims_of
 

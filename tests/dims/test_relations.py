@@ -10,9 +10,9 @@ import pytest
 from relation_cases import PROGRAMS, random_programs
 from test_primitives import of_jax_lax
 
-from zero_jax.core.subcalls import KINDS, equations
 from zero_jax.dims import EXTREMA, SAME, Kind, TraceComparison, known_primitives, rows
 from zero_jax.dims.parts.pair import Pair
+from zero_jax.program.subcalls import KINDS, equations
 
 PARTS, SMALL, LARGE = 2, 4, 8
 # Primitives with an entry that no program here reaches, and why what is said of them is right all the same.

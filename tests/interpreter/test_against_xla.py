@@ -8,10 +8,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import zero_jax as zero
-from zero_jax.core.jaxprs import hlo_text
 from zero_jax.hlo import Program, parse_shape
 from zero_jax.interpreter import Interpreter, NotInterpretable
 from zero_jax.interpreter.values import bitcast, dtype_of, literal
+from zero_jax.program.jaxprs import hlo_text
 from zero_jax.verification.execution import Execution
 
 X = np.random.default_rng(0).standard_normal((6, 8), dtype=np.float32)

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import mesh_of
 
-from zero_jax.core import jaxprs
+from zero_jax.program import jaxprs
 from zero_jax.sharding.chains import Chain, reshard, reshard_p
 from zero_jax.transforms.gather.walk import refuse_gathered
 

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from reference import mesh_of
 
 import zero_jax as zero
-from zero_jax.core import jaxprs
 from zero_jax.models import gpt, gpt_linen, gpt_nnx
+from zero_jax.program import jaxprs
 from zero_jax.training import losses
 
 chunked = losses.softmax_cross_entropy_with_integer_labels

@@ -11,8 +11,8 @@ import pytest
 
 import zero_jax as zero
 from zero_jax.attention.placement import KernelPlacement
-from zero_jax.core.subcalls import equations
 from zero_jax.models import gpt, gpt_linen, gpt_nnx
+from zero_jax.program.subcalls import equations
 
 MESH = zero.make_mesh(devices=jax.devices()[:1])
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zero_jax.core import jaxprs
+from zero_jax.program import jaxprs
 from zero_jax.transforms.attention.dims import all_leaves
 from zero_jax.transforms.attention.prove import Prover
 from zero_jax.transforms.attention.tables import Table

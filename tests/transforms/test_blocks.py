@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zero_jax.core import jaxprs
 from zero_jax.models import gpt, gpt_linen, gpt_nnx
+from zero_jax.program import jaxprs
 from zero_jax.transforms.blocks.search import find_blocks
 from zero_jax.transforms.blocks.sequence import EqnSequence
 from zero_jax.transforms.facts import Facts

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from zero_jax.core import jaxprs
+from zero_jax.program import jaxprs
 from zero_jax.transforms.facts import Facts
 
 X, W, B = jnp.ones((2, 3)), jnp.ones((3, 3)), jnp.ones(3)

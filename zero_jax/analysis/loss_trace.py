@@ -11,10 +11,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from zero_jax.core.jaxprs import is_on_host, open_jaxpr, without_dead_code
+from zero_jax.core.device_put import is_on_host
 from zero_jax.core.tree import PyTree, check_arrays, key_shape
 from zero_jax.core.variables import Variables, as_variables, joined
 from zero_jax.dims import Move, Propagation, ValueSharding, propagate_shardings, sources
+from zero_jax.program.jaxprs import open_jaxpr, without_dead_code
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.rules import placement_leaves
 from zero_jax.sharding.spec import without

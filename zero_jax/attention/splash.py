@@ -20,8 +20,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_infos
 
 from zero_jax.attention.case import Band, Operands
-from zero_jax.core import jaxprs
-from zero_jax.core.evaluation import evaluate
+from zero_jax.program import jaxprs
+from zero_jax.program.evaluation import evaluate
 
 _LANES = 128  # sizes of blocks are multiples of it
 _BLOCK = 512

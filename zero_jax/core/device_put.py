@@ -13,7 +13,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.jaxprs import is_on_host
+
+def is_on_host(aval: Any) -> bool:
+    """Tells whether a traced value is in host memory."""
+    return getattr(aval, "memory_space", None) is jax.memory.Space.Host
 
 
 def put_global(x: Any, sharding: NamedSharding) -> jax.Array:

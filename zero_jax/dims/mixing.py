@@ -14,10 +14,10 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from zero_jax.core.jaxprs import inner_jaxprs, is_literal, open_jaxpr
-from zero_jax.core.passes import Pass
-from zero_jax.core.subcalls import CALLS, subcall
 from zero_jax.dims.primitives import ELEMENTWISE, dim_map, is_contraction, known_primitives
+from zero_jax.program.jaxprs import inner_jaxprs, is_literal, open_jaxpr
+from zero_jax.program.passes import Pass
+from zero_jax.program.subcalls import CALLS, subcall
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import dims_of
 

@@ -1,7 +1,7 @@
 """The only tables of primitives: what each does with the dims of its operands, and what kind of operation it is.
 
 A new primitive of JAX is entered in `_TABLE`, and nowhere else. One without an entry is not known: it may mix examples,
-and estimates say that they know nothing of it. Equations that run jaxprs are in `core.subcalls`.
+and estimates say that they know nothing of it. Equations that run jaxprs are in `program.subcalls`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 
-from zero_jax.core.jaxprs import open_jaxpr
-from zero_jax.core.subcalls import subcall
 from zero_jax.dims.maps import Dim, DimMap, reshape_groups
+from zero_jax.program.jaxprs import open_jaxpr
+from zero_jax.program.subcalls import subcall
 
 Rule = Callable[[Any, int], DimMap]
 

@@ -16,11 +16,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zero_jax.core.device_put import to_device
 from zero_jax.core.field_checks import check_fields
-from zero_jax.core.jaxprs import stands_for
 from zero_jax.core.tree import PyTree, key_shape, leaf_names, path_name, shown
 from zero_jax.core.variables import MODEL_STATE, Variables
 from zero_jax.finetuning.quantization import DEFAULT_BLOCK_SIZE, QuantizedWeight, built, dequantize, quantize
 from zero_jax.finetuning.targets import Target, check_rules, find_targets, matching
+from zero_jax.program.jaxprs import stands_for
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.rules import user_specs
 from zero_jax.sharding.spec import Dims, checked_dims, partition_spec

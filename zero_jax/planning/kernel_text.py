@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.extend.mlir import ir
 
-from zero_jax.core.jaxprs import hlo_text
+from zero_jax.program.jaxprs import hlo_text
 
 _CONSTANT = re.compile(r" = (?P<dtype>[a-z]\w*)\[[^=\n]*? constant\((?P<value>\{[^\n]*?\})\)(?=, |\n)")
 _INTEGERS = re.compile(r"[su]\d+")

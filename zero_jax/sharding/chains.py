@@ -12,7 +12,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zero_jax.core.jaxprs import define_tangents
+from zero_jax.program.jaxprs import define_tangents
 
 # `reshard` is linear: it moves an array through a chain of shardings, and its transpose moves the cotangent through
 # another chain. A primitive, not a `custom_vjp`, because forward mode must work too, and because a remat policy has to

@@ -11,9 +11,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.device_put import check_has_devices
-from zero_jax.core.jaxprs import is_traced
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, check_arrays, leading_dims
+from zero_jax.program.jaxprs import is_traced
 from zero_jax.sharding.mesh import Axes, axes_of, axis_size
 from zero_jax.training.same_program import check_sizes
 

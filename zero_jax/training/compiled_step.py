@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax.core.device_put import wait_on_cpu
-from zero_jax.core.jaxprs import is_traced
 from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
+from zero_jax.program.jaxprs import is_traced
 from zero_jax.sharding.mesh import Axes, on_mesh
 from zero_jax.training.batch import place_batch
 from zero_jax.training.evaluation import Metrics

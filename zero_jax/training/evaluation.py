@@ -13,11 +13,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.device_put import to_device, wait_on_cpu
-from zero_jax.core.jaxprs import is_traced
-from zero_jax.core.loss_program import LossProgram
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import Variables, as_variables
+from zero_jax.program.jaxprs import is_traced
+from zero_jax.program.loss import LossProgram
 from zero_jax.sharding.mesh import on_mesh
 from zero_jax.sharding.precision import wide
 from zero_jax.training.batch import check_batch, place_batch

@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from zero_jax.core.field_checks import check_value
-from zero_jax.core.jaxprs import inline_jit
+from zero_jax.program.jaxprs import inline_jit
 from zero_jax.sharding.precision import wide
 from zero_jax.sharding.spec import Dims, named, num_shards
 

@@ -12,9 +12,9 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.loss_program import LossProgram
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import joined
+from zero_jax.program.loss import LossProgram
 from zero_jax.training.batch import check_batch
 from zero_jax.training.compiled_step import TrainStep
 from zero_jax.training.evaluation import Metrics, replicated

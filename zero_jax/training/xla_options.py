@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from zero_jax.core.subcalls import equations, equations_of
+from zero_jax.program.subcalls import equations, equations_of
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.sharding.topology import hardware_of
 from zero_jax.training.zero_config import ZeroConfig, check_config

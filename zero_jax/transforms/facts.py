@@ -7,9 +7,9 @@ import functools
 from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
-from zero_jax.core import jaxprs
-from zero_jax.core.passes import Pass
 from zero_jax.dims import PARTS
+from zero_jax.program import jaxprs
+from zero_jax.program.passes import Pass
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zero_jax.core.jaxprs import inner_jaxprs, open_jaxpr
-from zero_jax.core.passes import Pass
-from zero_jax.core.subcalls import CALLS, KINDS, equations, subcall
+from zero_jax.program.jaxprs import inner_jaxprs, open_jaxpr
+from zero_jax.program.passes import Pass
+from zero_jax.program.subcalls import CALLS, KINDS, equations, subcall
 
 _EXPONENTIALS = ("exp", "exp2")
 

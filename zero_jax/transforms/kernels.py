@@ -13,10 +13,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from zero_jax.attention import AttentionWork, attention_work
-from zero_jax.core.jaxprs import is_literal, is_on_host, open_jaxpr
-from zero_jax.core.passes import Pass
-from zero_jax.core.subcalls import CALLS, Subcall, subcall
+from zero_jax.core.device_put import is_on_host
 from zero_jax.dims import ALIASES, HEAVY, PARTS, PLACES, ValueSharding
+from zero_jax.program.jaxprs import is_literal, open_jaxpr
+from zero_jax.program.passes import Pass
+from zero_jax.program.subcalls import CALLS, Subcall, subcall
 from zero_jax.transforms.flops import equation_flops
 
 # Operations of the vector units for an element of the result, where they are not 1; none for a change of shape.

@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.core import jaxprs
-from zero_jax.core.evaluation import evaluate, flattened, inlining, trace_flat
-from zero_jax.core.loss_program import LossProgram, Traced
-from zero_jax.core.passes import Dependence, Pass
-from zero_jax.core.subcalls import equations
 from zero_jax.core.tree import PyTree
 from zero_jax.dims import ELEMENTWISE, SAME_ELEMENTS, SCATTERS, known_primitives
+from zero_jax.program import jaxprs
+from zero_jax.program.evaluation import evaluate, flattened, inlining, trace_flat
+from zero_jax.program.loss import LossProgram, Traced
+from zero_jax.program.passes import Dependence, Pass
+from zero_jax.program.subcalls import equations
 from zero_jax.sharding.precision import wide
 
 # A linear operation on a quotient makes another quotient by the same divisor.

@@ -17,11 +17,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core import jaxprs
-from zero_jax.core.loss_program import LossProgram, Traced
-from zero_jax.core.subcalls import equations
 from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.dims import CASTS, EXTREMA, SAME, SAME_ELEMENTS, Kind, Relation, TraceComparison, rows, unknown
+from zero_jax.program import jaxprs
+from zero_jax.program.loss import LossProgram, Traced
+from zero_jax.program.subcalls import equations
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import carries, dims_of
 from zero_jax.transforms.microbatch_weights import PartWeight

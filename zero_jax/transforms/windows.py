@@ -17,11 +17,11 @@ import jax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.jaxprs import bind, bind_primitive, open_jaxpr, source_context
-from zero_jax.core.loss_program import LossProgram, Traced
-from zero_jax.core.passes import Dependence
-from zero_jax.core.subcalls import MANUAL, equations
-from zero_jax.core.walk import Rewriting
+from zero_jax.program.jaxprs import bind, bind_primitive, open_jaxpr, source_context
+from zero_jax.program.loss import LossProgram, Traced
+from zero_jax.program.passes import Dependence
+from zero_jax.program.subcalls import MANUAL, equations
+from zero_jax.program.walk import Rewriting
 from zero_jax.sharding.mesh import Axes, axis_size
 
 _POOLS = frozenset("reduce_window_max reduce_window_min select_and_scatter_add select_and_gather_add".split())

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
-from zero_jax.core.jaxprs import hlo_text, kept_arguments
 from zero_jax.core.tree import PyTree
 from zero_jax.hlo import Program
 from zero_jax.interpreter import Interpreter
+from zero_jax.program.jaxprs import hlo_text, kept_arguments
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from zero_jax.core.loss_program import LossProgram
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import joined
+from zero_jax.program.loss import LossProgram
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.sharding.precision import cast_floating, resolve_precision
 from zero_jax.training import (

@@ -13,8 +13,8 @@ from recurrences import FORMS, loss
 from reference import mesh_of
 
 import zero_jax as zero
-from zero_jax.core.subcalls import equations
 from zero_jax.dims import FREE
+from zero_jax.program.subcalls import equations
 from zero_jax.transforms.gather.anchors import anchored
 
 QUICK = (recurrences.scanned, recurrences.own_derivative)

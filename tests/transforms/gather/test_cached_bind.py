@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.core.evaluation import evaluate, flattened
-from zero_jax.core.jaxprs import is_literal, open_jaxpr
+from zero_jax.program.evaluation import evaluate, flattened
+from zero_jax.program.jaxprs import is_literal, open_jaxpr
 from zero_jax.transforms.gather.cached_bind import CachedBind, can_be_nested
 
 

@@ -14,7 +14,7 @@ from reference import mesh_of
 
 import zero_jax as zero
 from zero_jax import comms
-from zero_jax.core.jaxprs import open_jaxpr
+from zero_jax.program.jaxprs import open_jaxpr
 from zero_jax.transforms.gather.deferred import Lazy, Value
 from zero_jax.transforms.gather.dots import flat_product
 

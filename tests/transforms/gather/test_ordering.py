@@ -8,7 +8,7 @@ from gathering import BATCH_SIZE, FEATURES, HIDDEN, block, check, examples, mlp,
 from reference import mesh_of
 
 import zero_jax as zero
-from zero_jax.core import jaxprs
+from zero_jax.program import jaxprs
 from zero_jax.transforms.gather.ordering import order, order_p
 
 LAYERS = 4

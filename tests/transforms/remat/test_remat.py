@@ -24,7 +24,7 @@ from rematting import (
 )
 
 import zero_jax as zero
-from zero_jax.core.subcalls import equations
+from zero_jax.program.subcalls import equations
 from zero_jax.training.sequence_sharding import sequence_parallel
 from zero_jax.transforms.remat.transform import POLICIES, Remat, remat_report, rematerialize, resolve_remat
 

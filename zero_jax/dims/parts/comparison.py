@@ -12,8 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from zero_jax.core import jaxprs
-from zero_jax.core.subcalls import subcall
 from zero_jax.dims.parts.extrema import of_extrema
 from zero_jax.dims.parts.pair import Pair, aval, floating, of_some
 from zero_jax.dims.parts.relations import (
@@ -30,6 +28,8 @@ from zero_jax.dims.parts.relations import (
 )
 from zero_jax.dims.parts.rules import KEEPS, SIZED, rule_of
 from zero_jax.dims.primitives import PLACES
+from zero_jax.program import jaxprs
+from zero_jax.program.subcalls import subcall
 from zero_jax.sharding.spec import dims_of
 
 _CALLS = frozenset({"call", "sharded_call", "remat", "custom_vmap"})

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.core.jaxprs import bind
-from zero_jax.core.subcalls import Subcall, subcall
 from zero_jax.dims.parts.relations import Refused, Relation
+from zero_jax.program.jaxprs import bind
+from zero_jax.program.subcalls import Subcall, subcall
 
 Shape = tuple[int, ...]
 

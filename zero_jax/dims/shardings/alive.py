@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from zero_jax.core.jaxprs import is_literal, variables
-from zero_jax.core.passes import Pass
 from zero_jax.dims.primitives import ALIASES
 from zero_jax.dims.shardings.sharding import HEAVY, is_heavy
+from zero_jax.program.jaxprs import is_literal, variables
+from zero_jax.program.passes import Pass
 
 
 class Alive:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from zero_jax.core.subcalls import equations_of
 from zero_jax.dims.primitives import ALIASES, SAME_ELEMENTS
+from zero_jax.program.subcalls import equations_of
 from zero_jax.sharding.spec import Dims
 
 # Linear in one input: a partial sum stays one.

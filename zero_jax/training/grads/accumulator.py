@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.jaxprs import inline_jit
 from zero_jax.core.tree import PyTree
+from zero_jax.program.jaxprs import inline_jit
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.precision import wide
 from zero_jax.sharding.spec import Dims, named, without

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.core.loss_program import LossProgram
 from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.dims import Kind
+from zero_jax.program.loss import LossProgram
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.training.grads.combined import CombinedAux, of_trace
 from zero_jax.training.grads.plan import GradPlan

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax.core.device_put import map_on_device
-from zero_jax.core.jaxprs import inline_jit
 from zero_jax.core.tree import PyTree
+from zero_jax.program.jaxprs import inline_jit
 from zero_jax.sharding.precision import promoted, wide
 
 

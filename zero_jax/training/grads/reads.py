@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 
-from zero_jax.core.loss_program import LossProgram
-from zero_jax.core.passes import Dependence
-from zero_jax.core.subcalls import CALLS
 from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.core.variables import as_variables, model_state_names
 from zero_jax.dims import Kind
+from zero_jax.program.loss import LossProgram
+from zero_jax.program.passes import Dependence
+from zero_jax.program.subcalls import CALLS
 from zero_jax.training.loss.function import model_state_changes
 from zero_jax.transforms import Combination
 

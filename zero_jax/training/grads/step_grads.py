@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zero_jax.core.loss_program import LossProgram
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import as_variables, joined
+from zero_jax.program.loss import LossProgram
 from zero_jax.sharding.precision import wide
 from zero_jax.training.grads.accumulator import Accumulator, GradFn, GradInputs
 from zero_jax.training.grads.choice import JudgedLoss, judge

@@ -15,13 +15,13 @@ from jax import lax
 from jax.sharding import Mesh
 
 from zero_jax.attention import mesh_context
-from zero_jax.core.jaxprs import open_jaxpr, source_line, stands_for
-from zero_jax.core.loss_program import LossProgram
-from zero_jax.core.passes import Pass
 from zero_jax.core.signatures import check_takes
-from zero_jax.core.subcalls import CALLS
 from zero_jax.core.tree import PyTree, check_arrays
 from zero_jax.core.variables import MODEL_STATE, Variables, as_variables, checked_model_state, model_state_names
+from zero_jax.program.jaxprs import open_jaxpr, source_line, stands_for
+from zero_jax.program.loss import LossProgram
+from zero_jax.program.passes import Pass
+from zero_jax.program.subcalls import CALLS
 from zero_jax.sharding.mesh import Axes
 from zero_jax.transforms import HostParam
 

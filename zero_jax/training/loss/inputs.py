@@ -11,12 +11,12 @@ from typing import Any
 
 import jax
 
-from zero_jax.core.jaxprs import inner_jaxprs
-from zero_jax.core.loss_program import LossProgram
-from zero_jax.core.passes import Dependence
-from zero_jax.core.subcalls import CALLS
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.dims import is_contraction
+from zero_jax.program.jaxprs import inner_jaxprs
+from zero_jax.program.loss import LossProgram
+from zero_jax.program.passes import Dependence
+from zero_jax.program.subcalls import CALLS
 from zero_jax.sharding.precision import cast_floating, resolve_precision
 from zero_jax.training.zero_config import ZeroConfig, batch_patterns
 

@@ -23,8 +23,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.loss_program import LossProgram
 from zero_jax.core.tree import PyTree, key_shape, shapes_of
+from zero_jax.program.loss import LossProgram
 from zero_jax.training.loss.function import MeshLoss, normalize_loss
 from zero_jax.training.loss.inputs import cast_batch
 from zero_jax.training.state.placement import Placement, make_placement

@@ -21,11 +21,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zero_jax.core import jaxprs
 from zero_jax.core.device_put import default_layout
-from zero_jax.core.evaluation import evaluate
-from zero_jax.core.passes import Dependence
 from zero_jax.dims import ELEMENTWISE
+from zero_jax.program import jaxprs
+from zero_jax.program.evaluation import evaluate
+from zero_jax.program.passes import Dependence
 from zero_jax.sharding.device_order import GPUS
 from zero_jax.training.optimizer.rows import ChunkedRows, Rows
 

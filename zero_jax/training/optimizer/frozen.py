@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.core.jaxprs import is_literal, open_jaxpr, used_inputs
-from zero_jax.core.passes import Pass
-from zero_jax.core.subcalls import CALLS
 from zero_jax.core.tree import PyTree
 from zero_jax.dims import SAME_ELEMENTS
+from zero_jax.program.jaxprs import is_literal, open_jaxpr, used_inputs
+from zero_jax.program.passes import Pass
+from zero_jax.program.subcalls import CALLS
 from zero_jax.training.optimizer.update import TracedUpdate
 
 # Zeros stay zeros in these.

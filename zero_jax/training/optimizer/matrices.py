@@ -22,12 +22,12 @@ import jax
 from jax import lax
 from jax.sharding import Mesh
 
-from zero_jax.core.evaluation import flattened, trace_flat
-from zero_jax.core.jaxprs import bind, inner_jaxprs, is_literal, open_jaxpr, variables
-from zero_jax.core.passes import Pass
-from zero_jax.core.subcalls import CALLS, Subcall, equations, equations_of
-from zero_jax.core.walk import Walk
 from zero_jax.dims import CUMULATIVE, ELEMENTWISE, FACTORIZATIONS, REDUCTIONS, dim_map
+from zero_jax.program.evaluation import flattened, trace_flat
+from zero_jax.program.jaxprs import bind, inner_jaxprs, is_literal, open_jaxpr, variables
+from zero_jax.program.passes import Pass
+from zero_jax.program.subcalls import CALLS, Subcall, equations, equations_of
+from zero_jax.program.walk import Walk
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import Dims, carries, named
 

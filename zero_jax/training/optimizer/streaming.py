@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
-from zero_jax.core import jaxprs
-from zero_jax.core.evaluation import evaluate, flattened, trace_flat
-from zero_jax.core.passes import Dependence
+from zero_jax.program import jaxprs
+from zero_jax.program.evaluation import evaluate, flattened, trace_flat
+from zero_jax.program.passes import Dependence
 from zero_jax.sharding.spec import dims_of
 from zero_jax.training.optimizer.chunks import Argument, Loop, Unit, run_chunks, zero_after
 

@@ -20,9 +20,10 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zero_jax.core.evaluation import evaluate
-from zero_jax.core.jaxprs import conditional, inline_jit, is_on_host, open_jaxpr, used_inputs, with_results
+from zero_jax.core.device_put import is_on_host
 from zero_jax.core.tree import PyTree, leaf_names, strongly_typed
+from zero_jax.program.evaluation import evaluate
+from zero_jax.program.jaxprs import conditional, inline_jit, open_jaxpr, used_inputs, with_results
 from zero_jax.sharding.precision import promoted
 from zero_jax.training.optimizer.offload import HOST
 

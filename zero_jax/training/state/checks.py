@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from zero_jax.core.jaxprs import is_array, is_traced
 from zero_jax.core.tree import PyTree, leaf_names
+from zero_jax.program.jaxprs import is_array, is_traced
 from zero_jax.training.optimizer.update import described, first_opt_state
 from zero_jax.training.state.placement import Placement, make_placement, new_grad_errors
 from zero_jax.training.state.train_state import TrainState, trainable

@@ -14,7 +14,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.jaxprs import is_on_host
+from zero_jax.core.device_put import is_on_host
 from zero_jax.core.tree import PyTree, leaf_names, with_shapes
 from zero_jax.core.variables import MODEL_STATE, as_variables, joined, variable_names
 from zero_jax.sharding.chains import Chain, reshard

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zero_jax.core import jaxprs
-from zero_jax.core.subcalls import equations_of
 from zero_jax.dims import is_contraction
+from zero_jax.program import jaxprs
+from zero_jax.program.subcalls import equations_of
 from zero_jax.transforms.facts import Facts
 
 

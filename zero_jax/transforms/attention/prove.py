@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.core import jaxprs
-from zero_jax.core.passes import Pass
+from zero_jax.program import jaxprs
+from zero_jax.program.passes import Pass
 from zero_jax.transforms.attention.dims import shape_of
 from zero_jax.transforms.attention.softmax import Followed, Lost, RowTest, attended, follow, logits_of
 from zero_jax.transforms.attention.tables import Leaf, Table, View, compared, operation

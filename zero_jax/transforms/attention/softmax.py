@@ -15,8 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.core.jaxprs import is_literal
 from zero_jax.dims import CASTS, COPIES, PLACES, dim_map
+from zero_jax.program.jaxprs import is_literal
 from zero_jax.transforms.attention.dims import Index, Indices, after, all_leaves, leaves, new_indices
 from zero_jax.transforms.attention.masks import Term, conditions
 from zero_jax.transforms.attention.tables import Table

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.core import jaxprs
 from zero_jax.dims import COPIES, PLACES, known_primitives
+from zero_jax.program import jaxprs
 from zero_jax.transforms.attention.dims import Index, Indices, Names, after, all_leaves, common, leaves, new_indices
 
 # Larger arrays are not computed while tracing.

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zero_jax.attention import Choice, mesh_context
-from zero_jax.core import jaxprs
 from zero_jax.core.close_match import did_you_mean
-from zero_jax.core.evaluation import evaluate, inlining, trace_flat
-from zero_jax.core.loss_program import Traced, trace_call, with_pass
 from zero_jax.core.signatures import check_arguments, check_callable, place_of
 from zero_jax.core.tree import PyTree, eval_shapes
+from zero_jax.program import jaxprs
+from zero_jax.program.evaluation import evaluate, inlining, trace_flat
+from zero_jax.program.loss import Traced, trace_call, with_pass
 from zero_jax.sharding.mesh import Axes, axes_of
 from zero_jax.transforms.attention.core import AttentionCore
 from zero_jax.transforms.attention.report import AttentionReport, AttentionRow, merged

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from zero_jax.core import jaxprs
-from zero_jax.core.evaluation import evaluate, flattened
-from zero_jax.core.subcalls import Subcall, equations_of, subcall
-from zero_jax.core.walk import Walk
+from zero_jax.program import jaxprs
+from zero_jax.program.evaluation import evaluate, flattened
+from zero_jax.program.subcalls import Subcall, equations_of, subcall
+from zero_jax.program.walk import Walk
 from zero_jax.transforms.attention.core import AttentionCore, NotTheSame, make_core
 from zero_jax.transforms.attention.find import find_cores
 from zero_jax.transforms.attention.prove import Prover

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from zero_jax.core import jaxprs
+from zero_jax.program import jaxprs
 from zero_jax.transforms.blocks.repeats import Repeat, num_edits, overlap, tandem_repeats
 from zero_jax.transforms.blocks.sequence import EqnSequence
 

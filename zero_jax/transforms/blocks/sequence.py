@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from zero_jax.core import jaxprs
 from zero_jax.dims import is_float
+from zero_jax.program import jaxprs
 from zero_jax.transforms.facts import Facts
 
 

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.evaluation import evaluate, trace_flat
-from zero_jax.core.jaxprs import bind, open_jaxpr, source_context, variables
-from zero_jax.core.subcalls import Subcall, equations, subcall
-from zero_jax.core.walk import Rewriting
 from zero_jax.dims import ELEMENTWISE, LOOPS, Examples, MixedSharding, State, is_float
+from zero_jax.program.evaluation import evaluate, trace_flat
+from zero_jax.program.jaxprs import bind, open_jaxpr, source_context, variables
+from zero_jax.program.subcalls import Subcall, equations, subcall
+from zero_jax.program.walk import Rewriting
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.mesh import Axes
 from zero_jax.transforms.gather.per_device import split_dim

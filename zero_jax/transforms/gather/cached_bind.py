@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from zero_jax.core.jaxprs import (
+from zero_jax.program.jaxprs import (
     bind,
     bind_primitive,
     inline_jit,

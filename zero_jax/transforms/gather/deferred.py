@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from zero_jax.core.walk import Deferred
 from zero_jax.dims import BY_INDEX, JOINS, MOVES
+from zero_jax.program.walk import Deferred
 from zero_jax.sharding.gather_names import RELATIVE
 from zero_jax.sharding.precision import promoted
 from zero_jax.sharding.quantized import PLAIN, Formats

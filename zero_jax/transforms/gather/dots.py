@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zero_jax.core.jaxprs import source_context
+from zero_jax.program.jaxprs import source_context
 from zero_jax.sharding.spec import Dims
 from zero_jax.transforms.gather.deferred import Lazy, Value
 

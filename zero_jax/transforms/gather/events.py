@@ -8,8 +8,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zero_jax.core.jaxprs import source_line
 from zero_jax.core.text_tables import format_bytes
+from zero_jax.program.jaxprs import source_line
 from zero_jax.transforms.gather.deferred import Lazy
 
 

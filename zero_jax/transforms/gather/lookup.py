@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from zero_jax.core.jaxprs import bind
+from zero_jax.program.jaxprs import bind
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import Dims, carries, move_steps, named, without

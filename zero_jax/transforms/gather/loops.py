@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from zero_jax.core.device_put import default_layout
-from zero_jax.core.jaxprs import open_jaxpr
-from zero_jax.core.subcalls import Subcall
+from zero_jax.program.jaxprs import open_jaxpr
+from zero_jax.program.subcalls import Subcall
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.transforms.gather.deferred import Copies, Lazy, Value, as_it_is
 from zero_jax.transforms.gather.param_uses import used_whole

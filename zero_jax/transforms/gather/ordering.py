@@ -20,9 +20,9 @@ from jax import lax
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
-from zero_jax.core import jaxprs
-from zero_jax.core.walk import Packed
 from zero_jax.dims import is_float, moves_elements
+from zero_jax.program import jaxprs
+from zero_jax.program.walk import Packed
 from zero_jax.transforms.blocks.search import find_blocks
 from zero_jax.transforms.blocks.sequence import EqnSequence
 from zero_jax.transforms.facts import Facts

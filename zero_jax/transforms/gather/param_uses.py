@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from zero_jax.core.passes import Pass
 from zero_jax.dims import CASTS, SHAPES, narrows
+from zero_jax.program.passes import Pass
 
 
 class _Uses(Pass[bool]):

@@ -23,8 +23,8 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding
 
-from zero_jax.core.jaxprs import bind
 from zero_jax.dims import CASTS, SHAPES, dim_map
+from zero_jax.program.jaxprs import bind
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.precision import promoted, summed_dtype

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zero_jax.attention import mesh_context
-from zero_jax.core import jaxprs
-from zero_jax.core.loss_program import LossProgram, Traced, with_pass
 from zero_jax.core.signatures import check_arguments, check_callable
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import variable_names
 from zero_jax.dims import FREE, UNKNOWN, is_float
+from zero_jax.program import jaxprs
+from zero_jax.program.loss import LossProgram, Traced, with_pass
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.gather_names import gather_scope
 from zero_jax.sharding.mesh import Axes, axes_of, axis_size, on_mesh

@@ -13,10 +13,10 @@ from typing import Any
 
 import jax
 
-from zero_jax.core import jaxprs
-from zero_jax.core.subcalls import Subcall, subcall
-from zero_jax.core.walk import Packed, Walk
 from zero_jax.dims import has_wrong_gradient, is_contraction, is_local_reduction, passthrough
+from zero_jax.program import jaxprs
+from zero_jax.program.subcalls import Subcall, subcall
+from zero_jax.program.walk import Packed, Walk
 from zero_jax.sharding.chains import Chain, reshard, reshard_p
 from zero_jax.sharding.gather_names import gather_scope, params_scope
 from zero_jax.sharding.mesh import axis_size

@@ -18,10 +18,10 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, PartitionSpec
 
-from zero_jax.core.evaluation import evaluate
-from zero_jax.core.jaxprs import bind, open_jaxpr, source_line
-from zero_jax.core.subcalls import MANUAL, equations_of, subcall
 from zero_jax.dims import is_contraction, is_float
+from zero_jax.program.evaluation import evaluate
+from zero_jax.program.jaxprs import bind, open_jaxpr, source_line
+from zero_jax.program.subcalls import MANUAL, equations_of, subcall
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import promoted
 from zero_jax.sharding.spec import Dims

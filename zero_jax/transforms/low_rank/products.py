@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zero_jax.core.jaxprs import bind, source_context
+from zero_jax.program.jaxprs import bind, source_context
 from zero_jax.transforms.low_rank.weight import IN, OUT, STACK, Weight
 
 # From an equation's inputs, weights among them, to its results.

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zero_jax.core import jaxprs
-from zero_jax.core.loss_program import trace_call
-from zero_jax.core.subcalls import Subcall
-from zero_jax.core.walk import Packed, Walk
+from zero_jax.program import jaxprs
+from zero_jax.program.loss import trace_call
+from zero_jax.program.subcalls import Subcall
+from zero_jax.program.walk import Packed, Walk
 from zero_jax.transforms.low_rank.products import Evaluate, product_of
 from zero_jax.transforms.low_rank.weight import STACK, Weight
 

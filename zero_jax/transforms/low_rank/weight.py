@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zero_jax.core.walk import Deferred
 from zero_jax.dims import reshape_groups
+from zero_jax.program.walk import Deferred
 
 STACK, IN, OUT = "s", "i", "o"
 

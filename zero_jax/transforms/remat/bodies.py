@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.core import jaxprs
-from zero_jax.core.evaluation import flattened
-from zero_jax.core.subcalls import equations, scan_of, subcall
 from zero_jax.dims import is_float, narrows
+from zero_jax.program import jaxprs
+from zero_jax.program.evaluation import flattened
+from zero_jax.program.subcalls import equations, scan_of, subcall
 from zero_jax.transforms.blocks.search import RepeatedBlock, find_blocks, find_left_out
 from zero_jax.transforms.blocks.sequence import EqnSequence
 from zero_jax.transforms.remat.regions import RematSetting

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from jax.extend import core as jex_core
 from jax.interpreters import batching, mlir, partial_eval
 
-from zero_jax.core.jaxprs import define_tangents, is_literal
+from zero_jax.program.jaxprs import define_tangents, is_literal
 from zero_jax.sharding.chains import Chain, lifted, reshard, reshard_p
 
 # `join` is the identity on a value of which a copy is kept: `x, kept -> x`. Under `jax.checkpoint` the forward pass

@@ -11,8 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.attention import RESIDUALS
-from zero_jax.core import jaxprs
-from zero_jax.core.evaluation import evaluate
+from zero_jax.program import jaxprs
+from zero_jax.program.evaluation import evaluate
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.transforms.remat.kept import is_kept, keep, keep_names

@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 
-from zero_jax.core import jaxprs
-from zero_jax.core.evaluation import trace_flat
+from zero_jax.core.device_put import is_on_host
+from zero_jax.program import jaxprs
+from zero_jax.program.evaluation import trace_flat
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.transforms.remat.policies import Remat
 from zero_jax.transforms.remat.regions import RematRegion
@@ -109,6 +110,6 @@ def residuals_of(function: Callable[..., list[Any]], region: RematRegion) -> Reg
             shards *= axis_size(setting.mesh, setting.axes.batch)
         for axes in mark.dims or ():
             shards *= axis_size(setting.mesh, axes)
-        place = "host" if jaxprs.is_on_host(var.aval) else "device"
+        place = "host" if is_on_host(var.aval) else "device"
         bytes_at[place] += var.aval.size * var.aval.dtype.itemsize // shards
     return RegionResiduals(device_bytes=bytes_at["device"], host_bytes=bytes_at["host"])

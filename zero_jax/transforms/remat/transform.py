@@ -16,10 +16,10 @@ import jax
 from jax.sharding import Mesh
 
 from zero_jax.attention import mesh_context
-from zero_jax.core import jaxprs
-from zero_jax.core.loss_program import LossProgram, Traced, with_pass
 from zero_jax.core.signatures import check_arguments, check_callable, place_of
 from zero_jax.core.tree import PyTree, shapes_of
+from zero_jax.program import jaxprs
+from zero_jax.program.loss import LossProgram, Traced, with_pass
 from zero_jax.sharding.mesh import Axes, axes_of, on_mesh
 from zero_jax.sharding.model_specs import dims_of_each
 from zero_jax.transforms.remat.policies import POLICIES, Remat, resolve_remat

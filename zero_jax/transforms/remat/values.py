@@ -10,9 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from zero_jax.core import jaxprs
-from zero_jax.core.passes import Pass
 from zero_jax.dims import CASTS, PLACES, dim_map, is_contraction, is_float, passthrough
+from zero_jax.program import jaxprs
+from zero_jax.program.passes import Pass
 from zero_jax.sharding.chains import reshard_p
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, carries, dims_of

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 
 from zero_jax.attention import RESIDUALS
-from zero_jax.core import jaxprs
 from zero_jax.core.close_match import did_you_mean
-from zero_jax.core.evaluation import evaluate, flattened
-from zero_jax.core.subcalls import Subcall, equations
-from zero_jax.core.walk import Walk
+from zero_jax.program import jaxprs
+from zero_jax.program.evaluation import evaluate, flattened
+from zero_jax.program.subcalls import Subcall, equations
+from zero_jax.program.walk import Walk
 from zero_jax.transforms.blocks.search import RepeatedBlock
 from zero_jax.transforms.remat.bodies import (
     RematBody,

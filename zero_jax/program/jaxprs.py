@@ -237,11 +237,6 @@ def jaxpr_key(jaxpr: Jaxpr) -> tuple[Any, ...]:
     return eqns, tuple(var.aval for var in jaxpr.invars), tuple(map(described, jaxpr.outvars))
 
 
-def is_on_host(aval: Any) -> bool:
-    """Tells whether a traced value is in host memory."""
-    return getattr(aval, "memory_space", None) is jax.memory.Space.Host
-
-
 def kept_arguments(compiled: Any) -> list[int]:
     """Returns which of a function's flat arguments its compiled program has: JAX leaves out those it does not read."""
     return sorted(compiled._executable._kept_var_idx)

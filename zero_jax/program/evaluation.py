@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from zero_jax.core.jaxprs import bind, is_literal, open_jaxpr, source_context, source_within, with_results
-from zero_jax.core.subcalls import subcall
+from zero_jax.program.jaxprs import bind, is_literal, open_jaxpr, source_context, source_within, with_results
+from zero_jax.program.subcalls import subcall
 
 Equation = Callable[[Any, list[Any]], Sequence[Any]]
 

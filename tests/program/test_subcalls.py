@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 from reference import mesh_of
 from test_jaxprs import TABLE, X, doubled, tripled
 
-from zero_jax.core import jaxprs, subcalls
-from zero_jax.core.passes import Pass
-from zero_jax.core.subcalls import equations, subcall
+from zero_jax.program import jaxprs, subcalls
+from zero_jax.program.passes import Pass
+from zero_jax.program.subcalls import equations, subcall
 
 
 @jax.custom_batching.custom_vmap

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.core.evaluation import evaluate, inlining, trace_flat
-from zero_jax.core.jaxprs import open_jaxpr
 from zero_jax.core.tree import eval_shapes
+from zero_jax.program.evaluation import evaluate, inlining, trace_flat
+from zero_jax.program.jaxprs import open_jaxpr
 
 Pass = Callable[["Traced"], "Traced"]
 # From the leaves of the arguments to those of the result. What it does is noted in a list, if one is given.

@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import mesh_of
 
-from zero_jax.core import jaxprs
-from zero_jax.core.evaluation import evaluate, flattened
-from zero_jax.core.subcalls import scan_of
+from zero_jax.program import jaxprs
+from zero_jax.program.evaluation import evaluate, flattened
+from zero_jax.program.subcalls import scan_of
 
 X = np.arange(12, dtype=np.float32).reshape(3, 4) / 10
 TABLE = np.ones(4, np.float32)

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from zero_jax.core.jaxprs import bind
-from zero_jax.core.walk import Deferred, Packed, Walk
+from zero_jax.program.jaxprs import bind
+from zero_jax.program.walk import Deferred, Packed, Walk
 
 
 @dataclasses.dataclass(frozen=True)

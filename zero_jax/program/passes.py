@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from zero_jax.core.jaxprs import is_literal, open_jaxpr
-from zero_jax.core.subcalls import Subcall, subcall
+from zero_jax.program.jaxprs import is_literal, open_jaxpr
+from zero_jax.program.subcalls import Subcall, subcall
 
 V = TypeVar("V")
 

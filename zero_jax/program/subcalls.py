@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
-from zero_jax.core.jaxprs import has_explicit_shardings, inner_jaxprs, open_jaxpr, scan_counts
+from zero_jax.program.jaxprs import has_explicit_shardings, inner_jaxprs, open_jaxpr, scan_counts
 
 T = TypeVar("T")
 

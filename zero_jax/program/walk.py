@@ -8,9 +8,9 @@ from typing import Any, Generic, Self, TypeVar
 import jax
 from jax import lax
 
-from zero_jax.core.evaluation import evaluate, trace_flat
-from zero_jax.core.jaxprs import bind, open_jaxpr, source_context
-from zero_jax.core.subcalls import MANUAL, Subcall, equations, equations_of, subcall
+from zero_jax.program.evaluation import evaluate, trace_flat
+from zero_jax.program.jaxprs import bind, open_jaxpr, source_context
+from zero_jax.program.subcalls import MANUAL, Subcall, equations, equations_of, subcall
 
 F = TypeVar("F")
 

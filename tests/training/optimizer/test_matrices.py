@@ -160,3 +160,12 @@ def test_muon_sends_two_all_to_alls_more_than_adamw(init_fn):
     """On eight devices two all-to-alls are an eighth of a gather and a scatter; padding is a third more of that."""
     ratio = sent_bytes(muon(), init_fn, 3) / sent_bytes(optax.adamw(1e-2), init_fn, 3)
     assert 1 < ratio < 1.2  # 2.0 where each product of each iteration sends
+
+
+@pytest.mark.tpu_compiler
+def test_the_program_for_tpus_has_the_numbers_of_one_device():
+    pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
+    batch = {name: jnp.asarray(x) for name, x in BATCH.items()}
+    options = {"topology": "v5p:2x2x1", "config": zero.ZeroConfig(stage=3), "own_process": False}
+    found = zero.verify(loss_fn, init_stacked, muon(), batch, **options)
+    assert found.ok, str(found)

@@ -129,6 +129,9 @@ def test_json_is_one_object_and_the_log_goes_elsewhere(tmp_path, capsys):
     [
         (["--stagee", "3"], "unknown argument '--stagee': did you mean --stage?"),
         (["--num_microbatches=2"], "did you mean --num-microbatches?"),
+        (["--lr", "1e-3"], "unknown argument '--lr': did you mean --learning-rate?"),
+        (["--num-epochs", "2"], "did you mean --steps?"),
+        (["--per_device_train_batch_size=8"], "did you mean --batch-size?"),
         (["--steps", "many"], "invalid int value: 'many'"),
         (["--model", "gpt-smal"], "did you mean 'gpt-small'? Choose one of gpt-tiny"),
         (["--optimizer", "adamv"], "did you mean 'adamw'? Choose one of"),

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 
+from zero_jax.core.text_tables import aligned, format_bytes
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import joined
 from zero_jax.sharding.precision import LossScale
@@ -16,9 +21,9 @@ from zero_jax.training.optimizer.update import trace_update
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class TrainState:
-    """Everything that a step reads and writes.
+    """Everything that a step reads and writes. Shows the sizes of its parts; nothing is read from a device for it.
 
     Attributes:
       step: calls of the train step so far, `int32[]`.
@@ -44,6 +49,16 @@ class TrainState:
     model_state: PyTree = None
     grad_errors: PyTree = None
 
+    def __repr__(self) -> str:
+        parts = {field.name: jax.tree.leaves(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        arrays = {name: [x for x in leaves if hasattr(x, "shape")] for name, leaves in parts.items()}
+        rows = [(name, *_sizes(leaves)) for name, leaves in arrays.items() if leaves]
+        if not rows:  # shardings, or flags
+            return f"TrainState({', '.join(f'{name}={getattr(self, name)!r}' for name in parts)})"
+        shardings = (getattr(x, "sharding", None) for leaves in arrays.values() for x in leaves)
+        mesh = next((dict(x.mesh.shape) for x in shardings if isinstance(x, NamedSharding)), None)
+        return "\n".join(["TrainState" if mesh is None else f"TrainState on {mesh}", aligned(rows)])
+
     @property
     def variables(self) -> PyTree:
         """What the loss function sees: the params, as `Variables` where there is model state."""
@@ -53,6 +68,22 @@ class TrainState:
     def masters(self) -> PyTree:
         """The params that the optimizer updates: `master`, or `params` where there is none."""
         return self.params if self.master is None else self.master
+
+
+def _sizes(leaves: Sequence[Any]) -> tuple[str, str, str]:
+    """Returns the number of leaves, of their elements, and their bytes: all of them, and those of one device."""
+    shards = [x.sharding.shard_shape(x.shape) if getattr(x, "sharding", None) else x.shape for x in leaves]
+    sizes = [getattr(x.dtype, "itemsize", 0) for x in leaves]
+    whole, own = (
+        format_bytes(sum(size * math.prod(shape) for size, shape in zip(sizes, shapes, strict=True)))
+        for shapes in ([x.shape for x in leaves], shards)
+    )
+    elements = sum(math.prod(x.shape) for x in leaves)
+    return (
+        f"{len(leaves)} {'leaf' if len(leaves) == 1 else 'leaves'}",
+        f"{elements:,} elements",
+        f"{whole}, {own} a device",
+    )
 
 
 def trainable(params: PyTree) -> PyTree:

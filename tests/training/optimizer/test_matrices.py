@@ -147,6 +147,13 @@ def test_whole_matrices_are_updated_as_on_one_device(optimizer, init_fn, stage, 
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-5, err_msg=str(name))
 
 
+def test_an_update_that_is_one_branch_is_left_as_it_is():
+    """`optax.MultiSteps` calls an optimizer in a `lax.cond`: no leaf is gathered for it."""
+    tx = optax.MultiSteps(muon(), 2)
+    whole = sent_bytes(tx, init_layers, 3)
+    assert whole < 3 * sent_bytes(optax.adamw(1e-2), init_layers, 3)
+
+
 def sent_bytes(tx, init_fn, stage):
     mesh, config = zero.make_mesh(), zero.ZeroConfig(stage=stage)
     state = zero.abstract_state(init_fn, tx, mesh=mesh, config=config)

@@ -4,6 +4,7 @@ Muon, Shampoo and their like multiply and factorize matrices. On sharded matrice
 iteration, and computes the rest on all devices alike. Here the equations between the first and the last such operation
 on a leaf are one region. Regions that compute the same function of matrices of one shape run together, on a stack of
 all their matrices: an all-to-all brings each device some of them whole, and one brings the results back to the shards.
+Where there are too few matrices for all devices, they are dealt out along some mesh axes, and stay cut over the others.
 
 A region is a function of matrices, mapped over them by `jax.vmap`; where its inputs are stacks, and `dim_map` knows of
 each operation that it is a map along them, the stacks of all leaves are joined, and cut by matrices.
@@ -13,12 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
@@ -29,6 +30,7 @@ from zero_jax.program.passes import Pass
 from zero_jax.program.subcalls import CALLS, Subcall, equations, equations_of
 from zero_jax.program.walk import Walk
 from zero_jax.sharding.mesh import Axes, axis_size
+from zero_jax.sharding.precision import wide
 from zero_jax.sharding.spec import Dims, carries, named
 
 # Parameters that hold the shape of a result, and their primitives.
@@ -44,6 +46,8 @@ _RESIZED = (
     )
 )
 _CONSIDERED = FACTORIZATIONS | {"dot_general"}
+# Matrices are dealt out where at least this share of the devices' work is on matrices that are not padding.
+_MIN_SHARE = 1 / 3
 # Smaller results of products (of vectors, of norms) are sent for next to nothing where they are.
 _MIN_SIZE = 1024
 
@@ -113,10 +117,10 @@ def whole_matrices(closed: Any, dims: Sequence[Dims], *, mesh: Mesh, axes: Axes)
     for region in find_regions(jaxpr):
         if any(carries(placed[var], data) for var in region.inputs):
             groups.setdefault(region.key(), []).append(region)
-    sums = _inner_products(jaxpr)
-    if not groups and not sums:
-        return closed
     dealt = [_Dealt(tuple(group), placed, mesh, data) for group in groups.values()]
+    dealt, sums = [group for group in dealt if group.over], _inner_products(jaxpr)
+    if not dealt and not sums:
+        return closed
     run = lambda *arrays: _evaluate(jaxpr, consts, arrays, dealt, sums)  # noqa: E731
     return trace_flat(run, [var.aval for var in jaxpr.invars])
 
@@ -134,10 +138,10 @@ def _evaluate(
         for eqn in waiting:
             if not all(var in env for var in variables(eqn)):
                 later.append(eqn)
-            elif eqn.outvars[0] in sums:
+            elif eqn.outvars and eqn.outvars[0] in sums:
                 (var,) = eqn.outvars
-                x, y = (env[factor].astype(var.aval.dtype) for factor in sums[var])
-                env[var] = (x * y).sum()
+                x, y = (env[factor].astype(wide(var.aval.dtype)) for factor in sums[var])
+                env[var] = (x * y).sum().astype(var.aval.dtype)
             else:
                 env.update(zip(eqn.outvars, bind(eqn, [read(atom) for atom in eqn.invars]), strict=True))
         ready = [group for group in groups if group.reads <= env.keys()]
@@ -169,14 +173,22 @@ class _Dealt:
 
     @functools.cached_property
     def over(self) -> tuple[str, ...]:
-        """The axes that the matrices are dealt out over; along the others devices have the same ones.
+        """The axes that the matrices are dealt out over; none if they are too few, or if stacks are cut so already.
 
-        Those by which a device has the fewest matrices, and of these the fewest: along others nothing moves back.
+        They are the minor ones of the dims that they are moved from: only these move by an all-to-all.
         """
-        total = sum(region.num_matrices() for region in self.regions)
-        subsets = [x for n in range(len(self.data) + 1) for x in itertools.combinations(self.data, n)]
-        size = functools.partial(axis_size, self.mesh)
-        return min(subsets, key=lambda axes: (-(-total // size(axes)), size(axes)))
+        first = self.regions[0]
+        at, dims = first.stacks.get(first.inputs[0], 0), self.stacked_dims(first, first.inputs[0])
+        if carries((dims[at],), self.data):
+            return ()
+        placed = [axis for dim in dims for axis in dim if axis in self.data]
+        order = [*reversed(placed), *(axis for axis in self.data if axis not in placed)]
+        total, chosen = sum(region.num_matrices() for region in self.regions), ()
+        for i in range(1, len(order) + 1):
+            num_devices = axis_size(self.mesh, order[:i])
+            if total / (num_devices * -(-total // num_devices)) >= _MIN_SHARE:
+                chosen = tuple(order[:i])
+        return chosen
 
     @property
     def reads(self) -> set[Any]:
@@ -224,10 +236,9 @@ class _Dealt:
         """Moves a stack from shards `dims` to whole matrices, cut at `at`, or back: an all-to-all for each axis."""
         now = ((),) * x.ndim if dims is None else dims
         steps = [] if dims is None else [dims]
-        placed = [(i, axis) for i, dim in enumerate(now) for axis in dim if axis in self.data]
-        for axis in (axis for i, axis in reversed(placed) if i != at):
+        for axis in reversed([axis for dim in now for axis in dim if axis in self.over]):
             now = tuple(tuple(other for other in dim if other != axis) for dim in now)
-            now = tuple((*dim, axis) if i == at and axis in self.over else dim for i, dim in enumerate(now))
+            now = tuple((*dim, axis) if i == at else dim for i, dim in enumerate(now))
             steps.append(now)
         missing = tuple(axis for axis in self.over if not carries(now, (axis,)))
         if missing or not steps:  # how the stack is sharded is not known, or not over all axes
@@ -320,7 +331,7 @@ def _region(jaxpr: Any, eqns: Sequence[Any]) -> Region | None:
     later = {var for eqn in jaxpr.eqns if id(eqn) not in inside for var in variables(eqn)}
     later |= {var for var in jaxpr.outvars if not is_literal(var)}
     outputs = [var for eqn in eqns for var in eqn.outvars if var in later]
-    if not inputs or any(eqn.effects for eqn in eqns):
+    if not inputs or any(eqn.effects or eqn.primitive.name == "cond" for eqn in eqns):  # a cond may be all of an update
         return None
     return Region(tuple(eqns), tuple(inputs), tuple(others), tuple(outputs), _stacks(eqns, inputs, others))
 
@@ -344,11 +355,15 @@ def _inner_products(jaxpr: Any) -> dict[Any, tuple[Any, Any]]:
     flat = {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "reshape"}
     found = {}
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general" and not eqn.outvars[0].aval.shape:
+        if eqn.primitive.name == "dot_general" and _is_number(eqn.outvars[0]):
             factors = tuple(flat[x] for x in eqn.invars if not is_literal(x) and x in flat)
             if len(factors) == 2 and factors[0].aval.shape == factors[1].aval.shape:
                 found[eqn.outvars[0]] = factors
     return found
+
+
+def _is_number(var: Any) -> bool:
+    return not var.aval.shape and jnp.issubdtype(var.aval.dtype, jnp.floating)
 
 
 def _is_matrix_operation(eqn: Any) -> bool:

@@ -24,7 +24,7 @@ WITHOUT = {
         "unreduced_pmax unreduced_pmin unreduced_psum unreduced_psum_start unreduced_reduce_scatter "
         "unreduced_reduce_scatter_start vary_unreduced_cast vary_unreduced_cast_p"
     ),
-    "tokens, and what orders effects": "after_all create_token dce_sink tie",
+    "tokens, and what orders effects": "after_all create_token dce_sink program_order tie",
     "dtypes of keys": "from_edtype to_edtype",
     "runs jaxprs of its own": "composite custom_linear_solve stage",
     "which dims it keeps is not known": (

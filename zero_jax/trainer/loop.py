@@ -145,7 +145,7 @@ class _Training:
                 batch_size=run.input.batch_size,
                 num_tokens=run.input.num_tokens,
                 mesh=mesh,
-                config=config.zero,
+                config=run.zero,
             ),
             schedule=run.schedule,
             param_names=leaf_names(self.state.params),

@@ -17,7 +17,7 @@ project = "zero_jax"
 author = "the zero_jax authors"
 html_title = "zero_jax"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
+exclude_patterns = ["_build", "jupyter_execute", "**/.ipynb_checkpoints"]
 
 # Pages. Links to files outside of this folder become links to the repository, where its address is known.
 myst_heading_anchors = 3

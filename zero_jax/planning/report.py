@@ -282,17 +282,21 @@ def _time_of(program: Program, job: Job, state: TrainState, mesh: Mesh) -> TimeE
 
 def attentions_of(job: Job, state: TrainState, mesh: Mesh) -> AttentionReport:
     """Reports the attentions of the loss function as the train step has it."""
-    loss = StepLoss.of(job.loss_fn, state.variables, mesh=mesh, config=job.config)
-    arguments = loss.shapes(state.variables, job.batch)
+    loss, arguments = _step_loss(job, state, mesh)
     return attention_report(loss.program, *arguments, mesh=mesh, axes=loss.placement.axes)
 
 
 def _loss_jaxpr(job: Job, state: TrainState, mesh: Mesh) -> tuple[Any, list[bool]]:
     """Returns the jaxpr of the loss, and for each of its inputs whether a step computes its gradient."""
-    loss = StepLoss.of(job.loss_fn, state.variables, mesh=mesh, config=job.config)
-    arguments = loss.shapes(state.variables, job.batch)
+    loss, arguments = _step_loss(job, state, mesh)
     undifferentiated = jax.tree.leaves((state.model_state, arguments[1:]))
     return loss.program.trace(*arguments).closed, trained_params(job.tx, state) + [False] * len(undifferentiated)
+
+
+def _step_loss(job: Job, state: TrainState, mesh: Mesh) -> tuple[StepLoss, tuple[Any, Any, Any]]:
+    """Returns the loss of a step, and the shapes of its program's arguments."""
+    loss = StepLoss.of(job.loss_fn, state.variables, mesh=mesh, config=job.config)
+    return loss, loss.shapes(state.variables, job.batch)
 
 
 def _tokens(job: Job) -> tuple[int, str]:

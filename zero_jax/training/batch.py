@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -44,6 +45,16 @@ def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int 
             f"the leaves of the batch differ in their leading dim: {sizes}; give each one entry per example, or set "
             "num_microbatches=1"
         )
+
+
+def shapes_of_part(batch: PyTree, num_parts: int) -> PyTree:
+    """Returns the shapes of one of so many parts of a batch; scalars are in each."""
+
+    def part(x: Any) -> jax.ShapeDtypeStruct:
+        shape = (x.shape[0] // num_parts, *x.shape[1:]) if np.ndim(x) else ()
+        return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
+
+    return jax.tree.map(part, batch)
 
 
 def shard_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTree:

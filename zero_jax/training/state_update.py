@@ -16,11 +16,11 @@ from zero_jax.core.device_put import platform_of
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.precision import cast_floating, update_loss_scale
-from zero_jax.sharding.spec import dims_of
+from zero_jax.sharding.spec import Dims, dims_of
 from zero_jax.training.grads.norm import GlobalNorm
 from zero_jax.training.grads.partial import fill_zeros
 from zero_jax.training.optimizer.frozen import flags_of_all
-from zero_jax.training.optimizer.matrices import whole_matrices
+from zero_jax.training.optimizer.matrices import multiplies, whole_matrices
 from zero_jax.training.optimizer.streaming import Argument, stream
 from zero_jax.training.optimizer.update import TracedUpdate, apply_update, evaluate_update, trace_update, update_if
 from zero_jax.training.state.placement import Placement
@@ -200,15 +200,17 @@ class UpdateProgram:
         self, traced: TracedUpdate, state: TrainState, masters: PyTree, placement: Placement
     ) -> TracedUpdate:
         """Returns the trace of an update with its matrix computations on whole matrices (`optimizer.matrices`)."""
-        if traced.calls_functions or "master" not in placement.groups:
+        if traced.calls_functions or "master" not in placement.groups or not multiplies(traced.jaxpr):
             return traced
-        placed = zip(jax.tree.leaves(masters), jax.tree.leaves(placement.param_shardings("master")), strict=True)
-        params = [sharding for x, sharding in placed if jnp.issubdtype(x.dtype, jnp.inexact)]
-        of_state = jax.tree.leaves(placement.opt_shardings(state.opt_state))
-        leaves = [*jax.tree.leaves(trainable(masters)), *jax.tree.leaves(state.opt_state)]
-        dims = [dims_of(sharding, x.ndim) for sharding, x in zip([*params, *of_state], leaves, strict=True)]
-        of_params = dims[: len(params)]
-        dims = [*of_params, *dims[len(params) :], *of_params, (), *of_params]
+
+        def dims_of_each(tree: PyTree, shardings: PyTree) -> list[Dims]:
+            return [dims_of(y, x.ndim) for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)]
+
+        of_all = dims_of_each(masters, placement.param_shardings("master"))
+        is_trained = flags_of_all(masters, [True] * traced.num_grads)
+        params = [dims for dims, flag in zip(of_all, is_trained, strict=True) if flag]
+        of_state = dims_of_each(state.opt_state, placement.opt_shardings(state.opt_state))
+        dims = [*params, *of_state, *params, (), *params]
         jaxpr = whole_matrices(traced.jaxpr, dims, mesh=placement.mesh, axes=placement.axes)
         return dataclasses.replace(traced, jaxpr=jaxpr, is_rewritten=jaxpr is not traced.jaxpr)
 

@@ -21,10 +21,7 @@ from zero_jax.training.evaluation import Metrics, replicated
 from zero_jax.training.grads.norm import global_norm
 from zero_jax.training.grads.partial import fill_zeros, keep_same, leaf_index
 from zero_jax.training.grads.step_grads import loss_and_grads
-from zero_jax.training.loss.function import (
-    MeshLoss,
-    normalize_loss,
-)
+from zero_jax.training.loss.function import MeshLoss, normalize_loss
 from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.optimizer.frozen import needed_grads, unchanged
 from zero_jax.training.optimizer.update import trace_update, value_dtype
@@ -78,8 +75,10 @@ class _Program(UpdateProgram):
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         grads = self.unscale(of_batch.grads, masters, placement, state.loss_scale)
         norm = global_norm(jax.tree.leaves(grads))
-        loss = of_batch.loss / scale.astype(of_batch.loss.dtype)
-        offers = {"value": loss.astype(value_dtype(trainable(masters))), "full_grads": fill_zeros(grads, masters)}
+        offers = {
+            "value": of_batch.loss.astype(value_dtype(trainable(masters))),
+            "full_grads": fill_zeros(grads, masters),
+        }
         if traced.calls_functions:
             if errors is not None:
                 raise ValueError(
@@ -115,7 +114,7 @@ class _Program(UpdateProgram):
         errors = jax.tree.map(lambda new, old: jnp.where(finite, new, old), errors, state.grad_errors)
         new_state = dataclasses.replace(new_state, grad_errors=errors)
         metrics = Metrics(
-            loss=loss,
+            loss=of_batch.loss,
             aux=of_batch.aux,
             grad_norm=norm.value,
             skipped=new_state.num_skipped_steps > state.num_skipped_steps,
@@ -139,13 +138,11 @@ class _Program(UpdateProgram):
             step_loss, variables, batch, key, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors
         )
         grads = fill_zeros(self.unscale(of_batch.grads, state.masters, placement, state.loss_scale), state.masters)
-        scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         replicated_sharding = NamedSharding(self.mesh, PartitionSpec())
         tree = jax.tree.structure(state.masters)
         leaves = tree.flatten_up_to(grads)
         grads = tree.unflatten(pinned(leaves, placement.param_shardings("master"), but=[x is None for x in leaves]))
-        loss = of_batch.loss / scale.astype(of_batch.loss.dtype)
-        return lax.with_sharding_constraint(loss, replicated_sharding), grads
+        return lax.with_sharding_constraint(of_batch.loss, replicated_sharding), grads
 
     def objective(
         self, state: TrainState, step_loss: StepLoss, batch: PyTree, key: jax.Array, needed: list[bool]
@@ -154,7 +151,6 @@ class _Program(UpdateProgram):
 
         Both are the step's own, microbatches and loss scale included, at params sharded as the master params are.
         """
-        scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         placement = step_loss.placement
 
         def evaluate(at: PyTree, needed: list[bool]) -> tuple[jax.Array, PyTree]:
@@ -164,7 +160,7 @@ class _Program(UpdateProgram):
             variables = placement.cast(joined(params, state.model_state))
             of_batch = loss_and_grads(step_loss, variables, batch, key, needed=needed, loss_scale=state.loss_scale)
             grads = fill_zeros(self.unscale(of_batch.grads, masters, placement, state.loss_scale), masters)
-            return (of_batch.loss / scale.astype(of_batch.loss.dtype)).astype(value_dtype(at)), grads
+            return of_batch.loss.astype(value_dtype(at)), grads
 
         @jax.custom_jvp
         def loss_fn(at: PyTree) -> jax.Array:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.dims import Kind
 from zero_jax.program.loss import LossProgram
 from zero_jax.sharding.mesh import axis_size
+from zero_jax.training.batch import shapes_of_part
 from zero_jax.training.grads.combined import CombinedAux, of_trace
 from zero_jax.training.grads.plan import GradPlan
 from zero_jax.training.grads.reads import reads_of
@@ -61,10 +61,6 @@ class JudgedLoss:
         plan.warn(another_loss=self.separable.another_loss, weighted_by=by or "")
 
 
-def _microbatch(x: Any, k: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((x.shape[0] // k, *x.shape[1:]) if x.ndim else (), x.dtype)
-
-
 def judge(loss: StepLoss, arguments: tuple[PyTree, PyTree, jax.Array]) -> JudgedLoss:
     """Judges whether the loss of a step may be called on the parts of a batch that its config asks for.
 
@@ -80,7 +76,7 @@ def judge(loss: StepLoss, arguments: tuple[PyTree, PyTree, jax.Array]) -> Judged
     try:
         program.trace(*arguments)
     except Exception:  # it may be made for microbatches alone; `separability` says so
-        traceable = arguments[0], jax.tree.map(lambda x: _microbatch(x, k), arguments[1]), arguments[2]
+        traceable = arguments[0], shapes_of_part(arguments[1], k), arguments[2]
     reads = reads_of(program, *traceable)
     parts = BatchParts(
         mesh=placement.mesh,

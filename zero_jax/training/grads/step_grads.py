@@ -31,7 +31,7 @@ class StepGrads(NamedTuple):
     """Loss and gradients of a batch.
 
     Attributes:
-      loss: the scaled loss.
+      loss: the loss, unscaled.
       aux: what the loss function returned beside it.
       model_state: the new model state; None for leaves in host memory.
       grads: scaled gradients, sharded as the master params, None for params without one.
@@ -91,7 +91,7 @@ def loss_and_grads(
         aux = judged.aux.whole(judged.aux_shapes, entries)
     if errors is not None:
         errors = scaled.full([None if x is None else x / scale for x in own_errors])
-    return StepGrads(value, aux, new_state, scaled.full(grads), parts, errors)
+    return StepGrads(value / jnp.asarray(scale, value.dtype), aux, new_state, scaled.full(grads), parts, errors)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

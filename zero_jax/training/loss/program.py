@@ -1,13 +1,13 @@
 """The loss of a step: the user's loss function, and the passes over its program in their order.
 
-The train step, the evaluation step and the estimates read the same program. `StepLoss.passes` lists what is done to it:
+The train step, the evaluation step and the estimates read the same program, by the methods of `StepLoss` in this order:
 
-1. cast: params, and the inputs of the model in the batch, are in the compute dtype;
-2. fuse: attention is computed by a fused kernel, if the config asks for it;
-3. weigh: what the losses of parts of a batch are averaged by (`grads.choice`; a weighted evaluation);
-4. recompute: blocks are in `jax.checkpoint`, by the config's remat policy;
-5. unshard: what XLA partitions wrongly is whole;
-6. place: params are gathered where they are used, and gradients are reduced to shards.
+1. `cast`: params, and the inputs of the model in the batch, are in the compute dtype;
+2. `fused`: attention is computed by a fused kernel, if the config asks for it;
+3. with what the losses of parts of a batch are averaged by (`grads.choice`; a weighted evaluation);
+4. `recomputed`: blocks are in `jax.checkpoint`, by the config's remat policy;
+5. `unsharded`: what XLA partitions wrongly is whole;
+6. `placed`: params are gathered where they are used, and gradients are reduced to shards.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.tree import PyTree, key_shape, shapes_of
 from zero_jax.program.loss import LossProgram
+from zero_jax.training.batch import shapes_of_part
 from zero_jax.training.loss.function import MeshLoss, normalize_loss
 from zero_jax.training.loss.inputs import cast_batch
 from zero_jax.training.state.placement import Placement, make_placement
@@ -72,8 +72,7 @@ class StepLoss:
 
         Params in host memory are among them as if they were on the devices, as the loss function fetches them.
         """
-        part = lambda x: (x.shape[0] // num_parts, *x.shape[1:]) if np.ndim(x) else ()  # noqa: E731
-        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(part(x), jnp.result_type(x)), batch)
+        batch = shapes_of_part(batch, num_parts)
         return *jax.eval_shape(self.cast, shapes_of(variables), batch, key_shape()), key_shape()
 
     @functools.cached_property

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from zero_jax.dims import CUMULATIVE, ELEMENTWISE, FACTORIZATIONS, REDUCTIONS, dim_map
+from zero_jax.dims import CUMULATIVE, ELEMENTWISE, FACTORIZATIONS, REDUCTIONS, SHAPES, dim_map
 from zero_jax.program.evaluation import flattened, trace_flat
 from zero_jax.program.jaxprs import bind, inner_jaxprs, is_literal, open_jaxpr, variables
 from zero_jax.program.passes import Pass
@@ -36,15 +36,7 @@ from zero_jax.sharding.spec import Dims, carries, named
 # Parameters that hold the shape of a result, and their primitives.
 _SIZES = {"new_sizes": "reshape", "shape": "broadcast_in_dim"}
 # Operations that are known on stacks of any number of matrices.
-_RESIZED = (
-    ELEMENTWISE
-    | REDUCTIONS
-    | CUMULATIVE
-    | FACTORIZATIONS
-    | frozenset(
-        "dot_general transpose squeeze convert_element_type reshape broadcast_in_dim scan while cond jit".split()
-    )
-)
+_RESIZED = ELEMENTWISE | REDUCTIONS | CUMULATIVE | FACTORIZATIONS | SHAPES | {"dot_general", "broadcast_in_dim"}
 _CONSIDERED = FACTORIZATIONS | {"dot_general"}
 # Matrices are dealt out where at least this share of the devices' work is on matrices that are not padding.
 _MIN_SHARE = 1 / 3
@@ -97,20 +89,24 @@ class Region:
         return atoms(self.inputs), tuple(rows), atoms(self.outputs)
 
 
+def multiplies(closed: Any) -> bool:
+    """Tells whether an update has a product, or a factorization of a matrix."""
+    return any(eqn.primitive.name in _CONSIDERED for eqn in equations(closed))
+
+
 def whole_matrices(closed: Any, dims: Sequence[Dims], *, mesh: Mesh, axes: Axes) -> Any:
     """Returns a jaxpr of the same function, with its matrix computations on whole matrices.
 
     Args:
-      closed: the closed jaxpr of an update.
+      closed: the closed jaxpr of an update that `multiplies`.
       dims: how its inputs are sharded.
       mesh: the mesh.
       axes: the roles of its axes; matrices are dealt out over those of `data`.
     """
     data = tuple(axis for axis in axes.data if mesh.shape[axis] > 1)
-    jaxpr, consts = open_jaxpr(closed)
-    if not data or not any(eqn.primitive.name in _CONSIDERED for eqn in equations(jaxpr)):
+    if not data:
         return closed
-    jaxpr, consts = open_jaxpr(flattened(jaxpr, consts))
+    jaxpr, consts = open_jaxpr(flattened(*open_jaxpr(closed)))
     placed: dict[Any, Dims] = {}
     _Placed().run(jaxpr, dims, placed)
     groups: dict[Any, list[Region]] = {}
@@ -338,13 +334,17 @@ def _region(jaxpr: Any, eqns: Sequence[Any]) -> Region | None:
 
 def _stacks(eqns: Sequence[Any], inputs: Sequence[Any], others: Sequence[Any]) -> dict[Any, Any]:
     """Returns `Region.stacks`, the first dims of the inputs being stacks; empty if they may be none."""
-    stacks = _Stacks()
     env: dict[Any, Any] = dict.fromkeys(inputs, 0) | dict.fromkeys(others)
+    inner: dict[Any, Any] = {}
     for eqn in eqns:
+        stacks = _Stacks()
         env.update(zip(eqn.outvars, stacks.visit(eqn, env), strict=True))
+        if any(inner.get(var, at) != at for var, at in stacks.inner.items()):  # loops share a body, and differ in it
+            return {}
+        inner |= stacks.inner
     sizes = {var.aval.shape[0] for var in inputs}
-    known = len(sizes) == 1 and _MIXED not in env.values() and _MIXED not in stacks.inner.values()
-    return env | stacks.inner if known and all(var.aval.ndim > 2 for var in inputs) else {}
+    known = len(sizes) == 1 and _MIXED not in env.values() and _MIXED not in inner.values()
+    return env | inner if known and all(var.aval.ndim > 2 for var in inputs) else {}
 
 
 def _inner_products(jaxpr: Any) -> dict[Any, tuple[Any, Any]]:

@@ -69,6 +69,13 @@ OPTIONS = {
     "tokenize": TOKENIZE_OPTIONS,
     "inspect": ["--help", "--json", "--no-verify", "--step", "--verify", "-h"],
     "export": EXPORT_OPTIONS,
+    "sample": (
+        "--help --json --num-samples --num-tokens --prompt --seed --step --temperature --tokenizer --top-k -h"
+    ).split(),
+    "evaluate": (
+        "--batch-size --data --format --help --json --no-separate-documents --separate-documents --seq-len --step "
+        "--text-field --token-cache --token-dtype --tokenizer -h"
+    ).split(),
     "plot": ["--help", "--metric", "--out", "--title", "--x", "-h"],
     "launch": LAUNCH_OPTIONS,
     "plan": [

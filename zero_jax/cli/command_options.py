@@ -129,6 +129,36 @@ def add_plot_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=imported("zero_jax.cli.train:plot"))
 
 
+def add_sample_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `zero-jax sample`."""
+    parser.description = "Prints text that a trained model generates after a prompt, its adapters merged."
+    _add_model_path(parser, "SampleConfig")
+    add_path(parser, "--tokenizer", help="the tokenizer's file, or bytes (default: that of the run)")
+    parser.set_defaults(run=imported("zero_jax.cli.look:sample"))
+
+
+def add_evaluate_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `zero-jax evaluate`."""
+    parser.description = (
+        "Prints the loss and the perplexity of a trained model, its adapters merged, on all documents of --data, or by "
+        "default on what the run validates on."
+    )
+    _add_model_path(parser, "EvaluateConfig")
+    without = ("validation_fraction", "prefetch_batches")
+    add_fields(
+        parser.add_argument_group("text"), "DataConfig", defaults=None, default_text="the run's", without=without
+    )
+    parser.set_defaults(run=imported("zero_jax.cli.look:evaluate"))
+
+
+def _add_model_path(parser: argparse.ArgumentParser, config: str) -> None:
+    text = "a run's folder, its checkpoints, one of them, or a folder of the Hugging Face hub"
+    add_path(parser, "path", metavar="PATH", help=text)
+    add_fields(parser, config)
+    add_json(parser)
+    parser.set_defaults(config_name=config)
+
+
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `zero-jax plan`."""
     _add_planning(

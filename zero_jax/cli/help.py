@@ -74,6 +74,14 @@ zero-jax plan --auto --model gpt-7b --topology h100:2x8
 zero-jax plan --auto --from-hf Llama-3.2-1B --topology v5e:4x4 --write-config a.toml
 zero-jax plan --loss my.py:loss --init my.py:init --batches my.py:batches
 """,
+    "sample": """
+zero-jax sample runs/gpt-tiny-stage3 --prompt "def "
+zero-jax sample Llama-3.2-1B --prompt "Once upon a time" --num-tokens 200
+""",
+    "evaluate": """
+zero-jax evaluate runs/gpt-tiny-stage3
+zero-jax evaluate Llama-3.2-1B --data held_out.jsonl --batch-size 16
+""",
     "tokenize": """
 zero-jax tokenize --data texts/ --vocab-size 32000
 zero-jax tokenize --data texts/ --tokenizer tokenizer.json --tokens tokens/

@@ -84,6 +84,7 @@ OPTIONS = {
         "--host-memory-bytes",
         "--layouts",
         "--max-compiles",
+        "--tokens",
         "--verify",
         "--write-config",
     ],

@@ -183,6 +183,10 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         help="also compile a small model of this form for a few of these devices, run that program on this machine, "
         "and compare its numbers with one device",
     )  # fmt: skip
+    parser.add_argument(
+        "--tokens", type=reader(float, lowest=1), metavar="N",
+        help="also show the days and device-hours of training on so many tokens, such as 100e9",
+    )  # fmt: skip
     add_path(auto, "--write-config", help="write the result as a config for `zero-jax train --config`")
 
 

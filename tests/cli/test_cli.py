@@ -92,7 +92,7 @@ OPTIONS = {
     "comms": [*PLAN_OPTIONS, "--estimate"],
     "completion": ["--help", "-h"],
     "help": ["--help", "-h"],
-    "from-deepspeed": ["--devices", "--force", "--help", "--json", "--out", "-h"],
+    "from-deepspeed": "--devices --force --help --json --out --per-device-batch-size -h".split(),
 }
 SMALL = (
     "--vocab-size 256 --seq-len 16 --num-layers 1 --d-model 32 --num-heads 2 --steps 4 --warmup-steps 1 "

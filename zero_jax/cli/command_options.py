@@ -311,6 +311,10 @@ def add_from_deepspeed_options(parser: argparse.ArgumentParser) -> None:
         "--devices", type=reader(int, lowest=1), metavar="N",
         help="number of devices that the DeepSpeed config is for, from which it infers its batch size",
     )  # fmt: skip
+    parser.add_argument(
+        "--per-device-batch-size", type=reader(int, lowest=1), metavar="N",
+        help="the Hugging Face Trainer's per_device_train_batch_size, where batch sizes are auto",
+    )  # fmt: skip
     add_json(parser)
     parser.set_defaults(run=imported("zero_jax.cli.deepspeed.command:from_deepspeed"))
 

@@ -283,6 +283,23 @@ def test_paths_and_links_exist(page):
     assert not [link for link in links if not (page.parent / link).exists()]
 
 
+def prose(page):
+    """Returns the lines of a page that are neither code nor a row of a table, with their numbers."""
+    lines, fence = [], None
+    for i, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        mark = re.match(r" *(`{3,})", line)
+        if fence is None and not mark and not line.lstrip().startswith("|"):
+            lines.append((i, line))
+        fence = (None if fence and mark[1] == fence else fence or mark[1]) if mark else fence
+    return lines
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_lines_are_wrapped_at_120_columns(page):
+    """Apart from code, tables and a word, such as an address, that is longer by itself."""
+    assert not [f"{page.name}:{i}" for i, line in prose(page) if len(line) > 120 and " " in line.strip()]
+
+
 def test_every_page_is_in_the_navigation_once():
     source = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     trees = re.findall(r"^```\{toctree\}\n(.*?)^```$", source, re.MULTILINE | re.DOTALL)

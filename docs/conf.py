@@ -20,7 +20,7 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ex
 exclude_patterns = ["_build", "jupyter_execute", "**/.ipynb_checkpoints"]
 
 # Pages. Links to files outside of this folder become links to the repository, where its address is known.
-myst_heading_anchors = 3
+myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 nb_execution_mode = "force"
 nb_execution_timeout = 300

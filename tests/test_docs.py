@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import pathlib
 import re
@@ -298,6 +299,33 @@ def prose(page):
 def test_lines_are_wrapped_at_120_columns(page):
     """Apart from code, tables and a word, such as an address, that is longer by itself."""
     assert not [f"{page.name}:{i}" for i, line in prose(page) if len(line) > 120 and " " in line.strip()]
+
+
+def words_above_evidence(page):
+    """Returns the number of words of a page, without code and tables, above its heading `Evidence`."""
+    above = itertools.takewhile(lambda line: line != "## Evidence", (line for _, line in prose(page)))
+    return sum(len(line.split()) for line in above)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_are_short(page):
+    """Figures and how they were measured stand under `Evidence`, or on a page of their own."""
+    assert words_above_evidence(page) <= 1200
+
+
+def navigation(caption):
+    """Returns the entries of the navigation under a caption."""
+    source = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    (tree,) = re.findall(rf"^```\{{toctree\}}\n:caption: {caption}\n(.*?)^```$", source, re.MULTILINE | re.DOTALL)
+    return [re.sub(r".*<(.*)>", r"\1", line) for line in tree.splitlines() if line and line[0] != ":"]
+
+
+@pytest.mark.parametrize("name", navigation("How to"))
+def test_how_tos_begin_with_when_how_and_cost(name):
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    lead = text.split("\n\n")[1]
+    assert re.findall(r"^- \*\*(.*?):\*\*", lead, re.MULTILINE) == ["When", "How", "What it costs"]
+    assert len(lead.splitlines()) <= 12
 
 
 def test_every_page_is_in_the_navigation_once():

@@ -337,7 +337,25 @@ def test_every_page_is_in_the_navigation_once():
     entries = [re.sub(r".*<(.*)>", r"\1", entry) for entry in entries]
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
     notebooks = {f"notebooks/{path.stem}" for path in (ROOT / "docs" / "notebooks").glob("*.ipynb")}
-    assert sorted(entries) == sorted({*pages, *notebooks, "api/index"})
+    assert sorted(entries) == sorted({*pages, *notebooks, "api/index", "gallery/index"})
+
+
+def test_notebooks_have_a_link_to_colab_where_the_repository_has_an_address():
+    conf = imported(ROOT / "docs" / "conf.py")
+    text = (ROOT / "docs" / "notebooks" / "lora.ipynb").read_text(encoding="utf-8")
+    for repository, links in {"": 0, "https://github.com/someone/fork": 1}.items():
+        conf.REPOSITORY = repository
+        source = [text]
+        conf.link_outside(None, "notebooks/lora", source)
+        address = "https://colab.research.google.com/github/someone/fork/blob/main/docs/notebooks/lora.ipynb"
+        assert source[0].count(address) == links
+
+
+def test_the_api_lists_what_most_look_for_first():
+    conf = imported(ROOT / "docs" / "conf.py")
+    names = conf.in_order(conf.package_names()["training"])
+    assert names[:3] == ["ZeroConfig", "init_state", "make_train_step"]
+    assert names[3:] == sorted(names[3:], key=str.lower)
 
 
 def test_every_public_name_is_in_the_api_reference():

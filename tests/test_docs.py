@@ -20,6 +20,9 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import zero_jax as zero
 from zero_jax.cli.commands import build_parser
+from zero_jax.cli.models.own import import_own_model, read_own_model
+from zero_jax.cli.train import read_config
+from zero_jax.trainer import prepare
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -210,7 +213,11 @@ def test_snippets_run(name, tmp_path, monkeypatch):
             continue
         names |= SUPPLIED[name, i]() if (name, i) in SUPPLIED else {}
         own_loop.namespace = names
-        for text, shorter in {'"/runs/': f'"{tmp_path}/runs/', "range(10)": "range(2)"}.items():
+        for text, shorter in {
+            '"/runs/': f'"{tmp_path}/runs/',
+            "range(10)": "range(2)",
+            "steps=1000": "steps=2",
+        }.items():
             code = code.replace(text, shorter)
         exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
         AFTER.get((name, i), lambda names: None)(names)
@@ -218,6 +225,26 @@ def test_snippets_run(name, tmp_path, monkeypatch):
     for tx in names.values():
         if isinstance(tx, optax.GradientTransformation):
             assert_does_not_grow_weights(tx)
+
+
+def test_a_page_that_trains_on_the_command_line_and_in_python_shows_one_run(tmp_path, monkeypatch):
+    """The two have the same `config.json`, but for where the model is from."""
+    monkeypatch.chdir(tmp_path)
+    pages = [page for page in WITH_SNIPPETS if "zero.Trainer(" in "".join(code for _, code in snippets(page))]
+    assert pages
+    for page in pages:
+        (command,) = re.findall(r"^zero-jax train (--loss .*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+        code = [code for _, code in snippets(page)]
+        made = next(i for i, text in enumerate(code) if "zero.Trainer(" in text)
+        (tmp_path / "my.py").write_text("".join(code[:made]))
+        names = types.ModuleType("page").__dict__
+        exec("".join([*code[:made], code[made].partition("result =")[0]]), names)
+        trainer = names["trainer"]
+        options = build_parser().parse_args(["train", *shlex.split(command)])
+        own = import_own_model(read_own_model(options), model_axis=1)
+        runs = [prepare(trainer.config, model=trainer.model), prepare(read_config(options), model=own)]
+        python, shell = ({**run.saved_config, "model": None} for run in runs)
+        assert python == shell
 
 
 def imported(path):

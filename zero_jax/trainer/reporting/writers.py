@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zero_jax.core.extras import extra, pip_install
-from zero_jax.core.field_checks import check_fields
+from zero_jax.core.field_checks import check_fields, hinted
 from zero_jax.core.files.json_lines import JsonLinesWriter, Record, WrittenLater, read_records
 from zero_jax.core.files.system_errors import with_remedy
 
 _FLUSH_SECONDS = 10.0  # of the events for TensorBoard
 
 
+@hinted
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WriterConfig:
     """The writers of a run besides its `metrics.jsonl`.

@@ -26,6 +26,7 @@ from zero_jax.trainer import prepare
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+ROOT_PAGES = [ROOT / f"{name}.md" for name in ("CHANGELOG", "CODE_OF_CONDUCT", "CONTRIBUTING", "SECURITY")]
 SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Snippets that cannot run here, by page and index, with the reason.
 NOT_RUN: dict[tuple[str, int], str] = {}
@@ -301,7 +302,7 @@ def test_names_in_text_exist(page):
             found = getattr(found, name, None)
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *ROOT_PAGES[1:]], ids=lambda page: page.name)
 def test_paths_and_links_exist(page):
     """Such as `tests/test_docs.py`, `scripts/cluster/*.yaml` or `[stages](docs/stages.md)`."""
     text = page.read_text(encoding="utf-8")
@@ -324,7 +325,7 @@ def prose(page):
     return lines
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *ROOT_PAGES], ids=lambda page: page.name)
 def test_lines_are_wrapped_at_120_columns(page):
     """Apart from code, tables and a word, such as an address, that is longer by itself."""
     assert not [f"{page.name}:{i}" for i, line in prose(page) if len(line) > 120 and " " in line.strip()]

@@ -37,6 +37,7 @@ nb_execution_mode = "force"
 nb_execution_timeout = 300
 nb_execution_raise_on_error = True
 nb_merge_streams = True
+pygments_dark_style = "github-dark"
 highlight_language = "text"  # of fenced blocks that name none: commands and what they print
 
 # Theme: no fonts, scripts or pictures of other hosts.

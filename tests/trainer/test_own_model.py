@@ -64,6 +64,9 @@ def dataset():
     return grain.MapDataset.range(4).shuffle(seed=3).map(lambda i: batch_of(int(i))).to_iter_dataset()
 
 
+grain_map = grain.MapDataset.range(4).map(lambda i: batch_of(int(i)))
+
+
 @pytest.fixture
 def config(tmp_path):
     """A config of a run of 6 steps on 2 devices."""
@@ -164,6 +167,15 @@ def test_batches_that_end_end_the_run_with_its_state(config):
     assert (result.status, result.num_steps) == ("done", 6)
     assert "resuming after step 5" in log
     assert "batches: reading and dropping the 5 before step 6: an iterable without a state has no position" in log
+
+
+@pytest.mark.parametrize(("batches", "epochs", "steps"), [([batch_of(0)] * 3, 2, 6), (grain_map, 1.5, 6)])
+def test_epochs_are_passes_over_batches_that_have_a_length(batches, epochs, steps, config):
+    config = dataclasses.replace(config, steps=zero.TrainConfig.steps, epochs=epochs)
+    result, log, _ = train(config, batches)
+    assert result.num_steps == steps and f"step {steps}/{steps}" in log
+    with pytest.raises(ValueError, match="epochs=2: the batches are a function of the step, which has no length"):
+        train(dataclasses.replace(config, epochs=2, name="other"))
 
 
 def test_a_run_of_which_every_step_was_skipped_is_not_done(config):

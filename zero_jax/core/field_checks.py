@@ -16,10 +16,11 @@ import os
 import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from zero_jax.core.close_match import did_you_mean
 
+Config = TypeVar("Config")
 _SIMPLE = {"bool": bool, "int": int, "float": float, "str": str}
 _LARGEST_INT = 2**63 - 1
 _WORDS: Mapping[type, str] = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text"}
@@ -111,6 +112,36 @@ def field_kinds(config_class: type) -> dict[str, FieldKind]:
 
 def _text(annotation: Any) -> str:
     return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+
+def hinted(config_class: type[Config]) -> type[Config]:
+    """Makes a dataclass name the field that is meant by an unknown one, such as `learning_rate` for `lr`.
+
+    Fields of its parts, the dataclasses among its defaults, are named with the part.
+    """
+    make = config_class.__init__
+
+    @functools.wraps(make)
+    def init(self: Any, *args: Any, **values: Any) -> None:
+        fields = dataclasses.fields(config_class)  # type: ignore[arg-type]
+        unknown = values.keys() - {field.name for field in fields}
+        if unknown:
+            parts = {field.name: field.default for field in fields if dataclasses.is_dataclass(field.default)}
+            known = {
+                inner.name: f"{name}={type(part).__name__}({inner.name}=...)"
+                for name, part in parts.items()
+                for inner in dataclasses.fields(part)  # type: ignore[arg-type]
+            } | {field.name: field.name for field in fields}
+            name = min(unknown)
+            hint = did_you_mean(name, known, "{}")
+            meant = f"did you mean {known[hint]}? " if hint else ""
+            raise TypeError(
+                f"{config_class.__name__} has no field {name!r}: {meant}It has {', '.join(x.name for x in fields)}"
+            )
+        make(self, *args, **values)
+
+    config_class.__init__ = init
+    return config_class
 
 
 def check_fields(

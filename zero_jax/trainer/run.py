@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import re
+import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ from zero_jax.checkpoint import (
     resolve_folder,
 )
 from zero_jax.core.agreement import Agreement, agree_on, from_first_process
-from zero_jax.core.field_checks import check_fields
+from zero_jax.core.field_checks import check_fields, hinted
 from zero_jax.core.files.folder_lock import FolderLock
 from zero_jax.core.files.untrusted import mapping, user_path
 from zero_jax.core.signatures import check_takes
@@ -108,6 +109,7 @@ _PARTS = {
 }
 
 
+@hinted
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The config of a training run.
@@ -125,6 +127,7 @@ class TrainConfig:
       replica: size of the mesh axis `replica`, full copies of the sharded state; the axis `data` takes the rest.
       model_axis: size of the mesh axis `model`, tensor parallelism.
       steps: optimizer updates.
+      epochs: passes over the text, or over batches that have a length, instead of `steps`.
       batch_size: sequences in a step, over all devices and microbatches.
       eval_every: steps between two measurements of the validation loss.
       eval_batches: batches in one such measurement, always the same ones; of text they are of `batch_size` sequences.
@@ -158,6 +161,7 @@ class TrainConfig:
     replica: int = 1
     model_axis: int = 1
     steps: int = 800
+    epochs: float | None = None
     batch_size: int = 8
     eval_every: int = 50
     eval_batches: int = 16
@@ -191,6 +195,13 @@ class TrainConfig:
                 raise ValueError(f"{name}='' names no folder: give a path, or leave it out")
         if self.sample_tokens and not self.sample_prompt:
             raise ValueError("a sample needs a prompt to go on from: give a sample_prompt, or sample_tokens=0 for none")
+        if self.epochs is not None:
+            if self.epochs <= 0:
+                raise ValueError(f"epochs={self.epochs}: give a positive number of passes, or leave it out")
+            if self.steps != type(self).steps:
+                raise ValueError(
+                    f"epochs={self.epochs:g} and steps={self.steps} both say how long: leave out one of them"
+                )
         self.profiled  # noqa: B018
 
     @property
@@ -199,7 +210,8 @@ class TrainConfig:
         if self.profile_steps is None:
             return range(0)
         match = re.fullmatch(r"(\d+):(\d+)", self.profile_steps)
-        if not match or not 1 <= int(match[1]) <= int(match[2]) <= self.steps:
+        last = sys.maxsize if self.epochs is not None else self.steps  # which are not known yet
+        if not match or not 1 <= int(match[1]) <= int(match[2]) <= last:
             raise ValueError(
                 f"profile_steps={self.profile_steps!r}: give the first and the last step, such as 10:15, within the "
                 f"run's 1:{self.steps}"
@@ -302,15 +314,19 @@ def _prepare(
     rematerialize(model.init_fn, config.zero.remat, mesh=mesh)  # raises for a mesh that the policy does not support
     check_params_fit(model.init_fn, mesh=mesh)
     schedule = None
-    if tx is None:
-        schedule = make_schedule(config.optimizer, num_steps=config.steps)
-        tx = make_optimizer(config.optimizer, num_steps=config.steps)
+    if tx is None and config.epochs is None:
+        make_schedule(config.optimizer, num_steps=config.steps)  # its errors, before the data is read
     if isinstance(model, Model):
         run_input: RunInput = _text_input(config, model, mesh, log)
     else:
         _check_no_text(config)
         run_input = own_input(model, mesh=mesh, zero=config.zero, eval_batches=config.eval_batches)
         config = dataclasses.replace(config, batch_size=run_input.batch_size, sample_tokens=0, sample_prompt="")
+    if config.epochs is not None:
+        config = dataclasses.replace(config, epochs=None, steps=run_input.steps_of(config.epochs))
+    if tx is None:
+        schedule = make_schedule(config.optimizer, num_steps=config.steps)
+        tx = make_optimizer(config.optimizer, num_steps=config.steps)
     if config.init_from is not None and config.resume == "never":
         find_checkpoint(config.init_from)  # before there is a folder
     zero = _zero_of(config, model)

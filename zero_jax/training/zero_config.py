@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jax.sharding import Mesh, PartitionSpec
 
-from zero_jax.core.field_checks import check_fields
+from zero_jax.core.field_checks import check_fields, hinted
 from zero_jax.core.tree import PyTree, shown
 from zero_jax.sharding.mesh import Axes, axes_of, secondary_axes
 from zero_jax.sharding.path_patterns import PathPatterns
@@ -21,6 +21,7 @@ from zero_jax.training.optimizer.offload import Offload, resolve_offload
 from zero_jax.transforms import Remat, resolve_remat
 
 
+@hinted
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
     """The config of a ZeRO train step: stage, precision, microbatches, remat, sharding rules.

@@ -73,6 +73,7 @@ TITLES = {
     "pretrained": "Hugging Face checkpoints",
     "analysis": "Memory, traffic, the paper",
     "planning": "Planning",
+    "libraries": "Models of Flax and Equinox",
     "verification": "Verification",
     "checkpoint": "Checkpoints",
     "data": "Data",

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from zero_jax.attention import dot_product_attention
 from zero_jax.core.agreement import Agreement
 from zero_jax.core.signatures import check_arguments
+from zero_jax.core.text_tables import Report
 from zero_jax.core.tree import PyTree, key_shape, leaf_names
 from zero_jax.models import decoder
 from zero_jax.models.decoder_config import DecoderConfig
@@ -63,7 +64,7 @@ class HFModel:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pretrained:
+class Pretrained(Report):
     """A checkpoint of the hub on a mesh.
 
     Attributes:
@@ -78,6 +79,10 @@ class Pretrained:
     params: PyTree
     config: ZeroConfig
     loss_fn: Callable[..., Any]
+
+    def __str__(self) -> str:
+        leaves = jax.tree.leaves(self.params)
+        return f"{self.source.folder}: {self.source.config}, {sum(x.size for x in leaves):,} params"
 
 
 def read_decoder(folder: str | os.PathLike[str], *, seq_len: int | None = None) -> DecoderConfig:

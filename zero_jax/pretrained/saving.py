@@ -25,7 +25,7 @@ from zero_jax.core.files.partial_folder import partial_folder
 from zero_jax.core.files.safetensors import Tensor, create_files
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.signatures import check_arguments
-from zero_jax.core.text_tables import printable, quoted
+from zero_jax.core.text_tables import Report, printable, quoted
 from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.models.decoder_config import DecoderConfig, RopeScaling
 from zero_jax.models.huggingface import TensorName, decoder_config, hf_config, tensor_names
@@ -40,7 +40,7 @@ _FLOATS = ("float32", "float16", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SavedHF:
+class SavedHF(Report):
     """A folder that was written, with the number and bytes of its tensors."""
 
     folder: str

@@ -17,21 +17,30 @@ import zero_jax as zero
 from zero_jax.cli.models import presets
 from zero_jax.models import decoder, huggingface
 from zero_jax.models.decoder_config import DECODERS, DecoderConfig
+from zero_jax.pretrained.mapping import LeafTensors, indices, tensor_shape
+
+
+class Held(np.ndarray):
+    """A tensor that is in no file."""
+
+    def open(self, mode):
+        """Returns its values."""
+        del mode
+        return np.asarray(self)
 
 
 def params_of(hf_config):
     """Returns config and params of a decoder with the tensors that transformers was given."""
     config = huggingface.decoder_config(hf_config)
-    params = {"blocks": {}}
+    params = {}
     for path, name in huggingface.tensor_names(config, model_type=hf_config["model_type"]).items():
         shape = config.shapes[path]
-        leaf = np.empty(shape, np.float32)
-        for index in np.ndindex(*shape[: name.num_indices]):
-            values = shape[name.num_indices :]
-            tensor = transformers_logits.tensor(name.of(index), values[::-1] if name.is_transposed else values)
-            leaf[index] = tensor.T if name.is_transposed else tensor
-        *_, last = path.split("/")
-        (params["blocks"] if "/" in path else params)[last] = jnp.asarray(leaf)
+        of_tensor = tensor_shape(path, shape, name)
+        tensors = {i: transformers_logits.tensor(name.of(i), of_tensor).view(Held) for i in indices(shape, name)}
+        leaf = LeafTensors(path=path, shape=shape, name=name, tensors=tensors)
+        group, _, last = path.rpartition("/")
+        of_group = params.setdefault(group, {}) if group else params
+        of_group[last] = jnp.asarray(leaf.read((slice(None),) * len(shape), np.float32))
     return config, params
 
 
@@ -61,10 +70,18 @@ def test_logits_are_those_of_transformers(name):
         ("gemma-3-1b", 1.000),
         ("mistral-7b", 7.242),
         ("mixtral-8x7b", 46.703),
+        ("gpt-neox-20b", 20.555),
+        ("falcon-40b", 41.303),
+        ("falcon-180b", 179.523),
     ],
 )
 def test_presets_have_the_published_numbers_of_params(name, billions):
     assert round(DECODERS[name].num_params / 1e9, 3) == billions
+
+
+@pytest.mark.parametrize(("name", "billions"), [("turing-nlg-17b", 17), ("mt-nlg-530b", 530)])
+def test_presets_without_a_checkpoint_have_the_published_number_of_params_as_it_was_rounded(name, billions):
+    assert round(DECODERS[name].num_params / 1e9) == billions
 
 
 SMALL = dict(vocab_size=32, seq_len=16, num_layers=5, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_hidden=48)
@@ -180,6 +197,12 @@ def test_generate_goes_on_greedily():
         ({"window": 0}, "window=0"),
         ({"num_layers": 0}, "num_layers=0"),
         ({"num_experts": 1}, "experts_per_token=2 is more than num_experts=1"),
+        ({"num_experts": 4, "mlp_bias": True}, "experts have a gate and no bias"),
+        ({"rotary_fraction": 0.1}, r"rotary_fraction=0\.1 of head_dim=32 are 3 features"),
+        ({"rotary_fraction": 0.01}, r"rotary_fraction=0\.01 of head_dim=32 are 0 features"),
+        ({"learned_positions": 64}, "seq_len=128 is more than learned_positions=64"),
+        ({"shared_norm": True}, "give parallel=True too"),
+        ({"norm": "layer", "norm_offset": True}, "norm_offset=True is of norm='rms'"),
     ],
 )
 def test_shapes_that_cannot_be_built_are_refused(change, message):
@@ -193,7 +216,7 @@ def test_shapes_that_cannot_be_built_are_refused(change, message):
         ({"model_type": "bert"}, "model_type='bert' is none of llama"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"hidden_act": "relu"}, "hidden_act='relu' is not supported"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "'yarn' is not supported"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
         ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "'longrope' is not supported"),
         (
             {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "yarn", "factor": 2.0}}},
@@ -232,7 +255,9 @@ _JUNK = (None, "x", -1, 0, 1.5, True, [], {}, [1], {"rope_type": "llama3"}, {"fu
 _MORE_KEYS = ("rope_parameters", "layer_types", "rope_local_base_freq", "query_pre_attn_scalar", "sliding_window")
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", "gemma3", "mixtral", "llama-yarn", "gpt2", "gpt-neox", "falcon-40b"]
+)
 def test_any_other_value_in_a_config_is_refused_as_one(name):
     config = transformers_logits.CONFIGS[name]
     for key in {*config, *_MORE_KEYS}:

@@ -30,6 +30,20 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 16,
+}
+_CLASSIC = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
 _GEMMA = {
     "head_dim": 16,
     "query_pre_attn_scalar": 24,
@@ -70,13 +84,43 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         "layer_types": (["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention"] * 2),
     },
+    "llama-yarn": _SIZES | {"model_type": "llama", "rope_scaling": _YARN, "head_dim": 16},
+    "llama-yarn-mscale": _SIZES
+    | {"model_type": "llama", "rope_scaling": _YARN | {"mscale": 1.5, "mscale_all_dim": 0.5, "truncate": False}},
+    "gpt2": {"model_type": "gpt2", "vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32},
+    "gpt-neox": _CLASSIC | {"model_type": "gpt_neox", "intermediate_size": 40, "hidden_act": "gelu_fast"},
+    "gpt-neox-sequential": _CLASSIC
+    | {
+        "model_type": "gpt_neox",
+        "intermediate_size": 40,
+        "use_parallel_residual": False,
+        "attention_bias": False,
+        "rotary_pct": 1.0,
+        "rotary_emb_base": 5e4,
+        "tie_word_embeddings": True,
+    },
+    "falcon-7b": _CLASSIC | {"model_type": "falcon"},
+    "falcon-40b": _CLASSIC | {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon-180b": _CLASSIC
+    | {
+        "model_type": "falcon",
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+        "num_ln_in_parallel_attn": 1,
+        "bias": True,
+        "ffn_hidden_size": 40,
+        "tie_word_embeddings": False,
+        "rope_theta": 5e5,
+    },
+    "falcon-sequential": _CLASSIC | {"model_type": "falcon", "parallel_attn": False, "multi_query": False},
 }
 
 
 def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns the values of a tensor, which its name decides."""
+    """Returns the values of a tensor, which its name decides; norms multiply by about 1."""
     values = 0.15 * np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
-    return (values + (1 if "norm" in name else 0)).astype(np.float32)
+    is_scale = name.endswith(".weight") and ("norm" in name or ".ln_" in name)
+    return (values + (1 if is_scale else 0)).astype(np.float32)
 
 
 def tokens() -> np.ndarray:
@@ -90,15 +134,15 @@ def _answer(config: dict[str, Any]) -> np.ndarray:
     from transformers import AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
 
     from zero_jax.models import huggingface
+    from zero_jax.pretrained.mapping import tensor_shape
 
     shape = huggingface.decoder_config(config)
     tensors = {}
     for path, name in huggingface.tensor_names(shape, model_type=config["model_type"]).items():
         leaf = shape.shapes[path]
         for index in np.ndindex(*leaf[: name.num_indices]):
-            values = leaf[name.num_indices :]
             key = name.of(index)
-            tensors[key] = tensor(key, values[::-1] if name.is_transposed else values)
+            tensors[key] = tensor(key, tensor_shape(path, leaf, name))
     with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(folder, "config.json").write_text(json.dumps(config))
         safetensors.numpy.save_file(tensors, f"{folder}/model.safetensors", metadata={"format": "pt"})

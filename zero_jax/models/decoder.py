@@ -1,4 +1,4 @@
-"""A decoder-only transformer that covers Llama, Qwen, Gemma, Mistral and Mixtral by config, as pure functions.
+"""A decoder-only transformer whose config makes it a GPT-2, GPT-NeoX, Falcon, Llama, Qwen, Gemma, Mistral or Mixtral.
 
 Like the GPT it knows nothing of meshes or sharding. Layers are stacked `[layers, ...]` and run by one `lax.scan` over
 periods of layers (a period is longer than one layer where layers with and without a sliding window alternate).
@@ -9,6 +9,7 @@ head, `F` hidden, `E` experts, `V` vocabulary.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,15 +18,20 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from zero_jax.models.decoder_config import DecoderConfig
-from zero_jax.models.gpt import Attend, Batch, LossFn, Params, PlaceFn, TokenLosses, mean_loss, whole_logits
-from zero_jax.models.layers import causal_attention, leave, rms_norm, rotate
+from zero_jax.models.gpt import Attend, Batch, LossFn, Params, PlaceFn, TokenLosses, mean_loss, places, whole_logits
+from zero_jax.models.layers import causal_attention, layer_norm, leave, rms_norm, rotate
+from zero_jax.models.rope import rope_frequencies
 from zero_jax.models.sampling import generate_tokens
 
-_ACTIVATIONS = {"silu": jax.nn.silu, "gelu": functools.partial(jax.nn.gelu, approximate=True)}
+_ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+}
 
 
 def init(config: DecoderConfig, key: Array) -> Params:
-    """Makes float32 params: `embed` [V, D], `final_norm` [D], `head` [D, V] unless tied, `blocks` [layers, ...]."""
+    """Makes float32 params, whose shapes are `config.shapes`: `embed` [V, D], `blocks` [layers, ...] and so on."""
     scale = 0.0 if config.norm_offset else 1.0
     embed_key, head_key, blocks_key = jax.random.split(key, 3)
     shapes = config.block_shapes
@@ -42,6 +48,11 @@ def init(config: DecoderConfig, key: Array) -> Params:
             blocks[name] = 0.02 * into_stream * jax.random.normal(block_key, shape)
     params: Params = {"embed": 0.02 * jax.random.normal(embed_key, (config.vocab_size, config.d_model))}
     params |= {"blocks": blocks, "final_norm": jnp.full(config.d_model, scale)}
+    if config.norm == "layer":
+        params["final_norm_bias"] = jnp.zeros(config.d_model)
+    if config.learned_positions:
+        position_key = jax.random.fold_in(embed_key, 1)
+        params["position"] = 0.02 * jax.random.normal(position_key, (config.learned_positions, config.d_model))
     if not config.tie_embedding:
         params["head"] = 0.02 * jax.random.normal(head_key, (config.d_model, config.vocab_size))
     return params
@@ -64,7 +75,7 @@ def param_specs(config: DecoderConfig, *, vocab: bool = True, model_size: int | 
         if model_size is not None and size % model_size:
             raise ValueError(f"{name}={size} is no multiple of the {model_size} devices of the axis model")
     shares_keys = model_size is None or config.num_kv_heads % model_size == 0
-    column_names = {"query", "gate", "up", "query_bias"} | (
+    column_names = {"query", "gate", "up", "query_bias", "gate_bias", "up_bias"} | (
         {"key", "value", "key_bias", "value_bias"} if shares_keys else set()
     )
 
@@ -76,13 +87,11 @@ def param_specs(config: DecoderConfig, *, vocab: bool = True, model_size: int | 
             dims[-2] = "model"
         return PartitionSpec(*dims)
 
-    specs: Params = {
-        "embed": PartitionSpec("model", None) if vocab else PartitionSpec(),
-        "blocks": {name: spec(name, shape) for name, shape in config.block_shapes.items()},
-        "final_norm": PartitionSpec(),
-    }
-    if not config.tie_embedding:
-        specs["head"] = PartitionSpec(None, "model") if vocab else PartitionSpec()
+    specs: Params = {name: PartitionSpec() for name in config.shapes if "/" not in name}
+    specs["blocks"] = {name: spec(name, shape) for name, shape in config.block_shapes.items()}
+    if vocab:
+        specs["embed"] = PartitionSpec("model", None)
+        specs |= {} if config.tie_embedding else {"head": PartitionSpec(None, "model")}
     return specs
 
 
@@ -103,6 +112,8 @@ def hidden(
     x_BTD = params["embed"][tokens_BT]
     if config.scale_embedding:
         x_BTD *= jnp.asarray(config.d_model**0.5, x_BTD.dtype)
+    if config.learned_positions:
+        x_BTD += params["position"][places(tokens_BT, segments_BT)]
     x_BTD = place(x_BTD, "residual")
 
     def block(x_BTD: Array, layer: Params, window: bool) -> tuple[Array, Array]:
@@ -121,7 +132,7 @@ def hidden(
     blocks, size = params["blocks"], 1 if config.window is None else config.window_period
     if size == 1:
         x_BTD, balances = jax.lax.scan(lambda x_BTD, layer: block(x_BTD, layer, config.has_window(0)), x_BTD, blocks)
-        return place(_norm(config, x_BTD, params["final_norm"]), "gathered"), balances.sum()
+        return place(_norm(config, x_BTD, params, "final_norm"), "gathered"), balances.sum()
     num_periods, num_left = divmod(config.num_layers, size)
     in_periods, balance = num_periods * size, jnp.zeros(())
     if num_periods:
@@ -132,7 +143,7 @@ def hidden(
         left = jax.tree.map(lambda w: w[in_periods:], blocks)
         x_BTD, left_balance = period(x_BTD, left, first=in_periods, num_layers=num_left)
         balance += left_balance
-    return place(_norm(config, x_BTD, params["final_norm"]), "gathered"), balance
+    return place(_norm(config, x_BTD, params, "final_norm"), "gathered"), balance
 
 
 def apply_block(
@@ -146,64 +157,77 @@ def apply_block(
     window: bool,
 ) -> tuple[Array, Array]:
     """Runs one block, with or without a sliding window; returns the residual stream and the experts' balance loss."""
-    norm = functools.partial(_norm, config)
-    y_BTD = place(norm(x_BTD, params["attention_norm"]), "gathered")
-    y_BTD = place(_attention(config, y_BTD, params, segments_BT, attend=attend, window=window), "residual")
-    x_BTD += norm(y_BTD, params["attention_post_norm"]) if config.post_norms else y_BTD
-    y_BTD, balance = place(norm(x_BTD, params["mlp_norm"]), "gathered"), jnp.zeros(())
-    if config.num_experts:
-        y_BTD, balance = _experts(config, y_BTD, params)
-    else:
-        y_BTD = (_ACTIVATIONS[config.activation](y_BTD @ params["gate"]) * (y_BTD @ params["up"])) @ params["down"]
+    norm = functools.partial(_norm, config, params=params)
+    y_BTD = place(norm(x_BTD, name="attention_norm"), "gathered")
+    attended_BTD = place(_attention(config, y_BTD, params, segments_BT, attend=attend, window=window), "residual")
+    if config.post_norms:
+        attended_BTD = norm(attended_BTD, name="attention_post_norm")
+    if not config.parallel:
+        x_BTD += attended_BTD
+    if not config.shared_norm:
+        y_BTD = place(norm(x_BTD, name="mlp_norm"), "gathered")
+    y_BTD, balance = _experts(config, y_BTD, params) if config.num_experts else (_mlp(config, y_BTD, params), 0.0)
     y_BTD = place(y_BTD, "residual")
-    return x_BTD + (norm(y_BTD, params["mlp_post_norm"]) if config.post_norms else y_BTD), balance
+    if config.post_norms:
+        y_BTD = norm(y_BTD, name="mlp_post_norm")
+    if config.parallel:
+        y_BTD += attended_BTD
+    return x_BTD + y_BTD, jnp.asarray(balance)
+
+
+def _projected(y: Array, params: Params, name: str) -> Array:
+    """Returns `y @ weight`, plus the bias if there is one."""
+    projected = y @ params[name]
+    return projected + params[f"{name}_bias"] if f"{name}_bias" in params else projected
+
+
+def _mlp(config: DecoderConfig, y_BTD: Array, params: Params) -> Array:
+    activate = _ACTIVATIONS[config.activation]
+    if config.gated_mlp:
+        hidden_BTF = activate(_projected(y_BTD, params, "gate")) * _projected(y_BTD, params, "up")
+    else:
+        hidden_BTF = activate(_projected(y_BTD, params, "up"))
+    return _projected(hidden_BTF, params, "down")
 
 
 def _attention(
     config: DecoderConfig, y_BTD: Array, params: Params, segments_BT: Array | None, *, attend: Attend, window: bool
 ) -> Array:
-    heads = []
-    for name in ("query", "key", "value"):
-        projected = y_BTD @ params[name]
-        if config.qkv_bias:
-            projected += params[f"{name}_bias"]
-        heads.append(projected.reshape(*y_BTD.shape[:2], -1, config.head_dim))
-    query_BTNH, key_BTKH, value_BTKH = heads
+    query_BTNH, key_BTKH, value_BTKH = (
+        _projected(y_BTD, params, name).reshape(*y_BTD.shape[:2], -1, config.head_dim)
+        for name in ("query", "key", "value")
+    )
     if config.qk_norm:
-        query_BTNH = _norm(config, query_BTNH, params["query_norm"])
-        key_BTKH = _norm(config, key_BTKH, params["key_norm"])
-    frequencies = _frequencies(config, window)
+        query_BTNH = _norm(config, query_BTNH, params, "query_norm")
+        key_BTKH = _norm(config, key_BTKH, params, "key_norm")
+    if config.num_rotary:
+        turn = _rotation(config, window)
+        query_BTNH, key_BTKH = turn(query_BTNH), turn(key_BTKH)
     out_BTNH = attend(
-        rotate(query_BTNH, frequencies),
-        rotate(key_BTKH, frequencies),
+        query_BTNH,
+        key_BTKH,
         value_BTKH,
         segments_BT,
         scale=config.head_dim**-0.5 if config.query_scale is None else config.query_scale,
         local_window_size=(config.window - 1, 0) if window and config.window else None,
         logits_soft_cap=config.attention_soft_cap,
     )
-    return out_BTNH.reshape(*y_BTD.shape[:2], -1) @ params["out"]
+    return _projected(out_BTNH.reshape(*y_BTD.shape[:2], -1), params, "out")
 
 
-def _frequencies(config: DecoderConfig, window: bool) -> Array:
-    """Returns the frequencies `[H/2]` of rotary positions, of a layer with a sliding window or of one without."""
-    theta = config.window_rope_theta if window and config.window_rope_theta else config.rope_theta
-    frequencies = theta ** (-jnp.arange(0, config.head_dim, 2) / config.head_dim)
+def _rotation(config: DecoderConfig, window: bool) -> Callable[[Array], Array]:
+    """Returns how rotary positions turn queries and keys, in a layer with a sliding window or in one without."""
+    if window and config.window_rope_theta:
+        return functools.partial(rotate, frequencies=rope_frequencies(config.window_rope_theta, config.num_rotary))
     scaling = config.rope_scaling
-    if scaling is not None and not (window and config.window_rope_theta):
-        stretched = frequencies / scaling.factor
-        if scaling.low_freq_factor is None:
-            frequencies = stretched
-        else:
-            turns = scaling.original_seq_len * frequencies / (2 * jnp.pi)
-            low, high = scaling.low_freq_factor, scaling.high_freq_factor
-            share = jnp.clip((turns - low) / (high - low), 0, 1)
-            frequencies = share * frequencies + (1 - share) * stretched
-    return frequencies
+    frequencies = rope_frequencies(config.rope_theta, config.num_rotary, scaling)
+    return functools.partial(rotate, frequencies=frequencies, magnitude=1.0 if scaling is None else scaling.magnitude)
 
 
-def _norm(config: DecoderConfig, x: Array, scale: Array) -> Array:
-    return rms_norm(x, scale, config.norm_eps, offset=config.norm_offset)
+def _norm(config: DecoderConfig, x: Array, params: Params, name: str) -> Array:
+    if config.norm == "layer":
+        return layer_norm(x, params[name], params[f"{name}_bias"], config.norm_eps)
+    return rms_norm(x, params[name], config.norm_eps, offset=config.norm_offset)
 
 
 def _experts(config: DecoderConfig, y_BTD: Array, params: Params) -> tuple[Array, Array]:

@@ -1,37 +1,11 @@
-"""The shapes of decoders: Llama, Qwen, Gemma, Mistral and Mixtral by config, with the published sizes."""
+"""The shapes of decoders: GPT-2's, GPT-NeoX, Falcon, Llama, Qwen, Gemma, Mistral and Mixtral, with published sizes."""
 
 import dataclasses
 import math
 from typing import Any, Literal
 
 from zero_jax.models.fields import check_fields, check_num_params
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """How rotary frequencies are stretched for contexts longer than those of the pretraining.
-
-    Attributes:
-      factor: what wavelengths are multiplied by.
-      low_freq_factor: wavelengths over `original_seq_len / low_freq_factor` are stretched by the full factor; None
-        stretches all wavelengths (linear scaling).
-      high_freq_factor: wavelengths under `original_seq_len / high_freq_factor` stay; those between are interpolated.
-      original_seq_len: context length of the pretraining.
-    """
-
-    factor: float
-    low_freq_factor: float | None = None
-    high_freq_factor: float = 4.0
-    original_seq_len: int = 8192
-
-    def __post_init__(self) -> None:
-        """Refuses factors that cannot be applied."""
-        check_fields(self)
-        if self.low_freq_factor is not None and self.low_freq_factor >= self.high_freq_factor:
-            raise ValueError(
-                f"low_freq_factor={self.low_freq_factor} is not below high_freq_factor={self.high_freq_factor}: give "
-                "a smaller one, or None for linear scaling"
-            )
+from zero_jax.models.rope import RopeScaling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,14 +20,22 @@ class DecoderConfig:
       num_heads: query heads.
       num_kv_heads: key and value heads; `num_heads / num_kv_heads` query heads share each.
       head_dim: width of a head.
-      d_hidden: hidden width of the gated MLP, or of each expert.
-      activation: of the MLP's gate: `silu` or `gelu` (its tanh approximation).
-      norm_eps: added to the mean square in RMS norms.
+      d_hidden: hidden width of the MLP, or of each expert.
+      gated_mlp: whether the hidden features are multiplied by a gate, to which the activation is applied.
+      activation: of the MLP: `silu`, `gelu` (its tanh approximation) or `gelu_exact`.
+      norm: `rms`, or `layer` (LayerNorm, with a bias).
+      norm_eps: added to the mean square in norms.
       norm_offset: norms multiply by 1 + scale (Gemma), and scales start at 0.
       post_norms: whether the outputs of attention and MLP are normalized too (Gemma).
       qk_norm: whether queries and keys are normalized per head (Qwen 3, Gemma 3).
+      parallel: whether attention and MLP read the same residual stream (GPT-NeoX, Falcon).
+      shared_norm: whether these two read it through one norm.
       qkv_bias: whether the query, key and value projections have a bias (Qwen 2).
+      out_bias: whether the output projection of attention has one.
+      mlp_bias: whether the projections of the MLP have one.
       query_scale: what logits of attention are multiplied by; None is `head_dim ** -0.5`.
+      learned_positions: rows of a table of learned positions (GPT-2); 0: positions are rotary.
+      rotary_fraction: share of a head's features that rotary positions turn, the first ones.
       rope_theta: base of the rotary frequencies.
       rope_scaling: how those are stretched, in layers without a sliding window.
       window_rope_theta: base in layers with a sliding window; None is `rope_theta`.
@@ -81,13 +63,21 @@ class DecoderConfig:
     num_kv_heads: int = 2
     head_dim: int = 32
     d_hidden: int = 384
-    activation: Literal["silu", "gelu"] = "silu"
+    gated_mlp: bool = True
+    activation: Literal["silu", "gelu", "gelu_exact"] = "silu"
+    norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
     norm_offset: bool = False
     post_norms: bool = False
     qk_norm: bool = False
+    parallel: bool = False
+    shared_norm: bool = False
     qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
     query_scale: float | None = None
+    learned_positions: int = 0
+    rotary_fraction: float = 1.0
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     window_rope_theta: float | None = None
@@ -106,7 +96,7 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         """Refuses shapes that cannot be built."""
-        check_fields(self, may_be_zero=("num_experts", "expert_balance"))
+        check_fields(self, may_be_zero=("num_experts", "expert_balance", "learned_positions"))
         if not isinstance(self.rope_scaling, RopeScaling | None):
             raise ValueError(f"rope_scaling={self.rope_scaling!r}: give a RopeScaling or None")
         if self.num_heads % self.num_kv_heads:
@@ -114,11 +104,33 @@ class DecoderConfig:
                 f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}: query heads share "
                 "key and value heads in groups of one size"
             )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd: rotary positions rotate pairs of features")
+        has_pairs = self.num_rotary % 2 == 0 and (self.num_rotary > 0 or self.learned_positions > 0)
+        if not has_pairs or self.num_rotary > self.head_dim:
+            raise ValueError(
+                f"head_dim={self.head_dim} is odd: rotary positions rotate pairs of features"
+                if self.rotary_fraction == 1
+                else f"rotary_fraction={self.rotary_fraction} of head_dim={self.head_dim} are {self.num_rotary} "
+                "features: give a share of at most 1 that makes pairs of them"
+            )
+        if 0 < self.learned_positions < self.seq_len:
+            raise ValueError(
+                f"seq_len={self.seq_len} is more than learned_positions={self.learned_positions}: give shorter "
+                "sequences, or a longer table"
+            )
+        if self.shared_norm and not self.parallel:
+            raise ValueError("shared_norm=True is for attention and MLP in parallel: give parallel=True too")
+        if self.norm_offset and self.norm != "rms":
+            raise ValueError(f"norm_offset=True is of norm='rms', not {self.norm!r}: leave it out")
+        if self.num_experts and (self.mlp_bias or not self.gated_mlp):
+            raise ValueError("experts have a gate and no bias: give gated_mlp=True and mlp_bias=False")
         if self.num_experts and self.experts_per_token > self.num_experts:
             raise ValueError(f"experts_per_token={self.experts_per_token} is more than num_experts={self.num_experts}")
         check_num_params(self, "d_model", "num_layers", "d_hidden", "num_heads", "num_experts", "vocab_size")
+
+    @property
+    def num_rotary(self) -> int:
+        """Features of a head that rotary positions turn; 0 where positions are learned."""
+        return 0 if self.learned_positions else int(self.head_dim * self.rotary_fraction)
 
     @property
     def block_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -137,12 +149,18 @@ class DecoderConfig:
             "attention_norm": (d_model,),
             "mlp_norm": (d_model,),
         }
+        if not self.gated_mlp:
+            del shapes["gate"]
+        if self.shared_norm:
+            del shapes["mlp_norm"]
         if self.post_norms:
             shapes |= {"attention_post_norm": (d_model,), "mlp_post_norm": (d_model,)}
         if self.qk_norm:
             shapes |= {"query_norm": (head_dim,), "key_norm": (head_dim,)}
-        if self.qkv_bias:
-            shapes |= {"query_bias": (queries,), "key_bias": (keys,), "value_bias": (keys,)}
+        with_bias = [name for name in shapes if name.endswith("_norm")] if self.norm == "layer" else []
+        with_bias += ["query", "key", "value"] * self.qkv_bias + ["out"] * self.out_bias
+        with_bias += [name for name in ("gate", "up", "down") if self.mlp_bias and name in shapes]
+        shapes |= {f"{name}_bias": shapes[name][-1:] for name in with_bias}
         if experts:
             shapes["router"] = (d_model, experts)
         return shapes
@@ -152,6 +170,10 @@ class DecoderConfig:
         """The shapes of all params, by path."""
         shapes = {f"blocks/{name}": (self.num_layers, *shape) for name, shape in self.block_shapes.items()}
         shapes |= {"embed": (self.vocab_size, self.d_model), "final_norm": (self.d_model,)}
+        if self.norm == "layer":
+            shapes["final_norm_bias"] = (self.d_model,)
+        if self.learned_positions:
+            shapes["position"] = (self.learned_positions, self.d_model)
         return shapes if self.tie_embedding else shapes | {"head": (self.d_model, self.vocab_size)}
 
     @property
@@ -174,6 +196,13 @@ _GEMMA2 = _GEMMA | {"vocab_size": 256000, "window": 4096, "window_period": 2}
 _GEMMA2 |= {"attention_soft_cap": 50.0, "logits_soft_cap": 30.0}
 _GEMMA3 = _GEMMA | {"vocab_size": 262144, "window": 1024, "window_period": 6, "qk_norm": True}
 _GEMMA3 |= {"rope_theta": 1e6, "window_rope_theta": 1e4}
+
+# Dense transformers with LayerNorm: Megatron's GPT-2, GPT-NeoX and Falcon.
+_PLAIN = {"norm": "layer", "gated_mlp": False, "activation": "gelu"}
+_BIASED = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
+_MEGATRON = {**_PLAIN, **_BIASED, "tie_embedding": True}
+_NEOX = {**_PLAIN, **_BIASED, "parallel": True, "seq_len": 2048, "rotary_fraction": 0.25}
+_FALCON = {**_PLAIN, "activation": "gelu_exact", "parallel": True, "vocab_size": 65024, "seq_len": 2048, "head_dim": 64}
 
 
 def _sized(
@@ -213,4 +242,14 @@ DECODERS: dict[str, DecoderConfig] = {
     "gemma-3-4b": _sized(_GEMMA3, 34, 2560, 8, 4, 10240, vocab_size=262208, rope_scaling=RopeScaling(factor=8.0)),
     "mistral-7b": _sized(_LLAMA, 32, 4096, 32, 8, 14336, window=4096, seq_len=8192),
     "mixtral-8x7b": _sized(_LLAMA, 32, 4096, 32, 8, 14336, rope_theta=1e6, num_experts=8, expert_capacity=2.0),
+    # GPT-2's vocabulary of 50,257 tokens, padded to what the devices of tensor parallelism divide, as Megatron does.
+    "turing-nlg-17b": _sized(
+        _MEGATRON, 78, 4256, 28, 28, 17024, head_dim=152, vocab_size=50688, seq_len=1024, learned_positions=1024
+    ),
+    "mt-nlg-530b": _sized(
+        _MEGATRON, 105, 20480, 128, 128, 81920, head_dim=160, vocab_size=51200, seq_len=2048, learned_positions=2048
+    ),
+    "gpt-neox-20b": _sized(_NEOX, 44, 6144, 64, 64, 24576, head_dim=96, vocab_size=50432),
+    "falcon-40b": _sized(_FALCON | _TIED, 60, 8192, 128, 8, 32768),
+    "falcon-180b": _sized(_FALCON, 80, 14848, 232, 8, 59392),
 }

@@ -20,7 +20,8 @@ from zero_jax.core.text_tables import Report
 from zero_jax.core.tree import PyTree, key_shape, leaf_names
 from zero_jax.models import decoder
 from zero_jax.models.decoder_config import DecoderConfig
-from zero_jax.models.huggingface import TensorName, decoder_config, tensor_names
+from zero_jax.models.huggingface import decoder_config, tensor_names
+from zero_jax.models.tensor_name import TensorName
 from zero_jax.pretrained.folder import read_config, read_tensors
 from zero_jax.pretrained.mapping import LeafTensors, match
 from zero_jax.sharding.mesh import axis_size
@@ -95,13 +96,15 @@ def read_decoder(folder: str | os.PathLike[str], *, seq_len: int | None = None) 
     """
     hf_config = read_config(folder)
     try:
-        config = decoder_config(hf_config, seq_len=seq_len)
+        config = decoder_config(hf_config)
     except (ValueError, TypeError, OverflowError) as error:
         raise ValueError(f"{os.fspath(folder)}/config.json: {error}") from error
-    longest = hf_config["max_position_embeddings"]
-    if seq_len is not None and seq_len > longest:
-        raise ValueError(f"seq_len={seq_len}: the model in {os.fspath(folder)} has contexts of {longest:,} at most")
-    return config
+    if seq_len is None:
+        return config
+    if seq_len > config.seq_len:
+        longest = f"{config.seq_len:,}"
+        raise ValueError(f"seq_len={seq_len}: the model in {os.fspath(folder)} has contexts of {longest} at most")
+    return dataclasses.replace(config, seq_len=seq_len)
 
 
 def open_hf(folder: str | os.PathLike[str], *, seq_len: int | None = None) -> HFModel:
@@ -127,7 +130,7 @@ def open_hf(folder: str | os.PathLike[str], *, seq_len: int | None = None) -> HF
 def load_hf(
     folder: str | os.PathLike[str], *, mesh: Mesh, config: ZeroConfig, seq_len: int | None = None, dtype: Any = None
 ) -> Pretrained:
-    """Loads a checkpoint of the Hugging Face hub: Llama, Qwen, Gemma, Mistral, Mixtral, on any mesh, for any stage.
+    """Loads a checkpoint of the Hugging Face hub (a decoder of the families in docs/huggingface.md) on any mesh.
 
     Each process reads the slices of its own shards, one param at a time. Before the first one all files are checked.
 

@@ -44,6 +44,23 @@ _CLASSIC = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
+_DEEPSEEK = _CLASSIC | {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 24,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "rope_scaling": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+}
 _GEMMA = {
     "head_dim": 16,
     "query_pre_attn_scalar": 24,
@@ -112,8 +129,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "rope_theta": 5e5,
     },
+    "deepseek-v3": _DEEPSEEK,
+    "deepseek-v3-plain": _DEEPSEEK
+    | {
+        "q_lora_rank": None,
+        "rope_scaling": None,
+        "rope_interleave": False,
+        "first_k_dense_replace": 0,
+        "norm_topk_prob": False,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 2,
+    },
     "falcon-sequential": _CLASSIC | {"model_type": "falcon", "parallel_attn": False, "multi_query": False},
 }
+
+
+EXTRA = "deepseek-v3-extra"  # of the layer on top that predicts the token after the next one
 
 
 def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -128,7 +160,7 @@ def tokens() -> np.ndarray:
     return np.random.default_rng(0).integers(0, VOCAB, (2, TOKENS))
 
 
-def _answer(config: dict[str, Any]) -> np.ndarray:
+def _answer_and_model(config: dict[str, Any]) -> tuple[np.ndarray, Any]:
     import safetensors.numpy
     import torch  # pyright: ignore[reportMissingImports]
     from transformers import AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
@@ -152,10 +184,45 @@ def _answer(config: dict[str, Any]) -> np.ndarray:
     if any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")):
         raise ValueError(f"{config['model_type']}: {info}")
     with torch.no_grad():
-        return model(torch.tensor(tokens())).logits.numpy()
+        return model(torch.tensor(tokens())).logits.numpy(), model
+
+
+def _extra_answer() -> np.ndarray:
+    """Returns the logits of multi-token prediction, which `from_pretrained` makes of layer 61 alone."""
+    import torch  # pyright: ignore[reportMissingImports]
+    from transformers.modeling_layers import MtpModel  # pyright: ignore[reportMissingImports]
+
+    config = CONFIGS["deepseek-v3"]
+    logits, model = _answer_and_model(config)
+    del logits
+    extra, num_layers = MtpModel(model, 1).eval(), config["num_hidden_layers"]
+    states = {}
+    for key, x in extra.layers[0].state_dict().items():
+        name = key.replace("mtp_block.", "").replace("post_norm", "shared_head.norm")
+        start = f"model.layers.{num_layers}."
+        if ".experts." in name:
+            matrices = ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
+            shape = (x.shape[1] // len(matrices), x.shape[2])
+            values = [
+                [tensor(f"{start}mlp.experts.{i}.{matrix}.weight", shape) for matrix in matrices]
+                for i in range(x.shape[0])
+            ]
+            states[key] = torch.tensor(np.asarray(values).reshape(x.shape))
+        else:
+            states[key] = torch.tensor(tensor(start + name, tuple(x.shape)))
+    extra.layers[0].load_state_dict(states)
+    inputs = torch.tensor(tokens())
+    with torch.no_grad():
+        hidden = model.model(inputs).last_hidden_state
+        embedded = model.model.embed_tokens(torch.roll(inputs, -1, dims=1))
+        positions = torch.arange(TOKENS)[None]
+        mask = torch.full((TOKENS, TOKENS), torch.finfo(torch.float32).min).triu(1)[None, None]
+        turns = extra.rotary_emb(embedded, position_ids=positions)
+        hidden = extra.layers[0](embedded, hidden, turns, mask, positions, None)
+        return model.lm_head(hidden).numpy()
 
 
 if __name__ == "__main__":
-    answers = {name: _answer(config) for name, config in CONFIGS.items()}
+    answers = {name: _answer_and_model(config)[0] for name, config in CONFIGS.items()} | {EXTRA: _extra_answer()}
     np.savez_compressed(PATH, **answers)  # pyright: ignore[reportArgumentType]
     print(f"wrote {PATH}")

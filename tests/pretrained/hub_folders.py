@@ -35,6 +35,23 @@ FOLDERS = {
     "gemma3": SIZES | {"model_type": "gemma3_text", "tie_word_embeddings": True, "head_dim": 8, "num_hidden_layers": 7},
     "mixtral": SIZES | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt2": {"model_type": "gpt2", "vocab_size": 64, "n_embd": 16, "n_layer": 3, "n_head": 4, "n_positions": 64},
+    "deepseek_v3": SIZES
+    | {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 8,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 6,
+        "v_head_dim": 5,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
+    },
     "gpt_neox": SIZES | {"model_type": "gpt_neox", "rotary_pct": 0.5},
     "falcon": SIZES | {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2},
 }

@@ -48,6 +48,21 @@ def test_every_shard_has_its_slices(name, dtype, axes, stage, num_files, tmp_pat
         assert "model" in str(loaded.params["blocks"]["up"].sharding.spec)
 
 
+def test_a_layer_that_predicts_another_token_may_be_missing(tmp_path):
+    """Transformers saves none, whatever the config says; published folders have copies of two tensors with it."""
+    tensors = tensors_of(FOLDERS["deepseek_v3"])
+    copies = {"model.layers.3.embed_tokens.weight": "model.embed_tokens.weight"}
+    copies |= {"model.layers.3.shared_head.head.weight": "lm_head.weight"}
+    write(tmp_path / "all", FOLDERS["deepseek_v3"], tensors | {name: tensors[copy] for name, copy in copies.items()})
+    loaded = zero.load_hf(tmp_path / "all", mesh=zero.make_mesh(), config=config_of(0))
+    assert_params(loaded.params, tensors, FOLDERS["deepseek_v3"])
+    main = {name: x for name, x in tensors.items() if not name.startswith("model.layers.3.")}
+    assert len(main) < len(tensors)
+    write(tmp_path / "main", FOLDERS["deepseek_v3"], main)
+    source = open_hf(tmp_path / "main")
+    assert source.config.num_extra_tokens == 0 and "extra_blocks" not in source.load(zero.make_mesh(), config_of(0))
+
+
 def test_params_of_files_in_half_precision_are_float32_where_nothing_else_is_asked_for(tmp_path):
     tensors = tensors_of(FOLDERS["llama"], "float16")
     write(tmp_path, FOLDERS["llama"], tensors)

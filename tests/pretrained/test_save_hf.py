@@ -30,6 +30,7 @@ TX = optax.adam(1e-3)
         ("gpt2", "float32", None),
         ("gpt_neox", "bfloat16", 3),
         ("falcon", "float16", 2),
+        ("deepseek_v3", "bfloat16", 3),
     ],
 )
 def test_a_round_trip_is_equal_to_the_bit(name, dtype, stage, tmp_path):
@@ -166,7 +167,7 @@ def checkpoint(folder, config, mesh):
         lambda key: decoder.init(config, key), TX, jax.random.key(0), mesh=mesh, config=config_of(3)
     )
     model = json.loads(json.dumps(dataclasses.asdict(config)))
-    if config.norm == "rms":  # as release 0.2.0 recorded it
+    if config.rope_scaling is not None:  # as release 0.2.0 recorded it
         for later in ("norm", "gated_mlp", "parallel", "rotary_fraction", "learned_positions"):
             del model[later]
         del model["rope_scaling"]["beta_fast"]
@@ -176,7 +177,7 @@ def checkpoint(folder, config, mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "deepseek_v3"])
 def test_a_checkpoint_is_exported_for_the_hub(name, tmp_path):
     config = huggingface.decoder_config(FOLDERS[name], seq_len=16)
     state = checkpoint(tmp_path / "run", config, zero.make_mesh())

@@ -90,6 +90,24 @@ _MIXTRAL_EXPERTS = {
     "down": "block_sparse_moe.experts.{expert}.w2.weight",
     "router": "block_sparse_moe.gate.weight",
 }
+_DEEPSEEK_TENSORS = _LLAMA_TENSORS | {
+    "query_latent": "self_attn.q_a_proj.weight",
+    "query_latent_norm": "self_attn.q_a_layernorm.weight",
+    **dict.fromkeys(("latent", "key_turned"), "self_attn.kv_a_proj_with_mqa.weight"),
+    "latent_norm": "self_attn.kv_a_layernorm.weight",
+    **dict.fromkeys(("key", "value"), "self_attn.kv_b_proj.weight"),
+    # Of the layers that predict tokens after the next one.
+    "embed_norm": "enorm.weight",
+    "hidden_norm": "hnorm.weight",
+    "project": "eh_proj.weight",
+    "final_norm": "shared_head.norm.weight",
+}
+_DEEPSEEK_EXPERTS = _EXPERTS | {
+    "router_bias": "mlp.gate.e_score_correction_bias",
+    "shared_gate": "mlp.shared_experts.gate_proj.weight",
+    "shared_up": "mlp.shared_experts.up_proj.weight",
+    "shared_down": "mlp.shared_experts.down_proj.weight",
+}
 _LLAMA_OTHERS = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
 _LLAMA: dict[str, Any] = {"tensors": _LLAMA_TENSORS, "others": _LLAMA_OTHERS}
 _GEMMA: dict[str, Any] = {
@@ -231,5 +249,36 @@ FAMILIES: dict[str, Family] = {
             "head": "lm_head.weight",
         },
         fused="groups",
+    ),
+    "deepseek_v3": Family(
+        architecture="DeepseekV3ForCausalLM",
+        keys=_EXPERT_SIZES
+        | {
+            "d_hidden": "moe_intermediate_size",
+            "d_hidden_dense": "intermediate_size",
+            "num_experts": "n_routed_experts",
+        },
+        defaults={
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "n_group": 8,
+            "topk_group": 4,
+            "first_k_dense_replace": 3,
+            "norm_topk_prob": True,
+            "rope_interleave": True,
+        },
+        must_be={
+            "scoring_func": ("sigmoid", None),
+            "topk_method": ("noaux_tc", None),
+            "moe_layer_freq": (1, None),
+        },
+        tensors=_DEEPSEEK_TENSORS,
+        experts=_DEEPSEEK_EXPERTS,
+        others=_LLAMA_OTHERS,
     ),
 }

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from zero_jax.models.decoder_config import DecoderConfig
+from zero_jax.models.experts import SigmoidRouting
 from zero_jax.models.fields import short
 from zero_jax.models.hub_families import DEFAULTS, FAMILIES, MUST_BE, SETTINGS, SIZES
+from zero_jax.models.latent_attention import LatentAttention
 from zero_jax.models.rope import RopeScaling
 from zero_jax.models.tensor_name import TensorName
 
@@ -66,7 +68,8 @@ def decoder_config(hf_config: Mapping[str, Any], *, seq_len: int | None = None) 
         **family.settings,
         **(_OWN[model_type](hf_config, sizes) if model_type in _OWN else {}),
     }
-    return DecoderConfig(**settings | {"seq_len": seq_len or sizes["seq_len"]})
+    settings["seq_len"] = seq_len or sizes["seq_len"]
+    return DecoderConfig(**settings)
 
 
 def _gemma(hf_config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
@@ -113,6 +116,37 @@ def _falcon(hf_config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str,
     }
 
 
+def _deepseek_v3(hf_config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+    for key in ("qk_nope_head_dim", "qk_rope_head_dim"):
+        _positive(hf_config, key)
+    if _first(hf_config.get("num_key_value_heads"), sizes["num_heads"]) != sizes["num_heads"]:
+        raise ValueError(
+            f"num_key_value_heads={short(hf_config['num_key_value_heads'])} is not supported: latent attention has "
+            f"{sizes['num_heads']}, as many as query heads"
+        )
+    latent = LatentAttention(
+        query_rank=hf_config["q_lora_rank"],
+        key_rank=hf_config["kv_lora_rank"],
+        rotary_dim=hf_config["qk_rope_head_dim"],
+        value_dim=hf_config["v_head_dim"],
+        interleaved=hf_config["rope_interleave"],
+    )
+    return {
+        "latent": latent,
+        "num_kv_heads": sizes["num_heads"],
+        "head_dim": hf_config["qk_nope_head_dim"] + latent.rotary_dim,
+        "num_shared_experts": hf_config["n_shared_experts"],
+        "num_dense_layers": hf_config["first_k_dense_replace"],
+        "num_extra_tokens": _first(hf_config.get("num_nextn_predict_layers"), hf_config.get("num_mtp_layers"), 0),
+        "normalize_expert_weights": hf_config["norm_topk_prob"],
+        "routing": SigmoidRouting(
+            num_groups=hf_config["n_group"],
+            num_kept=hf_config["topk_group"],
+            scale=hf_config["routed_scaling_factor"],
+        ),
+    }
+
+
 def _equal_heads(sizes: Mapping[str, int]) -> dict[str, int]:
     """Returns the sizes of heads that share the width of the model; raises `ValueError` where they cannot."""
     if sizes["d_model"] % sizes["num_heads"]:
@@ -136,6 +170,7 @@ _OWN: dict[str, Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, Any]]
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
     "falcon": _falcon,
+    "deepseek_v3": _deepseek_v3,
 }
 
 
@@ -149,7 +184,8 @@ def _sizes(hf_config: Mapping[str, Any], model_type: str) -> dict[str, int]:
     keys = {name: key for name, key in _keys(model_type).items() if name not in SETTINGS}
     sizes: dict[str, Any] = {name: hf_config.get(key) for name, key in keys.items()}
     if "num_experts" in keys:  # releases of transformers differ in the key
-        sizes["num_experts"] = hf_config.get("num_local_experts", hf_config.get("num_experts"))
+        names = ("num_local_experts", "num_experts", keys["num_experts"])
+        sizes["num_experts"] = next((hf_config[name] for name in names if name in hf_config), None)
     if keys["d_hidden"] in ("n_inner", "ffn_hidden_size") and sizes["d_hidden"] is None:
         sizes["d_hidden"] = sizes["d_model"] * 4 if isinstance(sizes["d_model"], int) else None
     for name, value in sizes.items():
@@ -190,7 +226,7 @@ def _windows(hf_config: Mapping[str, Any], model_type: str, num_layers: int) -> 
                 f"for each of its {num_layers} layers"
             )
     window = hf_config.get("sliding_window")
-    has_none = model_type in ("llama", "gpt2", "gpt_neox", "falcon")
+    has_none = model_type in ("llama", "gpt2", "gpt_neox", "falcon", "deepseek_v3")
     if has_none or (model_type.startswith("qwen") and not hf_config.get("use_sliding_window")):
         window = None
     if window is None:
@@ -333,16 +369,43 @@ def _gpt_neox_settings(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
+def _deepseek_v3_settings(config: DecoderConfig) -> dict[str, Any]:
+    latent, routing = config.latent, config.routing or SigmoidRouting()
+    assert latent is not None
+    return {
+        "intermediate_size": config.d_hidden_dense or config.d_hidden,
+        "num_key_value_heads": config.num_kv_heads,
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.key_rank,
+        "qk_rope_head_dim": latent.rotary_dim,
+        "qk_nope_head_dim": config.head_dim - latent.rotary_dim,
+        "v_head_dim": latent.value_dim,
+        "rope_interleave": latent.interleaved,
+        "n_shared_experts": config.num_shared_experts,
+        "first_k_dense_replace": config.num_dense_layers,
+        "num_nextn_predict_layers": config.num_extra_tokens,
+        "norm_topk_prob": config.normalize_expert_weights,
+        "n_group": routing.num_groups,
+        "topk_group": routing.num_kept,
+        "routed_scaling_factor": routing.scale,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
+
+
 # What a family writes besides sizes, where it is not what Llama writes.
 _WRITE: dict[str, Callable[[DecoderConfig], dict[str, Any]]] = {
     "gpt2": lambda config: {"n_positions": config.learned_positions},
     "gpt_neox": _gpt_neox_settings,
     "falcon": _falcon_settings,
+    "deepseek_v3": _deepseek_v3_settings,
 }
 
 
 def _model_type(config: DecoderConfig) -> str:
     """Returns the family that a decoder is nearest to."""
+    if config.latent is not None:
+        return "deepseek_v3"
     if config.norm == "layer":
         if config.learned_positions:
             return "gpt2"
@@ -376,7 +439,8 @@ def _scaling(scaling: RopeScaling) -> dict[str, Any]:
 def _check_described(config: DecoderConfig, settings: Mapping[str, Any]) -> None:
     """Raises `ValueError` for settings that a `config.json` does not describe."""
     described = decoder_config(settings, seq_len=config.seq_len)
-    own = {"remat", "expert_capacity", "expert_balance"}  # of training, not of the function
+    own = {"remat", "expert_capacity", "expert_balance", "extra_token_weight"}  # of training, not of the function
+    own |= {"d_hidden_dense"} if not config.num_dense_layers else set()
     own |= set() if config.num_experts else {"experts_per_token", "normalize_expert_weights"}
     own |= {"window_period"} if config.window is None else set()
     differ = []
@@ -385,6 +449,8 @@ def _check_described(config: DecoderConfig, settings: Mapping[str, Any]) -> None
         if field.name == "query_scale":
             wanted, got = (config.head_dim**-0.5 if scale is None else scale for scale in (wanted, got))
             got = wanted if abs(wanted - got) <= 1e-9 * wanted else got
+        if isinstance(wanted, SigmoidRouting):
+            wanted = dataclasses.replace(wanted, bias_rate=SigmoidRouting().bias_rate)
         if wanted != got and field.name not in own:
             differ.append(f"{field.name}={wanted!r}")
     if differ:
@@ -397,23 +463,25 @@ def _check_described(config: DecoderConfig, settings: Mapping[str, Any]) -> None
 def tensor_names(config: DecoderConfig, *, model_type: str) -> dict[str, TensorName]:
     """Returns the name of the tensor (or tensors, one a layer and expert) of every param, by the param's path."""
     family = FAMILIES[model_type]
-    rest = {**family.tensors, **(family.experts if config.num_experts else {}), **_norm_tensors(config, model_type)}
-    parts = _parts(config, family.fused)
+    rest, parts = {**family.tensors, **_own_tensors(config, model_type)}, _parts(config, family.fused)
     names = {}
     for path, shape in config.shapes.items():
-        group, _, name = path.rpartition("/")
-        weight, is_bias = name.removesuffix("_bias"), name.endswith("_bias")
-        template = family.layer + rest[weight] if group else family.others[weight]
-        if is_bias:
-            template = template.removesuffix("weight") + "bias"
-        is_matrix = bool(group) and len(shape) > 2
+        stack, _, name = path.rpartition("/")
+        of_stack = rest | dict(family.experts) if stack != "dense_blocks" and config.num_experts else rest
+        templates = {name: family.layer + each for name, each in of_stack.items()} if stack else family.others
+        weight = name.removesuffix("_bias")
+        template = templates[name] if name in templates else templates[weight].removesuffix("weight") + "bias"
+        is_matrix = bool(stack) and len(shape) > 2
         is_transposed = name == "head" or (is_matrix and family.are_transposed)
-        names[path] = TensorName(template, is_transposed, part=parts.get(weight) if group else None)
+        first = {"blocks": config.num_dense_layers, "extra_blocks": config.num_layers}.get(stack, 0)
+        names[path] = TensorName(template, is_transposed, part=parts.get(weight) if stack else None, first=first)
     return names
 
 
-def _norm_tensors(config: DecoderConfig, model_type: str) -> dict[str, str]:
-    """Returns the names of Falcon's norms, which depend on their number."""
+def _own_tensors(config: DecoderConfig, model_type: str) -> dict[str, str]:
+    """Returns the names of Falcon's norms, which depend on their number, and of DeepSeek's queries."""
+    if model_type == "deepseek_v3" and config.latent is not None and config.latent.query_rank is not None:
+        return {"query": "self_attn.q_b_proj.weight"}
     if model_type != "falcon":
         return {}
     if config.parallel and not config.shared_norm:
@@ -422,7 +490,13 @@ def _norm_tensors(config: DecoderConfig, model_type: str) -> dict[str, str]:
 
 
 def _parts(config: DecoderConfig, fused: str | None) -> dict[str, tuple[int, int, int]]:
-    """Returns which features of the tensor of query, key and value are whose, as `TensorName.part`."""
+    """Returns which features of a tensor that query, key and value share are whose, as `TensorName.part`."""
+    latent = config.latent
+    if latent is not None:
+        keys, narrow = config.head_dim - latent.rotary_dim, latent.key_rank
+        both, vector = keys + latent.value_dim, narrow + latent.rotary_dim
+        parts = {"key": (0, keys, both), "value": (keys, both, both)}
+        return parts | {"latent": (0, narrow, vector), "key_turned": (narrow, vector, vector)}
     if fused is None:
         return {}
     num_groups = config.num_kv_heads if fused == "groups" else 1

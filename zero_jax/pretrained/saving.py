@@ -27,9 +27,8 @@ from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import Report, printable, quoted
 from zero_jax.core.tree import PyTree, leaves_by_name
-from zero_jax.models.decoder_config import DecoderConfig
+from zero_jax.models.decoder_config import RECORDS, DecoderConfig
 from zero_jax.models.huggingface import decoder_config, hf_config, tensor_names
-from zero_jax.models.rope import RopeScaling
 from zero_jax.models.tensor_name import TensorName
 from zero_jax.pretrained.folder import CONFIG, copy_companions, read_config, run_companions
 from zero_jax.pretrained.loading import HFModel, Pretrained
@@ -316,8 +315,7 @@ def _decoder(model: Any) -> DecoderConfig:
     # A run of an earlier release recorded fewer fields: what it had is the default of the others.
     shape = {field.name: model[field.name] for field in dataclasses.fields(DecoderConfig) if field.name in model}
     try:
-        if shape.get("rope_scaling") is not None:
-            shape["rope_scaling"] = RopeScaling(**shape["rope_scaling"])
+        shape |= {name: record(**shape[name]) for name, record in RECORDS.items() if shape.get(name) is not None}
         return DecoderConfig(**shape)
     except TypeError as error:
         raise ValueError(f"the checkpoint's model cannot be read ({error})") from error

@@ -47,11 +47,13 @@ PLAN_OPTIONS = """
 """.split()
 # Of the decoders' presets.
 DECODER_OPTIONS = """
---activation --attention-soft-cap --d-hidden --expert-balance --expert-capacity --experts-per-token --from-hf --head-dim
---logits-soft-cap --no-norm-offset --no-normalize-expert-weights --no-post-norms --no-qk-norm --no-qkv-bias
---no-scale-embedding --no-tie-embedding --norm-eps --norm-offset --normalize-expert-weights --num-experts
---num-kv-heads --post-norms --qk-norm --qkv-bias --query-scale --rope-theta --scale-embedding --tie-embedding
---window --window-period --window-rope-theta
+--activation --attention-soft-cap --d-hidden --d-hidden-dense --expert-balance --expert-capacity --experts-per-token
+--extra-token-weight --from-hf --gated-mlp --head-dim --learned-positions --logits-soft-cap --mlp-bias --no-gated-mlp
+--no-mlp-bias --no-norm-offset --no-normalize-expert-weights --no-out-bias --no-parallel --no-post-norms --no-qk-norm
+--no-qkv-bias --no-scale-embedding --no-shared-norm --no-tie-embedding --norm --norm-eps --norm-offset
+--normalize-expert-weights --num-dense-layers --num-experts --num-extra-tokens --num-kv-heads --num-shared-experts
+--out-bias --parallel --post-norms --qk-norm --qkv-bias --query-scale --rope-theta --rotary-fraction --scale-embedding
+--shared-norm --tie-embedding --window --window-period --window-rope-theta
 """.split()
 TRAIN_OPTIONS += DECODER_OPTIONS
 PLAN_OPTIONS += DECODER_OPTIONS

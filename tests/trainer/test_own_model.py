@@ -71,7 +71,7 @@ grain_map = grain.MapDataset.range(4).map(lambda i: batch_of(int(i)))
 def config(tmp_path):
     """A config of a run of 6 steps on 2 devices."""
     return zero.TrainConfig(
-        zero=zero.ZeroConfig(stage=3, min_shard_size=0),
+        zero=zero.ZeroConfig(stage=3, min_shard_size=0, precision="fp32", clip_norm=None),
         optimizer=OptimizerConfig(learning_rate=0.02, warmup_steps=1),
         checkpoint=CheckpointConfig(save_every=3, keep_last=5, keep_best=0),
         devices=2,
@@ -141,6 +141,22 @@ def test_a_resumed_run_is_the_unbroken_one(config, tmp_path):
     _, log, _ = train(dataclasses.replace(config, steps=7), **tx)
     assert "resuming after step 6" in log and "reading and dropping" not in log
     assert "batches: WARNING: the first batch is not the one of the run before: these are other data, or" in log
+
+
+def test_what_a_config_leaves_open_is_as_on_the_command_line_or_as_the_run_began(config):
+    def saved(zero_config, **changes):
+        run = prepare(dataclasses.replace(config, zero=zero_config, **changes), model=own)
+        return run.saved_config["zero"]["precision"], run.saved_config["zero"]["clip_norm"]
+
+    own = OwnModel(init_fn=init_fn, loss_fn=loss_fn, batches=batch_of)
+    left_open = zero.ZeroConfig(stage=2)
+    assert saved(left_open, name="other") == ("bf16", 1.0)
+    assert saved(zero.ZeroConfig(clip_norm=None), name="other") == ("bf16", None)
+    train(dataclasses.replace(config, steps=3))  # in fp32 without clipping, which its checkpoint says
+    assert saved(left_open) == ("fp32", None)
+    assert saved(zero.ZeroConfig(precision="bf16")) == ("bf16", None)
+    _, log, _ = train(dataclasses.replace(config, zero=zero.ZeroConfig(min_shard_size=0), steps=4))
+    assert "precision='fp32', clip_norm=None as in the run until now" in log and "changed since: zero" not in log
 
 
 def test_batches_that_end_end_the_run_with_its_state(config):

@@ -20,6 +20,7 @@ from typing import Any, Literal, NoReturn
 from zero_jax.cli.config_classes import CONFIG_MODULES, option_fields
 from zero_jax.cli.help import Help, shown_value, without_python
 from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.extras import pip_install
 from zero_jax.core.text_tables import printable_lines, quoted
 
 _LARGEST_COUNT = 2**31 - 1  # of int32, the type of steps, tokens and rows on a device
@@ -316,7 +317,7 @@ def _check_path(value: str, place: PathPlace) -> None:
         raise ValueError(f"{value!r} names no bucket: give a URL such as {scheme}://bucket/folder")
     packages = _SCHEMES[scheme]
     if not any(map(importlib.util.find_spec, packages)):
-        raise ValueError(f"{value!r}: {scheme}:// needs `pip install {packages[0]}`, or give a folder")
+        raise ValueError(f"{value!r}: {scheme}:// needs `{pip_install(packages[0])}`, or give a folder")
 
 
 def log_line(line: str) -> None:

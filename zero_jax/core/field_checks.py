@@ -32,7 +32,8 @@ class FieldKind:
 
     Attributes:
       types: those of bool, int, float and str that are members of its union.
-      words: the words of its `Literal`s.
+      words: the words of its `Literal`s, if it takes no numbers and no text.
+      other_words: the words that it takes beside these.
       is_optional: whether None is a value.
       is_mapping: whether a mapping is one.
       has_others: whether values of other types are.
@@ -40,6 +41,7 @@ class FieldKind:
 
     types: tuple[type, ...] = ()
     words: tuple[Any, ...] = ()
+    other_words: tuple[Any, ...] = ()
     is_optional: bool = False
     is_mapping: bool = False
     has_others: bool = False
@@ -67,7 +69,8 @@ def read_kind(annotation: str, text_of: Callable[[str], str | None] = lambda nam
             others.append(name)
     return FieldKind(
         types=tuple(types),
-        words=tuple(words),
+        words=() if types else tuple(words),
+        other_words=tuple(words) if types else (),
         is_optional=bool(names & {"None", "NoneType"}),
         is_mapping="Mapping" in names,
         has_others=bool(others),
@@ -186,7 +189,7 @@ def check_value(name: str, value: Any, kind: type, *, is_optional: bool = False)
 
 
 def _checked(name: str, value: Any, kind: FieldKind) -> Any:
-    allowed, words = kind.types, kind.words
+    allowed, words = kind.types, kind.words or kind.other_words
     if (value is None and kind.is_optional) or (isinstance(value, str) and value in words):
         return value
     for simple in allowed:
@@ -195,7 +198,8 @@ def _checked(name: str, value: Any, kind: FieldKind) -> Any:
             return converted
     wanted = [_WORDS[simple] for simple in allowed]
     hint = did_you_mean(value, words) if isinstance(value, str) else ""
-    wanted += [f"one of {', '.join(map(str, words))}"] if words else []
+    if words:
+        wanted.append(f"one of {', '.join(map(str, words))}" if words[1:] else repr(words[0]))
     wanted += ["None"] if kind.is_optional else []
     if isinstance(value, int) and int in allowed:
         wanted[0] += f" between -{_LARGEST_INT + 1} and {_LARGEST_INT}"

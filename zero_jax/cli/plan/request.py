@@ -142,7 +142,7 @@ def read_request(options: argparse.Namespace) -> Request:
     return Request(
         model=planned_model(options),
         tx=make_optimizer(optimizer, num_steps=_STEPS),
-        zero=read_zero(options, default=defaults.zero),
+        zero=TrainConfig(zero=read_zero(options, default=defaults.zero)).zero,
         config=PlanConfig(**field_values(PlanConfig, options)),
     )
 

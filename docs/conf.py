@@ -180,6 +180,14 @@ def write_example_pages(*_: object) -> None:
     example_pages.write(HERE / "gallery")
 
 
+def write_command_pages(*_: object) -> None:
+    """Writes a page for each command, and for each table of a config file."""
+    sys.path.insert(0, str(HERE))
+    import command_pages
+
+    command_pages.write(HERE / "commands")
+
+
 def link_outside(app: object, docname: str, source: list[str]) -> None:
     """Turns links to files outside of `docs/` into links to the repository, or into text where that is not known."""
     to = rf"[\1]({REPOSITORY}/blob/main/\2)" if REPOSITORY else r"\1"
@@ -231,6 +239,7 @@ def setup(app: object) -> None:
     """Connects the functions above to the build."""
     app.connect("builder-inited", write_api_pages)  # type: ignore[attr-defined]
     app.connect("builder-inited", write_example_pages)  # type: ignore[attr-defined]
+    app.connect("builder-inited", write_command_pages)  # type: ignore[attr-defined]
     app.connect("source-read", link_outside)  # type: ignore[attr-defined]
     app.connect("autodoc-process-docstring", code_as_in_markdown, priority=400)  # type: ignore[attr-defined]
     app.connect("autodoc-process-docstring", with_colons, priority=600)  # type: ignore[attr-defined]

@@ -66,7 +66,7 @@ EXAMPLES: Mapping[str, str] = {
     "train": """
 zero-jax train                                 # a small GPT on Python's source code
 zero-jax train --data texts/ --model gpt-small --batch-size 64 --epochs 1 --name a
-zero-jax train --from-hf Llama-3.2-1B --lora 'layers/query' --data chats.jsonl
+zero-jax train --from-hf Llama-3.2-1B --lora blocks/query --data chats.jsonl
 zero-jax train --loss my.py:loss --init my.py:init --batches my.py:batches
 """,
     "plan": """

@@ -110,6 +110,8 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def _auto(options: argparse.Namespace, request: Request) -> int:
+    if request.config.pipe > 1:
+        raise ValueError(f"--auto tries no pipeline: leave out --pipe {request.config.pipe}, or plan it without --auto")
     model, zero = request.model, dataclasses.replace(request.zero, num_microbatches=1)
     sizes, specs = _model_sizes(request)
     fixed = explicit(options)
@@ -167,6 +169,7 @@ def _write_config(
     chosen = chosen or request.zero
     zero = {name: getattr(chosen, name) for name in option_fields("ZeroConfig")}
     axes = {"replica": report.mesh.get("replica", 1), "model_axis": report.mesh.get("model", 1)}
+    axes["pipe"] = report.mesh.get("pipe", 1)
     sections = {
         "model": _written_model(options, request.model.config),
         "activations": field_values(ActivationConfig, options),

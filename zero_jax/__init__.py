@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from zero_jax.core.variables import Variables
     from zero_jax.data import BatchBuffers
     from zero_jax.finetuning import Lora
+    from zero_jax.libraries import ModelFunctions, from_equinox, from_linen, from_nnx
     from zero_jax.planning import (
         AutoPlan,
         CompilerCrash,
@@ -78,6 +79,7 @@ _PUBLIC = {
     "zero_jax.core.variables": "Variables",
     "zero_jax.data": "BatchBuffers",
     "zero_jax.finetuning": "Lora",
+    "zero_jax.libraries": "ModelFunctions from_equinox from_linen from_nnx",
     "zero_jax.planning": "AutoPlan CompilerCrash LayoutPlans ModelError PlanReport plan plan_auto plan_layouts",
     "zero_jax.pretrained": "Pretrained load_hf save_hf",
     "zero_jax.sharding.mesh": "batch_sharding make_mesh",
@@ -116,6 +118,7 @@ __all__ = [
     "MeshLoss",
     "Metrics",
     "ModelError",
+    "ModelFunctions",
     "NoiseScale",
     "Offload",
     "PipelineReport",
@@ -146,6 +149,9 @@ __all__ = [
     "data",
     "dot_product_attention",
     "ema_params",
+    "from_equinox",
+    "from_linen",
+    "from_nnx",
     "fuse_attention",
     "gather_on_use",
     "gather_report",

@@ -16,12 +16,12 @@ COLLECTIVES = re.compile(r"(all-gather|all-to-all|all-reduce|reduce-scatter|coll
 HAS_CUDA = importlib.util.find_spec("jax_cuda13_plugin") is not None
 
 
-def lowered(mesh, *, num_examples=8, num_heads=4, num_key_heads=4, **options):
+def lowered(mesh, *, num_examples=8, num_tokens=200, num_heads=4, num_key_heads=4, **options):
     """Returns the lowered gradients of an attention, whose operands are sharded over examples and heads."""
     batch = tuple(name for name in mesh.axis_names if name != "model")
     sharding = NamedSharding(mesh, PartitionSpec(batch, None, "model"))
-    q = jax.ShapeDtypeStruct((num_examples, 200, num_heads, 64), jnp.bfloat16, sharding=sharding)
-    k = jax.ShapeDtypeStruct((num_examples, 200, num_key_heads, 64), jnp.bfloat16, sharding=sharding)
+    q = jax.ShapeDtypeStruct((num_examples, num_tokens, num_heads, 64), jnp.bfloat16, sharding=sharding)
+    k = jax.ShapeDtypeStruct((num_examples, num_tokens, num_key_heads, 64), jnp.bfloat16, sharding=sharding)
 
     def total(q, k, v):
         out = zero.dot_product_attention(q, k, v, is_causal=True, mesh=mesh, **options)
@@ -45,6 +45,12 @@ def test_a_tpu_runs_splash_attention_on_its_own_examples_and_heads(options):
     text = compiled_text(zero.make_mesh(topology="v5p:2x2x2", data=4, model=2), **options)
     assert "splash_mha_fwd" in text and "splash_mha_dkv" in text
     assert not COLLECTIVES.search(text)
+
+
+def test_a_tpu_adds_the_parts_of_the_queries_cotangent_and_does_not_reduce_a_leading_dim():
+    text = compiled_text(zero.make_mesh(topology="v5p:1x1x1"), num_tokens=2048)
+    assert re.search(r"bf16\[8,4,4,2048,64\]", text)  # four parts, one a block of keys
+    assert not re.search(r"\breduce\(.*dimensions=\{1\}", text)
 
 
 def test_what_processes_compare_has_constants_but_no_bodies_of_kernels_which_have_names_of_files():

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from zero_jax.core.device_put import is_on_host
+from zero_jax.core.text_tables import Report
 from zero_jax.core.tree import PyTree, check_arrays, key_shape
 from zero_jax.core.variables import Variables, as_variables, joined
 from zero_jax.dims import Move, Propagation, ValueSharding, propagate_shardings, sources
@@ -36,7 +37,7 @@ class ResidualBytes:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LossTrace:
+class LossTrace(Report):
     """Memory, traffic and operations of the loss and its gradient, by their jaxpr; prints as a line.
 
     Attributes:

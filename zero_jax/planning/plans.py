@@ -12,7 +12,7 @@ import jax
 import optax
 
 from zero_jax.core.signatures import check_arguments
-from zero_jax.core.text_tables import aligned
+from zero_jax.core.text_tables import Report, aligned
 from zero_jax.core.tree import PyTree
 from zero_jax.planning.job import Job, batch_shapes
 from zero_jax.planning.process import CompileOptions, compile_plan
@@ -95,7 +95,7 @@ def make_job(*, topology: str, batch: PyTree, **fields: Any) -> Job:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LayoutPlans:
+class LayoutPlans(Report):
     """The plans of several layouts, fastest first; prints as a table.
 
     Attributes:

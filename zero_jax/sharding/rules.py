@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.text_tables import aligned, format_bytes
+from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.core.tree import PyTree, leaf_names, map_named
 from zero_jax.core.variables import MODEL_STATE, model_state_names
 from zero_jax.sharding.layer_stacks import is_stack, stacked_layers
@@ -297,7 +297,7 @@ def to_shardings(placements: PyTree, *, mesh: Mesh, axes: Axes, over: Sequence[s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ShardingReport:
+class ShardingReport(Report):
     """How the leaves of sharded groups are sharded, and why some are replicated; prints as a table.
 
     Attributes:

@@ -9,12 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.device_put import to_device, wait_on_cpu
 from zero_jax.core.signatures import check_arguments
-from zero_jax.core.tree import PyTree
+from zero_jax.core.text_tables import Report, aligned
+from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.core.variables import Variables, as_variables
 from zero_jax.program.jaxprs import is_traced
 from zero_jax.program.loss import LossProgram
@@ -34,7 +36,7 @@ from zero_jax.transforms import PartWeight, divided_by_nonzero, used_shapes, wei
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Metrics:
+class Metrics(Report):
     """What a step reports, replicated on every device. `metrics["loss"]` works as `metrics.loss` does.
 
     Attributes:
@@ -68,6 +70,10 @@ class Metrics:
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
+
+    def __str__(self) -> str:
+        leaves = zip(leaf_names(self), jax.tree.leaves(self), strict=True)
+        return aligned((name, str(x) if np.ndim(x) == 0 else f"{x.dtype}{list(x.shape)}") for name, x in leaves)
 
 
 def make_eval_step(

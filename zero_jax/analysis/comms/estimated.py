@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from zero_jax.analysis.comms.rows import SentBytes, axes_name
 from zero_jax.analysis.loss_trace import LossTrace
 from zero_jax.core.signatures import check_arguments
-from zero_jax.core.text_tables import aligned
+from zero_jax.core.text_tables import Report, aligned
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.mesh import axis_size, networks
 from zero_jax.sharding.quantized import Blocks, blocks_of_leaf, spread_over
@@ -57,7 +57,7 @@ class EstimateRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CommsEstimate(SentBytes):
+class CommsEstimate(SentBytes, Report):
     """The ideal traffic of a step, per device; prints as a table.
 
     Attributes:

@@ -31,7 +31,7 @@ from zero_jax.analysis.memory.groups import (
     whole_leaves,
 )
 from zero_jax.core.signatures import check_arguments
-from zero_jax.core.text_tables import aligned, format_bytes
+from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.training import Placement, TrainState, ZeroConfig, check_is_state, make_placement, used_by_optimizer
@@ -106,7 +106,7 @@ class GroupEstimate:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryEstimate:
+class MemoryEstimate(Report):
     """Bytes per device of a train step, by formula; prints as a table.
 
     Attributes:

@@ -31,6 +31,8 @@ CONFIG_MODULES = {
     "LoraConfig": "cli.models.adapters",
     "OwnModelConfig": "cli.models.own",
     "PlanConfig": "cli.plan.request",
+    "SampleConfig": "cli.look",
+    "EvaluateConfig": "cli.look",
     "InspectConfig": "cli.checkpoint",
     "ExportConfig": "cli.checkpoint",
 }

@@ -29,7 +29,7 @@ TRAIN_OPTIONS = """
 --no-lora-dora --no-overlap --no-quantize-error-feedback --no-scan --no-secondary --no-separate-documents
 --no-sequence-parallel --no-skip-nonfinite --no-tensorboard --num-heads --num-layers --num-microbatches --offload
 --offload-fraction --offload-paths --offload-window-bytes --optimizer --out --overlap --paper-config --param-specs
---position --precision --prefetch-batches --profile-steps --quantize-block-size --quantize-error-feedback
+--pipe --position --precision --prefetch-batches --profile-steps --quantize-block-size --quantize-error-feedback
 --quantize-gathers --quantize-grads --quantize-grads-over --remat --replica --resume --sample-every --sample-prompt
 --sample-tokens --save-every --scan --schedule --secondary --seed --separate-documents --seq-len --sequence-parallel
 --show-config --skip-nonfinite --stage --steps --temperature --tensorboard --text-field --token-cache --token-dtype
@@ -41,9 +41,10 @@ PLAN_OPTIONS = """
 --keep-gathered --learning-rate --loss --loss-chunk --min-shard-size --mlp-ratio --model --model-axis --momentum
 --no-decay --no-keep-gathered --no-overlap --no-quantize-error-feedback --no-scan --no-secondary --no-sequence-parallel
 --no-skip-nonfinite --num-heads --num-layers --num-microbatches --offload --offload-fraction --offload-paths
---offload-window-bytes --optimizer --overlap --paper-config --param-specs --position --precision --quantize-block-size
---quantize-error-feedback --quantize-gathers --quantize-grads --quantize-grads-over --remat --replica --scan --schedule
---secondary --seq-len --sequence-parallel --skip-nonfinite --stage --timeout --topology --vocab-size --weight-decay -h
+--offload-window-bytes --optimizer --overlap --paper-config --param-specs --pipe --position --precision
+--quantize-block-size --quantize-error-feedback --quantize-gathers --quantize-grads --quantize-grads-over --remat
+--replica --scan --schedule --secondary --seq-len --sequence-parallel --skip-nonfinite --stage --timeout --topology
+--vocab-size --weight-decay -h
 """.split()
 # Of the decoders' presets.
 DECODER_OPTIONS = """

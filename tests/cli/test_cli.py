@@ -29,11 +29,12 @@ TRAIN_OPTIONS = """
 --no-lora-dora --no-overlap --no-quantize-error-feedback --no-scan --no-secondary --no-separate-documents
 --no-sequence-parallel --no-skip-nonfinite --no-tensorboard --num-heads --num-layers --num-microbatches --offload
 --offload-fraction --offload-paths --offload-window-bytes --optimizer --out --overlap --paper-config --param-specs
---pipe --position --precision --prefetch-batches --profile-steps --quantize-block-size --quantize-error-feedback
---quantize-gathers --quantize-grads --quantize-grads-over --remat --replica --resume --sample-every --sample-prompt
---sample-tokens --save-every --scan --schedule --secondary --seed --separate-documents --seq-len --sequence-parallel
---show-config --skip-nonfinite --stage --steps --temperature --tensorboard --text-field --token-cache --token-dtype
---tokenizer --top-k --validation --validation-fraction --vocab-size --wandb --warmup-steps --weight-decay -h
+--pipe --position --precision --prefetch-batches --process-batches --profile-steps --quantize-block-size
+--quantize-error-feedback --quantize-gathers --quantize-grads --quantize-grads-over --remat --replica --resume
+--sample-every --sample-prompt --sample-tokens --save-every --scan --schedule --secondary --seed --separate-documents
+--seq-len --sequence-parallel --show-config --skip-nonfinite --stage --steps --temperature --tensorboard --text-field
+--token-cache --token-dtype --tokenizer --top-k --validation --validation-fraction --vocab-size --wandb --warmup-steps
+--weight-decay -h
 """.split()
 PLAN_OPTIONS = """
 --attention --batch --batch-size --batches --beta1 --beta2 --cache --clip-norm --combine-bytes --compiler-option

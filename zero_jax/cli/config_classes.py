@@ -38,12 +38,7 @@ CONFIG_MODULES = {
 }
 # The words of fields that take text, or an object in Python: the tables that have them.
 _WORDS = {
-    "OptimizerConfig.optimizer": ("trainer.optimizers", "_OPTIMIZERS"),
     "ZeroConfig.stage": ("sharding.stages", "_SHARDED_GROUPS"),
-    "ZeroConfig.precision": ("sharding.precision", "_NAMED"),
-    "ZeroConfig.offload": ("training.optimizer.offload", "_MEMORY_OF"),
-    "ZeroConfig.quantize_gathers": ("sharding.quantized", "GATHER_FORMATS"),
-    "ZeroConfig.quantize_grads": ("sharding.quantized", "GRAD_FORMATS"),
 }
 # Those of a field that takes more than these.
 _SUGGESTED = {

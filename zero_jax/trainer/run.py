@@ -133,6 +133,9 @@ class TrainConfig:
       eval_every: steps between two measurements of the validation loss.
       eval_batches: batches in one such measurement, always the same ones; of text they are of `batch_size` sequences.
       log_every: steps between two progress lines.
+      process_batches: what each of several processes gives of batches of your own: None for its part of the global
+        batch, which is refused where it is equal to that of another process, `equal` for such parts, `whole` for the
+        global batch, of which each process uses its part.
       seed: chooses the initial params, the batches and the sample.
       out: folder of all runs.
       name: name of the run's folder in `out`; None makes one up from model and stage.
@@ -168,6 +171,7 @@ class TrainConfig:
     eval_every: int = 50
     eval_batches: int = 16
     log_every: int = 20
+    process_batches: Literal["equal", "whole"] | None = None
     seed: int = 0
     out: str = "runs"
     name: str | None = None
@@ -321,7 +325,13 @@ def _prepare(
         run_input: RunInput = open_text(config, model, mesh, log)
     else:
         _check_no_text(config)
-        run_input = own_input(model, mesh=mesh, zero=config.zero, eval_batches=config.eval_batches)
+        run_input = own_input(
+            model,
+            mesh=mesh,
+            zero=config.zero,
+            eval_batches=config.eval_batches,
+            process_batches=config.process_batches,
+        )
         config = dataclasses.replace(config, batch_size=run_input.batch_size, sample_tokens=0, sample_prompt="")
     if config.epochs is not None:
         config = dataclasses.replace(config, epochs=None, steps=run_input.steps_of(config.epochs))
@@ -410,7 +420,12 @@ def _facts(config: TrainConfig, model: Model | OwnModel) -> dict[str, Any]:
 
 
 def _check_text_batches(config: TrainConfig, model: Model, mesh: Mesh) -> None:
-    """Raises `ValueError` for a batch that does not divide, or batches that do not fit into memory."""
+    """Raises `ValueError` for a batch that does not divide, batches that do not fit, or a field for other batches."""
+    if config.process_batches is not None:
+        raise ValueError(
+            f"process_batches={config.process_batches!r} is for batches of your own; of text each process reads its "
+            "part: leave it out"
+        )
     batch = {"batch_size": jax.ShapeDtypeStruct((config.batch_size,), np.int32)}
     check_batch(batch, mesh=mesh, axes=axes_of(mesh), num_microbatches=config.zero.num_microbatches)
     check_text_fits(batch_size=config.batch_size, seq_len=model.seq_len, prefetch_batches=config.data.prefetch_batches)

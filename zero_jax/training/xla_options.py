@@ -96,9 +96,9 @@ _SPARSE_CORE = (
     _option("xla_jf_spmd_threshold_for_windowed_einsum_mib", 1_000_000,
             "products with a gather or a scatter are not cut into windows, whose permutes keep the TensorCore waiting"),
 )  # fmt: skip
-# Two devices a chip: gathers and reduce-scatters over a whole slice are native, as single operations, with this alone.
+# Two devices a chip: a gather and a reduce-scatter over a whole slice are native, each as one operation, with this.
 _NATIVE_GATHERS = _option("xla_tpu_prefer_async_allgather_to_allreduce", True,
-                          "a gather over all dims of the torus is one, not an all-reduce of twice the bytes")  # fmt: skip
+                          "a gather over a whole slice is no all-reduce, which sends twice as much")  # fmt: skip
 _COMBINED_GPU_BYTES = 2**30
 _GPU = (
     _option("xla_gpu_enable_latency_hiding_scheduler", True,

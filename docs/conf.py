@@ -4,6 +4,7 @@ import inspect
 import os
 import pathlib
 import re
+import tomllib
 import types
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -12,6 +13,13 @@ import zero_jax
 from zero_jax import _PUBLIC
 
 HERE = pathlib.Path(__file__).parent
+PROJECT = tomllib.loads((HERE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+# The address of pyproject.toml, or that of the repository whose workflow builds the site; "" while there is none.
+REPOSITORY = PROJECT["urls"]["Repository"]
+if os.environ.get("GITHUB_REPOSITORY"):
+    REPOSITORY = f"https://github.com/{os.environ['GITHUB_REPOSITORY']}"
+elif "_NOT_SET" in REPOSITORY:
+    REPOSITORY = ""
 
 project = "zero_jax"
 author = "the zero_jax authors"
@@ -20,7 +28,7 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ex
 exclude_patterns = ["_build", "jupyter_execute", "**/.ipynb_checkpoints"]
 
 # Pages. Links to files outside of this folder become links to the repository, where its address is known.
-myst_heading_anchors = 3
+myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 nb_execution_mode = "force"
 nb_execution_timeout = 300
@@ -149,8 +157,7 @@ def write_api_pages(*_: object) -> None:
 
 def link_outside(app: object, docname: str, source: list[str]) -> None:
     """Turns links to files outside of `docs/` into links to the repository, or into text where that is not known."""
-    repository = os.environ.get("GITHUB_REPOSITORY")
-    to = rf"[\1](https://github.com/{repository}/blob/main/\2)" if repository else r"\1"
+    to = rf"[\1]({REPOSITORY}/blob/main/\2)" if REPOSITORY else r"\1"
     source[0] = re.sub(r"\[([^\]]+)\]\(\.\./(?!docs/)([^)]+)\)", to, source[0])
 
 

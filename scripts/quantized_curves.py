@@ -36,7 +36,6 @@ import optax
 import zero_jax as zero
 from zero_jax.analysis.figures import new_figure, save_figure, tidy
 from zero_jax.models import gpt
-from zero_jax.training import round_state
 
 
 class Variant(NamedTuple):
@@ -48,7 +47,7 @@ class Variant(NamedTuple):
 
 def small_adamw(schedule: optax.Schedule) -> optax.GradientTransformation:
     """Returns AdamW whose moments are bfloat16."""
-    return round_state(adamw(schedule, mu_dtype=jnp.bfloat16), "nu", jnp.bfloat16)
+    return zero.round_state(adamw(schedule, mu_dtype=jnp.bfloat16), "nu", jnp.bfloat16)
 
 
 adamw = functools.partial(optax.adamw, b2=0.95)

@@ -7,11 +7,12 @@ import pytest
 from command_line import run
 
 from zero_jax.cli import commands as cli
-from zero_jax.cli import train as cli_train
 from zero_jax.cli.command_options import SECTIONS as FILE_SECTIONS
 from zero_jax.cli.config_file import read_file, write_file
 from zero_jax.cli.deepspeed import translate
 from zero_jax.cli.deepspeed.keys import KEYS, SECTIONS
+from zero_jax.cli.options import field_values
+from zero_jax.cli.run_config import read_part
 from zero_jax.trainer import OptimizerConfig, TrainConfig
 from zero_jax.trainer.optimizers import make_schedule
 from zero_jax.training import ZeroConfig
@@ -120,8 +121,8 @@ def loaded(translation, path):
     """Returns the train config of the emitted file, read as `zero-jax train --config` does."""
     write_file(path, translation.sections, title="\n".join(["a test", *translation.undecided]))
     options = cli.parse(["train", "--config", str(path)])
-    config = TrainConfig(**cli_train.field_values(TrainConfig, options))
-    return config, {part: cli_train._read_part(part, options) for part in ("zero", "optimizer", "log")}
+    config = TrainConfig(**field_values(TrainConfig, options))
+    return config, {part: read_part(part, options) for part in ("zero", "optimizer", "log")}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -252,6 +252,21 @@ def test_contradictions_are_refused_before_anything_is_made(config, tmp_path, ch
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 36), (0.5, 18), (0.1, 4)])
+def test_epochs_are_passes_over_the_rows_of_the_text(config, epochs, steps):
+    changed = dataclasses.replace(config, steps=trainer.TrainConfig.steps, epochs=epochs)
+    run = trainer.prepare(changed, model=MODEL)
+    rows = run.input.dataset.train.num_rows(seq_len=GPT.seq_len)
+    assert rows == 282 and run.config.steps == steps and run.config.epochs is None
+    assert float(run.schedule(steps)) == pytest.approx(0.1 * 0.02)  # at the end of the schedule
+
+
+@pytest.mark.parametrize(("changes", "message"), [({}, "epochs=2 and steps=12"), ({"epochs": 0}, "give a positive")])
+def test_epochs_that_say_nothing(config, changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(config, **({"epochs": 2} | changes))
+
+
 def cannot(params, prompt, key, **settings):
     raise TypeError(f"no sample of {prompt.shape}\nof that kind")
 

@@ -38,7 +38,7 @@ from zero_jax.core.text_tables import printable
 from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.core.variables import MODEL_STATE, Variables
 from zero_jax.sharding.mesh import on_mesh
-from zero_jax.sharding.precision import init_loss_scale, resolve_precision
+from zero_jax.sharding.precision import init_loss_scale, precision_name, resolve_precision
 from zero_jax.training import TrainState, ZeroConfig, abstract_state, init_state
 
 _SHOWN = 6
@@ -270,7 +270,7 @@ class _Restore:
     def warn_of_casts(self, record: Record, target: Mapping[str, Any]) -> None:
         """Warns of saved leaves that are not needed, and of leaves whose dtype changed."""
         if any(_group(name) == "loss_scale" for name in record.leaves.keys() - target.keys()):
-            self.warn(f"the loss scale was dropped: precision {self.config.precision!r} has none")
+            self.warn(f"the loss scale was dropped: precision {precision_name(self.config.precision)!r} has none")
         dropped = [name for name in record.leaves.keys() - target.keys() if _group(name) == _GRAD_ERRORS]
         if dropped:
             self.warn(

@@ -69,13 +69,18 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     for part, (config, title) in CONFIG_PARTS.items():
         _add_part(parser.add_argument_group(title), config, part)
     add_fields(parser.add_argument_group("run"), "TrainConfig")
+    parser.add_argument(
+        "--show-config",
+        action="store_true",
+        help="print what would be used, defaults included, as a config file; run nothing",
+    )
     add_json(parser)
     parser.set_defaults(run=imported("zero_jax.cli.train:train"), read_config_file=_read_config_file)
 
 
 def _add_part(group: Any, config: str, part: str, *, without: tuple[str, ...] = ()) -> None:
     """Adds the options of a part of `TrainConfig`, with its defaults there."""
-    add_fields(group, config, defaults=defaults_of(config, part_of="TrainConfig", part=part), without=without)
+    add_fields(group, config, defaults=defaults_of(config, part=part), without=without)
     if config == "ZeroConfig":
         group.add_argument(
             "--paper-config",
@@ -87,9 +92,9 @@ def _add_part(group: Any, config: str, part: str, *, without: tuple[str, ...] = 
 def _add_model(parser: argparse.ArgumentParser) -> Any:
     """Adds the options that choose a preset and change its shape; returns their group."""
     group = parser.add_argument_group("model")
-    presets = [*keys_of("models.gpt", "PRESETS"), *keys_of("models.decoder_config", "DECODERS")]
+    presets = (*keys_of("models.gpt", "PRESETS"), *keys_of("models.decoder_config", "DECODERS"))
     group.add_argument(
-        "--model", dest="preset", type=reader(str), default="gpt-tiny", metavar="PRESET",
+        "--model", dest="preset", choices=presets, default="gpt-tiny", metavar="PRESET",
         help=f"one of {', '.join(presets)} (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
@@ -174,7 +179,8 @@ def _add_planning(parser: argparse.ArgumentParser, command: str, does: str) -> N
     texts = {
         "--loss": f"your own loss function, {where}; it stands for --model",
         "--init": f"the function that makes its params from a key, {where}",
-        "--batch": "a function that returns a batch (arrays or ShapeDtypeStructs) of any number of examples",
+        "--batches": "its batches, as for `zero-jax train`; the first one is read",
+        "--batch": "instead, a function that returns one batch (arrays or ShapeDtypeStructs) of any number of examples",
         "--param-specs": "how its params are sharded over the axis `model`: a tree of PartitionSpecs, a dict from "
         "regular expressions of leaf paths to PartitionSpecs, or a function of the params' shapes, or of nothing, that "
         "returns one of them",
@@ -184,7 +190,7 @@ def _add_planning(parser: argparse.ArgumentParser, command: str, does: str) -> N
     _add_part(parser.add_argument_group("ZeRO"), "ZeroConfig", "zero")
     _add_part(parser.add_argument_group("optimizer"), "OptimizerConfig", "optimizer", without=("warmup_steps",))
     add_json(parser)
-    parser.set_defaults(run=imported(f"zero_jax.cli.plan:run_{command}"))
+    parser.set_defaults(run=imported(f"zero_jax.cli.plan.commands:run_{command}"))
 
 
 def add_tokenize_options(parser: argparse.ArgumentParser) -> None:
@@ -275,10 +281,20 @@ def add_from_deepspeed_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=imported("zero_jax.cli.deepspeed.command:from_deepspeed"))
 
 
+def add_help_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `zero-jax help`."""
+    parser.description = "Shows the usual options of a command with examples, or with `all` every option."
+    parser.add_argument(
+        "topic", nargs="?", choices=(*parser.get_default("known"), "all"), metavar="COMMAND", help="a command"
+    )
+    parser.add_argument("all", nargs="?", choices=("all",), metavar="all", help="every option")
+    parser.set_defaults(run=imported("zero_jax.cli.commands:show"))
+
+
 def add_completion_options(parser: argparse.ArgumentParser) -> None:
     """Adds the argument of `zero-jax completion`."""
     places = "; ".join(f"{shell}: {place}" for shell, place in _COMPLETION_PLACES.items())
     parser.description = f"Prints the script with which a shell completes zero-jax. Save it where it looks ({places})."
     shells = tuple(_COMPLETION_PLACES)
     parser.add_argument("shell", choices=shells, metavar="SHELL", help=f"one of {', '.join(shells)}")
-    parser.set_defaults(run=imported("zero_jax.cli.completion:complete"))
+    parser.set_defaults(run=imported("zero_jax.cli.commands:complete"))

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 from zero_jax.cli.models.own import read_own_model
 from zero_jax.cli.options import field_values, one_line_errors, with_config_file
-from zero_jax.cli.train import read_config
+from zero_jax.cli.run_config import read_config
 from zero_jax.cluster import NUM_PROCESSES, LaunchConfig, launch
 from zero_jax.core.close_match import did_you_mean
 

@@ -6,7 +6,7 @@ import pathlib
 
 import numpy as np
 
-from zero_jax.core.field_checks import check_fields
+from zero_jax.core.field_checks import check_fields, hinted
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.files.user_cache import cache_folder
 from zero_jax.core.text_tables import printable
@@ -21,6 +21,7 @@ from zero_jax.data.tokens.store import TOKENIZER_FILE, TokenDtype, Tokens, is_to
 _MOST_PREFETCHED = 1024  # batches; more than that would fill the memory
 
 
+@hinted
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The documents to train on, and how to read them.

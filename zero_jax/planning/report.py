@@ -19,6 +19,7 @@ from zero_jax.planning.job import CompiledText, Job, compile_job
 from zero_jax.planning.ranking import host_memory
 from zero_jax.planning.step_time import TimeEstimate, estimate_time
 from zero_jax.sharding.mesh import axis_size
+from zero_jax.sharding.precision import precision_name
 from zero_jax.sharding.spec import carries, dims_of
 from zero_jax.sharding.topology import parse
 from zero_jax.training import CompilerOption, StepLoss, StepOptions, TrainState, trained_params
@@ -229,7 +230,7 @@ def make_report(
     traced = trace_loss(job.loss_fn, state.variables, job.batch, mesh=mesh, config=job.config)
     estimated = memory.estimate(state, mesh=mesh, config=job.config, traced=traced, tx=job.tx)
     sent = comms.estimate(state, mesh=mesh, config=job.config, traced=traced, tx=job.tx)
-    precision, options = job.config.precision, job.options(mesh)
+    options = job.options(mesh)
     attention = attentions_of(job, state, mesh) if job.config.attention == "fused" else None
     program = compile_job(job, mesh, state, cache=cache, on_phase=on_phase)
     measured = time = None
@@ -244,7 +245,7 @@ def make_report(
         device_kind=topology.hardware.device_kind,
         mesh=dict(mesh.shape),
         stage=job.config.stage,
-        precision=precision if isinstance(precision, str) else "custom",
+        precision=precision_name(job.config.precision) or "custom",
         remat=str(resolve_remat(job.config.remat)),
         attention=attention,
         num_params=sum(x.size for x in jax.tree.leaves(state.params)),

@@ -42,6 +42,15 @@ class LossScaleConfig:
             raise ValueError(f"{self}: needs 0 < floor <= initial, and a finite initial")
 
 
+def floating_dtype(value: Any) -> Any:
+    """Returns the floating dtype that a value stands for, such as `jnp.bfloat16` or its name; None if there is none."""
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        return None
+    return dtype if jnp.issubdtype(dtype, jnp.floating) else None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision:
     """The dtypes of a train step; None leaves a leaf's dtype as `init_fn` made it.
@@ -69,11 +78,8 @@ class Precision:
             value = getattr(self, name)
             if value is None:
                 continue
-            try:
-                dtype = jnp.dtype(value)
-            except TypeError:
-                dtype = None
-            if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+            dtype = floating_dtype(value)
+            if dtype is None:
                 raise ValueError(f"Precision({name}={value!r}): give a floating dtype such as jnp.bfloat16, or None")
             object.__setattr__(self, name, dtype)
         if self.rounding not in ("nearest", "stochastic"):
@@ -132,6 +138,11 @@ _NAMED: Mapping[str, Precision] = {
 }
 
 
+def precision_name(precision: str | Precision) -> str | None:
+    """Returns the name of a policy, or None for one of the user's own; `auto` is `fp32` where nobody has chosen."""
+    return None if isinstance(precision, Precision) else "fp32" if precision == "auto" else precision
+
+
 def resolve_precision(precision: str | Precision) -> Precision:
     """Returns the policy for a name.
 
@@ -140,6 +151,7 @@ def resolve_precision(precision: str | Precision) -> Precision:
     """
     if isinstance(precision, Precision):
         return precision
+    precision = precision_name(precision) or ""
     if precision not in _NAMED:
         hint = did_you_mean(precision, _NAMED)
         raise ValueError(

@@ -9,6 +9,7 @@ runs it: it resumes from a checkpoint, steps, validates, saves, samples text and
 from zero_jax.trainer.capacity import tree_bytes
 from zero_jax.trainer.checkpoints import ResumeError
 from zero_jax.trainer.inputs.own import OwnModel
+from zero_jax.trainer.inputs.sources import first_batch
 from zero_jax.trainer.loop import EXIT_STATUS, execute, train
 from zero_jax.trainer.optimizers import OptimizerConfig, make_optimizer
 from zero_jax.trainer.reporting.curves import X_LABELS, RunRecords, plot_runs, read_run
@@ -32,6 +33,7 @@ __all__ = [
     "Trainer",
     "discarding",
     "execute",
+    "first_batch",
     "hold",
     "make_optimizer",
     "plot_runs",

@@ -15,9 +15,10 @@ import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
 from zero_jax.core.close_match import did_you_mean
-from zero_jax.core.field_checks import check_fields, check_value
+from zero_jax.core.field_checks import check_fields, check_value, hinted
 from zero_jax.core.tree import leaf_names, path_name
 from zero_jax.sharding.path_patterns import PathPatterns
+from zero_jax.sharding.precision import floating_dtype
 from zero_jax.training import check_decay, params_ema, round_state
 
 # Gains and offsets have no weight decay. Embeddings are not orthogonalized by Muon: a gradient has single rows.
@@ -25,10 +26,11 @@ _NOT_DECAYED = ("scale", "bias", "norm")
 _TABLES = ("embed", "embedding", "position")
 _USUAL_WARMUP_STEPS = 50
 # Defaults of the learning rate at the last step, as a share of the highest.
-_USUAL_FINAL_SHARE = {"cosine": 0.1, "linear": 0.0, "wsd": 0.0, "constant": 1.0}
+_USUAL_FINAL_SHARE = {"cosine": 0.1, "linear": 0.0, "wsd": 0.0}
 _USUAL_DECAY_FRACTION = 0.1
 
 
+@hinted
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The optimizer, its learning rate and its options.
@@ -89,6 +91,18 @@ class OptimizerConfig:
         if self.no_decay is not None:
             PathPatterns("no_decay", {self.no_decay: True})
 
+    def resolved(self, num_steps: int) -> "OptimizerConfig":
+        """Returns the config for a run of `num_steps` steps with what is usual for all that is None."""
+        optimizer = _OPTIMIZERS[self.optimizer]
+        usual: dict[str, Any] = {
+            "learning_rate": optimizer.learning_rate,
+            "warmup_steps": min(_USUAL_WARMUP_STEPS, num_steps // 4),
+            "final_learning_rate": _USUAL_FINAL_SHARE.get(self.schedule),
+            "decay_fraction": _USUAL_DECAY_FRACTION if self.schedule == "wsd" else None,
+            **{name: default for name, (_, default) in optimizer.options.items()},
+        }
+        return dataclasses.replace(self, **{name: x for name, x in usual.items() if getattr(self, name) is None})
+
     def _check_schedule(self) -> None:
         """Raises `ValueError` for options that the schedule does not have, and for invalid shares."""
         share, fraction = self.final_learning_rate, self.decay_fraction
@@ -124,16 +138,14 @@ class OptimizerConfig:
 
     def _check_dtype(self, name: str, value: str) -> None:
         """Raises `ValueError` for a dtype that loses moments: of no floats, of a small range, or of too few bits."""
-        try:
-            dtype = jnp.dtype(value)
-        except TypeError:
-            dtype = None
-        if dtype not in (jnp.bfloat16, jnp.float32):
-            why = "is no dtype" if dtype is None else "is no dtype of floating-point numbers"
-            if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
-                why = "has not the range of float32, and would lose moments of small gradients"
-                why = "is wider than the params" if dtype.itemsize > 4 else why
-            raise ValueError(f"{name}={value!r} {why}: give 'bfloat16' or 'float32', or None for that of the params")
+        dtype = floating_dtype(value)
+        if dtype is None or dtype.name not in _MOMENT_DTYPES:
+            why = "is no floating dtype"
+            if dtype is not None:
+                is_wide = dtype.itemsize > 4
+                why = "is wider than the params" if is_wide else "has not the range of float32, and would lose moments"
+            give = " or ".join(map(repr, _MOMENT_DTYPES))
+            raise ValueError(f"{name}={value!r} {why}: give {give}, or None for that of the params")
         decays = {} if name == _NU else {x: self.value_of(x) for x in _OPTIMIZERS[self.optimizer].momenta}
         for momentum, decay in decays.items():
             if decay is None:
@@ -165,17 +177,16 @@ def make_schedule(config: OptimizerConfig, *, num_steps: int) -> optax.Schedule:
     check_value("num_steps", num_steps, int)
     if num_steps < 1:
         raise ValueError(f"num_steps={num_steps}: give at least 1")
-    schedule, warmup_steps, share = config.schedule, config.warmup_steps, config.final_learning_rate
-    if warmup_steps is None:
-        warmup_steps = min(_USUAL_WARMUP_STEPS, num_steps // 4)
+    config = config.resolved(num_steps)
+    schedule, warmup_steps, peak = config.schedule, config.warmup_steps, config.learning_rate
+    assert warmup_steps is not None and peak is not None
     if warmup_steps >= num_steps:
         raise ValueError(
             f"warmup_steps={warmup_steps} leaves nothing of a run of {num_steps} steps: make it smaller, "
             f"{num_steps // 10} for example, or train for longer"
         )
-    peak = _OPTIMIZERS[config.optimizer].learning_rate if config.learning_rate is None else config.learning_rate
     # A rate of exactly 0 would waste the first step.
-    start, end = peak / (warmup_steps + 1), peak * (_USUAL_FINAL_SHARE[schedule] if share is None else share)
+    start, end = peak / (warmup_steps + 1), peak * (config.final_learning_rate or 0.0)
     if schedule == "cosine":
         return optax.warmup_cosine_decay_schedule(start, peak, warmup_steps, num_steps, end)
     parts = [optax.linear_schedule(start, peak, warmup_steps)] if warmup_steps else []
@@ -185,7 +196,8 @@ def make_schedule(config: OptimizerConfig, *, num_steps: int) -> optax.Schedule:
     else:
         parts.append(optax.constant_schedule(peak))
     if schedule == "wsd":
-        fraction = _USUAL_DECAY_FRACTION if config.decay_fraction is None else config.decay_fraction
+        fraction = config.decay_fraction
+        assert fraction is not None
         decay_steps = max(1, round(num_steps * fraction))
         if warmup_steps + decay_steps > num_steps:
             raise ValueError(
@@ -205,8 +217,8 @@ def make_optimizer(config: OptimizerConfig, *, num_steps: int) -> optax.Gradient
     Raises:
       ValueError: the warm-up, or warm-up and decay, are not over when the run is.
     """
-    optimizer = _OPTIMIZERS[config.optimizer]
-    options = {keyword: config.value_of(name) for name, (keyword, _) in optimizer.options.items()}
+    optimizer, usual = _OPTIMIZERS[config.optimizer], config.resolved(num_steps)
+    options = {keyword: getattr(usual, name) for name, (keyword, _) in optimizer.options.items()}
     nu_dtype = options.pop(_NU, None)
     mask = functools.partial(decay_mask, no_decay=config.no_decay)
     schedule = make_schedule(config, num_steps=num_steps)
@@ -285,6 +297,7 @@ class _Optimizer(NamedTuple):
     make: Callable[..., optax.GradientTransformation]
 
 
+_MOMENT_DTYPES = ("bfloat16", "float32")
 _DTYPES = ("mu_dtype", "nu_dtype")
 _OPTIONS = ("beta1", "beta2", "epsilon", "momentum", *_DTYPES)
 # Its second moment is not optax's to cast.
@@ -306,7 +319,7 @@ _OPTIMIZERS: Mapping[str, _Optimizer] = {
     "adafactor": _Optimizer(
         3e-3,
         ("momentum",),
-        {"epsilon": ("eps", 1e-30), "momentum": ("momentum", None), "mu_dtype": ("dtype_momentum", "float32")},
+        {"epsilon": ("eps", 1e-30), "momentum": ("momentum", None), "mu_dtype": ("dtype_momentum", None)},
         _adafactor,
     ),
     "muon": _Optimizer(

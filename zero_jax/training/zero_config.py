@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jax.sharding import Mesh, PartitionSpec
 
-from zero_jax.core.field_checks import check_fields
+from zero_jax.core.field_checks import check_fields, hinted
 from zero_jax.core.tree import PyTree, shown
 from zero_jax.sharding.mesh import Axes, axes_of, secondary_axes
 from zero_jax.sharding.path_patterns import PathPatterns
@@ -21,6 +21,7 @@ from zero_jax.training.optimizer.offload import Offload, resolve_offload
 from zero_jax.transforms import Remat, resolve_remat
 
 
+@hinted
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
     """The config of a ZeRO train step: stage, precision, microbatches, remat, sharding rules.
@@ -28,13 +29,15 @@ class ZeroConfig:
     Attributes:
       stage: 0 replicates, 1 shards master params and optimizer state, 2 also gradients, 3 also params.
       precision: `fp32` (every leaf as `init_fn` made it), `bf16`, `fp16` (with loss scaling), `bf16-stochastic` (params
-        kept in bfloat16 alone, docs/low_precision.md), or a `Precision`.
+        are bfloat16 alone), or a `Precision`. `auto` is `fp32` in a loop of your own; the trainer takes `bf16`, or what
+        the run began with that it resumes.
       keep_batch_dtype: regular expressions of full leaf paths of the batch. Floating leaves that the model reads, and
         that match none, are cast to the compute dtype before the loss function, if the precision has one. Leaves that
         only the loss reads (targets, masks, weights) are not cast, nor are integers and booleans. List times and
         positions that need more than the 8 bits of bfloat16; `.*` casts nothing (docs/stages.md).
       num_microbatches: forward passes that a step's batch is split into.
       clip_norm: largest global norm of the gradients, or None. Finite gradients are clipped, whatever their size.
+        `auto` is None in a loop of your own, and 1.0 in the trainer, or what the run began with that it resumes.
       loss_weight: the weight of a microbatch, such as the number of its tokens, that its loss is a mean over. `auto`
         takes the value of the batch that the loss finally divides by, or equal weights if there is none; a name takes
         that entry of the loss function's aux dict; None takes equal weights.
@@ -83,10 +86,10 @@ class ZeroConfig:
     """
 
     stage: int = 3
-    precision: str | Precision = "fp32"
+    precision: str | Precision = "auto"
     keep_batch_dtype: Sequence[str] = ()
     num_microbatches: int = 1
-    clip_norm: float | None = None
+    clip_norm: float | Literal["auto"] | None = "auto"
     loss_weight: str | None = "auto"
     skip_nonfinite: bool | None = None
     remat: str | Remat = "own"
@@ -133,8 +136,13 @@ class ZeroConfig:
             raise ValueError(f"min_shard_size={self.min_shard_size!r}: give a number of elements")
         if self.combine_bytes is not None and self.combine_bytes < 0:
             raise ValueError(f"combine_bytes={self.combine_bytes!r}: give a number of bytes, or None for XLA's own")
-        if self.clip_norm is not None and self.clip_norm <= 0:
+        if self.norm_limit is not None and self.norm_limit <= 0:
             raise ValueError(f"clip_norm={self.clip_norm!r}: give a positive norm, or None for no clipping")
+
+    @property
+    def norm_limit(self) -> float | None:
+        """The norm that gradients are clipped to, or None."""
+        return None if isinstance(self.clip_norm, str) else self.clip_norm
 
     def resolved_quantize(self) -> Quantize | None:
         """Returns what is sent quantized.

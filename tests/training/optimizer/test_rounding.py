@@ -11,7 +11,7 @@ from reference import mesh_of
 
 import zero_jax as zero
 from zero_jax import hlo
-from zero_jax.training import round_state, rounding_key
+from zero_jax.training import rounding_key
 from zero_jax.training.optimizer.rounding import round_array
 
 KEY = rounding_key(jax.random.key(0))
@@ -83,7 +83,7 @@ BATCH = {"x": np.random.default_rng(0).standard_normal((8, 64), dtype=np.float32
 
 def adamw(nu_dtype=None):
     tx = optax.adamw(1e-3, mu_dtype=nu_dtype)
-    return tx if nu_dtype is None else round_state(tx, "nu", nu_dtype)
+    return tx if nu_dtype is None else zero.round_state(tx, "nu", nu_dtype)
 
 
 def trained(mesh, tx, num_steps=4, state=None, **fields):
@@ -146,10 +146,8 @@ def test_a_moment_rounded_to_nearest_stands_still():
     """With a decay of 0.999, which changes a moment by less than half a unit of bfloat16."""
     decay, params = 0.999, {"w": jnp.zeros((64, 64))}
     tx = optax.scale_by_adam(b2=decay)
-    state, update = (
-        round_state(tx, "nu", jnp.bfloat16).init(params),
-        jax.jit(round_state(tx, "nu", jnp.bfloat16).update),
-    )
+    tx = zero.round_state(tx, "nu", jnp.bfloat16)
+    state, update = tx.init(params), jax.jit(tx.update)
     state = state._replace(nu={"w": jnp.ones((64, 64), jnp.bfloat16)})
     nearest = jnp.ones((), jnp.bfloat16)
     for _ in range(200):
@@ -245,3 +243,16 @@ def test_each_device_makes_the_bits_of_its_shard(stage):
 def test_errors(fields, message):
     with pytest.raises(ValueError, match=message):
         zero.Precision(**fields)
+
+
+@pytest.mark.parametrize(
+    ("tx", "dtype", "message"),
+    [
+        (optax.adam(1e-3), "int8", "dtype='int8': give a floating dtype"),
+        (optax.adam(1e-3), "bf17", "dtype='bf17': give a floating dtype"),
+        (optax.sgd(1e-3), jnp.bfloat16, "the fields 'nu' and 'count'"),
+    ],
+)
+def test_what_no_state_is_kept_in(tx, dtype, message):
+    with pytest.raises(ValueError, match=message):
+        zero.round_state(tx, "nu", dtype).init({"w": jnp.ones(4)})

@@ -35,7 +35,7 @@ from zero_jax.core.tree import PyTree, key_shape
 from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.planning import batch_of, resolve
 from zero_jax.pretrained import open_hf
-from zero_jax.trainer import Model
+from zero_jax.trainer import Model, first_batch
 from zero_jax.training import MeshLoss
 
 
@@ -104,14 +104,18 @@ def planned_model(options: argparse.Namespace) -> PlannedModel:
     Raises:
       ValueError: a reference that cannot be imported, or some of the references without the others.
     """
-    refs = {name: getattr(options, name) for name in ("loss", "init", "batch")}
+    refs = {name: getattr(options, name) for name in ("loss", "init", "batch", "batches")}
     if any(refs.values()):
-        missing = [f"--{name}" for name, ref in refs.items() if not ref]
+        missing = [f"--{name}" for name in ("loss", "init") if not refs[name]]
+        missing += [] if refs["batch"] or refs["batches"] else ["--batches"]
         if missing:
-            raise ValueError(f"a model of your own needs --loss, --init and --batch: give {' and '.join(missing)} too")
+            raise ValueError(
+                f"a model of your own needs --loss, --init and --batches: give {' and '.join(missing)} too"
+            )
+        if refs["batch"] and refs["batches"]:
+            raise ValueError("--batch makes one batch and --batches all of them: give one of the two")
         refuse_presets(options)
-        batch, init_fn = function_of("--batch", refs["batch"]), function_of("--init", refs["init"])
-        check_takes(f"--batch {refs['batch']!r}", batch, (), remedy="name a function of nothing that returns a batch")
+        batch, init_fn = _batch_function(refs["batch"], refs["batches"]), function_of("--init", refs["init"])
         return PlannedModel(
             name=refs["loss"],
             init_fn=init_fn,
@@ -123,17 +127,26 @@ def planned_model(options: argparse.Namespace) -> PlannedModel:
         )
     if options.param_specs:
         raise ValueError(
-            f"--param-specs {options.param_specs!r} is for a model of your own (--loss, --init, --batch): "
+            f"--param-specs {options.param_specs!r} is for a model of your own (--loss, --init, --batches): "
             "the presets know their specs"
         )
     return reference_model(model_name(options), preset_config(options), _activations(options))
+
+
+def _batch_function(batch: str | None, batches: str | None) -> Callable[[], PyTree]:
+    """Returns a function of nothing that returns the batch of `--batch`, or the first one of `--batches`."""
+    if not batch:
+        assert batches is not None
+        return functools.partial(first_batch, f"--batches {batches!r}", resolve("--batches", batches))
+    function = function_of("--batch", batch)
+    return check_takes(f"--batch {batch!r}", function, (), remedy="name a function of nothing that returns a batch")
 
 
 def _own_values(batch_fn: Callable[[], PyTree], shapes: PyTree) -> PyTree:
     """Returns the user's batch, its examples repeated or cut to a number of examples."""
     batch = batch_fn()
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
-        raise ValueError("--verify runs the step: let --batch return arrays with values, not ShapeDtypeStructs")
+        raise ValueError("--verify runs the step: give batches of arrays with values, not of ShapeDtypeStructs")
 
     def resized(x: Any, shape: jax.ShapeDtypeStruct) -> np.ndarray:
         return np.resize(np.asarray(x), shape.shape) if shape.shape else np.asarray(x)

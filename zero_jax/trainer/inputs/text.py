@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -73,6 +74,11 @@ class TextInput:
     def batch_shapes(self) -> PyTree:
         """The shapes of a batch."""
         return shapes_of(self.validation[0])
+
+    def steps_of(self, epochs: float) -> int:
+        """Returns the steps of a number of passes over the rows, the last of which may begin another pass."""
+        rows = self.dataset.train.num_rows(seq_len=self.seq_len)
+        return max(1, math.ceil(round(epochs * rows / self.batch_size, 6)))
 
     def open(self, saved: Mapping[str, Any] | None, *, say: Callable[[str], None], beat: Callable[[], None]) -> Any:
         """Opens the training batches after those of a checkpoint's record (None: all), prefetched by threads."""

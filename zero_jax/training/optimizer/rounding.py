@@ -22,7 +22,7 @@ from jax import lax
 from jax.extend.random import threefry2x32_p
 
 from zero_jax.core.tree import PyTree, leaf_names, shapes_of
-from zero_jax.sharding.precision import cast_floating
+from zero_jax.sharding.precision import cast_floating, floating_dtype
 
 # Apart from the keys of microbatches, which are numbered from 0.
 _OF_PARAMS, _OF_STATE = 0x5352, 0x5354
@@ -106,7 +106,12 @@ def round_state(tx: optax.GradientTransformation, field: str, dtype: Any) -> opt
       tx: the optimizer, whose states with such a field count updates in a field `count`.
       field: the name of the field.
       dtype: the dtype to keep it in.
+
+    Raises:
+      ValueError: no floating dtype; or, in `init`, a state without such a field.
     """
+    if floating_dtype(dtype) is None:
+        raise ValueError(f"round_state: dtype={dtype!r}: give a floating dtype, such as jnp.bfloat16")
 
     def is_state(x: Any) -> bool:
         return isinstance(x, tuple) and {field, "count"} <= {*getattr(x, "_fields", ())}
@@ -120,7 +125,13 @@ def round_state(tx: optax.GradientTransformation, field: str, dtype: Any) -> opt
         return round_tree(wide, cast_floating(shapes_of(wide), dtype), key)
 
     def init(params: PyTree) -> PyTree:
-        return cast(tx.init(params), lambda x: cast_floating(getattr(x, field), dtype))
+        state = tx.init(params)
+        if not any(map(is_state, jax.tree.leaves(state, is_leaf=is_state))):
+            raise ValueError(
+                f"round_state: no part of the optimizer's state has the fields {field!r} and 'count': name a field "
+                "of one that counts its updates, such as 'nu' of optax.scale_by_adam"
+            )
+        return cast(state, lambda x: cast_floating(getattr(x, field), dtype))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extras: Any) -> tuple[PyTree, PyTree]:
         wide = cast(state, lambda x: cast_floating(getattr(x, field), jnp.float32))

@@ -10,7 +10,7 @@ import optax
 from zero_jax.analysis import LossTrace, trace_loss
 from zero_jax.cli.models.options import PlannedModel, planned_model, small_model
 from zero_jax.cli.options import field_values, log_line
-from zero_jax.cli.zero_options import read_zero
+from zero_jax.cli.run_config import read_zero
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree
 from zero_jax.planning import CompileOptions, Job, PlanReport, compile_plan
@@ -142,7 +142,7 @@ def read_request(options: argparse.Namespace) -> Request:
     return Request(
         model=planned_model(options),
         tx=make_optimizer(optimizer, num_steps=_STEPS),
-        zero=read_zero(options, default=defaults.zero),
+        zero=TrainConfig(zero=read_zero(options, default=defaults.zero)).zero,
         config=PlanConfig(**field_values(PlanConfig, options)),
     )
 

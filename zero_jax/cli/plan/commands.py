@@ -14,8 +14,7 @@ import jax
 from zero_jax.analysis import comms, figures, memory, paper
 from zero_jax.cli.config_classes import option_fields
 from zero_jax.cli.config_file import write_file
-from zero_jax.cli.models.hub import model_section
-from zero_jax.cli.models.presets import ActivationConfig, ModelConfig
+from zero_jax.cli.models.presets import ActivationConfig
 from zero_jax.cli.options import (
     explicit,
     field_values,
@@ -23,7 +22,8 @@ from zero_jax.cli.options import (
     option_of,
     refuse,
 )
-from zero_jax.cli.request import Request, read_request
+from zero_jax.cli.plan.request import Request, read_request
+from zero_jax.cli.run_config import full_model, set_values
 from zero_jax.planning import (
     COMPILE_ONLY,
     CompilerCrash,
@@ -41,6 +41,8 @@ from zero_jax.transforms import resolve_remat
 _STAGES = (0, 1, 2, 3)
 # Examples of a device that --auto tries where no batch size is given: more than one hides collectives better.
 _EXAMPLES_PER_DEVICE = (1, 2, 4, 8)
+# The fields that a plan decides on, which its config file always has.
+_PLANNED = frozenset("stage precision num_microbatches remat attention overlap secondary keep_gathered offload".split())
 _CHOSEN_BY_AUTO = "--auto chooses that by itself: leave it out"
 
 
@@ -166,24 +168,18 @@ def _write_config(
         raise ValueError("--write-config is for the models that `zero-jax train` knows, not for --loss")
     chosen = chosen or request.zero
     zero = {name: getattr(chosen, name) for name in option_fields("ZeroConfig")}
+    zero["remat"] = resolve_remat(chosen.remat).name
     axes = {"replica": report.mesh.get("replica", 1), "model_axis": report.mesh.get("model", 1)}
     sections = {
-        "model": _written_model(options, request.model.config),
-        "activations": field_values(ActivationConfig, options),
-        "zero": zero | {"remat": resolve_remat(chosen.remat).name},
-        "optimizer": field_values(OptimizerConfig, options),
+        "model": full_model(options, request.model.config),
+        "activations": set_values("activations", field_values(ActivationConfig, options)),
+        "zero": set_values("zero", zero, keep=_PLANNED),
+        "optimizer": set_values("optimizer", field_values(OptimizerConfig, options)),
         "run": {"batch_size": report.batch_size, **axes},
     }
+    sections = {section: entries for section, entries in sections.items() if entries}
     write_file(options.write_config, sections, title=f"planned for {report.topology} by zero-jax plan")
     log_line(f"wrote {options.write_config}: zero-jax train --config {options.write_config}")
-
-
-def _written_model(options: argparse.Namespace, config: ModelConfig) -> dict[str, Any]:
-    """Returns the section `model` of a config, with the full shape of a preset."""
-    if options.from_hf is not None:
-        return model_section(options)
-    shape = dataclasses.asdict(config)
-    return {"preset": options.preset} | {name: shape[name] for name in option_fields(type(config).__name__)}
 
 
 @_guarded

@@ -44,8 +44,10 @@ if TYPE_CHECKING:
         make_eval_step,
         make_train_step,
         params_ema,
+        pipeline_report,
         read_leaf,
         read_leaves,
+        round_state,
         sequence_parallel,
         shard_batch,
         sharding_report,
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from zero_jax.transforms import (
         AttentionReport,
         GatherReport,
+        PipelineReport,
         Remat,
         RematReport,
         attention_report,
@@ -87,13 +90,13 @@ _PUBLIC = {
     "zero_jax.trainer": "TrainConfig TrainResult Trainer",
     "zero_jax.training": (
         "MeshLoss Metrics NoiseScale Offload TrainState TrainStep ZeroConfig abstract_state compiler_options "
-        "ema_params init_state losses make_eval_step make_train_step params_ema read_leaf read_leaves "
-        "sequence_parallel shard_batch sharding_report state_shardings write_leaf write_leaves"
+        "ema_params init_state losses make_eval_step make_train_step params_ema pipeline_report read_leaf "
+        "read_leaves round_state sequence_parallel shard_batch sharding_report state_shardings write_leaf write_leaves"
     ),
     "zero_jax.verification": "LeafDifference Verification verify",
     "zero_jax.transforms": (
-        "AttentionReport GatherReport Remat RematReport attention_report fuse_attention gather_on_use gather_report "
-        "remat_report rematerialize"
+        "AttentionReport GatherReport PipelineReport Remat RematReport attention_report fuse_attention gather_on_use "
+        "gather_report remat_report rematerialize"
     ),
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names.split()}
@@ -119,6 +122,7 @@ __all__ = [
     "ModelFunctions",
     "NoiseScale",
     "Offload",
+    "PipelineReport",
     "PlanReport",
     "Precision",
     "Pretrained",
@@ -161,6 +165,7 @@ __all__ = [
     "memory",
     "paper",
     "params_ema",
+    "pipeline_report",
     "plan",
     "plan_auto",
     "plan_layouts",
@@ -170,6 +175,7 @@ __all__ = [
     "remat_report",
     "rematerialize",
     "restore",
+    "round_state",
     "save_hf",
     "sequence_parallel",
     "shard_batch",
@@ -184,16 +190,18 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "launch":  # `launch.join` was the documented name of `cluster.join`
-        name = "cluster"
-    module = _MODULES.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if module == __name__:
-        return importlib.import_module(f"{__name__}.{name}")
-    value = globals()[name] = getattr(importlib.import_module(module), name)
-    return value
+if not TYPE_CHECKING:  # a type checker knows the names above, and no others
+
+    def __getattr__(name: str) -> Any:
+        if name == "launch":  # `launch.join` was the documented name of `cluster.join`
+            name = "cluster"
+        module = _MODULES.get(name)
+        if module is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if module == __name__:
+            return importlib.import_module(f"{__name__}.{name}")
+        value = globals()[name] = getattr(importlib.import_module(module), name)
+        return value
 
 
 def __dir__() -> list[str]:

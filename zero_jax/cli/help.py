@@ -24,7 +24,7 @@ _STEP = """
 --optimizer NAME: adamw, sgd, lion, adafactor, muon
 --learning-rate X: after the warm-up
 --stage N: ZeRO: 0 none, 1 optimizer, 2 + gradients, 3 + params
---precision NAME: bf16, fp16, fp32
+--precision NAME: bf16, fp16, fp32, bf16-stochastic
 --remat NAME: recompute instead of store: own, full, dots, none, ...
 --offload WHAT: keep in host memory: optimizer, state, all
 """

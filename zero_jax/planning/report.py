@@ -317,7 +317,8 @@ def _loss_jaxpr(job: Job, state: TrainState, mesh: Mesh) -> tuple[Any, list[bool
     """Returns the jaxpr of the loss, and for each of its inputs whether a step computes its gradient."""
     loss, arguments = _step_loss(job, state, mesh)
     undifferentiated = jax.tree.leaves((state.model_state, arguments[1:]))
-    return loss.program.trace(*arguments).closed, trained_params(job.tx, state) + [False] * len(undifferentiated)
+    trained = trained_params(job.tx, state, loss.placement.precision)
+    return loss.program.trace(*arguments).closed, trained + [False] * len(undifferentiated)
 
 
 def _step_loss(job: Job, state: TrainState, mesh: Mesh) -> tuple[StepLoss, tuple[Any, Any, Any]]:

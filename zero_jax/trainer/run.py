@@ -91,7 +91,7 @@ _AUTO_FIELDS, _OPEN = ("precision", "clip_norm"), "_left_to_the_trainer"
 # The fields that are about text, or are the batches' own in a run of an `OwnModel`.
 TEXT_FIELDS = ("data", "batch_size", "sample_every", "sample_prompt", "sample_tokens", "temperature", "top_k")
 # Counts of steps are int32 on the devices.
-_COUNTS = "devices replica model_axis steps batch_size eval_every eval_batches log_every max_nonfinite_steps top_k"
+_COUNTS = "devices replica model_axis pipe steps batch_size eval_every eval_batches log_every max_nonfinite_steps top_k"
 _LOWEST = {
     **dict.fromkeys(_COUNTS.split(), 1),
     **dict.fromkeys(("seed", "sample_tokens", "sample_every", "temperature", "hang_seconds"), 0),
@@ -126,12 +126,16 @@ class TrainConfig:
         8 by default.
       replica: size of the mesh axis `replica`, full copies of the sharded state; the axis `data` takes the rest.
       model_axis: size of the mesh axis `model`, tensor parallelism.
+      pipe: stages of the pipeline that microbatches go through, each with layers of its own; 1 for none.
       steps: optimizer updates.
       epochs: passes over the text, or over batches that have a length, instead of `steps`.
       batch_size: sequences in a step, over all devices and microbatches.
       eval_every: steps between two measurements of the validation loss.
       eval_batches: batches in one such measurement, always the same ones; of text they are of `batch_size` sequences.
       log_every: steps between two progress lines.
+      process_batches: what each of several processes gives of batches of your own: None for its part of the global
+        batch, which is refused where it is equal to that of another process, `equal` for such parts, `whole` for the
+        global batch, of which each process uses its part.
       seed: chooses the initial params, the batches and the sample.
       out: folder of all runs.
       name: name of the run's folder in `out`; None makes one up from model and stage.
@@ -160,12 +164,14 @@ class TrainConfig:
     devices: int | None = None
     replica: int = 1
     model_axis: int = 1
+    pipe: int = 1
     steps: int = 800
     epochs: float | None = None
     batch_size: int = 8
     eval_every: int = 50
     eval_batches: int = 16
     log_every: int = 20
+    process_batches: Literal["equal", "whole"] | None = None
     seed: int = 0
     out: str = "runs"
     name: str | None = None
@@ -306,7 +312,8 @@ def _prepare(
             f"devices={config.devices}, but there are {len(devices)} of kind {devices[0].device_kind}: "
             f"choose from 1 to {len(devices)}, or leave it out to use all"
         )
-    mesh = make_mesh(replica=config.replica, model=config.model_axis, devices=devices[: config.devices])
+    sizes: dict[str, Any] = {"replica": config.replica, "model": config.model_axis, "pipe": config.pipe}
+    mesh = make_mesh(**sizes, devices=devices[: config.devices])
     _check_processes(mesh)
     check_takes("init_fn", model.init_fn, ["key"], remedy="give a function of a key that returns the params")
     rematerialize(model.init_fn, config.zero.remat, mesh=mesh)  # raises for a mesh that the policy does not support
@@ -318,7 +325,13 @@ def _prepare(
         run_input: RunInput = open_text(config, model, mesh, log)
     else:
         _check_no_text(config)
-        run_input = own_input(model, mesh=mesh, zero=config.zero, eval_batches=config.eval_batches)
+        run_input = own_input(
+            model,
+            mesh=mesh,
+            zero=config.zero,
+            eval_batches=config.eval_batches,
+            process_batches=config.process_batches,
+        )
         config = dataclasses.replace(config, batch_size=run_input.batch_size, sample_tokens=0, sample_prompt="")
     if config.epochs is not None:
         config = dataclasses.replace(config, epochs=None, steps=run_input.steps_of(config.epochs))
@@ -407,7 +420,12 @@ def _facts(config: TrainConfig, model: Model | OwnModel) -> dict[str, Any]:
 
 
 def _check_text_batches(config: TrainConfig, model: Model, mesh: Mesh) -> None:
-    """Raises `ValueError` for a batch that does not divide, or batches that do not fit into memory."""
+    """Raises `ValueError` for a batch that does not divide, batches that do not fit, or a field for other batches."""
+    if config.process_batches is not None:
+        raise ValueError(
+            f"process_batches={config.process_batches!r} is for batches of your own; of text each process reads its "
+            "part: leave it out"
+        )
     batch = {"batch_size": jax.ShapeDtypeStruct((config.batch_size,), np.int32)}
     check_batch(batch, mesh=mesh, axes=axes_of(mesh), num_microbatches=config.zero.num_microbatches)
     check_text_fits(batch_size=config.batch_size, seq_len=model.seq_len, prefetch_batches=config.data.prefetch_batches)

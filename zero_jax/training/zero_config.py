@@ -28,8 +28,9 @@ class ZeroConfig:
 
     Attributes:
       stage: 0 replicates, 1 shards master params and optimizer state, 2 also gradients, 3 also params.
-      precision: `fp32` (every leaf as `init_fn` made it), `bf16`, `fp16` (with loss scaling), or a `Precision`. `auto`
-        is `fp32` in a loop of your own; the trainer takes `bf16`, or what the run began with that it resumes.
+      precision: `fp32` (every leaf as `init_fn` made it), `bf16`, `fp16` (with loss scaling), `bf16-stochastic` (params
+        are bfloat16 alone), or a `Precision`. `auto` is `fp32` in a loop of your own; the trainer takes `bf16`, or what
+        the run began with that it resumes.
       keep_batch_dtype: regular expressions of full leaf paths of the batch. Floating leaves that the model reads, and
         that match none, are cast to the compute dtype before the loss function, if the precision has one. Leaves that
         only the loss reads (targets, masks, weights) are not cast, nor are integers and booleans. List times and
@@ -82,10 +83,12 @@ class ZeroConfig:
       data_axes: the mesh axes that ZeRO shards over, if not named `data` or `data_*`.
       replica_axes: the mesh axes of full copies, if not named `replica`.
       model_axes: the mesh axes of tensor parallelism, if not named `model` or `model_*`.
+      pipe_axes: the mesh axes of the stages of a pipeline, if not named `pipe` or `pipe_*`: `num_microbatches` go
+        through stages that have layers of their own (docs/pipeline.md).
     """
 
     stage: int = 3
-    precision: str | Precision = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] | Precision = "auto"
     keep_batch_dtype: Sequence[str] = ()
     num_microbatches: int = 1
     clip_norm: float | Literal["auto"] | None = "auto"
@@ -95,8 +98,8 @@ class ZeroConfig:
     attention: Literal["own", "fused"] = "own"
     combine_bytes: int | None = None
     quantize: Quantize | None = None
-    quantize_gathers: str | None = None
-    quantize_grads: str | None = None
+    quantize_gathers: Literal["int8", "fp8"] | None = None
+    quantize_grads: Literal["int8", "int4"] | None = None
     quantize_block_size: int | None = None
     quantize_grads_over: str | None = None
     quantize_error_feedback: bool | None = None
@@ -104,7 +107,7 @@ class ZeroConfig:
     compiler_options: Mapping[str, str | float | bool | None] | None = None
     keep_gathered: bool = False
     secondary: bool | Sequence[str] = False
-    offload: str | Offload | None = None
+    offload: Literal["optimizer", "state", "all", "model_state"] | Offload | None = None
     offload_fraction: float | None = None
     offload_paths: str | None = None
     offload_window_bytes: int | None = None
@@ -115,6 +118,7 @@ class ZeroConfig:
     data_axes: Sequence[str] | None = None
     replica_axes: Sequence[str] | None = None
     model_axes: Sequence[str] | None = None
+    pipe_axes: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         groups = sharded_groups(self.stage)
@@ -183,8 +187,30 @@ class ZeroConfig:
 
     def axes_of(self, mesh: Mesh) -> Axes:
         """Returns the roles of a mesh's axes."""
-        axes = axes_of(mesh, data=self.data_axes, replica=self.replica_axes, model=self.model_axes)
+        roles = {"data": self.data_axes, "replica": self.replica_axes, "model": self.model_axes, "pipe": self.pipe_axes}
+        axes = axes_of(mesh, **roles)
+        self._check_pipe(axes.num_stages(mesh))
         return dataclasses.replace(axes, secondary=secondary_axes(mesh, axes, self.secondary))
+
+    def _check_pipe(self, num_stages: int) -> None:
+        """Raises `ValueError` for what a pipeline of so many stages cannot have."""
+        if num_stages == 1:
+            return
+        if self.num_microbatches % num_stages:
+            least = max(-(-self.num_microbatches // num_stages), 1) * num_stages
+            raise ValueError(
+                f"num_microbatches={self.num_microbatches} with {num_stages} stages (pipe): each stage works on "
+                f"another microbatch, and has as many of the batch: give a multiple of {num_stages}, as "
+                f"num_microbatches={least} or {4 * least} (the more, the less stages wait), or leave pipe out"
+            )
+        unfit = {
+            "quantize": self.resolved_quantize(),
+            "secondary": self.secondary,
+            "offload": (offload := self.resolved_offload()) is not None and offload.what in ("all", "model_state"),
+        }
+        for name in (name for name, value in unfit.items() if value):
+            kept = " of params and model state" if name == "offload" else ""
+            raise ValueError(f"{name}{kept} with {num_stages} stages (pipe) is not supported: leave {name} or pipe out")
 
 
 def _check_quantize(quantize: Quantize | None, groups: frozenset[str], stage: str, *, has_master: bool) -> None:

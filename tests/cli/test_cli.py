@@ -28,7 +28,7 @@ TRAIN_OPTIONS = """
 --quantize-gathers --quantize-grads --quantize-grads-over --remat --replica --resume --sample-every --sample-prompt
 --sample-tokens --save-every --scan --schedule --secondary --seed --separate-documents --seq-len --sequence-parallel
 --skip-nonfinite --stage --steps --temperature --tensorboard --text-field --token-cache --token-dtype --tokenizer
---top-k --validation --validation-fraction --vocab-size --wandb --warmup-steps --weight-decay -h
+--top-k --tracker --validation --validation-fraction --vocab-size --wandb --warmup-steps --weight-decay -h
 """.split()
 PLAN_OPTIONS = """
 --attention --batch --batch-size --beta1 --beta2 --cache --clip-norm --combine-bytes --compiler-option --d-model

@@ -6,12 +6,14 @@ runs it: it resumes from a checkpoint, steps, validates, saves, samples text and
 `reporting/` shows and records the metrics: console, JSON Lines, TensorBoard, curves.
 """
 
+from zero_jax.trainer.callbacks import Callback
 from zero_jax.trainer.capacity import tree_bytes
 from zero_jax.trainer.checkpoints import ResumeError
 from zero_jax.trainer.inputs.own import OwnModel
 from zero_jax.trainer.loop import EXIT_STATUS, execute, train
 from zero_jax.trainer.optimizers import OptimizerConfig, make_optimizer
 from zero_jax.trainer.reporting.curves import X_LABELS, RunRecords, plot_runs, read_run
+from zero_jax.trainer.reporting.trackers import TrackedRun, Tracker
 from zero_jax.trainer.result import TrainResult
 from zero_jax.trainer.run import TEXT_FIELDS, Model, Run, TrainConfig, prepare
 from zero_jax.trainer.run_folder import discarding, hold
@@ -21,12 +23,15 @@ __all__ = [
     "EXIT_STATUS",
     "TEXT_FIELDS",
     "X_LABELS",
+    "Callback",
     "Model",
     "OptimizerConfig",
     "OwnModel",
     "ResumeError",
     "Run",
     "RunRecords",
+    "TrackedRun",
+    "Tracker",
     "TrainConfig",
     "TrainResult",
     "Trainer",

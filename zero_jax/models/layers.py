@@ -91,7 +91,9 @@ def rotate(x_BTHK: Array, frequencies: Array | None = None) -> Array:
     if frequencies is None:
         frequencies = 10_000.0 ** (-jnp.arange(0, head_dim, 2) / head_dim)
     angles_T1K = (jnp.arange(num_tokens)[:, None] * frequencies)[:, None]
-    cos, sin = jnp.cos(angles_T1K), jnp.sin(angles_T1K)
-    first, second = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
-    turned_BTHK = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    cos_T1K = jnp.tile(jnp.cos(angles_T1K), 2)
+    sin_T1K = jnp.tile(jnp.sin(angles_T1K), 2) * jnp.repeat(jnp.array([-1.0, 1.0]), head_dim // 2)
+    # Halves change places before they become float32: XLA:TPU else copies the float32 arrays, twice.
+    swapped_BTHK = jnp.roll(x_BTHK, head_dim // 2, axis=-1)
+    turned_BTHK = x_BTHK.astype(jnp.float32) * cos_T1K + swapped_BTHK.astype(jnp.float32) * sin_T1K
     return turned_BTHK.astype(x_BTHK.dtype)

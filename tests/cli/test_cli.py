@@ -19,7 +19,8 @@ TRAIN_OPTIONS = """
 --attention --batch-size --batches --beta1 --beta2 --checkpoints --clip-norm --combine-bytes --compiler-option --config
 --d-model --data --decay-fraction --devices --ema-decay --epsilon --eval-batches --eval-every --eval-loss
 --final-learning-rate --format --hang-seconds --help --init --init-from --json --keep-best --keep-gathered --keep-last
---learning-rate --log-every --lora --lora-alpha --lora-base --lora-dora --lora-rank --lora-train --loss --loss-chunk
+--learning-rate --log-every --lora --lora-alpha --lora-base --lora-dora --lora-from --lora-rank --lora-train --loss
+--loss-chunk
 --max-nonfinite-steps --min-shard-size --mlp-ratio --model --model-axis --momentum --name --no-decay --no-keep-gathered
 --no-lora-dora --no-overlap --no-quantize-error-feedback --no-scan --no-secondary --no-separate-documents
 --no-sequence-parallel --no-skip-nonfinite --no-tensorboard --num-heads --num-layers --num-microbatches --offload
@@ -54,7 +55,12 @@ TOKENIZE_OPTIONS = """
 --data --format --help --json --out --text-field --token-dtype --tokenizer --tokens --vocab-size -h
 """.split()
 EXPORT_OPTIONS = """
---dtype --ema --force --help --json --max-shard-size --merged --no-ema --no-force --no-merged --out --step --to-hf -h
+--dtype --ema --force --help --json --max-shard-size --merged --no-ema --no-force --no-merged --out --step --to-hf
+--to-peft -h
+""".split()
+INSPECT_OPTIONS = """
+--from-hf --help --json --lora --lora-alpha --lora-base --lora-dora --lora-from --lora-rank --lora-train --model
+--no-lora-dora --no-verify --step --verify -h
 """.split()
 LAUNCH_OPTIONS = """
 --devices-per-process --grace-seconds --help --max-restarts --min-processes --num-processes --rejoin-seconds -h -n
@@ -62,7 +68,7 @@ LAUNCH_OPTIONS = """
 OPTIONS = {
     "train": TRAIN_OPTIONS,
     "tokenize": TOKENIZE_OPTIONS,
-    "inspect": ["--help", "--json", "--no-verify", "--step", "--verify", "-h"],
+    "inspect": INSPECT_OPTIONS,
     "export": EXPORT_OPTIONS,
     "plot": ["--help", "--metric", "--out", "--title", "--x", "-h"],
     "launch": LAUNCH_OPTIONS,

@@ -15,7 +15,8 @@ from zero_jax.checkpoint import Checkpointer
 from zero_jax.cluster import Preemption, Watchdog, report_end, report_start
 from zero_jax.core.agreement import Agreement
 from zero_jax.core.device_put import platform_of
-from zero_jax.core.tree import leaf_names
+from zero_jax.core.text_tables import format_count
+from zero_jax.core.tree import key_shape, leaf_names
 from zero_jax.sharding.precision import explain_float16
 from zero_jax.trainer.callbacks import call_all
 from zero_jax.trainer.checkpoints import ResumeError, Saver, Start, begin
@@ -265,9 +266,12 @@ class _Training:
 
     def _describe(self) -> str:
         run, model, parts = self.run, self.run.model, self.config.zero.num_microbatches
-        on_base = " of adapters, on a frozen base" if getattr(model, "base_init_fn", None) else ""
+        of_all, base_init_fn = "", getattr(model, "base_init_fn", None)
+        if base_init_fn is not None:
+            num_all = sum(x.size for x in jax.tree.leaves(jax.eval_shape(base_init_fn, key_shape())))
+            of_all = f" of {format_count(num_all)} params, adapters on a frozen base"
         rows = {
-            "model": f"{model.name}, {num_params(self.state):,} params{on_base}",
+            "model": f"{model.name}, {num_params(self.state):,}{of_all or ' params'}",
             **run.input.rows,
             "run": str(run.folder),
         }

@@ -67,7 +67,7 @@ class Model:
         `init_fn`, which always says their shapes.
       base_init_fn: with adapters, makes the params that `TrainConfig.init_from` restores.
       base_param_specs: with adapters, the `param_specs` of these.
-      adapt_fn: with adapters, `adapt_fn(params, key)` returns the `Variables` of adapters and frozen base.
+      adapt_fn: with adapters, `adapt_fn(params, key)`, compiled, returns the `Variables` of adapters and frozen base.
       adapters: with adapters, a dataclass of their settings, saved with the run.
     """
 

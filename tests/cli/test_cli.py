@@ -22,14 +22,14 @@ TRAIN_OPTIONS = """
 --learning-rate --log-every --lora --lora-alpha --lora-base --lora-dora --lora-from --lora-rank --lora-train --loss
 --loss-chunk
 --max-nonfinite-steps --min-shard-size --mlp-ratio --model --model-axis --momentum --name --no-decay --no-keep-gathered
---no-lora-dora --no-overlap --no-quantize-error-feedback --no-scan --no-secondary --no-separate-documents
+--no-lora-dora --no-overlap --no-quantize-error-feedback --no-scan --no-secondary --no-separate-documents --no-streaming
 --no-sequence-parallel --no-skip-nonfinite --no-tensorboard --num-heads --num-layers --num-microbatches --offload
 --offload-fraction --offload-paths --offload-window-bytes --optimizer --out --overlap --paper-config --param-specs
 --position --precision --prefetch-batches --profile-steps --quantize-block-size --quantize-error-feedback
 --quantize-gathers --quantize-grads --quantize-grads-over --remat --replica --resume --sample-every --sample-prompt
 --sample-tokens --save-every --scan --schedule --secondary --seed --separate-documents --seq-len --sequence-parallel
---skip-nonfinite --stage --steps --temperature --tensorboard --text-field --token-cache --token-dtype --tokenizer
---top-k --tracker --validation --validation-fraction --vocab-size --wandb --warmup-steps --weight-decay -h
+--skip-nonfinite --stage --steps --streaming --temperature --tensorboard --text-field --token-cache --token-dtype
+--tokenizer --top-k --tracker --validation --validation-fraction --vocab-size --wandb --warmup-steps --weight-decay -h
 """.split()
 PLAN_OPTIONS = """
 --attention --batch --batch-size --beta1 --beta2 --cache --clip-norm --combine-bytes --compiler-option --d-model

@@ -193,7 +193,7 @@ def add_tokenize_options(parser: argparse.ArgumentParser) -> None:
         "Trains a byte-level BPE on text (--vocab-size), writes text as a folder of tokens that `zero-jax train "
         "--data` maps (--tokens), or both."
     )
-    without = ("validation_fraction", "prefetch_batches", "token_cache", "separate_documents")
+    without = ("validation_fraction", "prefetch_batches", "token_cache", "separate_documents", "streaming")
     add_fields(parser.add_argument_group("text"), "DataConfig", without=without)
     group = parser.add_argument_group("what to make")
     group.add_argument(

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from zero_jax.core.variables import Variables
     from zero_jax.data import BatchBuffers
     from zero_jax.finetuning import Lora
+    from zero_jax.libraries import ModelFunctions, from_equinox, from_linen, from_nnx
     from zero_jax.planning import (
         AutoPlan,
         CompilerCrash,
@@ -43,8 +44,10 @@ if TYPE_CHECKING:
         make_eval_step,
         make_train_step,
         params_ema,
+        pipeline_report,
         read_leaf,
         read_leaves,
+        round_state,
         sequence_parallel,
         shard_batch,
         sharding_report,
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
     from zero_jax.transforms import (
         AttentionReport,
         GatherReport,
+        PipelineReport,
         Remat,
         RematReport,
         attention_report,
@@ -76,6 +80,7 @@ _PUBLIC = {
     "zero_jax.core.variables": "Variables",
     "zero_jax.data": "BatchBuffers",
     "zero_jax.finetuning": "Lora",
+    "zero_jax.libraries": "ModelFunctions from_equinox from_linen from_nnx",
     "zero_jax.planning": "AutoPlan CompilerCrash LayoutPlans ModelError PlanReport plan plan_auto plan_layouts",
     "zero_jax.pretrained": "Pretrained load_hf load_peft lora_rules save_hf save_peft",
     "zero_jax.sharding.mesh": "batch_sharding make_mesh",
@@ -85,13 +90,13 @@ _PUBLIC = {
     "zero_jax.trainer": "TrainConfig TrainResult Trainer",
     "zero_jax.training": (
         "MeshLoss Metrics NoiseScale Offload TrainState TrainStep ZeroConfig abstract_state compiler_options "
-        "ema_params init_state losses make_eval_step make_train_step params_ema read_leaf read_leaves "
-        "sequence_parallel shard_batch sharding_report state_shardings write_leaf write_leaves"
+        "ema_params init_state losses make_eval_step make_train_step params_ema pipeline_report read_leaf "
+        "read_leaves round_state sequence_parallel shard_batch sharding_report state_shardings write_leaf write_leaves"
     ),
     "zero_jax.verification": "LeafDifference Verification verify",
     "zero_jax.transforms": (
-        "AttentionReport GatherReport Remat RematReport attention_report fuse_attention gather_on_use gather_report "
-        "remat_report rematerialize"
+        "AttentionReport GatherReport PipelineReport Remat RematReport attention_report fuse_attention gather_on_use "
+        "gather_report remat_report rematerialize"
     ),
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names.split()}
@@ -114,8 +119,10 @@ __all__ = [
     "MeshLoss",
     "Metrics",
     "ModelError",
+    "ModelFunctions",
     "NoiseScale",
     "Offload",
+    "PipelineReport",
     "PlanReport",
     "Precision",
     "Pretrained",
@@ -143,6 +150,9 @@ __all__ = [
     "data",
     "dot_product_attention",
     "ema_params",
+    "from_equinox",
+    "from_linen",
+    "from_nnx",
     "fuse_attention",
     "gather_on_use",
     "gather_report",
@@ -157,6 +167,7 @@ __all__ = [
     "memory",
     "paper",
     "params_ema",
+    "pipeline_report",
     "plan",
     "plan_auto",
     "plan_layouts",
@@ -166,6 +177,7 @@ __all__ = [
     "remat_report",
     "rematerialize",
     "restore",
+    "round_state",
     "save_hf",
     "save_peft",
     "sequence_parallel",
@@ -181,16 +193,18 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "launch":  # `launch.join` was the documented name of `cluster.join`
-        name = "cluster"
-    module = _MODULES.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if module == __name__:
-        return importlib.import_module(f"{__name__}.{name}")
-    value = globals()[name] = getattr(importlib.import_module(module), name)
-    return value
+if not TYPE_CHECKING:  # a type checker knows the names above, and no others
+
+    def __getattr__(name: str) -> Any:
+        if name == "launch":  # `launch.join` was the documented name of `cluster.join`
+            name = "cluster"
+        module = _MODULES.get(name)
+        if module is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if module == __name__:
+            return importlib.import_module(f"{__name__}.{name}")
+        value = globals()[name] = getattr(importlib.import_module(module), name)
+        return value
 
 
 def __dir__() -> list[str]:

@@ -64,11 +64,14 @@ def dataset():
     return grain.MapDataset.range(4).shuffle(seed=3).map(lambda i: batch_of(int(i))).to_iter_dataset()
 
 
+grain_map = grain.MapDataset.range(4).map(lambda i: batch_of(int(i)))
+
+
 @pytest.fixture
 def config(tmp_path):
     """A config of a run of 6 steps on 2 devices."""
     return zero.TrainConfig(
-        zero=zero.ZeroConfig(stage=3, min_shard_size=0),
+        zero=zero.ZeroConfig(stage=3, min_shard_size=0, precision="fp32", clip_norm=None),
         optimizer=OptimizerConfig(learning_rate=0.02, warmup_steps=1),
         checkpoint=CheckpointConfig(save_every=3, keep_last=5, keep_best=0),
         devices=2,
@@ -140,6 +143,22 @@ def test_a_resumed_run_is_the_unbroken_one(config, tmp_path):
     assert "batches: WARNING: the first batch is not the one of the run before: these are other data, or" in log
 
 
+def test_what_a_config_leaves_open_is_as_on_the_command_line_or_as_the_run_began(config):
+    def saved(zero_config, **changes):
+        run = prepare(dataclasses.replace(config, zero=zero_config, **changes), model=own)
+        return run.saved_config["zero"]["precision"], run.saved_config["zero"]["clip_norm"]
+
+    own = OwnModel(init_fn=init_fn, loss_fn=loss_fn, batches=batch_of)
+    left_open = zero.ZeroConfig(stage=2)
+    assert saved(left_open, name="other") == ("bf16", 1.0)
+    assert saved(zero.ZeroConfig(clip_norm=None), name="other") == ("bf16", None)
+    train(dataclasses.replace(config, steps=3))  # in fp32 without clipping, which its checkpoint says
+    assert saved(left_open) == ("fp32", None)
+    assert saved(zero.ZeroConfig(precision="bf16")) == ("bf16", None)
+    _, log, _ = train(dataclasses.replace(config, zero=zero.ZeroConfig(min_shard_size=0), steps=4))
+    assert "precision='fp32', clip_norm=None as in the run until now" in log and "changed since: zero" not in log
+
+
 def test_batches_that_end_end_the_run_with_its_state(config):
     result, log, _ = train(config, generator())
     assert (result.status, result.exit_status, result.num_steps) == ("ended", 1, 5)
@@ -148,6 +167,15 @@ def test_batches_that_end_end_the_run_with_its_state(config):
     assert (result.status, result.num_steps) == ("done", 6)
     assert "resuming after step 5" in log
     assert "batches: reading and dropping the 5 before step 6: an iterable without a state has no position" in log
+
+
+@pytest.mark.parametrize(("batches", "epochs", "steps"), [([batch_of(0)] * 3, 2, 6), (grain_map, 1.5, 6)])
+def test_epochs_are_passes_over_batches_that_have_a_length(batches, epochs, steps, config):
+    config = dataclasses.replace(config, steps=zero.TrainConfig.steps, epochs=epochs)
+    result, log, _ = train(config, batches)
+    assert result.num_steps == steps and f"step {steps}/{steps}" in log
+    with pytest.raises(ValueError, match="epochs=2: the batches are a function of the step, which has no length"):
+        train(dataclasses.replace(config, epochs=2, name="other"))
 
 
 def test_a_run_of_which_every_step_was_skipped_is_not_done(config):
@@ -505,6 +533,10 @@ def batches(step):
     num = 8 // jax.process_count()  # of this process
     return {"x": x[jax.process_index() * num :][:num]}
 
+def same(step):
+    x = np.random.default_rng(step).normal(size=(8, 32)).astype(np.float32)
+    return {"x": x, "scale": np.float32(1)}
+
 def passes():
     import grain
 
@@ -535,6 +567,12 @@ def test_the_command_line_trains_it_and_its_config_file_does_it_again(own, capsy
     status, out, err = run(["train", "--config", str(folder / "config.toml"), "--json"], capsys)
     assert status == 0, err
     assert json.loads(out)["final_validation_loss"] == result["final_validation_loss"]
+    status, out, err = run(["evaluate", str(folder), "--json"], capsys)
+    evaluated = json.loads(out)
+    assert status == 0 and evaluated["loss"] == pytest.approx(result["final_validation_loss"], rel=1e-6), err
+    assert evaluated["perplexity"] is None and evaluated["figures"]["error"] > 0
+    status, out, err = run(["sample", str(folder)], capsys)
+    assert status == 2 and "is a run of a model of your own: samples are for the presets and the hub's" in err
 
 
 @pytest.mark.parametrize(
@@ -581,6 +619,27 @@ def test_two_processes_give_their_shares_and_go_on_where_each_was(own, tmp_path)
     assert [record["loss"] for record in two] == pytest.approx([record["loss"] for record in one], rel=1e-5)
     assert [record["error"] for record in two] == pytest.approx([record["error"] for record in one], rel=1e-5)
     assert two[-1]["examples"] == 40
+
+
+@pytest.mark.slow
+def test_processes_that_give_the_same_batch_are_refused_unless_each_is_to_use_its_part(own, tmp_path):
+    def launched(*options, processes=2):
+        launch = ["launch", "-n", "2", "--devices-per-process", "1", "--"] if processes == 2 else []
+        command = [sys.executable, "-m", "zero_jax", *launch, *COMMAND, *own[:4], "--batches", "mine.py:same", *options]
+        command += ["--precision", "fp32", "--steps", "2"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+        return done.returncode, done.stdout + done.stderr
+
+    status, text = launched()
+    assert status == 2 and "first batches of processes 0 and 1 are equal" in text and "--process-batches whole" in text
+    assert launched("--name", "whole", "--process-batches", "whole")[0] == 0
+    assert launched("--name", "one", processes=1)[0] == 0
+    assert launched("--name", "twice", "--process-batches", "equal")[0] == 0
+    whole, one, twice = (read_run(tmp_path / "runs" / name).train for name in ("whole", "one", "twice"))
+    assert [record["loss"] for record in whole] == pytest.approx([record["loss"] for record in one], rel=1e-5)
+    assert (whole[-1]["examples"], twice[-1]["examples"]) == (16, 32)
+    status, text = launched("--batches", "mine.py:batches", "--process-batches", "whole")
+    assert status == 2 and "the first batches of the processes differ" in text
 
 
 def test_leaves_of_a_batch_have_the_leading_dims_of_the_first_one(config):

@@ -15,7 +15,7 @@ from zero_jax.data.batches import (
     train_batches,
     validation_batches,
 )
-from zero_jax.data.dataset import DataConfig, load_dataset
+from zero_jax.data.dataset import DataConfig, load_dataset, token_folder_tokenizer
 from zero_jax.data.documents import Piece, read_text
 from zero_jax.data.parts import Dataset
 from zero_jax.data.sources import Source, find_source
@@ -45,6 +45,7 @@ __all__ = [
     "read_text",
     "source_chunks",
     "stream_batches",
+    "token_folder_tokenizer",
     "train_batches",
     "train_bpe",
     "validation_batches",

@@ -6,7 +6,7 @@ alone, `saving` writes a state, or a checkpoint of a run, back in the same names
 adapters as the library PEFT has them.
 """
 
-from zero_jax.models.huggingface import TensorName
+from zero_jax.models.tensor_name import TensorName
 from zero_jax.pretrained.adapters import ALL_LINEAR, LoadedAdapters, export_peft, load_peft, lora_rules, save_peft
 from zero_jax.pretrained.folder import TOKENIZER, copy_companions, run_companions
 from zero_jax.pretrained.loading import HFModel, Pretrained, attend, load_hf, load_tensors, open_hf, read_decoder

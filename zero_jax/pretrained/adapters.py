@@ -28,7 +28,8 @@ from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.core.variables import Variables
 from zero_jax.finetuning import Lora
 from zero_jax.models.decoder_config import DecoderConfig
-from zero_jax.models.huggingface import TensorName, hf_config, tensor_names
+from zero_jax.models.huggingface import hf_config, tensor_names
+from zero_jax.models.tensor_name import TensorName
 from zero_jax.pretrained.loading import HFModel, Pretrained
 from zero_jax.pretrained.mapping import match
 from zero_jax.pretrained.saving import FolderToWrite, SavedHF, check_shapes, run_decoder, save_arrays, write_folder
@@ -101,18 +102,25 @@ class _Decoder:
                     f"leaf {path!r} is of experts, whose adapters PEFT has no lasting form for: merge them, with "
                     "Lora.merge or `zero-jax export --merged`"
                 )
+            if name.part is not None:
+                raise ValueError(
+                    f"leaf {path!r} shares the module {_module(name)} with others, which PEFT adapts as one: merge the "
+                    "adapters, with Lora.merge or `zero-jax export --merged`"
+                )
             if target.labels != self.labels(path) or (path == "embed" and "head" not in self.names):
                 why = "a table that is the head too" if target.labels == self.labels(path) else f"as {target.labels!r}"
                 raise ValueError(f"leaf {path!r} is adapted {why}, which PEFT has not: merge it, with Lora.merge")
             is_table = not name.is_transposed
             a, b = ("lora_embedding_A", "lora_embedding_B") if is_table else ("lora_A.weight", "lora_B.weight")
-            names |= {f"{path}/a": TensorName(f"{module}.{a}", True), f"{path}/b": TensorName(f"{module}.{b}", True)}
+            made = {"a": TensorName(f"{module}.{a}", True), "b": TensorName(f"{module}.{b}", True)}
             if lora.dora:
-                names[f"{path}/magnitude"] = TensorName(f"{module}.lora_magnitude_vector")
+                made["magnitude"] = TensorName(f"{module}.lora_magnitude_vector")
+            names |= {f"{path}/{x}": dataclasses.replace(tensor, first=name.first) for x, tensor in made.items()}
         for path in lora.trained(self.structs):
             module = _module(self.names[path])
             others = [x.template for x in self.names.values() if x.template.startswith(f"{module}.")]
-            if len(others) > 1 or not self.names[path].template.endswith(_WEIGHT) or self.names[path].num_indices > 1:
+            name = self.names[path]
+            if len(others) > 1 or not name.template.endswith(_WEIGHT) or name.num_indices > 1 or name.part is not None:
                 raise ValueError(
                     f"leaf {path!r} is a part of {module}, which PEFT saves whole: merge it, with Lora.merge"
                 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import optax
 from jax import Array
 
@@ -84,7 +85,10 @@ class Trainer:
             itself or the devices, processes that differ, or a checkpoint of another model.
           OtherProcessFailed: in the other processes, where one fails alone.
         """
-        run = prepare(self.config, model=self.model, tx=self._tx, **self._hooks)
+        is_first = jax.process_index() == 0
+        run = prepare(
+            self.config, model=self.model, tx=self._tx, log=log if is_first else lambda _: None, **self._hooks
+        )
         self.state = None  # which would take memory beside the new one
         result, self.state = execute_to_state(run, log=log)
         return result

@@ -25,14 +25,22 @@ def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int 
     Without microbatches leaves may differ in their leading dim, as the nodes and edges of a graph do: the loss function
     sees the whole batch.
 
+    Args:
+      batch: the batch; arrays or shapes.
+      mesh: the mesh.
+      axes: the roles of its axes.
+      num_microbatches: the microbatches; those of a pipeline are a multiple of its stages.
+
     Raises:
       ValueError: a leaf does not divide, or leaves of microbatches differ in size.
     """
-    shards = axis_size(mesh, axes.batch)
+    # The microbatches of a pipeline are of examples on all stages.
+    shards = axis_size(mesh, axes.batch if num_microbatches == 1 else axes.of_stage.batch)
     sizes = leading_dims(batch)
     for name, size in sizes.items():
         if size == 0 or size % (shards * num_microbatches):
-            axes_text = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes.batch)
+            over = axes.batch if num_microbatches == 1 else axes.of_stage.batch
+            axes_text = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in over)
             micro = f" and {num_microbatches} microbatches" if num_microbatches > 1 else ""
             unit = shards * num_microbatches
             raise ValueError(
@@ -76,8 +84,11 @@ def shard_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTre
     return placed
 
 
-def place_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTree:
-    """Shards a batch as `shard_batch` does, for functions that compare the sizes with other processes themselves."""
+def place_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None, is_whole: bool = False) -> PyTree:
+    """Shards a batch as `shard_batch` does, for functions that compare the sizes with other processes themselves.
+
+    Where `is_whole`, each process gives the global batch, of which its devices take their parts.
+    """
     check_arguments(axes=axes)
     axes = axes or axes_of(mesh)
     over_batch, replicated = NamedSharding(mesh, PartitionSpec(axes.batch)), NamedSharding(mesh, PartitionSpec())
@@ -90,7 +101,7 @@ def place_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTre
             return x
         check_has_devices(mesh)
         if jax.process_count() > 1 and not (isinstance(x, jax.Array) and not x.is_fully_addressable):
-            return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+            return jax.make_array_from_process_local_data(sharding, np.asarray(x), np.shape(x) if is_whole else None)
         return jax.device_put(x, sharding)
 
     check_arrays("batch", batch, remedy="leave it out of the batch, or make an array of it")

@@ -136,6 +136,7 @@ def part_of_llama(folders):
 
 
 SUPPLIED = {
+    ("finetuning.md", 3): hub_folder(whole_llama),
     ("huggingface.md", 0): hub_folder(whole_llama),
     ("huggingface.md", 1): hub_folder(part_of_llama),
     ("README.md", 1): own_loop,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         plan_auto,
         plan_layouts,
     )
-    from zero_jax.pretrained import Pretrained, load_hf, save_hf
+    from zero_jax.pretrained import Pretrained, load_hf, load_peft, lora_rules, save_hf, save_peft
     from zero_jax.sharding.mesh import batch_sharding, make_mesh
     from zero_jax.sharding.precision import LossScaleConfig, Precision
     from zero_jax.sharding.quantized import Quantize
@@ -82,7 +82,7 @@ _PUBLIC = {
     "zero_jax.finetuning": "Lora",
     "zero_jax.libraries": "ModelFunctions from_equinox from_linen from_nnx",
     "zero_jax.planning": "AutoPlan CompilerCrash LayoutPlans ModelError PlanReport plan plan_auto plan_layouts",
-    "zero_jax.pretrained": "Pretrained load_hf save_hf",
+    "zero_jax.pretrained": "Pretrained load_hf load_peft lora_rules save_hf save_peft",
     "zero_jax.sharding.mesh": "batch_sharding make_mesh",
     "zero_jax.sharding.precision": "LossScaleConfig Precision",
     "zero_jax.sharding.quantized": "Quantize",
@@ -158,6 +158,8 @@ __all__ = [
     "gather_report",
     "init_state",
     "load_hf",
+    "load_peft",
+    "lora_rules",
     "losses",
     "make_eval_step",
     "make_mesh",
@@ -177,6 +179,7 @@ __all__ = [
     "restore",
     "round_state",
     "save_hf",
+    "save_peft",
     "sequence_parallel",
     "shard_batch",
     "sharding_report",

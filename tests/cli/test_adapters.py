@@ -1,5 +1,6 @@
 """`zero-jax train --lora`: adapters of a base that another run has trained, resumed, on conversations."""
 
+import dataclasses
 import json
 import re
 
@@ -7,6 +8,7 @@ import pytest
 
 from zero_jax.cli import commands as cli
 from zero_jax.cli.models.adapters import _rules
+from zero_jax.cli.models.presets import PRESETS
 
 SMALL = (
     "--vocab-size 256 --seq-len 64 --num-layers 2 --d-model 64 --num-heads 2 --warmup-steps 0 --eval-batches 1 "
@@ -70,7 +72,10 @@ def test_options_that_do_not_fit_are_refused(options, message, tmp_path, capsys)
 
 
 def test_patterns_of_stacked_blocks_are_for_their_matrices():
-    stacked = ["blocks/query", "blocks/norm"]
-    rules = _rules("*/query, blocks/* head, embed=oi, */norm=io", stacked)
+    paths = ["blocks/query", "blocks/norm", "head", "embed"]
+    rules = _rules("*/query, blocks/* head, embed=oi, */norm=io", PRESETS["gpt-tiny"], paths)
     assert rules == {"*/query": "sio", "blocks/*": "sio", "head": "io", "embed": "oi", "*/norm": "io"}
-    assert _rules("*/query", []) == {"*/query": "io"}
+    unrolled = dataclasses.replace(PRESETS["gpt-tiny"], scan=False)
+    assert _rules("*/query", unrolled, ["blocks/0/query"]) == {"*/query": "io"}
+    assert _rules("all-linear", unrolled, ["blocks/0/query"]) == {"blocks/*": "io"}
+    assert _rules("all-linear", PRESETS["gpt-tiny"], paths) == {"blocks/*": "sio"}

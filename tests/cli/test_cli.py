@@ -24,17 +24,17 @@ TRAIN_OPTIONS = """
 --attention --batch-size --batches --beta1 --beta2 --checkpoints --clip-norm --combine-bytes --compiler-option --config
 --d-model --data --decay-fraction --devices --ema-decay --epochs --epsilon --eval-batches --eval-every --eval-loss
 --final-learning-rate --format --hang-seconds --help --init --init-from --json --keep-best --keep-gathered --keep-last
---learning-rate --log-every --lora --lora-alpha --lora-base --lora-dora --lora-rank --lora-train --loss --loss-chunk
---max-nonfinite-steps --min-shard-size --mlp-ratio --model --model-axis --momentum --mu-dtype --name --no-decay
---no-keep-gathered --no-lora-dora --no-overlap --no-quantize-error-feedback --no-scan --no-secondary
---no-separate-documents --no-sequence-parallel --no-skip-nonfinite --no-tensorboard --nu-dtype --num-heads --num-layers
---num-microbatches --offload --offload-fraction --offload-paths --offload-window-bytes --optimizer --out --overlap
---paper-config --param-specs --pipe --position --precision --prefetch-batches --process-batches --profile-steps
---quantize-block-size --quantize-error-feedback --quantize-gathers --quantize-grads --quantize-grads-over --remat
---replica --resume --sample-every --sample-prompt --sample-tokens --save-every --scan --schedule --secondary --seed
---separate-documents --seq-len --sequence-parallel --show-config --skip-nonfinite --stage --steps --temperature
---tensorboard --text-field --token-cache --token-dtype --tokenizer --top-k --validation --validation-fraction
---vocab-size --wandb --warmup-steps --weight-decay -h
+--learning-rate --log-every --lora --lora-alpha --lora-base --lora-dora --lora-from --lora-rank --lora-train --loss
+--loss-chunk --max-nonfinite-steps --min-shard-size --mlp-ratio --model --model-axis --momentum --mu-dtype --name
+--no-decay --no-keep-gathered --no-lora-dora --no-overlap --no-quantize-error-feedback --no-scan --no-secondary
+--no-separate-documents --no-sequence-parallel --no-skip-nonfinite --no-streaming --no-tensorboard --nu-dtype
+--num-heads --num-layers --num-microbatches --offload --offload-fraction --offload-paths --offload-window-bytes
+--optimizer --out --overlap --paper-config --param-specs --pipe --position --precision --prefetch-batches
+--process-batches --profile-steps --quantize-block-size --quantize-error-feedback --quantize-gathers --quantize-grads
+--quantize-grads-over --remat --replica --resume --sample-every --sample-prompt --sample-tokens --save-every --scan
+--schedule --secondary --seed --separate-documents --seq-len --sequence-parallel --show-config --skip-nonfinite
+--stage --steps --streaming --temperature --tensorboard --text-field --token-cache --token-dtype --tokenizer --top-k
+--tracker --validation --validation-fraction --vocab-size --wandb --warmup-steps --weight-decay -h
 """.split()
 PLAN_OPTIONS = """
 --attention --batch --batch-size --batches --beta1 --beta2 --cache --clip-norm --combine-bytes --compiler-option
@@ -63,7 +63,12 @@ TOKENIZE_OPTIONS = """
 --data --format --help --json --out --text-field --token-dtype --tokenizer --tokens --vocab-size -h
 """.split()
 EXPORT_OPTIONS = """
---dtype --ema --force --help --json --max-shard-size --merged --no-ema --no-force --no-merged --out --step --to-hf -h
+--dtype --ema --force --help --json --max-shard-size --merged --no-ema --no-force --no-merged --out --step --to-hf
+--to-peft -h
+""".split()
+INSPECT_OPTIONS = """
+--from-hf --help --json --lora --lora-alpha --lora-base --lora-dora --lora-from --lora-rank --lora-train --model
+--no-lora-dora --no-verify --step --verify -h
 """.split()
 LAUNCH_OPTIONS = """
 --devices-per-process --grace-seconds --help --max-restarts --min-processes --num-processes --rejoin-seconds -h -n
@@ -71,7 +76,7 @@ LAUNCH_OPTIONS = """
 OPTIONS = {
     "train": TRAIN_OPTIONS,
     "tokenize": TOKENIZE_OPTIONS,
-    "inspect": ["--help", "--json", "--no-verify", "--step", "--verify", "-h"],
+    "inspect": INSPECT_OPTIONS,
     "export": EXPORT_OPTIONS,
     "sample": (
         "--help --json --num-samples --num-tokens --prompt --seed --step --temperature --tokenizer --top-k -h"

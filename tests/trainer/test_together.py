@@ -103,6 +103,7 @@ def test_a_resumed_process_with_fewer_batches_than_it_has_read_is_refused(result
         ("sizes", 1, "ValueError: batch leaf 'x' of step 4 has 2 examples", ["step_00000003"]),
         ("validation", 0, "OSError: the disk is on fire", ["step_00000002"]),
         ("log", 0, "RuntimeError: no log", ["step_00000004"]),
+        ("callback", 0, "RuntimeError: the callback is lost", ["step_00000002"]),
     ],
 )
 def test_an_error_of_one_process_is_shown_in_both_and_the_last_good_state_saved(name, who, error, saved, results):
@@ -111,6 +112,13 @@ def test_an_error_of_one_process_is_shown_in_both_and_the_last_good_state_saved(
         assert checkpoints == saved
     if name == "data":
         assert f"stopping at step 3 of 5: OtherProcessFailed: process 1 failed: {error}" in results[0]["lines"]
+
+
+def test_a_callback_of_one_process_stops_both_and_other_callbacks_are_refused(results):
+    assert both(results, "stopped") == [["stopped at step 2", ["step_00000002"]]] * 2
+    assert "stopping at step 2 of 5: stops in process 1 returned True" in results[0]["lines"]
+    for error, _ in both(results, "callbacks"):
+        assert 'callbacks is [["stops", 1]] in process 0, [["stops", 2]] in process 1' in error
 
 
 def test_other_numbers_or_sizes_of_validation_batches_are_refused(results):

@@ -10,12 +10,20 @@ import types
 import pytest
 
 from zero_jax.core.files.json_lines import JsonLinesWriter, read_records
+from zero_jax.trainer.reporting import trackers as trackers_module
 from zero_jax.trainer.reporting import writers as writers_module
-from zero_jax.trainer.reporting.writers import TensorBoardWriter, WandbWriter, WriterConfig, Writers, open_writers
+from zero_jax.trainer.reporting.trackers import TrackedRun, Trackers, tracker_functions
+from zero_jax.trainer.reporting.writers import TensorBoardWriter, WandbWriter, WriterConfig
+from zero_jax.trainer.reporting.writers import open_writers as open_trackers
 
 
 def train(step, **figures):
     return {"kind": "train", "step": step, "loss": 1.0 / step, **figures}
+
+
+def open_writers(config, folder, *, resume_step=None, **options):
+    run = TrackedRun(name="run", folder=folder, config={"steps": 3}, resume_step=resume_step)
+    return open_trackers(config, run, **options)
 
 
 def write_run(path, steps, resume_step=None, **options):
@@ -71,7 +79,7 @@ def test_damaged_lines_are_reported_and_kept_in_another_file(tmp_path):
     damaged = [b"\xff\x00{}\n", b'{"step": "seven"}\n']
     path.write_bytes(b"".join([damaged[0], path.read_bytes(), damaged[1], b'{"kind":']))
     for _ in range(2):  # the second time there is nothing to report
-        open_writers(WriterConfig(), tmp_path, name="run", resume_step=2, log=lines.append).close()
+        open_writers(WriterConfig(), tmp_path, resume_step=2, log=lines.append).close()
     assert lines == ["metrics.jsonl: 2 damaged lines, which are no records, are in metrics.jsonl.damaged now"]
     assert steps_of(path) == [1, 2] and path.read_bytes().count(b"\n") == 2
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == b"".join(damaged)
@@ -80,7 +88,7 @@ def test_damaged_lines_are_reported_and_kept_in_another_file(tmp_path):
 def test_a_pipe_in_place_of_the_records_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "metrics.jsonl")
     lines = []
-    open_writers(WriterConfig(), tmp_path, name="run", resume_step=2, log=lines.append).close()
+    open_writers(WriterConfig(), tmp_path, resume_step=2, log=lines.append).close()
     assert "metrics.jsonl: writing failed" in lines[0] and "it is no regular file: move it away" in lines[0]
     with pytest.raises(OSError, match="no regular file"):
         list(read_records(tmp_path / "metrics.jsonl"))
@@ -126,7 +134,7 @@ def test_what_a_full_disk_does_not_take_is_said_once_and_written_when_it_has_roo
     lines, path = [], tmp_path / "metrics.jsonl"
     writer = JsonLinesWriter(path)
     writer._file = disk = Disk(writer._file, room=70)  # one record, and a part of another
-    with Writers(
+    with Trackers(
         {"metrics.jsonl": lambda: writer, "b": lambda: JsonLinesWriter(tmp_path / "b")}, log=lines.append
     ) as w:
         for step in (1, 2, 3):
@@ -140,7 +148,7 @@ def test_what_a_full_disk_does_not_take_is_said_once_and_written_when_it_has_roo
     error = "No space left on device (the disk is full: free some space)"
     full = f"metrics.jsonl: writing failed, it is tried again with each record: {path}: {error}"
     again = "metrics.jsonl: writing works again, and what waited is written"
-    lost = f"metrics.jsonl: writing failed, nothing more is written there: OSError: {error}"
+    lost = f"metrics.jsonl: 1 records are not written there: {path}: {error}"
     assert lines == [full, again, full, lost]
     assert steps_of(tmp_path / "b") == [1, 2, 3, 4, 5]
 
@@ -154,24 +162,91 @@ def test_a_file_that_vanished_is_made_anew(tmp_path):
     assert steps_of(tmp_path / "run" / "metrics.jsonl") == [2]
 
 
-def test_a_writer_that_cannot_be_opened_or_closed_is_set_aside():
-    lines, written = [], []
+class Collecting:
+    """A tracker that fails while it `is_down`."""
 
-    def fails(*_):
-        raise ConnectionError("no route")
+    def __init__(self):
+        self.records, self.is_down, self.is_closed = [], False, False
 
-    class Closing:
-        write = written.append
-        close = fails
+    def write(self, record):
+        if self.is_down:
+            raise ConnectionError("no route")
+        self.records.append(record)
 
-    writers = Writers({"a": fails, "b": Closing}, log=lines.append)
-    assert writers.names == ("b",)
-    Closing.write = staticmethod(written.append)
-    writers.write(train(1))
-    writers.close()
-    writers.write(train(2))
-    assert written == [train(1)]
-    assert [line[:3] for line in lines] == ["a: ", "b: "]
+    def close(self):
+        self.is_closed = True
+        if self.is_down:
+            raise ConnectionError("no route")
+
+
+def test_a_tracker_that_cannot_be_opened_at_first_or_closed_ends_nothing_and_gets_all_records():
+    lines, late, down, tries = [], Collecting(), Collecting(), []
+
+    def opens_late():
+        tries.append(1)
+        if len(tries) < 3:
+            raise ConnectionError("no route")
+        return late
+
+    trackers = Trackers({"late": opens_late, "down": lambda: down}, log=lines.append)
+    assert trackers.working == {"down": down}
+    trackers.write(train(1))
+    trackers.write(train(2))
+    assert trackers.working == {"late": late, "down": down}
+    down.is_down = True
+    trackers.close()
+    trackers.write(train(3))
+    assert late.records == down.records == [train(1), train(2)] and late.is_closed
+    assert lines == [
+        "late: writing failed, it is tried again with each record: ConnectionError: no route",
+        "late: writing works again, and what waited is written",
+        "down: it could not be closed: ConnectionError: no route",
+    ]
+
+
+def test_a_tracker_that_takes_long_to_fail_is_not_tried_with_each_record(monkeypatch):
+    now, tried, lines = [0.0], [], []
+    monkeypatch.setattr(trackers_module.time, "monotonic", lambda: now[0])
+
+    class Slow:
+        def write(self, record):
+            tried.append(record["step"])
+            now[0] += 90
+            raise TimeoutError
+
+        def close(self):
+            pass
+
+    with Trackers({"slow": Slow}, log=lines.append) as trackers:
+        for step in range(1, 21):
+            trackers.write(train(step))
+            now[0] += 60
+    assert tried == [1, 1, 1]  # 900 seconds after the first try, and at the end
+    assert lines[-1] == "slow: 20 records are not written there: TimeoutError: TimeoutError"
+
+
+def test_trackers_of_the_users_own_are_objects_or_functions_of_the_run(tmp_path):
+    given, opened, lines = Collecting(), [], []
+
+    class Own(Collecting):
+        def __init__(self, run):
+            super().__init__()
+            opened.append((run, self))
+
+    functions = tracker_functions([given, Own, lambda run: given])
+    assert list(functions) == ["Collecting", "Own", "<lambda>"]
+    with open_writers(WriterConfig(), tmp_path, own=functions, log=lines.append) as trackers:
+        trackers.write(train(1))
+    ((run, own),) = opened
+    assert (run.name, run.folder, run.config, run.resume_step) == ("run", tmp_path, {"steps": 3}, None)
+    assert own.records == [train(1)] and given.records == [train(1)] * 2 and not lines
+    for wrong, message in (
+        (3, r"trackers\[0\]=3 has no write\(\) and no close\(\): give an object with write"),
+        (types.SimpleNamespace(write=print), r"has no close\(\)"),
+        (lambda: given, r"cannot be called with \(run\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tracker_functions([wrong])
 
 
 def events_of(folder):
@@ -224,7 +299,7 @@ def shown_by_tensorboard(folder):
 def test_a_validation_that_is_measured_again_at_each_resume_is_shown_once(tmp_path):
     config, validation = WriterConfig(tensorboard=True), {"kind": "validation", "step": 2}
     for attempt, resume_step in enumerate((None, 2, 2)):
-        with open_writers(config, tmp_path, name="run", resume_step=resume_step, is_evaluated=False) as writers:
+        with open_writers(config, tmp_path, resume_step=resume_step, is_evaluated=False) as writers:
             records = [train(1), train(2)] if resume_step is None else [{**validation, "loss": 8.0 + attempt}]
             for record in [*records, train(3)]:
                 writers.write(record)
@@ -235,6 +310,22 @@ def test_a_validation_that_is_measured_again_at_each_resume_is_shown_once(tmp_pa
         (2, "validation/loss", 10.0),
         (3, "train/loss", pytest.approx(1 / 3)),
     ]
+
+
+def test_tensorboard_writes_what_a_full_disk_lost_to_another_file(tmp_path, monkeypatch):
+    writer = TensorBoardWriter(tmp_path)
+    for step in (1, 2):
+        writer.write(train(step))
+    failures = [OSError(28, "No space left on device")]
+    monkeypatch.setattr(writer._events, "flush", lambda: failures and (_ for _ in ()).throw(failures.pop()))
+    monkeypatch.setattr(writers_module, "_FLUSH_SECONDS", 0)
+    with pytest.raises(OSError, match="No space"):
+        writer.write(train(3))
+    for path in tmp_path.iterdir():
+        path.write_bytes(b"")  # nothing of it has reached the disk
+    writer.write(train(3))
+    writer.close()
+    assert [step for step, *_ in scalars_of(tmp_path)] == [1, 2, 3]
 
 
 def test_tensorboard_flushes_now_and_then(tmp_path, monkeypatch):
@@ -294,18 +385,26 @@ def test_wandb_gets_the_figures_and_goes_on_by_id(tmp_path, wandb):
 def test_all_writers_of_a_run_and_one_that_loses_its_network(tmp_path, wandb):
     lines = []
     config = WriterConfig(tensorboard=True, wandb="project")
-    with open_writers(config, tmp_path, name="run", log=lines.append) as writers:
-        assert writers.names == ("metrics.jsonl", "TensorBoard", "Weights & Biases")
+    with open_writers(config, tmp_path, log=lines.append) as writers:
+        assert tuple(writers.working) == ("metrics.jsonl", "TensorBoard", "Weights & Biases")
         writers.write(train(1))
         wandb.is_down = True
         writers.write(train(2))
         writers.write(train(3))
-    assert lines == [
-        "Weights & Biases: writing failed, nothing more is written there: ConnectionError: unreachable",
-    ]
-    assert steps_of(tmp_path / "metrics.jsonl") == [1, 2, 3]
-    assert [step for step, *_ in scalars_of(tmp_path / "tensorboard")] == [1, 2, 3]
-    with open_writers(config, tmp_path, name="run", resume_step=2, log=lines.append) as writers:
+        wandb.is_down = False
+        writers.write(train(4))
+        wandb.is_down = True
+        writers.write(train(5))
+    failed = "Weights & Biases: writing failed, it is tried again with each record: ConnectionError: unreachable"
+    again = "Weights & Biases: writing works again, and what waited is written"
+    lost = "Weights & Biases: 1 records are not written there: ConnectionError: unreachable"
+    assert lines == [failed, again, failed, lost]
+    assert steps_of(tmp_path / "metrics.jsonl") == [1, 2, 3, 4, 5]
+    assert [call[1]["step"] for call in wandb.calls if call[0] == "log"] == [1, 2, 3, 4]
+    ids = {call[1]["id"] for call in wandb.calls if call[0] == "init"}
+    assert len(ids) == 1 and wandb.calls[-1] == ("finish",)  # one run, ended and gone on with
+    assert [step for step, *_ in scalars_of(tmp_path / "tensorboard")] == [1, 2, 3, 4, 5]
+    with open_writers(config, tmp_path, resume_step=2, log=lines.append) as writers:
         writers.write(train(3))
     assert steps_of(tmp_path / "metrics.jsonl") == [1, 2, 3]
 

@@ -110,10 +110,11 @@ class Stateful:
         self.at = state
 
 
-def train(name, batches=batch_of, *, loss=loss_fn, init=init_fn, log=None, validation=None, **changes):
+def train(name, batches=batch_of, *, loss=loss_fn, init=init_fn, log=None, validation=None, callbacks=(), **changes):
     """Trains a run; returns its status, steps and checkpoints, or its error and checkpoints."""
     config = dataclasses.replace(CONFIG, name=name, **changes)
-    trainer, log = zero.Trainer(loss, init, batches, config=config, validation=validation), log or lines.append
+    options = {"config": config, "validation": validation, "callbacks": callbacks}
+    trainer, log = zero.Trainer(loss, init, batches, **options), log or lines.append
 
     def run():
         done = trainer.train(log=log)
@@ -198,6 +199,20 @@ batches = [batch_of(9), batch_of(8, size=own(4, 2))]
 result["sizes of validation batches"] = train("shapes", validation=batches, steps=2)
 result["log"] = train("log", log=full, log_every=1)
 result["done"] = train("done")
+
+
+def stops(step, metrics, state):
+    return step == own(9, 2)
+
+
+def fails(step, metrics, state):
+    if step == own(2, 9):
+        raise RuntimeError("the callback is lost")
+
+
+result["stopped"] = train("stopped", callbacks=[stops])
+result["callback"] = train("callback", callbacks=[fails])
+result["callbacks"] = train("callbacks", callbacks=[zero.trainer.Callback(stops, every=own(1, 2))])
 
 started = time.perf_counter()
 for _ in range(100):

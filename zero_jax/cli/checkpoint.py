@@ -1,4 +1,4 @@
-"""The commands `zero-jax inspect` (describes a checkpoint) and `export` (writes its params as safetensors)."""
+"""The commands `zero-jax inspect` (describes a checkpoint, or a model) and `export` (writes params as safetensors)."""
 
 import argparse
 import dataclasses
@@ -8,7 +8,8 @@ import pathlib
 import jax
 
 from zero_jax.checkpoint import describe, export, parse_size
-from zero_jax.cli.models.adapters import merged_params
+from zero_jax.cli.models.adapters import export_adapters, merged_params
+from zero_jax.cli.models.leaves import model_leaves
 from zero_jax.cli.options import field_values, one_line_errors, refuse, with_config_file
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.files.untrusted import user_path
@@ -66,6 +67,14 @@ class ExportConfig:
 def inspect(options: argparse.Namespace) -> int:
     """Runs `zero-jax inspect`."""
     config = InspectConfig(**field_values(InspectConfig, options))
+    if (options.path is None) == (options.preset is None and options.from_hf is None):
+        raise ValueError("give the PATH of a checkpoint, or a model by --model or --from-hf: one of them")
+    if options.path is None:
+        if config != InspectConfig():
+            raise ValueError("--step and --verify are of a checkpoint: leave them out")
+        leaves = model_leaves(options)
+        print(json.dumps(leaves.to_json()) if options.json else printable_lines(leaves))
+        return 0
     description = describe(options.path, step=config.step, verify_leaves=config.verify)
     print(json.dumps(description.to_json()) if options.json else printable_lines(description))
     return 1 if description.problems else 0
@@ -81,9 +90,14 @@ def export_params(options: argparse.Namespace) -> int:
         if config.dtype not in (None, *_MERGED_DTYPES):
             names = ", ".join(_MERGED_DTYPES)
             raise ValueError(f"--dtype {config.dtype}: with --merged give one of {names}, or leave it out")
-    elif options.to_hf is not None:
-        refuse(options, ("--force", "--no-force"), reason="--to-hf writes over nothing: give a new folder")
+    elif options.to_hf is not None or options.to_peft is not None:
+        refuse(options, ("--force", "--no-force"), reason="this writes over nothing: give a new folder")
     settings = {"step": config.step, "dtype": config.dtype, "ema": config.ema}
+    if options.to_peft is not None:
+        refuse(options, ("--merged", "--no-merged", "--max-shard-size"), reason="--to-peft writes the adapters alone")
+        result = export_adapters(options.path, options.to_peft, settings, _run_options(options))
+        print(json.dumps(dataclasses.asdict(result)) if options.json else printable_lines(result))
+        return 0
     limit, params = parse_size(config.max_shard_size), _merged(options, config) if config.merged else None
     if options.to_hf is not None:
         result = export_hf(options.path, options.to_hf, **settings, max_file_bytes=limit, params=params)
@@ -94,6 +108,21 @@ def export_params(options: argparse.Namespace) -> int:
         result = save_tensors(options.out, params, tensors, dtype=config.dtype, max_file_bytes=limit)
     print(json.dumps(dataclasses.asdict(result)) if options.json else printable_lines(result))
     return 0
+
+
+def _merged(options: argparse.Namespace, config: ExportConfig) -> PyTree:
+    """Returns the params of a run with its adapters merged, whose model and adapters its config file describes."""
+    return merged_params(options.path, step=config.step, dtype=config.dtype, options=_run_options(options))
+
+
+def _run_options(options: argparse.Namespace) -> argparse.Namespace:
+    """Returns the options of a run with adapters, from its config file."""
+    file = find_run_config(options.path)
+    if file is None:
+        raise ValueError(f"{options.path} has no {_CONFIG} with the options of --lora: give the folder of a run")
+    run = read_run_options(file, options.known["train"])
+    jax.config.update("jax_platforms", "cpu")
+    return run
 
 
 def find_run_config(path: str) -> pathlib.Path | None:
@@ -108,13 +137,3 @@ def read_run_options(file: pathlib.Path, train: argparse.ArgumentParser, *more: 
     if run.from_hf is not None and run_companions(file.parent).is_dir():
         run.from_hf = str(run_companions(file.parent))  # where it came from may be gone
     return run
-
-
-def _merged(options: argparse.Namespace, config: ExportConfig) -> PyTree:
-    """Returns the params of a run with its adapters merged, whose model and adapters its config file describes."""
-    file = find_run_config(options.path)
-    if file is None:
-        raise ValueError(f"{options.path} has no {_CONFIG} with the options of --lora: give the folder of a run")
-    run = read_run_options(file, options.known["train"])
-    jax.config.update("jax_platforms", "cpu")
-    return merged_params(options.path, step=config.step, dtype=config.dtype, options=run)

@@ -144,7 +144,7 @@ def add_evaluate_options(parser: argparse.ArgumentParser) -> None:
         "default on what the run validates on."
     )
     _add_model_path(parser, "EvaluateConfig")
-    without = ("validation_fraction", "prefetch_batches")
+    without = ("validation_fraction", "prefetch_batches", "streaming")
     add_fields(
         parser.add_argument_group("text"), "DataConfig", defaults=None, default_text="the run's", without=without
     )
@@ -233,7 +233,7 @@ def add_tokenize_options(parser: argparse.ArgumentParser) -> None:
         "Trains a byte-level BPE on text (--vocab-size), writes text as a folder of tokens that `zero-jax train "
         "--data` maps (--tokens), or both."
     )
-    without = ("validation_fraction", "prefetch_batches", "token_cache", "separate_documents")
+    without = ("validation_fraction", "prefetch_batches", "token_cache", "separate_documents", "streaming")
     add_fields(parser.add_argument_group("text"), "DataConfig", without=without)
     group = parser.add_argument_group("what to make")
     group.add_argument(
@@ -249,10 +249,14 @@ def add_inspect_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `zero-jax inspect`."""
     parser.description = (
         "Prints the leaves of a checkpoint with shapes and dtypes, its step, and the config and position in the data "
-        "of the run that saved it."
+        "of the run that saved it; or those of a model, with the names that --lora and --param-specs take."
     )
-    _add_checkpoint(parser)
+    _add_checkpoint(parser, nargs="?")
     add_fields(parser, "InspectConfig")
+    group = parser.add_argument_group("a model instead of a checkpoint")
+    group.add_argument("--model", dest="preset", type=reader(str), metavar="PRESET", help="a preset, as of `train`")
+    add_path(group, "--from-hf", metavar="FOLDER", help="a checkpoint of the Hugging Face hub")
+    add_fields(group, "LoraConfig")
     parser.set_defaults(run=imported("zero_jax.cli.checkpoint:inspect"))
 
 
@@ -269,13 +273,16 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
         help="folder to make as the Hugging Face hub has them, for transformers: decoders alone, in the names of their "
         "family, with config.json and the tokenizer of --from-hf, and by default in its dtype",
     )  # fmt: skip
+    add_path(
+        target, "--to-peft", metavar="FOLDER", help="folder to make of a run's adapters, as the library PEFT has them"
+    )
     add_fields(parser, "ExportConfig")
     parser.set_defaults(run=imported("zero_jax.cli.checkpoint:export_params"))
 
 
-def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+def _add_checkpoint(parser: argparse.ArgumentParser, **settings: Any) -> None:
     text = "a run's folder, its checkpoints, or the folder of one step"
-    parser.add_argument("path", type=reader(str, place="anywhere"), metavar="PATH", help=text)
+    parser.add_argument("path", type=reader(str, place="anywhere"), metavar="PATH", help=text, **settings)
     add_json(parser)
 
 

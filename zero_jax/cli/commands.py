@@ -30,7 +30,7 @@ _COMMANDS = {
     "memory": ("[OPTION ...]", "memory of a train step: by formula and measured"),
     "comms": ("[OPTION ...]", "communication of a train step: by formula and measured"),
     "tokenize": ("[OPTION ...]", "train a tokenizer on text, or turn text into a folder of tokens"),
-    "inspect": ("PATH [OPTION ...]", "what is in a checkpoint, and is it undamaged?"),
+    "inspect": ("[PATH] [OPTION ...]", "what is in a checkpoint, is it undamaged? the leaves of a model"),
     "export": ("PATH [OPTION ...]", "write a checkpoint's params as safetensors files"),
     "launch": (
         "[-n N] [OPTION ...] -- COMMAND [ARGUMENT ...]",

@@ -42,6 +42,7 @@ PLACES: Mapping[str, PathPlace] = {
     "TrainConfig.checkpoints": "anywhere",
     "TrainConfig.init_from": "anywhere",
     "PlanConfig.cache": "local",
+    "LoraConfig.lora_from": "local",
     "from_hf": "local",
 }
 # Integers of 64 bits, or bounded by the machine; all others are 32 bits on a device.

@@ -72,6 +72,14 @@ def aligned(rows: Iterable[Sequence[str]], *, right: Container[int] = ()) -> str
     return "\n".join("  ".join(row).rstrip() for row in padded)
 
 
+def format_count(number: int) -> str:
+    """Formats a number of params in three digits or so, such as `1.24B`, `18.7M` or `640`."""
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}" if number < 999.5 * size else f"{number / size:,.0f}{unit}"
+    return str(number)
+
+
 def format_bytes(num_bytes: float, *, decimals: int = 2) -> str:
     """Returns a number of bytes in the largest unit that gives at least 1, such as `1.50 GB` or `12 bytes`."""
     for unit, scale in _UNITS:

@@ -4,13 +4,22 @@
 `tokens/`), and a `Dataset` has two `parts`, for training and validation, that rows are cut from. `conversations` are
 checked (`messages`) and rendered by a `chat_template`, in a process of its own (`rendering`). `train_batches` shuffles
 rows by grain and makes global arrays of which each process reads its own shards. `BatchBuffers` reuses device memory.
+Data sets of the Hugging Face hub (`hub`) are sources too, or a `Stream` whose lanes are read document by document.
 """
 
-from zero_jax.data.batches import Batch, BatchBuffers, train_batches, validation_batches
+from zero_jax.data.batches import (
+    Batch,
+    BatchBuffers,
+    StreamBatches,
+    stream_batches,
+    train_batches,
+    validation_batches,
+)
 from zero_jax.data.dataset import DataConfig, load_dataset, token_folder_tokenizer
 from zero_jax.data.documents import Piece, read_text
 from zero_jax.data.parts import Dataset
 from zero_jax.data.sources import Source, find_source
+from zero_jax.data.stream import Stream
 from zero_jax.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from zero_jax.data.tokens.cache import log_progress
 from zero_jax.data.tokens.chunks import source_chunks
@@ -23,6 +32,8 @@ __all__ = [
     "Dataset",
     "Piece",
     "Source",
+    "Stream",
+    "StreamBatches",
     "Tokenizer",
     "Tokens",
     "find_source",
@@ -33,6 +44,7 @@ __all__ = [
     "make_tokens",
     "read_text",
     "source_chunks",
+    "stream_batches",
     "token_folder_tokenizer",
     "train_batches",
     "train_bpe",

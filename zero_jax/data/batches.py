@@ -3,6 +3,8 @@
 The rows of a batch are a pure function of the seed and the number of examples before it.
 """
 
+import collections
+import concurrent.futures
 import dataclasses
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +19,7 @@ from jax.sharding import NamedSharding
 from zero_jax.core.extras import extra
 from zero_jax.core.tree import PyTree
 from zero_jax.data.parts import NO_ROW, Dataset, Part
+from zero_jax.data.stream import LaneRows, Stream
 
 Batch = dict[str, jax.Array]
 _MAX_THREADS = 4
@@ -109,6 +112,81 @@ class Batches(Iterator[Batch]):
         if self._is_open:
             self._is_open = False
             self._host_batches.close()
+
+
+class _Prefetched:
+    """Batches of lanes on the host, read ahead by a thread; `state` is that after the batch that was returned last."""
+
+    def __init__(self, rows: LaneRows, num_batches: int):
+        self._rows, self._num_batches, self.state = rows, num_batches, rows.state()
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="lanes")
+        self._waiting: collections.deque[concurrent.futures.Future] = collections.deque()
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        while len(self._waiting) <= self._num_batches:
+            self._waiting.append(self._thread.submit(lambda: (self._rows.read(), self._rows.state())))
+        batch, self.state = self._waiting.popleft().result()
+        return batch
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class StreamBatches(Batches):
+    """Batches of a stream.
+
+    Attributes:
+      states: the states of this process's lanes by position, of the last two batches.
+      num_lanes: the number of lanes of all processes.
+    """
+
+    def __init__(self, host_batches: _Prefetched, share: _Share, *, position: int, num_lanes: int):
+        """Wraps the rows of lanes, as `Batches`."""
+        super().__init__(host_batches, share, position=position)
+        self.num_lanes, self.states = num_lanes, {position: host_batches.state}
+
+    def __next__(self) -> Batch:
+        before, batch = self.position, super().__next__()
+        self.states = {before: self.states[before], self.position: self._host_batches.state}
+        return batch
+
+
+def stream_batches(
+    stream: Stream,
+    *,
+    batch_size: int,
+    seq_len: int,
+    seed: int,
+    sharding: NamedSharding,
+    position: int = 0,
+    states: Mapping[str, Any] | None = None,
+    prefetch_batches: int = 2,
+    separate_documents: bool = True,
+) -> StreamBatches:
+    """Returns training batches of a stream; arguments as for `train_batches`.
+
+    `states` are those of all lanes at the position, which a run before has recorded; the number of lanes is that of its
+    first processes. Each process reads the lanes of its own rows.
+
+    Raises:
+      ValueError: states of another form; while iterating, the stream cannot be read.
+    """
+    share = _share(sharding, batch_size=batch_size, seq_len=seq_len, separate_documents=separate_documents)
+    num_lanes = len(states) if states else min(jax.process_count(), batch_size)
+    if num_lanes > batch_size:
+        raise ValueError(
+            f"batch_size={batch_size}: the run reads {num_lanes} parts of the stream: give at least as many"
+        )
+    rows = LaneRows(
+        stream,
+        rows=share.rows,
+        batch_size=batch_size,
+        num_lanes=num_lanes,
+        seq_len=seq_len,
+        seed=seed,
+        states=states,
+    )
+    return StreamBatches(_Prefetched(rows, prefetch_batches), share, position=position, num_lanes=num_lanes)
 
 
 def train_batches(

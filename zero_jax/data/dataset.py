@@ -13,8 +13,10 @@ from zero_jax.core.files.user_cache import cache_folder
 from zero_jax.core.text_tables import printable
 from zero_jax.data.chat_template import find_chat_template
 from zero_jax.data.conversations import load_conversations
+from zero_jax.data.hub import HUB
 from zero_jax.data.parts import Dataset, TokenPart, split_documents
 from zero_jax.data.sources import Format, find_source
+from zero_jax.data.stream import open_stream
 from zero_jax.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from zero_jax.data.tokens.cache import Log, read_tokens, verify_if_small
 from zero_jax.data.tokens.store import TOKENIZER_FILE, TokenDtype, Tokens, is_token_folder, open_folder
@@ -30,7 +32,8 @@ class DataConfig:
     Attributes:
       data: the documents: `stdlib` is the source code of Python's own standard library, anything else is the path of
         a text file, of a folder of them, of .jsonl, .parquet, ArrayRecord, .npy or .bin files, or of a folder that
-        `zero-jax tokenize` wrote.
+        `zero-jax tokenize` wrote; `hf:NAME` (`hf:NAME:SUBSET@SPLIT`) is a data set of the Hugging Face hub, or of a
+        folder, by the package `datasets`.
       format: how to read it; `auto` goes by the names of the files, `chat` are conversations or prompts with
         completions in JSON Lines, messages by the chat template beside the tokenizer's file if there is one.
       text_field: field of a JSON line, or column of a Parquet file, that holds the text.
@@ -43,6 +46,8 @@ class DataConfig:
       separate_documents: give the model the document of each token (`segments`), so that attention stays within it;
         otherwise tokens attend to the documents before theirs. The loss never crosses documents either way.
       prefetch_batches: batches to read while the devices compute.
+      streaming: read the text of hf:NAME as it is needed, shuffled within blocks of rows; otherwise all of it first,
+        shuffled as a whole, as for every other format and for conversations.
     """
 
     data: str = "stdlib"
@@ -54,6 +59,7 @@ class DataConfig:
     validation_fraction: float = 0.1
     separate_documents: bool = False
     prefetch_batches: int = 2
+    streaming: bool = True
 
     def __post_init__(self):
         """Raises `ValueError` for invalid values."""
@@ -107,7 +113,17 @@ def load_dataset(
     folder, fraction = user_path(config.data), 1.0 if held_out else config.validation_fraction
     if config.format == "chat":
         return _load_chat(config, tokenizer, seq_len, fraction)
-    num_left_out = 0
+    num_left_out, is_hub = 0, config.data.startswith(HUB)
+    if is_hub and config.format not in ("auto", "text"):
+        raise ValueError(f"format={config.format!r}: {config.data} has rows: leave it out, or give 'chat'")
+    if is_hub and config.streaming and not held_out:
+        return open_stream(
+            config.data,
+            tokenizer or load_tokenizer("bytes" if config.tokenizer == "auto" else config.tokenizer),
+            text_field=config.text_field,
+            seq_len=seq_len,
+            validation_fraction=fraction,
+        )
     if config.data != "stdlib" and config.format in ("auto", "tokens") and is_token_folder(folder):
         name, tokens = str(folder), verify_if_small(open_folder(folder))
         saved_tokenizer = token_folder_tokenizer(folder)

@@ -49,8 +49,21 @@ def read_text(source: Source, *, text_field: str = "text") -> Iterator[Piece]:
     Raises:
       ValueError: a file cannot be read; names the file and the line.
     """
+    if source.table is not None:
+        return _read_rows(source, text_field)
     read = _READERS[source.format]
     return _of_each_file(source, lambda file: read(file, text_field))
+
+
+def _read_rows(source: Source, text_field: str) -> Iterator[Piece]:
+    table = source.table
+    table = table.select_columns([text_field]) if text_field in table.column_names else table  # others may be pictures
+    return (record_text(row, text_field, f"row {i} of {source.name}") for i, row in enumerate(table, 1))
+
+
+def record_text(record: Mapping[str, Any], text_field: str, where: str) -> Piece:
+    """Returns the text of a record as a document; raises `ValueError` with the record's place if it has none."""
+    return _string(_field(record, text_field, where))
 
 
 def _of_each_file(source: Source, read: Callable[[SourceFile], Iterator[_T]]) -> Iterator[_T]:
@@ -102,11 +115,14 @@ def _read_json_lines(file: SourceFile, text_field: str) -> Iterator[Piece]:
 
 
 def json_lines(source: Source) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Reads the objects of JSON Lines, each with its place, `line N of FILE`.
+    """Reads the objects of JSON Lines, or of the rows of a table, each with its place, such as `line N of FILE`.
 
     Raises:
       ValueError: a file cannot be read, or a line is no object in UTF-8.
     """
+    if source.table is not None:
+        yield from ((f"row {i} of {source.name}", row) for i, row in enumerate(source.table, 1))
+        return
     for where, record, num_replaced in _of_each_file(source, _records):
         if num_replaced:
             raise ValueError(f"{where} is not in UTF-8: mend or remove the line")

@@ -6,10 +6,11 @@ import hashlib
 import pathlib
 import sysconfig
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.text_tables import printable
+from zero_jax.data.hub import HUB, open_hub
 
 Format = Literal["auto", "text", "jsonl", "chat", "parquet", "tokens", "arrayrecord"]
 
@@ -68,18 +69,22 @@ class Source:
       format: how to read the files; never `auto`.
       files: the files, sorted by name.
       num_left_out: files of a folder that are not read: empty ones, binary ones among text, those of other formats.
+      table: a `datasets.Dataset` in place of files, whose rows are read as lines of JSON are.
     """
 
     name: str
     format: Format
     files: tuple[SourceFile, ...]
     num_left_out: int = 0
+    table: Any = dataclasses.field(default=None, compare=False)
 
     def fingerprint(self, *settings: str) -> str:
         """Returns a hash of paths, sizes, modification times, and settings that affect how the files are read."""
         digest = hashlib.sha256(repr((self.format, *settings)).encode())
         for file in self.files:
             digest.update(repr((str(file.path.resolve()), file.name, file.size_bytes, file.modified_ns)).encode())
+        if self.table is not None:
+            digest.update(repr((self.name, self.table._fingerprint)).encode())
         return digest.hexdigest()[:24]
 
 
@@ -87,12 +92,17 @@ def find_source(data: str, *, format: Format = "auto") -> Source:
     """Finds the files of a data set.
 
     Args:
-      data: `stdlib`, the path of a file or of a folder, or a pattern such as `corpus/*.jsonl`.
+      data: `stdlib`, the path of a file or of a folder, a pattern such as `corpus/*.jsonl`, or `hf:NAME`.
       format: how to read them; `auto` goes by the names of the files.
 
     Raises:
       ValueError: there are none, all are empty or binary, formats are mixed, or one cannot be read.
     """
+    if data.startswith(HUB):
+        table = open_hub(data, is_streamed=False)
+        if not len(table):
+            raise ValueError(f"{data} has no rows: give another data set, or another split (hf:NAME@SPLIT)")
+        return Source(name=data, format="chat" if format == "chat" else "jsonl", files=(), table=table)
     try:
         return _find_files(data, format)
     except OSError as error:

@@ -9,7 +9,7 @@ import warnings
 from typing import Any
 
 from zero_jax.core.close_match import did_you_mean
-from zero_jax.core.files.safetensors import INDEX, StoredTensor, read_header
+from zero_jax.core.files.safetensors import INDEX, MODEL_FILE, StoredTensor, read_header
 from zero_jax.core.files.untrusted import mapping, read_json, text, user_path
 from zero_jax.core.text_tables import printable, quoted
 
@@ -28,7 +28,6 @@ COMPANIONS = (
     "generation_config.json",
 )
 _RUN_FOLDER = "hf"  # of a run, with the config and the companions of the checkpoint that it began with
-_FILE = "model.safetensors"
 _MAX_JSON_BYTES = 1 << 27
 
 
@@ -52,16 +51,16 @@ def read_tensors(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     """
     path = _local(folder)
     if not (path / INDEX).exists():
-        if not (path / _FILE).exists():
+        if not (path / MODEL_FILE).exists():
             weights = sorted(
                 printable(entry.name) for entry in path.iterdir() if entry.suffix in (".safetensors", ".bin", ".pth")
             )
             contents = f"it has {', '.join(weights[:4])}" if weights else "it has no weights"
             raise ValueError(
-                f"{path} has neither {_FILE} nor {INDEX} ({contents}): give a folder with one of them, such as "
+                f"{path} has neither {MODEL_FILE} nor {INDEX} ({contents}): give a folder with one of them, such as "
                 "`model.save_pretrained` of transformers writes"
             )
-        return read_header(path / _FILE)
+        return read_header(path / MODEL_FILE)
     index = _read_json(path / INDEX)
     try:
         file_of = {name: text(file) for name, file in mapping(index.get("weight_map")).items()}

@@ -22,7 +22,7 @@ from jax import Array
 from zero_jax.checkpoint import check_outside, open_params
 from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.files.partial_folder import partial_folder
-from zero_jax.core.files.safetensors import Tensor, create_files
+from zero_jax.core.files.safetensors import MODEL_FILE, Tensor, create_files
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import Report, printable, quoted
@@ -54,7 +54,7 @@ class SavedHF(Report):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Folder:
+class FolderToWrite:
     """A folder to write.
 
     Attributes:
@@ -65,6 +65,8 @@ class _Folder:
       dtypes: dtypes by tensor, where `dtype` is None; the params' own for others.
       config: the content of its `config.json`, if it has one.
       companions: the folder whose tokenizer and settings are copied, or None.
+      file: the name of the file, where there is one.
+      texts: further files of text, by name.
     """
 
     path: str | os.PathLike[str]
@@ -74,6 +76,8 @@ class _Folder:
     dtypes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     config: Mapping[str, Any] | None = None
     companions: str | os.PathLike[str] | None = None
+    file: str = MODEL_FILE
+    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def target(self) -> pathlib.Path:
@@ -109,8 +113,8 @@ def save_hf(
     is_shape = isinstance(source, DecoderConfig)
     config, hub_config = (source, hf_config(source)) if is_shape else (source.config, source.hf_config)
     leaves = leaves_by_name(params.masters if isinstance(params, TrainState) else params)
-    _check_shapes(leaves, config.shapes)
-    to_write = _Folder(
+    check_shapes(leaves, config.shapes)
+    to_write = FolderToWrite(
         path=folder,
         names=tensor_names(config, model_type=hub_config["model_type"]),
         max_file_bytes=max_file_bytes,
@@ -119,7 +123,7 @@ def save_hf(
         config=hub_config,
         companions=None if is_shape else source.folder,
     )
-    return _save_arrays(to_write, leaves)
+    return save_arrays(to_write, leaves)
 
 
 def save_tensors(
@@ -137,7 +141,7 @@ def save_tensors(
     """
     check_arguments(folder=folder, dtype=dtype, max_file_bytes=max_file_bytes)
     leaves = leaves_by_name(params.masters if isinstance(params, TrainState) else params)
-    return _save_arrays(_Folder(path=folder, names=names, max_file_bytes=max_file_bytes, dtype=dtype), leaves)
+    return save_arrays(FolderToWrite(path=folder, names=names, max_file_bytes=max_file_bytes, dtype=dtype), leaves)
 
 
 def export_hf(
@@ -166,12 +170,8 @@ def export_hf(
       ValueError: a model that is no decoder, a folder with something in it, no space.
     """
     saved = open_params(path, step=step, ema=ema)
-    config = _decoder(saved.model)
-    source = _source(pathlib.Path(path))
-    hub_config = read_config(source) if source else hf_config(config)
-    if source and decoder_config(hub_config, seq_len=config.seq_len).shapes != config.shapes:
-        raise ValueError(f"{source / CONFIG} is of another model than the checkpoint: remove it, or give its own run")
-    folder = _Folder(
+    config, hub_config, source = run_decoder(path, saved.model)
+    folder = FolderToWrite(
         path=out,
         names=tensor_names(config, model_type=hub_config["model_type"]),
         max_file_bytes=max_file_bytes,
@@ -180,17 +180,17 @@ def export_hf(
         companions=source,
     )
     if params is not None:
-        return _save_arrays(folder, leaves_by_name(params))
+        return save_arrays(folder, leaves_by_name(params))
     _check_no_adapters(saved.leaves, folder.names)
     pieces = {name: lambda name=name: saved.pieces(name) for name in saved.leaves}
-    return _write_folder(folder, saved.leaves, pieces)
+    return write_folder(folder, saved.leaves, pieces)
 
 
-def _save_arrays(folder: _Folder, leaves: Mapping[str, Array]) -> SavedHF:
-    """Writes arrays on the devices of any number of processes."""
+def save_arrays(folder: FolderToWrite, leaves: Mapping[str, Array]) -> SavedHF:
+    """Writes arrays on the devices of any number of processes, which all call it."""
     if jax.process_count() == 1:
         pieces: dict[str, Pieces] = {path: lambda x=x: own_shards(x) for path, x in leaves.items()}
-        return _write_folder(folder, leaves, pieces)
+        return write_folder(folder, leaves, pieces)
     target = folder.target
 
     def begin() -> str:
@@ -198,7 +198,7 @@ def _save_arrays(folder: _Folder, leaves: Mapping[str, Array]) -> SavedHF:
         return str(make_parts(target))
 
     def write() -> str:
-        return json.dumps(dataclasses.asdict(_write_folder(folder, leaves, pieces_of_parts(parts, leaves))))
+        return json.dumps(dataclasses.asdict(write_folder(folder, leaves, pieces_of_parts(parts, leaves))))
 
     parts = pathlib.Path(from_first_process(begin))
     try:
@@ -210,7 +210,7 @@ def _save_arrays(folder: _Folder, leaves: Mapping[str, Array]) -> SavedHF:
             shutil.rmtree(parts, ignore_errors=True)
 
 
-def _write_folder(folder: _Folder, leaves: Mapping[str, Any], pieces: Mapping[str, Pieces]) -> SavedHF:
+def write_folder(folder: FolderToWrite, leaves: Mapping[str, Any], pieces: Mapping[str, Pieces]) -> SavedHF:
     """Writes a folder from slices of params, under another name first.
 
     `leaves` are arrays, or the records of saved ones: shape and dtype are read.
@@ -222,7 +222,8 @@ def _write_folder(folder: _Folder, leaves: Mapping[str, Any], pieces: Mapping[st
     _check_free(target)
     tensors = list({tensor.name: tensor for each in plan.values() for tensor in each.values()}.values())
     with partial_folder(target) as partial:
-        with create_files(partial, tensors, max_bytes=folder.max_file_bytes, metadata={}) as stored:
+        limit = folder.max_file_bytes
+        with create_files(partial, tensors, max_bytes=limit, metadata={}, name=folder.file) as stored:
             for path, each in plan.items():
                 of_leaf = {index: stored[tensor.name] for index, tensor in each.items()}
                 shape, name = tuple(leaves[path].shape), folder.names[path]
@@ -234,12 +235,14 @@ def _write_folder(folder: _Folder, leaves: Mapping[str, Any], pieces: Mapping[st
             copy_companions(folder.companions, partial)
         if folder.config is not None:
             write_config(partial, folder.config, {tensor.name: tensor.dtype for tensor in tensors})
+        for name, text in folder.texts.items():
+            (partial / name).write_text(text, encoding="utf-8")
         partial.rename(target)
     num_bytes = sum(tensor.num_bytes for tensor in tensors)
     return SavedHF(folder=str(target), num_files=num_files, num_tensors=len(tensors), num_bytes=num_bytes)
 
 
-def _plan_tensors(folder: _Folder, leaves: Mapping[str, Any]) -> dict[str, dict[tuple[int, ...], Tensor]]:
+def _plan_tensors(folder: FolderToWrite, leaves: Mapping[str, Any]) -> dict[str, dict[tuple[int, ...], Tensor]]:
     """Returns the tensors to write of each param, by the index of its leading dims."""
     dtype = None if folder.dtype is None else jnp.dtype(folder.dtype).name
     if dtype is not None and dtype not in _FLOATS:
@@ -288,7 +291,8 @@ def write_config(folder: pathlib.Path, hf_config: Mapping[str, Any], dtypes: Map
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _check_shapes(leaves: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_shapes(leaves: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises `ValueError` for params that are not those of a model, by their paths and shapes."""
     check_paths(leaves, shapes)
     for path, shape in shapes.items():
         if tuple(leaves[path].shape) != shape:
@@ -319,6 +323,25 @@ def _decoder(model: Any) -> DecoderConfig:
         return DecoderConfig(**shape)
     except TypeError as error:
         raise ValueError(f"the checkpoint's model cannot be read ({error})") from error
+
+
+def run_decoder(
+    path: str | os.PathLike[str], model: Any
+) -> tuple[DecoderConfig, Mapping[str, Any], pathlib.Path | None]:
+    """Returns the decoder of a run, its `config.json`, and the folder in the run that has it, if there is one.
+
+    Args:
+      path: the run's folder, its folder of checkpoints, or the folder of one step.
+      model: what the checkpoint has recorded of the model.
+
+    Raises:
+      ValueError: a model that is no decoder, or a config of another model.
+    """
+    config, source = _decoder(model), _source(pathlib.Path(path))
+    hub_config = read_config(source) if source else hf_config(config)
+    if source and decoder_config(hub_config, seq_len=config.seq_len).shapes != config.shapes:
+        raise ValueError(f"{source / CONFIG} is of another model than the checkpoint: remove it, or give its own run")
+    return config, hub_config, source
 
 
 def _source(path: pathlib.Path) -> pathlib.Path | None:

@@ -6,6 +6,7 @@ runs it: it resumes from a checkpoint, steps, validates, saves, samples text and
 `reporting/` shows and records the metrics: console, JSON Lines, TensorBoard, curves.
 """
 
+from zero_jax.trainer.callbacks import Callback
 from zero_jax.trainer.capacity import tree_bytes
 from zero_jax.trainer.checkpoints import ResumeError
 from zero_jax.trainer.evaluation import Evaluation, evaluate
@@ -15,6 +16,7 @@ from zero_jax.trainer.inputs.text import Sampler
 from zero_jax.trainer.loop import EXIT_STATUS, execute, train
 from zero_jax.trainer.optimizers import OptimizerConfig, make_optimizer
 from zero_jax.trainer.reporting.curves import X_LABELS, RunRecords, plot_runs, read_run
+from zero_jax.trainer.reporting.trackers import TrackedRun, Tracker
 from zero_jax.trainer.result import TrainResult
 from zero_jax.trainer.run import TEXT_FIELDS, Model, Run, TrainConfig, prepare
 from zero_jax.trainer.run_folder import discarding, hold
@@ -24,6 +26,7 @@ __all__ = [
     "EXIT_STATUS",
     "TEXT_FIELDS",
     "X_LABELS",
+    "Callback",
     "Evaluation",
     "Model",
     "OptimizerConfig",
@@ -32,6 +35,8 @@ __all__ = [
     "Run",
     "RunRecords",
     "Sampler",
+    "TrackedRun",
+    "Tracker",
     "TrainConfig",
     "TrainResult",
     "Trainer",

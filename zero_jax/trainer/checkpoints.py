@@ -56,7 +56,7 @@ def begin(run: Run) -> Start:
     """
     config, key, base, lines = run.config, jax.random.key(run.config.seed), run.zero, list[str]()
     model = run.model if isinstance(run.model, Model) else None  # an `OwnModel` has no adapters and no `load_fn`
-    adapt = None if model is None or model.adapt_fn is None else jax.jit(model.adapt_fn)
+    adapt = None if model is None else model.adapt_fn
     if model is not None and adapt is not None:  # the base of adapters has specs of its own
         base = dataclasses.replace(base, param_specs=model.base_param_specs)
     options = {"init_fn": run.model.init_fn, "tx": run.tx, "mesh": run.mesh, "config": run.zero, "log": lines.append}

@@ -15,8 +15,10 @@ from zero_jax.checkpoint import Checkpointer
 from zero_jax.cluster import Preemption, Watchdog, report_end, report_start
 from zero_jax.core.agreement import Agreement
 from zero_jax.core.device_put import platform_of
-from zero_jax.core.tree import leaf_names
+from zero_jax.core.text_tables import format_count
+from zero_jax.core.tree import key_shape, leaf_names
 from zero_jax.sharding.precision import explain_float16
+from zero_jax.trainer.callbacks import call_all
 from zero_jax.trainer.checkpoints import ResumeError, Saver, Start, begin
 from zero_jax.trainer.evaluation import Validation
 from zero_jax.trainer.inputs.own import OwnModel
@@ -26,7 +28,8 @@ from zero_jax.trainer.profiling import Profiler
 from zero_jax.trainer.reporting.console import Console, describe_run, groups, lasting, num_params
 from zero_jax.trainer.reporting.curves import RunRecords
 from zero_jax.trainer.reporting.metrics import Dispatched, Log, Progress, make_speedometer, per_device_bytes
-from zero_jax.trainer.reporting.writers import Writers, open_writers
+from zero_jax.trainer.reporting.trackers import OpenTracker, TrackedRun, Tracker, Trackers
+from zero_jax.trainer.reporting.writers import open_writers
 from zero_jax.trainer.result import EXIT_STATUS, TrainResult, draw_losses, run_losses
 from zero_jax.trainer.run import Model, Run, TrainConfig, prepare
 from zero_jax.trainer.run_folder import discarding, hold, save_config
@@ -39,6 +42,8 @@ def train(
     model: Model | OwnModel,
     tx: optax.GradientTransformation | None = None,
     log: Log = print,
+    callbacks: Sequence[Any] = (),
+    trackers: Sequence[Tracker | OpenTracker] = (),
 ) -> TrainResult:
     """Trains a model.
 
@@ -47,6 +52,8 @@ def train(
       model: the model: a `Model` of text, or an `OwnModel` with its batches.
       tx: any optax optimizer, instead of the one that `config.optimizer` names.
       log: called with progress lines, in process 0 alone.
+      callbacks: functions that are called after steps, and may stop the run; see `zero.trainer.Callback`.
+      trackers: where the records go besides, in process 0; see `zero.trainer.Tracker`.
 
     Returns:
       The final metrics; loss curve, metrics, checkpoints and config are in the run's folder.
@@ -54,7 +61,8 @@ def train(
     Raises:
       ValueError: a config that contradicts itself or the devices; see `prepare`.
     """
-    return execute(prepare(config, model=model, tx=tx), log=log)
+    run = prepare(config, model=model, tx=tx, callbacks=callbacks, trackers=trackers)
+    return execute(run, log=log)
 
 
 def execute(run: Run, *, log: Log = print, terminal: TextIO | None = None) -> TrainResult:
@@ -169,11 +177,11 @@ class _Training:
         self._beat("save")
         if status != "diverged" and not self.saver.wait_until_saved(self.step):
             status = "preempted_unsaved" if status == "preempted" else "unsaved"
-        if status == "done" and self._is_untrained():
+        if status in ("done", "stopped") and self._is_untrained():
             status = "skipped"
         if advice := self.progress.noise.advice(self.run.input.batch_size):
             self.say(advice)
-        sample = self._log_sample() if status in ("done", "unsaved") else ""
+        sample = self._log_sample() if status in ("done", "stopped", "unsaved") else ""
         self.console.close()
         self._beat("end")
         losses = run_losses(self.run.folder, train=self.progress.train, validation=self.progress.validation)
@@ -244,26 +252,26 @@ class _Training:
         loss_fn = (isinstance(model, OwnModel) and model.eval_fn) or model.loss_fn
         return Validation(loss_fn, batches, mesh=run.mesh, config=run.zero, data=data, say=self.say)
 
-    def _open_writers(self, start: Start, stack: contextlib.ExitStack) -> Writers:
+    def _open_writers(self, start: Start, stack: contextlib.ExitStack) -> Trackers:
         config, folder = self.config, self.run.folder
-        return stack.enter_context(
-            open_writers(
-                config.log,
-                folder,
-                name=folder.name,
-                run_config=self.run.saved_config,
-                # A run that was cut off before its first checkpoint has records too, from step 0 on.
-                resume_step=(start.step or -1) if config.resume == "auto" else None,
-                is_evaluated=start.is_evaluated,
-                log=self.say,
-            )
+        tracked = TrackedRun(
+            name=folder.name,
+            folder=folder,
+            config=self.run.saved_config,
+            # A run that was cut off before its first checkpoint has records too, from step 0 on.
+            resume_step=(start.step or -1) if config.resume == "auto" else None,
         )
+        own, is_evaluated = self.run.trackers, start.is_evaluated
+        return stack.enter_context(open_writers(config.log, tracked, own=own, is_evaluated=is_evaluated, log=self.say))
 
     def _describe(self) -> str:
         run, model, parts = self.run, self.run.model, self.config.zero.num_microbatches
-        on_base = " of adapters, on a frozen base" if getattr(model, "base_init_fn", None) else ""
+        of_all, base_init_fn = "", getattr(model, "base_init_fn", None)
+        if base_init_fn is not None:
+            num_all = sum(x.size for x in jax.tree.leaves(jax.eval_shape(base_init_fn, key_shape())))
+            of_all = f" of {format_count(num_all)} params, adapters on a frozen base"
         rows = {
-            "model": f"{model.name}, {num_params(self.state):,} params{on_base}",
+            "model": f"{model.name}, {num_params(self.state):,}{of_all or ' params'}",
             **run.input.rows,
             "run": str(run.folder),
         }
@@ -281,7 +289,7 @@ class _Training:
 
     def _beat(self, phase: str, step: int | None = None) -> None:
         """Reports a phase to the watchdog; the first execution of a phase compiles, and autotunes kernels."""
-        is_new = phase in ("step", "evaluation", "sample") and phase not in self.executed
+        is_new = phase in ("step", "evaluation", "sample", "callbacks") and phase not in self.executed
         self.watchdog.beat("compile" if is_new else phase, self.step if step is None else step)
 
     def _read_back(self, dispatched: Dispatched | None) -> None:
@@ -302,7 +310,7 @@ class _Training:
         """Runs the steps; the metrics of a step are read after the next one is dispatched.
 
         Returns:
-          The status: `done`, `ended`, `preempted` or `diverged`.
+          The status: `done`, `stopped`, `ended`, `preempted` or `diverged`.
         """
         config = self.config
         if self.validation is not None and not self.is_evaluated and self.step % config.eval_every == 0:
@@ -326,7 +334,8 @@ class _Training:
         evaluates = self.validation is not None and (is_last or step % config.eval_every == 0)
         saves = stops or is_last or self.checkpointer.is_due(step)
         samples = not is_last and config.sample_every > 0 and step % config.sample_every == 0
-        if evaluates or saves or samples or step == config.profiled.stop - 1:
+        callbacks = [callback for callback in self.run.callbacks if step % callback.every == 0]
+        if evaluates or saves or samples or callbacks or step == config.profiled.stop - 1:
             self._read_last()
             profiler.done(step)
         if progress.num_nonfinite_in_a_row >= config.max_nonfinite_steps:
@@ -343,6 +352,13 @@ class _Training:
             return "diverged"
         if samples and not stops:
             self._log_sample()
+        if callbacks:  # once the state is saved, if it is time for that
+            self._beat("callbacks")
+            stopping = call_all(callbacks, step, progress.metrics(), self.state)
+            self.executed.add("callbacks")
+            if stopping and not is_last:
+                self.say(f"stopping at step {step} of {config.steps}: {stopping} returned True")
+                return self._end("stopped", loss)
         progress.resume_clock()
         return "preempted" if stops and not is_last else None
 
@@ -352,11 +368,15 @@ class _Training:
             f"stopping at step {self.step} of {self.config.steps}: there are no more batches. Give batches that begin "
             "again at their end (a list, a dataset, a function of nothing that returns an iterator), or fewer steps"
         )
+        return "ended" if self.saver.has(self.step) else self._end("ended", None)
+
+    def _end(self, status: str, loss: float | None) -> str:
+        """Evaluates the state, unless its validation loss is known, and saves it; returns the status of the end."""
+        loss = self._evaluate(is_last=True) if loss is None else loss
         if not self.saver.has(self.step):
-            loss = self._evaluate(is_last=True)
             if not self._save(loss, is_last=True, has_read_more=self._may_have_read_more()):
                 return "diverged"
-        return "ended"
+        return status
 
     def _save_before(self, error: Exception) -> None:
         """Saves the state of the last step, if it is a good one, before an error of something else ends the run."""

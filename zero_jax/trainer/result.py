@@ -18,6 +18,7 @@ from zero_jax.trainer.reporting.curves import RunRecords, plot_runs, read_run
 # What a process exits with, and what is said of the end, by status.
 _ENDS: Mapping[str, tuple[int, str]] = {
     "done": (0, ""),
+    "stopped": (0, "; stopped by a callback"),
     "ended": (1, "; stopped: the batches ended"),
     "unsaved": (1, "; THE LAST STATE IS NOT SAVED"),
     "preempted_unsaved": (1, "; stopped by a signal; THE LAST STATE IS NOT SAVED"),
@@ -40,10 +41,11 @@ class TrainResult(Report):
     None where the model is not about tokens, and `examples_per_second` where it is. `loss_curve` is the path of a
     picture of the losses, or None where it could not be drawn.
 
-    `status` is `done`, `ended` (saved; the batches ended before the steps), `unsaved` (done, but the last state could
-    not be saved), `preempted` (saved and stopped; resume with `--resume auto`), `preempted_unsaved` (stopped, but the
-    last state could not be saved), `diverged` (stopped because loss or params stayed not finite) or `skipped` (saved,
-    but every step was skipped because a gradient was not finite: the params are those of the start).
+    `status` is `done`, `stopped` (saved; a callback has ended the run), `ended` (saved; the batches ended before the
+    steps), `unsaved` (done, but the last state could not be saved), `preempted` (saved and stopped; resume with
+    `--resume auto`), `preempted_unsaved` (stopped, but the last state could not be saved), `diverged` (stopped because
+    loss or params stayed not finite) or `skipped` (saved, but every step was skipped because a gradient was not finite:
+    the params are those of the start).
 
     A script of your own ends with `sys.exit(result.exit_status)`: what starts it again knows by it that a run is not
     done, but was saved and stopped.

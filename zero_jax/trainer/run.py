@@ -11,7 +11,7 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -35,12 +35,15 @@ from zero_jax.core.files.untrusted import mapping, user_path
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import shown
 from zero_jax.data import DataConfig
+from zero_jax.planning import resolve
 from zero_jax.sharding.mesh import axes_of, make_mesh
 from zero_jax.sharding.precision import resolve_precision
+from zero_jax.trainer.callbacks import Callback, as_callbacks, name_of
 from zero_jax.trainer.capacity import check_params_fit, check_text_fits
 from zero_jax.trainer.inputs.own import OwnInput, OwnModel, own_input
 from zero_jax.trainer.inputs.text import Sampler, TextInput, open_dataset
 from zero_jax.trainer.optimizers import OptimizerConfig, make_optimizer, make_schedule
+from zero_jax.trainer.reporting.trackers import OpenTracker, Tracker, tracker_functions
 from zero_jax.trainer.reporting.writers import WriterConfig
 from zero_jax.trainer.run_folder import as_json, check_name, flat_json, folder_name, make_folder
 from zero_jax.training import MeshLoss, TrainStep, ZeroConfig, abstract_state, check_batch, make_train_step, releases
@@ -67,7 +70,7 @@ class Model:
         `init_fn`, which always says their shapes.
       base_init_fn: with adapters, makes the params that `TrainConfig.init_from` restores.
       base_param_specs: with adapters, the `param_specs` of these.
-      adapt_fn: with adapters, `adapt_fn(params, key)` returns the `Variables` of adapters and frozen base.
+      adapt_fn: with adapters, `adapt_fn(params, key)`, compiled, returns the `Variables` of adapters and frozen base.
       adapters: with adapters, a dataclass of their settings, saved with the run.
     """
 
@@ -242,6 +245,8 @@ class Run:
       schedule: learning rate by the number of updates, or None for an optimizer of the user's own.
       train_step: the train step.
       folder: folder of the run.
+      callbacks: what is called after steps.
+      trackers: functions that open the user's own trackers, by name.
     """
 
     config: TrainConfig
@@ -253,6 +258,8 @@ class Run:
     schedule: optax.Schedule | None
     train_step: TrainStep
     folder: pathlib.Path
+    callbacks: tuple[Callback, ...] = ()
+    trackers: Mapping[str, OpenTracker] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def saved_config(self) -> dict[str, Any]:
@@ -275,6 +282,8 @@ def prepare(
     model: Model | OwnModel,
     tx: optax.GradientTransformation | None = None,
     log: Callable[[str], None] = lambda _: None,
+    callbacks: Sequence[Any] = (),
+    trackers: Sequence[Tracker | OpenTracker] = (),
 ) -> Run:
     """Checks a config against devices, data and model, reads the data and makes the run's folder.
 
@@ -286,6 +295,8 @@ def prepare(
       model: the model.
       tx: any optax optimizer, instead of `config.optimizer`.
       log: called with progress lines while the data is read.
+      callbacks: functions that are called after steps, and may stop the run; see `Callback`.
+      trackers: where the records go besides, in process 0; see `Tracker`.
 
     Raises:
       ValueError: more devices than there are, a batch that does not divide over devices and microbatches, no such data
@@ -294,8 +305,13 @@ def prepare(
       OtherProcessFailed: in the other processes, where one alone refuses something.
     """
     with Agreement():
-        agree_on("the config of the run", _facts(config, model), remedy="all the same options and releases")
-        return _prepare(config, model=model, tx=tx, log=log)
+        called = as_callbacks(callbacks)
+        facts = _facts(config, model, called)
+        agree_on("the config of the run", facts, remedy="all the same options and releases")
+        named = [] if config.log.tracker is None else [resolve("tracker", config.log.tracker)]
+        own = tracker_functions([*named, *trackers])
+        run = _prepare(config, model=model, tx=tx, log=log)
+        return dataclasses.replace(run, callbacks=called, trackers=own)
 
 
 def _prepare(
@@ -410,12 +426,13 @@ def _zero_of(config: TrainConfig, model: Model | OwnModel) -> ZeroConfig:
     return dataclasses.replace(config.zero, skip_nonfinite=skips, param_specs=specs)
 
 
-def _facts(config: TrainConfig, model: Model | OwnModel) -> dict[str, Any]:
+def _facts(config: TrainConfig, model: Model | OwnModel, callbacks: Sequence[Callback]) -> dict[str, Any]:
     """Returns what must be the same in all processes, by name."""
     if jax.process_count() == 1:
         return {}
     shape = {name: getattr(model, name, None) for name in ("name", "config", "adapters")}
-    fields = flat_json({"model": shape, **vars(config)})
+    called = [(name_of(callback), callback.every) for callback in callbacks]
+    fields = flat_json({"model": shape, **vars(config), "callbacks": called})
     return releases() | {name: value for name, value in fields.items() if not _OF_ONE_PROCESS.match(name)}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from jax import Array
 from zero_jax.trainer.inputs.own import OwnModel
 from zero_jax.trainer.loop import execute_to_state
 from zero_jax.trainer.reporting.metrics import Log
+from zero_jax.trainer.reporting.trackers import OpenTracker, Tracker
 from zero_jax.trainer.result import TrainResult
 from zero_jax.trainer.run import TrainConfig, prepare
 from zero_jax.training import MeshLoss, TrainState
@@ -38,6 +39,8 @@ class Trainer:
         eval_fn: Callable[..., Any] | MeshLoss | None = None,
         param_specs: Any = None,
         name: str = "model",
+        callbacks: Sequence[Any] = (),
+        trackers: Sequence[Tracker | OpenTracker] = (),
     ):
         """Takes the model and its batches, and starts nothing.
 
@@ -53,6 +56,10 @@ class Trainer:
           eval_fn: the loss function of the validation; None takes `loss_fn`.
           param_specs: how the params are sharded over the mesh axis `model`, as for `ZeroConfig.param_specs`.
           name: what the run is called where `config.name` is None.
+          callbacks: functions `on_step(step, metrics, state)` that are called after each step, and stop the run where
+            they return True; `zero.trainer.Callback(on_step, every=n)` for each n steps, or any object with these two.
+          trackers: objects with `write(record)` and `close()` that get the records of `metrics.jsonl` too, in process
+            0; or functions of a `zero.trainer.TrackedRun` that return one.
         """
         self.model = OwnModel(
             init_fn=init_fn,
@@ -64,6 +71,7 @@ class Trainer:
             name=name,
         )
         self.config, self._tx = config, tx
+        self._hooks: dict[str, Any] = {"callbacks": callbacks, "trackers": trackers}
         self.state: TrainState | None = None
 
     def train(self, *, log: Log = print) -> TrainResult:
@@ -78,7 +86,9 @@ class Trainer:
           OtherProcessFailed: in the other processes, where one fails alone.
         """
         is_first = jax.process_index() == 0
-        run = prepare(self.config, model=self.model, tx=self._tx, log=log if is_first else lambda _: None)
+        run = prepare(
+            self.config, model=self.model, tx=self._tx, log=log if is_first else lambda _: None, **self._hooks
+        )
         self.state = None  # which would take memory beside the new one
         result, self.state = execute_to_state(run, log=log)
         return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -20,6 +20,8 @@ from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree, key_shape, leaf_names
 from zero_jax.core.variables import Variables
 from zero_jax.finetuning import Lora
+from zero_jax.models.decoder_config import DecoderConfig
+from zero_jax.pretrained import ALL_LINEAR, SavedHF, export_peft, load_peft, lora_rules
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.trainer import Model
 from zero_jax.training import ZeroConfig
@@ -30,8 +32,10 @@ class LoraConfig:
     """The adapters of a run.
 
     Attributes:
-      lora: train low-rank adapters of these leaves alone: patterns of paths separated by commas, each with the letters
-        of its dims where the model does not stack its layers: `blocks/query,blocks/value` or `layers/*/kernel=io`.
+      lora: train low-rank adapters of these leaves alone, separated by commas: modules of the hub's models as
+        `q_proj,v_proj`, `all-linear` for all matrices of the layers, or patterns of paths as `blocks/query` (with the
+        letters of its dims where it needs them, `layers/*/kernel=io`); `zero-jax inspect --model` lists both.
+      lora_from: a folder of adapters of the library PEFT to begin with, which says which leaves, rank, alpha and DoRA.
       lora_rank: the rank of an update.
       lora_alpha: updates are scaled by lora_alpha / lora_rank.
       lora_dora: also learn the norm of each output (DoRA).
@@ -41,6 +45,7 @@ class LoraConfig:
     """
 
     lora: str | None = None
+    lora_from: str | None = None
     lora_rank: int = 8
     lora_alpha: float = 16.0
     lora_dora: bool = False
@@ -54,27 +59,94 @@ class LoraConfig:
             raise ValueError(f"lora_alpha={self.lora_alpha}: give a positive number, such as twice the rank")
 
 
-def adapted_model(model: Model, options: argparse.Namespace) -> Model:
-    """Returns a model whose params are adapters, if the options ask for that, else the model itself.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChosenLora:
+    """The adapters that the options ask for.
+
+    Attributes:
+      lora: the adapters' settings.
+      config: the options that say the same without a folder of PEFT.
+      adapters: the arrays that they begin with, from a folder of PEFT, or None.
+    """
+
+    lora: Lora
+    config: LoraConfig
+    adapters: dict[str, Any] | None = None
+
+
+def choose_lora(options: argparse.Namespace, shape: ModelConfig, params: PyTree) -> ChosenLora | None:
+    """Returns the adapters that the options ask for, None for none.
+
+    Args:
+      options: the options.
+      shape: the model.
+      params: the shapes of its params.
 
     Raises:
-      ValueError: rules that do not fit the model, or options of adapters without `--lora`.
+      ValueError: rules that do not fit the model, a folder of adapters of another model, or options of adapters without
+        `--lora`.
     """
     config = LoraConfig(**field_values(LoraConfig, options))
+    if config.lora_from is not None:
+        return _from_folder(config, shape)
     if config.lora is None:
         if config != LoraConfig():
             raise ValueError("--lora-rank and its like need --lora: give the patterns of the leaves to adapt")
-        return model
+        return None
+    lora = _lora(config, config.lora, shape, leaf_names(params))
+    lora.targets(params)
+    return ChosenLora(lora=lora, config=config)
+
+
+def _from_folder(config: LoraConfig, shape: ModelConfig) -> ChosenLora:
+    folder, base = config.lora_from, config.lora_base
+    if config != LoraConfig(lora_from=folder, lora_base=base):
+        raise ValueError(
+            f"--lora-from {folder} says which leaves are adapted, and how: of its like give --lora-base alone"
+        )
+    if not isinstance(shape, DecoderConfig):
+        raise ValueError(f"--lora-from {folder} is for decoders, such as those of --from-hf: give --lora")
+    loaded = load_peft(str(folder), shape, base=base)
+    lora = loaded.lora
+    assert isinstance(lora.rules, Mapping)
+    told = LoraConfig(
+        lora=",".join(f"{path}={dims}" for path, dims in lora.rules.items()),
+        lora_rank=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dora=lora.dora,
+        lora_base=base,
+        lora_train=",".join(lora.train) or None,
+    )
+    return ChosenLora(lora=lora, config=told, adapters=loaded.adapters)
+
+
+def adapted_model(model: Model, options: argparse.Namespace) -> Model:
+    """Returns a model whose params are adapters, if the options ask for that, else the model itself.
+
+    The options of a folder of PEFT are replaced by those that say the same, so that the run needs it no more.
+
+    Raises:
+      ValueError: as `choose_lora`, or adapters to begin with on a base that is random.
+    """
     init_fn = model.init_fn
     shapes = jax.eval_shape(init_fn, key_shape())
-    lora = _lora(config, config.lora, model.config, leaf_names(shapes))
-    lora.targets(shapes)
+    chosen = choose_lora(options, model.config, shapes)
+    if chosen is None:
+        return model
+    if chosen.adapters is not None and model.load_fn is None and getattr(options, "TrainConfig.init_from") is None:
+        raise ValueError("--lora-from needs the model that its adapters are for: give --from-hf, or --init-from")
+    for name, value in vars(chosen.config).items():
+        setattr(options, f"LoraConfig.{name}", value)
+    lora = chosen.lora
 
     def init_adapters(key: jax.Array) -> Variables:
         return lora.init(init_fn(key), key)
 
+    split = jax.jit(lora.init)
+
     def adapt(params: PyTree, key: jax.Array) -> Variables:
-        return lora.init(params, key)
+        variables = split(params, key)
+        return variables if chosen.adapters is None else dataclasses.replace(variables, params=chosen.adapters)
 
     jax.eval_shape(init_adapters, key_shape())
     specs = model.param_specs
@@ -90,8 +162,25 @@ def adapted_model(model: Model, options: argparse.Namespace) -> Model:
         base_init_fn=init_fn,
         base_param_specs=model.param_specs,
         adapt_fn=adapt,
-        adapters=config,
+        adapters=chosen.config,
     )
+
+
+def export_adapters(path: str, out: str, config: Mapping[str, Any], options: argparse.Namespace) -> SavedHF:
+    """Writes the adapters of a checkpoint as a folder of the library PEFT.
+
+    `path` is a run's folder, its checkpoints, or the folder of one step; `config` are `step`, `dtype` and `ema` as for
+    `export_peft`, `options` those of the run.
+
+    Raises:
+      CheckpointError: no checkpoint, or a damaged one.
+      ValueError: a run without adapters or of no decoder, or adapters that PEFT has no form for.
+    """
+    shape = preset_config(options)
+    chosen = choose_lora(options, shape, jax.eval_shape(init_function(shape), key_shape()))
+    if chosen is None:
+        raise ValueError("--to-peft is for runs with --lora, and this one has no adapters: give --to-hf")
+    return export_peft(path, out, chosen.lora, **config)
 
 
 def merged_params(path: str, *, step: int | None, dtype: str | None, options: argparse.Namespace) -> PyTree:
@@ -104,13 +193,12 @@ def merged_params(path: str, *, step: int | None, dtype: str | None, options: ar
       CheckpointError: no checkpoint, or a damaged one.
       ValueError: a run without adapters, or options of another run.
     """
-    config = LoraConfig(**field_values(LoraConfig, options))
-    if config.lora is None:
-        raise ValueError("--merged is for runs with --lora, and this one has no adapters: leave it out")
     shape = preset_config(options)
     init_fn = init_function(shape)
-    shapes = jax.eval_shape(init_fn, key_shape())
-    lora = _lora(config, config.lora, shape, leaf_names(shapes))
+    chosen = choose_lora(options, shape, jax.eval_shape(init_fn, key_shape()))
+    if chosen is None:
+        raise ValueError("--merged is for runs with --lora, and this one has no adapters: leave it out")
+    lora = chosen.lora
     record, _ = find_checkpoint(path, step)
     restored = restore(
         record.path.parent,
@@ -125,9 +213,8 @@ def merged_params(path: str, *, step: int | None, dtype: str | None, options: ar
 
 
 def _lora(config: LoraConfig, rules: str, shape: ModelConfig, paths: Sequence[str]) -> Lora:
-    stacked = [path for path in paths if getattr(shape, "scan", True) and path.startswith(("blocks/", "layers/"))]
     return Lora(
-        rules=_rules(rules, stacked),
+        rules=_rules(rules, shape, paths),
         rank=config.lora_rank,
         alpha=config.lora_alpha,
         dora=config.lora_dora,
@@ -144,10 +231,20 @@ def refuse_lora(options: argparse.Namespace) -> None:
         )
 
 
-def _rules(text: str, stacked: Sequence[str]) -> dict[str, str]:
-    """Returns the rules of an option; patterns of leaves that stack the layers of a model are for matrices `sio`."""
-    rules = {}
+def _rules(text: str, shape: ModelConfig, paths: Sequence[str]) -> dict[str, str]:
+    """Returns the rules of an option: of patterns that match paths, of modules of the hub, and of `all-linear`."""
+    blocks = [path for path in paths if path.startswith(("blocks/", "layers/"))]
+    stacked = blocks if getattr(shape, "scan", True) else []
+    rules: dict[str, str] = {}
     for rule in text.replace(",", " ").split():
         pattern, separator, dims = rule.partition("=")
-        rules[pattern] = dims if separator else "sio" if fnmatch.filter(stacked, pattern) else "io"
+        if separator:
+            rules[pattern] = dims
+        elif isinstance(shape, DecoderConfig) and not fnmatch.filter(paths, pattern) and "/" not in pattern:
+            rules |= lora_rules(shape, pattern)
+        elif pattern == ALL_LINEAR:
+            folders = {f"{path.partition('/')[0]}/*" for path in blocks}
+            rules |= dict.fromkeys(folders, "sio" if stacked else "io")
+        else:
+            rules[pattern] = "sio" if fnmatch.filter(stacked, pattern) else "io"
     return rules

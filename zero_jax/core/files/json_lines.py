@@ -5,7 +5,6 @@ A record is a dict of metrics with a `kind` (`train`, `validation`) and a `step`
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import errno
 import io
@@ -18,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 Record = Mapping[str, Any]
-_MOST_WAITING = 1_000_000  # records kept while a disk is full; some hundred bytes each
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
@@ -37,15 +35,10 @@ def write_text(path: pathlib.Path, text: str) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-class WrittenLater(OSError):
-    """Raised for a record that could not be written; the writer retries with the next one."""
-
-
 class JsonLinesWriter:
     """Appends records to a file without buffering, one JSON object per line.
 
-    NaN and infinities, which JSON does not have, are written as null. Records that could not be written, because the
-    disk was full or the folder was removed, are written before the next one.
+    NaN and infinities, which JSON does not have, are written as null. A record is written completely or not at all.
     """
 
     def __init__(self, path: str | pathlib.Path, *, resume_step: int | None = None, is_evaluated: bool = True):
@@ -59,7 +52,6 @@ class JsonLinesWriter:
         if resume_step is not None and self._path.exists():
             self.num_damaged = _cut(self._path, resume_step, is_evaluated)
         self._file = self._open("xb" if resume_step is None else "ab")
-        self._waiting: collections.deque[bytes] = collections.deque(maxlen=_MOST_WAITING)
 
     def __enter__(self) -> JsonLinesWriter:
         return self
@@ -68,46 +60,34 @@ class JsonLinesWriter:
         self.close()
 
     def write(self, record: Record) -> None:
-        """Writes a record, after those that could not be written before.
+        """Writes a record, to a new file if the folder was removed.
 
         Raises:
-          WrittenLater: it could not be written either.
+          OSError: it could not be written; the error names the file, unlike the system's own on a full disk.
         """
-        self._waiting.append(json.dumps({name: _finite(value) for name, value in record.items()}).encode() + b"\n")
+        line = left = json.dumps({name: _finite(value) for name, value in record.items()}).encode() + b"\n"
         try:
-            self._write_waiting()
+            if not self._path.exists():
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file.close()
+                self._file = self._open("ab")
+            while left:
+                left = left[self._file.write(left) :]
         except OSError as error:
-            raise WrittenLater(error.errno, error.strerror, str(self._path)) from error
+            if left != line:
+                self._file.truncate(self._file.seek(self._size_bytes))  # half a line
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+        self._size_bytes += len(line)
 
     def close(self) -> None:
         """Closes the file."""
-        try:
-            self._write_waiting()
-        finally:
-            self._file.close()
+        self._file.close()
 
     def _open(self, mode: Literal["xb", "ab"]) -> io.FileIO:
         # Unbuffered: a line that could not be written must not appear later, between others.
         file = open(self._path, mode, buffering=0)
         self._size_bytes = file.seek(0, os.SEEK_END)
         return file
-
-    def _write_waiting(self) -> None:
-        if self._waiting and not self._path.exists():
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file.close()
-            self._file = self._open("ab")
-        while self._waiting:
-            line = left = self._waiting[0]
-            try:
-                while left:
-                    left = left[self._file.write(left) :]
-            except OSError:
-                if left != line:
-                    self._file.truncate(self._file.seek(self._size_bytes))  # half a line
-                raise
-            self._size_bytes += len(line)
-            self._waiting.popleft()
 
 
 def read_records(path: str | pathlib.Path) -> Iterator[dict[str, Any]]:

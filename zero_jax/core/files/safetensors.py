@@ -43,6 +43,7 @@ DTYPES: Mapping[str, str] = {
     "bool": "BOOL",
     "complex64": "C64",
 }
+MODEL_FILE = "model.safetensors"  # where it is the only one
 INDEX = "model.safetensors.index.json"
 _NAMES = {code: name for name, code in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # of the library
@@ -163,8 +164,8 @@ def _offsets(name: str, entry: Any) -> tuple[int, int]:
     return first, last
 
 
-def split_by_size(tensors: Sequence[Tensor], max_bytes: int) -> dict[str, list[Tensor]]:
-    """Assigns tensors to files by size, in their order; a larger tensor has a file of its own."""
+def split_by_size(tensors: Sequence[Tensor], max_bytes: int, name: str = MODEL_FILE) -> dict[str, list[Tensor]]:
+    """Assigns tensors to files by size, in their order; a larger tensor has a file of its own, a single file `name`."""
     files: list[list[Tensor]] = [[]]
     num_bytes = 0
     for tensor in tensors:
@@ -174,7 +175,7 @@ def split_by_size(tensors: Sequence[Tensor], max_bytes: int) -> dict[str, list[T
         files[-1].append(tensor)
         num_bytes += tensor.num_bytes
     if len(files) == 1:
-        return {"model.safetensors": files[0]}
+        return {name: files[0]}
     return {f"model-{i:05d}-of-{len(files):05d}.safetensors": file for i, file in enumerate(files, 1)}
 
 
@@ -226,25 +227,30 @@ def create(path: pathlib.Path, tensors: Sequence[Tensor], *, metadata: Mapping[s
 
 @contextlib.contextmanager
 def create_files(
-    folder: pathlib.Path, tensors: Sequence[Tensor], *, max_bytes: int, metadata: Mapping[str, str]
+    folder: pathlib.Path,
+    tensors: Sequence[Tensor],
+    *,
+    max_bytes: int,
+    metadata: Mapping[str, str],
+    name: str = MODEL_FILE,
 ) -> Iterator[dict[str, StoredTensor]]:
-    """Makes files of at most `max_bytes` of tensors, and their index if there are several.
+    """Makes files of at most `max_bytes` of tensors, and their index if there are several; a single one is `name`.
 
     The body of the context writes the tensors, which it gets by name; then all is flushed to the disk.
 
     Raises:
       OSError: there is no space.
     """
-    files = split_by_size(tensors, max_bytes)
+    files = split_by_size(tensors, max_bytes, name)
     stored: dict[str, StoredTensor] = {}
-    for name, of_file in files.items():
-        stored |= create(folder / name, of_file, metadata=metadata)
+    for file_name, of_file in files.items():
+        stored |= create(folder / file_name, of_file, metadata=metadata)
     yield stored
-    for name in files:
-        with (folder / name).open("r+b") as file:
+    for file_name in files:
+        with (folder / file_name).open("r+b") as file:
             os.fsync(file.fileno())
     if len(files) > 1:
         total = sum(tensor.num_bytes for tensor in tensors)
-        file_of = {tensor.name: name for name, of_file in files.items() for tensor in of_file}
+        file_of = {tensor.name: file_name for file_name, of_file in files.items() for tensor in of_file}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

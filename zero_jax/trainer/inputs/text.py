@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,9 +15,10 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.agreement import from_first_process
+from zero_jax.core.agreement import from_all_processes, from_first_process
 from zero_jax.core.device_put import to_device
 from zero_jax.core.extras import extra
+from zero_jax.core.files.untrusted import mapping
 from zero_jax.core.tree import PyTree, key_shape, shapes_of, shown
 from zero_jax.core.variables import as_variables
 from zero_jax.data import (
@@ -24,8 +26,11 @@ from zero_jax.data import (
     BatchBuffers,
     DataConfig,
     Dataset,
+    Stream,
+    StreamBatches,
     Tokenizer,
     load_dataset,
+    stream_batches,
     train_batches,
     validation_batches,
 )
@@ -47,6 +52,7 @@ class TextInput:
     eval_batches: int
     sampler: Sampler | None = None
     buffers: BatchBuffers = dataclasses.field(default_factory=BatchBuffers)
+    streams: list[StreamBatches] = dataclasses.field(default_factory=list)  # the open one of a stream
 
     identity_words = "the data, seed and seq_len"
 
@@ -83,17 +89,21 @@ class TextInput:
     def open(self, saved: Mapping[str, Any] | None, *, say: Callable[[str], None], beat: Callable[[], None]) -> Any:
         """Opens the training batches after those of a checkpoint's record (None: all), prefetched by threads."""
         position = 0 if saved is None else saved["position"]
-        return train_batches(
-            self.dataset,
-            seed=self.seed,
-            position=position,
-            prefetch_batches=self.config.prefetch_batches,
-            **self._sizes,
-        )
+        settings = {**self._sizes, "seed": self.seed, "prefetch_batches": self.config.prefetch_batches}
+        if not isinstance(self.dataset, Stream):
+            return train_batches(self.dataset, position=position, **settings)
+        states = None if saved is None else mapping(saved.get("states"))
+        batches = stream_batches(self.dataset, position=position, states=states, **settings)
+        self.streams[:] = [batches]
+        return batches
 
     def record(self, position: int, *, has_read_more: bool = False) -> dict[str, Any]:
-        """Returns the number of examples read, and what determines their order."""
-        return {"position": position, **self.identity}
+        """Returns the number of examples read, and what determines their order; of a stream where its lanes are."""
+        record = {"position": position, **self.identity}
+        if not self.streams:
+            return record
+        lanes = [json.loads(x) for x in from_all_processes(json.dumps(self.streams[0].states[position]))]
+        return {**record, "states": {lane: state for states in lanes for lane, state in states.items()}}
 
     def place(self, batch: PyTree) -> PyTree:
         """Copies a batch into buffers that are reused."""

@@ -129,6 +129,8 @@ class Progress:
       train: step and loss of the training steps of this process.
       validation: step and loss of its evaluations.
       noise: the gradient noise scale.
+      record: the record of the latest training step.
+      figures: the figures of the latest evaluation, with its step.
     """
 
     def __init__(
@@ -164,6 +166,8 @@ class Progress:
         self._started = self._resumed = time.perf_counter()
         self._timed_steps, self._timed_seconds = 0, 0.0
         self._window: list[float] = []
+        self.record: Mapping[str, Any] = {}
+        self.figures: tuple[int, Mapping[str, float]] = -1, {}
 
     @property
     def seconds(self) -> float:
@@ -199,39 +203,45 @@ class Progress:
         num_updates = dispatched.step - 1 - self.num_skipped_steps + bool(metrics["skipped"])
         mean_seconds = float(np.mean(self._window)) if self._window else None
         meter = self._speedometer
-        self._write(
-            {
-                "kind": "train",
-                "step": dispatched.step,
-                "loss": loss,
-                **self._own(metrics.aux),
-                "grad_norm": float(metrics["grad_norm"]),
-                "param_norm": None if dispatched.param_norm is None else float(dispatched.param_norm),
-                "learning_rate": self._schedule and float(self._schedule(num_updates)),
-                meter.unit: dispatched.step * meter.num_units,
-                f"{meter.unit}_per_second": mean_seconds and meter.units_per_second(mean_seconds),
-                "mfu": mean_seconds and meter.mfu(mean_seconds),
-                "per_device_memory_bytes": device_memory_bytes(metrics.loss.addressable_shards[0].device),
-                "step_seconds": None if is_first else seconds,
-                "data_wait_seconds": dispatched.data_wait_seconds,
-                "skipped": bool(metrics["skipped"]),
-                "num_skipped_steps": self.num_skipped_steps,
-                "nonfinite_leaf": self.nonfinite_leaf,
-                "loss_scale": float(metrics["loss_scale"]),
-                "noise_scale": self.noise.update(
-                    grad_norm=float(metrics["grad_norm"]),
-                    small_grad_norm_sq=metrics["small_grad_norm_sq"],
-                    num_small_grads=metrics["num_small_grads"],
-                    batch_size=meter.batch_size,
-                ),
-            }
-        )
+        self.record = {
+            "kind": "train",
+            "step": dispatched.step,
+            "loss": loss,
+            **self._own(metrics.aux),
+            "grad_norm": float(metrics["grad_norm"]),
+            "param_norm": None if dispatched.param_norm is None else float(dispatched.param_norm),
+            "learning_rate": self._schedule and float(self._schedule(num_updates)),
+            meter.unit: dispatched.step * meter.num_units,
+            f"{meter.unit}_per_second": mean_seconds and meter.units_per_second(mean_seconds),
+            "mfu": mean_seconds and meter.mfu(mean_seconds),
+            "per_device_memory_bytes": device_memory_bytes(metrics.loss.addressable_shards[0].device),
+            "step_seconds": None if is_first else seconds,
+            "data_wait_seconds": dispatched.data_wait_seconds,
+            "skipped": bool(metrics["skipped"]),
+            "num_skipped_steps": self.num_skipped_steps,
+            "nonfinite_leaf": self.nonfinite_leaf,
+            "loss_scale": float(metrics["loss_scale"]),
+            "noise_scale": self.noise.update(
+                grad_norm=float(metrics["grad_norm"]),
+                small_grad_norm_sq=metrics["small_grad_norm_sq"],
+                num_small_grads=metrics["num_small_grads"],
+                batch_size=meter.batch_size,
+            ),
+        }
+        self._write(self.record)
 
     def add_validation(self, step: int, figures: Mapping[str, float]) -> None:
         """Writes the figures of a validation after `step` steps, and restarts the timing of steps."""
         self.validation.add(step, figures["loss"])
+        self.figures = step, figures
         self._write({"kind": "validation", "step": step, "loss": figures["loss"], "ema_loss": None, **figures})
         self.resume_clock()
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns the record of the latest training step, with `validation/NAME` where that step was validated."""
+        step, figures = self.figures
+        is_validated = step == self.record["step"]
+        return {**self.record, **({f"validation/{name}": x for name, x in figures.items()} if is_validated else {})}
 
     def resume_clock(self) -> None:
         """Restarts the timing of steps, without the time since the last one."""

@@ -1,4 +1,4 @@
-"""Writes the records of a run to a JSON Lines file, TensorBoard and Weights & Biases; used in process 0 alone."""
+"""The trackers of a run: a JSON Lines file, TensorBoard, Weights & Biases and the user's own; in process 0 alone."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import os
 import pathlib
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from zero_jax.core.extras import extra, pip_install
 from zero_jax.core.field_checks import check_fields, hinted
-from zero_jax.core.files.json_lines import JsonLinesWriter, Record, WrittenLater, read_records
-from zero_jax.core.files.system_errors import with_remedy
+from zero_jax.core.files.json_lines import JsonLinesWriter, Record, read_records
+from zero_jax.trainer.reporting.trackers import OpenTracker, TrackedRun, Tracker, Trackers
 
 _FLUSH_SECONDS = 10.0  # of the events for TensorBoard
 
@@ -29,10 +29,13 @@ class WriterConfig:
     Attributes:
       tensorboard: write the records for TensorBoard too, into the run's folder.
       wandb: project of Weights & Biases that the records are sent to; None sends nothing.
+      tracker: a tracker of your own, as module:function or path/to/file.py:function; a function (or class) of a
+        `TrackedRun` that returns an object with `write(record)` and `close()`.
     """
 
     tensorboard: bool = False
     wandb: str | None = None
+    tracker: str | None = None
 
     def __post_init__(self):
         """Raises `ValueError` for an empty project, and for writers that are not installed."""
@@ -61,32 +64,51 @@ class TensorBoardWriter:
 
         pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
         self._flushed = time.monotonic()
+        self._protos: Any = importlib.import_module("tensorboardX.proto.event_pb2")
         # Not `SummaryWriter`: its thread dies of a full disk, and blocks the run ten records later. File names have a
         # resolution of a second, within which a resumed run must not overwrite its file.
-        suffix = f".{os.getpid()}.{secrets.token_hex(3)}"
-        self._protos: Any = importlib.import_module("tensorboardX.proto.event_pb2")
-        self._events = EventsWriter(os.path.join(folder, "events"), filename_suffix=suffix)
+        self._open = lambda: EventsWriter(
+            os.path.join(folder, "events"), filename_suffix=f".{os.getpid()}.{secrets.token_hex(3)}"
+        )
+        self._events: Any = self._open()
+        self._unflushed: list[Record] = []
         if resume_step is not None:
             log = self._protos.SessionLog
             start, step = log(status=log.START), resume_step + (repeated is None)
             self._events.write_event(self._protos.Event(wall_time=time.time(), step=step, session_log=start))
-        for record in repeated or ():
-            self.write(record)
+        self._write(repeated or ())
         self._events.flush()
 
     def write(self, record: Record) -> None:
-        """Writes one record."""
-        event = self._protos.Event(wall_time=time.time(), step=record["step"])
-        for name, value in _scalars(record).items():
-            event.summary.value.add(tag=name, simple_value=value)
-        self._events.write_event(event)
-        if time.monotonic() - self._flushed >= _FLUSH_SECONDS:
-            self._events.flush()
-            self._flushed = time.monotonic()
+        """Writes one record; after an error with those that may not be on the disk, to a new file of events."""
+        try:
+            if self._events is None:
+                self._events = self._open()
+                self._write(self._unflushed)
+            self._write([record])
+            if time.monotonic() - self._flushed >= _FLUSH_SECONDS:
+                self._events.flush()
+                self._flushed, self._unflushed = time.monotonic(), []
+            else:
+                self._unflushed.append(record)
+        except Exception:
+            broken: Any = self._events
+            self._events = None  # it may end with half an event, after which none is read
+            with contextlib.suppress(Exception):
+                broken.close()
+            raise
+
+    def _write(self, records: Iterable[Record]) -> None:
+        for record in records:
+            event = self._protos.Event(wall_time=time.time(), step=record["step"])
+            for name, value in _scalars(record).items():
+                event.summary.value.add(tag=name, simple_value=value)
+            self._events.write_event(event)
 
     def close(self) -> None:
         """Writes what is left and closes the file."""
-        self._events.close()
+        if self._events is not None:
+            self._events.close()
 
 
 class WandbWriter:
@@ -102,25 +124,45 @@ class WandbWriter:
         is_resumed: bool = False,
     ):
         """Starts a run with an id that is kept in `folder/wandb-id`, or resumes the run of that id."""
-        wandb: Any = importlib.import_module("wandb")
         id_file = pathlib.Path(folder) / "wandb-id"
         run_id = secrets.token_hex(8)
         if is_resumed and id_file.exists():
             run_id = id_file.read_text(encoding="utf-8").strip()
         id_file.write_text(run_id + "\n", encoding="utf-8")
-        settings = {"project": project, "id": run_id, "resume": "allow", "name": name, "dir": str(folder)}
-        self._run = wandb.init(**settings, config=dict(config or {}))
+        self._settings: dict[str, Any] = {
+            "project": project,
+            "id": run_id,
+            "resume": "allow",
+            "name": name,
+            "dir": str(folder),
+            "config": dict(config or {}),
+        }
+        self._run = self._start()
+
+    def _start(self) -> Any:
+        wandb: Any = importlib.import_module("wandb")
+        run = wandb.init(**self._settings)
         # W&B's own step only ever grows, and would drop the steps that a resumed run repeats.
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+        return run
 
     def write(self, record: Record) -> None:
-        """Sends one record."""
-        self._run.log({**_scalars(record), "step": record["step"]})
+        """Sends one record; after an error it goes on with the run of the same id first."""
+        if self._run is None:
+            self._run = self._start()
+        try:
+            self._run.log({**_scalars(record), "step": record["step"]})
+        except Exception:
+            broken, self._run = self._run, None
+            with contextlib.suppress(Exception):  # or `wandb.init` would return it again
+                broken.finish()
+            raise
 
     def close(self) -> None:
         """Sends what is left, and finishes the run."""
-        self._run.finish()
+        if self._run is not None:
+            self._run.finish()
 
 
 def _scalars(record: Record) -> dict[str, float]:
@@ -137,100 +179,38 @@ def _records_at(path: pathlib.Path, step: int | None) -> list[Record] | None:
     return None
 
 
-Writer = JsonLinesWriter | TensorBoardWriter | WandbWriter
-
-
-class Writers:
-    """Writes to several writers; one that fails is dropped or retried, with a line in the log."""
-
-    def __init__(self, factories: Mapping[str, Callable[[], Writer]], *, log: Callable[[str], None] = print):
-        """Opens the writers by functions, with names for the log."""
-        self._log = log
-        self._writers: dict[str, Writer] = {}
-        self._late: set[str] = set()
-        for name, open_writer in factories.items():
-            if (writer := self._guarded(name, open_writer)) is not None:
-                self._writers[name] = writer
-
-    def __enter__(self) -> Writers:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The writers that still write."""
-        return tuple(self._writers)
-
-    @property
-    def num_damaged(self) -> int:
-        """Damaged lines of an older file that a JSON Lines writer goes on with."""
-        return sum(writer.num_damaged for writer in self._writers.values() if isinstance(writer, JsonLinesWriter))
-
-    def write(self, record: Record) -> None:
-        """Writes one record everywhere."""
-        for name, writer in list(self._writers.items()):
-            self._guarded(name, writer.write, record)
-
-    def close(self) -> None:
-        """Closes the writers."""
-        while self._writers:
-            name, writer = self._writers.popitem()
-            self._guarded(name, writer.close)
-
-    def _guarded(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        # Any exception: libraries have their own kinds of network errors, and none should end a run.
-        try:
-            done = call(*arguments)
-            if name in self._late:
-                self._late.remove(name)
-                self._log(f"{name}: writing works again, and what waited is written")
-            return done
-        except WrittenLater as error:
-            if name not in self._late:
-                self._late.add(name)
-                self._log(f"{name}: writing failed, it is tried again with each record: {with_remedy(error)}")
-        except Exception as error:
-            self._log(
-                f"{name}: writing failed, nothing more is written there: {type(error).__name__}: {with_remedy(error)}"
-            )
-            with contextlib.suppress(Exception):  # the first error is in the log
-                self._writers.pop(name).close()
-        return None
-
-
 def open_writers(
     config: WriterConfig,
-    directory: str | pathlib.Path,
+    run: TrackedRun,
     *,
-    name: str,
-    run_config: Mapping[str, Any] | None = None,
-    resume_step: int | None = None,
+    own: Mapping[str, OpenTracker] | None = None,
     is_evaluated: bool = True,
     log: Callable[[str], None] = print,
-) -> Writers:
-    """Opens the writers of a run: `metrics.jsonl` in its folder `directory`, and those of the config.
+) -> Trackers:
+    """Opens the trackers of a run: `metrics.jsonl` in its folder, those of the config, and the user's `own`.
 
-    Weights & Biases shows `name` and `run_config`. A resumed run continues after `resume_step`, with the validation of
-    that step unless it `is_evaluated`; None is a new run.
+    A resumed run continues after its `resume_step`, with the validation of that step unless it `is_evaluated`.
     """
-    folder, is_resumed = pathlib.Path(directory), resume_step is not None
+    folder, step = run.folder, run.resume_step
     records, project = folder / "metrics.jsonl", config.wandb
-    factories: dict[str, Callable[[], Writer]] = {
-        "metrics.jsonl": lambda: JsonLinesWriter(records, resume_step=resume_step, is_evaluated=is_evaluated)
+    functions: dict[str, Callable[[], Tracker]] = {
+        "metrics.jsonl": lambda: JsonLinesWriter(records, resume_step=step, is_evaluated=is_evaluated)
     }
     if config.tensorboard:
-        factories["TensorBoard"] = lambda: TensorBoardWriter(
+        functions["TensorBoard"] = lambda: TensorBoardWriter(
             folder / "tensorboard",
-            resume_step=resume_step,
-            repeated=None if is_evaluated else _records_at(records, resume_step),  # once that file is cut
+            resume_step=step,
+            repeated=None if is_evaluated else _records_at(records, step),  # once that file is cut
         )
     if project is not None:
-        factories["Weights & Biases"] = lambda: WandbWriter(
-            project, folder=folder, name=name, config=run_config, is_resumed=is_resumed
+        functions["Weights & Biases"] = lambda: WandbWriter(
+            project, folder=folder, name=run.name, config=run.config, is_resumed=step is not None
         )
-    writers = Writers(factories, log=log)
-    if num_damaged := writers.num_damaged:
+    for name, open_tracker in (own or {}).items():
+        name = f"your {name}" if name in functions else name
+        functions[name] = lambda open_tracker=open_tracker: open_tracker(run)
+    trackers = Trackers(functions, log=log)
+    records_writer = trackers.working.get("metrics.jsonl")
+    if isinstance(records_writer, JsonLinesWriter) and (num_damaged := records_writer.num_damaged):
         log(f"metrics.jsonl: {num_damaged} damaged lines, which are no records, are in metrics.jsonl.damaged now")
-    return writers
+    return trackers

@@ -209,6 +209,20 @@ def test_balanced_experts_have_a_balance_loss_of_one():
     np.testing.assert_allclose(aux["expert_balance"], 1.0, rtol=1e-6)
 
 
+def test_losses_of_experts_and_extra_tokens_add_up_over_parts_of_a_batch():
+    """A part counts by the weights of its tokens, so that microbatches are one batch."""
+    config = dataclasses.replace(DEEPSEEK, expert_balance=0.1)
+    params, whole = decoder.init(config, jax.random.key(0)), batch(4)
+    whole["weights"] = np.where(np.arange(4)[:, None] == 1, 0.25, np.ones((4, 16), np.float32))
+    value_and_grad = jax.jit(jax.value_and_grad(decoder.loss_fn(config), has_aux=True))
+    parts = [{name: x[part] for name, x in whole.items()} for part in (slice(2), slice(2, 4))]
+    shares = [part["weights"].sum() / whole["weights"].sum() for part in parts]
+    expected, got = value_and_grad(params, whole), [value_and_grad(params, part) for part in parts]
+    summed = jax.tree.map(lambda *xs: sum(x * share for x, share in zip(xs, shares, strict=True)), *got)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), expected, summed)
+    assert np.abs(expected[1]["blocks"]["router_bias"]).max() > 0
+
+
 @pytest.mark.slow
 def test_a_token_attends_to_its_own_document_within_its_window():
     params, tokens = decoder.init(GEMMA, jax.random.key(0)), batch(1)["inputs"]

@@ -121,7 +121,7 @@ def hidden(
     `attend` is causal attention with the arguments of `layers.causal_attention`.
     """
     x_BTD, losses = _run(config, params, tokens_BT, segments_BT, place=place, attend=attend)
-    return x_BTD, losses["balance"]
+    return x_BTD, losses["balance"].mean()
 
 
 def _run(
@@ -133,7 +133,7 @@ def _run(
     place: PlaceFn,
     attend: Attend,
 ) -> tuple[Array, Losses]:
-    """Returns the last hidden states, and the experts' losses, summed over the layers."""
+    """Returns the last hidden states, and the experts' losses `[B]`, summed over the layers."""
     x_BTD = params["embed"][tokens_BT]
     if config.scale_embedding:
         x_BTD *= jnp.asarray(config.d_model**0.5, x_BTD.dtype)
@@ -162,11 +162,11 @@ def _run(
     in_periods = num_periods * size
     if size == 1:
         x_BTD, each = jax.lax.scan(lambda x_BTD, layer: block(x_BTD, layer, config.has_window(0)), x_BTD, blocks)
-        losses.append(jax.tree.map(jnp.sum, each))
+        losses.append(jax.tree.map(lambda of_layers: of_layers.sum(axis=0), each))
     elif num_periods:
         stacks = jax.tree.map(lambda w: w[:in_periods].reshape(num_periods, size, *w.shape[1:]), blocks)
         x_BTD, each = jax.lax.scan(functools.partial(period, first=0, num_layers=size), x_BTD, stacks)
-        losses.append(jax.tree.map(jnp.sum, each))
+        losses.append(jax.tree.map(lambda of_layers: of_layers.sum(axis=0), each))
     if num_left:
         left = jax.tree.map(lambda w: w[in_periods:], blocks)
         x_BTD, of_rest = period(x_BTD, left, first=in_periods, num_layers=num_left)
@@ -188,7 +188,7 @@ def apply_block(
     """Runs one block, with or without a sliding window; returns the residual stream and the experts' balance loss."""
     settings = {"segments_BT": segments_BT, "place": place, "attend": attend, "window": window}
     x_BTD, losses = _block(config, x_BTD, params, **settings)
-    return x_BTD, losses["balance"]
+    return x_BTD, losses["balance"].mean()
 
 
 def _block(
@@ -214,7 +214,7 @@ def _block(
     if "router" in params:
         y_BTD, losses = _experts(config, y_BTD, params)
     else:
-        y_BTD, losses = _mlp(config, y_BTD, params), {"balance": jnp.zeros(())}
+        y_BTD, losses = _mlp(config, y_BTD, params), {"balance": jnp.zeros(x_BTD.shape[0])}
     y_BTD = place(y_BTD, "residual")
     if config.post_norms:
         y_BTD = norm(y_BTD, name="mlp_post_norm")
@@ -364,12 +364,14 @@ def loss_fn(
             aux["extra_tokens"], _ = mean_loss(extra_BT, weights_BT)
             mean += config.extra_token_weight * aux["extra_tokens"]
             losses = jax.tree.map(jnp.add, losses, of_experts)
+        # A sequence counts by what its tokens weigh, as in the loss, so that microbatches add up to the batch.
+        of_sequences = {name: jnp.broadcast_to(x_B[:, None], batch["targets"].shape) for name, x_B in losses.items()}
         if config.expert_balance:
             num_layers = config.num_layers - config.num_dense_layers + config.num_extra_tokens
-            aux["expert_balance"] = losses["balance"] / num_layers
+            aux["expert_balance"] = mean_loss(of_sequences["balance"], weights_BT)[0] / num_layers
             mean += config.expert_balance * aux["expert_balance"]
         if "bias" in losses:
-            mean += losses["bias"]
+            mean += mean_loss(of_sequences["bias"], weights_BT)[0]
         return mean, aux
 
     return loss

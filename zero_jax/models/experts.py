@@ -70,17 +70,17 @@ class Routes:
     shares_BTE: Array
 
     def balance(self) -> Array:
-        """Returns the loss that balances the experts of a sequence (DeepSeek-V3, equation 17 without the factor)."""
+        """Returns the loss `[B]` that balances the experts of a sequence (DeepSeek-V3, equation 17, no factor)."""
         num_experts, k = self.is_chosen_BTE.shape[-1], self.experts_BTk.shape[-1]
         load_BE = self.is_chosen_BTE.mean(axis=1) * (num_experts / k)
-        return (load_BE * self.shares_BTE.mean(axis=1)).sum(axis=-1).mean()
+        return (load_BE * self.shares_BTE.mean(axis=1)).sum(axis=-1)
 
     def bias_term(self, bias_E: Array) -> Array:
-        """Returns 0, whose gradient in the biases is the relative error of the experts' load."""
+        """Returns 0 `[B]`, whose gradient in the biases is the relative error of the experts' load in a sequence."""
         num_experts, k = self.is_chosen_BTE.shape[-1], self.experts_BTk.shape[-1]
         error_BE = jax.lax.stop_gradient(self.is_chosen_BTE.mean(axis=1) * (num_experts / k) - 1)
         bias_E = bias_E.astype(jnp.float32)
-        return (error_BE * (bias_E - jax.lax.stop_gradient(bias_E))).sum(axis=-1).mean()
+        return (error_BE * (bias_E - jax.lax.stop_gradient(bias_E))).sum(axis=-1)
 
 
 def softmax_routes(logits_BTE: Array, k: int, *, normalize: bool) -> Routes:

@@ -44,7 +44,7 @@ def decoder_config(hf_config: Mapping[str, Any], *, seq_len: int | None = None) 
     family = FAMILIES[model_type]
     aliased = {family.aliases.get(key, key): value for key, value in hf_config.items()}
     hf_config = {**DEFAULTS, **family.defaults, **aliased}
-    for key, allowed in (MUST_BE | family.must_be).items():
+    for key, allowed in {**MUST_BE, **family.must_be}.items():
         if allowed and hf_config.get(key) not in allowed:
             raise ValueError(f"{key}={short(hf_config[key])} is not supported: a decoder needs {allowed[0]!r}")
     keys = _keys(model_type)

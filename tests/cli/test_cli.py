@@ -29,7 +29,7 @@ TRAIN_OPTIONS = """
 --no-keep-gathered --no-lora-dora --no-overlap --no-quantize-error-feedback --no-scan --no-secondary
 --no-separate-documents --no-sequence-parallel --no-skip-nonfinite --no-tensorboard --nu-dtype --num-heads --num-layers
 --num-microbatches --offload --offload-fraction --offload-paths --offload-window-bytes --optimizer --out --overlap
---paper-config --param-specs --position --precision --prefetch-batches --profile-steps --quantize-block-size
+--paper-config --param-specs --pipe --position --precision --prefetch-batches --profile-steps --quantize-block-size
 --quantize-error-feedback --quantize-gathers --quantize-grads --quantize-grads-over --remat --replica --resume
 --sample-every --sample-prompt --sample-tokens --save-every --scan --schedule --secondary --seed --separate-documents
 --seq-len --sequence-parallel --show-config --skip-nonfinite --stage --steps --temperature --tensorboard --text-field
@@ -42,10 +42,10 @@ PLAN_OPTIONS = """
 --keep-gathered --learning-rate --loss --loss-chunk --min-shard-size --mlp-ratio --model --model-axis --momentum
 --mu-dtype --no-decay --no-keep-gathered --no-overlap --no-quantize-error-feedback --no-scan --no-secondary
 --no-sequence-parallel --no-skip-nonfinite --nu-dtype --num-heads --num-layers --num-microbatches --offload
---offload-fraction --offload-paths --offload-window-bytes --optimizer --overlap --paper-config --param-specs --position
---precision --quantize-block-size --quantize-error-feedback --quantize-gathers --quantize-grads --quantize-grads-over
---remat --replica --scan --schedule --secondary --seq-len --sequence-parallel --skip-nonfinite --stage --timeout
---topology --vocab-size --weight-decay -h
+--offload-fraction --offload-paths --offload-window-bytes --optimizer --overlap --paper-config --param-specs --pipe
+--position --precision --quantize-block-size --quantize-error-feedback --quantize-gathers --quantize-grads
+--quantize-grads-over --remat --replica --scan --schedule --secondary --seq-len --sequence-parallel --skip-nonfinite
+--stage --timeout --topology --vocab-size --weight-decay -h
 """.split()
 # Of the decoders' presets.
 DECODER_OPTIONS = """

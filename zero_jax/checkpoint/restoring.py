@@ -34,7 +34,7 @@ from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.device_put import put_global, reshard_array
 from zero_jax.core.signatures import check_arguments
-from zero_jax.core.text_tables import printable
+from zero_jax.core.text_tables import Report, printable
 from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.core.variables import MODEL_STATE, Variables
 from zero_jax.sharding.mesh import on_mesh
@@ -48,7 +48,7 @@ _OPTIONAL = ("loss_scale", _GRAD_ERRORS)  # groups that a checkpoint may lack
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Restored:
+class Restored(Report):
     """A restored train state, and where it comes from.
 
     Attributes:

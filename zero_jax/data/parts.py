@@ -5,6 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
+from zero_jax.core.text_tables import Report
 from zero_jax.data.tokenizer import Tokenizer
 from zero_jax.data.tokens.store import TokenFile, Tokens
 
@@ -35,7 +36,7 @@ class Part(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Dataset:
+class Dataset(Report):
     """A tokenized data set, split into training and validation.
 
     Attributes:

@@ -10,6 +10,7 @@ import jax
 import optax
 
 from zero_jax.core.signatures import check_arguments
+from zero_jax.core.text_tables import Report
 from zero_jax.core.tree import PyTree
 from zero_jax.planning.estimates import Estimator, Policy, setting_config
 from zero_jax.planning.job import Job, batch_of
@@ -30,7 +31,7 @@ _REMATS = ("none", "dots", "full", "full_sharded", "full_offloaded", "own")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AutoPlan:
+class AutoPlan(Report):
     """The result of `plan_auto`: prints the ranking and the plan of the best setting.
 
     Attributes:

@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from zero_jax.core.text_tables import aligned, format_bytes
+from zero_jax.core.text_tables import Report, aligned, format_bytes
 
 _MAX_LINES = 15
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Candidate:
+class Candidate(Report):
     """Settings of a train step that a search may choose, such as stage, mesh axes, microbatches and remat.
 
     Attributes:
@@ -174,7 +174,7 @@ class Miss:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ranking:
+class Ranking(Report):
     """The result of a search.
 
     Attributes:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zero_jax.analysis import comms, memory, trace_loss
-from zero_jax.core.text_tables import aligned, format_bytes
+from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.hlo import Program
 from zero_jax.planning.job import CompiledText, Job, compile_job
 from zero_jax.planning.ranking import host_memory
@@ -32,7 +32,7 @@ _MAX_ATTENTIONS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanReport:
+class PlanReport(Report):
     """A train step compiled for hardware that need not be there; prints as a page.
 
     Attributes:

@@ -7,7 +7,7 @@ import dataclasses
 from jax.sharding import Mesh
 
 from zero_jax import hlo
-from zero_jax.core.text_tables import format_bytes
+from zero_jax.core.text_tables import Report, format_bytes
 from zero_jax.hlo import Instruction, Program
 from zero_jax.planning.kernel_text import kernel_module
 from zero_jax.planning.links import Links
@@ -25,7 +25,7 @@ _IMPLAUSIBLE = 1e4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TimeEstimate:
+class TimeEstimate(Report):
     """How long a step takes, as far as a compiled program shows; an estimate, never a measurement.
 
     Attributes:

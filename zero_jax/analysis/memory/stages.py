@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType
 from zero_jax.analysis.memory.estimated import MemoryEstimate, estimate
 from zero_jax.core.field_checks import check_value
 from zero_jax.core.signatures import check_arguments
-from zero_jax.core.text_tables import aligned, format_bytes
+from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.core.tree import PyTree
 from zero_jax.sharding.precision import precision_name
 from zero_jax.sharding.stages import sharded_groups
@@ -25,7 +25,7 @@ _SHOWN_GROUPS = ("params", "master", "grads", "opt_state", "model_state")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StageEstimates:
+class StageEstimates(Report):
     """Bytes per device of params, gradients and optimizer state at each stage; prints as a table.
 
     Attributes:

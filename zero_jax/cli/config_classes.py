@@ -31,19 +31,16 @@ CONFIG_MODULES = {
     "LoraConfig": "cli.models.adapters",
     "OwnModelConfig": "cli.models.own",
     "PlanConfig": "cli.plan.request",
+    "SampleConfig": "cli.look",
+    "EvaluateConfig": "cli.look",
     "InspectConfig": "cli.checkpoint",
     "ExportConfig": "cli.checkpoint",
 }
 # The words of fields that take text, or an object in Python: the tables that have them.
 _WORDS = {
-    "OptimizerConfig.optimizer": ("trainer.optimizers", "_OPTIMIZERS"),
     "OptimizerConfig.mu_dtype": ("trainer.optimizers", "_MOMENT_DTYPES"),
     "OptimizerConfig.nu_dtype": ("trainer.optimizers", "_MOMENT_DTYPES"),
     "ZeroConfig.stage": ("sharding.stages", "_SHARDED_GROUPS"),
-    "ZeroConfig.precision": ("sharding.precision", "_NAMED"),
-    "ZeroConfig.offload": ("training.optimizer.offload", "_MEMORY_OF"),
-    "ZeroConfig.quantize_gathers": ("sharding.quantized", "GATHER_FORMATS"),
-    "ZeroConfig.quantize_grads": ("sharding.quantized", "GRAD_FORMATS"),
 }
 # Those of a field that takes more than these.
 _SUGGESTED = {

@@ -26,6 +26,7 @@ from zero_jax.trainer import prepare
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+ROOT_PAGES = [ROOT / f"{name}.md" for name in ("CHANGELOG", "CODE_OF_CONDUCT", "CONTRIBUTING", "SECURITY")]
 SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Snippets that cannot run here, by page and index, with the reason.
 NOT_RUN: dict[tuple[str, int], str] = {}
@@ -301,7 +302,7 @@ def test_names_in_text_exist(page):
             found = getattr(found, name, None)
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *ROOT_PAGES[1:]], ids=lambda page: page.name)
 def test_paths_and_links_exist(page):
     """Such as `tests/test_docs.py`, `scripts/cluster/*.yaml` or `[stages](docs/stages.md)`."""
     text = page.read_text(encoding="utf-8")
@@ -324,7 +325,7 @@ def prose(page):
     return lines
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *ROOT_PAGES], ids=lambda page: page.name)
 def test_lines_are_wrapped_at_120_columns(page):
     """Apart from code, tables and a word, such as an address, that is longer by itself."""
     assert not [f"{page.name}:{i}" for i, line in prose(page) if len(line) > 120 and " " in line.strip()]
@@ -364,7 +365,25 @@ def test_every_page_is_in_the_navigation_once():
     entries = [re.sub(r".*<(.*)>", r"\1", entry) for entry in entries]
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
     notebooks = {f"notebooks/{path.stem}" for path in (ROOT / "docs" / "notebooks").glob("*.ipynb")}
-    assert sorted(entries) == sorted({*pages, *notebooks, "api/index"})
+    assert sorted(entries) == sorted({*pages, *notebooks, "api/index", "gallery/index"})
+
+
+def test_notebooks_have_a_link_to_colab_where_the_repository_has_an_address():
+    conf = imported(ROOT / "docs" / "conf.py")
+    text = (ROOT / "docs" / "notebooks" / "lora.ipynb").read_text(encoding="utf-8")
+    for repository, links in {"": 0, "https://github.com/someone/fork": 1}.items():
+        conf.REPOSITORY = repository
+        source = [text]
+        conf.link_outside(None, "notebooks/lora", source)
+        address = "https://colab.research.google.com/github/someone/fork/blob/main/docs/notebooks/lora.ipynb"
+        assert source[0].count(address) == links
+
+
+def test_the_api_lists_what_most_look_for_first():
+    conf = imported(ROOT / "docs" / "conf.py")
+    names = conf.in_order(conf.package_names()["training"])
+    assert names[:3] == ["ZeroConfig", "init_state", "make_train_step"]
+    assert names[3:] == sorted(names[3:], key=str.lower)
 
 
 def test_every_public_name_is_in_the_api_reference():

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         make_eval_step,
         make_train_step,
         params_ema,
+        pipeline_report,
         read_leaf,
         read_leaves,
         sequence_parallel,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from zero_jax.transforms import (
         AttentionReport,
         GatherReport,
+        PipelineReport,
         Remat,
         RematReport,
         attention_report,
@@ -87,13 +89,13 @@ _PUBLIC = {
     "zero_jax.trainer": "TrainConfig TrainResult Trainer",
     "zero_jax.training": (
         "MeshLoss Metrics NoiseScale Offload TrainState TrainStep ZeroConfig abstract_state compiler_options "
-        "ema_params init_state losses make_eval_step make_train_step params_ema read_leaf read_leaves "
-        "sequence_parallel shard_batch sharding_report state_shardings write_leaf write_leaves"
+        "ema_params init_state losses make_eval_step make_train_step params_ema pipeline_report read_leaf "
+        "read_leaves sequence_parallel shard_batch sharding_report state_shardings write_leaf write_leaves"
     ),
     "zero_jax.verification": "LeafDifference Verification verify",
     "zero_jax.transforms": (
-        "AttentionReport GatherReport Remat RematReport attention_report fuse_attention gather_on_use gather_report "
-        "remat_report rematerialize"
+        "AttentionReport GatherReport PipelineReport Remat RematReport attention_report fuse_attention gather_on_use "
+        "gather_report remat_report rematerialize"
     ),
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names.split()}
@@ -119,6 +121,7 @@ __all__ = [
     "ModelFunctions",
     "NoiseScale",
     "Offload",
+    "PipelineReport",
     "PlanReport",
     "Precision",
     "Pretrained",
@@ -161,6 +164,7 @@ __all__ = [
     "memory",
     "paper",
     "params_ema",
+    "pipeline_report",
     "plan",
     "plan_auto",
     "plan_layouts",

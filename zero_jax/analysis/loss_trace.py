@@ -89,7 +89,8 @@ def trace_loss(
       config: the model's specs, remat policy, precision and microbatches.
     """
     check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
-    loss, k = StepLoss.of(loss_fn, params, mesh=mesh, config=config), config.num_microbatches
+    loss = StepLoss.of(loss_fn, params, mesh=mesh, config=config)
+    k = loss.placement.grad_plan.num_microbatches  # those of a pipeline are on all stages: as if they were one
     variables, batch, _ = loss.shapes(params, batch, num_parts=k)
     traced = _TracedLoss(loss.recomputed(loss.fused), variables, batch, loss.placement)
     gradient = traced.gradient()

@@ -106,7 +106,7 @@ def _add_model(parser: argparse.ArgumentParser) -> Any:
     gpt_fields, decoder_fields = option_fields("GPTConfig").keys(), option_fields("DecoderConfig").keys()
     add_fields(group, "GPTConfig", defaults=None, without=gpt_fields - decoder_fields)
     add_fields(parser.add_argument_group("model: GPTs alone"), "GPTConfig", defaults=None, without=decoder_fields)
-    title = "model: decoders alone (Llama, Qwen, Gemma, Mistral, Mixtral)"
+    title = "model: decoders alone (all presets but gpt-*)"
     add_fields(parser.add_argument_group(title), "DecoderConfig", defaults=None, without=gpt_fields)
     return group
 

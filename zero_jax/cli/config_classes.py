@@ -61,7 +61,7 @@ _HELP = {
 # Fields without an option: the roles of mesh axes, which the commands choose, and fields that are no number or word or
 # have no use for the reference models. The `remat` of a command is the policy, for any model.
 _NOT_OPTIONS = frozenset(
-    "zero data_axes replica_axes model_axes ZeroConfig.param_specs axis_rules overrides loss_weight "
+    "zero data_axes replica_axes model_axes pipe_axes ZeroConfig.param_specs axis_rules overrides loss_weight "
     "GPTConfig.remat DecoderConfig.remat".split()
 )
 

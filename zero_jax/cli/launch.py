@@ -45,7 +45,7 @@ def _refused_numbers(parser: argparse.ArgumentParser, arguments: Sequence[str], 
         num_before = (num_processes - 1) * config.devices_per_process
         num_devices = run.devices or num_before + config.devices_per_process
         num_examples = None if own_model else run.batch_size
-        shards, remainder = divmod(num_devices, run.model_axis)
+        shards, remainder = divmod(num_devices, run.model_axis * run.pipe)
         return (
             num_before < num_devices <= num_before + config.devices_per_process  # none without a device
             and not remainder

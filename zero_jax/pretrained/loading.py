@@ -20,7 +20,8 @@ from zero_jax.core.text_tables import Report
 from zero_jax.core.tree import PyTree, key_shape, leaf_names
 from zero_jax.models import decoder
 from zero_jax.models.decoder_config import DecoderConfig
-from zero_jax.models.huggingface import TensorName, decoder_config, tensor_names
+from zero_jax.models.huggingface import decoder_config, tensor_names
+from zero_jax.models.tensor_name import TensorName
 from zero_jax.pretrained.folder import read_config, read_tensors
 from zero_jax.pretrained.mapping import LeafTensors, match
 from zero_jax.sharding.mesh import axis_size
@@ -95,13 +96,25 @@ def read_decoder(folder: str | os.PathLike[str], *, seq_len: int | None = None) 
     """
     hf_config = read_config(folder)
     try:
-        config = decoder_config(hf_config, seq_len=seq_len)
+        config = decoder_config(hf_config)
     except (ValueError, TypeError, OverflowError) as error:
         raise ValueError(f"{os.fspath(folder)}/config.json: {error}") from error
-    longest = hf_config["max_position_embeddings"]
-    if seq_len is not None and seq_len > longest:
-        raise ValueError(f"seq_len={seq_len}: the model in {os.fspath(folder)} has contexts of {longest:,} at most")
-    return config
+    if config.num_extra_tokens and not _has_extra_layers(folder):
+        config = dataclasses.replace(config, num_extra_tokens=0)
+    if seq_len is None:
+        return config
+    if seq_len > config.seq_len:
+        longest = f"{config.seq_len:,}"
+        raise ValueError(f"seq_len={seq_len}: the model in {os.fspath(folder)} has contexts of {longest} at most")
+    return dataclasses.replace(config, seq_len=seq_len)
+
+
+def _has_extra_layers(folder: str | os.PathLike[str]) -> bool:
+    """Returns whether a checkpoint has the layers that its config names, which transformers does not save."""
+    try:
+        return any(".eh_proj." in name for name in read_tensors(folder))
+    except ValueError:  # which is the error of who needs the tensors
+        return True
 
 
 def open_hf(folder: str | os.PathLike[str], *, seq_len: int | None = None) -> HFModel:
@@ -120,6 +133,8 @@ def open_hf(folder: str | os.PathLike[str], *, seq_len: int | None = None) -> HF
     tensors, optional = read_tensors(folder), {"lm_head.weight"} if config.tie_embedding else set()
     if optional & tensors.keys():  # it is the table, if that has no name of its own
         tensors = {names["embed"].template: tensors["lm_head.weight"], **tensors}
+    for layer in range(config.num_layers, config.num_layers + max(config.num_extra_tokens, 1)):  # copies
+        optional |= {f"model.layers.{layer}.{name}.weight" for name in ("embed_tokens", "shared_head.head")}
     leaves = match(folder, tensors, config.shapes, names, may_be_left=optional)
     return HFModel(folder=os.fspath(folder), hf_config=hf_config, config=config, leaves=leaves)
 
@@ -127,7 +142,7 @@ def open_hf(folder: str | os.PathLike[str], *, seq_len: int | None = None) -> HF
 def load_hf(
     folder: str | os.PathLike[str], *, mesh: Mesh, config: ZeroConfig, seq_len: int | None = None, dtype: Any = None
 ) -> Pretrained:
-    """Loads a checkpoint of the Hugging Face hub: Llama, Qwen, Gemma, Mistral, Mixtral, on any mesh, for any stage.
+    """Loads a checkpoint of the Hugging Face hub (a decoder of the families in docs/huggingface.md) on any mesh.
 
     Each process reads the slices of its own shards, one param at a time. Before the first one all files are checked.
 

@@ -91,7 +91,7 @@ _AUTO_FIELDS, _OPEN = ("precision", "clip_norm"), "_left_to_the_trainer"
 # The fields that are about text, or are the batches' own in a run of an `OwnModel`.
 TEXT_FIELDS = ("data", "batch_size", "sample_every", "sample_prompt", "sample_tokens", "temperature", "top_k")
 # Counts of steps are int32 on the devices.
-_COUNTS = "devices replica model_axis steps batch_size eval_every eval_batches log_every max_nonfinite_steps top_k"
+_COUNTS = "devices replica model_axis pipe steps batch_size eval_every eval_batches log_every max_nonfinite_steps top_k"
 _LOWEST = {
     **dict.fromkeys(_COUNTS.split(), 1),
     **dict.fromkeys(("seed", "sample_tokens", "sample_every", "temperature", "hang_seconds"), 0),
@@ -126,6 +126,7 @@ class TrainConfig:
         8 by default.
       replica: size of the mesh axis `replica`, full copies of the sharded state; the axis `data` takes the rest.
       model_axis: size of the mesh axis `model`, tensor parallelism.
+      pipe: stages of the pipeline that microbatches go through, each with layers of its own; 1 for none.
       steps: optimizer updates.
       epochs: passes over the text, or over batches that have a length, instead of `steps`.
       batch_size: sequences in a step, over all devices and microbatches.
@@ -163,6 +164,7 @@ class TrainConfig:
     devices: int | None = None
     replica: int = 1
     model_axis: int = 1
+    pipe: int = 1
     steps: int = 800
     epochs: float | None = None
     batch_size: int = 8
@@ -310,7 +312,8 @@ def _prepare(
             f"devices={config.devices}, but there are {len(devices)} of kind {devices[0].device_kind}: "
             f"choose from 1 to {len(devices)}, or leave it out to use all"
         )
-    mesh = make_mesh(replica=config.replica, model=config.model_axis, devices=devices[: config.devices])
+    sizes: dict[str, Any] = {"replica": config.replica, "model": config.model_axis, "pipe": config.pipe}
+    mesh = make_mesh(**sizes, devices=devices[: config.devices])
     _check_processes(mesh)
     if isinstance(model, Model):
         _check_text_batches(config, model, mesh)

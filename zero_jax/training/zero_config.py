@@ -82,6 +82,8 @@ class ZeroConfig:
       data_axes: the mesh axes that ZeRO shards over, if not named `data` or `data_*`.
       replica_axes: the mesh axes of full copies, if not named `replica`.
       model_axes: the mesh axes of tensor parallelism, if not named `model` or `model_*`.
+      pipe_axes: the mesh axes of the stages of a pipeline, if not named `pipe` or `pipe_*`: `num_microbatches` go
+        through stages that have layers of their own (docs/pipeline.md).
     """
 
     stage: int = 3
@@ -115,6 +117,7 @@ class ZeroConfig:
     data_axes: Sequence[str] | None = None
     replica_axes: Sequence[str] | None = None
     model_axes: Sequence[str] | None = None
+    pipe_axes: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         groups = sharded_groups(self.stage)
@@ -183,8 +186,30 @@ class ZeroConfig:
 
     def axes_of(self, mesh: Mesh) -> Axes:
         """Returns the roles of a mesh's axes."""
-        axes = axes_of(mesh, data=self.data_axes, replica=self.replica_axes, model=self.model_axes)
+        roles = {"data": self.data_axes, "replica": self.replica_axes, "model": self.model_axes, "pipe": self.pipe_axes}
+        axes = axes_of(mesh, **roles)
+        self._check_pipe(axes.num_stages(mesh))
         return dataclasses.replace(axes, secondary=secondary_axes(mesh, axes, self.secondary))
+
+    def _check_pipe(self, num_stages: int) -> None:
+        """Raises `ValueError` for what a pipeline of so many stages cannot have."""
+        if num_stages == 1:
+            return
+        if self.num_microbatches % num_stages:
+            least = max(-(-self.num_microbatches // num_stages), 1) * num_stages
+            raise ValueError(
+                f"num_microbatches={self.num_microbatches} with {num_stages} stages (pipe): each stage works on "
+                f"another microbatch, and has as many of the batch: give a multiple of {num_stages}, as "
+                f"num_microbatches={least} or {4 * least} (the more, the less stages wait), or leave pipe out"
+            )
+        unfit = {
+            "quantize": self.resolved_quantize(),
+            "secondary": self.secondary,
+            "offload": (offload := self.resolved_offload()) is not None and offload.what in ("all", "model_state"),
+        }
+        for name in (name for name, value in unfit.items() if value):
+            kept = " of params and model state" if name == "offload" else ""
+            raise ValueError(f"{name}{kept} with {num_stages} stages (pipe) is not supported: leave {name} or pipe out")
 
 
 def _check_quantize(quantize: Quantize | None, groups: frozenset[str], stage: str, *, has_master: bool) -> None:

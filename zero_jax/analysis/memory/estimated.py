@@ -69,7 +69,8 @@ def transformer_residuals(
     axes, policy = config.axes_of(mesh), resolve_remat(config.remat)
     if remat is None:
         remat = bool(model_config.remat) if policy.policy == "own" else policy.policy != "none"
-    parts = axis_size(mesh, axes.batch) * config.num_microbatches
+    # The microbatches of a pipeline are on all stages, each of which has some of the layers: as if they were one.
+    parts = axis_size(mesh, axes.batch) * (1 if axes.num_stages(mesh) > 1 else config.num_microbatches)
     if batch_size < 1 or batch_size % parts:
         raise ValueError(
             f"batch_size={batch_size} does not divide over {axis_size(mesh, axes.batch)} devices and "

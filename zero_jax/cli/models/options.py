@@ -160,10 +160,18 @@ def small_model(model: PlannedModel) -> PlannedModel:
     if config is None:
         return model
     sizes = {"vocab_size": 256, "seq_len": 64, "num_layers": 2, "num_experts": 4, "experts_per_token": 2, "window": 32}
+    sizes |= {"learned_positions": 64}
     fields = {name: min(getattr(config, name), size) for name, size in sizes.items() if getattr(config, name, None)}
     fields |= {"num_heads": 4, "d_model": 64}
     if isinstance(config, DecoderConfig):
         fields |= {"num_kv_heads": 4 if config.num_kv_heads == config.num_heads else 2, "head_dim": 16, "d_hidden": 128}
+        fields |= {"num_dense_layers": min(config.num_dense_layers, 1)}
+        fields |= {"d_hidden_dense": 128} if config.d_hidden_dense else {}
+        if config.latent is not None:
+            ranks = {"query_rank": config.latent.query_rank and 32, "key_rank": 16}
+            fields["latent"] = dataclasses.replace(config.latent, **ranks, rotary_dim=8, value_dim=16)
+        if config.routing is not None:
+            fields["routing"] = dataclasses.replace(config.routing, num_groups=2, num_kept=1)
     return reference_model(f"a small {model.name}", dataclasses.replace(config, **fields), model.activations)
 
 

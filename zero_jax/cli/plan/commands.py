@@ -112,6 +112,8 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def _auto(options: argparse.Namespace, request: Request) -> int:
+    if request.config.pipe > 1:
+        raise ValueError(f"--auto tries no pipeline: leave out --pipe {request.config.pipe}, or plan it without --auto")
     model, zero = request.model, dataclasses.replace(request.zero, num_microbatches=1)
     sizes, specs = _model_sizes(request)
     fixed = explicit(options)
@@ -170,6 +172,7 @@ def _write_config(
     zero = {name: getattr(chosen, name) for name in option_fields("ZeroConfig")}
     zero["remat"] = resolve_remat(chosen.remat).name
     axes = {"replica": report.mesh.get("replica", 1), "model_axis": report.mesh.get("model", 1)}
+    axes["pipe"] = report.mesh.get("pipe", 1)
     sections = {
         "model": full_model(options, request.model.config),
         "activations": set_values("activations", field_values(ActivationConfig, options)),

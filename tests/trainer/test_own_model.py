@@ -567,6 +567,12 @@ def test_the_command_line_trains_it_and_its_config_file_does_it_again(own, capsy
     status, out, err = run(["train", "--config", str(folder / "config.toml"), "--json"], capsys)
     assert status == 0, err
     assert json.loads(out)["final_validation_loss"] == result["final_validation_loss"]
+    status, out, err = run(["evaluate", str(folder), "--json"], capsys)
+    evaluated = json.loads(out)
+    assert status == 0 and evaluated["loss"] == pytest.approx(result["final_validation_loss"], rel=1e-6), err
+    assert evaluated["perplexity"] is None and evaluated["figures"]["error"] > 0
+    status, out, err = run(["sample", str(folder)], capsys)
+    assert status == 2 and "is a run of a model of your own: samples are for the presets and the hub's" in err
 
 
 @pytest.mark.parametrize(

@@ -315,8 +315,6 @@ def _prepare(
     sizes: dict[str, Any] = {"replica": config.replica, "model": config.model_axis, "pipe": config.pipe}
     mesh = make_mesh(**sizes, devices=devices[: config.devices])
     _check_processes(mesh)
-    if isinstance(model, Model):
-        _check_text_batches(config, model, mesh)
     check_takes("init_fn", model.init_fn, ["key"], remedy="give a function of a key that returns the params")
     rematerialize(model.init_fn, config.zero.remat, mesh=mesh)  # raises for a mesh that the policy does not support
     check_params_fit(model.init_fn, mesh=mesh)
@@ -324,7 +322,7 @@ def _prepare(
     if tx is None and config.epochs is None:
         make_schedule(config.optimizer, num_steps=config.steps)  # its errors, before the data is read
     if isinstance(model, Model):
-        run_input: RunInput = _text_input(config, model, mesh, log)
+        run_input: RunInput = open_text(config, model, mesh, log)
     else:
         _check_no_text(config)
         run_input = own_input(
@@ -433,10 +431,24 @@ def _check_text_batches(config: TrainConfig, model: Model, mesh: Mesh) -> None:
     check_text_fits(batch_size=config.batch_size, seq_len=model.seq_len, prefetch_batches=config.data.prefetch_batches)
 
 
-def _text_input(config: TrainConfig, model: Model, mesh: Mesh, log: Callable[[str], None]) -> TextInput:
+def open_text(
+    config: TrainConfig, model: Model, mesh: Mesh, log: Callable[[str], None], *, held_out: bool = False
+) -> TextInput:
+    """Opens the text of a run; with `held_out`, all of it for validation, in as many batches as there are.
+
+    Raises:
+      ValueError: a batch that does not divide, no such text or too little of it, or a vocabulary beyond the model's.
+    """
+    _check_text_batches(config, model, mesh)
     dataset = open_dataset(
-        config.data, seq_len=model.seq_len, vocab_size=model.vocab_size, model_name=model.name, log=log
+        config.data,
+        seq_len=model.seq_len,
+        vocab_size=model.vocab_size,
+        model_name=model.name,
+        held_out=held_out,
+        log=log,
     )
+    num_rows = dataset.validation.num_rows(seq_len=model.seq_len)
     sampler = None
     if model.generate_fn is not None and config.sample_tokens:
         sampler = Sampler(
@@ -457,7 +469,7 @@ def _text_input(config: TrainConfig, model: Model, mesh: Mesh, log: Callable[[st
         batch_size=config.batch_size,
         seq_len=model.seq_len,
         seed=config.seed,
-        eval_batches=config.eval_batches,
+        eval_batches=-(-num_rows // config.batch_size) if held_out else config.eval_batches,
         sampler=sampler,
     )
 

@@ -28,8 +28,9 @@ class ZeroConfig:
 
     Attributes:
       stage: 0 replicates, 1 shards master params and optimizer state, 2 also gradients, 3 also params.
-      precision: `fp32` (every leaf as `init_fn` made it), `bf16`, `fp16` (with loss scaling), or a `Precision`. `auto`
-        is `fp32` in a loop of your own; the trainer takes `bf16`, or what the run began with that it resumes.
+      precision: `fp32` (every leaf as `init_fn` made it), `bf16`, `fp16` (with loss scaling), `bf16-stochastic` (params
+        are bfloat16 alone), or a `Precision`. `auto` is `fp32` in a loop of your own; the trainer takes `bf16`, or what
+        the run began with that it resumes.
       keep_batch_dtype: regular expressions of full leaf paths of the batch. Floating leaves that the model reads, and
         that match none, are cast to the compute dtype before the loss function, if the precision has one. Leaves that
         only the loss reads (targets, masks, weights) are not cast, nor are integers and booleans. List times and

@@ -9,6 +9,9 @@ import sys
 import pytest
 
 import zero_jax
+from zero_jax.core.field_checks import field_kinds
+from zero_jax.sharding import precision
+from zero_jax.trainer import optimizers
 
 PACKAGE = pathlib.Path(zero_jax.__file__).parent
 RIGHT = """
@@ -40,3 +43,8 @@ def test_what_is_misspelt_is_found(tmp_path):
     found = {int(line) for line in re.findall(r"program\.py:(\d+):\d+ - error", done.stdout)}
     first = RIGHT.count("\n") + 1
     assert found == {*range(first, first + WRONG.count("\n"))}, done.stdout
+
+
+def test_the_words_of_a_type_are_those_of_the_table():
+    assert {"auto", *precision._NAMED} == {*field_kinds(zero_jax.ZeroConfig)["precision"].words}
+    assert {*optimizers._OPTIMIZERS} == {*field_kinds(optimizers.OptimizerConfig)["optimizer"].words}

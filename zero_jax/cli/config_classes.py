@@ -170,6 +170,6 @@ def keys_of(module: str, name: str) -> list[Any]:
 
 def _field_help(node: ast.ClassDef) -> dict[str, str]:
     """Returns the lines on the fields in the section `Attributes:` of a class's docstring."""
-    section = inspect.cleandoc(ast.get_docstring(node) or "").partition("Attributes:\n")[2]
+    section = inspect.cleandoc(ast.get_docstring(node) or "").partition("Attributes:\n")[2].partition("\nExample:")[0]
     entries = re.split(r"^  (\w+): ", section, flags=re.MULTILINE)[1:]
     return {name: " ".join(text.split()).rstrip(".") for name, text in zip(entries[::2], entries[1::2], strict=True)}

@@ -57,6 +57,12 @@ class Variables:
       model_state: what the loss function reads and returns anew, such as batch-norm statistics, a target network or RNG
         counters: any pytree of arrays, integers and PRNG keys included. No gradient is taken for it, and nothing casts
         it. None where there is none.
+
+    Example:
+      >>> zero.Variables(params={"w": jnp.ones((4, 4))}, model_state={"count": jnp.int32(0)})
+      Variables
+      params       1 leaf  16 elements  64 bytes, 64 bytes a device
+      model_state  1 leaf  1 elements   4 bytes, 4 bytes a device
     """
 
     params: PyTree

@@ -29,6 +29,13 @@ class ModelFunctions:
       eval_fn: the loss in evaluation (no dropout, running averages), for `zero.make_eval_step` and `zero.Trainer`; None
         where it is not known.
       merge: `merge(params, model_state=None)` returns the model with the params and the model state of a train state.
+
+    Example:
+      >>> from flax import nnx
+      >>> make = lambda rngs: nnx.Linear(64, 8, rngs=rngs)
+      >>> model = zero.from_nnx(make, lambda model, batch: model(batch["x"]).mean())
+      >>> model.merge(model.init_fn(jax.random.key(0)))(batch["x"]).shape
+      (16, 8)
     """
 
     init_fn: Callable[[jax.Array], PyTree]
@@ -49,6 +56,13 @@ def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = N
 
     Raises:
       ValueError: a loss that takes other arguments.
+
+    Example:
+      >>> from flax import nnx
+      >>> make = lambda rngs: nnx.Linear(64, 8, rngs=rngs)
+      >>> model = zero.from_nnx(make, lambda model, batch: model(batch["x"]).mean())
+      >>> model.init_fn(jax.random.key(0))["kernel"].shape
+      (64, 8)
     """
     from flax import nnx
 
@@ -105,6 +119,12 @@ def from_linen(
 
     Raises:
       ValueError: a loss that takes other arguments.
+
+    Example:
+      >>> import flax.linen as nn
+      >>> model = zero.from_linen(nn.Dense(8), lambda model, batch: model(batch["x"]).mean(), jnp.ones((1, 64)))
+      >>> model.init_fn(jax.random.key(0))["kernel"].shape
+      (64, 8)
     """
 
     def init_fn(key: jax.Array) -> PyTree:
@@ -154,6 +174,13 @@ def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> 
 
     Raises:
       ValueError: a loss that takes other arguments.
+
+    Example:
+      >>> import equinox as eqx
+      >>> make = lambda key: eqx.nn.Linear(64, 8, key=key)
+      >>> model = zero.from_equinox(make, lambda model, batch: jax.vmap(model)(batch["x"]).mean())
+      >>> model.init_fn(jax.random.key(0)).weight.shape
+      (8, 64)
     """
     import equinox as eqx
 

@@ -260,6 +260,10 @@ def make_mesh(
 
     Raises:
       ValueError: sizes that do not multiply up to the devices, an unknown topology, or copies that straddle slices.
+
+    Example:
+      >>> dict(zero.make_mesh(data=4, model=2).shape)
+      {'replica': 1, 'data': 4, 'model': 2}
     """
     if topology is not None:
         if devices is not None:

@@ -26,6 +26,11 @@ class LossScaleConfig:
       growth_factor: factor of growth.
       backoff_factor: factor after a step with a non-finite gradient, which is skipped.
       floor: the smallest scale.
+
+    Example:
+      >>> policy = zero.Precision(compute=jnp.float16, loss_scale=zero.LossScaleConfig(initial=1024.0))
+      >>> policy.loss_scale.growth_interval_steps
+      2000
     """
 
     initial: float = 2.0**15
@@ -64,6 +69,10 @@ class Precision:
       rounding: how new master params are rounded to `master`. With `stochastic` the optimizer computes in float32, its
         state too, and each new value is one of the two nearest numbers, at random, so that it is right on average:
         updates too small for the dtype are not lost. For a `master` of fewer bits than float32 (docs/low_precision.md).
+
+    Example:
+      >>> print(zero.Precision(compute=jnp.bfloat16, reduce=jnp.float32).compute)
+      bfloat16
     """
 
     param: Any = None

@@ -53,6 +53,11 @@ class Quantize:
       error_feedback: add what quantization dropped of a gradient to that of the next step, before it is quantized. The
         train state keeps it in float32, `TrainState.grad_errors`. A flag for all params, or a dict from regular
         expressions to flags. It needs gradients that are sent once a step, over one axis, as `grads_over="replica"`.
+
+    Example:
+      >>> config = zero.ZeroConfig(stage=3, quantize=zero.Quantize(gathers="int8", grads="int4"))
+      >>> config.resolved_quantize().gathers
+      'int8'
     """
 
     gathers: str | Mapping[str, str | None] | None = None

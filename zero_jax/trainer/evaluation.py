@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from zero_jax.core.text_tables import aligned
+from zero_jax.core.text_tables import Report, aligned
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import joined
 from zero_jax.trainer.inputs.own import OwnModel, own_input
@@ -24,7 +24,7 @@ from zero_jax.transforms import PartWeight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class Evaluation(Report):
     """The loss of params on data.
 
     Attributes:

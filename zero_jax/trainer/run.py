@@ -157,6 +157,10 @@ class TrainConfig:
       sample_tokens: length of a sample; 0 for none.
       temperature: below 1 the sample sticks to likelier tokens, 0 always takes the likeliest.
       top_k: the sample is chosen among this many of the likeliest tokens; None means among all.
+
+    Example:
+      >>> zero.TrainConfig(zero=zero.ZeroConfig(stage=2), steps=1000).zero.precision
+      'bf16'
     """
 
     zero: ZeroConfig = ZeroConfig(stage=3, precision="bf16", clip_norm=1.0)

@@ -77,6 +77,10 @@ def shard_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTre
     Raises:
       ValueError: a leaf whose leading dim does not divide over the batch axes, or that is no array; an abstract mesh; a
         batch of other sizes than that of another process.
+
+    Example:
+      >>> zero.shard_batch({"x": np.ones((16, 64))}, mesh=mesh)["x"].sharding.shard_shape((16, 64))
+      (2, 64)
     """
     placed = place_batch(batch, mesh=mesh, axes=axes)
     if jax.process_count() > 1 and not any(map(is_traced, jax.tree.leaves(placed))):

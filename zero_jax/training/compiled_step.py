@@ -38,6 +38,11 @@ class TrainStep:
     """A compiled train step: call it, or `lower` it for ahead-of-time compiling and inspection.
 
     It may also be called within a jitted function, such as a `jax.lax.scan` over batches.
+
+    Example:
+      >>> loss, grads = step.grads(state, batch)
+      >>> grads["up"].shape
+      (64, 64)
     """
 
     program: Any  # of `make_train_step`: its methods `step` and `loss_and_grads` are compiled

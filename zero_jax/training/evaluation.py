@@ -91,6 +91,11 @@ def make_eval_step(
     Returns:
       A function of a `TrainState`, of `Variables` or of bare params (no optimizer needed), and a batch. A model state
       that the loss function returns is dropped.
+
+    Example:
+      >>> evaluate = zero.make_eval_step(loss_fn, mesh=mesh, config=config)
+      >>> evaluate(state, batch).loss.shape
+      ()
     """
     check_arguments(weighted=weighted)
     axes = check_config(config).axes_of(mesh)

@@ -47,6 +47,12 @@ def make_train_step(
       tx: any optax transformation; the one that `init_state` was given.
       mesh: the mesh.
       config: stage, precision, microbatches, clipping.
+
+    Example:
+      >>> step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)
+      >>> state, metrics = step(state, batch)
+      >>> int(state.step)
+      1
     """
     axes, tx = check_config(config).axes_of(mesh), check_optimizer(tx)
     program = _Program(loss_fn=normalize_loss(loss_fn, mesh, axes), tx=tx, mesh=mesh, config=config)

@@ -85,10 +85,15 @@ class ZeroConfig:
       model_axes: the mesh axes of tensor parallelism, if not named `model` or `model_*`.
       pipe_axes: the mesh axes of the stages of a pipeline, if not named `pipe` or `pipe_*`: `num_microbatches` go
         through stages that have layers of their own (docs/pipeline.md).
+
+    Example:
+      >>> config = zero.ZeroConfig(stage=3, precision="bf16", num_microbatches=2, clip_norm=1.0)
+      >>> config.stage
+      3
     """
 
     stage: int = 3
-    precision: Literal["auto", "fp32", "bf16", "fp16"] | Precision = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16", "bf16-stochastic"] | Precision = "auto"
     keep_batch_dtype: Sequence[str] = ()
     num_microbatches: int = 1
     clip_norm: float | Literal["auto"] | None = "auto"

@@ -119,6 +119,10 @@ def summary(tree: PyTree) -> StateSummary:
 
     Raises:
       ValueError: a leaf that is no array.
+
+    Example:
+      >>> zero.summary(state).groups["params"][0].shape
+      (64, 64)
     """
     check_arrays("tree", tree, remedy="summarize a tree of arrays")
     leaves = [_leaf(name, leaf) for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)]

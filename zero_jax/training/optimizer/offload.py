@@ -43,6 +43,10 @@ class Offload:
       fraction: the share of those bytes that is kept on the host, param by param in the order of the tree; a param
         that would exceed it stays on the device.
       window_bytes: bytes of a chunk on a device. Two are there at a time.
+
+    Example:
+      >>> zero.ZeroConfig(stage=1, offload=zero.Offload(what="optimizer", fraction=0.5)).resolved_offload().fraction
+      0.5
     """
 
     what: Literal["optimizer", "state", "all", "model_state"] = "optimizer"

@@ -68,6 +68,10 @@ def abstract_state(
       key: a key; only its type matters. None stands for `jax.random.key(0)`.
       mesh: the mesh, of real or of compile-only devices.
       config: stage, precision and rules.
+
+    Example:
+      >>> zero.abstract_state(init_fn, tx, mesh=mesh, config=config).params["up"].shape
+      (64, 64)
     """
     # Without its sharding: an array made within `jax.set_mesh` of Explicit axes is typed for that mesh.
     key_type = key_shape() if key is None else shapes_of(_checked_key(key))
@@ -126,6 +130,11 @@ def init_state(
       key: passed to `init_fn`; the keys of the steps are derived from it.
       mesh: the mesh.
       config: stage, precision and rules.
+
+    Example:
+      >>> state = zero.init_state(init_fn, tx, jax.random.key(0), mesh=mesh, config=config)
+      >>> state.params["up"].sharding.shard_shape((64, 64))
+      (64, 8)
     """
     # Params may be callable too: an Equinox module is a pytree of arrays, a function is a leaf of its own.
     has_arrays = any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(init_fn))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from zero_jax.core.text_tables import format_bytes
+from zero_jax.core.text_tables import Report, format_bytes
 from zero_jax.program.jaxprs import open_jaxpr
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.transforms.pipeline.cut import FoundLoop, LayerLoop
@@ -33,7 +33,7 @@ class StagedLayers:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PipelineReport:
+class PipelineReport(Report):
     """The stages of a pipeline; prints as a table.
 
     Attributes:

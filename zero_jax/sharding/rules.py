@@ -83,6 +83,12 @@ class _Placer:
             if param.shape == tuple(leaf.shape):
                 num_bytes = math.prod(leaf.shape) * leaf.dtype.itemsize
                 return dataclasses.replace(param, path=name, dtype=str(leaf.dtype), num_bytes=num_bytes)
+            more = len(leaf.shape) - len(param.shape)
+            follows = more > 0 and tuple(leaf.shape[more:]) == param.shape and carries(param.dims, self.axes.data)
+            if follows and not self.overrides.matches(name):  # a stack of such params, as the memories of lbfgs
+                num_bytes = math.prod(leaf.shape) * leaf.dtype.itemsize
+                of_leaf = {"path": name, "shape": tuple(leaf.shape), "dtype": str(leaf.dtype), "num_bytes": num_bytes}
+                return dataclasses.replace(param, **of_leaf, dims=((),) * more + param.dims)
             common = _common_dims(without(param.dims, self.axes.data), param.shape, tuple(leaf.shape))
             return self.place(name, leaf, common)
         return self.place(name, leaf, None)
@@ -202,7 +208,8 @@ def user_specs(params: PyTree, specs: PyTree) -> PyTree:
 def place_like_params(tree: PyTree, placements: PyTree, *, mesh: Mesh, axes: Axes, rules: ShardingRules) -> PyTree:
     """Returns a `LeafPlacement` for each leaf of a tree derived from the params: optimizer state, EMA copies.
 
-    A leaf whose path ends in a param's path and whose shape is the param's has the param's sharding. A leaf without
+    A leaf whose path ends in a param's path and whose shape is the param's has the param's sharding; so has a stack of
+    such leaves along its last dims. A leaf without
     some dims of the param (adafactor's rows and columns) keeps the model's axes on the others; any other leaf
     (counters) is sharded by its own shape. `optax.tree_map_params` gives wrong specs for factored states and raises
     on some optimizers.

@@ -1,10 +1,14 @@
 """The site's settings: Sphinx reads the Markdown pages of this folder, and makes the API pages from docstrings."""
 
 import inspect
+import json
 import os
 import pathlib
 import re
+import sys
+import tomllib
 import types
+from collections.abc import Iterable
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -12,20 +16,28 @@ import zero_jax
 from zero_jax import _PUBLIC
 
 HERE = pathlib.Path(__file__).parent
+PROJECT = tomllib.loads((HERE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+# The address of pyproject.toml, or that of the repository whose workflow builds the site; "" while there is none.
+REPOSITORY = PROJECT["urls"]["Repository"]
+if os.environ.get("GITHUB_REPOSITORY"):
+    REPOSITORY = f"https://github.com/{os.environ['GITHUB_REPOSITORY']}"
+elif "_NOT_SET" in REPOSITORY:
+    REPOSITORY = ""
 
 project = "zero_jax"
 author = "the zero_jax authors"
 html_title = "zero_jax"
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-exclude_patterns = ["_build", "jupyter_execute", "**/.ipynb_checkpoints"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
+exclude_patterns = ["_build", "jupyter_execute", "**/.ipynb_checkpoints", "recorded"]
 
 # Pages. Links to files outside of this folder become links to the repository, where its address is known.
-myst_heading_anchors = 3
+myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 nb_execution_mode = "force"
 nb_execution_timeout = 300
 nb_execution_raise_on_error = True
 nb_merge_streams = True
+pygments_dark_style = "github-dark"
 highlight_language = "text"  # of fenced blocks that name none: commands and what they print
 
 # Theme: no fonts, scripts or pictures of other hosts.
@@ -34,6 +46,10 @@ html_copy_source = False
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_copyright = False
+html_search_scorer = str(HERE / "search_order.js")
+# The button copies the commands of a block with prompts, not what they print.
+copybutton_prompt_text = "$ "
+copybutton_line_continuation_character = "\\"
 html_theme_options = {"navigation_with_keys": True}
 
 # Docstrings are Google style, with code in single backticks, as in Markdown (`code_as_in_markdown`).
@@ -57,13 +73,17 @@ TITLES = {
     "pretrained": "Hugging Face checkpoints",
     "analysis": "Memory, traffic, the paper",
     "planning": "Planning",
+    "libraries": "Models of Flax and Equinox",
     "verification": "Verification",
     "checkpoint": "Checkpoints",
     "data": "Data",
     "cluster": "Processes",
     "trainer": "The trainer",
 }
+# What most people look for, first in its list; then by the alphabet.
+FIRST = ("ZeroConfig", "init_state", "make_train_step", "Trainer", "TrainConfig", "make_mesh")
 COLON = "\ue000"
+COLAB = "https://colab.research.google.com/github"
 # Constants have no docstrings.
 CONSTANTS = {
     "zero_jax.PAPER_CONFIGS": "The paper's configurations C1 to C5 (Table 3) by name, each a ``ZeroConfig``. All "
@@ -79,6 +99,11 @@ def package_names() -> dict[str, list[str]]:
             origin = module if module != "zero_jax" else f"zero_jax.{name}"
             found.setdefault(origin.split(".")[1], []).append(name)
     return found
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Returns names as the lists of the API have them: those of `FIRST`, then the others by the alphabet."""
+    return sorted(names, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name.lower()))
 
 
 def is_class_or_function(value: object) -> bool:
@@ -98,7 +123,7 @@ def entry(path: str, value: object) -> str:
 
 def api_page(package: str, names: list[str]) -> str:
     """Returns the page of a package: its public names, then the modules among them with theirs."""
-    values = {name: getattr(zero_jax, name) for name in sorted(names, key=str.lower)}
+    values = {name: getattr(zero_jax, name) for name in in_order(names)}
     lines = [f"# {TITLES[package]}", ""]
     entries = [entry(f"zero_jax.{name}", v) for name, v in values.items() if not isinstance(v, types.ModuleType)]
     for name, module in values.items():
@@ -120,7 +145,7 @@ def api_index(packages: dict[str, list[str]]) -> str:
     lines += ["```{toctree}", ":hidden:", "", *packages, "```", "", "```{eval-rst}"]
     for package, names in packages.items():
         lines += [f":doc:`{TITLES[package]} <{package}>`", ""]
-        for name in sorted(names, key=str.lower):
+        for name in in_order(names):
             value = getattr(zero_jax, name)
             path = f"zero_jax.{name}"
             doc = CONSTANTS.get(path) or (inspect.getdoc(value) or "")
@@ -147,11 +172,24 @@ def write_api_pages(*_: object) -> None:
             path.write_text(text, encoding="utf-8")
 
 
+def write_example_pages(*_: object) -> None:
+    """Writes a page for each example, with what it printed and its losses."""
+    sys.path.insert(0, str(HERE))
+    import example_pages
+
+    example_pages.write(HERE / "gallery")
+
+
 def link_outside(app: object, docname: str, source: list[str]) -> None:
     """Turns links to files outside of `docs/` into links to the repository, or into text where that is not known."""
-    repository = os.environ.get("GITHUB_REPOSITORY")
-    to = rf"[\1](https://github.com/{repository}/blob/main/\2)" if repository else r"\1"
+    to = rf"[\1]({REPOSITORY}/blob/main/\2)" if REPOSITORY else r"\1"
     source[0] = re.sub(r"\[([^\]]+)\]\(\.\./(?!docs/)([^)]+)\)", to, source[0])
+    if docname.startswith("notebooks/") and REPOSITORY:  # the one place where notebooks get their address
+        cells = json.loads(source[0])
+        address = f"{REPOSITORY.replace('https://github.com', COLAB)}/blob/main/docs/{docname}.ipynb"
+        install = f"`!pip install 'zero-jax @ git+{REPOSITORY}'`"
+        cells["cells"][0]["source"] += [f"\n\n[Open it in Colab]({address}); there, run {install} first."]
+        source[0] = json.dumps(cells)
 
 
 def code_as_in_markdown(app: object, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
@@ -192,6 +230,7 @@ def drop_dead_links(app: object, page: str, template: str, context: dict[str, ob
 def setup(app: object) -> None:
     """Connects the functions above to the build."""
     app.connect("builder-inited", write_api_pages)  # type: ignore[attr-defined]
+    app.connect("builder-inited", write_example_pages)  # type: ignore[attr-defined]
     app.connect("source-read", link_outside)  # type: ignore[attr-defined]
     app.connect("autodoc-process-docstring", code_as_in_markdown, priority=400)  # type: ignore[attr-defined]
     app.connect("autodoc-process-docstring", with_colons, priority=600)  # type: ignore[attr-defined]

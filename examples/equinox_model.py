@@ -15,27 +15,18 @@ def make_model(key):
     return eqx.nn.MLP(in_size=64, out_size=10, width_size=256, depth=3, activation=jax.nn.gelu, key=key)
 
 
-# Leaves that are not arrays (activation functions, sizes) are static, not params.
-shapes = eqx.filter_eval_shape(make_model, jax.random.key(0))
-static = eqx.partition(shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))[1]
-
-
-def init_fn(key):
-    return eqx.filter(make_model(key), eqx.is_array)
-
-
-def loss_fn(params, batch):
-    model = eqx.combine(params, static)
+def loss(model, batch):
     logits = jax.vmap(model)(batch["x"])
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
-    return loss, {"accuracy": (logits.argmax(-1) == batch["y"]).mean()}
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    return losses.mean(), {"accuracy": (logits.argmax(-1) == batch["y"]).mean()}
 
 
+model = zero.from_equinox(make_model, loss)
 mesh = zero.make_mesh()
 config = zero.ZeroConfig(stage=3, precision="bf16", clip_norm=1.0)
 tx = optax.adamw(1e-3)
-state = zero.init_state(init_fn, tx, jax.random.key(0), mesh=mesh, config=config)
-step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)
+state = zero.init_state(model.init_fn, tx, jax.random.key(0), mesh=mesh, config=config)
+step = zero.make_train_step(model.loss_fn, tx, mesh=mesh, config=config)
 
 rng = np.random.default_rng(0)
 x = rng.normal(size=(32 * mesh.size, 64)).astype(np.float32)

@@ -2,10 +2,13 @@
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import pathlib
 import re
 import shlex
+import subprocess
+import tomllib
 import types
 
 import jax
@@ -17,9 +20,13 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import zero_jax as zero
 from zero_jax.cli.commands import build_parser
+from zero_jax.cli.models.own import import_own_model, read_own_model
+from zero_jax.cli.train import read_config
+from zero_jax.trainer import prepare
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+ROOT_PAGES = [ROOT / f"{name}.md" for name in ("CHANGELOG", "CODE_OF_CONDUCT", "CONTRIBUTING", "SECURITY")]
 SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Snippets that cannot run here, by page and index, with the reason.
 NOT_RUN: dict[tuple[str, int], str] = {}
@@ -207,7 +214,11 @@ def test_snippets_run(name, tmp_path, monkeypatch):
             continue
         names |= SUPPLIED[name, i]() if (name, i) in SUPPLIED else {}
         own_loop.namespace = names
-        for text, shorter in {'"/runs/': f'"{tmp_path}/runs/', "range(10)": "range(2)"}.items():
+        for text, shorter in {
+            '"/runs/': f'"{tmp_path}/runs/',
+            "range(10)": "range(2)",
+            "steps=1000": "steps=2",
+        }.items():
             code = code.replace(text, shorter)
         exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
         AFTER.get((name, i), lambda names: None)(names)
@@ -215,6 +226,26 @@ def test_snippets_run(name, tmp_path, monkeypatch):
     for tx in names.values():
         if isinstance(tx, optax.GradientTransformation):
             assert_does_not_grow_weights(tx)
+
+
+def test_a_page_that_trains_on_the_command_line_and_in_python_shows_one_run(tmp_path, monkeypatch):
+    """The two have the same `config.json`, but for where the model is from."""
+    monkeypatch.chdir(tmp_path)
+    pages = [page for page in WITH_SNIPPETS if "zero.Trainer(" in "".join(code for _, code in snippets(page))]
+    assert pages
+    for page in pages:
+        (command,) = re.findall(r"^zero-jax train (--loss .*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+        code = [code for _, code in snippets(page)]
+        made = next(i for i, text in enumerate(code) if "zero.Trainer(" in text)
+        (tmp_path / "my.py").write_text("".join(code[:made]))
+        names = types.ModuleType("page").__dict__
+        exec("".join([*code[:made], code[made].partition("result =")[0]]), names)
+        trainer = names["trainer"]
+        options = build_parser().parse_args(["train", *shlex.split(command)])
+        own = import_own_model(read_own_model(options), model_axis=1)
+        runs = [prepare(trainer.config, model=trainer.model), prepare(read_config(options), model=own)]
+        python, shell = ({**run.saved_config, "model": None} for run in runs)
+        assert python == shell
 
 
 def imported(path):
@@ -271,7 +302,7 @@ def test_names_in_text_exist(page):
             found = getattr(found, name, None)
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *ROOT_PAGES[1:]], ids=lambda page: page.name)
 def test_paths_and_links_exist(page):
     """Such as `tests/test_docs.py`, `scripts/cluster/*.yaml` or `[stages](docs/stages.md)`."""
     text = page.read_text(encoding="utf-8")
@@ -283,6 +314,50 @@ def test_paths_and_links_exist(page):
     assert not [link for link in links if not (page.parent / link).exists()]
 
 
+def prose(page):
+    """Returns the lines of a page that are neither code nor a row of a table, with their numbers."""
+    lines, fence = [], None
+    for i, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        mark = re.match(r" *(`{3,})", line)
+        if fence is None and not mark and not line.lstrip().startswith("|"):
+            lines.append((i, line))
+        fence = (None if fence and mark[1] == fence else fence or mark[1]) if mark else fence
+    return lines
+
+
+@pytest.mark.parametrize("page", [*PAGES, *ROOT_PAGES], ids=lambda page: page.name)
+def test_lines_are_wrapped_at_120_columns(page):
+    """Apart from code, tables and a word, such as an address, that is longer by itself."""
+    assert not [f"{page.name}:{i}" for i, line in prose(page) if len(line) > 120 and " " in line.strip()]
+
+
+def words_above_evidence(page):
+    """Returns the number of words of a page, without code and tables, above its heading `Evidence`."""
+    above = itertools.takewhile(lambda line: line != "## Evidence", (line for _, line in prose(page)))
+    return sum(len(line.split()) for line in above)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_are_short(page):
+    """Figures and how they were measured stand under `Evidence`, or on a page of their own."""
+    assert words_above_evidence(page) <= 1200
+
+
+def navigation(caption):
+    """Returns the entries of the navigation under a caption."""
+    source = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    (tree,) = re.findall(rf"^```\{{toctree\}}\n:caption: {caption}\n(.*?)^```$", source, re.MULTILINE | re.DOTALL)
+    return [re.sub(r".*<(.*)>", r"\1", line) for line in tree.splitlines() if line and line[0] != ":"]
+
+
+@pytest.mark.parametrize("name", navigation("How to"))
+def test_how_tos_begin_with_when_how_and_cost(name):
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    lead = text.split("\n\n")[1]
+    assert re.findall(r"^- \*\*(.*?):\*\*", lead, re.MULTILINE) == ["When", "How", "What it costs"]
+    assert len(lead.splitlines()) <= 12
+
+
 def test_every_page_is_in_the_navigation_once():
     source = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     trees = re.findall(r"^```\{toctree\}\n(.*?)^```$", source, re.MULTILINE | re.DOTALL)
@@ -290,7 +365,25 @@ def test_every_page_is_in_the_navigation_once():
     entries = [re.sub(r".*<(.*)>", r"\1", entry) for entry in entries]
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
     notebooks = {f"notebooks/{path.stem}" for path in (ROOT / "docs" / "notebooks").glob("*.ipynb")}
-    assert sorted(entries) == sorted({*pages, *notebooks, "api/index"})
+    assert sorted(entries) == sorted({*pages, *notebooks, "api/index", "gallery/index"})
+
+
+def test_notebooks_have_a_link_to_colab_where_the_repository_has_an_address():
+    conf = imported(ROOT / "docs" / "conf.py")
+    text = (ROOT / "docs" / "notebooks" / "lora.ipynb").read_text(encoding="utf-8")
+    for repository, links in {"": 0, "https://github.com/someone/fork": 1}.items():
+        conf.REPOSITORY = repository
+        source = [text]
+        conf.link_outside(None, "notebooks/lora", source)
+        address = "https://colab.research.google.com/github/someone/fork/blob/main/docs/notebooks/lora.ipynb"
+        assert source[0].count(address) == links
+
+
+def test_the_api_lists_what_most_look_for_first():
+    conf = imported(ROOT / "docs" / "conf.py")
+    names = conf.in_order(conf.package_names()["training"])
+    assert names[:3] == ["ZeroConfig", "init_state", "make_train_step"]
+    assert names[3:] == sorted(names[3:], key=str.lower)
 
 
 def test_every_public_name_is_in_the_api_reference():
@@ -352,3 +445,85 @@ def test_the_workflow_publishes_what_the_script_builds():
     (upload,) = [step["with"]["path"] for step in steps if "upload-pages-artifact" in step.get("uses", "")]
     script, folder = command.split()
     assert (ROOT / script).stat().st_mode & 0o100 and folder == upload
+
+
+FRAMEWORKS = {"dict": "plain pytrees", "linen": "Flax Linen", "nnx": "Flax NNX", "equinox": "Equinox", "haiku": "Haiku"}
+
+
+def rows_of_the_readme(heading):
+    """Returns the rows of the table below a heading of the README, as lists of cells."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+
+
+def test_the_table_of_what_runs_is_that_of_the_tests():
+    """Models, frameworks, stages and hardware are those that the named modules go through."""
+    rows = {row[5].strip("` "): row for row in rows_of_the_readme("What runs")}
+    is_imported = lambda name: name not in ("tests/test_examples.py", "tests/models/test_decoder.py")  # noqa: E731
+    modules = {name: imported(ROOT / name) for name in filter(is_imported, rows)}
+    combined = modules["tests/training/test_combinations.py"].FACTORS
+    _, frameworks, stages, *_ = rows["tests/training/test_combinations.py"]
+    assert frameworks.split(", ") == list(dict.fromkeys(FRAMEWORKS[name.split()[0]] for name in combined["framework"]))
+    assert stages.replace("with secondary shards", "secondary").split(", ") == [
+        str(stage) for stage in combined["stage"]
+    ]
+
+    verified = modules["tests/verification/test_verify.py"]
+    models, frameworks, stages, hardware, *_ = rows["tests/verification/test_verify.py"]
+    assert models == "GPT, experts, a table in a loop, convolutions, MLPs" and [*verified.MODELS] == [
+        "gpt", "experts", "table", "linen", "nnx", "equinox",
+    ]  # fmt: skip
+    assert frameworks.split(", ") == [FRAMEWORKS[name] for name in ("dict", "linen", "nnx", "equinox")]
+    assert stages == ", ".join(map(str, verified.FACTORS["stage"]))
+    topologies = [name.partition(":")[0].replace("tpu7x", "TPU7x") for name in verified.FACTORS["topology"]]
+    assert ", ".join(topologies) in hardware
+
+    tests = dir(modules["tests/transforms/gather/test_gather_models.py"])
+    _, frameworks, *_ = rows["tests/transforms/gather/test_gather_models.py"]
+    found = [FRAMEWORKS[name] for name in FRAMEWORKS if f"test_{name}" in tests]
+    assert frameworks.split(", ") == found and len(found) == 4
+
+    configs = imported(ROOT / "tests" / "models" / "transformers_logits.py").CONFIGS.values()
+    types_of = {config["model_type"] for config in configs}
+    assert set(re.findall(r"[a-z]+\d?(?:_\w+)?(?=,| of)", rows["tests/models/test_decoder.py"][0])) >= types_of
+    number = len([*(ROOT / "examples").glob("*.py")])
+    assert rows["tests/test_examples.py"][0].startswith(f"{number} examples")
+
+
+def test_links_of_the_readme_are_absolute_on_an_index():
+    """By the substitutions that the build applies to it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for change in project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        text = re.sub(change["pattern"], change["replacement"], text)
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert len(links) > 50 and not [link for link in links if not link.startswith(("https://", "#"))]
+    repository = project["project"]["urls"]["Repository"]
+    assert f"({repository}/raw/main/docs/pictures/stages.png)" in text
+    assert f"({repository}/blob/main/docs/stages.md)" in text
+
+
+def test_every_link_to_the_repository_has_the_address_of_the_project():
+    """`[project.urls]` is the place; an address of before, or of a fork, is found."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+    assert all(url.startswith(urls["Repository"]) for url in urls.values())
+    owner_and_name = urls["Repository"].removeprefix("https://github.com/")
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    names = done.stdout.split("\0") if done.returncode == 0 else ["README.md", "CITATION.cff", "pyproject.toml"]
+    paths = [ROOT / name for name in names if name.endswith((".md", ".toml", ".yml", ".cff", ".py", ".ipynb"))]
+    found = [re.findall(r"[\w.-]+/zero[_-]jax\b(?=[/\"'\s)]|$)", line) for path in paths for line in links(path)]
+    assert {name for names in found for name in names} == {owner_and_name}
+
+
+def links(path):
+    """Returns the addresses of GitHub, Colab and the like in a file."""
+    return re.findall(r"https?://[^\s)>\"']*github[^\s)>\"']*", path.read_text(encoding="utf-8"))
+
+
+def test_extras_that_pages_name_exist():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        text = page.read_text(encoding="utf-8")
+        named = re.findall(r"""(?:zero-jax|["']\.)\[([\w,-]+)\]""", text)
+        assert {name for names in named for name in names.split(",")} <= set(extras), page.name

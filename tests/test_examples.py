@@ -1,6 +1,7 @@
 """Runs the examples on 8 simulated devices and on one, and checks that their loss falls."""
 
 import importlib.util
+import json
 import os
 import pathlib
 import re
@@ -46,6 +47,20 @@ def skip_without_library(name):
         pytest.skip(f"needs {NEEDS[name]}")
 
 
+def assert_recorded(name, printed):
+    """Compares with what the site shows of an example, but for the numbers."""
+    recorded = json.loads((ROOT / "docs" / "recorded" / f"{name.removesuffix('.py')}.json").read_text(encoding="utf-8"))
+    shown, seen = ([re.sub(r"[\d.]+", "#", line) for line in lines] for lines in (recorded["printed"], printed))
+    assert shown == seen, "run scripts/record_examples.py"
+
+
+def test_each_example_has_a_record_with_a_curve():
+    records = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in (ROOT / "docs/recorded").iterdir()}
+    assert sorted(records) == [name.removesuffix(".py") for name in EXAMPLES]
+    assert all(len(curve) >= 3 for record in records.values() for curve in record["losses"] or [[]])
+    assert not [name for name, record in records.items() if re.search(r"(?<!\w)/(tmp|root|home)\b", str(record))]
+
+
 def test_examples_are_short():
     assert {"pjit_loop.py", "flax_linen.py", "flax_nnx.py", "equinox_model.py"} <= set(EXAMPLES)
     for name in EXAMPLES:
@@ -67,6 +82,8 @@ def test_examples_are_short():
 def test_example(name, num_devices):
     skip_without_library(name)
     printed = run(name, num_devices=num_devices)
+    if num_devices == 8:
+        assert_recorded(name, printed.splitlines())
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
     assert len(losses) >= 3 and losses[-1] < 0.1 * losses[0], printed
     # Each example prints how its params are sharded.
@@ -83,6 +100,7 @@ def test_example_in_this_process(name, capsys):
     skip_without_library(name)
     runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
     printed = capsys.readouterr().out
+    assert_recorded(name, printed.splitlines())
     first, last = map(abs, map(float, re.search(r"(-?[\d.]+) -> (-?[\d.]+)", printed).groups()))
     assert last < SHARES[name] * first, printed
     held, whole = map(int, re.search(r"(\d+) KB a device\D* (\d+) KB.*data=8", printed).groups())

@@ -1,15 +1,19 @@
 """What importing zero_jax costs, and what it does without the packages of its extras."""
 
 import ast
+import importlib.util
 import pathlib
 import re
 import subprocess
 import sys
 import tomllib
 
+import jax
 import pytest
 
 import zero_jax
+from zero_jax.core.extras import pip_install
+from zero_jax.program.jaxprs import NEWEST_JAX, OLDEST_JAX
 
 PACKAGE = pathlib.Path(zero_jax.__file__).parent
 PROJECT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -18,6 +22,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 DISTRIBUTIONS = {"orbax": "orbax-checkpoint", "jaxlib": "jax", "array_record": "grain"}
 # Refused by messages of their own: a Parquet file is named, and a process is started by who has its packages.
 OTHERWISE = {("data/documents.py", "pyarrow"), ("data/rendering.py", "jinja2"), ("planning/worker.py", "cloudpickle")}
+OTHERWISE |= {("libraries/models.py", "equinox")}  # which the user's model is of
 HEAVY = {"orbax", "tensorstore", "grain", "matplotlib", "tensorboardX", "rich", "tokenizers", "cloudpickle"}
 
 
@@ -116,15 +121,66 @@ def test_the_library_does_without_extras_and_names_the_missing_one(tmp_path):
         ending(lambda: zero.data.train_batches(None, batch_size=1, seq_len=1, seed=0, sharding=None))
         ending(lambda: zero.trainer.plot_runs("loss.png", [zero.trainer.read_run("{tmp_path}")]))"""
     )
+    train, plan, plot = (pip_install(f"zero-jax[{name}]") for name in ("train", "plan", "plot"))
     assert told == [
-        'zero-jax train: error: needs grain: pip install "zero-jax[train]"',
+        f"zero-jax train: error: needs grain: {train}",
         "SystemExit 2",
-        'zero-jax plot: error: needs matplotlib: pip install "zero-jax[plot]"',
+        f"zero-jax plot: error: needs matplotlib: {plot}",
         "SystemExit 2",
-        'zero-jax tokenize: error: needs tokenizers: pip install "zero-jax[train]"',
+        f"zero-jax tokenize: error: needs tokenizers: {train}",
         "SystemExit 2",
-        'MissingPackage needs cloudpickle: pip install "zero-jax[plan]"',
-        'MissingPackage needs grain: pip install "zero-jax[train]"',
-        'MissingPackage needs matplotlib: pip install "zero-jax[plot]"',
+        f"MissingPackage needs cloudpickle: {plan}",
+        f"MissingPackage needs grain: {train}",
+        f"MissingPackage needs matplotlib: {plot}",
     ]
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_command_that_installs_names_the_python_that_is_not_activated(monkeypatch, tmp_path):
+    folder = tmp_path / ".venv" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "pip").touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(folder))
+    assert pip_install("zero-jax[train]") == 'pip install "zero-jax[train]"'
+    monkeypatch.setenv("PATH", "")
+    assert pip_install("mpi4py") == ".venv/bin/python -m pip install mpi4py"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert pip_install("zero-jax[train]") == 'uv pip install --python .venv/bin/python "zero-jax[train]"'
+
+
+def test_the_command_takes_the_zero_jax_that_is_installed():
+    """A checkout too: without an index it finds all that is there already."""
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "zero-jax[train,plan,plot]"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "Would install" not in done.stdout, done.stdout + done.stderr
+
+
+def test_a_jax_that_is_newer_than_tested_is_warned_of_once():
+    assert jax.__version_info__[:2] <= NEWEST_JAX, "run all tests on this JAX, then raise NEWEST_JAX"
+    told = run(
+        """if True:
+        import warnings
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            import jax
+            jax.__version__, jax.__version_info__ = "0.99.1", (0, 99, 1)
+            import zero_jax as zero
+            for name in zero.__all__:
+                getattr(zero, name)
+        print(*(warning.message for warning in told if "zero_jax" in str(warning.message)), sep=" | ")"""
+    )
+    newest = ".".join(map(str, NEWEST_JAX))
+    assert told[0].startswith(f"JAX 0.99.1 is newer than tested: this zero_jax is tested up to JAX {newest}.")
+    assert " | " not in told[0] and f'"jax=={newest}.*"' in told[0]
+
+
+def test_the_page_of_versions_has_the_bounds():
+    page = (PACKAGE.parent / "docs" / "versions.md").read_text(encoding="utf-8")
+    oldest, newest = (".".join(map(str, release)) for release in (OLDEST_JAX, NEWEST_JAX))
+    assert f"JAX {oldest} is the oldest" in page and f"newer than JAX {newest}" in page
+    assert f"| {zero_jax.__version__} | 3.11 |" in page and f"jax>={oldest}" in PROJECT["dependencies"]
+    for required in ("flax", "optax", "orbax-checkpoint", "numpy"):
+        (minimum,) = re.findall(rf"{required}>=([\d.]+)", " ".join(PROJECT["dependencies"]))
+        assert re.search(rf"(?i){required} {re.escape(minimum)}\b", " ".join(page.split()))

@@ -59,3 +59,15 @@ def test_each_light_extra_is_tried():
     heavy = {"all", "cuda", "cuda12", "tpu", "gpu-compiler", "test", "dev"}
     assert tried <= set(PROJECT["optional-dependencies"]) - heavy
     assert {"train", "plan", "plot", "completion", "parquet", "wandb"} <= tried
+
+
+FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+
+
+@pytest.mark.parametrize("form", [path for path in FORMS if path.name != "config.yml"], ids=lambda path: path.name)
+def test_issue_forms_have_what_they_need(form):
+    content = yaml.safe_load(form.read_text(encoding="utf-8"))
+    assert content["name"] and content["description"] and isinstance(content["labels"], list)
+    asked = [part for part in content["body"] if part["type"] != "markdown"]
+    assert asked and all(part["id"] and part["attributes"]["label"] for part in asked)
+    assert any(part.get("validations", {}).get("required") for part in asked)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from zero_jax.core.variables import Variables
     from zero_jax.data import BatchBuffers
     from zero_jax.finetuning import Lora
+    from zero_jax.libraries import ModelFunctions, from_equinox, from_linen, from_nnx
     from zero_jax.planning import (
         AutoPlan,
         CompilerCrash,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         make_eval_step,
         make_train_step,
         params_ema,
+        pipeline_report,
         read_leaf,
         read_leaves,
         sequence_parallel,
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from zero_jax.transforms import (
         AttentionReport,
         GatherReport,
+        PipelineReport,
         Remat,
         RematReport,
         attention_report,
@@ -76,6 +79,7 @@ _PUBLIC = {
     "zero_jax.core.variables": "Variables",
     "zero_jax.data": "BatchBuffers",
     "zero_jax.finetuning": "Lora",
+    "zero_jax.libraries": "ModelFunctions from_equinox from_linen from_nnx",
     "zero_jax.planning": "AutoPlan CompilerCrash LayoutPlans ModelError PlanReport plan plan_auto plan_layouts",
     "zero_jax.pretrained": "Pretrained load_hf save_hf",
     "zero_jax.sharding.mesh": "batch_sharding make_mesh",
@@ -85,13 +89,13 @@ _PUBLIC = {
     "zero_jax.trainer": "TrainConfig TrainResult Trainer",
     "zero_jax.training": (
         "MeshLoss Metrics NoiseScale Offload TrainState TrainStep ZeroConfig abstract_state compiler_options "
-        "ema_params init_state losses make_eval_step make_train_step params_ema read_leaf read_leaves "
-        "sequence_parallel shard_batch sharding_report state_shardings write_leaf write_leaves"
+        "ema_params init_state losses make_eval_step make_train_step params_ema pipeline_report read_leaf "
+        "read_leaves sequence_parallel shard_batch sharding_report state_shardings write_leaf write_leaves"
     ),
     "zero_jax.verification": "LeafDifference Verification verify",
     "zero_jax.transforms": (
-        "AttentionReport GatherReport Remat RematReport attention_report fuse_attention gather_on_use gather_report "
-        "remat_report rematerialize"
+        "AttentionReport GatherReport PipelineReport Remat RematReport attention_report fuse_attention gather_on_use "
+        "gather_report remat_report rematerialize"
     ),
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names.split()}
@@ -114,8 +118,10 @@ __all__ = [
     "MeshLoss",
     "Metrics",
     "ModelError",
+    "ModelFunctions",
     "NoiseScale",
     "Offload",
+    "PipelineReport",
     "PlanReport",
     "Precision",
     "Pretrained",
@@ -143,6 +149,9 @@ __all__ = [
     "data",
     "dot_product_attention",
     "ema_params",
+    "from_equinox",
+    "from_linen",
+    "from_nnx",
     "fuse_attention",
     "gather_on_use",
     "gather_report",
@@ -155,6 +164,7 @@ __all__ = [
     "memory",
     "paper",
     "params_ema",
+    "pipeline_report",
     "plan",
     "plan_auto",
     "plan_layouts",

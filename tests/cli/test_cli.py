@@ -3,50 +3,58 @@
 import io
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from command_line import run
 
+import zero_jax
 from zero_jax.analysis.paper import PAPER_CONFIGS
 from zero_jax.cli import commands as cli
-from zero_jax.cli import zero_options as cli_zero
+from zero_jax.cli import run_config as cli_zero
+from zero_jax.core.close_match import _HERE, did_you_mean
 from zero_jax.training import ZeroConfig
 
 # Scripts depend on these: an option goes only with a line in the changelog.
 TRAIN_OPTIONS = """
 --attention --batch-size --batches --beta1 --beta2 --checkpoints --clip-norm --combine-bytes --compiler-option --config
---d-model --data --decay-fraction --devices --ema-decay --epsilon --eval-batches --eval-every --eval-loss
+--d-model --data --decay-fraction --devices --ema-decay --epochs --epsilon --eval-batches --eval-every --eval-loss
 --final-learning-rate --format --hang-seconds --help --init --init-from --json --keep-best --keep-gathered --keep-last
 --learning-rate --log-every --lora --lora-alpha --lora-base --lora-dora --lora-rank --lora-train --loss --loss-chunk
 --max-nonfinite-steps --min-shard-size --mlp-ratio --model --model-axis --momentum --name --no-decay --no-keep-gathered
 --no-lora-dora --no-overlap --no-quantize-error-feedback --no-scan --no-secondary --no-separate-documents
 --no-sequence-parallel --no-skip-nonfinite --no-tensorboard --num-heads --num-layers --num-microbatches --offload
 --offload-fraction --offload-paths --offload-window-bytes --optimizer --out --overlap --paper-config --param-specs
---position --precision --prefetch-batches --profile-steps --quantize-block-size --quantize-error-feedback
+--pipe --position --precision --prefetch-batches --profile-steps --quantize-block-size --quantize-error-feedback
 --quantize-gathers --quantize-grads --quantize-grads-over --remat --replica --resume --sample-every --sample-prompt
 --sample-tokens --save-every --scan --schedule --secondary --seed --separate-documents --seq-len --sequence-parallel
---skip-nonfinite --stage --steps --temperature --tensorboard --text-field --token-cache --token-dtype --tokenizer
---top-k --validation --validation-fraction --vocab-size --wandb --warmup-steps --weight-decay -h
+--show-config --skip-nonfinite --stage --steps --temperature --tensorboard --text-field --token-cache --token-dtype
+--tokenizer --top-k --validation --validation-fraction --vocab-size --wandb --warmup-steps --weight-decay -h
 """.split()
 PLAN_OPTIONS = """
---attention --batch --batch-size --beta1 --beta2 --cache --clip-norm --combine-bytes --compiler-option --d-model
---data-layout --decay-fraction --ema-decay --epsilon --final-learning-rate --help --init --json --keep-gathered
---learning-rate --loss --loss-chunk --min-shard-size --mlp-ratio --model --model-axis --momentum --no-decay
---no-keep-gathered --no-overlap --no-quantize-error-feedback --no-scan --no-secondary --no-sequence-parallel
+--attention --batch --batch-size --batches --beta1 --beta2 --cache --clip-norm --combine-bytes --compiler-option
+--d-model --data-layout --decay-fraction --ema-decay --epsilon --final-learning-rate --help --init --json
+--keep-gathered --learning-rate --loss --loss-chunk --min-shard-size --mlp-ratio --model --model-axis --momentum
+--no-decay --no-keep-gathered --no-overlap --no-quantize-error-feedback --no-scan --no-secondary --no-sequence-parallel
 --no-skip-nonfinite --num-heads --num-layers --num-microbatches --offload --offload-fraction --offload-paths
---offload-window-bytes --optimizer --overlap --paper-config --param-specs --position --precision --quantize-block-size
---quantize-error-feedback --quantize-gathers --quantize-grads --quantize-grads-over --remat --replica --scan --schedule
---secondary --seq-len --sequence-parallel --skip-nonfinite --stage --timeout --topology --vocab-size --weight-decay -h
+--offload-window-bytes --optimizer --overlap --paper-config --param-specs --pipe --position --precision
+--quantize-block-size --quantize-error-feedback --quantize-gathers --quantize-grads --quantize-grads-over --remat
+--replica --scan --schedule --secondary --seq-len --sequence-parallel --skip-nonfinite --stage --timeout --topology
+--vocab-size --weight-decay -h
 """.split()
 # Of the decoders' presets.
 DECODER_OPTIONS = """
---activation --attention-soft-cap --d-hidden --expert-balance --expert-capacity --experts-per-token --from-hf --head-dim
---logits-soft-cap --no-norm-offset --no-normalize-expert-weights --no-post-norms --no-qk-norm --no-qkv-bias
---no-scale-embedding --no-tie-embedding --norm-eps --norm-offset --normalize-expert-weights --num-experts
---num-kv-heads --post-norms --qk-norm --qkv-bias --query-scale --rope-theta --scale-embedding --tie-embedding
---window --window-period --window-rope-theta
+--activation --attention-soft-cap --d-hidden --d-hidden-dense --expert-balance --expert-capacity --experts-per-token
+--extra-token-weight --from-hf --gated-mlp --head-dim --learned-positions --logits-soft-cap --mlp-bias --no-gated-mlp
+--no-mlp-bias --no-norm-offset --no-normalize-expert-weights --no-out-bias --no-parallel --no-post-norms --no-qk-norm
+--no-qkv-bias --no-scale-embedding --no-shared-norm --no-tie-embedding --norm --norm-eps --norm-offset
+--normalize-expert-weights --num-dense-layers --num-experts --num-extra-tokens --num-kv-heads --num-shared-experts
+--out-bias --parallel --post-norms --qk-norm --qkv-bias --query-scale --rope-theta --rotary-fraction --scale-embedding
+--shared-norm --tie-embedding --window --window-period --window-rope-theta
 """.split()
 TRAIN_OPTIONS += DECODER_OPTIONS
 PLAN_OPTIONS += DECODER_OPTIONS
@@ -64,6 +72,13 @@ OPTIONS = {
     "tokenize": TOKENIZE_OPTIONS,
     "inspect": ["--help", "--json", "--no-verify", "--step", "--verify", "-h"],
     "export": EXPORT_OPTIONS,
+    "sample": (
+        "--help --json --num-samples --num-tokens --prompt --seed --step --temperature --tokenizer --top-k -h"
+    ).split(),
+    "evaluate": (
+        "--batch-size --data --format --help --json --no-separate-documents --separate-documents --seq-len --step "
+        "--text-field --token-cache --token-dtype --tokenizer -h"
+    ).split(),
     "plot": ["--help", "--metric", "--out", "--title", "--x", "-h"],
     "launch": LAUNCH_OPTIONS,
     "plan": [
@@ -72,13 +87,15 @@ OPTIONS = {
         "--host-memory-bytes",
         "--layouts",
         "--max-compiles",
+        "--tokens",
         "--verify",
         "--write-config",
     ],
     "memory": [*PLAN_OPTIONS, "--estimate", "--paper", "--plot"],
     "comms": [*PLAN_OPTIONS, "--estimate"],
     "completion": ["--help", "-h"],
-    "from-deepspeed": ["--devices", "--force", "--help", "--json", "--out", "-h"],
+    "help": ["--help", "-h"],
+    "from-deepspeed": "--devices --force --help --json --out --per-device-batch-size -h".split(),
 }
 SMALL = (
     "--vocab-size 256 --seq-len 16 --num-layers 1 --d-model 32 --num-heads 2 --steps 4 --warmup-steps 1 "
@@ -103,11 +120,52 @@ def test_every_option_says_what_it_does(command):
         assert action.help and not action.help.startswith(" "), action.option_strings
 
 
-def test_help(capsys):
-    status, out, _ = run(["train", "--help"], capsys)
-    assert status == 0
-    assert "sequences in a step" in out
-    assert "(default: 3)" in out
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_the_help_has_the_usual_options_and_examples_that_are_right(command, capsys):
+    status, out, _ = run([command, "--help"], capsys)
+    assert status == 0 and len(out.splitlines()) < 60
+    assert [run(["help", command], capsys)[1], run([command, "-h"], capsys)[1]] == [out, out]
+    usual, known = re.findall(r"^  (--[a-z-]+)", out, re.MULTILINE), [*OPTIONS[command], "--init"]
+    assert {*usual} <= {*known} and 20 <= len(usual) <= 25
+    examples = re.findall(rf"^  zero-jax {command} ?([^#\n]*)", out, re.MULTILINE)
+    for example in examples:
+        cli.parse([command, *shlex.split(example)])
+    assert len(examples) == 4
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_the_whole_help_has_every_option_and_no_python(command, capsys):
+    status, out, _ = run([command, "--help", "all"], capsys)
+    assert status == 0 and run(["help", command, "all"], capsys)[1] == out
+    assert all(name in out for name in OPTIONS[command])
+    assert not re.findall(r"None|True|False|\bzero\.|Config\b|`[A-Z]", out)
+
+
+def test_the_version(capsys):
+    assert run(["-V"], capsys)[1] == run(["--version"], capsys)[1] == f"zero-jax {zero_jax.__version__}\n"
+
+
+def test_what_would_be_used_is_shown_as_a_config_file_and_nothing_is_run(tmp_path, capsys):
+    out = tmp_path / "runs"
+    shape = SMALL[: SMALL.index("--steps")]
+    arguments = ["--out", str(out), *shape, "--stage", "2", "--optimizer", "lion", "--steps", "40"]
+    status, text, _ = run(["train", *arguments, "--show-config"], capsys)
+    assert status == 0 and not out.exists()
+    shown = tomllib.loads(text)
+    assert shown["optimizer"] | {"learning_rate": 5e-4, "warmup_steps": 10, "beta2": 0.99} == shown["optimizer"]
+    assert (shown["zero"]["stage"], shown["zero"]["skip_nonfinite"], shown["run"]["devices"]) == (2, True, 8)
+    assert shown["model"]["d_model"] == 32
+    (tmp_path / "a.toml").write_text(text)
+    status, again, _ = run(["train", "--config", str(tmp_path / "a.toml"), "--show-config"], capsys)
+    assert status == 0 and again == text
+
+
+def test_words_of_other_systems_are_answered_with_an_option():
+    options = {name for command in ("train", "plan") for name in OPTIONS[command]}
+    for theirs, ours in _HERE.items():
+        option = f"--{ours.replace('_', '-')}"
+        assert option in options and f"--{theirs.replace('_', '-')}" not in options, theirs
+        assert did_you_mean(f"--{theirs}", TRAIN_OPTIONS, "{}") == option
 
 
 @pytest.mark.slow
@@ -130,20 +188,24 @@ def test_json_is_one_object_and_the_log_goes_elsewhere(tmp_path, capsys):
         (["--stagee", "3"], "unknown argument '--stagee': did you mean --stage?"),
         (["--num_microbatches=2"], "did you mean --num-microbatches?"),
         (["--lr", "1e-3"], "unknown argument '--lr': did you mean --learning-rate?"),
-        (["--num-epochs", "2"], "did you mean --steps?"),
+        (["--num-epochs", "2"], "did you mean --epochs?"),
+        (["--epochs", "2", "--steps", "2"], "--steps and --epochs both say how long: leave out one of them"),
         (["--per_device_train_batch_size=8"], "did you mean --batch-size?"),
         (["--steps", "many"], "invalid int value: 'many'"),
-        (["--model", "gpt-smal"], "did you mean 'gpt-small'? Choose one of gpt-tiny"),
+        (
+            ["--model", "gpt-smal"],
+            "argument --model: invalid choice: 'gpt-smal': did you mean 'gpt-small'? Choose one of gpt-tiny",
+        ),
         (["--optimizer", "adamv"], "did you mean 'adamw'? Choose one of"),
         (["--precision", "bf61"], "did you mean 'bf16'?"),
-        (["--stage", "4"], "choose one of 0, 1, 2, 3"),
+        (["--stage", "4"], "argument --stage: invalid choice: 4: Choose one of 0, 1, 2, 3"),
         (["--batch-size", "12"], "multiple of 8, for example 16"),
         (["--num-heads", "3"], "multiple of num_heads"),
         (["--data", "nowhere"], "'stdlib' for the source code of Python's standard library"),
         (["--devices", "9"], "there are 8"),
         (["--remat", "full_sharded"], "shards residuals over `model`, but the mesh is"),
         (["--paper-config", "C6"], "invalid choice: 'C6'"),
-        (["--quantize-gathers", "int4"], "gathers='int4'"),
+        (["--quantize-gathers", "int4"], "--quantize-gathers: invalid choice: 'int4': did you mean 'int8'?"),
         (["--quantize-block-size", "64"], "block_size=64 without anything to quantize"),
         (["--quantize-grads-over", "replica"], "quantize_grads_over='replica' without anything to quantize"),
         (["--quantize-error-feedback"], "quantize_error_feedback=True without anything to quantize"),
@@ -234,7 +296,7 @@ def test_an_unknown_command_is_told_the_known_ones(capsys):
     status, _, err = run(["tran"], capsys)
     assert status == 2
     assert "'tran'" in err
-    assert "train" in err.split("choose from")[1]
+    assert "train" in err.split("Choose one of")[1]
     assert "did you mean 'train'?" in err
 
 

@@ -35,7 +35,10 @@ def test_bash_completes_commands_options_words_and_files(capsys, tmp_path):
     text = script("bash", capsys)
     assert completed(text, "zero-jax", "t") == {"train", "tokenize"}
     assert completed(text, "zero-jax", "train", "--num-m") == {"--num-microbatches"}
-    assert {"own", "fused"} <= completed(text, "zero-jax", "train", "--attention", "")
+    words = {"attention": "own fused", "model": "gpt-tiny llama-3-8b", "remat": "own full_sharded dots"}
+    words |= {"offload": "optimizer state all", "optimizer": "adamw sgd muon", "precision": "bf16", "stage": "0 3"}
+    for option, expected in words.items():
+        assert {*expected.split()} <= completed(text, "zero-jax", "train", f"--{option}", "")
     (tmp_path / "ds_config.json").touch()
     assert f"{tmp_path}/ds_config.json" in completed(text, "zero-jax", "from-deepspeed", f"{tmp_path}/ds")
 

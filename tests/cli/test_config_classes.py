@@ -11,7 +11,9 @@ from zero_jax.analysis import PAPER_CONFIGS
 from zero_jax.cli.config_classes import CONFIG_MODULES, defaults_of, keys_of, option_fields
 from zero_jax.cli.models.presets import PRESETS
 from zero_jax.core.field_checks import field_kinds
-from zero_jax.trainer import X_LABELS, TrainConfig
+from zero_jax.trainer import X_LABELS, OptimizerConfig, TrainConfig
+from zero_jax.training import ZeroConfig
+from zero_jax.transforms.remat.policies import POLICIES
 
 
 @pytest.mark.parametrize("name", CONFIG_MODULES)
@@ -29,10 +31,18 @@ def test_kinds_defaults_and_help_are_those_of_the_class(name):
 def test_parts_of_a_run_have_their_defaults_there(part):
     own = getattr(TrainConfig(), part)
     expected = {name: getattr(own, name) for name in option_fields(type(own).__name__)}
-    assert defaults_of(type(own).__name__, part_of="TrainConfig", part=part) == expected
+    assert defaults_of(type(own).__name__, part=part) == expected
 
 
 def test_names_to_choose_from():
     assert [*keys_of("models.gpt", "PRESETS"), *keys_of("models.decoder_config", "DECODERS")] == [*PRESETS]
     assert keys_of("analysis.paper", "CONFIGS") == [*PAPER_CONFIGS]
+    words = {name: field.words for name, field in option_fields("ZeroConfig").items() if field.words}
+    assert words.pop("remat") == (*POLICIES,)
+    assert {*words} == {"stage", "precision", "attention", "offload", "quantize_gathers", "quantize_grads"}
+    for name, values in words.items():
+        for value in values:
+            ZeroConfig(**{"stage": 3, "precision": "bf16", name: value})
+    for name in option_fields("OptimizerConfig")["optimizer"].words:
+        OptimizerConfig(optimizer=name)
     assert keys_of("trainer.reporting.curves", "X_LABELS") == [*X_LABELS]

@@ -64,7 +64,7 @@ def bad_values(action):
     if isinstance(action, argparse.BooleanOptionalAction) or action.nargs == 0:
         return ["1", "x"]
     if action.choices:
-        return ["", "x", "[1]", "none", *TEXTS]
+        return ["", "x", "[1]", *TEXTS, *([] if action.default is None else ["none"])]
     assert action.type, f"{action.option_strings[0]} takes any text: give it a type=reader(...)"
     return WRONG[action.type.__name__] + (URLS if getattr(action.type, "place", None) else [])  # type: ignore[union-attr]
 

@@ -26,7 +26,15 @@ ZERO_IS_FINE = {
     "LaunchConfig": {"grace_seconds", "max_restarts", "rejoin_seconds"},
     "InspectConfig": {"step"},
     "ExportConfig": {"step"},
-    "DecoderConfig": {"num_experts", "expert_balance"},
+    "DecoderConfig": {
+        "num_experts",
+        "num_shared_experts",
+        "num_dense_layers",
+        "num_extra_tokens",
+        "extra_token_weight",
+        "expert_balance",
+        "learned_positions",
+    },
 }
 # What a field needs beside it to be allowed at all.
 BESIDE = {"decay_fraction": {"schedule": "wsd"}, "momentum": {"optimizer": "sgd"}}

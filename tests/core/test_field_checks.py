@@ -17,6 +17,7 @@ from zero_jax.models.gpt import GPTConfig
 from zero_jax.trainer.reporting.writers import WriterConfig
 from zero_jax.trainer.run import TrainConfig
 from zero_jax.trainer.run_folder import make_folder
+from zero_jax.training import ZeroConfig
 
 NAN, INF = float("nan"), float("inf")
 CONFIGS = [TrainConfig, DataConfig, WriterConfig, LaunchConfig]
@@ -39,6 +40,23 @@ def test_every_field_refuses_what_is_not_of_its_type_not_finite_or_out_of_range(
                 config_class(**{name: value})
             assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
             assert "give" in str(refused.value) or "choose" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "values", "message"),
+    [
+        (TrainConfig, {"num_epochs": 3}, r"TrainConfig has no field 'num_epochs': did you mean epochs\? It has"),
+        (TrainConfig, {"lr": 3}, r"no field 'lr': did you mean optimizer=OptimizerConfig\(learning_rate=...\)\?"),
+        (TrainConfig, {"stge": 3}, r"did you mean zero=ZeroConfig\(stage=...\)\?"),
+        (ZeroConfig, {"gradient_checkpointing": True}, r"did you mean remat\?"),
+        (ZeroConfig, {"xyz": True}, "no field 'xyz': It has stage, precision"),
+    ],
+)
+def test_a_field_that_there_is_not_is_answered_with_the_one_that_is_meant(config_class, values, message):
+    with pytest.raises(TypeError, match=message):
+        config_class(**values)
+    with pytest.raises(TypeError, match=message):
+        dataclasses.replace(config_class(), **values)
 
 
 @pytest.mark.parametrize("name", ["train", "launch"])

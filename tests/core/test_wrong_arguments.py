@@ -55,6 +55,7 @@ RIGHT = {
     "seed": {"integer", "huge"},
     "tolerance": {"None", "integer", "fraction", "huge"},
     "weighted": {"bool"},
+    "plan.pipe": {"integer", "huge"},
     "plan.replica": {"integer", "huge"},  # of as many devices as the topology may have
     "plan.model": {"integer", "huge"},
     "plan.data_layout": {"list", "nothing"},
@@ -76,6 +77,7 @@ RIGHT = {
     "param_shapes": {"nothing", "array"},
     "replica_axes": {"nothing"},
     "model_axes": {"nothing"},
+    "pipe_axes": {"nothing"},
     "layouts": {"nothing"},
     "offloads": {"nothing"},
     "models": {"list"},
@@ -126,6 +128,7 @@ CALLS = {
     "make_eval_step": lambda: {"loss_fn": loss_fn, **PLACED},
     "make_mesh": lambda: {"data": 8},
     "make_train_step": lambda: {"loss_fn": loss_fn, "tx": TX, **PLACED},
+    "pipeline_report": lambda: {"loss_fn": loss_fn, "params": host_params(), "batch": make_batch(), **PLACED},
     "plan": planned,
     "plan_auto": lambda: planned(max_compiles=0),
     "plan_layouts": planned,
@@ -161,7 +164,8 @@ ELSEWHERE = {
     "comms.sharded_residual_bytes",
 }  # fmt: skip
 # Of these functions, the parameters whose values are the model's own matter.
-OF_THE_MODEL = {("trace_loss", "params"), ("trace_loss", "batch"), ("state_shardings", "params")}
+OF_THE_MODEL = {(name, argument) for name in ("trace_loss", "pipeline_report") for argument in ("params", "batch")}
+OF_THE_MODEL.add(("state_shardings", "params"))
 
 
 class Started(BaseException):

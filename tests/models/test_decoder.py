@@ -12,26 +12,38 @@ import pytest
 import reference
 import transformers_logits
 from jax.sharding import NamedSharding
+from jax.test_util import check_grads
 
 import zero_jax as zero
 from zero_jax.cli.models import presets
-from zero_jax.models import decoder, huggingface
+from zero_jax.models import decoder, experts, huggingface
 from zero_jax.models.decoder_config import DECODERS, DecoderConfig
+from zero_jax.models.experts import SigmoidRouting
+from zero_jax.models.latent_attention import LatentAttention
+from zero_jax.pretrained.mapping import LeafTensors, indices, tensor_shape
+
+
+class Held(np.ndarray):
+    """A tensor that is in no file."""
+
+    def open(self, mode):
+        """Returns its values."""
+        del mode
+        return np.asarray(self)
 
 
 def params_of(hf_config):
     """Returns config and params of a decoder with the tensors that transformers was given."""
     config = huggingface.decoder_config(hf_config)
-    params = {"blocks": {}}
+    params = {}
     for path, name in huggingface.tensor_names(config, model_type=hf_config["model_type"]).items():
         shape = config.shapes[path]
-        leaf = np.empty(shape, np.float32)
-        for index in np.ndindex(*shape[: name.num_indices]):
-            values = shape[name.num_indices :]
-            tensor = transformers_logits.tensor(name.of(index), values[::-1] if name.is_transposed else values)
-            leaf[index] = tensor.T if name.is_transposed else tensor
-        *_, last = path.split("/")
-        (params["blocks"] if "/" in path else params)[last] = jnp.asarray(leaf)
+        of_tensor = tensor_shape(path, shape, name)
+        tensors = {i: transformers_logits.tensor(name.of(i), of_tensor).view(Held) for i in indices(shape, name)}
+        leaf = LeafTensors(path=path, shape=shape, name=name, tensors=tensors)
+        group, _, last = path.rpartition("/")
+        of_group = params.setdefault(group, {}) if group else params
+        of_group[last] = jnp.asarray(leaf.read((slice(None),) * len(shape), np.float32))
     return config, params
 
 
@@ -49,6 +61,33 @@ def test_logits_are_those_of_transformers(name):
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, made)
 
 
+def test_the_loss_of_extra_tokens_is_that_of_transformers_logits():
+    """Of the token after the next one, by the layer on top; weights and segments take out targets."""
+    extra = {"num_nextn_predict_layers": 1}
+    config, params = params_of(transformers_logits.CONFIGS["deepseek-v3"] | extra)
+    with np.load(transformers_logits.PATH) as answers:
+        log_probs = jax.nn.log_softmax(answers[transformers_logits.EXTRA])
+    inputs = transformers_logits.tokens()
+    targets = np.roll(inputs, -1, axis=1)
+    losses = -np.take_along_axis(np.asarray(log_probs), np.roll(targets, -1, axis=1)[..., None], axis=-1)[:, :-1, 0]
+    loss_fn = jax.jit(decoder.loss_fn(config))
+    value, aux = loss_fn(params, {"inputs": inputs, "targets": targets})
+    np.testing.assert_allclose(aux["extra_tokens"], losses.sum() / inputs.size, rtol=1e-5)
+    without, _ = jax.jit(decoder.loss_fn(dataclasses.replace(config, num_extra_tokens=0)))(
+        {**params, "extra_blocks": None}, {"inputs": inputs, "targets": targets}
+    )
+    np.testing.assert_allclose(value, without + 0.3 * aux["extra_tokens"], rtol=1e-6)
+    weights = np.ones(inputs.shape, np.float32)
+    weights[0, 5:9] = 0  # the target at a place is that of the place before, too
+    _, aux = loss_fn(params, {"inputs": inputs, "targets": targets, "weights": weights})
+    np.testing.assert_allclose(aux["extra_tokens"], (losses * weights[:, 1:]).sum() / weights.sum(), rtol=1e-5)
+    segments = (np.arange(inputs.shape[1]) >= 10) + np.zeros(inputs.shape, np.int32)
+    halves = [{"inputs": inputs[:, part], "targets": targets[:, part]} for part in (slice(10), slice(10, None))]
+    in_halves = [float(loss_fn(params, half)[1]["extra_tokens"]) * half["inputs"].size for half in halves]
+    _, aux = loss_fn(params, {"inputs": inputs, "targets": targets, "segments": segments})
+    np.testing.assert_allclose(aux["extra_tokens"], sum(in_halves) / inputs.size, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
@@ -61,15 +100,41 @@ def test_logits_are_those_of_transformers(name):
         ("gemma-3-1b", 1.000),
         ("mistral-7b", 7.242),
         ("mixtral-8x7b", 46.703),
+        ("gpt-neox-20b", 20.555),
+        ("falcon-40b", 41.303),
+        ("falcon-180b", 179.523),
     ],
 )
 def test_presets_have_the_published_numbers_of_params(name, billions):
     assert round(DECODERS[name].num_params / 1e9, 3) == billions
 
 
+def test_deepseek_v3_has_the_published_number_of_params_below_the_layer_that_predicts_another_token():
+    config = dataclasses.replace(DECODERS["deepseek-v3"], num_extra_tokens=0)
+    assert round(config.num_params / 1e9, 3) == 671.026
+
+
+@pytest.mark.parametrize(("name", "billions"), [("turing-nlg-17b", 17), ("mt-nlg-530b", 530)])
+def test_presets_without_a_checkpoint_have_the_published_number_of_params_as_it_was_rounded(name, billions):
+    assert round(DECODERS[name].num_params / 1e9) == billions
+
+
 SMALL = dict(vocab_size=32, seq_len=16, num_layers=5, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_hidden=48)
 EXPERTS = DecoderConfig(**SMALL, num_experts=4, expert_balance=0.1)
 GEMMA = DecoderConfig(**SMALL, window=5, window_period=2, norm_offset=True, post_norms=True, attention_soft_cap=2.0)
+
+FALCON = DecoderConfig(**SMALL, norm="layer", gated_mlp=False, parallel=True, out_bias=True, mlp_bias=True, window=5)
+DEEPSEEK = DecoderConfig(
+    **SMALL | {"num_layers": 3, "num_kv_heads": 4, "head_dim": 12},
+    latent=LatentAttention(query_rank=12, key_rank=10, rotary_dim=4, value_dim=6),
+    num_experts=4,
+    num_shared_experts=1,
+    num_dense_layers=1,
+    d_hidden_dense=64,
+    routing=SigmoidRouting(num_groups=2, num_kept=1, bias_rate=0.5),
+    expert_capacity=2.0,
+    num_extra_tokens=2,
+)
 
 
 def batch(rows=8):
@@ -79,15 +144,62 @@ def batch(rows=8):
 
 
 @pytest.mark.slow
-def test_experts_with_room_for_all_compute_what_dense_experts_compute():
-    params = decoder.init(EXPERTS, jax.random.key(0))
-    roomy = dataclasses.replace(EXPERTS, expert_capacity=2.0)  # 2.0 x 2 of 4 experts: all tokens
+@pytest.mark.parametrize("config", [EXPERTS, DEEPSEEK], ids=["softmax", "sigmoid"])
+def test_experts_with_room_for_all_compute_what_dense_experts_compute(config):
+    params = decoder.init(config, jax.random.key(0))
+    # 2.0 x 2 of 4 experts: all tokens
+    dense, roomy = (dataclasses.replace(config, expert_capacity=capacity) for capacity in (None, 2.0))
     expected, got = (
-        jax.jit(jax.value_and_grad(decoder.loss_fn(c), has_aux=True))(params, batch()) for c in (EXPERTS, roomy)
+        jax.jit(jax.value_and_grad(decoder.loss_fn(c), has_aux=True))(params, batch()) for c in (dense, roomy)
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), expected, got)
-    tight = jax.jit(decoder.loss_fn(dataclasses.replace(EXPERTS, expert_capacity=0.5)))(params, batch())
+    tight = jax.jit(decoder.loss_fn(dataclasses.replace(config, expert_capacity=0.5)))(params, batch())
     assert abs(tight[0] - expected[0][0]) > 1e-6
+
+
+def test_an_expert_takes_the_first_tokens_that_chose_it():
+    """Against a loop over the tokens, with fewer places than tokens."""
+    random = np.random.default_rng(0)
+    y, logits = random.standard_normal((2, 10, 3)), random.standard_normal((2, 10, 4))
+    routes = experts.softmax_routes(jnp.asarray(logits), 2, normalize=True)
+    gate, up, down = (random.standard_normal((4, 3, 3)) for _ in range(3))
+    expected, C = np.zeros_like(y), 3  # 0.6 x 10 tokens x 2 / 4
+    for b in range(2):
+        taken = dict.fromkeys(range(4), 0)
+        for t in range(10):
+            for expert, weight in zip(routes.experts_BTk[b, t].tolist(), routes.weights_BTk[b, t], strict=True):
+                if taken[expert] < C:
+                    expected[b, t] += weight * (np.tanh(y[b, t] @ gate[expert]) * (y[b, t] @ up[expert])) @ down[expert]
+                taken[expert] += 1
+        assert max(taken.values()) > C
+    run = lambda y, *ws: experts.run_dispatched(y, routes, *ws, jnp.tanh, capacity=0.6)  # noqa: E731
+    arrays = [jnp.asarray(x, jnp.float32) for x in (y, gate, up, down)]
+    np.testing.assert_allclose(run(*arrays), expected, atol=1e-5)
+    check_grads(run, arrays, order=1, modes=["rev"], atol=1e-2, rtol=1e-2)
+
+
+def test_the_gradient_of_a_routers_bias_is_the_error_of_the_load():
+    """Sign descent on it, the published rule, evens out loads that biases have made uneven."""
+    config = dataclasses.replace(DEEPSEEK, routing=SigmoidRouting(bias_rate=0.5))
+    params = decoder.init(config, jax.random.key(0))
+    params["blocks"]["router"] *= 20  # tokens differ, so that a small step of a bias moves few
+    params["blocks"]["router_bias"] += jnp.asarray([0.5, 0.0, 0.0, -0.5])
+    loss, grads = jax.jit(jax.value_and_grad(decoder.loss_fn(config), has_aux=True))(params, batch())
+    without = dataclasses.replace(config, routing=SigmoidRouting(bias_rate=0.0))
+    np.testing.assert_array_equal(loss[0], jax.jit(decoder.loss_fn(without))(params, batch())[0])
+    error = grads["blocks"]["router_bias"] / 0.5
+    np.testing.assert_allclose(error.sum(axis=-1), 0, atol=1e-5)  # of fractions of the mean load
+    assert np.all(error >= -1 - 1e-6) and np.abs(error).max() > 0.9
+
+    @jax.jit
+    def step(params):
+        grads = jax.grad(decoder.loss_fn(config), has_aux=True)(params, batch())[0]["blocks"]["router_bias"]
+        params["blocks"]["router_bias"] -= 0.01 * jnp.sign(grads)
+        return params, jnp.abs(grads).max()
+
+    for _ in range(80):
+        params, largest = step(params)
+    assert largest / 0.5 < 0.5 * np.abs(error).max()
 
 
 def test_balanced_experts_have_a_balance_loss_of_one():
@@ -117,7 +229,7 @@ def test_a_token_attends_to_its_own_document_within_its_window():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [EXPERTS, GEMMA], ids=["experts", "gemma"])
+@pytest.mark.parametrize("config", [EXPERTS, GEMMA, DEEPSEEK, FALCON], ids=["experts", "gemma", "deepseek", "falcon"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_stages_train_as_plain_optax_does(config, stage):
     loss_fn, tx = decoder.loss_fn(config), optax.adam(1e-2)
@@ -138,7 +250,7 @@ def test_stages_train_as_plain_optax_does(config, stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [EXPERTS, GEMMA], ids=["experts", "gemma"])
+@pytest.mark.parametrize("config", [EXPERTS, GEMMA, DEEPSEEK], ids=["experts", "gemma", "deepseek"])
 def test_sharded_residuals_and_sequences_and_the_chosen_attention_change_nothing(config):
     """The loss function that the commands take, under a remat policy, against the plain one."""
     mesh = zero.make_mesh(data=4, model=2)
@@ -180,6 +292,18 @@ def test_generate_goes_on_greedily():
         ({"window": 0}, "window=0"),
         ({"num_layers": 0}, "num_layers=0"),
         ({"num_experts": 1}, "experts_per_token=2 is more than num_experts=1"),
+        ({"num_shared_experts": 1}, "num_shared_experts=1: give num_experts"),
+        ({"num_experts": 4, "num_dense_layers": 4}, "num_dense_layers=4 leaves none of num_layers=4"),
+        ({"num_experts": 4, "routing": SigmoidRouting(num_groups=3)}, "do not divide into num_groups=3"),
+        ({"num_experts": 4, "routing": SigmoidRouting(num_groups=4)}, "more than the 1 experts of num_kept=1 groups"),
+        ({"latent": LatentAttention(key_rank=8, rotary_dim=8, value_dim=8)}, "as many key heads as query heads"),
+        ({"rope_scaling": 2.0}, "rope_scaling=2.0: give a RopeScaling or None"),
+        ({"num_experts": 4, "mlp_bias": True}, "experts have a gate and no bias"),
+        ({"rotary_fraction": 0.1}, r"rotary_fraction=0\.1 of head_dim=32 are 3 features"),
+        ({"rotary_fraction": 0.01}, r"rotary_fraction=0\.01 of head_dim=32 are 0 features"),
+        ({"learned_positions": 64}, "seq_len=128 is more than learned_positions=64"),
+        ({"shared_norm": True}, "give parallel=True too"),
+        ({"norm": "layer", "norm_offset": True}, "norm_offset=True is of norm='rms'"),
     ],
 )
 def test_shapes_that_cannot_be_built_are_refused(change, message):
@@ -193,7 +317,7 @@ def test_shapes_that_cannot_be_built_are_refused(change, message):
         ({"model_type": "bert"}, "model_type='bert' is none of llama"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"hidden_act": "relu"}, "hidden_act='relu' is not supported"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "'yarn' is not supported"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
         ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "'longrope' is not supported"),
         (
             {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "yarn", "factor": 2.0}}},
@@ -232,7 +356,9 @@ _JUNK = (None, "x", -1, 0, 1.5, True, [], {}, [1], {"rope_type": "llama3"}, {"fu
 _MORE_KEYS = ("rope_parameters", "layer_types", "rope_local_base_freq", "query_pre_attn_scalar", "sliding_window")
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", "gemma3", "mixtral", "llama-yarn", "gpt2", "gpt-neox", "falcon-40b", "deepseek-v3"]
+)
 def test_any_other_value_in_a_config_is_refused_as_one(name):
     config = transformers_logits.CONFIGS[name]
     for key in {*config, *_MORE_KEYS}:

@@ -293,8 +293,8 @@ def test_the_commands_memory_and_comms(cache, capsys):
     status, out, _ = run("comms", capsys, cache, *OWN)
     assert status == 0
     assert "all-gather" in out and "ratio" in out
-    for command in ("memory", "comms"):
-        status, out, err = run(command, capsys, cache, *OWN, "--estimate", "--json")
+    for command, batch in (("memory", OWN[4:]), ("comms", ["--batches", "planned:batches"])):
+        status, out, err = run(command, capsys, cache, *OWN[:4], *batch, "--estimate", "--json")
         assert status == 0 and err == "planned:loss_fn: tracing\n"
         assert json.loads(out)["num_params"] == planned.DEPTH * planned.WIDTH**2
 
@@ -315,13 +315,15 @@ def test_the_command_takes_a_file(cache, capsys, tmp_path):
         (["--loss", "planned:los_fn", *OWN[2:]], "has no function 'los_fn'; did you mean 'loss_fn'?"),
         (["--loss", "plannned:loss_fn", *OWN[2:]], "cannot import 'plannned'"),
         (["--loss", "planned", *OWN[2:]], "write module:function"),
-        (OWN[:4], "give --batch too"),
+        (OWN[:4], "needs --loss, --init and --batches: give --batches too"),
+        ([*OWN, "--batches", "planned:batches"], "--batch makes one batch and --batches all of them: give one"),
+        ([*OWN[:4], "--batches", "planned:batch"], "batch() returned a dict, a single batch perhaps"),
         (["--model", "gpt-tiny", "--batch-size", "6"], "give a multiple of 4"),
         (["--topology", "v5p-16"], "did you mean 'v5p:2x2x4'"),
         (["--data-layout", "2by2"], "give sizes of mesh axes, such as 8x8x16"),
         (["--data-layout", "2x3"], "multiplies to 6, not to data=4: give sizes whose product is that"),
-        (["--model", "GPT-Tiny"], "unknown model 'GPT-Tiny': did you mean 'gpt-tiny'? Choose one of"),
-        (["--model", "../x"], "unknown model '../x': Choose one of"),
+        (["--model", "GPT-Tiny"], "invalid choice: 'GPT-Tiny': did you mean 'gpt-tiny'? Choose one of"),
+        (["--model", "../x"], "invalid choice: '../x': Choose one of"),
     ],
 )
 def test_bad_input_of_the_command(arguments, message, cache, capsys):
@@ -337,7 +339,7 @@ def test_a_trace_that_needs_more_memory_than_there_is_is_a_line(cache, capsys, m
     def too_large(*_, **__):
         raise MemoryError("Unable to allocate 4.63 TiB")
 
-    monkeypatch.setattr("zero_jax.cli.request.trace_loss", too_large)
+    monkeypatch.setattr("zero_jax.cli.plan.request.trace_loss", too_large)
     with pytest.raises(SystemExit):
         run("comms", capsys, cache, "--estimate", "--model", "gpt-tiny")
     err = capsys.readouterr().err.splitlines()

@@ -61,6 +61,34 @@ def test_presets_know_their_specs(capsys):
     assert found["num_params"] == json.loads(whole)["num_params"]
 
 
+PIPE = [*SMALL, "--num-layers", "2", "--pipe", "2", "--num-microbatches", "4", "--stage", "1"]
+
+
+def test_stages_of_a_pipeline_are_estimated(capsys):
+    status, out, _ = run("memory", capsys, *PIPE, "--estimate", "--json")
+    groups = {group["name"]: group for group in json.loads(out)["groups"]}
+    assert status == 0
+    assert groups["residuals"]["formula_bytes"] == 8 // 4 * 2 * 16 * 32 * 2  # as of all layers, on all devices
+    status, out, _ = run("comms", capsys, *PIPE, "--estimate", "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert found["by_axes"].keys() <= {"data", "pipe", "data+pipe"}
+    assert "activations over pipe" in found["not_counted"]
+    for option in ("--auto", "--verify"):
+        status, _, error = run("plan", capsys, *PIPE, option)
+        assert status == 2
+        assert "leave out --pipe 2" in error
+
+
+@pytest.mark.slow
+def test_a_pipeline_is_planned(capsys):
+    status, out, _ = run("plan", capsys, *PIPE, "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert found["mesh"]["pipe"] == 2
+    assert found["comms"]["by_axes"]["pipe"] > 0
+
+
 def test_the_remat_option_places_residuals(capsys):
     options = [*SMALL, "--model-axis", "2", "--remat", "full_offloaded", "--estimate", "--json"]
     _, out, _ = run("memory", capsys, *options)

@@ -10,6 +10,7 @@ import safetensors.flax
 
 from zero_jax.core.tree import leaf_names
 from zero_jax.models import huggingface
+from zero_jax.pretrained.mapping import tensor_shape
 
 SIZES = {
     "vocab_size": 64,
@@ -33,6 +34,26 @@ FOLDERS = {
     "qwen2": SIZES | {"model_type": "qwen2", "tie_word_embeddings": True},
     "gemma3": SIZES | {"model_type": "gemma3_text", "tie_word_embeddings": True, "head_dim": 8, "num_hidden_layers": 7},
     "mixtral": SIZES | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt2": {"model_type": "gpt2", "vocab_size": 64, "n_embd": 16, "n_layer": 3, "n_head": 4, "n_positions": 64},
+    "deepseek_v3": SIZES
+    | {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 8,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 6,
+        "v_head_dim": 5,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
+    },
+    "gpt_neox": SIZES | {"model_type": "gpt_neox", "rotary_pct": 0.5},
+    "falcon": SIZES | {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2},
 }
 
 
@@ -42,11 +63,10 @@ def tensors_of(hf_config, dtype="float32"):
     tensors = {}
     for path, name in huggingface.tensor_names(config, model_type=hf_config["model_type"]).items():
         shape = config.shapes[path]
-        rest = shape[name.num_indices :]
         for index in np.ndindex(*shape[: name.num_indices]):
             key = name.of(index)
-            values = np.random.default_rng(zlib.crc32(key.encode())).standard_normal(rest[::-1])
-            tensors[key] = (values if name.is_transposed else values.T).astype(jnp.dtype(dtype))
+            values = np.random.default_rng(zlib.crc32(key.encode())).standard_normal(tensor_shape(path, shape, name))
+            tensors[key] = values.astype(jnp.dtype(dtype))
     return tensors
 
 
@@ -91,4 +111,9 @@ def assert_params(params, tensors, hf_config):
         host = np.asarray(flat[path])
         for index in np.ndindex(*host.shape[: name.num_indices]):
             tensor = tensors[name.of(index)]
-            np.testing.assert_array_equal(host[index], tensor.T if name.is_transposed else tensor, err_msg=path)
+            tensor = tensor.T if name.is_transposed else tensor
+            if name.part is not None:
+                start, stop, period = name.part
+                grouped = tensor.reshape(*tensor.shape[:-1], -1, period)[..., start:stop]
+                tensor = grouped.reshape(*tensor.shape[:-1], -1)
+            np.testing.assert_array_equal(host[index], tensor, err_msg=path)

@@ -30,6 +30,8 @@ def config_of(stage, precision="bf16"):
         ("gemma3", "float32", {"data": 2, "replica": 2, "model": 2}, 2, 3),
         ("mixtral", "bfloat16", {"data": 4, "model": 2}, 3, 3),
         ("mixtral", "float32", {"data": 8}, 0, 1),
+        ("falcon", "bfloat16", {"data": 4, "model": 2}, 3, 2),
+        ("gpt2", "float32", {"data": 2, "model": 4}, 1, 1),
     ],
 )
 def test_every_shard_has_its_slices(name, dtype, axes, stage, num_files, tmp_path):
@@ -43,7 +45,22 @@ def test_every_shard_has_its_slices(name, dtype, axes, stage, num_files, tmp_pat
     for x, like in zip(jax.tree.leaves(loaded.params), jax.tree.leaves(shapes.masters), strict=True):
         assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
     if "model" in axes:
-        assert "model" in str(loaded.params["blocks"]["gate"].sharding.spec)
+        assert "model" in str(loaded.params["blocks"]["up"].sharding.spec)
+
+
+def test_a_layer_that_predicts_another_token_may_be_missing(tmp_path):
+    """Transformers saves none, whatever the config says; published folders have copies of two tensors with it."""
+    tensors = tensors_of(FOLDERS["deepseek_v3"])
+    copies = {"model.layers.3.embed_tokens.weight": "model.embed_tokens.weight"}
+    copies |= {"model.layers.3.shared_head.head.weight": "lm_head.weight"}
+    write(tmp_path / "all", FOLDERS["deepseek_v3"], tensors | {name: tensors[copy] for name, copy in copies.items()})
+    loaded = zero.load_hf(tmp_path / "all", mesh=zero.make_mesh(), config=config_of(0))
+    assert_params(loaded.params, tensors, FOLDERS["deepseek_v3"])
+    main = {name: x for name, x in tensors.items() if not name.startswith("model.layers.3.")}
+    assert len(main) < len(tensors)
+    write(tmp_path / "main", FOLDERS["deepseek_v3"], main)
+    source = open_hf(tmp_path / "main")
+    assert source.config.num_extra_tokens == 0 and "extra_blocks" not in source.load(zero.make_mesh(), config_of(0))
 
 
 def test_params_of_files_in_half_precision_are_float32_where_nothing_else_is_asked_for(tmp_path):
@@ -155,6 +172,9 @@ def test_a_model_of_ones_own_is_loaded_by_names(tmp_path):
         (NAMES | {"x": TensorName("x")}, "'x' has a tensor's name and is no param"),
         (NAMES | {"norm/scale": TensorName("odd.{}.{}")}, "has 2 indices, and the param 1 dims"),
         (NAMES | {"layers_0/q/kernel": TensorName("h.0.q.weight", True, (15, 16))}, "do not divide the dims"),
+        (NAMES | {"norm/scale": TensorName("norm.weight", part=(0, 3, 3))}, "does not fit the dims"),
+        (NAMES | {"norm/scale": TensorName("norm.weight", part=(0, 4, 8))}, "its params take 4: add the rest"),
+        (NAMES | {"norm/scale": TensorName("norm.weight", part=(4, 8, 8))}, "does not follow on 0"),
     ],
 )
 def test_names_that_do_not_fit_are_refused(names, message, tmp_path):

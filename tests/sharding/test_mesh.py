@@ -109,6 +109,24 @@ def test_hosts(num_in_each_host, options, expected):
         assert crossed <= {"replica"}
 
 
+@pytest.mark.parametrize(
+    ("num_in_each_host", "options", "expected"),
+    [
+        (4, {"pipe": 2}, {"data": 4, "pipe": 2}),
+        (2, {"pipe": 2}, {"data_0": 2, "data_1": 2, "pipe": 2}),  # two hosts a stage
+        (4, {"pipe": 4, "model": 2}, {"data": 1, "pipe": 4, "model": 2}),  # two stages a host
+        (1, {"pipe": 4}, {"data": 2, "pipe": 4}),
+    ],
+)
+def test_stages_are_in_hosts_of_their_own(num_in_each_host, options, expected):
+    mesh = zero.make_mesh(devices=[Device(i, i // num_in_each_host) for i in range(8)], **options)
+    assert sizes(mesh) == {name: size for name, size in expected.items() if size > 1}
+    stages = np.moveaxis(mesh.devices, mesh.axis_names.index("pipe"), 0).reshape(mesh.shape["pipe"], -1)
+    assert sorted(device.id for device in stages.flat) == list(range(8))
+    hosts = [{device.process_index for device in stage} for stage in stages]
+    assert all(len(stage) == max(8 // mesh.shape["pipe"] // num_in_each_host, 1) for stage in hosts)
+
+
 # --- topologies ------------------------------------------------------------------------------------------------------
 
 V5P_64 = {"data_0": 4, "data_1": 4, "data_2": 4}
@@ -128,9 +146,12 @@ V5P_64 = {"data_0": 4, "data_1": 4, "data_2": 4}
         ("v5p:4x4x4", {"model": 2}, {"data": 32, "model": 2}),  # no torus dims of its own: one axis is native there
         ("v5p:4x4x8", {}, {"data_0": 4, "data_1": 4, "data_2": 8}),
         ("v5p:4x4x4", {"data_layout": (64,)}, {"data": 64}),
+        ("tpu7x:4x4x4", {}, {"data": 128}),  # two devices a chip
         ("v5e:4x4", {}, {"data": 16}),
         ("v5e:16x16", {}, {"data_0": 16, "data_1": 16}),
         ("v6e:8x8", {"replica": 2}, {"replica": 2, "data": 32}),
+        ("v5p:2x2x4", {"pipe": 4}, {"data": 4, "pipe": 4}),
+        ("2xv5e:4x4", {"pipe": 2}, {"data": 16, "pipe": 2}),
     ],
 )
 def test_topology(topology, options, expected):
@@ -202,6 +223,14 @@ def test_roles_by_name():
     assert axes_of(own_mesh(data_0=2, tensor=2, data_1=2)).data == ("data_0", "data_1")
     axes = axes_of(own_mesh(dp=2, fsdp=4), data=("fsdp",), replica=("dp",))
     assert axes.batch == ("dp", "fsdp")
+
+
+def test_stages_have_a_part_of_data():
+    axes = axes_of(own_mesh(data=2, pipe=2, model=2))
+    assert (axes.data, axes.pipe, axes.batch) == (("data", "pipe"), ("pipe",), ("data", "pipe"))
+    assert axes.of_stage == axes_of(own_mesh(data=2, pipe=2, model=2), pipe=())
+    named = axes_of(own_mesh(stage=2, dp=4), data=("dp",), pipe=("stage",))
+    assert (named.data, named.pipe) == (("dp", "stage"), ("stage",))
 
 
 @pytest.mark.parametrize(

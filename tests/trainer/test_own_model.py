@@ -64,11 +64,14 @@ def dataset():
     return grain.MapDataset.range(4).shuffle(seed=3).map(lambda i: batch_of(int(i))).to_iter_dataset()
 
 
+grain_map = grain.MapDataset.range(4).map(lambda i: batch_of(int(i)))
+
+
 @pytest.fixture
 def config(tmp_path):
     """A config of a run of 6 steps on 2 devices."""
     return zero.TrainConfig(
-        zero=zero.ZeroConfig(stage=3, min_shard_size=0),
+        zero=zero.ZeroConfig(stage=3, min_shard_size=0, precision="fp32", clip_norm=None),
         optimizer=OptimizerConfig(learning_rate=0.02, warmup_steps=1),
         checkpoint=CheckpointConfig(save_every=3, keep_last=5, keep_best=0),
         devices=2,
@@ -140,6 +143,22 @@ def test_a_resumed_run_is_the_unbroken_one(config, tmp_path):
     assert "batches: WARNING: the first batch is not the one of the run before: these are other data, or" in log
 
 
+def test_what_a_config_leaves_open_is_as_on_the_command_line_or_as_the_run_began(config):
+    def saved(zero_config, **changes):
+        run = prepare(dataclasses.replace(config, zero=zero_config, **changes), model=own)
+        return run.saved_config["zero"]["precision"], run.saved_config["zero"]["clip_norm"]
+
+    own = OwnModel(init_fn=init_fn, loss_fn=loss_fn, batches=batch_of)
+    left_open = zero.ZeroConfig(stage=2)
+    assert saved(left_open, name="other") == ("bf16", 1.0)
+    assert saved(zero.ZeroConfig(clip_norm=None), name="other") == ("bf16", None)
+    train(dataclasses.replace(config, steps=3))  # in fp32 without clipping, which its checkpoint says
+    assert saved(left_open) == ("fp32", None)
+    assert saved(zero.ZeroConfig(precision="bf16")) == ("bf16", None)
+    _, log, _ = train(dataclasses.replace(config, zero=zero.ZeroConfig(min_shard_size=0), steps=4))
+    assert "precision='fp32', clip_norm=None as in the run until now" in log and "changed since: zero" not in log
+
+
 def test_batches_that_end_end_the_run_with_its_state(config):
     result, log, _ = train(config, generator())
     assert (result.status, result.exit_status, result.num_steps) == ("ended", 1, 5)
@@ -148,6 +167,15 @@ def test_batches_that_end_end_the_run_with_its_state(config):
     assert (result.status, result.num_steps) == ("done", 6)
     assert "resuming after step 5" in log
     assert "batches: reading and dropping the 5 before step 6: an iterable without a state has no position" in log
+
+
+@pytest.mark.parametrize(("batches", "epochs", "steps"), [([batch_of(0)] * 3, 2, 6), (grain_map, 1.5, 6)])
+def test_epochs_are_passes_over_batches_that_have_a_length(batches, epochs, steps, config):
+    config = dataclasses.replace(config, steps=zero.TrainConfig.steps, epochs=epochs)
+    result, log, _ = train(config, batches)
+    assert result.num_steps == steps and f"step {steps}/{steps}" in log
+    with pytest.raises(ValueError, match="epochs=2: the batches are a function of the step, which has no length"):
+        train(dataclasses.replace(config, epochs=2, name="other"))
 
 
 def test_a_run_of_which_every_step_was_skipped_is_not_done(config):
@@ -535,6 +563,12 @@ def test_the_command_line_trains_it_and_its_config_file_does_it_again(own, capsy
     status, out, err = run(["train", "--config", str(folder / "config.toml"), "--json"], capsys)
     assert status == 0, err
     assert json.loads(out)["final_validation_loss"] == result["final_validation_loss"]
+    status, out, err = run(["evaluate", str(folder), "--json"], capsys)
+    evaluated = json.loads(out)
+    assert status == 0 and evaluated["loss"] == pytest.approx(result["final_validation_loss"], rel=1e-6), err
+    assert evaluated["perplexity"] is None and evaluated["figures"]["error"] > 0
+    status, out, err = run(["sample", str(folder)], capsys)
+    assert status == 2 and "is a run of a model of your own: samples are for the presets and the hub's" in err
 
 
 @pytest.mark.parametrize(

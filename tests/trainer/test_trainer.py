@@ -236,9 +236,29 @@ def test_replicas_and_microbatches(config):
     assert 2 * GPT.num_params <= result.per_device_master_bytes < 2.1 * GPT.num_params
 
 
+@pytest.mark.slow
+def test_a_pipeline_trains_and_goes_on_with_other_stages(config):
+    zero = ZeroConfig(stage=1, precision="bf16", num_microbatches=4)
+    config = dataclasses.replace(config, pipe=2, batch_size=16, zero=zero, sample_tokens=0, name="mine", resume="auto")
+    lines = []
+    result = trainer.train(dataclasses.replace(config, devices=4), model=MODEL, log=lines.append)
+    assert "data=2 x pipe=2" in lines[0]
+    assert result.final_validation_loss < result.first_validation_loss
+    embed = GPT.vocab_size * GPT.d_model + GPT.d_model  # and the last norm; half of the layers are on a device
+    assert result.per_device_params_bytes == 2 * (embed + (GPT.num_params - embed) // 2)
+    for step, pipe in ((13, 1), (14, 2)):
+        trainer.train(dataclasses.replace(config, steps=step, pipe=pipe), model=MODEL, log=lines.append)
+        assert any(f"resuming after step {step - 1}" in line for line in lines)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (
+            {"pipe": 2, "batch_size": 12, "zero": ZeroConfig(num_microbatches=3)},
+            "num_microbatches=3 with 2 stages .* give a multiple of 2",
+        ),
+        ({"pipe": 3}, "pipe=3 does not divide the 8 devices"),
         ({"batch_size": 12}, "multiple of 8, for example 16"),
         ({"zero": ZeroConfig(num_microbatches=3)}, "multiple of 24"),
         ({"devices": 9}, "devices=9, but there are 8 .* choose from 1 to 8"),
@@ -250,6 +270,21 @@ def test_contradictions_are_refused_before_anything_is_made(config, tmp_path, ch
     with pytest.raises(ValueError, match=message):
         trainer.train(dataclasses.replace(config, **changes), model=MODEL)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 36), (0.5, 18), (0.1, 4)])
+def test_epochs_are_passes_over_the_rows_of_the_text(config, epochs, steps):
+    changed = dataclasses.replace(config, steps=trainer.TrainConfig.steps, epochs=epochs)
+    run = trainer.prepare(changed, model=MODEL)
+    rows = run.input.dataset.train.num_rows(seq_len=GPT.seq_len)
+    assert rows == 282 and run.config.steps == steps and run.config.epochs is None
+    assert float(run.schedule(steps)) == pytest.approx(0.1 * 0.02)  # at the end of the schedule
+
+
+@pytest.mark.parametrize(("changes", "message"), [({}, "epochs=2 and steps=12"), ({"epochs": 0}, "give a positive")])
+def test_epochs_that_say_nothing(config, changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(config, **({"epochs": 2} | changes))
 
 
 def cannot(params, prompt, key, **settings):

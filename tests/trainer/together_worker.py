@@ -26,7 +26,7 @@ from zero_jax.trainer import OptimizerConfig
 
 WIDTH = 8
 CONFIG = zero.TrainConfig(
-    zero=zero.ZeroConfig(stage=3, min_shard_size=0),
+    zero=zero.ZeroConfig(stage=3, min_shard_size=0, precision="fp32", clip_norm=None),
     optimizer=OptimizerConfig(learning_rate=0.02, warmup_steps=1),
     checkpoint=CheckpointConfig(save_every=100),
     steps=5,

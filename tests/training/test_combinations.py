@@ -34,6 +34,18 @@ FACTORS = {
     "own_checkpoint": (False, True),
 }
 ROWS = covering_array(FACTORS)
+# With layers as stages, what goes with them: nothing quantized, and no params in host memory.
+PIPED = covering_array(
+    {
+        **FACTORS,
+        "stage": (0, 1, 2, 3),
+        "model": (1, 2),
+        "offload": (None, "optimizer"),
+        "quantize": (None,),
+        "num_microbatches": (2, 4),
+        "pipe": (2,),
+    }
+)
 
 # Loss scaling as for float16, in the dtype that XLA has products for on every backend.
 PRECISIONS = {
@@ -123,9 +135,9 @@ def refusal_of(row):
 
 def mesh_of(row):
     """Returns a mesh; with a secondary shard, `data` is over two axes as far as it divides."""
-    data = 8 // row["model"] // row["replica"]
+    data, pipe = 8 // row["model"] // row["replica"], row.get("pipe", 1)
     layout = (data // 2, 2) if data > 1 and has_secondary(row) else None
-    return zero.make_mesh(model=row["model"], replica=row["replica"], data_layout=layout)
+    return zero.make_mesh(model=row["model"], replica=row["replica"], pipe=pipe, data_layout=layout)
 
 
 def has_secondary(row):
@@ -169,7 +181,7 @@ def name_of(row):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", ROWS, ids=name_of)
+@pytest.mark.parametrize("row", [*ROWS, *PIPED], ids=name_of)
 def test_equals_one_device(row):
     refusal = refusal_of(row)
     if refusal is not None:

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from zero_jax.core.device_put import is_on_host
+from zero_jax.core.text_tables import Report
 from zero_jax.core.tree import PyTree, check_arrays, key_shape
 from zero_jax.core.variables import Variables, as_variables, joined
 from zero_jax.dims import Move, Propagation, ValueSharding, propagate_shardings, sources
@@ -36,7 +37,7 @@ class ResidualBytes:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LossTrace:
+class LossTrace(Report):
     """Memory, traffic and operations of the loss and its gradient, by their jaxpr; prints as a line.
 
     Attributes:
@@ -88,7 +89,8 @@ def trace_loss(
       config: the model's specs, remat policy, precision and microbatches.
     """
     check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
-    loss, k = StepLoss.of(loss_fn, params, mesh=mesh, config=config), config.num_microbatches
+    loss = StepLoss.of(loss_fn, params, mesh=mesh, config=config)
+    k = loss.placement.grad_plan.num_microbatches  # those of a pipeline are on all stages: as if they were one
     variables, batch, _ = loss.shapes(params, batch, num_parts=k)
     traced = _TracedLoss(loss.recomputed(loss.fused), variables, batch, loss.placement)
     gradient = traced.gradient()

@@ -21,7 +21,7 @@ from zero_jax.analysis.formulas import (
     moved_elements,
     transformer_params,
 )
-from zero_jax.core.text_tables import aligned
+from zero_jax.core.text_tables import Report, aligned
 from zero_jax.training import ZeroConfig
 
 _DEVICE_BYTES = 32e9
@@ -102,7 +102,7 @@ def _rounded(value: float, digits: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PaperTable:
+class PaperTable(Report):
     """One table of the paper; prints as such.
 
     Attributes:
@@ -138,7 +138,7 @@ class PaperTable:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PaperTables:
+class PaperTables(Report):
     """All tables, by name; prints one after the other."""
 
     tables: tuple[PaperTable, ...]

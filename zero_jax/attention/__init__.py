@@ -9,4 +9,4 @@ from zero_jax.attention.choice import Choice
 from zero_jax.attention.function import attention_choice, dot_product_attention
 from zero_jax.attention.fused import AttentionWork, attention_work
 from zero_jax.attention.placement import mesh_context
-from zero_jax.attention.primitive import RESIDUALS
+from zero_jax.attention.primitive import PRIMITIVES, RESIDUALS

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax.attention.case import Band, Operands
+from zero_jax.core.extras import pip_install
 
-INSTALL = 'pip install "zero-jax[cuda]", or "zero-jax[gpu-compiler]" for plans on machines without a GPU'
+INSTALL = f'{pip_install("zero-jax[cuda]")}, or "zero-jax[gpu-compiler]" for plans on machines without a GPU'
 MAX_HEAD_SIZE = 128  # 256 from Hopper on, which JAX asks a device for that a plan does not have
 
 

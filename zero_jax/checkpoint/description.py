@@ -11,13 +11,13 @@ from typing import Any
 from zero_jax.checkpoint.finding import find_checkpoint
 from zero_jax.checkpoint.leaf_files import verify
 from zero_jax.checkpoint.record import CheckpointRemoved, Record, resolve_folder
-from zero_jax.core.text_tables import aligned, printable
+from zero_jax.core.text_tables import Report, aligned, printable
 
 _MAX_CHARACTERS = 1000  # of a value that the run recorded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Description(Record):
+class Description(Record, Report):
     """The record of a checkpoint, and what was checked; prints as a table.
 
     Attributes:

@@ -34,11 +34,11 @@ from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.device_put import put_global, reshard_array
 from zero_jax.core.signatures import check_arguments
-from zero_jax.core.text_tables import printable
+from zero_jax.core.text_tables import Report, printable
 from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.core.variables import MODEL_STATE, Variables
 from zero_jax.sharding.mesh import on_mesh
-from zero_jax.sharding.precision import init_loss_scale, resolve_precision
+from zero_jax.sharding.precision import init_loss_scale, precision_name, resolve_precision
 from zero_jax.training import TrainState, ZeroConfig, abstract_state, init_state
 
 _SHOWN = 6
@@ -48,7 +48,7 @@ _OPTIONAL = ("loss_scale", _GRAD_ERRORS)  # groups that a checkpoint may lack
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Restored:
+class Restored(Report):
     """A restored train state, and where it comes from.
 
     Attributes:
@@ -270,7 +270,7 @@ class _Restore:
     def warn_of_casts(self, record: Record, target: Mapping[str, Any]) -> None:
         """Warns of saved leaves that are not needed, and of leaves whose dtype changed."""
         if any(_group(name) == "loss_scale" for name in record.leaves.keys() - target.keys()):
-            self.warn(f"the loss scale was dropped: precision {self.config.precision!r} has none")
+            self.warn(f"the loss scale was dropped: precision {precision_name(self.config.precision)!r} has none")
         dropped = [name for name in record.leaves.keys() - target.keys() if _group(name) == _GRAD_ERRORS]
         if dropped:
             self.warn(

@@ -25,7 +25,7 @@ from zero_jax.checkpoint.record import STATE, CheckpointError, Record, record_to
 from zero_jax.checkpoint.saved_state import encode_state
 from zero_jax.checkpoint.writing import ArrayWrites
 from zero_jax.core.agreement import Agreement, OtherProcessFailed, Turns, from_first_process
-from zero_jax.core.field_checks import check_fields
+from zero_jax.core.field_checks import check_fields, hinted
 from zero_jax.core.files.folder_lock import FolderInUse, FolderLock
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.tree import shown
@@ -38,6 +38,7 @@ LOCK = "zero_jax.lock"
 _CHECKPOINTERS: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
+@hinted
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When checkpoints are saved, and which are kept.

@@ -69,13 +69,18 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     for part, (config, title) in CONFIG_PARTS.items():
         _add_part(parser.add_argument_group(title), config, part)
     add_fields(parser.add_argument_group("run"), "TrainConfig")
+    parser.add_argument(
+        "--show-config",
+        action="store_true",
+        help="print what would be used, defaults included, as a config file; run nothing",
+    )
     add_json(parser)
     parser.set_defaults(run=imported("zero_jax.cli.train:train"), read_config_file=_read_config_file)
 
 
 def _add_part(group: Any, config: str, part: str, *, without: tuple[str, ...] = ()) -> None:
     """Adds the options of a part of `TrainConfig`, with its defaults there."""
-    add_fields(group, config, defaults=defaults_of(config, part_of="TrainConfig", part=part), without=without)
+    add_fields(group, config, defaults=defaults_of(config, part=part), without=without)
     if config == "ZeroConfig":
         group.add_argument(
             "--paper-config",
@@ -87,9 +92,9 @@ def _add_part(group: Any, config: str, part: str, *, without: tuple[str, ...] = 
 def _add_model(parser: argparse.ArgumentParser) -> Any:
     """Adds the options that choose a preset and change its shape; returns their group."""
     group = parser.add_argument_group("model")
-    presets = [*keys_of("models.gpt", "PRESETS"), *keys_of("models.decoder_config", "DECODERS")]
+    presets = (*keys_of("models.gpt", "PRESETS"), *keys_of("models.decoder_config", "DECODERS"))
     group.add_argument(
-        "--model", dest="preset", type=reader(str), default="gpt-tiny", metavar="PRESET",
+        "--model", dest="preset", choices=presets, default="gpt-tiny", metavar="PRESET",
         help=f"one of {', '.join(presets)} (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
@@ -101,7 +106,7 @@ def _add_model(parser: argparse.ArgumentParser) -> Any:
     gpt_fields, decoder_fields = option_fields("GPTConfig").keys(), option_fields("DecoderConfig").keys()
     add_fields(group, "GPTConfig", defaults=None, without=gpt_fields - decoder_fields)
     add_fields(parser.add_argument_group("model: GPTs alone"), "GPTConfig", defaults=None, without=decoder_fields)
-    title = "model: decoders alone (Llama, Qwen, Gemma, Mistral, Mixtral)"
+    title = "model: decoders alone (all presets but gpt-*)"
     add_fields(parser.add_argument_group(title), "DecoderConfig", defaults=None, without=gpt_fields)
     return group
 
@@ -122,6 +127,36 @@ def add_plot_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--x", choices=axes, default="step", help="what it is drawn against (default: step)")
     parser.add_argument("--title", type=reader(str), default="", metavar="TEXT", help="what stands above the picture")
     parser.set_defaults(run=imported("zero_jax.cli.train:plot"))
+
+
+def add_sample_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `zero-jax sample`."""
+    parser.description = "Prints text that a trained model generates after a prompt, its adapters merged."
+    _add_model_path(parser, "SampleConfig")
+    add_path(parser, "--tokenizer", help="the tokenizer's file, or bytes (default: that of the run)")
+    parser.set_defaults(run=imported("zero_jax.cli.look:sample"))
+
+
+def add_evaluate_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `zero-jax evaluate`."""
+    parser.description = (
+        "Prints the loss and the perplexity of a trained model, its adapters merged, on all documents of --data, or by "
+        "default on what the run validates on."
+    )
+    _add_model_path(parser, "EvaluateConfig")
+    without = ("validation_fraction", "prefetch_batches")
+    add_fields(
+        parser.add_argument_group("text"), "DataConfig", defaults=None, default_text="the run's", without=without
+    )
+    parser.set_defaults(run=imported("zero_jax.cli.look:evaluate"))
+
+
+def _add_model_path(parser: argparse.ArgumentParser, config: str) -> None:
+    text = "a run's folder, its checkpoints, one of them, or a folder of the Hugging Face hub"
+    add_path(parser, "path", metavar="PATH", help=text)
+    add_fields(parser, config)
+    add_json(parser)
+    parser.set_defaults(config_name=config)
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
@@ -147,6 +182,10 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         "--verify", action="store_true",
         help="also compile a small model of this form for a few of these devices, run that program on this machine, "
         "and compare its numbers with one device",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tokens", type=reader(float, lowest=1), metavar="N",
+        help="also show the days and device-hours of training on so many tokens, such as 100e9",
     )  # fmt: skip
     add_path(auto, "--write-config", help="write the result as a config for `zero-jax train --config`")
 
@@ -174,7 +213,8 @@ def _add_planning(parser: argparse.ArgumentParser, command: str, does: str) -> N
     texts = {
         "--loss": f"your own loss function, {where}; it stands for --model",
         "--init": f"the function that makes its params from a key, {where}",
-        "--batch": "a function that returns a batch (arrays or ShapeDtypeStructs) of any number of examples",
+        "--batches": "its batches, as for `zero-jax train`; the first one is read",
+        "--batch": "instead, a function that returns one batch (arrays or ShapeDtypeStructs) of any number of examples",
         "--param-specs": "how its params are sharded over the axis `model`: a tree of PartitionSpecs, a dict from "
         "regular expressions of leaf paths to PartitionSpecs, or a function of the params' shapes, or of nothing, that "
         "returns one of them",
@@ -184,7 +224,7 @@ def _add_planning(parser: argparse.ArgumentParser, command: str, does: str) -> N
     _add_part(parser.add_argument_group("ZeRO"), "ZeroConfig", "zero")
     _add_part(parser.add_argument_group("optimizer"), "OptimizerConfig", "optimizer", without=("warmup_steps",))
     add_json(parser)
-    parser.set_defaults(run=imported(f"zero_jax.cli.plan:run_{command}"))
+    parser.set_defaults(run=imported(f"zero_jax.cli.plan.commands:run_{command}"))
 
 
 def add_tokenize_options(parser: argparse.ArgumentParser) -> None:
@@ -271,8 +311,22 @@ def add_from_deepspeed_options(parser: argparse.ArgumentParser) -> None:
         "--devices", type=reader(int, lowest=1), metavar="N",
         help="number of devices that the DeepSpeed config is for, from which it infers its batch size",
     )  # fmt: skip
+    parser.add_argument(
+        "--per-device-batch-size", type=reader(int, lowest=1), metavar="N",
+        help="the Hugging Face Trainer's per_device_train_batch_size, where batch sizes are auto",
+    )  # fmt: skip
     add_json(parser)
     parser.set_defaults(run=imported("zero_jax.cli.deepspeed.command:from_deepspeed"))
+
+
+def add_help_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `zero-jax help`."""
+    parser.description = "Shows the usual options of a command with examples, or with `all` every option."
+    parser.add_argument(
+        "topic", nargs="?", choices=(*parser.get_default("known"), "all"), metavar="COMMAND", help="a command"
+    )
+    parser.add_argument("all", nargs="?", choices=("all",), metavar="all", help="every option")
+    parser.set_defaults(run=imported("zero_jax.cli.commands:show"))
 
 
 def add_completion_options(parser: argparse.ArgumentParser) -> None:
@@ -281,4 +335,4 @@ def add_completion_options(parser: argparse.ArgumentParser) -> None:
     parser.description = f"Prints the script with which a shell completes zero-jax. Save it where it looks ({places})."
     shells = tuple(_COMPLETION_PLACES)
     parser.add_argument("shell", choices=shells, metavar="SHELL", help=f"one of {', '.join(shells)}")
-    parser.set_defaults(run=imported("zero_jax.cli.completion:complete"))
+    parser.set_defaults(run=imported("zero_jax.cli.commands:complete"))

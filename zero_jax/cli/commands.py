@@ -10,12 +10,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import zero_jax
-from zero_jax.cli.options import Parser, with_config_file
-from zero_jax.core.extras import MissingPackage
+from zero_jax.cli.help import help_text
+from zero_jax.cli.options import Parser, is_path, with_config_file
+from zero_jax.core.extras import MissingPackage, extra
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.text_tables import printable_lines
 
@@ -23,6 +24,8 @@ from zero_jax.core.text_tables import printable_lines
 _COMMANDS = {
     "train": ("[OPTION ...]", "train a transformer on text, or a model of your own on anything"),
     "plot": ("RUN ... [OPTION ...]", "draw runs over one another"),
+    "sample": ("PATH [OPTION ...]", "text that a trained model, or one of the hub, generates"),
+    "evaluate": ("PATH [OPTION ...]", "loss and perplexity of a trained model, or one of the hub, on text"),
     "plan": ("[OPTION ...]", "does a model fit on hardware that is not here, and how fast may it be?"),
     "memory": ("[OPTION ...]", "memory of a train step: by formula and measured"),
     "comms": ("[OPTION ...]", "communication of a train step: by formula and measured"),
@@ -34,6 +37,7 @@ _COMMANDS = {
         "run a command as several processes on this machine",
     ),
     "from-deepspeed": ("DS_CONFIG [OPTION ...]", "translate a DeepSpeed config"),
+    "help": ("[COMMAND] [all]", "the usual options of a command with examples, or all"),
     "completion": ("SHELL", "complete commands, options and files in a shell"),
 }
 
@@ -112,10 +116,42 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def build_parser() -> argparse.ArgumentParser:
     """Builds the parser of `zero-jax` and its commands."""
     parser = Parser(prog="zero-jax", description="ZeRO for JAX: sharded training as PartitionSpec rules.")
-    parser.add_argument("--version", action="version", version=f"zero-jax {zero_jax.__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"zero-jax {zero_jax.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, (arguments, text) in _COMMANDS.items():
         function = f"{__package__}.command_options:add_{name.replace('-', '_')}_options"
         command = commands.add_parser(name, usage=f"zero-jax {name} {arguments}", help=text, options=function)
         command.set_defaults(parser=command, known=commands.choices)
     return parser
+
+
+def show(options: argparse.Namespace) -> int:
+    """Runs `zero-jax help`."""
+    parser: Any = build_parser()
+    if options.topic not in (None, "all"):
+        parser = options.known[options.topic].with_options()
+    print(help_text(parser, everything="all" in (options.topic, options.all)))
+    return 0
+
+
+def complete(options: argparse.Namespace) -> int:
+    """Runs `zero-jax completion`: prints a shell's script, made by shtab."""
+    with extra("completion"):
+        import shtab
+
+    parser = build_parser()
+    for action in _actions(parser):
+        action.choices = action.choices or getattr(action, "suggested", None)
+        if is_path(action):
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+    print(shtab.complete(parser, options.shell))
+    return 0
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Yields the options and arguments of a parser and its commands."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _actions(command.with_options())

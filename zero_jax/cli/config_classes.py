@@ -30,25 +30,66 @@ CONFIG_MODULES = {
     "ActivationConfig": "cli.models.presets",
     "LoraConfig": "cli.models.adapters",
     "OwnModelConfig": "cli.models.own",
-    "PlanConfig": "cli.request",
+    "PlanConfig": "cli.plan.request",
+    "SampleConfig": "cli.look",
+    "EvaluateConfig": "cli.look",
     "InspectConfig": "cli.checkpoint",
     "ExportConfig": "cli.checkpoint",
+}
+# The words of fields that take text, or an object in Python: the tables that have them.
+_WORDS = {
+    "OptimizerConfig.optimizer": ("trainer.optimizers", "_OPTIMIZERS"),
+    "ZeroConfig.stage": ("sharding.stages", "_SHARDED_GROUPS"),
+    "ZeroConfig.precision": ("sharding.precision", "_NAMED"),
+    "ZeroConfig.offload": ("training.optimizer.offload", "_MEMORY_OF"),
+    "ZeroConfig.quantize_gathers": ("sharding.quantized", "GATHER_FORMATS"),
+    "ZeroConfig.quantize_grads": ("sharding.quantized", "GRAD_FORMATS"),
+}
+# Those of a field that takes more than these.
+_SUGGESTED = {
+    "ZeroConfig.remat": (
+        "own none full dots attention own_sharded own_offloaded full_sharded full_offloaded dots_sharded "
+        "dots_offloaded attention_sharded attention_offloaded"
+    ).split()
+}
+# Lines on fields whose docstring is about Python.
+_HELP = {
+    "ZeroConfig.precision": "fp32 (every leaf as it is made), bf16, or fp16 with loss scaling",
+    "ZeroConfig.skip_nonfinite": "skip the update when a gradient is not finite",
+    "ZeroConfig.remat": "what is stored for the backward pass: own leaves it to the model, full only a block's input, "
+    "full_sharded that in shards over the mesh axis model, full_offloaded in host memory; dots, attention and none "
+    "recompute less; names:a,b stores values that the model names (docs/remat.md)",
+    "ZeroConfig.quantize_gathers": "the format that params are gathered in",
+    "ZeroConfig.compiler_options": "an option of the compiler, which replaces that of --overlap; none removes it",
+    "ZeroConfig.secondary": "at stage 3, keep a secondary shard of the params (ZeRO++ hpZ) inside a TPU slice or GPU "
+    "host, so that no gather for their use crosses the slow network (docs/axes.md has the price in memory)",
+    "ZeroConfig.offload_fraction": "the share of those bytes that is kept in host memory; none takes all",
 }
 # Fields without an option: the roles of mesh axes, which the commands choose, and fields that are no number or word or
 # have no use for the reference models. The `remat` of a command is the policy, for any model.
 _NOT_OPTIONS = frozenset(
-    "zero data_axes replica_axes model_axes ZeroConfig.param_specs axis_rules overrides loss_weight "
+    "zero data_axes replica_axes model_axes pipe_axes ZeroConfig.param_specs axis_rules overrides loss_weight "
     "GPTConfig.remat DecoderConfig.remat".split()
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptionField:
-    """A field of a config that has an option: what it may hold, its default, and a line about it."""
+    """A field of a config that has an option: what it may hold, its default, a line about it, and words to offer.
+
+    Attributes:
+      kind: what it may hold.
+      default: its default.
+      help: a line about it.
+      words: the words that it may hold, where these are known.
+      is_open: whether it may hold others, too.
+    """
 
     kind: FieldKind
     default: Any
     help: str
+    words: tuple[Any, ...] = ()
+    is_open: bool = False
 
 
 @functools.cache
@@ -97,26 +138,36 @@ def option_fields(config: str) -> dict[str, OptionField]:
         name = line.target.id
         kind = read_kind(ast.unparse(line.annotation), functools.partial(_text_of, module))
         if kind.base is not None and not {name, f"{config}.{name}"} & _NOT_OPTIONS:
-            fields[name] = OptionField(kind=kind, default=ast.literal_eval(line.value), help=helps.get(name, ""))
+            field, default = f"{config}.{name}", ast.literal_eval(line.value)
+            words = _SUGGESTED.get(field) or kind.words or (keys_of(*_WORDS[field]) if field in _WORDS else ())
+            fields[name] = OptionField(
+                kind=kind,
+                default=default,
+                help=_HELP.get(field) or helps.get(name, ""),
+                words=tuple(words),
+                is_open=field in _SUGGESTED,
+            )
     return fields
 
 
-def defaults_of(config: str, *, part_of: str = "", part: str = "") -> dict[str, Any]:
-    """Returns the defaults of a config's fields; as a part of another config, with what that changes of them."""
+def defaults_of(config: str, *, part: str = "") -> dict[str, Any]:
+    """Returns the defaults of a config's fields; as a part of `TrainConfig`, with what that changes of them."""
     defaults = {name: field.default for name, field in option_fields(config).items()}
-    if part_of:
-        lines = (line for line in _class_of(part_of).body if isinstance(line, ast.AnnAssign))
+    if part:
+        lines = (line for line in _class_of("TrainConfig").body if isinstance(line, ast.AnnAssign))
         call = next(line.value for line in lines if isinstance(line.target, ast.Name) and line.target.id == part)
         assert isinstance(call, ast.Call)
         defaults |= {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg}
     return defaults
 
 
-def keys_of(module: str, name: str) -> list[str]:
-    """Returns the keys of a dict that a module defines."""
+def keys_of(module: str, name: str) -> list[Any]:
+    """Returns the keys of a dict that a module defines, or the items of a tuple."""
     value = _assignments(module)[name]
-    assert isinstance(value, ast.Dict)
-    return [ast.literal_eval(key) for key in value.keys if key is not None]
+    assert isinstance(value, ast.Dict | ast.Tuple)
+    keys = value.keys if isinstance(value, ast.Dict) else value.elts
+    texts = (_text_of(module, key.id) if isinstance(key, ast.Name) else ast.unparse(key) for key in keys if key)
+    return [ast.literal_eval(text) for text in texts if text is not None]
 
 
 def _field_help(node: ast.ClassDef) -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 from zero_jax.cli.models.own import read_own_model
 from zero_jax.cli.options import field_values, one_line_errors, with_config_file
-from zero_jax.cli.train import read_config
+from zero_jax.cli.run_config import read_config
 from zero_jax.cluster import NUM_PROCESSES, LaunchConfig, launch
 from zero_jax.core.close_match import did_you_mean
 
@@ -45,7 +45,7 @@ def _refused_numbers(parser: argparse.ArgumentParser, arguments: Sequence[str], 
         num_before = (num_processes - 1) * config.devices_per_process
         num_devices = run.devices or num_before + config.devices_per_process
         num_examples = None if own_model else run.batch_size
-        shards, remainder = divmod(num_devices, run.model_axis)
+        shards, remainder = divmod(num_devices, run.model_axis * run.pipe)
         return (
             num_before < num_devices <= num_before + config.devices_per_process  # none without a device
             and not remainder

@@ -12,14 +12,15 @@ import importlib.util
 import math
 import os
 import pkgutil
-import re
 import shutil
 import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NoReturn
 
-from zero_jax.cli.config_classes import option_fields
+from zero_jax.cli.config_classes import CONFIG_MODULES, option_fields
+from zero_jax.cli.help import Help, shown_value, without_python
 from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.extras import pip_install
 from zero_jax.core.text_tables import printable_lines, quoted
 
 _LARGEST_COUNT = 2**31 - 1  # of int32, the type of steps, tokens and rows on a device
@@ -46,7 +47,7 @@ PLACES: Mapping[str, PathPlace] = {
 # Integers of 64 bits, or bounded by the machine; all others are 32 bits on a device.
 _WIDE = frozenset({"batch_size", "combine_bytes", "host_memory_bytes", "min_shard_size", "seed"})
 _METAVARS: Mapping[type, str] = {int: "N", float: "X", str: "TEXT"}
-_EXPLICIT = "explicit options"
+_EXPLICIT, _FROM_FILE = "explicit options", "options of the config file"
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,7 +59,8 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *, options: str = "", **kwargs: Any):
-        super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
+        super().__init__(allow_abbrev=False, add_help=False, formatter_class=_HelpFormatter, **kwargs)
+        self.add_argument("-h", "--help", action=Help, nargs="?", metavar="all", help="show the usual options, or all")
         self._options = options
 
     def with_options(self) -> Parser:
@@ -81,13 +83,16 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown argument {unknown[0]!r}: {hint}`{self.prog} --help` lists the options")
         return parsed, unknown
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuses a value that is none of the choices, and names the closest one."""
+        if action.choices is not None and value is not None and value not in action.choices:
+            hint, names = did_you_mean(value, action.choices), ", ".join(map(str, action.choices))
+            raise argparse.ArgumentError(
+                action, f"invalid choice: {quoted(value, limit=60)}: {hint}Choose one of {names}"
+            )
+
     def error(self, message: str) -> NoReturn:
         """Prints the error without the usage, and ends the program."""
-        commands = [
-            name for action in self._actions for name in action.choices or () if action.nargs == argparse.PARSER
-        ]
-        wrong = re.search(r"invalid choice: '([^']*)'", message)
-        message += did_you_mean(wrong[1], commands, ": did you mean {!r}?") if wrong else ""
         self.exit(2, f"{self.prog}: error: {printable_lines(message)}\n")
 
 
@@ -115,9 +120,10 @@ def with_config_file(parse: Callable[[], argparse.Namespace]) -> argparse.Namesp
     options = parse()
     if getattr(options, "config", None):
         try:
-            options.parser.set_defaults(**options.read_config_file(options.config))
+            values = options.read_config_file(options.config)
         except ValueError as error:
             options.parser.error(str(error))
+        options.parser.set_defaults(**values, **{_FROM_FILE: frozenset(values)})
         options = parse()
     return options
 
@@ -125,6 +131,11 @@ def with_config_file(parse: Callable[[], argparse.Namespace]) -> argparse.Namesp
 def explicit(options: argparse.Namespace) -> frozenset[str]:
     """Returns the destinations of the options on the command line itself, without those of a config file."""
     return getattr(options, _EXPLICIT, frozenset())
+
+
+def from_file(options: argparse.Namespace) -> frozenset[str]:
+    """Returns the destinations of the options that the config file sets."""
+    return getattr(options, _FROM_FILE, frozenset())
 
 
 def refuse(options: argparse.Namespace, names: Collection[str], *, reason: str) -> None:
@@ -173,6 +184,7 @@ def add_fields(
     config: str,
     *,
     defaults: Mapping[str, Any] | Literal["own"] | None = "own",
+    default_text: str = "the preset's",
     without: Collection[str] = (),
 ) -> None:
     """Adds an option for each number, word or switch of a config class.
@@ -181,6 +193,7 @@ def add_fields(
       group: a parser or a group of its options.
       config: the name of the class.
       defaults: the options' defaults, by field; "own" are those of the class, and None leaves out what is not set.
+      default_text: what the help says of the defaults that are left out.
       without: fields that get no option.
     """
     for name, field in option_fields(config).items():
@@ -188,8 +201,8 @@ def add_fields(
             continue
         kind = field.kind
         default = field.default if defaults == "own" else argparse.SUPPRESS if defaults is None else defaults[name]
-        shown = "the preset's" if defaults is None else "none" if default is None else default
-        text = f"{field.help} (default: {shown})".replace("%", "%%")
+        shown = default_text if defaults is None else shown_value(default)
+        text = f"{without_python(field.help, _all_fields())} (default: {shown})".replace("%", "%%")
         option, destination = option_of(name), f"{config}.{name}"
         settings: dict[str, Any] = {"dest": destination, "default": default, "help": text}
         if kind.base is bool:
@@ -198,12 +211,17 @@ def add_fields(
             group.add_argument(
                 option.removesuffix("s"), action=_AddEntry, metavar="NAME=VALUE", type=reader(str), **settings
             )
-        elif kind.words:
-            group.add_argument(option, choices=kind.words, **settings)
         else:
             assert kind.base is not None
             parse = reader(kind.base, is_optional=kind.is_optional, **limits_of(destination))
-            group.add_argument(option, type=parse, metavar=_METAVARS[kind.base], **settings)
+            metavar = f"{{{','.join(map(str, field.words))}}}" if field.words else _METAVARS[kind.base]
+            action = group.add_argument(option, type=parse, metavar=metavar, **settings)
+            action.choices, action.suggested = None if field.is_open else field.words or None, field.words or None
+
+
+@functools.cache
+def _all_fields() -> frozenset[str]:
+    return frozenset(name for config in CONFIG_MODULES for name in option_fields(config))
 
 
 def reader(base: type, *, is_optional: bool = False, **limits: Any) -> Callable[[str], Any]:
@@ -299,7 +317,7 @@ def _check_path(value: str, place: PathPlace) -> None:
         raise ValueError(f"{value!r} names no bucket: give a URL such as {scheme}://bucket/folder")
     packages = _SCHEMES[scheme]
     if not any(map(importlib.util.find_spec, packages)):
-        raise ValueError(f"{value!r}: {scheme}:// needs `pip install {packages[0]}`, or give a folder")
+        raise ValueError(f"{value!r}: {scheme}:// needs `{pip_install(packages[0])}`, or give a folder")
 
 
 def log_line(line: str) -> None:

@@ -12,6 +12,8 @@ import re
 import types
 from collections.abc import Callable, Mapping
 
+from zero_jax.core.extras import pip_install
+
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 _OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 
@@ -58,7 +60,7 @@ CLUSTERS: Mapping[str, Cluster] = types.MappingProxyType(
         "Open MPI": Cluster(
             is_here=_is_open_mpi,
             variables=("OMPI_MCA_orte_hnp_uri", *_OPEN_MPI),
-            remedy="Open MPI 5 needs `pip install mpi4py`",
+            remedy=f"Open MPI 5 needs `{pip_install('mpi4py')}`",
         ),
         "SLURM": Cluster(is_here=_is_slurm, variables=SLURM, remedy="start all processes by one `srun`"),
         "TPU": Cluster(
@@ -74,7 +76,7 @@ CLUSTERS: Mapping[str, Cluster] = types.MappingProxyType(
         "Kubernetes": Cluster(
             is_here=_is_kubernetes,
             variables=("HOSTNAME", "JOB_COMPLETION_INDEX"),
-            remedy='`pip install "jax[k8s]"` and let the service account read pods and jobs',
+            remedy=f"`{pip_install('jax[k8s]')}` and let the service account read pods and jobs",
         ),
     }
 )

@@ -28,6 +28,7 @@ from jax._src.clusters import ClusterEnv
 from zero_jax.cluster.detection import CLUSTERS, detect, local_device_ids, num_visible_gpus
 from zero_jax.cluster.preemption import EXIT_CODE as SAVED
 from zero_jax.core.agreement import OtherProcessFailed
+from zero_jax.core.text_tables import Report
 
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
 NUM_PROCESSES = "ZERO_JAX_NUM_PROCESSES"
@@ -50,7 +51,7 @@ class PortTaken(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
+class Place(Report):
     """The number of this process, and of all processes of the run.
 
     Attributes:

@@ -26,7 +26,7 @@ from zero_jax.cluster.detection import SLURM
 from zero_jax.cluster.joining import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from zero_jax.cluster.log_merging import Merger
 from zero_jax.cluster.preemption import EXIT_CODE as SAVED
-from zero_jax.core.field_checks import check_fields
+from zero_jax.core.field_checks import check_fields, hinted
 
 _GUARD = """
 import os, signal
@@ -45,6 +45,7 @@ _LATE_SECONDS = 0.5
 _PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds"
 
 
+@hinted
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
     """How many processes to start, with how many devices, and what happens when one is lost.

@@ -16,10 +16,11 @@ import os
 import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from zero_jax.core.close_match import did_you_mean
 
+Config = TypeVar("Config")
 _SIMPLE = {"bool": bool, "int": int, "float": float, "str": str}
 _LARGEST_INT = 2**63 - 1
 _WORDS: Mapping[type, str] = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text"}
@@ -31,7 +32,8 @@ class FieldKind:
 
     Attributes:
       types: those of bool, int, float and str that are members of its union.
-      words: the words of its `Literal`s.
+      words: the words of its `Literal`s, if it takes no numbers and no text.
+      other_words: the words that it takes beside these.
       is_optional: whether None is a value.
       is_mapping: whether a mapping is one.
       has_others: whether values of other types are.
@@ -39,6 +41,7 @@ class FieldKind:
 
     types: tuple[type, ...] = ()
     words: tuple[Any, ...] = ()
+    other_words: tuple[Any, ...] = ()
     is_optional: bool = False
     is_mapping: bool = False
     has_others: bool = False
@@ -66,7 +69,8 @@ def read_kind(annotation: str, text_of: Callable[[str], str | None] = lambda nam
             others.append(name)
     return FieldKind(
         types=tuple(types),
-        words=tuple(words),
+        words=() if types else tuple(words),
+        other_words=tuple(words) if types else (),
         is_optional=bool(names & {"None", "NoneType"}),
         is_mapping="Mapping" in names,
         has_others=bool(others),
@@ -108,6 +112,36 @@ def field_kinds(config_class: type) -> dict[str, FieldKind]:
 
 def _text(annotation: Any) -> str:
     return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+
+def hinted(config_class: type[Config]) -> type[Config]:
+    """Makes a dataclass name the field that is meant by an unknown one, such as `learning_rate` for `lr`.
+
+    Fields of its parts, the dataclasses among its defaults, are named with the part.
+    """
+    make = config_class.__init__
+
+    @functools.wraps(make)
+    def init(self: Any, *args: Any, **values: Any) -> None:
+        fields = dataclasses.fields(config_class)  # type: ignore[arg-type]
+        unknown = values.keys() - {field.name for field in fields}
+        if unknown:
+            parts = {field.name: field.default for field in fields if dataclasses.is_dataclass(field.default)}
+            known = {
+                inner.name: f"{name}={type(part).__name__}({inner.name}=...)"
+                for name, part in parts.items()
+                for inner in dataclasses.fields(part)  # type: ignore[arg-type]
+            } | {field.name: field.name for field in fields}
+            name = min(unknown)
+            hint = did_you_mean(name, known, "{}")
+            meant = f"did you mean {known[hint]}? " if hint else ""
+            raise TypeError(
+                f"{config_class.__name__} has no field {name!r}: {meant}It has {', '.join(x.name for x in fields)}"
+            )
+        make(self, *args, **values)
+
+    config_class.__init__ = init
+    return config_class
 
 
 def check_fields(
@@ -155,7 +189,7 @@ def check_value(name: str, value: Any, kind: type, *, is_optional: bool = False)
 
 
 def _checked(name: str, value: Any, kind: FieldKind) -> Any:
-    allowed, words = kind.types, kind.words
+    allowed, words = kind.types, kind.words or kind.other_words
     if (value is None and kind.is_optional) or (isinstance(value, str) and value in words):
         return value
     for simple in allowed:
@@ -164,7 +198,8 @@ def _checked(name: str, value: Any, kind: FieldKind) -> Any:
             return converted
     wanted = [_WORDS[simple] for simple in allowed]
     hint = did_you_mean(value, words) if isinstance(value, str) else ""
-    wanted += [f"one of {', '.join(map(str, words))}"] if words else []
+    if words:
+        wanted.append(f"one of {', '.join(map(str, words))}" if words[1:] else repr(words[0]))
     wanted += ["None"] if kind.is_optional else []
     if isinstance(value, int) and int in allowed:
         wanted[0] += f" between -{_LARGEST_INT + 1} and {_LARGEST_INT}"

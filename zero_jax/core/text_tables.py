@@ -1,11 +1,26 @@
 """Text for people: foreign text and values as they can be shown, tables, numbers of bytes (1 GB is 1e9 bytes)."""
 
+import html
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("KB", 1e3))
 _LINE_CHARACTERS = 20_000
 _LARGEST = 9  # elements of a collection that is shown as it is
+
+
+class Report:
+    """A result whose text is a table: it is shown as that text, also as the last line of a notebook's cell."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.__repr__ = Report.__repr__  # which `dataclass` leaves as it is, because it is the class's own
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return f'<pre style="white-space: pre; overflow-x: auto">{html.escape(str(self))}</pre>'
 
 
 def printable(text: object, *, limit: int = 300, keep: str = "") -> str:

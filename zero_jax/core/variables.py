@@ -3,20 +3,52 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
 
+from zero_jax.core.text_tables import aligned, format_bytes
 from zero_jax.core.tree import PyTree, check_arrays, leaf_names
 
 # The first component of the paths of model state: in errors, reports, checkpoints and the patterns of a config.
 MODEL_STATE = "model_state"
 
 
+def shown_sizes(record: Any) -> str:
+    """Returns the sizes of the fields of a dataclass of arrays, whole and on a device; reads no array."""
+    parts = {field.name: jax.tree.leaves(getattr(record, field.name)) for field in dataclasses.fields(record)}
+    arrays = {name: [x for x in leaves if hasattr(x, "shape")] for name, leaves in parts.items()}
+    name, rows = type(record).__name__, [(name, *_sizes(leaves)) for name, leaves in arrays.items() if leaves]
+    if not rows:  # shardings, or flags
+        return f"{name}({', '.join(f'{name}={getattr(record, name)!r}' for name in parts)})"
+    shardings = (getattr(x, "sharding", None) for leaves in arrays.values() for x in leaves)
+    mesh = next((dict(x.mesh.shape) for x in shardings if isinstance(x, NamedSharding)), None)
+    return "\n".join([name if mesh is None else f"{name} on {mesh}", aligned(rows)])
+
+
+def _sizes(leaves: Sequence[Any]) -> tuple[str, str, str]:
+    """Returns the number of leaves, of their elements, and their bytes: all of them, and those of one device."""
+    shards = [x.sharding.shard_shape(x.shape) if getattr(x, "sharding", None) else x.shape for x in leaves]
+    sizes = [getattr(x.dtype, "itemsize", 0) for x in leaves]
+    whole, own = (
+        format_bytes(sum(size * math.prod(shape) for size, shape in zip(sizes, shapes, strict=True)))
+        for shapes in ([x.shape for x in leaves], shards)
+    )
+    elements = sum(math.prod(x.shape) for x in leaves)
+    return (
+        f"{len(leaves)} {'leaf' if len(leaves) == 1 else 'leaves'}",
+        f"{elements:,} elements",
+        f"{whole}, {own} a device",
+    )
+
+
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Variables:
     """The params of a model and its model state: what `init_fn` returns for a model that has both.
 
@@ -29,6 +61,9 @@ class Variables:
 
     params: PyTree
     model_state: PyTree = None
+
+    def __repr__(self) -> str:
+        return shown_sizes(self)
 
 
 def as_variables(tree: PyTree) -> Variables:

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from zero_jax.core.extras import pip_install
 from zero_jax.core.text_tables import printable, quoted
 from zero_jax.data.sources import Source, SourceFile
 
@@ -166,7 +167,8 @@ def _read_parquet(file: SourceFile, text_field: str) -> Iterator[Piece]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ValueError(f'{file} is Parquet, which needs pyarrow: pip install "zero-jax[parquet]"') from error
+        command = pip_install("zero-jax[parquet]")
+        raise ValueError(f"{file} is Parquet, which needs pyarrow: {command}") from error
     row = 0
     with contextlib.ExitStack() as stack:
         try:

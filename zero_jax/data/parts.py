@@ -5,6 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
+from zero_jax.core.text_tables import Report
 from zero_jax.data.tokenizer import Tokenizer
 from zero_jax.data.tokens.store import TokenFile, Tokens
 
@@ -35,7 +36,7 @@ class Part(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Dataset:
+class Dataset(Report):
     """A tokenized data set, split into training and validation.
 
     Attributes:
@@ -57,10 +58,11 @@ class Dataset:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        text = (
-            f"{self.name}: {self.num_documents:,} document{'s' if self.num_documents != 1 else ''}, "
-            f"{self.train.size:,} tokens to train on, {self.validation.size:,} to validate on"
-        )
+        text = f"{self.name}: {self.num_documents:,} document{'s' if self.num_documents != 1 else ''}, "
+        if self.train.size:
+            text += f"{self.train.size:,} tokens to train on, {self.validation.size:,} to validate on"
+        else:
+            text += f"{self.validation.size:,} tokens"
         return "; ".join([text, *self.notes])
 
 

@@ -9,6 +9,7 @@ are in each value; `passthrough`, which operations run on shards; `shardings/`, 
 from zero_jax.dims.maps import reshape_groups
 from zero_jax.dims.mixing import FREE, LOOPS, UNKNOWN, Examples, MixedSharding, State
 from zero_jax.dims.parts.comparison import TraceComparison
+from zero_jax.dims.parts.pair import Pair
 from zero_jax.dims.parts.relations import EXTREMA, SAME, Kind, Relation, rows, unknown
 from zero_jax.dims.passthrough import passthrough
 from zero_jax.dims.primitives import (

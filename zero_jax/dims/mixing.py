@@ -124,6 +124,8 @@ class Examples(Pass[State]):
             self.notes[id(eqn)] = is_mixed and self.notes.get(id(eqn), True)
         if eqn.primitive.name in _EACH_ITS_OWN:
             return operands
+        if eqn.primitive.name == "zero_pipeline":
+            return [FREE if dim is None else dim for dim in eqn.params["loop"].dims]
         move = self.move(eqn, operands)
         self.moves[id(eqn)] = move if self.moves.get(id(eqn), move) == move else None
         state = self.state(eqn, operands) if move is None or move.dim is None else move.dim

@@ -1,14 +1,15 @@
-"""A decoder-only transformer that covers Llama, Qwen, Gemma, Mistral and Mixtral by config, as pure functions.
+"""A decoder-only transformer, as pure functions: by its config that of any family from GPT-2 to DeepSeek-V3.
 
 Like the GPT it knows nothing of meshes or sharding. Layers are stacked `[layers, ...]` and run by one `lax.scan` over
-periods of layers (a period is longer than one layer where layers with and without a sliding window alternate).
+periods of layers (a period is longer than one layer where layers with and without a sliding window alternate). The
+first layers of a mixture of experts may be a stack without experts.
 
 Names end in the letters of their dims: `B` batch, `T` tokens, `D` model, `N` query heads, `K` key and value heads, `H`
 head, `F` hidden, `E` experts, `V` vocabulary.
 """
 
 import functools
-import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,34 +18,56 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from zero_jax.models.decoder_config import DecoderConfig
-from zero_jax.models.gpt import Attend, Batch, LossFn, Params, PlaceFn, TokenLosses, mean_loss, whole_logits
-from zero_jax.models.layers import causal_attention, leave, rms_norm, rotate
+from zero_jax.models.experts import run_all, run_dispatched, sigmoid_routes, softmax_routes
+from zero_jax.models.gpt import Attend, Batch, LossFn, Params, PlaceFn, TokenLosses, mean_loss, places, whole_logits
+from zero_jax.models.layers import causal_attention, layer_norm, leave, rms_norm, rotate
+from zero_jax.models.rope import rope_frequencies
 from zero_jax.models.sampling import generate_tokens
 
-_ACTIVATIONS = {"silu": jax.nn.silu, "gelu": functools.partial(jax.nn.gelu, approximate=True)}
+Losses = dict[str, Array]
+_ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+}
+_INTO_STREAM = ("out", "down", "shared_down")
+_COLUMNS = {"query", "gate", "up", "query_bias", "gate_bias", "up_bias", "shared_gate", "shared_up"}
+_KEY_COLUMNS = {"key", "value", "key_bias", "value_bias"}
 
 
 def init(config: DecoderConfig, key: Array) -> Params:
-    """Makes float32 params: `embed` [V, D], `final_norm` [D], `head` [D, V] unless tied, `blocks` [layers, ...]."""
+    """Makes float32 params, whose shapes are `config.shapes`: `embed` [V, D], `blocks` [layers, ...] and so on."""
     scale = 0.0 if config.norm_offset else 1.0
     embed_key, head_key, blocks_key = jax.random.split(key, 3)
-    shapes = config.block_shapes
+    params: Params = {"embed": 0.02 * jax.random.normal(embed_key, (config.vocab_size, config.d_model))}
+    params |= {"blocks": _init_stack(config, "blocks", blocks_key), "final_norm": jnp.full(config.d_model, scale)}
+    for i, stack in enumerate(config.stacks):
+        if stack != "blocks":
+            params[stack] = _init_stack(config, stack, jax.random.fold_in(blocks_key, 1 + i))
+    if config.norm == "layer":
+        params["final_norm_bias"] = jnp.zeros(config.d_model)
+    if config.learned_positions:
+        position_key = jax.random.fold_in(embed_key, 1)
+        params["position"] = 0.02 * jax.random.normal(position_key, (config.learned_positions, config.d_model))
+    if not config.tie_embedding:
+        params["head"] = 0.02 * jax.random.normal(head_key, (config.d_model, config.vocab_size))
+    return params
+
+
+def _init_stack(config: DecoderConfig, stack: str, key: Array) -> Params:
+    num_layers, shapes = config.stacks[stack]
     blocks = {}
-    for (name, shape), block_key in zip(shapes.items(), jax.random.split(blocks_key, len(shapes)), strict=True):
-        shape = (config.num_layers, *shape)
+    for (name, shape), block_key in zip(shapes.items(), jax.random.split(key, len(shapes)), strict=True):
+        shape = (num_layers, *shape)
         if name.endswith("_norm"):
-            blocks[name] = jnp.full(shape, scale)
+            blocks[name] = jnp.full(shape, 0.0 if config.norm_offset else 1.0)
         elif name.endswith("_bias"):
             blocks[name] = jnp.zeros(shape)
         else:
             # What writes to the residual stream starts smaller, so that it does not grow with depth (as in GPT-2).
-            into_stream = (2 * config.num_layers) ** -0.5 if name in ("out", "down") else 1.0
+            into_stream = (2 * config.num_layers) ** -0.5 if name in _INTO_STREAM else 1.0
             blocks[name] = 0.02 * into_stream * jax.random.normal(block_key, shape)
-    params: Params = {"embed": 0.02 * jax.random.normal(embed_key, (config.vocab_size, config.d_model))}
-    params |= {"blocks": blocks, "final_norm": jnp.full(config.d_model, scale)}
-    if not config.tie_embedding:
-        params["head"] = 0.02 * jax.random.normal(head_key, (config.d_model, config.vocab_size))
-    return params
+    return blocks
 
 
 def param_specs(config: DecoderConfig, *, vocab: bool = True, model_size: int | None = None) -> Params:
@@ -57,32 +80,29 @@ def param_specs(config: DecoderConfig, *, vocab: bool = True, model_size: int | 
     Raises:
       ValueError: `model_size` does not divide the query heads, the hidden features or the vocabulary.
     """
-    sizes = {"num_heads": config.num_heads, "d_hidden": config.d_hidden} | (
-        {"vocab_size": config.vocab_size} if vocab else {}
-    )
+    sizes = {"num_heads": config.num_heads, "d_hidden": config.d_hidden}
+    sizes |= {} if config.d_hidden_dense is None else {"d_hidden_dense": config.d_hidden_dense}
+    sizes |= {"vocab_size": config.vocab_size} if vocab else {}
     for name, size in sizes.items():
         if model_size is not None and size % model_size:
             raise ValueError(f"{name}={size} is no multiple of the {model_size} devices of the axis model")
     shares_keys = model_size is None or config.num_kv_heads % model_size == 0
-    column_names = {"query", "gate", "up", "query_bias"} | (
-        {"key", "value", "key_bias", "value_bias"} if shares_keys else set()
-    )
+    column_names = _COLUMNS | (_KEY_COLUMNS if shares_keys else set())
 
     def spec(name: str, shape: tuple[int, ...]) -> PartitionSpec:
         dims: list[str | None] = [None] * (1 + len(shape))
         if name in column_names:
             dims[-1] = "model"
-        elif name in ("out", "down"):
+        elif name in _INTO_STREAM:
             dims[-2] = "model"
         return PartitionSpec(*dims)
 
-    specs: Params = {
-        "embed": PartitionSpec("model", None) if vocab else PartitionSpec(),
-        "blocks": {name: spec(name, shape) for name, shape in config.block_shapes.items()},
-        "final_norm": PartitionSpec(),
-    }
-    if not config.tie_embedding:
-        specs["head"] = PartitionSpec(None, "model") if vocab else PartitionSpec()
+    specs: Params = {name: PartitionSpec() for name in config.shapes if "/" not in name}
+    for stack, (_, shapes) in config.stacks.items():
+        specs[stack] = {name: spec(name, shape) for name, shape in shapes.items()}
+    if vocab:
+        specs["embed"] = PartitionSpec("model", None)
+        specs |= {} if config.tie_embedding else {"head": PartitionSpec(None, "model")}
     return specs
 
 
@@ -100,39 +120,59 @@ def hidden(
     Tokens attend to those of their own segment only (None: all are one document); `place` is as for `gpt.hidden`,
     `attend` is causal attention with the arguments of `layers.causal_attention`.
     """
+    x_BTD, losses = _run(config, params, tokens_BT, segments_BT, place=place, attend=attend)
+    return x_BTD, losses["balance"]
+
+
+def _run(
+    config: DecoderConfig,
+    params: Params,
+    tokens_BT: Array,
+    segments_BT: Array | None,
+    *,
+    place: PlaceFn,
+    attend: Attend,
+) -> tuple[Array, Losses]:
+    """Returns the last hidden states, and the experts' losses, summed over the layers."""
     x_BTD = params["embed"][tokens_BT]
     if config.scale_embedding:
         x_BTD *= jnp.asarray(config.d_model**0.5, x_BTD.dtype)
+    if config.learned_positions:
+        x_BTD += params["position"][places(tokens_BT, segments_BT)]
     x_BTD = place(x_BTD, "residual")
 
-    def block(x_BTD: Array, layer: Params, window: bool) -> tuple[Array, Array]:
-        run = functools.partial(apply_block, config, segments_BT=segments_BT, place=place, attend=attend, window=window)
+    def block(x_BTD: Array, layer: Params, window: bool) -> tuple[Array, Losses]:
+        run = functools.partial(_block, config, segments_BT=segments_BT, place=place, attend=attend, window=window)
         # Inside a scan XLA cannot merge the recomputation with the forward pass, so barriers against it only cost.
         return (jax.checkpoint(run, prevent_cse=False) if config.remat else run)(x_BTD, layer)
 
-    def period(x_BTD: Array, layers: Params, *, first: int, num_layers: int) -> tuple[Array, Array]:
-        balance = jnp.zeros(())
+    def period(x_BTD: Array, layers: Params, *, first: int, num_layers: int) -> tuple[Array, Losses]:
+        losses = []
         for i in range(num_layers):
             layer = jax.tree.map(lambda stack, i=i: stack[i], layers)
-            x_BTD, layer_balance = block(x_BTD, layer, config.has_window(first + i))
-            balance += layer_balance
-        return x_BTD, balance
+            x_BTD, of_layer = block(x_BTD, layer, config.has_window(first + i))
+            losses.append(of_layer)
+        return x_BTD, jax.tree.map(lambda *of_layers: functools.reduce(jnp.add, of_layers), *losses)
 
+    if config.num_dense_layers:
+        x_BTD, _ = jax.lax.scan(lambda x_BTD, layer: block(x_BTD, layer, False), x_BTD, params["dense_blocks"])
     blocks, size = params["blocks"], 1 if config.window is None else config.window_period
+    losses: list[Losses] = []
+    num_periods, num_left = divmod(config.num_layers - config.num_dense_layers, size)
+    in_periods = num_periods * size
     if size == 1:
-        x_BTD, balances = jax.lax.scan(lambda x_BTD, layer: block(x_BTD, layer, config.has_window(0)), x_BTD, blocks)
-        return place(_norm(config, x_BTD, params["final_norm"]), "gathered"), balances.sum()
-    num_periods, num_left = divmod(config.num_layers, size)
-    in_periods, balance = num_periods * size, jnp.zeros(())
-    if num_periods:
+        x_BTD, each = jax.lax.scan(lambda x_BTD, layer: block(x_BTD, layer, config.has_window(0)), x_BTD, blocks)
+        losses.append(jax.tree.map(jnp.sum, each))
+    elif num_periods:
         stacks = jax.tree.map(lambda w: w[:in_periods].reshape(num_periods, size, *w.shape[1:]), blocks)
-        x_BTD, balances = jax.lax.scan(functools.partial(period, first=0, num_layers=size), x_BTD, stacks)
-        balance = balances.sum()
+        x_BTD, each = jax.lax.scan(functools.partial(period, first=0, num_layers=size), x_BTD, stacks)
+        losses.append(jax.tree.map(jnp.sum, each))
     if num_left:
         left = jax.tree.map(lambda w: w[in_periods:], blocks)
-        x_BTD, left_balance = period(x_BTD, left, first=in_periods, num_layers=num_left)
-        balance += left_balance
-    return place(_norm(config, x_BTD, params["final_norm"]), "gathered"), balance
+        x_BTD, of_rest = period(x_BTD, left, first=in_periods, num_layers=num_left)
+        losses.append(of_rest)
+    total = jax.tree.map(lambda *parts: functools.reduce(jnp.add, parts), *losses)
+    return place(_norm(config, x_BTD, params, "final_norm"), "gathered"), total
 
 
 def apply_block(
@@ -146,94 +186,128 @@ def apply_block(
     window: bool,
 ) -> tuple[Array, Array]:
     """Runs one block, with or without a sliding window; returns the residual stream and the experts' balance loss."""
-    norm = functools.partial(_norm, config)
-    y_BTD = place(norm(x_BTD, params["attention_norm"]), "gathered")
-    y_BTD = place(_attention(config, y_BTD, params, segments_BT, attend=attend, window=window), "residual")
-    x_BTD += norm(y_BTD, params["attention_post_norm"]) if config.post_norms else y_BTD
-    y_BTD, balance = place(norm(x_BTD, params["mlp_norm"]), "gathered"), jnp.zeros(())
-    if config.num_experts:
-        y_BTD, balance = _experts(config, y_BTD, params)
+    settings = {"segments_BT": segments_BT, "place": place, "attend": attend, "window": window}
+    x_BTD, losses = _block(config, x_BTD, params, **settings)
+    return x_BTD, losses["balance"]
+
+
+def _block(
+    config: DecoderConfig,
+    x_BTD: Array,
+    params: Params,
+    *,
+    segments_BT: Array | None,
+    place: PlaceFn,
+    attend: Attend,
+    window: bool,
+) -> tuple[Array, Losses]:
+    """Returns what `apply_block` does, with all losses of the experts."""
+    norm = functools.partial(_norm, config, params=params)
+    y_BTD = place(norm(x_BTD, name="attention_norm"), "gathered")
+    attended_BTD = place(_attention(config, y_BTD, params, segments_BT, attend=attend, window=window), "residual")
+    if config.post_norms:
+        attended_BTD = norm(attended_BTD, name="attention_post_norm")
+    if not config.parallel:
+        x_BTD += attended_BTD
+    if not config.shared_norm:
+        y_BTD = place(norm(x_BTD, name="mlp_norm"), "gathered")
+    if "router" in params:
+        y_BTD, losses = _experts(config, y_BTD, params)
     else:
-        y_BTD = (_ACTIVATIONS[config.activation](y_BTD @ params["gate"]) * (y_BTD @ params["up"])) @ params["down"]
+        y_BTD, losses = _mlp(config, y_BTD, params), {"balance": jnp.zeros(())}
     y_BTD = place(y_BTD, "residual")
-    return x_BTD + (norm(y_BTD, params["mlp_post_norm"]) if config.post_norms else y_BTD), balance
+    if config.post_norms:
+        y_BTD = norm(y_BTD, name="mlp_post_norm")
+    if config.parallel:
+        y_BTD += attended_BTD
+    return x_BTD + y_BTD, losses
+
+
+def _projected(y: Array, params: Params, name: str) -> Array:
+    """Returns `y @ weight`, plus the bias if there is one."""
+    projected = y @ params[name]
+    return projected + params[f"{name}_bias"] if f"{name}_bias" in params else projected
+
+
+def _mlp(config: DecoderConfig, y_BTD: Array, params: Params) -> Array:
+    activate = _ACTIVATIONS[config.activation]
+    if config.gated_mlp:
+        hidden_BTF = activate(_projected(y_BTD, params, "gate")) * _projected(y_BTD, params, "up")
+    else:
+        hidden_BTF = activate(_projected(y_BTD, params, "up"))
+    return _projected(hidden_BTF, params, "down")
 
 
 def _attention(
     config: DecoderConfig, y_BTD: Array, params: Params, segments_BT: Array | None, *, attend: Attend, window: bool
 ) -> Array:
-    heads = []
-    for name in ("query", "key", "value"):
-        projected = y_BTD @ params[name]
-        if config.qkv_bias:
-            projected += params[f"{name}_bias"]
-        heads.append(projected.reshape(*y_BTD.shape[:2], -1, config.head_dim))
-    query_BTNH, key_BTKH, value_BTKH = heads
-    if config.qk_norm:
-        query_BTNH = _norm(config, query_BTNH, params["query_norm"])
-        key_BTKH = _norm(config, key_BTKH, params["key_norm"])
-    frequencies = _frequencies(config, window)
+    scale, scaling = config.head_dim**-0.5 if config.query_scale is None else config.query_scale, config.rope_scaling
+    if config.latent is not None:
+        sizes = {"num_heads": config.num_heads, "theta": config.rope_theta, "scaling": scaling}
+        heads = config.latent.heads(y_BTD, params, **sizes)
+        scale *= 1.0 if scaling is None else scaling.logits_factor
+    else:
+        heads = _heads(config, y_BTD, params, window)
     out_BTNH = attend(
-        rotate(query_BTNH, frequencies),
-        rotate(key_BTKH, frequencies),
-        value_BTKH,
+        *heads,
         segments_BT,
-        scale=config.head_dim**-0.5 if config.query_scale is None else config.query_scale,
+        scale=scale,
         local_window_size=(config.window - 1, 0) if window and config.window else None,
         logits_soft_cap=config.attention_soft_cap,
     )
-    return out_BTNH.reshape(*y_BTD.shape[:2], -1) @ params["out"]
+    return _projected(out_BTNH.reshape(*y_BTD.shape[:2], -1), params, "out")
 
 
-def _frequencies(config: DecoderConfig, window: bool) -> Array:
-    """Returns the frequencies `[H/2]` of rotary positions, of a layer with a sliding window or of one without."""
-    theta = config.window_rope_theta if window and config.window_rope_theta else config.rope_theta
-    frequencies = theta ** (-jnp.arange(0, config.head_dim, 2) / config.head_dim)
+def _heads(config: DecoderConfig, y_BTD: Array, params: Params, window: bool) -> tuple[Array, Array, Array]:
+    """Returns queries, keys and values."""
+    query_BTNH, key_BTKH, value_BTKH = (
+        _projected(y_BTD, params, name).reshape(*y_BTD.shape[:2], -1, config.head_dim)
+        for name in ("query", "key", "value")
+    )
+    if config.qk_norm:
+        query_BTNH = _norm(config, query_BTNH, params, "query_norm")
+        key_BTKH = _norm(config, key_BTKH, params, "key_norm")
+    if config.num_rotary:
+        turn = _rotation(config, window)
+        query_BTNH, key_BTKH = turn(query_BTNH), turn(key_BTKH)
+    return query_BTNH, key_BTKH, value_BTKH
+
+
+def _rotation(config: DecoderConfig, window: bool) -> Callable[[Array], Array]:
+    """Returns how rotary positions turn queries and keys, in a layer with a sliding window or in one without."""
+    if window and config.window_rope_theta:
+        return functools.partial(rotate, frequencies=rope_frequencies(config.window_rope_theta, config.num_rotary))
     scaling = config.rope_scaling
-    if scaling is not None and not (window and config.window_rope_theta):
-        stretched = frequencies / scaling.factor
-        if scaling.low_freq_factor is None:
-            frequencies = stretched
-        else:
-            turns = scaling.original_seq_len * frequencies / (2 * jnp.pi)
-            low, high = scaling.low_freq_factor, scaling.high_freq_factor
-            share = jnp.clip((turns - low) / (high - low), 0, 1)
-            frequencies = share * frequencies + (1 - share) * stretched
-    return frequencies
+    frequencies = rope_frequencies(config.rope_theta, config.num_rotary, scaling)
+    return functools.partial(rotate, frequencies=frequencies, magnitude=1.0 if scaling is None else scaling.magnitude)
 
 
-def _norm(config: DecoderConfig, x: Array, scale: Array) -> Array:
-    return rms_norm(x, scale, config.norm_eps, offset=config.norm_offset)
+def _norm(config: DecoderConfig, x: Array, params: Params, name: str) -> Array:
+    if config.norm == "layer":
+        return layer_norm(x, params[name], params[f"{name}_bias"], config.norm_eps)
+    return rms_norm(x, params[name], config.norm_eps, offset=config.norm_offset)
 
 
-def _experts(config: DecoderConfig, y_BTD: Array, params: Params) -> tuple[Array, Array]:
-    """Returns the weighted outputs of each token's experts, and the loss that balances the experts of a sequence."""
-    E, k, T = config.num_experts, config.experts_per_token, y_BTD.shape[1]
-    router_BTE = jax.nn.softmax((y_BTD @ params["router"]).astype(jnp.float32))
-    top_BTk, chosen_BTk = jax.lax.top_k(router_BTE, k)
-    if config.normalize_expert_weights:
-        top_BTk /= top_BTk.sum(axis=-1, keepdims=True)
-    chosen_BTkE = jax.nn.one_hot(chosen_BTk, E)
-    weights_BTE = jnp.einsum("BTk,BTkE->BTE", top_BTk, chosen_BTkE)
-    activate, dtype = _ACTIVATIONS[config.activation], y_BTD.dtype
-    if config.expert_capacity is None:
-        hidden_BTEF = activate(jnp.einsum("BTD,EDF->BTEF", y_BTD, params["gate"]))
-        hidden_BTEF *= jnp.einsum("BTD,EDF->BTEF", y_BTD, params["up"])
-        hidden_BTEF *= weights_BTE[..., None].astype(dtype)
-        out_BTD = jnp.einsum("BTEF,EFD->BTD", hidden_BTEF, params["down"])
+def _experts(config: DecoderConfig, y_BTD: Array, params: Params) -> tuple[Array, Losses]:
+    """Returns the weighted outputs of each token's experts, and the losses of their loads."""
+    k, normalize, routing = config.experts_per_token, config.normalize_expert_weights, config.routing
+    if routing is None:
+        routes = softmax_routes(y_BTD @ params["router"], k, normalize=normalize)
     else:
-        capacity = min(T, math.ceil(config.expert_capacity * k * T / E))
-        is_chosen_BTE = chosen_BTkE.sum(axis=2)
-        place_BTE = jnp.cumsum(is_chosen_BTE, axis=1) - is_chosen_BTE
-        place_BTE = jnp.where(is_chosen_BTE > 0, place_BTE, capacity).astype(jnp.int32)
-        dispatch_BTEC = jax.nn.one_hot(place_BTE, capacity, dtype=dtype)  # a place past the capacity is no place
-        taken_BECD = jnp.einsum("BTEC,BTD->BECD", dispatch_BTEC, y_BTD)
-        hidden_BECF = activate(jnp.einsum("BECD,EDF->BECF", taken_BECD, params["gate"]))
-        hidden_BECF *= jnp.einsum("BECD,EDF->BECF", taken_BECD, params["up"])
-        combine_BTEC = dispatch_BTEC * weights_BTE[..., None].astype(dtype)
-        out_BTD = jnp.einsum("BTEC,BECD->BTD", combine_BTEC, jnp.einsum("BECF,EFD->BECD", hidden_BECF, params["down"]))
-    share_BE = chosen_BTkE.sum(axis=2).mean(axis=1) * (E / k)
-    return out_BTD.astype(dtype), (share_BE * router_BTE.mean(axis=1)).sum(axis=-1).mean()
+        logits_BTE = jnp.einsum("BTD,DE->BTE", y_BTD, params["router"], preferred_element_type=jnp.float32)
+        routes = sigmoid_routes(logits_BTE, params["router_bias"], k, routing, normalize=normalize)
+    activate = _ACTIVATIONS[config.activation]
+    experts = (params["gate"], params["up"], params["down"], activate)
+    if config.expert_capacity is None:
+        out_BTD = run_all(y_BTD, routes, *experts)
+    else:
+        out_BTD = run_dispatched(y_BTD, routes, *experts, capacity=config.expert_capacity)
+    if config.num_shared_experts:
+        out_BTD += (activate(y_BTD @ params["shared_gate"]) * (y_BTD @ params["shared_up"])) @ params["shared_down"]
+    losses = {"balance": routes.balance()}
+    if routing is not None and routing.bias_rate:
+        losses["bias"] = routing.bias_rate * routes.bias_term(params["router_bias"])
+    return out_BTD.astype(y_BTD.dtype), losses
 
 
 def apply(config: DecoderConfig, params: Params, tokens_BT: Array, segments_BT: Array | None = None) -> Array:
@@ -274,18 +348,61 @@ def loss_fn(
             f"logits_soft_cap={config.logits_soft_cap} needs all logits at once: leave out token_losses (loss_chunk)"
         )
 
-    def loss(params: Params, batch: Batch) -> tuple[Array, dict[str, Array]]:
-        hidden_BTD, balance = hidden(config, params, batch["inputs"], batch.get("segments"), place=place, attend=attend)
-        head_DV, targets_BT = _head(config, params), batch["targets"]
+    def of_tokens(hidden_BTD: Array, head_DV: Array, targets_BT: Array) -> Array:
         if config.logits_soft_cap is None:
-            losses_BT = token_losses(hidden_BTD, head_DV, targets_BT)
-        else:
-            log_probs_BTV = jax.nn.log_softmax(_capped(config, (hidden_BTD @ head_DV).astype(jnp.float32)))
-            losses_BT = -jnp.take_along_axis(log_probs_BTV, targets_BT[..., None], axis=-1)[..., 0]
-        mean, aux = mean_loss(losses_BT, batch.get("weights"))
+            return token_losses(hidden_BTD, head_DV, targets_BT)
+        log_probs_BTV = jax.nn.log_softmax(_capped(config, (hidden_BTD @ head_DV).astype(jnp.float32)))
+        return -jnp.take_along_axis(log_probs_BTV, targets_BT[..., None], axis=-1)[..., 0]
+
+    def loss(params: Params, batch: Batch) -> tuple[Array, dict[str, Array]]:
+        segments_BT, weights_BT = batch.get("segments"), batch.get("weights")
+        hidden_BTD, losses = _run(config, params, batch["inputs"], segments_BT, place=place, attend=attend)
+        mean, aux = mean_loss(of_tokens(hidden_BTD, _head(config, params), batch["targets"]), weights_BT)
+        if config.num_extra_tokens:
+            run = functools.partial(_block, config, segments_BT=segments_BT, place=place, attend=attend, window=False)
+            extra_BT, of_experts = _extra_losses(config, params, hidden_BTD, batch, run=run, of_tokens=of_tokens)
+            aux["extra_tokens"], _ = mean_loss(extra_BT, weights_BT)
+            mean += config.extra_token_weight * aux["extra_tokens"]
+            losses = jax.tree.map(jnp.add, losses, of_experts)
         if config.expert_balance:
-            aux["expert_balance"] = balance / config.num_layers
+            num_layers = config.num_layers - config.num_dense_layers + config.num_extra_tokens
+            aux["expert_balance"] = losses["balance"] / num_layers
             mean += config.expert_balance * aux["expert_balance"]
+        if "bias" in losses:
+            mean += losses["bias"]
         return mean, aux
 
     return loss
+
+
+def _extra_losses(
+    config: DecoderConfig,
+    params: Params,
+    hidden_BTD: Array,
+    batch: Batch,
+    *,
+    run: Callable[[Array, Params], tuple[Array, Losses]],
+    of_tokens: TokenLosses,
+) -> tuple[Array, Losses]:
+    """Returns the mean loss `[B, T]` of the predictions of tokens after the next, and the losses of their experts.
+
+    Each prediction is made of the former one's hidden state and the token between (DeepSeek-V3, section 2.2). Its loss
+    is at the place where the next token is that target, so that the target's weight counts for both.
+    """
+    targets_BT, segments_BT = batch["targets"], batch.get("segments")
+    total_BT, losses = jnp.zeros(targets_BT.shape, jnp.float32), []
+    for depth in range(1, config.num_extra_tokens + 1):
+        layer = jax.tree.map(lambda stack, i=depth - 1: stack[i], params["extra_blocks"])
+        norm = functools.partial(_norm, config, params=layer)
+        between_BTD = params["embed"][jnp.roll(targets_BT, 1 - depth, axis=1)]
+        pairs = (norm(between_BTD, name="embed_norm"), norm(hidden_BTD, name="hidden_norm"))
+        x_BTD = jnp.concatenate(pairs, axis=-1) @ layer["project"]
+        x_BTD, of_layer = (jax.checkpoint(run) if config.remat else run)(x_BTD, layer)
+        losses.append(of_layer)
+        hidden_BTD = norm(x_BTD, name="final_norm")
+        losses_BT = of_tokens(hidden_BTD, _head(config, params), jnp.roll(targets_BT, -depth, axis=1))
+        is_seen_BT = jnp.arange(targets_BT.shape[1]) >= depth
+        if segments_BT is not None:
+            is_seen_BT &= jnp.roll(segments_BT, depth, axis=1) == segments_BT
+        total_BT += jnp.where(is_seen_BT, jnp.roll(losses_BT, depth, axis=1), 0.0)
+    return total_BT / config.num_extra_tokens, jax.tree.map(lambda *each: functools.reduce(jnp.add, each), *losses)

@@ -2,88 +2,30 @@
 
 import dataclasses
 import difflib
-import string
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from zero_jax.models.decoder_config import DecoderConfig, RopeScaling
+from zero_jax.models.decoder_config import DecoderConfig
+from zero_jax.models.experts import SigmoidRouting
 from zero_jax.models.fields import short
+from zero_jax.models.hub_families import DEFAULTS, FAMILIES, MUST_BE, SETTINGS, SIZES
+from zero_jax.models.latent_attention import LatentAttention
+from zero_jax.models.rope import RopeScaling
+from zero_jax.models.tensor_name import TensorName
 
+MODEL_TYPES = tuple(FAMILIES)
 _GEMMA = ("gemma2", "gemma3_text")
-_EXPERTS = ("mixtral", "qwen3_moe")
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
-MODEL_TYPES = tuple(_ARCHITECTURES)
-# What a decoder cannot do, by key of config.json: the values that mean it is not asked for.
-_MUST_BE: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "use_bidirectional_attention": (False, None),
-    "mlp_only_layers": ([], None),
-    "decoder_sparse_step": (1, None),
-    "partial_rotary_factor": (1, None),
-    "quantization_config": (None,),
-}
-# What a key that is missing means, where that is not what it means for Llama.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "mistral": {"sliding_window": 4096},
-    "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
-    "gemma2": {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    "gemma3_text": {"sliding_window": 4096, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
-}
-_GEMMA_DEFAULTS = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "head_dim": 256}
-# Keys by our names of the same.
-_SIZES = {
-    "vocab_size": "vocab_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "d_model": "hidden_size",
-    "seq_len": "max_position_embeddings",
-}
 _CAPS = {"attention_soft_cap": "attn_logit_softcapping", "logits_soft_cap": "final_logit_softcapping"}
 _LARGEST = 3.4e38  # of float32
-_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorName:
-    """Where a param is in a checkpoint: in one tensor, or in several of which each is a slice of its leading dims.
-
-    Attributes:
-      template: the tensor's name; each placeholder, such as `{layer}`, stands for the index of a leading dim of the
-        param, in order.
-      is_transposed: whether the tensor's dims are in reverse order, as PyTorch's `Linear` has `[out, in]`.
-      shape: the tensor's shape where it has fewer dims than the (rest of the) param: `[out, in]` for a param of
-        `[in, heads, head]`. None: it has the same ones.
-    """
-
-    template: str
-    is_transposed: bool = False
-    shape: tuple[int, ...] | None = None
-
-    @property
-    def num_indices(self) -> int:
-        """How many leading dims of the param are spread over several tensors."""
-        return len(self._fields)
-
-    @property
-    def _fields(self) -> list[str]:
-        return [field for _, field, _, _ in string.Formatter().parse(self.template) if field is not None]
-
-    def of(self, index: tuple[int, ...]) -> str:
-        """Returns the name of the tensor at an index of the leading dims: the layer, and the expert if there is one."""
-        fields = self._fields
-        if not all(fields):
-            return self.template.format(*index)
-        return self.template.format(**dict(zip(fields, index, strict=True)))
+_ACTIVATIONS = {
+    "silu": "silu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_new": "gelu",
+    "gelu_fast": "gelu",
+    "gelu": "gelu_exact",
+}
+_ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu_pytorch_tanh", "gelu_exact": "gelu"}
+_YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 
 
 def decoder_config(hf_config: Mapping[str, Any], *, seq_len: int | None = None) -> DecoderConfig:
@@ -99,54 +41,153 @@ def decoder_config(hf_config: Mapping[str, Any], *, seq_len: int | None = None) 
         near = difflib.get_close_matches(str(model_type), MODEL_TYPES, n=1)
         hint = f"; the nearest is {near[0]!r}" if near else ""
         raise ValueError(f"model_type={short(model_type)} is none of {', '.join(MODEL_TYPES)}{hint}")
-    defaults = _DEFAULTS.get(model_type, {}) | (_GEMMA_DEFAULTS if model_type in _GEMMA else {})
-    hf_config = {**defaults, **hf_config}
-    for key, allowed in _MUST_BE.items():
-        if hf_config.get(key) not in allowed:
+    family = FAMILIES[model_type]
+    aliased = {family.aliases.get(key, key): value for key, value in hf_config.items()}
+    hf_config = {**DEFAULTS, **family.defaults, **aliased}
+    for key, allowed in (MUST_BE | family.must_be).items():
+        if allowed and hf_config.get(key) not in allowed:
             raise ValueError(f"{key}={short(hf_config[key])} is not supported: a decoder needs {allowed[0]!r}")
-    activation = hf_config.get("hidden_act", "silu")
+    keys = _keys(model_type)
+    activation = hf_config[keys["activation"]]
     if model_type in _GEMMA and hf_config["hidden_activation"] is not None:
         activation = hf_config["hidden_activation"]
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-        raise ValueError(f"hidden_act={short(activation)} is not supported: only {', '.join(_ACTIVATIONS)} are")
+        raise ValueError(
+            f"{keys['activation']}={short(activation)} is not supported: only {', '.join(_ACTIVATIONS)} are"
+        )
     sizes = _sizes(hf_config, model_type)
-    settings = {
+    settings: dict[str, Any] = {
         **sizes,
-        "seq_len": seq_len or sizes["seq_len"],
         "num_kv_heads": _first(hf_config.get("num_key_value_heads"), sizes["num_heads"]),
         "head_dim": _first(hf_config.get("head_dim"), sizes["d_model"] // sizes["num_heads"]),
         "activation": _ACTIVATIONS[activation],
-        "norm_eps": hf_config.get("rms_norm_eps", 1e-6),
-        "tie_embedding": hf_config.get("tie_word_embeddings", model_type in _GEMMA),
-        "qkv_bias": model_type == "qwen2",
-        "qk_norm": model_type in ("qwen3", "qwen3_moe", "gemma3_text"),
+        "norm_eps": hf_config[keys["norm_eps"]],
+        "tie_embedding": hf_config["tie_word_embeddings"],
         **_windows(hf_config, model_type, sizes["num_layers"]),
-        **_rope(hf_config),
+        **_rope(hf_config, model_type),
+        **family.settings,
+        **(_OWN[model_type](hf_config, sizes) if model_type in _OWN else {}),
     }
-    if model_type in _GEMMA:
-        settings |= dict.fromkeys(("norm_offset", "post_norms", "scale_embedding"), True)
-        settings["query_scale"] = _positive(hf_config, "query_pre_attn_scalar") ** -0.5
-        settings |= {field: hf_config.get(key) for field, key in _CAPS.items()}
-    if model_type in _EXPERTS:
-        settings["normalize_expert_weights"] = model_type == "mixtral" or hf_config.get("norm_topk_prob", False)
+    settings["seq_len"] = seq_len or sizes["seq_len"]
     return DecoderConfig(**settings)
 
 
-def _size_keys(model_type: str) -> dict[str, str]:
-    """Returns the keys of the sizes that every config.json of a family has, by our names."""
-    keys = _SIZES | {"d_hidden": "moe_intermediate_size" if model_type == "qwen3_moe" else "intermediate_size"}
-    if model_type in _EXPERTS:
-        keys |= {"num_experts": "num_local_experts" if model_type == "mixtral" else "num_experts"}
-        keys |= {"experts_per_token": "num_experts_per_tok"}
-    return keys
+def _gemma(hf_config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+    del sizes
+    scale = _positive(hf_config, "query_pre_attn_scalar") ** -0.5
+    return {"query_scale": scale} | {field: hf_config.get(key) for field, key in _CAPS.items()}
+
+
+def _qwen3_moe(hf_config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+    del sizes
+    return {"normalize_expert_weights": hf_config.get("norm_topk_prob", False)}
+
+
+def _gpt2(hf_config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+    del hf_config
+    return _equal_heads(sizes) | {"learned_positions": sizes["seq_len"]}
+
+
+def _gpt_neox(hf_config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+    has_bias = _switch(hf_config, "attention_bias")
+    parallel = _switch(hf_config, "use_parallel_residual")
+    return _equal_heads(sizes) | {"parallel": parallel, "qkv_bias": has_bias, "out_bias": has_bias}
+
+
+def _falcon(hf_config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+    is_new, parallel = _switch(hf_config, "new_decoder_architecture"), _switch(hf_config, "parallel_attn")
+    num_norms = hf_config.get("num_ln_in_parallel_attn")
+    num_kv_heads = 1 if _switch(hf_config, "multi_query") else sizes["num_heads"]
+    if is_new:
+        num_kv_heads = _first(hf_config.get("num_kv_heads"), sizes["num_heads"])
+    if num_norms not in (None, 1, 2) or (num_norms == 2 and not is_new) or (is_new and not parallel):
+        raise ValueError(
+            f"num_ln_in_parallel_attn={short(num_norms)}, parallel_attn={parallel}, new_decoder_architecture={is_new} "
+            "are not supported: transformers has 1 or 2 norms in the new architecture, which is parallel, and 1 in "
+            "the older one"
+        )
+    biases = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), _switch(hf_config, "bias"))
+    shared = parallel and not (is_new and num_norms != 1)
+    return _equal_heads(sizes) | {
+        "num_kv_heads": num_kv_heads,
+        "parallel": parallel,
+        "shared_norm": shared,
+        **biases,
+    }
+
+
+def _deepseek_v3(hf_config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+    for key in ("qk_nope_head_dim", "qk_rope_head_dim"):
+        _positive(hf_config, key)
+    if _first(hf_config.get("num_key_value_heads"), sizes["num_heads"]) != sizes["num_heads"]:
+        raise ValueError(
+            f"num_key_value_heads={short(hf_config['num_key_value_heads'])} is not supported: latent attention has "
+            f"{sizes['num_heads']}, as many as query heads"
+        )
+    latent = LatentAttention(
+        query_rank=hf_config["q_lora_rank"],
+        key_rank=hf_config["kv_lora_rank"],
+        rotary_dim=hf_config["qk_rope_head_dim"],
+        value_dim=hf_config["v_head_dim"],
+        interleaved=hf_config["rope_interleave"],
+    )
+    return {
+        "latent": latent,
+        "num_kv_heads": sizes["num_heads"],
+        "head_dim": hf_config["qk_nope_head_dim"] + latent.rotary_dim,
+        "num_shared_experts": hf_config["n_shared_experts"],
+        "num_dense_layers": hf_config["first_k_dense_replace"],
+        "num_extra_tokens": _first(hf_config.get("num_nextn_predict_layers"), hf_config.get("num_mtp_layers"), 0),
+        "normalize_expert_weights": hf_config["norm_topk_prob"],
+        "routing": SigmoidRouting(
+            num_groups=hf_config["n_group"],
+            num_kept=hf_config["topk_group"],
+            scale=hf_config["routed_scaling_factor"],
+        ),
+    }
+
+
+def _equal_heads(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Returns the sizes of heads that share the width of the model; raises `ValueError` where they cannot."""
+    if sizes["d_model"] % sizes["num_heads"]:
+        raise ValueError(f"a width of {sizes['d_model']} does not divide into {sizes['num_heads']} heads")
+    return {"num_kv_heads": sizes["num_heads"], "head_dim": sizes["d_model"] // sizes["num_heads"]}
+
+
+def _switch(hf_config: Mapping[str, Any], key: str) -> bool:
+    """Returns a switch of a config, False where it is missing; raises `ValueError` for anything else."""
+    value = hf_config.get(key)
+    if not isinstance(value, bool | None):
+        raise ValueError(f"{key}={short(value)}: the config needs true or false")
+    return bool(value)
+
+
+# What a family reads of a config besides.
+_OWN: dict[str, Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, Any]]] = {
+    "gemma2": _gemma,
+    "gemma3_text": _gemma,
+    "qwen3_moe": _qwen3_moe,
+    "gpt2": _gpt2,
+    "gpt_neox": _gpt_neox,
+    "falcon": _falcon,
+    "deepseek_v3": _deepseek_v3,
+}
+
+
+def _keys(model_type: str) -> dict[str, str]:
+    """Returns the keys of config.json by our names: sizes first, which every config of a family has."""
+    return SIZES | SETTINGS | dict(FAMILIES[model_type].keys)
 
 
 def _sizes(hf_config: Mapping[str, Any], model_type: str) -> dict[str, int]:
     """Returns the sizes of a config; raises `ValueError` for one that is missing, or no whole number."""
-    keys = _size_keys(model_type)
+    keys = {name: key for name, key in _keys(model_type).items() if name not in SETTINGS}
     sizes: dict[str, Any] = {name: hf_config.get(key) for name, key in keys.items()}
-    if model_type in _EXPERTS:  # releases of transformers differ in the key
-        sizes["num_experts"] = hf_config.get("num_local_experts", hf_config.get("num_experts"))
+    if "num_experts" in keys:  # releases of transformers differ in the key
+        names = ("num_local_experts", "num_experts", keys["num_experts"])
+        sizes["num_experts"] = next((hf_config[name] for name in names if name in hf_config), None)
+    if keys["d_hidden"] in ("n_inner", "ffn_hidden_size") and sizes["d_hidden"] is None:
+        sizes["d_hidden"] = sizes["d_model"] * 4 if isinstance(sizes["d_model"], int) else None
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{keys[name]}={short(value)}: the config needs a whole number of at least 1")
@@ -185,7 +226,8 @@ def _windows(hf_config: Mapping[str, Any], model_type: str, num_layers: int) -> 
                 f"for each of its {num_layers} layers"
             )
     window = hf_config.get("sliding_window")
-    if model_type == "llama" or (model_type.startswith("qwen") and not hf_config.get("use_sliding_window")):
+    has_none = model_type in ("llama", "gpt2", "gpt_neox", "falcon", "deepseek_v3")
+    if has_none or (model_type.startswith("qwen") and not hf_config.get("use_sliding_window")):
         window = None
     if window is None:
         return {}
@@ -207,7 +249,7 @@ def _windows(hf_config: Mapping[str, Any], model_type: str, num_layers: int) -> 
     return settings
 
 
-def _rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(hf_config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     """Returns the rotary settings, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
     older, parameters = _section(hf_config, "rope_scaling"), _section(hf_config, "rope_parameters")
     if older and parameters and older != parameters:
@@ -215,8 +257,9 @@ def _rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     parameters = older or parameters
     full = _section(parameters, "full_attention") if "full_attention" in parameters else parameters
     sliding = _section(parameters, "sliding_attention")
+    is_partial = "partial_rotary_factor" in FAMILIES[model_type].must_be
     for each in (full, sliding):
-        if each.get("partial_rotary_factor") not in _MUST_BE["partial_rotary_factor"]:
+        if not is_partial and each.get("partial_rotary_factor") not in MUST_BE["partial_rotary_factor"]:
             raise ValueError(
                 f"partial_rotary_factor={short(each['partial_rotary_factor'])} is not supported: only 1 is"
             )
@@ -227,6 +270,7 @@ def _rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     local = _first(sliding.get("rope_theta"), hf_config.get("rope_local_base_freq"))
     theta = _first(full.get("rope_theta"), hf_config.get("rope_theta"), 10_000.0)
     settings: dict[str, Any] = {
+        "rotary_fraction": _first(full.get("partial_rotary_factor"), hf_config.get("partial_rotary_factor"), 1.0),
         "rope_theta": _positive({"rope_theta": theta}, "rope_theta"),
         "window_rope_theta": local,
     }
@@ -235,16 +279,16 @@ def _rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         return settings
     if kind == "linear":
         return settings | {"rope_scaling": RopeScaling(factor=_positive(full, "factor"))}
-    if kind != "llama3":
-        raise ValueError(f"rope_type={short(kind)} is not supported: only 'default', 'linear' and 'llama3' are")
-    return settings | {
-        "rope_scaling": RopeScaling(
-            factor=_positive(full, "factor"),
-            low_freq_factor=_positive(full, "low_freq_factor"),
-            high_freq_factor=_positive(full, "high_freq_factor"),
-            original_seq_len=int(_positive(full, "original_max_position_embeddings")),
-        )
-    }
+    if kind not in ("llama3", "yarn"):
+        raise ValueError(f"rope_type={short(kind)} is not supported: only 'default', 'linear', 'llama3' and 'yarn' are")
+    scaling: dict[str, Any] = {"factor": _positive(full, "factor")}
+    key = "original_max_position_embeddings"
+    if kind == "llama3":
+        scaling |= {name: _positive(full, name) for name in ("low_freq_factor", "high_freq_factor")}
+    else:
+        scaling |= {"beta_fast": 32.0} | {name: full[name] for name in _YARN if full.get(name) is not None}
+        full = {key: hf_config.get("max_position_embeddings")} | {**full}
+    return settings | {"rope_scaling": RopeScaling(**scaling, original_seq_len=int(_positive(full, key)))}
 
 
 def _rope_type(section: Mapping[str, Any]) -> Any:
@@ -259,20 +303,35 @@ def hf_config(config: DecoderConfig) -> dict[str, Any]:
       ValueError: no family has such settings; it names those that the nearest one has not.
     """
     model_type = _model_type(config)
+    keys, family = _keys(model_type), FAMILIES[model_type]
     settings: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[model_type]],
+        "architectures": [family.architecture],
         "model_type": model_type,
-        **{key: getattr(config, name) for name, key in _size_keys(model_type).items()},
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
+        **{key: getattr(config, name) for name, key in keys.items()},
+        keys["activation"]: _ACTIVATION_NAMES[config.activation],
         "tie_word_embeddings": config.tie_embedding,
-        "sliding_window": config.window,
-        "hidden_act": "silu",
     }
+    if model_type in _WRITE:
+        settings |= _WRITE[model_type](config)
+    else:
+        settings |= _llama_settings(config, model_type)
+    if config.num_rotary:
+        settings["rope_theta"] = config.rope_theta
     if config.rope_scaling is not None:
         settings["rope_scaling"] = _scaling(config.rope_scaling)
+    own_names = {llama: own for own, llama in family.aliases.items()}
+    settings = {own_names.get(key, key): value for key, value in settings.items()}
+    _check_described(config, settings)
+    return settings
+
+
+def _llama_settings(config: DecoderConfig, model_type: str) -> dict[str, Any]:
+    """Returns what the configs of Llama, and of the families that have its keys, say besides sizes."""
+    settings: dict[str, Any] = {
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "sliding_window": config.window,
+    }
     if config.window is not None and model_type not in ("mistral", "mixtral"):
         kinds = {True: "sliding_attention", False: "full_attention"}
         settings["layer_types"] = [kinds[config.has_window(layer)] for layer in range(config.num_layers)]
@@ -280,18 +339,78 @@ def hf_config(config: DecoderConfig) -> dict[str, Any]:
     if model_type in _GEMMA:
         scalar = config.head_dim if config.query_scale is None else config.query_scale**-2
         settings |= {"query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-9 * scalar else scalar}
-        settings |= {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+        settings["hidden_activation"] = _ACTIVATION_NAMES[config.activation]
         settings |= {key: getattr(config, name) for name, key in _CAPS.items()}
     if config.window_rope_theta is not None:
         settings["rope_local_base_freq"] = config.window_rope_theta
-    if model_type in _EXPERTS:
+    if FAMILIES[model_type].experts:
         settings["norm_topk_prob"] = config.normalize_expert_weights
-    _check_described(config, settings)
     return settings
+
+
+def _falcon_settings(config: DecoderConfig) -> dict[str, Any]:
+    is_new = config.num_kv_heads not in (1, config.num_heads) or (config.parallel and not config.shared_norm)
+    return {
+        "new_decoder_architecture": is_new,
+        "num_kv_heads": config.num_kv_heads,
+        "multi_query": is_new or config.num_kv_heads == 1,
+        "parallel_attn": config.parallel,
+        "num_ln_in_parallel_attn": 2 if config.parallel and not config.shared_norm else 1,
+        "bias": config.qkv_bias,
+        "alibi": False,
+    }
+
+
+def _gpt_neox_settings(config: DecoderConfig) -> dict[str, Any]:
+    return {
+        "partial_rotary_factor": config.rotary_fraction,
+        "use_parallel_residual": config.parallel,
+        "attention_bias": config.qkv_bias,
+    }
+
+
+def _deepseek_v3_settings(config: DecoderConfig) -> dict[str, Any]:
+    latent, routing = config.latent, config.routing or SigmoidRouting()
+    assert latent is not None
+    return {
+        "intermediate_size": config.d_hidden_dense or config.d_hidden,
+        "num_key_value_heads": config.num_kv_heads,
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.key_rank,
+        "qk_rope_head_dim": latent.rotary_dim,
+        "qk_nope_head_dim": config.head_dim - latent.rotary_dim,
+        "v_head_dim": latent.value_dim,
+        "rope_interleave": latent.interleaved,
+        "n_shared_experts": config.num_shared_experts,
+        "first_k_dense_replace": config.num_dense_layers,
+        "num_nextn_predict_layers": config.num_extra_tokens,
+        "norm_topk_prob": config.normalize_expert_weights,
+        "n_group": routing.num_groups,
+        "topk_group": routing.num_kept,
+        "routed_scaling_factor": routing.scale,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
+
+
+# What a family writes besides sizes, where it is not what Llama writes.
+_WRITE: dict[str, Callable[[DecoderConfig], dict[str, Any]]] = {
+    "gpt2": lambda config: {"n_positions": config.learned_positions},
+    "gpt_neox": _gpt_neox_settings,
+    "falcon": _falcon_settings,
+    "deepseek_v3": _deepseek_v3_settings,
+}
 
 
 def _model_type(config: DecoderConfig) -> str:
     """Returns the family that a decoder is nearest to."""
+    if config.latent is not None:
+        return "deepseek_v3"
+    if config.norm == "layer":
+        if config.learned_positions:
+            return "gpt2"
+        is_neox = config.mlp_bias and not config.shared_norm and config.num_kv_heads == config.num_heads
+        return "gpt_neox" if is_neox else "falcon"
     if config.norm_offset:
         return "gemma3_text" if config.qk_norm else "gemma2"
     if config.num_experts:
@@ -302,6 +421,10 @@ def _model_type(config: DecoderConfig) -> str:
 
 
 def _scaling(scaling: RopeScaling) -> dict[str, Any]:
+    if scaling.beta_fast is not None:
+        settings = {key: getattr(scaling, key) for key in _YARN if getattr(scaling, key) is not None}
+        original = {"original_max_position_embeddings": scaling.original_seq_len}
+        return {"rope_type": "yarn", "factor": scaling.factor, **original, **settings}
     if scaling.low_freq_factor is None:
         return {"rope_type": "linear", "factor": scaling.factor}
     return {
@@ -316,7 +439,8 @@ def _scaling(scaling: RopeScaling) -> dict[str, Any]:
 def _check_described(config: DecoderConfig, settings: Mapping[str, Any]) -> None:
     """Raises `ValueError` for settings that a `config.json` does not describe."""
     described = decoder_config(settings, seq_len=config.seq_len)
-    own = {"remat", "expert_capacity", "expert_balance"}  # of training, not of the function
+    own = {"remat", "expert_capacity", "expert_balance", "extra_token_weight"}  # of training, not of the function
+    own |= {"d_hidden_dense"} if not config.num_dense_layers else set()
     own |= set() if config.num_experts else {"experts_per_token", "normalize_expert_weights"}
     own |= {"window_period"} if config.window is None else set()
     differ = []
@@ -325,6 +449,8 @@ def _check_described(config: DecoderConfig, settings: Mapping[str, Any]) -> None
         if field.name == "query_scale":
             wanted, got = (config.head_dim**-0.5 if scale is None else scale for scale in (wanted, got))
             got = wanted if abs(wanted - got) <= 1e-9 * wanted else got
+        if isinstance(wanted, SigmoidRouting):
+            wanted = dataclasses.replace(wanted, bias_rate=SigmoidRouting().bias_rate)
         if wanted != got and field.name not in own:
             differ.append(f"{field.name}={wanted!r}")
     if differ:
@@ -336,30 +462,45 @@ def _check_described(config: DecoderConfig, settings: Mapping[str, Any]) -> None
 
 def tensor_names(config: DecoderConfig, *, model_type: str) -> dict[str, TensorName]:
     """Returns the name of the tensor (or tensors, one a layer and expert) of every param, by the param's path."""
-    layer = "model.layers.{layer}."
-    mlp = layer + ("block_sparse_moe." if model_type == "mixtral" else "mlp.")
-    experts = mlp + "experts.{expert}." if config.num_experts else mlp
-    matrices = ("w1", "w3", "w2") if model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-    blocks = {
-        "query": TensorName(layer + "self_attn.q_proj.weight", True),
-        "key": TensorName(layer + "self_attn.k_proj.weight", True),
-        "value": TensorName(layer + "self_attn.v_proj.weight", True),
-        "out": TensorName(layer + "self_attn.o_proj.weight", True),
-        "query_bias": TensorName(layer + "self_attn.q_proj.bias"),
-        "key_bias": TensorName(layer + "self_attn.k_proj.bias"),
-        "value_bias": TensorName(layer + "self_attn.v_proj.bias"),
-        "query_norm": TensorName(layer + "self_attn.q_norm.weight"),
-        "key_norm": TensorName(layer + "self_attn.k_norm.weight"),
-        "router": TensorName(mlp + "gate.weight", True),
-        "attention_norm": TensorName(layer + "input_layernorm.weight"),
-        "attention_post_norm": TensorName(layer + "post_attention_layernorm.weight"),
-        "mlp_norm": TensorName(
-            layer + f"{'pre_feedforward' if config.post_norms else 'post_attention'}_layernorm.weight"
-        ),
-        "mlp_post_norm": TensorName(layer + "post_feedforward_layernorm.weight"),
-    }
-    for name, matrix in zip(("gate", "up", "down"), matrices, strict=True):
-        blocks[name] = TensorName(f"{experts}{matrix}.weight", True)
-    names = {f"blocks/{name}": blocks[name] for name in config.block_shapes}
-    names |= {"embed": TensorName("model.embed_tokens.weight"), "final_norm": TensorName("model.norm.weight")}
-    return names if config.tie_embedding else names | {"head": TensorName("lm_head.weight", True)}
+    family = FAMILIES[model_type]
+    rest, parts = {**family.tensors, **_own_tensors(config, model_type)}, _parts(config, family.fused)
+    names = {}
+    for path, shape in config.shapes.items():
+        stack, _, name = path.rpartition("/")
+        of_stack = rest | dict(family.experts) if stack != "dense_blocks" and config.num_experts else rest
+        templates = {name: family.layer + each for name, each in of_stack.items()} if stack else family.others
+        weight = name.removesuffix("_bias")
+        template = templates[name] if name in templates else templates[weight].removesuffix("weight") + "bias"
+        is_matrix = bool(stack) and len(shape) > 2
+        is_transposed = name == "head" or (is_matrix and family.are_transposed)
+        first = {"blocks": config.num_dense_layers, "extra_blocks": config.num_layers}.get(stack, 0)
+        names[path] = TensorName(template, is_transposed, part=parts.get(weight) if stack else None, first=first)
+    return names
+
+
+def _own_tensors(config: DecoderConfig, model_type: str) -> dict[str, str]:
+    """Returns the names of Falcon's norms, which depend on their number, and of DeepSeek's queries."""
+    if model_type == "deepseek_v3" and config.latent is not None and config.latent.query_rank is not None:
+        return {"query": "self_attn.q_b_proj.weight"}
+    if model_type != "falcon":
+        return {}
+    if config.parallel and not config.shared_norm:
+        return {"attention_norm": "ln_attn.weight", "mlp_norm": "ln_mlp.weight"}
+    return {"attention_norm": "input_layernorm.weight", "mlp_norm": "post_attention_layernorm.weight"}
+
+
+def _parts(config: DecoderConfig, fused: str | None) -> dict[str, tuple[int, int, int]]:
+    """Returns which features of a tensor that query, key and value share are whose, as `TensorName.part`."""
+    latent = config.latent
+    if latent is not None:
+        keys, narrow = config.head_dim - latent.rotary_dim, latent.key_rank
+        both, vector = keys + latent.value_dim, narrow + latent.rotary_dim
+        parts = {"key": (0, keys, both), "value": (keys, both, both)}
+        return parts | {"latent": (0, narrow, vector), "key_turned": (narrow, vector, vector)}
+    if fused is None:
+        return {}
+    num_groups = config.num_kv_heads if fused == "groups" else 1
+    queries = config.num_heads // num_groups * config.head_dim
+    keys = config.num_kv_heads // num_groups * config.head_dim
+    ends = {"query": (0, queries), "key": (queries, queries + keys), "value": (queries + keys, queries + 2 * keys)}
+    return {name: (*each, queries + 2 * keys) for name, each in ends.items()}

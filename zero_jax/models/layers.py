@@ -24,6 +24,14 @@ def rms_norm(x: Array, scale: Array, eps: float = 1e-6, *, offset: bool = False)
     return (y * (1 + scale.astype(jnp.float32))).astype(x.dtype) if offset else y.astype(x.dtype) * scale
 
 
+def layer_norm(x: Array, scale: Array, bias: Array, eps: float = 1e-5) -> Array:
+    """Moves and scales every vector to mean 0 and variance 1, measured in float32, then by `scale` and `bias`."""
+    centered = x.astype(jnp.float32)
+    centered -= jnp.mean(centered, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(centered), axis=-1, keepdims=True)
+    return (centered * jax.lax.rsqrt(variance + eps)).astype(x.dtype) * scale + bias
+
+
 def causal_attention(
     q_BTHK: Array,
     k_BTGK: Array,
@@ -39,13 +47,14 @@ def causal_attention(
     Args:
       q_BTHK: queries.
       k_BTGK: keys; `H / G` heads of queries share each.
-      v_BTGK: values.
+      v_BTGK: values; their heads may have another width than those of the keys.
       segments_BT: the document of each token; a token attends to its own alone. None: there is one document.
       scale: what logits are multiplied by; None is `K ** -0.5`.
       local_window_size: tokens to the left and to the right that a token attends to besides itself; None: all before.
       logits_soft_cap: c: logits x become `c * tanh(x / c)`.
     """
-    if q_BTHK.dtype == jnp.float16 or logits_soft_cap is not None:
+    has_own_width = v_BTGK.shape[-1] != k_BTGK.shape[-1]
+    if q_BTHK.dtype == jnp.float16 or logits_soft_cap is not None or has_own_width:
         settings = {"scale": scale, "window": local_window_size, "cap": logits_soft_cap}
         return _capped_attention(q_BTHK, k_BTGK, v_BTGK, segments_BT, **settings)
     same_B1TT = None if segments_BT is None else (segments_BT[:, None, :, None] == segments_BT[:, None, None, :])
@@ -64,7 +73,7 @@ def _capped_attention(
     window: tuple[int, int] | None,
     cap: float | None,
 ) -> Array:
-    """Does what `jax.nn.dot_product_attention` does, which has no cap, and whose float16 dot only GPUs have."""
+    """Does what `jax.nn.dot_product_attention` does, which has no cap, one width, and a float16 dot on GPUs alone."""
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     B, T, H, K = q_BTHK.shape
     G = k_BTGK.shape[2]
@@ -79,19 +88,34 @@ def _capped_attention(
     if cap is not None:
         logits_BGRTT = cap * jnp.tanh(logits_BGRTT / cap)
     weights_BGRTT = jax.nn.softmax(jnp.where(is_seen, logits_BGRTT, -1e30)).astype(v_BTGK.dtype)
-    return einsum("BGRTS,BSGK->BTGRK", weights_BGRTT, v_BTGK).astype(v_BTGK.dtype).reshape(B, T, H, K)
+    return einsum("BGRTS,BSGK->BTGRK", weights_BGRTT, v_BTGK).astype(v_BTGK.dtype).reshape(B, T, H, -1)
 
 
-def rotate(x_BTHK: Array, frequencies: Array | None = None) -> Array:
+def rotate(
+    x_BTHK: Array, frequencies: Array | None = None, *, interleaved: bool = False, magnitude: float = 1.0
+) -> Array:
     """Turns each pair of features by an angle that grows with the token's place (RoFormer, equation 34).
 
-    `frequencies` `[K/2]` are the angles of each pair from a token to the next; None takes those of the paper.
+    Args:
+      x_BTHK: queries or keys.
+      frequencies: the angles of each pair from a token to the next; features that are left over stay as they are. None
+        takes those of the paper, for all features.
+      interleaved: a pair are two features side by side, which return half a head apart; otherwise they are half a head
+        apart already.
+      magnitude: what turned features are multiplied by.
     """
     num_tokens, head_dim = x_BTHK.shape[1], x_BTHK.shape[-1]
     if frequencies is None:
         frequencies = 10_000.0 ** (-jnp.arange(0, head_dim, 2) / head_dim)
     angles_T1K = (jnp.arange(num_tokens)[:, None] * frequencies)[:, None]
-    cos, sin = jnp.cos(angles_T1K), jnp.sin(angles_T1K)
-    first, second = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
-    turned_BTHK = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned_BTHK.astype(x_BTHK.dtype)
+    half = frequencies.shape[0]
+    turned_BTHK = x_BTHK if 2 * half == head_dim else x_BTHK[..., : 2 * half]
+    if interleaved:
+        turned_BTHK = jnp.concatenate([turned_BTHK[..., ::2], turned_BTHK[..., 1::2]], axis=-1)
+    cos_T1K = jnp.tile(jnp.cos(angles_T1K) * magnitude, 2)
+    sin_T1K = jnp.tile(jnp.sin(angles_T1K) * magnitude, 2) * jnp.repeat(jnp.array([-1.0, 1.0]), half)
+    # Halves change places before they become float32: XLA:TPU else copies the float32 arrays, twice.
+    swapped_BTHK = jnp.roll(turned_BTHK, half, axis=-1)
+    turned_BTHK = turned_BTHK.astype(jnp.float32) * cos_T1K + swapped_BTHK.astype(jnp.float32) * sin_T1K
+    turned_BTHK = turned_BTHK.astype(x_BTHK.dtype)
+    return turned_BTHK if 2 * half == head_dim else jnp.concatenate([turned_BTHK, x_BTHK[..., 2 * half :]], axis=-1)

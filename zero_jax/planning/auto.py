@@ -10,6 +10,7 @@ import jax
 import optax
 
 from zero_jax.core.signatures import check_arguments
+from zero_jax.core.text_tables import Report
 from zero_jax.core.tree import PyTree
 from zero_jax.planning.estimates import Estimator, Policy, setting_config
 from zero_jax.planning.job import Job, batch_of
@@ -30,8 +31,8 @@ _REMATS = ("none", "dots", "full", "full_sharded", "full_offloaded", "own")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AutoPlan:
-    """The result of `plan_auto`: prints the ranking and the plan of the best setting.
+class AutoPlan(Report):
+    """The result of `plan_auto`: prints the best setting and its plan, then the others.
 
     Attributes:
       ranking: the settings in order, and why each of the others was rejected.
@@ -46,7 +47,12 @@ class AutoPlan:
     reports: Mapping[Candidate, PlanReport]
 
     def __str__(self) -> str:
-        return "\n\n".join([str(self.ranking), *([self.best.summary()] if self.best else [])])
+        return self.text()
+
+    def text(self, tokens: float | None = None) -> str:
+        """Returns what is printed; `tokens` are those of a training whose days and device-hours are shown."""
+        best = [self.best.summary(tokens)] if self.best else []
+        return "\n\n".join([self.ranking.headline(), *best, self.ranking.tables().strip()])
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data."""

@@ -68,6 +68,7 @@ class Job:
       topology: name of the hardware.
       replica: size of the axis `replica`.
       model: size of the axis `model`.
+      pipe: stages of the pipeline.
       data_layout: sizes of the mesh axes that carry `data`; None takes what `make_mesh` chooses.
       compiler_options: passed to `Lowered.compile`, beside those of the config, which they replace.
     """
@@ -80,6 +81,7 @@ class Job:
     topology: str
     replica: int = 1
     model: int = 1
+    pipe: int = 1
     data_layout: Sequence[int] | None = None
     compiler_options: Mapping[str, Any] | None = None
 
@@ -90,7 +92,8 @@ class Job:
 
     def mesh(self) -> Mesh:
         """Returns the mesh, of compile-only devices."""
-        return make_mesh(replica=self.replica, model=self.model, topology=self.topology, data_layout=self.data_layout)
+        sizes: dict[str, Any] = {"replica": self.replica, "model": self.model, "pipe": self.pipe}
+        return make_mesh(**sizes, topology=self.topology, data_layout=self.data_layout)
 
     def state(self, mesh: Mesh) -> TrainState:
         """Returns the abstract train state."""

@@ -12,12 +12,12 @@ import jax
 import optax
 
 from zero_jax.core.signatures import check_arguments
-from zero_jax.core.text_tables import aligned
+from zero_jax.core.text_tables import Report, aligned
 from zero_jax.core.tree import PyTree
 from zero_jax.planning.job import Job, batch_shapes
 from zero_jax.planning.process import CompileOptions, compile_plan
 from zero_jax.planning.report import PlanReport
-from zero_jax.sharding.mesh import axes_of, make_mesh
+from zero_jax.sharding.mesh import axes_of
 from zero_jax.sharding.topology import parse
 from zero_jax.training import MeshLoss, ZeroConfig
 
@@ -34,6 +34,7 @@ def plan(
     config: ZeroConfig,
     replica: int = 1,
     model: int = 1,
+    pipe: int = 1,
     data_layout: Sequence[int] | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     **compiling: Any,
@@ -52,6 +53,7 @@ def plan(
       config: stage, precision, microbatches.
       replica: size of the mesh axis `replica`.
       model: size of the mesh axis `model`.
+      pipe: stages of the pipeline (docs/pipeline.md).
       data_layout: sizes of the mesh axes that carry `data`; None takes what `make_mesh` chooses for the hardware.
       compiler_options: passed to the compiler.
       **compiling: `name` of the plan, for the report and the log; `cache`, the folder of compiled programs ("default",
@@ -74,6 +76,7 @@ def plan(
         config=config,
         replica=replica,
         model=model,
+        pipe=pipe,
         data_layout=data_layout,
         compiler_options=compiler_options,
     )
@@ -92,7 +95,7 @@ def make_job(*, topology: str, batch: PyTree, **fields: Any) -> Job:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LayoutPlans:
+class LayoutPlans(Report):
     """The plans of several layouts, fastest first; prints as a table.
 
     Attributes:
@@ -134,6 +137,7 @@ def plan_layouts(
     config: ZeroConfig,
     replica: int = 1,
     model: int = 1,
+    pipe: int = 1,
     layouts: Sequence[Layout] | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     **compiling: Any,
@@ -149,6 +153,7 @@ def plan_layouts(
       config: stage, precision, microbatches.
       replica: size of the mesh axis `replica`.
       model: size of the mesh axis `model`.
+      pipe: stages of the pipeline (docs/pipeline.md).
       layouts: sizes of the mesh axes that carry `data`, major first; None tries what `make_mesh` chooses, a single
         axis, and the dims of the torus with neighbours merged.
       compiler_options: passed to the compiler.
@@ -168,6 +173,7 @@ def plan_layouts(
         config=config,
         replica=replica,
         model=model,
+        pipe=pipe,
         compiler_options=compiler_options,
     )
     return compile_layouts(job, options, layouts=layouts)
@@ -175,8 +181,9 @@ def plan_layouts(
 
 def compile_layouts(job: Job, options: CompileOptions, *, layouts: Sequence[Layout] | None = None) -> LayoutPlans:
     """Compiles a job for several layouts of `data`; `layouts` is as for `plan_layouts`."""
-    default_mesh = make_mesh(topology=job.topology, replica=job.replica, model=job.model)
-    chosen = tuple(default_mesh.shape[axis] for axis in axes_of(default_mesh, data=job.config.data_axes).data)
+    default_mesh = dataclasses.replace(job, data_layout=None).mesh()
+    axes = axes_of(default_mesh, data=job.config.data_axes)
+    chosen = tuple(default_mesh.shape[axis] for axis in axes.data_of_stage)
     layouts = tuple(_merged_dims(job.topology, math.prod(chosen))) if layouts is None else layouts
     plans = {}
     for layout in dict.fromkeys([chosen, *layouts]):

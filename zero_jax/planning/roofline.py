@@ -36,7 +36,7 @@ class Efficiency:
     hidden: tuple[float, float] = (0, 0)
 
 
-# By hardware: fitted to XLA:TPU's cycles of large products and of attention by XLA (docs/planning.md has the figures;
+# By hardware: fitted to XLA:TPU's cycles of large products and of attention by XLA (docs/estimates.md has the figures;
 # above 1 where it fuses more than is assumed, or keeps values in VMEM); layouts and what is not fused are its cycles of
 # a transposition and of a sum over the first dim, bf16, on v4 to v6e, their means on the others; on v5e XLA hides
 # gathers without options (0.45 of gpt-7b and of two programs of MaxText). The times of GPU

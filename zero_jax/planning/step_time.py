@@ -7,7 +7,7 @@ import dataclasses
 from jax.sharding import Mesh
 
 from zero_jax import hlo
-from zero_jax.core.text_tables import format_bytes
+from zero_jax.core.text_tables import Report, format_bytes
 from zero_jax.hlo import Instruction, Program
 from zero_jax.planning.kernel_text import kernel_module
 from zero_jax.planning.links import Links
@@ -17,7 +17,7 @@ from zero_jax.sharding.topology import Hardware, Topology
 KERNEL_SECONDS = 3e-6
 # The share of the peak at which kernels compute. cuDNN's attention on H100, heads of 128, sequences of 2,048: 617
 # TFLOP/s forward and 465 backward, of 989 (Shah et al. 2024, "FlashAttention-3", figures 5 and 6). Of Pallas kernels on
-# TPU there is no published measurement: 0.7 is assumed, not measured (docs/planning.md shows what it makes of steps
+# TPU there is no published measurement: 0.7 is assumed, not measured (docs/estimates.md shows what it makes of steps
 # whose time is published).
 KERNEL_SHARES = {"pallas": 0.7, "cudnn attention": 0.6, "cudnn attention backward": 0.47}
 # A compiler's estimate is ignored if it is above a second, and above this multiple of the time of flops and bytes.
@@ -25,7 +25,7 @@ _IMPLAUSIBLE = 1e4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TimeEstimate:
+class TimeEstimate(Report):
     """How long a step takes, as far as a compiled program shows; an estimate, never a measurement.
 
     Attributes:
@@ -66,6 +66,11 @@ class TimeEstimate:
     network_bytes: float
     host_seconds: float = 0.0
     host_bytes: int = 0
+
+    def training(self, tokens: float, num_devices: int) -> dict[str, float]:
+        """Returns the `days` and the `device_hours` of training on `tokens` (or examples, by `unit`)."""
+        days = tokens / self.tokens_per_second / 86_400
+        return {"days": days, "device_hours": days * 24 * num_devices}
 
     def __str__(self) -> str:
         share = self.exposed_seconds / self.step_seconds if self.step_seconds else 0

@@ -10,17 +10,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from zero_jax.attention import dot_product_attention
 from zero_jax.core.agreement import Agreement
+from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.signatures import check_arguments
+from zero_jax.core.text_tables import Report
 from zero_jax.core.tree import PyTree, key_shape, leaf_names
+from zero_jax.data import Tokenizer, load_tokenizer
 from zero_jax.models import decoder
 from zero_jax.models.decoder_config import DecoderConfig
-from zero_jax.models.huggingface import TensorName, decoder_config, tensor_names
-from zero_jax.pretrained.folder import read_config, read_tensors
+from zero_jax.models.huggingface import decoder_config, tensor_names
+from zero_jax.models.tensor_name import TensorName
+from zero_jax.pretrained.folder import TOKENIZER, read_config, read_tensors
 from zero_jax.pretrained.mapping import LeafTensors, match
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import resolve_precision
@@ -63,7 +68,7 @@ class HFModel:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pretrained:
+class Pretrained(Report):
     """A checkpoint of the hub on a mesh.
 
     Attributes:
@@ -79,6 +84,67 @@ class Pretrained:
     config: ZeroConfig
     loss_fn: Callable[..., Any]
 
+    def __str__(self) -> str:
+        leaves = jax.tree.leaves(self.params)
+        return f"{self.source.folder}: {self.source.config}, {sum(x.size for x in leaves):,} params"
+
+    def apply(self, params: PyTree, tokens: Array, segments: Array | None = None) -> Array:
+        """Returns the logits `[batch, seq_len, vocab_size]` of the token after each of `tokens` `[batch, seq_len]`.
+
+        `params` are those of the checkpoint (`loaded.params`) or of a state that was trained from them; `segments`, of
+        the same shape as the tokens, number documents that do not see each other.
+        """
+        return decoder.apply(self.source.config, params, tokens, segments)
+
+    def generate(
+        self,
+        params: PyTree,
+        prompt: Any,
+        *,
+        num_tokens: int = 64,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        key: Array | None = None,
+    ) -> Any:
+        """Samples what follows a prompt, for looking at a model: there is no cache of keys and values.
+
+            print(loaded.generate(loaded.params, "Once upon a time", num_tokens=40, temperature=0.8))
+
+        Args:
+          params: as for `apply`.
+          prompt: text, or tokens `[length]`.
+          num_tokens: tokens to add.
+          temperature: below 1 sharpens the choice, above 1 flattens it; 0 always takes the likeliest token.
+          top_k: choose among this many of the likeliest tokens; None means among all.
+          key: PRNG key; None stands for `jax.random.key(0)`.
+
+        Returns:
+          The text that follows a text, or tokens `[num_tokens]`, int32.
+
+        Raises:
+          ValueError: a prompt without tokens, a number out of its range, or text for a folder without `tokenizer.json`.
+        """
+        tokenizer = self._tokenizer if isinstance(prompt, str) else None
+        tokens = jnp.asarray(prompt if tokenizer is None else tokenizer.encode(prompt), jnp.int32)
+        run = _generator(self.source.config, num_tokens, temperature, top_k)
+        made = run(params, tokens, jax.random.key(0) if key is None else key)
+        if tokenizer is None:
+            return made
+        return tokenizer.decode(np.asarray(made)[np.asarray(made) < tokenizer.vocab_size])
+
+    @functools.cached_property
+    def _tokenizer(self) -> Tokenizer:
+        path = user_path(self.source.folder) / TOKENIZER
+        if not path.is_file():
+            raise ValueError(f"{self.source.folder} has no {TOKENIZER}: give tokens instead of text")
+        return load_tokenizer(path)
+
+
+@functools.lru_cache(maxsize=8)
+def _generator(config: DecoderConfig, num_tokens: int, temperature: float, top_k: int | None) -> Callable[..., Array]:
+    settings = {"num_tokens": num_tokens, "temperature": temperature, "top_k": top_k}
+    return jax.jit(functools.partial(decoder.generate, config, **settings))
+
 
 def read_decoder(folder: str | os.PathLike[str], *, seq_len: int | None = None) -> DecoderConfig:
     """Returns the shape of the decoder that the `config.json` of a folder describes.
@@ -90,13 +156,25 @@ def read_decoder(folder: str | os.PathLike[str], *, seq_len: int | None = None) 
     """
     hf_config = read_config(folder)
     try:
-        config = decoder_config(hf_config, seq_len=seq_len)
+        config = decoder_config(hf_config)
     except (ValueError, TypeError, OverflowError) as error:
         raise ValueError(f"{os.fspath(folder)}/config.json: {error}") from error
-    longest = hf_config["max_position_embeddings"]
-    if seq_len is not None and seq_len > longest:
-        raise ValueError(f"seq_len={seq_len}: the model in {os.fspath(folder)} has contexts of {longest:,} at most")
-    return config
+    if config.num_extra_tokens and not _has_extra_layers(folder):
+        config = dataclasses.replace(config, num_extra_tokens=0)
+    if seq_len is None:
+        return config
+    if seq_len > config.seq_len:
+        longest = f"{config.seq_len:,}"
+        raise ValueError(f"seq_len={seq_len}: the model in {os.fspath(folder)} has contexts of {longest} at most")
+    return dataclasses.replace(config, seq_len=seq_len)
+
+
+def _has_extra_layers(folder: str | os.PathLike[str]) -> bool:
+    """Returns whether a checkpoint has the layers that its config names, which transformers does not save."""
+    try:
+        return any(".eh_proj." in name for name in read_tensors(folder))
+    except ValueError:  # which is the error of who needs the tensors
+        return True
 
 
 def open_hf(folder: str | os.PathLike[str], *, seq_len: int | None = None) -> HFModel:
@@ -115,6 +193,8 @@ def open_hf(folder: str | os.PathLike[str], *, seq_len: int | None = None) -> HF
     tensors, optional = read_tensors(folder), {"lm_head.weight"} if config.tie_embedding else set()
     if optional & tensors.keys():  # it is the table, if that has no name of its own
         tensors = {names["embed"].template: tensors["lm_head.weight"], **tensors}
+    for layer in range(config.num_layers, config.num_layers + max(config.num_extra_tokens, 1)):  # copies
+        optional |= {f"model.layers.{layer}.{name}.weight" for name in ("embed_tokens", "shared_head.head")}
     leaves = match(folder, tensors, config.shapes, names, may_be_left=optional)
     return HFModel(folder=os.fspath(folder), hf_config=hf_config, config=config, leaves=leaves)
 
@@ -122,7 +202,7 @@ def open_hf(folder: str | os.PathLike[str], *, seq_len: int | None = None) -> HF
 def load_hf(
     folder: str | os.PathLike[str], *, mesh: Mesh, config: ZeroConfig, seq_len: int | None = None, dtype: Any = None
 ) -> Pretrained:
-    """Loads a checkpoint of the Hugging Face hub: Llama, Qwen, Gemma, Mistral, Mixtral, on any mesh, for any stage.
+    """Loads a checkpoint of the Hugging Face hub (a decoder of the families in docs/huggingface.md) on any mesh.
 
     Each process reads the slices of its own shards, one param at a time. Before the first one all files are checked.
 

@@ -13,7 +13,7 @@ import numpy as np
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.files.safetensors import StoredTensor, cast_values
 from zero_jax.core.text_tables import printable
-from zero_jax.models.huggingface import TensorName
+from zero_jax.models.tensor_name import TensorName
 
 Index = tuple[slice, ...]
 _READABLE = ("float32", "float16", "bfloat16")
@@ -21,8 +21,8 @@ _SHOWN = 4
 _MAX_TENSORS = 1 << 20  # of a param
 _MAX_MISSING = 10_000  # more than that are counted, and not named
 _SEARCHED = 10_000  # names that are compared with one that is missing
-# Tensors that transformers does not read either.
-_UNUSED = ("rotary_emb.inv_freq",)
+# Tensors that transformers does not read either: frequencies, and the causal mask of GPT-2 and GPT-NeoX.
+_UNUSED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class LeafTensors:
         """Reads a slice of the param as a new array; no other part of the files is read."""
         out = np.empty([len(range(*at.indices(size))) for at, size in zip(index, self.shape, strict=True)], dtype)
         for position, tensor, tensor_index in self._parts(index):
-            out[position] = self._view(tensor, "r")[tensor_index]
+            out[position] = self._view(tensor, "r")[self._features(tensor_index)]
         return out
 
     def write(self, index: Index, values: np.ndarray) -> None:
@@ -56,7 +56,7 @@ class LeafTensors:
         for position, tensor, tensor_index in self._parts(index):
             remedy = "save it as bfloat16 or float32"
             cast = cast_values(values[position], tensor.dtype, leaf=self.path, remedy=remedy)
-            self._view(tensor, "r+")[tensor_index] = cast
+            self._view(tensor, "r+")[self._features(tensor_index)] = cast
 
     def _parts(self, index: Index) -> Iterator[tuple[tuple[int, ...], StoredTensor, Index]]:
         """Yields the tensors of a slice, each with its index in the slice and the slice of the tensor."""
@@ -68,18 +68,38 @@ class LeafTensors:
     def _view(self, tensor: StoredTensor, mode: str) -> np.ndarray:
         """Returns a map of the file in the dims of the param: reversed and divided dims need no copy."""
         mapped = tensor.open(mode)
-        return (mapped.T if self.name.is_transposed else mapped).reshape(self.shape[self.name.num_indices :])
+        mapped = mapped.T if self.name.is_transposed else mapped
+        if self.name.part is not None:
+            return mapped
+        return mapped.reshape(self.shape[self.name.num_indices :])
+
+    def _features(self, index: Index) -> tuple[Any, ...]:
+        """Returns the index in a tensor's dims of one in those of the param, which may have a part of the features."""
+        if self.name.part is None:
+            return index
+        start, stop, period = self.name.part
+        features = np.arange(self.shape[-1])[index[-1]]
+        return (*index[:-1], features // (stop - start) * period + start + features % (stop - start))
 
 
 def tensor_shape(path: str, shape: tuple[int, ...], name: TensorName) -> tuple[int, ...]:
     """Returns the shape that a param's tensors have in the files.
 
     Raises:
-      ValueError: a name with more indices than dims, or a shape of its own that the param's dims do not divide.
+      ValueError: a name with more indices than dims, a shape of its own that the param's dims do not divide, or a part
+        of features that the param does not have.
     """
     dims = shape[name.num_indices :]
     if name.num_indices > len(shape):
         raise ValueError(f"{path}: {name.template!r} has {name.num_indices} indices, and the param {len(shape)} dims")
+    if name.part is not None:
+        start, stop, period = name.part
+        if not 0 <= start < stop <= period or not dims or dims[-1] % (stop - start) or name.shape is not None:
+            raise ValueError(
+                f"{path}: part={name.part} does not fit the dims {list(dims)}: give (start, stop, period) of the last "
+                "dim, which is a multiple of stop - start, and no shape"
+            )
+        dims = (*dims[:-1], dims[-1] // (stop - start) * period)
     if name.shape is None:
         return dims[::-1] if name.is_transposed else dims
     tensor_dims = name.shape[::-1] if name.is_transposed else name.shape
@@ -141,16 +161,18 @@ def match(
         )
     leaves: dict[str, LeafTensors] = {}
     problems: list[str] = []
-    expected: dict[str, tuple[str, tuple[int, ...]]] = {}
+    check_parts(names)
+    expected: dict[tuple[str, tuple[int, ...]], str] = {}  # params may share a tensor
     for path, shape in shapes.items():
         expected_shape = tensor_shape(path, shape, names[path])
         names_of_leaf = {index: names[path].of(index) for index in indices(shape, names[path])}
-        expected |= {name: (path, expected_shape) for name in names_of_leaf.values()}
+        expected |= {(name, expected_shape): path for name in names_of_leaf.values()}
         stored = {index: tensors[name] for index, name in names_of_leaf.items() if name in tensors}
         leaves[path] = LeafTensors(path=path, shape=shape, name=names[path], tensors=stored)
-    surplus = [name for name in tensors if name not in expected and name not in may_be_left]
+    used = {name for name, _ in expected}
+    surplus = [name for name in tensors if name not in used and name not in may_be_left]
     surplus = [name for name in surplus if not name.endswith(_UNUSED)]
-    for name, (path, expected_shape) in expected.items():
+    for (name, expected_shape), path in expected.items():
         tensor = tensors.get(name)
         if tensor is None:
             hint = did_you_mean(name, surplus[:_SEARCHED], "; is it {!r}?") if len(problems) < _SHOWN else ""
@@ -174,3 +196,20 @@ def check_paths(shapes: Collection[str], names: Collection[str]) -> None:
     for path in names:
         if path not in shapes:
             raise ValueError(f"{path!r} has a tensor's name and is no param: {did_you_mean(path, shapes)}leave it out")
+
+
+def check_parts(names: Mapping[str, TensorName]) -> None:
+    """Raises `ValueError` where the params that share a tensor leave features of it out, or have some twice."""
+    parts: dict[tuple[str, int], list[tuple[tuple[int, int, int], str]]] = {}
+    for path, name in names.items():
+        if name.part is not None:
+            parts.setdefault((name.template, name.first), []).append((name.part, path))
+    for (template, _), of_tensor in parts.items():
+        end = 0
+        (_, _, period), _ = of_tensor[0]
+        for (start, stop, own_period), path in sorted(of_tensor):
+            if start != end or own_period != period:
+                raise ValueError(f"{path}: part={(start, stop, own_period)} of {template!r} does not follow on {end}")
+            end = stop
+        if end != period:
+            raise ValueError(f"{template!r} has {period} features in a period, and its params take {end}: add the rest")

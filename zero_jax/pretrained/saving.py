@@ -25,13 +25,14 @@ from zero_jax.core.files.partial_folder import partial_folder
 from zero_jax.core.files.safetensors import Tensor, create_files
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.signatures import check_arguments
-from zero_jax.core.text_tables import printable, quoted
+from zero_jax.core.text_tables import Report, printable, quoted
 from zero_jax.core.tree import PyTree, leaves_by_name
-from zero_jax.models.decoder_config import DecoderConfig, RopeScaling
-from zero_jax.models.huggingface import TensorName, decoder_config, hf_config, tensor_names
+from zero_jax.models.decoder_config import RECORDS, DecoderConfig
+from zero_jax.models.huggingface import decoder_config, hf_config, tensor_names
+from zero_jax.models.tensor_name import TensorName
 from zero_jax.pretrained.folder import CONFIG, copy_companions, read_config, run_companions
 from zero_jax.pretrained.loading import HFModel, Pretrained
-from zero_jax.pretrained.mapping import LeafTensors, check_paths, indices, tensor_shape
+from zero_jax.pretrained.mapping import LeafTensors, check_parts, check_paths, indices, tensor_shape
 from zero_jax.pretrained.parts import Pieces, make_parts, own_shards, pieces_of_parts, write_parts
 from zero_jax.training import TrainState
 
@@ -40,7 +41,7 @@ _FLOATS = ("float32", "float16", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SavedHF:
+class SavedHF(Report):
     """A folder that was written, with the number and bytes of its tensors."""
 
     folder: str
@@ -219,7 +220,7 @@ def _write_folder(folder: _Folder, leaves: Mapping[str, Any], pieces: Mapping[st
     """
     plan, target = _plan_tensors(folder, leaves), folder.target
     _check_free(target)
-    tensors = [tensor for each in plan.values() for tensor in each.values()]
+    tensors = list({tensor.name: tensor for each in plan.values() for tensor in each.values()}.values())
     with partial_folder(target) as partial:
         with create_files(partial, tensors, max_bytes=folder.max_file_bytes, metadata={}) as stored:
             for path, each in plan.items():
@@ -244,7 +245,8 @@ def _plan_tensors(folder: _Folder, leaves: Mapping[str, Any]) -> dict[str, dict[
     if dtype is not None and dtype not in _FLOATS:
         raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(_FLOATS)}, or none")
     check_paths(leaves, folder.names)
-    plan = {}
+    check_parts(folder.names)
+    plan, planned = {}, dict[str, Tensor]()
     for path, leaf in leaves.items():
         own_dtype, name = jnp.dtype(leaf.dtype).name, folder.names[path]
         if own_dtype not in _FLOATS and dtype is None:
@@ -255,6 +257,14 @@ def _plan_tensors(folder: _Folder, leaves: Mapping[str, Any]) -> dict[str, dict[
             for index in indices(tuple(leaf.shape), name)
             for tensor in [name.of(index)]
         }
+        for tensor in plan[path].values():
+            if planned.setdefault(tensor.name, tensor) != tensor:
+                other = planned[tensor.name]
+                raise ValueError(
+                    f"param {path!r} shares the tensor {tensor.name} with another one, which makes it {other.dtype}"
+                    f"{list(other.shape)} and not {tensor.dtype}{list(tensor.shape)}: give a dtype of the files, or "
+                    "parts that fit"
+                )
     return plan
 
 
@@ -296,17 +306,17 @@ def _check_no_adapters(leaves: Collection[str], names: Collection[str]) -> None:
 
 def _decoder(model: Any) -> DecoderConfig:
     """Returns the shape of the decoder that a run recorded."""
-    fields = {field.name for field in dataclasses.fields(DecoderConfig)}
-    if not isinstance(model, Mapping) or not fields <= model.keys():
+    if not isinstance(model, Mapping) or not {"num_kv_heads", "head_dim"} <= model.keys():
         name = model.get("name") if isinstance(model, Mapping) else None
         raise ValueError(
             f"the checkpoint is of the model {quoted(name)}, which is no decoder of the hub's families: export it as "
             "plain safetensors, with --out"
         )
-    shape = {name: model[name] for name in fields}
+    # A run of an earlier release recorded fewer fields: what it had is the default of the others.
+    shape = {field.name: model[field.name] for field in dataclasses.fields(DecoderConfig) if field.name in model}
     try:
-        scaling = None if shape["rope_scaling"] is None else RopeScaling(**shape["rope_scaling"])
-        return DecoderConfig(**{**shape, "rope_scaling": scaling})
+        shape |= {name: record(**shape[name]) for name, record in RECORDS.items() if shape.get(name) is not None}
+        return DecoderConfig(**shape)
     except TypeError as error:
         raise ValueError(f"the checkpoint's model cannot be read ({error})") from error
 

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,8 +23,26 @@ from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.interpreters import ad, partial_eval
 
-if jax.__version_info__ < (0, 10):
-    raise ImportError(f"zero_jax needs JAX 0.10 or newer, but this is {jax.__version__}: run `pip install -U jax`")
+from zero_jax.core.extras import pip_install
+
+OLDEST_JAX, NEWEST_JAX = (0, 10), (0, 12)  # the releases that the tests run on, and those in between
+
+
+def _check_release(version: str, release: tuple[int, ...]) -> None:
+    """Refuses a JAX that is too old, and warns of one that is newer than those that are tested."""
+    if release < OLDEST_JAX:
+        command = pip_install("--upgrade jax")
+        raise ImportError(f"zero_jax needs JAX 0.10 or newer, but this is {version}: run `{command}`")
+    if release[:2] > NEWEST_JAX:
+        newest = ".".join(map(str, NEWEST_JAX))
+        warnings.warn(
+            f"JAX {version} is newer than tested: this zero_jax is tested up to JAX {newest}. If something fails or "
+            f"numbers differ, look for a newer zero_jax, or try `{pip_install(f'jax=={newest}.*')}`",
+            stacklevel=2,
+        )
+
+
+_check_release(jax.__version__, jax.__version_info__)  # once a process, when JAX is first used
 
 Jaxpr = Any
 JaxprEqn = Any

@@ -5,6 +5,7 @@ A domain is a fast network: a TPU slice, or a GPU host.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ GPUS = frozenset({"gpu", "cuda", "rocm"})  # what JAX calls their platform
 def order_devices(
     devices: list[Any], sizes: Mapping[str, int], data_layout: Sequence[int] | None
 ) -> tuple[tuple[int, ...], np.ndarray]:
-    """Returns the sizes of the mesh axes of `data`, and the grid of devices `[replica, *data, model]`.
+    """Returns the sizes of the mesh axes of `data`, and the grid of devices `[replica, *data, pipe, model]`.
 
     `data_layout` are those sizes; None chooses them by the hardware.
     """
@@ -33,8 +34,58 @@ def order_devices(
                 f"make_mesh: data_layout={tuple(data_layout)} multiplies to {math.prod(data_layout)}, "
                 f"not to data={sizes['data']}: give sizes whose product is that"
             )
+    stages = _stages(devices, sizes.get("pipe", 1))
+    layout, first = _in_one_stage(stages[0], sizes, data_layout)
+    # Stages of the same form are laid out alike, so that what a device sends goes to a neighbour.
+    numbers = {device: i for i, device in enumerate(stages[0])}
+    order = [numbers[device] for device in first.flat]
+    grids = [np.array([stage[i] for i in order], dtype=object).reshape(first.shape) for stage in stages]
+    return layout, np.stack(grids, axis=-2)
+
+
+def _in_one_stage(
+    devices: list[Any], sizes: Mapping[str, int], data_layout: Sequence[int] | None
+) -> tuple[tuple[int, ...], np.ndarray]:
     levels = _over_domains(devices, sizes, data_layout)
     return _in_one_domain(devices, sizes, data_layout) if levels is None else levels
+
+
+def _stages(devices: list[Any], num_stages: int) -> list[list[Any]]:
+    """Returns the devices of each stage of a pipeline, all in the same order.
+
+    Stages are in domains of their own where these are enough: what they exchange is little. Within a domain they are
+    next to each other along the last dim of the torus.
+    """
+    if num_stages == 1:
+        return [devices]
+    domains: dict[int, list[Any]] = {}
+    for device, domain in zip(devices, domains_of(devices), strict=True):
+        domains.setdefault(domain, []).append(device)
+    groups, num_domains = [domains[number] for number in sorted(domains)], len(domains)
+    is_even = len({len(group) for group in groups}) == 1
+    if is_even and num_domains % num_stages == 0:
+        each = num_domains // num_stages
+        return [[*itertools.chain(*groups[i : i + each])] for i in range(0, num_domains, each)]
+    if is_even and num_stages % num_domains == 0:
+        return [part for group in groups for part in _slabs(group, num_stages // num_domains)]
+    return _slabs(devices, num_stages)
+
+
+def _slabs(devices: list[Any], num_parts: int) -> list[list[Any]]:
+    """Splits devices into equal parts, along the last dim of a torus that divides."""
+    size, coords = len(devices) // num_parts, [getattr(device, "coords", None) for device in devices]
+    if num_parts == 1:
+        return [devices]
+    places = np.zeros((len(devices), 0), int) if None in coords else np.asarray(coords)
+    for dim in reversed(range(places.shape[1])):
+        extent, start = int(np.ptp(places[:, dim])) + 1, places[:, dim].min()
+        if extent % num_parts:
+            continue
+        slab = (places[:, dim] - start) // (extent // num_parts)
+        order = np.lexsort((np.arange(len(devices)), slab))
+        if (np.bincount(slab) == size).all():
+            return [[devices[i] for i in order[j : j + size]] for j in range(0, len(devices), size)]
+    return [devices[i : i + size] for i in range(0, len(devices), size)]
 
 
 def _over_domains(
@@ -105,9 +156,12 @@ def _in_one_domain(
 
 
 def _axes_of_data(devices: list[Any], data: int, dims: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns one axis per torus dim that `data` covers, where that is what compiles to native collectives."""
+    """Returns one axis per torus dim that `data` covers, where that is what compiles to native collectives.
+
+    Chips of several devices (TPU7x) have them over one axis: of steps along four dims XLA:TPU makes all-reduces.
+    """
     num_chips = len({tuple(device.coords) for device in devices}) if dims else 0
-    if num_chips < STAGED_FROM_NUM_CHIPS or len(dims) < 2:
+    if num_chips < STAGED_FROM_NUM_CHIPS or len(dims) < 2 or num_chips < len(devices):
         return (data,)
     for taken in range(1 << len(dims)):  # the dims that `replica` and `model` cover; the others are left for `data`
         left = tuple(extent for i, extent in enumerate(dims) if not taken >> i & 1)

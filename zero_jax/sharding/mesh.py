@@ -1,4 +1,4 @@
-"""The device mesh: `replica` x `data` x `model`, where `data` may be several mesh axes."""
+"""The device mesh: `replica` x `data` x `pipe` x `model`, where `data` may be several mesh axes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ class Axes:
     """The roles of a mesh's axes: ZeRO shards over `data`; `replica` holds full copies; `model` is tensor parallelism.
 
     Any other axis of a mesh is the user's own. `secondary` are the axes of `data` that params are sharded over, where
-    these are not all (hpZ).
+    these are not all (hpZ). `pipe` are the axes of `data`, its last ones, along which devices have layers of their own,
+    as stages of a pipeline: outside of the layers a batch, and ZeRO's shards, are over them as over the others.
     """
 
     data: tuple[str, ...]
     replica: tuple[str, ...]
     model: tuple[str, ...] = ()
     secondary: tuple[str, ...] = ()
+    pipe: tuple[str, ...] = ()
 
     @property
     def batch(self) -> tuple[str, ...]:
@@ -42,13 +44,28 @@ class Axes:
         """The axes of the batch that params are not sharded over at any stage: each device along them has a copy."""
         return self.replica + tuple(axis for axis in self.data if self.secondary and axis not in self.secondary)
 
+    @property
+    def data_of_stage(self) -> tuple[str, ...]:
+        """The axes of `data` within a stage of a pipeline: those that are not `pipe`."""
+        return tuple(axis for axis in self.data if axis not in self.pipe)
+
+    @property
+    def of_stage(self) -> Axes:
+        """The roles as they are within a stage of a pipeline, where no array is sharded over `pipe`."""
+        return dataclasses.replace(self, data=self.data_of_stage, pipe=())
+
+    def num_stages(self, mesh: Mesh) -> int:
+        """Returns the number of stages of a pipeline; 1 without one."""
+        return axis_size(mesh, self.pipe)
+
     def size_beside_batch(self, mesh: Mesh) -> int:
         """Returns the number of devices with the same examples: along the axes that a batch is not sharded over."""
         return mesh.size // axis_size(mesh, self.batch)
 
     def of_params(self, *, with_copies: bool = True) -> Axes:
         """Returns the roles as they are for the use of params: `data` is what they are gathered over."""
-        return Axes(data=self.secondary or self.data, replica=self.copies if with_copies else (), model=self.model)
+        data, replica = self.secondary or self.data, self.copies if with_copies else ()
+        return Axes(data=data, replica=replica, model=self.model, pipe=self.pipe)
 
 
 def axes_of(
@@ -57,15 +74,18 @@ def axes_of(
     data: Sequence[str] | None = None,
     replica: Sequence[str] | None = None,
     model: Sequence[str] | None = None,
+    pipe: Sequence[str] | None = None,
 ) -> Axes:
     """Returns the roles of a mesh's axes: those of the arguments, the others by their names.
 
     Args:
       mesh: any mesh; `data` and `data_*` have the data role, `replica` the replica role, `model` and `model_*` the
-        model role; `data_0`, `data_1` and so on in the order of their numbers, others in the mesh's.
-      data: the axes of the data role, major first.
+        model role, `pipe` and `pipe_*` the pipe role; `data_0`, `data_1` and so on in the order of their numbers,
+        others in the mesh's.
+      data: the axes of the data role, major first; those of the pipe role are added to them.
       replica: the axes of the replica role.
       model: the axes of the model role, major first.
+      pipe: the axes of the pipe role, major first.
 
     Raises:
       ValueError: an axis that the mesh does not have, or no axis that carries `data`.
@@ -73,7 +93,7 @@ def axes_of(
     if not hasattr(mesh, "axis_names"):
         raise ValueError(f"mesh={shown(mesh)} is no mesh: make one with zero.make_mesh(data=...) or jax.sharding.Mesh")
     names = tuple(mesh.axis_names)
-    by_role = {"data": data, "replica": replica, "model": model}
+    by_role = {"data": data, "replica": replica, "model": model, "pipe": pipe}
     by_role = {role: (axes,) if isinstance(axes, str) else axes for role, axes in by_role.items()}
     assigned = [axis for axes in by_role.values() if axes is not None for axis in axes]
     twice = next((axis for axis in assigned if assigned.count(axis) > 1), None)
@@ -86,8 +106,8 @@ def axes_of(
     }
     if all(str(name)[len("data_") :].isdecimal() for name in by_name["data"]):  # as make_mesh numbers them
         by_name["data"] = tuple(sorted(by_name["data"], key=lambda name: int(name[len("data_") :])))
-    data, replica, model = (by_name[role] if axes is None else axes for role, axes in by_role.items())
-    for name in (*data, *replica, *model):
+    data, replica, model, pipe = (by_name[role] if axes is None else axes for role, axes in by_role.items())
+    for name in (*data, *replica, *model, *pipe):
         if name not in names:
             hint = did_you_mean(name, names, "; did you mean {!r}?")
             raise ValueError(f"the mesh has axes {names} and none called {name!r}{hint}")
@@ -102,7 +122,7 @@ def axes_of(
             f"the mesh has axes {names} and none of them carries `data`: "
             "name one `data`, or say which with ZeroConfig(data_axes=(...,))"
         )
-    return Axes(data=tuple(data), replica=tuple(replica), model=tuple(model))
+    return Axes(data=(*data, *pipe), replica=tuple(replica), model=tuple(model), pipe=tuple(pipe))
 
 
 def secondary_axes(mesh: Mesh, axes: Axes, secondary: bool | Sequence[str]) -> tuple[str, ...]:
@@ -215,11 +235,12 @@ def make_mesh(
     data: int | None = None,
     replica: int = 1,
     model: int = 1,
+    pipe: int = 1,
     devices: Iterable[Any] | None = None,
     topology: str | None = None,
     data_layout: Sequence[int] | None = None,
 ) -> Mesh:
-    """Makes the mesh `replica` x `data` x `model`, in an order for the hardware; all axes have the Auto type.
+    """Makes the mesh `replica` x `data` x `pipe` x `model`, in an order for the hardware; all axes have the Auto type.
 
     On a large torus, on several TPU slices and on a cluster of multi-GPU hosts, `data` is several mesh axes (`data_0`,
     `data_1`, ...), one per torus dim or level of the network, so that gathers and reduce-scatters go axis by axis.
@@ -227,9 +248,11 @@ def make_mesh(
     devices it comes first: XLA:TPU has native reduce-scatters inside slices whose devices are next to each other.
 
     Args:
-      data: devices that ZeRO shards over; None takes what `replica` and `model` leave.
+      data: devices that ZeRO shards over, in each stage of a pipeline; None takes what the other axes leave.
       replica: copies of the sharded state (HSDP); 1 for plain ZeRO.
       model: size of the tensor-parallel axis.
+      pipe: stages of the pipeline (docs/pipeline.md). They are in slices or hosts of their own where there are enough
+        of these, else next to each other along the last dim of a torus. With 1 there is no axis `pipe`.
       devices: the devices; None takes all of `jax.devices()`.
       topology: name of hardware to compile for without having it, as in `v5p:2x2x4` or `h100:2x8`; excludes `devices`.
       data_layout: sizes of the mesh axes of `data`, major first; overrides the choice by the hardware. The last is the
@@ -249,31 +272,36 @@ def make_mesh(
     if len(set(devices)) < len(devices):
         twice = next(device for device in devices if devices.count(device) > 1)
         raise ValueError(f"make_mesh: devices has {twice} {devices.count(twice)} times: give each device once")
-    sizes = _sizes(data=data, replica=replica, model=model, num_devices=len(devices))
+    sizes = _sizes(data=data, replica=replica, model=model, pipe=pipe, num_devices=len(devices))
     layout, grid = order_devices(devices, sizes, data_layout)
     data_names = ("data",) if len(layout) == 1 else tuple(f"data_{i}" for i in range(len(layout)))
-    names = ("replica", *data_names, "model")
+    names = ("replica", *data_names, "pipe", "model")
+    if pipe == 1:
+        names, grid = ("replica", *data_names, "model"), grid.squeeze(-2)
     mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
     slow = [name for name in data_names if name in slow_axes(mesh) and len(data_names) > 1]
     order = ["replica", *slow, *(name for name in names[1:] if name not in slow)]
     return Mesh(grid.transpose([names.index(name) for name in order]), order, axis_types=mesh.axis_types)
 
 
-def _sizes(*, data: int | None, replica: int, model: int, num_devices: int) -> dict[str, int]:
-    for name, size in (("replica", replica), ("model", model), ("data", 1 if data is None else data)):
+def _sizes(*, data: int | None, num_devices: int, **others: int) -> dict[str, int]:
+    for name, size in (*others.items(), ("data", 1 if data is None else data)):
         if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
             raise ValueError(f"make_mesh: {name}={size!r} must be a positive integer")
+    replica, model, pipe = (others[name] for name in ("replica", "model", "pipe"))
+    stages = f" x pipe={pipe}" if pipe > 1 else ""
     if data is None:
-        if num_devices % (replica * model):
+        if num_devices % (replica * model * pipe):
             raise ValueError(
-                f"make_mesh: replica={replica} x model={model} does not divide the {num_devices} devices: "
+                f"make_mesh: replica={replica} x model={model}{stages} does not divide the {num_devices} devices: "
                 "change one of them, or pass `devices=` with the devices to use"
             )
-        data = num_devices // (replica * model)
-    if replica * data * model != num_devices:
+        data = num_devices // (replica * model * pipe)
+    num_used = replica * data * model * pipe
+    if num_used != num_devices:
         raise ValueError(
-            f"make_mesh: replica={replica} x data={data} x model={model} is {replica * data * model} devices, but "
+            f"make_mesh: replica={replica} x data={data} x model={model}{stages} is {num_used} devices, but "
             f"there are {num_devices}: leave out `data` to use them all, or pass "
-            f"`devices=jax.devices()[:{replica * data * model}]`"
+            f"`devices=jax.devices()[:{num_used}]`"
         )
-    return {"replica": replica, "data": data, "model": model}
+    return {"replica": replica, "data": data, "model": model, "pipe": pipe}

@@ -97,6 +97,11 @@ _NAMED: Mapping[str, Precision] = {
 }
 
 
+def precision_name(precision: str | Precision) -> str | None:
+    """Returns the name of a policy, or None for one of the user's own; `auto` is `fp32` where nobody has chosen."""
+    return None if isinstance(precision, Precision) else "fp32" if precision == "auto" else precision
+
+
 def resolve_precision(precision: str | Precision) -> Precision:
     """Returns the policy for a name.
 
@@ -105,6 +110,7 @@ def resolve_precision(precision: str | Precision) -> Precision:
     """
     if isinstance(precision, Precision):
         return precision
+    precision = precision_name(precision) or ""
     if precision not in _NAMED:
         hint = did_you_mean(precision, _NAMED)
         raise ValueError(

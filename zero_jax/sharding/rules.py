@@ -11,11 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.text_tables import aligned, format_bytes
+from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.core.tree import PyTree, leaf_names, map_named
 from zero_jax.core.variables import MODEL_STATE, model_state_names
+from zero_jax.sharding.layer_stacks import is_stack, stacked_layers
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.model_specs import AxisRules, spec_of_each, specs_of
 from zero_jax.sharding.path_patterns import PathPatterns
@@ -37,7 +39,10 @@ class ShardingRules:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafPlacement:
-    """The sharding of a leaf when it is sharded over `data`, and the reason for it."""
+    """The sharding of a leaf when it is sharded over `data`, and the reason for it.
+
+    `pipe` are the axes of pipeline stages that its layers are sharded over whether or not its group is sharded.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -45,25 +50,28 @@ class LeafPlacement:
     num_bytes: int
     dims: Dims
     reason: str
+    pipe: tuple[str, ...] = ()
 
 
 class _Placer:
     """Applies the rules to leaves on one mesh."""
 
-    def __init__(self, mesh: Mesh, axes: Axes, rules: ShardingRules):
-        self.mesh, self.axes, self.rules = mesh, axes, rules
+    def __init__(self, mesh: Mesh, axes: Axes, rules: ShardingRules, stacks: frozenset[str] = frozenset()):
+        self.mesh, self.axes, self.rules, self.stacks = mesh, axes, rules, stacks
         self.overrides = PathPatterns("overrides", {} if rules.overrides is None else rules.overrides)
 
     def place(self, name: str, leaf: Any, spec_dims: Dims | None) -> LeafPlacement:
         """Returns the placement of a leaf: an override by path, else `dims` with `data` added."""
-        shape, dtype = tuple(leaf.shape), leaf.dtype
+        shape, dtype, pipe = tuple(leaf.shape), leaf.dtype, ()
         override = self.overrides.of(name)
         if override is not None:
             dims, reason = self.checked(name, shape, override), "override"
         elif jnp.issubdtype(dtype, jax.dtypes.extended):
             dims, reason = ((),) * len(shape), "PRNG keys are not sharded"
         else:
-            dims, reason = self.add_data(shape, spec_dims or ((),) * len(shape))
+            dims = self.add_pipe(name, shape, spec_dims or ((),) * len(shape))
+            pipe = tuple(axis for axis in self.axes.pipe if carries(dims, (axis,)))
+            dims, reason = self.add_data(shape, dims)
         return LeafPlacement(
             path=name,
             shape=shape,
@@ -71,6 +79,7 @@ class _Placer:
             num_bytes=math.prod(shape) * dtype.itemsize,
             dims=dims,
             reason=reason,
+            pipe=pipe,
         )
 
     def place_like(self, name: str, leaf: Any, params: Mapping[str, LeafPlacement]) -> LeafPlacement:
@@ -84,12 +93,14 @@ class _Placer:
                 num_bytes = math.prod(leaf.shape) * leaf.dtype.itemsize
                 return dataclasses.replace(param, path=name, dtype=str(leaf.dtype), num_bytes=num_bytes)
             more = len(leaf.shape) - len(param.shape)
-            follows = more > 0 and tuple(leaf.shape[more:]) == param.shape and carries(param.dims, self.axes.data)
-            if follows and not self.overrides.matches(name):  # a stack of such params, as the memories of lbfgs
+            is_stack = more > 0 and tuple(leaf.shape[more:]) == param.shape  # as the memories of lbfgs
+            is_sharded = carries(param.dims, self.axes.data) and not param.pipe
+            if is_stack and is_sharded and not self.overrides.matches(name):
                 num_bytes = math.prod(leaf.shape) * leaf.dtype.itemsize
                 of_leaf = {"path": name, "shape": tuple(leaf.shape), "dtype": str(leaf.dtype), "num_bytes": num_bytes}
                 return dataclasses.replace(param, **of_leaf, dims=((),) * more + param.dims)
-            common = _common_dims(without(param.dims, self.axes.data), param.shape, tuple(leaf.shape))
+            added = [axis for axis in self.axes.data if axis not in param.pipe]
+            common = _common_dims(without(param.dims, added), param.shape, tuple(leaf.shape))
             return self.place(name, leaf, common)
         return self.place(name, leaf, None)
 
@@ -107,13 +118,21 @@ class _Placer:
                 )
         return dims
 
+    def add_pipe(self, name: str, shape: tuple[int, ...], dims: Dims) -> Dims:
+        """Adds the `pipe` axes to the layers of a stack, if these divide and nothing else is said of them."""
+        num_stages = self.axes.num_stages(self.mesh)
+        if num_stages == 1 or name not in self.stacks or dims[0] or carries(dims, self.axes.data):
+            return dims
+        return dims if shape[0] % num_stages else _with(dims, 0, self.axes.pipe)
+
     def add_data(self, shape: tuple[int, ...], dims: Dims) -> tuple[Dims, str]:
         """Adds the `data` axes to the best dims: all on one dim, else over several; with the reason."""
-        data = tuple(axis for axis in self.axes.data if self.mesh.shape[axis] > 1)
-        if carries(dims, self.axes.data):
+        layers = tuple(axis for axis in self.axes.pipe if carries(dims, (axis,)))
+        data = tuple(axis for axis in self.axes.data if self.mesh.shape[axis] > 1 and axis not in layers)
+        if carries(dims, [axis for axis in self.axes.data if axis not in layers]):
             return dims, "as given"
         if not data:
-            return dims, "data has one device"
+            return dims, "layers over pipe" if layers else "data has one device"
         if math.prod(shape) < max(self.rules.min_shard_size, 1):
             return dims, f"unsharded: under {self.rules.min_shard_size} elements"
         if len(data) > 2:  # the first two axes shard one dim, the others the last (spec.scatter_steps)
@@ -146,10 +165,8 @@ class _Placer:
         fits = [i for i, extent in enumerate(local) if extent and extent % size == 0 and i != besides]
 
         def score(i: int) -> tuple[bool, bool, bool, int]:
-            # The leading dim of a stack is scanned over, and a scan over a sharded dim needs an early gather. Kernels
-            # `[features, heads, head_dim]` of attention are no stacks: there are more features than in one head.
-            rest = max(shape[1:], default=0)
-            stacked = i == 0 and (2 * rest > shape[0] if len(shape) >= 3 else len(shape) == 2 and 4 * shape[0] <= rest)
+            # The leading dim of a stack is scanned over, and a scan over a sharded dim needs an early gather.
+            stacked = i == 0 and is_stack(shape)
             from_last = len(shape) - 1 - i
             aligned = from_last > 1 or (local[i] // size) % _TILE[1 - from_last] == 0
             return (not stacked, aligned, (from_last == 0) == minor, local[i])
@@ -163,7 +180,7 @@ def _with(dims: Dims, i: int, axes: Sequence[str]) -> Dims:
 
 def place_params(params: PyTree, *, mesh: Mesh, axes: Axes, rules: ShardingRules) -> PyTree:
     """Returns a `LeafPlacement` for each param (arrays or `ShapeDtypeStruct`s), with its sharding over `data`."""
-    placer, specs = _Placer(mesh, axes, rules), rules.param_specs
+    placer, specs = _Placer(mesh, axes, rules, _stacks(params, leaf_names(params), axes)), rules.param_specs
     if of_model_state := _model_state_patterns(specs):
         specs = {pattern: spec for pattern, spec in specs.items() if pattern not in of_model_state} or None
     of_each = user_specs(params, specs if specs is not None else _carried(params, mesh, axes, rules))
@@ -172,6 +189,12 @@ def place_params(params: PyTree, *, mesh: Mesh, axes: Axes, rules: ShardingRules
         return placer.place(name, leaf, None if spec is None else placer.checked(name, tuple(leaf.shape), spec.spec))
 
     return map_named(place, params, of_each, is_leaf=None)
+
+
+def _stacks(tree: PyTree, names: Sequence[str], axes: Axes) -> frozenset[str]:
+    """Returns the paths of the leaves that are stacks of layers, where a mesh has stages for them."""
+    shapes = map(np.shape, jax.tree.leaves(tree))
+    return stacked_layers(dict(zip(names, shapes, strict=True))) if axes.pipe else frozenset()
 
 
 def _carried(params: PyTree, mesh: Mesh, axes: Axes, rules: ShardingRules) -> PyTree:
@@ -226,7 +249,8 @@ def place_model_state(
     In this order: an override or a pattern of `param_specs` for its path `model_state/...`, the spec in its own
     metadata, the placement of the param of the same path and shape (a target network), its own shape.
     """
-    placer, by_path = _Placer(mesh, axes, rules), _by_path(placements)
+    stacks = _stacks(model_state, model_state_names(model_state), axes)
+    placer, by_path = _Placer(mesh, axes, rules, stacks), _by_path(placements)
     patterns = PathPatterns("param_specs", _model_state_patterns(rules.param_specs))
     patterns.check_matched(model_state_names(model_state))
     carried = specs_of(model_state, rules.axis_rules, mesh=mesh, batch_axes=axes.batch)
@@ -270,19 +294,18 @@ def _common_dims(dims: Dims, shape: tuple[int, ...], smaller: tuple[int, ...]) -
 
 
 def to_shardings(placements: PyTree, *, mesh: Mesh, axes: Axes, over: Sequence[str]) -> PyTree:
-    """Converts placements to `NamedSharding`s; of the axes of `data`, with those of `over` alone."""
-    left_out = [axis for axis in axes.data if axis not in over]
+    """Converts placements to `NamedSharding`s; of the axes of `data`, with those of `over` and of layers alone."""
 
     @functools.cache
-    def sharding(dims: Dims) -> NamedSharding:
-        return named(mesh, without(dims, left_out))
+    def sharding(dims: Dims, pipe: tuple[str, ...]) -> NamedSharding:
+        return named(mesh, without(dims, [axis for axis in axes.data if axis not in (*over, *pipe)]))
 
     is_leaf = lambda x: isinstance(x, LeafPlacement)  # noqa: E731
-    return jax.tree.map(lambda placement: sharding(placement.dims), placements, is_leaf=is_leaf)
+    return jax.tree.map(lambda leaf: sharding(leaf.dims, leaf.pipe), placements, is_leaf=is_leaf)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ShardingReport:
+class ShardingReport(Report):
     """How the leaves of sharded groups are sharded, and why some are replicated; prints as a table.
 
     Attributes:

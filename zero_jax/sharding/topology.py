@@ -16,11 +16,12 @@ from typing import Any
 from jax.experimental import topologies
 
 from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.extras import pip_install
 
 _GIB = 2**30
 MAX_DEVICES = 2**17  # the largest TPU slice has 9,216 chips
-_INSTALL_TPU = 'pip install "jax[tpu]"'
-_INSTALL_GPU = 'pip install "zero-jax[gpu-compiler]"'
+_INSTALL_TPU = pip_install("jax[tpu]")
+_INSTALL_GPU = pip_install("zero-jax[gpu-compiler]")
 _GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 

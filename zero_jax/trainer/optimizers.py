@@ -14,7 +14,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
 from zero_jax.core.close_match import did_you_mean
-from zero_jax.core.field_checks import check_fields, check_value
+from zero_jax.core.field_checks import check_fields, check_value, hinted
 from zero_jax.core.tree import leaf_names, path_name
 from zero_jax.sharding.path_patterns import PathPatterns
 from zero_jax.training import check_decay, params_ema
@@ -24,10 +24,11 @@ _NOT_DECAYED = ("scale", "bias", "norm")
 _TABLES = ("embed", "embedding", "position")
 _USUAL_WARMUP_STEPS = 50
 # Defaults of the learning rate at the last step, as a share of the highest.
-_USUAL_FINAL_SHARE = {"cosine": 0.1, "linear": 0.0, "wsd": 0.0, "constant": 1.0}
+_USUAL_FINAL_SHARE = {"cosine": 0.1, "linear": 0.0, "wsd": 0.0}
 _USUAL_DECAY_FRACTION = 0.1
 
 
+@hinted
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The optimizer, its learning rate and its options.
@@ -83,6 +84,18 @@ class OptimizerConfig:
         if self.no_decay is not None:
             PathPatterns("no_decay", {self.no_decay: True})
 
+    def resolved(self, num_steps: int) -> "OptimizerConfig":
+        """Returns the config for a run of `num_steps` steps with what is usual for all that is None."""
+        optimizer = _OPTIMIZERS[self.optimizer]
+        usual: dict[str, Any] = {
+            "learning_rate": optimizer.learning_rate,
+            "warmup_steps": min(_USUAL_WARMUP_STEPS, num_steps // 4),
+            "final_learning_rate": _USUAL_FINAL_SHARE.get(self.schedule),
+            "decay_fraction": _USUAL_DECAY_FRACTION if self.schedule == "wsd" else None,
+            **{name: default for name, (_, default) in optimizer.options.items()},
+        }
+        return dataclasses.replace(self, **{name: x for name, x in usual.items() if getattr(self, name) is None})
+
     def _check_schedule(self) -> None:
         """Raises `ValueError` for options that the schedule does not have, and for invalid shares."""
         share, fraction = self.final_learning_rate, self.decay_fraction
@@ -128,17 +141,16 @@ def make_schedule(config: OptimizerConfig, *, num_steps: int) -> optax.Schedule:
     check_value("num_steps", num_steps, int)
     if num_steps < 1:
         raise ValueError(f"num_steps={num_steps}: give at least 1")
-    schedule, warmup_steps, share = config.schedule, config.warmup_steps, config.final_learning_rate
-    if warmup_steps is None:
-        warmup_steps = min(_USUAL_WARMUP_STEPS, num_steps // 4)
+    config = config.resolved(num_steps)
+    schedule, warmup_steps, peak = config.schedule, config.warmup_steps, config.learning_rate
+    assert warmup_steps is not None and peak is not None
     if warmup_steps >= num_steps:
         raise ValueError(
             f"warmup_steps={warmup_steps} leaves nothing of a run of {num_steps} steps: make it smaller, "
             f"{num_steps // 10} for example, or train for longer"
         )
-    peak = _OPTIMIZERS[config.optimizer].learning_rate if config.learning_rate is None else config.learning_rate
     # A rate of exactly 0 would waste the first step.
-    start, end = peak / (warmup_steps + 1), peak * (_USUAL_FINAL_SHARE[schedule] if share is None else share)
+    start, end = peak / (warmup_steps + 1), peak * (config.final_learning_rate or 0.0)
     if schedule == "cosine":
         return optax.warmup_cosine_decay_schedule(start, peak, warmup_steps, num_steps, end)
     parts = [optax.linear_schedule(start, peak, warmup_steps)] if warmup_steps else []
@@ -148,7 +160,8 @@ def make_schedule(config: OptimizerConfig, *, num_steps: int) -> optax.Schedule:
     else:
         parts.append(optax.constant_schedule(peak))
     if schedule == "wsd":
-        fraction = _USUAL_DECAY_FRACTION if config.decay_fraction is None else config.decay_fraction
+        fraction = config.decay_fraction
+        assert fraction is not None
         decay_steps = max(1, round(num_steps * fraction))
         if warmup_steps + decay_steps > num_steps:
             raise ValueError(
@@ -168,11 +181,8 @@ def make_optimizer(config: OptimizerConfig, *, num_steps: int) -> optax.Gradient
     Raises:
       ValueError: the warm-up, or warm-up and decay, are not over when the run is.
     """
-    optimizer = _OPTIMIZERS[config.optimizer]
-    options = {}
-    for name, (keyword, default) in optimizer.options.items():
-        value = getattr(config, name)
-        options[keyword] = default if value is None else value
+    optimizer, usual = _OPTIMIZERS[config.optimizer], config.resolved(num_steps)
+    options = {keyword: getattr(usual, name) for name, (keyword, _) in optimizer.options.items()}
     mask = functools.partial(decay_mask, no_decay=config.no_decay)
     schedule = make_schedule(config, num_steps=num_steps)
     tx = optimizer.make(schedule, weight_decay=config.weight_decay, mask=mask, **options)

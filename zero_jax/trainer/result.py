@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zero_jax.cluster import EXIT_CODE as SAVED
+from zero_jax.core.text_tables import Report
 from zero_jax.trainer.reporting.curves import RunRecords, plot_runs, read_run
 
 # What a process exits with, and what is said of the end, by status.
@@ -32,7 +33,7 @@ _PATIENT_SECONDS, _HURRIED_SECONDS = 60.0, 5.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainResult:
+class TrainResult(Report):
     """The final metrics of a run; losses are those of the first and the last step of the run, however often resumed.
 
     Losses of text are in nats per token. Validation losses are None where nothing is validated, `tokens_per_second` is

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import functools
+import json
 import os
 import pathlib
 import re
+import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -25,10 +28,10 @@ from zero_jax.checkpoint import (
     list_step_folders,
     resolve_folder,
 )
-from zero_jax.core.agreement import Agreement, agree_on
-from zero_jax.core.field_checks import check_fields
+from zero_jax.core.agreement import Agreement, agree_on, from_first_process
+from zero_jax.core.field_checks import check_fields, hinted
 from zero_jax.core.files.folder_lock import FolderLock
-from zero_jax.core.files.untrusted import user_path
+from zero_jax.core.files.untrusted import mapping, user_path
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import shown
 from zero_jax.data import DataConfig
@@ -39,7 +42,7 @@ from zero_jax.trainer.inputs.own import OwnInput, OwnModel, own_input
 from zero_jax.trainer.inputs.text import Sampler, TextInput, open_dataset
 from zero_jax.trainer.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from zero_jax.trainer.reporting.writers import WriterConfig
-from zero_jax.trainer.run_folder import as_json, check_name, flat_json, make_folder
+from zero_jax.trainer.run_folder import as_json, check_name, flat_json, folder_name, make_folder
 from zero_jax.training import MeshLoss, TrainStep, ZeroConfig, abstract_state, check_batch, make_train_step, releases
 from zero_jax.transforms import rematerialize
 
@@ -83,10 +86,12 @@ class Model:
     adapters: Any = None
 
 
+# The fields of `ZeroConfig` that the trainer chooses where they are `auto`.
+_AUTO_FIELDS, _OPEN = ("precision", "clip_norm"), "_left_to_the_trainer"
 # The fields that are about text, or are the batches' own in a run of an `OwnModel`.
 TEXT_FIELDS = ("data", "batch_size", "sample_every", "sample_prompt", "sample_tokens", "temperature", "top_k")
 # Counts of steps are int32 on the devices.
-_COUNTS = "devices replica model_axis steps batch_size eval_every eval_batches log_every max_nonfinite_steps top_k"
+_COUNTS = "devices replica model_axis pipe steps batch_size eval_every eval_batches log_every max_nonfinite_steps top_k"
 _LOWEST = {
     **dict.fromkeys(_COUNTS.split(), 1),
     **dict.fromkeys(("seed", "sample_tokens", "sample_every", "temperature", "hang_seconds"), 0),
@@ -104,6 +109,7 @@ _PARTS = {
 }
 
 
+@hinted
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The config of a training run.
@@ -111,7 +117,7 @@ class TrainConfig:
     The fields about text (`data`, `batch_size`, samples) are for a `Model`, and of no use to an `OwnModel`.
 
     Attributes:
-      zero: stage, precision, microbatches and clipping.
+      zero: stage, precision, microbatches and clipping. What a `ZeroConfig` leaves to `auto` is as in the default.
       data: the text.
       optimizer: how params are updated.
       checkpoint: when the state is saved, and what is kept.
@@ -120,7 +126,9 @@ class TrainConfig:
         8 by default.
       replica: size of the mesh axis `replica`, full copies of the sharded state; the axis `data` takes the rest.
       model_axis: size of the mesh axis `model`, tensor parallelism.
+      pipe: stages of the pipeline that microbatches go through, each with layers of its own; 1 for none.
       steps: optimizer updates.
+      epochs: passes over the text, or over batches that have a length, instead of `steps`.
       batch_size: sequences in a step, over all devices and microbatches.
       eval_every: steps between two measurements of the validation loss.
       eval_batches: batches in one such measurement, always the same ones; of text they are of `batch_size` sequences.
@@ -153,7 +161,9 @@ class TrainConfig:
     devices: int | None = None
     replica: int = 1
     model_axis: int = 1
+    pipe: int = 1
     steps: int = 800
+    epochs: float | None = None
     batch_size: int = 8
     eval_every: int = 50
     eval_batches: int = 16
@@ -179,6 +189,7 @@ class TrainConfig:
         for name, kind in _PARTS.items():
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(f"{name}={shown(getattr(self, name))}: give a {kind.__name__}")
+        object.__setattr__(self, "zero", _chosen(self.zero))
         if self.name is not None:
             check_name(self.name)
         for name in ("out", "checkpoints", "init_from"):
@@ -186,6 +197,13 @@ class TrainConfig:
                 raise ValueError(f"{name}='' names no folder: give a path, or leave it out")
         if self.sample_tokens and not self.sample_prompt:
             raise ValueError("a sample needs a prompt to go on from: give a sample_prompt, or sample_tokens=0 for none")
+        if self.epochs is not None:
+            if self.epochs <= 0:
+                raise ValueError(f"epochs={self.epochs}: give a positive number of passes, or leave it out")
+            if self.steps != type(self).steps:
+                raise ValueError(
+                    f"epochs={self.epochs:g} and steps={self.steps} both say how long: leave out one of them"
+                )
         self.profiled  # noqa: B018
 
     @property
@@ -194,7 +212,8 @@ class TrainConfig:
         if self.profile_steps is None:
             return range(0)
         match = re.fullmatch(r"(\d+):(\d+)", self.profile_steps)
-        if not match or not 1 <= int(match[1]) <= int(match[2]) <= self.steps:
+        last = sys.maxsize if self.epochs is not None else self.steps  # which are not known yet
+        if not match or not 1 <= int(match[1]) <= int(match[2]) <= last:
             raise ValueError(
                 f"profile_steps={self.profile_steps!r}: give the first and the last step, such as 10:15, within the "
                 f"run's 1:{self.steps}"
@@ -282,29 +301,33 @@ def _prepare(
     tx: optax.GradientTransformation | None,
     log: Callable[[str], None],
 ) -> Run:
+    config = dataclasses.replace(config, zero=_as_begun(config, model, log))
     devices = jax.devices()
     if config.devices is not None and not 1 <= config.devices <= len(devices):
         raise ValueError(
             f"devices={config.devices}, but there are {len(devices)} of kind {devices[0].device_kind}: "
             f"choose from 1 to {len(devices)}, or leave it out to use all"
         )
-    mesh = make_mesh(replica=config.replica, model=config.model_axis, devices=devices[: config.devices])
+    sizes: dict[str, Any] = {"replica": config.replica, "model": config.model_axis, "pipe": config.pipe}
+    mesh = make_mesh(**sizes, devices=devices[: config.devices])
     _check_processes(mesh)
-    if isinstance(model, Model):
-        _check_text_batches(config, model, mesh)
     check_takes("init_fn", model.init_fn, ["key"], remedy="give a function of a key that returns the params")
     rematerialize(model.init_fn, config.zero.remat, mesh=mesh)  # raises for a mesh that the policy does not support
     check_params_fit(model.init_fn, mesh=mesh)
     schedule = None
-    if tx is None:
-        schedule = make_schedule(config.optimizer, num_steps=config.steps)
-        tx = make_optimizer(config.optimizer, num_steps=config.steps)
+    if tx is None and config.epochs is None:
+        make_schedule(config.optimizer, num_steps=config.steps)  # its errors, before the data is read
     if isinstance(model, Model):
-        run_input: RunInput = _text_input(config, model, mesh, log)
+        run_input: RunInput = open_text(config, model, mesh, log)
     else:
         _check_no_text(config)
         run_input = own_input(model, mesh=mesh, zero=config.zero, eval_batches=config.eval_batches)
         config = dataclasses.replace(config, batch_size=run_input.batch_size, sample_tokens=0, sample_prompt="")
+    if config.epochs is not None:
+        config = dataclasses.replace(config, epochs=None, steps=run_input.steps_of(config.epochs))
+    if tx is None:
+        schedule = make_schedule(config.optimizer, num_steps=config.steps)
+        tx = make_optimizer(config.optimizer, num_steps=config.steps)
     if config.init_from is not None and config.resume == "never":
         find_checkpoint(config.init_from)  # before there is a folder
     zero = _zero_of(config, model)
@@ -324,11 +347,49 @@ def _prepare(
         folder=make_folder(
             user_path(config.out),
             config.name,
-            f"{model.name}-stage{config.zero.stage}",
+            _default_name(config, model),
             resume=config.resume == "auto",
             check=functools.partial(_check_checkpoints, config),
         ),
     )
+
+
+def _default_name(config: TrainConfig, model: Model | OwnModel) -> str:
+    return f"{model.name}-stage{config.zero.stage}"
+
+
+def _chosen(zero: ZeroConfig) -> ZeroConfig:
+    """Returns a config with the trainer's choice for what it leaves to `auto`, which fields it remembers."""
+    open_fields = [name for name in _AUTO_FIELDS if getattr(zero, name) == "auto"]
+    if not open_fields:
+        return zero
+    chosen = dataclasses.replace(zero, **{name: getattr(TrainConfig.zero, name) for name in open_fields})
+    object.__setattr__(chosen, _OPEN, open_fields)  # no field: it is neither compared nor saved
+    return chosen
+
+
+def _as_begun(config: TrainConfig, model: Model | OwnModel, log: Callable[[str], None]) -> ZeroConfig:
+    """Returns `config.zero`; where the trainer has chosen for a run that is resumed, as that run has it until now."""
+    open_fields = getattr(config.zero, _OPEN, ())
+    if not open_fields or config.resume != "auto":
+        return config.zero
+    saved = json.loads(from_first_process(lambda: json.dumps(_saved_zero(config, model))))
+    plain = {name: saved[name] for name in open_fields if isinstance(saved.get(name, ()), str | int | float | None)}
+    changed = {name: value for name, value in plain.items() if value != getattr(config.zero, name)}
+    if changed:
+        values = ", ".join(f"{name}={value!r}" for name, value in changed.items())
+        log(f"{values} as in the run until now, because the config does not say")
+    return dataclasses.replace(config.zero, **changed)
+
+
+def _saved_zero(config: TrainConfig, model: Model | OwnModel) -> dict[str, Any]:
+    """Returns the `ZeroConfig` of the run to resume, as its newest checkpoint has it; {} if there is none."""
+    name = folder_name(config.name, _default_name(config, model))
+    parent = user_path(config.out) if config.checkpoints is None else config.checkpoints.rstrip("/")
+    with contextlib.suppress(ValueError):  # of which `begin` says more
+        record, _ = find_checkpoint(f"{parent}/{name}")
+        return dict(mapping(mapping(record.extra.get("config")).get("zero")))
+    return {}
 
 
 def _zero_of(config: TrainConfig, model: Model | OwnModel) -> ZeroConfig:
@@ -355,10 +416,24 @@ def _check_text_batches(config: TrainConfig, model: Model, mesh: Mesh) -> None:
     check_text_fits(batch_size=config.batch_size, seq_len=model.seq_len, prefetch_batches=config.data.prefetch_batches)
 
 
-def _text_input(config: TrainConfig, model: Model, mesh: Mesh, log: Callable[[str], None]) -> TextInput:
+def open_text(
+    config: TrainConfig, model: Model, mesh: Mesh, log: Callable[[str], None], *, held_out: bool = False
+) -> TextInput:
+    """Opens the text of a run; with `held_out`, all of it for validation, in as many batches as there are.
+
+    Raises:
+      ValueError: a batch that does not divide, no such text or too little of it, or a vocabulary beyond the model's.
+    """
+    _check_text_batches(config, model, mesh)
     dataset = open_dataset(
-        config.data, seq_len=model.seq_len, vocab_size=model.vocab_size, model_name=model.name, log=log
+        config.data,
+        seq_len=model.seq_len,
+        vocab_size=model.vocab_size,
+        model_name=model.name,
+        held_out=held_out,
+        log=log,
     )
+    num_rows = dataset.validation.num_rows(seq_len=model.seq_len)
     sampler = None
     if model.generate_fn is not None and config.sample_tokens:
         sampler = Sampler(
@@ -379,7 +454,7 @@ def _text_input(config: TrainConfig, model: Model, mesh: Mesh, log: Callable[[st
         batch_size=config.batch_size,
         seq_len=model.seq_len,
         seed=config.seed,
-        eval_batches=config.eval_batches,
+        eval_batches=-(-num_rows // config.batch_size) if held_out else config.eval_batches,
         sampler=sampler,
     )
 

@@ -32,6 +32,11 @@ def check_name(name: str) -> None:
         )
 
 
+def folder_name(name: str | None, default: str) -> str:
+    """Returns the name of a run's folder, if nothing is there yet."""
+    return name or re.sub(r"[^\w.+-]", "-", default)
+
+
 def make_folder(
     out: pathlib.Path,
     name: str | None,
@@ -48,10 +53,9 @@ def make_folder(
     Raises:
       ValueError: the folder exists and is not to be resumed, or cannot be made.
     """
-    default_name = re.sub(r"[^\w.+-]", "-", default_name)
-    names = [name or default_name]
+    names = [folder_name(name, default_name)]
     if name is None and not resume:
-        names += [f"{default_name}-{i}" for i in range(2, 10_000)]
+        names += [f"{names[0]}-{i}" for i in range(2, 10_000)]
 
     def make() -> str:
         existing = out / names[-1]

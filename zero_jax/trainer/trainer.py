@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import optax
 from jax import Array
 
@@ -76,7 +77,8 @@ class Trainer:
             itself or the devices, processes that differ, or a checkpoint of another model.
           OtherProcessFailed: in the other processes, where one fails alone.
         """
-        run = prepare(self.config, model=self.model, tx=self._tx)
+        is_first = jax.process_index() == 0
+        run = prepare(self.config, model=self.model, tx=self._tx, log=log if is_first else lambda _: None)
         self.state = None  # which would take memory beside the new one
         result, self.state = execute_to_state(run, log=log)
         return result

@@ -25,14 +25,22 @@ def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int 
     Without microbatches leaves may differ in their leading dim, as the nodes and edges of a graph do: the loss function
     sees the whole batch.
 
+    Args:
+      batch: the batch; arrays or shapes.
+      mesh: the mesh.
+      axes: the roles of its axes.
+      num_microbatches: the microbatches; those of a pipeline are a multiple of its stages.
+
     Raises:
       ValueError: a leaf does not divide, or leaves of microbatches differ in size.
     """
-    shards = axis_size(mesh, axes.batch)
+    # The microbatches of a pipeline are of examples on all stages.
+    shards = axis_size(mesh, axes.batch if num_microbatches == 1 else axes.of_stage.batch)
     sizes = leading_dims(batch)
     for name, size in sizes.items():
         if size == 0 or size % (shards * num_microbatches):
-            axes_text = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes.batch)
+            over = axes.batch if num_microbatches == 1 else axes.of_stage.batch
+            axes_text = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in over)
             micro = f" and {num_microbatches} microbatches" if num_microbatches > 1 else ""
             unit = shards * num_microbatches
             raise ValueError(

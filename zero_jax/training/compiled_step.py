@@ -13,7 +13,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax.core.device_put import wait_on_cpu
-from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
+from zero_jax.core.signatures import place_of
+from zero_jax.core.tree import PyTree, check_arrays, leaf_names, shown, with_shapes
 from zero_jax.program.jaxprs import is_traced
 from zero_jax.sharding.mesh import Axes, on_mesh
 from zero_jax.training.batch import place_batch
@@ -32,7 +33,7 @@ _NEEDS_OPTIONS = (
 )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class TrainStep:
     """A compiled train step: call it, or `lower` it for ahead-of-time compiling and inspection.
 
@@ -42,6 +43,14 @@ class TrainStep:
     program: Any  # of `make_train_step`: its methods `step` and `loss_and_grads` are compiled
     axes: Axes
     compiled_for: dict[Any, _Compiled] = dataclasses.field(default_factory=dict, repr=False)
+
+    def __repr__(self) -> str:
+        config, mesh = self.program.config, dict(self.program.mesh.shape)
+        default = type(config)()
+        changed = {x.name: getattr(config, x.name) for x in dataclasses.fields(config) if x.name != "stage"}
+        changed = {name: value for name, value in changed.items() if value is not getattr(default, name)}
+        fields = "".join(f", {name}={shown(value)}" for name, value in changed.items())
+        return f"TrainStep of {place_of(self.program.loss_fn)} at stage {config.stage} on {mesh}{fields}"
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Runs one step; the state given is donated.

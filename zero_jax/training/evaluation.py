@@ -9,23 +9,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.device_put import to_device, wait_on_cpu
 from zero_jax.core.signatures import check_arguments
-from zero_jax.core.tree import PyTree
+from zero_jax.core.text_tables import Report, aligned
+from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.core.variables import Variables, as_variables
 from zero_jax.program.jaxprs import is_traced
 from zero_jax.program.loss import LossProgram
-from zero_jax.sharding.mesh import on_mesh
+from zero_jax.sharding.mesh import axis_size, on_mesh
 from zero_jax.sharding.precision import wide
 from zero_jax.training.batch import check_batch, place_batch
 from zero_jax.training.loss.function import MeshLoss, user_loss
 from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.same_program import SameProgram
 from zero_jax.training.state.checks import check_not_donated
-from zero_jax.training.state.placement import make_placement
+from zero_jax.training.state.placement import Placement, make_placement
 from zero_jax.training.state.train_state import TrainState
 from zero_jax.training.xla_options import step_options
 from zero_jax.training.zero_config import ZeroConfig, check_config
@@ -34,7 +36,7 @@ from zero_jax.transforms import PartWeight, divided_by_nonzero, used_shapes, wei
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Metrics:
+class Metrics(Report):
     """What a step reports, replicated on every device. `metrics["loss"]` works as `metrics.loss` does.
 
     Attributes:
@@ -69,6 +71,10 @@ class Metrics:
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
 
+    def __str__(self) -> str:
+        leaves = zip(leaf_names(self), jax.tree.leaves(self), strict=True)
+        return aligned((name, str(x) if np.ndim(x) == 0 else f"{x.dtype}{list(x.shape)}") for name, x in leaves)
+
 
 def make_eval_step(
     loss_fn: Callable[..., Any] | MeshLoss, *, mesh: Mesh, config: ZeroConfig, weighted: bool = False
@@ -96,7 +102,8 @@ def make_eval_step(
         # An average of params may be on the host, as part of the optimizer's state.
         if "params" not in placement.groups:
             variables = jax.tree.map(to_device, variables)
-        loss, key = StepLoss(LossProgram(function.named()), placement, config), jax.random.key(0)
+        of_batch = dataclasses.replace(config, num_microbatches=_num_microbatches(batch, placement, config))
+        loss, key = StepLoss(LossProgram(function.named()), placement, of_batch), jax.random.key(0)
         cast, batch = loss.cast(variables, batch, key)
         program, weighs = loss.fused, False
         if weighted and config.loss_weight is not None:
@@ -128,6 +135,14 @@ def make_eval_step(
             return wait_on_cpu(jitted(is_nested)(variables, batch), mesh)
 
     return evaluate
+
+
+def _num_microbatches(batch: PyTree, placement: Placement, config: ZeroConfig) -> int:
+    """Returns the most microbatches of an evaluation's batch, up to those of a step, that a pipeline can have."""
+    num_stages, shards = placement.num_stages, axis_size(placement.mesh, placement.axes.of_stage.batch)
+    sizes = [x.shape[0] for x in jax.tree.leaves(batch) if x.ndim]
+    counts = range(config.num_microbatches, num_stages, -num_stages)
+    return next((k for k in counts if all(size % (k * shards) == 0 for size in sizes)), num_stages)
 
 
 def replicated(metrics: Metrics, mesh: Mesh) -> Metrics:

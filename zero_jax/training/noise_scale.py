@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from zero_jax.core.field_checks import check_value
+from zero_jax.core.text_tables import Report
 from zero_jax.program.jaxprs import inline_jit
 from zero_jax.sharding.precision import wide
 from zero_jax.sharding.spec import Dims, named, num_shards
@@ -123,7 +124,7 @@ def estimate_step(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NoiseScaleEstimate:
+class NoiseScaleEstimate(Report):
     """The noise scale and its standard error.
 
     Attributes:

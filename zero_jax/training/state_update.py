@@ -167,7 +167,7 @@ class UpdateProgram:
 
     def clip(self, grads: PyTree, norm: GlobalNorm) -> PyTree:
         """Scales gradients down to the config's largest norm."""
-        return grads if self.config.clip_norm is None else norm.clip(grads, self.config.clip_norm)
+        return grads if self.config.norm_limit is None else norm.clip(grads, self.config.norm_limit)
 
     def update(
         self,

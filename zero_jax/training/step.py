@@ -41,8 +41,8 @@ def make_train_step(
       loss_fn: `loss_fn(params, batch)` or `loss_fn(params, batch, key)`, returning a scalar loss (a mean over the
         batch) or `(loss, aux)`; with a parameter `model_state` it gets the state's and returns
         `(loss, aux, model_state)`. With `num_microbatches > 1` it is called on parts of the batch; at stages 0 and 1 on
-        the part of one device where it can be (docs/stages.md), so that gradients are summed across devices once. A
-        loss that mixes examples is another loss then: a warning names the line.
+        the part of one device where it can be (docs/microbatches.md), so that gradients are summed across devices
+        once. A loss that mixes examples is another loss then: a warning names the line.
       tx: any optax transformation; the one that `init_state` was given.
       mesh: the mesh.
       config: stage, precision, microbatches, clipping.

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jax.sharding import Mesh, PartitionSpec
 
-from zero_jax.core.field_checks import check_fields
+from zero_jax.core.field_checks import check_fields, hinted
 from zero_jax.core.tree import PyTree, shown
 from zero_jax.sharding.mesh import Axes, axes_of, secondary_axes
 from zero_jax.sharding.path_patterns import PathPatterns
@@ -21,19 +21,22 @@ from zero_jax.training.optimizer.offload import Offload, resolve_offload
 from zero_jax.transforms import Remat, resolve_remat
 
 
+@hinted
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
     """The config of a ZeRO train step: stage, precision, microbatches, remat, sharding rules.
 
     Attributes:
       stage: 0 replicates, 1 shards master params and optimizer state, 2 also gradients, 3 also params.
-      precision: `fp32` (every leaf as `init_fn` made it), `bf16`, `fp16` (with loss scaling), or a `Precision`.
+      precision: `fp32` (every leaf as `init_fn` made it), `bf16`, `fp16` (with loss scaling), or a `Precision`. `auto`
+        is `fp32` in a loop of your own; the trainer takes `bf16`, or what the run began with that it resumes.
       keep_batch_dtype: regular expressions of full leaf paths of the batch. Floating leaves that the model reads, and
         that match none, are cast to the compute dtype before the loss function, if the precision has one. Leaves that
         only the loss reads (targets, masks, weights) are not cast, nor are integers and booleans. List times and
         positions that need more than the 8 bits of bfloat16; `.*` casts nothing (docs/stages.md).
       num_microbatches: forward passes that a step's batch is split into.
       clip_norm: largest global norm of the gradients, or None. Finite gradients are clipped, whatever their size.
+        `auto` is None in a loop of your own, and 1.0 in the trainer, or what the run began with that it resumes.
       loss_weight: the weight of a microbatch, such as the number of its tokens, that its loss is a mean over. `auto`
         takes the value of the batch that the loss finally divides by, or equal weights if there is none; a name takes
         that entry of the loss function's aux dict; None takes equal weights.
@@ -79,13 +82,15 @@ class ZeroConfig:
       data_axes: the mesh axes that ZeRO shards over, if not named `data` or `data_*`.
       replica_axes: the mesh axes of full copies, if not named `replica`.
       model_axes: the mesh axes of tensor parallelism, if not named `model` or `model_*`.
+      pipe_axes: the mesh axes of the stages of a pipeline, if not named `pipe` or `pipe_*`: `num_microbatches` go
+        through stages that have layers of their own (docs/pipeline.md).
     """
 
     stage: int = 3
-    precision: str | Precision = "fp32"
+    precision: str | Precision = "auto"
     keep_batch_dtype: Sequence[str] = ()
     num_microbatches: int = 1
-    clip_norm: float | None = None
+    clip_norm: float | Literal["auto"] | None = "auto"
     loss_weight: str | None = "auto"
     skip_nonfinite: bool | None = None
     remat: str | Remat = "own"
@@ -112,6 +117,7 @@ class ZeroConfig:
     data_axes: Sequence[str] | None = None
     replica_axes: Sequence[str] | None = None
     model_axes: Sequence[str] | None = None
+    pipe_axes: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         groups = sharded_groups(self.stage)
@@ -132,8 +138,13 @@ class ZeroConfig:
             raise ValueError(f"min_shard_size={self.min_shard_size!r}: give a number of elements")
         if self.combine_bytes is not None and self.combine_bytes < 0:
             raise ValueError(f"combine_bytes={self.combine_bytes!r}: give a number of bytes, or None for XLA's own")
-        if self.clip_norm is not None and self.clip_norm <= 0:
+        if self.norm_limit is not None and self.norm_limit <= 0:
             raise ValueError(f"clip_norm={self.clip_norm!r}: give a positive norm, or None for no clipping")
+
+    @property
+    def norm_limit(self) -> float | None:
+        """The norm that gradients are clipped to, or None."""
+        return None if isinstance(self.clip_norm, str) else self.clip_norm
 
     def resolved_quantize(self) -> Quantize | None:
         """Returns what is sent quantized.
@@ -175,8 +186,30 @@ class ZeroConfig:
 
     def axes_of(self, mesh: Mesh) -> Axes:
         """Returns the roles of a mesh's axes."""
-        axes = axes_of(mesh, data=self.data_axes, replica=self.replica_axes, model=self.model_axes)
+        roles = {"data": self.data_axes, "replica": self.replica_axes, "model": self.model_axes, "pipe": self.pipe_axes}
+        axes = axes_of(mesh, **roles)
+        self._check_pipe(axes.num_stages(mesh))
         return dataclasses.replace(axes, secondary=secondary_axes(mesh, axes, self.secondary))
+
+    def _check_pipe(self, num_stages: int) -> None:
+        """Raises `ValueError` for what a pipeline of so many stages cannot have."""
+        if num_stages == 1:
+            return
+        if self.num_microbatches % num_stages:
+            least = max(-(-self.num_microbatches // num_stages), 1) * num_stages
+            raise ValueError(
+                f"num_microbatches={self.num_microbatches} with {num_stages} stages (pipe): each stage works on "
+                f"another microbatch, and has as many of the batch: give a multiple of {num_stages}, as "
+                f"num_microbatches={least} or {4 * least} (the more, the less stages wait), or leave pipe out"
+            )
+        unfit = {
+            "quantize": self.resolved_quantize(),
+            "secondary": self.secondary,
+            "offload": (offload := self.resolved_offload()) is not None and offload.what in ("all", "model_state"),
+        }
+        for name in (name for name, value in unfit.items() if value):
+            kept = " of params and model state" if name == "offload" else ""
+            raise ValueError(f"{name}{kept} with {num_stages} stages (pipe) is not supported: leave {name} or pipe out")
 
 
 def _check_quantize(quantize: Quantize | None, groups: frozenset[str], stage: str, *, has_master: bool) -> None:

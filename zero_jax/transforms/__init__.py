@@ -1,11 +1,11 @@
 """Function in, function out: transforms of a loss function by its jaxpr.
 
 `attention/` computes attention by a fused kernel, `gather/` gathers each sharded param where it is used, `remat/`
-recomputes blocks in the backward pass, `low_rank/` makes frozen weights with low-rank updates where they are used,
-`separability` decides whether a loss may be called on parts of a batch, `kernels` estimates what a compiler makes of
-it, `blocks/` finds the layers of a Python loop. All read jaxprs through `zero_jax.core`: `jaxprs`, `subcalls`,
-`passes`, and dims through `zero_jax.dims`. `windows` mends what XLA partitions wrongly. `facts` says what values are
-made of, and where they are read last.
+recomputes blocks in the backward pass, `pipeline/` makes scans over layers stages of a pipeline, `low_rank/` makes
+frozen weights with low-rank updates where they are used, `separability` decides whether a loss may be called on parts
+of a batch, `kernels` estimates what a compiler makes of it, `blocks/` finds the layers of a Python loop. All read
+jaxprs through `zero_jax.program`, and dims through `zero_jax.dims`. `windows` mends what XLA partitions wrongly.
+`facts` says what values are made of, and where they are read last.
 """
 
 from zero_jax.transforms.attention.report import AttentionReport
@@ -24,6 +24,9 @@ from zero_jax.transforms.kernels import Kernel, kernels
 from zero_jax.transforms.low_rank.walk import AdaptedReport, WeightUse, evaluate_adapted
 from zero_jax.transforms.low_rank.weight import Weight, as_stored
 from zero_jax.transforms.microbatch_weights import PartWeight, divided_by_nonzero, nonzero, weight_alone, with_weight
+from zero_jax.transforms.pipeline.loop import StagePlace
+from zero_jax.transforms.pipeline.report import PipelineReport
+from zero_jax.transforms.pipeline.transform import PipelinedProgram, Stages, with_stages
 from zero_jax.transforms.remat.policies import Remat, resolve_remat
 from zero_jax.transforms.remat.report import RematReport
 from zero_jax.transforms.remat.transform import remat_report, rematerialize

@@ -104,8 +104,8 @@ class Reference:
     def update(self, state: TrainState, grads: PyTree, loss: jax.Array, batch: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the new params and optimizer state."""
         clipped = grads
-        if self.config.clip_norm is not None:
-            clipped, _ = optax.clip_by_global_norm(self.config.clip_norm).update(grads, optax.EmptyState())
+        if self.config.norm_limit is not None:
+            clipped, _ = optax.clip_by_global_norm(self.config.norm_limit).update(grads, optax.EmptyState())
 
         def at(params: PyTree) -> tuple[jax.Array, PyTree]:
             moved = self._with_masters(state, merge(state.masters, params))

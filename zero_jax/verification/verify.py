@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from zero_jax.core.signatures import check_arguments
-from zero_jax.core.text_tables import aligned, format_bytes
+from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.core.tree import PyTree, leaf_names, leaves_by_name
 from zero_jax.interpreter import NotInterpretable
 from zero_jax.planning import CompileOptions, Job, make_job, run_apart
@@ -57,7 +57,7 @@ class LeafDifference:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Verification:
+class Verification(Report):
     """The numbers of a compiled train step beside those of one device; prints as a table.
 
     Attributes:

@@ -1,7 +1,9 @@
 """Models with state that is neither param nor example, and the plain one-device step that each must equal."""
 
 import functools
+import inspect
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -62,19 +64,96 @@ class Mlp(nnx.Module):
         return self.down(self.dropout(nnx.relu(self.norm(self.up(x)))))
 
 
-GRAPHDEF = nnx.split(nnx.eval_shape(lambda: Mlp(nnx.Rngs(0))), nnx.Param, ...)[0]
+class Deep(nnx.Module):
+    """Repeated blocks, which can be rematerialized."""
+
+    def __init__(self, rngs):
+        self.blocks = nnx.List([Block(rngs) for _ in range(3)])
+        self.down = nnx.Linear(FEATURES, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.down(x)
 
 
-def nnx_init(key):
-    _, params, model_state = nnx.split(Mlp(nnx.Rngs(key)), nnx.Param, ...)
-    return zero.Variables(params=params, model_state=model_state)
+class Block(nnx.Module):
+    """A residual block with batch norm and dropout."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(FEATURES, FEATURES, use_bias=False, rngs=rngs)
+        self.norm = nnx.BatchNorm(FEATURES, momentum=0.9, rngs=rngs)
+        self.dropout = nnx.Dropout(0.25, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.dropout(nnx.relu(self.norm(self.up(x))))
 
 
-def nnx_loss(params, batch, *, model_state):
-    model = nnx.merge(GRAPHDEF, params, model_state)
-    logits = model(batch["x"].reshape(len(batch["x"]), -1)[:, :FEATURES].astype(jax.tree.leaves(params)[0].dtype))
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["y"])
-    return losses.mean(), None, nnx.state(model, nnx.Not(nnx.Param))
+def plain_nnx(module):
+    """Returns the functions of a module as its user would write them."""
+    graphdef = nnx.split(nnx.eval_shape(lambda: module(nnx.Rngs(0))), nnx.Param, ...)[0]
+
+    def init_fn(key):
+        _, params, model_state = nnx.split(module(nnx.Rngs(key)), nnx.Param, ...)
+        return zero.Variables(params=params, model_state=model_state)
+
+    def loss_fn(params, batch, *, model_state):
+        model = nnx.merge(graphdef, params, model_state)
+        return loss_of_logits(model, batch), None, nnx.state(model, nnx.Not(nnx.Param))
+
+    return init_fn, loss_fn
+
+
+def loss_of_logits(model, batch):
+    dtype = jax.tree.leaves(nnx.state(model, nnx.Param))[0].dtype
+    logits = model(batch["x"].reshape(len(batch["x"]), -1)[:, :FEATURES].astype(dtype))
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["y"]).mean()
+
+
+class EqxMlp(eqx.Module):
+    """Batch norm with a `State`, dropout by keys, a count that is no param, and a function."""
+
+    up: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    dropout: eqx.nn.Dropout
+    down: eqx.nn.Linear
+    order: jax.Array
+    activation: object
+
+    def __init__(self, key):
+        up, down = jax.random.split(key)
+        self.up = eqx.nn.Linear(FEATURES, FEATURES, use_bias=False, key=up)
+        self.norm = eqx.nn.BatchNorm(FEATURES, "batch", mode="batch")
+        self.dropout = eqx.nn.Dropout(0.25)
+        self.down = eqx.nn.Linear(FEATURES, CLASSES, key=down)
+        self.order, self.activation = jnp.arange(FEATURES)[::-1], jax.nn.relu
+
+    def __call__(self, x, state, key):
+        x, state = self.norm(self.up(x[self.order]), state)
+        return self.down(self.dropout(self.activation(x), key=key)), state
+
+
+def eqx_loss(model, batch, key, *, model_state):
+    keys, x = jax.random.split(key, len(batch["x"])), batch["x"].reshape(len(batch["x"]), -1)[:, :FEATURES]
+    apply = jax.vmap(model, axis_name="batch", in_axes=(0, None, 0), out_axes=(0, None))
+    logits, model_state = apply(x, model_state, keys)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean(), None, model_state
+
+
+EQX_MODEL, _ = eqx.nn.make_with_state(EqxMlp)(jax.random.key(0))
+
+
+def plain_eqx_init(key):
+    model, state = eqx.nn.make_with_state(EqxMlp)(key)
+    params, others = eqx.partition(eqx.filter(model, eqx.is_array), eqx.is_inexact_array)
+    return zero.Variables(params=params, model_state=(others, state))
+
+
+def plain_eqx_loss(params, batch, key, *, model_state):
+    others, state = model_state
+    model = eqx.combine(params, others, eqx.filter(EQX_MODEL, eqx.is_array, inverse=True))
+    loss, aux, state = eqx_loss(model, batch, key, model_state=state)
+    return loss, aux, (others, state)
 
 
 def q_init(key):
@@ -98,7 +177,14 @@ def q_loss(params, batch, *, model_state):
     return jnp.square(error.astype(jnp.float32)).mean(), None, {"target": target, "updates": model_state["updates"] + 1}
 
 
-MODELS = {"linen": (linen_init, linen_loss), "nnx": (nnx_init, nnx_loss), "q": (q_init, q_loss)}
+MODELS = {"linen": (linen_init, linen_loss), "q": (q_init, q_loss)}
+PLAIN = MODELS | {"nnx": plain_nnx(Mlp), "deep": plain_nnx(Deep), "equinox": (plain_eqx_init, plain_eqx_loss)}
+FUNCTIONS = {
+    "nnx": zero.from_nnx(Mlp, loss_of_logits),
+    "deep": zero.from_nnx(Deep, loss_of_logits),
+    "equinox": zero.from_equinox(eqx.nn.make_with_state(EqxMlp), eqx_loss),
+}
+MODELS |= {name: (functions.init_fn, functions.loss_fn) for name, functions in FUNCTIONS.items()}
 
 
 def optimizer():
@@ -126,8 +212,8 @@ def plain_run(model, num_steps, num_shards, num_microbatches, compute_dtype=None
 
     A microbatch takes a part of the examples of each of `num_shards` devices, as those of the library do.
     """
-    init_fn, loss_fn = MODELS[model]
-    takes_key = loss_fn is linen_loss
+    init_fn, loss_fn = PLAIN[model]
+    takes_key = "key" in inspect.signature(loss_fn).parameters
 
     @jax.jit
     def step(params, model_state, opt_state, batch, key):

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from zero_jax.analysis.comms.rows import SentBytes, axes_name
 from zero_jax.analysis.loss_trace import LossTrace
 from zero_jax.core.signatures import check_arguments
-from zero_jax.core.text_tables import aligned
+from zero_jax.core.text_tables import Report, aligned
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.mesh import axis_size, networks
 from zero_jax.sharding.quantized import Blocks, blocks_of_leaf, spread_over
@@ -58,7 +58,7 @@ class EstimateRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CommsEstimate(SentBytes):
+class CommsEstimate(SentBytes, Report):
     """The ideal traffic of a step, per device; prints as a table.
 
     Attributes:
@@ -173,6 +173,9 @@ def _summed(rows: Sequence[EstimateRow]) -> tuple[EstimateRow, ...]:
 def _not_counted(placement: Placement, traced: LossTrace | None) -> str:
     """Returns why the traffic over the model's own axes is not complete."""
     model_axes = [axis for axis in placement.mesh.axis_names if axis not in placement.axes.batch]
+    if placement.num_stages > 1:
+        over = axes_name((*(axis for axis in model_axes if placement.mesh.shape[axis] > 1), *placement.axes.pipe))
+        return f"activations over {over}: `zero.pipeline_report` has those that move from stage to stage"
     if axis_size(placement.mesh, model_axes) == 1:
         return ""
     if traced is None:
@@ -209,8 +212,12 @@ class _LeafTraffic:
 
     def __init__(self, leaf: LeafPlacement, placement: Placement, config: ZeroConfig):
         self.leaf, self.placement, self.config, self.mesh = leaf, placement, config, placement.mesh
+        self.pipe, self.k = leaf.pipe, config.num_microbatches
+        if placement.num_stages > 1:  # the layers of a stage are used in every tick, all else once
+            self.k = config.num_microbatches + placement.num_stages - 1 if leaf.pipe else 1
+            self.leaf = leaf = dataclasses.replace(leaf, dims=without(leaf.dims, leaf.pipe))
         other_axes = [axis for dim in leaf.dims for axis in dim if axis not in placement.axes.data]
-        self.num_elements = math.prod(leaf.shape) // axis_size(self.mesh, other_axes)
+        self.num_elements = math.prod(leaf.shape) // axis_size(self.mesh, (*other_axes, *self.pipe))
         precision = placement.precision
         self.stored = precision.master or leaf.dtype
         stored_param = self.stored if placement.params_are_masters else precision.param or leaf.dtype
@@ -218,7 +225,7 @@ class _LeafTraffic:
 
     def param_rows(self) -> Iterator[EstimateRow]:
         """Yields the gathers of a param."""
-        placement, k = self.placement, self.config.num_microbatches
+        placement, k = self.placement, self.k
         blocks = blocks_of_leaf(placement.quantize, "gathers", self.leaf, mesh=self.mesh)
         param_axes = placement.axes_of_group("params")
         if param_axes:
@@ -239,15 +246,15 @@ class _LeafTraffic:
             num_words = self.leaf.num_bytes // math.prod(self.leaf.shape) // 4
             dtype, gathers = "uint32", [(axes, elements * num_words) for axes, elements in gathers]
         if gathers:  # integers too: the codes of a quantized base
-            yield from _rows("all-gather", gathers, dtype, "forward", self.config.num_microbatches)
+            yield from _rows("all-gather", gathers, dtype, "forward", self.k)
 
     def grad_rows(self) -> Iterator[EstimateRow]:
         """Yields the reductions of a gradient."""
-        placement, k = self.placement, self.config.num_microbatches
+        placement, k = self.placement, self.k
         # Stages 0 and 1 sum microbatches on each device and reduce once, after the last backward pass, by all-to-alls;
         # so do the others over the axes of copies of the params. Gradients that are quantized move at each use.
         plan, reduce = placement.grad_plan, placement.precision.reduce
-        often = [axis for axis in plan.batch_axes if axis not in plan.once_over]
+        often = [axis for axis in plan.batch_axes if axis not in (*plan.once_over, *self.pipe)]
         kind, dtype = ("all-to-all", "float32") if plan.at_use else ("reduce-scatter", self.compute)
         yield from self.sum_rows(kind, often, reduce or dtype, phase="backward", times=k)
         dtype = "float32" if k > 1 else self.compute

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from zero_jax.analysis.comms.rows import UNKNOWN_AXES, Row, axes_name
 from zero_jax.analysis.leaves import ArgumentLeaf
-from zero_jax.core.text_tables import format_bytes
+from zero_jax.core.text_tables import Report, format_bytes
 from zero_jax.core.variables import MODEL_STATE
 
 _WIDE, _NARROW = {"f32", "f64"}, {"bf16", "f16"}
@@ -24,7 +24,7 @@ _MIXED = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Finding:
+class Finding(Report):
     """Traffic of a program that ZeRO does not need.
 
     Attributes:

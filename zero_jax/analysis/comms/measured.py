@@ -13,7 +13,7 @@ from zero_jax.analysis.comms.findings import Finding, find, num_elements
 from zero_jax.analysis.comms.rows import Row, SentBytes, axes_name, network_rows, read_rows
 from zero_jax.analysis.leaves import STATE_GROUPS, ArgumentLeaf, argument_leaves
 from zero_jax.core.signatures import check_arguments, check_methods
-from zero_jax.core.text_tables import aligned, format_bytes
+from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.hlo import Program, network_transfers, parse
 from zero_jax.sharding.mesh import networks
@@ -23,7 +23,7 @@ _MAX_WARNINGS = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CommsReport(SentBytes):
+class CommsReport(SentBytes, Report):
     """What one device sends in a run of a compiled program; prints as a table.
 
     Attributes:
@@ -150,7 +150,7 @@ def _sum(rows: tuple[ComparedRow, ...], *, axes: str, phase: str) -> ComparedRow
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CommsComparison:
+class CommsComparison(Report):
     """An estimate beside a measurement, by mesh axes and phase; prints as a table.
 
     Attributes:

@@ -17,12 +17,12 @@ from jax.sharding import NamedSharding
 from zero_jax.analysis.contents.page import LeafSummary, draw_page
 from zero_jax.analysis.leaves import host_memory_kind
 from zero_jax.core.files.json_lines import write_text
-from zero_jax.core.text_tables import aligned, format_bytes
+from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.core.tree import PyTree, check_arrays, leaf_names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StateSummary:
+class StateSummary(Report):
     """The leaves of a sharded tree by group; prints as a tree, and is drawn as HTML (`save_html`, notebooks).
 
     Attributes:

@@ -19,12 +19,12 @@ from zero_jax.analysis.leaves import (
     unsharded_leaves,
     unsharded_warning,
 )
-from zero_jax.core.text_tables import aligned, format_bytes
+from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.core.tree import PyTree, path_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ArraysReport:
+class ArraysReport(Report):
     """Bytes of live arrays per device; prints as a table. It knows the devices of this process alone.
 
     Attributes:

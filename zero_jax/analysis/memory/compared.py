@@ -8,7 +8,7 @@ from typing import Any
 
 from zero_jax.analysis.memory.arrays import ArraysReport
 from zero_jax.analysis.memory.measured import MemoryReport
-from zero_jax.core.text_tables import aligned, format_bytes
+from zero_jax.core.text_tables import Report, aligned, format_bytes
 
 _FLOATS = ("f", "bf", "c")
 
@@ -38,7 +38,7 @@ class ComparisonRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryComparison:
+class MemoryComparison(Report):
     """Estimate and measurement side by side, in bytes per device; prints as a table."""
 
     rows: tuple[ComparisonRow, ...]

@@ -31,7 +31,7 @@ from zero_jax.analysis.memory.groups import (
     whole_leaves,
 )
 from zero_jax.core.signatures import check_arguments
-from zero_jax.core.text_tables import aligned, format_bytes
+from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.training import Placement, TrainState, ZeroConfig, check_is_state, make_placement, used_by_optimizer
@@ -69,7 +69,8 @@ def transformer_residuals(
     axes, policy = config.axes_of(mesh), resolve_remat(config.remat)
     if remat is None:
         remat = bool(model_config.remat) if policy.policy == "own" else policy.policy != "none"
-    parts = axis_size(mesh, axes.batch) * config.num_microbatches
+    # The microbatches of a pipeline are on all stages, each of which has some of the layers: as if they were one.
+    parts = axis_size(mesh, axes.batch) * (1 if axes.num_stages(mesh) > 1 else config.num_microbatches)
     if batch_size < 1 or batch_size % parts:
         raise ValueError(
             f"batch_size={batch_size} does not divide over {axis_size(mesh, axes.batch)} devices and "
@@ -105,7 +106,7 @@ class GroupEstimate:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryEstimate:
+class MemoryEstimate(Report):
     """Bytes per device of a train step, by formula; prints as a table.
 
     Attributes:

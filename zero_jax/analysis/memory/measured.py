@@ -17,7 +17,7 @@ from zero_jax.analysis.leaves import (
 )
 from zero_jax.analysis.memory.kinds import TEMPORARIES, Temporary, classify
 from zero_jax.core.signatures import check_arguments, check_methods
-from zero_jax.core.text_tables import aligned, format_bytes
+from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.hlo import Buffer, Heap, HeapLayout, parse, peak, phase_of
 
 _NUM_LARGEST = 12
@@ -27,7 +27,7 @@ _SMALL_HEAP_BYTES = 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryReport:
+class MemoryReport(Report):
     """The memory of a compiled program in bytes per device; prints as a table.
 
     Attributes:

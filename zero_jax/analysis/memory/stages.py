@@ -14,8 +14,9 @@ from jax.sharding import AbstractMesh, AxisType
 from zero_jax.analysis.memory.estimated import MemoryEstimate, estimate
 from zero_jax.core.field_checks import check_value
 from zero_jax.core.signatures import check_arguments
-from zero_jax.core.text_tables import aligned, format_bytes
+from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.core.tree import PyTree
+from zero_jax.sharding.precision import precision_name
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.training import ZeroConfig, abstract_state
 
@@ -24,7 +25,7 @@ _SHOWN_GROUPS = ("params", "master", "grads", "opt_state", "model_state")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StageEstimates:
+class StageEstimates(Report):
     """Bytes per device of params, gradients and optimizer state at each stage; prints as a table.
 
     Attributes:
@@ -116,7 +117,7 @@ def estimate_stages(
         num_devices_per_host=num_devices_per_host,
         num_params=sum(sizes),
         largest_leaf=max(sizes, default=0),
-        precision=config.precision if isinstance(config.precision, str) else "a precision of your own",
+        precision=precision_name(config.precision) or "a precision of your own",
         by_stage=by_stage,
     )
 

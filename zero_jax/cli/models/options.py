@@ -35,7 +35,7 @@ from zero_jax.core.tree import PyTree, key_shape
 from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.planning import batch_of, resolve
 from zero_jax.pretrained import open_hf
-from zero_jax.trainer import Model
+from zero_jax.trainer import Model, first_batch
 from zero_jax.training import MeshLoss
 
 
@@ -78,8 +78,8 @@ def preset_config(options: argparse.Namespace) -> ModelConfig:
     return dataclasses.replace(preset, **changes)
 
 
-def preset_model(options: argparse.Namespace) -> Model:
-    """Returns the model to train."""
+def preset_model(options: argparse.Namespace, *, has_checkpoint: bool = False) -> Model:
+    """Returns the model to train, or one whose params a checkpoint has: those of the hub's folder are not read."""
     config = preset_config(options)
     return Model(
         name=model_name(options),
@@ -90,7 +90,9 @@ def preset_model(options: argparse.Namespace) -> Model:
         loss_fn=loss_function(config, _activations(options)),
         generate_fn=generate_function(config),
         param_specs=model_specs(config, getattr(options, "TrainConfig.model_axis", 1)),
-        load_fn=None if options.from_hf is None else open_hf(options.from_hf, seq_len=config.seq_len).load,
+        load_fn=None
+        if options.from_hf is None or has_checkpoint
+        else open_hf(options.from_hf, seq_len=config.seq_len).load,
     )
 
 
@@ -104,14 +106,18 @@ def planned_model(options: argparse.Namespace) -> PlannedModel:
     Raises:
       ValueError: a reference that cannot be imported, or some of the references without the others.
     """
-    refs = {name: getattr(options, name) for name in ("loss", "init", "batch")}
+    refs = {name: getattr(options, name) for name in ("loss", "init", "batch", "batches")}
     if any(refs.values()):
-        missing = [f"--{name}" for name, ref in refs.items() if not ref]
+        missing = [f"--{name}" for name in ("loss", "init") if not refs[name]]
+        missing += [] if refs["batch"] or refs["batches"] else ["--batches"]
         if missing:
-            raise ValueError(f"a model of your own needs --loss, --init and --batch: give {' and '.join(missing)} too")
+            raise ValueError(
+                f"a model of your own needs --loss, --init and --batches: give {' and '.join(missing)} too"
+            )
+        if refs["batch"] and refs["batches"]:
+            raise ValueError("--batch makes one batch and --batches all of them: give one of the two")
         refuse_presets(options)
-        batch, init_fn = function_of("--batch", refs["batch"]), function_of("--init", refs["init"])
-        check_takes(f"--batch {refs['batch']!r}", batch, (), remedy="name a function of nothing that returns a batch")
+        batch, init_fn = _batch_function(refs["batch"], refs["batches"]), function_of("--init", refs["init"])
         return PlannedModel(
             name=refs["loss"],
             init_fn=init_fn,
@@ -123,17 +129,26 @@ def planned_model(options: argparse.Namespace) -> PlannedModel:
         )
     if options.param_specs:
         raise ValueError(
-            f"--param-specs {options.param_specs!r} is for a model of your own (--loss, --init, --batch): "
+            f"--param-specs {options.param_specs!r} is for a model of your own (--loss, --init, --batches): "
             "the presets know their specs"
         )
     return reference_model(model_name(options), preset_config(options), _activations(options))
+
+
+def _batch_function(batch: str | None, batches: str | None) -> Callable[[], PyTree]:
+    """Returns a function of nothing that returns the batch of `--batch`, or the first one of `--batches`."""
+    if not batch:
+        assert batches is not None
+        return functools.partial(first_batch, f"--batches {batches!r}", resolve("--batches", batches))
+    function = function_of("--batch", batch)
+    return check_takes(f"--batch {batch!r}", function, (), remedy="name a function of nothing that returns a batch")
 
 
 def _own_values(batch_fn: Callable[[], PyTree], shapes: PyTree) -> PyTree:
     """Returns the user's batch, its examples repeated or cut to a number of examples."""
     batch = batch_fn()
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
-        raise ValueError("--verify runs the step: let --batch return arrays with values, not ShapeDtypeStructs")
+        raise ValueError("--verify runs the step: give batches of arrays with values, not of ShapeDtypeStructs")
 
     def resized(x: Any, shape: jax.ShapeDtypeStruct) -> np.ndarray:
         return np.resize(np.asarray(x), shape.shape) if shape.shape else np.asarray(x)
@@ -147,10 +162,18 @@ def small_model(model: PlannedModel) -> PlannedModel:
     if config is None:
         return model
     sizes = {"vocab_size": 256, "seq_len": 64, "num_layers": 2, "num_experts": 4, "experts_per_token": 2, "window": 32}
+    sizes |= {"learned_positions": 64}
     fields = {name: min(getattr(config, name), size) for name, size in sizes.items() if getattr(config, name, None)}
     fields |= {"num_heads": 4, "d_model": 64}
     if isinstance(config, DecoderConfig):
         fields |= {"num_kv_heads": 4 if config.num_kv_heads == config.num_heads else 2, "head_dim": 16, "d_hidden": 128}
+        fields |= {"num_dense_layers": min(config.num_dense_layers, 1)}
+        fields |= {"d_hidden_dense": 128} if config.d_hidden_dense else {}
+        if config.latent is not None:
+            ranks = {"query_rank": config.latent.query_rank and 32, "key_rank": 16}
+            fields["latent"] = dataclasses.replace(config.latent, **ranks, rotary_dim=8, value_dim=16)
+        if config.routing is not None:
+            fields["routing"] = dataclasses.replace(config.routing, num_groups=2, num_kept=1)
     return reference_model(f"a small {model.name}", dataclasses.replace(config, **fields), model.activations)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from zero_jax.core.agreement import from_all_processes
+from zero_jax.core.agreement import agree_on, from_all_processes
 from zero_jax.core.files.untrusted import text, whole_number
 from zero_jax.core.tree import PyTree, check_arrays, key_shape, leading_dims, leaf_names, shapes_of
 from zero_jax.data import BatchBuffers
@@ -91,6 +92,20 @@ class OwnInput:
         more = f", and {len(shown) - 4} more" if len(shown) > 4 else ""
         rows = {"data": self.source.kind, "batch": f"{self.batch_size} examples: {', '.join(shown[:4])}{more}"}
         return rows | ({"not shown": "; ".join(self.notes)} if self.notes else {})
+
+    def steps_of(self, epochs: float) -> int:
+        """Returns the steps of a number of passes over the batches.
+
+        Raises:
+          ValueError: batches without a length, or of other lengths in other processes.
+        """
+        size = self.source.size
+        agree_on("the batches of a pass", {"length": size}, remedy="give all processes as many, or steps")
+        if size is None:
+            raise ValueError(
+                f"epochs={epochs:g}: the batches are {self.source.kind}, which has no length: give steps instead"
+            )
+        return max(1, math.ceil(round(epochs * size, 6)))
 
     def open(
         self, saved: Mapping[str, Any] | None, *, say: Callable[[str], None], beat: Callable[[], None]

@@ -58,6 +58,11 @@ def find_source(label: str, batches: Any) -> Source:
     return _from_iterable(f"{label}: {_name(batches)}()", returned, batches)
 
 
+def first_batch(label: str, batches: Any) -> PyTree:
+    """Returns the first batch of batches of any kind, as `find_source` knows them."""
+    return find_source(label, batches).first()
+
+
 def _from_iterable(label: str, batches: Any, make: Callable[[], Any] | None) -> Source:
     """Returns the source of an iterable; `make` makes it again if it can be read only once."""
     try:
@@ -77,7 +82,15 @@ def _from_iterable(label: str, batches: Any, make: Callable[[], Any] | None) -> 
         again = lambda: iter(batches)  # noqa: E731
     elif make is not None:
         again = lambda: iter(make())  # noqa: E731
-    return IteratorSource(label, iterator, again)
+    return IteratorSource(label, iterator, again, size=_length(batches))
+
+
+def _length(batches: Any) -> int | None:
+    """Returns the length of an iterable, if it has one: a loader of torch has the method for any data set."""
+    try:
+        return len(batches)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 class StepSource:
@@ -85,6 +98,7 @@ class StepSource:
 
     Attributes:
       kind: what they are.
+      size: batches of a pass, if it has an end.
       in_memory: all batches, if they are in memory.
     """
 
@@ -96,7 +110,7 @@ class StepSource:
         in_memory: Sequence[PyTree] = (),
     ):
         """Takes the function; a sequence has a size, after which it begins again."""
-        self._batch_of, self.kind, self._size, self.in_memory = batch_of, kind, size, in_memory
+        self._batch_of, self.kind, self.size, self.in_memory = batch_of, kind, size, in_memory
 
     def first(self) -> PyTree:
         """Returns the batch of step 0."""
@@ -110,7 +124,7 @@ class StepSource:
 
     def again(self) -> Iterator[PyTree]:
         """Returns the batches of one pass."""
-        return map(self._batch_of, itertools.count() if self._size is None else range(self._size))
+        return map(self._batch_of, itertools.count() if self.size is None else range(self.size))
 
     def state(self) -> None:
         """Returns the state of the open iterator as text: none, the position says all."""
@@ -121,18 +135,21 @@ class IteratorSource:
 
     Attributes:
       kind: what they are.
+      size: batches of a pass, where the iterable has a length.
       again: makes the iterator of another pass; None for an iterator that passes once.
     """
 
     in_memory = ()
 
-    def __init__(self, label: str, iterator: Any, again: Callable[[], Iterator[PyTree]] | None):
+    def __init__(
+        self, label: str, iterator: Any, again: Callable[[], Iterator[PyTree]] | None, *, size: int | None = None
+    ):
         """Takes the iterator of the first pass, and the function that makes the iterator of another pass.
 
         Raises:
           ValueError: JSON has no form for its state.
         """
-        self._label, self.again = label, again
+        self._label, self.again, self.size = label, again, size
         self._iterator: Any = iterator
         self._taken: list[PyTree] = []
         self._has_state = _has_state(iterator)

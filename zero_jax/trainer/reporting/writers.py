@@ -13,14 +13,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from zero_jax.core.extras import extra
-from zero_jax.core.field_checks import check_fields
+from zero_jax.core.extras import extra, pip_install
+from zero_jax.core.field_checks import check_fields, hinted
 from zero_jax.core.files.json_lines import JsonLinesWriter, Record, WrittenLater, read_records
 from zero_jax.core.files.system_errors import with_remedy
 
 _FLUSH_SECONDS = 10.0  # of the events for TensorBoard
 
 
+@hinted
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WriterConfig:
     """The writers of a run besides its `metrics.jsonl`.
@@ -39,9 +40,9 @@ class WriterConfig:
         if self.wandb is not None and not self.wandb.strip():
             raise ValueError(f"wandb={self.wandb!r}: give the name of a project, or leave it out")
         if self.tensorboard and importlib.util.find_spec("tensorboardX") is None:
-            raise ValueError('tensorboard=True needs tensorboardX: pip install "zero-jax[train]", or leave it out')
+            raise ValueError(f"tensorboard=True needs tensorboardX: {pip_install('zero-jax[train]')}, or leave it out")
         if self.wandb is not None and importlib.util.find_spec("wandb") is None:
-            raise ValueError(f'wandb={self.wandb!r} needs wandb: pip install "zero-jax[wandb]", or leave it out')
+            raise ValueError(f"wandb={self.wandb!r} needs wandb: {pip_install('zero-jax[wandb]')}, or leave it out")
 
 
 class TensorBoardWriter:

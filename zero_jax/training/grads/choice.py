@@ -72,7 +72,8 @@ def judge(loss: StepLoss, arguments: tuple[PyTree, PyTree, jax.Array]) -> Judged
       ValueError: an entry of aux holds PRNG keys; devices have no gradients of their own to send quantized.
     """
     placement, program, loss_weight = loss.placement, loss.fused, loss.config.loss_weight
-    plan, k, traceable = placement.grad_plan, loss.config.num_microbatches, arguments
+    plan, traceable = placement.grad_plan, arguments
+    k = plan.num_microbatches
     try:
         program.trace(*arguments)
     except Exception:  # it may be made for microbatches alone; `separability` says so

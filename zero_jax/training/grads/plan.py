@@ -22,6 +22,7 @@ class GradPlan:
       num_microbatches: the backward passes of a step.
       is_per_device: whether each device accumulates gradients of its own, rather than each copy of the params.
       at_use: whether each device's own gradients are sent quantized at each use of a param, rather than once a step.
+      pipe: the axes of the stages of a pipeline, which the examples of a device of `once_over` are sharded over.
       map_by: what maps the loss over the devices of `once_over`: ``vmap``, or ``shard_map``.
       why_not_once: why gradients are not summed once a step, if the config asks for it and the loss does not allow it.
     """
@@ -32,6 +33,7 @@ class GradPlan:
     num_microbatches: int
     is_per_device: bool
     at_use: bool
+    pipe: tuple[str, ...] = ()
     map_by: str = "vmap"
     why_not_once: str = ""
 
@@ -66,7 +68,9 @@ class GradPlan:
         """
         if not_local and (self.at_use or (self.once_over and self.coded_over)):
             refuse_coded(not_local)
-        is_copy = any(axis not in self.once_over for axis in self.batch_axes)
+        if self.pipe and convolves and self.once_over:
+            return self.not_once("XLA partitions convolutions wrongly where some axes of a batch are mapped")
+        is_copy = not self.pipe and any(axis not in self.once_over for axis in self.batch_axes)
         by_shards = convolves or (is_copy and is_plain and not self.at_use)
         plan = dataclasses.replace(self, map_by="shard_map" if by_shards else "vmap")
         return plan.not_once(not_local) if not_local and self.once_over else plan
@@ -84,6 +88,8 @@ class GradPlan:
         """
         k = self.num_microbatches
         sent = f"gradients are summed across devices in each of the {k} microbatches, not once a step"
+        if self.pipe:
+            sent = "gradients are summed across devices in every tick of the pipeline, not once a step"
         if another_loss:
             warnings.warn(
                 f"the loss on microbatches may be another one than on the whole batch, because {another_loss}: it is "
@@ -95,7 +101,7 @@ class GradPlan:
         elif self.why_not_once and self.is_per_device:
             warnings.warn(
                 f"{sent}, because {self.why_not_once}: the loss needs whole microbatches. Stage 2 sends no more then, "
-                "and holds less; num_microbatches=1 sends the least",
+                f"and holds less{'' if self.pipe else '; num_microbatches=1 sends the least'}",
                 stacklevel=2,
             )
 

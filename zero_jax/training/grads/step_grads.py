@@ -216,8 +216,11 @@ class _Sums(NamedTuple):
         """Returns the function of loss and gradients of a part."""
         loss, scaled, plan = self.loss, self.scaled, accumulator.plan
         if not plan.at_use:
-            own = plan.is_per_device and plan.once_over
-            return scaled.grad_fn(self.program if own else loss.placed(self.program, with_copies=not plan.once_over))
+            if plan.is_per_device and plan.once_over:
+                axes = loss.placement.axes
+                own = dataclasses.replace(axes, replica=(), data=axes.pipe)
+                return scaled.grad_fn(loss.staged(self.program, own))
+            return scaled.grad_fn(loss.placed(self.program, with_copies=not plan.once_over))
         mapped = loss.placed(self.program, with_copies=False, mapped=True)
 
         def value(free: Any, model_state: PyTree, batch: PyTree, key: jax.Array) -> Any:

@@ -7,7 +7,9 @@ The train step, the evaluation step and the estimates read the same program, by 
 3. with what the losses of parts of a batch are averaged by (`grads.choice`; a weighted evaluation);
 4. `recomputed`: blocks are in `jax.checkpoint`, by the config's remat policy;
 5. `unsharded`: what XLA partitions wrongly is whole;
-6. `placed`: params are gathered where they are used, and gradients are reduced to shards.
+6. `placed`, or `staged` where each device has gradients of its own: scans over layers are stages of a pipeline, if the
+   mesh has an axis for them;
+7. `placed`: params are gathered where they are used, and gradients are reduced to shards.
 """
 
 from __future__ import annotations
@@ -24,19 +26,25 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.tree import PyTree, key_shape, shapes_of
 from zero_jax.program.loss import LossProgram
+from zero_jax.sharding.mesh import Axes
 from zero_jax.training.batch import shapes_of_part
 from zero_jax.training.loss.function import MeshLoss, normalize_loss
 from zero_jax.training.loss.inputs import cast_batch
 from zero_jax.training.state.placement import Placement, make_placement
 from zero_jax.training.zero_config import ZeroConfig
 from zero_jax.transforms import (
+    PipelinedProgram,
+    StagePlace,
+    Stages,
     fuse_attention,
     gather_on_use,
     rematerialize,
+    resolve_remat,
     scatter_grads,
     summed_on_use,
     unsharded_windows,
     used_shapes,
+    with_stages,
 )
 
 
@@ -94,6 +102,26 @@ class StepLoss:
         """Returns a program with whole values where XLA partitions operations on sharded ones wrongly."""
         return unsharded_windows(program, mesh=self.placement.mesh, axes=self.placement.axes)
 
+    def stages(self, axes: Axes) -> Stages | None:
+        """Returns the stages that layers are cut into, None without a pipeline.
+
+        `axes` are the roles of the axes of the batch that the program is called on.
+        """
+        placement, config = self.placement, self.config
+        if placement.num_stages == 1:
+            return None
+        return Stages(
+            place=StagePlace(mesh=placement.mesh, pipe=axes.pipe, batch=axes.of_stage.batch),
+            axes=placement.axes,
+            num_microbatches=config.num_microbatches,
+            recompute=resolve_remat(config.remat).policy != "none",
+        )
+
+    def staged(self, program: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
+        """Returns a program with its layers as stages, whose params are used as they are stored."""
+        stages = self.stages(axes)
+        return program if stages is None else with_stages(LossProgram.of(program), stages)
+
     def placed(
         self, program: Callable[..., Any], *, with_copies: bool = True, mapped: bool = False
     ) -> Callable[..., Any]:
@@ -107,6 +135,9 @@ class StepLoss:
         placement, config = self.placement, self.config
         common = {"mesh": placement.mesh, "reduce_dtype": placement.precision.reduce}
         axes, specs = placement.axes.of_params(with_copies=with_copies), placement.loss_shardings()
+        plain, stages = program, self.stages(axes)
+        if stages is not None:
+            program = PipelinedProgram(LossProgram.of(program), stages)
         if mapped:
             common |= {"axes": axes, "quantize": placement.quantize, "keep_gathered": config.keep_gathered}
             return summed_on_use(program, specs, stored_whole="params" not in placement.groups, **common)
@@ -115,8 +146,9 @@ class StepLoss:
                 program,
                 specs,
                 keep_gathered=config.keep_gathered,
-                data_axes=axes.data,
+                data_axes=axes.data_of_stage,
                 replica_axes=axes.replica,
+                pipe_axes=axes.pipe,
                 quantize=placement.quantize,
                 **common,
             )
@@ -127,7 +159,7 @@ class StepLoss:
         has_other_axes = placement.axes.size_beside_batch(placement.mesh) > 1
         if "master" in placement.groups or placement.precision.reduce is not None or has_other_axes:
             return scatter_grads(program, specs, axes=axes, **common)
-        return program
+        return self.staged(plain, axes)
 
 
 def _by_copies(loss_fn: Callable[..., Any], sharding: NamedSharding) -> Callable[..., Any]:

@@ -72,6 +72,11 @@ class Placement:
         return "params" in self.groups and not self.axes.secondary
 
     @property
+    def num_stages(self) -> int:
+        """The stages of the pipeline that microbatches go through; 1 without one."""
+        return self.axes.num_stages(self.mesh)
+
+    @property
     def grad_axes(self) -> tuple[str, ...]:
         """The mesh axes over which gradients are sent quantized."""
         return () if self.quantize is None else self.quantize.grad_axes(self.axes)
@@ -82,14 +87,16 @@ class Placement:
         is_per_device = self.num_microbatches > 1 and "grads" not in self.groups
         # Along these axes devices have copies of the params: gradients are summed over them last, in shards.
         copies = self.axes.copies if "master" in self.groups else ()
-        once = self.axes.batch if is_per_device else tuple(axis for axis in copies if self.mesh.shape[axis] > 1)
+        own = self.axes.of_stage.batch  # the stages of a pipeline have other layers
+        once = own if is_per_device else tuple(axis for axis in copies if self.mesh.shape[axis] > 1)
         return GradPlan(
             batch_axes=self.axes.batch,
             once_over=once,
             coded_over=self.grad_axes,
-            num_microbatches=self.num_microbatches,
+            num_microbatches=1 if self.num_stages > 1 else self.num_microbatches,  # those of a pipeline are one batch
             is_per_device=is_per_device,
             at_use=not is_per_device and not set(self.grad_axes) <= set(self.axes.copies),
+            pipe=self.axes.pipe if self.num_stages > 1 else (),
         )
 
     def grad_sums(self) -> list[DeviceSum]:
@@ -200,7 +207,8 @@ class Placement:
 
     def _gather_leaf(self, placement: LeafPlacement, x: jax.Array) -> jax.Array:
         param_axes = self.axes_of_group("params")
-        steps = gather_shardings(self.mesh, placement.dims, [axis for axis in self.axes.data if axis not in param_axes])
+        kept = (*param_axes, *placement.pipe)
+        steps = gather_shardings(self.mesh, placement.dims, [axis for axis in self.axes.data if axis not in kept])
         # A secondary shard is made at full precision: its own gathers, one for each use, are quantized.
         quantize = None if param_axes else self.quantize
         coding = blocks_of_leaf(quantize, "gathers", placement, mesh=self.mesh, shape=x.shape)

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
 
-from zero_jax.core.text_tables import aligned, format_bytes
 from zero_jax.core.tree import PyTree
-from zero_jax.core.variables import joined
+from zero_jax.core.variables import joined, shown_sizes
 from zero_jax.sharding.precision import LossScale
 from zero_jax.training.optimizer.frozen import flags_of_all, needed_grads, unchanged
 from zero_jax.training.optimizer.update import trace_update
@@ -50,14 +45,7 @@ class TrainState:
     grad_errors: PyTree = None
 
     def __repr__(self) -> str:
-        parts = {field.name: jax.tree.leaves(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        arrays = {name: [x for x in leaves if hasattr(x, "shape")] for name, leaves in parts.items()}
-        rows = [(name, *_sizes(leaves)) for name, leaves in arrays.items() if leaves]
-        if not rows:  # shardings, or flags
-            return f"TrainState({', '.join(f'{name}={getattr(self, name)!r}' for name in parts)})"
-        shardings = (getattr(x, "sharding", None) for leaves in arrays.values() for x in leaves)
-        mesh = next((dict(x.mesh.shape) for x in shardings if isinstance(x, NamedSharding)), None)
-        return "\n".join(["TrainState" if mesh is None else f"TrainState on {mesh}", aligned(rows)])
+        return shown_sizes(self)
 
     @property
     def variables(self) -> PyTree:
@@ -68,22 +56,6 @@ class TrainState:
     def masters(self) -> PyTree:
         """The params that the optimizer updates: `master`, or `params` where there is none."""
         return self.params if self.master is None else self.master
-
-
-def _sizes(leaves: Sequence[Any]) -> tuple[str, str, str]:
-    """Returns the number of leaves, of their elements, and their bytes: all of them, and those of one device."""
-    shards = [x.sharding.shard_shape(x.shape) if getattr(x, "sharding", None) else x.shape for x in leaves]
-    sizes = [getattr(x.dtype, "itemsize", 0) for x in leaves]
-    whole, own = (
-        format_bytes(sum(size * math.prod(shape) for size, shape in zip(sizes, shapes, strict=True)))
-        for shapes in ([x.shape for x in leaves], shards)
-    )
-    elements = sum(math.prod(x.shape) for x in leaves)
-    return (
-        f"{len(leaves)} {'leaf' if len(leaves) == 1 else 'leaves'}",
-        f"{elements:,} elements",
-        f"{whole}, {own} a device",
-    )
 
 
 def trainable(params: PyTree) -> PyTree:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from zero_jax.core.text_tables import Report
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionRow:
@@ -41,7 +43,7 @@ class AttentionRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionReport:
+class AttentionReport(Report):
     """The attention cores of a function, those that a fused kernel computes and the others; prints a line for each."""
 
     rows: tuple[AttentionRow, ...]

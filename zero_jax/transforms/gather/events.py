@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zero_jax.core.text_tables import format_bytes
+from zero_jax.core.text_tables import Report, format_bytes
 from zero_jax.program.jaxprs import source_line
 from zero_jax.transforms.gather.deferred import Lazy
 
@@ -44,7 +44,7 @@ class WideUse:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GatherReport:
+class GatherReport(Report):
     """What gather-on-use did with a function; prints as a table with the early gathers first, wide uses last.
 
     Attributes:

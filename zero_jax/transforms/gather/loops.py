@@ -1,4 +1,7 @@
-"""Params that enter a loop: slices of stacks as shards, and what every iteration uses gathered once before it."""
+"""Params that enter a loop: slices of stacks as shards, and what every iteration uses gathered once before it.
+
+In a pipeline a stack is sharded over stages along its layers, and what a stage has of it over the other axes.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,20 @@ from typing import Any
 import jax
 
 from zero_jax.core.device_put import default_layout
-from zero_jax.program.jaxprs import open_jaxpr
+from zero_jax.dims import FREE, UNKNOWN
+from zero_jax.program.jaxprs import open_jaxpr, source_context
 from zero_jax.program.subcalls import Subcall
+from zero_jax.sharding.chains import Chain, reshard
+from zero_jax.sharding.gather_names import gather_scope
 from zero_jax.sharding.mesh import axis_size
+from zero_jax.sharding.spec import named, without
+from zero_jax.transforms.gather.anchors import anchored
 from zero_jax.transforms.gather.deferred import Copies, Lazy, Value, as_it_is
 from zero_jax.transforms.gather.param_uses import used_whole
 from zero_jax.transforms.gather.per_device import only_multiplied
+from zero_jax.transforms.pipeline.cut import LayerLoop
+from zero_jax.transforms.pipeline.loop import StagePlace, run_stages
+from zero_jax.transforms.pipeline.transform import split_operands
 
 # `walk` is the `GatherWalk` that meets the loop.
 
@@ -61,3 +72,62 @@ def _gathered_once(walk: Any, eqn: Any, sub: Subcall, value: Lazy, var: Any) -> 
         return Value(root, params_only=True)
     # As wide as the loop uses it: that is what its gradients are summed in over the iterations.
     return Lazy((root,), as_it_is, jax.typeof(root), value.path, ((),) * root.ndim)
+
+
+def staged(walk: Any, eqn: Any, values: Sequence[Lazy | Value], frame: Any) -> list[Value]:
+    """Evaluates a loop over layers as the stages of a pipeline, which gather their params within themselves."""
+    loop: LayerLoop = eqn.params["loop"]
+    mesh, axes = walk.options.mesh, walk.options.axes
+    place = StagePlace(mesh=mesh, pipe=axes.pipe, batch=axes.of_stage.batch)
+    consts, carry, stacks = split_operands(loop, values)
+    consts = [walk.before(x, eqn, "read by all stages") for x in consts]
+    carry = [walk.before(x, eqn, "a carry of stages").array for x in carry]
+    stacks = [_stack_of_stages(walk, eqn, x, place) for x in stacks]
+    only = [value.params_only for value in consts]
+    within = dataclasses.replace(frame, prevent_cse=False, ends_forward=False)
+    inner, layer = _of_stage(walk, loop, place)
+
+    def run(number: Any, consts: list[Any], carry: list[Any], slices: list[Any]) -> list[Any]:
+        ins = [Value(number, params_only=False)]
+        ins += [Value(x, params_only=is_param) for x, is_param in zip(consts, only, strict=True)]
+        ins += [Value(x, params_only=False) for x in carry]
+        ins += [stack.with_arrays([x]) for stack, x in zip(stacks, slices, strict=True)]
+        return [inner.array(x, eqn, within) for x in inner.run(layer, ins, within)]
+
+    with source_context(eqn):
+        arrays = [stack.arrays[0] for stack in stacks]
+        results = run_stages(loop, place, [x.array for x in consts], carry, arrays, run)
+    return [Value(x, params_only=False) for x in results]
+
+
+def _stack_of_stages(walk: Any, eqn: Any, value: Lazy | Value, place: StagePlace) -> Lazy | Value:
+    """Returns a stack as its slices are in a layer, made of an array `[stages, layers / stages, ...]`."""
+    num_stages = eqn.params["loop"].num_stages
+    if isinstance(value, Lazy) and value.dims is None:
+        value = walk.before(value, eqn, "a stack of stages")
+    if isinstance(value, Value):
+        return Value(place.stages(value.array, num_stages), params_only=value.params_only)
+    root, options = value.as_root(), walk.options
+    dims = without(root.shard[1:], place.pipe)
+    stack = root.roots[0].reshape(num_stages, root.roots[0].shape[0] // num_stages, *root.roots[0].shape[1:])
+    shard = named(options.mesh, (place.pipe, (), *dims))
+    stored = named(options.mesh, (place.pipe, (), *without(dims, options.axes.data))) if options.stored_whole else shard
+    with gather_scope(root.path):
+        stack = reshard(stack, forward=Chain((stored,)), backward=Chain((shard,)))
+    return dataclasses.replace(root, roots=(stack,), aval=root.aval.update(shape=root.aval.shape[1:]), dims=dims)
+
+
+def _of_stage(walk: Any, loop: LayerLoop, place: StagePlace) -> tuple[Any, Any]:
+    """Returns the walk over the layers of a stage, on a microbatch, and the jaxpr of a layer that it walks over."""
+    options = dataclasses.replace(walk.options, axes=walk.options.axes.of_stage)
+    jaxpr, num_shards = open_jaxpr(loop.layer)[0], axis_size(place.mesh, place.batch)
+    roles = [None, *loop.consts, *loop.carry, *[None] * loop.num_slices]
+    states, sizes = [], set()
+    for role, var in zip(roles, jaxpr.invars, strict=True):
+        if role is None or not role.is_rows:
+            states.append(FREE)
+        else:
+            sizes.add(var.aval.shape[role.dim])
+            states.append(UNKNOWN if var.aval.shape[role.dim] % num_shards else role.dim)
+    layer, examples = anchored(loop.layer, states, mesh=place.mesh, axes=options.axes)
+    return walk.within(options, frozenset(sizes), examples.mixed), layer

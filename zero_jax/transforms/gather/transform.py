@@ -51,6 +51,7 @@ def gather_on_use(
     reduce_dtype: Any = None,
     data_axes: Sequence[str] | None = None,
     replica_axes: Sequence[str] | None = None,
+    pipe_axes: Sequence[str] | None = None,
     max_hoisted_bytes: int = MAX_HOISTED_BYTES,
     quantize: Quantize | None = None,
 ) -> Callable[..., Any]:
@@ -67,6 +68,7 @@ def gather_on_use(
       reduce_dtype: dtype in which gradients are summed across devices; None sums in their own.
       data_axes: the mesh axes to gather over, if they are not called `data` or `data_*`.
       replica_axes: the mesh axes of the batch besides `data_axes`, if not called `replica`.
+      pipe_axes: those of `data_axes` that are stages of a pipeline, if not called `pipe` or `pipe_*`.
       max_hoisted_bytes: params that a loop uses whole in every iteration are gathered once before the loop if all of
         them together take at most this many bytes, else in every iteration.
       quantize: the formats that params are gathered in (its `gathers`); the function is then one of rounded params,
@@ -79,7 +81,7 @@ def gather_on_use(
       ValueError: the specs do not fit the params.
     """
     check_callable("fn", fn, remedy="give a function of params, as gather_on_use(fn, specs, mesh=mesh)")
-    axes = axes_of(mesh, data=data_axes, replica=replica_axes)
+    axes = axes_of(mesh, data=data_axes, replica=replica_axes, pipe=pipe_axes)
     check_arguments(
         specs=specs, keep_gathered=keep_gathered, reduce_dtype=reduce_dtype, max_hoisted_bytes=max_hoisted_bytes
     )
@@ -142,7 +144,8 @@ def gather_report(fn: Callable[..., Any], specs: PyTree, *args: Any, mesh: Mesh,
       mesh: the mesh of the specs.
       **options: further options of `gather_on_use`.
     """
-    axes = axes_of(mesh, data=options.get("data_axes"), replica=options.get("replica_axes"))
+    roles = {role: options.get(f"{role}_axes") for role in ("data", "replica", "pipe")}
+    axes = axes_of(mesh, **roles)
     program = gather_on_use(LossProgram(fn), specs, mesh=mesh, **options)
     with on_mesh(mesh), mesh_context(mesh, axes):
         events = program.notes(*args)

@@ -28,7 +28,7 @@ from zero_jax.transforms.gather.deferred import Copies, Lazy, Value, pending, pu
 from zero_jax.transforms.gather.dots import flat_product
 from zero_jax.transforms.gather.events import Notes
 from zero_jax.transforms.gather.lookup import move_rows, move_table, plan_lookup
-from zero_jax.transforms.gather.loops import hoisted, sliced
+from zero_jax.transforms.gather.loops import hoisted, sliced, staged
 from zero_jax.transforms.gather.ordering import Ordering
 from zero_jax.transforms.gather.per_device import SAME_PARAM, copy_per_device, example_dims, multiply
 from zero_jax.transforms.gather.uses import Options, array_of, gathering, whole
@@ -39,6 +39,7 @@ from zero_jax.transforms.gather.weight_grads import (
     product,
     refuse_convolution,
 )
+from zero_jax.transforms.pipeline.transform import pipeline_p
 
 # Longer recipes are not made again at each use: they are chains of nested calls.
 MAX_RECIPE_DEPTH = 50
@@ -80,6 +81,10 @@ class GatherWalk(Walk[GatherFrame]):
         self.bind = CachedBind()
         self.regions: dict[Any, SharedRegion] = {}  # of those of equal layers JAX traces and differentiates one
         self.uses: dict[Any, Callable[..., list[Any]]] = {}
+
+    def within(self, options: Options, batch_sizes: frozenset[int], mixed: frozenset[int]) -> GatherWalk:
+        """Returns a walk over a part of the function that has other options; both note what they do."""
+        return GatherWalk(options, batch_sizes, self.notes, mixed)
 
     def run(self, jaxpr: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """Evaluates a jaxpr and returns its results."""
@@ -126,6 +131,8 @@ class GatherWalk(Walk[GatherFrame]):
 
     def operation(self, eqn: Any, values: list[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """Evaluates an equation that is not looked into."""
+        if eqn.primitive is pipeline_p:
+            return [*staged(self, eqn, values, frame)]
         is_apart = self.is_apart(eqn)
         if any(isinstance(value, Copies) for value in values):
             return self.copied(eqn, values, frame)

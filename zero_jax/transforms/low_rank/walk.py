@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zero_jax.core.text_tables import Report
 from zero_jax.program import jaxprs
 from zero_jax.program.loss import trace_call
 from zero_jax.program.subcalls import Subcall
@@ -37,7 +38,7 @@ class WeightUse:
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaptedReport:
+class AdaptedReport(Report):
     """The uses of the frozen weights of a function; prints as a table, those of merged weights first."""
 
     uses: tuple[WeightUse, ...]

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from zero_jax.core.device_put import is_on_host
+from zero_jax.core.text_tables import Report
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import trace_flat
 from zero_jax.sharding.mesh import axis_size
@@ -59,7 +60,7 @@ class Left:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RematReport:
+class RematReport(Report):
     """The regions of a function and what they keep; prints as a table, with what was left alone below."""
 
     remat: Remat

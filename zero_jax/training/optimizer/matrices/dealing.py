@@ -116,6 +116,8 @@ class Dealing:
         at, dims = first.stacks.get(first.inputs[0], 0), self.stacked_dims(first, first.inputs[0])
         if self.is_cut_by_matrices and not carries((*dims[:at], *dims[at + 1 :]), self.data):
             return f"{what}: whole on a device as they are sharded, nothing moves"
+        if self.is_cut_by_matrices:
+            return f"{what}: left to XLA, as stacks are sharded along the matrices over some axes, and cut over others"
         if self.over is None:
             return f"{what}: left to XLA, to move them costs more than products of cut ones"
         axes = "+".join(self.over)

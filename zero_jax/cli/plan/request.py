@@ -10,7 +10,7 @@ import optax
 from zero_jax.analysis import LossTrace, trace_loss
 from zero_jax.cli.models.options import PlannedModel, planned_model, small_model
 from zero_jax.cli.options import field_values, log_line
-from zero_jax.cli.zero_options import read_zero
+from zero_jax.cli.run_config import read_zero
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree
 from zero_jax.planning import CompileOptions, Job, PlanReport, compile_plan
@@ -33,6 +33,7 @@ class PlanConfig:
       batch_size: examples in a step, over all devices and microbatches; none takes 1 a device and microbatch.
       replica: size of the mesh axis `replica`, full copies of the sharded state; the axis `data` takes the rest.
       model_axis: size of the mesh axis `model`, tensor parallelism, for models whose params have specs for it.
+      pipe: stages of the pipeline that microbatches go through, each with layers of its own; 1 for none.
       data_layout: sizes of the mesh axes that carry `data`, such as 8x8x16; none takes what fits the hardware.
       cache: folder of compiled programs; `default` is zero_jax in the user's cache folder, none disables the cache.
       timeout: seconds after which a compile is stopped.
@@ -42,13 +43,14 @@ class PlanConfig:
     batch_size: int | None = None
     replica: int = 1
     model_axis: int = 1
+    pipe: int = 1
     data_layout: str | None = None
     cache: str | None = "default"
     timeout: float | None = None
 
     def __post_init__(self) -> None:
         """Checks the fields, before a model is imported."""
-        check_fields(self, lowest=dict.fromkeys(("batch_size", "replica", "model_axis"), 1))
+        check_fields(self, lowest=dict.fromkeys(("batch_size", "replica", "model_axis", "pipe"), 1))
         parse(self.topology)
         if self.timeout is not None and not self.timeout > 0:
             raise ValueError(f"timeout_seconds={self.timeout}: give a positive number of seconds, or none for no limit")
@@ -70,18 +72,21 @@ class Request:
             "topology": self.config.topology,
             "replica": self.config.replica,
             "model": self.config.model_axis,
+            "pipe": self.config.pipe,
             "data_layout": _sizes(self.config.data_layout),
         }
         mesh = make_mesh(**axes)
-        parts = axis_size(mesh, axes_of(mesh).batch) * zero.num_microbatches
+        roles = axes_of(mesh)
+        shards = axis_size(mesh, roles.of_stage.batch)  # the microbatches of a pipeline are on all stages
+        parts = shards * zero.num_microbatches
         batch_size = parts if self.config.batch_size is None else self.config.batch_size
         if batch_size < 1 or batch_size % parts:
             raise ValueError(
-                f"batch_size={batch_size} does not divide over {parts // zero.num_microbatches} devices and "
+                f"batch_size={batch_size} does not divide over {shards} devices and "
                 f"{zero.num_microbatches} microbatches: give a multiple of {parts}"
             )
         batch = self.model.batch_fn(batch_size)
-        _check_batch_fits(batch, batch_size, parse(self.config.topology).hardware, parts // zero.num_microbatches)
+        _check_batch_fits(batch, batch_size, parse(self.config.topology).hardware, axis_size(mesh, roles.batch))
         return Job(
             loss_fn=self.model.loss_fn,
             init_fn=self.model.init_fn,
@@ -114,6 +119,8 @@ class Request:
         A preset is verified as a small model of its form, a model of the user's own as it is, on the batch that its
         function returns.
         """
+        if self.config.pipe > 1:
+            raise ValueError(f"--verify runs no pipeline: leave out --pipe {self.config.pipe}, or --verify")
         model, num_copies, num_model = (
             small_model(self.model),
             min(self.config.replica, 2),
@@ -142,7 +149,7 @@ def read_request(options: argparse.Namespace) -> Request:
     return Request(
         model=planned_model(options),
         tx=make_optimizer(optimizer, num_steps=_STEPS),
-        zero=read_zero(options, default=defaults.zero),
+        zero=TrainConfig(zero=read_zero(options, default=defaults.zero)).zero,
         config=PlanConfig(**field_values(PlanConfig, options)),
     )
 

@@ -14,8 +14,7 @@ import jax
 from zero_jax.analysis import comms, figures, memory, paper
 from zero_jax.cli.config_classes import option_fields
 from zero_jax.cli.config_file import write_file
-from zero_jax.cli.models.hub import model_section
-from zero_jax.cli.models.presets import ActivationConfig, ModelConfig
+from zero_jax.cli.models.presets import ActivationConfig
 from zero_jax.cli.options import (
     explicit,
     field_values,
@@ -23,7 +22,8 @@ from zero_jax.cli.options import (
     option_of,
     refuse,
 )
-from zero_jax.cli.request import Request, read_request
+from zero_jax.cli.plan.request import Request, read_request
+from zero_jax.cli.run_config import full_model, set_values
 from zero_jax.planning import (
     COMPILE_ONLY,
     CompilerCrash,
@@ -41,6 +41,8 @@ from zero_jax.transforms import resolve_remat
 _STAGES = (0, 1, 2, 3)
 # Examples of a device that --auto tries where no batch size is given: more than one hides collectives better.
 _EXAMPLES_PER_DEVICE = (1, 2, 4, 8)
+# The fields that a plan decides on, which its config file always has.
+_PLANNED = frozenset("stage precision num_microbatches remat attention overlap secondary keep_gathered offload".split())
 _CHOSEN_BY_AUTO = "--auto chooses that by itself: leave it out"
 
 
@@ -97,19 +99,28 @@ def run_plan(options: argparse.Namespace) -> int:
         _show(options, str(plans), plans.to_json())
         return 0 if plans.plans[plans.best].fits else 1
     report = request.compile(request.zero)
+    text, record = report.text(options.tokens), report.to_json() | _training(report, options.tokens)
     if not options.verify:
-        _show(options, str(report), report.to_json())
+        _show(options, text, record)
         is_right = True
     else:
         verified = request.verify(request.zero)
-        _show(options, f"{report}\n\n{verified}", {**report.to_json(), "verification": verified.to_json()})
+        _show(options, f"{text}\n\n{verified}", {**record, "verification": verified.to_json()})
         is_right = verified.ok
     if options.write_config:
         _write_config(options, request, report)
     return 0 if report.fits and is_right else 1
 
 
+def _training(report: PlanReport | None, tokens: float | None) -> dict[str, Any]:
+    """Returns the estimated days and device-hours of `--tokens`, for JSON."""
+    is_known = tokens is not None and report is not None and report.time is not None
+    return {"training": report.time.training(tokens, report.num_devices)} if is_known else {}  # type: ignore[union-attr]
+
+
 def _auto(options: argparse.Namespace, request: Request) -> int:
+    if request.config.pipe > 1:
+        raise ValueError(f"--auto tries no pipeline: leave out --pipe {request.config.pipe}, or plan it without --auto")
     model, zero = request.model, dataclasses.replace(request.zero, num_microbatches=1)
     sizes, specs = _model_sizes(request)
     fixed = explicit(options)
@@ -135,12 +146,12 @@ def _auto(options: argparse.Namespace, request: Request) -> int:
         host_memory_bytes=options.host_memory_bytes,
         **vars(request.compiling),
     )
-    _show(options, str(result), result.to_json())
+    _show(options, result.text(options.tokens), result.to_json() | _training(result.best, options.tokens))
     if options.write_config and result.best:
         _write_config(options, request, result.best, chosen=result.config)
     elif options.write_config:
         log_line(f"nothing fits: {options.write_config} was not written")
-    return 0 if result.ranking.best else 1
+    return 130 if result.ranking.was_stopped else 0 if result.ranking.best else 1
 
 
 def _model_sizes(request: Request) -> tuple[tuple[int, ...] | None, Any]:
@@ -166,24 +177,19 @@ def _write_config(
         raise ValueError("--write-config is for the models that `zero-jax train` knows, not for --loss")
     chosen = chosen or request.zero
     zero = {name: getattr(chosen, name) for name in option_fields("ZeroConfig")}
+    zero["remat"] = resolve_remat(chosen.remat).name
     axes = {"replica": report.mesh.get("replica", 1), "model_axis": report.mesh.get("model", 1)}
+    axes["pipe"] = report.mesh.get("pipe", 1)
     sections = {
-        "model": _written_model(options, request.model.config),
-        "activations": field_values(ActivationConfig, options),
-        "zero": zero | {"remat": resolve_remat(chosen.remat).name},
-        "optimizer": field_values(OptimizerConfig, options),
+        "model": full_model(options, request.model.config),
+        "activations": set_values("activations", field_values(ActivationConfig, options)),
+        "zero": set_values("zero", zero, keep=_PLANNED),
+        "optimizer": set_values("optimizer", field_values(OptimizerConfig, options)),
         "run": {"batch_size": report.batch_size, **axes},
     }
+    sections = {section: entries for section, entries in sections.items() if entries}
     write_file(options.write_config, sections, title=f"planned for {report.topology} by zero-jax plan")
     log_line(f"wrote {options.write_config}: zero-jax train --config {options.write_config}")
-
-
-def _written_model(options: argparse.Namespace, config: ModelConfig) -> dict[str, Any]:
-    """Returns the section `model` of a config, with the full shape of a preset."""
-    if options.from_hf is not None:
-        return model_section(options)
-    shape = dataclasses.asdict(config)
-    return {"preset": options.preset} | {name: shape[name] for name in option_fields(type(config).__name__)}
 
 
 @_guarded

@@ -1,0 +1,128 @@
+"""Functions made of a library's model are those that its users would write; tests/training/state compares the steps."""
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import zero_jax as zero
+
+BATCH = {"x": np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32), "y": np.arange(8, dtype=np.int32) % 4}
+KEY = jax.random.key(3)
+
+
+def cross_entropy(logits):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, BATCH["y"]).mean()
+
+
+def assert_equal(found, expected):
+    values = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x  # noqa: E731
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(values(x), values(y), rtol=1e-6), found, expected)
+
+
+class LinenNet(nn.Module):
+    """Batch norm, dropout and noise: two streams, one collection."""
+
+    @nn.compact
+    def __call__(self, x, *, train):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(5)(x))
+        if train:
+            x = x + 0.1 * jax.random.normal(self.make_rng("noise"), x.shape)
+        return nn.Dense(4)(nn.Dropout(0.5, deterministic=not train)(x))
+
+
+def test_linen_collections_and_streams():
+    module = LinenNet()
+
+    def loss(model, batch):
+        return cross_entropy(model(batch["x"], train=True)), {"again": model(batch["x"], train=True)}
+
+    def eval_loss(model, batch):
+        return cross_entropy(model(batch["x"], train=False))
+
+    made = zero.from_linen(module, loss, jnp.zeros((1, 6)), train=False, rngs=["dropout", "noise"], eval_loss=eval_loss)
+    variables = made.init_fn(KEY)
+    params, state = variables.params, variables.model_state
+
+    def by_hand(params):
+        merged, outs = {"params": params, **state}, []
+        for first in (0, 2):
+            rngs = {name: jax.random.fold_in(KEY, first + i) for i, name in enumerate(("dropout", "noise"))}
+            out, new = module.apply(merged, BATCH["x"], train=True, rngs=rngs, mutable=["batch_stats"])
+            merged |= new
+            outs.append(out)
+        return cross_entropy(outs[0]), ({"again": outs[1]}, {"batch_stats": merged["batch_stats"]})
+
+    def by_helper(params):
+        value, aux, new = made.loss_fn(params, BATCH, KEY, model_state=state)
+        return value, (aux, new)
+
+    found, expected = (jax.jit(jax.value_and_grad(f, has_aux=True))(params) for f in (by_helper, by_hand))
+    assert_equal(found, expected)
+    value, _, same = made.eval_fn(params, BATCH, model_state=state)
+    assert_equal(value, cross_entropy(module.apply({"params": params, **state}, BATCH["x"], train=False)))
+    assert_equal(same, state)
+    assert module.apply(made.merge(params, state), BATCH["x"], train=False).shape == (8, 4)
+
+
+def test_a_module_of_params_alone_has_no_model_state_and_takes_no_key():
+    linen = zero.from_linen(nn.Dense(4), lambda model, batch: cross_entropy(model(batch["x"])), jnp.zeros((1, 6)))
+    assert_equal(
+        linen.loss_fn(linen.init_fn(KEY), BATCH)[0],
+        cross_entropy(nn.Dense(4).apply(linen.merge(linen.init_fn(KEY)), BATCH["x"])),
+    )
+    assert linen.eval_fn is None
+    model = zero.from_nnx(
+        lambda rngs: nnx.Linear(6, 4, rngs=rngs), lambda model, batch: cross_entropy(model(batch["x"]))
+    )
+    params = model.init_fn(KEY)
+    assert isinstance(params, nnx.State)
+    assert_equal(model.loss_fn(params, BATCH)[0], cross_entropy(model.merge(params)(BATCH["x"])))
+    mlp = zero.from_equinox(
+        lambda key: eqx.nn.MLP(6, 4, 8, 1, key=key), lambda model, batch: cross_entropy(jax.vmap(model)(batch["x"]))
+    )
+    params = mlp.init_fn(KEY)
+    assert_equal(mlp.eval_fn(params, BATCH)[0], cross_entropy(jax.vmap(mlp.merge(params))(BATCH["x"])))
+
+
+class NnxNet(nnx.Module):
+    """A shared param, adapters, batch norm, dropout."""
+
+    def __init__(self, *, rngs):
+        self.first = nnx.Linear(6, 6, rngs=rngs)
+        self.same, self.norm = self.first, nnx.BatchNorm(6, rngs=rngs)
+        self.dropout, self.lora = nnx.Dropout(0.5, rngs=rngs), nnx.LoRA(6, 2, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.lora(self.dropout(self.norm(self.same(self.first(x)))))
+
+
+def test_nnx_variables_that_are_not_trained_are_model_state():
+    def loss(model, batch, key):
+        noise = 0.1 * jax.random.normal(key, batch["x"].shape)
+        return cross_entropy(model(batch["x"] + noise))
+
+    for wrt, num_trained in ((None, 6), (nnx.LoRAParam, 2)):
+        made = zero.from_nnx(NnxNet, loss, wrt=wrt)
+        variables = made.init_fn(KEY)
+        assert len(jax.tree.leaves(variables.params)) == num_trained
+        value, _, state = made.loss_fn(variables.params, BATCH, KEY, model_state=variables.model_state)
+        model = NnxNet(rngs=nnx.Rngs(KEY))
+        assert_equal(value, loss(model, BATCH, KEY))
+        assert_equal(state, nnx.state(model, nnx.Not(wrt or nnx.Param)))
+        value, _, _ = made.eval_fn(variables.params, BATCH, KEY, model_state=variables.model_state)
+        model = NnxNet(rngs=nnx.Rngs(KEY))
+        model.eval()
+        assert_equal(value, loss(model, BATCH, KEY))
+        merged = made.merge(variables.params, variables.model_state)
+        assert isinstance(merged, NnxNet) and merged.same is merged.first
+
+
+@pytest.mark.parametrize("make", [zero.from_nnx, zero.from_equinox, lambda _, loss: zero.from_linen(nn.Dense(4), loss)])
+def test_a_loss_with_other_arguments_is_refused(make):
+    with pytest.raises(ValueError, match="cannot be called with"):
+        make(lambda rngs: nnx.Linear(6, 4, rngs=rngs), lambda model: 0.0)

@@ -1,0 +1,376 @@
+"""Layers as the stages of a pipeline: every stage of ZeRO trains as plain optax does on one device."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+from covering import covering_array
+from jax.sharding import PartitionSpec
+from reference import assert_close, make_config, run_plain, run_zero
+
+import zero_jax as zero
+from zero_jax.models import gpt, gpt_linen, gpt_nnx
+
+# As in test_parity.py: sums in another order, and Adam's division by a gradient's own size.
+FLOAT32 = 1e-5
+LAYERS, FEATURES, VOCAB, LENGTH, BATCH_SIZE = 4, 16, 24, 4, 16
+
+
+def optimizer():
+    return optax.chain(reference.keep_grads(), optax.adam(1e-2))
+
+
+def init_params():
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: rng.standard_normal(shape, dtype=np.float32) / 4  # noqa: E731
+    return {
+        "embed": normal(VOCAB, FEATURES),
+        "layers": {"w": normal(LAYERS, FEATURES, FEATURES), "bias": normal(LAYERS, FEATURES)},
+        "gate": normal(FEATURES),
+        "head": normal(FEATURES, VOCAB),
+    }
+
+
+def make_batches(num_steps=3, size=BATCH_SIZE):
+    rng = np.random.default_rng(1)
+    return [
+        {
+            "tokens": rng.integers(0, VOCAB, (size, LENGTH), dtype=np.int32),
+            "mask": rng.integers(0, 2, (size, LENGTH)).astype(np.float32),
+            "weights": rng.random((size,), dtype=np.float32),
+        }
+        for _ in range(num_steps)
+    ]
+
+
+def loss_fn(params, batch):
+    """Layers that read a mask of the examples and a param that all share, carry a sum of means, a count of examples and
+    the number of the layer, and stack a mean, a value of each example and one of neither."""
+    x = params["embed"][batch["tokens"]]
+
+    def layer(carry, w):
+        x, aux, count, i = carry
+        y = x + jnp.tanh(x @ w["w"] * params["gate"] + w["bias"] + i) * batch["mask"][..., None]
+        carry = y, aux + jnp.square(y).mean(), count + (y > 0).sum(), i + 0.1
+        return carry, (y.mean(), y[:, 0], w["bias"].sum())
+
+    (x, aux, count, i), (means, firsts, biases) = jax.lax.scan(layer, (x, 0.5, 0, 0.0), params["layers"])
+    nll = optax.softmax_cross_entropy_with_integer_labels(x @ params["head"], batch["tokens"]).mean(1)
+    loss = (
+        (nll * batch["weights"]).mean()
+        + 0.1 * aux * i
+        + (means * jnp.arange(LAYERS)).sum()
+        + jnp.square(firsts).mean()
+        + jnp.square(biases).sum()
+    )
+    return loss, {"count": count, "aux": aux}
+
+
+SPECS = {"layers/w": PartitionSpec(None, None, "model"), "layers/bias": PartitionSpec(None, "model")}
+FACTORS = {
+    "stage": (0, 1, 2, 3),
+    "pipe": (2, 4),
+    "model": (1, 2),
+    "num_microbatches": (4, 8),
+    "remat": ("own", "full", "none"),
+    "replica": (1, 2),
+}
+ROWS = [
+    row
+    for row in covering_array(FACTORS)
+    if row["pipe"] * row["model"] * row["replica"] <= 8
+    and BATCH_SIZE % (row["num_microbatches"] * 8 // row["pipe"] // row["model"]) == 0
+]
+QUICK = [
+    {"stage": 1, "pipe": 4, "model": 1, "num_microbatches": 8, "remat": "own", "replica": 1},
+    {"stage": 3, "pipe": 2, "model": 2, "num_microbatches": 4, "remat": "full", "replica": 1},
+]
+
+
+@functools.cache
+def plain_run():
+    return run_plain(lambda *args: loss_fn(*args)[0], optimizer(), make_batches(), params=init_params())
+
+
+def check_run(row):
+    sizes = {name: row[name] for name in ("pipe", "model", "replica")}
+    fields = {name: row[name] for name in ("stage", "num_microbatches", "remat")}
+    if row["model"] > 1:
+        fields["param_specs"] = SPECS
+    mesh = zero.make_mesh(**sizes)
+    state, history = run_zero(loss_fn, optimizer(), make_batches(), mesh=mesh, params=init_params(), **fields)
+    params, opt_state, losses = plain_run()
+    assert_close([x.loss for x in history], losses, tolerance=FLOAT32)
+    assert_close(state.opt_state[0], opt_state[0], tolerance=FLOAT32)
+    assert_close(state.params, params, tolerance=FLOAT32)
+    return state, history
+
+
+@pytest.mark.parametrize("row", QUICK, ids=str)
+def test_every_stage_trains_as_one_device(row):
+    state, history = check_run(row)
+    assert state.params["layers"]["w"].sharding.spec[0] == "pipe"
+    assert state.params["layers"]["bias"].sharding.spec[0] == "pipe"
+    _, aux = jax.jit(loss_fn)(init_params(), make_batches()[0])
+    assert_close(history[0].aux, aux, tolerance=FLOAT32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_every_pair_of_settings_trains_as_one_device(row):
+    check_run(row)
+
+
+def one_step(loss_fn, params, batch, *, mesh, **fields):
+    """Returns loss and gradients of the first step, on a mesh and on one device."""
+    config = make_config(**fields)
+    state = zero.init_state(params, optax.sgd(0.1), jax.random.key(0), mesh=mesh, config=config)
+    step = zero.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, config=config)
+    return step.grads(state, batch)
+
+
+CONFIG = gpt.GPTConfig(vocab_size=32, seq_len=8, num_layers=4, d_model=16, num_heads=2, scan=True)
+
+
+LOOP = dataclasses.replace(CONFIG, scan=False)
+
+
+def text_batch(size=16):
+    rng = np.random.default_rng(2)
+    tokens = rng.integers(0, 32, (size, 9), dtype=np.int32)
+    segments = np.sort(rng.integers(0, 3, (size, 8), dtype=np.int32), axis=1)
+    weights = rng.random((size, 8), dtype=np.float32)
+    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "segments": segments, "weights": weights}
+
+
+MODELS = {
+    "gpt": lambda: (functools.partial(gpt.init, CONFIG), gpt.loss_fn(CONFIG)),
+    "loop": lambda: (functools.partial(gpt.init, LOOP), gpt.loss_fn(LOOP)),
+    "linen": lambda: gpt_linen.make(CONFIG),
+    "linen loop": lambda: gpt_linen.make(LOOP),
+    "nnx": lambda: gpt_nnx.make(CONFIG),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        ("gpt", 3),
+        ("loop", 3),
+        pytest.param("loop", 1, marks=pytest.mark.slow),
+        pytest.param("linen loop", 2, marks=pytest.mark.slow),
+        pytest.param("linen", 1, marks=pytest.mark.slow),
+        pytest.param("nnx", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_models_as_they_are(name, stage):
+    init_fn, loss_fn = MODELS[name]()
+    params, batch = jax.jit(init_fn)(jax.random.key(1)), text_batch()
+    (expected, _), grads = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(params, batch)
+    loss, made = one_step(loss_fn, params, batch, mesh=zero.make_mesh(pipe=4), stage=stage, num_microbatches=4)
+    assert_close(loss, expected, tolerance=FLOAT32)
+    assert_close(jax.tree.leaves(made), jax.tree.leaves(grads), tolerance=FLOAT32)
+
+
+def test_random_numbers_are_other_ones_in_each_layer_and_microbatch():
+    pipe, k, mesh = 4, 8, zero.make_mesh(pipe=4)
+    params, batch = init_params(), make_batches(1, size=32)[0]
+
+    def layers(params, x, keys, number=None):
+        def layer(x, slices):
+            w, key = slices
+            key = key if number is None else jax.random.fold_in(key, number)
+            kept = jax.random.bernoulli(key, 0.5, x.shape)
+            noise = jax.random.normal(slices[1], x.shape[1:])  # the same for all examples
+            return x + jnp.where(kept, jnp.tanh(x @ w["w"]) + noise, 0), None
+
+        return jax.lax.scan(layer, x, (params["layers"], keys))[0]
+
+    def loss_fn(params, batch, key):
+        keys = jax.random.split(key, LAYERS)
+        return jnp.square(layers(params, params["embed"][batch["tokens"]], keys) @ params["head"]).mean()
+
+    def by_hand(params, batch, key):
+        keys, size = jax.random.split(key, LAYERS), len(batch["tokens"])
+        # Devices of a stage x stages x slots x examples: microbatch `slot * stages + stage` has those of all devices.
+        places = np.arange(size).reshape(mesh.shape["data"], pipe, k // pipe, -1)
+        losses = []
+        for number in range(k):
+            x = params["embed"][batch["tokens"][places[:, number % pipe, number // pipe].reshape(-1)]]
+            losses.append(jnp.square(layers(params, x, keys, number) @ params["head"]).mean())
+        return sum(losses) / k
+
+    config = make_config(stage=2, num_microbatches=k)
+    state = zero.init_state(params, optax.sgd(0.1), jax.random.key(3), mesh=mesh, config=config)
+    loss, grads = zero.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, config=config).grads(state, batch)
+    key = jax.random.fold_in(state.key, state.step)
+    expected = jax.jit(jax.value_and_grad(by_hand))(params, batch, key)
+    assert_close((loss, grads), expected, tolerance=FLOAT32)
+
+
+def test_adapters_on_a_frozen_base():
+    lora, plain = zero.Lora(rules={"layers/w": "sio"}, rank=2, base="own"), lambda *args: loss_fn(*args)[0]
+    variables = jax.jit(lora.init)(init_params(), jax.random.key(0))
+    noisy, base = jax.tree.map(lambda x: x + 0.1, variables.params), variables.model_state
+    adapted, batch = lora.loss_fn(plain), make_batches(1)[0]
+    expected = jax.jit(jax.value_and_grad(lambda params: adapted(params, batch, model_state=base)[0]))(noisy)
+    variables = zero.Variables(params=noisy, model_state=base)
+    found = one_step(adapted, variables, batch, mesh=zero.make_mesh(pipe=2), stage=3, num_microbatches=4)
+    assert_close(found, expected, tolerance=FLOAT32)
+
+
+def test_an_evaluation_is_of_the_whole_batch():
+    mesh, config = zero.make_mesh(pipe=4), make_config(stage=3, num_microbatches=16)
+    batch = make_batches(1, size=24)[0]  # fewer microbatches than those of a step
+    state = zero.init_state(init_params(), optax.sgd(0.1), jax.random.key(0), mesh=mesh, config=config)
+    metrics = zero.make_eval_step(loss_fn, mesh=mesh, config=config)(state, batch)
+    assert_close((metrics.loss, metrics.aux), jax.jit(loss_fn)(init_params(), batch), tolerance=FLOAT32)
+
+
+def test_a_loop_over_layers_is_rolled():
+    """Layers that slice their params of stacks, share a table, add to a sum and return something on the way."""
+
+    def looped(params, batch):
+        x, aux, firsts = params["embed"][batch["tokens"]], jnp.float32(0), []
+        for i in range(LAYERS):
+            x = x + jnp.tanh(x @ params["layers"]["w"][i] * params["gate"]) * batch["mask"][..., None]
+            aux = aux + jnp.square(x).mean()
+            firsts.append(x[:, 0])
+        return jnp.square(x @ params["head"]).mean() + aux + jnp.square(sum(firsts)).mean()
+
+    params, batch = init_params(), make_batches(1)[0]
+    fields = {"mesh": zero.make_mesh(pipe=2), "stage": 2, "num_microbatches": 4}
+    found = one_step(looped, params, batch, **fields)
+    assert_close(found, jax.jit(jax.value_and_grad(looped))(params, batch), tolerance=FLOAT32)
+    report = zero.pipeline_report(looped, params, batch, mesh=fields["mesh"], config=make_config(num_microbatches=4))
+    assert report.loops[0].stacked
+    assert "their params are stacked in each step" in str(report)
+
+
+def replaced(layer):
+    """Returns a loss whose layers are others."""
+
+    def loss_fn(params, batch):
+        x = params["embed"][batch["tokens"]]
+        return jnp.square(jax.lax.scan(lambda x, w: (layer(x, w), None), x, params["layers"])[0]).mean()
+
+    return loss_fn
+
+
+def of_one_layer(params, batch):
+    return jnp.square(jnp.tanh(params["embed"][batch["tokens"]] @ params["head"])).mean()
+
+
+def unequal(params, batch):
+    x = params["embed"][batch["tokens"]]
+    for i in range(LAYERS):
+        x = (jnp.tanh, jnp.sin, jnp.cos, jnp.exp)[i](x @ params["layers"]["w"][i])
+    return jnp.square(x).mean()
+
+
+def in_reverse(params, batch):
+    x = params["embed"][batch["tokens"]]
+    return jnp.square(jax.lax.scan(lambda x, w: (x @ w["w"], None), x, params["layers"], reverse=True)[0]).mean()
+
+
+def with_examples(params, batch):
+    x = params["embed"][batch["tokens"]]
+    xs = params["layers"], jnp.broadcast_to(x, (LAYERS, *x.shape))
+    return jnp.square(jax.lax.scan(lambda x, w: (x @ w[0]["w"] + w[1], None), x, xs)[0]).mean()
+
+
+def convolved(x, w):
+    kernel = jnp.broadcast_to(w["w"], (3, FEATURES, FEATURES))
+    return jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+
+
+def shown(x, w):
+    jax.debug.print("{}", x.sum())
+    return x @ w["w"]
+
+
+REFUSED = {
+    "examples that are mixed": (replaced(lambda x, w: (x - x.mean(0)) @ w["w"]), "may be mixed at .*test_pipeline"),
+    "a weighed mean": (replaced(lambda x, w: x @ w["w"] * (x.sum() / jnp.abs(x).sum())), "test_pipeline"),
+    "no layers": (of_one_layer, r"no jax.lax.scan over stacked params.*stack the params of equal layers"),
+    "layers that differ": (unequal, r"no Python loop over equal layers"),
+    "layers in reverse": (in_reverse, r"test_pipeline.*in reverse: scan over params that are stacked in their order"),
+    "slices of examples": (with_examples, "slices that have examples"),
+    "a convolution": (replaced(convolved), "the convolution at .*test_pipeline"),
+    "effects": (replaced(shown), "debug.* at .*test_pipeline.* has effects"),
+}
+
+
+def lowered(loss_fn, *, params=None, batch=None, mesh=None, **fields):
+    mesh, config = mesh or zero.make_mesh(pipe=4), make_config(**{"stage": 2, "num_microbatches": 4, **fields})
+    params, batch = params or init_params(), batch or make_batches(1)[0]
+    state = zero.abstract_state(lambda _: params, optax.sgd(0.1), mesh=mesh, config=config)
+    zero.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, config=config).lower(state, batch)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_cut_is_refused_with_its_line(name):
+    loss_fn, message = REFUSED[name]
+    with pytest.raises(ValueError, match=f"pipe=4: .*{message}.*leave pipe out"):
+        lowered(loss_fn)
+    report = zero.pipeline_report(
+        loss_fn, init_params(), make_batches(1)[0], mesh=zero.make_mesh(pipe=4), config=make_config(num_microbatches=4)
+    )
+    assert not report.loops
+    assert report.why_none in str(report)
+
+
+def test_sizes_that_do_not_fit_are_refused_with_those_that_do():
+    params = init_params()
+    params["layers"] = jax.tree.map(lambda x: np.concatenate([x, x[:2]]), params["layers"])
+    with pytest.raises(ValueError, match=r"its 6 layers do not divide over 4 stages: choose pipe=2, 3, 6, or .* 8;"):
+        lowered(replaced(lambda x, w: x @ w["w"]), params=params)
+    for count in (1, 2, 6):
+        with pytest.raises(ValueError, match=rf"num_microbatches={count} with 4 stages.*give a multiple of 4, as"):
+            lowered(loss_fn, num_microbatches=count)
+    with pytest.raises(ValueError, match=r"20 examples.*2 devices.*4 microbatches.* a multiple of 8"):
+        lowered(loss_fn, batch=make_batches(1, size=20)[0])
+    for field in ({"stage": 1, "quantize_grads": "int8"}, {"stage": 3, "offload": "all"}):
+        with pytest.raises(ValueError, match=r"with 4 stages \(pipe\) is not supported"):
+            lowered(loss_fn, **field)
+
+
+def test_the_report_shows_stages_what_moves_and_the_bubble():
+    report = zero.pipeline_report(
+        loss_fn, init_params(), make_batches(1)[0], mesh=zero.make_mesh(pipe=4), config=make_config(num_microbatches=8)
+    )
+    (loop,) = report.loops
+    assert report.num_stages == 4
+    assert report.bubble == 3 / 11
+    assert loop.num_layers == LAYERS
+    # Two examples a microbatch, on two devices: the mask, activations, the sums so far and the number of the layer.
+    assert loop.travelling == ("float32[2,4]", "float32[2,4,16]", "float32[]", "int32[]", "float32[]")
+    assert loop.bytes_per_tick == 4 * (4 + 64 + 3)
+    assert "test_pipeline.py" in loop.where
+    assert "4 layers at" in str(report)
+    assert "27.3%" in str(report)
+    without = zero.pipeline_report(
+        loss_fn, init_params(), make_batches(1)[0], mesh=zero.make_mesh(), config=make_config()
+    )
+    assert "make it with zero.make_mesh(pipe=...)" in str(without)
+
+
+def test_training_goes_on_from_a_checkpoint_with_other_stages(tmp_path):
+    batches, tx = make_batches(3), optax.adam(1e-2)
+    for number, (pipe, batch) in enumerate(zip((4, 1, 2), batches, strict=True)):
+        config = make_config(stage=3, num_microbatches=4 if pipe > 1 else 1)
+        fields = {"mesh": zero.make_mesh(pipe=pipe), "config": config}
+        if number:
+            state = zero.restore(tmp_path, init_fn=init_params(), tx=tx, **fields).state
+        else:
+            state = zero.init_state(init_params(), tx, jax.random.key(0), **fields)
+        state, _ = zero.make_train_step(lambda *args: loss_fn(*args)[0], tx, **fields)(state, batch)
+        with zero.Checkpointer(tmp_path, log=pytest.fail) as checkpointer:
+            checkpointer.save(number + 1, state)
+    params, _, _ = run_plain(lambda *args: loss_fn(*args)[0], tx, batches, params=init_params())
+    assert_close(state.params, params, tolerance=FLOAT32)

@@ -1,0 +1,223 @@
+"""Splits models of libraries into params and model state, and makes functions of these from a loss on the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zero_jax.core.tree import PyTree, key_shape
+from zero_jax.core.variables import MODEL_STATE, Variables, joined
+from zero_jax.program.jaxprs import stands_for
+from zero_jax.training import LossFunction, key_parameter, model_state_parameter
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFunctions:
+    """The functions of a model that is written in a library.
+
+    Attributes:
+      init_fn: `init_fn(key)` returns the params, or `zero.Variables` of params and model state if the model has any.
+      loss_fn: the loss in training, as `zero.make_train_step`, `zero.plan` and `zero.Trainer` take it.
+      eval_fn: the loss in evaluation (no dropout, running averages), for `zero.make_eval_step` and `zero.Trainer`; None
+        where it is not known.
+      merge: `merge(params, model_state=None)` returns the model with the params and the model state of a train state.
+    """
+
+    init_fn: Callable[[jax.Array], PyTree]
+    loss_fn: Callable[..., Any]
+    eval_fn: Callable[..., Any] | None
+    merge: Callable[..., Any]
+
+
+def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = None) -> ModelFunctions:
+    """Makes the functions of a Flax NNX model with any variables: dropout, batch norm, shared params, LoRA.
+
+    All variables that are not trained (batch statistics, keys and counts of dropout) are model state.
+
+    Args:
+      make: `make(rngs)` or `make(rngs=...)` of `nnx.Rngs` returns the module, such as its class.
+      loss: `loss(model, batch)` or `loss(model, batch, key)` returns a scalar, or `(loss, aux)`.
+      wrt: the filter of the variables that are trained; None means `nnx.Param`.
+
+    Raises:
+      ValueError: a loss that takes other arguments.
+    """
+    from flax import nnx
+
+    function = _loss_on_model(loss)
+    by_name = "rngs" in inspect.signature(make.__init__ if isinstance(make, type) else make).parameters
+    module = lambda key: make(rngs=nnx.Rngs(key)) if by_name else make(nnx.Rngs(key))  # noqa: E731
+    trained = nnx.Param if wrt is None else wrt
+    shapes = nnx.eval_shape(module, key_shape())
+    graphdef, _, state = nnx.split(shapes, trained, ...)
+    shapes.eval()
+    evaluated = nnx.graphdef(shapes)
+    has_state = bool(jax.tree.leaves(state))
+
+    def init_fn(key: jax.Array) -> PyTree:
+        _, params, model_state = nnx.split(module(key), trained, ...)
+        return Variables(params=params, model_state=model_state) if has_state else params
+
+    def merge(params: PyTree, model_state: PyTree = None, *, graphdef: Any = graphdef) -> Any:
+        return nnx.merge(graphdef, params, *([model_state] if has_state else []))
+
+    def loss_of(graphdef: Any) -> Callable[..., Any]:
+        def call(variables: Variables, batch: PyTree, key: Any) -> Any:
+            model = merge(variables.params, variables.model_state, graphdef=graphdef)
+            value, (aux, _) = function(model, batch, key)
+            return value, aux, nnx.state(model, nnx.Not(trained))
+
+        return _with_parameters(function, call, has_state=has_state)
+
+    return ModelFunctions(init_fn=init_fn, loss_fn=loss_of(graphdef), eval_fn=loss_of(evaluated), merge=merge)
+
+
+def from_linen(
+    module: Any,
+    loss: Callable[..., Any],
+    *inputs: Any,
+    rngs: Sequence[str] = (),
+    eval_loss: Callable[..., Any] | None = None,
+    **options: Any,
+) -> ModelFunctions:
+    """Makes the functions of a Flax Linen module with any mutable collections and PRNG streams.
+
+    Collections other than `params` are model state, and each call of the model in the loss updates them.
+
+    Args:
+      module: the `nn.Module`.
+      loss: `loss(model, batch)` or `loss(model, batch, key)`, where `model(*args, **kwargs)` applies the module;
+        returns a scalar, or `(loss, aux)`.
+      *inputs: what the module's `init` takes after the keys, such as `jnp.zeros((1, 64))`.
+      rngs: the streams that the module draws from in the loss, such as `["dropout"]`.
+      eval_loss: the loss in evaluation, such as one with `train=False`; there nothing is drawn and nothing updated.
+        None leaves `eval_fn` out.
+      **options: keywords of `init`, such as `train=False`.
+
+    Raises:
+      ValueError: a loss that takes other arguments.
+    """
+
+    def init_fn(key: jax.Array) -> PyTree:
+        keys = jax.random.split(key, 1 + len(rngs))
+        collections = dict(module.init(dict(zip(("params", *rngs), keys, strict=True)), *inputs, **options))
+        params = collections.pop("params", {})
+        return Variables(params=params, model_state=collections) if jax.tree.leaves(collections) else params
+
+    def merge(params: PyTree, model_state: PyTree = None) -> dict[str, Any]:
+        return {"params": params, **(model_state or {})}
+
+    def loss_of(function: LossFunction, streams: Sequence[str] = (), *, mutable: bool) -> Callable[..., Any]:
+        def call(variables: Variables, batch: PyTree, key: Any) -> Any:
+            collections, counts = dict(variables.model_state or {}), itertools.count()
+
+            def model(*args: Any, **kwargs: Any) -> Any:
+                keys = {name: jax.random.fold_in(key, next(counts)) for name in streams}  # others in each call
+                bound = functools.partial(module.apply, merge(variables.params, collections), *args, **kwargs)
+                if not mutable:
+                    return bound(rngs=keys)
+                out, updated = bound(rngs=keys, mutable=[*collections])
+                collections.update(updated)
+                return out
+
+            value, (aux, _) = function(model, batch, key)
+            return value, aux, collections
+
+        return _with_parameters(function, call, has_state=has_state, has_streams=bool(streams))
+
+    function = _loss_on_model(loss)
+    has_state = isinstance(jax.eval_shape(init_fn, key_shape()), Variables)
+    eval_fn = None if eval_loss is None else loss_of(_loss_on_model(eval_loss), mutable=False)
+    loss_fn = loss_of(function, rngs, mutable=True)
+    return ModelFunctions(init_fn=init_fn, loss_fn=loss_fn, eval_fn=eval_fn, merge=merge)
+
+
+def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> ModelFunctions:
+    """Makes the functions of an Equinox model, with or without an `eqx.nn.State`.
+
+    Floating arrays are params. Integers and keys among the leaves, and the `State`, are model state. Evaluation is of
+    `eqx.nn.inference_mode(model)`.
+
+    Args:
+      make: `make(key)` returns the model, or the model and its state, as `eqx.nn.make_with_state(Model)` does.
+      loss: `loss(model, batch)` or `loss(model, batch, key)` returns a scalar, or `(loss, aux)`. For a model with a
+        state it has a keyword `model_state` for it, and returns `(loss, aux, model_state)`.
+
+    Raises:
+      ValueError: a loss that takes other arguments.
+    """
+    import equinox as eqx
+
+    function = _loss_on_model(loss)
+    is_array = lambda x: isinstance(x, jax.Array | jax.ShapeDtypeStruct)  # noqa: E731
+    is_param = lambda x: is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)  # noqa: E731
+
+    def made(key: jax.Array) -> tuple[Any, Any]:
+        out = make(key)
+        return out if isinstance(out, tuple) else (out, None)
+
+    def init_fn(key: jax.Array) -> PyTree:
+        model, state = made(key)
+        params, others = eqx.partition(eqx.filter(model, is_array), is_param)
+        return Variables(params=params, model_state=(others, state)) if has_state else params
+
+    def merge(params: PyTree, model_state: PyTree = None) -> Any:
+        others, state = model_state or (None, None)
+        model = eqx.combine(params, static, *([] if others is None else [others]))
+        return model if state is None else (model, state)
+
+    def loss_of(mode: Callable[[Any], Any]) -> Callable[..., Any]:
+        def call(variables: Variables, batch: PyTree, key: Any) -> Any:
+            others, state = variables.model_state or (None, None)
+            merged = merge(variables.params, variables.model_state)
+            model = mode(merged if state is None else merged[0])
+            value, (aux, state) = function(joined(model, state), batch, key)
+            return value, aux, (others, state)
+
+        return _with_parameters(function, call, has_state=has_state)
+
+    shapes, state = eqx.filter_eval_shape(made, key_shape())
+    arrays, static = eqx.partition(shapes, is_array)
+    has_state = bool(jax.tree.leaves((eqx.partition(arrays, is_param)[1], eqx.filter(state, is_array))))
+    return ModelFunctions(
+        init_fn=init_fn, loss_fn=loss_of(lambda x: x), eval_fn=loss_of(eqx.nn.inference_mode), merge=merge
+    )
+
+
+def _loss_on_model(loss: Callable[..., Any]) -> LossFunction:
+    """Returns a loss on a model in the uniform signature of a loss on params."""
+    function = LossFunction(loss, key_parameter(loss), model_state_parameter(loss))
+    function.check()
+    return function
+
+
+def _with_parameters(
+    function: LossFunction,
+    call: Callable[[Variables, PyTree, Any], Any],
+    *,
+    has_state: bool,
+    has_streams: bool = False,
+) -> Callable[..., Any]:
+    """Returns a loss function with the parameters that `make_train_step` reads, and the user's name and place."""
+
+    @stands_for(function.function)
+    def loss_fn(params: PyTree, batch: PyTree, *keys: Any, **state: Any) -> Any:
+        variables = Variables(params=params, model_state=state.get(MODEL_STATE))
+        value, aux, model_state = call(variables, batch, *keys or (None,))
+        return (value, aux, model_state) if has_state else (value, aux)
+
+    words = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [
+        inspect.Parameter(name, words)
+        for name in ("params", "batch", *["key"] * (has_streams or function.key is not None))
+    ]
+    parameters += [inspect.Parameter(MODEL_STATE, inspect.Parameter.KEYWORD_ONLY)] * has_state
+    loss_fn.__signature__ = inspect.Signature(parameters)
+    return loss_fn

@@ -1,0 +1,132 @@
+"""The layer of a microbatch: as the model has it, with random numbers of its own for each microbatch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from zero_jax.attention import PRIMITIVES
+from zero_jax.program import jaxprs
+from zero_jax.program.evaluation import trace_flat
+from zero_jax.program.jaxprs import bind, open_jaxpr
+from zero_jax.program.subcalls import Subcall, equations, equations_of, subcall
+from zero_jax.program.walk import Rewriting
+from zero_jax.sharding.mesh import Axes
+from zero_jax.sharding.spec import dims_of, named, without
+
+# What draws random numbers by a key, which is another one for each microbatch where they are of examples.
+_BY_KEY = frozenset({"random_bits", "random_split"})
+# What draws them otherwise, so that microbatches would have the same.
+_OTHERWISE = frozenset({"rng_bit_generator", "rng_uniform", "threefry2x32"})
+_ENTERED = Rewriting.entered | {"while"}
+
+
+class CannotCut(Exception):
+    """Says why a loop over layers cannot be cut into stages."""
+
+
+def layer_of_microbatch(whole: Any, part: Any, axes: Axes) -> Any:
+    """Returns the closed jaxpr of a layer of a microbatch, which takes the microbatch's number first.
+
+    Args:
+      whole: the layer as traced on the batch.
+      part: the layer as traced on a microbatch.
+      axes: the roles of the mesh's axes.
+
+    Raises:
+      CannotCut: it has operations that cannot be a part of a stage.
+    """
+    _check(part)
+    layer = _Layer({id(eqn) for eqn in _of_examples(whole, part)}, axes)
+
+    def run(number: jax.Array, *operands: Any) -> list[Any]:
+        layer.number = number
+        return layer.run(part, operands, None)
+
+    avals = [jax.ShapeDtypeStruct((), jnp.int32), *(var.aval for var in open_jaxpr(part)[0].invars)]
+    return trace_flat(run, avals)
+
+
+def _check(layer: Any) -> None:
+    """Refuses operations that cannot be a part of a stage."""
+    for eqn in equations(layer):
+        name = eqn.primitive.name
+        if name == "shard_map":
+            raise CannotCut(f"a jax.shard_map within a layer, at {jaxprs.source_line(eqn)}, has devices of its own")
+        if name == "conv_general_dilated":
+            where = jaxprs.source_line(eqn)
+            raise CannotCut(f"XLA partitions the convolution at {where} wrongly where stages have kernels of their own")
+        if eqn.effects:
+            raise CannotCut(
+                f"{name} at {jaxprs.source_line(eqn)} has effects, {', '.join(map(str, eqn.effects))}, and a stage "
+                "runs on no microbatch of its own while the pipeline fills"
+            )
+
+
+def _of_examples(whole: Any, part: Any) -> Iterator[Any]:
+    """Yields what draws random numbers of examples by a key that all of them have: its results differ in size."""
+    opened = open_jaxpr(whole)[0], open_jaxpr(part)[0]
+    for a, b in zip(opened[0].eqns, opened[1].eqns, strict=True):
+        name, shapes = b.primitive.name, [[var.aval.shape for var in eqn.outvars] for eqn in (a, b)]
+        if name in _BY_KEY | _OTHERWISE and shapes[0] != shapes[1]:
+            if a.invars[0].aval.shape != b.invars[0].aval.shape:
+                continue  # a key for each example
+            if name in _OTHERWISE:
+                raise CannotCut(f"{name} at {jaxprs.source_line(b)} draws the same numbers for all microbatches")
+            yield b
+        for pair in zip(jaxprs.inner_jaxprs(a), jaxprs.inner_jaxprs(b), strict=True):
+            found, sub = [*_of_examples(*pair)], subcall(b)
+            if found and (sub is None or sub.kind not in _ENTERED):
+                raise CannotCut(f"random numbers within {name} at {jaxprs.source_line(b)} are not looked into")
+            yield from found
+
+
+class _Layer(Rewriting):
+    """Evaluates a layer of a microbatch, where no value is sharded over `pipe`.
+
+    Args:
+      own: the `id`s of what draws random numbers of its examples.
+      axes: the roles of the mesh's axes.
+    """
+
+    entered = _ENTERED
+
+    def __init__(self, own: set[int], axes: Axes):
+        super().__init__()
+        self.own, self.axes = own, axes
+        self.number: Any = None  # of the microbatch
+
+    def changes(self, eqn: Any) -> bool:
+        return id(eqn) in self.own or eqn.primitive in PRIMITIVES or _is_over(eqn, self.axes.pipe)
+
+    def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> bool:
+        return sub.kind in self.entered and any(map(self.changes, equations_of(eqn)))
+
+    def operation(self, eqn: Any, values: list[Any], frame: None) -> Sequence[Any]:
+        if eqn.primitive in PRIMITIVES:  # its examples come first by stage, and then by the other axes
+            call = eqn.params["call"]
+            place = dataclasses.replace(call.placement, batch=(*self.axes.pipe, *self.axes.of_stage.batch))
+            return bind(eqn.replace(params=eqn.params | {"call": dataclasses.replace(call, placement=place)}), values)
+        if _is_over(eqn, self.axes.pipe):
+            sharding = eqn.params["sharding"]
+            dims = without(dims_of(sharding, values[0].ndim), self.axes.pipe)
+            return [jax.lax.with_sharding_constraint(values[0], named(sharding.mesh, dims))]
+        if id(eqn) not in self.own:
+            return bind(eqn, values)
+        fold_in = lambda key: jax.random.fold_in(key, self.number)  # noqa: E731
+        for _ in range(values[0].ndim):
+            fold_in = jax.vmap(fold_in)
+        return bind(eqn, [fold_in(values[0]), *values[1:]])
+
+
+def _is_over(eqn: Any, axes: Sequence[str]) -> bool:
+    """Tells whether an equation constrains a value to be sharded over some axes."""
+    sharding = eqn.params.get("sharding") if eqn.primitive.name == "sharding_constraint" else None
+    return isinstance(sharding, NamedSharding) and any(
+        axis in axes for entry in dims_of(sharding, len(sharding.spec)) for axis in entry
+    )

@@ -1,0 +1,260 @@
+"""Which scans over layers can be the stages of a pipeline, and what each of their operands is to a microbatch.
+
+A loss is traced on the whole batch and on one of its microbatches. The relations between the two traces (`dims/parts/`)
+say of each operand of a scan whether microbatches have examples of their own of it, share it, or add up to it. What is
+not known is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zero_jax.dims import Kind, Pair, Relation, TraceComparison
+from zero_jax.program import jaxprs
+from zero_jax.program.subcalls import equations, scan_of, subcall
+from zero_jax.sharding.mesh import Axes
+from zero_jax.transforms.facts import Facts
+from zero_jax.transforms.pipeline.body import CannotCut, layer_of_microbatch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Role:
+    """What a value of a loop over layers is to a microbatch.
+
+    Attributes:
+      kind: the microbatch has its own examples of it (ROWS), the value of the batch (SAME), or a part of a SUM.
+      dim: the dim of examples, for ROWS.
+      power: for a SUM, the value of the batch is the sum of those of n microbatches, divided by `n ** power`.
+    """
+
+    kind: Kind
+    dim: int = 0
+    power: Fraction = Fraction(0)
+
+    @property
+    def is_rows(self) -> bool:
+        """Whether a microbatch has its own examples of it."""
+        return self.kind is Kind.ROWS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LayerLoop:
+    """A scan over layers as the stages of a pipeline.
+
+    Attributes:
+      num_stages: the stages, each of which has `num_layers / num_stages` layers.
+      num_microbatches: the microbatches that go through them.
+      num_layers: the iterations of the scan.
+      layer: the closed jaxpr of a layer on a microbatch: it takes the microbatch's number, the scan's constants,
+        carries and slices, and returns carries and slices.
+      consts: the roles of the scan's constants.
+      carry: the roles of its carries.
+      ys: the roles of what it stacks; ROWS have their dim in the stack.
+      num_slices: the operands that it takes slices of.
+      unroll: how many layers are one iteration of the compiled loop.
+      recompute: whether a stage is recomputed in the backward pass.
+      line: the line of the scan.
+    """
+
+    num_stages: int
+    num_microbatches: int
+    num_layers: int
+    layer: Any
+    consts: tuple[Role, ...]
+    carry: tuple[Role, ...]
+    ys: tuple[Role, ...]
+    num_slices: int
+    unroll: int
+    recompute: bool
+    line: str
+
+    @property
+    def num_ticks(self) -> int:
+        """The ticks of the loop, in each of which all stages run: those of a microbatch, and of those behind it."""
+        return self.num_microbatches + self.num_stages - 1
+
+    @property
+    def dims(self) -> tuple[int | None, ...]:
+        """For each result the dim of examples, None where it has none."""
+        return tuple(role.dim if role.is_rows else None for role in (*self.carry, *self.ys))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cut:
+    """What loops over layers are made to be.
+
+    Attributes:
+      num_stages: the stages.
+      num_microbatches: the microbatches.
+      axes: the roles of the mesh's axes.
+      recompute: whether layers that have no `jax.checkpoint` of their own are recomputed, stage by stage.
+    """
+
+    num_stages: int
+    num_microbatches: int
+    axes: Axes
+    recompute: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FoundLoop:
+    """A scan over stacked params.
+
+    Attributes:
+      index: the index of its equation.
+      line: its line.
+      num_layers: its iterations.
+      loop: the scan as stages; None if it is not cut.
+      why: why it is not cut.
+      is_rolled: whether it was a Python loop, whose params are stacked in each step.
+    """
+
+    index: int
+    line: str
+    num_layers: int
+    loop: LayerLoop | None = None
+    why: str = ""
+    is_rolled: bool = False
+
+
+def find_loops(
+    whole: Any,
+    parts: Sequence[Any],
+    inputs: Sequence[Relation],
+    *,
+    num_params: int,
+    cut: Cut,
+    comparison: TraceComparison,
+) -> list[FoundLoop]:
+    """Finds the scans over stacked params of a jaxpr, and how they are cut into stages.
+
+    Args:
+      whole: the flat closed jaxpr of a loss on the batch.
+      parts: that of a microbatch, whose layers run; and, where that is a single example, those of a batch of twice the
+        size and of its microbatches, which are compared instead.
+      inputs: the relations of its inputs.
+      num_params: how many of its inputs are params.
+      cut: what to make of them.
+      comparison: compares the traces.
+    """
+    compared = (whole, parts[0]) if len(parts) == 1 else (parts[1], parts[2])
+    jaxprs_of = [jaxprs.open_jaxpr(x)[0] for x in (whole, *parts)]
+    kinds = ["param" if i < num_params else "value" for i in range(len(inputs))]
+    facts, found = Facts(jaxprs_of[0], kinds), []
+    for index in _scans_over_params(facts):
+        eqn = jaxprs_of[0].eqns[index]
+        line, scan = jaxprs.source_line(eqn) or "a line that is not known", scan_of(eqn)
+        entry = FoundLoop(index=index, line=line, num_layers=scan.length)
+        try:
+            others = [_same_scan(jaxpr, index, eqn) for jaxpr in jaxprs_of[1:]]
+            pair = Pair(whole=eqn if len(parts) == 1 else others[1], part=others[-1] if len(parts) > 1 else others[0])
+            roles = _roles(compared, pair, inputs, comparison)
+            _check_scan(scan, cut.num_stages)
+            found.append(dataclasses.replace(entry, loop=_loop(eqn, others[0], roles, cut)))
+        except CannotCut as error:
+            found.append(dataclasses.replace(entry, why=str(error)))
+    return found
+
+
+def _scans_over_params(facts: Facts) -> Iterator[int]:
+    """Yields the indices of the scans that take slices of what is made of params alone."""
+    for index, eqn in enumerate(facts.jaxpr.eqns):
+        sub = subcall(eqn)
+        if sub is None or sub.kind != "scan" or facts.only_params(eqn):
+            continue
+        _, carry, slices = sub.split([facts.kind(atom) for atom in eqn.invars])
+        if "param" in slices and carry:
+            yield index
+
+
+def _same_scan(jaxpr: Any, index: int, like: Any) -> Any:
+    """Returns the scan of a trace on fewer or more examples that corresponds to one."""
+    eqn = jaxpr.eqns[index] if index < len(jaxpr.eqns) else None
+    if eqn is None or eqn.primitive is not like.primitive or len(eqn.invars) != len(like.invars):
+        raise CannotCut("loss_fn does something else on a microbatch than on the batch")
+    return eqn
+
+
+def _check_scan(scan: Any, num_stages: int) -> None:
+    """Refuses scans that have no equal stages, or that go through their layers backwards."""
+    if scan.reverse:
+        raise CannotCut("it takes its layers in reverse: scan over params that are stacked in their order")
+    if scan.length % num_stages:
+        works = [n for n in range(2, scan.length + 1) if scan.length % n == 0]
+        sizes = ", ".join(map(str, works)) or "no pipe"
+        raise CannotCut(
+            f"its {scan.length} layers do not divide over {num_stages} stages: choose pipe={sizes}, or a multiple of "
+            f"{num_stages} layers, as {-(-scan.length // num_stages) * num_stages}"
+        )
+
+
+def _roles(
+    compared: tuple[Any, Any], pair: Pair, inputs: Sequence[Relation], comparison: TraceComparison
+) -> tuple[list[Role], list[Role]]:
+    """Returns the roles of the operands of a scan, and of its results."""
+    whole, part = (_before(closed, eqn) for closed, eqn in zip(compared, (pair.whole, pair.part), strict=True))
+    operands = comparison.run(whole, part, inputs)
+    comparison.source = jaxprs.source_line(pair.whole)
+    results = comparison.equation(pair, operands)
+    comparison.source = ""
+    scan = scan_of(pair.whole)
+    consts, carry, slices = scan.split(operands)
+    shared = [_role(x, "what its layers read") for x in consts]
+    if any(role.kind is Kind.SUM for role in shared):
+        raise CannotCut("its layers read a sum over the batch, which a microbatch does not have")
+    for x in slices:
+        if _role(x, "what it takes slices of").kind is not Kind.SAME:
+            raise CannotCut("it takes slices that have examples: let its layers read them whole, or take them by index")
+    for x in carry:
+        _role(x, "what its layers begin with")
+    made = [_role(x, "what its layers make") for x in results]
+    return shared, made
+
+
+def _before(closed: Any, eqn: Any) -> Any:
+    """Returns the closed jaxpr of the operands of an equation."""
+    alone = jaxprs.with_results(closed, list(eqn.invars))
+    return jaxprs.with_results(alone, list(eqn.invars), eqns=jaxprs.without_dead_code(alone).eqns)
+
+
+def _role(x: Relation, what: str) -> Role:
+    """Returns the role of a value by its relation."""
+    if x.kind is Kind.UNKNOWN:
+        raise CannotCut(x.why.replace("{}", "a line that is not known"))
+    if x.is_plain:
+        return Role(kind=x.kind, dim=x.dim or 0)
+    if x.kind is Kind.SUM and x.divisor is None and not x.bounded:
+        return Role(kind=Kind.SUM, power=x.power)
+    raise CannotCut(f"{what} is neither of each example, nor the same for all, nor a sum over them ({x.kind.name})")
+
+
+def _loop(whole: Any, part: Any, roles: tuple[list[Role], list[Role]], cut: Cut) -> LayerLoop:
+    """Returns a scan as stages."""
+    consts, results = roles
+    scan, of_part = scan_of(whole), scan_of(part)
+    for role, var in zip(results, whole.outvars, strict=True):
+        if role.kind is Kind.SUM and role.power and not jnp.issubdtype(var.aval.dtype, jnp.inexact):
+            raise CannotCut("its layers make a mean of whole numbers over the examples")
+    for var in whole.outvars[scan.num_carry :]:
+        if jnp.issubdtype(var.aval.dtype, jax.dtypes.extended):
+            raise CannotCut("its layers return PRNG keys: return their data (jax.random.key_data)")
+    recomputes = any(sub is not None and sub.kind == "remat" for sub in map(subcall, equations(of_part.jaxpr)))
+    return LayerLoop(
+        num_stages=cut.num_stages,
+        num_microbatches=cut.num_microbatches,
+        num_layers=scan.length,
+        layer=layer_of_microbatch(scan.jaxpr, of_part.jaxpr, cut.axes),
+        consts=tuple(consts),
+        carry=tuple(results[: scan.num_carry]),
+        ys=tuple(results[scan.num_carry :]),
+        num_slices=len(scan.split(whole.invars)[2]),
+        unroll=scan.unroll,
+        recompute=cut.recompute and not recomputes,
+        line=jaxprs.source_line(whole),
+    )

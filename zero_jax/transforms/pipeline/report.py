@@ -1,0 +1,101 @@
+"""The report of a pipeline: the layers of each stage, what moves between stages, and how long they wait."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from zero_jax.core.text_tables import format_bytes
+from zero_jax.program.jaxprs import open_jaxpr
+from zero_jax.sharding.mesh import axis_size
+from zero_jax.transforms.pipeline.cut import FoundLoop, LayerLoop
+from zero_jax.transforms.pipeline.loop import StagePlace
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StagedLayers:
+    """A scan over layers that is the stages of a pipeline.
+
+    Attributes:
+      where: its line.
+      num_layers: its layers, of which each stage has as many.
+      travelling: what a microbatch takes from stage to stage, each as dtype and shape on a microbatch.
+      bytes_per_tick: bytes of it that a device sends to the next stage in a tick of the forward pass.
+      recomputed: whether a stage is recomputed in the backward pass.
+      stacked: whether the layers are of a Python loop, whose params are stacked in each step.
+    """
+
+    where: str
+    num_layers: int
+    travelling: tuple[str, ...]
+    bytes_per_tick: int
+    recomputed: bool
+    stacked: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PipelineReport:
+    """The stages of a pipeline; prints as a table.
+
+    Attributes:
+      num_stages: the stages.
+      num_microbatches: the microbatches of a batch.
+      loops: the scans over layers that are cut into stages.
+      left: the scans over stacked params that are not, each with its line and the reason: they run on the whole batch.
+      why_none: why there are no stages at all, and what to do; empty if there are some.
+    """
+
+    num_stages: int
+    num_microbatches: int
+    loops: tuple[StagedLayers, ...] = ()
+    left: tuple[str, ...] = ()
+    why_none: str = ""
+
+    @property
+    def num_ticks(self) -> int:
+        """The ticks of a forward pass, in each of which a stage runs on one microbatch."""
+        return self.num_microbatches + self.num_stages - 1
+
+    @property
+    def bubble(self) -> float:
+        """The share of the ticks in which a stage has no microbatch of its own."""
+        return (self.num_stages - 1) / self.num_ticks
+
+    def __str__(self) -> str:
+        if self.why_none:
+            return f"no pipeline: {self.why_none}"
+        lines = [
+            f"{self.num_stages} stages, {self.num_microbatches} microbatches: {self.num_ticks} ticks, of which a stage "
+            f"waits {self.bubble:.1%}"
+        ]
+        for loop in self.loops:
+            size = loop.num_layers // self.num_stages
+            names = ((i * size, i * size + size - 1) for i in range(self.num_stages))
+            stages = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in names)
+            again = "; a stage is recomputed in the backward pass" if loop.recomputed else ""
+            again += "; their params are stacked in each step" if loop.stacked else ""
+            lines.append(f"{loop.num_layers} layers at {loop.where}, by stage: {stages}{again}")
+            num_bytes = format_bytes(loop.bytes_per_tick)
+            lines.append(f"  from stage to stage: {', '.join(loop.travelling)}: {num_bytes} a device and tick")
+        return "\n".join([*lines, *(f"left as it is: {item}" for item in self.left)])
+
+
+def staged_layers(entry: FoundLoop, place: StagePlace) -> StagedLayers:
+    """Returns what a report shows of a loop that is cut into stages."""
+    loop = entry.loop
+    assert isinstance(loop, LayerLoop)
+    shards, travelling, num_bytes = axis_size(place.mesh, place.batch), [], 0
+    operands = zip((*loop.consts, *loop.carry), open_jaxpr(loop.layer)[0].invars[1:], strict=False)
+    for i, (role, var) in enumerate(operands):
+        if i < len(loop.consts) and not role.is_rows:  # shared by all microbatches
+            continue
+        aval = var.aval
+        travelling.append(f"{aval.dtype}[{','.join(map(str, aval.shape))}]")
+        num_bytes += aval.size * aval.dtype.itemsize // (shards if role.is_rows else 1)
+    return StagedLayers(
+        where=entry.line,
+        num_layers=loop.num_layers,
+        travelling=tuple(travelling),
+        bytes_per_tick=num_bytes,
+        recomputed=loop.recompute,
+        stacked=entry.is_rolled,
+    )

@@ -1,0 +1,200 @@
+"""Rolls the equal layers of a Python loop into a scan over their params, stacked in the step."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from zero_jax.program import jaxprs
+from zero_jax.program.evaluation import flattened, trace_flat
+from zero_jax.program.jaxprs import bind, open_jaxpr, source_context
+from zero_jax.program.loss import Traced
+from zero_jax.transforms.blocks.search import RepeatedBlock, find_blocks
+from zero_jax.transforms.blocks.sequence import EqnSequence
+from zero_jax.transforms.facts import Facts
+
+Place = tuple[int, int]  # the number of an equation of a layer, and of a result of it
+
+
+class _Turn:
+    """The equations of a layer, by which input of it, or by which result of another one, each operand is.
+
+    Attributes:
+      eqns: the equations.
+      inputs: what it takes from before, in the order of its use; literals among them, each as often as it is there.
+      operands: for each equation the number of an input, or the place of a result, of each operand.
+      places: the places of its results.
+      signature: equal for layers that do the same with inputs of the same shapes.
+    """
+
+    def __init__(self, eqns: Sequence[Any]):
+        self.eqns = eqns
+        self.places = {var: (i, j) for i, eqn in enumerate(self.eqns) for j, var in enumerate(eqn.outvars)}
+        self.inputs: list[Any] = []
+        numbers: dict[Any, int] = {}
+
+        def operand(atom: Any) -> int | Place:
+            if not jaxprs.is_literal(atom) and (atom in self.places or atom in numbers):
+                return self.places[atom] if atom in self.places else numbers[atom]
+            self.inputs.append(atom)
+            if not jaxprs.is_literal(atom):
+                numbers[atom] = len(self.inputs) - 1
+            return len(self.inputs) - 1
+
+        self.operands = [[operand(atom) for atom in eqn.invars] for eqn in self.eqns]
+        shapes = [(x.aval.shape, str(x.aval.dtype)) for x in self.inputs]
+        params = [[(name, _described(x)) for name, x in eqn.params.items()] for eqn in self.eqns]
+        names = [eqn.primitive.name for eqn in self.eqns]
+        self.signature = str((shapes, names, params, self.operands))
+
+    def run(self, values: Sequence[Any]) -> dict[Place, Any]:
+        """Evaluates it on inputs."""
+        made: dict[Place, Any] = {}
+        for i, (eqn, operands) in enumerate(zip(self.eqns, self.operands, strict=True)):
+            read = [values[x] if isinstance(x, int) else made[x] for x in operands]
+            made.update({(i, j): x for j, x in enumerate(bind(eqn, read))})
+        return made
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Loop:
+    """Equal layers that follow one another.
+
+    Attributes:
+      start: where it begins, in the order of the equations on activations.
+      stop: where it ends.
+      layers: the layers.
+      carries: for each input that the layer before makes, its number among the inputs, and the place where it is made.
+      slices: the numbers of the inputs that each layer has of its own.
+      ys: the places of what a layer makes that is used outside of the loop.
+    """
+
+    start: int
+    stop: int
+    layers: Sequence[_Turn]
+    carries: Sequence[tuple[int, Place]]
+    slices: Sequence[int]
+    ys: Sequence[Place]
+
+
+def rolled(traced: Traced) -> Traced:
+    """Returns a program whose equal layers of Python loops are scans; itself if it has none.
+
+    Layers are equal where they have the same equations on values of the same shapes, and each takes from the one before
+    what that takes from the one before it. What all of them read is a constant of the scan.
+    """
+    closed = flattened(traced.closed)
+    jaxpr, consts = open_jaxpr(closed)
+    kinds = ["param" if i < traced.num_params else "value" for i in range(len(jaxpr.invars))]
+    facts, runs = Facts(jaxpr, kinds), dict[int, list[RepeatedBlock]]()
+    for block in find_blocks(EqnSequence(facts)):
+        runs.setdefault(block.repeat, []).append(block)
+    # What is made of params alone is made before, and is an input of a layer: each slices a stack elsewhere.
+    order = [i for i, eqn in enumerate(jaxpr.eqns) if not (eqn.outvars and facts.kind(eqn.outvars[0]) == "param")]
+    loops = {loop.start: loop for run in runs.values() if (loop := _loop(facts, order, run))}
+    if not loops:
+        return traced
+
+    def run(*leaves: Any) -> list[Any]:
+        env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *leaves), strict=True))
+        read = lambda atom: atom.val if jaxprs.is_literal(atom) else env[atom]  # noqa: E731
+
+        def evaluate(eqn: Any) -> None:
+            env.update(zip(eqn.outvars, bind(eqn, [read(atom) for atom in eqn.invars]), strict=True))
+
+        for eqn in filter(facts.only_params, jaxpr.eqns):
+            evaluate(eqn)
+        place = 0
+        while place < len(order):
+            loop, eqn = loops.get(place), jaxpr.eqns[order[place]]
+            if loop is not None:
+                _run(loop, env)
+            elif not facts.only_params(eqn):
+                evaluate(eqn)
+            place = place + 1 if loop is None else loop.stop
+        return [read(atom) for atom in jaxpr.outvars]
+
+    return traced.rewritten(trace_flat(run, [var.aval for var in jaxpr.invars]))
+
+
+def _run(loop: _Loop, env: dict[Any, Any]) -> None:
+    """Evaluates a loop, and adds what it makes to the values of variables."""
+    first, carried = loop.layers[0], [number for number, _ in loop.carries]
+
+    def read(atom: Any) -> Any:
+        return jnp.asarray(atom.val, atom.aval.dtype) if jaxprs.is_literal(atom) else env[atom]
+
+    shared = [x.val if jaxprs.is_literal(x) else env.get(x) for x in first.inputs]
+    stacks = [jnp.stack([read(layer.inputs[number]) for layer in loop.layers]) for number in loop.slices]
+
+    def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+        own = dict(zip((*carried, *loop.slices), (*carry, *slices), strict=True))
+        made = first.run([own.get(i, x) for i, x in enumerate(shared)])
+        return [made[place] for _, place in loop.carries], [made[place] for place in loop.ys]
+
+    with source_context(first.eqns[0]):
+        carry, ys = lax.scan(body, [read(first.inputs[number]) for number in carried], stacks)
+    for (_, (i, j)), value in zip(loop.carries, carry, strict=True):
+        env[loop.layers[-1].eqns[i].outvars[j]] = value
+    for (i, j), values in zip(loop.ys, ys, strict=True):
+        for number, layer in enumerate(loop.layers):
+            env[layer.eqns[i].outvars[j]] = values[number]
+
+
+def _loop(facts: Facts, order: Sequence[int], blocks: Sequence[RepeatedBlock]) -> _Loop | None:
+    """Returns blocks as a loop, None if they are not equal; `order` are the equations on activations."""
+    if len(blocks) < 2 or any(block.stop != after.start for block, after in itertools.pairwise(blocks)):
+        return None
+    bounds = [bisect.bisect_left(order, x) for x in (*(block.start for block in blocks), blocks[-1].stop)]
+    # Between two layers a block may begin with what is the end of the one before: the first has nothing before it.
+    size = bounds[2] - bounds[1]
+    late = size - (bounds[1] - bounds[0])
+    bounds = [bounds[0], *(x + late for x in bounds[1:])] if late > 0 else [bounds[0] - late, *bounds[1:]]
+    if bounds[-1] > len(order) or any(stop - start != size for start, stop in itertools.pairwise(bounds)):
+        return None
+    layers = [_Turn([facts.jaxpr.eqns[i] for i in order[start:stop]]) for start, stop in itertools.pairwise(bounds)]
+    if len({layer.signature for layer in layers}) > 1:
+        return None
+    carries, slices = [], []
+    for number, atoms in enumerate(zip(*(layer.inputs for layer in layers), strict=True)):
+        made = {_place(layer, atom) for layer, atom in zip(layers, atoms[1:], strict=False)}
+        if _are_same(atoms):
+            continue
+        if None not in made and len(made) == 1:
+            carries.append((number, made.pop()))
+        elif any(_place(layer, atom) is not None for layer in layers for atom in atoms):
+            return None  # of a layer further before
+        else:
+            slices.append(number)
+    if not carries:
+        return None
+    stop, final = order[bounds[-1] - 1], {place for _, place in carries}
+    outside = [[x for x in layer.places if facts.last_read.get(x, -1) > stop] for layer in layers]
+    ys = {layer.places[x] for layer, each in zip(layers[:-1], outside, strict=False) for x in each}
+    ys |= {layers[-1].places[x] for x in outside[-1]} - final
+    return _Loop(start=bounds[0], stop=bounds[-1], layers=layers, carries=carries, slices=slices, ys=sorted(ys))
+
+
+def _place(layer: _Turn, atom: Any) -> Place | None:
+    """Returns the place where a layer makes a value, None if it does not."""
+    return None if jaxprs.is_literal(atom) else layer.places.get(atom)
+
+
+def _are_same(atoms: Sequence[Any]) -> bool:
+    """Tells whether inputs of all layers are one variable, or equal literals."""
+    if any(map(jaxprs.is_literal, atoms)):
+        return all(jaxprs.is_literal(x) and x.val == atoms[0].val for x in atoms)
+    return all(x is atoms[0] for x in atoms)
+
+
+def _described(value: Any) -> str:
+    """Returns a parameter of an equation as text; of functions, which have none of their own, their identity."""
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_described, value))})"
+    return str(value)

@@ -1,0 +1,235 @@
+"""The program of a loss with its scans over layers as stages of a pipeline, and the report of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex_core
+
+from zero_jax.core.tree import PyTree
+from zero_jax.dims import SAME, Relation, TraceComparison, rows
+from zero_jax.program import jaxprs
+from zero_jax.program.evaluation import evaluate, flattened
+from zero_jax.program.loss import LossProgram, Traced
+from zero_jax.program.subcalls import Subcall, equations_of
+from zero_jax.program.walk import Walk
+from zero_jax.sharding.mesh import Axes, axis_size
+from zero_jax.transforms.pipeline.cut import Cut, FoundLoop, LayerLoop, find_loops
+from zero_jax.transforms.pipeline.loop import StagePlace, run_stages
+from zero_jax.transforms.pipeline.report import PipelineReport, staged_layers
+from zero_jax.transforms.pipeline.rolled import rolled
+
+# A scan over layers as stages: of the operands and results of the scan. What evaluates a program runs it by
+# `run_stages`; nothing differentiates, maps or lowers it.
+pipeline_p = jex_core.Primitive("zero_pipeline")
+pipeline_p.multiple_results = True
+pipeline_p.def_abstract_eval(lambda *_, avals, **params: list(avals))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stages:
+    """The stages that a loss is cut into.
+
+    Attributes:
+      place: where they run.
+      axes: the roles of the mesh's axes.
+      num_microbatches: the microbatches that go through them.
+      recompute: whether layers that have no `jax.checkpoint` of their own are recomputed, stage by stage.
+    """
+
+    place: StagePlace
+    axes: Axes
+    num_microbatches: int
+    recompute: bool = True
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return axis_size(self.place.mesh, self.place.pipe)
+
+
+class PipelinedProgram(LossProgram):
+    """A program whose scans over layers are stages of a pipeline.
+
+    Args:
+      before: a program of `(params, batch, *args)`.
+      stages: the stages.
+    """
+
+    def __init__(self, before: LossProgram, stages: Stages):
+        super().__init__(before.fn, before, lambda traced: traced)
+        self.stages = stages
+
+    def trace(self, *args: Any) -> Traced:
+        """Returns the program for arguments of these shapes.
+
+        Raises:
+          ValueError: no scan over layers can be cut into stages.
+        """
+        assert self.before is not None
+        key = (
+            jax.tree.structure(args),
+            *((np.shape(x), x.dtype, getattr(x, "weak_type", False)) for x in jax.tree.leaves(args)),
+        )
+        if key not in self.traces:
+            traced = self.before.trace(*args)
+            closed, found = self.found(*args)
+            if not any(entry.loop for entry in found):
+                raise ValueError(_refusal(found, self.stages))
+            for entry in (entry for entry in found if entry.loop is None):
+                warnings.warn(
+                    f"pipe={self.stages.num_stages}: the layers at {entry.line} are not cut into stages, and each "
+                    f"device has all of them: {entry.why}",
+                    stacklevel=2,
+                )
+            self.traces[key] = traced.rewritten(_with_stages(closed, found))
+        return self.traces[key]
+
+    def report(self, *args: Any) -> PipelineReport:
+        """Returns the stages for arguments of these shapes, or why there are none."""
+        report = PipelineReport(num_stages=self.stages.num_stages, num_microbatches=self.stages.num_microbatches)
+        try:
+            _, found = self.found(*args)
+        except ValueError as error:
+            return dataclasses.replace(report, why_none=str(error))
+        loops = tuple(staged_layers(entry, self.stages.place) for entry in found if entry.loop is not None)
+        if not loops:
+            return dataclasses.replace(report, why_none=_refusal(found, self.stages))
+        left = tuple(f"{entry.line}: {entry.why}" for entry in found if entry.loop is None)
+        return dataclasses.replace(report, loops=loops, left=left)
+
+    def found(self, *args: Any) -> tuple[Any, list[FoundLoop]]:
+        """Returns the flat jaxpr for arguments of these shapes, and the scans over layers in it."""
+        assert self.before is not None
+        params, batch, *rest = args
+        k, num_params = self.stages.num_microbatches, len(jax.tree.leaves(params))
+        sizes = {np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
+        if len(sizes) != 1:
+            raise ValueError(
+                f"pipe: the leaves of the batch differ in their leading dim, {sorted(sizes)}: a microbatch has some "
+                "examples of each leaf; give each one entry per example"
+            )
+        (size,), num_shards = sizes, axis_size(self.stages.place.mesh, self.stages.place.batch)
+        if size % (k * num_shards):
+            raise ValueError(
+                f"pipe: {size} examples do not divide into {k} microbatches over {num_shards} devices of a stage: "
+                f"give a multiple of {k * num_shards}"
+            )
+
+        def traced(num_examples: int) -> Traced:
+            part = jax.tree.map(lambda x: _resized(x, num_examples), batch)
+            try:
+                return self.before.trace(params, part, *rest)  # type: ignore[union-attr]
+            except Exception as error:
+                raise ValueError(
+                    f"pipe: loss_fn cannot be called on the {num_examples} examples of a microbatch "
+                    f"({type(error).__name__}: {error}): take the number of examples from the batch"
+                ) from error
+
+        sizes = [size // k]
+        if size == k:  # of one example, operations differ that only change shapes
+            sizes += [2 * size, 2]
+        programs = [self.before.trace(*args), *map(traced, sizes)]
+        relations, num_blocks = _relations(params, batch, rest), k * num_shards
+        find = functools.partial(find_loops, inputs=relations, num_params=num_params, cut=self.cut)
+        whole, *parts = (flattened(program.closed) for program in programs)
+        found = find(whole, parts, comparison=TraceComparison(k, num_blocks))
+        if not found:
+            whole, *parts = (flattened(rolled(program).closed) for program in programs)
+            found = find(whole, parts, comparison=TraceComparison(k, num_blocks))
+            found = [dataclasses.replace(entry, is_rolled=True) for entry in found]
+        return whole, found
+
+    @property
+    def cut(self) -> Cut:
+        """What loops over layers are made to be."""
+        stages = self.stages
+        return Cut(
+            num_stages=stages.num_stages,
+            num_microbatches=stages.num_microbatches,
+            axes=stages.axes,
+            recompute=stages.recompute,
+        )
+
+
+def _resized(x: Any, num_examples: int) -> jax.ShapeDtypeStruct:
+    shape, weak_type = (num_examples, *np.shape(x)[1:]) if np.ndim(x) else (), getattr(x, "weak_type", False)
+    return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=weak_type)
+
+
+def _relations(params: PyTree, batch: PyTree, rest: Sequence[Any]) -> list[Relation]:
+    """Returns the relations of the inputs of a loss on the batch to those on a microbatch."""
+    relations = [dataclasses.replace(SAME, of_params=True)] * len(jax.tree.leaves(params))
+    relations += [rows(0) if np.ndim(x) else SAME for x in jax.tree.leaves(batch)]
+    return [*relations, *(SAME for _ in jax.tree.leaves(rest))]
+
+
+def _with_stages(closed: Any, found: Sequence[FoundLoop]) -> Any:
+    """Returns a jaxpr with its loops over layers as stages."""
+    jaxpr, _ = jaxprs.open_jaxpr(closed)
+    eqns = list(jaxpr.eqns)
+    for entry in found:
+        if entry.loop is not None:
+            eqn = eqns[entry.index]
+            params = {"loop": entry.loop, "jaxpr": entry.loop.layer, "avals": tuple(var.aval for var in eqn.outvars)}
+            eqns[entry.index] = eqn.replace(primitive=pipeline_p, params=params)
+    return jaxprs.with_results(closed, jaxpr.outvars, eqns=eqns)
+
+
+def _refusal(found: Sequence[FoundLoop], stages: Stages) -> str:
+    """Says why a loss has no stages, and what to do."""
+    if found:
+        reasons = "; ".join(f"the layers at {entry.line}: {entry.why}" for entry in found)
+        return f"pipe={stages.num_stages}: no layers can be the stages of a pipeline: {reasons}; or leave pipe out"
+    return (
+        f"pipe={stages.num_stages}: loss_fn has no jax.lax.scan over stacked params, and no Python loop over equal "
+        "layers, which could be the stages of a pipeline: stack the params of equal layers and scan over them "
+        "(flax.linen.scan, flax.nnx.scan, or jax.lax.scan), or leave pipe out"
+    )
+
+
+def with_stages(program: LossProgram, stages: Stages) -> LossProgram:
+    """Returns a program whose scans over layers are stages, to be evaluated as any other; see `PipelinedProgram`."""
+
+    def evaluated(traced: Traced) -> Traced:
+        walk = _StageWalk(stages.place)
+        return traced.evaluated(lambda leaves, _: walk.run(traced.closed, leaves, None))
+
+    return PipelinedProgram(program, stages).then(evaluated)
+
+
+class _StageWalk(Walk[None]):
+    """Evaluates a program on arrays, with its stages."""
+
+    def __init__(self, place: StagePlace):
+        super().__init__()
+        self.place = place
+
+    def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> bool:
+        return sub.kind == "call" and any(each.primitive is pipeline_p for each in equations_of(eqn))
+
+    def operation(self, eqn: Any, values: list[Any], frame: None) -> Sequence[Any]:
+        if eqn.primitive is not pipeline_p:
+            return jaxprs.bind(eqn, values)
+        loop: LayerLoop = eqn.params["loop"]
+        consts, carry, stacks = split_operands(loop, values)
+        stacks = [self.place.stages(x, loop.num_stages) for x in stacks]
+        opened, own = jaxprs.open_jaxpr(loop.layer)
+
+        def layer(number: Any, consts: list[Any], carry: list[Any], slices: list[Any]) -> list[Any]:
+            return evaluate(opened, own, [number, *consts, *carry, *slices])
+
+        with jaxprs.source_context(eqn):
+            return run_stages(loop, self.place, consts, carry, stacks, layer)
+
+
+def split_operands(loop: LayerLoop, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Splits the operands of a loop into constants, carries, and what it takes slices of."""
+    first = len(loop.consts) + len(loop.carry)
+    return list(values[: len(loop.consts)]), list(values[len(loop.consts) : first]), list(values[first:])

@@ -142,6 +142,7 @@ def on_one_device(tx, init_fn, steps=3):
         ("muon", init_layers, 3, {"offload": zero.Offload(what="all", window_bytes=2000)}),
         ("muon", init_stacked, 1, {}),
         ("muon", init_stacked, 3, {"replica": 2}),
+        ("muon", init_stacked, 3, {"data_layout": (2, 2, 2)}),
         ("muon", init_layers, 3, {}),
         ("schatten", init_layers, 2, {"model": 2}),
         ("shampoo", init_layers, 3, {}),

@@ -92,6 +92,13 @@ class _Placer:
             if param.shape == tuple(leaf.shape):
                 num_bytes = math.prod(leaf.shape) * leaf.dtype.itemsize
                 return dataclasses.replace(param, path=name, dtype=str(leaf.dtype), num_bytes=num_bytes)
+            more = len(leaf.shape) - len(param.shape)
+            is_stack = more > 0 and tuple(leaf.shape[more:]) == param.shape  # as the memories of lbfgs
+            is_sharded = carries(param.dims, self.axes.data) and not param.pipe
+            if is_stack and is_sharded and not self.overrides.matches(name):
+                num_bytes = math.prod(leaf.shape) * leaf.dtype.itemsize
+                of_leaf = {"path": name, "shape": tuple(leaf.shape), "dtype": str(leaf.dtype), "num_bytes": num_bytes}
+                return dataclasses.replace(param, **of_leaf, dims=((),) * more + param.dims)
             added = [axis for axis in self.axes.data if axis not in param.pipe]
             common = _common_dims(without(param.dims, added), param.shape, tuple(leaf.shape))
             return self.place(name, leaf, common)
@@ -224,7 +231,8 @@ def user_specs(params: PyTree, specs: PyTree) -> PyTree:
 def place_like_params(tree: PyTree, placements: PyTree, *, mesh: Mesh, axes: Axes, rules: ShardingRules) -> PyTree:
     """Returns a `LeafPlacement` for each leaf of a tree derived from the params: optimizer state, EMA copies.
 
-    A leaf whose path ends in a param's path and whose shape is the param's has the param's sharding. A leaf without
+    A leaf whose path ends in a param's path and whose shape is the param's has the param's sharding; so has a stack of
+    such leaves along its last dims. A leaf without
     some dims of the param (adafactor's rows and columns) keeps the model's axes on the others; any other leaf
     (counters) is sharded by its own shape. `optax.tree_map_params` gives wrong specs for factored states and raises
     on some optimizers.

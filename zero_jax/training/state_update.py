@@ -16,14 +16,13 @@ from zero_jax.core.device_put import platform_of
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.precision import LossScale, cast_floating, update_loss_scale
-from zero_jax.sharding.spec import Dims, dims_of
 from zero_jax.training.grads.norm import GlobalNorm
 from zero_jax.training.grads.partial import fill_zeros
 from zero_jax.training.optimizer.frozen import flags_of_all
-from zero_jax.training.optimizer.matrices import multiplies, whole_matrices
 from zero_jax.training.optimizer.rounding import round_tree
 from zero_jax.training.optimizer.streaming import Argument, stream
 from zero_jax.training.optimizer.update import TracedUpdate, apply_update, evaluate_update, trace_update, update_if
+from zero_jax.training.state.matrix_updates import matrix_program
 from zero_jax.training.state.placement import Placement
 from zero_jax.training.state.train_state import TrainState, merge, trainable
 from zero_jax.training.zero_config import ZeroConfig
@@ -106,7 +105,8 @@ class OffloadedState:
             return jax.tree.leaves(function(*tree.unflatten(arrays[:num_inputs])))
 
         frozen = flags_of_all(state.masters, same) * (1 + placement.keeps_copy)
-        results = stream(flat, arguments, into, window_bytes=placement.offload.window_bytes, unchanged=frozen)
+        window_bytes, axes = placement.offload.window_bytes, placement.axes
+        results = stream(flat, arguments, into, window_bytes=window_bytes, unchanged=frozen, axes=axes)
         masters_tree = jax.tree.structure(state.masters)
         num_copies = num_masters * placement.keeps_copy
         masters = masters_tree.unflatten(results[:num_masters])
@@ -219,23 +219,12 @@ class UpdateProgram:
         """Returns new master params in the dtypes of the old ones, rounded stochastically if there is a key for it."""
         return masters if key is None else round_tree(masters, like, key)
 
-    def with_whole_matrices(
-        self, traced: TracedUpdate, state: TrainState, masters: PyTree, placement: Placement
-    ) -> TracedUpdate:
+    def with_whole_matrices(self, traced: TracedUpdate, state: TrainState, placement: Placement) -> TracedUpdate:
         """Returns the trace of an update with its matrix computations on whole matrices (`optimizer.matrices`)."""
-        if traced.calls_functions or "master" not in placement.groups or not multiplies(traced.jaxpr):
+        program = matrix_program(traced, state, placement)
+        if program is None or not program.is_changed:
             return traced
-
-        def dims_of_each(tree: PyTree, shardings: PyTree) -> list[Dims]:
-            return [dims_of(y, x.ndim) for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)]
-
-        of_all = dims_of_each(masters, placement.param_shardings("master"))
-        is_trained = flags_of_all(masters, [True] * traced.num_grads)
-        params = [dims for dims, flag in zip(of_all, is_trained, strict=True) if flag]
-        of_state = dims_of_each(state.opt_state, placement.opt_shardings(state.opt_state))
-        dims = [*params, *of_state, *params, (), *params]
-        jaxpr = whole_matrices(traced.jaxpr, dims, mesh=placement.mesh, axes=placement.axes)
-        return dataclasses.replace(traced, jaxpr=jaxpr, is_rewritten=jaxpr is not traced.jaxpr)
+        return dataclasses.replace(traced, jaxpr=program.rewritten(), is_rewritten=True)
 
     def streamed_update(
         self,

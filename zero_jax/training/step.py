@@ -101,7 +101,7 @@ class _Program(UpdateProgram):
             new_masters, low, opt_state = self.streamed_update(offloaded, of_batch.grads, scalars, same=same)
         else:
             clipped = fill_zeros(self.clip(grads, norm), masters)
-            whole = self.with_whole_matrices(traced, state, masters, placement)
+            whole = self.with_whole_matrices(traced, state, placement)
             new_masters, opt_state = self.update(
                 masters, state.opt_state, clipped, finite=finite, offers=offers, traced=whole
             )

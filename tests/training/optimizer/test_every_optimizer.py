@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import math
 import warnings
 import weakref
 
@@ -264,6 +265,13 @@ def test_what_a_step_cannot_make_is_named():
         reference.run_zero(loss_fn, tx, make_batches(1), mesh=mesh_of(MESH), stage=1, params=host_params())
 
 
+def test_a_rule_of_matrices_for_a_vector_is_named():
+    numbers = optax.contrib.MuonDimensionNumbers(-2, -1)
+    tx = optax.contrib.muon(0.1, muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda _: numbers, params))
+    with pytest.raises(ValueError, match=r"rank >= 2.* no rule of matrices for leaves without two dims: 'b' \[12\]"):
+        reference.run_zero(loss_fn, tx, make_batches(1), mesh=mesh_of(MESH), stage=1, params=host_params())
+
+
 def test_a_state_that_grows_is_refused():
     grows = optax.GradientTransformation(
         lambda params: jnp.zeros(1), lambda updates, state, params=None: (updates, jnp.concatenate([state, state]))
@@ -299,3 +307,46 @@ def test_a_search_in_float16_has_the_unscaled_loss(stage):
     assert float(history[1].loss) < float(history[0].loss)
     assert not any(bool(metrics.skipped) for metrics in history)
     assert 0 < float(state.opt_state[1].value) < float(history[1].loss)
+
+
+SHAPES = {"stack": (16, 128, 128), "w": (128, 512), "b": (256,)}
+# What an update sends beside matrices, as a share of the params' bytes, and why.
+SENDS = {
+    "flatten": 1.4,  # one vector of all leaves in a row: no shard is a part of it, all are gathered
+    # Sums of rows and columns, all-reduced: 4 / width of a matrix of float32, so less than 1% from 400 features on.
+    "adafactor": 0.02,
+    "scale_by_factored_rms": 0.02,
+}
+
+
+def sent_by_update(name):
+    """Returns what a device sends for an optimizer's update, and for its matrices by the estimate, in params' bytes."""
+    tx, mesh = make(name, factories().get(name)), zero.make_mesh(topology="v5p:2x2x4")
+    tx = optax.monitor({"ema": tx}) if name == "measure_with_ema" else tx
+    init = lambda key: {leaf: jax.random.normal(key, shape) for leaf, shape in SHAPES.items()}  # noqa: E731
+    if name == "lookahead":
+        init_fn = lambda key: optax.LookaheadParams(fast=init(key), slow=init(key))  # noqa: E731
+    else:
+        init_fn = init
+    loss = lambda params, batch: batch.mean() * sum(jnp.square(x).sum() for x in jax.tree.leaves(params))  # noqa: E731
+    config = zero.ZeroConfig(stage=3)
+    state = zero.abstract_state(init_fn, tx, mesh=mesh, config=config)
+    lowered = zero.make_train_step(loss, tx, mesh=mesh, config=config).lower(state, jax.ShapeDtypeStruct((16,), "f4"))
+    sent = zero.comms.measure(lowered.compile(), unknown_trip_count=1).sent_bytes
+    rows = zero.comms.estimate(state, mesh=mesh, config=config, tx=tx).rows
+    of_matrices = sum(row.total_sent_bytes for row in rows if row.phase == "update")  # at stage 3 nothing else is
+    params_bytes = 4 * sum(map(math.prod, SHAPES.values()))
+    return sent / params_bytes, of_matrices / params_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("part", range(8))
+def test_updates_send_scalars_and_whole_matrices(part):
+    """Of the whole program, as this loss sends no params: its gradients are elementwise."""
+    odd = {}
+    for name in [name for name in sorted(factories()) if name not in PER_EXAMPLE][part::8]:
+        sent, of_matrices = sent_by_update(name)
+        if sent > of_matrices + 0.01 + SENDS.get(name, 0):
+            odd[name] = f"sends {sent:.3f} of the params' bytes, {of_matrices:.3f} of it for matrices"
+    assert not odd

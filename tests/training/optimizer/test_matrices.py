@@ -1,5 +1,7 @@
 """Optimizers that see whole matrices: the same numbers as on one device, and little traffic more than adamw's."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +29,13 @@ def init_layers(key):
     stacked = init_stacked(key)
     layers = [{name: stacked[name][i] for name in STACKED} for i in range(3)]
     return {"table": stacked["table"], "layers": layers}
+
+
+def init_uneven(key):
+    """Matrices that do not divide over the devices, alone of their shape, and unsharded ones."""
+    params = {"up": (WIDTH, 120), "down": (120, WIDTH), "q": (WIDTH, 33), "o": (33, WIDTH)}
+    layer = {name: jax.random.normal(key, shape) / 8 for name, shape in params.items()}
+    return {"table": init_stacked(key)["table"], "layers": [layer]}
 
 
 def block(x, w):
@@ -106,6 +115,10 @@ OPTIMIZERS = {
     "schatten": lambda: muon(preconditioning="schatten"),
     "shampoo": shampoo,
     "settled": settled,
+    "every second step": lambda: optax.MultiSteps(muon(), 2),
+    "if finite": lambda: optax.apply_if_finite(muon(), 2),
+    "at times": lambda: optax.conditionally_transform(muon(), lambda step: step != 1),
+    "galore": lambda: optax.contrib.galore(1e-2, rank=4),
 }
 
 
@@ -125,18 +138,27 @@ def on_one_device(tx, init_fn, steps=3):
 @pytest.mark.parametrize(
     ("optimizer", "init_fn", "stage", "axes"),
     [
+        ("muon", init_stacked, 1, {"offload": "state"}),
+        ("muon", init_layers, 3, {"offload": zero.Offload(what="all", window_bytes=2000)}),
         ("muon", init_stacked, 1, {}),
         ("muon", init_stacked, 3, {"replica": 2}),
+        ("muon", init_stacked, 3, {"data_layout": (2, 2, 2)}),
         ("muon", init_layers, 3, {}),
         ("schatten", init_layers, 2, {"model": 2}),
         ("shampoo", init_layers, 3, {}),
         ("settled", init_layers, 1, {}),
+        ("every second step", init_layers, 3, {}),
+        ("if finite", init_stacked, 1, {}),
+        ("at times", init_layers, 2, {}),
+        ("galore", init_layers, 3, {}),
+        ("muon", init_uneven, 1, {}),
     ],
 )
 def test_whole_matrices_are_updated_as_on_one_device(optimizer, init_fn, stage, axes):
-    tx, mesh = OPTIMIZERS[optimizer](), zero.make_mesh(**axes)
+    tx, offload = OPTIMIZERS[optimizer](), axes.get("offload")
+    mesh = zero.make_mesh(**{name: size for name, size in axes.items() if name != "offload"})
     specs = {".*/up": jax.P(None, "model"), ".*/down": jax.P("model", None)} if axes.get("model") else None
-    config = zero.ZeroConfig(stage=stage, param_specs=specs)
+    config = zero.ZeroConfig(stage=stage, param_specs=specs, offload=offload)
     with jax.default_matmul_precision("highest"):
         state = zero.init_state(init_fn, tx, jax.random.key(0), mesh=mesh, config=config)
         step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)
@@ -147,13 +169,6 @@ def test_whole_matrices_are_updated_as_on_one_device(optimizer, init_fn, stage, 
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-5, err_msg=str(name))
 
 
-def test_an_update_that_is_one_branch_is_left_as_it_is():
-    """`optax.MultiSteps` calls an optimizer in a `lax.cond`: no leaf is gathered for it."""
-    tx = optax.MultiSteps(muon(), 2)
-    whole = sent_bytes(tx, init_layers, 3)
-    assert whole < 3 * sent_bytes(optax.adamw(1e-2), init_layers, 3)
-
-
 def sent_bytes(tx, init_fn, stage):
     mesh, config = zero.make_mesh(), zero.ZeroConfig(stage=stage)
     state = zero.abstract_state(init_fn, tx, mesh=mesh, config=config)
@@ -162,11 +177,87 @@ def sent_bytes(tx, init_fn, stage):
     return zero.comms.measure(step.lower(state, shapes).compile()).sent_bytes
 
 
-@pytest.mark.parametrize("init_fn", [init_stacked, init_layers])
-def test_muon_sends_two_all_to_alls_more_than_adamw(init_fn):
+@pytest.mark.parametrize(
+    ("optimizer", "init_fn"),
+    [("muon", init_stacked), ("muon", init_layers), ("every second step", init_layers), ("at times", init_layers)],
+)
+def test_muon_sends_two_all_to_alls_more_than_adamw(optimizer, init_fn):
     """On eight devices two all-to-alls are an eighth of a gather and a scatter; padding is a third more of that."""
-    ratio = sent_bytes(muon(), init_fn, 3) / sent_bytes(optax.adamw(1e-2), init_fn, 3)
+    ratio = sent_bytes(OPTIMIZERS[optimizer](), init_fn, 3) / sent_bytes(optax.adamw(1e-2), init_fn, 3)
     assert 1 < ratio < 1.2  # 2.0 where each product of each iteration sends
+
+
+def init_large(key, width=2048):
+    """Matrices whose numbers are multiples of 16 devices, large enough for XLA:TPU's usual collectives."""
+    shapes = {"q": (8, 256, 256), "o": (8, 256, 256), "up": (8, 256, width), "down": (8, width, 256), "scale": (8, 256)}
+    params = {name: jax.random.normal(key, shape) for name, shape in shapes.items()}
+    return {"table": jax.random.normal(key, (512, 256)), **params}
+
+
+@functools.cache
+def compiled_for_tpus(optimizer, stage, init_fn=init_large):
+    """Returns the compiled step, and the estimate of what it sends."""
+    tx, mesh = (muon() if optimizer == "muon" else optax.adamw(1e-2)), zero.make_mesh(topology="v5p:2x2x4")
+    config = zero.ZeroConfig(stage=stage, precision="bf16")
+    state = zero.abstract_state(init_fn, tx, mesh=mesh, config=config)
+    step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)
+    shapes = {name: jax.ShapeDtypeStruct((64, 16), jnp.int32) for name in "xy"}
+    return step.lower(state, shapes).compile(), zero.comms.estimate(state, mesh=mesh, config=config, tx=tx)
+
+
+def moved_matrices(compiled):
+    """Returns what a device sends of float32 arrays, and how."""
+    rows = [row for row in zero.comms.measure(compiled).rows if "f32" in row.dtypes and row.sent_bytes > 1e4]
+    return sum(row.total_sent_bytes for row in rows), {(row.kind, row.phase) for row in rows}
+
+
+def estimated_matrices(estimate):
+    return sum(row.total_sent_bytes for row in estimate.rows if row.dtype == "f32")
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_what_moves_is_estimated(stage):
+    compiled, estimate = compiled_for_tpus("muon", stage)
+    num_params = sum(x.size for name, x in jax.eval_shape(init_large, jax.random.key(0)).items() if name in STACKED)
+    assert moved_matrices(compiled) == (2 * 4 * num_params / 16 * 15 / 16, {("all-to-all", "update")})
+    assert estimated_matrices(estimate) == moved_matrices(compiled)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+def test_matrices_of_one_shape_that_are_cut_along_different_dims():
+    """One of them is resharded, in and out, so that each device has one matrix."""
+    compiled, estimate = compiled_for_tpus("muon", 3, lambda key: init_large(key, 1024))
+    moved, kinds = moved_matrices(compiled)
+    assert estimated_matrices(estimate) <= moved <= 1.15 * estimated_matrices(estimate)
+    assert kinds == {("all-to-all", "update")}
+
+
+@pytest.mark.tpu_compiler
+def test_each_device_computes_its_share_of_the_update():
+    of_muon, of_adamw = (compiled_for_tpus(name, 3)[0].cost_analysis()["flops"] for name in ("muon", "adamw"))
+    num_products = sum(16 * 5 * (4 * 256**2 * width + 2 * 256**3) for width in (256, 2048))
+    assert num_products / 16 <= of_muon - of_adamw <= 1.15 * num_products / 16
+
+
+def test_the_report_says_where_matrices_are_computed_on():
+    def reasons(init_fn, tx, stage, **fields):
+        mesh, config = zero.make_mesh(), zero.ZeroConfig(stage=stage, **fields)
+        state = zero.abstract_state(init_fn, tx, mesh=mesh, config=config)
+        report = zero.sharding_report(state, mesh=mesh, config=config, tx=tx)
+        return {placed.path: placed.reason for placed in report.placements}
+
+    of_each = reasons(init_stacked, muon(), 3)
+    assert "update: 12 of [32, 32]: dealt out over data, 2 to a device, by an all-to-all in" in of_each["q"]
+    assert "update: 12 of [32, 128]: dealt out" in of_each["up"] and "update" not in of_each["table"]
+    assert "6 of [32, 128]: dealt out" in reasons(init_layers, optax.MultiSteps(muon(), 2), 1)["layers/1/down"]
+    assert "1 of [32, 120]: gathered over data, and computed on each" in reasons(init_uneven, muon(), 1)["layers/0/up"]
+    assert "update" not in str(reasons(init_stacked, muon(), 0))
+    by_layers = reasons(lambda key: {"q": jnp.ones((8, 32, 32))}, muon(), 1, overrides={"q": jax.P("data")})
+    assert by_layers == {"q": "override; update: 8 of [32, 32]: whole on a device as they are sharded, nothing moves"}
+    with pytest.raises(ValueError, match=r"tx: .* give the TrainState"):
+        zero.sharding_report({"q": jnp.ones((8, 32))}, mesh=zero.make_mesh(), config=zero.ZeroConfig(), tx=muon())
 
 
 @pytest.mark.tpu_compiler

@@ -30,6 +30,7 @@ from zero_jax.training import (
     ZeroConfig,
     check_is_state,
     make_placement,
+    matrix_dealings,
     used_by_optimizer,
 )
 
@@ -122,7 +123,8 @@ def estimate(
       mesh: The mesh.
       config: Stage, precision, microbatches.
       traced: From `zero.trace_loss`, for the traffic over `model`; without it only `data` and `replica` are counted.
-      tx: The optimizer; with it, params that it freezes are gathered at stage 3 and otherwise do not move.
+      tx: The optimizer; with it, params that it freezes are gathered at stage 3 and otherwise do not move, and matrices
+        that its update needs whole are counted.
     """
     check_arguments(traced=traced, **({} if tx is None else {"tx": tx}))
     placement = make_placement(check_is_state(state, who="comms.estimate").variables, mesh=mesh, config=config)
@@ -140,6 +142,11 @@ def estimate(
         rows += traffic.grad_rows() if is_needed else []
     for leaf in placement_leaves(placement.model_state) if MODEL_STATE in placement.groups else ():
         rows += _LeafTraffic(leaf, placement, config).model_state_rows()
+    for dealing in () if tx is None else matrix_dealings(tx, state, placement):
+        for move in dealing.moves(dealing.over):
+            dtype = _HLO_DTYPES.get(move.dtype, move.dtype)
+            sent = move.sent_bytes
+            rows.append(EstimateRow(kind=move.kind, axes=move.axes, dtype=dtype, phase="update", total_sent_bytes=sent))
     for move in traced.moves if traced else ():
         sent, dtype = move.sent_bytes * move.times, _HLO_DTYPES.get(move.dtype, move.dtype)
         row = EstimateRow(kind=move.kind, axes=move.axes, dtype=dtype, phase=move.phase, total_sent_bytes=sent)

@@ -13,13 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate, flattened, trace_flat
 from zero_jax.program.passes import Dependence
+from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.spec import dims_of
 from zero_jax.training.optimizer.chunks import Argument, Loop, Unit, run_chunks, zero_after
+from zero_jax.training.optimizer.matrices import MatrixProgram, multiplies
 
 
 def stream(
@@ -29,6 +31,7 @@ def stream(
     *,
     window_bytes: int,
     unchanged: Sequence[bool] = (),
+    axes: Axes | None = None,
 ) -> list[Any]:
     """Returns the results of a function, each in the memory and the sharding of the argument that it replaces.
 
@@ -38,6 +41,7 @@ def stream(
       into: for each result the index of the argument that it replaces, of its shape and dtype.
       window_bytes: bytes of a chunk on a device.
       unchanged: of the first results, whether they equal what they replace.
+      axes: the roles of the mesh axes; with them, products of matrices are on whole matrices (`matrices`).
     """
     arrays = [x.array for x in arguments]
     closed = trace_flat(function, arrays)
@@ -50,12 +54,16 @@ def stream(
     units = _units(jaxpr, arguments, computed, into)
     streamed = {i for unit in units for i in unit.results}
     on_devices = [i for i in computed if i not in streamed]
-    for i, x in zip(on_devices, _evaluate(jaxpr, on_devices, consts, arrays), strict=True):
+    run_whole = functools.partial(_evaluate, shardings=[x.sharding for x in arguments], axes=axes)
+    for i, x in zip(on_devices, run_whole(jaxpr, on_devices, consts, arrays), strict=True):
         results[i] = _pinned(x, arguments[into[i]].sharding)
     start = jnp.int32(0)
     for unit in units:
         loop = Loop.of(unit.jaxpr, [x.on_host for x in arguments]) if _sharded_alike(unit, arguments, into) else None
-        run = _run_unchunked if loop is None else functools.partial(run_chunks, loop, window_bytes=window_bytes)
+        if loop is None:
+            run = functools.partial(_run_unchunked, run_whole)
+        else:
+            run = functools.partial(run_chunks, loop, window_bytes=window_bytes)
         outputs, start = run(unit, arguments, into=into, consts=consts, start=start)
         for i, x in zip(unit.results, outputs, strict=True):
             results[i] = x
@@ -66,10 +74,25 @@ def _pinned(x: Any, sharding: NamedSharding | None) -> Any:
     return x if sharding is None else lax.with_sharding_constraint(x, sharding)
 
 
-def _evaluate(jaxpr: Any, which: Sequence[int], consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+def _evaluate(
+    jaxpr: Any,
+    which: Sequence[int],
+    consts: Sequence[Any],
+    values: Sequence[Any],
+    *,
+    shardings: Sequence[NamedSharding | None],
+    axes: Axes | None,
+) -> list[Any]:
     """Returns some of a jaxpr's results; nothing else is computed."""
     some = jaxprs.without_dead_code(jaxprs.with_results(jaxpr, [jaxpr.outvars[i] for i in which]))
-    return evaluate(some, consts, values)
+    mesh = next((sharding.mesh for sharding in shardings if sharding is not None), None)
+    if axes is None or not isinstance(mesh, Mesh) or not multiplies(some):
+        return evaluate(some, consts, values)
+    some = some.replace(constvars=[], invars=[*some.constvars, *some.invars])
+    dims = [
+        dims_of(x, len(var.aval.shape)) for var, x in zip(some.invars, [*[None] * len(consts), *shardings], strict=True)
+    ]
+    return MatrixProgram.of(some, dims, mesh=mesh, axes=axes).evaluate(*consts, *values)
 
 
 def _units(jaxpr: Any, arguments: Sequence[Argument], computed: Sequence[int], into: Sequence[int]) -> list[Unit]:
@@ -101,14 +124,20 @@ def _sharded_alike(unit: Unit, arguments: Sequence[Argument], into: Sequence[int
 
 
 def _run_unchunked(
-    unit: Unit, arguments: Sequence[Argument], *, into: Sequence[int], consts: Any, start: Any
+    run: Callable[..., list[Any]],
+    unit: Unit,
+    arguments: Sequence[Argument],
+    *,
+    into: Sequence[int],
+    consts: Any,
+    start: Any,
 ) -> tuple[list[Any], Any]:
-    """Computes results that are not elementwise: their arrays of the host are fetched in full."""
+    """Computes results that are not elementwise, by `run`: their arrays of the host are fetched in full."""
     arrays = [x.array for x in arguments]
     for i in unit.on_host:
         x, _ = lax.optimization_barrier((arrays[i], start))
         arrays[i] = jax.device_put(x, jax.memory.Space.Device)
-    outputs = _evaluate(unit.jaxpr, range(len(unit.results)), consts, arrays)
+    outputs = run(unit.jaxpr, range(len(unit.results)), consts, arrays)
     results = []
     for i, x in zip(unit.results, outputs, strict=True):
         replaced = arguments[into[i]]

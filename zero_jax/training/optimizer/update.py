@@ -27,6 +27,8 @@ from zero_jax.program.jaxprs import conditional, inline_jit, open_jaxpr, used_in
 from zero_jax.sharding.precision import promoted
 from zero_jax.training.optimizer.offload import HOST
 
+# How optax's optimizers of matrices (muon, galore) refuse a leaf, which they do not name.
+_ASKS_FOR_MATRICES = re.compile(r"rank >= 2|shape \(m, n\)")
 _OFFERED = (
     "a step calls update(grads, state, params), with the gradients of the mean loss of the batch, and can add "
     "value, loss, grad, value_fn, obj_fn and grad_fn"
@@ -89,9 +91,9 @@ def call_update(
         except TypeError as error:
             refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
             if refused is None or extras.pop(refused[1], None) is None:
-                raise _explained(error) from error
+                raise _explained(error, params) from error
         except (ValueError, AttributeError, LookupError) as error:
-            raise _explained(error) from error
+            raise _explained(error, params) from error
     _check_updates(updates, params)
     return updates, new_state
 
@@ -371,7 +373,7 @@ def _check_updates(updates: PyTree, params: PyTree) -> None:
     )
 
 
-def _explained(error: Exception) -> ValueError:
+def _explained(error: Exception, params: PyTree) -> ValueError:
     """Returns an error that says what an optimizer's update lacks, and the remedy."""
     text = " ".join(str(error).split())
     missing = re.search(r"missing \d+ required .*?arguments?: (.*)", text)
@@ -383,4 +385,7 @@ def _explained(error: Exception) -> ValueError:
     remedy = "give an optimizer that needs no more (no gradients of single examples, for one)"
     if "MaskedNode" in text:
         remedy = "let masked or partition mask `grad` too, by mask_compatible_extra_args=True"
+    if _ASKS_FOR_MATRICES.search(text):
+        small = [f"{name!r} {list(shape)}" for name, shape, *_ in described(params) if len(shape) < 2]
+        remedy = f"give no rule of matrices for leaves without two dims: {', '.join(small) or 'none of the params'}"
     return ValueError(f"the optimizer's update fails on what a step gives it ({text[:300]}): {_OFFERED}; {remedy}")

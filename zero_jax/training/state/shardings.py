@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
+import optax
 from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.core.tree import PyTree, leaf_names, path_name, with_shapes
 from zero_jax.core.variables import MODEL_STATE, joined
 from zero_jax.sharding.path_patterns import PathPatterns
-from zero_jax.sharding.rules import ShardingReport, report_placements
+from zero_jax.sharding.rules import ShardingReport, placement_leaves, report_placements
+from zero_jax.training.state.making import check_optimizer
+from zero_jax.training.state.matrix_updates import matrices_of_leaves
 from zero_jax.training.state.placement import ARRAYS, make_placement, train_state_shardings
 from zero_jax.training.state.train_state import TrainState
 from zero_jax.training.zero_config import ZeroConfig
@@ -77,16 +82,34 @@ def _subtree(state: PyTree, at: str, *, what: str) -> tuple[dict[str, str], PyTr
     return paths, next(node for path, node in nodes if path_name(path) == at)
 
 
-def sharding_report(params: PyTree, *, mesh: Mesh, config: ZeroConfig) -> ShardingReport:
+def sharding_report(
+    params: PyTree, *, mesh: Mesh, config: ZeroConfig, tx: optax.GradientTransformation | None = None
+) -> ShardingReport:
     """Reports the sharding of params and model state, and why some leaves are replicated.
 
     Args:
       params: params, `Variables` or a `TrainState`; arrays or `ShapeDtypeStruct`s.
       mesh: the mesh.
       config: stage and rules.
+      tx: the optimizer; with it, the reasons of params whose matrices its update needs whole say where it computes on
+        them. `params` is then a `TrainState`.
+
+    Raises:
+      ValueError: an optimizer without a `TrainState`.
     """
+    if tx is not None and not isinstance(params, TrainState):
+        raise ValueError("tx: what its update does depends on its state: give the TrainState, of zero.abstract_state")
     variables = params.variables if isinstance(params, TrainState) else params
     placement = make_placement(variables, mesh=mesh, config=config)
+    placed = placement.params
+    if tx is not None:
+        matrices = matrices_of_leaves(check_optimizer(tx), params, placement)
+        placed = [
+            dataclasses.replace(leaf, reason=f"{leaf.reason}; update: {matrices[leaf.path]}")
+            if leaf.path in matrices
+            else leaf
+            for leaf in placement_leaves(placed)
+        ]
     return report_placements(
-        (placement.params, placement.model_state), mesh=mesh, axes=placement.axes, groups=sorted(placement.groups)
+        (placed, placement.model_state), mesh=mesh, axes=placement.axes, groups=sorted(placement.groups)
     )

@@ -1,0 +1,275 @@
+"""How the matrices of a group of regions are dealt out to the devices, and what moves for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import Mesh
+
+from zero_jax.program.jaxprs import bind, is_literal
+from zero_jax.program.subcalls import Subcall
+from zero_jax.program.walk import Walk
+from zero_jax.sharding.mesh import axis_size
+from zero_jax.sharding.spec import Dims, carries, named, num_shards, without
+from zero_jax.training.optimizer.matrices.regions import SIZES, Region
+
+# Operations that a device computes while it sends a byte: v5p 2,300 (bf16), v5e 2,000, H100 2,200 by NVLink.
+_FLOPS_OF_A_BYTE = 2000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatrixMove:
+    """What one device sends over some mesh axes for the matrices of an update."""
+
+    kind: str
+    axes: tuple[str, ...]
+    dtype: str
+    sent_bytes: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Dealing:
+    """Regions that compute the same function, whose matrices are dealt out together.
+
+    Attributes:
+      regions: the regions.
+      dims: how each variable of the update is sharded.
+      mesh: the mesh.
+      data: the axes that shards are on.
+      made_of: which inputs of the update each variable is made of.
+    """
+
+    regions: tuple[Region, ...]
+    dims: Mapping[Any, Dims]
+    mesh: Mesh
+    data: tuple[str, ...]
+    made_of: Mapping[Any, frozenset[int]]
+
+    # --- the choice --------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def num_matrices(self) -> int:
+        """The matrices of all regions."""
+        return sum(region.num_matrices() for region in self.regions)
+
+    @property
+    def sources(self) -> frozenset[int]:
+        """The inputs of the update that the matrices are made of."""
+        return frozenset().union(*(self.made_of[var] for region in self.regions for var in region.inputs))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of a matrix: of the largest value that the regions read of each."""
+        region = self.regions[0]
+        var = max(region.inputs, key=lambda var: math.prod(var.aval.shape))
+        at = region.stacks.get(var)
+        return tuple(size for i, size in enumerate(var.aval.shape) if i != at)
+
+    @functools.cached_property
+    def is_cut_by_matrices(self) -> bool:
+        """Whether stacks are sharded along the matrices already."""
+        first = self.regions[0]
+        at, dims = first.stacks.get(first.inputs[0], 0), self.stacked_dims(first, first.inputs[0])
+        return carries((dims[at],), self.data)
+
+    @functools.cached_property
+    def over(self) -> tuple[str, ...] | None:
+        """The axes over which each device has whole matrices: what costs least; None where they stay as they are.
+
+        They are the minor ones of the dims that they are moved from: only these move by an all-to-all. Where there are
+        fewer matrices than devices, some compute copies, or matrices stay cut over the other axes.
+        """
+        if self.is_cut_by_matrices:
+            return None
+        first = self.regions[0]
+        placed = [axis for dim in self.stacked_dims(first, first.inputs[0]) for axis in dim if axis in self.data]
+        order = [*reversed(placed), *(axis for axis in self.data if axis not in placed)]
+        choices = [None, *(tuple(order[:i]) for i in range(1, len(order) + 1))]
+        return min(choices, key=self.cost)
+
+    def cost(self, over: tuple[str, ...] | None) -> float:
+        """Returns the cost of a choice, in bytes that a device sends or could send in the time of its operations."""
+        num_devices, total = axis_size(self.mesh, over or ()), self.num_matrices
+        cut = {axis for region in self.regions for var in region.inputs for dim in self.dims[var] for axis in dim}
+        ways = axis_size(self.mesh, [axis for axis in self.mesh.axis_names if axis in cut and axis not in (over or ())])
+        cost = self.regions[0].cost.times(-(-total // num_devices))
+        sent = sum(move.sent_bytes for move in self.moves(over)) + (cost.sent_bytes if ways > 1 else 0)
+        return sent + (cost.cut_flops / ways + cost.whole_flops) / _FLOPS_OF_A_BYTE
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether there is one matrix, which all devices of the axes have: it is gathered, and nothing moves back."""
+        return self.num_matrices == 1
+
+    @property
+    def reason(self) -> str:
+        """What is done with the matrices, and why."""
+        what = f"{self.num_matrices} of {list(self.shape)}"
+        first = self.regions[0]
+        at, dims = first.stacks.get(first.inputs[0], 0), self.stacked_dims(first, first.inputs[0])
+        if self.is_cut_by_matrices and not carries((*dims[:at], *dims[at + 1 :]), self.data):
+            return f"{what}: whole on a device as they are sharded, nothing moves"
+        if self.is_cut_by_matrices:
+            return f"{what}: left to XLA, as stacks are sharded along the matrices over some axes, and cut over others"
+        if self.over is None:
+            return f"{what}: left to XLA, to move them costs more than products of cut ones"
+        axes = "+".join(self.over)
+        if self.is_copied:
+            return f"{what}: gathered over {axes}, and computed on each of its devices alike"
+        each = -(-self.num_matrices // axis_size(self.mesh, self.over))
+        return f"{what}: dealt out over {axes}, {each} to a device, by an all-to-all in and one out"
+
+    # --- what moves --------------------------------------------------------------------------------------------------
+
+    def moves(self, over: tuple[str, ...] | None) -> list[MatrixMove]:
+        """Returns what one device sends so that matrices are whole over some axes, and their results are shards."""
+        first, moves = self.regions[0], []
+        ends = [
+            (i, var, back) for back in (False, True) for i, var in enumerate(first.outputs if back else first.inputs)
+        ]
+        for i, var, back in ends:
+            at = first.stacks.get(var, 0)
+            dims = self.dims_like(first, var) if back else self.stacked_dims(first, var)
+            if over is None or at is None or dims is None:
+                continue
+            steps = self.steps(dims, at, over)
+            shape = var.aval.shape if first.stacks else (1, *var.aval.shape)
+            count = self.num_matrices + (0 if self.is_copied else -self.num_matrices % axis_size(self.mesh, over))
+            dtype, size = str(var.aval.dtype), math.prod(shape) // shape[at] * var.aval.dtype.itemsize
+            for before, after in itertools.pairwise(reversed(steps) if back else steps):
+                moves += _moved(before, after, size=size * count, dtype=dtype, mesh=self.mesh)
+            for region in self.regions:  # stacks that are sharded otherwise than the first come to its shards before
+                own = (region.outputs if back else region.inputs)[i]
+                own_dims = self.dims_like(region, own) if back else self.stacked_dims(region, own)
+                if own_dims is not None:
+                    ways = (dims, own_dims) if back else (own_dims, dims)
+                    moves += _moved(*ways, size=size * region.num_matrices(), dtype=dtype, mesh=self.mesh)
+        return moves
+
+    def steps(self, dims: Dims | None, at: int, over: tuple[str, ...], *, ndim: int = 0) -> list[Dims]:
+        """Returns the shardings of a stack on the way from shards `dims` to whole matrices, cut at `at`."""
+        now = ((),) * ndim if dims is None else dims
+        steps = [] if dims is None else [dims]
+        if self.is_copied:
+            return [*steps, without(now, over)]
+        for axis in reversed([axis for dim in now for axis in dim if axis in over]):
+            now = without(now, (axis,))
+            now = tuple((*dim, axis) if i == at else dim for i, dim in enumerate(now))
+            steps.append(now)
+        missing = tuple(axis for axis in over if not carries(now, (axis,)))
+        if missing or not steps:  # how the stack is sharded is not known, or not over all axes
+            steps.append(tuple((*dim, *missing) if i == at else dim for i, dim in enumerate(now)))
+        return steps
+
+    def stacked_dims(self, region: Region, var: Any) -> Dims:
+        """Returns how a stack of an input is sharded before it moves."""
+        return self.dims[var] if region.stacks else ((), *self.dims[var])
+
+    def dims_like(self, region: Region, output: Any) -> Dims | None:
+        """Returns how a stack of an input of an output's shape is sharded; None if there is none."""
+        like = (var for var in region.inputs if var.aval.shape == output.aval.shape)
+        return next((self.stacked_dims(region, var) for var in like), None)
+
+    # --- evaluation --------------------------------------------------------------------------------------------------
+
+    @property
+    def reads(self) -> set[Any]:
+        """The variables that the regions read."""
+        return {var for region in self.regions for var in (*region.inputs, *region.others)}
+
+    def evaluate(self, env: dict[Any, Any]) -> dict[Any, Any]:
+        """Returns the values of the outputs of all regions."""
+        first, counts = self.regions[0], [region.num_matrices() for region in self.regions]
+        assert self.over is not None
+        padding = 0 if self.is_copied else -sum(counts) % axis_size(self.mesh, self.over)
+        stacks = []
+        for i, var in enumerate(first.inputs):
+            at = first.stacks.get(var, 0)
+            arrays = [env[region.inputs[i]] for region in self.regions]
+            arrays = arrays if first.stacks else [x[None] for x in arrays]
+            # Copies, not zeros: a loop that runs until all matrices converge has to end.
+            arrays += [lax.slice_in_dim(arrays[0], 0, 1, axis=at)] * padding
+            stack = lax.concatenate(arrays, at) if len(arrays) > 1 else arrays[0]
+            stacks.append(self.moved(stack, self.stacked_dims(first, var), at))
+        run, others = functools.partial(_run, first), [env[var] for var in first.others]
+        results = run(stacks, others) if first.stacks else jax.vmap(run, in_axes=(0, None))(stacks, others)
+        values = {}
+        for i, (var, stack) in enumerate(zip(first.outputs, results, strict=True)):
+            at, start = first.stacks.get(var, 0), 0
+            if at is None:  # it is made of the others alone
+                values |= {region.outputs[i]: stack for region in self.regions}
+                continue
+            stack = self.moved(stack, self.dims_like(first, var), at, back=True)
+            for region, count in zip(self.regions, counts, strict=True):
+                part = lax.slice_in_dim(stack, start, start + count, axis=at)
+                dims = self.dims_like(region, region.outputs[i])
+                if dims is not None:
+                    part = lax.with_sharding_constraint(part, named(self.mesh, dims))
+                values[region.outputs[i]] = part if first.stacks else part[0]
+                start += count
+        return values
+
+    def moved(self, x: jax.Array, dims: Dims | None, at: int, *, back: bool = False) -> jax.Array:
+        """Moves a stack from shards `dims` to whole matrices, cut at `at`, or back: an all-to-all for each axis."""
+        assert self.over is not None
+        steps = self.steps(dims, at, self.over, ndim=x.ndim)
+        for step in reversed(steps) if back else steps:
+            x = lax.with_sharding_constraint(x, named(self.mesh, step))
+        return x
+
+
+def _moved(before: Dims, after: Dims, *, size: int, dtype: str, mesh: Mesh) -> list[MatrixMove]:
+    """Returns what one device sends of an array of `size` bytes, from one sharding to another."""
+    held = [[axis for dim in dims for axis in dim] for dims in (before, after)]
+    local_bytes = size / num_shards(mesh, before)
+    both = [axis for axis in held[0] if axis in held[1]]
+    gathered = tuple(axis for axis in held[0] if axis not in held[1])
+    at = [{axis: i for i, dim in enumerate(dims) for axis in dim} for dims in (before, after)]
+    changed = tuple(axis for axis in both if at[0][axis] != at[1][axis])
+    moves = []
+    if changed:
+        ways = axis_size(mesh, changed)
+        moves.append(MatrixMove(kind="all-to-all", axes=changed, dtype=dtype, sent_bytes=local_bytes * (1 - 1 / ways)))
+    if gathered:
+        sent = local_bytes * (axis_size(mesh, gathered) - 1)
+        moves.append(MatrixMove(kind="all-gather", axes=gathered, dtype=dtype, sent_bytes=sent))
+    return moves
+
+
+def _run(region: Region, stacks: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Evaluates the equations of a region, on stacks of any number of matrices."""
+    env = dict(zip((*region.inputs, *region.others), (*stacks, *others), strict=True))
+    walk = _Resized(region.stacks)
+    for eqn in region.eqns:
+        values = [atom.val if is_literal(atom) else env[atom] for atom in eqn.invars]
+        env.update(zip(eqn.outvars, walk.equation(eqn, values, None), strict=True))
+    return [env[var] for var in region.outputs]
+
+
+class _Resized(Walk[None]):
+    """Evaluates equations on stacks of another number of matrices than they were traced for."""
+
+    def __init__(self, stacks: dict[Any, Any]):
+        super().__init__()
+        self.stacks = stacks
+
+    def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> bool:
+        """Enters all loops and branches of stacks."""
+        return bool(self.stacks)
+
+    def operation(self, eqn: Any, values: list[Any], frame: None) -> Sequence[Any]:
+        """Evaluates an equation, with the size of its operands in place of the one in its parameters."""
+        name = next((name for name, primitive in SIZES.items() if eqn.primitive.name == primitive), None)
+        at = self.stacks.get(eqn.outvars[0])
+        if name is None or at is None:
+            return bind(eqn, values)
+        source = next(i for i, atom in enumerate(eqn.invars) if not is_literal(atom) and self.stacks[atom] is not None)
+        size, shape = values[source].shape[self.stacks[eqn.invars[source]]], eqn.params[name]
+        return bind(eqn.replace(params={**eqn.params, name: (*shape[:at], size, *shape[at + 1 :])}), values)

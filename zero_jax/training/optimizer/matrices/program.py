@@ -1,0 +1,198 @@
+"""An update as a program whose matrix computations are on whole matrices: found once, evaluated or counted."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from zero_jax.dims import FACTORIZATIONS, dim_map
+from zero_jax.program.evaluation import flattened, trace_flat
+from zero_jax.program.jaxprs import bind, is_literal, open_jaxpr, variables
+from zero_jax.program.passes import Pass
+from zero_jax.program.subcalls import CALLS, equations, subcall
+from zero_jax.sharding.mesh import Axes
+from zero_jax.sharding.precision import wide
+from zero_jax.sharding.spec import Dims, carries, dims_of
+from zero_jax.training.optimizer.matrices.dealing import Dealing
+from zero_jax.training.optimizer.matrices.regions import MadeOf, Region, find_regions, is_barrier
+
+_CONSIDERED = FACTORIZATIONS | {"dot_general"}
+
+
+def multiplies(closed: Any) -> bool:
+    """Tells whether an update has a product, or a factorization of a matrix."""
+    return any(eqn.primitive.name in _CONSIDERED for eqn in equations(closed))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MatrixProgram:
+    """An update's jaxpr without nested calls, and its computations on matrices.
+
+    Attributes:
+      closed: the jaxpr that it was made of.
+      jaxpr: the open jaxpr.
+      consts: its constants.
+      dealings: the groups of regions, those that are left to XLA included.
+      sums: inner products of flattened arrays, with the arrays before that.
+      branches: the programs of the branches of `cond`s, by the ids of their equations.
+    """
+
+    closed: Any
+    jaxpr: Any
+    consts: Sequence[Any]
+    dealings: tuple[Dealing, ...]
+    sums: Mapping[Any, tuple[Any, Any]]
+    branches: Mapping[int, tuple[MatrixProgram, ...]]
+
+    @classmethod
+    def of(
+        cls,
+        closed: Any,
+        dims: Sequence[Dims],
+        *,
+        mesh: Mesh,
+        axes: Axes,
+        sources: Sequence[frozenset[int]] | None = None,
+    ) -> MatrixProgram:
+        """Finds the matrix computations of an update.
+
+        Args:
+          closed: the closed jaxpr of the update.
+          dims: how its inputs are sharded.
+          mesh: the mesh.
+          axes: the roles of its axes; matrices are dealt out over those of `data`.
+          sources: the marks of the inputs, for `Dealing.sources`; None marks each with its number.
+        """
+        data = tuple(axis for axis in axes.data if mesh.shape[axis] > 1)
+        jaxpr, consts = open_jaxpr(flattened(*open_jaxpr(closed)))
+        sources = [frozenset([i]) for i in range(len(dims))] if sources is None else sources
+        placement, origin = _Placed(), MadeOf()
+        placed: dict[Any, Dims] = {}
+        placement.run(jaxpr, dims, placed)
+        made_of: dict[Any, frozenset[int]] = {}
+        origin.run(jaxpr, sources, made_of)
+        groups: dict[Any, list[Region]] = {}
+        for region in find_regions(jaxpr) if data else ():
+            if any(carries(placed[var], data) for var in region.inputs):
+                groups.setdefault(region.key(), []).append(region)
+        dealings: list[Dealing] = []
+        for group in groups.values():
+            sharded_alike: dict[Any, list[Region]] = {}
+            for region in group:
+                sharded_alike.setdefault(tuple(placed[var] for var in region.inputs), []).append(region)
+            parts = sorted(sharded_alike.values(), key=len, reverse=True)
+            # All together, or those alone that are sharded alike: they need not be resharded to be one stack.
+            ways = [[[region for part in parts for region in part]], parts]
+            made = [[Dealing(tuple(some), placed, mesh, data, made_of) for some in way] for way in ways]
+            dealings += min(made, key=lambda dealings: sum(dealing.cost(dealing.over) for dealing in dealings))
+        branches: dict[int, tuple[MatrixProgram, ...]] = {}
+        for eqn in jaxpr.eqns if data else ():
+            sub = subcall(eqn)
+            if sub is not None and sub.kind == "cond" and is_barrier(eqn):
+                taken = [placement.read(x, placed) for x in eqn.invars[1:]]
+                marks = [origin.read(x, made_of) for x in eqn.invars[1:]]
+                inner = functools.partial(cls.of, dims=taken, mesh=mesh, axes=axes, sources=marks)
+                branches[id(eqn)] = tuple(inner(branch) for branch in sub.branches)
+        return cls(closed, jaxpr, consts, tuple(dealings), _inner_products(jaxpr) if data else {}, branches)
+
+    @functools.cached_property
+    def is_changed(self) -> bool:
+        """Whether anything is evaluated otherwise than by the jaxpr that it was made of."""
+        inner = (program for programs in self.branches.values() for program in programs)
+        dealt = any(dealing.over is not None for dealing in self.dealings)
+        return dealt or bool(self.sums) or any(program.is_changed for program in inner)
+
+    @property
+    def all_dealings(self) -> list[Dealing]:
+        """The groups of regions, with those of the branch of each `cond` that moves most."""
+        found = list(self.dealings)
+        for programs in self.branches.values():
+            found += max((program.all_dealings for program in programs), key=_sent_bytes)
+        return found
+
+    def rewritten(self) -> Any:
+        """Returns a closed jaxpr of the same function, with its matrix computations on whole matrices."""
+        if not self.is_changed:
+            return self.closed
+        return trace_flat(self.evaluate, [var.aval for var in self.jaxpr.invars])
+
+    def evaluate(self, *arrays: Any) -> list[Any]:
+        """Evaluates the jaxpr, each equation once its inputs are there, a group of regions once those of all are."""
+        jaxpr = self.jaxpr
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*self.consts, *arrays), strict=True))
+        groups = [dealing for dealing in self.dealings if dealing.over is not None]
+        inside = {id(eqn) for group in groups for region in group.regions for eqn in region.eqns}
+        waiting = [eqn for eqn in jaxpr.eqns if id(eqn) not in inside]
+        while waiting or groups:
+            later = []
+            for eqn in waiting:
+                if all(var in env for var in variables(eqn)):
+                    env.update(zip(eqn.outvars, self.equation(eqn, env), strict=True))
+                else:
+                    later.append(eqn)
+            ready = [group for group in groups if group.reads <= env.keys()]
+            for group in ready:
+                env.update(group.evaluate(env))
+            if not ready and len(later) == len(waiting):  # a region reads what another one of its group makes
+                alone = [dataclasses.replace(group, regions=(x,)) for group in groups for x in group.regions]
+                assert len(alone) > len(groups)
+                groups = alone
+            groups, waiting = [group for group in groups if group not in ready], later
+        return [_read(atom, env) for atom in jaxpr.outvars]
+
+    def equation(self, eqn: Any, env: Mapping[Any, Any]) -> list[Any]:
+        """Evaluates an equation that is in no region."""
+        if eqn.outvars and eqn.outvars[0] in self.sums:
+            (var,) = eqn.outvars
+            x, y = (env[factor].astype(wide(var.aval.dtype)) for factor in self.sums[var])
+            return [(x * y).sum().astype(var.aval.dtype)]
+        programs = self.branches.get(id(eqn), ())
+        if any(program.is_changed for program in programs):
+            eqn = eqn.replace(params={**eqn.params, "branches": tuple(program.rewritten() for program in programs)})
+        return bind(eqn, [_read(atom, env) for atom in eqn.invars])
+
+
+def _sent_bytes(dealings: Sequence[Dealing]) -> float:
+    return sum(move.sent_bytes for dealing in dealings for move in dealing.moves(dealing.over))
+
+
+def _read(atom: Any, env: Mapping[Any, Any]) -> Any:
+    return atom.val if is_literal(atom) else env[atom]
+
+
+def _inner_products(jaxpr: Any) -> dict[Any, tuple[Any, Any]]:
+    """Returns inner products of flattened arrays, as `jnp.vdot` makes them, with the arrays before that.
+
+    XLA gathers an array to flatten it, where a shard is not one run of it. A sum of products of elements gathers none.
+    """
+    flat = {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "reshape"}
+    found = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general" and _is_number(eqn.outvars[0]):
+            factors = tuple(flat[x] for x in eqn.invars if not is_literal(x) and x in flat)
+            if len(factors) == 2 and factors[0].aval.shape == factors[1].aval.shape:
+                found[eqn.outvars[0]] = factors
+    return found
+
+
+def _is_number(var: Any) -> bool:
+    return not var.aval.shape and jnp.issubdtype(var.aval.dtype, jnp.floating)
+
+
+class _Placed(Pass[Any]):
+    """How each value of an update is sharded, by the shards that its inputs are in."""
+
+    enters = CALLS
+
+    def constant(self, atom: Any) -> Dims:
+        return ((),) * len(getattr(atom.aval, "shape", ()))
+
+    def operation(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        if eqn.primitive.name == "sharding_constraint" and isinstance(eqn.params["sharding"], NamedSharding):
+            return [dims_of(eqn.params["sharding"], len(eqn.outvars[0].aval.shape))]
+        return [dim_map(eqn, i).carry(operands) for i in range(len(eqn.outvars))]

@@ -74,8 +74,8 @@ def test_stages_of_a_pipeline_are_estimated(capsys):
     assert status == 0
     assert found["by_axes"].keys() <= {"data", "pipe", "data+pipe"}
     assert "activations over pipe" in found["not_counted"]
-    for option in ("--auto", "--verify"):
-        status, _, error = run("plan", capsys, *PIPE, option)
+    for options in ([*SMALL, "--pipe", "2", "--auto"], [*PIPE, "--verify"]):
+        status, _, error = run("plan", capsys, *options)
         assert status == 2
         assert "leave out --pipe 2" in error
 

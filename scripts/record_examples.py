@@ -79,7 +79,7 @@ def record(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="files of examples/ (default: all)")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "docs" / "recorded")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         pipeline_report,
         read_leaf,
         read_leaves,
+        round_state,
         sequence_parallel,
         shard_batch,
         sharding_report,
@@ -90,7 +91,7 @@ _PUBLIC = {
     "zero_jax.training": (
         "MeshLoss Metrics NoiseScale Offload TrainState TrainStep ZeroConfig abstract_state compiler_options "
         "ema_params init_state losses make_eval_step make_train_step params_ema pipeline_report read_leaf "
-        "read_leaves sequence_parallel shard_batch sharding_report state_shardings write_leaf write_leaves"
+        "read_leaves round_state sequence_parallel shard_batch sharding_report state_shardings write_leaf write_leaves"
     ),
     "zero_jax.verification": "LeafDifference Verification verify",
     "zero_jax.transforms": (
@@ -174,6 +175,7 @@ __all__ = [
     "remat_report",
     "rematerialize",
     "restore",
+    "round_state",
     "save_hf",
     "sequence_parallel",
     "shard_batch",
@@ -188,16 +190,18 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "launch":  # `launch.join` was the documented name of `cluster.join`
-        name = "cluster"
-    module = _MODULES.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if module == __name__:
-        return importlib.import_module(f"{__name__}.{name}")
-    value = globals()[name] = getattr(importlib.import_module(module), name)
-    return value
+if not TYPE_CHECKING:  # a type checker knows the names above, and no others
+
+    def __getattr__(name: str) -> Any:
+        if name == "launch":  # `launch.join` was the documented name of `cluster.join`
+            name = "cluster"
+        module = _MODULES.get(name)
+        if module is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if module == __name__:
+            return importlib.import_module(f"{__name__}.{name}")
+        value = globals()[name] = getattr(importlib.import_module(module), name)
+        return value
 
 
 def __dir__() -> list[str]:

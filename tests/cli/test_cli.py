@@ -25,34 +25,37 @@ TRAIN_OPTIONS = """
 --d-model --data --decay-fraction --devices --ema-decay --epochs --epsilon --eval-batches --eval-every --eval-loss
 --final-learning-rate --format --hang-seconds --help --init --init-from --json --keep-best --keep-gathered --keep-last
 --learning-rate --log-every --lora --lora-alpha --lora-base --lora-dora --lora-rank --lora-train --loss --loss-chunk
---max-nonfinite-steps --min-shard-size --mlp-ratio --model --model-axis --momentum --name --no-decay --no-keep-gathered
---no-lora-dora --no-overlap --no-quantize-error-feedback --no-scan --no-secondary --no-separate-documents
---no-sequence-parallel --no-skip-nonfinite --no-tensorboard --num-heads --num-layers --num-microbatches --offload
---offload-fraction --offload-paths --offload-window-bytes --optimizer --out --overlap --paper-config --param-specs
---pipe --position --precision --prefetch-batches --profile-steps --quantize-block-size --quantize-error-feedback
---quantize-gathers --quantize-grads --quantize-grads-over --remat --replica --resume --sample-every --sample-prompt
---sample-tokens --save-every --scan --schedule --secondary --seed --separate-documents --seq-len --sequence-parallel
---show-config --skip-nonfinite --stage --steps --temperature --tensorboard --text-field --token-cache --token-dtype
---tokenizer --top-k --validation --validation-fraction --vocab-size --wandb --warmup-steps --weight-decay -h
+--max-nonfinite-steps --min-shard-size --mlp-ratio --model --model-axis --momentum --mu-dtype --name --no-decay
+--no-keep-gathered --no-lora-dora --no-overlap --no-quantize-error-feedback --no-scan --no-secondary
+--no-separate-documents --no-sequence-parallel --no-skip-nonfinite --no-tensorboard --nu-dtype --num-heads --num-layers
+--num-microbatches --offload --offload-fraction --offload-paths --offload-window-bytes --optimizer --out --overlap
+--paper-config --param-specs --pipe --position --precision --prefetch-batches --process-batches --profile-steps
+--quantize-block-size --quantize-error-feedback --quantize-gathers --quantize-grads --quantize-grads-over --remat
+--replica --resume --sample-every --sample-prompt --sample-tokens --save-every --scan --schedule --secondary --seed
+--separate-documents --seq-len --sequence-parallel --show-config --skip-nonfinite --stage --steps --temperature
+--tensorboard --text-field --token-cache --token-dtype --tokenizer --top-k --validation --validation-fraction
+--vocab-size --wandb --warmup-steps --weight-decay -h
 """.split()
 PLAN_OPTIONS = """
 --attention --batch --batch-size --batches --beta1 --beta2 --cache --clip-norm --combine-bytes --compiler-option
 --d-model --data-layout --decay-fraction --ema-decay --epsilon --final-learning-rate --help --init --json
 --keep-gathered --learning-rate --loss --loss-chunk --min-shard-size --mlp-ratio --model --model-axis --momentum
---no-decay --no-keep-gathered --no-overlap --no-quantize-error-feedback --no-scan --no-secondary --no-sequence-parallel
---no-skip-nonfinite --num-heads --num-layers --num-microbatches --offload --offload-fraction --offload-paths
---offload-window-bytes --optimizer --overlap --paper-config --param-specs --pipe --position --precision
---quantize-block-size --quantize-error-feedback --quantize-gathers --quantize-grads --quantize-grads-over --remat
---replica --scan --schedule --secondary --seq-len --sequence-parallel --skip-nonfinite --stage --timeout --topology
---vocab-size --weight-decay -h
+--mu-dtype --no-decay --no-keep-gathered --no-overlap --no-quantize-error-feedback --no-scan --no-secondary
+--no-sequence-parallel --no-skip-nonfinite --nu-dtype --num-heads --num-layers --num-microbatches --offload
+--offload-fraction --offload-paths --offload-window-bytes --optimizer --overlap --paper-config --param-specs --pipe
+--position --precision --quantize-block-size --quantize-error-feedback --quantize-gathers --quantize-grads
+--quantize-grads-over --remat --replica --scan --schedule --secondary --seq-len --sequence-parallel --skip-nonfinite
+--stage --timeout --topology --vocab-size --weight-decay -h
 """.split()
 # Of the decoders' presets.
 DECODER_OPTIONS = """
---activation --attention-soft-cap --d-hidden --expert-balance --expert-capacity --experts-per-token --from-hf --head-dim
---logits-soft-cap --no-norm-offset --no-normalize-expert-weights --no-post-norms --no-qk-norm --no-qkv-bias
---no-scale-embedding --no-tie-embedding --norm-eps --norm-offset --normalize-expert-weights --num-experts
---num-kv-heads --post-norms --qk-norm --qkv-bias --query-scale --rope-theta --scale-embedding --tie-embedding
---window --window-period --window-rope-theta
+--activation --attention-soft-cap --d-hidden --d-hidden-dense --expert-balance --expert-capacity --experts-per-token
+--extra-token-weight --from-hf --gated-mlp --head-dim --learned-positions --logits-soft-cap --mlp-bias --no-gated-mlp
+--no-mlp-bias --no-norm-offset --no-normalize-expert-weights --no-out-bias --no-parallel --no-post-norms --no-qk-norm
+--no-qkv-bias --no-scale-embedding --no-shared-norm --no-tie-embedding --norm --norm-eps --norm-offset
+--normalize-expert-weights --num-dense-layers --num-experts --num-extra-tokens --num-kv-heads --num-shared-experts
+--out-bias --parallel --post-norms --qk-norm --qkv-bias --query-scale --rope-theta --rotary-fraction --scale-embedding
+--shared-norm --tie-embedding --window --window-period --window-rope-theta
 """.split()
 TRAIN_OPTIONS += DECODER_OPTIONS
 PLAN_OPTIONS += DECODER_OPTIONS
@@ -70,6 +73,13 @@ OPTIONS = {
     "tokenize": TOKENIZE_OPTIONS,
     "inspect": ["--help", "--json", "--no-verify", "--step", "--verify", "-h"],
     "export": EXPORT_OPTIONS,
+    "sample": (
+        "--help --json --num-samples --num-tokens --prompt --seed --step --temperature --tokenizer --top-k -h"
+    ).split(),
+    "evaluate": (
+        "--batch-size --data --format --help --json --no-separate-documents --separate-documents --seq-len --step "
+        "--text-field --token-cache --token-dtype --tokenizer -h"
+    ).split(),
     "plot": ["--help", "--metric", "--out", "--title", "--x", "-h"],
     "launch": LAUNCH_OPTIONS,
     "plan": [
@@ -78,6 +88,7 @@ OPTIONS = {
         "--host-memory-bytes",
         "--layouts",
         "--max-compiles",
+        "--tokens",
         "--verify",
         "--write-config",
     ],
@@ -85,7 +96,7 @@ OPTIONS = {
     "comms": [*PLAN_OPTIONS, "--estimate"],
     "completion": ["--help", "-h"],
     "help": ["--help", "-h"],
-    "from-deepspeed": ["--devices", "--force", "--help", "--json", "--out", "-h"],
+    "from-deepspeed": "--devices --force --help --json --out --per-device-batch-size -h".split(),
 }
 SMALL = (
     "--vocab-size 256 --seq-len 16 --num-layers 1 --d-model 32 --num-heads 2 --steps 4 --warmup-steps 1 "

@@ -82,8 +82,15 @@ PUBLISHED = {
     "transformers": (
         TRANSFORMERS_ZERO3,
         {"stage": 3, "precision": "fp16", "clip_norm": None, "overlap": True, "offload": "state"},
-        {"optimizer": "adamw", "learning_rate": 3e-5, "beta1": 0.8, "beta2": 0.999, "weight_decay": 3e-7},
-        {"scheduler.params.warmup_num_steps", "zero_optimization.offload_param", "fp16.hysteresis"},
+        {
+            "optimizer": "adamw",
+            "learning_rate": 3e-5,
+            "beta1": 0.8,
+            "beta2": 0.999,
+            "weight_decay": 3e-7,
+            "warmup_steps": 500,
+        },
+        {"zero_optimization.offload_param", "fp16.hysteresis"},
     ),
     "axolotl": (
         AXOLOTL_ZERO3,
@@ -217,6 +224,38 @@ def test_the_batch_is_inferred_as_deepspeed_does(keys, devices, expected):
     assert (sections.get("run", {}).get("batch_size"), sections["zero"].get("num_microbatches")) == expected
 
 
+@pytest.mark.parametrize(
+    ("keys", "per_device", "expected"),
+    [
+        ("size micro num", 4, (32, 1)),  # 8 devices x 4 x 1
+        ("size micro", 4, (64, 2)),  # of 2 accumulation steps
+        ("size num", 4, (24, 1)),  # of 3 a device, in the file
+        ("size micro num", None, (None, None)),
+    ],
+)
+def test_batch_sizes_that_are_auto_are_those_of_the_trainer(keys, per_device, expected):
+    names = {
+        "size": "train_batch_size",
+        "micro": "train_micro_batch_size_per_gpu",
+        "num": "gradient_accumulation_steps",
+    }
+    config = {names["size"]: 32, names["micro"]: 3, names["num"]: 2} | {names[key]: "auto" for key in keys.split()}
+    sections = translate(config, devices=8, per_device_batch_size=per_device).sections
+    assert (sections.get("run", {}).get("batch_size"), sections["zero"].get("num_microbatches")) == expected
+
+
+@pytest.mark.parametrize(("warmup", "more"), [(100, ""), (1000, " --steps 10000")])
+def test_the_command_has_the_steps_that_a_warm_up_needs(warmup, more, tmp_path, monkeypatch, capsys):
+    params = {"warmup_num_steps": warmup, "warmup_max_lr": 1e-3}
+    config = {"optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR", "params": params}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    status, text, _ = run(["from-deepspeed", "ds.json", "--out", "a.toml"], capsys)
+    assert status == 0 and text.endswith(f"wrote a.toml: zero-jax train --config a.toml --data TEXT{more}\n")
+    status, shown, _ = run(["train", "--config", "a.toml", *more.split(), "--show-config"], capsys)
+    assert status == 0 and f"warmup_steps = {warmup}\n" in shown
+
+
 def deepspeed_rate(kind, peak, warmup, total, update, end=1e-4):
     """Returns the rate of an update by DeepSpeed's own formulas; its scheduler steps after the optimizer."""
     i = max(update - 1, 0)
@@ -340,7 +379,7 @@ def test_the_command_writes_once_and_its_output_is_a_config(tmp_path, capsys):
     (tmp_path / "b.toml").write_text(text)
     assert read_file(tmp_path / "b.toml", FILE_SECTIONS)["ZeroConfig.stage"] == 3
     assert run(["from-deepspeed", str(path), "--out", str(out)], capsys)[0] == 0
-    assert "decide yourself" in out.read_text() and "warmup_num_steps" in out.read_text()
+    assert "decide yourself" in out.read_text() and "warmup_steps = 500" in out.read_text()
     before = out.read_text()
     status, text, err = run(["from-deepspeed", str(path), "--out", str(out)], capsys)
     assert (status, text) == (2, "") and "exists: give another name, or --force" in err

@@ -157,7 +157,7 @@ CALLS = {
 COMPILING = dict(inspect.signature(CompileOptions).parameters)
 # Functions of arrays inside a traced function, or that others below are made of, and what the state is restored with.
 ELSEWHERE = {
-    "attention_report", "summary",
+    "attention_report", "summary", "from_equinox", "from_linen", "from_nnx",
     "dot_product_attention",
     "ema_params", "gather_report", "params_ema", "remat_report", "restore", "memory.compare", "memory.layout_options",
     "memory.measure_arrays", "memory.read_layout", "memory.transformer_residuals", "comms.compare",

@@ -126,3 +126,6 @@ def test_nnx_variables_that_are_not_trained_are_model_state():
 def test_a_loss_with_other_arguments_is_refused(make):
     with pytest.raises(ValueError, match="cannot be called with"):
         make(lambda rngs: nnx.Linear(6, 4, rngs=rngs), lambda model: 0.0)
+    if make in (zero.from_nnx, zero.from_equinox):
+        with pytest.raises(ValueError, match="make=3 is no function"):
+            make(3, lambda model, batch: 0.0)

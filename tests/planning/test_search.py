@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import random
+import re
 
 import pytest
 
@@ -234,6 +235,22 @@ def test_a_crash_is_an_outcome():
         run(compiler=Compiler(lambda s: (_ for _ in ()).throw(KeyboardInterrupt)))
 
 
+def test_a_search_that_is_ended_early_has_a_result():
+    asked = []
+
+    def stopped(setting):
+        asked.append(setting)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return as_estimated(setting)
+
+    got = run(compiler=Compiler(stopped))
+    assert got.was_stopped and got.num_compiled == 2 and got.best in asked[:2]
+    assert {x.setting for x in got.ranked if x.outcome} == {*asked[:2]} and asked[2] in {x.setting for x in got.ranked}
+    assert f"not compiled: {len(got.ranked) - 2} settings that fit by estimate" in str(got)
+    assert "the search was stopped" in str(got)
+
+
 def test_without_compiling():
     compiler = Compiler()
     got = run(compiler=compiler, max_compiles=0)
@@ -367,6 +384,8 @@ def test_prints_ranking_and_every_rejected_setting():
         "  stage 0 data=8 microbatches=1,2,4 remat=full: "
         "needs 26.1 GB to 27.6 GB, 16.0 GB usable: short of 10.1 GB at least" in rejected
     )
+    short = [float(x) for x in re.findall(r"short of ([0-9.]+) GB", str(run(capacity_bytes=9e9).tables()))]
+    assert short == sorted(short) and len(short) > 3
     for entry in got.rejected:
         s = entry.setting
         line = next(line for line in rejected.splitlines() if f"stage {s.stage} " in line and f"data={s.data} " in line)

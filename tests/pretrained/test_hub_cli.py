@@ -1,13 +1,19 @@
 """The command line on folders of the hub: train from one, write one, and what it refuses."""
 
 import json
+import math
 
+import jax
+import numpy as np
+import optax
 import pytest
 from command_line import run
 from hub_folders import FOLDERS, read, tensors_of, write
 
+import zero_jax as zero
 from zero_jax.cli import commands as cli
 from zero_jax.cli.models.presets import PRESETS
+from zero_jax.data import load_tokenizer
 
 SMALL = "--seq-len 16 --steps 2 --warmup-steps 1 --eval-batches 1 --sample-tokens 0 --token-cache none".split()
 LLAMA = FOLDERS["llama"] | {"vocab_size": 320, "num_hidden_layers": 1}
@@ -42,9 +48,12 @@ def test_a_checkpoint_of_the_hub_is_trained_and_written_back(hub, tmp_path, caps
     data = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "runs")]
     status, out, err = run(["train", "--from-hf", str(hub), *SMALL, *data, "--name", "a", "--json"], capsys)
     assert status == 0, err
-    assert json.loads(out)["model"] == "tiny-llama"
+    trained = json.loads(out)
+    assert trained["model"] == "tiny-llama"
     assert (tmp_path / "runs/a/hf/tokenizer.json").read_bytes() == (hub / "tokenizer.json").read_bytes()
     assert f'[model]\nfrom_hf = "{hub}"\nseq_len = 16\n' in (tmp_path / "runs/a/config.toml").read_text()
+    status, out, err = run(["evaluate", str(tmp_path / "runs/a"), "--json"], capsys)
+    assert status == 0 and json.loads(out)["loss"] == pytest.approx(trained["final_validation_loss"], rel=1e-6), err
     status, out, err = run(["export", str(tmp_path / "runs/a"), "--to-hf", str(tmp_path / "out"), "--json"], capsys)
     assert status == 0 and json.loads(out)["num_files"] == 1, err
     before, after = tensors_of(LLAMA, "bfloat16"), read(tmp_path / "out")
@@ -68,6 +77,14 @@ def test_adapters_are_merged_into_the_checkpoint_that_they_began_with(hub, tmp_p
     trained, folder = json.loads(out), str(tmp_path / "runs/a")
     assert abs(trained["final_validation_loss"] - trained["first_validation_loss"]) > 0.01
     hub.rename(tmp_path / "gone")
+    status, out, err = run(["evaluate", folder, "--json"], capsys)  # its adapters merged
+    assert status == 0, err
+    evaluated = json.loads(out)
+    assert evaluated["loss"] == pytest.approx(trained["final_validation_loss"], rel=1e-4)
+    assert evaluated["perplexity"] == pytest.approx(math.exp(evaluated["loss"]))
+    words = ["--prompt", "def ", "--num-tokens", "4", "--temperature", "0", "--json"]
+    status, out, err = run(["sample", folder, *words], capsys)
+    assert status == 0 and len(json.loads(out)["samples"]) == 1, err
     status, _, err = run(["export", folder, "--to-hf", str(tmp_path / "factors")], capsys)
     assert status == 2 and "the checkpoint has adapters (" in err and "merge them into the params with --merged" in err
     options = ["--merged", "--dtype", "float32", "--json"]
@@ -90,6 +107,46 @@ def test_adapters_are_merged_into_the_checkpoint_that_they_began_with(hub, tmp_p
         assert status == 2 and reason in err
     status, out, err = run(["export", folder, "--out", str(tmp_path / "c"), "--merged", "--json"], capsys)
     assert status == 0 and json.loads(out)["num_tensors"] == len(read(tmp_path / "c")), err
+
+
+def test_a_folder_of_the_hub_is_looked_at(hub, tmp_path, capsys):
+    """On all of the text that is given: the loss is that of the logits, and the likeliest tokens are sampled."""
+    mesh = zero.make_mesh(devices=jax.devices()[:1])
+    loaded = zero.load_hf(hub, mesh=mesh, config=zero.ZeroConfig(stage=0))
+    tokenizer, text = load_tokenizer(hub / "tokenizer.json"), (tmp_path / "text.txt").read_text()[:64]
+    options = ["--data", str(tmp_path / "few.txt"), "--seq-len", "64", "--token-cache", "none", "--json"]
+    (tmp_path / "few.txt").write_text(text[:20])
+    status, out, err = run(["evaluate", str(hub), *options], capsys)
+    assert status == 2 and "21 tokens for validation, but one sequence takes seq_len + 1 = 65" in err
+    (tmp_path / "few.txt").write_text(text)
+    status, out, err = run(["evaluate", str(hub), *options], capsys)
+    assert status == 0, err
+    inputs = tokenizer.encode(text)
+    targets = np.append(inputs[1:], tokenizer.end_of_document)
+    logits = loaded.apply(loaded.params, inputs[None])[0]
+    expected = optax.softmax_cross_entropy_with_integer_labels(logits.astype("float32"), targets).mean()
+    assert json.loads(out)["loss"] == pytest.approx(float(expected), rel=2e-2)  # the command computes in bfloat16
+    prompt = inputs[:8]
+    made = loaded.generate(loaded.params, prompt, num_tokens=3, temperature=0)
+    for token in made.tolist():
+        assert token == int(loaded.apply(loaded.params, prompt[None])[0, -1].argmax())
+        prompt = np.append(prompt, token)
+    assert loaded.generate(loaded.params, text[:8], num_tokens=3, temperature=0) == tokenizer.decode(np.asarray(made))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["evaluate", "{hub}"], "is a checkpoint of the hub: give --data, what to evaluate it on"),
+        (["evaluate", "{hub}", "--step", "3", "--data", "stdlib"], "--step 3 is of a run, and"),
+        (["sample", "{hub}", "--prompt="], "prompt='': give text to go on from"),
+        (["sample", "{hub}", "--num-tokens", "0"], "num_tokens=0: give at least 1"),
+        (["sample", "nowhere"], "nowhere is neither of a run (a folder with config.toml"),
+    ],
+)
+def test_what_cannot_be_looked_at_is_named(words, message, hub, capsys):
+    status, out, err = run([word.format(hub=hub) for word in words], capsys)
+    assert (status, out) == (2, "") and message in err and len(err.splitlines()) == 1
 
 
 def test_a_tokenizer_has_to_fit_the_vocabulary(hub, tmp_path, capsys):

@@ -146,6 +146,7 @@ V5P_64 = {"data_0": 4, "data_1": 4, "data_2": 4}
         ("v5p:4x4x4", {"model": 2}, {"data": 32, "model": 2}),  # no torus dims of its own: one axis is native there
         ("v5p:4x4x8", {}, {"data_0": 4, "data_1": 4, "data_2": 8}),
         ("v5p:4x4x4", {"data_layout": (64,)}, {"data": 64}),
+        ("tpu7x:4x4x4", {}, {"data": 128}),  # two devices a chip
         ("v5e:4x4", {}, {"data": 16}),
         ("v5e:16x16", {}, {"data_0": 16, "data_1": 16}),
         ("v6e:8x8", {"replica": 2}, {"replica": 2, "data": 32}),

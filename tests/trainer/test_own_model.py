@@ -533,6 +533,10 @@ def batches(step):
     num = 8 // jax.process_count()  # of this process
     return {"x": x[jax.process_index() * num :][:num]}
 
+def same(step):
+    x = np.random.default_rng(step).normal(size=(8, 32)).astype(np.float32)
+    return {"x": x, "scale": np.float32(1)}
+
 def passes():
     import grain
 
@@ -563,6 +567,12 @@ def test_the_command_line_trains_it_and_its_config_file_does_it_again(own, capsy
     status, out, err = run(["train", "--config", str(folder / "config.toml"), "--json"], capsys)
     assert status == 0, err
     assert json.loads(out)["final_validation_loss"] == result["final_validation_loss"]
+    status, out, err = run(["evaluate", str(folder), "--json"], capsys)
+    evaluated = json.loads(out)
+    assert status == 0 and evaluated["loss"] == pytest.approx(result["final_validation_loss"], rel=1e-6), err
+    assert evaluated["perplexity"] is None and evaluated["figures"]["error"] > 0
+    status, out, err = run(["sample", str(folder)], capsys)
+    assert status == 2 and "is a run of a model of your own: samples are for the presets and the hub's" in err
 
 
 @pytest.mark.parametrize(
@@ -609,6 +619,27 @@ def test_two_processes_give_their_shares_and_go_on_where_each_was(own, tmp_path)
     assert [record["loss"] for record in two] == pytest.approx([record["loss"] for record in one], rel=1e-5)
     assert [record["error"] for record in two] == pytest.approx([record["error"] for record in one], rel=1e-5)
     assert two[-1]["examples"] == 40
+
+
+@pytest.mark.slow
+def test_processes_that_give_the_same_batch_are_refused_unless_each_is_to_use_its_part(own, tmp_path):
+    def launched(*options, processes=2):
+        launch = ["launch", "-n", "2", "--devices-per-process", "1", "--"] if processes == 2 else []
+        command = [sys.executable, "-m", "zero_jax", *launch, *COMMAND, *own[:4], "--batches", "mine.py:same", *options]
+        command += ["--precision", "fp32", "--steps", "2"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+        return done.returncode, done.stdout + done.stderr
+
+    status, text = launched()
+    assert status == 2 and "first batches of processes 0 and 1 are equal" in text and "--process-batches whole" in text
+    assert launched("--name", "whole", "--process-batches", "whole")[0] == 0
+    assert launched("--name", "one", processes=1)[0] == 0
+    assert launched("--name", "twice", "--process-batches", "equal")[0] == 0
+    whole, one, twice = (read_run(tmp_path / "runs" / name).train for name in ("whole", "one", "twice"))
+    assert [record["loss"] for record in whole] == pytest.approx([record["loss"] for record in one], rel=1e-5)
+    assert (whole[-1]["examples"], twice[-1]["examples"]) == (16, 32)
+    status, text = launched("--batches", "mine.py:batches", "--process-batches", "whole")
+    assert status == 2 and "the first batches of the processes differ" in text
 
 
 def test_leaves_of_a_batch_have_the_leading_dims_of_the_first_one(config):

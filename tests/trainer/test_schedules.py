@@ -68,7 +68,7 @@ def test_a_schedule_may_be_traced():
         ({"schedule": "cosine", "decay_fraction": 0.1}, "is for the schedule 'wsd'; 'cosine' has no such phase"),
         ({"schedule": "wsd", "decay_fraction": 0.0}, "above 0 and at most 1"),
         ({"optimizer": "sgd", "beta1": 0.9}, "'sgd' has no beta1; it knows momentum"),
-        ({"optimizer": "lion", "epsilon": 1e-8}, "'lion' has no epsilon; it knows beta1, beta2"),
+        ({"optimizer": "lion", "epsilon": 1e-8}, "'lion' has no epsilon; it knows beta1, beta2, mu_dtype"),
         ({"optimizer": "adamw", "momentum": 0.9}, "'adamw' has no momentum"),
         ({"optimizer": "adafactor", "beta2": 0.9}, "'adafactor' has no beta2"),
         ({"beta1": 1.0}, "beta1=1.0: give a number from 0 to below 1"),
@@ -76,6 +76,13 @@ def test_a_schedule_may_be_traced():
         ({"no_decay": "("}, "is not a regular expression"),
         ({"ema_decay": 1.0}, "ema_decay=1.0: give a number above 0 and below 1"),
         ({"weight_decay": float("nan")}, "weight_decay=nan: give a finite number"),
+        ({"mu_dtype": "int8"}, "mu_dtype='int8' is no floating dtype: give 'bfloat16' or 'float32'"),
+        ({"nu_dtype": "float17"}, "nu_dtype='float17' is no floating dtype: give 'bfloat16' or 'float32'"),
+        ({"nu_dtype": "float16"}, "nu_dtype='float16' has not the range of float32"),
+        ({"mu_dtype": "float64"}, "mu_dtype='float64' is wider than the params"),
+        ({"optimizer": "lion", "nu_dtype": "bfloat16"}, "'lion' has no nu_dtype; it knows beta1, beta2, mu_dtype"),
+        ({"optimizer": "adafactor", "mu_dtype": "bfloat16"}, "'adafactor' has no momentum of its own: give momentum"),
+        ({"mu_dtype": "bfloat16", "beta1": 0.999}, "beta1=0.999: a step changes less.*give a beta1 of 0.996 at most"),
     ],
 )
 def test_what_no_optimizer_can_use(fields, message):
@@ -112,6 +119,20 @@ def two_steps(**fields):
         updates, state = update(grads, state, params)
         params = jax.tree.map(jnp.add, params, updates)
     return params, state
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion", "adafactor", "muon"])
+def test_moments_in_fewer_bytes(optimizer):
+    """All of them are bfloat16, and a step is that of float32 moments but for their rounding."""
+    fields = {"optimizer": optimizer, **({"momentum": 0.5} if optimizer == "adafactor" else {})}
+    small = {"mu_dtype": "bfloat16", **({"nu_dtype": "bfloat16"} if optimizer in ("adamw", "muon") else {})}
+    (params, state), (expected, wide) = two_steps(**fields, **small), two_steps(**fields)
+    dtypes = {x.dtype for x in jax.tree.leaves(state) if x.shape == (4, 4)}
+    assert dtypes == (
+        {jnp.dtype("bfloat16")} if optimizer != "adafactor" else {*map(jnp.dtype, ("bfloat16", "float32"))}
+    )
+    assert jax.tree.structure(state) == jax.tree.structure(wide)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=0.1 * 2**-6), params, expected)
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,7 @@ def test_the_chunks_of_gpus_give_the_same_numbers(monkeypatch, what):
         ("bf16", {}),
         pytest.param("fp32", {}, marks=pytest.mark.slow),
         pytest.param("bf16", {"num_microbatches": 2, "remat": "full"}, marks=pytest.mark.slow),
+        ("bf16-stochastic", {}),
         pytest.param("fp16", {"keep_gathered": True}, marks=pytest.mark.slow),
     ],
 )

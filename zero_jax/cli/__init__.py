@@ -1,7 +1,8 @@
 """The command line `zero-jax`: the only place with process-wide settings.
 
 `main` parses the arguments and runs a command, which has its own module: `train`, `plan/` (with `memory` and `comms`),
-`data`, `checkpoint`, `launch`, `deepspeed/`; `models/` makes the model of a command, `run_config` the config of a run.
+`data`, `checkpoint`, `look` (`sample`, `evaluate`), `launch`, `deepspeed/`; `models/` makes the model of a command, and
+`run_config` the config of a run.
 `command_options` has the options of all commands, made by `options` from the fields of the config dataclasses, which
 `config_classes` reads from their source: neither JAX nor a config class is imported for `--help` and completion. `help`
 has the usual options and the examples. `config_file` reads the same fields from TOML.

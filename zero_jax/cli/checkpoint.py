@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import pathlib
 
 import jax
 
@@ -95,14 +96,25 @@ def export_params(options: argparse.Namespace) -> int:
     return 0
 
 
-def _merged(options: argparse.Namespace, config: ExportConfig) -> PyTree:
-    """Returns the params of a run with its adapters merged, whose model and adapters its config file describes."""
-    path = user_path(options.path).absolute()
-    file = next((folder / _CONFIG for folder in (path, *path.parents[:2]) if (folder / _CONFIG).is_file()), None)
-    if file is None:
-        raise ValueError(f"{options.path} has no {_CONFIG} with the options of --lora: give the folder of a run")
-    run = with_config_file(lambda: options.known["train"].parse_args(["--config", str(file)]))
+def find_run_config(path: str) -> pathlib.Path | None:
+    """Returns the config file of the run that a path is of: its folder, its checkpoints, or one of them."""
+    folder = user_path(path).absolute()
+    return next((x / _CONFIG for x in (folder, *folder.parents[:2]) if (x / _CONFIG).is_file()), None)
+
+
+def read_run_options(file: pathlib.Path, train: argparse.ArgumentParser, *more: str) -> argparse.Namespace:
+    """Returns the options of a run by its config file, and `more` words of a command line, by the parser of `train`."""
+    run = with_config_file(lambda: train.parse_args(["--config", str(file), *more]))
     if run.from_hf is not None and run_companions(file.parent).is_dir():
         run.from_hf = str(run_companions(file.parent))  # where it came from may be gone
+    return run
+
+
+def _merged(options: argparse.Namespace, config: ExportConfig) -> PyTree:
+    """Returns the params of a run with its adapters merged, whose model and adapters its config file describes."""
+    file = find_run_config(options.path)
+    if file is None:
+        raise ValueError(f"{options.path} has no {_CONFIG} with the options of --lora: give the folder of a run")
+    run = read_run_options(file, options.known["train"])
     jax.config.update("jax_platforms", "cpu")
     return merged_params(options.path, step=config.step, dtype=config.dtype, options=run)

@@ -129,6 +129,36 @@ def add_plot_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=imported("zero_jax.cli.train:plot"))
 
 
+def add_sample_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `zero-jax sample`."""
+    parser.description = "Prints text that a trained model generates after a prompt, its adapters merged."
+    _add_model_path(parser, "SampleConfig")
+    add_path(parser, "--tokenizer", help="the tokenizer's file, or bytes (default: that of the run)")
+    parser.set_defaults(run=imported("zero_jax.cli.look:sample"))
+
+
+def add_evaluate_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `zero-jax evaluate`."""
+    parser.description = (
+        "Prints the loss and the perplexity of a trained model, its adapters merged, on all documents of --data, or by "
+        "default on what the run validates on."
+    )
+    _add_model_path(parser, "EvaluateConfig")
+    without = ("validation_fraction", "prefetch_batches")
+    add_fields(
+        parser.add_argument_group("text"), "DataConfig", defaults=None, default_text="the run's", without=without
+    )
+    parser.set_defaults(run=imported("zero_jax.cli.look:evaluate"))
+
+
+def _add_model_path(parser: argparse.ArgumentParser, config: str) -> None:
+    text = "a run's folder, its checkpoints, one of them, or a folder of the Hugging Face hub"
+    add_path(parser, "path", metavar="PATH", help=text)
+    add_fields(parser, config)
+    add_json(parser)
+    parser.set_defaults(config_name=config)
+
+
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `zero-jax plan`."""
     _add_planning(
@@ -152,6 +182,10 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         "--verify", action="store_true",
         help="also compile a small model of this form for a few of these devices, run that program on this machine, "
         "and compare its numbers with one device",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tokens", type=reader(float, lowest=1), metavar="N",
+        help="also show the days and device-hours of training on so many tokens, such as 100e9",
     )  # fmt: skip
     add_path(auto, "--write-config", help="write the result as a config for `zero-jax train --config`")
 
@@ -276,6 +310,10 @@ def add_from_deepspeed_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices", type=reader(int, lowest=1), metavar="N",
         help="number of devices that the DeepSpeed config is for, from which it infers its batch size",
+    )  # fmt: skip
+    parser.add_argument(
+        "--per-device-batch-size", type=reader(int, lowest=1), metavar="N",
+        help="the Hugging Face Trainer's per_device_train_batch_size, where batch sizes are auto",
     )  # fmt: skip
     add_json(parser)
     parser.set_defaults(run=imported("zero_jax.cli.deepspeed.command:from_deepspeed"))

@@ -24,6 +24,8 @@ from zero_jax.core.text_tables import printable_lines
 _COMMANDS = {
     "train": ("[OPTION ...]", "train a transformer on text, or a model of your own on anything"),
     "plot": ("RUN ... [OPTION ...]", "draw runs over one another"),
+    "sample": ("PATH [OPTION ...]", "text that a trained model, or one of the hub, generates"),
+    "evaluate": ("PATH [OPTION ...]", "loss and perplexity of a trained model, or one of the hub, on text"),
     "plan": ("[OPTION ...]", "does a model fit on hardware that is not here, and how fast may it be?"),
     "memory": ("[OPTION ...]", "memory of a train step: by formula and measured"),
     "comms": ("[OPTION ...]", "communication of a train step: by formula and measured"),

@@ -31,17 +31,16 @@ CONFIG_MODULES = {
     "LoraConfig": "cli.models.adapters",
     "OwnModelConfig": "cli.models.own",
     "PlanConfig": "cli.plan.request",
+    "SampleConfig": "cli.look",
+    "EvaluateConfig": "cli.look",
     "InspectConfig": "cli.checkpoint",
     "ExportConfig": "cli.checkpoint",
 }
 # The words of fields that take text, or an object in Python: the tables that have them.
 _WORDS = {
-    "OptimizerConfig.optimizer": ("trainer.optimizers", "_OPTIMIZERS"),
+    "OptimizerConfig.mu_dtype": ("trainer.optimizers", "_MOMENT_DTYPES"),
+    "OptimizerConfig.nu_dtype": ("trainer.optimizers", "_MOMENT_DTYPES"),
     "ZeroConfig.stage": ("sharding.stages", "_SHARDED_GROUPS"),
-    "ZeroConfig.precision": ("sharding.precision", "_NAMED"),
-    "ZeroConfig.offload": ("training.optimizer.offload", "_MEMORY_OF"),
-    "ZeroConfig.quantize_gathers": ("sharding.quantized", "GATHER_FORMATS"),
-    "ZeroConfig.quantize_grads": ("sharding.quantized", "GRAD_FORMATS"),
 }
 # Those of a field that takes more than these.
 _SUGGESTED = {
@@ -52,7 +51,8 @@ _SUGGESTED = {
 }
 # Lines on fields whose docstring is about Python.
 _HELP = {
-    "ZeroConfig.precision": "fp32 (every leaf as it is made), bf16, or fp16 with loss scaling",
+    "ZeroConfig.precision": "fp32 (every leaf as it is made), bf16, fp16 with loss scaling, or bf16-stochastic: params "
+    "that are bfloat16 alone (docs/low_precision.md)",
     "ZeroConfig.skip_nonfinite": "skip the update when a gradient is not finite",
     "ZeroConfig.remat": "what is stored for the backward pass: own leaves it to the model, full only a block's input, "
     "full_sharded that in shards over the mesh axis model, full_offloaded in host memory; dots, attention and none "

@@ -24,7 +24,7 @@ _STEP = """
 --optimizer NAME: adamw, sgd, lion, adafactor, muon
 --learning-rate X: after the warm-up
 --stage N: ZeRO: 0 none, 1 optimizer, 2 + gradients, 3 + params
---precision NAME: bf16, fp16, fp32
+--precision NAME: bf16, fp16, fp32, bf16-stochastic
 --remat NAME: recompute instead of store: own, full, dots, none, ...
 --offload WHAT: keep in host memory: optimizer, state, all
 """
@@ -50,6 +50,7 @@ _USUAL: Mapping[str, str] = {
 --topology NAME: hardware, such as v5p:4x4x4, 2xv5e:16x16, h100:2x8
 --auto: search for the best settings
 --max-compiles N: settings that --auto compiles
+--tokens N: also show the days of training on so many tokens
 --write-config FILE: write the result for `zero-jax train --config`
 --verify: also compare the numbers of the step with one device
 """
@@ -70,9 +71,17 @@ zero-jax train --loss my.py:loss --init my.py:init --batches my.py:batches
 """,
     "plan": """
 zero-jax plan --model llama-3-8b --topology v5p:4x4x4 --batch-size 64
-zero-jax plan --auto --model gpt-7b --topology h100:2x8
+zero-jax plan --auto --model gpt-7b --topology h100:2x8 --tokens 100e9
 zero-jax plan --auto --from-hf Llama-3.2-1B --topology v5e:4x4 --write-config a.toml
 zero-jax plan --loss my.py:loss --init my.py:init --batches my.py:batches
+""",
+    "sample": """
+zero-jax sample runs/gpt-tiny-stage3 --prompt "def "
+zero-jax sample Llama-3.2-1B --prompt "Once upon a time" --num-tokens 200
+""",
+    "evaluate": """
+zero-jax evaluate runs/gpt-tiny-stage3
+zero-jax evaluate Llama-3.2-1B --data held_out.jsonl --batch-size 16
 """,
     "tokenize": """
 zero-jax tokenize --data texts/ --vocab-size 32000

@@ -184,6 +184,7 @@ def add_fields(
     config: str,
     *,
     defaults: Mapping[str, Any] | Literal["own"] | None = "own",
+    default_text: str = "the preset's",
     without: Collection[str] = (),
 ) -> None:
     """Adds an option for each number, word or switch of a config class.
@@ -192,6 +193,7 @@ def add_fields(
       group: a parser or a group of its options.
       config: the name of the class.
       defaults: the options' defaults, by field; "own" are those of the class, and None leaves out what is not set.
+      default_text: what the help says of the defaults that are left out.
       without: fields that get no option.
     """
     for name, field in option_fields(config).items():
@@ -199,7 +201,7 @@ def add_fields(
             continue
         kind = field.kind
         default = field.default if defaults == "own" else argparse.SUPPRESS if defaults is None else defaults[name]
-        shown = "the preset's" if defaults is None else shown_value(default)
+        shown = default_text if defaults is None else shown_value(default)
         text = f"{without_python(field.help, _all_fields())} (default: {shown})".replace("%", "%%")
         option, destination = option_of(name), f"{config}.{name}"
         settings: dict[str, Any] = {"dest": destination, "default": default, "help": text}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import glob
+import importlib.metadata
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -17,12 +19,14 @@ from zero_jax.cli.config_classes import defaults_of, option_fields
 from zero_jax.cli.config_file import write_file
 from zero_jax.cli.models.hub import keep_companions, model_section
 from zero_jax.cli.options import explicit, field_values, from_file, option_of
-from zero_jax.cluster import NUM_PROCESSES
+from zero_jax.cluster import NUM_PROCESSES, patient_flags
 from zero_jax.trainer import Model, Run, TrainConfig
 from zero_jax.training import ZeroConfig
 
 # The fields that the rows of the paper's Table 3 set; precision keeps its own option.
 _PAPER_FIELDS = ("stage", "remat", "combine_bytes")
+_NUM_SIMULATED_DEVICES = 8
+_MAX_SIMULATED_DEVICES = 1024
 _HOW_LONG = ("steps", "epochs")
 
 
@@ -125,3 +129,30 @@ def resolved_sections(config: TrainConfig, model: Model | None, options: argpars
     return sections | {
         "run": {name: value for name, value in run.items() if name not in _HOW_LONG or value is not None}
     }
+
+
+def choose_platform(num_devices: int | None) -> None:
+    """Sets the platform before JAX initializes its backends, and the number of simulated devices of a CPU.
+
+    Otherwise JAX looks for a TPU or GPU if libtpu or a GPU plugin is installed, even if only for its compiler.
+
+    Raises:
+      ValueError: more devices than a CPU can simulate.
+    """
+    settings = jax.config.values
+    has_tpu = bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
+    has_gpu = bool(glob.glob("/dev/nvidia[0-9]*") or glob.glob("/dev/dxg"))
+    plugins = [plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")]
+    other_plugins = [name for name in plugins if "cuda" not in name]
+    if not (has_tpu or has_gpu or other_plugins or settings["jax_platforms"]):
+        jax.config.update("jax_platforms", "cpu")
+    if jax.config.values["jax_platforms"] == "cpu":
+        os.environ["XLA_FLAGS"] = patient_flags(os.environ.get("XLA_FLAGS", ""))
+    is_set = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if not is_set and settings["jax_num_cpu_devices"] < 1:
+        if num_devices is not None and not 1 <= num_devices <= _MAX_SIMULATED_DEVICES:
+            raise ValueError(
+                f"devices={num_devices}: a CPU stands in for 1 to {_MAX_SIMULATED_DEVICES:,}; `zero-jax plan` "
+                "compiles for more"
+            )
+        jax.config.update("jax_num_cpu_devices", num_devices or _NUM_SIMULATED_DEVICES)

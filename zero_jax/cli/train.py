@@ -6,8 +6,6 @@ import argparse
 import collections
 import contextlib
 import dataclasses
-import glob
-import importlib.metadata
 import json
 import logging
 import os
@@ -17,16 +15,14 @@ import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
-
 from zero_jax.cli.config_file import format_config
 from zero_jax.cli.models.adapters import adapted_model, refuse_lora
 from zero_jax.cli.models.hub import hub_data
 from zero_jax.cli.models.options import preset_model
 from zero_jax.cli.models.own import import_own_model, read_own_model
 from zero_jax.cli.options import one_line_errors
-from zero_jax.cli.run_config import read_config, resolved_sections, save_options
-from zero_jax.cluster import NotJoined, OtherProcessFailed, Place, join, let_others_end_first, patient_flags
+from zero_jax.cli.run_config import choose_platform, read_config, resolved_sections, save_options
+from zero_jax.cluster import NotJoined, OtherProcessFailed, Place, join, let_others_end_first
 from zero_jax.core.agreement import Agreement
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.text_tables import printable_lines
@@ -43,8 +39,6 @@ from zero_jax.trainer import (
 )
 
 _PACKAGE = pathlib.Path(__file__).parent.parent
-_NUM_SIMULATED_DEVICES = 8
-_MAX_SIMULATED_DEVICES = 1024
 
 
 def train(options: argparse.Namespace) -> int:
@@ -64,7 +58,7 @@ def train(options: argparse.Namespace) -> int:
             data = hub_data(config.data, options.from_hf, vocab_size=model.vocab_size)
             config = dataclasses.replace(config, data=data)
         if options.show_config:
-            _choose_platform(config.devices)
+            choose_platform(config.devices)
             sections = resolved_sections(config, model, options)
             text = format_config(sections, title="what `zero-jax train` would use with these options")
             print(json.dumps(sections) if options.json else printable_lines(text))
@@ -76,7 +70,7 @@ def train(options: argparse.Namespace) -> int:
         print(f"{options.parser.prog}: error: {printable_lines(error)}", file=sys.stderr)
         return 1
     try:
-        _choose_platform(config.devices)
+        choose_platform(config.devices)
         with Agreement() if place.num_processes > 1 else contextlib.nullcontext():
             if own is not None:  # whose files may use JAX when they are imported
                 model = import_own_model(own, model_axis=config.model_axis)
@@ -148,33 +142,6 @@ def _says_what_to_do(error: Exception) -> bool:
         return True
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
     return pathlib.Path(raised_in).is_relative_to(_PACKAGE)
-
-
-def _choose_platform(num_devices: int | None) -> None:
-    """Sets the platform before JAX initializes its backends, and the number of simulated devices of a CPU.
-
-    Otherwise JAX looks for a TPU or GPU if libtpu or a GPU plugin is installed, even if only for its compiler.
-
-    Raises:
-      ValueError: more devices than a CPU can simulate.
-    """
-    settings = jax.config.values
-    has_tpu = bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
-    has_gpu = bool(glob.glob("/dev/nvidia[0-9]*") or glob.glob("/dev/dxg"))
-    plugins = [plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")]
-    other_plugins = [name for name in plugins if "cuda" not in name]
-    if not (has_tpu or has_gpu or other_plugins or settings["jax_platforms"]):
-        jax.config.update("jax_platforms", "cpu")
-    if jax.config.values["jax_platforms"] == "cpu":
-        os.environ["XLA_FLAGS"] = patient_flags(os.environ.get("XLA_FLAGS", ""))
-    is_set = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if not is_set and settings["jax_num_cpu_devices"] < 1:
-        if num_devices is not None and not 1 <= num_devices <= _MAX_SIMULATED_DEVICES:
-            raise ValueError(
-                f"devices={num_devices}: a CPU stands in for 1 to {_MAX_SIMULATED_DEVICES:,}; `zero-jax plan` "
-                "compiles for more"
-            )
-        jax.config.update("jax_num_cpu_devices", num_devices or _NUM_SIMULATED_DEVICES)
 
 
 def _named_apart(paths: Sequence[str], runs: Sequence[RunRecords]) -> list[RunRecords]:

@@ -7,7 +7,7 @@ rows by grain and makes global arrays of which each process reads its own shards
 """
 
 from zero_jax.data.batches import Batch, BatchBuffers, train_batches, validation_batches
-from zero_jax.data.dataset import DataConfig, load_dataset
+from zero_jax.data.dataset import DataConfig, load_dataset, token_folder_tokenizer
 from zero_jax.data.documents import Piece, read_text
 from zero_jax.data.parts import Dataset
 from zero_jax.data.sources import Source, find_source
@@ -33,6 +33,7 @@ __all__ = [
     "make_tokens",
     "read_text",
     "source_chunks",
+    "token_folder_tokenizer",
     "train_batches",
     "train_bpe",
     "validation_batches",

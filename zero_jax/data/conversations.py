@@ -256,7 +256,7 @@ def _validation(tokens: Sequence[np.ndarray], fraction: float, source: Source) -
     hashes = [int.from_bytes(hashlib.blake2b(x.tobytes(), digest_size=8).digest(), "little") for x in tokens]
     lengths = np.array([len(x) for x in tokens], np.int64)
     chosen = lowest_that_fit(np.array(hashes, np.uint64), lengths, int(fraction * int(lengths.sum())))
-    if not chosen.any() or chosen.all():
+    if not chosen.any() or (chosen.all() and fraction < 1):
         raise ValueError(
             f"{source.name} has {len(tokens):,} conversation{'s' if len(tokens) != 1 else ''}, of which "
             f"{int(chosen.sum()):,} fit into the validation_fraction of {fraction}: give more, or another fraction"
@@ -265,10 +265,10 @@ def _validation(tokens: Sequence[np.ndarray], fraction: float, source: Source) -
 
 
 def _part(tokens: Sequence[np.ndarray], answers: Sequence[np.ndarray], seq_len: int) -> ConversationPart:
-    lengths = np.array([len(x) for x in tokens])
+    lengths = np.array([len(x) for x in tokens], np.int64)
     return ConversationPart(
-        tokens=np.concatenate(tokens),
-        is_answer=np.concatenate(answers),
+        tokens=np.concatenate([np.zeros(0, np.int32), *tokens]),
+        is_answer=np.concatenate([np.zeros(0, bool), *answers]),
         offsets=np.concatenate([[0], np.cumsum(lengths)]),
         rows=pack(np.minimum(lengths - 1, seq_len), room=seq_len),
     )

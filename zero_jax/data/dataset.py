@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import pathlib
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -80,7 +81,12 @@ class DataConfig:
 
 
 def load_dataset(
-    config: DataConfig, *, seq_len: int, tokenizer: Tokenizer | None = None, log: Log = lambda line: None
+    config: DataConfig,
+    *,
+    seq_len: int,
+    tokenizer: Tokenizer | None = None,
+    held_out: bool = False,
+    log: Log = lambda line: None,
 ) -> Dataset:
     """Loads a data set: reads and tokenizes the documents, or takes their tokens from the cache, and splits them.
 
@@ -88,6 +94,7 @@ def load_dataset(
       config: which documents, and how to read them.
       seq_len: tokens in a row; each part must have enough for one.
       tokenizer: the tokenizer; None takes the one that the config names.
+      held_out: whether all documents are for validation, and none to train on.
       log: called with progress lines.
 
     Returns:
@@ -97,13 +104,13 @@ def load_dataset(
       ValueError: there is no such path, a file cannot be read (with its name, and line or row), the tokens were made
         with another tokenizer, or there are too few for a row.
     """
-    folder = user_path(config.data)
+    folder, fraction = user_path(config.data), 1.0 if held_out else config.validation_fraction
     if config.format == "chat":
-        return _load_chat(config, tokenizer, seq_len)
+        return _load_chat(config, tokenizer, seq_len, fraction)
     num_left_out = 0
     if config.data != "stdlib" and config.format in ("auto", "tokens") and is_token_folder(folder):
         name, tokens = str(folder), verify_if_small(open_folder(folder))
-        saved_tokenizer = folder / TOKENIZER_FILE if (folder / TOKENIZER_FILE).is_file() else "bytes"
+        saved_tokenizer = token_folder_tokenizer(folder)
         tokenizer = tokenizer or load_tokenizer(saved_tokenizer if config.tokenizer == "auto" else config.tokenizer)
         _check_tokenizer(tokens, tokenizer, folder)
     else:
@@ -118,8 +125,8 @@ def load_dataset(
             cache=config.cache,
             log=log,
         )
-    train, validation = split_documents(tokens, validation_fraction=config.validation_fraction)
-    _check_sizes(name, train, validation, seq_len)
+    train, validation = split_documents(tokens, validation_fraction=fraction)
+    _check_sizes(name, {"validation": validation} | ({} if held_out else {"training": train}), seq_len)
     return Dataset(
         name=name,
         tokenizer=tokenizer,
@@ -131,15 +138,18 @@ def load_dataset(
     )
 
 
-def _load_chat(config: DataConfig, tokenizer: Tokenizer | None, seq_len: int) -> Dataset:
+def _load_chat(config: DataConfig, tokenizer: Tokenizer | None, seq_len: int, fraction: float) -> Dataset:
     source = find_source(config.data, format="chat")
     tokenizer = tokenizer or load_tokenizer("bytes" if config.tokenizer == "auto" else config.tokenizer)
     template = None
     if isinstance(tokenizer, JsonTokenizer) and config.tokenizer != "auto":
         template = find_chat_template(user_path(config.tokenizer).parent)
-    return load_conversations(
-        source, tokenizer, template=template, seq_len=seq_len, validation_fraction=config.validation_fraction
-    )
+    return load_conversations(source, tokenizer, template=template, seq_len=seq_len, validation_fraction=fraction)
+
+
+def token_folder_tokenizer(folder: pathlib.Path) -> str:
+    """Returns the file of the tokenizer of a token folder, or `bytes`."""
+    return str(folder / TOKENIZER_FILE) if (folder / TOKENIZER_FILE).is_file() else "bytes"
 
 
 def _check_tokenizer(tokens: Tokens, tokenizer: Tokenizer, folder: pathlib.Path) -> None:
@@ -151,8 +161,8 @@ def _check_tokenizer(tokens: Tokens, tokenizer: Tokenizer, folder: pathlib.Path)
         )
 
 
-def _check_sizes(name: str, train: TokenPart, validation: TokenPart, seq_len: int) -> None:
-    for part, tokens in (("training", train), ("validation", validation)):
+def _check_sizes(name: str, parts: Mapping[str, TokenPart], seq_len: int) -> None:
+    for part, tokens in parts.items():
         if tokens.size < seq_len + 1:
             raise ValueError(
                 f"{name} has {tokens.size:,} tokens for {part}, but one sequence takes seq_len + 1 = {seq_len + 1:,}: "

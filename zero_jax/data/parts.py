@@ -58,10 +58,11 @@ class Dataset(Report):
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        text = (
-            f"{self.name}: {self.num_documents:,} document{'s' if self.num_documents != 1 else ''}, "
-            f"{self.train.size:,} tokens to train on, {self.validation.size:,} to validate on"
-        )
+        text = f"{self.name}: {self.num_documents:,} document{'s' if self.num_documents != 1 else ''}, "
+        if self.train.size:
+            text += f"{self.train.size:,} tokens to train on, {self.validation.size:,} to validate on"
+        else:
+            text += f"{self.validation.size:,} tokens"
         return "; ".join([text, *self.notes])
 
 

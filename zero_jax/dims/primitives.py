@@ -259,7 +259,7 @@ _TABLE: dict[str, Primitive] = {
         "abs acos acosh and asin atan2 atanh bessel_i0e bessel_i1e clamp clz complex conj cos cosh digamma div eq "
         "eq_to erf_inv erfc ge gt igamma igamma_grad_a igammac integer_pow is_finite le le_to lgamma log2 lt lt_to max "
         "min mulhi ne nextafter not one_minus_square or polygamma population_count pow regularized_incomplete_beta rem "
-        "rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sin square tan xor zeta",
+        "rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sin square tan threefry2x32 xor zeta",
         "elementwise",
         _elementwise,
     ),

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zero_jax.core.signatures import check_callable
 from zero_jax.core.tree import PyTree, key_shape
 from zero_jax.core.variables import MODEL_STATE, Variables, joined
 from zero_jax.program.jaxprs import stands_for
@@ -52,6 +53,7 @@ def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = N
     from flax import nnx
 
     function = _loss_on_model(loss)
+    check_callable("make", make, remedy="give the class of the module, or a function of nnx.Rngs that returns one")
     by_name = "rngs" in inspect.signature(make.__init__ if isinstance(make, type) else make).parameters
     module = lambda key: make(rngs=nnx.Rngs(key)) if by_name else make(nnx.Rngs(key))  # noqa: E731
     trained = nnx.Param if wrt is None else wrt
@@ -156,6 +158,7 @@ def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> 
     import equinox as eqx
 
     function = _loss_on_model(loss)
+    check_callable("make", make, remedy="give a function of a key that returns the model")
     is_array = lambda x: isinstance(x, jax.Array | jax.ShapeDtypeStruct)  # noqa: E731
     is_param = lambda x: is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)  # noqa: E731
 

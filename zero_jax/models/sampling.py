@@ -20,11 +20,11 @@ def generate_tokens(
 ) -> Array:
     """Samples `num_tokens` tokens that follow a prompt.
 
-    The model sees a fixed window of `seq_len` tokens, so one compiled program serves every step. There is no cache of
-    keys and values: this is for looking at a small model, not for serving.
+    The model sees a fixed window, of `seq_len` tokens or as many as there will be, so one compiled program serves every
+    step. There is no cache of keys and values: this is for looking at a model, not for serving.
 
     Args:
-      apply: The model: returns the logits `[1, seq_len, V]` of tokens `[1, seq_len]`.
+      apply: The model: returns the logits `[1, T, V]` of tokens `[1, T]`, with `T` up to `seq_len`.
       prompt_T: One or more tokens to go on from; only the last `seq_len` are seen.
       key: PRNG key.
       seq_len: The longest context.
@@ -46,6 +46,7 @@ def generate_tokens(
             f"num_tokens={num_tokens}, temperature={temperature}, top_k={top_k}: num_tokens is at least 1, temperature "
             f"not negative, top_k between 1 and the vocabulary's {vocab_size}, or None"
         )
+    seq_len = min(seq_len, prompt_T.size + num_tokens)
     prompt_T = prompt_T[-seq_len:].astype(jnp.int32)
     # Whatever is to the right of the last real token is never seen, because attention is causal.
     window_T = jnp.zeros(seq_len, jnp.int32).at[: prompt_T.size].set(prompt_T)

@@ -32,7 +32,7 @@ _REMATS = ("none", "dots", "full", "full_sharded", "full_offloaded", "own")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AutoPlan(Report):
-    """The result of `plan_auto`: prints the ranking and the plan of the best setting.
+    """The result of `plan_auto`: prints the best setting and its plan, then the others.
 
     Attributes:
       ranking: the settings in order, and why each of the others was rejected.
@@ -47,7 +47,12 @@ class AutoPlan(Report):
     reports: Mapping[Candidate, PlanReport]
 
     def __str__(self) -> str:
-        return "\n\n".join([str(self.ranking), *([self.best.summary()] if self.best else [])])
+        return self.text()
+
+    def text(self, tokens: float | None = None) -> str:
+        """Returns what is printed; `tokens` are those of a training whose days and device-hours are shown."""
+        best = [self.best.summary(tokens)] if self.best else []
+        return "\n\n".join([self.ranking.headline(), *best, self.ranking.tables().strip()])
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data."""

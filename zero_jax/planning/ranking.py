@@ -186,6 +186,7 @@ class Ranking(Report):
       capacity_bytes: usable memory of a device.
       host_capacity_bytes: memory of a host for each of its devices; None if it is not known.
       num_compiled: number of settings that were compiled.
+      was_stopped: whether a Ctrl-C ended the search before it was through.
     """
 
     ranked: tuple[Ranked, ...]
@@ -195,9 +196,14 @@ class Ranking(Report):
     capacity_bytes: float
     host_capacity_bytes: float | None
     num_compiled: int
+    was_stopped: bool = False
 
     def __str__(self) -> str:
-        lines = [self._headline()]
+        return f"{self.headline()}\n{self.tables()}"
+
+    def tables(self) -> str:
+        """Returns the settings that fit, the rejected ones by how near they came, and what was not compiled."""
+        lines: list[str] = []
         compiled, name_of = [entry for entry in self.ranked if entry.outcome], naming((*self.ranked, *self.rejected))
         if self.ranked:
             shown = self.ranked[:_MAX_LINES]
@@ -215,13 +221,22 @@ class Ranking(Report):
             if len(self.ranked) > _MAX_LINES:
                 lines.append(f"      ... and {len(self.ranked) - _MAX_LINES} more that fit by estimate and rank below")
         if self.rejected:
-            lines += ["", f"rejected ({len(self.rejected)}, {format_bytes(self.capacity_bytes, decimals=1)} usable)"]
+            usable = f"{format_bytes(self.capacity_bytes, decimals=1)} usable"
+            lines += ["", f"rejected ({len(self.rejected)}, the nearest first, {usable})"]
             lines += [f"  {line}" for line in _rejections(self.rejected, self.capacity_bytes)]
         if any(entry.host_bytes for entry in (*self.ranked, *self.rejected)):
             lines += ["", f"host memory for each device: {host_memory(self.host_capacity_bytes)}"]
+        if self.ranked and (waiting := len(self.ranked) - len(compiled)):
+            why = (
+                "the search was stopped"
+                if self.was_stopped
+                else f"{self.num_compiled} were, which --max-compiles bounds"
+            )
+            lines += ["", f"not compiled: {waiting} settings that fit by estimate and may be as fast or slower: {why}"]
         return "\n".join(lines)
 
-    def _headline(self) -> str:
+    def headline(self) -> str:
+        """Returns the best setting, or that there is none and what would do."""
         if self.best:
             name = naming((*self.ranked, *self.rejected))(self.best)
             return f"best: {name}{'' if self.num_compiled else ' (by estimate, not compiled)'}"
@@ -254,7 +269,10 @@ def _shown(entry: Ranked) -> str:
 
 
 def _rejections(rejected: Sequence[Ranked], capacity_bytes: float) -> list[str]:
-    """Returns a line for each rejected setting; settings that differ in microbatches only share a line."""
+    """Returns a line for each rejected setting, those of the fewest bytes first.
+
+    Settings that differ in microbatches only share a line.
+    """
     name_of = naming(rejected)
     groups: dict[tuple[Any, ...], list[Ranked]] = {}
     for entry in rejected:
@@ -262,7 +280,8 @@ def _rejections(rejected: Sequence[Ranked], capacity_bytes: float) -> list[str]:
         is_size = entry.kind in ("estimate", "compiled")
         groups.setdefault((alike, entry.kind, "" if is_size else entry.reason), []).append(entry)
     by_reason: dict[str, list[str]] = {}
-    for (alike, _, _), entries in groups.items():
+    nearest = sorted(groups.items(), key=lambda item: min(entry.bytes for entry in item[1]))
+    for (alike, _, _), entries in nearest:
         counts = ",".join(str(entry.setting.num_microbatches) for entry in entries)
         text = name_of(alike).replace(alike.describe("1"), alike.describe(counts))
         by_reason.setdefault(_shared_reason(entries, capacity_bytes), []).append(text)

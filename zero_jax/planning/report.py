@@ -27,6 +27,8 @@ from zero_jax.transforms import AttentionReport, attention_report, resolve_remat
 
 # JAX gives a GPU program this share of the memory by default.
 _DEFAULT_GPU_SHARE = 0.75
+# Traffic below this multiple of the ideal is not explained, and this many reasons are given.
+_NEAR_IDEAL, _MAX_EXCESS = 1.02, 3
 # More rows of attention are not shown.
 _MAX_ATTENTIONS = 8
 
@@ -138,10 +140,14 @@ class PlanReport(Report):
         }
 
     def __str__(self) -> str:
-        return "\n\n".join((self.summary(), self._memory_text(), self._comms_text()))
+        return self.text()
 
-    def summary(self) -> str:
-        """Returns the answer in some lines, without the tables."""
+    def text(self, tokens: float | None = None) -> str:
+        """Returns the page; `tokens` are as for `summary`."""
+        return "\n\n".join((self.summary(tokens), self._memory_text(), self._comms_text()))
+
+    def summary(self, tokens: float | None = None) -> str:
+        """Returns the answer in some lines, without the tables; `tokens` are those of a training to estimate."""
         axes = " x ".join(f"{name}={size}" for name, size in self.mesh.items() if size > 1) or "one device"
         microbatches = f" in {self.num_microbatches} microbatches" if self.num_microbatches > 1 else ""
         needed = "an unknown amount" if self.needed_bytes is None else format_bytes(self.needed_bytes)
@@ -150,22 +156,27 @@ class PlanReport(Report):
         )
         done = "compiled before, in" if self.from_cache else "compiled in"
         rows = {
+            "verdict": verdict,
             "plan": f"{self.name}, {self.num_params:,} params, stage {self.stage}, {self.precision}",
             "hardware": f"{self.topology}: {self.num_devices} x {self.device_kind}, {axes}",
             "batch": f"{self.batch_size} examples a step{microbatches}",
             "remat": self.remat,
-            "verdict": verdict,
         }
+        if self.time:
+            rows["time"] = f"{self.time} (an estimate)"
+        if self.time and tokens is not None:
+            cost = self.time.training(tokens, self.num_devices)
+            hours = f"{cost['device_hours']:,.0f} device-hours"
+            rows["training"] = f"{tokens:,.0f} {self.time.unit} take {cost['days']:,.3g} days, {hours} (an estimate)"
         if self.attention is not None:
             rows["attention"] = self.attention.summary()
         if self.comms and self.traffic_ratio is not None:
             rows["traffic"] = f"{format_bytes(self.comms.sent_bytes)} a device and step, {self._ratios()}"
             if "dcn" in self.comms.networks.values():
                 rows["networks"] = self._networks()
+            rows |= {"above it": excess} if (excess := self._excess()) else {}
         if self.memory_estimate.secondary_bytes:
             rows["secondary"] = f"{format_bytes(self.memory_estimate.secondary_bytes)} a device for the secondary shard"
-        if self.time:
-            rows["time"] = f"{self.time} (an estimate)"
         rows["compiler"] = f"{done} {self.compile_seconds:.0f} s"
         if self.refusal:
             rows["it says"] = self.refusal.splitlines()[0]
@@ -185,6 +196,21 @@ class PlanReport(Report):
             return f"{self.traffic_ratio:.3f} x the ideal{over}"
         shown = ", ".join(f"{role} {ratio:.3f} x" for role, ratio in ratios.items())
         return f"{self.traffic_ratio:.3f} x the ideal ({shown})"
+
+    def _excess(self) -> str:
+        """Returns what makes the traffic more than the ideal, the most first; '' where it is not by a fiftieth."""
+        assert self.comms is not None
+        if (self.traffic_ratio or 0) < _NEAR_IDEAL:
+            return ""
+        rows = comms.compare(self.comms_estimate, self.comms).rows
+        extra = sorted(rows, key=lambda row: row.estimated_bytes - row.measured_bytes)
+        size = format_bytes
+        shown = [
+            f"{row.phase} over {row.axes} {size(row.measured_bytes)}, ideally {size(row.estimated_bytes)}"
+            for row in extra[:_MAX_EXCESS]
+            if row.measured_bytes > _NEAR_IDEAL * row.estimated_bytes
+        ]
+        return "; ".join([*shown, *(finding.message for finding in self.comms.findings[:_MAX_EXCESS])])
 
     def _networks(self) -> str:
         assert self.comms is not None
@@ -291,7 +317,8 @@ def _loss_jaxpr(job: Job, state: TrainState, mesh: Mesh) -> tuple[Any, list[bool
     """Returns the jaxpr of the loss, and for each of its inputs whether a step computes its gradient."""
     loss, arguments = _step_loss(job, state, mesh)
     undifferentiated = jax.tree.leaves((state.model_state, arguments[1:]))
-    return loss.program.trace(*arguments).closed, trained_params(job.tx, state) + [False] * len(undifferentiated)
+    trained = trained_params(job.tx, state, loss.placement.precision)
+    return loss.program.trace(*arguments).closed, trained + [False] * len(undifferentiated)
 
 
 def _step_loss(job: Job, state: TrainState, mesh: Mesh) -> tuple[StepLoss, tuple[Any, Any, Any]]:

@@ -160,6 +160,8 @@ class Search:
     def run(self, candidates: Iterable[Candidate], fallback: Sequence[Candidate] = ()) -> Ranking:
         """Searches the candidates; where none fits, by estimate or by the compiler, the settings of `fallback`.
 
+        A Ctrl-C ends it with the result of what was compiled until then.
+
         Raises:
           ValueError: no candidates, or an estimate that is not a number.
         """
@@ -168,7 +170,7 @@ class Search:
             raise ValueError(
                 f"search: {len(settings)} candidates, max_compiles={self.max_compiles}: give settings, see candidates()"
             )
-        rejected, ranked, num_compiled = [], [], 0
+        rejected, ranked, num_compiled, was_stopped = [], [], 0, False
         for group in (settings, fallback):
             entries = list(map(self._estimated, group))
             fitting = sorted((entry for entry in entries if not entry.reason), key=_order)
@@ -176,13 +178,13 @@ class Search:
             where = "" if group is settings else "nothing fits without host memory; "
             unfit = len(entries) - len(fitting)
             self.log(f"{where}{len(group)} settings: {len(fitting)} may fit by estimate, {unfit} do not")
-            compiled, skipped = self._compile_best(fitting, self.max_compiles - num_compiled)
+            compiled, skipped, was_stopped = self._compile_best(fitting, self.max_compiles - num_compiled)
             num_compiled += len(compiled)
             rejected += [entry for entry in compiled if entry.reason] + skipped
             decided = {entry.setting for entry in (*compiled, *skipped)}
             ranked = sorted((entry for entry in compiled if not entry.reason), key=_order)
             ranked += _corrected([entry for entry in fitting if entry.setting not in decided], compiled)
-            if ranked or not fallback:
+            if ranked or was_stopped or not fallback:
                 break
         best = ranked[0] if ranked and (ranked[0].outcome or self.max_compiles == 0) else None
         return Ranking(
@@ -193,6 +195,7 @@ class Search:
             capacity_bytes=self.capacity_bytes,
             host_capacity_bytes=self.host_capacity_bytes,
             num_compiled=num_compiled,
+            was_stopped=was_stopped,
         )
 
     def _missing_on_host(self, entry: Ranked | Estimated) -> float:
@@ -223,8 +226,13 @@ class Search:
         reason = shortage(estimated.bytes, self.capacity_bytes, note=estimated.note)
         return Ranked(setting=setting, estimated=estimated, kind="estimate", reason=reason)
 
-    def _compile_best(self, entries: Sequence[Ranked], max_compiles: int) -> tuple[list[Ranked], list[Ranked]]:
-        """Compiles up to `max_compiles` entries, the fastest first; returns the compiled and the skipped entries."""
+    def _compile_best(self, entries: Sequence[Ranked], max_compiles: int) -> tuple[list[Ranked], list[Ranked], bool]:
+        """Compiles up to `max_compiles` entries, the fastest first.
+
+        Returns:
+          The compiled entries, the skipped ones, and whether a Ctrl-C has ended it. One that comes before anything is
+          compiled is raised.
+        """
         waiting, compiled, skipped = list(entries), [], []
         name_of = naming(entries)
         needs_control = True
@@ -238,7 +246,13 @@ class Search:
             waiting.remove(chosen)
             role = ", the plain setting, as a control" if chosen is plain else ""
             self.log(f"compiling {len(compiled) + 1} of at most {max_compiles}: {name_of(chosen.setting)}{role}")
-            done = self._compiled(chosen)
+            try:
+                done = self._compiled(chosen)
+            except KeyboardInterrupt:
+                if not compiled:
+                    raise
+                self.log("stopped: the result is of what was compiled until now")
+                return compiled, skipped, True
             compiled.append(done)
             needs_control = needs_control and bool(done.reason)
             self.log(f"  {done.reason or f'fits: {format_bytes(done.bytes, decimals=1)}, {done.seconds:.4g} s a step'}")
@@ -251,7 +265,7 @@ class Search:
                 f"not compiled: needs no less by estimate than {chosen.setting}, which the compiler found too large"
             )
             skipped += [dataclasses.replace(entry, kind="passed over", reason=reason) for entry in too_large]
-        return compiled, skipped
+        return compiled, skipped, False
 
     def _compiled(self, entry: Ranked) -> Ranked:
         try:

@@ -10,19 +10,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from zero_jax.attention import dot_product_attention
 from zero_jax.core.agreement import Agreement
+from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import Report
 from zero_jax.core.tree import PyTree, key_shape, leaf_names
+from zero_jax.data import Tokenizer, load_tokenizer
 from zero_jax.models import decoder
 from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.models.huggingface import decoder_config, tensor_names
 from zero_jax.models.tensor_name import TensorName
-from zero_jax.pretrained.folder import read_config, read_tensors
+from zero_jax.pretrained.folder import TOKENIZER, read_config, read_tensors
 from zero_jax.pretrained.mapping import LeafTensors, match
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import resolve_precision
@@ -84,6 +87,63 @@ class Pretrained(Report):
     def __str__(self) -> str:
         leaves = jax.tree.leaves(self.params)
         return f"{self.source.folder}: {self.source.config}, {sum(x.size for x in leaves):,} params"
+
+    def apply(self, params: PyTree, tokens: Array, segments: Array | None = None) -> Array:
+        """Returns the logits `[batch, seq_len, vocab_size]` of the token after each of `tokens` `[batch, seq_len]`.
+
+        `params` are those of the checkpoint (`loaded.params`) or of a state that was trained from them; `segments`, of
+        the same shape as the tokens, number documents that do not see each other.
+        """
+        return decoder.apply(self.source.config, params, tokens, segments)
+
+    def generate(
+        self,
+        params: PyTree,
+        prompt: Any,
+        *,
+        num_tokens: int = 64,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        key: Array | None = None,
+    ) -> Any:
+        """Samples what follows a prompt, for looking at a model: there is no cache of keys and values.
+
+            print(loaded.generate(loaded.params, "Once upon a time", num_tokens=40, temperature=0.8))
+
+        Args:
+          params: as for `apply`.
+          prompt: text, or tokens `[length]`.
+          num_tokens: tokens to add.
+          temperature: below 1 sharpens the choice, above 1 flattens it; 0 always takes the likeliest token.
+          top_k: choose among this many of the likeliest tokens; None means among all.
+          key: PRNG key; None stands for `jax.random.key(0)`.
+
+        Returns:
+          The text that follows a text, or tokens `[num_tokens]`, int32.
+
+        Raises:
+          ValueError: a prompt without tokens, a number out of its range, or text for a folder without `tokenizer.json`.
+        """
+        tokenizer = self._tokenizer if isinstance(prompt, str) else None
+        tokens = jnp.asarray(prompt if tokenizer is None else tokenizer.encode(prompt), jnp.int32)
+        run = _generator(self.source.config, num_tokens, temperature, top_k)
+        made = run(params, tokens, jax.random.key(0) if key is None else key)
+        if tokenizer is None:
+            return made
+        return tokenizer.decode(np.asarray(made)[np.asarray(made) < tokenizer.vocab_size])
+
+    @functools.cached_property
+    def _tokenizer(self) -> Tokenizer:
+        path = user_path(self.source.folder) / TOKENIZER
+        if not path.is_file():
+            raise ValueError(f"{self.source.folder} has no {TOKENIZER}: give tokens instead of text")
+        return load_tokenizer(path)
+
+
+@functools.lru_cache(maxsize=8)
+def _generator(config: DecoderConfig, num_tokens: int, temperature: float, top_k: int | None) -> Callable[..., Array]:
+    settings = {"num_tokens": num_tokens, "temperature": temperature, "top_k": top_k}
+    return jax.jit(functools.partial(decoder.generate, config, **settings))
 
 
 def read_decoder(folder: str | os.PathLike[str], *, seq_len: int | None = None) -> DecoderConfig:

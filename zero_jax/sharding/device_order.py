@@ -156,9 +156,12 @@ def _in_one_domain(
 
 
 def _axes_of_data(devices: list[Any], data: int, dims: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns one axis per torus dim that `data` covers, where that is what compiles to native collectives."""
+    """Returns one axis per torus dim that `data` covers, where that is what compiles to native collectives.
+
+    Chips of several devices (TPU7x) have them over one axis: of steps along four dims XLA:TPU makes all-reduces.
+    """
     num_chips = len({tuple(device.coords) for device in devices}) if dims else 0
-    if num_chips < STAGED_FROM_NUM_CHIPS or len(dims) < 2:
+    if num_chips < STAGED_FROM_NUM_CHIPS or len(dims) < 2 or num_chips < len(devices):
         return (data,)
     for taken in range(1 << len(dims)):  # the dims that `replica` and `model` cover; the others are left for `data`
         left = tuple(extent for i, extent in enumerate(dims) if not taken >> i & 1)

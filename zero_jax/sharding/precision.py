@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,15 @@ class LossScaleConfig:
             raise ValueError(f"{self}: needs 0 < floor <= initial, and a finite initial")
 
 
+def floating_dtype(value: Any) -> Any:
+    """Returns the floating dtype that a value stands for, such as `jnp.bfloat16` or its name; None if there is none."""
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        return None
+    return dtype if jnp.issubdtype(dtype, jnp.floating) else None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision:
     """The dtypes of a train step; None leaves a leaf's dtype as `init_fn` made it.
@@ -52,6 +61,9 @@ class Precision:
       reduce: dtype in which gradients are summed across devices.
       master: dtype of the master params that the optimizer updates, and of the gradients that it gets.
       loss_scale: dynamic loss scaling, or None.
+      rounding: how new master params are rounded to `master`. With `stochastic` the optimizer computes in float32, its
+        state too, and each new value is one of the two nearest numbers, at random, so that it is right on average:
+        updates too small for the dtype are not lost. For a `master` of fewer bits than float32 (docs/low_precision.md).
     """
 
     param: Any = None
@@ -59,19 +71,38 @@ class Precision:
     reduce: Any = None
     master: Any = None
     loss_scale: LossScaleConfig | None = None
+    rounding: Literal["nearest", "stochastic"] = "nearest"
 
     def __post_init__(self) -> None:
         for name in ("param", "compute", "reduce", "master"):
             value = getattr(self, name)
             if value is None:
                 continue
-            try:
-                dtype = jnp.dtype(value)
-            except TypeError:
-                dtype = None
-            if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+            dtype = floating_dtype(value)
+            if dtype is None:
                 raise ValueError(f"Precision({name}={value!r}): give a floating dtype such as jnp.bfloat16, or None")
             object.__setattr__(self, name, dtype)
+        if self.rounding not in ("nearest", "stochastic"):
+            hint = did_you_mean(str(self.rounding), ("nearest", "stochastic"), cutoff=0)
+            raise ValueError(f"Precision(rounding={self.rounding!r}): {hint}give 'nearest' or 'stochastic'")
+        if self.rounds_stochastically and (self.master is None or self.master.itemsize >= 4):
+            raise ValueError(
+                f"Precision(rounding='stochastic', master={self.shown('master')}): the optimizer computes in float32, "
+                "and there is nothing to round to: give a smaller master, such as jnp.bfloat16, or rounding='nearest'"
+            )
+
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether new master params are rounded stochastically."""
+        return self.rounding == "stochastic"
+
+    def for_optimizer(self, masters: PyTree) -> PyTree:
+        """Returns master params, or their shapes, as the optimizer gets them: in float32 if they are rounded after."""
+        return cast_floating(masters, jnp.float32) if self.rounds_stochastically else masters
+
+    def shown(self, name: str) -> str:
+        """Returns a dtype by the name of its field, as text."""
+        return str(getattr(self, name) or "as initialized")
 
     @property
     def has_master(self) -> bool:
@@ -79,9 +110,12 @@ class Precision:
         return self.master != self.param
 
     def __str__(self) -> str:
-        shown = {name: getattr(self, name) or "as initialized" for name in ("param", "compute", "reduce", "master")}
-        rows = [f"{name:<10}{value}" for name, value in shown.items()]
-        return "\n".join([*rows, f"{'optimizer':<10}{shown['master']} (as the optimizer makes it)"])
+        shown = {name: self.shown(name) for name in ("param", "compute", "reduce", "master")}
+        shown["optimizer"] = f"{shown['master']} (as the optimizer makes it)"
+        if self.rounds_stochastically:
+            shown["master"] += ", rounded stochastically"
+            shown["optimizer"] = "float32 (as the optimizer makes it)"
+        return "\n".join(f"{name:<10}{value}" for name, value in shown.items())
 
 
 _NAMED: Mapping[str, Precision] = {
@@ -93,6 +127,13 @@ _NAMED: Mapping[str, Precision] = {
         reduce=jnp.float16,
         master=jnp.float32,
         loss_scale=LossScaleConfig(),
+    ),
+    "bf16-stochastic": Precision(
+        param=jnp.bfloat16,
+        compute=jnp.bfloat16,
+        reduce=jnp.bfloat16,
+        master=jnp.bfloat16,
+        rounding="stochastic",
     ),
 }
 
@@ -129,10 +170,14 @@ def explain_float16(error: Exception, *, platform: str) -> None:
 
 
 def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
-    """Casts the floating leaves of a tree; None leaves them as they are."""
-    if dtype is None:
-        return tree
-    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, np.floating) else x, tree)
+    """Casts the floating leaves of a tree, or of their shapes; None leaves them as they are."""
+
+    def cast(x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, np.floating):
+            return x
+        return x.update(dtype=dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
+
+    return tree if dtype is None else jax.tree.map(cast, tree)
 
 
 @jax.tree_util.register_dataclass

@@ -8,8 +8,10 @@ runs it: it resumes from a checkpoint, steps, validates, saves, samples text and
 
 from zero_jax.trainer.capacity import tree_bytes
 from zero_jax.trainer.checkpoints import ResumeError
+from zero_jax.trainer.evaluation import Evaluation, evaluate
 from zero_jax.trainer.inputs.own import OwnModel
 from zero_jax.trainer.inputs.sources import first_batch
+from zero_jax.trainer.inputs.text import Sampler
 from zero_jax.trainer.loop import EXIT_STATUS, execute, train
 from zero_jax.trainer.optimizers import OptimizerConfig, make_optimizer
 from zero_jax.trainer.reporting.curves import X_LABELS, RunRecords, plot_runs, read_run
@@ -22,16 +24,19 @@ __all__ = [
     "EXIT_STATUS",
     "TEXT_FIELDS",
     "X_LABELS",
+    "Evaluation",
     "Model",
     "OptimizerConfig",
     "OwnModel",
     "ResumeError",
     "Run",
     "RunRecords",
+    "Sampler",
     "TrainConfig",
     "TrainResult",
     "Trainer",
     "discarding",
+    "evaluate",
     "execute",
     "first_batch",
     "hold",

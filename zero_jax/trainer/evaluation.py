@@ -2,22 +2,87 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from zero_jax.core.text_tables import aligned
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import joined
+from zero_jax.trainer.inputs.own import OwnModel, own_input
 from zero_jax.trainer.inputs.sources import BatchesEnded
 from zero_jax.trainer.inputs.together import Together
-from zero_jax.trainer.run import RunInput
+from zero_jax.trainer.run import Model, RunInput, TrainConfig, open_text
 from zero_jax.training import MeshLoss, TrainState, ZeroConfig, ema_params, make_eval_step, merge
 from zero_jax.transforms import PartWeight
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The loss of params on data.
+
+    Attributes:
+      data: the data.
+      loss: the mean over the targets, or over the examples of batches of the user's own.
+      perplexity: `exp(loss)`, of text alone.
+      figures: the scalars of the loss function's aux.
+    """
+
+    data: str
+    loss: float
+    perplexity: float | None
+    figures: Mapping[str, float]
+
+    def __str__(self) -> str:
+        rows = {"data": self.data, "loss": f"{self.loss:.4f}"}
+        rows |= {} if self.perplexity is None else {"perplexity": f"{self.perplexity:.4g}"}
+        return aligned((rows | {name: f"{value:.4g}" for name, value in self.figures.items()}).items())
+
+
+def evaluate(
+    model: Model | OwnModel,
+    params: PyTree,
+    *,
+    config: TrainConfig,
+    mesh: Mesh,
+    held_out: bool = False,
+    log: Callable[[str], None] = lambda _: None,
+) -> Evaluation:
+    """Measures the loss of params, or of `Variables`, on the validation of a run's config.
+
+    Args:
+      model: the model; a model of the user's own brings its batches.
+      params: the params, on the mesh.
+      config: the text, the batch size and the precision.
+      mesh: the mesh.
+      held_out: evaluate on all of the text; otherwise on `eval_batches` batches of its part for validation.
+      log: called with progress lines.
+
+    Raises:
+      ValueError: as `prepare`; or a model of the user's own without batches to validate on.
+    """
+    if isinstance(model, OwnModel):
+        data: RunInput = own_input(model, mesh=mesh, zero=config.zero, eval_batches=config.eval_batches)
+    else:
+        data = open_text(dataclasses.replace(config, sample_tokens=0), model, mesh, log, held_out=held_out)
+    if data.validation is None:
+        raise ValueError(f"{model.name} has no batches to validate on: give it some, as --validation does")
+    loss_fn = (isinstance(model, OwnModel) and model.eval_fn) or model.loss_fn
+    validation = Validation(loss_fn, data.validation, mesh=mesh, config=config.zero, data=data, say=log)
+    means = validation.means(params, goes_on=lambda: True)
+    assert means is not None
+    loss = means.pop("loss")
+    try:
+        perplexity = None if isinstance(model, OwnModel) else math.exp(loss)
+    except OverflowError:
+        perplexity = math.inf
+    return Evaluation(data=data.rows["data"], loss=loss, perplexity=perplexity, figures=means)
 
 
 class Validation:

@@ -10,14 +10,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
-from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.field_checks import check_fields, check_value, hinted
 from zero_jax.core.tree import leaf_names, path_name
 from zero_jax.sharding.path_patterns import PathPatterns
-from zero_jax.training import check_decay, params_ema
+from zero_jax.sharding.precision import floating_dtype
+from zero_jax.training import check_decay, params_ema, round_state
 
 # Gains and offsets have no weight decay. Embeddings are not orthogonalized by Muon: a gradient has single rows.
 _NOT_DECAYED = ("scale", "bias", "norm")
@@ -46,6 +47,9 @@ class OptimizerConfig:
       beta2: decay of the second moment (of the same optimizers); None takes the usual.
       epsilon: what keeps a division by zero away (adamw, adafactor, muon); None takes the usual.
       momentum: decay of the momentum (sgd, muon, adafactor); None takes the usual, for adafactor none at all.
+      mu_dtype: dtype that the first moment or the momentum is kept in, `bfloat16` or `float32`; None takes that of the
+        params that the optimizer updates.
+      nu_dtype: dtype that the second moment is kept in, likewise (adamw, and the leaves that muon leaves to Adam).
       weight_decay: share of a matrix that each step takes away, times the learning rate.
       no_decay: regular expression of full leaf paths (`.*/embedding`) that weight decay leaves alone, besides vectors,
         scales, biases and norms.
@@ -53,7 +57,7 @@ class OptimizerConfig:
         None keeps none.
     """
 
-    optimizer: str = "adamw"
+    optimizer: Literal["adamw", "sgd", "lion", "adafactor", "muon"] = "adamw"
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
     learning_rate: float | None = None
     warmup_steps: int | None = None
@@ -63,6 +67,8 @@ class OptimizerConfig:
     beta2: float | None = None
     epsilon: float | None = None
     momentum: float | None = None
+    mu_dtype: str | None = None
+    nu_dtype: str | None = None
     weight_decay: float = 0.1
     no_decay: str | None = None
     ema_decay: float | None = None
@@ -70,9 +76,6 @@ class OptimizerConfig:
     def __post_init__(self):
         """Raises `ValueError` for invalid values, and for options that the optimizer does not have."""
         check_fields(self, lowest={"warmup_steps": 0, "weight_decay": 0})
-        if self.optimizer not in _OPTIMIZERS:
-            hint = did_you_mean(self.optimizer, _OPTIMIZERS, cutoff=0)
-            raise ValueError(f"unknown optimizer {self.optimizer!r}: {hint}Choose one of {', '.join(_OPTIMIZERS)}")
         if self.learning_rate is not None and not self.learning_rate > 0:
             raise ValueError(
                 f"learning_rate={self.learning_rate}: give a positive learning rate, or None for the usual"
@@ -123,9 +126,38 @@ class OptimizerConfig:
             if name not in options:
                 names = ", ".join(options)
                 raise ValueError(f"{name}={value}: the optimizer {self.optimizer!r} has no {name}; it knows {names}")
-            if not (value > 0 if name == "epsilon" else 0 <= value < 1):
+            if name in _DTYPES:
+                self._check_dtype(name, value)
+            elif not (value > 0 if name == "epsilon" else 0 <= value < 1):
                 wanted = "a positive number" if name == "epsilon" else "a number from 0 to below 1"
                 raise ValueError(f"{name}={value}: give {wanted}, or None for the usual")
+
+    def _check_dtype(self, name: str, value: str) -> None:
+        """Raises `ValueError` for a dtype that loses moments: of no floats, of a small range, or of too few bits."""
+        dtype = floating_dtype(value)
+        if dtype is None or dtype.name not in _MOMENT_DTYPES:
+            why = "is no floating dtype"
+            if dtype is not None:
+                is_wide = dtype.itemsize > 4
+                why = "is wider than the params" if is_wide else "has not the range of float32, and would lose moments"
+            give = " or ".join(map(repr, _MOMENT_DTYPES))
+            raise ValueError(f"{name}={value!r} {why}: give {give}, or None for that of the params")
+        decays = {} if name == _NU else {x: self.value_of(x) for x in _OPTIMIZERS[self.optimizer].momenta}
+        for momentum, decay in decays.items():
+            if decay is None:
+                raise ValueError(
+                    f"{name}={value!r}: {self.optimizer!r} has no momentum of its own: give {momentum} too"
+                )
+            if dtype == jnp.bfloat16 and 1 - decay < 2**-8:
+                raise ValueError(
+                    f"{name}={value!r} with {momentum}={decay}: a step changes less than the 8 bits of bfloat16 show, "
+                    f"so that the moment stands still: give a {momentum} of 0.996 at most, or leave {name} out"
+                )
+
+    def value_of(self, name: str) -> Any:
+        """Returns the value of an option of the optimizer, or its default."""
+        value = getattr(self, name)
+        return _OPTIMIZERS[self.optimizer].options[name][1] if value is None else value
 
 
 def make_schedule(config: OptimizerConfig, *, num_steps: int) -> optax.Schedule:
@@ -183,9 +215,12 @@ def make_optimizer(config: OptimizerConfig, *, num_steps: int) -> optax.Gradient
     """
     optimizer, usual = _OPTIMIZERS[config.optimizer], config.resolved(num_steps)
     options = {keyword: getattr(usual, name) for name, (keyword, _) in optimizer.options.items()}
+    nu_dtype = options.pop(_NU, None)
     mask = functools.partial(decay_mask, no_decay=config.no_decay)
     schedule = make_schedule(config, num_steps=num_steps)
     tx = optimizer.make(schedule, weight_decay=config.weight_decay, mask=mask, **options)
+    if nu_dtype is not None:
+        tx = round_state(tx, "nu", nu_dtype)
     if config.ema_decay is not None:
         tx = optax.chain(tx, params_ema(config.ema_decay))
     return tx if config.no_decay is None else _with_checked_paths(tx, config.no_decay)
@@ -243,22 +278,56 @@ def _muon(schedule: Any, *, weight_decay: float, mask: Any, **options: Any) -> o
 
 
 class _Optimizer(NamedTuple):
-    """An optimizer: its usual learning rate, for each option optax's name of it and a default, and what makes it."""
+    """An optimizer.
+
+    Attributes:
+      learning_rate: its usual learning rate.
+      momenta: the options that are decays of what `mu_dtype` is of.
+      options: for each option optax's name of it and a default.
+      make: what makes it.
+    """
 
     learning_rate: float
-    options: Mapping[str, tuple[str, float | None]]
+    momenta: tuple[str, ...]
+    options: Mapping[str, tuple[str, Any]]
     make: Callable[..., optax.GradientTransformation]
 
 
-_OPTIONS = ("beta1", "beta2", "epsilon", "momentum")
+_MOMENT_DTYPES = ("bfloat16", "float32")
+_DTYPES = ("mu_dtype", "nu_dtype")
+_OPTIONS = ("beta1", "beta2", "epsilon", "momentum", *_DTYPES)
+# Its second moment is not optax's to cast.
+_NU = "nu_dtype"
+_MOMENTS = {"mu_dtype": ("mu_dtype", None), "nu_dtype": (_NU, None)}
 _OPTIMIZERS: Mapping[str, _Optimizer] = {
-    "adamw": _Optimizer(3e-3, {"beta1": ("b1", 0.9), "beta2": ("b2", 0.95), "epsilon": ("eps", 1e-8)}, optax.adamw),
-    "sgd": _Optimizer(0.3, {"momentum": ("momentum", 0.9)}, _sgd),
-    "lion": _Optimizer(5e-4, {"beta1": ("b1", 0.9), "beta2": ("b2", 0.99)}, optax.lion),
-    "adafactor": _Optimizer(3e-3, {"epsilon": ("eps", 1e-30), "momentum": ("momentum", None)}, _adafactor),
+    "adamw": _Optimizer(
+        3e-3,
+        ("beta1",),
+        {"beta1": ("b1", 0.9), "beta2": ("b2", 0.95), "epsilon": ("eps", 1e-8), **_MOMENTS},
+        optax.adamw,
+    ),
+    "sgd": _Optimizer(
+        0.3, ("momentum",), {"momentum": ("momentum", 0.9), "mu_dtype": ("accumulator_dtype", None)}, _sgd
+    ),
+    "lion": _Optimizer(
+        5e-4, ("beta2",), {"beta1": ("b1", 0.9), "beta2": ("b2", 0.99), "mu_dtype": ("mu_dtype", None)}, optax.lion
+    ),
+    "adafactor": _Optimizer(
+        3e-3,
+        ("momentum",),
+        {"epsilon": ("eps", 1e-30), "momentum": ("momentum", None), "mu_dtype": ("dtype_momentum", None)},
+        _adafactor,
+    ),
     "muon": _Optimizer(
         8e-3,
-        {"momentum": ("beta", 0.95), "beta1": ("adam_b1", 0.9), "beta2": ("adam_b2", 0.999), "epsilon": ("eps", 1e-8)},
+        ("momentum", "beta1"),
+        {
+            "momentum": ("beta", 0.95),
+            "beta1": ("adam_b1", 0.9),
+            "beta2": ("adam_b2", 0.999),
+            "epsilon": ("eps", 1e-8),
+            **_MOMENTS,
+        },
         _muon,
     ),
 }

@@ -133,6 +133,9 @@ class TrainConfig:
       eval_every: steps between two measurements of the validation loss.
       eval_batches: batches in one such measurement, always the same ones; of text they are of `batch_size` sequences.
       log_every: steps between two progress lines.
+      process_batches: what each of several processes gives of batches of your own: None for its part of the global
+        batch, which is refused where it is equal to that of another process, `equal` for such parts, `whole` for the
+        global batch, of which each process uses its part.
       seed: chooses the initial params, the batches and the sample.
       out: folder of all runs.
       name: name of the run's folder in `out`; None makes one up from model and stage.
@@ -168,6 +171,7 @@ class TrainConfig:
     eval_every: int = 50
     eval_batches: int = 16
     log_every: int = 20
+    process_batches: Literal["equal", "whole"] | None = None
     seed: int = 0
     out: str = "runs"
     name: str | None = None
@@ -311,8 +315,6 @@ def _prepare(
     sizes: dict[str, Any] = {"replica": config.replica, "model": config.model_axis, "pipe": config.pipe}
     mesh = make_mesh(**sizes, devices=devices[: config.devices])
     _check_processes(mesh)
-    if isinstance(model, Model):
-        _check_text_batches(config, model, mesh)
     check_takes("init_fn", model.init_fn, ["key"], remedy="give a function of a key that returns the params")
     rematerialize(model.init_fn, config.zero.remat, mesh=mesh)  # raises for a mesh that the policy does not support
     check_params_fit(model.init_fn, mesh=mesh)
@@ -320,10 +322,16 @@ def _prepare(
     if tx is None and config.epochs is None:
         make_schedule(config.optimizer, num_steps=config.steps)  # its errors, before the data is read
     if isinstance(model, Model):
-        run_input: RunInput = _text_input(config, model, mesh, log)
+        run_input: RunInput = open_text(config, model, mesh, log)
     else:
         _check_no_text(config)
-        run_input = own_input(model, mesh=mesh, zero=config.zero, eval_batches=config.eval_batches)
+        run_input = own_input(
+            model,
+            mesh=mesh,
+            zero=config.zero,
+            eval_batches=config.eval_batches,
+            process_batches=config.process_batches,
+        )
         config = dataclasses.replace(config, batch_size=run_input.batch_size, sample_tokens=0, sample_prompt="")
     if config.epochs is not None:
         config = dataclasses.replace(config, epochs=None, steps=run_input.steps_of(config.epochs))
@@ -412,16 +420,35 @@ def _facts(config: TrainConfig, model: Model | OwnModel) -> dict[str, Any]:
 
 
 def _check_text_batches(config: TrainConfig, model: Model, mesh: Mesh) -> None:
-    """Raises `ValueError` for a batch that does not divide, or batches that do not fit into memory."""
+    """Raises `ValueError` for a batch that does not divide, batches that do not fit, or a field for other batches."""
+    if config.process_batches is not None:
+        raise ValueError(
+            f"process_batches={config.process_batches!r} is for batches of your own; of text each process reads its "
+            "part: leave it out"
+        )
     batch = {"batch_size": jax.ShapeDtypeStruct((config.batch_size,), np.int32)}
     check_batch(batch, mesh=mesh, axes=axes_of(mesh), num_microbatches=config.zero.num_microbatches)
     check_text_fits(batch_size=config.batch_size, seq_len=model.seq_len, prefetch_batches=config.data.prefetch_batches)
 
 
-def _text_input(config: TrainConfig, model: Model, mesh: Mesh, log: Callable[[str], None]) -> TextInput:
+def open_text(
+    config: TrainConfig, model: Model, mesh: Mesh, log: Callable[[str], None], *, held_out: bool = False
+) -> TextInput:
+    """Opens the text of a run; with `held_out`, all of it for validation, in as many batches as there are.
+
+    Raises:
+      ValueError: a batch that does not divide, no such text or too little of it, or a vocabulary beyond the model's.
+    """
+    _check_text_batches(config, model, mesh)
     dataset = open_dataset(
-        config.data, seq_len=model.seq_len, vocab_size=model.vocab_size, model_name=model.name, log=log
+        config.data,
+        seq_len=model.seq_len,
+        vocab_size=model.vocab_size,
+        model_name=model.name,
+        held_out=held_out,
+        log=log,
     )
+    num_rows = dataset.validation.num_rows(seq_len=model.seq_len)
     sampler = None
     if model.generate_fn is not None and config.sample_tokens:
         sampler = Sampler(
@@ -442,7 +469,7 @@ def _text_input(config: TrainConfig, model: Model, mesh: Mesh, log: Callable[[st
         batch_size=config.batch_size,
         seq_len=model.seq_len,
         seed=config.seed,
-        eval_batches=config.eval_batches,
+        eval_batches=-(-num_rows // config.batch_size) if held_out else config.eval_batches,
         sampler=sampler,
     )
 

@@ -84,8 +84,11 @@ def shard_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTre
     return placed
 
 
-def place_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTree:
-    """Shards a batch as `shard_batch` does, for functions that compare the sizes with other processes themselves."""
+def place_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None, is_whole: bool = False) -> PyTree:
+    """Shards a batch as `shard_batch` does, for functions that compare the sizes with other processes themselves.
+
+    Where `is_whole`, each process gives the global batch, of which its devices take their parts.
+    """
     check_arguments(axes=axes)
     axes = axes or axes_of(mesh)
     over_batch, replicated = NamedSharding(mesh, PartitionSpec(axes.batch)), NamedSharding(mesh, PartitionSpec())
@@ -98,7 +101,7 @@ def place_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTre
             return x
         check_has_devices(mesh)
         if jax.process_count() > 1 and not (isinstance(x, jax.Array) and not x.is_fully_addressable):
-            return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+            return jax.make_array_from_process_local_data(sharding, np.asarray(x), np.shape(x) if is_whole else None)
         return jax.device_put(x, sharding)
 
     check_arrays("batch", batch, remedy="leave it out of the batch, or make an array of it")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,13 @@ from jax.sharding import Mesh
 from zero_jax.core.device_put import platform_of
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import MODEL_STATE
-from zero_jax.sharding.precision import cast_floating, update_loss_scale
+from zero_jax.sharding.precision import LossScale, cast_floating, update_loss_scale
 from zero_jax.sharding.spec import Dims, dims_of
 from zero_jax.training.grads.norm import GlobalNorm
 from zero_jax.training.grads.partial import fill_zeros
 from zero_jax.training.optimizer.frozen import flags_of_all
 from zero_jax.training.optimizer.matrices import multiplies, whole_matrices
+from zero_jax.training.optimizer.rounding import round_tree
 from zero_jax.training.optimizer.streaming import Argument, stream
 from zero_jax.training.optimizer.update import TracedUpdate, apply_update, evaluate_update, trace_update, update_if
 from zero_jax.training.state.placement import Placement
@@ -80,8 +81,8 @@ class OffloadedState:
         """
         state, placement = self.state, self.placement
         assert placement.offload is not None
-        shapes = jax.tree.map(_shape, (trainable(state.masters), state.opt_state))
-        if trace_update(tx, *shapes).calls_functions:
+        params, opt_state = jax.tree.map(_shape, (trainable(state.masters), state.opt_state))
+        if trace_update(tx, placement.precision.for_optimizer(params), opt_state).calls_functions:
             raise ValueError(
                 "offload: the optimizer computes losses at other params (a line search), which needs all of them on "
                 "the devices: leave offload out, or give an optimizer that takes gradients alone"
@@ -145,6 +146,24 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
+class Scalars(NamedTuple):
+    """What an update gets besides arrays of the params.
+
+    Attributes:
+      norm: the global norm of the gradients.
+      finite: whether they are finite.
+      loss: the loss.
+      loss_scale: the loss scale, or None.
+      rounding_key: the key of stochastic rounding, or None.
+    """
+
+    norm: GlobalNorm
+    finite: jax.Array
+    loss: jax.Array
+    loss_scale: LossScale | None
+    rounding_key: jax.Array | None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdateProgram:
     """The part of a step after the gradients; its methods are traced once per compile."""
@@ -196,6 +215,10 @@ class UpdateProgram:
             new_params, opt_state = update_if(finite, apply, (params, opt_state), in_place=in_place, traced=trace)
         return merge(masters, new_params), opt_state
 
+    def rounded(self, masters: PyTree, like: PyTree, key: jax.Array | None) -> PyTree:
+        """Returns new master params in the dtypes of the old ones, rounded stochastically if there is a key for it."""
+        return masters if key is None else round_tree(masters, like, key)
+
     def with_whole_matrices(
         self, traced: TracedUpdate, state: TrainState, masters: PyTree, placement: Placement
     ) -> TracedUpdate:
@@ -218,7 +241,7 @@ class UpdateProgram:
         self,
         offloaded: OffloadedState,
         scaled_grads: PyTree,
-        scalars: tuple[GlobalNorm, jax.Array, jax.Array, Any],
+        scalars: Scalars,
         *,
         same: list[bool],
     ) -> tuple[PyTree, PyTree, PyTree]:
@@ -230,11 +253,12 @@ class UpdateProgram:
         placement = offloaded.placement
 
         def function(masters: PyTree, opt_state: PyTree, scaled_grads: PyTree, scalars: Any) -> Any:
-            norm, finite, loss, loss_scale = scalars
-            grads = self.unscale(scaled_grads, masters, placement, loss_scale)
-            offers = {"value": loss, "full_grads": fill_zeros(grads, masters)}
-            clipped = fill_zeros(self.clip(grads, norm), masters)
-            masters, opt_state = self.update(masters, opt_state, clipped, finite=finite, offers=offers)
+            wide = placement.precision.for_optimizer(masters)
+            grads = self.unscale(scaled_grads, wide, placement, scalars.loss_scale)
+            offers = {"value": scalars.loss, "full_grads": fill_zeros(grads, wide)}
+            clipped = fill_zeros(self.clip(grads, scalars.norm), wide)
+            wide, opt_state = self.update(wide, opt_state, clipped, finite=scalars.finite, offers=offers)
+            masters = self.rounded(wide, masters, scalars.rounding_key)
             low = cast_floating(masters, placement.precision.param) if placement.keeps_copy else None
             return masters, low, opt_state
 

@@ -24,11 +24,12 @@ from zero_jax.training.grads.step_grads import loss_and_grads
 from zero_jax.training.loss.function import MeshLoss, normalize_loss
 from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.optimizer.frozen import needed_grads, unchanged
+from zero_jax.training.optimizer.rounding import rounding_key
 from zero_jax.training.optimizer.update import trace_update, value_dtype
 from zero_jax.training.state.making import check_optimizer
 from zero_jax.training.state.placement import Placement, make_placement
 from zero_jax.training.state.train_state import TrainState, merge, trainable, used_by_optimizer
-from zero_jax.training.state_update import OffloadedState, UpdateProgram, pinned
+from zero_jax.training.state_update import OffloadedState, Scalars, UpdateProgram, pinned
 from zero_jax.training.zero_config import ZeroConfig, check_config
 
 
@@ -62,8 +63,8 @@ class _Program(UpdateProgram):
         placement = placement or make_placement(state.variables, mesh=self.mesh, config=self.config)
         check_batch(batch, mesh=self.mesh, axes=placement.axes, num_microbatches=self.config.num_microbatches)
         offloaded = OffloadedState.of(state, placement)
-        masters = offloaded.masters()
-        key = jax.random.fold_in(state.key, state.step)
+        stored = offloaded.masters()
+        masters, key = placement.precision.for_optimizer(stored), jax.random.fold_in(state.key, state.step)
         traced = trace_update(self.tx, trainable(masters), state.opt_state)
         needed = needed_grads(traced)
         step_loss = StepLoss(LossProgram(self.loss_fn), placement, self.config)
@@ -88,8 +89,9 @@ class _Program(UpdateProgram):
             offers |= self.objective(state, step_loss, batch, key, needed)
         finite = norm.first_nonfinite < 0
         same = unchanged(traced, needed=needed)
+        rounding = rounding_key(key) if placement.precision.rounds_stochastically else None
         if offloaded.any:
-            scalars = norm, finite, offers["value"], state.loss_scale
+            scalars = Scalars(norm, finite, offers["value"], state.loss_scale, rounding)
             new_masters, low, opt_state = self.streamed_update(offloaded, of_batch.grads, scalars, same=same)
         else:
             clipped = fill_zeros(self.clip(grads, norm), masters)
@@ -97,7 +99,7 @@ class _Program(UpdateProgram):
             new_masters, opt_state = self.update(
                 masters, state.opt_state, clipped, finite=finite, offers=offers, traced=whole
             )
-            new_masters = keep_same(masters, new_masters, same)
+            new_masters = keep_same(stored, self.rounded(new_masters, stored, rounding), same)
             new_masters = lax.with_sharding_constraint(new_masters, placement.param_shardings("master"))
             low = new_masters
         # The low-precision copy of a frozen param is there already: stages 1 and 2 need not gather it.
@@ -131,13 +133,14 @@ class _Program(UpdateProgram):
         placement = make_placement(state.variables, mesh=self.mesh, config=self.config)
         check_batch(batch, mesh=self.mesh, axes=placement.axes, num_microbatches=self.config.num_microbatches)
         key = jax.random.fold_in(state.key, state.step)
-        needed, _ = used_by_optimizer(self.tx, state)
+        needed, _ = used_by_optimizer(self.tx, state, placement.precision)
         step_loss = StepLoss(LossProgram(self.loss_fn), placement, self.config)
         variables, batch = step_loss.cast(state.variables, batch, key)
         of_batch = loss_and_grads(
             step_loss, variables, batch, key, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors
         )
-        grads = fill_zeros(self.unscale(of_batch.grads, state.masters, placement, state.loss_scale), state.masters)
+        masters = placement.precision.for_optimizer(state.masters)
+        grads = fill_zeros(self.unscale(of_batch.grads, masters, placement, state.loss_scale), masters)
         replicated_sharding = NamedSharding(self.mesh, PartitionSpec())
         tree = jax.tree.structure(state.masters)
         leaves = tree.flatten_up_to(grads)

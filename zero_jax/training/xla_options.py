@@ -96,6 +96,9 @@ _SPARSE_CORE = (
     _option("xla_jf_spmd_threshold_for_windowed_einsum_mib", 1_000_000,
             "products with a gather or a scatter are not cut into windows, whose permutes keep the TensorCore waiting"),
 )  # fmt: skip
+# Two devices a chip: a gather and a reduce-scatter over a whole slice are native, each as one operation, with this.
+_NATIVE_GATHERS = _option("xla_tpu_prefer_async_allgather_to_allreduce", True,
+                          "a gather over a whole slice is no all-reduce, which sends twice as much")  # fmt: skip
 _COMBINED_GPU_BYTES = 2**30
 _GPU = (
     _option("xla_gpu_enable_latency_hiding_scheduler", True,
@@ -125,6 +128,7 @@ _GPU_HOST = (
 _OVERLAP: Mapping[str, tuple[CompilerOption, ...]] = {
     "v5p": _SPARSE_CORE,
     "v6e": _SPARSE_CORE,
+    "tpu7x": (*_SPARSE_CORE, _NATIVE_GATHERS),
 }
 # The same, beside those, where new params are gathered after the update: at stages 1 and 2. Stage 3, whose gathers are
 # within the layers, is slower with it (docs/overlap.md).
@@ -133,7 +137,7 @@ _QUEUING = _option("xla_tpu_enable_sparse_core_offload_queuing_in_lhs", True,
 _OVERLAP_AFTER_UPDATE: Mapping[str, tuple[CompilerOption, ...]] = {"v5p": (_QUEUING,), "v6e": (_QUEUING,)}
 # On-chip memory that one kernel may take, by the name of the hardware. By default large products get less, read their
 # operands more often, and reach 61% (v6e) to 84% (v5p) of the peak (docs/overlap.md).
-_KERNEL_MEMORY_KIB: Mapping[str, int] = {"v5p": 49_152, "v6e": 98_304}
+_KERNEL_MEMORY_KIB: Mapping[str, int] = {"v5p": 49_152, "v6e": 98_304, "tpu7x": 65_536}
 # The options of `ZeroConfig.combine_bytes` by platform. XLA:TPU combines all-reduces (libtpu: cross-replica sums). It
 # combines reduce-scatters of one layer whatever the options are, all-gathers never. XLA:CPU combines nothing.
 _COMBINE_GPU = tuple(

@@ -28,8 +28,9 @@ class ZeroConfig:
 
     Attributes:
       stage: 0 replicates, 1 shards master params and optimizer state, 2 also gradients, 3 also params.
-      precision: `fp32` (every leaf as `init_fn` made it), `bf16`, `fp16` (with loss scaling), or a `Precision`. `auto`
-        is `fp32` in a loop of your own; the trainer takes `bf16`, or what the run began with that it resumes.
+      precision: `fp32` (every leaf as `init_fn` made it), `bf16`, `fp16` (with loss scaling), `bf16-stochastic` (params
+        are bfloat16 alone), or a `Precision`. `auto` is `fp32` in a loop of your own; the trainer takes `bf16`, or what
+        the run began with that it resumes.
       keep_batch_dtype: regular expressions of full leaf paths of the batch. Floating leaves that the model reads, and
         that match none, are cast to the compute dtype before the loss function, if the precision has one. Leaves that
         only the loss reads (targets, masks, weights) are not cast, nor are integers and booleans. List times and
@@ -87,7 +88,7 @@ class ZeroConfig:
     """
 
     stage: int = 3
-    precision: str | Precision = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] | Precision = "auto"
     keep_batch_dtype: Sequence[str] = ()
     num_microbatches: int = 1
     clip_norm: float | Literal["auto"] | None = "auto"
@@ -97,8 +98,8 @@ class ZeroConfig:
     attention: Literal["own", "fused"] = "own"
     combine_bytes: int | None = None
     quantize: Quantize | None = None
-    quantize_gathers: str | None = None
-    quantize_grads: str | None = None
+    quantize_gathers: Literal["int8", "fp8"] | None = None
+    quantize_grads: Literal["int8", "int4"] | None = None
     quantize_block_size: int | None = None
     quantize_grads_over: str | None = None
     quantize_error_feedback: bool | None = None
@@ -106,7 +107,7 @@ class ZeroConfig:
     compiler_options: Mapping[str, str | float | bool | None] | None = None
     keep_gathered: bool = False
     secondary: bool | Sequence[str] = False
-    offload: str | Offload | None = None
+    offload: Literal["optimizer", "state", "all", "model_state"] | Offload | None = None
     offload_fraction: float | None = None
     offload_paths: str | None = None
     offload_window_bytes: int | None = None

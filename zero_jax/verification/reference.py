@@ -26,6 +26,8 @@ from zero_jax.training import (
     init_state,
     merge,
     normalize_loss,
+    round_tree,
+    rounding_key,
     trainable,
     used_by_optimizer,
 )
@@ -96,10 +98,10 @@ class Reference:
         batch = cast_batch(loss_fn, jax.eval_shape(variables_of, free), batch, key, config=self.config)
         function = lambda free: loss_fn(variables_of(free), batch, key)  # noqa: E731
         (loss, (_, new_model_state)), grads = jax.value_and_grad(function, has_aux=True)(free)
-        needed, _ = used_by_optimizer(self.tx, state)
+        needed, _ = used_by_optimizer(self.tx, state, precision)
         leaves, tree = jax.tree.flatten(grads)
         grads = tree.unflatten([g if flag else jnp.zeros_like(g) for g, flag in zip(leaves, needed, strict=True)])
-        return loss, grads, new_model_state
+        return loss, precision.for_optimizer(grads), new_model_state
 
     def update(self, state: TrainState, grads: PyTree, loss: jax.Array, batch: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the new params and optimizer state."""
@@ -112,12 +114,16 @@ class Reference:
             loss, grads, _ = self.loss_and_grads(moved, batch)
             return loss, grads
 
-        params = trainable(state.masters)
+        precision, stored = resolve_precision(self.config.precision), trainable(state.masters)
+        params = precision.for_optimizer(stored)
         updates, opt_state = call_update(
             self.tx, clipped, state.opt_state, params, value=loss, full_grads=grads,
             loss_fn=lambda params: at(params)[0], grad_fn=lambda params: at(params)[1],
         )  # fmt: skip
-        return merge(state.masters, optax.apply_updates(params, updates)), opt_state
+        new = optax.apply_updates(params, updates)
+        if precision.rounds_stochastically:
+            new = round_tree(new, stored, rounding_key(jax.random.fold_in(state.key, state.step)))
+        return merge(state.masters, new), opt_state
 
     @staticmethod
     def _with_masters(state: TrainState, masters: PyTree) -> TrainState:

@@ -131,7 +131,7 @@ def estimate(
     leaves = placement_leaves(placement.params)
     masters = jax.tree.leaves(state.masters)
     floats = [leaf for leaf, x in zip(leaves, masters, strict=True) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    needed, same = used_by_optimizer(tx, state)
+    needed, same = used_by_optimizer(tx, state, placement.precision)
     for leaf, is_needed, is_same in zip(floats, needed, same, strict=True):
         traffic = _LeafTraffic(leaf, placement, config)
         num_params += traffic.num_elements

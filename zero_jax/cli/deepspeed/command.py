@@ -21,7 +21,9 @@ def from_deepspeed(options: argparse.Namespace) -> int:
         raise ValueError(f"--out {out} exists: give another name" + (", or --force" if out.is_file() else ""))
     if out is not None and not out.parent.is_dir():
         raise ValueError(f"--out {out}: there is no such folder, make it first")
-    translation = translate(read_json(options.path), devices=options.devices)
+    translation = translate(
+        read_json(options.path), devices=options.devices, per_device_batch_size=options.per_device_batch_size
+    )
     has_unknown = bool(translation.of("unknown"))
     if out is not None and not has_unknown:
         write_file(out, translation.sections, title=_title(options.path, translation))
@@ -33,7 +35,7 @@ def from_deepspeed(options: argparse.Namespace) -> int:
         print(printable_lines("\n".join([text, *(f"# {line}" for line in str(translation).splitlines())])))
     else:
         print(printable_lines(translation))
-        print(f"\nwrote {out}: zero-jax train --config {out}" if written else f"\nunknown keys: {out} is not written")
+        print(f"\nwrote {out}: {translation.command(out)}" if written else f"\nunknown keys: {out} is not written")
     return 1 if has_unknown else 0
 
 

@@ -139,8 +139,16 @@ _FP16 = _section(
 )
 _BF16 = _section(
     ("bool", "enabled", rules.precision),
-    ("bool", "bf16_master_weights_and_grads", differs("master params are float32 here", False)),
-    ("bool", "bf16_optimizer_states", differs("the optimizer's state is float32 here", False)),
+    (
+        "bool",
+        "bf16_master_weights_and_grads",
+        differs("master params are float32 here; zero.precision = 'bf16-stochastic' keeps bfloat16 ones", False),
+    ),
+    (
+        "bool",
+        "bf16_optimizer_states",
+        differs("the optimizer's state is float32 here; optimizer.mu_dtype and nu_dtype keep it in bfloat16", False),
+    ),
     ("bool", "immediate_grad_update auto_cast", "XLA schedules the gradients"),
     ("bool", "check_grad_overflow", "steps with non-finite gradients are skipped (zero.skip_nonfinite)"),
 )

@@ -261,12 +261,9 @@ def _warmup_steps(values: DeepSpeedValues, key: str) -> KeyRow:
     steps = values.get(key, 1000)
     if not isinstance(steps, int) or steps < 0:
         raise ValueError(f"{key} = {shown(steps)}: give a number of steps")
-    if not _is_linear(values, key):
-        note = "DeepSpeed rises along a logarithm unless warmup_type is 'linear', zero_jax along a line: set {}"
-        return values.row(key, "not translated", note.format("optimizer.warmup_steps"))
-    if any(values.get(SCHEDULE + name) not in (None, 0) for name in ("warmup_min_lr", "warmup_min_ratio")):
-        return values.row(key, "not translated", f"{_FROM_ZERO}: set optimizer.warmup_steps")
     note = "it rises along a line, 2 steps earlier than DeepSpeed's"
+    if not _is_linear(values, key):
+        note = "it rises along a line from 0, and DeepSpeed's along a logarithm unless warmup_type is 'linear'"
     return values.row(key, "translated", note, {"optimizer.warmup_steps": max(2, steps)})
 
 

@@ -60,12 +60,15 @@ def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number")
 
 
-def translate(config: Mapping[str, Any], *, devices: int | None = None) -> Translation:
+def translate(
+    config: Mapping[str, Any], *, devices: int | None = None, per_device_batch_size: int | None = None
+) -> Translation:
     """Translates a DeepSpeed config by the table of its keys.
 
     Args:
       config: the config, as in its JSON file.
       devices: number of devices that it is for; without it, what depends on that is left to the reader.
+      per_device_batch_size: the Hugging Face Trainer's per_device_train_batch_size, for batch sizes that are "auto".
 
     Raises:
       ValueError: a value of the wrong kind, or values that contradict each other.
@@ -74,7 +77,9 @@ def translate(config: Mapping[str, Any], *, devices: int | None = None) -> Trans
         raise ValueError(f"devices={devices}: give at least 1")
     entries = {key: _checked(key, value, KEYS[key].kind) if key in KEYS else value for key, value in _entries(config)}
     values = DeepSpeedValues(
-        by_key={key: value for key, value in entries.items() if value is not None}, devices=devices
+        by_key={key: value for key, value in entries.items() if value is not None},
+        devices=devices,
+        per_device_batch_size=per_device_batch_size,
     )
     rules = {key: KEYS[key].rule for key in values.by_key if key in KEYS}
     rules |= {key: rule for key, rule in ABSENT.items() if key not in values}

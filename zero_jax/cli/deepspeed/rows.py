@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from zero_jax.core.text_tables import aligned, printable
+from zero_jax.trainer import TrainConfig
 
 # A block is an object whose keys DeepSpeed checks itself.
 Kind = Literal["bool", "int", "number", "text", "list", "block", "any"]
@@ -22,6 +23,7 @@ TITLES: Mapping[Status, str] = {
     "unknown": "UNKNOWN keys: correct or remove them",
 }
 _SHOWN = 40
+_DEFAULT_STEPS = TrainConfig.steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,10 +70,12 @@ class DeepSpeedValues:
     Attributes:
       by_key: the values.
       devices: the number of devices that they are for, or None.
+      per_device_batch_size: the Hugging Face Trainer's per_device_train_batch_size, or None.
     """
 
     by_key: Mapping[str, Any]
     devices: int | None
+    per_device_batch_size: int | None = None
 
     def __contains__(self, key: str) -> bool:
         return key in self.by_key
@@ -138,6 +142,13 @@ class Translation:
                 section, _, field = name.partition(".")
                 sections.setdefault(section, {})[field] = value
         return sections
+
+    def command(self, path: object) -> str:
+        """Returns the command that trains by the config file, with as many steps as a warm-up needs."""
+        sections = self.sections
+        warmup, steps = sections.get("optimizer", {}).get("warmup_steps", 0), sections.get("run", {}).get("steps")
+        more = f" --steps {10 * warmup}" if steps is None and 4 * warmup > _DEFAULT_STEPS else ""
+        return f"zero-jax train --config {path} --data TEXT{more}"
 
     @property
     def undecided(self) -> list[str]:

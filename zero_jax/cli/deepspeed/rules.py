@@ -216,14 +216,19 @@ def batch(setting: str) -> Rule:
 
     def rule(values: DeepSpeedValues, key: str) -> KeyRow | None:
         value = _inferred_batch(values)[key]
-        if values.is_auto(key):
-            return values.auto(key, setting)
+        if values.is_auto(key) and value is None:
+            needed = "" if key == _NUM else ", or give --devices and --per-device-batch-size"
+            return values.auto(key, f"{setting}{needed}")
         if value is None:
             if any(map(values.is_auto, _BATCH)) or not any(name in values for name in _BATCH):
                 return None
             needed = f"DeepSpeed infers it by {_SIZE} = {_MICRO_SIZE} x {_NUM} x devices: give --devices, or set"
             return values.row(key, "not translated", f"{needed} {setting}")
         notes = [] if key in values else ["as DeepSpeed infers it"]
+        if values.is_auto(key):
+            notes = [
+                "as the Hugging Face Trainer computes it, gradient_accumulation_steps of 1 where that is auto, too"
+            ]
         if key == _NUM and value > 1:
             notes += ["microbatches are weighted by their tokens here, and equally there: the same in packed rows"]
         return values.row(key, "translated", "; ".join(notes), {setting: value})
@@ -246,8 +251,13 @@ def _inferred_batch(values: DeepSpeedValues) -> dict[str, int | None]:
             raise ValueError(f"{key} = {values.get(key)}: give at least 1")
     devices = values.devices
     parts = None if devices is None else _divided(devices, _model_size(values), _TENSOR_PARALLEL)
-    if any(map(values.is_auto, _BATCH)) or not any(key in values for key in _BATCH):
+    if not any(key in values for key in _BATCH):
         return {_SIZE: size, _NUM: num}
+    if any(map(values.is_auto, _BATCH)):  # the Trainer fills in its own arguments, then DeepSpeed infers the rest
+        micro_size = values.per_device_batch_size if micro_size is None else micro_size
+        if micro_size is None or parts is None:
+            return {_SIZE: size, _NUM: num}
+        num = 1 if num is None and (values.is_auto(_NUM) or size is None) else num
     label = f"{_SIZE} = {size}, {_MICRO_SIZE} = {micro_size}, {_NUM} = {num}"
     if num is None and size is not None and micro_size is not None:
         num = None if parts is None else _divided(size, micro_size * parts, label)

@@ -78,8 +78,8 @@ def preset_config(options: argparse.Namespace) -> ModelConfig:
     return dataclasses.replace(preset, **changes)
 
 
-def preset_model(options: argparse.Namespace) -> Model:
-    """Returns the model to train."""
+def preset_model(options: argparse.Namespace, *, has_checkpoint: bool = False) -> Model:
+    """Returns the model to train, or one whose params a checkpoint has: those of the hub's folder are not read."""
     config = preset_config(options)
     return Model(
         name=model_name(options),
@@ -90,7 +90,9 @@ def preset_model(options: argparse.Namespace) -> Model:
         loss_fn=loss_function(config, _activations(options)),
         generate_fn=generate_function(config),
         param_specs=model_specs(config, getattr(options, "TrainConfig.model_axis", 1)),
-        load_fn=None if options.from_hf is None else open_hf(options.from_hf, seq_len=config.seq_len).load,
+        load_fn=None
+        if options.from_hf is None or has_checkpoint
+        else open_hf(options.from_hf, seq_len=config.seq_len).load,
     )
 
 

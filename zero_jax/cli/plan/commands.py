@@ -99,16 +99,23 @@ def run_plan(options: argparse.Namespace) -> int:
         _show(options, str(plans), plans.to_json())
         return 0 if plans.plans[plans.best].fits else 1
     report = request.compile(request.zero)
+    text, record = report.text(options.tokens), report.to_json() | _training(report, options.tokens)
     if not options.verify:
-        _show(options, str(report), report.to_json())
+        _show(options, text, record)
         is_right = True
     else:
         verified = request.verify(request.zero)
-        _show(options, f"{report}\n\n{verified}", {**report.to_json(), "verification": verified.to_json()})
+        _show(options, f"{text}\n\n{verified}", {**record, "verification": verified.to_json()})
         is_right = verified.ok
     if options.write_config:
         _write_config(options, request, report)
     return 0 if report.fits and is_right else 1
+
+
+def _training(report: PlanReport | None, tokens: float | None) -> dict[str, Any]:
+    """Returns the estimated days and device-hours of `--tokens`, for JSON."""
+    is_known = tokens is not None and report is not None and report.time is not None
+    return {"training": report.time.training(tokens, report.num_devices)} if is_known else {}  # type: ignore[union-attr]
 
 
 def _auto(options: argparse.Namespace, request: Request) -> int:
@@ -139,12 +146,12 @@ def _auto(options: argparse.Namespace, request: Request) -> int:
         host_memory_bytes=options.host_memory_bytes,
         **vars(request.compiling),
     )
-    _show(options, str(result), result.to_json())
+    _show(options, result.text(options.tokens), result.to_json() | _training(result.best, options.tokens))
     if options.write_config and result.best:
         _write_config(options, request, result.best, chosen=result.config)
     elif options.write_config:
         log_line(f"nothing fits: {options.write_config} was not written")
-    return 0 if result.ranking.best else 1
+    return 130 if result.ranking.was_stopped else 0 if result.ranking.best else 1
 
 
 def _model_sizes(request: Request) -> tuple[tuple[int, ...] | None, Any]:

@@ -6,15 +6,16 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.agreement import agree_on, from_all_processes
 from zero_jax.core.files.untrusted import text, whole_number
@@ -25,6 +26,9 @@ from zero_jax.trainer.inputs.sources import BatchesEnded, Source, find_source
 from zero_jax.trainer.reporting.metrics import scalar_figures, unshown_leaves
 from zero_jax.training import MeshLoss, ZeroConfig, check_batch, normalize_loss, place_batch
 from zero_jax.transforms import PartWeight
+
+# What each process gives: its part of the global batch (None), a part that may be equal to others, or all of it.
+ProcessBatches = Literal["equal", "whole"] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,6 +77,7 @@ class OwnInput:
     validation: Iterable[PyTree] | None
     fingerprints: tuple[str, ...]  # a hash of the first batch of each process
     notes: tuple[str, ...] = ()  # leaves of the aux that are not shown
+    is_whole: bool = False  # whether each process gives the global batch
     buffers: BatchBuffers = dataclasses.field(default_factory=BatchBuffers)
 
     num_tokens = None
@@ -165,7 +170,7 @@ class OwnInput:
     def place(self, batch: PyTree) -> PyTree:
         """Shards a batch over the devices; arrays of the host are copied into buffers that are reused."""
         has_own_arrays = any(isinstance(x, jax.Array) for x in jax.tree.leaves(batch))
-        placed = place_batch(batch, mesh=self.mesh)
+        placed = place_batch(batch, mesh=self.mesh, is_whole=self.is_whole)
         # Arrays on devices may be given again; the buffers would delete them.
         return placed if has_own_arrays else self.buffers.fill(placed)
 
@@ -224,16 +229,21 @@ class _FirstBatches(Iterable[PyTree]):
         return itertools.islice(iter(self.again()), self.size)
 
 
-def own_input(model: OwnModel, *, mesh: Mesh, zero: ZeroConfig, eval_batches: int) -> OwnInput:
+def own_input(
+    model: OwnModel, *, mesh: Mesh, zero: ZeroConfig, eval_batches: int, process_batches: ProcessBatches = None
+) -> OwnInput:
     """Checks a model of the user's own with its first batch, and returns its data.
 
     Raises:
       ValueError: `batches` of an unknown kind, a batch that does not divide over devices and microbatches, a loss that
-        is not a scalar, or functions with other parameters.
+        is not a scalar, functions with other parameters, or processes that give the same batch, or another one, against
+        `process_batches`.
     """
+    is_whole = process_batches == "whole"
     source = find_source("batches", model.batches)
     first = source.first()
-    shapes = _placed_shapes("the first batch", first, mesh, zero.num_microbatches)
+    shapes = _placed_shapes("the first batch", first, mesh, zero.num_microbatches, is_whole=is_whole)
+    fingerprints = _compared(first, mesh, process_batches)
     for index, batch in enumerate(source.in_memory):
         _check_sizes(batch, leading_dims(first), index + 1)
     variables = jax.eval_shape(model.init_fn, key_shape())
@@ -242,7 +252,7 @@ def own_input(model: OwnModel, *, mesh: Mesh, zero: ZeroConfig, eval_batches: in
     validation, eval_aux = None, {}
     if model.validation is not None:
         validation, first_validation = _validation(model.validation, eval_batches)
-        placed = _placed_shapes("the first batch of the validation", first_validation, mesh, 1)
+        placed = _placed_shapes("the first batch of the validation", first_validation, mesh, 1, is_whole=is_whole)
         eval_aux = _aux_shapes(model.eval_fn or model.loss_fn, variables, placed, mesh)
         if weight is not None and weight not in leaf_names(eval_aux):
             raise ValueError(
@@ -260,7 +270,8 @@ def own_input(model: OwnModel, *, mesh: Mesh, zero: ZeroConfig, eval_batches: in
         batch_size=_num_examples(shapes),
         local_sizes=leading_dims(first),
         validation=validation,
-        fingerprints=tuple(from_all_processes(_fingerprint(first))),
+        fingerprints=fingerprints,
+        is_whole=is_whole,
         notes=tuple(dict.fromkeys(unshown_leaves(aux) + unshown_leaves(eval_aux))),
     )
 
@@ -278,13 +289,44 @@ def _validation(batches: Any, eval_batches: int) -> tuple[Iterable[PyTree], PyTr
     return _FirstBatches(again, eval_batches), first
 
 
-def _placed_shapes(label: str, batch: PyTree, mesh: Mesh, num_microbatches: int) -> PyTree:
+def _compared(first: PyTree, mesh: Mesh, process_batches: ProcessBatches) -> tuple[str, ...]:
+    """Returns a hash of the first batch of each process.
+
+    Raises:
+      ValueError: parts of the batch that are the same, or global batches that are not.
+    """
+    sharding = NamedSharding(mesh, PartitionSpec(axes_of(mesh).batch))
+    places = sharding.addressable_devices_indices_map((mesh.size,)).values()
+    is_placed = any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in jax.tree.leaves(first))
+    part = "placed" if is_placed else str(sorted({index[0].start or 0 for index in places if index}))
+    texts = from_all_processes(json.dumps([_fingerprint(first), part]))
+    fingerprints, parts = zip(*map(json.loads, texts), strict=True)
+    if process_batches == "whole" and len(set(fingerprints)) > 1:
+        raise ValueError(
+            "process_batches='whole', and the first batches of the processes differ: give the same global batch in all "
+            "of them (no random numbers of their own, no jax.process_index()), or leave process_batches out"
+        )
+    by_batch: dict[str, dict[str, int]] = {}
+    for process, (fingerprint, part) in enumerate(zip(fingerprints, parts, strict=True)):
+        by_batch.setdefault(fingerprint, {}).setdefault(part, process)
+    same = next((list(found.values()) for found in by_batch.values() if len(found) > 1), [])
+    if same and process_batches is None:
+        raise ValueError(
+            f"the first batches of processes {same[0]} and {same[1]} are equal, and each is to give its own part of "
+            "the global batch: each example would be trained on several times. If each gives the global batch, say so "
+            "by process_batches='whole' (--process-batches whole), and each uses its part of it; else let the batches "
+            "depend on jax.process_index(), or allow it by process_batches='equal'"
+        )
+    return tuple(fingerprints)
+
+
+def _placed_shapes(label: str, batch: PyTree, mesh: Mesh, num_microbatches: int, *, is_whole: bool) -> PyTree:
     """Returns the global shapes of a batch; raises `ValueError` if it does not divide."""
     if not jax.tree.leaves(batch):
         raise ValueError(f"{label} has no arrays: give a pytree of arrays [examples, ...]")
     check_arrays(label, batch, remedy="give a pytree of arrays [examples, ...]")
     try:
-        placed = place_batch(batch, mesh=mesh)
+        placed = place_batch(batch, mesh=mesh, is_whole=is_whole)
         check_batch(placed, mesh=mesh, axes=axes_of(mesh), num_microbatches=num_microbatches)
     except ValueError as error:
         raise ValueError(f"{label}: {error}") from error

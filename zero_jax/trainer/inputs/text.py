@@ -122,9 +122,15 @@ _total = jax.jit(jnp.sum)
 
 
 def open_dataset(
-    config: DataConfig, *, seq_len: int, vocab_size: int, model_name: str, log: Callable[[str], None]
+    config: DataConfig,
+    *,
+    seq_len: int,
+    vocab_size: int,
+    model_name: str,
+    held_out: bool = False,
+    log: Callable[[str], None],
 ) -> Dataset:
-    """Loads the data set of a run, the same in all processes.
+    """Loads the data set of a run, the same in all processes; with `held_out`, all of it for validation.
 
     Raises:
       ValueError: no such data or too little of it, other text in another process, or more tokens than the model has
@@ -133,7 +139,7 @@ def open_dataset(
     with extra("train"):
         import grain  # noqa: F401 - needed by the first batch, missed before anything is made
 
-    dataset = load_dataset(config, seq_len=seq_len, log=log)
+    dataset = load_dataset(config, seq_len=seq_len, held_out=held_out, log=log)
     if from_first_process(dataset.fingerprint) != dataset.fingerprint:
         raise ValueError(
             f"process {jax.process_index()} reads other text than process 0 ({dataset}): give all hosts the same "
@@ -175,12 +181,12 @@ class Sampler:
             why = (str(error).splitlines() or [type(error).__name__])[0]
             raise ValueError(f"no sample can be made: {why}. sample_tokens=0 makes none") from error
 
-    def on(self, mesh: Mesh) -> Callable[[Any], str]:
-        """Returns a function from params on a mesh to generated text."""
+    def on(self, mesh: Mesh) -> Callable[..., str]:
+        """Returns a function from params on a mesh to generated text; a keyword `seed` is instead of the sampler's."""
         generate = jax.jit(self._tokens, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
-        def sample(params: Any) -> str:
-            tokens = np.asarray(generate(params, jax.random.key(self.seed)))
+        def sample(params: Any, *, seed: int = self.seed) -> str:
+            tokens = np.asarray(generate(params, jax.random.key(seed)))
             return self.tokenizer.decode(tokens[tokens < self.tokenizer.vocab_size])
 
         return sample

@@ -81,7 +81,7 @@ def make_speedometer(
     """Counts the operations of a step on batches of these shapes."""
     step_loss = StepLoss.of(loss_fn, state.variables, mesh=mesh, config=config)
     loss = step_loss.program.trace(*step_loss.shapes(state.variables, batch)).closed
-    trained = trained_params(tx, state)
+    trained = trained_params(tx, state, step_loss.placement.precision)
     hardware = hardware_of(mesh.devices.flat[0])
     return Speedometer(
         batch_size=batch_size,

@@ -13,7 +13,7 @@ JAX 0.10).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,9 +27,10 @@ from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate
 from zero_jax.program.passes import Dependence
 from zero_jax.sharding.device_order import GPUS
+from zero_jax.sharding.spec import dims_of
 from zero_jax.training.optimizer.rows import ChunkedRows, Rows
 
-_CHUNKED = ELEMENTWISE | {"sharding_constraint"}
+_CHUNKED = ELEMENTWISE | {"bitcast_convert_type", "sharding_constraint"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,23 +105,32 @@ class Loop:
         chunked = jaxpr.replace(constvars=[], invars=inputs, eqns=needed_eqns[::-1])
         return cls(shape=shape, jaxpr=chunked, before=before, whole=whole)
 
-    def evaluate(self, values: dict[Any, Any], shape: tuple[int, ...]) -> list[Any]:
-        """Returns the results for a chunk of a shape, from the values of the inputs there."""
+    def evaluate(
+        self, values: dict[Any, Any], shape: tuple[int, ...], index: Callable[[int, tuple[int, ...]], Any]
+    ) -> list[Any]:
+        """Returns the results for a chunk of a shape, from the values of the inputs there.
+
+        `index(dim, shape)` returns the index of its elements along a dim of the arrays.
+        """
 
         def equation(eqn: Any, operands: list[Any]) -> list[Any]:
             if eqn.primitive.name == "broadcast_in_dim":
                 return [jnp.broadcast_to(operands[0], shape)]
+            if eqn.primitive.name == "iota":
+                return [index(eqn.params["dimension"], shape).astype(eqn.outvars[0].aval.dtype)]
             return operands if eqn.primitive.name == "sharding_constraint" else jaxprs.bind(eqn, operands)
 
         return evaluate(self.jaxpr, (), [values[var] for var in self.jaxpr.invars], equation)
 
 
 def _is_chunked(eqn: Any, shape: tuple[int, ...]) -> bool:
-    """Tells whether each element of an equation's result needs only that element of its operands."""
-    if len(eqn.outvars) != 1 or eqn.outvars[0].aval.shape != shape:
+    """Tells whether each element of an equation's results needs only that element of its operands, or its index."""
+    if not eqn.outvars or any(var.aval.shape != shape for var in eqn.outvars):
         return False
-    return eqn.primitive.name in _CHUNKED or (
-        eqn.primitive.name == "broadcast_in_dim" and eqn.invars[0].aval.shape == () and len(eqn.invars) == 1
+    return (
+        eqn.primitive.name in _CHUNKED
+        or (eqn.primitive.name == "iota" and not eqn.invars)
+        or (eqn.primitive.name == "broadcast_in_dim" and eqn.invars[0].aval.shape == () and len(eqn.invars) == 1)
     )
 
 
@@ -155,14 +165,22 @@ def run_chunks(
     device = sharding.mesh.devices.flat[0]  # pyright: ignore[reportOptionalMemberAccess]
     names = list(dict.fromkeys([*replaced, *on_host, *loop.jaxpr.invars]))
     on_gpus = device.platform in GPUS
+    dims = dims_of(sharding.spec, len(loop.shape))
 
     def run_shard(start: Any, *shard_arrays: Any) -> tuple[list[Any], Any]:
         state = dict(zip(names, shard_arrays, strict=True))
         shape = state[on_host[0]].shape
         rows = Rows.of(shape, [default_layout(device, shape, var.aval.dtype) for var in on_host])
         state = {var: rows.view(x) if jnp.ndim(x) else x for var, x in state.items()}
+
+        def index(dim: int, start: Any, chunk: tuple[int, ...]) -> Any:
+            before = lax.axis_index(dims[dim]) * shape[dim] if dims[dim] else 0
+            return rows.index(dim, start, chunk) + jnp.asarray(before, jnp.uint32)
+
         for piece in rows.pieces([var.aval.dtype.itemsize for var in on_host], window_bytes):
-            pipeline = _Pipeline(rows=piece, loop=loop, on_host=on_host, replaced=replaced, on_gpus=on_gpus)
+            pipeline = _Pipeline(
+                rows=piece, loop=loop, index=index, on_host=on_host, replaced=replaced, on_gpus=on_gpus
+            )
             state, start = pipeline.run(state, start)
         return [rows.unview(state[var]) for var in replaced], start
 
@@ -193,6 +211,7 @@ class _Pipeline:
     Attributes:
       rows: the chunks.
       loop: what is computed of them.
+      index: of a dim, a row and the shape of a chunk that begins there: the index of its elements along that dim.
       on_host: the variables of the arrays in host memory.
       replaced: from the variables of arrays that are replaced to those of what replaces them.
       on_gpus: whether the devices are GPUs.
@@ -200,6 +219,7 @@ class _Pipeline:
 
     rows: ChunkedRows
     loop: Loop
+    index: Callable[[int, Any, tuple[int, ...]], Any]
     on_host: list[Any]
     replaced: dict[Any, Any]
     on_gpus: bool
@@ -227,7 +247,8 @@ class _Pipeline:
         for var in self.loop.jaxpr.invars:
             if var not in values:
                 values[var] = state[var] if not jnp.ndim(state[var]) else self.cut(state[var], i)
-        new = self.loop.evaluate(values, current[0].shape)
+        index = lambda dim, shape: self.index(dim, self.rows.offset(i), shape)  # noqa: E731
+        new = self.loop.evaluate(values, current[0].shape, index)
         following = self.after(new[0], following)
         unwritten, fetched = dict(zip(self.replaced, new, strict=True)), []
 

@@ -12,7 +12,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 # Rows of a tile of XLA:TPU's layouts.
 _TILE = 8
@@ -76,6 +78,14 @@ class Rows:
     def unview(self, rows: Any) -> Any:
         """Returns rows as the array."""
         return rows.reshape(self.physical).transpose(tuple(int(i) for i in np.argsort(self.order)))
+
+    def index(self, dim: int, start: Any, shape: tuple[int, ...]) -> Any:
+        """Returns for each element of the rows from `start` on its index along a dim of the array, `uint32[shape]`."""
+        at, num_merged = self.order.index(dim), len(self.physical) - len(self.shape) + 1
+        if at >= num_merged:
+            return lax.broadcasted_iota(jnp.uint32, shape, at - num_merged + 1)
+        row = lax.broadcasted_iota(jnp.uint32, shape, 0) + jnp.asarray(start, jnp.uint32)
+        return row // math.prod(self.physical[at + 1 : num_merged]) % self.physical[at]
 
     def pieces(self, itemsizes: Sequence[int], window_bytes: int) -> list[ChunkedRows]:
         """Cuts all rows into chunks of a number of bytes at most, or of a tile, of arrays of these itemsizes."""

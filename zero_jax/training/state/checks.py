@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from zero_jax.core.tree import PyTree, leaf_names
+from zero_jax.core.tree import PyTree, leaf_names, shapes_of
 from zero_jax.program.jaxprs import is_array, is_traced
 from zero_jax.training.optimizer.update import described, first_opt_state
 from zero_jax.training.state.placement import Placement, make_placement, new_grad_errors
@@ -142,7 +142,7 @@ def checked_placement(
             f"state.grad_errors does not match the error feedback of the config: it holds {odd}, and the step needs "
             f"{lacks}. Make the state with the mesh, config and optimizer that the step was made with"
         )
-    expected = first_opt_state(tx, trainable(state.masters))
+    expected = first_opt_state(tx, placement.precision.for_optimizer(shapes_of(trainable(state.masters))))
     of_leaves = lambda tree: (jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])  # noqa: E731
     if of_leaves(state.opt_state) == of_leaves(expected):
         return placement

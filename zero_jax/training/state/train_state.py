@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zero_jax.core.tree import PyTree
+from zero_jax.core.tree import PyTree, shapes_of
 from zero_jax.core.variables import joined, shown_sizes
-from zero_jax.sharding.precision import LossScale
+from zero_jax.sharding.precision import LossScale, Precision
 from zero_jax.training.optimizer.frozen import flags_of_all, needed_grads, unchanged
 from zero_jax.training.optimizer.update import trace_update
 
@@ -68,12 +68,16 @@ def merge(params: PyTree, updated: PyTree) -> PyTree:
     return jax.tree.map(lambda old, new: old if new is None else new, params, updated, is_leaf=lambda x: x is None)
 
 
-def used_by_optimizer(tx: optax.GradientTransformation | None, state: TrainState) -> tuple[list[bool], list[bool]]:
+def used_by_optimizer(
+    tx: optax.GradientTransformation | None, state: TrainState, precision: Precision
+) -> tuple[list[bool], list[bool]]:
     """Returns flags of the trainable params: whether the optimizer reads their gradients, and leaves them unchanged.
 
     Without an optimizer (None) all gradients count as read, and no param as unchanged.
     """
     params = trainable(state.masters)
+    if precision.rounds_stochastically:
+        params = precision.for_optimizer(shapes_of(params))
     if tx is None:
         num_params = len(jax.tree.leaves(params))
         return [True] * num_params, [False] * num_params
@@ -82,6 +86,6 @@ def used_by_optimizer(tx: optax.GradientTransformation | None, state: TrainState
     return needed, unchanged(traced, needed=needed)
 
 
-def trained_params(tx: optax.GradientTransformation, state: TrainState) -> list[bool]:
+def trained_params(tx: optax.GradientTransformation, state: TrainState, precision: Precision) -> list[bool]:
     """Returns a flag for each leaf of a state's params: whether a step computes its gradient."""
-    return flags_of_all(state.params, used_by_optimizer(tx, state)[0])
+    return flags_of_all(state.params, used_by_optimizer(tx, state, precision)[0])

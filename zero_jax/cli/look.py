@@ -1,0 +1,200 @@
+"""The commands `zero-jax sample` and `evaluate`: what a run, or a checkpoint of the hub, has learned."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from zero_jax.checkpoint import find_checkpoint, restore
+from zero_jax.cli.checkpoint import find_run_config, read_run_options
+from zero_jax.cli.models.adapters import LoraConfig, merged_params
+from zero_jax.cli.models.hub import hub_data
+from zero_jax.cli.models.options import preset_config, preset_model
+from zero_jax.cli.models.own import import_own_model, read_own_model
+from zero_jax.cli.options import field_values, log_line, one_line_errors
+from zero_jax.cli.run_config import choose_platform, read_config, read_part
+from zero_jax.core.field_checks import check_fields
+from zero_jax.core.files.untrusted import user_path
+from zero_jax.core.text_tables import printable_lines
+from zero_jax.core.tree import PyTree, key_shape
+from zero_jax.data import DataConfig, is_token_folder, load_tokenizer, token_folder_tokenizer
+from zero_jax.sharding.mesh import make_mesh
+from zero_jax.sharding.precision import resolve_precision
+from zero_jax.trainer import Model, OwnModel, Sampler, TrainConfig
+from zero_jax.trainer import evaluate as evaluate_params
+from zero_jax.training import ZeroConfig, make_placement
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """Options of `zero-jax sample`.
+
+    Attributes:
+      prompt: text that the samples go on from.
+      num_samples: samples to make.
+      num_tokens: tokens of a sample.
+      temperature: below 1 a sample sticks to likelier tokens, 0 always takes the likeliest.
+      top_k: a token is chosen among this many of the likeliest; None means among all.
+      seed: chooses the samples.
+      step: step of the checkpoint; none takes the newest.
+    """
+
+    prompt: str = "\n"
+    num_samples: int = 1
+    num_tokens: int = 128
+    temperature: float = 0.8
+    top_k: int | None = 40
+    seed: int = 0
+    step: int | None = None
+
+    def __post_init__(self) -> None:
+        lowest = {"num_samples": 1, "num_tokens": 1, "temperature": 0, "top_k": 1, "step": 0, "seed": 0}
+        check_fields(self, lowest=lowest)
+        if not self.prompt:
+            raise ValueError("prompt='': give text to go on from")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """Options of `zero-jax evaluate`.
+
+    Attributes:
+      batch_size: sequences that are computed at once, over all devices; none takes that of the run.
+      seq_len: tokens in a sequence; none takes the model's.
+      step: step of the checkpoint; none takes the newest.
+    """
+
+    batch_size: int | None = None
+    seq_len: int | None = None
+    step: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, lowest={"batch_size": 1, "seq_len": 1, "step": 0})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Source:
+    """The run, or the folder of the hub, that a path names; `what` names the checkpoint."""
+
+    run: argparse.Namespace
+    path: str
+    is_run: bool
+    step: int | None
+
+    def data(self, vocab_size: int, tokenizer: str | None) -> DataConfig:
+        """Returns the data of the run, with a tokenizer by name: another one, or its own."""
+        data = read_part("data", self.run)
+        data = data if tokenizer is None else dataclasses.replace(data, tokenizer=tokenizer)
+        if self.run.from_hf is not None:
+            return hub_data(data, self.run.from_hf, vocab_size=vocab_size)
+        if data.tokenizer != "auto":
+            return data
+        folder = user_path(data.data)
+        if data.data != "stdlib" and not folder.exists():
+            raise ValueError(f"the run's data {data.data} is gone, and its tokenizer with it: give --tokenizer FILE")
+        return dataclasses.replace(
+            data, tokenizer=token_folder_tokenizer(folder) if is_token_folder(folder) else "bytes"
+        )
+
+    def params(self, model: Model | OwnModel, mesh: Mesh, zero: ZeroConfig) -> PyTree:
+        """Returns the params on the mesh, adapters merged into them; with model state, `Variables`."""
+        if not self.is_run:
+            assert isinstance(model, Model) and model.load_fn is not None
+            return model.load_fn(mesh, zero)
+        if LoraConfig(**field_values(LoraConfig, self.run)).lora is not None:
+            merged = merged_params(self.path, step=self.step, dtype="float32", options=self.run)
+            shapes = jax.eval_shape(model.init_fn, key_shape())
+            shardings = make_placement(shapes, mesh=mesh, config=zero).param_shardings("master")
+            return jax.device_put(merged, shardings)
+        record, _ = find_checkpoint(self.path, self.step)
+        settings: dict[str, Any] = {"init_fn": model.init_fn, "tx": optax.identity(), "mesh": mesh, "config": zero}
+        restored = restore(record.path.parent, step=record.step, params_only=True, **settings)
+        log_line(f"params of step {restored.step} of {self.path}")
+        return restored.state.variables
+
+
+def _find(options: argparse.Namespace, *more: str) -> _Source:
+    """Finds a run by its config file, or a folder of the hub; `more` are options of `train` that replace its own."""
+    step, file = getattr(options, f"{options.config_name}.step"), find_run_config(options.path)
+    if file is not None:
+        run = read_run_options(file, options.known["train"], *more)
+        return _Source(run=run, path=options.path, is_run=True, step=step)
+    if not (user_path(options.path) / "config.json").is_file():
+        raise ValueError(
+            f"{options.path} is neither of a run (a folder with config.toml, its checkpoints, or one of them) nor a "
+            "checkpoint of the hub (a folder with config.json and *.safetensors): give one of these"
+        )
+    if step is not None:
+        raise ValueError(f"--step {step} is of a run, and {options.path} is a checkpoint of the hub: leave it out")
+    run = options.known["train"].parse_args(["--from-hf", options.path, *more])
+    return _Source(run=run, path=options.path, is_run=False, step=None)
+
+
+def _on_all_devices(config: TrainConfig) -> tuple[Mesh, ZeroConfig]:
+    """Returns a mesh of all devices, and the config to shard params over them."""
+    choose_platform(config.devices)
+    return make_mesh(), ZeroConfig(stage=3, precision=config.zero.precision)
+
+
+@one_line_errors
+def sample(options: argparse.Namespace) -> int:
+    """Runs `zero-jax sample`."""
+    config = SampleConfig(**field_values(SampleConfig, options))
+    source = _find(options)
+    if read_own_model(source.run) is not None:
+        raise ValueError(f"{options.path} is a run of a model of your own: samples are for the presets and the hub's")
+    shape, run = preset_config(source.run), read_config(source.run)
+    tokenizer = load_tokenizer(source.data(shape.vocab_size, options.tokenizer).tokenizer)
+    mesh, zero = _on_all_devices(run)
+    model = preset_model(source.run, has_checkpoint=source.is_run)
+    assert model.generate_fn is not None
+    sampler = Sampler(
+        generate_fn=model.generate_fn,
+        tokenizer=tokenizer,
+        compute=resolve_precision(zero.precision).compute,
+        prompt=config.prompt,
+        num_tokens=config.num_tokens,
+        temperature=config.temperature,
+        top_k=None if config.top_k is None else min(config.top_k, shape.vocab_size),
+        seed=config.seed,
+    )
+    sampler.check(model.init_fn)
+    make, params = sampler.on(mesh), source.params(model, mesh, zero)
+    texts = [make(getattr(params, "params", params), seed=config.seed + i) for i in range(config.num_samples)]
+    if options.json:
+        print(json.dumps({"prompt": config.prompt, "samples": texts}))
+    else:
+        print(printable_lines("\n\n".join(config.prompt + text for text in texts)))
+    return 0
+
+
+@one_line_errors
+def evaluate(options: argparse.Namespace) -> int:
+    """Runs `zero-jax evaluate`."""
+    chosen = EvaluateConfig(**field_values(EvaluateConfig, options))
+    changed = field_values(DataConfig, options)
+    source = _find(options, *(["--seq-len", str(chosen.seq_len)] if chosen.seq_len is not None else []))
+    config, own = read_config(source.run), read_own_model(source.run)
+    mesh, zero = _on_all_devices(config)
+    if own is not None:
+        if changed:
+            raise ValueError("--data and its like are of text: a model of your own is evaluated on its --validation")
+        model: Model | OwnModel = import_own_model(own, model_axis=1)
+    else:
+        model = preset_model(source.run, has_checkpoint=source.is_run)
+        data = dataclasses.replace(source.data(model.vocab_size, changed.get("tokenizer")), **changed)
+        size = chosen.batch_size or -(-config.batch_size // mesh.size) * mesh.size
+        config = dataclasses.replace(config, data=data, batch_size=size)
+    if not source.is_run and "data" not in changed:
+        raise ValueError(f"{options.path} is a checkpoint of the hub: give --data, what to evaluate it on")
+    settings: dict[str, Any] = {"config": dataclasses.replace(config, zero=zero), "mesh": mesh, "log": log_line}
+    params = source.params(model, mesh, zero)
+    result = evaluate_params(model, params, held_out="data" in changed, **settings)
+    print(json.dumps(dataclasses.asdict(result)) if options.json else printable_lines(result))
+    return 0

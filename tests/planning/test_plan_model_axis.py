@@ -74,10 +74,10 @@ def test_stages_of_a_pipeline_are_estimated(capsys):
     assert status == 0
     assert found["by_axes"].keys() <= {"data", "pipe", "data+pipe"}
     assert "activations over pipe" in found["not_counted"]
-    for option in ("--auto", "--verify"):
-        status, _, error = run("plan", capsys, *PIPE, option)
-        assert status == 2
-        assert "leave out --pipe 2" in error
+    for options in ([*SMALL, "--pipe", "2", "--auto"], [*PIPE, "--verify"]):
+        with pytest.raises(SystemExit):
+            run("plan", capsys, *options)
+        assert "leave out --pipe 2" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from zero_jax.transforms.low_rank.weight import Weight, as_stored
 from zero_jax.transforms.microbatch_weights import PartWeight, divided_by_nonzero, nonzero, weight_alone, with_weight
 from zero_jax.transforms.pipeline.loop import StagePlace
 from zero_jax.transforms.pipeline.report import PipelineReport
+from zero_jax.transforms.pipeline.rolled import rolled
 from zero_jax.transforms.pipeline.transform import PipelinedProgram, Stages, with_stages
 from zero_jax.transforms.remat.policies import Remat, resolve_remat
 from zero_jax.transforms.remat.report import RematReport

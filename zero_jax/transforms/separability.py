@@ -130,7 +130,7 @@ def separability(
     except Exception:  # not made for so many examples, or an error of the loss, which is raised here
         of_batch = traces.trace(size // k)
     trace = jaxprs.without_dead_code(of_batch.jaxpr)
-    names = set(_operations(trace))
+    names = set(operations(trace))
     places = bool(names & {"sharding_constraint", "shard_map"})
     convolves = parts.local and "conv_general_dilated" in names
     found, not_local = Separability(), ""
@@ -256,11 +256,11 @@ class _Traces:
         groups = [[trace.jaxpr for trace in traces]]
         whole, part, *single = groups[0]
         names = [[eqn.primitive.name for eqn in jaxprs.open_jaxpr(x)[0].eqns] for x in (whole, part)]
-        if names[0] != names[1] or any(_operations(x) != _operations(part) for x in single):
+        if names[0] != names[1] or any(operations(x) != operations(part) for x in single):
             groups = zip(*(trace.apart() for trace in traces), strict=True)
         found = []
         for whole, part, *single in groups:
-            if any(_operations(x) != _operations(part) for x in single):
+            if any(operations(x) != operations(part) for x in single):
                 why = unknown("loss_fn does something else on one example than on several")
                 found += [why] * len(jaxprs.open_jaxpr(whole)[0].outvars)
             else:
@@ -326,7 +326,7 @@ def _combination(x: Relation, weight: PartWeight | None, atom: Any, jaxpr: Any) 
     return Combination(why=" at ".join(filter(None, [why, *map(jaxprs.source_line, made)])))
 
 
-def _operations(jaxpr: Any) -> list[str]:
+def operations(jaxpr: Any) -> list[str]:
     """Returns the names of a jaxpr's operations in their order, inner ones too, but of those that change a shape."""
     return [eqn.primitive.name for eqn in equations(jaxpr, skip=SAME_ELEMENTS - CASTS)]
 

@@ -119,8 +119,6 @@ class Request:
         A preset is verified as a small model of its form, a model of the user's own as it is, on the batch that its
         function returns.
         """
-        if self.config.pipe > 1:
-            raise ValueError(f"--verify runs no pipeline: leave out --pipe {self.config.pipe}, or --verify")
         model, num_copies, num_model = (
             small_model(self.model),
             min(self.config.replica, 2),

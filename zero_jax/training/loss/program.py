@@ -40,6 +40,7 @@ from zero_jax.transforms import (
     gather_on_use,
     rematerialize,
     resolve_remat,
+    rolled,
     scatter_grads,
     summed_on_use,
     unsharded_windows,
@@ -94,6 +95,8 @@ class StepLoss:
     def recomputed(self, program: LossProgram) -> LossProgram:
         """Returns a program with its blocks in `jax.checkpoint`."""
         placement, specs = self.placement, self.placement.loss_shardings()
+        if placement.num_stages > 1:  # layers that will be stages are recomputed as those of a scan
+            program = program.then(rolled)
         return LossProgram.of(
             rematerialize(program, self.config.remat, mesh=placement.mesh, axes=placement.axes, specs=specs)
         )

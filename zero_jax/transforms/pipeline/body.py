@@ -30,25 +30,27 @@ class CannotCut(Exception):
     """Says why a loop over layers cannot be cut into stages."""
 
 
-def layer_of_microbatch(whole: Any, part: Any, axes: Axes) -> Any:
+def layer_of_microbatch(layer: Any, compared: tuple[Any, Any], axes: Axes) -> Any:
     """Returns the closed jaxpr of a layer of a microbatch, which takes the microbatch's number first.
 
     Args:
-      whole: the layer as traced on the batch.
-      part: the layer as traced on a microbatch.
+      layer: the layer as traced on a microbatch.
+      compared: the layer as traced on a batch, and on a part of it with the same operations as on a microbatch.
       axes: the roles of the mesh's axes.
 
     Raises:
       CannotCut: it has operations that cannot be a part of a stage.
     """
-    _check(part)
-    layer = _Layer({id(eqn) for eqn in _of_examples(whole, part)}, axes)
+    _check(layer)
+    own, (draws, run_draws) = {id(eqn) for eqn in _of_examples(*compared)}, map(_draws, (compared[1], layer))
+    assert len(draws) == len(run_draws)
+    walk = _Layer({id(eqn) for eqn, like in zip(run_draws, draws, strict=True) if id(like) in own}, axes)
 
     def run(number: jax.Array, *operands: Any) -> list[Any]:
-        layer.number = number
-        return layer.run(part, operands, None)
+        walk.number = number
+        return walk.run(layer, operands, None)
 
-    avals = [jax.ShapeDtypeStruct((), jnp.int32), *(var.aval for var in open_jaxpr(part)[0].invars)]
+    avals = [jax.ShapeDtypeStruct((), jnp.int32), *(var.aval for var in open_jaxpr(layer)[0].invars)]
     return trace_flat(run, avals)
 
 
@@ -68,10 +70,14 @@ def _check(layer: Any) -> None:
             )
 
 
+def _draws(layer: Any) -> list[Any]:
+    """Returns what draws random numbers by a key in a layer, in order."""
+    return [eqn for eqn in equations(layer) if eqn.primitive.name in _BY_KEY]
+
+
 def _of_examples(whole: Any, part: Any) -> Iterator[Any]:
     """Yields what draws random numbers of examples by a key that all of them have: its results differ in size."""
-    opened = open_jaxpr(whole)[0], open_jaxpr(part)[0]
-    for a, b in zip(opened[0].eqns, opened[1].eqns, strict=True):
+    for a, b in zip(open_jaxpr(whole)[0].eqns, open_jaxpr(part)[0].eqns, strict=True):
         name, shapes = b.primitive.name, [[var.aval.shape for var in eqn.outvars] for eqn in (a, b)]
         if name in _BY_KEY | _OTHERWISE and shapes[0] != shapes[1]:
             if a.invars[0].aval.shape != b.invars[0].aval.shape:

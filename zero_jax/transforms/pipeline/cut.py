@@ -8,7 +8,7 @@ not known is refused.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -21,6 +21,10 @@ from zero_jax.program.subcalls import equations, scan_of, subcall
 from zero_jax.sharding.mesh import Axes
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.pipeline.body import CannotCut, layer_of_microbatch
+from zero_jax.transforms.separability import operations
+
+# The name that the equation of a scan has which was a Python loop.
+ROLLED = "rolled_layers"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,30 +151,38 @@ def find_loops(
     jaxprs_of = [jaxprs.open_jaxpr(x)[0] for x in (whole, *parts)]
     kinds = ["param" if i < num_params else "value" for i in range(len(inputs))]
     facts, found = Facts(jaxprs_of[0], kinds), []
-    for index in _scans_over_params(facts):
+    for index in scans_over_params(facts):
         eqn = jaxprs_of[0].eqns[index]
         line, scan = jaxprs.source_line(eqn) or "a line that is not known", scan_of(eqn)
-        entry = FoundLoop(index=index, line=line, num_layers=scan.length)
+        is_rolled = ROLLED in jaxprs.name_stack(eqn)
+        entry = FoundLoop(index=index, line=line, num_layers=scan.length, is_rolled=is_rolled)
         try:
             others = [_same_scan(jaxpr, index, eqn) for jaxpr in jaxprs_of[1:]]
+            if len(parts) > 1 and operations(parts[0]) != operations(parts[2]):
+                raise CannotCut(
+                    "loss_fn does something else on a microbatch of one example than on several: give fewer "
+                    "microbatches, or a larger batch"
+                )
             pair = Pair(whole=eqn if len(parts) == 1 else others[1], part=others[-1] if len(parts) > 1 else others[0])
             roles = _roles(compared, pair, inputs, comparison)
             _check_scan(scan, cut.num_stages)
-            found.append(dataclasses.replace(entry, loop=_loop(eqn, others[0], roles, cut)))
+            found.append(dataclasses.replace(entry, loop=_loop(others[0], pair, roles, cut)))
         except CannotCut as error:
             found.append(dataclasses.replace(entry, why=str(error)))
     return found
 
 
-def _scans_over_params(facts: Facts) -> Iterator[int]:
-    """Yields the indices of the scans that take slices of what is made of params alone."""
+def scans_over_params(facts: Facts) -> list[int]:
+    """Returns the indices of the scans that take slices of what is made of params alone."""
+    found = []
     for index, eqn in enumerate(facts.jaxpr.eqns):
         sub = subcall(eqn)
         if sub is None or sub.kind != "scan" or facts.only_params(eqn):
             continue
         _, carry, slices = sub.split([facts.kind(atom) for atom in eqn.invars])
         if "param" in slices and carry:
-            yield index
+            found.append(index)
+    return found
 
 
 def _same_scan(jaxpr: Any, index: int, like: Any) -> Any:
@@ -234,27 +246,27 @@ def _role(x: Relation, what: str) -> Role:
     raise CannotCut(f"{what} is neither of each example, nor the same for all, nor a sum over them ({x.kind.name})")
 
 
-def _loop(whole: Any, part: Any, roles: tuple[list[Role], list[Role]], cut: Cut) -> LayerLoop:
-    """Returns a scan as stages."""
-    consts, results = roles
-    scan, of_part = scan_of(whole), scan_of(part)
-    for role, var in zip(results, whole.outvars, strict=True):
+def _loop(eqn: Any, pair: Pair, roles: tuple[list[Role], list[Role]], cut: Cut) -> LayerLoop:
+    """Returns a scan as stages: as traced on a microbatch, and by the pair of traces that were compared."""
+    (consts, results), scan = roles, scan_of(eqn)
+    for role, var in zip(results, eqn.outvars, strict=True):
         if role.kind is Kind.SUM and role.power and not jnp.issubdtype(var.aval.dtype, jnp.inexact):
             raise CannotCut("its layers make a mean of whole numbers over the examples")
-    for var in whole.outvars[scan.num_carry :]:
+    for var in eqn.outvars[scan.num_carry :]:
         if jnp.issubdtype(var.aval.dtype, jax.dtypes.extended):
             raise CannotCut("its layers return PRNG keys: return their data (jax.random.key_data)")
-    recomputes = any(sub is not None and sub.kind == "remat" for sub in map(subcall, equations(of_part.jaxpr)))
+    whole, part = pair.subcalls()
+    recomputes = any(sub is not None and sub.kind == "remat" for sub in map(subcall, equations(scan.jaxpr)))
     return LayerLoop(
         num_stages=cut.num_stages,
         num_microbatches=cut.num_microbatches,
         num_layers=scan.length,
-        layer=layer_of_microbatch(scan.jaxpr, of_part.jaxpr, cut.axes),
+        layer=layer_of_microbatch(scan.jaxpr, (whole.jaxpr, part.jaxpr), cut.axes),
         consts=tuple(consts),
         carry=tuple(results[: scan.num_carry]),
         ys=tuple(results[scan.num_carry :]),
-        num_slices=len(scan.split(whole.invars)[2]),
+        num_slices=len(scan.split(eqn.invars)[2]),
         unroll=scan.unroll,
         recompute=cut.recompute and not recomputes,
-        line=jaxprs.source_line(whole),
+        line=jaxprs.source_line(pair.whole),
     )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -18,12 +19,17 @@ from zero_jax.program.loss import Traced
 from zero_jax.transforms.blocks.search import RepeatedBlock, find_blocks
 from zero_jax.transforms.blocks.sequence import EqnSequence
 from zero_jax.transforms.facts import Facts
+from zero_jax.transforms.pipeline.cut import ROLLED, scans_over_params
 
 Place = tuple[int, int]  # the number of an equation of a layer, and of a result of it
 
 
 class _Turn:
     """The equations of a layer, by which input of it, or by which result of another one, each operand is.
+
+    Args:
+      eqns: the equations.
+      first: for variables that are equal to others, the first of these.
 
     Attributes:
       eqns: the equations.
@@ -33,13 +39,14 @@ class _Turn:
       signature: equal for layers that do the same with inputs of the same shapes.
     """
 
-    def __init__(self, eqns: Sequence[Any]):
+    def __init__(self, eqns: Sequence[Any], first: Mapping[Any, Any]):
         self.eqns = eqns
         self.places = {var: (i, j) for i, eqn in enumerate(self.eqns) for j, var in enumerate(eqn.outvars)}
         self.inputs: list[Any] = []
         numbers: dict[Any, int] = {}
 
         def operand(atom: Any) -> int | Place:
+            atom = atom if jaxprs.is_literal(atom) else first.get(atom, atom)
             if not jaxprs.is_literal(atom) and (atom in self.places or atom in numbers):
                 return self.places[atom] if atom in self.places else numbers[atom]
             self.inputs.append(atom)
@@ -84,7 +91,7 @@ class _Loop:
 
 
 def rolled(traced: Traced) -> Traced:
-    """Returns a program whose equal layers of Python loops are scans; itself if it has none.
+    """Returns a program whose equal layers of Python loops are scans; itself if it has none, or scans over layers.
 
     Layers are equal where they have the same equations on values of the same shapes, and each takes from the one before
     what that takes from the one before it. What all of them read is a constant of the scan.
@@ -93,10 +100,13 @@ def rolled(traced: Traced) -> Traced:
     jaxpr, consts = open_jaxpr(closed)
     kinds = ["param" if i < traced.num_params else "value" for i in range(len(jaxpr.invars))]
     facts, runs = Facts(jaxpr, kinds), dict[int, list[RepeatedBlock]]()
+    if scans_over_params(facts):
+        return traced
     for block in find_blocks(EqnSequence(facts)):
         runs.setdefault(block.repeat, []).append(block)
-    # What is made of params alone is made before, and is an input of a layer: each slices a stack elsewhere.
-    order = [i for i, eqn in enumerate(jaxpr.eqns) if not (eqn.outvars and facts.kind(eqn.outvars[0]) == "param")]
+    # What is made of params and constants alone is made before: each layer slices a stack elsewhere, or a table is made
+    # in the first of them.
+    order = [i for i, eqn in enumerate(jaxpr.eqns) if not facts.only_params(eqn)]
     loops = {loop.start: loop for run in runs.values() if (loop := _loop(facts, order, run))}
     if not loops:
         return traced
@@ -115,7 +125,7 @@ def rolled(traced: Traced) -> Traced:
             loop, eqn = loops.get(place), jaxpr.eqns[order[place]]
             if loop is not None:
                 _run(loop, env)
-            elif not facts.only_params(eqn):
+            else:
                 evaluate(eqn)
             place = place + 1 if loop is None else loop.stop
         return [read(atom) for atom in jaxpr.outvars]
@@ -138,7 +148,7 @@ def _run(loop: _Loop, env: dict[Any, Any]) -> None:
         made = first.run([own.get(i, x) for i, x in enumerate(shared)])
         return [made[place] for _, place in loop.carries], [made[place] for place in loop.ys]
 
-    with source_context(first.eqns[0]):
+    with source_context(first.eqns[0]), jax.named_scope(ROLLED):
         carry, ys = lax.scan(body, [read(first.inputs[number]) for number in carried], stacks)
     for (_, (i, j)), value in zip(loop.carries, carry, strict=True):
         env[loop.layers[-1].eqns[i].outvars[j]] = value
@@ -158,7 +168,9 @@ def _loop(facts: Facts, order: Sequence[int], blocks: Sequence[RepeatedBlock]) -
     bounds = [bounds[0], *(x + late for x in bounds[1:])] if late > 0 else [bounds[0] - late, *bounds[1:]]
     if bounds[-1] > len(order) or any(stop - start != size for start, stop in itertools.pairwise(bounds)):
         return None
-    layers = [_Turn([facts.jaxpr.eqns[i] for i in order[start:stop]]) for start, stop in itertools.pairwise(bounds)]
+    first = _first_of_equals(facts)
+    spans = itertools.pairwise(bounds)
+    layers = [_Turn([facts.jaxpr.eqns[i] for i in order[start:stop]], first) for start, stop in spans]
     if len({layer.signature for layer in layers}) > 1:
         return None
     carries, slices = [], []
@@ -179,6 +191,18 @@ def _loop(facts: Facts, order: Sequence[int], blocks: Sequence[RepeatedBlock]) -
     ys = {layer.places[x] for layer, each in zip(layers[:-1], outside, strict=False) for x in each}
     ys |= {layers[-1].places[x] for x in outside[-1]} - final
     return _Loop(start=bounds[0], stop=bounds[-1], layers=layers, carries=carries, slices=slices, ys=sorted(ys))
+
+
+def _first_of_equals(facts: Facts) -> dict[Any, Any]:
+    """Returns for constants that are made anew, as a mask in each layer, the variable of the first that is equal."""
+    first: dict[Any, Any] = {}
+    made: dict[Any, Sequence[Any]] = {}
+    for eqn in filter(facts.only_params, facts.jaxpr.eqns):
+        read = (f"{x.val}:{x.aval}" if jaxprs.is_literal(x) else first.get(x, x) for x in eqn.invars)
+        params = [(name, _described(x)) for name, x in eqn.params.items()]
+        same = made.setdefault((eqn.primitive.name, str(params), *read), eqn.outvars)
+        first.update(zip(eqn.outvars, same, strict=True))
+    return first
 
 
 def _place(layer: _Turn, atom: Any) -> Place | None:

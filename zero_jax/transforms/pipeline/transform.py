@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -63,7 +62,7 @@ class PipelinedProgram(LossProgram):
     """
 
     def __init__(self, before: LossProgram, stages: Stages):
-        super().__init__(before.fn, before, lambda traced: traced)
+        super().__init__(before.fn, before.then(rolled), lambda traced: traced)
         self.stages = stages
 
     def trace(self, *args: Any) -> Traced:
@@ -137,13 +136,9 @@ class PipelinedProgram(LossProgram):
             sizes += [2 * size, 2]
         programs = [self.before.trace(*args), *map(traced, sizes)]
         relations, num_blocks = _relations(params, batch, rest), k * num_shards
-        find = functools.partial(find_loops, inputs=relations, num_params=num_params, cut=self.cut)
         whole, *parts = (flattened(program.closed) for program in programs)
-        found = find(whole, parts, comparison=TraceComparison(k, num_blocks))
-        if not found:
-            whole, *parts = (flattened(rolled(program).closed) for program in programs)
-            found = find(whole, parts, comparison=TraceComparison(k, num_blocks))
-            found = [dataclasses.replace(entry, is_rolled=True) for entry in found]
+        comparison = TraceComparison(k, num_blocks)
+        found = find_loops(whole, parts, relations, num_params=num_params, cut=self.cut, comparison=comparison)
         return whole, found
 
     @property

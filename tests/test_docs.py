@@ -366,7 +366,7 @@ def test_every_page_is_in_the_navigation_once():
     entries = [re.sub(r".*<(.*)>", r"\1", entry) for entry in entries]
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
     notebooks = {f"notebooks/{path.stem}" for path in (ROOT / "docs" / "notebooks").glob("*.ipynb")}
-    assert sorted(entries) == sorted({*pages, *notebooks, "api/index", "gallery/index"})
+    assert sorted(entries) == sorted({*pages, *notebooks, "api/index", "commands/index", "gallery/index"})
 
 
 def test_notebooks_have_a_link_to_colab_where_the_repository_has_an_address():

@@ -23,6 +23,7 @@ DISTRIBUTIONS = {"orbax": "orbax-checkpoint", "jaxlib": "jax", "array_record": "
 # Refused by messages of their own: a Parquet file is named, and a process is started by who has its packages.
 OTHERWISE = {("data/documents.py", "pyarrow"), ("data/rendering.py", "jinja2"), ("planning/worker.py", "cloudpickle")}
 OTHERWISE |= {("libraries/models.py", "equinox")}  # which the user's model is of
+OTHERWISE |= {("data/stream.py", "datasets")}  # which the table that it is given is of
 HEAVY = {"orbax", "tensorstore", "grain", "matplotlib", "tensorboardX", "rich", "tokenizers", "cloudpickle"}
 
 

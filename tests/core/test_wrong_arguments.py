@@ -60,6 +60,7 @@ RIGHT = {
     "plan.model": {"integer", "huge"},
     "plan.data_layout": {"list", "nothing"},
     "name": {"text"},
+    "field": {"text"},  # known when a state comes
     "compiler_options": {"dict"},
     "keep_gathered": {"bool"},
     "own_process": {"bool"},
@@ -115,6 +116,18 @@ def hub_folder():
     return folder
 
 
+def adapters():
+    lora = zero.Lora(rules=zero.lora_rules(DECODER, "q_proj"), rank=2)
+    return {"adapters": lora.init(decoder.init(DECODER, jax.random.key(0)), jax.random.key(1)), "lora": lora}
+
+
+@functools.cache
+def peft_folder():
+    folder = tempfile.mkdtemp()
+    zero.save_peft(folder, **adapters(), like=DECODER)
+    return folder
+
+
 # Right arguments of each function, by its public name.
 CALLS = {
     "abstract_state": lambda: {"init_fn": lambda key: host_params(), "tx": TX, **PLACED},
@@ -125,6 +138,8 @@ CALLS = {
     "gather_on_use": lambda: {"fn": loss_fn, "specs": P(), "mesh": MESH},
     "init_state": lambda: {"init_fn": host_params(), "tx": TX, "key": jax.random.key(0), **PLACED},
     "load_hf": lambda: {"folder": hub_folder(), **PLACED},
+    "load_peft": lambda: {"folder": peft_folder(), "like": DECODER},
+    "lora_rules": lambda: {"like": DECODER, "targets": "q_proj"},
     "make_eval_step": lambda: {"loss_fn": loss_fn, **PLACED},
     "make_mesh": lambda: {"data": 8},
     "make_train_step": lambda: {"loss_fn": loss_fn, "tx": TX, **PLACED},
@@ -135,11 +150,13 @@ CALLS = {
     "read_leaf": lambda: {"tree": {"a": jnp.ones(3)}, "path": "a"},
     "read_leaves": lambda: {"tree": {"a": jnp.ones(3)}},
     "rematerialize": lambda: {"loss_fn": loss_fn, "remat": "full", "mesh": MESH},
+    "round_state": lambda: {"tx": TX, "field": "nu", "dtype": "bfloat16"},
     "save_hf": lambda: {
         "folder": tempfile.mkdtemp(),
         "params": decoder.init(DECODER, jax.random.key(0)),
         "like": DECODER,
     },
+    "save_peft": lambda: {"folder": tempfile.mkdtemp(), **adapters(), "like": DECODER},
     "sequence_parallel": lambda: {"mesh": MESH},
     "shard_batch": lambda: {"batch": make_batch(), "mesh": MESH},
     "sharding_report": lambda: {"params": host_params(), **PLACED},

@@ -151,6 +151,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "data_layout": (_optional(_are(_is_count(1))), "give sizes of mesh axes, such as (2, 4)"),
     "dim": (_is_count(0), "give the number of the dim, counted from 0"),
     "dtype": (_optional(_is_dtype), "give a floating dtype, such as 'bfloat16', or None"),
+    "field": (_is(str), "give the name of a field of the optimizer's state, such as 'nu'"),
     "folder": (_is_path, "give the path of a folder"),
     "host_memory_bytes": (
         _optional(_is_count(1)),
@@ -168,6 +169,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: any(_has(name)(value) for name in ("source", "hf_config", "d_hidden")),
         "give what zero.load_hf returned, or a DecoderConfig",
     ),
+    "lora": (_has("rules", "rank", "trained"), "give a zero.Lora, as zero.Lora(rules={'.*/query': 'sio'})"),
     "log": (callable, "give a function of a line, such as print"),
     "max_compiles": (_is_count(0), "give how many settings to compile, 0 for none"),
     "max_file_bytes": (_is_count(1), "give a number of bytes"),
@@ -197,6 +199,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "seq_len": (_optional(_is_count(1)), "give a number of tokens, at least 1, or None"),
     "specs": (_are_specs, "give PartitionSpecs or NamedShardings, a tree (or prefix) of them like the params"),
     "stages": (_some(_is_count(0)), "give stages to try, such as (2, 3)"),
+    "targets": (_some(_is(str)), "give names of modules, such as 'q_proj,v_proj', or 'all-linear'"),
     "temporaries": (_optional(callable), "give a function of a setting that returns bytes, or None"),
     "timeout_seconds": (_optional(_is_seconds), "give a positive number of seconds, or None for no limit"),
     "traced": (_optional(_has("moves", "residuals")), "give what `zero.trace_loss` returns"),

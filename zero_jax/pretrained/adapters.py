@@ -141,6 +141,7 @@ def lora_rules(like: Like, targets: str | Sequence[str]) -> dict[str, str]:
     Raises:
       ValueError: a name of no module that has a matrix.
     """
+    check_arguments(like=like, targets=targets.split(",") if isinstance(targets, str) else targets)
     decoder = _Decoder.of(like)
     modules = decoder.modules
     words = targets.replace(",", " ").split() if isinstance(targets, str) else list(targets)
@@ -200,7 +201,7 @@ def load_peft(
       ValueError: no such files, a kind of adapters or a setting that `Lora` does not have, or tensors that are missing,
         left over or of another shape, as of another model.
     """
-    check_arguments(folder=folder)
+    check_arguments(folder=folder, like=like)
     path, decoder = user_path(folder), _Decoder.of(like)
     config = read_json(path / _CONFIG, "PEFT's", remedy="give a folder that PEFT has saved", limit_bytes=_MAX_BYTES)
     settings = _settings(path / _CONFIG, config)
@@ -299,7 +300,7 @@ def save_peft(
       ValueError: adapters of other shapes, ones that PEFT has no form for (of experts, of a table that is the head), a
         folder with something in it, or no space.
     """
-    check_arguments(folder=folder, dtype=dtype)
+    check_arguments(folder=folder, like=like, lora=lora, dtype=dtype)
     decoder = _Decoder.of(like)
     params = adapters.masters if isinstance(adapters, TrainState) else adapters
     leaves = leaves_by_name(params.params if isinstance(params, Variables) else params)

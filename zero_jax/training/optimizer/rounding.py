@@ -21,8 +21,9 @@ import optax
 from jax import lax
 from jax.extend.random import threefry2x32_p
 
+from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, leaf_names, shapes_of
-from zero_jax.sharding.precision import cast_floating, floating_dtype
+from zero_jax.sharding.precision import cast_floating
 
 # Apart from the keys of microbatches, which are numbered from 0.
 _OF_PARAMS, _OF_STATE = 0x5352, 0x5354
@@ -110,8 +111,9 @@ def round_state(tx: optax.GradientTransformation, field: str, dtype: Any) -> opt
     Raises:
       ValueError: no floating dtype; or, in `init`, a state without such a field.
     """
-    if floating_dtype(dtype) is None:
-        raise ValueError(f"round_state: dtype={dtype!r}: give a floating dtype, such as jnp.bfloat16")
+    check_arguments(tx=tx, field=field, dtype=dtype)
+    if dtype is None:
+        raise ValueError("round_state: dtype=None: give a floating dtype, such as jnp.bfloat16")
 
     def is_state(x: Any) -> bool:
         return isinstance(x, tuple) and {field, "count"} <= {*getattr(x, "_fields", ())}

@@ -89,6 +89,69 @@ def test_a_module_of_params_alone_has_no_model_state_and_takes_no_key():
     assert_equal(mlp.eval_fn(params, BATCH)[0], cross_entropy(jax.vmap(mlp.merge(params))(BATCH["x"])))
 
 
+class Sowing(nn.Module):
+    """Sows into two collections, of which init makes one."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(4)(x)
+        self.sow("losses", "large", jnp.square(x).mean())
+        self.sow("intermediates", "seen", x)
+        return x
+
+
+def test_what_linen_modules_sow_is_returned_where_it_is_asked_for():
+    def loss(model, batch):
+        _, sown = model(batch["x"], mutable=["losses", "intermediates"])
+        plain = model(batch["x"])
+        return cross_entropy(plain) + sown["losses"]["large"][0], {"same": plain - sown["intermediates"]["seen"][0]}
+
+    made = zero.from_linen(Sowing(), loss, jnp.zeros((1, 6)), eval_loss=loss)
+    params = made.init_fn(KEY)
+    logits = Sowing().apply({"params": params}, BATCH["x"])
+    for function in (made.loss_fn, made.eval_fn):
+        value, aux = function(params, BATCH)
+        assert_equal(value, cross_entropy(logits) + jnp.square(logits).mean())
+        assert not aux["same"].any()
+    with pytest.raises(ValueError, match="give the names of collections"):
+        zero.from_linen(Sowing(), lambda model, batch: model(batch["x"], mutable=True), jnp.zeros((1, 6))).loss_fn(
+            params, BATCH
+        )
+
+
+def test_collections_that_the_loss_asks_for_are_updated_and_returned():
+    def loss(model, batch):
+        x, updated = model(batch["x"], train=True, mutable=["batch_stats"])
+        return cross_entropy(x), updated
+
+    made = zero.from_linen(LinenNet(), loss, jnp.zeros((1, 6)), train=False, rngs=["dropout", "noise"])
+    variables = made.init_fn(KEY)
+    _, returned, state = made.loss_fn(variables.params, BATCH, KEY, model_state=variables.model_state)
+    assert_equal(returned, state)
+    assert not np.allclose(state["batch_stats"]["BatchNorm_0"]["mean"], 0)
+
+
+class TableOfNumPy(eqx.Module):
+    """Arrays of NumPy, as Equinox takes them: floats are trained, integers are not."""
+
+    table: np.ndarray
+    order: np.ndarray
+
+    def __init__(self, key):
+        self.table, self.order = np.ones((6, 4), np.float32), np.arange(4)[::-1]
+
+    def __call__(self, x):
+        return (x @ self.table)[:, self.order]
+
+
+def test_arrays_of_numpy_in_an_equinox_model_are_arrays():
+    made = zero.from_equinox(TableOfNumPy, lambda model, batch: cross_entropy(model(batch["x"])))
+    variables = made.init_fn(KEY)
+    assert len(jax.tree.leaves(variables.params)) == 1
+    value, _, _ = made.loss_fn(variables.params, BATCH, model_state=variables.model_state)
+    assert_equal(value, cross_entropy(TableOfNumPy(KEY)(BATCH["x"])))
+
+
 class NnxNet(nnx.Module):
     """A shared param, adapters, batch norm, dropout."""
 
@@ -129,3 +192,11 @@ def test_a_loss_with_other_arguments_is_refused(make):
     if make in (zero.from_nnx, zero.from_equinox):
         with pytest.raises(ValueError, match="make=3 is no function"):
             make(3, lambda model, batch: 0.0)
+
+
+def test_a_module_of_another_kind_is_refused():
+    loss = lambda model, batch: 0.0  # noqa: E731
+    with pytest.raises(ValueError, match="not its class"):
+        zero.from_linen(nn.Dense, loss, jnp.zeros((1, 6)))
+    with pytest.raises(ValueError, match="give the class of the module"):
+        zero.from_nnx(nnx.Linear(6, 4, rngs=nnx.Rngs(0)), loss)

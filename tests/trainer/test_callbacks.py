@@ -1,6 +1,7 @@
 """Functions of the user's own after steps: what they get, how they stop a run, and what they must not do."""
 
 import dataclasses
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -108,6 +109,7 @@ def raises(step, metrics, state):
         (changes, ValueError, "the callback changes, after step 2, has changed the state", True),
         (returns_the_loss, ValueError, "returned [0-9.]+: return True to stop the run", True),
         (raises, KeyError, "no such metric", True),
+        (lambda step, metrics, state: sys.exit(5), RuntimeError, "has ended Python .SystemExit.5..: return True", True),
     ],
 )
 def test_a_callback_that_does_what_it_must_not_ends_the_run_which_saves_what_is_there(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax.core.signatures import check_callable
-from zero_jax.core.tree import PyTree, key_shape
+from zero_jax.core.tree import PyTree, key_shape, shown
 from zero_jax.core.variables import MODEL_STATE, Variables, joined
 from zero_jax.program.jaxprs import stands_for
 from zero_jax.training import LossFunction, key_parameter, model_state_parameter
@@ -67,7 +66,9 @@ def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = N
     from flax import nnx
 
     function = _loss_on_model(loss)
-    check_callable("make", make, remedy="give the class of the module, or a function of nnx.Rngs that returns one")
+    remedy = "give the class of the module, or a function of nnx.Rngs that returns one"
+    check_callable("make", make, remedy=remedy)
+    _check_model("make", make, is_right=not isinstance(make, nnx.Module), remedy=remedy)
     by_name = "rngs" in inspect.signature(make.__init__ if isinstance(make, type) else make).parameters
     module = lambda key: make(rngs=nnx.Rngs(key)) if by_name else make(nnx.Rngs(key))  # noqa: E731
     trained = nnx.Param if wrt is None else wrt
@@ -105,7 +106,8 @@ def from_linen(
 ) -> ModelFunctions:
     """Makes the functions of a Flax Linen module with any mutable collections and PRNG streams.
 
-    Collections other than `params` are model state, and each call of the model in the loss updates them.
+    Collections other than `params` are model state, and each call of the model in the loss updates them. What modules
+    `sow` is not kept: `out, sown = model(x, mutable=["losses"])` returns it, as `module.apply` does.
 
     Args:
       module: the `nn.Module`.
@@ -118,7 +120,7 @@ def from_linen(
       **options: keywords of `init`, such as `train=False`.
 
     Raises:
-      ValueError: a loss that takes other arguments.
+      ValueError: a loss that takes other arguments, a class in the place of a module.
 
     Example:
       >>> import flax.linen as nn
@@ -126,28 +128,51 @@ def from_linen(
       >>> model.init_fn(jax.random.key(0))["kernel"].shape
       (64, 8)
     """
+    from flax import linen
+
+    remedy = "give an nn.Module of flax.linen, such as Net(), not its class (zero.from_nnx takes those of flax.nnx)"
+    _check_model("module", module, is_right=isinstance(module, linen.Module), remedy=remedy)
+    rngs = [rngs] if isinstance(rngs, str) else rngs
+
+    def keys_of(key: jax.Array) -> dict[str, jax.Array]:
+        return dict(zip(("params", *rngs), jax.random.split(key, 1 + len(rngs)), strict=True))
+
+    sown: set[str] = set()  # collections that a call gives another form: `sow` appends to what was given
+
+    def find_sown(key: jax.Array) -> None:
+        made = dict(module.init(keys_of(key), *inputs, **options))
+        _, updated = module.apply(made, *inputs, rngs=keys_of(key), **{**options, "mutable": [*made]})
+        structure = jax.tree.structure
+        sown.update(name for name in made if structure(made[name]) != structure(updated.get(name)))
 
     def init_fn(key: jax.Array) -> PyTree:
-        keys = jax.random.split(key, 1 + len(rngs))
-        collections = dict(module.init(dict(zip(("params", *rngs), keys, strict=True)), *inputs, **options))
+        made = dict(module.init(keys_of(key), *inputs, **options))
+        collections = {name: value for name, value in made.items() if name not in sown}
         params = collections.pop("params", {})
         return Variables(params=params, model_state=collections) if jax.tree.leaves(collections) else params
 
     def merge(params: PyTree, model_state: PyTree = None) -> dict[str, Any]:
         return {"params": params, **(model_state or {})}
 
-    def loss_of(function: LossFunction, streams: Sequence[str] = (), *, mutable: bool) -> Callable[..., Any]:
+    def loss_of(function: LossFunction, streams: Sequence[str] = (), *, updates: bool) -> Callable[..., Any]:
         def call(variables: Variables, batch: PyTree, key: Any) -> Any:
             collections, counts = dict(variables.model_state or {}), itertools.count()
 
-            def model(*args: Any, **kwargs: Any) -> Any:
+            def model(*args: Any, mutable: Any = (), rngs: Any = None, **kwargs: Any) -> Any:
                 keys = {name: jax.random.fold_in(key, next(counts)) for name in streams}  # others in each call
-                bound = functools.partial(module.apply, merge(variables.params, collections), *args, **kwargs)
-                if not mutable:
-                    return bound(rngs=keys)
-                out, updated = bound(rngs=keys, mutable=[*collections])
-                collections.update(updated)
-                return out
+                asked = [mutable] if isinstance(mutable, str) else mutable or ()
+                if not isinstance(asked, list | tuple):
+                    raise ValueError(f"mutable={mutable!r}: give the names of collections that the call returns too")
+                out, updated = module.apply(
+                    merge(variables.params, collections),
+                    *args,
+                    rngs={**keys, **(rngs or {})},
+                    mutable=[*asked, *(name for name in collections if updates and name not in asked)],
+                    **kwargs,
+                )
+                if updates:
+                    collections.update({name: updated[name] for name in collections})
+                return (out, {name: updated[name] for name in asked if name in updated}) if asked else out
 
             value, (aux, _) = function(model, batch, key)
             return value, aux, collections
@@ -155,17 +180,18 @@ def from_linen(
         return _with_parameters(function, call, has_state=has_state, has_streams=bool(streams))
 
     function = _loss_on_model(loss)
+    jax.eval_shape(find_sown, key_shape())
     has_state = isinstance(jax.eval_shape(init_fn, key_shape()), Variables)
-    eval_fn = None if eval_loss is None else loss_of(_loss_on_model(eval_loss), mutable=False)
-    loss_fn = loss_of(function, rngs, mutable=True)
+    eval_fn = None if eval_loss is None else loss_of(_loss_on_model(eval_loss), updates=False)
+    loss_fn = loss_of(function, rngs, updates=True)
     return ModelFunctions(init_fn=init_fn, loss_fn=loss_fn, eval_fn=eval_fn, merge=merge)
 
 
 def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> ModelFunctions:
     """Makes the functions of an Equinox model, with or without an `eqx.nn.State`.
 
-    Floating arrays are params. Integers and keys among the leaves, and the `State`, are model state. Evaluation is of
-    `eqx.nn.inference_mode(model)`.
+    Floating arrays, of NumPy too, are params. Integers and keys among the leaves, and the `State`, are model state.
+    Evaluation is of `eqx.nn.inference_mode(model)`.
 
     Args:
       make: `make(key)` returns the model, or the model and its state, as `eqx.nn.make_with_state(Model)` does.
@@ -186,7 +212,7 @@ def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> 
 
     function = _loss_on_model(loss)
     check_callable("make", make, remedy="give a function of a key that returns the model")
-    is_array = lambda x: isinstance(x, jax.Array | jax.ShapeDtypeStruct)  # noqa: E731
+    is_array = lambda x: isinstance(x, jax.ShapeDtypeStruct) or eqx.is_array(x)  # noqa: E731
     is_param = lambda x: is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)  # noqa: E731
 
     def made(key: jax.Array) -> tuple[Any, Any]:
@@ -219,6 +245,12 @@ def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> 
     return ModelFunctions(
         init_fn=init_fn, loss_fn=loss_of(lambda x: x), eval_fn=loss_of(eqx.nn.inference_mode), merge=merge
     )
+
+
+def _check_model(name: str, value: Any, *, is_right: bool, remedy: str) -> None:
+    """Raises `ValueError` for a model, or a function that makes it, of another kind."""
+    if not is_right:
+        raise ValueError(f"{name}={shown(value)}: {remedy}")
 
 
 def _loss_on_model(loss: Callable[..., Any]) -> LossFunction:

@@ -71,6 +71,7 @@ def call_all(callbacks: Sequence[Callback], step: int, metrics: Mapping[str, Any
 
     Raises:
       ValueError: a callback returned something else than True, False or None, changed the state or donated it.
+      RuntimeError: a callback called `sys.exit`.
       OtherProcessFailed: one has failed in another process.
     """
     stopping = [name_of(callback) for callback in callbacks if _calls_for_stop(callback, step, metrics, state)]
@@ -86,6 +87,8 @@ def _calls_for_stop(callback: Callback, step: int, metrics: Mapping[str, Any], s
     given = jax.tree.map(lambda x: x, state)  # dicts of its own, or it could change those of the run
     try:
         answer = callback.on_step(step, dict(metrics), given)
+    except SystemExit as error:  # it would end this process at once, with nothing saved
+        raise RuntimeError(f"{what} has ended Python ({error!r}): return True to stop the run") from error
     except Exception as error:
         error.add_note(f"{what} has raised this")
         raise

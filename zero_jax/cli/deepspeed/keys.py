@@ -40,7 +40,7 @@ class Key:
 
 
 def _read() -> Iterator[tuple[str, Key]]:
-    table = tomllib.loads(importlib.resources.files(__package__).joinpath("keys.toml").read_text("utf-8"))
+    table = tomllib.loads(importlib.resources.files("zero_jax.cli.deepspeed").joinpath("keys.toml").read_text("utf-8"))
     texts = table.pop("texts")
     for sections, rows in table.items():
         for section in sections.split():

@@ -25,6 +25,7 @@ def _read_table() -> dict[str, Any]:
 
 COMMANDS: dict[str, dict[str, Any]] = _read_table()  # by name, each with its usage, texts and options
 INCLUDED = COMMANDS.pop("include")  # options of several commands
+CONFIGS = COMMANDS.pop("configs")  # what is known of config classes and their fields
 
 
 def usual_options(command: str) -> dict[str, tuple[str, str]]:

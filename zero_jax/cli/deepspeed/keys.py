@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.resources
+import itertools
 import string
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -39,19 +40,21 @@ class Key:
     absent: str = ""
 
 
-def _read() -> Iterator[tuple[str, Key]]:
-    table = tomllib.loads(importlib.resources.files("zero_jax.cli.deepspeed").joinpath("keys.toml").read_text("utf-8"))
-    texts = table.pop("texts")
+def _read(table: Mapping[str, Any], texts: Mapping[str, str]) -> Iterator[tuple[str, Key]]:
     for sections, rows in table.items():
-        for section in sections.split():
-            for row in rows:
-                columns: dict[str, Any] = {
-                    column: string.Template(value).substitute(texts) if isinstance(value, str) else value
-                    for column, value in row.items()
-                }
-                for name in columns.pop("keys").split():
-                    yield name if section == "top" else f"{section}.{name}", Key(**columns)
+        for section, row in itertools.product(sections.split(), rows):
+            columns: dict[str, Any] = {
+                column: string.Template(value).substitute(texts) if isinstance(value, str) else value
+                for column, value in row.items()
+            }
+            for name in columns.pop("keys").split():
+                yield name if section == "top" else f"{section}.{name}", Key(**columns)
 
 
-KEYS: Mapping[str, Key] = dict(_read())
+_FILE = importlib.resources.files("zero_jax.cli.deepspeed").joinpath("keys.toml")
+_TABLE: dict[str, Any] = tomllib.loads(_FILE.read_text("utf-8"))
+# The optimizers of DeepSpeed that are not translated, each with the reason.
+OTHER_OPTIMIZERS = {name: reason for names, reason in _TABLE.pop("optimizers").items() for name in names.split()}
+_TEXTS = _TABLE.pop("texts")
+KEYS: Mapping[str, Key] = dict(_read(_TABLE, _TEXTS))
 SECTIONS: frozenset[str] = frozenset(key.rpartition(".")[0] for key in KEYS) - {""}

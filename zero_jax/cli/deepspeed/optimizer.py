@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zero_jax.cli.deepspeed.keys import KEYS
+from zero_jax.cli.deepspeed.keys import KEYS, OTHER_OPTIMIZERS
 from zero_jax.cli.deepspeed.rows import DeepSpeedValues, KeyRow, Rule, check
 from zero_jax.cli.deepspeed.rules import by_table, to
 from zero_jax.core.close_match import did_you_mean
@@ -13,22 +13,6 @@ from zero_jax.trainer import OptimizerConfig
 
 PARAMS = "optimizer.params."
 SCHEDULE = "scheduler.params."
-_ONE_BIT = (
-    "zero.quantize_grads sends gradients as int8 or int4 for any optimizer, with zero.quantize_error_feedback between "
-    "replicas"
-)
-# The names that DeepSpeed knows and zero_jax does not have with the same meaning.
-_OTHERS: Mapping[str, str] = {
-    "lamb": "`zero-jax train` has no LAMB; a loop of your own takes optax.lamb, whose trust ratio has no max_coeff and "
-    "min_coeff",
-    "fusedlamb": "as Lamb",
-    **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), _ONE_BIT),
-    "muon": "optimizer = 'muon' here scales updates as AdamW does (consistent_rms), and chooses its matrices by path",
-    **dict.fromkeys(("muadam", "muadamw", "musgd"), "zero_jax has no muP"),
-    "adagrad": "a loop of your own takes optax.adagrad",
-    "rmsprop": "a loop of your own takes optax.rmsprop",
-    "adafactor": "optimizer = 'adafactor' here does not scale by the params' size, and has other defaults",
-}
 _ADAM = ("adam", "adamw")
 _TRANSLATED = (*_ADAM, "lion", "sgd")
 # Params whose value can make an optimizer another one.
@@ -48,8 +32,8 @@ def optimizer_type(values: DeepSpeedValues, key: str) -> KeyRow:
     if name not in _TRANSLATED:
         note = "the optimizer is of the program that reads this file: set [optimizer]"
         if name is not None:
-            hint = did_you_mean(name, (*_OTHERS, *_TRANSLATED))
-            note = _OTHERS.get(name, f"no optimizer of DeepSpeed's own: {hint}set [optimizer]")
+            hint = did_you_mean(name, (*OTHER_OPTIMIZERS, *_TRANSLATED))
+            note = OTHER_OPTIMIZERS.get(name, f"no optimizer of DeepSpeed's own: {hint}set [optimizer]")
         return values.row(key, "not translated", note)
     blocking = _blocking(values)
     if blocking:

@@ -17,7 +17,7 @@ from zero_jax.cli.models.adapters import LoraConfig, merged_params
 from zero_jax.cli.models.hub import hub_data
 from zero_jax.cli.models.options import preset_config, preset_model
 from zero_jax.cli.models.own import import_own_model, read_own_model
-from zero_jax.cli.options import field_values, log_line, one_line_errors
+from zero_jax.cli.options import field_values, log_line, one_line_errors, print_result
 from zero_jax.cli.run_config import choose_platform, read_config, read_part
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.files.untrusted import user_path
@@ -196,5 +196,5 @@ def evaluate(options: argparse.Namespace) -> int:
     settings: dict[str, Any] = {"config": dataclasses.replace(config, zero=zero), "mesh": mesh, "log": log_line}
     params = source.params(model, mesh, zero)
     result = evaluate_params(model, params, held_out="data" in changed, **settings)
-    print(json.dumps(dataclasses.asdict(result)) if options.json else printable_lines(result))
+    print_result(options, result)
     return 0

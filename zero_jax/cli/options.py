@@ -7,8 +7,10 @@ its destination is `ClassName.field`. `config_file` reads the same fields from T
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import importlib.util
+import json
 import math
 import os
 import pkgutil
@@ -311,6 +313,14 @@ def _check_path(value: str, place: PathPlace) -> None:
     packages = _SCHEMES[scheme]
     if not any(map(importlib.util.find_spec, packages)):
         raise ValueError(f"{value!r}: {scheme}:// needs `{pip_install(packages[0])}`, or give a folder")
+
+
+def print_result(options: argparse.Namespace, result: Any) -> None:
+    """Prints a result, with `--json` as a JSON object: what its `to_json` returns, or its fields."""
+    if not options.json:
+        print(printable_lines(result))
+    else:
+        print(json.dumps(result.to_json() if hasattr(result, "to_json") else dataclasses.asdict(result)))
 
 
 def log_line(line: str) -> None:

@@ -40,14 +40,14 @@ class Key:
     absent: str = ""
 
 
-def _read(table: Mapping[str, Any], texts: Mapping[str, str]) -> Iterator[tuple[str, Key]]:
+def _read(table: Mapping[str, list[dict[str, Any]]], texts: Mapping[str, str]) -> Iterator[tuple[str, Key]]:
     for sections, rows in table.items():
-        for section, row in itertools.product(sections.split(), rows):
+        for row in rows:
             columns: dict[str, Any] = {
                 column: string.Template(value).substitute(texts) if isinstance(value, str) else value
                 for column, value in row.items()
             }
-            for name in columns.pop("keys").split():
+            for section, name in itertools.product(sections.split(), columns.pop("keys").split()):
                 yield name if section == "top" else f"{section}.{name}", Key(**columns)
 
 

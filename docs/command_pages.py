@@ -8,7 +8,7 @@ import typing
 from zero_jax.cli import build_parser
 from zero_jax.cli.command_options import CONFIG_PARTS, SECTIONS, model_keys
 from zero_jax.cli.config_classes import defaults_of, option_fields
-from zero_jax.cli.help import EXAMPLES, shown_value, usual_options, without_python
+from zero_jax.cli.help import examples_of, shown_value, usual_options, without_python
 
 TYPES = {bool: "true or false", int: "integer", float: "number", str: "text", dict: "table"}
 
@@ -44,8 +44,8 @@ def command_page(name: str, parser: argparse.ArgumentParser) -> str:
     """Returns the page of a command."""
     lines = [f"# zero-jax {name}", "", escaped(parser.description or ""), ""]
     lines += ["```", parser.format_usage().removeprefix("usage: ").strip(), "```", ""]
-    if name in EXAMPLES:
-        lines += ["```", *EXAMPLES[name].strip().splitlines(), "```", ""]
+    if examples := examples_of(name):
+        lines += ["```", *examples.splitlines(), "```", ""]
     usual = usual_options(name)
     if usual:
         lines += ["## The usual options", ""]

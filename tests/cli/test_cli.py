@@ -16,7 +16,7 @@ import zero_jax
 from zero_jax.analysis.paper import PAPER_CONFIGS
 from zero_jax.cli import commands as cli
 from zero_jax.cli import run_config as cli_zero
-from zero_jax.core.close_match import _HERE, did_you_mean
+from zero_jax.core.close_match import did_you_mean, names_elsewhere
 from zero_jax.training import ZeroConfig
 
 # Scripts depend on these: an option goes only with a line in the changelog.
@@ -168,7 +168,7 @@ def test_what_would_be_used_is_shown_as_a_config_file_and_nothing_is_run(tmp_pat
 
 def test_words_of_other_systems_are_answered_with_an_option():
     options = {name for command in ("train", "plan") for name in OPTIONS[command]}
-    for theirs, ours in _HERE.items():
+    for theirs, ours in names_elsewhere().items():
         option = f"--{ours.replace('_', '-')}"
         assert option in options and f"--{theirs.replace('_', '-')}" not in options, theirs
         assert did_you_mean(f"--{theirs}", TRAIN_OPTIONS, "{}") == option

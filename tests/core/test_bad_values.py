@@ -123,11 +123,11 @@ def test_every_text_is_known_for_a_place_or_for_none():
         "text_field profile_steps sample_prompt wandb precision remat offload offload_paths quantize_gathers "
         "quantize_grads quantize_grads_over loss_weight optimizer lora lora_train no_decay topology data_layout dtype "
         # module:name, or file.py:name
-        "max_shard_size loss init batches validation eval_loss param_specs".split()
+        "max_shard_size loss init batches validation eval_loss param_specs tracker".split()
     )
     for config in [*SECTIONS.values(), "PlanConfig", "ExportConfig", "InspectConfig", "LaunchConfig"]:
         for name, field in option_fields(config).items():
-            if field.kind.base is str and not field.kind.words and f"{config}.{name}" not in PLACES:
+            if field.kind.base is str and not field.words and f"{config}.{name}" not in PLACES:
                 assert name in words, f"{config}.{name}: add it to options.PLACES if it is a path"
 
 

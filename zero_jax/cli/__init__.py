@@ -3,9 +3,10 @@
 `main` parses the arguments and runs a command, which has its own module: `train`, `plan/` (with `memory` and `comms`),
 `data`, `checkpoint`, `look` (`sample`, `evaluate`), `launch`, `deepspeed/`; `models/` makes the model of a command, and
 `run_config` the config of a run.
-`command_options` has the options of all commands, made by `options` from the fields of the config dataclasses, which
-`config_classes` reads from their source: neither JAX nor a config class is imported for `--help` and completion. `help`
-has the usual options and the examples. `config_file` reads the same fields from TOML.
+`commands.toml` has the texts and the options of all commands: `help` reads it, and `command_options` adds the options,
+most of them made by `options` from the fields of the config dataclasses, which `config_classes` reads from their
+source: neither JAX nor a config class is imported for `--help` and completion. `config_file` reads the same fields from
+TOML.
 """
 
 from zero_jax.cli.commands import build_parser, main

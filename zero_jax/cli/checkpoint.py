@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import pathlib
 
 import jax
@@ -10,11 +9,10 @@ import jax
 from zero_jax.checkpoint import describe, export, parse_size
 from zero_jax.cli.models.adapters import export_adapters, merged_params
 from zero_jax.cli.models.leaves import model_leaves
-from zero_jax.cli.options import field_values, one_line_errors, refuse, with_config_file
+from zero_jax.cli.options import field_values, one_line_errors, print_result, refuse, with_config_file
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.files.untrusted import user_path
-from zero_jax.core.text_tables import printable_lines
-from zero_jax.core.tree import PyTree, leaf_names
+from zero_jax.core.tree import leaf_names
 from zero_jax.pretrained import TensorName, export_hf, run_companions, save_tensors
 
 _CONFIG = "config.toml"
@@ -72,11 +70,10 @@ def inspect(options: argparse.Namespace) -> int:
     if options.path is None:
         if config != InspectConfig():
             raise ValueError("--step and --verify are of a checkpoint: leave them out")
-        leaves = model_leaves(options)
-        print(json.dumps(leaves.to_json()) if options.json else printable_lines(leaves))
+        print_result(options, model_leaves(options))
         return 0
     description = describe(options.path, step=config.step, verify_leaves=config.verify)
-    print(json.dumps(description.to_json()) if options.json else printable_lines(description))
+    print_result(options, description)
     return 1 if description.problems else 0
 
 
@@ -95,10 +92,11 @@ def export_params(options: argparse.Namespace) -> int:
     settings = {"step": config.step, "dtype": config.dtype, "ema": config.ema}
     if options.to_peft is not None:
         refuse(options, ("--merged", "--no-merged", "--max-shard-size"), reason="--to-peft writes the adapters alone")
-        result = export_adapters(options.path, options.to_peft, settings, _run_options(options))
-        print(json.dumps(dataclasses.asdict(result)) if options.json else printable_lines(result))
+        print_result(options, export_adapters(options.path, options.to_peft, settings, _run_options(options)))
         return 0
-    limit, params = parse_size(config.max_shard_size), _merged(options, config) if config.merged else None
+    limit, params = parse_size(config.max_shard_size), None
+    if config.merged:
+        params = merged_params(options.path, step=config.step, dtype=config.dtype, options=_run_options(options))
     if options.to_hf is not None:
         result = export_hf(options.path, options.to_hf, **settings, max_file_bytes=limit, params=params)
     elif params is None:
@@ -106,13 +104,8 @@ def export_params(options: argparse.Namespace) -> int:
     else:
         tensors = {name: TensorName(name.replace("/", ".")) for name in leaf_names(params)}
         result = save_tensors(options.out, params, tensors, dtype=config.dtype, max_file_bytes=limit)
-    print(json.dumps(dataclasses.asdict(result)) if options.json else printable_lines(result))
+    print_result(options, result)
     return 0
-
-
-def _merged(options: argparse.Namespace, config: ExportConfig) -> PyTree:
-    """Returns the params of a run with its adapters merged, whose model and adapters its config file describes."""
-    return merged_params(options.path, step=config.step, dtype=config.dtype, options=_run_options(options))
 
 
 def _run_options(options: argparse.Namespace) -> argparse.Namespace:

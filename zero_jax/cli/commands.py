@@ -14,32 +14,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import zero_jax
-from zero_jax.cli.help import help_text
+from zero_jax.cli.command_options import add_options
+from zero_jax.cli.help import COMMANDS, help_text
 from zero_jax.cli.options import Parser, is_path, with_config_file
 from zero_jax.core.extras import MissingPackage, extra
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.text_tables import printable_lines
-
-# The usage of each command, and its help. Its options are added when it is parsed.
-_COMMANDS = {
-    "train": ("[OPTION ...]", "train a transformer on text, or a model of your own on anything"),
-    "plot": ("RUN ... [OPTION ...]", "draw runs over one another"),
-    "sample": ("PATH [OPTION ...]", "text that a trained model, or one of the hub, generates"),
-    "evaluate": ("PATH [OPTION ...]", "loss and perplexity of a trained model, or one of the hub, on text"),
-    "plan": ("[OPTION ...]", "does a model fit on hardware that is not here, and how fast may it be?"),
-    "memory": ("[OPTION ...]", "memory of a train step: by formula and measured"),
-    "comms": ("[OPTION ...]", "communication of a train step: by formula and measured"),
-    "tokenize": ("[OPTION ...]", "train a tokenizer on text, or turn text into a folder of tokens"),
-    "inspect": ("[PATH] [OPTION ...]", "what is in a checkpoint, is it undamaged? the leaves of a model"),
-    "export": ("PATH [OPTION ...]", "write a checkpoint's params as safetensors files"),
-    "launch": (
-        "[-n N] [OPTION ...] -- COMMAND [ARGUMENT ...]",
-        "run a command as several processes on this machine",
-    ),
-    "from-deepspeed": ("DS_CONFIG [OPTION ...]", "translate a DeepSpeed config"),
-    "help": ("[COMMAND] [all]", "the usual options of a command with examples, or all"),
-    "completion": ("SHELL", "complete commands, options and files in a shell"),
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -118,9 +98,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="zero-jax", description="ZeRO for JAX: sharded training as PartitionSpec rules.")
     parser.add_argument("-V", "--version", action="version", version=f"zero-jax {zero_jax.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, (arguments, text) in _COMMANDS.items():
-        function = f"{__package__}.command_options:add_{name.replace('-', '_')}_options"
-        command = commands.add_parser(name, usage=f"zero-jax {name} {arguments}", help=text, options=function)
+    for name, table in COMMANDS.items():
+        options, usage = functools.partial(add_options, command=name), f"zero-jax {name} {table['usage']}"
+        command = commands.add_parser(name, usage=usage, help=table["help"], options=options)
         command.set_defaults(parser=command, known=commands.choices)
     return parser
 

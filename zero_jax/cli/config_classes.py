@@ -11,58 +11,15 @@ import functools
 import inspect
 import pathlib
 import re
+from collections.abc import Mapping
 from typing import Any
 
+from zero_jax.cli.help import CONFIGS
 from zero_jax.core.field_checks import FieldKind, read_kind
 
 _PACKAGE = pathlib.Path(__file__).parent.parent
 # The module of each config whose fields are options, and keys of config files.
-CONFIG_MODULES = {
-    "TrainConfig": "trainer.run",
-    "ZeroConfig": "training.zero_config",
-    "DataConfig": "data.dataset",
-    "OptimizerConfig": "trainer.optimizers",
-    "CheckpointConfig": "checkpoint.saving",
-    "WriterConfig": "trainer.reporting.writers",
-    "LaunchConfig": "cluster.processes",
-    "GPTConfig": "models.gpt",
-    "DecoderConfig": "models.decoder_config",
-    "ActivationConfig": "cli.models.presets",
-    "LoraConfig": "cli.models.adapters",
-    "OwnModelConfig": "cli.models.own",
-    "PlanConfig": "cli.plan.request",
-    "SampleConfig": "cli.look",
-    "EvaluateConfig": "cli.look",
-    "InspectConfig": "cli.checkpoint",
-    "ExportConfig": "cli.checkpoint",
-}
-# The words of fields that take text, or an object in Python: the tables that have them.
-_WORDS = {
-    "OptimizerConfig.mu_dtype": ("trainer.optimizers", "_MOMENT_DTYPES"),
-    "OptimizerConfig.nu_dtype": ("trainer.optimizers", "_MOMENT_DTYPES"),
-    "ZeroConfig.stage": ("sharding.stages", "_SHARDED_GROUPS"),
-}
-# Those of a field that takes more than these.
-_SUGGESTED = {
-    "ZeroConfig.remat": (
-        "own none full dots attention own_sharded own_offloaded full_sharded full_offloaded dots_sharded "
-        "dots_offloaded attention_sharded attention_offloaded"
-    ).split()
-}
-# Lines on fields whose docstring is about Python.
-_HELP = {
-    "ZeroConfig.precision": "fp32 (every leaf as it is made), bf16, fp16 with loss scaling, or bf16-stochastic: params "
-    "that are bfloat16 alone (docs/low_precision.md)",
-    "ZeroConfig.skip_nonfinite": "skip the update when a gradient is not finite",
-    "ZeroConfig.remat": "what is stored for the backward pass: own leaves it to the model, full only a block's input, "
-    "full_sharded that in shards over the mesh axis model, full_offloaded in host memory; dots, attention and none "
-    "recompute less; names:a,b stores values that the model names (docs/remat.md)",
-    "ZeroConfig.quantize_gathers": "the format that params are gathered in",
-    "ZeroConfig.compiler_options": "an option of the compiler, which replaces that of --overlap; none removes it",
-    "ZeroConfig.secondary": "at stage 3, keep a secondary shard of the params (ZeRO++ hpZ) inside a TPU slice or GPU "
-    "host, so that no gather for their use crosses the slow network (docs/axes.md has the price in memory)",
-    "ZeroConfig.offload_fraction": "the share of those bytes that is kept in host memory; none takes all",
-}
+CONFIG_MODULES: Mapping[str, str] = CONFIGS["modules"]
 # Fields without an option: the roles of mesh axes, which the commands choose, and fields that are no number or word or
 # have no use for the reference models. The `remat` of a command is the policy, for any model.
 _NOT_OPTIONS = frozenset(
@@ -137,13 +94,14 @@ def option_fields(config: str) -> dict[str, OptionField]:
         kind = read_kind(ast.unparse(line.annotation), functools.partial(_text_of, module))
         if kind.base is not None and not {name, f"{config}.{name}"} & _NOT_OPTIONS:
             field, default = f"{config}.{name}", ast.literal_eval(line.value)
-            words = _SUGGESTED.get(field) or kind.words or (keys_of(*_WORDS[field]) if field in _WORDS else ())
+            table, suggested = CONFIGS["words"].get(field, ""), CONFIGS["suggested"].get(field, "").split()
+            words = suggested or kind.words or (keys_of(*table.split()) if table else ())
             fields[name] = OptionField(
                 kind=kind,
                 default=default,
-                help=_HELP.get(field) or helps.get(name, ""),
+                help=CONFIGS["help"].get(field) or helps.get(name, ""),
                 words=tuple(words),
-                is_open=field in _SUGGESTED,
+                is_open=bool(suggested),
             )
     return fields
 

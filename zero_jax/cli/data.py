@@ -2,17 +2,15 @@
 
 import argparse
 import dataclasses
-import json
 import pathlib
 import sys
 import time
 from collections.abc import Iterable, Iterator
 
 from zero_jax.checkpoint import check_outside
-from zero_jax.cli.options import field_values, log_line, one_line_errors
+from zero_jax.cli.options import field_values, log_line, one_line_errors, print_result
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.files.untrusted import user_path
-from zero_jax.core.text_tables import printable_lines
 from zero_jax.data import (
     DataConfig,
     Piece,
@@ -78,7 +76,7 @@ def tokenize(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("stopped; nothing was left half-written", file=sys.stderr)
         return 130
-    print(json.dumps(dataclasses.asdict(result)) if options.json else printable_lines(result))
+    print_result(options, result)
     return 0
 
 

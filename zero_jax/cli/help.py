@@ -3,112 +3,41 @@
 from __future__ import annotations
 
 import argparse
+import importlib.resources
 import re
-from collections.abc import Collection, Mapping
+import string
+import tomllib
+from collections.abc import Collection
 from typing import Any
 
 from zero_jax.core.text_tables import aligned
 
-# The options that most runs need, each in a line; the sizes of a mesh and the hardware are those of `plan` alone.
-_MODEL = """
---model NAME: a preset, such as gpt-small, llama-3-8b, qwen-3-0.6b
---from-hf FOLDER: a checkpoint of the Hugging Face hub instead
---seq-len N: tokens in a sequence
---loss REF: a model of your own, as file.py:function
---init REF: the function that makes its params from a key
---batches REF: its batches: a function, an iterable
-"""
-_STEP = """
---batch-size N: examples of a step, over all devices
---num-microbatches N: parts that a batch is computed in, one by one
---optimizer NAME: adamw, sgd, lion, adafactor, muon
---learning-rate X: after the warm-up
---stage N: ZeRO: 0 none, 1 optimizer, 2 + gradients, 3 + params
---precision NAME: bf16, fp16, fp32, bf16-stochastic
---remat NAME: recompute instead of store: own, full, dots, none, ...
---offload WHAT: keep in host memory: optimizer, state, all
-"""
-_USUAL: Mapping[str, str] = {
-    "train": _MODEL
-    + """
---lora LEAVES: train low-rank adapters of these leaves alone
---data PATH: a text file, a folder of them, .jsonl, .parquet, tokens
---steps N: updates
---epochs X: passes over the data, instead of --steps
-"""
-    + _STEP
-    + """
---devices N: devices to use
---name NAME: the run's folder, in --out
---eval-every N: steps between two validations
---save-every N: steps between two checkpoints
---resume auto: go on where the run of that name stopped
---config FILE: take options from a TOML file
---show-config: print what would be used, and end
-""",
-    "plan": """
---topology NAME: hardware, such as v5p:4x4x4, 2xv5e:16x16, h100:2x8
---auto: search for the best settings
---max-compiles N: settings that --auto compiles
---tokens N: also show the days of training on so many tokens
---write-config FILE: write the result for `zero-jax train --config`
---verify: also compare the numbers of the step with one device
-"""
-    + _MODEL
-    + _STEP
-    + """
---model-axis N: devices of tensor parallelism
---replica N: full copies of the sharded state
---json: print the result as one JSON object
-""",
-}
-EXAMPLES: Mapping[str, str] = {
-    "train": """
-zero-jax train                                 # a small GPT on Python's source code
-zero-jax train --data texts/ --model gpt-small --batch-size 64 --epochs 1 --name a
-zero-jax train --from-hf Llama-3.2-1B --lora blocks/query --data chats.jsonl
-zero-jax train --loss my.py:loss --init my.py:init --batches my.py:batches
-""",
-    "plan": """
-zero-jax plan --model llama-3-8b --topology v5p:4x4x4 --batch-size 64
-zero-jax plan --auto --model gpt-7b --topology h100:2x8 --tokens 100e9
-zero-jax plan --auto --from-hf Llama-3.2-1B --topology v5e:4x4 --write-config a.toml
-zero-jax plan --loss my.py:loss --init my.py:init --batches my.py:batches
-""",
-    "sample": """
-zero-jax sample runs/gpt-tiny-stage3 --prompt "def "
-zero-jax sample Llama-3.2-1B --prompt "Once upon a time" --num-tokens 200
-""",
-    "evaluate": """
-zero-jax evaluate runs/gpt-tiny-stage3
-zero-jax evaluate Llama-3.2-1B --data held_out.jsonl --batch-size 16
-""",
-    "tokenize": """
-zero-jax tokenize --data texts/ --vocab-size 32000
-zero-jax tokenize --data texts/ --tokenizer tokenizer.json --tokens tokens/
-""",
-    "export": """
-zero-jax export runs/a --out safetensors/ --dtype bfloat16
-zero-jax export runs/a --to-hf model/ --merged
-""",
-    "launch": """
-zero-jax launch -n 2 -- train --data texts/
-zero-jax launch -n 4 --min-processes 2 -- train --name a --resume auto
-""",
-    "plot": "zero-jax plot runs/a runs/b --out curves.png",
-    "inspect": "zero-jax inspect runs/a --verify",
-    "memory": "zero-jax memory --model gpt-7b --topology v5p:2x2x4 --stage 2",
-    "comms": "zero-jax comms --model gpt-7b --topology v5p:2x2x4",
-    "from-deepspeed": "zero-jax from-deepspeed ds_config.json --devices 64 --out train.toml",
-    "completion": "zero-jax completion bash > ~/.local/share/bash-completion/completions/zero-jax",
-}
+
+def _read_table() -> dict[str, Any]:
+    table = tomllib.loads(importlib.resources.files("zero_jax.cli").joinpath("commands.toml").read_text("utf-8"))
+    texts = table.pop("texts")
+
+    def filled(value: Any) -> Any:
+        return string.Template(value).safe_substitute(texts) if isinstance(value, str) else value
+
+    return {command: {name: filled(value) for name, value in entry.items()} for command, entry in table.items()}
+
+
+COMMANDS: dict[str, dict[str, Any]] = _read_table()  # by name, each with its usage, texts and options
+INCLUDED = COMMANDS.pop("include")  # options of several commands
+CONFIGS = COMMANDS.pop("configs")  # what is known of config classes and their fields
 
 
 def usual_options(command: str) -> dict[str, tuple[str, str]]:
     """Returns the usual options of a command, each with its argument and a line; none of a command with few."""
-    lines = filter(None, _USUAL.get(command, "").splitlines())
+    lines = filter(None, COMMANDS.get(command, {}).get("usual", "").splitlines())
     words = (line.partition(": ") for line in lines)
     return {head.split(" ")[0]: (head, text) for head, _, text in words}
+
+
+def examples_of(command: str) -> str:
+    """Returns the examples of a command, a line each."""
+    return COMMANDS.get(command, {}).get("examples", "")
 
 
 class Help(argparse.Action):
@@ -123,7 +52,7 @@ class Help(argparse.Action):
 def help_text(parser: argparse.ArgumentParser, *, everything: bool) -> str:
     """Returns the help of a command, or of `zero-jax` itself."""
     command = parser.prog.partition(" ")[2]
-    usual, examples = usual_options(command), EXAMPLES.get(command, "").strip()
+    usual, examples = usual_options(command), examples_of(command)
     shown = f"\nexamples:\n{_indented(examples)}\n" if examples else ""
     if everything or not usual:
         return f"{parser.format_help()}{shown}"

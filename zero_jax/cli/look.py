@@ -17,7 +17,7 @@ from zero_jax.cli.models.adapters import LoraConfig, merged_params
 from zero_jax.cli.models.hub import hub_data
 from zero_jax.cli.models.options import preset_config, preset_model
 from zero_jax.cli.models.own import import_own_model, read_own_model
-from zero_jax.cli.options import field_values, log_line, one_line_errors
+from zero_jax.cli.options import field_values, log_line, one_line_errors, print_result
 from zero_jax.cli.run_config import choose_platform, read_config, read_part
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.files.untrusted import user_path
@@ -119,9 +119,9 @@ class _Source:
         return restored.state.variables
 
 
-def _find(options: argparse.Namespace, *more: str) -> _Source:
+def _find(options: argparse.Namespace, step: int | None, *more: str) -> _Source:
     """Finds a run by its config file, or a folder of the hub; `more` are options of `train` that replace its own."""
-    step, file = getattr(options, f"{options.config_name}.step"), find_run_config(options.path)
+    file = find_run_config(options.path)
     if file is not None:
         run = read_run_options(file, options.known["train"], *more)
         return _Source(run=run, path=options.path, is_run=True, step=step)
@@ -146,7 +146,7 @@ def _on_all_devices(config: TrainConfig) -> tuple[Mesh, ZeroConfig]:
 def sample(options: argparse.Namespace) -> int:
     """Runs `zero-jax sample`."""
     config = SampleConfig(**field_values(SampleConfig, options))
-    source = _find(options)
+    source = _find(options, config.step)
     if read_own_model(source.run) is not None:
         raise ValueError(f"{options.path} is a run of a model of your own: samples are for the presets and the hub's")
     shape, run = preset_config(source.run), read_config(source.run)
@@ -179,7 +179,7 @@ def evaluate(options: argparse.Namespace) -> int:
     """Runs `zero-jax evaluate`."""
     chosen = EvaluateConfig(**field_values(EvaluateConfig, options))
     changed = field_values(DataConfig, options)
-    source = _find(options, *(["--seq-len", str(chosen.seq_len)] if chosen.seq_len is not None else []))
+    source = _find(options, chosen.step, *(["--seq-len", str(chosen.seq_len)] if chosen.seq_len is not None else []))
     config, own = read_config(source.run), read_own_model(source.run)
     mesh, zero = _on_all_devices(config)
     if own is not None:
@@ -196,5 +196,5 @@ def evaluate(options: argparse.Namespace) -> int:
     settings: dict[str, Any] = {"config": dataclasses.replace(config, zero=zero), "mesh": mesh, "log": log_line}
     params = source.params(model, mesh, zero)
     result = evaluate_params(model, params, held_out="data" in changed, **settings)
-    print(json.dumps(dataclasses.asdict(result)) if options.json else printable_lines(result))
+    print_result(options, result)
     return 0

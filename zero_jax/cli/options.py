@@ -7,8 +7,10 @@ its destination is `ClassName.field`. `config_file` reads the same fields from T
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import importlib.util
+import json
 import math
 import os
 import pkgutil
@@ -55,20 +57,20 @@ class Parser(argparse.ArgumentParser):
     """An argument parser with errors of one line that name the closest option, and without abbreviations.
 
     Args:
-      options: the function that adds the options, as `module:name`; it is imported when they are asked for.
+      options: the function that adds the options; it is called when they are asked for.
       **kwargs: as for `argparse.ArgumentParser`.
     """
 
-    def __init__(self, *, options: str = "", **kwargs: Any):
+    def __init__(self, *, options: Callable[[Parser], None] | None = None, **kwargs: Any):
         super().__init__(allow_abbrev=False, add_help=False, formatter_class=_HelpFormatter, **kwargs)
         self.add_argument("-h", "--help", action=Help, nargs="?", metavar="all", help="show the usual options, or all")
         self._options = options
 
     def with_options(self) -> Parser:
         """Returns the parser, with its options added."""
-        name, self._options = self._options, ""
-        if name:
-            pkgutil.resolve_name(name)(self)
+        add, self._options = self._options, None
+        if add is not None:
+            add(self)
         return self
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -165,58 +167,50 @@ def one_line_errors(run: Callable[[argparse.Namespace], int]) -> Callable[[argpa
     return guarded
 
 
-def add_path(parser: Any, name: str, *, metavar: str = "FILE", **settings: Any) -> None:
-    """Adds an option or argument that is a path of this machine; `settings` are those of `add_argument`."""
-    parser.add_argument(name, type=reader(str, place="local"), metavar=metavar, **settings)
-
-
 def option_of(field: str) -> str:
     """Returns the option of a config's field."""
     return f"--{field.replace('_', '-')}"
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Adds the option `--json`."""
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, the log to stderr")
 
 
 def add_fields(
     group: Any,
     config: str,
     *,
-    defaults: Mapping[str, Any] | Literal["own"] | None = "own",
-    default_text: str = "the preset's",
-    without: Collection[str] = (),
+    defaults: Mapping[str, Any] | None,
+    default_text: str,
+    without: Collection[str],
+    short: Mapping[str, str],
 ) -> None:
     """Adds an option for each number, word or switch of a config class.
 
     Args:
       group: a parser or a group of its options.
       config: the name of the class.
-      defaults: the options' defaults, by field; "own" are those of the class, and None leaves out what is not set.
+      defaults: the options' defaults, by field; None leaves out what is not set.
       default_text: what the help says of the defaults that are left out.
       without: fields that get no option.
+      short: a second, short option of some fields.
     """
     for name, field in option_fields(config).items():
         if name in without:
             continue
         kind = field.kind
-        default = field.default if defaults == "own" else argparse.SUPPRESS if defaults is None else defaults[name]
+        default = argparse.SUPPRESS if defaults is None else defaults[name]
         shown = default_text if defaults is None else shown_value(default)
         text = f"{without_python(field.help, _all_fields())} (default: {shown})".replace("%", "%%")
-        option, destination = option_of(name), f"{config}.{name}"
+        destination, options = f"{config}.{name}", [*filter(None, [short.get(name)]), option_of(name)]
         settings: dict[str, Any] = {"dest": destination, "default": default, "help": text}
         if kind.base is bool:
-            group.add_argument(option, action=argparse.BooleanOptionalAction, **settings)
+            group.add_argument(*options, action=argparse.BooleanOptionalAction, **settings)
         elif kind.base is dict:
             group.add_argument(
-                option.removesuffix("s"), action=_AddEntry, metavar="NAME=VALUE", type=reader(str), **settings
+                options[-1].removesuffix("s"), action=_AddEntry, metavar="NAME=VALUE", type=reader(str), **settings
             )
         else:
             assert kind.base is not None
             parse = reader(kind.base, is_optional=kind.is_optional, **limits_of(destination))
             metavar = f"{{{','.join(map(str, field.words))}}}" if field.words else _METAVARS[kind.base]
-            action = group.add_argument(option, type=parse, metavar=metavar, **settings)
+            action = group.add_argument(*options, type=parse, metavar=metavar, **settings)
             action.choices, action.suggested = None if field.is_open else field.words or None, field.words or None
 
 
@@ -319,6 +313,14 @@ def _check_path(value: str, place: PathPlace) -> None:
     packages = _SCHEMES[scheme]
     if not any(map(importlib.util.find_spec, packages)):
         raise ValueError(f"{value!r}: {scheme}:// needs `{pip_install(packages[0])}`, or give a folder")
+
+
+def print_result(options: argparse.Namespace, result: Any) -> None:
+    """Prints a result, with `--json` as a JSON object: what its `to_json` returns, or its fields."""
+    if not options.json:
+        print(printable_lines(result))
+    else:
+        print(json.dumps(result.to_json() if hasattr(result, "to_json") else dataclasses.asdict(result)))
 
 
 def log_line(line: str) -> None:

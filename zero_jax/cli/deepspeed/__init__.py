@@ -1,9 +1,9 @@
 """The command `zero-jax from-deepspeed`: a DeepSpeed config becomes a config file of zero_jax, key by key.
 
-`keys` is a table: for each key the kind of its values, and the rule that makes its row. The rules of keys with a
-counterpart are in `rules` and `optimizer`; `reading` reads the JSON file and applies the table; `rows` has the rows,
-which `command` prints or writes. A key is translated only where it means the same here; what differs, is off, or is
-unknown has a row that says so.
+`keys.toml` is a table: for each key the kind of its values, and why it means nothing here or is not translated. The
+keys with a counterpart have their rules in `rules` and `optimizer`; `reading` reads the JSON file and applies both;
+`rows` has the rows, which `command` prints or writes. A key is translated only where it means the same here; what
+differs, is off, or is unknown has a row that says so.
 """
 
 from zero_jax.cli.deepspeed.reading import translate

@@ -8,8 +8,9 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
-from zero_jax.cli.deepspeed.keys import ABSENT, KEYS, SECTIONS
-from zero_jax.cli.deepspeed.rows import DeepSpeedValues, KeyRow, Kind, Translation
+from zero_jax.cli.deepspeed import optimizer, rules
+from zero_jax.cli.deepspeed.keys import KEYS, SECTIONS
+from zero_jax.cli.deepspeed.rows import DeepSpeedValues, KeyRow, Kind, Rule, Translation
 from zero_jax.cli.options import check_value
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.files.untrusted import read_text
@@ -17,15 +18,21 @@ from zero_jax.core.text_tables import quoted
 from zero_jax.core.tree import shown
 
 _MAX_BYTES = 1 << 20
-_WANTED: Mapping[Kind, str] = {
-    "bool": "true or false",
-    "int": "an integer",
-    "number": "a number",
-    "text": "text",
-    "list": "a list",
-    "block": "an object of keys",
-    "any": "a value",
+# What each kind of value is called, and its types; an integer may also be a number that is whole.
+_KINDS: Mapping[Kind, tuple[str, Any]] = {
+    "bool": ("true or false", bool),
+    "int": ("an integer", ()),
+    "number": ("a number", int | float),
+    "text": ("text", str),
+    "list": ("a list", list),
+    "block": ("an object of keys", Mapping | bool),
 }
+_RULES: Mapping[str, Rule] = {**rules.RULES, **optimizer.RULES}
+# The keys whose absence says something, or whose default is not that of zero_jax, in the order of their rows.
+_ABSENT = (
+    *("zero_optimization.stage", "bf16 and fp16", "gradient_clipping", "train_batch_size"),
+    *("gradient_accumulation_steps", *optimizer.RULES),
+)
 _WORDS = {"true": True, "false": False}  # which DeepSpeed reads as booleans, too
 
 
@@ -81,9 +88,8 @@ def translate(
         devices=devices,
         per_device_batch_size=per_device_batch_size,
     )
-    rules = {key: KEYS[key].rule for key in values.by_key if key in KEYS}
-    rules |= {key: rule for key, rule in ABSENT.items() if key not in values}
-    made = [row for key, rule in rules.items() if (row := rule(values, key)) is not None]
+    keys = [*(key for key in values.by_key if key in KEYS), *(key for key in _ABSENT if key not in values)]
+    made = [row for key in keys if (row := _RULES.get(key, rules.by_table)(values, key)) is not None]
     row_by_key = {row.key: row for row in made}
     for key, value in entries.items():
         if key not in KEYS:
@@ -133,14 +139,7 @@ def _checked(key: str, value: Any, kind: Kind) -> Any:
         return _WORDS[value.lower()]
     if kind == "int" and is_number and float(value).is_integer():
         return int(value)
-    right = {
-        "bool": isinstance(value, bool),
-        "int": False,
-        "number": is_number,
-        "text": isinstance(value, str),
-        "list": isinstance(value, list),
-        "block": isinstance(value, Mapping | bool),
-    }
-    if not right[kind]:
-        raise ValueError(f"{key} = {shown(value)}: give {_WANTED[kind]}")
+    wanted, types = _KINDS[kind]
+    if not isinstance(value, types) or (kind == "number" and not is_number):
+        raise ValueError(f"{key} = {shown(value)}: give {wanted}")
     return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from zero_jax.cli.deepspeed.keys import KEYS
 from zero_jax.cli.deepspeed.rows import DeepSpeedValues, KeyRow, Rule, check
 from zero_jax.core.tree import shown
 from zero_jax.training import ZeroConfig
@@ -24,45 +25,25 @@ _CHECKPOINT_FUNCTION = "DeepSpeed does so where the model calls its checkpoint f
 Test = Callable[[DeepSpeedValues, str], bool]
 
 
-def no_meaning(reason: str) -> Rule:
-    """The rule of a key without a meaning here, whatever its value."""
-    return lambda values, key: values.row(key, "no meaning", reason)
+def by_table(values: DeepSpeedValues, key: str) -> KeyRow:
+    """Makes the row of a key by its row of the table: it means nothing here, or is not translated, or needs not be."""
+    entry, value = KEYS[key], values.get(key)
+    if entry.no_meaning:
+        return values.row(key, "no meaning", entry.no_meaning)
+    if key.startswith("fp16.") and not _is_fp16(values):
+        return values.row(key, "off", "fp16 is off")
+    if value in entry.off or (entry.kind == "block" and not _is_on(values, key, entry.switch)):
+        return values.row(key, "off")
+    if value in entry.same:
+        return values.row(key, "same", entry.differs)
+    if values.is_auto(key):
+        return values.auto(key, entry.differs)
+    return values.row(key, "not translated", entry.differs)
 
 
-def differs(reason: str, *off: Any) -> Rule:
-    """The rule of a key that is not translated; with the values `off` there is nothing to translate."""
-
-    def rule(values: DeepSpeedValues, key: str) -> KeyRow:
-        if key.startswith("fp16.") and not _is_fp16(values):
-            return values.row(key, "off", "fp16 is off")
-        if values.get(key) in off:
-            return values.row(key, "off")
-        return values.auto(key, reason) if values.is_auto(key) else values.row(key, "not translated", reason)
-
-    return rule
-
-
-def block(reason: str, switch: str | None = "enabled") -> Rule:
-    """The rule of a block of keys that is not translated where its entry `switch` turns it on."""
-
-    def rule(values: DeepSpeedValues, key: str) -> KeyRow:
-        return values.row(key, "not translated", reason) if _is_on(values, key, switch) else values.row(key, "off")
-
-    return rule
-
-
-def same_if(is_same: Test, reason: str, same: str = "") -> Rule:
-    """The rule of a key that is not translated, but for values with which it says what zero_jax does anyway."""
-
-    def rule(values: DeepSpeedValues, key: str) -> KeyRow:
-        return values.row(key, "same", same) if is_same(values, key) else values.row(key, "not translated", reason)
-
-    return rule
-
-
-def _is_on(values: DeepSpeedValues, key: str, switch: str | None = "enabled") -> bool:
+def _is_on(values: DeepSpeedValues, key: str, switch: str = "enabled") -> bool:
     value = values.get(key)
-    if value is None or isinstance(value, bool) or switch is None:
+    if value is None or isinstance(value, bool) or not switch:
         return bool(value)
     return value.get(switch) not in (None, False, "false", "none")
 
@@ -124,12 +105,6 @@ def offload(values: DeepSpeedValues, key: str) -> KeyRow:
     return values.row(key, "translated", _OFFLOAD_NOTE, {"zero.offload": "state", **share})
 
 
-old_offload = to(
-    "zero.offload", "state", _OFFLOAD_NOTE,
-    on=lambda values, key: _is_true(values, key) and not _is_on(values, _OFFLOAD, "device"),
-)  # fmt: skip
-
-
 def quantized(field: str) -> Rule:
     """The rule of quantized gathers or gradients (ZeRO++)."""
     translated = to(f"zero.{field}", "int8", "in blocks of int8 (docs/quantized.md)")
@@ -186,11 +161,6 @@ def clipping(values: DeepSpeedValues, key: str) -> KeyRow:
 def _model_size(values: DeepSpeedValues) -> int:
     size = values.get(_TENSOR_PARALLEL)
     return size if isinstance(size, int) and size > 1 else 1
-
-
-tensor_parallel = to(
-    "run.model_axis", int, "the model needs specs for that axis", on=lambda values, key: _model_size(values) > 1
-)
 
 
 def replicas(values: DeepSpeedValues, key: str) -> KeyRow:
@@ -293,7 +263,31 @@ def _project(entries: Any) -> str:
     return project
 
 
-offloaded_residuals = to("zero.remat", "full_offloaded", _CHECKPOINT_FUNCTION)
-log_every = to("run.log_every", lambda steps: min(steps, 2**31 - 1), on=_is_count)
-tensorboard = to("log.tensorboard", True, "records go to the run's own folder", on=_is_on)
-wandb = to("log.wandb", _project, "group and team are those of wandb's settings", on=_is_on)
+# The rules of the keys that have more than a row of the table.
+RULES: Mapping[str, Rule] = {
+    "zero_optimization": old_stage,
+    "zero_optimization.stage": stage,
+    "zero_optimization.mics_shard_size": replicas,
+    "zero_optimization.overlap_comm": overlap,
+    _OFFLOAD: offload,
+    "zero_optimization.cpu_offload": to(
+        "zero.offload", "state", _OFFLOAD_NOTE,
+        on=lambda values, key: _is_true(values, key) and not _is_on(values, _OFFLOAD, "device"),
+    ),
+    "zero_optimization.zero_quantized_weights": quantized("quantize_gathers"),
+    "zero_optimization.zero_quantized_gradients": quantized("quantize_grads"),
+    **dict.fromkeys(_PRECISIONS, precision),
+    "bf16 and fp16": no_precision,
+    _SIZE: batch("run.batch_size"),
+    _MICRO_SIZE: microbatch_size,
+    _NUM: batch("zero.num_microbatches"),
+    "gradient_clipping": clipping,
+    _TENSOR_PARALLEL: to(
+        "run.model_axis", int, "the model needs specs for that axis", on=lambda values, key: _model_size(values) > 1
+    ),
+    "activation_checkpointing.partition_activations": partitioned_residuals,
+    "activation_checkpointing.cpu_checkpointing": to("zero.remat", "full_offloaded", _CHECKPOINT_FUNCTION),
+    "steps_per_print": to("run.log_every", lambda steps: min(steps, 2**31 - 1), on=_is_count),
+    "tensorboard": to("log.tensorboard", True, "records go to the run's own folder", on=_is_on),
+    "wandb": to("log.wandb", _project, "group and team are those of wandb's settings", on=_is_on),
+}  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -93,7 +93,14 @@ def choose_lora(options: argparse.Namespace, shape: ModelConfig, params: PyTree)
         if config != LoraConfig():
             raise ValueError("--lora-rank and its like need --lora: give the patterns of the leaves to adapt")
         return None
-    lora = _lora(config, config.lora, shape, leaf_names(params))
+    lora = Lora(
+        rules=_rules(config.lora, shape, leaf_names(params)),
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        dora=config.lora_dora,
+        base=config.lora_base,
+        train=tuple((config.lora_train or "").replace(",", " ").split()),
+    )
     lora.targets(params)
     return ChosenLora(lora=lora, config=config)
 
@@ -176,11 +183,8 @@ def export_adapters(path: str, out: str, config: Mapping[str, Any], options: arg
       CheckpointError: no checkpoint, or a damaged one.
       ValueError: a run without adapters or of no decoder, or adapters that PEFT has no form for.
     """
-    shape = preset_config(options)
-    chosen = choose_lora(options, shape, jax.eval_shape(init_function(shape), key_shape()))
-    if chosen is None:
-        raise ValueError("--to-peft is for runs with --lora, and this one has no adapters: give --to-hf")
-    return export_peft(path, out, chosen.lora, **config)
+    lora, _ = _adapters_of(options, "--to-peft is for runs with --lora, and this one has no adapters: give --to-hf")
+    return export_peft(path, out, lora, **config)
 
 
 def merged_params(path: str, *, step: int | None, dtype: str | None, options: argparse.Namespace) -> PyTree:
@@ -193,12 +197,8 @@ def merged_params(path: str, *, step: int | None, dtype: str | None, options: ar
       CheckpointError: no checkpoint, or a damaged one.
       ValueError: a run without adapters, or options of another run.
     """
-    shape = preset_config(options)
-    init_fn = init_function(shape)
-    chosen = choose_lora(options, shape, jax.eval_shape(init_fn, key_shape()))
-    if chosen is None:
-        raise ValueError("--merged is for runs with --lora, and this one has no adapters: leave it out")
-    lora = chosen.lora
+    refusal = "--merged is for runs with --lora, and this one has no adapters: leave it out"
+    lora, init_fn = _adapters_of(options, refusal)
     record, _ = find_checkpoint(path, step)
     restored = restore(
         record.path.parent,
@@ -212,15 +212,14 @@ def merged_params(path: str, *, step: int | None, dtype: str | None, options: ar
     return lora.merge(restored.state, dtype=dtype)
 
 
-def _lora(config: LoraConfig, rules: str, shape: ModelConfig, paths: Sequence[str]) -> Lora:
-    return Lora(
-        rules=_rules(rules, shape, paths),
-        rank=config.lora_rank,
-        alpha=config.lora_alpha,
-        dora=config.lora_dora,
-        base=config.lora_base,
-        train=tuple((config.lora_train or "").replace(",", " ").split()),
-    )
+def _adapters_of(options: argparse.Namespace, refusal: str) -> tuple[Lora, Callable[..., PyTree]]:
+    """Returns the adapters of a run, and the function that makes its base; raises `ValueError` if it has none."""
+    shape = preset_config(options)
+    init_fn = init_function(shape)
+    chosen = choose_lora(options, shape, jax.eval_shape(init_fn, key_shape()))
+    if chosen is None:
+        raise ValueError(refusal)
+    return chosen.lora, init_fn
 
 
 def refuse_lora(options: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+import zero_jax as zero
 from zero_jax.dims import ValueSharding, propagate_shardings
 from zero_jax.program.jaxprs import open_jaxpr, without_dead_code
 from zero_jax.sharding.chains import Chain, reshard
@@ -57,6 +58,23 @@ def test_its_gradient_is_one_more_in_the_backward_pass():
     sums = [(move.kind, move.sent_bytes, move.phase) for move in got.moves if move.sent_bytes > 100]
     assert sums == [(*ALL_REDUCE[:2], "forward"), (*ALL_REDUCE[:2], "backward")]
     assert [laid.dims for laid in got.outputs[1:]] == [((), ("model",)), (("model",), ())]
+
+
+@pytest.mark.parametrize(("num_kv_heads", "num_gathers"), [(4, 0), (2, 3)])
+def test_fused_attention_keeps_heads_forward_and_backward(num_kv_heads, num_gathers):
+    """Heads that the axis divides stay; where it does not divide those of keys, each device computes all of them."""
+
+    def attention(query, key, value):
+        return zero.dot_product_attention(query, key, value, is_causal=True, implementation="splash")
+
+    keys = P("data", None, "model" if num_kv_heads == 4 else None)
+    inputs = ((B, T, 8, 2), P("data", None, "model")), *[((B, T, num_kv_heads, 2), keys)] * 2
+    got = found(lambda *xs: jax.vjp(attention, *xs)[1](xs[0]), *inputs)
+    assert not got.unknown
+    assert [kind for kind, _, _ in moves(got)] == ["all-gather"] * num_gathers
+    assert got.outputs[0].dims == (("data",), (), () if num_gathers else ("model",), ())
+    got = found(lambda *xs: jax.jvp(attention, xs, xs)[1], *inputs)
+    assert not got.unknown
 
 
 def test_partial_sums_that_are_added_are_summed_once():

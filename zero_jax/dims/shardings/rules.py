@@ -167,12 +167,18 @@ def _partial(walk: Any, dims: Dims, summed: Sequence[str], eqn: Any) -> ValueSha
 
 
 def _attention(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
-    """Fused attention: places and features are gathered, examples and heads stay sharded."""
-    for x, atom in zip(inputs[:3], eqn.invars, strict=False):
-        if lost := [*x.dims[1], *x.dims[3]]:
-            walk.gather(x, atom.aval, lost)
+    """Fused attention and its derivatives: examples and heads stay sharded, places and features are gathered.
+
+    So are heads that the axes do not divide, of queries or of keys.
+    """
     batch, _, heads, _ = inputs[0].dims
-    return [ValueSharding(dims=(batch, (), heads, ())), ValueSharding(dims=(batch, heads, ()))]
+    if eqn.invars[1].aval.shape[2] % walk.size(heads):
+        heads = ()
+    for x, atom in zip(inputs, eqn.invars, strict=True):
+        if atom.aval.ndim == 4 and (lost := [*x.dims[1], *x.dims[3], *(() if heads else x.dims[2])]):
+            walk.gather(x, atom.aval, lost)
+    dims = {4: (batch, (), heads, ()), 3: (batch, heads, ())}
+    return [ValueSharding(dims=dims[var.aval.ndim]) for var in eqn.outvars]
 
 
 def _convolution(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
@@ -246,7 +252,7 @@ RULES: Mapping[str, Rule] = {
     "dynamic_slice": _dynamic_slice,
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
-    "zero_attention": _attention,
+    **dict.fromkeys(("zero_attention", "zero_attention_tangent", "zero_attention_cotangents"), _attention),
     "gather": _gather,
     "sharding_constraint": _constrained,
     "zero_reshard": _reshard,

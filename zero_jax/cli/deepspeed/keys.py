@@ -217,7 +217,7 @@ _TOP = _section(
     ("block", "sparse_attention", block("`zero.dot_product_attention` takes windows and masks", switch=None)),
     ("block", "hybrid_engine", block("zero_jax has no inference engine")),
     ("block", "expert_parallel", block("experts are sharded by specs of the model")),
-    ("block", "pipeline", block("zero_jax has no pipeline parallelism", switch=None)),
+    ("block", "pipeline", block("a mesh axis here: `zero.make_mesh(pipe=...)`, or --pipe", switch=None)),
 )
 _DATA_TYPES = _section(
     ("text", "grad_accum_dtype", differs("microbatches are accumulated in float32 here", "fp32", "float32"))

@@ -33,7 +33,7 @@ def open_hub(data: str, *, is_streamed: bool) -> Any:
     folder = user_path(name)
     try:
         if (folder / "state.json").is_file():
-            table = datasets.load_from_disk(str(folder))
+            table = datasets.Dataset.load_from_disk(str(folder))
             return table.to_iterable_dataset(num_shards=min(64, len(table)) or 1) if is_streamed else table
         path = str(folder) if folder.is_dir() else name
         return datasets.load_dataset(path, subset, split=split or "train", streaming=is_streamed)

@@ -66,8 +66,13 @@ PIPE = [*SMALL, "--num-layers", "2", "--pipe", "2", "--num-microbatches", "4", "
 
 def test_stages_of_a_pipeline_are_estimated(capsys):
     status, out, _ = run("memory", capsys, *PIPE, "--estimate", "--json")
-    groups = {group["name"]: group for group in json.loads(out)["groups"]}
+    report = json.loads(out)
+    groups = {group["name"]: group for group in report["groups"]}
     assert status == 0
+    less = [
+        each for each in report["differences"] if each["group"] == "params" and "layers over pipe" in each["reason"]
+    ]
+    assert [x["device_bytes"] < 0 for x in less] == [True]
     assert groups["residuals"]["formula_bytes"] == 8 // 4 * 2 * 16 * 32 * 2  # as of all layers, on all devices
     status, out, _ = run("comms", capsys, *PIPE, "--estimate", "--json")
     found = json.loads(out)

@@ -252,6 +252,34 @@ def test_a_loop_over_layers_is_rolled():
     assert "their params are stacked in each step" in str(report)
 
 
+@pytest.mark.parametrize("is_forward", [True, False])
+def test_layers_whose_derivatives_differ_are_not_equal(is_forward):
+    """The same values in each layer, and gradients scaled by a number of the layer: no two layers are one scan."""
+
+    def scaled(x, scale):
+        rule = (jax.custom_jvp if is_forward else jax.custom_vjp)(jnp.tanh)
+        if is_forward:
+            rule.defjvp(lambda primals, dots: (jnp.tanh(primals[0]), dots[0] * scale))
+        else:
+            rule.defvjp(lambda x: (jnp.tanh(x), None), lambda _, dot: (dot * scale,))
+        return rule(x)
+
+    def loss_fn(params, batch, scales):
+        x = params["embed"][batch["tokens"]]
+        for i, scale in enumerate(scales):
+            x = x + scaled(x @ params["layers"]["w"][i], scale)
+        return jnp.square(x @ params["head"]).mean()
+
+    params, batch = init_params(), make_batches(1)[0]
+    fields = {"mesh": zero.make_mesh(pipe=2), "stage": 2, "num_microbatches": 4}
+    equal = functools.partial(loss_fn, scales=[0.5] * LAYERS)
+    found = one_step(equal, params, batch, **fields)
+    assert_close(found, jax.jit(jax.value_and_grad(equal))(params, batch), tolerance=FLOAT32)
+    for scales in (range(1, 1 + LAYERS), np.arange(1, 1 + LAYERS, dtype=np.float32)[:, None]):
+        with pytest.raises(ValueError, match="no Python loop over equal layers"):
+            lowered(functools.partial(loss_fn, scales=scales), params=params, batch=batch, **fields)
+
+
 def replaced(layer):
     """Returns a loss whose layers are others."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -202,15 +202,23 @@ def grad_differences(grads: Group, placement: Placement) -> list[Difference]:
 def uneven_differences(name: str, group: Group) -> list[Difference]:
     """Explains a group by the leaves that are not fully sharded, and by those that the formula does not count."""
     extra = [(x.path, x.device_bytes - x.num_bytes / group.ways) for x in group.counted]
-    extra = sorted([(path, size) for path, size in extra if size], key=lambda item: -item[1])
-    shown = ", ".join(path for path, _ in extra[:_SHOWN_LEAVES])
-    more = f" and {len(extra) - _SHOWN_LEAVES} more" if len(extra) > _SHOWN_LEAVES else ""
+    extra = sorted(extra, key=lambda item: -abs(item[1]))
+    larger, smaller = [x for x in extra if x[1] > 0], [x for x in extra if x[1] < 0]
     uncounted = sum(x.device_bytes for x in group.leaves if not x.counted)
     reasons = {
-        f"{len(extra)} leaves unsharded, or not cut {group.ways} ways: {shown}{more}": sum(size for _, size in extra),
+        f"{len(larger)} leaves unsharded, or not cut {group.ways} ways: {_paths(larger)}": sum(x for _, x in larger),
+        f"{len(smaller)} leaves cut more than {group.ways} ways, as layers over pipe: {_paths(smaller)}": sum(
+            x for _, x in smaller
+        ),
         "counters, keys and other leaves that are no parameters or moments of them": uncounted,
     }
     return [Difference(group=name, device_bytes=size, reason=reason) for reason, size in reasons.items()]
+
+
+def _paths(leaves: Sequence[tuple[str, float]]) -> str:
+    """Returns the paths of the first of some leaves, and how many others there are."""
+    more = f" and {len(leaves) - _SHOWN_LEAVES} more" if len(leaves) > _SHOWN_LEAVES else ""
+    return ", ".join(path for path, _ in leaves[:_SHOWN_LEAVES]) + more
 
 
 def whole_leaves(groups: dict[str, Group]) -> tuple[WholeLeaf, ...]:

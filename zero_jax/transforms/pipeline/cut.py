@@ -198,10 +198,10 @@ def _check_scan(scan: Any, num_stages: int) -> None:
     if scan.reverse:
         raise CannotCut("it takes its layers in reverse: scan over params that are stacked in their order")
     if scan.length % num_stages:
-        works = [n for n in range(2, scan.length + 1) if scan.length % n == 0]
-        sizes = ", ".join(map(str, works)) or "no pipe"
+        works = ", ".join(str(n) for n in range(2, scan.length + 1) if scan.length % n == 0)
+        sizes = f"pipe={works}, or " if works else ""
         raise CannotCut(
-            f"its {scan.length} layers do not divide over {num_stages} stages: choose pipe={sizes}, or a multiple of "
+            f"its {scan.length} layers do not divide over {num_stages} stages: choose {sizes}a multiple of "
             f"{num_stages} layers, as {-(-scan.length // num_stages) * num_stages}"
         )
 

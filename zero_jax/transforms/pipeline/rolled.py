@@ -10,16 +10,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from zero_jax.dims import is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import flattened, trace_flat
 from zero_jax.program.jaxprs import bind, open_jaxpr, source_context
 from zero_jax.program.loss import Traced
+from zero_jax.program.subcalls import equations_of
 from zero_jax.transforms.blocks.search import RepeatedBlock, find_blocks
 from zero_jax.transforms.blocks.sequence import EqnSequence
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.pipeline.cut import ROLLED, scans_over_params
+
+# The functions among the parameters of equations whose derivatives are the user's.
+_RULES = {
+    "custom_jvp_call": ("jvp_jaxpr_fun",),
+    "custom_vjp_call": ("fwd_jaxpr_thunk", "bwd", "out_trees"),
+}
 
 Place = tuple[int, int]  # the number of an equation of a layer, and of a result of it
 
@@ -56,9 +65,8 @@ class _Turn:
 
         self.operands = [[operand(atom) for atom in eqn.invars] for eqn in self.eqns]
         shapes = [(x.aval.shape, str(x.aval.dtype)) for x in self.inputs]
-        params = [[(name, _described(x)) for name, x in eqn.params.items()] for eqn in self.eqns]
         names = [eqn.primitive.name for eqn in self.eqns]
-        self.signature = str((shapes, names, params, self.operands))
+        self.signature = str((shapes, names, [*map(_params, self.eqns)], self.operands))
 
     def run(self, values: Sequence[Any]) -> dict[Place, Any]:
         """Evaluates it on inputs."""
@@ -199,8 +207,7 @@ def _first_of_equals(facts: Facts) -> dict[Any, Any]:
     made: dict[Any, Sequence[Any]] = {}
     for eqn in filter(facts.only_params, facts.jaxpr.eqns):
         read = (f"{x.val}:{x.aval}" if jaxprs.is_literal(x) else first.get(x, x) for x in eqn.invars)
-        params = [(name, _described(x)) for name, x in eqn.params.items()]
-        same = made.setdefault((eqn.primitive.name, str(params), *read), eqn.outvars)
+        same = made.setdefault((eqn.primitive.name, _params(eqn), *read), eqn.outvars)
         first.update(zip(eqn.outvars, same, strict=True))
     return first
 
@@ -215,6 +222,39 @@ def _are_same(atoms: Sequence[Any]) -> bool:
     if any(map(jaxprs.is_literal, atoms)):
         return all(jaxprs.is_literal(x) and x.val == atoms[0].val for x in atoms)
     return all(x is atoms[0] for x in atoms)
+
+
+def _params(eqn: Any) -> str:
+    """Returns the parameters of an equation as text, with the derivatives that functions of the user define in it."""
+    # The text of a rule does not tell it from another one with other closed-over values.
+    rules = _RULES.get(eqn.primitive.name, ())
+    params = [(name, _described(x)) for name, x in eqn.params.items() if name not in rules]
+    own = [each for each in equations_of(eqn) if each.primitive.name in _RULES]
+    return str((params, [*map(_derivative, own)]))
+
+
+def _derivative(eqn: Any) -> str:
+    """Returns the program of an equation and its gradients as text; its identity if it cannot be differentiated."""
+    inputs = [var.aval for var in eqn.invars]
+    floats = [i for i, aval in enumerate(inputs) if is_float(aval)]
+    outputs = [var.aval for var in eqn.outvars if is_float(var.aval)]
+
+    def run(*values: Any) -> Any:
+        given, cotangents = values[: len(inputs)], values[len(inputs) :]
+
+        def of_floats(*own: Any) -> list[Any]:
+            at = dict(zip(floats, own, strict=True))
+            return [x for x in bind(eqn, [at.get(i, x) for i, x in enumerate(given)]) if is_float(x)]
+
+        made, pullback = jax.vjp(of_floats, *(given[i] for i in floats))
+        return made, pullback([*cotangents])
+
+    try:
+        closed = trace_flat(run, [*inputs, *outputs])
+        consts = [(x.shape, str(x.dtype), np.asarray(x).tobytes()) for x in open_jaxpr(closed)[1]]
+    except Exception:  # whatever the user's rule raises: the step says so where it is used
+        return str(id(eqn))
+    return str((str(closed), consts))
 
 
 def _described(value: Any) -> str:

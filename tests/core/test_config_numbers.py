@@ -26,6 +26,8 @@ ZERO_IS_FINE = {
     "LaunchConfig": {"grace_seconds", "max_restarts", "rejoin_seconds"},
     "InspectConfig": {"step"},
     "ExportConfig": {"step"},
+    "EvaluateConfig": {"step"},
+    "SampleConfig": {"step", "temperature", "seed"},
     "DecoderConfig": {
         "num_experts",
         "num_shared_experts",

@@ -68,6 +68,7 @@ JOBS = {
     "topology": {"topology": "v6e:2x2"},
     "replica": {"replica": 2},
     "model": {"model": 2},
+    "pipe": {"pipe": 2, "config": dataclasses.replace(CONFIG, num_microbatches=2)},
     "data_layout": {"data_layout": (2, 2)},
     "compiler_options": {"compiler_options": {"xla_tpu_enable_latency_hiding_scheduler": "false"}},
 }

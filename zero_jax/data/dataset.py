@@ -142,7 +142,7 @@ def load_dataset(
             log=log,
         )
     train, validation = split_documents(tokens, validation_fraction=fraction)
-    _check_sizes(name, {"validation": validation} | ({} if held_out else {"training": train}), seq_len)
+    _check_sizes(name, ({} if held_out else {"training": train}) | {"validation": validation}, seq_len)
     return Dataset(
         name=name,
         tokenizer=tokenizer,

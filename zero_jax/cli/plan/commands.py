@@ -179,6 +179,7 @@ def _write_config(
         raise ValueError("--write-config is for the models that `zero-jax train` knows, not for --loss")
     chosen = chosen or request.zero
     zero = {name: getattr(chosen, name) for name in option_fields("ZeroConfig")}
+    zero = {name: value for name, value in zero.items() if value != "auto"}  # which a file that leaves it out means
     zero["remat"] = resolve_remat(chosen.remat).name
     axes = {"replica": report.mesh.get("replica", 1), "model_axis": report.mesh.get("model", 1)}
     axes["pipe"] = report.mesh.get("pipe", 1)

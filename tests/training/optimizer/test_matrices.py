@@ -166,8 +166,8 @@ def test_whole_matrices_are_updated_as_on_one_device(optimizer, init_fn, stage, 
             state, _ = step(state, BATCH)
         expected = on_one_device(tx, init_fn)
     for (name, x), y in zip(jax.tree_util.tree_leaves_with_path(state.params), jax.tree.leaves(expected), strict=True):
-        # A step that is left out adds the gradient itself. The table's next one is near to a matrix of lower rank, whose
-        # rounding muon makes large: another order of the batch moves it by 4e-5 on one device, too.
+        # A step that is left out adds the gradient itself. The table's next one is near to a matrix of lower rank, and
+        # muon makes its rounding large: another order of the batch moves it by 4e-5 on one device, too.
         atol = 2e-4 if optimizer == "at times" and "table" in str(name) else 2e-5
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=atol, err_msg=str(name))
 

@@ -1,7 +1,6 @@
 """Writes a page for each command and for each table of a config file, from what `--help all` is made of."""
 
 import argparse
-import pathlib
 import re
 import typing
 
@@ -95,16 +94,3 @@ def escaped(text: str) -> str:
     parts = text.split("`")
     plain = [re.sub(r"([*_<>\[\]$~#])", r"\\\1", part) if i % 2 == 0 else part for i, part in enumerate(parts)]
     return "`".join(plain)
-
-
-def write(folder: pathlib.Path) -> None:
-    """Writes the pages; those that are up to date keep their times."""
-    folder.mkdir(exist_ok=True)
-    made = {f"{name}.md": text for name, text in pages().items()}
-    for old in folder.glob("*.md"):
-        if old.name not in made:
-            old.unlink()
-    for name, text in made.items():
-        path = folder / name
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            path.write_text(text, encoding="utf-8")

@@ -8,7 +8,7 @@ import re
 import sys
 import tomllib
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -156,36 +156,29 @@ def api_index(packages: dict[str, list[str]]) -> str:
     return "\n".join([*lines, "```", ""])
 
 
-def write_api_pages(*_: object) -> None:
-    """Writes the API pages; those that are up to date keep their times."""
-    folder = HERE / "api"
+def write_pages(folder: pathlib.Path, texts: Mapping[str, str]) -> None:
+    """Writes pages by name, removes what an earlier build wrote for others; unchanged pages keep their times."""
     folder.mkdir(exist_ok=True)
-    packages = {package: names for package, names in package_names().items() if names}
-    pages = {f"{package}.md": api_page(package, names) for package, names in packages.items()}
-    pages["index.md"] = api_index(packages)
-    for old in folder.glob("*.md"):
-        if old.name not in pages:
+    for old in folder.iterdir():
+        if old.stem not in texts:
             old.unlink()
-    for name, text in pages.items():
-        path = folder / name
+    for name, text in texts.items():
+        path = folder / f"{name}.md"
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")
 
 
-def write_example_pages(*_: object) -> None:
-    """Writes a page for each example, with what it printed and its losses."""
-    sys.path.insert(0, str(HERE))
-    import example_pages
-
-    example_pages.write(HERE / "gallery")
-
-
-def write_command_pages(*_: object) -> None:
-    """Writes a page for each command, and for each table of a config file."""
+def write_made_pages(*_: object) -> None:
+    """Writes the API, a page for each example, and one for each command and each table of a config file."""
     sys.path.insert(0, str(HERE))
     import command_pages
+    import example_pages
 
-    command_pages.write(HERE / "commands")
+    packages = {package: names for package, names in package_names().items() if names}
+    of_packages = {package: api_page(package, names) for package, names in packages.items()}
+    write_pages(HERE / "api", of_packages | {"index": api_index(packages)})
+    write_pages(HERE / "gallery", example_pages.pages(HERE / "gallery"))
+    write_pages(HERE / "commands", command_pages.pages())
 
 
 def link_outside(app: object, docname: str, source: list[str]) -> None:
@@ -237,9 +230,7 @@ def drop_dead_links(app: object, page: str, template: str, context: dict[str, ob
 
 def setup(app: object) -> None:
     """Connects the functions above to the build."""
-    app.connect("builder-inited", write_api_pages)  # type: ignore[attr-defined]
-    app.connect("builder-inited", write_example_pages)  # type: ignore[attr-defined]
-    app.connect("builder-inited", write_command_pages)  # type: ignore[attr-defined]
+    app.connect("builder-inited", write_made_pages)  # type: ignore[attr-defined]
     app.connect("source-read", link_outside)  # type: ignore[attr-defined]
     app.connect("autodoc-process-docstring", code_as_in_markdown, priority=400)  # type: ignore[attr-defined]
     app.connect("autodoc-process-docstring", with_colons, priority=600)  # type: ignore[attr-defined]

@@ -60,14 +60,8 @@ def index(paths: list[pathlib.Path]) -> str:
     return "\n".join([*lines, "```{toctree}", ":hidden:", "", *(path.stem for path in paths), "```", ""])
 
 
-def write(folder: pathlib.Path) -> None:
-    """Writes the pages into a folder, and removes those of examples that are no more."""
+def pages(folder: pathlib.Path) -> dict[str, str]:
+    """Returns the text of each page by its name; their pictures are drawn into the folder of the pages."""
     folder.mkdir(exist_ok=True)
     paths = sorted((ROOT / "examples").glob("*.py"))
-    pages = {f"{path.stem}.md": page(path, folder) for path in paths} | {"index.md": index(paths)}
-    for old in folder.iterdir():
-        if old.name not in pages and old.with_suffix(".md").name not in pages:
-            old.unlink()
-    for name, text in pages.items():
-        if not (folder / name).exists() or (folder / name).read_text(encoding="utf-8") != text:
-            (folder / name).write_text(text, encoding="utf-8")
+    return {path.stem: page(path, folder) for path in paths} | {"index": index(paths)}

@@ -62,7 +62,6 @@ def hoisted(walk: Any, eqn: Any, values: Sequence[Any], sub: Subcall) -> list[La
 
 
 def _gathered_once(walk: Any, eqn: Any, sub: Subcall, value: Lazy, var: Any) -> Lazy | Value:
-    """Gathers a param before a loop."""
     walk.notes.gather(value, eqn, f"once before {sub.length} iterations that use it", early=False)
     num_blocks, (jaxpr, _) = axis_size(walk.options.mesh, walk.options.axes.batch), open_jaxpr(sub.jaxpr)
     if value.is_shard and not walk.options.mapped and only_multiplied(jaxpr, var, walk.batch_sizes, num_blocks):

@@ -194,13 +194,14 @@ class ZeroConfig:
         """Returns the roles of a mesh's axes."""
         roles = {"data": self.data_axes, "replica": self.replica_axes, "model": self.model_axes, "pipe": self.pipe_axes}
         axes = axes_of(mesh, **roles)
-        self._check_pipe(axes.num_stages(mesh))
+        if (num_stages := axes.num_stages(mesh)) > 1:
+            self._check_pipe(num_stages)
+        if not self.secondary:
+            return axes
         return dataclasses.replace(axes, secondary=secondary_axes(mesh, axes, self.secondary))
 
     def _check_pipe(self, num_stages: int) -> None:
         """Raises `ValueError` for what a pipeline of so many stages cannot have."""
-        if num_stages == 1:
-            return
         if self.num_microbatches % num_stages:
             least = max(-(-self.num_microbatches // num_stages), 1) * num_stages
             raise ValueError(

@@ -49,9 +49,7 @@ class StepGrads(NamedTuple):
 
 def loss_and_grads(
     loss: StepLoss,
-    variables: PyTree,
-    batch: PyTree,
-    key: jax.Array,
+    arguments: tuple[PyTree, PyTree, jax.Array],
     *,
     needed: list[bool],
     loss_scale: Any,
@@ -61,9 +59,7 @@ def loss_and_grads(
 
     Args:
       loss: the loss of the step.
-      variables: params and model state, as `StepLoss.cast` returns them.
-      batch: the batch, likewise.
-      key: the step's key.
+      arguments: those of its program, as `StepLoss.cast` returns them, and the step's key.
       needed: for each trainable param whether its gradient is computed.
       loss_scale: the loss scale, or None.
       errors: what quantization dropped of the last step's gradients.
@@ -71,7 +67,8 @@ def loss_and_grads(
     Raises:
       ValueError: the loss function changes model state that is on the host.
     """
-    placement, arguments = loss.placement, (used_shapes(variables), batch, key)
+    placement, (variables, batch, key) = loss.placement, arguments
+    arguments = used_shapes(variables), batch, key
     host_state = as_variables(variables).model_state
     model_state = on_devices(host_state)
     if len(jax.tree.leaves(model_state)) < len(jax.tree.leaves(host_state)):

@@ -86,20 +86,21 @@ class StepLoss:
 
     @functools.cached_property
     def fused(self) -> LossProgram:
-        """The program with its attention by fused kernels."""
+        """The program, with its attention by fused kernels if the config asks for them."""
         placement = self.placement
-        return LossProgram.of(
-            fuse_attention(self.program, self.config.attention, mesh=placement.mesh, axes=placement.axes)
-        )
+        if self.config.attention == "own":
+            return self.program
+        return LossProgram.of(fuse_attention(self.program, mesh=placement.mesh, axes=placement.axes))
 
     def recomputed(self, program: LossProgram) -> LossProgram:
-        """Returns a program with its blocks in `jax.checkpoint`."""
-        placement, specs = self.placement, self.placement.loss_shardings()
+        """Returns a program with its blocks in `jax.checkpoint`, by the config's remat policy."""
+        placement = self.placement
         if placement.num_stages > 1:  # layers that will be stages are recomputed as those of a scan
             program = program.then(rolled)
-        return LossProgram.of(
-            rematerialize(program, self.config.remat, mesh=placement.mesh, axes=placement.axes, specs=specs)
-        )
+        if self.config.remat == "own":
+            return program
+        mesh, axes, specs = placement.mesh, placement.axes, placement.loss_shardings()
+        return LossProgram.of(rematerialize(program, self.config.remat, mesh=mesh, axes=axes, specs=specs))
 
     def unsharded(self, program: LossProgram) -> LossProgram:
         """Returns a program with whole values where XLA partitions operations on sharded ones wrongly."""

@@ -98,5 +98,7 @@ def _summed(options: Options, value: Lazy, array: jax.Array) -> jax.Array:
 
 
 def _blocks(options: Options, value: Lazy, format: str | None, shape: tuple[int, ...]) -> Blocks | None:
+    if format is None:
+        return None
     size = value.formats.block_size
     return blocks_of(format, value.path, shape, value.shard, mesh=options.mesh, block_size=size)

@@ -36,7 +36,7 @@ from zero_jax.training.state.train_state import TrainState, merge, trainable
 from zero_jax.training.zero_config import ZeroConfig
 
 
-class Updated(NamedTuple):
+class UpdatedState(NamedTuple):
     """What an update makes of a state: new master params, their low-precision copy, and the optimizer's state."""
 
     masters: PyTree
@@ -79,7 +79,7 @@ class OffloadedState:
         leaves = [_shape(x) if on_host else x for x, on_host in zip(leaves, self._master_flags, strict=True)]
         return tree.unflatten(pinned(leaves, self.placement.param_shardings("master"), but=self._master_flags))
 
-    def update(self, tx: Any, function: Callable[..., Updated], *extras: PyTree, same: list[bool]) -> Updated:
+    def update(self, tx: Any, function: Callable[..., UpdatedState], *extras: PyTree, same: list[bool]) -> UpdatedState:
         """Returns the updated state, in the memories of the old one.
 
         Args:
@@ -126,7 +126,7 @@ class OffloadedState:
         masters = masters_tree.unflatten(results[:num_masters])
         copies = masters_tree.unflatten(results[num_masters : num_masters + num_copies]) if num_copies else masters
         opt_state = jax.tree.unflatten(jax.tree.structure(state.opt_state), results[num_masters + num_copies :])
-        return Updated(masters, copies, opt_state)
+        return UpdatedState(masters, copies, opt_state)
 
     def _copies(self, shardings: PyTree) -> list[Argument]:
         """Returns the arrays that new low-precision params are written to: the old ones if they are sharded alike."""
@@ -242,7 +242,7 @@ class UpdateProgram:
 
     def streamed_update(
         self, offloaded: OffloadedState, scaled_grads: PyTree, scalars: Scalars, *, same: list[bool]
-    ) -> Updated:
+    ) -> UpdatedState:
         """Returns the update of a state partly on the host.
 
         Gradients are cast, unscaled and clipped in the same chunks: all of them in the master params' dtype at once
@@ -250,7 +250,7 @@ class UpdateProgram:
         """
         placement = offloaded.placement
 
-        def function(masters: PyTree, opt_state: PyTree, scaled_grads: PyTree, scalars: Any) -> Updated:
+        def function(masters: PyTree, opt_state: PyTree, scaled_grads: PyTree, scalars: Any) -> UpdatedState:
             wide = placement.precision.for_optimizer(masters)
             grads = self.unscale(scaled_grads, wide, placement, scalars.loss_scale)
             offers = Offers(scalars.loss, fill_zeros(grads, wide))
@@ -258,7 +258,7 @@ class UpdateProgram:
             wide, opt_state = self.update(wide, opt_state, clipped, finite=scalars.finite, offers=offers)
             masters = self.rounded(wide, masters, scalars.rounding_key)
             low = cast_floating(masters, placement.precision.param) if placement.keeps_copy else None
-            return Updated(masters, low, opt_state)
+            return UpdatedState(masters, low, opt_state)
 
         return offloaded.update(self.tx, function, scaled_grads, scalars, same=same)
 
@@ -266,7 +266,7 @@ class UpdateProgram:
         self,
         state: TrainState,
         placement: Placement,
-        updated: Updated,
+        updated: UpdatedState,
         of_batch: StepGrads,
         *,
         finite: jax.Array,

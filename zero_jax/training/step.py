@@ -29,7 +29,7 @@ from zero_jax.training.optimizer.update import Offers, trace_update, value_dtype
 from zero_jax.training.state.making import check_optimizer
 from zero_jax.training.state.placement import Placement, make_placement
 from zero_jax.training.state.train_state import TrainState, merge, trainable, used_by_optimizer
-from zero_jax.training.state_update import OffloadedState, Scalars, Updated, UpdateProgram, pinned
+from zero_jax.training.state_update import OffloadedState, Scalars, UpdatedState, UpdateProgram, pinned
 from zero_jax.training.zero_config import ZeroConfig, check_config
 
 
@@ -97,7 +97,7 @@ class _Program(UpdateProgram):
             )
             new_masters = keep_same(stored, self.rounded(new_masters, stored, rounding), same)
             new_masters = lax.with_sharding_constraint(new_masters, placement.param_shardings("master"))
-            updated = Updated(new_masters, new_masters, opt_state)
+            updated = UpdatedState(new_masters, new_masters, opt_state)
         new_state = self.new_state(state, placement, updated, of_batch, finite=finite, same=same)
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         parts = of_batch.parts

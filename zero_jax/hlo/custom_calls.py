@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from zero_jax.hlo.kernels import KernelWork, kernel_work
+from zero_jax.hlo.kernels import Work, kernel_work
 from zero_jax.hlo.layout import Array, parse_shape
 from zero_jax.hlo.program import Instruction, Program
 
@@ -26,27 +26,8 @@ _SCORES = re.compile(r'"intermediate_tensor_shape":\{.*?"dimensions":\[([^\]]*)\
 _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KernelCall:
-    """The work of one execution of a kernel.
-
-    Attributes:
-      engine: 'pallas', 'cudnn attention' or 'cudnn attention backward'.
-      flops: Operations of its matrix products, 2 for a multiply-add, without the blocks that a mask leaves out.
-      bytes: What it says that it reads and writes, or None.
-      is_exact: Whether that is known; where not, what depends on unknown data counts as executed.
-    """
-
-    engine: str
-    flops: float
-    bytes: int | None = None
-    is_exact: bool = True
-
-
-def kernel_call(
-    program: Program, computation: str, instruction: Instruction, decode: Decode | None = None
-) -> KernelCall | None:
-    """Returns the work of a custom call, or None where it is of no known kind.
+def kernel_call(program: Program, computation: str, instruction: Instruction, decode: Decode | None) -> Work | None:
+    """Returns the work of a custom call, or None where it is of no known kind; 0 bytes where it does not say them.
 
     A Pallas kernel's own `cost_estimate` comes first; else the matrix products in its body count over its grid. Causal
     attention of cuDNN counts half, and attention in a window what the window leaves.
@@ -60,22 +41,18 @@ def kernel_call(
     return None
 
 
-def _pallas(program: Program, computation: str, instruction: Instruction, decode: Decode | None) -> KernelCall | None:
+def _pallas(program: Program, computation: str, instruction: Instruction, decode: Decode | None) -> Work | None:
     line = instruction.line
     estimate = re.search(r'"cost_estimate":\{([^}]*)\}', line)
     figures = dict(re.findall(r'"(\w+)":"?(-?\d+)', estimate[1])) if estimate else {}
-    num_bytes = int(figures.get("bytes_accessed", 0)) or None
+    num_bytes = int(figures.get("bytes_accessed", 0))
     if int(figures.get("flops", 0)) > 0:
-        return KernelCall(engine="pallas", flops=float(figures["flops"]), bytes=num_bytes)
+        return Work(engine="pallas", flops=float(figures["flops"]), bytes=num_bytes)
     work = _body_work(program, computation, instruction, decode)
-    return None if work is None else KernelCall(
-        engine="pallas", flops=work.flops, bytes=num_bytes, is_exact=work.is_exact
-    )  # fmt: skip
+    return None if work is None else dataclasses.replace(work, bytes=num_bytes)
 
 
-def _body_work(
-    program: Program, computation: str, instruction: Instruction, decode: Decode | None
-) -> KernelWork | None:
+def _body_work(program: Program, computation: str, instruction: Instruction, decode: Decode | None) -> Work | None:
     body = re.search(r'"custom_call_config":\{.*?"body":"([^"]*)"', instruction.line)
     if not body or decode is None:
         return None
@@ -108,7 +85,7 @@ def _literal(program: Program, computation: str, name: str) -> np.ndarray | None
     return rows[0] if (rows == rows[0]).all() else None
 
 
-def _cudnn(program: Program, computation: str, instruction: Instruction, *, is_backward: bool) -> KernelCall | None:
+def _cudnn(program: Program, computation: str, instruction: Instruction, *, is_backward: bool) -> Work | None:
     """Fused attention: its scores are `[batch, heads, queries, keys]`, and each product has them on one side."""
     operands = instruction.operands
     line = instruction.line.replace('": ', '":')  # JSON as Python writes it, or as XLA does
@@ -126,7 +103,7 @@ def _cudnn(program: Program, computation: str, instruction: Instruction, *, is_b
     if window and int(window[1]):
         width = min(width, int(window[1]))
     products = _BACKWARD_PRODUCTS if is_backward else _FORWARD_PRODUCTS
-    return KernelCall(
+    return Work(
         engine="cudnn attention backward" if is_backward else "cudnn attention",
         flops=2.0 * math.prod((products, batch, heads, queries, head_dim)) * width,
         is_exact=mask is None or "PADDING" not in mask[1],

@@ -38,21 +38,29 @@ _COMPARE = (np.equal, np.not_equal, *(np.less, np.less_equal, np.greater, np.gre
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KernelWork:
-    """The work of one call of a kernel.
+class Work:
+    """The work of one execution of an instruction.
 
     Attributes:
-      flops: Operations of its matrix products, 2 for a multiply-add.
-      is_exact: Whether all branches and loops around them could be decided; where not, a branch counts as taken, and a
-        loop as one iteration.
+      flops: Floating-point operations of the matrix products and convolutions in it, 2 for a multiply-add, without the
+        blocks that a kernel's mask leaves out; all else is bound by memory.
+      bytes: Bytes read and written; of an operand that is only sliced or updated in place, the slice.
+      is_known: Whether all of it was understood; not so for custom calls of unknown targets.
+      engine: The kind of kernel that does it: 'pallas', 'cudnn attention' or 'cudnn attention backward'; '' for the
+        compiler's own code.
+      is_exact: Whether it is known how much of a kernel is executed; where not, a branch counts as taken, and a loop as
+        one iteration.
     """
 
     flops: float
-    is_exact: bool
+    bytes: int = 0
+    is_known: bool = True
+    engine: str = ""
+    is_exact: bool = True
 
 
-def kernel_work(module: Any, scalars: Sequence[Known] = ()) -> KernelWork | None:
-    """Counts the work of a kernel.
+def kernel_work(module: Any, scalars: Sequence[Known]) -> Work | None:
+    """Counts the matrix products of a kernel.
 
     Args:
       module: The module of the kernel, an `ir.Module` of MLIR.
@@ -100,14 +108,14 @@ class _GridBody:
         self.flops = 0.0
         self.is_exact = True
 
-    def run(self, region: Any, scalars: Sequence[Known]) -> KernelWork:
+    def run(self, region: Any, scalars: Sequence[Known]) -> Work:
         rank, arguments = len(self.grid), list(region.blocks[0].arguments)
         for place, (argument, size) in enumerate(zip(arguments, self.grid, strict=False)):
             shape = [size if dim == place else 1 for dim in range(rank)]
             self.values[argument] = np.arange(size).reshape(shape)
         self.values.update(zip(arguments[rank:], scalars, strict=False))
         self.region(region, np.ones([1] * rank))
-        return KernelWork(flops=float(self.flops), is_exact=bool(self.is_exact))
+        return Work(flops=float(self.flops), engine="pallas", is_exact=bool(self.is_exact))
 
     def region(self, region: Any, times: np.ndarray) -> None:
         """Runs a region that is executed so many times at each step of the grid."""

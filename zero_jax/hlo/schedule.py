@@ -9,11 +9,10 @@ import dataclasses
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from zero_jax.hlo.host import HostTransfer
-from zero_jax.hlo.network import NetworkTransfer, rendezvous
 from zero_jax.hlo.opcodes import COLLECTIVES
 from zero_jax.hlo.program import Instruction, Program
 from zero_jax.hlo.traffic import Collective
+from zero_jax.hlo.transfers import HostTransfer, NetworkTransfer, rendezvous
 
 Key = tuple[str, str]
 _NO_TIME = frozenset({"parameter", "constant", "send", "recv"})
@@ -64,13 +63,6 @@ class Timeline:
     network_seconds: float = 0.0
     host_seconds: float = 0.0
     kernel_seconds: float = 0.0
-
-    def __str__(self) -> str:
-        hidden = 1 - self.exposed_seconds / self.collective_seconds if self.collective_seconds else 1.0
-        return (
-            f"{self.total_seconds:.4g} s: computes {self.compute_seconds:.4g} s, waits {self.exposed_seconds:.4g} s; "
-            f"collectives take {self.collective_seconds:.4g} s, {max(hidden, 0):.0%} of it hidden"
-        )
 
 
 def own_links(collective: Collective) -> frozenset[Hashable]:

@@ -25,7 +25,7 @@ from zero_jax.sharding import topology
 from zero_jax.sharding.mesh import axis_size, make_mesh
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.sharding.stages import sharded_groups
-from zero_jax.training import MeshLoss, Offload, ZeroConfig, abstract_state, step_options
+from zero_jax.training import MeshLoss, Offload, StepLoss, ZeroConfig, abstract_state, step_options
 from zero_jax.transforms import Remat, resolve_remat
 
 _SUM_BYTES = 4  # gradients are summed over microbatches in float32
@@ -154,10 +154,11 @@ class Estimator:
         """Returns whether the model has unfused attention for which the hardware has a fused kernel."""
         mesh, config = self.mesh(1), dataclasses.replace(self.config, attention="own")
         for policy in self.policies.values():
-            job = dataclasses.replace(self.job, loss_fn=policy.loss_fn, config=config)
             try:
                 with refusing():
-                    if attentions_of(job, job.state(mesh), mesh).num_fused:
+                    state = dataclasses.replace(self.job, config=config).state(mesh)
+                    loss = StepLoss.of(policy.loss_fn, state.variables, mesh=mesh, config=config)
+                    if attentions_of(loss, state, self.job.batch).num_fused:
                         return True
             except SettingRefused:  # the settings of this loss function are rejected with that reason
                 continue

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from zero_jax.hlo.custom_calls import Decode, kernel_call
-from zero_jax.hlo.kernels import Work
+from zero_jax.hlo.kernels import Decode, Work, kernel_call
 from zero_jax.hlo.layout import Array
 from zero_jax.hlo.opcodes import FREE, MOVES, SLICES
 from zero_jax.hlo.program import Instruction, Program, integers

@@ -46,13 +46,7 @@ class UpdatedState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffloadedState:
-    """A train state within a step, and which of its leaves are on the host.
-
-    Attributes:
-      state: the state.
-      placement: how it is sharded.
-      on_host: a flag for each leaf of `opt_state`, of `master`, of `params` and of `model_state`.
-    """
+    """A train state within a step, and by group a flag for each leaf, whether it is on the host."""
 
     state: TrainState
     placement: Placement
@@ -161,15 +155,7 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 
 
 class Scalars(NamedTuple):
-    """What an update gets besides arrays of the params.
-
-    Attributes:
-      norm: the global norm of the gradients.
-      finite: whether they are finite.
-      loss: the loss.
-      loss_scale: the loss scale, or None.
-      rounding_key: the key of stochastic rounding, or None.
-    """
+    """What an update gets besides arrays of the params; `norm` is that of the gradients, `finite` whether they are."""
 
     norm: GlobalNorm
     finite: jax.Array

@@ -57,12 +57,8 @@ def loss_and_grads(
 ) -> StepGrads:
     """Returns the loss and gradients of a batch, accumulated over its microbatches.
 
-    Args:
-      loss: the loss of the step.
-      arguments: those of its program, as `StepLoss.cast` returns them, and the step's key.
-      needed: for each trainable param whether its gradient is computed.
-      loss_scale: the loss scale, or None.
-      errors: what quantization dropped of the last step's gradients.
+    `arguments` are those of the loss, as `StepLoss.cast` returns them, and the step's key; `needed` tells for each
+    trainable param whether its gradient is computed. `errors` are what quantization dropped of the last step's.
 
     Raises:
       ValueError: the loss function changes model state that is on the host.
@@ -93,25 +89,15 @@ def loss_and_grads(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ScaledLoss:
-    """The scaled loss of a step, as a function of the params that have gradients.
-
-    Attributes:
-      placement: how the state is sharded.
-      leaves: all params.
-      tree: their structure.
-      has_grad: for each of them whether it has a gradient.
-      host_state: the model state, with `HostParam`s.
-      scale: the loss scale.
-      judged: how the loss is combined, if it is called on parts of the batch.
-    """
+    """The scaled loss of a step, as a function of the params that have gradients."""
 
     placement: Placement
-    leaves: Sequence[Any]
+    leaves: Sequence[Any]  # all params
     tree: Any
     has_grad: Sequence[bool]
-    host_state: PyTree
+    host_state: PyTree  # the model state, with `HostParam`s
     scale: Any
-    judged: JudgedLoss | None
+    judged: JudgedLoss | None  # if it is called on parts of the batch
 
     @classmethod
     def of(cls, placement: Placement, variables: PyTree, needed: list[bool], **options: Any) -> _ScaledLoss:

@@ -104,16 +104,10 @@ def check_offload(offload: Offload, mesh: Mesh | AbstractMesh, sharded: Collecti
 def on_host(
     offload: Offload, groups: Mapping[str, PyTree], params: Mapping[str, tuple[int, ...]], *, min_size: int
 ) -> dict[str, list[bool]]:
-    """Tells which leaves of `opt_state`, `master`, `params` and `model_state` are kept on the host.
+    """Tells which leaves of the trees `opt_state`, `master`, `params` and `model_state` are kept on the host.
 
-    Args:
-      offload: the config.
-      groups: the trees by name.
-      params: the shapes of the params by path, and those of the model state by `model_state/...`.
-      min_size: leaves of fewer elements stay on the device.
-
-    Returns:
-      For each group a flag for each leaf.
+    `params` are the shapes of the params by path, and those of the model state by `model_state/...`; leaves of fewer
+    elements than `min_size` stay on the device.
 
     Raises:
       ValueError: a pattern that no param matches.

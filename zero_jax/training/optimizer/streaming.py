@@ -30,8 +30,8 @@ def stream(
     into: Sequence[int],
     *,
     window_bytes: int,
-    unchanged: Sequence[bool] = (),
-    axes: Axes | None = None,
+    unchanged: Sequence[bool],
+    axes: Axes,
 ) -> list[Any]:
     """Returns the results of a function, each in the memory and the sharding of the argument that it replaces.
 
@@ -41,7 +41,7 @@ def stream(
       into: for each result the index of the argument that it replaces, of its shape and dtype.
       window_bytes: bytes of a chunk on a device.
       unchanged: of the first results, whether they equal what they replace.
-      axes: the roles of the mesh axes; with them, products of matrices are on whole matrices (`matrices`).
+      axes: the roles of the mesh axes; products of matrices are on whole matrices (`matrices`).
     """
     arrays = [x.array for x in arguments]
     closed = trace_flat(function, arrays)
@@ -81,12 +81,12 @@ def _evaluate(
     values: Sequence[Any],
     *,
     shardings: Sequence[NamedSharding | None],
-    axes: Axes | None,
+    axes: Axes,
 ) -> list[Any]:
     """Returns some of a jaxpr's results; nothing else is computed."""
     some = jaxprs.without_dead_code(jaxprs.with_results(jaxpr, [jaxpr.outvars[i] for i in which]))
     mesh = next((sharding.mesh for sharding in shardings if sharding is not None), None)
-    if axes is None or not isinstance(mesh, Mesh) or not multiplies(some):
+    if not isinstance(mesh, Mesh) or not multiplies(some):
         return evaluate(some, consts, values)
     some = some.replace(constvars=[], invars=[*some.constvars, *some.invars])
     dims = [

@@ -57,13 +57,6 @@ class Offers(NamedTuple):
 def call_update(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, offers: Offers) -> tuple[PyTree, PyTree]:
     """Returns the updates and the new state of an optimizer, called with the extra arguments that it takes.
 
-    Args:
-      tx: the optimizer.
-      grads: the gradients that it updates with, clipped.
-      opt_state: its state.
-      params: the params that have gradients.
-      offers: what it may take.
-
     Raises:
       ValueError: the optimizer asks for what a step cannot make, or does not return an update for each param.
     """
@@ -204,10 +197,7 @@ class TracedUpdate:
 def trace_update(tx: Any, params: PyTree, opt_state: PyTree) -> TracedUpdate:
     """Traces an optimizer's update; JAX traces it once for all calls on such arguments, `apply_update` included.
 
-    Args:
-      tx: the optimizer.
-      params: the params that have gradients, or their shapes.
-      opt_state: its state, or its shapes.
+    Takes the params that have gradients and the state, or their shapes.
     """
     params, opt_state = jax.tree.map(_without_memory, (params, opt_state))
     leaves = jax.tree.leaves(params)
@@ -273,10 +263,6 @@ def init_opt_state(tx: Any, params: PyTree) -> PyTree:
 
 def first_opt_state(tx: Any, params: PyTree) -> PyTree:
     """Returns the shapes of the state that `init_opt_state` returns, cached.
-
-    Args:
-      tx: the optimizer.
-      params: the params that have gradients, or their shapes.
 
     Raises:
       ValueError: an update changes the state's structure, other than by leaves that no update reads.

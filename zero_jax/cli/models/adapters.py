@@ -13,8 +13,7 @@ import optax
 from jax.sharding import AbstractMesh
 
 from zero_jax.checkpoint import find_checkpoint, restore
-from zero_jax.cli.models.options import preset_config
-from zero_jax.cli.models.presets import ModelConfig, init_function
+from zero_jax.cli.models.presets import ModelConfig, init_function, preset_config
 from zero_jax.cli.options import field_values
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree, key_shape, leaf_names

@@ -12,14 +12,8 @@ from zero_jax.hlo import Instruction, Program
 from zero_jax.planning.kernel_text import kernel_module
 from zero_jax.planning.links import Links
 from zero_jax.sharding.topology import Hardware, Topology
+from zero_jax.transforms import KERNEL_SECONDS, KERNEL_SHARES
 
-# The launch of a GPU kernel.
-KERNEL_SECONDS = 3e-6
-# The share of the peak at which kernels compute. cuDNN's attention on H100, heads of 128, sequences of 2,048: 617
-# TFLOP/s forward and 465 backward, of 989 (Shah et al. 2024, "FlashAttention-3", figures 5 and 6). Of Pallas kernels on
-# TPU there is no published measurement: 0.7 is assumed, not measured (docs/estimates.md shows what it makes of steps
-# whose time is published).
-KERNEL_SHARES = {"pallas": 0.7, "cudnn attention": 0.6, "cudnn attention backward": 0.47}
 # A compiler's estimate is ignored if it is above a second, and above this multiple of the time of flops and bytes.
 _IMPLAUSIBLE = 1e4
 

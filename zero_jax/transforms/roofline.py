@@ -6,10 +6,16 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from zero_jax.analysis import LossTrace
-from zero_jax.planning.step_time import KERNEL_SECONDS, KERNEL_SHARES
-from zero_jax.sharding.topology import Topology
-from zero_jax.transforms import Kernel
+from zero_jax.sharding.topology import Hardware
+from zero_jax.transforms.kernels import Kernel
+
+# The launch of a GPU kernel.
+KERNEL_SECONDS = 3e-6
+# The share of the peak at which kernels compute. cuDNN's attention on H100, heads of 128, sequences of 2,048: 617
+# TFLOP/s forward and 465 backward, of 989 (Shah et al. 2024, "FlashAttention-3", figures 5 and 6). Of Pallas kernels on
+# TPU there is no published measurement: 0.7 is assumed, not measured (docs/estimates.md shows what it makes of steps
+# whose time is published).
+KERNEL_SHARES = {"pallas": 0.7, "cudnn attention": 0.6, "cudnn attention backward": 0.47}
 
 # The share of computation that can overlap with collectives of the same duration: 0.49 of gpt-7b's on v6e:16x16.
 _HIDING = 0.5
@@ -61,12 +67,12 @@ class Roofline:
     """Estimates seconds of the parts of a step on a kind of hardware.
 
     Args:
-      topology: the hardware.
+      hardware: the figures of a device.
       overlaps: whether the step is compiled with options that let collectives run beside computation.
     """
 
-    def __init__(self, topology: Topology, *, overlaps: bool):
-        self.topology, self.hardware = topology, topology.hardware
+    def __init__(self, hardware: Hardware, *, overlaps: bool):
+        self.hardware = hardware
         self.efficiency = _EFFICIENCIES.get(self.hardware.name, _GPU)
         self.hidden = self.efficiency.hidden[overlaps]
 
@@ -96,9 +102,9 @@ class Roofline:
         """Returns the seconds of moving bytes at a share of the memory bandwidth, None for that of fused work."""
         return num_bytes / (self.hardware.memory_bytes_per_second * (share or self.efficiency.memory))
 
-    def host_seconds(self, traced: LossTrace, num_parts: float) -> float:
+    def host_seconds(self, num_bytes: float) -> float:
         """Returns the seconds of moving residuals to the host and back."""
-        return 2 * traced.residuals.host_bytes / num_parts / self.hardware.host_bytes_per_second
+        return 2 * num_bytes / self.hardware.host_bytes_per_second
 
     def exposed_seconds(self, comms: float, compute: float) -> float:
         """Returns the seconds that computation waits for collectives over `data`."""

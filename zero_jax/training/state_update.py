@@ -17,7 +17,6 @@ from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.precision import LossScale, cast_floating, update_loss_scale
 from zero_jax.training.grads.norm import GlobalNorm
-from zero_jax.training.grads.partial import fill_zeros, keep_same
 from zero_jax.training.grads.step_grads import StepGrads
 from zero_jax.training.optimizer.frozen import flags_of_all
 from zero_jax.training.optimizer.rounding import round_tree
@@ -32,7 +31,7 @@ from zero_jax.training.optimizer.update import (
 )
 from zero_jax.training.state.matrix_updates import matrix_program
 from zero_jax.training.state.placement import Placement
-from zero_jax.training.state.train_state import TrainState, merge, trainable
+from zero_jax.training.state.train_state import TrainState, fill_zeros, keep_same, merge, trainable
 from zero_jax.training.zero_config import ZeroConfig
 
 

@@ -19,7 +19,6 @@ from zero_jax.training.batch import check_batch
 from zero_jax.training.compiled_step import TrainStep
 from zero_jax.training.evaluation import Metrics, replicated
 from zero_jax.training.grads.norm import global_norm
-from zero_jax.training.grads.partial import fill_zeros, keep_same, leaf_index
 from zero_jax.training.grads.step_grads import loss_and_grads
 from zero_jax.training.loss.function import MeshLoss, normalize_loss
 from zero_jax.training.loss.program import StepLoss
@@ -28,7 +27,15 @@ from zero_jax.training.optimizer.rounding import rounding_key
 from zero_jax.training.optimizer.update import Offers, trace_update, value_dtype
 from zero_jax.training.state.making import check_optimizer
 from zero_jax.training.state.placement import Placement, make_placement
-from zero_jax.training.state.train_state import TrainState, merge, trainable, used_by_optimizer
+from zero_jax.training.state.train_state import (
+    TrainState,
+    fill_zeros,
+    keep_same,
+    leaf_index,
+    merge,
+    trainable,
+    used_by_optimizer,
+)
 from zero_jax.training.state_update import OffloadedState, Scalars, UpdatedState, UpdateProgram, pinned
 from zero_jax.training.zero_config import ZeroConfig, check_config
 

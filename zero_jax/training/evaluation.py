@@ -107,7 +107,8 @@ def make_eval_step(
         # An average of params may be on the host, as part of the optimizer's state.
         if "params" not in placement.groups:
             variables = jax.tree.map(to_device, variables)
-        of_batch = dataclasses.replace(config, num_microbatches=_num_microbatches(batch, placement, config))
+        fields: dict[str, Any] = {"num_microbatches": _num_microbatches(batch, placement, config), "pipeline": "gpipe"}
+        of_batch = dataclasses.replace(config, **fields)
         loss = StepLoss(LossProgram(function.named()), placement, of_batch)
         return replicated(_metrics_of(loss, variables, batch, weighted=weighted), mesh)
 

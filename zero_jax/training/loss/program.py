@@ -118,6 +118,7 @@ class StepLoss:
             axes=placement.axes,
             num_microbatches=config.num_microbatches,
             recompute=resolve_remat(config.remat).policy != "none",
+            schedule=config.pipeline,
         )
 
     def staged(self, program: Callable[..., Any], axes: Axes) -> Callable[..., Any]:

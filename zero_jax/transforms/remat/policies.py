@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.field_checks import brief
 
 _KEPT: Mapping[str, str] = {
     "own": "what the model's own jax.checkpoint keeps",
@@ -22,6 +23,7 @@ _PLACES: Mapping[str, str] = {
 }
 
 
+@brief
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Remat:
     """What is recomputed in the backward pass, and where the other residuals are kept.

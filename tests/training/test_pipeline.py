@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 
+import gpt_linen
+import gpt_nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,7 @@ from jax.sharding import PartitionSpec
 from reference import assert_close, make_config, run_plain, run_zero
 
 import zero_jax as zero
-from zero_jax.models import gpt, gpt_linen, gpt_nnx
+from zero_jax.models import gpt
 
 # As in test_parity.py: sums in another order, and Adam's division by a gradient's own size.
 FLOAT32 = 1e-5

@@ -15,6 +15,7 @@ from zero_jax.hlo.traffic import Sent, with_executions
 
 HOST_SPACE = 5  # of a layout
 _MOVED_BY = COPIES | {"fusion"}  # fusions are XLA:GPU's
+_KNOWN_OFFSET = "dynamic_slice_config"
 _KIND = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 # "{1,2}x{0:15}": groups x slices of a group, and the devices of each.
 _GROUPS = re.compile(r'_xla_megascale_target="\{\d+,(\d+)\}')
@@ -23,9 +24,16 @@ _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostTransfer(Sent):
-    """An asynchronous copy between the memory of a device and that of its host; `to_host`, or from it."""
+    """A copy between the memory of a device and that of its host.
+
+    Attributes:
+      to_host: The direction.
+      is_async: Whether an engine of its own makes it. XLA:GPU makes slices whose offset it does not know from a loop's
+        counter by a kernel that reads or writes the host's memory, between the kernels that compute (seen on an H100).
+    """
 
     to_host: bool
+    is_async: bool
 
 
 def host_transfers(compiled: Any) -> tuple[HostTransfer, ...]:
@@ -56,7 +64,13 @@ def _host_transfer(computation: str, start: Instruction) -> HostTransfer | None:
     assert not isinstance(shape, Array)  # operands, results and a context
     result = shape[0 if start.opcode == "copy-start" else 1]
     to_host = any(array.space == HOST_SPACE for array in arrays(result))
-    return HostTransfer(name=start.name, computation=computation, to_host=to_host, sent_bytes=max(on_device))
+    return HostTransfer(
+        name=start.name,
+        computation=computation,
+        to_host=to_host,
+        is_async=start.base != "fusion" or _KNOWN_OFFSET in start.line,
+        sent_bytes=max(on_device),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -95,15 +95,21 @@ _SPARSE_CORE = (
 _NATIVE_GATHERS = _option("xla_tpu_prefer_async_allgather_to_allreduce", True,
                           "a gather over a whole slice is no all-reduce, which sends twice as much")  # fmt: skip
 _COMBINED_GPU_BYTES = 2**30
+_PIPELINED_GPU = {"all_gather": "next", "reduce_scatter": "last", "all_reduce": "last"}
+
+
+def _pipelined(kind: str, which: str) -> CompilerOption:
+    """Returns the option for a kind of collective in loops; JAX 0.11 brought the names of today."""
+    purpose = f"{kind.replace('_', '-')}s of a loop's {which} iteration run beside this one's computation"
+    if jax.__version_info__ < (0, 11):
+        return _option(f"xla_gpu_enable_pipelined_{kind}", True, purpose)
+    return _option(f"xla_gpu_pipeline_{kind}", "COLLECTIVE_PIPELINING_MODE_ON", purpose)
+
+
 _GPU = (
     _option("xla_gpu_enable_latency_hiding_scheduler", True,
             "computation is scheduled between the start and the end of a collective"),
-    _option("xla_gpu_enable_pipelined_all_gather", True,
-            "all-gathers of a loop's next iteration run beside this one's computation"),
-    _option("xla_gpu_enable_pipelined_reduce_scatter", True,
-            "reduce-scatters of a loop's last iteration run beside this one's computation"),
-    _option("xla_gpu_enable_pipelined_all_reduce", True,
-            "all-reduces of a loop's last iteration run beside this one's computation"),
+    *(_pipelined(kind, which) for kind, which in _PIPELINED_GPU.items()),
     _option("xla_gpu_all_gather_combine_threshold_bytes", _COMBINED_GPU_BYTES,
             "all-gathers of a layer are one collective, of up to 1 GiB"),
     _option("xla_gpu_reduce_scatter_combine_threshold_bytes", _COMBINED_GPU_BYTES,

@@ -45,7 +45,7 @@ class ZeroConfig:
       remat: the rematerialization policy, for an unmodified model: `own` leaves it to the model's own
         `jax.checkpoint`s, `full` saves only a block's input, `full_sharded` saves it in shards over the mesh axis
         `model` (the paper's P_a), `full_offloaded` in host memory (P_a+cpu); `dots`, `attention` and `none` recompute
-        less (docs/remat.md has all). Or a `Remat`.
+        less; `auto:8` chooses within 8 GB of a device, value by value (docs/remat.md has all). Or a `Remat`.
       attention: `own` computes attention as the model does; `fused` by a fused kernel, for an unmodified model,
         wherever that is provably the same function (`zero.attention_report` says where, and why not elsewhere).
       combine_bytes: size up to which collectives are combined into one (the paper's C_B); None leaves it to XLA.

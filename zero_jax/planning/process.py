@@ -49,15 +49,7 @@ COMPILE_ONLY: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileOptions:
-    """How a plan is compiled: its name, cache, process, time limit and log.
-
-    Attributes:
-      name: name of the plan, for the report and the log.
-      cache: folder of compiled programs; "default" (or "") is the user's cache folder, None disables the cache.
-      own_process: whether to compile in another process.
-      timeout_seconds: time after which that process is killed; None is no limit.
-      log: called with each line of progress.
-    """
+    """How a plan is compiled: its name, cache, process, time limit and log, as `plan` takes them."""
 
     name: str = "plan"
     cache: str | os.PathLike[str] | None = "default"

@@ -55,15 +55,10 @@ class CompilerOption:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """The compiler options of a step on some hardware.
-
-    Attributes:
-      options: those that the compiler knows, in the order in which they are passed.
-      unknown: names of those that it does not know, which are left out.
-    """
+    """The compiler options of a step on some hardware, in the order in which they are passed."""
 
     options: tuple[CompilerOption, ...]
-    unknown: tuple[str, ...]
+    unknown: tuple[str, ...]  # names of those that the compiler does not know, which are left out
 
     @property
     def values(self) -> dict[str, Value]:
@@ -216,7 +211,7 @@ def step_options(mesh: Mesh, config: ZeroConfig) -> StepOptions:
     is_one_host = len({d.process_index for d in devices}) == 1
     requested = wanted_options(device, config, os.environ, is_one_host=is_one_host)
     named = tuple((option.name, option.value) for option in requested)
-    unknown = _unknown(_Compiler.of(device), named) if named else ()
+    unknown = _unknown(_Compiler((device.platform, device.device_kind), device), named) if named else ()
     for name in unknown:
         _warn(name, device.device_kind)
     return StepOptions(options=tuple(option for option in requested if option.name not in unknown), unknown=unknown)
@@ -344,15 +339,10 @@ def _flag_names(environment: Mapping[str, str]) -> set[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Compiler:
-    """What identifies a compiler, and a device that it compiles for."""
+    """A compiler by what identifies it, and a device that it compiles for."""
 
-    platform: str
-    device_kind: str
+    kind: tuple[str, str]
     device: Any = dataclasses.field(compare=False)
-
-    @classmethod
-    def of(cls, device: Any) -> _Compiler:
-        return cls(device.platform, device.device_kind, device)
 
 
 @functools.cache
@@ -362,7 +352,7 @@ def _unknown(compiler: _Compiler, options: tuple[tuple[str, Value], ...]) -> tup
     shape = jax.ShapeDtypeStruct((), jnp.int32, sharding=SingleDeviceSharding(compiler.device))
     while remaining:
         try:
-            jax.jit(_identity).lower(shape).compile(compiler_options=dict[str, Any](remaining))
+            jax.jit(lambda x: x).lower(shape).compile(compiler_options=dict[str, Any](remaining))
             break
         except jax.errors.JaxRuntimeError as error:
             match = _UNKNOWN.search(str(error))
@@ -371,10 +361,6 @@ def _unknown(compiler: _Compiler, options: tuple[tuple[str, Value], ...]) -> tup
             del remaining[match[1]]
             unknown.append(match[1])
     return tuple(unknown)
-
-
-def _identity(x: jax.Array) -> jax.Array:
-    return x
 
 
 @functools.cache

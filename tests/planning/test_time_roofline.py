@@ -29,7 +29,7 @@ def test_a_kernel_takes_the_longest_of_products_memory_and_elementwise_work():
 
 
 def test_products_with_on_chip_memory_reach_the_peak_but_for_reading_their_operands():
-    seconds = roofline.Roofline(V5P, overlaps=True).compute_seconds
+    seconds = Roofline(V5P.hardware, overlaps=True).compute_seconds
     assert seconds([kernel(flops=459e12)], 1) == pytest.approx(1)
     assert seconds([kernel(flops=459e12, split_bytes=2765e9 / 10)], 1) == pytest.approx(1.037)
     assert seconds([kernel(flops=459e12, split_bytes=2765e9)], 1) == pytest.approx(2)  # its bytes take longer
@@ -49,7 +49,7 @@ def test_products_take_the_compilers_cycles(name, tokens, inner, features, cycle
     hardware = topology.HARDWARE[name]
     num_bytes = 2.0 * (tokens * inner + inner * features + tokens * features)
     product = kernel(flops=2.0 * tokens * inner * features, split_bytes=num_bytes)
-    found = roofline.Roofline(topology.parse(hardware.example), overlaps=True).compute_seconds([product], 1)
+    found = Roofline(hardware, overlaps=True).compute_seconds([product], 1)
     assert found == pytest.approx(cycles / hardware.clock_hz, rel=0.08)
 
 

@@ -86,12 +86,12 @@ def call_for(work: Callable[..., Any], job: Job, arguments: Mapping[str, Any], o
       CompilerCrash: the process ended without a result.
       KeyboardInterrupt: raised again after the process was killed.
     """
+    if options.own_process:
+        with extra("plan"):
+            import cloudpickle
     where = f"{options.name} on {job.topology}"
     if not options.own_process:
         return work(job, **arguments, on_phase=lambda phase: options.log(f"{where}: {phase}"))
-    with extra("plan"):
-        import cloudpickle
-
     hardware = parse(job.topology).hardware
     missing = missing_compiler(hardware)
     if missing:

@@ -71,6 +71,11 @@ def dot_product_attention(
 
     Raises:
       ValueError: shapes that do not fit, or a kernel by name that cannot do the case.
+
+    Example:
+      >>> x = jnp.ones((2, 16, 4, 8))
+      >>> zero.dot_product_attention(x, x, x, is_causal=True).shape
+      (2, 16, 4, 8)
     """
     options = {
         "scale": scale,

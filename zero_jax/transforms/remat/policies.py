@@ -35,6 +35,10 @@ class Remat:
       residuals: `device` keeps residuals as they are computed; `sharded` shards them over `model` between the passes
         (the paper's P_a, section 6.1); `offloaded` moves these shards to pinned host memory (P_a+cpu).
       names: with policy `names`: the `jax.ad_checkpoint.checkpoint_name`s whose values are kept.
+
+    Example:
+      >>> zero.ZeroConfig(remat=zero.Remat(policy="dots", residuals="offloaded"))
+      ZeroConfig(remat=Remat(policy='dots', residuals='offloaded'))
     """
 
     policy: str = "own"

@@ -21,11 +21,7 @@ from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.rules import placement_leaves
 from zero_jax.sharding.spec import without
 from zero_jax.training import MeshLoss, Placement, StepLoss, ZeroConfig, merge, trainable
-from zero_jax.transforms import (
-    Kernel,
-    count_flops,
-    kernels,
-)
+from zero_jax.transforms import Kernel, count_flops, kernels
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +95,11 @@ def trace_loss(
       16384.0
     """
     check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
-    loss = StepLoss.of(loss_fn, params, mesh=mesh, config=config)
+    return trace_step_loss(StepLoss.of(loss_fn, params, mesh=mesh, config=config), params, batch)
+
+
+def trace_step_loss(loss: StepLoss, params: PyTree, batch: PyTree) -> LossTrace:
+    """Returns the trace of the loss of a step; see `trace_loss`."""
     k = loss.placement.grad_plan.num_microbatches  # those of a pipeline are on all stages: as if they were one
     variables, batch, _ = loss.shapes(params, batch, num_parts=k)
     traced = _TracedLoss(loss.recomputed(loss.fused), variables, batch, loss.placement)

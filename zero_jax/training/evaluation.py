@@ -112,17 +112,10 @@ def make_eval_step(
         # An average of params may be on the host, as part of the optimizer's state.
         if "params" not in placement.groups:
             variables = jax.tree.map(to_device, variables)
-        of_batch = dataclasses.replace(config, num_microbatches=_num_microbatches(batch, placement, config))
-        loss, key = StepLoss(LossProgram(function.named()), placement, of_batch), jax.random.key(0)
-        cast, batch = loss.cast(variables, batch, key)
-        program, weighs = loss.fused, False
-        if weighted and config.loss_weight is not None:
-            program = with_weight(program, config.loss_weight)
-            weighs = config.loss_weight != "auto" or weight_alone(program, used_shapes(cast), batch, key) is not None
-            program = divided_by_nonzero(program)
-        value, (aux, _, *weights) = loss.placed(loss.unsharded(program))(cast, batch, key)
-        weight = jax.tree.map(lambda x: jnp.asarray(x, wide(x.dtype)), weights[0]) if weighs else None
-        return replicated(Metrics(loss=value.astype(wide(value.dtype)), aux=aux, weight=weight), mesh)
+        fields: dict[str, Any] = {"num_microbatches": _num_microbatches(batch, placement, config), "pipeline": "gpipe"}
+        of_batch = dataclasses.replace(config, **fields)
+        loss = StepLoss(LossProgram(function.named()), placement, of_batch)
+        return replicated(_metrics_of(loss, variables, batch, weighted=weighted), mesh)
 
     same = SameProgram("evaluation step", mesh, config)
 
@@ -165,6 +158,20 @@ class EvalStep:
 def shown_step(name: str, loss_fn: Any, mesh: Mesh, config: ZeroConfig) -> str:
     """Returns what a step is of: the place of its loss function, the mesh, and the config."""
     return f"{name} of {place_of(getattr(loss_fn, 'make', loss_fn))} on {dict(mesh.shape)}, {config!r}"
+
+
+def _metrics_of(loss: StepLoss, variables: Variables, batch: PyTree, *, weighted: bool) -> Metrics:
+    """Returns the loss and aux of a batch, with its weight by the config's `loss_weight` if `weighted`."""
+    key, loss_weight = jax.random.key(0), loss.config.loss_weight
+    cast, batch = loss.cast(variables, batch, key)
+    program, weighs = loss.fused, False
+    if weighted and loss_weight is not None:
+        program = with_weight(program, loss_weight)
+        weighs = loss_weight != "auto" or weight_alone(program, used_shapes(cast), batch, key) is not None
+        program = divided_by_nonzero(program)
+    value, (aux, _, *weights) = loss.placed(loss.unsharded(program))(cast, batch, key)
+    weight = jax.tree.map(lambda x: jnp.asarray(x, wide(x.dtype)), weights[0]) if weighs else None
+    return Metrics(loss=value.astype(wide(value.dtype)), aux=aux, weight=weight)
 
 
 def _num_microbatches(batch: PyTree, placement: Placement, config: ZeroConfig) -> int:

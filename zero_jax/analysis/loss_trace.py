@@ -46,6 +46,11 @@ class LossTrace(Report):
       flops: operations of a step's products over all devices, recomputation included.
       unknown: why `moves` are not complete; empty where they are.
       kernels: the kernels of the loss and its gradient of a microbatch, as `transforms.kernels` takes them to be.
+
+    Example:
+      >>> trace = zero.trace_loss(loss_fn, state.params, batch, mesh=mesh, config=config)
+      >>> trace.flops
+      655360
     """
 
     moves: tuple[Move, ...]
@@ -83,6 +88,11 @@ def trace_loss(
       batch: the global batch of a step.
       mesh: the mesh.
       config: the model's specs, remat policy, precision and microbatches.
+
+    Example:
+      >>> shapes = jax.eval_shape(init_fn, jax.random.key(0))
+      >>> zero.trace_loss(loss_fn, shapes, batch, mesh=mesh, config=config).param_bytes
+      16384.0
     """
     check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
     return trace_step_loss(StepLoss.of(loss_fn, params, mesh=mesh, config=config), params, batch)

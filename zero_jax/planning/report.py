@@ -65,6 +65,11 @@ class PlanReport(Report):
       refusal: the compiler's error where it refused the program for its memory, else ''.
       compiler_options: those of the step, each with what it is for.
       notes: further things to know.
+
+    Example:
+      >>> report = zero.plan(loss_fn, init_fn, tx, batch=batch, topology="v5e:2x2", config=config, log=lambda _: None)
+      >>> report.fits, report.needed_bytes < report.usable_bytes
+      (True, True)
     """
 
     name: str

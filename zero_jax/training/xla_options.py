@@ -199,6 +199,10 @@ def compiler_options(*, mesh: Mesh, config: ZeroConfig) -> dict[str, Value]:
 
     Raises:
       ValueError: `combine_bytes` for a platform whose options are not known.
+
+    Example:
+      >>> zero.compiler_options(mesh=mesh, config=config)
+      {}
     """
     check_config(config).axes_of(mesh)
     return step_options(mesh, config).values

@@ -43,6 +43,10 @@ class LeafDifference:
       path: the leaf's path: `loss`, `grad_norm`, or of the new state.
       difference: the norm of the difference, over the norm of what the step changes in the leaf.
       allowed: what rounding explains of it, in the same unit.
+
+    Example:
+      >>> zero.LeafDifference(step=1, path="params/up", difference=1e-7, allowed=1e-5).ok
+      True
     """
 
     step: int
@@ -69,6 +73,12 @@ class Verification(Report):
       left_out: what is not in the program that was run, and why.
       compile_seconds: what compiling took.
       run_seconds: what executing the program took on this machine.
+
+    Example:
+      >>> quiet = {"num_steps": 1, "log": lambda _: None}
+      >>> verified = zero.verify(loss_fn, init_fn, tx, batch, topology="v5e:2x2", config=config, **quiet)
+      >>> verified.ok, verified.wrong
+      (True, ())
     """
 
     topology: str
@@ -159,6 +169,11 @@ def verify(
         with microbatches); a program that is too large, or that has what cannot be run here, such as a Pallas kernel.
       ModelError: a function of the model raised.
       CompilerCrash: the compiler's process ended without a result.
+
+    Example:
+      >>> quiet = {"num_steps": 1, "log": lambda _: None}
+      >>> zero.verify(loss_fn, init_fn, tx, batch, topology="v5e:2x2", config=config, **quiet).ok
+      True
     """
     options = CompileOptions(**compiling)
     check_arguments(num_steps=num_steps, seed=seed, tolerance=tolerance)

@@ -122,6 +122,10 @@ class MemoryEstimate(Report):
       optimizer_bytes: bytes a parameter of master params and optimizer state (the paper's K), from the state.
       host_bytes: bytes in host memory for each device.
       secondary_bytes: bytes per device that the secondary shard costs, of params and model state; 0 without one.
+
+    Example:
+      >>> [group.name for group in zero.memory.estimate(state, mesh=mesh, config=config).groups]
+      ['params', 'master', 'grads', 'opt_state', 'other']
     """
 
     groups: tuple[GroupEstimate, ...]
@@ -214,6 +218,10 @@ def estimate(
 
     Raises:
       ValueError: something else than a `TrainState`.
+
+    Example:
+      >>> zero.memory.estimate(state, mesh=mesh, config=config).by_group["params"]
+      4096
     """
     check_is_state(state, who="memory.estimate")
     check_arguments(residuals=residuals, traced=traced, **({} if tx is None else {"tx": tx}))

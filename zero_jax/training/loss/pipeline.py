@@ -32,6 +32,14 @@ def pipeline_report(
 
     Raises:
       ValueError: the config has other microbatches than the stages of the mesh can have.
+
+    Example:
+      >>> def layers(params, batch):
+      ...     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], params)[0].mean()
+      >>> staged, config = zero.make_mesh(data=2, pipe=4), zero.ZeroConfig(stage=1, num_microbatches=4)
+      >>> report = zero.pipeline_report(layers, jnp.ones((4, 64, 64)), batch, mesh=staged, config=config)
+      >>> report.num_stages, report.num_microbatches
+      (4, 4)
     """
     check_arguments(loss_fn=loss_fn, mesh=mesh, config=config)
     check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")

@@ -43,6 +43,12 @@ class PipelineReport(Report):
       left: the scans over stacked params that are not, each with its line and the reason: they run on the whole batch.
       why_none: why there are no stages at all, and what to do; empty if there are some.
       schedule: ``gpipe`` or ``1f1b`` (`ZeroConfig.pipeline`).
+
+    Example:
+      >>> staged, config = zero.make_mesh(data=2, pipe=4), zero.ZeroConfig(stage=1, num_microbatches=4)
+      >>> report = zero.pipeline_report(loss_fn, state.params, batch, mesh=staged, config=config)
+      >>> report.why_none[:48]
+      'pipe=4: loss_fn has no jax.lax.scan over stacked'
     """
 
     num_stages: int

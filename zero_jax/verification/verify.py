@@ -121,6 +121,7 @@ def verify(
     config: ZeroConfig,
     replica: int = 1,
     model: int = 1,
+    pipe: int = 1,
     data_layout: Sequence[int] | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     num_steps: int = 2,
@@ -146,6 +147,7 @@ def verify(
       config: as for `make_train_step`. Fused attention is left out: its kernels are no operations of XLA.
       replica: size of the mesh axis `replica`.
       model: size of the mesh axis `model`.
+      pipe: stages of the pipeline (docs/pipeline.md).
       data_layout: sizes of the mesh axes that carry `data`; None takes what `make_mesh` chooses for the hardware.
       compiler_options: passed to the compiler.
       num_steps: steps that are compared.
@@ -169,7 +171,7 @@ def verify(
             )
     job = make_job(
         loss_fn=loss_fn, init_fn=init_fn, tx=tx, batch=batch, topology=topology, config=config, replica=replica,
-        model=model, data_layout=data_layout, compiler_options=compiler_options,
+        model=model, pipe=pipe, data_layout=data_layout, compiler_options=compiler_options,
     )  # fmt: skip
     values = jax.tree.map(host_array, batch)
     arguments = {"batch": values, "num_steps": num_steps, "seed": seed, "tolerance": tolerance}

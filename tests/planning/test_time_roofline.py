@@ -3,9 +3,9 @@
 import pytest
 
 import zero_jax as zero
-from zero_jax.planning import links, roofline
+from zero_jax.planning import links
 from zero_jax.sharding import topology
-from zero_jax.transforms import Kernel
+from zero_jax.transforms import Kernel, Roofline
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
 pytestmark = pytest.mark.tpu_compiler
@@ -19,7 +19,7 @@ def kernel(**fields):
 
 
 def test_a_kernel_takes_the_longest_of_products_memory_and_elementwise_work():
-    seconds = roofline.Roofline(V5P, overlaps=False).compute_seconds
+    seconds = Roofline(V5P.hardware, overlaps=False).compute_seconds
     assert seconds([kernel(flops=FLOPS, split_bytes=MEMORY / 2)], 1) == pytest.approx(1)
     assert seconds([kernel(flops=FLOPS / 2, split_bytes=MEMORY)], 1) == pytest.approx(1)
     assert seconds([kernel(vector_ops=459e12 / 32)], 1) == pytest.approx(1)
@@ -29,7 +29,7 @@ def test_a_kernel_takes_the_longest_of_products_memory_and_elementwise_work():
 
 
 def test_products_with_on_chip_memory_reach_the_peak_but_for_reading_their_operands():
-    seconds = roofline.Roofline(V5P, overlaps=True).compute_seconds
+    seconds = Roofline(V5P.hardware, overlaps=True).compute_seconds
     assert seconds([kernel(flops=459e12)], 1) == pytest.approx(1)
     assert seconds([kernel(flops=459e12, split_bytes=2765e9 / 10)], 1) == pytest.approx(1.037)
     assert seconds([kernel(flops=459e12, split_bytes=2765e9)], 1) == pytest.approx(2)  # its bytes take longer
@@ -49,12 +49,12 @@ def test_products_take_the_compilers_cycles(name, tokens, inner, features, cycle
     hardware = topology.HARDWARE[name]
     num_bytes = 2.0 * (tokens * inner + inner * features + tokens * features)
     product = kernel(flops=2.0 * tokens * inner * features, split_bytes=num_bytes)
-    found = roofline.Roofline(topology.parse(hardware.example), overlaps=True).compute_seconds([product], 1)
+    found = Roofline(hardware, overlaps=True).compute_seconds([product], 1)
     assert found == pytest.approx(cycles / hardware.clock_hz, rel=0.08)
 
 
 def test_hand_written_kernels_compute_at_their_own_share_and_copy_what_they_take():
-    seconds = roofline.Roofline(V5P, overlaps=False).compute_seconds
+    seconds = Roofline(V5P.hardware, overlaps=False).compute_seconds
     products = seconds([kernel(flops=FLOPS, engine="attention")], 1)
     assert products > 1
     found = seconds([kernel(flops=FLOPS, split_bytes=2765e9 / 8, engine="attention")], 1)
@@ -62,10 +62,10 @@ def test_hand_written_kernels_compute_at_their_own_share_and_copy_what_they_take
 
 
 def test_copies_to_another_layout_and_sums_have_shares_of_the_bandwidth_of_their_own():
-    seconds = roofline.Roofline(V5P, overlaps=False).compute_seconds
+    seconds = Roofline(V5P.hardware, overlaps=False).compute_seconds
     assert seconds([kernel(split_bytes=2765e9, engine="layout")], 1) == pytest.approx(1 / 0.36)
     assert seconds([kernel(split_bytes=2765e9, engine="sum")], 1) == pytest.approx(1 / 0.1)
-    of_gpu = roofline.Roofline(topology.parse("h100:1x8"), overlaps=False).compute_seconds
+    of_gpu = Roofline(topology.parse("h100:1x8").hardware, overlaps=False).compute_seconds
     assert of_gpu([kernel(split_bytes=2765e9, engine="layout")], 1) == 0  # it has no tiles
 
 
@@ -95,7 +95,7 @@ def test_an_axis_over_several_dims_is_gathered_along_each():
 
 
 def test_the_options_of_overlap_hide_collectives_that_computation_can_hide():
-    synchronous, overlapping = (roofline.Roofline(V5P, overlaps=overlaps) for overlaps in (False, True))
+    synchronous, overlapping = (Roofline(V5P.hardware, overlaps=overlaps) for overlaps in (False, True))
     assert synchronous.exposed_seconds(1.0, 10.0) == 1.0
     assert overlapping.exposed_seconds(1.0, 10.0) == pytest.approx(0.15)
     assert overlapping.exposed_seconds(20.0, 10.0) == pytest.approx(20 - 5)

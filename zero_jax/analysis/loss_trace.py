@@ -21,11 +21,7 @@ from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.rules import placement_leaves
 from zero_jax.sharding.spec import without
 from zero_jax.training import MeshLoss, Placement, StepLoss, ZeroConfig, merge, trainable
-from zero_jax.transforms import (
-    Kernel,
-    count_flops,
-    kernels,
-)
+from zero_jax.transforms import Kernel, count_flops, kernels
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,20 +85,23 @@ def trace_loss(
       config: the model's specs, remat policy, precision and microbatches.
     """
     check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
-    loss = StepLoss.of(loss_fn, params, mesh=mesh, config=config)
+    return trace_step_loss(StepLoss.of(loss_fn, params, mesh=mesh, config=config), params, batch)
+
+
+def trace_step_loss(loss: StepLoss, params: PyTree, batch: PyTree) -> LossTrace:
+    """Returns the trace of the loss of a step; see `trace_loss`."""
     k = loss.placement.grad_plan.num_microbatches  # those of a pipeline are on all stages: as if they were one
     variables, batch, _ = loss.shapes(params, batch, num_parts=k)
     traced = _TracedLoss(loss.recomputed(loss.fused), variables, batch, loss.placement)
-    gradient = traced.gradient()
-    times = [dataclasses.replace(move, times=move.times * k) for move in gradient.moves]
+    jaxpr, gradient = traced.gradient()
     return LossTrace(
-        moves=tuple(times),
+        moves=tuple(dataclasses.replace(move, times=move.times * k) for move in gradient.moves),
         residuals=traced.residuals(),
         peak_bytes=gradient.peak_bytes,
         param_bytes=max(gradient.sliced_param_bytes, traced.largest_param_bytes()),
-        flops=k * traced.flops,
+        flops=k * count_flops(jaxpr),
         unknown=gradient.unknown,
-        kernels=traced.kernels,
+        kernels=kernels(jaxpr, gradient.values, sizes=traced.sizes, batch_axes=loss.placement.axes.batch),
     )
 
 
@@ -121,29 +120,21 @@ class _TracedLoss:
             self.inputs.append(ValueSharding(dims=((cut, *((),) * (x.ndim - 1)) if x.ndim else ()), varies=True))
         self.inputs.append(ValueSharding(dims=(), varies=True))
         self.loss = loss
-        self.batch_axes = axes.batch
-        self.flops = 0.0
-        self.kernels: tuple[Kernel, ...] = ()
 
     def loss_of(self, variables: Variables, floating: PyTree, *, batch: PyTree, key: jax.Array) -> Any:
         """Calls the loss function with other floating params."""
         return self.loss(joined(merge(variables.params, floating), variables.model_state), batch, key)
 
-    def gradient(self) -> Propagation:
-        """Propagates the shardings through loss and gradient."""
+    def gradient(self) -> tuple[Any, Propagation]:
+        """Returns the jaxpr of loss and gradient, with its shardings."""
 
         def gradient(variables: Variables, batch: PyTree, key: jax.Array) -> Any:
             floating = functools.partial(self.loss_of, variables, batch=batch, key=key)
-            value, grads = jax.value_and_grad(floating, has_aux=True)(trainable(variables.params))
-            return value, grads
+            return jax.value_and_grad(floating, has_aux=True)(trainable(variables.params))
 
         jaxpr = without_dead_code(jax.make_jaxpr(gradient)(*self.arguments))
-        self.flops = count_flops(jaxpr)
-        grads = len(jax.tree.leaves(trainable(self.arguments[0].params)))
-        num = len(jaxpr.outvars)
-        propagated = self._propagate(jaxpr, kept=range(num - grads, num))
-        self.kernels = kernels(jaxpr, propagated.values, sizes=self.sizes, batch_axes=self.batch_axes)
-        return propagated
+        num, num_grads = len(jaxpr.outvars), len(jax.tree.leaves(trainable(self.arguments[0].params)))
+        return jaxpr, self._propagate(jaxpr, kept=range(num - num_grads, num))
 
     def largest_param_bytes(self) -> float:
         """Returns the bytes on one device of the largest param that is no stack of layers."""

@@ -20,13 +20,12 @@ from zero_jax.planning.job import Job
 from zero_jax.planning.links import Links
 from zero_jax.planning.ranking import Candidate, Estimated
 from zero_jax.planning.report import attentions_of
-from zero_jax.planning.roofline import Roofline
 from zero_jax.sharding import topology
 from zero_jax.sharding.mesh import axis_size, make_mesh
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.sharding.stages import sharded_groups
-from zero_jax.training import MeshLoss, Offload, ZeroConfig, abstract_state, step_options
-from zero_jax.transforms import Remat, resolve_remat
+from zero_jax.training import MeshLoss, Offload, StepLoss, ZeroConfig, abstract_state, step_options
+from zero_jax.transforms import Remat, Roofline, resolve_remat
 
 _SUM_BYTES = 4  # gradients are summed over microbatches in float32
 _SECONDS_BETWEEN_LINES = 2
@@ -93,7 +92,9 @@ class Estimator:
             for overlap in (True, False)
         )
         self.has_overlap = with_options != without and self.num_devices > 1
-        self.rooflines = {overlap: Roofline(parsed, overlaps=overlap and self.has_overlap) for overlap in (True, False)}
+        self.rooflines = {
+            overlap: Roofline(self.hardware, overlaps=overlap and self.has_overlap) for overlap in (True, False)
+        }
         self.batch_size = job.batch_size
         self.offload = job.config.resolved_offload() or Offload()
         # Host memory is counted by `host_bytes`, quantized traffic by `sent_shares` of a step.
@@ -154,10 +155,11 @@ class Estimator:
         """Returns whether the model has unfused attention for which the hardware has a fused kernel."""
         mesh, config = self.mesh(1), dataclasses.replace(self.config, attention="own")
         for policy in self.policies.values():
-            job = dataclasses.replace(self.job, loss_fn=policy.loss_fn, config=config)
             try:
                 with refusing():
-                    if attentions_of(job, job.state(mesh), mesh).num_fused:
+                    state = dataclasses.replace(self.job, config=config).state(mesh)
+                    loss = StepLoss.of(policy.loss_fn, state.variables, mesh=mesh, config=config)
+                    if attentions_of(loss, state, self.job.batch).num_fused:
                         return True
             except SettingRefused:  # the settings of this loss function are rejected with that reason
                 continue
@@ -306,12 +308,12 @@ class StepEstimate:
         compute += roofline.moved_seconds(cleared, roofline.efficiency.unfused)
         compute += roofline.moved_seconds(self.coded_bytes)
         waits = roofline.exposed_seconds(self.data_seconds, compute) + self.model_seconds
-        step = max(compute + waits, roofline.host_seconds(self.traced, self.num_parts))
-        # The update fetches and writes back at once, on GPUs three of four times (docs/offload.md). Params are fetched
+        step = max(compute + waits, roofline.host_seconds(self.traced.residuals.host_bytes / self.num_parts))
+        # The update fetches and writes back at once, on GPUs one after the other (docs/offload.md). Params are fetched
         # for each use, which waits for them.
         on_host, updated = self.host_bytes, 0.0
         if setting.offload != "model_state":
-            updated = on_host * (4 / 3 if hardware.platform == "cuda" else 1)
+            updated = on_host * (2 if hardware.platform == "cuda" else 1)
         if setting.offload == "all":
             on_host -= self.model.step(dataclasses.replace(setting, offload="optimizer")).host_bytes
         fetched = on_host if setting.offload in ("all", "model_state") else 0.0

@@ -25,6 +25,7 @@ from jax.interpreters import ad, partial_eval
 
 from zero_jax.core.extras import pip_install
 
+_MAX_FRAMES = 32  # in which a line of the model's is looked for
 OLDEST_JAX, NEWEST_JAX = (0, 10), (0, 12)  # the releases that the tests run on, and those in between
 
 
@@ -157,6 +158,13 @@ def source_line(eqn: JaxprEqn) -> str:
         return line
     within = (inner_eqn for inner in inner_jaxprs(eqn) for inner_eqn in open_jaxpr(inner)[0].eqns)
     return next(filter(None, map(source_line, within)), "")
+
+
+def model_line(eqn: JaxprEqn) -> str:
+    """Returns `file:line (function)` of the model's code that an equation came from, not of a library that it uses."""
+    lines = source_info_util.summarize(eqn.source_info, num_frames=_MAX_FRAMES).splitlines()
+    own = (line for line in reversed(lines) if "-packages" not in line)  # of `site-packages`, `dist-packages`
+    return next(own, "") or source_line(eqn)
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:

@@ -19,9 +19,11 @@ from zero_jax.attention import mesh_context
 from zero_jax.core.signatures import check_arguments, check_callable, place_of
 from zero_jax.core.tree import PyTree, shapes_of
 from zero_jax.program import jaxprs
+from zero_jax.program.evaluation import trace_flat
 from zero_jax.program.loss import LossProgram, Traced, with_pass
 from zero_jax.sharding.mesh import Axes, axes_of, on_mesh
 from zero_jax.sharding.model_specs import dims_of_each
+from zero_jax.transforms.remat.choice import ValueChoice, chosen
 from zero_jax.transforms.remat.policies import POLICIES, Remat, resolve_remat
 from zero_jax.transforms.remat.regions import RematSetting
 from zero_jax.transforms.remat.report import RematReport
@@ -95,7 +97,12 @@ def remat_report(
     program = _with_regions(LossProgram(loss_fn), setting, specs)
     with on_mesh(mesh), mesh_context(setting.mesh, setting.axes):
         (log,) = program.notes(params, *args)
-    return RematReport(remat=setting.remat, regions=tuple(log.rows), left=tuple(dict.fromkeys(log.left)))
+    return RematReport(
+        remat=log.choice.remat if log.choice else setting.remat,
+        regions=tuple(log.rows),
+        left=tuple(dict.fromkeys(log.left)),
+        choice=log.choice,
+    )
 
 
 def _nothing_found(remat: Remat, log: Log, place: str) -> str:
@@ -126,11 +133,25 @@ def _with_regions(loss_fn: Callable[..., Any], setting: RematSetting, specs: PyT
         marks = [Mark("param", on_model(dims, setting.axes.model)) for dims in each]
         marks += [Mark("value", held=True) for _ in values]
 
-        def run(leaves: Sequence[Any], notes: list[Log] | None) -> list[Any]:
-            log = Log([], [], measure=notes is not None)
-            walk = RematWalk(dataclasses.replace(setting, batch_sizes=sizes), log)
+        of_batch = dataclasses.replace(setting, batch_sizes=sizes)
+
+        def walked(setting: RematSetting, leaves: Sequence[Any], log: Log) -> list[Any]:
+            walk = RematWalk(setting, log)
             walk.check_names(jaxpr, place)
             outs = walk.run(traced.closed, leaves, RematFrame(marks=marks, place=place))
+            walk.check_values(place)
+            return outs
+
+        @functools.cache
+        def choice() -> ValueChoice:
+            log, full = Log(), dataclasses.replace(of_batch, remat=POLICIES["full"])
+            trace_flat(lambda *leaves: walked(full, leaves, log), avals)
+            return chosen(setting, log.regions)
+
+        def run(leaves: Sequence[Any], notes: list[Log] | None) -> list[Any]:
+            made = choice() if setting.remat.policy == "auto" else None
+            log = Log(measure=notes is not None, choice=made)
+            outs = walked(dataclasses.replace(of_batch, remat=made.remat) if made else of_batch, leaves, log)
             if notes is not None:
                 notes.append(log)
             elif not log.rows and setting.remat.policy != "none":

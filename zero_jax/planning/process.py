@@ -28,8 +28,9 @@ from zero_jax.core.files.user_cache import cache_folder
 from zero_jax.core.signatures import check_arguments
 from zero_jax.planning.errors import CompilerCrash
 from zero_jax.planning.job import Job
+from zero_jax.planning.kept_values import report_on
 from zero_jax.planning.key import program_settings
-from zero_jax.planning.report import PlanReport, make_report
+from zero_jax.planning.report import PlanReport
 from zero_jax.sharding.topology import missing_compiler, parse
 
 # The files that the process reads and writes, in a folder of their own.
@@ -81,9 +82,9 @@ def compile_plan(job: Job, options: CompileOptions) -> PlanReport:
     """Compiles a job, in another process if the options say so, and reports on the program; raises as `run_apart`."""
     arguments = {"name": options.name, "cache": options.cache_path}
     if options.own_process:
-        return run_apart(make_report, job, arguments, options)
+        return run_apart(report_on, job, arguments, options)
     where = f"{options.name} on {job.topology}"
-    return make_report(job, **arguments, on_phase=lambda phase: options.log(f"{where}: {phase}"))
+    return report_on(job, **arguments, on_phase=lambda phase: options.log(f"{where}: {phase}"))
 
 
 def run_apart(work: Callable[..., Any], job: Job, arguments: Mapping[str, Any], options: CompileOptions) -> Any:

@@ -22,6 +22,7 @@ from zero_jax.training.grads.norm import global_norm
 from zero_jax.training.grads.partial import fill_zeros, keep_same, leaf_index
 from zero_jax.training.grads.step_grads import loss_and_grads
 from zero_jax.training.loss.function import MeshLoss, normalize_loss
+from zero_jax.training.loss.kept_values import with_values
 from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.optimizer.frozen import needed_grads, unchanged
 from zero_jax.training.optimizer.rounding import rounding_key
@@ -73,7 +74,7 @@ class _Program(UpdateProgram):
         masters, key = placement.precision.for_optimizer(stored), jax.random.fold_in(state.key, state.step)
         traced = trace_update(self.tx, trainable(masters), state.opt_state)
         needed = needed_grads(traced)
-        step_loss = StepLoss(LossProgram(self.loss_fn), placement, self.config)
+        step_loss = with_values(StepLoss(LossProgram(self.loss_fn), placement, self.config), state, batch)
         variables, batch = step_loss.cast(state.variables, batch, key)
         of_batch = loss_and_grads(
             step_loss, variables, batch, key, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors
@@ -140,7 +141,7 @@ class _Program(UpdateProgram):
         check_batch(batch, mesh=self.mesh, axes=placement.axes, num_microbatches=self.config.num_microbatches)
         key = jax.random.fold_in(state.key, state.step)
         needed, _ = used_by_optimizer(self.tx, state, placement.precision)
-        step_loss = StepLoss(LossProgram(self.loss_fn), placement, self.config)
+        step_loss = with_values(StepLoss(LossProgram(self.loss_fn), placement, self.config), state, batch)
         variables, batch = step_loss.cast(state.variables, batch, key)
         of_batch = loss_and_grads(
             step_loss, variables, batch, key, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors

@@ -215,7 +215,7 @@ def wanted_options(
         del options[name]
     options |= {option.name: option for option in _combining(device.platform, config.combine_bytes)}
     offload = config.resolved_offload()
-    reads_host = resolve_remat(config.remat).residuals == "offloaded" or (offload and offload.what == "all")
+    reads_host = resolve_remat(config.remat).offloads or (offload and offload.what == "all")
     if reads_host and _is_cuda(device) and jax.__version_info__ < (0, 12):
         options[_VERIFIED.name] = _VERIFIED
     for name, value in (config.compiler_options or {}).items():

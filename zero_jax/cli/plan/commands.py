@@ -180,7 +180,7 @@ def _write_config(
     chosen = chosen or request.zero
     zero = {name: getattr(chosen, name) for name in option_fields("ZeroConfig")}
     zero = {name: value for name, value in zero.items() if value != "auto"}  # which a file that leaves it out means
-    zero["remat"] = resolve_remat(chosen.remat).name
+    zero["remat"] = report.values.policy_name if report.values else resolve_remat(chosen.remat).name
     axes = {"replica": report.mesh.get("replica", 1), "model_axis": report.mesh.get("model", 1)}
     axes["pipe"] = report.mesh.get("pipe", 1)
     sections = {

@@ -20,7 +20,11 @@ from zero_jax.program.jaxprs import open_jaxpr, without_dead_code
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.rules import placement_leaves
 from zero_jax.sharding.spec import without
-from zero_jax.training import MeshLoss, Placement, StepLoss, ZeroConfig, merge, trainable
+from zero_jax.training.loss.function import MeshLoss
+from zero_jax.training.loss.program import StepLoss
+from zero_jax.training.state.placement import Placement
+from zero_jax.training.state.train_state import merge, trainable
+from zero_jax.training.zero_config import ZeroConfig
 from zero_jax.transforms import (
     Kernel,
     count_flops,
@@ -89,7 +93,11 @@ def trace_loss(
       config: the model's specs, remat policy, precision and microbatches.
     """
     check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
-    loss = StepLoss.of(loss_fn, params, mesh=mesh, config=config)
+    return trace_step_loss(StepLoss.of(loss_fn, params, mesh=mesh, config=config), params, batch)
+
+
+def trace_step_loss(loss: StepLoss, params: PyTree, batch: PyTree) -> LossTrace:
+    """Traces the loss of a step, as `trace_loss` does."""
     k = loss.placement.grad_plan.num_microbatches  # those of a pipeline are on all stages: as if they were one
     variables, batch, _ = loss.shapes(params, batch, num_parts=k)
     traced = _TracedLoss(loss.recomputed(loss.fused), variables, batch, loss.placement)

@@ -204,7 +204,7 @@ def test_presets_refuse_what_they_have_not(arguments, message, capsys, tmp_path)
 
 
 def test_a_config_file_takes_fields_of_decoders(tmp_path):
-    from zero_jax.cli.models.options import preset_config
+    from zero_jax.cli.models.presets import preset_config
 
     path = tmp_path / "a.toml"
     path.write_text('[model]\npreset = "mistral-7b"\nwindow = "none"\nnum_layers = 2\nqk_norm = true\n')

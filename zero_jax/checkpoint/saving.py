@@ -28,6 +28,7 @@ from zero_jax.core.agreement import Agreement, OtherProcessFailed, Turns, from_f
 from zero_jax.core.field_checks import check_fields, hinted
 from zero_jax.core.files.folder_lock import FolderInUse, FolderLock
 from zero_jax.core.files.system_errors import with_remedy
+from zero_jax.core.text_tables import Report
 from zero_jax.core.tree import shown
 from zero_jax.sharding.mesh import on_mesh
 from zero_jax.training import NonfiniteState, TrainState, nonfinite_leaves
@@ -57,7 +58,7 @@ class CheckpointConfig:
         check_fields(self, lowest={"save_every": 0, "keep_last": 1, "keep_best": 0})
 
 
-class Checkpointer:
+class Checkpointer(Report):
     """Saves train states into a folder; every process of a run makes one, for the same folder.
 
     A save returns once the state has been copied to the host. The files are written in the background, and a folder of
@@ -112,6 +113,10 @@ class Checkpointer:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+    def __str__(self) -> str:
+        failed = f", {self.num_failed} failed" if self.num_failed else ""
+        return f"Checkpointer of {self.directory}: {self.num_saved} saved{failed}, {self._config!r}"
 
     def is_due(self, step: int) -> bool:
         """Returns whether to save a checkpoint after so many steps."""

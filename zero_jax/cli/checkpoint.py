@@ -9,7 +9,7 @@ import jax
 from zero_jax.checkpoint import describe, export, parse_size
 from zero_jax.cli.models.adapters import export_adapters, merged_params
 from zero_jax.cli.models.leaves import model_leaves
-from zero_jax.cli.options import field_values, one_line_errors, print_result, refuse, with_config_file
+from zero_jax.cli.options import field_values, print_result, refuse, with_config_file
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.tree import leaf_names
@@ -61,7 +61,6 @@ class ExportConfig:
         parse_size(self.max_shard_size)
 
 
-@one_line_errors
 def inspect(options: argparse.Namespace) -> int:
     """Runs `zero-jax inspect`."""
     config = InspectConfig(**field_values(InspectConfig, options))
@@ -77,7 +76,6 @@ def inspect(options: argparse.Namespace) -> int:
     return 1 if description.problems else 0
 
 
-@one_line_errors
 def export_params(options: argparse.Namespace) -> int:
     """Runs `zero-jax export`."""
     config = ExportConfig(**field_values(ExportConfig, options))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from typing import Any
 
 import jax
@@ -14,14 +13,12 @@ from jax.sharding import Mesh
 from zero_jax.checkpoint import find_checkpoint, restore
 from zero_jax.cli.checkpoint import find_run_config, read_run_options
 from zero_jax.cli.models.adapters import LoraConfig, merged_params
-from zero_jax.cli.models.hub import hub_data
-from zero_jax.cli.models.options import preset_config, preset_model
 from zero_jax.cli.models.own import import_own_model, read_own_model
-from zero_jax.cli.options import field_values, log_line, one_line_errors, print_result
+from zero_jax.cli.models.presets import hub_data, preset_config, preset_model
+from zero_jax.cli.options import field_values, log_line, print_result
 from zero_jax.cli.run_config import choose_platform, read_config, read_part
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.files.untrusted import user_path
-from zero_jax.core.text_tables import printable_lines
 from zero_jax.core.tree import PyTree, key_shape
 from zero_jax.data import DataConfig, is_token_folder, load_tokenizer, token_folder_tokenizer
 from zero_jax.sharding.mesh import make_mesh
@@ -142,7 +139,6 @@ def _on_all_devices(config: TrainConfig) -> tuple[Mesh, ZeroConfig]:
     return make_mesh(), ZeroConfig(stage=3, precision=config.zero.precision)
 
 
-@one_line_errors
 def sample(options: argparse.Namespace) -> int:
     """Runs `zero-jax sample`."""
     config = SampleConfig(**field_values(SampleConfig, options))
@@ -167,14 +163,11 @@ def sample(options: argparse.Namespace) -> int:
     sampler.check(model.init_fn)
     make, params = sampler.on(mesh), source.params(model, mesh, zero)
     texts = [make(getattr(params, "params", params), seed=config.seed + i) for i in range(config.num_samples)]
-    if options.json:
-        print(json.dumps({"prompt": config.prompt, "samples": texts}))
-    else:
-        print(printable_lines("\n\n".join(config.prompt + text for text in texts)))
+    shown = "\n\n".join(config.prompt + text for text in texts)
+    print_result(options, shown, {"prompt": config.prompt, "samples": texts})
     return 0
 
 
-@one_line_errors
 def evaluate(options: argparse.Namespace) -> int:
     """Runs `zero-jax evaluate`."""
     chosen = EvaluateConfig(**field_values(EvaluateConfig, options))
@@ -185,7 +178,7 @@ def evaluate(options: argparse.Namespace) -> int:
     if own is not None:
         if changed:
             raise ValueError("--data and its like are of text: a model of your own is evaluated on its --validation")
-        model: Model | OwnModel = import_own_model(own, model_axis=1)
+        model: Model | OwnModel = import_own_model(own)
     else:
         model = preset_model(source.run, has_checkpoint=source.is_run)
         data = dataclasses.replace(source.data(model.vocab_size, changed.get("tokenizer")), **changed)

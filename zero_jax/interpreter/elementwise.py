@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from zero_jax.interpreter.values import convert, is_small_float, widened
 
-_ERF_TERMS = 60
+_erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
 def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -64,22 +65,6 @@ def _logistic(x: np.ndarray) -> np.ndarray:
 
 def _rounded_away(x: np.ndarray) -> np.ndarray:
     return np.copysign(np.floor(np.abs(x) + 0.5), x)
-
-
-def _erf(x: np.ndarray) -> np.ndarray:
-    """The error function in float64: its series up to 3, and beyond that the continued fraction of its complement."""
-    wide = np.abs(x.astype(np.float64))
-    near, far = np.minimum(wide, 3.0), np.maximum(wide, 3.0)
-    term, total = near.copy(), near.copy()
-    for n in range(1, _ERF_TERMS):
-        term = term * -(near**2) / n
-        total = total + term / (2 * n + 1)
-    fraction = far
-    for n in range(_ERF_TERMS, 0, -1):
-        fraction = far + (n / 2) / fraction
-    tail = np.exp(-(np.minimum(far, 26.0) ** 2)) / (fraction * np.sqrt(np.pi))
-    value = np.where(wide <= 3.0, total * 2 / np.sqrt(np.pi), 1 - tail)
-    return np.where(np.isnan(x), np.nan, np.copysign(value, x)).astype(x.dtype)
 
 
 def _leading_zeros(x: np.ndarray) -> np.ndarray:

@@ -172,10 +172,11 @@ class Estimator:
         """Returns whether the model has unfused attention for which the hardware has a fused kernel."""
         mesh, config = self.mesh(1), dataclasses.replace(self.config, attention="own")
         for policy in self.policies.values():
-            job = dataclasses.replace(self.job, loss_fn=policy.loss_fn, config=config)
             try:
                 with refusing():
-                    if attentions_of(job, job.state(mesh), mesh).num_fused:
+                    state = dataclasses.replace(self.job, config=config).state(mesh)
+                    loss = StepLoss.of(policy.loss_fn, state.variables, mesh=mesh, config=config)
+                    if attentions_of(loss, state, self.job.batch).num_fused:
                         return True
             except SettingRefused:  # the settings of this loss function are rejected with that reason
                 continue
@@ -342,11 +343,11 @@ class StepEstimate:
         compute += roofline.moved_seconds(self.coded_bytes)
         waits = roofline.exposed_seconds(self.data_seconds, compute) + self.model_seconds
         step = max(compute + waits, roofline.host_seconds(self.traced.residuals.host_bytes / self.num_parts))
-        # The update fetches and writes back at once, on GPUs three of four times (docs/offload.md). Params are fetched
+        # The update fetches and writes back at once, on GPUs one after the other (docs/offload.md). Params are fetched
         # for each use, which waits for them.
         on_host, updated = self.host_bytes, 0.0
         if setting.offload != "model_state":
-            updated = on_host * (4 / 3 if hardware.platform == "cuda" else 1)
+            updated = on_host * (2 if hardware.platform == "cuda" else 1)
         if setting.offload == "all":
             on_host -= self.model.step(dataclasses.replace(setting, offload="optimizer")).host_bytes
         fetched = on_host if setting.offload in ("all", "model_state") else 0.0

@@ -79,18 +79,15 @@ class CompileOptions:
 
 
 def compile_plan(job: Job, options: CompileOptions) -> PlanReport:
-    """Compiles a job, in another process if the options say so, and reports on the program; raises as `run_apart`."""
-    arguments = {"name": options.name, "cache": options.cache_path}
-    if options.own_process:
-        return run_apart(report_on, job, arguments, options)
-    where = f"{options.name} on {job.topology}"
-    return report_on(job, **arguments, on_phase=lambda phase: options.log(f"{where}: {phase}"))
+    """Compiles a job, in another process if the options say so, and reports on the program; raises as `call_for`."""
+    return call_for(report_on, job, {"name": options.name, "cache": options.cache_path}, options)
 
 
-def run_apart(work: Callable[..., Any], job: Job, arguments: Mapping[str, Any], options: CompileOptions) -> Any:
-    """Returns `work(job, **arguments, on_phase=...)`, called in another process, with the compiler of its hardware.
+def call_for(work: Callable[..., Any], job: Job, arguments: Mapping[str, Any], options: CompileOptions) -> Any:
+    """Returns `work(job, **arguments, on_phase=...)`, called in another process if the options say so.
 
-    Functions that cannot be imported are pickled by value. `on_phase` is called with what is being done.
+    That process has the compiler of the job's hardware. Functions that cannot be imported are pickled by value.
+    `on_phase` is called with what is being done.
 
     Raises:
       ValueError: as `work` does, or the compiler is not installed.
@@ -98,6 +95,9 @@ def run_apart(work: Callable[..., Any], job: Job, arguments: Mapping[str, Any], 
       CompilerCrash: the process ended without a result.
       KeyboardInterrupt: raised again after the process was killed.
     """
+    where = f"{options.name} on {job.topology}"
+    if not options.own_process:
+        return work(job, **arguments, on_phase=lambda phase: options.log(f"{where}: {phase}"))
     with extra("plan"):
         import cloudpickle
 
@@ -109,7 +109,6 @@ def run_apart(work: Callable[..., Any], job: Job, arguments: Mapping[str, Any], 
         folder = pathlib.Path(name)
         result = folder / _RESULT
         (folder / _JOB).write_bytes(_pickled((work, job, dict(arguments), program_settings())))
-        where = f"{options.name} on {job.topology}"
         status = _run(folder, _environment(hardware.platform, name), where=where, options=options)
         if not result.exists():
             raise CompilerCrash(_why_no_result(status, folder, options))

@@ -12,8 +12,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from zero_jax.analysis import comms, memory, trace_loss
+from zero_jax.analysis import comms, memory
 from zero_jax.core.text_tables import Report, aligned, format_bytes
+from zero_jax.core.tree import PyTree
 from zero_jax.hlo import Program
 from zero_jax.planning.job import CompiledText, Job, compile_job
 from zero_jax.planning.ranking import host_memory
@@ -22,7 +23,7 @@ from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import precision_name
 from zero_jax.sharding.spec import carries, dims_of
 from zero_jax.sharding.topology import parse
-from zero_jax.training import CompilerOption, StepLoss, StepOptions, TrainState, trained_params
+from zero_jax.training import CompilerOption, StepLoss, StepOptions, TrainState, trace_step_loss, trained_params
 from zero_jax.transforms import AttentionReport, ValueChoice, attention_report, resolve_remat, training_flops
 
 # JAX gives a GPU program this share of the memory by default.
@@ -258,17 +259,18 @@ def make_report(
     topology = parse(job.topology)
     usable_bytes = topology.hardware.usable_bytes
     on_phase("tracing")
-    traced = trace_loss(job.loss_fn, state.variables, job.batch, mesh=mesh, config=job.config)
+    loss = StepLoss.of(job.loss_fn, state.variables, mesh=mesh, config=job.config)
+    traced = trace_step_loss(loss, state.variables, job.batch)
     estimated = memory.estimate(state, mesh=mesh, config=job.config, traced=traced, tx=job.tx)
     sent = comms.estimate(state, mesh=mesh, config=job.config, traced=traced, tx=job.tx)
     options = job.options(mesh)
-    attention = attentions_of(job, state, mesh) if job.config.attention == "fused" else None
+    attention = attentions_of(loss, state, job.batch) if job.config.attention == "fused" else None
     program = compile_job(job, mesh, state, cache=cache, on_phase=on_phase)
     measured = time = None
     if not program.message:
         on_phase("reading the program")
         measured = memory.measure(program, layout=program.layout)
-        time = _time_of(program.program, job, state, mesh)
+        time = _time_of(program.program, job, state, loss)
     needed_bytes = program.needed_bytes if measured is None else measured.total_bytes
     return PlanReport(
         name=name,
@@ -298,38 +300,27 @@ def make_report(
     )
 
 
-def _time_of(program: Program, job: Job, state: TrainState, mesh: Mesh) -> TimeEstimate:
+def _time_of(program: Program, job: Job, state: TrainState, loss: StepLoss) -> TimeEstimate:
     num_tokens, unit = _tokens(job)
-    loss, trained = _loss_jaxpr(job, state, mesh)
+    arguments = loss.shapes(state.variables, job.batch)
+    closed = loss.program.trace(*arguments).closed
+    trained = trained_params(job.tx, state, loss.placement.precision)
+    trained += [False] * len(jax.tree.leaves((state.model_state, arguments[1:])))
     return estimate_time(
         program,
-        mesh=mesh,
+        mesh=loss.placement.mesh,
         topology=parse(job.topology),
-        model_flops=training_flops(loss, trained),
-        attention_flops=training_flops(loss, trained, attention_only=True),
+        model_flops=training_flops(closed, trained),
+        attention_flops=training_flops(closed, trained, attention_only=True),
         num_tokens=num_tokens,
         unit=unit,
     )
 
 
-def attentions_of(job: Job, state: TrainState, mesh: Mesh) -> AttentionReport:
-    """Reports the attentions of the loss function as the train step has it."""
-    loss, arguments = _step_loss(job, state, mesh)
-    return attention_report(loss.program, *arguments, mesh=mesh, axes=loss.placement.axes)
-
-
-def _loss_jaxpr(job: Job, state: TrainState, mesh: Mesh) -> tuple[Any, list[bool]]:
-    """Returns the jaxpr of the loss, and for each of its inputs whether a step computes its gradient."""
-    loss, arguments = _step_loss(job, state, mesh)
-    undifferentiated = jax.tree.leaves((state.model_state, arguments[1:]))
-    trained = trained_params(job.tx, state, loss.placement.precision)
-    return loss.program.trace(*arguments).closed, trained + [False] * len(undifferentiated)
-
-
-def _step_loss(job: Job, state: TrainState, mesh: Mesh) -> tuple[StepLoss, tuple[Any, Any, Any]]:
-    """Returns the loss of a step, and the shapes of its program's arguments."""
-    loss = StepLoss.of(job.loss_fn, state.variables, mesh=mesh, config=job.config)
-    return loss, loss.shapes(state.variables, job.batch)
+def attentions_of(loss: StepLoss, state: TrainState, batch: PyTree) -> AttentionReport:
+    """Reports the attentions of the loss of a step."""
+    placement, arguments = loss.placement, loss.shapes(state.variables, batch)
+    return attention_report(loss.program, *arguments, mesh=placement.mesh, axes=placement.axes)
 
 
 def _tokens(job: Job) -> tuple[int, str]:

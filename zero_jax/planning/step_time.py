@@ -180,8 +180,10 @@ class _Compute:
 
     def busy(self, work: hlo.Work) -> float:
         """Returns the seconds of some work, bound by matrix products or by memory."""
-        peak = self.hardware.flops_per_second * KERNEL_SHARES.get(work.engine, 1.0)
-        return max(work.flops / peak, work.bytes / self.hardware.memory_bytes_per_second)
+        hardware = self.hardware
+        flops_per_second = hardware.flops_per_second * KERNEL_SHARES.get(work.engine, hardware.product_share)
+        bytes_per_second = hardware.memory_bytes_per_second * hardware.memory_share
+        return max(work.flops / flops_per_second, work.bytes / bytes_per_second)
 
 
 def _assumptions(hardware: Hardware, compute: _Compute, *, has_network: bool, host_bytes: int) -> tuple[str, ...]:
@@ -195,7 +197,10 @@ def _assumptions(hardware: Hardware, compute: _Compute, *, has_network: bool, ho
         link = f"links: {hardware.link_bytes_per_second / 1e9:.0f} GB/s a direction, both directions of a closed ring, "
         link += "all torus dims of a group at once"
     else:
-        busy = f"computation: {peak} or {memory}, whichever takes longer, and 3 us a kernel: an optimistic bound"
+        busy = (
+            f"computation: {hardware.product_share:.0%} of {peak} or {hardware.memory_share:.0%} of {memory} (shares "
+            "that an H100 reached), whichever takes longer, and 3 us a kernel"
+        )
         link = f"links: {hardware.link_bytes_per_second / 1e9:.0f} GB/s a device inside a host"
     network = f"{hardware.network_bytes_per_second / 1e9:.1f} GB/s a device between slices or hosts"
     assumptions = [

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from zero_jax.core.close_match import did_you_mean
-from zero_jax.core.field_checks import check_value
+from zero_jax.core.field_checks import brief, check_value
 from zero_jax.core.tree import shown
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.mesh import Axes, axis_size
@@ -35,6 +35,7 @@ SCALE_DTYPE = jnp.bfloat16
 LARGEST_BLOCK, SMALLEST_BLOCK = 128, 32
 
 
+@brief
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantize:
     """What a train step sends quantized: gathers of params (qwZ) and the sums of gradients over devices (qgZ).

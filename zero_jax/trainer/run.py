@@ -346,11 +346,7 @@ def _prepare(
     else:
         _check_no_text(config)
         run_input = own_input(
-            model,
-            mesh=mesh,
-            zero=config.zero,
-            eval_batches=config.eval_batches,
-            process_batches=config.process_batches,
+            model, mesh=mesh, zero=config.zero, eval_batches=config.eval_batches, process_batches=config.process_batches
         )
         config = dataclasses.replace(config, batch_size=run_input.batch_size, sample_tokens=0, sample_prompt="")
     if config.epochs is not None:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
+import threading
 import warnings
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
 
 from zero_jax.core.device_put import wait_on_cpu
-from zero_jax.core.signatures import place_of
-from zero_jax.core.tree import PyTree, check_arrays, leaf_names, shown, with_shapes
+from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
 from zero_jax.program.jaxprs import is_traced
 from zero_jax.sharding.mesh import Axes, on_mesh
 from zero_jax.training.batch import place_batch
-from zero_jax.training.evaluation import Metrics
+from zero_jax.training.evaluation import Metrics, shown_step
 from zero_jax.training.same_program import SameProgram
 from zero_jax.training.state.checks import check_no_leaf_twice, check_not_donated, checked_placement, place_state
 from zero_jax.training.state.placement import train_state_shardings
@@ -48,14 +51,10 @@ class TrainStep:
     program: Any  # of `make_train_step`: its methods `step` and `loss_and_grads` are compiled
     axes: Axes
     compiled_for: dict[Any, _Compiled] = dataclasses.field(default_factory=dict, repr=False)
+    last_call: list[_LastCall] = dataclasses.field(default_factory=lambda: [_LastCall()], repr=False)
 
     def __repr__(self) -> str:
-        config, mesh = self.program.config, dict(self.program.mesh.shape)
-        default = type(config)()
-        changed = {x.name: getattr(config, x.name) for x in dataclasses.fields(config) if x.name != "stage"}
-        changed = {name: value for name, value in changed.items() if value is not getattr(default, name)}
-        fields = "".join(f", {name}={shown(value)}" for name, value in changed.items())
-        return f"TrainStep of {place_of(self.program.loss_fn)} at stage {config.stage} on {mesh}{fields}"
+        return shown_step("TrainStep", self.program.loss_fn, self.program.mesh, self.program.config)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Runs one step; the state given is donated.
@@ -65,8 +64,15 @@ class TrainStep:
         Raises:
           ValueError: a batch that does not divide, a state that was already donated, or processes that differ.
         """
-        with on_mesh(self.program.mesh):
-            batch = place_batch(batch, mesh=self.program.mesh, axes=self.axes)
+        mesh, last = self.program.mesh, self.last_call[0]
+        if last.state() is state and state is not None and get_abstract_mesh().empty:
+            if not (is_like := last.is_like(state, batch)):
+                batch = place_batch(batch, mesh=mesh, axes=self.axes)
+                is_like = last.is_like(state, batch)
+            if is_like and (results := last.repeat(state, batch)):
+                return results[0], wait_on_cpu(results[1], mesh)
+        with on_mesh(mesh):
+            batch = place_batch(batch, mesh=mesh, axes=self.axes)
             check_not_donated(state)  # first: on some backends running with a deleted buffer ends the process
             check_no_leaf_twice(state)
             is_nested = any(map(is_traced, jax.tree.leaves((state, batch))))
@@ -75,8 +81,12 @@ class TrainStep:
             function = compiled.function(state, batch)
             if not is_nested:
                 self._same.check(function, state, batch)
+            is_repeatable = not (is_nested or jax.config.jax_disable_jit)  # type: ignore[attr-defined]
+            kinds = _kinds(state, batch) if is_repeatable else ()
             state, metrics = function(state, batch)
-            return state, wait_on_cpu(metrics, self.program.mesh)
+            if kinds:
+                self.last_call[0] = _LastCall(weakref.ref(state), function, *kinds)
+            return state, wait_on_cpu(metrics, mesh)
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
         """Lowers the step for arrays or `ShapeDtypeStruct`s; `.compile()` gives the program."""
@@ -131,8 +141,14 @@ class TrainStep:
             placement = checked_placement(state, program.tx, mesh=program.mesh, config=program.config)
             shardings = train_state_shardings(state, placement)
             options = step_options(program.mesh, program.config)
-            step, outputs = functools.partial(program.step, placement=placement), (shardings, None)
-            jit = functools.partial(jax.jit, step, donate_argnums=0, out_shardings=outputs)
+
+            def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+                self.last_call[0].refuse_trace()
+                return program.step(state, batch, placement=placement)
+
+            jit = functools.partial(jax.jit, step, donate_argnums=0, out_shardings=(shardings, None))
+            if not is_nested:
+                jit = functools.partial(jit, in_shardings=(shardings, None))
             unguarded = options.unguarded
             self.compiled_for[structure] = _Compiled(
                 jitted=jit() if is_nested else jit(compiler_options=options.values or None),
@@ -179,6 +195,71 @@ class TrainStep:
     def _cache_size(self) -> int:
         functions = [x for compiled in self.compiled_for.values() for x in (compiled.jitted, compiled.unguarded)]
         return sum(function._cache_size() for function in functions if function is not None)
+
+
+@dataclasses.dataclass(slots=True)
+class _LastCall:
+    """The last call of a step: what it checked of a state and a batch holds for the state that it returned.
+
+    Attributes:
+      state: a weak reference to that state, whose memory belongs to whoever holds it.
+      function: the jitted step.
+      tree: the structure of state and batch.
+      num_leaves: of the state.
+      kinds: the type, shape, dtype and sharding of each leaf of the batch.
+      thread: the thread that repeats the call now, or 0.
+    """
+
+    state: Callable[[], Any] = lambda: None
+    function: Any = None
+    tree: Any = None
+    num_leaves: int = 0
+    kinds: Any = None
+    thread: int = 0
+
+    def is_like(self, state: PyTree, batch: PyTree) -> bool:
+        """Tells whether a batch is like that of the call, and the state may be donated."""
+        leaves, tree = _flatten((state, batch))
+        if tree != self.tree or len(set(map(id, leaves))) < len(leaves) or state.step.is_deleted():
+            return False
+        try:
+            return list(map(_KIND, leaves[self.num_leaves :])) == self.kinds
+        except AttributeError:  # of what is no array
+            return False
+
+    def repeat(self, state: PyTree, batch: PyTree) -> Any:
+        """Returns the results for the state that the call returned; None where a leaf of it was replaced or deleted.
+
+        That is possible in its dicts and lists. jit finds it before it runs anything: the leaf cannot be taken, or it
+        would trace the step again.
+        """
+        self.thread = threading.get_ident()
+        try:
+            results = self.function(state, batch)
+        except (TypeError, ValueError, RuntimeError):
+            if state.step.is_deleted():  # not that: the program itself has failed
+                raise
+            return None
+        finally:
+            self.thread = 0
+        self.state = weakref.ref(results[0])
+        return results
+
+    def refuse_trace(self) -> None:
+        """Raises within `repeat`; called when the step is traced."""
+        if self.thread == threading.get_ident():
+            raise ValueError("a leaf of the state was replaced")
+
+
+_flatten = jax.tree_util.default_registry.flatten  # `jax.tree.flatten`, without the Python around it
+_KIND = operator.attrgetter("__class__", "shape", "dtype", "sharding")
+
+
+def _kinds(state: PyTree, batch: PyTree) -> Any:
+    """Returns the fields of a `_LastCall` about what it took."""
+    leaves, tree = jax.tree.flatten((state, batch))
+    num_leaves = len(jax.tree.leaves(state))
+    return tree, num_leaves, list(map(_KIND, leaves[num_leaves:]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -100,15 +100,21 @@ _SPARSE_CORE = (
 _NATIVE_GATHERS = _option("xla_tpu_prefer_async_allgather_to_allreduce", True,
                           "a gather over a whole slice is no all-reduce, which sends twice as much")  # fmt: skip
 _COMBINED_GPU_BYTES = 2**30
+_PIPELINED_GPU = {"all_gather": "next", "reduce_scatter": "last", "all_reduce": "last"}
+
+
+def _pipelined(kind: str, which: str) -> CompilerOption:
+    """Returns the option for a kind of collective in loops; JAX 0.11 brought the names of today."""
+    purpose = f"{kind.replace('_', '-')}s of a loop's {which} iteration run beside this one's computation"
+    if jax.__version_info__ < (0, 11):
+        return _option(f"xla_gpu_enable_pipelined_{kind}", True, purpose)
+    return _option(f"xla_gpu_pipeline_{kind}", "COLLECTIVE_PIPELINING_MODE_ON", purpose)
+
+
 _GPU = (
     _option("xla_gpu_enable_latency_hiding_scheduler", True,
             "computation is scheduled between the start and the end of a collective"),
-    _option("xla_gpu_enable_pipelined_all_gather", True,
-            "all-gathers of a loop's next iteration run beside this one's computation"),
-    _option("xla_gpu_enable_pipelined_reduce_scatter", True,
-            "reduce-scatters of a loop's last iteration run beside this one's computation"),
-    _option("xla_gpu_enable_pipelined_all_reduce", True,
-            "all-reduces of a loop's last iteration run beside this one's computation"),
+    *(_pipelined(kind, which) for kind, which in _PIPELINED_GPU.items()),
     _option("xla_gpu_all_gather_combine_threshold_bytes", _COMBINED_GPU_BYTES,
             "all-gathers of a layer are one collective, of up to 1 GiB"),
     _option("xla_gpu_reduce_scatter_combine_threshold_bytes", _COMBINED_GPU_BYTES,
@@ -196,7 +202,8 @@ def step_options(mesh: Mesh, config: ZeroConfig) -> StepOptions:
     device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
     is_one_host = len({d.process_index for d in devices}) == 1
     requested = wanted_options(device, config, os.environ, is_one_host=is_one_host)
-    unknown = _unknown(_Compiler.of(device), tuple((option.name, option.value) for option in requested))
+    named = tuple((option.name, option.value) for option in requested)
+    unknown = _unknown(_Compiler.of(device), named) if named else ()
     for name in unknown:
         _warn(name, device.device_kind)
     return StepOptions(options=tuple(option for option in requested if option.name not in unknown), unknown=unknown)
@@ -211,12 +218,11 @@ def wanted_options(
     """
     groups = sharded_groups(config.stage)
     options = {option.name: option for option in _defaults(device, groups, is_one_host)} if config.overlap else {}
-    for name in set(options).intersection(_flag_names(environment)):
+    for name in set(options).intersection(_flag_names(environment) if options else ()):
         del options[name]
-    options |= {option.name: option for option in _combining(device.platform, config.combine_bytes)}
-    offload = config.resolved_offload()
-    reads_host = resolve_remat(config.remat).offloads or (offload and offload.what == "all")
-    if reads_host and _is_cuda(device) and jax.__version_info__ < (0, 12):
+    if config.combine_bytes is not None:
+        options |= {option.name: option for option in _combining(device.platform, config.combine_bytes)}
+    if _is_cuda(device) and jax.__version_info__ < (0, 12) and _reads_host(config):
         options[_VERIFIED.name] = _VERIFIED
     for name, value in (config.compiler_options or {}).items():
         options.pop(name, None)
@@ -226,6 +232,12 @@ def wanted_options(
     if (passes := _wrong_passes(device.platform)) and not removed:
         options[_DISABLE_PASSES] = _guard(passes, options.get(_DISABLE_PASSES), environment)
     return tuple(options.values())
+
+
+def _reads_host(config: ZeroConfig) -> bool:
+    """Returns whether a loop of a step reads arrays in host memory: residuals, or params."""
+    offload = config.resolved_offload()
+    return resolve_remat(config.remat).offloads or (offload is not None and offload.what == "all")
 
 
 def _wrong_passes(platform: str) -> list[str]:
@@ -277,13 +289,11 @@ def _is_cuda(device: Any) -> bool:
     return "rocm" not in str(getattr(device.client, "platform_version", "")).lower()
 
 
-def _combining(platform: str, combine_bytes: int | None) -> Iterator[CompilerOption]:
+def _combining(platform: str, combine_bytes: int) -> Iterator[CompilerOption]:
     """Yields the options that combine collectives up to a size; a larger array is still moved by one collective.
 
     On GPUs they are for all-gathers, reduce-scatters and all-reduces, on TPUs for all-reduces, which alone have one.
     """
-    if combine_bytes is None:
-        return
     if platform not in _COMBINE:
         raise ValueError(
             f"combine_bytes={combine_bytes} is not known to apply to {platform!r}, only to {', '.join(_COMBINE)}: "

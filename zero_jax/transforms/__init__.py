@@ -13,13 +13,8 @@ from zero_jax.transforms.attention.transform import attention_report, fuse_atten
 from zero_jax.transforms.flops import count_flops, training_flops
 from zero_jax.transforms.gather.host_params import HostParam, differentiated, used_shapes, with_gradient
 from zero_jax.transforms.gather.per_device import DeviceSum
-from zero_jax.transforms.gather.transform import (
-    GatherReport,
-    gather_on_use,
-    gather_report,
-    scatter_grads,
-    summed_on_use,
-)
+from zero_jax.transforms.gather.transform import GatherReport, gather_on_use, gather_report, gathered
+from zero_jax.transforms.gather.uses import GatherOptions
 from zero_jax.transforms.kernels import Kernel, kernels
 from zero_jax.transforms.low_rank.walk import AdaptedReport, WeightUse, evaluate_adapted
 from zero_jax.transforms.low_rank.weight import Weight, as_stored

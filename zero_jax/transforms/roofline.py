@@ -11,11 +11,11 @@ from zero_jax.transforms.kernels import Kernel
 
 # The launch of a GPU kernel.
 KERNEL_SECONDS = 3e-6
-# The share of the peak at which kernels compute. cuDNN's attention on H100, heads of 128, sequences of 2,048: 617
-# TFLOP/s forward and 465 backward, of 989 (Shah et al. 2024, "FlashAttention-3", figures 5 and 6). Of Pallas kernels on
-# TPU there is no published measurement: 0.7 is assumed, not measured (docs/estimates.md shows what it makes of steps
-# whose time is published).
-KERNEL_SHARES = {"pallas": 0.7, "cudnn attention": 0.6, "cudnn attention backward": 0.47}
+# The share of the peak at which kernels compute. cuDNN's causal attention, measured on an H100 with heads of 128 and
+# sequences of 2,048: 465 TFLOP/s forward and 351 backward, of 989 (heads of 64: 305 and 193). Of Pallas kernels on TPU
+# there is no published measurement: 0.7 is assumed (docs/estimates.md shows what it makes of steps whose time is
+# published).
+KERNEL_SHARES = {"pallas": 0.7, "cudnn attention": 0.47, "cudnn attention backward": 0.355}
 
 # The share of computation that can overlap with collectives of the same duration: 0.49 of gpt-7b's on v6e:16x16.
 _HIDING = 0.5
@@ -45,8 +45,7 @@ class Efficiency:
 # By hardware: fitted to XLA:TPU's cycles of large products and of attention by XLA (docs/estimates.md has the figures;
 # above 1 where it fuses more than is assumed, or keeps values in VMEM); layouts and what is not fused are its cycles of
 # a transposition and of a sum over the first dim, bf16, on v4 to v6e, their means on the others; on v5e XLA hides
-# gathers without options (0.45 of gpt-7b and of two programs of MaxText). The times of GPU
-# programs are rooflines at the nominal figures, and their layouts are those of the kernels.
+# gathers without options (0.45 of gpt-7b and of two programs of MaxText).
 _EFFICIENCIES = {
     "v3": Efficiency(products=0.9, memory=0.8),
     "v4": Efficiency(products=0.93, memory=0.85, unfused=0.22),
@@ -55,6 +54,7 @@ _EFFICIENCIES = {
     "v6e": Efficiency(products=0.75, memory=1.6, layout=0.40, unfused=0.08, hidden=(0, 0.85)),
     "tpu7x": Efficiency(products=0.81, memory=1.0),
 }
+# programs are rooflines at the shares of the hardware table, and their layouts are those of the kernels.
 _GPU = Efficiency(products=1.0, memory=1.0, vector=1 / 15, layout=math.inf, unfused=1.0, hidden=(0.4, 0.7))
 # The kernels of attention by platform, as the times of compiled programs have them.
 _ATTENTION = {
@@ -79,7 +79,8 @@ class Roofline:
     def flops_per_second(self, engine: str) -> float:
         """Returns the FLOPs a second of matrix products, by the engine of their kernel."""
         kernel = _ATTENTION[self.hardware.platform].get(engine, "")
-        return self.hardware.flops_per_second * KERNEL_SHARES.get(kernel, self.efficiency.products)
+        share = self.efficiency.products * self.hardware.product_share
+        return self.hardware.flops_per_second * KERNEL_SHARES.get(kernel, share)
 
     def compute_seconds(self, kernels: Iterable[Kernel], num_parts: float) -> float:
         """Returns the seconds of kernels of all examples, on the share of one of `num_parts` parts of the batch."""
@@ -100,7 +101,8 @@ class Roofline:
 
     def moved_seconds(self, num_bytes: float, share: float | None = None) -> float:
         """Returns the seconds of moving bytes at a share of the memory bandwidth, None for that of fused work."""
-        return num_bytes / (self.hardware.memory_bytes_per_second * (share or self.efficiency.memory))
+        reached = self.hardware.memory_bytes_per_second * self.hardware.memory_share
+        return num_bytes / (reached * (share or self.efficiency.memory))
 
     def host_seconds(self, num_bytes: float) -> float:
         """Returns the seconds of moving residuals to the host and back."""

@@ -18,7 +18,7 @@ from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.core.tree import PyTree, leaf_names, leaves_by_name
 from zero_jax.interpreter import NotInterpretable
-from zero_jax.planning import CompileOptions, Job, make_job, run_apart
+from zero_jax.planning import CompileOptions, Job, call_for, make_job
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.training import MeshLoss, TrainState, ZeroConfig, key_parameter, make_train_step
 from zero_jax.verification.execution import Execution, Sharded, host_array
@@ -164,18 +164,14 @@ def verify(
     check_arguments(num_steps=num_steps, seed=seed, tolerance=tolerance)
     for name, leaf in leaves_by_name(batch).items():
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise ValueError(
-                f"verify runs the step: batch leaf {name!r} is a ShapeDtypeStruct, give an array of values"
-            )
+            raise ValueError(f"verify: batch leaf {name!r} is a ShapeDtypeStruct, give an array of values")
     job = make_job(
         loss_fn=loss_fn, init_fn=init_fn, tx=tx, batch=batch, topology=topology, config=config, replica=replica,
         model=model, data_layout=data_layout, compiler_options=compiler_options,
     )  # fmt: skip
     values = jax.tree.map(host_array, batch)
     arguments = {"batch": values, "num_steps": num_steps, "seed": seed, "tolerance": tolerance}
-    if options.own_process:
-        return run_apart(verify_job, job, arguments, options)
-    return verify_job(job, **arguments, on_phase=lambda phase: options.log(f"{options.name} on {topology}: {phase}"))
+    return call_for(verify_job, job, arguments, options)
 
 
 def verify_job(

@@ -1,5 +1,8 @@
 """A state that does not lie as a step was compiled for is refused or moved at every call: one program, one trace."""
 
+import sys
+import weakref
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -87,3 +90,78 @@ def test_master_params_of_another_dtype_are_refused_at_first():
         ValueError, match="'master/b' of the state is bfloat16, and the precision of the step has float32"
     ):
         step(zero.TrainState(**{**vars(state), "master": jax.tree.map(jnp.copy, state.params)}), BATCH)
+
+
+IN_PLACE = {
+    **REFUSED,
+    "shape": (lambda x, mesh: x[:-1], "match|shape"),
+    "deleted": (lambda x, mesh: x.delete(), "donated"),
+    "no array": (lambda x, mesh: "w", "array"),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_what_is_replaced_in_a_returned_state_is_refused(trained, name):
+    """Nothing of the state that the last call returned is checked again, and its dicts can be changed."""
+    step, make, mesh = trained
+    state, _ = step(make(), BATCH)
+    change, message = IN_PLACE[name]
+    before, changed = state.params["b"], change(state.params["b"], mesh)
+    state.params["b"] = before if changed is None else changed
+    with pytest.raises(ValueError, match=message):
+        step(state, BATCH)
+    if name != "deleted":
+        state.params["b"] = before
+        step(state, BATCH)  # what was refused is not donated
+
+
+def test_an_array_that_is_put_twice_into_a_returned_state_is_refused(trained):
+    step, make, _ = trained
+    state, _ = step(make(), BATCH)
+    state.opt_state[0].mu["b"] = state.params["b"]
+    with pytest.raises(ValueError, match="is the same array as 'params/b'"):
+        step(state, BATCH)
+
+
+@pytest.mark.parametrize("change", [of_other_names, lambda x, mesh: np.asarray(x)], ids=["names", "host"])
+def test_values_that_are_put_into_a_returned_state_are_taken(trained, change):
+    step, make, mesh = trained
+    expected = step(step(make(), BATCH)[0], BATCH)[0]
+    state, _ = step(make(), BATCH)
+    state.params["b"] = change(state.params["b"], mesh)
+    state, _ = step(state, BATCH)
+    reference.assert_placed_alike(state, expected)
+    reference.assert_close(state.params, expected.params, tolerance=0)
+
+
+def test_a_step_does_not_keep_the_memory_of_a_state(trained):
+    step, make, _ = trained
+    state, _ = step(make(), BATCH)
+    leaf = weakref.ref(state.params["b"])
+    del state
+    assert leaf() is None
+    with pytest.raises(ValueError, match="not a NoneType"):
+        step(None, BATCH)
+
+
+def test_the_python_of_a_step_does_not_grow_with_the_leaves():
+    """Counted in calls, after the first; jit's own dispatch is not Python."""
+
+    def num_calls(num_params: int) -> int:
+        mesh, config = mesh_of("4"), reference.make_config(stage=3)
+        params = {f"w{i}": np.ones(4, np.float32) for i in range(num_params)}
+        loss_fn = lambda params, batch: sum(x.sum() for x in params.values()) * batch["x"].mean()  # noqa: E731
+        step = zero.make_train_step(loss_fn, optax.adam(1e-2), mesh=mesh, config=config)
+        state = zero.init_state(params, optax.adam(1e-2), jax.random.key(0), mesh=mesh, config=config)
+        batch = zero.shard_batch({"x": np.ones(8, np.float32)}, mesh=mesh)
+        for _ in range(3):
+            state, _ = step(state, batch)
+        calls = []
+        sys.setprofile(lambda frame, event, arg: calls.append(frame.f_code.co_name) if event == "call" else None)
+        try:
+            step(state, batch)
+        finally:
+            sys.setprofile(None)
+        return len(calls)
+
+    assert num_calls(2) == num_calls(12) < 40

@@ -142,15 +142,12 @@ def estimate(
         rows += traffic.grad_rows() if is_needed else []
     for leaf in placement_leaves(placement.model_state) if MODEL_STATE in placement.groups else ():
         rows += _LeafTraffic(leaf, placement, config).model_state_rows()
-    for dealing in () if tx is None else matrix_dealings(tx, state, placement):
-        for move in dealing.moves(dealing.over):
-            dtype = _HLO_DTYPES.get(move.dtype, move.dtype)
-            sent = move.sent_bytes
-            rows.append(EstimateRow(kind=move.kind, axes=move.axes, dtype=dtype, phase="update", total_sent_bytes=sent))
-    for move in traced.moves if traced else ():
-        sent, dtype = move.sent_bytes * move.times, _HLO_DTYPES.get(move.dtype, move.dtype)
-        row = EstimateRow(kind=move.kind, axes=move.axes, dtype=dtype, phase=move.phase, total_sent_bytes=sent)
-        rows.append(row)
+    dealings = () if tx is None else matrix_dealings(tx, state, placement)
+    moves = [(move, "update", 1) for dealing in dealings for move in dealing.moves(dealing.over)]
+    moves += [(move, move.phase, move.times) for move in (traced.moves if traced else ())]
+    for move, phase, times in moves:
+        dtype, sent = _HLO_DTYPES.get(move.dtype, move.dtype), move.sent_bytes * times
+        rows.append(EstimateRow(kind=move.kind, axes=move.axes, dtype=dtype, phase=phase, total_sent_bytes=sent))
     return CommsEstimate(
         rows=_summed(rows),
         num_params=num_params,

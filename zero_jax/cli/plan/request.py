@@ -8,7 +8,7 @@ from typing import Any
 import optax
 
 from zero_jax.analysis import LossTrace, trace_loss
-from zero_jax.cli.models.options import PlannedModel, planned_model, small_model
+from zero_jax.cli.models.planned import PlannedModel, planned_model, small_model
 from zero_jax.cli.options import field_values, log_line
 from zero_jax.cli.run_config import read_zero
 from zero_jax.core.field_checks import check_fields

@@ -25,11 +25,7 @@ from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.state.placement import Placement
 from zero_jax.training.state.train_state import merge, trainable
 from zero_jax.training.zero_config import ZeroConfig
-from zero_jax.transforms import (
-    Kernel,
-    count_flops,
-    kernels,
-)
+from zero_jax.transforms import Kernel, count_flops, kernels
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +93,7 @@ def trace_loss(
 
 
 def trace_step_loss(loss: StepLoss, params: PyTree, batch: PyTree) -> LossTrace:
-    """Traces the loss of a step, as `trace_loss` does."""
+    """Returns the trace of the loss of a step; see `trace_loss`."""
     k = loss.placement.grad_plan.num_microbatches  # those of a pipeline are on all stages: as if they were one
     variables, batch, _ = loss.shapes(params, batch, num_parts=k)
     traced = _TracedLoss(loss.recomputed(loss.fused), variables, batch, loss.placement)

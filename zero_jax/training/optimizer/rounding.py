@@ -35,13 +35,7 @@ def rounding_key(key: jax.Array) -> jax.Array:
 
 
 def round_tree(tree: PyTree, like: PyTree, key: jax.Array) -> PyTree:
-    """Rounds floating arrays stochastically to the dtypes of others, each by the key and its path.
-
-    Args:
-      tree: arrays, in float32 where the other is smaller.
-      like: arrays of the dtypes to round to.
-      key: from `rounding_key`.
-    """
+    """Rounds arrays, float32 where those of `like` are smaller, to their dtypes, each by the key and its path."""
     rounded = []
     for name, x, y in zip(leaf_names(like), jax.tree.leaves(tree), jax.tree.leaves(like), strict=True):
         rounded.append(

@@ -42,6 +42,7 @@ class PipelineReport(Report):
       loops: the scans over layers that are cut into stages.
       left: the scans over stacked params that are not, each with its line and the reason: they run on the whole batch.
       why_none: why there are no stages at all, and what to do; empty if there are some.
+      schedule: ``gpipe`` or ``1f1b`` (`ZeroConfig.pipeline`).
     """
 
     num_stages: int
@@ -49,6 +50,12 @@ class PipelineReport(Report):
     loops: tuple[StagedLayers, ...] = ()
     left: tuple[str, ...] = ()
     why_none: str = ""
+    schedule: str = "gpipe"
+
+    @property
+    def num_kept(self) -> int:
+        """The microbatches whose activations a stage keeps at most, as the inputs of the stage where it recomputes."""
+        return self.num_ticks if self.schedule == "gpipe" else 2 * self.num_stages - 1
 
     @property
     def num_ticks(self) -> int:
@@ -65,7 +72,7 @@ class PipelineReport(Report):
             return f"no pipeline: {self.why_none}"
         lines = [
             f"{self.num_stages} stages, {self.num_microbatches} microbatches: {self.num_ticks} ticks, of which a stage "
-            f"waits {self.bubble:.1%}"
+            f"waits {self.bubble:.1%}; it keeps at most {self.num_kept} ({self.schedule})"
         ]
         for loop in self.loops:
             size = loop.num_layers // self.num_stages
@@ -79,16 +86,21 @@ class PipelineReport(Report):
         return "\n".join([*lines, *(f"left as it is: {item}" for item in self.left)])
 
 
-def staged_layers(entry: FoundLoop, place: StagePlace) -> StagedLayers:
+def staged_layers(entry: FoundLoop, place: StagePlace, schedule: str) -> StagedLayers:
     """Returns what a report shows of a loop that is cut into stages."""
     loop = entry.loop
     assert isinstance(loop, LayerLoop)
     shards, travelling, num_bytes = axis_size(place.mesh, place.batch), [], 0
-    operands = zip((*loop.consts, *loop.carry), open_jaxpr(loop.layer)[0].invars[1:], strict=False)
-    for i, (role, var) in enumerate(operands):
-        if i < len(loop.consts) and not role.is_rows:  # shared by all microbatches
-            continue
-        aval = var.aval
+    jaxpr, num_carry = open_jaxpr(loop.layer)[0], len(loop.carry)
+    if schedule == "gpipe":
+        pairs = zip((*loop.consts, *loop.carry), (x.aval for x in jaxpr.invars[1:]), strict=False)
+        # What is shared by all microbatches does not move.
+        moved = [(role, x) for i, (role, x) in enumerate(pairs) if i >= len(loop.consts) or role.is_rows]
+    else:  # stages make the constants again, and what is stacked goes through all of them
+        avals = [x.aval for x in jaxpr.outvars]
+        stacked = (x.update(shape=(loop.num_layers, *x.shape)) for x in avals[num_carry:])
+        moved = [*zip((*loop.carry, *loop.ys), (*avals[:num_carry], *stacked), strict=True)]
+    for role, aval in moved:
         travelling.append(f"{aval.dtype}[{','.join(map(str, aval.shape))}]")
         num_bytes += aval.size * aval.dtype.itemsize // (shards if role.is_rows else 1)
     return StagedLayers(
@@ -96,6 +108,6 @@ def staged_layers(entry: FoundLoop, place: StagePlace) -> StagedLayers:
         num_layers=loop.num_layers,
         travelling=tuple(travelling),
         bytes_per_tick=num_bytes,
-        recomputed=loop.recompute,
+        recomputed=loop.recompute or schedule == "1f1b",
         stacked=entry.is_rolled,
     )

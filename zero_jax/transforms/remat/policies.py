@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 
 from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.field_checks import brief
 
 _KEPT: Mapping[str, str] = {
     "own": "what the model's own jax.checkpoint keeps",
@@ -25,6 +26,7 @@ _PLACES: Mapping[str, str] = {
 }
 
 
+@brief
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Remat:
     """What is recomputed in the backward pass, and where the other residuals are kept.

@@ -251,7 +251,7 @@ def wanted_options(
 def _reads_host(config: ZeroConfig) -> bool:
     """Returns whether a loop of a step reads arrays in host memory: residuals, or params."""
     offload = config.resolved_offload()
-    return resolve_remat(config.remat).residuals == "offloaded" or (offload is not None and offload.what == "all")
+    return resolve_remat(config.remat).offloads or (offload is not None and offload.what == "all")
 
 
 def _wrong_passes(platform: str) -> list[str]:

@@ -16,7 +16,6 @@ import optax
 from jax.sharding import Mesh
 
 from zero_jax.analysis.comms.rows import SentBytes, axes_name
-from zero_jax.analysis.loss_trace import LossTrace
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import Report, aligned
 from zero_jax.core.variables import MODEL_STATE
@@ -25,6 +24,7 @@ from zero_jax.sharding.quantized import Blocks, blocks_of_leaf, spread_over
 from zero_jax.sharding.rules import LeafPlacement, placement_leaves
 from zero_jax.sharding.spec import Dims, gather_steps, scatter_steps, without
 from zero_jax.training import (
+    LossTrace,
     Placement,
     TrainState,
     ZeroConfig,

@@ -16,7 +16,6 @@ import optax
 from jax.sharding import Mesh
 
 from zero_jax.analysis.formulas import TransformerResiduals
-from zero_jax.analysis.loss_trace import LossTrace
 from zero_jax.analysis.memory.groups import (
     Difference,
     Group,
@@ -34,7 +33,15 @@ from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import resolve_precision
-from zero_jax.training import Placement, TrainState, ZeroConfig, check_is_state, make_placement, used_by_optimizer
+from zero_jax.training import (
+    LossTrace,
+    Placement,
+    TrainState,
+    ZeroConfig,
+    check_is_state,
+    make_placement,
+    used_by_optimizer,
+)
 from zero_jax.transforms import resolve_remat
 
 _ORDER = ("params", "master", "grads", "opt_state", "model_state", "grad_errors", "other", "residuals")

@@ -169,7 +169,7 @@ def _write_config(
         raise ValueError("--write-config is for the models that `zero-jax train` knows, not for --loss")
     zero = chosen or request.zero
     planned = {f"ZeroConfig.{name}": getattr(zero, name) for name in option_fields("ZeroConfig")}
-    planned["ZeroConfig.remat"] = resolve_remat(zero.remat).name
+    planned["ZeroConfig.remat"] = report.values.policy_name if report.values else resolve_remat(zero.remat).name
     sizes = {"replica": "replica", "model_axis": "model", "pipe": "pipe"}
     run = {f"TrainConfig.{name}": report.mesh.get(axis, 1) for name, axis in sizes.items()}
     run["TrainConfig.batch_size"] = report.batch_size

@@ -20,7 +20,12 @@ from zero_jax.program.jaxprs import open_jaxpr, without_dead_code
 from zero_jax.sharding.mesh import axis_size, on_mesh
 from zero_jax.sharding.rules import placement_leaves
 from zero_jax.sharding.spec import without
-from zero_jax.training import MeshLoss, Placement, StepLoss, ZeroConfig, merge, pipeline_report_of, trainable
+from zero_jax.training.loss.function import MeshLoss
+from zero_jax.training.loss.pipeline import pipeline_report_of
+from zero_jax.training.loss.program import StepLoss
+from zero_jax.training.state.placement import Placement
+from zero_jax.training.state.train_state import merge, trainable
+from zero_jax.training.zero_config import ZeroConfig
 from zero_jax.transforms import Kernel, PipelineReport, count_flops, kernels
 
 

@@ -5,7 +5,7 @@ import re
 import typing
 
 from zero_jax.cli import build_parser
-from zero_jax.cli.command_options import CONFIG_PARTS, SECTIONS, model_keys
+from zero_jax.cli.command_options import SECTIONS, model_keys
 from zero_jax.cli.config_classes import defaults_of, option_fields
 from zero_jax.cli.help import examples_of, shown_value, usual_options, without_python
 
@@ -67,7 +67,7 @@ def option_row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
 def config_page(section: str) -> str:
     """Returns the page of a table of a config file."""
     config = SECTIONS[section]
-    fields, defaults = option_fields(config), defaults_of(config, part=section if section in CONFIG_PARTS else "")
+    fields, defaults = option_fields(config), defaults_of(config)
     lines = [f"# [{section}]", "", "| key | value | default | |", "| --- | --- | --- | --- |"]
     for name, field in fields.items():
         kind = ", ".join(map(str, field.words)) or TYPES[field.kind.base or str]

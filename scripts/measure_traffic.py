@@ -15,6 +15,8 @@ import time
 from typing import Any
 
 import compile_only  # noqa: F401 - before JAX
+import gpt_linen
+import gpt_nnx
 import jax
 import jax.numpy as jnp
 import optax
@@ -23,7 +25,7 @@ from hand_written import loss_with_gathers, make_step
 import zero_jax as zero
 from zero_jax import hlo
 from zero_jax.core.text_tables import format_bytes
-from zero_jax.models import gpt, gpt_linen, gpt_nnx
+from zero_jax.models import gpt
 
 GPT_271M = gpt.PRESETS["gpt-271m"]
 # A smaller model of the same form, which compiles in a third of the time.

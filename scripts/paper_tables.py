@@ -24,7 +24,7 @@ from largest_fit import LargestFit, largest_fit
 
 import zero_jax as zero
 from zero_jax.analysis.formulas import PAPER_CASES, TransformerResiduals, max_params
-from zero_jax.cli.models.options import reference_model
+from zero_jax.cli.models.planned import reference_model
 from zero_jax.core.files.user_cache import cache_folder
 from zero_jax.models import gpt
 from zero_jax.planning.process import CompilerCrash

@@ -21,7 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zero_jax as zero
 from zero_jax.sharding.mesh import axes_of
-from zero_jax.transforms.gather.transform import scatter_grads
+from zero_jax.transforms import GatherOptions
+from zero_jax.transforms import gathered as at_uses
 from zero_jax.transforms.remat.transform import rematerialize
 
 BATCH = 16
@@ -531,7 +532,8 @@ def scattered(program, rng):
     mesh = reference.mesh_of(rng.choice(["8", "4", "staged24", "replica"]))
     specs = some_specs(program.params, mesh, rng)
     whole = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), program.params)
-    return placed(scatter_grads(program.loss_fn, specs, mesh=mesh, axes=axes_of(mesh)), program, whole, mesh)
+    options = GatherOptions(mesh=mesh, axes=axes_of(mesh), stored_whole=True, regather=False)
+    return placed(at_uses(program.loss_fn, specs, options), program, whole, mesh)
 
 
 def rematerialized(program, rng):

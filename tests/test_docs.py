@@ -243,7 +243,7 @@ def test_a_page_that_trains_on_the_command_line_and_in_python_shows_one_run(tmp_
         exec("".join([*code[:made], code[made].partition("result =")[0]]), names)
         trainer = names["trainer"]
         options = build_parser().parse_args(["train", *shlex.split(command)])
-        own = import_own_model(read_own_model(options), model_axis=1)
+        own = import_own_model(read_own_model(options))
         runs = [prepare(trainer.config, model=trainer.model), prepare(read_config(options), model=own)]
         python, shell = ({**run.saved_config, "model": None} for run in runs)
         assert python == shell

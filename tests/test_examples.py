@@ -54,6 +54,14 @@ def assert_recorded(name, printed):
     assert shown == seen, "run scripts/record_examples.py"
 
 
+@pytest.mark.slow
+def test_the_report_of_an_accelerator_compares_with_the_cpu():
+    command = [sys.executable, str(ROOT / "scripts" / "accelerator_report.py"), "--only-cases", "fp16"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[-1] for line in done.stdout.splitlines()[2:]] == ["ok"]
+
+
 def test_each_example_has_a_record_with_a_curve():
     records = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in (ROOT / "docs/recorded").iterdir()}
     assert sorted(records) == [name.removesuffix(".py") for name in EXAMPLES]

@@ -58,6 +58,7 @@ def test_adapters_are_trained_on_the_base_of_another_run_and_resumed(tmp_path, c
     [
         (["--lora", "blocks/quary"], "'blocks/quary' matches the path of no leaf that is left: the nearest is"),
         (["--lora", "blocks/query=io"], "leaf 'blocks/query' of shape [2, 64, 64] and dtype float32 cannot be adapted"),
+        (["--lora", "qproj"], "'qproj' is the name of no module with a matrix: did you mean 'q_proj'?"),
         (["--lora-rank", "4"], "--lora-rank and its like need --lora"),
         (["--lora", "blocks/*", "--lora-rank", "0"], "lora_rank=0: give at least 1"),
         (["--lora", "blocks/*", "--lora-train", "heads"], "train: 'heads' matches the path of no leaf"),
@@ -78,4 +79,7 @@ def test_patterns_of_stacked_blocks_are_for_their_matrices():
     unrolled = dataclasses.replace(PRESETS["gpt-tiny"], scan=False)
     assert _rules("*/query", unrolled, ["blocks/0/query"]) == {"*/query": "io"}
     assert _rules("all-linear", unrolled, ["blocks/0/query"]) == {"blocks/*": "io"}
+    assert _rules("q_proj", unrolled, ["blocks/0/query"]) == {"*/query": "io"}  # as on the hub
+    names = "v_proj,down_proj,embed_tokens"
+    assert _rules(names, PRESETS["gpt-tiny"], paths) == {"*/value": "sio", "*/down": "sio", "embed": "io"}
     assert _rules("all-linear", PRESETS["gpt-tiny"], paths) == {"blocks/*": "sio"}

@@ -29,7 +29,7 @@ TRAIN_OPTIONS = """
 --no-decay --no-keep-gathered --no-lora-dora --no-overlap --no-quantize-error-feedback --no-scan --no-secondary
 --no-separate-documents --no-sequence-parallel --no-skip-nonfinite --no-streaming --no-tensorboard --nu-dtype
 --num-heads --num-layers --num-microbatches --offload --offload-fraction --offload-paths --offload-window-bytes
---optimizer --out --overlap --paper-config --param-specs --pipe --position --precision --prefetch-batches
+--optimizer --out --overlap --paper-config --param-specs --pipe --pipeline --position --precision --prefetch-batches
 --process-batches --profile-steps --quantize-block-size --quantize-error-feedback --quantize-gathers --quantize-grads
 --quantize-grads-over --remat --replica --resume --sample-every --sample-prompt --sample-tokens --save-every --scan
 --schedule --secondary --seed --separate-documents --seq-len --sequence-parallel --show-config --skip-nonfinite
@@ -43,7 +43,7 @@ PLAN_OPTIONS = """
 --mu-dtype --no-decay --no-keep-gathered --no-overlap --no-quantize-error-feedback --no-scan --no-secondary
 --no-sequence-parallel --no-skip-nonfinite --nu-dtype --num-heads --num-layers --num-microbatches --offload
 --offload-fraction --offload-paths --offload-window-bytes --optimizer --overlap --paper-config --param-specs --pipe
---position --precision --quantize-block-size --quantize-error-feedback --quantize-gathers --quantize-grads
+--pipeline --position --precision --quantize-block-size --quantize-error-feedback --quantize-gathers --quantize-grads
 --quantize-grads-over --remat --replica --scan --schedule --secondary --seq-len --sequence-parallel --skip-nonfinite
 --stage --timeout --topology --vocab-size --weight-decay -h
 """.split()
@@ -164,6 +164,8 @@ def test_what_would_be_used_is_shown_as_a_config_file_and_nothing_is_run(tmp_pat
     (tmp_path / "a.toml").write_text(text)
     status, again, _ = run(["train", "--config", str(tmp_path / "a.toml"), "--show-config"], capsys)
     assert status == 0 and again == text
+    shown = tomllib.loads(run(["train", "--epochs", "2", "--show-config"], capsys)[1])["run"]
+    assert shown["epochs"] == 2 and "steps" not in shown  # how many these are depends on the text
 
 
 def test_words_of_other_systems_are_answered_with_an_option():
@@ -291,10 +293,11 @@ def test_none_is_a_value_where_it_may_be(capsys):
 
 
 @pytest.mark.slow
-def test_a_reader_that_has_seen_enough_is_no_error():
-    command = f"{sys.executable} -m zero_jax memory --paper | head -n 1"
+@pytest.mark.parametrize(("words", "first"), [("--paper", "Figure 1"), ("--help all", "usage: zero-jax memory")])
+def test_a_reader_that_has_seen_enough_is_no_error(words, first):
+    command = f"{sys.executable} -m zero_jax memory {words} | (read -r line; echo $line)"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert done.stdout.startswith("Figure 1")
+    assert done.stdout.startswith(first)
     assert not done.stderr
 
 

@@ -5,6 +5,8 @@ import json
 import pytest
 
 from zero_jax.cli import commands as cli
+from zero_jax.cli.command_options import SECTIONS as FILE_SECTIONS
+from zero_jax.cli.config_classes import defaults_of, option_fields
 from zero_jax.cli.config_file import read_file, write_file
 
 SECTIONS = {"zero": "ZeroConfig", "optimizer": "OptimizerConfig"}
@@ -46,12 +48,27 @@ def test_every_character_of_a_text_is_read_as_it_was_written(tmp_path):
         }
 
 
+@pytest.mark.parametrize("section", FILE_SECTIONS)
+def test_every_default_may_be_given(section, tmp_path):
+    path, config = tmp_path / "config.toml", FILE_SECTIONS[section]
+    fields = option_fields(config)
+    defaults = {name: value for name, value in defaults_of(config).items() if section != "model"}
+    write_file(path, {section: defaults}, title="")
+    assert read_file(path, FILE_SECTIONS) == {f"{config}.{name}": value for name, value in defaults.items()}
+    for name, value in defaults.items():
+        option, kind = f"--{name.replace('_', '-')}", fields[name].kind
+        if kind.base in (int, float, str):
+            options = cli.parse(["train", option, "none" if value is None else str(value)])
+            assert getattr(options, f"{config}.{name}") == value
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("[zer0]\nstage = 3", "section 'zer0' is unknown: did you mean 'zero'?"),
         ("[zero]\nstge = 3", r"key of \[zero\] 'stge' is unknown: did you mean 'stage'?"),
         ("[zero]\nstage = '3'", "zero.stage = '3': give a value of type int"),
+        ("[zero]\nclip_norm = 'atuo'", "zero.clip_norm = 'atuo': give a value of type float or auto"),
         ("[zero]\nstage = true", "zero.stage = True: give a value of type int"),
         ("[zero]\ncompiler_options = 3", "zero.compiler_options = 3: give a value of type dict"),
         ("[zero]\nparam_specs = 3", "'param_specs' is unknown"),

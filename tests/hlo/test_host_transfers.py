@@ -62,7 +62,7 @@ def test_the_copies_of_a_gpu_are_fusions():
 ENTRY %main (a: f32[4,256], i: s32[]) -> f32[4,256] {
   %a = f32[4,256]{1,0:S(5)} parameter(0)
   %i = s32[] parameter(1)
-  %in = ((f32[4,256]{1,0:S(5)}, s32[]), f32[1,256]{1,0}, u32[]) fusion-start(%a, %i), kind=kCustom, calls=%read
+  %in = ((f32[4,256]{1,0:S(5)}, s32[]), f32[1,256]{1,0}, u32[]) fusion-start(%a, %i), kind=kLoop, calls=%read, backend_config={"dynamic_slice_config":{"loop_index":"0"}}
   %got = f32[1,256]{1,0} fusion-done(%in)
   %out = ((f32[4,256]{1,0:S(5)}, f32[1,256]{1,0}, s32[]), f32[4,256]{1,0:S(5)}, u32[]) fusion-start(%a, %got, %i), kind=kLoop, calls=%write
   ROOT %put = f32[4,256]{1,0:S(5)} fusion-done(%out)
@@ -70,6 +70,17 @@ ENTRY %main (a: f32[4,256], i: s32[]) -> f32[4,256] {
 """
     found = {t.name: (t.to_host, t.sent_bytes, t.total_sent_bytes) for t in hlo.host_transfers(text)}
     assert found == {"in": (False, 1024, 1024), "out": (True, 1024, 1024)}
+    # XLA:GPU copies by an engine what it knows the offset of, the rest by a kernel.
+    assert {t.name: t.is_async for t in hlo.host_transfers(text)} == {"in": True, "out": False}
+    seconds = {"in": 3.0, "out": 5.0}
+    costs = hlo.Costs(
+        instruction=lambda *_: 0.0, collective=lambda collective: 0.0, copy=lambda copy: seconds[copy.name]
+    )
+    # Nothing runs beside the kernel, a second one neither.
+    twice = text.replace("  ROOT %put = ", "  %out.2 = " + text.split("%out = ")[1].split("\n")[0] + "\n  ROOT %put = ")
+    seconds["out.2"] = 5.0
+    timeline = hlo.play(hlo.parse(twice), (), costs, copies=hlo.host_transfers(twice))
+    assert timeline.exposed_seconds == 3 + 5 + 5
 
 
 def test_of_a_conditional_the_branch_that_moves_most_counts():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from zero_jax.hlo import Program, cycles, roofline
-from zero_jax.hlo.kernels import KernelWork, kernel_work
+from zero_jax.hlo.kernels import Work, kernel_work
 from zero_jax.planning.kernel_text import kernel_module
 
 # A grid of 2 x 3 x 3 steps; a step multiplies [16, 8] by [8, 32] where the mask has the block, and begins with a zero.
@@ -60,16 +60,16 @@ def work_of(text, scalars=()):
 
 
 def test_a_kernel_multiplies_at_the_steps_whose_block_the_mask_has():
-    assert work_of(body(), [CAUSAL]) == KernelWork(flops=2 * 6 * FLOPS, is_exact=True)
+    assert work_of(body(), [CAUSAL]) == Work(engine="pallas", flops=2 * 6 * FLOPS, is_exact=True)
 
 
 def test_without_the_mask_all_blocks_count_and_it_says_so():
-    assert work_of(body()) == KernelWork(flops=18 * FLOPS, is_exact=False)
+    assert work_of(body()) == Work(engine="pallas", flops=18 * FLOPS, is_exact=False)
 
 
 def test_a_branch_on_the_grid_alone_is_decided():
     on_grid = body().replace('"stable_mosaic.scf.if"(%6)', '"stable_mosaic.scf.if"(%1)')
-    assert work_of(on_grid) == KernelWork(flops=2 * 3 * FLOPS, is_exact=True)
+    assert work_of(on_grid) == Work(engine="pallas", flops=2 * 3 * FLOPS, is_exact=True)
 
 
 def test_an_else_branch_counts_where_the_condition_fails():
@@ -77,7 +77,7 @@ def test_an_else_branch_counts_where_the_condition_fails():
         '    }, {\n      "stable_mosaic.scf.yield"() : () -> ()\n    }) : (i1) -> ()\n    %2',
         f"    }}, {{\n      {MATMUL}\n    }}) : (i1) -> ()\n    %2",
     )
-    assert work_of(text, [CAUSAL]) == KernelWork(flops=2 * 3 * 2 * FLOPS, is_exact=True)
+    assert work_of(text, [CAUSAL]) == Work(engine="pallas", flops=2 * 3 * 2 * FLOPS, is_exact=True)
 
 
 def test_a_loop_inside_counts_its_iterations():
@@ -89,7 +89,7 @@ def test_a_loop_inside_counts_its_iterations():
         "stable_mosaic.scf.yield"() : () -> ()
       }}) : (i32, i32, i32) -> ()"""
     # Of the rows of the causal mask, blocks 0, 0-1 and 0-2 run, with as many iterations as the block's number.
-    assert work_of(body(loop), [CAUSAL]) == KernelWork(flops=2 * (0 + 1 + 3) * FLOPS, is_exact=True)
+    assert work_of(body(loop), [CAUSAL]) == Work(engine="pallas", flops=2 * (0 + 1 + 3) * FLOPS, is_exact=True)
 
 
 @pytest.mark.parametrize(

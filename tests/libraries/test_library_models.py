@@ -119,6 +119,38 @@ def test_what_linen_modules_sow_is_returned_where_it_is_asked_for():
         )
 
 
+class Summing(nn.Module):
+    """Sows a sum into one collection, and counts its calls in another, which it reads."""
+
+    @nn.compact
+    def __call__(self, x):
+        calls = self.variable("calls", "count", lambda: jnp.zeros((), jnp.int32))
+        calls.value += 1
+        for _ in range(2):
+            x = nn.Dense(6)(x)
+            self.sow("losses", "sum", jnp.square(x).mean(), reduce_fn=jnp.add, init_fn=lambda: jnp.float32(0.0))
+        if self.has_variable("scales", "scale") or self.is_mutable_collection("scales"):  # read without `variable`
+            scale = self.get_variable("scales", "scale", jnp.float32(2.0))
+            self.put_variable("scales", "scale", scale)
+            x *= scale
+        return x
+
+
+def test_what_is_sown_with_a_reduce_fn_is_new_in_each_step_and_what_is_read_is_kept():
+    def loss(model, batch):
+        _, sown = model(batch["x"], mutable=["losses"])
+        return sown["losses"]["sum"]
+
+    made = zero.from_linen(Summing(), loss, jnp.zeros((1, 6)))
+    variables = made.init_fn(KEY)
+    assert {*variables.model_state} == {"calls", "scales"}
+    values, state = [], variables.model_state
+    for _ in range(2):
+        value, _, state = made.loss_fn(variables.params, BATCH, KEY, model_state=state)
+        values.append(value)
+    assert values[0] == values[1] > 0 and state["calls"]["count"] == 3
+
+
 def test_collections_that_the_loss_asks_for_are_updated_and_returned():
     def loss(model, batch):
         x, updated = model(batch["x"], train=True, mutable=["batch_stats"])

@@ -172,7 +172,7 @@ def test_an_expert_takes_the_first_tokens_that_chose_it():
                     expected[b, t] += weight * (np.tanh(y[b, t] @ gate[expert]) * (y[b, t] @ up[expert])) @ down[expert]
                 taken[expert] += 1
         assert max(taken.values()) > C
-    run = lambda y, *ws: experts.run_dispatched(y, routes, *ws, jnp.tanh, capacity=0.6)  # noqa: E731
+    run = lambda y, *ws: experts.run_dispatched(y, routes, experts.Experts(*ws, jnp.tanh), capacity=0.6)  # noqa: E731
     arrays = [jnp.asarray(x, jnp.float32) for x in (y, gate, up, down)]
     np.testing.assert_allclose(run(*arrays), expected, atol=1e-5)
     check_grads(run, arrays, order=1, modes=["rev"], atol=1e-2, rtol=1e-2)

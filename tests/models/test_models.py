@@ -3,12 +3,14 @@
 import functools
 
 import chex
+import gpt_linen
+import gpt_nnx
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from zero_jax.models import gpt, gpt_linen, gpt_nnx
+from zero_jax.models import gpt
 
 SIZES = {"vocab_size": 32, "seq_len": 16, "num_layers": 2, "d_model": 32, "num_heads": 4}
 # Each value of each choice meets each value of each other one.

@@ -140,7 +140,7 @@ def test_a_folder_of_the_hub_is_looked_at(hub, tmp_path, capsys):
         (["evaluate", "{hub}"], "is a checkpoint of the hub: give --data, what to evaluate it on"),
         (["evaluate", "{hub}", "--step", "3", "--data", "stdlib"], "--step 3 is of a run, and"),
         (["sample", "{hub}", "--prompt="], "prompt='': give text to go on from"),
-        (["sample", "{hub}", "--num-tokens", "0"], "num_tokens=0: give at least 1"),
+        (["sample", "{hub}", "--num-tokens", "0"], "argument --num-tokens: 0: give at least 1"),
         (["sample", "nowhere"], "nowhere is neither of a run (a folder with config.toml"),
     ],
 )
@@ -204,7 +204,7 @@ def test_presets_refuse_what_they_have_not(arguments, message, capsys, tmp_path)
 
 
 def test_a_config_file_takes_fields_of_decoders(tmp_path):
-    from zero_jax.cli.models.options import preset_config
+    from zero_jax.cli.models.presets import preset_config
 
     path = tmp_path / "a.toml"
     path.write_text('[model]\npreset = "mistral-7b"\nwindow = "none"\nnum_layers = 2\nqk_norm = true\n')

@@ -6,6 +6,7 @@ import json
 import math
 import pathlib
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -135,15 +136,13 @@ def test_speed_and_utilization_are_per_second():
 
 def test_operations_of_a_step_are_those_of_the_gradients_that_the_optimizer_reads():
     mesh, config = make_mesh(), ZeroConfig(stage=3)
-    batch = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    data = types.SimpleNamespace(batch_shapes=jax.ShapeDtypeStruct((8, 4), jnp.float32), batch_size=8, num_tokens=None)
 
     def flops(tx):
         init = lambda key: {"first": jnp.ones((4, 4)), "last": jnp.ones((4, 4))}  # noqa: E731
         state = abstract_state(init, tx, mesh=mesh, config=config)
         loss_fn = lambda params, x: (x @ params["first"] @ params["last"]).sum()  # noqa: E731
-        return metrics.make_speedometer(
-            loss_fn, tx, state, batch, batch_size=8, num_tokens=None, mesh=mesh, config=config
-        ).flops
+        return metrics.make_speedometer(loss_fn, tx, state, data, mesh=mesh, config=config).flops
 
     product, both = 2 * 8 * 4 * 4, {"first": "train", "last": "train"}
     frozen = lambda **labels: optax.multi_transform(  # noqa: E731

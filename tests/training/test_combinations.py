@@ -5,6 +5,8 @@ A covering array of the settings on the reference GPT in three frameworks, each 
 
 import functools
 
+import gpt_linen
+import gpt_nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,7 @@ from covering import covering_array, pairs_of
 from jax.sharding import PartitionSpec
 
 import zero_jax as zero
-from zero_jax.models import gpt, gpt_linen, gpt_nnx
+from zero_jax.models import gpt
 from zero_jax.sharding.precision import LossScaleConfig
 
 FACTORS = {

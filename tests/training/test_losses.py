@@ -2,6 +2,8 @@
 
 import functools
 
+import gpt_linen
+import gpt_nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from reference import mesh_of
 
 import zero_jax as zero
-from zero_jax.models import gpt, gpt_linen, gpt_nnx
+from zero_jax.models import gpt
 from zero_jax.program import jaxprs
 from zero_jax.training import losses
 

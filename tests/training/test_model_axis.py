@@ -5,6 +5,8 @@ import itertools
 import sys
 
 import flax.linen as nn
+import gpt_linen
+import gpt_nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,7 @@ from reference import assert_close, assert_placed_alike, make_batches, num_shard
 
 import zero_jax as zero
 from zero_jax import hlo
-from zero_jax.models import gpt, gpt_linen, gpt_nnx
+from zero_jax.models import gpt
 from zero_jax.sharding.model_specs import specs_of
 from zero_jax.training.sequence_sharding import sequence_parallel
 

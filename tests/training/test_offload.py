@@ -11,6 +11,7 @@ import pytest
 
 import zero_jax as zero
 from zero_jax import hlo
+from zero_jax.sharding.mesh import axes_of
 from zero_jax.training.optimizer import chunks
 from zero_jax.training.optimizer.streaming import Argument, stream
 
@@ -222,7 +223,8 @@ def test_only_what_is_elementwise_is_cut():
         @jax.jit
         def run(x, y, g, form=form):
             arguments = [Argument(array=a, sharding=sharding, on_host=True) for a in (x, y)]
-            return stream(form, [*arguments, Argument(array=g, sharding=sharding)], [0, 1], window_bytes=24)
+            arguments.append(Argument(array=g, sharding=sharding))
+            return stream(form, arguments, [0, 1], window_bytes=24, unchanged=(), axes=axes_of(sharding.mesh))
 
         found = run(x, y, g)
         assert [a.sharding.memory_kind for a in found] == ["pinned_host"] * 2, name
@@ -288,7 +290,8 @@ def test_xla_tpu_copies_chunks_both_ways_at_once_whatever_the_layout():
             new = [m - v * g for m, v, g in zip(m_s, v_s, g_s, strict=True)]
             return [*new, *(v + g for v, g in zip(v_s, g_s, strict=True))]
 
-        return stream(update, arguments, range(2 * len(gs)), window_bytes=1 << 20)
+        into, axes = range(2 * len(gs)), axes_of(sharding.mesh)
+        return stream(update, arguments, into, window_bytes=1 << 20, unchanged=(), axes=axes)
 
     kept, grads = (
         [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=s) for shape in ODD_LAYOUTS] for s in (host, sharding)

@@ -3,6 +3,8 @@
 import functools
 
 import attention_models as cases
+import gpt_linen
+import gpt_nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 
 import zero_jax as zero
 from zero_jax.attention.placement import KernelPlacement
-from zero_jax.models import gpt, gpt_linen, gpt_nnx
+from zero_jax.models import gpt
 from zero_jax.program.subcalls import equations
 
 MESH = zero.make_mesh(devices=jax.devices()[:1])

@@ -2,12 +2,14 @@
 
 import dataclasses
 
+import gpt_linen
+import gpt_nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zero_jax.models import gpt, gpt_linen, gpt_nnx
+from zero_jax.models import gpt
 from zero_jax.program import jaxprs
 from zero_jax.transforms.blocks.search import find_blocks
 from zero_jax.transforms.blocks.sequence import EqnSequence

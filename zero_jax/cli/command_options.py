@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import string
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zero_jax.cli.config_classes import defaults_of, keys_of, option_fields
-from zero_jax.cli.help import COMMANDS, INCLUDED
-from zero_jax.cli.options import add_fields, imported, limits_of, reader
+from zero_jax.cli.config_classes import CONFIG_MODULES, defaults_of, keys_of, option_fields
+from zero_jax.cli.help import COMMANDS, INCLUDED, shown_value, without_python
+from zero_jax.cli.options import command_of, limits_of, option_of, reader
 from zero_jax.core.field_checks import FieldKind
+from zero_jax.core.text_tables import quoted
 
+_METAVARS: Mapping[type | None, str] = {int: "N", float: "X", str: "TEXT"}
 _TYPES: Mapping[str, type] = {"int": int, "float": float, "str": str, "path": str}
 MAX_SEQ_LEN = 4096  # of --from-hf without --seq-len: contexts of 131,072 tokens are common, and do not fit
 # The parts of `TrainConfig` that are sections of a config file, and their classes.
@@ -61,7 +65,8 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
                 parser.add_mutually_exclusive_group(required=True) if is_choice else parser.add_argument_group(title)
             )
         (_add_config if "config" in row else _add_own)(groups[title], **row)
-    parser.set_defaults(run=imported(table["run"]), read_config_file=_read_config_file)
+    run = command_of(table["run"], has_bugs=table.get("has_bugs", False))
+    parser.set_defaults(run=run, read_config_file=_read_config_file)
 
 
 def _rows(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -73,21 +78,59 @@ def _add_config(
     group: Any,
     config: str,
     *,
-    part: str = "",
     without: str = "",
     of_both: str = "",
     not_of: str = "",
     unset: str = "",
-    short: Mapping[str, str] | None = None,
+    short: Mapping[str, str] = types.MappingProxyType({}),
 ) -> None:
-    """Adds the options of a config class."""
-    left_out = {*without.split()}
-    if of_both:
-        left_out |= option_fields(config).keys() - option_fields(of_both).keys()
-    if not_of:
-        left_out |= option_fields(not_of).keys()
-    defaults = None if unset else defaults_of(config, part=part)
-    add_fields(group, config, defaults=defaults, default_text=unset, without=left_out, short=short or {})
+    """Adds an option for each number, word or switch of a config class.
+
+    Its name and destination are those of the field, its help is the field's line in the docstring, and the field's kind
+    says how its text is read.
+    """
+    left_out = {*without.split()} | (option_fields(not_of).keys() if not_of else set())
+    left_out |= option_fields(config).keys() - option_fields(of_both or config).keys()
+    defaults = defaults_of(config)
+    for name, field in option_fields(config).items():
+        if name in left_out:
+            continue
+        kind, destination, names = field.kind, f"{config}.{name}", [short.get(name), option_of(name)]
+        shown = unset or shown_value(defaults[name])
+        settings: dict[str, Any] = {
+            "dest": destination,
+            "default": argparse.SUPPRESS if unset else defaults[name],
+            "help": f"{without_python(field.help, _all_fields())} (default: {shown})".replace("%", "%%"),
+        }
+        if kind.base is bool:
+            settings["action"] = argparse.BooleanOptionalAction
+        elif kind.base is dict:
+            names[-1] = option_of(name).removesuffix("s")
+            settings |= {"action": _AddEntry, "metavar": "NAME=VALUE", "type": reader(FieldKind(types=(str,)))}
+        else:
+            words = f"{{{','.join(map(str, field.words))}}}" if field.words else ""
+            settings["metavar"] = words or "|".join([_METAVARS[kind.base], *kind.other_words])
+            settings["type"] = reader(kind, **limits_of(destination))
+        action = group.add_argument(*filter(None, names), **settings)
+        if field.words:
+            action.choices, action.suggested = None if field.is_open else field.words, field.words
+
+
+@functools.cache
+def _all_fields() -> frozenset[str]:
+    return frozenset(name for config in CONFIG_MODULES for name in option_fields(config))
+
+
+class _AddEntry(argparse.Action):
+    """Adds NAME=VALUE to a dict; the value none is None."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Raises `argparse.ArgumentError` for a text of another form."""
+        name, separator, value = values.partition("=")
+        if not (name and separator and value):
+            raise argparse.ArgumentError(self, f"{quoted(values, limit=60)} is not of the form NAME=VALUE")
+        entries = getattr(namespace, self.dest) or {}
+        setattr(namespace, self.dest, {**entries, name: None if value.lower() == "none" else value})
 
 
 def _add_own(
@@ -108,11 +151,13 @@ def _add_own(
     if type:
         limits = limits_of(name.lstrip("-").replace("-", "_"))
         limits["place"] = place or ("local" if type == "path" else limits["place"])
-        settings["type"] = reader(_TYPES[type], is_optional=is_optional, lowest=lowest, **limits)
+        kind = FieldKind(types=(_TYPES[type],), is_optional=is_optional)
+        settings["type"] = reader(kind, lowest=lowest, **limits)
     if choices_of:
         settings["choices"] = tuple(choice for source in choices_of for choice in _choices(source))
     if not settings.keys() & {"type", "choices", "nargs"}:
-        settings["action"] = "store_true"
+        is_both_ways = "default" in settings
+        settings["action"] = argparse.BooleanOptionalAction if is_both_ways else "store_true"
     texts = {"choices": ", ".join(settings.get("choices", ())), "max_seq_len": f"{MAX_SEQ_LEN:,}"}
     group.add_argument(name, help=string.Template(help).substitute(texts), **settings)
 

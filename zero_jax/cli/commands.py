@@ -26,9 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     _prepare_streams()
     _prepare_interrupts()
-    options = parse(arguments)
-    status = 0
+    name, status = "zero-jax", 0
     try:
+        options = parse(arguments)
+        name = options.parser.prog
         status = options.run(options)
         sys.stdout.flush()
     except MissingPackage as error:
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         _silence()
         with contextlib.suppress(OSError):  # a terminal that is gone
-            print(f"{options.parser.prog}: error: {printable_lines(with_remedy(error))}", file=sys.stderr)
+            print(f"{name}: error: {printable_lines(with_remedy(error))}", file=sys.stderr)
         return status or 1
     return status
 
@@ -88,9 +89,13 @@ def _silence() -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses the command line and its config file; ends the program with a line on an error."""
+    """Parses the command line and its config file; ends the program with a line on an error, or after the help."""
     parser = build_parser()
-    return with_config_file(lambda: parser.parse_args(arguments))
+    try:
+        return with_config_file(lambda: parser.parse_args(arguments))
+    except SystemExit:
+        sys.stdout.flush()  # or Python would write the help at exit, and say that its reader is gone
+        raise
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -106,14 +106,13 @@ def option_fields(config: str) -> dict[str, OptionField]:
     return fields
 
 
-def defaults_of(config: str, *, part: str = "") -> dict[str, Any]:
-    """Returns the defaults of a config's fields; as a part of `TrainConfig`, with what that changes of them."""
+def defaults_of(config: str) -> dict[str, Any]:
+    """Returns the defaults of a config's fields, as a part of `TrainConfig` with what that changes of them."""
     defaults = {name: field.default for name, field in option_fields(config).items()}
-    if part:
-        lines = (line for line in _class_of("TrainConfig").body if isinstance(line, ast.AnnAssign))
-        call = next(line.value for line in lines if isinstance(line.target, ast.Name) and line.target.id == part)
-        assert isinstance(call, ast.Call)
-        defaults |= {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg}
+    for line in _class_of("TrainConfig").body:
+        call = line.value if isinstance(line, ast.AnnAssign) else None
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == config:
+            defaults |= {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg}
     return defaults
 
 

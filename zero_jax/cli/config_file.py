@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from zero_jax.cli.config_classes import option_fields
-from zero_jax.cli.options import check_value, limits_of
+from zero_jax.cli.options import limits_of, read_value
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.field_checks import FieldKind
 from zero_jax.core.files.json_lines import write_text
@@ -42,33 +42,16 @@ def read_file(
         for name, value in entries.items():
             _check_known(f"{path}: key of [{section}]", name, by_name)
             destination = by_name[name]
-            values[destination] = _checked(f"{path}: {section}.{name}", value, kinds[destination], destination)
+            try:
+                values[destination] = read_value(value, kinds[destination], **limits_of(destination))
+            except ValueError as error:
+                raise ValueError(f"{path}: {section}.{name} = {error}") from error
     return values
 
 
 def _check_known(label: str, name: str, names: Collection[str]) -> None:
     if name not in names:
         raise ValueError(f"{label} {quoted(name)} is unknown: {did_you_mean(name, names)}Known are {', '.join(names)}")
-
-
-def _checked(label: str, value: Any, kind: FieldKind, destination: str) -> Any:
-    if kind.is_optional and value == "none":
-        return None
-    if kind.base is dict and isinstance(value, dict):
-        return {name: None if entry == "none" else entry for name, entry in value.items()}
-    try:
-        check_value(value, **limits_of(destination))
-        if kind.base is float and type(value) is int:
-            value = float(value)
-    except ValueError as error:
-        raise ValueError(f"{label}: {error}") from error
-    if type(value) is not kind.base or (kind.words and value not in kind.words):
-        expected = (
-            f"one of {', '.join(kind.words)}" if kind.words else f"a value of type {getattr(kind.base, '__name__', '')}"
-        )
-        text = repr(value)
-        raise ValueError(f"{label} = {text if len(text) <= 100 else f'{text[:100]}...'}: give {expected}")
-    return value
 
 
 def _read_toml(path: str | pathlib.Path) -> dict[str, Any]:

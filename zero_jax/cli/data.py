@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from zero_jax.checkpoint import check_outside
-from zero_jax.cli.options import field_values, log_line, one_line_errors, print_result
+from zero_jax.cli.options import field_values, log_line, print_result
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.data import (
@@ -68,7 +68,6 @@ class TokenizeResult:
         return "\n".join([*lines, f"next       zero-jax train {options} --vocab-size {self.vocab_size}"])
 
 
-@one_line_errors
 def tokenize(options: argparse.Namespace) -> int:
     """Runs `zero-jax tokenize`."""
     try:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Collection, Sequence
 
 from zero_jax.cli.models.own import read_own_model
-from zero_jax.cli.options import field_values, one_line_errors, with_config_file
+from zero_jax.cli.options import field_values, with_config_file
 from zero_jax.cli.run_config import read_config
 from zero_jax.cluster import NUM_PROCESSES, LaunchConfig, launch
 from zero_jax.core.close_match import did_you_mean
@@ -15,7 +15,6 @@ from zero_jax.core.close_match import did_you_mean
 _PYTHONS = ("python", "python3")
 
 
-@one_line_errors
 def launch_command(options: argparse.Namespace) -> int:
     """Runs `zero-jax launch`."""
     config = LaunchConfig(**field_values(LaunchConfig, options))

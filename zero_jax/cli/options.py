@@ -1,14 +1,12 @@
-"""Command-line options made from the fields of config dataclasses, as `config_classes` reads them.
+"""The parser of the command line, and the values of options and of keys of config files, read by their kind.
 
-The options are argparse's. A field's type says how its text is read, its line in the class's docstring is the help, and
-its destination is `ClassName.field`. `config_file` reads the same fields from TOML.
+The destination of a config's field is `ClassName.field`.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import importlib.util
 import json
 import math
@@ -19,10 +17,11 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NoReturn
 
-from zero_jax.cli.config_classes import CONFIG_MODULES, option_fields
-from zero_jax.cli.help import Help, shown_value, without_python
+from zero_jax.cli.config_classes import option_fields
+from zero_jax.cli.help import Help
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.extras import pip_install
+from zero_jax.core.field_checks import FieldKind
 from zero_jax.core.text_tables import printable_lines, quoted
 
 _LARGEST_COUNT = 2**31 - 1  # of int32, the type of steps, tokens and rows on a device
@@ -49,7 +48,6 @@ PLACES: Mapping[str, PathPlace] = {
 }
 # Integers of 64 bits, or bounded by the machine; all others are 32 bits on a device.
 _WIDE = frozenset({"batch_size", "combine_bytes", "host_memory_bytes", "min_shard_size", "seed"})
-_METAVARS: Mapping[type, str] = {int: "N", float: "X", str: "TEXT"}
 _EXPLICIT, _FROM_FILE = "explicit options", "options of the config file"
 
 
@@ -99,18 +97,6 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {printable_lines(message)}\n")
 
 
-class _AddEntry(argparse.Action):
-    """Adds NAME=VALUE to a dict; the value none is None."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Raises `argparse.ArgumentError` for a text of another form."""
-        name, separator, value = values.partition("=")
-        if not (name and separator and value):
-            raise argparse.ArgumentError(self, f"{quoted(values, limit=60)} is not of the form NAME=VALUE")
-        entries = getattr(namespace, self.dest) or {}
-        setattr(namespace, self.dest, {**entries, name: None if value.lower() == "none" else value})
-
-
 class _HelpFormatter(argparse.HelpFormatter):
     """Formats the help with a wider column of option names."""
 
@@ -149,22 +135,21 @@ def refuse(options: argparse.Namespace, names: Collection[str], *, reason: str) 
         raise ValueError(f"{' and '.join(refused)}: {reason}")
 
 
-def imported(name: str) -> Callable[[argparse.Namespace], int]:
-    """Returns the command `module:name`, which is imported when it is called."""
-    return lambda options: pkgutil.resolve_name(name)(options)
+def command_of(name: str, *, has_bugs: bool) -> Callable[[argparse.Namespace], int]:
+    """Returns the command `module:name`, which is imported when it is called.
 
+    A `ValueError` ends the program with its message and status 2, unless it may be a bug (`has_bugs`).
+    """
 
-def one_line_errors(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """Wraps a command so that a `ValueError` ends the program with its message and status 2."""
-
-    @functools.wraps(run)
-    def guarded(options: argparse.Namespace) -> int:
+    def run(options: argparse.Namespace) -> int:
         try:
-            return run(options)
+            return pkgutil.resolve_name(name)(options)
         except ValueError as error:
+            if has_bugs:
+                raise
             return options.parser.error(str(error))
 
-    return guarded
+    return run
 
 
 def option_of(field: str) -> str:
@@ -172,77 +157,50 @@ def option_of(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
-def add_fields(
-    group: Any,
-    config: str,
-    *,
-    defaults: Mapping[str, Any] | None,
-    default_text: str,
-    without: Collection[str],
-    short: Mapping[str, str],
-) -> None:
-    """Adds an option for each number, word or switch of a config class.
-
-    Args:
-      group: a parser or a group of its options.
-      config: the name of the class.
-      defaults: the options' defaults, by field; None leaves out what is not set.
-      default_text: what the help says of the defaults that are left out.
-      without: fields that get no option.
-      short: a second, short option of some fields.
-    """
-    for name, field in option_fields(config).items():
-        if name in without:
-            continue
-        kind = field.kind
-        default = argparse.SUPPRESS if defaults is None else defaults[name]
-        shown = default_text if defaults is None else shown_value(default)
-        text = f"{without_python(field.help, _all_fields())} (default: {shown})".replace("%", "%%")
-        destination, options = f"{config}.{name}", [*filter(None, [short.get(name)]), option_of(name)]
-        settings: dict[str, Any] = {"dest": destination, "default": default, "help": text}
-        if kind.base is bool:
-            group.add_argument(*options, action=argparse.BooleanOptionalAction, **settings)
-        elif kind.base is dict:
-            group.add_argument(
-                options[-1].removesuffix("s"), action=_AddEntry, metavar="NAME=VALUE", type=reader(str), **settings
-            )
-        else:
-            assert kind.base is not None
-            parse = reader(kind.base, is_optional=kind.is_optional, **limits_of(destination))
-            metavar = f"{{{','.join(map(str, field.words))}}}" if field.words else _METAVARS[kind.base]
-            action = group.add_argument(*options, type=parse, metavar=metavar, **settings)
-            action.choices, action.suggested = None if field.is_open else field.words or None, field.words or None
-
-
-@functools.cache
-def _all_fields() -> frozenset[str]:
-    return frozenset(name for config in CONFIG_MODULES for name in option_fields(config))
-
-
-def reader(base: type, *, is_optional: bool = False, **limits: Any) -> Callable[[str], Any]:
-    """Returns a parser of `int`, `float` or `str` options, for `add_argument(type=...)`.
-
-    `none` is a value if `is_optional`; the limits are those of `check_value`.
-    """
+def reader(kind: FieldKind, **limits: Any) -> Callable[[str], Any]:
+    """Returns the parser of an option's text, for `add_argument(type=...)`; the limits are those of `check_value`."""
 
     def parse(text: str) -> Any:
-        if is_optional and text.lower() == "none":
-            return None
         text = os.path.expanduser(text) if limits.get("place") else text  # not every shell does it after `=`
-        check(text)
-        value = base(text)
-        check(value, **{"largest": _LARGEST_COUNT, **limits})
-        return value
-
-    def check(value: Any, **limits: Any) -> None:
         try:
-            check_value(value, **limits)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error  # whose message argparse shows
+            return read_value(text, kind, is_text=True, **limits)
+        except ValueError as error:  # whose message argparse shows
+            raise argparse.ArgumentTypeError(str(error)) from error
 
-    parse.__name__ = base.__name__  # which argparse's own errors name
+    parse.__name__ = getattr(kind.base, "__name__", "")
     parse.__dict__["place"] = limits.get("place")
     return parse
+
+
+def read_value(value: Any, kind: FieldKind, *, is_text: bool = False, **limits: Any) -> Any:
+    """Returns the value of a field for one of a config file, or for a text of the command line (`is_text`).
+
+    The word none stands for None where the kind has that; the limits are those of `check_value`.
+
+    Raises:
+      ValueError: a value of another kind, or none that `check_value` passes.
+    """
+    if kind.is_optional and str(value).lower() == "none":
+        return None
+    if value in kind.other_words:
+        return value
+    base: Any = kind.base
+    if kind.is_mapping and isinstance(value, Mapping):
+        return {name: None if entry == "none" else entry for name, entry in value.items()}
+    check_value(value, **limits)
+    if is_text or (base is float and type(value) is int):
+        try:
+            value = base(value)
+        except ValueError as error:
+            words = "".join(f": give a number, or {word}" for word in kind.other_words)
+            raise ValueError(f"invalid {base.__name__} value: {quoted(value, limit=60)}{words}") from error
+        check_value(value, **limits)
+    if type(value) is not base or (kind.words and value not in kind.words and not is_text):
+        text = repr(value)
+        of_type = " or ".join([f"a value of type {base.__name__}", *kind.other_words])
+        wanted = f"one of {', '.join(kind.words)}" if kind.words else of_type
+        raise ValueError(f"{text if len(text) <= 100 else f'{text[:100]}...'}: give {wanted}")
+    return value
 
 
 def is_path(action: argparse.Action) -> bool:
@@ -315,12 +273,14 @@ def _check_path(value: str, place: PathPlace) -> None:
         raise ValueError(f"{value!r}: {scheme}:// needs `{pip_install(packages[0])}`, or give a folder")
 
 
-def print_result(options: argparse.Namespace, result: Any) -> None:
-    """Prints a result, with `--json` as a JSON object: what its `to_json` returns, or its fields."""
+def print_result(options: argparse.Namespace, result: Any, record: Any = None) -> None:
+    """Prints a result, with `--json` as a JSON object: its record, what its `to_json` returns, or its fields."""
     if not options.json:
         print(printable_lines(result))
+    elif record is None:
+        print(json.dumps(result.to_json() if hasattr(result, "to_json") else dataclasses.asdict(result), default=str))
     else:
-        print(json.dumps(result.to_json() if hasattr(result, "to_json") else dataclasses.asdict(result)))
+        print(json.dumps(record, default=str))
 
 
 def log_line(line: str) -> None:

@@ -7,7 +7,9 @@ import dataclasses
 import glob
 import importlib.metadata
 import os
-from collections.abc import Mapping
+import pathlib
+import shutil
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -17,9 +19,10 @@ from zero_jax.analysis import PAPER_CONFIGS
 from zero_jax.cli.command_options import CONFIG_PARTS, SECTIONS
 from zero_jax.cli.config_classes import defaults_of, option_fields
 from zero_jax.cli.config_file import write_file
-from zero_jax.cli.models.hub import keep_companions, model_section
+from zero_jax.cli.models.presets import full_model, model_section
 from zero_jax.cli.options import explicit, field_values, from_file, option_of
 from zero_jax.cluster import NUM_PROCESSES, patient_flags
+from zero_jax.pretrained import copy_companions, open_hf, run_companions, write_config
 from zero_jax.trainer import Model, Run, TrainConfig
 from zero_jax.training import ZeroConfig
 
@@ -72,63 +75,70 @@ def read_zero(options: argparse.Namespace, *, default: ZeroConfig) -> ZeroConfig
     return dataclasses.replace(default, **field_values(ZeroConfig, options))
 
 
-def set_values(section: str, values: Mapping[str, Any], *, keep: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Returns the values of a section of a config file that are not its defaults, and those named in `keep`."""
-    defaults = defaults_of(SECTIONS[section], **({"part": section} if section in CONFIG_PARTS else {}))
-    return {name: value for name, value in values.items() if name in keep or value != defaults[name]}
+def set_sections(options: argparse.Namespace, *, keep: Collection[str]) -> dict[str, dict[str, Any]]:
+    """Returns the sections of a config file but for the model's, with the options that are not at their defaults.
+
+    `keep` are the destinations of those that are there at their defaults, too.
+    """
+    sections: dict[str, dict[str, Any]] = {}
+    for section, config in SECTIONS.items():
+        defaults = defaults_of(config)
+        for name, value in field_values(config, options).items() if section != "model" else ():
+            if f"{config}.{name}" in keep or value != defaults[name]:
+                sections.setdefault(section, {})[name] = value
+    return sections
 
 
 def save_options(run: Run, options: argparse.Namespace) -> None:
     """Writes the options that are set as a config file for the same run."""
-    given = explicit(options) | from_file(options)
-    sections: dict[str, Any] = {}
-    for section, config in SECTIONS.items():
-        fields = field_values(config, options)
-        kept = frozenset(name for name in fields if f"{config}.{name}" in given)
-        sections[section] = set_values(section, fields, keep=kept) if section != "model" else {}
-    if isinstance(run.model, Model):
-        sections["model"] = model_section(options)
-    if sections["lora"]:  # whose weights mean nothing without them
+    model = {"model": model_section(options)} if isinstance(run.model, Model) else {}
+    sections = {**model, **set_sections(options, keep=explicit(options) | from_file(options))}
+    if "lora" in sections:  # whose weights mean nothing without them
         sections["lora"] = field_values(SECTIONS["lora"], options)
-    sections = {section: entries for section, entries in sections.items() if entries}
     title = f"the options of this run that are set, for `zero-jax train --config` (zero_jax {zero_jax.__version__})"
     write_file(run.folder / "config.toml", sections, title=title)
     if options.from_hf is not None:
-        keep_companions(options.from_hf, run.folder)
+        _keep_companions(options.from_hf, run.folder)
 
 
-def full_model(options: argparse.Namespace, config: Any) -> dict[str, Any]:
-    """Returns the section `model` of a config file, with the full shape of a preset."""
-    if options.from_hf is not None:
-        return model_section(options)
-    shape = dataclasses.asdict(config)
-    return {"preset": options.preset} | {name: shape[name] for name in option_fields(type(config).__name__)}
+def _keep_companions(folder: str, run: pathlib.Path) -> None:
+    """Copies tokenizer and config, with the files' dtype, to the folder of a run, for `zero-jax export --to-hf`."""
+    target = run_companions(run)
+    if target.exists():  # of a run that is resumed
+        return
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        source = open_hf(folder)
+        partial.mkdir()
+        copy_companions(folder, partial)
+        write_config(partial, source.hf_config, source.dtypes)
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def resolved_sections(config: TrainConfig, model: Model | None, options: argparse.Namespace) -> dict[str, Any]:
     """Returns what a run would use, by the sections of a config file; `model` is None for one of the user's own."""
     zero = dataclasses.replace(config.zero, skip_nonfinite=config.zero.skip_nonfinite is not False)
     optimizer = config.optimizer.resolved(config.steps) if config.epochs is None else config.optimizer
-    parts = {**vars(config), "zero": zero, "optimizer": optimizer}
-    sections = {name: {x: getattr(parts[name], x) for x in option_fields(SECTIONS[name])} for name in CONFIG_PARTS}
-    own = {name: field_values(SECTIONS[name], options) for name in ("activations", "own_model", "lora")}
-    if model is None:
-        sections = {"own_model": own["own_model"], **sections}
-        del sections["data"]
-    else:
-        adapters = {"lora": own["lora"]} if own["lora"]["lora"] else {}
-        sections = {
-            "model": full_model(options, model.config),
-            "activations": own["activations"],
-            **adapters,
-            **sections,
-        }
-    run = {name: getattr(config, name) for name in option_fields("TrainConfig")}
-    if config.devices is None and NUM_PROCESSES not in os.environ:
-        run["devices"] = len(jax.devices())
-    return sections | {
-        "run": {name: value for name, value in run.items() if name not in _HOW_LONG or value is not None}
-    }
+    devices = config.devices
+    if devices is None and NUM_PROCESSES not in os.environ:
+        devices = len(jax.devices())
+    used = {**vars(config), "zero": zero, "optimizer": optimizer, "run": {**vars(config), "devices": devices}}
+    left_out = {"data", "model", "activations", "lora"} if model is None else {"own_model"}
+    if not getattr(options, "LoraConfig.lora"):
+        left_out.add("lora")
+    sections: dict[str, Any] = {}
+    for section, config_class in SECTIONS.items():
+        if section == "model" and model is not None:
+            sections[section] = full_model(options, model.config)
+        elif section not in left_out:
+            values = used.get(section) or field_values(config_class, options)
+            values = values if isinstance(values, dict) else vars(values)
+            sections[section] = {name: values[name] for name in option_fields(config_class)}
+    del sections["run"]["epochs" if config.epochs is None else "steps"]  # only one of them decides
+    return sections
 
 
 def choose_platform(num_devices: int | None) -> None:

@@ -17,26 +17,16 @@ from typing import Any
 
 from zero_jax.cli.config_file import format_config
 from zero_jax.cli.models.adapters import adapted_model, refuse_lora
-from zero_jax.cli.models.hub import hub_data
-from zero_jax.cli.models.options import preset_model
 from zero_jax.cli.models.own import import_own_model, read_own_model
-from zero_jax.cli.options import one_line_errors
+from zero_jax.cli.models.presets import hub_data, preset_model
+from zero_jax.cli.options import print_result
 from zero_jax.cli.run_config import choose_platform, read_config, resolved_sections, save_options
-from zero_jax.cluster import NotJoined, OtherProcessFailed, Place, join, let_others_end_first
+from zero_jax.cluster import NotJoined, OtherProcessFailed, join, let_others_end_first
 from zero_jax.core.agreement import Agreement
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.text_tables import printable_lines
 from zero_jax.planning import ModelError, explain
-from zero_jax.trainer import (
-    ResumeError,
-    RunRecords,
-    discarding,
-    execute,
-    hold,
-    plot_runs,
-    prepare,
-    read_run,
-)
+from zero_jax.trainer import ResumeError, RunRecords, discarding, execute, hold, plot_runs, prepare, read_run
 
 _PACKAGE = pathlib.Path(__file__).parent.parent
 
@@ -61,7 +51,7 @@ def train(options: argparse.Namespace) -> int:
             choose_platform(config.devices)
             sections = resolved_sections(config, model, options)
             text = format_config(sections, title="what `zero-jax train` would use with these options")
-            print(json.dumps(sections) if options.json else printable_lines(text))
+            print_result(options, text, sections)
             return 0
         place = join()
     except ValueError as error:
@@ -69,38 +59,30 @@ def train(options: argparse.Namespace) -> int:
     except NotJoined as error:
         print(f"{options.parser.prog}: error: {printable_lines(error)}", file=sys.stderr)
         return 1
+    is_begun = False
     try:
         choose_platform(config.devices)
         with Agreement() if place.num_processes > 1 else contextlib.nullcontext():
             if own is not None:  # whose files may use JAX when they are imported
-                model = import_own_model(own, model_axis=config.model_axis)
+                model = import_own_model(own)
             assert model is not None
             run = prepare(config, model=model, log=log if place.is_first else lambda _: None)
             with hold(run.folder), discarding(run.folder):  # in all processes, which agree on it
                 if place.is_first:
                     save_options(run, options)
-    except OSError as error:
-        return _refuse(options, error, place, status=1)
-    except OtherProcessFailed as error:
-        return _refuse(options, error, place, status=2 if error.is_refusal else 1)
-    except Exception as error:
-        refusal = error if own is None else explain(error)
-        if not isinstance(refusal, ValueError | ModelError):
-            raise
-        return _refuse(options, refusal, place)
-    try:
+        is_begun = True
         with _failed_saves_in_a_line():
             result = execute(run, log=log, terminal=stream)
-    except ResumeError as error:
-        return _refuse(options, error, place)
-    except BrokenPipeError:
-        raise
-    except OtherProcessFailed as error:
-        return _refuse(options, error, place, status=1)
-    except (ValueError, OSError) as error:
-        if not _says_what_to_do(error):
+    except Exception as error:
+        is_own = own is not None and not is_begun and not isinstance(error, OSError | OtherProcessFailed)
+        refusal = explain(error) if is_own else error
+        status = _refused_status(refusal, is_begun=is_begun)
+        if status is None:
             raise
-        return _refuse(options, error, place, status=1)
+        text = with_remedy(refusal) if isinstance(refusal, OSError) else str(refusal)
+        print(f"{options.parser.prog}: error: {printable_lines(text)}", file=sys.stderr)
+        let_others_end_first(refusal)
+        return place.leave(status)
     status = result.exit_status
     if place.is_first:
         with contextlib.suppress(*[OSError] if status else []):  # the status says it, if a terminal that is gone cannot
@@ -129,19 +111,19 @@ def _failed_saves_in_a_line() -> Iterator[None]:
         logger.removeFilter(is_shown)
 
 
-def _refuse(options: argparse.Namespace, error: Exception, place: Place, *, status: int = 2) -> int:
-    text = with_remedy(error) if isinstance(error, OSError) else str(error)
-    print(f"{options.parser.prog}: error: {printable_lines(text)}", file=sys.stderr)
-    let_others_end_first(error)
-    return place.leave(status)
-
-
-def _says_what_to_do(error: Exception) -> bool:
-    """Returns whether an error is shown without a traceback: one of the system or of zero_jax. Others may be bugs."""
+def _refused_status(error: Exception, *, is_begun: bool) -> int | None:
+    """Returns the exit status of an error that is shown as a line, or None for one with a traceback, maybe a bug."""
+    if isinstance(error, OtherProcessFailed):
+        return 2 if error.is_refusal and not is_begun else 1
+    if isinstance(error, ResumeError):
+        return 2
     if isinstance(error, OSError):
-        return True
+        return None if isinstance(error, BrokenPipeError) and is_begun else 1
+    if not is_begun:
+        return 2 if isinstance(error, ValueError | ModelError) else None
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-    return pathlib.Path(raised_in).is_relative_to(_PACKAGE)
+    is_ours = isinstance(error, ValueError) and pathlib.Path(raised_in).is_relative_to(_PACKAGE)
+    return 1 if is_ours else None
 
 
 def _named_apart(paths: Sequence[str], runs: Sequence[RunRecords]) -> list[RunRecords]:
@@ -151,7 +133,6 @@ def _named_apart(paths: Sequence[str], runs: Sequence[RunRecords]) -> list[RunRe
     return [dataclasses.replace(run, name=path) if counts[run.name] > 1 else run for path, run in pairs]
 
 
-@one_line_errors
 def plot(options: argparse.Namespace) -> int:
     """Runs `zero-jax plot`."""
     try:

@@ -94,10 +94,9 @@ class Watchdog:
         self._interval = min(max(seconds / 10, 0.02), 10.0)
         self._stop = threading.Event()
         # Two threads: a file system that hangs must not block the thread that watches.
-        loops = {"watchdog": self._watch, "watchdog-heartbeat": self._write_heartbeats}
+        calls = {"watchdog": self.check, "watchdog-heartbeat": self._write_heartbeat}
         self._threads = [
-            threading.Thread(target=self._catching, args=(loop,), name=name, daemon=True)
-            for name, loop in loops.items()
+            threading.Thread(target=self._repeat, args=(call,), name=name, daemon=True) for name, call in calls.items()
         ]
         self._reported: _Beat | None = None
         self._has_failed_to_write = False
@@ -163,7 +162,7 @@ class Watchdog:
         if age > allowed + self._seconds:
             message = f"watchdog: process {self._process_index} hung for {age:.0f} s, ended with exit code {EXIT_CODE}"
             _within(5, _to_stderr, message)
-            _within(2, _flush)
+            _within(2, sys.stdout.flush)
             os._exit(EXIT_CODE)
 
     def _waits_for_another(self, phase: str) -> bool:
@@ -179,19 +178,12 @@ class Watchdog:
         _within(5, lambda: states.extend(places(self._folder, self._num_processes)))
         return states
 
-    def _watch(self) -> None:
-        while not self._stop.wait(self._interval):
-            self.check()
-
-    def _write_heartbeats(self) -> None:
-        self._write_heartbeat()
-        while not self._stop.wait(self._interval):
-            self._write_heartbeat()
-
-    def _catching(self, loop: Callable[[], None]) -> None:
-        """Runs the loop of a thread; the next beat raises its error."""
+    def _repeat(self, call: Callable[[], None]) -> None:
+        """Makes a call again and again, in a thread of its own; the next beat raises its error."""
         try:
-            loop()
+            call()
+            while not self._stop.wait(self._interval):
+                call()
         except Exception as error:
             self._error = error
 
@@ -269,11 +261,6 @@ def _within(seconds: float, call: Callable[..., Any], *arguments: Any) -> None:
     thread = threading.Thread(target=run, name="watchdog-call", daemon=True)
     thread.start()
     thread.join(seconds)
-
-
-def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
 
 
 def _to_stderr(text: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from zero_jax.hlo.custom_calls import Decode, kernel_call
+from zero_jax.hlo.kernels import Decode, Work, kernel_call
 from zero_jax.hlo.layout import Array
 from zero_jax.hlo.opcodes import FREE, MOVES, SLICES
 from zero_jax.hlo.program import Instruction, Program, integers
@@ -30,26 +30,6 @@ _WINDOW = {"size": 1, "stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
 _DAY_CYCLES = 86_400 * 10**9
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Work:
-    """The work of one execution of an instruction.
-
-    Attributes:
-      flops: Floating-point operations of the matrix products and convolutions in it, 2 for a multiply-add; all else
-        is bound by memory.
-      bytes: Bytes read and written; of an operand that is only sliced or updated in place, the slice.
-      is_known: Whether all of it was understood; not so for custom calls of unknown targets.
-      engine: The kind of kernel that does it, as of `KernelCall`; '' for the compiler's own code.
-      is_exact: Whether it is known how much of a kernel is executed; where not, all of it counts.
-    """
-
-    flops: float
-    bytes: int
-    is_known: bool = True
-    engine: str = ""
-    is_exact: bool = True
-
-
 def cycles(instruction: Instruction) -> int | None:
     """Returns the cycles that XLA:TPU's cost model gives an instruction, or None where it gives none.
 
@@ -68,10 +48,10 @@ def roofline(program: Program, computation: str, instruction: Instruction, *, de
     opcode, line = instruction.opcode, instruction.line
     is_free = opcode in FREE or bool(instruction.part)
     if is_free or (opcode == "custom-call" and any(f'"{t}"' in line for t in _FREE_CUSTOM_CALLS)):
-        return Work(flops=0, bytes=0)
+        return Work(flops=0)
     num_bytes = _moved_bytes(program, computation, instruction)
     if opcode == "custom-call" and (call := kernel_call(program, computation, instruction, decode)):
-        return Work(flops=call.flops, bytes=call.bytes or num_bytes, engine=call.engine, is_exact=call.is_exact)
+        return dataclasses.replace(call, bytes=call.bytes or num_bytes)
     flops = _flops(program, computation, instruction)
     known = opcode != "custom-call" or flops is not None
     return Work(flops=flops or 0, bytes=num_bytes, is_known=known)

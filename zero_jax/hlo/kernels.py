@@ -1,10 +1,14 @@
-"""Counts the work of a Pallas TPU kernel: the matrix products of its body, over the steps of its grid that run them.
+"""Counts the work of kernels that a compiled program calls: Pallas on TPU, cuDNN's attention on GPU.
 
-The body of a kernel is in the program as MLIR bytecode (Mosaic). Its operations are given here as MLIR's own Python API
-has them. A branch or a loop that depends on the grid, or on scalars whose values are known, counts as often as it is
-taken: so of block-sparse attention the blocks that its mask leaves out do not count.
+XLA's cost models know nothing of them, so a schedule that leaves them out is too fast by as much as they take. The body
+of a Pallas kernel is in the program as MLIR bytecode (Mosaic); its operations are given here as MLIR's own Python API
+has them. Its matrix products count over the steps of its grid that run them: a branch or a loop that depends on the
+grid, or on scalars whose values are known, counts as often as it is taken, so of block-sparse attention the blocks that
+its mask leaves out do not count.
 """
 
+import base64
+import binascii
 import dataclasses
 import math
 import re
@@ -12,6 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from zero_jax.hlo.layout import Array, parse_shape
+from zero_jax.hlo.program import Instruction, Program
 
 _VECTOR = re.compile(r"(?:vector|memref)<((?:\d+x)*)[a-z]")
 _INTEGER = re.compile(r"(-?\d+|true|false)\b")
@@ -37,22 +44,123 @@ _CASTS = ("extsi", "extui", "trunci", "index_cast", "index_castui", "bitcast")
 _COMPARE = (np.equal, np.not_equal, *(np.less, np.less_equal, np.greater, np.greater_equal) * 2)
 
 
+# The Mosaic module in the bytecode of a kernel, an `ir.Module` of MLIR; None for what cannot be decoded.
+Decode = Callable[[bytes], Any]
+_PALLAS = '"tpu_custom_call"'
+_ATTENTION = re.compile(r'custom_call_target="__cudnn\$fmha(\w+)"')
+_SCORES = re.compile(r'"intermediate_tensor_shape":\{.*?"dimensions":\[([^\]]*)\]')
+# Products of a fused attention: scores and output; in the backward pass the scores again, and four gradients.
+_FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KernelWork:
-    """The work of one call of a kernel.
+class Work:
+    """The work of one execution of an instruction.
 
     Attributes:
-      flops: Operations of its matrix products, 2 for a multiply-add.
-      is_exact: Whether all branches and loops around them could be decided; where not, a branch counts as taken, and a
-        loop as one iteration.
+      flops: Floating-point operations of the matrix products and convolutions in it, 2 for a multiply-add, without the
+        blocks that a kernel's mask leaves out; all else is bound by memory.
+      bytes: Bytes read and written; of an operand that is only sliced or updated in place, the slice.
+      is_known: Whether all of it was understood; not so for custom calls of unknown targets.
+      engine: The kind of kernel that does it: 'pallas', 'cudnn attention' or 'cudnn attention backward'; '' for the
+        compiler's own code.
+      is_exact: Whether it is known how much of a kernel is executed; where not, a branch counts as taken, and a loop as
+        one iteration.
     """
 
     flops: float
-    is_exact: bool
+    bytes: int = 0
+    is_known: bool = True
+    engine: str = ""
+    is_exact: bool = True
 
 
-def kernel_work(module: Any, scalars: Sequence[Known] = ()) -> KernelWork | None:
-    """Counts the work of a kernel.
+def kernel_call(program: Program, computation: str, instruction: Instruction, decode: Decode | None) -> Work | None:
+    """Returns the work of a custom call, or None where it is of no known kind; 0 bytes where it does not say them.
+
+    A Pallas kernel's own `cost_estimate` comes first; else the matrix products in its body count over its grid. Causal
+    attention of cuDNN counts half, and attention in a window what the window leaves.
+
+    Without `decode`, only Pallas kernels with a `cost_estimate` are known.
+    """
+    if _PALLAS in instruction.line:
+        return _pallas(program, computation, instruction, decode)
+    if match := _ATTENTION.search(instruction.line):
+        return _cudnn(program, computation, instruction, is_backward="Backward" in match[1])
+    return None
+
+
+def _pallas(program: Program, computation: str, instruction: Instruction, decode: Decode | None) -> Work | None:
+    line = instruction.line
+    estimate = re.search(r'"cost_estimate":\{([^}]*)\}', line)
+    figures = dict(re.findall(r'"(\w+)":"?(-?\d+)', estimate[1])) if estimate else {}
+    num_bytes = int(figures.get("bytes_accessed", 0))
+    if int(figures.get("flops", 0)) > 0:
+        return Work(engine="pallas", flops=float(figures["flops"]), bytes=num_bytes)
+    work = _body_work(program, computation, instruction, decode)
+    return None if work is None else dataclasses.replace(work, bytes=num_bytes)
+
+
+def _body_work(program: Program, computation: str, instruction: Instruction, decode: Decode | None) -> Work | None:
+    body = re.search(r'"custom_call_config":\{.*?"body":"([^"]*)"', instruction.line)
+    if not body or decode is None:
+        return None
+    try:
+        module = decode(base64.b64decode(body[1], validate=True))
+    except binascii.Error:
+        return None
+    scalars = [_literal(program, computation, name) for name in instruction.operands]
+    return None if module is None else kernel_work(module, scalars)
+
+
+def _literal(program: Program, computation: str, name: str) -> np.ndarray | None:
+    """The value of an operand that is a constant of integers which the text has in full.
+
+    Or a slice of one, whose rows are all the same: as where each device has its share of the heads of a mask.
+    """
+    instruction = program.computations[computation].get(name)
+    literal = program.literal(computation, name)
+    if instruction is None or literal is None:
+        return None
+    shape = parse_shape(instruction.shape)
+    values = np.array([int(digits) for digits in re.findall(r"-?\d+", literal)])
+    if not isinstance(shape, Array) or not shape.num_elements or not values.size:
+        return None
+    if values.size == 1:  # a scalar, broadcast
+        return np.full(shape.dims, values[0])
+    if values.size % shape.num_elements:
+        return None
+    rows = values.reshape(-1, *shape.dims)
+    return rows[0] if (rows == rows[0]).all() else None
+
+
+def _cudnn(program: Program, computation: str, instruction: Instruction, *, is_backward: bool) -> Work | None:
+    """Fused attention: its scores are `[batch, heads, queries, keys]`, and each product has them on one side."""
+    operands = instruction.operands
+    line = instruction.line.replace('": ', '":')  # JSON as Python writes it, or as XLA does
+    scores = _SCORES.search(line)
+    query = program.computations[computation].get(operands[0]) if operands else None
+    if not scores or query is None:
+        return None
+    batch, heads, queries, keys = (int(size) for size in re.findall(r"\d+", scores[1]))
+    elements = query.arrays[0].num_elements
+    head_dim = elements // max(batch * heads * queries, 1)
+    mask = re.search(r'"mask_type":"(\w+)"', line)
+    is_causal = mask is not None and "CAUSAL" in mask[1]
+    window = re.search(r'"sliding_window_length":"?(\d+)', line)
+    width = keys / 2 if is_causal else keys
+    if window and int(window[1]):
+        width = min(width, int(window[1]))
+    products = _BACKWARD_PRODUCTS if is_backward else _FORWARD_PRODUCTS
+    return Work(
+        engine="cudnn attention backward" if is_backward else "cudnn attention",
+        flops=2.0 * math.prod((products, batch, heads, queries, head_dim)) * width,
+        is_exact=mask is None or "PADDING" not in mask[1],
+    )
+
+
+def kernel_work(module: Any, scalars: Sequence[Known]) -> Work | None:
+    """Counts the matrix products of a kernel.
 
     Args:
       module: The module of the kernel, an `ir.Module` of MLIR.
@@ -100,14 +208,14 @@ class _GridBody:
         self.flops = 0.0
         self.is_exact = True
 
-    def run(self, region: Any, scalars: Sequence[Known]) -> KernelWork:
+    def run(self, region: Any, scalars: Sequence[Known]) -> Work:
         rank, arguments = len(self.grid), list(region.blocks[0].arguments)
         for place, (argument, size) in enumerate(zip(arguments, self.grid, strict=False)):
             shape = [size if dim == place else 1 for dim in range(rank)]
             self.values[argument] = np.arange(size).reshape(shape)
         self.values.update(zip(arguments[rank:], scalars, strict=False))
         self.region(region, np.ones([1] * rank))
-        return KernelWork(flops=float(self.flops), is_exact=bool(self.is_exact))
+        return Work(flops=float(self.flops), engine="pallas", is_exact=bool(self.is_exact))
 
     def region(self, region: Any, times: np.ndarray) -> None:
         """Runs a region that is executed so many times at each step of the grid."""

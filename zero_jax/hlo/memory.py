@@ -9,10 +9,10 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from zero_jax.hlo.host import HOST_SPACE
 from zero_jax.hlo.op_names import gathered_path, phase_of
 from zero_jax.hlo.opcodes import MOVES
 from zero_jax.hlo.program import Instruction, Program, parse
+from zero_jax.hlo.transfers import HOST_SPACE
 from zero_jax.hlo.values import HloValue, LiveRanges
 
 # Memory spaces of a layout: 0 is the device's memory, `HOST_SPACE` the host's; the others of a TPU are on the chip (1
@@ -92,13 +92,6 @@ class Heap:
     on_chip_peak_bytes: int
     residuals: tuple[Buffer, ...] = dataclasses.field(repr=False)
     donated: tuple[bool, ...] = dataclasses.field(repr=False)
-
-    def __str__(self) -> str:
-        """Names the peak and its largest buffers."""
-        lines = [f"{self.peak_bytes:,} bytes of temporaries at {self.peak_name} ({self.peak_op_name or 'no name'})"]
-        for buffer in self.live[:10]:
-            lines.append(f"{buffer.num_bytes:>15,}  {buffer.shape}  {buffer.name_and_source}")
-        return "\n".join(lines)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,11 +9,10 @@ import dataclasses
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from zero_jax.hlo.host import HostTransfer
-from zero_jax.hlo.network import NetworkTransfer, rendezvous
 from zero_jax.hlo.opcodes import COLLECTIVES
 from zero_jax.hlo.program import Instruction, Program
 from zero_jax.hlo.traffic import Collective
+from zero_jax.hlo.transfers import HostTransfer, NetworkTransfer, rendezvous
 
 Key = tuple[str, str]
 _NO_TIME = frozenset({"parameter", "constant", "send", "recv"})
@@ -64,13 +63,6 @@ class Timeline:
     network_seconds: float = 0.0
     host_seconds: float = 0.0
     kernel_seconds: float = 0.0
-
-    def __str__(self) -> str:
-        hidden = 1 - self.exposed_seconds / self.collective_seconds if self.collective_seconds else 1.0
-        return (
-            f"{self.total_seconds:.4g} s: computes {self.compute_seconds:.4g} s, waits {self.exposed_seconds:.4g} s; "
-            f"collectives take {self.collective_seconds:.4g} s, {max(hidden, 0):.0%} of it hidden"
-        )
 
 
 def own_links(collective: Collective) -> frozenset[Hashable]:
@@ -129,7 +121,8 @@ def play(
       listed: Its collectives, of `collectives`; others take no time (it leaves out those of rarer branches).
       costs: What takes how long.
       transfers: What it exchanges with other slices, of `network_transfers`: from a `send` to the `recv-done`.
-      copies: What it copies from and to its host, of `host_transfers`. The two directions run side by side.
+      copies: What it copies from and to its host, of `host_transfers`. The two directions run side by side, but for
+        what a kernel copies: all else waits for that.
       unknown_trip_count: The iterations of a loop whose trip count the text does not settle.
 
     Raises:
@@ -140,7 +133,7 @@ def play(
         costs=costs,
         by_key={(collective.computation, collective.name): collective for collective in listed},
         network={(transfer.computation, transfer.name): costs.transfer(transfer) for transfer in transfers},
-        copies={(copy.computation, copy.name): (_HOST[copy.to_host], costs.copy(copy)) for copy in copies},
+        copies={(copy.computation, copy.name): copy for copy in copies},
         unknown_trip_count=unknown_trip_count,
     )
     run = player.computation(program.entry)
@@ -227,7 +220,7 @@ class _Player:
     costs: Costs
     by_key: Mapping[Key, Collective]
     network: Mapping[Key, float]
-    copies: Mapping[Key, tuple[str, float]]
+    copies: Mapping[Key, HostTransfer]
     unknown_trip_count: int | None
     played: dict[str, _Clock] = dataclasses.field(default_factory=dict)
     overlaps: dict[Key, Overlap] = dataclasses.field(default_factory=dict)
@@ -252,8 +245,12 @@ class _Player:
                 handle = _NETWORK, rendezvous(instruction)
                 run.in_flight.append(run.enqueue(key, frozenset((_NETWORK,)), handle, self.network[key]))
             elif key in self.copies:
-                direction, seconds = self.copies[key]
-                run.in_flight.append(run.enqueue(key, frozenset((direction,)), key, seconds))
+                copy = self.copies[key]
+                flight = run.enqueue(key, frozenset((_HOST[copy.to_host],)), key, self.costs.copy(copy))
+                if copy.is_async:
+                    run.in_flight.append(flight)
+                else:
+                    run.wait(flight.finish)
             elif opcode == "recv-done":
                 self.done(run, (_NETWORK, rendezvous(self.operand(computation, instruction))))
             elif part == "done":

@@ -24,11 +24,21 @@ _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+, ?\d+\},? ?)*)\}")
 _SLICES = re.compile(r"slice_sizes=\{(\{.*?\})\}")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Sent:
-    """The bytes of an operation that sends, in one execution and in all."""
+    """An operation that sends.
 
+    Attributes:
+      name: The instruction's name in the program.
+      computation: The name of the HLO computation that holds it.
+      sent_bytes: What one device sends in one execution.
+      num_executions: Executions in a run of the program: the product of the trip counts of the loops around it.
+    """
+
+    name: str
+    computation: str
     sent_bytes: float
-    num_executions: int
+    num_executions: int = 1
 
     @property
     def total_sent_bytes(self) -> float:
@@ -40,19 +50,17 @@ class Sent:
 class Collective(Sent):
     """A collective operation of a compiled program, listed once however often XLA prints it.
 
+    `sent_bytes` are those of the ring model: (g - 1) / g of `full_bytes` for a group of g, twice that for an
+    all-reduce, all of `full_bytes` for a permute.
+
     Attributes:
       kind: 'all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all' or 'collective-permute'; rarely
         'ragged-all-to-all' (its bytes are an upper bound) or 'collective-broadcast'.
-      name: The instruction's name in the program.
-      computation: The name of the HLO computation that holds it.
       dtypes: HLO dtype names, one for each array; a combined collective has several.
       replica_groups: Indices into the mesh's flat devices; for a permute, the rings and chains that its pairs form.
       source_target_pairs: A permute's (source, target) indices, else empty.
       full_bytes: All-gather: the result; reduce-scatter and all-reduce: the operand; all-to-all and permute: the
         operand that one device holds. As the program sends it, padding included.
-      sent_bytes: What one device sends in one execution, in the ring model: (g - 1) / g of `full_bytes` for a group of
-        g, twice that for an all-reduce, all of `full_bytes` for a permute.
-      num_executions: Executions in a run of the program: the product of the trip counts of the loops around it.
       channel_id: The HLO channel, which is not unique in a program.
       is_async: Whether other work may run between its start and its end.
       op_name: The JAX name stack from the metadata, or ''.
@@ -60,14 +68,10 @@ class Collective(Sent):
     """
 
     kind: str
-    name: str
-    computation: str
     dtypes: tuple[str, ...]
     replica_groups: Groups = dataclasses.field(repr=False)
     source_target_pairs: Groups = dataclasses.field(repr=False)
     full_bytes: int
-    sent_bytes: float
-    num_executions: int
     channel_id: int | None
     is_async: bool
     op_name: str
@@ -168,7 +172,7 @@ def _executions(
 
 
 def _collective(program: Program, computation: str, instruction: Instruction) -> Collective:
-    """Reads one instruction; `num_executions` is not known from it."""
+    """Reads one instruction, which does not tell how often it runs."""
     line, kind = instruction.line, instruction.base
     try:
         sent = _sent_arrays(instruction, kind)
@@ -199,7 +203,6 @@ def _collective(program: Program, computation: str, instruction: Instruction) ->
         source_target_pairs=pairs,
         full_bytes=full_bytes,
         sent_bytes=full_bytes * hops / size,
-        num_executions=1,
         channel_id=int(channel[1]) if channel else None,
         is_async=(instruction.part == "start" and '"is_sync":true' not in line)
         or "async_collective_fusion" in line

@@ -2,7 +2,7 @@
 
 `Interpreter(program).run(arguments)` executes the entry computation of an `hlo.Program`. A value is a NumPy array
 `[devices, *dims]`, or `[1, *dims]` where all devices have the same; a tuple is a tuple of values. `operations.py` has a
-function for each opcode, made once an instruction from its attributes. Collectives move data along the first dim.
+rule for each opcode. Collectives move data along the first dim.
 An opcode, custom call or attribute that is not known raises `NotInterpretable`: nothing is guessed.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from zero_jax.interpreter.values import NotInterpretable, spread
 Combine = Callable[[list[np.ndarray], list[np.ndarray]], list[np.ndarray]]
 
 
+@functools.cache
 def integers(text: str | None) -> tuple[int, ...]:
     """Returns the integers of an attribute such as {0,1}; none of one that is left out."""
     return tuple(int(digits) for digits in re.findall(r"-?\d+", text or ""))

@@ -14,7 +14,7 @@ from zero_jax.hlo import KINDS, Array, Instruction, Program, parse_shape
 from zero_jax.interpreter import indexing
 from zero_jax.interpreter.collectives import Exchange, every_device, permuted
 from zero_jax.interpreter.indexing import integers
-from zero_jax.interpreter.operations import Context, Function, operation, parse_parts
+from zero_jax.interpreter.operations import Context, Rule, parse_parts, rule_of
 from zero_jax.interpreter.products import placed_windows, read_windows, select_and_scatter
 from zero_jax.interpreter.values import NotInterpretable, Value, array_shape, convert, dtype_of, is_small_float, spread
 
@@ -29,11 +29,34 @@ _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """An instruction ready to be executed: its function, the names of its operands, and its own."""
+    """An instruction ready to be executed: its rule, and the names of its operands."""
 
-    name: str
+    context: Context
     operands: tuple[str, ...]
-    function: Function
+    rule: Rule
+    dims: tuple[int, ...] | None  # of the result; None of a tuple
+    dtype: np.dtype | None  # of the result; None of a tuple or a token
+
+    @property
+    def line(self) -> str:
+        """The instruction's text."""
+        return self.context.instruction.line.strip()
+
+    def __call__(self, operands: list[Value]) -> Value:
+        """Returns the instruction's value, and names the instruction in what its rule raises.
+
+        Fused operations may read operands of another dtype than their own: results are in the dtype that the text says.
+        """
+        try:
+            result = self.rule(self.context, operands)
+        except NotInterpretable as error:
+            raise NotInterpretable(f"{error}: {self.line[:400]}") from error
+        except (IndexError, TypeError, ValueError) as error:
+            raise RuntimeError(f"{type(error).__name__} ({error}) in {self.line[:600]}") from error
+        if self.dims is None or isinstance(result, tuple):
+            return result
+        assert result.shape[1:] == self.dims, (result.shape, self.line)
+        return result if self.dtype is None else convert(result, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,108 +130,94 @@ class Interpreter:
         operands = [instructions[name] for name in names]
         if "AsyncCollectiveStart" in instruction.line and operands:  # whose first result is what the collective sends
             names += tuple(operands[0].operands)
-        context = Context(instruction, operands, self.num_devices)
+        shape = parse_shape(instruction.shape)
+        has_dtype = isinstance(shape, Array) and shape.dtype not in ("token", "opaque")
+        return Step(
+            context=Context(instruction, operands, self.num_devices),
+            operands=names,
+            rule=self._rule(instruction),
+            dims=shape.dims if isinstance(shape, Array) else None,
+            dtype=dtype_of(shape.dtype) if isinstance(shape, Array) and has_dtype else None,
+        )
+
+    def _rule(self, instruction: Instruction) -> Rule:
+        if match := _COLLECTIVE.fullmatch(instruction.opcode):
+            return functools.partial(self._collective, match[1], match[2] or "")
+        if control := _CONTROL.get(instruction.opcode):
+            return functools.partial(control, self)
         try:
-            match = _COLLECTIVE.fullmatch(instruction.opcode)
-            control = _CONTROL.get(instruction.opcode)
-            if match:
-                function = self._collective(match[1], match[2] or "", context)
-            elif control:
-                function = control(self, context)
-            else:
-                function = operation(context)
+            return rule_of(instruction.opcode)
         except NotInterpretable as error:
             raise NotInterpretable(f"{error}: {instruction.line.strip()[:400]}") from error
-        return Step(name=instruction.name, operands=names, function=_located(function, instruction))
 
     def _call(self, name: str, arguments: Sequence[Value]) -> Value:
         computation = self._computation(name)
         values = dict(zip(computation.parameters, arguments, strict=True))
         for step in computation.steps:
-            values[step.name] = step.function([values[operand] for operand in step.operands])
+            values[step.context.instruction.name] = step([values[operand] for operand in step.operands])
         return values[computation.root]
 
     # Calls and fusions
 
-    def _calling(self, context: Context) -> Function:
-        (name,) = context.instruction.called.values()
+    def _calling(self, context: Context, operands: list[Value]) -> Value:
+        (name,) = context.called.values()
         aliases = _ALIAS.findall(context.attributes.get("output_to_operand_aliasing", ""))
-        shared = [
-            index for index in {alias[1:] for alias in aliases} if sum(alias[1:] == index for alias in aliases) > 1
-        ]
+        places = [alias[1:] for alias in aliases]
+        result = self._call(name, operands)
+        for number, path in {place for place in places if places.count(place) > 1}:
+            outputs = [integers(output)[0] for output, *index in aliases if tuple(index) == (number, path)]
+            result = _in_place(result, outputs, _part(operands[int(number)], integers(path)))
+        return result
 
-        def apply(operands: list[Value]) -> Value:
-            result = self._call(name, operands)
-            for number, path in shared:
-                outputs = [integers(output)[0] for output, *index in aliases if tuple(index) == (number, path)]
-                result = _in_place(result, outputs, _part(operands[int(number)], integers(path)))
-            return result
-
-        return apply
-
-    def _async_start(self, context: Context) -> Function:
-        call = self._calling(context)
-        name = next(iter(context.instruction.called.values()))
+    def _async_start(self, context: Context, operands: list[Value]) -> Value:
+        """Returns operands, the result, and a function of the operands for those that come later (`_async_update`)."""
+        name = next(iter(context.called.values()))
         count = len(self._computation(name).parameters)
 
         def given(operands: Sequence[Value]) -> Value:
-            result = call(list(operands[:count])) if len(operands) >= count else None
+            result = self._calling(context, list(operands[:count])) if len(operands) >= count else None
             return tuple(operands), result, given
 
-        return given
+        return given(operands)
 
-    def _async_update(self, context: Context) -> Function:
+    def _async_update(self, _: Context, operands: list[Value]) -> Value:
         """What is between start and end of an asynchronous call: it may give the call operands that come later."""
-        del context
+        (before, result, given), *more = operands
+        return operands[0] if result is not None else given((*before, *more))
 
-        def apply(operands: list[Value]) -> Value:
-            (before, result, given), *more = operands
-            return operands[0] if result is not None else given((*before, *more))
-
-        return apply
-
-    def _async_done(self, context: Context) -> Function:
-        del context
-        return lambda operands: operands[0][1]
+    def _async_done(self, _: Context, operands: list[Value]) -> Value:
+        return operands[0][1]
 
     # Loops and branches
 
-    def _while(self, context: Context) -> Function:
-        body, condition = context.instruction.called["body"], context.instruction.called["condition"]
+    def _while(self, context: Context, operands: list[Value]) -> Value:
+        body, condition = context.called["body"], context.called["condition"]
+        (state,) = operands
+        while True:
+            goes_on = self._call(condition, [state])
+            if self._active is not None:
+                goes_on = goes_on & self._active
+            if not goes_on.any():
+                return state
+            with self._only(goes_on) as some:
+                new = self._call(body, [state])
+            state = _chosen(goes_on, new, state) if some else new
 
-        def apply(operands: list[Value]) -> Value:
-            state = operands[0]
-            while True:
-                goes_on = self._call(condition, [state])
-                if self._active is not None:
-                    goes_on = goes_on & self._active
-                if not goes_on.any():
-                    return state
-                with self._only(goes_on) as some:
-                    new = self._call(body, [state])
-                state = _chosen(goes_on, new, state) if some else new
-
-        return apply
-
-    def _conditional(self, context: Context) -> Function:
-        called = context.instruction.called
-        is_boolean = "true_computation" in called
-        names = [called["false_computation"], called["true_computation"]] if is_boolean else [*called.values()]
-
-        def apply(operands: list[Value]) -> Value:
-            index, *arguments = operands
-            arguments = arguments[::-1] if is_boolean else arguments  # those of `true` come first
-            index = index.astype(int)
-            index = np.where((index < 0) | (index >= len(names)), len(names) - 1, index)
-            result = None
-            for number in np.unique(index):
-                takes = index == number
-                with self._only(takes):
-                    new = self._call(names[number], [arguments[number]])
-                result = new if result is None else _chosen(takes, new, result)
-            return result
-
-        return apply
+    def _conditional(self, context: Context, operands: list[Value]) -> Value:
+        called = context.called
+        index, *arguments = operands
+        names = [*called.values()]
+        if "true_computation" in called:  # whose argument comes first
+            names, arguments = [called["false_computation"], called["true_computation"]], arguments[::-1]
+        index = index.astype(int)
+        index = np.where((index < 0) | (index >= len(names)), len(names) - 1, index)
+        result = None
+        for number in np.unique(index):
+            takes = index == number
+            with self._only(takes):
+                new = self._call(names[number], [arguments[number]])
+            result = new if result is None else _chosen(takes, new, result)
+        return result
 
     @contextlib.contextmanager
     def _only(self, devices: np.ndarray) -> Iterator[bool]:
@@ -225,47 +234,38 @@ class Interpreter:
 
     # Collectives
 
-    def _collective(self, kind: str, phase: str, context: Context) -> Function:
+    def _collective(self, kind: str, phase: str, context: Context, operands: list[Value]) -> Value:
         if phase == "-done":
-            return lambda operands: operands[0][1] if kind != "all-reduce" else operands[0]
-        exchange = None if kind == "collective-permute" else Exchange(context.instruction.line, self.num_devices)
-        name = context.instruction.called.get("to_apply")
-        dims = integers(context.attributes.get("dimensions"))
-        is_tuple = context.instruction.shape.startswith("(") and not phase
-
-        def reduce(x: np.ndarray) -> np.ndarray:
-            assert name is not None
-            return self._reduce_first(name, [x])[0]
-
-        def move(x: np.ndarray) -> np.ndarray:
-            if exchange is None:
-                return permuted(x, context.attributes, self.num_devices)
-            if kind == "all-gather":
-                return exchange.gathered(x, dims[0])
-            if kind == "all-reduce":
-                return reduce(exchange.received(x))
-            if kind == "reduce-scatter":
-                return exchange.scattered(x, dims[0], reduce)
-            if kind == "all-to-all":
-                return exchange.exchanged(x, dims[0])
-            if kind == "collective-broadcast":
-                return exchange.sent_by_first(x)
-            raise NotInterpretable(f"the collective {kind!r}")
-
-        def apply(operands: list[Value]) -> Value:
-            if self._active is not None:
-                raise ValueError(f"not all devices reach {context.instruction.line.strip()[:200]}")
-            if kind == "all-to-all" and exchange is not None and not dims:
-                result: Value = tuple(exchange.swapped(operands))
-            else:
-                result = tuple(move(x) for x in operands)
-                result = result if is_tuple or len(operands) > 1 else result[0]
-            sources = operands[0] if len(operands) == 1 else tuple(operands)
-            return (sources, result) if phase and kind != "all-reduce" else result
-
+            return operands[0][1] if kind != "all-reduce" else operands[0]
         if kind == "collective-permute" and len(context.operands) > 1:
             raise NotInterpretable("a permute into part of a buffer")
-        return apply
+        if self._active is not None:
+            raise ValueError(f"not all devices reach {context.instruction.line.strip()[:200]}")
+        if kind == "all-to-all" and not context.dimensions:
+            result: Value = tuple(Exchange(context.instruction.line, self.num_devices).swapped(operands))
+        else:
+            result = tuple(self._moved(kind, context, x) for x in operands)
+            result = result if (context.is_tuple and not phase) or len(operands) > 1 else result[0]
+        sources = operands[0] if len(operands) == 1 else tuple(operands)
+        return (sources, result) if phase and kind != "all-reduce" else result
+
+    def _moved(self, kind: str, context: Context, x: np.ndarray) -> np.ndarray:
+        if kind == "collective-permute":
+            return permuted(x, context.attributes, self.num_devices)
+        exchange = Exchange(context.instruction.line, self.num_devices)
+        reduce = lambda x: self._reduce_first(context.called["to_apply"], [x])[0]  # noqa: E731
+        match kind:
+            case "all-gather":
+                return exchange.gathered(x, context.dimensions[0])
+            case "all-reduce":
+                return reduce(exchange.received(x))
+            case "reduce-scatter":
+                return exchange.scattered(x, context.dimensions[0], reduce)
+            case "all-to-all":
+                return exchange.exchanged(x, context.dimensions[0])
+            case "collective-broadcast":
+                return exchange.sent_by_first(x)
+        raise NotInterpretable(f"the collective {kind!r}")
 
     # Reductions
 
@@ -314,94 +314,62 @@ class Interpreter:
         parts = list(result) if isinstance(result, tuple) else [result]
         return [np.broadcast_to(x, flat[0].shape).reshape(shape) for x in parts]
 
-    def _reduce(self, context: Context) -> Function:
-        name = context.instruction.called["to_apply"]
-        dims = [1 + dim for dim in integers(context.attributes["dimensions"])]
-        is_tuple = context.instruction.shape.startswith("(")
+    def _reduce(self, context: Context, operands: list[Value]) -> Value:
+        dims = [1 + dim for dim in context.dimensions]
+        xs, inits = spread(operands[: len(operands) // 2]), operands[len(operands) // 2 :]
+        kept = [dim for dim in range(xs[0].ndim) if dim not in dims]
+        shape = [xs[0].shape[dim] for dim in kept]
+        moved = [x.transpose(*dims, *kept).reshape(-1, *shape) for x in xs]
+        if not all(xs[0].shape[dim] for dim in dims):
+            moved = [np.empty((0, *shape), x.dtype) for x in xs]
+        starts = [init.reshape(-1, *(1,) * (len(shape) - 1)) for init in inits]
+        results = self._reduce_first(context.called["to_apply"], moved, starts)
+        return tuple(results) if context.is_tuple else results[0]
 
-        def apply(operands: list[Value]) -> Value:
-            xs, inits = spread(operands[: len(operands) // 2]), operands[len(operands) // 2 :]
-            kept = [dim for dim in range(xs[0].ndim) if dim not in dims]
-            shape = [xs[0].shape[dim] for dim in kept]
-            moved = [x.transpose(*dims, *kept).reshape(-1, *shape) for x in xs]
-            if not all(xs[0].shape[dim] for dim in dims):
-                moved = [np.empty((0, *shape), x.dtype) for x in xs]
-            starts = [init.reshape(-1, *(1,) * (len(shape) - 1)) for init in inits]
-            results = self._reduce_first(name, moved, starts)
-            return tuple(results) if is_tuple else results[0]
-
-        return apply
-
-    def _reduce_window(self, context: Context) -> Function:
-        name = context.instruction.called["to_apply"]
-        is_tuple = context.instruction.shape.startswith("(")
+    def _reduce_window(self, context: Context, operands: list[Value]) -> Value:
         dims = array_shape(parse_parts(context.instruction.shape)[0]).dims
         windows = read_windows(context.attributes.get("window"), len(dims))
+        xs, inits = operands[: len(operands) // 2], operands[len(operands) // 2 :]
+        views = [
+            np.stack([view for _, view in placed_windows(x, init, windows, dims)])
+            for x, init in zip(xs, inits, strict=True)
+        ]
+        starts = [init.reshape(-1, *(1,) * len(dims)) for init in inits]
+        results = self._reduce_first(context.called["to_apply"], views, starts)
+        return tuple(results) if context.is_tuple else results[0]
 
-        def apply(operands: list[Value]) -> Value:
-            xs, inits = operands[: len(operands) // 2], operands[len(operands) // 2 :]
-            views = [
-                np.stack([view for _, view in placed_windows(x, init, windows, dims)])
-                for x, init in zip(xs, inits, strict=True)
-            ]
-            starts = [init.reshape(-1, *(1,) * len(dims)) for init in inits]
-            results = self._reduce_first(name, views, starts)
-            return tuple(results) if is_tuple else results[0]
-
-        return apply
-
-    def _select_and_scatter(self, context: Context) -> Function:
-        select, combine = context.attributes["select"].strip("%"), context.attributes["scatter"].strip("%")
+    def _select_and_scatter(self, context: Context, operands: list[Value]) -> Value:
         windows = read_windows(context.attributes.get("window"), len(context.shape.dims))
+        names = (context.attributes[role].strip("%") for role in ("select", "scatter"))
+        select, combine = (lambda a, b, name=name: self._combine(name, [a], [b])[0] for name in names)
+        x, source, init = operands
+        return select_and_scatter(x, source, init, windows, select, combine)
 
-        def apply(operands: list[Value]) -> Value:
-            x, source, init = operands
-            selects = lambda a, b: self._combine(select, [a], [b])[0]  # noqa: E731
-            combines = lambda a, b: self._combine(combine, [a], [b])[0]  # noqa: E731
-            return select_and_scatter(x, source, init, windows, selects, combines)
-
-        return apply
-
-    def _scatter(self, context: Context) -> Function:
-        name = context.instruction.called["to_apply"]
+    def _scatter(self, context: Context, operands: list[Value]) -> Value:
         count = len(context.operands) // 2
         windows = indexing.scatter_windows(
             context.attributes, context.operand_shape().dims, context.operand_shape(count + 1).dims
         )
-        ufunc = self._ufunc(name) if count == 1 else None
-        ufunc = ufunc if context.operand_shape().dtype != "pred" else None
+        ufunc = (
+            self._ufunc(context.called["to_apply"]) if count == 1 and context.operand_shape().dtype != "pred" else None
+        )
+        xs, indices, updates = operands[:count], operands[count], operands[count + 1 :]
+        updates = [convert(update, x.dtype) for x, update in zip(xs, updates, strict=True)]
+        combine = functools.partial(self._combine, context.called["to_apply"])
+        results = indexing.scatter(xs, indices, updates, windows, combine, ufunc)
+        return results[0] if count == 1 else tuple(results)
 
-        def apply(operands: list[Value]) -> Value:
-            xs, indices, updates = operands[:count], operands[count], operands[count + 1 :]
-            updates = [convert(update, x.dtype) for x, update in zip(xs, updates, strict=True)]
-            combine = functools.partial(self._combine, name)
-            results = indexing.scatter(xs, indices, updates, windows, combine, ufunc)
-            return results[0] if count == 1 else tuple(results)
+    def _map(self, context: Context, operands: list[Value]) -> Value:
+        operands = spread(operands)
+        result = self._call(context.called["to_apply"], [x.reshape(-1) for x in operands])
+        return np.broadcast_to(result, operands[0].size).reshape(operands[0].shape)
 
-        return apply
-
-    def _map(self, context: Context) -> Function:
-        name = context.instruction.called["to_apply"]
-
-        def apply(operands: list[Value]) -> Value:
-            operands = spread(operands)
-            result = self._call(name, [x.reshape(-1) for x in operands])
-            return np.broadcast_to(result, operands[0].size).reshape(operands[0].shape)
-
-        return apply
-
-    def _sort(self, context: Context) -> Function:
-        name = context.instruction.called["to_apply"]
-        axis = 1 + integers(context.attributes["dimensions"])[0]
-        is_tuple = context.instruction.shape.startswith("(")
-
-        def apply(operands: list[Value]) -> Value:
-            xs = [np.array(np.moveaxis(x, axis, 0)) for x in spread(operands)]
-            self._sorted(name, xs)
-            results = [np.moveaxis(x, 0, axis) for x in xs]
-            return tuple(results) if is_tuple else results[0]
-
-        return apply
+    def _sort(self, context: Context, operands: list[Value]) -> Value:
+        axis = 1 + context.dimensions[0]
+        xs = [np.array(np.moveaxis(x, axis, 0)) for x in spread(operands)]
+        self._sorted(context.called["to_apply"], xs)
+        results = [np.moveaxis(x, 0, axis) for x in xs]
+        return tuple(results) if context.is_tuple else results[0]
 
     def _sorted(self, name: str, xs: list[np.ndarray]) -> None:
         """Sorts arrays along their first dim in place, by neighbours that are exchanged: stable, whatever compares."""
@@ -418,40 +386,20 @@ class Interpreter:
                 x[low], x[low + 1] = first, second
 
 
-_CONTROL: dict[str, Callable[[Interpreter, Context], Function]] = {
-    "fusion": Interpreter._calling, "call": Interpreter._calling, "async-start": Interpreter._async_start,
-    "call-start": Interpreter._async_start, "fusion-start": Interpreter._async_start,
-    "async-update": Interpreter._async_update, "call-update": Interpreter._async_update,
-    "fusion-update": Interpreter._async_update, "async-done": Interpreter._async_done,
-    "call-done": Interpreter._async_done,
-    "fusion-done": Interpreter._async_done, "while": Interpreter._while, "conditional": Interpreter._conditional,
-    "reduce": Interpreter._reduce, "reduce-window": Interpreter._reduce_window, "scatter": Interpreter._scatter,
-    "select-and-scatter": Interpreter._select_and_scatter, "sort": Interpreter._sort, "map": Interpreter._map,
-}  # fmt: skip
-
-
-def _located(function: Function, instruction: Instruction) -> Function:
-    """Names the instruction in what its function raises, and checks what it returns.
-
-    Fused operations may read operands of another dtype than their own: results are in the dtype that the text says.
-    """
-    shape = parse_shape(instruction.shape)
-    dims = shape.dims if isinstance(shape, Array) else None
-    dtype = dtype_of(shape.dtype) if isinstance(shape, Array) and shape.dtype not in ("token", "opaque") else None
-
-    def apply(operands: list[Value]) -> Value:
-        try:
-            result = function(operands)
-        except NotInterpretable as error:
-            raise NotInterpretable(f"{error}: {instruction.line.strip()[:400]}") from error
-        except (IndexError, TypeError, ValueError) as error:
-            raise RuntimeError(f"{type(error).__name__} ({error}) in {instruction.line.strip()[:600]}") from error
-        if dims is None or isinstance(result, tuple):
-            return result
-        assert result.shape[1:] == dims, (result.shape, instruction.line)
-        return result if dtype is None else convert(result, dtype)
-
-    return apply
+_CONTROL: dict[str, Callable[[Interpreter, Context, list[Value]], Value]] = {
+    **dict.fromkeys(("fusion", "call"), Interpreter._calling),
+    **dict.fromkeys(("async-start", "call-start", "fusion-start"), Interpreter._async_start),
+    **dict.fromkeys(("async-update", "call-update", "fusion-update"), Interpreter._async_update),
+    **dict.fromkeys(("async-done", "call-done", "fusion-done"), Interpreter._async_done),
+    "while": Interpreter._while,
+    "conditional": Interpreter._conditional,
+    "reduce": Interpreter._reduce,
+    "reduce-window": Interpreter._reduce_window,
+    "scatter": Interpreter._scatter,
+    "select-and-scatter": Interpreter._select_and_scatter,
+    "sort": Interpreter._sort,
+    "map": Interpreter._map,
+}
 
 
 def _chosen(which: np.ndarray, yes: Value, no: Value) -> Value:

@@ -1,4 +1,4 @@
-"""A function for each instruction without control flow, made once from its opcode, attributes and shapes."""
+"""A rule for each opcode without control flow: from an instruction and the values of its operands to its own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from zero_jax.interpreter.values import (
     undefined,
 )
 
-Function = Callable[[list[Value]], Value]
+# From an instruction, and the values of its operands, to its own.
+Rule = Callable[["Context", list[Value]], Value]
 # Custom calls whose result is their first operand.
 _IDENTITY_CALLS = frozenset({
     "GatherScatterIndicesBitpacked", "AssumeGatherIndicesInBound", "Sharding", "SPMDFullToShardShape",
@@ -58,6 +59,11 @@ class Context:
         return read_attributes(self.instruction)
 
     @functools.cached_property
+    def dimensions(self) -> tuple[int, ...]:
+        """The attribute `dimensions`; none where it is left out."""
+        return integers(self.attributes.get("dimensions"))
+
+    @functools.cached_property
     def shape(self) -> Array:
         """The shape of the result, one array."""
         return array_shape(self.instruction.shape)
@@ -66,6 +72,21 @@ class Context:
     def dtype(self) -> np.dtype:
         """The dtype of the result."""
         return dtype_of(self.shape.dtype)
+
+    @functools.cached_property
+    def literal(self) -> Value:
+        """The value of a constant."""
+        return literal(self.instruction.operands_text, self.instruction.shape)
+
+    @property
+    def is_tuple(self) -> bool:
+        """Whether the result is a tuple."""
+        return self.instruction.shape.startswith("(")
+
+    @functools.cached_property
+    def called(self) -> dict[str, str]:
+        """The computations that it calls, by the attributes that name them."""
+        return self.instruction.called
 
     def operand_shape(self, number: int = 0) -> Array:
         """The shape of an operand, one array."""
@@ -92,240 +113,108 @@ def read_attributes(instruction: Instruction) -> dict[str, str]:
     return {name: value.strip() for name, separator, value in pairs if separator}
 
 
-def operation(context: Context) -> Function:
-    """Returns the function of an instruction, from its operands' values to its own.
+def rule_of(opcode: str) -> Rule:
+    """Returns the rule of an opcode.
 
     Raises:
       NotInterpretable: The opcode is not known.
     """
-    opcode = context.instruction.opcode
     if opcode in ELEMENTWISE:
-        dtype = context.dtype
-        return lambda operands: elementwise(opcode, operands, dtype)
-    if opcode in _OPERATIONS:
-        return _OPERATIONS[opcode](context)
+        return lambda context, xs: elementwise(opcode, xs, context.dtype)
+    if opcode in _RULES:
+        return _RULES[opcode]
     base, _, phase = opcode.rpartition("-")
-    if phase == "done" and base in _OPERATIONS:
-        return lambda operands: operands[0][1]
-    if phase == "start" and base in _OPERATIONS:
-        return _started(context, base)
+    if phase == "done" and base in _RULES:
+        return lambda _, xs: xs[0][1]
+    if phase == "start" and base in _RULES:
+        return functools.partial(_started, base)
     raise NotInterpretable(f"the operation {opcode!r}")
 
 
-def _started(context: Context, opcode: str) -> Function:
+def _started(opcode: str, context: Context, xs: list[Value]) -> Value:
     """The start of an asynchronous operation, which yields its operands and its result."""
     shape = parse_parts(context.instruction.shape)[len(context.operands)]
-    function = operation(
-        dataclasses.replace(context, instruction=context.instruction._replace(opcode=opcode, shape=shape))
-    )
-    return lambda operands: (tuple(operands), function(operands))
+    of_result = dataclasses.replace(context, instruction=context.instruction._replace(opcode=opcode, shape=shape))
+    return tuple(xs), _RULES[opcode](of_result, xs)
 
 
-def _constant(context: Context) -> Function:
-    value = literal(context.instruction.operands_text, context.instruction.shape)
-    return lambda _: value
-
-
-def _iota(context: Context) -> Function:
+def _iota(context: Context, _: list[Value]) -> Value:
     dims = context.shape.dims
     along = int(context.attributes.get("iota_dimension", 0))
     row = np.arange(dims[along]) if dims else np.zeros((), int)
     shape = [size if dim == along else 1 for dim, size in enumerate(dims)]
-    value = convert(np.broadcast_to(row.reshape(shape), dims), context.dtype)[None]
-    return lambda _: value
+    return convert(np.broadcast_to(row.reshape(shape), dims), context.dtype)[None]
 
 
-def _compare(context: Context) -> Function:
-    direction, kind = context.attributes["direction"], context.attributes.get("type", "")
-    return lambda operands: compare(direction, kind, *operands)
-
-
-def _convert(context: Context) -> Function:
-    dtype = context.dtype
-    return lambda operands: convert(operands[0], dtype)
-
-
-def _bitcast(context: Context) -> Function:
-    source, target = context.operand_shape(), context.shape
-    return lambda operands: bitcast(operands[0], source, target)
-
-
-def _bitcast_convert(context: Context) -> Function:
-    dims, dtype = context.shape.dims, context.dtype
-    source = dtype_of(context.operand_shape().dtype)
+def _bitcast_convert(context: Context, xs: list[Value]) -> Value:
+    dtype, source = context.dtype, dtype_of(context.operand_shape().dtype)
     if (dtype.kind == "V" and "int" in dtype.name) or (source.kind == "V" and "int" in source.name):
         raise NotInterpretable("bitcast-convert of integers of less than 8 bits")
-
-    def apply(operands: list[Value]) -> Value:
-        x = np.ascontiguousarray(operands[0])
-        x = x[..., None] if dtype.itemsize < source.itemsize else x
-        return x.view(dtype).reshape(len(x), *dims)
-
-    return apply
+    x = np.ascontiguousarray(xs[0])
+    x = x[..., None] if dtype.itemsize < source.itemsize else x
+    return x.view(dtype).reshape(len(x), *context.shape.dims)
 
 
-def _broadcast(context: Context) -> Function:
-    dims, into = context.shape.dims, integers(context.attributes.get("dimensions"))
-    sizes = dict(zip(into, context.operand_shape().dims, strict=True))
-    shape = [sizes.get(dim, 1) for dim in range(len(dims))]
-    order = [0, *(1 + place for place in np.argsort(into))] if into else None
-
-    def apply(operands: list[Value]) -> Value:
-        x = operands[0] if order is None else operands[0].transpose(order)
-        return np.broadcast_to(x.reshape(len(x), *shape), (len(x), *dims))
-
-    return apply
+def _broadcast(context: Context, xs: list[Value]) -> Value:
+    (x,), dims, into = xs, context.shape.dims, context.dimensions
+    sizes = dict(zip(into, x.shape[1:], strict=True))
+    x = x.transpose(0, *(1 + place for place in np.argsort(into))) if into else x
+    return np.broadcast_to(x.reshape(len(x), *(sizes.get(dim, 1) for dim in range(len(dims)))), (len(x), *dims))
 
 
-def _reshape(context: Context) -> Function:
-    dims = context.shape.dims
-    return lambda operands: operands[0].reshape(len(operands[0]), *dims)
-
-
-def _transpose(context: Context) -> Function:
-    order = [0, *(1 + dim for dim in integers(context.attributes["dimensions"]))]
-    return lambda operands: operands[0].transpose(order)
-
-
-def _reverse(context: Context) -> Function:
-    dims = tuple(1 + dim for dim in integers(context.attributes["dimensions"]))
-    return lambda operands: np.flip(operands[0], dims)
-
-
-def _slice(context: Context) -> Function:
+def _slice(context: Context, xs: list[Value]) -> Value:
     numbers = re.findall(r"\[(\d+):(\d+)(?::(\d+))?\]", context.attributes["slice"])
-    slices = tuple(slice(int(first), int(last), int(step or 1)) for first, last, step in numbers)
-    return lambda operands: operands[0][(slice(None), *slices)]
+    return xs[0][(slice(None), *(slice(int(first), int(last), int(step or 1)) for first, last, step in numbers))]
 
 
-def _concatenate(context: Context) -> Function:
-    axis = 1 + integers(context.attributes["dimensions"])[0]
-    dtype = context.dtype
-    return lambda operands: np.concatenate([convert(x, dtype) for x in spread(operands)], axis=axis)
+def _pad(context: Context, xs: list[Value]) -> Value:
+    padding, fields = [], context.attributes.get("padding", "") if context.shape.dims else ""
+    for field in filter(None, fields.split("x")):
+        low, high, *gap = map(int, field.split("_"))
+        padding.append((low, high, *(gap or [0])))
+    return indexing.pad(xs[0], convert(xs[1], xs[0].dtype), padding)
 
 
-def _pad(context: Context) -> Function:
-    fields = context.attributes.get("padding", "")
-    padding = []
-    for field in fields.split("x") if fields and context.shape.dims else []:
-        low, high, *gap = (int(number) for number in field.split("_"))
-        padding.append((low, high, gap[0] if gap else 0))
-    return lambda operands: indexing.pad(operands[0], convert(operands[1], operands[0].dtype), padding)
+def _dynamic_update_slice(context: Context, xs: list[Value]) -> Value:
+    x, update, *starts = xs
+    return indexing.dynamic_update_slice(convert(x, context.dtype), convert(update, context.dtype), starts)
 
 
-def _dynamic_slice(context: Context) -> Function:
-    sizes = context.shape.dims
-    return lambda operands: indexing.dynamic_slice(operands[0], operands[1:], sizes)
-
-
-def _dynamic_update_slice(context: Context) -> Function:
-    dtype = context.dtype
-
-    def apply(operands: list[Value]) -> Value:
-        x, update, *starts = operands
-        return indexing.dynamic_update_slice(convert(x, dtype), convert(update, dtype), starts)
-
-    return apply
-
-
-def _gather(context: Context) -> Function:
-    windows, rank = indexing.gather_windows(context.attributes), len(context.shape.dims)
-    return lambda operands: indexing.gather(operands[0], operands[1], windows, rank)
-
-
-def _dot(context: Context) -> Function:
-    attributes, dtype = context.attributes, context.dtype
-    return lambda operands: dot(operands[0], operands[1], attributes, dtype)
-
-
-def _convolution(context: Context) -> Function:
-    attributes, dims, dtype = context.attributes, context.shape.dims, context.dtype
-    return lambda operands: convolution(operands[0], operands[1], attributes, dims, dtype)
-
-
-def _partition_id(context: Context) -> Function:
-    value = np.arange(context.num_devices).astype(context.dtype)
-    return lambda _: value
-
-
-def _replica_id(context: Context) -> Function:
-    value = np.zeros(1, context.dtype)
-    return lambda _: value
-
-
-def _tuple(context: Context) -> Function:
-    del context
-    return tuple
-
-
-def _get_tuple_element(context: Context) -> Function:
-    index = int(context.attributes["index"])
-    return lambda operands: operands[0][index]
-
-
-def _identity(context: Context) -> Function:
-    del context
-    return lambda operands: operands[0] if len(operands) == 1 else tuple(operands)
-
-
-def _first(context: Context) -> Function:
-    del context
-    return lambda operands: operands[0]
-
-
-def _copy_start(context: Context) -> Function:
-    del context
-    return lambda operands: (operands[0], operands[0], np.zeros(1, np.uint32))
-
-
-def _copy_done(context: Context) -> Function:
-    del context
-    return lambda operands: operands[0][0]
-
-
-def _token(context: Context) -> Function:
-    del context
-    return lambda _: np.zeros(1, bool)
-
-
-def _reduce_precision(context: Context) -> Function:
+def _reduce_precision(context: Context, xs: list[Value]) -> Value:
     exponent, mantissa = int(context.attributes["exponent_bits"]), int(context.attributes["mantissa_bits"])
-    return lambda operands: reduce_precision(operands[0], exponent, mantissa)
+    return reduce_precision(xs[0], exponent, mantissa)
 
 
-def _fft(context: Context) -> Function:
+def _fft(context: Context, xs: list[Value]) -> Value:
     kind, length = context.attributes["fft_type"], integers(context.attributes["fft_length"])
     transform = {"FFT": np.fft.fftn, "IFFT": np.fft.ifftn, "RFFT": np.fft.rfftn, "IRFFT": np.fft.irfftn}[kind]
-    dtype, axes = context.dtype, range(-len(length), 0)
-    return lambda operands: transform(operands[0], s=length, axes=tuple(axes)).astype(dtype)
+    return transform(xs[0], s=length, axes=tuple(range(-len(length), 0))).astype(context.dtype)
 
 
-def _custom_call(context: Context) -> Function:
+def _custom_call(context: Context, xs: list[Value]) -> Value:
     target = context.attributes.get("custom_call_target", "").strip('"')
     text, devices = context.instruction.shape, context.num_devices
     if target == "AllocateBuffer":
-        return lambda _: tuple_of(text, lambda part: undefined(part, devices))
+        return tuple_of(text, lambda part: undefined(part, devices))
     if target == "AsyncCollectiveStart":
-        rest = parse_parts(text)[2:]
-        return lambda operands: (operands[1], operands[0], *(undefined(part, devices) for part in rest))
+        return xs[1], xs[0], *(undefined(part, devices) for part in parse_parts(text)[2:])
     if target == "AsyncCollectiveDone":
-        return lambda operands: operands[2]
+        return xs[2]
     if target in _TOKEN_CALLS:
-        return lambda _: np.zeros(1, np.uint32)
+        return np.zeros(1, np.uint32)
     if target == "TopK":
-        return functools.partial(_top_k, size=array_shape(parse_parts(text)[0]).dims[-1])
+        return _top_k(xs[0], array_shape(parse_parts(text)[0]).dims[-1])
     if target in _MATRIX_CALLS:
-        return lambda operands: _MATRIX_CALLS[target](operands[0])
+        return _MATRIX_CALLS[target](xs[0])
     if target in _IDENTITY_CALLS:
         if context.operands and same_shape(parse_shape(context.operands[0].shape), parse_shape(text)):
-            return lambda operands: operands[0]
+            return xs[0]
         if target == "PrepareAsyncCallDone":
-            return lambda _: np.zeros(1, np.uint32)
+            return np.zeros(1, np.uint32)
     raise NotInterpretable(f"the custom call {target!r}")
 
 
-def _top_k(operands: list[Value], *, size: int) -> Value:
-    x = operands[0]
+def _top_k(x: np.ndarray, size: int) -> Value:
     order = np.argsort(-convert(x, np.dtype(np.float64)), axis=-1, kind="stable")[..., :size]
     return np.take_along_axis(x, order, -1), order.astype(np.int32)
 
@@ -341,13 +230,46 @@ def tuple_of(text: str, make: Callable[[str], Value]) -> Value:
     return parts[0] if isinstance(parse_shape(text), Array) else tuple(parts)
 
 
-_OPERATIONS: Mapping[str, Callable[[Context], Function]] = {
-    "add-dependency": _first, "after-all": _token, "bitcast": _bitcast, "bitcast-convert": _bitcast_convert,
-    "broadcast": _broadcast, "compare": _compare, "concatenate": _concatenate, "constant": _constant,
-    "convert": _convert, "convolution": _convolution, "copy": _identity, "copy-done": _copy_done,
-    "copy-start": _copy_start, "custom-call": _custom_call, "domain": _first, "dot": _dot,
-    "dynamic-slice": _dynamic_slice, "dynamic-update-slice": _dynamic_update_slice, "fft": _fft, "gather": _gather,
-    "get-tuple-element": _get_tuple_element, "iota": _iota, "opt-barrier": _identity, "optimization-barrier": _identity,
-    "pad": _pad, "partition-id": _partition_id, "reduce-precision": _reduce_precision, "replica-id": _replica_id,
-    "reshape": _reshape, "reverse": _reverse, "slice": _slice, "transpose": _transpose, "tuple": _tuple,
-}  # fmt: skip
+def _first(_: Context, xs: list[Value]) -> Value:
+    return xs[0]
+
+
+def _same(_: Context, xs: list[Value]) -> Value:
+    return xs[0] if len(xs) == 1 else tuple(xs)
+
+
+_RULES: Mapping[str, Rule] = {
+    "add-dependency": _first,
+    "after-all": lambda c, xs: np.zeros(1, bool),
+    "bitcast": lambda c, xs: bitcast(xs[0], c.operand_shape(), c.shape),
+    "bitcast-convert": _bitcast_convert,
+    "broadcast": _broadcast,
+    "compare": lambda c, xs: compare(c.attributes["direction"], c.attributes.get("type", ""), *xs),
+    "concatenate": lambda c, xs: np.concatenate([convert(x, c.dtype) for x in spread(xs)], 1 + c.dimensions[0]),
+    "constant": lambda c, xs: c.literal,
+    "convert": lambda c, xs: convert(xs[0], c.dtype),
+    "convolution": lambda c, xs: convolution(xs[0], xs[1], c.attributes, c.shape.dims, c.dtype),
+    "copy": _same,
+    "copy-done": lambda c, xs: xs[0][0],
+    "copy-start": lambda c, xs: (xs[0], xs[0], np.zeros(1, np.uint32)),
+    "custom-call": _custom_call,
+    "domain": _first,
+    "dot": lambda c, xs: dot(xs[0], xs[1], c.attributes, c.dtype),
+    "dynamic-slice": lambda c, xs: indexing.dynamic_slice(xs[0], xs[1:], c.shape.dims),
+    "dynamic-update-slice": _dynamic_update_slice,
+    "fft": _fft,
+    "gather": lambda c, xs: indexing.gather(xs[0], xs[1], indexing.gather_windows(c.attributes), len(c.shape.dims)),
+    "get-tuple-element": lambda c, xs: xs[0][int(c.attributes["index"])],
+    "iota": _iota,
+    "opt-barrier": _same,
+    "optimization-barrier": _same,
+    "pad": _pad,
+    "partition-id": lambda c, xs: np.arange(c.num_devices).astype(c.dtype),
+    "reduce-precision": _reduce_precision,
+    "replica-id": lambda c, xs: np.zeros(1, c.dtype),
+    "reshape": lambda c, xs: xs[0].reshape(len(xs[0]), *c.shape.dims),
+    "reverse": lambda c, xs: np.flip(xs[0], tuple(1 + dim for dim in c.dimensions)),
+    "slice": _slice,
+    "transpose": lambda c, xs: xs[0].transpose(0, *(1 + dim for dim in c.dimensions)),
+    "tuple": lambda c, xs: tuple(xs),
+}

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.core.signatures import check_callable
+from zero_jax.core.signatures import check_callable, place_of
 from zero_jax.core.tree import PyTree, key_shape, shown
 from zero_jax.core.variables import MODEL_STATE, Variables, joined
-from zero_jax.program.jaxprs import stands_for
+from zero_jax.program.jaxprs import stands_for, used_inputs
 from zero_jax.training import LossFunction, key_parameter, model_state_parameter
 
 
@@ -28,6 +28,7 @@ class ModelFunctions:
       eval_fn: the loss in evaluation (no dropout, running averages), for `zero.make_eval_step` and `zero.Trainer`; None
         where it is not known.
       merge: `merge(params, model_state=None)` returns the model with the params and the model state of a train state.
+      loss: where the loss on the model is written.
 
     Example:
       >>> from flax import nnx
@@ -41,6 +42,11 @@ class ModelFunctions:
     loss_fn: Callable[..., Any]
     eval_fn: Callable[..., Any] | None
     merge: Callable[..., Any]
+    loss: str = ""
+
+    def __repr__(self) -> str:
+        names = [field.name for field in dataclasses.fields(self) if callable(getattr(self, field.name))]
+        return f"ModelFunctions of {self.loss or place_of(self.loss_fn)}: {', '.join(names)}"
 
 
 def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = None) -> ModelFunctions:
@@ -93,7 +99,9 @@ def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = N
 
         return _with_parameters(function, call, has_state=has_state)
 
-    return ModelFunctions(init_fn=init_fn, loss_fn=loss_of(graphdef), eval_fn=loss_of(evaluated), merge=merge)
+    return ModelFunctions(
+        init_fn=init_fn, loss_fn=loss_of(graphdef), eval_fn=loss_of(evaluated), merge=merge, loss=place_of(loss)
+    )
 
 
 def from_linen(
@@ -107,7 +115,8 @@ def from_linen(
     """Makes the functions of a Flax Linen module with any mutable collections and PRNG streams.
 
     Collections other than `params` are model state, and each call of the model in the loss updates them. What modules
-    `sow` is not kept: `out, sown = model(x, mutable=["losses"])` returns it, as `module.apply` does.
+    `sow`, with a `reduce_fn` or without, is new in each call and not kept: `out, sown = model(x, mutable=["losses"])`
+    returns it, as `module.apply` does.
 
     Args:
       module: the `nn.Module`.
@@ -137,13 +146,22 @@ def from_linen(
     def keys_of(key: jax.Array) -> dict[str, jax.Array]:
         return dict(zip(("params", *rngs), jax.random.split(key, 1 + len(rngs)), strict=True))
 
-    sown: set[str] = set()  # collections that a call gives another form: `sow` appends to what was given
+    sown: set[str] = set()  # collections that calls write and never read
 
     def find_sown(key: jax.Array) -> None:
         made = dict(module.init(keys_of(key), *inputs, **options))
-        _, updated = module.apply(made, *inputs, rngs=keys_of(key), **{**options, "mutable": [*made]})
-        structure = jax.tree.structure
-        sown.update(name for name in made if structure(made[name]) != structure(updated.get(name)))
+
+        def call(name: str, collections: dict[str, Any]) -> Any:
+            out, updated = module.apply(collections, *inputs, rngs=keys_of(key), **{**options, "mutable": [*made]})
+            return out, {other: updated[other] for other in updated if other != name}
+
+        for name in made.keys() - {"params"}:
+            others = {other: value for other, value in made.items() if other != name}
+            program = jax.make_jaxpr(lambda value, name=name, others=others: call(name, {**others, name: value}))
+            num_leaves = len(jax.tree.leaves(made[name]))
+            is_read = any(used_inputs(program(made[name]).jaxpr)[:num_leaves])
+            if not is_read and _runs_without(module, others, inputs, {**options, "rngs": keys_of(key)}):
+                sown.add(name)
 
     def init_fn(key: jax.Array) -> PyTree:
         made = dict(module.init(keys_of(key), *inputs, **options))
@@ -184,7 +202,16 @@ def from_linen(
     has_state = isinstance(jax.eval_shape(init_fn, key_shape()), Variables)
     eval_fn = None if eval_loss is None else loss_of(_loss_on_model(eval_loss), updates=False)
     loss_fn = loss_of(function, rngs, updates=True)
-    return ModelFunctions(init_fn=init_fn, loss_fn=loss_fn, eval_fn=eval_fn, merge=merge)
+    return ModelFunctions(init_fn=init_fn, loss_fn=loss_fn, eval_fn=eval_fn, merge=merge, loss=place_of(loss))
+
+
+def _runs_without(module: Any, others: dict[str, Any], inputs: tuple[Any, ...], settings: dict[str, Any]) -> bool:
+    """Returns whether a Linen module runs on `others` of its collections alone: `variable`s that are missing raise."""
+    try:
+        module.apply(others, *inputs, **{**settings, "mutable": [*others]})
+    except Exception:  # of the module too, where it reads the collection in its own way
+        return False
+    return True
 
 
 def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> ModelFunctions:
@@ -243,7 +270,11 @@ def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> 
     arrays, static = eqx.partition(shapes, is_array)
     has_state = bool(jax.tree.leaves((eqx.partition(arrays, is_param)[1], eqx.filter(state, is_array))))
     return ModelFunctions(
-        init_fn=init_fn, loss_fn=loss_of(lambda x: x), eval_fn=loss_of(eqx.nn.inference_mode), merge=merge
+        init_fn=init_fn,
+        loss_fn=loss_of(lambda x: x),
+        eval_fn=loss_of(eqx.nn.inference_mode),
+        merge=merge,
+        loss=place_of(loss),
     )
 
 

@@ -10,7 +10,7 @@ head, `F` hidden, `E` experts, `V` vocabulary.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,23 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from zero_jax.models.decoder_config import DecoderConfig
-from zero_jax.models.experts import run_all, run_dispatched, sigmoid_routes, softmax_routes
+from zero_jax.models.experts import Experts, run_all, run_dispatched, sigmoid_routes, softmax_routes
 from zero_jax.models.gpt import Attend, Batch, LossFn, Params, PlaceFn, TokenLosses, mean_loss, places, whole_logits
 from zero_jax.models.layers import causal_attention, layer_norm, leave, rms_norm, rotate
 from zero_jax.models.rope import rope_frequencies
 from zero_jax.models.sampling import generate_tokens
 
 Losses = dict[str, Array]
+
+
+class Hooks(NamedTuple):
+    """What a caller has a say in within the blocks; the fields are those arguments of `hidden`."""
+
+    segments_BT: Array | None
+    place: PlaceFn
+    attend: Attend
+
+
 _ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=True),
@@ -120,29 +130,21 @@ def hidden(
     Tokens attend to those of their own segment only (None: all are one document); `place` is as for `gpt.hidden`,
     `attend` is causal attention with the arguments of `layers.causal_attention`.
     """
-    x_BTD, losses = _run(config, params, tokens_BT, segments_BT, place=place, attend=attend)
+    x_BTD, losses = _run(config, params, tokens_BT, Hooks(segments_BT, place, attend))
     return x_BTD, losses["balance"].mean()
 
 
-def _run(
-    config: DecoderConfig,
-    params: Params,
-    tokens_BT: Array,
-    segments_BT: Array | None,
-    *,
-    place: PlaceFn,
-    attend: Attend,
-) -> tuple[Array, Losses]:
+def _run(config: DecoderConfig, params: Params, tokens_BT: Array, hooks: Hooks) -> tuple[Array, Losses]:
     """Returns the last hidden states, and the experts' losses `[B]`, summed over the layers."""
     x_BTD = params["embed"][tokens_BT]
     if config.scale_embedding:
         x_BTD *= jnp.asarray(config.d_model**0.5, x_BTD.dtype)
     if config.learned_positions:
-        x_BTD += params["position"][places(tokens_BT, segments_BT)]
-    x_BTD = place(x_BTD, "residual")
+        x_BTD += params["position"][places(tokens_BT, hooks.segments_BT)]
+    x_BTD = hooks.place(x_BTD, "residual")
 
     def block(x_BTD: Array, layer: Params, window: bool) -> tuple[Array, Losses]:
-        run = functools.partial(_block, config, segments_BT=segments_BT, place=place, attend=attend, window=window)
+        run = functools.partial(_block, config, hooks=hooks, window=window)
         # Inside a scan XLA cannot merge the recomputation with the forward pass, so barriers against it only cost.
         return (jax.checkpoint(run, prevent_cse=False) if config.remat else run)(x_BTD, layer)
 
@@ -172,39 +174,14 @@ def _run(
         x_BTD, of_rest = period(x_BTD, left, first=in_periods, num_layers=num_left)
         losses.append(of_rest)
     total = jax.tree.map(lambda *parts: functools.reduce(jnp.add, parts), *losses)
-    return place(_norm(config, x_BTD, params, "final_norm"), "gathered"), total
+    return hooks.place(_norm(config, x_BTD, params, "final_norm"), "gathered"), total
 
 
-def apply_block(
-    config: DecoderConfig,
-    x_BTD: Array,
-    params: Params,
-    *,
-    segments_BT: Array | None,
-    place: PlaceFn,
-    attend: Attend,
-    window: bool,
-) -> tuple[Array, Array]:
-    """Runs one block, with or without a sliding window; returns the residual stream and the experts' balance loss."""
-    settings = {"segments_BT": segments_BT, "place": place, "attend": attend, "window": window}
-    x_BTD, losses = _block(config, x_BTD, params, **settings)
-    return x_BTD, losses["balance"].mean()
-
-
-def _block(
-    config: DecoderConfig,
-    x_BTD: Array,
-    params: Params,
-    *,
-    segments_BT: Array | None,
-    place: PlaceFn,
-    attend: Attend,
-    window: bool,
-) -> tuple[Array, Losses]:
-    """Returns what `apply_block` does, with all losses of the experts."""
-    norm = functools.partial(_norm, config, params=params)
+def _block(config: DecoderConfig, x_BTD: Array, params: Params, hooks: Hooks, window: bool) -> tuple[Array, Losses]:
+    """Runs one block, with or without a sliding window; returns the residual stream and the losses of its experts."""
+    norm, place = functools.partial(_norm, config, params=params), hooks.place
     y_BTD = place(norm(x_BTD, name="attention_norm"), "gathered")
-    attended_BTD = place(_attention(config, y_BTD, params, segments_BT, attend=attend, window=window), "residual")
+    attended_BTD = place(_attention(config, y_BTD, params, hooks, window), "residual")
     if config.post_norms:
         attended_BTD = norm(attended_BTD, name="attention_post_norm")
     if not config.parallel:
@@ -238,9 +215,7 @@ def _mlp(config: DecoderConfig, y_BTD: Array, params: Params) -> Array:
     return _projected(hidden_BTF, params, "down")
 
 
-def _attention(
-    config: DecoderConfig, y_BTD: Array, params: Params, segments_BT: Array | None, *, attend: Attend, window: bool
-) -> Array:
+def _attention(config: DecoderConfig, y_BTD: Array, params: Params, hooks: Hooks, window: bool) -> Array:
     scale, scaling = config.head_dim**-0.5 if config.query_scale is None else config.query_scale, config.rope_scaling
     if config.latent is not None:
         sizes = {"num_heads": config.num_heads, "theta": config.rope_theta, "scaling": scaling}
@@ -248,9 +223,9 @@ def _attention(
         scale *= 1.0 if scaling is None else scaling.logits_factor
     else:
         heads = _heads(config, y_BTD, params, window)
-    out_BTNH = attend(
+    out_BTNH = hooks.attend(
         *heads,
-        segments_BT,
+        hooks.segments_BT,
         scale=scale,
         local_window_size=(config.window - 1, 0) if window and config.window else None,
         logits_soft_cap=config.attention_soft_cap,
@@ -259,7 +234,6 @@ def _attention(
 
 
 def _heads(config: DecoderConfig, y_BTD: Array, params: Params, window: bool) -> tuple[Array, Array, Array]:
-    """Returns queries, keys and values."""
     query_BTNH, key_BTKH, value_BTKH = (
         _projected(y_BTD, params, name).reshape(*y_BTD.shape[:2], -1, config.head_dim)
         for name in ("query", "key", "value")
@@ -297,11 +271,11 @@ def _experts(config: DecoderConfig, y_BTD: Array, params: Params) -> tuple[Array
         logits_BTE = jnp.einsum("BTD,DE->BTE", y_BTD, params["router"], preferred_element_type=jnp.float32)
         routes = sigmoid_routes(logits_BTE, params["router_bias"], k, routing, normalize=normalize)
     activate = _ACTIVATIONS[config.activation]
-    experts = (params["gate"], params["up"], params["down"], activate)
+    experts = Experts(params["gate"], params["up"], params["down"], activate)
     if config.expert_capacity is None:
-        out_BTD = run_all(y_BTD, routes, *experts)
+        out_BTD = run_all(y_BTD, routes, experts)
     else:
-        out_BTD = run_dispatched(y_BTD, routes, *experts, capacity=config.expert_capacity)
+        out_BTD = run_dispatched(y_BTD, routes, experts, capacity=config.expert_capacity)
     if config.num_shared_experts:
         out_BTD += (activate(y_BTD @ params["shared_gate"]) * (y_BTD @ params["shared_up"])) @ params["shared_down"]
     losses = {"balance": routes.balance()}
@@ -355,11 +329,11 @@ def loss_fn(
         return -jnp.take_along_axis(log_probs_BTV, targets_BT[..., None], axis=-1)[..., 0]
 
     def loss(params: Params, batch: Batch) -> tuple[Array, dict[str, Array]]:
-        segments_BT, weights_BT = batch.get("segments"), batch.get("weights")
-        hidden_BTD, losses = _run(config, params, batch["inputs"], segments_BT, place=place, attend=attend)
+        hooks, weights_BT = Hooks(batch.get("segments"), place, attend), batch.get("weights")
+        hidden_BTD, losses = _run(config, params, batch["inputs"], hooks)
         mean, aux = mean_loss(of_tokens(hidden_BTD, _head(config, params), batch["targets"]), weights_BT)
         if config.num_extra_tokens:
-            run = functools.partial(_block, config, segments_BT=segments_BT, place=place, attend=attend, window=False)
+            run = functools.partial(_block, config, hooks=hooks, window=False)
             extra_BT, of_experts = _extra_losses(config, params, hidden_BTD, batch, run=run, of_tokens=of_tokens)
             aux["extra_tokens"], _ = mean_loss(extra_BT, weights_BT)
             mean += config.extra_token_weight * aux["extra_tokens"]

@@ -7,6 +7,7 @@ tokens that an expert takes of a sequence, `S` the `E x C` places of these, `F` 
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -116,31 +117,32 @@ def sigmoid_routes(logits_BTE: Array, bias_E: Array, k: int, routing: SigmoidRou
     )
 
 
-def run_all(y_BTD: Array, routes: Routes, gate_EDF: Array, up_EDF: Array, down_EFD: Array, activate: Callable) -> Array:
+class Experts(NamedTuple):
+    """The weights of experts, each a gated MLP."""
+
+    gate_EDF: Array
+    up_EDF: Array
+    down_EFD: Array
+    activate: Callable[[Array], Array]
+
+
+def run_all(y_BTD: Array, routes: Routes, experts: Experts) -> Array:
     """Returns the weighted sum of each token's experts `[B, T, D]`; every expert computes every token."""
-    dtype, num_experts = y_BTD.dtype, gate_EDF.shape[0]
-    chosen_BTkE = jax.nn.one_hot(routes.experts_BTk, num_experts)
+    gate_EDF, up_EDF, down_EFD, activate = experts
+    chosen_BTkE = jax.nn.one_hot(routes.experts_BTk, gate_EDF.shape[0])
     weights_BTE = jnp.einsum("BTk,BTkE->BTE", routes.weights_BTk, chosen_BTkE)
     hidden_BTEF = activate(jnp.einsum("BTD,EDF->BTEF", y_BTD, gate_EDF))
     hidden_BTEF *= jnp.einsum("BTD,EDF->BTEF", y_BTD, up_EDF)
-    hidden_BTEF *= weights_BTE[..., None].astype(dtype)
+    hidden_BTEF *= weights_BTE[..., None].astype(y_BTD.dtype)
     return jnp.einsum("BTEF,EFD->BTD", hidden_BTEF, down_EFD)
 
 
-def run_dispatched(
-    y_BTD: Array,
-    routes: Routes,
-    gate_EDF: Array,
-    up_EDF: Array,
-    down_EFD: Array,
-    activate: Callable,
-    *,
-    capacity: float,
-) -> Array:
+def run_dispatched(y_BTD: Array, routes: Routes, experts: Experts, *, capacity: float) -> Array:
     """Returns the weighted sum of each token's experts `[B, T, D]`; an expert computes the tokens that it takes.
 
     It takes `capacity` times an even share of a sequence, the first ones that chose it.
     """
+    gate_EDF, up_EDF, down_EFD, activate = experts
     (B, T, D), E, k = y_BTD.shape, gate_EDF.shape[0], routes.experts_BTk.shape[-1]
     C = min(T, math.ceil(capacity * k * T / E))
     places_BTE = jnp.cumsum(routes.is_chosen_BTE, axis=1) - routes.is_chosen_BTE

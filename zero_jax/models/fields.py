@@ -26,29 +26,26 @@ def check_fields(config: Any, *, may_be_zero: Collection[str] = ()) -> None:
     """
     hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
-        value, hint = getattr(config, field.name), hints[field.name]
+        name, value, hint = field.name, getattr(config, field.name), hints[field.name]
         is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-        members = typing.get_args(hint) if is_union else (hint,)
-        if value is None and type(None) in members:
+        kind, *others = typing.get_args(hint) if is_union else (hint,)
+        if value is None and type(None) in others:
             continue
-        if members[0] is bool:
-            if not isinstance(value, bool):
-                raise ValueError(f"{field.name}={short(value)}: give True or False")
-        elif members[0] in (int, float):
-            _check_number(field.name, value, members[0], lowest=0 if field.name in may_be_zero else 1)
-        elif typing.get_origin(members[0]) is Literal:
-            words = typing.get_args(members[0])
-            if value not in words:
-                raise ValueError(f"{field.name}={short(value)} is unknown: use {' or '.join(map(repr, words))}")
+        if kind is bool and not isinstance(value, bool):
+            raise ValueError(f"{name}={short(value)}: give True or False")
+        if kind in (int, float):
+            _check_number(name, value, kind, may_be_zero=name in may_be_zero)
+        words = typing.get_args(kind)
+        if typing.get_origin(kind) is Literal and value not in words:
+            raise ValueError(f"{name}={short(value)} is unknown: use {' or '.join(map(repr, words))}")
 
 
-def _check_number(name: str, value: Any, kind: type, *, lowest: int) -> None:
-    allowed, wanted = (int, "a whole number") if kind is int else (int | float, "a number")
-    if isinstance(value, bool) or not isinstance(value, allowed):
-        raise ValueError(f"{name}={short(value)}: give {wanted}")
-    if not (value > 0 or (value == 0 and lowest == 0)):
-        at_least = f"{name} of at least {lowest}" if kind is int else "a number above 0"
-        raise ValueError(f"{name}={short(value)} is not positive: give {at_least if lowest else '0 or more'}")
+def _check_number(name: str, value: Any, kind: type, *, may_be_zero: bool) -> None:
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
+        raise ValueError(f"{name}={short(value)}: give {'a whole number' if kind is int else 'a number'}")
+    if not (value > 0 or (value == 0 and may_be_zero)):
+        at_least = "0 or more" if may_be_zero else f"{name} of at least 1" if kind is int else "a number above 0"
+        raise ValueError(f"{name}={short(value)} is not positive: give {at_least}")
     largest = _LARGEST.get(name, _LARGEST_NUMBER)
     if value > largest:
         raise ValueError(f"{name}={short(value)}: give at most {largest}")

@@ -167,19 +167,6 @@ def param_specs(config: GPTConfig, *, vocab: bool = True, model_size: int | None
     return specs
 
 
-def path_specs(
-    config: GPTConfig, *, layer: str, leaf: str, embedding: str, vocab: bool, model_size: int | None
-) -> dict[str, PartitionSpec]:
-    """Returns what `param_specs` does for this GPT in Flax, as patterns of the paths of its params."""
-    param_specs(config, vocab=vocab, model_size=model_size)  # says what does not divide
-    stack = (None,) if config.scan else ()
-    specs = {
-        rf"{layer}/(query|key|value|up)/{leaf}": PartitionSpec(*stack, None, "model"),
-        rf"{layer}/(out|down)/{leaf}": PartitionSpec(*stack, "model"),
-    }
-    return specs | {embedding: PartitionSpec("model")} if vocab else specs
-
-
 def apply(config: GPTConfig, params: Params, tokens_BT: Array, segments_BT: Array | None = None) -> Array:
     """Returns the logits `[B, T, V]` of the next token at every place, in the params' dtype."""
     return hidden(config, params, tokens_BT, segments_BT) @ params["embed"].T

@@ -54,39 +54,25 @@ def causal_attention(
       logits_soft_cap: c: logits x become `c * tanh(x / c)`.
     """
     has_own_width = v_BTGK.shape[-1] != k_BTGK.shape[-1]
-    if q_BTHK.dtype == jnp.float16 or logits_soft_cap is not None or has_own_width:
-        settings = {"scale": scale, "window": local_window_size, "cap": logits_soft_cap}
-        return _capped_attention(q_BTHK, k_BTGK, v_BTGK, segments_BT, **settings)
-    same_B1TT = None if segments_BT is None else (segments_BT[:, None, :, None] == segments_BT[:, None, None, :])
-    return jax.nn.dot_product_attention(
-        q_BTHK, k_BTGK, v_BTGK, mask=same_B1TT, is_causal=True, scale=scale, local_window_size=local_window_size
-    )
-
-
-def _capped_attention(
-    q_BTHK: Array,
-    k_BTGK: Array,
-    v_BTGK: Array,
-    segments_BT: Array | None,
-    *,
-    scale: float | None,
-    window: tuple[int, int] | None,
-    cap: float | None,
-) -> Array:
-    """Does what `jax.nn.dot_product_attention` does, which has no cap, one width, and a float16 dot on GPUs alone."""
+    # `jax.nn.dot_product_attention` has no cap, one width, and a float16 dot on GPUs alone.
+    if q_BTHK.dtype != jnp.float16 and logits_soft_cap is None and not has_own_width:
+        same_B1TT = None if segments_BT is None else (segments_BT[:, None, :, None] == segments_BT[:, None, None, :])
+        return jax.nn.dot_product_attention(
+            q_BTHK, k_BTGK, v_BTGK, mask=same_B1TT, is_causal=True, scale=scale, local_window_size=local_window_size
+        )
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     B, T, H, K = q_BTHK.shape
     G = k_BTGK.shape[2]
     distance_TT = jnp.arange(T)[:, None] - jnp.arange(T)
     is_seen = distance_TT >= 0
-    if window is not None:
-        is_seen &= (distance_TT <= window[0]) & (distance_TT >= -window[1])
+    if local_window_size is not None:
+        is_seen &= (distance_TT <= local_window_size[0]) & (distance_TT >= -local_window_size[1])
     if segments_BT is not None:
         is_seen = is_seen & (segments_BT[:, None, None, :, None] == segments_BT[:, None, None, None, :])
     logits_BGRTT = einsum("BTGRK,BSGK->BGRTS", q_BTHK.reshape(B, T, G, H // G, K), k_BTGK)
     logits_BGRTT *= K**-0.5 if scale is None else scale
-    if cap is not None:
-        logits_BGRTT = cap * jnp.tanh(logits_BGRTT / cap)
+    if logits_soft_cap is not None:
+        logits_BGRTT = logits_soft_cap * jnp.tanh(logits_BGRTT / logits_soft_cap)
     weights_BGRTT = jax.nn.softmax(jnp.where(is_seen, logits_BGRTT, -1e30)).astype(v_BTGK.dtype)
     return einsum("BGRTS,BSGK->BTGRK", weights_BGRTT, v_BTGK).astype(v_BTGK.dtype).reshape(B, T, H, -1)
 

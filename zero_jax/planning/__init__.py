@@ -10,6 +10,6 @@ from zero_jax.planning.errors import CompilerCrash, ModelError, explain
 from zero_jax.planning.job import Job, batch_of
 from zero_jax.planning.links import model_sizes
 from zero_jax.planning.plans import LayoutPlans, compile_layouts, make_job, plan, plan_layouts
-from zero_jax.planning.process import COMPILE_ONLY, CompileOptions, compile_plan, run_apart
+from zero_jax.planning.process import COMPILE_ONLY, CompileOptions, call_for, compile_plan
 from zero_jax.planning.report import PlanReport
 from zero_jax.planning.user_modules import resolve

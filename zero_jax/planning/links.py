@@ -27,16 +27,12 @@ _MAX_MODEL = 16
 
 
 class Links:
-    """The time of collectives on the links between the devices of a mesh."""
+    """The time of a program's collectives on the links between the devices of the mesh that it was compiled for.
+
+    `num_devices` are those of the program: of several TPU slices, each has its own.
+    """
 
     def __init__(self, mesh: Mesh, topology: Topology, *, num_devices: int | None = None):
-        """Takes the devices of a program.
-
-        Args:
-          mesh: the mesh that it was compiled for.
-          topology: the hardware.
-          num_devices: the devices of the program: of several TPU slices, each has its own.
-        """
         devices = list(mesh.devices.flat)
         if num_devices is not None and num_devices < len(devices):
             first = _domain(devices[0], topology.hardware)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from zero_jax.core.text_tables import Report, aligned, format_bytes
 
 _MAX_LINES = 15
+# By what a setting of these kinds was found to need too much memory of a device.
+_BY = {"estimate": "estimate", "compiled": "compiler"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -223,7 +226,7 @@ class Ranking(Report):
         if self.rejected:
             usable = f"{format_bytes(self.capacity_bytes, decimals=1)} usable"
             lines += ["", f"rejected ({len(self.rejected)}, the nearest first, {usable})"]
-            lines += [f"  {line}" for line in _rejections(self.rejected, self.capacity_bytes)]
+            lines.append(textwrap.indent(_rejections(self.rejected, self.capacity_bytes), "  "))
         if any(entry.host_bytes for entry in (*self.ranked, *self.rejected)):
             lines += ["", f"host memory for each device: {host_memory(self.host_capacity_bytes)}"]
         if self.ranked and (waiting := len(self.ranked) - len(compiled)):
@@ -268,45 +271,36 @@ def _shown(entry: Ranked) -> str:
     return "unknown" if entry.seconds == float("inf") else f"{entry.seconds:.4g}"
 
 
-def _rejections(rejected: Sequence[Ranked], capacity_bytes: float) -> list[str]:
-    """Returns a line for each rejected setting, those of the fewest bytes first.
+def _rejections(rejected: Sequence[Ranked], capacity_bytes: float) -> str:
+    """Returns the rejected settings: a table of those that need too much memory, and the others by their reason.
 
-    Settings that differ in microbatches only share a line.
+    Those of the fewest bytes come first; settings that differ in microbatches only share a line.
     """
     name_of = naming(rejected)
     groups: dict[tuple[Any, ...], list[Ranked]] = {}
     for entry in rejected:
         alike = dataclasses.replace(entry.setting, num_microbatches=1)
-        is_size = entry.kind in ("estimate", "compiled")
-        groups.setdefault((alike, entry.kind, "" if is_size else entry.reason), []).append(entry)
-    by_reason: dict[str, list[str]] = {}
-    nearest = sorted(groups.items(), key=lambda item: min(entry.bytes for entry in item[1]))
-    for (alike, _, _), entries in nearest:
+        groups.setdefault((alike, entry.kind, "" if entry.kind in _BY else entry.reason), []).append(entry)
+    rows, by_reason = [("setting", "GB", "short of", "by", "")], dict[str, list[str]]()
+    for (alike, kind, reason), entries in sorted(groups.items(), key=lambda item: min(x.bytes for x in item[1])):
         counts = ",".join(str(entry.setting.num_microbatches) for entry in entries)
         text = name_of(alike).replace(alike.describe("1"), alike.describe(counts))
-        by_reason.setdefault(_shared_reason(entries, capacity_bytes), []).append(text)
-    lines: list[str] = []
+        if kind not in _BY:
+            by_reason.setdefault(reason, []).append(text)
+            continue
+        least, most = min(entries, key=lambda x: x.bytes), max(entries, key=lambda x: x.bytes)
+        sizes = dict.fromkeys(f"{entry.bytes / 1e9:.1f}" for entry in (least, most))
+        note = least.outcome.error if least.outcome else least.estimated.note if least.estimated else ""
+        rows.append((text, " to ".join(sizes), f"{(least.bytes - capacity_bytes) / 1e9:.1f}", _BY[kind], note))
+    lines = [aligned(rows, right={1, 2})] if rows[1:] else []
     for reason, settings in by_reason.items():
-        if len(settings) == 1:
-            lines.append(f"{settings[0]}: {reason}")
-        else:
-            lines += [f"{len(settings)} alike: {reason}", *(f"  {setting}" for setting in settings)]
-    return lines
+        lines += [f"{reason}:", *(f"  {setting}" for setting in settings)]
+    return "\n".join(lines)
 
 
-def _shared_reason(entries: Sequence[Ranked], capacity_bytes: float) -> str:
-    sizes = [entry.bytes for entry in entries]
-    if len(set(entry.reason for entry in entries)) == 1:
-        return entries[0].reason
-    compiled = "compiled, " if entries[0].kind == "compiled" else ""
-    return f"{compiled}{shortage(min(sizes), capacity_bytes, most=max(sizes))}"
-
-
-def shortage(needed_bytes: float, capacity_bytes: float, *, most: float | None = None, note: str = "") -> str:
-    """Returns a line on how much memory is missing; with `most`, for settings of `needed_bytes` to `most` bytes."""
+def shortage(needed_bytes: float, capacity_bytes: float, *, note: str = "") -> str:
+    """Returns a line on how much memory is missing."""
     gb = lambda num_bytes: format_bytes(num_bytes, decimals=1)  # noqa: E731
-    upto = f" to {gb(most)}" if most is not None else ""
-    least = " at least" if most is not None else ""
     consists = f" ({note})" if note else ""
-    missing = f"short of {gb(needed_bytes - capacity_bytes)}{least}"
-    return f"needs {gb(needed_bytes)}{upto}{consists}, {gb(capacity_bytes)} usable: {missing}"
+    missing = f"short of {gb(needed_bytes - capacity_bytes)}"
+    return f"needs {gb(needed_bytes)}{consists}, {gb(capacity_bytes)} usable: {missing}"

@@ -12,14 +12,8 @@ from zero_jax.hlo import Instruction, Program
 from zero_jax.planning.kernel_text import kernel_module
 from zero_jax.planning.links import Links
 from zero_jax.sharding.topology import Hardware, Topology
+from zero_jax.transforms import KERNEL_SECONDS, KERNEL_SHARES
 
-# The launch of a GPU kernel.
-KERNEL_SECONDS = 3e-6
-# The share of the peak at which kernels compute. cuDNN's attention on H100, heads of 128, sequences of 2,048: 617
-# TFLOP/s forward and 465 backward, of 989 (Shah et al. 2024, "FlashAttention-3", figures 5 and 6). Of Pallas kernels on
-# TPU there is no published measurement: 0.7 is assumed, not measured (docs/estimates.md shows what it makes of steps
-# whose time is published).
-KERNEL_SHARES = {"pallas": 0.7, "cudnn attention": 0.6, "cudnn attention backward": 0.47}
 # A compiler's estimate is ignored if it is above a second, and above this multiple of the time of flops and bytes.
 _IMPLAUSIBLE = 1e4
 
@@ -186,8 +180,10 @@ class _Compute:
 
     def busy(self, work: hlo.Work) -> float:
         """Returns the seconds of some work, bound by matrix products or by memory."""
-        peak = self.hardware.flops_per_second * KERNEL_SHARES.get(work.engine, 1.0)
-        return max(work.flops / peak, work.bytes / self.hardware.memory_bytes_per_second)
+        hardware = self.hardware
+        flops_per_second = hardware.flops_per_second * KERNEL_SHARES.get(work.engine, hardware.product_share)
+        bytes_per_second = hardware.memory_bytes_per_second * hardware.memory_share
+        return max(work.flops / flops_per_second, work.bytes / bytes_per_second)
 
 
 def _assumptions(hardware: Hardware, compute: _Compute, *, has_network: bool, host_bytes: int) -> tuple[str, ...]:
@@ -201,7 +197,10 @@ def _assumptions(hardware: Hardware, compute: _Compute, *, has_network: bool, ho
         link = f"links: {hardware.link_bytes_per_second / 1e9:.0f} GB/s a direction, both directions of a closed ring, "
         link += "all torus dims of a group at once"
     else:
-        busy = f"computation: {peak} or {memory}, whichever takes longer, and 3 us a kernel: an optimistic bound"
+        busy = (
+            f"computation: {hardware.product_share:.0%} of {peak} or {hardware.memory_share:.0%} of {memory} (shares "
+            "that an H100 reached), whichever takes longer, and 3 us a kernel"
+        )
         link = f"links: {hardware.link_bytes_per_second / 1e9:.0f} GB/s a device inside a host"
     network = f"{hardware.network_bytes_per_second / 1e9:.1f} GB/s a device between slices or hosts"
     assumptions = [

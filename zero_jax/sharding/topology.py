@@ -37,6 +37,8 @@ class Hardware:
         memory, which takes XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 (JAX's own default is 0.75).
       flops_per_second: dense bfloat16 multiply-adds, two operations each, at the nominal clock.
       memory_bytes_per_second: bandwidth of the device memory.
+      product_share: share of the FLOPs that large products reach where the compiler gives no cycles (GPUs).
+      memory_share: the same of the bandwidth of the memory.
       clock_hz: the clock that the TPU compiler's cycles count; None where it gives none.
       link_bytes_per_second: one direction of one link of a TPU's torus, or of all NVLinks of a GPU together.
       network_bytes_per_second: one direction of a device's share of the network between slices or hosts.
@@ -53,6 +55,8 @@ class Hardware:
     usable_bytes: int
     flops_per_second: float
     memory_bytes_per_second: float
+    product_share: float = 1.0
+    memory_share: float = 1.0
     clock_hz: float | None = None
     link_bytes_per_second: float
     network_bytes_per_second: float
@@ -86,14 +90,16 @@ def _tpu(*figures: Any, gib: float, ghz: float, **rest: Any) -> Hardware:
 
 def _gpu(name: str, *figures: Any, memory_bytes: int, **rest: Any) -> Hardware:
     rest |= {"platform": "cuda", "usable_bytes": memory_bytes * 9 // 10, "example": f"{name}:1x8"}
-    return _hardware(name, *figures, **rest)
+    return _hardware(name, *figures, product_share=0.72, memory_share=0.88, **rest)
 
 
-# Usable memory: "available HBM" of the TPU compiler's own out-of-memory errors (libtpu 0.0.42). Speeds: Google's system
-# architecture pages; links per direction: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter 2. GPU
-# memory and bandwidth: XLA's target configurations; FLOPs, NVLink and PCIe x 16: NVIDIA's data sheets; a NIC of 400
-# Gb/s a GPU (A100: 200). Between a TPU and its host 12 GB/s are assumed, below PCIe 3.0 x 16. Host memory: Google's
-# machine types (ct5p-hightpu-4t has 448 GB for 4 chips, a3-highgpu-8g 1,872 GB for 8 GPUs), where it was looked up.
+# Usable memory: "available HBM" of the TPU compiler's own out-of-memory errors (libtpu 0.0.42). Speeds: Google's
+# system architecture pages; links per direction: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter
+# 2. GPU memory and bandwidth: XLA's target configurations; FLOPs and NVLink: NVIDIA's data sheets; a NIC of 400 Gb/s
+# a GPU (A100: 200). The shares of GPUs and 78% of PCIe x 16 are what an H100 reached for seconds on end, products of
+# bf16 (640 to 735 TFLOP/s), copies on the device (2.9 TB/s) and to its host (45 to 55 GB/s). Between a TPU and its
+# host 12 GB/s are assumed, below PCIe 3.0 x 16. Host memory: Google's machine types (ct5p-hightpu-4t has 448 GB for 4
+# chips, a3-highgpu-8g 1,872 GB for 8 GPUs), where it was looked up.
 _TPUS = (
     _tpu("v3", "TPU v3", 61.5, (450, 50, 3.1, 12), gib=15.48, ghz=0.94, host_memory_bytes=8.5e10, wraps_at=16,
          example="v3:4x4"),
@@ -108,11 +114,11 @@ _TPUS = (
     _tpu("tpu7x", "TPU7x", 1153, (3690, 90, 6.25, 12), gib=94.75, ghz=2.2, wraps_at="cubes", example="tpu7x:2x2x2"),
 )  # fmt: skip
 _GPUS = (
-    _gpu("a100", "NVIDIA A100-SXM4-80GB", 312, (2039, 300, 25, 32), memory_bytes=85_100_068_864),
-    _gpu("h100", "NVIDIA H100 80GB HBM3", 989, (3352, 450, 50, 64), memory_bytes=84_978_434_048,
+    _gpu("a100", "NVIDIA A100-SXM4-80GB", 312, (2039, 300, 25, 25), memory_bytes=85_100_068_864),
+    _gpu("h100", "NVIDIA H100 80GB HBM3", 989, (3352, 450, 50, 50), memory_bytes=84_978_434_048,
          host_memory_bytes=2.34e11),
-    _gpu("h200", "NVIDIA H200 141GB HBM3e", 989, (4800, 450, 50, 64), memory_bytes=151_397_597_184),
-    _gpu("b200", "NVIDIA B200", 2250, (7672, 900, 50, 64), memory_bytes=191_514_411_008),
+    _gpu("h200", "NVIDIA H200 141GB HBM3e", 989, (4800, 450, 50, 50), memory_bytes=151_397_597_184),
+    _gpu("b200", "NVIDIA B200", 2250, (7672, 900, 50, 50), memory_bytes=191_514_411_008),
 )  # fmt: skip
 HARDWARE: Mapping[str, Hardware] = {hardware.name: hardware for hardware in (*_TPUS, *_GPUS)}
 

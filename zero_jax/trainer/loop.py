@@ -145,16 +145,7 @@ class _Training:
         self.validation = self._make_validation()
         self.progress = Progress(
             sinks=[self._open_writers(start, stack).write, self.console.step] if self.is_first else [],
-            speedometer=make_speedometer(
-                run.model.loss_fn,
-                run.tx,
-                self.state,
-                run.input.batch_shapes,
-                batch_size=run.input.batch_size,
-                num_tokens=run.input.num_tokens,
-                mesh=mesh,
-                config=run.zero,
-            ),
+            speedometer=make_speedometer(run.model.loss_fn, run.tx, self.state, run.input, mesh=mesh, config=run.zero),
             schedule=run.schedule,
             param_names=leaf_names(self.state.params),
             noise=NoiseScale.from_json(start.noise) if start.noise else NoiseScale(),
@@ -167,7 +158,6 @@ class _Training:
         self.log(line)
 
     def execute(self) -> TrainResult:
-        """Runs all steps and returns the result."""
         try:
             with Agreement():
                 status = self._run_steps()
@@ -302,7 +292,6 @@ class _Training:
         self.executed.add("step")
 
     def _read_last(self) -> None:
-        """Waits for the last step that was dispatched, unless its metrics were read."""
         last, self.waiting = self.waiting, None
         self._read_back(last)
 

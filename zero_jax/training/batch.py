@@ -23,13 +23,7 @@ def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int 
     """Checks that every leaf of a batch divides over the batch axes and the microbatches.
 
     Without microbatches leaves may differ in their leading dim, as the nodes and edges of a graph do: the loss function
-    sees the whole batch.
-
-    Args:
-      batch: the batch; arrays or shapes.
-      mesh: the mesh.
-      axes: the roles of its axes.
-      num_microbatches: the microbatches; those of a pipeline are a multiple of its stages.
+    sees the whole batch. The microbatches of a pipeline are a multiple of its stages.
 
     Raises:
       ValueError: a leaf does not divide, or leaves of microbatches differ in size.

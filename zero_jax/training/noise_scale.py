@@ -50,13 +50,7 @@ def squared(x: jax.Array) -> jax.Array:
 
 
 def shard_squares(arrays: Sequence[jax.Array], dims: Sequence[Dims], *, mesh: Mesh) -> Squares:
-    """Sums the squares of sharded arrays shard by shard, each device its own, without communication.
-
-    Args:
-      arrays: gradients, of any dtype; they are squared in float32 at least.
-      dims: for each one, how it is sharded.
-      mesh: the mesh.
-    """
+    """Sums the squares of arrays that are sharded as `dims`, shard by shard, without communication."""
     squares: Squares = {}
     for x, leaf_dims in zip(arrays, dims, strict=True):
         key = tuple(dim for dim in leaf_dims if dim)
@@ -82,11 +76,9 @@ def _squares_of_shards(x: jax.Array, *, dims: Dims, mesh: Mesh) -> jax.Array:
 
 
 def mean_of_parts(squares: Squares, weights: jax.Array) -> Parts:
-    """Averages the squared norms of parts by weight; sends one scalar for each sharding.
+    """Averages the squared norms of parts, stacked on the dims of `weights`, by weight; sends a scalar a sharding.
 
-    Args:
-      squares: `shard_squares` of each part, stacked on the dims of `weights`.
-      weights: the weight of each part. A part of weight 0 is left out: its gradient may be 0 / 0.
+    A part of weight 0 is left out: its gradient may be 0 / 0.
     """
     total = jnp.float32(0)
     for x in squares.values():
@@ -150,6 +142,13 @@ class NoiseScale:
     Signal and noise are averaged over steps separately, and the averages are divided: the ratio of averages
     is nearly unbiased, the average of ratios is not (appendix A.1). Its standard error is that of a ratio to first
     order, from the running variances of both and their covariance.
+
+    Example:
+      >>> noise = zero.NoiseScale(min_steps=2)
+      >>> for grad_norm in (1.0, 1.1):  # of each step's metrics
+      ...     estimate = noise.update(grad_norm=grad_norm, small_grad_norm_sq=2.0, num_small_grads=4, batch_size=16)
+      >>> estimate is not None
+      True
     """
 
     def __init__(self, *, decay: float = 0.99, min_steps: int = 20):

@@ -44,15 +44,9 @@ def releases() -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SameProgram:
-    """Compares a jitted function between the processes of a mesh, once for each structure of its arguments.
+    """Compares a jitted function between the processes of a mesh, once for each structure of its arguments."""
 
-    Attributes:
-      what: the name of the function, for errors.
-      mesh: the mesh.
-      config: the config, which chooses the compiler options.
-    """
-
-    what: str
+    what: str  # for errors
     mesh: Mesh
     config: ZeroConfig
     _agreed: set[Any] = dataclasses.field(default_factory=set, repr=False)
@@ -67,11 +61,7 @@ class SameProgram:
 
         Lowering it here costs nothing more: the call that follows takes what was lowered.
 
-        Args:
-          jitted: the jitted function.
-          state: its first argument: arrays, or their shapes.
-          batch: its second argument.
-          of: the structure of the state, where the function takes several.
+        `of` is the structure of the state, where the function takes several.
 
         Raises:
           ValueError: the processes differ.
@@ -107,12 +97,7 @@ def program_text(lowered: Any) -> str:
 
 
 def check_sizes(batch: PyTree, mesh: Mesh) -> None:
-    """Raises `ValueError` if another process has placed a batch of such leaves, but of another size; waits for none.
-
-    Args:
-      batch: a placed batch, of global shapes.
-      mesh: its mesh.
-    """
+    """Raises `ValueError` if another process has placed a batch of such leaves, but of another size; waits for none."""
     if not (processes := _processes_of(mesh)):
         return
     leaves = leaves_by_name(batch)

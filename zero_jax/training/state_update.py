@@ -17,26 +17,35 @@ from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.precision import LossScale, cast_floating, update_loss_scale
 from zero_jax.training.grads.norm import GlobalNorm
-from zero_jax.training.grads.partial import fill_zeros
+from zero_jax.training.grads.step_grads import StepGrads
 from zero_jax.training.optimizer.frozen import flags_of_all
 from zero_jax.training.optimizer.rounding import round_tree
 from zero_jax.training.optimizer.streaming import Argument, stream
-from zero_jax.training.optimizer.update import TracedUpdate, apply_update, evaluate_update, trace_update, update_if
+from zero_jax.training.optimizer.update import (
+    Offers,
+    TracedUpdate,
+    apply_update,
+    evaluate_update,
+    trace_update,
+    update_if,
+)
 from zero_jax.training.state.matrix_updates import matrix_program
 from zero_jax.training.state.placement import Placement
-from zero_jax.training.state.train_state import TrainState, merge, trainable
+from zero_jax.training.state.train_state import TrainState, fill_zeros, keep_same, merge, trainable
 from zero_jax.training.zero_config import ZeroConfig
+
+
+class UpdatedState(NamedTuple):
+    """What an update makes of a state: new master params, their low-precision copy, and the optimizer's state."""
+
+    masters: PyTree
+    low: PyTree
+    opt_state: PyTree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffloadedState:
-    """A train state within a step, and which of its leaves are on the host.
-
-    Attributes:
-      state: the state.
-      placement: how it is sharded.
-      on_host: a flag for each leaf of `opt_state`, of `master`, of `params` and of `model_state`.
-    """
+    """A train state within a step, and by group a flag for each leaf, whether it is on the host."""
 
     state: TrainState
     placement: Placement
@@ -63,15 +72,13 @@ class OffloadedState:
         leaves = [_shape(x) if on_host else x for x, on_host in zip(leaves, self._master_flags, strict=True)]
         return tree.unflatten(pinned(leaves, self.placement.param_shardings("master"), but=self._master_flags))
 
-    def update(
-        self, tx: Any, function: Callable[..., Any], *extras: PyTree, same: list[bool]
-    ) -> tuple[PyTree, PyTree, PyTree]:
-        """Returns new master params, their low-precision copy and optimizer state, in the memories of the old ones.
+    def update(self, tx: Any, function: Callable[..., UpdatedState], *extras: PyTree, same: list[bool]) -> UpdatedState:
+        """Returns the updated state, in the memories of the old one.
 
         Args:
           tx: the optimizer.
-          function: maps master params, optimizer state and `extras` to new master params, their copy (None if there is
-            none) and the new optimizer state.
+          function: maps master params, optimizer state and `extras` to what an update makes of them; the copy is None
+            if there is none.
           *extras: further arguments of the function, on the devices.
           same: for each trainable param whether the update never changes it; such params are not moved.
 
@@ -112,7 +119,7 @@ class OffloadedState:
         masters = masters_tree.unflatten(results[:num_masters])
         copies = masters_tree.unflatten(results[num_masters : num_masters + num_copies]) if num_copies else masters
         opt_state = jax.tree.unflatten(jax.tree.structure(state.opt_state), results[num_masters + num_copies :])
-        return masters, copies, opt_state
+        return UpdatedState(masters, copies, opt_state)
 
     def _copies(self, shardings: PyTree) -> list[Argument]:
         """Returns the arrays that new low-precision params are written to: the old ones if they are sharded alike."""
@@ -147,15 +154,7 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 
 
 class Scalars(NamedTuple):
-    """What an update gets besides arrays of the params.
-
-    Attributes:
-      norm: the global norm of the gradients.
-      finite: whether they are finite.
-      loss: the loss.
-      loss_scale: the loss scale, or None.
-      rounding_key: the key of stochastic rounding, or None.
-    """
+    """What an update gets besides arrays of the params; `norm` is that of the gradients, `finite` whether they are."""
 
     norm: GlobalNorm
     finite: jax.Array
@@ -195,7 +194,7 @@ class UpdateProgram:
         grads: PyTree,
         *,
         finite: jax.Array,
-        offers: dict[str, Any],
+        offers: Offers,
         traced: TracedUpdate | None = None,
     ) -> tuple[PyTree, PyTree]:
         """Returns new master params and optimizer state; the old ones if a gradient is not finite.
@@ -203,9 +202,9 @@ class UpdateProgram:
         `traced` is the trace of the update for these arguments, if there is one.
         """
         params, trace = trainable(masters), None
-        apply = lambda params, opt_state: apply_update(self.tx, grads, opt_state, params, **offers)  # noqa: E731
+        apply = lambda params, opt_state: apply_update(self.tx, grads, opt_state, params, offers)  # noqa: E731
         if traced is not None and not traced.calls_functions:
-            trace = traced.jaxpr, jax.tree.leaves((grads, opt_state, params, offers["value"], offers["full_grads"]))
+            trace = traced.jaxpr, jax.tree.leaves((grads, opt_state, params, offers.value, offers.full_grads))
             if traced.is_rewritten:
                 apply = functools.partial(evaluate_update, *trace)
         if self.config.skip_nonfinite is False:
@@ -227,29 +226,24 @@ class UpdateProgram:
         return dataclasses.replace(traced, jaxpr=program.rewritten(), is_rewritten=True)
 
     def streamed_update(
-        self,
-        offloaded: OffloadedState,
-        scaled_grads: PyTree,
-        scalars: Scalars,
-        *,
-        same: list[bool],
-    ) -> tuple[PyTree, PyTree, PyTree]:
-        """Returns new master params, their low-precision copy and optimizer state of a state partly on the host.
+        self, offloaded: OffloadedState, scaled_grads: PyTree, scalars: Scalars, *, same: list[bool]
+    ) -> UpdatedState:
+        """Returns the update of a state partly on the host.
 
         Gradients are cast, unscaled and clipped in the same chunks: all of them in the master params' dtype at once
         would take as much memory as the offload saves.
         """
         placement = offloaded.placement
 
-        def function(masters: PyTree, opt_state: PyTree, scaled_grads: PyTree, scalars: Any) -> Any:
+        def function(masters: PyTree, opt_state: PyTree, scaled_grads: PyTree, scalars: Any) -> UpdatedState:
             wide = placement.precision.for_optimizer(masters)
             grads = self.unscale(scaled_grads, wide, placement, scalars.loss_scale)
-            offers = {"value": scalars.loss, "full_grads": fill_zeros(grads, wide)}
+            offers = Offers(scalars.loss, fill_zeros(grads, wide))
             clipped = fill_zeros(self.clip(grads, scalars.norm), wide)
             wide, opt_state = self.update(wide, opt_state, clipped, finite=scalars.finite, offers=offers)
             masters = self.rounded(wide, masters, scalars.rounding_key)
             low = cast_floating(masters, placement.precision.param) if placement.keeps_copy else None
-            return masters, low, opt_state
+            return UpdatedState(masters, low, opt_state)
 
         return offloaded.update(self.tx, function, scaled_grads, scalars, same=same)
 
@@ -257,17 +251,19 @@ class UpdateProgram:
         self,
         state: TrainState,
         placement: Placement,
+        updated: UpdatedState,
+        of_batch: StepGrads,
         *,
-        params: PyTree,
-        masters: PyTree,
-        opt_state: PyTree,
-        model_state: PyTree,
         finite: jax.Array,
+        same: list[bool],
     ) -> TrainState:
-        """Returns the next train state; leaves of model state that are None (on the host) are those of the old one."""
+        """Returns the next train state, of the update and of what the loss function returned.
+
+        `same` tells of each trainable param whether an update never changes it.
+        """
 
         def settled(old: Any, new: Any) -> Any:
-            if new is None:
+            if new is None:  # model state on the host, which no loss function changes
                 return old
             return new if self.config.skip_nonfinite is False else jnp.where(finite, new, old)
 
@@ -278,11 +274,14 @@ class UpdateProgram:
             scale = update_loss_scale(scale, finite, placement.precision.loss_scale)
         return TrainState(
             step=state.step + 1,
-            params=params,
-            master=masters if placement.keeps_copy else None,
-            opt_state=opt_state,
+            # The low-precision copy of a frozen param is there already: stages 1 and 2 need not gather it.
+            params=keep_same(state.params, placement.params_of(updated.low, into=state.params), same),
+            master=updated.masters if placement.keeps_copy else None,
+            opt_state=updated.opt_state,
             key=state.key,
             loss_scale=scale,
             num_skipped_steps=state.num_skipped_steps + skipped,
-            model_state=jax.tree.map(settled, state.model_state, model_state, is_leaf=lambda x: x is None),
+            model_state=jax.tree.map(settled, state.model_state, of_batch.model_state, is_leaf=lambda x: x is None),
+            # The gradients of a skipped step are not applied, nor are the errors that were added to them.
+            grad_errors=jax.tree.map(lambda new, old: jnp.where(finite, new, old), of_batch.errors, state.grad_errors),
         )

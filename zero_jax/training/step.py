@@ -19,17 +19,25 @@ from zero_jax.training.batch import check_batch
 from zero_jax.training.compiled_step import TrainStep
 from zero_jax.training.evaluation import Metrics, replicated
 from zero_jax.training.grads.norm import global_norm
-from zero_jax.training.grads.partial import fill_zeros, keep_same, leaf_index
 from zero_jax.training.grads.step_grads import loss_and_grads
 from zero_jax.training.loss.function import MeshLoss, normalize_loss
+from zero_jax.training.loss.kept_values import with_values
 from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.optimizer.frozen import needed_grads, unchanged
 from zero_jax.training.optimizer.rounding import rounding_key
-from zero_jax.training.optimizer.update import trace_update, value_dtype
+from zero_jax.training.optimizer.update import Offers, trace_update, value_dtype
 from zero_jax.training.state.making import check_optimizer
 from zero_jax.training.state.placement import Placement, make_placement
-from zero_jax.training.state.train_state import TrainState, merge, trainable, used_by_optimizer
-from zero_jax.training.state_update import OffloadedState, Scalars, UpdateProgram, pinned
+from zero_jax.training.state.train_state import (
+    TrainState,
+    fill_zeros,
+    keep_same,
+    leaf_index,
+    merge,
+    trainable,
+    used_by_optimizer,
+)
+from zero_jax.training.state_update import OffloadedState, Scalars, UpdatedState, UpdateProgram, pinned
 from zero_jax.training.zero_config import ZeroConfig, check_config
 
 
@@ -67,38 +75,28 @@ class _Program(UpdateProgram):
 
     def step(self, state: TrainState, batch: PyTree, placement: Placement | None = None) -> tuple[TrainState, Metrics]:
         placement = placement or make_placement(state.variables, mesh=self.mesh, config=self.config)
-        check_batch(batch, mesh=self.mesh, axes=placement.axes, num_microbatches=self.config.num_microbatches)
+        loss, arguments = self.prepared(state, batch, placement)
         offloaded = OffloadedState.of(state, placement)
         stored = offloaded.masters()
-        masters, key = placement.precision.for_optimizer(stored), jax.random.fold_in(state.key, state.step)
+        masters = placement.precision.for_optimizer(stored)
         traced = trace_update(self.tx, trainable(masters), state.opt_state)
         needed = needed_grads(traced)
-        step_loss = StepLoss(LossProgram(self.loss_fn), placement, self.config)
-        variables, batch = step_loss.cast(state.variables, batch, key)
-        of_batch = loss_and_grads(
-            step_loss, variables, batch, key, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors
-        )
-        parts, errors = of_batch.parts, of_batch.errors
-        scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
+        of_batch = loss_and_grads(loss, arguments, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors)
         grads = self.unscale(of_batch.grads, masters, placement, state.loss_scale)
         norm = global_norm(jax.tree.leaves(grads))
-        offers = {
-            "value": of_batch.loss.astype(value_dtype(trainable(masters))),
-            "full_grads": fill_zeros(grads, masters),
-        }
+        offers = Offers(of_batch.loss.astype(value_dtype(trainable(masters))), fill_zeros(grads, masters))
         if traced.calls_functions:
-            if errors is not None:
+            if of_batch.errors is not None:
                 raise ValueError(
                     "quantize: error_feedback: the optimizer takes gradients at other params (a line search, or SAM), "
                     "to which the error of the last one does not belong: leave error_feedback out"
                 )
-            offers |= self.objective(state, step_loss, batch, key, needed)
-        finite = norm.first_nonfinite < 0
-        same = unchanged(traced, needed=needed)
-        rounding = rounding_key(key) if placement.precision.rounds_stochastically else None
+            offers = offers._replace(**self.objective(state, loss, arguments, needed))
+        finite, same = norm.first_nonfinite < 0, unchanged(traced, needed=needed)
+        rounding = rounding_key(arguments[-1]) if placement.precision.rounds_stochastically else None
         if offloaded.any:
-            scalars = Scalars(norm, finite, offers["value"], state.loss_scale, rounding)
-            new_masters, low, opt_state = self.streamed_update(offloaded, of_batch.grads, scalars, same=same)
+            scalars = Scalars(norm, finite, offers.value, state.loss_scale, rounding)
+            updated = self.streamed_update(offloaded, of_batch.grads, scalars, same=same)
         else:
             clipped = fill_zeros(self.clip(grads, norm), masters)
             whole = self.with_whole_matrices(traced, state, placement)
@@ -107,20 +105,10 @@ class _Program(UpdateProgram):
             )
             new_masters = keep_same(stored, self.rounded(new_masters, stored, rounding), same)
             new_masters = lax.with_sharding_constraint(new_masters, placement.param_shardings("master"))
-            low = new_masters
-        # The low-precision copy of a frozen param is there already: stages 1 and 2 need not gather it.
-        new_state = self.new_state(
-            state,
-            placement,
-            params=keep_same(state.params, placement.params_of(low, into=state.params), same),
-            masters=new_masters,
-            opt_state=opt_state,
-            model_state=of_batch.model_state,
-            finite=finite,
-        )
-        # The gradients of a skipped step are not applied, nor are the errors that were added to them.
-        errors = jax.tree.map(lambda new, old: jnp.where(finite, new, old), errors, state.grad_errors)
-        new_state = dataclasses.replace(new_state, grad_errors=errors)
+            updated = UpdatedState(new_masters, new_masters, opt_state)
+        new_state = self.new_state(state, placement, updated, of_batch, finite=finite, same=same)
+        scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
+        parts = of_batch.parts
         metrics = Metrics(
             loss=of_batch.loss,
             aux=of_batch.aux,
@@ -134,17 +122,21 @@ class _Program(UpdateProgram):
         )
         return new_state, replicated(metrics, self.mesh)
 
+    def prepared(
+        self, state: TrainState, batch: PyTree, placement: Placement
+    ) -> tuple[StepLoss, tuple[PyTree, PyTree, jax.Array]]:
+        """Returns the loss of a step, and the arguments of its program: variables, batch and key."""
+        check_batch(batch, mesh=self.mesh, axes=placement.axes, num_microbatches=self.config.num_microbatches)
+        loss = with_values(StepLoss(LossProgram(self.loss_fn), placement, self.config), state, batch)
+        key = jax.random.fold_in(state.key, state.step)
+        return loss, (*loss.cast(state.variables, batch, key), key)
+
     def loss_and_grads(self, state: TrainState, batch: PyTree) -> tuple[jax.Array, PyTree]:
         """Returns the loss and the gradients of a step, as `TrainStep.grads` does."""
         placement = make_placement(state.variables, mesh=self.mesh, config=self.config)
-        check_batch(batch, mesh=self.mesh, axes=placement.axes, num_microbatches=self.config.num_microbatches)
-        key = jax.random.fold_in(state.key, state.step)
+        loss, arguments = self.prepared(state, batch, placement)
         needed, _ = used_by_optimizer(self.tx, state, placement.precision)
-        step_loss = StepLoss(LossProgram(self.loss_fn), placement, self.config)
-        variables, batch = step_loss.cast(state.variables, batch, key)
-        of_batch = loss_and_grads(
-            step_loss, variables, batch, key, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors
-        )
+        of_batch = loss_and_grads(loss, arguments, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors)
         masters = placement.precision.for_optimizer(state.masters)
         grads = fill_zeros(self.unscale(of_batch.grads, masters, placement, state.loss_scale), masters)
         replicated_sharding = NamedSharding(self.mesh, PartitionSpec())
@@ -154,20 +146,20 @@ class _Program(UpdateProgram):
         return lax.with_sharding_constraint(of_batch.loss, replicated_sharding), grads
 
     def objective(
-        self, state: TrainState, step_loss: StepLoss, batch: PyTree, key: jax.Array, needed: list[bool]
+        self, state: TrainState, step_loss: StepLoss, arguments: tuple[Any, ...], needed: list[bool]
     ) -> dict[str, Callable[[PyTree], Any]]:
         """Returns the loss of the batch and its gradients as functions of the params that the optimizer updates.
 
         Both are the step's own, microbatches and loss scale included, at params sharded as the master params are.
         """
-        placement = step_loss.placement
+        placement, (_, batch, key) = step_loss.placement, arguments
 
         def evaluate(at: PyTree, needed: list[bool]) -> tuple[jax.Array, PyTree]:
             masters = merge(state.masters, at)
             masters = lax.with_sharding_constraint(masters, placement.param_shardings("master"))
             params = placement.params_of(masters, into=state.params)
             variables = placement.cast(joined(params, state.model_state))
-            of_batch = loss_and_grads(step_loss, variables, batch, key, needed=needed, loss_scale=state.loss_scale)
+            of_batch = loss_and_grads(step_loss, (variables, batch, key), needed=needed, loss_scale=state.loss_scale)
             grads = fill_zeros(self.unscale(of_batch.grads, masters, placement, state.loss_scale), masters)
             return of_batch.loss.astype(value_dtype(at)), grads
 

@@ -55,15 +55,10 @@ class CompilerOption:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """The compiler options of a step on some hardware.
-
-    Attributes:
-      options: those that the compiler knows, in the order in which they are passed.
-      unknown: names of those that it does not know, which are left out.
-    """
+    """The compiler options of a step on some hardware, in the order in which they are passed."""
 
     options: tuple[CompilerOption, ...]
-    unknown: tuple[str, ...]
+    unknown: tuple[str, ...]  # names of those that the compiler does not know, which are left out
 
     @property
     def values(self) -> dict[str, Value]:
@@ -84,31 +79,50 @@ def _option(name: str, value: Value, purpose: str) -> CompilerOption:
     return CompilerOption(name=name, value=value, purpose=purpose)
 
 
-_SPARSE_CORE = (
+_SPARSE_CORE_COLLECTIVES = (
     _option("xla_tpu_enable_sparse_core_collective_offload_all_gather", True,
             "all-gathers run on the SparseCores while the TensorCore computes"),
     _option("xla_tpu_enable_sparse_core_collective_offload_2d_all_gather", True,
             "all-gathers over two dims of the torus run there, too"),
     _option("xla_tpu_enable_sparse_core_collective_offload_reduce_scatter", True,
             "reduce-scatters run on the SparseCores while the TensorCore computes"),
+)  # fmt: skip
+_SPARSE_CORE = (
+    *_SPARSE_CORE_COLLECTIVES,
     _option("xla_tpu_enable_async_collective_fusion_fuse_all_gather", False,
             "all-gathers are not fused with computation, which would keep them on the TensorCore"),
     _option("xla_jf_spmd_threshold_for_windowed_einsum_mib", 1_000_000,
             "products with a gather or a scatter are not cut into windows, whose permutes keep the TensorCore waiting"),
 )  # fmt: skip
-# Two devices a chip: a gather and a reduce-scatter over a whole slice are native, each as one operation, with this.
+# A gather over a whole slice is native, as one operation, with this.
 _NATIVE_GATHERS = _option("xla_tpu_prefer_async_allgather_to_allreduce", True,
                           "a gather over a whole slice is no all-reduce, which sends twice as much")  # fmt: skip
+# What collectives over both dims of a torus rest on (`sharding/spec.py`), with `overlap` or without: else
+# reduce-scatters, and gathers of little, are all-reduces, which send twice as much.
+_PLANAR: Mapping[str, tuple[CompilerOption, ...]] = {
+    "v6e": (
+        *_SPARSE_CORE_COLLECTIVES,
+        _option("xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter", True,
+                "reduce-scatters over both dims of the torus run there, too"),
+        _NATIVE_GATHERS,
+    ),
+}  # fmt: skip
 _COMBINED_GPU_BYTES = 2**30
+_PIPELINED_GPU = {"all_gather": "next", "reduce_scatter": "last", "all_reduce": "last"}
+
+
+def _pipelined(kind: str, which: str) -> CompilerOption:
+    """Returns the option for a kind of collective in loops; JAX 0.11 brought the names of today."""
+    purpose = f"{kind.replace('_', '-')}s of a loop's {which} iteration run beside this one's computation"
+    if jax.__version_info__ < (0, 11):
+        return _option(f"xla_gpu_enable_pipelined_{kind}", True, purpose)
+    return _option(f"xla_gpu_pipeline_{kind}", "COLLECTIVE_PIPELINING_MODE_ON", purpose)
+
+
 _GPU = (
     _option("xla_gpu_enable_latency_hiding_scheduler", True,
             "computation is scheduled between the start and the end of a collective"),
-    _option("xla_gpu_enable_pipelined_all_gather", True,
-            "all-gathers of a loop's next iteration run beside this one's computation"),
-    _option("xla_gpu_enable_pipelined_reduce_scatter", True,
-            "reduce-scatters of a loop's last iteration run beside this one's computation"),
-    _option("xla_gpu_enable_pipelined_all_reduce", True,
-            "all-reduces of a loop's last iteration run beside this one's computation"),
+    *(_pipelined(kind, which) for kind, which in _PIPELINED_GPU.items()),
     _option("xla_gpu_all_gather_combine_threshold_bytes", _COMBINED_GPU_BYTES,
             "all-gathers of a layer are one collective, of up to 1 GiB"),
     _option("xla_gpu_reduce_scatter_combine_threshold_bytes", _COMBINED_GPU_BYTES,
@@ -185,6 +199,10 @@ def compiler_options(*, mesh: Mesh, config: ZeroConfig) -> dict[str, Value]:
 
     Raises:
       ValueError: `combine_bytes` for a platform whose options are not known.
+
+    Example:
+      >>> zero.compiler_options(mesh=mesh, config=config)
+      {}
     """
     check_config(config).axes_of(mesh)
     return step_options(mesh, config).values
@@ -196,7 +214,8 @@ def step_options(mesh: Mesh, config: ZeroConfig) -> StepOptions:
     device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
     is_one_host = len({d.process_index for d in devices}) == 1
     requested = wanted_options(device, config, os.environ, is_one_host=is_one_host)
-    unknown = _unknown(_Compiler.of(device), tuple((option.name, option.value) for option in requested))
+    named = tuple((option.name, option.value) for option in requested)
+    unknown = _unknown(_Compiler((device.platform, device.device_kind), device), named) if named else ()
     for name in unknown:
         _warn(name, device.device_kind)
     return StepOptions(options=tuple(option for option in requested if option.name not in unknown), unknown=unknown)
@@ -211,12 +230,13 @@ def wanted_options(
     """
     groups = sharded_groups(config.stage)
     options = {option.name: option for option in _defaults(device, groups, is_one_host)} if config.overlap else {}
-    for name in set(options).intersection(_flag_names(environment)):
+    hardware = hardware_of(device)
+    options |= {option.name: option for option in _PLANAR.get(hardware.name if hardware else "", ())}
+    for name in set(options).intersection(_flag_names(environment) if options else ()):
         del options[name]
-    options |= {option.name: option for option in _combining(device.platform, config.combine_bytes)}
-    offload = config.resolved_offload()
-    reads_host = resolve_remat(config.remat).residuals == "offloaded" or (offload and offload.what == "all")
-    if reads_host and _is_cuda(device) and jax.__version_info__ < (0, 12):
+    if config.combine_bytes is not None:
+        options |= {option.name: option for option in _combining(device.platform, config.combine_bytes)}
+    if _is_cuda(device) and jax.__version_info__ < (0, 12) and _reads_host(config):
         options[_VERIFIED.name] = _VERIFIED
     for name, value in (config.compiler_options or {}).items():
         options.pop(name, None)
@@ -226,6 +246,12 @@ def wanted_options(
     if (passes := _wrong_passes(device.platform)) and not removed:
         options[_DISABLE_PASSES] = _guard(passes, options.get(_DISABLE_PASSES), environment)
     return tuple(options.values())
+
+
+def _reads_host(config: ZeroConfig) -> bool:
+    """Returns whether a loop of a step reads arrays in host memory: residuals, or params."""
+    offload = config.resolved_offload()
+    return resolve_remat(config.remat).offloads or (offload is not None and offload.what == "all")
 
 
 def _wrong_passes(platform: str) -> list[str]:
@@ -277,13 +303,11 @@ def _is_cuda(device: Any) -> bool:
     return "rocm" not in str(getattr(device.client, "platform_version", "")).lower()
 
 
-def _combining(platform: str, combine_bytes: int | None) -> Iterator[CompilerOption]:
+def _combining(platform: str, combine_bytes: int) -> Iterator[CompilerOption]:
     """Yields the options that combine collectives up to a size; a larger array is still moved by one collective.
 
     On GPUs they are for all-gathers, reduce-scatters and all-reduces, on TPUs for all-reduces, which alone have one.
     """
-    if combine_bytes is None:
-        return
     if platform not in _COMBINE:
         raise ValueError(
             f"combine_bytes={combine_bytes} is not known to apply to {platform!r}, only to {', '.join(_COMBINE)}: "
@@ -319,15 +343,10 @@ def _flag_names(environment: Mapping[str, str]) -> set[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Compiler:
-    """What identifies a compiler, and a device that it compiles for."""
+    """A compiler by what identifies it, and a device that it compiles for."""
 
-    platform: str
-    device_kind: str
+    kind: tuple[str, str]
     device: Any = dataclasses.field(compare=False)
-
-    @classmethod
-    def of(cls, device: Any) -> _Compiler:
-        return cls(device.platform, device.device_kind, device)
 
 
 @functools.cache
@@ -337,7 +356,7 @@ def _unknown(compiler: _Compiler, options: tuple[tuple[str, Value], ...]) -> tup
     shape = jax.ShapeDtypeStruct((), jnp.int32, sharding=SingleDeviceSharding(compiler.device))
     while remaining:
         try:
-            jax.jit(_identity).lower(shape).compile(compiler_options=dict[str, Any](remaining))
+            jax.jit(lambda x: x).lower(shape).compile(compiler_options=dict[str, Any](remaining))
             break
         except jax.errors.JaxRuntimeError as error:
             match = _UNKNOWN.search(str(error))
@@ -346,10 +365,6 @@ def _unknown(compiler: _Compiler, options: tuple[tuple[str, Value], ...]) -> tup
             del remaining[match[1]]
             unknown.append(match[1])
     return tuple(unknown)
-
-
-def _identity(x: jax.Array) -> jax.Array:
-    return x
 
 
 @functools.cache

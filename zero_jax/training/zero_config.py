@@ -45,7 +45,7 @@ class ZeroConfig:
       remat: the rematerialization policy, for an unmodified model: `own` leaves it to the model's own
         `jax.checkpoint`s, `full` saves only a block's input, `full_sharded` saves it in shards over the mesh axis
         `model` (the paper's P_a), `full_offloaded` in host memory (P_a+cpu); `dots`, `attention` and `none` recompute
-        less (docs/remat.md has all). Or a `Remat`.
+        less; `auto:8` chooses within 8 GB of a device, value by value (docs/remat.md has all). Or a `Remat`.
       attention: `own` computes attention as the model does; `fused` by a fused kernel, for an unmodified model,
         wherever that is provably the same function (`zero.attention_report` says where, and why not elsewhere).
       combine_bytes: size up to which collectives are combined into one (the paper's C_B); None leaves it to XLA.
@@ -85,6 +85,8 @@ class ZeroConfig:
       model_axes: the mesh axes of tensor parallelism, if not named `model` or `model_*`.
       pipe_axes: the mesh axes of the stages of a pipeline, if not named `pipe` or `pipe_*`: `num_microbatches` go
         through stages that have layers of their own (docs/pipeline.md).
+      pipeline: the schedule of these stages: `gpipe` takes all microbatches forward and then all backward, `1f1b` takes
+        one forward and one backward in turn, so that memory does not grow with `num_microbatches`.
 
     Example:
       >>> config = zero.ZeroConfig(stage=3, precision="bf16", num_microbatches=2, clip_norm=1.0)
@@ -124,6 +126,7 @@ class ZeroConfig:
     replica_axes: Sequence[str] | None = None
     model_axes: Sequence[str] | None = None
     pipe_axes: Sequence[str] | None = None
+    pipeline: Literal["gpipe", "1f1b"] = "gpipe"
 
     def __post_init__(self) -> None:
         groups = sharded_groups(self.stage)
@@ -194,19 +197,25 @@ class ZeroConfig:
         """Returns the roles of a mesh's axes."""
         roles = {"data": self.data_axes, "replica": self.replica_axes, "model": self.model_axes, "pipe": self.pipe_axes}
         axes = axes_of(mesh, **roles)
-        self._check_pipe(axes.num_stages(mesh))
+        if (num_stages := axes.num_stages(mesh)) > 1:
+            self._check_pipe(num_stages)
+        if not self.secondary:
+            return axes
         return dataclasses.replace(axes, secondary=secondary_axes(mesh, axes, self.secondary))
 
     def _check_pipe(self, num_stages: int) -> None:
         """Raises `ValueError` for what a pipeline of so many stages cannot have."""
-        if num_stages == 1:
-            return
         if self.num_microbatches % num_stages:
             least = max(-(-self.num_microbatches // num_stages), 1) * num_stages
             raise ValueError(
                 f"num_microbatches={self.num_microbatches} with {num_stages} stages (pipe): each stage works on "
                 f"another microbatch, and has as many of the batch: give a multiple of {num_stages}, as "
                 f"num_microbatches={least} or {4 * least} (the more, the less stages wait), or leave pipe out"
+            )
+        if self.pipeline == "1f1b" and resolve_precision(self.precision).loss_scale is not None:
+            raise ValueError(
+                f"precision={self.precision!r}: a loss scale with pipeline='1f1b' is not supported, as gradients of "
+                "microbatches are made before the loss is scaled: give precision='bf16', or pipeline='gpipe'"
             )
         unfit = {
             "quantize": self.resolved_quantize(),

@@ -3,23 +3,19 @@
 `attention/` computes attention by a fused kernel, `gather/` gathers each sharded param where it is used, `remat/`
 recomputes blocks in the backward pass, `pipeline/` makes scans over layers stages of a pipeline, `low_rank/` makes
 frozen weights with low-rank updates where they are used, `separability` decides whether a loss may be called on parts
-of a batch, `kernels` estimates what a compiler makes of it, `blocks/` finds the layers of a Python loop. All read
-jaxprs through `zero_jax.program`, and dims through `zero_jax.dims`. `windows` mends what XLA partitions wrongly.
-`facts` says what values are made of, and where they are read last.
+of a batch, `kernels` and `roofline` estimate what a compiler makes of it, `blocks/` finds the layers of a Python loop.
+All read jaxprs through `zero_jax.program`, and dims through `zero_jax.dims`. `windows` mends what XLA partitions
+wrongly. `facts` says what values are made of, and where they are read last.
 """
 
+from zero_jax.transforms.attention.head_tiles import heads_by_tiles
 from zero_jax.transforms.attention.report import AttentionReport
 from zero_jax.transforms.attention.transform import attention_report, fuse_attention
 from zero_jax.transforms.flops import count_flops, training_flops
 from zero_jax.transforms.gather.host_params import HostParam, differentiated, used_shapes, with_gradient
 from zero_jax.transforms.gather.per_device import DeviceSum
-from zero_jax.transforms.gather.transform import (
-    GatherReport,
-    gather_on_use,
-    gather_report,
-    scatter_grads,
-    summed_on_use,
-)
+from zero_jax.transforms.gather.transform import GatherReport, gather_on_use, gather_report, gathered
+from zero_jax.transforms.gather.uses import GatherOptions
 from zero_jax.transforms.kernels import Kernel, kernels
 from zero_jax.transforms.low_rank.walk import AdaptedReport, WeightUse, evaluate_adapted
 from zero_jax.transforms.low_rank.weight import Weight, as_stored
@@ -28,8 +24,11 @@ from zero_jax.transforms.pipeline.loop import StagePlace
 from zero_jax.transforms.pipeline.report import PipelineReport
 from zero_jax.transforms.pipeline.rolled import rolled
 from zero_jax.transforms.pipeline.transform import PipelinedProgram, Stages, with_stages
+from zero_jax.transforms.remat.choice import ValueChoice, choose_values
+from zero_jax.transforms.remat.costs import BlockCosts
 from zero_jax.transforms.remat.policies import Remat, resolve_remat
 from zero_jax.transforms.remat.report import RematReport
-from zero_jax.transforms.remat.transform import remat_report, rematerialize
+from zero_jax.transforms.remat.transform import block_costs, remat_report, rematerialize
+from zero_jax.transforms.roofline import KERNEL_SECONDS, KERNEL_SHARES, Roofline
 from zero_jax.transforms.separability import BatchParts, Combination, Separability, separability
 from zero_jax.transforms.windows import unsharded_windows

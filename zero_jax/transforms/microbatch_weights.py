@@ -85,26 +85,24 @@ class PartWeight:
     def _others(self) -> tuple[Any, ...]:
         return tuple(jnp.ravel(x)[0] for x in self.others)
 
-    def by_count(self) -> PartWeight:
-        """Returns the weight by the count alone."""
-        return PartWeight(self.count, self.count)
-
     @property
     def _scale(self) -> float:
         return float(np.size(self.count)) ** float(self.power)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class DivisorFunction:
     """The divisor of a batch as a function of its count, by the equations that make it of the count.
 
-    Args:
+    Attributes:
       eqns: the equations.
       quotient: what is divided.
       others: the variables that they read beside the count.
     """
 
-    def __init__(self, eqns: Sequence[Any], quotient: _Quotient, others: Sequence[Any]):
-        self.eqns, self.quotient, self.others = eqns, quotient, others
+    eqns: Sequence[Any]
+    quotient: _Quotient
+    others: Sequence[Any]
 
     def __call__(self, count: Any, others: Sequence[Any]) -> tuple[Any, Any, Any]:
         """Returns the divisor, what the sum of the parts' losses is divided by, and that of their gradients."""
@@ -211,7 +209,6 @@ class _NonzeroDivision:
         self.values: dict[Any, Any] = {}
 
     def equation(self, eqn: Any, values: list[Any]) -> list[Any]:
-        """Returns the values of the results of an equation."""
         name, found = eqn.primitive.name, self.quotients.env[eqn.outvars[0]].quotient if eqn.outvars else None
         if found is None or found.divisor not in self.divisors:
             return jaxprs.bind(eqn, values)
@@ -226,12 +223,10 @@ class _NonzeroDivision:
         return jaxprs.bind(eqn, values)
 
     def is_mean(self, atom: Any) -> bool:
-        """Tells whether a value is a quotient."""
         return not jaxprs.is_literal(atom) and self.quotients.env[atom].quotient is not None
 
 
 def _origin(atom: Any, casts: Mapping[Any, Any]) -> Any:
-    """Returns what a value is a cast of."""
     while not jaxprs.is_literal(atom) and atom in casts:
         atom = casts[atom]
     return atom

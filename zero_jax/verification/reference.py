@@ -19,6 +19,7 @@ from zero_jax.sharding.mesh import make_mesh
 from zero_jax.sharding.precision import cast_floating, resolve_precision
 from zero_jax.training import (
     MeshLoss,
+    Offers,
     TrainState,
     ZeroConfig,
     call_update,
@@ -116,10 +117,8 @@ class Reference:
 
         precision, stored = resolve_precision(self.config.precision), trainable(state.masters)
         params = precision.for_optimizer(stored)
-        updates, opt_state = call_update(
-            self.tx, clipped, state.opt_state, params, value=loss, full_grads=grads,
-            loss_fn=lambda params: at(params)[0], grad_fn=lambda params: at(params)[1],
-        )  # fmt: skip
+        offers = Offers(loss, grads, loss_fn=lambda params: at(params)[0], grad_fn=lambda params: at(params)[1])
+        updates, opt_state = call_update(self.tx, clipped, state.opt_state, params, offers)
         new = optax.apply_updates(params, updates)
         if precision.rounds_stochastically:
             new = round_tree(new, stored, rounding_key(jax.random.fold_in(state.key, state.step)))

@@ -2,6 +2,8 @@
 
 import functools
 
+import gpt_linen
+import gpt_nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from reference import make_config, mesh_of
 
 import zero_jax as zero
-from zero_jax.models import gpt, gpt_linen, gpt_nnx
+from zero_jax.models import gpt
 from zero_jax.transforms.remat.transform import remat_report, rematerialize
 
 LAYERS, BATCH, TOKENS, WIDTH, VOCAB = 3, 4, 16, 32, 64

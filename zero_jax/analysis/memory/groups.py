@@ -158,7 +158,7 @@ def grad_group(state: TrainState, placement: Placement, config: ZeroConfig, need
     """
     num_devices, model = data_and_model_sizes(placement)
     summed = config.num_microbatches > 1
-    # With one microbatch each gradient is reduced to the optimizer's shard as soon as it is computed (`scatter_grads`).
+    # With one microbatch each gradient is reduced to the optimizer's shard as soon as it is computed.
     is_sharded = "grads" in placement.groups or (not summed and "master" in placement.groups)
     over = placement.axes.data if is_sharded else ()
     shardings = to_shardings(placement.params, mesh=placement.mesh, axes=placement.axes, over=over)

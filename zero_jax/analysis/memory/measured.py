@@ -1,29 +1,63 @@
-"""Measures the memory of a compiled program on one device: arguments by group, temporaries at their peak by kind."""
+"""Measures the memory of a compiled program on one device: arguments by group, temporaries at their peak by kind.
+
+Gradients, gathered params, residuals and other temporaries are told apart by names and shapes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zero_jax.analysis.leaves import (
     STATE_GROUPS,
     ArgumentLeaf,
     argument_leaves,
+    dims_key,
+    group_of,
     not_donated,
+    path_of,
     sum_by_group,
     unsharded_leaves,
     unsharded_warning,
 )
-from zero_jax.analysis.memory.kinds import TEMPORARIES, Temporary, classify
 from zero_jax.core.signatures import check_arguments, check_methods
 from zero_jax.core.text_tables import Report, aligned, format_bytes
-from zero_jax.hlo import Buffer, Heap, HeapLayout, parse, peak, phase_of
+from zero_jax.hlo import (
+    COLLECTIVES,
+    Buffer,
+    Heap,
+    HeapLayout,
+    arrays,
+    gathered_path,
+    parse,
+    parse_shape,
+    peak,
+    phase_of,
+    split_opcode,
+)
 
+TEMPORARIES = ("grads", "gathered params", "residuals", "copied params", "collective buffers", "other temporaries")
+# The gradient of a param's gather, not the gather that is repeated in the backward pass.
+_GRAD_OF_GATHER = re.compile(r"transpose\([^/]*gather:")
+# The groups that a loss function uses, and that are gathered for it.
+_PARAMS = ("params", "master", "model_state")
+# Dims of smaller arrays are ambiguous.
+_SMALLEST_PARAM = 1024
 _NUM_LARGEST = 12
 _MAX_ON_CHIP_BYTES = 160 * 2**20
 # In smaller heaps a compiler's padding may be many times the live bytes, and a ratio would be meaningless.
 _SMALL_HEAP_BYTES = 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Temporary:
+    """A buffer that is alive at the peak, and which of `TEMPORARIES` it is."""
+
+    kind: str
+    buffer: Buffer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +94,11 @@ class MemoryReport(Report):
       left_whole: Unsharded leaves of groups of the state that are otherwise sharded.
       not_donated: Leaves of the state that the program returns anew, beside those that it takes.
       warnings: What should be looked at.
+
+    Example:
+      >>> compiled = step.lower(state, batch).compile()
+      >>> zero.memory.measure(compiled).arguments["params"]
+      4096
     """
 
     arguments: Mapping[str, int]
@@ -188,6 +227,12 @@ def measure(compiled: Any, *, layout: HeapLayout | None = None) -> MemoryReport:
 
     Raises:
       ValueError: The program has no text or no analysis, as one that was loaded from a cache of another backend.
+
+    Example:
+      >>> compiled = step.lower(state, batch).compile()
+      >>> report = zero.memory.measure(compiled)
+      >>> {"params", "opt_state", "batch"} <= report.arguments.keys()
+      True
     """
     check_methods(
         "compiled", compiled, ("as_text", "memory_analysis"), remedy="give what `.lower(...).compile()` returns"
@@ -272,3 +317,52 @@ def _donation_warning(
         f"program takes and returns are donated: it holds {len(undonated)} leaves twice, the largest "
         f"{undonated[0].path}: pass donate_argnums to jax.jit"
     )
+
+
+def classify(heap: Heap, leaves: Sequence[ArgumentLeaf]) -> tuple[Temporary, ...]:
+    """Returns the kind of each temporary at the peak, by its name, its readers and its shape."""
+    params = [leaf for leaf in leaves if leaf.group in _PARAMS]
+    local = {dims for leaf in params for dims in _dims_of_grads(leaf.dims)}
+    gathered = {dims for leaf in params for dims in _dims_of_grads(leaf.global_dims)}
+
+    def is_gathered(buffer: Buffer, dims: tuple[int, ...]) -> bool:
+        gathers = bool(gathered_path(buffer.op_name)) or buffer.op_name.endswith("sharding_constraint")
+        scoped = (gathers or buffer.opcode.startswith("all-gather")) and not _GRAD_OF_GATHER.search(buffer.op_name)
+        return dims in gathered and (dims not in local or buffer.opcode.startswith("all-gather")) and scoped
+
+    def is_grad(buffer: Buffer, dims: tuple[int, ...]) -> bool:
+        written = phase_of(buffer.op_name) in ("backward", "") and "rematted_computation" not in buffer.op_name
+        return dims in gathered | local and written and phase_of(buffer.last_read_by) != "forward"
+
+    def is_copied(buffer: Buffer, dims: tuple[int, ...]) -> bool:
+        is_argument = "(" not in buffer.op_name and group_of(path_of(buffer.op_name)) in _PARAMS
+        cast = (
+            buffer.op_name.endswith("convert_element_type") and phase_of(buffer.op_name) == "update" and dims in local
+        )
+        # A loop over stacked layers takes the params of one layer out of the stack.
+        sliced = "dynamic_index_in_dim" in buffer.op_name and dims in gathered | local
+        return is_argument or cast or sliced
+
+    def is_residual(buffer: Buffer, _: tuple[int, ...]) -> bool:
+        return phase_of(buffer.op_name) == "forward" and phase_of(buffer.last_read_by) == "backward"
+
+    rules: tuple[tuple[str, Callable[[Buffer, tuple[int, ...]], bool]], ...] = (
+        ("copied params", is_copied),
+        ("gathered params", is_gathered),
+        ("grads", is_grad),
+        ("residuals", is_residual),
+        ("collective buffers", lambda buffer, _: split_opcode(buffer.opcode)[0] in COLLECTIVES),
+        ("other temporaries", lambda buffer, dims: True),
+    )
+
+    def kind_of(buffer: Buffer) -> str:
+        (array,) = arrays(parse_shape(buffer.shape))
+        return next(kind for kind, holds in rules if holds(buffer, dims_key(array.dims)))
+
+    return tuple(Temporary(kind=kind_of(buffer), buffer=buffer) for buffer in heap.live)
+
+
+def _dims_of_grads(dims: tuple[int, ...]) -> set[tuple[int, ...]]:
+    """Returns the dims of a param, and of one layer of it if it may be a stack of layers."""
+    shapes = [dims, dims[1:]] if len(dims) >= 3 else [dims]
+    return {dims_key(shape) for shape in shapes if math.prod(shape) >= _SMALLEST_PARAM}

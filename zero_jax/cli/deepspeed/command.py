@@ -7,11 +7,9 @@ import pathlib
 from zero_jax.cli.config_file import format_config, write_file
 from zero_jax.cli.deepspeed.reading import read_json, translate
 from zero_jax.cli.deepspeed.rows import Translation
-from zero_jax.cli.options import one_line_errors
 from zero_jax.core.text_tables import printable_lines
 
 
-@one_line_errors
 def from_deepspeed(options: argparse.Namespace) -> int:
     """Runs `zero-jax from-deepspeed`."""
     if options.force and not options.out:

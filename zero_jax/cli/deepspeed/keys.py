@@ -21,6 +21,9 @@ class Key:
       kind: the kind of its value; `"auto"` passes as well.
       no_meaning: why it means nothing here, whatever its value.
       differs: why it is not translated.
+      to: the entry of the config file that it makes, as `section.name`.
+      value: what the entry is set to; None takes the value of the key, `largest` at most.
+      note: what else to know of that entry.
       off: the values with which there is nothing to translate.
       same: the values with which it says what zero_jax does anyway.
       switch: the entry that turns a block on; "" for any entry.
@@ -32,6 +35,10 @@ class Key:
     kind: Kind
     no_meaning: str = ""
     differs: str = ""
+    to: str = ""
+    value: Any = None
+    largest: int | None = None
+    note: str = ""
     off: tuple[Any, ...] = ()
     same: tuple[Any, ...] = ()
     switch: str = "enabled"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from zero_jax.cli.deepspeed.keys import KEYS, OTHER_OPTIMIZERS
 from zero_jax.cli.deepspeed.rows import DeepSpeedValues, KeyRow, Rule, check
-from zero_jax.cli.deepspeed.rules import by_table, to
+from zero_jax.cli.deepspeed.rules import by_table
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.tree import shown
 from zero_jax.trainer import OptimizerConfig
@@ -212,7 +212,6 @@ def _final_rate(values: DeepSpeedValues, key: str) -> KeyRow:
 _RULES: Mapping[str, Rule] = {
     f"{PARAMS}lr": _learning_rate,
     f"{PARAMS}betas": _betas,
-    f"{PARAMS}eps": to("optimizer.epsilon", float, on=DeepSpeedValues.__contains__),
     f"{PARAMS}weight_decay": _weight_decay,
     f"{PARAMS}momentum": _momentum,
     f"{PARAMS}nesterov": _nesterov,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import dataclasses
+from collections.abc import Mapping
 
 from zero_jax.cli.deepspeed.keys import KEYS
 from zero_jax.cli.deepspeed.rows import DeepSpeedValues, KeyRow, Rule, check
@@ -11,29 +11,32 @@ from zero_jax.core.tree import shown
 from zero_jax.training import ZeroConfig
 
 _OFFLOAD = "zero_optimization.offload_optimizer"
-_OFFLOAD_NOTE = (
-    "the update runs on the devices, not on the CPU; at stage 3 the master params are the params, and stay there"
-)
 _TENSOR_PARALLEL = "tensor_parallel.autotp_size"
 _PRECISIONS: Mapping[str, str] = {"bf16.enabled": "bf16", "bfloat16.enabled": "bf16", "fp16.enabled": "fp16"}
 _BATCH = _SIZE, _MICRO_SIZE, _NUM = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 )  # fmt: skip
-_CHECKPOINT_FUNCTION = "DeepSpeed does so where the model calls its checkpoint function, and zero_jax in each block"
-
-
-Test = Callable[[DeepSpeedValues, str], bool]
 
 
 def by_table(values: DeepSpeedValues, key: str) -> KeyRow:
-    """Makes the row of a key by its row of the table: it means nothing here, or is not translated, or needs not be."""
+    """Makes the row of a key by its row of the table.
+
+    It means nothing here, makes an entry of the config file, or is not translated, or needs not be.
+    """
     entry, value = KEYS[key], values.get(key)
     if entry.no_meaning:
         return values.row(key, "no meaning", entry.no_meaning)
     if key.startswith("fp16.") and not _is_fp16(values):
         return values.row(key, "off", "fp16 is off")
-    if value in entry.off or (entry.kind == "block" and not _is_on(values, key, entry.switch)):
+    if entry.to and values.is_auto(key):
+        return values.row(key, "off", entry.setting)
+    is_none = entry.to and entry.kind == "int" and value < 1
+    if is_none or value in entry.off or (entry.kind == "block" and not _is_on(values, key, entry.switch)):
         return values.row(key, "off")
+    if entry.to:
+        own = float(value) if entry.kind == "number" else value
+        made = min(own, entry.largest or own) if entry.value is None else entry.value
+        return values.row(key, "translated", entry.note, {entry.to: made})
     if value in entry.same:
         return values.row(key, "same", entry.differs)
     if values.is_auto(key):
@@ -48,24 +51,8 @@ def _is_on(values: DeepSpeedValues, key: str, switch: str = "enabled") -> bool:
     return value.get(switch) not in (None, False, "false", "none")
 
 
-def _is_true(values: DeepSpeedValues, key: str) -> bool:
-    return values.get(key) is True
-
-
 def _is_count(values: DeepSpeedValues, key: str) -> bool:
     return isinstance(values.get(key), int) and values.get(key) >= 1
-
-
-def to(setting: str, value: Any, note: str = "", *, on: Test = _is_true) -> Rule:
-    """The rule of a key that makes an entry of the config file where it is `on`; `value` may be a function."""
-
-    def rule(values: DeepSpeedValues, key: str) -> KeyRow:
-        if not on(values, key):
-            return values.row(key, "off")
-        made = value(values.get(key)) if callable(value) else value
-        return values.row(key, "translated", note, {setting: made})
-
-    return rule
 
 
 def stage(values: DeepSpeedValues, key: str) -> KeyRow | None:
@@ -86,14 +73,6 @@ def old_stage(values: DeepSpeedValues, key: str) -> KeyRow:
     return values.row(key, "translated", "the deprecated form of stage 1" if is_on else "", {"zero.stage": is_on})
 
 
-def overlap(values: DeepSpeedValues, key: str) -> KeyRow:
-    """Collectives beside computation."""
-    if values.is_auto(key):
-        return values.row(key, "off", "zero.overlap is true by default")
-    note = "of gathers too, where the hardware has options for it (docs/overlap.md)"
-    return values.row(key, "translated", note, {"zero.overlap": values.get(key)})
-
-
 def offload(values: DeepSpeedValues, key: str) -> KeyRow:
     """Offloading of the optimizer's state, and of the master params that DeepSpeed counts to it."""
     if not _is_on(values, key, "device"):
@@ -102,19 +81,19 @@ def offload(values: DeepSpeedValues, key: str) -> KeyRow:
     if not isinstance(entries, Mapping) or entries.get("device") != "cpu":
         return values.row(key, "not translated", "zero.offload keeps state in host memory, nowhere else")
     share = {} if entries.get("ratio", 1) == 1 else {"zero.offload_fraction": entries["ratio"]}
-    return values.row(key, "translated", _OFFLOAD_NOTE, {"zero.offload": "state", **share})
+    return values.row(key, "translated", KEYS[key].note, {"zero.offload": "state", **share})
 
 
-def quantized(field: str) -> Rule:
-    """The rule of quantized gathers or gradients (ZeRO++)."""
-    translated = to(f"zero.{field}", "int8", "in blocks of int8 (docs/quantized.md)")
+def old_offload(values: DeepSpeedValues, key: str) -> KeyRow:
+    """The deprecated switch of `offload`, which says the same."""
+    return values.row(key, "off") if _is_on(values, _OFFLOAD, "device") else by_table(values, key)
 
-    def rule(values: DeepSpeedValues, key: str) -> KeyRow | None:
-        if values.get(key) is True and values.get("zero_optimization.stage") != 3:
-            return values.row(key, "not translated", "DeepSpeed sends them quantized at stage 3 alone")
-        return translated(values, key)
 
-    return rule
+def quantized(values: DeepSpeedValues, key: str) -> KeyRow:
+    """Quantized gathers or gradients (ZeRO++)."""
+    if values.get(key) is True and values.get("zero_optimization.stage") != 3:
+        return values.row(key, "not translated", "DeepSpeed sends them quantized at stage 3 alone")
+    return by_table(values, key)
 
 
 def _chosen_precisions(values: DeepSpeedValues) -> list[str]:
@@ -251,16 +230,19 @@ def partitioned_residuals(values: DeepSpeedValues, key: str) -> KeyRow:
     if values.get("activation_checkpointing.cpu_checkpointing") is True:
         return values.row(key, "same", "'full_offloaded' shards them over an axis `model`, too")
     if _model_size(values) > 1:
-        return values.row(key, "translated", _CHECKPOINT_FUNCTION, {"zero.remat": "full_sharded"})
+        return values.row(key, "translated", KEYS[key].note, {"zero.remat": "full_sharded"})
     note = "set zero.remat = 'full_sharded' and run.model_axis together: residuals are sharded over that axis"
     return values.row(key, "not translated", note)
 
 
-def _project(entries: Any) -> str:
-    project = entries.get("project", "deepspeed") if isinstance(entries, Mapping) else "deepspeed"
-    if not isinstance(project, str):
-        raise ValueError(f"wandb.project = {shown(project)}: give text")
-    return project
+def wandb(values: DeepSpeedValues, key: str) -> KeyRow:
+    """Figures for W&B, with the name of their project."""
+    row, entries = by_table(values, key), values.get(key)
+    if row.status == "off" or not isinstance(entries, Mapping) or "project" not in entries:
+        return row
+    if not isinstance(entries["project"], str):
+        raise ValueError(f"wandb.project = {shown(entries['project'])}: give text")
+    return dataclasses.replace(row, settings={KEYS[key].to: entries["project"]})
 
 
 # The rules of the keys that have more than a row of the table.
@@ -268,26 +250,16 @@ RULES: Mapping[str, Rule] = {
     "zero_optimization": old_stage,
     "zero_optimization.stage": stage,
     "zero_optimization.mics_shard_size": replicas,
-    "zero_optimization.overlap_comm": overlap,
     _OFFLOAD: offload,
-    "zero_optimization.cpu_offload": to(
-        "zero.offload", "state", _OFFLOAD_NOTE,
-        on=lambda values, key: _is_true(values, key) and not _is_on(values, _OFFLOAD, "device"),
-    ),
-    "zero_optimization.zero_quantized_weights": quantized("quantize_gathers"),
-    "zero_optimization.zero_quantized_gradients": quantized("quantize_grads"),
+    "zero_optimization.cpu_offload": old_offload,
+    "zero_optimization.zero_quantized_weights": quantized,
+    "zero_optimization.zero_quantized_gradients": quantized,
     **dict.fromkeys(_PRECISIONS, precision),
     "bf16 and fp16": no_precision,
     _SIZE: batch("run.batch_size"),
     _MICRO_SIZE: microbatch_size,
     _NUM: batch("zero.num_microbatches"),
     "gradient_clipping": clipping,
-    _TENSOR_PARALLEL: to(
-        "run.model_axis", int, "the model needs specs for that axis", on=lambda values, key: _model_size(values) > 1
-    ),
     "activation_checkpointing.partition_activations": partitioned_residuals,
-    "activation_checkpointing.cpu_checkpointing": to("zero.remat", "full_offloaded", _CHECKPOINT_FUNCTION),
-    "steps_per_print": to("run.log_every", lambda steps: min(steps, 2**31 - 1), on=_is_count),
-    "tensorboard": to("log.tensorboard", True, "records go to the run's own folder", on=_is_on),
-    "wandb": to("log.wandb", _project, "group and team are those of wandb's settings", on=_is_on),
-}  # fmt: skip
+    "wandb": wandb,
+}

@@ -1,5 +1,5 @@
-"""The models that the commands know: `presets` of the reference models, a checkpoint of the `hub`, the user's `own`.
+"""The models that the commands know, by their options.
 
-`options` adds their command-line options and makes the model of what was given; `adapters` puts low-rank adapters on
-it.
+`presets` has the reference models, by name or by a checkpoint of the hub, `own` those of the user's functions;
+`planned` makes either one to plan for, `adapters` puts low-rank adapters on a preset, `leaves` lists its leaves.
 """

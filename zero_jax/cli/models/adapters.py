@@ -13,14 +13,13 @@ import optax
 from jax.sharding import AbstractMesh
 
 from zero_jax.checkpoint import find_checkpoint, restore
-from zero_jax.cli.models.options import preset_config
-from zero_jax.cli.models.presets import ModelConfig, init_function
+from zero_jax.cli.models.presets import ModelConfig, init_function, preset_config
 from zero_jax.cli.options import field_values
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree, key_shape, leaf_names
 from zero_jax.core.variables import Variables
 from zero_jax.finetuning import Lora
-from zero_jax.models.decoder_config import DecoderConfig
+from zero_jax.models.decoder_config import DECODERS, DecoderConfig
 from zero_jax.pretrained import ALL_LINEAR, SavedHF, export_peft, load_peft, lora_rules
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.trainer import Model
@@ -239,11 +238,15 @@ def _rules(text: str, shape: ModelConfig, paths: Sequence[str]) -> dict[str, str
         pattern, separator, dims = rule.partition("=")
         if separator:
             rules[pattern] = dims
-        elif isinstance(shape, DecoderConfig) and not fnmatch.filter(paths, pattern) and "/" not in pattern:
-            rules |= lora_rules(shape, pattern)
-        elif pattern == ALL_LINEAR:
+        elif pattern == ALL_LINEAR and not isinstance(shape, DecoderConfig):
             folders = {f"{path.partition('/')[0]}/*" for path in blocks}
             rules |= dict.fromkeys(folders, "sio" if stacked else "io")
+        elif not fnmatch.filter(paths, pattern) and "/" not in pattern:
+            found = lora_rules(shape if isinstance(shape, DecoderConfig) else DECODERS["llama-3-8b"], pattern)
+            if not isinstance(shape, DecoderConfig):  # whose matrices have the same names
+                layers = {f"*/{path.rpartition('/')[2]}" for path in found if "/" in path}
+                found = dict.fromkeys(layers, "sio" if stacked else "io") or found
+            rules |= found
         else:
             rules[pattern] = "sio" if fnmatch.filter(stacked, pattern) else "io"
     return rules

@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from typing import Any
 
 import jax
 
 from zero_jax.cli.models.adapters import choose_lora
-from zero_jax.cli.models.hub import model_name
-from zero_jax.cli.models.options import preset_config
-from zero_jax.cli.models.presets import init_function
+from zero_jax.cli.models.presets import init_function, model_name, preset_config
 from zero_jax.core.text_tables import aligned, format_count
 from zero_jax.core.tree import key_shape, leaf_names, leaves_by_name
 from zero_jax.core.variables import Variables
@@ -59,10 +56,6 @@ class ModelLeaves:
         trained = f"{sum(leaf.num_trained for leaf in self.leaves):,} of " if self.has_adapters else ""
         heading = f"{self.name}: {len(self.leaves)} leaves, {trained}{format_count(total)} params"
         return f"{heading}{' are trained' * self.has_adapters}\n{aligned(rows, right=(2, 3) if trained else (2,))}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns plain data."""
-        return dataclasses.asdict(self)
 
 
 def model_leaves(options: argparse.Namespace) -> ModelLeaves:

@@ -1,15 +1,20 @@
-"""The options of `zero-jax train` for a model of the user's own: references to its functions and batches."""
+"""A model of the user's own: options that refer to its functions and batches."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
 
 from zero_jax.cli.config_classes import option_fields
-from zero_jax.cli.models.options import function_of, own_specs, refuse_presets
-from zero_jax.cli.options import field_values, option_of, refuse
+from zero_jax.cli.options import explicit, field_values, option_of, refuse
 from zero_jax.core.field_checks import check_fields
+from zero_jax.core.tree import PyTree, key_shape
 from zero_jax.planning import resolve
 from zero_jax.trainer import TEXT_FIELDS, OwnModel
 
@@ -26,7 +31,9 @@ class OwnModelConfig:
       batches: its batches, a function of the step, an iterable, or a function of nothing that returns one.
       validation: batches to validate on, as --batches; none validates nothing.
       eval_loss: the loss function of the validation, such as one without dropout; none takes --loss.
-      param_specs: how its params are sharded over the axis `model`, as for `zero-jax plan`.
+      param_specs: how its params are sharded over the axis `model`: a tree of PartitionSpecs, a dict from regular
+        expressions of leaf paths to PartitionSpecs, or a function of the params' shapes, or of nothing, that returns
+        one of them.
     """
 
     loss: str | None = None
@@ -57,13 +64,19 @@ def read_own_model(options: argparse.Namespace) -> OwnModelConfig | None:
     config = OwnModelConfig(**field_values(OwnModelConfig, options))
     if config.loss is None:
         return None
-    refuse_presets(options)
+    reason = "that is of the presets, and --loss stands for a model of your own: leave it out"
+    for option, name in (("--model", "preset"), ("--from-hf", "from_hf")):
+        if name in explicit(options):
+            raise ValueError(f"{option} {getattr(options, name)}: {reason}")
+    names = [name for config in ("GPTConfig", "DecoderConfig", "ActivationConfig") for name in option_fields(config)]
+    refuse(options, [*map(option_of, names)], reason=reason)
     names = [option_of(name) for name in (*option_fields("DataConfig"), *TEXT_FIELDS)]
-    refuse(options, names, reason="that is of text, and --batches stands for a source of your own: leave it out")
+    if hasattr(options, "DataConfig.data"):
+        refuse(options, names, reason="that is of text, and --batches stands for a source of your own: leave it out")
     return config
 
 
-def import_own_model(config: OwnModelConfig, *, model_axis: int) -> OwnModel:
+def import_own_model(config: OwnModelConfig) -> OwnModel:
     """Imports what the references name.
 
     Raises:
@@ -79,5 +92,22 @@ def import_own_model(config: OwnModelConfig, *, model_axis: int) -> OwnModel:
         batches=resolve("--batches", batches),
         validation=resolve("--validation", config.validation) if config.validation else None,
         eval_fn=function_of("--eval-loss", config.eval_loss) if config.eval_loss else None,
-        param_specs=own_specs(config.param_specs, init_fn)(model_axis),
+        param_specs=_own_specs(config.param_specs, init_fn),
     )
+
+
+def _own_specs(reference: str | None, init_fn: Callable[..., PyTree]) -> PyTree:
+    """Returns the specs that `--param-specs` names, or None."""
+    value = resolve("--param-specs", reference) if reference else None
+    if not callable(value):
+        return value
+    takes_params = bool(inspect.signature(value).parameters)
+    return value(jax.eval_shape(init_fn, key_shape())) if takes_params else value()
+
+
+def function_of(option: str, reference: str) -> Callable[..., Any]:
+    """Imports a function by `module:function`."""
+    function = resolve(option, reference)
+    if not callable(function):
+        raise ValueError(f"{option} {reference!r} is of type {type(function).__name__}: name a function")
+    return function

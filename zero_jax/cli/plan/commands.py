@@ -14,16 +14,10 @@ import jax
 from zero_jax.analysis import comms, figures, memory, paper
 from zero_jax.cli.config_classes import option_fields
 from zero_jax.cli.config_file import write_file
-from zero_jax.cli.models.presets import ActivationConfig
-from zero_jax.cli.options import (
-    explicit,
-    field_values,
-    log_line,
-    option_of,
-    refuse,
-)
+from zero_jax.cli.models.presets import full_model
+from zero_jax.cli.options import explicit, log_line, option_of, print_result, refuse
 from zero_jax.cli.plan.request import Request, read_request
-from zero_jax.cli.run_config import full_model, set_values
+from zero_jax.cli.run_config import set_sections
 from zero_jax.planning import (
     COMPILE_ONLY,
     CompilerCrash,
@@ -34,7 +28,6 @@ from zero_jax.planning import (
     model_sizes,
     plan_auto,
 )
-from zero_jax.trainer import OptimizerConfig
 from zero_jax.training import ZeroConfig
 from zero_jax.transforms import resolve_remat
 
@@ -42,7 +35,10 @@ _STAGES = (0, 1, 2, 3)
 # Examples of a device that --auto tries where no batch size is given: more than one hides collectives better.
 _EXAMPLES_PER_DEVICE = (1, 2, 4, 8)
 # The fields that a plan decides on, which its config file always has.
-_PLANNED = frozenset("stage precision num_microbatches remat attention overlap secondary keep_gathered offload".split())
+_PLANNED = {
+    f"ZeroConfig.{name}"
+    for name in "stage num_microbatches remat attention overlap secondary keep_gathered offload".split()
+}
 _CHOSEN_BY_AUTO = "--auto chooses that by itself: leave it out"
 
 
@@ -62,20 +58,16 @@ def _guarded(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Nam
         except OSError:
             raise
         except MemoryError as error:
-            return options.parser.error(
+            raise ValueError(
                 f"the memory of this machine is too small ({error}): give a smaller model, seq_len or batch"
-            )
+            ) from error
         except Exception as error:
             explained = explain(error)
             if isinstance(explained, ValueError | CompilerCrash | ModelError):
-                return options.parser.error(str(explained))
+                raise ValueError(str(explained)) from error
             raise
 
     return guarded
-
-
-def _show(options: argparse.Namespace, text: str, record: Any) -> None:
-    print(json.dumps(record, default=str) if options.json else text)
 
 
 @_guarded
@@ -96,18 +88,16 @@ def run_plan(options: argparse.Namespace) -> int:
         refuse(options, ("--data-layout",), reason="--layouts compiles all of them: leave it out")
         refuse(options, ("--write-config",), reason="`zero-jax train` takes the default layout: leave out --layouts")
         plans = compile_layouts(request.job(request.zero), request.compiling)
-        _show(options, str(plans), plans.to_json())
+        print_result(options, plans)
         return 0 if plans.plans[plans.best].fits else 1
-    if options.verify and request.config.pipe > 1:
-        raise ValueError(f"--verify runs no pipeline: leave out --pipe {request.config.pipe}, or --verify")
     report = request.compile(request.zero)
     text, record = report.text(options.tokens), report.to_json() | _training(report, options.tokens)
     if not options.verify:
-        _show(options, text, record)
+        print_result(options, text, record)
         is_right = True
     else:
         verified = request.verify(request.zero)
-        _show(options, f"{text}\n\n{verified}", {**record, "verification": verified.to_json()})
+        print_result(options, f"{text}\n\n{verified}", {**record, "verification": verified.to_json()})
         is_right = verified.ok
     if options.write_config:
         _write_config(options, request, report)
@@ -148,7 +138,7 @@ def _auto(options: argparse.Namespace, request: Request) -> int:
         host_memory_bytes=options.host_memory_bytes,
         **vars(request.compiling),
     )
-    _show(options, result.text(options.tokens), result.to_json() | _training(result.best, options.tokens))
+    print_result(options, result.text(options.tokens), result.to_json() | _training(result.best, options.tokens))
     if options.write_config and result.best:
         _write_config(options, request, result.best, chosen=result.config)
     elif options.write_config:
@@ -177,20 +167,15 @@ def _write_config(
     """Writes a config for `zero-jax train` of what was planned; `chosen` is the config of a search."""
     if request.model.config is None:
         raise ValueError("--write-config is for the models that `zero-jax train` knows, not for --loss")
-    chosen = chosen or request.zero
-    zero = {name: getattr(chosen, name) for name in option_fields("ZeroConfig")}
-    zero = {name: value for name, value in zero.items() if value != "auto"}  # which a file that leaves it out means
-    zero["remat"] = resolve_remat(chosen.remat).name
-    axes = {"replica": report.mesh.get("replica", 1), "model_axis": report.mesh.get("model", 1)}
-    axes["pipe"] = report.mesh.get("pipe", 1)
-    sections = {
-        "model": full_model(options, request.model.config),
-        "activations": set_values("activations", field_values(ActivationConfig, options)),
-        "zero": set_values("zero", zero, keep=_PLANNED),
-        "optimizer": set_values("optimizer", field_values(OptimizerConfig, options)),
-        "run": {"batch_size": report.batch_size, **axes},
-    }
-    sections = {section: entries for section, entries in sections.items() if entries}
+    zero = chosen or request.zero
+    planned = {f"ZeroConfig.{name}": getattr(zero, name) for name in option_fields("ZeroConfig")}
+    planned["ZeroConfig.remat"] = report.values.policy_name if report.values else resolve_remat(zero.remat).name
+    sizes = {"replica": "replica", "model_axis": "model", "pipe": "pipe"}
+    run = {f"TrainConfig.{name}": report.mesh.get(axis, 1) for name, axis in sizes.items()}
+    run["TrainConfig.batch_size"] = report.batch_size
+    options = argparse.Namespace(**{**vars(options), **planned, **run})
+    sections = set_sections(options, keep=_PLANNED | run.keys())
+    sections = {"model": full_model(options, request.model.config), **sections}
     write_file(options.write_config, sections, title=f"planned for {report.topology} by zero-jax plan")
     log_line(f"wrote {options.write_config}: zero-jax train --config {options.write_config}")
 
@@ -204,7 +189,7 @@ def run_memory(options: argparse.Namespace) -> int:
             names = sorted("--model" if name == "preset" else option_of(name.split(".")[-1]) for name in options_set)
             raise ValueError(f"{' and '.join(names)}: --paper prints the paper's own tables: leave it out")
         tables = paper.tables()
-        _show(options, str(tables), tables.to_json())
+        print_result(options, tables)
         return 0
     request = read_request(options)
     if options.plot:
@@ -212,16 +197,22 @@ def run_memory(options: argparse.Namespace) -> int:
         figures.check_name(options.plot)  # before the minutes that compiling takes
         return _plot_memory(options, request)
     estimated = _memory_estimate(request, request.zero)
-    if options.estimate:
-        _show(options, str(estimated), estimated.to_json())
+    report = None if options.estimate else request.compile(request.zero)
+    measured = report and report.memory
+    return _show_both(options, report, estimated, measured, measured and memory.compare(estimated.by_group, measured))
+
+
+def _show_both(options: argparse.Namespace, report: PlanReport | None, estimated: Any, measured: Any, both: Any) -> int:
+    """Shows an estimate, beside what was measured and how they compare where a program was compiled."""
+    if report is None:
+        print_result(options, estimated)
         return 0
-    report = request.compile(request.zero)
-    if report.memory is None:
-        _show(options, f"{report.summary()}\n\nby formula\n{estimated}", report.to_json())
+    if measured is None:
+        print_result(options, f"{report.summary()}\n\nby formula\n{estimated}", report.to_json())
         return 1
-    compared = memory.compare(estimated.by_group, report.memory)
-    text = f"{report.summary()}\n\nmeasured\n{report.memory}\n\nestimated\n{estimated}\n\nside by side\n{compared}"
-    _show(options, text, {"measured": report.memory.to_json(), "estimated": estimated.to_json()})
+    text = f"{report.summary()}\n\nmeasured\n{measured}\n\nestimated\n{estimated}\n\nside by side\n{both}"
+    records = {"measured": measured, "estimated": estimated, "compared": both}
+    print_result(options, text, {name: record.to_json() for name, record in records.items()})
     return 0 if report.fits else 1
 
 
@@ -269,15 +260,7 @@ def run_comms(options: argparse.Namespace) -> int:
         job = request.job(request.zero)
         mesh, traced = job.mesh(), request.trace(job)
         estimated = comms.estimate(job.state(mesh), mesh=mesh, config=job.config, traced=traced, tx=request.tx)
-        _show(options, str(estimated), estimated.to_json())
-        return 0
+        return _show_both(options, None, estimated, None, None)
     report = request.compile(request.zero)
-    estimated = report.comms_estimate
-    if report.comms is None:
-        _show(options, f"{report.summary()}\n\nby formula\n{estimated}", report.to_json())
-        return 1
-    compared = comms.compare(estimated, report.comms)
-    text = f"{report.summary()}\n\n{report.comms}\n\nside by side\n{compared}"
-    record = {"measured": report.comms.to_json(), "estimated": estimated.to_json(), "compared": compared.to_json()}
-    _show(options, text, record)
-    return 0 if report.fits else 1
+    estimated, measured = report.comms_estimate, report.comms
+    return _show_both(options, report, estimated, measured, measured and comms.compare(estimated, measured))

@@ -7,6 +7,7 @@ grain's) is set to the state that a checkpoint has. Any other iterator is read a
 from __future__ import annotations
 
 import base64
+import dataclasses
 import inspect
 import itertools
 import json
@@ -59,7 +60,12 @@ def find_source(label: str, batches: Any) -> Source:
 
 
 def first_batch(label: str, batches: Any) -> PyTree:
-    """Returns the first batch of batches of any kind, as `find_source` knows them."""
+    """Returns the first batch of batches of any kind, as `find_source` knows them.
+
+    Example:
+      >>> zero.trainer.first_batch("batches", [batch])["x"].shape
+      (16, 64)
+    """
     return find_source(label, batches).first()
 
 
@@ -93,38 +99,35 @@ def _length(batches: Any) -> int | None:
         return None
 
 
+@dataclasses.dataclass(frozen=True)
 class StepSource:
     """Batches as a function of the number of batches before.
 
     Attributes:
+      batch_of: the function.
       kind: what they are.
-      size: batches of a pass, if it has an end.
+      size: batches of a pass, if it has an end, after which it begins again.
       in_memory: all batches, if they are in memory.
     """
 
-    def __init__(
-        self,
-        batch_of: Callable[[int], PyTree],
-        kind: str,
-        size: int | None = None,
-        in_memory: Sequence[PyTree] = (),
-    ):
-        """Takes the function; a sequence has a size, after which it begins again."""
-        self._batch_of, self.kind, self.size, self.in_memory = batch_of, kind, size, in_memory
+    batch_of: Callable[[int], PyTree]
+    kind: str
+    size: int | None = None
+    in_memory: Sequence[PyTree] = ()
 
     def first(self) -> PyTree:
         """Returns the batch of step 0."""
-        return self._batch_of(0)
+        return self.batch_of(0)
 
     def open(
         self, position: int, state: str | None, *, say: Callable[[str], None], beat: Callable[[], None]
     ) -> Iterator[PyTree]:
         """Returns the batches from a position on."""
-        return map(self._batch_of, itertools.count(position))
+        return map(self.batch_of, itertools.count(position))
 
     def again(self) -> Iterator[PyTree]:
         """Returns the batches of one pass."""
-        return map(self._batch_of, itertools.count() if self.size is None else range(self.size))
+        return map(self.batch_of, itertools.count() if self.size is None else range(self.size))
 
     def state(self) -> None:
         """Returns the state of the open iterator as text: none, the position says all."""
@@ -202,7 +205,6 @@ class IteratorSource:
         return _encode(self._label, self._iterator.get_state()) if self._has_state else None
 
     def _batches(self) -> Iterator[PyTree]:
-        """Yields the batches, pass after pass."""
         yield from self._taken
         self._taken = []
         yield from self._iterator

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -71,21 +72,19 @@ def make_speedometer(
     loss_fn: Callable[..., Any] | MeshLoss,
     tx: optax.GradientTransformation,
     state: TrainState,
-    batch: Any,
+    data: Any,
     *,
-    batch_size: int,
-    num_tokens: int | None,
     mesh: Mesh,
     config: ZeroConfig,
 ) -> Speedometer:
-    """Counts the operations of a step on batches of these shapes."""
+    """Counts the operations of a step on the batches of `data`, a `RunInput`."""
     step_loss = StepLoss.of(loss_fn, state.variables, mesh=mesh, config=config)
-    loss = step_loss.program.trace(*step_loss.shapes(state.variables, batch)).closed
+    loss = step_loss.program.trace(*step_loss.shapes(state.variables, data.batch_shapes)).closed
     trained = trained_params(tx, state, step_loss.placement.precision)
     hardware = hardware_of(mesh.devices.flat[0])
     return Speedometer(
-        batch_size=batch_size,
-        num_tokens=num_tokens,
+        batch_size=data.batch_size,
+        num_tokens=data.num_tokens,
         flops=training_flops(loss, trained + [False] * (len(loss.in_avals) - len(trained))),
         peak_flops_per_second=None if hardware is None else mesh.size * hardware.flops_per_second,
     )
@@ -118,56 +117,48 @@ class LossHistory(Sequence[tuple[int, float]]):
         return self._kept[index]
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Progress:
-    """Reads the metrics of steps from the devices, and accumulates those of the run.
+    """Reads the metrics of steps from the devices, and accumulates those of the run; its clock starts when it is made.
 
     Attributes:
+      sinks: called with the records, dicts of metrics with a `kind` and a `step`.
+      speedometer: work of a step.
+      schedule: the learning rate by the number of updates; None if it is not known.
+      param_names: paths of the params, in the order of their leaves.
+      noise: the gradient noise scale.
+      log_every: steps that the throughput is averaged over.
+      own: returns what to record of a loss function's aux, by name.
       compile_seconds: time of the first step of this process, which is mostly compiling.
       num_nonfinite_in_a_row: the latest steps whose loss or gradients were not finite.
       num_skipped_steps: updates skipped so far.
       nonfinite_leaf: path of the first param whose gradient was not finite in the latest step, or None.
       train: step and loss of the training steps of this process.
       validation: step and loss of its evaluations.
-      noise: the gradient noise scale.
       record: the record of the latest training step.
       figures: the figures of the latest evaluation, with its step.
     """
 
-    def __init__(
-        self,
-        *,
-        sinks: Sequence[Callable[[Mapping[str, Any]], None]],
-        speedometer: Speedometer,
-        schedule: Callable[[int], Any] | None,
-        param_names: Sequence[str],
-        noise: NoiseScale,
-        log_every: int,
-        own: Callable[[Any], Mapping[str, float]],
-    ):
-        """Starts the clock.
+    sinks: Sequence[Callable[[Mapping[str, Any]], None]]
+    speedometer: Speedometer
+    schedule: Callable[[int], Any] | None
+    param_names: Sequence[str]
+    noise: NoiseScale
+    log_every: int
+    own: Callable[[Any], Mapping[str, float]]
+    compile_seconds: float = 0.0
+    num_nonfinite_in_a_row: int = 0
+    num_skipped_steps: int = 0
+    nonfinite_leaf: str | None = None
+    train: LossHistory = dataclasses.field(default_factory=LossHistory)
+    validation: LossHistory = dataclasses.field(default_factory=LossHistory)
+    record: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    figures: tuple[int, Mapping[str, float]] = (-1, types.MappingProxyType({}))
 
-        Args:
-          sinks: called with the records, dicts of metrics with a `kind` and a `step`.
-          speedometer: work of a step.
-          schedule: the learning rate by the number of updates; None if it is not known.
-          param_names: paths of the params, in the order of their leaves.
-          noise: estimates the gradient noise scale.
-          log_every: steps that the throughput is averaged over.
-          own: returns what to record of a loss function's aux, by name.
-        """
-        self.compile_seconds = 0.0
-        self.num_nonfinite_in_a_row = 0
-        self.nonfinite_leaf: str | None = None
-        self.num_skipped_steps = 0
-        self.train, self.validation = LossHistory(), LossHistory()
-        self._sinks, self._speedometer, self._schedule = list(sinks), speedometer, schedule
-        self._param_names, self.noise, self._log_every = list(param_names), noise, log_every
-        self._own = own
+    def __post_init__(self) -> None:
         self._started = self._resumed = time.perf_counter()
         self._timed_steps, self._timed_seconds = 0, 0.0
         self._window: list[float] = []
-        self.record: Mapping[str, Any] = {}
-        self.figures: tuple[int, Mapping[str, float]] = -1, {}
 
     @property
     def seconds(self) -> float:
@@ -177,10 +168,10 @@ class Progress:
     @property
     def throughput(self) -> dict[str, float]:
         """Throughput of the training steps, without the first one, which compiles: `tokens_per_second`, for example."""
-        name = f"{self._speedometer.unit}_per_second"
+        name = f"{self.speedometer.unit}_per_second"
         if not self._timed_steps:
             return {name: math.nan}
-        return {name: self._speedometer.units_per_second(self._timed_seconds / self._timed_steps)}
+        return {name: self.speedometer.units_per_second(self._timed_seconds / self._timed_steps)}
 
     def add_step(self, dispatched: Dispatched) -> None:
         """Waits for a step, and writes its record."""
@@ -192,25 +183,25 @@ class Progress:
             self.compile_seconds = seconds
         else:
             self._timed_steps, self._timed_seconds = self._timed_steps + 1, self._timed_seconds + seconds
-            self._window = [*self._window, seconds][-max(self._log_every, _SHORTEST_WINDOW_STEPS) :]
+            self._window = [*self._window, seconds][-max(self.log_every, _SHORTEST_WINDOW_STEPS) :]
         self.train.add(dispatched.step, loss)
         leaf = int(metrics["nonfinite_leaf"])
         is_finite = math.isfinite(loss) and leaf < 0
         self.num_nonfinite_in_a_row = 0 if is_finite else self.num_nonfinite_in_a_row + 1
-        self.nonfinite_leaf = None if leaf < 0 else self._param_names[leaf]
+        self.nonfinite_leaf = None if leaf < 0 else self.param_names[leaf]
         self.num_skipped_steps = int(metrics["num_skipped_steps"])
         # A skipped update leaves the optimizer's count of steps where it was.
         num_updates = dispatched.step - 1 - self.num_skipped_steps + bool(metrics["skipped"])
         mean_seconds = float(np.mean(self._window)) if self._window else None
-        meter = self._speedometer
+        meter = self.speedometer
         self.record = {
             "kind": "train",
             "step": dispatched.step,
             "loss": loss,
-            **self._own(metrics.aux),
+            **self.own(metrics.aux),
             "grad_norm": float(metrics["grad_norm"]),
             "param_norm": None if dispatched.param_norm is None else float(dispatched.param_norm),
-            "learning_rate": self._schedule and float(self._schedule(num_updates)),
+            "learning_rate": self.schedule and float(self.schedule(num_updates)),
             meter.unit: dispatched.step * meter.num_units,
             f"{meter.unit}_per_second": mean_seconds and meter.units_per_second(mean_seconds),
             "mfu": mean_seconds and meter.mfu(mean_seconds),
@@ -248,22 +239,19 @@ class Progress:
         self._resumed = time.perf_counter()
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        for sink in self._sinks:
+        for sink in self.sinks:
             sink(record)
 
 
 def scalar_figures(aux: Any) -> dict[str, float]:
     """Returns the scalars of a loss function's aux by name, to be recorded beside the loss."""
-    return {_record_name(name): float(x) for name, x in leaves_by_name(aux).items() if _is_figure(x)}
+    figures = {name: float(x) for name, x in leaves_by_name(aux).items() if _is_figure(x)}
+    return {f"aux/{n}".removesuffix("/") if n in FIELDS or not n else n: x for n, x in figures.items()}
 
 
 def unshown_leaves(aux: Any) -> list[str]:
     """Returns the leaves of an aux that are no scalars, and so not recorded, such as `logits float32[8, 10]`."""
     return [f"{name} {x.dtype}{list(x.shape)}" for name, x in leaves_by_name(aux).items() if not _is_figure(x)]
-
-
-def _record_name(name: str) -> str:
-    return f"aux/{name}".removesuffix("/") if name in FIELDS or not name else name
 
 
 def _is_figure(x: Any) -> bool:

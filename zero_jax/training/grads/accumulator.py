@@ -137,10 +137,6 @@ class Accumulator:
         loss function must not change the model state then. Else each microbatch passes its model state on to the next,
         and its gradients are in shards already.
 
-        Args:
-          grad_fn: loss and gradients of a part.
-          inputs: its arguments for the whole batch.
-
         Returns:
           `((loss, (aux, model_state)), grads, parts)` of the whole batch, the gradients stacked with `once_over`;
           `parts` says how large the gradients of its parts are, None without microbatches.

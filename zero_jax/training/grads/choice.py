@@ -64,10 +64,6 @@ class JudgedLoss:
 def judge(loss: StepLoss, arguments: tuple[PyTree, PyTree, jax.Array]) -> JudgedLoss:
     """Judges whether the loss of a step may be called on the parts of a batch that its config asks for.
 
-    Args:
-      loss: the loss of the step.
-      arguments: the arguments of its program for the batch.
-
     Raises:
       ValueError: an entry of aux holds PRNG keys; devices have no gradients of their own to send quantized.
     """

@@ -26,15 +26,10 @@ def quantized_grads(
 ) -> GradFn:
     """Returns a `GradFn` of a microbatch, or of that of a copy of the params.
 
-    It is a `jax.vmap` over the devices of a copy of the params, each of which sees its own examples only.
-
-    Args:
-      accumulator: that of the step.
-      loss_fn: `loss_fn(params, model_state, batch, key)` returns `(loss, (aux, model_state, weight))`; devices'
-        gradients of it are summed at each use of a param (`transforms.summed_on_use`).
-      judged: the loss function with its weight.
-      arguments: its arguments, for a whole batch.
-      axes: the roles of the mesh axes within a copy.
+    It is a `jax.vmap` over the devices of a copy of the params, each of which sees its own examples only; `axes` are
+    the roles of the mesh axes within a copy. `loss_fn(params, model_state, batch, key)` returns
+    `(loss, (aux, model_state, weight))`; devices' gradients of it are summed at each use of a param
+    (`GatherOptions.mapped`). `judged` is it with its weight, and takes `arguments` for a whole batch.
 
     Raises:
       ValueError: devices cannot have gradients of their own.

@@ -60,11 +60,7 @@ class Reads:
 def reads_of(program: LossProgram, variables: PyTree, batch: PyTree, key: jax.Array) -> Reads:
     """Returns what the results of a loss function are made of, by its trace; what is not known counts as read.
 
-    Args:
-      program: `(variables, batch, key) -> (loss, (aux, model_state, ...))`.
-      variables: the params, or `Variables`.
-      batch: the batch.
-      key: a key.
+    The program is `(variables, batch, key) -> (loss, (aux, model_state, ...))`.
     """
     traced = program.trace(variables, batch, key)
     lines = model_state_changes(program, variables, batch, key)

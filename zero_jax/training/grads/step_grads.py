@@ -49,9 +49,7 @@ class StepGrads(NamedTuple):
 
 def loss_and_grads(
     loss: StepLoss,
-    variables: PyTree,
-    batch: PyTree,
-    key: jax.Array,
+    arguments: tuple[PyTree, PyTree, jax.Array],
     *,
     needed: list[bool],
     loss_scale: Any,
@@ -59,19 +57,14 @@ def loss_and_grads(
 ) -> StepGrads:
     """Returns the loss and gradients of a batch, accumulated over its microbatches.
 
-    Args:
-      loss: the loss of the step.
-      variables: params and model state, as `StepLoss.cast` returns them.
-      batch: the batch, likewise.
-      key: the step's key.
-      needed: for each trainable param whether its gradient is computed.
-      loss_scale: the loss scale, or None.
-      errors: what quantization dropped of the last step's gradients.
+    `arguments` are those of the loss, as `StepLoss.cast` returns them, and the step's key; `needed` tells for each
+    trainable param whether its gradient is computed. `errors` are what quantization dropped of the last step's.
 
     Raises:
       ValueError: the loss function changes model state that is on the host.
     """
-    placement, arguments = loss.placement, (used_shapes(variables), batch, key)
+    placement, (variables, batch, key) = loss.placement, arguments
+    arguments = used_shapes(variables), batch, key
     host_state = as_variables(variables).model_state
     model_state = on_devices(host_state)
     if len(jax.tree.leaves(model_state)) < len(jax.tree.leaves(host_state)):
@@ -96,25 +89,15 @@ def loss_and_grads(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ScaledLoss:
-    """The scaled loss of a step, as a function of the params that have gradients.
-
-    Attributes:
-      placement: how the state is sharded.
-      leaves: all params.
-      tree: their structure.
-      has_grad: for each of them whether it has a gradient.
-      host_state: the model state, with `HostParam`s.
-      scale: the loss scale.
-      judged: how the loss is combined, if it is called on parts of the batch.
-    """
+    """The scaled loss of a step, as a function of the params that have gradients."""
 
     placement: Placement
-    leaves: Sequence[Any]
+    leaves: Sequence[Any]  # all params
     tree: Any
     has_grad: Sequence[bool]
-    host_state: PyTree
+    host_state: PyTree  # the model state, with `HostParam`s
     scale: Any
-    judged: JudgedLoss | None
+    judged: JudgedLoss | None  # if it is called on parts of the batch
 
     @classmethod
     def of(cls, placement: Placement, variables: PyTree, needed: list[bool], **options: Any) -> _ScaledLoss:

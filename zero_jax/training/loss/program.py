@@ -6,7 +6,7 @@ The train step, the evaluation step and the estimates read the same program, by 
 2. `fused`: attention is computed by a fused kernel, if the config asks for it;
 3. with what the losses of parts of a batch are averaged by (`grads.choice`; a weighted evaluation);
 4. `recomputed`: blocks are in `jax.checkpoint`, by the config's remat policy;
-5. `unsharded`: what XLA partitions wrongly is whole;
+5. `unsharded`: what XLA partitions wrongly is whole, and heads are made tile by tile on TPUs;
 6. `placed`, or `staged` where each device has gradients of its own: scans over layers are stages of a pipeline, if the
    mesh has an axis for them;
 7. `placed`: params are gathered where they are used, and gradients are reduced to shards.
@@ -33,16 +33,17 @@ from zero_jax.training.loss.inputs import cast_batch
 from zero_jax.training.state.placement import Placement, make_placement
 from zero_jax.training.zero_config import ZeroConfig
 from zero_jax.transforms import (
+    GatherOptions,
     PipelinedProgram,
+    Remat,
     StagePlace,
     Stages,
     fuse_attention,
-    gather_on_use,
+    gathered,
+    heads_by_tiles,
     rematerialize,
     resolve_remat,
     rolled,
-    scatter_grads,
-    summed_on_use,
     unsharded_windows,
     used_shapes,
     with_stages,
@@ -71,6 +72,10 @@ class StepLoss:
         placement = make_placement(variables, mesh=mesh, config=config)
         return cls(LossProgram(normalize_loss(loss_fn, mesh, placement.axes)), placement, config)
 
+    def with_remat(self, remat: Remat) -> StepLoss:
+        """Returns the loss with another remat policy; both share the program."""
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, remat=remat))
+
     def cast(self, variables: PyTree, batch: PyTree, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Returns the variables and the batch that the program takes."""
         variables = self.placement.cast(variables)
@@ -86,24 +91,29 @@ class StepLoss:
 
     @functools.cached_property
     def fused(self) -> LossProgram:
-        """The program with its attention by fused kernels."""
+        """The program, with its attention by fused kernels if the config asks for them."""
         placement = self.placement
-        return LossProgram.of(
-            fuse_attention(self.program, self.config.attention, mesh=placement.mesh, axes=placement.axes)
-        )
+        if self.config.attention == "own":
+            return self.program
+        return LossProgram.of(fuse_attention(self.program, mesh=placement.mesh, axes=placement.axes))
 
     def recomputed(self, program: LossProgram) -> LossProgram:
-        """Returns a program with its blocks in `jax.checkpoint`."""
-        placement, specs = self.placement, self.placement.loss_shardings()
+        """Returns a program with its blocks in `jax.checkpoint`, by the config's remat policy."""
+        placement = self.placement
         if placement.num_stages > 1:  # layers that will be stages are recomputed as those of a scan
             program = program.then(rolled)
-        return LossProgram.of(
-            rematerialize(program, self.config.remat, mesh=placement.mesh, axes=placement.axes, specs=specs)
-        )
+        if self.config.remat == "own":
+            return program
+        mesh, axes, specs = placement.mesh, placement.axes, placement.loss_shardings()
+        return LossProgram.of(rematerialize(program, self.config.remat, mesh=mesh, axes=axes, specs=specs))
 
     def unsharded(self, program: LossProgram) -> LossProgram:
-        """Returns a program with whole values where XLA partitions operations on sharded ones wrongly."""
-        return unsharded_windows(program, mesh=self.placement.mesh, axes=self.placement.axes)
+        """Returns a program with whole values where XLA partitions operations on sharded ones wrongly.
+
+        Heads are made in the form that is cheapest on a TPU.
+        """
+        mesh = self.placement.mesh
+        return heads_by_tiles(unsharded_windows(program, mesh=mesh, axes=self.placement.axes), mesh=mesh)
 
     def stages(self, axes: Axes) -> Stages | None:
         """Returns the stages that layers are cut into, None without a pipeline.
@@ -118,6 +128,7 @@ class StepLoss:
             axes=placement.axes,
             num_microbatches=config.num_microbatches,
             recompute=resolve_remat(config.remat).policy != "none",
+            schedule=config.pipeline,
         )
 
     def staged(self, program: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
@@ -130,39 +141,30 @@ class StepLoss:
     ) -> Callable[..., Any]:
         """Returns a program with params gathered on use, or gradients reduce-scattered, by the stage.
 
-        Args:
-          program: a function of variables, a batch and a key.
-          with_copies: whether it is called on the batch of all copies of the params (`Axes.copies`), or of one copy.
-          mapped: whether it is mapped over devices, whose gradients are summed at each use of a param.
+        It is called on the batch of all copies of the params (`with_copies`), or of one copy, or is to be `mapped` over
+        devices, whose gradients are then summed at each use of a param.
         """
-        placement, config = self.placement, self.config
-        common = {"mesh": placement.mesh, "reduce_dtype": placement.precision.reduce}
-        axes, specs = placement.axes.of_params(with_copies=with_copies), placement.loss_shardings()
-        plain, stages = program, self.stages(axes)
-        if stages is not None:
+        placement, mesh, reduce_dtype = self.placement, self.placement.mesh, self.placement.precision.reduce
+        axes, gathers = placement.axes.of_params(with_copies=with_copies), "params" in placement.groups
+        # On a mesh with other axes XLA partitions some convolutions wrongly, at every stage.
+        has_other_axes = placement.axes.size_beside_batch(mesh) > 1
+        if not (mapped or "master" in placement.groups or reduce_dtype is not None or has_other_axes):
+            return self.staged(program, axes)
+        if (stages := self.stages(axes)) is not None:
             program = PipelinedProgram(LossProgram.of(program), stages)
-        if mapped:
-            common |= {"axes": axes, "quantize": placement.quantize, "keep_gathered": config.keep_gathered}
-            return summed_on_use(program, specs, stored_whole="params" not in placement.groups, **common)
-        if "params" in placement.groups:
-            gathering = gather_on_use(
-                program,
-                specs,
-                keep_gathered=config.keep_gathered,
-                data_axes=axes.data_of_stage,
-                replica_axes=axes.replica,
-                pipe_axes=axes.pipe,
-                quantize=placement.quantize,
-                **common,
-            )
-            if not with_copies or axes.batch == placement.axes.batch:
-                return gathering
-            return _by_copies(gathering, NamedSharding(placement.mesh, PartitionSpec(axes.batch)))
-        # On such a mesh XLA partitions some convolutions wrongly, at every stage.
-        has_other_axes = placement.axes.size_beside_batch(placement.mesh) > 1
-        if "master" in placement.groups or placement.precision.reduce is not None or has_other_axes:
-            return scatter_grads(program, specs, axes=axes, **common)
-        return self.staged(plain, axes)
+        options = GatherOptions(
+            mesh=mesh,
+            axes=axes,
+            stored_whole=not gathers,
+            regather=gathers and not self.config.keep_gathered,
+            reduce_dtype=reduce_dtype,
+            quantize=placement.quantize if gathers or mapped else None,
+            mapped=mapped,
+        )
+        placed = gathered(program, placement.loss_shardings(), options)
+        if mapped or not (gathers and with_copies) or axes.batch == placement.axes.batch:
+            return placed
+        return _by_copies(placed, NamedSharding(mesh, PartitionSpec(axes.batch)))
 
 
 def _by_copies(loss_fn: Callable[..., Any], sharding: NamedSharding) -> Callable[..., Any]:

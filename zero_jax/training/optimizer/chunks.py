@@ -50,11 +50,21 @@ class Argument:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Results that share arrays of the host: their indices, those of the arrays, and the jaxpr of these results."""
+    """Results that share arrays of the host.
+
+    Attributes:
+      results: their indices.
+      into: for each of them the index of the argument that it replaces.
+      on_host: the indices of the arrays of the host.
+      jaxpr: the jaxpr of these results, of all arguments.
+      consts: the values of its constants.
+    """
 
     results: list[int]
+    into: list[int]
     on_host: list[int]
     jaxpr: Any
+    consts: Sequence[Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,14 +145,7 @@ def _is_chunked(eqn: Any, shape: tuple[int, ...]) -> bool:
 
 
 def run_chunks(
-    loop: Loop,
-    unit: Unit,
-    arguments: Sequence[Argument],
-    *,
-    into: Sequence[int],
-    consts: Any,
-    start: Any,
-    window_bytes: int,
+    loop: Loop, unit: Unit, arguments: Sequence[Argument], *, start: Any, window_bytes: int
 ) -> tuple[list[Any], Any]:
     """Returns the results of a unit, computed chunk by chunk, and a 0 that depends on them.
 
@@ -150,15 +153,13 @@ def run_chunks(
       loop: the loop of the unit's jaxpr.
       unit: the results.
       arguments: the arguments of the whole function; those of the unit are sharded alike.
-      into: for each result of the function the index of the argument that it replaces.
-      consts: the values of the jaxpr's constants.
       start: a 0 that the first fetch depends on.
       window_bytes: bytes of a chunk on a device.
     """
     jaxpr, arrays = unit.jaxpr, [x.array for x in arguments]
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arrays), strict=True))
-    env.update(zip(loop.whole, evaluate(loop.before, consts, arrays), strict=True))
-    replaced = {jaxpr.invars[into[i]]: var for i, var in zip(unit.results, jaxpr.outvars, strict=True)}
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*unit.consts, *arrays), strict=True))
+    env.update(zip(loop.whole, evaluate(loop.before, unit.consts, arrays), strict=True))
+    replaced = {jaxpr.invars[i]: var for i, var in zip(unit.into, jaxpr.outvars, strict=True)}
     on_host = [jaxpr.invars[i] for i in unit.on_host]
     sharding = arguments[unit.on_host[0]].sharding
     assert sharding is not None

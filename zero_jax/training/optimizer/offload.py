@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from zero_jax.core.field_checks import check_fields
+from zero_jax.core.field_checks import brief, check_fields
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.path_patterns import PathPatterns
@@ -27,6 +27,7 @@ _MEMORY_OF: Mapping[str, Sequence[str]] = {
 _FETCHED = frozenset({"params", MODEL_STATE})
 
 
+@brief
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Offload:
     """Which part of the train state is kept in host memory (ZeRO-Offload, arXiv:2101.06840).
@@ -78,16 +79,12 @@ def resolve_offload(offload: Any) -> Offload | None:
     return Offload(what=offload)  # pyright: ignore[reportArgumentType]
 
 
-def check_offload(offload: Offload | None, mesh: Mesh | AbstractMesh, sharded: Collection[str]) -> Offload | None:
-    """Returns the config.
-
-    `sharded` are the groups that the stage shards as the master params.
+def check_offload(offload: Offload, mesh: Mesh | AbstractMesh, sharded: Collection[str]) -> None:
+    """Checks what is to be kept in host memory; `sharded` are the groups that are sharded as the master params.
 
     Raises:
       ValueError: the devices do not reach host memory as `pinned_host`, or params are not fetched where they are used.
     """
-    if offload is None:
-        return None
     if _FETCHED.intersection(_MEMORY_OF[offload.what]) and "params" not in sharded:
         group, remedy = ("params", ", or offload='state'") if offload.what == "all" else ("model state", "")
         raise ValueError(
@@ -95,7 +92,7 @@ def check_offload(offload: Offload | None, mesh: Mesh | AbstractMesh, sharded: C
             f"and a copy with secondary=True: give stage=3 without it{remedy}"
         )
     if isinstance(mesh, AbstractMesh):  # nothing can be compiled for it
-        return offload
+        return
     device = mesh.devices.flat[0]
     kinds = sorted(memory.kind for memory in device.addressable_memories())
     if kinds and HOST not in kinds:  # compile-only GPUs list none
@@ -103,28 +100,19 @@ def check_offload(offload: Offload | None, mesh: Mesh | AbstractMesh, sharded: C
             f"offload: {device.platform} devices have no memory of kind {HOST!r} (they have {', '.join(kinds)}): "
             "leave offload out"
         )
-    return offload
 
 
 def on_host(
-    offload: Offload | None, groups: Mapping[str, PyTree], params: Mapping[str, tuple[int, ...]], *, min_size: int
+    offload: Offload, groups: Mapping[str, PyTree], params: Mapping[str, tuple[int, ...]], *, min_size: int
 ) -> dict[str, list[bool]]:
-    """Tells which leaves of `opt_state`, `master`, `params` and `model_state` are kept on the host.
+    """Tells which leaves of the trees `opt_state`, `master`, `params` and `model_state` are kept on the host.
 
-    Args:
-      offload: the config.
-      groups: the trees by name.
-      params: the shapes of the params by path, and those of the model state by `model_state/...`.
-      min_size: leaves of fewer elements stay on the device.
-
-    Returns:
-      For each group a flag for each leaf.
+    `params` are the shapes of the params by path, and those of the model state by `model_state/...`; leaves of fewer
+    elements than `min_size` stay on the device.
 
     Raises:
       ValueError: a pattern that no param matches.
     """
-    if offload is None:
-        return {group: [False] * len(jax.tree.leaves(tree)) for group, tree in groups.items()}
     leaves = {
         group: list(zip(_names(group, tree), jax.tree.leaves(tree), strict=True)) for group, tree in groups.items()
     }

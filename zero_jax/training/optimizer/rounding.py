@@ -35,13 +35,7 @@ def rounding_key(key: jax.Array) -> jax.Array:
 
 
 def round_tree(tree: PyTree, like: PyTree, key: jax.Array) -> PyTree:
-    """Rounds floating arrays stochastically to the dtypes of others, each by the key and its path.
-
-    Args:
-      tree: arrays, in float32 where the other is smaller.
-      like: arrays of the dtypes to round to.
-      key: from `rounding_key`.
-    """
+    """Rounds arrays, float32 where those of `like` are smaller, to their dtypes, each by the key and its path."""
     rounded = []
     for name, x, y in zip(leaf_names(like), jax.tree.leaves(tree), jax.tree.leaves(like), strict=True):
         rounded.append(
@@ -110,6 +104,11 @@ def round_state(tx: optax.GradientTransformation, field: str, dtype: Any) -> opt
 
     Raises:
       ValueError: no floating dtype; or, in `init`, a state without such a field.
+
+    Example:
+      >>> small = zero.round_state(tx, "nu", jnp.bfloat16)
+      >>> zero.abstract_state(init_fn, small, mesh=mesh, config=config).opt_state[0].nu["up"].dtype
+      dtype(bfloat16)
     """
     check_arguments(tx=tx, field=field, dtype=dtype)
     if dtype is None:

@@ -24,13 +24,7 @@ _NUM_CHUNKS, _SMALL_BYTES = 16, 1 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkedRows:
-    """Rows of an array that are cut into chunks of one size.
-
-    Attributes:
-      start: the first of them.
-      size: the rows of a chunk.
-      num_chunks: the chunks.
-    """
+    """Rows of an array from `start` on that are cut into chunks of `size` rows."""
 
     start: int
     size: int

@@ -7,7 +7,7 @@ one after another: chunk by chunk if they are elementwise (`chunks`), else in fu
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,8 +30,8 @@ def stream(
     into: Sequence[int],
     *,
     window_bytes: int,
-    unchanged: Sequence[bool] = (),
-    axes: Axes | None = None,
+    unchanged: Sequence[bool],
+    axes: Axes,
 ) -> list[Any]:
     """Returns the results of a function, each in the memory and the sharding of the argument that it replaces.
 
@@ -41,7 +41,7 @@ def stream(
       into: for each result the index of the argument that it replaces, of its shape and dtype.
       window_bytes: bytes of a chunk on a device.
       unchanged: of the first results, whether they equal what they replace.
-      axes: the roles of the mesh axes; with them, products of matrices are on whole matrices (`matrices`).
+      axes: the roles of the mesh axes; products of matrices are on whole matrices (`matrices`).
     """
     arrays = [x.array for x in arguments]
     closed = trace_flat(function, arrays)
@@ -51,7 +51,7 @@ def stream(
         if var is jaxpr.invars[into[i]] or any(unchanged[i : i + 1]):  # it stays where it is
             results[i] = arrays[into[i]]
     computed = [i for i, result in enumerate(results) if result is None]
-    units = _units(jaxpr, arguments, computed, into)
+    units = _units(jaxpr, consts, arguments, {i: into[i] for i in computed})
     streamed = {i for unit in units for i in unit.results}
     on_devices = [i for i in computed if i not in streamed]
     run_whole = functools.partial(_evaluate, shardings=[x.sharding for x in arguments], axes=axes)
@@ -59,12 +59,11 @@ def stream(
         results[i] = _pinned(x, arguments[into[i]].sharding)
     start = jnp.int32(0)
     for unit in units:
-        loop = Loop.of(unit.jaxpr, [x.on_host for x in arguments]) if _sharded_alike(unit, arguments, into) else None
+        loop = Loop.of(unit.jaxpr, [x.on_host for x in arguments]) if _sharded_alike(unit, arguments) else None
         if loop is None:
-            run = functools.partial(_run_unchunked, run_whole)
+            outputs, start = _run_unchunked(run_whole, unit, arguments, start)
         else:
-            run = functools.partial(run_chunks, loop, window_bytes=window_bytes)
-        outputs, start = run(unit, arguments, into=into, consts=consts, start=start)
+            outputs, start = run_chunks(loop, unit, arguments, start=start, window_bytes=window_bytes)
         for i, x in zip(unit.results, outputs, strict=True):
             results[i] = x
     return results
@@ -81,12 +80,12 @@ def _evaluate(
     values: Sequence[Any],
     *,
     shardings: Sequence[NamedSharding | None],
-    axes: Axes | None,
+    axes: Axes,
 ) -> list[Any]:
     """Returns some of a jaxpr's results; nothing else is computed."""
     some = jaxprs.without_dead_code(jaxprs.with_results(jaxpr, [jaxpr.outvars[i] for i in which]))
     mesh = next((sharding.mesh for sharding in shardings if sharding is not None), None)
-    if axes is None or not isinstance(mesh, Mesh) or not multiplies(some):
+    if not isinstance(mesh, Mesh) or not multiplies(some):
         return evaluate(some, consts, values)
     some = some.replace(constvars=[], invars=[*some.constvars, *some.invars])
     dims = [
@@ -95,27 +94,32 @@ def _evaluate(
     return MatrixProgram.of(some, dims, mesh=mesh, axes=axes).evaluate(*consts, *values)
 
 
-def _units(jaxpr: Any, arguments: Sequence[Argument], computed: Sequence[int], into: Sequence[int]) -> list[Unit]:
-    """Returns the results that need arrays of the host, or replace them, by the arrays that they share."""
+def _units(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Argument], into: Mapping[int, int]) -> list[Unit]:
+    """Returns the results that need arrays of the host, or replace them, by the arrays that they share.
+
+    `into` has for each result that is computed the index of the argument that it replaces.
+    """
     needs = Dependence().run(jaxpr, [frozenset([i] if x.on_host else []) for i, x in enumerate(arguments)])
     groups: list[tuple[set[int], list[int]]] = []  # arrays of the host, results
-    for i in computed:
-        host_arrays = {*needs[i], *([into[i]] if arguments[into[i]].on_host else [])}
+    for i, replaced in into.items():
+        host_arrays = {*needs[i], *([replaced] if arguments[replaced].on_host else [])}
         if not host_arrays:
             continue
         same = [group for group in groups if group[0] & host_arrays]
         groups = [group for group in groups if group not in same]
         groups.append((host_arrays.union(*(g[0] for g in same)), [*(i for g in same for i in g[1]), i]))
-    return [
-        Unit(sorted(which), sorted(arrays), jaxprs.with_results(jaxpr, [jaxpr.outvars[i] for i in sorted(which)]))
-        for arrays, which in groups
-    ]
+    units = []
+    for arrays, results in groups:
+        results.sort()
+        own = jaxprs.with_results(jaxpr, [jaxpr.outvars[i] for i in results])
+        units.append(Unit(results, [into[i] for i in results], sorted(arrays), own, consts))
+    return units
 
 
-def _sharded_alike(unit: Unit, arguments: Sequence[Argument], into: Sequence[int]) -> bool:
+def _sharded_alike(unit: Unit, arguments: Sequence[Argument]) -> bool:
     """Tells whether all arrays that a unit fetches or replaces have the same sharding."""
     shardings = set()
-    for i in (*unit.on_host, *(into[i] for i in unit.results)):
+    for i in (*unit.on_host, *unit.into):
         sharding = arguments[i].sharding
         if sharding is None:
             return False
@@ -124,23 +128,17 @@ def _sharded_alike(unit: Unit, arguments: Sequence[Argument], into: Sequence[int
 
 
 def _run_unchunked(
-    run: Callable[..., list[Any]],
-    unit: Unit,
-    arguments: Sequence[Argument],
-    *,
-    into: Sequence[int],
-    consts: Any,
-    start: Any,
+    run: Callable[..., list[Any]], unit: Unit, arguments: Sequence[Argument], start: Any
 ) -> tuple[list[Any], Any]:
     """Computes results that are not elementwise, by `run`: their arrays of the host are fetched in full."""
     arrays = [x.array for x in arguments]
     for i in unit.on_host:
         x, _ = lax.optimization_barrier((arrays[i], start))
         arrays[i] = jax.device_put(x, jax.memory.Space.Device)
-    outputs = run(unit.jaxpr, range(len(unit.results)), consts, arrays)
+    outputs = run(unit.jaxpr, range(len(unit.results)), unit.consts, arrays)
     results = []
-    for i, x in zip(unit.results, outputs, strict=True):
-        replaced = arguments[into[i]]
+    for i, x in zip(unit.into, outputs, strict=True):
+        replaced = arguments[i]
         x = _pinned(x, replaced.sharding)
         results.append(jax.device_put(x, jax.memory.Space.Host) if replaced.on_host else x)
     return results, zero_after(outputs[0])

@@ -12,7 +12,7 @@ import inspect
 import re
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,46 +35,42 @@ _OFFERED = (
 )
 
 
-def call_update(
-    tx: Any,
-    grads: PyTree,
-    opt_state: PyTree,
-    params: PyTree,
-    *,
-    value: Any = 0.0,
-    full_grads: PyTree = None,
-    loss_fn: Callable[[PyTree], jax.Array] | None = None,
-    grad_fn: Callable[[PyTree], PyTree] | None = None,
-) -> tuple[PyTree, PyTree]:
-    """Returns the updates and the new state of an optimizer, called with the extra arguments that it takes.
+class Offers(NamedTuple):
+    """What an optimizer may take beside gradients, its state and params.
 
-    The functions cost nothing unless the optimizer calls them. A stand-in replaces one that is None: the result then
-    has the right shapes and data dependences only. The gradients of a stand-in depend on `grads`, leaf by leaf.
+    The functions cost nothing unless the optimizer calls them. A stand-in replaces one that is None: the result of an
+    update then has the right shapes and data dependences only.
 
-    Args:
-      tx: the optimizer.
-      grads: the gradients that it updates with, clipped.
-      opt_state: its state.
-      params: the params that have gradients.
+    Attributes:
       value: the loss of the batch at these params.
-      full_grads: the gradients of the loss before clipping; None if `grads` are.
+      full_grads: the gradients of the loss before clipping; None if those of the update are.
       loss_fn: the loss of the batch as a function of such params.
       grad_fn: its gradients, likewise.
+    """
+
+    value: Any = 0.0
+    full_grads: PyTree = None
+    loss_fn: Callable[[PyTree], jax.Array] | None = None
+    grad_fn: Callable[[PyTree], PyTree] | None = None
+
+
+def call_update(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, offers: Offers) -> tuple[PyTree, PyTree]:
+    """Returns the updates and the new state of an optimizer, called with the extra arguments that it takes.
 
     Raises:
       ValueError: the optimizer asks for what a step cannot make, or does not return an update for each param.
     """
-    loss_of, grad_of = loss_fn or _stand_in_loss(grads), grad_fn or _stand_in_grads(grads)
+    loss_of, grad_of = offers.loss_fn or _stand_in_loss(grads), offers.grad_fn or _stand_in_grads(grads)
 
     def value_fn(at: PyTree, *, loss: Any = None, obj_fn: Any = None, grad_fn: Any = None) -> jax.Array:
         del loss, obj_fn, grad_fn  # optax's line searches forward them, and refuse a function that does not take them
         return loss_of(_unmasked(at, params))
 
-    value = jnp.asarray(value, value_dtype(params))
+    value = jnp.asarray(offers.value, value_dtype(params))
     extras = {
         "value": value,
         "loss": value,
-        "grad": grads if full_grads is None else full_grads,
+        "grad": grads if offers.full_grads is None else offers.full_grads,
         "value_fn": value_fn,
         "obj_fn": value_fn,
         "grad_fn": lambda at, *_: grad_of(_unmasked(at, params)),
@@ -139,9 +135,8 @@ def _updated(
     def noted(function: Callable[[PyTree], Any]) -> Callable[[PyTree], Any]:
         return lambda at: called.append(None) or function(at)
 
-    loss_fn, grad_fn = noted(_stand_in_loss(grads)), noted(_stand_in_grads(grads))
-    extras = {"value": value, "full_grads": full_grads, "loss_fn": loss_fn, "grad_fn": grad_fn}
-    updates, new_state = call_update(tx, grads, opt_state, params, **extras)
+    offers = Offers(value, full_grads, noted(_stand_in_loss(grads)), noted(_stand_in_grads(grads)))
+    updates, new_state = call_update(tx, grads, opt_state, params, offers)
     return (optax.apply_updates(params, updates), strongly_typed(new_state)), updates, called
 
 
@@ -202,10 +197,7 @@ class TracedUpdate:
 def trace_update(tx: Any, params: PyTree, opt_state: PyTree) -> TracedUpdate:
     """Traces an optimizer's update; JAX traces it once for all calls on such arguments, `apply_update` included.
 
-    Args:
-      tx: the optimizer.
-      params: the params that have gradients, or their shapes.
-      opt_state: its state, or its shapes.
+    Takes the params that have gradients and the state, or their shapes.
     """
     params, opt_state = jax.tree.map(_without_memory, (params, opt_state))
     leaves = jax.tree.leaves(params)
@@ -235,14 +227,12 @@ def value_dtype(params: PyTree) -> Any:
     return promoted(jnp.float32, *(jnp.finfo(x.dtype).dtype for x in jax.tree.leaves(params)))
 
 
-def apply_update(
-    tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, *, value: Any, full_grads: PyTree, **functions: Any
-) -> tuple[PyTree, PyTree]:
-    """Returns updated params and the new state; the trace of the update is reused if it calls no `functions`."""
-    if functions:
-        updates, state = call_update(tx, grads, opt_state, params, value=value, full_grads=full_grads, **functions)
+def apply_update(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, offers: Offers) -> tuple[PyTree, PyTree]:
+    """Returns updated params and the new state; the trace of the update is reused if it calls no functions."""
+    if offers.loss_fn is not None:
+        updates, state = call_update(tx, grads, opt_state, params, offers)
         return optax.apply_updates(params, updates), strongly_typed(state)
-    return _traces_of(tx).update(grads, opt_state, params, value, full_grads)[0]
+    return _traces_of(tx).update(grads, opt_state, params, offers.value, offers.full_grads)[0]
 
 
 def evaluate_update(jaxpr: Any, operands: Sequence[Any], params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
@@ -273,10 +263,6 @@ def init_opt_state(tx: Any, params: PyTree) -> PyTree:
 
 def first_opt_state(tx: Any, params: PyTree) -> PyTree:
     """Returns the shapes of the state that `init_opt_state` returns, cached.
-
-    Args:
-      tx: the optimizer.
-      params: the params that have gradients, or their shapes.
 
     Raises:
       ValueError: an update changes the state's structure, other than by leaves that no update reads.
@@ -350,7 +336,7 @@ def _stand_in_loss(grads: PyTree) -> Callable[[PyTree], jax.Array]:
 
 
 def _stand_in_grads(grads: PyTree) -> Callable[[PyTree], PyTree]:
-    """Returns a function of params that depends on them and on gradients, leaf by leaf."""
+    """Returns a function of params that depends, leaf by leaf, on them and on gradients."""
     return lambda at: jax.tree.map(jnp.multiply, grads, at)
 
 

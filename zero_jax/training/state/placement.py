@@ -167,13 +167,11 @@ class Placement:
 
     def on_host(self, state: TrainState) -> dict[str, list[bool]]:
         """Returns which leaves of `opt_state`, `master`, `params` and `model_state` are kept in host memory."""
-        leaves = placement_leaves((self.params, self.model_state))
-        return on_host(
-            self.offload,
-            {name: getattr(state, name) for name in ("opt_state", "master", "params", MODEL_STATE)},
-            {leaf.path: leaf.shape for leaf in leaves},
-            min_size=self.rules.min_shard_size,
-        )
+        groups = {name: getattr(state, name) for name in ("opt_state", "master", "params", MODEL_STATE)}
+        if self.offload is None:
+            return {name: [False] * len(jax.tree.leaves(tree)) for name, tree in groups.items()}
+        shapes = {leaf.path: leaf.shape for leaf in placement_leaves((self.params, self.model_state))}
+        return on_host(self.offload, groups, shapes, min_size=self.rules.min_shard_size)
 
     def params_of(self, masters: PyTree, *, into: PyTree) -> PyTree:
         """Returns params from master params: themselves, or gathered copies written over the old params `into`."""
@@ -244,7 +242,8 @@ def make_placement(variables: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Plac
     params = with_shapes("params", variables.params, remedy=ARRAYS)
     model_state = with_shapes(MODEL_STATE, variables.model_state, remedy=ARRAYS)
     groups = sharded_groups(config.stage)
-    offload = check_offload(config.resolved_offload(), mesh, groups - ({"params"} if axes.secondary else set()))
+    if (offload := config.resolved_offload()) is not None:
+        check_offload(offload, mesh, groups - ({"params"} if axes.secondary else set()))
     rules = ShardingRules(
         min_shard_size=config.min_shard_size,
         param_specs=config.param_specs,
@@ -254,9 +253,8 @@ def make_placement(variables: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Plac
     placed, placed_state = place_params(params, mesh=mesh, axes=axes, rules=rules), None
     if model_state is not None:
         placed_state = place_model_state(model_state, placed, mesh=mesh, axes=axes, rules=rules)
-    leaves = placement_leaves((placed, placed_state))
-    quantize = config.resolved_quantize()
-    check_leaves(quantize, leaves, mesh=mesh, axes=axes)
+    if (quantize := config.resolved_quantize()) is not None:
+        check_leaves(quantize, placement_leaves((placed, placed_state)), mesh=mesh, axes=axes)
     placement = Placement(
         mesh=mesh,
         axes=axes,
@@ -308,24 +306,27 @@ def train_state_shardings(state: TrainState, placement: Placement) -> TrainState
     if placement.rules.overrides:
         names = variable_names(state.variables) + leaf_names(state.opt_state)
         PathPatterns("overrides", placement.rules.overrides).check_matched(names)
-    flags = placement.on_host(state)
+    groups = {
+        "params": placement.param_shardings("params"),
+        "master": None if state.master is None else placement.param_shardings("master"),
+        "opt_state": placement.opt_shardings(state.opt_state),
+        MODEL_STATE: placement.model_state_shardings(),
+    }
+    if placement.offload is not None:
+        flags = placement.on_host(state)
+        groups = {name: host_shardings(shardings, flags[name]) for name, shardings in groups.items()}
     return TrainState(
         step=replicated,
-        params=host_shardings(placement.param_shardings("params"), flags["params"]),
-        master=None if state.master is None else host_shardings(placement.param_shardings("master"), flags["master"]),
-        opt_state=host_shardings(placement.opt_shardings(state.opt_state), flags["opt_state"]),
         key=replicated,
         loss_scale=jax.tree.map(lambda _: replicated, state.loss_scale),
         num_skipped_steps=replicated,
-        model_state=host_shardings(placement.model_state_shardings(), flags[MODEL_STATE]),
-        grad_errors=_error_shardings(state.grad_errors, placement),
+        grad_errors=None if state.grad_errors is None else _error_shardings(state.grad_errors, placement),
+        **groups,
     )
 
 
 def _error_shardings(errors: PyTree, placement: Placement) -> PyTree:
     """Returns the shardings of errors of gradients, which frozen params do not have."""
-    if errors is None:
-        return None
     tree = jax.tree.structure(placement.params, is_leaf=_is_placement)
     expected = placement.grad_errors([x is not None for x in tree.flatten_up_to(errors)])
     if leaf_names(expected) != leaf_names(errors):

@@ -32,6 +32,10 @@ class TrainState:
       model_state: what the loss function reads and returns anew (`Variables.model_state`), or None.
       grad_errors: with `Quantize.error_feedback` what quantization dropped of the gradient of a param, on each device
         that sent one, `float32[devices, ...]`, without the loss scale; None for other params, and without any.
+
+    Example:
+      >>> state.params["up"].sharding.spec, state.opt_state[0].mu["up"].sharding.spec
+      (P(None, 'data'), P(None, 'data'))
     """
 
     step: jax.Array
@@ -89,3 +93,24 @@ def used_by_optimizer(
 def trained_params(tx: optax.GradientTransformation, state: TrainState, precision: Precision) -> list[bool]:
     """Returns a flag for each leaf of a state's params: whether a step computes its gradient."""
     return flags_of_all(state.params, used_by_optimizer(tx, state, precision)[0])
+
+
+def keep_same(old: PyTree, new: PyTree, same: list[bool]) -> PyTree:
+    """Returns the new params, or the old ones where `same` (a flag for each trainable param) is true."""
+    tree = jax.tree.structure(old)
+    of_each = zip(jax.tree.leaves(old), tree.flatten_up_to(new), flags_of_all(old, same), strict=True)
+    return tree.unflatten([x if flag else y for x, y, flag in of_each])
+
+
+def fill_zeros(grads: PyTree, masters: PyTree) -> PyTree:
+    """Returns a gradient for each trainable param, with zeros in place of None."""
+    fill = lambda p, g: None if p is None else jnp.zeros_like(p) if g is None else g  # noqa: E731
+    return jax.tree.map(fill, trainable(masters), grads, is_leaf=lambda x: x is None)
+
+
+def leaf_index(index: jax.Array, some: PyTree, masters: PyTree) -> jax.Array:
+    """Converts an index among gradients or trainable params (None excluded) to an index among all params."""
+    present = [i for i, x in enumerate(jax.tree.structure(masters).flatten_up_to(some)) if x is not None]
+    if not present:
+        return index
+    return jnp.where(index < 0, -1, jnp.asarray(present, jnp.int32)[index])

@@ -31,7 +31,7 @@ from zero_jax.transforms.gather.lookup import move_rows, move_table, plan_lookup
 from zero_jax.transforms.gather.loops import hoisted, sliced, staged
 from zero_jax.transforms.gather.ordering import Ordering
 from zero_jax.transforms.gather.per_device import SAME_PARAM, copy_per_device, example_dims, multiply
-from zero_jax.transforms.gather.uses import Options, array_of, gathering, whole
+from zero_jax.transforms.gather.uses import GatherOptions, array_of, gathering, whole
 from zero_jax.transforms.gather.weight_grads import (
     holds_convolution,
     is_partitioned_wrongly,
@@ -72,7 +72,7 @@ class SharedRegion:
 class GatherWalk(Walk[GatherFrame]):
     """One walk over one trace of a function."""
 
-    def __init__(self, options: Options, batch_sizes: frozenset[int], notes: Notes, mixed: frozenset[int]):
+    def __init__(self, options: GatherOptions, batch_sizes: frozenset[int], notes: Notes, mixed: frozenset[int]):
         super().__init__()
         self.options, self.batch_sizes, self.notes, self.mixed = options, batch_sizes, notes, mixed
         self.whole = functools.partial(whole, options)
@@ -82,7 +82,7 @@ class GatherWalk(Walk[GatherFrame]):
         self.regions: dict[Any, SharedRegion] = {}  # of those of equal layers JAX traces and differentiates one
         self.uses: dict[Any, Callable[..., list[Any]]] = {}
 
-    def within(self, options: Options, batch_sizes: frozenset[int], mixed: frozenset[int]) -> GatherWalk:
+    def within(self, options: GatherOptions, batch_sizes: frozenset[int], mixed: frozenset[int]) -> GatherWalk:
         """Returns a walk over a part of the function that has other options; both note what they do."""
         return GatherWalk(options, batch_sizes, self.notes, mixed)
 
@@ -379,7 +379,6 @@ class GatherWalk(Walk[GatherFrame]):
 
 
 def _values(arrays: Sequence[Any], operands: Sequence[Lazy | Value]) -> list[Lazy | Value]:
-    """Returns the results of an equation on these operands as values."""
     params_only = all(value.params_only for value in operands)
     return [Value(array, params_only) for array in arrays]
 

@@ -5,12 +5,12 @@ So the full gradient of `W` is never computed, and what is summed across devices
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from zero_jax.program.jaxprs import bind, source_context
 from zero_jax.transforms.low_rank.weight import IN, OUT, STACK, Weight
@@ -34,61 +34,44 @@ def product_of(eqn: Any, weight: Weight, place: int) -> Evaluate | None:
 def _dot(eqn: Any, weight: Weight, place: int) -> Product | None:
     """A product that sums over all dims of one side, with the stack as batch dims."""
     contracting, batch = (pair[place] for pair in eqn.params["dimension_numbers"])
-    other_contracting, other_batch = (pair[1 - place] for pair in eqn.params["dimension_numbers"])
     side = next((side for side in (IN, OUT) if sorted(contracting) == weight.places(side)), None)
     if side is None or sorted(batch) != weight.places(STACK) or eqn.params.get("out_sharding") is not None:
         return None
-    far = OUT if side == IN else IN
-    near_dims, far_dims = weight.places(STACK + side), weight.places(STACK + far)
+    far, x_rank = OUT if side == IN else IN, eqn.invars[1 - place].aval.ndim
+    # A letter for each dim; those of the other factor that are multiplied with the weight's have theirs.
+    of_weight = string.ascii_lowercase[: len(weight.shape)]
+    pairs = [
+        pair for dims in eqn.params["dimension_numbers"] for pair in zip(dims[1 - place], dims[place], strict=True)
+    ]
+    shared = {dim: of_weight[of] for dim, of in pairs}
+    of_x = "".join(shared.get(dim, string.ascii_uppercase[dim]) for dim in range(x_rank))
+    of_batch, free = "".join(of_weight[i] for i in batch), "".join(filter(str.isupper, of_x))
+    rest = "".join(of_weight[i] for i in weight.places(far))
+    of_y = of_batch + (free + rest if place else rest + free)
+    near_letters, far_letters = ("".join(of_weight[i] for i in weight.places(STACK + each)) for each in (side, far))
     options = {"precision": eqn.params["precision"], "preferred_element_type": eqn.params["preferred_element_type"]}
 
     def evaluate(w: Weight, x: Any) -> jax.Array:
         gain = w.gain() if w.is_dora else None
+        of_gain = near_letters if side == OUT else far_letters
         if gain is not None and side == OUT:  # the outputs are what is summed over
-            x = x * _placed(gain, x, other_batch, other_contracting, weight, batch, contracting)
+            x = x * _spread(gain, of_gain, of_x).astype(x.dtype)
         y = bind(eqn, [x, w.base()] if place else [w.base(), x])[0]
         with source_context(eqn):
-            near = [near_dims.index(i) for i in contracting], [near_dims.index(i) for i in batch]
-            numbers = ((other_contracting, near[0]), (other_batch, near[1]))
-            h = lax.dot_general(x, w.factor(side).astype(x.dtype), numbers, **options)
-            b = w.factor(far).astype(x.dtype)
-            num_batch = len(batch)
-            far_batch = [far_dims.index(i) for i in batch]
-            numbers = (([h.ndim - 1], [b.ndim - 1]), (list(range(num_batch)), far_batch))
-            u = lax.dot_general((h * w.scale).astype(x.dtype), b, numbers, **options)
-            num_free = len(far_dims) - num_batch
-            if place == 0:  # the weight's dims come before the other factor's
-                u = jnp.moveaxis(u, range(u.ndim - num_free, u.ndim), range(num_batch, num_batch + num_free))
-            y = y + u.astype(y.dtype)
-            if gain is not None and side == IN:
-                # The dims of the outputs lie after those of the batch, or at the end.
-                first = num_batch if place == 0 else y.ndim - num_free
-                order = [weight.places(STACK + OUT).index(i) for i in [*batch, *weight.places(OUT)]]
-                shape = [*y.shape[:num_batch], *(1,) * (y.ndim - num_batch)]
-                shape[first : first + num_free] = y.shape[first : first + num_free]
-                y = (y * gain.transpose(order).reshape(shape)).astype(y.dtype)
-        return y
+            a, b = w.factor(side).astype(x.dtype), w.factor(far).astype(x.dtype)
+            h = jnp.einsum(f"{of_x},{near_letters}Z->{of_batch}{free}Z", x, a, **options)
+            h = (h * w.scale).astype(x.dtype)
+            y = y + jnp.einsum(f"{of_batch}{free}Z,{far_letters}Z->{of_y}", h, b, **options).astype(y.dtype)
+            return y if gain is None or side == OUT else (y * _spread(gain, of_gain, of_y)).astype(y.dtype)
 
     return evaluate
 
 
-def _placed(
-    gain: Any,
-    x: Any,
-    x_batch: Sequence[int],
-    x_contracting: Sequence[int],
-    weight: Weight,
-    batch: Sequence[int],
-    contracting: Sequence[int],
-) -> Any:
-    """Returns gains of the outputs where another factor has these dims."""
-    dims = weight.places(STACK + OUT)
-    to = dict(zip((*batch, *contracting), (*x_batch, *x_contracting), strict=True))
-    order = sorted(range(len(dims)), key=lambda k: to[dims[k]])
-    shape = [1] * x.ndim
-    for k in order:
-        shape[to[dims[k]]] = gain.shape[k]
-    return gain.transpose(order).reshape(shape).astype(x.dtype)
+def _spread(array: Any, letters: str, to: str) -> Any:
+    """Returns an array with its dims in the places that their letters have among others, to multiply with these."""
+    sizes = dict(zip(letters, array.shape, strict=True))
+    order = sorted(range(len(letters)), key=lambda i: to.index(letters[i]))
+    return array.transpose(order).reshape([sizes.get(letter, 1) for letter in to])
 
 
 # --- lookups ---------------------------------------------------------------------------------------------------------
@@ -117,8 +100,7 @@ def _lookup(eqn: Any, weight: Weight, place: int) -> Product | None:
         taken = eqn.replace(params={**eqn.params, "dimension_numbers": of_factor, "slice_sizes": (1, a.shape[1])})
         h = bind(taken, [a, rows])[0]
         with source_context(eqn):
-            u = lax.dot_general((h * w.scale).astype(a.dtype), b, (((h.ndim - 1,), (b.ndim - 1,)), ((), ())))
-            y = y + u.astype(y.dtype)
+            y = y + jnp.tensordot((h * w.scale).astype(a.dtype), b, (-1, -1)).astype(y.dtype)
             return (y * w.gain()).astype(y.dtype) if w.is_dora else y
 
     return evaluate
@@ -141,14 +123,12 @@ def _convolution(eqn: Any, weight: Weight, place: int) -> Product | None:
         y = bind(eqn, [x, w.base()])[0]
         h = bind(eqn, [x, jnp.moveaxis(w.factor(IN), -1, out).astype(x.dtype)])[0]
         with source_context(eqn):
-            b = w.factor(OUT).astype(x.dtype)
-            u = lax.dot_general((h * w.scale).astype(x.dtype), b, (((feature,), (1,)), ((), ())))
+            u = jnp.tensordot((h * w.scale).astype(x.dtype), w.factor(OUT).astype(x.dtype), (feature, 1))
             y = y + jnp.moveaxis(u, -1, feature).astype(y.dtype)
             if not w.is_dora:
                 return y
-            shape = [1] * y.ndim
-            shape[feature] = y.shape[feature]
-            return (y * w.gain().reshape(shape)).astype(y.dtype)
+            gain = jnp.expand_dims(w.gain(), [dim for dim in range(y.ndim) if dim != feature])
+            return (y * gain).astype(y.dtype)
 
     return evaluate
 

@@ -11,11 +11,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.attention import RESIDUALS
+from zero_jax.dims import ValueSharding
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.transforms.remat.kept import is_kept, keep, keep_names
+from zero_jax.transforms.remat.labels import ATTENTION, INPUT, PRODUCTS, is_selected, labels_of
 from zero_jax.transforms.remat.policies import Remat
 from zero_jax.transforms.remat.values import (
     Mark,
@@ -29,8 +31,9 @@ from zero_jax.transforms.remat.values import (
     products_with_weights,
 )
 
-# The names of what is kept as it is, and of what is kept elsewhere.
-KEPT, PLACED = "zero_kept", "zero_residual"
+SCAN_BODY = "scan body"  # a kind of region
+# The names of what is kept, by where.
+_NAMES = {"device": "zero_kept", "sharded": "zero_residual_shard", "offloaded": "zero_residual"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,18 @@ class RematSetting:
     def num_shards(self) -> int:
         """Devices along the axes of the model."""
         return axis_size(self.mesh, self.axes.model)
+
+    def sharding_of(self, aval: Any, mark: Mark) -> ValueSharding:
+        """Returns the sharding of an input of a block: as it is marked, and examples over the axes of the batch."""
+        shape = getattr(aval, "shape", ())
+        dims, at = list(mark.dims or [()] * len(shape)), []
+        if mark.kind == "value":
+            at = [i for i, size in enumerate(shape) if size in self.batch_sizes]
+            # Examples may be merged with the dim that follows them.
+            at += [0] if shape and any(size and shape[0] % size == 0 for size in self.batch_sizes) else []
+        if at and shape[at[0]] % axis_size(self.mesh, self.axes.batch) == 0:
+            dims[at[0]] = (*self.axes.batch, *dims[at[0]])
+        return ValueSharding(dims=tuple(dims), varies=mark.kind == "value")
 
     def marked(self, jaxpr: Any, marks: Sequence[Mark]) -> MarkedValues:
         """Returns what is known of the values of an open jaxpr, from the marks of its inputs."""
@@ -86,8 +101,31 @@ class RematRegion:
         return known
 
     @functools.cached_property
+    def places(self) -> dict[Any, str]:
+        """What the policy keeps of what the region makes, each with its place of `Remat.residuals`."""
+        if self.setting.remat.policy != "values":
+            return dict.fromkeys(self.kept, self.setting.remat.residuals)
+        kept = {var: self.chosen_place(label) for var, label in self.labels.items()}
+        kinds = {PRODUCTS: products_with_weights(self.known), ATTENTION: self.cores.results}
+        kept |= {var: place for kind, found in kinds.items() if (place := self.chosen_place(kind)) for var in found}
+        known = all_values(self.known) - self.fused  # what fused attention makes has a name of its own
+        return {var: place for var, place in kept.items() if place and var in known}
+
+    def chosen_place(self, label: str) -> str:
+        """Returns where the policy `values` keeps the values of a label, '' if it does not."""
+        remat = self.setting.remat
+        if is_selected(remat.offload, label):
+            return "offloaded"
+        return "device" if is_selected(remat.save, label) else ""
+
+    @functools.cached_property
+    def labels(self) -> dict[Any, str]:
+        """What each value is called that the region makes."""
+        return labels_of(self.jaxpr)
+
+    @property
     def kept(self) -> set[Any]:
-        """What the policy keeps of what the region makes."""
+        """What a policy that treats all values alike keeps of what the region makes."""
         remat, jaxpr = self.setting.remat, self.jaxpr
         if remat.policy == "full":
             return set()
@@ -119,23 +157,25 @@ class RematRegion:
     def policy(self) -> Callable[..., Any] | None:
         """The policy for `jax.checkpoint`."""
         remat = self.setting.remat
-        ours = [KEPT, PLACED] if remat.residuals != "offloaded" else [KEPT]
-        away = [PLACED] if remat.residuals == "offloaded" else []
+        named = {place: [name] for place, name in _NAMES.items()}
         # Names and products may also be in loops within the region, where nothing is placed.
         fused = [RESIDUALS] if remat.policy in ("dots", "attention") else []
-        (away if remat.residuals == "offloaded" else ours).extend([*remat.names, *fused])
-        return keep_names(on_device=ours, on_host=away, otherwise=self.own_policy)
+        named[remat.residuals] += [*remat.names, *fused]
+        for place, values in (("device", remat.save), ("offloaded", remat.offload)):
+            named[place] += [RESIDUALS if value == ATTENTION else value for value in values]
+        ours = [*named["device"], *named["sharded"]]
+        return keep_names(on_device=ours, on_host=named["offloaded"], otherwise=self.own_policy)
 
     def __call__(self, *arrays: Any) -> list[Any]:
         """Evaluates the region with its residuals named and placed."""
         inputs = [
-            self.place(var, array) if not mark.held and self.leaves(var) else array
+            self.place(var, array, self.place_of_inputs) if not mark.held and self.leaves(var) else array
             for var, array, mark in zip(self.jaxpr.invars, arrays, self.marks, strict=True)
         ]
 
         def equation(eqn: Any, values: list[Any]) -> list[Any]:
             outs = zip(eqn.outvars, jaxprs.bind(eqn, values), strict=True)
-            return [self.place(var, out) if var in self.kept else out for var, out in outs]
+            return [self.place(var, out, self.places[var]) if var in self.places else out for var, out in outs]
 
         return evaluate(self.jaxpr, self.consts, inputs, equation)
 
@@ -158,9 +198,15 @@ class RematRegion:
 
     def leaves(self, var: Any) -> bool:
         """Tells whether an input is worth keeping elsewhere than where it is."""
-        if self.setting.remat.residuals == "device" or self.known.kind(var) != "value" or not is_large(var.aval):
+        place = self.place_of_inputs
+        if place == "device" or self.known.kind(var) != "value" or not is_large(var.aval):
             return False
-        return self.setting.remat.residuals == "offloaded" or self.dim(var) is not None
+        return place == "offloaded" or self.dim(var) is not None
+
+    @property
+    def place_of_inputs(self) -> str:
+        """Where the inputs of the region are kept."""
+        return "offloaded" if INPUT in self.setting.remat.offload else self.setting.remat.residuals
 
     def dim(self, var: Any) -> int | None:
         """Returns the dim that a residual is sharded on over the model, or None."""
@@ -168,20 +214,19 @@ class RematRegion:
             return None
         return placed_dim(var.aval.shape, self.setting.num_shards, self.setting.batch_sizes)
 
-    def place(self, var: Any, array: Any) -> Any:
+    def place(self, var: Any, array: Any, place: str) -> Any:
         """Names a value for the policy to keep, and says where."""
-        remat = self.setting.remat
-        if remat.residuals == "device" or not is_large(var.aval):
-            return checkpoint_name(array, KEPT)
+        if place == "device" or not is_large(var.aval):
+            return checkpoint_name(array, _NAMES["device"])
         dim = self.dim(var)
         if dim is None:
-            return checkpoint_name(array, PLACED if remat.residuals == "offloaded" else KEPT)
+            return checkpoint_name(array, _NAMES["offloaded" if place == "offloaded" else "device"])
         # Every other dim stays as it is. Both sides need both pins: without them the partitioner makes the copy whole,
         # or shards what is computed like the copy. It takes the last of a chain of pins for all that uses the value, so
         # the value has a pin of its own, and a barrier ends the chain.
         shard, whole = (self.sharding(array.ndim, dim, axes) for axes in (self.setting.axes.model, None))
         array = reshard(array, forward=Chain((whole,)), backward=Chain((whole,)))
-        return keep(array, name=PLACED, shard=Chain((shard,), barrier=True), unshard=Chain((shard, whole)))
+        return keep(array, name=_NAMES[place], shard=Chain((shard,), barrier=True), unshard=Chain((shard, whole)))
 
     def sharding(self, num_dims: int, dim: int, axes: tuple[str, ...] | None) -> NamedSharding:
         """Returns the sharding of one dim, with the others as they are."""

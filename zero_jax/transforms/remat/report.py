@@ -13,6 +13,7 @@ from zero_jax.core.text_tables import Report
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import trace_flat
 from zero_jax.sharding.mesh import axis_size
+from zero_jax.transforms.remat.choice import ValueChoice
 from zero_jax.transforms.remat.policies import Remat
 from zero_jax.transforms.remat.regions import RematRegion
 
@@ -61,11 +62,26 @@ class Left:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RematReport(Report):
-    """The regions of a function and what they keep; prints as a table, with what was left alone below."""
+    """The regions of a function and what they keep; prints as a table, with what was left alone below.
+
+    Attributes:
+      remat: the policy; of `auto` the values that it chose.
+      regions: the regions.
+      left: what was left as it is.
+      choice: with the policy `auto`, the values that blocks could keep, what each costs, and where it is kept.
+
+    Example:
+      >>> def layers(params, batch):
+      ...     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], params)[0].mean()
+      >>> report = zero.remat_report(layers, jnp.ones((4, 64, 64)), batch, remat="full", mesh=mesh)
+      >>> len(report.regions)
+      1
+    """
 
     remat: Remat
     regions: tuple[RegionRow, ...]
     left: tuple[Left, ...]
+    choice: ValueChoice | None = None
 
     @property
     def kept(self) -> RegionResiduals:
@@ -85,6 +101,7 @@ class RematReport(Report):
             lines.append(f"{row.times:5d}  {cells}  {row.kind} at {row.where}")
         if not self.regions:
             lines.append("no blocks: no scan over stacked or shared params, no repeated block, no jax.checkpoint")
+        lines += [str(self.choice)] if self.choice else []
         return "\n".join([*lines, *(f"left alone: {item}" for item in self.left)])
 
 

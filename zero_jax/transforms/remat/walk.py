@@ -24,7 +24,9 @@ from zero_jax.transforms.remat.bodies import (
     may_have_blocks,
     repeats_a_layer,
 )
-from zero_jax.transforms.remat.regions import RematRegion, RematSetting
+from zero_jax.transforms.remat.choice import ValueChoice
+from zero_jax.transforms.remat.labels import KINDS, selects
+from zero_jax.transforms.remat.regions import SCAN_BODY, RematRegion, RematSetting
 from zero_jax.transforms.remat.report import Left, RegionRow, residuals_of
 from zero_jax.transforms.remat.values import VALUE, Mark
 
@@ -33,11 +35,18 @@ _UNWRAPPED = ("call", "remat")  # evaluated in place where a region replaces the
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-    """What a walk notes for the report: regions (with their residuals, to `measure` them), and what is left alone."""
+    """What a walk notes: for the report regions (with their residuals, to `measure` them), and what is left alone.
 
-    rows: list[RegionRow]
-    left: list[Left]
-    measure: bool
+    Attributes:
+      regions: the regions themselves, each with how often it runs.
+      choice: what the policy `auto` chose.
+    """
+
+    rows: list[RegionRow] = dataclasses.field(default_factory=list)
+    left: list[Left] = dataclasses.field(default_factory=list)
+    measure: bool = False
+    regions: list[tuple[RematRegion, int]] = dataclasses.field(default_factory=list)
+    choice: ValueChoice | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +83,7 @@ class RematWalk(Walk[RematFrame]):
 
     def check_names(self, jaxpr: Any, place: str) -> None:
         """Refuses names that the model does not use."""
-        known = {eqn.params["name"] for eqn in equations(jaxpr) if eqn.primitive.name == "name"}
+        known = {eqn.params["name"] for eqn in named_within(jaxpr)}
         if any(eqn.primitive.name == "zero_attention" for eqn in equations(jaxpr)):
             known.add(RESIDUALS)
         for name in self.setting.remat.names:
@@ -83,6 +92,20 @@ class RematWalk(Walk[RematFrame]):
                 raise ValueError(
                     f"remat={self.setting.remat.name!r} keeps values named {name!r}, but {place} names none so: "
                     f"{hint}it names {sorted(known) or 'nothing'} (with jax.ad_checkpoint.checkpoint_name)"
+                )
+
+    def check_values(self, place: str) -> None:
+        """Refuses values to keep that no region makes."""
+        remat = self.setting.remat
+        labels = {label for region, _ in self.log.regions for label in region.labels.values()}
+        names = {eqn.params["name"] for region, _ in self.log.regions for eqn in named_within(region.jaxpr)}
+        known = {*labels, *names, *KINDS}
+        for selector in (*remat.save, *remat.offload):
+            if not any(selects(selector, label) for label in known):
+                hint = did_you_mean(selector, known)
+                raise ValueError(
+                    f"remat={remat.name!r} keeps {selector!r}, which no block of {place} makes: {hint}"
+                    f"zero.remat_report(..., remat='auto') lists the values; kinds of them are {', '.join(KINDS)}"
                 )
 
     def body(self, jaxpr: Any, marks: Sequence[Mark]) -> RematBody:
@@ -223,7 +246,7 @@ class RematWalk(Walk[RematFrame]):
         """Evaluates a branch or the body of a loop, which may be a block."""
         if frame.block is None:
             return self.run(jaxpr, values, frame)
-        region = self.region_of(frame.block, frame, kind="scan body", prevent_cse=False)
+        region = self.region_of(frame.block, frame, kind=SCAN_BODY, prevent_cse=False)
         return self.evaluated(eqn, region, values, frame)
 
     # --- the report ----------------------------------------------------------------------------------------------
@@ -235,6 +258,7 @@ class RematWalk(Walk[RematFrame]):
     def note(self, eqn: Any, region: RematRegion, function: Callable[..., Any], frame: RematFrame) -> None:
         """Notes a region and its residuals."""
         times = frame.times
+        self.log.regions.append((region, times))
         row = RegionRow(where=frame.at(eqn), kind=region.kind, times=times)
         if self.log.measure:
             sizes = {"without": residuals_of(region.plain, region), "kept": residuals_of(function, region)}
@@ -243,6 +267,11 @@ class RematWalk(Walk[RematFrame]):
         if same:
             row = dataclasses.replace(row, times=times + self.log.rows.pop(same[0]).times)
         self.log.rows.append(row)
+
+
+def named_within(jaxpr: Any) -> list[Any]:
+    """Returns the equations that name values, those of inner jaxprs among them."""
+    return [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "name"]
 
 
 def _on_params(frame: RematFrame) -> bool:

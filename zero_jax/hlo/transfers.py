@@ -1,4 +1,4 @@
-"""Lists what a TPU program of one of several slices sends over the network between them.
+"""Lists what a program sends beside collectives: to and from the memory of its host, and to other slices.
 
 XLA:TPU makes one program for each slice. The part of a collective that is inside the slice stays a collective; the rest
 is a `send` to the host, which the Megascale runtime exchanges with the hosts of the other slices, and a `recv`.
@@ -8,9 +8,14 @@ import dataclasses
 import re
 from typing import Any
 
+from zero_jax.hlo.layout import Array, arrays, parse_shape
+from zero_jax.hlo.opcodes import COPIES
 from zero_jax.hlo.program import Instruction, integers, parse
 from zero_jax.hlo.traffic import Sent, with_executions
 
+HOST_SPACE = 5  # of a layout
+_MOVED_BY = COPIES | {"fusion"}  # fusions are XLA:GPU's
+_KNOWN_OFFSET = "dynamic_slice_config"
 _KIND = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 # "{1,2}x{0:15}": groups x slices of a group, and the devices of each.
 _GROUPS = re.compile(r'_xla_megascale_target="\{\d+,(\d+)\}')
@@ -18,28 +23,71 @@ _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class HostTransfer(Sent):
+    """A copy between the memory of a device and that of its host.
+
+    Attributes:
+      to_host: The direction.
+      is_async: Whether an engine of its own makes it. XLA:GPU makes slices whose offset it does not know from a loop's
+        counter by a kernel that reads or writes the host's memory, between the kernels that compute (seen on an H100).
+    """
+
+    to_host: bool
+    is_async: bool
+
+
+def host_transfers(compiled: Any) -> tuple[HostTransfer, ...]:
+    """Lists what a compiled program moves to and from the host's memory, in the order of the text.
+
+    Args:
+      compiled: The program, a `jax.stages.Compiled`, or its text, as for `parse`.
+
+    Raises:
+      ValueError: A loop around a transfer has no known trip count.
+    """
+    program = parse(compiled)
+    by_key = {
+        (computation, start.name): transfer
+        for computation, instructions in program.computations.items()
+        for start in instructions.values()
+        if start.part == "start" and start.base in _MOVED_BY and (transfer := _host_transfer(computation, start))
+    }
+    return with_executions(program, by_key, None)
+
+
+def _host_transfer(computation: str, start: Instruction) -> HostTransfer | None:
+    """Returns the transfer that an instruction starts, or None if it stays within the device's memory."""
+    on_device = [array.num_bytes for array in start.arrays if array.space != HOST_SPACE]
+    if len(on_device) == len(start.arrays) or not on_device:
+        return None
+    shape = parse_shape(start.shape)
+    assert not isinstance(shape, Array)  # operands, results and a context
+    result = shape[0 if start.opcode == "copy-start" else 1]
+    to_host = any(array.space == HOST_SPACE for array in arrays(result))
+    return HostTransfer(
+        name=start.name,
+        computation=computation,
+        to_host=to_host,
+        is_async=start.base != "fusion" or _KNOWN_OFFSET in start.line,
+        sent_bytes=max(on_device),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class NetworkTransfer(Sent):
-    """An exchange of a device with those of other slices.
+    """An exchange of a device with those of other slices, in the ring model of `Collective`; it begins with a `send`.
 
     Attributes:
       kind: 'all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all' or another that the program names.
-      name: The name of the `send`.
-      computation: The name of the HLO computation that holds it.
       num_slices: The slices that take part.
       dtype: HLO dtype of what is sent.
       full_bytes: The bytes that a device hands over in one execution.
-      sent_bytes: What one device sends to other slices in one execution, in the ring model of `Collective`.
-      num_executions: Executions in a run of the program.
     """
 
     kind: str
-    name: str
-    computation: str
     num_slices: int
     dtype: str
     full_bytes: int
-    sent_bytes: float
-    num_executions: int
 
 
 def network_transfers(compiled: Any, *, unknown_trip_count: int | None = None) -> tuple[NetworkTransfer, ...]:
@@ -62,7 +110,7 @@ def network_transfers(compiled: Any, *, unknown_trip_count: int | None = None) -
     by_key = {}
     for computation, send in sends:
         match = _GROUPS.search(send.line)
-        transfer = _transfer(computation, send, int(match[1]) if match else largest)
+        transfer = _network_transfer(computation, send, int(match[1]) if match else largest)
         by_key[computation, send.name] = transfer
     return with_executions(program, by_key, unknown_trip_count)
 
@@ -73,7 +121,7 @@ def rendezvous(instruction: Instruction) -> str:
     return match[1] if match else "".join(map(str, integers(instruction.name)))
 
 
-def _transfer(computation: str, send: Instruction, num_slices: int) -> NetworkTransfer:
+def _network_transfer(computation: str, send: Instruction, num_slices: int) -> NetworkTransfer:
     match = _KIND.search(send.line)
     kind = match[1].lower().replace("_", "-") if match else ""
     sent = send.arrays[0]
@@ -88,5 +136,4 @@ def _transfer(computation: str, send: Instruction, num_slices: int) -> NetworkTr
         dtype=sent.dtype,
         full_bytes=sent.packed_bytes,
         sent_bytes=sent.packed_bytes * share.get(kind, 1),
-        num_executions=1,
     )

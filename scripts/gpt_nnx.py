@@ -1,14 +1,14 @@
-"""The GPT of `gpt.py` in Flax NNX: the same function of the same number of params."""
+"""The GPT of `zero_jax.models.gpt` in Flax NNX: the same function of the same number of params."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import nnx
+from gpt_linen import path_specs
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from zero_jax.models import gpt
 from zero_jax.models.gpt import Batch, GPTConfig, LossFn, TokenLosses, attention, mean_loss, places, whole_logits
 
 _normal = nnx.initializers.normal(0.02)
@@ -95,7 +95,7 @@ def param_specs(config: GPTConfig, *, vocab: bool = True, model_size: int | None
     """Returns what `gpt.param_specs` does, as patterns of the paths of these params."""
     layer = "blocks" if config.scan else r"blocks/\d+"
     names = {"layer": layer, "leaf": "kernel/value", "embedding": "embed/embedding/value"}
-    return gpt.path_specs(config, **names, vocab=vocab, model_size=model_size)
+    return path_specs(config, **names, vocab=vocab, model_size=model_size)
 
 
 def make(config: GPTConfig, *, token_losses: TokenLosses = whole_logits) -> tuple[Callable[[Array], Any], LossFn]:

@@ -1,4 +1,4 @@
-"""The GPT of `gpt.py` in Flax Linen: the same function of the same number of params."""
+"""The GPT of `zero_jax.models.gpt` in Flax Linen: the same function of the same number of params."""
 
 from collections.abc import Callable
 from typing import Any
@@ -71,7 +71,20 @@ class GPT(nn.Module):
 def param_specs(config: GPTConfig, *, vocab: bool = True, model_size: int | None = None) -> dict[str, PartitionSpec]:
     """Returns what `gpt.param_specs` does, as patterns of the paths of these params."""
     names = {"layer": "blocks" if config.scan else r"block_\d+", "leaf": "kernel", "embedding": "embed/embedding"}
-    return gpt.path_specs(config, **names, vocab=vocab, model_size=model_size)
+    return path_specs(config, **names, vocab=vocab, model_size=model_size)
+
+
+def path_specs(
+    config: GPTConfig, *, layer: str, leaf: str, embedding: str, vocab: bool, model_size: int | None
+) -> dict[str, PartitionSpec]:
+    """Returns what `param_specs` does for this GPT in Flax, as patterns of the paths of its params."""
+    gpt.param_specs(config, vocab=vocab, model_size=model_size)  # says what does not divide
+    stack = (None,) if config.scan else ()
+    specs = {
+        rf"{layer}/(query|key|value|up)/{leaf}": PartitionSpec(*stack, None, "model"),
+        rf"{layer}/(out|down)/{leaf}": PartitionSpec(*stack, "model"),
+    }
+    return specs | {embedding: PartitionSpec("model")} if vocab else specs
 
 
 def make(config: GPTConfig, *, token_losses: TokenLosses = whole_logits) -> tuple[Callable[[Array], Any], LossFn]:

@@ -1,0 +1,312 @@
+"""Runs zero_jax on the accelerators of this machine, and prints what a report of them needs: numbers, times, memory.
+
+    python scripts/accelerator_report.py                      # numbers: every row against plain optax on the CPU
+    python scripts/accelerator_report.py --time gpt-xl --batch-size 16 --remat dots
+
+The first table compares three steps of a small GPT, in float32 products, with a plain loop on the CPU of the same
+machine. The second times zero_jax's step beside a plain `jax.jit` with the same attention kernel, in interleaved
+rounds. Memory is the most that the process has had until then: time one variant alone (`--only`) to read its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import os
+import statistics
+import sys
+import time
+import traceback
+from typing import Any
+
+if platforms := os.environ.get("JAX_PLATFORMS"):
+    os.environ["JAX_PLATFORMS"] = f"{platforms},cpu"  # the reference runs on the CPU
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from hand_written import make_step
+
+import zero_jax as zero
+from zero_jax.core.text_tables import aligned
+from zero_jax.models import gpt
+from zero_jax.pretrained import attend
+
+SMALL = gpt.GPTConfig(vocab_size=512, seq_len=256, num_layers=4, d_model=256, num_heads=4)
+NUM_STEPS = 3
+EXACT = 1e-4
+ROUNDED = 3e-2
+
+# Name, settings of the config, the largest relative difference of the params' changes.
+CASES: tuple[tuple[str, dict[str, Any], float], ...] = (
+    ("stage 0", {"stage": 0}, EXACT),
+    ("stage 1", {"stage": 1}, EXACT),
+    ("stage 2", {"stage": 2}, EXACT),
+    ("stage 3", {"stage": 3}, EXACT),
+    ("stage 1, 4 microbatches", {"stage": 1, "num_microbatches": 4}, EXACT),
+    ("stage 3, 4 microbatches", {"stage": 3, "num_microbatches": 4}, EXACT),
+    ("remat full", {"stage": 3, "remat": "full"}, EXACT),
+    ("remat dots", {"stage": 3, "remat": "dots"}, EXACT),
+    ("remat full, offloaded", {"stage": 3, "remat": "full_offloaded"}, EXACT),
+    ("optimizer state on the host", {"stage": 3, "offload": "optimizer"}, EXACT),
+    ("state on the host", {"stage": 3, "offload": "state"}, EXACT),
+    ("params and state on the host", {"stage": 3, "offload": "all"}, EXACT),
+    ("bf16", {"stage": 3, "precision": "bf16"}, ROUNDED),
+    ("bf16, fused attention", {"stage": 3, "precision": "bf16", "attention": "fused"}, ROUNDED),
+    ("bf16, fused, remat dots", {"stage": 3, "precision": "bf16", "attention": "fused", "remat": "dots"}, ROUNDED),
+    ("bf16, fused, offloaded", {"precision": "bf16", "attention": "fused", "remat": "full_offloaded"}, ROUNDED),
+    ("fp16, fused attention", {"stage": 3, "precision": "fp16", "attention": "fused"}, ROUNDED),
+    ("bf16, stochastic rounding", {"stage": 3, "precision": "bf16-stochastic"}, 0.5),
+)
+
+
+def batches(config: gpt.GPTConfig, batch_size: int, count: int) -> list[dict[str, np.ndarray]]:
+    """Returns batches of random tokens."""
+    rng = np.random.default_rng(0)
+    shape = (count, batch_size, config.seq_len + 1)
+    return [{"inputs": t[:, :-1], "targets": t[:, 1:]} for t in rng.integers(config.vocab_size, size=shape, dtype="i4")]
+
+
+def changes(before: Any, after: Any) -> np.ndarray:
+    """Returns all params' changes, one after the other."""
+    change = jax.tree.map(lambda old, new: np.ravel(np.float32(new) - np.float32(old)), before, after)
+    return np.concatenate(jax.tree.leaves(change))
+
+
+def compare(names: list[str]) -> list[tuple[str, ...]]:
+    """Returns rows: the case, the largest relative difference of a loss, that of the params' changes, a verdict."""
+    cpu, tx = jax.devices("cpu")[0], optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3, eps=1e-4))
+    some = batches(SMALL, 8, NUM_STEPS)
+    with jax.default_device(cpu):
+        start = jax.device_get(gpt.init(SMALL, jax.random.key(0)))
+        params, losses = start, []
+        state = tx.init(params)
+        grad_fn = jax.jit(jax.value_and_grad(gpt.loss_fn(SMALL), has_aux=True))
+        for batch in some:
+            (loss, _), grads = grad_fn(params, batch)
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+            losses.append(float(loss))
+    wanted, mesh = changes(start, params), zero.make_mesh()
+    rows = [("case", "loss", "params' changes", "largest allowed", "verdict")]
+    for name, settings, bound in CASES:
+        if names and not any(word in name for word in names):
+            continue
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        try:
+            config = zero.ZeroConfig(**{"precision": "fp32", "clip_norm": 1.0, "min_shard_size": 0, **settings})
+            adam = optax.adam(1e-3, eps=1e-4)
+            ours = zero.init_state(lambda _: start, adam, jax.random.key(0), mesh=mesh, config=config)
+            step = zero.make_train_step(gpt.loss_fn(SMALL), adam, mesh=mesh, config=config)
+            seen = []
+            for batch in some:
+                ours, metrics = step(ours, zero.shard_batch(batch, mesh=mesh))
+                seen.append(float(metrics.loss))
+            got = changes(start, jax.device_get(ours.params))
+            loss_off = np.max(np.abs(np.subtract(seen, losses)) / np.abs(losses))
+            params_off = float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+            verdict = "ok" if params_off <= bound and np.isfinite(seen).all() else "DIFFERS"
+            rows.append((name, f"{loss_off:.1e}", f"{params_off:.1e}", f"{bound:.0e}", verdict))
+        except Exception as error:  # a report names all that fails
+            traceback.print_exc()
+            rows.append((name, "", "", "", f"{type(error).__name__}: {str(error)[:90]}"))
+    return rows
+
+
+def plain_step(config: gpt.GPTConfig, tx: Any, remat: str) -> Any:
+    """Returns a plain jitted step in bf16 with the GPU's attention kernel: what one writes without this library."""
+    kernel = "cudnn" if jax.default_backend() == "gpu" else None
+
+    def attention(q, k, v, _):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=kernel)
+
+    policies = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+    block = functools.partial(gpt.apply_block, config, attend=attention)
+    if remat != "none":
+        block = jax.checkpoint(block, prevent_cse=False, policy=policies[remat])
+
+    def loss_fn(params, batch):
+        x = params["embed"][batch["inputs"]]
+        if "position" in params:
+            x = x + params["position"][: x.shape[1]]
+        x, _ = jax.lax.scan(lambda x, layer: (block(x, layer), None), x, params["blocks"])
+        return gpt.mean_loss(
+            gpt.whole_logits(gpt.rms_norm(x, params["final_norm"]), params["embed"].T, batch["targets"])
+        )
+
+    return make_step(loss_fn, tx, params=None, sharded=None, opt_state=None, pin=False, dtype=jnp.bfloat16)
+
+
+def peak_gb() -> float:
+    """Returns the most memory that the first device's arrays and programs had until now, in GB."""
+    return ((jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use") or 0) / 1e9
+
+
+def seconds_of(run: Any, num_steps: int) -> float:
+    """Returns the seconds of a step, where one waits for the last of several."""
+    start = time.perf_counter()
+    for _ in range(num_steps):
+        loss = run()
+    jax.block_until_ready(loss)
+    return (time.perf_counter() - start) / num_steps
+
+
+def time_model(args: argparse.Namespace) -> list[tuple[str, ...]]:
+    """Returns rows: zero_jax's step and the plain one, each with its time, MFU and memory."""
+    config = dataclasses.replace(gpt.PRESETS[args.time], remat=args.remat != "none")
+    config = dataclasses.replace(config, seq_len=args.seq_len or config.seq_len)
+    if args.layers:
+        config = dataclasses.replace(config, num_layers=args.layers)
+    settings = {"remat": args.remat, "precision": "bf16", "clip_norm": None, "skip_nonfinite": False}
+    if args.offload:
+        settings["offload"] = args.offload
+    zero_config, tx, mesh = zero.ZeroConfig(stage=3, **settings), optax.adamw(1e-4), zero.make_mesh()
+    init_fn, loss_fn = functools.partial(gpt.init, config), gpt.loss_fn(config, attend=attend)
+    host_batch = batches(config, args.batch_size, 1)[0]
+    batch = zero.shard_batch(host_batch, mesh=mesh)
+    times: dict[str, list[float]] = {}
+    peaks, found = {}, {}
+
+    def ours() -> Any:
+        state = zero.init_state(init_fn, tx, jax.random.key(0), mesh=mesh, config=zero_config)
+        step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=zero_config)
+        current = [state]
+
+        def run():
+            current[0], metrics = step(current[0], batch)
+            return metrics.loss
+
+        return run
+
+    def plain() -> Any:
+        step = plain_step(config, tx, args.remat)
+        params = jax.jit(init_fn)(jax.random.key(0))
+        current = [params, jax.jit(tx.init)(params)]
+
+        def run():
+            *current[:], loss = step(*current, batch)
+            return loss
+
+        return run
+
+    variants = (
+        {"zero_jax": ours, "plain": plain}
+        if not args.only
+        else {args.only: {"zero_jax": ours, "plain": plain}[args.only]}
+    )
+    for round_ in range(args.rounds):
+        for name in list(variants)[:: 1 if round_ % 2 == 0 else -1]:
+            begin = time.perf_counter()
+            run = variants[name]()  # one variant's state at a time: both do not fit
+            found[name] = float(run())
+            print(
+                f"{name}: loss {found[name]:.4f} after {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True
+            )
+            jax.block_until_ready(run())
+            times.setdefault(name, []).append(seconds_of(run, args.steps))
+            peaks.setdefault(name, peak_gb())
+            del run
+    flops = zero_flops(config, args.batch_size)
+    rows = [("step", "seconds (rounds)", "model TFLOP/s", "peak GB until then", "first loss")]
+    for name, seconds in times.items():
+        middle = statistics.median(seconds)
+        rounds = " ".join(f"{s:.4f}" for s in seconds)
+        rows.append(
+            (
+                name,
+                f"{middle:.4f} ({rounds})",
+                f"{flops / middle / 1e12:.0f}",
+                f"{peaks[name]:.2f}",
+                f"{found[name]:.5f}",
+            )
+        )
+    return rows
+
+
+def rates() -> list[tuple[str, ...]]:
+    """Returns rows: what products, copies and attention kernels reach alone, each over half a second or more."""
+    key = jax.random.key(0)
+    rows = [("operation", "ms", "reached")]
+
+    def timed(name: str, run: Any, *, flops: float = 0.0, num_bytes: float = 0.0) -> None:
+        jax.block_until_ready(run())
+        single = seconds_of(run, 3)
+        seconds = seconds_of(run, max(3, int(0.7 / single)))
+        reached = f"{flops / seconds / 1e12:.0f} TFLOP/s" if flops else f"{num_bytes / seconds / 1e9:.0f} GB/s"
+        rows.append((name, f"{seconds * 1e3:.3f}", reached))
+
+    for m, k, n in (
+        (8192, 8192, 8192), (16384, 4096, 16384), (16384, 16384, 4096), (16384, 4096, 4096), (4096, 16384, 16384),
+        (4096, 16384, 4096), (16384, 4096, 50304), (32768, 1280, 5120), (32768, 1280, 1280), (1280, 32768, 5120),
+    ):  # fmt: skip
+        a, b = (jax.random.normal(key, shape, jnp.bfloat16) for shape in ((m, k), (k, n)))
+        product = jax.jit(jnp.matmul)
+        timed(f"bf16 product {m} x {k} x {n}", functools.partial(product, a, b), flops=2 * m * k * n)
+    x = jax.random.normal(key, (16384, 16384), jnp.bfloat16)
+    timed("bf16 copy with a sum, 512 MB", functools.partial(jax.jit(lambda x: x + 1), x), num_bytes=4 * x.size)
+    norm = jax.jit(lambda x: gpt.rms_norm(x, jnp.ones(x.shape[1], x.dtype)))
+    y = jax.random.normal(key, (16384, 4096), jnp.bfloat16)
+    timed("rms norm, bf16 16384 x 4096", functools.partial(norm, y), num_bytes=4 * y.size)
+    z = jax.random.normal(key, (2**28,), jnp.float32)
+    timed("fp32 copy with a sum, 1 GB", functools.partial(jax.jit(lambda x: x + 1), z), num_bytes=8 * z.size)
+    del x, y, z
+    kernel = "cudnn" if jax.default_backend() == "gpu" else None
+    for b, t, h, d in ((8, 2048, 32, 128), (32, 1024, 20, 64)):
+        q = jax.random.normal(key, (b, t, h, d), jnp.bfloat16)
+        attention = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=kernel)
+        flops = 2 * 2 * b * h * t * t * d / 2  # of causal attention
+        forward = jax.jit(lambda q: attention(q, q, q))  # noqa: B023 - called at once
+        timed(f"causal attention {q.shape}, forward", functools.partial(forward, q), flops=flops)
+        back = jax.jit(jax.grad(lambda q, k, v: attention(q, k, v).astype(jnp.float32).sum(), argnums=(0, 1, 2)))  # noqa: B023
+        timed("the same, forward and backward", functools.partial(back, q, q, q), flops=3.5 * flops)
+    if "pinned_host" in {memory.kind for memory in jax.devices()[0].addressable_memories()}:
+        big = jax.random.normal(key, (2**29,), jnp.float32)
+        host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+        on_host = jax.device_put(big, host)
+        timed("2 GB from the device to the host", lambda: jax.device_put(big, host), num_bytes=4 * big.size)
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="device")
+        timed("2 GB from the host to the device", lambda: jax.device_put(on_host, device), num_bytes=4 * big.size)
+    return rows
+
+
+def zero_flops(config: gpt.GPTConfig, batch_size: int) -> float:
+    """Returns the FLOPs of a step that count: 6 for a param and token, and causal attention's products."""
+    tokens = batch_size * config.seq_len
+    attention = 6 * config.num_layers * config.seq_len * config.d_model
+    return tokens * (6 * config.num_params + attention)
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only-cases", nargs="*", default=[], help="words of the cases to run")
+    parser.add_argument("--rates", action="store_true", help="what products, copies and kernels reach alone")
+    parser.add_argument("--time", choices=gpt.PRESETS, help="time a model instead")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--seq-len", type=int)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--remat", default="dots", help="full, dots, none; more for zero_jax alone")
+    parser.add_argument("--offload")
+    parser.add_argument("--only", choices=("zero_jax", "plain"))
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=10)
+    args = parser.parse_args()
+    device = jax.devices()[0]
+    print(
+        f"JAX {jax.__version__}, zero_jax {zero.__version__}, {jax.device_count()} x {device.device_kind}", flush=True
+    )
+    if args.time:
+        print(aligned(time_model(args)))
+        return
+    if args.rates:
+        print(aligned(rates()))
+        return
+    jax.config.update("jax_default_matmul_precision", "highest")
+    print(aligned(compare(args.only_cases)))
+
+
+if __name__ == "__main__":
+    main()

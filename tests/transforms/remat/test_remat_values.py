@@ -1,0 +1,201 @@
+"""Remat by value: which values blocks could keep, what each costs, what a budget chooses, and the same numbers."""
+
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import optax
+import pytest
+from reference import make_config, mesh_of
+from rematting import BATCH, LAYERS, TOKENS, WIDTH, assert_same, batch_of, model_of, placed, plain
+
+import zero_jax as zero
+from zero_jax.transforms.remat.choice import ValueBudget, choose
+from zero_jax.transforms.remat.transform import Remat, remat_report, rematerialize, resolve_remat
+
+# Bytes of a value of a block like the residual stream, on one of two shards of the batch, of all blocks.
+STREAM_BYTES = LAYERS * BATCH * TOKENS * WIDTH * 4 // 2
+
+
+SLOW = ("dict loop own", "linen scan")
+
+
+def reported(kind, remat, mesh="model4"):
+    params, loss_fn, specs = model_of(kind)
+    return remat_report(loss_fn, params, batch_of(), remat=remat, mesh=mesh_of(mesh), specs=specs)
+
+
+# Names
+
+
+def test_names_of_values_and_budgets_lead_to_policies_and_back():
+    for name in ("save:a,b@c.py:3#2", "offload:input", "save:a+offload:b,input", "auto:4.5", "auto"):
+        assert resolve_remat(name).name == name
+    assert Remat(save="a", offload=["b"]) == resolve_remat("save:a+offload:b")
+    assert resolve_remat("auto:4.5") == Remat(policy="auto", budget_gb=4.5)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Remat(policy="full", save=["a"]), "no other policy takes any"),
+        (lambda: Remat(policy="values"), "needs the values"),
+        (lambda: Remat(save=["a"], residuals="sharded"), "place of its own"),
+        (lambda: Remat(save=["a", "b"], offload=["b"]), r"\['b'\] are in both"),
+        (lambda: Remat(budget_gb=1.0), "for policy 'auto'"),
+        (lambda: Remat(policy="auto", budget_gb=-1.0), "give GB of a device's memory"),
+        (lambda: resolve_remat("auto:much"), "give the budget in GB"),
+        (lambda: resolve_remat("save:a+keep:b"), "or both with a +"),
+        (lambda: rematerialize(model_of("dict scan")[1], "auto", mesh=mesh_of("8"))(*arguments()), "budget_gb=..."),
+        (lambda: reported("dict scan", "save:imput"), "did you mean 'input'"),
+        (lambda: reported("dict scan", "offload:dot_general@gpt.py:1"), "which no block of .* makes"),
+    ],
+)
+def test_wrong_settings_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def arguments():
+    return model_of("dict scan")[0], batch_of()
+
+
+# Selectors
+
+
+def test_kinds_select_what_policies_keep():
+    """The products with weights are what `dots` keeps; in host memory inputs are what `full_offloaded` moves."""
+    assert reported("dict scan", "save:products").kept == reported("dict scan", "dots").kept
+    assert reported("dict loop", "offload:input").kept == reported("dict loop", "full_offloaded").kept
+    kept = reported("dict scan", "save:attention").kept.device_bytes
+    assert kept == STREAM_BYTES + STREAM_BYTES // 4  # of the heads of a fourth
+
+
+def test_a_value_is_selected_by_its_label_its_line_and_its_number():
+    rows = reported("dict scan", "auto:1").choice.rows
+    several = [row.value for row in rows if row.value.startswith("dot_general") and row.value.endswith("#1")]
+    label = several[0].removesuffix("#1")
+    one, all_of_line = (reported("dict scan", f"save:{x}").kept.device_bytes for x in (f"{label}#1", label))
+    assert STREAM_BYTES < one < all_of_line
+    assert reported("dict scan", f"save:{label.partition('@')[2]}").kept.device_bytes >= all_of_line
+
+
+# What a budget chooses
+
+
+@pytest.mark.parametrize("kind", ["dict scan", "nnx loop", *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)])
+def test_what_is_chosen_is_what_is_kept(kind):
+    """The bytes of the table are those that JAX saves; more of them save more, and none exceeds its budget."""
+    saved, stream_bytes = [], STREAM_BYTES // 2
+    for streams in (1, 2, 6, 100):
+        report = reported(kind, Remat(policy="auto", budget_gb=streams * stream_bytes / 1e9), mesh="4")
+        kept = sum(row.num_bytes for row in report.choice.rows if row.place == "device")
+        assert report.kept.device_bytes == pytest.approx(kept, rel=0.02), report
+        assert kept <= streams * stream_bytes
+        saved.append(report.choice.saved_seconds)
+    assert saved == sorted(saved)
+    assert saved[-1] > saved[0]
+
+
+def test_the_table_says_where_each_value_is_made_and_why_it_is_kept():
+    text = str(reported("dict scan", Remat(policy="auto", budget_gb=3 * STREAM_BYTES / 1e9)))
+    assert "made at" in text and "gpt.py:" in text and "ms a GB" in text and "does not fit" in text
+
+
+@pytest.mark.tpu_compiler
+def test_on_hardware_that_is_known_values_move_to_the_host_while_blocks_compute():
+    pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
+    params, loss_fn, _ = model_of("dict scan")
+    mesh = zero.make_mesh(topology="v5p:2x2x1")
+    report = remat_report(loss_fn, params, batch_of(), remat="auto:0", mesh=mesh)
+    moved = sum(row.host_seconds for row in report.choice.rows if row.place == "offloaded")
+    assert moved > 0
+    assert report.kept.host_bytes > 0
+
+
+@dataclasses.dataclass
+class Additive:
+    """Blocks whose values save seconds independently of each other."""
+
+    seconds: dict
+    values: dict
+    is_scanned: bool = True
+    input_bytes: float = 0.0
+    lines: dict = dataclasses.field(default_factory=lambda: dict.fromkeys("abcdef", ""))
+
+    def forward_seconds(self):
+        return 1.0
+
+    def backward_seconds(self, kept):
+        return 10.0 - sum(self.seconds.get(label, 0.0) for label in kept)
+
+    def keeping_seconds(self, label):
+        return 0.0
+
+
+def test_the_choice_is_near_the_best_of_all():
+    """Of random values with one place to keep them, greedy saves at least half of what the best subset does."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        sizes = dict(zip("abcdef", rng.integers(1, 10, 6).astype(float), strict=True))
+        seconds = dict(zip("abcdef", rng.uniform(0.1, 1.0, 6), strict=True))
+        subsets = itertools.chain.from_iterable(itertools.combinations("abcdef", n) for n in range(7))
+        best = max(sum(seconds[x] for x in kept) for kept in subsets if sum(sizes[x] for x in kept) <= 12)
+        found = choose([Additive(seconds, sizes)], ValueBudget(device_bytes=12.0))
+        assert sum(row.num_bytes for row in found.rows if row.place) <= 12
+        assert found.saved_seconds >= best / 2
+
+
+def test_what_does_not_fit_the_device_goes_over_the_link():
+    sizes, seconds = {"a": 4.0, "b": 4.0, "c": 4.0}, {"a": 3.0, "b": 2.0, "c": 1.0}
+    budget = ValueBudget(device_bytes=5.0, host_bytes_per_second=6.0)  # in the 0.8 s of a forward pass 4.8 bytes
+    found = {row.value: row.place for row in choose([Additive(seconds, sizes)], budget).rows}
+    assert found == {"input": "device", "a": "device", "b": "offloaded", "c": ""}
+    unrolled = choose([Additive(seconds, sizes, is_scanned=False)], budget)
+    assert {row.value: row.place for row in unrolled.rows} == {"input": "device", "a": "device", "b": "", "c": ""}
+
+
+# Values and gradients
+
+
+def test_values_that_are_kept_change_no_number():
+    """Bit for bit as with everything computed again, or nothing: the same operations on the same values."""
+    params, loss_fn, specs = model_of("dict scan")
+    label = reported("dict scan", "auto:1").choice.rows[3].value
+    policies = ("full", f"save:{label}+offload:input", "auto:0.0001", "save:attention+offload:products")
+    want, *got = placed(loss_fn, params, batch_of(), policies=policies, specs=specs, gathered=True)
+    for policy, values in zip(policies[1:], got, strict=True):
+        assert_same(values, plain(loss_fn, params, batch_of()), policy)
+        jax.tree.map(np.testing.assert_array_equal, values, want)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "stage", "microbatches"),
+    [
+        ("dict scan", "model4", 3, 1),
+        ("dict loop own", "8", 0, 1),
+        ("linen scan", "4", 3, 2),
+        ("nnx loop", "8", 2, 1),
+        pytest.param("dict scan own", "model2", 1, 2, marks=pytest.mark.slow),
+        pytest.param("linen loop", "8", 3, 1, marks=pytest.mark.slow),
+        pytest.param("nnx scan", "4", 1, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_with_chosen_values_is_a_step(kind, mesh, stage, microbatches):
+    """Two steps: the losses and params of `own` are those of a budget."""
+    params, loss_fn, specs = model_of(kind)
+    mesh, tx, results = mesh_of(mesh), optax.sgd(0.1), []
+    for remat in ("own", "auto:0.0002"):
+        config = make_config(
+            stage=stage, num_microbatches=microbatches, remat=remat, param_specs=specs if mesh.size > 4 else None
+        )
+        state = zero.init_state(params, tx, jax.random.key(0), mesh=mesh, config=config)
+        step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)
+        losses = []
+        for seed in range(2):
+            batch = jax.tree.map(lambda x: np.concatenate([x] * 4), batch_of(seed))
+            state, metrics = step(state, batch)
+            losses.append(float(metrics.loss))
+        results.append((np.asarray(losses), jax.tree.map(np.asarray, state.params)))
+    assert_same(results[1], results[0])

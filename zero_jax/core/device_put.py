@@ -59,7 +59,8 @@ def aligned_empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
     has to make room for them.
     """
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-    return np.frombuffer(mmap.mmap(-1, max(1, num_bytes)), np.uint8)[:num_bytes].view(dtype).reshape(shape)
+    pages = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE)  # a process that is forked has its own
+    return np.frombuffer(pages, np.uint8)[:num_bytes].view(dtype).reshape(shape)
 
 
 def reshard_array(x: jax.Array, sharding: NamedSharding) -> jax.Array:

@@ -104,14 +104,14 @@ def checkpoint_child(what: str, folder: str) -> dict[str, float]:
 
     mesh, tx, config = zero.make_mesh(devices=jax.devices()[:1]), optax.adam(1e-3), zero.ZeroConfig(stage=3)
     arguments: Any = dict(mesh=mesh, config=config)
-    path = pathlib.Path(folder)
+    path, checkpointer_of, restore = pathlib.Path(folder), zero.Checkpointer, zero.restore
     if what.startswith("save"):
         shutil.rmtree(path / ("ours" if what.endswith("jax") else "theirs"), ignore_errors=True)
         state = jax.block_until_ready(zero.init_state(init_large, tx, jax.random.key(0), **arguments))
     if what == "save zero_jax":
 
         def save() -> None:
-            with zero.Checkpointer(path / "ours") as checkpointer:
+            with checkpointer_of(path / "ours") as checkpointer:
                 checkpointer.save(1, state)
 
         return measured(save)
@@ -119,7 +119,7 @@ def checkpoint_child(what: str, folder: str) -> dict[str, float]:
     if what == "save orbax":
         return measured(lambda: tree.save(path / "theirs", {"params": state.params, "opt_state": state.opt_state}))
     if what == "restore zero_jax":
-        return measured(lambda: zero.restore(path / "ours", init_fn=init_large, tx=tx, **arguments))
+        return measured(lambda: restore(path / "ours", init_fn=init_large, tx=tx, **arguments))
     abstract = zero.abstract_state(init_large, tx, **arguments)
     item = {"params": abstract.params, "opt_state": abstract.opt_state}
     args = ocp.checkpoint_utils.construct_restore_args(item)
@@ -186,9 +186,9 @@ def pretrained_child(what: str, folder: str) -> dict[str, float]:
     from safetensors.numpy import load_file
 
     mesh, config = zero.make_mesh(devices=jax.devices()[:1]), zero.ZeroConfig(stage=3)
-    zero.make_train_step(lambda params, batch: 0.0, optax.sgd(0.1), mesh=mesh, config=config)  # imports all
+    load_hf = zero.load_hf  # what it is in is imported now
     if what == "load_hf":
-        return measured(lambda: jax.block_until_ready(zero.load_hf(folder, mesh=mesh, config=config).params))
+        return measured(lambda: jax.block_until_ready(load_hf(folder, mesh=mesh, config=config).params))
     return measured(lambda: load_file(pathlib.Path(folder) / "model.safetensors"))
 
 

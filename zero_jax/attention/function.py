@@ -69,6 +69,11 @@ def dot_product_attention(
 
     Raises:
       ValueError: shapes that do not fit, or a kernel by name that cannot do the case.
+
+    Example:
+      >>> x = jnp.ones((2, 16, 4, 8))
+      >>> zero.dot_product_attention(x, x, x, is_causal=True).shape
+      (2, 16, 4, 8)
     """
     lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
     masks = {"is_causal": is_causal, "local_window_size": local_window_size, "segment_ids": segment_ids}

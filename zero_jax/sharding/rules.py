@@ -309,6 +309,11 @@ class ShardingReport(Report):
       secondary: the axes of `data` that params and model state are sharded over, if not all (hpZ); these groups are
         then sharded like this but for the other axes of `data`.
       secondary_bytes: bytes a device of the leaves, sharded over these; 0 without them.
+
+    Example:
+      >>> report = zero.sharding_report(state.params, mesh=mesh, config=config)
+      >>> [leaf.path for leaf in report.placements]
+      ['down', 'up']
     """
 
     placements: tuple[LeafPlacement, ...]

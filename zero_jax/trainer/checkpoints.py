@@ -45,7 +45,12 @@ class Start:
 
 
 class ResumeError(ValueError):
-    """Raised where a run cannot be resumed: another model, optimizer or text, or damaged checkpoints alone."""
+    """Raised where a run cannot be resumed: another model, optimizer or text, or damaged checkpoints alone.
+
+    Example:
+      >>> issubclass(zero.trainer.ResumeError, ValueError)
+      True
+    """
 
 
 def begin(run: Run) -> Start:

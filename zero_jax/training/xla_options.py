@@ -199,6 +199,10 @@ def compiler_options(*, mesh: Mesh, config: ZeroConfig) -> dict[str, Value]:
 
     Raises:
       ValueError: `combine_bytes` for a platform whose options are not known.
+
+    Example:
+      >>> zero.compiler_options(mesh=mesh, config=config)
+      {}
     """
     check_config(config).axes_of(mesh)
     return step_options(mesh, config).values
@@ -247,7 +251,7 @@ def wanted_options(
 def _reads_host(config: ZeroConfig) -> bool:
     """Returns whether a loop of a step reads arrays in host memory: residuals, or params."""
     offload = config.resolved_offload()
-    return resolve_remat(config.remat).residuals == "offloaded" or (offload is not None and offload.what == "all")
+    return resolve_remat(config.remat).offloads or (offload is not None and offload.what == "all")
 
 
 def _wrong_passes(platform: str) -> list[str]:

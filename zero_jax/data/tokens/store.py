@@ -343,7 +343,12 @@ def _write_record(folder: pathlib.Path, written: _Writer, token_file: TokenFile 
 
 
 def is_token_folder(path: pathlib.Path) -> bool:
-    """Returns whether a path is a token folder."""
+    """Returns whether a path is a token folder.
+
+    Example:
+      >>> zero.data.is_token_folder(folder)
+      False
+    """
     return (path / _META).is_file() and (path / _DOCUMENTS).is_file()
 
 

@@ -53,6 +53,10 @@ class OwnModel:
       param_specs: as for `Model`.
       name: its name.
       config: a dataclass saved with the run, or None.
+
+    Example:
+      >>> zero.trainer.OwnModel(init_fn=init_fn, loss_fn=loss_fn, batches=lambda step: batch).name
+      'model'
     """
 
     init_fn: Callable[[Array], Any]

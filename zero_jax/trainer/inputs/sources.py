@@ -60,7 +60,12 @@ def find_source(label: str, batches: Any) -> Source:
 
 
 def first_batch(label: str, batches: Any) -> PyTree:
-    """Returns the first batch of batches of any kind, as `find_source` knows them."""
+    """Returns the first batch of batches of any kind, as `find_source` knows them.
+
+    Example:
+      >>> zero.trainer.first_batch("batches", [batch])["x"].shape
+      (16, 64)
+    """
     return find_source(label, batches).first()
 
 

@@ -106,6 +106,12 @@ def read_run(path: str | pathlib.Path) -> RunRecords:
 
     Raises:
       ValueError: no such run, or one that has no records.
+
+    Example:
+      >>> config = zero.TrainConfig(steps=2, out=folder, name="a", log_every=1)
+      >>> _ = zero.Trainer(loss_fn, init_fn, lambda step: batch, config=config, tx=tx).train(log=str)
+      >>> zero.trainer.read_run(folder / "a").name
+      'a'
     """
     path = pathlib.Path(path)
     file = path / RECORDS if path.is_dir() else path

@@ -35,6 +35,7 @@ from zero_jax.training.zero_config import ZeroConfig
 from zero_jax.transforms import (
     GatherOptions,
     PipelinedProgram,
+    Remat,
     StagePlace,
     Stages,
     fuse_attention,
@@ -70,6 +71,10 @@ class StepLoss:
         """Returns the loss of a step of params, or of `Variables` (arrays or shapes), from a user's loss function."""
         placement = make_placement(variables, mesh=mesh, config=config)
         return cls(LossProgram(normalize_loss(loss_fn, mesh, placement.axes)), placement, config)
+
+    def with_remat(self, remat: Remat) -> StepLoss:
+        """Returns the loss with another remat policy; both share the program."""
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, remat=remat))
 
     def cast(self, variables: PyTree, batch: PyTree, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Returns the variables and the batch that the program takes."""

@@ -76,6 +76,12 @@ def gather_on_use(
 
     Raises:
       ValueError: the specs do not fit the params.
+
+    Example:
+      >>> specs = zero.state_shardings(state, mesh=mesh, config=config).params
+      >>> gathered = zero.gather_on_use(loss_fn, specs, mesh=mesh)
+      >>> jax.jit(jax.grad(gathered))(state.params, batch)["up"].sharding.shard_shape((64, 64))
+      (64, 8)
     """
     check_callable("fn", fn, remedy="give a function of params, as gather_on_use(fn, specs, mesh=mesh)")
     axes = axes_of(mesh, data=data_axes, replica=replica_axes, pipe=pipe_axes)
@@ -102,6 +108,12 @@ def gather_report(fn: Callable[..., Any], specs: PyTree, *args: Any, mesh: Mesh,
       *args: arrays or `ShapeDtypeStruct`s: the params and the further arguments of `fn`.
       mesh: the mesh of the specs.
       **options: further options of `gather_on_use`.
+
+    Example:
+      >>> specs = zero.state_shardings(state, mesh=mesh, config=config).params
+      >>> report = zero.gather_report(loss_fn, specs, state.params, batch, mesh=mesh)
+      >>> print(str(report).splitlines()[0])
+      2 gathers, 0 of them early; 0 uses in a wider dtype
     """
     roles = {role: options.get(f"{role}_axes") for role in ("data", "replica", "pipe")}
     axes = axes_of(mesh, **roles)

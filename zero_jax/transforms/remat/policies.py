@@ -46,6 +46,10 @@ class Remat:
       offload: values that are kept in pinned host memory, likewise.
       budget_gb: with policy `auto`: GB (1e9 bytes) of a device's memory for all that blocks keep between the passes;
         None takes what the rest of the step leaves of the memory of the mesh's devices.
+
+    Example:
+      >>> zero.ZeroConfig(remat=zero.Remat(policy="dots", residuals="offloaded"))
+      ZeroConfig(remat=Remat(policy='dots', residuals='offloaded'))
     """
 
     policy: str = "own"
@@ -108,6 +112,11 @@ class Remat:
             return f"auto:{self.budget_gb:.12g}"
         head = f"names:{','.join(self.names)}" if self.names else self.policy
         return head if self.residuals == "device" else f"{head}_{self.residuals}"
+
+    @property
+    def offloads(self) -> bool:
+        """Whether residuals may be in host memory."""
+        return self.residuals == "offloaded" or bool(self.offload) or self.policy == "auto"
 
     @property
     def is_own(self) -> bool:

@@ -52,7 +52,8 @@ class ModelFunctions:
 def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = None) -> ModelFunctions:
     """Makes the functions of a Flax NNX model with any variables: dropout, batch norm, shared params, LoRA.
 
-    All variables that are not trained (batch statistics, keys and counts of dropout) are model state.
+    All variables that are not trained (batch statistics, keys and counts of dropout) are model state. Modules that do
+    not say whether they are `deterministic`, such as `nnx.MultiHeadAttention`, draw in training and not in evaluation.
 
     Args:
       make: `make(rngs)` or `make(rngs=...)` of `nnx.Rngs` returns the module, such as its class.
@@ -79,6 +80,9 @@ def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = N
     module = lambda key: make(rngs=nnx.Rngs(key)) if by_name else make(nnx.Rngs(key))  # noqa: E731
     trained = nnx.Param if wrt is None else wrt
     shapes = nnx.eval_shape(module, key_shape())
+    for name in ("deterministic", "use_running_average"):  # which some modules leave open, and a call has to say
+        is_open = lambda _, inner, name=name: getattr(inner, name, False) is None
+        shapes.set_attributes(is_open, **{name: False}, raise_if_not_found=False)
     graphdef, _, state = nnx.split(shapes, trained, ...)
     shapes.eval()
     evaluated = nnx.graphdef(shapes)

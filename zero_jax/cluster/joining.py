@@ -249,7 +249,6 @@ def _time_limit(seconds: float, variables: str) -> Iterator[None]:
 
 
 def _await_coordinator(place: Place, deadline: float) -> None:
-    """Waits until process 0 answers at its address."""
     if place.is_first or place.coordinator is None:
         return
     host, _, port = place.coordinator.rpartition(":")

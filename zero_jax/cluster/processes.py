@@ -307,7 +307,6 @@ class _Processes:
             process.send_signal(number)
 
     def finish_reading(self) -> None:
-        """Waits for the last lines."""
         for follower in self._followers:
             follower.join(timeout=5)
 

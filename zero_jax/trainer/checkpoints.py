@@ -106,7 +106,6 @@ def _accept(extra: Mapping[str, Any]) -> None:
 
 
 def _checked(run: Run, restored: Restored, lines: list[str]) -> Start:
-    """Returns the start from the run's own checkpoint; raises if its data differ."""
     saved = restored.extra["data"]
     changed = differences({name: saved[name] for name in saved if name not in _POSITION}, dict(run.input.identity))
     if changed:

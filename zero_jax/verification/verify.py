@@ -131,6 +131,7 @@ def verify(
     config: ZeroConfig,
     replica: int = 1,
     model: int = 1,
+    pipe: int = 1,
     data_layout: Sequence[int] | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     num_steps: int = 2,
@@ -156,6 +157,7 @@ def verify(
       config: as for `make_train_step`. Fused attention is left out: its kernels are no operations of XLA.
       replica: size of the mesh axis `replica`.
       model: size of the mesh axis `model`.
+      pipe: stages of the pipeline (docs/pipeline.md).
       data_layout: sizes of the mesh axes that carry `data`; None takes what `make_mesh` chooses for the hardware.
       compiler_options: passed to the compiler.
       num_steps: steps that are compared.
@@ -182,7 +184,7 @@ def verify(
             raise ValueError(f"verify: batch leaf {name!r} is a ShapeDtypeStruct, give an array of values")
     job = make_job(
         loss_fn=loss_fn, init_fn=init_fn, tx=tx, batch=batch, topology=topology, config=config, replica=replica,
-        model=model, data_layout=data_layout, compiler_options=compiler_options,
+        model=model, pipe=pipe, data_layout=data_layout, compiler_options=compiler_options,
     )  # fmt: skip
     values = jax.tree.map(host_array, batch)
     arguments = {"batch": values, "num_steps": num_steps, "seed": seed, "tolerance": tolerance}

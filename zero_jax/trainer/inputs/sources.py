@@ -205,7 +205,6 @@ class IteratorSource:
         return _encode(self._label, self._iterator.get_state()) if self._has_state else None
 
     def _batches(self) -> Iterator[PyTree]:
-        """Yields the batches, pass after pass."""
         yield from self._taken
         self._taken = []
         yield from self._iterator

@@ -130,7 +130,6 @@ def _zeros(x: Any) -> jax.Array:
 
 
 def _search(traced: Traced, line: str) -> tuple[SearchedBody, AttentionSearch]:
-    """Finds the cores of a function's program."""
     jaxpr, consts = jaxprs.open_jaxpr(traced.closed)
     search = AttentionSearch()
     data = [i >= traced.num_params for i in range(len(jaxpr.invars))]

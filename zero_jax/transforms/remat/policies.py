@@ -114,6 +114,11 @@ class Remat:
         return head if self.residuals == "device" else f"{head}_{self.residuals}"
 
     @property
+    def offloads(self) -> bool:
+        """Whether residuals may be in host memory."""
+        return self.residuals == "offloaded" or bool(self.offload) or self.policy == "auto"
+
+    @property
     def is_own(self) -> bool:
         """Whether the model's regions stay exactly as they are."""
         return self.policy == "own" and self.residuals == "device"

@@ -101,7 +101,7 @@ class RematReport(Report):
             lines.append(f"{row.times:5d}  {cells}  {row.kind} at {row.where}")
         if not self.regions:
             lines.append("no blocks: no scan over stacked or shared params, no repeated block, no jax.checkpoint")
-        lines += self.choice.lines() if self.choice else []
+        lines += [str(self.choice)] if self.choice else []
         return "\n".join([*lines, *(f"left alone: {item}" for item in self.left)])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
@@ -81,7 +82,7 @@ def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = N
     trained = nnx.Param if wrt is None else wrt
     shapes = nnx.eval_shape(module, key_shape())
     for name in ("deterministic", "use_running_average"):  # which some modules leave open, and a call has to say
-        is_open = lambda _, inner, name=name: getattr(inner, name, False) is None
+        is_open = functools.partial(_leaves_open, name)
         shapes.set_attributes(is_open, **{name: False}, raise_if_not_found=False)
     graphdef, _, state = nnx.split(shapes, trained, ...)
     shapes.eval()
@@ -106,6 +107,11 @@ def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = N
     return ModelFunctions(
         init_fn=init_fn, loss_fn=loss_of(graphdef), eval_fn=loss_of(evaluated), merge=merge, loss=place_of(loss)
     )
+
+
+def _leaves_open(attribute: str, _: Any, module: Any) -> bool:
+    """Returns whether an NNX module has an attribute that is not decided."""
+    return getattr(module, attribute, False) is None
 
 
 def from_linen(

@@ -473,6 +473,28 @@ def test_the_report_shows_stages_what_moves_and_the_bubble():
     assert "make it with zero.make_mesh(pipe=...)" in str(without)
 
 
+@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
+def test_the_estimate_has_what_the_compiled_step_sends_between_stages(pipeline):
+    mesh, config = zero.make_mesh(pipe=4), make_config(stage=1, num_microbatches=8, pipeline=pipeline)
+    init_fn, model_loss, batch = functools.partial(gpt.init, CONFIG), gpt.loss_fn(CONFIG), text_batch()
+    state = zero.abstract_state(init_fn, optax.sgd(0.1), mesh=mesh, config=config)
+    compiled = zero.make_train_step(model_loss, optax.sgd(0.1), mesh=mesh, config=config).lower(state, batch).compile()
+    traced = zero.trace_loss(model_loss, state.params, batch, mesh=mesh, config=config)
+    reports = (
+        zero.comms.estimate(state, mesh=mesh, config=config, traced=traced),
+        zero.comms.measure(compiled, mesh=mesh),
+    )
+    estimated, measured = (
+        sum(row.total_sent_bytes for row in x.rows if row.kind == "collective-permute" and row.axes == ("pipe",))
+        for x in reports
+    )
+    assert not reports[0].not_counted
+    assert measured == pytest.approx(estimated, rel=0.02)
+    residuals = zero.memory.transformer_residuals(CONFIG, batch_size=16, mesh=mesh, config=config)
+    # Of 16 examples all of a device's, or those of a microbatch: 4 layers, or one and the inputs of 7 that wait.
+    assert (residuals.num_layers, residuals.batch_size) == ((4, 2) if pipeline == "gpipe" else (8, 1))
+
+
 def test_training_goes_on_from_a_checkpoint_with_other_stages(tmp_path):
     batches, tx = make_batches(3), optax.adam(1e-2)
     for number, (pipe, batch) in enumerate(zip((4, 1, 2), batches, strict=True)):

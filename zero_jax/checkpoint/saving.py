@@ -48,6 +48,10 @@ class CheckpointConfig:
       save_every: steps between two checkpoints; 0 saves at the end only.
       keep_last: newest checkpoints to keep.
       keep_best: checkpoints of lowest validation loss to keep in addition; none whose loss is not finite.
+
+    Example:
+      >>> zero.CheckpointConfig(save_every=1000, keep_last=3)
+      CheckpointConfig(save_every=1000, keep_last=3)
     """
 
     save_every: int = 200
@@ -73,6 +77,13 @@ class Checkpointer(Report):
       num_saved: saves that were completed.
       num_failed: saves that failed.
       blocked_seconds: what the last save took before it returned.
+
+    Example:
+      >>> with zero.Checkpointer(folder, config=zero.CheckpointConfig(keep_last=1), log=lambda _: None) as saved:
+      ...     for step in (100, 200):
+      ...         saved.save(step, state)
+      >>> zero.checkpoint.list_steps(folder)
+      [200]
     """
 
     def __init__(

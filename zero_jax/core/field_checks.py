@@ -195,7 +195,6 @@ def check_fields(
 
 
 def _shown(value: Any) -> str:
-    """Returns a value as an error shows it."""
     from zero_jax.core import tree  # with JAX, which the help of the command line does without
 
     return tree.shown(value)

@@ -57,6 +57,12 @@ class Lora:
         whose scales are quantized too) for the adapted ones, and bfloat16 for the others.
       train: patterns of leaves that are trained as they are, such as a new head.
       block_size: of quantized leaves, the number of elements along the first side that share a scale.
+
+    Example:
+      >>> lora = zero.Lora(rules={"up": "io"}, rank=4)
+      >>> adapters = lora.init(state.params, jax.random.key(0))
+      >>> {name: x.shape for name, x in adapters.params["up"].items()}
+      {'a': (64, 4), 'b': (4, 64)}
     """
 
     rules: Sequence[str] | Mapping[str, str]

@@ -39,6 +39,12 @@ class AutoPlan(Report):
       best: the plan of the best setting, or None.
       config: the `ZeroConfig` of the best setting, or None.
       reports: the plans of all compiled settings, those that the compiler refused included.
+
+    Example:
+      >>> quiet = {"stages": (3,), "max_compiles": 0, "log": lambda _: None}
+      >>> found = zero.plan_auto(loss_fn, init_fn, tx, batch=batch, topology="v5e:2x2", config=config, **quiet)
+      >>> found.best is None, found.ranking.num_compiled
+      (True, 0)
     """
 
     ranking: Ranking
@@ -122,6 +128,12 @@ def plan_auto(
     Raises:
       ValueError: an unknown topology, or a batch that no setting divides.
       Exception: what a loss function, or `init_fn`, raises when it is traced as it is, before the search.
+
+    Example:
+      >>> quiet = {"stages": (3,), "max_compiles": 0, "log": lambda _: None}
+      >>> found = zero.plan_auto(loss_fn, init_fn, tx, batch=batch, topology="v5e:2x2", config=config, **quiet)
+      >>> found.ranking.best.stage
+      3
     """
     tried = {
         "stages": stages,

@@ -57,20 +57,9 @@ _MARK = f"zero_jax program {SCHEMA}\n".encode()  # what an entry begins with
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """A train step to compile.
+    """A train step to compile, as `plan` takes it, with the batch as `ShapeDtypeStruct`s; `init_fn` is never run.
 
-    Attributes:
-      loss_fn: as for `make_train_step`.
-      init_fn: as for `init_state`; it is never run.
-      tx: the optimizer.
-      batch: the global batch as `ShapeDtypeStruct`s.
-      config: stage, precision, microbatches.
-      topology: name of the hardware.
-      replica: size of the axis `replica`.
-      model: size of the axis `model`.
-      pipe: stages of the pipeline.
-      data_layout: sizes of the mesh axes that carry `data`; None takes what `make_mesh` chooses.
-      compiler_options: passed to `Lowered.compile`, beside those of the config, which they replace.
+    The compiler options are passed to `Lowered.compile` beside those of the config, which they replace.
     """
 
     loss_fn: Callable[..., Any] | MeshLoss

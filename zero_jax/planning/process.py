@@ -50,15 +50,7 @@ COMPILE_ONLY: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileOptions:
-    """How a plan is compiled: its name, cache, process, time limit and log.
-
-    Attributes:
-      name: name of the plan, for the report and the log.
-      cache: folder of compiled programs; "default" (or "") is the user's cache folder, None disables the cache.
-      own_process: whether to compile in another process.
-      timeout_seconds: time after which that process is killed; None is no limit.
-      log: called with each line of progress.
-    """
+    """How a plan is compiled: its name, cache, process, time limit and log, as `plan` takes them."""
 
     name: str = "plan"
     cache: str | os.PathLike[str] | None = "default"
@@ -95,12 +87,12 @@ def call_for(work: Callable[..., Any], job: Job, arguments: Mapping[str, Any], o
       CompilerCrash: the process ended without a result.
       KeyboardInterrupt: raised again after the process was killed.
     """
+    if options.own_process:
+        with extra("plan"):
+            import cloudpickle
     where = f"{options.name} on {job.topology}"
     if not options.own_process:
         return work(job, **arguments, on_phase=lambda phase: options.log(f"{where}: {phase}"))
-    with extra("plan"):
-        import cloudpickle
-
     hardware = parse(job.topology).hardware
     missing = missing_compiler(hardware)
     if missing:

@@ -68,6 +68,11 @@ class PlanReport(Report):
       compiler_options: those of the step, each with what it is for.
       notes: further things to know.
       values: with `remat="auto"` the values that blocks could keep, and what is kept of them.
+
+    Example:
+      >>> report = zero.plan(loss_fn, init_fn, tx, batch=batch, topology="v5e:2x2", config=config, log=lambda _: None)
+      >>> report.fits, report.needed_bytes < report.usable_bytes
+      (True, True)
     """
 
     name: str

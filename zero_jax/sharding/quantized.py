@@ -299,7 +299,6 @@ def check_leaves(quantize: Quantize | None, leaves: Sequence[LeafPlacement], *, 
 
 
 def _block(extent: int, block_size: int | None, step: int) -> int:
-    """Returns the elements of a block along a dim, 0 if it has none."""
     if block_size is not None:
         return block_size if extent and extent % block_size == 0 else 0
     sizes = (size for size in range(LARGEST_BLOCK, SMALLEST_BLOCK - 1, -1) if extent % size == 0 and size % step == 0)

@@ -27,6 +27,12 @@ class Trainer(Report):
       model: what is trained.
       config: how, and for how long.
       state: the last state of the run, once `train` has returned; None before.
+
+    Example:
+      >>> run = zero.TrainConfig(steps=2, out=folder, name="first")
+      >>> trainer = zero.Trainer(loss_fn, init_fn, lambda step: batch, config=run, tx=tx)
+      >>> trainer.train(log=lambda _: None).num_steps
+      2
     """
 
     def __init__(

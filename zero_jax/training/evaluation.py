@@ -55,6 +55,11 @@ class Metrics(Report):
       num_small_grads: parts with a weight above 0, `int32[]`; None without microbatches.
       weight: what the loss of a weighted evaluation is a mean over, such as a number of tokens; None where that is the
         same for all batches of one size, and elsewhere.
+
+    Example:
+      >>> _, metrics = step(state, batch)
+      >>> float(metrics["loss"]) == float(metrics.loss)
+      True
     """
 
     loss: jax.Array

@@ -55,15 +55,10 @@ class CompilerOption:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """The compiler options of a step on some hardware.
-
-    Attributes:
-      options: those that the compiler knows, in the order in which they are passed.
-      unknown: names of those that it does not know, which are left out.
-    """
+    """The compiler options of a step on some hardware, in the order in which they are passed."""
 
     options: tuple[CompilerOption, ...]
-    unknown: tuple[str, ...]
+    unknown: tuple[str, ...]  # names of those that the compiler does not know, which are left out
 
     @property
     def values(self) -> dict[str, Value]:
@@ -84,21 +79,34 @@ def _option(name: str, value: Value, purpose: str) -> CompilerOption:
     return CompilerOption(name=name, value=value, purpose=purpose)
 
 
-_SPARSE_CORE = (
+_SPARSE_CORE_COLLECTIVES = (
     _option("xla_tpu_enable_sparse_core_collective_offload_all_gather", True,
             "all-gathers run on the SparseCores while the TensorCore computes"),
     _option("xla_tpu_enable_sparse_core_collective_offload_2d_all_gather", True,
             "all-gathers over two dims of the torus run there, too"),
     _option("xla_tpu_enable_sparse_core_collective_offload_reduce_scatter", True,
             "reduce-scatters run on the SparseCores while the TensorCore computes"),
+)  # fmt: skip
+_SPARSE_CORE = (
+    *_SPARSE_CORE_COLLECTIVES,
     _option("xla_tpu_enable_async_collective_fusion_fuse_all_gather", False,
             "all-gathers are not fused with computation, which would keep them on the TensorCore"),
     _option("xla_jf_spmd_threshold_for_windowed_einsum_mib", 1_000_000,
             "products with a gather or a scatter are not cut into windows, whose permutes keep the TensorCore waiting"),
 )  # fmt: skip
-# Two devices a chip: a gather and a reduce-scatter over a whole slice are native, each as one operation, with this.
+# A gather over a whole slice is native, as one operation, with this.
 _NATIVE_GATHERS = _option("xla_tpu_prefer_async_allgather_to_allreduce", True,
                           "a gather over a whole slice is no all-reduce, which sends twice as much")  # fmt: skip
+# What collectives over both dims of a torus rest on (`sharding/spec.py`), with `overlap` or without: else
+# reduce-scatters, and gathers of little, are all-reduces, which send twice as much.
+_PLANAR: Mapping[str, tuple[CompilerOption, ...]] = {
+    "v6e": (
+        *_SPARSE_CORE_COLLECTIVES,
+        _option("xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter", True,
+                "reduce-scatters over both dims of the torus run there, too"),
+        _NATIVE_GATHERS,
+    ),
+}  # fmt: skip
 _COMBINED_GPU_BYTES = 2**30
 _PIPELINED_GPU = {"all_gather": "next", "reduce_scatter": "last", "all_reduce": "last"}
 
@@ -191,6 +199,10 @@ def compiler_options(*, mesh: Mesh, config: ZeroConfig) -> dict[str, Value]:
 
     Raises:
       ValueError: `combine_bytes` for a platform whose options are not known.
+
+    Example:
+      >>> zero.compiler_options(mesh=mesh, config=config)
+      {}
     """
     check_config(config).axes_of(mesh)
     return step_options(mesh, config).values
@@ -203,7 +215,7 @@ def step_options(mesh: Mesh, config: ZeroConfig) -> StepOptions:
     is_one_host = len({d.process_index for d in devices}) == 1
     requested = wanted_options(device, config, os.environ, is_one_host=is_one_host)
     named = tuple((option.name, option.value) for option in requested)
-    unknown = _unknown(_Compiler.of(device), named) if named else ()
+    unknown = _unknown(_Compiler((device.platform, device.device_kind), device), named) if named else ()
     for name in unknown:
         _warn(name, device.device_kind)
     return StepOptions(options=tuple(option for option in requested if option.name not in unknown), unknown=unknown)
@@ -218,6 +230,8 @@ def wanted_options(
     """
     groups = sharded_groups(config.stage)
     options = {option.name: option for option in _defaults(device, groups, is_one_host)} if config.overlap else {}
+    hardware = hardware_of(device)
+    options |= {option.name: option for option in _PLANAR.get(hardware.name if hardware else "", ())}
     for name in set(options).intersection(_flag_names(environment) if options else ()):
         del options[name]
     if config.combine_bytes is not None:
@@ -329,15 +343,10 @@ def _flag_names(environment: Mapping[str, str]) -> set[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Compiler:
-    """What identifies a compiler, and a device that it compiles for."""
+    """A compiler by what identifies it, and a device that it compiles for."""
 
-    platform: str
-    device_kind: str
+    kind: tuple[str, str]
     device: Any = dataclasses.field(compare=False)
-
-    @classmethod
-    def of(cls, device: Any) -> _Compiler:
-        return cls(device.platform, device.device_kind, device)
 
 
 @functools.cache
@@ -347,7 +356,7 @@ def _unknown(compiler: _Compiler, options: tuple[tuple[str, Value], ...]) -> tup
     shape = jax.ShapeDtypeStruct((), jnp.int32, sharding=SingleDeviceSharding(compiler.device))
     while remaining:
         try:
-            jax.jit(_identity).lower(shape).compile(compiler_options=dict[str, Any](remaining))
+            jax.jit(lambda x: x).lower(shape).compile(compiler_options=dict[str, Any](remaining))
             break
         except jax.errors.JaxRuntimeError as error:
             match = _UNKNOWN.search(str(error))
@@ -356,10 +365,6 @@ def _unknown(compiler: _Compiler, options: tuple[tuple[str, Value], ...]) -> tup
             del remaining[match[1]]
             unknown.append(match[1])
     return tuple(unknown)
-
-
-def _identity(x: jax.Array) -> jax.Array:
-    return x
 
 
 @functools.cache

@@ -8,6 +8,7 @@ All read jaxprs through `zero_jax.program`, and dims through `zero_jax.dims`. `w
 wrongly. `facts` says what values are made of, and where they are read last.
 """
 
+from zero_jax.transforms.attention.head_tiles import heads_by_tiles
 from zero_jax.transforms.attention.report import AttentionReport
 from zero_jax.transforms.attention.transform import attention_report, fuse_attention
 from zero_jax.transforms.flops import count_flops, training_flops

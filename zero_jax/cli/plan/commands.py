@@ -90,8 +90,6 @@ def run_plan(options: argparse.Namespace) -> int:
         plans = compile_layouts(request.job(request.zero), request.compiling)
         print_result(options, plans)
         return 0 if plans.plans[plans.best].fits else 1
-    if options.verify and request.config.pipe > 1:
-        raise ValueError(f"--verify runs no pipeline: leave out --pipe {request.config.pipe}, or --verify")
     report = request.compile(request.zero)
     text, record = report.text(options.tokens), report.to_json() | _training(report, options.tokens)
     if not options.verify:

@@ -6,7 +6,7 @@ The train step, the evaluation step and the estimates read the same program, by 
 2. `fused`: attention is computed by a fused kernel, if the config asks for it;
 3. with what the losses of parts of a batch are averaged by (`grads.choice`; a weighted evaluation);
 4. `recomputed`: blocks are in `jax.checkpoint`, by the config's remat policy;
-5. `unsharded`: what XLA partitions wrongly is whole;
+5. `unsharded`: what XLA partitions wrongly is whole, and heads are made tile by tile on TPUs;
 6. `placed`, or `staged` where each device has gradients of its own: scans over layers are stages of a pipeline, if the
    mesh has an axis for them;
 7. `placed`: params are gathered where they are used, and gradients are reduced to shards.
@@ -40,6 +40,7 @@ from zero_jax.transforms import (
     Stages,
     fuse_attention,
     gathered,
+    heads_by_tiles,
     rematerialize,
     resolve_remat,
     rolled,
@@ -107,8 +108,12 @@ class StepLoss:
         return LossProgram.of(rematerialize(program, self.config.remat, mesh=mesh, axes=axes, specs=specs))
 
     def unsharded(self, program: LossProgram) -> LossProgram:
-        """Returns a program with whole values where XLA partitions operations on sharded ones wrongly."""
-        return unsharded_windows(program, mesh=self.placement.mesh, axes=self.placement.axes)
+        """Returns a program with whole values where XLA partitions operations on sharded ones wrongly.
+
+        Heads are made in the form that is cheapest on a TPU.
+        """
+        mesh = self.placement.mesh
+        return heads_by_tiles(unsharded_windows(program, mesh=mesh, axes=self.placement.axes), mesh=mesh)
 
     def stages(self, axes: Axes) -> Stages | None:
         """Returns the stages that layers are cut into, None without a pipeline.

@@ -134,25 +134,22 @@ def checked_placement(
                 )
     if (placement.precision.loss_scale is None) != (state.loss_scale is None):
         raise ValueError("the state and the step differ in loss scaling: make both with the same config")
-    needs = new_grad_errors(state, tx, placement)
-    if described(state.grad_errors) != described(needs):
-        have, need = ([f"{name} {list(shape)}" for name, shape, _ in described(x)] for x in (state.grad_errors, needs))
-        odd, lacks = (next((x for x in a if x not in b), "no other") for a, b in ((have, need), (need, have)))
-        raise ValueError(
-            f"state.grad_errors does not match the error feedback of the config: it holds {odd}, and the step needs "
-            f"{lacks}. Make the state with the mesh, config and optimizer that the step was made with"
-        )
-    expected = first_opt_state(tx, placement.precision.for_optimizer(shapes_of(trainable(state.masters))))
+    _check_same("grad_errors", "error feedback of the config", state.grad_errors, new_grad_errors(state, tx, placement))
+    params = shapes_of(trainable(state.masters))
+    expected = first_opt_state(tx, placement.precision.for_optimizer(params))
+    _check_same("opt_state", "optimizer", state.opt_state, expected)
+    return placement
+
+
+def _check_same(field: str, source: str, tree: PyTree, expected: PyTree) -> None:
+    """Raises `ValueError` for a part of a state whose leaves are not those that its source makes."""
     of_leaves = lambda tree: (jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])  # noqa: E731
-    if of_leaves(state.opt_state) == of_leaves(expected):
-        return placement
-    trees = map(described, (state.opt_state, expected))
-    have, need = ([f"{name} {dtype}{list(shape)}" for name, shape, dtype in tree] for tree in trees)
+    if of_leaves(tree) == of_leaves(expected):  # names take time
+        return
+    have, need = ([f"{name} {x}{list(shape)}" for name, shape, x in described(each)] for each in (tree, expected))
     if have != need:
         odd, lacks = (next((x for x in a if x not in b), "no other leaf") for a, b in ((have, need), (need, have)))
         raise ValueError(
-            f"state.opt_state does not match the optimizer: it holds {odd}, "
-            f"and the optimizer's own state has {lacks}. "
-            "Make the state with the optimizer that the step was made with"
+            f"state.{field} does not match the {source}: it holds {odd}, and the step needs {lacks}. Make the "
+            "state with the mesh, config and optimizer that the step was made with"
         )
-    return placement

@@ -46,6 +46,10 @@ class Remat:
       offload: values that are kept in pinned host memory, likewise.
       budget_gb: with policy `auto`: GB (1e9 bytes) of a device's memory for all that blocks keep between the passes;
         None takes what the rest of the step leaves of the memory of the mesh's devices.
+
+    Example:
+      >>> zero.ZeroConfig(remat=zero.Remat(policy="dots", residuals="offloaded"))
+      ZeroConfig(remat=Remat(policy='dots', residuals='offloaded'))
     """
 
     policy: str = "own"

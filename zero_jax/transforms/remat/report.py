@@ -69,6 +69,13 @@ class RematReport(Report):
       regions: the regions.
       left: what was left as it is.
       choice: with the policy `auto`, the values that blocks could keep, what each costs, and where it is kept.
+
+    Example:
+      >>> def layers(params, batch):
+      ...     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], params)[0].mean()
+      >>> report = zero.remat_report(layers, jnp.ones((4, 64, 64)), batch, remat="full", mesh=mesh)
+      >>> len(report.regions)
+      1
     """
 
     remat: Remat

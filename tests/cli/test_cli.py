@@ -208,6 +208,10 @@ def test_json_is_one_object_and_the_log_goes_elsewhere(tmp_path, capsys):
         (["--precision", "bf61"], "did you mean 'bf16'?"),
         (["--stage", "4"], "argument --stage: invalid choice: 4: Choose one of 0, 1, 2, 3"),
         (["--batch-size", "12"], "multiple of 8, for example 16"),
+        (
+            ["--loss", "a:b", "--init", "a:b", "--batches", "a:b", "--eval-loss", "a:b"],
+            "--eval-loss is for the validation: give its batches, --validation",
+        ),
         (["--num-heads", "3"], "multiple of num_heads"),
         (["--data", "nowhere"], "'stdlib' for the source code of Python's standard library"),
         (["--devices", "9"], "there are 8"),

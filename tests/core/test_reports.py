@@ -44,7 +44,7 @@ def test_reports_steps_states_and_metrics_are_short():
     state = zero.init_state(variables.params, tx, jax.random.key(0), mesh=mesh, config=config)
     step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)
     assert "test_reports.py" in repr(step) and repr(step).endswith(
-        "loss_fn) on {'replica': 1, 'data': 8, 'model': 1}, ZeroConfig(stage=2, precision='bf16')"
+        "loss_fn) at stage 2 on {'replica': 1, 'data': 8, 'model': 1}, ZeroConfig(stage=2, precision='bf16')"
     ), repr(step)
     evaluate = zero.make_eval_step(loss_fn, mesh=mesh, config=config)
     assert repr(evaluate) == repr(step).replace("TrainStep", "EvalStep")

@@ -24,6 +24,32 @@ def assert_equal(found, expected):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(values(x), values(y), rtol=1e-6), found, expected)
 
 
+class Attending(nnx.Module):
+    """Attention whose modules leave open whether they are deterministic, and dropout that is off for good."""
+
+    def __init__(self, *, rngs):
+        self.attention = nnx.MultiHeadAttention(2, 6, decode=False, dropout_rate=0.5, rngs=rngs)
+        self.off = nnx.Dropout(0.5, deterministic=True, rngs=rngs)
+
+    def __call__(self, x):
+        return self.off(self.attention(x[None])[0])
+
+
+def test_nnx_modules_that_leave_it_open_draw_in_training_and_others_as_they_say():
+    made = zero.from_nnx(Attending, lambda model, batch: (jnp.square(model(batch["x"])).mean(), model.off(batch["x"])))
+    variables = made.init_fn(KEY)
+    states = [{"model_state": variables.model_state}]
+    values = []
+    for _ in range(2):
+        value, x, state = made.loss_fn(variables.params, BATCH, KEY, **states[-1])
+        states.append({"model_state": state})
+        values.append(float(value))
+        assert_equal(x, BATCH["x"])
+    assert values[0] != values[1]
+    evaluated = [float(made.eval_fn(variables.params, BATCH, **state)[0]) for state in states]
+    assert evaluated[0] == evaluated[1] == evaluated[2]
+
+
 class LinenNet(nn.Module):
     """Batch norm, dropout and noise: two streams, one collection."""
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 
 from zero_jax.attention import cudnn
 from zero_jax.attention.case import Band, Case, band_of
 from zero_jax.attention.placement import KernelPlacement
-from zero_jax.core.tree import shown
+from zero_jax.core.field_checks import check_word
 
+Implementation = Literal["fused", "splash", "cudnn", "xla"]
 _BY_PLATFORM = {"tpu": "splash", "gpu": "cudnn", "cuda": "cudnn"}
 # Splash attention may be asked for on CPUs, where Pallas interprets it.
 _PLATFORMS = {"splash": ("tpu", "cpu"), "cudnn": ("gpu", "cuda")}
@@ -38,9 +39,7 @@ def choose(query: Any, key: Any, value: Any, case: Case, *, wanted: str | None, 
     Raises:
       ValueError: a kernel by name that cannot do it, or that there is none of.
     """
-    names = ("fused", "splash", "cudnn", "xla")
-    if wanted is not None and not (isinstance(wanted, str) and wanted in names):
-        raise ValueError(f"implementation={shown(wanted)} is unknown: choose None or one of {', '.join(names)}")
+    check_word("implementation", wanted, get_args(Implementation), is_optional=True)
     if wanted == "xla":
         return Choice(implementation="xla", reason="implementation='xla'")
     kernel = wanted if wanted in _PLATFORMS else _BY_PLATFORM.get(placement.platform)

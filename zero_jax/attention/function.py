@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,11 @@ from jax.typing import ArrayLike
 
 from zero_jax.attention import fused, xla
 from zero_jax.attention.case import Case
-from zero_jax.attention.choice import Choice, choose
+from zero_jax.attention.choice import Choice, Implementation, choose
 from zero_jax.attention.placement import KernelPlacement, current_placement
 from zero_jax.core.field_checks import check_value
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import shown
-
-Implementation = Literal["fused", "splash", "cudnn", "xla"]
 
 
 def dot_product_attention(

@@ -30,7 +30,7 @@ _MAX_INDEX_BYTES = 1 << 26
 _CACHE_BYTES = 1 << 27
 _SLICE_BYTES = 1 << 26
 # Bytes of this process's shards that are read ahead of what has been moved to the devices.
-_PENDING_BYTES = 1 << 30
+_PENDING_BYTES = 1 << 28
 _HASHED_BYTES = 1 << 22  # hashing takes several times the memory of what is hashed
 
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.checkpoint.fingerprint import fingerprint
 from zero_jax.checkpoint.record import SavedLeaf, is_bits
-from zero_jax.core.device_put import map_on_device
+from zero_jax.core.device_put import map_on_device, platform_of
 from zero_jax.core.tree import leaves_by_name
 from zero_jax.training import TrainState
 
@@ -99,8 +99,14 @@ def _encoded(x: Array) -> Array:
 
 
 def fingerprints(arrays: list[Array], *, mesh: Mesh) -> list[int]:
-    """Returns the fingerprints of encoded arrays, computed by one program that gathers nothing."""
-    return np.asarray(fingerprint_program(mesh)(arrays)).tolist() if arrays else []
+    """Returns the fingerprints of encoded arrays, computed by programs that gather nothing.
+
+    That is one program, but on CPU devices one for each array: XLA:CPU sums only what it has in memory, and would have
+    the hashes of all arrays there at once.
+    """
+    groups = [[x] for x in arrays] if platform_of(mesh) == "cpu" else [arrays] * bool(arrays)
+    program = fingerprint_program(mesh)
+    return [number for group in groups for number in np.asarray(program(group)).tolist()]
 
 
 @functools.cache

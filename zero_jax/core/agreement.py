@@ -242,7 +242,8 @@ def agree_on(
     records = {process: json.loads(text) for process, text in turns.take(json.dumps(record)).items()}
     names = [name for name in dict.fromkeys(name for x in records.values() for name in x)]
     differing = [name for name in names if len({x.get(name) for x in records.values()}) > 1]
-    shown = [_difference(name, records) for name in differing if name not in texts]
+    of_each = lambda name: {process: record.get(name, "missing") for process, record in records.items()}  # noqa: E731
+    shown = [f"{name} is {_by_value(of_each(name))}" for name in differing if name not in texts]
     if not shown:  # otherwise that is why the long texts differ
         shown = [_first_line(name, texts[name], records, turns) for name in differing]
     more = f"; and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
@@ -278,10 +279,6 @@ def _all_of(texts: dict[int, str], processes: Iterable[int]) -> dict[int, str]:
             "calls in the same order"
         )
     return texts
-
-
-def _difference(name: str, records: Mapping[int, Mapping[str, str]]) -> str:
-    return f"{name} is {_by_value({process: record.get(name, 'missing') for process, record in records.items()})}"
 
 
 def _by_value(values: Mapping[int, str]) -> str:

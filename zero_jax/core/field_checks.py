@@ -15,7 +15,7 @@ import operator
 import os
 import sys
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from zero_jax.core.close_match import did_you_mean
@@ -203,6 +203,14 @@ def _shown(value: Any) -> str:
 def check_value(name: str, value: Any, kind: type, *, is_optional: bool = False) -> None:
     """Raises `ValueError` for a value that is not of a type (bool, int, float or str), or not finite."""
     _checked(name, value, FieldKind(types=(kind,), is_optional=is_optional))
+
+
+def check_word(name: str, value: Any, words: Sequence[str], *, is_optional: bool = False) -> None:
+    """Raises `ValueError` for a value that is none of some words, with the nearest of them."""
+    if (value is None and is_optional) or (isinstance(value, str) and value in words):
+        return
+    hint = did_you_mean(value, words) if isinstance(value, str) else ""
+    raise ValueError(f"{name}={_shown(value)}: {hint}choose one of {', '.join(words)}{', or None' * is_optional}")
 
 
 def _checked(name: str, value: Any, kind: FieldKind) -> Any:

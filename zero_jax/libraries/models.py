@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
@@ -52,7 +53,8 @@ class ModelFunctions:
 def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = None) -> ModelFunctions:
     """Makes the functions of a Flax NNX model with any variables: dropout, batch norm, shared params, LoRA.
 
-    All variables that are not trained (batch statistics, keys and counts of dropout) are model state.
+    All variables that are not trained (batch statistics, keys and counts of dropout) are model state. Modules that do
+    not say whether they are `deterministic`, such as `nnx.MultiHeadAttention`, draw in training and not in evaluation.
 
     Args:
       make: `make(rngs)` or `make(rngs=...)` of `nnx.Rngs` returns the module, such as its class.
@@ -79,6 +81,9 @@ def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = N
     module = lambda key: make(rngs=nnx.Rngs(key)) if by_name else make(nnx.Rngs(key))  # noqa: E731
     trained = nnx.Param if wrt is None else wrt
     shapes = nnx.eval_shape(module, key_shape())
+    for name in ("deterministic", "use_running_average"):  # which some modules leave open, and a call has to say
+        is_open = functools.partial(_leaves_open, name)
+        shapes.set_attributes(is_open, **{name: False}, raise_if_not_found=False)
     graphdef, _, state = nnx.split(shapes, trained, ...)
     shapes.eval()
     evaluated = nnx.graphdef(shapes)
@@ -102,6 +107,11 @@ def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = N
     return ModelFunctions(
         init_fn=init_fn, loss_fn=loss_of(graphdef), eval_fn=loss_of(evaluated), merge=merge, loss=place_of(loss)
     )
+
+
+def _leaves_open(attribute: str, _: Any, module: Any) -> bool:
+    """Returns whether an NNX module has an attribute that is not decided."""
+    return getattr(module, attribute, False) is None
 
 
 def from_linen(

@@ -56,7 +56,8 @@ class SavedHF(Report):
     num_bytes: int
 
     def __str__(self) -> str:
-        return f"{self.num_tensors} tensors, {self.num_bytes:,} bytes, in {self.num_files} files in {self.folder}"
+        files = f"{self.num_files} file" + "s" * (self.num_files != 1)
+        return f"{self.num_tensors} tensors, {self.num_bytes:,} bytes, in {files} in {self.folder}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

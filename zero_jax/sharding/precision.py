@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.core.close_match import did_you_mean
-from zero_jax.core.field_checks import brief, check_fields
+from zero_jax.core.field_checks import brief, check_fields, check_word
 from zero_jax.core.tree import PyTree
 
 
@@ -93,9 +93,7 @@ class Precision:
             if dtype is None:
                 raise ValueError(f"Precision({name}={value!r}): give a floating dtype such as jnp.bfloat16, or None")
             object.__setattr__(self, name, dtype)
-        if self.rounding not in ("nearest", "stochastic"):
-            hint = did_you_mean(str(self.rounding), ("nearest", "stochastic"), cutoff=0)
-            raise ValueError(f"Precision(rounding={self.rounding!r}): {hint}give 'nearest' or 'stochastic'")
+        check_word("Precision: rounding", self.rounding, ("nearest", "stochastic"))
         if self.rounds_stochastically and (self.master is None or self.master.itemsize >= 4):
             raise ValueError(
                 f"Precision(rounding='stochastic', master={self.shown('master')}): the optimizer computes in float32, "

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from zero_jax.core.close_match import did_you_mean
-from zero_jax.core.field_checks import brief, check_value
+from zero_jax.core.field_checks import brief, check_value, check_word
 from zero_jax.core.tree import shown
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.mesh import Axes, axis_size
@@ -75,9 +74,8 @@ class Quantize:
             for each in value.values() if isinstance(value, Mapping) else (value,):
                 if name == "error_feedback":
                     check_value(f"quantize: {name}", each, bool)
-                elif each is not None and each not in formats:
-                    hint = did_you_mean(each, formats) if isinstance(each, str) else ""
-                    raise ValueError(f"quantize: {name}={each!r}: {hint}choose one of {', '.join(formats)}, or None")
+                else:
+                    check_word(f"quantize: {name}", each, formats, is_optional=True)
         check_value("block_size", self.block_size, int, is_optional=True)
         if self.block_size is not None and (self.block_size < 2 or self.block_size % 2):
             raise ValueError(

@@ -84,7 +84,7 @@ class Trainer(Report):
 
     def __str__(self) -> str:
         at = "" if self.state is None else f", after step {int(self.state.step)}"
-        loss_fn = getattr(self.model.loss_fn, "make", self.model.loss_fn)
+        loss_fn: Any = getattr(self.model.loss_fn, "make", self.model.loss_fn)
         return f"Trainer of {self.model.name!r}, {place_of(loss_fn)}{at}\n{self.config!r}"
 
     def train(self, *, log: Log = print) -> TrainResult:

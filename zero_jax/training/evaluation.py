@@ -157,7 +157,8 @@ class EvalStep:
 
 def shown_step(name: str, loss_fn: Any, mesh: Mesh, config: ZeroConfig) -> str:
     """Returns what a step is of: the place of its loss function, the mesh, and the config."""
-    return f"{name} of {place_of(getattr(loss_fn, 'make', loss_fn))} on {dict(mesh.shape)}, {config!r}"
+    place = place_of(getattr(loss_fn, "make", loss_fn))
+    return f"{name} of {place} at stage {config.stage} on {dict(mesh.shape)}, {config!r}"
 
 
 def _metrics_of(loss: StepLoss, variables: Variables, batch: PyTree, *, weighted: bool) -> Metrics:

@@ -8,7 +8,9 @@ follows it makes of its result.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -200,7 +202,8 @@ class _Body(Pass[_Value]):
             for value in operation.makes:
                 value.anchors = bits[id(operation)] if value in needed else 0
                 for reader in value.readers:
-                    value.anchors |= _anchors(reader) if reader.is_elementwise else bits[id(reader)]
+                    ends = (x.anchors for x in reader.makes) if reader.is_elementwise else (bits[id(reader)],)
+                    value.anchors = functools.reduce(operator.or_, ends, value.anchors)
         for operation in self.operations:
             sources, ops = _made_of(operation.reads, operation.share)
             for value in operation.makes:
@@ -291,13 +294,6 @@ def _needed(operation: _Operation) -> Iterable[_Value]:
         return operation.reads
     _, carry, slices = operation.sub.split(operation.reads)
     return [*carry, *slices]
-
-
-def _anchors(operation: _Operation) -> int:
-    bits = 0
-    for value in operation.makes:
-        bits |= value.anchors
-    return bits
 
 
 def _made_of(reads: Iterable[_Value], share: float) -> tuple[dict[_Value, float], float]:

@@ -53,6 +53,8 @@ class OwnModelConfig:
                 f"{option_of(set_names[0])} is of a model of your own, which needs --loss, --init and --batches: give "
                 f"{' and '.join(missing)} too"
             )
+        if self.eval_loss and not self.validation:
+            raise ValueError("--eval-loss is for the validation: give its batches, --validation, or leave it out")
 
 
 def read_own_model(options: argparse.Namespace) -> OwnModelConfig | None:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zero_jax.attention import Choice, mesh_context
-from zero_jax.core.close_match import did_you_mean
+from zero_jax.attention import Choice, Implementation, mesh_context
+from zero_jax.core.field_checks import check_word
 from zero_jax.core.signatures import check_arguments, check_callable, place_of
 from zero_jax.core.tree import PyTree, eval_shapes
 from zero_jax.program import jaxprs
@@ -29,8 +29,6 @@ from zero_jax.transforms.attention.report import AttentionReport, AttentionRow, 
 from zero_jax.transforms.attention.walk import AttentionSearch, SearchedBody, Site, run
 
 _FUNCTION = "give a function of params and further arguments"
-_CHOICES = ("own", "fused")
-_IMPLEMENTATIONS = (None, "fused", "splash", "cudnn", "xla")
 
 
 def fuse_attention(
@@ -66,13 +64,8 @@ def fuse_attention(
     check_callable("loss_fn", loss_fn, remedy=_FUNCTION)
     check_arguments(axes=axes)
     axes = axes or axes_of(mesh)
-    if not isinstance(implementation, str | None) or implementation not in _IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation={implementation!r}: choose None or one of {', '.join(filter(None, _IMPLEMENTATIONS))}"
-        )
-    if not isinstance(attention, str) or attention not in _CHOICES:
-        hint = did_you_mean(str(attention), _CHOICES)
-        raise ValueError(f"unknown attention {attention!r}: {hint}choose one of {', '.join(_CHOICES)}")
+    check_word("implementation", implementation, get_args(Implementation), is_optional=True)
+    check_word("attention", attention, ("own", "fused"))
     if attention == "own":
         return loss_fn
 

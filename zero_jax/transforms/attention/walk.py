@@ -88,7 +88,8 @@ class AttentionSearch:
         cores = self.choose(facts, prover, at)
         inner: dict[int, dict[int, SearchedBody]] = {}
         for eqn in jaxpr.eqns:
-            if (sub := subcall(eqn)) is not None and _may_attend(eqn):
+            names = [each.primitive.name for each in equations_of(eqn)]
+            if (sub := subcall(eqn)) is not None and names.count("dot_general") > 1:
                 if sub.kind in _ENTERED:
                     inner[id(eqn)] = self.bodies(eqn, sub, prover, facts, at)
                 else:
@@ -167,11 +168,6 @@ def _origin(jaxpr: Any, atom: Any) -> Any:
             result = _origin(inner, inner.outvars[eqn.outvars.index(atom)])
             atom = eqn.invars[inner.invars.index(result)] if result in inner.invars else atom
     return atom
-
-
-def _may_attend(eqn: Any) -> bool:
-    names = [each.primitive.name for each in equations_of(eqn)]
-    return names.count("dot_general") > 1
 
 
 def _still_used(jaxpr: Any, prover: Prover, cores: dict[Any, AttentionCore]) -> dict[Any, str]:

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from zero_jax.program import jaxprs
-from zero_jax.transforms.blocks.repeats import Repeat, num_edits, overlap, tandem_repeats
 from zero_jax.transforms.blocks.sequence import EqnSequence
 
 # As many repeats are looked at closely, those that cover most.
@@ -29,9 +28,24 @@ _MAX_TIES = 8
 _MIN_OVERLAP = 2 / 3
 # Of repeats that cover nearly as much as the best, the one of the smallest blocks is taken.
 _NEARLY = 0.6
+# Numbers that are rarer than others are left out at as many thresholds.
+_MAX_THRESHOLDS = 6
 # What is next to blocks is one, too, if it is as much like them and has more than this share of their uses of params.
 _MIN_ALIKE = 1 / 2
 _MIN_USES = 1 / 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Repeat:
+    """A stretch of a sequence that equals itself at a distance.
+
+    Attributes:
+      places: The indices of its numbers in the sequence; those between them are left out.
+      period: The distance, counted in `places`; at most half as many as there are.
+    """
+
+    places: np.ndarray
+    period: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -228,3 +242,43 @@ def _with_another(sequence: EqnSequence, run: tuple[int, ...], places: np.ndarra
     uses = sequence.uses(*sorted((int(places[0]), int(places[best]))))
     is_alike = alike[best] >= _MIN_ALIKE and _share(sequence, uses, sequence.uses(start, stop)) > _MIN_USES
     return longer if is_alike and sequence.are_blocks(longer) else ()
+
+
+# --- sequences of numbers ---------------------------------------------------------------------------------------------
+
+
+def tandem_repeats(numbers: np.ndarray) -> Iterator[Repeat]:
+    """Yields the longest tandem repeats of each period: of the sequence, and of its numbers that occur often.
+
+    What only some of the turns have is rarer than what all have, so without it they are equal.
+    """
+    _, kinds, counts = np.unique(numbers, return_inverse=True, return_counts=True)
+    often = counts[kinds.reshape(-1)]
+    seen: set[int] = set()
+    for threshold in [1, *np.unique(counts[counts > 1])[:_MAX_THRESHOLDS]]:
+        places = np.flatnonzero(often >= threshold)
+        if len(places) in seen:
+            continue
+        seen.add(len(places))
+        row = numbers[places]
+        for period in range(1, len(row) // 2 + 1):
+            equal = np.concatenate([[False], row[:-period] == row[period:], [False]])
+            edges = np.flatnonzero(equal[1:] != equal[:-1])
+            for first, last in zip(edges[::2], edges[1::2], strict=True):
+                if last - first >= period:
+                    yield Repeat(places=places[first : last + period], period=period)
+
+
+def num_edits(pattern: np.ndarray, text: np.ndarray) -> np.ndarray:
+    """Returns how many insertions and deletions make `pattern` of each beginning of `text`, the empty one first."""
+    steps = np.arange(len(text) + 1)
+    edits = steps
+    for number in pattern:
+        kept = np.where(text == number, edits[:-1], len(pattern) + len(text))
+        edits = np.minimum.accumulate(np.append(edits[0] + 1, np.minimum(edits[1:] + 1, kept)) - steps) + steps
+    return edits
+
+
+def overlap(first: collections.Counter[int], second: collections.Counter[int]) -> float:
+    """Returns which share of two counts of numbers both have: 1 if they are the same."""
+    return 2 * (first & second).total() / max(first.total() + second.total(), 1)

@@ -303,7 +303,7 @@ def test_remat_policies_are_searched_for_a_model_that_knows_of_none():
     said = []
     found = by_estimate(scanned, stack, stages=(3,), max_num_microbatches=1, log=said.append)
     assert {x.setting.remat for x in found.ranked if x.host_bytes} == {"full_offloaded"}
-    assert tried(found, "remat") == {"none", "dots", "full", "full_offloaded"}
+    assert tried(found, "remat") == {"none", "auto", "dots", "full", "full_offloaded"}
     assert "remat=own is left out: it is none for this model" in said
     specs = {"up": P(None, None, "model"), "down": P(None, "model", None)}
     config = dataclasses.replace(CONFIG, param_specs=specs)

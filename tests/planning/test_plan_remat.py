@@ -13,6 +13,7 @@ import pytest
 import zero_jax as zero
 from zero_jax.models import gpt
 from zero_jax.planning import estimates, kept_values, plans, ranking
+from zero_jax.planning import report as plan_report
 from zero_jax.sharding.topology import HARDWARE
 from zero_jax.training import MEMORY_ROOM
 from zero_jax.transforms import resolve_remat
@@ -116,3 +117,11 @@ def test_a_search_estimates_each_setting_with_the_values_that_it_has_memory_for(
     assert auto.seconds < full.seconds
     dots = of("dots")
     assert auto.seconds <= dots.seconds or dots.bytes > auto.bytes
+
+
+def test_a_plan_says_where_nothing_is_hidden_for_want_of_memory():
+    waiting = types.SimpleNamespace(collective_seconds=1.0, exposed_seconds=0.99, host_seconds=0.0)
+    of_host = types.SimpleNamespace(collective_seconds=1.0, exposed_seconds=0.99, host_seconds=0.5)
+    (note,) = plan_report._too_full(0.995, waiting)
+    assert note.startswith("collectives are not overlapped: the program is at 99.5% of memory")
+    assert not plan_report._too_full(0.995, of_host) and not plan_report._too_full(0.9, waiting)

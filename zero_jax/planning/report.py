@@ -367,13 +367,8 @@ def _notes(
     if hardware.platform == "cuda" and _DEFAULT_GPU_SHARE * total < needed <= hardware.usable_bytes:
         share = f"{max(math.ceil(100 * needed / total) / 100, 0.76):.2f}"
         notes.append(f"JAX uses 75% of a GPU's memory by default: set XLA_PYTHON_CLIENT_MEM_FRACTION={share}")
-    waits = time is not None and 0 < _WAITING * time.collective_seconds < time.exposed_seconds
-    if waits and job.config.overlap and needed > _FULL * hardware.usable_bytes:
-        notes.append(
-            f"collectives are not overlapped: the program is at {needed / hardware.usable_bytes:.1%} of memory, where "
-            "the compiler's scheduler has no room to start them early: keep less (remat='auto' leaves room, 'full' "
-            "most), or take more microbatches"
-        )
+    if time is not None and job.config.overlap:
+        notes += _too_full(needed / hardware.usable_bytes, time)
     if measured is not None and measured.host_bytes:
         capacity_bytes, host_bytes = hardware.host_memory_bytes, format_bytes(measured.host_bytes)
         assumed = f"of {hardware.name} hosts {host_memory(capacity_bytes)}"
@@ -381,3 +376,14 @@ def _notes(
         lacks = ", which is too little: take hosts with more, or more devices" if is_short else ""
         notes.append(f"needs {host_bytes} of host memory for each device; {assumed}{lacks}")
     return tuple(notes)
+
+
+def _too_full(share: float, time: TimeEstimate) -> list[str]:
+    """Says that collectives are not overlapped, where a program needs nearly all of the memory."""
+    waited = time.exposed_seconds - time.host_seconds  # what is waited for the host is no collective
+    if share <= _FULL or not 0 < _WAITING * time.collective_seconds < waited:
+        return []
+    return [
+        f"collectives are not overlapped: the program is at {share:.1%} of memory, where the compiler's scheduler has "
+        "no room to start them early: keep less (remat='auto' leaves room, 'full' most), or take more microbatches"
+    ]

@@ -100,7 +100,9 @@ def run_plan(options: argparse.Namespace) -> int:
         print_result(options, f"{text}\n\n{verified}", {**record, "verification": verified.to_json()})
         is_right = verified.ok
     if options.write_config:
-        _write_config(options, request, report)
+        zero = request.zero  # with the budget of what its blocks keep
+        chosen = dataclasses.replace(zero, remat=report.values.policy_name) if report.values else zero
+        _write_config(options, request, report, chosen=chosen)
     return 0 if report.fits and is_right else 1
 
 
@@ -169,7 +171,7 @@ def _write_config(
         raise ValueError("--write-config is for the models that `zero-jax train` knows, not for --loss")
     zero = chosen or request.zero
     planned = {f"ZeroConfig.{name}": getattr(zero, name) for name in option_fields("ZeroConfig")}
-    planned["ZeroConfig.remat"] = report.values.policy_name if report.values else resolve_remat(zero.remat).name
+    planned["ZeroConfig.remat"] = resolve_remat(zero.remat).name
     sizes = {"replica": "replica", "model_axis": "model", "pipe": "pipe"}
     run = {f"TrainConfig.{name}": report.mesh.get(axis, 1) for name, axis in sizes.items()}
     run["TrainConfig.batch_size"] = report.batch_size

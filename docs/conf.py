@@ -142,6 +142,13 @@ def api_page(package: str, names: list[str]) -> str:
 def api_index(packages: dict[str, list[str]]) -> str:
     """Returns the page that lists the public names, each with the first line of its docstring."""
     lines = ["# API reference", "", "`import zero_jax as zero`: these are the names of `zero`, by topic.", ""]
+    lines += [
+        "Examples use the `init_fn`, `loss_fn`, `tx`, `mesh`, `config`, `state`, `step` and `batch` of the first page,"
+    ]
+    lines += [
+        "an empty `folder`, and of a small decoder its `shape`, a folder of the hub (`hf`) and one of PEFT (`peft`).",
+        "",
+    ]
     lines += ["```{toctree}", ":hidden:", "", *packages, "```", "", "```{eval-rst}"]
     for package, names in packages.items():
         lines += [f":doc:`{TITLES[package]} <{package}>`", ""]

@@ -1,13 +1,14 @@
 """Measures what a GPT's step sends with its layers as stages of a pipeline, and what it needs, compiled for TPU.
 
 python scripts/measure_pipeline.py --topology v5p:2x2x4 --pipe 4 --microbatches 8 32 --stage 1
-python scripts/measure_pipeline.py --topology 2xv5e:4x4 --pipe 2 --microbatches 8 --stage 3
+python scripts/measure_pipeline.py --topology 2xv5e:4x4 --pipe 2 --microbatches 8 --stage 3 --pipeline 1f1b
 
 It needs the TPU compiler (`pip install "jax[tpu]"`), not a TPU.
 """
 
 import argparse
 import functools
+import itertools
 from typing import Any
 
 import compile_only  # noqa: F401 - before JAX
@@ -56,17 +57,19 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8])
     parser.add_argument("--stage", type=int, nargs="+", default=[1])
     parser.add_argument("--remat", default="own")
-    parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--pipeline", nargs="+", default=["gpipe", "1f1b"])
+    parser.add_argument("--batch-size", type=int, help="examples of a step; else --microbatch-size of each microbatch")
+    parser.add_argument("--microbatch-size", type=int, default=16)
     args = parser.parse_args()
-    for stage in args.stage:
-        for k in args.microbatches:
-            fields = {"stage": stage, "num_microbatches": k, "remat": args.remat}
-            found = measure(args.topology, pipe=args.pipe, batch_size=args.batch_size, **fields)
-            print(f"stage {stage}, pipe {args.pipe}, {k} microbatches, MB a device and step")
-            for row in found["report"].rows:
-                print(f"  {row.kind} over {'+'.join(row.axes)}, {row.dtype}: {row.total_sent_bytes / 1e6:.1f}")
-            for name in ("microbatch", "least_activation", "layer", "other", "temp", "peak"):
-                print(f"  {name.replace('_', ' ')}: {found[f'{name}_bytes'] / 1e6:.1f}", flush=True)
+    for stage, k, schedule in itertools.product(args.stage, args.microbatches, args.pipeline):
+        fields = {"stage": stage, "num_microbatches": k, "remat": args.remat, "pipeline": schedule}
+        batch_size = args.batch_size or args.microbatch_size * k
+        found = measure(args.topology, pipe=args.pipe, batch_size=batch_size, **fields)
+        print(f"{schedule}, stage {stage}, pipe {args.pipe}, {k} microbatches of {batch_size}, MB a device and step")
+        for row in found["report"].rows:
+            print(f"  {row.kind} over {'+'.join(row.axes)}, {row.dtype}: {row.total_sent_bytes / 1e6:.1f}")
+        for name in ("microbatch", "least_activation", "layer", "other", "temp", "peak"):
+            print(f"  {name.replace('_', ' ')}: {found[f'{name}_bytes'] / 1e6:.1f}", flush=True)
 
 
 if __name__ == "__main__":

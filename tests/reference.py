@@ -108,9 +108,9 @@ def mesh_of(name):
     return zero.make_mesh(devices=jax.devices()[:num_devices], **sizes)
 
 
-def torus_mesh(coords, shape, names):
-    """Returns what has the coordinates of a mesh of TPUs, in the order given, and nothing else of it."""
-    devices = np.array([types.SimpleNamespace(coords=c) for c in coords]).reshape(shape)
+def torus_mesh(coords, shape, names, kind="TPU v5"):
+    """Returns what has the coordinates and the kind of a mesh of TPUs, in the order given, and nothing else of it."""
+    devices = np.array([types.SimpleNamespace(coords=c, device_kind=kind) for c in coords]).reshape(shape)
     return types.SimpleNamespace(devices=devices, axis_names=names, shape=dict(zip(names, shape, strict=True)))
 
 

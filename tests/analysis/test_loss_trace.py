@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 import zero_jax as zero
 from zero_jax import comms, memory
-from zero_jax.analysis.loss_trace import trace_loss
+from zero_jax.analysis import trace_loss
 from zero_jax.models import gpt
 from zero_jax.transforms.flops import count_flops
 

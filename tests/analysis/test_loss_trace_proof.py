@@ -12,7 +12,7 @@ pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip ins
 
 import zero_jax as zero
 from zero_jax import comms, memory
-from zero_jax.analysis.loss_trace import trace_loss
+from zero_jax.analysis import trace_loss
 from zero_jax.models import gpt
 
 pytestmark = [pytest.mark.tpu_compiler, pytest.mark.slow]

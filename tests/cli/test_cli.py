@@ -29,7 +29,7 @@ TRAIN_OPTIONS = """
 --no-decay --no-keep-gathered --no-lora-dora --no-overlap --no-quantize-error-feedback --no-scan --no-secondary
 --no-separate-documents --no-sequence-parallel --no-skip-nonfinite --no-streaming --no-tensorboard --nu-dtype
 --num-heads --num-layers --num-microbatches --offload --offload-fraction --offload-paths --offload-window-bytes
---optimizer --out --overlap --paper-config --param-specs --pipe --position --precision --prefetch-batches
+--optimizer --out --overlap --paper-config --param-specs --pipe --pipeline --position --precision --prefetch-batches
 --process-batches --profile-steps --quantize-block-size --quantize-error-feedback --quantize-gathers --quantize-grads
 --quantize-grads-over --remat --replica --resume --sample-every --sample-prompt --sample-tokens --save-every --scan
 --schedule --secondary --seed --separate-documents --seq-len --sequence-parallel --show-config --skip-nonfinite
@@ -43,7 +43,7 @@ PLAN_OPTIONS = """
 --mu-dtype --no-decay --no-keep-gathered --no-overlap --no-quantize-error-feedback --no-scan --no-secondary
 --no-sequence-parallel --no-skip-nonfinite --nu-dtype --num-heads --num-layers --num-microbatches --offload
 --offload-fraction --offload-paths --offload-window-bytes --optimizer --overlap --paper-config --param-specs --pipe
---position --precision --quantize-block-size --quantize-error-feedback --quantize-gathers --quantize-grads
+--pipeline --position --precision --quantize-block-size --quantize-error-feedback --quantize-gathers --quantize-grads
 --quantize-grads-over --remat --replica --scan --schedule --secondary --seq-len --sequence-parallel --skip-nonfinite
 --stage --timeout --topology --vocab-size --weight-decay -h
 """.split()

@@ -39,7 +39,7 @@ def test_names_to_choose_from():
     assert keys_of("analysis.paper", "CONFIGS") == [*PAPER_CONFIGS]
     words = {name: field.words for name, field in option_fields("ZeroConfig").items() if field.words}
     assert words.pop("remat") == (*POLICIES,)
-    assert {*words} == {"stage", "precision", "attention", "offload", "quantize_gathers", "quantize_grads"}
+    assert {*words} == {"stage", "precision", "attention", "offload", "pipeline", "quantize_gathers", "quantize_grads"}
     for name, values in words.items():
         for value in values:
             ZeroConfig(**{"stage": 3, "precision": "bf16", name: value})

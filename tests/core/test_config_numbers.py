@@ -24,10 +24,6 @@ ZERO_IS_FINE = {
     "CheckpointConfig": {"save_every", "keep_best"},
     "DataConfig": {"prefetch_batches"},
     "LaunchConfig": {"grace_seconds", "max_restarts", "rejoin_seconds"},
-    "InspectConfig": {"step"},
-    "ExportConfig": {"step"},
-    "EvaluateConfig": {"step"},
-    "SampleConfig": {"step", "temperature", "seed"},
     "DecoderConfig": {
         "num_experts",
         "num_shared_experts",

@@ -7,6 +7,8 @@ import types
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
+from flax import nnx
 
 import zero_jax as zero
 from zero_jax.core.text_tables import Report
@@ -42,8 +44,10 @@ def test_reports_steps_states_and_metrics_are_short():
     state = zero.init_state(variables.params, tx, jax.random.key(0), mesh=mesh, config=config)
     step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)
     assert "test_reports.py" in repr(step) and repr(step).endswith(
-        "loss_fn) at stage 2 on {'replica': 1, 'data': 8, 'model': 1}, precision='bf16'"
+        "loss_fn) on {'replica': 1, 'data': 8, 'model': 1}, ZeroConfig(stage=2, precision='bf16')"
     ), repr(step)
+    evaluate = zero.make_eval_step(loss_fn, mesh=mesh, config=config)
+    assert repr(evaluate) == repr(step).replace("TrainStep", "EvalStep")
     report = zero.sharding_report(state, mesh=mesh, config=config)
     assert repr(report) == str(report)
     assert report._repr_html_().startswith("<pre") and "params" in report._repr_html_()
@@ -51,3 +55,34 @@ def test_reports_steps_states_and_metrics_are_short():
     assert repr(metrics).splitlines()[0].split() == ["loss", "4096.0"] and "aux/errors" in repr(metrics)
     assert "[8, 64]" in repr(metrics) and len(repr(metrics)) < 400
     jax.eval_shape(lambda metrics: repr(metrics) and metrics.loss, metrics)
+
+
+@pytest.mark.parametrize("name", [name for name in zero.__all__ if name.endswith("Config")])
+def test_a_config_shows_what_is_not_as_usual_and_that_makes_it(name):
+    config_class = getattr(zero, name)
+    assert repr(config_class()) == f"{name}()"
+    for field in dataclasses.fields(config_class):
+        default = getattr(config_class(), field.name)
+        if type(default) in (int, float) and field.name != "stage":
+            changed = dataclasses.replace(
+                config_class(), **{field.name: default + 1 if isinstance(default, int) else default / 2}
+            )
+            assert repr(changed) == f"{name}({field.name}={getattr(changed, field.name)!r})"
+            assert eval(repr(changed), vars(zero)) == changed
+
+
+def test_settings_and_trainers_are_short(tmp_path):
+    config = zero.TrainConfig(
+        steps=20, zero=zero.ZeroConfig(stage=2, precision="bf16", quantize=zero.Quantize(gathers="int8"))
+    )
+    shown = "TrainConfig(zero=ZeroConfig(stage=2, precision='bf16', clip_norm=1.0, quantize=Quantize(gathers='int8'))"
+    assert repr(config) == f"{shown}, steps=20)"
+    assert repr(zero.Lora(rules={"a": "io"})) == "Lora(rules={'a': 'io'})"
+    assert repr(zero.LossScaleConfig(initial=8.0)) == "LossScaleConfig(initial=8.0)"
+    trainer = zero.Trainer(lambda params, batch: 0.0, lambda key: {}, [], config=config, name="a")
+    assert repr(trainer).splitlines()[1] == repr(config) and "test_reports.py" in repr(trainer)
+    assert trainer._repr_html_().startswith("<pre")
+    with zero.Checkpointer(tmp_path) as saved:
+        assert repr(saved) == f"Checkpointer of {tmp_path}: 0 saved, CheckpointConfig()"
+    made = zero.from_nnx(lambda rngs: nnx.Linear(4, 4, rngs=rngs), lambda model, batch: model(batch).mean())
+    assert "test_reports.py" in repr(made) and repr(made).endswith(": init_fn, loss_fn, eval_fn, merge")

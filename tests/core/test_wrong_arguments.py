@@ -195,7 +195,7 @@ def start(*_, **__):
 
 @pytest.fixture(autouse=True)
 def no_work(monkeypatch):
-    for target in ("process.make_report", "search.Search.run"):
+    for target in ("process.report_on", "search.Search.run"):
         monkeypatch.setattr(f"zero_jax.planning.{target}", start)
 
 

@@ -74,6 +74,28 @@ def test_the_last_row_is_filled_up_with_nothing():
     )
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_are_those_of_each_position(seed):
+    """Documents of any length, 0 included, apart from each other in the tokens or not."""
+    rng, seq_len = np.random.default_rng(seed), 1 + seed % 7
+    lengths, gaps = rng.integers(9, size=12), rng.integers(1 + seed % 3, size=12)
+    starts, offsets = np.cumsum(lengths + gaps) - lengths, np.append(0, np.cumsum(lengths))
+    stream = [(start + i, k) for k, start in enumerate(starts) for i in range(lengths[k])]
+    part = TokenPart(tokens=np.arange(200, dtype=np.uint16), starts=starts, offsets=offsets)
+    rows = np.append(rng.permutation(part.num_rows(seq_len=seq_len)), -1)
+    made = part.cut_rows(rows, seq_len=seq_len)
+    for i, row in enumerate(rows):
+        here = [] if row < 0 else stream[row * seq_len : (row + 1) * seq_len + 1]
+        beyond = here[-1][1] + 1 if here else 0
+        here += [(0, beyond)] * (seq_len + 1 - len(here))
+        tokens, documents = np.array(here).T
+        np.testing.assert_array_equal(made["inputs"][i], tokens[:-1])
+        np.testing.assert_array_equal(made["targets"][i], tokens[1:])
+        np.testing.assert_array_equal(made["segments"][i], documents[:-1] - documents[0])
+        exists = row >= 0 and np.arange(row * seq_len + 1, (row + 1) * seq_len + 1) < len(stream)
+        np.testing.assert_array_equal(made["weights"][i], exists & (documents[1:] == documents[:-1]))
+
+
 @pytest.mark.parametrize(("num_tokens", "seq_len", "document"), [(50, 4, 7), (49, 4, 5), (49, 8, 100), (10, 9, 1)])
 def test_every_token_is_a_target_once(num_tokens, seq_len, document):
     part = part_of(num_tokens, document)

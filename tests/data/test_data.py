@@ -140,10 +140,9 @@ def test_tokens_are_read_from_their_file_at_any_places(dtype, start_bytes, tmp_p
     tokens = open_tokens(source_file(path), dtype=np.dtype(dtype), start_bytes=start_bytes)
     tokens.verify()  # it has no checksums
     assert (len(tokens), tokens.size) == (100, 100)
-    for places in ([], [7], [3, 4, 5], [99, 0, 1, 1, 50, 51, 49]):
-        np.testing.assert_array_equal(tokens[np.array(places, int)], vector[np.array(places, int)])
-    for places in (slice(0, 0), slice(5), slice(90, 1000)):
-        np.testing.assert_array_equal(tokens[places], vector[places])
+    for runs in ([], [(0, 0)], [(7, 8)], [(99, 100), (0, 2), (1, 1), (50, 52), (49, 50)]):
+        expected = [vector[:0], *(vector[first:last] for first, last in runs)]
+        np.testing.assert_array_equal(tokens.read(runs), np.concatenate(expected))
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_told_with_offset_and_sizes(load, tmp_path, monkeypatch):

@@ -28,6 +28,31 @@ def test_a_kernel_takes_the_longest_of_products_memory_and_elementwise_work():
     assert seconds([shared], 8) == pytest.approx(3 * (1 / 8 + 1))
 
 
+def test_products_with_on_chip_memory_reach_the_peak_but_for_reading_their_operands():
+    seconds = Roofline(V5P.hardware, overlaps=True).compute_seconds
+    assert seconds([kernel(flops=459e12)], 1) == pytest.approx(1)
+    assert seconds([kernel(flops=459e12, split_bytes=2765e9 / 10)], 1) == pytest.approx(1.037)
+    assert seconds([kernel(flops=459e12, split_bytes=2765e9)], 1) == pytest.approx(2)  # its bytes take longer
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "inner", "features", "cycles"),
+    [
+        # XLA:TPU's own cycles of one bf16 product, with the options of `overlap` (libtpu of JAX 0.10.2).
+        ("v5p", 8192, 4096, 14336, 3728408), ("v5p", 32768, 14336, 4096, 14984089), ("v5p", 2048, 4096, 4096, 293912),
+        ("v6e", 8192, 4096, 14336, 1995400), ("v6e", 32768, 14336, 4096, 8320252), ("v6e", 2048, 4096, 4096, 153766),
+        ("tpu7x", 8192, 4096, 14336, 1922670), ("tpu7x", 32768, 14336, 4096, 7821180),
+        ("tpu7x", 2048, 4096, 4096, 157877),
+    ],
+)  # fmt: skip
+def test_products_take_the_compilers_cycles(name, tokens, inner, features, cycles):
+    hardware = topology.HARDWARE[name]
+    num_bytes = 2.0 * (tokens * inner + inner * features + tokens * features)
+    product = kernel(flops=2.0 * tokens * inner * features, split_bytes=num_bytes)
+    found = Roofline(hardware, overlaps=True).compute_seconds([product], 1)
+    assert found == pytest.approx(cycles / hardware.clock_hz, rel=0.08)
+
+
 def test_hand_written_kernels_compute_at_their_own_share_and_copy_what_they_take():
     seconds = Roofline(V5P.hardware, overlaps=False).compute_seconds
     products = seconds([kernel(flops=FLOPS, engine="attention")], 1)
@@ -54,6 +79,8 @@ def test_copies_to_another_layout_and_sums_have_shares_of_the_bandwidth_of_their
         ("v5p:4x4x4", (), 0.0),
         # 2-D tori go one axis at a time: of 16 x 16, both closed, 2 x 45 GB/s.
         ("v5e:16x16", ("data_0", "data_1"), 180e9 * (15 / 256 + 15 / 16) / 90e9),
+        # Those of v6e go at once: four links of 90 GB/s.
+        ("v6e:16x16", ("data_0", "data_1"), 180e9 * 255 / 256 / 360e9),
     ],
 )
 def test_collectives_go_over_the_dims_of_the_torus_as_the_steps_of_a_gather(name, axes, expected):

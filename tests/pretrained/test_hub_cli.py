@@ -140,7 +140,7 @@ def test_a_folder_of_the_hub_is_looked_at(hub, tmp_path, capsys):
         (["evaluate", "{hub}"], "is a checkpoint of the hub: give --data, what to evaluate it on"),
         (["evaluate", "{hub}", "--step", "3", "--data", "stdlib"], "--step 3 is of a run, and"),
         (["sample", "{hub}", "--prompt="], "prompt='': give text to go on from"),
-        (["sample", "{hub}", "--num-tokens", "0"], "num_tokens=0: give at least 1"),
+        (["sample", "{hub}", "--num-tokens", "0"], "argument --num-tokens: 0: give at least 1"),
         (["sample", "nowhere"], "nowhere is neither of a run (a folder with config.toml"),
     ],
 )

@@ -103,17 +103,19 @@ def test_scatter_steps(dims, steps):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dims", "num_steps"),
+    ("shape", "kind", "dims", "num_steps"),
     [
-        ((4, 4, 2), ("x", "y", "z"), 2),
-        ((4, 4, 2), ("x", "y"), 1),  # a part of the torus
-        ((4, 8, 1), ("x", "y"), 2),
-        ((4, 8, 1), ("x",), 1),
+        ((4, 4, 2), "TPU v5", ("x", "y", "z"), 2),
+        ((4, 4, 2), "TPU v5", ("x", "y"), 1),  # a part of the torus
+        ((4, 8, 1), "TPU v5 lite", ("x", "y"), 2),
+        ((4, 8, 1), "TPU v5 lite", ("x",), 1),
+        ((4, 8, 1), "TPU v6 lite", ("x", "y"), 1),
+        ((4, 8, 1), "TPU v6 lite", ("x",), 1),
     ],
 )
-def test_scatter_steps_on_a_torus(shape, dims, num_steps):
-    """All of a 3-D torus is scattered over in two steps, of a 2-D torus axis by axis, and a part at once."""
-    mesh = torus_mesh(itertools.product(*map(range, shape)), shape, AXES)
+def test_scatter_steps_on_a_torus(shape, kind, dims, num_steps):
+    """All of a 3-D torus is scattered over in two steps, of v5e's axis by axis, and a part or all of v6e's at once."""
+    mesh = torus_mesh(itertools.product(*map(range, shape)), shape, AXES, kind)
     steps = spec.scatter_steps((dims, ()), AXES, mesh)
     assert len(steps) == num_steps
     assert steps[-1] == (dims, ())
@@ -133,8 +135,19 @@ def test_scatter_steps_on_a_torus(shape, dims, num_steps):
 )
 def test_gather_steps_on_a_torus(shape, dims, num_steps):
     """Over two dims of a 3-D torus at once, last; else axis by axis."""
-    sizes = (*shape, 1)
-    mesh = torus_mesh(itertools.product(*map(range, shape)), sizes, (*AXES, "model"))
+    check_gather_steps(shape, dims, num_steps, "TPU v5")
+
+
+@pytest.mark.parametrize(
+    ("dims", "num_steps"), [((("x", "y"), ()), 1), ((("y", "x"), ()), 1), ((("x",), ("y",)), 2), ((("x",), ()), 1)]
+)
+def test_gather_steps_of_a_plane(dims, num_steps):
+    """All of the 2-D torus of v6e is gathered over at once."""
+    check_gather_steps((16, 16, 1), dims, num_steps, "TPU v6 lite")
+
+
+def check_gather_steps(shape, dims, num_steps, kind):
+    mesh = torus_mesh(itertools.product(*map(range, shape)), (*shape, 1), (*AXES, "model"), kind)
     steps = spec.gather_steps(dims, AXES, mesh)
     assert len(steps) == num_steps and steps[-1] == spec.without(dims, AXES)
     if num_steps < len(spec.gather_steps(dims, AXES)):

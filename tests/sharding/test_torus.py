@@ -129,6 +129,30 @@ def test_gathers_over_two_dims_of_a_3d_torus_are_native(overlap):
 
 
 @pytest.mark.tpu_compiler
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("topology", ["v6e:8x8", "v6e:2x4"])
+def test_collectives_over_all_of_a_plane_are_native(topology, overlap):
+    """Gathers and reduce-scatters, of rows and of lanes, are one operation each with the options of a step."""
+    pytest.importorskip("libtpu")
+    mesh, (rows, lanes) = zero.make_mesh(topology=topology), (2048, 1024)
+    data = tuple(axis for axis in mesh.axis_names if axis.startswith("data"))
+    options = zero.compiler_options(mesh=mesh, config=zero.ZeroConfig(overlap=overlap))
+    x = jax.ShapeDtypeStruct((256 * mesh.size, rows), jnp.bfloat16, sharding=zero.batch_sharding(mesh))
+    y = jax.ShapeDtypeStruct((256 * mesh.size, lanes), jnp.bfloat16, sharding=zero.batch_sharding(mesh))
+    for dims in ((data, ()), ((), data)):
+        weight = jax.ShapeDtypeStruct((rows, lanes), jnp.bfloat16, sharding=named(mesh, dims))
+        gather, scatter = Chain(torus.gather_shardings(mesh, dims, data)), torus.scattering(mesh, dims, data)
+
+        def step(x, y, weight, gather=gather, scatter=scatter):
+            grad = reshard(x.T @ y, forward=scatter, backward=Chain())
+            return grad, x @ reshard(weight, forward=gather, backward=Chain())
+
+        found = hlo.collectives(jax.jit(step, compiler_options=options).lower(x, y, weight).compile().as_text())
+        sent = 2 * rows * lanes * (mesh.size - 1) // mesh.size
+        assert sorted((c.kind, c.total_sent_bytes) for c in found) == [("all-gather", sent), ("reduce-scatter", sent)]
+
+
+@pytest.mark.tpu_compiler
 def test_the_gradient_of_a_head_is_reduce_scattered():
     """XLA:TPU has no reduce-scatter of rows of 50,304 lanes."""
     pytest.importorskip("libtpu")

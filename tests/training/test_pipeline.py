@@ -81,6 +81,7 @@ FACTORS = {
     "num_microbatches": (4, 8),
     "remat": ("own", "full", "none"),
     "replica": (1, 2),
+    "pipeline": ("gpipe", "1f1b"),
 }
 ROWS = [
     row
@@ -89,8 +90,8 @@ ROWS = [
     and BATCH_SIZE % (row["num_microbatches"] * 8 // row["pipe"] // row["model"]) == 0
 ]
 QUICK = [
-    {"stage": 1, "pipe": 4, "model": 1, "num_microbatches": 8, "remat": "own", "replica": 1},
-    {"stage": 3, "pipe": 2, "model": 2, "num_microbatches": 4, "remat": "full", "replica": 1},
+    {"stage": 1, "pipe": 4, "model": 1, "num_microbatches": 8, "remat": "own", "replica": 1, "pipeline": "gpipe"},
+    {"stage": 3, "pipe": 2, "model": 2, "num_microbatches": 4, "remat": "full", "replica": 1, "pipeline": "1f1b"},
 ]
 
 
@@ -101,7 +102,7 @@ def plain_run():
 
 def check_run(row):
     sizes = {name: row[name] for name in ("pipe", "model", "replica")}
-    fields = {name: row[name] for name in ("stage", "num_microbatches", "remat")}
+    fields = {name: row[name] for name in ("stage", "num_microbatches", "remat", "pipeline")}
     if row["model"] > 1:
         fields["param_specs"] = SPECS
     mesh = zero.make_mesh(**sizes)
@@ -160,26 +161,30 @@ MODELS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "stage"),
+    ("name", "stage", "pipeline"),
     [
-        ("gpt", 3),
-        ("loop", 3),
-        pytest.param("loop", 1, marks=pytest.mark.slow),
-        pytest.param("linen loop", 2, marks=pytest.mark.slow),
-        pytest.param("linen", 1, marks=pytest.mark.slow),
-        pytest.param("nnx", 2, marks=pytest.mark.slow),
+        ("gpt", 3, "gpipe"),
+        ("loop", 3, "1f1b"),
+        pytest.param("gpt", 1, "1f1b", marks=pytest.mark.slow),
+        pytest.param("loop", 1, "gpipe", marks=pytest.mark.slow),
+        pytest.param("loop", 3, "gpipe", marks=pytest.mark.slow),
+        pytest.param("linen loop", 2, "gpipe", marks=pytest.mark.slow),
+        pytest.param("linen", 1, "1f1b", marks=pytest.mark.slow),
+        pytest.param("nnx", 2, "1f1b", marks=pytest.mark.slow),
     ],
 )
-def test_models_as_they_are(name, stage):
+def test_models_as_they_are(name, stage, pipeline):
     init_fn, loss_fn = MODELS[name]()
     params, batch = jax.jit(init_fn)(jax.random.key(1)), text_batch()
     (expected, _), grads = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(params, batch)
-    loss, made = one_step(loss_fn, params, batch, mesh=zero.make_mesh(pipe=4), stage=stage, num_microbatches=4)
+    fields = {"stage": stage, "num_microbatches": 4, "pipeline": pipeline}
+    loss, made = one_step(loss_fn, params, batch, mesh=zero.make_mesh(pipe=4), **fields)
     assert_close(loss, expected, tolerance=FLOAT32)
     assert_close(jax.tree.leaves(made), jax.tree.leaves(grads), tolerance=FLOAT32)
 
 
-def test_random_numbers_are_other_ones_in_each_layer_and_microbatch():
+@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
+def test_random_numbers_are_other_ones_in_each_layer_and_microbatch(pipeline):
     pipe, k, mesh = 4, 8, zero.make_mesh(pipe=4)
     params, batch = init_params(), make_batches(1, size=32)[0]
 
@@ -199,15 +204,17 @@ def test_random_numbers_are_other_ones_in_each_layer_and_microbatch():
 
     def by_hand(params, batch, key):
         keys, size = jax.random.split(key, LAYERS), len(batch["tokens"])
-        # Devices of a stage x stages x slots x examples: microbatch `slot * stages + stage` has those of all devices.
-        places = np.arange(size).reshape(mesh.shape["data"], pipe, k // pipe, -1)
+        # Devices of a stage x microbatches x examples: a microbatch has those of all devices.
+        places = np.arange(size).reshape(mesh.shape["data"], k, -1)
+        if pipeline == "gpipe":  # microbatch `slot * stages + stage` of stages x slots
+            places = places.reshape(mesh.shape["data"], pipe, k // pipe, -1).swapaxes(1, 2).reshape(places.shape)
         losses = []
         for number in range(k):
-            x = params["embed"][batch["tokens"][places[:, number % pipe, number // pipe].reshape(-1)]]
+            x = params["embed"][batch["tokens"][places[:, number].reshape(-1)]]
             losses.append(jnp.square(layers(params, x, keys, number) @ params["head"]).mean())
         return sum(losses) / k
 
-    config = make_config(stage=2, num_microbatches=k)
+    config = make_config(stage=2, num_microbatches=k, pipeline=pipeline)
     state = zero.init_state(params, optax.sgd(0.1), jax.random.key(3), mesh=mesh, config=config)
     loss, grads = zero.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, config=config).grads(state, batch)
     key = jax.random.fold_in(state.key, state.step)
@@ -215,23 +222,90 @@ def test_random_numbers_are_other_ones_in_each_layer_and_microbatch():
     assert_close((loss, grads), expected, tolerance=FLOAT32)
 
 
-def test_adapters_on_a_frozen_base():
+@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
+def test_adapters_on_a_frozen_base(pipeline):
     lora, plain = zero.Lora(rules={"layers/w": "sio"}, rank=2, base="own"), lambda *args: loss_fn(*args)[0]
     variables = jax.jit(lora.init)(init_params(), jax.random.key(0))
     noisy, base = jax.tree.map(lambda x: x + 0.1, variables.params), variables.model_state
     adapted, batch = lora.loss_fn(plain), make_batches(1)[0]
     expected = jax.jit(jax.value_and_grad(lambda params: adapted(params, batch, model_state=base)[0]))(noisy)
     variables = zero.Variables(params=noisy, model_state=base)
-    found = one_step(adapted, variables, batch, mesh=zero.make_mesh(pipe=2), stage=3, num_microbatches=4)
+    fields = {"stage": 3, "num_microbatches": 4, "pipeline": pipeline}
+    found = one_step(adapted, variables, batch, mesh=zero.make_mesh(pipe=2), **fields)
     assert_close(found, expected, tolerance=FLOAT32)
 
 
 def test_an_evaluation_is_of_the_whole_batch():
-    mesh, config = zero.make_mesh(pipe=4), make_config(stage=3, num_microbatches=16)
+    mesh, config = zero.make_mesh(pipe=4), make_config(stage=3, num_microbatches=16, pipeline="1f1b")
     batch = make_batches(1, size=24)[0]  # fewer microbatches than those of a step
     state = zero.init_state(init_params(), optax.sgd(0.1), jax.random.key(0), mesh=mesh, config=config)
     metrics = zero.make_eval_step(loss_fn, mesh=mesh, config=config)(state, batch)
     assert_close((metrics.loss, metrics.aux), jax.jit(loss_fn)(init_params(), batch), tolerance=FLOAT32)
+
+
+def ends_in(loss):
+    """Returns a loss with another end: `loss(logits, batch, params)`."""
+
+    def loss_fn(params, batch):
+        x = params["embed"][batch["tokens"]]
+        x = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["w"]), None), x, params["layers"])[0]
+        return loss(x @ params["head"], batch, params)
+
+    return loss_fn
+
+
+def weighted(logits, batch, params):
+    """A mean by a number of the batch and one by its size, a term of the params, and aux of all kinds."""
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"]) * batch["mask"]
+    mean = nll.sum() / jnp.maximum(batch["mask"].sum(), 1)
+    loss = mean + 0.1 * jnp.square(params["head"]).sum() + jnp.square(logits).mean()
+    aux = {"each": nll.sum(1), "tokens": batch["mask"].sum(), "largest": jnp.abs(params["gate"]).max()}
+    return loss, {**aux, "perplexity": jnp.exp(mean), "ratio": nll.sum() / jnp.square(logits).sum()}
+
+
+def powered(logits, batch, params):
+    """Any function of one sum."""
+    return jnp.sqrt(1 + jnp.square(logits).sum()) * jnp.square(params["gate"]).mean(), {}
+
+
+@pytest.mark.parametrize(("size", "end"), [(32, weighted), (16, weighted), (16, powered)])
+def test_a_loss_by_microbatch_is_that_of_the_batch(size, end):
+    """With the weights of the whole batch; on two examples a microbatch, and on a single one."""
+    loss_fn, params, batch = ends_in(end), init_params(), make_batches(1, size=size)[0]
+    config = make_config(stage=2, num_microbatches=size // 2, pipeline="1f1b")
+    mesh = zero.make_mesh(data=2 if size == 16 else 1, pipe=4, devices=jax.devices()[: 8 if size == 16 else 4])
+    state = zero.init_state(params, optax.sgd(0.1), jax.random.key(0), mesh=mesh, config=config)
+    step = zero.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, config=config)
+    (loss, aux), grads = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(params, batch)
+    assert_close(step.grads(state, batch), (loss, grads), tolerance=FLOAT32)
+    metrics = step(state, batch)[1]
+    assert_close((metrics.loss, metrics.aux), (loss, aux), tolerance=FLOAT32)
+
+
+def test_what_is_no_sum_over_microbatches_is_refused_by_1f1b():
+    def contrasted(logits, batch, params):
+        means = logits.mean(1)
+        return jax.nn.logsumexp(means @ means.T, axis=1).mean()
+
+    def quotient(logits, batch, params):
+        return jnp.square(logits).sum() / jnp.abs(logits).sum()
+
+    def chained(logits, batch, params):
+        x = jax.lax.scan(lambda x, w: (x @ w["w"], None), logits @ params["head"].T, params["layers"])[0]
+        return jnp.square(x).mean()
+
+    refused = {
+        contrasted: "the loss is not made of those of microbatches: .* at .*test_pipeline",
+        quotient: "the loss is a function of several sums over the examples",
+        chained: "one chain of layers, and there are several",
+    }
+    for loss, message in refused.items():
+        with pytest.raises(ValueError, match=f"pipeline='1f1b'.*{message}.*give pipeline='gpipe'; or leave pipe out"):
+            lowered(ends_in(loss), pipeline="1f1b")
+        lowered(ends_in(loss), pipeline="gpipe")
+    scaled = zero.Precision(loss_scale=zero.LossScaleConfig())
+    with pytest.raises(ValueError, match=r"a loss scale with pipeline='1f1b'.*bf16"):
+        lowered(loss_fn, pipeline="1f1b", precision=scaled)
 
 
 def test_a_loop_over_layers_is_rolled():
@@ -383,11 +457,42 @@ def test_the_report_shows_stages_what_moves_and_the_bubble():
     assert loop.bytes_per_tick == 4 * (4 + 64 + 3)
     assert "test_pipeline.py" in loop.where
     assert "4 layers at" in str(report)
-    assert "27.3%" in str(report)
+    assert "27.3%; it keeps at most 11 (gpipe)" in str(report)
+    config = make_config(num_microbatches=8, pipeline="1f1b")
+    report = zero.pipeline_report(
+        loss_fn, init_params(), make_batches(1)[0], mesh=zero.make_mesh(pipe=4), config=config
+    )
+    # No mask, and what is stacked: means, values of examples and of neither.
+    stacks = ("float32[4]", "float32[4,2,16]", "float32[4]")
+    assert report.loops[0].travelling == ("float32[2,4,16]", "float32[]", "int32[]", "float32[]", *stacks)
+    assert report.num_kept == 7
+    assert "keeps at most 7 (1f1b)" in str(report)
     without = zero.pipeline_report(
         loss_fn, init_params(), make_batches(1)[0], mesh=zero.make_mesh(), config=make_config()
     )
     assert "make it with zero.make_mesh(pipe=...)" in str(without)
+
+
+@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
+def test_the_estimate_has_what_the_compiled_step_sends_between_stages(pipeline):
+    mesh, config = zero.make_mesh(pipe=4), make_config(stage=1, num_microbatches=8, pipeline=pipeline)
+    init_fn, model_loss, batch = functools.partial(gpt.init, CONFIG), gpt.loss_fn(CONFIG), text_batch()
+    state = zero.abstract_state(init_fn, optax.sgd(0.1), mesh=mesh, config=config)
+    compiled = zero.make_train_step(model_loss, optax.sgd(0.1), mesh=mesh, config=config).lower(state, batch).compile()
+    traced = zero.trace_loss(model_loss, state.params, batch, mesh=mesh, config=config)
+    reports = (
+        zero.comms.estimate(state, mesh=mesh, config=config, traced=traced),
+        zero.comms.measure(compiled, mesh=mesh),
+    )
+    estimated, measured = (
+        sum(row.total_sent_bytes for row in x.rows if row.kind == "collective-permute" and row.axes == ("pipe",))
+        for x in reports
+    )
+    assert not reports[0].not_counted
+    assert measured == pytest.approx(estimated, rel=0.02)
+    residuals = zero.memory.transformer_residuals(CONFIG, batch_size=16, mesh=mesh, config=config)
+    # Of 16 examples all of a device's, or those of a microbatch: 4 layers, or one and the inputs of 7 that wait.
+    assert (residuals.num_layers, residuals.batch_size) == ((4, 2) if pipeline == "gpipe" else (8, 1))
 
 
 def test_training_goes_on_from_a_checkpoint_with_other_stages(tmp_path):

@@ -180,6 +180,18 @@ def test_programs_for_gpus_equal_one_device(model, stage):
 
 
 @pytest.mark.tpu_compiler
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_stages_of_a_pipeline_that_take_gradients_in_their_loop(stage):
+    config = gpt.GPTConfig(vocab_size=64, seq_len=16, num_layers=2, d_model=32, num_heads=2, scan=True)
+    fields = {"stage": stage, "precision": "fp32", "num_microbatches": 4, "pipeline": "1f1b"}
+    verification = zero.verify(
+        gpt.loss_fn(config), functools.partial(gpt.init, config), optax.adamw(1e-3), TOKENS,
+        topology="v5p:2x2x1", config=zero.ZeroConfig(**fields), pipe=2, num_steps=1, **HERE,
+    )  # fmt: skip
+    assert verification.ok, str(verification)
+
+
 def test_wrong_numbers_are_found(monkeypatch):
     """A reference with another learning rate or clipping differs in what these change, and nowhere else."""
     from zero_jax.verification import reference

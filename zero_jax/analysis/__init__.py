@@ -8,5 +8,5 @@ on the trace of a loss function. `paper` has the ZeRO paper's tables, computed f
 
 from zero_jax.analysis import comms, figures, memory, paper
 from zero_jax.analysis.contents import StateSummary, summary
-from zero_jax.analysis.loss_trace import LossTrace, trace_loss, trace_step_loss
 from zero_jax.analysis.paper import PAPER_CONFIGS
+from zero_jax.training import LossTrace, trace_loss

@@ -155,7 +155,12 @@ class PaperTables(Report):
 
 
 def tables() -> PaperTables:
-    """Returns Figure 1, Tables 1 to 3, the traffic, the examples of residuals and the models, from the formulas."""
+    """Returns Figure 1, Tables 1 to 3, the traffic, the examples of residuals and the models, from the formulas.
+
+    Example:
+      >>> len(zero.paper.tables().tables)
+      7
+    """
     return PaperTables(tables=(figure1(), table1(), table2(), table3(), communication(), residuals(), models()))
 
 

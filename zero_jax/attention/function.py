@@ -71,19 +71,16 @@ def dot_product_attention(
 
     Raises:
       ValueError: shapes that do not fit, or a kernel by name that cannot do the case.
+
+    Example:
+      >>> x = jnp.ones((2, 16, 4, 8))
+      >>> zero.dot_product_attention(x, x, x, is_causal=True).shape
+      (2, 16, 4, 8)
     """
-    options = {
-        "scale": scale,
-        "bias": bias,
-        "mask": mask,
-        "is_causal": is_causal,
-        "query_seq_lengths": query_seq_lengths,
-        "key_value_seq_lengths": key_value_seq_lengths,
-        "local_window_size": local_window_size,
-        "segment_ids": segment_ids,
-        "logits_soft_cap": logits_soft_cap,
-    }
-    q, k, v, case = _checked(query, key, value, options)
+    lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
+    masks = {"is_causal": is_causal, "local_window_size": local_window_size, "segment_ids": segment_ids}
+    logits = {"scale": scale, "bias": bias, "mask": mask, "logits_soft_cap": logits_soft_cap}
+    q, k, v, case = _checked(query, key, value, lengths | masks | logits)
     placement = _placement(mesh)
     choice = choose(q, k, v, case, wanted=implementation, placement=placement)
     if choice.implementation == "xla":
@@ -110,7 +107,6 @@ def _placement(mesh: Mesh | None) -> KernelPlacement:
 
 
 def _checked(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[Array, Array, Array, Case]:
-    """Returns the arguments of an attention, checked, with a batch dim."""
     arrays = {name: _array(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
     q, k, v = (_with_dims(name, x, 4) for name, x in arrays.items())
     _check_shapes(q, k, v)

@@ -100,7 +100,6 @@ def _batch(primitive: Any, axis_data: Any, operands: Sequence[Any], dims: Sequen
 
 
 def _case(call: Call, of: Operands) -> Case:
-    """Returns what a kernel does as a case."""
     case = Case(
         scale=call.scale,
         mask=xla.in_band(call.band, of.query.shape[1], of.key.shape[1])[None, None],

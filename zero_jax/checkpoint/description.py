@@ -23,6 +23,12 @@ class Description(Record, Report):
     Attributes:
       problems: damaged leaves; None where the leaves were not verified.
       passed_over: newer checkpoints that cannot be read, with the reasons.
+
+    Example:
+      >>> with zero.Checkpointer(folder) as saved:
+      ...     saved.save(1, state)
+      >>> [path for path in zero.checkpoint.describe(folder).leaves if path.startswith("params")]
+      ['params/down', 'params/up']
     """
 
     problems: tuple[str, ...] | None = None
@@ -95,6 +101,13 @@ def describe(path: str | os.PathLike[str], *, step: int | None = None, verify_le
 
     Raises:
       CheckpointError: there is none, or its record is damaged, or a run has deleted it while it was read.
+
+    Example:
+      >>> with zero.Checkpointer(folder) as saved:
+      ...     saved.save(1, state)
+      >>> description = zero.checkpoint.describe(folder, verify_leaves=True)
+      >>> description.step, description.problems
+      (1, ())
     """
     record, passed_over = find_checkpoint(path, step)
     try:

@@ -68,6 +68,12 @@ def export(
     Raises:
       CheckpointError: no checkpoint, or a damaged one.
       ValueError: an export is there already, a dtype that the format does not have, no moving average, no space.
+
+    Example:
+      >>> with zero.Checkpointer(folder) as saved:
+      ...     saved.save(1, state)
+      >>> zero.checkpoint.export(folder, folder / "exported", dtype="bfloat16").num_tensors
+      2
     """
     (record, _), folder = find_checkpoint(path, step), user_path(out).absolute()
     check_files(record)
@@ -99,6 +105,13 @@ class SavedParams:
     Attributes:
       model: what the run recorded of its model, or None.
       leaves: the params by path, without `params/`.
+
+    Example:
+      >>> with zero.Checkpointer(folder) as saved:
+      ...     saved.save(1, state)
+      >>> saved = zero.checkpoint.open_params(folder)
+      >>> [x.shape for _, x in saved.pieces("up")][:1]
+      [(64, 64)]
     """
 
     model: Any
@@ -117,6 +130,12 @@ def open_params(path: str | os.PathLike[str], *, step: int | None = None, ema: b
     Raises:
       CheckpointError: no checkpoint, or a damaged one.
       ValueError: no moving average.
+
+    Example:
+      >>> with zero.Checkpointer(folder) as saved:
+      ...     saved.save(1, state)
+      >>> sorted(zero.checkpoint.open_params(folder).leaves)
+      ['down', 'up']
     """
     record, _ = find_checkpoint(path, step)
     check_files(record)
@@ -136,6 +155,10 @@ def parse_size(text: str) -> int:
 
     Raises:
       ValueError: the text is not a size.
+
+    Example:
+      >>> zero.checkpoint.parse_size("5GB"), zero.checkpoint.parse_size("512MiB")
+      (5000000000, 536870912)
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*", text, re.IGNORECASE)
     size = int(float(match[1]) * _UNITS[(match[2] or "").lower()]) if match else 0

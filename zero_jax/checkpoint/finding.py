@@ -32,6 +32,12 @@ def list_step_folders(directory: str | os.PathLike[str]) -> list[int]:
 
     Raises:
       CheckpointError: the folder cannot be read.
+
+    Example:
+      >>> with zero.Checkpointer(folder) as saved:
+      ...     saved.save(1, state)
+      >>> zero.checkpoint.list_step_folders(folder)
+      [1]
     """
     directory = resolve_folder(directory)
     try:
@@ -64,12 +70,25 @@ def list_steps(directory: str | os.PathLike[str]) -> list[int]:
     """Returns the steps that have a complete save in `directory`, in order; none where that does not exist.
 
     Folders whose record cannot be read, or is of another step, are left out. Arrays are not read.
+
+    Example:
+      >>> with zero.Checkpointer(folder) as saved:
+      ...     saved.save(1, state)
+      >>> zero.checkpoint.list_steps(folder)
+      [1]
     """
     return [record.step for record in list_records(directory)]
 
 
 def latest_step(directory: str | os.PathLike[str]) -> int | None:
-    """Returns the newest step with a complete save, or None; see `list_steps`."""
+    """Returns the newest step with a complete save, or None; see `list_steps`.
+
+    Example:
+      >>> with zero.Checkpointer(folder) as saved:
+      ...     saved.save(1, state)
+      >>> zero.checkpoint.latest_step(folder)
+      1
+    """
     steps = list_steps(directory)
     return steps[-1] if steps else None
 
@@ -92,6 +111,13 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> tu
 
     Raises:
       CheckpointError: there is none.
+
+    Example:
+      >>> with zero.Checkpointer(folder) as saved:
+      ...     saved.save(1, state)
+      >>> record, passed_over = zero.checkpoint.find_checkpoint(folder)
+      >>> record.step, passed_over
+      (1, [])
     """
     folder = resolve_folder(path)
     if step is None and (folder / RECORD_FILE).exists():
@@ -118,7 +144,11 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> tu
 
 
 def check_outside(folder: str | os.PathLike[str]) -> None:
-    """Raises `ValueError` for a folder to write into that is a checkpoint, or below one by any links."""
+    """Raises `ValueError` for a folder to write into that is a checkpoint, or below one by any links.
+
+    Example:
+      >>> zero.checkpoint.check_outside(folder)  # raises ValueError within a checkpoint
+    """
     place = user_path(folder).resolve()
     for parent in (place, *place.parents):
         if os.path.exists(parent / RECORD_FILE):

@@ -42,7 +42,15 @@ _PLAIN_BYTES = frozenset({"bool", "int8", "uint8"})
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is missing, incomplete, damaged, or of another program."""
+    """A checkpoint that is missing, incomplete, damaged, or of another program.
+
+    Example:
+      >>> try:
+      ...     zero.restore(folder, init_fn=init_fn, tx=tx, mesh=mesh, config=config)
+      ... except zero.CheckpointError:
+      ...     print("no checkpoint yet")
+      no checkpoint yet
+    """
 
 
 class CheckpointRemoved(CheckpointError):
@@ -56,14 +64,24 @@ class CheckpointRemoved(CheckpointError):
 
 
 def resolve_folder(directory: str | os.PathLike[str]) -> epath.Path:
-    """Returns a folder as an absolute path, or as the URL that it is."""
+    """Returns a folder as an absolute path, or as the URL that it is.
+
+    Example:
+      >>> zero.checkpoint.resolve_folder(".").is_absolute()
+      True
+    """
     if not isinstance(directory, str | os.PathLike) or "\0" in os.fsdecode(directory):
         raise ValueError(f"directory={directory!r} is not a path: give the folder of the checkpoints")
     return epath.Path(directory if is_bucket(directory) else user_path(directory).absolute())
 
 
 def step_path(directory: epath.Path, step: int) -> epath.Path:
-    """Returns the folder of a step's checkpoint."""
+    """Returns the folder of a step's checkpoint.
+
+    Example:
+      >>> zero.checkpoint.step_path(zero.checkpoint.resolve_folder(folder), 100).name
+      'step_00000100'
+    """
     return directory / f"step_{step:08d}"
 
 

@@ -58,6 +58,13 @@ class Restored(Report):
       loss: validation loss at that step, or None.
       path: the checkpoint's folder.
       warnings: newer checkpoints that are damaged, and leaves that were cast or dropped.
+
+    Example:
+      >>> with zero.Checkpointer(folder) as saved:
+      ...     saved.save(1, state)
+      >>> restored = zero.restore(folder, init_fn=init_fn, tx=tx, mesh=mesh, config=config)
+      >>> restored.step, restored.state.params["up"].shape
+      (1, (64, 64))
     """
 
     state: TrainState
@@ -104,6 +111,13 @@ def restore(
     Raises:
       CheckpointError: there is no undamaged checkpoint.
       ValueError: the checkpoint is of another model or optimizer.
+
+    Example:
+      >>> with zero.Checkpointer(folder) as saved:
+      ...     saved.save(1, state)
+      >>> smaller = zero.make_mesh(data=4, model=2)
+      >>> zero.restore(folder, init_fn=init_fn, tx=tx, mesh=smaller, config=zero.ZeroConfig(stage=1)).step
+      1
     """
     check_arguments(config=config)
     directory = steps_folder(directory)

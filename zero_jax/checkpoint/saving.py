@@ -28,6 +28,7 @@ from zero_jax.core.agreement import Agreement, OtherProcessFailed, Turns, from_f
 from zero_jax.core.field_checks import check_fields, hinted
 from zero_jax.core.files.folder_lock import FolderInUse, FolderLock
 from zero_jax.core.files.system_errors import with_remedy
+from zero_jax.core.text_tables import Report
 from zero_jax.core.tree import shown
 from zero_jax.sharding.mesh import on_mesh
 from zero_jax.training import NonfiniteState, TrainState, nonfinite_leaves
@@ -47,6 +48,10 @@ class CheckpointConfig:
       save_every: steps between two checkpoints; 0 saves at the end only.
       keep_last: newest checkpoints to keep.
       keep_best: checkpoints of lowest validation loss to keep in addition; none whose loss is not finite.
+
+    Example:
+      >>> zero.CheckpointConfig(save_every=1000, keep_last=3)
+      CheckpointConfig(save_every=1000, keep_last=3)
     """
 
     save_every: int = 200
@@ -57,7 +62,7 @@ class CheckpointConfig:
         check_fields(self, lowest={"save_every": 0, "keep_last": 1, "keep_best": 0})
 
 
-class Checkpointer:
+class Checkpointer(Report):
     """Saves train states into a folder; every process of a run makes one, for the same folder.
 
     A save returns once the state has been copied to the host. The files are written in the background, and a folder of
@@ -72,6 +77,13 @@ class Checkpointer:
       num_saved: saves that were completed.
       num_failed: saves that failed.
       blocked_seconds: what the last save took before it returned.
+
+    Example:
+      >>> with zero.Checkpointer(folder, config=zero.CheckpointConfig(keep_last=1), log=lambda _: None) as saved:
+      ...     for step in (100, 200):
+      ...         saved.save(step, state)
+      >>> zero.checkpoint.list_steps(folder)
+      [200]
     """
 
     def __init__(
@@ -112,6 +124,10 @@ class Checkpointer:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+    def __str__(self) -> str:
+        failed = f", {self.num_failed} failed" if self.num_failed else ""
+        return f"Checkpointer of {self.directory}: {self.num_saved} saved{failed}, {self._config!r}"
 
     def is_due(self, step: int) -> bool:
         """Returns whether to save a checkpoint after so many steps."""

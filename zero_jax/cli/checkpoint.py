@@ -1,7 +1,6 @@
 """The commands `zero-jax inspect` (describes a checkpoint, or a model) and `export` (writes params as safetensors)."""
 
 import argparse
-import dataclasses
 import pathlib
 
 import jax
@@ -9,8 +8,7 @@ import jax
 from zero_jax.checkpoint import describe, export, parse_size
 from zero_jax.cli.models.adapters import export_adapters, merged_params
 from zero_jax.cli.models.leaves import model_leaves
-from zero_jax.cli.options import field_values, print_result, refuse, with_config_file
-from zero_jax.core.field_checks import check_fields
+from zero_jax.cli.options import print_result, refuse, with_config_file
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.tree import leaf_names
 from zero_jax.pretrained import TensorName, export_hf, run_companions, save_tensors
@@ -19,89 +17,45 @@ _CONFIG = "config.toml"
 _MERGED_DTYPES = ("float32", "float16", "bfloat16")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class InspectConfig:
-    """Options of `zero-jax inspect`.
-
-    Attributes:
-      step: step of the checkpoint; none takes the newest.
-      verify: read every leaf, in bounded memory, and compare it with its fingerprint.
-    """
-
-    step: int | None = None
-    verify: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(self, lowest={"step": 0})
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExportConfig:
-    """Options of `zero-jax export`.
-
-    Attributes:
-      step: step of the checkpoint; none takes the newest.
-      dtype: floating dtype of the files, such as bfloat16; none leaves leaves as they were saved.
-      max_shard_size: size of a file, such as 5GB or 512MiB.
-      ema: the params' moving average instead of the params.
-      force: write over an older export.
-      merged: merge the adapters of a run with --lora into its params, in the memory of the host; the run's folder has
-        to have its config.toml.
-    """
-
-    step: int | None = None
-    dtype: str | None = None
-    max_shard_size: str = "5GB"
-    ema: bool = False
-    force: bool = False
-    merged: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(self, lowest={"step": 0})
-        parse_size(self.max_shard_size)
-
-
 def inspect(options: argparse.Namespace) -> int:
     """Runs `zero-jax inspect`."""
-    config = InspectConfig(**field_values(InspectConfig, options))
     if (options.path is None) == (options.preset is None and options.from_hf is None):
         raise ValueError("give the PATH of a checkpoint, or a model by --model or --from-hf: one of them")
     if options.path is None:
-        if config != InspectConfig():
+        if options.step is not None or options.verify:
             raise ValueError("--step and --verify are of a checkpoint: leave them out")
         print_result(options, model_leaves(options))
         return 0
-    description = describe(options.path, step=config.step, verify_leaves=config.verify)
+    description = describe(options.path, step=options.step, verify_leaves=options.verify)
     print_result(options, description)
     return 1 if description.problems else 0
 
 
 def export_params(options: argparse.Namespace) -> int:
     """Runs `zero-jax export`."""
-    config = ExportConfig(**field_values(ExportConfig, options))
-    if config.merged:
+    if options.merged:
         refuse(options, ("--ema",), reason="--merged takes the params themselves: leave it out")
         refuse(options, ("--force",), reason="--merged writes over nothing: give a new folder")
-        if config.dtype not in (None, *_MERGED_DTYPES):
+        if options.dtype not in (None, *_MERGED_DTYPES):
             names = ", ".join(_MERGED_DTYPES)
-            raise ValueError(f"--dtype {config.dtype}: with --merged give one of {names}, or leave it out")
+            raise ValueError(f"--dtype {options.dtype}: with --merged give one of {names}, or leave it out")
     elif options.to_hf is not None or options.to_peft is not None:
         refuse(options, ("--force", "--no-force"), reason="this writes over nothing: give a new folder")
-    settings = {"step": config.step, "dtype": config.dtype, "ema": config.ema}
+    settings = {"step": options.step, "dtype": options.dtype, "ema": options.ema}
     if options.to_peft is not None:
         refuse(options, ("--merged", "--no-merged", "--max-shard-size"), reason="--to-peft writes the adapters alone")
         print_result(options, export_adapters(options.path, options.to_peft, settings, _run_options(options)))
         return 0
-    limit, params = parse_size(config.max_shard_size), None
-    if config.merged:
-        params = merged_params(options.path, step=config.step, dtype=config.dtype, options=_run_options(options))
+    limit, params = parse_size(options.max_shard_size), None
+    if options.merged:
+        params = merged_params(options.path, step=options.step, dtype=options.dtype, options=_run_options(options))
     if options.to_hf is not None:
         result = export_hf(options.path, options.to_hf, **settings, max_file_bytes=limit, params=params)
     elif params is None:
-        result = export(options.path, options.out, **settings, max_shard_bytes=limit, force=config.force)
+        result = export(options.path, options.out, **settings, max_shard_bytes=limit, force=options.force)
     else:
         tensors = {name: TensorName(name.replace("/", ".")) for name in leaf_names(params)}
-        result = save_tensors(options.out, params, tensors, dtype=config.dtype, max_file_bytes=limit)
+        result = save_tensors(options.out, params, tensors, dtype=options.dtype, max_file_bytes=limit)
     print_result(options, result)
     return 0
 

@@ -156,7 +156,8 @@ def _add_own(
     if choices_of:
         settings["choices"] = tuple(choice for source in choices_of for choice in _choices(source))
     if not settings.keys() & {"type", "choices", "nargs"}:
-        settings["action"] = "store_true"
+        is_both_ways = "default" in settings
+        settings["action"] = argparse.BooleanOptionalAction if is_both_ways else "store_true"
     texts = {"choices": ", ".join(settings.get("choices", ())), "max_seq_len": f"{MAX_SEQ_LEN:,}"}
     group.add_argument(name, help=string.Template(help).substitute(texts), **settings)
 

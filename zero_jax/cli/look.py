@@ -17,7 +17,6 @@ from zero_jax.cli.models.own import import_own_model, read_own_model
 from zero_jax.cli.models.presets import hub_data, preset_config, preset_model
 from zero_jax.cli.options import field_values, log_line, print_result
 from zero_jax.cli.run_config import choose_platform, read_config, read_part
-from zero_jax.core.field_checks import check_fields
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.tree import PyTree, key_shape
 from zero_jax.data import DataConfig, is_token_folder, load_tokenizer, token_folder_tokenizer
@@ -26,53 +25,6 @@ from zero_jax.sharding.precision import resolve_precision
 from zero_jax.trainer import Model, OwnModel, Sampler, TrainConfig
 from zero_jax.trainer import evaluate as evaluate_params
 from zero_jax.training import ZeroConfig, make_placement
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SampleConfig:
-    """Options of `zero-jax sample`.
-
-    Attributes:
-      prompt: text that the samples go on from.
-      num_samples: samples to make.
-      num_tokens: tokens of a sample.
-      temperature: below 1 a sample sticks to likelier tokens, 0 always takes the likeliest.
-      top_k: a token is chosen among this many of the likeliest; None means among all.
-      seed: chooses the samples.
-      step: step of the checkpoint; none takes the newest.
-    """
-
-    prompt: str = "\n"
-    num_samples: int = 1
-    num_tokens: int = 128
-    temperature: float = 0.8
-    top_k: int | None = 40
-    seed: int = 0
-    step: int | None = None
-
-    def __post_init__(self) -> None:
-        lowest = {"num_samples": 1, "num_tokens": 1, "temperature": 0, "top_k": 1, "step": 0, "seed": 0}
-        check_fields(self, lowest=lowest)
-        if not self.prompt:
-            raise ValueError("prompt='': give text to go on from")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EvaluateConfig:
-    """Options of `zero-jax evaluate`.
-
-    Attributes:
-      batch_size: sequences that are computed at once, over all devices; none takes that of the run.
-      seq_len: tokens in a sequence; none takes the model's.
-      step: step of the checkpoint; none takes the newest.
-    """
-
-    batch_size: int | None = None
-    seq_len: int | None = None
-    step: int | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self, lowest={"batch_size": 1, "seq_len": 1, "step": 0})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,19 +68,21 @@ class _Source:
         return restored.state.variables
 
 
-def _find(options: argparse.Namespace, step: int | None, *more: str) -> _Source:
+def _find(options: argparse.Namespace, *more: str) -> _Source:
     """Finds a run by its config file, or a folder of the hub; `more` are options of `train` that replace its own."""
     file = find_run_config(options.path)
     if file is not None:
         run = read_run_options(file, options.known["train"], *more)
-        return _Source(run=run, path=options.path, is_run=True, step=step)
+        return _Source(run=run, path=options.path, is_run=True, step=options.step)
     if not (user_path(options.path) / "config.json").is_file():
         raise ValueError(
             f"{options.path} is neither of a run (a folder with config.toml, its checkpoints, or one of them) nor a "
             "checkpoint of the hub (a folder with config.json and *.safetensors): give one of these"
         )
-    if step is not None:
-        raise ValueError(f"--step {step} is of a run, and {options.path} is a checkpoint of the hub: leave it out")
+    if options.step is not None:
+        raise ValueError(
+            f"--step {options.step} is of a run, and {options.path} is a checkpoint of the hub: leave it out"
+        )
     run = options.known["train"].parse_args(["--from-hf", options.path, *more])
     return _Source(run=run, path=options.path, is_run=False, step=None)
 
@@ -141,8 +95,9 @@ def _on_all_devices(config: TrainConfig) -> tuple[Mesh, ZeroConfig]:
 
 def sample(options: argparse.Namespace) -> int:
     """Runs `zero-jax sample`."""
-    config = SampleConfig(**field_values(SampleConfig, options))
-    source = _find(options, config.step)
+    if not options.prompt:
+        raise ValueError("prompt='': give text to go on from")
+    source = _find(options)
     if read_own_model(source.run) is not None:
         raise ValueError(f"{options.path} is a run of a model of your own: samples are for the presets and the hub's")
     shape, run = preset_config(source.run), read_config(source.run)
@@ -154,25 +109,24 @@ def sample(options: argparse.Namespace) -> int:
         generate_fn=model.generate_fn,
         tokenizer=tokenizer,
         compute=resolve_precision(zero.precision).compute,
-        prompt=config.prompt,
-        num_tokens=config.num_tokens,
-        temperature=config.temperature,
-        top_k=None if config.top_k is None else min(config.top_k, shape.vocab_size),
-        seed=config.seed,
+        prompt=options.prompt,
+        num_tokens=options.num_tokens,
+        temperature=options.temperature,
+        top_k=None if options.top_k is None else min(options.top_k, shape.vocab_size),
+        seed=options.seed,
     )
     sampler.check(model.init_fn)
     make, params = sampler.on(mesh), source.params(model, mesh, zero)
-    texts = [make(getattr(params, "params", params), seed=config.seed + i) for i in range(config.num_samples)]
-    shown = "\n\n".join(config.prompt + text for text in texts)
-    print_result(options, shown, {"prompt": config.prompt, "samples": texts})
+    texts = [make(getattr(params, "params", params), seed=options.seed + i) for i in range(options.num_samples)]
+    shown = "\n\n".join(options.prompt + text for text in texts)
+    print_result(options, shown, {"prompt": options.prompt, "samples": texts})
     return 0
 
 
 def evaluate(options: argparse.Namespace) -> int:
     """Runs `zero-jax evaluate`."""
-    chosen = EvaluateConfig(**field_values(EvaluateConfig, options))
     changed = field_values(DataConfig, options)
-    source = _find(options, chosen.step, *(["--seq-len", str(chosen.seq_len)] if chosen.seq_len is not None else []))
+    source = _find(options, *(["--seq-len", str(options.seq_len)] if options.seq_len is not None else []))
     config, own = read_config(source.run), read_own_model(source.run)
     mesh, zero = _on_all_devices(config)
     if own is not None:
@@ -182,7 +136,7 @@ def evaluate(options: argparse.Namespace) -> int:
     else:
         model = preset_model(source.run, has_checkpoint=source.is_run)
         data = dataclasses.replace(source.data(model.vocab_size, changed.get("tokenizer")), **changed)
-        size = chosen.batch_size or -(-config.batch_size // mesh.size) * mesh.size
+        size = options.batch_size or -(-config.batch_size // mesh.size) * mesh.size
         config = dataclasses.replace(config, data=data, batch_size=size)
     if not source.is_run and "data" not in changed:
         raise ValueError(f"{options.path} is a checkpoint of the hub: give --data, what to evaluate it on")

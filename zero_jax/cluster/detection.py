@@ -10,7 +10,7 @@ import dataclasses
 import glob
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from zero_jax.core.extras import pip_install
 
@@ -33,12 +33,9 @@ class Cluster:
     remedy: str
 
 
-def _is_slurm(environment: Mapping[str, str]) -> bool:
-    return all(name in environment for name in SLURM) and environment["SLURM_NTASKS"] != "1"
-
-
-def _is_open_mpi(environment: Mapping[str, str]) -> bool:
-    return all(name in environment for name in _OPEN_MPI) and environment[_OPEN_MPI[0]] != "1"
+def _has_several(names: Sequence[str], count: str) -> Callable[[Mapping[str, str]], bool]:
+    """Returns whether an environment has all of some variables, and a count of processes that is not 1."""
+    return lambda environment: all(name in environment for name in names) and environment[count] != "1"
 
 
 def _is_tpu(environment: Mapping[str, str]) -> bool:
@@ -50,19 +47,18 @@ def _is_tpu(environment: Mapping[str, str]) -> bool:
     return "TPU_SKIP_MDS_QUERY" not in environment  # which JAX sets itself where it finds no TPU
 
 
-def _is_kubernetes(environment: Mapping[str, str]) -> bool:
-    # Of the pods, only those of an indexed job belong to a run: a notebook does not.
-    return "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment
-
-
 CLUSTERS: Mapping[str, Cluster] = types.MappingProxyType(
     {
         "Open MPI": Cluster(
-            is_here=_is_open_mpi,
+            is_here=_has_several(_OPEN_MPI, _OPEN_MPI[0]),
             variables=("OMPI_MCA_orte_hnp_uri", *_OPEN_MPI),
             remedy=f"Open MPI 5 needs `{pip_install('mpi4py')}`",
         ),
-        "SLURM": Cluster(is_here=_is_slurm, variables=SLURM, remedy="start all processes by one `srun`"),
+        "SLURM": Cluster(
+            is_here=_has_several(SLURM, "SLURM_NTASKS"),
+            variables=SLURM,
+            remedy="start all processes by one `srun`",
+        ),
         "TPU": Cluster(
             is_here=_is_tpu,
             variables=(
@@ -74,7 +70,8 @@ CLUSTERS: Mapping[str, Cluster] = types.MappingProxyType(
             remedy='install "jax[tpu]" on every host, and start the same command on all of them',
         ),
         "Kubernetes": Cluster(
-            is_here=_is_kubernetes,
+            # Of the pods, only those of an indexed job belong to a run: a notebook does not.
+            is_here=lambda environment: environment.keys() >= {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"},
             variables=("HOSTNAME", "JOB_COMPLETION_INDEX"),
             remedy=f"`{pip_install('jax[k8s]')}` and let the service account read pods and jobs",
         ),

@@ -43,7 +43,12 @@ _TOGETHER = frozenset({0, 3, SAVED})
 
 
 class NotJoined(RuntimeError):
-    """Raised where the processes of a run did not connect to each other."""
+    """Raised where the processes of a run did not connect to each other.
+
+    Example:
+      >>> issubclass(zero.cluster.NotJoined, Exception)
+      True
+    """
 
 
 class PortTaken(ValueError):
@@ -59,6 +64,11 @@ class Place(Report):
       num_processes: processes of the run.
       source: who started them: `alone`, `launcher`, `Open MPI`, `SLURM`, `TPU` or `Kubernetes`.
       coordinator: address of process 0.
+
+    Example:
+      >>> place = zero.cluster.join()
+      >>> place.num_processes, place.is_first
+      (1, True)
     """
 
     process_index: int = 0
@@ -101,6 +111,10 @@ def join() -> Place:
     Raises:
       ValueError: a contradictory or incomplete environment, or a port of process 0 that another program uses.
       NotJoined: process 0 does not answer at its address.
+
+    Example:
+      >>> zero.cluster.join().source  # without a scheduler or `zero-jax launch`
+      'alone'
     """
     if jax.distributed.is_initialized():
         # `jax.process_index()` would initialize the devices, whose platform may not be configured yet.
@@ -235,7 +249,6 @@ def _time_limit(seconds: float, variables: str) -> Iterator[None]:
 
 
 def _await_coordinator(place: Place, deadline: float) -> None:
-    """Waits until process 0 answers at its address."""
     if place.is_first or place.coordinator is None:
         return
     host, _, port = place.coordinator.rpartition(":")

@@ -70,6 +70,11 @@ def launch(command: Sequence[str], *, config: LaunchConfig, refused: Collection[
 
     Raises:
       ValueError: the program cannot be started.
+
+    Example:
+      >>> config = zero.cluster.LaunchConfig(num_processes=2, devices_per_process=1)
+      >>> zero.cluster.launch(["true"], config=config).status
+      0
     """
     merger = Merger(sys.stdout, sys.stderr)
     events: queue.SimpleQueue[Ending | signal.Signals] = queue.SimpleQueue()

@@ -32,7 +32,9 @@ class Merger:
 
     def read(self, stream: TextIO, index: int, is_stderr: bool, last: collections.deque[str] | None) -> None:
         """Passes on the lines of a process's stream until it ends; `last` collects lines that may explain a failure."""
-        is_gloo = False
+        is_gloo, prefix = False, f"[{index}]"
+        if self._has_color:
+            prefix = f"\x1b[{_COLORS[index % len(_COLORS)]}m{prefix}\x1b[0m"
         with stream:
             for text in stream:
                 line = text.rstrip("\r\n").rpartition("\r")[2]  # the last state of a progress bar
@@ -47,10 +49,7 @@ class Merger:
                 if index == 0 and not is_stderr:
                     self._write(self._out, line)
                 else:
-                    self._write(self._err, f"{self._prefix(index)} {line}")
-
-    def _prefix(self, index: int) -> str:
-        return f"\x1b[{_COLORS[index % len(_COLORS)]}m[{index}]\x1b[0m" if self._has_color else f"[{index}]"
+                    self._write(self._err, f"{prefix} {line}")
 
     def _write(self, to: TextIO, line: str) -> None:
         # Go on reading the processes after our own reader, such as `head`, has ended.

@@ -32,6 +32,12 @@ class Preemption:
 
     Entering the context replaces the handlers, and leaving it restores them. Ignored signals (`nohup`) stay ignored.
     Python has signal handlers in the main thread only: in other threads signals are left to JAX's notifier.
+
+    Example:
+      >>> with zero.cluster.Preemption(log=lambda _: None) as preemption:
+      ...     preempted = preemption.should_stop(step=1)
+      >>> preempted
+      False
     """
 
     _count = 0  # steps of all runs of this process so far; JAX has one notifier for them

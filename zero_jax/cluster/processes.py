@@ -61,6 +61,10 @@ class LaunchConfig:
       rejoin_seconds: time after which a lost process is tried again: the run saves, and starts again with it; it is
         killed where it has not ended after as long again, or the grace if that is longer. 0 tries a lost process in the
         next start. Used with min_processes.
+
+    Example:
+      >>> zero.cluster.LaunchConfig(num_processes=4, min_processes=3)
+      LaunchConfig(num_processes=4, min_processes=3)
     """
 
     num_processes: int = 2
@@ -303,7 +307,6 @@ class _Processes:
             process.send_signal(number)
 
     def finish_reading(self) -> None:
-        """Waits for the last lines."""
         for follower in self._followers:
             follower.join(timeout=5)
 
@@ -346,7 +349,12 @@ def _guarded_group() -> Iterator[int]:
 
 
 def patient_flags(flags: str) -> str:
-    """Returns `XLA_FLAGS` with a timeout of an hour for collectives of simulated devices, unless they have one."""
+    """Returns `XLA_FLAGS` with a timeout of an hour for collectives of simulated devices, unless they have one.
+
+    Example:
+      >>> "collective_call" in zero.cluster.patient_flags("")
+      True
+    """
     is_file = flags.strip() and not flags.strip().startswith("-")
     return flags if is_file or _PATIENCE in flags else f"{flags} {_PATIENCE}=3600".strip()
 

@@ -37,6 +37,11 @@ class OtherProcessFailed(RuntimeError):
     Attributes:
       errors: the errors by process.
       is_refusal: whether these are `ValueError`s, which say what to do.
+
+    Example:
+      >>> error = zero.cluster.OtherProcessFailed("process 1 failed", {1: "ValueError: no data"}, is_refusal=True)
+      >>> error.errors
+      {1: 'ValueError: no data'}
     """
 
     def __init__(self, message: str, errors: Mapping[int, str] | None = None, *, is_refusal: bool = False):

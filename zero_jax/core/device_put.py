@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import mmap
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,6 +50,16 @@ def check_has_devices(mesh: Any) -> None:
             f"the mesh {dict(mesh.shape)} is a jax.sharding.AbstractMesh, which has no devices to put arrays on: "
             "give a mesh of devices, as of zero.make_mesh() (zero.abstract_state takes an abstract one)"
         )
+
+
+def aligned_empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Returns an array on the host that a CPU device takes as it is, where `device_put` copies that of `np.empty`.
+
+    Its memory begins at a page. NumPy's would also ask for huge pages, which cost more than all else where the system
+    has to make room for them.
+    """
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    return np.frombuffer(mmap.mmap(-1, max(1, num_bytes)), np.uint8)[:num_bytes].view(dtype).reshape(shape)
 
 
 def reshard_array(x: jax.Array, sharding: NamedSharding) -> jax.Array:

@@ -114,12 +114,30 @@ def _text(annotation: Any) -> str:
     return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
 
 
+def brief(config_class: type[Config]) -> type[Config]:
+    """Makes a dataclass show those of its fields that are not as where nothing but what is needed was given."""
+
+    def shown(self: Any) -> str:
+        fields = [field for field in dataclasses.fields(config_class) if field.repr]  # type: ignore[arg-type]
+        needs = any(x.default is x.default_factory is dataclasses.MISSING for x in fields)
+        usual = {x.name: x.default for x in fields} if needs else vars(config_class())
+        texts = []
+        for field in fields:
+            value, default = getattr(self, field.name), usual[field.name]
+            if value is not default and not (type(value) is type(default) and value == default):
+                texts.append(f"{field.name}={repr(value) if dataclasses.is_dataclass(value) else _shown(value)}")
+        return f"{config_class.__name__}({', '.join(texts)})"
+
+    config_class.__repr__ = shown
+    return config_class
+
+
 def hinted(config_class: type[Config]) -> type[Config]:
-    """Makes a dataclass name the field that is meant by an unknown one, such as `learning_rate` for `lr`.
+    """Makes a dataclass name the field that is meant by an unknown one, such as `learning_rate` for `lr`; see `brief`.
 
     Fields of its parts, the dataclasses among its defaults, are named with the part.
     """
-    make = config_class.__init__
+    make = brief(config_class).__init__
 
     @functools.wraps(make)
     def init(self: Any, *args: Any, **values: Any) -> None:
@@ -177,7 +195,6 @@ def check_fields(
 
 
 def _shown(value: Any) -> str:
-    """Returns a value as an error shows it."""
     from zero_jax.core import tree  # with JAX, which the help of the command line does without
 
     return tree.shown(value)

@@ -294,6 +294,11 @@ class BatchBuffers:
     a copy on the device.
 
     The next `fill` with a shape deletes the arrays that the last one returned for it.
+
+    Example:
+      >>> buffers = zero.BatchBuffers()
+      >>> buffers.fill(zero.shard_batch(batch, mesh=mesh))["x"].shape
+      (16, 64)
     """
 
     def __init__(self) -> None:

@@ -48,6 +48,10 @@ class DataConfig:
       prefetch_batches: batches to read while the devices compute.
       streaming: read the text of hf:NAME as it is needed, shuffled within blocks of rows; otherwise all of it first,
         shuffled as a whole, as for every other format and for conversations.
+
+    Example:
+      >>> zero.data.DataConfig(data="texts/", validation_fraction=0.05)
+      DataConfig(data='texts/', validation_fraction=0.05)
     """
 
     data: str = "stdlib"

@@ -30,6 +30,12 @@ class Piece:
       text: the text.
       ends: whether it is the last piece of its document.
       num_replaced: replacement characters for invalid Unicode.
+
+    Example:
+      >>> _ = (folder / "a.txt").write_text("one text")
+      >>> source = zero.data.find_source(str(folder / "a.txt"), format="auto")
+      >>> next(iter(zero.data.read_text(source, text_field="text"))).text
+      'one'
     """
 
     text: str
@@ -48,6 +54,12 @@ def read_text(source: Source, *, text_field: str = "text") -> Iterator[Piece]:
 
     Raises:
       ValueError: a file cannot be read; names the file and the line.
+
+    Example:
+      >>> _ = (folder / "a.txt").write_text("one text")
+      >>> source = zero.data.find_source(str(folder / "a.txt"), format="auto")
+      >>> "".join(piece.text for piece in zero.data.read_text(source, text_field="text"))
+      'one text'
     """
     if source.table is not None:
         return _read_rows(source, text_field)

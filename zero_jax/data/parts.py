@@ -1,7 +1,7 @@
 """Data sets and their parts, for training and validation: the rows of each, and which documents are in which."""
 
 import dataclasses
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -93,18 +93,13 @@ class TokenPart:
         """Number of documents."""
         return len(self.starts)
 
-    def take(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens at positions of the stream, a vector, and the document of the part that each belongs to.
+    def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Returns the tokens of a range of the stream.
 
         Raises:
           ValueError: the file of the tokens has changed or was cut.
         """
-        documents = np.searchsorted(self.offsets, positions, side="right") - 1
-        return self.tokens[positions + (self.starts - self.offsets[:-1])[documents]], documents
-
-    def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Returns the tokens of a range of the stream."""
-        return self.take(np.arange(start, self.size if stop is None else stop))[0]
+        return self._read(self._pieces(np.array([start]), np.array([self.size if stop is None else stop])))
 
     def num_rows(self, *, seq_len: int) -> int:
         """Returns the number of rows; the last one may be shorter."""
@@ -112,18 +107,63 @@ class TokenPart:
 
     def cut_rows(self, rows: np.ndarray, *, seq_len: int) -> dict[str, np.ndarray]:
         """Returns rows by their numbers, as `Part` has it."""
-        positions = rows[:, None].astype(np.int64) * seq_len + np.arange(seq_len + 1)
-        exists = (rows[:, None] != NO_ROW) & (positions < self.size)
-        tokens, documents = np.zeros(exists.shape, np.int32), np.full(exists.shape, -1)
-        tokens[exists], documents[exists] = self.take(positions[exists])
-        documents = np.where(exists, documents, documents.max(axis=1, keepdims=True) + 1)
-        same_document = exists[:, 1:] & (documents[:, 1:] == documents[:, :-1])
+        first = np.where(rows == NO_ROW, self.size, rows.astype(np.int64) * seq_len).clip(max=self.size)
+        last = (first + seq_len + 1).clip(max=self.size)
+        pieces = self._pieces(first, last)
+        lengths, row = pieces.stop - pieces.start, pieces.row
+        tokens = np.zeros((len(rows), seq_len + 1), np.int32)
+        segments = np.zeros((len(rows), seq_len + 1), np.int32)
+        weights = np.ones((len(rows), seq_len), np.float32)
+        numbers = pieces.document - pieces.document[np.searchsorted(row, row)]  # from 0 in each row
+        columns = pieces.start - first[row]
+        weights[row[columns > 0], columns[columns > 0] - 1] = 0
+        exists = np.arange(seq_len + 1) < (last - first)[:, None]
+        if exists.all():
+            tokens[:] = self._read(pieces).reshape(tokens.shape)
+            segments[:] = np.repeat(numbers, lengths).reshape(tokens.shape)
+        else:
+            tokens[exists] = self._read(pieces)
+            beyond = np.zeros(len(rows), np.int64)  # what is beyond the end is in a document of its own
+            np.maximum.at(beyond, row, numbers + 1)
+            segments[:] = beyond[:, None]
+            segments[exists] = np.repeat(numbers, lengths)
+            weights[~exists[:, 1:]] = 0
         return {
             "inputs": tokens[:, :-1],
             "targets": tokens[:, 1:],
-            "weights": same_document.astype(np.float32),
-            "segments": (documents[:, :-1] - documents[:, :1]).astype(np.int32),
+            "weights": weights,
+            "segments": segments[:, :-1],
         }
+
+    def _pieces(self, first: np.ndarray, last: np.ndarray) -> "_Pieces":
+        """Cuts ranges of the stream, from `first` to before `last`, into the pieces of documents."""
+        documents = np.searchsorted(self.offsets, (first, last - 1), side="right") - 1
+        counts = np.where(last > first, documents[1] - documents[0] + 1, 0)
+        row = np.repeat(np.arange(len(first)), counts)
+        document = np.arange(len(row)) + (documents[0] - np.cumsum(counts) + counts)[row]
+        start = np.maximum(self.offsets[document], first[row])
+        stop = np.minimum(self.offsets[document + 1], last[row])
+        has_any = start < stop  # a document may be empty
+        return _Pieces(*(x[has_any] for x in (row, document, start, stop)))
+
+    def _read(self, pieces: "_Pieces") -> np.ndarray:
+        """Returns the tokens of pieces, one after the other; what is contiguous is read at once."""
+        shift = self.starts[pieces.document] - self.offsets[pieces.document]
+        start, stop = pieces.start + shift, pieces.stop + shift
+        is_new = np.append(True, start[1:] != stop[:-1])[: len(start)]
+        runs = zip(start[is_new].tolist(), stop[np.roll(is_new, -1)].tolist(), strict=True)
+        if isinstance(self.tokens, TokenFile):
+            return self.tokens.read(list(runs))
+        return np.concatenate([self.tokens[:0], *(self.tokens[a:b] for a, b in runs)])
+
+
+class _Pieces(NamedTuple):
+    """Pieces of documents in rows: the row of each, the document of the part, and where it is in the stream."""
+
+    row: np.ndarray
+    document: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
 
 
 def split_documents(tokens: Tokens, *, validation_fraction: float) -> tuple[TokenPart, TokenPart]:

@@ -70,6 +70,12 @@ class Source:
       files: the files, sorted by name.
       num_left_out: files of a folder that are not read: empty ones, binary ones among text, those of other formats.
       table: a `datasets.Dataset` in place of files, whose rows are read as lines of JSON are.
+
+    Example:
+      >>> _ = (folder / "a.txt").write_text("one text")
+      >>> source = zero.data.find_source(str(folder / "a.txt"), format="auto")
+      >>> source.name.endswith("a.txt")
+      True
     """
 
     name: str
@@ -97,6 +103,11 @@ def find_source(data: str, *, format: Format = "auto") -> Source:
 
     Raises:
       ValueError: there are none, all are empty or binary, formats are mixed, or one cannot be read.
+
+    Example:
+      >>> _ = (folder / "a.txt").write_text("one text")
+      >>> zero.data.find_source(str(folder / "a.txt"), format="auto").format
+      'text'
     """
     if data.startswith(HUB):
         table = open_hub(data, is_streamed=False)

@@ -25,7 +25,13 @@ _MAX_GROWTH = 1000  # of a text's length
 
 
 class Tokenizer(Protocol):
-    """Turns text into tokens and back."""
+    """Turns text into tokens and back.
+
+    Example:
+      >>> tokenizer = zero.data.load_tokenizer("bytes")
+      >>> tokenizer.decode(tokenizer.encode("zero")), tokenizer.vocab_size
+      ('zero', 256)
+    """
 
     @property
     def name(self) -> str:
@@ -192,6 +198,10 @@ def load_tokenizer(name: str | pathlib.Path) -> Tokenizer:
 
     Raises:
       ValueError: the file cannot be read, is no tokenizer, or has no end-of-document token.
+
+    Example:
+      >>> zero.data.load_tokenizer("bytes").encode("zero").tolist()
+      [122, 101, 114, 111]
     """
     if name == "bytes":
         return ByteTokenizer()

@@ -77,10 +77,6 @@ def _bits(eqn: Any, result: int) -> DimMap:
     return _of_first([dim if dim < min(before, after) else None for dim in range(after)])
 
 
-def _transposed(eqn: Any, _: int) -> DimMap:
-    return _of_first(eqn.params["permutation"])
-
-
 def _reshaped(eqn: Any, result: int) -> DimMap:
     """A dim of a run of its own maps to one; an equal block of the major dim of a run is a block of the entire run."""
     old, new = eqn.invars[0].aval.shape, eqn.outvars[result].aval.shape
@@ -173,10 +169,6 @@ def _leading(*own: int) -> Rule:
     return rule
 
 
-def _fft(eqn: Any, result: int) -> DimMap:
-    return _leading(len(eqn.params["fft_lengths"]))(eqn, result)
-
-
 def _triangular_solve(eqn: Any, result: int) -> DimMap:
     """Each column of the right side by itself, or each row."""
     kept, num_dims = list(_leading(2)(eqn, result).kept), _num_dims(eqn.invars[1])
@@ -232,7 +224,8 @@ def _gather(eqn: Any, _: int) -> DimMap:
 def _scatter(eqn: Any, _: int) -> DimMap:
     """A write: dims of which each update has everything, and those that indices and updates have, too."""
     numbers, (shape, _, updates) = eqn.params["dimension_numbers"], (atom.aval.shape for atom in eqn.invars)
-    windows, places = iter(numbers.update_window_dims), _rest(len(updates), numbers.update_window_dims)
+    windows, places = iter(numbers.update_window_dims), [*range(len(updates))]
+    places = [dim for dim in places if dim not in numbers.update_window_dims]
     pairs = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
     batched, kept = {dim: ((0, dim), (1, at), (2, places[at])) for dim, at in pairs}, list[tuple[Dim, ...]]()
     for dim, size in enumerate(shape):
@@ -242,10 +235,6 @@ def _scatter(eqn: Any, _: int) -> DimMap:
             window = next(windows)
             kept.append(((0, dim), (2, window)) if updates[window] == size else ())
     return DimMap(tuple(kept))
-
-
-def _rest(num_dims: int, dims: Sequence[int]) -> list[int]:
-    return [dim for dim in range(num_dims) if dim not in dims]
 
 
 def _each(names: str, kind: str, dims: Rule, **rest: Any) -> dict[str, Primitive]:
@@ -286,7 +275,7 @@ _TABLE: dict[str, Primitive] = {
     "broadcast_in_dim": Primitive(kind="broadcast", dims=_broadcast, linear="first"),
     "reshape": Primitive(kind="shape", dims=_reshaped, linear="first"),
     "squeeze": Primitive(kind="shape", dims=_without("dimensions"), linear="first"),
-    "transpose": Primitive(kind="shape", dims=_transposed, linear="first"),
+    "transpose": Primitive(kind="shape", dims=lambda eqn, _: _of_first(eqn.params["permutation"]), linear="first"),
     # Some of its elements, or all of them in another order or several times, or those of several operands.
     **_each("slice split", "part", _resized, linear="first"),
     "unstack": Primitive(kind="part", dims=_without("axis"), linear="first"),
@@ -323,7 +312,7 @@ _TABLE: dict[str, Primitive] = {
     "zero_attention": Primitive(kind="algebra", dims=_attention),
     "cholesky": Primitive(kind="algebra", dims=_leading(2)),
     "triangular_solve": Primitive(kind="algebra", dims=_triangular_solve),
-    "fft": Primitive(kind="algebra", dims=_fft),
+    "fft": Primitive(kind="algebra", dims=lambda eqn, i: _leading(len(eqn.params["fft_lengths"]))(eqn, i)),
     "approx_top_k": Primitive(kind="library", dims=_but("reduction_dimension")),
     **_each("eig eigh geqrf hessenberg lu qr schur svd symmetric_product tridiagonal", "factorization", _leading(2)),
     "householder_product": Primitive(kind="factorization", dims=_leading(2, 1)),

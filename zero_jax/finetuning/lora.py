@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from zero_jax.core.device_put import to_device
-from zero_jax.core.field_checks import check_fields
+from zero_jax.core.field_checks import brief, check_fields
 from zero_jax.core.tree import PyTree, key_shape, leaf_names, path_name, shown
 from zero_jax.core.variables import MODEL_STATE, Variables
 from zero_jax.finetuning.quantization import DEFAULT_BLOCK_SIZE, QuantizedWeight, built, dequantize, quantize
@@ -37,6 +37,7 @@ class Trained:
     """Stands in the frozen params for a leaf that is trained itself."""
 
 
+@brief
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lora:
     """Low-rank adapters for the leaves that rules choose: `W + alpha / rank * A @ B`, with `W` frozen.
@@ -56,6 +57,12 @@ class Lora:
         whose scales are quantized too) for the adapted ones, and bfloat16 for the others.
       train: patterns of leaves that are trained as they are, such as a new head.
       block_size: of quantized leaves, the number of elements along the first side that share a scale.
+
+    Example:
+      >>> lora = zero.Lora(rules={"up": "io"}, rank=4)
+      >>> adapters = lora.init(state.params, jax.random.key(0))
+      >>> {name: x.shape for name, x in adapters.params["up"].items()}
+      {'a': (64, 4), 'b': (4, 64)}
     """
 
     rules: Sequence[str] | Mapping[str, str]

@@ -36,6 +36,10 @@ def layout_options(folder: str | pathlib.Path) -> dict[str, str]:
 
     Args:
       folder: an empty folder, for one compile alone.
+
+    Example:
+      >>> sorted(zero.memory.layout_options(folder))
+      ['xla_dump_to']
     """
     return {"xla_dump_to": str(folder)}
 

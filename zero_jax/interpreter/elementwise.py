@@ -55,18 +55,6 @@ def _shift_right_logical(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.where(inside, shifted, 0).astype(unsigned.dtype).view(a.dtype)
 
 
-def _not(x: np.ndarray) -> np.ndarray:
-    return np.logical_not(x) if x.dtype == bool else np.invert(x)
-
-
-def _logistic(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
-
-
-def _rounded_away(x: np.ndarray) -> np.ndarray:
-    return np.copysign(np.floor(np.abs(x) + 0.5), x)
-
-
 def _leading_zeros(x: np.ndarray) -> np.ndarray:
     unsigned = x.view(f"u{x.dtype.itemsize}")
     count = np.full(x.shape, x.dtype.itemsize * 8, x.dtype)
@@ -92,10 +80,12 @@ ELEMENTWISE: Mapping[str, Callable[..., np.ndarray]] = {
     "abs": np.abs, "add": np.add, "and": np.bitwise_and, "atan2": np.arctan2, "cbrt": np.cbrt, "ceil": np.ceil,
     "complex": lambda real, imag: real + 1j * imag, "cosine": np.cos, "count-leading-zeros": _leading_zeros,
     "divide": _quotient, "erf": _erf, "exponential": np.exp, "exponential-minus-one": np.expm1, "floor": np.floor,
-    "imag": np.imag, "is-finite": np.isfinite, "log": np.log, "log-plus-one": np.log1p, "logistic": _logistic,
-    "maximum": np.maximum, "minimum": np.minimum, "multiply": np.multiply, "negate": np.negative, "not": _not,
+    "imag": np.imag, "is-finite": np.isfinite, "log": np.log, "log-plus-one": np.log1p,
+    "logistic": lambda x: 1 / (1 + np.exp(-x)),
+    "maximum": np.maximum, "minimum": np.minimum, "multiply": np.multiply, "negate": np.negative, "not": np.invert,
     "or": np.bitwise_or, "popcnt": _count_bits, "power": _power, "real": np.real, "remainder": _remainder,
-    "round-nearest-afz": _rounded_away, "round-nearest-even": np.rint, "rsqrt": lambda x: 1 / np.sqrt(x),
+    "round-nearest-afz": lambda x: np.copysign(np.floor(np.abs(x) + 0.5), x), "round-nearest-even": np.rint,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
     "select": _select, "shift-left": _shift_left, "shift-right-arithmetic": _shift_right_arithmetic,
     "shift-right-logical": _shift_right_logical, "sign": _sign, "sine": np.sin, "sqrt": np.sqrt,
     "subtract": np.subtract, "tan": np.tan, "tanh": np.tanh, "xor": np.bitwise_xor, "acos": np.arccos,

@@ -250,7 +250,6 @@ class Interpreter:
         return (sources, result) if phase and kind != "all-reduce" else result
 
     def _moved(self, kind: str, context: Context, x: np.ndarray) -> np.ndarray:
-        """Returns what a collective makes of one array."""
         if kind == "collective-permute":
             return permuted(x, context.attributes, self.num_devices)
         exchange = Exchange(context.instruction.line, self.num_devices)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.core.signatures import check_callable
+from zero_jax.core.signatures import check_callable, place_of
 from zero_jax.core.tree import PyTree, key_shape, shown
 from zero_jax.core.variables import MODEL_STATE, Variables, joined
 from zero_jax.program.jaxprs import stands_for, used_inputs
@@ -28,6 +28,7 @@ class ModelFunctions:
       eval_fn: the loss in evaluation (no dropout, running averages), for `zero.make_eval_step` and `zero.Trainer`; None
         where it is not known.
       merge: `merge(params, model_state=None)` returns the model with the params and the model state of a train state.
+      loss: where the loss on the model is written.
 
     Example:
       >>> from flax import nnx
@@ -41,6 +42,11 @@ class ModelFunctions:
     loss_fn: Callable[..., Any]
     eval_fn: Callable[..., Any] | None
     merge: Callable[..., Any]
+    loss: str = ""
+
+    def __repr__(self) -> str:
+        names = [field.name for field in dataclasses.fields(self) if callable(getattr(self, field.name))]
+        return f"ModelFunctions of {self.loss or place_of(self.loss_fn)}: {', '.join(names)}"
 
 
 def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = None) -> ModelFunctions:
@@ -93,7 +99,9 @@ def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = N
 
         return _with_parameters(function, call, has_state=has_state)
 
-    return ModelFunctions(init_fn=init_fn, loss_fn=loss_of(graphdef), eval_fn=loss_of(evaluated), merge=merge)
+    return ModelFunctions(
+        init_fn=init_fn, loss_fn=loss_of(graphdef), eval_fn=loss_of(evaluated), merge=merge, loss=place_of(loss)
+    )
 
 
 def from_linen(
@@ -194,7 +202,7 @@ def from_linen(
     has_state = isinstance(jax.eval_shape(init_fn, key_shape()), Variables)
     eval_fn = None if eval_loss is None else loss_of(_loss_on_model(eval_loss), updates=False)
     loss_fn = loss_of(function, rngs, updates=True)
-    return ModelFunctions(init_fn=init_fn, loss_fn=loss_fn, eval_fn=eval_fn, merge=merge)
+    return ModelFunctions(init_fn=init_fn, loss_fn=loss_fn, eval_fn=eval_fn, merge=merge, loss=place_of(loss))
 
 
 def _runs_without(module: Any, others: dict[str, Any], inputs: tuple[Any, ...], settings: dict[str, Any]) -> bool:
@@ -262,7 +270,11 @@ def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> 
     arrays, static = eqx.partition(shapes, is_array)
     has_state = bool(jax.tree.leaves((eqx.partition(arrays, is_param)[1], eqx.filter(state, is_array))))
     return ModelFunctions(
-        init_fn=init_fn, loss_fn=loss_of(lambda x: x), eval_fn=loss_of(eqx.nn.inference_mode), merge=merge
+        init_fn=init_fn,
+        loss_fn=loss_of(lambda x: x),
+        eval_fn=loss_of(eqx.nn.inference_mode),
+        merge=merge,
+        loss=place_of(loss),
     )
 
 

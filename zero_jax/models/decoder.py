@@ -234,7 +234,6 @@ def _attention(config: DecoderConfig, y_BTD: Array, params: Params, hooks: Hooks
 
 
 def _heads(config: DecoderConfig, y_BTD: Array, params: Params, window: bool) -> tuple[Array, Array, Array]:
-    """Returns queries, keys and values."""
     query_BTNH, key_BTKH, value_BTKH = (
         _projected(y_BTD, params, name).reshape(*y_BTD.shape[:2], -1, config.head_dim)
         for name in ("query", "key", "value")

@@ -210,7 +210,6 @@ class DecoderConfig:
         return stacks
 
     def _layer_shapes(self, num_experts: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the params of a layer with experts, or without."""
         d_model, head_dim = self.d_model, self.head_dim
         queries, keys = self.num_heads * head_dim, self.num_kv_heads * head_dim
         lead = (num_experts,) if num_experts else ()
@@ -246,7 +245,6 @@ class DecoderConfig:
 
     @property
     def _router_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the router's params, and of the experts that every token goes to."""
         shapes: dict[str, tuple[int, ...]] = {"router": (self.d_model, self.num_experts)}
         if self.routing is not None:
             shapes["router_bias"] = (self.num_experts,)

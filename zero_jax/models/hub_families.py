@@ -12,6 +12,7 @@ class Family:
     Attributes:
       architecture: the class of transformers.
       keys: keys of `config.json` by the names of `DecoderConfig`, where they are not those of Llama.
+      own: keys that Llama does not have, by the names of the same; `latent.key_rank` is a field of `latent`.
       aliases: keys by what Llama calls the same.
       defaults: what a missing key means, where that is not what it means for Llama.
       must_be: what a decoder cannot do, by key: the values that mean it is not asked for. An empty tuple: any will do.
@@ -26,6 +27,7 @@ class Family:
 
     architecture: str
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    own: Mapping[str, str] = dataclasses.field(default_factory=dict)
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     must_be: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
@@ -257,6 +259,19 @@ FAMILIES: dict[str, Family] = {
             "d_hidden": "moe_intermediate_size",
             "d_hidden_dense": "intermediate_size",
             "num_experts": "n_routed_experts",
+        },
+        own={
+            "latent.query_rank": "q_lora_rank",
+            "latent.key_rank": "kv_lora_rank",
+            "latent.rotary_dim": "qk_rope_head_dim",
+            "latent.value_dim": "v_head_dim",
+            "latent.interleaved": "rope_interleave",
+            "num_shared_experts": "n_shared_experts",
+            "num_dense_layers": "first_k_dense_replace",
+            "normalize_expert_weights": "norm_topk_prob",
+            "routing.num_groups": "n_group",
+            "routing.num_kept": "topk_group",
+            "routing.scale": "routed_scaling_factor",
         },
         defaults={
             "n_shared_experts": 1,

@@ -78,16 +78,6 @@ def _gemma(hf_config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, 
     return {"query_scale": scale} | {field: hf_config.get(key) for field, key in _CAPS.items()}
 
 
-def _qwen3_moe(hf_config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-    del sizes
-    return {"normalize_expert_weights": hf_config.get("norm_topk_prob", False)}
-
-
-def _gpt2(hf_config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-    del hf_config
-    return _equal_heads(sizes) | {"learned_positions": sizes["seq_len"]}
-
-
 def _gpt_neox(hf_config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
     has_bias = _switch(hf_config, "attention_bias")
     parallel = _switch(hf_config, "use_parallel_residual")
@@ -124,26 +114,17 @@ def _deepseek_v3(hf_config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict
             f"num_key_value_heads={short(hf_config['num_key_value_heads'])} is not supported: latent attention has "
             f"{sizes['num_heads']}, as many as query heads"
         )
-    latent = LatentAttention(
-        query_rank=hf_config["q_lora_rank"],
-        key_rank=hf_config["kv_lora_rank"],
-        rotary_dim=hf_config["qk_rope_head_dim"],
-        value_dim=hf_config["v_head_dim"],
-        interleaved=hf_config["rope_interleave"],
-    )
-    return {
+    own: dict[str, dict[str, Any]] = {}  # the fields of each record; those of the decoder itself under ""
+    for path, key in FAMILIES["deepseek_v3"].own.items():
+        record, _, name = path.rpartition(".")
+        own.setdefault(record, {})[name] = hf_config[key]
+    latent = LatentAttention(**own["latent"])
+    return own[""] | {
         "latent": latent,
         "num_kv_heads": sizes["num_heads"],
         "head_dim": hf_config["qk_nope_head_dim"] + latent.rotary_dim,
-        "num_shared_experts": hf_config["n_shared_experts"],
-        "num_dense_layers": hf_config["first_k_dense_replace"],
         "num_extra_tokens": _first(hf_config.get("num_nextn_predict_layers"), hf_config.get("num_mtp_layers"), 0),
-        "normalize_expert_weights": hf_config["norm_topk_prob"],
-        "routing": SigmoidRouting(
-            num_groups=hf_config["n_group"],
-            num_kept=hf_config["topk_group"],
-            scale=hf_config["routed_scaling_factor"],
-        ),
+        "routing": SigmoidRouting(**own["routing"]),
     }
 
 
@@ -166,8 +147,8 @@ def _switch(hf_config: Mapping[str, Any], key: str) -> bool:
 _OWN: dict[str, Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, Any]]] = {
     "gemma2": _gemma,
     "gemma3_text": _gemma,
-    "qwen3_moe": _qwen3_moe,
-    "gpt2": _gpt2,
+    "qwen3_moe": lambda hf_config, _: {"normalize_expert_weights": hf_config.get("norm_topk_prob", False)},
+    "gpt2": lambda _, sizes: _equal_heads(sizes) | {"learned_positions": sizes["seq_len"]},
     "gpt_neox": _gpt_neox,
     "falcon": _falcon,
     "deepseek_v3": _deepseek_v3,
@@ -195,7 +176,6 @@ def _sizes(hf_config: Mapping[str, Any], model_type: str) -> dict[str, int]:
 
 
 def _first(*values: Any) -> Any:
-    """Returns the first value that is not None."""
     return next((value for value in values if value is not None), None)
 
 
@@ -370,26 +350,16 @@ def _gpt_neox_settings(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _deepseek_v3_settings(config: DecoderConfig) -> dict[str, Any]:
-    latent, routing = config.latent, config.routing or SigmoidRouting()
-    assert latent is not None
-    return {
-        "intermediate_size": config.d_hidden_dense or config.d_hidden,
-        "num_key_value_heads": config.num_kv_heads,
-        "q_lora_rank": latent.query_rank,
-        "kv_lora_rank": latent.key_rank,
-        "qk_rope_head_dim": latent.rotary_dim,
-        "qk_nope_head_dim": config.head_dim - latent.rotary_dim,
-        "v_head_dim": latent.value_dim,
-        "rope_interleave": latent.interleaved,
-        "n_shared_experts": config.num_shared_experts,
-        "first_k_dense_replace": config.num_dense_layers,
-        "num_nextn_predict_layers": config.num_extra_tokens,
-        "norm_topk_prob": config.normalize_expert_weights,
-        "n_group": routing.num_groups,
-        "topk_group": routing.num_kept,
-        "routed_scaling_factor": routing.scale,
+    assert config.latent is not None
+    records = {"": config, "latent": config.latent, "routing": config.routing or SigmoidRouting()}
+    own = ((path.rpartition("."), key) for path, key in FAMILIES["deepseek_v3"].own.items())
+    return {key: getattr(records[record], name) for (record, _, name), key in own} | {
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
+        "intermediate_size": config.d_hidden_dense or config.d_hidden,
+        "num_key_value_heads": config.num_kv_heads,
+        "qk_nope_head_dim": config.head_dim - config.latent.rotary_dim,
+        "num_nextn_predict_layers": config.num_extra_tokens,
     }
 
 
@@ -403,7 +373,6 @@ _WRITE: dict[str, Callable[[DecoderConfig], dict[str, Any]]] = {
 
 
 def _model_type(config: DecoderConfig) -> str:
-    """Returns the family that a decoder is nearest to."""
     if config.latent is not None:
         return "deepseek_v3"
     if config.norm == "layer":

@@ -51,18 +51,10 @@ def generate_tokens(
     # Whatever is to the right of the last real token is never seen, because attention is causal.
     window_T = jnp.zeros(seq_len, jnp.int32).at[: prompt_T.size].set(prompt_T)
 
-    def choose(logits_V: Array, key: Array) -> Array:
-        if temperature == 0:
-            return jnp.argmax(logits_V).astype(jnp.int32)
-        if top_k is not None:
-            floor = jax.lax.top_k(logits_V, top_k)[0][-1]
-            logits_V = jnp.where(logits_V < floor, -jnp.inf, logits_V)
-        return jax.random.categorical(key, logits_V / temperature).astype(jnp.int32)
-
     def add_token(carry: tuple[Array, Array], key: Array) -> tuple[tuple[Array, Array], Array]:
         window_T, length = carry
         logits_V = apply(window_T[None])[0, length - 1].astype(jnp.float32)
-        token = choose(logits_V, key)
+        token = _choose(logits_V, key, temperature, top_k)
         is_full = length == seq_len
         window_T = jnp.where(is_full, jnp.roll(window_T, -1), window_T)
         length = jnp.where(is_full, length, length + 1)
@@ -70,3 +62,12 @@ def generate_tokens(
 
     _, tokens = jax.lax.scan(add_token, (window_T, jnp.int32(prompt_T.size)), jax.random.split(key, num_tokens))
     return tokens
+
+
+def _choose(logits_V: Array, key: Array, temperature: float, top_k: int | None) -> Array:
+    if temperature == 0:
+        return jnp.argmax(logits_V).astype(jnp.int32)
+    if top_k is not None:
+        floor = jax.lax.top_k(logits_V, top_k)[0][-1]
+        logits_V = jnp.where(logits_V < floor, -jnp.inf, logits_V)
+    return jax.random.categorical(key, logits_V / temperature).astype(jnp.int32)

@@ -17,6 +17,10 @@ class TensorName:
       part: `(start, stop, period)` for a param that shares its tensor with others: of each `period` features along the
         param's last dim the tensor has those from `start` to `stop` for this param. None: the tensor is of this param.
       first: what the first index of the leading dims is called: the first layer of a stack.
+
+    Example:
+      >>> zero.pretrained.TensorName("model.layers.{layer}.mlp.up_proj.weight", is_transposed=True).template
+      'model.layers.{layer}.mlp.up_proj.weight'
     """
 
     template: str

@@ -27,7 +27,7 @@ from zero_jax.transforms import resolve_remat
 _OFFLOADS = ("optimizer", "state", "all")
 # The policies to try by default, from most memory to least; less memory costs time or traffic. The model's own comes
 # last: it is left out where it equals one of the others.
-_REMATS = ("none", "dots", "full", "full_sharded", "full_offloaded", "own")
+_REMATS = ("none", "auto", "dots", "full", "full_sharded", "full_offloaded", "own")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,12 @@ class AutoPlan(Report):
       best: the plan of the best setting, or None.
       config: the `ZeroConfig` of the best setting, or None.
       reports: the plans of all compiled settings, those that the compiler refused included.
+
+    Example:
+      >>> quiet = {"stages": (3,), "max_compiles": 0, "log": lambda _: None}
+      >>> found = zero.plan_auto(loss_fn, init_fn, tx, batch=batch, topology="v5e:2x2", config=config, **quiet)
+      >>> found.best is None, found.ranking.num_compiled
+      (True, 0)
     """
 
     ranking: Ranking
@@ -100,7 +106,7 @@ def plan_auto(
       replicas: sizes of the axis `replica` to try; None tries all that divide.
       models: sizes of the axis `model` to try; None tries those within a host or along the dims of a torus, if the
         params have specs for that axis.
-      remats: names of remat policies to try, as for `ZeroConfig.remat`; None tries `none`, `dots`, `full`,
+      remats: names of remat policies to try, as for `ZeroConfig.remat`; None tries `none`, `auto`, `dots`, `full`,
         `full_sharded` where `model` is more than 1, `full_offloaded`, and the model's own where it is none of them.
       attentions: of `own` and `fused`, those to try, the plain one first; None tries `fused`, too, where the model
         computes attention by itself that the hardware has a kernel for.
@@ -122,6 +128,12 @@ def plan_auto(
     Raises:
       ValueError: an unknown topology, or a batch that no setting divides.
       Exception: what a loss function, or `init_fn`, raises when it is traced as it is, before the search.
+
+    Example:
+      >>> quiet = {"stages": (3,), "max_compiles": 0, "log": lambda _: None}
+      >>> found = zero.plan_auto(loss_fn, init_fn, tx, batch=batch, topology="v5e:2x2", config=config, **quiet)
+      >>> found.ranking.best.stage
+      3
     """
     tried = {
         "stages": stages,
@@ -168,9 +180,14 @@ def plan_auto(
     return AutoPlan(
         ranking=ranking,
         best=reports.get(best) if best else None,
-        config=apply_setting(best, job, policies).config if best else None,
+        config=_config(apply_setting(best, job, policies).config, reports.get(best)) if best else None,
         reports=reports,
     )
+
+
+def _config(config: ZeroConfig, report: PlanReport | None) -> ZeroConfig:
+    """Returns the config of a plan, with the budget of what its blocks keep."""
+    return dataclasses.replace(config, remat=report.values.policy_name) if report and report.values else config
 
 
 def _space(estimator: Estimator, tried: Mapping[str, Any]) -> tuple[Space, str]:

@@ -16,11 +16,30 @@ _MAX_LINES = 6
 
 
 class CompilerCrash(RuntimeError):
-    """Raised if the compiling process ends without a result: it crashed, was killed, or took too long."""
+    """Raised if the compiling process ends without a result: it crashed, was killed, or took too long.
+
+    Example:
+      >>> try:
+      ...     report = zero.plan(loss_fn, init_fn, tx, batch=batch, topology="v5e:2x2", config=config, log=str)
+      ... except zero.CompilerCrash as error:  # another stage or batch may compile
+      ...     print(error)
+      >>> report.stage
+      3
+    """
 
 
 class ModelError(RuntimeError):
-    """Raised if a function of the model raises; the message has its error and the lines of the model."""
+    """Raised if a function of the model raises; the message has its error and the lines of the model.
+
+    Example:
+      >>> def broken(params, batch):
+      ...     return params["sideways"].sum()
+      >>> try:
+      ...     zero.plan(broken, init_fn, tx, batch=batch, topology="v5e:2x2", config=config, log=lambda _: None)
+      ... except zero.ModelError as error:
+      ...     print(str(error).splitlines()[0])
+      the model raised KeyError: 'sideways'
+    """
 
 
 class SettingRefused(ValueError):

@@ -24,8 +24,17 @@ from zero_jax.sharding import topology
 from zero_jax.sharding.mesh import axis_size, make_mesh
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.sharding.stages import sharded_groups
-from zero_jax.training import MeshLoss, Offload, StepLoss, ZeroConfig, abstract_state, step_options
-from zero_jax.transforms import Remat, Roofline, resolve_remat
+from zero_jax.training import (
+    MEMORY_ROOM,
+    MeshLoss,
+    Offload,
+    StepLoss,
+    ZeroConfig,
+    abstract_state,
+    step_options,
+    value_costs,
+)
+from zero_jax.transforms import BlockCosts, Remat, Roofline, choose_values, resolve_remat
 
 _SUM_BYTES = 4  # gradients are summed over microbatches in float32
 _SECONDS_BETWEEN_LINES = 2
@@ -105,6 +114,7 @@ class Estimator:
         self.sizes = functools.cache(self._sizes)
         self.offloaded = functools.cache(self._offloaded)
         self.trace = functools.cache(self._trace)
+        self.value_costs = functools.cache(self._value_costs)
         self.links = functools.cache(lambda **axes: Links(make_mesh(devices=self.devices, **axes), parsed))
         self.step = functools.cache(functools.partial(StepEstimate, self))
 
@@ -119,15 +129,22 @@ class Estimator:
         sizes = memory.estimate(state, mesh=mesh, config=self.config, tx=self.job.tx)
         return sizes, sizes.by_group["params"] / sizes.param_bytes
 
-    def _trace(self, remat: str, model: int, attention: str) -> LossTrace:
-        """Traces the loss of the global batch on `model` devices."""
+    def _trace(self, name: str, model: int, attention: str, remat: str | Remat = "") -> LossTrace:
+        """Traces the loss of the global batch on `model` devices, with the remat policy of a name or another one."""
         if time.monotonic() > self.logged_at + _SECONDS_BETWEEN_LINES:
-            self.log(f"tracing the loss with remat={remat}, model={model}, attention={attention}")
+            self.log(f"tracing the loss with remat={name}, model={model}, attention={attention}")
             self.logged_at = time.monotonic()
-        policy, mesh = self.policies[remat], self.mesh(model)
-        config = dataclasses.replace(self.config, remat=policy.remat, attention=attention)
+        policy, mesh = self.policies[name], self.mesh(model)
+        config = dataclasses.replace(self.config, remat=remat or policy.remat, attention=attention)
         params = jax.eval_shape(self.job.init_fn, key_shape())
         return trace_loss(policy.loss_fn, params, self.job.batch, mesh=mesh, config=config)
+
+    def _value_costs(self, name: str, model: int, attention: str) -> tuple[BlockCosts, ...]:
+        """Returns what the values of the blocks cost, of the global batch on `model` devices."""
+        config, mesh = dataclasses.replace(self.config, remat="full", attention=attention), self.mesh(model)
+        params = jax.eval_shape(self.job.init_fn, key_shape())
+        loss = StepLoss.of(self.policies[name].loss_fn, params, mesh=mesh, config=config)
+        return value_costs(loss, params, self.job.batch)
 
     def check(self, model: int) -> None:
         """Traces the loss functions as they are, without remat, on `model` devices; raises what they raise."""
@@ -178,7 +195,9 @@ class Estimator:
         """Returns the policies that equal an earlier one in memory and traffic, with the name of that one."""
         figures: dict[str, tuple[float, ...]] = {}
         same: dict[str, str] = {}
-        for name in self.policies:
+        for name, policy in self.policies.items():
+            if resolve_remat(policy.remat).policy == "auto":  # what it keeps is another with each setting
+                continue
             try:
                 with refusing():
                     traces = [self.trace(name, model, attention) for attention in attentions]
@@ -247,10 +266,21 @@ class StepEstimate:
         reduced = self.num_params * self.reduced_bytes
         self.moved_bytes = self.num_params * gathers * self.sizes.param_bytes, reductions * reduced
 
-    @property
+    @functools.cached_property
     def traced(self) -> LossTrace:
-        """The trace of the loss."""
-        return self.model.trace(self.setting.remat, self.setting.model, self.setting.attention)
+        """The trace of the loss, of `auto` with the values that this setting has memory for."""
+        model, key = self.model, (self.setting.remat, self.setting.model, self.setting.attention)
+        remat = resolve_remat(model.policies[self.setting.remat].remat)
+        if remat.policy != "auto":
+            return model.trace(*key)
+        costs, num_parts = model.value_costs(*key), self.num_parts * self.k
+        budget_gb = remat.budget_gb
+        if budget_gb is None:
+            taken = self.state_bytes + self.grad_bytes + self.other_bytes_of(model.trace(*key, Remat(policy="full")))
+            inputs = sum(block.input_bytes for block in costs) / num_parts
+            budget_gb = max((1 - MEMORY_ROOM) * model.hardware.usable_bytes - taken + inputs, 0) / 1e9
+        of_all = dataclasses.replace(remat, budget_gb=budget_gb * num_parts)
+        return model.trace(*key, choose_values(costs, of_all, mesh=model.mesh(self.setting.model)).remat)
 
     @property
     def links(self) -> Links:
@@ -293,9 +323,13 @@ class StepEstimate:
         """Bytes of activations and gathered params."""
         if self.model.temporaries is not None:
             return self.model.temporaries(self.setting)
-        gathered = self.traced.param_bytes if "params" in self.groups else 0.0
+        return self.other_bytes_of(self.traced)
+
+    def other_bytes_of(self, traced: LossTrace) -> float:
+        """Returns the bytes of activations and gathered params by a trace of the loss."""
+        gathered = traced.param_bytes if "params" in self.groups else 0.0
         gathered *= 2 if self.setting.overlap and self.model.has_overlap else 1  # the next layer's arrive beside them
-        return self.traced.peak_bytes / (self.num_parts * self.k) + gathered
+        return traced.peak_bytes / (self.num_parts * self.k) + gathered
 
     @property
     def seconds(self) -> float:
@@ -309,11 +343,11 @@ class StepEstimate:
         compute += roofline.moved_seconds(self.coded_bytes)
         waits = roofline.exposed_seconds(self.data_seconds, compute) + self.model_seconds
         step = max(compute + waits, roofline.host_seconds(self.traced.residuals.host_bytes / self.num_parts))
-        # The update fetches and writes back at once, on GPUs three of four times (docs/offload.md). Params are fetched
+        # The update fetches and writes back at once, on GPUs one after the other (docs/offload.md). Params are fetched
         # for each use, which waits for them.
         on_host, updated = self.host_bytes, 0.0
         if setting.offload != "model_state":
-            updated = on_host * (4 / 3 if hardware.platform == "cuda" else 1)
+            updated = on_host * (2 if hardware.platform == "cuda" else 1)
         if setting.offload == "all":
             on_host -= self.model.step(dataclasses.replace(setting, offload="optimizer")).host_bytes
         fetched = on_host if setting.offload in ("all", "model_state") else 0.0

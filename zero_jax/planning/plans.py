@@ -65,6 +65,11 @@ def plan(
       ValueError: an unknown topology, a compiler that is not installed, a mesh or batch that does not divide.
       ModelError: a function of the model raised in the compiler's process; the message names its lines.
       CompilerCrash: the compiler's process ended without a result.
+
+    Example:
+      >>> report = zero.plan(loss_fn, init_fn, tx, batch=batch, topology="v5e:2x2", config=config, log=lambda _: None)
+      >>> report.fits, report.num_devices
+      (True, 4)
     """
     options = CompileOptions(**compiling)
     job = make_job(
@@ -101,6 +106,12 @@ class LayoutPlans(Report):
     Attributes:
       plans: the plans by the sizes of the mesh axes that carry `data`.
       chosen: the layout that `make_mesh` chooses.
+
+    Example:
+      >>> quiet = {"layouts": [(4,)], "log": lambda _: None}
+      >>> found = zero.plan_layouts(loss_fn, init_fn, tx, batch=batch, topology="v5e:2x2", config=config, **quiet)
+      >>> found.plans[found.best].fits
+      True
     """
 
     plans: Mapping[Layout, PlanReport]
@@ -161,6 +172,12 @@ def plan_layouts(
 
     Raises:
       ValueError: as `plan` does.
+
+    Example:
+      >>> quiet = {"layouts": [(4,)], "log": lambda _: None}
+      >>> found = zero.plan_layouts(loss_fn, init_fn, tx, batch=batch, topology="v5e:2x2", config=config, **quiet)
+      >>> found.best
+      (4,)
     """
     check_arguments(layouts=layouts)
     options = CompileOptions(**compiling)

@@ -28,8 +28,9 @@ from zero_jax.core.files.user_cache import cache_folder
 from zero_jax.core.signatures import check_arguments
 from zero_jax.planning.errors import CompilerCrash
 from zero_jax.planning.job import Job
+from zero_jax.planning.kept_values import report_on
 from zero_jax.planning.key import program_settings
-from zero_jax.planning.report import PlanReport, make_report
+from zero_jax.planning.report import PlanReport
 from zero_jax.sharding.topology import missing_compiler, parse
 
 # The files that the process reads and writes, in a folder of their own.
@@ -71,7 +72,7 @@ class CompileOptions:
 
 def compile_plan(job: Job, options: CompileOptions) -> PlanReport:
     """Compiles a job, in another process if the options say so, and reports on the program; raises as `call_for`."""
-    return call_for(make_report, job, {"name": options.name, "cache": options.cache_path}, options)
+    return call_for(report_on, job, {"name": options.name, "cache": options.cache_path}, options)
 
 
 def call_for(work: Callable[..., Any], job: Job, arguments: Mapping[str, Any], options: CompileOptions) -> Any:
@@ -86,12 +87,12 @@ def call_for(work: Callable[..., Any], job: Job, arguments: Mapping[str, Any], o
       CompilerCrash: the process ended without a result.
       KeyboardInterrupt: raised again after the process was killed.
     """
+    if options.own_process:
+        with extra("plan"):
+            import cloudpickle
     where = f"{options.name} on {job.topology}"
     if not options.own_process:
         return work(job, **arguments, on_phase=lambda phase: options.log(f"{where}: {phase}"))
-    with extra("plan"):
-        import cloudpickle
-
     hardware = parse(job.topology).hardware
     missing = missing_compiler(hardware)
     if missing:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from zero_jax.analysis import comms, memory, trace_step_loss
+from zero_jax.analysis import comms, memory
 from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.core.tree import PyTree
 from zero_jax.hlo import Program
@@ -23,13 +23,15 @@ from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import precision_name
 from zero_jax.sharding.spec import carries, dims_of
 from zero_jax.sharding.topology import parse
-from zero_jax.training import CompilerOption, StepLoss, StepOptions, TrainState, trained_params
-from zero_jax.transforms import AttentionReport, attention_report, resolve_remat, training_flops
+from zero_jax.training import CompilerOption, StepLoss, StepOptions, TrainState, trace_step_loss, trained_params
+from zero_jax.transforms import AttentionReport, ValueChoice, attention_report, resolve_remat, training_flops
 
 # JAX gives a GPU program this share of the memory by default.
 _DEFAULT_GPU_SHARE = 0.75
 # Traffic below this multiple of the ideal is not explained, and this many reasons are given.
 _NEAR_IDEAL, _MAX_EXCESS = 1.02, 3
+# A program that needs more of the memory, and whose collectives wait for more of their time, is said to be too full.
+_FULL, _WAITING = 0.97, 0.8
 # More rows of attention are not shown.
 _MAX_ATTENTIONS = 8
 
@@ -65,6 +67,12 @@ class PlanReport(Report):
       refusal: the compiler's error where it refused the program for its memory, else ''.
       compiler_options: those of the step, each with what it is for.
       notes: further things to know.
+      values: with `remat="auto"` the values that blocks could keep, and what is kept of them.
+
+    Example:
+      >>> report = zero.plan(loss_fn, init_fn, tx, batch=batch, topology="v5e:2x2", config=config, log=lambda _: None)
+      >>> report.fits, report.needed_bytes < report.usable_bytes
+      (True, True)
     """
 
     name: str
@@ -91,6 +99,7 @@ class PlanReport(Report):
     refusal: str = ""
     compiler_options: tuple[CompilerOption, ...]
     notes: tuple[str, ...]
+    values: ValueChoice | None = None
 
     @property
     def num_devices(self) -> int:
@@ -127,7 +136,7 @@ class PlanReport(Report):
 
     def to_json(self) -> dict[str, Any]:
         """Returns all of it as plain data."""
-        parts = ("memory", "comms", "memory_estimate", "comms_estimate", "attention")
+        parts = ("memory", "comms", "memory_estimate", "comms_estimate", "attention", "values")
         return {
             **vars(self),
             "num_devices": self.num_devices,
@@ -145,7 +154,8 @@ class PlanReport(Report):
 
     def text(self, tokens: float | None = None) -> str:
         """Returns the page; `tokens` are as for `summary`."""
-        return "\n\n".join((self.summary(tokens), self._memory_text(), self._comms_text()))
+        values = [f"values that blocks could keep\n{self.values}"] if self.values else []
+        return "\n\n".join((self.summary(tokens), *values, self._memory_text(), self._comms_text()))
 
     def summary(self, tokens: float | None = None) -> str:
         """Returns the answer in some lines, without the tables; `tokens` are those of a training to estimate."""
@@ -291,7 +301,7 @@ def make_report(
         from_cache=program.from_cache,
         refusal=program.message,
         compiler_options=options.options,
-        notes=_notes(job, mesh, state, options, program, measured),
+        notes=_notes(job, mesh, state, options, program, measured, time),
     )
 
 
@@ -325,7 +335,13 @@ def _tokens(job: Job) -> tuple[int, str]:
 
 
 def _notes(
-    job: Job, mesh: Mesh, state: Any, options: StepOptions, program: CompiledText, measured: memory.MemoryReport | None
+    job: Job,
+    mesh: Mesh,
+    state: Any,
+    options: StepOptions,
+    program: CompiledText,
+    measured: memory.MemoryReport | None,
+    time: TimeEstimate | None,
 ) -> tuple[str, ...]:
     """Returns what else to know of a job, and of its program if the compiler made one."""
     notes, hardware = [], parse(job.topology).hardware
@@ -351,6 +367,13 @@ def _notes(
     if hardware.platform == "cuda" and _DEFAULT_GPU_SHARE * total < needed <= hardware.usable_bytes:
         share = f"{max(math.ceil(100 * needed / total) / 100, 0.76):.2f}"
         notes.append(f"JAX uses 75% of a GPU's memory by default: set XLA_PYTHON_CLIENT_MEM_FRACTION={share}")
+    waits = time is not None and 0 < _WAITING * time.collective_seconds < time.exposed_seconds
+    if waits and job.config.overlap and needed > _FULL * hardware.usable_bytes:
+        notes.append(
+            f"collectives are not overlapped: the program is at {needed / hardware.usable_bytes:.1%} of memory, where "
+            "the compiler's scheduler has no room to start them early: keep less (remat='auto' leaves room, 'full' "
+            "most), or take more microbatches"
+        )
     if measured is not None and measured.host_bytes:
         capacity_bytes, host_bytes = hardware.host_memory_bytes, format_bytes(measured.host_bytes)
         assumed = f"of {hardware.name} hosts {host_memory(capacity_bytes)}"

@@ -140,6 +140,10 @@ def lora_rules(like: Like, targets: str | Sequence[str]) -> dict[str, str]:
 
     Raises:
       ValueError: a name of no module that has a matrix.
+
+    Example:
+      >>> zero.lora_rules(DECODERS["llama-3-8b"], "q_proj,v_proj")
+      {'blocks/query': 'sio', 'blocks/value': 'sio'}
     """
     check_arguments(like=like, targets=targets.split(",") if isinstance(targets, str) else targets)
     decoder = _Decoder.of(like)
@@ -169,6 +173,10 @@ class LoadedAdapters:
     Attributes:
       lora: which leaves are adapted, and how; its `alpha` is that of the folder, or makes the same scale.
       adapters: their arrays by leaf, on the host in float32, as `Lora.init` makes them.
+
+    Example:
+      >>> zero.load_peft(peft, shape).lora.alpha
+      16.0
     """
 
     lora: Lora
@@ -200,6 +208,11 @@ def load_peft(
     Raises:
       ValueError: no such files, a kind of adapters or a setting that `Lora` does not have, or tensors that are missing,
         left over or of another shape, as of another model.
+
+    Example:
+      >>> loaded = zero.load_peft(peft, shape)  # peft: a folder with adapter_config.json
+      >>> loaded.lora.rank, sorted(loaded.adapters)
+      (4, ['blocks/query'])
     """
     check_arguments(folder=folder, like=like)
     path, decoder = user_path(folder), _Decoder.of(like)
@@ -299,6 +312,12 @@ def save_peft(
     Raises:
       ValueError: adapters of other shapes, ones that PEFT has no form for (of experts, of a table that is the head), a
         folder with something in it, or no space.
+
+    Example:
+      >>> lora = zero.Lora(rules=zero.lora_rules(shape, "q_proj"), rank=4)
+      >>> adapters = lora.init(decoder.init(shape, jax.random.key(0)), jax.random.key(1))
+      >>> zero.save_peft(folder / "adapters", adapters, lora, shape).num_tensors
+      4
     """
     check_arguments(folder=folder, like=like, lora=lora, dtype=dtype)
     decoder = _Decoder.of(like)

@@ -41,6 +41,10 @@ class HFModel:
       hf_config: the content of its `config.json`.
       config: the shape of the decoder.
       leaves: the tensors of each param, by its path.
+
+    Example:
+      >>> zero.pretrained.open_hf(hf).hf_config["model_type"]
+      'llama'
     """
 
     folder: str
@@ -77,6 +81,11 @@ class Pretrained(Report):
       config: the config to go on with: the one given, with the specs of the axis `model` where the mesh has one.
       loss_fn: `loss_fn(params, batch) -> (loss, aux)`; a batch has `inputs` and `targets` `[batch, seq_len]`, and maybe
         `weights` and `segments`.
+
+    Example:
+      >>> model = zero.load_hf(hf, mesh=mesh, config=config)
+      >>> model.apply(model.params, jnp.array([[1, 2, 3]])).shape
+      (1, 3, 64)
     """
 
     source: HFModel
@@ -187,6 +196,10 @@ def open_hf(folder: str | os.PathLike[str], *, seq_len: int | None = None) -> HF
     Raises:
       ValueError: a family or setting that the decoder does not have, or tensors that are missing, left over, mis-shaped
         or cut off.
+
+    Example:
+      >>> zero.pretrained.open_hf(hf).config.num_layers
+      2
     """
     hf_config, config = read_config(folder), read_decoder(folder, seq_len=seq_len)
     names = tensor_names(config, model_type=hf_config["model_type"])
@@ -220,6 +233,11 @@ def load_hf(
 
     Raises:
       ValueError: as `open_hf`.
+
+    Example:
+      >>> model = zero.load_hf(hf, mesh=mesh, config=config)  # hf: a folder with config.json and *.safetensors
+      >>> model.params["blocks"]["query"].shape
+      (2, 32, 32)
     """
     check_arguments(folder=folder, mesh=mesh, config=config, seq_len=seq_len, dtype=dtype)
     with Agreement(lambda failed: ValueError(f"process {failed} cannot read {os.fspath(folder)}: see its log")):

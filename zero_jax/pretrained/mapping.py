@@ -5,18 +5,22 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.device_put import aligned_empty
 from zero_jax.core.files.safetensors import StoredTensor, cast_values
 from zero_jax.core.text_tables import printable
 from zero_jax.models.tensor_name import TensorName
 
 Index = tuple[slice, ...]
 _READABLE = ("float32", "float16", "bfloat16")
+_NUM_THREADS = 4  # that copy tensors at once; NumPy copies without the lock of the interpreter
+_STRIP = 128  # elements of a strip that is transposed
 _SHOWN = 4
 _MAX_TENSORS = 1 << 20  # of a param
 _MAX_MISSING = 10_000  # more than that are counted, and not named
@@ -42,9 +46,15 @@ class LeafTensors:
 
     def read(self, index: Index, dtype: Any) -> np.ndarray:
         """Reads a slice of the param as a new array; no other part of the files is read."""
-        out = np.empty([len(range(*at.indices(size))) for at, size in zip(index, self.shape, strict=True)], dtype)
-        for position, tensor, tensor_index in self._parts(index):
-            out[position] = self._view(tensor, "r")[self._features(tensor_index)]
+        out = aligned_empty([len(range(*at.indices(size))) for at, size in zip(index, self.shape, strict=True)], dtype)
+
+        def copy(part: tuple[tuple[int, ...], StoredTensor, Index]) -> None:
+            position, tensor, tensor_index = part
+            _copy(self._view(tensor, "r")[self._features(tensor_index)], out[*position, ...])
+
+        with ThreadPoolExecutor(_NUM_THREADS) as threads:
+            for _ in threads.map(copy, self._parts(index)):
+                pass
         return out
 
     def write(self, index: Index, values: np.ndarray) -> None:
@@ -80,6 +90,16 @@ class LeafTensors:
         start, stop, period = self.name.part
         features = np.arange(self.shape[-1])[index[-1]]
         return (*index[:-1], features // (stop - start) * period + start + features % (stop - start))
+
+
+def _copy(source: np.ndarray, target: np.ndarray) -> None:
+    """Copies an array to a contiguous one; what is transposed in strips, or most elements would be cache misses."""
+    if source.ndim < 2 or source.strides[0] >= source.strides[1]:
+        target[...] = source
+        return
+    step = max(1, _STRIP // max(1, math.prod(source.shape[2:])))
+    for start in range(0, source.shape[1], step):
+        target[:, start : start + step] = source[:, start : start + step]
 
 
 def tensor_shape(path: str, shape: tuple[int, ...], name: TensorName) -> tuple[int, ...]:

@@ -42,7 +42,13 @@ _FLOATS = ("float32", "float16", "bfloat16")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedHF(Report):
-    """A folder that was written, with the number and bytes of its tensors."""
+    """A folder that was written, with the number and bytes of its tensors.
+
+    Example:
+      >>> saved = zero.save_hf(folder / "model", decoder.init(shape, jax.random.key(0)), shape)
+      >>> saved.num_tensors
+      21
+    """
 
     folder: str
     num_files: int
@@ -107,6 +113,11 @@ def save_hf(
 
     Raises:
       ValueError: the folder has something in it or is below a checkpoint, other params, a shape of no family, no space.
+
+    Example:
+      >>> params = decoder.init(shape, jax.random.key(0))
+      >>> zero.save_hf(folder / "model", params, shape).num_tensors
+      21
     """
     check_arguments(folder=folder, like=like, dtype=dtype, max_file_bytes=max_file_bytes)
     source = like.source if isinstance(like, Pretrained) else like

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from jax.interpreters import ad, partial_eval
 
 from zero_jax.core.extras import pip_install
 
+_PACKAGE = f"{os.path.dirname(os.path.dirname(__file__))}{os.sep}"
 _MAX_FRAMES = 32  # in which a line of the model's is looked for
 OLDEST_JAX, NEWEST_JAX = (0, 10), (0, 12)  # the releases that the tests run on, and those in between
 
@@ -163,8 +165,13 @@ def source_line(eqn: JaxprEqn) -> str:
 def model_line(eqn: JaxprEqn) -> str:
     """Returns `file:line (function)` of the model's code that an equation came from, not of a library that it uses."""
     lines = source_info_util.summarize(eqn.source_info, num_frames=_MAX_FRAMES).splitlines()
-    own = (line for line in reversed(lines) if "-packages" not in line)  # of `site-packages`, `dist-packages`
-    return next(own, "") or source_line(eqn)
+    return next(filter(_is_model, reversed(lines)), "") or source_line(eqn)
+
+
+def _is_model(line: str) -> bool:
+    """Tells whether a line is in no library: not in `site-packages` or `dist-packages`, nor zero_jax's own."""
+    is_own = line.startswith(_PACKAGE) and not line.startswith(f"{_PACKAGE}models")
+    return "-packages" not in line and not is_own
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:

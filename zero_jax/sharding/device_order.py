@@ -35,19 +35,12 @@ def order_devices(
                 f"not to data={sizes['data']}: give sizes whose product is that"
             )
     stages = _stages(devices, sizes.get("pipe", 1))
-    layout, first = _in_one_stage(stages[0], sizes, data_layout)
+    layout, first = _over_domains(stages[0], sizes, data_layout) or _in_one_domain(stages[0], sizes, data_layout)
     # Stages of the same form are laid out alike, so that what a device sends goes to a neighbour.
     numbers = {device: i for i, device in enumerate(stages[0])}
     order = [numbers[device] for device in first.flat]
     grids = [np.array([stage[i] for i in order], dtype=object).reshape(first.shape) for stage in stages]
     return layout, np.stack(grids, axis=-2)
-
-
-def _in_one_stage(
-    devices: list[Any], sizes: Mapping[str, int], data_layout: Sequence[int] | None
-) -> tuple[tuple[int, ...], np.ndarray]:
-    levels = _over_domains(devices, sizes, data_layout)
-    return _in_one_domain(devices, sizes, data_layout) if levels is None else levels
 
 
 def _stages(devices: list[Any], num_stages: int) -> list[list[Any]]:

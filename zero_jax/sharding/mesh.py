@@ -193,7 +193,12 @@ def axis_size(mesh: Mesh, axes: Sequence[str]) -> int:
 
 
 def batch_sharding(mesh: Mesh, axes: Axes | None = None) -> NamedSharding:
-    """Returns the sharding of a batch: its leading dim over `replica` and `data`."""
+    """Returns the sharding of a batch: its leading dim over `replica` and `data`.
+
+    Example:
+      >>> zero.batch_sharding(mesh).spec
+      P(('replica', 'data'),)
+    """
     if axes is not None and not isinstance(axes, Axes):
         raise ValueError(f"axes={shown(axes)}: leave it out, or give what `axes_of(mesh)` returns")
     return NamedSharding(mesh, PartitionSpec((axes or axes_of(mesh)).batch))

@@ -142,7 +142,6 @@ def _spec(
 def _axes(
     path: str, name: str, used: set[str], rules: list[tuple[str, Any]], *, mesh: Mesh, others: list[str]
 ) -> tuple[str, ...]:
-    """Returns the mesh axes that a name stands for."""
     known = [axes for logical, axes in rules if logical == name]
     for axes in known:
         chosen = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.core.close_match import did_you_mean
-from zero_jax.core.field_checks import check_fields
+from zero_jax.core.field_checks import brief, check_fields
 from zero_jax.core.tree import PyTree
 
 
+@brief
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:
     """Dynamic loss scaling (Micikevicius et al., "Mixed Precision Training", section 3.2).
@@ -56,6 +57,7 @@ def floating_dtype(value: Any) -> Any:
     return dtype if jnp.issubdtype(dtype, jnp.floating) else None
 
 
+@brief
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision:
     """The dtypes of a train step; None leaves a leaf's dtype as `init_fn` made it.

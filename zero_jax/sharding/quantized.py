@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from zero_jax.core.close_match import did_you_mean
-from zero_jax.core.field_checks import check_value
+from zero_jax.core.field_checks import brief, check_value
 from zero_jax.core.tree import shown
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.mesh import Axes, axis_size
@@ -35,6 +35,7 @@ SCALE_DTYPE = jnp.bfloat16
 LARGEST_BLOCK, SMALLEST_BLOCK = 128, 32
 
 
+@brief
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantize:
     """What a train step sends quantized: gathers of params (qwZ) and the sums of gradients over devices (qgZ).
@@ -298,7 +299,6 @@ def check_leaves(quantize: Quantize | None, leaves: Sequence[LeafPlacement], *, 
 
 
 def _block(extent: int, block_size: int | None, step: int) -> int:
-    """Returns the elements of a block along a dim, 0 if it has none."""
     if block_size is not None:
         return block_size if extent and extent % block_size == 0 else 0
     sizes = (size for size in range(LARGEST_BLOCK, SMALLEST_BLOCK - 1, -1) if extent % size == 0 and size % step == 0)

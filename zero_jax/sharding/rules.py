@@ -84,28 +84,22 @@ class _Placer:
 
     def place_like(self, name: str, leaf: Any, params: Mapping[str, LeafPlacement]) -> LeafPlacement:
         """Places a leaf like the param whose path is the end of the leaf's path, else by its own shape."""
-        parts = name.split("/")
-        for start in range(len(parts) + 1):
-            param = params.get("/".join(parts[start:]))
-            if param is None:
-                continue
-            if param.shape == tuple(leaf.shape):
-                num_bytes = math.prod(leaf.shape) * leaf.dtype.itemsize
-                return dataclasses.replace(param, path=name, dtype=str(leaf.dtype), num_bytes=num_bytes)
-            more = len(leaf.shape) - len(param.shape)
-            is_stack = more > 0 and tuple(leaf.shape[more:]) == param.shape  # as the memories of lbfgs
-            is_sharded = carries(param.dims, self.axes.data) and not param.pipe
-            if is_stack and is_sharded and not self.overrides.matches(name):
-                num_bytes = math.prod(leaf.shape) * leaf.dtype.itemsize
-                of_leaf = {"path": name, "shape": tuple(leaf.shape), "dtype": str(leaf.dtype), "num_bytes": num_bytes}
-                return dataclasses.replace(param, **of_leaf, dims=((),) * more + param.dims)
-            added = [axis for axis in self.axes.data if axis not in param.pipe]
-            common = _common_dims(without(param.dims, added), param.shape, tuple(leaf.shape))
-            return self.place(name, leaf, common)
-        return self.place(name, leaf, None)
+        parts, shape = name.split("/"), tuple(leaf.shape)
+        ends = ("/".join(parts[start:]) for start in range(len(parts) + 1))
+        param = next((params[end] for end in ends if end in params), None)
+        if param is None:
+            return self.place(name, leaf, None)
+        more = len(shape) - len(param.shape)
+        is_stack = more > 0 and shape[more:] == param.shape  # as the memories of lbfgs
+        is_sharded = carries(param.dims, self.axes.data) and not param.pipe
+        if shape == param.shape or (is_stack and is_sharded and not self.overrides.matches(name)):
+            num_bytes = math.prod(shape) * leaf.dtype.itemsize
+            of_leaf = {"path": name, "shape": shape, "dtype": str(leaf.dtype), "num_bytes": num_bytes}
+            return dataclasses.replace(param, **of_leaf, dims=((),) * more + param.dims)
+        added = [axis for axis in self.axes.data if axis not in param.pipe]
+        return self.place(name, leaf, _common_dims(without(param.dims, added), param.shape, shape))
 
     def checked(self, name: str, shape: tuple[int, ...], spec: Any) -> Dims:
-        """Returns the dims of a spec; raises `ValueError` if it does not fit the leaf or the mesh."""
         dims = checked_dims(f"leaf {name!r}", spec, shape, self.mesh)
         used = [axis for dim_axes in dims for axis in dim_axes]
         if len(set(used)) < len(used):
@@ -279,7 +273,6 @@ def _by_path(placements: PyTree) -> dict[str, LeafPlacement]:
 
 
 def _model_state_patterns(specs: PyTree) -> dict[str, Any]:
-    """Returns the patterns of `param_specs` for paths `model_state/...`."""
     if not isinstance(specs, Mapping):
         return {}
     return {pattern: spec for pattern, spec in specs.items() if str(pattern).startswith(f"{MODEL_STATE}/")}
@@ -316,6 +309,11 @@ class ShardingReport(Report):
       secondary: the axes of `data` that params and model state are sharded over, if not all (hpZ); these groups are
         then sharded like this but for the other axes of `data`.
       secondary_bytes: bytes a device of the leaves, sharded over these; 0 without them.
+
+    Example:
+      >>> report = zero.sharding_report(state.params, mesh=mesh, config=config)
+      >>> [leaf.path for leaf in report.placements]
+      ['down', 'up']
     """
 
     placements: tuple[LeafPlacement, ...]

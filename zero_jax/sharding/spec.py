@@ -14,6 +14,9 @@ Dims = tuple[tuple[str, ...], ...]
 # From this many chips on, XLA:TPU turns a gather over all dims of a torus at once into an all-reduce of the entire
 # array: twice the bytes (docs/gather_on_use.md).
 STAGED_FROM_NUM_CHIPS = 64
+# TPUs whose compiler gathers and reduce-scatters over both dims of a 2-D torus at once, with the options of
+# `training/xla_options.py`: over the links of both.
+_PLANAR_KINDS = frozenset({"TPU v6 lite"})
 
 
 def dims_of(spec: Any, num_dims: int) -> Dims:
@@ -89,8 +92,9 @@ def num_shards(mesh: Mesh, dims: Dims) -> int:
 def gather_steps(dims: Dims, axes: Sequence[str], mesh: Mesh | None = None) -> list[Dims]:
     """Returns the specs of a gather over `axes`, step by step: one axis at a time, the last of `axes` first.
 
-    The last two axes, which move the most, go at once if they shard the same dim and are two dims of a 3-D torus:
-    XLA:TPU has a native gather over two, which uses the links of both. The mesh's devices decide.
+    The last two axes, which move the most, go at once if they shard the same dim and are two dims of a 3-D torus, or
+    those of a 2-D torus of TPU v6e: XLA:TPU has a native gather over two, which uses the links of both. The mesh's
+    devices decide.
     """
     steps, start = [], dims
     while True:
@@ -113,13 +117,20 @@ def _joined(start: Dims, steps: list[Dims], mesh: Mesh | None) -> list[Dims]:
 
 
 def _is_plane(mesh: Mesh | None, axes: Sequence[str]) -> bool:
-    """Returns whether mesh axes are dims of a 3-D torus, not all of them."""
+    """Returns whether mesh axes are two dims of a torus that XLA:TPU gathers over at once."""
     places = places_of(mesh)
-    if mesh is None or places is None or np.ptp(places[:, 3]) or not np.ptp(places[:, :3], axis=0).all():
+    if mesh is None or places is None or np.ptp(places[:, 3]):
+        return False
+    if not (np.ptp(places[:, :3], axis=0).all() or _is_planar(mesh)):
         return False
     grid = places[:, :3].reshape(*mesh.devices.shape, 3)
     moved = [np.flatnonzero(np.ptp(grid, axis=mesh.axis_names.index(axis)).reshape(-1, 3).any(axis=0)) for axis in axes]
     return all(len(dims) == 1 for dims in moved) and len({int(dims[0]) for dims in moved}) == len(axes) < 3
+
+
+def _is_planar(mesh: Mesh) -> bool:
+    """Returns whether XLA:TPU has collectives over both dims of a 2-D torus for the devices of a mesh."""
+    return getattr(mesh.devices.flat[0], "device_kind", "") in _PLANAR_KINDS
 
 
 def scatter_steps(dims: Dims, axes: Sequence[str], mesh: Mesh | None = None) -> list[Dims]:
@@ -127,8 +138,8 @@ def scatter_steps(dims: Dims, axes: Sequence[str], mesh: Mesh | None = None) -> 
 
     XLA:TPU has native reduce-scatters over a part of a torus. Over all of a 3-D torus it has one over two dims and one
     over the third; three at once, or one after the other, become all-reduces. Over all of a 2-D torus it is the other
-    way round: one after the other is native, both at once is an all-reduce (docs/gather_on_use.md). Three axes or more
-    are a 3-D torus; for two, which may have left a dim to the model, the mesh's devices decide.
+    way round: one after the other is native, both at once is an all-reduce, but on TPU v6e (docs/gather_on_use.md).
+    Three axes or more are a 3-D torus; for two, which may have left a dim to the model, the mesh's devices decide.
     """
     states = [dims, *gather_steps(dims, axes)]
     places = places_of(mesh)
@@ -136,7 +147,8 @@ def scatter_steps(dims: Dims, axes: Sequence[str], mesh: Mesh | None = None) -> 
     if places is not None and num_scattered < len(np.unique(places, axis=0)):
         return [dims]
     num_torus_dims = 0 if places is None else int((np.ptp(places[:, :3], axis=0) > 0).sum())
-    stride = 2 if len(states) > 3 or (len(states) == 3 and num_torus_dims > 2) else 1
+    takes_two = num_torus_dims > 2 or (mesh is not None and _is_planar(mesh))
+    stride = 2 if len(states) > 3 or (len(states) == 3 and takes_two) else 1
     return [states[i] for i in range(len(states) - 1 - stride, 0, -stride)] + [dims]
 
 

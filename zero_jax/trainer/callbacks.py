@@ -34,6 +34,13 @@ class Callback:
     Attributes:
       on_step: the function.
       every: the number of steps between two calls, those of a resumed run counted on.
+
+    Example:
+      >>> each = zero.trainer.Callback(lambda step, metrics, state: print(step), every=2)
+      >>> config = zero.TrainConfig(steps=2, out=folder, name="told")
+      >>> trainer = zero.Trainer(loss_fn, init_fn, lambda step: batch, config=config, tx=tx, callbacks=[each])
+      >>> _ = trainer.train(log=str)
+      2
     """
 
     on_step: Callable[[int, Mapping[str, Any], TrainState], bool | None]

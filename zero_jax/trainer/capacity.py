@@ -40,7 +40,12 @@ def check_params_fit(init_fn: Callable[[jax.Array], PyTree], *, mesh: Mesh) -> N
 
 
 def tree_bytes(tree: PyTree) -> int:
-    """Returns the bytes of a tree of arrays or shapes, PRNG keys by their data."""
+    """Returns the bytes of a tree of arrays or shapes, PRNG keys by their data.
+
+    Example:
+      >>> zero.trainer.tree_bytes(state.params)
+      32768
+    """
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 

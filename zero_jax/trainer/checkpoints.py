@@ -45,7 +45,12 @@ class Start:
 
 
 class ResumeError(ValueError):
-    """Raised where a run cannot be resumed: another model, optimizer or text, or damaged checkpoints alone."""
+    """Raised where a run cannot be resumed: another model, optimizer or text, or damaged checkpoints alone.
+
+    Example:
+      >>> issubclass(zero.trainer.ResumeError, ValueError)
+      True
+    """
 
 
 def begin(run: Run) -> Start:
@@ -101,7 +106,6 @@ def _accept(extra: Mapping[str, Any]) -> None:
 
 
 def _checked(run: Run, restored: Restored, lines: list[str]) -> Start:
-    """Returns the start from the run's own checkpoint; raises if its data differ."""
     saved = restored.extra["data"]
     changed = differences({name: saved[name] for name in saved if name not in _POSITION}, dict(run.input.identity))
     if changed:

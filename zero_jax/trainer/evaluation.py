@@ -164,6 +164,5 @@ def _weighted_sum(weights: Sequence[float], values: Sequence[float]) -> float:
 
 
 def _joined_divisor(weights: Sequence[PartWeight]) -> float:
-    """Returns what the loss of all parts together is divided by."""
     columns = zip(*map(jax.tree.leaves, weights), strict=True)
     return float(jax.tree.structure(weights[0]).unflatten(map(np.stack, columns)).joined().divisor)

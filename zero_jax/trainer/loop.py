@@ -158,7 +158,6 @@ class _Training:
         self.log(line)
 
     def execute(self) -> TrainResult:
-        """Runs all steps and returns the result."""
         try:
             with Agreement():
                 status = self._run_steps()
@@ -293,7 +292,6 @@ class _Training:
         self.executed.add("step")
 
     def _read_last(self) -> None:
-        """Waits for the last step that was dispatched, unless its metrics were read."""
         last, self.waiting = self.waiting, None
         self._read_back(last)
 

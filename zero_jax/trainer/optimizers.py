@@ -55,6 +55,10 @@ class OptimizerConfig:
         scales, biases and norms.
       ema_decay: decay of an average of the params that is kept beside them for evaluation and export, such as 0.999;
         None keeps none.
+
+    Example:
+      >>> zero.trainer.OptimizerConfig(optimizer="lion").resolved(1000).learning_rate
+      0.0005
     """
 
     optimizer: Literal["adamw", "sgd", "lion", "adafactor", "muon"] = "adamw"
@@ -212,6 +216,11 @@ def make_optimizer(config: OptimizerConfig, *, num_steps: int) -> optax.Gradient
 
     Raises:
       ValueError: the warm-up, or warm-up and decay, are not over when the run is.
+
+    Example:
+      >>> tx = zero.trainer.make_optimizer(zero.trainer.OptimizerConfig(optimizer="sgd"), num_steps=100)
+      >>> hasattr(tx, "update")
+      True
     """
     optimizer, usual = _OPTIMIZERS[config.optimizer], config.resolved(num_steps)
     options = {keyword: getattr(usual, name) for name, (keyword, _) in optimizer.options.items()}

@@ -49,6 +49,12 @@ class TrainResult(Report):
 
     A script of your own ends with `sys.exit(result.exit_status)`: what starts it again knows by it that a run is not
     done, but was saved and stopped.
+
+    Example:
+      >>> run = zero.TrainConfig(steps=2, out=folder, name="first")
+      >>> result = zero.Trainer(loss_fn, init_fn, lambda step: batch, config=run, tx=tx).train(log=lambda _: None)
+      >>> result.status, result.num_steps
+      ('done', 2)
     """
 
     status: str

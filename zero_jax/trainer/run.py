@@ -419,7 +419,6 @@ def _saved_zero(config: TrainConfig, model: Model | OwnModel) -> dict[str, Any]:
 
 
 def _zero_of(config: TrainConfig, model: Model | OwnModel) -> ZeroConfig:
-    """Returns `config.zero` with the trainer's additions."""
     skips = True if config.zero.skip_nonfinite is None else config.zero.skip_nonfinite
     specs = config.zero.param_specs
     specs = model.param_specs if specs is None and config.model_axis > 1 else specs
@@ -492,7 +491,6 @@ def open_text(
 
 
 def _check_no_text(config: TrainConfig) -> None:
-    """Raises `ValueError` for settings of text beside a model of the user's own."""
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     changed = [name for name in TEXT_FIELDS if getattr(config, name) != defaults[name]]
     if changed:
@@ -515,7 +513,6 @@ def _check_checkpoints(config: TrainConfig, name: str) -> None:
 
 
 def _check_processes(mesh: Mesh) -> None:
-    """Raises `ValueError` for a mesh that leaves processes without a device."""
     idle = set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat}
     if idle:
         raise ValueError(

@@ -9,6 +9,8 @@ import jax
 import optax
 from jax import Array
 
+from zero_jax.core.signatures import place_of
+from zero_jax.core.text_tables import Report
 from zero_jax.trainer.inputs.own import OwnModel
 from zero_jax.trainer.loop import execute_to_state
 from zero_jax.trainer.reporting.metrics import Log
@@ -18,13 +20,19 @@ from zero_jax.trainer.run import TrainConfig, prepare
 from zero_jax.training import MeshLoss, TrainState
 
 
-class Trainer:
+class Trainer(Report):
     """Trains any model: with checkpoints, resume, metrics, validation, and stops on signals that lose nothing.
 
     Attributes:
       model: what is trained.
       config: how, and for how long.
       state: the last state of the run, once `train` has returned; None before.
+
+    Example:
+      >>> run = zero.TrainConfig(steps=2, out=folder, name="first")
+      >>> trainer = zero.Trainer(loss_fn, init_fn, lambda step: batch, config=run, tx=tx)
+      >>> trainer.train(log=lambda _: None).num_steps
+      2
     """
 
     def __init__(
@@ -73,6 +81,11 @@ class Trainer:
         self.config, self._tx = config, tx
         self._hooks: dict[str, Any] = {"callbacks": callbacks, "trackers": trackers}
         self.state: TrainState | None = None
+
+    def __str__(self) -> str:
+        at = "" if self.state is None else f", after step {int(self.state.step)}"
+        loss_fn = getattr(self.model.loss_fn, "make", self.model.loss_fn)
+        return f"Trainer of {self.model.name!r}, {place_of(loss_fn)}{at}\n{self.config!r}"
 
     def train(self, *, log: Log = print) -> TrainResult:
         """Trains, or goes on where the run of that name stopped, if `config.resume` is `auto`.

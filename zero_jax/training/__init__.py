@@ -19,8 +19,10 @@ from zero_jax.training.loss.function import (
     normalize_loss,
 )
 from zero_jax.training.loss.inputs import cast_batch
-from zero_jax.training.loss.pipeline import pipeline_report
+from zero_jax.training.loss.kept_values import MEMORY_ROOM, chosen_values, value_costs
+from zero_jax.training.loss.pipeline import pipeline_report, pipeline_report_of
 from zero_jax.training.loss.program import StepLoss
+from zero_jax.training.loss.trace import LossTrace, trace_loss, trace_step_loss
 from zero_jax.training.losses import softmax_cross_entropy_with_integer_labels
 from zero_jax.training.noise_scale import NoiseScale
 from zero_jax.training.optimizer.offload import Offload

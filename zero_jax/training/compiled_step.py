@@ -17,12 +17,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
 
 from zero_jax.core.device_put import wait_on_cpu
-from zero_jax.core.signatures import place_of
-from zero_jax.core.tree import PyTree, check_arrays, leaf_names, shown, with_shapes
+from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
 from zero_jax.program.jaxprs import is_traced
 from zero_jax.sharding.mesh import Axes, on_mesh
 from zero_jax.training.batch import place_batch
-from zero_jax.training.evaluation import Metrics
+from zero_jax.training.evaluation import Metrics, shown_step
 from zero_jax.training.same_program import SameProgram
 from zero_jax.training.state.checks import check_no_leaf_twice, check_not_donated, checked_placement, place_state
 from zero_jax.training.state.placement import train_state_shardings
@@ -55,12 +54,7 @@ class TrainStep:
     last_call: list[_LastCall] = dataclasses.field(default_factory=lambda: [_LastCall()], repr=False)
 
     def __repr__(self) -> str:
-        config, mesh = self.program.config, dict(self.program.mesh.shape)
-        default = type(config)()
-        changed = {x.name: getattr(config, x.name) for x in dataclasses.fields(config) if x.name != "stage"}
-        changed = {name: value for name, value in changed.items() if value is not getattr(default, name)}
-        fields = "".join(f", {name}={shown(value)}" for name, value in changed.items())
-        return f"TrainStep of {place_of(self.program.loss_fn)} at stage {config.stage} on {mesh}{fields}"
+        return shown_step("TrainStep", self.program.loss_fn, self.program.mesh, self.program.config)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Runs one step; the state given is donated.

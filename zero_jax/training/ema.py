@@ -41,6 +41,12 @@ def params_ema(decay: float) -> optax.GradientTransformationExtraArgs:
 
     Raises:
       ValueError: an invalid decay.
+
+    Example:
+      >>> averaged = optax.chain(tx, zero.params_ema(decay=0.999))
+      >>> state = zero.init_state(init_fn, averaged, jax.random.key(0), mesh=mesh, config=config)
+      >>> sorted(zero.ema_params(state.opt_state))
+      ['down', 'up']
     """
     check_decay(decay)
 
@@ -75,6 +81,13 @@ def ema_params(opt_state: PyTree) -> PyTree:
 
     Raises:
       ValueError: several of them.
+
+    Example:
+      >>> averaged = optax.chain(tx, zero.params_ema(decay=0.999))
+      >>> state = zero.init_state(init_fn, averaged, jax.random.key(0), mesh=mesh, config=config)
+      >>> evaluate = zero.make_eval_step(loss_fn, mesh=mesh, config=config)
+      >>> evaluate(zero.ema_params(state.opt_state), batch).loss.shape
+      ()
     """
     leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, ParamsEmaState))
     averages = [leaf for leaf in leaves if isinstance(leaf, ParamsEmaState)]

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.device_put import to_device, wait_on_cpu
-from zero_jax.core.signatures import check_arguments
+from zero_jax.core.signatures import check_arguments, place_of
 from zero_jax.core.text_tables import Report, aligned
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.core.variables import Variables, as_variables
@@ -55,6 +55,11 @@ class Metrics(Report):
       num_small_grads: parts with a weight above 0, `int32[]`; None without microbatches.
       weight: what the loss of a weighted evaluation is a mean over, such as a number of tokens; None where that is the
         same for all batches of one size, and elsewhere.
+
+    Example:
+      >>> _, metrics = step(state, batch)
+      >>> float(metrics["loss"]) == float(metrics.loss)
+      True
     """
 
     loss: jax.Array
@@ -107,7 +112,8 @@ def make_eval_step(
         # An average of params may be on the host, as part of the optimizer's state.
         if "params" not in placement.groups:
             variables = jax.tree.map(to_device, variables)
-        of_batch = dataclasses.replace(config, num_microbatches=_num_microbatches(batch, placement, config))
+        fields: dict[str, Any] = {"num_microbatches": _num_microbatches(batch, placement, config), "pipeline": "gpipe"}
+        of_batch = dataclasses.replace(config, **fields)
         loss = StepLoss(LossProgram(function.named()), placement, of_batch)
         return replicated(_metrics_of(loss, variables, batch, weighted=weighted), mesh)
 
@@ -131,7 +137,27 @@ def make_eval_step(
                 same.check(jitted(is_nested), variables, batch, of=(tree, tuple((x.shape, x.dtype) for x in leaves)))
             return wait_on_cpu(jitted(is_nested)(variables, batch), mesh)
 
-    return evaluate
+    return EvalStep(evaluate, shown_step("EvalStep", loss_fn, mesh, config))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EvalStep:
+    """The evaluation step that `make_eval_step` returns: called with a state and a batch, it returns `Metrics`."""
+
+    function: Callable[[PyTree, PyTree], Metrics]
+    text: str
+
+    def __call__(self, state: PyTree, batch: PyTree) -> Metrics:
+        """Returns loss and aux of a batch; `state` is a `TrainState`, `Variables`, or bare params."""
+        return self.function(state, batch)
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def shown_step(name: str, loss_fn: Any, mesh: Mesh, config: ZeroConfig) -> str:
+    """Returns what a step is of: the place of its loss function, the mesh, and the config."""
+    return f"{name} of {place_of(getattr(loss_fn, 'make', loss_fn))} on {dict(mesh.shape)}, {config!r}"
 
 
 def _metrics_of(loss: StepLoss, variables: Variables, batch: PyTree, *, weighted: bool) -> Metrics:

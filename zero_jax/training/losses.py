@@ -63,6 +63,11 @@ def softmax_cross_entropy_with_integer_labels(
 
     Raises:
       ValueError: Shapes or dtypes that do not fit, or a chunk size below 1.
+
+    Example:
+      >>> hidden, head, labels = jnp.ones((2, 8, 16)), jnp.ones((16, 64)), jnp.zeros((2, 8), jnp.int32)
+      >>> zero.losses.softmax_cross_entropy_with_integer_labels(hidden, head, labels, mesh=None, chunk_size=32).shape
+      (2, 8)
     """
     hidden, head, labels = jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(labels)
     _check(hidden, head, labels, where, chunk_size)

@@ -142,6 +142,13 @@ class NoiseScale:
     Signal and noise are averaged over steps separately, and the averages are divided: the ratio of averages
     is nearly unbiased, the average of ratios is not (appendix A.1). Its standard error is that of a ratio to first
     order, from the running variances of both and their covariance.
+
+    Example:
+      >>> noise = zero.NoiseScale(min_steps=2)
+      >>> for grad_norm in (1.0, 1.1):  # of each step's metrics
+      ...     estimate = noise.update(grad_norm=grad_norm, small_grad_norm_sq=2.0, num_small_grads=4, batch_size=16)
+      >>> estimate is not None
+      True
     """
 
     def __init__(self, *, decay: float = 0.99, min_steps: int = 20):

@@ -45,6 +45,13 @@ def sequence_parallel(
 
     Raises:
       ValueError: axes that the mesh does not have, or no dim.
+
+    Example:
+      >>> mesh = zero.make_mesh(data=4, model=2)
+      >>> place = zero.sequence_parallel(mesh)
+      >>> x = jax.device_put(jnp.ones((8, 16, 8)), zero.batch_sharding(mesh))
+      >>> jax.jit(lambda x: place(x, "residual"))(x).sharding.shard_shape(x.shape)
+      (2, 8, 8)
     """
     check_arguments(model_axes=model_axes, dim=dim)
     axes = axes_of(mesh) if model_axes is None else axes_of(mesh, model=model_axes)

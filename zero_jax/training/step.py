@@ -21,6 +21,7 @@ from zero_jax.training.evaluation import Metrics, replicated
 from zero_jax.training.grads.norm import global_norm
 from zero_jax.training.grads.step_grads import loss_and_grads
 from zero_jax.training.loss.function import MeshLoss, normalize_loss
+from zero_jax.training.loss.kept_values import with_values
 from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.optimizer.frozen import needed_grads, unchanged
 from zero_jax.training.optimizer.rounding import rounding_key
@@ -126,7 +127,7 @@ class _Program(UpdateProgram):
     ) -> tuple[StepLoss, tuple[PyTree, PyTree, jax.Array]]:
         """Returns the loss of a step, and the arguments of its program: variables, batch and key."""
         check_batch(batch, mesh=self.mesh, axes=placement.axes, num_microbatches=self.config.num_microbatches)
-        loss = StepLoss(LossProgram(self.loss_fn), placement, self.config)
+        loss = with_values(StepLoss(LossProgram(self.loss_fn), placement, self.config), state, batch)
         key = jax.random.fold_in(state.key, state.step)
         return loss, (*loss.cast(state.variables, batch, key), key)
 

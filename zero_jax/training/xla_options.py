@@ -79,21 +79,34 @@ def _option(name: str, value: Value, purpose: str) -> CompilerOption:
     return CompilerOption(name=name, value=value, purpose=purpose)
 
 
-_SPARSE_CORE = (
+_SPARSE_CORE_COLLECTIVES = (
     _option("xla_tpu_enable_sparse_core_collective_offload_all_gather", True,
             "all-gathers run on the SparseCores while the TensorCore computes"),
     _option("xla_tpu_enable_sparse_core_collective_offload_2d_all_gather", True,
             "all-gathers over two dims of the torus run there, too"),
     _option("xla_tpu_enable_sparse_core_collective_offload_reduce_scatter", True,
             "reduce-scatters run on the SparseCores while the TensorCore computes"),
+)  # fmt: skip
+_SPARSE_CORE = (
+    *_SPARSE_CORE_COLLECTIVES,
     _option("xla_tpu_enable_async_collective_fusion_fuse_all_gather", False,
             "all-gathers are not fused with computation, which would keep them on the TensorCore"),
     _option("xla_jf_spmd_threshold_for_windowed_einsum_mib", 1_000_000,
             "products with a gather or a scatter are not cut into windows, whose permutes keep the TensorCore waiting"),
 )  # fmt: skip
-# Two devices a chip: a gather and a reduce-scatter over a whole slice are native, each as one operation, with this.
+# A gather over a whole slice is native, as one operation, with this.
 _NATIVE_GATHERS = _option("xla_tpu_prefer_async_allgather_to_allreduce", True,
                           "a gather over a whole slice is no all-reduce, which sends twice as much")  # fmt: skip
+# What collectives over both dims of a torus rest on (`sharding/spec.py`), with `overlap` or without: else
+# reduce-scatters, and gathers of little, are all-reduces, which send twice as much.
+_PLANAR: Mapping[str, tuple[CompilerOption, ...]] = {
+    "v6e": (
+        *_SPARSE_CORE_COLLECTIVES,
+        _option("xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter", True,
+                "reduce-scatters over both dims of the torus run there, too"),
+        _NATIVE_GATHERS,
+    ),
+}  # fmt: skip
 _COMBINED_GPU_BYTES = 2**30
 _PIPELINED_GPU = {"all_gather": "next", "reduce_scatter": "last", "all_reduce": "last"}
 
@@ -186,6 +199,10 @@ def compiler_options(*, mesh: Mesh, config: ZeroConfig) -> dict[str, Value]:
 
     Raises:
       ValueError: `combine_bytes` for a platform whose options are not known.
+
+    Example:
+      >>> zero.compiler_options(mesh=mesh, config=config)
+      {}
     """
     check_config(config).axes_of(mesh)
     return step_options(mesh, config).values
@@ -213,6 +230,8 @@ def wanted_options(
     """
     groups = sharded_groups(config.stage)
     options = {option.name: option for option in _defaults(device, groups, is_one_host)} if config.overlap else {}
+    hardware = hardware_of(device)
+    options |= {option.name: option for option in _PLANAR.get(hardware.name if hardware else "", ())}
     for name in set(options).intersection(_flag_names(environment) if options else ()):
         del options[name]
     if config.combine_bytes is not None:
@@ -232,7 +251,7 @@ def wanted_options(
 def _reads_host(config: ZeroConfig) -> bool:
     """Returns whether a loop of a step reads arrays in host memory: residuals, or params."""
     offload = config.resolved_offload()
-    return resolve_remat(config.remat).residuals == "offloaded" or (offload is not None and offload.what == "all")
+    return resolve_remat(config.remat).offloads or (offload is not None and offload.what == "all")
 
 
 def _wrong_passes(platform: str) -> list[str]:

@@ -85,6 +85,8 @@ class ZeroConfig:
       model_axes: the mesh axes of tensor parallelism, if not named `model` or `model_*`.
       pipe_axes: the mesh axes of the stages of a pipeline, if not named `pipe` or `pipe_*`: `num_microbatches` go
         through stages that have layers of their own (docs/pipeline.md).
+      pipeline: the schedule of these stages: `gpipe` takes all microbatches forward and then all backward, `1f1b` takes
+        one forward and one backward in turn, so that memory does not grow with `num_microbatches`.
 
     Example:
       >>> config = zero.ZeroConfig(stage=3, precision="bf16", num_microbatches=2, clip_norm=1.0)
@@ -124,6 +126,7 @@ class ZeroConfig:
     replica_axes: Sequence[str] | None = None
     model_axes: Sequence[str] | None = None
     pipe_axes: Sequence[str] | None = None
+    pipeline: Literal["gpipe", "1f1b"] = "gpipe"
 
     def __post_init__(self) -> None:
         groups = sharded_groups(self.stage)
@@ -208,6 +211,11 @@ class ZeroConfig:
                 f"num_microbatches={self.num_microbatches} with {num_stages} stages (pipe): each stage works on "
                 f"another microbatch, and has as many of the batch: give a multiple of {num_stages}, as "
                 f"num_microbatches={least} or {4 * least} (the more, the less stages wait), or leave pipe out"
+            )
+        if self.pipeline == "1f1b" and resolve_precision(self.precision).loss_scale is not None:
+            raise ValueError(
+                f"precision={self.precision!r}: a loss scale with pipeline='1f1b' is not supported, as gradients of "
+                "microbatches are made before the loss is scaled: give precision='bf16', or pipeline='gpipe'"
             )
         unfit = {
             "quantize": self.resolved_quantize(),

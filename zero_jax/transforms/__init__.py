@@ -8,6 +8,7 @@ All read jaxprs through `zero_jax.program`, and dims through `zero_jax.dims`. `w
 wrongly. `facts` says what values are made of, and where they are read last.
 """
 
+from zero_jax.transforms.attention.head_tiles import heads_by_tiles
 from zero_jax.transforms.attention.report import AttentionReport
 from zero_jax.transforms.attention.transform import attention_report, fuse_attention
 from zero_jax.transforms.flops import count_flops, training_flops
@@ -23,9 +24,11 @@ from zero_jax.transforms.pipeline.loop import StagePlace
 from zero_jax.transforms.pipeline.report import PipelineReport
 from zero_jax.transforms.pipeline.rolled import rolled
 from zero_jax.transforms.pipeline.transform import PipelinedProgram, Stages, with_stages
+from zero_jax.transforms.remat.choice import ValueChoice, choose_values
+from zero_jax.transforms.remat.costs import BlockCosts
 from zero_jax.transforms.remat.policies import Remat, resolve_remat
 from zero_jax.transforms.remat.report import RematReport
-from zero_jax.transforms.remat.transform import remat_report, rematerialize
+from zero_jax.transforms.remat.transform import block_costs, remat_report, rematerialize
 from zero_jax.transforms.roofline import KERNEL_SECONDS, KERNEL_SHARES, Roofline
 from zero_jax.transforms.separability import BatchParts, Combination, Separability, separability
 from zero_jax.transforms.windows import unsharded_windows

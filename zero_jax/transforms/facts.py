@@ -89,7 +89,6 @@ class _Origins(Pass[Origin | None]):
 
 
 def _derived(eqn: Any, inputs: Sequence[Origin]) -> Origin:
-    """Returns the origin of what is made of params and constants alone."""
     params = frozenset().union(*(origin.params for origin in inputs))
     of_params = [origin.part for origin in inputs if origin.params]
     inner = jaxprs.inner_jaxprs(eqn)

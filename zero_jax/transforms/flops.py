@@ -26,17 +26,6 @@ def count_flops(jaxpr: Any) -> int:
     return _count(jaxpr, None)
 
 
-def _attention_equations(jaxpr: Any) -> Collection[int]:
-    """Returns the `id`s of the equations that are products of attention: the scores, and their use.
-
-    These are batched products whose result, through an exponential, is an operand of another batched product, and
-    kernels of both.
-    """
-    scores = _Scores()
-    scores.run(jaxpr, [_NOTHING] * len(open_jaxpr(jaxpr)[0].invars))
-    return scores.notes.keys()
-
-
 def _count(jaxpr: Any, wanted: Collection[int] | None) -> int:
     """Counts the operations of all equations, or of those whose `id` is wanted."""
     return sum(_count_equation(eqn, wanted) for eqn in open_jaxpr(jaxpr)[0].eqns)
@@ -64,7 +53,10 @@ def training_flops(jaxpr: Any, trained: Sequence[bool], *, attention_only: bool 
       trained: for each of its inputs, whether its gradient is computed.
       attention_only: count the products of attention alone, of which causal attention needs half.
     """
-    counted = _TrainingFlops(_attention_equations(jaxpr) if attention_only else None)
+    scores = _Scores()
+    if attention_only:
+        scores.run(jaxpr, [_NOTHING] * len(trained))
+    counted = _TrainingFlops(scores.notes if attention_only else None)
     counted.run(jaxpr, trained)
     return counted.flops
 
@@ -217,7 +209,11 @@ _NOTHING: Origins = (frozenset(), frozenset())
 
 
 class _Scores(Pass[Origins]):
-    """Finds the products of attention; `notes` has the `id`s of their equations."""
+    """Finds the products of attention: the scores, and their use; `notes` has the `id`s of their equations.
+
+    These are batched products whose result, through an exponential, is an operand of another batched product, and
+    kernels of both.
+    """
 
     enters = _ENTERED
 

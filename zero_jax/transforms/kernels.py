@@ -104,9 +104,6 @@ class _Value:
     vector_ops: float = 0.0
     anchors: int = 0
 
-    def __hash__(self) -> int:
-        return id(self)
-
 
 @dataclasses.dataclass(eq=False)
 class _Operation:
@@ -229,7 +226,6 @@ class _Body(Pass[_Value]):
         return end
 
     def kernels_of(self, operation: _Operation) -> Iterable[Kernel]:
-        """Returns the kernels that an operation becomes."""
         if operation.sub:
             return self.inner(operation, operation.sub)
         written = [value for value in operation.makes if value.is_stored]
@@ -273,7 +269,6 @@ class _Body(Pass[_Value]):
 
 
 def _work(operation: _Operation) -> AttentionWork:
-    """Returns the work of an operation, over all devices."""
     if not operation.name.startswith("zero_attention"):
         return AttentionWork(flops=equation_flops(operation.eqn))
     operands = [atom.aval for atom in operation.eqn.invars[:3]]

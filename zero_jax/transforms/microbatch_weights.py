@@ -209,7 +209,6 @@ class _NonzeroDivision:
         self.values: dict[Any, Any] = {}
 
     def equation(self, eqn: Any, values: list[Any]) -> list[Any]:
-        """Returns the values of the results of an equation."""
         name, found = eqn.primitive.name, self.quotients.env[eqn.outvars[0]].quotient if eqn.outvars else None
         if found is None or found.divisor not in self.divisors:
             return jaxprs.bind(eqn, values)
@@ -224,12 +223,10 @@ class _NonzeroDivision:
         return jaxprs.bind(eqn, values)
 
     def is_mean(self, atom: Any) -> bool:
-        """Tells whether a value is a quotient."""
         return not jaxprs.is_literal(atom) and self.quotients.env[atom].quotient is not None
 
 
 def _origin(atom: Any, casts: Mapping[Any, Any]) -> Any:
-    """Returns what a value is a cast of."""
     while not jaxprs.is_literal(atom) and atom in casts:
         atom = casts[atom]
     return atom

@@ -26,7 +26,9 @@ class Efficiency:
     """The shares of a hardware's nominal peaks that the compiler's own figures reach.
 
     Attributes:
-      products: share of the peak FLOPs that large matrix products reach.
+      products: share of the peak FLOPs that large matrix products reach without the options of `overlap`.
+      reading: the share of the time of moving a product's operands and result that adds to its FLOPs at the peak, with
+        the on-chip memory that these options give to kernels; None where they give none.
       memory: share of the memory bandwidth that fused elementwise work reaches.
       vector: the peak of elementwise operations, as a share of the peak FLOPs.
       layout: share of the memory bandwidth that copies to another layout reach.
@@ -40,21 +42,23 @@ class Efficiency:
     layout: float = 0.38
     unfused: float = 0.14
     hidden: tuple[float, float] = (0, 0)
+    reading: float | None = None
 
 
 # By hardware: fitted to XLA:TPU's cycles of large products and of attention by XLA (docs/estimates.md has the figures;
 # above 1 where it fuses more than is assumed, or keeps values in VMEM); layouts and what is not fused are its cycles of
 # a transposition and of a sum over the first dim, bf16, on v4 to v6e, their means on the others; on v5e XLA hides
-# gathers without options (0.45 of gpt-7b and of two programs of MaxText).
+# gathers without options (0.45 of gpt-7b and of two programs of MaxText). `reading` is fitted to products of other
+# shapes.
 _EFFICIENCIES = {
     "v3": Efficiency(products=0.9, memory=0.8),
     "v4": Efficiency(products=0.93, memory=0.85, unfused=0.22),
     "v5e": Efficiency(products=0.93, memory=0.9, layout=0.41, unfused=0.16, hidden=(0.45, 0.45)),
-    "v5p": Efficiency(products=0.88, memory=0.5, layout=0.36, unfused=0.10, hidden=(0, 0.85)),
-    "v6e": Efficiency(products=0.75, memory=1.6, layout=0.40, unfused=0.08, hidden=(0, 0.85)),
-    "tpu7x": Efficiency(products=0.81, memory=1.0),
+    "v5p": Efficiency(products=0.88, memory=0.5, layout=0.36, unfused=0.10, hidden=(0, 0.85), reading=0.37),
+    "v6e": Efficiency(products=0.75, memory=1.6, layout=0.40, unfused=0.08, hidden=(0, 0.85), reading=0.36),
+    "tpu7x": Efficiency(products=0.81, memory=1.0, hidden=(0, 0.78), reading=0.5),
 }
-# programs are rooflines at the shares of the hardware table, and their layouts are those of the kernels.
+# GPU programs are rooflines at the shares of the hardware table, and their layouts are those of the kernels.
 _GPU = Efficiency(products=1.0, memory=1.0, vector=1 / 15, layout=math.inf, unfused=1.0, hidden=(0.4, 0.7))
 # The kernels of attention by platform, as the times of compiled programs have them.
 _ATTENTION = {
@@ -75,11 +79,13 @@ class Roofline:
         self.hardware = hardware
         self.efficiency = _EFFICIENCIES.get(self.hardware.name, _GPU)
         self.hidden = self.efficiency.hidden[overlaps]
+        self.reading = self.efficiency.reading if overlaps else None
 
     def flops_per_second(self, engine: str) -> float:
         """Returns the FLOPs a second of matrix products, by the engine of their kernel."""
         kernel = _ATTENTION[self.hardware.platform].get(engine, "")
-        share = self.efficiency.products * self.hardware.product_share
+        products = self.efficiency.products if self.reading is None else 1.0
+        share = products * self.hardware.product_share
         return self.hardware.flops_per_second * KERNEL_SHARES.get(kernel, share)
 
     def compute_seconds(self, kernels: Iterable[Kernel], num_parts: float) -> float:
@@ -93,6 +99,8 @@ class Roofline:
             num_bytes = kernel.split_bytes / num_parts + kernel.other_bytes
             moved = self.moved_seconds(num_bytes, shares.get(kernel.engine))
             products = kernel.flops / parts / self.flops_per_second(kernel.engine)
+            if products and not kernel.engine:
+                products += (self.reading or 0.0) * num_bytes / self.hardware.memory_bytes_per_second
             busy = max(products, kernel.vector_ops / parts / vector_per_second, moved)
             # A hand-written kernel requires its own layouts: its operands and results are copied.
             copied = 2 * self.moved_seconds(num_bytes, shares["layout"]) if kernel.flops and kernel.engine else 0.0

@@ -162,7 +162,6 @@ class _Trace:
 
     @classmethod
     def of(cls, traced: Traced) -> _Trace:
-        """Takes the trace of a loss function as of `with_weight`."""
         closed, tree = traced.closed, jax.tree.structure(traced.out_shape)
         results = jax.tree.unflatten(tree, jaxprs.open_jaxpr(closed)[0].outvars)
         loss, (aux, _, weight, aux_weights) = results
@@ -191,7 +190,6 @@ class _Traces:
         self.traced: dict[int, _Trace] = {}
 
     def trace(self, size: int) -> _Trace:
-        """Returns the trace on so many examples."""
 
         def resize(x: Any) -> jax.ShapeDtypeStruct:
             shape = (size, *x.shape[1:]) if np.ndim(x) else ()
@@ -335,14 +333,11 @@ def shards_over(jaxpr: Any, axes: Sequence[str]) -> bool:
     """Tells whether a jaxpr shards values over any of the axes: by a constraint, a `shard_map` or a nested `jit`."""
     for eqn in equations(jaxpr, skip=["custom_vmap_call"]):  # that says itself what it does when it is mapped
         specs = [x for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_spec) if _is_spec(x)]
-        if any(carries(dims_of(spec, _num_dims(spec)), axes) for spec in specs):
+        entries = (spec.spec if isinstance(spec, NamedSharding) else spec for spec in specs)
+        if any(carries(dims_of(spec, len(spec)), axes) for spec in entries):
             return True
     return False
 
 
 def _is_spec(x: Any) -> bool:
     return isinstance(x, (NamedSharding, PartitionSpec))
-
-
-def _num_dims(spec: Any) -> int:
-    return len(spec.spec if isinstance(spec, NamedSharding) else spec)

@@ -43,6 +43,10 @@ class LeafDifference:
       path: the leaf's path: `loss`, `grad_norm`, or of the new state.
       difference: the norm of the difference, over the norm of what the step changes in the leaf.
       allowed: what rounding explains of it, in the same unit.
+
+    Example:
+      >>> zero.LeafDifference(step=1, path="params/up", difference=1e-7, allowed=1e-5).ok
+      True
     """
 
     step: int
@@ -69,6 +73,12 @@ class Verification(Report):
       left_out: what is not in the program that was run, and why.
       compile_seconds: what compiling took.
       run_seconds: what executing the program took on this machine.
+
+    Example:
+      >>> quiet = {"num_steps": 1, "log": lambda _: None}
+      >>> verified = zero.verify(loss_fn, init_fn, tx, batch, topology="v5e:2x2", config=config, **quiet)
+      >>> verified.ok, verified.wrong
+      (True, ())
     """
 
     topology: str
@@ -121,6 +131,7 @@ def verify(
     config: ZeroConfig,
     replica: int = 1,
     model: int = 1,
+    pipe: int = 1,
     data_layout: Sequence[int] | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     num_steps: int = 2,
@@ -146,6 +157,7 @@ def verify(
       config: as for `make_train_step`. Fused attention is left out: its kernels are no operations of XLA.
       replica: size of the mesh axis `replica`.
       model: size of the mesh axis `model`.
+      pipe: stages of the pipeline (docs/pipeline.md).
       data_layout: sizes of the mesh axes that carry `data`; None takes what `make_mesh` chooses for the hardware.
       compiler_options: passed to the compiler.
       num_steps: steps that are compared.
@@ -159,6 +171,11 @@ def verify(
         with microbatches); a program that is too large, or that has what cannot be run here, such as a Pallas kernel.
       ModelError: a function of the model raised.
       CompilerCrash: the compiler's process ended without a result.
+
+    Example:
+      >>> quiet = {"num_steps": 1, "log": lambda _: None}
+      >>> zero.verify(loss_fn, init_fn, tx, batch, topology="v5e:2x2", config=config, **quiet).ok
+      True
     """
     options = CompileOptions(**compiling)
     check_arguments(num_steps=num_steps, seed=seed, tolerance=tolerance)
@@ -167,7 +184,7 @@ def verify(
             raise ValueError(f"verify: batch leaf {name!r} is a ShapeDtypeStruct, give an array of values")
     job = make_job(
         loss_fn=loss_fn, init_fn=init_fn, tx=tx, batch=batch, topology=topology, config=config, replica=replica,
-        model=model, data_layout=data_layout, compiler_options=compiler_options,
+        model=model, pipe=pipe, data_layout=data_layout, compiler_options=compiler_options,
     )  # fmt: skip
     arguments = {"num_steps": num_steps, "seed": seed, "tolerance": tolerance}
     return call_for(verify_job, job, {"batch": jax.tree.map(host_array, batch), **arguments}, options)

@@ -16,7 +16,6 @@ import optax
 from jax.sharding import Mesh
 
 from zero_jax.analysis.comms.rows import SentBytes, axes_name
-from zero_jax.analysis.loss_trace import LossTrace
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import Report, aligned
 from zero_jax.core.variables import MODEL_STATE
@@ -25,6 +24,7 @@ from zero_jax.sharding.quantized import Blocks, blocks_of_leaf, spread_over
 from zero_jax.sharding.rules import LeafPlacement, placement_leaves
 from zero_jax.sharding.spec import Dims, gather_steps, scatter_steps, without
 from zero_jax.training import (
+    LossTrace,
     Placement,
     TrainState,
     ZeroConfig,
@@ -48,6 +48,11 @@ class EstimateRow:
       dtype: HLO dtype name.
       phase: 'forward', 'backward' or 'update'.
       total_sent_bytes: Bytes per device and step.
+
+    Example:
+      >>> row = zero.comms.estimate(state, mesh=mesh, config=config).rows[0]
+      >>> row.total_sent_bytes > 0
+      True
     """
 
     kind: str
@@ -67,6 +72,11 @@ class CommsEstimate(SentBytes, Report):
       data_axes: The mesh axes that carry `data` or `replica`.
       not_counted: Why the rows over the other axes are not there, or not all of them; empty where they are.
       networks: The network of each mesh axis, as `sharding.mesh.networks` names it.
+
+    Example:
+      >>> estimated = zero.comms.estimate(state, mesh=mesh, config=config)
+      >>> estimated.num_params
+      8192
     """
 
     rows: tuple[EstimateRow, ...]
@@ -115,6 +125,7 @@ def estimate(
     - Integer params are not counted. Those that the optimizer freezes are, unless `tx` is given.
     - Model state at stage 3: one gather a microbatch. Leaves that gradients flow through are gathered again; those that
       are only averaged on their shards are not gathered.
+    - Over the stages of a pipeline: what microbatches take from stage to stage, by the trace of the loss function.
     - Over `model`: the traffic in the trace of the loss function. For Megatron's transformer blocks these are
       12 x seq x hidden elements a block and sample, of which 2 are dead code of the recomputation.
 
@@ -122,9 +133,15 @@ def estimate(
       state: The train state; abstract leaves will do.
       mesh: The mesh.
       config: Stage, precision, microbatches.
-      traced: From `zero.trace_loss`, for the traffic over `model`; without it only `data` and `replica` are counted.
+      traced: From `zero.trace_loss`, for the traffic over `model` and between the stages of a pipeline; without it only
+        `data` and `replica` are counted.
       tx: The optimizer; with it, params that it freezes are gathered at stage 3 and otherwise do not move, and matrices
         that its update needs whole are counted.
+
+    Example:
+      >>> estimated = zero.comms.estimate(state, mesh=mesh, config=config)
+      >>> {(row.kind, row.axes) for row in estimated.rows} >= {("all-gather", ("data",))}
+      True
     """
     check_arguments(traced=traced, **({} if tx is None else {"tx": tx}))
     placement = make_placement(check_is_state(state, who="comms.estimate").variables, mesh=mesh, config=config)
@@ -171,8 +188,12 @@ def _not_counted(placement: Placement, traced: LossTrace | None) -> str:
     """Returns why the traffic over the model's own axes is not complete."""
     model_axes = [axis for axis in placement.mesh.axis_names if axis not in placement.axes.batch]
     if placement.num_stages > 1:
-        over = axes_name((*(axis for axis in model_axes if placement.mesh.shape[axis] > 1), *placement.axes.pipe))
-        return f"activations over {over}: `zero.pipeline_report` has those that move from stage to stage"
+        own = [axis for axis in model_axes if placement.mesh.shape[axis] > 1]
+        if traced is None:
+            over = axes_name((*own, *placement.axes.pipe))
+            return f"activations over {over}: give traced=zero.trace_loss(loss_fn, params, batch, ...)"
+        if own:
+            return f"what stages send over {axes_name(own)} while they wait for microbatches"
     if axis_size(placement.mesh, model_axes) == 1:
         return ""
     if traced is None:
@@ -194,6 +215,10 @@ def sharded_residual_bytes(
       hidden: Features.
       model: Size of the `model` axis.
       bytes_per_element: Of a residual.
+
+    Example:
+      >>> zero.comms.sharded_residual_bytes(num_layers=2, batch=8, seq=128, hidden=64, model=2)
+      131072.0
     """
     return num_layers * batch * seq * hidden * bytes_per_element * (model - 1) / model
 

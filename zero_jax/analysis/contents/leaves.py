@@ -29,6 +29,11 @@ class StateSummary(Report):
       title: the kind of the tree.
       mesh: size of each mesh axis, empty where the leaves have no common mesh.
       leaves: the leaves, in the order of the tree.
+
+    Example:
+      >>> report = zero.summary(state)
+      >>> [leaf.path for leaf in report.leaves][:2]
+      ['step', 'params/down']
     """
 
     title: str

@@ -16,7 +16,6 @@ import optax
 from jax.sharding import Mesh
 
 from zero_jax.analysis.formulas import TransformerResiduals
-from zero_jax.analysis.loss_trace import LossTrace
 from zero_jax.analysis.memory.groups import (
     Difference,
     Group,
@@ -34,7 +33,15 @@ from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import resolve_precision
-from zero_jax.training import Placement, TrainState, ZeroConfig, check_is_state, make_placement, used_by_optimizer
+from zero_jax.training import (
+    LossTrace,
+    Placement,
+    TrainState,
+    ZeroConfig,
+    check_is_state,
+    make_placement,
+    used_by_optimizer,
+)
 from zero_jax.transforms import resolve_remat
 
 _ORDER = ("params", "master", "grads", "opt_state", "model_state", "grad_errors", "other", "residuals")
@@ -69,15 +76,20 @@ def transformer_residuals(
     axes, policy = config.axes_of(mesh), resolve_remat(config.remat)
     if remat is None:
         remat = bool(model_config.remat) if policy.policy == "own" else policy.policy != "none"
-    # The microbatches of a pipeline are on all stages, each of which has some of the layers: as if they were one.
-    parts = axis_size(mesh, axes.batch) * (1 if axes.num_stages(mesh) > 1 else config.num_microbatches)
+    num_stages, num_layers = axes.num_stages(mesh), model_config.num_layers
+    # All microbatches of a pipeline are on the stages, each of which has some of the layers: as if they were one. With
+    # 1F1B there are the inputs of those that wait, and of the layers of one stage.
+    parts = axis_size(mesh, axes.batch) * (1 if num_stages > 1 else config.num_microbatches)
+    if num_stages > 1 and config.pipeline == "1f1b":
+        parts = axis_size(mesh, axes.of_stage.batch) * config.num_microbatches
+        num_layers = -(-num_layers // num_stages) + 2 * num_stages - 1
     if batch_size < 1 or batch_size % parts:
         raise ValueError(
             f"batch_size={batch_size} does not divide over {axis_size(mesh, axes.batch)} devices and "
             f"{config.num_microbatches} microbatches: make it a multiple of {parts}"
         )
     return TransformerResiduals(
-        num_layers=model_config.num_layers,
+        num_layers=num_layers,
         batch_size=batch_size // parts,
         seq_len=model_config.seq_len,
         d_model=model_config.d_model,
@@ -122,6 +134,10 @@ class MemoryEstimate(Report):
       optimizer_bytes: bytes a parameter of master params and optimizer state (the paper's K), from the state.
       host_bytes: bytes in host memory for each device.
       secondary_bytes: bytes per device that the secondary shard costs, of params and model state; 0 without one.
+
+    Example:
+      >>> [group.name for group in zero.memory.estimate(state, mesh=mesh, config=config).groups]
+      ['params', 'master', 'grads', 'opt_state', 'other']
     """
 
     groups: tuple[GroupEstimate, ...]
@@ -214,6 +230,10 @@ def estimate(
 
     Raises:
       ValueError: something else than a `TrainState`.
+
+    Example:
+      >>> zero.memory.estimate(state, mesh=mesh, config=config).by_group["params"]
+      4096
     """
     check_is_state(state, who="memory.estimate")
     check_arguments(residuals=residuals, traced=traced, **({} if tx is None else {"tx": tx}))

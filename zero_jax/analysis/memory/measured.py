@@ -94,6 +94,11 @@ class MemoryReport(Report):
       left_whole: Unsharded leaves of groups of the state that are otherwise sharded.
       not_donated: Leaves of the state that the program returns anew, beside those that it takes.
       warnings: What should be looked at.
+
+    Example:
+      >>> compiled = step.lower(state, batch).compile()
+      >>> zero.memory.measure(compiled).arguments["params"]
+      4096
     """
 
     arguments: Mapping[str, int]
@@ -222,6 +227,12 @@ def measure(compiled: Any, *, layout: HeapLayout | None = None) -> MemoryReport:
 
     Raises:
       ValueError: The program has no text or no analysis, as one that was loaded from a cache of another backend.
+
+    Example:
+      >>> compiled = step.lower(state, batch).compile()
+      >>> report = zero.memory.measure(compiled)
+      >>> {"params", "opt_state", "batch"} <= report.arguments.keys()
+      True
     """
     check_methods(
         "compiled", compiled, ("as_text", "memory_analysis"), remedy="give what `.lower(...).compile()` returns"

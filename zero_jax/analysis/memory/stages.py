@@ -35,6 +35,11 @@ class StageEstimates(Report):
       largest_leaf: elements of the largest of them.
       precision: name of the precision, or its dtypes.
       by_stage: the estimate of each stage.
+
+    Example:
+      >>> estimates = zero.memory.estimate_stages(init_fn, tx, num_devices_per_host=8)
+      >>> estimates.num_params
+      8192
     """
 
     num_hosts: int
@@ -97,6 +102,11 @@ def estimate_stages(
 
     Raises:
       ValueError: fewer than one host or device.
+
+    Example:
+      >>> estimates = zero.memory.estimate_stages(init_fn, tx, num_devices_per_host=8, num_hosts=2)
+      >>> print(str(estimates).splitlines()[-2])  # of stage 3
+      3         7.19 KB   57.50 KB   2.05 KB   0 bytes   1.02 KB    4.10 KB
     """
     check_arguments(config=config)
     for name, value in {"num_devices_per_host": num_devices_per_host, "num_hosts": num_hosts}.items():

@@ -90,8 +90,6 @@ def run_plan(options: argparse.Namespace) -> int:
         plans = compile_layouts(request.job(request.zero), request.compiling)
         print_result(options, plans)
         return 0 if plans.plans[plans.best].fits else 1
-    if options.verify and request.config.pipe > 1:
-        raise ValueError(f"--verify runs no pipeline: leave out --pipe {request.config.pipe}, or --verify")
     report = request.compile(request.zero)
     text, record = report.text(options.tokens), report.to_json() | _training(report, options.tokens)
     if not options.verify:
@@ -171,7 +169,7 @@ def _write_config(
         raise ValueError("--write-config is for the models that `zero-jax train` knows, not for --loss")
     zero = chosen or request.zero
     planned = {f"ZeroConfig.{name}": getattr(zero, name) for name in option_fields("ZeroConfig")}
-    planned["ZeroConfig.remat"] = resolve_remat(zero.remat).name
+    planned["ZeroConfig.remat"] = report.values.policy_name if report.values else resolve_remat(zero.remat).name
     sizes = {"replica": "replica", "model_axis": "model", "pipe": "pipe"}
     run = {f"TrainConfig.{name}": report.mesh.get(axis, 1) for name, axis in sizes.items()}
     run["TrainConfig.batch_size"] = report.batch_size

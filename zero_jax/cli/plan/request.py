@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -117,19 +118,18 @@ class Request:
         """Runs the step compiled for a few devices of the hardware, and compares its numbers with one device.
 
         A preset is verified as a small model of its form, a model of the user's own as it is, on the batch that its
-        function returns.
+        function returns. A pipeline has two stages.
         """
-        model, num_copies, num_model = (
-            small_model(self.model),
-            min(self.config.replica, 2),
-            min(self.config.model_axis, 2),
-        )
-        topology = small_topology(self.config.topology, num_copies * num_model)
-        small = dataclasses.replace(self.config, topology=topology, replica=num_copies, model_axis=num_model)
-        job = dataclasses.replace(self, model=model, config=dataclasses.replace(small, data_layout=None)).job(zero)
+        model, config = small_model(self.model), self.config
+        num_copies, num_model, pipe = (min(x, 2) for x in (config.replica, config.model_axis, config.pipe))
+        topology = small_topology(config.topology, num_copies * num_model * pipe)
+        sizes = {"replica": num_copies, "model_axis": num_model, "pipe": pipe}
+        small = dataclasses.replace(config, topology=topology, data_layout=None, **sizes)
+        zero = dataclasses.replace(zero, num_microbatches=math.lcm(zero.num_microbatches, pipe))
+        job = dataclasses.replace(self, model=model, config=small).job(zero)
         return verify(
             job.loss_fn, job.init_fn, job.tx, model.values_fn(job.batch), topology=topology, config=job.config,
-            replica=num_copies, model=num_model, name=f"{model.name}, verified", log=log_line,
+            replica=num_copies, model=num_model, pipe=pipe, name=f"{model.name}, verified", log=log_line,
             timeout_seconds=self.config.timeout,
         )  # fmt: skip
 

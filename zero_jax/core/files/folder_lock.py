@@ -177,7 +177,6 @@ class FolderLock:
 
 
 def _is_file(descriptor: int, path: epath.Path) -> bool:
-    """Returns whether a path is still that of an open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except OSError:

@@ -87,15 +87,11 @@ class StoredTensor(Tensor):
             return np.empty(self.shape, jnp.dtype(self.dtype))
         self.check()  # a map beyond the end of a file would end the process
         mapped = np.memmap(self.path, jnp.dtype(self.dtype), mode, self.offset, self.shape or (1,))
-        if mode != "r":
-            _map_single_pages(mapped)
+        if mode != "r" and isinstance(mapped.base, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
+            # Pages that are written are mapped alone: Linux maps large folios around them, up to all of a file for a
+            # column.
+            mapped.base.madvise(mmap.MADV_RANDOM)
         return mapped.reshape(self.shape)
-
-
-def _map_single_pages(mapped: np.memmap) -> None:
-    """Maps the pages that are written alone: Linux maps large folios around them, up to all of a file for a column."""
-    if isinstance(mapped.base, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
-        mapped.base.madvise(mmap.MADV_RANDOM)
 
 
 def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:

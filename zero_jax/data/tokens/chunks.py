@@ -78,7 +78,7 @@ def _file_chunks(source: Source, *, token_dtype: str, end_of_document: int) -> I
         tokens = open_token_file(file, token_dtype=token_dtype)
         offsets, digest = _read_offsets(file.path, num_tokens=len(tokens)), _digest()
         for start in range(0, len(tokens), _BLOCK_TOKENS):
-            block = tokens[start : start + _BLOCK_TOKENS]
+            block = tokens.read([(start, min(start + _BLOCK_TOKENS, len(tokens)))])
             if offsets is None:
                 ends = np.flatnonzero(block == end_of_document) + 1
                 if start + len(block) == len(tokens):

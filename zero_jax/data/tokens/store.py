@@ -17,7 +17,7 @@ import pathlib
 import shutil
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
@@ -93,7 +93,7 @@ class TokenMeta:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TokenFile:
-    """A vector of tokens in a file, indexed by slices or vectors of positions, which are read on demand.
+    """A vector of tokens in a file, read on demand.
 
     The file is not memory-mapped: if a mapped file is truncated, the system kills the process that reads it.
 
@@ -123,18 +123,12 @@ class TokenFile:
         """Bytes of the tokens."""
         return self.size * self.dtype.itemsize
 
-    def __getitem__(self, positions: slice | np.ndarray) -> np.ndarray:
-        """Reads tokens, consecutive positions at once.
+    def read(self, runs: Sequence[tuple[int, int]]) -> np.ndarray:
+        """Reads runs of tokens, each from a position to before another, one after the other.
 
         Raises:
           ValueError: the file cannot be read, has changed, was truncated, or is damaged there.
         """
-        if isinstance(positions, slice):
-            first, last, _ = positions.indices(self.size)
-            runs = [(first, last)]
-        else:
-            breaks = np.flatnonzero(np.diff(positions) != 1) + 1
-            runs = [(int(run[0]), int(run[-1]) + 1) for run in np.split(positions, breaks) if run.size]
         tokens = np.empty(sum(last - first for first, last in runs), self.dtype)
         unread, width = tokens.view(np.uint8).data, self.dtype.itemsize
         with self._open() as descriptor:
@@ -164,14 +158,14 @@ class TokenFile:
             raise ValueError(f"cannot read {self.file} ({error.strerror}): make it readable, and run again") from error
 
     @functools.cached_property
-    def _is_verified(self) -> np.ndarray:
-        """For each chunk whether it was read and is undamaged."""
-        return np.full(-(-self.nbytes // CHUNK_BYTES), self.checksums is None)
+    def _is_verified(self) -> bytearray:
+        """For each chunk 1 if it was read and is undamaged, else 0."""
+        return bytearray([self.checksums is None]) * -(-self.nbytes // CHUNK_BYTES)
 
     def _verify(self, descriptor: int, first: int, last: int) -> None:
         """Verifies the chunks of the bytes from `first` to before `last`, each once."""
-        start, stop = first // CHUNK_BYTES, -(-last // CHUNK_BYTES)
-        for chunk in (np.flatnonzero(~self._is_verified[start:stop]) + start).tolist():
+        chunk, stop = first // CHUNK_BYTES, -(-last // CHUNK_BYTES)
+        while (chunk := self._is_verified.find(0, chunk, stop)) >= 0:
             begin = chunk * CHUNK_BYTES
             data = bytearray(min(CHUNK_BYTES, self.nbytes - begin))
             self._read(descriptor, begin, memoryview(data))
@@ -183,7 +177,7 @@ class TokenFile:
                     f"{self.file} is damaged: bytes {begin:,} to {begin + len(data):,} of its tokens are not those "
                     f"that were written; {self.remedy}"
                 )
-            self._is_verified[chunk] = True
+            self._is_verified[chunk] = 1
 
     def _read(self, descriptor: int, first: int, buffer: memoryview) -> None:
         """Fills a buffer with the bytes of the tokens from `first` on."""
@@ -349,7 +343,12 @@ def _write_record(folder: pathlib.Path, written: _Writer, token_file: TokenFile 
 
 
 def is_token_folder(path: pathlib.Path) -> bool:
-    """Returns whether a path is a token folder."""
+    """Returns whether a path is a token folder.
+
+    Example:
+      >>> zero.data.is_token_folder(folder)
+      False
+    """
     return (path / _META).is_file() and (path / _DOCUMENTS).is_file()
 
 

@@ -29,10 +29,6 @@ from zero_jax.dims.primitives import PLACES, SAME_ELEMENTS, SCATTERS, Primitive,
 Combine = Callable[[Sequence[Relation]], Relation]
 
 
-def _same_value(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    return list(inputs[: len(pair.whole.outvars)])
-
-
 def _cast(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     (x,) = inputs
     before, after = pair.whole.invars[0].aval.dtype, pair.whole.outvars[0].aval.dtype
@@ -43,10 +39,6 @@ def _cast(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
 def _multiplied(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     is_number = pair.whole.outvars[0].aval.dtype != bool
     return carried(_product if is_number else applied)(pair, inputs)
-
-
-def _power(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    return [divided(SAME, *inputs) if pair.params["y"] == -1 else applied(inputs)]
 
 
 def _divided(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
@@ -117,10 +109,6 @@ def _of_booleans(over: Kind) -> Rule:
         return carried(applied, over=over if is_bool else None)(pair, inputs)
 
     return rule
-
-
-def _value(inputs: Sequence[Relation]) -> Relation:
-    return inputs[0]
 
 
 def _elements(inputs: Sequence[Relation]) -> Relation:
@@ -243,7 +231,7 @@ _OWN: dict[str, Rule] = {
     "convert_element_type": _cast,
     "mul": _multiplied,
     "div": _divided,
-    "integer_pow": _power,
+    "integer_pow": lambda pair, xs: [divided(SAME, *xs) if pair.params["y"] == -1 else applied(xs)],
     "lt": _less,
     "select_n": _select,
     "broadcast_in_dim": _broadcast,
@@ -268,8 +256,10 @@ _OWN: dict[str, Rule] = {
 def by_record(known: Primitive) -> Rule:
     """Returns the rule that follows from what is known of a primitive."""
     if known.kind in ("copy", "cast", "place"):
-        return _same_value
-    combine = {"shape": _value, "part": _elements, "order": _elements}.get(known.kind, _COMBINE[known.linear])
+        return lambda pair, inputs: list(inputs[: len(pair.whole.outvars)])
+    combine = {"shape": lambda inputs: inputs[0], "part": _elements, "order": _elements}.get(
+        known.kind, _COMBINE[known.linear]
+    )
     return carried(combine, over=_OVER.get(known.reduces))
 
 

@@ -121,11 +121,9 @@ class _Shardings(Pass[ValueSharding]):
     # What rules ask for.
 
     def size(self, axes: Sequence[str]) -> int:
-        """Returns the devices along axes together."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def local_bytes(self, aval: Any, sharding: ValueSharding, *, itemsize: int = 0) -> float:
-        """Returns the bytes of a value on one device."""
         shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
         width = itemsize or getattr(dtype, "itemsize", 0)
         return math.prod(shape) * width / self.size([axis for dim in sharding.dims for axis in dim])
@@ -150,20 +148,17 @@ class _Shardings(Pass[ValueSharding]):
         )
 
     def gather(self, sharding: ValueSharding, aval: Any, axes: Sequence[str]) -> ValueSharding:
-        """Gathers a value over axes."""
         gathered = dataclasses.replace(sharding, dims=without(sharding.dims, axes))
         self.move("all-gather", axes, self.local_bytes(aval, gathered), aval)
         return gathered
 
     def settled(self, sharding: ValueSharding, aval: Any) -> ValueSharding:
-        """Sums a partial sum."""
         if not sharding.partial:
             return sharding
         self.move("all-reduce", sharding.partial, self.local_bytes(aval, sharding, itemsize=sharding.itemsize), aval)
         return dataclasses.replace(sharding, partial=(), itemsize=0)
 
     def placed(self, sharding: ValueSharding, aval: Any, target: Dims) -> ValueSharding:
-        """Reshards a value, as a sharding constraint does."""
         before, wanted = sharding.axes, {axis for dim in target for axis in dim}
         after = dataclasses.replace(sharding, dims=target, partial=(), itemsize=0)
         if sharding.partial:
@@ -219,7 +214,6 @@ class _Shardings(Pass[ValueSharding]):
         return outs
 
     def equation(self, eqn: Any, operands: list[ValueSharding]) -> list[ValueSharding]:
-        """Returns the shardings of the results of a loop, of branches or of an operation."""
         name, sub = eqn.primitive.name, subcall(eqn)
         kind = None if sub is None else sub.kind
         if sub is not None and kind == "scan":
@@ -233,7 +227,6 @@ class _Shardings(Pass[ValueSharding]):
         return self.made_of(operands, outs)
 
     def made_of(self, inputs: Sequence[ValueSharding], outs: Sequence[ValueSharding]) -> list[ValueSharding]:
-        """Marks results by what they were made of."""
         varies = any(x.varies for x in inputs)
         return [dataclasses.replace(x, varies=varies) for x in outs]
 

@@ -49,10 +49,6 @@ def _agreed(walk: Any, operands: Sequence[tuple[ValueSharding, Any]]) -> Dims:
     return tuple(dims)
 
 
-def _identity(_: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
-    return list(inputs[: len(eqn.outvars)])
-
-
 def _moved(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
     """The elements of the first operand along other dims; a reshape may take shards apart."""
     x, known, before, after = inputs[0], dim_map(eqn), eqn.invars[0].aval, eqn.outvars[0].aval.shape
@@ -207,15 +203,9 @@ def _gather(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueS
 
 
 def _constrained(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
-    return [_through(walk, inputs[0], eqn.invars[0].aval, [eqn.params["sharding"]])]
-
-
-def _reshard(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
-    return [_through(walk, inputs[0], eqn.invars[0].aval, eqn.params["forward"].shardings)]
-
-
-def _through(walk: Any, sharding: ValueSharding, aval: Any, targets: Sequence[Any]) -> ValueSharding:
-    """Reshards a value to each of some shardings in turn."""
+    """A value that is resharded to each of some shardings in turn."""
+    sharding, aval = inputs[0], eqn.invars[0].aval
+    targets = [eqn.params["sharding"]] if "sharding" in eqn.params else eqn.params["forward"].shardings
     for target in targets:
         if not isinstance(target, NamedSharding):
             continue
@@ -229,12 +219,12 @@ def _through(walk: Any, sharding: ValueSharding, aval: Any, targets: Sequence[An
             for i, entry in enumerate(entries)
         )
         sharding = walk.placed(sharding, aval, dims)
-    return sharding
+    return [sharding]
 
 
 _OF_KIND: Mapping[str, Rule] = {
     **dict.fromkeys(("elementwise", "cast"), merge),
-    **dict.fromkeys(("copy", "place"), _identity),
+    **dict.fromkeys(("copy", "place"), lambda _, eqn, inputs: list(inputs[: len(eqn.outvars)])),
     **dict.fromkeys(("shape", "broadcast"), _moved),
     "reduction": _reduced,
     **dict.fromkeys(("cumulative", "sort", "order"), _along),
@@ -254,6 +244,5 @@ RULES: Mapping[str, Rule] = {
     "conv_general_dilated": _convolution,
     **dict.fromkeys(("zero_attention", "zero_attention_tangent", "zero_attention_cotangents"), _attention),
     "gather": _gather,
-    "sharding_constraint": _constrained,
-    "zero_reshard": _reshard,
+    **dict.fromkeys(("sharding_constraint", "zero_reshard"), _constrained),
 }

@@ -53,6 +53,10 @@ class OwnModel:
       param_specs: as for `Model`.
       name: its name.
       config: a dataclass saved with the run, or None.
+
+    Example:
+      >>> zero.trainer.OwnModel(init_fn=init_fn, loss_fn=loss_fn, batches=lambda step: batch).name
+      'model'
     """
 
     init_fn: Callable[[Array], Any]
@@ -277,7 +281,6 @@ def own_input(
 
 
 def _validation(batches: Any, eval_batches: int) -> tuple[Iterable[PyTree], PyTree]:
-    """Returns the batches to validate on, and the first of them."""
     source = find_source("validation", batches)
     first, again = source.first(), source.again
     if again is None:  # an iterator that passes once: its batches are kept
@@ -321,7 +324,6 @@ def _compared(first: PyTree, mesh: Mesh, process_batches: ProcessBatches) -> tup
 
 
 def _placed_shapes(label: str, batch: PyTree, mesh: Mesh, num_microbatches: int, *, is_whole: bool) -> PyTree:
-    """Returns the global shapes of a batch; raises `ValueError` if it does not divide."""
     if not jax.tree.leaves(batch):
         raise ValueError(f"{label} has no arrays: give a pytree of arrays [examples, ...]")
     check_arrays(label, batch, remedy="give a pytree of arrays [examples, ...]")

@@ -60,7 +60,12 @@ def find_source(label: str, batches: Any) -> Source:
 
 
 def first_batch(label: str, batches: Any) -> PyTree:
-    """Returns the first batch of batches of any kind, as `find_source` knows them."""
+    """Returns the first batch of batches of any kind, as `find_source` knows them.
+
+    Example:
+      >>> zero.trainer.first_batch("batches", [batch])["x"].shape
+      (16, 64)
+    """
     return find_source(label, batches).first()
 
 
@@ -200,7 +205,6 @@ class IteratorSource:
         return _encode(self._label, self._iterator.get_state()) if self._has_state else None
 
     def _batches(self) -> Iterator[PyTree]:
-        """Yields the batches, pass after pass."""
         yield from self._taken
         self._taken = []
         yield from self._iterator

@@ -40,7 +40,8 @@ class Together:
         try:
             batch = read()
             shapes = tuple((name, str(x.dtype), x.shape) for name, x in leaves_by_name(batch).items())
-            texts = turns.take(None if shapes == self._last else _shown(shapes))
+            shown = ", ".join(f"{name} {dtype}{list(shape)}" for name, dtype, shape in shapes)
+            texts = turns.take(None if shapes == self._last else shown)
         except Exception as error:
             turns.fail(error)
             failures = {p: why for p, why in turns.errors.items() if not why.startswith(BatchesEnded.__name__)}
@@ -67,7 +68,3 @@ class Together:
                     "of the same sizes: drop or pad the last one of a pass"
                 )
             )
-
-
-def _shown(shapes: tuple[tuple[str, str, tuple[int, ...]], ...]) -> str:
-    return ", ".join(f"{name} {dtype}{list(shape)}" for name, dtype, shape in shapes)

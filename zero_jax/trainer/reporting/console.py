@@ -237,7 +237,6 @@ def describe_run(state: TrainState, *, mesh: Mesh, zero: ZeroConfig, rows: dict[
 
 
 def _unsharded_leaves(state: TrainState, *, mesh: Mesh, zero: ZeroConfig) -> str:
-    """Lists the leaves that the rules leave unsharded, in a stage that shards."""
     report = sharding_report(state, mesh=mesh, config=zero)
     paths = [p.path for p in report.placements if not carries(p.dims, axes_of(mesh).data)]
     if not paths or not sharded_groups(zero.stage):

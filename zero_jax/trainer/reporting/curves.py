@@ -106,6 +106,12 @@ def read_run(path: str | pathlib.Path) -> RunRecords:
 
     Raises:
       ValueError: no such run, or one that has no records.
+
+    Example:
+      >>> config = zero.TrainConfig(steps=2, out=folder, name="a", log_every=1)
+      >>> _ = zero.Trainer(loss_fn, init_fn, lambda step: batch, config=config, tx=tx).train(log=str)
+      >>> zero.trainer.read_run(folder / "a").name
+      'a'
     """
     path = pathlib.Path(path)
     file = path / RECORDS if path.is_dir() else path
@@ -154,8 +160,7 @@ def plot_runs(
     for i, curve in enumerate(curves):
         color = _COLORS[i % len(_COLORS)]
         axes.plot(curve.x, curve.y, color=color, linewidth=0.6, alpha=0.25)
-        window = _window(curve.y)
-        mean = smoothed(curve.y, window)
+        mean = smoothed(curve.y, max(1, len(curve.y) // 40))
         marker = "." if np.isfinite(mean).sum() == 1 else None  # a line through one point is invisible
         axes.plot(curve.x, mean, color=color, linewidth=1.5, label=_label(curve), marker=marker)
         axes.plot(curve.validation_x, curve.validation_y, color=color, **_VALIDATION_STYLE)
@@ -191,10 +196,6 @@ def smoothed(values: np.ndarray, window: int) -> np.ndarray:
     starts, ends = np.maximum(middle - window // 2, 0), np.minimum(middle - window // 2 + window, len(values))
     means = (sums[ends] - sums[starts]) / np.maximum(counts[ends] - counts[starts], 1)
     return np.where(finite, means, np.nan)
-
-
-def _window(values: np.ndarray) -> int:
-    return max(1, len(values) // 40)
 
 
 def _label(curve: Curve) -> str:

@@ -245,16 +245,13 @@ class Progress:
 
 def scalar_figures(aux: Any) -> dict[str, float]:
     """Returns the scalars of a loss function's aux by name, to be recorded beside the loss."""
-    return {_record_name(name): float(x) for name, x in leaves_by_name(aux).items() if _is_figure(x)}
+    figures = {name: float(x) for name, x in leaves_by_name(aux).items() if _is_figure(x)}
+    return {f"aux/{n}".removesuffix("/") if n in FIELDS or not n else n: x for n, x in figures.items()}
 
 
 def unshown_leaves(aux: Any) -> list[str]:
     """Returns the leaves of an aux that are no scalars, and so not recorded, such as `logits float32[8, 10]`."""
     return [f"{name} {x.dtype}{list(x.shape)}" for name, x in leaves_by_name(aux).items() if not _is_figure(x)]
-
-
-def _record_name(name: str) -> str:
-    return f"aux/{name}".removesuffix("/") if name in FIELDS or not name else name
 
 
 def _is_figure(x: Any) -> bool:

@@ -26,6 +26,17 @@ class Tracker(Protocol):
 
     A record is a dict with a `kind` (`train` or `validation`), a `step`, and numbers, words or None by name, as in
     `metrics.jsonl`. A record that `write` raised for is given again, with those after it.
+
+    Example:
+      >>> class Print:
+      ...     def write(self, record):
+      ...         if record["kind"] == "train":
+      ...             print(record["step"])
+      ...     def close(self):
+      ...         pass
+      >>> config = zero.TrainConfig(steps=1, out=folder, name="tracked")
+      >>> _ = zero.Trainer(loss_fn, init_fn, lambda step: batch, config=config, trackers=[Print()]).train(log=str)
+      1
     """
 
     def write(self, record: Record) -> None:

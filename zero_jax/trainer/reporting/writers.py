@@ -166,7 +166,6 @@ class WandbWriter:
 
 
 def _scalars(record: Record) -> dict[str, float]:
-    """Returns the numbers of a record by `kind/name`."""
     kind = record.get("kind", "run")
     numbers = {name: value for name, value in record.items() if isinstance(value, int | float) and name != "step"}
     return {f"{kind}/{name}": float(value) for name, value in numbers.items()}

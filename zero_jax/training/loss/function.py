@@ -162,6 +162,12 @@ class MeshLoss:
 
     `make(mesh)` returns the function. The mesh of a plan, for example, exists only where the plan compiles:
     `zero.plan(zero.MeshLoss(lambda mesh: make_loss(place=zero.sequence_parallel(mesh))), ...)`.
+
+    Example:
+      >>> per_device = zero.MeshLoss(lambda mesh: lambda params, batch: loss_fn(params, batch) / mesh.size)
+      >>> evaluate = zero.make_eval_step(per_device, mesh=mesh, config=config)
+      >>> evaluate(state, batch).loss.shape
+      ()
     """
 
     make: Callable[[Mesh], Callable[..., Any]]

@@ -32,13 +32,27 @@ def pipeline_report(
 
     Raises:
       ValueError: the config has other microbatches than the stages of the mesh can have.
+
+    Example:
+      >>> def layers(params, batch):
+      ...     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], params)[0].mean()
+      >>> staged, config = zero.make_mesh(data=2, pipe=4), zero.ZeroConfig(stage=1, num_microbatches=4)
+      >>> report = zero.pipeline_report(layers, jnp.ones((4, 64, 64)), batch, mesh=staged, config=config)
+      >>> report.num_stages, report.num_microbatches
+      (4, 4)
     """
     check_arguments(loss_fn=loss_fn, mesh=mesh, config=config)
     check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
     loss = StepLoss.of(loss_fn, params, mesh=mesh, config=config)
-    stages = loss.stages(loss.placement.axes)
-    if stages is None:
+    if loss.placement.num_stages == 1:
         why = f"the mesh {dict(mesh.shape)} has no axis `pipe`: make it with zero.make_mesh(pipe=...)"
         return PipelineReport(num_stages=1, num_microbatches=config.num_microbatches, why_none=why)
     with on_mesh(mesh):
-        return PipelinedProgram(loss.unsharded(loss.recomputed(loss.fused)), stages).report(*loss.shapes(params, batch))
+        return pipeline_report_of(loss, *loss.shapes(params, batch))
+
+
+def pipeline_report_of(loss: StepLoss, variables: PyTree, batch: PyTree, key: Any) -> PipelineReport:
+    """Returns the report of a loss on a mesh with stages, for the shapes of the arguments of its program."""
+    stages = loss.stages(loss.placement.axes)
+    assert stages is not None
+    return PipelinedProgram(loss.unsharded(loss.recomputed(loss.fused)), stages).report(variables, batch, key)

@@ -6,7 +6,7 @@ The train step, the evaluation step and the estimates read the same program, by 
 2. `fused`: attention is computed by a fused kernel, if the config asks for it;
 3. with what the losses of parts of a batch are averaged by (`grads.choice`; a weighted evaluation);
 4. `recomputed`: blocks are in `jax.checkpoint`, by the config's remat policy;
-5. `unsharded`: what XLA partitions wrongly is whole;
+5. `unsharded`: what XLA partitions wrongly is whole, and heads are made tile by tile on TPUs;
 6. `placed`, or `staged` where each device has gradients of its own: scans over layers are stages of a pipeline, if the
    mesh has an axis for them;
 7. `placed`: params are gathered where they are used, and gradients are reduced to shards.
@@ -35,10 +35,12 @@ from zero_jax.training.zero_config import ZeroConfig
 from zero_jax.transforms import (
     GatherOptions,
     PipelinedProgram,
+    Remat,
     StagePlace,
     Stages,
     fuse_attention,
     gathered,
+    heads_by_tiles,
     rematerialize,
     resolve_remat,
     rolled,
@@ -69,6 +71,10 @@ class StepLoss:
         """Returns the loss of a step of params, or of `Variables` (arrays or shapes), from a user's loss function."""
         placement = make_placement(variables, mesh=mesh, config=config)
         return cls(LossProgram(normalize_loss(loss_fn, mesh, placement.axes)), placement, config)
+
+    def with_remat(self, remat: Remat) -> StepLoss:
+        """Returns the loss with another remat policy; both share the program."""
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, remat=remat))
 
     def cast(self, variables: PyTree, batch: PyTree, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Returns the variables and the batch that the program takes."""
@@ -102,8 +108,12 @@ class StepLoss:
         return LossProgram.of(rematerialize(program, self.config.remat, mesh=mesh, axes=axes, specs=specs))
 
     def unsharded(self, program: LossProgram) -> LossProgram:
-        """Returns a program with whole values where XLA partitions operations on sharded ones wrongly."""
-        return unsharded_windows(program, mesh=self.placement.mesh, axes=self.placement.axes)
+        """Returns a program with whole values where XLA partitions operations on sharded ones wrongly.
+
+        Heads are made in the form that is cheapest on a TPU.
+        """
+        mesh = self.placement.mesh
+        return heads_by_tiles(unsharded_windows(program, mesh=mesh, axes=self.placement.axes), mesh=mesh)
 
     def stages(self, axes: Axes) -> Stages | None:
         """Returns the stages that layers are cut into, None without a pipeline.
@@ -118,6 +128,7 @@ class StepLoss:
             axes=placement.axes,
             num_microbatches=config.num_microbatches,
             recompute=resolve_remat(config.remat).policy != "none",
+            schedule=config.pipeline,
         )
 
     def staged(self, program: Callable[..., Any], axes: Axes) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from zero_jax.core.field_checks import check_fields
+from zero_jax.core.field_checks import brief, check_fields
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.path_patterns import PathPatterns
@@ -27,6 +27,7 @@ _MEMORY_OF: Mapping[str, Sequence[str]] = {
 _FETCHED = frozenset({"params", MODEL_STATE})
 
 
+@brief
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Offload:
     """Which part of the train state is kept in host memory (ZeRO-Offload, arXiv:2101.06840).

@@ -104,6 +104,11 @@ def round_state(tx: optax.GradientTransformation, field: str, dtype: Any) -> opt
 
     Raises:
       ValueError: no floating dtype; or, in `init`, a state without such a field.
+
+    Example:
+      >>> small = zero.round_state(tx, "nu", jnp.bfloat16)
+      >>> zero.abstract_state(init_fn, small, mesh=mesh, config=config).opt_state[0].nu["up"].dtype
+      dtype(bfloat16)
     """
     check_arguments(tx=tx, field=field, dtype=dtype)
     if dtype is None:

@@ -38,6 +38,11 @@ def state_shardings(
 
     Raises:
       ValueError: a path without leaves.
+
+    Example:
+      >>> shardings = zero.state_shardings(jax.eval_shape(lambda: state), mesh=mesh, config=config)
+      >>> shardings.params["up"].spec
+      P(None, 'data')
     """
     for name, path in (("params", params), (MODEL_STATE, model_state)):
         if not isinstance(path, str) and (name, path) != (MODEL_STATE, None):
@@ -96,6 +101,12 @@ def sharding_report(
 
     Raises:
       ValueError: an optimizer without a `TrainState`.
+
+    Example:
+      >>> print(zero.sharding_report(state.params, mesh=mesh, config=config))
+      down  (64, 64)  float32  [-, data]  sharded
+      up    (64, 64)  float32  [-, data]  sharded
+      4.10 KB a device, 0 bytes of it unsharded leaves
     """
     if tx is not None and not isinstance(params, TrainState):
         raise ValueError("tx: what its update does depends on its state: give the TrainState, of zero.abstract_state")

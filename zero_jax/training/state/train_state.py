@@ -32,6 +32,10 @@ class TrainState:
       model_state: what the loss function reads and returns anew (`Variables.model_state`), or None.
       grad_errors: with `Quantize.error_feedback` what quantization dropped of the gradient of a param, on each device
         that sent one, `float32[devices, ...]`, without the loss scale; None for other params, and without any.
+
+    Example:
+      >>> state.params["up"].sharding.spec, state.opt_state[0].mu["up"].sharding.spec
+      (P(None, 'data'), P(None, 'data'))
     """
 
     step: jax.Array

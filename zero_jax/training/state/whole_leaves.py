@@ -38,6 +38,10 @@ def read_leaf(tree: PyTree, path: str) -> np.ndarray:
 
     Raises:
       ValueError: no such leaf, one that is gone or has no values, or another path in another process.
+
+    Example:
+      >>> zero.read_leaf(state, "params/up").shape
+      (64, 64)
     """
     leaves = leaves_by_name(tree)
     leaf = leaves[_existing(leaves, path)]
@@ -57,6 +61,10 @@ def read_leaves(tree: PyTree, pattern: str = ".*") -> Iterator[tuple[str, np.nda
 
     Raises:
       ValueError: no regular expression, or one that no leaf's path matches.
+
+    Example:
+      >>> [path for path, _ in zero.read_leaves(state, "params/.*")]
+      ['params/down', 'params/up']
     """
     check_arrays("tree", tree, remedy="give a TrainState, its params, or any pytree of arrays")
     leaves = leaves_by_name(tree)
@@ -84,6 +92,11 @@ def write_leaf(tree: PyTree, path: str, value: Any) -> PyTree:
 
     Raises:
       ValueError: no such leaf, another shape, a dtype whose values the leaf cannot hold, or processes that differ.
+
+    Example:
+      >>> state = zero.write_leaf(state, "params/up", np.zeros((64, 64)))
+      >>> float(jnp.abs(state.params["up"]).max())
+      0.0
     """
     return write_leaves(tree, {path: value})
 
@@ -96,6 +109,11 @@ def write_leaves(tree: PyTree, values: Mapping[str, Any] | Iterable[tuple[str, A
     Args:
       tree: a `TrainState`, its params, gradients, or any pytree of arrays.
       values: the values by path, or an iterable of `(path, value)`, of which one is in host memory at a time.
+
+    Example:
+      >>> state = zero.write_leaves(state, {"params/up": np.zeros((64, 64)), "params/down": np.ones((64, 64))})
+      >>> float(state.params["down"].min())
+      1.0
     """
     leaves = leaves_by_name(tree)
     for path, value in _pairs(values):

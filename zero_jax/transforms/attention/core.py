@@ -183,7 +183,6 @@ def make_core(found: Followed, prover: Prover) -> AttentionCore:
 
 
 def _roles(logits: Logits, keys: frozenset[Index], operands: Sequence[tuple[Index, ...]]) -> dict[str, Any]:
-    """Returns what each index is to the kernel, and the mask."""
     of_query, of_key, of_value = operands
     everywhere = all_leaves(logits.product.indices)
     own = tuple(i for i in everywhere if i in of_query and i not in (*of_key, *of_value))
@@ -213,7 +212,6 @@ def _roles(logits: Logits, keys: frozenset[Index], operands: Sequence[tuple[Inde
 
 
 def _mask_queries(terms: frozenset[Term], keys: frozenset[Index], own: tuple[Index, ...]) -> tuple[Index, ...]:
-    """Returns the index of queries that the mask is about."""
     found: set[Index] = set()
     for term in terms:
         if isinstance(term, Pattern):

@@ -67,11 +67,7 @@ def _core(eqns: Sequence[Any], multiplies: Callable[[Any], bool]) -> tuple[set[A
             if needed.intersection(eqn.outvars) and reached.intersection(eqn.outvars):
                 between.append(eqn)
                 needed.update(atom for atom in eqn.invars if not jaxprs.is_literal(atom))
-        if any(_exponentiates(eqn) for eqn in between):
+        if any(each.primitive.name in ("exp", "exp2") for eqn in between for each in equations_of(eqn)):
             inner.update(var for eqn in between for var in eqn.outvars)
             results.update(end.outvars)
     return inner, results
-
-
-def _exponentiates(eqn: Any) -> bool:
-    return any(each.primitive.name in ("exp", "exp2") for each in equations_of(eqn))

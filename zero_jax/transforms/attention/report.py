@@ -44,7 +44,12 @@ class AttentionRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionReport(Report):
-    """The attention cores of a function, those that a fused kernel computes and the others; prints a line for each."""
+    """The attention cores of a function, those that a fused kernel computes and the others; prints a line for each.
+
+    Example:
+      >>> zero.attention_report(loss_fn, state.params, batch, mesh=mesh)
+      no attention found
+    """
 
     rows: tuple[AttentionRow, ...]
 

@@ -285,7 +285,6 @@ def number(x: Any) -> float | None:
 
 
 def _alone(eqn: Any, x: Followed) -> Followed | RowTest | None:
-    """Returns a function of logits, weights or rows alone."""
     name, is_row = eqn.primitive.name, x.logits is None
     if x.values:
         return None
@@ -319,10 +318,10 @@ def _alone(eqn: Any, x: Followed) -> Followed | RowTest | None:
 
 
 def _of_logits(name: str, x: Followed, other: Any, place: int) -> Followed | Lost | None:
-    """Returns a function of logits and something else."""
-    if name in ("add", "sub"):
-        return _sum(name, x, other, place) or (None if _is_shift(other, x) else _biased(name, x, place, other))
     value = number(other)
+    if name in ("add", "sub"):
+        is_shift = value is not None or (isinstance(other, Followed) and other.fits(x.indices))
+        return _sum(name, x, other, place) or (None if is_shift else _biased(name, x, place, other))
     if name in ("mul", "div") and value is not None:
         factor = value if name == "mul" else 1 / value if value else 0.0
         return None if name == "div" and place else x.times(factor)
@@ -334,10 +333,6 @@ def _of_logits(name: str, x: Followed, other: Any, place: int) -> Followed | Los
     if name == "max" and value is not None and value <= _LOWEST:
         return x
     return Lost(_SCALED, False) if name == "div" else None
-
-
-def _is_shift(other: Any, x: Followed) -> bool:
-    return number(other) is not None or (isinstance(other, Followed) and other.fits(x.indices))
 
 
 def _sum(name: str, x: Followed, other: Any, place: int) -> Followed | None:
@@ -416,7 +411,6 @@ def _selected(which: Any, *cases: Any) -> Followed | Lost | None:
 
 
 def _of_exponentials(name: str, x: Followed, other: Any, place: int) -> Followed | RowTest | Lost | None:
-    """Returns a function of weights, of their product with values, or of exponentials of rows, and something else."""
     value, is_row = number(other), x.logits is None
     if is_row and value is not None:
         return _exponentials_and_number(name, x, value, place)
@@ -440,7 +434,6 @@ def _exponentials_and_number(name: str, x: Followed, value: float, place: int) -
 
 
 def _of_rows(name: str, x: Followed, other: Any, place: int) -> Followed | RowTest | None:
-    """Returns a function of numbers of rows and something else."""
     value = number(other)
     if value is not None and value <= _LOWEST:
         if name in ("eq", "ne"):

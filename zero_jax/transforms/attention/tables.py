@@ -142,10 +142,6 @@ def _expanded(array: np.ndarray, axes: Sequence[Axis], diagonals: Sequence[Any])
     return array, found
 
 
-def _fits(axes: Sequence[Axis]) -> bool:
-    return math.prod(map(_size, axes)) <= MAX_ELEMENTS
-
-
 def operation(eqn: Any, operands: Sequence[Table]) -> Table | None:
     """Returns the result of an equation on tables; None if it cannot be said."""
     name, aval = eqn.primitive.name, eqn.outvars[0].aval
@@ -191,7 +187,8 @@ def _elementwise(eqn: Any, operands: Sequence[Table]) -> Table | None:
         axes |= dict.fromkeys(mixed)
 
     def make() -> np.ndarray | None:
-        arrays = [x.along([*axes]) if _fits([*axes]) else None for x in tables]
+        fits = math.prod(map(_size, axes)) <= MAX_ELEMENTS
+        arrays = [x.along([*axes]) if fits else None for x in tables]
         return None if any(array is None for array in arrays) else _by_numpy(eqn, arrays)
 
     return Table(indices, tuple(axes), functools.cache(make))

@@ -57,6 +57,11 @@ def fuse_attention(
 
     Raises:
       ValueError: `attention` or `implementation` is unknown.
+
+    Example:
+      >>> attend = lambda params, x: jax.nn.dot_product_attention(x, x, x).mean()
+      >>> zero.fuse_attention(attend, mesh=mesh)({}, jnp.ones((8, 16, 4, 8))).shape
+      ()
     """
     check_callable("loss_fn", loss_fn, remedy=_FUNCTION)
     check_arguments(axes=axes)
@@ -94,6 +99,12 @@ def attention_report(
       *args: its further arguments, likewise.
       mesh: the devices that it is to run on; None takes those of `dot_product_attention` without a mesh.
       axes: the roles of the mesh's axes; None finds them by name.
+
+    Example:
+      >>> attend = lambda params, x: jax.nn.dot_product_attention(x, x, x).mean()
+      >>> report = zero.attention_report(attend, {}, jax.ShapeDtypeStruct((2, 128, 4, 64), "bfloat16"), mesh=mesh)
+      >>> len(report.rows)
+      1
     """
     check_callable("loss_fn", loss_fn, remedy=_FUNCTION)
     check_arguments(axes=axes, **({} if mesh is None else {"mesh": mesh}))
@@ -119,7 +130,6 @@ def _zeros(x: Any) -> jax.Array:
 
 
 def _search(traced: Traced, line: str) -> tuple[SearchedBody, AttentionSearch]:
-    """Finds the cores of a function's program."""
     jaxpr, consts = jaxprs.open_jaxpr(traced.closed)
     search = AttentionSearch()
     data = [i >= traced.num_params for i in range(len(jaxpr.invars))]

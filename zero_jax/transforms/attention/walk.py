@@ -156,7 +156,6 @@ def flatten(jaxpr: Any, consts: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
 
 
 def _passed(value: Any) -> Any:
-    """Returns what is known of a value within another jaxpr."""
     return value if isinstance(value, Table | View) else None
 
 

@@ -50,6 +50,11 @@ class GatherReport(Report):
     Attributes:
       events: the gathers.
       wide: the uses that compute wider than the params are.
+
+    Example:
+      >>> specs = zero.state_shardings(state, mesh=mesh, config=config).params
+      >>> [event.path for event in zero.gather_report(loss_fn, specs, state.params, batch, mesh=mesh).events]
+      ['up', 'down']
     """
 
     events: tuple[GatherEvent, ...]

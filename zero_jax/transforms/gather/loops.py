@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from zero_jax.core.device_put import default_layout
 from zero_jax.dims import FREE, UNKNOWN
@@ -24,8 +25,10 @@ from zero_jax.transforms.gather.deferred import Copies, Lazy, Value, as_it_is
 from zero_jax.transforms.gather.param_uses import used_whole
 from zero_jax.transforms.gather.per_device import only_multiplied
 from zero_jax.transforms.pipeline.cut import LayerLoop
+from zero_jax.transforms.pipeline.interleaved import run_1f1b
 from zero_jax.transforms.pipeline.loop import StagePlace, run_stages
-from zero_jax.transforms.pipeline.transform import split_operands
+from zero_jax.transforms.pipeline.microbatch import MicrobatchProgram
+from zero_jax.transforms.pipeline.transform import split_operands, split_stacks
 
 # `walk` is the `GatherWalk` that meets the loop.
 
@@ -62,7 +65,6 @@ def hoisted(walk: Any, eqn: Any, values: Sequence[Any], sub: Subcall) -> list[La
 
 
 def _gathered_once(walk: Any, eqn: Any, sub: Subcall, value: Lazy, var: Any) -> Lazy | Value:
-    """Gathers a param before a loop."""
     walk.notes.gather(value, eqn, f"once before {sub.length} iterations that use it", early=False)
     num_blocks, (jaxpr, _) = axis_size(walk.options.mesh, walk.options.axes.batch), open_jaxpr(sub.jaxpr)
     if value.is_shard and not walk.options.mapped and only_multiplied(jaxpr, var, walk.batch_sizes, num_blocks):
@@ -76,16 +78,19 @@ def _gathered_once(walk: Any, eqn: Any, sub: Subcall, value: Lazy, var: Any) -> 
 
 def staged(walk: Any, eqn: Any, values: Sequence[Lazy | Value], frame: Any) -> list[Value]:
     """Evaluates a loop over layers as the stages of a pipeline, which gather their params within themselves."""
-    loop: LayerLoop = eqn.params["loop"]
+    loop: LayerLoop | MicrobatchProgram = eqn.params["loop"]
     mesh, axes = walk.options.mesh, walk.options.axes
     place = StagePlace(mesh=mesh, pipe=axes.pipe, batch=axes.of_stage.batch)
-    consts, carry, stacks = split_operands(loop, values)
-    consts = [walk.before(x, eqn, "read by all stages") for x in consts]
-    carry = [walk.before(x, eqn, "a carry of stages").array for x in carry]
-    stacks = [_stack_of_stages(walk, eqn, x, place) for x in stacks]
-    only = [value.params_only for value in consts]
+    layers = loop.loop if isinstance(loop, MicrobatchProgram) else loop
+    others, stacks = split_stacks(layers, values)
+    others = [walk.before(x, eqn, "read by all stages") for x in others]
+    shardings = [_grad_of_stages(walk, x, place) for x in stacks]
+    stacks = [_stack_of_stages(walk, eqn, x, place, layers.num_stages) for x in stacks]
+    only = [value.params_only for value in others[: len(layers.consts)]]
+    if isinstance(loop, MicrobatchProgram):
+        only = [False] * len(layers.consts)
     within = dataclasses.replace(frame, prevent_cse=False, ends_forward=False)
-    inner, layer = _of_stage(walk, loop, place)
+    inner, layer = _of_stage(walk, layers, place)
 
     def run(number: Any, consts: list[Any], carry: list[Any], slices: list[Any]) -> list[Any]:
         ins = [Value(number, params_only=False)]
@@ -96,25 +101,35 @@ def staged(walk: Any, eqn: Any, values: Sequence[Lazy | Value], frame: Any) -> l
 
     with source_context(eqn):
         arrays = [stack.arrays[0] for stack in stacks]
-        results = run_stages(loop, place, [x.array for x in consts], carry, arrays, run)
+        if isinstance(loop, MicrobatchProgram):
+            results = run_1f1b(loop, place, [*(x.array for x in others), *arrays], run, shardings)
+        else:
+            consts, carry = split_operands(loop, [x.array for x in others])[:2]
+            results = run_stages(loop, place, consts, carry, arrays, run)
     return [Value(x, params_only=False) for x in results]
 
 
-def _stack_of_stages(walk: Any, eqn: Any, value: Lazy | Value, place: StagePlace) -> Lazy | Value:
+def _stack_of_stages(walk: Any, eqn: Any, value: Lazy | Value, place: StagePlace, num_stages: int) -> Lazy | Value:
     """Returns a stack as its slices are in a layer, made of an array `[stages, layers / stages, ...]`."""
-    num_stages = eqn.params["loop"].num_stages
     if isinstance(value, Lazy) and value.dims is None:
         value = walk.before(value, eqn, "a stack of stages")
     if isinstance(value, Value):
         return Value(place.stages(value.array, num_stages), params_only=value.params_only)
     root, options = value.as_root(), walk.options
-    dims = without(root.shard[1:], place.pipe)
+    dims, shard = without(root.shard[1:], place.pipe), _grad_of_stages(walk, value, place)
+    assert shard is not None
     stack = root.roots[0].reshape(num_stages, root.roots[0].shape[0] // num_stages, *root.roots[0].shape[1:])
-    shard = named(options.mesh, (place.pipe, (), *dims))
     stored = named(options.mesh, (place.pipe, (), *without(dims, options.axes.data))) if options.stored_whole else shard
     with gather_scope(root.path):
         stack = reshard(stack, forward=Chain((stored,)), backward=Chain((shard,)))
     return dataclasses.replace(root, roots=(stack,), aval=root.aval.update(shape=root.aval.shape[1:]), dims=dims)
+
+
+def _grad_of_stages(walk: Any, value: Lazy | Value, place: StagePlace) -> NamedSharding | None:
+    """Returns the sharding of the gradient of a stack, `[stages, layers / stages, ...]`; None where it is open."""
+    if not isinstance(value, Lazy) or value.dims is None:
+        return None
+    return named(walk.options.mesh, (place.pipe, (), *without(value.as_root().shard[1:], place.pipe)))
 
 
 def _of_stage(walk: Any, loop: LayerLoop, place: StagePlace) -> tuple[Any, Any]:

@@ -379,7 +379,6 @@ class GatherWalk(Walk[GatherFrame]):
 
 
 def _values(arrays: Sequence[Any], operands: Sequence[Lazy | Value]) -> list[Lazy | Value]:
-    """Returns the results of an equation on these operands as values."""
     params_only = all(value.params_only for value in operands)
     return [Value(array, params_only) for array in arrays]
 

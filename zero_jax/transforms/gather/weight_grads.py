@@ -196,22 +196,18 @@ def _tangent_transpose(cotangent: Any, weight: Any, *others: Any, function: _Pro
     return [gradient, *[None] * len(others)]
 
 
-def _attach_batch(args: Any, dims: Any, *, function: _Product) -> tuple[Any, int]:
-    return jax.vmap(function, in_axes=dims[2:])(*args[2:]), 0  # an ordinary product again
-
-
-def _tangent_batch(args: Any, dims: Any, *, function: _Product) -> tuple[Any, int]:
+def _batch(args: Any, dims: Any, *, function: _Product) -> tuple[Any, int]:
     return jax.vmap(function, in_axes=dims)(*args), 0
 
 
 attach_p.def_abstract_eval(lambda out, *_, **__: out)
 attach_p.def_impl(lambda out, *_, **__: out)
 ad.primitive_jvps[attach_p] = _attach_jvp
-batching.primitive_batchers[attach_p] = _attach_batch
+batching.primitive_batchers[attach_p] = lambda args, dims, **how: _batch(args[2:], dims[2:], **how)  # as it was
 mlir.register_lowering(attach_p, lambda ctx, out, *_, **__: [out])
 tangent_p.def_abstract_eval(lambda weight, *_, function: function.aval)
 tangent_p.def_impl(lambda *args, function: jax.jit(function)(*args))
 ad.primitive_jvps[tangent_p] = _tangent_jvp
 ad.primitive_transposes[tangent_p] = _tangent_transpose
-batching.primitive_batchers[tangent_p] = _tangent_batch
+batching.primitive_batchers[tangent_p] = _batch
 mlir.register_lowering(tangent_p, mlir.lower_fun(lambda *args, function: function(*args), multiple_results=False))

@@ -8,7 +8,6 @@ that no weight that was dequantized, cast or merged is kept for the backward pas
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -78,8 +77,8 @@ def evaluate_adapted(
       args: the further arguments.
       uses: gets the uses of adapted weights.
     """
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Weight) else jax.typeof(x) for x in leaves]
-    shapes = [x if isinstance(x, jax.ShapeDtypeStruct) else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes]
+    avals = (x if isinstance(x, Weight) else jax.typeof(x) for x in leaves)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
     traced, values = trace_call(fn, tree.unflatten(shapes), args, {})
     outs = _LowRankWalk(uses).run(traced.closed, [*leaves, *values], _Frame())
     arrays = [jnp.asarray(out.merged() if isinstance(out, Weight) else out) for out in outs]
@@ -112,7 +111,8 @@ class _LowRankWalk(Walk[_Frame]):
         product = product_of(eqn, weights[0], places[0]) if len(places) == 1 else None
         for weight in weights:
             self.note(eqn, weight, is_merged=product is None)
-        evaluate = product or _rows(eqn, values) or functools.partial(_merged, eqn)
+        merged = lambda inputs: [x.merged() if isinstance(x, Weight) else x for x in inputs]  # noqa: E731
+        evaluate = product or _rows(eqn, values) or (lambda inputs: jaxprs.bind(eqn, merged(inputs)))
         # The weights come first: XLA's barriers have the order of a region's arguments.
         order = [*places, *(i for i in range(len(values)) if i not in places)]
         packed = Packed(values[i] for i in order)
@@ -127,7 +127,6 @@ class _LowRankWalk(Walk[_Frame]):
         return region(*packed.arrays)
 
     def made(self, value: Any, eqn: Any, frame: _Frame) -> Any:
-        """Returns the array of a value, before an equation that is not looked into."""
         if not isinstance(value, Weight):
             return value
         self.note(eqn, value, is_merged=True)
@@ -142,7 +141,6 @@ class _LowRankWalk(Walk[_Frame]):
         return value.element(value.arrays) if _is_stack(value) else self.made(value, eqn, frame)
 
     def note(self, eqn: Any, weight: Weight, *, is_merged: bool) -> None:
-        """Notes the use of an adapted weight."""
         if weight.factors:
             where = jaxprs.source_line(eqn)
             use = WeightUse(path=weight.path, where=where, operation=eqn.primitive.name, is_merged=is_merged)
@@ -153,10 +151,6 @@ def _is_work(weight: Weight, *, is_merged: bool) -> bool:
     """Tells whether more arrays are made of a weight at its use: they are not kept for the backward pass."""
     is_made = not (weight.is_plain or len(weight.shape) < 2)
     return is_made or weight.is_dora or (is_merged and bool(weight.factors))
-
-
-def _merged(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    return jaxprs.bind(eqn, [x.merged() if isinstance(x, Weight) else x for x in inputs])
 
 
 def _is_stack(value: Any) -> bool:

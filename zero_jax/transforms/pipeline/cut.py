@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core as jex_core
 
 from zero_jax.dims import Kind, Pair, Relation, TraceComparison
 from zero_jax.program import jaxprs
@@ -22,6 +23,12 @@ from zero_jax.sharding.mesh import Axes
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.pipeline.body import CannotCut, layer_of_microbatch
 from zero_jax.transforms.separability import operations
+
+# A scan over layers as stages: of the operands and results of the scan. What evaluates a program runs it by
+# `run_stages`, or of a whole loss by `run_1f1b`; nothing differentiates, maps or lowers it.
+pipeline_p = jex_core.Primitive("zero_pipeline")
+pipeline_p.multiple_results = True
+pipeline_p.def_abstract_eval(lambda *_, avals, **params: list(avals))
 
 # The name that the equation of a scan has which was a Python loop.
 ROLLED = "rolled_layers"
@@ -217,15 +224,15 @@ def _roles(
     comparison.source = ""
     scan = scan_of(pair.whole)
     consts, carry, slices = scan.split(operands)
-    shared = [_role(x, "what its layers read") for x in consts]
+    shared = [role_of(x, "what its layers read") for x in consts]
     if any(role.kind is Kind.SUM for role in shared):
         raise CannotCut("its layers read a sum over the batch, which a microbatch does not have")
     for x in slices:
-        if _role(x, "what it takes slices of").kind is not Kind.SAME:
+        if role_of(x, "what it takes slices of").kind is not Kind.SAME:
             raise CannotCut("it takes slices that have examples: let its layers read them whole, or take them by index")
     for x in carry:
-        _role(x, "what its layers begin with")
-    made = [_role(x, "what its layers make") for x in results]
+        role_of(x, "what its layers begin with")
+    made = [role_of(x, "what its layers make") for x in results]
     return shared, made
 
 
@@ -235,7 +242,7 @@ def _before(closed: Any, eqn: Any) -> Any:
     return jaxprs.with_results(alone, list(eqn.invars), eqns=jaxprs.without_dead_code(alone).eqns)
 
 
-def _role(x: Relation, what: str) -> Role:
+def role_of(x: Relation, what: str) -> Role:
     """Returns the role of a value by its relation."""
     if x.kind is Kind.UNKNOWN:
         raise CannotCut(x.why.replace("{}", "a line that is not known"))

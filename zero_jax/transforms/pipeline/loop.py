@@ -75,22 +75,15 @@ def run_stages(
     travelling += [*zip(loop.carry, map(jnp.asarray, carry), strict=True)]  # literals are numbers
     num_consts = len(travelling) - len(carry)
     # Gradients are summed over ticks in the dtype of what all of them read.
-    narrow, stacks = stacks, [_widened(x) for x in stacks]
-    shared = [x if role.is_rows else _widened(x) for role, x in zip(loop.consts, consts, strict=True)]
+    layers, stacks = LayersOfStage(loop, layer, stacks), [widened(x) for x in stacks]
+    shared = [x if role.is_rows else widened(x) for role, x in zip(loop.consts, consts, strict=True)]
 
     def stage(number: jax.Array, travelled: list[Any], stacks: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         values = [_moved(role, x, 0, role.dim) for (role, _), x in zip(travelling, travelled, strict=True)]
         own = iter(values[:num_consts])
         known = zip(loop.consts, consts, shared, strict=True)
-        of_layers = [next(own) if role.is_rows else _cast(x, like) for role, like, x in known]
-
-        def body(carry: list[Any], slices: Any) -> tuple[list[Any], list[Any]]:
-            slices = [_cast(x, like) for x, like in zip(slices, narrow, strict=True)]
-            made = [*layer(number, of_layers, carry, slices)]
-            return made[: len(loop.carry)], made[len(loop.carry) :]
-
-        size = loop.num_layers // loop.num_stages
-        after, ys = lax.scan(body, values[num_consts:], stacks, length=size, unroll=min(loop.unroll, size))
+        of_layers = [next(own) if role.is_rows else cast(x, jnp.asarray(like).dtype) for role, like, x in known]
+        after, ys = layers(number, of_layers, values[num_consts:], stacks)
         after = [_moved(role, x, role.dim, 0) for role, x in zip(loop.carry, after, strict=True)]
         return [*travelled[:num_consts], *after], ys
 
@@ -98,6 +91,32 @@ def run_stages(
         stage = jax.checkpoint(stage, prevent_cse=False)
     mapped = jax.vmap(stage, spmd_axis_name=place.pipe)
     return ticks.run(travelling, lambda numbers, travelled: mapped(numbers, travelled, list(stacks)))
+
+
+class LayersOfStage:
+    """The layers of a stage, on a microbatch.
+
+    Args:
+      loop: the scan over layers.
+      layer: evaluates a layer of a microbatch.
+      stacks: what the layers take slices of, or arrays of the same dtypes.
+    """
+
+    def __init__(self, loop: LayerLoop, layer: Layer, stacks: Sequence[Any]):
+        self.loop, self.layer, self.narrow = loop, layer, [x.dtype for x in stacks]
+
+    def __call__(
+        self, number: jax.Array, consts: list[Any], carry: list[Any], stacks: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns carries and what is stacked, of the layers whose params `[layers / stages, ...]` are given."""
+        num_carry, size = len(self.loop.carry), self.loop.num_layers // self.loop.num_stages
+
+        def body(carry: list[Any], slices: Any) -> tuple[list[Any], list[Any]]:
+            slices = [cast(x, dtype) for x, dtype in zip(slices, self.narrow, strict=True)]
+            made = [*self.layer(number, consts, carry, slices)]
+            return made[:num_carry], made[num_carry:]
+
+        return lax.scan(body, carry, list(stacks), length=size, unroll=min(self.loop.unroll, size))
 
 
 class _Ticks:
@@ -279,21 +298,20 @@ def _moved(role: Role, x: jax.Array, dim: int, to: int) -> jax.Array:
     return jnp.moveaxis(x, dim, to) if role.is_rows else x
 
 
-def _widened(x: Any) -> jax.Array:
+def widened(x: Any) -> jax.Array:
     """Returns an array in a dtype that sums can be made in."""
     x = jnp.asarray(x)
     return x.astype(wide(x.dtype)) if is_float(x) else x
 
 
-def _cast(x: jax.Array, like: Any) -> jax.Array:
-    """Returns an array in the dtype of another one, or of a number."""
-    dtype = jnp.asarray(like).dtype
+def cast(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns an array in a dtype."""
     return x if x.dtype == dtype else x.astype(dtype)
 
 
 def _rolled(x: jax.Array, by: int) -> jax.Array:
     """Returns an array with each stage's part at the next stage (1), or at the one before (-1)."""
-    return roll_p.bind(x, by=by) if is_float(x) else _concatenated(x, by=by)
+    return roll_p.bind(x, by=by) if is_float(x) else concatenated(x, by=by)
 
 
 # A primitive, because the transpose of what it is lowered to sends twice as much: a part of it for each of two sums.
@@ -301,7 +319,8 @@ def _rolled(x: jax.Array, by: int) -> jax.Array:
 roll_p = jex_core.Primitive("zero_roll")
 
 
-def _concatenated(x: jax.Array, *, by: int) -> jax.Array:
+def concatenated(x: jax.Array, *, by: int) -> jax.Array:
+    """Returns an array with each stage's part at the next stage (1), or at the one before (-1)."""
     return lax.concatenate([x[-by:], x[:-by]], 0)
 
 
@@ -310,7 +329,7 @@ def _batch(arrays: Any, dims: Any, *, by: int) -> tuple[Any, int]:
 
 
 roll_p.def_abstract_eval(lambda x, *, by: x)
-roll_p.def_impl(lambda x, *, by: _concatenated(x, by=by))
+roll_p.def_impl(lambda x, *, by: concatenated(x, by=by))
 define_tangents(
     roll_p,
     lambda x, *, by: roll_p.bind(x, by=by),
@@ -318,4 +337,4 @@ define_tangents(
 )
 ad.primitive_transposes[roll_p] = lambda ct, x, *, by: [ct if isinstance(ct, ad.Zero) else roll_p.bind(ct, by=-by)]
 batching.primitive_batchers[roll_p] = _batch
-mlir.register_lowering(roll_p, mlir.lower_fun(_concatenated, multiple_results=False))
+mlir.register_lowering(roll_p, mlir.lower_fun(concatenated, multiple_results=False))

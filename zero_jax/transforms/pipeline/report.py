@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from zero_jax.core.text_tables import Report, format_bytes
+from zero_jax.dims import is_float
 from zero_jax.program.jaxprs import open_jaxpr
 from zero_jax.sharding.mesh import axis_size
-from zero_jax.transforms.pipeline.cut import FoundLoop, LayerLoop
+from zero_jax.transforms.pipeline.cut import FoundLoop, LayerLoop, Role
 from zero_jax.transforms.pipeline.loop import StagePlace
 
 
@@ -20,6 +21,7 @@ class StagedLayers:
       num_layers: its layers, of which each stage has as many.
       travelling: what a microbatch takes from stage to stage, each as dtype and shape on a microbatch.
       bytes_per_tick: bytes of it that a device sends to the next stage in a tick of the forward pass.
+      sent: what a device sends to other stages in a step, each as phase (``forward`` or ``backward``), dtype and bytes.
       recomputed: whether a stage is recomputed in the backward pass.
       stacked: whether the layers are of a Python loop, whose params are stacked in each step.
     """
@@ -28,6 +30,7 @@ class StagedLayers:
     num_layers: int
     travelling: tuple[str, ...]
     bytes_per_tick: int
+    sent: tuple[tuple[str, str, int], ...]
     recomputed: bool
     stacked: bool = False
 
@@ -42,6 +45,13 @@ class PipelineReport(Report):
       loops: the scans over layers that are cut into stages.
       left: the scans over stacked params that are not, each with its line and the reason: they run on the whole batch.
       why_none: why there are no stages at all, and what to do; empty if there are some.
+      schedule: ``gpipe`` or ``1f1b`` (`ZeroConfig.pipeline`).
+
+    Example:
+      >>> staged, config = zero.make_mesh(data=2, pipe=4), zero.ZeroConfig(stage=1, num_microbatches=4)
+      >>> report = zero.pipeline_report(loss_fn, state.params, batch, mesh=staged, config=config)
+      >>> report.why_none[:48]
+      'pipe=4: loss_fn has no jax.lax.scan over stacked'
     """
 
     num_stages: int
@@ -49,6 +59,12 @@ class PipelineReport(Report):
     loops: tuple[StagedLayers, ...] = ()
     left: tuple[str, ...] = ()
     why_none: str = ""
+    schedule: str = "gpipe"
+
+    @property
+    def num_kept(self) -> int:
+        """The microbatches whose activations a stage keeps at most, as the inputs of the stage where it recomputes."""
+        return self.num_ticks if self.schedule == "gpipe" else 2 * self.num_stages - 1
 
     @property
     def num_ticks(self) -> int:
@@ -65,7 +81,7 @@ class PipelineReport(Report):
             return f"no pipeline: {self.why_none}"
         lines = [
             f"{self.num_stages} stages, {self.num_microbatches} microbatches: {self.num_ticks} ticks, of which a stage "
-            f"waits {self.bubble:.1%}"
+            f"waits {self.bubble:.1%}; it keeps at most {self.num_kept} ({self.schedule})"
         ]
         for loop in self.loops:
             size = loop.num_layers // self.num_stages
@@ -79,23 +95,44 @@ class PipelineReport(Report):
         return "\n".join([*lines, *(f"left as it is: {item}" for item in self.left)])
 
 
-def staged_layers(entry: FoundLoop, place: StagePlace) -> StagedLayers:
+def staged_layers(entry: FoundLoop, place: StagePlace, schedule: str) -> StagedLayers:
     """Returns what a report shows of a loop that is cut into stages."""
     loop = entry.loop
     assert isinstance(loop, LayerLoop)
     shards, travelling, num_bytes = axis_size(place.mesh, place.batch), [], 0
-    operands = zip((*loop.consts, *loop.carry), open_jaxpr(loop.layer)[0].invars[1:], strict=False)
-    for i, (role, var) in enumerate(operands):
-        if i < len(loop.consts) and not role.is_rows:  # shared by all microbatches
-            continue
-        aval = var.aval
+    jaxpr, num_carry = open_jaxpr(loop.layer)[0], len(loop.carry)
+    if schedule == "gpipe":
+        pairs = zip((*loop.consts, *loop.carry), (x.aval for x in jaxpr.invars[1:]), strict=False)
+        # What is shared by all microbatches does not move.
+        moved = [(role, x) for i, (role, x) in enumerate(pairs) if i >= len(loop.consts) or role.is_rows]
+    else:  # stages make the constants again, and what is stacked goes through all of them
+        avals = [x.aval for x in jaxpr.outvars]
+        stacked = (x.update(shape=(loop.num_layers, *x.shape)) for x in avals[num_carry:])
+        moved = [*zip((*loop.carry, *loop.ys), (*avals[:num_carry], *stacked), strict=True)]
+    sent: list[tuple[str, str, int]] = []
+    num_consts = len(moved) - num_carry if schedule == "gpipe" else 0
+    for i, (role, aval) in enumerate(moved):
         travelling.append(f"{aval.dtype}[{','.join(map(str, aval.shape))}]")
-        num_bytes += aval.size * aval.dtype.itemsize // (shards if role.is_rows else 1)
+        own_bytes = aval.size * aval.dtype.itemsize // (shards if role.is_rows else 1)
+        num_bytes += own_bytes
+        for phase in ("forward", "backward") if is_float(aval) and i >= num_consts else ("forward",):
+            times = _times(loop, role, phase, schedule, is_carry=i >= num_consts)
+            sent.append((phase, str(aval.dtype), own_bytes * times))
     return StagedLayers(
         where=entry.line,
         num_layers=loop.num_layers,
         travelling=tuple(travelling),
         bytes_per_tick=num_bytes,
-        recomputed=loop.recompute,
+        sent=tuple(sent),
+        recomputed=loop.recompute or schedule == "1f1b",
         stacked=entry.is_rolled,
     )
+
+
+def _times(loop: LayerLoop, role: Role, phase: str, schedule: str, *, is_carry: bool) -> int:
+    """Returns how often a device sends what goes from stage to stage, of a microbatch, in a step."""
+    if schedule == "1f1b":
+        return loop.num_ticks - (phase == "forward")
+    # What has examples waits in a ring that moves as often; carries come back to their places in it.
+    left = loop.num_microbatches // loop.num_stages - 1 if is_carry else 0
+    return 2 * loop.num_ticks + left if role.is_rows else loop.num_ticks

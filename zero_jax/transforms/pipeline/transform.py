@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core as jex_core
 
 from zero_jax.core.tree import PyTree
 from zero_jax.dims import SAME, Relation, TraceComparison, rows
@@ -19,16 +18,13 @@ from zero_jax.program.loss import LossProgram, Traced
 from zero_jax.program.subcalls import Subcall, equations_of
 from zero_jax.program.walk import Walk
 from zero_jax.sharding.mesh import Axes, axis_size
-from zero_jax.transforms.pipeline.cut import Cut, FoundLoop, LayerLoop, find_loops
+from zero_jax.transforms.pipeline.body import CannotCut
+from zero_jax.transforms.pipeline.cut import Cut, FoundLoop, LayerLoop, find_loops, pipeline_p
+from zero_jax.transforms.pipeline.interleaved import run_1f1b
 from zero_jax.transforms.pipeline.loop import StagePlace, run_stages
+from zero_jax.transforms.pipeline.microbatch import LossTraces, MicrobatchProgram, by_microbatch
 from zero_jax.transforms.pipeline.report import PipelineReport, staged_layers
 from zero_jax.transforms.pipeline.rolled import rolled
-
-# A scan over layers as stages: of the operands and results of the scan. What evaluates a program runs it by
-# `run_stages`; nothing differentiates, maps or lowers it.
-pipeline_p = jex_core.Primitive("zero_pipeline")
-pipeline_p.multiple_results = True
-pipeline_p.def_abstract_eval(lambda *_, avals, **params: list(avals))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,12 +36,14 @@ class Stages:
       axes: the roles of the mesh's axes.
       num_microbatches: the microbatches that go through them.
       recompute: whether layers that have no `jax.checkpoint` of their own are recomputed, stage by stage.
+      schedule: ``gpipe``, all forward and then all backward, or ``1f1b``.
     """
 
     place: StagePlace
     axes: Axes
     num_microbatches: int
     recompute: bool = True
+    schedule: str = "gpipe"
 
     @property
     def num_stages(self) -> int:
@@ -78,7 +76,7 @@ class PipelinedProgram(LossProgram):
         )
         if key not in self.traces:
             traced = self.before.trace(*args)
-            closed, found = self.found(*args)
+            staged, found = self.found(*args)
             if not any(entry.loop for entry in found):
                 raise ValueError(_refusal(found, self.stages))
             for entry in (entry for entry in found if entry.loop is None):
@@ -87,24 +85,25 @@ class PipelinedProgram(LossProgram):
                     f"device has all of them: {entry.why}",
                     stacklevel=2,
                 )
-            self.traces[key] = traced.rewritten(_with_stages(closed, found))
+            self.traces[key] = traced.rewritten(staged)
         return self.traces[key]
 
     def report(self, *args: Any) -> PipelineReport:
         """Returns the stages for arguments of these shapes, or why there are none."""
-        report = PipelineReport(num_stages=self.stages.num_stages, num_microbatches=self.stages.num_microbatches)
+        k, schedule = self.stages.num_microbatches, self.stages.schedule
+        report = PipelineReport(num_stages=self.stages.num_stages, num_microbatches=k, schedule=schedule)
         try:
             _, found = self.found(*args)
         except ValueError as error:
             return dataclasses.replace(report, why_none=str(error))
-        loops = tuple(staged_layers(entry, self.stages.place) for entry in found if entry.loop is not None)
+        loops = tuple(staged_layers(entry, self.stages.place, schedule) for entry in found if entry.loop is not None)
         if not loops:
             return dataclasses.replace(report, why_none=_refusal(found, self.stages))
         left = tuple(f"{entry.line}: {entry.why}" for entry in found if entry.loop is None)
         return dataclasses.replace(report, loops=loops, left=left)
 
     def found(self, *args: Any) -> tuple[Any, list[FoundLoop]]:
-        """Returns the flat jaxpr for arguments of these shapes, and the scans over layers in it."""
+        """Returns the jaxpr for arguments of these shapes with stages, and the scans over layers in it."""
         assert self.before is not None
         params, batch, *rest = args
         k, num_params = self.stages.num_microbatches, len(jax.tree.leaves(params))
@@ -139,7 +138,17 @@ class PipelinedProgram(LossProgram):
         whole, *parts = (flattened(program.closed) for program in programs)
         comparison = TraceComparison(k, num_blocks)
         found = find_loops(whole, parts, relations, num_params=num_params, cut=self.cut, comparison=comparison)
-        return whole, found
+        if self.stages.schedule == "gpipe":
+            return _with_stages(whole, found), found
+        cut = [entry for entry in found if entry.loop is not None]
+        why = "pipeline='1f1b' has one chain of layers, and there are several"
+        if len(cut) == 1:
+            try:
+                traces = LossTraces(whole, parts, relations, num_params=num_params, entry=cut[0], comparison=comparison)
+                return by_microbatch(traces, cut[0].loop, self.stages.axes), found  # type: ignore[arg-type]
+            except CannotCut as error:
+                why = f"pipeline='1f1b': {error}"
+        return whole, [x if x.loop is None else dataclasses.replace(x, loop=None, why=why) for x in found]
 
     @property
     def cut(self) -> Cut:
@@ -181,7 +190,10 @@ def _refusal(found: Sequence[FoundLoop], stages: Stages) -> str:
     """Says why a loss has no stages, and what to do."""
     if found:
         reasons = "; ".join(f"the layers at {entry.line}: {entry.why}" for entry in found)
-        return f"pipe={stages.num_stages}: no layers can be the stages of a pipeline: {reasons}; or leave pipe out"
+        other = "" if stages.schedule == "gpipe" else "; give pipeline='gpipe'"
+        return (
+            f"pipe={stages.num_stages}: no layers can be the stages of a pipeline: {reasons}{other}; or leave pipe out"
+        )
     return (
         f"pipe={stages.num_stages}: loss_fn has no jax.lax.scan over stacked params, and no Python loop over equal "
         "layers, which could be the stages of a pipeline: stack the params of equal layers and scan over them "
@@ -212,15 +224,20 @@ class _StageWalk(Walk[None]):
     def operation(self, eqn: Any, values: list[Any], frame: None) -> Sequence[Any]:
         if eqn.primitive is not pipeline_p:
             return jaxprs.bind(eqn, values)
-        loop: LayerLoop = eqn.params["loop"]
-        consts, carry, stacks = split_operands(loop, values)
-        stacks = [self.place.stages(x, loop.num_stages) for x in stacks]
-        opened, own = jaxprs.open_jaxpr(loop.layer)
+        loop: LayerLoop | MicrobatchProgram = eqn.params["loop"]
+        layers = loop.loop if isinstance(loop, MicrobatchProgram) else loop
+        opened, own = jaxprs.open_jaxpr(layers.layer)
 
         def layer(number: Any, consts: list[Any], carry: list[Any], slices: list[Any]) -> list[Any]:
             return evaluate(opened, own, [number, *consts, *carry, *slices])
 
         with jaxprs.source_context(eqn):
+            if isinstance(loop, MicrobatchProgram):
+                operands, stacks = split_stacks(loop.loop, values)
+                stacks = [self.place.stages(x, layers.num_stages) for x in stacks]
+                return run_1f1b(loop, self.place, [*operands, *stacks], layer)
+            consts, carry, stacks = split_operands(loop, values)
+            stacks = [self.place.stages(x, loop.num_stages) for x in stacks]
             return run_stages(loop, self.place, consts, carry, stacks, layer)
 
 
@@ -228,3 +245,9 @@ def split_operands(loop: LayerLoop, values: Sequence[Any]) -> tuple[list[Any], l
     """Splits the operands of a loop into constants, carries, and what it takes slices of."""
     first = len(loop.consts) + len(loop.carry)
     return list(values[: len(loop.consts)]), list(values[len(loop.consts) : first]), list(values[first:])
+
+
+def split_stacks(loop: LayerLoop, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Splits the operands of a loss by microbatch into what its layers do not slice, and what they do."""
+    first = len(values) - loop.num_slices
+    return list(values[:first]), list(values[first:])

@@ -8,21 +8,23 @@ that is not the best choice, so the same is done by seconds alone, and the bette
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from zero_jax.core.text_tables import aligned, format_bytes
-from zero_jax.program import jaxprs
-from zero_jax.sharding.topology import HARDWARE, hardware_of
+from jax.sharding import Mesh
+
+from zero_jax.core.text_tables import Report, aligned, format_bytes
+from zero_jax.sharding.topology import hardware_of
 from zero_jax.transforms.remat.costs import BlockCosts
 from zero_jax.transforms.remat.labels import INPUT
 from zero_jax.transforms.remat.policies import Remat
-from zero_jax.transforms.remat.regions import RematRegion, RematSetting
-from zero_jax.transforms.roofline import Roofline
 
-# The share of the forward pass of blocks during which values can move to the host without being waited for.
+# The share of the forward pass of blocks during which the link to the host is used at most.
 _LINK_SHARE = 0.8
+# The share of a move to the host that the forward pass waits for. XLA:TPU ends it when a link of about 75 GB/s would
+# have: 3.6 of the 22.4 ms that 268 MB take at the 12 GB/s of the hardware table (a layer of llama-3.1-8b on v6e, of
+# 27.5 ms). The move back is begun early enough.
+_WAITED_SHARE = 0.85
 # Values that save less of the blocks' backward pass are recomputed: they are not worth a name.
 _LEAST_SAVED = 1e-3
 _PLACES = {"device": "kept", "offloaded": "host", "": "recomputed"}
@@ -50,25 +52,33 @@ class ValueRow:
     place: str
     why: str
 
+    @property
+    def waited_seconds(self) -> float:
+        """Of `host_seconds`, those that blocks wait."""
+        return _WAITED_SHARE * self.host_seconds
+
+    @property
+    def saved_seconds(self) -> float:
+        """The seconds that keeping it where it is saves."""
+        return self.seconds - (self.waited_seconds if self.place == "offloaded" else 0.0)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValueBudget:
-    """What may be kept of all blocks: bytes on a device, and in the host memory of a device.
+    """What may be kept of all blocks: bytes on a device, and what moves to its host while blocks compute.
 
     Attributes:
       device_bytes: bytes of a device.
       host_bytes_per_second: one direction of the link to the host; 0 where nothing is offloaded.
-      host_bytes: bytes of host memory.
     """
 
     device_bytes: float
     host_bytes_per_second: float = 0.0
-    host_bytes: float = math.inf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ValueChoice:
-    """What is kept of the blocks of a function, and what it saves; `str` of it is a table."""
+class ValueChoice(Report):
+    """What is kept of the blocks of a function, and what it saves; prints as a table."""
 
     budget: ValueBudget
     rows: tuple[ValueRow, ...]
@@ -82,26 +92,34 @@ class ValueChoice:
         return Remat(policy="values", save=places["device"], offload=places["offloaded"])
 
     @property
+    def policy_name(self) -> str:
+        """The name of the policy that chooses it, with its budget."""
+        return Remat(policy="auto", budget_gb=self.budget.device_bytes / 1e9).name
+
+    @property
     def saved_seconds(self) -> float:
         """The seconds of a backward pass that keeping values saves."""
-        return sum(row.seconds for row in self.rows if row.place and row.value != INPUT)
+        return sum(row.saved_seconds for row in self.rows if row.place)
 
-    def lines(self) -> list[str]:
-        """Returns the table of values, those that are kept first."""
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain data."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
         table = [("value", "made at", "MB", "recompute ms", "host ms", "place", "why")]
         for row in self.rows:
             figures = (f"{row.num_bytes / 1e6:.3f}", f"{1e3 * row.seconds:.3f}", f"{1e3 * row.host_seconds:.3f}")
             table.append((row.value, row.where, *figures, _PLACES[row.place], row.why))
         kept = sum(row.num_bytes for row in self.rows if row.place == "device")
         head = f"{format_bytes(kept)} of a budget of {format_bytes(self.budget.device_bytes)} are kept on a device"
-        return [head, *aligned(table, right={2, 3, 4}).splitlines()]
+        return f"{head}\n{aligned(table, right={2, 3, 4})}"
 
 
 class _Room:
     """The bytes that are left on a device and on its host while values are chosen."""
 
     def __init__(self, budget: ValueBudget, link_bytes: float):
-        self.left = {"device": budget.device_bytes, "offloaded": min(link_bytes, budget.host_bytes)}
+        self.left = {"device": budget.device_bytes, "offloaded": link_bytes}
 
     def place(self, num_bytes: float, *, can_move: bool) -> str:
         """Returns the place where so many bytes fit, '' if there is none."""
@@ -109,31 +127,23 @@ class _Room:
         return next((place for place in places if num_bytes <= self.left[place]), "")
 
 
-def chosen(setting: RematSetting, regions: Sequence[tuple[RematRegion, int]]) -> ValueChoice:
-    """Returns what the policy `auto` keeps of regions, each with how often it runs, on the devices of a mesh.
+def choose_values(costs: Sequence[BlockCosts], remat: Remat, *, mesh: Mesh) -> ValueChoice:
+    """Returns what the policy `auto` keeps of blocks, by their costs, on the devices of a mesh.
 
-    Devices whose figures are not known keep values as v5p would, and nothing is offloaded.
+    Nothing is offloaded on devices whose figures are not known.
 
     Raises:
       ValueError: there is no budget.
     """
-    budget_gb, device = setting.remat.budget_gb, setting.mesh.devices.flat[0]
-    if budget_gb is None:
+    device = mesh.devices.flat[0]
+    if remat.budget_gb is None:
         raise ValueError(
             f"remat='auto': how much memory blocks may keep is not known here (of {device.device_kind!r}): give "
             "zero.Remat(policy='auto', budget_gb=...), or 'auto:<GB>', in GB of a device's memory"
         )
     hardware = hardware_of(device)
     link = hardware.host_bytes_per_second if hardware else 0.0
-    on_host = hardware.host_memory_bytes if hardware else None
-    budget = ValueBudget(device_bytes=1e9 * budget_gb, host_bytes_per_second=link, host_bytes=on_host or math.inf)
-    roofline = Roofline(hardware or HARDWARE["v5p"], overlaps=True)
-    classes: dict[Any, tuple[RematRegion, int]] = {}
-    for region, times in regions:
-        key = jaxprs.jaxpr_key(region.jaxpr), *region.marks, region.kind
-        first, before = classes.get(key, (region, 0))
-        classes[key] = first, before + times
-    return choose([BlockCosts(region, times, roofline) for region, times in classes.values()], budget)
+    return choose(costs, ValueBudget(device_bytes=1e9 * remat.budget_gb, host_bytes_per_second=link))
 
 
 def choose(blocks: Sequence[BlockCosts], budget: ValueBudget) -> ValueChoice:
@@ -142,11 +152,11 @@ def choose(blocks: Sequence[BlockCosts], budget: ValueBudget) -> ValueChoice:
 
 
 def _by_bytes(row: ValueRow) -> float:
-    return row.seconds / max(row.num_bytes, 1)
+    return row.saved_seconds / max(row.num_bytes, 1)
 
 
 def _by_seconds(row: ValueRow) -> float:
-    return row.seconds
+    return row.saved_seconds
 
 
 def _greedy(blocks: Sequence[BlockCosts], budget: ValueBudget, order: Callable[[ValueRow], float]) -> ValueChoice:
@@ -159,7 +169,7 @@ def _greedy(blocks: Sequence[BlockCosts], budget: ValueBudget, order: Callable[[
     found = {row.value: row for row in _gains(blocks, budget, [])}
     while found:
         placed = [_placed(row, room, can_move=_can_move(row.value, blocks)) for row in found.values()]
-        fitting = [row for row in placed if row is not None and row.seconds > 0]
+        fitting = [row for row in placed if row is not None and row.saved_seconds > 0]
         if not fitting:
             break
         best = max(fitting, key=order)
@@ -227,13 +237,15 @@ def _placed(row: ValueRow, room: _Room, *, can_move: bool) -> ValueRow | None:
         return None
     why = row.why or f"saves {1e12 * row.seconds / max(row.num_bytes, 1):.3g} ms a GB"
     if place == "offloaded":
-        why += f"; {format_bytes(room.left['device'])} are left on the device, the link moves it while blocks compute"
+        why += f"; {format_bytes(room.left['device'])} are left on the device, waits {1e3 * row.waited_seconds:.3g} ms"
     return dataclasses.replace(row, place=place, why=why)
 
 
 def _recomputed(row: ValueRow, room: _Room) -> ValueRow:
     """Returns the row of a value that is computed again, with the reason."""
-    left = format_bytes(max(room.left["device"], 0.0))
-    on_host = max(room.left["offloaded"], 0.0)
-    why = f"does not fit: {left} are left on the device" + (f", {format_bytes(on_host)} on the link" if on_host else "")
+    why = f"does not fit: {format_bytes(max(room.left['device'], 0.0))} are left on the device"
+    if row.waited_seconds >= row.seconds:
+        why += ", and blocks would wait longer for the host"
+    elif room.left["offloaded"] > 0:
+        why += f", {format_bytes(room.left['offloaded'])} on the link"
     return dataclasses.replace(row, why=why)

@@ -16,11 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
 
 from zero_jax.attention import RESIDUALS
 from zero_jax.dims import ALIASES, ValueSharding, propagate_shardings
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate, flattened, trace_flat
+from zero_jax.sharding.topology import HARDWARE, hardware_of
 from zero_jax.transforms.kernels import kernels
 from zero_jax.transforms.remat.labels import place_of
 from zero_jax.transforms.remat.regions import SCAN_BODY, RematRegion
@@ -44,6 +46,7 @@ class BlockCosts:
     region: RematRegion
     times: int
     roofline: Roofline
+    _known_seconds: dict[frozenset[str], float] = dataclasses.field(default_factory=dict, repr=False)
 
     @functools.cached_property
     def values(self) -> dict[str, float]:
@@ -80,6 +83,12 @@ class BlockCosts:
 
     def backward_seconds(self, kept: Collection[str]) -> float:
         """Returns the seconds of the backward pass that has the inputs and some values, and computes the others."""
+        key = frozenset(label for label in kept if label in self.values)
+        if key not in self._known_seconds:
+            self._known_seconds[key] = self._backward_seconds(key)
+        return self._known_seconds[key]
+
+    def _backward_seconds(self, kept: Collection[str]) -> float:
         jaxpr, shardings, named = self._gradient
         given = [var for label in kept for var in named.get(label, ())]
         eqns = [eqn for eqn in jaxpr.eqns if not (eqn.outvars and eqn.outvars[0] in given)]
@@ -141,3 +150,17 @@ class BlockCosts:
         setting = self.region.setting
         found = kernels(jaxpr, shardings, sizes=dict(setting.mesh.shape), batch_axes=setting.axes.batch)
         return self.times * self.roofline.compute_seconds(found, 1)
+
+
+def costs_of(regions: Sequence[tuple[RematRegion, int]], mesh: Mesh) -> tuple[BlockCosts, ...]:
+    """Returns the costs of regions, each with how often it runs, equal ones together.
+
+    Devices whose figures are not known count as v5p.
+    """
+    roofline = Roofline(hardware_of(mesh.devices.flat[0]) or HARDWARE["v5p"], overlaps=True)
+    classes: dict[Any, tuple[RematRegion, int]] = {}
+    for region, times in regions:
+        key = jaxprs.jaxpr_key(region.jaxpr), *region.marks, region.kind
+        first, before = classes.get(key, (region, 0))
+        classes[key] = first, before + times
+    return tuple(BlockCosts(region, times, roofline) for region, times in classes.values())

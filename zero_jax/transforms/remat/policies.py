@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 
 from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.field_checks import brief
 
 _KEPT: Mapping[str, str] = {
     "own": "what the model's own jax.checkpoint keeps",
@@ -25,6 +26,7 @@ _PLACES: Mapping[str, str] = {
 }
 
 
+@brief
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Remat:
     """What is recomputed in the backward pass, and where the other residuals are kept.
@@ -44,6 +46,10 @@ class Remat:
       offload: values that are kept in pinned host memory, likewise.
       budget_gb: with policy `auto`: GB (1e9 bytes) of a device's memory for all that blocks keep between the passes;
         None takes what the rest of the step leaves of the memory of the mesh's devices.
+
+    Example:
+      >>> zero.ZeroConfig(remat=zero.Remat(policy="dots", residuals="offloaded"))
+      ZeroConfig(remat=Remat(policy='dots', residuals='offloaded'))
     """
 
     policy: str = "own"
@@ -106,6 +112,11 @@ class Remat:
             return f"auto:{self.budget_gb:.12g}"
         head = f"names:{','.join(self.names)}" if self.names else self.policy
         return head if self.residuals == "device" else f"{head}_{self.residuals}"
+
+    @property
+    def offloads(self) -> bool:
+        """Whether residuals may be in host memory."""
+        return self.residuals == "offloaded" or bool(self.offload) or self.policy == "auto"
 
     @property
     def is_own(self) -> bool:

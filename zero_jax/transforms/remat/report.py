@@ -69,6 +69,13 @@ class RematReport(Report):
       regions: the regions.
       left: what was left as it is.
       choice: with the policy `auto`, the values that blocks could keep, what each costs, and where it is kept.
+
+    Example:
+      >>> def layers(params, batch):
+      ...     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], params)[0].mean()
+      >>> report = zero.remat_report(layers, jnp.ones((4, 64, 64)), batch, remat="full", mesh=mesh)
+      >>> len(report.regions)
+      1
     """
 
     remat: Remat
@@ -94,7 +101,7 @@ class RematReport(Report):
             lines.append(f"{row.times:5d}  {cells}  {row.kind} at {row.where}")
         if not self.regions:
             lines.append("no blocks: no scan over stacked or shared params, no repeated block, no jax.checkpoint")
-        lines += self.choice.lines() if self.choice else []
+        lines += [str(self.choice)] if self.choice else []
         return "\n".join([*lines, *(f"left alone: {item}" for item in self.left)])
 
 

@@ -17,11 +17,16 @@ from zero_jax.core.tree import PyTree, check_arrays, key_shape
 from zero_jax.core.variables import Variables, as_variables, joined
 from zero_jax.dims import Move, Propagation, ValueSharding, propagate_shardings, sources
 from zero_jax.program.jaxprs import open_jaxpr, without_dead_code
-from zero_jax.sharding.mesh import axis_size
+from zero_jax.sharding.mesh import axis_size, on_mesh
 from zero_jax.sharding.rules import placement_leaves
 from zero_jax.sharding.spec import without
-from zero_jax.training import MeshLoss, Placement, StepLoss, ZeroConfig, merge, trainable
-from zero_jax.transforms import Kernel, count_flops, kernels
+from zero_jax.training.loss.function import MeshLoss
+from zero_jax.training.loss.pipeline import pipeline_report_of
+from zero_jax.training.loss.program import StepLoss
+from zero_jax.training.state.placement import Placement
+from zero_jax.training.state.train_state import merge, trainable
+from zero_jax.training.zero_config import ZeroConfig
+from zero_jax.transforms import Kernel, PipelineReport, count_flops, kernels
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +42,8 @@ class LossTrace(Report):
     """Memory, traffic and operations of the loss and its gradient, by their jaxpr; prints as a line.
 
     Attributes:
-      moves: the collectives over the axes that are neither `data` nor `replica`, of a step.
+      moves: the collectives over the axes that are neither `data` nor `replica`, and what moves between the stages of a
+        pipeline, of a step.
       residuals: bytes that one device keeps from the forward to the backward pass of a microbatch.
       peak_bytes: bytes of activations, residuals among them, alive at once on one device; elementwise work counts as
         fused, gathered params and gradients do not count.
@@ -46,6 +52,11 @@ class LossTrace(Report):
       flops: operations of a step's products over all devices, recomputation included.
       unknown: why `moves` are not complete; empty where they are.
       kernels: the kernels of the loss and its gradient of a microbatch, as `transforms.kernels` takes them to be.
+
+    Example:
+      >>> trace = zero.trace_loss(loss_fn, state.params, batch, mesh=mesh, config=config)
+      >>> trace.flops
+      655360
     """
 
     moves: tuple[Move, ...]
@@ -83,6 +94,11 @@ def trace_loss(
       batch: the global batch of a step.
       mesh: the mesh.
       config: the model's specs, remat policy, precision and microbatches.
+
+    Example:
+      >>> shapes = jax.eval_shape(init_fn, jax.random.key(0))
+      >>> zero.trace_loss(loss_fn, shapes, batch, mesh=mesh, config=config).param_bytes
+      16384.0
     """
     check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
     return trace_step_loss(StepLoss.of(loss_fn, params, mesh=mesh, config=config), params, batch)
@@ -91,18 +107,41 @@ def trace_loss(
 def trace_step_loss(loss: StepLoss, params: PyTree, batch: PyTree) -> LossTrace:
     """Returns the trace of the loss of a step; see `trace_loss`."""
     k = loss.placement.grad_plan.num_microbatches  # those of a pipeline are on all stages: as if they were one
-    variables, batch, _ = loss.shapes(params, batch, num_parts=k)
+    whole, (variables, batch, _) = batch, loss.shapes(params, batch, num_parts=k)
     traced = _TracedLoss(loss.recomputed(loss.fused), variables, batch, loss.placement)
     jaxpr, gradient = traced.gradient()
+    moves = [dataclasses.replace(move, times=move.times * k) for move in gradient.moves]
+    residuals, peak_bytes = traced.residuals(), gradient.peak_bytes
+    if loss.placement.num_stages > 1:
+        with on_mesh(loss.placement.mesh):
+            stages = pipeline_report_of(loss, *loss.shapes(params, whole))
+        moves += _between_stages(stages, loss.placement.axes.pipe)
+        if stages.schedule == "1f1b" and not stages.why_none:
+            device_bytes = residuals.device_bytes
+            # Of one microbatch at a time, and the inputs of a stage of those that wait.
+            kept = stages.num_kept * sum(loop.bytes_per_tick for loop in stages.loops)
+            own_bytes = device_bytes / stages.num_microbatches + kept
+            others = (peak_bytes - device_bytes) * stages.num_stages / stages.num_microbatches
+            peak_bytes, residuals = own_bytes + others, dataclasses.replace(residuals, device_bytes=own_bytes)
     return LossTrace(
-        moves=tuple(dataclasses.replace(move, times=move.times * k) for move in gradient.moves),
-        residuals=traced.residuals(),
-        peak_bytes=gradient.peak_bytes,
+        moves=tuple(moves),
+        residuals=residuals,
+        peak_bytes=peak_bytes,
         param_bytes=max(gradient.sliced_param_bytes, traced.largest_param_bytes()),
         flops=k * count_flops(jaxpr),
         unknown=gradient.unknown,
         kernels=kernels(jaxpr, gradient.values, sizes=traced.sizes, batch_axes=loss.placement.axes.batch),
     )
+
+
+def _between_stages(report: PipelineReport, pipe: tuple[str, ...]) -> list[Move]:
+    """Returns what a device sends to other stages in a step; nothing of a loss that has none."""
+    fields: dict[str, Any] = {"kind": "collective-permute", "axes": pipe, "times": 1}
+    return [
+        Move(phase=phase, dtype=dtype, sent_bytes=sent_bytes, source=loop.where, **fields)
+        for loop in report.loops
+        for phase, dtype, sent_bytes in loop.sent
+    ]
 
 
 class _TracedLoss:

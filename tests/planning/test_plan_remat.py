@@ -1,0 +1,118 @@
+"""Plans of steps that choose what their blocks keep: the budget that is left, and what the compiler corrects."""
+
+import dataclasses
+import functools
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import zero_jax as zero
+from zero_jax.models import gpt
+from zero_jax.planning import estimates, kept_values, plans, ranking
+from zero_jax.sharding.topology import HARDWARE
+from zero_jax.training import MEMORY_ROOM
+from zero_jax.transforms import resolve_remat
+
+pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
+pytestmark = pytest.mark.tpu_compiler
+GPT = gpt.GPTConfig(vocab_size=512, seq_len=1024, num_layers=4, d_model=1024, num_heads=8, scan=True, remat=False)
+USABLE = HARDWARE["v5e"].usable_bytes
+
+
+def make_job(num_examples=256, **config):
+    tokens = jax.ShapeDtypeStruct((num_examples, GPT.seq_len), jnp.int32)
+    return plans.make_job(
+        loss_fn=gpt.loss_fn(GPT),
+        init_fn=functools.partial(gpt.init, GPT),
+        tx=optax.adamw(1e-3),
+        batch={"inputs": tokens, "targets": tokens},
+        topology="v5e:2x2",
+        config=zero.ZeroConfig(**{"precision": "bf16", "remat": "auto", **config}),
+    )
+
+
+@dataclasses.dataclass
+class Compiled:
+    """What stands for the report on a program."""
+
+    config: zero.ZeroConfig
+    needed_bytes: float
+    usable_bytes: float = USABLE
+    values: object = None
+    remat: str = ""
+
+    @property
+    def fits(self):
+        return self.needed_bytes <= self.usable_bytes
+
+    @property
+    def time(self):  # what is kept saves time
+        return types.SimpleNamespace(step_seconds=10 - self.needed_bytes / USABLE)
+
+
+def reported(monkeypatch, job, beside):
+    """Returns the report on a job, and all that were compiled, of programs that need so much beside what they keep."""
+    compiled, budgets, choose = [], [], kept_values._choice
+
+    def choice(job, remat):
+        chosen = choose(job, remat)
+        budgets.append(chosen.budget.device_bytes)
+        return chosen
+
+    def make_report(job, **_):
+        compiled.append(Compiled(job.config, budgets[-1] + beside))
+        return compiled[-1]
+
+    monkeypatch.setattr(kept_values, "make_report", make_report)
+    monkeypatch.setattr(kept_values, "_choice", choice)
+    return kept_values.report_on(job, name="test"), compiled
+
+
+def test_the_budget_is_what_the_step_leaves_and_the_compiler_corrects_it(monkeypatch):
+    report, compiled = reported(monkeypatch, make_job(), 12e9)
+    assert not compiled[0].fits and report.fits and len(compiled) <= 3
+    assert report.values.budget.device_bytes + 12e9 <= USABLE
+    assert report.remat.startswith("auto:")
+    # Its name leads to the same values again, which is what a config file has.
+    again = kept_values._choice(make_job(), resolve_remat(report.values.policy_name))
+    assert again.remat == report.values.remat
+
+
+def test_a_budget_that_is_given_is_not_corrected(monkeypatch):
+    report, compiled = reported(monkeypatch, make_job(remat="auto:3"), 0.0)
+    assert len(compiled) == 1 and report.values.budget.device_bytes == 3e9
+    policy = resolve_remat(compiled[0].config.remat)
+    assert policy.save and policy.policy == "values"
+    json.dumps(report.values.to_json())
+
+
+def test_what_does_not_fit_beside_the_blocks_is_refused():
+    with pytest.raises(ValueError, match="GB a device beside what blocks keep, by estimate"):
+        kept_values._choice(make_job(num_examples=2**16), resolve_remat("auto"))
+
+
+def test_a_pipeline_is_refused():
+    job = dataclasses.replace(make_job(num_microbatches=4), pipe=2)
+    with pytest.raises(ValueError, match="stages of a pipeline keep"):
+        kept_values._choice(job, resolve_remat("auto"))
+
+
+@pytest.mark.parametrize("attention", ["own", "fused"])
+def test_a_search_estimates_each_setting_with_the_values_that_it_has_memory_for(attention):
+    """Less memory than all, less time than none: it is between the policies that keep nothing and everything."""
+    policies = {
+        name: estimates.Policy(loss_fn=gpt.loss_fn(GPT), remat=name) for name in ("full", "auto", "none", "dots")
+    }
+    found = estimates.Estimator(make_job(), policies)
+    setting = ranking.Candidate(stage=3, data=4, batch_size=256, remat="auto", num_microbatches=4, attention=attention)
+    of = lambda name: found.estimate(dataclasses.replace(setting, remat=name))  # noqa: E731
+    full, auto, none = map(of, ("full", "auto", "none"))
+    assert full.bytes < auto.bytes <= (1 - MEMORY_ROOM) * USABLE * 1.02
+    assert auto.bytes < none.bytes or none.seconds >= auto.seconds
+    assert auto.seconds < full.seconds
+    dots = of("dots")
+    assert auto.seconds <= dots.seconds or dots.bytes > auto.bytes

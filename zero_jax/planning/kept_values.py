@@ -1,0 +1,70 @@
+"""Plans a step that chooses what its blocks keep: what the compiler needs corrects what was estimated to be left."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Callable
+
+from zero_jax.planning.job import Job
+from zero_jax.planning.report import PlanReport, make_report
+from zero_jax.training import StepLoss, chosen_values
+from zero_jax.transforms import Remat, ValueChoice, resolve_remat
+
+# How often the compiled memory corrects a budget that was not given, and the share of the memory that is left free.
+_MORE_COMPILES, _LEAST_ROOM = 2, 0.03
+# The share of what is left over that a further value may take: the compiler needs some of it to place the value.
+_USED_SLACK = 0.8
+
+
+def report_on(
+    job: Job,
+    *,
+    name: str,
+    cache: pathlib.Path | None = None,
+    on_phase: Callable[[str], None] = lambda phase: None,
+) -> PlanReport:
+    """Compiles a job in this process and reads the program, as `make_report` does.
+
+    Where its blocks keep what a budget chooses (`remat="auto"`), and that is not given, it is compiled up to three
+    times, with the budget that the program before has left; the fastest that fits is reported.
+    """
+    remat, reports = resolve_remat(job.config.remat), list[PlanReport]()
+    if remat.policy != "auto":
+        return make_report(job, name=name, cache=cache, on_phase=on_phase)
+    for _ in range(1 if remat.budget_gb is not None else 1 + _MORE_COMPILES):
+        on_phase("choosing what blocks keep")
+        choice = _choice(job, remat)
+        if any(report.values and report.values.remat == choice.remat for report in reports):
+            break
+        report = make_report(_with_remat(job, choice.remat), name=name, cache=cache, on_phase=on_phase)
+        policy = resolve_remat(choice.policy_name)
+        reports.append(dataclasses.replace(report, values=choice, remat=str(policy)))
+        budget_bytes = choice.budget.device_bytes + _slack(report, choice)
+        if budget_bytes < 0:
+            break
+        remat = dataclasses.replace(policy, budget_gb=int(budget_bytes / 1e6) / 1e3)
+    seconds = lambda report: report.time.step_seconds if report.time else math.inf  # noqa: E731
+    return min(reports, key=lambda report: (not report.fits, seconds(report)))
+
+
+def _with_remat(job: Job, remat: Remat) -> Job:
+    return dataclasses.replace(job, config=dataclasses.replace(job.config, remat=remat))
+
+
+def _choice(job: Job, remat: Remat) -> ValueChoice:
+    mesh, config = job.mesh(), _with_remat(job, remat).config
+    state = job.state(mesh)
+    choice = chosen_values(StepLoss.of(job.loss_fn, state.variables, mesh=mesh, config=config), state, job.batch)
+    assert choice is not None
+    return choice
+
+
+def _slack(report: PlanReport, choice: ValueChoice) -> float:
+    """Returns the bytes by which the budget of a compiled program may be larger, below 0 if it has to be smaller."""
+    limit = (1 - _LEAST_ROOM) * report.usable_bytes
+    needed = 1.1 * limit if report.needed_bytes is None else report.needed_bytes
+    slack = limit - needed
+    waiting = (row.num_bytes for row in choice.rows if not row.place)
+    return slack if slack < 0 or any(size <= _USED_SLACK * slack for size in waiting) else 0.0

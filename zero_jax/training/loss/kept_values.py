@@ -1,0 +1,113 @@
+"""What the blocks of a step keep for its backward pass, value by value, where `remat="auto"` leaves it open."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zero_jax.core.tree import PyTree
+from zero_jax.sharding.topology import hardware_of
+from zero_jax.training.loss.program import StepLoss
+from zero_jax.training.loss.trace import trace_step_loss
+from zero_jax.training.state.placement import Placement, train_state_shardings
+from zero_jax.training.state.train_state import TrainState
+from zero_jax.transforms import BlockCosts, Remat, ValueChoice, block_costs, choose_values, resolve_remat
+
+# The share of the memory that is left free: near its limit the scheduler hides no collectives.
+MEMORY_ROOM = 0.05
+
+
+def chosen_values(loss: StepLoss, state: TrainState, batch: PyTree) -> ValueChoice | None:
+    """Returns what the blocks of a step keep; None where the policy is not `auto`.
+
+    Args:
+      loss: the loss of the step.
+      state: the train state, arrays or shapes.
+      batch: the global batch of the step, likewise.
+
+    Raises:
+      ValueError: no budget is given, and the memory of the devices is not known or too small for the rest of the step;
+        or layers are stages of a pipeline.
+    """
+    remat = resolve_remat(loss.config.remat)
+    if remat.policy != "auto":
+        return None
+    if loss.placement.num_stages > 1:
+        raise ValueError(
+            f"remat={remat.name!r}: what stages of a pipeline keep of several microbatches is not chosen: name the "
+            "values, as zero.Remat(save=['attention'], offload=['input']), or take remat='dots' or 'full'"
+        )
+    costs = value_costs(loss, state.variables, batch)
+    if remat.budget_gb is None:
+        remat = dataclasses.replace(remat, budget_gb=_budget_gb(loss, state, batch, costs))
+    return choose_values(costs, remat, mesh=loss.placement.mesh)
+
+
+def value_costs(loss: StepLoss, variables: PyTree, batch: PyTree) -> tuple[BlockCosts, ...]:
+    """Returns what the values of the blocks of a loss cost, of a microbatch of a batch."""
+    placement = loss.placement
+    arguments = loss.shapes(variables, batch, num_parts=placement.grad_plan.num_microbatches)
+    specs = placement.loss_shardings()
+    return block_costs(loss.fused, *arguments, mesh=placement.mesh, axes=placement.axes, specs=specs)
+
+
+def with_values(loss: StepLoss, state: TrainState, batch: PyTree) -> StepLoss:
+    """Returns the loss of a step with the values that it keeps, where `remat="auto"` leaves them open."""
+    choice = chosen_values(loss, state, batch)
+    return loss if choice is None else loss.with_remat(choice.remat)
+
+
+def _budget_gb(loss: StepLoss, state: TrainState, batch: PyTree, costs: Sequence[BlockCosts]) -> float:
+    """Returns the GB of a device that a step leaves, by estimate, beside what its blocks keep."""
+    device = loss.placement.mesh.devices.flat[0]
+    hardware = hardware_of(device)
+    if hardware is None:
+        raise ValueError(
+            f"remat='auto': the memory of {device.device_kind!r} is not known: give a budget, as remat='auto:8' (GB of "
+            "a device for all that blocks keep), or zero.Remat(policy='auto', budget_gb=8)"
+        )
+    traced = trace_step_loss(loss.with_remat(Remat(policy="full")), state.variables, batch)
+    inputs = sum(block.input_bytes for block in costs)
+    # Beside the params of a layer those of the next are gathered.
+    gathered = 2 * traced.param_bytes if "params" in loss.placement.groups else 0.0
+    taken = _state_bytes(state, loss.placement) + _grad_bytes(state, loss) + gathered + traced.peak_bytes - inputs
+    usable = (1 - MEMORY_ROOM) * hardware.usable_bytes
+    if usable < taken:
+        raise ValueError(
+            f"remat='auto': a step needs {taken / 1e9:.2f} GB a device beside what blocks keep, by estimate, and "
+            f"{usable / 1e9:.2f} GB of {hardware.name} are usable: take more microbatches, a higher stage or more "
+            "devices; or give a budget, as remat='auto:1'"
+        )
+    return int((usable - taken) / 1e6) / 1e3
+
+
+def _state_bytes(state: TrainState, placement: Placement) -> float:
+    shardings = train_state_shardings(state, placement)
+    leaves = zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
+    return sum(_shard_bytes(x, sharding) for x, sharding in leaves if sharding.memory_kind in (None, "device"))
+
+
+def _grad_bytes(state: TrainState, loss: StepLoss) -> float:
+    """Returns the bytes of gradients, which microbatches are summed to in float32."""
+    placement, is_sum = loss.placement, loss.config.num_microbatches > 1
+    is_sharded = "grads" in placement.groups or ("master" in placement.groups and not is_sum)
+    shardings = placement.param_shardings("master" if is_sharded else "grads")
+    leaves = list(zip(jax.tree.leaves(state.params), jax.tree.leaves(shardings), strict=True))
+    compute = placement.precision.compute
+    width = lambda x: jnp.dtype(compute or x.dtype).itemsize + (4 if is_sum else 0)  # noqa: E731
+    return sum(
+        _shard_bytes(x, sharding) / x.dtype.itemsize * width(x)
+        for x, sharding in leaves
+        if jnp.issubdtype(x.dtype, jnp.inexact)
+    )
+
+
+def _shard_bytes(x: Any, sharding: Any) -> float:
+    size = 1
+    for extent in sharding.shard_shape(x.shape):
+        size *= extent
+    return size * getattr(x.dtype, "itemsize", 0)

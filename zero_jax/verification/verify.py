@@ -186,9 +186,8 @@ def verify(
         loss_fn=loss_fn, init_fn=init_fn, tx=tx, batch=batch, topology=topology, config=config, replica=replica,
         model=model, pipe=pipe, data_layout=data_layout, compiler_options=compiler_options,
     )  # fmt: skip
-    values = jax.tree.map(host_array, batch)
-    arguments = {"batch": values, "num_steps": num_steps, "seed": seed, "tolerance": tolerance}
-    return call_for(verify_job, job, arguments, options)
+    arguments = {"num_steps": num_steps, "seed": seed, "tolerance": tolerance}
+    return call_for(verify_job, job, {"batch": jax.tree.map(host_array, batch), **arguments}, options)
 
 
 def verify_job(

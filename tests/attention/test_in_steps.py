@@ -1,5 +1,6 @@
 """Fused attention in train steps: every transform of a step takes it for one operation of each example."""
 
+import collections
 import functools
 
 import chex
@@ -22,6 +23,11 @@ SETTINGS = [
     pytest.param(
         {"stage": 2, "num_microbatches": 2, "remat": "dots"},
         {"replica": 2, "data": 2, "model": 2},
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        {"stage": 1, "num_microbatches": 2, "pipeline": "1f1b"},
+        {"data": 2, "pipe": 2, "model": 2},
         marks=pytest.mark.slow,
     ),
     ({"stage": 3, "remat": "attention_sharded"}, {"data": 2, "model": 4}),  # more devices than heads of keys
@@ -96,3 +102,20 @@ def test_what_remat_keeps_of_the_kernel_runs_once(remat, num_forward):
     grads = jax.make_jaxpr(jax.grad(loss))(init(jax.random.key(0)), make_batch())
     names = [eqn.primitive.name for eqn in equations(grads)]
     assert names.count("zero_attention") == num_forward and names.count("zero_attention_cotangents") == 1
+
+
+def sent_by_step(implementation, **options):
+    """Returns the bytes that a device sends in a step with two stages of layers, by kind and mesh axes."""
+    mesh, config = zero.make_mesh(data_layout=(2, 2), pipe=2), zero.ZeroConfig(num_microbatches=2, **options)
+    state = zero.abstract_state(init, optax.sgd(0.1), mesh=mesh, config=config)
+    step = zero.make_train_step(make_loss(implementation), optax.sgd(0.1), mesh=mesh, config=config)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batch())
+    sent = collections.defaultdict(float)
+    for row in zero.comms.measure(step.lower(state, batch).compile(), mesh=mesh).rows:
+        sent[row.kind, row.axes] += row.total_sent_bytes
+    return sent
+
+
+@pytest.mark.parametrize("options", [{"stage": 1, "pipeline": "1f1b"}, {"stage": 3, "pipeline": "gpipe"}], ids=str)
+def test_the_kernel_takes_examples_from_the_devices_of_a_pipeline_that_have_them(options):
+    assert sent_by_step("splash", **options) == sent_by_step("xla", **options)

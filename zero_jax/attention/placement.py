@@ -53,6 +53,11 @@ class KernelPlacement:
         """The number of devices that heads are sharded over."""
         return 1 if self.mesh is None else axis_size(self.mesh, self.heads)
 
+    def mapped_over(self, axes: tuple[str, ...]) -> KernelPlacement:
+        """Returns the devices of a batch whose major part is a dim that `jax.vmap` has sharded over these mesh axes."""
+        rest = lambda own: tuple(axis for axis in own if axis not in axes)  # noqa: E731
+        return dataclasses.replace(self, batch=(*axes, *rest(self.batch)), heads=rest(self.heads))
+
     def axes_of(self, batch_size: int, num_heads: Sequence[int], free: frozenset[str]) -> dict[str, tuple[str, ...]]:
         """Returns the mesh axes of the batch and of the heads, of those that are `free` and divide."""
         assert self.mesh is not None

@@ -86,6 +86,8 @@ def _tangent_transpose(cotangent: Any, *operands: Any, call: Call) -> list[Any]:
 def _batch(primitive: Any, axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], *, call: Call) -> Any:
     """Makes the mapped dim a part of the batch: the major part if it is sharded over devices, else the minor one."""
     at = 0 if axis_data.spmd_name is not None else 1
+    # An order of the axes other than that of the batch's parts would move all operands and results.
+    call = dataclasses.replace(call, placement=call.placement.mapped_over(axis_data.spmd_name or ()))
 
     def merge(x: Any, dim: Any) -> Any:
         x = jnp.broadcast_to(x[None], (axis_data.size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)

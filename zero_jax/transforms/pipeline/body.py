@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from zero_jax.attention import PRIMITIVES
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import trace_flat
 from zero_jax.program.jaxprs import bind, open_jaxpr
@@ -108,16 +106,12 @@ class _Layer(Rewriting):
         self.number: Any = None  # of the microbatch
 
     def changes(self, eqn: Any) -> bool:
-        return id(eqn) in self.own or eqn.primitive in PRIMITIVES or _is_over(eqn, self.axes.pipe)
+        return id(eqn) in self.own or _is_over(eqn, self.axes.pipe)
 
     def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> bool:
         return sub.kind in self.entered and any(map(self.changes, equations_of(eqn)))
 
     def operation(self, eqn: Any, values: list[Any], frame: None) -> Sequence[Any]:
-        if eqn.primitive in PRIMITIVES:  # its examples come first by stage, and then by the other axes
-            call = eqn.params["call"]
-            place = dataclasses.replace(call.placement, batch=(*self.axes.pipe, *self.axes.of_stage.batch))
-            return bind(eqn.replace(params=eqn.params | {"call": dataclasses.replace(call, placement=place)}), values)
         if _is_over(eqn, self.axes.pipe):
             sharding = eqn.params["sharding"]
             dims = without(dims_of(sharding, values[0].ndim), self.axes.pipe)

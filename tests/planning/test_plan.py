@@ -101,10 +101,10 @@ def test_another_config_or_layout_is_another_program(cache, report):
 
 
 def test_a_plan_lists_the_compiler_options_with_what_each_is_for(cache):
-    settings = {"topology": "v6e:2x2", "own_process": False}
+    settings = {"topology": "v5p:2x2x1", "own_process": False}
     own = {"xla_tpu_enable_latency_hiding_scheduler": True}
     report = plan(cache, compiler_options=own, **settings)
-    options = zero.compiler_options(mesh=zero.make_mesh(topology="v6e:2x2"), config=CONFIG)
+    options = zero.compiler_options(mesh=zero.make_mesh(topology="v5p:2x2x1"), config=CONFIG)
     assert options and {o.name: o.value for o in report.compiler_options} == {**options, **own}
     assert all(
         o.purpose and f"  - {o.name}=" in str(report) and o.purpose in str(report) for o in report.compiler_options

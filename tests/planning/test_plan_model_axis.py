@@ -78,11 +78,10 @@ def test_stages_of_a_pipeline_are_estimated(capsys):
     found = json.loads(out)
     assert status == 0
     assert found["by_axes"].keys() <= {"data", "pipe", "data+pipe"}
-    assert "activations over pipe" in found["not_counted"]
-    for options in ([*SMALL, "--pipe", "2", "--auto"], [*PIPE, "--verify"]):
-        with pytest.raises(SystemExit):
-            run("plan", capsys, *options)
-        assert "leave out --pipe 2" in capsys.readouterr().err
+    assert found["by_axes"]["pipe"] > 0 and not found["not_counted"]
+    with pytest.raises(SystemExit):
+        run("plan", capsys, *SMALL, "--pipe", "2", "--auto")
+    assert "leave out --pipe 2" in capsys.readouterr().err
 
 
 @pytest.mark.slow

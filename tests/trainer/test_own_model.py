@@ -583,7 +583,7 @@ def test_the_command_line_trains_it_and_its_config_file_does_it_again(own, capsy
         (["--loss", "mien.py:loss_fn"], "cannot import 'mien.py': it does not exist; did you mean 'mine.py'?"),
         (["--init", "mine.py:validation"], "--init 'mine.py:validation' is of type list: name a function"),
         (["--loss", "mine.py:bad_loss"], "the model raised KeyError: 'nothing'"),
-        (["--eval-loss", "mine.py:loss_fn"], "eval_fn is for the validation"),
+        (["--eval-loss", "mine.py:loss_fn"], "--eval-loss is for the validation: give its batches, --validation"),
         (["--batch-size", "16"], "--batch-size: that is of text, and --batches stands for a source of your own"),
         (["--data", "words"], "--data: that is of text"),
         (["--model", "gpt-tiny"], "--model gpt-tiny: that is of the presets"),

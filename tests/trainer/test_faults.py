@@ -224,16 +224,16 @@ def test_tokens_that_change_under_the_run_end_it_with_their_name(harm, tmp_path,
 
 @pytest.mark.slow
 def test_an_error_of_the_reading_thread_ends_the_run_with_its_state(tmp_path, monkeypatch, unbroken):
-    take, count = TokenPart.take, []
+    cut_rows, count = TokenPart.cut_rows, []
 
-    def broken(self, positions):
-        count.append(positions)
+    def broken(self, rows, *, seq_len):
+        count.append(rows)
         if len(count) > 10:
             raise OSError(5, "Input/output error", "tokens.bin")
-        return take(self, positions)
+        return cut_rows(self, rows, seq_len=seq_len)
 
     with monkeypatch.context() as patch:
-        patch.setattr(TokenPart, "take", broken)
+        patch.setattr(TokenPart, "cut_rows", broken)
         with pytest.raises(OSError, match=r"Input/output error: 'tokens.bin'"):
             train(tmp_path)
     step_4, last = checkpoints(tmp_path)  # threads read ahead: the step of the error is not always the same

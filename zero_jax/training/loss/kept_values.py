@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -107,7 +108,4 @@ def _grad_bytes(state: TrainState, loss: StepLoss) -> float:
 
 
 def _shard_bytes(x: Any, sharding: Any) -> float:
-    size = 1
-    for extent in sharding.shard_shape(x.shape):
-        size *= extent
-    return size * getattr(x.dtype, "itemsize", 0)
+    return math.prod(sharding.shard_shape(x.shape)) * getattr(x.dtype, "itemsize", 0)

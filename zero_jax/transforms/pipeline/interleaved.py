@@ -26,7 +26,17 @@ from zero_jax.program.jaxprs import bind, open_jaxpr
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
 from zero_jax.transforms.pipeline.cut import Role
-from zero_jax.transforms.pipeline.loop import Layer, LayersOfStage, StagePlace, cast, concatenated, widened
+from zero_jax.transforms.pipeline.loop import (
+    Layer,
+    LayersOfStage,
+    StagePlace,
+    added_at,
+    at_stages,
+    cast,
+    concatenated,
+    of_sum,
+    widened,
+)
 from zero_jax.transforms.pipeline.microbatch import MicrobatchProgram, layers_p
 
 
@@ -169,9 +179,11 @@ class _InterleavedTicks:
         numbers = self.in_range(numbers)
         mapped = jax.vmap(self.backward, in_axes=(0, 0, 0, 0, 0, self.axes), spmd_axis_name=self.place.pipe)
         results, before, grads = mapped(self.stage, numbers, arrived, self.rows_of(numbers), cotangents, self.operands)
-        before = [self.pin(i, _where(is_own, x, jnp.zeros_like(x))) for i, x in zip(self.floats, before, strict=True)]
-        summed = [self.pin_grad(i, old + _where(is_own, new, jnp.zeros_like(new)).astype(old.dtype))
-                  for i, old, new in zip(self.wanted, sums.grads, grads, strict=True)]  # fmt: skip
+        before = [
+            self.pin(i, at_stages(is_own, x, jnp.zeros_like(x))) for i, x in zip(self.floats, before, strict=True)
+        ]
+        each = zip(self.wanted, sums.grads, grads, strict=True)
+        summed = [self.pin_grad(i, added_at(is_own, old, new)) for i, old, new in each]
         is_last = is_own & (self.stage == self.num_stages - 1)
         each = zip(self.program.results, sums.results, results, strict=True)
         results = [self.added(role, old, new, t, is_last) for role, old, new in each]
@@ -302,22 +314,16 @@ class _InterleavedTicks:
     def added(self, role: Role, old: jax.Array, new: jax.Array, t: jax.Array, is_last: jax.Array) -> jax.Array:
         """Returns what there is of a result after a tick, to which the last stage adds."""
         if role.kind is Kind.SUM:
-            return old + _where(is_last, new, jnp.zeros_like(new)).astype(old.dtype)
+            return added_at(is_last, old, new)
         if role.kind is Kind.SAME:
-            return _where(is_last, new, old)
+            return at_stages(is_last, new, old)
         number = self.in_range(t - self.num_stages + 1)
         before = lax.dynamic_index_in_dim(old, number, 1, keepdims=False)
-        return lax.dynamic_update_index_in_dim(old, _where(is_last, new, before), number, 1)
+        return lax.dynamic_update_index_in_dim(old, at_stages(is_last, new, before), number, 1)
 
     def result(self, role: Role, aval: Any, x: jax.Array) -> jax.Array:
         """Returns a result of the batch."""
         x = x[-1]
         if role.is_rows:
             return self.of_microbatches(role, x)
-        x = x * self.num_microbatches ** -float(role.power) if role.power else x
-        return x.astype(aval.dtype)
-
-
-def _where(stages: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """Returns `new` at some stages, and `old` at the others."""
-    return jnp.where(stages.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+        return of_sum(role, x, aval.dtype, self.num_microbatches)

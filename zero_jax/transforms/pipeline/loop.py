@@ -199,11 +199,7 @@ class _Ticks:
 
     def at_stage(self, number: int, new: jax.Array, old: jax.Array) -> jax.Array:
         """Returns `new` at a stage, and `old` at the others."""
-        return self.where(self.stage == number, new, old)
-
-    def where(self, stages: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-        """Returns `new` at some stages, and `old` at the others."""
-        return jnp.where(stages.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+        return at_stages(self.stage == number, new, old)
 
     def pin(self, role: Role, x: jax.Array) -> jax.Array:
         """Returns what stages have, sharded by stage and by examples."""
@@ -226,7 +222,7 @@ class _Ticks:
             return None
         if role.kind is Kind.SAME:  # of the last tick, when all stages have what the first layer began with
             return new
-        return old + self.where(is_own, new, jnp.zeros_like(new)).astype(old.dtype)
+        return added_at(is_own, old, new)
 
     def left(self, role: Role, x: jax.Array) -> jax.Array:
         """Returns a carry of the batch from the ring that its last stage has filled.
@@ -240,17 +236,12 @@ class _Ticks:
 
     def of_last(self, role: Role, x: jax.Array, like: Any) -> jax.Array:
         """Returns a carry after the last layer, of the batch."""
-        return x[-1] if role.kind is Kind.SAME else self.summed(role, x.sum(0), like)
+        return x[-1] if role.kind is Kind.SAME else of_sum(role, x.sum(0), like.dtype, self.num_microbatches)
 
     def of_all(self, role: Role, x: jax.Array, like: Any) -> jax.Array:
         """Returns a stack without examples, of all layers."""
-        x = self.summed(role, x, like) if role.kind is Kind.SUM else x
+        x = of_sum(role, x, like.dtype, self.num_microbatches) if role.kind is Kind.SUM else x
         return x.reshape(-1, *x.shape[2:])
-
-    def summed(self, role: Role, x: jax.Array, like: Any) -> jax.Array:
-        """Returns a value of the batch from the sum of those of microbatches."""
-        x = x * self.num_microbatches ** -float(role.power) if role.power else x
-        return x.astype(like.dtype)
 
     # --- examples ----------------------------------------------------------------------------------------------------
 
@@ -296,6 +287,22 @@ class _Ticks:
 def _moved(role: Role, x: jax.Array, dim: int, to: int) -> jax.Array:
     """Returns an array with its dim of examples, if it has one, elsewhere."""
     return jnp.moveaxis(x, dim, to) if role.is_rows else x
+
+
+def at_stages(stages: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """Returns `new` at some stages, and `old` at the others."""
+    return jnp.where(stages.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+
+def added_at(stages: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
+    """Returns a sum to which some stages add."""
+    return old + at_stages(stages, new, jnp.zeros_like(new)).astype(old.dtype)
+
+
+def of_sum(role: Role, x: jax.Array, dtype: Any, num_microbatches: int) -> jax.Array:
+    """Returns a value of the batch from the sum of those of microbatches."""
+    x = x * num_microbatches ** -float(role.power) if role.power else x
+    return x.astype(dtype)
 
 
 def widened(x: Any) -> jax.Array:

@@ -188,6 +188,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "give some of 'optimizer', 'state' and 'all'",
     ),
     "own_process": (_is(bool), "give True or False"),
+    "quick": (_is(bool), "give True or False"),
     "param_shapes": (_are_shapes, "give arrays or jax.ShapeDtypeStructs"),
     "quantizes": (_optional(_some(_is(bool))), "give some of True and False"),
     "reduce_dtype": (_optional(_is_dtype), "give a floating dtype, such as jnp.float32"),

@@ -199,7 +199,7 @@ def run_memory(options: argparse.Namespace) -> int:
         figures.check_name(options.plot)  # before the minutes that compiling takes
         return _plot_memory(options, request)
     estimated = _memory_estimate(request, request.zero)
-    report = None if options.estimate else request.compile(request.zero)
+    report = None if options.estimate else request.compile(request.zero, quick=True)
     measured = report and report.memory
     return _show_both(options, report, estimated, measured, measured and memory.compare(estimated.by_group, measured))
 
@@ -235,7 +235,7 @@ def _plot_memory(options: argparse.Namespace, request: Request) -> int:
     bars, records = [], []
     for stage in _STAGES:
         zero = dataclasses.replace(request.zero, stage=stage)
-        estimated, report = _memory_estimate(request, zero), request.compile(zero)
+        estimated, report = _memory_estimate(request, zero), request.compile(zero, quick=True)
         measured = None if report.memory is None else report.memory.by_group
         bars.append(
             figures.MemoryBar(

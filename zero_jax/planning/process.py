@@ -70,9 +70,12 @@ class CompileOptions:
         return cache_folder("programs") if self.cache in ("default", "") else pathlib.Path(self.cache)
 
 
-def compile_plan(job: Job, options: CompileOptions) -> PlanReport:
-    """Compiles a job, in another process if the options say so, and reports on the program; raises as `call_for`."""
-    return call_for(report_on, job, {"name": options.name, "cache": options.cache_path}, options)
+def compile_plan(job: Job, options: CompileOptions, *, fills: bool = True) -> PlanReport:
+    """Compiles a job, in another process if the options say so, and reports on the program; raises as `call_for`.
+
+    Blocks that keep what fits (`remat="auto"`) are compiled again for what the first program leaves, if it `fills`.
+    """
+    return call_for(report_on, job, {"name": options.name, "cache": options.cache_path, "fills": fills}, options)
 
 
 def call_for(work: Callable[..., Any], job: Job, arguments: Mapping[str, Any], options: CompileOptions) -> Any:

@@ -360,7 +360,7 @@ class StepEstimate:
         # Where memory is full, the compiler's scheduler has no room to start a collective early.
         waits = self.data_seconds if self.is_full else roofline.exposed_seconds(self.data_seconds, compute)
         waits += self.model_seconds
-        step = max(compute + waits, roofline.host_seconds(self.traced.residuals.host_bytes / self.num_parts))
+        step = roofline.with_host_seconds(compute + waits, self.traced.residuals.host_bytes / self.num_parts)
         # The update fetches and writes back at once, on GPUs one after the other (docs/offload.md). Params are fetched
         # for each use, which waits for them.
         on_host, updated = self.host_bytes, 0.0

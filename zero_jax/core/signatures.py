@@ -194,6 +194,10 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "reduce_dtype": (_optional(_is_dtype), "give a floating dtype, such as jnp.float32"),
     "remats": (_optional(_some(_is(str))), "give names of policies, such as ('none', 'full')"),
     "replica": (_is_count(1), "give the size of the mesh axis, at least 1"),
+    "other_losses": (
+        _optional(_is(Mapping)),
+        "give a dict of loss functions by name, or None",
+    ),
     "replicas": (_optional(_some(_is_count(1))), "give sizes of the axis `replica`, such as (1, 2)"),
     "batch_sizes": (_optional(_some(_is_count(1))), "give numbers of examples, such as (32, 64)"),
     "residuals": (_optional(_has("device_bytes", "host_bytes")), "give what `transformer_residuals` returns"),

@@ -71,10 +71,14 @@ class CompileOptions:
         return cache_folder("programs") if self.cache in ("default", "") else pathlib.Path(self.cache)
 
 
-def compile_plan(job: Job, options: CompileOptions) -> PlanReport:
-    """Compiles a job, in another process if the options say so, and reports on the program; raises as `call_for`."""
+def compile_plan(job: Job, options: CompileOptions, *, fills: bool = True) -> PlanReport:
+    """Compiles a job, in another process if the options say so, and reports on the program; raises as `call_for`.
+
+    Blocks that keep what fits (`remat="auto"`) are compiled again for what the first program leaves, if it `fills`.
+    """
     quick = options.quick and options.own_process  # only that process can end a compiler that goes on
-    return call_for(report_on, job, {"name": options.name, "cache": options.cache_path, "quick": quick}, options)
+    arguments = {"name": options.name, "cache": options.cache_path, "fills": fills, "quick": quick}
+    return call_for(report_on, job, arguments, options)
 
 
 def call_for(work: Callable[..., Any], job: Job, arguments: Mapping[str, Any], options: CompileOptions) -> Any:

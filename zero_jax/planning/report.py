@@ -30,7 +30,7 @@ _DEFAULT_GPU_SHARE = 0.75
 # Traffic below this multiple of the ideal is not explained, and this many reasons are given.
 _NEAR_IDEAL, _MAX_EXCESS = 1.02, 3
 # A program that needs more of the memory, and whose collectives wait for more of their time, is said to be too full.
-_FULL, _WAITING = 0.97, 0.8
+FULL, _WAITING = 0.97, 0.8
 # More rows of attention are not shown.
 _MAX_ATTENTIONS = 8
 
@@ -392,7 +392,7 @@ def _notes(
 def _too_full(share: float, time: TimeEstimate) -> list[str]:
     """Says that collectives are not overlapped, where a program needs nearly all of the memory."""
     waited = time.exposed_seconds - time.host_seconds  # what is waited for the host is no collective
-    if share <= _FULL or not 0 < _WAITING * time.collective_seconds < waited:
+    if share <= FULL or not 0 < _WAITING * time.collective_seconds < waited:
         return []
     return [
         f"collectives are not overlapped: the program is at {share:.1%} of memory, where the compiler's scheduler has "

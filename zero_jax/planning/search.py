@@ -27,7 +27,8 @@ class Space:
       batch_sizes: examples of a step.
       stages: the stages to try.
       remats: names of the remat policies to try.
-      needs_model: those of them that equal another policy where the axis `model` has size 1.
+      losses: names of the loss functions to try.
+      needs_model: the policies and the loss functions that equal another where the axis `model` has size 1.
       models: sizes of the axis `model` to try; more than 1 needs a model whose params have specs for it.
       replicas: sizes of the axis `replica` to try; None tries all that divide.
       keep_gathered: whether gathered params are kept for the backward pass, in settings that shard params.
@@ -45,6 +46,7 @@ class Space:
     batch_sizes: Sequence[int]
     stages: Sequence[int] = (0, 1, 2, 3)
     remats: Sequence[str] = ("full",)
+    losses: Sequence[str] = ("",)
     needs_model: Collection[str] = ()
     models: Sequence[int] = (1,)
     replicas: Sequence[int] | None = None
@@ -105,6 +107,7 @@ def _settings(space: Space, batch_size: int, model: int, stage: int) -> Iterable
         dimensions = {
             "num_microbatches": [k for k in divisors(batch_size // copies) if k <= space.max_num_microbatches],
             "remat": [remat for remat in space.remats if model > 1 or remat not in space.needs_model],
+            "loss": [loss for loss in space.losses if model > 1 or loss not in space.needs_model],
             "secondary": [secondary for secondary in space.secondaries if has_secondary or not secondary],
             "attention": space.attentions,
             "overlap": space.overlaps,

@@ -40,6 +40,9 @@ from zero_jax.transforms.pipeline.loop import (
 )
 from zero_jax.transforms.pipeline.microbatch import MicrobatchProgram, layers_p
 
+# As JAX names what it transposes: nothing else tells the backward pass in the name stack of one loop for both.
+_BACKWARD = "transpose(jvp())"
+
 
 def run_1f1b(
     program: MicrobatchProgram,
@@ -148,7 +151,8 @@ class _InterleavedTicks:
             carry, _ = lax.scan(tick, carry, numbers)
         sums = carry[-1]
         results = [self.result(*each, x) for each, x in zip(roles, sums.results, strict=True)]
-        grads = dict(zip(self.wanted, map(self.grad, self.wanted, sums.grads), strict=True))
+        with jax.named_scope(_BACKWARD):
+            grads = dict(zip(self.wanted, map(self.grad, self.wanted, sums.grads), strict=True))
         return results, [grads.get(i) for i in range(len(operands))]
 
     # --- a tick ------------------------------------------------------------------------------------------------------
@@ -165,7 +169,8 @@ class _InterleavedTicks:
             after = mapped(self.stage, numbers, state, self.rows_of(numbers), self.operands)
             after = [concatenated(self.pin(i, x), by=1) for i, x in enumerate(after)]
         if "b" in directions:
-            cotangents, sums = self.backward_tick(t, kept, cotangents, sums)
+            with jax.named_scope(_BACKWARD):
+                cotangents, sums = self.backward_tick(t, kept, cotangents, sums)
         return after, cotangents, kept, sums
 
     def backward_tick(

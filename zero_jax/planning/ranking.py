@@ -21,7 +21,7 @@ class Candidate(Report):
     Attributes:
       stage: the ZeRO stage.
       replica: size of the axis `replica`.
-      data: size of the axis `data`, which the stage shards over.
+      data: size of the axis `data`, which the stage shards over, in each stage of a pipeline.
       model: size of the axis `model`.
       batch_size: examples of a step.
       num_microbatches: microbatches of a step.
@@ -32,6 +32,8 @@ class Candidate(Report):
       overlap: whether it is compiled with the options that let collectives run beside computation.
       offload: what is kept in host memory: `optimizer`, `state`, `all` or nothing.
       quantize: whether params or gradients are sent in the formats of the config.
+      pipe: size of the axis `pipe`: stages of a pipeline.
+      pipeline: the schedule of these stages, as of `ZeroConfig`.
     """
 
     stage: int
@@ -47,24 +49,27 @@ class Candidate(Report):
     overlap: bool = True
     offload: str | None = None
     quantize: bool = False
+    pipe: int = 1
+    pipeline: str = "gpipe"
 
     @property
     def num_devices(self) -> int:
         """Devices of the mesh."""
-        return self.replica * self.data * self.model
+        return self.replica * self.data * self.pipe * self.model
 
     @property
     def parts(self) -> tuple[Any, ...]:
         """What settings that compile to similar programs have in common."""
-        several = self.num_microbatches > 1, self.replica > 1, self.model > 1, self.secondary
-        return self.stage, self.remat, *several, self.attention, self.overlap, self.offload, self.quantize
+        several = self.num_microbatches > 1, self.replica > 1, self.model > 1, self.pipe > 1, self.secondary
+        others = self.attention, self.overlap, self.offload, self.quantize, self.pipeline
+        return self.stage, self.remat, *several, *others
 
     def __str__(self) -> str:
         return self.describe(str(self.num_microbatches))
 
     def describe(self, num_microbatches: str) -> str:
         """Returns the setting as a line of text, with another text for the number of microbatches."""
-        axes = {"replica": self.replica, "data": self.data, "model": self.model}
+        axes = {"replica": self.replica, "data": self.data, "pipe": self.pipe, "model": self.model}
         parts = [f"{axis}={size}" for axis, size in axes.items() if size > 1 or axis == "data"]
         parts += [f"microbatches={num_microbatches}", f"remat={self.remat}"]
         parts += ["keep_gathered"] if self.keep_gathered else []
@@ -73,6 +78,7 @@ class Candidate(Report):
         parts += [] if self.overlap else ["no_overlap"]
         parts += [f"offload={self.offload}"] if self.offload else []
         parts += ["quantize"] if self.quantize else []
+        parts += [self.pipeline] if self.pipe > 1 else []
         return f"stage {self.stage} {' '.join(parts)}"
 
 

@@ -280,6 +280,24 @@ def test_values_that_no_microbatch_has_leave_no_nan(pipeline):
     assert_close((metrics.loss, metrics.aux), (loss, aux), tolerance=FLOAT32)
 
 
+def test_params_are_kept_once_for_all_ticks():
+    """Of checkpointed layers whose params are large beside the activations."""
+    width, init = 256, lambda key: jax.random.normal(key, (LAYERS, 256, 256)) / 16
+
+    def loss_fn(params, batch):
+        layer = jax.checkpoint(lambda x, w: (x + jnp.tanh(x @ w), None))
+        return jnp.square(jax.lax.scan(layer, batch, params)[0]).mean()
+
+    def temporaries(num_microbatches):
+        mesh, config = zero.make_mesh(pipe=4), make_config(stage=1, num_microbatches=num_microbatches)
+        state = zero.abstract_state(init, optax.sgd(0.1), mesh=mesh, config=config)
+        batch = jax.ShapeDtypeStruct((4 * num_microbatches, width), jnp.float32)
+        step = zero.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, config=config)
+        return step.lower(state, batch).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(16) - temporaries(4) < width * width * 4  # those of a stage, of 12 ticks more
+
+
 def ends_in(loss):
     """Returns a loss with another end: `loss(logits, batch, params)`."""
 

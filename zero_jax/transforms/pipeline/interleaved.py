@@ -115,7 +115,7 @@ class _InterleavedTicks:
         self.jaxpr, self.consts = jaxprs.open_jaxpr(program.jaxpr)
         self.num_shared, self.first_stack = program.num_shared, program.num_shared + program.num_rows
         self.dtypes = [x.dtype for x in operands]
-        self.layers = LayersOfStage(self.loop, layer, operands[self.first_stack :])
+        self.layers = LayersOfStage(self.loop, layer)
         # What goes from stage to stage: carries, and what layers stack.
         self.avals = [var.aval for var in program.layers.outvars]
         self.floats = [i for i, aval in enumerate(self.avals) if is_float(aval)]
@@ -133,9 +133,9 @@ class _InterleavedTicks:
             raise ValueError("pipeline='1f1b' has no gradient by the batch: leave pipeline out (pipeline='gpipe')")
         rows = operands[self.num_shared : self.first_stack]
         self.rows = [self.microbatches(x) for x in rows]
-        # Gradients are summed over layers and ticks in the dtype of what all of them read.
+        # Gradients are summed over layers in the dtype of what all of them read.
         shared, stacks = operands[: self.num_shared], operands[self.first_stack :]
-        self.operands = [*map(widened, shared), *[None] * len(rows), *map(widened, stacks)]
+        self.operands = [*map(widened, shared), *[None] * len(rows), *stacks]
         self.axes = [*[None] * self.first_stack, *[0] * len(stacks)]
         self.seeds = [x * self.part(i) for x, i in zip(seeds, self.program.summed, strict=True)]
         self.wanted = [i for i, flag in enumerate(wanted) if flag]
@@ -309,7 +309,8 @@ class _InterleavedTicks:
     def no_grad(self, i: int) -> jax.Array:
         """Returns the gradient of an operand before the first tick, for each stage."""
         x = self.operands[i]
-        return self.pin_grad(i, jnp.zeros(x.shape if i >= self.first_stack else (self.num_stages, *x.shape), x.dtype))
+        shape = x.shape if i >= self.first_stack else (self.num_stages, *x.shape)
+        return self.pin_grad(i, jnp.zeros(shape, wide(x.dtype)))
 
     def pin_grad(self, i: int, x: jax.Array) -> jax.Array:
         """Returns a gradient sharded by stage, and as it is to be."""

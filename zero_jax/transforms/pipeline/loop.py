@@ -75,24 +75,29 @@ def run_stages(
     travelling += [*zip(loop.carry, map(jnp.asarray, carry), strict=True)]  # literals are numbers
     num_consts = len(travelling) - len(carry)
     # Gradients are summed over ticks in the dtype of what all of them read.
-    layers, stacks = LayersOfStage(loop, layer, stacks), [widened(x) for x in stacks]
-    pairs = zip(loop.consts, map(jnp.asarray, consts), strict=True)
-    shared = [(None if role.is_rows else widened(x), x.dtype) for role, x in pairs]
+    layers, dtypes, stacks = LayersOfStage(loop, layer), [x.dtype for x in stacks], [widened(x) for x in stacks]
+    shared = [jnp.asarray(x) for role, x in zip(loop.consts, consts, strict=True) if not role.is_rows]
+    dtypes_shared = [x.dtype for x in shared]
+    shared = [place.pinned(jnp.broadcast_to(x, (loop.num_stages, *x.shape)), place.pipe) for x in map(widened, shared)]
 
-    def stage(number: Any, is_own: Any, travelled: list[Any], stacks: list[Any]) -> tuple[list[Any], list[Any]]:
+    def stage(
+        number: Any, is_own: Any, travelled: list[Any], stacks: list[Any], shared: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
         # Of no microbatch there is no gradient: derivatives of what a stage has then may be infinite.
-        travelled, stacks = ([differentiated_at(is_own, x) for x in xs] for xs in (travelled, stacks))
+        travelled, stacks, shared = ([differentiated_at(is_own, x) for x in xs] for xs in (travelled, stacks, shared))
         values = [_moved(role, x, 0, role.dim) for (role, _), x in zip(travelling, travelled, strict=True)]
         own = iter(values[:num_consts])
-        of_layers = [next(own) if x is None else cast(differentiated_at(is_own, x), dtype) for x, dtype in shared]
-        after, ys = layers(number, of_layers, values[num_consts:], stacks)
+        rest = map(cast, shared, dtypes_shared)
+        of_layers = [next(own if role.is_rows else rest) for role in loop.consts]
+        narrow = [cast(x, dtype) for x, dtype in zip(stacks, dtypes, strict=True)]
+        after, ys = layers(number, of_layers, values[num_consts:], narrow)
         after = [_moved(role, x, role.dim, 0) for role, x in zip(loop.carry, after, strict=True)]
         return [*travelled[:num_consts], *after], ys
 
     if loop.recompute:
         stage = jax.checkpoint(stage, prevent_cse=False)
     mapped = jax.vmap(stage, spmd_axis_name=place.pipe)
-    return ticks.run(travelling, lambda numbers, is_own, travelled: mapped(numbers, is_own, travelled, list(stacks)))
+    return ticks.run(travelling, lambda numbers, is_own, travelled: mapped(numbers, is_own, travelled, stacks, shared))
 
 
 class LayersOfStage:
@@ -101,11 +106,10 @@ class LayersOfStage:
     Args:
       loop: the scan over layers.
       layer: evaluates a layer of a microbatch.
-      stacks: what the layers take slices of, or arrays of the same dtypes.
     """
 
-    def __init__(self, loop: LayerLoop, layer: Layer, stacks: Sequence[Any]):
-        self.loop, self.layer, self.narrow = loop, layer, [x.dtype for x in stacks]
+    def __init__(self, loop: LayerLoop, layer: Layer):
+        self.loop, self.layer = loop, layer
 
     def __call__(
         self, number: jax.Array, consts: list[Any], carry: list[Any], stacks: Sequence[Any]
@@ -114,7 +118,6 @@ class LayersOfStage:
         num_carry, size = len(self.loop.carry), self.loop.num_layers // self.loop.num_stages
 
         def body(carry: list[Any], slices: Any) -> tuple[list[Any], list[Any]]:
-            slices = [cast(x, dtype) for x, dtype in zip(slices, self.narrow, strict=True)]
             made = [*self.layer(number, consts, carry, slices)]
             return made[:num_carry], made[num_carry:]
 
@@ -298,7 +301,20 @@ def at_stages(stages: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
 
 def differentiated_at(is_here: jax.Array, x: Any) -> Any:
     """Returns a value that has a gradient in one place alone; elsewhere it is 0, not 0 times what may be infinite."""
-    return jnp.where(is_here, x, lax.stop_gradient(x)) if is_float(x) else x
+    return _differentiated_at(is_here, x) if is_float(x) else x
+
+
+# The choice is made in the backward pass alone: what is chosen by the tick would be kept in each one. Under `jax.vmap`
+# both arguments are to be mapped: the cotangent of another `x` is a sum over all places.
+@jax.custom_vjp
+def _differentiated_at(is_here: jax.Array, x: jax.Array) -> jax.Array:
+    return x
+
+
+_differentiated_at.defvjp(
+    lambda is_here, x: (x, is_here),
+    lambda is_here, cotangent: (None, jnp.where(is_here, cotangent, jnp.zeros_like(cotangent))),
+)
 
 
 def added_at(stages: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:

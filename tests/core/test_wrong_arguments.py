@@ -83,6 +83,7 @@ RIGHT = {
     "layouts": {"nothing"},
     "offloads": {"nothing"},
     "models": {"list"},
+    "pipes": {"list"},
     "replicas": {"list"},
     "stages": {"list"},
     "scale": {"integer", "negative", "fraction", "huge"},

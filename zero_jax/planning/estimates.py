@@ -429,7 +429,7 @@ class StepEstimate:
     @property
     def recomputes(self) -> bool:
         """Whether a stage runs again in the backward pass, beside what the layers' own remat says."""
-        policy = resolve_remat(self.model.policies[self.setting.remat].remat)
+        policy = resolve_remat(self.model.policies[self.setting.policy].remat)
         return self.setting.pipeline == "1f1b" or (policy.is_own and any(x.recomputed for x in self.staged.loops))
 
     @property

@@ -64,6 +64,7 @@ RIGHT = {
     "compiler_options": {"dict"},
     "keep_gathered": {"bool"},
     "own_process": {"bool"},
+    "quick": {"bool"},
     "max_hoisted_bytes": {"integer", "huge"},
     "max_compiles": {"integer", "huge"},
     "host_memory_bytes": {"integer", "huge"},

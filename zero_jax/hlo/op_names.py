@@ -11,6 +11,7 @@ from zero_jax.hlo.program import Instruction, Program
 _DIFFERENTIATED = "jvp("  # in the name stack of both passes
 # `zero_jax.sharding.gather_names.gather_scope` puts the path of a param into the name stack like this.
 _GATHER_SCOPE = re.compile(r"gather:([^/()\"]+)")
+_UPDATE = "of_update/"  # that of `zero_jax.sharding.gather_names.UPDATE`
 # Where its path begins with two colons, it continues that of `params_scope`.
 _PARAMS_SCOPE = re.compile(r"params:([^/()\"]+)")
 
@@ -50,7 +51,7 @@ class Phases:
     def of(self, computation: str, name: str, op_name: str) -> str:
         """Returns 'forward', 'backward' or 'update' for an instruction with this name stack."""
         phase = phase_of(op_name)
-        if phase in ("forward", "backward"):
+        if phase in ("forward", "backward") or _UPDATE in op_name:
             return phase
         if not self._has_gradient:
             return "forward"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,12 +14,13 @@ import optax
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import Report
 from zero_jax.core.tree import PyTree
+from zero_jax.planning.errors import SettingRefused
 from zero_jax.planning.estimates import Estimator, Policy, setting_config
 from zero_jax.planning.job import Job, batch_of
 from zero_jax.planning.links import model_sizes
 from zero_jax.planning.plans import make_job
 from zero_jax.planning.process import CompileOptions, compile_plan
-from zero_jax.planning.ranking import Candidate, Outcome, Ranking
+from zero_jax.planning.ranking import Candidate, Outcome, Ranking, policy_name
 from zero_jax.planning.report import PlanReport
 from zero_jax.planning.search import Search, Space, candidates, divisors
 from zero_jax.sharding.stages import sharded_groups
@@ -28,7 +31,9 @@ _MAX_PIPE = 16
 _OFFLOADS = ("optimizer", "state", "all")
 # The policies to try by default, from most memory to least; less memory costs time or traffic. The model's own comes
 # last: it is left out where it equals one of the others.
-_REMATS = ("none", "auto", "dots", "full", "full_sharded", "full_offloaded", "own")
+_REMATS = ("none", "auto", "dots", "full", "dots_offloaded", "full_sharded", "full_offloaded", "own")
+# Other loss functions are tried with the sizes of the axis `model` whose best setting is at most this much slower.
+_NEARLY_BEST = 1.25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +87,7 @@ def plan_auto(
     overlaps: Sequence[bool] | None = None,
     offloads: Sequence[str] | None = None,
     quantizes: Sequence[bool] | None = None,
+    other_losses: Mapping[str, Callable[..., Any] | MeshLoss] | None = None,
     pipes: Sequence[int] | None = None,
     pipelines: Sequence[str] | None = None,
     temporaries: Callable[[Candidate], float] | None = None,
@@ -110,7 +116,8 @@ def plan_auto(
       models: sizes of the axis `model` to try; None tries those within a host or along the dims of a torus, if the
         params have specs for that axis.
       remats: names of remat policies to try, as for `ZeroConfig.remat`; None tries `none`, `auto`, `dots`, `full`,
-        `full_sharded` where `model` is more than 1, `full_offloaded`, and the model's own where it is none of them.
+        `dots_offloaded`, `full_sharded` where `model` is more than 1, `full_offloaded`, and the model's own where it is
+        none of them.
       attentions: of `own` and `fused`, those to try, the plain one first; None tries `fused`, too, where the model
         computes attention by itself that the hardware has a kernel for.
       overlaps: whether to compile with the options of `overlap`: those to try, the plain one first; None tries both
@@ -119,6 +126,8 @@ def plan_auto(
         all of them, an empty sequence none.
       quantizes: whether to send params and gradients in the formats of `config`: those to try; None tries both where
         it has any.
+      other_losses: loss functions of the same value that keep less, by name, such as one with the logits in chunks.
+        They are tried where the plain one is among the fastest by estimate.
       pipes: sizes of the axis `pipe` to try; None tries those, up to 16, that the layers of the loss divide over, where
         there are several slices or hosts.
       pipelines: the schedules of these stages to try; None tries that of `config` first, and `1f1b`.
@@ -156,19 +165,23 @@ def plan_auto(
         "max_num_microbatches": max_num_microbatches,
     }
     check_arguments(**tried, temporaries=temporaries, max_compiles=max_compiles, host_memory_bytes=host_memory_bytes)
+    check_arguments(other_losses=other_losses)
     options = CompileOptions(**compiling)
     job = make_job(loss_fn=loss_fn, init_fn=init_fn, tx=tx, batch=batch, topology=topology, config=config)
-    policies = remat_policies(loss_fn, config, remats)
+    policies = remat_policies(loss_fn, config, remats, other_losses or {})
     estimator = Estimator(job, policies, temporaries=temporaries, log=options.log)
     space, own_remat = _space(estimator, tried)
     settings = candidates(space)
+    spaces = [space, *_with_losses(settings, space, estimator, list(other_losses or ()))]
+    settings = [setting for space in spaces for setting in candidates(space)]
     offloads = () if space.offloads[0] else _OFFLOADS if offloads is None else offloads
-    offloaded = candidates(dataclasses.replace(space, offloads=offloads)) if offloads else ()
+    offloaded = [x for space in spaces if offloads for x in candidates(dataclasses.replace(space, offloads=offloads))]
     reports: dict[Candidate, PlanReport] = {}
 
-    def compile(setting: Candidate) -> Outcome:
+    def compile(setting: Candidate, *, fills: bool = False) -> Outcome:
         setting_options = dataclasses.replace(options, name=f"{options.name}, {setting}")
-        report = reports[setting] = compile_plan(apply_setting(setting, job, policies), setting_options)
+        report = compile_plan(apply_setting(setting, job, policies), setting_options, fills=fills)
+        reports[setting] = report
         seconds = report.time.step_seconds if report.time else None
         sizes = {"bytes": report.needed_bytes, "host_bytes": report.host_bytes}
         return Outcome(fits=report.fits, seconds=seconds, error=report.refusal, **sizes)
@@ -185,6 +198,10 @@ def plan_auto(
     has_master = estimator.precision.has_master
     ranking = search.run(settings, fallback=[x for x in offloaded if _is_distinct(x, has_master=has_master)])
     best = ranking.best
+    if best in reports and reports[best].values and not ranking.was_stopped:
+        options.log(f"filling the memory that the best leaves: {best}")
+        with contextlib.suppress(KeyboardInterrupt):  # the result is of what was compiled until then
+            ranking = ranking.with_outcome(best, compile(best, fills=True))
     return AutoPlan(
         ranking=ranking,
         best=reports.get(best) if best else None,
@@ -207,7 +224,8 @@ def _space(estimator: Estimator, tried: Mapping[str, Any]) -> tuple[Space, str]:
         can_fuse = config.attention == "own" and estimator.has_attention_to_fuse()
         attentions = ("own", "fused") if can_fuse else (config.attention,)
     overlaps = (True, False) if config.overlap and estimator.has_overlap else (config.overlap,)
-    same = estimator.same_policies(max(sizes), attentions)
+    plain = [name for name, policy in policies.items() if policy.is_plain]
+    same = estimator.same_policies(plain, max(sizes), attentions)
     for name, earlier in same.items():
         estimator.log(f"remat={name} is left out: it is {earlier} for this model")
     offload = config.resolved_offload()
@@ -218,10 +236,10 @@ def _space(estimator: Estimator, tried: Mapping[str, Any]) -> tuple[Space, str]:
         num_devices=estimator.num_devices,
         batch_sizes=tried["batch_sizes"] or (estimator.batch_size,),
         stages=tried["stages"],
-        remats=[name for name in policies if name not in same],
+        remats=[name for name in plain if name not in same],
         needs_model=[name for name, remat in resolved.items() if remat.residuals == "sharded"],
         # Where nothing else is tried, the settings are refused with that reason.
-        needs_one_stage=[name for name, remat in resolved.items() if remat.policy == "auto" and len(resolved) > 1],
+        needs_one_stage=[name for name, remat in resolved.items() if remat.policy == "auto" and len(plain) > 1],
         models=sizes,
         replicas=tried["replicas"],
         keep_gathered=config.keep_gathered,
@@ -242,24 +260,54 @@ def remat_policies(
     loss_fn: Callable[..., Any] | MeshLoss | Mapping[str, Callable[..., Any]],
     config: ZeroConfig,
     remats: Sequence[str] | None,
+    other_losses: Mapping[str, Callable[..., Any] | MeshLoss],
 ) -> dict[str, Policy]:
     """Returns the remat policies to try, by the names that settings refer to."""
     if isinstance(loss_fn, Mapping):
-        if remats is not None:
-            raise ValueError(
-                f"plan_auto takes loss functions by name or remats={tuple(remats)}, not both: leave one out"
-            )
+        if remats is not None or other_losses:
+            others = f"remats={tuple(remats)}" if remats is not None else f"other_losses={tuple(other_losses)}"
+            raise ValueError(f"plan_auto takes loss functions by name or {others}, not both: leave one out")
         return {name: Policy(loss_fn=function, remat=config.remat) for name, function in loss_fn.items()}
     if remats is None:
         configured = resolve_remat(config.remat)
         remats = _REMATS if configured.is_own else (configured.name,)
-    return {name: Policy(loss_fn=loss_fn, remat=name) for name in (resolve_remat(remat).name for remat in remats)}
+    names = [resolve_remat(remat).name for remat in remats]
+    plain = {name: Policy(loss_fn=loss_fn, remat=name) for name in names}
+    return plain | {
+        policy_name(name, loss): Policy(loss_fn=function, remat=name, is_plain=False)
+        for loss, function in other_losses.items()
+        for name in names
+    }
+
+
+def _with_losses(
+    settings: Sequence[Candidate], space: Space, estimator: Estimator, losses: Sequence[str]
+) -> list[Space]:
+    """Returns the settings with other loss functions that are worth a trace, as a space.
+
+    These are the settings without a model axis, and those with the sizes of it that do nearly as well as the best by
+    estimate, whether they fit or not: another loss may fit where the plain one does not.
+    """
+    if not losses:
+        return []
+    seconds: dict[int, float] = {}
+    for setting in settings:
+        with contextlib.suppress(SettingRefused):
+            estimated = estimator.estimate(setting).seconds / setting.batch_size
+            seconds[setting.model] = min(estimated, seconds.get(setting.model, math.inf))
+    models = [x for x, least in seconds.items() if x == 1 or least <= _NEARLY_BEST * min(seconds.values())]
+    names = [policy_name(space.remats[0], loss) for loss in ("", *losses)]
+    same = estimator.same_policies(names, 1, space.attentions, remat="own") if 1 in models else {}
+    plain = [loss for loss, name in zip(losses, names[1:], strict=True) if name in same]
+    needs_model = [*space.needs_model, *plain]
+    models = [x for x in models if x > 1 or len(plain) < len(losses)]
+    return [dataclasses.replace(space, models=models, losses=losses, needs_model=needs_model)] if models else []
 
 
 def _plain(settings: Sequence[Candidate], remat: str) -> Callable[[Candidate], bool]:
     """Returns the predicate of plain settings: the fewest axes, this remat, the first of all other choices."""
     axes = lambda setting: (setting.pipe, setting.model, setting.replica, setting.secondary)  # noqa: E731
-    choices = lambda x: (x.remat, x.attention, x.overlap, x.quantize, x.pipeline)  # noqa: E731
+    choices = lambda x: (x.remat, x.loss, x.attention, x.overlap, x.quantize, x.pipeline)  # noqa: E731
     least, plain = min(map(axes, settings)), (remat, *choices(settings[0])[1:])
     return lambda setting: axes(setting) == least and choices(setting) == plain
 
@@ -307,7 +355,7 @@ def _pipe_sizes(estimator: Estimator, pipes: Sequence[int] | None, pipelines: Se
 
 def apply_setting(setting: Candidate, job: Job, policies: Mapping[str, Policy]) -> Job:
     """Returns a job with the settings of a candidate."""
-    policy = policies[setting.remat]
+    policy = policies[setting.policy]
     config = dataclasses.replace(setting_config(job.config, setting), remat=policy.remat)
     batch = job.batch if setting.batch_size == job.batch_size else batch_of(job.batch, setting.batch_size)
     axes = {"replica": setting.replica, "model": setting.model, "pipe": setting.pipe}

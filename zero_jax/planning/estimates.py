@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from zero_jax.planning.errors import SettingRefused, refusing
 from zero_jax.planning.job import Job
 from zero_jax.planning.links import Links
 from zero_jax.planning.ranking import Candidate, Estimated
-from zero_jax.planning.report import attentions_of
+from zero_jax.planning.report import FULL, attentions_of
 from zero_jax.sharding import topology
 from zero_jax.sharding.mesh import axis_size, make_mesh
 from zero_jax.sharding.precision import resolve_precision
@@ -48,10 +48,11 @@ _UNQUANTIZED, _ON_DEVICES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
-    """A remat policy to try, with the loss function that it applies to."""
+    """A remat policy to try, with the loss function that it applies to, and whether that is the plain one."""
 
     loss_fn: Callable[..., Any] | MeshLoss
     remat: str | Remat
+    is_plain: bool = True
 
 
 def setting_config(config: ZeroConfig, setting: Candidate) -> ZeroConfig:
@@ -79,7 +80,7 @@ class Estimator:
 
     Args:
       job: the model, its optimizer, batch and topology; its stage, mesh axes, microbatches and remat are not used.
-      policies: the remat policies by name.
+      policies: the remat policies, by the names that settings have (`Candidate.policy`).
       temporaries: bytes per device of activations and gathered params; None estimates them.
       log: called with each line of progress.
     """
@@ -181,11 +182,11 @@ class Estimator:
     def has_attention_to_fuse(self) -> bool:
         """Returns whether the model has unfused attention for which the hardware has a fused kernel."""
         mesh, config = self.mesh(1), dataclasses.replace(self.config, attention="own")
-        for policy in self.policies.values():
+        for loss_fn in dict.fromkeys(policy.loss_fn for policy in self.policies.values()):
             try:
                 with refusing():
                     state = dataclasses.replace(self.job, config=config).state(mesh)
-                    loss = StepLoss.of(policy.loss_fn, state.variables, mesh=mesh, config=config)
+                    loss = StepLoss.of(loss_fn, state.variables, mesh=mesh, config=config)
                     if attentions_of(loss, state, self.job.batch).num_fused:
                         return True
             except SettingRefused:  # the settings of this loss function are rejected with that reason
@@ -201,16 +202,21 @@ class Estimator:
             return str(error)
         return ""
 
-    def same_policies(self, model: int, attentions: Sequence[str]) -> dict[str, str]:
-        """Returns the policies that equal an earlier one in memory and traffic, with the name of that one."""
+    def same_policies(
+        self, names: Iterable[str], model: int, attentions: Sequence[str], *, remat: str = ""
+    ) -> dict[str, str]:
+        """Returns the policies that equal an earlier one in memory and traffic, with the name of that one.
+
+        With `remat` they are compared with that in the place of their own, which leaves their loss functions.
+        """
         figures: dict[str, tuple[float, ...]] = {}
         same: dict[str, str] = {}
-        for name, policy in self.policies.items():
-            if resolve_remat(policy.remat).policy == "auto":  # what it keeps is another with each setting
-                continue
+        for name in names:
+            if not remat and resolve_remat(self.policies[name].remat).policy == "auto":
+                continue  # what it keeps is another with each setting
             try:
                 with refusing():
-                    traces = [self.trace(name, model, attention) for attention in attentions]
+                    traces = [self.trace(name, model, attention, remat) for attention in attentions]
             except SettingRefused:
                 continue
             current = tuple(float(x) for traced in traces for x in _figures(traced))  # integers are too large for numpy
@@ -286,8 +292,8 @@ class StepEstimate:
     @functools.cached_property
     def traced(self) -> LossTrace:
         """The trace of the loss, of `auto` with the values that this setting has memory for."""
-        model, key = self.model, (self.setting.remat, self.setting.model, self.setting.attention)
-        remat = resolve_remat(model.policies[self.setting.remat].remat)
+        model, key = self.model, (self.setting.policy, self.setting.model, self.setting.attention)
+        remat = resolve_remat(model.policies[self.setting.policy].remat)
         if remat.policy != "auto":
             return model.trace(*key)
         if self.setting.pipe > 1:
@@ -310,11 +316,21 @@ class StepEstimate:
         """Returns bytes per device and seconds of a step."""
         state, grads, other = self.state_bytes, self.grad_bytes, self.other_bytes
         return Estimated(
-            bytes=state + grads + other,
+            bytes=self.bytes,
             seconds=self.seconds,
             note=f"state {state / 1e9:.1f}, gradients {grads / 1e9:.1f}, others {other / 1e9:.1f}",
             host_bytes=self.host_bytes + self.traced.residuals.host_bytes / (self.num_parts * self.k),
         )
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of a device."""
+        return self.state_bytes + self.grad_bytes + self.other_bytes
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it needs nearly all of the memory."""
+        return self.bytes > FULL * self.model.hardware.usable_bytes
 
     @property
     def state_bytes(self) -> float:
@@ -373,8 +389,10 @@ class StepEstimate:
         cleared = self.num_runs * self.num_params * self.grad_share * self.sizes.grad_bytes
         compute += roofline.moved_seconds(cleared, roofline.efficiency.unfused)
         compute += roofline.moved_seconds(self.coded_bytes)
-        waits = roofline.exposed_seconds(self.data_seconds, compute) + self.model_seconds + self.pipe_seconds
-        step = max(compute + waits, roofline.host_seconds(self.traced.residuals.host_bytes / self.num_parts))
+        # Where memory is full, the compiler's scheduler has no room to start a collective early.
+        waits = self.data_seconds if self.is_full else roofline.exposed_seconds(self.data_seconds, compute)
+        waits += self.model_seconds + self.pipe_seconds
+        step = roofline.with_host_seconds(compute + waits, self.traced.residuals.host_bytes / self.num_parts)
         # The update fetches and writes back at once, on GPUs one after the other (docs/offload.md). Params are fetched
         # for each use, which waits for them.
         on_host, updated = self.host_bytes, 0.0
@@ -411,7 +429,7 @@ class StepEstimate:
     @property
     def recomputes(self) -> bool:
         """Whether a stage runs again in the backward pass, beside what the layers' own remat says."""
-        policy = resolve_remat(self.model.policies[self.setting.remat].remat)
+        policy = resolve_remat(self.model.policies[self.setting.policy].remat)
         return self.setting.pipeline == "1f1b" or (policy.is_own and any(x.recomputed for x in self.staged.loops))
 
     @property
@@ -447,10 +465,10 @@ class StepEstimate:
         gathers, reduced, copies = (a / b if b else 1.0 for a, b in zip(quantized[:3], plain[:3], strict=True))
         return gathers, reduced, copies
 
-    def _alike(self, **changes: bool) -> StepEstimate:
+    def _alike(self, **changes: Any) -> StepEstimate:
         """Returns the step of a canonical setting with the same shardings and traffic of state and gradients."""
-        alike = {"remat": "", "attention": "own", "overlap": True, "offload": None} | changes
-        return self.model.step(dataclasses.replace(self.setting, **alike))
+        alike = dataclasses.replace(self.setting, remat="", loss="", attention="own", overlap=True, offload=None)
+        return self.model.step(dataclasses.replace(alike, **changes))
 
     @functools.cached_property
     def sent_bytes(self) -> tuple[float, float, float, float]:

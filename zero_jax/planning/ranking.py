@@ -26,6 +26,7 @@ class Candidate(Report):
       batch_size: examples of a step.
       num_microbatches: microbatches of a step.
       remat: name of the remat policy.
+      loss: name of the loss function, where there are several to choose from.
       keep_gathered: whether gathered params are kept for the backward pass.
       secondary: whether there is a secondary shard of the params inside each slice or host.
       attention: `own` or `fused`, as of `ZeroConfig`.
@@ -51,6 +52,12 @@ class Candidate(Report):
     quantize: bool = False
     pipe: int = 1
     pipeline: str = "gpipe"
+    loss: str = ""
+
+    @property
+    def policy(self) -> str:
+        """The name of the remat policy and of the loss function that it applies to."""
+        return policy_name(self.remat, self.loss)
 
     @property
     def num_devices(self) -> int:
@@ -61,8 +68,8 @@ class Candidate(Report):
     def parts(self) -> tuple[Any, ...]:
         """What settings that compile to similar programs have in common."""
         several = self.num_microbatches > 1, self.replica > 1, self.model > 1, self.pipe > 1, self.secondary
-        others = self.attention, self.overlap, self.offload, self.quantize, self.pipeline
-        return self.stage, self.remat, *several, *others
+        compiled = self.attention, self.overlap, self.offload, self.quantize, self.pipeline
+        return self.stage, self.remat, self.loss, *several, *compiled
 
     def __str__(self) -> str:
         return self.describe(str(self.num_microbatches))
@@ -72,6 +79,7 @@ class Candidate(Report):
         axes = {"replica": self.replica, "data": self.data, "pipe": self.pipe, "model": self.model}
         parts = [f"{axis}={size}" for axis, size in axes.items() if size > 1 or axis == "data"]
         parts += [f"microbatches={num_microbatches}", f"remat={self.remat}"]
+        parts += [self.loss] if self.loss else []
         parts += ["keep_gathered"] if self.keep_gathered else []
         parts += ["secondary"] if self.secondary else []
         parts += [f"attention={self.attention}"] if self.attention != "own" else []
@@ -207,6 +215,11 @@ class Ranking(Report):
     num_compiled: int
     was_stopped: bool = False
 
+    def with_outcome(self, setting: Candidate, outcome: Outcome) -> Ranking:
+        """Returns the ranking with another result of compiling a setting."""
+        entries = (dataclasses.replace(x, outcome=outcome) if x.setting == setting else x for x in self.ranked)
+        return dataclasses.replace(self, ranked=tuple(entries))
+
     def __str__(self) -> str:
         return f"{self.headline()}\n{self.tables()}"
 
@@ -259,6 +272,11 @@ class Ranking(Report):
     def to_json(self) -> dict[str, Any]:
         """Returns plain data."""
         return dataclasses.asdict(self)
+
+
+def policy_name(remat: str, loss: str) -> str:
+    """Returns the name of a remat policy of a loss function."""
+    return f"{remat} {loss}".strip()
 
 
 def naming(entries: Iterable[Ranked]) -> Callable[[Candidate], str]:

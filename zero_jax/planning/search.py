@@ -27,7 +27,8 @@ class Space:
       batch_sizes: examples of a step.
       stages: the stages to try.
       remats: names of the remat policies to try.
-      needs_model: those of them that equal another policy where the axis `model` has size 1.
+      losses: names of the loss functions to try.
+      needs_model: the policies and the loss functions that equal another where the axis `model` has size 1.
       models: sizes of the axis `model` to try; more than 1 needs a model whose params have specs for it.
       needs_one_stage: those of them that a pipeline cannot have.
       replicas: sizes of the axis `replica` to try; None tries all that divide, and 1 with a pipeline.
@@ -48,6 +49,7 @@ class Space:
     batch_sizes: Sequence[int]
     stages: Sequence[int] = (0, 1, 2, 3)
     remats: Sequence[str] = ("full",)
+    losses: Sequence[str] = ("",)
     needs_model: Collection[str] = ()
     needs_one_stage: Collection[str] = ()
     models: Sequence[int] = (1,)
@@ -116,6 +118,7 @@ def _settings(space: Space, batch_size: int, model: int, pipe: int, stage: int) 
         dimensions = {
             "num_microbatches": counts,
             "remat": [remat for remat in space.remats if remat not in unfit],
+            "loss": [loss for loss in space.losses if loss not in unfit],
             "secondary": [secondary for secondary in space.secondaries if has_secondary or not secondary],
             "attention": space.attentions,
             "overlap": space.overlaps,

@@ -1,8 +1,10 @@
 """The search for settings: what the formulas say of each, and that the compiler has the last word."""
 
 import dataclasses
+import functools
 import importlib
 import json
+import math
 import types
 
 import jax
@@ -104,6 +106,67 @@ def test_quantization_is_searched_where_the_config_has_formats():
     assert tried(found, "quantize") == {False, True} and "quantize" in str(found)
     assert {x.reason[:9] for x in found.rejected if x.setting.stage == 0 and x.setting.quantize} == {"quantize:"}
     assert tried(by_estimate(stages=(3,), config=config, quantizes=(True,)), "quantize") == {True}
+
+
+def staged_init(key):
+    stack = jax.random.normal(key, (4, planned.WIDTH, planned.WIDTH)) / 16
+    return {"layers": stack, "head": stack[0]}
+
+
+def staged_loss(params, batch):
+    x = jax.lax.scan(lambda x, w: (jax.nn.relu(x @ w), None), batch["x"], params["layers"])[0]
+    return jnp.mean((x @ params["head"] - batch["y"]) ** 2)
+
+
+def staged_estimator(topology=TOPOLOGY, config=CONFIG):
+    policies = {name: estimates.Policy(loss_fn=staged_loss, remat=name) for name in ("own", "full", "auto")}
+    fields = {"tx": optax.adamw(1e-3), "batch": planned.batch(16), "topology": topology, "config": config}
+    return estimates.Estimator(plans.make_job(loss_fn=staged_loss, init_fn=staged_init, **fields), policies)
+
+
+def staged_setting(stage, **fields):
+    return setting(stage, data=2, pipe=2, **{"num_microbatches": 4, **fields})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_state_of_a_pipeline_is_that_of_a_stage(stage):
+    mesh, config = zero.make_mesh(topology=TOPOLOGY, pipe=2), dataclasses.replace(CONFIG, stage=stage)
+    config = dataclasses.replace(config, num_microbatches=4)
+    state = zero.abstract_state(staged_init, optax.adamw(1e-3), mesh=mesh, config=config)
+    leaves = jax.tree.leaves((state.params, state.master, state.opt_state))
+    held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+    assert staged_estimator().step(staged_setting(stage)).state_bytes == pytest.approx(held, rel=0.001)
+
+
+def test_a_pipeline_waits_and_sends_activations():
+    found = staged_estimator()
+    step = lambda **fields: found.step(staged_setting(1, **fields))  # noqa: E731
+    config = zero.ZeroConfig(precision="bf16", stage=1, num_microbatches=4)
+    params, mesh = jax.eval_shape(staged_init, jax.random.key(0)), zero.make_mesh(topology=TOPOLOGY, pipe=2)
+    report = zero.pipeline_report(staged_loss, params, planned.batch(16), mesh=mesh, config=config)
+    assert step().sent_per_run == report.loops[0].bytes_per_tick
+    assert step().pipe_seconds > 0 and found.step(setting(1)).pipe_seconds == 0
+    # 5 runs of half of the layers on a quarter of the examples, again for the backward pass, on two devices; or 4 runs.
+    roofline = found.rooflines[True]
+    assert step().loss_seconds(roofline) > found.step(setting(1)).loss_seconds(roofline)
+    assert step(remat="full").loss_seconds(roofline) == pytest.approx(step().loss_seconds(roofline), rel=0.1)
+    # 3 microbatches wait in a stage; all of them do.
+    assert step(pipeline="1f1b").activation_bytes(step().traced) < step().activation_bytes(step().traced)
+    with pytest.raises(ValueError, match="what stages of a pipeline keep is not chosen"):
+        found.estimate(staged_setting(1, remat="auto"))
+    with pytest.raises(ValueError, match="num_microbatches=3 with 2 stages"):
+        found.estimate(staged_setting(1, num_microbatches=3))
+
+
+def test_a_pipeline_is_searched_on_several_slices():
+    options = {"remats": ("own",), "stages": (1,), "overlaps": (True,), "max_num_microbatches": 4}
+    search = functools.partial(by_estimate, staged_loss, staged_init, **options)
+    found = search(topology="2xv5e:2x2")
+    assert tried(found, "pipe") == {1, 2, 4} and tried(found, "pipeline") == {"gpipe", "1f1b"}  # 8 do not divide
+    assert tried(search(), "pipe") == {1}
+    assert tried(search(pipes=(2,), pipelines=("1f1b",)), "pipeline") == {"1f1b"}
+    with pytest.raises(ValueError, match=r"pipe=8: .*its 4 layers do not divide over 8 stages"):
+        search(pipes=(8,), topology="v5e:2x4")
 
 
 def large(key):

@@ -22,11 +22,12 @@ from zero_jax.planning.plans import make_job
 from zero_jax.planning.process import CompileOptions, compile_plan
 from zero_jax.planning.ranking import Candidate, Outcome, Ranking, policy_name
 from zero_jax.planning.report import PlanReport
-from zero_jax.planning.search import Search, Space, candidates
+from zero_jax.planning.search import Search, Space, candidates, divisors
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.training import MeshLoss, ZeroConfig
 from zero_jax.transforms import resolve_remat
 
+_MAX_PIPE = 16
 _OFFLOADS = ("optimizer", "state", "all")
 # The policies to try by default, from most memory to least; less memory costs time or traffic. The model's own comes
 # last: it is left out where it equals one of the others.
@@ -87,6 +88,8 @@ def plan_auto(
     offloads: Sequence[str] | None = None,
     quantizes: Sequence[bool] | None = None,
     other_losses: Mapping[str, Callable[..., Any] | MeshLoss] | None = None,
+    pipes: Sequence[int] | None = None,
+    pipelines: Sequence[str] | None = None,
     temporaries: Callable[[Candidate], float] | None = None,
     batch_sizes: Sequence[int] | None = None,
     max_num_microbatches: int = 64,
@@ -125,6 +128,9 @@ def plan_auto(
         it has any.
       other_losses: loss functions of the same value that keep less, by name, such as one with the logits in chunks.
         They are tried where the plain one is among the fastest by estimate.
+      pipes: sizes of the axis `pipe` to try; None tries those, up to 16, that the layers of the loss divide over, where
+        there are several slices or hosts.
+      pipelines: the schedules of these stages to try; None tries that of `config` first, and `1f1b`.
       temporaries: bytes per device of activations and gathered params, by setting; None estimates them from a trace of
         the loss function.
       batch_sizes: examples of a step to try; the setting of the most examples a second is the best. None tries that of
@@ -153,6 +159,8 @@ def plan_auto(
         "overlaps": overlaps,
         "offloads": offloads,
         "quantizes": quantizes,
+        "pipes": pipes,
+        "pipelines": pipelines,
         "batch_sizes": batch_sizes,
         "max_num_microbatches": max_num_microbatches,
     }
@@ -221,12 +229,17 @@ def _space(estimator: Estimator, tried: Mapping[str, Any]) -> tuple[Space, str]:
     for name, earlier in same.items():
         estimator.log(f"remat={name} is left out: it is {earlier} for this model")
     offload = config.resolved_offload()
+    pipelines = tuple(tried["pipelines"] or dict.fromkeys((config.pipeline, "1f1b")))
+    resolved = {name: resolve_remat(policy.remat) for name, policy in policies.items()}
+    pipes = _pipe_sizes(estimator, tried["pipes"], pipelines)
     space = Space(
         num_devices=estimator.num_devices,
         batch_sizes=tried["batch_sizes"] or (estimator.batch_size,),
         stages=tried["stages"],
         remats=[name for name in plain if name not in same],
-        needs_model=[n for n, policy in policies.items() if resolve_remat(policy.remat).residuals == "sharded"],
+        needs_model=[name for name, remat in resolved.items() if remat.residuals == "sharded"],
+        # Where nothing else is tried, the settings are refused with that reason.
+        needs_one_stage=[name for name, remat in resolved.items() if remat.policy == "auto" and len(plain) > 1],
         models=sizes,
         replicas=tried["replicas"],
         keep_gathered=config.keep_gathered,
@@ -236,6 +249,8 @@ def _space(estimator: Estimator, tried: Mapping[str, Any]) -> tuple[Space, str]:
         overlaps=tuple(tried["overlaps"] or overlaps),
         offloads=[offload and offload.what],
         quantizes=tried["quantizes"] or ((False, True) if config.resolved_quantize() else (False,)),
+        pipes=pipes,
+        pipelines=pipelines,
         max_num_microbatches=tried["max_num_microbatches"],
     )
     return space, same.get("own", "own") if "own" in policies else next(iter(policies))
@@ -291,8 +306,8 @@ def _with_losses(
 
 def _plain(settings: Sequence[Candidate], remat: str) -> Callable[[Candidate], bool]:
     """Returns the predicate of plain settings: the fewest axes, this remat, the first of all other choices."""
-    axes = lambda setting: (setting.model, setting.replica, setting.secondary)  # noqa: E731
-    choices = lambda x: (x.remat, x.loss, x.attention, x.overlap, x.quantize)  # noqa: E731
+    axes = lambda setting: (setting.pipe, setting.model, setting.replica, setting.secondary)  # noqa: E731
+    choices = lambda x: (x.remat, x.loss, x.attention, x.overlap, x.quantize, x.pipeline)  # noqa: E731
     least, plain = min(map(axes, settings)), (remat, *choices(settings[0])[1:])
     return lambda setting: axes(setting) == least and choices(setting) == plain
 
@@ -319,10 +334,29 @@ def _model_sizes(estimator: Estimator, models: Sequence[int] | None) -> tuple[in
     return tuple(model for model, refusal in refusals.items() if not refusal) or tuple(models)
 
 
+def _pipe_sizes(estimator: Estimator, pipes: Sequence[int] | None, pipelines: Sequence[str]) -> tuple[int, ...]:
+    """Returns the sizes of the axis `pipe` to try: those that the loss can be cut into stages for.
+
+    Raises:
+      ValueError: it cannot for any of them.
+    """
+    if pipes is None:
+        num_slices = estimator.topology.num_slices
+        sizes = (size for size in divisors(estimator.num_devices) if size <= _MAX_PIPE)
+        pipes = [size for size in sizes if size == 1 or num_slices > 1]
+    found = {pipe: estimator.stages(pipe, pipelines[0]).why_none for pipe in pipes if pipe > 1}
+    refusals = {pipe: why for pipe, why in found.items() if why}
+    for pipe, why in refusals.items():
+        estimator.log(f"pipe={pipe} is left out: {why}")
+    if len(refusals) == len(pipes):
+        raise ValueError(next(iter(refusals.values()), "pipes: no size of the axis `pipe` to try: give some"))
+    return tuple(pipe for pipe in pipes if pipe not in refusals)
+
+
 def apply_setting(setting: Candidate, job: Job, policies: Mapping[str, Policy]) -> Job:
     """Returns a job with the settings of a candidate."""
     policy = policies[setting.policy]
     config = dataclasses.replace(setting_config(job.config, setting), remat=policy.remat)
     batch = job.batch if setting.batch_size == job.batch_size else batch_of(job.batch, setting.batch_size)
-    axes = {"replica": setting.replica, "model": setting.model}
+    axes = {"replica": setting.replica, "model": setting.model, "pipe": setting.pipe}
     return dataclasses.replace(job, loss_fn=policy.loss_fn, config=config, batch=batch, **axes)

@@ -25,6 +25,7 @@ def report_on(
     cache: pathlib.Path | None = None,
     fills: bool = True,
     on_phase: Callable[[str], None] = lambda phase: None,
+    quick: bool = False,
 ) -> PlanReport:
     """Compiles a job in this process and reads the program, as `make_report` does.
 
@@ -34,13 +35,13 @@ def report_on(
     """
     remat, reports = resolve_remat(job.config.remat), list[PlanReport]()
     if remat.policy != "auto":
-        return make_report(job, name=name, cache=cache, on_phase=on_phase)
+        return make_report(job, name=name, cache=cache, on_phase=on_phase, quick=quick)
     for _ in range(1 if remat.budget_gb is not None else 1 + _MORE_COMPILES):
         on_phase("choosing what blocks keep")
         choice = _choice(job, remat)
         if any(report.values and report.values.remat == choice.remat for report in reports):
             break
-        report = make_report(_with_remat(job, choice.remat), name=name, cache=cache, on_phase=on_phase)
+        report = make_report(_with_remat(job, choice.remat), name=name, cache=cache, on_phase=on_phase, quick=quick)
         policy = resolve_remat(choice.policy_name)
         reports.append(dataclasses.replace(report, values=choice, remat=str(policy)))
         if report.fits and not fills:

@@ -21,7 +21,7 @@ class Candidate(Report):
     Attributes:
       stage: the ZeRO stage.
       replica: size of the axis `replica`.
-      data: size of the axis `data`, which the stage shards over.
+      data: size of the axis `data`, which the stage shards over, in each stage of a pipeline.
       model: size of the axis `model`.
       batch_size: examples of a step.
       num_microbatches: microbatches of a step.
@@ -33,6 +33,8 @@ class Candidate(Report):
       overlap: whether it is compiled with the options that let collectives run beside computation.
       offload: what is kept in host memory: `optimizer`, `state`, `all` or nothing.
       quantize: whether params or gradients are sent in the formats of the config.
+      pipe: size of the axis `pipe`: stages of a pipeline.
+      pipeline: the schedule of these stages, as of `ZeroConfig`.
     """
 
     stage: int
@@ -48,6 +50,8 @@ class Candidate(Report):
     overlap: bool = True
     offload: str | None = None
     quantize: bool = False
+    pipe: int = 1
+    pipeline: str = "gpipe"
     loss: str = ""
 
     @property
@@ -58,13 +62,13 @@ class Candidate(Report):
     @property
     def num_devices(self) -> int:
         """Devices of the mesh."""
-        return self.replica * self.data * self.model
+        return self.replica * self.data * self.pipe * self.model
 
     @property
     def parts(self) -> tuple[Any, ...]:
         """What settings that compile to similar programs have in common."""
-        several = self.num_microbatches > 1, self.replica > 1, self.model > 1, self.secondary
-        compiled = self.attention, self.overlap, self.offload, self.quantize
+        several = self.num_microbatches > 1, self.replica > 1, self.model > 1, self.pipe > 1, self.secondary
+        compiled = self.attention, self.overlap, self.offload, self.quantize, self.pipeline
         return self.stage, self.remat, self.loss, *several, *compiled
 
     def __str__(self) -> str:
@@ -72,7 +76,7 @@ class Candidate(Report):
 
     def describe(self, num_microbatches: str) -> str:
         """Returns the setting as a line of text, with another text for the number of microbatches."""
-        axes = {"replica": self.replica, "data": self.data, "model": self.model}
+        axes = {"replica": self.replica, "data": self.data, "pipe": self.pipe, "model": self.model}
         parts = [f"{axis}={size}" for axis, size in axes.items() if size > 1 or axis == "data"]
         parts += [f"microbatches={num_microbatches}", f"remat={self.remat}"]
         parts += [self.loss] if self.loss else []
@@ -82,6 +86,7 @@ class Candidate(Report):
         parts += [] if self.overlap else ["no_overlap"]
         parts += [f"offload={self.offload}"] if self.offload else []
         parts += ["quantize"] if self.quantize else []
+        parts += [self.pipeline] if self.pipe > 1 else []
         return f"stage {self.stage} {' '.join(parts)}"
 
 

@@ -114,8 +114,8 @@ def _training(report: PlanReport | None, tokens: float | None) -> dict[str, Any]
 
 
 def _auto(options: argparse.Namespace, request: Request) -> int:
-    if request.config.pipe > 1:
-        raise ValueError(f"--auto tries no pipeline: leave out --pipe {request.config.pipe}, or plan it without --auto")
+    pipe, config = request.config.pipe, dataclasses.replace(request.config, pipe=1)
+    request = dataclasses.replace(request, config=config)
     model, zero = request.model, dataclasses.replace(request.zero, num_microbatches=1)
     sizes, specs = _model_sizes(request)
     fixed = explicit(options)
@@ -139,6 +139,8 @@ def _auto(options: argparse.Namespace, request: Request) -> int:
         attentions=(zero.attention,) if "ZeroConfig.attention" in fixed else None,
         overlaps=(zero.overlap,) if "ZeroConfig.overlap" in fixed else None,
         other_losses={x: loss_function(model.config, others[x]) for x in others} if model.config else None,
+        pipes=(pipe,) if "PlanConfig.pipe" in fixed else None,
+        pipelines=(zero.pipeline,) if "ZeroConfig.pipeline" in fixed else None,
         max_compiles=options.max_compiles,
         host_memory_bytes=options.host_memory_bytes,
         **vars(request.compiling),
@@ -210,7 +212,7 @@ def run_memory(options: argparse.Namespace) -> int:
         figures.check_name(options.plot)  # before the minutes that compiling takes
         return _plot_memory(options, request)
     estimated = _memory_estimate(request, request.zero)
-    report = None if options.estimate else request.compile(request.zero)
+    report = None if options.estimate else request.compile(request.zero, quick=True)
     measured = report and report.memory
     return _show_both(options, report, estimated, measured, measured and memory.compare(estimated.by_group, measured))
 
@@ -246,7 +248,7 @@ def _plot_memory(options: argparse.Namespace, request: Request) -> int:
     bars, records = [], []
     for stage in _STAGES:
         zero = dataclasses.replace(request.zero, stage=stage)
-        estimated, report = _memory_estimate(request, zero), request.compile(zero)
+        estimated, report = _memory_estimate(request, zero), request.compile(zero, quick=True)
         measured = None if report.memory is None else report.memory.by_group
         bars.append(
             figures.MemoryBar(

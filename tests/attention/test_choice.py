@@ -7,8 +7,8 @@ from attention_cases import random_arrays
 
 import zero_jax as zero
 from zero_jax.attention import choice, cudnn
-from zero_jax.attention.case import Case
 from zero_jax.attention.placement import KernelPlacement, current_placement, mesh_context
+from zero_jax.attention.xla import Case
 
 
 def chosen(platform, *, dtype=jnp.bfloat16, sizes=None, placement=None, wanted=None, **options):

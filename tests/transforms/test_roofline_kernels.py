@@ -6,8 +6,8 @@ import pytest
 
 import zero_jax as zero
 from zero_jax.attention import attention_work, primitive
-from zero_jax.attention.case import Band
 from zero_jax.attention.placement import KernelPlacement
+from zero_jax.attention.xla import Band
 from zero_jax.dims import ValueSharding, propagate_shardings
 from zero_jax.transforms import Kernel, kernels
 

@@ -10,9 +10,8 @@ import numpy as np
 from jax import Array
 
 from zero_jax.attention import primitive, splash
-from zero_jax.attention.case import Band, Case, band_of
 from zero_jax.attention.placement import KernelPlacement
-from zero_jax.attention.xla import visible
+from zero_jax.attention.xla import Band, Case, band_of, visible
 
 _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5  # scores and result; the scores again, and four gradients
 

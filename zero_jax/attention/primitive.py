@@ -18,8 +18,8 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
 from zero_jax.attention import cudnn, splash, xla
-from zero_jax.attention.case import Band, Case, Operands
 from zero_jax.attention.placement import KernelPlacement, on_shards
+from zero_jax.attention.xla import Band, Case, Operands
 
 # The name of the results and of their log-sum-exps, for remat policies: with both no kernel runs twice.
 RESIDUALS = "zero_attention"

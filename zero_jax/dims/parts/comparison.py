@@ -12,21 +12,23 @@ from typing import Any
 import jax
 import numpy as np
 
-from zero_jax.dims.parts.extrema import of_extrema
-from zero_jax.dims.parts.pair import Pair, aval, floating, of_some
 from zero_jax.dims.parts.relations import (
     EXTREMA,
     SAME,
     Kind,
+    Pair,
     Refused,
     Relation,
+    aval,
     dual,
+    floating,
     joined,
     of_count,
+    of_some,
     rows,
     unknown,
 )
-from zero_jax.dims.parts.rules import KEEPS, SIZED, rule_of
+from zero_jax.dims.parts.rules import KEEPS, SIZED, of_extrema, rule_of
 from zero_jax.dims.primitives import PLACES
 from zero_jax.program import jaxprs
 from zero_jax.program.subcalls import subcall

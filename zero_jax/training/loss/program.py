@@ -115,14 +115,12 @@ class StepLoss:
         mesh = self.placement.mesh
         return heads_by_tiles(unsharded_windows(program, mesh=mesh, axes=self.placement.axes), mesh=mesh)
 
-    def stages(self, axes: Axes) -> Stages | None:
-        """Returns the stages that layers are cut into, None without a pipeline.
+    def stages(self, axes: Axes) -> Stages:
+        """Returns the stages of a pipeline that layers are cut into.
 
         `axes` are the roles of the axes of the batch that the program is called on.
         """
         placement, config = self.placement, self.config
-        if placement.num_stages == 1:
-            return None
         return Stages(
             place=StagePlace(mesh=placement.mesh, pipe=axes.pipe, batch=axes.of_stage.batch),
             axes=placement.axes,
@@ -133,8 +131,8 @@ class StepLoss:
 
     def staged(self, program: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
         """Returns a program with its layers as stages, whose params are used as they are stored."""
-        stages = self.stages(axes)
-        return program if stages is None else with_stages(LossProgram.of(program), stages)
+        is_staged = self.placement.num_stages > 1
+        return with_stages(LossProgram.of(program), self.stages(axes)) if is_staged else program
 
     def placed(
         self, program: Callable[..., Any], *, with_copies: bool = True, mapped: bool = False
@@ -150,8 +148,8 @@ class StepLoss:
         has_other_axes = placement.axes.size_beside_batch(mesh) > 1
         if not (mapped or "master" in placement.groups or reduce_dtype is not None or has_other_axes):
             return self.staged(program, axes)
-        if (stages := self.stages(axes)) is not None:
-            program = PipelinedProgram(LossProgram.of(program), stages)
+        if placement.num_stages > 1:
+            program = PipelinedProgram(LossProgram.of(program), self.stages(axes))
         options = GatherOptions(
             mesh=mesh,
             axes=axes,

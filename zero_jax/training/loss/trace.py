@@ -67,7 +67,6 @@ def pipeline_report(
 def pipeline_report_of(loss: StepLoss, variables: PyTree, batch: PyTree, key: Any) -> PipelineReport:
     """Returns the report of a loss on a mesh with stages, for the shapes of the arguments of its program."""
     stages = loss.stages(loss.placement.axes)
-    assert stages is not None
     return PipelinedProgram(loss.unsharded(loss.recomputed(loss.fused)), stages).report(variables, batch, key)
 
 

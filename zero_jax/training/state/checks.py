@@ -102,6 +102,13 @@ def _array_types(leaves: Sequence[Any]) -> set[type]:
     return {kind for kind, leaf in {type(x): x for x in leaves}.items() if is_array(leaf)}
 
 
+def check_optimizer(tx: Any) -> optax.GradientTransformation:
+    """Returns the optimizer; raises `ValueError` for anything that is not an optax transformation."""
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise ValueError(f"tx={tx!r} is no optimizer: give an optax transformation, as optax.adamw(3e-4)")
+    return tx
+
+
 def check_is_state(state: Any, *, who: str) -> TrainState:
     """Returns a `TrainState`; raises `ValueError` for anything else."""
     if not isinstance(state, TrainState):

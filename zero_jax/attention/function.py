@@ -85,11 +85,10 @@ def _why_not(kernel: str, query: Any, key: Any, value: Any, case: Case, placemen
         return "some queries see no key: give a wider local_window_size"
     if num_heads % placement.num_head_shards:
         return f"the {num_heads} heads do not divide over the {placement.num_head_shards} devices of the model axis"
-    return {"splash": _not_splash, "cudnn": _not_cudnn}[kernel](query, key, value, case, band)
+    return _not_splash(query, case) if kernel == "splash" else _not_cudnn(query, key, value, case, band)
 
 
-def _not_splash(query: Any, key: Any, value: Any, case: Case, band: Band) -> str:
-    del key, value, band
+def _not_splash(query: Any, case: Case) -> str:
     if query.dtype not in (jnp.bfloat16, jnp.float32):
         return f"it takes bfloat16 and float32, not {query.dtype}"
     if case.segment_ids is not None and any(x.dtype.itemsize > 4 for x in case.segment_ids):

@@ -245,15 +245,19 @@ def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
     return partial_eval.dce_jaxpr(opened, [True] * len(opened.outvars), instantiate=True)[0]
 
 
-def equation_key(eqn: Any) -> tuple[Any, ...]:
-    """Returns what is equal for equations that do the same and come from the same line and names."""
-    avals = tuple(var.aval for var in eqn.invars)
-    source = name_stack(eqn), source_line(eqn)
+def operation_key(eqn: Any) -> tuple[Any, ...]:
+    """Returns what is equal for equations of the same primitive and parameters, and has a hash."""
     try:
-        hash(key := (eqn.primitive, tuple(eqn.params.items()), avals, eqn.ctx, source))
+        hash(key := (eqn.primitive, tuple(eqn.params.items())))
     except TypeError:  # a parameter that has no hash
         return (_ById(eqn),)
     return key
+
+
+def equation_key(eqn: Any) -> tuple[Any, ...]:
+    """Returns what is equal for equations that do the same and come from the same line and names."""
+    avals = tuple(var.aval for var in eqn.invars)
+    return (*operation_key(eqn), avals, eqn.ctx, name_stack(eqn), source_line(eqn))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -25,7 +25,7 @@ from zero_jax.transforms.pipeline.transform import PipelinedProgram, Stages, wit
 from zero_jax.transforms.remat.choice import ValueChoice, choose_values
 from zero_jax.transforms.remat.costs import BlockCosts
 from zero_jax.transforms.remat.policies import Remat, resolve_remat
-from zero_jax.transforms.remat.report import RematReport
+from zero_jax.transforms.remat.report import RematReport, ResidualBytes
 from zero_jax.transforms.remat.transform import block_costs, remat_report, rematerialize
 from zero_jax.transforms.separability import BatchParts, Combination, Separability, separability
 from zero_jax.transforms.windows import heads_by_tiles, unsharded_windows

@@ -81,11 +81,10 @@ class _Windows(Rewriting):
     def changes(self, eqn: Any) -> bool:
         return self.is_mapped(eqn) or bool(self.windows(eqn))
 
-    def operation(self, eqn: Any, values: list[Any], frame: None) -> Sequence[Any]:
+    def changed(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
         if self.is_mapped(eqn):
             return [self.mapped(eqn, *values)]
-        if not (windows := self.windows(eqn)):
-            return bind(eqn, values)
+        windows = self.windows(eqn)
         values = [self.whole(x, dims) for x, dims in zip(values, windows, strict=False)]
         return [self.whole(x, windows[-1]) for x in bind(eqn, values)]
 
@@ -182,9 +181,7 @@ class _HeadTiles(Rewriting):
         few, many = sorted((eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape), key=len)
         return len(few) > 1 and many[-3:] in self.heads and few == (*many[:-2], many[-2] * many[-1])
 
-    def operation(self, eqn: Any, values: list[Any], frame: None) -> Sequence[Any]:
-        if not self.changes(eqn):
-            return bind(eqn, values)
+    def changed(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
         is_split = eqn.outvars[0].aval.ndim > eqn.invars[0].aval.ndim
         return [(_split if is_split else _merged)(*values, *(eqn.outvars if is_split else eqn.invars)[0].aval.shape)]
 

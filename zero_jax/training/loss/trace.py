@@ -26,7 +26,7 @@ from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.state.placement import Placement
 from zero_jax.training.state.train_state import merge, trainable
 from zero_jax.training.zero_config import ZeroConfig
-from zero_jax.transforms import Kernel, PipelinedProgram, PipelineReport, count_flops, kernels
+from zero_jax.transforms import Kernel, PipelinedProgram, PipelineReport, ResidualBytes, count_flops, kernels
 
 
 def pipeline_report(
@@ -68,14 +68,6 @@ def pipeline_report_of(loss: StepLoss, variables: PyTree, batch: PyTree, key: An
     """Returns the report of a loss on a mesh with stages, for the shapes of the arguments of its program."""
     stages = loss.stages(loss.placement.axes)
     return PipelinedProgram(loss.unsharded(loss.recomputed(loss.fused)), stages).report(variables, batch, key)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ResidualBytes:
-    """Bytes of the residuals of one device, in its own memory and in host memory."""
-
-    device_bytes: float
-    host_bytes: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -141,6 +141,16 @@ def bind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
     return list(result) if eqn.primitive.multiple_results else [result]
 
 
+def of_some(function: Callable[..., Any], values: Sequence[Any], which: Sequence[int]) -> Callable[..., Any]:
+    """Returns a function of some of its arguments, those with the numbers `which`; the others are these values."""
+
+    def call(*some: Any) -> Any:
+        given = dict(zip(which, some, strict=True))
+        return function(*(given.get(i, x) for i, x in enumerate(values)))
+
+    return call
+
+
 def bind_primitive(primitive: Any, params: dict[str, Any], *values: Any) -> Any:
     """Applies a primitive to values, with the parameters that its equation has."""
     params = primitive.get_bind_params(params)

@@ -22,9 +22,9 @@ from zero_jax.dims.parts.relations import (
     aval,
     dual,
     floating,
+    floating_results,
     joined,
     of_count,
-    of_some,
     rows,
     unknown,
 )
@@ -328,7 +328,7 @@ class TraceComparison:
             free = [avals[i] for i in which]
 
             def function(values: list[Any], tangents: list[Any]) -> list[Any]:
-                call = of_some(eqn, values, which)
+                call = floating_results(eqn, values, which)
                 return jax.jvp(call, [values[i] for i in which], tangents)[1]
 
             return _traced(eqn, function, avals, free)
@@ -347,7 +347,7 @@ class TraceComparison:
 
         def cotangents(eqn: Any) -> Any:
             def function(values: list[Any], cotangents: list[Any]) -> Any:
-                return jax.vjp(of_some(eqn, values, which), *(values[i] for i in which))[1](cotangents)
+                return jax.vjp(floating_results(eqn, values, which), *(values[i] for i in which))[1](cotangents)
 
             return _traced(eqn, function, [aval(x) for x in eqn.invars], [aval(eqn.outvars[i]) for i in outs])
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.program.jaxprs import bind
+from zero_jax.program.jaxprs import bind, of_some
 from zero_jax.program.subcalls import Subcall, subcall
 
 
@@ -286,12 +286,11 @@ def floating(atoms: Sequence[Any]) -> list[int]:
     return [i for i, atom in enumerate(atoms) if jnp.issubdtype(atom.aval.dtype, jnp.inexact)]
 
 
-def of_some(eqn: Any, values: Sequence[Any], which: Sequence[int]) -> Callable[..., list[Any]]:
+def floating_results(eqn: Any, values: Sequence[Any], which: Sequence[int]) -> Callable[..., list[Any]]:
     """Returns an equation as a function of some of its inputs, to its floating results."""
 
-    def call(*some: Any) -> list[Any]:
-        full = dict(enumerate(values)) | dict(zip(which, some, strict=True))
-        results = bind(eqn, list(full.values()))
-        return [results[i] for i in floating(eqn.outvars)]
+    def results(*values: Any) -> list[Any]:
+        made = bind(eqn, values)
+        return [made[i] for i in floating(eqn.outvars)]
 
-    return call
+    return of_some(results, values, which)

@@ -189,7 +189,7 @@ def judge(loss: StepLoss, arguments: tuple[PyTree, PyTree, jax.Array]) -> Judged
             )
     return JudgedLoss(
         weighted=weighted if separable.weigh == "count" else divided_by_nonzero(weighted),
-        plan=plan.allowed(not_local=separable.not_local, convolves=separable.convolves, is_plain=separable.is_plain),
+        plan=plan.allowed(separable),
         separable=separable,
         aux=CombinedAux(same if is_whole else reads.combinations(separable.aux), aux_weights),
         aux_shapes=shapes,

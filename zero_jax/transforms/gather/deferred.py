@@ -143,11 +143,6 @@ def relative(values: Sequence[Lazy | Value]) -> tuple[str, list[Lazy | Value]]:
     ]
 
 
-def as_array(value: Lazy | Value) -> Any:
-    """Returns the array of a value, a shard where it is one."""
-    return value.widened(value.built) if isinstance(value, Lazy) else value.array
-
-
 # Widening casts are put off until the param is gathered: narrow bytes are cheaper to move. What only moves elements
 # commutes with a cast, so a cast stays pending (`Lazy.cast`) through it, up to the first operation that computes.
 
@@ -308,8 +303,10 @@ def whole(options: GatherOptions, value: Lazy | Value, *, dtype: Any = None, pin
 
 def array_of(options: GatherOptions, value: Lazy | Value) -> Any:
     """Returns the array of a value, a shard where it is one."""
-    array = as_array(value)
-    return _summed(options, value, array) if options.mapped and isinstance(value, Lazy) else array
+    if isinstance(value, Value):
+        return value.array
+    array = value.widened(value.built)
+    return _summed(options, value, array) if options.mapped else array
 
 
 def gathering(options: GatherOptions, value: Lazy, shape: tuple[int, ...]) -> Chain:

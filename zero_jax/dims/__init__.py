@@ -36,6 +36,5 @@ from zero_jax.dims.primitives import (
     passthrough,
     reshape_groups,
 )
-from zero_jax.dims.shardings.alive import sources
 from zero_jax.dims.shardings.propagate import Move, Propagation, propagate_shardings
-from zero_jax.dims.shardings.sharding import HEAVY, ValueSharding
+from zero_jax.dims.shardings.sharding import HEAVY, ValueSharding, sources

@@ -38,8 +38,8 @@ from zero_jax.training.optimizer.update import (
     value_dtype,
 )
 from zero_jax.training.state.checks import check_optimizer
-from zero_jax.training.state.matrix_updates import matrix_program
-from zero_jax.training.state.placement import Placement, make_placement
+from zero_jax.training.state.matrix_updates import matrix_program, step_placement
+from zero_jax.training.state.placement import Placement
 from zero_jax.training.state.train_state import (
     TrainState,
     fill_zeros,
@@ -98,7 +98,7 @@ class _Program:
     config: ZeroConfig
 
     def step(self, state: TrainState, batch: PyTree, placement: Placement | None = None) -> tuple[TrainState, Metrics]:
-        placement = placement or make_placement(state.variables, mesh=self.mesh, config=self.config)
+        placement = placement or step_placement(state, self.tx, mesh=self.mesh, config=self.config)
         loss, arguments = self.prepared(state, batch, placement)
         offloaded = None if placement.offload is None else OffloadedState.of(state, placement)
         if offloaded is None:
@@ -162,7 +162,7 @@ class _Program:
 
     def loss_and_grads(self, state: TrainState, batch: PyTree) -> tuple[jax.Array, PyTree]:
         """Returns the loss and the gradients of a step, as `TrainStep.grads` does."""
-        placement = make_placement(state.variables, mesh=self.mesh, config=self.config)
+        placement = step_placement(state, self.tx, mesh=self.mesh, config=self.config)
         loss, arguments = self.prepared(state, batch, placement)
         needed, _ = used_by_optimizer(self.tx, state, placement.precision)
         of_batch = loss_and_grads(loss, arguments, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors)

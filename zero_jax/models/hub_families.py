@@ -12,7 +12,8 @@ class Family:
     Attributes:
       architecture: the class of transformers.
       keys: keys of `config.json` by the names of `DecoderConfig`, where they are not those of Llama.
-      own: keys that Llama does not have, by the names of the same; `latent.key_rank` is a field of `latent`.
+      own: keys that Llama does not have, by the names of the same; `latent.key_rank` is a field of `latent`. Of two
+        fields with one key both are what it says.
       aliases: keys by what Llama calls the same.
       defaults: what a missing key means, where that is not what it means for Llama.
       must_be: what a decoder cannot do, by key: the values that mean it is not asked for. An empty tuple: any will do.
@@ -115,6 +116,7 @@ _LLAMA: dict[str, Any] = {"tensors": _LLAMA_TENSORS, "others": _LLAMA_OTHERS}
 _GEMMA: dict[str, Any] = {
     "tensors": _GEMMA_TENSORS,
     "others": _LLAMA_OTHERS,
+    "own": {"attention_soft_cap": "attn_logit_softcapping", "logits_soft_cap": "final_logit_softcapping"},
     "settings": {"norm_offset": True, "post_norms": True, "scale_embedding": True},
 }
 _GEMMA_DEFAULTS = {
@@ -151,6 +153,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM",
         keys=_EXPERT_SIZES | {"d_hidden": "moe_intermediate_size"},
+        own={"normalize_expert_weights": "norm_topk_prob"},
         settings={"qk_norm": True},
         experts=_EXPERTS,
         **_LLAMA,
@@ -166,6 +169,7 @@ FAMILIES: dict[str, Family] = {
             "norm_eps": "layer_norm_epsilon",
             "activation": "activation_function",
         },
+        own={"learned_positions": "n_positions"},
         defaults={
             "activation_function": "gelu_new",
             "layer_norm_epsilon": 1e-5,
@@ -199,6 +203,10 @@ FAMILIES: dict[str, Family] = {
     "gpt_neox": Family(
         architecture="GPTNeoXForCausalLM",
         keys={"norm_eps": "layer_norm_eps"},
+        own={
+            "parallel": "use_parallel_residual",
+            **dict.fromkeys(("qkv_bias", "out_bias"), "attention_bias"),
+        },
         aliases={"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
         defaults={
             "hidden_act": "gelu",
@@ -228,6 +236,7 @@ FAMILIES: dict[str, Family] = {
     "falcon": Family(
         architecture="FalconForCausalLM",
         keys={"d_hidden": "ffn_hidden_size", "norm_eps": "layer_norm_epsilon", "activation": "activation"},
+        own={"parallel": "parallel_attn", **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), "bias")},
         defaults={
             "activation": "gelu",
             "layer_norm_epsilon": 1e-5,

@@ -40,16 +40,11 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """A chat template.
+    """A chat template."""
 
-    Attributes:
-      path: the file that it is in.
-      source: its text.
-      tokens: the texts of special tokens by the names that the template has for them, such as `bos_token`.
-    """
-
-    path: pathlib.Path
-    source: str
+    path: pathlib.Path  # the file that it is in
+    source: str  # its text
+    # The texts of special tokens by the names that the template has for them, such as `bos_token`
     tokens: Mapping[str, str]
 
     @property
@@ -60,15 +55,10 @@ class ChatTemplate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """A conversation as its template renders it.
+    """A conversation as its template renders it."""
 
-    Attributes:
-      turns: the parts of the text.
-      unread: the fields that the template has not read, each with the index of its message.
-    """
-
-    turns: list[Turn]
-    unread: Sequence[tuple[int, str]]
+    turns: list[Turn]  # the parts of the text
+    unread: Sequence[tuple[int, str]]  # the fields that the template has not read, each with the index of its message
 
 
 class Renderer:

@@ -33,19 +33,12 @@ _BESIDE_TOKENS = ".documents.npy"  # the offsets of a token file's documents, no
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceFile:
-    """A file of a data set, with its size and modification time when it was listed.
+    """A file of a data set, with its size and modification time when it was listed."""
 
-    Attributes:
-      path: its path.
-      name: its path relative to the data set's folder.
-      size_bytes: its size.
-      modified_ns: its modification time, in nanoseconds.
-    """
-
-    path: pathlib.Path
-    name: str
-    size_bytes: int
-    modified_ns: int
+    path: pathlib.Path  # its path
+    name: str  # its path relative to the data set's folder
+    size_bytes: int  # its size
+    modified_ns: int  # its modification time, in nanoseconds
 
     def __str__(self) -> str:
         return printable(self.path)

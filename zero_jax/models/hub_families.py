@@ -7,37 +7,26 @@ from typing import Any, Literal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """A `model_type` of the hub.
+    """A `model_type` of the hub."""
 
-    Attributes:
-      architecture: the class of transformers.
-      keys: keys of `config.json` by the names of `DecoderConfig`, where they are not those of Llama.
-      own: keys that Llama does not have, by the names of the same; `latent.key_rank` is a field of `latent`. Of two
-        fields with one key both are what it says.
-      aliases: keys by what Llama calls the same.
-      defaults: what a missing key means, where that is not what it means for Llama.
-      must_be: what a decoder cannot do, by key: the values that mean it is not asked for. An empty tuple: any will do.
-      settings: what all models of the family have.
-      layer: how the names of a layer's tensors begin.
-      tensors: the rest of these names, by param. The bias of a param has the name of its weight.
-      experts: the same of a mixture of experts.
-      others: the names of the tensors outside the layers.
-      are_transposed: whether matrices are `[out, in]`.
-      fused: whether query, key and value are one tensor: by groups of heads, or one after the other.
-    """
-
-    architecture: str
+    architecture: str  # the class of transformers
+    # Keys of `config.json` by the names of `DecoderConfig`, where they are not those of Llama
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Keys that Llama does not have, by the names of the same; `latent.key_rank` is a field of `latent`. Of two fields
+    # with one key both are what it says.
     own: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)  # keys by what Llama calls the same
+    # What a missing key means, where that is not what it means for Llama
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # What a decoder cannot do, by key: the values that mean it is not asked for. An empty tuple: any will do.
     must_be: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    layer: str = "model.layers.{layer}."
-    tensors: Mapping[str, str]
-    experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    others: Mapping[str, str]
-    are_transposed: bool = True
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what all models of the family have
+    layer: str = "model.layers.{layer}."  # how the names of a layer's tensors begin
+    tensors: Mapping[str, str]  # the rest of these names, by param. The bias of a param has the name of its weight.
+    experts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the same of a mixture of experts
+    others: Mapping[str, str]  # the names of the tensors outside the layers
+    are_transposed: bool = True  # whether matrices are `[out, in]`
+    # Whether query, key and value are one tensor: by groups of heads, or one after the other
     fused: Literal["groups", "blocks"] | None = None
 
 

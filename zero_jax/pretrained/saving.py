@@ -66,29 +66,18 @@ class SavedHF(Report):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FolderToWrite:
-    """A folder to write.
+    """A folder to write."""
 
-    Attributes:
-      path: the folder to make; it must not exist, or be empty.
-      names: the tensors of each param, by its path.
-      max_file_bytes: bytes of tensors in a file; a larger tensor has a file of its own.
-      dtype: floating dtype of the files, or None.
-      dtypes: dtypes by tensor, where `dtype` is None; the params' own for others.
-      config: the content of its `config.json`, if it has one.
-      companions: the folder whose tokenizer and settings are copied, or None.
-      file: the name of the file, where there is one.
-      texts: further files of text, by name.
-    """
-
-    path: str | os.PathLike[str]
-    names: Mapping[str, TensorName]
-    max_file_bytes: int
-    dtype: Any = None
+    path: str | os.PathLike[str]  # the folder to make; it must not exist, or be empty
+    names: Mapping[str, TensorName]  # the tensors of each param, by its path
+    max_file_bytes: int  # bytes of tensors in a file; a larger tensor has a file of its own
+    dtype: Any = None  # floating dtype of the files, or None
+    # Dtypes by tensor, where `dtype` is None; the params' own for others
     dtypes: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    config: Mapping[str, Any] | None = None
-    companions: str | os.PathLike[str] | None = None
-    file: str = MODEL_FILE
-    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    config: Mapping[str, Any] | None = None  # the content of its `config.json`, if it has one
+    companions: str | os.PathLike[str] | None = None  # the folder whose tokenizer and settings are copied, or None
+    file: str = MODEL_FILE  # the name of the file, where there is one
+    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # further files of text, by name
 
     @property
     def target(self) -> pathlib.Path:

@@ -15,36 +15,21 @@ from zero_jax.cli.deepspeed.rows import Kind
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Key:
-    """A key of a DeepSpeed config.
+    """A key of a DeepSpeed config."""
 
-    Attributes:
-      kind: the kind of its value; `"auto"` passes as well.
-      no_meaning: why it means nothing here, whatever its value.
-      differs: why it is not translated.
-      to: the entry of the config file that it makes, as `section.name`.
-      value: what the entry is set to; None takes the value of the key, `largest` at most.
-      note: what else to know of that entry.
-      off: the values with which there is nothing to translate.
-      same: the values with which it says what zero_jax does anyway.
-      switch: the entry that turns a block on; "" for any entry.
-      owners: the optimizers or schedules that have the param.
-      setting: what to set here where another program fills in the value.
-      absent: the owners whose default matters where the file does not have it.
-    """
-
-    kind: Kind
-    no_meaning: str = ""
-    differs: str = ""
-    to: str = ""
-    value: Any = None
+    kind: Kind  # the kind of its value; `"auto"` passes as well
+    no_meaning: str = ""  # why it means nothing here, whatever its value
+    differs: str = ""  # why it is not translated
+    to: str = ""  # the entry of the config file that it makes, as `section.name`
+    value: Any = None  # what the entry is set to; None takes the value of the key, `largest` at most
     largest: int | None = None
-    note: str = ""
-    off: tuple[Any, ...] = ()
-    same: tuple[Any, ...] = ()
-    switch: str = "enabled"
-    owners: str = ""
-    setting: str = ""
-    absent: str = ""
+    note: str = ""  # what else to know of that entry
+    off: tuple[Any, ...] = ()  # the values with which there is nothing to translate
+    same: tuple[Any, ...] = ()  # the values with which it says what zero_jax does anyway
+    switch: str = "enabled"  # the entry that turns a block on; "" for any entry
+    owners: str = ""  # the optimizers or schedules that have the param
+    setting: str = ""  # what to set here where another program fills in the value
+    absent: str = ""  # the owners whose default matters where the file does not have it
 
 
 def _read(table: Mapping[str, list[dict[str, Any]]], texts: Mapping[str, str]) -> Iterator[tuple[str, Key]]:

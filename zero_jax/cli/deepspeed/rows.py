@@ -65,17 +65,11 @@ class KeyRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepSpeedValues:
-    """The checked values of a DeepSpeed config by dotted key, without nulls; makes the rows of their keys.
+    """The checked values of a DeepSpeed config by dotted key, without nulls; makes the rows of their keys."""
 
-    Attributes:
-      by_key: the values.
-      devices: the number of devices that they are for, or None.
-      per_device_batch_size: the Hugging Face Trainer's per_device_train_batch_size, or None.
-    """
-
-    by_key: Mapping[str, Any]
-    devices: int | None
-    per_device_batch_size: int | None = None
+    by_key: Mapping[str, Any]  # the values
+    devices: int | None  # the number of devices that they are for, or None
+    per_device_batch_size: int | None = None  # the Hugging Face Trainer's per_device_train_batch_size, or None
 
     def __contains__(self, key: str) -> bool:
         return key in self.by_key

@@ -176,12 +176,8 @@ def run_round(
 ) -> Round:
     """Runs the command as several processes until all have ended; one that fails ends the others.
 
-    Args:
-      launch: what to run.
-      num_processes: processes to start.
-      number: how often the program was started before: a process that cannot be started has failed then.
-      seconds: time after which they are asked to save and end, if `has_started` is true; None lets them run.
-      has_started: whether they are beyond their start.
+    The `number` says how often the program was started before: a process that cannot be started has failed then. After
+    some `seconds` (None: never) the processes are asked to save and end, once they `has_started`.
 
     Raises:
       ValueError: the program cannot be started.

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from zero_jax.core.text_tables import aligned, format_bytes
-from zero_jax.core.tree import PyTree, check_arrays, leaf_names
+from zero_jax.core.tree import PyTree, check_arrays, leaf_names, shard_bytes
 
 # The first component of the paths of model state: in errors, reports, checkpoints and the patterns of a config.
 MODEL_STATE = "model_state"
@@ -33,17 +33,11 @@ def shown_sizes(record: Any) -> str:
 
 def _sizes(leaves: Sequence[Any]) -> tuple[str, str, str]:
     """Returns the number of leaves, of their elements, and their bytes: all of them, and those of one device."""
-    shards = [x.sharding.shard_shape(x.shape) if getattr(x, "sharding", None) else x.shape for x in leaves]
-    sizes = [getattr(x.dtype, "itemsize", 0) for x in leaves]
-    whole, own = (
-        format_bytes(sum(size * math.prod(shape) for size, shape in zip(sizes, shapes, strict=True)))
-        for shapes in ([x.shape for x in leaves], shards)
-    )
-    elements = sum(math.prod(x.shape) for x in leaves)
+    whole = sum(math.prod(x.shape) * getattr(x.dtype, "itemsize", 0) for x in leaves)
     return (
         f"{len(leaves)} {'leaf' if len(leaves) == 1 else 'leaves'}",
-        f"{elements:,} elements",
-        f"{whole}, {own} a device",
+        f"{sum(math.prod(x.shape) for x in leaves):,} elements",
+        f"{format_bytes(whole)}, {format_bytes(sum(map(shard_bytes, leaves)))} a device",
     )
 
 

@@ -170,15 +170,7 @@ def stream_batches(
         raise ValueError(
             f"batch_size={batch_size}: the run reads {num_lanes} parts of the stream: give at least as many"
         )
-    rows = LaneRows(
-        stream,
-        rows=share.rows,
-        batch_size=batch_size,
-        num_lanes=num_lanes,
-        seq_len=seq_len,
-        seed=seed,
-        states=states,
-    )
+    rows = LaneRows(stream, share.rows, share.shape, num_lanes=num_lanes, seed=seed, states=states)
     return StreamBatches(_Prefetched(rows, prefetch_batches), share, position=position, num_lanes=num_lanes)
 
 

@@ -161,14 +161,9 @@ def export_hf(
 ) -> SavedHF:
     """Writes the params of a checkpoint of a decoder as a folder of the hub, in slices of bounded size.
 
-    Args:
-      path: a run's folder, its folder of checkpoints, or the folder of one step.
-      out: the folder to make; it must not exist, or be empty.
-      step: the step; None takes the newest.
-      dtype: floating dtype of the files; None takes that of the config that the run began with, or as was saved.
-      max_file_bytes: bytes of tensors in a file; a larger tensor has a file of its own.
-      ema: take the params' moving average instead of the params.
-      params: write these instead, such as those with adapters merged into them.
+    `path`, `step` and `ema` are as for `zero.checkpoint.export`, `out` and `max_file_bytes` as for `save_hf`. A `dtype`
+    of None takes that of the config that the run began with, or as was saved. `params` are written instead, such as
+    those with adapters merged into them.
 
     Raises:
       CheckpointError: no checkpoint, or a damaged one.

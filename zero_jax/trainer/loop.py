@@ -45,15 +45,9 @@ def train(
     callbacks: Sequence[Any] = (),
     trackers: Sequence[Tracker | OpenTracker] = (),
 ) -> TrainResult:
-    """Trains a model.
+    """Trains a model: a `Model` of text, or an `OwnModel` with its batches.
 
-    Args:
-      config: what to train on, how, and for how long.
-      model: the model: a `Model` of text, or an `OwnModel` with its batches.
-      tx: any optax optimizer, instead of the one that `config.optimizer` names.
-      log: called with progress lines, in process 0 alone.
-      callbacks: functions that are called after steps, and may stop the run; see `zero.trainer.Callback`.
-      trackers: where the records go besides, in process 0; see `zero.trainer.Tracker`.
+    The other arguments are those of `zero.Trainer`; `log` is called with progress lines, in process 0 alone.
 
     Returns:
       The final metrics; loss curve, metrics, checkpoints and config are in the run's folder.

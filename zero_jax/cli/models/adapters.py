@@ -68,12 +68,7 @@ class ChosenLora:
 
 
 def choose_lora(options: argparse.Namespace, shape: ModelConfig, params: PyTree) -> ChosenLora | None:
-    """Returns the adapters that the options ask for, None for none.
-
-    Args:
-      options: the options.
-      shape: the model.
-      params: the shapes of its params.
+    """Returns the adapters that the options ask for, None for none; `params` are the shapes of the model's.
 
     Raises:
       ValueError: rules that do not fit the model, a folder of adapters of another model, or options of adapters without

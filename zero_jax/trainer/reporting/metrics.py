@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from zero_jax.core.tree import leaves_by_name
+from zero_jax.core.tree import leaves_by_name, shard_bytes
 from zero_jax.sharding.topology import hardware_of
 from zero_jax.training import MeshLoss, Metrics, NoiseScale, StepLoss, TrainState, ZeroConfig, trained_params
 from zero_jax.transforms import training_flops
@@ -247,7 +247,7 @@ def _is_figure(x: Any) -> bool:
 
 def per_device_bytes(tree: Any) -> int:
     """Returns the bytes of a tree of arrays on one device, its shards."""
-    return sum(_shard_bytes(x) for x in jax.tree.leaves(tree))
+    return sum(map(shard_bytes, jax.tree.leaves(tree)))
 
 
 def device_memory_bytes(device: Any) -> int:
@@ -255,9 +255,4 @@ def device_memory_bytes(device: Any) -> int:
     stats = device.memory_stats() or {}
     if "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"]
-    return sum(_shard_bytes(x) for x in jax.live_arrays(device.platform) if device in x.sharding.device_set)
-
-
-def _shard_bytes(x: jax.Array) -> int:
-    # Not by `addressable_shards`: `shard.data` creates an array, which would count as live itself.
-    return x.nbytes * math.prod(x.sharding.shard_shape(x.shape)) // max(x.size, 1)
+    return sum(shard_bytes(x) for x in jax.live_arrays(device.platform) if device in x.sharding.device_set)

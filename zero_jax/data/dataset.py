@@ -13,9 +13,8 @@ from zero_jax.core.files.user_cache import cache_folder
 from zero_jax.core.text_tables import printable
 from zero_jax.data.chat_template import find_chat_template
 from zero_jax.data.conversations import load_conversations
-from zero_jax.data.hub import HUB
 from zero_jax.data.parts import Dataset, TokenPart, split_documents
-from zero_jax.data.sources import Format, find_source
+from zero_jax.data.sources import HUB, Format, find_source
 from zero_jax.data.stream import open_stream
 from zero_jax.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from zero_jax.data.tokens.cache import Log, read_tokens, verify_if_small

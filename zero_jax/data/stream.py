@@ -17,8 +17,8 @@ import numpy as np
 
 from zero_jax.core.files.untrusted import mapping, text, whole_number
 from zero_jax.data.documents import record_text
-from zero_jax.data.hub import open_hub
 from zero_jax.data.parts import Dataset, TokenPart
+from zero_jax.data.sources import open_hub
 from zero_jax.data.tokenizer import Tokenizer
 
 _BLOCK_TOKENS, _MOST_BLOCK_ROWS = 1 << 20, 512  # that are shuffled among each other, and read again by a resumed run

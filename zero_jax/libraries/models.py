@@ -102,7 +102,7 @@ def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = N
             value, (aux, _) = function(model, batch, key)
             return value, aux, nnx.state(model, nnx.Not(trained))
 
-        return _with_parameters(function, call, has_state=has_state)
+        return with_parameters(function, call, has_state=has_state)
 
     return ModelFunctions(
         init_fn=init_fn, loss_fn=loss_of(graphdef), eval_fn=loss_of(evaluated), merge=merge, loss=place_of(loss)
@@ -205,7 +205,7 @@ def from_linen(
             value, (aux, _) = function(model, batch, key)
             return value, aux, collections
 
-        return _with_parameters(function, call, has_state=has_state, has_streams=bool(streams))
+        return with_parameters(function, call, has_state=has_state, has_streams=bool(streams))
 
     function = _loss_on_model(loss)
     jax.eval_shape(find_sown, key_shape())
@@ -274,7 +274,7 @@ def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> 
             value, (aux, state) = function(joined(model, state), batch, key)
             return value, aux, (others, state)
 
-        return _with_parameters(function, call, has_state=has_state)
+        return with_parameters(function, call, has_state=has_state)
 
     shapes, state = eqx.filter_eval_shape(made, key_shape())
     arrays, static = eqx.partition(shapes, is_array)
@@ -301,14 +301,17 @@ def _loss_on_model(loss: Callable[..., Any]) -> LossFunction:
     return function
 
 
-def _with_parameters(
+def with_parameters(
     function: LossFunction,
     call: Callable[[Variables, PyTree, Any], Any],
     *,
     has_state: bool,
     has_streams: bool = False,
 ) -> Callable[..., Any]:
-    """Returns a loss function with the parameters that `make_train_step` reads, and the user's name and place."""
+    """Returns a loss function with the parameters that `make_train_step` reads, and the user's name and place.
+
+    `call` of variables, batch and key (or None) returns the loss, aux, and the new model state.
+    """
 
     @stands_for(function.function)
     def loss_fn(params: PyTree, batch: PyTree, *keys: Any, **state: Any) -> Any:

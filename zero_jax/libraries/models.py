@@ -156,23 +156,6 @@ def from_linen(
     def keys_of(key: jax.Array) -> dict[str, jax.Array]:
         return dict(zip(("params", *rngs), jax.random.split(key, 1 + len(rngs)), strict=True))
 
-    sown: set[str] = set()  # collections that calls write and never read
-
-    def find_sown(key: jax.Array) -> None:
-        made = dict(module.init(keys_of(key), *inputs, **options))
-
-        def call(name: str, collections: dict[str, Any]) -> Any:
-            out, updated = module.apply(collections, *inputs, rngs=keys_of(key), **{**options, "mutable": [*made]})
-            return out, {other: updated[other] for other in updated if other != name}
-
-        for name in made.keys() - {"params"}:
-            others = {other: value for other, value in made.items() if other != name}
-            program = jax.make_jaxpr(lambda value, name=name, others=others: call(name, {**others, name: value}))
-            num_leaves = len(jax.tree.leaves(made[name]))
-            is_read = any(used_inputs(program(made[name]).jaxpr)[:num_leaves])
-            if not is_read and _runs_without(module, others, inputs, {**options, "rngs": keys_of(key)}):
-                sown.add(name)
-
     def init_fn(key: jax.Array) -> PyTree:
         made = dict(module.init(keys_of(key), *inputs, **options))
         collections = {name: value for name, value in made.items() if name not in sown}
@@ -207,12 +190,29 @@ def from_linen(
 
         return with_parameters(function, call, has_state=has_state, has_streams=bool(streams))
 
-    function = _loss_on_model(loss)
-    jax.eval_shape(find_sown, key_shape())
+    function, sown = _loss_on_model(loss), set[str]()
+    jax.eval_shape(lambda key: sown.update(_sown(module, keys_of(key), inputs, options)), key_shape())
     has_state = isinstance(jax.eval_shape(init_fn, key_shape()), Variables)
     eval_fn = None if eval_loss is None else loss_of(_loss_on_model(eval_loss), updates=False)
     loss_fn = loss_of(function, rngs, updates=True)
     return ModelFunctions(init_fn=init_fn, loss_fn=loss_fn, eval_fn=eval_fn, merge=merge, loss=place_of(loss))
+
+
+def _sown(module: Any, keys: dict[str, jax.Array], inputs: tuple[Any, ...], options: dict[str, Any]) -> set[str]:
+    """Returns the collections of a Linen module that calls write and never read."""
+    made, sown = dict(module.init(keys, *inputs, **options)), set()
+
+    def call(name: str, collections: dict[str, Any]) -> Any:
+        out, updated = module.apply(collections, *inputs, rngs=keys, **{**options, "mutable": [*made]})
+        return out, {other: updated[other] for other in updated if other != name}
+
+    for name in made.keys() - {"params"}:
+        others = {other: value for other, value in made.items() if other != name}
+        program = jax.make_jaxpr(lambda value, name=name, others=others: call(name, {**others, name: value}))
+        is_read = any(used_inputs(program(made[name]).jaxpr)[: len(jax.tree.leaves(made[name]))])
+        if not is_read and _runs_without(module, others, inputs, {**options, "rngs": keys}):
+            sown.add(name)
+    return sown
 
 
 def _runs_without(module: Any, others: dict[str, Any], inputs: tuple[Any, ...], settings: dict[str, Any]) -> bool:

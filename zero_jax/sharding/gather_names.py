@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+# The scope of what is moved for the update, which the instructions around it do not say: `zero_jax.hlo` reads it.
+UPDATE = "of_update"
 # A path that begins so continues that of the scope `params_scope` around it.
 RELATIVE = "::"
 

@@ -21,10 +21,12 @@ from zero_jax.sharding.layer_stacks import is_stack, stacked_layers
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.model_specs import AxisRules, spec_of_each, specs_of
 from zero_jax.sharding.path_patterns import PathPatterns
-from zero_jax.sharding.spec import Dims, carries, checked_dims, named, num_shards, without
+from zero_jax.sharding.spec import Dims, carries, checked_dims, move_steps, named, num_shards, without
 
 # Preferred are dims whose shards still fill the accelerator's tiles: 128 lanes, 16 sublanes of 2-byte types.
 _TILE = (16, 128)
+# The reasons of specs that are the user's own.
+_OVERRIDE, _AS_GIVEN = "override", "as given"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,8 @@ class LeafPlacement:
     """The sharding of a leaf when it is sharded over `data`, and the reason for it.
 
     `pipe` are the axes of pipeline stages that its layers are sharded over whether or not its group is sharded.
+    `update_dims` are the dims of its master param and optimizer state, if these are sharded along its layers; the loss
+    function reads and reduces shards `dims`.
     """
 
     path: str
@@ -51,6 +55,19 @@ class LeafPlacement:
     dims: Dims
     reason: str
     pipe: tuple[str, ...] = ()
+    update_dims: Dims | None = None
+
+    def along_layers(self, mesh: Mesh, axes: Axes) -> Dims | None:
+        """Returns the dims of a stack of layers `[layers, ...]` with all axes of `data` moved to the layers.
+
+        None where they do not divide, or where the user says how the leaf is sharded over `data`.
+        """
+        data = [axis for axis in axes.data if mesh.shape[axis] > 1 and axis not in self.pipe]
+        is_own = self.reason in (_OVERRIDE, _AS_GIVEN)
+        if is_own or not data or not all(carries(self.dims[1:], (axis,)) for axis in data):
+            return None
+        dims = move_steps(self.dims, 0, data)[-1]
+        return None if self.shape[0] % axis_size(mesh, dims[0]) else dims
 
 
 class _Placer:
@@ -65,7 +82,7 @@ class _Placer:
         shape, dtype, pipe = tuple(leaf.shape), leaf.dtype, ()
         override = self.overrides.of(name)
         if override is not None:
-            dims, reason = self.checked(name, shape, override), "override"
+            dims, reason = self.checked(name, shape, override), _OVERRIDE
         elif jnp.issubdtype(dtype, jax.dtypes.extended):
             dims, reason = ((),) * len(shape), "PRNG keys are not sharded"
         else:
@@ -95,9 +112,13 @@ class _Placer:
         if shape == param.shape or (is_stack and is_sharded and not self.overrides.matches(name)):
             num_bytes = math.prod(shape) * leaf.dtype.itemsize
             of_leaf = {"path": name, "shape": shape, "dtype": str(leaf.dtype), "num_bytes": num_bytes}
-            return dataclasses.replace(param, **of_leaf, dims=((),) * more + param.dims)
+            dims, of_update = (None if x is None else ((),) * more + x for x in (param.dims, param.update_dims))
+            return dataclasses.replace(param, **of_leaf, dims=dims, update_dims=of_update)
         added = [axis for axis in self.axes.data if axis not in param.pipe]
-        return self.place(name, leaf, _common_dims(without(param.dims, added), param.shape, shape))
+        placed = self.place(name, leaf, _common_dims(without(param.dims, added), param.shape, shape))
+        if param.update_dims is None or shape[:1] != param.shape[:1]:
+            return placed
+        return dataclasses.replace(placed, update_dims=placed.along_layers(self.mesh, self.axes))
 
     def checked(self, name: str, shape: tuple[int, ...], spec: Any) -> Dims:
         dims = checked_dims(f"leaf {name!r}", spec, shape, self.mesh)
@@ -124,7 +145,7 @@ class _Placer:
         layers = tuple(axis for axis in self.axes.pipe if carries(dims, (axis,)))
         data = tuple(axis for axis in self.axes.data if self.mesh.shape[axis] > 1 and axis not in layers)
         if carries(dims, [axis for axis in self.axes.data if axis not in layers]):
-            return dims, "as given"
+            return dims, _AS_GIVEN
         if not data:
             return dims, "layers over pipe" if layers else "data has one device"
         if math.prod(shape) < max(self.rules.min_shard_size, 1):
@@ -286,15 +307,19 @@ def _common_dims(dims: Dims, shape: tuple[int, ...], smaller: tuple[int, ...]) -
     return None if best is None else tuple(dims[i] for i in best)
 
 
-def to_shardings(placements: PyTree, *, mesh: Mesh, axes: Axes, over: Sequence[str]) -> PyTree:
-    """Converts placements to `NamedSharding`s; of the axes of `data`, with those of `over` and of layers alone."""
+def to_shardings(placements: PyTree, *, mesh: Mesh, axes: Axes, over: Sequence[str], of_update: bool = False) -> PyTree:
+    """Converts placements to `NamedSharding`s; of the axes of `data`, with those of `over` and of layers alone.
+
+    They are those of master params and optimizer state if `of_update`.
+    """
 
     @functools.cache
     def sharding(dims: Dims, pipe: tuple[str, ...]) -> NamedSharding:
         return named(mesh, without(dims, [axis for axis in axes.data if axis not in (*over, *pipe)]))
 
     is_leaf = lambda x: isinstance(x, LeafPlacement)  # noqa: E731
-    return jax.tree.map(lambda leaf: sharding(leaf.dims, leaf.pipe), placements, is_leaf=is_leaf)
+    dims = lambda leaf: (of_update and leaf.update_dims) or leaf.dims  # noqa: E731
+    return jax.tree.map(lambda leaf: sharding(dims(leaf), leaf.pipe), placements, is_leaf=is_leaf)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ from zero_jax.training.sequence_sharding import sequence_parallel
 from zero_jax.training.state.checks import check_is_state, check_not_donated
 from zero_jax.training.state.finite import NonfiniteState, nonfinite_leaves
 from zero_jax.training.state.making import abstract_state, init_state
-from zero_jax.training.state.matrix_updates import matrix_dealings
+from zero_jax.training.state.matrix_updates import matrix_dealings, step_placement
 from zero_jax.training.state.placement import Placement, make_placement
 from zero_jax.training.state.shardings import sharding_report, state_shardings
 from zero_jax.training.state.train_state import TrainState, merge, trainable, trained_params, used_by_optimizer

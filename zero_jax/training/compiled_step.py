@@ -25,6 +25,7 @@ from zero_jax.training.evaluation import Metrics, shown_step
 from zero_jax.training.same_program import SameProgram
 from zero_jax.training.state.checks import check_no_leaf_twice, check_not_donated, checked_placement, place_state
 from zero_jax.training.state.placement import train_state_shardings
+from zero_jax.training.state.shardings import state_shardings
 from zero_jax.training.state.train_state import TrainState
 from zero_jax.training.xla_options import scatters_in_loops, step_options
 
@@ -77,7 +78,7 @@ class TrainStep:
             check_no_leaf_twice(state)
             is_nested = any(map(is_traced, jax.tree.leaves((state, batch))))
             compiled = self.compiled(state, is_nested=is_nested)
-            state = place_state(state, compiled.shardings, compiled.dtypes)
+            state = place_state(state, compiled.shardings, compiled.dtypes, also=compiled.by_features)
             function = compiled.function(state, batch)
             if not is_nested:
                 self._same.check(function, state, batch)
@@ -154,6 +155,7 @@ class TrainStep:
                 jitted=jit() if is_nested else jit(compiler_options=options.values or None),
                 unguarded=None if is_nested or unguarded is None else jit(compiler_options=unguarded or None),
                 shardings=jax.tree.leaves(shardings),
+                by_features=jax.tree.leaves(state_shardings(state, mesh=program.mesh, config=program.config)),
                 dtypes=[x.dtype for x in leaves],
                 nested_options=unguarded is not None and is_nested,
             )
@@ -271,6 +273,7 @@ class _Compiled:
       unguarded: the step without the options that guard against the compiler's fault of scatters in loops, which cost
         traffic in other programs; None where there are none.
       shardings: of the state's leaves.
+      by_features: those that they have without regard to the optimizer.
       dtypes: of the state's leaves.
       nested_options: whether the outermost jitted function needs the options that guard against it.
       scatters: whether the step has scatters in loops, by the structure of the batch.
@@ -279,6 +282,7 @@ class _Compiled:
     jitted: Any
     unguarded: Any
     shardings: list[NamedSharding]
+    by_features: list[NamedSharding]
     dtypes: list[Any]
     nested_options: bool = False
     scatters: dict[Any, bool] = dataclasses.field(default_factory=dict)

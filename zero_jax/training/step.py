@@ -27,7 +27,8 @@ from zero_jax.training.optimizer.frozen import needed_grads, unchanged
 from zero_jax.training.optimizer.rounding import rounding_key
 from zero_jax.training.optimizer.update import Offers, trace_update, value_dtype
 from zero_jax.training.state.making import check_optimizer
-from zero_jax.training.state.placement import Placement, make_placement
+from zero_jax.training.state.matrix_updates import step_placement
+from zero_jax.training.state.placement import Placement
 from zero_jax.training.state.train_state import (
     TrainState,
     fill_zeros,
@@ -74,7 +75,7 @@ class _Program(UpdateProgram):
     loss_fn: Callable[..., Any]
 
     def step(self, state: TrainState, batch: PyTree, placement: Placement | None = None) -> tuple[TrainState, Metrics]:
-        placement = placement or make_placement(state.variables, mesh=self.mesh, config=self.config)
+        placement = placement or step_placement(state, self.tx, mesh=self.mesh, config=self.config)
         loss, arguments = self.prepared(state, batch, placement)
         offloaded = OffloadedState.of(state, placement)
         stored = offloaded.masters()
@@ -133,7 +134,7 @@ class _Program(UpdateProgram):
 
     def loss_and_grads(self, state: TrainState, batch: PyTree) -> tuple[jax.Array, PyTree]:
         """Returns the loss and the gradients of a step, as `TrainStep.grads` does."""
-        placement = make_placement(state.variables, mesh=self.mesh, config=self.config)
+        placement = step_placement(state, self.tx, mesh=self.mesh, config=self.config)
         loss, arguments = self.prepared(state, batch, placement)
         needed, _ = used_by_optimizer(self.tx, state, placement.precision)
         of_batch = loss_and_grads(loss, arguments, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors)

@@ -74,6 +74,9 @@ class ZeroConfig:
         in host memory.
       offload_window_bytes: bytes of a chunk of the update on a device.
       min_shard_size: leaves of fewer elements are replicated.
+      layer_shards: whether master params and optimizer state of stacked matrices that the optimizer multiplies (muon)
+        are sharded along the layers, if these divide over `data` (docs/matrix_optimizers.md). None does so at stages 1
+        and 2; at stage 3, where the master params are `state.params`, only True does.
       param_specs: the model's own sharding, to which `data` is added: a tree (or prefix) of `PartitionSpec`s like the
         params, or a dict from regular expressions of full leaf paths (`layers/.*/kernel`) to `PartitionSpec`s. None
         takes those in Flax metadata (`nn.with_partitioning`, NNX sharding metadata).
@@ -119,6 +122,7 @@ class ZeroConfig:
     offload_paths: str | None = None
     offload_window_bytes: int | None = None
     min_shard_size: int = 1024
+    layer_shards: bool | None = None
     param_specs: PyTree = None
     axis_rules: Mapping[str, str | None] | None = None
     overrides: Mapping[str, PartitionSpec] | None = None

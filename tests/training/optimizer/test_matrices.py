@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ import optax
 import pytest
 
 import zero_jax as zero
+from zero_jax.checkpoint import Checkpointer, restore
 
 WIDTH, LAYERS = 32, 6
 STACKED = {
@@ -38,6 +40,12 @@ def init_uneven(key):
     return {"table": init_stacked(key)["table"], "layers": [layer]}
 
 
+def init_eight(key):
+    """As many layers as devices: each may have whole matrices of a layer."""
+    stacked = init_stacked(key)
+    return {name: jnp.concatenate([x, x[:2] / 2]) if len(x) == LAYERS else x for name, x in stacked.items()}
+
+
 def block(x, w):
     x = x + jnp.tanh(x @ w["q"]) @ w["o"]
     return x + jax.nn.relu(x @ w["up"]) @ w["down"]
@@ -63,8 +71,12 @@ def matrix_dims(params):
     )
 
 
+def muon_at(learning_rate, **options):
+    return optax.contrib.muon(learning_rate, muon_weight_dimension_numbers=matrix_dims, **options)
+
+
 def muon(**options):
-    return optax.contrib.muon(1e-2, muon_weight_dimension_numbers=matrix_dims, **options)
+    return muon_at(1e-2, **options)
 
 
 def shampoo():
@@ -90,6 +102,54 @@ def shampoo():
         return jax.tree.map(lambda x: -1e-2 * x, tree.unflatten(updates)), tree.unflatten(stats)
 
     return optax.GradientTransformation(init, update)
+
+
+def soap(learning_rate=1e-2, decay=1e-2):
+    """An optimizer of stacks `[layers, m, n]`: Adam in turned coordinates, by statistics of both dims, and decay.
+
+    They are turned by iterations of products: simulated devices of JAX 0.10.2 may stop at factorizations of stacks.
+    """
+
+    def init(params):
+        square = lambda x: [jnp.zeros((x.shape[0], n, n)) for n in x.shape[1:]]  # noqa: E731
+        stats = jax.tree.map(lambda x: square(x) if x.ndim == 3 else [], params)
+        return {"mu": jax.tree.map(jnp.zeros_like, params), "nu": jax.tree.map(jnp.zeros_like, params), "stats": stats}
+
+    def basis(x):
+        x = x / (jnp.trace(x, axis1=1, axis2=2)[:, None, None] + 1e-6)
+        for _ in range(3):
+            x = 1.5 * x - 0.5 * x @ x @ x
+        return x + jnp.eye(x.shape[-1])
+
+    def one(grad, mu, nu, stats, param):
+        turned = lambda x: x  # noqa: E731
+        if stats:
+            products = [grad @ grad.mT, grad.mT @ grad]
+            stats = [0.9 * old + 0.1 * new for old, new in zip(stats, products, strict=True)]
+            left, right = map(basis, stats)
+            turned = lambda x: left @ x @ right  # noqa: E731
+        mu, nu = 0.9 * mu + 0.1 * grad, 0.99 * nu + 0.01 * turned(grad) ** 2
+        step = turned(turned(mu) / (jnp.sqrt(nu) + 1e-3))
+        return -learning_rate * (step + decay * param), mu, nu, stats
+
+    def update(grads, state, params):
+        leaves, tree = jax.tree.flatten(grads)
+        others = [tree.flatten_up_to(x) for x in (state["mu"], state["nu"], state["stats"], params)]
+        updates, *new = (tree.unflatten(x) for x in zip(*map(one, leaves, *others), strict=True))
+        return updates, dict(zip(("mu", "nu", "stats"), new, strict=True))
+
+    return optax.GradientTransformation(init, update)
+
+
+def wrapped():
+    """Muon for some leaves, with a learning rate in its state, in chains, and another optimizer for the others."""
+    label = lambda path, x: "matrix" if path[-1].key in STACKED else "other"  # noqa: E731
+    labels = lambda params: jax.tree_util.tree_map_with_path(label, params)  # noqa: E731
+    own = optax.inject_hyperparams(lambda learning_rate: muon_at(learning_rate))(learning_rate=1e-2)
+    of_each = optax.multi_transform({"matrix": own, "other": optax.adam(1e-2)}, labels)
+    is_matrix = lambda params: jax.tree.map(lambda name: name == "matrix", labels(params))  # noqa: E731
+    decay = optax.masked(optax.add_decayed_weights(1e-2), is_matrix)
+    return optax.chain(optax.clip_by_global_norm(1.0), of_each, decay)
 
 
 def settled():
@@ -119,6 +179,8 @@ OPTIMIZERS = {
     "if finite": lambda: optax.apply_if_finite(muon(), 2),
     "at times": lambda: optax.conditionally_transform(muon(), lambda step: step != 1),
     "galore": lambda: optax.contrib.galore(1e-2, rank=4),
+    "soap": soap,
+    "wrapped": wrapped,
 }
 
 
@@ -152,13 +214,23 @@ def on_one_device(tx, init_fn, steps=3):
         ("at times", init_layers, 2, {}),
         ("galore", init_layers, 3, {}),
         ("muon", init_uneven, 1, {}),
+        ("muon", init_eight, 1, {"num_microbatches": 2}),
+        ("muon", init_eight, 3, {"layer_shards": True, "data_layout": (2, 2, 2)}),
+        ("soap", init_eight, 2, {}),
+        ("soap", init_eight, 3, {}),
+        ("wrapped", init_eight, 1, {"replica": 2}),
+        ("wrapped", init_eight, 2, {"offload": "state"}),
+        ("wrapped", init_eight, 3, {"layer_shards": True, "model": 2}),
     ],
 )
 def test_whole_matrices_are_updated_as_on_one_device(optimizer, init_fn, stage, axes):
-    tx, offload = OPTIMIZERS[optimizer](), axes.get("offload")
-    mesh = zero.make_mesh(**{name: size for name, size in axes.items() if name != "offload"})
-    specs = {".*/up": jax.P(None, "model"), ".*/down": jax.P("model", None)} if axes.get("model") else None
-    config = zero.ZeroConfig(stage=stage, param_specs=specs, offload=offload)
+    tx, fields = OPTIMIZERS[optimizer](), {"stage": stage}
+    fields |= {name: axes[name] for name in ("offload", "num_microbatches", "layer_shards") if name in axes}
+    mesh = zero.make_mesh(**{name: size for name, size in axes.items() if name not in fields})
+    if axes.get("model"):
+        stack = (None,) * (init_fn is init_eight)
+        fields["param_specs"] = {".*up": jax.P(*stack, None, "model"), ".*down": jax.P(*stack, "model", None)}
+    config = zero.ZeroConfig(**fields)
     with jax.default_matmul_precision("highest"):
         state = zero.init_state(init_fn, tx, jax.random.key(0), mesh=mesh, config=config)
         step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)
@@ -170,6 +242,66 @@ def test_whole_matrices_are_updated_as_on_one_device(optimizer, init_fn, stage, 
         # muon makes its rounding large: another order of the batch moves it by 4e-5 on one device, too.
         atol = 2e-4 if optimizer == "at times" and "table" in str(name) else 2e-5
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=atol, err_msg=str(name))
+
+
+# Gradients of microbatches are summed over one axis after the other, whose order depends on the shards.
+EXACT = zero.Precision(param=jnp.bfloat16, compute=jnp.bfloat16, reduce=jnp.float32, master=jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("stage", "axes", "fields"),
+    [
+        (1, {}, {}),
+        (1, {"data_layout": (2, 2, 2)}, {"num_microbatches": 2, "precision": EXACT}),
+        (2, {"model": 2}, {"num_microbatches": 2, "precision": "fp16"}),
+        (2, {"replica": 2}, {"precision": "bf16-stochastic"}),
+        (3, {}, {"layer_shards": True, "remat": "full"}),
+    ],
+)
+def test_layers_are_whole_on_a_device(stage, axes, fields):
+    """A step from shards of layers is that from shards of features; both take, and restore, the state of the other."""
+    mesh, tx, fields = zero.make_mesh(**axes), wrapped(), {"precision": "bf16", "stage": stage} | fields
+    if "model" in axes:
+        fields["param_specs"] = {"up": jax.P(None, None, "model"), "down": jax.P(None, "model", None)}
+    params = []
+    for by_layers in (fields.get("layer_shards"), False):
+        config = zero.ZeroConfig(**fields | {"layer_shards": by_layers})
+        state = zero.init_state(init_eight, tx, jax.random.key(0), mesh=mesh, config=config)
+        step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)
+        if by_layers is not False:  # as if it were made without regard to the optimizer
+            state = jax.device_put(state, zero.state_shardings(state, mesh=mesh, config=config))
+        for _ in range(2):
+            state, _ = step(state, BATCH)
+        placed = [x.sharding for x in jax.tree.leaves(state)]
+        assert placed == [x.sharding for x in jax.tree.leaves(step(jax.tree.map(jnp.copy, state), BATCH)[0])]
+        momenta = [x for name, x in jax.tree_util.tree_leaves_with_path(state.opt_state) if "'q'" in str(name)]
+        whole = [] if state.master is None and stage < 3 else [state.masters["q"]]
+        for x in (*whole, *(x for x in momenta if x.ndim == 3)):
+            assert (x.sharding.shard_shape(x.shape)[1:] == x.shape[1:]) == (by_layers is not False)
+        grads = step.grads(state, BATCH)[1]
+        assert state.master is None or grads["q"].sharding.is_equivalent_to(state.master["q"].sharding, 3)
+        params.append(jax.device_get(state.masters))
+    # Each device makes its own random bits.
+    rtol, atol = (0.02, 0.02) if fields["precision"] == "bf16-stochastic" else (1e-3, 2e-5)
+    for x, y in zip(*map(jax.tree.leaves, params), strict=True):
+        np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=rtol, atol=atol)
+
+
+def test_layers_are_restored_at_another_stage_on_fewer_devices(tmp_path):
+    """Checkpoints do not know along which dims a leaf was sharded."""
+    tx, few = muon(), zero.make_mesh(devices=jax.devices()[:4])
+    places = [(1, None, zero.make_mesh()), (3, None, few), (3, True, few), (1, False, few), (2, None, zero.make_mesh())]
+    for number, (stage, by_layers, mesh) in enumerate(places):
+        config = zero.ZeroConfig(stage=stage, precision="bf16", layer_shards=by_layers)
+        options = {"mesh": mesh, "config": config}
+        if not number:
+            state = zero.init_state(init_eight, tx, jax.random.key(0), **options)
+            expected = jax.device_get((state.masters, state.opt_state))
+        else:
+            state = restore(tmp_path / str(number - 1), init_fn=init_eight, tx=tx, **options).state
+        chex.assert_trees_all_equal(jax.device_get((state.masters, state.opt_state)), expected)
+        with Checkpointer(tmp_path / str(number)) as checkpointer:
+            checkpointer.save(0, state)
 
 
 def sent_bytes(tx, init_fn, stage):
@@ -190,18 +322,19 @@ def test_muon_sends_two_all_to_alls_more_than_adamw(optimizer, init_fn):
     assert 1 < ratio < 1.2  # 2.0 where each product of each iteration sends
 
 
-def init_large(key, width=2048):
+def init_large(key, width=2048, layers=8):
     """Matrices whose numbers are multiples of 16 devices, large enough for XLA:TPU's usual collectives."""
-    shapes = {"q": (8, 256, 256), "o": (8, 256, 256), "up": (8, 256, width), "down": (8, width, 256), "scale": (8, 256)}
+    shapes = {"q": (256, 256), "o": (256, 256), "up": (256, width), "down": (width, 256), "scale": (256,)}
+    shapes = {name: (layers, *shape) for name, shape in shapes.items()}
     params = {name: jax.random.normal(key, shape) for name, shape in shapes.items()}
     return {"table": jax.random.normal(key, (512, 256)), **params}
 
 
 @functools.cache
-def compiled_for_tpus(optimizer, stage, init_fn=init_large):
+def compiled_for_tpus(optimizer, stage, init_fn=init_large, **fields):
     """Returns the compiled step, and the estimate of what it sends."""
     tx, mesh = (muon() if optimizer == "muon" else optax.adamw(1e-2)), zero.make_mesh(topology="v5p:2x2x4")
-    config = zero.ZeroConfig(stage=stage, precision="bf16")
+    config = zero.ZeroConfig(stage=stage, precision="bf16", **fields)
     state = zero.abstract_state(init_fn, tx, mesh=mesh, config=config)
     step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)
     shapes = {name: jax.ShapeDtypeStruct((64, 16), jnp.int32) for name in "xy"}
@@ -225,6 +358,28 @@ def test_what_moves_is_estimated(stage):
     num_params = sum(x.size for name, x in jax.eval_shape(init_large, jax.random.key(0)).items() if name in STACKED)
     assert moved_matrices(compiled) == (2 * 4 * num_params / 16 * 15 / 16, {("all-to-all", "update")})
     assert estimated_matrices(estimate) == moved_matrices(compiled)[0]
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize(
+    ("stage", "fields", "most"),
+    [
+        (1, {}, 1.032),
+        pytest.param(1, {"num_microbatches": 2}, 1.0, marks=pytest.mark.slow),
+        pytest.param(3, {"layer_shards": True}, 1.042, marks=pytest.mark.slow),
+    ],
+)
+def test_layers_send_little_more_than_adamw(stage, fields, most):
+    """Gradients move from features to layers in bf16, and at stage 3 the params back."""
+    init_fn = functools.partial(init_large, layers=16)
+    compiled, estimate = compiled_for_tpus("muon", stage, init_fn, **fields)
+    mesh, config = zero.make_mesh(topology="v5p:2x2x4"), zero.ZeroConfig(stage=stage, precision="bf16", **fields)
+    state = zero.abstract_state(init_fn, optax.adamw(1e-2), mesh=mesh, config=config)
+    of_adamw = zero.comms.estimate(state, mesh=mesh, config=config, tx=optax.adamw(1e-2)).sent_bytes
+    measured = zero.comms.measure(compiled)
+    assert estimate.sent_bytes <= most * of_adamw
+    assert measured.sent_bytes == pytest.approx(estimate.sent_bytes, rel=3e-3)
+    assert moved_matrices(compiled) == (0, set()) and not measured.findings
 
 
 @pytest.mark.slow
@@ -254,6 +409,10 @@ def test_the_report_says_where_matrices_are_computed_on():
     of_each = reasons(init_stacked, muon(), 3)
     assert "update: 12 of [32, 32]: dealt out over data, 2 to a device, by an all-to-all in" in of_each["q"]
     assert "update: 12 of [32, 128]: dealt out" in of_each["up"] and "update" not in of_each["table"]
+    of_layers = reasons(init_eight, muon(), 2)
+    assert "along the layers, 16 of [32, 32]: whole on a device as they are sharded, nothing moves" in of_layers["q"]
+    assert "16 of [32, 32]: dealt out" in reasons(init_eight, muon(), 3)["q"]
+    assert "dealt out" in reasons(init_eight, muon(), 1, layer_shards=False)["o"]
     assert "6 of [32, 128]: dealt out" in reasons(init_layers, optax.MultiSteps(muon(), 2), 1)["layers/1/down"]
     assert "1 of [32, 120]: gathered over data, and computed on each" in reasons(init_uneven, muon(), 1)["layers/0/up"]
     assert "update" not in str(reasons(init_stacked, muon(), 0))
@@ -264,9 +423,10 @@ def test_the_report_says_where_matrices_are_computed_on():
 
 
 @pytest.mark.tpu_compiler
-def test_the_program_for_tpus_has_the_numbers_of_one_device():
+@pytest.mark.parametrize(("init_fn", "stage"), [(init_stacked, 3), pytest.param(init_eight, 2, marks=pytest.mark.slow)])
+def test_the_program_for_tpus_has_the_numbers_of_one_device(init_fn, stage):
     pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
     batch = {name: jnp.asarray(x) for name, x in BATCH.items()}
-    options = {"topology": "v5p:2x2x1", "config": zero.ZeroConfig(stage=3), "own_process": False}
-    found = zero.verify(loss_fn, init_stacked, muon(), batch, **options)
+    options = {"topology": "v5p:2x2x1", "config": zero.ZeroConfig(stage=stage), "own_process": False}
+    found = zero.verify(loss_fn, init_fn, muon(), batch, **options)
     assert found.ok, str(found)

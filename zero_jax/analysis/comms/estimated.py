@@ -29,8 +29,8 @@ from zero_jax.training import (
     TrainState,
     ZeroConfig,
     check_is_state,
-    make_placement,
     matrix_dealings,
+    step_placement,
     used_by_optimizer,
 )
 
@@ -144,7 +144,7 @@ def estimate(
       True
     """
     check_arguments(traced=traced, **({} if tx is None else {"tx": tx}))
-    placement = make_placement(check_is_state(state, who="comms.estimate").variables, mesh=mesh, config=config)
+    placement = step_placement(check_is_state(state, who="comms.estimate"), tx, mesh=mesh, config=config)
     rows: list[EstimateRow] = []
     num_params = 0
     leaves = placement_leaves(placement.params)
@@ -154,6 +154,7 @@ def estimate(
     for leaf, is_needed, is_same in zip(floats, needed, same, strict=True):
         traffic = _LeafTraffic(leaf, placement, config)
         num_params += traffic.num_elements
+        rows += traffic.layer_rows(has_grad=is_needed)
         moves = {"forward": True, "backward": any(needed), "update": not is_same}
         rows += [row for row in traffic.param_rows() if moves[row.phase]]
         rows += traffic.grad_rows() if is_needed else []
@@ -258,7 +259,19 @@ class _LeafTraffic:
         # The update gathers over the axes that shard the master params and not the params.
         missing = [axis for axis in placement.axes_of_group("master") if axis not in param_axes]
         dtype = (not param_axes and blocks) or placement.precision.param or self.stored
-        yield from _rows("all-gather", self.gathers(self.leaf.dims, missing), dtype, "update", 1)
+        dims = self.leaf.update_dims or self.leaf.dims
+        yield from _rows("all-gather", self.gathers(dims, missing), dtype, "update", 1)
+
+    def layer_rows(self, *, has_grad: bool) -> Iterator[EstimateRow]:
+        """Yields what moves between the shards of a param and those of its master param along the layers."""
+        placement, dims = self.placement, self.leaf.update_dims or ((),)
+        axes, sizes = self.on_data(dims[:1]), self.mesh.shape
+        elements = self.num_elements / axis_size(self.mesh, axes)
+        moves = [((axis,), elements * (1 - 1 / sizes[axis])) for axis in axes if axis not in self.pipe]
+        if placement.params_are_masters:
+            yield from _rows("all-to-all", moves, self.compute, "forward", 1)
+        if has_grad and not placement.grad_plan.is_of_update:
+            yield from _rows("all-to-all", moves, "float32" if self.k > 1 else self.compute, "update", 1)
 
     def model_state_rows(self) -> Iterator[EstimateRow]:
         """Yields the gathers of a leaf of model state, once a microbatch."""

@@ -43,6 +43,11 @@ class GradPlan:
         return self.num_microbatches > 1 or bool(self.once_over) or self.at_use
 
     @property
+    def is_of_update(self) -> bool:
+        """Whether the sums are made in the shards of the master params: no other shards of a gradient are before."""
+        return self.is_per_device and bool(self.once_over)
+
+    @property
     def part_axes(self) -> tuple[str, ...]:
         """The axes that a microbatch is cut over into the smallest parts that the loss is called on."""
         return self.batch_axes if self.at_use or not self.once_over else self.once_over

@@ -77,14 +77,15 @@ def loss_and_grads(
     own_errors = [None if x is None else x * scale for x in scaled.of_each(errors)]
     if judged is None:
         (value, (aux, new_state)), grads = scaled.grad_fn(loss.placed(program))(*inputs)
-        parts = None
+        parts, plan = None, placement.grad_plan
     else:
         sums = _Sums(loss, program, judged, scaled, arguments)
-        (value, (entries, new_state)), grads, parts, own_errors = sums.accumulated(inputs, own_errors)
+        (value, (entries, new_state)), grads, parts, own_errors, plan = sums.accumulated(inputs, own_errors)
         aux = judged.aux.whole(judged.aux_shapes, entries)
     if errors is not None:
         errors = scaled.full([None if x is None else x / scale for x in own_errors])
-    return StepGrads(value / jnp.asarray(scale, value.dtype), aux, new_state, scaled.full(grads), parts, errors)
+    grads = scaled.full(grads) if plan.is_of_update else placement.to_update(scaled.full(grads))
+    return StepGrads(value / jnp.asarray(scale, value.dtype), aux, new_state, grads, parts, errors)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,7 +130,7 @@ class _ScaledLoss:
 
     def free(self) -> list[jax.Array]:
         """Returns what the loss is differentiated by."""
-        shardings = self.pick(jax.tree.leaves(self.placement.param_shardings("master")))
+        shardings = self.pick(jax.tree.leaves(self.placement.grad_shardings()))
         return [differentiated(x, s) for x, s in zip(self.pick(self.leaves), shardings, strict=True)]
 
     def frozen(self) -> list[Any]:
@@ -173,7 +174,7 @@ class _Sums(NamedTuple):
     arguments: tuple[PyTree, PyTree, jax.Array]
 
     def accumulated(self, inputs: GradInputs, errors: Sequence[Any]) -> Any:
-        """Returns `((loss, (aux, model_state)), grads, parts, errors)`; warns of what is not as asked for."""
+        """Returns `((loss, (aux, model_state)), grads, parts, errors, plan)`; warns of what is not as asked for."""
         plan = self.judged.plan
         accumulator = self.accumulator(plan)
         try:
@@ -189,10 +190,10 @@ class _Sums(NamedTuple):
         if accumulator.plan.once_over:
             grads, errors = accumulator.reduce(grads, errors)
         self.judged.warn(accumulator.plan, self.loss.config.loss_weight)
-        return out, grads, parts, errors
+        return out, grads, parts, errors, accumulator.plan
 
     def accumulator(self, plan: GradPlan) -> Accumulator:
-        placement, sums = self.loss.placement, self.scaled.pick(self.loss.placement.grad_sums())
+        placement, sums = self.loss.placement, self.scaled.pick(self.loss.placement.grad_sums(plan))
         return Accumulator(mesh=placement.mesh, axes=placement.axes, plan=plan, aux=self.judged.aux, sums=sums)
 
     def grad_fn(self, accumulator: Accumulator) -> GradFn:

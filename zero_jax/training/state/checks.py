@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from zero_jax.core.device_put import reshard_array
 from zero_jax.core.tree import PyTree, leaf_names, shapes_of
 from zero_jax.program.jaxprs import is_array, is_traced
 from zero_jax.training.optimizer.update import described, first_opt_state
-from zero_jax.training.state.placement import Placement, make_placement, new_grad_errors
+from zero_jax.training.state.matrix_updates import step_placement
+from zero_jax.training.state.placement import Placement, new_grad_errors
 from zero_jax.training.state.train_state import TrainState, trainable
 from zero_jax.training.zero_config import ZeroConfig
 
@@ -45,11 +47,14 @@ def check_no_leaf_twice(state: PyTree) -> None:
             )
 
 
-def place_state(state: PyTree, shardings: Sequence[NamedSharding], dtypes: Sequence[Any]) -> PyTree:
+def place_state(
+    state: PyTree, shardings: Sequence[NamedSharding], dtypes: Sequence[Any], *, also: Sequence[NamedSharding]
+) -> PyTree:
     """Moves host arrays, and arrays with equivalent shardings, to the shardings that a step was compiled for.
 
     With other shardings `jax.jit` would compile a second program, which could not reuse the state's memory. Traced
-    leaves are returned as they are. Shardings and dtypes are in the order of `jax.tree.leaves`.
+    leaves are returned as they are. Shardings and dtypes are in the order of `jax.tree.leaves`; arrays that are sharded
+    as `also` says, as `state_shardings` without an optimizer does, are moved, too.
 
     Raises:
       ValueError: a leaf that is sharded otherwise, or of another dtype.
@@ -59,10 +64,10 @@ def place_state(state: PyTree, shardings: Sequence[NamedSharding], dtypes: Seque
     expected = zip(leaves, shardings, dtypes, strict=True)
     if all(type(x) in arrays and x.dtype == d and x.committed and x.sharding == s for x, s, d in expected):
         return state
-    return tree.unflatten(map(_placed, leaf_names(state), leaves, shardings, dtypes))
+    return tree.unflatten(map(_placed, leaf_names(state), leaves, shardings, dtypes, also))
 
 
-def _placed(name: str, leaf: Any, sharding: NamedSharding, dtype: Any) -> Any:
+def _placed(name: str, leaf: Any, sharding: NamedSharding, dtype: Any, also: NamedSharding) -> Any:
     has = getattr(leaf, "dtype", None) or jnp.result_type(leaf)
     if has != dtype:
         raise ValueError(
@@ -77,6 +82,8 @@ def _placed(name: str, leaf: Any, sharding: NamedSharding, dtype: Any) -> Any:
                 "jax.disable_jit is on, and only jax.jit shards arrays: make and run the step without it "
                 "(jax.debug.print and jax.debug.breakpoint look into a step)"
             )
+        if leaf.sharding.is_equivalent_to(also, leaf.ndim):
+            return reshard_array(leaf, sharding)
         raise ValueError(
             f"leaf {name!r} of the state is sharded as {_shown(leaf.sharding)}, "
             f"and the step was made for {_shown(sharding)}: "
@@ -115,7 +122,7 @@ def checked_placement(
     """Returns the placement of a step's state; raises `ValueError` if it was made with another optimizer or config."""
     if not isinstance(state, TrainState):
         raise ValueError(f"a step takes the TrainState that zero.init_state returns, not a {type(state).__name__}")
-    placement = make_placement(state.variables, mesh=mesh, config=config)
+    placement = step_placement(state, tx, mesh=mesh, config=config)
     if placement.keeps_copy != (state.master is not None):
         raise ValueError(
             "the state was made for another stage or precision "

@@ -20,6 +20,7 @@ from zero_jax.core.variables import MODEL_STATE, as_variables, function_of_key, 
 from zero_jax.sharding.mesh import on_mesh
 from zero_jax.sharding.precision import cast_floating, init_loss_scale
 from zero_jax.training.optimizer.update import init_opt_state
+from zero_jax.training.state.matrix_updates import step_placement
 from zero_jax.training.state.placement import Placement, make_placement, new_grad_errors, train_state_shardings
 from zero_jax.training.state.train_state import TrainState, trainable
 from zero_jax.training.zero_config import ZeroConfig, check_config
@@ -82,7 +83,7 @@ def abstract_state(
         check_optimizer(tx)
         placement = make_placement(variables, mesh=mesh, config=config)
         state = jax.eval_shape(lambda variables, key: _build_state(variables, tx, key, placement), variables, key_type)
-    shardings = train_state_shardings(state, placement)
+        shardings = train_state_shardings(state, step_placement(state, tx, mesh=mesh, config=config))
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
 
 
@@ -140,7 +141,7 @@ def init_state(
     if not make and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(init_fn)):
         raise ValueError("the params are shapes, without values: give arrays, or a function of a key that makes them")
     shapes = abstract_state(make or (lambda _: init_fn), tx, _checked_key(key), mesh=mesh, config=config)
-    placement = make_placement(shapes.variables, mesh=mesh, config=config)
+    placement = step_placement(shapes, tx, mesh=mesh, config=config)
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
     build, initial = _init_program(make, init_fn, tx, shapes, placement)
     with on_mesh(mesh):

@@ -2,17 +2,56 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import optax
+from jax.sharding import Mesh
 
-from zero_jax.core.tree import PyTree, leaf_names
+from zero_jax.core.tree import PyTree, leaf_names, shapes_of
 from zero_jax.core.variables import MODEL_STATE
+from zero_jax.sharding.rules import LeafPlacement, placement_leaves
 from zero_jax.sharding.spec import Dims, dims_of
 from zero_jax.training.optimizer.frozen import flags_of_all
 from zero_jax.training.optimizer.matrices import Dealing, MatrixProgram, multiplies
 from zero_jax.training.optimizer.update import TracedUpdate, trace_update
-from zero_jax.training.state.placement import Placement
+from zero_jax.training.state.placement import Placement, make_placement
 from zero_jax.training.state.train_state import TrainState, trainable
+from zero_jax.training.zero_config import ZeroConfig
+
+
+def step_placement(
+    state: TrainState, tx: optax.GradientTransformation | None, *, mesh: Mesh, config: ZeroConfig
+) -> Placement:
+    """Returns the placement of a state (arrays or shapes) for an optimizer: by layers where its update needs that.
+
+    The master params and the optimizer's state of stacks of matrices `[layers, m, n]` that an update would deal out are
+    sharded along the layers, if these divide over `data`: each device has whole matrices of them. None for the
+    optimizer is one that needs none.
+    """
+    placement = make_placement(state.variables, mesh=mesh, config=config)
+    if tx is None or not placement.may_shard_layers:
+        return placement
+    leaves = placement_leaves(placement.params)
+    by_layers = {leaf.path: leaf.along_layers(mesh, placement.axes) for leaf in leaves}
+    state = shapes_of(state)
+    before = {} if not any(by_layers.values()) else _leaves_of_dealings(tx, state, placement)
+    dealt = {path for path, dealings in before.items() if any(dealing.over is not None for dealing in dealings)}
+    if not dealt:
+        return placement
+    after = _leaves_of_dealings(tx, state, _by_layers(placement, {x: by_layers[x] for x in dealt}))
+    whole = {path for path in dealt if all(dealing.is_whole for dealing in after.get(path, before[path]))}
+    return _by_layers(placement, {path: by_layers[path] for path in whole})
+
+
+def _by_layers(placement: Placement, update_dims: dict[str, Dims | None]) -> Placement:
+    """Returns a placement with the master params of these paths in such shards."""
+
+    def placed(leaf: LeafPlacement) -> LeafPlacement:
+        return dataclasses.replace(leaf, update_dims=update_dims.get(leaf.path))
+
+    params = jax.tree.map(placed, placement.params, is_leaf=lambda x: isinstance(x, LeafPlacement))
+    return dataclasses.replace(placement, params=params)
 
 
 def matrix_program(traced: TracedUpdate, state: TrainState, placement: Placement) -> MatrixProgram | None:
@@ -41,18 +80,32 @@ def matrix_dealings(tx: optax.GradientTransformation, state: TrainState, placeme
     """Returns the matrix computations of an optimizer's update; empty where they are streamed from host memory."""
     if any(any(flags) for group, flags in placement.on_host(state).items() if group != MODEL_STATE):
         return []
-    params = trainable(state.masters)
+    return _dealings(tx, state, placement)
+
+
+def _dealings(tx: optax.GradientTransformation, state: TrainState, placement: Placement) -> list[Dealing]:
+    params = placement.precision.for_optimizer(shapes_of(trainable(state.masters)))
     program = matrix_program(trace_update(tx, params, state.opt_state), state, placement)
     return [] if program is None else program.all_dealings
 
 
-def matrices_of_leaves(tx: optax.GradientTransformation, state: TrainState, placement: Placement) -> dict[str, str]:
-    """Returns what an update does with the matrices of each param, by its path; of the others nothing."""
-    names, reasons = leaf_names(trainable(state.masters)), {}
+def _leaves_of_dealings(
+    tx: optax.GradientTransformation, state: TrainState, placement: Placement
+) -> dict[str, list[Dealing]]:
+    """Returns the matrix computations of an update by the paths of the params that they are made of."""
+    names, found = leaf_names(trainable(state.masters)), {}
     num_inputs = len(names) + len(jax.tree.leaves(state.opt_state))
-    for dealing in matrix_dealings(tx, state, placement):
+    for dealing in _dealings(tx, state, placement):
         marks = sorted(dealing.sources)
         of_grads = [names[i] for i in marks if i < len(names)]
         for name in of_grads or [names[i - num_inputs] for i in marks if num_inputs <= i < num_inputs + len(names)]:
-            reasons[name] = f"{reasons[name]}; {dealing.reason}" if name in reasons else dealing.reason
-    return reasons
+            found.setdefault(name, []).append(dealing)
+    return found
+
+
+def matrices_of_leaves(tx: optax.GradientTransformation, state: TrainState, placement: Placement) -> dict[str, str]:
+    """Returns what an update does with the matrices of each param, by its path; of the others nothing."""
+    if not matrix_dealings(tx, state, placement):
+        return {}
+    of_each = _leaves_of_dealings(tx, state, placement)
+    return {name: "; ".join(dealing.reason for dealing in dealings) for name, dealings in of_each.items()}

@@ -18,7 +18,7 @@ from zero_jax.core.device_put import is_on_host
 from zero_jax.core.tree import PyTree, leaf_names, with_shapes
 from zero_jax.core.variables import MODEL_STATE, as_variables, joined, variable_names
 from zero_jax.sharding.chains import Chain, reshard
-from zero_jax.sharding.gather_names import gather_scope
+from zero_jax.sharding.gather_names import UPDATE, gather_scope
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.path_patterns import PathPatterns
 from zero_jax.sharding.precision import Precision, cast_floating, resolve_precision
@@ -32,7 +32,7 @@ from zero_jax.sharding.rules import (
     placement_leaves,
     to_shardings,
 )
-from zero_jax.sharding.spec import dims_of, named
+from zero_jax.sharding.spec import dims_of, move_steps, named
 from zero_jax.sharding.stages import group_axes, sharded_groups
 from zero_jax.sharding.torus import gather_shardings
 from zero_jax.training.grads.plan import GradPlan
@@ -60,6 +60,7 @@ class Placement:
     offload: Offload | None = None
     quantize: Quantize | None = None
     num_microbatches: int = 1
+    layer_shards: bool | None = None
 
     @property
     def keeps_copy(self) -> bool:
@@ -70,6 +71,14 @@ class Placement:
     def params_are_masters(self) -> bool:
         """Whether the stage shards params as it does the master params, so that these are the params."""
         return "params" in self.groups and not self.axes.secondary
+
+    @property
+    def may_shard_layers(self) -> bool:
+        """Whether master params may be sharded along layers; where these are the params, only if that is asked for."""
+        may = self.layer_shards is not False and "master" in self.groups
+        if self.params_are_masters:
+            may &= self.layer_shards is True and (self.offload is None or self.offload.what != "all")
+        return may and self.quantize is None and not self.axes.secondary
 
     @property
     def num_stages(self) -> int:
@@ -99,15 +108,16 @@ class Placement:
             pipe=self.axes.pipe if self.num_stages > 1 else (),
         )
 
-    def grad_sums(self) -> list[DeviceSum]:
-        """Returns how the gradients that devices have of each param are summed once a step."""
-        shardings = jax.tree.leaves(self.param_shardings("master"))
+    def grad_sums(self, plan: GradPlan | None = None) -> list[DeviceSum]:
+        """Returns how the gradients that devices have of each param are summed once a step; None is `grad_plan`."""
+        plan = self.grad_plan if plan is None else plan
+        shardings = jax.tree.leaves(self.param_shardings("master") if plan.is_of_update else self.grad_shardings())
         leaves = placement_leaves(self.params)
         return [
             DeviceSum(
                 mesh=self.mesh,
                 axes=self.axes,
-                over=self.grad_plan.once_over,
+                over=plan.once_over,
                 dims=dims_of(sharding, len(leaf.shape)),
                 dtype=self.precision.reduce,
                 coding=blocks_of_leaf(self.quantize, "grads", leaf, mesh=self.mesh),
@@ -135,7 +145,13 @@ class Placement:
 
     def param_shardings(self, group: str) -> PyTree:
         """Returns the shardings of `params`, `master` or `grads`."""
-        return to_shardings(self.params, mesh=self.mesh, axes=self.axes, over=self.axes_of_group(group))
+        of_update = group == "master" or (group == "params" and self.params_are_masters)
+        over = self.axes_of_group(group)
+        return to_shardings(self.params, mesh=self.mesh, axes=self.axes, over=over, of_update=of_update)
+
+    def grad_shardings(self) -> PyTree:
+        """Returns the shardings that the loss function reduces gradients to: those of the master params by features."""
+        return to_shardings(self.params, mesh=self.mesh, axes=self.axes, over=self.axes_of_group("master"))
 
     def model_state_shardings(self) -> PyTree:
         """Returns the shardings of the model state."""
@@ -148,8 +164,32 @@ class Placement:
 
     def loss_shardings(self) -> PyTree:
         """Returns the shardings from which the loss function gathers params, or to which it scatters gradients."""
-        group = "params" if self.axes.secondary else "master"
-        return joined(self.param_shardings(group), self.model_state_shardings())
+        params = self.param_shardings("params") if self.axes.secondary else self.grad_shardings()
+        return joined(params, self.model_state_shardings())
+
+    def to_update(self, grads: PyTree) -> PyTree:
+        """Moves gradients to the shards of the master params, in their own dtype; None stays."""
+        leaves, tree = jax.tree.flatten(self.params, is_leaf=_is_placement)
+        of_each = zip(leaves, tree.flatten_up_to(grads), strict=True)
+        with jax.named_scope(UPDATE):
+            return tree.unflatten([x if x is None else self._moved(leaf, x) for leaf, x in of_each])
+
+    def _by_features(self, leaf: LeafPlacement, x: Any) -> Any:
+        """Returns a param in the shards that the loss function gathers, where it may be sharded along its layers."""
+        if isinstance(x, HostParam) or leaf.update_dims is not None:
+            return x if isinstance(x, HostParam) else self._moved(leaf, x, back=True)
+        return lax.with_sharding_constraint(x, named(self.mesh, leaf.dims))  # an evaluation has no optimizer to ask
+
+    def _moved(self, leaf: LeafPlacement, x: jax.Array, *, back: bool = False) -> jax.Array:
+        """Moves an array from features to layers, or `back`: an all-to-all for each axis, in its own dtype."""
+        if leaf.update_dims is None:
+            return x
+        steps = [leaf.dims, *move_steps(leaf.dims, 0, self.axes.data)]
+        with gather_scope(leaf.path):
+            x = lax.optimization_barrier(x)  # casts before and after stay there
+            for step in reversed(steps) if back else steps:
+                x = lax.with_sharding_constraint(x, named(self.mesh, step))
+            return lax.optimization_barrier(x)
 
     def cast(self, variables: PyTree) -> PyTree:
         """Returns the arguments of the placed loss function: params in the compute dtype, `HostParam`s on the host."""
@@ -158,12 +198,16 @@ class Placement:
             return HostParam.of(x, dtype) if is_on_host(jax.typeof(x)) else cast_floating(x, dtype)
 
         variables, cast = as_variables(variables), functools.partial(place, dtype=self.precision.compute)
-        return joined(jax.tree.map(cast, variables.params), jax.tree.map(place, variables.model_state))
+        params = jax.tree.map(cast, variables.params)
+        if self.params_are_masters and self.layer_shards:
+            params = jax.tree.map(self._by_features, self.params, params, is_leaf=_is_placement)
+        return joined(params, jax.tree.map(place, variables.model_state))
 
     def opt_shardings(self, opt_state: PyTree) -> PyTree:
         """Returns the shardings of an optimizer state."""
         placed = place_like_params(opt_state, self.params, mesh=self.mesh, axes=self.axes, rules=self.rules)
-        return to_shardings(placed, mesh=self.mesh, axes=self.axes, over=self.axes_of_group("opt_state"))
+        over = self.axes_of_group("opt_state")
+        return to_shardings(placed, mesh=self.mesh, axes=self.axes, over=over, of_update=True)
 
     def on_host(self, state: TrainState) -> dict[str, list[bool]]:
         """Returns which leaves of `opt_state`, `master`, `params` and `model_state` are kept in host memory."""
@@ -190,6 +234,7 @@ class Placement:
         param_axes = self.axes_of_group("params")
         if axis_size(self.mesh, [axis for axis in self.axes_of_group("master") if axis not in param_axes]) == 1:
             return cast_floating(tree, dtype)
+        placements = [dataclasses.replace(leaf, dims=leaf.update_dims or leaf.dims) for leaf in placements]
         gathered, stacks = list(jax.tree.leaves(into)), collections.defaultdict(list)
         for i, (placement, x) in enumerate(zip(placements, leaves, strict=True)):
             is_stack = x.ndim > 2 and not placement.dims[0] and x.shape[0] > 1
@@ -266,6 +311,7 @@ def make_placement(variables: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Plac
         offload=offload,
         quantize=quantize,
         num_microbatches=config.num_microbatches,
+        layer_shards=config.layer_shards,
     )
     if quantize is not None and quantize.error_feedback:
         _check_error_feedback(placement)

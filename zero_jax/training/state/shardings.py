@@ -11,16 +11,22 @@ from jax.sharding import Mesh, NamedSharding
 from zero_jax.core.tree import PyTree, leaf_names, path_name, with_shapes
 from zero_jax.core.variables import MODEL_STATE, joined
 from zero_jax.sharding.path_patterns import PathPatterns
-from zero_jax.sharding.rules import ShardingReport, placement_leaves, report_placements
+from zero_jax.sharding.rules import LeafPlacement, ShardingReport, placement_leaves, report_placements
 from zero_jax.training.state.making import check_optimizer
-from zero_jax.training.state.matrix_updates import matrices_of_leaves
+from zero_jax.training.state.matrix_updates import matrices_of_leaves, step_placement
 from zero_jax.training.state.placement import ARRAYS, make_placement, train_state_shardings
 from zero_jax.training.state.train_state import TrainState
 from zero_jax.training.zero_config import ZeroConfig
 
 
 def state_shardings(
-    abstract_state: PyTree, *, mesh: Mesh, config: ZeroConfig, params: str = "params", model_state: str | None = None
+    abstract_state: PyTree,
+    *,
+    mesh: Mesh,
+    config: ZeroConfig,
+    params: str = "params",
+    model_state: str | None = None,
+    tx: optax.GradientTransformation | None = None,
 ) -> PyTree:
     """Returns a `NamedSharding` for each leaf of a train state: a `TrainState`, or any pytree with params.
 
@@ -32,6 +38,8 @@ def state_shardings(
         Every other leaf is optimizer state, sharded as the param whose path is the end of its own path.
       model_state: path of the model state, such as `batch_stats`; it is sharded at the stages that shard params. None
         if there is none. A `TrainState` needs neither path.
+      tx: the optimizer of a `TrainState`, which shards stacks along their layers if its update needs whole matrices of
+        them (docs/matrix_optimizers.md); a step moves a state without that to its shardings once.
 
     Returns:
       A pytree like `abstract_state`, for `jax.jit`'s `in_shardings` and `out_shardings` or `jax.device_put`.
@@ -48,7 +56,7 @@ def state_shardings(
         if not isinstance(path, str) and (name, path) != (MODEL_STATE, None):
             raise ValueError(f"{name}={path!r}: give a path, such as {name!r} or '0' (of a tuple)")
     if isinstance(abstract_state, TrainState):
-        placement = make_placement(abstract_state.variables, mesh=mesh, config=config)
+        placement = step_placement(abstract_state, tx and check_optimizer(tx), mesh=mesh, config=config)
         return train_state_shardings(abstract_state, placement)
     abstract_state = with_shapes("state", abstract_state, remedy=ARRAYS)
     param_paths, subtree = _subtree(abstract_state, params, what="params")
@@ -70,6 +78,12 @@ def state_shardings(
         return next(of_model_state) if name in model_state_paths else opt_shardings[name]
 
     return tree.unflatten([sharding(name) for name in names])
+
+
+def _with_update(leaf: LeafPlacement, matrices: str | None) -> str:
+    """Returns the reason of a placement, with what the update does with its matrices."""
+    by_layers = "" if leaf.update_dims is None else "master params and optimizer state along the layers, "
+    return f"{leaf.reason}; update: {by_layers}{matrices}" if matrices else leaf.reason
 
 
 def _subtree(state: PyTree, at: str, *, what: str) -> tuple[dict[str, str], PyTree]:
@@ -110,16 +124,16 @@ def sharding_report(
     """
     if tx is not None and not isinstance(params, TrainState):
         raise ValueError("tx: what its update does depends on its state: give the TrainState, of zero.abstract_state")
-    variables = params.variables if isinstance(params, TrainState) else params
-    placement = make_placement(variables, mesh=mesh, config=config)
-    placed = placement.params
-    if tx is not None:
-        matrices = matrices_of_leaves(check_optimizer(tx), params, placement)
+    if tx is None:
+        variables = params.variables if isinstance(params, TrainState) else params
+        placement = make_placement(variables, mesh=mesh, config=config)
+        placed = placement.params
+    else:
+        placement = step_placement(params, check_optimizer(tx), mesh=mesh, config=config)
+        matrices = matrices_of_leaves(tx, params, placement)
         placed = [
-            dataclasses.replace(leaf, reason=f"{leaf.reason}; update: {matrices[leaf.path]}")
-            if leaf.path in matrices
-            else leaf
-            for leaf in placement_leaves(placed)
+            dataclasses.replace(leaf, reason=_with_update(leaf, matrices.get(leaf.path)))
+            for leaf in placement_leaves(placement.params)
         ]
     return report_placements(
         (placed, placement.model_state), mesh=mesh, axes=placement.axes, groups=sorted(placement.groups)

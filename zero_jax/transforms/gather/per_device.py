@@ -154,8 +154,14 @@ class DeviceSum:
 
     @property
     def _scattered(self) -> list[str]:
-        """The axes that shard the sum, in the order in which it is scattered over them."""
-        return [axis for axis in self.axes.data if axis in self.over and carries(self.dims, (axis,))]
+        """The axes that shard the sum, in the order in which it is scattered: of a dim the major ones first."""
+        waiting = [axis for axis in self.axes.data if axis in self.over and carries(self.dims, (axis,))]
+        majors = {axis: set(dim[:i]).intersection(waiting) for dim in self.dims for i, axis in enumerate(dim)}
+        order: list[str] = []
+        while waiting:
+            order.append(next(axis for axis in waiting if majors[axis] <= set(order)))
+            waiting.remove(order[-1])
+        return order
 
     def _codes(self, axis: str) -> bool:
         return self.coding is not None and axis in self.coded and self.mesh.shape[axis] > 1

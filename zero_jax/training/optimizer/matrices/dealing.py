@@ -79,6 +79,18 @@ class Dealing:
         at, dims = first.stacks.get(first.inputs[0], 0), self.stacked_dims(first, first.inputs[0])
         return carries((dims[at],), self.data)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether each device has whole matrices as they are sharded."""
+
+        def is_whole(region: Region, var: Any) -> bool:
+            at, dims = region.stacks.get(var, 0), self.stacked_dims(region, var)
+            return not carries((*dims[:at], *dims[at + 1 :]), self.data)
+
+        return self.is_cut_by_matrices and all(
+            is_whole(region, var) for region in self.regions for var in region.inputs
+        )
+
     @functools.cached_property
     def over(self) -> tuple[str, ...] | None:
         """The axes over which each device has whole matrices: what costs least; None where they stay as they are.
@@ -112,9 +124,7 @@ class Dealing:
     def reason(self) -> str:
         """What is done with the matrices, and why."""
         what = f"{self.num_matrices} of {list(self.shape)}"
-        first = self.regions[0]
-        at, dims = first.stacks.get(first.inputs[0], 0), self.stacked_dims(first, first.inputs[0])
-        if self.is_cut_by_matrices and not carries((*dims[:at], *dims[at + 1 :]), self.data):
+        if self.is_whole:
             return f"{what}: whole on a device as they are sharded, nothing moves"
         if self.is_cut_by_matrices:
             return f"{what}: left to XLA, as stacks are sharded along the matrices over some axes, and cut over others"

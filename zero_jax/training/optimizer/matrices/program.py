@@ -79,7 +79,9 @@ class MatrixProgram:
         groups: dict[Any, list[Region]] = {}
         for region in find_regions(jaxpr) if data else ():
             if any(carries(placed[var], data) for var in region.inputs):
-                groups.setdefault(region.key(), []).append(region)
+                first = region.inputs[0]
+                is_cut = bool(region.stacks) and carries(placed[first][:1], data)  # along the matrices: they stay there
+                groups.setdefault((region.key(), is_cut), []).append(region)
         dealings: list[Dealing] = []
         for group in groups.values():
             sharded_alike: dict[Any, list[Region]] = {}

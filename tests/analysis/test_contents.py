@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zero_jax as zero
-from zero_jax.analysis.contents import page
+from zero_jax.analysis import contents
 
 
 def init_fn(key):
@@ -99,7 +99,7 @@ def test_a_drawing_has_a_cell_for_each_shard():
     leaf = jax.ShapeDtypeStruct((2, 8, 6), jnp.float32, sharding=sharding)
     (found,) = zero.summary({"a": leaf}).leaves
     assert (found.parts, found.num_copies, found.spec) == ((1, 4, 2), 1, "[-, data, model]")
-    drawing = page._drawing(found)
+    drawing = contents._drawing(found)
     titles = re.findall(r"<title>(.*?)</title>", drawing)
     assert len(titles) == 8 and titles[0] == "a[:, 0:2, 0:3], 48 bytes" and titles[-1] == "a[:, 6:8, 3:6], 48 bytes"
     assert "8 shards" in drawing

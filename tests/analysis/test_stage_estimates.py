@@ -26,6 +26,12 @@ def test_it_is_what_the_states_take():
     assert estimates.by_stage[3].total_bytes == pytest.approx(14 * psi / 8, rel=0.02)
 
 
+def test_a_partial_function_with_arrays_is_a_function():
+    """As for `init_state`: its arrays are what it makes params of, and no params."""
+    scaled = jax.tree_util.Partial(lambda scale, key: jax.tree.map(lambda x: x * scale, init_fn(key)), jnp.float32(2))
+    assert zero.memory.estimate_stages(scaled).num_params == zero.memory.estimate_stages(init_fn).num_params + 1
+
+
 def test_the_table():
     big = {"a": jax.ShapeDtypeStruct((100_000, 100_000), jnp.float32)}  # 40 GB, which no test makes
     estimates = zero.memory.estimate_stages(big, num_devices_per_host=8, num_hosts=16)

@@ -10,7 +10,7 @@ from zero_jax.cli import commands as cli
 from zero_jax.cli.command_options import SECTIONS as FILE_SECTIONS
 from zero_jax.cli.config_file import read_file, write_file
 from zero_jax.cli.deepspeed import translate
-from zero_jax.cli.deepspeed.keys import KEYS, SECTIONS
+from zero_jax.cli.deepspeed.rows import KEYS, SECTIONS
 from zero_jax.cli.options import field_values
 from zero_jax.cli.run_config import read_part
 from zero_jax.trainer import OptimizerConfig, TrainConfig

@@ -15,8 +15,8 @@ import pytest
 
 from zero_jax.cli import launch as cli_launch
 from zero_jax.cli.commands import build_parser
-from zero_jax.cluster import LaunchConfig, elastic, launch, report_start
-from zero_jax.cluster.elastic import STARTED_AFTER, Elastic
+from zero_jax.cluster import LaunchConfig, launch, launching, report_start
+from zero_jax.cluster.launching import STARTED_AFTER, Elastic
 from zero_jax.cluster.processes import Ending, Round
 
 SCRIPT = str(pathlib.Path(__file__).parent / "launched.py")
@@ -38,7 +38,7 @@ class Sizes:
         self.size = num_processes
 
     def clock(self):
-        return mock.patch.object(elastic, "time", types.SimpleNamespace(monotonic=lambda: self.now))
+        return mock.patch.object(launching, "time", types.SimpleNamespace(monotonic=lambda: self.now))
 
     @property
     def seconds_to_larger(self):

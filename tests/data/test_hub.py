@@ -48,9 +48,7 @@ def documents_of(rows):
 
 
 def reader(stream, rows=range(BATCH), num_lanes=1, states=None):
-    return LaneRows(
-        stream, rows=np.array(rows), batch_size=BATCH, num_lanes=num_lanes, seq_len=SEQ_LEN, seed=3, states=states
-    )
+    return LaneRows(stream, np.array(rows), (BATCH, SEQ_LEN), num_lanes=num_lanes, seed=3, states=states)
 
 
 def test_a_data_set_is_a_source_with_a_place_for_each_row(folder, tmp_path):
@@ -81,7 +79,7 @@ def test_each_document_is_trained_on_once_in_a_pass_or_validated_on(folder):
     texts = {piece.text for piece in read_text(find_source(f"hf:{folder}"))}
     held_out = set(stream.validation.read().astype(np.uint8).tobytes().decode().split("\0")[:-1])
     assert 5 < len(held_out) < 50 and held_out < texts
-    lanes = [stream_module.Lane(stream, lane=i, num_lanes=3, seq_len=SEQ_LEN, seed=0) for i in range(3)]
+    lanes = [stream_module.Lane(stream, (i, 3), seq_len=SEQ_LEN, seed=0) for i in range(3)]
     read = []
     for lane in lanes:
         documents = lane._read_documents(0, None)

@@ -36,7 +36,7 @@ from zero_jax.core.device_put import put_global, reshard_array
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import Report, printable
 from zero_jax.core.tree import PyTree, leaves_by_name
-from zero_jax.core.variables import MODEL_STATE, Variables
+from zero_jax.core.variables import MODEL_STATE, Variables, traceable_init
 from zero_jax.sharding.mesh import on_mesh
 from zero_jax.sharding.precision import init_loss_scale, precision_name, resolve_precision
 from zero_jax.training import TrainState, ZeroConfig, abstract_state, init_state
@@ -220,9 +220,7 @@ class _Restore:
 
     def shapes(self, config: ZeroConfig, key: Any) -> TrainState:
         """Returns the shapes and shardings of the state under a config."""
-        is_tree = any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(self.init_fn))
-        init_fn = (lambda _: jax.tree.map(_like, self.init_fn)) if is_tree else self.init_fn
-        return abstract_state(init_fn, self.tx, key, mesh=self.mesh, config=config)
+        return abstract_state(traceable_init(self.init_fn), self.tx, key, mesh=self.mesh, config=config)
 
     def sharded_shapes(self, record: Record) -> TrainState:
         """Returns the shapes of the saved form (full-precision params, nothing derived) with stage 3's shardings."""
@@ -360,13 +358,6 @@ def _fitted(x: Array, like: Any) -> Array:
 
 def _astype(x: Array, dtype: Any) -> Array:
     return x.astype(dtype)
-
-
-def _like(x: Any) -> Array:
-    """Returns an array of a shape and dtype; it is only traced."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.split(jax.random.key(0), x.shape)
-    return jnp.zeros(x.shape, x.dtype)
 
 
 def _key_shape(leaf: SavedLeaf | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import math
@@ -18,12 +19,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from etils import epath
+from jax import Array
+from orbax.checkpoint import future as orbax_future
 
 from zero_jax.checkpoint.finding import list_steps
 from zero_jax.checkpoint.folder import CheckpointFolder
 from zero_jax.checkpoint.record import STATE, CheckpointError, Record, record_to_json, resolve_folder
 from zero_jax.checkpoint.saved_state import encode_state
-from zero_jax.checkpoint.writing import ArrayWrites
 from zero_jax.core.agreement import Agreement, OtherProcessFailed, Turns, from_first_process
 from zero_jax.core.field_checks import check_fields, hinted
 from zero_jax.core.files.folder_lock import FolderInUse, FolderLock
@@ -37,6 +41,9 @@ Log = Callable[[str], None]
 
 LOCK = "zero_jax.lock"
 _CHECKPOINTERS: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+# Chunks are read completely, so they are small: another mesh should not read much more than its shards.
+_CHUNK_BYTES = 1 << 24
+_LEAST_CHUNK_BYTES = 1 << 13
 
 
 @hinted
@@ -306,6 +313,87 @@ def _checked_step(step: Any) -> int:
         number = -1
     if not 0 <= number < 2**63:
         raise ValueError(f"step={step!r}: give the number of steps done, a whole number that is not negative")
+    return number
+
+
+class ArrayWrites:
+    """Asynchronous writes of arrays to a folder; every process makes one for the same arrays and folder.
+
+    Errors are raised by `wait`, not here: every process has to reach the barrier after it.
+    """
+
+    def __init__(self, arrays: Mapping[str, Array], folder: epath.Path) -> None:
+        """Copies this process's shards to the host and starts to write them; then the arrays may be donated.
+
+        No array may be empty, and the folder must exist.
+        """
+        self._folder, self._handler = folder, _handler()
+        save_args = {name: ocp.SaveArgs(chunk_byte_size=_chunk_bytes(x)) for name, x in arrays.items()}
+        args = ocp.args.PyTreeSave(dict(arrays), save_args=save_args)
+
+        async def save() -> list[orbax_future.Future]:
+            return await self._handler.async_save(folder, args=args) or []
+
+        with ThreadPoolExecutor(1) as thread:  # the caller's may have an event loop, as in a notebook
+            self._started = thread.submit(lambda: asyncio.run(save()))
+
+    def wait(self) -> None:
+        """Waits until this process has written its part, or has stopped after an error.
+
+        Raises:
+          Exception: the first error of orbax.
+        """
+        errors = []
+        for write in self._started.result():
+            try:
+                write.result()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def finalize(self) -> None:
+        """Merges the indices of all processes; called by the first process when all have written."""
+        self._handler.finalize(self._folder)
+
+
+class _Arrays(ocp.type_handlers.ArrayHandler):
+    """Writes arrays without their shardings, so that orbax restores them as numpy arrays on any devices."""
+
+    def __init__(self) -> None:
+        super().__init__(enable_write_sharding_file=False, array_metadata_store=None)
+
+    def typestr(self) -> str:
+        return "np.ndarray"
+
+
+def _handler() -> ocp.PyTreeCheckpointHandler:
+    """Returns a handler that writes all arrays in one transaction, so that a failed write abandons no other.
+
+    By default orbax limits the bytes in flight, and then uses no transaction.
+    """
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _Arrays()))
+    unlimited = ocp.BasePyTreeCheckpointHandler(save_concurrent_bytes=None, type_handler_registry=registry)
+    return ocp.PyTreeCheckpointHandler(handler_impl=unlimited, type_handler_registry=registry)
+
+
+def _chunk_bytes(x: Array) -> int:
+    """Returns the largest size of an array's chunks.
+
+    Orbax divides a shard by prime factors of its sizes until a chunk is below the limit. A large prime factor would
+    make chunks far smaller than that: of one element, if the size is a prime number.
+    """
+    factors = map(_largest_prime_factor, x.sharding.shard_shape(x.shape))
+    return max(_CHUNK_BYTES, _LEAST_CHUNK_BYTES * max(factors, default=1))
+
+
+def _largest_prime_factor(number: int) -> int:
+    factor = 2
+    while factor * factor <= number:
+        if number % factor:
+            factor += 1
+        else:
+            number //= factor
     return number
 
 

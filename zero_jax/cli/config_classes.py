@@ -30,21 +30,13 @@ _NOT_OPTIONS = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptionField:
-    """A field of a config that has an option: what it may hold, its default, a line about it, and words to offer.
+    """A field of a config that has an option: what it may hold, its default, a line about it, and words to offer."""
 
-    Attributes:
-      kind: what it may hold.
-      default: its default.
-      help: a line about it.
-      words: the words that it may hold, where these are known.
-      is_open: whether it may hold others, too.
-    """
-
-    kind: FieldKind
-    default: Any
-    help: str
-    words: tuple[Any, ...] = ()
-    is_open: bool = False
+    kind: FieldKind  # what it may hold
+    default: Any  # its default
+    help: str  # a line about it
+    words: tuple[Any, ...] = ()  # the words that it may hold, where these are known
+    is_open: bool = False  # whether it may hold others, too
 
 
 @functools.cache

@@ -33,27 +33,17 @@ _LOG_SECONDS = 2.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizeResult:
-    """What `zero-jax tokenize` made.
+    """What `zero-jax tokenize` made."""
 
-    Attributes:
-      data: the text.
-      tokenizer: the tokenizer's file, or `bytes`.
-      vocab_size: number of different tokens.
-      tokens_per_byte: of the text (1 for bytes), the ends of documents left out; None if there was no text.
-      tokens: the token folder, or None.
-      num_tokens: tokens in it.
-      num_documents: documents in it.
-      num_replaced: places in the text that were no valid Unicode.
-    """
-
-    data: str
-    tokenizer: str
-    vocab_size: int
+    data: str  # the text
+    tokenizer: str  # the tokenizer's file, or `bytes`
+    vocab_size: int  # number of different tokens
+    # Of the text (1 for bytes), the ends of documents left out; None if there was no text
     tokens_per_byte: float | None
-    tokens: str | None = None
-    num_tokens: int | None = None
-    num_documents: int | None = None
-    num_replaced: int | None = None
+    tokens: str | None = None  # the token folder, or None
+    num_tokens: int | None = None  # tokens in it
+    num_documents: int | None = None  # documents in it
+    num_replaced: int | None = None  # places in the text that were no valid Unicode
 
     def __str__(self) -> str:
         lines = [f"tokenizer  {self.tokenizer}, {self.vocab_size:,} tokens"]

@@ -20,17 +20,12 @@ _OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LO
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A kind of cluster that `jax.distributed` can ask for the processes of a run.
+    """A kind of cluster that `jax.distributed` can ask for the processes of a run."""
 
-    Attributes:
-      is_here: whether, by the environment, such a cluster started this process among several.
-      variables: the variables that an error shows.
-      remedy: what to do where joining fails.
-    """
-
+    # Whether, by the environment, such a cluster started this process among several
     is_here: Callable[[Mapping[str, str]], bool]
-    variables: tuple[str, ...]
-    remedy: str
+    variables: tuple[str, ...]  # the variables that an error shows
+    remedy: str  # what to do where joining fails
 
 
 def _has_several(names: Sequence[str], count: str) -> Callable[[Mapping[str, str]], bool]:

@@ -1,4 +1,9 @@
-"""Launches several processes on one machine, each with simulated CPU devices, ends them together, and restarts them."""
+"""Launches several processes on one machine, each with simulated CPU devices, ends them together, and restarts them.
+
+After it has lost processes `Elastic` decides whether a launch restarts, and with how many. A lost process is left out
+for a while: real machines take a while to come back, and on one machine fewer processes need less memory. Then it is
+started again.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +16,136 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Collection, Iterator, Sequence
 
-from zero_jax.cluster.elastic import ENDED_WITH, STARTED_AFTER, Elastic
 from zero_jax.cluster.log_merging import Merger
 from zero_jax.cluster.preemption import EXIT_CODE as SAVED
 from zero_jax.cluster.processes import Ending, Launch, LaunchConfig, Round, run_round
+from zero_jax.cluster.watchdog import EXIT_CODE as HUNG
+
+STARTED_AFTER = "ZERO_JAX_STARTED_AFTER_FILE"
+ENDED_WITH = "ZERO_JAX_ENDED_WITH_FILE"
+_REFUSED, _DIVERGED = 2, 3
+_LONGEST_WAIT_SECONDS = 86_400.0
+
+
+def report_start(step: int) -> None:
+    """Reports to `zero-jax launch --min-processes` that a program has started; otherwise does nothing.
+
+    The launcher gives up after some restarts in a row from the same step, and asks for a save to try a lost process
+    again only where the program can save. `zero.Trainer` and `zero-jax train` call this; in a script of your own
+    process 0 calls it once, after the first step.
+
+    Args:
+      step: the step of the checkpoint that it went on from; 0 at the beginning.
+
+    Raises:
+      ValueError: a step that is no integer from 0 on.
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"report_start: step={step!r}: give the number of steps done, an integer from 0 on")
+    if path := os.environ.get(STARTED_AFTER):
+        pathlib.Path(path).write_text(str(step), encoding="utf-8")
+
+
+def report_end(status: int) -> None:
+    """Reports to `zero-jax launch` the status that a program should exit with; otherwise does nothing.
+
+    A program that exits with 0 although its last run was stopped (75: saved) is not done: the launcher takes what was
+    reported. `zero.Trainer` and `zero-jax train` call this in process 0; a loop of your own exits with 75 itself.
+    """
+    if path := os.environ.get(ENDED_WITH):
+        pathlib.Path(path).write_text(str(status), encoding="utf-8")
+
+
+class Elastic:
+    """The numbers of processes that a launch starts, one after another.
+
+    Attributes:
+      num_restarts: restarts so far.
+      has_step: whether the program reports steps.
+      reason: why there is another restart, or why there is none after failures; '' where nothing is to be said.
+    """
+
+    def __init__(self, config: LaunchConfig, *, refused: Collection[int] = ()):
+        """Takes numbers that are not to be tried."""
+        self._config, self._refused = config, set(refused)
+        self._size, self._has_grown = config.num_processes, False
+        self._back_at: list[float] = []  # when each lost process is tried again, in this order
+        self._wait_seconds = config.rejoin_seconds
+        self._step = self._num_in_a_row = 0
+        self.num_restarts, self.has_step, self.reason = 0, False, ""
+
+    @property
+    def seconds_to_larger(self) -> float | None:
+        """Seconds that the next processes run until more are started, or None; enough for them to get somewhere."""
+        for k, back_at in enumerate(self._back_at, 1):
+            if (self._largest(len(self._back_at) - k) or 0) > self._size:
+                return max(self._wait_seconds, back_at - time.monotonic())
+        return None
+
+    def next_size(self, ended: Round, *, step: int | None) -> int | None:
+        """Returns the number of processes to start after others have ended, or None for none.
+
+        `step` is the one that the processes had gone on after, if they reported it.
+        """
+        first = ended.first_failure
+        self.has_step = self.has_step or step is not None
+        self.reason = ""
+        if first is None or ended.is_stopped or first.status == _DIVERGED:
+            return None
+        if step is not None and step > self._step:
+            self._step, self._num_in_a_row = step, 0
+        if ended.is_interrupted:
+            self.reason = "a lost process is tried again"
+        elif first.status == _REFUSED:
+            if not self.num_restarts:
+                return None
+            self._refused.add(self._size)
+            self.reason = f"{self._size} processes were refused (status {_REFUSED}, see above)"
+        else:
+            self.reason = f"process {first.process_index} of {ended.num_processes} {first}"
+            self._num_in_a_row += 1
+            if self._num_in_a_row > self._config.max_restarts:
+                self.reason = f"{self._config.max_restarts} restarts in a row did not get beyond step {self._step}"
+                return None
+            # After a hang the status does not show which process failed: all are started again.
+            if first.status not in (SAVED, HUNG):
+                self._lose(ended)
+        return self._restarted()
+
+    def _lose(self, ended: Round) -> None:
+        """Leaves lost processes out for a while, and for twice as long if they are lost again soon after a restart."""
+        is_early = self._has_grown and ended.seconds < self._wait_seconds
+        rejoin_seconds = self._config.rejoin_seconds
+        self._wait_seconds = min(2 * self._wait_seconds, _LONGEST_WAIT_SECONDS) if is_early else rejoin_seconds
+        self._back_at = sorted(self._back_at + [time.monotonic() + self._wait_seconds] * ended.num_lost)
+
+    def _restarted(self) -> int | None:
+        """Counts a restart, with as many processes as there are; returns their number, or None if none is accepted."""
+        now, most = time.monotonic(), self._config.num_processes
+        self._back_at = [back_at for back_at in self._back_at if back_at > now]
+        while (size := self._largest(len(self._back_at))) is None and self._back_at:
+            del self._back_at[0]  # too few are left: the one that was lost first is tried again at once
+        if size is None:
+            self.reason = f"no number of processes from {self._least} to {most} is accepted"
+            return None
+        skipped = ", ".join(map(str, range(most - len(self._back_at), size, -1)))
+        self.reason += f"; not with {skipped}, which the run refuses" if skipped else ""
+        self._has_grown, self._size = size > self._size, size
+        self.num_restarts += 1
+        return size
+
+    def _largest(self, num_lost: int) -> int | None:
+        """Returns the largest number of processes that is accepted, without some that are lost."""
+        sizes = range(self._least, self._config.num_processes - num_lost + 1)
+        return max((size for size in sizes if size not in self._refused), default=None)
+
+    @property
+    def _least(self) -> int:
+        return self._config.min_processes or self._config.num_processes
+
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

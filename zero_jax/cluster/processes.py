@@ -162,21 +162,13 @@ class Round:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What all processes of a launch have in common.
+    """What all processes of a launch have in common."""
 
-    Attributes:
-      command: the program and its arguments.
-      config: how many processes, and with how many devices.
-      environment: their environment, to which the variables of `join` are added.
-      events: signals to the launcher, and the ends of processes.
-      merger: takes their output.
-    """
-
-    command: Sequence[str]
-    config: LaunchConfig
-    environment: Mapping[str, str]
-    events: queue.SimpleQueue[Ending | signal.Signals]
-    merger: Merger
+    command: Sequence[str]  # the program and its arguments
+    config: LaunchConfig  # how many processes, and with how many devices
+    environment: Mapping[str, str]  # their environment, to which the variables of `join` are added
+    events: queue.SimpleQueue[Ending | signal.Signals]  # signals to the launcher, and the ends of processes
+    merger: Merger  # takes their output
 
 
 def run_round(
@@ -184,12 +176,8 @@ def run_round(
 ) -> Round:
     """Runs the command as several processes until all have ended; one that fails ends the others.
 
-    Args:
-      launch: what to run.
-      num_processes: processes to start.
-      number: how often the program was started before: a process that cannot be started has failed then.
-      seconds: time after which they are asked to save and end, if `has_started` is true; None lets them run.
-      has_started: whether they are beyond their start.
+    The `number` says how often the program was started before: a process that cannot be started has failed then. After
+    some `seconds` (None: never) the processes are asked to save and end, once they `has_started`.
 
     Raises:
       ValueError: the program cannot be started.

@@ -26,23 +26,14 @@ ALLOWANCES: Mapping[str, float] = {"start": 10, "compile": 10, "save": 3, "resto
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessPlace:
-    """The last known state of a process, by its heartbeat file.
+    """The last known state of a process, by its heartbeat file."""
 
-    Attributes:
-      process_index: number of the process.
-      phase: phase of its last beat, or None where it has no heartbeat file.
-      step: step of that beat, or None.
-      age_seconds: time since that beat.
-      silent_seconds: time since its watchdog wrote the file.
-      is_silent: whether that is too long: the process has ended, or is stopped.
-    """
-
-    process_index: int
-    phase: str | None
-    step: int | None = None
-    age_seconds: float = 0
-    silent_seconds: float = 0
-    is_silent: bool = False
+    process_index: int  # number of the process
+    phase: str | None  # phase of its last beat, or None where it has no heartbeat file
+    step: int | None = None  # step of that beat, or None
+    age_seconds: float = 0  # time since that beat
+    silent_seconds: float = 0  # time since its watchdog wrote the file
+    is_silent: bool = False  # whether that is too long: the process has ended, or is stopped
 
     def __str__(self) -> str:
         if self.phase is None:

@@ -28,23 +28,14 @@ _WORDS: Mapping[type, str] = {bool: "True or False", int: "a whole number", floa
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FieldKind:
-    """What a field may hold.
+    """What a field may hold."""
 
-    Attributes:
-      types: those of bool, int, float and str that are members of its union.
-      words: the words of its `Literal`s, if it takes no numbers and no text.
-      other_words: the words that it takes beside these.
-      is_optional: whether None is a value.
-      is_mapping: whether a mapping is one.
-      has_others: whether values of other types are.
-    """
-
-    types: tuple[type, ...] = ()
-    words: tuple[Any, ...] = ()
-    other_words: tuple[Any, ...] = ()
-    is_optional: bool = False
-    is_mapping: bool = False
-    has_others: bool = False
+    types: tuple[type, ...] = ()  # those of bool, int, float and str that are members of its union
+    words: tuple[Any, ...] = ()  # the words of its `Literal`s, if it takes no numbers and no text
+    other_words: tuple[Any, ...] = ()  # the words that it takes beside these
+    is_optional: bool = False  # whether None is a value
+    is_mapping: bool = False  # whether a mapping is one
+    has_others: bool = False  # whether values of other types are
 
     @property
     def base(self) -> type | None:

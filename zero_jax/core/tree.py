@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,13 @@ def key_shape() -> jax.ShapeDtypeStruct:
 def shapes_of(tree: PyTree) -> PyTree:
     """Returns the shapes and dtypes of arrays, without their shardings."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def shard_bytes(x: Any) -> int:
+    """Returns the bytes that a device has of an array, or of its `ShapeDtypeStruct`: of its shard, if it is sharded."""
+    sharding = getattr(x, "sharding", None)
+    # Not by `addressable_shards`: `shard.data` creates an array, which would count as live itself.
+    return math.prod(x.shape if sharding is None else sharding.shard_shape(x.shape)) * getattr(x.dtype, "itemsize", 0)
 
 
 def eval_shapes(fn: Callable[..., Any], *args: Any) -> Any:

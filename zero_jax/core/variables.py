@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from zero_jax.core.text_tables import aligned, format_bytes
-from zero_jax.core.tree import PyTree, check_arrays, leaf_names
+from zero_jax.core.tree import PyTree, check_arrays, leaf_names, shard_bytes
 
 # The first component of the paths of model state: in errors, reports, checkpoints and the patterns of a config.
 MODEL_STATE = "model_state"
@@ -33,17 +33,11 @@ def shown_sizes(record: Any) -> str:
 
 def _sizes(leaves: Sequence[Any]) -> tuple[str, str, str]:
     """Returns the number of leaves, of their elements, and their bytes: all of them, and those of one device."""
-    shards = [x.sharding.shard_shape(x.shape) if getattr(x, "sharding", None) else x.shape for x in leaves]
-    sizes = [getattr(x.dtype, "itemsize", 0) for x in leaves]
-    whole, own = (
-        format_bytes(sum(size * math.prod(shape) for size, shape in zip(sizes, shapes, strict=True)))
-        for shapes in ([x.shape for x in leaves], shards)
-    )
-    elements = sum(math.prod(x.shape) for x in leaves)
+    whole = sum(math.prod(x.shape) * getattr(x.dtype, "itemsize", 0) for x in leaves)
     return (
         f"{len(leaves)} {'leaf' if len(leaves) == 1 else 'leaves'}",
-        f"{elements:,} elements",
-        f"{whole}, {own} a device",
+        f"{sum(math.prod(x.shape) for x in leaves):,} elements",
+        f"{format_bytes(whole)}, {format_bytes(sum(map(shard_bytes, leaves)))} a device",
     )
 
 
@@ -75,6 +69,25 @@ class Variables:
 def as_variables(tree: PyTree) -> Variables:
     """Returns `Variables` as they are, and anything else as params without model state."""
     return tree if isinstance(tree, Variables) else Variables(params=tree)
+
+
+def function_of_key(init_fn: Any) -> Callable[[jax.Array], PyTree] | None:
+    """Returns an `init_fn` that is a function of a key; None for params, or shapes, in its place."""
+    # Params may be callable too: an Equinox module is a pytree of arrays, a function is a leaf of its own.
+    has_arrays = any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(init_fn))
+    return init_fn if callable(init_fn) and (not has_arrays or isinstance(init_fn, jax.tree_util.Partial)) else None
+
+
+def traceable_init(init_fn: Any) -> Callable[[jax.Array], PyTree]:
+    """Returns a function of a key that makes params, or arrays like some params or shapes; it is only traced."""
+
+    def like(x: Any) -> Any:
+        if not hasattr(x, "dtype"):
+            return x
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return jax.random.split(jax.random.key(0), x.shape) if is_key else jnp.zeros(x.shape, x.dtype)
+
+    return function_of_key(init_fn) or (lambda key: jax.tree.map(like, init_fn))
 
 
 def joined(params: PyTree, model_state: PyTree) -> PyTree:

@@ -4,7 +4,7 @@
 `tokens/`), and a `Dataset` has two `parts`, for training and validation, that rows are cut from. `conversations` are
 checked (`messages`) and rendered by a `chat_template`, in a process of its own (`rendering`). `train_batches` shuffles
 rows by grain and makes global arrays of which each process reads its own shards. `BatchBuffers` reuses device memory.
-Data sets of the Hugging Face hub (`hub`) are sources too, or a `Stream` whose lanes are read document by document.
+Data sets of the Hugging Face hub are sources too, or a `Stream` whose lanes are read document by document.
 """
 
 from zero_jax.data.batches import (

@@ -27,19 +27,12 @@ _MAX_THREADS = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Share:
-    """The rows of a global batch that this process's devices need.
+    """The rows of a global batch that this process's devices need."""
 
-    Attributes:
-      rows: indices of these rows in the batch, ascending.
-      shape: global shape of the batch.
-      sharding: sharding of the batch.
-      has_segments: whether the batch has `segments`.
-    """
-
-    rows: np.ndarray
-    shape: tuple[int, int]
-    sharding: NamedSharding
-    has_segments: bool
+    rows: np.ndarray  # indices of these rows in the batch, ascending
+    shape: tuple[int, int]  # global shape of the batch
+    sharding: NamedSharding  # sharding of the batch
+    has_segments: bool  # whether the batch has `segments`
 
     def assemble(self, local: Mapping[str, np.ndarray]) -> Batch:
         """Makes global arrays of this process's rows, without communication."""
@@ -177,15 +170,7 @@ def stream_batches(
         raise ValueError(
             f"batch_size={batch_size}: the run reads {num_lanes} parts of the stream: give at least as many"
         )
-    rows = LaneRows(
-        stream,
-        rows=share.rows,
-        batch_size=batch_size,
-        num_lanes=num_lanes,
-        seq_len=seq_len,
-        seed=seed,
-        states=states,
-    )
+    rows = LaneRows(stream, share.rows, share.shape, num_lanes=num_lanes, seed=seed, states=states)
     return StreamBatches(_Prefetched(rows, prefetch_batches), share, position=position, num_lanes=num_lanes)
 
 
@@ -238,19 +223,12 @@ def train_batches(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ValidationBatches(Sequence[Batch]):
-    """A sequence of fixed batches, read on demand.
+    """A sequence of fixed batches, read on demand."""
 
-    Attributes:
-      part: the tokens.
-      rows: the rows of each batch, -1 for padding: `[num_batches, batch_size]`.
-      seq_len: tokens in a row.
-      share: the rows of a batch that this process reads.
-    """
-
-    part: Part
-    rows: np.ndarray
-    seq_len: int
-    share: _Share
+    part: Part  # the tokens
+    rows: np.ndarray  # the rows of each batch, -1 for padding: `[num_batches, batch_size]`
+    seq_len: int  # tokens in a row
+    share: _Share  # the rows of a batch that this process reads
 
     def __len__(self) -> int:
         return len(self.rows)

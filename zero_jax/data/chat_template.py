@@ -40,16 +40,11 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """A chat template.
+    """A chat template."""
 
-    Attributes:
-      path: the file that it is in.
-      source: its text.
-      tokens: the texts of special tokens by the names that the template has for them, such as `bos_token`.
-    """
-
-    path: pathlib.Path
-    source: str
+    path: pathlib.Path  # the file that it is in
+    source: str  # its text
+    # The texts of special tokens by the names that the template has for them, such as `bos_token`
     tokens: Mapping[str, str]
 
     @property
@@ -60,15 +55,10 @@ class ChatTemplate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """A conversation as its template renders it.
+    """A conversation as its template renders it."""
 
-    Attributes:
-      turns: the parts of the text.
-      unread: the fields that the template has not read, each with the index of its message.
-    """
-
-    turns: list[Turn]
-    unread: Sequence[tuple[int, str]]
+    turns: list[Turn]  # the parts of the text
+    unread: Sequence[tuple[int, str]]  # the fields that the template has not read, each with the index of its message
 
 
 class Renderer:
@@ -112,25 +102,22 @@ class Renderer:
         """
         self._start()
         seconds = min(_SECONDS + _SECONDS_PER_ANSWER * len(answers), _MAX_SECONDS)
-        request = {"messages": messages, "answers": answers, "tools": tools}
-        answer = self._ask(request, seconds, f"{where}: the chat template of {self._template.path}")
+        what, remedy = f"{where}: the chat template of {self._template.path}", self._template.remedy
+        answer = self._ask({"messages": messages, "answers": answers, "tools": tools}, seconds, what)
         if (error := answer.get("error")) is not None:
             raise ValueError(
-                f"{where}: the chat template of {self._template.path} fails for the first {answer['num_messages']} "
-                f"messages ({printable(error)}): mend the conversation, {self._template.remedy}"
+                f"{what} fails for the first {answer['num_messages']} messages ({printable(error)}): mend the "
+                f"conversation, {remedy}"
             )
         if "otherwise" in answer:
             raise ValueError(
-                f"{where}: the chat template of {self._template.path} renders the conversation up to message "
-                f"{answer['otherwise'] + 1} otherwise when more follows, so that its answer has no place in the text: "
-                f"give conversations with one answer, at their end, {self._template.remedy}"
+                f"{what} renders the conversation up to message {answer['otherwise'] + 1} otherwise when more follows, "
+                f"so that its answer has no place in the text: give conversations with one answer, at their end, "
+                f"{remedy}"
             )
         text, turns, last = answer["text"], [], 0
         if not is_unicode(text):
-            raise ValueError(
-                f"{where}: the chat template of {self._template.path} renders a lone surrogate, no text: mend the "
-                f"template, {self._template.remedy}"
-            )
+            raise ValueError(f"{what} renders a lone surrogate, no text: mend the template, {remedy}")
         for first, end in answer["answers"]:
             turns += [Turn(text[last:first], is_answer=False), Turn(text[first:end], is_answer=True)]
             last = end

@@ -37,19 +37,12 @@ _MAX_CHARACTERS = 1 << 28  # to tokenize for the ends of the parts of one conver
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ConversationPart:
-    """The conversations of a training or validation part, packed in rows.
+    """The conversations of a training or validation part, packed in rows."""
 
-    Attributes:
-      tokens: all tokens, one conversation after the other.
-      is_answer: for each token whether it is of an answer.
-      offsets: where each conversation begins, and the end of the last one: `[num_conversations + 1]`.
-      rows: the conversations of each row.
-    """
-
-    tokens: np.ndarray
-    is_answer: np.ndarray
-    offsets: np.ndarray
-    rows: tuple[tuple[int, ...], ...]
+    tokens: np.ndarray  # all tokens, one conversation after the other
+    is_answer: np.ndarray  # for each token whether it is of an answer
+    offsets: np.ndarray  # where each conversation begins, and the end of the last one: `[num_conversations + 1]`
+    rows: tuple[tuple[int, ...], ...]  # the conversations of each row
 
     @property
     def size(self) -> int:

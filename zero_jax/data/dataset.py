@@ -13,9 +13,8 @@ from zero_jax.core.files.user_cache import cache_folder
 from zero_jax.core.text_tables import printable
 from zero_jax.data.chat_template import find_chat_template
 from zero_jax.data.conversations import load_conversations
-from zero_jax.data.hub import HUB
 from zero_jax.data.parts import Dataset, TokenPart, split_documents
-from zero_jax.data.sources import Format, find_source
+from zero_jax.data.sources import HUB, Format, find_source
 from zero_jax.data.stream import open_stream
 from zero_jax.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from zero_jax.data.tokens.cache import Log, read_tokens, verify_if_small
@@ -115,36 +114,32 @@ def load_dataset(
         with another tokenizer, or there are too few for a row.
     """
     folder, fraction = user_path(config.data), 1.0 if held_out else config.validation_fraction
+
+    def chosen(own: str = "bytes") -> Tokenizer:
+        return tokenizer or load_tokenizer(own if config.tokenizer == "auto" else config.tokenizer)
+
     if config.format == "chat":
-        return _load_chat(config, tokenizer, seq_len, fraction)
+        return _load_chat(config, chosen(), seq_len, fraction)
     num_left_out, is_hub = 0, config.data.startswith(HUB)
     if is_hub and config.format not in ("auto", "text"):
         raise ValueError(f"format={config.format!r}: {config.data} has rows: leave it out, or give 'chat'")
     if is_hub and config.streaming and not held_out:
         return open_stream(
             config.data,
-            tokenizer or load_tokenizer("bytes" if config.tokenizer == "auto" else config.tokenizer),
+            chosen(),
             text_field=config.text_field,
             seq_len=seq_len,
             validation_fraction=fraction,
         )
     if config.data != "stdlib" and config.format in ("auto", "tokens") and is_token_folder(folder):
         name, tokens = str(folder), verify_if_small(open_folder(folder))
-        saved_tokenizer = token_folder_tokenizer(folder)
-        tokenizer = tokenizer or load_tokenizer(saved_tokenizer if config.tokenizer == "auto" else config.tokenizer)
+        tokenizer = chosen(token_folder_tokenizer(folder))
         _check_tokenizer(tokens, tokenizer, folder)
     else:
         source = find_source(config.data, format=config.format)
-        name, num_left_out = source.name, source.num_left_out
-        tokenizer = tokenizer or load_tokenizer("bytes" if config.tokenizer == "auto" else config.tokenizer)
-        tokens = read_tokens(
-            source,
-            tokenizer,
-            text_field=config.text_field,
-            token_dtype=config.token_dtype,
-            cache=config.cache,
-            log=log,
-        )
+        name, num_left_out, tokenizer = source.name, source.num_left_out, chosen()
+        how = {"text_field": config.text_field, "token_dtype": config.token_dtype}
+        tokens = read_tokens(source, tokenizer, **how, cache=config.cache, log=log)
     train, validation = split_documents(tokens, validation_fraction=fraction)
     _check_sizes(name, ({} if held_out else {"training": train}) | {"validation": validation}, seq_len)
     return Dataset(
@@ -158,10 +153,8 @@ def load_dataset(
     )
 
 
-def _load_chat(config: DataConfig, tokenizer: Tokenizer | None, seq_len: int, fraction: float) -> Dataset:
-    source = find_source(config.data, format="chat")
-    tokenizer = tokenizer or load_tokenizer("bytes" if config.tokenizer == "auto" else config.tokenizer)
-    template = None
+def _load_chat(config: DataConfig, tokenizer: Tokenizer, seq_len: int, fraction: float) -> Dataset:
+    source, template = find_source(config.data, format="chat"), None
     if isinstance(tokenizer, JsonTokenizer) and config.tokenizer != "auto":
         template = find_chat_template(user_path(config.tokenizer).parent)
     return load_conversations(source, tokenizer, template=template, seq_len=seq_len, validation_fraction=fraction)

@@ -28,17 +28,11 @@ _TOOLS = "tools"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """A conversation that was checked.
+    """A conversation that was checked."""
 
-    Attributes:
-      messages: the messages, without their weights.
-      tools: the functions that the model may call, or None.
-      answers: the indices of the answers that are learned.
-    """
-
-    messages: list[dict[str, Any]]
-    tools: list[Any] | None
-    answers: list[int]
+    messages: list[dict[str, Any]]  # the messages, without their weights
+    tools: list[Any] | None  # the functions that the model may call, or None
+    answers: list[int]  # the indices of the answers that are learned
 
 
 def checked(record: Mapping[str, Any], where: str) -> Conversation:

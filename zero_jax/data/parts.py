@@ -72,16 +72,11 @@ class TokenPart:
 
     Row `r` has the `seq_len` tokens from `r * seq_len` on, each with the next token as its target, so that every token
     but the first is a target once. A target that begins another document has the weight 0.
-
-    Attributes:
-      tokens: the tokens of the data set.
-      starts: the index in `tokens` of each document's first token: `[num_documents]`.
-      offsets: its index in the stream, and the end of the last document: `[num_documents + 1]`.
     """
 
-    tokens: np.ndarray | TokenFile
-    starts: np.ndarray
-    offsets: np.ndarray
+    tokens: np.ndarray | TokenFile  # the tokens of the data set
+    starts: np.ndarray  # the index in `tokens` of each document's first token: `[num_documents]`
+    offsets: np.ndarray  # its index in the stream, and the end of the last document: `[num_documents + 1]`
 
     @property
     def size(self) -> int:

@@ -1,17 +1,22 @@
-"""Finds the files of a data set, and their format."""
+"""Finds the files of a data set and their format, or opens one of the Hugging Face hub by the package `datasets`."""
+
+from __future__ import annotations
 
 import dataclasses
 import glob
 import hashlib
 import pathlib
+import re
 import sysconfig
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+from zero_jax.core.extras import extra
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.text_tables import printable
-from zero_jax.data.hub import HUB, open_hub
 
+HUB = "hf:"  # begins the name of a data set of the hub
+_FORM = re.compile(r"(?P<name>[^:@]+)(:(?P<subset>[^@]+))?(@(?P<split>.+))?")
 Format = Literal["auto", "text", "jsonl", "chat", "parquet", "tokens", "arrayrecord"]
 
 # Tables, generated text and code about syntax, unlike the Python that people write.
@@ -33,19 +38,12 @@ _BESIDE_TOKENS = ".documents.npy"  # the offsets of a token file's documents, no
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceFile:
-    """A file of a data set, with its size and modification time when it was listed.
+    """A file of a data set, with its size and modification time when it was listed."""
 
-    Attributes:
-      path: its path.
-      name: its path relative to the data set's folder.
-      size_bytes: its size.
-      modified_ns: its modification time, in nanoseconds.
-    """
-
-    path: pathlib.Path
-    name: str
-    size_bytes: int
-    modified_ns: int
+    path: pathlib.Path  # its path
+    name: str  # its path relative to the data set's folder
+    size_bytes: int  # its size
+    modified_ns: int  # its modification time, in nanoseconds
 
     def __str__(self) -> str:
         return printable(self.path)
@@ -209,3 +207,35 @@ def _is_text(path: pathlib.Path) -> bool:
     with path.open("rb") as file:
         head = file.read(8000)
     return bool(head) and b"\0" not in head
+
+
+def open_hub(data: str, *, is_streamed: bool) -> Any:
+    """Opens a data set: a `datasets.Dataset`, or a `datasets.IterableDataset` that is read as it is needed.
+
+    Args:
+      data: `hf:` and the name on the hub, or a folder of files or one that `Dataset.save_to_disk` wrote, with
+        `:SUBSET` and `@SPLIT` (train without that) if they are needed.
+      is_streamed: whether to read it as it is needed.
+
+    Raises:
+      ValueError: there is no such data set, subset or split, or it cannot be read.
+    """
+    with extra("hf"):
+        import datasets  # pyright: ignore[reportMissingImports]
+
+    place = data.removeprefix(HUB)
+    match = None if user_path(place).is_dir() else _FORM.fullmatch(place)
+    name, subset, split = match.group("name", "subset", "split") if match else (place, None, None)
+    folder = user_path(name)
+    try:
+        if (folder / "state.json").is_file():
+            table = datasets.Dataset.load_from_disk(str(folder))
+            return table.to_iterable_dataset(num_shards=min(64, len(table)) or 1) if is_streamed else table
+        path = str(folder) if folder.is_dir() else name
+        return datasets.load_dataset(path, subset, split=split or "train", streaming=is_streamed)
+    except Exception as error:  # of any library that it reads with
+        why = (str(error).splitlines() or [""])[0]
+        raise ValueError(
+            f"{data} cannot be read by `datasets` ({type(error).__name__}: {printable(why)}): give hf:NAME, or "
+            "hf:NAME:SUBSET@SPLIT, of the hub or of a folder"
+        ) from error

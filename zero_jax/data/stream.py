@@ -17,8 +17,8 @@ import numpy as np
 
 from zero_jax.core.files.untrusted import mapping, text, whole_number
 from zero_jax.data.documents import record_text
-from zero_jax.data.hub import open_hub
 from zero_jax.data.parts import Dataset, TokenPart
+from zero_jax.data.sources import open_hub
 from zero_jax.data.tokenizer import Tokenizer
 
 _BLOCK_TOKENS, _MOST_BLOCK_ROWS = 1 << 20, 512  # that are shuffled among each other, and read again by a resumed run
@@ -119,13 +119,13 @@ class _Place:
 class Lane:
     """The rows of a part of a stream's documents, pass after pass, shuffled within blocks."""
 
-    def __init__(self, stream: Stream, *, lane: int, num_lanes: int, seq_len: int, seed: int, state: Any = None):
-        """Begins at the first row, or at a state that `state` has returned.
+    def __init__(self, stream: Stream, part: tuple[int, int], *, seq_len: int, seed: int, state: Any = None):
+        """Begins at the first row of a part (its number, of how many), or at a state that `state` has returned.
 
         Raises:
           ValueError: a state of another form.
         """
-        self._stream, self._lane, self._num_lanes, self._seq_len = stream, lane, num_lanes, seq_len
+        self._stream, (self._lane, self._num_lanes), self._seq_len = stream, part, seq_len
         self._seed, self._num_rows = seed, max(1, min(_MOST_BLOCK_ROWS, _BLOCK_TOKENS // seq_len))
         first = {"epoch": 0, "before": None, "skip": 0, "block": 0, "row": 0}
         state = first if state is None else mapping(state, keys={*first})
@@ -196,14 +196,14 @@ class LaneRows:
     """The rows of batches that this process reads, from their lanes."""
 
     def __init__(
-        self, stream: Stream, *, rows: np.ndarray, batch_size: int, num_lanes: int, seq_len: int, seed: int, states: Any
+        self, stream: Stream, rows: np.ndarray, shape: tuple[int, int], *, num_lanes: int, seed: int, states: Any
     ):
-        """Takes the indices of the rows of a batch that this process reads, and the states of lanes, None at first."""
+        """Takes the indices of the rows that this process reads of a batch of a shape, and lanes' states, or None."""
+        batch_size, seq_len = shape
         lanes = np.arange(batch_size) * num_lanes // batch_size
         state_of = {} if states is None else mapping(states, keys={str(lane) for lane in range(num_lanes)})
-        made = {"num_lanes": num_lanes, "seq_len": seq_len, "seed": seed}
         self._lanes = {
-            lane: Lane(stream, lane=lane, **made, state=state_of.get(str(lane)))
+            lane: Lane(stream, (lane, num_lanes), seq_len=seq_len, seed=seed, state=state_of.get(str(lane)))
             for lane in sorted({*lanes[rows].tolist()})
         }
         # All rows of a lane are read, those of other processes too: its order is that of the batch.

@@ -92,23 +92,14 @@ class ByteTokenizer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JsonTokenizer:
-    """A tokenizer of the `tokenizers` library; `load_tokenizer` reads it from its JSON file.
+    """A tokenizer of the `tokenizers` library; `load_tokenizer` reads it from its JSON file."""
 
-    Attributes:
-      name: the file's name.
-      fingerprint: a hash of the file.
-      vocab_size: one more than the largest token that text can become, or that ends a document.
-      end_of_document: the token that ends a document.
-      content: what is in the file.
-      library: the library's own object.
-    """
-
-    name: str = dataclasses.field(compare=False)
-    fingerprint: str
-    vocab_size: int
-    end_of_document: int
-    content: bytes = dataclasses.field(repr=False, compare=False)
-    library: Any = dataclasses.field(repr=False, compare=False)
+    name: str = dataclasses.field(compare=False)  # the file's name
+    fingerprint: str  # a hash of the file
+    vocab_size: int  # one more than the largest token that text can become, or that ends a document
+    end_of_document: int  # the token that ends a document
+    content: bytes = dataclasses.field(repr=False, compare=False)  # what is in the file
+    library: Any = dataclasses.field(repr=False, compare=False)  # the library's own object
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the text's tokens, as `uint32`, without special tokens."""

@@ -20,7 +20,7 @@ from zero_jax.core.tree import PyTree, key_shape, leaf_names, path_name, shown
 from zero_jax.core.variables import MODEL_STATE, Variables
 from zero_jax.finetuning.quantization import DEFAULT_BLOCK_SIZE, QuantizedWeight, built, dequantize, quantize
 from zero_jax.finetuning.targets import Target, check_rules, find_targets, matching
-from zero_jax.program.jaxprs import stands_for
+from zero_jax.libraries import with_parameters
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.rules import user_specs
 from zero_jax.sharding.spec import Dims, checked_dims, partition_spec
@@ -211,9 +211,11 @@ class Lora:
         function = LossFunction(loss_fn, key_parameter(loss_fn), model_state_parameter(loss_fn))
         function.check()
 
-        def call(params: PyTree, batch: PyTree, key: Any, model_state: PyTree) -> Any:
-            base, own = _base_of(model_state), model_state.get(_OWN)
-            leaves, tree = self._leaves(params, base)
+        def call(variables: Variables, batch: PyTree, key: Any) -> Any:
+            model_state = variables.model_state
+            base = _base_of(model_state)
+            own = model_state.get(_OWN)
+            leaves, tree = self._leaves(variables.params, base)
 
             def plain(params: PyTree, own: PyTree, batch: PyTree, key: Any) -> Any:
                 variables = params if own is None else Variables(params=params, model_state=own)
@@ -222,19 +224,7 @@ class Lora:
             loss, (aux, own) = evaluate_adapted(plain, leaves, tree, (own, batch, key), uses)
             return loss, aux, model_state if own is None else {**model_state, _OWN: own}
 
-        if function.key is None:
-
-            @stands_for(loss_fn)
-            def without_key(params: PyTree, batch: PyTree, *, model_state: PyTree) -> Any:
-                return call(params, batch, None, model_state)
-
-            return without_key
-
-        @stands_for(loss_fn)
-        def with_key(params: PyTree, batch: PyTree, key: jax.Array, *, model_state: PyTree) -> Any:
-            return call(params, batch, key, model_state)
-
-        return with_key
+        return with_parameters(function, call, has_state=True)
 
     def report(self, loss_fn: Callable[..., Any], params: PyTree, batch: PyTree) -> AdaptedReport:
         """Reports where a loss function uses adapted weights, and whether on the factors or merged.

@@ -24,45 +24,29 @@ _HOST = {False: "from the host", True: "to the host"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """What one execution of an asynchronous collective overlaps with.
+    """What one execution of an asynchronous collective overlaps with."""
 
-    Attributes:
-      seconds: The computation that is scheduled between its start and its done.
-      collective_seconds: What the collective itself takes.
-      exposed_seconds: What its done waits.
-      instructions: The longest of the instructions in between, as `name (file:line)`.
-    """
-
-    seconds: float
-    collective_seconds: float
-    exposed_seconds: float
-    instructions: tuple[str, ...]
+    seconds: float  # the computation that is scheduled between its start and its done
+    collective_seconds: float  # what the collective itself takes
+    exposed_seconds: float  # what its done waits
+    instructions: tuple[str, ...]  # the longest of the instructions in between, as `name (file:line)`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """The time that a run of a program takes on one device.
+    """The time that a run of a program takes on one device."""
 
-    Attributes:
-      total_seconds: All of it: `compute_seconds` and `exposed_seconds`.
-      compute_seconds: The ordinary instructions.
-      exposed_seconds: Time in which computation waits for a collective or a copy from or to the host, or a synchronous
-        collective runs alone.
-      collective_seconds: All executions of all collectives and transfers between slices, hidden or not.
-      overlaps: One execution of each of those that are asynchronous, by (computation, name).
-      network_seconds: Of `collective_seconds`, the transfers between slices.
-      host_seconds: Copies between the device and its host, hidden or not: the longer of the two directions.
-      kernel_seconds: Of `compute_seconds`, the instructions that `is_kernel` chose.
-    """
-
-    total_seconds: float
-    compute_seconds: float
+    total_seconds: float  # all of it: `compute_seconds` and `exposed_seconds`
+    compute_seconds: float  # the ordinary instructions
+    # Time in which computation waits for a collective or a copy from or to the host, or a synchronous collective runs
+    # alone
     exposed_seconds: float
-    collective_seconds: float
+    collective_seconds: float  # all executions of all collectives and transfers between slices, hidden or not
+    # One execution of each of those that are asynchronous, by (computation, name)
     overlaps: Mapping[Key, Overlap] = dataclasses.field(repr=False)
-    network_seconds: float = 0.0
-    host_seconds: float = 0.0
-    kernel_seconds: float = 0.0
+    network_seconds: float = 0.0  # of `collective_seconds`, the transfers between slices
+    host_seconds: float = 0.0  # copies between the device and its host, hidden or not: the longer of the two directions
+    kernel_seconds: float = 0.0  # of `compute_seconds`, the instructions that `is_kernel` chose
 
 
 def own_links(collective: Collective) -> frozenset[Hashable]:

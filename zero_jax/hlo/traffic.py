@@ -26,19 +26,12 @@ _SLICES = re.compile(r"slice_sizes=\{(\{.*?\})\}")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sent:
-    """An operation that sends.
+    """An operation that sends."""
 
-    Attributes:
-      name: The instruction's name in the program.
-      computation: The name of the HLO computation that holds it.
-      sent_bytes: What one device sends in one execution.
-      num_executions: Executions in a run of the program: the product of the trip counts of the loops around it.
-    """
-
-    name: str
-    computation: str
-    sent_bytes: float
-    num_executions: int = 1
+    name: str  # the instruction's name in the program
+    computation: str  # the name of the HLO computation that holds it
+    sent_bytes: float  # what one device sends in one execution
+    num_executions: int = 1  # executions in a run of the program: the product of the trip counts of the loops around it
 
     @property
     def total_sent_bytes(self) -> float:

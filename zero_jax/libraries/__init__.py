@@ -5,6 +5,7 @@
 called. Each library is imported by the function for it.
 """
 
-from zero_jax.libraries.models import ModelFunctions, from_equinox, from_linen, from_nnx
+from zero_jax.libraries.models import ModelFunctions, from_equinox, from_linen, from_nnx, with_parameters
 
+# Without the name that only `finetuning/` needs.
 __all__ = ["ModelFunctions", "from_equinox", "from_linen", "from_nnx"]

@@ -102,7 +102,7 @@ def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = N
             value, (aux, _) = function(model, batch, key)
             return value, aux, nnx.state(model, nnx.Not(trained))
 
-        return _with_parameters(function, call, has_state=has_state)
+        return with_parameters(function, call, has_state=has_state)
 
     return ModelFunctions(
         init_fn=init_fn, loss_fn=loss_of(graphdef), eval_fn=loss_of(evaluated), merge=merge, loss=place_of(loss)
@@ -156,23 +156,6 @@ def from_linen(
     def keys_of(key: jax.Array) -> dict[str, jax.Array]:
         return dict(zip(("params", *rngs), jax.random.split(key, 1 + len(rngs)), strict=True))
 
-    sown: set[str] = set()  # collections that calls write and never read
-
-    def find_sown(key: jax.Array) -> None:
-        made = dict(module.init(keys_of(key), *inputs, **options))
-
-        def call(name: str, collections: dict[str, Any]) -> Any:
-            out, updated = module.apply(collections, *inputs, rngs=keys_of(key), **{**options, "mutable": [*made]})
-            return out, {other: updated[other] for other in updated if other != name}
-
-        for name in made.keys() - {"params"}:
-            others = {other: value for other, value in made.items() if other != name}
-            program = jax.make_jaxpr(lambda value, name=name, others=others: call(name, {**others, name: value}))
-            num_leaves = len(jax.tree.leaves(made[name]))
-            is_read = any(used_inputs(program(made[name]).jaxpr)[:num_leaves])
-            if not is_read and _runs_without(module, others, inputs, {**options, "rngs": keys_of(key)}):
-                sown.add(name)
-
     def init_fn(key: jax.Array) -> PyTree:
         made = dict(module.init(keys_of(key), *inputs, **options))
         collections = {name: value for name, value in made.items() if name not in sown}
@@ -205,14 +188,31 @@ def from_linen(
             value, (aux, _) = function(model, batch, key)
             return value, aux, collections
 
-        return _with_parameters(function, call, has_state=has_state, has_streams=bool(streams))
+        return with_parameters(function, call, has_state=has_state, has_streams=bool(streams))
 
-    function = _loss_on_model(loss)
-    jax.eval_shape(find_sown, key_shape())
+    function, sown = _loss_on_model(loss), set[str]()
+    jax.eval_shape(lambda key: sown.update(_sown(module, keys_of(key), inputs, options)), key_shape())
     has_state = isinstance(jax.eval_shape(init_fn, key_shape()), Variables)
     eval_fn = None if eval_loss is None else loss_of(_loss_on_model(eval_loss), updates=False)
     loss_fn = loss_of(function, rngs, updates=True)
     return ModelFunctions(init_fn=init_fn, loss_fn=loss_fn, eval_fn=eval_fn, merge=merge, loss=place_of(loss))
+
+
+def _sown(module: Any, keys: dict[str, jax.Array], inputs: tuple[Any, ...], options: dict[str, Any]) -> set[str]:
+    """Returns the collections of a Linen module that calls write and never read."""
+    made, sown = dict(module.init(keys, *inputs, **options)), set()
+
+    def call(name: str, collections: dict[str, Any]) -> Any:
+        out, updated = module.apply(collections, *inputs, rngs=keys, **{**options, "mutable": [*made]})
+        return out, {other: updated[other] for other in updated if other != name}
+
+    for name in made.keys() - {"params"}:
+        others = {other: value for other, value in made.items() if other != name}
+        program = jax.make_jaxpr(lambda value, name=name, others=others: call(name, {**others, name: value}))
+        is_read = any(used_inputs(program(made[name]).jaxpr)[: len(jax.tree.leaves(made[name]))])
+        if not is_read and _runs_without(module, others, inputs, {**options, "rngs": keys}):
+            sown.add(name)
+    return sown
 
 
 def _runs_without(module: Any, others: dict[str, Any], inputs: tuple[Any, ...], settings: dict[str, Any]) -> bool:
@@ -274,7 +274,7 @@ def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> 
             value, (aux, state) = function(joined(model, state), batch, key)
             return value, aux, (others, state)
 
-        return _with_parameters(function, call, has_state=has_state)
+        return with_parameters(function, call, has_state=has_state)
 
     shapes, state = eqx.filter_eval_shape(made, key_shape())
     arrays, static = eqx.partition(shapes, is_array)
@@ -301,14 +301,17 @@ def _loss_on_model(loss: Callable[..., Any]) -> LossFunction:
     return function
 
 
-def _with_parameters(
+def with_parameters(
     function: LossFunction,
     call: Callable[[Variables, PyTree, Any], Any],
     *,
     has_state: bool,
     has_streams: bool = False,
 ) -> Callable[..., Any]:
-    """Returns a loss function with the parameters that `make_train_step` reads, and the user's name and place."""
+    """Returns a loss function with the parameters that `make_train_step` reads, and the user's name and place.
+
+    `call` of variables, batch and key (or None) returns the loss, aux, and the new model state.
+    """
 
     @stands_for(function.function)
     def loss_fn(params: PyTree, batch: PyTree, *keys: Any, **state: Any) -> Any:

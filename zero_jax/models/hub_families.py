@@ -7,36 +7,26 @@ from typing import Any, Literal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """A `model_type` of the hub.
+    """A `model_type` of the hub."""
 
-    Attributes:
-      architecture: the class of transformers.
-      keys: keys of `config.json` by the names of `DecoderConfig`, where they are not those of Llama.
-      own: keys that Llama does not have, by the names of the same; `latent.key_rank` is a field of `latent`.
-      aliases: keys by what Llama calls the same.
-      defaults: what a missing key means, where that is not what it means for Llama.
-      must_be: what a decoder cannot do, by key: the values that mean it is not asked for. An empty tuple: any will do.
-      settings: what all models of the family have.
-      layer: how the names of a layer's tensors begin.
-      tensors: the rest of these names, by param. The bias of a param has the name of its weight.
-      experts: the same of a mixture of experts.
-      others: the names of the tensors outside the layers.
-      are_transposed: whether matrices are `[out, in]`.
-      fused: whether query, key and value are one tensor: by groups of heads, or one after the other.
-    """
-
-    architecture: str
+    architecture: str  # the class of transformers
+    # Keys of `config.json` by the names of `DecoderConfig`, where they are not those of Llama
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Keys that Llama does not have, by the names of the same; `latent.key_rank` is a field of `latent`. Of two fields
+    # with one key both are what it says.
     own: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)  # keys by what Llama calls the same
+    # What a missing key means, where that is not what it means for Llama
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # What a decoder cannot do, by key: the values that mean it is not asked for. An empty tuple: any will do.
     must_be: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    layer: str = "model.layers.{layer}."
-    tensors: Mapping[str, str]
-    experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    others: Mapping[str, str]
-    are_transposed: bool = True
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what all models of the family have
+    layer: str = "model.layers.{layer}."  # how the names of a layer's tensors begin
+    tensors: Mapping[str, str]  # the rest of these names, by param. The bias of a param has the name of its weight.
+    experts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the same of a mixture of experts
+    others: Mapping[str, str]  # the names of the tensors outside the layers
+    are_transposed: bool = True  # whether matrices are `[out, in]`
+    # Whether query, key and value are one tensor: by groups of heads, or one after the other
     fused: Literal["groups", "blocks"] | None = None
 
 
@@ -115,6 +105,7 @@ _LLAMA: dict[str, Any] = {"tensors": _LLAMA_TENSORS, "others": _LLAMA_OTHERS}
 _GEMMA: dict[str, Any] = {
     "tensors": _GEMMA_TENSORS,
     "others": _LLAMA_OTHERS,
+    "own": {"attention_soft_cap": "attn_logit_softcapping", "logits_soft_cap": "final_logit_softcapping"},
     "settings": {"norm_offset": True, "post_norms": True, "scale_embedding": True},
 }
 _GEMMA_DEFAULTS = {
@@ -151,6 +142,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM",
         keys=_EXPERT_SIZES | {"d_hidden": "moe_intermediate_size"},
+        own={"normalize_expert_weights": "norm_topk_prob"},
         settings={"qk_norm": True},
         experts=_EXPERTS,
         **_LLAMA,
@@ -166,6 +158,7 @@ FAMILIES: dict[str, Family] = {
             "norm_eps": "layer_norm_epsilon",
             "activation": "activation_function",
         },
+        own={"learned_positions": "n_positions"},
         defaults={
             "activation_function": "gelu_new",
             "layer_norm_epsilon": 1e-5,
@@ -199,6 +192,10 @@ FAMILIES: dict[str, Family] = {
     "gpt_neox": Family(
         architecture="GPTNeoXForCausalLM",
         keys={"norm_eps": "layer_norm_eps"},
+        own={
+            "parallel": "use_parallel_residual",
+            **dict.fromkeys(("qkv_bias", "out_bias"), "attention_bias"),
+        },
         aliases={"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
         defaults={
             "hidden_act": "gelu",
@@ -228,6 +225,7 @@ FAMILIES: dict[str, Family] = {
     "falcon": Family(
         architecture="FalconForCausalLM",
         keys={"d_hidden": "ffn_hidden_size", "norm_eps": "layer_norm_epsilon", "activation": "activation"},
+        own={"parallel": "parallel_attn", **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), "bias")},
         defaults={
             "activation": "gelu",
             "layer_norm_epsilon": 1e-5,

@@ -5,17 +5,15 @@ import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zero_jax.models.decoder_config import DecoderConfig
+from zero_jax.models.decoder_config import RECORDS, DecoderConfig
 from zero_jax.models.experts import SigmoidRouting
 from zero_jax.models.fields import short
-from zero_jax.models.hub_families import DEFAULTS, FAMILIES, MUST_BE, SETTINGS, SIZES
-from zero_jax.models.latent_attention import LatentAttention
+from zero_jax.models.hub_families import DEFAULTS, FAMILIES, MUST_BE, SETTINGS, SIZES, Family
 from zero_jax.models.rope import RopeScaling
 from zero_jax.models.tensor_name import TensorName
 
 MODEL_TYPES = tuple(FAMILIES)
 _GEMMA = ("gemma2", "gemma3_text")
-_CAPS = {"attention_soft_cap": "attn_logit_softcapping", "logits_soft_cap": "final_logit_softcapping"}
 _LARGEST = 3.4e38  # of float32
 _ACTIVATIONS = {
     "silu": "silu",
@@ -65,23 +63,26 @@ def decoder_config(hf_config: Mapping[str, Any], *, seq_len: int | None = None) 
         "tie_embedding": hf_config["tie_word_embeddings"],
         **_windows(hf_config, model_type, sizes["num_layers"]),
         **_rope(hf_config, model_type),
+        **(_equal_heads(sizes) if family.settings.get("norm") == "layer" else {}),
         **family.settings,
-        **(_OWN[model_type](hf_config, sizes) if model_type in _OWN else {}),
+        **_own(hf_config, family),
+        **(_READ[model_type](hf_config, sizes) if model_type in _READ else {}),
     }
     settings["seq_len"] = seq_len or sizes["seq_len"]
     return DecoderConfig(**settings)
 
 
-def _gemma(hf_config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-    del sizes
-    scale = _positive(hf_config, "query_pre_attn_scalar") ** -0.5
-    return {"query_scale": scale} | {field: hf_config.get(key) for field, key in _CAPS.items()}
-
-
-def _gpt_neox(hf_config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-    has_bias = _switch(hf_config, "attention_bias")
-    parallel = _switch(hf_config, "use_parallel_residual")
-    return _equal_heads(sizes) | {"parallel": parallel, "qkv_bias": has_bias, "out_bias": has_bias}
+def _own(hf_config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Returns the fields whose keys Llama does not have, by the family's table."""
+    defaults, own = vars(DecoderConfig()), dict[str, Any]()
+    records: dict[str, dict[str, Any]] = {}
+    for path, key in family.own.items():
+        record, _, name = path.rpartition(".")
+        if record:
+            records.setdefault(record, {})[name] = hf_config[key]
+        else:
+            own[name] = _switch(hf_config, key) if isinstance(defaults[name], bool) else hf_config.get(key)
+    return own | {record: RECORDS[record](**fields) for record, fields in records.items()}
 
 
 def _falcon(hf_config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
@@ -96,14 +97,7 @@ def _falcon(hf_config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str,
             "are not supported: transformers has 1 or 2 norms in the new architecture, which is parallel, and 1 in "
             "the older one"
         )
-    biases = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), _switch(hf_config, "bias"))
-    shared = parallel and not (is_new and num_norms != 1)
-    return _equal_heads(sizes) | {
-        "num_kv_heads": num_kv_heads,
-        "parallel": parallel,
-        "shared_norm": shared,
-        **biases,
-    }
+    return {"num_kv_heads": num_kv_heads, "shared_norm": parallel and not (is_new and num_norms != 1)}
 
 
 def _deepseek_v3(hf_config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
@@ -114,17 +108,10 @@ def _deepseek_v3(hf_config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict
             f"num_key_value_heads={short(hf_config['num_key_value_heads'])} is not supported: latent attention has "
             f"{sizes['num_heads']}, as many as query heads"
         )
-    own: dict[str, dict[str, Any]] = {}  # the fields of each record; those of the decoder itself under ""
-    for path, key in FAMILIES["deepseek_v3"].own.items():
-        record, _, name = path.rpartition(".")
-        own.setdefault(record, {})[name] = hf_config[key]
-    latent = LatentAttention(**own["latent"])
-    return own[""] | {
-        "latent": latent,
+    return {
         "num_kv_heads": sizes["num_heads"],
-        "head_dim": hf_config["qk_nope_head_dim"] + latent.rotary_dim,
+        "head_dim": hf_config["qk_nope_head_dim"] + hf_config["qk_rope_head_dim"],
         "num_extra_tokens": _first(hf_config.get("num_nextn_predict_layers"), hf_config.get("num_mtp_layers"), 0),
-        "routing": SigmoidRouting(**own["routing"]),
     }
 
 
@@ -143,13 +130,9 @@ def _switch(hf_config: Mapping[str, Any], key: str) -> bool:
     return bool(value)
 
 
-# What a family reads of a config besides.
-_OWN: dict[str, Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, Any]]] = {
-    "gemma2": _gemma,
-    "gemma3_text": _gemma,
-    "qwen3_moe": lambda hf_config, _: {"normalize_expert_weights": hf_config.get("norm_topk_prob", False)},
-    "gpt2": lambda _, sizes: _equal_heads(sizes) | {"learned_positions": sizes["seq_len"]},
-    "gpt_neox": _gpt_neox,
+# What a family reads of a config besides its table.
+_READ: dict[str, Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, Any]]] = {
+    **dict.fromkeys(_GEMMA, lambda config, _: {"query_scale": _positive(config, "query_pre_attn_scalar") ** -0.5}),
     "falcon": _falcon,
     "deepseek_v3": _deepseek_v3,
 }
@@ -291,10 +274,10 @@ def hf_config(config: DecoderConfig) -> dict[str, Any]:
         keys["activation"]: _ACTIVATION_NAMES[config.activation],
         "tie_word_embeddings": config.tie_embedding,
     }
-    if model_type in _WRITE:
-        settings |= _WRITE[model_type](config)
-    else:
-        settings |= _llama_settings(config, model_type)
+    settings |= _WRITE[model_type](config) if model_type in _WRITE else _llama_settings(config, model_type)
+    for path, key in family.own.items():
+        record, _, name = path.rpartition(".")
+        settings[key] = getattr(getattr(config, record) or RECORDS[record]() if record else config, name)
     if config.num_rotary:
         settings["rope_theta"] = config.rope_theta
     if config.rope_scaling is not None:
@@ -320,7 +303,6 @@ def _llama_settings(config: DecoderConfig, model_type: str) -> dict[str, Any]:
         scalar = config.head_dim if config.query_scale is None else config.query_scale**-2
         settings |= {"query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-9 * scalar else scalar}
         settings["hidden_activation"] = _ACTIVATION_NAMES[config.activation]
-        settings |= {key: getattr(config, name) for name, key in _CAPS.items()}
     if config.window_rope_theta is not None:
         settings["rope_local_base_freq"] = config.window_rope_theta
     if FAMILIES[model_type].experts:
@@ -334,26 +316,14 @@ def _falcon_settings(config: DecoderConfig) -> dict[str, Any]:
         "new_decoder_architecture": is_new,
         "num_kv_heads": config.num_kv_heads,
         "multi_query": is_new or config.num_kv_heads == 1,
-        "parallel_attn": config.parallel,
         "num_ln_in_parallel_attn": 2 if config.parallel and not config.shared_norm else 1,
-        "bias": config.qkv_bias,
         "alibi": False,
-    }
-
-
-def _gpt_neox_settings(config: DecoderConfig) -> dict[str, Any]:
-    return {
-        "partial_rotary_factor": config.rotary_fraction,
-        "use_parallel_residual": config.parallel,
-        "attention_bias": config.qkv_bias,
     }
 
 
 def _deepseek_v3_settings(config: DecoderConfig) -> dict[str, Any]:
     assert config.latent is not None
-    records = {"": config, "latent": config.latent, "routing": config.routing or SigmoidRouting()}
-    own = ((path.rpartition("."), key) for path, key in FAMILIES["deepseek_v3"].own.items())
-    return {key: getattr(records[record], name) for (record, _, name), key in own} | {
+    return {
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "intermediate_size": config.d_hidden_dense or config.d_hidden,
@@ -365,8 +335,8 @@ def _deepseek_v3_settings(config: DecoderConfig) -> dict[str, Any]:
 
 # What a family writes besides sizes, where it is not what Llama writes.
 _WRITE: dict[str, Callable[[DecoderConfig], dict[str, Any]]] = {
-    "gpt2": lambda config: {"n_positions": config.learned_positions},
-    "gpt_neox": _gpt_neox_settings,
+    "gpt2": lambda _: {},
+    "gpt_neox": lambda config: {"partial_rotary_factor": config.rotary_fraction},
     "falcon": _falcon_settings,
     "deepseek_v3": _deepseek_v3_settings,
 }

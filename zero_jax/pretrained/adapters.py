@@ -339,13 +339,8 @@ def export_peft(
 ) -> SavedHF:
     """Writes the adapters of a checkpoint as a PEFT folder, as `save_peft` does, without reading its base.
 
-    Args:
-      path: a run's folder, its folder of checkpoints, or the folder of one step.
-      out: the folder to make; it must not exist, or be empty.
-      lora: the adapters' settings.
-      step: the step; None takes the newest.
-      dtype: floating dtype of the file; None keeps theirs.
-      ema: take the moving average of the adapters.
+    `path`, `step` and `ema` (of the adapters) are as for `zero.checkpoint.export`; `lora` and `dtype` as for
+    `save_peft`.
 
     Raises:
       CheckpointError: no checkpoint, or a damaged one.

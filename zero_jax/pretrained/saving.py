@@ -7,22 +7,25 @@ systems support a file that two processes write.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from zero_jax.checkpoint import check_outside, open_params
 from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.files.partial_folder import partial_folder
-from zero_jax.core.files.safetensors import MODEL_FILE, Tensor, create_files
+from zero_jax.core.files.safetensors import MODEL_FILE, StoredTensor, Tensor, create_files
+from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import Report, printable, quoted
@@ -32,12 +35,13 @@ from zero_jax.models.huggingface import decoder_config, hf_config, tensor_names
 from zero_jax.models.tensor_name import TensorName
 from zero_jax.pretrained.folder import CONFIG, copy_companions, read_config, run_companions
 from zero_jax.pretrained.loading import HFModel, Pretrained
-from zero_jax.pretrained.mapping import LeafTensors, check_parts, check_paths, indices, tensor_shape
-from zero_jax.pretrained.parts import Pieces, make_parts, own_shards, pieces_of_parts, write_parts
+from zero_jax.pretrained.mapping import Index, LeafTensors, check_parts, check_paths, indices, tensor_shape
 from zero_jax.training import TrainState
 
 MAX_FILE_BYTES = 5 * 10**9
 _FLOATS = ("float32", "float16", "bfloat16")
+# Returns slices of a param, which are read one after the other.
+Pieces = Callable[[], Iterable[tuple[Index, np.ndarray]]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,29 +66,18 @@ class SavedHF(Report):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FolderToWrite:
-    """A folder to write.
+    """A folder to write."""
 
-    Attributes:
-      path: the folder to make; it must not exist, or be empty.
-      names: the tensors of each param, by its path.
-      max_file_bytes: bytes of tensors in a file; a larger tensor has a file of its own.
-      dtype: floating dtype of the files, or None.
-      dtypes: dtypes by tensor, where `dtype` is None; the params' own for others.
-      config: the content of its `config.json`, if it has one.
-      companions: the folder whose tokenizer and settings are copied, or None.
-      file: the name of the file, where there is one.
-      texts: further files of text, by name.
-    """
-
-    path: str | os.PathLike[str]
-    names: Mapping[str, TensorName]
-    max_file_bytes: int
-    dtype: Any = None
+    path: str | os.PathLike[str]  # the folder to make; it must not exist, or be empty
+    names: Mapping[str, TensorName]  # the tensors of each param, by its path
+    max_file_bytes: int  # bytes of tensors in a file; a larger tensor has a file of its own
+    dtype: Any = None  # floating dtype of the files, or None
+    # Dtypes by tensor, where `dtype` is None; the params' own for others
     dtypes: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    config: Mapping[str, Any] | None = None
-    companions: str | os.PathLike[str] | None = None
-    file: str = MODEL_FILE
-    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    config: Mapping[str, Any] | None = None  # the content of its `config.json`, if it has one
+    companions: str | os.PathLike[str] | None = None  # the folder whose tokenizer and settings are copied, or None
+    file: str = MODEL_FILE  # the name of the file, where there is one
+    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # further files of text, by name
 
     @property
     def target(self) -> pathlib.Path:
@@ -168,14 +161,9 @@ def export_hf(
 ) -> SavedHF:
     """Writes the params of a checkpoint of a decoder as a folder of the hub, in slices of bounded size.
 
-    Args:
-      path: a run's folder, its folder of checkpoints, or the folder of one step.
-      out: the folder to make; it must not exist, or be empty.
-      step: the step; None takes the newest.
-      dtype: floating dtype of the files; None takes that of the config that the run began with, or as was saved.
-      max_file_bytes: bytes of tensors in a file; a larger tensor has a file of its own.
-      ema: take the params' moving average instead of the params.
-      params: write these instead, such as those with adapters merged into them.
+    `path`, `step` and `ema` are as for `zero.checkpoint.export`, `out` and `max_file_bytes` as for `save_hf`. A `dtype`
+    of None takes that of the config that the run began with, or as was saved. `params` are written instead, such as
+    those with adapters merged into them.
 
     Raises:
       CheckpointError: no checkpoint, or a damaged one.
@@ -201,21 +189,21 @@ def export_hf(
 def save_arrays(folder: FolderToWrite, leaves: Mapping[str, Array]) -> SavedHF:
     """Writes arrays on the devices of any number of processes, which all call it."""
     if jax.process_count() == 1:
-        pieces: dict[str, Pieces] = {path: lambda x=x: own_shards(x) for path, x in leaves.items()}
+        pieces: dict[str, Pieces] = {path: lambda x=x: _own_shards(x) for path, x in leaves.items()}
         return write_folder(folder, leaves, pieces)
     target = folder.target
 
     def begin() -> str:
         _check_free(target)
-        return str(make_parts(target))
+        return str(_make_parts(target))
 
     def write() -> str:
-        return json.dumps(dataclasses.asdict(write_folder(folder, leaves, pieces_of_parts(parts, leaves))))
+        return json.dumps(dataclasses.asdict(write_folder(folder, leaves, _pieces_of_parts(parts, leaves))))
 
     parts = pathlib.Path(from_first_process(begin))
     try:
         with Agreement(lambda numbers: ValueError(f"process {numbers} cannot write {target}: see its log")):
-            write_parts(parts / str(jax.process_index()), leaves.values())
+            _write_parts(parts / str(jax.process_index()), leaves.values())
         return SavedHF(**json.loads(from_first_process(write)))
     finally:
         if jax.process_index() == 0:
@@ -361,3 +349,82 @@ def _source(path: pathlib.Path) -> pathlib.Path | None:
     absolute = user_path(path).absolute()
     folders = [run_companions(folder) for folder in (absolute, *absolute.parents[:2])]
     return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
+
+
+def _owners(x: Array) -> list[tuple[Any, Index]]:
+    """Returns the devices whose shards make up an array, each with its slice: the same in all processes."""
+    owner_of: dict[Any, tuple[Any, Index]] = {}
+    for device, index in x.sharding.devices_indices_map(x.shape).items():
+        index = index or ()
+        key = tuple((at.start, at.stop) for at in index)
+        if key not in owner_of or device.id < owner_of[key][0].id:
+            owner_of[key] = (device, index)
+    return [owner_of[key] for key in sorted(owner_of, key=str)]
+
+
+def _own_shards(x: Array) -> Iterator[tuple[Index, np.ndarray]]:
+    """Yields the shards of an array that this process writes, one on the host at a time."""
+    if not isinstance(x, jax.Array):
+        yield tuple(slice(None) for _ in x.shape), np.asarray(x)
+        return
+    shards = {shard.device: shard.data for shard in x.addressable_shards}
+    for device, index in _owners(x):
+        if device in shards:
+            yield index, np.asarray(shards[device])
+
+
+def _make_parts(target: pathlib.Path) -> pathlib.Path:
+    """Makes a folder beside `target` for the files of all processes, in the first one."""
+    parts = target.parent / f".{target.name}.parts-{os.getpid()}"
+    try:
+        parts.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"cannot write {target}: {with_remedy(error)}") from error
+    return parts
+
+
+def _write_parts(path: pathlib.Path, leaves: Iterable[Array]) -> None:
+    """Writes this process's shards of all params to a file of its own.
+
+    Raises:
+      ValueError: it cannot be written.
+    """
+    try:
+        with path.open("xb") as file:
+            for x in leaves:
+                for _, values in _own_shards(x):
+                    file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {with_remedy(error)}; all processes need this folder") from error
+
+
+def _pieces_of_parts(parts: pathlib.Path, leaves: Mapping[str, Array]) -> dict[str, Pieces]:
+    """Returns the slices of each param in the files of all processes.
+
+    Raises:
+      ValueError: a file is not complete, as on a disk of another host.
+    """
+    ends: dict[int, int] = {}
+    places: dict[str, list[tuple[Index, StoredTensor]]] = {}
+    for path, x in leaves.items():
+        places[path] = []
+        for device, index in _owners(x):
+            shape = tuple(len(range(*at.indices(size))) for at, size in zip(index, x.shape, strict=True))
+            start = ends.setdefault(device.process_index, 0)
+            part = StoredTensor(
+                path=parts / str(device.process_index),
+                name=path,
+                dtype=jnp.dtype(x.dtype).name,
+                shape=shape,
+                offset=start,
+            )
+            ends[device.process_index] = start + part.num_bytes
+            places[path].append((index, part))
+    for process, end in ends.items():
+        with contextlib.suppress(OSError):
+            if (parts / str(process)).stat().st_size == end:
+                continue
+        raise ValueError(f"{parts / str(process)} is not complete here: save to a folder that all processes share")
+    return {path: lambda each=each: ((index, part.open()) for index, part in each) for path, each in places.items()}

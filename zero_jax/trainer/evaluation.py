@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from zero_jax.trainer.inputs.own import OwnModel, own_input
 from zero_jax.trainer.inputs.sources import BatchesEnded
 from zero_jax.trainer.inputs.together import Together
 from zero_jax.trainer.run import Model, RunInput, TrainConfig, open_text
-from zero_jax.training import MeshLoss, TrainState, ZeroConfig, ema_params, make_eval_step, merge
+from zero_jax.training import TrainState, ZeroConfig, ema_params, make_eval_step, merge
 from zero_jax.transforms import PartWeight
 
 
@@ -73,9 +73,7 @@ def evaluate(
         data = open_text(dataclasses.replace(config, sample_tokens=0), model, mesh, log, held_out=held_out)
     if data.validation is None:
         raise ValueError(f"{model.name} has no batches to validate on: give it some, as --validation does")
-    loss_fn = (isinstance(model, OwnModel) and model.eval_fn) or model.loss_fn
-    validation = Validation(loss_fn, data.validation, mesh=mesh, config=config.zero, data=data, say=log)
-    means = validation.means(params, goes_on=lambda: True)
+    means = Validation(model, data, mesh=mesh, config=config.zero, say=log).means(params, goes_on=lambda: True)
     assert means is not None
     loss = means.pop("loss")
     try:
@@ -90,17 +88,17 @@ class Validation:
 
     def __init__(
         self,
-        loss_fn: Callable[..., Any] | MeshLoss,
-        batches: Iterable[PyTree],
+        model: Model | OwnModel,
+        data: RunInput,
         *,
         mesh: Mesh,
         config: ZeroConfig,
-        data: RunInput,
         say: Callable[[str], None],
     ):
-        """Makes the eval step; `data` places the batches on the devices, and weighs those whose loss has no weight."""
-        self.batches, self._data, self._say = batches, data, say
+        """Makes the eval step; `data` has the batches, places them, and weighs those whose loss has no weight."""
+        self._batches, self._data, self._say = data.validation, data, say
         self._together = Together("validation batches")
+        loss_fn = (isinstance(model, OwnModel) and model.eval_fn) or model.loss_fn
         self._evaluate = make_eval_step(loss_fn, mesh=mesh, config=config, weighted=True)
 
     def measure(self, state: TrainState, *, goes_on: Callable[[], bool]) -> dict[str, float] | None:
@@ -138,7 +136,7 @@ class Validation:
 
     def _placed(self) -> Iterator[PyTree]:
         """Yields the batches on the devices; raises `ValueError` if the processes have different numbers of them."""
-        batches = iter(self.batches)
+        batches = iter(self._batches or ())
 
         def read() -> PyTree:
             for batch in batches:

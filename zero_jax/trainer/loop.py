@@ -45,15 +45,9 @@ def train(
     callbacks: Sequence[Any] = (),
     trackers: Sequence[Tracker | OpenTracker] = (),
 ) -> TrainResult:
-    """Trains a model.
+    """Trains a model: a `Model` of text, or an `OwnModel` with its batches.
 
-    Args:
-      config: what to train on, how, and for how long.
-      model: the model: a `Model` of text, or an `OwnModel` with its batches.
-      tx: any optax optimizer, instead of the one that `config.optimizer` names.
-      log: called with progress lines, in process 0 alone.
-      callbacks: functions that are called after steps, and may stop the run; see `zero.trainer.Callback`.
-      trackers: where the records go besides, in process 0; see `zero.trainer.Tracker`.
+    The other arguments are those of `zero.Trainer`; `log` is called with progress lines, in process 0 alone.
 
     Returns:
       The final metrics; loss curve, metrics, checkpoints and config are in the run's folder.
@@ -142,7 +136,9 @@ class _Training:
         self.norm = jax.jit(lambda params: global_norm(jax.tree.leaves(params)).value)
         self.batches: Any = stack.enter_context(self._open_batches(start))
         self.together, self.position = Together("batches"), self.batches.position
-        self.validation = self._make_validation()
+        self.validation = None
+        if run.input.validation is not None:
+            self.validation = Validation(run.model, run.input, mesh=mesh, config=run.zero, say=self.say)
         self.progress = Progress(
             sinks=[self._open_writers(start, stack).write, self.console.step] if self.is_first else [],
             speedometer=make_speedometer(run.model.loss_fn, run.tx, self.state, run.input, mesh=mesh, config=run.zero),
@@ -233,14 +229,6 @@ class _Training:
             if start.data is None:
                 raise
             raise ResumeError(str(error)) from error
-
-    def _make_validation(self) -> Validation | None:
-        run, model, data = self.run, self.run.model, self.run.input
-        batches = data.validation
-        if batches is None:
-            return None
-        loss_fn = (isinstance(model, OwnModel) and model.eval_fn) or model.loss_fn
-        return Validation(loss_fn, batches, mesh=run.mesh, config=run.zero, data=data, say=self.say)
 
     def _open_writers(self, start: Start, stack: contextlib.ExitStack) -> Trackers:
         config, folder = self.config, self.run.folder

@@ -18,15 +18,10 @@ from zero_jax.program.jaxprs import hlo_text, kept_arguments
 
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """What the devices of a mesh hold of an array.
+    """What the devices of a mesh hold of an array."""
 
-    Attributes:
-      shards: The shard of each device, `[devices, *dims of a shard]`.
-      indices: Its place in the array.
-    """
-
-    shards: np.ndarray
-    indices: tuple[tuple[slice, ...], ...]
+    shards: np.ndarray  # the shard of each device, `[devices, *dims of a shard]`
+    indices: tuple[tuple[slice, ...], ...]  # its place in the array
 
     def differences(self, other: np.ndarray) -> np.ndarray:
         """Returns the largest difference to an array of any device that holds an element, `float64`.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ import optax
 
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import Report, aligned, format_bytes
-from zero_jax.core.tree import PyTree, leaf_names, leaves_by_name
+from zero_jax.core.tree import PyTree, leaf_names, leaves_by_name, shard_bytes
 from zero_jax.interpreter import NotInterpretable
 from zero_jax.planning import CompileOptions, Job, call_for, make_job
 from zero_jax.sharding.precision import resolve_precision
@@ -146,25 +145,14 @@ def verify(
     here. The reference is the loss of the whole batch, `jax.value_and_grad` and the optimizer on one device.
 
     Float32 products are compiled in full precision (`jax.default_matmul_precision("highest")`), so that they can be
-    compared. Each step begins with the reference's state.
+    compared. Each step begins with the reference's state. Fused attention is left out: its kernels are no operations of
+    XLA.
 
-    Args:
-      loss_fn: as for `make_train_step`.
-      init_fn: as for `init_state`.
-      tx: the optimizer.
-      batch: the global batch of a step, arrays `[examples, ...]` with values that the model takes.
-      topology: such as `v5p:2x2x2`; a few devices are enough.
-      config: as for `make_train_step`. Fused attention is left out: its kernels are no operations of XLA.
-      replica: size of the mesh axis `replica`.
-      model: size of the mesh axis `model`.
-      pipe: stages of the pipeline (docs/pipeline.md).
-      data_layout: sizes of the mesh axes that carry `data`; None takes what `make_mesh` chooses for the hardware.
-      compiler_options: passed to the compiler.
-      num_steps: steps that are compared.
-      seed: of the key for `init_fn` and the steps.
-      tolerance: relative difference that is put down to rounding, before what the optimizer makes of it; None takes
-        1e-4 for float32, and more for smaller dtypes and quantized collectives.
-      **compiling: `name`, `own_process`, `timeout_seconds` and `log`, as for `plan`.
+    Arguments are as for `plan` (of `**compiling` all but `cache`), for a topology of a few devices such as `v5p:2x2x2`,
+    and with a `batch` of arrays `[examples, ...]` with values that the model takes. `num_steps` steps are compared;
+    `seed` is of the key for `init_fn` and the steps. `tolerance` is the relative difference that is put down to
+    rounding, before what the optimizer makes of it; None takes 1e-4 for float32, and more for smaller dtypes and
+    quantized collectives.
 
     Raises:
       ValueError: what `plan` refuses; a batch without values; a step that draws other numbers than one device (a key
@@ -238,8 +226,7 @@ def verify_job(
 
 def _check_size(state: TrainState, num_devices: int) -> None:
     """Raises `ValueError` if the devices' shards of a state do not fit into this machine's memory."""
-    sizes = [math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in jax.tree.leaves(state)]
-    if (needed := sum(sizes) * num_devices) > _MAX_BYTES:
+    if (needed := sum(map(shard_bytes, jax.tree.leaves(state))) * num_devices) > _MAX_BYTES:
         raise ValueError(
             f"the {num_devices} devices hold {format_bytes(needed)} of train state, and all of them are run here: "
             "verify a smaller model, or fewer devices of the same hardware"

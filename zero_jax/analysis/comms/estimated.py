@@ -328,21 +328,18 @@ class _LeafTraffic:
         """Returns the axes of `data` that shard dims."""
         return tuple(axis for dim in dims for axis in dim if axis in self.placement.axes.data)
 
-    def gathered_axes(self, before: Dims, after: Dims) -> tuple[str, ...]:
-        """Returns the `data` axes that are in one spec but not in another, in the mesh's order."""
-        removed = set(self.on_data(before)) - set(self.on_data(after))
-        return tuple(axis for axis in self.mesh.axis_names if axis in removed)
+    def moves(self, states: Sequence[Dims]) -> Iterator[Move]:
+        """Yields what a device sends from each of some dims to the next, which gathers or scatters the leaf."""
+        for pair in itertools.pairwise(states):
+            fewer, more = sorted(map(self.on_data, pair), key=len)
+            axes = tuple(x for x in self.mesh.axis_names if x in {*more} - {*fewer} and self.mesh.shape[x] > 1)
+            if axes:
+                whole = self.num_elements / axis_size(self.mesh, fewer)
+                yield axes, whole * (1 - 1 / axis_size(self.mesh, axes))
 
     def gathers(self, dims: Dims, over: Sequence[str]) -> Iterator[Move]:
         """Yields the elements that a device sends in each stage of a gather from `dims`; shards grow on the way."""
-        elements = self.num_elements / axis_size(self.mesh, self.on_data(dims))
-        for after in gather_steps(dims, over, self.mesh):
-            axes = self.gathered_axes(dims, after)
-            size = axis_size(self.mesh, axes)
-            elements *= size
-            if size > 1:
-                yield axes, elements * (size - 1) / size
-            dims = after
+        return self.moves([dims, *gather_steps(dims, over, self.mesh)])
 
     def scatters(
         self, over: Sequence[str], *, one_by_one: bool, is_last: bool
@@ -351,25 +348,16 @@ class _LeafTraffic:
 
         If `is_last`, the gradient is already sharded over the other axes of `data`.
         """
-        mesh, axes, dims = self.mesh, self.placement.axes, self.sharded_dims
-        elements, scatters, on_data = float(self.num_elements), [], self.on_data(dims)
-        if is_last:
-            elements /= axis_size(mesh, [axis for axis in on_data if axis not in over])
-        data = [axis for axis in axes.data if axis in over]
+        data = [axis for axis in self.placement.axes.data if axis in over]
+        dims = self.sharded_dims if is_last else self.only_over(self.sharded_dims, data)
         if one_by_one:
-            steps = [(axis,) for axis in data if axis in on_data]
+            own = [axis for axis in data if axis in self.on_data(dims)]
+            states = [without(dims, own[i:]) for i in range(len(own) + 1)]
         else:
-            dims = self.only_over(dims, data)
-            states = [without(dims, axes.data), *scatter_steps(dims, data, mesh)] if data else []
-            steps = [self.gathered_axes(after, before) for before, after in itertools.pairwise(states)]
-        for step in steps:
-            step_axes = tuple(axis for axis in mesh.axis_names if axis in step and mesh.shape[axis] > 1)
-            size = axis_size(mesh, step_axes)
-            if size > 1:
-                scatters.append((step_axes, elements * (size - 1) / size))
-                elements /= size
-        unscattered = (axis for axis in axes.batch if axis in over and axis not in self.on_data(dims))
-        return scatters, elements, tuple(axis for axis in unscattered if mesh.shape[axis] > 1)
+            states = [without(dims, data), *scatter_steps(dims, data, self.mesh)] if data else []
+        elements = self.num_elements / axis_size(self.mesh, self.on_data(dims))
+        unscattered = (x for x in self.placement.axes.batch if x in over and x not in self.on_data(dims))
+        return list(self.moves(states)), elements, tuple(x for x in unscattered if self.mesh.shape[x] > 1)
 
 
 def _rows(kind: str, moves: Iterable[Move], dtype: Any, phase: str, times: int) -> Iterator[EstimateRow]:

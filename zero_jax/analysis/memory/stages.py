@@ -16,6 +16,7 @@ from zero_jax.core.field_checks import check_value
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.core.tree import PyTree
+from zero_jax.core.variables import traceable_init
 from zero_jax.sharding.precision import precision_name
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.training import ZeroConfig, abstract_state
@@ -118,7 +119,7 @@ def estimate_stages(
     by_stage, state = {}, None
     for stage in _STAGES:
         staged = _at_stage(config, stage)
-        state = abstract_state(_init_fn(params), tx, mesh=mesh, config=staged)
+        state = abstract_state(traceable_init(params), tx, mesh=mesh, config=staged)
         by_stage[stage] = estimate(state, mesh=mesh, config=staged, tx=tx)
     assert state is not None
     sizes = [x.size for x in jax.tree.leaves(state.params) if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -140,15 +141,6 @@ def _at_stage(config: ZeroConfig, stage: int) -> ZeroConfig:
             state: Any = "state" if is_text else dataclasses.replace(config.offload, what="state")  # pyright: ignore
             config = dataclasses.replace(config, offload=state)
     return dataclasses.replace(config, stage=stage)
-
-
-def _init_fn(params: Any) -> Callable[[jax.Array], PyTree]:
-    """Returns a function of a key that makes params; it is only traced."""
-    leaves = jax.tree.leaves(params)
-    if callable(params) and not any(hasattr(leaf, "dtype") for leaf in leaves):
-        return params
-    make = lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x  # noqa: E731
-    return lambda key: jax.tree.map(make, params)
 
 
 def _counted(number: int, noun: str) -> str:

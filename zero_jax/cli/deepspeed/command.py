@@ -1,13 +1,22 @@
-"""The command `zero-jax from-deepspeed`."""
+"""Reads a DeepSpeed config file, checks it against the table of known keys, and translates it: the command itself."""
+
+from __future__ import annotations
 
 import argparse
+import collections
 import json
 import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
 
 from zero_jax.cli.config_file import format_config, write_file
-from zero_jax.cli.deepspeed.reading import read_json, translate
-from zero_jax.cli.deepspeed.rows import Translation
-from zero_jax.core.text_tables import printable_lines
+from zero_jax.cli.deepspeed import optimizer, rules
+from zero_jax.cli.deepspeed.rows import KEYS, SECTIONS, DeepSpeedValues, KeyRow, Kind, Rule, Translation
+from zero_jax.cli.options import check_value
+from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.files.untrusted import read_text
+from zero_jax.core.text_tables import printable_lines, quoted
+from zero_jax.core.tree import shown
 
 
 def from_deepspeed(options: argparse.Namespace) -> int:
@@ -43,3 +52,131 @@ def _title(path: str, translation: Translation) -> str:
     if translation.undecided:
         lines += ["", "Not translated, decide yourself:", *(f"  {line}" for line in translation.undecided)]
     return "\n".join(lines)
+
+
+_MAX_BYTES = 1 << 20
+# What each kind of value is called, and its types; an integer may also be a number that is whole.
+_KINDS: Mapping[Kind, tuple[str, Any]] = {
+    "bool": ("true or false", bool),
+    "int": ("an integer", ()),
+    "number": ("a number", int | float),
+    "text": ("text", str),
+    "list": ("a list", list),
+    "block": ("an object of keys", Mapping | bool),
+}
+_RULES: Mapping[str, Rule] = {**rules.RULES, **optimizer.RULES}
+# The keys whose absence says something, or whose default is not that of zero_jax, in the order of their rows.
+_ABSENT = (
+    *("zero_optimization.stage", "bf16 and fp16", "gradient_clipping", "train_batch_size"),
+    *("gradient_accumulation_steps", *optimizer.RULES),
+)
+_WORDS = {"true": True, "false": False}  # which DeepSpeed reads as booleans, too
+
+
+def read_json(path: str | pathlib.Path) -> dict[str, Any]:
+    """Reads a DeepSpeed config file.
+
+    Raises:
+      ValueError: it cannot be read, or is no JSON object with each key once.
+    """
+    text = read_text(path, "the DeepSpeed config", remedy="give a JSON file", limit_bytes=_MAX_BYTES)
+    problem = f"cannot read the DeepSpeed config {path}"
+    try:
+        config = json.loads(text, object_pairs_hook=_once_each, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise ValueError(f"{problem}: it is nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(f"{problem}: {str(error).splitlines()[0]}; give JSON, without comments") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{problem}: it holds {shown(config)}: give an object of keys, such as {{...}}")
+    return config
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    counts = collections.Counter(name for name, _ in pairs)
+    repeated = sorted(name for name, count in counts.items() if count > 1)
+    if repeated:
+        raise ValueError(f"the key {quoted(repeated[0])} is there twice: leave one")
+    return dict(pairs)
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number")
+
+
+def translate(
+    config: Mapping[str, Any], *, devices: int | None = None, per_device_batch_size: int | None = None
+) -> Translation:
+    """Translates a DeepSpeed config by the table of its keys.
+
+    Args:
+      config: the config, as in its JSON file.
+      devices: number of devices that it is for; without it, what depends on that is left to the reader.
+      per_device_batch_size: the Hugging Face Trainer's per_device_train_batch_size, for batch sizes that are "auto".
+
+    Raises:
+      ValueError: a value of the wrong kind, or values that contradict each other.
+    """
+    if devices is not None and devices < 1:
+        raise ValueError(f"devices={devices}: give at least 1")
+    entries = {key: _checked(key, value, KEYS[key].kind) if key in KEYS else value for key, value in _entries(config)}
+    values = DeepSpeedValues(
+        by_key={key: value for key, value in entries.items() if value is not None},
+        devices=devices,
+        per_device_batch_size=per_device_batch_size,
+    )
+    keys = [*(key for key in values.by_key if key in KEYS), *(key for key in _ABSENT if key not in values)]
+    made = [row for key in keys if (row := _RULES.get(key, rules.by_table)(values, key)) is not None]
+    row_by_key = {row.key: row for row in made}
+    for key, value in entries.items():
+        if key not in KEYS:
+            row_by_key[key] = KeyRow(key=key, value=value, status="unknown", reason=_nearest(key))
+        elif value is None:
+            row_by_key.setdefault(key, KeyRow(key=key, value=None, status="off"))
+    in_file = [row_by_key.pop(key) for key in entries]
+    return Translation(rows=(*in_file, *row_by_key.values()))
+
+
+def _entries(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the values by dotted key."""
+    for name, value in config.items():
+        key = prefix + name
+        if key not in SECTIONS:
+            yield key, value
+        elif isinstance(value, Mapping):
+            yield from _entries(value, f"{key}.")
+        elif key in KEYS:  # a section that may also be a value, such as "zero_optimization": true
+            yield key, value
+        elif value is not None:
+            raise ValueError(f"{key} = {shown(value)}: give an object of keys")
+
+
+def _nearest(key: str) -> str:
+    """Returns a hint with the nearest known key: of the same section first, then of any."""
+    section, _, name = key.rpartition(".")
+    known = [*KEYS, *SECTIONS]
+    for names in ([other for other in known if other.rpartition(".")[0] == section], known):
+        key_by_name = {other.rpartition(".")[2]: other for other in names}
+        if hint := did_you_mean(name, key_by_name, "{}", cutoff=0.75):
+            return f"did you mean {key_by_name[hint]!r}?"
+    return "DeepSpeed documents no such key"
+
+
+def _checked(key: str, value: Any, kind: Kind) -> Any:
+    """Returns a value of the kind that a key takes; numbers that are whole pass as integers."""
+    if kind == "any" or value is None or (value == "auto" and kind != "block"):
+        return value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number:
+        try:
+            check_value(value)  # Python's integers may be larger than any float
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from error
+    if kind == "bool" and isinstance(value, str) and value.lower() in _WORDS:
+        return _WORDS[value.lower()]
+    if kind == "int" and is_number and float(value).is_integer():
+        return int(value)
+    wanted, types = _KINDS[kind]
+    if not isinstance(value, types) or (kind == "number" and not is_number):
+        raise ValueError(f"{key} = {shown(value)}: give {wanted}")
+    return value

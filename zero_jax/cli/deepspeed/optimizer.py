@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zero_jax.cli.deepspeed.keys import KEYS, OTHER_OPTIMIZERS
-from zero_jax.cli.deepspeed.rows import DeepSpeedValues, KeyRow, Rule, check
+from zero_jax.cli.deepspeed.rows import KEYS, OTHER_OPTIMIZERS, DeepSpeedValues, KeyRow, Rule, check
 from zero_jax.cli.deepspeed.rules import by_table
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.tree import shown

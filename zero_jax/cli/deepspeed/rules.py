@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from zero_jax.cli.deepspeed.keys import KEYS
-from zero_jax.cli.deepspeed.rows import DeepSpeedValues, KeyRow, Rule, check
+from zero_jax.cli.deepspeed.rows import KEYS, DeepSpeedValues, KeyRow, Rule, check
 from zero_jax.core.tree import shown
 from zero_jax.training import ZeroConfig
 

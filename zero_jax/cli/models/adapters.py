@@ -60,26 +60,15 @@ class LoraConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChosenLora:
-    """The adapters that the options ask for.
+    """The adapters that the options ask for."""
 
-    Attributes:
-      lora: the adapters' settings.
-      config: the options that say the same without a folder of PEFT.
-      adapters: the arrays that they begin with, from a folder of PEFT, or None.
-    """
-
-    lora: Lora
-    config: LoraConfig
-    adapters: dict[str, Any] | None = None
+    lora: Lora  # the adapters' settings
+    config: LoraConfig  # the options that say the same without a folder of PEFT
+    adapters: dict[str, Any] | None = None  # the arrays that they begin with, from a folder of PEFT, or None
 
 
 def choose_lora(options: argparse.Namespace, shape: ModelConfig, params: PyTree) -> ChosenLora | None:
-    """Returns the adapters that the options ask for, None for none.
-
-    Args:
-      options: the options.
-      shape: the model.
-      params: the shapes of its params.
+    """Returns the adapters that the options ask for, None for none; `params` are the shapes of the model's.
 
     Raises:
       ValueError: rules that do not fit the model, a folder of adapters of another model, or options of adapters without

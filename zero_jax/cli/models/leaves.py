@@ -20,21 +20,14 @@ from zero_jax.pretrained import open_hf
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelLeaf:
-    """A leaf of a model.
+    """A leaf of a model."""
 
-    Attributes:
-      path: its path, as rules of adapters and specs match it.
-      shape: its shape.
-      tensor: its tensor in the hub's files, with `{layer}` for the number of a layer; None where it has none.
-      num_params: its elements.
-      num_trained: what is trained of it or for it: the elements of its adapters, or its own.
-    """
-
-    path: str
-    shape: tuple[int, ...]
+    path: str  # its path, as rules of adapters and specs match it
+    shape: tuple[int, ...]  # its shape
+    # Its tensor in the hub's files, with `{layer}` for the number of a layer; None where it has none
     tensor: str | None
-    num_params: int
-    num_trained: int
+    num_params: int  # its elements
+    num_trained: int  # what is trained of it or for it: the elements of its adapters, or its own
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -36,28 +36,19 @@ _LOSS_CHUNK = 8192
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedModel:
-    """A model to plan for.
+    """A model to plan for."""
 
-    Attributes:
-      name: name of the model.
-      init_fn: `init_fn(key) -> params`.
-      loss_fn: the loss function.
-      batch_fn: returns the shapes of a batch by its number of examples.
-      config: the reference model's shape, or None for a model of the user's own.
-      specs_fn: returns the params' specs for a size of the axis `model`; it raises where they do not split over that,
-        and returns None for params without specs, or with specs of their own.
-      values_fn: returns a batch with values of the shapes that `batch_fn` returned.
-      activations: the options of the reference model's activations.
-    """
-
-    name: str
-    init_fn: Callable[..., PyTree]
-    loss_fn: Callable[..., Any] | MeshLoss
-    batch_fn: Callable[[int], PyTree]
-    config: ModelConfig | None
+    name: str  # name of the model
+    init_fn: Callable[..., PyTree]  # `init_fn(key) -> params`
+    loss_fn: Callable[..., Any] | MeshLoss  # the loss function
+    batch_fn: Callable[[int], PyTree]  # returns the shapes of a batch by its number of examples
+    config: ModelConfig | None  # the reference model's shape, or None for a model of the user's own
+    # Returns the params' specs for a size of the axis `model`; it raises where they do not split over that, and returns
+    # None for params without specs, or with specs of their own
     specs_fn: Callable[[int], PyTree] = lambda model: None
+    # Returns a batch with values of the shapes that `batch_fn` returned
     values_fn: Callable[[PyTree], PyTree] = lambda batch: batch
-    activations: ActivationConfig | None = None
+    activations: ActivationConfig | None = None  # the options of the reference model's activations
 
 
 def planned_model(options: argparse.Namespace) -> PlannedModel:

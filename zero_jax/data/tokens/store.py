@@ -49,46 +49,27 @@ _MAX_META_BYTES, _BLOCK_BYTES = 1 << 20, 1 << 22
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Tokens to write, with their counts.
+    """Tokens to write, with their counts."""
 
-    Attributes:
-      tokens: a part of a document, a vector of integers.
-      document_hash: a hash of the document if it ends here, or None.
-      num_text_bytes: bytes of the text that was tokenized.
-      num_replaced: invalid Unicode that was replaced in that text.
-      num_empty: documents left out here because they have no text.
-    """
-
-    tokens: np.ndarray
-    document_hash: int | None = None
-    num_text_bytes: int = 0
-    num_replaced: int = 0
-    num_empty: int = 0
+    tokens: np.ndarray  # a part of a document, a vector of integers
+    document_hash: int | None = None  # a hash of the document if it ends here, or None
+    num_text_bytes: int = 0  # bytes of the text that was tokenized
+    num_replaced: int = 0  # invalid Unicode that was replaced in that text
+    num_empty: int = 0  # documents left out here because they have no text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenMeta:
-    """The fields of `meta.json` about the source of the tokens.
+    """The fields of `meta.json` about the source of the tokens."""
 
-    Attributes:
-      source: name of the data set.
-      tokenizer: name of the tokenizer.
-      tokenizer_fingerprint: its fingerprint.
-      vocab_size: upper bound of the tokens, exclusive.
-      end_of_document: the token after each document.
-      num_text_bytes: bytes of the text, 0 if the source was tokens.
-      num_replaced: invalid Unicode that was replaced in the text.
-      num_empty: documents left out because they have no text.
-    """
-
-    source: str
-    tokenizer: str
-    tokenizer_fingerprint: str
-    vocab_size: int
-    end_of_document: int
-    num_text_bytes: int = 0
-    num_replaced: int = 0
-    num_empty: int = 0
+    source: str  # name of the data set
+    tokenizer: str  # name of the tokenizer
+    tokenizer_fingerprint: str  # its fingerprint
+    vocab_size: int  # upper bound of the tokens, exclusive
+    end_of_document: int  # the token after each document
+    num_text_bytes: int = 0  # bytes of the text, 0 if the source was tokens
+    num_replaced: int = 0  # invalid Unicode that was replaced in the text
+    num_empty: int = 0  # documents left out because they have no text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -96,23 +77,15 @@ class TokenFile:
     """A vector of tokens in a file, read on demand.
 
     The file is not memory-mapped: if a mapped file is truncated, the system kills the process that reads it.
-
-    Attributes:
-      file: the file, which may not change while its tokens are read.
-      dtype: dtype of the tokens.
-      size: number of tokens.
-      start_bytes: bytes before the first token.
-      checksums: the CRC-32 of each 64 KiB after that, or None.
-      remedy: how the error ends if they differ.
-      cache: the folder of the cache that is given up if they differ, so that the next run makes it anew, or None.
     """
 
-    file: SourceFile
-    dtype: np.dtype
-    size: int
-    start_bytes: int = 0
-    checksums: np.ndarray | None = None
-    remedy: str = ""
+    file: SourceFile  # the file, which may not change while its tokens are read
+    dtype: np.dtype  # dtype of the tokens
+    size: int  # number of tokens
+    start_bytes: int = 0  # bytes before the first token
+    checksums: np.ndarray | None = None  # the CRC-32 of each 64 KiB after that, or None
+    remedy: str = ""  # how the error ends if they differ
+    # The folder of the cache that is given up if they differ, so that the next run makes it anew, or None
     cache: pathlib.Path | None = None
 
     def __len__(self) -> int:

@@ -101,19 +101,12 @@ def _length(batches: Any) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class StepSource:
-    """Batches as a function of the number of batches before.
+    """Batches as a function of the number of batches before."""
 
-    Attributes:
-      batch_of: the function.
-      kind: what they are.
-      size: batches of a pass, if it has an end, after which it begins again.
-      in_memory: all batches, if they are in memory.
-    """
-
-    batch_of: Callable[[int], PyTree]
-    kind: str
-    size: int | None = None
-    in_memory: Sequence[PyTree] = ()
+    batch_of: Callable[[int], PyTree]  # the function
+    kind: str  # what they are
+    size: int | None = None  # batches of a pass, if it has an end, after which it begins again
+    in_memory: Sequence[PyTree] = ()  # all batches, if they are in memory
 
     def first(self) -> PyTree:
         """Returns the batch of step 0."""

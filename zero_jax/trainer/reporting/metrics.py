@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from zero_jax.core.tree import leaves_by_name
+from zero_jax.core.tree import leaves_by_name, shard_bytes
 from zero_jax.sharding.topology import hardware_of
 from zero_jax.training import MeshLoss, Metrics, NoiseScale, StepLoss, TrainState, ZeroConfig, trained_params
 from zero_jax.transforms import training_flops
@@ -119,40 +119,26 @@ class LossHistory(Sequence[tuple[int, float]]):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Progress:
-    """Reads the metrics of steps from the devices, and accumulates those of the run; its clock starts when it is made.
+    """Reads the metrics of steps from the devices, and sums up the run; its clock starts when it is made."""
 
-    Attributes:
-      sinks: called with the records, dicts of metrics with a `kind` and a `step`.
-      speedometer: work of a step.
-      schedule: the learning rate by the number of updates; None if it is not known.
-      param_names: paths of the params, in the order of their leaves.
-      noise: the gradient noise scale.
-      log_every: steps that the throughput is averaged over.
-      own: returns what to record of a loss function's aux, by name.
-      compile_seconds: time of the first step of this process, which is mostly compiling.
-      num_nonfinite_in_a_row: the latest steps whose loss or gradients were not finite.
-      num_skipped_steps: updates skipped so far.
-      nonfinite_leaf: path of the first param whose gradient was not finite in the latest step, or None.
-      train: step and loss of the training steps of this process.
-      validation: step and loss of its evaluations.
-      record: the record of the latest training step.
-      figures: the figures of the latest evaluation, with its step.
-    """
-
+    # Called with the records, dicts of metrics with a `kind` and a `step`
     sinks: Sequence[Callable[[Mapping[str, Any]], None]]
-    speedometer: Speedometer
-    schedule: Callable[[int], Any] | None
-    param_names: Sequence[str]
-    noise: NoiseScale
-    log_every: int
-    own: Callable[[Any], Mapping[str, float]]
-    compile_seconds: float = 0.0
-    num_nonfinite_in_a_row: int = 0
-    num_skipped_steps: int = 0
+    speedometer: Speedometer  # work of a step
+    schedule: Callable[[int], Any] | None  # the learning rate by the number of updates; None if it is not known
+    param_names: Sequence[str]  # paths of the params, in the order of their leaves
+    noise: NoiseScale  # the gradient noise scale
+    log_every: int  # steps that the throughput is averaged over
+    own: Callable[[Any], Mapping[str, float]]  # returns what to record of a loss function's aux, by name
+    compile_seconds: float = 0.0  # time of the first step of this process, which is mostly compiling
+    num_nonfinite_in_a_row: int = 0  # the latest steps whose loss or gradients were not finite
+    num_skipped_steps: int = 0  # updates skipped so far
+    # Path of the first param whose gradient was not finite in the latest step, or None
     nonfinite_leaf: str | None = None
+    # Step and loss of the training steps of this process
     train: LossHistory = dataclasses.field(default_factory=LossHistory)
-    validation: LossHistory = dataclasses.field(default_factory=LossHistory)
-    record: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    validation: LossHistory = dataclasses.field(default_factory=LossHistory)  # step and loss of its evaluations
+    record: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the record of the latest training step
+    # The figures of the latest evaluation, with its step
     figures: tuple[int, Mapping[str, float]] = (-1, types.MappingProxyType({}))
 
     def __post_init__(self) -> None:
@@ -261,7 +247,7 @@ def _is_figure(x: Any) -> bool:
 
 def per_device_bytes(tree: Any) -> int:
     """Returns the bytes of a tree of arrays on one device, its shards."""
-    return sum(_shard_bytes(x) for x in jax.tree.leaves(tree))
+    return sum(map(shard_bytes, jax.tree.leaves(tree)))
 
 
 def device_memory_bytes(device: Any) -> int:
@@ -269,9 +255,4 @@ def device_memory_bytes(device: Any) -> int:
     stats = device.memory_stats() or {}
     if "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"]
-    return sum(_shard_bytes(x) for x in jax.live_arrays(device.platform) if device in x.sharding.device_set)
-
-
-def _shard_bytes(x: jax.Array) -> int:
-    # Not by `addressable_shards`: `shard.data` creates an array, which would count as live itself.
-    return x.nbytes * math.prod(x.sharding.shard_shape(x.shape)) // max(x.size, 1)
+    return sum(shard_bytes(x) for x in jax.live_arrays(device.platform) if device in x.sharding.device_set)

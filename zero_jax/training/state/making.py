@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax.core.device_put import put_global, reshard_array
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import PyTree, check_arrays, key_shape, shapes_of, shown, strongly_typed
-from zero_jax.core.variables import MODEL_STATE, as_variables, joined
+from zero_jax.core.variables import MODEL_STATE, as_variables, function_of_key, joined
 from zero_jax.sharding.mesh import on_mesh
 from zero_jax.sharding.precision import cast_floating, init_loss_scale
 from zero_jax.training.optimizer.update import init_opt_state
@@ -131,10 +131,7 @@ def init_state(
       >>> state.params["up"].sharding.shard_shape((64, 64))
       (64, 8)
     """
-    # Params may be callable too: an Equinox module is a pytree of arrays, a function is a leaf of its own.
-    has_arrays = any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(init_fn))
-    is_function = callable(init_fn) and (not has_arrays or isinstance(init_fn, jax.tree_util.Partial))
-    make = init_fn if is_function else None
+    make = function_of_key(init_fn)
     if not make and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(init_fn)):
         raise ValueError("the params are shapes, without values: give arrays, or a function of a key that makes them")
     shapes = abstract_state(make or (lambda _: init_fn), tx, _checked_key(key), mesh=mesh, config=config)

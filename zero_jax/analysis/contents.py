@@ -1,0 +1,362 @@
+"""The contents of a sharded tree: its leaves as a table (shape, dtype, spec, bytes), and drawn as a page.
+
+The page is HTML with SVG, without scripts or anything from elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import math
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from zero_jax.analysis.leaves import host_memory_kind
+from zero_jax.core.files.json_lines import write_text
+from zero_jax.core.text_tables import Report, aligned, format_bytes, printable
+from zero_jax.core.tree import PyTree, check_arrays, leaf_names
+
+_STYLE = """
+.zero-summary { font: 14px/1.4 system-ui, sans-serif; color: #1a1a1a; }
+.zero-summary h1 { font-size: 18px; margin: 0 0 12px; }
+.zero-summary summary { font-weight: 600; font-size: 15px; padding: 8px 0; cursor: pointer; }
+.zero-summary table { border-collapse: collapse; margin: 0 0 16px; }
+.zero-summary th { text-align: left; font-weight: 600; color: #555; border-bottom: 1px solid #bbb; padding: 3px 14px 3px 0; }
+.zero-summary td { border-bottom: 1px solid #eee; padding: 5px 14px 5px 0; vertical-align: middle; }
+.zero-summary .n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.zero-summary code { font: 13px ui-monospace, monospace; }
+.zero-summary .dim { color: #777; font-size: 12px; }
+.zero-summary svg { display: block; }
+.zero-summary .legend span { display: inline-block; margin-right: 18px; }
+.zero-summary .legend i { display: inline-block; width: 11px; height: 11px; margin-right: 5px; }
+"""  # noqa: E501
+_LEGEND = (
+    '<p class="dim">Each drawing is a leaf cut as its shards are: a color is a shard, and "x 4" says that four '
+    "devices hold the same one. At most two dims are drawn, sharded ones first.</p>"
+)
+_LONG, _SHORT = 150, 26  # of a drawing, in pixels
+_MAX_CELLS = 1024
+_BAR = 720
+_COLORS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#9c6b4e", "#97bbf5", "#a463f2")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeafSummary:
+    """A leaf of a sharded tree.
+
+    Attributes:
+      path: its path, such as params/embed.
+      shape: its global shape.
+      dtype: its dtype.
+      spec: the mesh axes of each dim, such as `[data, -]`; how else it is placed, where it has no spec.
+      parts: number of shards along each dim.
+      num_copies: devices that hold the same shard.
+      memory_kind: kind of the host memory that it is offloaded to, or None.
+      global_bytes: bytes of all of it, once.
+      device_bytes: bytes that a device holds.
+      host_bytes: bytes that are kept in host memory for a device instead.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: str
+    parts: tuple[int, ...]
+    num_copies: int
+    memory_kind: str | None
+    global_bytes: int
+    device_bytes: int
+    host_bytes: int = 0
+
+    @property
+    def group(self) -> str:
+        """The first component of its path."""
+        return self.path.split("/")[0]
+
+
+Groups = Mapping[str, tuple[LeafSummary, ...]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateSummary(Report):
+    """The leaves of a sharded tree by group; prints as a tree, and is drawn as HTML (`save_html`, notebooks).
+
+    Attributes:
+      title: the kind of the tree.
+      mesh: size of each mesh axis, empty where the leaves have no common mesh.
+      leaves: the leaves, in the order of the tree.
+
+    Example:
+      >>> report = zero.summary(state)
+      >>> [leaf.path for leaf in report.leaves][:2]
+      ['step', 'params/down']
+    """
+
+    title: str
+    mesh: Mapping[str, int]
+    leaves: tuple[LeafSummary, ...] = dataclasses.field(repr=False)
+
+    @property
+    def groups(self) -> dict[str, tuple[LeafSummary, ...]]:
+        """The leaves by group."""
+        groups: dict[str, list[LeafSummary]] = {}
+        for leaf in self.leaves:
+            groups.setdefault(leaf.group, []).append(leaf)
+        return {name: tuple(leaves) for name, leaves in groups.items()}
+
+    @property
+    def global_bytes(self) -> int:
+        """Bytes of all leaves, each once."""
+        return sum(leaf.global_bytes for leaf in self.leaves)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that a device holds."""
+        return sum(leaf.device_bytes for leaf in self.leaves)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that are kept in host memory for a device."""
+        return sum(leaf.host_bytes for leaf in self.leaves)
+
+    @property
+    def heading(self) -> str:
+        """What the tree is and where: a line."""
+        mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items() if size > 1 or len(self.mesh) == 1)
+        where = f" on mesh {mesh} ({math.prod(self.mesh.values())} devices)" if self.mesh else ""
+        sizes = f"{format_bytes(self.global_bytes)}, {format_bytes(self.device_bytes)} a device"
+        host = f", {format_bytes(self.host_bytes)} in host memory for each" if self.host_bytes else ""
+        return f"{self.title}{where}: {len(self.leaves)} leaves, {sizes}{host}"
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("", "shape", "dtype", "spec", "global", "per device", "")]
+        above: list[str] = []
+        for leaf in self.leaves:
+            *folders, name = leaf.path.split("/")
+            same = next((i for i, (a, b) in enumerate(zip(above, folders, strict=False)) if a != b), None)
+            same = min(len(above), len(folders)) if same is None else same
+            for depth in range(same, len(folders)):
+                rows.append((f"{'  ' * depth}{folders[depth]}", "", "", "", *self._totals(folders[: depth + 1]), ""))
+            above = folders
+            shape = " x ".join(map(str, leaf.shape)) or "scalar"
+            sizes = format_bytes(leaf.global_bytes), format_bytes(leaf.device_bytes)
+            kind = f"{format_bytes(leaf.host_bytes)} in {leaf.memory_kind}" if leaf.memory_kind else ""
+            rows.append((f"{'  ' * len(folders)}{name}", shape, leaf.dtype, leaf.spec, *sizes, kind))
+        return f"{self.heading}\n{aligned(rows, right=(4, 5))}"
+
+    def _totals(self, folders: list[str]) -> tuple[str, str]:
+        """Returns the bytes of a group, and nothing for folders inside it."""
+        if len(folders) > 1:
+            return "", ""
+        sizes = [(leaf.global_bytes, leaf.device_bytes) for leaf in self.groups[folders[0]]]
+        global_bytes, device_bytes = map(sum, zip(*sizes, strict=True))
+        return format_bytes(global_bytes), format_bytes(device_bytes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain data."""
+        sums = {name: getattr(self, name) for name in ("global_bytes", "device_bytes", "host_bytes")}
+        return dataclasses.asdict(self) | sums
+
+    def to_html(self) -> str:
+        """Returns a page of its own, without scripts: the leaves with their shards drawn."""
+        return _draw_page(self.heading, self.groups)
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes the page atomically."""
+        write_text(pathlib.Path(path), self.to_html())
+
+    def _repr_html_(self) -> str:
+        return _draw_page(self.heading, self.groups, is_part=True)
+
+
+def summary(tree: PyTree) -> StateSummary:
+    """Summarizes what a sharded tree holds and where: each leaf's shape, dtype, spec and bytes, by group.
+
+    Nothing is read from the devices, and no process waits for another.
+
+    Args:
+      tree: a `TrainState`, its params, or any pytree of arrays or `ShapeDtypeStruct`s, such as `zero.abstract_state`
+        returns.
+
+    Raises:
+      ValueError: a leaf that is no array.
+
+    Example:
+      >>> zero.summary(state).groups["params"][0].shape
+      (64, 64)
+    """
+    check_arrays("tree", tree, remedy="summarize a tree of arrays")
+    leaves = [_leaf(name, leaf) for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)]
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
+    meshes = {s.mesh for s in shardings if isinstance(s, NamedSharding)}
+    mesh = dict(meshes.pop().shape) if len(meshes) == 1 else {}
+    return StateSummary(title=type(tree).__name__, mesh=mesh, leaves=tuple(leaves))
+
+
+def _leaf(name: str, leaf: Any) -> LeafSummary:
+    name = name or "value"
+    if not hasattr(leaf, "dtype"):
+        leaf = np.asarray(leaf)
+    sharding, shape = getattr(leaf, "sharding", None), tuple(leaf.shape)
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, leaf.dtype)) if is_key else leaf
+    item_bytes = words.dtype.itemsize * (math.prod(words.shape[len(shape) :]) if is_key else 1)
+    shard = shape if sharding is None else tuple(sharding.shard_shape(shape))
+    parts = tuple(-(-size // part) if part else 1 for size, part in zip(shape, shard, strict=True))
+    num_devices = 1 if sharding is None else sharding.num_devices
+    host_kind = host_memory_kind(sharding)
+    shard_bytes = math.prod(shard) * item_bytes
+    return LeafSummary(
+        path=name,
+        shape=shape,
+        dtype=str(leaf.dtype),
+        spec=_spec(sharding, len(shape)),
+        parts=parts,
+        num_copies=max(1, num_devices // math.prod(parts)),
+        memory_kind=host_kind,
+        global_bytes=math.prod(shape) * item_bytes,
+        device_bytes=0 if host_kind else shard_bytes,
+        host_bytes=shard_bytes if host_kind else 0,
+    )
+
+
+def _spec(sharding: Any, ndim: int) -> str:
+    if sharding is None:
+        return "on the host"
+    if not isinstance(sharding, NamedSharding):
+        return "one device" if sharding.num_devices == 1 else type(sharding).__name__
+    entries = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
+    names = [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in entries]
+    return f"[{', '.join('+'.join(map(str, name)) or '-' for name in names)}]"
+
+
+def _draw_page(heading: str, groups: Groups, *, is_part: bool = False) -> str:
+    """Returns leaves by group as a page, or as a part of one (for notebooks)."""
+    groups = _merge_single_leaves(groups)
+    title = _escaped(heading)
+    parts = [f"<style>{_STYLE}</style>", '<div class="zero-summary">', f"<h1>{title}</h1>", _bar(groups)]
+    parts += [_group(name, leaves) for name, leaves in groups.items()]
+    parts += [_LEGEND, "</div>"]
+    body = "\n".join(parts)
+    if is_part:
+        return body
+    head = f'<head><meta charset="utf-8"><title>{title}</title></head>'
+    return f'<!doctype html>\n<html lang="en">{head}\n<body style="margin: 24px">\n{body}\n</body></html>\n'
+
+
+def _merge_single_leaves(groups: Groups) -> Groups:
+    """Moves groups that are a single leaf, such as counters and keys, into a group `other` at the end."""
+    single_names = {name for name, leaves in groups.items() if len(leaves) == 1 and leaves[0].path == name}
+    single_leaves = tuple(leaf for name in groups if name in single_names for leaf in groups[name])
+    merged = {name: leaves for name, leaves in groups.items() if name not in single_names}
+    return merged | ({"other": (*merged.get("other", ()), *single_leaves)} if single_leaves else {})
+
+
+def _bar(groups: Groups) -> str:
+    """Draws the bytes of a device by group."""
+    sizes = {name: sum(leaf.device_bytes for leaf in leaves) for name, leaves in groups.items()}
+    total, x, parts, legend = max(sum(sizes.values()), 1), 0.0, [], []
+    for place, (name, size) in enumerate(sizes.items()):
+        color, width = _COLORS[place % len(_COLORS)], _BAR * size / total
+        text = f"{_escaped(name)}: {format_bytes(size)} a device"
+        parts.append(
+            f'<rect x="{x:.2f}" y="0" width="{width:.2f}" height="22" fill="{color}"><title>{text}</title></rect>'
+        )
+        legend.append(f'<span><i style="background: {color}"></i>{text}</span>')
+        x += width
+    svg = f'<svg width="{_BAR}" height="22" role="img" aria-label="bytes of a device">{"".join(parts)}</svg>'
+    return f'{svg}<p class="legend">{"".join(legend)}</p>'
+
+
+def _group(name: str, leaves: tuple[LeafSummary, ...]) -> str:
+    sizes = (sum(getattr(leaf, field) for leaf in leaves) for field in ("global_bytes", "device_bytes"))
+    head = "{}: {}, {} a device".format(_escaped(name), *map(format_bytes, sizes))
+    columns = "<th>leaf</th><th>shape</th><th>dtype</th><th>spec</th><th>global</th><th>per device</th><th>shards</th>"
+    rows = "\n".join(map(_row, leaves))
+    return f"<details open><summary>{head}</summary><table><tr>{columns}</tr>\n{rows}</table></details>"
+
+
+def _row(leaf: LeafSummary) -> str:
+    inside = leaf.path.partition("/")[2] or leaf.path
+    shape = " &times; ".join(map(str, leaf.shape)) or "scalar"
+    sizes = "".join(f'<td class="n">{format_bytes(size)}</td>' for size in (leaf.global_bytes, leaf.device_bytes))
+    offloaded = f"{format_bytes(leaf.host_bytes)} in {_escaped(leaf.memory_kind or '')}"
+    memory = f' <span class="dim">{offloaded}</span>' if leaf.memory_kind else ""
+    cells = [f"<code>{_escaped(inside)}</code>", shape, _escaped(leaf.dtype)]
+    cells.append(f"<code>{_escaped(leaf.spec)}</code>{memory}")
+    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}{sizes}<td>{_drawing(leaf)}</td></tr>"
+
+
+def _drawing(leaf: LeafSummary) -> str:
+    """Draws the shards of a leaf as cells of a rectangle, beside the number of copies and of undrawn shards."""
+    rows_dim, columns_dim = _drawn_dims(leaf)
+    rows = 1 if rows_dim is None else leaf.parts[rows_dim]
+    columns = 1 if columns_dim is None else leaf.parts[columns_dim]
+    num_undrawn = math.prod(leaf.parts) // (rows * columns)
+    width, height = _size(leaf, rows_dim, columns_dim)
+    num_cells = rows * columns
+    places = range(num_cells) if num_cells <= _MAX_CELLS else ()
+    cells = [] if places else [f'<rect x="1" y="1" width="{width}" height="{height}" fill="#bbb"/>']
+    for place in places:
+        row, column = divmod(place, columns)
+        cells.append(
+            f'<rect x="{1 + column * width / columns:.2f}" y="{1 + row * height / rows:.2f}" '
+            f'width="{width / columns:.2f}" height="{height / rows:.2f}" fill="{_color(place, num_cells)}" '
+            f'stroke="#fff" stroke-width="{0.8 if num_cells < 65 else 0.2}">'
+            f"<title>{_cell_title(leaf, {rows_dim: row, columns_dim: column})}</title></rect>"
+        )
+    notes = [f"{math.prod(leaf.parts):,} shards" if math.prod(leaf.parts) > 1 else "whole"]
+    notes += [f"x {leaf.num_copies}"] if leaf.num_copies > 1 else []
+    notes += [f"{num_undrawn} along dims not drawn"] if num_undrawn > 1 else []
+    text = f'<text x="{width + 10}" y="{height / 2 + 5:.1f}" font-size="12" fill="#777">{", ".join(notes)}</text>'
+    total = width + 10 + 7 * len(", ".join(notes)) + 8
+    border = f'<rect x="1" y="1" width="{width}" height="{height}" fill="none" stroke="#555"/>'
+    return f'<svg width="{total}" height="{height + 2}">{"".join(cells)}{border}{text}</svg>'
+
+
+def _drawn_dims(leaf: LeafSummary) -> tuple[int | None, int | None]:
+    """Returns the dims of rows and columns: sharded ones first, then large ones."""
+    order = sorted(range(len(leaf.shape)), key=lambda i: (leaf.parts[i] == 1, -leaf.shape[i]))[:2]
+    if len(order) == 2:
+        return min(order), max(order)
+    return None, order[0] if order else None
+
+
+def _size(leaf: LeafSummary, rows_dim: int | None, columns_dim: int | None) -> tuple[int, int]:
+    """Returns width and height in pixels, nearer to a square than the leaf is."""
+    rows, columns = (1 if dim is None else max(leaf.shape[dim], 1) for dim in (rows_dim, columns_dim))
+    if columns_dim is None:
+        return _SHORT - 10, _SHORT - 10
+    if rows_dim is None:
+        return _LONG, _SHORT - 10
+    ratio = (rows / columns) ** 0.5
+    if ratio <= 1:
+        return _LONG, max(_SHORT, round(min(_LONG * 0.5, _LONG * ratio * 0.5)))
+    return max(_SHORT * 2, round(_LONG / ratio)), _LONG // 2
+
+
+def _color(place: int, count: int) -> str:
+    """Returns the color of a shard: neighbors differ in lightness, all in hue."""
+    return f"hsl({round(320 * place / count)} 62% {64 if place % 2 else 54}%)" if count > 1 else "hsl(215 18% 72%)"
+
+
+def _cell_title(leaf: LeafSummary, places: dict[int | None, int]) -> str:
+    """Returns the slice of each dim that a cell stands for."""
+    spans = []
+    for dim, size in enumerate(leaf.shape):
+        step = -(-size // leaf.parts[dim]) if leaf.parts[dim] else size
+        start = places[dim] * step if dim in places else None
+        spans.append(":" if start is None or leaf.parts[dim] == 1 else f"{start}:{min(start + step, size)}")
+    return _escaped(f"{leaf.path}[{', '.join(spans)}], {format_bytes(leaf.device_bytes + leaf.host_bytes)}")
+
+
+def _escaped(text: str) -> str:
+    """Returns text for a page: a leaf may have any name."""
+    return html.escape(printable(text))

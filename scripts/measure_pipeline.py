@@ -33,7 +33,7 @@ def measure(topology: str, *, pipe: int, batch_size: int, **fields: Any) -> dict
     step = zero.make_train_step(gpt.loss_fn(CONFIG), tx, mesh=mesh, config=config)
     tokens = jax.ShapeDtypeStruct((batch_size, CONFIG.seq_len), jnp.int32)
     compiled = step.lower(state, {"inputs": tokens, "targets": tokens}).compile()
-    data, k = mesh.shape["data"], config.num_microbatches
+    data, k = mesh.size // pipe, config.num_microbatches
     layers, others = (sum(x.size for x in jax.tree.leaves(part)) for part in (
         state.params["blocks"], {name: x for name, x in state.params.items() if name != "blocks"}
     ))  # fmt: skip

@@ -42,10 +42,10 @@ PLAN_OPTIONS = """
 --d-model --data-layout --decay-fraction --ema-decay --epsilon --final-learning-rate --help --init --json
 --keep-gathered --layer-shards --learning-rate --loss --loss-chunk --min-shard-size --mlp-ratio --model --model-axis
 --momentum --mu-dtype --no-decay --no-keep-gathered --no-layer-shards --no-overlap --no-quantize-error-feedback
---no-scan --no-secondary --no-sequence-parallel --no-skip-nonfinite --nu-dtype --num-heads --num-layers
+--no-quick --no-scan --no-secondary --no-sequence-parallel --no-skip-nonfinite --nu-dtype --num-heads --num-layers
 --num-microbatches --offload --offload-fraction --offload-paths --offload-window-bytes --optimizer --overlap
---paper-config --param-specs --pipe --pipeline --position --precision --quantize-block-size --quantize-error-feedback
---quantize-gathers --quantize-grads --quantize-grads-over --remat --replica --scan --schedule --secondary --seq-len
+--paper-config --param-specs --pipe --pipeline --position --precision --quick --quantize-block-size
+--quantize-error-feedback --quantize-gathers --quantize-grads --quantize-grads-over --remat --replica --scan --schedule --secondary --seq-len
 --sequence-parallel --skip-nonfinite --stage --timeout --topology --vocab-size --weight-decay -h
 """.split()
 # Of the decoders' presets.

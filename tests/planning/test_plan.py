@@ -64,6 +64,20 @@ def test_a_plan_tells_what_a_device_holds_and_sends(report):
     assert report.time.unit == "examples"
 
 
+def test_a_quick_plan_is_exact_but_for_the_time(report, cache, tmp_path):
+    quick = plan(tmp_path, quick=True)
+    assert (report.has_code, quick.has_code) == (True, False)
+    assert quick.comms == report.comms
+    for name in ("arguments", "output_bytes", "alias_bytes", "heap_bytes", "host_bytes", "layout", "live_peak_bytes"):
+        assert getattr(quick.memory, name) == getattr(report.memory, name), name
+    assert quick.needed_bytes == report.needed_bytes - report.memory.generated_code_bytes
+    assert quick.time.exposed_seconds == pytest.approx(report.time.exposed_seconds, rel=0.01)
+    assert "without code" in str(quick) and "about what programs reach" in str(quick)
+    again = plan(tmp_path, quick=True)
+    assert again.from_cache and not again.has_code
+    assert plan(cache, quick=True, own_process=False).has_code  # a whole program that is there is taken
+
+
 def test_what_the_optimizer_freezes_has_no_gradients(cache):
     settings = {"batch": planned.batch(), "topology": TOPOLOGY, "config": CONFIG, "name": "frozen", "cache": cache}
     frozen = zero.plan(planned.loss_fn, planned.init_fn, optax.set_to_zero(), own_process=False, **settings)

@@ -1,8 +1,10 @@
 """The search for settings: what the formulas say of each, and that the compiler has the last word."""
 
 import dataclasses
+import functools
 import importlib
 import json
+import math
 import types
 
 import jax
@@ -14,6 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 import zero_jax as zero
 from zero_jax.cli import commands as cli
+from zero_jax.cli.models import planned as activations
+from zero_jax.cli.models import presets
+from zero_jax.cli.options import explicit
 from zero_jax.cli.plan import commands as cli_plan
 from zero_jax.models import gpt
 from zero_jax.planning import estimates, links, plans, ranking
@@ -25,11 +30,11 @@ CONFIG = zero.ZeroConfig(precision="bf16")
 PSI = planned.DEPTH * planned.WIDTH**2
 
 
-def estimator(config=CONFIG, tx=None):
+def estimator(config=CONFIG, tx=None, topology=TOPOLOGY):
     policies = {"own": estimates.Policy(loss_fn=planned.loss_fn, remat="own")}
     job = plans.make_job(
         loss_fn=planned.loss_fn, init_fn=planned.init_fn, tx=tx or optax.adamw(1e-3), batch=planned.batch(16),
-        topology=TOPOLOGY, config=config,
+        topology=topology, config=config,
     )  # fmt: skip
     return estimates.Estimator(job, policies)
 
@@ -101,6 +106,67 @@ def test_quantization_is_searched_where_the_config_has_formats():
     assert tried(found, "quantize") == {False, True} and "quantize" in str(found)
     assert {x.reason[:9] for x in found.rejected if x.setting.stage == 0 and x.setting.quantize} == {"quantize:"}
     assert tried(by_estimate(stages=(3,), config=config, quantizes=(True,)), "quantize") == {True}
+
+
+def staged_init(key):
+    stack = jax.random.normal(key, (4, planned.WIDTH, planned.WIDTH)) / 16
+    return {"layers": stack, "head": stack[0]}
+
+
+def staged_loss(params, batch):
+    x = jax.lax.scan(lambda x, w: (jax.nn.relu(x @ w), None), batch["x"], params["layers"])[0]
+    return jnp.mean((x @ params["head"] - batch["y"]) ** 2)
+
+
+def staged_estimator(topology=TOPOLOGY, config=CONFIG):
+    policies = {name: estimates.Policy(loss_fn=staged_loss, remat=name) for name in ("own", "full", "auto")}
+    fields = {"tx": optax.adamw(1e-3), "batch": planned.batch(16), "topology": topology, "config": config}
+    return estimates.Estimator(plans.make_job(loss_fn=staged_loss, init_fn=staged_init, **fields), policies)
+
+
+def staged_setting(stage, **fields):
+    return setting(stage, data=2, pipe=2, **{"num_microbatches": 4, **fields})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_state_of_a_pipeline_is_that_of_a_stage(stage):
+    mesh, config = zero.make_mesh(topology=TOPOLOGY, pipe=2), dataclasses.replace(CONFIG, stage=stage)
+    config = dataclasses.replace(config, num_microbatches=4)
+    state = zero.abstract_state(staged_init, optax.adamw(1e-3), mesh=mesh, config=config)
+    leaves = jax.tree.leaves((state.params, state.master, state.opt_state))
+    held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+    assert staged_estimator().step(staged_setting(stage)).state_bytes == pytest.approx(held, rel=0.001)
+
+
+def test_a_pipeline_waits_and_sends_activations():
+    found = staged_estimator()
+    step = lambda **fields: found.step(staged_setting(1, **fields))  # noqa: E731
+    config = zero.ZeroConfig(precision="bf16", stage=1, num_microbatches=4)
+    params, mesh = jax.eval_shape(staged_init, jax.random.key(0)), zero.make_mesh(topology=TOPOLOGY, pipe=2)
+    report = zero.pipeline_report(staged_loss, params, planned.batch(16), mesh=mesh, config=config)
+    assert step().sent_per_run == report.loops[0].bytes_per_tick
+    assert step().pipe_seconds > 0 and found.step(setting(1)).pipe_seconds == 0
+    # 5 runs of half of the layers on a quarter of the examples, again for the backward pass, on two devices; or 4 runs.
+    roofline = found.rooflines[True]
+    assert step().loss_seconds(roofline) > found.step(setting(1)).loss_seconds(roofline)
+    assert step(remat="full").loss_seconds(roofline) == pytest.approx(step().loss_seconds(roofline), rel=0.1)
+    # 3 microbatches wait in a stage; all of them do.
+    assert step(pipeline="1f1b").activation_bytes(step().traced) < step().activation_bytes(step().traced)
+    with pytest.raises(ValueError, match="what stages of a pipeline keep is not chosen"):
+        found.estimate(staged_setting(1, remat="auto"))
+    with pytest.raises(ValueError, match="num_microbatches=3 with 2 stages"):
+        found.estimate(staged_setting(1, num_microbatches=3))
+
+
+def test_a_pipeline_is_searched_on_several_slices():
+    options = {"remats": ("own",), "stages": (1,), "overlaps": (True,), "max_num_microbatches": 4}
+    search = functools.partial(by_estimate, staged_loss, staged_init, **options)
+    found = search(topology="2xv5e:2x2")
+    assert tried(found, "pipe") == {1, 2, 4} and tried(found, "pipeline") == {"gpipe", "1f1b"}  # 8 do not divide
+    assert tried(search(), "pipe") == {1}
+    assert tried(search(pipes=(2,), pipelines=("1f1b",)), "pipeline") == {"1f1b"}
+    with pytest.raises(ValueError, match=r"pipe=8: .*its 4 layers do not divide over 8 stages"):
+        search(pipes=(8,), topology="v5e:2x4")
 
 
 def large(key):
@@ -302,8 +368,8 @@ def stack(key):
 def test_remat_policies_are_searched_for_a_model_that_knows_of_none():
     said = []
     found = by_estimate(scanned, stack, stages=(3,), max_num_microbatches=1, log=said.append)
-    assert {x.setting.remat for x in found.ranked if x.host_bytes} == {"full_offloaded"}
-    assert tried(found, "remat") == {"none", "auto", "dots", "full", "full_offloaded"}
+    assert {x.setting.remat for x in found.ranked if x.host_bytes} == {"dots_offloaded", "full_offloaded"}
+    assert tried(found, "remat") == {"none", "auto", "dots", "full", "dots_offloaded", "full_offloaded"}
     assert "remat=own is left out: it is none for this model" in said
     specs = {"up": P(None, None, "model"), "down": P(None, "model", None)}
     config = dataclasses.replace(CONFIG, param_specs=specs)
@@ -327,6 +393,41 @@ def test_remat_policies_can_be_given_or_kept():
         by_estimate({"a": scanned}, stack, remats=("full",))
     with pytest.raises(ValueError, match="did you mean 'full'"):
         by_estimate(scanned, stack, remats=("ful",))
+
+
+def test_other_losses_are_tried_where_they_differ():
+    """One recomputes the inner activations by itself, the other is the plain one by another name."""
+
+    def recomputed(params, batch):
+        inner = jax.checkpoint(lambda x, w: jnp.tanh(x @ w["up"]) @ w["down"])
+        x, _ = jax.lax.scan(lambda x, w: (inner(x, w), None), batch["x"], params)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    same = lambda params, batch: scanned(params, batch)  # noqa: E731
+    others = {"less": recomputed, "same": same}
+    options = {"stages": (3,), "remats": ("own",), "max_num_microbatches": 1}
+    found = by_estimate(scanned, stack, **options, other_losses=others)
+    assert tried(found, "loss") == {"", "less"}
+    sizes = {entry.setting.loss: entry.bytes for entry in found.ranked}
+    assert sizes["less"] < sizes[""] and " less" in str(found)
+    assert found.best.loss == ""  # the one that computes nothing twice
+    with pytest.raises(ValueError, match="leave one out"):
+        by_estimate({"a": scanned}, stack, other_losses=others)
+    with pytest.raises(ValueError, match=r"other_losses=.*give a dict"):
+        by_estimate(scanned, stack, other_losses=recomputed)
+
+
+def test_nothing_is_hidden_where_memory_is_full():
+    found = estimator(topology="v5p:2x2x1")
+    usable = found.hardware.usable_bytes
+    roomy, full = (
+        estimates.Estimator(found.job, found.policies, temporaries=lambda _, share=share: share * usable).step(
+            setting(3)
+        )
+        for share in (0.9, 0.98)
+    )
+    assert (roomy.is_full, full.is_full) == (False, True)
+    assert roomy.seconds < full.seconds <= roomy.seconds + full.data_seconds
 
 
 def test_keep_gathered_of_the_config_is_kept():
@@ -379,13 +480,31 @@ def test_the_command_writes_a_config_that_train_takes(tmp_path, capsys):
     assert (result["stage"], result["num_params"]) == (best["stage"], best["num_params"])
 
 
+def test_the_command_tries_activations_that_keep_less(tmp_path):
+    """Those of the options that are left open: a small vocabulary has no chunks, nor have capped logits."""
+
+    def others(*options):
+        parsed = cli.parse(["plan", *options])
+        return activations.other_activations(activations.planned_model(parsed), explicit(parsed))
+
+    llama = ("--model", "llama-3.2-1b")
+    assert list(others(*llama)) == ["sequence_parallel", "loss_chunk=8192", "sequence_parallel loss_chunk=8192"]
+    (both,) = (others(*llama)[name] for name in ["sequence_parallel loss_chunk=8192"])
+    assert (both.sequence_parallel, both.loss_chunk) == (True, 8192)
+    assert list(others(*llama, "--loss-chunk", "4096")) == ["sequence_parallel"]
+    assert others(*llama, "--loss-chunk", "4096")["sequence_parallel"].loss_chunk == 4096
+    assert list(others(*llama, "--no-sequence-parallel")) == ["loss_chunk=8192"]
+    assert list(others("--model", "gemma-2-2b")) == ["sequence_parallel"] == list(others("--model", "gpt-tiny"))
+
+
 def test_a_written_config_keeps_every_setting_of_the_plan(tmp_path):
     written = tmp_path / "plan.toml"
     options = cli.parse(["plan", "--model", "gpt-tiny", "--topology", TOPOLOGY, "--write-config", str(written)])
     chosen = zero.ZeroConfig(stage=3, precision="bf16", offload="state", offload_fraction=0.5, quantize_gathers="fp8")
     request = types.SimpleNamespace(model=types.SimpleNamespace(config=gpt.PRESETS["gpt-tiny"]), zero=chosen)
     report = types.SimpleNamespace(batch_size=8, topology=TOPOLOGY, mesh={"data": 4})
-    cli_plan._write_config(options, request, report)
+    cli_plan._write_config(options, request, report, activations=presets.ActivationConfig(loss_chunk=64))
     read = cli.parse(["train", "--config", str(written)])
+    assert getattr(read, "ActivationConfig.loss_chunk") == 64
     fields = ("stage", "precision", "offload", "offload_fraction", "quantize_gathers")
     assert {name: getattr(read, f"ZeroConfig.{name}") for name in fields} == {n: getattr(chosen, n) for n in fields}

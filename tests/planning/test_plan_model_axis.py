@@ -79,9 +79,21 @@ def test_stages_of_a_pipeline_are_estimated(capsys):
     assert status == 0
     assert found["by_axes"].keys() <= {"data", "pipe", "data+pipe"}
     assert found["by_axes"]["pipe"] > 0 and not found["not_counted"]
-    with pytest.raises(SystemExit):
-        run("plan", capsys, *SMALL, "--pipe", "2", "--auto")
-    assert "leave out --pipe 2" in capsys.readouterr().err
+
+
+def test_the_settings_beside_a_pipeline_are_searched(capsys):
+    fixed = ("--num-layers", "2", "--pipe", "2", "--auto", "--max-compiles", "0")
+    status, out, _ = run("plan", capsys, *SMALL, *fixed, "--json")
+    entries = json.loads(out)["ranking"]["ranked"]
+    settings = [x["setting"] for x in entries]
+    assert status == 0
+    assert {x["pipe"] for x in settings} == {2} and len({x["stage"] for x in settings}) == 4
+    assert {x["pipeline"] for x in settings} == {"gpipe", "1f1b"}
+    status, out, _ = run("plan", capsys, *SMALL, *fixed, "--pipeline", "1f1b", "--stage", "1", "--json")
+    assert {x["setting"]["pipeline"] for x in json.loads(out)["ranking"]["ranked"]} == {"1f1b"}
+    with pytest.raises(SystemExit):  # 3 layers
+        run("plan", capsys, *SMALL, "--num-layers", "3", *fixed[2:])
+    assert "its 3 layers do not divide over 2 stages" in capsys.readouterr().err
 
 
 @pytest.mark.slow

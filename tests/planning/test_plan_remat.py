@@ -55,7 +55,7 @@ class Compiled:
         return types.SimpleNamespace(step_seconds=10 - self.needed_bytes / USABLE)
 
 
-def reported(monkeypatch, job, beside):
+def reported(monkeypatch, job, beside, **options):
     """Returns the report on a job, and all that were compiled, of programs that need so much beside what they keep."""
     compiled, budgets, choose = [], [], kept_values._choice
 
@@ -70,7 +70,7 @@ def reported(monkeypatch, job, beside):
 
     monkeypatch.setattr(kept_values, "make_report", make_report)
     monkeypatch.setattr(kept_values, "_choice", choice)
-    return kept_values.report_on(job, name="test"), compiled
+    return kept_values.report_on(job, name="test", **options), compiled
 
 
 def test_the_budget_is_what_the_step_leaves_and_the_compiler_corrects_it(monkeypatch):
@@ -81,6 +81,18 @@ def test_the_budget_is_what_the_step_leaves_and_the_compiler_corrects_it(monkeyp
     # Its name leads to the same values again, which is what a config file has.
     again = kept_values._choice(make_job(), resolve_remat(report.values.policy_name))
     assert again.remat == report.values.remat
+
+
+def test_what_the_first_program_leaves_is_filled_on_demand(monkeypatch):
+    job = make_job(num_examples=1024)
+    with monkeypatch.context() as patched:
+        first, compiled = reported(patched, job, 1e9, fills=False)
+    assert first.fits and len(compiled) == 1
+    with monkeypatch.context() as patched:
+        filled, compiled = reported(patched, job, 1e9)
+    assert filled.fits and filled.needed_bytes > first.needed_bytes and len(compiled) == 2
+    smaller, compiled = reported(monkeypatch, make_job(), 12e9, fills=False)  # too large at first
+    assert smaller.fits and len(compiled) == 2
 
 
 def test_a_budget_that_is_given_is_not_corrected(monkeypatch):

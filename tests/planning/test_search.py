@@ -75,6 +75,20 @@ def test_candidates_of_one_device_and_of_the_model_axis():
     assert {s.data * s.replica for s in found if s.model == 4} == {2}
 
 
+def test_candidates_of_a_pipeline_have_microbatches_for_each_stage():
+    space = Space(num_devices=8, batch_sizes=(16,), pipes=(1, 2, 3, 4), pipelines=("gpipe", "1f1b"), num_slices=2)
+    found = candidates(dataclasses.replace(space, secondaries=(False, True)))
+    staged = [s for s in found if s.pipe > 1]
+    assert {(s.pipe, s.pipeline) for s in staged} == {(2, "gpipe"), (2, "1f1b"), (4, "gpipe"), (4, "1f1b")}
+    assert all(s.replica * s.data * s.pipe == 8 and s.num_microbatches % s.pipe == 0 for s in staged)
+    assert {s.num_microbatches for s in staged if s.pipe == 4} == {4, 8}
+    assert not any(s.secondary for s in staged)
+    assert {s.pipeline for s in found if s.pipe == 1} == {"gpipe"}
+    assert "data=2 pipe=4 microbatches=8 remat=full 1f1b" in " ".join(map(str, staged))
+    with pytest.raises(ValueError, match="pipe=3 does not divide num_devices=8"):
+        candidates(dataclasses.replace(space, pipes=(3,)))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -162,6 +162,13 @@ def test_topology(topology, options, expected):
 
 
 @pytest.mark.tpu_compiler
+@pytest.mark.parametrize("options", [{"replica": 64}, {"replica": 16, "pipe": 4}, {"model": 64}])
+def test_a_torus_without_data_has_the_axis(options):
+    mesh = zero.make_mesh(topology="v5p:4x4x4", **options)
+    assert dict(mesh.shape) == {"replica": 1, "data": 1, "model": 1, **options}
+
+
+@pytest.mark.tpu_compiler
 @pytest.mark.parametrize("options", [{}, {"model": 4}, {"replica": 4}])
 def test_each_axis_of_a_staged_mesh_is_a_dim_of_the_torus(options):
     mesh = zero.make_mesh(topology="v5p:4x4x4", **options)

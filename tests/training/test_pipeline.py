@@ -243,6 +243,61 @@ def test_an_evaluation_is_of_the_whole_batch():
     assert_close((metrics.loss, metrics.aux), jax.jit(loss_fn)(init_params(), batch), tolerance=FLOAT32)
 
 
+@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
+def test_values_that_no_microbatch_has_leave_no_nan(pipeline):
+    """Layers that divide by zero where they run before their microbatch arrives, and a head that does between stages.
+
+    Layer 0 is the embedding's distance from its center away, all others are not defined on the embedding or on zeros.
+    """
+    params, batch = init_params(), make_batches(1)[0]
+    row = np.linspace(1, 2, FEATURES, dtype=np.float32)
+    params["embed"] = np.tile(row, (VOCAB, 1))
+    params["layers"]["bias"] = np.stack([-row, row, row, 0 * row])
+    params["layers"]["end"] = np.stack([0 * row, 0 * row, 0 * row, row])
+
+    def loss_fn(params, batch):
+        x = params["embed"][batch["tokens"]]
+
+        def layer(carry, w):
+            x, y, aux = carry
+            away = (x - w["bias"]) * params["gate"]
+            x = x + away / jnp.linalg.norm(away, axis=-1, keepdims=True)
+            return (x, y + w["end"], aux + x.mean()), x.mean()
+
+        carry = x, 0 * x, jnp.float32(0)
+        (x, y, aux), means = jax.lax.scan(layer, carry, params["layers"])
+        logits = (x / jnp.linalg.norm(y, axis=-1, keepdims=True)) @ params["head"]
+        nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"])
+        return nll.mean() + aux + jnp.sqrt(jnp.square(y - x).sum(-1)).mean() + means.sum(), {"aux": aux}
+
+    (loss, aux), grads = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(params, batch)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((loss, aux, grads)))
+    mesh, config = zero.make_mesh(pipe=4), make_config(stage=2, num_microbatches=4, pipeline=pipeline)
+    state = zero.init_state(params, optax.sgd(0.1), jax.random.key(0), mesh=mesh, config=config)
+    step = zero.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, config=config)
+    assert_close(step.grads(state, batch), (loss, grads), tolerance=FLOAT32)
+    metrics = step(state, batch)[1]
+    assert_close((metrics.loss, metrics.aux), (loss, aux), tolerance=FLOAT32)
+
+
+def test_params_are_kept_once_for_all_ticks():
+    """Of checkpointed layers whose params are large beside the activations."""
+    width, init = 256, lambda key: jax.random.normal(key, (LAYERS, 256, 256)) / 16
+
+    def loss_fn(params, batch):
+        layer = jax.checkpoint(lambda x, w: (x + jnp.tanh(x @ w), None))
+        return jnp.square(jax.lax.scan(layer, batch, params)[0]).mean()
+
+    def temporaries(num_microbatches):
+        mesh, config = zero.make_mesh(pipe=4), make_config(stage=1, num_microbatches=num_microbatches)
+        state = zero.abstract_state(init, optax.sgd(0.1), mesh=mesh, config=config)
+        batch = jax.ShapeDtypeStruct((4 * num_microbatches, width), jnp.float32)
+        step = zero.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, config=config)
+        return step.lower(state, batch).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(16) - temporaries(4) < width * width * 4  # those of a stage, of 12 ticks more
+
+
 def ends_in(loss):
     """Returns a loss with another end: `loss(logits, batch, params)`."""
 

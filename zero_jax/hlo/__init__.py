@@ -17,5 +17,6 @@ from zero_jax.hlo.op_names import Phases, gathered_path, phase_of
 from zero_jax.hlo.opcodes import COLLECTIVES, KINDS, split_opcode
 from zero_jax.hlo.program import Instruction, Program, parse
 from zero_jax.hlo.schedule import Costs, own_links, play
+from zero_jax.hlo.scheduled import read_scheduled
 from zero_jax.hlo.traffic import Collective, collectives, sent_bytes
 from zero_jax.hlo.transfers import NetworkTransfer, host_transfers, network_transfers

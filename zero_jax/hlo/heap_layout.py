@@ -10,10 +10,10 @@ import pathlib
 import re
 from collections.abc import Iterable, Mapping
 
-_ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*):$")
+ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*):$")
 _VALUE = re.compile(r" value: <\d+ (\S+?)(\{[\d,]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\)")
 _RANGE = re.compile(r"^\s+(\S+?)(\{[\d,]*\}):(\d+)-(\d+)$", re.MULTILINE)
-_FILES = "-buffer-assignment.txt", "-live-range.txt"
+FILES = "-buffer-assignment.txt", "-live-range.txt"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,13 +53,13 @@ def read_layout(folder: str | pathlib.Path) -> HeapLayout:
     Raises:
       ValueError: the folder has the buffer assignment of no program, or of several.
     """
-    assignments = sorted(pathlib.Path(folder).glob(f"*{_FILES[0]}"))
+    assignments = sorted(pathlib.Path(folder).glob(f"*{FILES[0]}"))
     if len(assignments) != 1:
         raise ValueError(
             f"{folder} has {len(assignments)} buffer assignments: give the folder of one compile with "
             "compiler_options=layout_options(folder) that no compilation cache answered"
         )
-    lives_file = assignments[0].with_name(assignments[0].name.removesuffix(_FILES[0]) + _FILES[1])
+    lives_file = assignments[0].with_name(assignments[0].name.removesuffix(FILES[0]) + FILES[1])
     lives = _lives(lives_file.read_text(encoding="utf-8")) if lives_file.exists() else {}
     return _layout(assignments[0].read_text(encoding="utf-8").splitlines(), lives)
 
@@ -74,7 +74,7 @@ def _layout(lines: Iterable[str], lives: Mapping[str, tuple[int, int]]) -> HeapL
     allocated, live, is_heap, is_known = 0, 0, False, True
     placed: list[tuple[int, int, int, int]] = []
     for line in lines:
-        if match := _ALLOCATION.match(line):
+        if match := ALLOCATION.match(line):
             # What has a color is in another memory: on the chip, or the host's.
             is_heap = "preallocated-temp" in match[2] and "color" not in match[2]
             allocated += int(match[1]) if is_heap else 0

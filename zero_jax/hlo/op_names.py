@@ -23,6 +23,16 @@ def phase_of(op_name: str) -> str:
     return "backward" if "transpose(" in op_name else "forward" if _DIFFERENTIATED in op_name else "update"
 
 
+def _is_differentiated(op_name: str) -> bool:
+    """Tells whether a name stack, or an instruction with it, is of a pass."""
+    return _DIFFERENTIATED in op_name
+
+
+def _is_traced(op_name: str) -> bool:
+    """Tells whether a name is a name stack, and not that of an argument."""
+    return op_name.startswith("jit(") or _is_differentiated(op_name)
+
+
 def gathered_path(op_name: str) -> str | None:
     """Returns the path in the innermost gather scope of an `op_name`, escaped, or None."""
     paths = _GATHER_SCOPE.findall(op_name)
@@ -36,7 +46,7 @@ class Phases:
 
     def __init__(self, program: Program):
         self._program = program
-        self._has_gradient = any(_DIFFERENTIATED in instruction.line for instruction in program.instructions())
+        self._has_gradient = any(_is_differentiated(instruction.line) for instruction in program.instructions())
 
     def of(self, computation: str, name: str, op_name: str) -> str:
         """Returns 'forward', 'backward' or 'update' for an instruction with this name stack."""
@@ -46,22 +56,24 @@ class Phases:
         if not self._has_gradient:
             return "forward"
         # A cast of the params belongs to no pass by its name, but to the one that uses it.
-        return phase_of(self._nearest(computation, name, self._used_by)) or "update"
+        return phase_of(self._nearest(computation, name, self._used_by, _is_differentiated)) or "update"
 
     def op_name_before(self, computation: str, name: str) -> str:
         """Returns the nearest name among what an instruction was computed from: XLA drops names where it combines."""
-        nearest = self._nearest(computation, name, self._made_of)
+        nearest = self._nearest(computation, name, self._made_of, _is_traced)
         caller = next(iter(self._program.callers[computation]), None)
         return nearest or (self.op_name_before(caller[0], caller[1].name) if caller else "")
 
-    def _nearest(self, computation: str, name: str, neighbours: Callable[[str, str], list[str]]) -> str:
-        """The nearest name stack of a pass, breadth first; of equally near ones that of the backward pass."""
+    def _nearest(
+        self, computation: str, name: str, neighbours: Callable[[str, str], list[str]], counts: Callable[[str], bool]
+    ) -> str:
+        """The nearest name stack that counts, breadth first; of equally near ones that of the backward pass."""
         instructions = self._program.computations[computation]
         seen, front = set(), [name]
         while front:
-            op_names = (self._op_name(instructions[inner]) for inner in front)
-            if passes := [op_name for op_name in op_names if _DIFFERENTIATED in op_name]:
-                return next((op_name for op_name in passes if phase_of(op_name) == "backward"), passes[0])
+            op_names = [self._op_name(instructions[inner]) for inner in front]
+            if found := [op_name for op_name in op_names if counts(op_name)]:
+                return max(found, key=lambda op_name: ("update", "forward", "backward").index(phase_of(op_name)))
             seen.update(front)
             near = (neighbour for inner in front for neighbour in neighbours(computation, inner))
             front = [other for other in dict.fromkeys(near) if other in instructions and other not in seen]
@@ -79,7 +91,7 @@ class Phases:
     def _op_name(self, instruction: Instruction) -> str:
         """The name stack of an instruction; of the loop over microbatches, that of a pass in it."""
         op_name = instruction.op_name
-        if instruction.opcode == "while" and _DIFFERENTIATED not in op_name:
+        if instruction.opcode == "while" and not _is_differentiated(op_name):
             body = self._program.computations.get(instruction.called["body"], {}).values()
-            return next((self._op_name(inner) for inner in body if _DIFFERENTIATED in inner.line), "")
+            return next((self._op_name(inner) for inner in body if _is_differentiated(inner.line)), op_name)
         return op_name

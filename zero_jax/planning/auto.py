@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,22 +14,26 @@ import optax
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import Report
 from zero_jax.core.tree import PyTree
+from zero_jax.planning.errors import SettingRefused
 from zero_jax.planning.estimates import Estimator, Policy, setting_config
 from zero_jax.planning.job import Job, batch_of
 from zero_jax.planning.links import model_sizes
 from zero_jax.planning.plans import make_job
 from zero_jax.planning.process import CompileOptions, compile_plan
-from zero_jax.planning.ranking import Candidate, Outcome, Ranking
+from zero_jax.planning.ranking import Candidate, Outcome, Ranking, policy_name
 from zero_jax.planning.report import PlanReport
-from zero_jax.planning.search import Search, Space, candidates
+from zero_jax.planning.search import Search, Space, candidates, divisors
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.training import MeshLoss, ZeroConfig
 from zero_jax.transforms import resolve_remat
 
+_MAX_PIPE = 16
 _OFFLOADS = ("optimizer", "state", "all")
 # The policies to try by default, from most memory to least; less memory costs time or traffic. The model's own comes
 # last: it is left out where it equals one of the others.
-_REMATS = ("none", "auto", "dots", "full", "full_sharded", "full_offloaded", "own")
+_REMATS = ("none", "auto", "dots", "full", "dots_offloaded", "full_sharded", "full_offloaded", "own")
+# Other loss functions are tried with the sizes of the axis `model` whose best setting is at most this much slower.
+_NEARLY_BEST = 1.25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +87,9 @@ def plan_auto(
     overlaps: Sequence[bool] | None = None,
     offloads: Sequence[str] | None = None,
     quantizes: Sequence[bool] | None = None,
+    other_losses: Mapping[str, Callable[..., Any] | MeshLoss] | None = None,
+    pipes: Sequence[int] | None = None,
+    pipelines: Sequence[str] | None = None,
     temporaries: Callable[[Candidate], float] | None = None,
     batch_sizes: Sequence[int] | None = None,
     max_num_microbatches: int = 64,
@@ -107,7 +116,8 @@ def plan_auto(
       models: sizes of the axis `model` to try; None tries those within a host or along the dims of a torus, if the
         params have specs for that axis.
       remats: names of remat policies to try, as for `ZeroConfig.remat`; None tries `none`, `auto`, `dots`, `full`,
-        `full_sharded` where `model` is more than 1, `full_offloaded`, and the model's own where it is none of them.
+        `dots_offloaded`, `full_sharded` where `model` is more than 1, `full_offloaded`, and the model's own where it is
+        none of them.
       attentions: of `own` and `fused`, those to try, the plain one first; None tries `fused`, too, where the model
         computes attention by itself that the hardware has a kernel for.
       overlaps: whether to compile with the options of `overlap`: those to try, the plain one first; None tries both
@@ -116,6 +126,11 @@ def plan_auto(
         all of them, an empty sequence none.
       quantizes: whether to send params and gradients in the formats of `config`: those to try; None tries both where
         it has any.
+      other_losses: loss functions of the same value that keep less, by name, such as one with the logits in chunks.
+        They are tried where the plain one is among the fastest by estimate.
+      pipes: sizes of the axis `pipe` to try; None tries those, up to 16, that the layers of the loss divide over, where
+        there are several slices or hosts.
+      pipelines: the schedules of these stages to try; None tries that of `config` first, and `1f1b`.
       temporaries: bytes per device of activations and gathered params, by setting; None estimates them from a trace of
         the loss function.
       batch_sizes: examples of a step to try; the setting of the most examples a second is the best. None tries that of
@@ -144,23 +159,29 @@ def plan_auto(
         "overlaps": overlaps,
         "offloads": offloads,
         "quantizes": quantizes,
+        "pipes": pipes,
+        "pipelines": pipelines,
         "batch_sizes": batch_sizes,
         "max_num_microbatches": max_num_microbatches,
     }
     check_arguments(**tried, temporaries=temporaries, max_compiles=max_compiles, host_memory_bytes=host_memory_bytes)
+    check_arguments(other_losses=other_losses)
     options = CompileOptions(**compiling)
     job = make_job(loss_fn=loss_fn, init_fn=init_fn, tx=tx, batch=batch, topology=topology, config=config)
-    policies = remat_policies(loss_fn, config, remats)
+    policies = remat_policies(loss_fn, config, remats, other_losses or {})
     estimator = Estimator(job, policies, temporaries=temporaries, log=options.log)
     space, own_remat = _space(estimator, tried)
     settings = candidates(space)
+    spaces = [space, *_with_losses(settings, space, estimator, list(other_losses or ()))]
+    settings = [setting for space in spaces for setting in candidates(space)]
     offloads = () if space.offloads[0] else _OFFLOADS if offloads is None else offloads
-    offloaded = candidates(dataclasses.replace(space, offloads=offloads)) if offloads else ()
+    offloaded = [x for space in spaces if offloads for x in candidates(dataclasses.replace(space, offloads=offloads))]
     reports: dict[Candidate, PlanReport] = {}
 
-    def compile(setting: Candidate) -> Outcome:
+    def compile(setting: Candidate, *, fills: bool = False) -> Outcome:
         setting_options = dataclasses.replace(options, name=f"{options.name}, {setting}")
-        report = reports[setting] = compile_plan(apply_setting(setting, job, policies), setting_options)
+        report = compile_plan(apply_setting(setting, job, policies), setting_options, fills=fills)
+        reports[setting] = report
         seconds = report.time.step_seconds if report.time else None
         sizes = {"bytes": report.needed_bytes, "host_bytes": report.host_bytes}
         return Outcome(fits=report.fits, seconds=seconds, error=report.refusal, **sizes)
@@ -177,6 +198,10 @@ def plan_auto(
     has_master = estimator.precision.has_master
     ranking = search.run(settings, fallback=[x for x in offloaded if _is_distinct(x, has_master=has_master)])
     best = ranking.best
+    if best in reports and reports[best].values and not ranking.was_stopped:
+        options.log(f"filling the memory that the best leaves: {best}")
+        with contextlib.suppress(KeyboardInterrupt):  # the result is of what was compiled until then
+            ranking = ranking.with_outcome(best, compile(best, fills=True))
     return AutoPlan(
         ranking=ranking,
         best=reports.get(best) if best else None,
@@ -199,16 +224,22 @@ def _space(estimator: Estimator, tried: Mapping[str, Any]) -> tuple[Space, str]:
         can_fuse = config.attention == "own" and estimator.has_attention_to_fuse()
         attentions = ("own", "fused") if can_fuse else (config.attention,)
     overlaps = (True, False) if config.overlap and estimator.has_overlap else (config.overlap,)
-    same = estimator.same_policies(max(sizes), attentions)
+    plain = [name for name, policy in policies.items() if policy.is_plain]
+    same = estimator.same_policies(plain, max(sizes), attentions)
     for name, earlier in same.items():
         estimator.log(f"remat={name} is left out: it is {earlier} for this model")
     offload = config.resolved_offload()
+    pipelines = tuple(tried["pipelines"] or dict.fromkeys((config.pipeline, "1f1b")))
+    resolved = {name: resolve_remat(policy.remat) for name, policy in policies.items()}
+    pipes = _pipe_sizes(estimator, tried["pipes"], pipelines)
     space = Space(
         num_devices=estimator.num_devices,
         batch_sizes=tried["batch_sizes"] or (estimator.batch_size,),
         stages=tried["stages"],
-        remats=[name for name in policies if name not in same],
-        needs_model=[n for n, policy in policies.items() if resolve_remat(policy.remat).residuals == "sharded"],
+        remats=[name for name in plain if name not in same],
+        needs_model=[name for name, remat in resolved.items() if remat.residuals == "sharded"],
+        # Where nothing else is tried, the settings are refused with that reason.
+        needs_one_stage=[name for name, remat in resolved.items() if remat.policy == "auto" and len(plain) > 1],
         models=sizes,
         replicas=tried["replicas"],
         keep_gathered=config.keep_gathered,
@@ -218,6 +249,8 @@ def _space(estimator: Estimator, tried: Mapping[str, Any]) -> tuple[Space, str]:
         overlaps=tuple(tried["overlaps"] or overlaps),
         offloads=[offload and offload.what],
         quantizes=tried["quantizes"] or ((False, True) if config.resolved_quantize() else (False,)),
+        pipes=pipes,
+        pipelines=pipelines,
         max_num_microbatches=tried["max_num_microbatches"],
     )
     return space, same.get("own", "own") if "own" in policies else next(iter(policies))
@@ -227,24 +260,54 @@ def remat_policies(
     loss_fn: Callable[..., Any] | MeshLoss | Mapping[str, Callable[..., Any]],
     config: ZeroConfig,
     remats: Sequence[str] | None,
+    other_losses: Mapping[str, Callable[..., Any] | MeshLoss],
 ) -> dict[str, Policy]:
     """Returns the remat policies to try, by the names that settings refer to."""
     if isinstance(loss_fn, Mapping):
-        if remats is not None:
-            raise ValueError(
-                f"plan_auto takes loss functions by name or remats={tuple(remats)}, not both: leave one out"
-            )
+        if remats is not None or other_losses:
+            others = f"remats={tuple(remats)}" if remats is not None else f"other_losses={tuple(other_losses)}"
+            raise ValueError(f"plan_auto takes loss functions by name or {others}, not both: leave one out")
         return {name: Policy(loss_fn=function, remat=config.remat) for name, function in loss_fn.items()}
     if remats is None:
         configured = resolve_remat(config.remat)
         remats = _REMATS if configured.is_own else (configured.name,)
-    return {name: Policy(loss_fn=loss_fn, remat=name) for name in (resolve_remat(remat).name for remat in remats)}
+    names = [resolve_remat(remat).name for remat in remats]
+    plain = {name: Policy(loss_fn=loss_fn, remat=name) for name in names}
+    return plain | {
+        policy_name(name, loss): Policy(loss_fn=function, remat=name, is_plain=False)
+        for loss, function in other_losses.items()
+        for name in names
+    }
+
+
+def _with_losses(
+    settings: Sequence[Candidate], space: Space, estimator: Estimator, losses: Sequence[str]
+) -> list[Space]:
+    """Returns the settings with other loss functions that are worth a trace, as a space.
+
+    These are the settings without a model axis, and those with the sizes of it that do nearly as well as the best by
+    estimate, whether they fit or not: another loss may fit where the plain one does not.
+    """
+    if not losses:
+        return []
+    seconds: dict[int, float] = {}
+    for setting in settings:
+        with contextlib.suppress(SettingRefused):
+            estimated = estimator.estimate(setting).seconds / setting.batch_size
+            seconds[setting.model] = min(estimated, seconds.get(setting.model, math.inf))
+    models = [x for x, least in seconds.items() if x == 1 or least <= _NEARLY_BEST * min(seconds.values())]
+    names = [policy_name(space.remats[0], loss) for loss in ("", *losses)]
+    same = estimator.same_policies(names, 1, space.attentions, remat="own") if 1 in models else {}
+    plain = [loss for loss, name in zip(losses, names[1:], strict=True) if name in same]
+    needs_model = [*space.needs_model, *plain]
+    models = [x for x in models if x > 1 or len(plain) < len(losses)]
+    return [dataclasses.replace(space, models=models, losses=losses, needs_model=needs_model)] if models else []
 
 
 def _plain(settings: Sequence[Candidate], remat: str) -> Callable[[Candidate], bool]:
     """Returns the predicate of plain settings: the fewest axes, this remat, the first of all other choices."""
-    axes = lambda setting: (setting.model, setting.replica, setting.secondary)  # noqa: E731
-    choices = lambda setting: (setting.remat, setting.attention, setting.overlap, setting.quantize)  # noqa: E731
+    axes = lambda setting: (setting.pipe, setting.model, setting.replica, setting.secondary)  # noqa: E731
+    choices = lambda x: (x.remat, x.loss, x.attention, x.overlap, x.quantize, x.pipeline)  # noqa: E731
     least, plain = min(map(axes, settings)), (remat, *choices(settings[0])[1:])
     return lambda setting: axes(setting) == least and choices(setting) == plain
 
@@ -271,10 +334,29 @@ def _model_sizes(estimator: Estimator, models: Sequence[int] | None) -> tuple[in
     return tuple(model for model, refusal in refusals.items() if not refusal) or tuple(models)
 
 
+def _pipe_sizes(estimator: Estimator, pipes: Sequence[int] | None, pipelines: Sequence[str]) -> tuple[int, ...]:
+    """Returns the sizes of the axis `pipe` to try: those that the loss can be cut into stages for.
+
+    Raises:
+      ValueError: it cannot for any of them.
+    """
+    if pipes is None:
+        num_slices = estimator.topology.num_slices
+        sizes = (size for size in divisors(estimator.num_devices) if size <= _MAX_PIPE)
+        pipes = [size for size in sizes if size == 1 or num_slices > 1]
+    found = {pipe: estimator.stages(pipe, pipelines[0]).why_none for pipe in pipes if pipe > 1}
+    refusals = {pipe: why for pipe, why in found.items() if why}
+    for pipe, why in refusals.items():
+        estimator.log(f"pipe={pipe} is left out: {why}")
+    if len(refusals) == len(pipes):
+        raise ValueError(next(iter(refusals.values()), "pipes: no size of the axis `pipe` to try: give some"))
+    return tuple(pipe for pipe in pipes if pipe not in refusals)
+
+
 def apply_setting(setting: Candidate, job: Job, policies: Mapping[str, Policy]) -> Job:
     """Returns a job with the settings of a candidate."""
-    policy = policies[setting.remat]
+    policy = policies[setting.policy]
     config = dataclasses.replace(setting_config(job.config, setting), remat=policy.remat)
     batch = job.batch if setting.batch_size == job.batch_size else batch_of(job.batch, setting.batch_size)
-    axes = {"replica": setting.replica, "model": setting.model}
+    axes = {"replica": setting.replica, "model": setting.model, "pipe": setting.pipe}
     return dataclasses.replace(job, loss_fn=policy.loss_fn, config=config, batch=batch, **axes)

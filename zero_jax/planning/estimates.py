@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from zero_jax.planning.errors import SettingRefused, refusing
 from zero_jax.planning.job import Job
 from zero_jax.planning.links import Links
 from zero_jax.planning.ranking import Candidate, Estimated
-from zero_jax.planning.report import attentions_of
+from zero_jax.planning.report import FULL, attentions_of
 from zero_jax.sharding import topology
 from zero_jax.sharding.mesh import axis_size, make_mesh
 from zero_jax.sharding.precision import resolve_precision
@@ -31,10 +31,11 @@ from zero_jax.training import (
     StepLoss,
     ZeroConfig,
     abstract_state,
+    pipeline_report,
     step_options,
     value_costs,
 )
-from zero_jax.transforms import BlockCosts, Remat, Roofline, choose_values, resolve_remat
+from zero_jax.transforms import BlockCosts, PipelineReport, Remat, Roofline, choose_values, resolve_remat
 
 _SUM_BYTES = 4  # gradients are summed over microbatches in float32
 _SECONDS_BETWEEN_LINES = 2
@@ -47,10 +48,11 @@ _UNQUANTIZED, _ON_DEVICES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
-    """A remat policy to try, with the loss function that it applies to."""
+    """A remat policy to try, with the loss function that it applies to, and whether that is the plain one."""
 
     loss_fn: Callable[..., Any] | MeshLoss
     remat: str | Remat
+    is_plain: bool = True
 
 
 def setting_config(config: ZeroConfig, setting: Candidate) -> ZeroConfig:
@@ -67,6 +69,7 @@ def setting_config(config: ZeroConfig, setting: Candidate) -> ZeroConfig:
         secondary=setting.secondary,
         attention=setting.attention,
         overlap=setting.overlap,
+        pipeline=setting.pipeline,
         offload=config.offload or setting.offload,
         **({} if setting.quantize else _UNQUANTIZED),
     )
@@ -77,7 +80,7 @@ class Estimator:
 
     Args:
       job: the model, its optimizer, batch and topology; its stage, mesh axes, microbatches and remat are not used.
-      policies: the remat policies by name.
+      policies: the remat policies, by the names that settings have (`Candidate.policy`).
       temporaries: bytes per device of activations and gathered params; None estimates them.
       log: called with each line of progress.
     """
@@ -110,24 +113,32 @@ class Estimator:
         plain = {"stage": 0, "num_microbatches": 1, "secondary": False, **_UNQUANTIZED, **_ON_DEVICES}
         self.config = dataclasses.replace(job.config, **plain)
         self.precision = resolve_precision(self.config.precision)
-        # Bytes per param and the number of params depend on the size of `model` alone, the trace on the policy too.
+        # Bytes per param and the number of params depend on `model` and `pipe` alone, the trace on the policy too.
         self.sizes = functools.cache(self._sizes)
+        self.stages = functools.cache(self._stages)
         self.offloaded = functools.cache(self._offloaded)
         self.trace = functools.cache(self._trace)
         self.value_costs = functools.cache(self._value_costs)
         self.links = functools.cache(lambda **axes: Links(make_mesh(devices=self.devices, **axes), parsed))
         self.step = functools.cache(functools.partial(StepEstimate, self))
 
-    def mesh(self, model: int) -> Any:
-        """Returns a mesh of `model` devices, all of them on the axis `model`."""
-        return make_mesh(devices=self.devices[:model], model=model)
+    def mesh(self, model: int, pipe: int = 1) -> Any:
+        """Returns a mesh of `model` x `pipe` devices, all of them on these axes."""
+        return make_mesh(devices=self.devices[: model * pipe], model=model, pipe=pipe)
 
-    def _sizes(self, model: int) -> tuple[memory.MemoryEstimate, float]:
-        """Returns the memory estimate on `model` devices, and the number of params per device."""
-        mesh = self.mesh(model)
-        state = abstract_state(self.job.init_fn, self.job.tx, mesh=mesh, config=self.config)
-        sizes = memory.estimate(state, mesh=mesh, config=self.config, tx=self.job.tx)
+    def _sizes(self, model: int, pipe: int = 1) -> tuple[memory.MemoryEstimate, float]:
+        """Returns the memory estimate on `model` x `pipe` devices, and the number of params per device."""
+        mesh, config = self.mesh(model, pipe), dataclasses.replace(self.config, num_microbatches=pipe)
+        state = abstract_state(self.job.init_fn, self.job.tx, mesh=mesh, config=config)
+        sizes = memory.estimate(state, mesh=mesh, config=config, tx=self.job.tx)
         return sizes, sizes.by_group["params"] / sizes.param_bytes
+
+    def _stages(self, pipe: int, pipeline: str) -> PipelineReport:
+        """Returns the stages of the global batch in `pipe` microbatches on as many devices, or why there are none."""
+        fields = {"num_microbatches": pipe, "pipeline": pipeline, "remat": "own"}
+        mesh, config = self.mesh(1, pipe), dataclasses.replace(self.config, **fields)
+        params, policy = jax.eval_shape(self.job.init_fn, key_shape()), next(iter(self.policies.values()))
+        return pipeline_report(policy.loss_fn, params, self.job.batch, mesh=mesh, config=config)
 
     def _trace(self, name: str, model: int, attention: str, remat: str | Remat = "") -> LossTrace:
         """Traces the loss of the global batch on `model` devices, with the remat policy of a name or another one."""
@@ -171,11 +182,11 @@ class Estimator:
     def has_attention_to_fuse(self) -> bool:
         """Returns whether the model has unfused attention for which the hardware has a fused kernel."""
         mesh, config = self.mesh(1), dataclasses.replace(self.config, attention="own")
-        for policy in self.policies.values():
+        for loss_fn in dict.fromkeys(policy.loss_fn for policy in self.policies.values()):
             try:
                 with refusing():
                     state = dataclasses.replace(self.job, config=config).state(mesh)
-                    loss = StepLoss.of(policy.loss_fn, state.variables, mesh=mesh, config=config)
+                    loss = StepLoss.of(loss_fn, state.variables, mesh=mesh, config=config)
                     if attentions_of(loss, state, self.job.batch).num_fused:
                         return True
             except SettingRefused:  # the settings of this loss function are rejected with that reason
@@ -191,16 +202,21 @@ class Estimator:
             return str(error)
         return ""
 
-    def same_policies(self, model: int, attentions: Sequence[str]) -> dict[str, str]:
-        """Returns the policies that equal an earlier one in memory and traffic, with the name of that one."""
+    def same_policies(
+        self, names: Iterable[str], model: int, attentions: Sequence[str], *, remat: str = ""
+    ) -> dict[str, str]:
+        """Returns the policies that equal an earlier one in memory and traffic, with the name of that one.
+
+        With `remat` they are compared with that in the place of their own, which leaves their loss functions.
+        """
         figures: dict[str, tuple[float, ...]] = {}
         same: dict[str, str] = {}
-        for name, policy in self.policies.items():
-            if resolve_remat(policy.remat).policy == "auto":  # what it keeps is another with each setting
-                continue
+        for name in names:
+            if not remat and resolve_remat(self.policies[name].remat).policy == "auto":
+                continue  # what it keeps is another with each setting
             try:
                 with refusing():
-                    traces = [self.trace(name, model, attention) for attention in attentions]
+                    traces = [self.trace(name, model, attention, remat) for attention in attentions]
             except SettingRefused:
                 continue
             current = tuple(float(x) for traced in traces for x in _figures(traced))  # integers are too large for numpy
@@ -236,9 +252,12 @@ class StepEstimate:
     Attributes:
       model: what is estimated once for all settings.
       setting: the setting.
-      num_params: the params of one share of the axis `model`.
+      num_params: the params of one share of the axis `model`, in a pipeline those of a stage.
       num_parts: the ratio of the traced batch to the examples of a device.
       num_param_shards: the devices that params are sharded over.
+      num_runs: how often a device runs its layers, forward and backward: for each microbatch, and in a pipeline for
+        those that other stages wait for.
+      num_shards: the devices that each param is sharded over at most; in a pipeline, of the params of a stage.
       grad_share: the part of the gradients that a device keeps when they are reduced.
       grad_bytes: bytes of gradients, and of their float32 sums over microbatches.
       reduced_bytes: bytes of a param's gradient as it is summed over devices.
@@ -248,31 +267,37 @@ class StepEstimate:
     def __init__(self, model: Estimator, setting: Candidate):
         self.model, self.setting = model, setting
         self.k, self.groups = setting.num_microbatches, sharded_groups(setting.stage)
-        self.sizes, self.num_params = model.sizes(setting.model)
+        self.sizes, num_params = model.sizes(setting.model)
+        # Params that are not of the layers are on all stages, and ZeRO shards them over these, too.
+        self.num_params = model.sizes(setting.model, setting.pipe)[1] if setting.pipe > 1 else num_params
+        self.num_shards = setting.data * setting.pipe * self.num_params / num_params
+        self.num_runs = self.k + setting.pipe - 1
         self.num_parts = setting.replica * setting.data * model.batch_size / setting.batch_size
         slices = model.topology.num_slices
         copies = slices // math.gcd(slices, setting.replica) if setting.secondary else 1
-        self.num_param_shards = setting.data // copies if "params" in self.groups else 1
+        self.num_param_shards = self.num_shards / copies if "params" in self.groups else 1
         # Before they are summed over copies of the params; one by one, or only when all microbatches are summed.
-        num_grad_shards = self.num_param_shards if setting.secondary else setting.data
+        num_grad_shards = self.num_param_shards if setting.secondary else self.num_shards
         scatters = "grads" in self.groups or ("opt_state" in self.groups and self.k == 1)
         self.grad_share = 1 / num_grad_shards if scatters else 1
         self.grad_bytes = self.num_params * (self.sizes.grad_bytes + 4 * (self.k > 1)) * self.grad_share
         self.reduced_bytes = _SUM_BYTES if self.k > 1 else self.sizes.grad_bytes
         if model.precision.reduce is not None:
             self.reduced_bytes = jnp.dtype(model.precision.reduce).itemsize
-        gathers = self.k * (1 if setting.keep_gathered else 2) if "params" in self.groups else 1
-        reductions = self.k if "grads" in self.groups else 1
+        gathers = self.num_runs * (1 if setting.keep_gathered else 2) if "params" in self.groups else 1
+        reductions = self.num_runs if "grads" in self.groups else 1
         reduced = self.num_params * self.reduced_bytes
         self.moved_bytes = self.num_params * gathers * self.sizes.param_bytes, reductions * reduced
 
     @functools.cached_property
     def traced(self) -> LossTrace:
         """The trace of the loss, of `auto` with the values that this setting has memory for."""
-        model, key = self.model, (self.setting.remat, self.setting.model, self.setting.attention)
-        remat = resolve_remat(model.policies[self.setting.remat].remat)
+        model, key = self.model, (self.setting.policy, self.setting.model, self.setting.attention)
+        remat = resolve_remat(model.policies[self.setting.policy].remat)
         if remat.policy != "auto":
             return model.trace(*key)
+        if self.setting.pipe > 1:
+            raise SettingRefused(f"remat={self.setting.remat}: what stages of a pipeline keep is not chosen")
         costs, num_parts = model.value_costs(*key), self.num_parts * self.k
         budget_gb = remat.budget_gb
         if budget_gb is None:
@@ -285,22 +310,32 @@ class StepEstimate:
     @property
     def links(self) -> Links:
         """The links of the mesh."""
-        return self.model.links(replica=self.setting.replica, model=self.setting.model)
+        return self.model.links(replica=self.setting.replica, model=self.setting.model, pipe=self.setting.pipe)
 
     def estimated(self) -> Estimated:
         """Returns bytes per device and seconds of a step."""
         state, grads, other = self.state_bytes, self.grad_bytes, self.other_bytes
         return Estimated(
-            bytes=state + grads + other,
+            bytes=self.bytes,
             seconds=self.seconds,
             note=f"state {state / 1e9:.1f}, gradients {grads / 1e9:.1f}, others {other / 1e9:.1f}",
             host_bytes=self.host_bytes + self.traced.residuals.host_bytes / (self.num_parts * self.k),
         )
 
     @property
+    def bytes(self) -> float:
+        """Bytes of a device."""
+        return self.state_bytes + self.grad_bytes + self.other_bytes
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it needs nearly all of the memory."""
+        return self.bytes > FULL * self.model.hardware.usable_bytes
+
+    @property
     def state_bytes(self) -> float:
         """Bytes of the train state."""
-        optimizer = self.sizes.optimizer_bytes / (self.setting.data if "opt_state" in self.groups else 1)
+        optimizer = self.sizes.optimizer_bytes / (self.num_shards if "opt_state" in self.groups else 1)
         # If params and master params are sharded alike, there is no low-precision copy.
         are_masters = self.model.precision.has_master and "params" in self.groups and not self.setting.secondary
         param_bytes = 0.0 if are_masters else self.sizes.param_bytes
@@ -315,8 +350,8 @@ class StepEstimate:
         """Bytes of the train state in host memory."""
         setting = self.setting
         stage = 2 if setting.secondary else setting.stage  # the secondary shard is a copy, and stays on the device
-        num_shards = setting.data if "opt_state" in self.groups else 1
-        return self.model.offloaded(setting.model, stage, setting.offload) / num_shards
+        num_devices = setting.pipe * (setting.data if "opt_state" in self.groups else 1)
+        return self.model.offloaded(setting.model, stage, setting.offload) / num_devices
 
     @property
     def other_bytes(self) -> float:
@@ -329,20 +364,35 @@ class StepEstimate:
         """Returns the bytes of activations and gathered params by a trace of the loss."""
         gathered = traced.param_bytes if "params" in self.groups else 0.0
         gathered *= 2 if self.setting.overlap and self.model.has_overlap else 1  # the next layer's arrive beside them
-        return traced.peak_bytes / (self.num_parts * self.k) + gathered
+        return self.activation_bytes(traced) + gathered
+
+    def activation_bytes(self, traced: LossTrace) -> float:
+        """Returns the bytes of activations: of a microbatch, and in a pipeline what stages keep of the others."""
+        setting, num_parts = self.setting, self.num_parts * self.k
+        if setting.pipe == 1:
+            return traced.peak_bytes / num_parts
+        residuals = traced.residuals.device_bytes / (num_parts * setting.pipe)
+        if setting.pipeline == "1f1b":
+            kept = (2 * setting.pipe - 1) * self.sent_per_run + residuals
+        else:
+            kept = self.num_runs * (self.sent_per_run if self.recomputes else residuals) + residuals
+        # Before and behind the layers is a microbatch in each stage, or the batch over all of them.
+        others = (traced.peak_bytes - traced.residuals.device_bytes) / num_parts
+        return kept + others * (1 if setting.pipeline == "1f1b" else self.k / setting.pipe)
 
     @property
     def seconds(self) -> float:
         """Seconds of the step, about."""
         setting, hardware, roofline = self.setting, self.model.hardware, self.model.rooflines[self.setting.overlap]
-        compute = self.k * roofline.compute_seconds(self.traced.kernels, self.num_parts * self.k)
-        compute += roofline.moved_seconds(self.update_bytes)
+        compute = self.loss_seconds(roofline) + roofline.moved_seconds(self.update_bytes)
         # Gradients are set to 0 before a loop over layers writes them.
-        cleared = self.k * self.num_params * self.grad_share * self.sizes.grad_bytes
+        cleared = self.num_runs * self.num_params * self.grad_share * self.sizes.grad_bytes
         compute += roofline.moved_seconds(cleared, roofline.efficiency.unfused)
         compute += roofline.moved_seconds(self.coded_bytes)
-        waits = roofline.exposed_seconds(self.data_seconds, compute) + self.model_seconds
-        step = max(compute + waits, roofline.host_seconds(self.traced.residuals.host_bytes / self.num_parts))
+        # Where memory is full, the compiler's scheduler has no room to start a collective early.
+        waits = self.data_seconds if self.is_full else roofline.exposed_seconds(self.data_seconds, compute)
+        waits += self.model_seconds + self.pipe_seconds
+        step = roofline.with_host_seconds(compute + waits, self.traced.residuals.host_bytes / self.num_parts)
         # The update fetches and writes back at once, on GPUs one after the other (docs/offload.md). Params are fetched
         # for each use, which waits for them.
         on_host, updated = self.host_bytes, 0.0
@@ -354,14 +404,56 @@ class StepEstimate:
         copied = updated + self.k * (1 if setting.keep_gathered else 2) * fetched
         return step + copied / hardware.host_bytes_per_second
 
+    def loss_seconds(self, roofline: Roofline) -> float:
+        """Returns the seconds of the loss and its gradient; in a pipeline, while it fills and runs empty, too."""
+        kernels, num_parts, setting = self.traced.kernels, self.num_parts * self.k, self.setting
+        if setting.pipe == 1:
+            return self.k * roofline.compute_seconds(kernels, num_parts)
+        (loop, *_) = self.staged.loops  # kernels do not tell where they are, but how often they run
+        of_layers = [x for x in kernels if loop.stacked or x.times % loop.num_layers == 0]
+        layers = roofline.compute_seconds(of_layers, num_parts) / setting.pipe
+        others = roofline.compute_seconds(kernels, num_parts) - layers * setting.pipe
+        again = 1 / 3 if self.recomputes else 0.0  # of a pass forward and one backward, which takes twice as long
+        # Before and behind the layers is a microbatch in each stage, or the batch over all of them.
+        others *= self.num_runs if setting.pipeline == "1f1b" else self.k / setting.pipe
+        return self.num_runs * layers * (1 + again) + others
+
+    @property
+    def staged(self) -> PipelineReport:
+        """The stages of the pipeline, of as many microbatches as stages."""
+        report = self.model.stages(self.setting.pipe, self.setting.pipeline)
+        if report.why_none:
+            raise SettingRefused(report.why_none)
+        return report
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a stage runs again in the backward pass, beside what the layers' own remat says."""
+        policy = resolve_remat(self.model.policies[self.setting.policy].remat)
+        return self.setting.pipeline == "1f1b" or (policy.is_own and any(x.recomputed for x in self.staged.loops))
+
+    @property
+    def sent_per_run(self) -> float:
+        """Bytes of a microbatch that go from stage to stage."""
+        whole = self.setting.pipe * sum(loop.bytes_per_tick for loop in self.staged.loops)
+        return whole / (self.num_parts * self.k)
+
+    @property
+    def pipe_seconds(self) -> float:
+        """Seconds of what goes from stage to stage, forward and backward; none is hidden, as the next stage waits."""
+        if self.setting.pipe == 1:
+            return 0.0
+        pipe = setting_config(self.model.job.config, self.setting).axes_of(self.links.mesh).pipe
+        return 2 * self.num_runs * self.links.send_seconds(self.sent_per_run, pipe)
+
     @property
     def update_bytes(self) -> float:
         """Bytes that the update and the accumulation of gradients move."""
         sizes = self.sizes
-        share = {group: 1 / self.setting.data if group in self.groups else 1 for group in ("grads", "opt_state")}
+        share = {group: 1 / self.num_shards if group in self.groups else 1 for group in ("grads", "opt_state")}
         update = share["opt_state"] * (2 * sizes.optimizer_bytes + sizes.grad_bytes)
         casts = 1 / self.num_param_shards * 2 * sizes.param_bytes
-        sums = self.k * share["grads"] * (2 * _SUM_BYTES + sizes.grad_bytes) if self.k > 1 else 0.0
+        sums = self.num_runs * share["grads"] * (2 * _SUM_BYTES + sizes.grad_bytes) if self.k > 1 else 0.0
         return self.num_params * (update + casts + sums)
 
     @property
@@ -373,10 +465,10 @@ class StepEstimate:
         gathers, reduced, copies = (a / b if b else 1.0 for a, b in zip(quantized[:3], plain[:3], strict=True))
         return gathers, reduced, copies
 
-    def _alike(self, **changes: bool) -> StepEstimate:
+    def _alike(self, **changes: Any) -> StepEstimate:
         """Returns the step of a canonical setting with the same shardings and traffic of state and gradients."""
-        alike = {"remat": "", "attention": "own", "overlap": True, "offload": None} | changes
-        return self.model.step(dataclasses.replace(self.setting, **alike))
+        alike = dataclasses.replace(self.setting, remat="", loss="", attention="own", overlap=True, offload=None)
+        return self.model.step(dataclasses.replace(alike, **changes))
 
     @functools.cached_property
     def sent_bytes(self) -> tuple[float, float, float, float]:
@@ -408,7 +500,7 @@ class StepEstimate:
     def data_seconds(self) -> float:
         """Seconds of the collectives over `data` and `replica`, hidden or not."""
         links, sizes = self.links, self.sizes
-        axes = setting_config(self.model.job.config, self.setting).axes_of(links.mesh)
+        axes = setting_config(self.model.job.config, self.setting).axes_of(links.mesh).of_stage
         inside = axes.of_params().data
         across = [axis for axis in axes.data if axis not in inside]
         reduced, num_shards = self.num_params * self.reduced_bytes, axis_size(links.mesh, inside)
@@ -418,14 +510,15 @@ class StepEstimate:
         # Between copies of the params: gradients once a step, and new params unless `replica` makes the copies.
         between = (reduced + self.num_params * sizes.param_bytes) / num_shards
         seconds += shares[2] * links.gather_seconds(between, across)
-        return seconds + 2 * shares[2] * links.gather_seconds(reduced / self.setting.data, axes.replica)
+        return seconds + 2 * shares[2] * links.gather_seconds(reduced / self.num_shards, axes.replica)
 
     @property
     def model_seconds(self) -> float:
         """Seconds of the collectives over `model`; none is hidden, as each block waits for its sums."""
         links, seconds = self.links, 0.0
+        runs = self.num_runs / self.setting.pipe  # of all layers
         for move in self.traced.moves:
-            seconds += self.k * move.times * links.send_seconds(move.sent_bytes / (self.num_parts * self.k), move.axes)
+            seconds += runs * move.times * links.send_seconds(move.sent_bytes / (self.num_parts * self.k), move.axes)
         return seconds
 
 

@@ -12,6 +12,7 @@ import tempfile
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from jax.sharding import Mesh
 
 from zero_jax.core.files.user_cache import evict_oldest, has_mark, read_entry, write_entry
 from zero_jax.core.tree import PyTree, check_arrays, leading_dims
-from zero_jax.hlo import HeapLayout, Program, layout_options, read_layout
+from zero_jax.hlo import HeapLayout, Program, layout_options, read_layout, read_scheduled
 from zero_jax.planning.kernel_text import program_text
 from zero_jax.planning.key import SCHEMA, compile_key
 from zero_jax.sharding.mesh import make_mesh
@@ -51,7 +52,8 @@ _STATS = (
 )
 # The keys of an entry: of a program, or of a program that was refused.
 _SAVED = ({"text", "stats"}, {"message", "needed_bytes"})
-_SUFFIX = ".program"
+_SUFFIX, _QUICK_SUFFIX = ".program", ".scheduled.program"
+_SECONDS_BETWEEN_LOOKS = 0.1
 _MARK = f"zero_jax program {SCHEMA}\n".encode()  # what an entry begins with
 
 
@@ -111,6 +113,7 @@ class CompiledText:
       compile_seconds: what compiling took, when it was done.
       from_cache: whether it was done before.
       cache_error: why it could not be put into the cache, or ''.
+      has_code: whether the compiler went on from the schedule to the code; without it there are no cycles.
     """
 
     text: str = ""
@@ -120,6 +123,7 @@ class CompiledText:
     compile_seconds: float
     from_cache: bool
     cache_error: str = ""
+    has_code: bool = True
 
     def as_text(self) -> str:
         """Returns the program's text."""
@@ -142,39 +146,61 @@ class CompiledText:
 
 
 def compile_job(
-    job: Job, mesh: Mesh, state: TrainState, *, cache: pathlib.Path | None, on_phase: Callable[[str], None]
+    job: Job,
+    mesh: Mesh,
+    state: TrainState,
+    *,
+    cache: pathlib.Path | None,
+    on_phase: Callable[[str], None],
+    quick: bool = False,
 ) -> CompiledText:
     """Lowers and compiles a job, or takes what the compiler made of it from the cache.
 
-    `cache` is the folder of compiled programs; `on_phase` is called with what is being done.
+    `cache` is the folder of compiled programs; `on_phase` is called with what is being done. A `quick` job for TPUs is
+    not compiled further than to its schedule; the compiler goes on in a thread, until this process ends.
     """
     on_phase("lowering")
     lowered = make_train_step(job.loss_fn, job.tx, mesh=mesh, config=job.config).lower(state, job.batch)
-    path = None if cache is None else cache / f"{compile_key(lowered, job, mesh)}{_SUFFIX}"
-    saved = None if path is None else _load(path)
-    if saved is not None:
-        return CompiledText(**saved, from_cache=True)
+    paths = {}
+    if cache is not None:
+        key = compile_key(lowered, job, mesh)
+        paths = {True: cache / f"{key}{_SUFFIX}"} | ({False: cache / f"{key}{_QUICK_SUFFIX}"} if quick else {})
+    for has_code, path in paths.items():
+        if saved := _load(path):
+            return CompiledText(**saved, from_cache=True, has_code=has_code)
     on_phase("compiling")
     start = time.perf_counter()
-    saved = _compile(lowered, job.compiler_options or {})
+    saved, has_code = _compile(lowered, job.compiler_options or {}, quick=quick)
     saved["compile_seconds"] = time.perf_counter() - start
-    return CompiledText(**saved, from_cache=False, cache_error="" if path is None else _save(path, saved))
+    error = _save(paths[has_code], saved) if paths else ""
+    return CompiledText(**saved, from_cache=False, cache_error=error, has_code=has_code)
 
 
-def _compile(lowered: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a program's text and figures, or the error of a compiler that refuses it for its memory."""
+def _compile(lowered: Any, options: Mapping[str, Any], *, quick: bool) -> tuple[dict[str, Any], bool]:
+    """Returns a program's text and figures, or the error of a compiler that refuses it for its memory.
+
+    The second result is whether the compiler generated its code.
+    """
     try:
-        with tempfile.TemporaryDirectory() as dump:
-            compiled = lowered.compile(compiler_options={**layout_options(dump), **options})
-            layout = _layout(dump)
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as dump:
+            compiling = ThreadPoolExecutor(1).submit(
+                lowered.compile, compiler_options={**layout_options(dump), **options}
+            )
+            while quick and not compiling.done():
+                time.sleep(_SECONDS_BETWEEN_LOOKS)
+                if scheduled := read_scheduled(dump):
+                    text, sizes = scheduled
+                    stats = {name: sizes.get(name, 0) for name in _STATS}
+                    return {"stats": stats | _layout(dump), "text": text}, False
+            compiled, layout = compiling.result(), _layout(dump)
     except jax.errors.JaxRuntimeError as error:
         needed = _needed_bytes(str(error))
         if "RESOURCE_EXHAUSTED" not in str(error) and needed is None:
             raise
-        return {"needed_bytes": needed, "message": str(error).split("\n\n")[0][:2000]}
+        return {"needed_bytes": needed, "message": str(error).split("\n\n")[0][:2000]}, True
     analysis = compiled.memory_analysis()
     stats = {name: int(getattr(analysis, name, 0)) for name in _STATS}
-    return {"stats": stats | layout, "text": program_text(compiled)}
+    return {"stats": stats | layout, "text": program_text(compiled)}, True
 
 
 def _layout(folder: str) -> dict[str, int]:

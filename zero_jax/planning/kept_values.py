@@ -23,24 +23,29 @@ def report_on(
     *,
     name: str,
     cache: pathlib.Path | None = None,
+    fills: bool = True,
     on_phase: Callable[[str], None] = lambda phase: None,
+    quick: bool = False,
 ) -> PlanReport:
     """Compiles a job in this process and reads the program, as `make_report` does.
 
     Where its blocks keep what a budget chooses (`remat="auto"`), and that is not given, it is compiled up to three
-    times, with the budget that the program before has left; the fastest that fits is reported.
+    times, with the budget that the program before has left; the fastest that fits is reported. Unless `fills`, the
+    first that fits is.
     """
     remat, reports = resolve_remat(job.config.remat), list[PlanReport]()
     if remat.policy != "auto":
-        return make_report(job, name=name, cache=cache, on_phase=on_phase)
+        return make_report(job, name=name, cache=cache, on_phase=on_phase, quick=quick)
     for _ in range(1 if remat.budget_gb is not None else 1 + _MORE_COMPILES):
         on_phase("choosing what blocks keep")
         choice = _choice(job, remat)
         if any(report.values and report.values.remat == choice.remat for report in reports):
             break
-        report = make_report(_with_remat(job, choice.remat), name=name, cache=cache, on_phase=on_phase)
+        report = make_report(_with_remat(job, choice.remat), name=name, cache=cache, on_phase=on_phase, quick=quick)
         policy = resolve_remat(choice.policy_name)
         reports.append(dataclasses.replace(report, values=choice, remat=str(policy)))
+        if report.fits and not fills:
+            break
         budget_bytes = choice.budget.device_bytes + _slack(report, choice)
         if budget_bytes < 0:
             break

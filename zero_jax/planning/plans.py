@@ -59,7 +59,8 @@ def plan(
       **compiling: `name` of the plan, for the report and the log; `cache`, the folder of compiled programs ("default",
         the user's cache folder; None disables it); `own_process`, whether to compile in another process, so that a
         crash of the compiler does not end this one (True); `timeout_seconds`, after which that process is killed (None
-        is no limit); `log`, which is called with each line of progress.
+        is no limit); `log`, which is called with each line of progress; `quick`, whether to stop the compiler of TPUs
+        in that process before it generates code, which is most of its work: all but the time is as exact (False).
 
     Raises:
       ValueError: an unknown topology, a compiler that is not installed, a mesh or batch that does not divide.
@@ -168,7 +169,7 @@ def plan_layouts(
       layouts: sizes of the mesh axes that carry `data`, major first; None tries what `make_mesh` chooses, a single
         axis, and the dims of the torus with neighbours merged.
       compiler_options: passed to the compiler.
-      **compiling: `name`, `cache`, `own_process`, `timeout_seconds` and `log`, as for `plan`.
+      **compiling: `name`, `cache`, `own_process`, `timeout_seconds`, `log` and `quick`, as for `plan`.
 
     Raises:
       ValueError: as `plan` does.

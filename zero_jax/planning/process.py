@@ -50,13 +50,14 @@ COMPILE_ONLY: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileOptions:
-    """How a plan is compiled: its name, cache, process, time limit and log, as `plan` takes them."""
+    """How a plan is compiled: its name, cache, process, time limit, log and depth, as `plan` takes them."""
 
     name: str = "plan"
     cache: str | os.PathLike[str] | None = "default"
     own_process: bool = True
     timeout_seconds: float | None = None
     log: Callable[[str], None] = lambda line: None
+    quick: bool = False
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for a field of another kind."""
@@ -70,9 +71,14 @@ class CompileOptions:
         return cache_folder("programs") if self.cache in ("default", "") else pathlib.Path(self.cache)
 
 
-def compile_plan(job: Job, options: CompileOptions) -> PlanReport:
-    """Compiles a job, in another process if the options say so, and reports on the program; raises as `call_for`."""
-    return call_for(report_on, job, {"name": options.name, "cache": options.cache_path}, options)
+def compile_plan(job: Job, options: CompileOptions, *, fills: bool = True) -> PlanReport:
+    """Compiles a job, in another process if the options say so, and reports on the program; raises as `call_for`.
+
+    Blocks that keep what fits (`remat="auto"`) are compiled again for what the first program leaves, if it `fills`.
+    """
+    quick = options.quick and options.own_process  # only that process can end a compiler that goes on
+    arguments = {"name": options.name, "cache": options.cache_path, "fills": fills, "quick": quick}
+    return call_for(report_on, job, arguments, options)
 
 
 def call_for(work: Callable[..., Any], job: Job, arguments: Mapping[str, Any], options: CompileOptions) -> Any:

@@ -21,17 +21,20 @@ class Candidate(Report):
     Attributes:
       stage: the ZeRO stage.
       replica: size of the axis `replica`.
-      data: size of the axis `data`, which the stage shards over.
+      data: size of the axis `data`, which the stage shards over, in each stage of a pipeline.
       model: size of the axis `model`.
       batch_size: examples of a step.
       num_microbatches: microbatches of a step.
       remat: name of the remat policy.
+      loss: name of the loss function, where there are several to choose from.
       keep_gathered: whether gathered params are kept for the backward pass.
       secondary: whether there is a secondary shard of the params inside each slice or host.
       attention: `own` or `fused`, as of `ZeroConfig`.
       overlap: whether it is compiled with the options that let collectives run beside computation.
       offload: what is kept in host memory: `optimizer`, `state`, `all` or nothing.
       quantize: whether params or gradients are sent in the formats of the config.
+      pipe: size of the axis `pipe`: stages of a pipeline.
+      pipeline: the schedule of these stages, as of `ZeroConfig`.
     """
 
     stage: int
@@ -47,32 +50,43 @@ class Candidate(Report):
     overlap: bool = True
     offload: str | None = None
     quantize: bool = False
+    pipe: int = 1
+    pipeline: str = "gpipe"
+    loss: str = ""
+
+    @property
+    def policy(self) -> str:
+        """The name of the remat policy and of the loss function that it applies to."""
+        return policy_name(self.remat, self.loss)
 
     @property
     def num_devices(self) -> int:
         """Devices of the mesh."""
-        return self.replica * self.data * self.model
+        return self.replica * self.data * self.pipe * self.model
 
     @property
     def parts(self) -> tuple[Any, ...]:
         """What settings that compile to similar programs have in common."""
-        several = self.num_microbatches > 1, self.replica > 1, self.model > 1, self.secondary
-        return self.stage, self.remat, *several, self.attention, self.overlap, self.offload, self.quantize
+        several = self.num_microbatches > 1, self.replica > 1, self.model > 1, self.pipe > 1, self.secondary
+        compiled = self.attention, self.overlap, self.offload, self.quantize, self.pipeline
+        return self.stage, self.remat, self.loss, *several, *compiled
 
     def __str__(self) -> str:
         return self.describe(str(self.num_microbatches))
 
     def describe(self, num_microbatches: str) -> str:
         """Returns the setting as a line of text, with another text for the number of microbatches."""
-        axes = {"replica": self.replica, "data": self.data, "model": self.model}
+        axes = {"replica": self.replica, "data": self.data, "pipe": self.pipe, "model": self.model}
         parts = [f"{axis}={size}" for axis, size in axes.items() if size > 1 or axis == "data"]
         parts += [f"microbatches={num_microbatches}", f"remat={self.remat}"]
+        parts += [self.loss] if self.loss else []
         parts += ["keep_gathered"] if self.keep_gathered else []
         parts += ["secondary"] if self.secondary else []
         parts += [f"attention={self.attention}"] if self.attention != "own" else []
         parts += [] if self.overlap else ["no_overlap"]
         parts += [f"offload={self.offload}"] if self.offload else []
         parts += ["quantize"] if self.quantize else []
+        parts += [self.pipeline] if self.pipe > 1 else []
         return f"stage {self.stage} {' '.join(parts)}"
 
 
@@ -201,6 +215,11 @@ class Ranking(Report):
     num_compiled: int
     was_stopped: bool = False
 
+    def with_outcome(self, setting: Candidate, outcome: Outcome) -> Ranking:
+        """Returns the ranking with another result of compiling a setting."""
+        entries = (dataclasses.replace(x, outcome=outcome) if x.setting == setting else x for x in self.ranked)
+        return dataclasses.replace(self, ranked=tuple(entries))
+
     def __str__(self) -> str:
         return f"{self.headline()}\n{self.tables()}"
 
@@ -253,6 +272,11 @@ class Ranking(Report):
     def to_json(self) -> dict[str, Any]:
         """Returns plain data."""
         return dataclasses.asdict(self)
+
+
+def policy_name(remat: str, loss: str) -> str:
+    """Returns the name of a remat policy of a loss function."""
+    return f"{remat} {loss}".strip()
 
 
 def naming(entries: Iterable[Ranked]) -> Callable[[Candidate], str]:

@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 from zero_jax.analysis import comms, memory
 from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.core.tree import PyTree
-from zero_jax.hlo import Program
 from zero_jax.planning.job import CompiledText, Job, compile_job
 from zero_jax.planning.ranking import host_memory
 from zero_jax.planning.step_time import TimeEstimate, estimate_time
@@ -31,7 +30,7 @@ _DEFAULT_GPU_SHARE = 0.75
 # Traffic below this multiple of the ideal is not explained, and this many reasons are given.
 _NEAR_IDEAL, _MAX_EXCESS = 1.02, 3
 # A program that needs more of the memory, and whose collectives wait for more of their time, is said to be too full.
-_FULL, _WAITING = 0.97, 0.8
+FULL, _WAITING = 0.97, 0.8
 # More rows of attention are not shown.
 _MAX_ATTENTIONS = 8
 
@@ -68,6 +67,7 @@ class PlanReport(Report):
       compiler_options: those of the step, each with what it is for.
       notes: further things to know.
       values: with `remat="auto"` the values that blocks could keep, and what is kept of them.
+      has_code: whether the compiler generated the program's code; it is stopped before that for a `quick` plan.
 
     Example:
       >>> report = zero.plan(loss_fn, init_fn, tx, batch=batch, topology="v5e:2x2", config=config, log=lambda _: None)
@@ -100,6 +100,7 @@ class PlanReport(Report):
     compiler_options: tuple[CompilerOption, ...]
     notes: tuple[str, ...]
     values: ValueChoice | None = None
+    has_code: bool = True
 
     @property
     def num_devices(self) -> int:
@@ -165,7 +166,8 @@ class PlanReport(Report):
         verdict = (
             f"{'fits' if self.fits else 'DOES NOT FIT'}: needs {needed} of {format_bytes(self.usable_bytes)} a device"
         )
-        done = "compiled before, in" if self.from_cache else "compiled in"
+        done = "compiled" if self.has_code else "scheduled, without code,"
+        done += " before, in" if self.from_cache else " in"
         rows = {
             "verdict": verdict,
             "plan": f"{self.name}, {self.num_params:,} params, stage {self.stage}, {self.precision}",
@@ -251,10 +253,12 @@ def make_report(
     name: str,
     cache: pathlib.Path | None = None,
     on_phase: Callable[[str], None] = lambda phase: None,
+    quick: bool = False,
 ) -> PlanReport:
     """Compiles a job in this process and reads the program.
 
-    `cache` is the folder of compiled programs; `on_phase` is called with what is being done.
+    `cache` is the folder of compiled programs; `on_phase` is called with what is being done; `quick` is as for
+    `compile_job`.
 
     Raises:
       ValueError: a job that contradicts itself, or hardware that there is no compiler for.
@@ -270,12 +274,12 @@ def make_report(
     sent = comms.estimate(state, mesh=mesh, config=job.config, traced=traced, tx=job.tx)
     options = job.options(mesh)
     attention = attentions_of(loss, state, job.batch) if job.config.attention == "fused" else None
-    program = compile_job(job, mesh, state, cache=cache, on_phase=on_phase)
+    program = compile_job(job, mesh, state, cache=cache, on_phase=on_phase, quick=quick)
     measured = time = None
     if not program.message:
         on_phase("reading the program")
         measured = memory.measure(program, layout=program.layout)
-        time = _time_of(program.program, job, state, loss)
+        time = _time_of(program, job, state, loss)
     needed_bytes = program.needed_bytes if measured is None else measured.total_bytes
     return PlanReport(
         name=name,
@@ -300,25 +304,27 @@ def make_report(
         compile_seconds=program.compile_seconds,
         from_cache=program.from_cache,
         refusal=program.message,
+        has_code=program.has_code,
         compiler_options=options.options,
         notes=_notes(job, mesh, state, options, program, measured, time),
     )
 
 
-def _time_of(program: Program, job: Job, state: TrainState, loss: StepLoss) -> TimeEstimate:
+def _time_of(program: CompiledText, job: Job, state: TrainState, loss: StepLoss) -> TimeEstimate:
     num_tokens, unit = _tokens(job)
     arguments = loss.shapes(state.variables, job.batch)
     closed = loss.program.trace(*arguments).closed
     trained = trained_params(job.tx, state, loss.placement.precision)
     trained += [False] * len(jax.tree.leaves((state.model_state, arguments[1:])))
     return estimate_time(
-        program,
+        program.program,
         mesh=loss.placement.mesh,
         topology=parse(job.topology),
         model_flops=training_flops(closed, trained),
         attention_flops=training_flops(closed, trained, attention_only=True),
         num_tokens=num_tokens,
         unit=unit,
+        has_code=program.has_code,
     )
 
 
@@ -360,6 +366,11 @@ def _notes(
         )
     if options.unknown:
         notes.append(f"this compiler does not know, and was not passed: {', '.join(options.unknown)}")
+    if not program.has_code:
+        notes.append(
+            "the compiler was stopped before it generated code: memory, traffic and schedule are the program's, but "
+            "without the code itself and what a kernel needs on the chip; the time does not know the compiler's cycles"
+        )
     if program.cache_error:
         unkept = f"the program could not be kept for the next time ({program.cache_error})"
         notes.append(f"{unkept}: give another cache, or none")
@@ -381,7 +392,7 @@ def _notes(
 def _too_full(share: float, time: TimeEstimate) -> list[str]:
     """Says that collectives are not overlapped, where a program needs nearly all of the memory."""
     waited = time.exposed_seconds - time.host_seconds  # what is waited for the host is no collective
-    if share <= _FULL or not 0 < _WAITING * time.collective_seconds < waited:
+    if share <= FULL or not 0 < _WAITING * time.collective_seconds < waited:
         return []
     return [
         f"collectives are not overlapped: the program is at {share:.1%} of memory, where the compiler's scheduler has "

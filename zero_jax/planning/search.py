@@ -27,9 +27,11 @@ class Space:
       batch_sizes: examples of a step.
       stages: the stages to try.
       remats: names of the remat policies to try.
-      needs_model: those of them that equal another policy where the axis `model` has size 1.
+      losses: names of the loss functions to try.
+      needs_model: the policies and the loss functions that equal another where the axis `model` has size 1.
       models: sizes of the axis `model` to try; more than 1 needs a model whose params have specs for it.
-      replicas: sizes of the axis `replica` to try; None tries all that divide.
+      needs_one_stage: those of them that a pipeline cannot have.
+      replicas: sizes of the axis `replica` to try; None tries all that divide, and 1 with a pipeline.
       keep_gathered: whether gathered params are kept for the backward pass, in settings that shard params.
       num_slices: TPU slices or GPU hosts of the devices.
       secondaries: whether to have a secondary shard of the params, in settings that shard them over several slices or
@@ -38,6 +40,8 @@ class Space:
       overlaps: whether to compile with the options that let collectives run beside computation.
       offloads: what to keep in host memory: `optimizer`, `state`, `all`, or None for nothing.
       quantizes: whether to send params or gradients quantized.
+      pipes: sizes of the axis `pipe` to try; more than 1 needs layers that can be stages.
+      pipelines: the schedules of these stages to try.
       max_num_microbatches: the most microbatches.
     """
 
@@ -45,7 +49,9 @@ class Space:
     batch_sizes: Sequence[int]
     stages: Sequence[int] = (0, 1, 2, 3)
     remats: Sequence[str] = ("full",)
+    losses: Sequence[str] = ("",)
     needs_model: Collection[str] = ()
+    needs_one_stage: Collection[str] = ()
     models: Sequence[int] = (1,)
     replicas: Sequence[int] | None = None
     keep_gathered: bool = False
@@ -55,6 +61,8 @@ class Space:
     overlaps: Sequence[bool] = (True,)
     offloads: Sequence[str | None] = (None,)
     quantizes: Sequence[bool] = (False,)
+    pipes: Sequence[int] = (1,)
+    pipelines: Sequence[str] = ("gpipe",)
     max_num_microbatches: int = 64
 
 
@@ -75,6 +83,9 @@ def candidates(space: Space) -> tuple[Candidate, ...]:
     if not models:
         sizes = ", ".join(map(str, space.models))
         raise ValueError(f"model={sizes} does not divide num_devices={num_devices}: try model=1")
+    if not any(num_devices % (model * pipe) == 0 for model in models for pipe in space.pipes):
+        sizes = ", ".join(map(str, space.pipes))
+        raise ValueError(f"pipe={sizes} does not divide num_devices={num_devices} over model={models}: try pipe=1")
     if all(space.secondaries) and space.num_slices == 1:
         raise ValueError(
             "secondary=True on one slice or host: there is no network between slices that it would spare: leave it out"
@@ -84,34 +95,39 @@ def candidates(space: Space) -> tuple[Candidate, ...]:
     settings = []
     for batch_size in space.batch_sizes:
         before = len(settings)
-        for model, stage in itertools.product(models, space.stages):
-            if model < num_devices or stage in distinct:
-                settings += _settings(space, batch_size, model, stage)
+        for model, pipe, stage in itertools.product(models, space.pipes, space.stages):
+            if num_devices % (model * pipe) == 0 and (model < num_devices or stage in distinct):
+                settings += _settings(space, batch_size, model, pipe, stage)
         if len(settings) == before:
             raise ValueError(_indivisible(space, batch_size, models))
     return tuple(settings)
 
 
-def _settings(space: Space, batch_size: int, model: int, stage: int) -> Iterable[Candidate]:
-    """Yields the settings of a batch size, a size of the axis `model` and a stage."""
-    groups, copies = sharded_groups(stage), space.num_devices // model
-    for replica in divisors(copies):
+def _settings(space: Space, batch_size: int, model: int, pipe: int, stage: int) -> Iterable[Candidate]:
+    """Yields the settings of a batch size, sizes of the axes `model` and `pipe`, and a stage."""
+    groups, copies = sharded_groups(stage), space.num_devices // model // pipe
+    unfit = {*(space.needs_model if model == 1 else ()), *(space.needs_one_stage if pipe > 1 else ())}
+    for replica in divisors(copies) if pipe == 1 or space.replicas is not None else (1,):
         data = copies // replica
-        same_as_unsharded = (replica > 1) if not groups else (data == 1 and copies > 1)
+        same_as_unsharded = (replica > 1) if not groups else (data * pipe == 1 and copies > 1)
         if (space.replicas is not None and replica not in space.replicas) or same_as_unsharded or batch_size % copies:
             continue
         across = space.num_slices // math.gcd(space.num_slices, replica)
-        has_secondary = "params" in groups and across > 1 and data // across > 1
+        has_secondary = "params" in groups and across > 1 and data // across > 1 and pipe == 1
+        counts = [k for k in divisors(batch_size // copies) if k <= space.max_num_microbatches and k % pipe == 0]
         dimensions = {
-            "num_microbatches": [k for k in divisors(batch_size // copies) if k <= space.max_num_microbatches],
-            "remat": [remat for remat in space.remats if model > 1 or remat not in space.needs_model],
+            "num_microbatches": counts,
+            "remat": [remat for remat in space.remats if remat not in unfit],
+            "loss": [loss for loss in space.losses if loss not in unfit],
             "secondary": [secondary for secondary in space.secondaries if has_secondary or not secondary],
             "attention": space.attentions,
             "overlap": space.overlaps,
             "offload": space.offloads,
             "quantize": space.quantizes,
+            "pipeline": space.pipelines if pipe > 1 else space.pipelines[:1],
         }
-        fixed = {"stage": stage, "replica": replica, "data": data, "model": model, "batch_size": batch_size}
+        fixed = {"stage": stage, "replica": replica, "data": data, "model": model, "pipe": pipe}
+        fixed["batch_size"] = batch_size
         keep_gathered = space.keep_gathered and "params" in groups
         for values in itertools.product(*dimensions.values()):
             varied: dict[str, Any] = dict(zip(dimensions, values, strict=True))
@@ -334,8 +350,8 @@ def _corrected(waiting: Iterable[Ranked], compiled: Sequence[Ranked]) -> list[Ra
 def _corrected_seconds(entry: Ranked, compiled: Iterable[Ranked]) -> float | None:
     """Returns an estimated time, multiplied by the mean ratio of compiled to estimated time of the compiled settings.
 
-    The mean is geometric. The weight of a setting is multiplied by 4 for each part that it shares with this one: the
-    stage, the remat policy, and whether there are microbatches, replicas and a model axis. None if nothing is compiled.
+    The mean is geometric. The weight of a setting is multiplied by 4 for each of its `parts` that is that of this one.
+    None if nothing is compiled.
     """
     total, weights = 0.0, 0.0
     for other in compiled:

@@ -16,6 +16,10 @@ from zero_jax.transforms import KERNEL_SECONDS, KERNEL_SHARES
 
 # A compiler's estimate is ignored if it is above a second, and above this multiple of the time of flops and bytes.
 _IMPLAUSIBLE = 1e4
+# The shares of the peak FLOPs and of the memory bandwidth at which a program without code is counted, by TPU: with
+# them a GPT of 354M params takes as long as by the cycles of the whole program (docs/estimates.md).
+_TPU_SHARES = {"v4": (0.8, 0.77), "v5e": (0.8, 0.8), "v5p": (0.92, 0.7), "v6e": (0.8, 0.7), "tpu7x": (0.8, 1.1)}
+_OTHER_TPUS = 0.8, 0.8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,14 +98,16 @@ def estimate_time(
     num_tokens: int,
     unit: str = "tokens",
     attention_flops: float = 0.0,
+    has_code: bool = True,
 ) -> TimeEstimate:
     """Estimates the time of a step by playing its schedule.
 
     Operations and tokens (`unit`: or examples) are those of a step over all devices; `attention_flops` are, of
-    `model_flops`, those of attention's scores and of their use.
+    `model_flops`, those of attention's scores and of their use. A program that `has_code` has the compiler's cycles,
+    too.
     """
     hardware = topology.hardware
-    compute, links = _Compute(hardware), Links(mesh, topology, num_devices=program.num_devices)
+    compute, links = _Compute(hardware, has_code=has_code), Links(mesh, topology, num_devices=program.num_devices)
     transfers, copies = hlo.network_transfers(program), hlo.host_transfers(program)
     host_bytes = int(sum(copy.total_sent_bytes for copy in copies))
     costs = hlo.Costs(
@@ -140,8 +146,11 @@ def estimate_time(
 class _Compute:
     """The time of instructions on a device, and what had to be assumed for it."""
 
-    def __init__(self, hardware: Hardware):
-        self.hardware = hardware
+    def __init__(self, hardware: Hardware, *, has_code: bool):
+        self.hardware, self.has_code = hardware, has_code
+        self.shares = hardware.product_share, hardware.memory_share
+        if hardware.clock_hz and not has_code:
+            self.shares = _TPU_SHARES.get(hardware.name, _OTHER_TPUS)
         self.unknown: set[str] = set()
         self.implausible: set[str] = set()
         self.inexact: set[str] = set()
@@ -181,26 +190,28 @@ class _Compute:
     def busy(self, work: hlo.Work) -> float:
         """Returns the seconds of some work, bound by matrix products or by memory."""
         hardware = self.hardware
-        flops_per_second = hardware.flops_per_second * KERNEL_SHARES.get(work.engine, hardware.product_share)
-        bytes_per_second = hardware.memory_bytes_per_second * hardware.memory_share
+        products, memory = self.shares
+        flops_per_second = hardware.flops_per_second * KERNEL_SHARES.get(work.engine, products)
+        bytes_per_second = hardware.memory_bytes_per_second * memory
         return max(work.flops / flops_per_second, work.bytes / bytes_per_second)
 
 
 def _assumptions(hardware: Hardware, compute: _Compute, *, has_network: bool, host_bytes: int) -> tuple[str, ...]:
     memory = f"{hardware.memory_bytes_per_second / 1e9:,.0f} GB/s of memory"
     peak = f"{hardware.flops_per_second / 1e12:,.0f} TFLOP/s"
+    products, moved = compute.shares
+    by_shares = f"computation: {products:.0%} of {peak} or {moved:.0%} of {memory}"
     if hardware.clock_hz:
         busy = (
             f"computation: the compiler's own cycles at {hardware.clock_hz / 1e9:.2f} GHz; where it gives none, {peak} "
             f"or {memory}, whichever takes longer"
         )
+        if not compute.has_code:
+            busy = f"{by_shares}, whichever takes longer: about what programs reach by the compiler's own cycles"
         link = f"links: {hardware.link_bytes_per_second / 1e9:.0f} GB/s a direction, both directions of a closed ring, "
         link += "all torus dims of a group at once"
     else:
-        busy = (
-            f"computation: {hardware.product_share:.0%} of {peak} or {hardware.memory_share:.0%} of {memory} (shares "
-            "that an H100 reached), whichever takes longer, and 3 us a kernel"
-        )
+        busy = f"{by_shares} (shares that an H100 reached), whichever takes longer, and 3 us a kernel"
         link = f"links: {hardware.link_bytes_per_second / 1e9:.0f} GB/s a device inside a host"
     network = f"{hardware.network_bytes_per_second / 1e9:.1f} GB/s a device between slices or hosts"
     assumptions = [

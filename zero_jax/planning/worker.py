@@ -64,4 +64,6 @@ def _exit_with_parent(parent: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    status = main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(status)  # not after threads of the compiler, which may have hours to go

@@ -36,6 +36,8 @@ def order_devices(
             )
     stages = _stages(devices, sizes.get("pipe", 1))
     layout, first = _over_domains(stages[0], sizes, data_layout) or _in_one_domain(stages[0], sizes, data_layout)
+    if not layout:  # of a torus whose dims the other axes take
+        layout, first = (1,), np.expand_dims(first, 1)
     # Stages of the same form are laid out alike, so that what a device sends goes to a neighbour.
     numbers = {device: i for i, device in enumerate(stages[0])}
     order = [numbers[device] for device in first.flat]

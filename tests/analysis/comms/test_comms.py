@@ -156,6 +156,30 @@ def test_permutes_of_a_matrix_product_are_windowed(op_name, kind, param):
     assert (row.kind, row.param, row.is_async) == (kind, param, True)
 
 
+def test_a_collective_without_a_name_is_of_the_pass_around_it():
+    """As programs of several slices are: what is between the passes and the update is of the update."""
+    named = lambda name, opcode, operand, op_name: (  # noqa: E731
+        f'  %{name} = bf16[64,64] {opcode}(%{operand}), metadata={{op_name="jit(step)/{op_name}"}}\n'
+    )
+    sent = lambda name, kind, operand: (  # noqa: E731
+        f"  %{name} = bf16[64,64] {kind}(%{operand}), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}\n"
+    )
+    lines = named("cast", "convert", "p", "convert_element_type") + sent("before", "all-gather", "cast")
+    lines += named("y", "negate", "before", "jvp()/dot_general") + named("g", "negate", "y", "transpose(jvp())/dot")
+    lines += sent("within", "all-to-all", "g") + named("sum", "negate", "within", "transpose(jvp())/dot")
+    lines += named("parts", "convert", "sum", "convert_element_type") + sent("exchange", "all-to-all", "parts")
+    lines += named("new", "negate", "exchange", "mul") + sent("after", "all-gather", "new")
+    phases = {row.name: row.phase for row in comms.measure(program(lines), mesh=mesh_of_4()).rows}
+    assert phases == {"before": "forward", "within": "backward", "exchange": "update", "after": "update"}
+
+
+def test_activations_between_the_stages_of_a_pipeline_are_no_finding():
+    text = program(HALF + PERMUTE.replace("OP", STEP + "roll"))
+    assert [x.kind for x in comms.measure(text, mesh=mesh_of_4()).findings] == ["moved activations"]
+    staged = jax.sharding.Mesh(mesh_of_4().devices.reshape(1, 4), ("data", "pipe"))
+    assert not comms.measure(text, mesh=staged).findings
+
+
 def reduce(op_name, dtype="bf16", groups="{{0,1,2,3}}"):
     return (
         f"  %h = {dtype}[64,64] negate(%p)\n"

@@ -149,7 +149,8 @@ def _num_gathers(rows: Sequence[Row], shape: Sequence[int]) -> float:
 
 def _moved_activations(rows: Sequence[Row], large: float, *, has_params: bool) -> Iterator[Finding]:
     for row in rows:
-        exchange = row.kind in ("collective-permute", "all-to-all")
+        between_stages = all(axis == "pipe" or axis.startswith("pipe_") for axis in row.axes)
+        exchange = row.kind == "all-to-all" or (row.kind == "collective-permute" and not between_stages)
         gather = row.kind == "all-gather" and has_params and set(row.dtypes) <= _WIDE | _NARROW
         if not (exchange or gather) or row.is_named or row.phase == "update" or not carries_data(row.axes):
             continue

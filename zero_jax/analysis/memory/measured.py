@@ -188,7 +188,7 @@ class MemoryReport(Report):
         if self.unexplained_bytes:
             rows.append(row("  unexplained", self.unexplained_bytes, "gaps and scratch, by the compiler's total"))
         rows.append(row("temporaries", self.heap_bytes, f"peak in the {self.peak_phase} pass: {self.peak_op_name}"))
-        rows.append(row("program", self.generated_code_bytes))
+        rows += [row("program", self.generated_code_bytes)] if self.generated_code_bytes else []
         rows.append(row("total", self.total_bytes))
         rows += self._further_rows()
         lines = [aligned(rows, right=(1, 2)), "", "largest temporaries at the peak"]

@@ -1,9 +1,11 @@
 """The model of a plan: of a preset or the hub, with shapes of its batches, or the user's own functions."""
 
 import argparse
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -27,6 +29,9 @@ from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.planning import batch_of
 from zero_jax.trainer import first_batch
 from zero_jax.training import MeshLoss
+
+# Entries of the vocabulary whose logits `--auto` tries to make at a time.
+_LOSS_CHUNK = 8192
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,6 +100,27 @@ def _own_values(batch_fn: Callable[[], PyTree], shapes: PyTree) -> PyTree:
         return np.resize(np.asarray(x), shape.shape) if shape.shape else np.asarray(x)
 
     return jax.tree.map(resized, batch, shapes)
+
+
+def other_activations(model: PlannedModel, fixed: Collection[str]) -> dict[str, ActivationConfig]:
+    """Returns the activations of a reference model that keep less, each by what it changes, as a setting shows it.
+
+    `fixed` are the destinations of the options that the user has set, which stay as they are.
+    """
+    plain, config = model.activations, model.config
+    if plain is None or config is None:
+        return {}
+    free: dict[str, Any] = {"sequence_parallel": True, "loss_chunk": _LOSS_CHUNK}
+    if config.vocab_size < 2 * _LOSS_CHUNK:
+        del free["loss_chunk"]
+    free = {x: free[x] for x in free if f"ActivationConfig.{x}" not in fixed and not getattr(plain, x)}
+    found = {}
+    for names in itertools.chain.from_iterable(itertools.combinations(free, size) for size in (1, 2)):
+        other = dataclasses.replace(plain, **{name: free[name] for name in names})
+        with contextlib.suppress(ValueError):  # a model whose logits are not made in chunks
+            loss_function(config, other)
+            found[" ".join(name if free[name] is True else f"{name}={free[name]}" for name in names)] = other
+    return found
 
 
 def small_model(model: PlannedModel) -> PlannedModel:

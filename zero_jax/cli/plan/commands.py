@@ -14,8 +14,9 @@ import jax
 from zero_jax.analysis import comms, figures, memory, paper
 from zero_jax.cli.config_classes import option_fields
 from zero_jax.cli.config_file import write_file
-from zero_jax.cli.models.presets import full_model
-from zero_jax.cli.options import explicit, log_line, option_of, print_result, refuse
+from zero_jax.cli.models.planned import other_activations
+from zero_jax.cli.models.presets import ActivationConfig, full_model, loss_function
+from zero_jax.cli.options import explicit, from_file, log_line, option_of, print_result, refuse
 from zero_jax.cli.plan.request import Request, read_request
 from zero_jax.cli.run_config import set_sections
 from zero_jax.planning import (
@@ -113,8 +114,8 @@ def _training(report: PlanReport | None, tokens: float | None) -> dict[str, Any]
 
 
 def _auto(options: argparse.Namespace, request: Request) -> int:
-    if request.config.pipe > 1:
-        raise ValueError(f"--auto tries no pipeline: leave out --pipe {request.config.pipe}, or plan it without --auto")
+    pipe, config = request.config.pipe, dataclasses.replace(request.config, pipe=1)
+    request = dataclasses.replace(request, config=config)
     model, zero = request.model, dataclasses.replace(request.zero, num_microbatches=1)
     sizes, specs = _model_sizes(request)
     fixed = explicit(options)
@@ -122,6 +123,7 @@ def _auto(options: argparse.Namespace, request: Request) -> int:
     if request.config.batch_size is None:
         num_devices = request.job(zero).mesh().size
         sizes_to_try = [num_devices * examples for examples in _EXAMPLES_PER_DEVICE]
+    others = other_activations(model, fixed | from_file(options))
     result = plan_auto(
         model.loss_fn,
         model.init_fn,
@@ -136,13 +138,17 @@ def _auto(options: argparse.Namespace, request: Request) -> int:
         remats=(resolve_remat(zero.remat).name,) if "ZeroConfig.remat" in fixed else None,
         attentions=(zero.attention,) if "ZeroConfig.attention" in fixed else None,
         overlaps=(zero.overlap,) if "ZeroConfig.overlap" in fixed else None,
+        other_losses={x: loss_function(model.config, others[x]) for x in others} if model.config else None,
+        pipes=(pipe,) if "PlanConfig.pipe" in fixed else None,
+        pipelines=(zero.pipeline,) if "ZeroConfig.pipeline" in fixed else None,
         max_compiles=options.max_compiles,
         host_memory_bytes=options.host_memory_bytes,
         **vars(request.compiling),
     )
     print_result(options, result.text(options.tokens), result.to_json() | _training(result.best, options.tokens))
     if options.write_config and result.best:
-        _write_config(options, request, result.best, chosen=result.config)
+        chosen = others.get(result.ranking.best.loss) if result.ranking.best else None
+        _write_config(options, request, result.best, chosen=result.config, activations=chosen)
     elif options.write_config:
         log_line(f"nothing fits: {options.write_config} was not written")
     return 130 if result.ranking.was_stopped else 0 if result.ranking.best else 1
@@ -164,14 +170,21 @@ def _model_sizes(request: Request) -> tuple[tuple[int, ...] | None, Any]:
 
 
 def _write_config(
-    options: argparse.Namespace, request: Request, report: PlanReport, *, chosen: ZeroConfig | None = None
+    options: argparse.Namespace,
+    request: Request,
+    report: PlanReport,
+    *,
+    chosen: ZeroConfig | None = None,
+    activations: ActivationConfig | None = None,
 ) -> None:
-    """Writes a config for `zero-jax train` of what was planned; `chosen` is the config of a search."""
+    """Writes a config for `zero-jax train` of what was planned; `chosen` and `activations` are those of a search."""
     if request.model.config is None:
         raise ValueError("--write-config is for the models that `zero-jax train` knows, not for --loss")
     zero = chosen or request.zero
     planned = {f"ZeroConfig.{name}": getattr(zero, name) for name in option_fields("ZeroConfig")}
     planned["ZeroConfig.remat"] = resolve_remat(zero.remat).name
+    if activations is not None:
+        planned |= {f"ActivationConfig.{name}": value for name, value in dataclasses.asdict(activations).items()}
     sizes = {"replica": "replica", "model_axis": "model", "pipe": "pipe"}
     run = {f"TrainConfig.{name}": report.mesh.get(axis, 1) for name, axis in sizes.items()}
     run["TrainConfig.batch_size"] = report.batch_size
@@ -199,7 +212,7 @@ def run_memory(options: argparse.Namespace) -> int:
         figures.check_name(options.plot)  # before the minutes that compiling takes
         return _plot_memory(options, request)
     estimated = _memory_estimate(request, request.zero)
-    report = None if options.estimate else request.compile(request.zero)
+    report = None if options.estimate else request.compile(request.zero, quick=True)
     measured = report and report.memory
     return _show_both(options, report, estimated, measured, measured and memory.compare(estimated.by_group, measured))
 
@@ -235,7 +248,7 @@ def _plot_memory(options: argparse.Namespace, request: Request) -> int:
     bars, records = [], []
     for stage in _STAGES:
         zero = dataclasses.replace(request.zero, stage=stage)
-        estimated, report = _memory_estimate(request, zero), request.compile(zero)
+        estimated, report = _memory_estimate(request, zero), request.compile(zero, quick=True)
         measured = None if report.memory is None else report.memory.by_group
         bars.append(
             figures.MemoryBar(

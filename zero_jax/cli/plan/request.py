@@ -38,6 +38,8 @@ class PlanConfig:
       data_layout: sizes of the mesh axes that carry `data`, such as 8x8x16; none takes what fits the hardware.
       cache: folder of compiled programs; `default` is zero_jax in the user's cache folder, none disables the cache.
       timeout: seconds after which a compile is stopped.
+      quick: stop the compiler of TPUs before it generates code: seconds instead of minutes, and a rougher time of a
+        step.
     """
 
     topology: str = "v5p:2x2x4"
@@ -48,6 +50,7 @@ class PlanConfig:
     data_layout: str | None = None
     cache: str | None = "default"
     timeout: float | None = None
+    quick: bool = False
 
     def __post_init__(self) -> None:
         """Checks the fields, before a model is imported."""
@@ -110,9 +113,9 @@ class Request:
         log_line(f"{self.model.name}: tracing")
         return trace_loss(job.loss_fn, job.state(mesh).variables, job.batch, mesh=mesh, config=job.config)
 
-    def compile(self, zero: ZeroConfig) -> PlanReport:
-        """Compiles for one config."""
-        return compile_plan(self.job(zero), self.compiling)
+    def compile(self, zero: ZeroConfig, **options: Any) -> PlanReport:
+        """Compiles for one config, by fields of `CompileOptions` that differ from those of the request."""
+        return compile_plan(self.job(zero), dataclasses.replace(self.compiling, **options))
 
     def verify(self, zero: ZeroConfig) -> Verification:
         """Runs the step compiled for a few devices of the hardware, and compares its numbers with one device.
@@ -137,7 +140,8 @@ class Request:
     def compiling(self) -> CompileOptions:
         """How to compile the plans."""
         config = self.config
-        return CompileOptions(name=self.model.name, cache=config.cache, timeout_seconds=config.timeout, log=log_line)
+        named = {"name": self.model.name, "cache": config.cache, "timeout_seconds": config.timeout}
+        return CompileOptions(**named, quick=config.quick, log=log_line)
 
 
 def read_request(options: argparse.Namespace) -> Request:

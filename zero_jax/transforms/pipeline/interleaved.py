@@ -21,8 +21,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from zero_jax.dims import Kind, is_float
+from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate
-from zero_jax.program.jaxprs import bind, open_jaxpr
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
 from zero_jax.transforms.pipeline.cut import Role
@@ -34,10 +34,14 @@ from zero_jax.transforms.pipeline.loop import (
     at_stages,
     cast,
     concatenated,
+    differentiated_at,
     of_sum,
     widened,
 )
 from zero_jax.transforms.pipeline.microbatch import MicrobatchProgram, layers_p
+
+# As JAX names what it transposes: nothing else tells the backward pass in the name stack of one loop for both.
+_BACKWARD = "transpose(jvp())"
 
 
 def run_1f1b(
@@ -108,10 +112,10 @@ class _InterleavedTicks:
         self.program, self.place, self.loop = program, place, program.loop
         self.num_stages, self.num_microbatches = self.loop.num_stages, self.loop.num_microbatches
         self.stage = jnp.arange(self.num_stages, dtype=jnp.int32)
-        self.jaxpr, self.consts = open_jaxpr(program.jaxpr)
+        self.jaxpr, self.consts = jaxprs.open_jaxpr(program.jaxpr)
         self.num_shared, self.first_stack = program.num_shared, program.num_shared + program.num_rows
         self.dtypes = [x.dtype for x in operands]
-        self.layers = LayersOfStage(self.loop, layer, operands[self.first_stack :])
+        self.layers = LayersOfStage(self.loop, layer)
         # What goes from stage to stage: carries, and what layers stack.
         self.avals = [var.aval for var in program.layers.outvars]
         self.floats = [i for i, aval in enumerate(self.avals) if is_float(aval)]
@@ -129,9 +133,9 @@ class _InterleavedTicks:
             raise ValueError("pipeline='1f1b' has no gradient by the batch: leave pipeline out (pipeline='gpipe')")
         rows = operands[self.num_shared : self.first_stack]
         self.rows = [self.microbatches(x) for x in rows]
-        # Gradients are summed over layers and ticks in the dtype of what all of them read.
+        # Gradients are summed over layers in the dtype of what all of them read.
         shared, stacks = operands[: self.num_shared], operands[self.first_stack :]
-        self.operands = [*map(widened, shared), *[None] * len(rows), *map(widened, stacks)]
+        self.operands = [*map(widened, shared), *[None] * len(rows), *stacks]
         self.axes = [*[None] * self.first_stack, *[0] * len(stacks)]
         self.seeds = [x * self.part(i) for x, i in zip(seeds, self.program.summed, strict=True)]
         self.wanted = [i for i, flag in enumerate(wanted) if flag]
@@ -147,7 +151,8 @@ class _InterleavedTicks:
             carry, _ = lax.scan(tick, carry, numbers)
         sums = carry[-1]
         results = [self.result(*each, x) for each, x in zip(roles, sums.results, strict=True)]
-        grads = dict(zip(self.wanted, map(self.grad, self.wanted, sums.grads), strict=True))
+        with jax.named_scope(_BACKWARD):
+            grads = dict(zip(self.wanted, map(self.grad, self.wanted, sums.grads), strict=True))
         return results, [grads.get(i) for i in range(len(operands))]
 
     # --- a tick ------------------------------------------------------------------------------------------------------
@@ -159,24 +164,23 @@ class _InterleavedTicks:
                 for i, (all_of, x) in enumerate(zip(kept, state, strict=True))]  # fmt: skip
         after = state
         if "f" in directions:
-            numbers = self.in_range(t - self.stage)
+            numbers = t - self.stage
             mapped = jax.vmap(self.forward, in_axes=(0, 0, 0, 0, self.axes), spmd_axis_name=self.place.pipe)
             after = mapped(self.stage, numbers, state, self.rows_of(numbers), self.operands)
             after = [concatenated(self.pin(i, x), by=1) for i, x in enumerate(after)]
         if "b" in directions:
-            cotangents, sums = self.backward_tick(t, kept, cotangents, sums)
+            with jax.named_scope(_BACKWARD):
+                cotangents, sums = self.backward_tick(t, kept, cotangents, sums)
         return after, cotangents, kept, sums
 
     def backward_tick(
         self, t: jax.Array, kept: list[Any], cotangents: list[Any], sums: _TickSums
     ) -> tuple[Any, _TickSums]:
         """Returns the cotangents that arrive in the next tick, and the sums."""
-        late = 2 * (self.num_stages - 1) - self.stage
-        numbers = t - late
-        is_own = (numbers >= 0) & (numbers < self.num_microbatches)
+        numbers = t - (2 * (self.num_stages - 1) - self.stage)
+        is_own = self.is_own(numbers)
         slots = (t - 2 * (self.num_stages - 1 - self.stage)) % self.kept
         arrived = [self.at_slots(i, x, slots) for i, x in enumerate(kept)]
-        numbers = self.in_range(numbers)
         mapped = jax.vmap(self.backward, in_axes=(0, 0, 0, 0, 0, self.axes), spmd_axis_name=self.place.pipe)
         results, before, grads = mapped(self.stage, numbers, arrived, self.rows_of(numbers), cotangents, self.operands)
         before = [
@@ -208,8 +212,7 @@ class _InterleavedTicks:
         given = [arrived[i] for i in self.floats], [operands[i] for i in self.wanted]
         (_, summed), pullback, results = jax.vjp(value, *given, has_aux=True)
         # Behind the last stage is the rest of the loss.
-        pairs = zip(self.seeds, summed, strict=True)
-        seeds = [jnp.where(is_last, seed, jnp.zeros_like(seed)).astype(x.dtype) for seed, x in pairs]
+        seeds = [seed.astype(x.dtype) for seed, x in zip(self.seeds, summed, strict=True)]
         cotangents = [jnp.where(is_last, jnp.zeros_like(x), x) for x in cotangents]
         before, grads = pullback((cotangents, seeds))
         return results, before, grads
@@ -217,26 +220,46 @@ class _InterleavedTicks:
     def stage_of(
         self, stage: Any, number: Any, arrived: list[Any], rows: list[Any], operands: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Returns what a stage sends to the next one, and the results as if it was the last one."""
-        sent: list[Any] = []
-        num_carry, size = len(self.loop.carry), self.loop.num_layers // self.loop.num_stages
+        """Returns what a stage sends to the next one, and the results as if it was the last one.
+
+        Results are differentiated in the last stage alone: elsewhere they are of values that no loss is meant for, and
+        their derivatives may be infinite.
+        """
+        sent, behind = [], set[Any]()
+        is_last = stage == self.num_stages - 1
 
         def equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
-            if eqn.primitive is not layers_p:
-                return bind(eqn, values)
-            consts, own = values[: len(self.loop.consts)], values[len(self.loop.consts) :]
-            carry = [jnp.where(stage == 0, jnp.asarray(x, y.dtype), y) for x, y in zip(own, arrived, strict=False)]
-            after, ys = self.layers(number, consts, carry, operands[self.first_stack :])
-            ys = [lax.dynamic_update_slice_in_dim(x, y, stage * size, 0)
-                  for x, y in zip(arrived[num_carry:], ys, strict=True)]  # fmt: skip
-            sent.extend([*after, *ys])
-            return sent
+            if eqn.primitive is layers_p:
+                behind.update(eqn.outvars)
+                sent.extend(self.layers_of(stage, number, values, arrived, operands[self.first_stack :]))
+                return [differentiated_at(is_last, x) for x in sent]
+            if behind.isdisjoint(jaxprs.variables(eqn)):
+                return jaxprs.bind(eqn, values)
+            is_behind = [jaxprs.is_literal(atom) or atom in behind for atom in eqn.invars]
+            behind.update(eqn.outvars)
+            pairs = zip(is_behind, values, strict=True)
+            return jaxprs.bind(eqn, [x if known else differentiated_at(is_last, x) for known, x in pairs])
 
         narrow = [cast(x, dtype) for x, dtype in zip(operands[: self.num_shared], self.dtypes, strict=False)]
         results = evaluate(self.jaxpr, self.consts, [number, *narrow, *rows], equation)
         return sent, [*map(jnp.asarray, results)]
 
+    def layers_of(self, stage: Any, number: Any, values: list[Any], arrived: list[Any], stacks: list[Any]) -> list[Any]:
+        """Returns carries and stacks behind the layers of a stage; `values` are those that the first one reads."""
+        num_carry, size = len(self.loop.carry), self.loop.num_layers // self.loop.num_stages
+        consts, own = values[: len(self.loop.consts)], values[len(self.loop.consts) :]
+        # What no microbatch has reached goes through the layers as if it was the first stage: it may divide by zeros.
+        begins = (stage == 0) | ~self.is_own(number)
+        carry = [jnp.where(begins, jnp.asarray(x, y.dtype), y) for x, y in zip(own, arrived, strict=False)]
+        after, ys = self.layers(number, consts, carry, stacks)
+        pairs = zip(arrived[num_carry:], ys, strict=True)
+        return [*after, *(lax.dynamic_update_slice_in_dim(x, y, stage * size, 0) for x, y in pairs)]
+
     # --- microbatches ------------------------------------------------------------------------------------------------
+
+    def is_own(self, numbers: jax.Array) -> jax.Array:
+        """Tells which numbers are those of microbatches."""
+        return (numbers >= 0) & (numbers < self.num_microbatches)
 
     def in_range(self, numbers: jax.Array) -> jax.Array:
         """Returns the numbers of microbatches, and some of these where there is none."""
@@ -258,7 +281,7 @@ class _InterleavedTicks:
 
     def rows_of(self, numbers: jax.Array) -> list[jax.Array]:
         """Returns the examples of a microbatch for each stage."""
-        taken = (jnp.take(x, numbers, axis=0) for x in self.rows)
+        taken = (jnp.take(x, self.in_range(numbers), axis=0) for x in self.rows)
         return [self.place.pinned(x, self.place.pipe, self.place.batch) for x in taken]
 
     # --- what goes from stage to stage -------------------------------------------------------------------------------
@@ -286,7 +309,8 @@ class _InterleavedTicks:
     def no_grad(self, i: int) -> jax.Array:
         """Returns the gradient of an operand before the first tick, for each stage."""
         x = self.operands[i]
-        return self.pin_grad(i, jnp.zeros(x.shape if i >= self.first_stack else (self.num_stages, *x.shape), x.dtype))
+        shape = x.shape if i >= self.first_stack else (self.num_stages, *x.shape)
+        return self.pin_grad(i, jnp.zeros(shape, wide(x.dtype)))
 
     def pin_grad(self, i: int, x: jax.Array) -> jax.Array:
         """Returns a gradient sharded by stage, and as it is to be."""

@@ -75,22 +75,29 @@ def run_stages(
     travelling += [*zip(loop.carry, map(jnp.asarray, carry), strict=True)]  # literals are numbers
     num_consts = len(travelling) - len(carry)
     # Gradients are summed over ticks in the dtype of what all of them read.
-    layers, stacks = LayersOfStage(loop, layer, stacks), [widened(x) for x in stacks]
-    shared = [x if role.is_rows else widened(x) for role, x in zip(loop.consts, consts, strict=True)]
+    layers, dtypes, stacks = LayersOfStage(loop, layer), [x.dtype for x in stacks], [widened(x) for x in stacks]
+    shared = [jnp.asarray(x) for role, x in zip(loop.consts, consts, strict=True) if not role.is_rows]
+    dtypes_shared = [x.dtype for x in shared]
+    shared = [place.pinned(jnp.broadcast_to(x, (loop.num_stages, *x.shape)), place.pipe) for x in map(widened, shared)]
 
-    def stage(number: jax.Array, travelled: list[Any], stacks: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def stage(
+        number: Any, is_own: Any, travelled: list[Any], stacks: list[Any], shared: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        # Of no microbatch there is no gradient: derivatives of what a stage has then may be infinite.
+        travelled, stacks, shared = ([differentiated_at(is_own, x) for x in xs] for xs in (travelled, stacks, shared))
         values = [_moved(role, x, 0, role.dim) for (role, _), x in zip(travelling, travelled, strict=True)]
         own = iter(values[:num_consts])
-        known = zip(loop.consts, consts, shared, strict=True)
-        of_layers = [next(own) if role.is_rows else cast(x, jnp.asarray(like).dtype) for role, like, x in known]
-        after, ys = layers(number, of_layers, values[num_consts:], stacks)
+        rest = map(cast, shared, dtypes_shared)
+        of_layers = [next(own if role.is_rows else rest) for role in loop.consts]
+        narrow = [cast(x, dtype) for x, dtype in zip(stacks, dtypes, strict=True)]
+        after, ys = layers(number, of_layers, values[num_consts:], narrow)
         after = [_moved(role, x, role.dim, 0) for role, x in zip(loop.carry, after, strict=True)]
         return [*travelled[:num_consts], *after], ys
 
     if loop.recompute:
         stage = jax.checkpoint(stage, prevent_cse=False)
     mapped = jax.vmap(stage, spmd_axis_name=place.pipe)
-    return ticks.run(travelling, lambda numbers, travelled: mapped(numbers, travelled, list(stacks)))
+    return ticks.run(travelling, lambda numbers, is_own, travelled: mapped(numbers, is_own, travelled, stacks, shared))
 
 
 class LayersOfStage:
@@ -99,11 +106,10 @@ class LayersOfStage:
     Args:
       loop: the scan over layers.
       layer: evaluates a layer of a microbatch.
-      stacks: what the layers take slices of, or arrays of the same dtypes.
     """
 
-    def __init__(self, loop: LayerLoop, layer: Layer, stacks: Sequence[Any]):
-        self.loop, self.layer, self.narrow = loop, layer, [x.dtype for x in stacks]
+    def __init__(self, loop: LayerLoop, layer: Layer):
+        self.loop, self.layer = loop, layer
 
     def __call__(
         self, number: jax.Array, consts: list[Any], carry: list[Any], stacks: Sequence[Any]
@@ -112,7 +118,6 @@ class LayersOfStage:
         num_carry, size = len(self.loop.carry), self.loop.num_layers // self.loop.num_stages
 
         def body(carry: list[Any], slices: Any) -> tuple[list[Any], list[Any]]:
-            slices = [cast(x, dtype) for x, dtype in zip(slices, self.narrow, strict=True)]
             made = [*self.layer(number, consts, carry, slices)]
             return made[:num_carry], made[num_carry:]
 
@@ -134,7 +139,7 @@ class _Ticks:
         entries = [self.entries(role, x) for role, x in travelling]
         # Stages that no microbatch has reached run on examples of the batch: on nothing, a layer may divide by zero.
         state = [x[:, 0] if role.is_rows else x for role, x in zip(roles, entries, strict=True)]
-        shapes = jax.eval_shape(stages, self.stage, state)
+        shapes = jax.eval_shape(stages, self.stage, self.stage == 0, state)
         first = len(travelling) - len(loop.carry)
         made = [self.nothing(role, x) for role, x in zip(loop.carry, state[first:], strict=True)]
         stacked = [self.nothing(role, x) for role, x in zip(loop.ys, shapes[1], strict=True)]
@@ -146,7 +151,7 @@ class _Ticks:
             state = [self.pin(role, x) for role, x in zip(roles, state, strict=True)]
             numbers = t - self.stage
             is_own = (numbers >= 0) & (numbers < self.num_microbatches)
-            after, ys = stages(jnp.clip(numbers, 0, self.num_microbatches - 1), state)
+            after, ys = stages(jnp.clip(numbers, 0, self.num_microbatches - 1), is_own, state)
             after = [self.pin(role, x) for role, x in zip(roles, after, strict=True)]
             is_done = is_own & (self.stage == last)
             done = zip(loop.carry, made, after[first:], strict=True)
@@ -220,8 +225,8 @@ class _Ticks:
         """Returns what there is of a carry or a stack after a tick, to which some stages add."""
         if role.is_rows:
             return None
-        if role.kind is Kind.SAME:  # of the last tick, when all stages have what the first layer began with
-            return new
+        if role.kind is Kind.SAME:
+            return at_stages(is_own, new, old)
         return added_at(is_own, old, new)
 
     def left(self, role: Role, x: jax.Array) -> jax.Array:
@@ -292,6 +297,24 @@ def _moved(role: Role, x: jax.Array, dim: int, to: int) -> jax.Array:
 def at_stages(stages: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     """Returns `new` at some stages, and `old` at the others."""
     return jnp.where(stages.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+
+def differentiated_at(is_here: jax.Array, x: Any) -> Any:
+    """Returns a value that has a gradient in one place alone; elsewhere it is 0, not 0 times what may be infinite."""
+    return _differentiated_at(is_here, x) if is_float(x) else x
+
+
+# The choice is made in the backward pass alone: what is chosen by the tick would be kept in each one. Under `jax.vmap`
+# both arguments are to be mapped: the cotangent of another `x` is a sum over all places.
+@jax.custom_vjp
+def _differentiated_at(is_here: jax.Array, x: jax.Array) -> jax.Array:
+    return x
+
+
+_differentiated_at.defvjp(
+    lambda is_here, x: (x, is_here),
+    lambda is_here, cotangent: (None, jnp.where(is_here, cotangent, jnp.zeros_like(cotangent))),
+)
 
 
 def added_at(stages: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:

@@ -18,13 +18,10 @@ from zero_jax.sharding.topology import hardware_of
 from zero_jax.transforms.remat.costs import BlockCosts
 from zero_jax.transforms.remat.labels import INPUT
 from zero_jax.transforms.remat.policies import Remat
+from zero_jax.transforms.roofline import WAITED_SHARE
 
 # The share of the forward pass of blocks during which the link to the host is used at most.
 _LINK_SHARE = 0.8
-# The share of a move to the host that the forward pass waits for. XLA:TPU ends it when a link of about 75 GB/s would
-# have: 3.6 of the 22.4 ms that 268 MB take at the 12 GB/s of the hardware table (a layer of llama-3.1-8b on v6e, of
-# 27.5 ms). The move back is begun early enough.
-_WAITED_SHARE = 0.85
 # Values that save less of the blocks' backward pass are recomputed: they are not worth a name.
 _LEAST_SAVED = 1e-3
 _PLACES = {"device": "kept", "offloaded": "host", "": "recomputed"}
@@ -55,7 +52,7 @@ class ValueRow:
     @property
     def waited_seconds(self) -> float:
         """Of `host_seconds`, those that blocks wait."""
-        return _WAITED_SHARE * self.host_seconds
+        return WAITED_SHARE * self.host_seconds
 
     @property
     def saved_seconds(self) -> float:

@@ -71,7 +71,7 @@ class BlockCosts:
         marks = zip(self.region.jaxpr.invars, self.region.marks, strict=True)
         return sum(self._bytes(var) for var, mark in marks if mark.kind == "value" and not mark.held)
 
-    @property
+    @functools.cached_property
     def lines(self) -> dict[str, str]:
         """For each value the line of the model that makes it."""
         eqns = [eqn for eqn in self.region.jaxpr.eqns if eqn.outvars]

@@ -249,6 +249,29 @@ def test_a_crash_is_an_outcome():
         run(compiler=Compiler(lambda s: (_ for _ in ()).throw(KeyboardInterrupt)))
 
 
+def test_the_fastest_are_compiled_to_the_end():
+    """The first compile stops early: by it the fastest are a, b, c; at the end a is refused, and b is slower than c."""
+    first = run(max_compiles=3)
+    a, b, c = (entry.setting for entry in first.ranked[:3])
+    seconds = {a: [1.0, None], b: [1.1, 1.4], c: [1.2, 1.3]}
+
+    def outcome(setting):
+        now = seconds[setting][min(compiler.asked.count(setting), 2) - 1]
+        return Outcome(fits=now is not None, bytes=1e9, seconds=now, error="" if now else "no room on the chip")
+
+    compiler, said = Compiler(outcome), []
+    found = run([a, b, c], compiler=compiler, max_compiles=3, needs_end=lambda x: compiler.asked.count(x) < 2,
+                log=said.append)  # fmt: skip
+    assert compiler.asked[3:] == [a, b, c]
+    assert found.best == c and [entry.setting for entry in found.ranked] == [c, b]
+    assert [(entry.setting, entry.kind) for entry in found.rejected] == [(a, "failed")]
+    assert found.num_compiled == 3 and f"compiling to the end: {a}" in said
+    # What is still the fastest by its last compile is not compared with others.
+    compiler = Compiler(lambda x: Outcome(fits=True, bytes=1e9, seconds={a: 1.0, b: 1.1, c: 1.2}[x]))
+    again = run([a, b, c], compiler=compiler, max_compiles=3, needs_end=lambda x: compiler.asked.count(x) < 2)
+    assert again.best == a and compiler.asked.count(a) == 2 and len(compiler.asked) == 4
+
+
 def test_a_search_that_is_ended_early_has_a_result():
     asked = []
 

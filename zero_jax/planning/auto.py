@@ -93,7 +93,7 @@ def plan_auto(
     temporaries: Callable[[Candidate], float] | None = None,
     batch_sizes: Sequence[int] | None = None,
     max_num_microbatches: int = 64,
-    max_compiles: int = 4,
+    max_compiles: int = 6,
     host_memory_bytes: float | None = None,
     **compiling: Any,
 ) -> AutoPlan:
@@ -178,17 +178,28 @@ def plan_auto(
     offloaded = [x for space in spaces if offloads for x in candidates(dataclasses.replace(space, offloads=offloads))]
     reports: dict[Candidate, PlanReport] = {}
 
-    def compile(setting: Candidate, *, fills: bool = False) -> Outcome:
-        setting_options = dataclasses.replace(options, name=f"{options.name}, {setting}")
-        report = compile_plan(apply_setting(setting, job, policies), setting_options, fills=fills)
-        reports[setting] = report
+    can_stop = options.own_process and estimator.hardware.platform == "tpu"  # before the compiler generates code
+
+    def compile(setting: Candidate) -> Outcome:
+        before, setting_job = reports.get(setting), apply_setting(setting, job, policies)
+        if before and can_stop:
+            setting_job = dataclasses.replace(setting_job, config=_config(setting_job.config, before))
+        stops = options.quick or (can_stop and not before)
+        setting_options = dataclasses.replace(options, name=f"{options.name}, {setting}", quick=stops)
+        report = reports[setting] = compile_plan(setting_job, setting_options, fills=can_stop or bool(before))
         seconds = report.time.step_seconds if report.time else None
         sizes = {"bytes": report.needed_bytes, "host_bytes": report.host_bytes}
         return Outcome(fits=report.fits, seconds=seconds, error=report.refusal, **sizes)
 
+    def needs_end(setting: Candidate) -> bool:
+        """Returns whether its program has no code yet, or its blocks may keep more than they do."""
+        report = reports[setting]
+        return not options.quick and (not report.has_code or (bool(report.values) and not can_stop))
+
     search = Search(
         estimate=estimator.estimate,
         compile=compile,
+        needs_end=needs_end,
         capacity_bytes=estimator.hardware.usable_bytes,
         host_capacity_bytes=host_memory_bytes or estimator.hardware.host_memory_bytes,
         max_compiles=max_compiles,
@@ -198,10 +209,6 @@ def plan_auto(
     has_master = estimator.precision.has_master
     ranking = search.run(settings, fallback=[x for x in offloaded if _is_distinct(x, has_master=has_master)])
     best = ranking.best
-    if best in reports and reports[best].values and not ranking.was_stopped:
-        options.log(f"filling the memory that the best leaves: {best}")
-        with contextlib.suppress(KeyboardInterrupt):  # the result is of what was compiled until then
-            ranking = ranking.with_outcome(best, compile(best, fills=True))
     return AutoPlan(
         ranking=ranking,
         best=reports.get(best) if best else None,

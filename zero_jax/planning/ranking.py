@@ -215,11 +215,6 @@ class Ranking(Report):
     num_compiled: int
     was_stopped: bool = False
 
-    def with_outcome(self, setting: Candidate, outcome: Outcome) -> Ranking:
-        """Returns the ranking with another result of compiling a setting."""
-        entries = (dataclasses.replace(x, outcome=outcome) if x.setting == setting else x for x in self.ranked)
-        return dataclasses.replace(self, ranked=tuple(entries))
-
     def __str__(self) -> str:
         return f"{self.headline()}\n{self.tables()}"
 

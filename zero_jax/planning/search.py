@@ -16,6 +16,7 @@ from zero_jax.sharding.stages import sharded_groups
 # Multiples of the number of devices that are tried, by estimate, to find out how many would be enough.
 _MORE_DEVICES = (2, 3, 4, 6, 8, 16, 32, 64, 128)
 _SHARED_WEIGHT = 4
+_MOST_ENDS = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,7 +154,8 @@ class Search:
     First a plain setting is compiled, as a control: that of the fewest microbatches, and of those the fastest. Each
     compiled program corrects the estimated time of the settings that are not compiled yet (`_corrected_seconds`), and
     the fastest of them is compiled next. If the program of a setting is too large, the settings that need no less by
-    estimate are skipped. If none has fitted, the last compile goes to the smallest by estimate.
+    estimate are skipped. If none has fitted, the last compile goes to the smallest by estimate. A `compile` may stop
+    before the end (`needs_end`): then the fastest is compiled again, and what is faster than that by the first compile.
 
     Attributes:
       estimate: estimates bytes per device and seconds of a step; a `SettingRefused` rejects the setting.
@@ -162,6 +164,7 @@ class Search:
       host_capacity_bytes: memory of a host for each of its devices; None does not bound it.
       max_compiles: the most settings to compile, the control included; 0 ranks by estimate alone.
       is_plain: returns whether a setting is what users would take without a search, whatever its microbatches.
+      needs_end: returns whether a setting that was compiled has to be compiled again, to the end, to be the best.
       log: called with each line of progress.
     """
 
@@ -171,6 +174,7 @@ class Search:
     host_capacity_bytes: float | None = None
     max_compiles: int = 6
     is_plain: Callable[[Candidate], bool] = lambda setting: False
+    needs_end: Callable[[Candidate], bool] = lambda setting: False
     log: Callable[[str], None] = lambda line: None
 
     def run(self, candidates: Iterable[Candidate], fallback: Sequence[Candidate] = ()) -> Ranking:
@@ -199,6 +203,9 @@ class Search:
             rejected += [entry for entry in compiled if entry.reason] + skipped
             decided = {entry.setting for entry in (*compiled, *skipped)}
             ranked = sorted((entry for entry in compiled if not entry.reason), key=_order)
+            if not was_stopped:
+                ranked, refused, was_stopped = self._compiled_to_the_end(ranked)
+                rejected += refused
             ranked += _corrected([entry for entry in fitting if entry.setting not in decided], compiled)
             if ranked or was_stopped or not fallback:
                 break
@@ -282,6 +289,31 @@ class Search:
             )
             skipped += [dataclasses.replace(entry, kind="passed over", reason=reason) for entry in too_large]
         return compiled, skipped, False
+
+    def _compiled_to_the_end(self, ranked: Sequence[Ranked]) -> tuple[list[Ranked], list[Ranked], bool]:
+        """Compiles the fastest to the end, and those that then come before it, up to a number.
+
+        Returns:
+          The ranked entries, those that were refused at the end, and whether a Ctrl-C has ended it.
+        """
+        waiting, done, refused = list(ranked), list[Ranked](), list[Ranked]()
+        name_of = naming(ranked)
+        while waiting and len(done) < _MOST_ENDS and not (done and _order(done[0]) <= _order(waiting[0])):
+            entry = waiting[0]
+            if self.needs_end(entry.setting):
+                self.log(f"compiling to the end: {name_of(entry.setting)}")
+                try:
+                    entry = self._compiled(entry)
+                except KeyboardInterrupt:
+                    return [*done, *waiting], refused, True
+                size = format_bytes(entry.bytes, decimals=1)
+                self.log(f"  {entry.reason or f'{size}, {entry.seconds:.4g} s a step'}")
+            waiting = waiting[1:]
+            if entry.reason:
+                refused.append(entry)
+            else:
+                done = sorted([*done, entry], key=_order)
+        return [*done, *waiting], refused, False
 
     def _compiled(self, entry: Ranked) -> Ranked:
         try:

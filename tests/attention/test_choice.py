@@ -6,9 +6,10 @@ import pytest
 from attention_cases import random_arrays
 
 import zero_jax as zero
-from zero_jax.attention import choice, cudnn
-from zero_jax.attention.case import Case
+from zero_jax.attention import cudnn
+from zero_jax.attention.function import Choice, choose
 from zero_jax.attention.placement import KernelPlacement, current_placement, mesh_context
+from zero_jax.attention.xla import Case
 
 
 def chosen(platform, *, dtype=jnp.bfloat16, sizes=None, placement=None, wanted=None, **options):
@@ -17,7 +18,7 @@ def chosen(platform, *, dtype=jnp.bfloat16, sizes=None, placement=None, wanted=N
     shapes = ((b, t, n, h), (b, s, k, h), (b, s, k, sizes.get("v", h)))
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     placement = placement or KernelPlacement(platform=platform)
-    return choice.choose(*arrays, Case(**{"scale": 1.0} | options), wanted=wanted, placement=placement)
+    return choose(*arrays, Case(**{"scale": 1.0} | options), wanted=wanted, placement=placement)
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,7 @@ def test_the_platform_has_a_kernel(platform, kernel):
 def test_cudnn_needs_ampere():
     turing, ampere = (KernelPlacement(platform="cuda", compute_capability=x) for x in ("7.5", "8.0"))
     assert chosen("cuda", placement=ampere).implementation == "cudnn"
-    assert chosen("cuda", placement=turing) == choice.Choice(
+    assert chosen("cuda", placement=turing) == Choice(
         implementation="xla", reason="it needs compute capability 8.0, and the devices have 7.5"
     )
 

@@ -11,8 +11,8 @@ import pytest
 from attention_cases import random_arrays, random_segments, values_and_grads
 
 import zero_jax as zero
-from zero_jax.attention.case import Band
 from zero_jax.attention.splash import _visited, block_sizes
+from zero_jax.attention.xla import Band
 
 LENGTHS = {"query_seq_lengths": jnp.array([24, 5]), "key_value_seq_lengths": jnp.array([0, 9])}
 CASES = [

@@ -11,7 +11,7 @@ from relation_cases import PROGRAMS, random_programs
 from test_primitives import of_jax_lax
 
 from zero_jax.dims import EXTREMA, SAME, Kind, TraceComparison, known_primitives, rows
-from zero_jax.dims.parts.pair import Pair
+from zero_jax.dims.parts.relations import Pair
 from zero_jax.program.subcalls import KINDS, equations
 
 PARTS, SMALL, LARGE = 2, 4, 8

@@ -25,7 +25,7 @@ from zero_jax.checkpoint.writing import ArrayWrites
 from zero_jax.cli import commands as cli
 from zero_jax.trainer import loop as trainer
 from zero_jax.trainer import result as result_module
-from zero_jax.training.state.finite import NonfiniteState
+from zero_jax.training.state.checks import NonfiniteState
 
 pytestmark = pytest.mark.usefixtures("kept_programs", "no_picture")
 

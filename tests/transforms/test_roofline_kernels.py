@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 import zero_jax as zero
-from zero_jax.attention import attention_work, primitive
-from zero_jax.attention.case import Band
+from zero_jax.attention import attention_work, fused
 from zero_jax.attention.placement import KernelPlacement
+from zero_jax.attention.xla import Band
 from zero_jax.dims import ValueSharding, propagate_shardings
 from zero_jax.transforms import Kernel, kernels
 
@@ -150,7 +150,7 @@ def test_fused_attention_counts_the_blocks_that_it_visits():
 
 def test_attention_of_gpus_counts_the_keys_that_queries_see():
     q = jax.ShapeDtypeStruct((2, 1024, 4, 64), jnp.bfloat16)
-    call = primitive.Call(
+    call = fused.Call(
         kernel="cudnn", scale=1.0, band=Band(None, 0), soft_cap=None, placement=KernelPlacement(platform="cuda")
     )
     seen = 2 * 4 * 64 * 1024 * 1025 / 2

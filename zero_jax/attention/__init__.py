@@ -5,8 +5,6 @@ the plain form by XLA (`xla`), which can do everything. The platform is that of 
 the step is traced for (`mesh_context`).
 """
 
-from zero_jax.attention.choice import Choice, Implementation
-from zero_jax.attention.function import attention_choice, dot_product_attention
-from zero_jax.attention.fused import AttentionWork, attention_work
+from zero_jax.attention.function import Choice, Implementation, attention_choice, dot_product_attention
+from zero_jax.attention.fused import PRIMITIVES, RESIDUALS, AttentionWork, attention_work
 from zero_jax.attention.placement import mesh_context
-from zero_jax.attention.primitive import PRIMITIVES, RESIDUALS

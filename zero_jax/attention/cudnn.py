@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.attention.case import Band, Operands
+from zero_jax.attention.xla import Band, Operands
 from zero_jax.core.extras import pip_install
 
 INSTALL = f'{pip_install("zero-jax[cuda]")}, or "zero-jax[gpu-compiler]" for plans on machines without a GPU'

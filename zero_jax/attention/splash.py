@@ -19,7 +19,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_infos
 
-from zero_jax.attention.case import Band, Operands
+from zero_jax.attention.xla import Band, Operands
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate
 

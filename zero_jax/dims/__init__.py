@@ -3,15 +3,12 @@
 `primitives` has a record of each primitive: what it does with the dims of its operands (`dim_map`), in what it is
 linear, and what kind of operation it is. A new primitive is entered there. From these records follow exact answers and
 estimates: `parts/`, whether a value of a batch is made of those of parts of it; `mixing`, where the examples of a batch
-are in each value; `passthrough`, which operations run on shards; `shardings/`, the sharding of each value.
+are in each value; `shardings/`, the sharding of each value.
 """
 
-from zero_jax.dims.maps import reshape_groups
 from zero_jax.dims.mixing import FREE, LOOPS, UNKNOWN, Examples, MixedSharding, State
 from zero_jax.dims.parts.comparison import TraceComparison
-from zero_jax.dims.parts.pair import Pair
-from zero_jax.dims.parts.relations import EXTREMA, SAME, Kind, Relation, rows, unknown
-from zero_jax.dims.passthrough import passthrough
+from zero_jax.dims.parts.relations import EXTREMA, SAME, Kind, Pair, Relation, rows, unknown
 from zero_jax.dims.primitives import (
     ALIASES,
     BY_INDEX,
@@ -36,7 +33,8 @@ from zero_jax.dims.primitives import (
     known_primitives,
     moves_elements,
     narrows,
+    passthrough,
+    reshape_groups,
 )
-from zero_jax.dims.shardings.alive import sources
 from zero_jax.dims.shardings.propagate import Move, Propagation, propagate_shardings
-from zero_jax.dims.shardings.sharding import HEAVY, ValueSharding
+from zero_jax.dims.shardings.sharding import HEAVY, ValueSharding, sources

@@ -141,6 +141,16 @@ def bind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
     return list(result) if eqn.primitive.multiple_results else [result]
 
 
+def of_some(function: Callable[..., Any], values: Sequence[Any], which: Sequence[int]) -> Callable[..., Any]:
+    """Returns a function of some of its arguments, those with the numbers `which`; the others are these values."""
+
+    def call(*some: Any) -> Any:
+        given = dict(zip(which, some, strict=True))
+        return function(*(given.get(i, x) for i, x in enumerate(values)))
+
+    return call
+
+
 def bind_primitive(primitive: Any, params: dict[str, Any], *values: Any) -> Any:
     """Applies a primitive to values, with the parameters that its equation has."""
     params = primitive.get_bind_params(params)
@@ -245,15 +255,19 @@ def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
     return partial_eval.dce_jaxpr(opened, [True] * len(opened.outvars), instantiate=True)[0]
 
 
-def equation_key(eqn: Any) -> tuple[Any, ...]:
-    """Returns what is equal for equations that do the same and come from the same line and names."""
-    avals = tuple(var.aval for var in eqn.invars)
-    source = name_stack(eqn), source_line(eqn)
+def operation_key(eqn: Any) -> tuple[Any, ...]:
+    """Returns what is equal for equations of the same primitive and parameters, and has a hash."""
     try:
-        hash(key := (eqn.primitive, tuple(eqn.params.items()), avals, eqn.ctx, source))
+        hash(key := (eqn.primitive, tuple(eqn.params.items())))
     except TypeError:  # a parameter that has no hash
         return (_ById(eqn),)
     return key
+
+
+def equation_key(eqn: Any) -> tuple[Any, ...]:
+    """Returns what is equal for equations that do the same and come from the same line and names."""
+    avals = tuple(var.aval for var in eqn.invars)
+    return (*operation_key(eqn), avals, eqn.ctx, name_stack(eqn), source_line(eqn))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

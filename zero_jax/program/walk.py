@@ -224,6 +224,14 @@ class Rewriting(Walk[None]):
         """Tells whether an equation is one to change."""
         raise NotImplementedError
 
+    def changed(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
+        """Returns the results of an equation to change that is not entered."""
+        raise NotImplementedError
+
+    def operation(self, eqn: Any, values: list[Any], frame: None) -> Sequence[Any]:
+        """Returns the results of an equation, changed or as it is."""
+        return self.changed(eqn, values) if self.changes(eqn) else bind(eqn, values)
+
     def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> bool:
         """Tells whether there is an equation to change in another."""
         return sub.kind in self.entered and any(map(self.changes, equations_of(eqn, skip=MANUAL)))

@@ -7,9 +7,9 @@ new state to the shardings of the old one. `losses` and `sequence_parallel` are 
 
 from zero_jax.training import losses
 from zero_jax.training.batch import check_batch, place_batch, shard_batch
-from zero_jax.training.compiled_step import TrainStep
+from zero_jax.training.compiled_step import Metrics, TrainStep
 from zero_jax.training.ema import check_decay, ema_params, params_ema
-from zero_jax.training.evaluation import Metrics, make_eval_step
+from zero_jax.training.evaluation import make_eval_step
 from zero_jax.training.grads.norm import global_norm
 from zero_jax.training.loss.function import (
     LossFunction,
@@ -18,11 +18,9 @@ from zero_jax.training.loss.function import (
     model_state_parameter,
     normalize_loss,
 )
-from zero_jax.training.loss.inputs import cast_batch
 from zero_jax.training.loss.kept_values import MEMORY_ROOM, chosen_values, value_costs
-from zero_jax.training.loss.pipeline import pipeline_report, pipeline_report_of
-from zero_jax.training.loss.program import StepLoss
-from zero_jax.training.loss.trace import LossTrace, trace_loss, trace_step_loss
+from zero_jax.training.loss.program import StepLoss, cast_batch
+from zero_jax.training.loss.trace import LossTrace, pipeline_report, pipeline_report_of, trace_loss, trace_step_loss
 from zero_jax.training.losses import softmax_cross_entropy_with_integer_labels
 from zero_jax.training.noise_scale import NoiseScale
 from zero_jax.training.optimizer.offload import Offload
@@ -30,8 +28,7 @@ from zero_jax.training.optimizer.rounding import round_state, round_tree, roundi
 from zero_jax.training.optimizer.update import Offers, call_update
 from zero_jax.training.same_program import releases
 from zero_jax.training.sequence_sharding import sequence_parallel
-from zero_jax.training.state.checks import check_is_state, check_not_donated
-from zero_jax.training.state.finite import NonfiniteState, nonfinite_leaves
+from zero_jax.training.state.checks import NonfiniteState, check_is_state, check_not_donated, nonfinite_leaves
 from zero_jax.training.state.making import abstract_state, init_state
 from zero_jax.training.state.matrix_updates import matrix_dealings, step_placement
 from zero_jax.training.state.placement import Placement, make_placement

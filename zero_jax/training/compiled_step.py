@@ -1,4 +1,7 @@
-"""The public train step: called on states and batches, lowered, compiled once for each structure of the state."""
+"""The public train step: called on states and batches, lowered, compiled once for each structure of the state.
+
+And the metrics that it returns, as an evaluation step does.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,84 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 
 from zero_jax.core.device_put import wait_on_cpu
+from zero_jax.core.signatures import place_of
+from zero_jax.core.text_tables import Report, aligned
 from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
 from zero_jax.program.jaxprs import is_traced
 from zero_jax.sharding.mesh import Axes, on_mesh
 from zero_jax.training.batch import place_batch
-from zero_jax.training.evaluation import Metrics, shown_step
 from zero_jax.training.same_program import SameProgram
 from zero_jax.training.state.checks import check_no_leaf_twice, check_not_donated, checked_placement, place_state
 from zero_jax.training.state.placement import train_state_shardings
 from zero_jax.training.state.shardings import state_shardings
 from zero_jax.training.state.train_state import TrainState
 from zero_jax.training.xla_options import scatters_in_loops, step_options
+from zero_jax.training.zero_config import ZeroConfig
+from zero_jax.transforms import PartWeight
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Metrics(Report):
+    """What a step reports, replicated on every device. `metrics["loss"]` works as `metrics.loss` does.
+
+    Attributes:
+      loss: the mean loss of the batch, unscaled, `float32[]`, or of a wider dtype that the model computes in.
+      aux: what the loss function returned beside the loss.
+      grad_norm: the global norm of the gradients before clipping, in such a dtype; infinite, though each gradient is
+        finite, where that dtype has no number as large.
+      skipped: whether the update was skipped because a gradient was not finite, `bool[]`.
+      nonfinite_leaf: index (in the order of `jax.tree.leaves(state.params)`) of the first param whose gradient is not
+        finite, -1 if there is none, `int32[]`; `TrainStep.leaf_name` turns it into a path.
+      loss_scale: the loss scale that the step used, 1 without scaling, `float32[]`.
+      num_skipped_steps: steps skipped so far, `int32[]`.
+      small_grad_norm_sq: mean by weight of the squared norms of the gradients of the batch's parts, unscaled and before
+        clipping, `float32[]`; infinite from norms of 1.8e19 on; None without microbatches. `NoiseScale` makes the
+        gradient noise scale of it. A part is a microbatch at stages 2 and 3, a device's share of one at stages 0 and 1.
+      num_small_grads: parts with a weight above 0, `int32[]`; None without microbatches.
+      weight: what the loss of a weighted evaluation is a mean over, such as a number of tokens; None where that is the
+        same for all batches of one size, and elsewhere.
+
+    Example:
+      >>> _, metrics = step(state, batch)
+      >>> float(metrics["loss"]) == float(metrics.loss)
+      True
+    """
+
+    loss: jax.Array
+    aux: PyTree = None
+    grad_norm: jax.Array | None = None
+    skipped: jax.Array | None = None
+    nonfinite_leaf: jax.Array | None = None
+    loss_scale: jax.Array | None = None
+    num_skipped_steps: jax.Array | None = None
+    small_grad_norm_sq: jax.Array | None = None
+    num_small_grads: jax.Array | None = None
+    weight: PartWeight | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+    def __str__(self) -> str:
+        leaves = zip(leaf_names(self), jax.tree.leaves(self), strict=True)
+        return aligned((name, str(x) if np.ndim(x) == 0 else f"{x.dtype}{list(x.shape)}") for name, x in leaves)
+
+
+def replicated(metrics: Metrics, mesh: Mesh) -> Metrics:
+    """Replicates the scalars of the metrics; larger aux keeps its sharding."""
+    sharding = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda x: x if x.ndim else lax.with_sharding_constraint(x, sharding), metrics)
+
+
+def shown_step(name: str, loss_fn: Any, mesh: Mesh, config: ZeroConfig) -> str:
+    """Returns what a step is of: the place of its loss function, the mesh, and the config."""
+    place = place_of(getattr(loss_fn, "make", loss_fn))
+    return f"{name} of {place} at stage {config.stage} on {dict(mesh.shape)}, {config!r}"
+
 
 _NEEDS_OPTIONS = (
     "this step adds to an array by index in a loop, and is called within another jitted function, which takes its own "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,22 +13,32 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.core.device_put import platform_of
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import joined
 from zero_jax.program.loss import LossProgram
+from zero_jax.sharding.precision import LossScale, cast_floating, update_loss_scale
 from zero_jax.training.batch import check_batch
-from zero_jax.training.compiled_step import TrainStep
-from zero_jax.training.evaluation import Metrics, replicated
-from zero_jax.training.grads.norm import global_norm
-from zero_jax.training.grads.step_grads import loss_and_grads
+from zero_jax.training.compiled_step import Metrics, TrainStep, replicated
+from zero_jax.training.grads.norm import GlobalNorm, global_norm
+from zero_jax.training.grads.step_grads import StepGrads, loss_and_grads
 from zero_jax.training.loss.function import MeshLoss, normalize_loss
 from zero_jax.training.loss.kept_values import with_values
 from zero_jax.training.loss.program import StepLoss
+from zero_jax.training.offloaded import OffloadedState, UpdatedState, pinned
 from zero_jax.training.optimizer.frozen import needed_grads, unchanged
-from zero_jax.training.optimizer.rounding import rounding_key
-from zero_jax.training.optimizer.update import Offers, trace_update, value_dtype
-from zero_jax.training.state.making import check_optimizer
-from zero_jax.training.state.matrix_updates import step_placement
+from zero_jax.training.optimizer.rounding import round_tree, rounding_key
+from zero_jax.training.optimizer.update import (
+    Offers,
+    TracedUpdate,
+    apply_update,
+    evaluate_update,
+    trace_update,
+    update_if,
+    value_dtype,
+)
+from zero_jax.training.state.checks import check_optimizer
+from zero_jax.training.state.matrix_updates import matrix_program, step_placement
 from zero_jax.training.state.placement import Placement
 from zero_jax.training.state.train_state import (
     TrainState,
@@ -38,7 +49,6 @@ from zero_jax.training.state.train_state import (
     trainable,
     used_by_optimizer,
 )
-from zero_jax.training.state_update import OffloadedState, Scalars, UpdatedState, UpdateProgram, pinned
 from zero_jax.training.zero_config import ZeroConfig, check_config
 
 
@@ -68,17 +78,33 @@ def make_train_step(
     return TrainStep(program, axes)
 
 
+class Scalars(NamedTuple):
+    """What an update gets besides arrays of the params; `norm` is that of the gradients, `finite` whether they are."""
+
+    norm: GlobalNorm
+    finite: jax.Array
+    loss: jax.Array
+    loss_scale: LossScale | None
+    rounding_key: jax.Array | None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Program(UpdateProgram):
+class _Program:
     """The arguments of `make_train_step`; its methods are traced once per compile."""
 
     loss_fn: Callable[..., Any]
+    tx: Any
+    mesh: Mesh
+    config: ZeroConfig
 
     def step(self, state: TrainState, batch: PyTree, placement: Placement | None = None) -> tuple[TrainState, Metrics]:
         placement = placement or step_placement(state, self.tx, mesh=self.mesh, config=self.config)
         loss, arguments = self.prepared(state, batch, placement)
-        offloaded = OffloadedState.of(state, placement)
-        stored = offloaded.masters()
+        offloaded = None if placement.offload is None else OffloadedState.of(state, placement)
+        if offloaded is None:
+            stored = lax.with_sharding_constraint(state.masters, placement.param_shardings("master"))
+        else:
+            stored = offloaded.masters()
         masters = placement.precision.for_optimizer(stored)
         traced = trace_update(self.tx, trainable(masters), state.opt_state)
         needed = needed_grads(traced)
@@ -95,7 +121,7 @@ class _Program(UpdateProgram):
             offers = offers._replace(**self.objective(state, loss, arguments, needed))
         finite, same = norm.first_nonfinite < 0, unchanged(traced, needed=needed)
         rounding = rounding_key(arguments[-1]) if placement.precision.rounds_stochastically else None
-        if offloaded.any:
+        if offloaded is not None:
             scalars = Scalars(norm, finite, offers.value, state.loss_scale, rounding)
             updated = self.streamed_update(offloaded, of_batch.grads, scalars, same=same)
         else:
@@ -128,7 +154,9 @@ class _Program(UpdateProgram):
     ) -> tuple[StepLoss, tuple[PyTree, PyTree, jax.Array]]:
         """Returns the loss of a step, and the arguments of its program: variables, batch and key."""
         check_batch(batch, mesh=self.mesh, axes=placement.axes, num_microbatches=self.config.num_microbatches)
-        loss = with_values(StepLoss(LossProgram(self.loss_fn), placement, self.config), state, batch)
+        loss = StepLoss(LossProgram(self.loss_fn), placement, self.config)
+        if self.config.remat != "own":
+            loss = with_values(loss, state, batch)
         key = jax.random.fold_in(state.key, state.step)
         return loss, (*loss.cast(state.variables, batch, key), key)
 
@@ -176,3 +204,120 @@ class _Program(UpdateProgram):
             return loss, jnp.asarray(sum(jax.tree.leaves(slopes)), loss.dtype)
 
         return {"loss_fn": loss_fn, "grad_fn": lambda at: evaluate(at, needed)[1]}
+
+    # --- after the gradients ------------------------------------------------------------------------------------------
+
+    def unscale(self, grads: PyTree, masters: PyTree, placement: Placement, loss_scale: Any) -> PyTree:
+        """Casts gradients to the master params' dtype, divides by the loss scale, and constrains their shardings."""
+
+        def unscaled(grad: jax.Array, dtype: Any) -> jax.Array:
+            grad = grad.astype(dtype)
+            return grad if loss_scale is None else grad / loss_scale.scale.astype(dtype)
+
+        leaves, tree = jax.tree.flatten(masters)
+        of_each = zip(leaves, tree.flatten_up_to(grads), strict=True)
+        finished = [None if grad is None else unscaled(grad, master.dtype) for master, grad in of_each]
+        return tree.unflatten(pinned(finished, placement.param_shardings("master"), but=[x is None for x in finished]))
+
+    def clip(self, grads: PyTree, norm: GlobalNorm) -> PyTree:
+        """Scales gradients down to the config's largest norm."""
+        return grads if self.config.norm_limit is None else norm.clip(grads, self.config.norm_limit)
+
+    def update(
+        self,
+        masters: PyTree,
+        opt_state: PyTree,
+        grads: PyTree,
+        *,
+        finite: jax.Array,
+        offers: Offers,
+        traced: TracedUpdate | None = None,
+    ) -> tuple[PyTree, PyTree]:
+        """Returns new master params and optimizer state; the old ones if a gradient is not finite.
+
+        `traced` is the trace of the update for these arguments, if there is one.
+        """
+        params, trace = trainable(masters), None
+        apply = lambda params, opt_state: apply_update(self.tx, grads, opt_state, params, offers)  # noqa: E731
+        if traced is not None and not traced.calls_functions:
+            trace = traced.jaxpr, jax.tree.leaves((grads, opt_state, params, offers.value, offers.full_grads))
+            if traced.is_rewritten:
+                apply = functools.partial(evaluate_update, *trace)
+        if self.config.skip_nonfinite is False:
+            new_params, opt_state = apply(params, opt_state)
+        else:
+            in_place = platform_of(self.mesh) == "cpu" and self.config.offload is None
+            new_params, opt_state = update_if(finite, apply, (params, opt_state), in_place=in_place, traced=trace)
+        return merge(masters, new_params), opt_state
+
+    def rounded(self, masters: PyTree, like: PyTree, key: jax.Array | None) -> PyTree:
+        """Returns new master params in the dtypes of the old ones, rounded stochastically if there is a key for it."""
+        return masters if key is None else round_tree(masters, like, key)
+
+    def with_whole_matrices(self, traced: TracedUpdate, state: TrainState, placement: Placement) -> TracedUpdate:
+        """Returns the trace of an update with its matrix computations on whole matrices (`optimizer.matrices`)."""
+        program = matrix_program(traced, state, placement)
+        if program is None or not program.is_changed:
+            return traced
+        return dataclasses.replace(traced, jaxpr=program.rewritten(), is_rewritten=True)
+
+    def streamed_update(
+        self, offloaded: OffloadedState, scaled_grads: PyTree, scalars: Scalars, *, same: list[bool]
+    ) -> UpdatedState:
+        """Returns the update of a state partly on the host.
+
+        Gradients are cast, unscaled and clipped in the same chunks: all of them in the master params' dtype at once
+        would take as much memory as the offload saves.
+        """
+        placement = offloaded.placement
+
+        def function(masters: PyTree, opt_state: PyTree, scaled_grads: PyTree, scalars: Any) -> UpdatedState:
+            wide = placement.precision.for_optimizer(masters)
+            grads = self.unscale(scaled_grads, wide, placement, scalars.loss_scale)
+            offers = Offers(scalars.loss, fill_zeros(grads, wide))
+            clipped = fill_zeros(self.clip(grads, scalars.norm), wide)
+            wide, opt_state = self.update(wide, opt_state, clipped, finite=scalars.finite, offers=offers)
+            masters = self.rounded(wide, masters, scalars.rounding_key)
+            low = cast_floating(masters, placement.precision.param) if placement.keeps_copy else None
+            return UpdatedState(masters, low, opt_state)
+
+        return offloaded.update(self.tx, function, scaled_grads, scalars, same=same)
+
+    def new_state(
+        self,
+        state: TrainState,
+        placement: Placement,
+        updated: UpdatedState,
+        of_batch: StepGrads,
+        *,
+        finite: jax.Array,
+        same: list[bool],
+    ) -> TrainState:
+        """Returns the next train state, of the update and of what the loss function returned.
+
+        `same` tells of each trainable param whether an update never changes it.
+        """
+
+        def settled(old: Any, new: Any) -> Any:
+            if new is None:  # model state on the host, which no loss function changes
+                return old
+            return new if self.config.skip_nonfinite is False else jnp.where(finite, new, old)
+
+        skipped = jnp.int32(0) if self.config.skip_nonfinite is False else (~finite).astype(jnp.int32)
+        scale = state.loss_scale
+        if scale is not None:
+            assert placement.precision.loss_scale is not None
+            scale = update_loss_scale(scale, finite, placement.precision.loss_scale)
+        return TrainState(
+            step=state.step + 1,
+            # The low-precision copy of a frozen param is there already: stages 1 and 2 need not gather it.
+            params=keep_same(state.params, placement.params_of(updated.low, into=state.params), same),
+            master=updated.masters if placement.keeps_copy else None,
+            opt_state=updated.opt_state,
+            key=state.key,
+            loss_scale=scale,
+            num_skipped_steps=state.num_skipped_steps + skipped,
+            model_state=jax.tree.map(settled, state.model_state, of_batch.model_state, is_leaf=lambda x: x is None),
+            # The gradients of a skipped step are not applied, nor are the errors that were added to them.
+            grad_errors=jax.tree.map(lambda new, old: jnp.where(finite, new, old), of_batch.errors, state.grad_errors),
+        )

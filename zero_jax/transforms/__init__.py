@@ -8,15 +8,13 @@ All read jaxprs through `zero_jax.program`, and dims through `zero_jax.dims`. `w
 wrongly. `facts` says what values are made of, and where they are read last.
 """
 
-from zero_jax.transforms.attention.head_tiles import heads_by_tiles
 from zero_jax.transforms.attention.report import AttentionReport
 from zero_jax.transforms.attention.transform import attention_report, fuse_attention
 from zero_jax.transforms.flops import count_flops, training_flops
-from zero_jax.transforms.gather.host_params import HostParam, differentiated, used_shapes, with_gradient
+from zero_jax.transforms.gather.deferred import GatherOptions, HostParam, differentiated, used_shapes, with_gradient
 from zero_jax.transforms.gather.per_device import DeviceSum
 from zero_jax.transforms.gather.transform import GatherReport, gather_on_use, gather_report, gathered
-from zero_jax.transforms.gather.uses import GatherOptions
-from zero_jax.transforms.kernels import Kernel, kernels
+from zero_jax.transforms.kernels import KERNEL_SECONDS, KERNEL_SHARES, Kernel, Roofline, kernels
 from zero_jax.transforms.low_rank.walk import AdaptedReport, WeightUse, evaluate_adapted
 from zero_jax.transforms.low_rank.weight import Weight, as_stored
 from zero_jax.transforms.microbatch_weights import PartWeight, divided_by_nonzero, nonzero, weight_alone, with_weight
@@ -27,8 +25,7 @@ from zero_jax.transforms.pipeline.transform import PipelinedProgram, Stages, wit
 from zero_jax.transforms.remat.choice import ValueChoice, choose_values
 from zero_jax.transforms.remat.costs import BlockCosts
 from zero_jax.transforms.remat.policies import Remat, resolve_remat
-from zero_jax.transforms.remat.report import RematReport
+from zero_jax.transforms.remat.report import RematReport, ResidualBytes
 from zero_jax.transforms.remat.transform import block_costs, remat_report, rematerialize
-from zero_jax.transforms.roofline import KERNEL_SECONDS, KERNEL_SHARES, Roofline
 from zero_jax.transforms.separability import BatchParts, Combination, Separability, separability
-from zero_jax.transforms.windows import unsharded_windows
+from zero_jax.transforms.windows import heads_by_tiles, unsharded_windows

@@ -296,10 +296,7 @@ def _without_duplicates(closed: Any, *, num_params: int) -> Any:
         eqn = eqn.replace(invars=[x if jaxprs.is_literal(x) else same.get(x, x) for x in eqn.invars])
         of_params = any(made_of[var] for var in eqn.outvars)
         if not of_params and not eqn.effects and read.issuperset(eqn.outvars):
-            try:
-                first = known.setdefault((eqn.primitive, *map(_key, eqn.invars), *sorted(eqn.params.items())), eqn)
-            except TypeError:  # a parameter that has no hash
-                first = eqn
+            first = known.setdefault((*jaxprs.operation_key(eqn), *map(_key, eqn.invars)), eqn)
             if first is not eqn:
                 same.update(zip(eqn.outvars, first.outvars, strict=True))
                 continue

@@ -219,14 +219,18 @@ class _Traces:
         names = self.trace(next(iter(self.traced))).names
         if num_parts == 1:
             return Separability(aux=dict.fromkeys(names, Combination(kind=Kind.SAME)))
-        # Where a part is a single example, operations differ that only change shapes: larger parts are compared.
-        factor = 2 if part == 1 else 1
+        sizes = [size, part]
+        if part == 1:
+            # On a single example operations differ that only change shapes: it is to have all others of two examples,
+            # and half as many parts of two are compared, or two parts of two.
+            whole = size if num_parts % 2 == 0 and num_parts > 4 else 2 * size
+            sizes, num_parts, num_blocks = [whole, 2, 1], whole // 2, num_blocks * whole // size
         try:
-            traces = [self.trace(n) for n in (factor * size, factor * part, part)[: factor + 1]]
+            traces = [self.trace(n) for n in sizes]
         except Exception as error:
-            why = f"loss_fn cannot be traced on {size} examples and on {part} ({type(error).__name__})"
+            why = f"loss_fn cannot be traced on {sizes[0]} examples and on {part} ({type(error).__name__})"
             return Separability(another_loss=why, weigh="equal", aux=dict.fromkeys(names, Combination(why=why)))
-        whole, comparison = traces[0], TraceComparison(num_parts, factor * num_blocks)
+        whole, comparison = traces[0], TraceComparison(num_parts, num_blocks)
         loss, *rest = self.relations(traces, comparison)
         tree = jax.tree.structure((whole.weight, whole.aux))
         weight, entries = jax.tree.unflatten(tree, rest)

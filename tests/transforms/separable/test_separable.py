@@ -286,6 +286,18 @@ def test_one_example_a_device_is_no_less_separable(loss_fn):
     assert not judged(loss_fn, size=8).not_local
 
 
+@pytest.mark.parametrize(("size", "sizes"), [(64, {64, 8}), (8, {8, 2, 1})])
+def test_a_loss_is_traced_at_no_more_sizes_than_are_compared(size, sizes):
+    traced = set()
+
+    def loss_fn(params, batch):
+        traced.add(len(batch["x"]))
+        return mixing_losses.SEPARABLE["mean"](params, batch)
+
+    assert not judged(loss_fn, size=size).not_local
+    assert traced == sizes
+
+
 def test_one_example_is_not_taken_for_several():
     def odd(params, batch):
         error = mixing_losses.error_of(params, batch)

@@ -12,21 +12,23 @@ from typing import Any
 import jax
 import numpy as np
 
-from zero_jax.dims.parts.extrema import of_extrema
-from zero_jax.dims.parts.pair import Pair, aval, floating, of_some
 from zero_jax.dims.parts.relations import (
     EXTREMA,
     SAME,
     Kind,
+    Pair,
     Refused,
     Relation,
+    aval,
     dual,
+    floating,
+    floating_results,
     joined,
     of_count,
     rows,
     unknown,
 )
-from zero_jax.dims.parts.rules import KEEPS, SIZED, rule_of
+from zero_jax.dims.parts.rules import KEEPS, SIZED, of_extrema, rule_of
 from zero_jax.dims.primitives import PLACES
 from zero_jax.program import jaxprs
 from zero_jax.program.subcalls import subcall
@@ -326,7 +328,7 @@ class TraceComparison:
             free = [avals[i] for i in which]
 
             def function(values: list[Any], tangents: list[Any]) -> list[Any]:
-                call = of_some(eqn, values, which)
+                call = floating_results(eqn, values, which)
                 return jax.jvp(call, [values[i] for i in which], tangents)[1]
 
             return _traced(eqn, function, avals, free)
@@ -345,7 +347,7 @@ class TraceComparison:
 
         def cotangents(eqn: Any) -> Any:
             def function(values: list[Any], cotangents: list[Any]) -> Any:
-                return jax.vjp(of_some(eqn, values, which), *(values[i] for i in which))[1](cotangents)
+                return jax.vjp(floating_results(eqn, values, which), *(values[i] for i in which))[1](cotangents)
 
             return _traced(eqn, function, [aval(x) for x in eqn.invars], [aval(eqn.outvars[i]) for i in outs])
 

@@ -2,7 +2,8 @@
 
 Most primitives have the rule that follows from their record (`by_record`): its map of dims says where the examples are,
 and what it is linear in says what becomes of sums and means. A primitive without a record or a rule may mix examples.
-That it keeps shapes says nothing about it.
+That it keeps shapes says nothing about it. The largest or the smallest of the values of examples is kept by what is
+monotone (`of_extrema`).
 """
 
 from __future__ import annotations
@@ -10,20 +11,35 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from zero_jax.dims.parts import lookups
-from zero_jax.dims.parts.pair import Pair, Rule, check
 from zero_jax.dims.parts.relations import (
+    EXTREMA,
     SAME,
     Kind,
+    Pair,
     Relation,
+    Rule,
     all_joined,
     applied,
+    check,
     divided,
+    joined,
     multiplied,
     rows,
 )
-from zero_jax.dims.primitives import PLACES, SAME_ELEMENTS, SCATTERS, Primitive, dim_map, is_float, known_primitives
+from zero_jax.dims.primitives import (
+    BY_INDEX,
+    JOINS,
+    MOVES,
+    PLACES,
+    SAME_ELEMENTS,
+    SCATTERS,
+    Primitive,
+    dim_map,
+    is_float,
+    known_primitives,
+)
 
 # From the relations of operands, all with their examples along one dim, to that of the results.
 Combine = Callable[[Sequence[Relation]], Relation]
@@ -206,6 +222,95 @@ def _random(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     return results
 
 
+# Lookups and writes: of rows for examples, or of examples at their own places.
+
+
+def _at_own_places(pair: Pair, table: Relation, index: Relation, *, to: Sequence[int], alone: Sequence[int]) -> bool:
+    """Tells whether the dim of examples of a table is looked up at its own positions, each of them."""
+    if table.dim not in to or table.dim not in alone:
+        return False
+    column = index.columns[list(to).index(table.dim)] if index.columns else index
+    if column.kind is not Kind.POSITIONS or (len(to) > 1 and not index.columns):
+        return False
+    sizes = zip(pair.shapes(0), pair.shapes(1), strict=True)
+    return all(rows[table.dim] == places[column.dim] for rows, places in sizes)
+
+
+def _places(
+    pair: Pair, table: Relation, index: Relation, *, to: Sequence[int], batching: Any, alone: Sequence[int]
+) -> tuple[Any, bool]:
+    """Returns the dim of examples of the indices, and whether the examples of the table go along with them."""
+    if _at_own_places(pair, table, index, to=to, alone=alone):
+        columns = index.columns or (index,)
+        place = columns[list(to).index(table.dim)].dim
+        others = [x for x, dim in zip(columns, to, strict=True) if dim != table.dim]
+        check(not others or applied(others).dim in (None, place))
+        return place, True
+    plain = applied(index.columns or (index,))
+    if table.dim is not None and table.dim in batching[0]:
+        check(plain.dim == batching[1][list(batching[0]).index(table.dim)])
+        return plain.dim, True
+    return plain.dim, False
+
+
+def _gather(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
+    table, index = inputs
+    numbers, sizes = pair.params["dimension_numbers"], pair.params["slice_sizes"]
+    check(table.kind in (Kind.SAME, Kind.ROWS, Kind.SUM))
+    batching = numbers.operand_batching_dims, numbers.start_indices_batching_dims
+    place, together = _places(
+        pair, table, index, to=numbers.start_index_map, batching=batching, alone=numbers.collapsed_slice_dims
+    )
+    lead = [i for i in range(len(pair.results()[0])) if i not in numbers.offset_dims]
+    if table.kind is Kind.ROWS and not together:
+        dim: int = table.dim
+        check(
+            place is None
+            and (sizes[dim], pair.part.params["slice_sizes"][dim]) == tuple(s[dim] for s in pair.shapes(0))
+        )
+        gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+        kept = [i for i in range(len(sizes)) if i not in gone]
+        return [table.of_elements().at(sorted(numbers.offset_dims)[kept.index(dim)])]
+    if place is None:
+        return [table.of_elements()]
+    check(table.kind is not Kind.SUM)
+    return [dataclasses.replace(table.of_elements(), kind=Kind.ROWS, dim=lead[place])]
+
+
+def _scatter(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
+    table, index, updates = inputs
+    name, numbers = pair.whole.primitive.name, pair.params["dimension_numbers"]
+    is_sum = name in ("scatter-add", "scatter-sub")
+    check(is_sum or name == "scatter" or (table.is_plain and updates.is_plain))
+    batching = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
+    place, together = _places(
+        pair,
+        table,
+        index,
+        to=numbers.scatter_dims_to_operand_dims,
+        batching=batching,
+        alone=numbers.inserted_window_dims,
+    )
+    lead = [i for i in range(len(pair.shapes(2)[0])) if i not in numbers.update_window_dims]
+    if table.kind is Kind.ROWS and together:
+        check(updates.dim == lead[place])
+        return [dataclasses.replace(joined(table.at(0), updates.at(0)), dim=table.dim)]
+    if table.kind is Kind.ROWS:
+        gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+        windows = [i for i in range(len(pair.shapes(0)[0])) if i not in gone]
+        check(place is None and table.dim in windows and table.dim not in numbers.scatter_dims_to_operand_dims)
+        check(updates.dim == sorted(numbers.update_window_dims)[windows.index(table.dim)])
+        sizes = [(a[table.dim], b[updates.dim]) for a, b in zip(pair.shapes(0), pair.shapes(2), strict=True)]
+        check(all(a == b for a, b in sizes))
+        return [dataclasses.replace(joined(table.at(0), updates.at(0)), dim=table.dim)]
+    if place is None and updates.kind in (Kind.SAME, Kind.SUM):
+        return [joined(table, updates)]
+    # Examples that are added to a table of zeros.
+    check(is_sum and table.number == 0 and updates.kind is Kind.ROWS and updates.dim in lead)
+    check(place is None or lead[place] == updates.dim)
+    return [dataclasses.replace(updates.of_elements(), kind=Kind.SUM, dim=None)]
+
+
 # Parameters that may differ between the whole and a part, because a rule compares them or results are compared.
 SIZED = {
     "broadcast_in_dim": {"shape"},
@@ -249,7 +354,8 @@ _OWN: dict[str, Rule] = {
     "reduce_or": _of_booleans(Kind.MAX),
     "reduce_and": _of_booleans(Kind.MIN),
     "conv_general_dilated": _convolution,
-    **lookups.RULES,
+    "gather": _gather,
+    **dict.fromkeys(SCATTERS, _scatter),
 }
 
 
@@ -268,3 +374,57 @@ def rule_of(name: str) -> Rule | None:
     """Returns the rule of a primitive; None if it is not known."""
     known = known_primitives().get(name)
     return _OWN.get(name) or (by_record(known) if known else None)
+
+
+# The largest or the smallest of the values of examples, which monotone operations keep.
+
+# Of one operand; of several that are the same extremum, or are the same in all parts; of one that is an extremum.
+_INCREASING = frozenset(name for name, known in known_primitives().items() if known.increases)
+_OF_ALL = {Kind.MAX: frozenset({"max", "or"}), Kind.MIN: frozenset({"min", "and"})}
+_OF_ONE = frozenset({"max", "min", "or", "and", "add", "add_any", "clamp"})
+_REDUCTIONS = {Kind.MAX: frozenset({"reduce_max", "reduce_or"}), Kind.MIN: frozenset({"reduce_min", "reduce_and"})}
+_FLIPPED = {Kind.MAX: Kind.MIN, Kind.MIN: Kind.MAX}
+
+
+def of_extrema(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
+    """Returns the relations of the results of an operation on extrema.
+
+    Raises:
+      Refused: it is not monotone.
+    """
+    name, found = pair.whole.primitive.name, [x for x in inputs if x.kind in EXTREMA]
+    check(all(x.kind is found[0].kind for x in found))
+    check(all(x.kind in EXTREMA or (x.kind is Kind.SAME and x.is_plain) for x in inputs))
+    made = Relation(kind=found[0].kind, why=found[0].why)
+    if not _keeps(name, pair, inputs, found):
+        check(_flips(name, pair, inputs))
+        made = dataclasses.replace(made, kind=_FLIPPED[made.kind])
+    return [made] * len(pair.whole.outvars)
+
+
+def _keeps(name: str, pair: Pair, inputs: Sequence[Relation], found: Sequence[Relation]) -> bool:
+    kind, is_one, first = found[0].kind, len(found) == 1, inputs[0].kind in EXTREMA
+    before, after = pair.whole.invars[0].aval, pair.whole.outvars[0].aval
+    if name in KEEPS:
+        grows = (
+            before.dtype.kind in "biu" and after.dtype.kind in "iu" and after.dtype.itemsize >= before.dtype.itemsize
+        )
+        is_ordered = (
+            before.dtype == after.dtype or is_float(after) or (before.dtype.kind in ("b", after.dtype.kind) and grows)
+        )
+        return is_ordered and (name == "zero_join" or pair.growing() is None)
+    if name in ("or", "and", "reduce_or", "reduce_and") and before.dtype != bool:
+        return False
+    if name in ("mul", "div"):
+        positive = [x.number is not None and x.number > 0 for x in inputs]
+        return is_one and (positive[1] or (name == "mul" and positive[0]))
+    of_one = name in _OF_ONE or (first and name in ("sub", "gt", "ge")) or (not first and name in ("lt", "le"))
+    return name in _INCREASING | _OF_ALL[kind] | _REDUCTIONS[kind] | (MOVES | JOINS) - BY_INDEX or (is_one and of_one)
+
+
+def _flips(name: str, pair: Pair, inputs: Sequence[Relation]) -> bool:
+    first, is_one = inputs[0].kind in EXTREMA, sum(x.kind in EXTREMA for x in inputs) == 1
+    if name == "not":
+        return pair.whole.outvars[0].aval.dtype == bool
+    decreases = (first and name in ("lt", "le")) or (not first and name in ("sub", "gt", "ge"))
+    return name == "neg" or (is_one and decreases)

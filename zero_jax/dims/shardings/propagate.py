@@ -13,9 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from zero_jax.core.device_put import is_on_host
-from zero_jax.dims.shardings.alive import Alive
 from zero_jax.dims.shardings.rules import RULES, merge
-from zero_jax.dims.shardings.sharding import KEEPS_PARTIAL, SUMS, ValueSharding, is_elementwise
+from zero_jax.dims.shardings.sharding import KEEPS_PARTIAL, SUMS, Alive, ValueSharding, is_elementwise
 from zero_jax.program.jaxprs import is_literal, name_stack, open_jaxpr, source_line
 from zero_jax.program.passes import Pass, fixed_point
 from zero_jax.program.subcalls import CALLS, Subcall, subcall

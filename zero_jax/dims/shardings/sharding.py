@@ -1,11 +1,18 @@
-"""The sharding of a traced value, and kinds of primitives."""
+"""The sharding of a traced value, kinds of primitives, and what is alive as a jaxpr is run in its order.
+
+The bytes of activations are those before a compiler has seen them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from zero_jax.dims.primitives import ALIASES, SAME_ELEMENTS
+from zero_jax.program.jaxprs import is_literal, variables
+from zero_jax.program.passes import Pass
 from zero_jax.program.subcalls import equations_of
 from zero_jax.sharding.spec import Dims
 
@@ -52,3 +59,66 @@ def is_elementwise(eqn: Any) -> bool:
     return len({len(shape) for shape in shapes}) <= 1 and all(
         len(set(sizes) - {1}) <= 1 for sizes in zip(*shapes, strict=True)
     )
+
+
+class Alive:
+    """Bytes alive as a jaxpr is run in its order; what only elementwise work reads and makes counts as fused."""
+
+    def __init__(self, jaxpr: Any, ends: Collection[int]):
+        self.peak, self.now, self.place = 0.0, 0.0, -1
+        self.roots: dict[Any, Any] = {}
+        self.held: dict[Any, float] = {}
+        heavy_reads, last = set(), {}
+        for i, eqn in enumerate(jaxpr.eqns):
+            if eqn.primitive.name in ALIASES:
+                pairs = zip(eqn.outvars, eqn.invars, strict=False)
+                self.roots.update((out, self.root(x)) for out, x in pairs if not is_literal(x))
+            roots = [self.root(var) for var in variables(eqn)]
+            last.update(dict.fromkeys(roots, i))
+            heavy_reads.update(roots if eqn.primitive.name in HEAVY else ())
+        self.outputs = {self.root(x) for x in jaxpr.outvars if not is_literal(x)}
+        self.ends = {self.root(x) for x in jaxpr.outvars if id(x) in ends}
+        self.is_heavy = {i for i, eqn in enumerate(jaxpr.eqns) if is_heavy(eqn)}
+        self.heavy_reads = heavy_reads
+        self.loops = {i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name in ("scan", "while")}
+        self.dies: dict[int, list[Any]] = {}
+        for root, i in last.items():
+            self.dies.setdefault(i, []).append(root)
+
+    def root(self, var: Any) -> Any:
+        """Returns the value that a reshaped or transposed one is."""
+        return self.roots.get(var, var)
+
+    def step(self, made: Sequence[tuple[Any, float]], inner_peak: float) -> None:
+        """Counts what the next equation makes, what is alive while it runs, and what dies after it.
+
+        What a call makes is among its own peak; what loops make grows while they run.
+        """
+        self.place += 1
+        i, before = self.place, self.now
+        for var, num_bytes in made:
+            root = self.root(var)
+            is_stored = i in self.is_heavy or root in self.heavy_reads or root in self.outputs
+            if root is var and is_stored and root not in self.ends:
+                self.held[root] = num_bytes
+                self.now += num_bytes
+        self.peak = max(self.peak, self.now, (self.now if i in self.loops else before) + inner_peak)
+        for root in self.dies.get(i, ()):
+            if root not in self.outputs:
+                self.now -= self.held.pop(root, 0.0)
+
+
+def sources(jaxpr: Any) -> dict[Any, tuple[Any, ...]]:
+    """Returns for each result the values in memory that elementwise work makes it of; itself, if it is one."""
+    made_of = _Sources().run(jaxpr, [(var,) for var in jaxpr.invars])
+    return {var: of for var, of in zip(jaxpr.outvars, made_of, strict=True) if not is_literal(var)}
+
+
+class _Sources(Pass[tuple[Any, ...]]):
+    def constant(self, atom: Any) -> tuple[Any, ...]:
+        return () if is_literal(atom) else (atom,)
+
+    def operation(self, eqn: Any, operands: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        if is_heavy(eqn):
+            return [(var,) for var in eqn.outvars]
+        return [tuple(dict.fromkeys(itertools.chain(*operands)))] * len(eqn.outvars)

@@ -6,6 +6,8 @@ import dataclasses
 import warnings
 from typing import NoReturn
 
+from zero_jax.transforms import Separability
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GradPlan:
@@ -57,26 +59,22 @@ class GradPlan:
         """Whether parts have to give what the whole batch does, aux and random numbers too: nothing asked for them."""
         return bool(self.once_over) and not self.is_per_device and not self.coded_over
 
-    def allowed(self, *, not_local: str, convolves: bool, is_plain: bool) -> GradPlan:
+    def allowed(self, loss: Separability) -> GradPlan:
         """Returns the plan that a loss allows.
 
         XLA partitions the convolutions of `jax.vmap` wrongly: a loss with some is mapped by `jax.shard_map`. So is one
         that is plain, over copies of the params, unless `jax.vmap` maps it within each copy.
 
-        Args:
-          not_local: why it cannot be called on each device's own examples; empty if it can.
-          convolves: whether it has convolutions.
-          is_plain: whether neither it nor the mesh has axes of a model (`Separability.is_plain`).
-
         Raises:
           ValueError: gradients are to be sent quantized, and devices have none of their own.
         """
+        not_local = loss.not_local
         if not_local and (self.at_use or (self.once_over and self.coded_over)):
             refuse_coded(not_local)
-        if self.pipe and convolves and self.once_over:
+        if self.pipe and loss.convolves and self.once_over:
             return self.not_once("XLA partitions convolutions wrongly where some axes of a batch are mapped")
         is_copy = not self.pipe and any(axis not in self.once_over for axis in self.batch_axes)
-        by_shards = convolves or (is_copy and is_plain and not self.at_use)
+        by_shards = loss.convolves or (is_copy and loss.is_plain and not self.at_use)
         plan = dataclasses.replace(self, map_by="shard_map" if by_shards else "vmap")
         return plan.not_once(not_local) if not_local and self.once_over else plan
 

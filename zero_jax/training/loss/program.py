@@ -24,14 +24,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.tree import PyTree, key_shape, shapes_of
+from zero_jax.core.tree import PyTree, key_shape, leaf_names, shapes_of
+from zero_jax.dims import is_contraction
+from zero_jax.program.jaxprs import inner_jaxprs
 from zero_jax.program.loss import LossProgram
+from zero_jax.program.passes import Dependence
+from zero_jax.program.subcalls import CALLS
 from zero_jax.sharding.mesh import Axes
+from zero_jax.sharding.precision import cast_floating, resolve_precision
 from zero_jax.training.batch import shapes_of_part
 from zero_jax.training.loss.function import MeshLoss, normalize_loss
-from zero_jax.training.loss.inputs import cast_batch
 from zero_jax.training.state.placement import Placement, make_placement
-from zero_jax.training.zero_config import ZeroConfig
+from zero_jax.training.zero_config import ZeroConfig, batch_patterns
 from zero_jax.transforms import (
     GatherOptions,
     PipelinedProgram,
@@ -115,14 +119,12 @@ class StepLoss:
         mesh = self.placement.mesh
         return heads_by_tiles(unsharded_windows(program, mesh=mesh, axes=self.placement.axes), mesh=mesh)
 
-    def stages(self, axes: Axes) -> Stages | None:
-        """Returns the stages that layers are cut into, None without a pipeline.
+    def stages(self, axes: Axes) -> Stages:
+        """Returns the stages of a pipeline that layers are cut into.
 
         `axes` are the roles of the axes of the batch that the program is called on.
         """
         placement, config = self.placement, self.config
-        if placement.num_stages == 1:
-            return None
         return Stages(
             place=StagePlace(mesh=placement.mesh, pipe=axes.pipe, batch=axes.of_stage.batch),
             axes=placement.axes,
@@ -133,8 +135,8 @@ class StepLoss:
 
     def staged(self, program: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
         """Returns a program with its layers as stages, whose params are used as they are stored."""
-        stages = self.stages(axes)
-        return program if stages is None else with_stages(LossProgram.of(program), stages)
+        is_staged = self.placement.num_stages > 1
+        return with_stages(LossProgram.of(program), self.stages(axes)) if is_staged else program
 
     def placed(
         self, program: Callable[..., Any], *, with_copies: bool = True, mapped: bool = False
@@ -150,8 +152,8 @@ class StepLoss:
         has_other_axes = placement.axes.size_beside_batch(mesh) > 1
         if not (mapped or "master" in placement.groups or reduce_dtype is not None or has_other_axes):
             return self.staged(program, axes)
-        if (stages := self.stages(axes)) is not None:
-            program = PipelinedProgram(LossProgram.of(program), stages)
+        if placement.num_stages > 1:
+            program = PipelinedProgram(LossProgram.of(program), self.stages(axes))
         options = GatherOptions(
             mesh=mesh,
             axes=axes,
@@ -176,3 +178,55 @@ def _by_copies(loss_fn: Callable[..., Any], sharding: NamedSharding) -> Callable
         return loss_fn(variables, batch, key)
 
     return call
+
+
+# --- the batch in the compute dtype -----------------------------------------------------------------------------------
+
+# An input of the model is an operand, direct or indirect, of an operation with a param. Targets, masks and weights are
+# used after the last param: casting them would cost the loss precision (`mask.sum()` in bfloat16 has 8 bits) and save
+# nothing.
+_PARAMS = frozenset({-1})
+
+
+def cast_batch(program: LossProgram, params: PyTree, batch: PyTree, key: jax.Array, *, config: ZeroConfig) -> PyTree:
+    """Casts the model's floating inputs in a batch to the compute dtype.
+
+    `params` are in the compute dtype. The loss function is traced for it, if any leaf would be cast.
+
+    Raises:
+      ValueError: a pattern of `keep_batch_dtype` matches the path of no leaf.
+    """
+    compute, names = resolve_precision(config.precision).compute, leaf_names(batch)
+    patterns = batch_patterns(config.keep_batch_dtype)
+    patterns.check_matched(names)
+    leaves, tree = jax.tree.flatten(batch)
+    cast = [x if patterns.matches(name) else cast_floating(x, compute) for name, x in zip(names, leaves, strict=True)]
+    changed = {i for i, (old, new) in enumerate(zip(leaves, cast, strict=True)) if old.dtype != new.dtype}
+    if changed:  # convolutions refuse mixed dtypes: the trace is of the batch with all of them cast
+        changed &= _model_leaves(program, params, tree.unflatten(cast), key)
+    return tree.unflatten([new if i in changed else old for i, (old, new) in enumerate(zip(leaves, cast, strict=True))])
+
+
+def _model_leaves(program: LossProgram, params: PyTree, batch: PyTree, key: jax.Array) -> set[int]:
+    """Returns the indices of the leaves of the batch that the model reads."""
+    made_of = [_PARAMS for _ in jax.tree.leaves(params)]
+    made_of += [frozenset({i}) for i in range(len(jax.tree.leaves(batch)))]
+    made_of += [frozenset() for _ in jax.tree.leaves(key)]
+    inputs = _ModelInputs()
+    inputs.run(program.trace(params, batch, key).closed, made_of)
+    return set(inputs.notes)
+
+
+class _ModelInputs(Dependence):
+    """Finds the leaves of the batch, and `_PARAMS`, that each value depends on; notes leaves combined with params."""
+
+    enters = CALLS | {"cond", "scan"}
+
+    def operation(self, eqn: Any, operands: list[frozenset[int]]) -> list[frozenset[int]]:
+        results = super().operation(eqn, operands)
+        made_of = frozenset().union(*operands)
+        # The sum of a loss and a regularizer takes nothing into the model.
+        is_total = all(var.aval.shape == () for var in eqn.outvars) and not is_contraction(eqn)
+        if (_PARAMS in operands and not is_total) or (inner_jaxprs(eqn) and made_of >= _PARAMS):
+            self.notes.update(dict.fromkeys(made_of - _PARAMS))
+        return results

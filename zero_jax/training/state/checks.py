@@ -1,4 +1,4 @@
-"""Checks that a step can take a state: not donated, and made for the same mesh, config and optimizer."""
+"""Checks of a state: that a step can take it, made for the same mesh, config and optimizer, and that it is finite."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.device_put import reshard_array
+from zero_jax.core.device_put import map_on_device, reshard_array
 from zero_jax.core.tree import PyTree, leaf_names, shapes_of
 from zero_jax.program.jaxprs import is_array, is_traced
 from zero_jax.training.optimizer.update import described, first_opt_state
@@ -106,6 +108,13 @@ def _array_types(leaves: Sequence[Any]) -> set[type]:
     return {kind for kind, leaf in {type(x): x for x in leaves}.items() if is_array(leaf)}
 
 
+def check_optimizer(tx: Any) -> optax.GradientTransformation:
+    """Returns the optimizer; raises `ValueError` for anything that is not an optax transformation."""
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise ValueError(f"tx={tx!r} is no optimizer: give an optax transformation, as optax.adamw(3e-4)")
+    return tx
+
+
 def check_is_state(state: Any, *, who: str) -> TrainState:
     """Returns a `TrainState`; raises `ValueError` for anything else."""
     if not isinstance(state, TrainState):
@@ -160,3 +169,49 @@ def _check_same(field: str, source: str, tree: PyTree, expected: PyTree) -> None
             f"state.{field} does not match the {source}: it holds {odd}, and the step needs {lacks}. Make the "
             "state with the mesh, config and optimizer that the step was made with"
         )
+
+
+# --- NaN and infinities -----------------------------------------------------------------------------------------------
+
+
+class NonfiniteState(ValueError):
+    """Raised for a state whose params contain NaN or infinities.
+
+    Attributes:
+      leaves: paths of the non-finite leaves, such as `params/embed`.
+    """
+
+    def __init__(self, step: int, leaves: Sequence[str]):
+        """Says which leaves, and what to do."""
+        self.leaves = tuple(leaves)
+        others = f" and {len(leaves) - 1} other leaves" if len(leaves) > 1 else ""
+        super().__init__(
+            f"the state of step {step} is not saved: NaN or infinities in {leaves[0]}{others}. Go on from an earlier "
+            "checkpoint, with a smaller learning rate; allow_nonfinite=True saves it all the same"
+        )
+
+
+def nonfinite_leaves(state: TrainState, *, mesh: Mesh) -> list[str]:
+    """Returns the paths of the leaves of params and master params that contain NaN or infinities.
+
+    Every process gets the same result. The optimizer state is not checked: optax stores infinities there on purpose,
+    as the best value so far of `reduce_on_plateau`.
+    """
+    groups = {"params": state.params} | ({} if state.master is None else {"master": state.master})
+    leaves = zip(leaf_names(groups), jax.tree.leaves(groups), strict=True)
+    floating = {name: x for name, x in leaves if jnp.issubdtype(x.dtype, jnp.inexact) and x.size}
+    if not floating:
+        return []
+    check = jax.jit(_are_finite, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    finite = np.asarray(check(list(floating.values())))
+    return [name for name, is_finite in zip(floating, finite, strict=True) if not is_finite]
+
+
+def _are_finite(leaves: Sequence[jax.Array]) -> jax.Array:
+    """Returns for each array whether it is all finite: `bool[num_leaves]`, without a copy of any."""
+
+    def is_finite(x: jax.Array) -> jax.Array:
+        # One-byte types have no `isfinite`.
+        return jnp.isfinite(x if x.dtype.itemsize > 1 else lax.convert_element_type(x, jnp.float32)).all()
+
+    return jnp.stack(map_on_device(is_finite, leaves))

@@ -20,6 +20,7 @@ from zero_jax.core.variables import MODEL_STATE, as_variables, joined
 from zero_jax.sharding.mesh import on_mesh
 from zero_jax.sharding.precision import cast_floating, init_loss_scale
 from zero_jax.training.optimizer.update import init_opt_state
+from zero_jax.training.state.checks import check_optimizer
 from zero_jax.training.state.matrix_updates import step_placement
 from zero_jax.training.state.placement import Placement, make_placement, new_grad_errors, train_state_shardings
 from zero_jax.training.state.train_state import TrainState, trainable
@@ -85,13 +86,6 @@ def abstract_state(
         state = jax.eval_shape(lambda variables, key: _build_state(variables, tx, key, placement), variables, key_type)
         shardings = train_state_shardings(state, step_placement(state, tx, mesh=mesh, config=config))
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
-
-
-def check_optimizer(tx: Any) -> optax.GradientTransformation:
-    """Returns the optimizer; raises `ValueError` for anything that is not an optax transformation."""
-    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-        raise ValueError(f"tx={tx!r} is no optimizer: give an optax transformation, as optax.adamw(3e-4)")
-    return tx
 
 
 def _checked_key(key: Any) -> Any:

@@ -12,7 +12,7 @@ from zero_jax.core.tree import PyTree, leaf_names, path_name, with_shapes
 from zero_jax.core.variables import MODEL_STATE, joined
 from zero_jax.sharding.path_patterns import PathPatterns
 from zero_jax.sharding.rules import LeafPlacement, ShardingReport, placement_leaves, report_placements
-from zero_jax.training.state.making import check_optimizer
+from zero_jax.training.state.checks import check_optimizer
 from zero_jax.training.state.matrix_updates import matrices_of_leaves, step_placement
 from zero_jax.training.state.placement import ARRAYS, make_placement, train_state_shardings
 from zero_jax.training.state.train_state import TrainState

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from zero_jax.core.agreement import Agreement, from_first_process
+from zero_jax.core.agreement import Agreement, agree_on
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.device_put import put_global
 from zero_jax.core.tree import PyTree, check_arrays, leaves_by_name, shown
@@ -223,11 +223,5 @@ def _cast(path: str, leaf: Any, value: np.ndarray) -> np.ndarray:
 
 def _check_agreed(operation: str, value: int = 0) -> None:
     """Raises `ValueError` in all processes if their operations or values differ."""
-    if jax.process_count() == 1:
-        return
-    call = f"{operation}, {value:x}"
-    first = from_first_process(call)
-    failure = "processes {} differ from the first one: make the same calls with the same values in all"
-    with Agreement(lambda failed: ValueError(failure.format(failed))):
-        if call != first:
-            raise ValueError(f"this process is at {call!r} and the first one at {first!r}: make the same calls in all")
+    facts = {"the call": f"{operation}, {value:x}"}
+    agree_on("what they do with whole leaves", facts, remedy="the same calls with the same values in all processes")

@@ -65,12 +65,8 @@ class Prover(Pass[Any]):
 
     def _name(self, eqn: Any) -> None:
         """Numbers the results of an equation such that equal ones have equal numbers."""
-        key = (eqn.primitive, tuple(eqn.params.items()), tuple(map(self._number, eqn.invars)))
-        try:
-            hash(key)
-        except TypeError:  # a parameter that cannot be compared
-            return
         if not eqn.effects:
+            key = (*jaxprs.operation_key(eqn), *map(self._number, eqn.invars))
             number = self._numbers.setdefault(key, ("result", len(self._numbers)))
             self._numbers.update((var, (*number, i)) for i, var in enumerate(eqn.outvars))
 

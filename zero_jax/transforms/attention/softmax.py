@@ -18,8 +18,7 @@ import numpy as np
 from zero_jax.dims import CASTS, COPIES, PLACES, dim_map
 from zero_jax.program.jaxprs import is_literal
 from zero_jax.transforms.attention.dims import Index, Indices, after, all_leaves, leaves, new_indices
-from zero_jax.transforms.attention.masks import Term, conditions
-from zero_jax.transforms.attention.tables import Table
+from zero_jax.transforms.attention.tables import Table, Term, conditions
 
 # What is added to a logit, or stands in its place, to mask it: GPT-2 adds -10,000, in bfloat16 a bit less.
 MASKED = -9000.0

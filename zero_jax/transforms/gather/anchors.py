@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.dims import ELEMENTWISE, LOOPS, Examples, MixedSharding, State, is_float
 from zero_jax.program.evaluation import evaluate, trace_flat
-from zero_jax.program.jaxprs import bind, open_jaxpr, source_context, variables
+from zero_jax.program.jaxprs import bind, of_some, open_jaxpr, source_context, variables
 from zero_jax.program.subcalls import Subcall, equations, subcall
 from zero_jax.program.walk import Rewriting
 from zero_jax.sharding.chains import Chain, reshard
@@ -98,9 +98,9 @@ class _Anchors(Rewriting):
     def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> bool:
         return self.move(eqn) is None and super().enters(eqn, sub, values, frame)
 
-    def operation(self, eqn: Any, values: list[Any], frame: None) -> Sequence[Any]:
-        if (move := self.move(eqn)) is None:
-            return bind(eqn, values)
+    def changed(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
+        move = self.move(eqn)
+        assert move is not None  # loops are entered
         if move.dim is None:
             return [self.summed(eqn, move.summed, *values)]
         return [self.sharded(x, move.dim) for x in bind(eqn, values)]
@@ -129,11 +129,7 @@ class _Anchors(Rewriting):
         num_outs = len(eqn.outvars)
 
         def linearized(*args: Any) -> tuple[list[Any], Any]:
-            def of_moving(*some: Any) -> list[Any]:
-                given = dict(zip(moving, some, strict=True))
-                return bind(eqn, [given.get(i, x) for i, x in enumerate(args)])
-
-            return jax.vjp(of_moving, *(args[i] for i in moving))
+            return jax.vjp(of_some(lambda *xs: bind(eqn, xs), args, moving), *(args[i] for i in moving))
 
         @functools.cache
         def derivatives() -> tuple[Any, Any]:

@@ -14,6 +14,7 @@ from zero_jax.program.jaxprs import (
     is_literal,
     is_traced,
     name_stack,
+    operation_key,
     source_context,
     source_line,
     variables,
@@ -49,14 +50,10 @@ class CachedBind:
           wanted: the results to return.
         """
         run = _NestedCall(eqns, wanted)
-        try:
-            function = self.jitted.get(run.key)
-            if function is None:
-                function = self.jitted[run.key] = inline_jit(run.call)
-        except TypeError:  # a parameter that has no hash
-            function = run.call
+        if run.key not in self.jitted:
+            self.jitted[run.key] = inline_jit(run.call)
         with source_context(eqns[0]):
-            return function(*map(read, run.inputs))
+            return self.jitted[run.key](*map(read, run.inputs))
 
     def __call__(self, eqn: Any, values: Sequence[Any]) -> list[Any]:
         """Evaluates an equation on values and returns its results, always as a list."""
@@ -89,8 +86,7 @@ class _NestedCall:
             self.inputs += [atom for atom, number in zip(eqn.invars, made, strict=True) if number is None]
             places.append((first, tuple(made)))
         self.places = tuple(reversed(places))
-        described = tuple((eqn.primitive, tuple(eqn.params.items()), eqn.ctx) for eqn in eqns)
-        self.key: Any = described, self.places, self.wanted
+        self.key = *((operation_key(eqn), eqn.ctx) for eqn in eqns), self.places, self.wanted
 
     def call(self, *arrays: Any) -> list[Any]:
         results: list[Any] = []

@@ -1,20 +1,33 @@
-"""Values of a trace that is being walked: ordinary ones, and those still to be made from sharded params."""
+"""Values of a trace that is being walked: ordinary ones, and those still to be made from sharded params, at their use.
+
+There a shard is gathered, and its gradient goes to the shard, both in the formats of the leaf. A param in host memory
+is fetched, and its gradient stays on the devices.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
 
-from zero_jax.dims import BY_INDEX, JOINS, MOVES
+from zero_jax.core.tree import PyTree
+from zero_jax.dims import BY_INDEX, JOINS, MOVES, is_float
 from zero_jax.program.walk import Deferred
-from zero_jax.sharding.gather_names import RELATIVE
+from zero_jax.sharding.chains import Chain, reshard
+from zero_jax.sharding.gather_names import RELATIVE, gather_scope
+from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import promoted
-from zero_jax.sharding.quantized import PLAIN, Formats
-from zero_jax.sharding.spec import Dims
+from zero_jax.sharding.quantized import PLAIN, Blocks, Formats, Quantize, blocks_of
+from zero_jax.sharding.spec import Dims, named, without
+from zero_jax.sharding.torus import gather_shardings, scattering
+from zero_jax.transforms.gather.per_device import DeviceSum, summed_use
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -130,11 +143,6 @@ def relative(values: Sequence[Lazy | Value]) -> tuple[str, list[Lazy | Value]]:
     ]
 
 
-def as_array(value: Lazy | Value) -> Any:
-    """Returns the array of a value, a shard where it is one."""
-    return value.widened(value.built) if isinstance(value, Lazy) else value.array
-
-
 # Widening casts are put off until the param is gathered: narrow bytes are cheaper to move. What only moves elements
 # commutes with a cast, so a cast stays pending (`Lazy.cast`) through it, up to the first operation that computes.
 
@@ -164,3 +172,166 @@ def pending(eqn: Any, values: Sequence[Lazy | Value]) -> tuple[bool, Any]:
     moved = values[:1] if eqn.primitive.name in BY_INDEX else values
     moves = eqn.primitive.name in MOVES | JOINS and all(isinstance(value, Lazy) for value in moved)
     return (True, casts.pop()) if moves and len(casts) == 1 else (False, None)
+
+
+# --- params in host memory --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HostParam:
+    """A leaf of the params of a function that `gather_on_use` made, in host memory.
+
+    Attributes:
+      array: the param.
+      dtype: what it is cast to when it has been fetched.
+      gradient: an array of its shape and that dtype, on the devices, which nothing reads: the param's cotangent is
+        its. None where there is no gradient.
+    """
+
+    array: jax.Array
+    dtype: Any
+    gradient: jax.Array | None = None
+
+    @classmethod
+    def of(cls, array: jax.Array, dtype: Any) -> HostParam:
+        """Returns a param that is used in a dtype if it is floating, and as it is otherwise or where that is None."""
+        is_cast = dtype is not None and jnp.issubdtype(array.dtype, jnp.floating)
+        return cls(array=array, dtype=jnp.dtype(dtype) if is_cast else array.dtype)
+
+    @property
+    def used_shape(self) -> jax.ShapeDtypeStruct:
+        """The shape and dtype that it is used in: what a function of it is traced for."""
+        return jax.ShapeDtypeStruct(self.array.shape, self.dtype)
+
+
+def used_shapes(params: PyTree) -> PyTree:
+    """Returns params with shapes in the place of those in host memory."""
+    return jax.tree.map(lambda x: x.used_shape if isinstance(x, HostParam) else x, params)
+
+
+@functools.cache
+def fetch_as(dtype: Any) -> Callable[[jax.Array], jax.Array]:
+    """Returns the function that fetches a param, in a dtype."""
+    return lambda array: jax.device_put(array, jax.memory.Space.Device).astype(dtype)
+
+
+@jax.custom_vjp
+def fetch(array: jax.Array, gradient: jax.Array) -> jax.Array:
+    """Fetches a param, whose cotangent goes to another array."""
+    return fetch_as(gradient.dtype)(array)
+
+
+fetch.defvjp(lambda array, gradient: (fetch(array, gradient), None), lambda _, cotangent: (None, cotangent))
+
+
+def differentiated(param: Any, sharding: NamedSharding) -> jax.Array:
+    """Returns what to differentiate a function by for a leaf of its params: the leaf, or what stands for it."""
+    if not isinstance(param, HostParam):
+        return param
+    return lax.with_sharding_constraint(jnp.zeros(param.array.shape, param.dtype), sharding)
+
+
+def with_gradient(param: Any, array: jax.Array) -> Any:
+    """Returns a leaf of params whose cotangent is that of an array, of `differentiated`."""
+    return dataclasses.replace(param, gradient=array) if isinstance(param, HostParam) else array
+
+
+# --- what is done at a use --------------------------------------------------------------------------------------------
+
+MAX_HOISTED_BYTES = 1 << 28
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatherOptions:
+    """What is done at the uses of params.
+
+    Attributes:
+      mesh: the mesh.
+      axes: the roles of its axes.
+      stored_whole: params are stored whole, and only have their gradients scattered.
+      regather: params are gathered again in the backward pass, rather than kept.
+      reduce_dtype: the dtype in which gradients are summed across devices; None for their own.
+      max_hoisted_bytes: params that a loop uses whole in every iteration are gathered once before the loop if all of
+        them together take at most this many bytes.
+      quantize: the formats that params are gathered in, and gradients sent in where they are summed at each use.
+      mapped: the function is one of a device's own examples, to be mapped over devices by `jax.vmap`: the gradients
+        that devices have of a param are summed at each use, so that those of the mapped function are the same for all.
+    """
+
+    mesh: Mesh
+    axes: Axes
+    stored_whole: bool = False
+    regather: bool = True
+    reduce_dtype: Any = None
+    max_hoisted_bytes: int = MAX_HOISTED_BYTES
+    quantize: Quantize | None = None
+    mapped: bool = False
+
+    @property
+    def product_dtype(self) -> Any:
+        """The dtype to compute gradients of weights in, because XLA sums them where they are computed."""
+        return None if self.mapped else self.reduce_dtype
+
+    @property
+    def own_examples(self) -> tuple[Mesh, tuple[str, ...]] | None:
+        """The mesh and the axes of the batch where the mesh has others: XLA partitions some convolutions wrongly."""
+        has_others = self.axes.size_beside_batch(self.mesh) > 1
+        return (self.mesh, self.axes.batch) if has_others and not self.mapped else None
+
+
+def whole(options: GatherOptions, value: Lazy | Value, *, dtype: Any = None, pin: bool = False) -> Any:
+    """Returns the array of a value, with a shard gathered; its cotangent is made whole, too, if `pin`."""
+    if isinstance(value, Value):
+        return value.array
+    array = value.built if dtype is None else value.built.astype(dtype)
+    if value.is_shard and options.mapped:
+        with gather_scope(value.path):
+            array = reshard(array, forward=gathering(options, value, array.shape), backward=Chain())
+            array = _summed(options, value, array)
+    elif value.is_shard:
+        backward = scattering(
+            options.mesh, value.shard, options.axes.data, shape=array.shape, dtype=options.reduce_dtype
+        )
+        with gather_scope(value.path):
+            array = reshard(array, forward=gathering(options, value, array.shape), backward=backward)
+        of_model = without(value.shard, options.axes.data)
+        # Sharded over `model` first: XLA takes the shards of features that were permuted for others (xla_faults.md).
+        if pin or any(of_model):
+            array = reshard(array, forward=Chain(), backward=Chain((named(options.mesh, of_model),)))
+    return value.widened(array) if dtype is None else array
+
+
+def array_of(options: GatherOptions, value: Lazy | Value) -> Any:
+    """Returns the array of a value, a shard where it is one."""
+    if isinstance(value, Value):
+        return value.array
+    array = value.widened(value.built)
+    return _summed(options, value, array) if options.mapped else array
+
+
+def gathering(options: GatherOptions, value: Lazy, shape: tuple[int, ...]) -> Chain:
+    """Returns the shardings that a shard goes through to be gathered; none for params that are stored whole."""
+    steps = () if options.stored_whole else gather_shardings(options.mesh, value.shard, options.axes.data)
+    return Chain(steps, barrier=True, coding=_blocks(options, value, value.formats.gather, shape)) if steps else Chain()
+
+
+def device_sum(options: GatherOptions, dims: Dims, **how: Any) -> DeviceSum:
+    """Returns how the gradients of all devices are summed to the shards `dims`."""
+    axes = options.axes
+    return DeviceSum(mesh=options.mesh, axes=axes, over=axes.batch, dims=dims, dtype=options.reduce_dtype, **how)
+
+
+def _summed(options: GatherOptions, value: Lazy, array: jax.Array) -> jax.Array:
+    """Returns the array of a param at its use, where the gradients that devices have of it are summed."""
+    if not (value.is_shard and is_float(array)):
+        return array
+    coding = _blocks(options, value, value.formats.grad, array.shape)
+    coded = () if options.quantize is None else options.quantize.grad_axes(options.axes)
+    return summed_use(array, device_sum(options, value.shard, coding=coding, coded=coded))
+
+
+def _blocks(options: GatherOptions, value: Lazy, format: str | None, shape: tuple[int, ...]) -> Blocks | None:
+    if format is None:
+        return None
+    size = value.formats.block_size
+    return blocks_of(format, value.path, shape, value.shard, mesh=options.mesh, block_size=size)

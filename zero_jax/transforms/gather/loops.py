@@ -22,8 +22,7 @@ from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import named, without
 from zero_jax.transforms.gather.anchors import anchored
 from zero_jax.transforms.gather.deferred import Copies, Lazy, Value, as_it_is
-from zero_jax.transforms.gather.param_uses import used_whole
-from zero_jax.transforms.gather.per_device import only_multiplied
+from zero_jax.transforms.gather.per_device import only_multiplied, used_whole
 from zero_jax.transforms.pipeline.cut import LayerLoop
 from zero_jax.transforms.pipeline.interleaved import run_1f1b
 from zero_jax.transforms.pipeline.loop import StagePlace, run_stages

@@ -23,8 +23,7 @@ from jax.interpreters import ad, batching, mlir
 from zero_jax.dims import is_float, moves_elements
 from zero_jax.program import jaxprs
 from zero_jax.program.walk import Packed
-from zero_jax.transforms.blocks.search import find_blocks
-from zero_jax.transforms.blocks.sequence import EqnSequence
+from zero_jax.transforms.blocks import EqnSequence, find_blocks
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.gather.deferred import Copies, Lazy, Value
 

@@ -31,11 +31,21 @@ from zero_jax.sharding.model_specs import dims_of_each
 from zero_jax.sharding.quantized import PLAIN, Formats, Quantize, check_quantize
 from zero_jax.sharding.spec import Dims, carries, named
 from zero_jax.transforms.gather.anchors import anchored
-from zero_jax.transforms.gather.deferred import Lazy, Value, as_it_is
+from zero_jax.transforms.gather.deferred import (
+    MAX_HOISTED_BYTES,
+    GatherOptions,
+    HostParam,
+    Lazy,
+    Value,
+    array_of,
+    as_it_is,
+    device_sum,
+    fetch,
+    fetch_as,
+    used_shapes,
+)
 from zero_jax.transforms.gather.events import GatherEvent, GatherReport, Notes, WideUse
-from zero_jax.transforms.gather.host_params import HostParam, fetch, fetch_as, used_shapes
 from zero_jax.transforms.gather.per_device import summed_use
-from zero_jax.transforms.gather.uses import MAX_HOISTED_BYTES, GatherOptions, array_of, device_sum
 from zero_jax.transforms.gather.walk import GatherFrame, GatherWalk
 
 

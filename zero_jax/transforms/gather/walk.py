@@ -24,14 +24,24 @@ from zero_jax.sharding.quantized import PLAIN
 from zero_jax.sharding.spec import Dims, named
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.gather.cached_bind import CachedBind, OrdinaryRuns
-from zero_jax.transforms.gather.deferred import Copies, Lazy, Value, pending, put_off, relative
+from zero_jax.transforms.gather.deferred import (
+    Copies,
+    GatherOptions,
+    Lazy,
+    Value,
+    array_of,
+    gathering,
+    pending,
+    put_off,
+    relative,
+    whole,
+)
 from zero_jax.transforms.gather.dots import flat_product
 from zero_jax.transforms.gather.events import Notes
 from zero_jax.transforms.gather.lookup import move_rows, move_table, plan_lookup
 from zero_jax.transforms.gather.loops import hoisted, sliced, staged
 from zero_jax.transforms.gather.ordering import Ordering
 from zero_jax.transforms.gather.per_device import SAME_PARAM, copy_per_device, example_dims, multiply
-from zero_jax.transforms.gather.uses import GatherOptions, array_of, gathering, whole
 from zero_jax.transforms.gather.weight_grads import (
     holds_convolution,
     is_partitioned_wrongly,

@@ -8,6 +8,7 @@ XLA partitions the gradient of a convolution's kernel wrongly, each device compu
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zero_jax.dims import is_contraction, is_float
 from zero_jax.program.evaluation import evaluate
-from zero_jax.program.jaxprs import bind, open_jaxpr, source_line
+from zero_jax.program.jaxprs import bind, of_some, open_jaxpr, source_line
 from zero_jax.program.subcalls import MANUAL, equations_of, subcall
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import promoted
@@ -174,10 +175,7 @@ def _by_others(function: _Product, weight: Any, others: Sequence[Any], dots: Seq
     if not moving:
         return ad.Zero(function.aval.to_tangent_aval())
 
-    def call(*values: Any) -> jax.Array:
-        given = dict(zip(moving, values, strict=True))
-        return function(weight, *(given.get(i, x) for i, x in enumerate(others)))
-
+    call = of_some(functools.partial(function, weight), others, moving)
     return jax.jvp(call, [others[i] for i in moving], [dots[i] for i in moving])[1]
 
 

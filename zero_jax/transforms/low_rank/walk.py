@@ -20,8 +20,7 @@ from zero_jax.program import jaxprs
 from zero_jax.program.loss import trace_call
 from zero_jax.program.subcalls import Subcall
 from zero_jax.program.walk import Packed, Walk
-from zero_jax.transforms.low_rank.products import Evaluate, product_of
-from zero_jax.transforms.low_rank.weight import STACK, Weight
+from zero_jax.transforms.low_rank.weight import STACK, Evaluate, Weight, product_of
 
 _MAX_MERGED = "gradients of the whole weight are computed, and summed across devices"
 

@@ -1,4 +1,8 @@
-"""A frozen weight and its low-rank update, both still to be made: `W + scale A B`, or DoRA's with a norm per output."""
+"""A frozen weight and its low-rank update, both still to be made: `W + scale A B`, or DoRA's with a norm per output.
+
+Operations that are linear in a weight are evaluated on its factors: `x @ W + scale (x @ A) @ B`. So the full gradient
+of `W` is never computed, and what is summed across devices are the gradients of `A` and `B`.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zero_jax.dims import reshape_groups
+from zero_jax.program.jaxprs import bind, source_context
 from zero_jax.program.walk import Deferred
 
 STACK, IN, OUT = "s", "i", "o"
@@ -168,3 +173,130 @@ class Weight(Deferred):
 def as_stored(array: Any) -> Any:
     """Builds a weight that is stored as it is."""
     return array
+
+
+# --- operations on the factors ----------------------------------------------------------------------------------------
+
+# From an equation's inputs, weights among them, to its results.
+Evaluate = Callable[[Sequence[Any]], list[Any]]
+# From the weight and the other input to the result.
+Product = Callable[[Weight, Any], jax.Array]
+
+
+def product_of(eqn: Any, weight: Weight, place: int) -> Evaluate | None:
+    """Returns how to evaluate an equation on the factors of its input at `place`; None if it cannot be."""
+    rule = _RULES.get(eqn.primitive.name) if weight.factors else None
+    product = None if rule is None else rule(eqn, weight, place)
+    return None if product is None else lambda inputs: [product(inputs[place], inputs[1 - place])]
+
+
+# --- matrix products -------------------------------------------------------------------------------------------------
+
+
+def _dot(eqn: Any, weight: Weight, place: int) -> Product | None:
+    """A product that sums over all dims of one side, with the stack as batch dims."""
+    contracting, batch = (pair[place] for pair in eqn.params["dimension_numbers"])
+    side = next((side for side in (IN, OUT) if sorted(contracting) == weight.places(side)), None)
+    if side is None or sorted(batch) != weight.places(STACK) or eqn.params.get("out_sharding") is not None:
+        return None
+    far, x_rank = OUT if side == IN else IN, eqn.invars[1 - place].aval.ndim
+    # A letter for each dim; those of the other factor that are multiplied with the weight's have theirs.
+    of_weight = string.ascii_lowercase[: len(weight.shape)]
+    pairs = [
+        pair for dims in eqn.params["dimension_numbers"] for pair in zip(dims[1 - place], dims[place], strict=True)
+    ]
+    shared = {dim: of_weight[of] for dim, of in pairs}
+    of_x = "".join(shared.get(dim, string.ascii_uppercase[dim]) for dim in range(x_rank))
+    of_batch, free = "".join(of_weight[i] for i in batch), "".join(filter(str.isupper, of_x))
+    rest = "".join(of_weight[i] for i in weight.places(far))
+    of_y = of_batch + (free + rest if place else rest + free)
+    near_letters, far_letters = ("".join(of_weight[i] for i in weight.places(STACK + each)) for each in (side, far))
+    options = {"precision": eqn.params["precision"], "preferred_element_type": eqn.params["preferred_element_type"]}
+
+    def evaluate(w: Weight, x: Any) -> jax.Array:
+        gain = w.gain() if w.is_dora else None
+        of_gain = near_letters if side == OUT else far_letters
+        if gain is not None and side == OUT:  # the outputs are what is summed over
+            x = x * _spread(gain, of_gain, of_x).astype(x.dtype)
+        y = bind(eqn, [x, w.base()] if place else [w.base(), x])[0]
+        with source_context(eqn):
+            a, b = w.factor(side).astype(x.dtype), w.factor(far).astype(x.dtype)
+            h = jnp.einsum(f"{of_x},{near_letters}Z->{of_batch}{free}Z", x, a, **options)
+            h = (h * w.scale).astype(x.dtype)
+            y = y + jnp.einsum(f"{of_batch}{free}Z,{far_letters}Z->{of_y}", h, b, **options).astype(y.dtype)
+            return y if gain is None or side == OUT else (y * _spread(gain, of_gain, of_y)).astype(y.dtype)
+
+    return evaluate
+
+
+def _spread(array: Any, letters: str, to: str) -> Any:
+    """Returns an array with its dims in the places that their letters have among others, to multiply with these."""
+    sizes = dict(zip(letters, array.shape, strict=True))
+    order = sorted(range(len(letters)), key=lambda i: to.index(letters[i]))
+    return array.transpose(order).reshape([sizes.get(letter, 1) for letter in to])
+
+
+# --- lookups ---------------------------------------------------------------------------------------------------------
+
+
+def _lookup(eqn: Any, weight: Weight, place: int) -> Product | None:
+    """Rows of a table `[rows, ...]` by their numbers."""
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    num_indices = eqn.invars[1].aval.ndim - 1
+    dims = tuple(numbers.collapsed_slice_dims)
+    rest = [i for i in range(len(weight.shape)) if i not in dims]
+    side = next((side for side in (IN, OUT) if weight.places(side) == list(dims)), None)
+    whole = all(sizes[i] == weight.shape[i] for i in rest) and not getattr(numbers, "operand_batching_dims", ())
+    ends = tuple(numbers.offset_dims) == tuple(range(num_indices, num_indices + len(rest)))
+    starts = len(dims) == 1 and tuple(numbers.start_index_map) == dims
+    if place != 0 or side is None or weight.places(STACK) or not (whole and ends and starts):
+        return None
+    if weight.is_dora and side == OUT:
+        return None
+    far = OUT if side == IN else IN
+    of_factor = numbers._replace(offset_dims=(num_indices,), collapsed_slice_dims=(0,), start_index_map=(0,))
+
+    def evaluate(w: Weight, rows: Any) -> jax.Array:
+        y = bind(eqn, [w.base(), rows])[0]
+        a, b = w.factor(side), w.factor(far)
+        taken = eqn.replace(params={**eqn.params, "dimension_numbers": of_factor, "slice_sizes": (1, a.shape[1])})
+        h = bind(taken, [a, rows])[0]
+        with source_context(eqn):
+            y = y + jnp.tensordot((h * w.scale).astype(a.dtype), b, (-1, -1)).astype(y.dtype)
+            return (y * w.gain()).astype(y.dtype) if w.is_dora else y
+
+    return evaluate
+
+
+# --- convolutions ----------------------------------------------------------------------------------------------------
+
+
+def _convolution(eqn: Any, weight: Weight, place: int) -> Product | None:
+    """A convolution without groups: its kernel's dims of space and input features are `in`."""
+    params = eqn.params
+    numbers = params["dimension_numbers"]
+    out = numbers.rhs_spec[0]
+    plain = params["feature_group_count"] == params["batch_group_count"] == 1
+    if place != 1 or not plain or weight.places(OUT) != [out] or weight.places(STACK):
+        return None
+    feature = numbers.out_spec[1]
+
+    def evaluate(w: Weight, x: Any) -> jax.Array:
+        y = bind(eqn, [x, w.base()])[0]
+        h = bind(eqn, [x, jnp.moveaxis(w.factor(IN), -1, out).astype(x.dtype)])[0]
+        with source_context(eqn):
+            u = jnp.tensordot((h * w.scale).astype(x.dtype), w.factor(OUT).astype(x.dtype), (feature, 1))
+            y = y + jnp.moveaxis(u, -1, feature).astype(y.dtype)
+            if not w.is_dora:
+                return y
+            gain = jnp.expand_dims(w.gain(), [dim for dim in range(y.ndim) if dim != feature])
+            return (y * gain).astype(y.dtype)
+
+    return evaluate
+
+
+_RULES: dict[str, Callable[[Any, Weight, int], Product | None]] = {
+    "dot_general": _dot,
+    "gather": _lookup,
+    "conv_general_dilated": _convolution,
+}

@@ -19,8 +19,7 @@ from zero_jax.program.evaluation import flattened, trace_flat
 from zero_jax.program.jaxprs import bind, open_jaxpr, source_context
 from zero_jax.program.loss import Traced
 from zero_jax.program.subcalls import equations_of
-from zero_jax.transforms.blocks.search import RepeatedBlock, find_blocks
-from zero_jax.transforms.blocks.sequence import EqnSequence
+from zero_jax.transforms.blocks import EqnSequence, RepeatedBlock, find_blocks
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.pipeline.cut import ROLLED, scans_over_params
 

@@ -8,17 +8,17 @@ that is not the best choice, so the same is done by seconds alone, and the bette
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
 
 from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.sharding.topology import hardware_of
+from zero_jax.transforms.kernels import WAITED_SHARE
 from zero_jax.transforms.remat.costs import BlockCosts
 from zero_jax.transforms.remat.labels import INPUT
 from zero_jax.transforms.remat.policies import Remat
-from zero_jax.transforms.roofline import WAITED_SHARE
 
 # The share of the forward pass of blocks during which the link to the host is used at most.
 _LINK_SHARE = 0.8
@@ -112,18 +112,6 @@ class ValueChoice(Report):
         return f"{head}\n{aligned(table, right={2, 3, 4})}"
 
 
-class _Room:
-    """The bytes that are left on a device and on its host while values are chosen."""
-
-    def __init__(self, budget: ValueBudget, link_bytes: float):
-        self.left = {"device": budget.device_bytes, "offloaded": link_bytes}
-
-    def place(self, num_bytes: float, *, can_move: bool) -> str:
-        """Returns the place where so many bytes fit, '' if there is none."""
-        places = ("device", "offloaded") if can_move else ("device",)
-        return next((place for place in places if num_bytes <= self.left[place]), "")
-
-
 def choose_values(costs: Sequence[BlockCosts], remat: Remat, *, mesh: Mesh) -> ValueChoice:
     """Returns what the policy `auto` keeps of blocks, by their costs, on the devices of a mesh.
 
@@ -145,7 +133,8 @@ def choose_values(costs: Sequence[BlockCosts], remat: Remat, *, mesh: Mesh) -> V
 
 def choose(blocks: Sequence[BlockCosts], budget: ValueBudget) -> ValueChoice:
     """Returns what to keep of blocks under a budget."""
-    return max((_greedy(blocks, budget, order) for order in (_by_bytes, _by_seconds)), key=lambda x: x.saved_seconds)
+    choices = (_Greedy(blocks, budget).choice(order) for order in (_by_bytes, _by_seconds))
+    return max(choices, key=lambda choice: choice.saved_seconds)
 
 
 def _by_bytes(row: ValueRow) -> float:
@@ -156,93 +145,84 @@ def _by_seconds(row: ValueRow) -> float:
     return row.saved_seconds
 
 
-def _greedy(blocks: Sequence[BlockCosts], budget: ValueBudget, order: Callable[[ValueRow], float]) -> ValueChoice:
-    """Returns a choice, by the order in which values are taken."""
-    scanned = [block for block in blocks if block.is_scanned]
-    link_bytes = _LINK_SHARE * sum(block.forward_seconds() for block in scanned) * budget.host_bytes_per_second
-    room, rows = _Room(budget, link_bytes), [_inputs(blocks, budget)]
-    rows[0] = _placed(rows[0], room, can_move=_can_move(INPUT, blocks)) or _over(rows[0], link_bytes)
-    room.left[rows[0].place] -= rows[0].num_bytes
-    found = {row.value: row for row in _gains(blocks, budget, [])}
-    while found:
-        placed = [_placed(row, room, can_move=_can_move(row.value, blocks)) for row in found.values()]
-        fitting = [row for row in placed if row is not None and row.saved_seconds > 0]
-        if not fitting:
-            break
-        best = max(fitting, key=order)
-        room.left[best.place] -= best.num_bytes
-        rows.append(best)
-        found = {row.value: row for row in _gains(blocks, budget, [row.value for row in rows], among=found)}
-    waiting = sorted(found.values(), key=order, reverse=True)
-    return ValueChoice(budget=budget, rows=(*rows, *(_recomputed(row, room) for row in waiting)))
+class _Greedy:
+    """A choice that is being made: the blocks, and the bytes that are left on a device and on the link to its host."""
 
+    def __init__(self, blocks: Sequence[BlockCosts], budget: ValueBudget):
+        self.blocks, self.budget = blocks, budget
+        forward_seconds = sum(block.forward_seconds() for block in blocks if block.is_scanned)
+        self.left = {
+            "device": budget.device_bytes,
+            "offloaded": _LINK_SHARE * forward_seconds * budget.host_bytes_per_second,
+        }
 
-def _inputs(blocks: Sequence[BlockCosts], budget: ValueBudget) -> ValueRow:
-    """Returns the row of the blocks' inputs, which are kept in any case."""
-    num_bytes = sum(block.input_bytes for block in blocks)
-    why = "the inputs of blocks are kept in any case"
-    moved = _moved(num_bytes, budget)
-    return ValueRow(
-        value=INPUT, where="", num_bytes=num_bytes, seconds=0.0, host_seconds=moved, place="device", why=why
-    )
+    def choice(self, order: Callable[[ValueRow], float]) -> ValueChoice:
+        """Returns the choice, by the order in which values are taken."""
+        rows = [self.taken(self.inputs())]
+        waiting = self.gains([], dict.fromkeys(label for block in self.blocks for label in block.values))
+        while fitting := [row for row in map(self.placed, waiting) if row is not None and row.saved_seconds > 0]:
+            rows.append(self.taken(max(fitting, key=order)))
+            waiting = self.gains([row.value for row in rows], [row.value for row in waiting])
+        waiting.sort(key=order, reverse=True)
+        return ValueChoice(budget=self.budget, rows=(*rows, *map(self.recomputed, waiting)))
 
+    def taken(self, row: ValueRow) -> ValueRow:
+        """Returns the row of a value that is kept where it says, which leaves less room."""
+        self.left[row.place] -= row.num_bytes
+        return row
 
-def _over(row: ValueRow, link_bytes: float) -> ValueRow:
-    """Returns the row of inputs that fit nowhere: slow on the host is better than too much on the device."""
-    if link_bytes:
-        return dataclasses.replace(row, place="offloaded", why=f"{row.why}; blocks wait for the link to the host")
-    return dataclasses.replace(row, why=f"{row.why}; they are more than the budget")
-
-
-def _gains(
-    blocks: Sequence[BlockCosts], budget: ValueBudget, kept: Sequence[str], among: Mapping[str, ValueRow] | None = None
-) -> list[ValueRow]:
-    """Returns the values that save seconds beside those that are kept, each with what it saves."""
-    labels = dict.fromkeys(label for block in blocks for label in block.values) if among is None else among
-    plain = [block.backward_seconds(kept) for block in blocks]
-    least, rows = _LEAST_SAVED * sum(plain), []
-    for label in [label for label in labels if label not in kept]:
-        having = [(block, seconds) for block, seconds in zip(blocks, plain, strict=True) if label in block.values]
-        saved = sum(
-            seconds - block.backward_seconds([*kept, label]) - block.keeping_seconds(label) for block, seconds in having
+    def row(self, label: str, num_bytes: float, *, seconds: float = 0.0, where: str = "", why: str = "") -> ValueRow:
+        """Returns the row of a value that has no place yet."""
+        speed = self.budget.host_bytes_per_second
+        moved = num_bytes / speed if speed else 0.0
+        return ValueRow(
+            value=label, where=where, num_bytes=num_bytes, seconds=seconds, host_seconds=moved, place="", why=why
         )
-        num_bytes = sum(block.values[label] for block, _ in having)
-        if saved > least:
-            where = having[0][0].lines[label]
-            moved = _moved(num_bytes, budget)
-            rows.append(
-                ValueRow(
-                    value=label, where=where, num_bytes=num_bytes, seconds=saved, host_seconds=moved, place="", why=""
-                )
+
+    def inputs(self) -> ValueRow:
+        """Returns the row of the blocks' inputs, which are kept in any case: slow on the host before too much here."""
+        num_bytes = sum(block.input_bytes for block in self.blocks)
+        row = self.row(INPUT, num_bytes, why="the inputs of blocks are kept in any case")
+        if (placed := self.placed(row)) is not None:
+            return placed
+        if self.left["offloaded"]:
+            return dataclasses.replace(row, place="offloaded", why=f"{row.why}; blocks wait for the link to the host")
+        return dataclasses.replace(row, place="device", why=f"{row.why}; they are more than the budget")
+
+    def gains(self, kept: Sequence[str], labels: Iterable[str]) -> list[ValueRow]:
+        """Returns which of some values save seconds beside those that are kept, each with what it saves."""
+        plain, rows = [block.backward_seconds(kept) for block in self.blocks], []
+        for label in [label for label in labels if label not in kept]:
+            having = [(x, seconds) for x, seconds in zip(self.blocks, plain, strict=True) if label in x.values]
+            saved = sum(
+                seconds - x.backward_seconds([*kept, label]) - x.keeping_seconds(label) for x, seconds in having
             )
-    return rows
+            if saved > _LEAST_SAVED * sum(plain):
+                num_bytes = sum(x.values[label] for x, _ in having)
+                rows.append(self.row(label, num_bytes, seconds=saved, where=having[0][0].lines[label]))
+        return rows
 
+    def placed(self, row: ValueRow) -> ValueRow | None:
+        """Returns a row with the place where it fits, None if there is none.
 
-def _moved(num_bytes: float, budget: ValueBudget) -> float:
-    return num_bytes / budget.host_bytes_per_second if budget.host_bytes_per_second else 0.0
+        In loops alone it may be the host: elsewhere XLA:TPU keeps the device's copy, too.
+        """
+        of = [block for block in self.blocks if row.value == INPUT or row.value in block.values]
+        places = ("device", "offloaded") if all(block.is_scanned for block in of) else ("device",)
+        place = next((place for place in places if row.num_bytes <= self.left[place]), "")
+        if not place:
+            return None
+        why = row.why or f"saves {1e12 * row.seconds / max(row.num_bytes, 1):.3g} ms a GB"
+        if place == "offloaded":
+            left = format_bytes(self.left["device"])
+            why += f"; {left} are left on the device, waits {1e3 * row.waited_seconds:.3g} ms"
+        return dataclasses.replace(row, place=place, why=why)
 
-
-def _can_move(label: str, blocks: Sequence[BlockCosts]) -> bool:
-    """Tells whether a value may be offloaded: XLA:TPU keeps the device's copy, too, but in loops."""
-    return all(block.is_scanned for block in blocks if label == INPUT or label in block.values)
-
-
-def _placed(row: ValueRow, room: _Room, *, can_move: bool) -> ValueRow | None:
-    """Returns a row with the place where it fits, None if there is none."""
-    place = room.place(row.num_bytes, can_move=can_move)
-    if not place:
-        return None
-    why = row.why or f"saves {1e12 * row.seconds / max(row.num_bytes, 1):.3g} ms a GB"
-    if place == "offloaded":
-        why += f"; {format_bytes(room.left['device'])} are left on the device, waits {1e3 * row.waited_seconds:.3g} ms"
-    return dataclasses.replace(row, place=place, why=why)
-
-
-def _recomputed(row: ValueRow, room: _Room) -> ValueRow:
-    """Returns the row of a value that is computed again, with the reason."""
-    why = f"does not fit: {format_bytes(max(room.left['device'], 0.0))} are left on the device"
-    if row.waited_seconds >= row.seconds:
-        why += ", and blocks would wait longer for the host"
-    elif room.left["offloaded"] > 0:
-        why += f", {format_bytes(room.left['offloaded'])} on the link"
-    return dataclasses.replace(row, why=why)
+    def recomputed(self, row: ValueRow) -> ValueRow:
+        """Returns the row of a value that is computed again, with the reason."""
+        why = f"does not fit: {format_bytes(max(self.left['device'], 0.0))} are left on the device"
+        if row.waited_seconds >= row.seconds:
+            why += ", and blocks would wait longer for the host"
+        elif self.left["offloaded"] > 0:
+            why += f", {format_bytes(self.left['offloaded'])} on the link"
+        return dataclasses.replace(row, why=why)

@@ -23,11 +23,10 @@ from zero_jax.dims import ALIASES, ValueSharding, propagate_shardings
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate, flattened, trace_flat
 from zero_jax.sharding.topology import HARDWARE, hardware_of
-from zero_jax.transforms.kernels import kernels
+from zero_jax.transforms.kernels import Roofline, kernels
 from zero_jax.transforms.remat.labels import place_of
 from zero_jax.transforms.remat.regions import SCAN_BODY, RematRegion
 from zero_jax.transforms.remat.values import Mark, all_values, is_large
-from zero_jax.transforms.roofline import Roofline
 
 _Shardings = Mapping[Any, ValueSharding]
 _NAME = "zero_value:"  # what begins the names of the values of the trace

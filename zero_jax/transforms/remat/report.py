@@ -19,14 +19,14 @@ from zero_jax.transforms.remat.regions import RematRegion
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RegionResiduals:
-    """What a region keeps for its backward pass, params and constants aside, in bytes on each device and its host."""
+class ResidualBytes:
+    """What is kept for a backward pass, params aside: bytes of one device, in its own memory and in host memory."""
 
-    device_bytes: int
-    host_bytes: int
+    device_bytes: float
+    host_bytes: float
 
 
-_NOTHING = RegionResiduals(device_bytes=0, host_bytes=0)
+_NOTHING = ResidualBytes(device_bytes=0, host_bytes=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,8 @@ class RegionRow:
     where: str
     kind: str
     times: int
-    without: RegionResiduals = _NOTHING
-    kept: RegionResiduals = _NOTHING
+    without: ResidualBytes = _NOTHING
+    kept: ResidualBytes = _NOTHING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,12 +84,12 @@ class RematReport(Report):
     choice: ValueChoice | None = None
 
     @property
-    def kept(self) -> RegionResiduals:
+    def kept(self) -> ResidualBytes:
         """The bytes that all regions together keep."""
         return _total([(row.times, row.kept) for row in self.regions])
 
     @property
-    def without(self) -> RegionResiduals:
+    def without(self) -> ResidualBytes:
         """The bytes that they would keep if nothing were recomputed."""
         return _total([(row.times, row.without) for row in self.regions])
 
@@ -105,14 +105,14 @@ class RematReport(Report):
         return "\n".join([*lines, *(f"left alone: {item}" for item in self.left)])
 
 
-def _total(rows: list[tuple[int, RegionResiduals]]) -> RegionResiduals:
-    return RegionResiduals(
+def _total(rows: list[tuple[int, ResidualBytes]]) -> ResidualBytes:
+    return ResidualBytes(
         device_bytes=sum(times * kept.device_bytes for times, kept in rows),
         host_bytes=sum(times * kept.host_bytes for times, kept in rows),
     )
 
 
-def residuals_of(function: Callable[..., list[Any]], region: RematRegion) -> RegionResiduals:
+def residuals_of(function: Callable[..., list[Any]], region: RematRegion) -> ResidualBytes:
     """Measures what a function of a region's inputs keeps, from the trace of its linearization."""
     setting = region.setting
     linearized = lambda *xs: jax.tree.leaves(jax.vjp(function, *xs)[1])  # noqa: E731
@@ -130,4 +130,4 @@ def residuals_of(function: Callable[..., list[Any]], region: RematRegion) -> Reg
             shards *= axis_size(setting.mesh, axes)
         place = "host" if is_on_host(var.aval) else "device"
         bytes_at[place] += var.aval.size * var.aval.dtype.itemsize // shards
-    return RegionResiduals(device_bytes=bytes_at["device"], host_bytes=bytes_at["host"])
+    return ResidualBytes(device_bytes=bytes_at["device"], host_bytes=bytes_at["host"])

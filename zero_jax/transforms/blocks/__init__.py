@@ -1,1 +1,0 @@
-"""The repeated blocks (layers) of a Python loop, found in the jaxpr that it leaves."""

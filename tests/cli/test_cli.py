@@ -45,9 +45,8 @@ PLAN_OPTIONS = """
 --no-quick --no-scan --no-secondary --no-sequence-parallel --no-skip-nonfinite --nu-dtype --num-heads --num-layers
 --num-microbatches --offload --offload-fraction --offload-paths --offload-window-bytes --optimizer --overlap
 --paper-config --param-specs --pipe --pipeline --position --precision --quick --quantize-block-size
---quantize-error-feedback --quantize-gathers --quantize-grads --quantize-grads-over --remat --replica --scan
---schedule --secondary --seq-len --sequence-parallel --skip-nonfinite --stage --timeout --topology --vocab-size
---weight-decay -h
+--quantize-error-feedback --quantize-gathers --quantize-grads --quantize-grads-over --remat --replica --scan --schedule
+--secondary --seq-len --sequence-parallel --skip-nonfinite --stage --timeout --topology --vocab-size --weight-decay -h
 """.split()
 # Of the decoders' presets.
 DECODER_OPTIONS = """

@@ -70,7 +70,8 @@ def reported(monkeypatch, job, beside, **options):
 
     monkeypatch.setattr(kept_values, "make_report", make_report)
     monkeypatch.setattr(kept_values, "_choice", choice)
-    return kept_values.report_on(job, name="test", **options), compiled
+    report_of = lambda job, known: kept_values.report_on(job, name="test", known=known)  # noqa: E731
+    return kept_values.corrected(job, report_of, **options), compiled
 
 
 def test_the_budget_is_what_the_step_leaves_and_the_compiler_corrects_it(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from zero_jax.planning.job import Job
 from zero_jax.planning.report import PlanReport, make_report
@@ -23,33 +23,48 @@ def report_on(
     *,
     name: str,
     cache: pathlib.Path | None = None,
-    fills: bool = True,
     on_phase: Callable[[str], None] = lambda phase: None,
     quick: bool = False,
-) -> PlanReport:
+    known: Sequence[Remat] = (),
+) -> PlanReport | None:
     """Compiles a job in this process and reads the program, as `make_report` does.
 
-    Where its blocks keep what a budget chooses (`remat="auto"`), and that is not given, it is compiled up to three
-    times, with the budget that the program before has left; the fastest that fits is reported. Unless `fills`, the
-    first that fits is.
+    What its blocks keep by a budget (`remat="auto"`) is chosen first; None is returned for a choice that is `known`.
     """
-    remat, reports = resolve_remat(job.config.remat), list[PlanReport]()
+    remat = resolve_remat(job.config.remat)
     if remat.policy != "auto":
         return make_report(job, name=name, cache=cache, on_phase=on_phase, quick=quick)
-    for _ in range(1 if remat.budget_gb is not None else 1 + _MORE_COMPILES):
-        on_phase("choosing what blocks keep")
-        choice = _choice(job, remat)
-        if any(report.values and report.values.remat == choice.remat for report in reports):
+    on_phase("choosing what blocks keep")
+    choice = _choice(job, remat)
+    if choice.remat in known:
+        return None
+    report = make_report(_with_remat(job, choice.remat), name=name, cache=cache, on_phase=on_phase, quick=quick)
+    return dataclasses.replace(report, values=choice, remat=str(resolve_remat(choice.policy_name)))
+
+
+def corrected(
+    job: Job, report_of: Callable[[Job, Sequence[Remat]], PlanReport | None], *, fills: bool = True
+) -> PlanReport:
+    """Returns the report on a job, with the budget of its blocks corrected by what the compiler needs.
+
+    `report_of` is called for a job and what was chosen before, as `report_on` is. Where blocks keep what a budget
+    chooses, and that is not given, it is called up to three times, with the budget that the program before has left;
+    the fastest that fits is returned. Unless `fills`, the first that fits is.
+    """
+    remat, reports = resolve_remat(job.config.remat), list[PlanReport]()
+    is_open = remat.policy == "auto" and remat.budget_gb is None
+    for _ in range(1 + _MORE_COMPILES if is_open else 1):
+        report = report_of(job, tuple(x.values.remat for x in reports if x.values))
+        if report is None:
             break
-        report = make_report(_with_remat(job, choice.remat), name=name, cache=cache, on_phase=on_phase, quick=quick)
-        policy = resolve_remat(choice.policy_name)
-        reports.append(dataclasses.replace(report, values=choice, remat=str(policy)))
-        if report.fits and not fills:
+        reports.append(report)
+        if report.values is None or (report.fits and not fills):
             break
-        budget_bytes = choice.budget.device_bytes + _slack(report, choice)
+        budget_bytes = report.values.budget.device_bytes + _slack(report, report.values)
         if budget_bytes < 0:
             break
-        remat = dataclasses.replace(policy, budget_gb=int(budget_bytes / 1e6) / 1e3)
+        policy = resolve_remat(report.values.policy_name)
+        job = _with_remat(job, dataclasses.replace(policy, budget_gb=int(budget_bytes / 1e6) / 1e3))
     seconds = lambda report: report.time.step_seconds if report.time else math.inf  # noqa: E731
     return min(reports, key=lambda report: (not report.fits, seconds(report)))
 

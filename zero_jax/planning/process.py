@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from zero_jax.core.extras import extra
@@ -28,10 +28,11 @@ from zero_jax.core.files.user_cache import cache_folder
 from zero_jax.core.signatures import check_arguments
 from zero_jax.planning.errors import CompilerCrash
 from zero_jax.planning.job import Job
-from zero_jax.planning.kept_values import report_on
+from zero_jax.planning.kept_values import corrected, report_on
 from zero_jax.planning.key import program_settings
 from zero_jax.planning.report import PlanReport
 from zero_jax.sharding.topology import missing_compiler, parse
+from zero_jax.transforms import Remat
 
 # The files that the process reads and writes, in a folder of their own.
 _JOB, _RESULT, _PRINTED, _ERRORS = "job", "result", "printed", "errors"
@@ -76,9 +77,14 @@ def compile_plan(job: Job, options: CompileOptions, *, fills: bool = True) -> Pl
 
     Blocks that keep what fits (`remat="auto"`) are compiled again for what the first program leaves, if it `fills`.
     """
-    quick = options.quick and options.own_process  # only that process can end a compiler that goes on
-    arguments = {"name": options.name, "cache": options.cache_path, "fills": fills, "quick": quick}
-    return call_for(report_on, job, arguments, options)
+    # Only a process of its own can end a compiler that goes on, and nothing else is compiled beside that.
+    quick = options.quick and options.own_process
+    arguments = {"name": options.name, "cache": options.cache_path, "quick": quick}
+
+    def report_of(job: Job, known: Sequence[Remat]) -> PlanReport | None:
+        return call_for(report_on, job, {**arguments, "known": known}, options)
+
+    return corrected(job, report_of, fills=fills)
 
 
 def call_for(work: Callable[..., Any], job: Job, arguments: Mapping[str, Any], options: CompileOptions) -> Any:

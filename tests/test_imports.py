@@ -118,7 +118,8 @@ def test_the_library_does_without_extras_and_names_the_missing_one(tmp_path):
         ending(lambda: main(["plot", "{tmp_path}"]))
         text = ["--data", "{tmp_path}/text.txt"]
         ending(lambda: main(["tokenize", *text, "--vocab-size", "300", "--out", "{tmp_path}/new"]))
-        ending(lambda: compile_plan(types.SimpleNamespace(topology="v5e:2x2"), CompileOptions(cache=None)))
+        job = types.SimpleNamespace(topology="v5e:2x2", config=zero.ZeroConfig())
+        ending(lambda: compile_plan(job, CompileOptions(cache=None)))
         ending(lambda: zero.data.train_batches(None, batch_size=1, seq_len=1, seed=0, sharding=None))
         ending(lambda: zero.trainer.plot_runs("loss.png", [zero.trainer.read_run("{tmp_path}")]))"""
     )

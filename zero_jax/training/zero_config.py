@@ -75,8 +75,8 @@ class ZeroConfig:
       offload_window_bytes: bytes of a chunk of the update on a device.
       min_shard_size: leaves of fewer elements are replicated.
       layer_shards: whether master params and optimizer state of stacked matrices that the optimizer multiplies (muon)
-        are sharded along the layers, if these divide over `data` (docs/matrix_optimizers.md). None does so at stages 1
-        and 2; at stage 3, where the master params are `state.params`, only True does.
+        are sharded along the layers, if these divide over `data` (docs/matrix_optimizers.md). By default they are at
+        stages 1 and 2, and not at stage 3, where the master params are `state.params`.
       param_specs: the model's own sharding, to which `data` is added: a tree (or prefix) of `PartitionSpec`s like the
         params, or a dict from regular expressions of full leaf paths (`layers/.*/kernel`) to `PartitionSpec`s. None
         takes those in Flax metadata (`nn.with_partitioning`, NNX sharding metadata).

@@ -183,16 +183,16 @@ def _compile(lowered: Any, options: Mapping[str, Any], *, quick: bool) -> tuple[
     """
     try:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as dump:
-            compiling = ThreadPoolExecutor(1).submit(
-                lowered.compile, compiler_options={**layout_options(dump), **options}
-            )
-            while quick and not compiling.done():
+            compile = functools.partial(lowered.compile, compiler_options={**layout_options(dump), **options})
+            compiling = ThreadPoolExecutor(1).submit(compile) if quick else None
+            while compiling and not compiling.done():
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
                 if scheduled := read_scheduled(dump):
                     text, sizes = scheduled
                     stats = {name: sizes.get(name, 0) for name in _STATS}
                     return {"stats": stats | _layout(dump), "text": text}, False
-            compiled, layout = compiling.result(), _layout(dump)
+            compiled = compiling.result() if compiling else compile()
+            layout = _layout(dump)
     except jax.errors.JaxRuntimeError as error:
         needed = _needed_bytes(str(error))
         if "RESOURCE_EXHAUSTED" not in str(error) and needed is None:

@@ -78,12 +78,13 @@ def test_the_schedule_is_read_as_the_program_prints(tmp_path):
         program.write_text(whole[:size])
         assert hlo.read_scheduled(tmp_path) is None
     program.write_text(whole)
-    found, sizes = hlo.read_scheduled(tmp_path)
+    found, sizes, layout = hlo.read_scheduled(tmp_path)
     assert [line for line in found.splitlines() if line] == [
         line for line in (HEAD + CALLED + text(**PRINTED)).splitlines() if line
     ]
     (gather,) = hlo.collectives(found)
     assert gather.is_async and gather.num_executions == 1
+    assert layout == hlo.read_layout(tmp_path)
     assert sizes == {
         "argument_size_in_bytes": 576, "output_size_in_bytes": 320, "alias_size_in_bytes": 64,
         "temp_size_in_bytes": 4096, "host_argument_size_in_bytes": 1024, "host_output_size_in_bytes": 1024,

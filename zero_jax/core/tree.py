@@ -71,9 +71,12 @@ def shapes_of(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def shard_bytes(x: Any) -> int:
-    """Returns the bytes that a device has of an array, or of its `ShapeDtypeStruct`: of its shard, if it is sharded."""
-    sharding = getattr(x, "sharding", None)
+def shard_bytes(x: Any, sharding: Any = None) -> int:
+    """Returns the bytes that a device has of an array, or of its `ShapeDtypeStruct`: of its shard, if it is sharded.
+
+    By default the sharding is its own.
+    """
+    sharding = getattr(x, "sharding", None) if sharding is None else sharding
     # Not by `addressable_shards`: `shard.data` creates an array, which would count as live itself.
     return math.prod(x.shape if sharding is None else sharding.shard_shape(x.shape)) * getattr(x.dtype, "itemsize", 0)
 

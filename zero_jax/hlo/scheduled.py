@@ -8,7 +8,7 @@ import pathlib
 import re
 from collections.abc import Mapping
 
-from zero_jax.hlo.heap_layout import ALLOCATION, FILES, read_layout
+from zero_jax.hlo.heap_layout import ALLOCATION, FILES, HeapLayout, read_layout
 
 _FILE = ".after_optimizations_after_buffer_assignment.txt"
 _HOST = ", color 5"  # the memory of the host, as others are on the chip
@@ -20,21 +20,22 @@ _STARTED = re.compile(r" async-start\(.*, calls=%([^\s,]+)")
 _ASYNC = re.compile(r"\s+(?:ROOT )?%(\S+) = .*? async-(start|update|done)\(([^)]*)\)")
 
 
-def read_scheduled(folder: str | pathlib.Path) -> tuple[str, dict[str, int]] | None:
+def read_scheduled(folder: str | pathlib.Path) -> tuple[str, dict[str, int], HeapLayout] | None:
     """Reads what a compile with `layout_options` has written to its folder until now.
 
     Returns:
-      The text of the scheduled program as `as_text()` would write it, and the sizes that `memory_analysis()` has by the
-      same names, but for the code; None as long as they are not complete.
+      The text of the scheduled program as `as_text()` would write it, the sizes that `memory_analysis()` has by the
+      same names, but for the code, and the layout of the heap; None as long as they are not complete.
     """
     found = [*pathlib.Path(folder).glob(f"*{_FILE}")]
     text = found[0].read_text(encoding="utf-8", errors="replace") if len(found) == 1 else ""
     if not text.rstrip("\n").endswith("\n}") or "\nENTRY " not in text:
         return None
-    return _with_calls(_with_elements(text)), _sizes(pathlib.Path(folder))
+    layout = read_layout(folder)
+    return _with_calls(_with_elements(text)), _sizes(pathlib.Path(folder), layout), layout
 
 
-def _sizes(folder: pathlib.Path) -> dict[str, int]:
+def _sizes(folder: pathlib.Path, layout: HeapLayout) -> dict[str, int]:
     """Returns the sizes of the memory that the compiler assigned, in bytes."""
     sizes = collections.Counter[str]()
     assignment = next(folder.glob(f"*{FILES[0]}")).read_text(encoding="utf-8")
@@ -51,7 +52,6 @@ def _sizes(folder: pathlib.Path) -> dict[str, int]:
         }
         place = "host_" if _HOST in match[2] else ""
         sizes.update({f"{place}{kind}_size_in_bytes": int(match[1]) for kind, is_it in kinds.items() if is_it})
-    layout = read_layout(folder)
     heap = layout.allocated_bytes if layout.live_bytes is None else layout.live_bytes
     host = sum(sizes[f"host_{kind}_size_in_bytes"] for kind in ("argument", "output", "temp"))
     peak = sizes["argument_size_in_bytes"] + heap + host - sizes["host_alias_size_in_bytes"]

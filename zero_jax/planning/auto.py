@@ -164,8 +164,8 @@ def plan_auto(
         "batch_sizes": batch_sizes,
         "max_num_microbatches": max_num_microbatches,
     }
-    check_arguments(**tried, temporaries=temporaries, max_compiles=max_compiles, host_memory_bytes=host_memory_bytes)
-    check_arguments(other_losses=other_losses)
+    bounds = {"max_compiles": max_compiles, "host_memory_bytes": host_memory_bytes}
+    check_arguments(**tried, **bounds, temporaries=temporaries, other_losses=other_losses)
     options = CompileOptions(**compiling)
     job = make_job(loss_fn=loss_fn, init_fn=init_fn, tx=tx, batch=batch, topology=topology, config=config)
     policies = remat_policies(loss_fn, config, remats, other_losses or {})

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.analysis import LossTrace, comms, memory, trace_loss
-from zero_jax.core.tree import key_shape
+from zero_jax.core.tree import key_shape, shard_bytes
 from zero_jax.planning.errors import SettingRefused, refusing
 from zero_jax.planning.job import Job
 from zero_jax.planning.links import Links
@@ -480,9 +480,7 @@ class StepEstimate:
         for row in comms.estimate(state, mesh=mesh, config=config, tx=job.tx).rows:
             kind = "all-gather" if row.kind == "all-gather" else "reduction"
             sent["copies" if set(row.axes) <= copies else kind] += row.total_sent_bytes
-        errors = (
-            x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(state.grad_errors)
-        )
+        errors = map(shard_bytes, jax.tree.leaves(state.grad_errors))
         return sent["all-gather"], sent["reduction"], sent["copies"], float(sum(errors))
 
     @property

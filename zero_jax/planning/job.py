@@ -188,9 +188,9 @@ def _compile(lowered: Any, options: Mapping[str, Any], *, quick: bool) -> tuple[
             while compiling and not compiling.done():
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
                 if scheduled := read_scheduled(dump):
-                    text, sizes = scheduled
+                    text, sizes, layout = scheduled
                     stats = {name: sizes.get(name, 0) for name in _STATS}
-                    return {"stats": stats | _layout(dump), "text": text}, False
+                    return {"stats": stats | _figures(layout), "text": text}, False
             compiled = compiling.result() if compiling else compile()
             layout = _layout(dump)
     except jax.errors.JaxRuntimeError as error:
@@ -206,9 +206,12 @@ def _compile(lowered: Any, options: Mapping[str, Any], *, quick: bool) -> tuple[
 def _layout(folder: str) -> dict[str, int]:
     """Returns the figures of the heap that the compiler dumped; empty if the user's options redirect the dump."""
     try:
-        layout = read_layout(folder)
+        return _figures(read_layout(folder))
     except ValueError:
         return {}
+
+
+def _figures(layout: HeapLayout) -> dict[str, int]:
     return {f"heap_{name}": size for name, size in dataclasses.asdict(layout).items() if size is not None}
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from zero_jax.core.tree import PyTree
+from zero_jax.core.tree import PyTree, shard_bytes
 from zero_jax.sharding.topology import hardware_of
 from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.loss.trace import trace_step_loss
@@ -89,7 +87,7 @@ def _budget_gb(loss: StepLoss, state: TrainState, batch: PyTree, costs: Sequence
 def _state_bytes(state: TrainState, placement: Placement) -> float:
     shardings = train_state_shardings(state, placement)
     leaves = zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
-    return sum(_shard_bytes(x, sharding) for x, sharding in leaves if sharding.memory_kind in (None, "device"))
+    return sum(shard_bytes(x, sharding) for x, sharding in leaves if sharding.memory_kind in (None, "device"))
 
 
 def _grad_bytes(state: TrainState, loss: StepLoss) -> float:
@@ -101,11 +99,7 @@ def _grad_bytes(state: TrainState, loss: StepLoss) -> float:
     compute = placement.precision.compute
     width = lambda x: jnp.dtype(compute or x.dtype).itemsize + (4 if is_sum else 0)  # noqa: E731
     return sum(
-        _shard_bytes(x, sharding) / x.dtype.itemsize * width(x)
+        shard_bytes(x, sharding) / x.dtype.itemsize * width(x)
         for x, sharding in leaves
         if jnp.issubdtype(x.dtype, jnp.inexact)
     )
-
-
-def _shard_bytes(x: Any, sharding: Any) -> float:
-    return math.prod(sharding.shard_shape(x.shape)) * getattr(x.dtype, "itemsize", 0)

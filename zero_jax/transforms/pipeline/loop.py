@@ -50,58 +50,71 @@ def run_stages(
     consts, carry, stacks = operands
     travelling = [(role, x) for role, x in zip(loop.consts, consts, strict=True) if role.is_rows]
     travelling += [*zip(loop.carry, map(jnp.asarray, carry), strict=True)]  # literals are numbers
-    num_consts = len(travelling) - len(carry)
     # Keys travel as numbers.
     kinds = [jax.random.key_impl(x) if _is_key(x) else None for _, x in travelling]
     travelling = [(role, jax.random.key_data(x) if _is_key(x) else x) for role, x in travelling]
-    ticks = _Ticks(loop, place, travelling, shardings)
+    ticks, dtypes, sums = _Ticks(loop, place, travelling, shardings), [x.dtype for x in stacks], list[jax.Array]()
     # Gradients are summed over ticks in the dtype of what all of them read.
-    layers, dtypes, sums = LayersOfStage(loop, layer), [x.dtype for x in stacks], list[jax.Array]()
     if loop.num_groups > 1:
         sums = [sum_of(x) if is_float(x) else jnp.zeros(loop.num_stages, jnp.int32) for x in stacks]
     else:
         stacks = [widened(x) for x in stacks]
     shared = [jnp.asarray(x) for role, x in zip(loop.consts, consts, strict=True) if not role.is_rows]
-    dtypes_shared = [x.dtype for x in shared]
+    stage: Any = _Stage(loop, layer, kinds, (dtypes, [x.dtype for x in shared]))
     shared = [place.pinned(jnp.broadcast_to(x, (loop.num_stages, *x.shape)), place.pipe) for x in map(widened, shared)]
-
-    def stage(
-        group: Any,
-        number: Any,
-        is_own: Any,
-        travelled: list[Any],
-        sums: list[Any],
-        stacks: list[Any],
-        shared: list[Any],
-    ) -> tuple[list[Any], list[Any], list[Any]]:
-        if sums:
-            taken = [group_of(loop.num_groups, *each, group) for each in zip(sums, stacks, strict=True)]
-            sums, stacks = [x for x, _ in taken], [x for _, x in taken]
-        # Of no microbatch there is no gradient: derivatives of what a stage has then may be infinite.
-        travelled, stacks, shared = ([differentiated_at(is_own, x) for x in xs] for xs in (travelled, stacks, shared))
-        values = [_moved(role, x, 0, role.dim) for (role, _), x in zip(travelling, travelled, strict=True)]
-        keyed = zip(kinds, values, strict=True)
-        values = [x if kind is None else jax.random.wrap_key_data(x, impl=kind) for kind, x in keyed]
-        own = iter(values[:num_consts])
-        rest = map(cast, shared, dtypes_shared)
-        of_layers = [next(own if role.is_rows else rest) for role in loop.consts]
-        narrow = [cast(x, dtype) for x, dtype in zip(stacks, dtypes, strict=True)]
-        after, ys = layers(number, of_layers, values[num_consts:], narrow)
-        after = [jax.random.key_data(x) if _is_key(x) else x for x in after]
-        after = [_moved(role, x, role.dim, 0) for role, x in zip(loop.carry, after, strict=True)]
-        return [*travelled[:num_consts], *after], ys, sums
-
     if loop.recompute:
         stage = jax.checkpoint(stage, prevent_cse=False, policy=loop.policy)
     mapped = jax.vmap(stage, spmd_axis_name=place.pipe)
-    results = ticks.run(lambda *own: mapped(*own, stacks, shared), sums)
-    for i, kind in enumerate(kinds[num_consts:]):
+    results = ticks.run(lambda work, state, sums: mapped(work, state, sums, stacks, shared), sums)
+    for i, kind in enumerate(kinds[ticks.num_consts :]):
         results[i] = results[i] if kind is None else jax.random.wrap_key_data(results[i], impl=kind)
     return results
 
 
 def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+class _Stage:
+    """What a stage does in a tick.
+
+    Args:
+      loop: the layers.
+      layer: evaluates a layer of a microbatch.
+      kinds: of what a microbatch has, constants and carries, the kinds of keys that travel as numbers; None of others.
+      dtypes: those of what layers take slices of, and of constants that all microbatches share.
+    """
+
+    def __init__(
+        self, loop: LayerLoop, layer: Layer, kinds: Sequence[Any], dtypes: tuple[Sequence[Any], Sequence[Any]]
+    ):
+        self.loop, self.layers, self.kinds, self.dtypes = loop, LayersOfStage(loop, layer), kinds, dtypes
+        self.roles = [*(role for role in loop.consts if role.is_rows), *loop.carry]
+        self.num_consts = len(self.roles) - len(loop.carry)
+
+    def __call__(
+        self, work: tuple[Any, Any, Any], travelled: list[Any], sums: list[Any], stacks: list[Any], shared: list[Any]
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """Returns what travels on, what layers stack, and sums.
+
+        `work` is the number of a group, that of a microbatch, and whether there is one.
+        """
+        group, number, is_own = work
+        if sums:
+            taken = [group_of(self.loop.num_groups, x, stack, group) for x, stack in zip(sums, stacks, strict=True)]
+            sums, stacks = [x for x, _ in taken], [x for _, x in taken]
+        # Of no microbatch there is no gradient: derivatives of what a stage has then may be infinite.
+        travelled, stacks, shared = ([differentiated_at(is_own, x) for x in xs] for xs in (travelled, stacks, shared))
+        values = [_moved(role, x, 0, role.dim) for role, x in zip(self.roles, travelled, strict=True)]
+        keyed = zip(self.kinds, values, strict=True)
+        values = [x if kind is None else jax.random.wrap_key_data(x, impl=kind) for kind, x in keyed]
+        own, rest = iter(values[: self.num_consts]), map(cast, shared, self.dtypes[1])
+        consts = [next(own if role.is_rows else rest) for role in self.loop.consts]
+        narrow = [cast(x, dtype) for x, dtype in zip(stacks, self.dtypes[0], strict=True)]
+        after, ys = self.layers(number, consts, values[self.num_consts :], narrow)
+        after = [jax.random.key_data(x) if _is_key(x) else x for x in after]
+        after = [_moved(role, x, role.dim, 0) for role, x in zip(self.loop.carry, after, strict=True)]
+        return [*travelled[: self.num_consts], *after], ys, sums
 
 
 class LayersOfStage:
@@ -176,7 +189,7 @@ class _Ticks:
             begun[i] if ring is None else ring.unpadded(waiting[i][0][:, 0])  # type: ignore[index]
             for i, ring in enumerate(rings)
         ]
-        shapes = jax.eval_shape(stages, self.stage, self.stage, self.stage == 0, after, sums)
+        shapes = jax.eval_shape(stages, (self.stage, self.stage, self.stage == 0), after, sums)
         made = [self.nothing(role, x) for role, x in zip(loop.carry, after[first:], strict=True)]
         stacked = [self.nothing(role, x, loop.num_groups) for role, x in zip(loop.ys, shapes[1], strict=True)]
 
@@ -191,7 +204,7 @@ class _Ticks:
             state = [at_stages(is_turn, new, x) for (_, new), x in zip(turns, arrived, strict=True)]
             state = [self.pin(role, x) for role, x in zip(roles, state, strict=True)]
             numbers, groups, is_own = self.number(t - self.stage), self.group(t - self.stage), self.is_own(t)
-            after, ys, sums = stages(groups, numbers, is_own, state, sums)
+            after, ys, sums = stages((groups, numbers, is_own), state, sums)
             sums = self.pinned_sums(sums)
             after = [self.pin(role, x) for role, x in zip(roles, after, strict=True)]
             is_done = is_own & (self.stage == self.num_stages - 1) & (groups == loop.num_groups - 1)

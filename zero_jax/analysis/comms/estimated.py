@@ -33,6 +33,7 @@ from zero_jax.training import (
     step_placement,
     used_by_optimizer,
 )
+from zero_jax.transforms import resolve_schedule
 
 Move = tuple[tuple[str, ...], float]  # mesh axes, and the elements that a device sends over them
 _HLO_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "int8": "s8", "uint8": "u8"}
@@ -155,6 +156,7 @@ def estimate(
         traffic = _LeafTraffic(leaf, placement, config)
         num_params += traffic.num_elements
         rows += traffic.layer_rows(has_grad=is_needed)
+        rows += traffic.stage_rows(has_grad=is_needed)
         moves = {"forward": True, "backward": any(needed), "update": not is_same}
         rows += [row for row in traffic.param_rows() if moves[row.phase]]
         rows += traffic.grad_rows() if is_needed else []
@@ -235,9 +237,11 @@ class _LeafTraffic:
 
     def __init__(self, leaf: LeafPlacement, placement: Placement, config: ZeroConfig):
         self.leaf, self.placement, self.config, self.mesh = leaf, placement, config, placement.mesh
-        self.pipe, self.k = leaf.pipe, config.num_microbatches
+        self.pipe, self.k = leaf.pipe, float(config.num_microbatches)
+        self.schedule = resolve_schedule(config.pipeline)
         if placement.num_stages > 1:  # the layers of a stage are used in every tick, all else once
-            self.k = config.num_microbatches + placement.num_stages - 1 if leaf.pipe else 1
+            runs = self.schedule.num_runs(placement.num_stages, config.num_microbatches)
+            self.k = runs if leaf.pipe else 1
             self.leaf = leaf = dataclasses.replace(leaf, dims=without(leaf.dims, leaf.pipe))
         other_axes = [axis for dim in leaf.dims for axis in dim if axis not in placement.axes.data]
         self.num_elements = math.prod(leaf.shape) // axis_size(self.mesh, (*other_axes, *self.pipe))
@@ -261,6 +265,17 @@ class _LeafTraffic:
         dtype = (not param_axes and blocks) or placement.precision.param or self.stored
         dims = self.leaf.update_dims or self.leaf.dims
         yield from _rows("all-gather", self.gathers(dims, missing), dtype, "update", 1)
+
+    def stage_rows(self, *, has_grad: bool) -> Iterator[EstimateRow]:
+        """Yields what moves between the stages that store a group of layers, and those that run it."""
+        placement, share = self.placement, self.schedule.moved_share(self.placement.num_stages)
+        if not self.pipe or not share:
+            return
+        for group, phase in (("params", "forward"), ("grads", "backward")):
+            if phase == "forward" or has_grad:
+                over = self.on_data(self.only_over(self.leaf.dims, placement.axes_of_group(group)))
+                moves = [(self.pipe, share * self.num_elements / axis_size(self.mesh, over))]
+                yield from _rows("collective-permute", moves, self.compute, phase, 1)
 
     def layer_rows(self, *, has_grad: bool) -> Iterator[EstimateRow]:
         """Yields what moves between the shards of a param and those of its master param along the layers."""
@@ -296,7 +311,9 @@ class _LeafTraffic:
         dtype = "float32" if k > 1 else self.compute
         yield from self.sum_rows("all-to-all", plan.once_over, reduce or dtype, phase="update", times=1)
 
-    def sum_rows(self, kind: str, over: Sequence[str], dtype: Any, *, phase: str, times: int) -> Iterator[EstimateRow]:
+    def sum_rows(
+        self, kind: str, over: Sequence[str], dtype: Any, *, phase: str, times: float
+    ) -> Iterator[EstimateRow]:
         """Yields the traffic of a gradient that is scattered over some axes, and all-reduced over the others."""
         mesh, coded = self.mesh, self.placement.grad_axes
         blocks = blocks_of_leaf(self.placement.quantize, "grads", self.leaf, mesh=mesh)
@@ -361,7 +378,7 @@ class _LeafTraffic:
         return list(self.moves(states)), elements, tuple(x for x in unscattered if self.mesh.shape[x] > 1)
 
 
-def _rows(kind: str, moves: Iterable[Move], dtype: Any, phase: str, times: int) -> Iterator[EstimateRow]:
+def _rows(kind: str, moves: Iterable[Move], dtype: Any, phase: str, times: float) -> Iterator[EstimateRow]:
     """Yields the rows of moves in a dtype, or in `Blocks`: one for codes and one for scales."""
     parts = dtype.parts if isinstance(dtype, Blocks) else [(dtype, 1)]
     for axes, elements in moves:

@@ -324,11 +324,13 @@ class StepEstimate:
     def estimated(self) -> Estimated:
         """Returns bytes per device and seconds of a step."""
         state, grads, other = self.state_bytes, self.grad_bytes, self.other_bytes
+        remat = resolve_remat(self.model.policies[self.setting.policy].remat)
         return Estimated(
             bytes=self.bytes,
             seconds=self.seconds,
             note=f"state {state / 1e9:.1f}, gradients {grads / 1e9:.1f}, others {other / 1e9:.1f}",
             host_bytes=self.host_bytes + self.traced.residuals.host_bytes / (self.num_parts * self.k),
+            fills=remat.policy == "auto" and remat.budget_gb is None,
         )
 
     @property

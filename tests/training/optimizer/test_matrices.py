@@ -401,8 +401,8 @@ def test_each_device_computes_its_share_of_the_update():
 
 
 def test_the_report_says_where_matrices_are_computed_on():
-    def reasons(init_fn, tx, stage, **fields):
-        mesh, config = zero.make_mesh(), zero.ZeroConfig(stage=stage, **fields)
+    def reasons(init_fn, tx, stage, sizes=None, **fields):
+        mesh, config = zero.make_mesh(**(sizes or {})), zero.ZeroConfig(stage=stage, **fields)
         state = zero.abstract_state(init_fn, tx, mesh=mesh, config=config)
         report = zero.sharding_report(state, mesh=mesh, config=config, tx=tx)
         return {placed.path: placed.reason for placed in report.placements}
@@ -413,6 +413,11 @@ def test_the_report_says_where_matrices_are_computed_on():
     of_layers = reasons(init_eight, muon(), 2)
     assert "along the layers, 16 of [32, 32]: whole on a device as they are sharded, nothing moves" in of_layers["q"]
     assert "16 of [32, 32]: dealt out" in reasons(init_eight, muon(), 3)["q"]
+    of_some_axes = reasons(init_stacked, muon(), 1, {"data_layout": (4, 2)})
+    assert "along the layers, 12 of [32, 32]: dealt out over data_0, 2 to a device" in of_some_axes["q"]
+    of_stages = {"sizes": {"pipe": 2}, "num_microbatches": 2}
+    assert "along the layers, 16 of [32, 32]: whole on a device" in reasons(init_eight, muon(), 2, **of_stages)["q"]
+    assert "update: 12 of [32, 32]: dealt out over data, 2 to" in reasons(init_stacked, muon(), 2, **of_stages)["q"]
     assert "dealt out" in reasons(init_eight, muon(), 1, layer_shards=False)["o"]
     assert "6 of [32, 128]: dealt out" in reasons(init_layers, optax.MultiSteps(muon(), 2), 1)["layers/1/down"]
     assert "1 of [32, 120]: gathered over data, and computed on each" in reasons(init_uneven, muon(), 1)["layers/0/up"]

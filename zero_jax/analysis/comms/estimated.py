@@ -22,7 +22,7 @@ from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.mesh import axis_size, networks
 from zero_jax.sharding.quantized import Blocks, blocks_of_leaf, spread_over
 from zero_jax.sharding.rules import LeafPlacement, placement_leaves
-from zero_jax.sharding.spec import Dims, gather_steps, scatter_steps, without
+from zero_jax.sharding.spec import Dims, gather_steps, scatter_steps, steps_by_dim, without
 from zero_jax.training import (
     LossTrace,
     Placement,
@@ -279,10 +279,11 @@ class _LeafTraffic:
 
     def layer_rows(self, *, has_grad: bool) -> Iterator[EstimateRow]:
         """Yields what moves between the shards of a param and those of its master param along the layers."""
-        placement, dims = self.placement, self.leaf.update_dims or ((),)
-        axes, sizes = self.on_data(dims[:1]), self.mesh.shape
-        elements = self.num_elements / axis_size(self.mesh, axes)
-        moves = [((axis,), elements * (1 - 1 / sizes[axis])) for axis in axes if axis not in self.pipe]
+        placement, dims, to = self.placement, self.leaf.dims, self.leaf.update_dims
+        elements = self.num_elements / axis_size(self.mesh, [x for x in self.on_data(dims) if x not in self.pipe])
+        steps = [dims, *steps_by_dim(dims, 0, to[0])] if to else []
+        moved = [self.on_data((new[0][len(old[0]) :],)) for old, new in itertools.pairwise(steps)]
+        moves = [(axes, elements * (1 - 1 / axis_size(self.mesh, axes))) for axes in moved]
         if placement.params_are_masters:
             yield from _rows("all-to-all", moves, self.compute, "forward", 1)
         if has_grad and not placement.grad_plan.is_of_update:

@@ -241,7 +241,7 @@ class _StageWalk(Walk[None]):
                 return run_1f1b(loop, self.place, [*operands, *stacks], layer)
             consts, carry, stacks = split_operands(loop, values)
             stacks = [self.place.stages(x, loop.num_stages, loop.num_groups) for x in stacks]
-            return run_stages(loop, self.place, consts, carry, stacks, layer)
+            return run_stages(loop, self.place, (consts, carry, stacks), layer)
 
 
 def split_operands(loop: LayerLoop, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:

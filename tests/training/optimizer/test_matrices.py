@@ -141,6 +141,29 @@ def soap(learning_rate=1e-2, decay=1e-2):
     return optax.GradientTransformation(init, update)
 
 
+def graded():
+    """An optimizer of stacks `[layers, m, n]` with a number of its own for each layer, and for each row of all."""
+
+    def of_each(name, x):
+        return jnp.linspace(0.5, 1.0, len(x)) * (0.5 if name[-1].key == "q" else 1.0)
+
+    def init(params):
+        return jax.tree_util.tree_map_with_path(of_each, params), jnp.linspace(0.5, 1.0, WIDTH)
+
+    def update(grads, state, params=None):
+        def one(x, numbers):
+            if x.ndim != 3 or x.shape[1] != WIDTH:
+                return -1e-2 * x
+            x = x / jnp.linalg.norm(x, axis=(1, 2), keepdims=True)
+            for _ in range(2):
+                x = 1.5 * x - 0.5 * (numbers[:, None, None] * (x @ x.mT) * state[1]) @ x
+            return -1e-2 * x
+
+        return jax.tree.map(one, grads, state[0]), state
+
+    return optax.GradientTransformation(init, update)
+
+
 def wrapped():
     """Muon for some leaves, with a learning rate in its state, in chains, and another optimizer for the others."""
     label = lambda path, x: "matrix" if path[-1].key in STACKED else "other"  # noqa: E731
@@ -180,6 +203,7 @@ OPTIMIZERS = {
     "at times": lambda: optax.conditionally_transform(muon(), lambda step: step != 1),
     "galore": lambda: optax.contrib.galore(1e-2, rank=4),
     "soap": soap,
+    "graded": graded,
     "wrapped": wrapped,
 }
 
@@ -218,6 +242,7 @@ def on_one_device(tx, init_fn, steps=3):
         ("muon", init_eight, 3, {"layer_shards": True, "data_layout": (2, 2, 2)}),
         ("soap", init_eight, 2, {}),
         ("soap", init_eight, 3, {}),
+        ("graded", init_stacked, 3, {}),
         ("wrapped", init_eight, 1, {"replica": 2}),
         ("wrapped", init_eight, 2, {"offload": "state"}),
         ("wrapped", init_eight, 3, {"layer_shards": True, "model": 2}),

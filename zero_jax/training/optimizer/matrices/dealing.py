@@ -269,7 +269,7 @@ def _moved(before: Dims, after: Dims, *, size: int, dtype: str, mesh: Mesh) -> l
 def _run(region: Region, stacks: Sequence[Any], others: Sequence[Any]) -> list[Any]:
     """Evaluates the equations of a region, on stacks of any number of matrices."""
     env = dict(zip((*region.inputs, *region.others), (*stacks, *others), strict=True))
-    walk = _Resized(region.stacks)
+    walk = _Resized(region.stacks, len(stacks[0]) if region.stacks else 0)
     for eqn in region.eqns:
         values = [atom.val if is_literal(atom) else env[atom] for atom in eqn.invars]
         env.update(zip(eqn.outvars, walk.equation(eqn, values, None), strict=True))
@@ -277,22 +277,21 @@ def _run(region: Region, stacks: Sequence[Any], others: Sequence[Any]) -> list[A
 
 
 class _Resized(Walk[None]):
-    """Evaluates equations on stacks of another number of matrices than they were traced for."""
+    """Evaluates equations on stacks of another number of matrices, `size`, than they were traced for."""
 
-    def __init__(self, stacks: dict[Any, Any]):
+    def __init__(self, stacks: dict[Any, Any], size: int):
         super().__init__()
-        self.stacks = stacks
+        self.stacks, self.size = stacks, size
 
     def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> bool:
         """Enters all loops and branches of stacks."""
         return bool(self.stacks)
 
     def operation(self, eqn: Any, values: list[Any], frame: None) -> Sequence[Any]:
-        """Evaluates an equation, with the size of its operands in place of the one in its parameters."""
+        """Evaluates an equation, with the number of matrices in place of the one in its parameters."""
         name = next((name for name, primitive in SIZES.items() if eqn.primitive.name == primitive), None)
         at = self.stacks.get(eqn.outvars[0])
         if name is None or at is None:
             return bind(eqn, values)
-        source = next(i for i, atom in enumerate(eqn.invars) if not is_literal(atom) and self.stacks[atom] is not None)
-        size, shape = values[source].shape[self.stacks[eqn.invars[source]]], eqn.params[name]
-        return bind(eqn.replace(params={**eqn.params, name: (*shape[:at], size, *shape[at + 1 :])}), values)
+        shape = eqn.params[name]
+        return bind(eqn.replace(params={**eqn.params, name: (*shape[:at], self.size, *shape[at + 1 :])}), values)

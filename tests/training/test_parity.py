@@ -363,8 +363,8 @@ def test_stacks_are_gathered_layer_by_layer_to_the_same_values(stage, precision,
     at_once, _ = run_zero(loss_fn, optimizer(), batches, **fields)
     monkeypatch.setattr(placement, "_GATHERED_AT_ONCE_BYTES", 0)
     lowered = []
-    original = placement.Placement._gather_rows
-    monkeypatch.setattr(placement.Placement, "_gather_rows", lambda *a: lowered.extend(a[1]) or original(*a))
+    original = placement.Placement._gather_parts
+    monkeypatch.setattr(placement.Placement, "_gather_parts", lambda *a: lowered.extend(a[2]) or original(*a))
     in_rows, _ = run_zero(loss_fn, optimizer(), batches, **fields)
     assert {leaf.path.split("/")[-1] for leaf in lowered} >= {"w_in", "w_out"}
     chex.assert_trees_all_equal(reference.to_host(in_rows.params), reference.to_host(at_once.params))

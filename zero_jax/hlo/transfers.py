@@ -19,6 +19,7 @@ _KNOWN_OFFSET = "dynamic_slice_config"
 _KIND = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 # "{1,2}x{0:15}": groups x slices of a group, and the devices of each.
 _GROUPS = re.compile(r'_xla_megascale_target="\{\d+,(\d+)\}')
+_PAIR = re.compile(r"\{\d+->\d+\}")
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 
 
@@ -77,6 +78,8 @@ class NetworkTransfer(Sent):
     num_slices: int  # the slices that take part
     dtype: str  # HLO dtype of what is sent
     full_bytes: int  # the bytes that a device hands over in one execution
+    # The devices of all slices that send, where the program names pairs, as of a permute; else 0.
+    num_senders: int = 0
 
 
 def network_transfers(compiled: Any, *, unknown_trip_count: int | None = None) -> tuple[NetworkTransfer, ...]:
@@ -125,4 +128,5 @@ def _network_transfer(computation: str, send: Instruction, num_slices: int) -> N
         dtype=sent.dtype,
         full_bytes=sent.packed_bytes,
         sent_bytes=sent.packed_bytes * share.get(kind, 1),
+        num_senders=len(_PAIR.findall(send.line)),
     )

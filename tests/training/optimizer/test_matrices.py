@@ -141,6 +141,29 @@ def soap(learning_rate=1e-2, decay=1e-2):
     return optax.GradientTransformation(init, update)
 
 
+def graded():
+    """An optimizer of stacks `[layers, m, n]` with a number of its own for each layer, and for each row of all."""
+
+    def of_each(name, x):
+        return jnp.linspace(0.5, 1.0, len(x)) * (0.5 if name[-1].key == "q" else 1.0)
+
+    def init(params):
+        return jax.tree_util.tree_map_with_path(of_each, params), jnp.linspace(0.5, 1.0, WIDTH)
+
+    def update(grads, state, params=None):
+        def one(x, numbers):
+            if x.ndim != 3 or x.shape[1] != WIDTH:
+                return -1e-2 * x
+            x = x / jnp.linalg.norm(x, axis=(1, 2), keepdims=True)
+            for _ in range(2):
+                x = 1.5 * x - 0.5 * (numbers[:, None, None] * (x @ x.mT) * state[1]) @ x
+            return -1e-2 * x
+
+        return jax.tree.map(one, grads, state[0]), state
+
+    return optax.GradientTransformation(init, update)
+
+
 def wrapped():
     """Muon for some leaves, with a learning rate in its state, in chains, and another optimizer for the others."""
     label = lambda path, x: "matrix" if path[-1].key in STACKED else "other"  # noqa: E731
@@ -180,6 +203,7 @@ OPTIMIZERS = {
     "at times": lambda: optax.conditionally_transform(muon(), lambda step: step != 1),
     "galore": lambda: optax.contrib.galore(1e-2, rank=4),
     "soap": soap,
+    "graded": graded,
     "wrapped": wrapped,
 }
 
@@ -218,6 +242,7 @@ def on_one_device(tx, init_fn, steps=3):
         ("muon", init_eight, 3, {"layer_shards": True, "data_layout": (2, 2, 2)}),
         pytest.param("soap", init_eight, 2, {}, marks=pytest.mark.slow),
         pytest.param("soap", init_eight, 3, {}, marks=pytest.mark.slow),
+        ("graded", init_stacked, 3, {}),
         pytest.param("wrapped", init_eight, 1, {"replica": 2}, marks=pytest.mark.slow),
         pytest.param("wrapped", init_eight, 2, {"offload": "state"}, marks=pytest.mark.slow),
         ("wrapped", init_eight, 3, {"layer_shards": True, "model": 2}),
@@ -404,8 +429,8 @@ def test_each_device_computes_its_share_of_the_update():
 
 
 def test_the_report_says_where_matrices_are_computed_on():
-    def reasons(init_fn, tx, stage, **fields):
-        mesh, config = zero.make_mesh(), zero.ZeroConfig(stage=stage, **fields)
+    def reasons(init_fn, tx, stage, sizes=None, **fields):
+        mesh, config = zero.make_mesh(**(sizes or {})), zero.ZeroConfig(stage=stage, **fields)
         state = zero.abstract_state(init_fn, tx, mesh=mesh, config=config)
         report = zero.sharding_report(state, mesh=mesh, config=config, tx=tx)
         return {placed.path: placed.reason for placed in report.placements}
@@ -416,6 +441,11 @@ def test_the_report_says_where_matrices_are_computed_on():
     of_layers = reasons(init_eight, muon(), 2)
     assert "along the layers, 16 of [32, 32]: whole on a device as they are sharded, nothing moves" in of_layers["q"]
     assert "16 of [32, 32]: dealt out" in reasons(init_eight, muon(), 3)["q"]
+    of_some_axes = reasons(init_stacked, muon(), 1, {"data_layout": (4, 2)})
+    assert "along the layers, 12 of [32, 32]: dealt out over data_0, 2 to a device" in of_some_axes["q"]
+    of_stages = {"sizes": {"pipe": 2}, "num_microbatches": 2}
+    assert "along the layers, 16 of [32, 32]: whole on a device" in reasons(init_eight, muon(), 2, **of_stages)["q"]
+    assert "update: 12 of [32, 32]: dealt out over data, 2 to" in reasons(init_stacked, muon(), 2, **of_stages)["q"]
     assert "dealt out" in reasons(init_eight, muon(), 1, layer_shards=False)["o"]
     assert "6 of [32, 128]: dealt out" in reasons(init_layers, optax.MultiSteps(muon(), 2), 1)["layers/1/down"]
     assert "1 of [32, 120]: gathered over data, and computed on each" in reasons(init_uneven, muon(), 1)["layers/0/up"]

@@ -471,7 +471,7 @@ def test_the_losses_are_those_of_the_remat_policies():
 @pytest.mark.slow
 def test_the_command_writes_a_config_that_train_takes(tmp_path, capsys):
     written = tmp_path / "auto.toml"
-    model = "--model gpt-tiny --num-layers 1 --seq-len 16 --d-model 32 --num-heads 2".split()
+    model = "--model gpt-tiny --num-layers 1 --seq-len 16 --d-model 32 --num-heads 2 --remat full".split()
     status = cli.main(
         ["plan", "--auto", *model, "--topology", TOPOLOGY, "--batch-size", "8", "--max-compiles", "1",
          "--cache", "none", "--write-config", str(written), "--json"]

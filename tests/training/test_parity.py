@@ -77,7 +77,16 @@ def test_equals_one_device(stage, mesh, num_microbatches):
     assert [bool(m.skipped) for m in history] == [False] * NUM_STEPS
 
 
-BFLOAT16_COVERING = [(0, "4", 1), (1, "staged24", 2), (3, "replica", 2)]
+# Each stage, mesh and number of microbatches; how they go together does not depend on the dtype.
+BFLOAT16_COVERING = [
+    (0, "4", 1),
+    (1, "staged24", 2),
+    (3, "replica", 2),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in ((1, "2", 1), (2, "1", 2), (2, "8", 1), (3, "staged222", 1))
+    ),
+]
 
 
 # Plain gradient descent: the change of the params is the sum of the gradients, so that their error can be told.
@@ -91,7 +100,7 @@ def changes_of(params):
     return jax.tree.map(lambda new, old: np.asarray(new) - old, params, reference.host_params())
 
 
-@pytest.mark.parametrize(("stage", "mesh", "num_microbatches"), BFLOAT16_COVERING + product_without(BFLOAT16_COVERING))
+@pytest.mark.parametrize(("stage", "mesh", "num_microbatches"), BFLOAT16_COVERING)
 def test_bfloat16_equals_one_device(stage, mesh, num_microbatches):
     wanted, losses = plain_changes(jnp.bfloat16)
     exact, _ = plain_changes(None)

@@ -244,23 +244,23 @@ def on_one_device(tx, init_fn, steps=3):
         ("muon", init_stacked, 3, {"replica": 2}),
         ("muon", init_stacked, 3, {"data_layout": (2, 2, 2)}),
         ("muon", init_layers, 3, {}),
-        ("schatten", init_layers, 2, {"model": 2}),
-        ("shampoo", init_layers, 3, {}),
+        pytest.param("schatten", init_layers, 2, {"model": 2}, marks=pytest.mark.slow),
+        pytest.param("shampoo", init_layers, 3, {}, marks=pytest.mark.slow),
         ("settled", init_layers, 1, {}),
-        ("every second step", init_layers, 3, {}),
+        pytest.param("every second step", init_layers, 3, {}, marks=pytest.mark.slow),
         ("if finite", init_stacked, 1, {}),
-        ("at times", init_layers, 2, {}),
+        pytest.param("at times", init_layers, 2, {}, marks=pytest.mark.slow),
         ("galore", init_layers, 3, {}),
         ("muon", init_uneven, 1, {}),
-        ("muon", init_eight, 1, {"num_microbatches": 2}),
+        pytest.param("muon", init_eight, 1, {"num_microbatches": 2}, marks=pytest.mark.slow),
         ("muon", init_eight, 3, {"layer_shards": True, "data_layout": (2, 2, 2)}),
-        ("soap", init_eight, 2, {}),
-        ("soap", init_eight, 3, {}),
+        pytest.param("soap", init_eight, 2, {}, marks=pytest.mark.slow),
+        pytest.param("soap", init_eight, 3, {}, marks=pytest.mark.slow),
         ("graded", init_stacked, 3, {}),
         ("one by one", init_eight, 1, {}),
-        ("one by one", init_stacked, 3, {}),
-        ("wrapped", init_eight, 1, {"replica": 2}),
-        ("wrapped", init_eight, 2, {"offload": "state"}),
+        pytest.param("one by one", init_stacked, 3, {}, marks=pytest.mark.slow),
+        pytest.param("wrapped", init_eight, 1, {"replica": 2}, marks=pytest.mark.slow),
+        pytest.param("wrapped", init_eight, 2, {"offload": "state"}, marks=pytest.mark.slow),
         ("wrapped", init_eight, 3, {"layer_shards": True, "model": 2}),
     ],
 )
@@ -289,13 +289,16 @@ def test_whole_matrices_are_updated_as_on_one_device(optimizer, init_fn, stage, 
 EXACT = zero.Precision(param=jnp.bfloat16, compute=jnp.bfloat16, reduce=jnp.float32, master=jnp.float32)
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("stage", "axes", "fields"),
     [
         (1, {}, {}),
-        (1, {"data_layout": (2, 2, 2)}, {"num_microbatches": 2, "precision": EXACT}),
-        (2, {"model": 2}, {"num_microbatches": 2, "precision": "fp16"}),
-        (2, {"replica": 2}, {"precision": "bf16-stochastic"}),
+        pytest.param(1, {"data_layout": (2, 2, 2)}, {"num_microbatches": 2, "precision": EXACT}, marks=SLOW),
+        pytest.param(2, {"model": 2}, {"num_microbatches": 2, "precision": "fp16"}, marks=SLOW),
+        pytest.param(2, {"replica": 2}, {"precision": "bf16-stochastic"}, marks=SLOW),
         (3, {}, {"layer_shards": True, "remat": "full"}),
     ],
 )
@@ -400,7 +403,7 @@ def estimated_matrices(estimate):
 
 
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), 3])
 def test_what_moves_is_estimated(stage):
     compiled, estimate = compiled_for_tpus("muon", stage)
     num_params = sum(x.size for name, x in jax.eval_shape(init_large, jax.random.key(0)).items() if name in STACKED)
@@ -413,8 +416,8 @@ def test_what_moves_is_estimated(stage):
     ("stage", "fields", "most"),
     [
         (1, {}, 1.032),
-        pytest.param(1, {"num_microbatches": 2}, 1.0, marks=pytest.mark.slow),
-        pytest.param(3, {"layer_shards": True}, 1.042, marks=pytest.mark.slow),
+        pytest.param(1, {"num_microbatches": 2}, 1.0, marks=SLOW),
+        pytest.param(3, {"layer_shards": True}, 1.042, marks=SLOW),
     ],
 )
 def test_layers_send_little_more_than_adamw(stage, fields, most):
@@ -477,7 +480,7 @@ def test_the_report_says_where_matrices_are_computed_on():
 
 
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize(("init_fn", "stage"), [(init_stacked, 3), pytest.param(init_eight, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("init_fn", "stage"), [(init_stacked, 3), pytest.param(init_eight, 2, marks=SLOW)])
 def test_the_program_for_tpus_has_the_numbers_of_one_device(init_fn, stage):
     pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
     batch = {name: jnp.asarray(x) for name, x in BATCH.items()}

@@ -49,7 +49,7 @@ class Row:
       phase: 'forward', 'backward' or 'update'.
       param: The path of the leaf that it moves; several, joined by ' | ', where shapes leave a choice; '' if unknown.
       is_named: Whether `param` comes from the name of a gather, rather than from the shape.
-      sent_bytes: What one device sends in one execution: the mean over devices, of which some send nothing in a permute.
+      sent_bytes: What one device sends in one execution; of a permute, in which some send nothing, the mean over all.
       num_executions: Executions in a step.
       full_bytes: The bytes of the gathered or unreduced buffer, as of `hlo.Collective`.
       is_async: Whether other work may run meanwhile.

@@ -105,7 +105,7 @@ def staged(walk: Any, eqn: Any, values: Sequence[Lazy | Value], frame: Any) -> l
             results = run_1f1b(loop, place, [*(x.array for x in others), *arrays], run, shardings)
         else:
             consts, carry = split_operands(loop, [x.array for x in others])[:2]
-            results = run_stages(loop, place, consts, carry, arrays, run)
+            results = run_stages(loop, place, (consts, carry, arrays), run, shardings)
     return [Value(x, params_only=False) for x in results]
 
 

@@ -18,7 +18,6 @@ from jax.extend import core as jex_core
 
 from zero_jax.dims import Kind, Pair, Relation, TraceComparison
 from zero_jax.program import jaxprs
-from zero_jax.program.evaluation import evaluate, inlining, trace_flat
 from zero_jax.program.subcalls import equations, scan_of, subcall
 from zero_jax.sharding.mesh import Axes
 from zero_jax.transforms.facts import Facts
@@ -282,12 +281,11 @@ def _loop(eqn: Any, pair: Pair, roles: tuple[list[Role], list[Role]], cut: Cut) 
             raise CannotCut("its layers return PRNG keys: return their data (jax.random.key_data)")
     whole, part = pair.subcalls()
     layer = layer_of_microbatch(scan.jaxpr, (whole.jaxpr, part.jaxpr), cut.axes)
-    recomputes = any(map(is_remat, equations(scan.jaxpr)))
-    recompute, policy = cut.recompute and not recomputes, None
+    own = [eqn.params["policy"] for eqn in equations(scan.jaxpr) if is_remat(eqn)]
+    recompute, policy = cut.recompute and not own, None
     if cut.num_groups > 1 and not recompute:
-        # Params of a group would be kept for each tick: they are taken again, with what the layers keep by themselves.
-        recompute, (layer, kept) = True, without_remat(layer)
-        policy = kept_values(kept if recomputes else [jax.checkpoint_policies.dots_saveable])
+        # Params of a group would be kept for each tick: they are taken again, and what the layers keep is kept.
+        recompute, policy = True, kept_values(own or [jax.checkpoint_policies.dots_saveable])
     return LayerLoop(
         num_stages=cut.num_stages,
         num_groups=cut.num_groups,
@@ -303,14 +301,6 @@ def _loop(eqn: Any, pair: Pair, roles: tuple[list[Role], list[Role]], cut: Cut) 
         policy=policy,
         line=jaxprs.source_line(pair.whole),
     )
-
-
-def without_remat(closed: Any) -> tuple[Any, list[Any]]:
-    """Returns a closed jaxpr without `jax.checkpoint` around its equations, and the policies that these had."""
-    policies = [eqn.params["policy"] for eqn in equations(closed) if is_remat(eqn)]
-    jaxpr, consts = jaxprs.open_jaxpr(closed)
-    run = lambda *values: evaluate(jaxpr, consts, values, inlining(("call", "remat")))  # noqa: E731
-    return trace_flat(run, [var.aval for var in jaxpr.invars]), policies
 
 
 def is_remat(eqn: Any) -> bool:

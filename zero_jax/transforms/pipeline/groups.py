@@ -1,70 +1,49 @@
 """The params of one of several groups of a stage's layers, which is another one from tick to tick.
 
-A primitive, because the gradient of an index is written into zeros before it is added: that of a group is selected.
+The gradient of an index is written into zeros of the size of all before it is added. So a sum goes with the loop over
+ticks, of no value (zeros) and with the gradient of all groups as its own, to which that of a group is added in place.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core as jex_core
-from jax.interpreters import ad, batching, mlir
 
 from zero_jax.dims import is_float
-
-group_p = jex_core.Primitive("zero_group")
-
-
-def group_of(num_groups: int, number: jax.Array, stack: jax.Array, dtype: Any) -> jax.Array:
-    """Returns the params `[layers, ...]` of a group of a stage's layers, of those of all groups, in a dtype."""
-    if num_groups == 1:
-        return stack if stack.dtype == dtype else stack.astype(dtype)
-    groups = stack.reshape(num_groups, stack.shape[0] // num_groups, *stack.shape[1:])
-    return group_p.bind(groups, number, dtype=dtype) if is_float(stack) else groups[number]
+from zero_jax.sharding.precision import wide
 
 
-def _taken(groups: jax.Array, number: jax.Array, *, dtype: Any) -> jax.Array:
-    take = lambda x, i: lax.dynamic_index_in_dim(x, i, 0, keepdims=False)  # noqa: E731
-    for _ in range(number.ndim):
-        take = jax.vmap(take)
-    return take(groups, number).astype(dtype)
+def group_of(num_groups: int, sums: jax.Array, stack: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the sum, and the params `[layers, ...]` of a group of a stage's layers of those of all its groups."""
+    shape = num_groups, stack.shape[0] // num_groups, *stack.shape[1:]
+    if not is_float(stack):
+        return sums, stack.reshape(shape)[number]
+    sums, taken = _taken(sums.reshape(shape), lax.stop_gradient(stack).reshape(shape), number)
+    return sums.reshape(stack.shape), taken
 
 
-def _batch(arrays: Any, dims: Any, **params: Any) -> tuple[Any, int]:
-    size = next(x.shape[dim] for x, dim in zip(arrays, dims, strict=True) if dim is not None)
-    moved = [
-        jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
-        for x, dim in zip(arrays, dims, strict=True)
-    ]
-    return group_p.bind(*moved, **params), 0
+@jax.custom_vjp
+def sum_of(stack: jax.Array) -> jax.Array:
+    """Returns the sum of a stack before the loop, whose gradient is that of the stack."""
+    return jnp.zeros(stack.shape, wide(stack.dtype))
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
-    (groups, number), dot = primals, tangents[0]
-    made = group_p.bind(groups, number, **params)
-    return made, ad.Zero.from_primal_value(made) if isinstance(dot, ad.Zero) else group_p.bind(dot, number, **params)
-
-
-def _transpose(cotangent: Any, groups: Any, number: Any, **_: Any) -> list[Any]:
-    if isinstance(cotangent, ad.Zero):
-        return [None, None]
-    aval, depth = groups.aval, number.ndim
-    is_own = jnp.arange(aval.shape[depth]) == number[..., None]
-    cotangent = jnp.expand_dims(cotangent.astype(aval.dtype), depth)
-    is_own = is_own.reshape(*is_own.shape, *[1] * (cotangent.ndim - is_own.ndim))
-    return [jnp.where(is_own, cotangent, jnp.zeros_like(cotangent)), None]
-
-
-group_p.def_impl(_taken)
-group_p.def_abstract_eval(
-    lambda groups, number, *, dtype: groups.update(
-        shape=(*groups.shape[: number.ndim], *groups.shape[number.ndim + 1 :]), dtype=jnp.dtype(dtype)
-    )
+sum_of.defvjp(
+    lambda stack: (sum_of(stack), jnp.zeros((), stack.dtype)),
+    lambda like, cotangent: (cotangent.astype(like.dtype),),
 )
-ad.primitive_jvps[group_p] = _jvp
-ad.primitive_transposes[group_p] = _transpose
-batching.primitive_batchers[group_p] = _batch
-mlir.register_lowering(group_p, mlir.lower_fun(_taken, multiple_results=False))
+
+
+@jax.custom_vjp
+def _taken(sums: jax.Array, groups: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return sums, lax.dynamic_index_in_dim(groups, number, 0, keepdims=False)
+
+
+def _taken_backward(number: jax.Array, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None, None]:
+    sums, group = cotangents
+    own = lax.dynamic_index_in_dim(sums, number, 0, keepdims=False) + group.astype(sums.dtype)
+    return lax.dynamic_update_index_in_dim(sums, own, number, 0), None, None
+
+
+_taken.defvjp(lambda sums, groups, number: (_taken(sums, groups, number), number), _taken_backward)

@@ -314,8 +314,7 @@ class _InterleavedTicks:
 
     def pin_grad(self, i: int, x: jax.Array) -> jax.Array:
         """Returns a gradient sharded by stage, and as it is to be."""
-        sharding = self.shardings[i]
-        return self.place.pinned(x, self.place.pipe) if sharding is None else lax.with_sharding_constraint(x, sharding)
+        return self.place.pinned_to(x, self.shardings[i])
 
     def grad(self, i: int, x: jax.Array) -> jax.Array:
         """Returns the gradient of an operand from those of the stages."""

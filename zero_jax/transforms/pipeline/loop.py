@@ -8,6 +8,7 @@ the tick t at number `u = t - s` of what it does, and that is group `u // S % V`
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,12 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
 
 from zero_jax.dims import Kind, is_float
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
 from zero_jax.transforms.pipeline.cut import LAYER_INPUT, LayerLoop, Role
-from zero_jax.transforms.pipeline.groups import group_of
+from zero_jax.transforms.pipeline.groups import group_of, sum_of
 from zero_jax.transforms.pipeline.place import StagePlace, at_stages
 from zero_jax.transforms.pipeline.ring import Ring
 
@@ -29,59 +31,90 @@ Layer = Callable[[Any, list[Any], list[Any], list[Any]], Sequence[Any]]
 
 
 def run_stages(
-    loop: LayerLoop, place: StagePlace, consts: Sequence[Any], carry: Sequence[Any], stacks: Sequence[Any], layer: Layer
+    loop: LayerLoop,
+    place: StagePlace,
+    operands: tuple[Sequence[Any], Sequence[Any], Sequence[Any]],
+    layer: Layer,
+    shardings: Sequence[NamedSharding | None] = (),
 ) -> list[jax.Array]:
     """Runs a scan over layers on all microbatches, and returns its results for the batch.
 
     Args:
       loop: the scan.
       place: where it runs.
-      consts: its constants, those that have examples of the whole batch.
-      carry: its carries, likewise.
-      stacks: what it takes slices of, each one or several arrays `[stages, layers / stages, ...]`.
+      operands: its constants and its carries, those that have examples of the whole batch; and what it takes slices of,
+        each one or several arrays `[stages, layers / stages, ...]`.
       layer: evaluates a layer of a microbatch.
+      shardings: those of the gradients of what it takes slices of, while they are summed; None leaves them open.
     """
+    consts, carry, stacks = operands
     travelling = [(role, x) for role, x in zip(loop.consts, consts, strict=True) if role.is_rows]
     travelling += [*zip(loop.carry, map(jnp.asarray, carry), strict=True)]  # literals are numbers
-    num_consts = len(travelling) - len(carry)
     # Keys travel as numbers.
     kinds = [jax.random.key_impl(x) if _is_key(x) else None for _, x in travelling]
     travelling = [(role, jax.random.key_data(x) if _is_key(x) else x) for role, x in travelling]
-    ticks = _Ticks(loop, place, travelling)
+    ticks, dtypes, sums = _Ticks(loop, place, travelling, shardings), [x.dtype for x in stacks], list[jax.Array]()
     # Gradients are summed over ticks in the dtype of what all of them read.
-    layers, dtypes, stacks = LayersOfStage(loop, layer), [x.dtype for x in stacks], [widened(x) for x in stacks]
+    if loop.num_groups > 1:
+        sums = [sum_of(x) if is_float(x) else jnp.zeros(loop.num_stages, jnp.int32) for x in stacks]
+    else:
+        stacks = [widened(x) for x in stacks]
     shared = [jnp.asarray(x) for role, x in zip(loop.consts, consts, strict=True) if not role.is_rows]
-    dtypes_shared = [x.dtype for x in shared]
+    stage: Any = _Stage(loop, layer, kinds, (dtypes, [x.dtype for x in shared]))
     shared = [place.pinned(jnp.broadcast_to(x, (loop.num_stages, *x.shape)), place.pipe) for x in map(widened, shared)]
-
-    def stage(
-        group: Any, number: Any, is_own: Any, travelled: list[Any], stacks: list[Any], shared: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        # Of no microbatch there is no gradient: derivatives of what a stage has then may be infinite.
-        travelled, stacks, shared = ([differentiated_at(is_own, x) for x in xs] for xs in (travelled, stacks, shared))
-        values = [_moved(role, x, 0, role.dim) for (role, _), x in zip(travelling, travelled, strict=True)]
-        keyed = zip(kinds, values, strict=True)
-        values = [x if kind is None else jax.random.wrap_key_data(x, impl=kind) for kind, x in keyed]
-        own = iter(values[:num_consts])
-        rest = map(cast, shared, dtypes_shared)
-        of_layers = [next(own if role.is_rows else rest) for role in loop.consts]
-        narrow = [group_of(loop.num_groups, group, x, dtype) for x, dtype in zip(stacks, dtypes, strict=True)]
-        after, ys = layers(number, of_layers, values[num_consts:], narrow)
-        after = [jax.random.key_data(x) if _is_key(x) else x for x in after]
-        after = [_moved(role, x, role.dim, 0) for role, x in zip(loop.carry, after, strict=True)]
-        return [*travelled[:num_consts], *after], ys
-
     if loop.recompute:
         stage = jax.checkpoint(stage, prevent_cse=False, policy=loop.policy)
     mapped = jax.vmap(stage, spmd_axis_name=place.pipe)
-    results = ticks.run(lambda *own: mapped(*own, stacks, shared))
-    for i, kind in enumerate(kinds[num_consts:]):
+    results = ticks.run(lambda work, state, sums: mapped(work, state, sums, stacks, shared), sums)
+    for i, kind in enumerate(kinds[ticks.num_consts :]):
         results[i] = results[i] if kind is None else jax.random.wrap_key_data(results[i], impl=kind)
     return results
 
 
 def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+class _Stage:
+    """What a stage does in a tick.
+
+    Args:
+      loop: the layers.
+      layer: evaluates a layer of a microbatch.
+      kinds: of what a microbatch has, constants and carries, the kinds of keys that travel as numbers; None of others.
+      dtypes: those of what layers take slices of, and of constants that all microbatches share.
+    """
+
+    def __init__(
+        self, loop: LayerLoop, layer: Layer, kinds: Sequence[Any], dtypes: tuple[Sequence[Any], Sequence[Any]]
+    ):
+        self.loop, self.layers, self.kinds, self.dtypes = loop, LayersOfStage(loop, layer), kinds, dtypes
+        self.roles = [*(role for role in loop.consts if role.is_rows), *loop.carry]
+        self.num_consts = len(self.roles) - len(loop.carry)
+
+    def __call__(
+        self, work: tuple[Any, Any, Any], travelled: list[Any], sums: list[Any], stacks: list[Any], shared: list[Any]
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """Returns what travels on, what layers stack, and sums.
+
+        `work` is the number of a group, that of a microbatch, and whether there is one.
+        """
+        group, number, is_own = work
+        if sums:
+            taken = [group_of(self.loop.num_groups, x, stack, group) for x, stack in zip(sums, stacks, strict=True)]
+            sums, stacks = [x for x, _ in taken], [x for _, x in taken]
+        # Of no microbatch there is no gradient: derivatives of what a stage has then may be infinite.
+        travelled, stacks, shared = ([differentiated_at(is_own, x) for x in xs] for xs in (travelled, stacks, shared))
+        values = [_moved(role, x, 0, role.dim) for role, x in zip(self.roles, travelled, strict=True)]
+        keyed = zip(self.kinds, values, strict=True)
+        values = [x if kind is None else jax.random.wrap_key_data(x, impl=kind) for kind, x in keyed]
+        own, rest = iter(values[: self.num_consts]), map(cast, shared, self.dtypes[1])
+        consts = [next(own if role.is_rows else rest) for role in self.loop.consts]
+        narrow = [cast(x, dtype) for x, dtype in zip(stacks, self.dtypes[0], strict=True)]
+        after, ys = self.layers(number, consts, values[self.num_consts :], narrow)
+        after = [jax.random.key_data(x) if _is_key(x) else x for x in after]
+        after = [_moved(role, x, role.dim, 0) for role, x in zip(self.loop.carry, after, strict=True)]
+        return [*travelled[: self.num_consts], *after], ys, sums
 
 
 class LayersOfStage:
@@ -117,10 +150,17 @@ class _Ticks:
       loop: the scan.
       place: where it runs.
       travelling: what a microbatch has, by its role and for the batch: constants with examples, and carries.
+      shardings: those of sums; None leaves them open.
     """
 
-    def __init__(self, loop: LayerLoop, place: StagePlace, travelling: Sequence[tuple[Role, Any]]):
-        self.loop, self.place = loop, place
+    def __init__(
+        self,
+        loop: LayerLoop,
+        place: StagePlace,
+        travelling: Sequence[tuple[Role, Any]],
+        shardings: Sequence[NamedSharding | None],
+    ):
+        self.loop, self.place, self.shardings = loop, place, shardings
         self.num_stages, self.num_microbatches = loop.num_stages, loop.num_microbatches
         self.roles, self.values = [role for role, _ in travelling], [x for _, x in travelling]
         self.num_consts = len(travelling) - len(loop.carry)
@@ -139,8 +179,8 @@ class _Ticks:
         """Returns the shape of a value with examples for a microbatch."""
         return [size // (self.num_microbatches if i == role.dim else 1) for i, size in enumerate(x.shape)]
 
-    def run(self, stages: Callable[..., Any]) -> list[jax.Array]:
-        """Runs all ticks, and returns the carries and what is stacked."""
+    def run(self, stages: Callable[..., Any], sums: Sequence[jax.Array]) -> list[jax.Array]:
+        """Runs all ticks, and returns the carries and what is stacked; `sums` go with stages from tick to tick."""
         loop, roles, rings, first = self.loop, self.roles, self.rings, self.num_consts
         waiting = [None if ring is None else ring.entered(x) for ring, x in zip(rings, self.values, strict=True)]
         begun = [self.begun(role, x) for role, x in zip(roles, self.values, strict=True)]
@@ -149,12 +189,12 @@ class _Ticks:
             begun[i] if ring is None else ring.unpadded(waiting[i][0][:, 0])  # type: ignore[index]
             for i, ring in enumerate(rings)
         ]
-        shapes = jax.eval_shape(stages, self.stage, self.stage, self.stage == 0, after)
+        shapes = jax.eval_shape(stages, (self.stage, self.stage, self.stage == 0), after, sums)
         made = [self.nothing(role, x) for role, x in zip(loop.carry, after[first:], strict=True)]
         stacked = [self.nothing(role, x, loop.num_groups) for role, x in zip(loop.ys, shapes[1], strict=True)]
 
         def tick(before: Any, t: jax.Array) -> tuple[Any, list[Any]]:
-            after, waiting, made, stacked = before
+            after, waiting, made, stacked, sums = before
             turns = [
                 (None, self.begun_in(role, x, t)) if ring is None else ring.tick(own, old, t)
                 for role, ring, own, x, old in zip(roles, rings, waiting, begun, after, strict=True)
@@ -164,17 +204,20 @@ class _Ticks:
             state = [at_stages(is_turn, new, x) for (_, new), x in zip(turns, arrived, strict=True)]
             state = [self.pin(role, x) for role, x in zip(roles, state, strict=True)]
             numbers, groups, is_own = self.number(t - self.stage), self.group(t - self.stage), self.is_own(t)
-            after, ys = stages(groups, numbers, is_own, state)
+            after, ys, sums = stages((groups, numbers, is_own), state, sums)
+            sums = self.pinned_sums(sums)
             after = [self.pin(role, x) for role, x in zip(roles, after, strict=True)]
             is_done = is_own & (self.stage == self.num_stages - 1) & (groups == loop.num_groups - 1)
             done = zip(loop.carry, made, after[first:], strict=True)
             made = [self.added(role, old, new, is_done) for role, old, new in done]
             stacked = [self.added_to_group(*each, groups, is_own) for each in zip(loop.ys, stacked, ys, strict=True)]
             rows = [x for role, x in zip(loop.ys, ys, strict=True) if role.is_rows]
-            return (after, waiting, made, stacked), rows
+            return (after, waiting, made, stacked, sums), rows
 
         ticks = jnp.arange(loop.num_ticks, dtype=jnp.int32)
-        (after, waiting, made, stacked), rows = lax.scan(tick, (after, waiting, made, stacked), ticks)
+        (after, waiting, made, stacked, _), rows = lax.scan(
+            tick, (after, waiting, made, stacked, self.pinned_sums(sums)), ticks
+        )
         results, remaining = [], iter(rows)
         ends = zip(loop.carry, rings[first:], waiting[first:], made, after[first:], strict=True)
         for role, ring, own, x, last in ends:
@@ -214,6 +257,11 @@ class _Ticks:
     def pin(self, role: Role, x: jax.Array) -> jax.Array:
         """Returns what stages have, sharded by stage and by examples."""
         return self.place.pinned(x, self.place.pipe, *([self.place.batch] if role.is_rows else []))
+
+    def pinned_sums(self, sums: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns sums sharded by stage, and as they are to be."""
+        each = itertools.zip_longest(sums, self.shardings[: len(sums)])
+        return [self.place.pinned_to(x, sharding) if is_float(x) else x for x, sharding in each]
 
     # --- what is made ------------------------------------------------------------------------------------------------
 

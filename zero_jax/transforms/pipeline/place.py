@@ -43,6 +43,10 @@ class StagePlace:
         spec = PartitionSpec(*(dim or None for dim in dims), *[_FREE] * (x.ndim - len(dims)))
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
+    def pinned_to(self, x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
+        """Returns what stages have, in a sharding; where it is None sharded by stage."""
+        return self.pinned(x, self.pipe) if sharding is None else lax.with_sharding_constraint(x, sharding)
+
     def sent(self, x: jax.Array, pairs: Iterable[tuple[int, int]]) -> jax.Array:
         """Returns `[stages, ...]` with the part of one stage at another one for each pair, and zeros elsewhere."""
         return send_p.bind(x, mesh=self.mesh, axes=self.pipe, pairs=tuple(pairs))

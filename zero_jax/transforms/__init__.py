@@ -10,7 +10,7 @@ wrongly. `facts` says what values are made of, and where they are read last.
 
 from zero_jax.transforms.attention.report import AttentionReport
 from zero_jax.transforms.attention.transform import attention_report, fuse_attention
-from zero_jax.transforms.batch_counts import CountedProgram, LossOnParts, weight_alone
+from zero_jax.transforms.batch_counts import CountedProgram, weight_alone
 from zero_jax.transforms.batch_weights import PartWeight, with_weight
 from zero_jax.transforms.flops import count_flops, training_flops
 from zero_jax.transforms.gather.deferred import GatherOptions, HostParam, differentiated, used_shapes, with_gradient

@@ -109,9 +109,8 @@ class CountedTrace:
 
     def alone(self, places: Sequence[int]) -> Any:
         """Returns the closed jaxpr of counts; no count is made by what has effects."""
-        atoms, pure = [self.counts[i] for i in places], [eqn for eqn in self.opened.eqns if not eqn.effects]
-        closed = jaxprs.with_results(self.closed, atoms, eqns=pure)
-        return jaxprs.with_results(closed, atoms, eqns=jaxprs.without_dead_code(closed).eqns)
+        pure = [eqn for eqn in self.opened.eqns if not eqn.effects]
+        return jaxprs.alone(self.closed, [self.counts[i] for i in places], eqns=pure)
 
     def on_part(self, how: LossOnParts) -> _OnPart:
         """Returns the loss on a part of the batch, of as many examples as this trace."""
@@ -174,8 +173,7 @@ class _OnPart:
 
     def closed(self, atoms: Sequence[Any]) -> Any:
         """Returns the closed jaxpr of some results."""
-        closed = jaxprs.with_results(self.trace.closed, list(atoms), invars=self.invars, eqns=self.eqns)
-        return jaxprs.with_results(closed, list(atoms), eqns=jaxprs.without_dead_code(closed).eqns)
+        return jaxprs.alone(self.trace.closed, atoms, invars=self.invars, eqns=self.eqns)
 
 
 def _like(var: Any) -> Any:
@@ -236,15 +234,13 @@ def weight_alone(program: CountedProgram, variables: PyTree, batch: PyTree, key:
 
     def alone(*args: Any) -> Any:
         traced = program.trace(*args)
-        weight = jaxprs.open_jaxpr(traced.closed)[0].outvars[-1]
-        return jaxprs.with_results(traced.closed, [weight])
+        return jaxprs.alone(traced.closed, jaxprs.open_jaxpr(traced.closed)[0].outvars[-1:])
 
     if any(jaxprs.used_inputs(alone(variables, batch, key))[: len(jax.tree.leaves(variables))]):
         raise NotImplementedError("the weight of a part of the batch depends on the params")
 
     def weigh(batch: PyTree, key: Any) -> jax.Array:
-        closed = alone(variables, batch, key)
-        jaxpr, consts = jaxprs.without_dead_code(closed), jaxprs.open_jaxpr(closed)[1]
+        jaxpr, consts = jaxprs.open_jaxpr(alone(variables, batch, key))
         (weight,) = evaluate(jaxpr, consts, jax.tree.leaves((variables, batch, key)), inlining())
         return jnp.asarray(weight, wide(weight.dtype))
 

@@ -269,8 +269,8 @@ class _Traces:
         whole, part, *single = groups[0]
         names = [[eqn.primitive.name for eqn in jaxprs.open_jaxpr(x)[0].eqns] for x in (whole, part)]
         if names[0] != names[1] or any(operations(x) != operations(part) for x in single):
-            results = range(len(jaxprs.open_jaxpr(whole)[0].outvars))
-            groups = [[_alone(trace, i) for trace in traces] for i in results]
+            each = [[jaxprs.alone(x, [atom]) for atom in jaxprs.open_jaxpr(x)[0].outvars] for x in traces]
+            groups = [list(group) for group in zip(*each, strict=True)]
         found = []
         for whole, part, *single in groups:
             if any(operations(x) != operations(part) for x in single):
@@ -285,12 +285,6 @@ def _values(trace: CountedTrace) -> list[Any]:
     """Returns the atoms of the loss and of the leaves of its aux."""
     loss, (aux, _) = trace.results
     return [loss, *jax.tree.leaves(aux)]
-
-
-def _alone(closed: Any, i: int) -> Any:
-    """Returns the closed jaxpr of one result."""
-    alone = jaxprs.with_results(closed, [jaxprs.open_jaxpr(closed)[0].outvars[i]])
-    return jaxprs.with_results(alone, jaxprs.open_jaxpr(alone)[0].outvars, eqns=jaxprs.without_dead_code(alone).eqns)
 
 
 def _averaged(found: _Found, part: CountedTrace, loss_weight: str | None, *, trusted: bool) -> tuple[str, LossOnParts]:

@@ -265,7 +265,7 @@ def role_of(x: Relation, what: str) -> Role:
         raise CannotCut(x.why.replace("{}", "a line that is not known"))
     if x.is_plain:
         return Role(kind=x.kind, dim=x.dim or 0)
-    if x.kind is Kind.SUM and x.divisor is None and not x.bounded:
+    if x.kind is Kind.SUM:
         return Role(kind=Kind.SUM, power=x.power)
     raise CannotCut(f"{what} is neither of each example, nor the same for all, nor a sum over them ({x.kind.name})")
 

@@ -431,7 +431,9 @@ def of_one_layer(params, batch):
 def unequal(params, batch):
     x = params["embed"][batch["tokens"]]
     for i in range(LAYERS):
-        x = (jnp.tanh, jnp.sin, jnp.cos, jnp.exp)[i](x @ params["layers"]["w"][i])
+        x = (jnp.tanh, jnp.sin, jnp.cos, jnp.exp, jnp.abs, jnp.square, jnp.arctan, jnp.negative)[i](
+            x @ params["layers"]["w"][i]
+        )
     return jnp.square(x).mean()
 
 

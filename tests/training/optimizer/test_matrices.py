@@ -164,6 +164,19 @@ def graded():
     return optax.GradientTransformation(init, update)
 
 
+def one_by_one():
+    """An optimizer of stacks that takes their matrices one after another, in a loop without a carry."""
+
+    def orthogonal(x):
+        x = x / jnp.linalg.norm(x)
+        return 1.5 * x - 0.5 * (x @ x.T) @ x
+
+    def one(x, _):
+        return -1e-2 * (jax.lax.map(orthogonal, x) if x.ndim == 3 else x)
+
+    return optax.stateless_with_tree_map(one)
+
+
 def wrapped():
     """Muon for some leaves, with a learning rate in its state, in chains, and another optimizer for the others."""
     label = lambda path, x: "matrix" if path[-1].key in STACKED else "other"  # noqa: E731
@@ -204,6 +217,7 @@ OPTIMIZERS = {
     "galore": lambda: optax.contrib.galore(1e-2, rank=4),
     "soap": soap,
     "graded": graded,
+    "one by one": one_by_one,
     "wrapped": wrapped,
 }
 
@@ -243,6 +257,8 @@ def on_one_device(tx, init_fn, steps=3):
         pytest.param("soap", init_eight, 2, {}, marks=pytest.mark.slow),
         pytest.param("soap", init_eight, 3, {}, marks=pytest.mark.slow),
         ("graded", init_stacked, 3, {}),
+        ("one by one", init_eight, 1, {}),
+        pytest.param("one by one", init_stacked, 3, {}, marks=pytest.mark.slow),
         pytest.param("wrapped", init_eight, 1, {"replica": 2}, marks=pytest.mark.slow),
         pytest.param("wrapped", init_eight, 2, {"offload": "state"}, marks=pytest.mark.slow),
         ("wrapped", init_eight, 3, {"layer_shards": True, "model": 2}),
@@ -342,12 +358,18 @@ def sent_bytes(tx, init_fn, stage):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "init_fn"),
-    [("muon", init_stacked), ("muon", init_layers), ("every second step", init_layers), ("at times", init_layers)],
+    ("optimizer", "init_fn", "stage"),
+    [
+        ("muon", init_stacked, 3),
+        ("muon", init_layers, 3),
+        ("every second step", init_layers, 3),
+        ("at times", init_layers, 3),
+        ("one by one", init_eight, 2),
+    ],
 )
-def test_muon_sends_two_all_to_alls_more_than_adamw(optimizer, init_fn):
+def test_muon_sends_two_all_to_alls_more_than_adamw(optimizer, init_fn, stage):
     """On eight devices two all-to-alls are an eighth of a gather and a scatter; padding is a third more of that."""
-    ratio = sent_bytes(OPTIMIZERS[optimizer](), init_fn, 3) / sent_bytes(optax.adamw(1e-2), init_fn, 3)
+    ratio = sent_bytes(OPTIMIZERS[optimizer](), init_fn, stage) / sent_bytes(optax.adamw(1e-2), init_fn, stage)
     assert 1 < ratio < 1.2  # 2.0 where each product of each iteration sends
 
 
@@ -441,6 +463,7 @@ def test_the_report_says_where_matrices_are_computed_on():
     of_layers = reasons(init_eight, muon(), 2)
     assert "along the layers, 16 of [32, 32]: whole on a device as they are sharded, nothing moves" in of_layers["q"]
     assert "16 of [32, 32]: dealt out" in reasons(init_eight, muon(), 3)["q"]
+    assert "16 of [32, 32]: whole on a device" in reasons(init_eight, one_by_one(), 1)["q"]
     of_some_axes = reasons(init_stacked, muon(), 1, {"data_layout": (4, 2)})
     assert "along the layers, 12 of [32, 32]: dealt out over data_0, 2 to a device" in of_some_axes["q"]
     of_stages = {"sizes": {"pipe": 2}, "num_microbatches": 2}

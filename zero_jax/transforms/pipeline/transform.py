@@ -193,7 +193,8 @@ def _refusal(found: Sequence[FoundLoop], stages: Stages) -> str:
     """Says why a loss has no stages, and what to do."""
     if found:
         reasons = "; ".join(f"the layers at {entry.line}: {entry.why}" for entry in found)
-        other = "" if stages.schedule == Schedule() else "; give pipeline='gpipe'"
+        is_of_schedule = any("pipeline=" in entry.why or "groups" in entry.why for entry in found)
+        other = "; give pipeline='gpipe'" if is_of_schedule and stages.schedule != Schedule() else ""
         return (
             f"pipe={stages.num_stages}: no layers can be the stages of a pipeline: {reasons}{other}; or leave pipe out"
         )

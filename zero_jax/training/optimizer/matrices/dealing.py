@@ -13,12 +13,13 @@ import jax
 from jax import lax
 from jax.sharding import Mesh
 
-from zero_jax.program.jaxprs import bind, is_literal
+from zero_jax.program.evaluation import evaluate
+from zero_jax.program.jaxprs import bind, is_literal, open_jaxpr
 from zero_jax.program.subcalls import Subcall
 from zero_jax.program.walk import Walk
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, carries, named, num_shards, steps_by_dim, without
-from zero_jax.training.optimizer.matrices.regions import SIZES, Region
+from zero_jax.training.optimizer.matrices.regions import SIZES, Region, is_map
 
 # Operations that a device computes while it sends a byte: v5p 2,300 (bf16), v5e 2,000, H100 2,200 by NVLink.
 _FLOPS_OF_A_BYTE = 2000
@@ -100,13 +101,13 @@ class Dealing:
 
     @functools.cached_property
     def over(self) -> tuple[str, ...] | None:
-        """The axes over which each device has whole matrices: what costs least; None where they stay as they are.
+        """The axes that whole matrices are dealt out over: what costs least; None where the update is not changed.
 
         They are the minor ones of the dims that they are moved from: only these move by an all-to-all. Where there are
         fewer matrices than devices, some compute copies, or matrices stay cut over the other axes.
         """
         if self.is_whole:
-            return None
+            return () if self.regions[0].has_maps else None
         first = self.regions[0]
         dims = without(self.stacked_dims(first, first.inputs[0]), self.apart)
         placed = [axis for dim in dims for axis in dim if axis in self.data]
@@ -284,11 +285,22 @@ class _Resized(Walk[None]):
         self.stacks, self.size = stacks, size
 
     def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> bool:
-        """Enters all loops and branches of stacks."""
-        return bool(self.stacks)
+        """Enters all loops and branches of stacks, but those that are a map over them."""
+        return bool(self.stacks) and not self.maps(eqn)
+
+    def maps(self, eqn: Any) -> bool:
+        """Tells whether an equation is a loop over the matrices."""
+        return is_map(eqn) and self.stacks.get(eqn.outvars[0]) == 0 and self.stacks.get(eqn.invars[-1]) == 0
 
     def operation(self, eqn: Any, values: list[Any], frame: None) -> Sequence[Any]:
-        """Evaluates an equation, with the number of matrices in place of the one in its parameters."""
+        """Evaluates an equation, with the number of matrices in place of the one in its parameters.
+
+        A loop over matrices is one `jax.vmap` of its body: XLA runs an iteration of a loop on all devices.
+        """
+        if self.maps(eqn):
+            num_consts, (body, consts) = eqn.params["num_consts"], open_jaxpr(eqn.params["jaxpr"])
+            in_axes = [None if i < num_consts else 0 for i in range(len(values))]
+            return jax.vmap(lambda *args: evaluate(body, consts, args), in_axes)(*values)
         name = next((name for name, primitive in SIZES.items() if eqn.primitive.name == primitive), None)
         at = self.stacks.get(eqn.outvars[0])
         if name is None or at is None:

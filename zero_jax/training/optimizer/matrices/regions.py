@@ -70,6 +70,11 @@ class Region:
         return self.inputs[0].aval.shape[self.stacks[self.inputs[0]]] if self.stacks else 1
 
     @functools.cached_property
+    def has_maps(self) -> bool:
+        """Whether matrices of the stacks go through a loop one after another, whichever device has them."""
+        return bool(self.stacks) and any(is_map(inner) for eqn in self.eqns for inner in equations_of(eqn))
+
+    @functools.cached_property
     def cost(self) -> ProductCost:
         """The cost of the products for one matrix."""
         return _cost(self.eqns).times(1 / self.num_matrices())
@@ -135,6 +140,11 @@ def is_barrier(eqn: Any) -> bool:
     for group in (set(sources) for var, sources in made if is_large(var) and sources):
         apart = _joined(apart, group)
     return len(apart) > 1
+
+
+def is_map(eqn: Any) -> bool:
+    """Tells whether an equation is a loop without a carry: `jax.lax.map`, by which matrices go one after another."""
+    return eqn.primitive.name == "scan" and not eqn.params["num_carry"]
 
 
 def is_large(atom: Any) -> bool:
@@ -303,6 +313,8 @@ class _Stacks(Pass[Any]):
         return second if first in (second, _ANY) else _MIXED
 
     def equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        if is_map(eqn) and set(operands[eqn.params["num_consts"] :]) == {0}:
+            return [0 if not any(operands[: eqn.params["num_consts"]]) else _MIXED] * len(eqn.outvars)
         if eqn.primitive.name == "cond":  # the index of a branch is no map along a stack: it is one for all matrices
             operands = [_ANY if operands[0] is None else _MIXED, *operands[1:]]
         return super().equation(eqn, operands)

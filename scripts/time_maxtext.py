@@ -7,35 +7,45 @@ In an environment that has MaxText (`pip install "maxtext[tpu]==0.2.5"`) and zer
         per_device_batch_size=6 remat_policy=minimal global_parameter_scale=32 ici_fsdp_parallelism=-1 \
         ici_tensor_parallelism=4 max_target_length=2048 use_iota_embed=true dataset_type=synthetic attention=flash \
         quantization= enable_checkpointing=false reuse_example_batch=1 steps=15 run_name=x base_output_directory=/tmp/x
+
+`--quick` as the first argument stops the compiler before it generates code.
 """
 
+import os
 import pathlib
 import sys
+import traceback
 from typing import Any
 
+import jax
 import maxtext
 from maxtext.trainers.pre_train import train_compile
 from maxtext.utils import maxtext_utils
 
 from zero_jax.hlo import Program
-from zero_jax.planning.kernel_text import program_text
+from zero_jax.planning.job import compile_lowered
 from zero_jax.planning.step_time import estimate_time
 from zero_jax.sharding import topology
 
 
-def main(name: str, settings: list[str]) -> None:
+class Compiled(Exception):
+    """Ends MaxText's `train_compile` when the step is compiled."""
+
+
+def main(name: str, settings: list[str], *, quick: bool) -> None:
     """Compiles the step for a topology as MaxText does, and prints the estimate by both counts of attention."""
-    config, mesh, compiled = compile_step(settings)
+    config, mesh, text, has_code = compile_step(settings, quick=quick)
     _, weights, attention = maxtext_utils.calculate_tflops_training_per_device(config, log=False)
     # MaxText counts half of attention since July 2025, when it published most of its figures already.
     per_device, attention_per_device = (weights + 2 * attention) * 1e12, 2 * attention * 1e12
     estimated = estimate_time(
-        Program(program_text(compiled)),
+        Program(text),
         mesh=mesh,
         topology=topology.parse(name),
         model_flops=per_device * mesh.size,
         attention_flops=attention_per_device * mesh.size,
         num_tokens=config.global_batch_size_to_train_on * config.max_target_length,
+        has_code=has_code,
     )
     print(f"{per_device / 1e12:,.1f} TFLOP a device and step, of which attention {attention_per_device / 1e12:,.1f}")
     print(f"{estimated}\nkernels {estimated.kernel_seconds:.3f} s, network {estimated.network_seconds:.3f} s")
@@ -43,24 +53,43 @@ def main(name: str, settings: list[str]) -> None:
     print("\n".join(f"- {assumption}" for assumption in estimated.assumptions))
 
 
-def compile_step(settings: list[str]) -> tuple[Any, Any, Any]:
-    """Returns MaxText's config, its mesh and its compiled train step."""
+def compile_step(settings: list[str], *, quick: bool) -> tuple[Any, Any, str, bool]:
+    """Returns MaxText's config, its mesh, the text of its compiled train step, and whether that has code."""
     seen: dict[str, Any] = {}
-    get_inputs, compile_with = train_compile.get_shaped_inputs, train_compile.jit_and_compile
+    get_inputs = train_compile.get_shaped_inputs
 
     def inputs(mesh: Any, config: Any) -> Any:
         seen.update(mesh=mesh, config=config)
         return get_inputs(mesh, config)
 
-    def compiled(*args: Any, **kwargs: Any) -> Any:
-        seen["compiled"] = compile_with(*args, **kwargs)
-        return seen["compiled"]
+    def compile(lowered: Any, compiler_options: Any = None) -> Any:
+        jax.stages.Lowered.compile = compile_plainly
+        seen["saved"], seen["has_code"] = compile_lowered(lowered, compiler_options or {}, quick=quick)
+        raise Compiled
 
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        jax.stages.Lowered.compile = compile
+        return jit_and_compile(*args, **kwargs)
+
+    compile_plainly, jit_and_compile = jax.stages.Lowered.compile, train_compile.jit_and_compile
     train_compile.get_shaped_inputs, train_compile.jit_and_compile = inputs, compiled
     base = pathlib.Path(maxtext.__file__).parent / "configs" / "base.yml"
-    train_compile.main(["train_compile", str(base), *settings])
-    return seen["config"], seen["mesh"], seen["compiled"]
+    try:
+        train_compile.main(["train_compile", str(base), *settings])
+    except Compiled:
+        pass
+    if "text" not in seen["saved"]:
+        raise SystemExit(f"the compiler refuses it: {seen['saved']['message']}")
+    return seen["config"], seen["mesh"], seen["saved"]["text"], seen["has_code"]
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    is_quick = sys.argv[1] == "--quick"
+    status = 1
+    try:
+        main(sys.argv[1 + is_quick], sys.argv[2 + is_quick :], quick=is_quick)
+        status = 0
+    except Exception:
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(status)  # not after a compiler that goes on

@@ -326,18 +326,29 @@ def test_of_what_is_sliced_or_updated_in_place_only_the_slice_moves():
   ROOT %neg = f32[1,64] negate(%one)
 }
 
+%both (first: f32[8,64], second: f32[8,64], k: s32[]) -> (f32[1,64], f32[8,64]) {
+  %first = f32[8,64] parameter(0)
+  %second = f32[8,64] parameter(1)
+  %k = s32[] parameter(2)
+  %got = f32[1,64] fusion(%first, %k), kind=kLoop, calls=%picked
+  %put = f32[8,64] fusion(%second, %got, %k), kind=kLoop, calls=%fused
+  ROOT %pair = (f32[1,64], f32[8,64]) tuple(%got, %put)
+}
+
 ENTRY %main (x: f32[8,64], y: f32[1,64], n: s32[]) -> f32[8,64] {
   %x = f32[8,64] parameter(0)
   %y = f32[1,64] parameter(1)
   %n = s32[] parameter(2)
   %b = f32[64] bitcast(%y)
   %p = f32[1,64] fusion(%x, %n), kind=kLoop, calls=%picked
+  %t = (f32[1,64], f32[8,64]) fusion(%x, %x, %n), kind=kOutput, calls=%both
   ROOT %u = f32[8,64] fusion(%x, %p, %n), kind=kLoop, calls=%fused
 }
 """
     row = 4 * 64
     assert work_of("p", body).bytes == row + row + 4  # the slice, the result, the index
     assert work_of("u", body).bytes == row + row + 4  # the new row read and written, the index
+    assert work_of("t", body).bytes == row + row + row + 4  # in fusions of a fusion: the slice, both results
     assert work_of("b", body).bytes == 0
 
 

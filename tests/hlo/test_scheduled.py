@@ -27,6 +27,8 @@ ENTRY %main (p: f32[4], q: f32[8,4]) -> f32[16] {
   %p = f32[4]{0} parameter(0)
   %q = f32[8,4]{1,0:T(8,128)S(5)} parameter(1)
   %both = (f32[4]{0}, /*index=1*/(f32[4]{0}, f32[4]{0})) fusion(%p), kind=kLoop, calls=%f
+  %x = f32[4]{0} custom-call(%p), custom_call_target="mine", backend_config="a
+b"
 SHORT  %one = f32[4]{0} add(TWO, FIRST)
   %start = ((f32[4]{0}, token[]), f32[16]{0}) GATHER_START
   %cut = ((f32[8,4]{1,0:S(5)}), f32[1,4]{1,0}, u32[]) SLICE_START

@@ -16,7 +16,7 @@ RUN = {
     "source": "",
 }
 SETTING = {"remat": "full", "num_microbatches": 2, "replica": 1, "model": 1, "offload": None, "overlap": False}
-SEARCH = {"ranking": {"ranked": [{"setting": SETTING, "estimated": {"seconds": 1.0}}]}}
+SEARCH = {"ranking": {"ranked": [{"setting": SETTING, "estimated": {"seconds": 1.0}, "outcome": None}]}}
 PROGRAM = {"fits": True, "time": {"step_seconds": 1.5}}
 
 
@@ -45,6 +45,21 @@ def test_answers_are_kept_and_programs_compiled_only_when_told_to(tmp_path, aske
     assert asked[1] == [*options.split(), "--json"]
     published_runs.Row.of(run, published_runs.Results(path, again=True), compiles=False)
     assert len(asked) == 3
+
+
+def test_a_search_that_compiles_without_code_says_so(tmp_path, asked, monkeypatch):
+    (ranked,) = SEARCH["ranking"]["ranked"]
+    monkeypatch.setitem(SEARCH, "ranking", {"ranked": [{**ranked, "outcome": {"seconds": 1.8}}]})
+    results = published_runs.Results(tmp_path / "results.json", again=False)
+    row = published_runs.Row.of(published_runs.Run(**RUN), results, compiles=False, quick=True)
+    assert row.figures[-3:] == ("0.50", "1.8 (quick)", "0.90")
+    assert "--quick" in asked[0] and len(asked) == 1
+
+
+def test_options_ask_for_what_a_search_answers_with():
+    setting = {**SETTING, "replica": 2, "attention": "fused", "loss": "sequence_parallel loss_chunk=8192"}
+    options = "--replica 2 --num-microbatches 2 --attention fused --remat full --no-overlap"
+    assert " ".join(published_runs.options_of(setting)) == f"{options} --sequence-parallel --loss-chunk 8192"
 
 
 def test_a_command_that_fails_is_no_row_that_does_not_fit(tmp_path, asked):

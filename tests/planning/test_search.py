@@ -235,6 +235,40 @@ def test_the_last_compile_goes_to_the_smallest():
     assert "none of 3 compiled settings came out" in str(got) and "allow more compiles" in str(got)
 
 
+def test_what_is_left_to_compile_is_likely_to_fit_and_not_the_smallest():
+    compiler = Compiler(lambda s: Outcome(fits=(x := 2.2 * estimate(s).bytes) <= 16e9, bytes=x, seconds=1.0))
+    settings = candidates(Space(num_devices=8, batch_sizes=(32,)))
+    run(settings, compiler=compiler, max_compiles=2)
+    first, last = map(estimate, compiler.asked)
+    assert first.bytes * 2.2 > 16e9 >= last.bytes * 2.2
+    known = [estimate(x) for x in settings if 2.2 * estimate(x).bytes <= 0.85 * 16e9]
+    assert last.seconds == min(x.seconds for x in known)
+
+
+def test_settings_that_keep_what_fits_stay_where_another_is_too_large():
+    def estimate(setting):
+        bounded = setting.remat == "auto"
+        return Estimated(bytes=15e9 if bounded else 9e9, seconds=2.0 if bounded else 1.0, fills=bounded)
+
+    compiler = Compiler(lambda s: Outcome(fits=s.remat == "auto", bytes=15e9 if s.remat == "auto" else 20e9, seconds=2))
+    settings = candidates(Space(num_devices=8, batch_sizes=(32,), stages=(3,), replicas=(1,), remats=("full", "auto")))
+    got = run(settings, compiler=compiler, estimate=estimate, max_compiles=2)
+    assert [x.remat for x in compiler.asked] == ["full", "auto"] and got.best == compiler.asked[1]
+
+
+def test_what_is_nearly_compiled_already_comes_later():
+    seconds = {("full", 1): 1.0, ("full", 2): 1.01, ("dots", 1): 1.03, ("none", 1): 1.2}
+
+    def estimate(setting):
+        return Estimated(bytes=1e9, seconds=seconds.get((setting.remat, setting.replica), 9.0))
+
+    remats = ("full", "dots", "none")
+    settings = candidates(Space(num_devices=8, batch_sizes=(8,), stages=(3,), replicas=(1, 2), remats=remats))
+    compiler = Compiler(lambda s: Outcome(fits=True, bytes=1e9, seconds=estimate(s).seconds))
+    run(settings, compiler=compiler, estimate=estimate, max_compiles=3)
+    assert [(x.remat, x.replica) for x in compiler.asked] == [("full", 1), ("dots", 1), ("full", 2)]
+
+
 def test_a_crash_is_an_outcome():
     def outcome(setting):
         if setting.num_microbatches == 1:

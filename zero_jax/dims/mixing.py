@@ -26,7 +26,7 @@ from zero_jax.sharding.spec import dims_of
 UNKNOWN, FREE, MIXED, RANDOM = "unknown", "free", "mixed", "random"
 State = int | str
 
-_EACH_ITS_OWN = frozenset({"optimization_barrier", "zero_order"})
+_EACH_ITS_OWN = frozenset({"optimization_barrier", "zero_order", "zero_rows"})
 LOOPS = frozenset({"scan", "while"})
 
 

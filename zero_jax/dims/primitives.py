@@ -325,7 +325,7 @@ _TABLE: dict[str, Primitive] = {
     # The same values: with another name, in another place, or in another dtype.
     **_each("copy name stop_gradient", "copy", _as_they_are, linear="first"),
     **_each(
-        "device_put optimization_barrier pvary reshard sharding_constraint zero_order zero_reshard",
+        "device_put optimization_barrier pvary reshard sharding_constraint zero_order zero_reshard zero_rows",
         "place",
         _as_they_are,
     ),

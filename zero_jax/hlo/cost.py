@@ -131,21 +131,31 @@ def _moved_bytes(program: Program, computation: str, instruction: Instruction) -
         return 2 * operands[-1] + sum(operands[1:-1])
     if opcode != "fusion":
         return result + sum(operands)
-    called = next(iter(instruction.called.values()))
-    inner = program.computations.get(called, {})
-    users = program.users(called)
-    num_read = sum(_read_bytes(inner, users, parameter) for parameter in program.parameters(called))
-    root = inner.get(program.roots.get(called, ""))
-    return num_read + (_written_bytes(inner, root) if root else result)
+    called = _called(instruction)
+    num_read = sum(_read_bytes(program, called, parameter) for parameter in program.parameters(called))
+    root = _root(program, called)
+    return num_read + (_written_bytes(program, called, root) if root else result)
 
 
-def _read_bytes(inner: dict[str, Instruction], users: dict[str, list[Instruction]], value: Instruction) -> int:
+def _called(fusion: Instruction) -> str:
+    return next(iter(fusion.called.values()))
+
+
+def _root(program: Program, computation: str) -> Instruction | None:
+    return program.computations.get(computation, {}).get(program.roots.get(computation, ""))
+
+
+def _read_bytes(program: Program, computation: str, value: Instruction) -> int:
     """The bytes of a value inside a fusion that are read: the slices, if it is only sliced or updated in place."""
-    all_bytes, total = _bytes(value), 0
-    for user in users[value.name]:
+    inner, all_bytes, total = program.computations[computation], _bytes(value), 0
+    for user in program.users(computation)[value.name]:
         is_first = user.operands[0] == value.name and value.name not in user.operands[1:]
         if user.opcode in MOVES:
-            total += _read_bytes(inner, users, user) * all_bytes // max(_bytes(user), 1)
+            total += _read_bytes(program, computation, user) * all_bytes // max(_bytes(user), 1)
+        elif user.opcode == "fusion":  # of a product: what makes its operands, and what follows it
+            called = _called(user)
+            places = zip(program.parameters(called), user.operands, strict=False)
+            total += sum(_read_bytes(program, called, x) for x, operand in places if operand == value.name)
         elif is_first and user.opcode in SLICES:
             total += _bytes(user)
         elif is_first and user.opcode == "scatter":
@@ -155,13 +165,17 @@ def _read_bytes(inner: dict[str, Instruction], users: dict[str, list[Instruction
     return min(all_bytes, total)
 
 
-def _written_bytes(inner: dict[str, Instruction], root: Instruction) -> int:
+def _written_bytes(program: Program, computation: str, root: Instruction) -> int:
     """The bytes that a fusion with this root writes: those of the updates, where it updates in place."""
+    inner = program.computations[computation]
     outputs = [inner[name] for name in root.operands if name in inner] if root.opcode == "tuple" else [root]
     total = 0
     for output in outputs:
         while output.opcode in MOVES and output.operands[0] in inner:
             output = inner[output.operands[0]]
+        if output.opcode == "fusion" and (last := _root(program, _called(output))):
+            total += _written_bytes(program, _called(output), last)
+            continue
         updates = {"dynamic-update-slice": 1, "scatter": -1}.get(output.opcode)
         total += _bytes(output if updates is None else inner[output.operands[updates]])
     return total

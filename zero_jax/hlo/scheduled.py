@@ -15,6 +15,7 @@ _HOST = ", color 5"  # the memory of the host, as others are on the chip
 _ELEMENT = re.compile(r"%([\w.\-]+(?:#\d+)+)")
 _DEFINITION = re.compile(r"\s+(?:ROOT )?%(\S+) = (.*?) [a-z][\w-]*\(")
 _COMPUTATION = re.compile(r"%([^\s(]+) \(.*\{$")
+_BEGIN = re.compile(r"(?:ENTRY )?%\S+ \(.*\{$")
 _ROOT = re.compile(r"  ROOT %\S+ = .*? ([a-z][\w-]*)\([^)]*\)(.*?)(?:, metadata=.*|, backend_config=.*)?$")
 _STARTED = re.compile(r" async-start\(.*, calls=%([^\s,]+)")
 _ASYNC = re.compile(r"\s+(?:ROOT )?%(\S+) = .*? async-(start|update|done)\(([^)]*)\)")
@@ -64,7 +65,7 @@ def _with_elements(text: str) -> str:
         return text
     lines, shapes = [], dict[str, str]()
     for line in text.splitlines():
-        if not line.startswith(" "):
+        if _BEGIN.match(line):
             shapes = {}  # of another computation
         for element in dict.fromkeys(_ELEMENT.findall(line)):
             whole, *indices = element.split("#")

@@ -170,16 +170,17 @@ def compile_job(
             return CompiledText(**saved, from_cache=True, has_code=has_code)
     on_phase("compiling")
     start = time.perf_counter()
-    saved, has_code = _compile(lowered, job.compiler_options or {}, quick=quick)
+    saved, has_code = compile_lowered(lowered, job.compiler_options or {}, quick=quick)
     saved["compile_seconds"] = time.perf_counter() - start
     error = _save(paths[has_code], saved) if paths else ""
     return CompiledText(**saved, from_cache=False, cache_error=error, has_code=has_code)
 
 
-def _compile(lowered: Any, options: Mapping[str, Any], *, quick: bool) -> tuple[dict[str, Any], bool]:
+def compile_lowered(lowered: Any, options: Mapping[str, Any], *, quick: bool) -> tuple[dict[str, Any], bool]:
     """Returns a program's text and figures, or the error of a compiler that refuses it for its memory.
 
-    The second result is whether the compiler generated its code.
+    The second result is whether the compiler generated its code. If it is stopped before that, it goes on in a thread,
+    which ends with this process.
     """
     try:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as dump:

@@ -99,12 +99,14 @@ class Estimated:
       seconds: seconds of a step.
       note: what the bytes consist of, such as `31.2 GB of model state`.
       host_bytes: bytes in host memory for each device.
+      fills: whether its blocks keep what there is memory for, which a compile corrects.
     """
 
     bytes: float
     seconds: float
     note: str = ""
     host_bytes: float = 0.0
+    fills: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,6 +154,11 @@ class Ranked:
         """Bytes per device, of the compiled program if known, else estimated."""
         sizes = [source.bytes for source in (self.outcome, self.estimated) if source]
         return next((size for size in sizes if size is not None), float("inf"))
+
+    @property
+    def fills(self) -> bool:
+        """Whether its blocks keep what there is memory for."""
+        return bool(self.estimated and self.estimated.fills)
 
     @property
     def host_bytes(self) -> float:

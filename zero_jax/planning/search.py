@@ -17,6 +17,12 @@ from zero_jax.sharding.stages import sharded_groups
 _MORE_DEVICES = (2, 3, 4, 6, 8, 16, 32, 64, 128)
 _SHARED_WEIGHT = 4
 _MOST_ENDS = 3
+# The last compile of a search in which nothing has fitted yet leaves this share of the memory to spare, and goes to the
+# smallest setting where it is not known what the others need.
+_LAST_SPARE = 0.15
+# A setting that differs from a compiled one in copies or microbatches alone, and by estimate in less than this, comes
+# after others that are at most so much slower: what it could save is nearly known.
+_NEARLY = 0.05
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -261,11 +267,16 @@ class Search:
         needs_control = True
         while waiting and len(compiled) < max_compiles:
             waiting = _corrected(waiting, compiled)
-            plains = [entry for entry in waiting if needs_control and self.is_plain(entry.setting)]
+            is_last_try = len(compiled) == max_compiles - 1 and bool(compiled) and all(x.reason for x in compiled)
+            plains = [x for x in waiting if needs_control and not is_last_try and self.is_plain(x.setting)]
             plain = min(plains, key=lambda entry: entry.setting.num_microbatches, default=None)  # the fastest of these
-            is_last_try = len(compiled) == max_compiles - 1 and not any(not entry.reason for entry in compiled)
-            smallest = min(waiting, key=lambda entry: entry.bytes) if is_last_try and compiled else None
-            chosen = smallest or plain or waiting[0]
+            spare = (
+                0.0 if not is_last_try else _LAST_SPARE if any(x.outcome and x.outcome.bytes for x in compiled) else 1.0
+            )
+            limit = self.capacity_bytes * (1 - spare)
+            likely = [entry for entry in waiting if _likely_bytes(entry, compiled) <= limit]
+            likely = likely or [min(waiting, key=lambda entry: entry.bytes)]
+            chosen = plain or min(likely, key=lambda entry: _novelty(entry, compiled))
             waiting.remove(chosen)
             role = ", the plain setting, as a control" if chosen is plain else ""
             self.log(f"compiling {len(compiled) + 1} of at most {max_compiles}: {name_of(chosen.setting)}{role}")
@@ -281,9 +292,9 @@ class Search:
             self.log(f"  {done.reason or f'fits: {format_bytes(done.bytes, decimals=1)}, {done.seconds:.4g} s a step'}")
             if done.kind != "compiled":
                 continue
-            # A setting that needs no less by the same estimate would not fit either.
-            too_large = [entry for entry in waiting if entry.bytes >= chosen.bytes]
-            waiting = [entry for entry in waiting if entry.bytes < chosen.bytes]
+            # A setting that needs no less by the same estimate would not fit either, unless it keeps what fits.
+            too_large = [x for x in waiting if x.bytes >= chosen.bytes and not (x.fills or chosen.fills)]
+            waiting = [entry for entry in waiting if entry not in too_large]
             reason = (
                 f"not compiled: needs no less by estimate than {chosen.setting}, which the compiler found too large"
             )
@@ -366,7 +377,8 @@ class Search:
 
 def divisors(n: int) -> list[int]:
     """Returns the divisors of a number in ascending order."""
-    return [i for i in range(1, n + 1) if n % i == 0]
+    small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
+    return sorted({*small, *(n // i for i in small)})
 
 
 def _order(entry: Ranked) -> tuple[float, float, str]:
@@ -375,26 +387,43 @@ def _order(entry: Ranked) -> tuple[float, float, str]:
 
 def _corrected(waiting: Iterable[Ranked], compiled: Sequence[Ranked]) -> list[Ranked]:
     """Returns the entries that are not compiled, with their estimates corrected, fastest first."""
-    corrected = [dataclasses.replace(x, corrected_seconds=_corrected_seconds(x, compiled)) for x in waiting]
-    return sorted(corrected, key=_order)
+    known = any(entry.outcome and entry.outcome.seconds for entry in compiled)
+    seconds = lambda x: x.estimated.seconds * _ratio(x, compiled, "seconds") if known and x.estimated else None  # noqa: E731
+    return sorted((dataclasses.replace(x, corrected_seconds=seconds(x)) for x in waiting), key=_order)
 
 
-def _corrected_seconds(entry: Ranked, compiled: Iterable[Ranked]) -> float | None:
-    """Returns an estimated time, multiplied by the mean ratio of compiled to estimated time of the compiled settings.
+def _ratio(entry: Ranked, compiled: Iterable[Ranked], figure: str) -> float:
+    """Returns the mean ratio of a compiled to an estimated figure, `seconds` or `bytes`, of the compiled settings.
 
     The mean is geometric. The weight of a setting is multiplied by 4 for each of its `parts` that is that of this one.
-    None if nothing is compiled.
     """
     total, weights = 0.0, 0.0
     for other in compiled:
-        if not (entry.estimated and other.estimated and other.outcome and other.outcome.seconds):
-            continue
-        if not other.estimated.seconds:
+        estimated, found = getattr(other.estimated, figure, None), getattr(other.outcome, figure, None)
+        if not (estimated and found):
             continue
         shared = sum(x == y for x, y in zip(entry.setting.parts, other.setting.parts, strict=True))
-        total += _SHARED_WEIGHT**shared * math.log(other.outcome.seconds / other.estimated.seconds)
+        total += _SHARED_WEIGHT**shared * math.log(found / estimated)
         weights += _SHARED_WEIGHT**shared
-    return entry.estimated.seconds * math.exp(total / weights) if entry.estimated and weights else None
+    return math.exp(total / weights) if weights else 1.0
+
+
+def _likely_bytes(entry: Ranked, compiled: Iterable[Ranked]) -> float:
+    """Returns the estimated bytes of a setting, corrected by those of compiled ones unless it keeps what fits."""
+    return entry.bytes * (1 if entry.fills else _ratio(entry, [x for x in compiled if not x.fills], "bytes"))
+
+
+def _novelty(entry: Ranked, compiled: Iterable[Ranked]) -> tuple[float, ...]:
+    """Returns what settings are ordered by to be compiled: their time, longer for what is nearly compiled already."""
+
+    def is_near(other: Ranked) -> bool:
+        same = {"data": 0, "replica": 1, "secondary": False, "num_microbatches": 1}
+        alike, other_alike = (dataclasses.replace(x.setting, **same) for x in (entry, other))
+        seconds = [x.estimated.seconds for x in (entry, other) if x.estimated]
+        return alike == other_alike and len(seconds) == 2 and max(seconds) <= (1 + _NEARLY) * min(seconds)
+
+    seconds, *others = _order(entry)[:2]
+    return seconds * (1 + _NEARLY * any(map(is_near, compiled))), *others
 
 
 def _more_devices(setting: Candidate) -> Iterable[tuple[Candidate, str]]:

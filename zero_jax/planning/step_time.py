@@ -12,14 +12,10 @@ from zero_jax.hlo import Instruction, Program
 from zero_jax.planning.kernel_text import kernel_module
 from zero_jax.planning.links import Links
 from zero_jax.sharding.topology import Hardware, Topology
-from zero_jax.transforms import KERNEL_SECONDS, KERNEL_SHARES
+from zero_jax.transforms import KERNEL_SECONDS, KERNEL_SHARES, efficiency_of
 
 # A compiler's estimate is ignored if it is above a second, and above this multiple of the time of flops and bytes.
 _IMPLAUSIBLE = 1e4
-# The shares of the peak FLOPs and of the memory bandwidth at which a program without code is counted, by TPU: with
-# them a GPT of 354M params takes as long as by the cycles of the whole program (docs/estimates.md).
-_TPU_SHARES = {"v4": (0.8, 0.77), "v5e": (0.8, 0.8), "v5p": (0.92, 0.7), "v6e": (0.8, 0.7), "tpu7x": (0.8, 1.1)}
-_OTHER_TPUS = 0.8, 0.8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,9 +144,8 @@ class _Compute:
 
     def __init__(self, hardware: Hardware, *, has_code: bool):
         self.hardware, self.has_code = hardware, has_code
-        self.shares = hardware.product_share, hardware.memory_share
-        if hardware.clock_hz and not has_code:
-            self.shares = _TPU_SHARES.get(hardware.name, _OTHER_TPUS)
+        products, memory = (1.0, 1.0) if has_code else efficiency_of(hardware).compiled
+        self.shares = products * hardware.product_share, memory * hardware.memory_share
         self.unknown: set[str] = set()
         self.implausible: set[str] = set()
         self.inexact: set[str] = set()

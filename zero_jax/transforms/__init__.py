@@ -14,13 +14,14 @@ from zero_jax.transforms.flops import count_flops, training_flops
 from zero_jax.transforms.gather.deferred import GatherOptions, HostParam, differentiated, used_shapes, with_gradient
 from zero_jax.transforms.gather.per_device import DeviceSum
 from zero_jax.transforms.gather.transform import GatherReport, gather_on_use, gather_report, gathered
-from zero_jax.transforms.kernels import KERNEL_SECONDS, KERNEL_SHARES, Kernel, Roofline, kernels
+from zero_jax.transforms.kernels import KERNEL_SECONDS, KERNEL_SHARES, Kernel, Roofline, efficiency_of, kernels
 from zero_jax.transforms.low_rank.walk import AdaptedReport, WeightUse, evaluate_adapted
 from zero_jax.transforms.low_rank.weight import Weight, as_stored
 from zero_jax.transforms.microbatch_weights import PartWeight, divided_by_nonzero, nonzero, weight_alone, with_weight
-from zero_jax.transforms.pipeline.loop import StagePlace
+from zero_jax.transforms.pipeline.place import StagePlace
 from zero_jax.transforms.pipeline.report import PipelineReport
 from zero_jax.transforms.pipeline.rolled import rolled
+from zero_jax.transforms.pipeline.schedule import Schedule, resolve_schedule
 from zero_jax.transforms.pipeline.transform import PipelinedProgram, Stages, with_stages
 from zero_jax.transforms.remat.choice import ValueChoice, choose_values
 from zero_jax.transforms.remat.costs import BlockCosts
@@ -28,4 +29,4 @@ from zero_jax.transforms.remat.policies import Remat, resolve_remat
 from zero_jax.transforms.remat.report import RematReport, ResidualBytes
 from zero_jax.transforms.remat.transform import block_costs, remat_report, rematerialize
 from zero_jax.transforms.separability import BatchParts, Combination, Separability, separability
-from zero_jax.transforms.windows import heads_by_tiles, unsharded_windows
+from zero_jax.transforms.windows import features_in_rows, heads_by_tiles, unsharded_windows, wants_rows

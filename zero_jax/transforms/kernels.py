@@ -363,6 +363,8 @@ class Efficiency:
       products: share of the peak FLOPs that large matrix products reach without the options of `overlap`.
       reading: the share of the time of moving a product's operands and result that adds to its FLOPs at the peak, with
         the on-chip memory that these options give to kernels; None where they give none.
+      compiled: shares of the peak FLOPs and of the memory bandwidth at which kernels of a compiled program count whose
+        cycles are not known.
       memory: share of the memory bandwidth that fused elementwise work reaches.
       vector: the peak of elementwise operations, as a share of the peak FLOPs.
       layout: share of the memory bandwidth that copies to another layout reach.
@@ -377,28 +379,40 @@ class Efficiency:
     unfused: float = 0.14
     hidden: tuple[float, float] = (0, 0)
     reading: float | None = None
+    compiled: tuple[float, float] = (0.9, 0.4)
 
 
 # By hardware: fitted to XLA:TPU's cycles of large products and of attention by XLA (docs/estimates.md has the figures;
 # above 1 where it fuses more than is assumed, or keeps values in VMEM); layouts and what is not fused are its cycles of
 # a transposition and of a sum over the first dim, bf16, on v4 to v6e, their means on the others; on v5e XLA hides
 # gathers without options (0.45 of gpt-7b and of two programs of MaxText). `reading` is fitted to products of other
-# shapes.
+# shapes, `compiled` to the cycles of 42 whole programs.
 _EFFICIENCIES = {
     "v3": Efficiency(products=0.9, memory=0.8),
-    "v4": Efficiency(products=0.93, memory=0.85, unfused=0.22),
-    "v5e": Efficiency(products=0.93, memory=0.9, layout=0.41, unfused=0.16, hidden=(0.45, 0.45)),
-    "v5p": Efficiency(products=0.88, memory=0.5, layout=0.36, unfused=0.10, hidden=(0, 0.85), reading=0.37),
-    "v6e": Efficiency(products=0.75, memory=1.6, layout=0.40, unfused=0.08, hidden=(0, 0.85), reading=0.36),
-    "tpu7x": Efficiency(products=0.81, memory=1.0, hidden=(0, 0.78), reading=0.5),
+    "v4": Efficiency(products=0.93, memory=0.85, unfused=0.22, compiled=(0.97, 0.38)),
+    "v5e": Efficiency(products=0.93, memory=0.9, layout=0.41, unfused=0.16, hidden=(0.45, 0.45), compiled=(0.95, 0.5)),
+    "v5p": Efficiency(
+        products=0.88, memory=0.5, layout=0.36, unfused=0.10, hidden=(0, 0.85), reading=0.37, compiled=(0.97, 0.36)
+    ),
+    "v6e": Efficiency(
+        products=0.75, memory=1.6, layout=0.40, unfused=0.08, hidden=(0, 0.85), reading=0.36, compiled=(0.86, 0.38)
+    ),
+    "tpu7x": Efficiency(products=0.81, memory=1.0, hidden=(0, 0.78), reading=0.5, compiled=(0.82, 0.42)),
 }
 # GPU programs are rooflines at the shares of the hardware table, and their layouts are those of the kernels.
-_GPU = Efficiency(products=1.0, memory=1.0, vector=1 / 15, layout=math.inf, unfused=1.0, hidden=(0.4, 0.7))
+_GPU = Efficiency(
+    products=1.0, memory=1.0, compiled=(1.0, 1.0), vector=1 / 15, layout=math.inf, unfused=1.0, hidden=(0.4, 0.7)
+)
 # The kernels of attention by platform, as the times of compiled programs have them.
 _ATTENTION = {
     "tpu": {"attention": "pallas", "attention backward": "pallas", "pallas": "pallas"},
     "cuda": {"attention": "cudnn attention", "attention backward": "cudnn attention backward"},
 }
+
+
+def efficiency_of(hardware: Hardware) -> Efficiency:
+    """Returns what a kind of hardware reaches."""
+    return _EFFICIENCIES.get(hardware.name, _GPU)
 
 
 class Roofline:
@@ -411,7 +425,7 @@ class Roofline:
 
     def __init__(self, hardware: Hardware, *, overlaps: bool):
         self.hardware = hardware
-        self.efficiency = _EFFICIENCIES.get(self.hardware.name, _GPU)
+        self.efficiency = efficiency_of(hardware)
         self.hidden = self.efficiency.hidden[overlaps]
         self.reading = self.efficiency.reading if overlaps else None
 

@@ -9,7 +9,7 @@ The train step, the evaluation step and the estimates read the same program, by 
 5. `unsharded`: what XLA partitions wrongly is whole, and heads are made tile by tile on TPUs;
 6. `placed`, or `staged` where each device has gradients of its own: scans over layers are stages of a pipeline, if the
    mesh has an axis for them;
-7. `placed`: params are gathered where they are used, and gradients are reduced to shards.
+7. `placed`: params are gathered where they are used, and gradients are reduced to shards; on TPUs features are in rows.
 """
 
 from __future__ import annotations
@@ -42,14 +42,17 @@ from zero_jax.transforms import (
     Remat,
     StagePlace,
     Stages,
+    features_in_rows,
     fuse_attention,
     gathered,
     heads_by_tiles,
     rematerialize,
     resolve_remat,
+    resolve_schedule,
     rolled,
     unsharded_windows,
     used_shapes,
+    wants_rows,
     with_stages,
 )
 
@@ -130,7 +133,7 @@ class StepLoss:
             axes=placement.axes,
             num_microbatches=config.num_microbatches,
             recompute=resolve_remat(config.remat).policy != "none",
-            schedule=config.pipeline,
+            schedule=resolve_schedule(config.pipeline),
         )
 
     def staged(self, program: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
@@ -148,6 +151,8 @@ class StepLoss:
         """
         placement, mesh, reduce_dtype = self.placement, self.placement.mesh, self.placement.precision.reduce
         axes, gathers = placement.axes.of_params(with_copies=with_copies), "params" in placement.groups
+        if with_copies and not mapped and wants_rows(mesh):
+            program = features_in_rows(LossProgram.of(program), mesh=mesh, axes=placement.axes)
         # On a mesh with other axes XLA partitions some convolutions wrongly, at every stage.
         has_other_axes = placement.axes.size_beside_batch(mesh) > 1
         if not (mapped or "master" in placement.groups or reduce_dtype is not None or has_other_axes):

@@ -37,11 +37,14 @@ def measure(topology: str, *, pipe: int, batch_size: int, **fields: Any) -> dict
     layers, others = (sum(x.size for x in jax.tree.leaves(part)) for part in (
         state.params["blocks"], {name: x for name, x in state.params.items() if name != "blocks"}
     ))  # fmt: skip
+    shapes = zero.pipeline_report(gpt.loss_fn(CONFIG), state.params, {"inputs": tokens, "targets": tokens}, mesh=mesh,
+                                  config=config)  # fmt: skip
+    num_ticks = shapes.num_ticks
     microbatch_bytes = 2 * batch_size // (data * k) * CONFIG.seq_len * CONFIG.d_model
     return {
         "report": zero.comms.measure(compiled, mesh=mesh),
         "microbatch_bytes": microbatch_bytes,
-        "least_activation_bytes": 2 * (k + pipe - 1) * microbatch_bytes if pipe > 1 else 0,
+        "least_activation_bytes": 2 * num_ticks * microbatch_bytes if pipe > 1 else 0,
         "layer_bytes": 4 * layers // pipe * (data - 1) / data,
         "other_bytes": 4 * others * (mesh.size - 1) / mesh.size,
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
@@ -66,8 +69,13 @@ def main() -> None:
         batch_size = args.batch_size or args.microbatch_size * k
         found = measure(args.topology, pipe=args.pipe, batch_size=batch_size, **fields)
         print(f"{schedule}, stage {stage}, pipe {args.pipe}, {k} microbatches of {batch_size}, MB a device and step")
+        sent: dict[str, float] = {}
         for row in found["report"].rows:
-            print(f"  {row.kind} over {'+'.join(row.axes)}, {row.dtype}: {row.total_sent_bytes / 1e6:.1f}")
+            what = "params of layers and their gradients, " if row.param and row.axes == ("pipe",) else ""
+            name = f"{what}{row.kind} over {'+'.join(row.axes)}, {row.dtype}"
+            sent[name] = sent.get(name, 0.0) + row.total_sent_bytes
+        for name, num_bytes in sorted(sent.items(), key=lambda item: -item[1]):
+            print(f"  {name}: {num_bytes / 1e6:.1f}")
         for name in ("microbatch", "least_activation", "layer", "other", "temp", "peak"):
             print(f"  {name.replace('_', ' ')}: {found[f'{name}_bytes'] / 1e6:.1f}", flush=True)
 

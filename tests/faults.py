@@ -191,10 +191,6 @@ def hang():
     time.sleep(600)
 
 
-def fail():
-    raise RuntimeError("the disk is on fire")
-
-
 def wait_for(path, seconds=60):
     """Waits until there is a file."""
     deadline = time.monotonic() + seconds
@@ -271,7 +267,6 @@ FAULTS = {
     "a step hangs": (hanging_step, make_model(loss_fn=loss_that_may_hang), QUICK),
     "a save hangs": (at_commit(8, hang), MODEL, QUICK),
     "one of two killed": (at(7, die, only=1), MODEL, {}),
-    "one of two raises": (at(7, fail, only=1), MODEL, {}),
     "slow": (slow, MODEL, {}),
     "slow and killed once": (slow_and_killed_once, MODEL, {}),
 }

@@ -11,9 +11,10 @@ import pytest
 import reference
 
 import zero_jax as zero
+from zero_jax.program.loss import LossProgram
 from zero_jax.program.subcalls import equations
 from zero_jax.sharding.mesh import axes_of
-from zero_jax.transforms import BatchParts, separability, with_weight
+from zero_jax.transforms import BatchParts, separability
 
 L, D, N, K, H, T, B = 2, 16, 4, 2, 8, 6, 16
 SETTINGS = [
@@ -88,7 +89,7 @@ def test_attention_mixes_no_examples(local):
 
     mesh = zero.make_mesh(data=4, model=2)
     found = separability(
-        with_weight(loss, "auto"), (jax.eval_shape(init, jax.random.key(0)), make_batch(), jax.random.key(0)),
+        LossProgram(loss), (jax.eval_shape(init, jax.random.key(0)), make_batch(), jax.random.key(0)),
         BatchParts(mesh=mesh, axes=axes_of(mesh), num_microbatches=2, local=local),
     )  # fmt: skip
     assert not found.another_loss and not found.not_local

@@ -1,24 +1,22 @@
-"""One process of several: trains, saves, and goes on from what was saved; see test_reload_processes.py.
+"""Trains, saves, and goes on from what was saved; as a program, one of two processes of test_reload_processes.py.
 
-Usage: reload_worker.py ADDRESS NUM_PROCESSES INDEX NUM_DEVICES STAGE FOLDER ACTION; reports its result. The action
-is `save` (two steps, a checkpoint, two more steps), `load` (two steps from the checkpoint on), or `fail` (as `save`,
-but the files that the last process writes may not grow: its disk is full).
+Usage: reload_worker.py ADDRESS INDEX FOLDER ACTION...; reports the result of each action: `save` at stage 3, `fail` (as
+`save`, but the files that the last process writes may not grow: its disk is full), `damaged` and `load` at stage 2 (of
+what one process has saved).
 """
-# ruff: noqa: E402 (what JAX runs on is settled before it is imported)
 
 import os
+import resource
 import sys
 
-ADDRESS, NUM_PROCESSES, INDEX, NUM_DEVICES, STAGE, FOLDER, ACTION = sys.argv[1:]
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["JAX_NUM_CPU_DEVICES"] = NUM_DEVICES
-
-import resource
+if __name__ == "__main__":
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_NUM_CPU_DEVICES"] = "4"
 
 import jax
 
-if int(NUM_PROCESSES) > 1:
-    jax.distributed.initialize(ADDRESS, int(NUM_PROCESSES), int(INDEX), initialization_timeout=60)
+if __name__ == "__main__":
+    jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]), initialization_timeout=60)
 
 import optax
 import reference
@@ -28,14 +26,9 @@ import zero_jax as zero
 from zero_jax.checkpoint import Checkpointer, CheckpointError, restore
 
 TX = optax.adamw(1e-2)
-mesh = zero.make_mesh(data=jax.device_count())
-config = reference.make_config(stage=int(STAGE))
-step = zero.make_train_step(reference.loss_fn, TX, mesh=mesh, config=config)
-batches = reference.make_batches(4)
-told = []
 
 
-def run(state, batches):
+def train(state, batches, step):
     losses = []
     for batch in batches:
         state, metrics = step(state, batch)
@@ -43,24 +36,47 @@ def run(state, batches):
     return state, losses
 
 
-result = {}
-if ACTION == "load":
-    try:
-        back = restore(FOLDER, init_fn=reference.init_params, tx=TX, mesh=mesh, config=config, log=told.append)
-        _, result["losses"] = run(back.state, batches[2:])
-        result["step"] = back.step
-    except CheckpointError as error:
-        result["error"] = str(error)
-else:
+def made(stage, num_devices):
+    """Returns a mesh of the first devices, a config and a step."""
+    mesh, config = zero.make_mesh(devices=jax.devices()[:num_devices]), reference.make_config(stage=stage)
+    return mesh, config, zero.make_train_step(reference.loss_fn, TX, mesh=mesh, config=config)
+
+
+def saved(folder, stage, *, is_full=False, num_devices=8):
+    """Takes two steps, saves a checkpoint, and takes two more; the disk of this process may be full."""
+    mesh, config, step = made(stage, num_devices)
+    batches, told = reference.make_batches(4), []
     state = zero.init_state(reference.init_params, TX, jax.random.PRNGKey(0), mesh=mesh, config=config)
-    state, _ = run(state, batches[:2])
-    with Checkpointer(FOLDER, log=told.append) as checkpointer:
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if ACTION == "fail" and int(INDEX) == int(NUM_PROCESSES) - 1:
+    state, _ = train(state, batches[:2], step)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Checkpointer(folder, log=told.append) as checkpointer:
+        if is_full:
             resource.setrlimit(resource.RLIMIT_FSIZE, (512, limit[1]))
         checkpointer.save(2, state)
-        _, result["losses"] = run(state, batches[2:])
+        _, losses = train(state, batches[2:], step)
         checkpointer.wait()
-        result |= {"failed": checkpointer.num_failed, "steps": checkpointer.steps()}
+        result = {"losses": losses, "failed": checkpointer.num_failed, "steps": checkpointer.steps()}
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-report({**result, "told": told})
+    return result | {"told": told}
+
+
+def loaded(folder, stage, *, num_devices=8):
+    """Takes two steps from the checkpoint on, or returns the error."""
+    mesh, config, step = made(stage, num_devices)
+    told = []
+    try:
+        back = restore(folder, init_fn=reference.init_params, tx=TX, mesh=mesh, config=config, log=told.append)
+    except CheckpointError as error:
+        return {"error": str(error)}
+    return {"losses": train(back.state, reference.make_batches(4)[2:], step)[1], "step": back.step, "told": told}
+
+
+ACTIONS = {
+    "save": lambda folder: saved(f"{folder}/save", 3),
+    "fail": lambda folder: saved(f"{folder}/fail", 3, is_full=jax.process_index() == 1),
+    "load": lambda folder: loaded(f"{folder}/load", 2),
+    "damaged": lambda folder: loaded(f"{folder}/damaged", 3),
+}
+
+if __name__ == "__main__":
+    report({action: ACTIONS[action](sys.argv[3]) for action in sys.argv[4:]})

@@ -82,7 +82,7 @@ def test_stages_of_a_pipeline_are_estimated(capsys):
 
 
 def test_the_settings_beside_a_pipeline_are_searched(capsys):
-    fixed = ("--num-layers", "2", "--pipe", "2", "--auto", "--max-compiles", "0")
+    fixed = ("--num-layers", "2", "--pipe", "2", "--auto", "--max-compiles", "0", "--remat", "full")
     status, out, _ = run("plan", capsys, *SMALL, *fixed, "--json")
     entries = json.loads(out)["ranking"]["ranked"]
     settings = [x["setting"] for x in entries]

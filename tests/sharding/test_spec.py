@@ -200,3 +200,15 @@ def test_steps_change_one_axis_at_a_time():
             end = moved[-1] if moved else dims
             assert sorted(end[1]) == sorted(used) and not end[0] and not end[2]
             assert len(moved) == len(dims[0]) + len(dims[2])
+
+
+@pytest.mark.parametrize(
+    ("dims", "to", "axes", "steps"),
+    [
+        (((), ("x",)), 1, AXES, []),
+        (((), ("x", "y"), ("z",)), 0, AXES, [(("z",), ("x", "y"), ()), (("z", "x", "y"), (), ())]),
+        (((), ("x", "y"), ("z",)), 0, ("y",), [(("y",), ("x",), ("z",))]),
+    ],
+)
+def test_steps_by_dim(dims, to, axes, steps):
+    assert spec.steps_by_dim(dims, to, axes) == steps

@@ -1,4 +1,7 @@
-"""Every optax optimizer trains sharded as it does on one device, and its state is sharded as its params."""
+"""Optimizers that are composed, masked or scheduled train as on one device, with state that is sharded as the params.
+
+Each of optax's own by itself: tests/training/optimizer/test_every_optimizer.py.
+"""
 
 import functools
 
@@ -65,14 +68,9 @@ def labels(params):
 
 
 OPTIMIZERS = {
-    "adamw": lambda: optax.adamw(1e-2),
     "adamw_mask_by_path": lambda: optax.adamw(1e-2, weight_decay=0.1, mask=by_path(is_kernel)),
-    "sgd": lambda: optax.sgd(1e-2),
     "momentum": lambda: optax.sgd(1e-2, momentum=0.9, nesterov=True),
-    "lion": lambda: optax.lion(1e-3),
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8, momentum=0.9),
-    "muon": lambda: optax.contrib.muon(1e-2),
-    "sm3": lambda: optax.sm3(1e-2),
     "chain": lambda: optax.chain(
         optax.clip_by_global_norm(0.1),
         optax.scale_by_adam(),
@@ -87,21 +85,9 @@ OPTIMIZERS = {
     "multi_steps": lambda: optax.MultiSteps(optax.adamw(1e-2), every_k_schedule=2),
     "ema": lambda: optax.chain(optax.adam(1e-2), optax.ema(0.9)),
     "ema_of_params": lambda: optax.chain(optax.adam(1e-2), ema_of_params()),
-    "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(1e-2), 3),
-    "reduce_on_plateau": lambda: optax.chain(
-        optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1, accumulation_size=1)
-    ),
-    "galore": lambda: optax.contrib.galore(1e-2, rank=4),
-    "lbfgs": lambda: optax.lbfgs(1e-2, memory_size=2, linesearch=None),
     "schedule_free": lambda: optax.contrib.schedule_free_adamw(1e-2, warmup_steps=1),
-    "add_noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.sgd(1e-2)),
-    "lamb": lambda: optax.lamb(1e-2),
-    "flatten": lambda: optax.flatten(optax.adam(1e-2)),
-    "adan": lambda: optax.adan(1e-2),
-    "prodigy": lambda: optax.contrib.prodigy(),
-    "polyak_sgd": lambda: optax.polyak_sgd(0.1),
 }
-OFTEN_USED = ("adafactor", "muon", "chain", "multi_transform", "multi_steps", "inject_hyperparams")
+OFTEN_USED = ("adafactor", "chain", "multi_transform", "multi_steps", "inject_hyperparams")
 
 
 def cases():
@@ -126,10 +112,10 @@ def test_equals_one_device_and_keeps_its_place(name, stage):
         assert_placed_alike(state, before)
     assert_close(state.params, params, tolerance=TOLERANCE)
     assert_close(state.opt_state, opt_state, tolerance=TOLERANCE)
-    assert_lies_as_params(state.opt_state, name)
+    assert_lies_as_params(state.opt_state)
 
 
-def assert_lies_as_params(opt_state, name):
+def assert_lies_as_params(opt_state):
     """Asserts that leaves shaped as a param are sharded as it is, and that others are sharded where they divide."""
     shapes = dict(zip(leaf_names(host_params()), (x.shape for x in jax.tree.leaves(host_params())), strict=True))
     dims = {"in/kernel": (16, 8), "in/bias": (8,), "out/kernel": (32, 2)}  # of the shards on 4 devices
@@ -142,9 +128,7 @@ def assert_lies_as_params(opt_state, name):
             assert local == dims[param], path
         elif leaf.ndim and leaf.size >= reference.MIN_SHARD_SIZE and any(d % 4 == 0 for d in leaf.shape):
             assert np.prod(local) == leaf.size // 4, path
-    assert found or name in ("sgd", "add_noise", "flatten", "polyak_sgd", "galore", "sm3", "lbfgs"), leaf_names(
-        opt_state
-    )
+    assert found, leaf_names(opt_state)
 
 
 def test_apply_if_finite_passes_over_a_bad_batch():

@@ -5,8 +5,6 @@ import functools
 import json
 import pathlib
 import re
-import subprocess
-import sys
 
 import grain
 import jax
@@ -533,15 +531,6 @@ def batches(step):
     num = 8 // jax.process_count()  # of this process
     return {"x": x[jax.process_index() * num :][:num]}
 
-def same(step):
-    x = np.random.default_rng(step).normal(size=(8, 32)).astype(np.float32)
-    return {"x": x, "scale": np.float32(1)}
-
-def passes():
-    import grain
-
-    return grain.MapDataset.range(3).map(lambda step: batches(int(step))).to_iter_dataset()
-
 validation = [batches(99)] if jax.process_count() == 1 else []
 """
 COMMAND = "train --steps 4 --eval-every 2 --warmup-steps 1 --stage 3 --devices 2 --json".split()
@@ -601,45 +590,6 @@ def test_a_model_of_ones_own_needs_all_three(own, capsys):
     assert status == 2 and "--loss is of a model of your own, which needs --loss, --init and --batches: give --b" in err
     status, _, err = run([*COMMAND, "--validation", "mine.py:validation"], capsys)
     assert status == 2 and "--validation is of a model of your own" in err and "--loss and --init and --batches" in err
-
-
-@pytest.mark.slow
-def test_two_processes_give_their_shares_and_go_on_where_each_was(own, tmp_path):
-    """The figures are those of one process, and the second run begins in the middle of a pass."""
-    command = [sys.executable, "-m", "zero_jax", "launch", "-n", "2", "--devices-per-process", "1", "--", *COMMAND]
-    command += [*own[:4], "--batches", "mine.py:passes", "--precision", "fp32", "--schedule", "constant"]
-    for name, stops in {"two": (2, 5), "one": (5,)}.items():
-        for steps in stops:
-            words = command if name == "two" else [*command[:3], *command[command.index("--") + 1 :]]
-            words = [*words, "--name", name, "--resume", "auto", "--steps", str(steps)]
-            done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-            assert done.returncode == 0, done.stderr
-            assert "reading and dropping" not in done.stdout + done.stderr
-    one, two = (read_run(tmp_path / "runs" / name).train for name in ("one", "two"))
-    assert [record["loss"] for record in two] == pytest.approx([record["loss"] for record in one], rel=1e-5)
-    assert [record["error"] for record in two] == pytest.approx([record["error"] for record in one], rel=1e-5)
-    assert two[-1]["examples"] == 40
-
-
-@pytest.mark.slow
-def test_processes_that_give_the_same_batch_are_refused_unless_each_is_to_use_its_part(own, tmp_path):
-    def launched(*options, processes=2):
-        launch = ["launch", "-n", "2", "--devices-per-process", "1", "--"] if processes == 2 else []
-        command = [sys.executable, "-m", "zero_jax", *launch, *COMMAND, *own[:4], "--batches", "mine.py:same", *options]
-        command += ["--precision", "fp32", "--steps", "2"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-        return done.returncode, done.stdout + done.stderr
-
-    status, text = launched()
-    assert status == 2 and "first batches of processes 0 and 1 are equal" in text and "--process-batches whole" in text
-    assert launched("--name", "whole", "--process-batches", "whole")[0] == 0
-    assert launched("--name", "one", processes=1)[0] == 0
-    assert launched("--name", "twice", "--process-batches", "equal")[0] == 0
-    whole, one, twice = (read_run(tmp_path / "runs" / name).train for name in ("whole", "one", "twice"))
-    assert [record["loss"] for record in whole] == pytest.approx([record["loss"] for record in one], rel=1e-5)
-    assert (whole[-1]["examples"], twice[-1]["examples"]) == (16, 32)
-    status, text = launched("--batches", "mine.py:batches", "--process-batches", "whole")
-    assert status == 2 and "the first batches of the processes differ" in text
 
 
 def test_leaves_of_a_batch_have_the_leading_dims_of_the_first_one(config):

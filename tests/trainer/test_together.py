@@ -5,8 +5,14 @@ All in one pair of processes, one run after another: a refusal or an end leaves 
 
 import pathlib
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from processes import results_of
+
+import zero_jax as zero
+from zero_jax.trainer import OptimizerConfig
 
 WORKER = pathlib.Path(__file__).with_name("together_worker.py")
 pytestmark = pytest.mark.slow
@@ -61,6 +67,41 @@ def test_processes_of_a_run_that_differ_are_refused_before_anything_is_made(name
 def test_processes_with_a_loop_of_ones_own_that_differ_are_refused_at_the_first_call(name, parts, results):
     for error in both(results, f"own {name}"):
         assert error.startswith("ValueError: the processes differ in ") and all(part in error for part in parts)
+
+
+def test_processes_that_give_the_same_batch_are_refused_unless_each_is_to_use_its_part(results):
+    for error, checkpoints in both(results, "equal"):
+        assert "first batches of processes 0 and 1 are equal" in error and "--process-batches whole" in error
+        assert checkpoints is None
+    for error, _ in both(results, "not whole"):
+        assert "the first batches of the processes differ" in error
+    losses, examples = results[0]["losses"], results[0]["examples"]
+    assert losses["whole"] == pytest.approx(losses["halves"], rel=1e-6) and len(losses["whole"]) == 5
+    assert (examples["whole"], examples["halves"], examples["twice"]) == (40, 40, 80)
+
+
+def test_two_processes_have_the_figures_of_one(results, tmp_path):
+    """The run of `together_worker.py`, on four devices of this process, which has the batches of both."""
+
+    def batch_of(step):
+        shares = [np.random.default_rng(10 * step + index).normal(size=(4, 8)) for index in range(2)]
+        return {"x": np.concatenate(shares).astype(np.float32)}
+
+    config = zero.TrainConfig(
+        zero=zero.ZeroConfig(stage=3, min_shard_size=0, precision="fp32", clip_norm=None),
+        optimizer=OptimizerConfig(learning_rate=0.02, warmup_steps=1),
+        devices=4,
+        steps=5,
+        eval_every=100,
+        out=str(tmp_path),
+        name="one",
+    )
+    loss_fn = lambda params, batch: jnp.square(batch["x"] @ params["w"]).mean()  # noqa: E731
+    init_fn = lambda key: {"w": jax.random.normal(key, (8, 8))}  # noqa: E731
+    zero.Trainer(loss_fn, init_fn, batch_of, config=config).train(log=lambda _: None)
+    one = zero.trainer.read_run(tmp_path / "one").train
+    assert results[0]["losses"]["done"] == pytest.approx([record["loss"] for record in one], rel=1e-6)
+    assert results[0]["examples"]["done"] == one[-1]["examples"] == 40
 
 
 def test_equal_processes_have_equal_programs_and_a_mesh_of_one_process_is_its_own_matter(results):

@@ -64,6 +64,15 @@ def batch_of(step, size=4):
     return {"x": np.random.default_rng(10 * step + INDEX).normal(size=(size, WIDTH)).astype(np.float32)}
 
 
+def whole_batch_of(step):
+    """Returns the same in both processes; the number is not divided."""
+    return {"x": np.random.default_rng(step).normal(size=(8, WIDTH)).astype(np.float32), "scale": np.float32(1)}
+
+
+def half_batch_of(step):
+    return {**(batch := whole_batch_of(step)), "x": batch["x"][4 * INDEX :][:4]}
+
+
 def batches_until(num):
     return map(batch_of, range(num))
 
@@ -140,6 +149,14 @@ result["batch size"] = train("size", lambda step: batch_of(step, size=own(8, 4))
 result["loss"] = train("loss", loss=lambda params, batch: loss_fn(params, batch, scale=own(1.0, 2.0)))
 result["width"] = train("width", init=lambda key: init_fn(key, width=own(8, 16)))
 result["first batch"] = train("first", failing(0, process=1))
+
+# Processes that give the same batch
+
+result["equal"] = train("equal", whole_batch_of)
+result["whole"] = train("whole", whole_batch_of, process_batches="whole")
+result["halves"] = train("halves", half_batch_of)
+result["twice"] = train("twice", whole_batch_of, process_batches="equal")
+result["not whole"] = train("not", process_batches="whole")
 
 # and in loops of one's own
 
@@ -219,7 +236,8 @@ for _ in range(100):
     turns_of().take()
 result["turn_seconds"] = (time.perf_counter() - started) / 100
 result["lines"] = lines
-result["losses"] = {
-    name: [x["loss"] for x in zero.trainer.read_run(f"{OUT}/{name}").train] for name in ("ended", "state", "done")
-}
+names = ("ended", "state", "done", "whole", "halves", "twice")
+records = {name: zero.trainer.read_run(f"{OUT}/{name}").train for name in names}
+result["losses"] = {name: [x["loss"] for x in found] for name, found in records.items()}
+result["examples"] = {name: found[-1]["examples"] for name, found in records.items()}
 report(result)

@@ -77,7 +77,16 @@ def test_equals_one_device(stage, mesh, num_microbatches):
     assert [bool(m.skipped) for m in history] == [False] * NUM_STEPS
 
 
-BFLOAT16_COVERING = [(0, "4", 1), (1, "staged24", 2), (3, "replica", 2)]
+# Each stage, mesh and number of microbatches; how they go together does not depend on the dtype.
+BFLOAT16_COVERING = [
+    (0, "4", 1),
+    (1, "staged24", 2),
+    (3, "replica", 2),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in ((1, "2", 1), (2, "1", 2), (2, "8", 1), (3, "staged222", 1))
+    ),
+]
 
 
 # Plain gradient descent: the change of the params is the sum of the gradients, so that their error can be told.
@@ -91,7 +100,7 @@ def changes_of(params):
     return jax.tree.map(lambda new, old: np.asarray(new) - old, params, reference.host_params())
 
 
-@pytest.mark.parametrize(("stage", "mesh", "num_microbatches"), BFLOAT16_COVERING + product_without(BFLOAT16_COVERING))
+@pytest.mark.parametrize(("stage", "mesh", "num_microbatches"), BFLOAT16_COVERING)
 def test_bfloat16_equals_one_device(stage, mesh, num_microbatches):
     wanted, losses = plain_changes(jnp.bfloat16)
     exact, _ = plain_changes(None)
@@ -354,8 +363,8 @@ def test_stacks_are_gathered_layer_by_layer_to_the_same_values(stage, precision,
     at_once, _ = run_zero(loss_fn, optimizer(), batches, **fields)
     monkeypatch.setattr(placement, "_GATHERED_AT_ONCE_BYTES", 0)
     lowered = []
-    original = placement.Placement._gather_rows
-    monkeypatch.setattr(placement.Placement, "_gather_rows", lambda *a: lowered.extend(a[1]) or original(*a))
+    original = placement.Placement._gather_parts
+    monkeypatch.setattr(placement.Placement, "_gather_parts", lambda *a: lowered.extend(a[2]) or original(*a))
     in_rows, _ = run_zero(loss_fn, optimizer(), batches, **fields)
     assert {leaf.path.split("/")[-1] for leaf in lowered} >= {"w_in", "w_out"}
     chex.assert_trees_all_equal(reference.to_host(in_rows.params), reference.to_host(at_once.params))

@@ -20,7 +20,7 @@ from zero_jax.models import gpt
 
 # As in test_parity.py: sums in another order, and Adam's division by a gradient's own size.
 FLOAT32 = 1e-5
-LAYERS, FEATURES, VOCAB, LENGTH, BATCH_SIZE = 4, 16, 24, 4, 16
+LAYERS, FEATURES, VOCAB, LENGTH, BATCH_SIZE = 8, 16, 24, 4, 16
 
 
 def optimizer():
@@ -81,7 +81,7 @@ FACTORS = {
     "num_microbatches": (4, 8),
     "remat": ("own", "full", "none"),
     "replica": (1, 2),
-    "pipeline": ("gpipe", "1f1b"),
+    "pipeline": ("gpipe", "1f1b", "circular:2"),
 }
 ROWS = [
     row
@@ -92,6 +92,7 @@ ROWS = [
 QUICK = [
     {"stage": 1, "pipe": 4, "model": 1, "num_microbatches": 8, "remat": "own", "replica": 1, "pipeline": "gpipe"},
     {"stage": 3, "pipe": 2, "model": 2, "num_microbatches": 4, "remat": "full", "replica": 1, "pipeline": "1f1b"},
+    {"stage": 2, "pipe": 2, "model": 1, "num_microbatches": 4, "remat": "none", "replica": 2, "pipeline": "circular:4"},
 ]
 
 
@@ -183,7 +184,7 @@ def test_models_as_they_are(name, stage, pipeline):
     assert_close(jax.tree.leaves(made), jax.tree.leaves(grads), tolerance=FLOAT32)
 
 
-@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b", "circular:2"])
 def test_random_numbers_are_other_ones_in_each_layer_and_microbatch(pipeline):
     pipe, k, mesh = 4, 8, zero.make_mesh(pipe=4)
     params, batch = init_params(), make_batches(1, size=32)[0]
@@ -206,7 +207,7 @@ def test_random_numbers_are_other_ones_in_each_layer_and_microbatch(pipeline):
         keys, size = jax.random.split(key, LAYERS), len(batch["tokens"])
         # Devices of a stage x microbatches x examples: a microbatch has those of all devices.
         places = np.arange(size).reshape(mesh.shape["data"], k, -1)
-        if pipeline == "gpipe":  # microbatch `slot * stages + stage` of stages x slots
+        if pipeline != "1f1b":  # microbatch `slot * stages + stage` of stages x slots
             places = places.reshape(mesh.shape["data"], pipe, k // pipe, -1).swapaxes(1, 2).reshape(places.shape)
         losses = []
         for number in range(k):
@@ -222,7 +223,7 @@ def test_random_numbers_are_other_ones_in_each_layer_and_microbatch(pipeline):
     assert_close((loss, grads), expected, tolerance=FLOAT32)
 
 
-@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b", "circular:2"])
 def test_adapters_on_a_frozen_base(pipeline):
     lora, plain = zero.Lora(rules={"layers/w": "sio"}, rank=2, base="own"), lambda *args: loss_fn(*args)[0]
     variables = jax.jit(lora.init)(init_params(), jax.random.key(0))
@@ -243,7 +244,7 @@ def test_an_evaluation_is_of_the_whole_batch():
     assert_close((metrics.loss, metrics.aux), jax.jit(loss_fn)(init_params(), batch), tolerance=FLOAT32)
 
 
-@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b", "circular:2"])
 def test_values_that_no_microbatch_has_leave_no_nan(pipeline):
     """Layers that divide by zero where they run before their microbatch arrives, and a head that does between stages.
 
@@ -252,8 +253,8 @@ def test_values_that_no_microbatch_has_leave_no_nan(pipeline):
     params, batch = init_params(), make_batches(1)[0]
     row = np.linspace(1, 2, FEATURES, dtype=np.float32)
     params["embed"] = np.tile(row, (VOCAB, 1))
-    params["layers"]["bias"] = np.stack([-row, row, row, 0 * row])
-    params["layers"]["end"] = np.stack([0 * row, 0 * row, 0 * row, row])
+    params["layers"]["bias"] = np.stack([-row, *[row] * (LAYERS - 2), 0 * row])
+    params["layers"]["end"] = np.stack([*[0 * row] * (LAYERS - 1), row])
 
     def loss_fn(params, batch):
         x = params["embed"][batch["tokens"]]
@@ -280,7 +281,8 @@ def test_values_that_no_microbatch_has_leave_no_nan(pipeline):
     assert_close((metrics.loss, metrics.aux), (loss, aux), tolerance=FLOAT32)
 
 
-def test_params_are_kept_once_for_all_ticks():
+@pytest.mark.parametrize("pipeline", ["gpipe", "circular:2"])
+def test_params_are_kept_once_for_all_ticks(pipeline):
     """Of checkpointed layers whose params are large beside the activations."""
     width, init = 256, lambda key: jax.random.normal(key, (LAYERS, 256, 256)) / 16
 
@@ -289,7 +291,8 @@ def test_params_are_kept_once_for_all_ticks():
         return jnp.square(jax.lax.scan(layer, batch, params)[0]).mean()
 
     def temporaries(num_microbatches):
-        mesh, config = zero.make_mesh(pipe=4), make_config(stage=1, num_microbatches=num_microbatches)
+        mesh, fields = zero.make_mesh(pipe=4), {"num_microbatches": num_microbatches, "pipeline": pipeline}
+        config = make_config(stage=1, **fields)
         state = zero.abstract_state(init, optax.sgd(0.1), mesh=mesh, config=config)
         batch = jax.ShapeDtypeStruct((4 * num_microbatches, width), jnp.float32)
         step = zero.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, config=config)
@@ -428,7 +431,9 @@ def of_one_layer(params, batch):
 def unequal(params, batch):
     x = params["embed"][batch["tokens"]]
     for i in range(LAYERS):
-        x = (jnp.tanh, jnp.sin, jnp.cos, jnp.exp)[i](x @ params["layers"]["w"][i])
+        x = (jnp.tanh, jnp.sin, jnp.cos, jnp.exp, jnp.abs, jnp.square, jnp.arctan, jnp.negative)[i](
+            x @ params["layers"]["w"][i]
+        )
     return jnp.square(x).mean()
 
 
@@ -487,8 +492,15 @@ def test_what_cannot_be_cut_is_refused_with_its_line(name):
 def test_sizes_that_do_not_fit_are_refused_with_those_that_do():
     params = init_params()
     params["layers"] = jax.tree.map(lambda x: np.concatenate([x, x[:2]]), params["layers"])
-    with pytest.raises(ValueError, match=r"its 6 layers do not divide over 4 stages: choose pipe=2, 3, 6, or .* 8;"):
+    with pytest.raises(ValueError, match=r"its 10 layers do not divide over 4 stages: choose pipe=2, 5, 10, or .* 12;"):
         lowered(replaced(lambda x, w: x @ w["w"]), params=params)
+    with pytest.raises(
+        ValueError, match=r"its 8 layers do not .* 4 stages of 4 groups: choose pipe=2, or .* 16;.*gpipe"
+    ):
+        lowered(replaced(lambda x, w: x @ w["w"]), pipeline="circular:4")
+    for name in ("circular:1", "circular:", "zb"):
+        with pytest.raises(ValueError, match=rf"pipeline='{name}': give 'gpipe', '1f1b', or 'circular:2'"):
+            make_config(pipeline=name)
     for count in (1, 2, 6):
         with pytest.raises(ValueError, match=rf"num_microbatches={count} with 4 stages.*give a multiple of 4, as"):
             lowered(loss_fn, num_microbatches=count)
@@ -511,27 +523,35 @@ def test_the_report_shows_stages_what_moves_and_the_bubble():
     assert loop.travelling == ("float32[2,4]", "float32[2,4,16]", "float32[]", "int32[]", "float32[]")
     assert loop.bytes_per_tick == 4 * (4 + 64 + 3)
     assert "test_pipeline.py" in loop.where
-    assert "4 layers at" in str(report)
+    assert "8 layers at" in str(report)
     assert "27.3%; it keeps at most 11 (gpipe)" in str(report)
     config = make_config(num_microbatches=8, pipeline="1f1b")
     report = zero.pipeline_report(
         loss_fn, init_params(), make_batches(1)[0], mesh=zero.make_mesh(pipe=4), config=config
     )
     # No mask, and what is stacked: means, values of examples and of neither.
-    stacks = ("float32[4]", "float32[4,2,16]", "float32[4]")
+    stacks = ("float32[8]", "float32[8,2,16]", "float32[8]")
     assert report.loops[0].travelling == ("float32[2,4,16]", "float32[]", "int32[]", "float32[]", *stacks)
     assert report.num_kept == 7
     assert "keeps at most 7 (1f1b)" in str(report)
+    config = make_config(num_microbatches=8, pipeline="circular")
+    report = zero.pipeline_report(
+        loss_fn, init_params(), make_batches(1)[0], mesh=zero.make_mesh(pipe=4), config=config
+    )
+    assert report.bubble == 3 / 19
+    assert "by stage: 0 and 4, 1 and 5, 2 and 6, 3 and 7" in str(report)
+    assert "keeps at most 19 (circular:2)" in str(report)
     without = zero.pipeline_report(
         loss_fn, init_params(), make_batches(1)[0], mesh=zero.make_mesh(), config=make_config()
     )
     assert "make it with zero.make_mesh(pipe=...)" in str(without)
 
 
-@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b", "circular:2"])
 def test_the_estimate_has_what_the_compiled_step_sends_between_stages(pipeline):
     mesh, config = zero.make_mesh(pipe=4), make_config(stage=1, num_microbatches=8, pipeline=pipeline)
-    init_fn, model_loss, batch = functools.partial(gpt.init, CONFIG), gpt.loss_fn(CONFIG), text_batch()
+    model = dataclasses.replace(CONFIG, num_layers=8)
+    init_fn, model_loss, batch = functools.partial(gpt.init, model), gpt.loss_fn(model), text_batch()
     state = zero.abstract_state(init_fn, optax.sgd(0.1), mesh=mesh, config=config)
     compiled = zero.make_train_step(model_loss, optax.sgd(0.1), mesh=mesh, config=config).lower(state, batch).compile()
     traced = zero.trace_loss(model_loss, state.params, batch, mesh=mesh, config=config)
@@ -545,15 +565,16 @@ def test_the_estimate_has_what_the_compiled_step_sends_between_stages(pipeline):
     )
     assert not reports[0].not_counted
     assert measured == pytest.approx(estimated, rel=0.02)
-    residuals = zero.memory.transformer_residuals(CONFIG, batch_size=16, mesh=mesh, config=config)
-    # Of 16 examples all of a device's, or those of a microbatch: 4 layers, or one and the inputs of 7 that wait.
-    assert (residuals.num_layers, residuals.batch_size) == ((4, 2) if pipeline == "gpipe" else (8, 1))
+    residuals = zero.memory.transformer_residuals(model, batch_size=16, mesh=mesh, config=config)
+    # Of 16 examples all of a device's, or those of a microbatch: 8 layers, or two and the inputs of 7 that wait.
+    assert (residuals.num_layers, residuals.batch_size) == ((9, 1) if pipeline == "1f1b" else (8, 2))
 
 
 def test_training_goes_on_from_a_checkpoint_with_other_stages(tmp_path):
     batches, tx = make_batches(3), optax.adam(1e-2)
     for number, (pipe, batch) in enumerate(zip((4, 1, 2), batches, strict=True)):
-        config = make_config(stage=3, num_microbatches=4 if pipe > 1 else 1)
+        schedule = "circular:4" if pipe == 2 else "gpipe"
+        config = make_config(stage=3, num_microbatches=4 if pipe > 1 else 1, pipeline=schedule)
         fields = {"mesh": zero.make_mesh(pipe=pipe), "config": config}
         if number:
             state = zero.restore(tmp_path, init_fn=init_params(), tx=tx, **fields).state

@@ -2,7 +2,7 @@
 
 The bounds are those that the project sets itself. 1.08 leaves room for XLA:TPU's windowed reduce-scatters, which cost
 (n + 1) / n; stage 3 stays under 1 because a lookup moves rows instead of the table, and because the last use is not
-gathered twice. Stages 1 and 2 on 64 chips, microbatches and frameworks are held to the same bounds with a small model,
+gathered twice. Stages 1 and 2, 64 chips, microbatches and frameworks are held to the same bounds with a small model,
 which takes a third of the time to compile; the rest with the large one, of which the README tells.
 """
 
@@ -31,7 +31,7 @@ def assert_moves_params_well(program):
 @pytest.mark.parametrize("topology", [V5P_16, V5P_64])
 @pytest.mark.parametrize(("stage", "bound"), [(1, 1.08), (2, 1.08), (3, 1.00)])
 def test_traffic_is_at_the_ideal(topology, stage, bound):
-    program = compile_step(topology, stage, gpt_config=GPT_271M if topology == V5P_16 else GPT_15M)
+    program = compile_step(topology, stage, gpt_config=GPT_271M if (topology, stage) == (V5P_16, 3) else GPT_15M)
     assert program.ratio_to_ideal(PSI_MOVED[stage]) <= bound
     assert_moves_params_well(program)
 
@@ -54,7 +54,7 @@ def test_stage_1_communicates_once_for_four_microbatches(topology):
 def test_arguments_equal_the_formula(stage, bytes_whole, bytes_sharded):
     """Adam in bf16: 2 bytes of params and 12 of master params and moments a param (paper section 3.1)."""
     # At stages 1 to 3 these are the programs of the traffic above; that of stage 0 is compiled for this alone.
-    program = compile_step(V5P_16, stage, gpt_config=GPT_271M if stage else GPT_15M)
+    program = compile_step(V5P_16, stage, gpt_config=GPT_271M if stage == 3 else GPT_15M)
     formula = program.num_params * (bytes_whole + bytes_sharded / program.num_devices)
     assert math.isclose(program.argument_bytes, formula, rel_tol=0.01)
     assert program.alias_bytes > 0.99 * formula  # all of it donated

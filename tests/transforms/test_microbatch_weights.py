@@ -101,6 +101,20 @@ def test_a_divisor_that_is_drawn_is_no_weight():
     np.testing.assert_allclose(metrics.loss, expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("stage", "fields"), [(1, {}), pytest.param(3, {"loss_weight": "kept"}, marks=SLOW)])
+def test_a_mask_that_is_drawn_is_counted_as_it_is_drawn(stage, fields):
+    """By the key of each part: the weighted mean of ones is 1 only by the sum of the weights of all parts."""
+
+    def loss_fn(params, batch, key):
+        kept = jax.random.bernoulli(key, 0.4, batch["targets"].shape[:1])
+        ones = 1 + 0 * reference.predict(params, batch["tokens"]).mean(-1)
+        return (kept * ones).sum() / jnp.maximum(kept.sum(), 1), {"kept": kept.sum()}
+
+    _, (metrics,) = run(loss_fn, reference.make_batch(0), stage=stage, **fields)
+    np.testing.assert_allclose(metrics.loss, 1, rtol=1e-6)
+    assert 0 < int(metrics.aux["kept"]) < 16
+
+
 def errors_of(params, batch):
     return jnp.square(batch["x"] @ params["w"]).mean(-1)
 
@@ -143,6 +157,10 @@ FORMS = {
     "unguarded": with_count(lambda s, n: s / n),
     "average": lambda p, b: jnp.average(errors_of(p, b), weights=b["mask"]),
     "where": lambda p, b: jnp.mean(errors_of(p, b), where=b["mask"] > 0),
+    "sum": with_count(lambda s, n: s),
+    "two divisors": lambda p, b: FORMS["bound"](p, b) + FORMS["bound"](p, b | {"mask": 1 - b["mask"]}),
+    "bound and a term": lambda p, b: FORMS["bound"](p, b) + 0.1 * jnp.square(p["w"]).sum(),
+    "penalty": lambda p, b: errors_of(p, b).mean() + jnp.square(p["w"]).sum() / (1 + b["mask"].sum()),
 }
 SIZE = 32
 
@@ -168,15 +186,15 @@ def steps_of(loss_fn, *batches, **fields):
 
 @pytest.mark.parametrize(("num_microbatches", "stage"), [(2, 1), pytest.param(4, 3, marks=SLOW)])
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=() if x in ("guard", "branch of boxes") else SLOW) for x in FORMS]
+    "name", [pytest.param(x, marks=() if x in ("guard", "branch of boxes", "two divisors") else SLOW) for x in FORMS]
 )
 def test_forms_of_a_masked_mean_are_those_of_the_whole_batch(name, num_microbatches, stage):
-    """Without examples that count, too: a loss that is not finite with one microbatch is skipped with more."""
+    """Without examples that count, too: a step that is skipped with one microbatch is skipped with more."""
     batches = masked_batch(0.5), masked_batch(0)
     whole = steps_of(FORMS[name], *batches, stage=stage)
     parts = steps_of(FORMS[name], *batches, stage=stage, num_microbatches=num_microbatches)
     for expected, found in zip(whole, parts, strict=True):
-        assert found[2] == (expected[2] or not np.isfinite(expected[1]))
+        assert found[2] == expected[2]
         np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
         np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)
 

@@ -24,19 +24,14 @@ _BAR_WIDTH = 0.4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryBar:
-    """The memory of a stage on a number of devices.
+    """The memory of a stage on a number of devices."""
 
-    Attributes:
-      label: label below the bar, such as `stage 2`.
-      num_devices: devices that the stage shards over; each number gets a panel of its own.
-      formula_bytes: bytes per device by group, from the formula; groups as in `MemoryEstimate.by_group`.
-      measured_bytes: bytes per device by group, from a compiled program; None where it was not measured. Groups of any
-        other name are drawn together as other temporaries.
-    """
-
-    label: str
-    num_devices: int
+    label: str  # label below the bar, such as `stage 2`
+    num_devices: int  # devices that the stage shards over; each number gets a panel of its own
+    # Bytes per device by group, from the formula; groups as in `MemoryEstimate.by_group`.
     formula_bytes: Mapping[str, float]
+    # Bytes per device by group, from a compiled program; None where it was not measured. Groups of any other name are
+    # drawn together as other temporaries.
     measured_bytes: Mapping[str, float] | None = None
 
 

@@ -103,23 +103,15 @@ def _rounded(value: float, digits: int) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PaperTable(Report):
-    """One table of the paper; prints as such.
+    """One table of the paper; prints as such."""
 
-    Attributes:
-      name: such as `table1`.
-      title: what it shows, with its unit.
-      columns: names of the columns.
-      rows: cells: names, whole numbers, or unrounded figures in the unit of the title.
-      show: how a figure is printed.
-      note: what a reader has to know beside it.
-    """
-
-    name: str
-    title: str
-    columns: tuple[str, ...]
+    name: str  # such as `table1`
+    title: str  # what it shows, with its unit
+    columns: tuple[str, ...]  # names of the columns
+    # Cells: names, whole numbers, or unrounded figures in the unit of the title.
     rows: tuple[tuple[str | int | float, ...], ...]
-    show: Callable[[float], str]
-    note: str = ""
+    show: Callable[[float], str]  # how a figure is printed
+    note: str = ""  # what a reader has to know beside it
 
     def __str__(self) -> str:
         cells = [[self.show(x) if isinstance(x, float) else str(x) for x in row] for row in self.rows]

@@ -87,21 +87,13 @@ def step_path(directory: epath.Path, step: int) -> epath.Path:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedLeaf:
-    """The shapes, dtypes and fingerprint of a saved leaf.
+    """The shapes, dtypes and fingerprint of a saved leaf."""
 
-    Attributes:
-      shape: global shape, as the train state has it.
-      dtype: dtype as the train state has it; `key<threefry2x32>` for PRNG keys of that kind.
-      stored_shape: shape in the files.
-      stored_dtype: dtype in the files.
-      fingerprint: see `zero_jax.checkpoint.fingerprint`.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    stored_shape: tuple[int, ...]
-    stored_dtype: str
-    fingerprint: int
+    shape: tuple[int, ...]  # global shape, as the train state has it
+    dtype: str  # dtype as the train state has it; `key<threefry2x32>` for PRNG keys of that kind
+    stored_shape: tuple[int, ...]  # shape in the files
+    stored_dtype: str  # dtype in the files
+    fingerprint: int  # see `zero_jax.checkpoint.fingerprint`
 
     @property
     def nbytes(self) -> int:
@@ -116,22 +108,14 @@ class SavedLeaf:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """The record of a checkpoint.
+    """The record of a checkpoint."""
 
-    Attributes:
-      path: the step's folder.
-      step: steps done.
-      loss: validation loss at that step, or None.
-      leaves: the leaves by name.
-      extra: what the run itself recorded, such as its config and the position in the data.
-      folder_id: tells its folder from others that have its name later.
-    """
-
-    path: epath.Path
-    step: int
-    loss: float | None
-    leaves: Mapping[str, SavedLeaf]
-    extra: Mapping[str, Any]
+    path: epath.Path  # the step's folder
+    step: int  # steps done
+    loss: float | None  # validation loss at that step, or None
+    leaves: Mapping[str, SavedLeaf]  # the leaves by name
+    extra: Mapping[str, Any]  # what the run itself recorded, such as its config and the position in the data
+    # Tells its folder from others that have its name later.
     folder_id: str = dataclasses.field(repr=False, compare=False)
 
     def error(self, message: str) -> CheckpointError:

@@ -152,15 +152,10 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchResult(Round):
-    """How the processes that were started last ended; prints the first failure first.
+    """How the processes that were started last ended; prints the first failure first."""
 
-    Attributes:
-      num_restarts: how often the command was started again.
-      reason: why it was not started again, where it could have been.
-    """
-
-    num_restarts: int = 0
-    reason: str = ""
+    num_restarts: int = 0  # how often the command was started again
+    reason: str = ""  # why it was not started again, where it could have been
 
     @property
     def status(self) -> int:

@@ -93,21 +93,13 @@ class LaunchConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a process ended.
+    """How a process ended."""
 
-    Attributes:
-      process_index: number of the process.
-      returncode: its exit status, or the negative number of the signal that ended it.
-      seconds: time from the start of the processes to its end.
-      was_asked: whether it had been signalled to end.
-      last_lines: the last lines of its stderr.
-    """
-
-    process_index: int
-    returncode: int
-    seconds: float
-    was_asked: bool
-    last_lines: tuple[str, ...]
+    process_index: int  # number of the process
+    returncode: int  # its exit status, or the negative number of the signal that ended it
+    seconds: float  # time from the start of the processes to its end
+    was_asked: bool  # whether it had been signalled to end
+    last_lines: tuple[str, ...]  # the last lines of its stderr
 
     @property
     def status(self) -> int:
@@ -130,21 +122,13 @@ class Ending:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Round:
-    """How the processes of a launch ended that were started together.
+    """How the processes of a launch ended that were started together."""
 
-    Attributes:
-      num_processes: number of processes.
-      endings: how they ended, in that order.
-      seconds: time from their start to the end of the last.
-      is_stopped: whether they were ended by a signal to the launcher.
-      is_interrupted: whether the launcher asked them to save and end, to start others.
-    """
-
-    num_processes: int
-    endings: tuple[Ending, ...]
-    seconds: float = 0.0
-    is_stopped: bool = False
-    is_interrupted: bool = False
+    num_processes: int  # number of processes
+    endings: tuple[Ending, ...]  # how they ended, in that order
+    seconds: float = 0.0  # time from their start to the end of the last
+    is_stopped: bool = False  # whether they were ended by a signal to the launcher
+    is_interrupted: bool = False  # whether the launcher asked them to save and end, to start others
 
     @property
     def first_failure(self) -> Ending | None:

@@ -55,23 +55,18 @@ _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work of one execution of an instruction.
+    """The work of one execution of an instruction."""
 
-    Attributes:
-      flops: Floating-point operations of the matrix products and convolutions in it, 2 for a multiply-add, without the
-        blocks that a kernel's mask leaves out; all else is bound by memory.
-      bytes: Bytes read and written; of an operand that is only sliced or updated in place, the slice.
-      is_known: Whether all of it was understood; not so for custom calls of unknown targets.
-      engine: The kind of kernel that does it: 'pallas', 'cudnn attention' or 'cudnn attention backward'; '' for the
-        compiler's own code.
-      is_exact: Whether it is known how much of a kernel is executed; where not, a branch counts as taken, and a loop as
-        one iteration.
-    """
-
+    # Floating-point operations of the matrix products and convolutions in it, 2 for a multiply-add, without the blocks
+    # that a kernel's mask leaves out; all else is bound by memory.
     flops: float
-    bytes: int = 0
-    is_known: bool = True
+    bytes: int = 0  # bytes read and written; of an operand that is only sliced or updated in place, the slice
+    is_known: bool = True  # whether all of it was understood; not so for custom calls of unknown targets
+    # The kind of kernel that does it: 'pallas', 'cudnn attention' or 'cudnn attention backward'; '' for the compiler's
+    # own code.
     engine: str = ""
+    # Whether it is known how much of a kernel is executed; where not, a branch counts as taken, and a loop as one
+    # iteration.
     is_exact: bool = True
 
 

@@ -60,37 +60,27 @@ class Heap:
     A temporary that fits into the memory of a result, before this is written and after the donated argument there, if
     there is one, is read for the last time, takes no memory of its own. Which ones the compiler places there is
     worked out by its rule, the largest first, into the smallest result that is free.
-
-    Attributes:
-      peak_bytes: The most that temporaries take at one time in the device's memory, beside the arguments and were they
-        packed without gaps.
-      live: The temporaries that are alive then, largest first, without those in the memory of results.
-      in_arguments: The temporaries that are in the memory of results then, donated arguments or not, largest first.
-      peak_name: The instruction that runs then.
-      peak_op_name: Its JAX name stack, or that of the nearest instruction before it that has one.
-      argument_bytes: All arguments in the device's memory.
-      output_bytes: All results in the device's memory.
-      output_alias_bytes: Results that are written over donated arguments.
-      host_argument_bytes: Arguments in the host's memory.
-      host_peak_bytes: The most that temporaries take at one time in the host's memory.
-      on_chip_peak_bytes: The most that values take at one time in memory on the chip, such as VMEM.
-      residuals: What the forward pass has written and the backward pass is still to read, when that is most, largest
-        first; in the device's memory, that of results included. Gathered params are not among them.
-      donated: For each argument, in order, whether a result is written over it.
     """
 
+    # The most that temporaries take at one time in the device's memory, beside the arguments and were they packed
+    # without gaps.
     peak_bytes: int
+    # The temporaries that are alive then, largest first, without those in the memory of results.
     live: tuple[Buffer, ...] = dataclasses.field(repr=False)
+    # The temporaries that are in the memory of results then, donated arguments or not, largest first.
     in_arguments: tuple[Buffer, ...] = dataclasses.field(repr=False)
-    peak_name: str
-    peak_op_name: str
-    argument_bytes: int
-    output_bytes: int
-    output_alias_bytes: int
-    host_argument_bytes: int
-    host_peak_bytes: int
-    on_chip_peak_bytes: int
+    peak_name: str  # the instruction that runs then
+    peak_op_name: str  # its JAX name stack, or that of the nearest instruction before it that has one
+    argument_bytes: int  # all arguments in the device's memory
+    output_bytes: int  # all results in the device's memory
+    output_alias_bytes: int  # results that are written over donated arguments
+    host_argument_bytes: int  # arguments in the host's memory
+    host_peak_bytes: int  # the most that temporaries take at one time in the host's memory
+    on_chip_peak_bytes: int  # the most that values take at one time in memory on the chip, such as VMEM
+    # What the forward pass has written and the backward pass is still to read, when that is most, largest first; in the
+    # device's memory, that of results included. Gathered params are not among them.
     residuals: tuple[Buffer, ...] = dataclasses.field(repr=False)
+    # For each argument, in order, whether a result is written over it.
     donated: tuple[bool, ...] = dataclasses.field(repr=False)
 
 

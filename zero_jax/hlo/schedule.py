@@ -56,24 +56,18 @@ def own_links(collective: Collective) -> frozenset[Hashable]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Functions that return the seconds of one execution, with its links or its engine to itself.
+    """Functions that return the seconds of one execution, with its links or its engine to itself."""
 
-    Attributes:
-      instruction: Of an instruction in a computation that is no collective; it is asked about fusions, never about what
-        is inside them.
-      collective: Of a collective.
-      transfer: Of a transfer between slices.
-      copy: Of a copy from or to the host.
-      is_kernel: Whether an instruction counts in `kernel_seconds`; it is asked about custom calls.
-      links_of: The links that a collective takes, under any names. By default those of the same groups of devices share
-        them; other groups, and permutes along other pairs (the two directions of a ring), have their own.
-    """
-
+    # Of an instruction in a computation that is no collective; it is asked about fusions, never about what is inside
+    # them.
     instruction: Callable[[Program, str, Instruction], float]
-    collective: Callable[[Collective], float]
-    transfer: Callable[[NetworkTransfer], float] = lambda transfer: 0.0
-    copy: Callable[[HostTransfer], float] = lambda copy: 0.0
+    collective: Callable[[Collective], float]  # of a collective
+    transfer: Callable[[NetworkTransfer], float] = lambda transfer: 0.0  # of a transfer between slices
+    copy: Callable[[HostTransfer], float] = lambda copy: 0.0  # of a copy from or to the host
+    # Whether an instruction counts in `kernel_seconds`; it is asked about custom calls.
     is_kernel: Callable[[Program, str, Instruction], bool] = lambda program, computation, instruction: False
+    # The links that a collective takes, under any names. By default those of the same groups of devices share them;
+    # other groups, and permutes along other pairs (the two directions of a ring), have their own.
     links_of: Callable[[Collective], frozenset[Hashable]] = own_links
 
 

@@ -45,30 +45,22 @@ class Collective(Sent):
 
     `sent_bytes` are those of the ring model: (g - 1) / g of `full_bytes` for a group of g, twice that for an
     all-reduce, all of `full_bytes` for a permute.
-
-    Attributes:
-      kind: 'all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all' or 'collective-permute'; rarely
-        'ragged-all-to-all' (its bytes are an upper bound) or 'collective-broadcast'.
-      dtypes: HLO dtype names, one for each array; a combined collective has several.
-      replica_groups: Indices into the mesh's flat devices; for a permute, the rings and chains that its pairs form.
-      source_target_pairs: A permute's (source, target) indices, else empty.
-      full_bytes: All-gather: the result; reduce-scatter and all-reduce: the operand; all-to-all and permute: the
-        operand that one device holds. As the program sends it, padding included.
-      channel_id: The HLO channel, which is not unique in a program.
-      is_async: Whether other work may run between its start and its end.
-      op_name: The JAX name stack from the metadata, or ''.
-      source: `file:line` from the metadata, or ''.
     """
 
+    # 'all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all' or 'collective-permute'; rarely 'ragged-all-to-all'
+    # (its bytes are an upper bound) or 'collective-broadcast'.
     kind: str
-    dtypes: tuple[str, ...]
+    dtypes: tuple[str, ...]  # HLO dtype names, one for each array; a combined collective has several
+    # Indices into the mesh's flat devices; for a permute, the rings and chains that its pairs form.
     replica_groups: Groups = dataclasses.field(repr=False)
-    source_target_pairs: Groups = dataclasses.field(repr=False)
+    source_target_pairs: Groups = dataclasses.field(repr=False)  # A permute's (source, target) indices, else empty
+    # All-gather: the result; reduce-scatter and all-reduce: the operand; all-to-all and permute: the operand that one
+    # device holds. As the program sends it, padding included.
     full_bytes: int
-    channel_id: int | None
-    is_async: bool
-    op_name: str
-    source: str
+    channel_id: int | None  # the HLO channel, which is not unique in a program
+    is_async: bool  # whether other work may run between its start and its end
+    op_name: str  # the JAX name stack from the metadata, or ''
+    source: str  # `file:line` from the metadata, or ''
 
     @property
     def group_size(self) -> int:

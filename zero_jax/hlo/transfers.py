@@ -19,20 +19,17 @@ _KNOWN_OFFSET = "dynamic_slice_config"
 _KIND = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 # "{1,2}x{0:15}": groups x slices of a group, and the devices of each.
 _GROUPS = re.compile(r'_xla_megascale_target="\{\d+,(\d+)\}')
+_PAIR = re.compile(r"\{\d+->\d+\}")
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostTransfer(Sent):
-    """A copy between the memory of a device and that of its host.
+    """A copy between the memory of a device and that of its host."""
 
-    Attributes:
-      to_host: The direction.
-      is_async: Whether an engine of its own makes it. XLA:GPU makes slices whose offset it does not know from a loop's
-        counter by a kernel that reads or writes the host's memory, between the kernels that compute (seen on an H100).
-    """
-
-    to_host: bool
+    to_host: bool  # the direction
+    # Whether an engine of its own makes it. XLA:GPU makes slices whose offset it does not know from a loop's counter by
+    # a kernel that reads or writes the host's memory, between the kernels that compute (seen on an H100).
     is_async: bool
 
 
@@ -75,19 +72,14 @@ def _host_transfer(computation: str, start: Instruction) -> HostTransfer | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NetworkTransfer(Sent):
-    """An exchange of a device with those of other slices, in the ring model of `Collective`; it begins with a `send`.
+    """An exchange of a device with those of other slices, from a `send` on, in the ring model of `Collective`."""
 
-    Attributes:
-      kind: 'all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all' or another that the program names.
-      num_slices: The slices that take part.
-      dtype: HLO dtype of what is sent.
-      full_bytes: The bytes that a device hands over in one execution.
-    """
-
-    kind: str
-    num_slices: int
-    dtype: str
-    full_bytes: int
+    kind: str  # 'all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all' or another that the program names
+    num_slices: int  # the slices that take part
+    dtype: str  # HLO dtype of what is sent
+    full_bytes: int  # the bytes that a device hands over in one execution
+    # The devices of all slices that send, where the program names pairs, as of a permute; else 0.
+    num_senders: int = 0
 
 
 def network_transfers(compiled: Any, *, unknown_trip_count: int | None = None) -> tuple[NetworkTransfer, ...]:
@@ -136,4 +128,5 @@ def _network_transfer(computation: str, send: Instruction, num_slices: int) -> N
         dtype=sent.dtype,
         full_bytes=sent.packed_bytes,
         sent_bytes=sent.packed_bytes * share.get(kind, 1),
+        num_senders=len(_PAIR.findall(send.line)),
     )

@@ -80,25 +80,15 @@ def _window(starts: np.ndarray, sizes: Sequence[int]) -> tuple[slice, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """The windows of an operand that a gather reads, or a scatter updates, by the attributes of XLA's gather.
+    """The windows of an operand that a gather reads, or a scatter updates, by the attributes of XLA's gather."""
 
-    Attributes:
-      offset: The dims of the windows in the gather's result, or the scatter's updates.
-      collapsed: The operand's dims of size 1 in a window, which result and updates do not have.
-      batching: The operand's dims that go along dims of the indices.
-      indices_batching: These dims of the indices.
-      index_map: The operand's dim of each part of an index.
-      vector_dim: The dim of the indices that has the parts.
-      sizes: The sizes of a window in the operand's dims.
-    """
-
-    offset: tuple[int, ...]
-    collapsed: tuple[int, ...]
-    batching: tuple[int, ...]
-    indices_batching: tuple[int, ...]
-    index_map: tuple[int, ...]
-    vector_dim: int
-    sizes: tuple[int, ...]
+    offset: tuple[int, ...]  # the dims of the windows in the gather's result, or the scatter's updates
+    collapsed: tuple[int, ...]  # the operand's dims of size 1 in a window, which result and updates do not have
+    batching: tuple[int, ...]  # the operand's dims that go along dims of the indices
+    indices_batching: tuple[int, ...]  # these dims of the indices
+    index_map: tuple[int, ...]  # the operand's dim of each part of an index
+    vector_dim: int  # the dim of the indices that has the parts
+    sizes: tuple[int, ...]  # the sizes of a window in the operand's dims
 
     def kept(self) -> list[int]:
         """Returns the operand's dims that result and updates have."""

@@ -23,18 +23,12 @@ class SigmoidRouting:
     Each expert has a bias, which counts for the choice and not for the weight. It is no param of the loss: its gradient
     is `bias_rate` times the relative error of the expert's load, so that an optimizer lowers the bias of experts with
     too many tokens. `optax.sign_sgd(speed)` on these leaves is the published rule.
-
-    Attributes:
-      num_groups: groups of experts.
-      num_kept: groups that a token chooses from, those with the largest sums of their two best scores.
-      scale: what the weights of a token's experts are multiplied by.
-      bias_rate: what the gradients of the biases are multiplied by; 0 leaves the biases as they are.
     """
 
-    num_groups: int = 1
-    num_kept: int = 1
-    scale: float = 1.0
-    bias_rate: float = 0.001
+    num_groups: int = 1  # groups of experts
+    num_kept: int = 1  # groups that a token chooses from, those with the largest sums of their two best scores
+    scale: float = 1.0  # what the weights of a token's experts are multiplied by
+    bias_rate: float = 0.001  # what the gradients of the biases are multiplied by; 0 leaves the biases as they are
 
     def __post_init__(self) -> None:
         """Refuses numbers that do not fit."""
@@ -56,19 +50,12 @@ class SigmoidRouting:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Routes:
-    """Which experts the tokens go to.
+    """Which experts the tokens go to."""
 
-    Attributes:
-      experts_BTk: the experts of each token, int32.
-      weights_BTk: their weights, float32.
-      is_chosen_BTE: 1 where a token goes to an expert, else 0, float32.
-      shares_BTE: what the router gives each expert, of 1 for all, float32.
-    """
-
-    experts_BTk: Array
-    weights_BTk: Array
-    is_chosen_BTE: Array
-    shares_BTE: Array
+    experts_BTk: Array  # the experts of each token, int32
+    weights_BTk: Array  # their weights, float32
+    is_chosen_BTE: Array  # 1 where a token goes to an expert, else 0, float32
+    shares_BTE: Array  # what the router gives each expert, of 1 for all, float32
 
     def balance(self) -> Array:
         """Returns the loss `[B]` that balances the experts of a sequence (DeepSeek-V3, equation 17, no factor)."""

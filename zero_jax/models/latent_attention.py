@@ -12,21 +12,14 @@ from zero_jax.models.rope import RopeScaling, rope_frequencies
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentAttention:
-    """The sizes of latent attention; a query or key head has `head_dim` features, the last ones of which are turned.
+    """The sizes of latent attention; a query or key head has `head_dim` features, the last ones of which are turned."""
 
-    Attributes:
-      query_rank: width of the vector that queries are made of; None: they are made of the residual stream.
-      key_rank: width of the vector that keys and values are made of.
-      rotary_dim: features of a head that rotary positions turn; the keys of all heads share them.
-      value_dim: width of a value head.
-      interleaved: whether pairs of turned features are side by side.
-    """
-
+    # Width of the vector that queries are made of; None: they are made of the residual stream.
     query_rank: int | None = None
-    key_rank: int
-    rotary_dim: int
-    value_dim: int
-    interleaved: bool = True
+    key_rank: int  # width of the vector that keys and values are made of
+    rotary_dim: int  # features of a head that rotary positions turn; the keys of all heads share them
+    value_dim: int  # width of a value head
+    interleaved: bool = True  # whether pairs of turned features are side by side
 
     def __post_init__(self) -> None:
         """Refuses sizes that cannot be built."""

@@ -14,33 +14,26 @@ class RopeScaling:
     """How rotary frequencies are stretched for contexts longer than those of the pretraining.
 
     One of three ways: YaRN (Peng et al. 2023) if `beta_fast` is given, Llama 3's if `low_freq_factor` is, else linear.
-
-    Attributes:
-      factor: what wavelengths are multiplied by.
-      low_freq_factor: wavelengths over `original_seq_len / low_freq_factor` are stretched by the full factor; None
-        stretches all wavelengths (linear scaling).
-      high_freq_factor: wavelengths under `original_seq_len / high_freq_factor` stay; those between are interpolated.
-      original_seq_len: context length of the pretraining.
-      beta_fast: features that turn more often than this within `original_seq_len` stay.
-      beta_slow: features that turn less often than this are stretched by the full factor; those between by a share
-        that grows with the feature.
-      truncate: whether the first and the last of the features between are whole numbers.
-      attention_factor: what turned features are multiplied by; None follows from `mscale` and `mscale_all_dim`, or
-        from the factor alone.
-      mscale: of the magnitude of turned features, `0.1 * mscale * log(factor) + 1`; None: not given.
-      mscale_all_dim: the same of all features, by which the former is divided; latent attention multiplies its logits
-        by the square of it. None: not given.
     """
 
-    factor: float
+    factor: float  # what wavelengths are multiplied by
+    # Wavelengths over `original_seq_len / low_freq_factor` are stretched by the full factor; None stretches all
+    # wavelengths (linear scaling).
     low_freq_factor: float | None = None
+    # Wavelengths under `original_seq_len / high_freq_factor` stay; those between are interpolated.
     high_freq_factor: float = 4.0
-    original_seq_len: int = 8192
-    beta_fast: float | None = None
+    original_seq_len: int = 8192  # context length of the pretraining
+    beta_fast: float | None = None  # features that turn more often than this within `original_seq_len` stay
+    # Features that turn less often than this are stretched by the full factor; those between by a share that grows with
+    # the feature.
     beta_slow: float = 1.0
-    truncate: bool = True
+    truncate: bool = True  # whether the first and the last of the features between are whole numbers
+    # What turned features are multiplied by; None follows from `mscale` and `mscale_all_dim`, or from the factor alone.
     attention_factor: float | None = None
+    # Of the magnitude of turned features, `0.1 * mscale * log(factor) + 1`; None: not given.
     mscale: float | None = None
+    # The same of all features, by which the former is divided; latent attention multiplies its logits by the square of
+    # it. None: not given.
     mscale_all_dim: float | None = None
 
     def __post_init__(self) -> None:

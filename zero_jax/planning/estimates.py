@@ -35,7 +35,15 @@ from zero_jax.training import (
     step_options,
     value_costs,
 )
-from zero_jax.transforms import BlockCosts, PipelineReport, Remat, Roofline, choose_values, resolve_remat
+from zero_jax.transforms import (
+    BlockCosts,
+    PipelineReport,
+    Remat,
+    Roofline,
+    choose_values,
+    resolve_remat,
+    resolve_schedule,
+)
 
 _SUM_BYTES = 4  # gradients are summed over microbatches in float32
 _SECONDS_BETWEEN_LINES = 2
@@ -271,7 +279,8 @@ class StepEstimate:
         # Params that are not of the layers are on all stages, and ZeRO shards them over these, too.
         self.num_params = model.sizes(setting.model, setting.pipe)[1] if setting.pipe > 1 else num_params
         self.num_shards = setting.data * setting.pipe * self.num_params / num_params
-        self.num_runs = self.k + setting.pipe - 1
+        self.schedule = resolve_schedule(setting.pipeline)
+        self.num_runs = self.schedule.num_runs(setting.pipe, self.k)
         self.num_parts = setting.replica * setting.data * model.batch_size / setting.batch_size
         slices = model.topology.num_slices
         copies = slices // math.gcd(slices, setting.replica) if setting.secondary else 1
@@ -374,13 +383,14 @@ class StepEstimate:
         if setting.pipe == 1:
             return traced.peak_bytes / num_parts
         residuals = traced.residuals.device_bytes / (num_parts * setting.pipe)
-        if setting.pipeline == "1f1b":
+        if self.schedule.is_interleaved:
             kept = (2 * setting.pipe - 1) * self.sent_per_run + residuals
         else:
-            kept = self.num_runs * (self.sent_per_run if self.recomputes else residuals) + residuals
+            num_ticks = self.num_runs * self.schedule.num_groups
+            kept = (num_ticks * self.sent_per_run if self.recomputes else self.num_runs * residuals) + residuals
         # Before and behind the layers is a microbatch in each stage, or the batch over all of them.
         others = (traced.peak_bytes - traced.residuals.device_bytes) / num_parts
-        return kept + others * (1 if setting.pipeline == "1f1b" else self.k / setting.pipe)
+        return kept + others * (1 if self.schedule.is_interleaved else self.k / setting.pipe)
 
     @property
     def seconds(self) -> float:
@@ -417,7 +427,7 @@ class StepEstimate:
         others = roofline.compute_seconds(kernels, num_parts) - layers * setting.pipe
         again = 1 / 3 if self.recomputes else 0.0  # of a pass forward and one backward, which takes twice as long
         # Before and behind the layers is a microbatch in each stage, or the batch over all of them.
-        others *= self.num_runs if setting.pipeline == "1f1b" else self.k / setting.pipe
+        others *= self.num_runs if self.schedule.is_interleaved else self.k / setting.pipe
         return self.num_runs * layers * (1 + again) + others
 
     @property
@@ -432,7 +442,7 @@ class StepEstimate:
     def recomputes(self) -> bool:
         """Whether a stage runs again in the backward pass, beside what the layers' own remat says."""
         policy = resolve_remat(self.model.policies[self.setting.policy].remat)
-        return self.setting.pipeline == "1f1b" or (policy.is_own and any(x.recomputed for x in self.staged.loops))
+        return self.schedule.is_interleaved or (policy.is_own and any(x.recomputed for x in self.staged.loops))
 
     @property
     def sent_per_run(self) -> float:
@@ -446,7 +456,8 @@ class StepEstimate:
         if self.setting.pipe == 1:
             return 0.0
         pipe = setting_config(self.model.job.config, self.setting).axes_of(self.links.mesh).pipe
-        return 2 * self.num_runs * self.links.send_seconds(self.sent_per_run, pipe)
+        num_ticks = self.num_runs * self.schedule.num_groups
+        return 2 * num_ticks * self.links.send_seconds(self.sent_per_run, pipe)
 
     @property
     def update_bytes(self) -> float:

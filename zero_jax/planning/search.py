@@ -377,7 +377,8 @@ class Search:
 
 def divisors(n: int) -> list[int]:
     """Returns the divisors of a number in ascending order."""
-    return [i for i in range(1, n + 1) if n % i == 0]
+    small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
+    return sorted({*small, *(n // i for i in small)})
 
 
 def _order(entry: Ranked) -> tuple[float, float, str]:

@@ -67,6 +67,12 @@ def with_results(jaxpr: Jaxpr, atoms: Sequence[Any], **parts: Any) -> Jaxpr:
     return jaxpr.replace(jaxpr=jaxpr.jaxpr.replace(outvars=list(atoms), **parts))
 
 
+def alone(closed: Jaxpr, atoms: Sequence[Any], **parts: Any) -> Jaxpr:
+    """Returns a closed jaxpr with other results (`with_results`), without what they do not depend on."""
+    closed = with_results(closed, atoms, **parts)
+    return with_results(closed, atoms, eqns=without_dead_code(closed).eqns)
+
+
 def conditional(pred: jax.Array, closed: Jaxpr, operands: Sequence[Any], *, otherwise: Sequence[Any]) -> list[Any]:
     """Returns the results of a closed jaxpr where `pred`, else some of its operands: `lax.cond` of what is traced.
 

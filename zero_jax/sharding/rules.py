@@ -21,7 +21,16 @@ from zero_jax.sharding.layer_stacks import is_stack, stacked_layers
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.model_specs import AxisRules, spec_of_each, specs_of
 from zero_jax.sharding.path_patterns import PathPatterns
-from zero_jax.sharding.spec import Dims, carries, checked_dims, move_steps, named, num_shards, without
+from zero_jax.sharding.spec import (
+    Dims,
+    carries,
+    checked_dims,
+    gather_steps,
+    named,
+    num_shards,
+    steps_by_dim,
+    without,
+)
 
 # Preferred are dims whose shards still fill the accelerator's tiles: 128 lanes, 16 sublanes of 2-byte types.
 _TILE = (16, 128)
@@ -58,16 +67,23 @@ class LeafPlacement:
     update_dims: Dims | None = None
 
     def along_layers(self, mesh: Mesh, axes: Axes) -> Dims | None:
-        """Returns the dims of a stack of layers `[layers, ...]` with all axes of `data` moved to the layers.
+        """Returns the dims of a stack of layers `[layers, ...]` with as many axes of `data` moved to them as divide.
 
-        None where they do not divide, or where the user says how the leaf is sharded over `data`.
+        A gather takes as many steps as before. None where no axis can move, or where the user says how the leaf is
+        sharded over `data`.
         """
         data = [axis for axis in axes.data if mesh.shape[axis] > 1 and axis not in self.pipe]
         is_own = self.reason in (_OVERRIDE, _AS_GIVEN)
-        if is_own or not data or not all(carries(self.dims[1:], (axis,)) for axis in data):
+        if is_own or not all(carries(self.dims[1:], (axis,)) for axis in data):
             return None
-        dims = move_steps(self.dims, 0, data)[-1]
-        return None if self.shape[0] % axis_size(mesh, dims[0]) else dims
+        num_steps = len(gather_steps(self.dims, data, mesh))
+        for moved in (x for i in range(len(data), 0, -1) for x in itertools.combinations(data, i)):
+            dims = steps_by_dim(self.dims, 0, moved)[-1]
+            are_minor = all(dim[: len(kept)] == kept for dim, kept in zip(self.dims[1:], dims[1:], strict=True))
+            is_even = self.shape[0] % axis_size(mesh, dims[0]) == 0
+            if are_minor and is_even and len(gather_steps(dims, data, mesh)) <= num_steps:
+                return dims
+        return None
 
 
 class _Placer:

@@ -174,3 +174,17 @@ def move_steps(dims: Dims, to: int, axes: Sequence[str]) -> list[Dims]:
         axis = dims[i][-1]
         dims = tuple(dim[:-1] if j == i else (*dim, axis) if j == to else dim for j, dim in enumerate(dims))
         steps.append(dims)
+
+
+def steps_by_dim(dims: Dims, to: int, axes: Sequence[str]) -> list[Dims]:
+    """Returns the specs of all-to-alls that move `axes`, the minor ones of their dims, to the dim `to`.
+
+    Those of a dim move at once. XLA:TPU makes an all-reduce of the entire array of a move from several dims.
+    """
+    steps = []
+    for i in reversed([i for i in range(len(dims)) if i != to]):
+        moved = tuple(axis for axis in dims[i] if axis in axes)
+        if moved:
+            dims = tuple((*dim, *moved) if j == to else dim for j, dim in enumerate(without(dims, moved)))
+            steps.append(dims)
+    return steps

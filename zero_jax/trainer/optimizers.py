@@ -287,19 +287,12 @@ def _muon(schedule: Any, *, weight_decay: float, mask: Any, **options: Any) -> o
 
 
 class _Optimizer(NamedTuple):
-    """An optimizer.
+    """An optimizer."""
 
-    Attributes:
-      learning_rate: its usual learning rate.
-      momenta: the options that are decays of what `mu_dtype` is of.
-      options: for each option optax's name of it and a default.
-      make: what makes it.
-    """
-
-    learning_rate: float
-    momenta: tuple[str, ...]
-    options: Mapping[str, tuple[str, Any]]
-    make: Callable[..., optax.GradientTransformation]
+    learning_rate: float  # its usual learning rate
+    momenta: tuple[str, ...]  # the options that are decays of what `mu_dtype` is of
+    options: Mapping[str, tuple[str, Any]]  # for each option optax's name of it and a default
+    make: Callable[..., optax.GradientTransformation]  # what makes it
 
 
 _MOMENT_DTYPES = ("bfloat16", "float32")

@@ -29,7 +29,7 @@ from zero_jax.training.state.placement import Placement, make_placement
 from zero_jax.training.state.train_state import TrainState
 from zero_jax.training.xla_options import step_options
 from zero_jax.training.zero_config import ZeroConfig, check_config
-from zero_jax.transforms import divided_by_nonzero, used_shapes, weight_alone, with_weight
+from zero_jax.transforms import with_weight
 
 
 def make_eval_step(
@@ -110,13 +110,9 @@ def _metrics_of(loss: StepLoss, variables: Variables, batch: PyTree, *, weighted
     """Returns the loss and aux of a batch, with its weight by the config's `loss_weight` if `weighted`."""
     key, loss_weight = jax.random.key(0), loss.config.loss_weight
     cast, batch = loss.cast(variables, batch, key)
-    program, weighs = loss.fused, False
-    if weighted and loss_weight is not None:
-        program = with_weight(program, loss_weight)
-        weighs = loss_weight != "auto" or weight_alone(program, used_shapes(cast), batch, key) is not None
-        program = divided_by_nonzero(program)
+    program = with_weight(loss.fused, loss_weight) if weighted and loss_weight is not None else loss.fused
     value, (aux, _, *weights) = loss.placed(loss.unsharded(program))(cast, batch, key)
-    weight = jax.tree.map(lambda x: jnp.asarray(x, wide(x.dtype)), weights[0]) if weighs else None
+    weight = jax.tree.map(lambda x: jnp.asarray(x, wide(x.dtype)), weights[0]) if weights else None
     return Metrics(loss=value.astype(wide(value.dtype)), aux=aux, weight=weight)
 
 

@@ -75,15 +75,17 @@ def _squares_of_shards(x: jax.Array, *, dims: Dims, mesh: Mesh) -> jax.Array:
     return squared(lax.with_sharding_constraint(x.reshape(shape), named(mesh, tuple(entries)))).sum(local)
 
 
-def mean_of_parts(squares: Squares, weights: jax.Array) -> Parts:
+def mean_of_parts(squares: Squares, weights: jax.Array, *, has_weight: bool = False) -> Parts:
     """Averages the squared norms of parts, stacked on the dims of `weights`, by weight; sends a scalar a sharding.
 
-    A part of weight 0 is left out: its gradient may be 0 / 0.
+    A part of weight 0 is left out: its gradient may be 0 / 0. With `has_weight` the gradients are multiplied by the
+    weights over their mean already.
     """
     total = jnp.float32(0)
+    factors = weights.mean() ** 2 / weights if has_weight else weights
     for x in squares.values():
-        weight = weights.reshape(weights.shape + (1,) * (x.ndim - weights.ndim))
-        total += jnp.where(weight == 0, 0, weight * x).sum()
+        factor, weight = (y.reshape(y.shape + (1,) * (x.ndim - y.ndim)) for y in (factors, weights))
+        total += jnp.where(weight == 0, 0, factor * x).sum()
     weight = weights.sum()
     return Parts(grad_norm_sq=total / jnp.where(weight == 0, 1, weight), num_parts=(weights != 0).sum(dtype=jnp.int32))
 

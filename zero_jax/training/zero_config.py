@@ -18,7 +18,7 @@ from zero_jax.sharding.precision import Precision, resolve_precision
 from zero_jax.sharding.quantized import Quantize, check_quantize
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.training.optimizer.offload import Offload, resolve_offload
-from zero_jax.transforms import Remat, resolve_remat
+from zero_jax.transforms import Remat, resolve_remat, resolve_schedule
 
 
 @hinted
@@ -89,7 +89,8 @@ class ZeroConfig:
       pipe_axes: the mesh axes of the stages of a pipeline, if not named `pipe` or `pipe_*`: `num_microbatches` go
         through stages that have layers of their own (docs/pipeline.md).
       pipeline: the schedule of these stages: `gpipe` takes all microbatches forward and then all backward, `1f1b` takes
-        one forward and one backward in turn, so that memory does not grow with `num_microbatches`.
+        one forward and one backward in turn, so that memory does not grow with `num_microbatches`; `circular:N` is
+        `gpipe` with N groups of layers on each stage, which waits a part `1 / N` as long and sends N times as much.
 
     Example:
       >>> config = zero.ZeroConfig(stage=3, precision="bf16", num_microbatches=2, clip_norm=1.0)
@@ -130,7 +131,7 @@ class ZeroConfig:
     replica_axes: Sequence[str] | None = None
     model_axes: Sequence[str] | None = None
     pipe_axes: Sequence[str] | None = None
-    pipeline: Literal["gpipe", "1f1b"] = "gpipe"
+    pipeline: str = "gpipe"
 
     def __post_init__(self) -> None:
         groups = sharded_groups(self.stage)
@@ -139,6 +140,7 @@ class ZeroConfig:
         check_fields(self)
         precision = resolve_precision(self.precision)
         resolve_remat(self.remat)
+        resolve_schedule(self.pipeline)
         self.resolved_offload()
         batch_patterns(self.keep_batch_dtype)
         _check_secondary(self.secondary, self.stage)

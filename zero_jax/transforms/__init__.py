@@ -10,6 +10,8 @@ wrongly. `facts` says what values are made of, and where they are read last.
 
 from zero_jax.transforms.attention.report import AttentionReport
 from zero_jax.transforms.attention.transform import attention_report, fuse_attention
+from zero_jax.transforms.batch_counts import CountedProgram, weight_alone
+from zero_jax.transforms.batch_weights import PartWeight, with_weight
 from zero_jax.transforms.flops import count_flops, training_flops
 from zero_jax.transforms.gather.deferred import GatherOptions, HostParam, differentiated, used_shapes, with_gradient
 from zero_jax.transforms.gather.per_device import DeviceSum
@@ -17,10 +19,10 @@ from zero_jax.transforms.gather.transform import GatherReport, gather_on_use, ga
 from zero_jax.transforms.kernels import KERNEL_SECONDS, KERNEL_SHARES, Kernel, Roofline, efficiency_of, kernels
 from zero_jax.transforms.low_rank.walk import AdaptedReport, WeightUse, evaluate_adapted
 from zero_jax.transforms.low_rank.weight import Weight, as_stored
-from zero_jax.transforms.microbatch_weights import PartWeight, divided_by_nonzero, nonzero, weight_alone, with_weight
-from zero_jax.transforms.pipeline.loop import StagePlace
+from zero_jax.transforms.pipeline.place import StagePlace
 from zero_jax.transforms.pipeline.report import PipelineReport
 from zero_jax.transforms.pipeline.rolled import rolled
+from zero_jax.transforms.pipeline.schedule import Schedule, resolve_schedule
 from zero_jax.transforms.pipeline.transform import PipelinedProgram, Stages, with_stages
 from zero_jax.transforms.remat.choice import ValueChoice, choose_values
 from zero_jax.transforms.remat.costs import BlockCosts

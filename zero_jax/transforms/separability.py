@@ -18,13 +18,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.tree import PyTree, leaves_by_name
-from zero_jax.dims import CASTS, EXTREMA, SAME, SAME_ELEMENTS, Kind, Relation, TraceComparison, rows, unknown
+from zero_jax.dims import CASTS, EXTREMA, SAME, SAME_ELEMENTS, Kind, Relation, TraceComparison, is_float, rows, unknown
 from zero_jax.program import jaxprs
-from zero_jax.program.loss import LossProgram, Traced
+from zero_jax.program.loss import LossProgram
 from zero_jax.program.subcalls import equations
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import carries, dims_of
-from zero_jax.transforms.microbatch_weights import PartWeight
+from zero_jax.transforms.batch_counts import CountedTrace, LossOnParts
+from zero_jax.transforms.quotients import named_entry
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,17 +37,12 @@ class Combination:
         of them.
       dim: the dim of the blocks.
       power: what is so made is divided by `n ** power`.
-      by: with ``divisor``, values are multiplied by the divisors of the parts (`PartWeight`) before, and divided by
-        that of the batch; with ``function``, the value is the divisor of the batch itself.
-      count_power: `PartWeight.power` of these divisors.
       why: why it is UNKNOWN, with the line.
     """
 
     kind: Kind = Kind.UNKNOWN
     dim: int = 0
     power: Fraction = Fraction(0)
-    by: str = ""
-    count_power: Fraction = Fraction(0)
     why: str = ""
 
 
@@ -62,9 +58,7 @@ class Separability:
         (docs/xla_faults.md).
       is_plain: whether neither it nor the mesh has axes of a model: XLA ends the process on some such programs in which
         a part of the axes is mapped by `shard_map`.
-      weigh: what the losses of parts are averaged by: their ``divisor``; or their ``count``, where it adds up to that
-        of the batch and the loss may be another one; or as if they weighed the same, ``equal``.
-      count_power: `PartWeight.power` of the loss.
+      on_parts: how it is called on parts.
       aux: how each leaf of aux is combined, by its path.
     """
 
@@ -72,8 +66,7 @@ class Separability:
     not_local: str = ""
     convolves: bool = False
     is_plain: bool = False
-    weigh: str = "divisor"
-    count_power: Fraction = Fraction(0)
+    on_parts: LossOnParts = dataclasses.field(default_factory=LossOnParts)
     aux: Mapping[str, Combination] = dataclasses.field(default_factory=dict)
 
 
@@ -101,22 +94,22 @@ class BatchParts:
 
 
 def separability(
-    weighted: LossProgram,
+    program: LossProgram,
     arguments: tuple[PyTree, PyTree, jax.Array],
     parts: BatchParts,
     *,
     loss_weight: str | None = "auto",
 ) -> Separability:
-    """Says, by its traces on the batch and on parts of it, whether a loss function is a mean over examples.
+    """Says, by its traces on the batch and on parts of it, whether a loss is made of the losses of parts.
 
     What is not proven counts as mixing examples: every operation has an exact rule (`dims/parts/`), or may mix.
     Random numbers count as each example's own.
 
     Args:
-      weighted: the loss function `(variables, batch, key) -> (loss, (aux, model_state, weight))`, as of `with_weight`.
+      program: the loss function `(variables, batch, key) -> (loss, (aux, model_state))`.
       arguments: the params, or `Variables` (model state counts as params); the whole batch; a key.
       parts: the parts of the batch.
-      loss_weight: what `with_weight` was called with.
+      loss_weight: as in `ZeroConfig`.
     """
     mesh, axes, k = parts.mesh, parts.axes, parts.num_microbatches
     sizes = {x.shape[0] for x in jax.tree.leaves(arguments[1]) if np.ndim(x)}
@@ -124,12 +117,12 @@ def separability(
         return Separability(not_local="the leaves of its batch differ in their leading dim")
     num_devices = axis_size(mesh, axes.batch)
     size, num_shards = max(sizes, default=0), parts.num_shards or num_devices
-    traces = _Traces(weighted, arguments, mesh)
+    traces = _Traces(program, arguments, mesh)
     try:
         of_batch = traces.trace(size)
     except Exception:  # not made for so many examples, or an error of the loss, which is raised here
         of_batch = traces.trace(size // k)
-    trace = jaxprs.without_dead_code(of_batch.jaxpr)
+    trace = jaxprs.without_dead_code(jaxprs.with_results(of_batch.closed, _values(of_batch)))
     names = set(operations(trace))
     places = bool(names & {"sharding_constraint", "shard_map"})
     convolves = parts.local and "conv_general_dilated" in names
@@ -152,61 +145,55 @@ def separability(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Trace:
-    """The closed jaxpr of a loss, its weights and the leaves of its aux, and which of its results is which."""
+class _Found:
+    """What is known of a loss on parts of a batch.
 
-    jaxpr: Any
-    weight: PartWeight
-    names: Sequence[str]
-    aux: Sequence[tuple[Any, PartWeight | None]]
+    Attributes:
+      on_parts: the counts and terms of the batch.
+      loss: the relation of the loss, made of the counts of the batch.
+      aux: those of the leaves of aux.
+      depends: whether the loss is made of counts.
+      within: whether there are counts or terms in calls, of which nothing is known.
+    """
 
-    @classmethod
-    def of(cls, traced: Traced) -> _Trace:
-        closed, tree = traced.closed, jax.tree.structure(traced.out_shape)
-        results = jax.tree.unflatten(tree, jaxprs.open_jaxpr(closed)[0].outvars)
-        loss, (aux, _, weight, aux_weights) = results
-        leaves = leaves_by_name(aux)
-        entries = [*zip(leaves.values(), aux_weights, strict=True)]
-        jaxpr = jaxprs.with_results(closed, [loss, *jax.tree.leaves((weight, entries))])
-        return cls(jaxpr=jaxpr, weight=weight, names=[*leaves], aux=entries)
+    on_parts: LossOnParts
+    loss: Relation
+    aux: Sequence[Relation]
+    depends: bool
+    within: bool
 
-    def apart(self) -> list[Any]:
-        """Returns the closed jaxprs of loss and weight, and of each leaf of aux and its weight."""
-        loss = jaxprs.open_jaxpr(self.jaxpr)[0].outvars[0]
-        results = [[loss, *jax.tree.leaves(self.weight)], *([x, *jax.tree.leaves(own)] for x, own in self.aux)]
-        alone = (jaxprs.with_results(self.jaxpr, atoms) for atoms in results)
-        return [
-            jaxprs.with_results(x, jaxprs.open_jaxpr(x)[0].outvars, eqns=jaxprs.without_dead_code(x).eqns)
-            for x in alone
-        ]
+    @property
+    def is_known(self) -> bool:
+        """Whether all results are made of those of parts."""
+        return all(x.kind is not Kind.UNKNOWN for x in (self.loss, *self.aux))
 
 
 class _Traces:
-    """Traces of a loss function with its weights, on batches of several sizes."""
+    """Traces of a loss function, on batches of several sizes."""
 
-    def __init__(self, weighted: LossProgram, arguments: tuple[PyTree, PyTree, jax.Array], mesh: Mesh):
-        self.weighted, (self.params, self.batch, self.key) = weighted, arguments
+    def __init__(self, program: LossProgram, arguments: tuple[PyTree, PyTree, jax.Array], mesh: Mesh):
+        self.program, (self.params, self.batch, self.key) = program, arguments
         self.sharding = NamedSharding(mesh, PartitionSpec())  # as in the step, which takes the same trace
-        self.traced: dict[int, _Trace] = {}
+        self.traced: dict[tuple[int, bool], CountedTrace] = {}
 
-    def trace(self, size: int) -> _Trace:
+    def trace(self, size: int, *, flat: bool = False) -> CountedTrace:
 
         def resize(x: Any) -> jax.ShapeDtypeStruct:
             shape = (size, *x.shape[1:]) if np.ndim(x) else ()
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=self.sharding)
 
-        if size not in self.traced:
+        if (size, flat) not in self.traced:
             with warnings.catch_warnings():
                 if self.traced:  # the first is the step's own, or like it
                     warnings.simplefilter("ignore")
                 args = self.params, jax.tree.map(resize, self.batch), self.key
-                self.traced[size] = _Trace.of(self.weighted.trace(*args))
-        return self.traced[size]
+                self.traced[size, flat] = CountedTrace(self.program.trace(*args), flat=flat)
+        return self.traced[size, flat]
 
     def means(
         self, size: int, num_parts: int, num_blocks: int, loss_weight: str | None, *, trusted: bool = False
     ) -> Separability:
-        """Says why the loss is not the mean over so many parts of a batch, and how the parts' aux is combined.
+        """Says why the loss is not made of those of so many parts of a batch, and how the parts' aux is combined.
 
         Args:
           size: the number of examples of the batch.
@@ -215,51 +202,75 @@ class _Traces:
           loss_weight: as in `ZeroConfig`.
           trusted: whether None as a weight says that parts are averaged as if they weighed the same.
         """
-        part = size // num_parts
-        names = self.trace(next(iter(self.traced))).names
+        part, first = size // num_parts, self.trace(next(iter(self.traced))[0])
+        leaves = leaves_by_name(first.results[1][0])
         if num_parts == 1:
-            return Separability(aux=dict.fromkeys(names, Combination(kind=Kind.SAME)))
+            return Separability(aux=dict.fromkeys(leaves, Combination(kind=Kind.SAME)))
         sizes = [size, part]
         if part == 1:
             # On a single example operations differ that only change shapes: it is to have all others of two examples,
             # and half as many parts of two are compared, or two parts of two.
             whole = size if num_parts % 2 == 0 and num_parts > 4 else 2 * size
             sizes, num_parts, num_blocks = [whole, 2, 1], whole // 2, num_blocks * whole // size
+        named = loss_weight if loss_weight not in ("auto", None) else None
         try:
             traces = [self.trace(n) for n in sizes]
         except Exception as error:
             why = f"loss_fn cannot be traced on {sizes[0]} examples and on {part} ({type(error).__name__})"
-            return Separability(another_loss=why, weigh="equal", aux=dict.fromkeys(names, Combination(why=why)))
-        whole, comparison = traces[0], TraceComparison(num_parts, num_blocks)
-        loss, *rest = self.relations(traces, comparison)
-        tree = jax.tree.structure((whole.weight, whole.aux))
-        weight, entries = jax.tree.unflatten(tree, rest)
-        is_named = loss_weight not in ("auto", None)
-        why = _why_no_mean(loss, weight, named=is_named, trusted=trusted and loss_weight is None)
-        each = zip(names, entries, whole.aux, strict=True)
-        combinations = {name: _combination(x, own, atom, whole.jaxpr) for name, (x, own), (atom, _) in each}
-        return Separability(
-            another_loss=why,
-            weigh="divisor" if is_named else _weigh(loss, weight, why),
-            count_power=weight.count.power,
-            aux=combinations,
-        )
+            on_parts = LossOnParts(size=size, of_batch=False, weight=named)
+            return Separability(another_loss=why, on_parts=on_parts, aux=dict.fromkeys(leaves, Combination(why=why)))
+        found = self.found(traces, size, num_parts, num_blocks)
+        if found.within and not found.is_known:  # it is of a value in a nested `jit`
+            traces = [self.trace(n, flat=True) for n in sizes]
+            found = self.found(traces, size, num_parts, num_blocks)
+        why, on_parts = _averaged(found, traces[1], loss_weight, trusted=trusted)
+        atoms = leaves_by_name(traces[0].results[1][0])
+        each = zip(atoms.items(), found.aux, strict=True)
+        combinations = {name: _combination(x, atom, traces[0].closed) for (name, atom), x in each}
+        return Separability(another_loss=why, on_parts=on_parts, aux=combinations)
 
-    def relations(self, traces: Sequence[_Trace], comparison: TraceComparison) -> list[Relation]:
-        """Returns the relations of the results of the first trace to those of the second.
+    def found(self, traces: Sequence[CountedTrace], size: int, num_parts: int, num_blocks: int) -> _Found:
+        """Returns what is known of the results by traces on a batch and on a part.
 
         If there is a third, of one example, it has to be of the same operations as the second. What is computed for an
         entry of aux alone does not count against others, nor against the loss.
         """
-        num_params = len(jax.tree.leaves(self.params))
-        inputs = [dataclasses.replace(SAME, of_params=True)] * num_params
+        inputs = [dataclasses.replace(SAME, of_params=True)] * len(jax.tree.leaves(self.params))
         inputs += [rows(0) if np.ndim(x) else SAME for x in jax.tree.leaves(self.batch)]
-        inputs += [SAME] * len(jax.tree.leaves(self.key))
-        groups = [[trace.jaxpr for trace in traces]]
+        key = [SAME] * len(jax.tree.leaves(self.key))
+        counts, comparison = (TraceComparison(num_parts, num_blocks, shares_terms=flag) for flag in (False, True))
+        powers = dict[int, Fraction]()
+        if len({len(trace.counts) for trace in traces}) == 1:
+            for i, var in enumerate(traces[0].counts):
+                (x,) = counts.run(traces[0].alone([i]), traces[1].alone([i]), [*inputs, *key])
+                if x.kind is Kind.SUM and not x.of_params and (not x.power or is_float(var.aval)):
+                    powers[i] = x.power
+        on_parts = LossOnParts(size=size, counts=powers, flat=traces[0].flat)
+        parts = [trace.on_part(on_parts) for trace in traces]
+        atoms = [[part.of_batch(x) for x in _values(part.trace)] for part in parts]
+        relations = self.relations(
+            [part.closed(x) for part, x in zip(parts, atoms, strict=True)],
+            [*inputs, *[SAME] * len(powers), *key],
+            comparison,
+        )
+        numbers = {parts[1].numbers[var]: tuple(terms) for var, terms in comparison.terms.items()}
+        if numbers and len({tuple(operations(trace.closed)) for trace in traces[1:]}) > 1:
+            relations = [unknown("loss_fn does something else on one example than on several")] * len(relations)
+        depends = atoms[0][0] is not _values(traces[0])[0]
+        within = comparison.has_terms_within or traces[0].is_nested
+        on_parts = dataclasses.replace(on_parts, terms=numbers)
+        return _Found(on_parts=on_parts, loss=relations[0], aux=relations[1:], depends=depends, within=within)
+
+    def relations(
+        self, traces: Sequence[Any], inputs: Sequence[Relation], comparison: TraceComparison
+    ) -> list[Relation]:
+        """Returns the relations of the results of the first closed jaxpr to those of the second."""
+        groups = [list(traces)]
         whole, part, *single = groups[0]
         names = [[eqn.primitive.name for eqn in jaxprs.open_jaxpr(x)[0].eqns] for x in (whole, part)]
         if names[0] != names[1] or any(operations(x) != operations(part) for x in single):
-            groups = zip(*(trace.apart() for trace in traces), strict=True)
+            each = [[jaxprs.alone(x, [atom]) for atom in jaxprs.open_jaxpr(x)[0].outvars] for x in traces]
+            groups = [list(group) for group in zip(*each, strict=True)]
         found = []
         for whole, part, *single in groups:
             if any(operations(x) != operations(part) for x in single):
@@ -270,57 +281,52 @@ class _Traces:
         return found
 
 
-def _weigh(loss: Relation, weight: PartWeight, why: str) -> str:
-    """Returns what parts are averaged by (`Separability`)."""
-    is_sum, is_even = weight.count.kind is Kind.SUM and weight.count.root is not None, weight.count.number == 1
-    if is_even or (not why and loss.divisor is not None):
-        return "divisor"
-    return "count" if why and is_sum else "equal"
+def _values(trace: CountedTrace) -> list[Any]:
+    """Returns the atoms of the loss and of the leaves of its aux."""
+    loss, (aux, _) = trace.results
+    return [loss, *jax.tree.leaves(aux)]
 
 
-def _why_no_mean(loss: Relation, weight: PartWeight, *, named: bool, trusted: bool) -> str:
+def _averaged(found: _Found, part: CountedTrace, loss_weight: str | None, *, trusted: bool) -> tuple[str, LossOnParts]:
+    """Returns why the loss on parts may be another one, and how these are averaged."""
+    loss, on_parts, is_named = found.loss, found.on_parts, loss_weight not in ("auto", None)
+    place = part.mean_over if part.mean_over in on_parts.counts else None
+    named = named_entry(part.results[1][0], str(loss_weight)) if is_named else None
     if loss.kind is Kind.UNKNOWN or loss.kind in EXTREMA:
-        return loss.why.replace("{}", "a line that is not known")
-    if not loss.is_mean:
-        remedy = "return loss.mean(), or divide it by the number of examples"
-        return f"the loss is a sum over examples, or depends on how many there are: {remedy}"
-    is_weight = loss.divisor is not None and (loss.divisor == weight.count.root or named or trusted)
-    even = weight.count.kind is Kind.SAME and not weight.count.divisor
-    if loss.divisor is None and (loss.kind is Kind.SAME or even or not named):
-        return ""
-    if is_weight and weight.function is not None and weight.function.quotient.has_term:
-        return "the loss adds a term to a mean with a bounded divisor: name its weight (ZeroConfig.loss_weight)"
-    if is_weight and _is_of_count(weight):
-        return ""
-    return "the loss is divided by a sum over examples that is not its weight (ZeroConfig.loss_weight)"
+        why = loss.why.replace("{}", "a line that is not known")
+    elif loss.kind not in (Kind.SAME, Kind.SUM):
+        why = "the loss is not made of those of parts"
+    else:
+        power = loss.power if loss.kind is Kind.SAME else loss.power - 1
+        exact = dataclasses.replace(on_parts, power=-power, weight=place if loss.kind is Kind.SUM else None)
+        if loss_weight == "auto" or not (found.depends or is_named):
+            return "", exact
+        is_same = part.place_of(named) == place is not None if found.depends else _is_even(found, part, named)
+        if is_named and is_same:
+            return "", exact
+        # A mean of each part, by what the config says that parts weigh.
+        is_mean = found.depends and place is not None and loss.kind is Kind.SUM and loss.power == on_parts.counts[place]
+        if is_mean and (is_named or trusted):
+            return "", dataclasses.replace(on_parts, of_batch=False, weight=loss_weight)
+        why = "the loss is divided by a sum over examples that is not its weight (ZeroConfig.loss_weight)"
+    weight = loss_weight if is_named else place if loss_weight == "auto" else None
+    return why, dataclasses.replace(on_parts, of_batch=False, weight=weight)
 
 
-def _is_of_count(weight: PartWeight) -> bool:
-    """Tells whether divisor and guards of a weight are the same functions of its count in all parts."""
-    made = (weight.divisor, *weight.guards) if weight.function is not None else ()
-    return all(x.kind is Kind.SUM and x.root == weight.count.root for x in made)
+def _is_even(found: _Found, part: CountedTrace, named: Any) -> bool:
+    """Tells whether an entry of aux is the same in all parts, of which none has counts of its own."""
+    if part.on_part(found.on_parts).of_batch(named) is not named:
+        return False
+    entries = zip(jax.tree.leaves(part.results[1][0]), found.aux, strict=True)
+    return any(atom is named and x.kind is Kind.SAME and x.is_plain for atom, x in entries)
 
 
-def _combination(x: Relation, weight: PartWeight | None, atom: Any, jaxpr: Any) -> Combination:
+def _combination(x: Relation, atom: Any, jaxpr: Any) -> Combination:
     """Returns how a leaf of aux, an `atom` of the jaxpr of the whole batch, is made of those of parts."""
-    is_float = jax.numpy.issubdtype(atom.aval.dtype, np.inexact)
-    plain = Combination(kind=x.kind, dim=x.dim or 0, power=x.power)
-    if x.kind in EXTREMA:
-        return plain
-    if weight is not None and weight.function is not None and weight.function.quotient.has_term:
-        weight = None  # parts below the bound of a divisor would add too much of the term
-    if weight is not None and not _is_of_count(weight):
-        weight = None
-    if x.kind in (Kind.SAME, Kind.ROWS, Kind.SUM):
-        if x.bounded and weight is not None and weight.divisor.root == x.root:
-            return Combination(kind=Kind.SUM, by="function", count_power=weight.count.power)
-        if x.divisor is not None and weight is not None and weight.count.root == x.divisor:
-            # What is the same after a multiplication by the divisors of parts is their mean over the parts.
-            kind, power = (Kind.SUM, x.power + 1) if x.kind is Kind.SAME else (x.kind, x.power)
-            return dataclasses.replace(plain, kind=kind, power=power, by="divisor", count_power=weight.count.power)
-        if not x.bounded and x.divisor is None and (is_float or x.power in range(-8, 1)):
-            return plain
-        why = "it is divided by what may not add up over parts, or depends on how many examples there are"
+    if x.kind in (Kind.SAME, Kind.ROWS, Kind.SUM, *EXTREMA):
+        if is_float(atom.aval) or x.power in range(-8, 1):
+            return Combination(kind=x.kind, dim=x.dim or 0, power=x.power)
+        why = "it depends on how many examples there are"
     else:
         why = x.why if x.kind is Kind.UNKNOWN else "it depends on the places of examples in the batch"
     why = why.replace("{}", "a line that is not known")

@@ -141,6 +141,42 @@ def soap(learning_rate=1e-2, decay=1e-2):
     return optax.GradientTransformation(init, update)
 
 
+def graded():
+    """An optimizer of stacks `[layers, m, n]` with a number of its own for each layer, and for each row of all."""
+
+    def of_each(name, x):
+        return jnp.linspace(0.5, 1.0, len(x)) * (0.5 if name[-1].key == "q" else 1.0)
+
+    def init(params):
+        return jax.tree_util.tree_map_with_path(of_each, params), jnp.linspace(0.5, 1.0, WIDTH)
+
+    def update(grads, state, params=None):
+        def one(x, numbers):
+            if x.ndim != 3 or x.shape[1] != WIDTH:
+                return -1e-2 * x
+            x = x / jnp.linalg.norm(x, axis=(1, 2), keepdims=True)
+            for _ in range(2):
+                x = 1.5 * x - 0.5 * (numbers[:, None, None] * (x @ x.mT) * state[1]) @ x
+            return -1e-2 * x
+
+        return jax.tree.map(one, grads, state[0]), state
+
+    return optax.GradientTransformation(init, update)
+
+
+def one_by_one():
+    """An optimizer of stacks that takes their matrices one after another, in a loop without a carry."""
+
+    def orthogonal(x):
+        x = x / jnp.linalg.norm(x)
+        return 1.5 * x - 0.5 * (x @ x.T) @ x
+
+    def one(x, _):
+        return -1e-2 * (jax.lax.map(orthogonal, x) if x.ndim == 3 else x)
+
+    return optax.stateless_with_tree_map(one)
+
+
 def wrapped():
     """Muon for some leaves, with a learning rate in its state, in chains, and another optimizer for the others."""
     label = lambda path, x: "matrix" if path[-1].key in STACKED else "other"  # noqa: E731
@@ -180,6 +216,8 @@ OPTIMIZERS = {
     "at times": lambda: optax.conditionally_transform(muon(), lambda step: step != 1),
     "galore": lambda: optax.contrib.galore(1e-2, rank=4),
     "soap": soap,
+    "graded": graded,
+    "one by one": one_by_one,
     "wrapped": wrapped,
 }
 
@@ -206,20 +244,23 @@ def on_one_device(tx, init_fn, steps=3):
         ("muon", init_stacked, 3, {"replica": 2}),
         ("muon", init_stacked, 3, {"data_layout": (2, 2, 2)}),
         ("muon", init_layers, 3, {}),
-        ("schatten", init_layers, 2, {"model": 2}),
-        ("shampoo", init_layers, 3, {}),
+        pytest.param("schatten", init_layers, 2, {"model": 2}, marks=pytest.mark.slow),
+        pytest.param("shampoo", init_layers, 3, {}, marks=pytest.mark.slow),
         ("settled", init_layers, 1, {}),
-        ("every second step", init_layers, 3, {}),
+        pytest.param("every second step", init_layers, 3, {}, marks=pytest.mark.slow),
         ("if finite", init_stacked, 1, {}),
-        ("at times", init_layers, 2, {}),
+        pytest.param("at times", init_layers, 2, {}, marks=pytest.mark.slow),
         ("galore", init_layers, 3, {}),
         ("muon", init_uneven, 1, {}),
-        ("muon", init_eight, 1, {"num_microbatches": 2}),
+        pytest.param("muon", init_eight, 1, {"num_microbatches": 2}, marks=pytest.mark.slow),
         ("muon", init_eight, 3, {"layer_shards": True, "data_layout": (2, 2, 2)}),
-        ("soap", init_eight, 2, {}),
-        ("soap", init_eight, 3, {}),
-        ("wrapped", init_eight, 1, {"replica": 2}),
-        ("wrapped", init_eight, 2, {"offload": "state"}),
+        pytest.param("soap", init_eight, 2, {}, marks=pytest.mark.slow),
+        pytest.param("soap", init_eight, 3, {}, marks=pytest.mark.slow),
+        ("graded", init_stacked, 3, {}),
+        ("one by one", init_eight, 1, {}),
+        pytest.param("one by one", init_stacked, 3, {}, marks=pytest.mark.slow),
+        pytest.param("wrapped", init_eight, 1, {"replica": 2}, marks=pytest.mark.slow),
+        pytest.param("wrapped", init_eight, 2, {"offload": "state"}, marks=pytest.mark.slow),
         ("wrapped", init_eight, 3, {"layer_shards": True, "model": 2}),
     ],
 )
@@ -248,13 +289,16 @@ def test_whole_matrices_are_updated_as_on_one_device(optimizer, init_fn, stage, 
 EXACT = zero.Precision(param=jnp.bfloat16, compute=jnp.bfloat16, reduce=jnp.float32, master=jnp.float32)
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("stage", "axes", "fields"),
     [
         (1, {}, {}),
-        (1, {"data_layout": (2, 2, 2)}, {"num_microbatches": 2, "precision": EXACT}),
-        (2, {"model": 2}, {"num_microbatches": 2, "precision": "fp16"}),
-        (2, {"replica": 2}, {"precision": "bf16-stochastic"}),
+        pytest.param(1, {"data_layout": (2, 2, 2)}, {"num_microbatches": 2, "precision": EXACT}, marks=SLOW),
+        pytest.param(2, {"model": 2}, {"num_microbatches": 2, "precision": "fp16"}, marks=SLOW),
+        pytest.param(2, {"replica": 2}, {"precision": "bf16-stochastic"}, marks=SLOW),
         (3, {}, {"layer_shards": True, "remat": "full"}),
     ],
 )
@@ -314,12 +358,18 @@ def sent_bytes(tx, init_fn, stage):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "init_fn"),
-    [("muon", init_stacked), ("muon", init_layers), ("every second step", init_layers), ("at times", init_layers)],
+    ("optimizer", "init_fn", "stage"),
+    [
+        ("muon", init_stacked, 3),
+        ("muon", init_layers, 3),
+        ("every second step", init_layers, 3),
+        ("at times", init_layers, 3),
+        ("one by one", init_eight, 2),
+    ],
 )
-def test_muon_sends_two_all_to_alls_more_than_adamw(optimizer, init_fn):
+def test_muon_sends_two_all_to_alls_more_than_adamw(optimizer, init_fn, stage):
     """On eight devices two all-to-alls are an eighth of a gather and a scatter; padding is a third more of that."""
-    ratio = sent_bytes(OPTIMIZERS[optimizer](), init_fn, 3) / sent_bytes(optax.adamw(1e-2), init_fn, 3)
+    ratio = sent_bytes(OPTIMIZERS[optimizer](), init_fn, stage) / sent_bytes(optax.adamw(1e-2), init_fn, stage)
     assert 1 < ratio < 1.2  # 2.0 where each product of each iteration sends
 
 
@@ -353,7 +403,7 @@ def estimated_matrices(estimate):
 
 
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), 3])
 def test_what_moves_is_estimated(stage):
     compiled, estimate = compiled_for_tpus("muon", stage)
     num_params = sum(x.size for name, x in jax.eval_shape(init_large, jax.random.key(0)).items() if name in STACKED)
@@ -366,8 +416,8 @@ def test_what_moves_is_estimated(stage):
     ("stage", "fields", "most"),
     [
         (1, {}, 1.032),
-        pytest.param(1, {"num_microbatches": 2}, 1.0, marks=pytest.mark.slow),
-        pytest.param(3, {"layer_shards": True}, 1.042, marks=pytest.mark.slow),
+        pytest.param(1, {"num_microbatches": 2}, 1.0, marks=SLOW),
+        pytest.param(3, {"layer_shards": True}, 1.042, marks=SLOW),
     ],
 )
 def test_layers_send_little_more_than_adamw(stage, fields, most):
@@ -381,6 +431,17 @@ def test_layers_send_little_more_than_adamw(stage, fields, most):
     assert estimate.sent_bytes <= most * of_adamw
     assert measured.sent_bytes == pytest.approx(estimate.sent_bytes, rel=3e-3)
     assert moved_matrices(compiled) == (0, set()) and not measured.findings
+
+
+def test_gradients_of_stages_that_move_to_layers_are_estimated():
+    """Of a device's layers in a stage, in shards over `data`, three quarters of each; beside what adamw sends."""
+    mesh, config = zero.make_mesh(pipe=2), zero.ZeroConfig(stage=2, num_microbatches=2, precision="fp32")
+    sent = []
+    for tx in (muon(), optax.adamw(1e-2)):
+        state = zero.abstract_state(init_eight, tx, mesh=mesh, config=config)
+        sent.append(zero.comms.estimate(state, mesh=mesh, config=config, tx=tx).sent_bytes)
+    of_stage = 4 * (2 * WIDTH * WIDTH + 2 * WIDTH * 128)
+    assert sent[0] - sent[1] == 4 * of_stage / 4 * 3 / 4
 
 
 @pytest.mark.slow
@@ -401,8 +462,8 @@ def test_each_device_computes_its_share_of_the_update():
 
 
 def test_the_report_says_where_matrices_are_computed_on():
-    def reasons(init_fn, tx, stage, **fields):
-        mesh, config = zero.make_mesh(), zero.ZeroConfig(stage=stage, **fields)
+    def reasons(init_fn, tx, stage, sizes=None, **fields):
+        mesh, config = zero.make_mesh(**(sizes or {})), zero.ZeroConfig(stage=stage, **fields)
         state = zero.abstract_state(init_fn, tx, mesh=mesh, config=config)
         report = zero.sharding_report(state, mesh=mesh, config=config, tx=tx)
         return {placed.path: placed.reason for placed in report.placements}
@@ -413,6 +474,12 @@ def test_the_report_says_where_matrices_are_computed_on():
     of_layers = reasons(init_eight, muon(), 2)
     assert "along the layers, 16 of [32, 32]: whole on a device as they are sharded, nothing moves" in of_layers["q"]
     assert "16 of [32, 32]: dealt out" in reasons(init_eight, muon(), 3)["q"]
+    assert "16 of [32, 32]: whole on a device" in reasons(init_eight, one_by_one(), 1)["q"]
+    of_some_axes = reasons(init_stacked, muon(), 1, {"data_layout": (4, 2)})
+    assert "along the layers, 12 of [32, 32]: dealt out over data_0, 2 to a device" in of_some_axes["q"]
+    of_stages = {"sizes": {"pipe": 2}, "num_microbatches": 2}
+    assert "along the layers, 16 of [32, 32]: whole on a device" in reasons(init_eight, muon(), 2, **of_stages)["q"]
+    assert "update: 12 of [32, 32]: dealt out over data, 2 to" in reasons(init_stacked, muon(), 2, **of_stages)["q"]
     assert "dealt out" in reasons(init_eight, muon(), 1, layer_shards=False)["o"]
     assert "6 of [32, 128]: dealt out" in reasons(init_layers, optax.MultiSteps(muon(), 2), 1)["layers/1/down"]
     assert "1 of [32, 120]: gathered over data, and computed on each" in reasons(init_uneven, muon(), 1)["layers/0/up"]
@@ -424,7 +491,7 @@ def test_the_report_says_where_matrices_are_computed_on():
 
 
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize(("init_fn", "stage"), [(init_stacked, 3), pytest.param(init_eight, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("init_fn", "stage"), [(init_stacked, 3), pytest.param(init_eight, 2, marks=SLOW)])
 def test_the_program_for_tpus_has_the_numbers_of_one_device(init_fn, stage):
     pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
     batch = {name: jnp.asarray(x) for name, x in BATCH.items()}

@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from zero_jax.dims import Kind
+from zero_jax.program.loss import LossProgram
 from zero_jax.sharding.mesh import Axes
 from zero_jax.training.grads.combined import CombinedAux
-from zero_jax.transforms.microbatch_weights import divided_by_nonzero, with_weight
-from zero_jax.transforms.separability import BatchParts, separability
+from zero_jax.transforms.batch_counts import CountedProgram
+from zero_jax.transforms.separability import BatchParts, Combination, separability
 
 EXAMPLES, MICROBATCHES, DEVICES = 32, 2, 4
 PARTS = MICROBATCHES * DEVICES
@@ -209,17 +211,20 @@ def make_inputs(seed, size=EXAMPLES):
     return jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, (params, batch))
 
 
-def separability_of(weighted, params, batch):
+def separability_of(program, params, batch):
     mesh = jax.sharding.AbstractMesh((DEVICES,), ("data",))
     axes = Axes(replica=(), data=("data",), model=())
     parts = BatchParts(mesh=mesh, axes=axes, num_microbatches=MICROBATCHES)
-    return separability(weighted, (params, batch, jax.random.key(0)), parts)
+    return separability(program, (params, batch, jax.random.key(0)), parts)
+
+
+def program_of(loss_fn):
+    return LossProgram(lambda params, batch, key: (loss_fn(params, batch), (None, None)))
 
 
 def judge(loss_fn, params, batch):
     """Returns why a loss is no mean over examples, empty if it is."""
-    with_aux = lambda params, batch, key: (loss_fn(params, batch), (None, None))  # noqa: E731
-    return separability_of(with_weight(with_aux, "auto"), params, batch).not_local
+    return separability_of(program_of(loss_fn), params, batch).not_local
 
 
 def split(batch):
@@ -251,37 +256,43 @@ def difference_of_aux(loss_fn, params, batch):
         loss, aux = loss_fn(params, batch)
         return loss, (aux, None)
 
-    weighted = divided_by_nonzero(with_weight(with_aux, "auto"))
-    judged = separability_of(weighted, params, batch)
-    aux = CombinedAux(judged.aux, weighted.trace(params, batch, key).out_shape[1][3])
+    judged = separability_of(LossProgram(with_aux), params, batch)
+    program, aux = CountedProgram(LossProgram(with_aux), judged.on_parts), CombinedAux(judged.aux)
     parts, join = (microbatches, joined) if judged.not_local else (split, lambda x, dim: jnp.concatenate([*x], dim))
 
     @jax.jit
-    def entries(params, batch):
-        _, (values, _, _, weights) = weighted(params, batch, key)
-        return aux.entries(values, weights)
+    def entries(params, batch, counts):
+        _, (values, _, _) = program(params, (batch, counts), key)
+        return aux.entries(values)
 
-    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *(entries(params, part) for part in parts(batch)))
+    counts = counts_of(program, params, parts(batch))
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *(entries(params, part, counts) for part in parts(batch)))
     found = aux.combine(stacked, join, lead=1)
     wanted = jax.jit(loss_fn)(params, batch)[1]
     known = [x for x, how in zip(wanted, aux.combinations.values(), strict=True) if not how.why]
-    pairs = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for (x, _), y in zip(found, known, strict=True)]
+    pairs = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in zip(found, known, strict=True)]
     apart = [np.abs(x - y).max() / max(1, np.abs(y).max()) if x.shape == y.shape else np.inf for x, y in pairs]
     return max(apart, default=0.0), len(apart)
 
 
+def counts_of(program, params, parts):
+    """Returns the counts of the batch, as a step sums them."""
+    each = [program.counts(params, part, jax.random.key(0)) for part in parts]
+    how = {str(i): Combination(kind=Kind.SUM, power=power) for i, power in program.how.counts.items()}
+    return CombinedAux(how).combine([jnp.stack(xs) for xs in zip(*each, strict=True)], None, lead=1)
+
+
 def difference(loss_fn, params, batch):
-    """Returns how far the weighted mean over the parts of loss and gradients is from those of the whole batch."""
-    with_aux = lambda params, batch, key: (loss_fn(params, batch), (None, None))  # noqa: E731
-    weighted = with_weight(with_aux, "auto")
-    grad = jax.jit(jax.value_and_grad(lambda params, batch: weighted(params, batch, jax.random.key(0)), has_aux=True))
-    parts = [grad(params, part) for part in split(batch)]
-    (loss, _), grads = grad(params, batch)
+    """Returns how far the mean over the parts of loss and gradients is from those of the whole batch."""
+    program, parts = program_of(loss_fn), split(batch)
+    program = CountedProgram(program, separability_of(program, params, batch).on_parts)
+    counts = counts_of(program, params, parts)
+    loss_of_part = lambda params, batch: program(params, (batch, counts), jax.random.key(0))[0]  # noqa: E731
+    grad = jax.jit(jax.value_and_grad(loss_of_part))
+    loss, grads = jax.jit(jax.value_and_grad(loss_fn))(params, batch)
     if not all(np.isfinite(x).all() for x in jax.tree.leaves((loss, grads))):
         return 0.0
-    weights = jax.tree.map(lambda *xs: np.stack(xs), *(weight for (_, (_, _, weight, _)), _ in parts))
-    mean = lambda *xs: np.tensordot(weights.divisor / weights.total(), np.stack(xs), 1)  # noqa: E731
-    found = mean(*(x for (x, _), _ in parts)), jax.tree.map(mean, *(g for _, g in parts))
+    found = jax.tree.map(lambda *xs: np.mean(xs, 0), *(grad(params, part) for part in parts))
     scale = max(float(np.abs(x).max()) for x in jax.tree.leaves((loss, grads)))
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves((loss, grads)), strict=True)
     return max(float(np.abs(x - y).max()) for x, y in pairs) / max(scale, 1e-3)

@@ -17,9 +17,9 @@ from reference import mesh_of
 
 import zero_jax as zero
 from zero_jax.models import gpt
+from zero_jax.program.loss import LossProgram
 from zero_jax.sharding.mesh import axes_of
 from zero_jax.training.loss.function import key_parameter
-from zero_jax.transforms.microbatch_weights import with_weight
 from zero_jax.transforms.separability import BatchParts, separability, shards_over
 
 MESH = "model2"
@@ -213,7 +213,7 @@ def test_what_couples_examples_is_seen(make, separable):
     loss_fn, params, batch = made if isinstance(made, tuple) else (made, params, batch)
     mesh = mesh_of("replica")
     found = separability(
-        with_weight(lambda params, batch, key: (loss_fn(params, batch), (None, None)), "auto"),
+        fuzz_separable.program_of(loss_fn),
         (params, batch, jax.random.key(0)),
         BatchParts(mesh=mesh_of(MESH) if loss_fn is pinned_loss else mesh, axes=axes_of(mesh), num_microbatches=2),
     )
@@ -237,7 +237,7 @@ def test_examples_meet_in_the_whole_microbatch_at_every_stage(loss_fn):
 
 def judged(loss_fn, size=64, *, mesh=None, loss_weight="auto"):
     return separability(
-        with_weight(lambda params, batch, key: (loss_fn(params, batch), (None, None)), loss_weight),
+        fuzz_separable.program_of(loss_fn),
         (*mixing_losses.make_inputs(size), jax.random.key(0)),
         BatchParts(mesh=mesh or mesh_of("4"), axes=axes_of(mesh_of("4")), num_microbatches=2),
         loss_weight=loss_weight,
@@ -369,6 +369,19 @@ def test_functions_of_shards(loss_fn, not_local, another_loss):
 def test_a_weight_of_none_is_believed_of_microbatches_alone():
     found = judged(mixing_losses.masked, loss_weight=None)
     assert "loss_weight" in found.not_local and not found.another_loss
+
+
+def test_a_named_weight_is_another_loss_if_the_loss_is_not_divided_by_it():
+    def with_aux(loss_fn):
+        return LossProgram(lambda p, b, key: (loss_fn(p, b), ({"n": b["mask"].sum(), "one": 1.0}, None)))
+
+    parts = BatchParts(mesh=mesh_of("4"), axes=axes_of(mesh_of("4")), num_microbatches=2)
+    arguments = *mixing_losses.make_inputs(64), jax.random.key(0)
+    cases = [("masked", "n", False), ("mean", "n", True), ("mean", "one", False), ("masked", "one", False)]
+    for name, weight, is_other in cases:
+        found = separability(with_aux(mixing_losses.SEPARABLE[name]), arguments, parts, loss_weight=weight)
+        assert bool(found.another_loss) == is_other, (name, weight, found)
+        assert found.on_parts.by_weight == (is_other or (name, weight) == ("masked", "one")), (name, weight)
 
 
 WRONG = ["svd", "qr", "fft", "reduce_window", "segment_max", "pure_callback to a number"]

@@ -22,7 +22,7 @@ from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.mesh import axis_size, networks
 from zero_jax.sharding.quantized import Blocks, blocks_of_leaf, spread_over
 from zero_jax.sharding.rules import LeafPlacement, placement_leaves
-from zero_jax.sharding.spec import Dims, gather_steps, scatter_steps, without
+from zero_jax.sharding.spec import Dims, gather_steps, scatter_steps, steps_by_dim, without
 from zero_jax.training import (
     LossTrace,
     Placement,
@@ -33,6 +33,7 @@ from zero_jax.training import (
     step_placement,
     used_by_optimizer,
 )
+from zero_jax.transforms import resolve_schedule
 
 Move = tuple[tuple[str, ...], float]  # mesh axes, and the elements that a device sends over them
 _HLO_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "int8": "s8", "uint8": "u8"}
@@ -155,6 +156,7 @@ def estimate(
         traffic = _LeafTraffic(leaf, placement, config)
         num_params += traffic.num_elements
         rows += traffic.layer_rows(has_grad=is_needed)
+        rows += traffic.stage_rows(has_grad=is_needed)
         moves = {"forward": True, "backward": any(needed), "update": not is_same}
         rows += [row for row in traffic.param_rows() if moves[row.phase]]
         rows += traffic.grad_rows() if is_needed else []
@@ -235,10 +237,13 @@ class _LeafTraffic:
 
     def __init__(self, leaf: LeafPlacement, placement: Placement, config: ZeroConfig):
         self.leaf, self.placement, self.config, self.mesh = leaf, placement, config, placement.mesh
-        self.pipe, self.k = leaf.pipe, config.num_microbatches
+        self.pipe, self.k = leaf.pipe, float(config.num_microbatches)
+        self.schedule = resolve_schedule(config.pipeline)
         if placement.num_stages > 1:  # the layers of a stage are used in every tick, all else once
-            self.k = config.num_microbatches + placement.num_stages - 1 if leaf.pipe else 1
-            self.leaf = leaf = dataclasses.replace(leaf, dims=without(leaf.dims, leaf.pipe))
+            runs = self.schedule.num_runs(placement.num_stages, config.num_microbatches)
+            self.k = runs if leaf.pipe else 1
+            dims, of_update = (x and without(x, leaf.pipe) for x in (leaf.dims, leaf.update_dims))
+            self.leaf = leaf = dataclasses.replace(leaf, dims=dims, update_dims=of_update)
         other_axes = [axis for dim in leaf.dims for axis in dim if axis not in placement.axes.data]
         self.num_elements = math.prod(leaf.shape) // axis_size(self.mesh, (*other_axes, *self.pipe))
         precision = placement.precision
@@ -262,12 +267,24 @@ class _LeafTraffic:
         dims = self.leaf.update_dims or self.leaf.dims
         yield from _rows("all-gather", self.gathers(dims, missing), dtype, "update", 1)
 
+    def stage_rows(self, *, has_grad: bool) -> Iterator[EstimateRow]:
+        """Yields what moves between the stages that store a group of layers, and those that run it."""
+        placement, share = self.placement, self.schedule.moved_share(self.placement.num_stages)
+        if not self.pipe or not share:
+            return
+        for group, phase in (("params", "forward"), ("grads", "backward")):
+            if phase == "forward" or has_grad:
+                over = self.on_data(self.only_over(self.leaf.dims, placement.axes_of_group(group)))
+                moves = [(self.pipe, share * self.num_elements / axis_size(self.mesh, over))]
+                yield from _rows("collective-permute", moves, self.compute, phase, 1)
+
     def layer_rows(self, *, has_grad: bool) -> Iterator[EstimateRow]:
         """Yields what moves between the shards of a param and those of its master param along the layers."""
-        placement, dims = self.placement, self.leaf.update_dims or ((),)
-        axes, sizes = self.on_data(dims[:1]), self.mesh.shape
-        elements = self.num_elements / axis_size(self.mesh, axes)
-        moves = [((axis,), elements * (1 - 1 / sizes[axis])) for axis in axes if axis not in self.pipe]
+        placement, dims, to = self.placement, self.leaf.dims, self.leaf.update_dims
+        elements = self.num_elements / axis_size(self.mesh, self.on_data(dims))
+        steps = [dims, *steps_by_dim(dims, 0, to[0])] if to else []
+        moved = [self.on_data((new[0][len(old[0]) :],)) for old, new in itertools.pairwise(steps)]
+        moves = [(axes, elements * (1 - 1 / axis_size(self.mesh, axes))) for axes in moved]
         if placement.params_are_masters:
             yield from _rows("all-to-all", moves, self.compute, "forward", 1)
         if has_grad and not placement.grad_plan.is_of_update:
@@ -295,7 +312,9 @@ class _LeafTraffic:
         dtype = "float32" if k > 1 else self.compute
         yield from self.sum_rows("all-to-all", plan.once_over, reduce or dtype, phase="update", times=1)
 
-    def sum_rows(self, kind: str, over: Sequence[str], dtype: Any, *, phase: str, times: int) -> Iterator[EstimateRow]:
+    def sum_rows(
+        self, kind: str, over: Sequence[str], dtype: Any, *, phase: str, times: float
+    ) -> Iterator[EstimateRow]:
         """Yields the traffic of a gradient that is scattered over some axes, and all-reduced over the others."""
         mesh, coded = self.mesh, self.placement.grad_axes
         blocks = blocks_of_leaf(self.placement.quantize, "grads", self.leaf, mesh=mesh)
@@ -360,7 +379,7 @@ class _LeafTraffic:
         return list(self.moves(states)), elements, tuple(x for x in unscattered if self.mesh.shape[x] > 1)
 
 
-def _rows(kind: str, moves: Iterable[Move], dtype: Any, phase: str, times: int) -> Iterator[EstimateRow]:
+def _rows(kind: str, moves: Iterable[Move], dtype: Any, phase: str, times: float) -> Iterator[EstimateRow]:
     """Yields the rows of moves in a dtype, or in `Blocks`: one for codes and one for scales."""
     parts = dtype.parts if isinstance(dtype, Blocks) else [(dtype, 1)]
     for axes, elements in moves:

@@ -49,7 +49,7 @@ class Row:
       phase: 'forward', 'backward' or 'update'.
       param: The path of the leaf that it moves; several, joined by ' | ', where shapes leave a choice; '' if unknown.
       is_named: Whether `param` comes from the name of a gather, rather than from the shape.
-      sent_bytes: What one device sends in one execution.
+      sent_bytes: What one device sends in one execution; of a permute, in which some send nothing, the mean over all.
       num_executions: Executions in a step.
       full_bytes: The bytes of the gathered or unreduced buffer, as of `hlo.Collective`.
       is_async: Whether other work may run meanwhile.
@@ -194,7 +194,7 @@ def read_rows(
                 phase=phase,
                 param=param,
                 is_named=is_named,
-                sent_bytes=collective.sent_bytes,
+                sent_bytes=collective.sent_bytes * _senders(collective, program.num_devices),
                 num_executions=collective.num_executions,
                 full_bytes=collective.full_bytes,
                 is_async=collective.is_async,
@@ -204,6 +204,12 @@ def read_rows(
             )
         )
     return tuple(rows)
+
+
+def _senders(collective: Collective, num_devices: int) -> float:
+    """Returns the part of all devices that a permute has something to send from; 1 of other collectives."""
+    pairs = collective.source_target_pairs
+    return sum(source != target for source, target in pairs) / num_devices if pairs else 1.0
 
 
 def program_shape(mesh: Mesh | None, num_devices: int) -> tuple[tuple[str, int], ...]:
@@ -229,6 +235,7 @@ def network_rows(program: Program, mesh: Mesh | None) -> tuple[Row, ...]:
     """Lists the transfers of XLA:TPU between slices, with their mesh axes; empty if those are unknown."""
     shape = dict(program_shape(mesh, program.num_devices))
     axes = tuple(name for name, size in shape.items() if mesh is not None and size < mesh.shape[name])
+    num_devices = 1 if mesh is None else mesh.size
     phases, key = Phases(program), lambda transfer: (transfer.computation, transfer.name)
     return tuple(
         Row(
@@ -238,7 +245,7 @@ def network_rows(program: Program, mesh: Mesh | None) -> tuple[Row, ...]:
             group_size=transfer.num_slices,
             dtypes=(transfer.dtype,),
             phase=phases.of(*key(transfer), phases.op_name_before(*key(transfer))),
-            sent_bytes=transfer.sent_bytes,
+            sent_bytes=transfer.sent_bytes * (transfer.num_senders / num_devices if transfer.num_senders else 1),
             num_executions=transfer.num_executions,
             full_bytes=transfer.full_bytes,
             is_async=True,

@@ -102,18 +102,14 @@ def transformer_residuals(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupEstimate:
-    """One group on one device.
+    """One group on one device."""
 
-    Attributes:
-      name: `params`, `master`, `grads`, `opt_state`, `model_state` and `grad_errors` (where there are any), `other`
-        (counters, keys, the loss scale) or `residuals`.
-      device_bytes: bytes by the leaves of the state.
-      formula_bytes: bytes by the paper's formula; of model state, which it does not have, by the rule for params, and
-        of the errors of quantized gradients 4 bytes a param, sharded as the gradients that are sent.
-    """
-
+    # `params`, `master`, `grads`, `opt_state`, `model_state` and `grad_errors` (where there are any), `other`
+    # (counters, keys, the loss scale) or `residuals`.
     name: str
-    device_bytes: float
+    device_bytes: float  # bytes by the leaves of the state
+    # Bytes by the paper's formula; of model state, which it does not have, by the rule for params, and of the errors of
+    # quantized gradients 4 bytes a param, sharded as the gradients that are sent.
     formula_bytes: float
 
 

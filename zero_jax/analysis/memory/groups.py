@@ -23,17 +23,11 @@ _SHOWN_LEAVES = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A reason why a group is not what the formula says.
+    """A reason why a group is not what the formula says."""
 
-    Attributes:
-      group: the group.
-      device_bytes: bytes on each device more than by the formula, negative if less.
-      reason: why.
-    """
-
-    group: str
-    device_bytes: float
-    reason: str
+    group: str  # the group
+    device_bytes: float  # bytes on each device more than by the formula, negative if less
+    reason: str  # why
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,18 +24,20 @@ from zero_jax.dims.parts.relations import (
     floating,
     floating_results,
     joined,
-    of_count,
     rows,
+    shared,
     unknown,
 )
-from zero_jax.dims.parts.rules import KEEPS, SIZED, of_extrema, rule_of
-from zero_jax.dims.primitives import PLACES
+from zero_jax.dims.parts.rules import SIZED, of_extrema, rule_of
+from zero_jax.dims.primitives import PLACES, known_primitives
 from zero_jax.program import jaxprs
 from zero_jax.program.subcalls import subcall
 from zero_jax.sharding.spec import dims_of
 
 _CALLS = frozenset({"call", "sharded_call", "remat", "custom_vmap"})
 _COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "reduce_scatter")
+# What adds its operands up, or takes each element of one of them.
+_ADDS = frozenset({name for name, known in known_primitives().items() if known.linear == "all"} | {"select_n"})
 _MAX_ROUNDS = 8  # after which what a loop carries is not known
 # What is not proven counts against a loss, so that none of these is certain.
 _WHY = {
@@ -49,12 +51,20 @@ class TraceComparison:
     """Compares two traces of one function, on a batch and on one of `num_parts` equal parts of it.
 
     A part need not be one run of examples: it is of several of `num_blocks` equal runs. None takes `num_parts`.
+
+    With `shares_terms` a part has a share of what is the same in all parts and is added to a sum over examples.
+
+    Attributes:
+      terms: where these terms are added: for a variable of the trace on a part,
+        which operands of the equation that makes it are to be multiplied by `n ** power` for that.
+      has_terms_within: whether there are more in nested jaxprs, of which nothing is known then.
     """
 
-    def __init__(self, num_parts: int, num_blocks: int | None = None):
-        self.num_parts, self.num_blocks = num_parts, num_blocks or num_parts
+    def __init__(self, num_parts: int, num_blocks: int | None = None, *, shares_terms: bool = False):
+        self.num_parts, self.num_blocks, self.shares_terms = num_parts, num_blocks or num_parts, shares_terms
         self.source = ""
-        self.roots = itertools.count()
+        self.terms: dict[Any, list[tuple[int, Fraction]]] = {}
+        self.has_terms_within, self.depth = False, 0
         self.calls: dict[Any, tuple[Any, Any, list[Relation]]] = {}
         self.in_derivative = False
         self.batch_axes: frozenset[str] = frozenset()  # of the mesh, in a shard_map
@@ -74,12 +84,13 @@ class TraceComparison:
             self.source = jaxprs.source_line(longer[same]) or source if same < len(longer) else source
             refused, self.source = self.refused("sized"), source
             return [refused] * len(whole.outvars)
+        self.depth += 1
         for pair in (Pair(whole=a, part=b) for a, b in zip(whole.eqns, part.eqns, strict=True)):
             self.source = jaxprs.source_line(pair.whole) or source
             values = [self.read(env, a, b) for a, b in zip(pair.whole.invars, pair.part.invars, strict=True)]
             results = self.equation(pair, values) if pair.whole.outvars else []
             env |= {a: (b, x) for a, b, x in zip(pair.whole.outvars, pair.part.outvars, results, strict=True)}
-        self.source = source
+        self.source, self.depth = source, self.depth - 1
         return [self.read(env, a, b) for a, b in zip(whole.outvars, part.outvars, strict=True)]
 
     def read(self, env: dict[Any, tuple[Any, Relation]], whole: Any, part: Any) -> Relation:
@@ -121,7 +132,7 @@ class TraceComparison:
             results = self.by_rule(pair, inputs)
         except Refused as refused:
             placed = any(x.kind in (Kind.POSITIONS, Kind.COLUMNS) for x in inputs)
-            results = self.of_count(pair, inputs) or (
+            results = self.with_shares(pair, inputs) or (
                 [self.refused("placed" if placed else str(refused))] * len(pair.whole.outvars)
             )
         of_params = any(x.of_params for x in inputs)
@@ -138,8 +149,6 @@ class TraceComparison:
             for x in inputs:
                 if x.kind is Kind.UNKNOWN:
                     return [unknown(x.why.replace("{}", self.source))] * len(pair.whole.outvars)
-        if any(x.bounded for x in inputs) and name not in (*KEEPS, "div", "integer_pow"):
-            raise Refused("mixed")
         if any(x.kind in EXTREMA for x in inputs) and self.same_params(pair):
             return of_extrema(pair, inputs)
         if any(x.kind is Kind.COLUMNS for x in inputs) and not name.startswith(("gather", "scatter")):
@@ -153,15 +162,27 @@ class TraceComparison:
             return [SAME] * len(pair.whole.outvars)
         raise Refused(f"the primitive {name!r} may mix examples of a batch")
 
-    def of_count(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
-        """Returns the relations of scalars that are made of one count; empty if they are not."""
-        is_scalar = not any(getattr(x.aval, "shape", ()) for x in (*pair.whole.invars, *pair.whole.outvars))
-        if not is_scalar or pair.whole.effects or not self.same_params(pair):
+    def with_shares(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
+        """Returns the relations of what adds terms that are the same in all parts to sums; empty if it does not.
+
+        Each part has a share of such a term then (`terms`).
+        """
+        floats = floating(pair.part.invars)
+        powers = {x.power for i, x in enumerate(inputs) if x.kind is Kind.SUM and i in floats}
+        is_sum = pair.whole.primitive.name in _ADDS and bool(floating(pair.whole.outvars))
+        if not (self.shares_terms and is_sum and len(powers) == 1):
             return []
+        (power,) = powers
+        shares = {i: share for i in floats if (share := shared(inputs[i], power)) is not None}
         try:
-            return [of_count(inputs)] * len(pair.whole.outvars)
+            results = self.by_rule(pair, [shares.get(i, x) for i, x in enumerate(inputs)])
         except Refused:
             return []
+        if self.depth > 1 or self.in_derivative:
+            self.has_terms_within = True
+            return []
+        self.terms[pair.part.outvars[0]] = [(i, power - 1) for i in shares]
+        return results
 
     def called(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
         """Returns the relations of the results of a call; of the calls of equal layers one is walked."""
@@ -169,8 +190,6 @@ class TraceComparison:
         key = id(whole), id(part), tuple(inputs), self.source, self.in_derivative, self.batch_axes
         if key not in self.calls:
             results = self.run(whole, part, inputs)
-            if any(x.names_a_sum for x in (*inputs, *results)):
-                return results
             self.calls[key] = whole, part, results  # the jaxprs, so that their ids stay their own
         return self.calls[key][-1]
 
@@ -181,7 +200,7 @@ class TraceComparison:
         return name in PLACES or (whole.keys() == part.keys() and all(_equal(whole[x], part[x]) for x in compared))
 
     def checked(self, pair: Pair, i: int, x: Relation, of_params: bool) -> Relation:
-        """Returns the relation of a result, if it fits the shapes; sums get a name that a division can refer to."""
+        """Returns the relation of a result, if it fits the shapes."""
         whole, part = (getattr(eqn.outvars[i].aval, "shape", ()) for eqn in (pair.whole, pair.part))
         if x.kind in (Kind.UNKNOWN, Kind.COLUMNS):
             return x
@@ -194,16 +213,14 @@ class TraceComparison:
             return self.refused("mixed")  # an element is made of examples of several blocks
         if x.kind in EXTREMA and not x.why:
             x = dataclasses.replace(x, why=self.refused("mixed").why)
-        root = next(self.roots) if x.kind is Kind.SUM and x.root is None and not whole else x.root
-        return dataclasses.replace(x, of_params=of_params or x.of_params, root=root)
+        return dataclasses.replace(x, of_params=of_params or x.of_params)
 
     # Loops and branches.
 
     def loop(self, bodies: tuple[Any, Any], consts: Sequence[Relation], carry: list[Relation], slices: Any = ()) -> Any:
         """Returns what a loop carries, from its start on, and the other results of its body."""
-        first = next(self.roots)
         for _ in range(_MAX_ROUNDS):
-            results = [self.left(x, first) for x in self.run(*bodies, [*consts, *carry, *slices])]
+            results = [self.left(x) for x in self.run(*bodies, [*consts, *carry, *slices])]
             after = [self.either(x, y) for x, y in zip(carry, results, strict=False)]
             if all(
                 x.agrees(y) and (x.number, x.of_params) == (y.number, y.of_params)
@@ -213,11 +230,11 @@ class TraceComparison:
             carry = after
         raise Refused("mixed")
 
-    def left(self, x: Relation, first: int) -> Relation:
-        """Returns the relation of what comes out of a loop or a branch: its sums are others each time."""
-        if x.kind in (Kind.COLUMNS, Kind.POSITIONS) or x.bounded or (x.divisor is not None and x.divisor >= first):
+    def left(self, x: Relation) -> Relation:
+        """Returns the relation of what comes out of a loop or a branch."""
+        if x.kind in (Kind.COLUMNS, Kind.POSITIONS):
             return self.refused("mixed")
-        return dataclasses.replace(x, root=None, is_false=False)
+        return dataclasses.replace(x, is_false=False)
 
     def either(self, one: Relation, other: Relation) -> Relation:
         """Returns the relation of a value that is one or the other."""
@@ -226,7 +243,7 @@ class TraceComparison:
                 return x
         of_params = one.of_params or other.of_params
         if one.agrees(other) and one.number == other.number:
-            return dataclasses.replace(one, of_params=of_params, root=None)
+            return dataclasses.replace(one, of_params=of_params)
         try:
             return dataclasses.replace(joined(one, other), of_params=of_params)
         except Refused as refused:
@@ -246,8 +263,8 @@ class TraceComparison:
             return [rows(0) if _is_same(x) else x if x.kind is Kind.UNKNOWN else self.refused("mixed") for x in results]
         if any(x.dim == 0 for x in slices):
             raise Refused("mixed")
-        slices = [dataclasses.replace(x, dim=None if x.dim is None else x.dim - 1, root=None) for x in slices]
-        carry, results = self.loop(bodies, consts, [dataclasses.replace(x, root=None) for x in carry], slices)
+        slices = [x.at(None if x.dim is None else x.dim - 1) for x in slices]
+        carry, results = self.loop(bodies, consts, carry, slices)
         return [*carry, *(x if x.dim is None else x.at(x.dim + 1) for x in results)]
 
     def while_loop(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
@@ -255,7 +272,7 @@ class TraceComparison:
         whole, part = pair.subcalls()
         test_consts, (consts, carry, _) = inputs[: whole.num_test_consts], whole.split(inputs)
         bodies = whole.jaxpr, part.jaxpr
-        carry, _ = self.loop(bodies, consts, [dataclasses.replace(x, root=None, is_false=False) for x in carry])
+        carry, _ = self.loop(bodies, consts, [dataclasses.replace(x, is_false=False) for x in carry])
         (goes_on,) = self.run(whole.test, part.test, [*test_consts, *carry])
         if goes_on.kind is Kind.UNKNOWN:
             return [goes_on] * len(carry)
@@ -268,10 +285,9 @@ class TraceComparison:
             return [index] * len(pair.whole.outvars)
         if not _is_same(index):
             raise Refused("mixed")
-        first = next(self.roots)
         whole, part = pair.subcalls()
         branches = zip(whole.branches, part.branches, strict=True)
-        found = [[self.left(x, first) for x in self.run(*branch, values)] for branch in branches]
+        found = [[self.left(x) for x in self.run(*branch, values)] for branch in branches]
         results = found[0]
         for other in found[1:]:
             results = [self.either(x, y) for x, y in zip(results, other, strict=True)]
@@ -296,7 +312,7 @@ class TraceComparison:
                 raise Refused("mixed")
         finally:
             self.batch_axes = outer
-        return [dataclasses.replace(x, root=None, is_false=False) for x in results]
+        return [dataclasses.replace(x, is_false=False) for x in results]
 
     def collective(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
         """A sum, or the like, over devices that have the same examples."""
@@ -307,7 +323,7 @@ class TraceComparison:
         along = params.get("all_gather_dimension", params.get("scatter_dimension"))
         largest = pair.whole.primitive.name in ("pmax", "pmin")
         for x in inputs:
-            fits = x.is_plain or (x.kind in (Kind.SAME, Kind.ROWS, Kind.SUM) and not x.bounded and not largest)
+            fits = x.is_plain or (x.kind in (Kind.SAME, Kind.ROWS, Kind.SUM) and not largest)
             moves = along is not None and (x.dim == along or not params["tiled"])
             if moves or not fits or self.batch_axes & set(axes) or not self.same_params(pair):
                 raise Refused("mixed")
@@ -320,7 +336,7 @@ class TraceComparison:
         results = self.called(pair, inputs)
         if self.in_derivative or _unknown(inputs) or not any(x.of_params for x in inputs):
             return results
-        tangents = [dataclasses.replace(x, number=None, root=None) for x in inputs]
+        tangents = [dataclasses.replace(x, number=None) for x in inputs]
         moves = [floating(eqn.invars) for eqn in (pair.whole, pair.part)]
 
         def tangent(eqn: Any, which: Sequence[int]) -> Any:

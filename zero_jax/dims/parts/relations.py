@@ -41,20 +41,14 @@ class Relation:
     """The relation of one value on the whole batch to its values on the parts.
 
     `kind` relates the value of the whole to those of the n parts, scaled by `n ** -power`: a param is SAME, the logits
-    of examples are ROWS, their sum is a SUM, and that sum over the batch size (a mean) is a SUM with power 1. If the
-    value was divided by a sum over examples, such as a number of tokens (`divisor`), the kind relates what it is times
-    that sum: `nll.sum() / mask.sum()` is a SUM.
+    of examples are ROWS, their sum is a SUM, and that sum over the batch size (a mean) is a SUM with power 1.
 
     Attributes:
       kind: the relation.
       dim: the dim of examples, for ROWS and POSITIONS.
       power: the exponent of the number of parts.
-      divisor: the `root` of a sum over examples that the value was divided by.
-      root: which sum this is, for SUM; casts and reshapes of a sum have the same.
       of_params: whether the value depends on the params.
       is_false: whether a ROWS value is False everywhere.
-      bounded: whether it is a function of a SUM, such as one with a bound that avoids a division by zero, rather than
-        the sum itself: such a one may only be a divisor.
       number: the number that the value is everywhere, if known.
       columns: the relations of the columns, for COLUMNS.
       why: why it is UNKNOWN, or for MAX and MIN why the loss on parts may be another one.
@@ -63,11 +57,8 @@ class Relation:
     kind: Kind
     dim: Any = None  # int | None
     power: Fraction = Fraction(0)
-    divisor: int | None = None
-    root: int | None = None
     of_params: bool = False
     is_false: bool = False
-    bounded: bool = False
     number: float | None = None
     columns: tuple[Relation, ...] = ()
     why: str = ""
@@ -75,29 +66,15 @@ class Relation:
     @property
     def is_plain(self) -> bool:
         """Tells whether a part has exactly what the whole has, there where it has it: any function may be applied."""
-        return self.kind in (Kind.SAME, Kind.ROWS) and not self.power and self.divisor is None
-
-    @property
-    def is_mean(self) -> bool:
-        """Tells whether the mean over the parts is the value of the whole, weighted by the divisor if there is one."""
-        if self.bounded:
-            return False
-        power = (self.kind is Kind.SUM) - (self.divisor is not None)
-        return self.power == power and self.kind in (Kind.SAME, Kind.SUM)
-
-    @property
-    def names_a_sum(self) -> bool:
-        """Tells whether it refers to one sum among all: the relation of another call's value would not."""
-        return self.root is not None or self.divisor is not None or bool(self.columns)
+        return self.kind in (Kind.SAME, Kind.ROWS) and not self.power
 
     def agrees(self, other: Relation) -> bool:
         """Tells whether another relation says the same of a value, but for what it was made of."""
-        same = (self.kind, self.dim, self.power, self.divisor, self.bounded)
-        return same == (other.kind, other.dim, other.power, other.divisor, other.bounded)
+        return (self.kind, self.dim, self.power) == (other.kind, other.dim, other.power)
 
     def of_elements(self) -> Relation:
         """Returns the relation of something made of the elements of this value, each by itself."""
-        return Relation(kind=self.kind, dim=self.dim, power=self.power, divisor=self.divisor)
+        return Relation(kind=self.kind, dim=self.dim, power=self.power)
 
     def at(self, dim: int | None) -> Relation:
         """Returns the relation with the examples along another dim."""
@@ -137,14 +114,14 @@ def joined(one: Relation, other: Relation) -> Relation:
     Raises:
       Refused: there is none.
     """
-    if one.agrees(other) and one.kind in (Kind.SAME, Kind.ROWS, Kind.SUM) and not one.bounded:
+    if one.agrees(other) and one.kind in (Kind.SAME, Kind.ROWS, Kind.SUM):
         return one.of_elements()
     for x, y in ((one, other), (other, one)):
-        if x.number == 0 and y.kind in (Kind.SAME, Kind.ROWS, Kind.SUM) and not y.bounded:
+        if x.number == 0 and y.kind in (Kind.SAME, Kind.ROWS, Kind.SUM):
             spread = x.kind is Kind.ROWS and y.kind is Kind.SAME
             return dataclasses.replace(y.of_elements(), kind=Kind.ROWS, dim=x.dim) if spread else y.of_elements()
         if x.kind is Kind.SAME and x.is_plain:
-            if y.is_plain or (y.is_mean and y.kind in (Kind.SAME, Kind.SUM)):
+            if y.is_plain or (y.kind is Kind.SUM and y.power == 1):
                 return y.of_elements()
     raise Refused("mixed")
 
@@ -158,8 +135,6 @@ def multiplied(one: Relation, other: Relation) -> Relation:
     kinds = {one.kind, other.kind}
     if kinds == {Kind.SUM} or not kinds <= {Kind.SAME, Kind.ROWS, Kind.SUM} or kinds == {Kind.SUM, Kind.ROWS}:
         raise Refused("mixed")
-    if one.bounded or other.bounded or (one.divisor is not None and other.divisor is not None):
-        raise Refused("mixed")
     if kinds == {Kind.ROWS} and one.dim != other.dim:
         raise Refused("mixed")
     main = other if one.kind is Kind.SAME else one
@@ -167,7 +142,6 @@ def multiplied(one: Relation, other: Relation) -> Relation:
         kind=main.kind,
         dim=main.dim,
         power=one.power + other.power,
-        divisor=one.divisor if other.divisor is None else other.divisor,
         number=0 if 0 in (one.number, other.number) else None,
     )
 
@@ -176,37 +150,20 @@ def divided(above: Relation, below: Relation) -> Relation:
     """Returns the relation of a quotient.
 
     Raises:
-      Refused: there is none, or the divisor depends on the params, and so is no weight.
+      Refused: there is none.
     """
     if below.kind is Kind.SUM:
-        if not _is_count(below) or above.divisor is not None or above.kind not in (Kind.SAME, Kind.ROWS, Kind.SUM):
-            raise Refused("mixed")
-        if above.bounded:
-            raise Refused("mixed")
-        return dataclasses.replace(above.of_elements(), power=above.power - below.power, divisor=below.root)
-    if below.divisor is not None:
         raise Refused("mixed")
     return multiplied(above, dataclasses.replace(below, power=-below.power, number=None))
 
 
-def of_count(inputs: Sequence[Relation]) -> Relation:
-    """Returns the relation of a function of one number of examples or tokens, such as the larger of that and 1.
+def shared(x: Relation, power: Fraction) -> Relation | None:
+    """Returns the relation of the share that each part has of what is the same in all parts; None if `x` is not.
 
-    Raises:
-      Refused: there is none: the inputs are several counts, or are not the same in all parts.
+    The share is the value times `n ** (power - 1)`.
     """
-    counts = [x for x in inputs if _is_count(x)]
-    others = [x for x in inputs if not _is_count(x)]
-    if len({x.root for x in counts}) != 1 or any(
-        not x.is_plain or x.kind is not Kind.SAME or x.of_params for x in others
-    ):
-        raise Refused("mixed")
-    return Relation(kind=Kind.SUM, power=counts[0].power, root=counts[0].root, bounded=True)
-
-
-def _is_count(x: Relation) -> bool:
-    """Tells whether a value is a sum over examples that the params have no part in, such as a number of tokens."""
-    return x.kind is Kind.SUM and x.root is not None and not x.of_params and x.divisor is None
+    is_same = x.kind is Kind.SAME and x.is_plain and x.number != 0
+    return dataclasses.replace(x, kind=Kind.SUM, power=power, number=None) if is_same else None
 
 
 def all_joined(inputs: Sequence[Relation]) -> Relation:
@@ -220,8 +177,6 @@ def dual(x: Relation) -> Relation:
     Raises:
       Refused: it is not known.
     """
-    if x.divisor is not None or x.bounded:
-        raise Refused("mixed")
     power = 1 - x.power
     if x.kind is Kind.ROWS:
         return Relation(kind=Kind.ROWS, dim=x.dim, power=power)

@@ -20,7 +20,7 @@ from zero_jax.sharding.torus import split_axes
 from zero_jax.training.grads.combined import CombinedAux
 from zero_jax.training.grads.plan import GradPlan
 from zero_jax.training.noise_scale import mean_of_parts, shard_squares
-from zero_jax.transforms import DeviceSum, PartWeight
+from zero_jax.transforms import DeviceSum
 
 
 class GradInputs(NamedTuple):
@@ -42,7 +42,8 @@ class GradInputs(NamedTuple):
     frozen: PyTree
 
 
-# `grad_fn(*inputs)` returns `((loss, (aux, model_state, weight)), grads)`, the aux as of `CombinedAux.entries`.
+# `grad_fn(*inputs)` returns `((loss, (aux, model_state, weight)), grads)`, the aux as of `CombinedAux.entries`; the
+# weight is None where all parts weigh the same.
 GradFn = Callable[..., Any]
 
 
@@ -58,6 +59,7 @@ class Accumulator:
     plan: GradPlan
     aux: CombinedAux
     sums: Sequence[DeviceSum]  # how the gradients that devices have of each param are summed
+    by_weight: bool = False  # whether losses and gradients are multiplied by the weights of their parts
 
     @property
     def num_shards(self) -> int:
@@ -164,7 +166,8 @@ class Accumulator:
                 # Without the barrier XLA:TPU puts off the head's gradient until all are squared, and holds the logits.
                 grads, model_state = lax.optimization_barrier(grads), new_state
             squares = shard_squares(grads, dims, mesh=self.mesh)
-            sums = [_add_weighed(s, over(weight.divisor, g), g) for s, g in zip(sums, grads, strict=True)]
+            factor = weight if self.by_weight else None
+            sums = [_added(s, g, factor) for s, g in zip(sums, grads, strict=True)]
             return (pin(sums), model_state), (loss, weight, aux, squares)
 
         squares: Any = None
@@ -173,16 +176,31 @@ class Accumulator:
             zeros = pin([jnp.zeros(shape(p), wide(p.dtype)) for p in inputs.params])
             xs = (jnp.arange(k), [x for x in jax.tree.leaves(parts) if x.ndim])
             carry, (losses, weights, auxes, squares) = lax.scan(body, (zeros, inputs.model_state), xs)
-            total, (sums, model_state) = total_of_grads(losses, weights), carry
+            total, (sums, model_state) = self.total_of_grads(losses, weights), carry
             grads = [_divided(s, total) for s in sums]
         else:
             part, model_state = jax.tree.map(lambda x: x[0] if x.ndim else x, parts), inputs.model_state
             (losses, (auxes, _, weights)), grads = grads_of(part, inputs.key, model_state)
-            total = total_of_grads(losses, weights)
-            grads = [_weighed_share(g, over(weights.divisor, g), total) for g in grads]
+            total, factor = self.total_of_grads(losses, weights), weights if self.by_weight else None
+            grads = [_weighed_share(g, factor, total) for g in grads]
             auxes = jax.tree.map(lambda x: x[None], auxes)
-        loss, aux = mean(losses, weights), self.aux.combine(auxes, self.joined, lead=2 if once else 1)
-        return (loss, (aux, model_state)), grads, mean_of_parts(squares, weights.count) if k > 1 else None
+        loss = mean(losses, weights if self.by_weight else None)
+        aux = self.aux.combine(auxes, self.joined, lead=2 if once else 1)
+        if k == 1:
+            return (loss, (aux, model_state)), grads, None
+        weights = jnp.ones(losses.shape) if weights is None else weights
+        return (loss, (aux, model_state)), grads, mean_of_parts(squares, weights, has_weight=not self.by_weight)
+
+    def total_of_grads(self, losses: jax.Array, weights: jax.Array | None) -> Any:
+        """Returns what the sum of gradients is divided by.
+
+        Where no part weighs anything, the sum is 0, and so are the gradients if the losses are finite, as they are
+        where the loss function avoids 0 / 0 itself. Otherwise the step is skipped, as without parts.
+        """
+        if not self.by_weight or weights is None:
+            return losses.size
+        of_nothing = jnp.where(jnp.isfinite(losses).all(), 1, jnp.nan)
+        return jnp.where((weights == 0).all(), of_nothing, weights.sum())
 
     def mapped(self, grad_fn: GradFn, parts: PyTree) -> GradFn:
         """Returns `grad_fn` mapped over the devices of `once_over`."""
@@ -227,23 +245,12 @@ class Accumulator:
         return [total for total, _ in sums], [error for _, error in sums]
 
 
-def mean(losses: jax.Array, weights: PartWeight, *, nested: bool = False) -> jax.Array:
-    """Returns the mean of losses by weight, or their plain mean if none of them weighs anything.
-
-    With `nested` it is that of one of several parts of the batch.
-    """
-    weighed = _divided(_weigh(weights.divisor, losses).sum(), weights.total(nested=nested))
-    return jnp.where((weights.divisor == 0).all(), losses.mean(), weighed).astype(losses.dtype)
-
-
-def total_of_grads(losses: jax.Array, weights: PartWeight) -> jax.Array:
-    """Returns what the weighed sum of gradients is divided by.
-
-    Where no part weighs anything, the sum is 0, and so are the gradients if the losses are finite, as they are where
-    the loss function avoids 0 / 0 itself. Otherwise the step is skipped, as without parts.
-    """
-    of_nothing = jnp.where(jnp.isfinite(losses).all(), 1, jnp.nan)
-    return jnp.where((weights.divisor == 0).all(), of_nothing, weights.total(of_grads=True))
+def mean(losses: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """Returns the mean of losses by weight, or their plain mean if none of them weighs anything."""
+    if weights is None:
+        return losses.mean()
+    weighed = _divided(_weigh(weights, losses).sum(), weights.sum())
+    return jnp.where((weights == 0).all(), losses.mean(), weighed).astype(losses.dtype)
 
 
 def _rejoin(parts: list[jax.Array], batch: PyTree) -> PyTree:
@@ -267,13 +274,15 @@ def _divided(x: jax.Array, total: jax.Array) -> jax.Array:
 
 
 @inline_jit
-def _weighed_share(x: jax.Array, weight: jax.Array, total: jax.Array) -> jax.Array:
-    return _divided(_weigh(weight, x.astype(wide(x.dtype))), total).astype(x.dtype)
+def _weighed_share(x: jax.Array, weights: jax.Array | None, total: jax.Array) -> jax.Array:
+    wider = x.astype(wide(x.dtype))
+    return _divided(wider if weights is None else _weigh(over(weights, x), wider), total).astype(x.dtype)
 
 
 @inline_jit
-def _add_weighed(total: jax.Array, weight: jax.Array, x: jax.Array) -> jax.Array:
-    return total + _weigh(weight, x.astype(total.dtype)).astype(total.dtype)
+def _added(total: jax.Array, x: jax.Array, weights: jax.Array | None) -> jax.Array:
+    wider = x.astype(total.dtype)
+    return total + (wider if weights is None else _weigh(over(weights, x), wider).astype(total.dtype))
 
 
 def over(weights: jax.Array, x: jax.Array) -> jax.Array:

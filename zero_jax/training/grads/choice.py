@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,21 +17,14 @@ from zero_jax.program.passes import Dependence
 from zero_jax.program.subcalls import CALLS
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.training.batch import shapes_of_part
-from zero_jax.training.grads.combined import CombinedAux, of_trace
+from zero_jax.training.grads.combined import CombinedAux
 from zero_jax.training.grads.plan import GradPlan
 from zero_jax.training.loss.function import model_state_changes
 from zero_jax.training.loss.program import StepLoss
-from zero_jax.transforms import (
-    BatchParts,
-    Combination,
-    PartWeight,
-    Separability,
-    divided_by_nonzero,
-    separability,
-    with_weight,
-)
+from zero_jax.transforms import BatchParts, Combination, CountedProgram, Separability, separability
 
-_DRAWN, _REPEATED = -1, -2  # by the key or by model state; by a key of its own, which all parts have
+# By the key or by model state; by a key of its own, which all parts have; the count of such numbers.
+_DRAWN, _REPEATED, _REPEATED_COUNT = -1, -2, -3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +38,7 @@ class Reads:
       aux: for each leaf of aux by its path why it may be another one in each microbatch; empty if it is not.
       drawn: the leaves of aux that random numbers are in.
       repeated: those of numbers that are the same in each microbatch.
+      repeated_counts: those of counts of such numbers.
     """
 
     passes_state: bool
@@ -52,6 +46,7 @@ class Reads:
     aux: Mapping[str, str]
     drawn: frozenset[str]
     repeated: frozenset[str]
+    repeated_counts: frozenset[str]
 
     @property
     def another_loss(self) -> str:
@@ -64,29 +59,40 @@ class Reads:
         return {name: self._combination(name, how) for name, how in known.items()}
 
     def _combination(self, name: str, how: Combination) -> Combination:
-        if how.why or how.kind is Kind.SAME:  # that of the first microbatch, which reads what the batch does
-            is_own = not how.why and name in self.drawn
-            return Combination(why="it is drawn with the key of each microbatch") if is_own else how
-        why = "it is drawn with a key that all microbatches have" if name in self.repeated else self.aux[name]
+        repeats = "it is drawn with a key that all microbatches have"
+        if how.why or name in self.repeated_counts:
+            return how if how.why else Combination(why=repeats)
+        if how.kind is Kind.SAME:  # that of the first microbatch, which reads what the batch does
+            return Combination(why="it is drawn with the key of each microbatch") if name in self.drawn else how
+        why = repeats if name in self.repeated else self.aux[name]
         return Combination(why=why) if why else how
 
 
-def reads_of(program: LossProgram, variables: PyTree, batch: PyTree, key: jax.Array) -> Reads:
+def reads_of(
+    program: LossProgram, variables: PyTree, batch: PyTree, key: jax.Array, counts: Sequence[jax.Array] = ()
+) -> Reads:
     """Returns what the results of a loss function are made of, by its trace; what is not known counts as read.
 
-    The program is `(variables, batch, key) -> (loss, (aux, model_state, ...))`.
+    The program is `(variables, batch, key) -> (loss, (aux, model_state, ...))`; a `CountedProgram` takes counts, too.
     """
+    of_counts = [frozenset[int]()] * len(counts)
+    if isinstance(program, CountedProgram):
+        made_of = [frozenset[int]()] * len(jax.tree.leaves((variables, batch))) + [frozenset({_DRAWN})]
+        marks = _Reads().run(program.counting(variables, batch, key), made_of)
+        of_counts = [frozenset({_REPEATED_COUNT}) if _REPEATED in x else frozenset[int]() for x in marks]
+        batch = batch, counts
     traced = program.trace(variables, batch, key)
     lines = model_state_changes(program, variables, batch, key)
     num_params = traced.num_params - len(lines)
     made_of = [frozenset[int]()] * num_params
     made_of += [frozenset() if line is None else frozenset({i}) for i, line in enumerate(lines)]
-    made_of += [frozenset()] * len(jax.tree.leaves(batch)) + [frozenset({_DRAWN})] * len(jax.tree.leaves(key))
+    made_of += [frozenset()] * (len(jax.tree.leaves(batch)) - len(of_counts)) + of_counts
+    made_of += [frozenset({_DRAWN})] * len(jax.tree.leaves(key))
     results = jax.tree.unflatten(jax.tree.structure(traced.out_shape), _Reads().run(traced.closed, made_of))
     names = model_state_names(as_variables(variables).model_state)
 
     def told(marks: frozenset[int]) -> tuple[str, ...]:
-        changes = [(names[i], lines[i]) for i in sorted(marks - {_DRAWN, _REPEATED})]
+        changes = [(names[i], lines[i]) for i in sorted(x for x in marks if x >= 0)]
         return tuple(f"{name!r}, which it changes" + (f" at {line}" if line else "") for name, line in changes)
 
     loss, (aux, *_) = results
@@ -97,6 +103,7 @@ def reads_of(program: LossProgram, variables: PyTree, batch: PyTree, key: jax.Ar
         aux={name: "".join(f"it reads {x}" for x in told(marks)[:1]) for name, marks in leaves.items()},
         drawn=frozenset(name for name, marks in leaves.items() if _DRAWN in marks),
         repeated=frozenset(name for name, marks in leaves.items() if _REPEATED in marks),
+        repeated_counts=frozenset(name for name, marks in leaves.items() if _REPEATED_COUNT in marks),
     )
 
 
@@ -117,32 +124,24 @@ class JudgedLoss:
     """A loss function that is called on parts of a batch, and how what it returns is combined.
 
     Attributes:
-      weighted: the loss function with its weights, as of `with_weight`.
+      program: the loss on a part of the batch.
       plan: where its gradients are reduced.
       separable: whether the loss may be called on parts of the batch.
       aux: how its aux is combined.
       aux_shapes: the shapes of the aux of the batch.
-      own_weight: the weight of the batch: its shapes.
     """
 
-    weighted: LossProgram
+    program: CountedProgram
     plan: GradPlan
     separable: Separability
     aux: CombinedAux
     aux_shapes: PyTree
-    own_weight: PartWeight
 
-    def weight(self, own: PartWeight) -> PartWeight:
-        """Returns what a part counts, from what its loss is divided by."""
-        if self.separable.weigh == "count":
-            return PartWeight(own.count, own.count)
-        return of_trace(own, self.own_weight, self.separable.count_power) or own
-
-    def warn(self, plan: GradPlan, loss_weight: str | None) -> None:
+    def warn(self, plan: GradPlan) -> None:
         """Warns if the loss is another one for the plan, if more is sent than asked for, or if aux is left out."""
         self.aux.warn(num_microbatches=plan.num_microbatches)
-        divisor = loss_weight if loss_weight not in ("auto", None) else None
-        by = {"divisor": divisor, "count": "what each is a mean over"}.get(self.separable.weigh)
+        weight = self.separable.on_parts.weight
+        by = "what each is a mean over" if isinstance(weight, int) else weight
         plan.warn(another_loss=self.separable.another_loss, weighted_by=by or "")
 
 
@@ -168,17 +167,15 @@ def judge(loss: StepLoss, arguments: tuple[PyTree, PyTree, jax.Array]) -> Judged
         local=bool(plan.once_over or plan.at_use) and not reads.passes_state,
         exact=plan.is_exact,
     )
-    weighted = with_weight(program, loss_weight)
-    separable = separability(weighted, arguments, parts, loss_weight=loss_weight)
-    if separable.weigh == "equal" and loss_weight == "auto":  # it ends in a division, by what is no weight of parts
-        weighted = with_weight(program, None)
-        aux = separability(weighted, arguments, parts, loss_weight=None).aux
-        separable = dataclasses.replace(separable, aux=aux)
+    separable = separability(program, arguments, parts, loss_weight=loss_weight)
     if reads.passes_state:
         not_local = "its model_state passes from one microbatch to the next"
         another = " and ".join(filter(None, [separable.another_loss, reads.another_loss if k > 1 else ""]))
         separable = dataclasses.replace(separable, not_local=not_local, another_loss=another)
-    _, (shapes, _, weight, aux_weights) = weighted.trace(*traceable).out_shape
+    counted = CountedProgram(program, separable.on_parts)
+    if separable.on_parts.counts:
+        reads = reads_of(counted, *traceable, jax.eval_shape(counted.counts, *traceable))
+    _, (shapes, _) = program.trace(*traceable).out_shape
     is_whole = k == 1 and separable.not_local
     same = dict.fromkeys(leaves_by_name(shapes), Combination(kind=Kind.SAME))
     for name, leaf in () if is_whole else leaves_by_name(shapes).items():
@@ -188,10 +185,9 @@ def judge(loss: StepLoss, arguments: tuple[PyTree, PyTree, jax.Array]) -> Judged
                 "leave it out of aux, or set num_microbatches=1"
             )
     return JudgedLoss(
-        weighted=weighted if separable.weigh == "count" else divided_by_nonzero(weighted),
+        program=counted,
         plan=plan.allowed(separable),
         separable=separable,
-        aux=CombinedAux(same if is_whole else reads.combinations(separable.aux), aux_weights),
+        aux=CombinedAux(same if is_whole else reads.combinations(separable.aux)),
         aux_shapes=shapes,
-        own_weight=weight,
     )

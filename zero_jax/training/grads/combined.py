@@ -6,7 +6,6 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -14,21 +13,10 @@ import jax.numpy as jnp
 from zero_jax.core.tree import PyTree
 from zero_jax.dims import Kind
 from zero_jax.sharding.precision import wide
-from zero_jax.transforms import Combination, PartWeight
-
-# An entry of aux, and its weight if it has one; both stacked over the parts.
-Entry = tuple[jax.Array, PartWeight | None]
-
+from zero_jax.transforms import Combination
 
 _MISSING = object()
 _MAX_NAMED = 20  # entries in a warning
-
-
-def of_trace(weight: PartWeight | None, like: PartWeight | None, power: Fraction) -> PartWeight | None:
-    """Returns a weight whose function has the equations of another trace, as of one that is not within `shard_map`."""
-    if weight is None or like is None:
-        return None
-    return dataclasses.replace(weight, function=like.function, power=power)
 
 
 def _without_missing(tree: PyTree) -> PyTree:
@@ -45,11 +33,9 @@ class CombinedAux:
 
     Attributes:
       combinations: how, by the path of the entry, in the order of the leaves.
-      weights: the weight of each entry, or None; of the arrays in them only the shapes.
     """
 
     combinations: Mapping[str, Combination]
-    weights: Sequence[PartWeight | None]
 
     def warn(self, *, num_microbatches: int) -> None:
         """Warns of the entries that are not returned."""
@@ -63,83 +49,45 @@ class CombinedAux:
                 f"aux is returned without {named}: it cannot be made of that of {parts}. {remedy}", stacklevel=2
             )
 
-    def entries(self, aux: PyTree, weights: Sequence[PartWeight | None]) -> list[Entry]:
+    def entries(self, aux: PyTree) -> list[jax.Array]:
         """Returns the entries of the aux of a part that are combined."""
-        entries = []
-        for how, x, own, like in zip(
-            self.combinations.values(), jax.tree.leaves(aux), weights, self.weights, strict=True
-        ):
-            assert not how.by or own is not None
-            weight = of_trace(own, like, how.count_power) if how.by else None
-            entries.extend([] if how.why else [(x, weight)])
-        return entries
+        pairs = zip(self.combinations.values(), jax.tree.leaves(aux), strict=True)
+        return [x for how, x in pairs if not how.why]
 
     def combine(
-        self,
-        entries: Sequence[Entry],
-        join: Callable[[jax.Array, int], jax.Array],
-        *,
-        lead: int,
-        nested: bool = False,
-    ) -> list[Entry]:
+        self, entries: Sequence[jax.Array], join: Callable[[jax.Array, int], jax.Array], *, lead: int
+    ) -> list[jax.Array]:
         """Combines entries that are stacked over parts on `lead` leading dims.
 
         Args:
           entries: what `entries` returned for each part, stacked.
           join: puts blocks `[..., examples, ...]` of parts in the order of the batch, from them and their dim.
           lead: the number of leading dims.
-          nested: whether all parts together are one of more parts.
         """
         known = [how for how in self.combinations.values() if not how.why]
-        combined = []
-        for how, (x, weight) in zip(known, entries, strict=True):
-            parts = _Parts(x, weight, lead=lead, join=join, nested=nested)
-            combined.append((parts.combined(how), None if weight is None else weight.joined()))
-        return combined
+        return [_combined(how, x, join, lead) for how, x in zip(known, entries, strict=True)]
 
-    def whole(self, aux: PyTree, entries: Sequence[Entry]) -> PyTree:
+    def whole(self, aux: PyTree, entries: Sequence[jax.Array]) -> PyTree:
         """Returns the aux of the batch, of the structure of `aux`: a dict lacks what is not known, others have None."""
-        values = iter([x for x, _ in entries])
+        values = iter(entries)
         leaves = [_MISSING if how.why else next(values) for how in self.combinations.values()]
         return _without_missing(jax.tree.unflatten(jax.tree.structure(aux), leaves))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Parts:
-    """An entry of parts, stacked on `lead` dims; see `CombinedAux.combine`."""
-
-    values: jax.Array
-    weight: PartWeight | None
-    lead: int
-    join: Callable[[jax.Array, int], jax.Array]
-    nested: bool
-
-    def combined(self, how: Combination) -> jax.Array:
-        """Returns the entry of the batch."""
-        x, dtype, over = self.values, self.values.dtype, tuple(range(self.lead))
-        if how.by == "function" and self.weight is not None:
-            return self.weight.divisors()[0].astype(dtype)
-        if how.kind in (Kind.MAX, Kind.MIN) and jnp.issubdtype(dtype, jnp.bool_):
-            return x.any(over) if how.kind is Kind.MAX else x.all(over)
-        if how.kind in (Kind.MAX, Kind.MIN):
-            return x.max(over) if how.kind is Kind.MAX else x.min(over)
-        is_float = jnp.issubdtype(dtype, jnp.inexact)
-        x = self.weighed(x.astype(wide(dtype)) if is_float else x)
-        if how.kind is Kind.SAME:
-            x = x[(0,) * self.lead]
-        else:
-            x = self.join(x, how.dim) if how.kind is Kind.ROWS else x.sum(over, dtype=x.dtype)
-        if self.weight is not None:
-            x = x / self.weight.total(nested=self.nested)
-        if how.power:
-            scale = math.prod(self.values.shape[: self.lead]) ** -float(how.power)
-            x = x * (scale if is_float else round(scale))
-        return x.astype(dtype)
-
-    def weighed(self, x: jax.Array) -> jax.Array:
-        """Returns the values times the divisors of their parts."""
-        if self.weight is None:
-            return x
-        factor = self.weight.divisor.reshape(self.weight.divisor.shape + (1,) * (x.ndim - self.lead))
-        # A part of weight 0 may be 0 / 0, and has nothing then; infinity is not dropped.
-        return jnp.where((factor == 0) & jnp.isnan(x), 0, factor * x)
+def _combined(how: Combination, x: jax.Array, join: Callable[[jax.Array, int], jax.Array], lead: int) -> jax.Array:
+    """Returns an entry of the batch, of those of parts; see `CombinedAux.combine`."""
+    dtype, over, num_parts = x.dtype, tuple(range(lead)), math.prod(x.shape[:lead])
+    if how.kind in (Kind.MAX, Kind.MIN) and jnp.issubdtype(dtype, jnp.bool_):
+        return x.any(over) if how.kind is Kind.MAX else x.all(over)
+    if how.kind in (Kind.MAX, Kind.MIN):
+        return x.max(over) if how.kind is Kind.MAX else x.min(over)
+    is_float = jnp.issubdtype(dtype, jnp.inexact)
+    x = x.astype(wide(dtype)) if is_float else x
+    if how.kind is Kind.SAME:
+        x = x[(0,) * lead]
+    else:
+        x = join(x, how.dim) if how.kind is Kind.ROWS else x.sum(over, dtype=x.dtype)
+    if how.power:
+        scale = num_parts ** -float(how.power)
+        x = x * (scale if is_float else round(scale))
+    return x.astype(dtype)

@@ -14,11 +14,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import as_variables, joined
+from zero_jax.dims import Kind
 from zero_jax.program.loss import LossProgram
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import wide
 from zero_jax.training.grads.accumulator import Accumulator, GradFn, GradInputs, mean, over
 from zero_jax.training.grads.choice import JudgedLoss, judge
+from zero_jax.training.grads.combined import CombinedAux
 from zero_jax.training.grads.plan import GradPlan, refuse_coded
 from zero_jax.training.loss.function import check_unchanged, model_state_changes, on_devices, pinned_model_state
 from zero_jax.training.loss.program import StepLoss
@@ -26,7 +28,7 @@ from zero_jax.training.noise_scale import Parts
 from zero_jax.training.optimizer.frozen import flags_of_all
 from zero_jax.training.state.placement import Placement
 from zero_jax.training.state.train_state import merge
-from zero_jax.transforms import HostParam, PartWeight, differentiated, used_shapes, weight_alone, with_gradient
+from zero_jax.transforms import Combination, HostParam, differentiated, used_shapes, weight_alone, with_gradient
 
 
 class StepGrads(NamedTuple):
@@ -72,7 +74,7 @@ def loss_and_grads(
     if len(jax.tree.leaves(model_state)) < len(jax.tree.leaves(host_state)):
         check_unchanged(host_state, model_state_changes(loss.fused, *arguments))
     judged = judge(loss, arguments) if placement.grad_plan.takes_parts else None
-    program = loss.unsharded(loss.recomputed(loss.fused if judged is None else judged.weighted))
+    program = loss.unsharded(loss.recomputed(loss.fused if judged is None else judged.program))
     scale = 1 if loss_scale is None else loss_scale.scale
     scaled = _ScaledLoss.of(placement, variables, needed, scale=scale, judged=judged)
     inputs = GradInputs(scaled.free(), model_state, batch, key, scaled.frozen())
@@ -154,8 +156,8 @@ class _ScaledLoss:
         loss = loss.astype(wide(loss.dtype)) * self.scale
         if self.judged is None:
             return loss, (aux, pinned)
-        weights = jax.tree.map(lambda x: lax.stop_gradient(jnp.asarray(x, wide(x.dtype))), weights)
-        return loss, (self.judged.aux.entries(aux, weights[1]), pinned, self.judged.weight(weights[0]))
+        (weight,) = jax.tree.map(lambda x: lax.stop_gradient(jnp.asarray(x, wide(x.dtype))), weights)
+        return loss, (self.judged.aux.entries(aux), pinned, weight)
 
     def grad_fn(self, loss_fn: Callable[..., Any]) -> GradFn:
         """Returns the function of the scaled loss and its gradients."""
@@ -180,7 +182,7 @@ class _Sums(NamedTuple):
         plan = self.judged.plan
         accumulator = self.accumulator(plan)
         try:
-            out, grads, parts = accumulator.accumulate(self.grad_fn(accumulator), inputs)
+            out, grads, parts = self.of_plan(accumulator, inputs)
         except NotImplementedError as error:
             if not plan.once_over:
                 raise
@@ -188,15 +190,48 @@ class _Sums(NamedTuple):
             if any(grad_sum.coding for grad_sum in accumulator.sums):
                 refuse_coded(why)
             accumulator = self.accumulator(plan.not_once(why))
-            out, grads, parts = accumulator.accumulate(self.grad_fn(accumulator), inputs)
+            out, grads, parts = self.of_plan(accumulator, inputs)
         if accumulator.plan.once_over:
             grads, errors = accumulator.reduce(grads, errors)
-        self.judged.warn(accumulator.plan, self.loss.config.loss_weight)
+        self.judged.warn(accumulator.plan)
         return out, grads, parts, errors, accumulator.plan
 
     def accumulator(self, plan: GradPlan) -> Accumulator:
         placement, sums = self.loss.placement, self.scaled.pick(self.loss.placement.grad_sums(plan))
-        return Accumulator(mesh=placement.mesh, axes=placement.axes, plan=plan, aux=self.judged.aux, sums=sums)
+        return Accumulator(
+            mesh=placement.mesh,
+            axes=placement.axes,
+            plan=plan,
+            aux=self.judged.aux,
+            sums=sums,
+            by_weight=self.judged.separable.on_parts.by_weight,
+        )
+
+    def of_plan(self, accumulator: Accumulator, inputs: GradInputs) -> Any:
+        """Returns what `Accumulator.accumulate` does, with the counts of the batch."""
+        counts = self.counts(accumulator, inputs)
+        return accumulator.accumulate(self.grad_fn(accumulator), inputs._replace(batch=(inputs.batch, counts)))
+
+    def counts(self, accumulator: Accumulator, inputs: GradInputs) -> list[jax.Array]:
+        """Returns the counts of the batch: those of its parts are summed as its gradients are."""
+        on_parts = self.judged.separable.on_parts
+        if not on_parts.counts:
+            return []
+
+        def count(params: list[jax.Array], model_state: PyTree, batch: PyTree, key: jax.Array, *frozen: Any) -> Any:
+            counts = self.judged.program.counts(self.arguments[0], batch, key)
+            return jnp.zeros(()), (counts, model_state, None)
+
+        sums = {str(i): Combination(kind=Kind.SUM, power=power) for i, power in on_parts.counts.items()}
+        counter = dataclasses.replace(accumulator, aux=CombinedAux(sums), sums=[], by_weight=False)
+        axes, plan = self.loss.placement.axes.of_params(with_copies=False), accumulator.plan
+        grad_fn = (
+            quantized_grads(counter, count, self.judged, axes=axes)
+            if plan.at_use
+            else lambda *inputs: (count(*inputs), [])
+        )
+        ((_, (counts, _)), _, _) = counter.accumulate(grad_fn, inputs._replace(params=[]))
+        return counts
 
     def grad_fn(self, accumulator: Accumulator) -> GradFn:
         """Returns the function of loss and gradients of a part."""
@@ -212,22 +247,34 @@ class _Sums(NamedTuple):
         def value(free: Any, model_state: PyTree, batch: PyTree, key: jax.Array) -> Any:
             return scaled.value(mapped, free, model_state, batch, key, scaled.leaves)
 
-        axes = loss.placement.axes.of_params(with_copies=False)
-        return quantized_grads(accumulator, value, self.judged, self.arguments, axes=axes)
+        axes, weigh = loss.placement.axes.of_params(with_copies=False), None
+        if accumulator.by_weight:
+            variables, batch, key = self.arguments
+            counts = jax.eval_shape(self.judged.program.counts, variables, batch, key)
+            try:
+                weigh = weight_alone(self.judged.program, variables, (batch, counts), key)
+            except NotImplementedError as error:
+                refuse_coded(str(error))
+        return quantized_grads(accumulator, value, self.judged, axes=axes, weigh=weigh)
 
 
 # --- gradients that are sent quantized at each use of a param ---------------------------------------------------------
 
 
 def quantized_grads(
-    accumulator: Accumulator, loss_fn: Callable[..., Any], judged: JudgedLoss, arguments: Any, *, axes: Axes
+    accumulator: Accumulator,
+    loss_fn: Callable[..., Any],
+    judged: JudgedLoss,
+    *,
+    axes: Axes,
+    weigh: Callable[..., Any] | None = None,
 ) -> GradFn:
     """Returns a `GradFn` of a microbatch, or of that of a copy of the params.
 
     It is a `jax.vmap` over the devices of a copy of the params, each of which sees its own examples only; `axes` are
     the roles of the mesh axes within a copy. `loss_fn(params, model_state, batch, key)` returns
     `(loss, (aux, model_state, weight))`; devices' gradients of it are summed at each use of a param
-    (`GatherOptions.mapped`). `judged` is it with its weight, and takes `arguments` for a whole batch.
+    (`GatherOptions.mapped`). `weigh` returns what a part weighs; None if all weigh the same.
 
     Raises:
       ValueError: devices cannot have gradients of their own.
@@ -235,17 +282,12 @@ def quantized_grads(
     plan = accumulator.plan
     if judged.separable.convolves:
         refuse_coded("XLA partitions each device's own convolutions wrongly")
-    try:
-        weigh = weight_alone(judged.weighted, *arguments, power=judged.separable.count_power)
-    except NotImplementedError as error:
-        refuse_coded(str(error))
-    nested = plan.num_microbatches > 1 or bool(plan.once_over)
     of_microbatch = dataclasses.replace(plan, num_microbatches=1, batch_axes=axes.batch, once_over=axes.batch)
     within = dataclasses.replace(accumulator, axes=axes, plan=of_microbatch)
 
     def grads(*inputs: Any) -> Any:
         try:
-            return _of_microbatch(within, loss_fn, weigh, GradInputs(*inputs), nested=nested)
+            return _of_microbatch(within, loss_fn, weigh, GradInputs(*inputs))
         except NotImplementedError as error:
             refuse_coded(str(error))
 
@@ -253,40 +295,35 @@ def quantized_grads(
 
 
 def _of_microbatch(
-    accumulator: Accumulator,
-    loss_fn: Callable[..., Any],
-    weigh: Callable[..., Any] | None,
-    inputs: GradInputs,
-    *,
-    nested: bool,
+    accumulator: Accumulator, loss_fn: Callable[..., Any], weigh: Callable[..., Any] | None, inputs: GradInputs
 ) -> Any:
     """Returns loss and gradients of one microbatch; `weigh` is the weight of a part, None if all weigh the same."""
     params, model_state, batch, key, _ = inputs  # the loss function closes over the frozen params
 
     @functools.partial(jax.value_and_grad, has_aux=True)
     def share_of_loss(params: PyTree, batch: PyTree, key: jax.Array, share: jax.Array) -> Any:
-        loss, (aux, *_) = loss_fn(params, model_state, batch, key)
-        return loss * share, (loss, aux)
+        loss, (aux, _, weight) = loss_fn(params, model_state, batch, key)
+        return loss * share, (loss, aux, weight)
 
     n, batch_axes = accumulator.num_shards, accumulator.axes.batch
     parts = jax.tree.map(lambda x: x[0] if x.ndim else x, accumulator.split(batch))
     each = jax.tree.map(lambda x: 0 if x.ndim else None, parts)
     keys = jax.random.split(key, n)
     over_devices = functools.partial(jax.vmap, spmd_axis_name=batch_axes, axis_size=n)
-    weights = PartWeight(jnp.ones(n), jnp.ones(n))
+    weights, shares = None, jnp.ones(n)
     if weigh is not None:
         weights = over_devices(weigh, in_axes=(each, 0))(parts, keys)
         # A part that weighs nothing may have a loss of 0 / 0: its device takes the heaviest part, for no share.
-        heaviest, is_empty = jnp.argmax(weights.divisor), weights.divisor == 0
+        heaviest, is_empty = jnp.argmax(weights), weights == 0
         parts = jax.tree.map(lambda x: jnp.where(over(is_empty, x), x[heaviest], x) if x.ndim else x, parts)
-    total = weights.total(of_grads=True, nested=nested)
-    shares = jnp.where((weights.divisor == 0).all(), 1, weights.divisor * n / total)
+        shares = jnp.where(is_empty.all(), 1, weights * n / jnp.where(is_empty.all(), 1, weights.sum()))
     shares = lax.with_sharding_constraint(shares, NamedSharding(accumulator.mesh, PartitionSpec(batch_axes)))
-    in_axes, out_axes = (None, each, 0, 0), ((0, (0, 0)), None)
-    (_, (losses, auxes)), sums = over_devices(share_of_loss, in_axes=in_axes, out_axes=out_axes)(
+    in_axes, out_axes = (None, each, 0, 0), ((0, (0, 0, 0)), None)
+    (_, (losses, auxes, own)), sums = over_devices(share_of_loss, in_axes=in_axes, out_axes=out_axes)(
         params, parts, keys, shares
     )
     auxes = jax.tree.map(lambda x: x[None], auxes)
-    aux = accumulator.aux.combine(auxes, accumulator.joined, lead=2, nested=nested)
+    aux = accumulator.aux.combine(auxes, accumulator.joined, lead=2)
     grads = [(x.astype(wide(x.dtype)) / n).astype(x.dtype) for x in sums]
-    return (mean(losses, weights, nested=nested), (aux, model_state, weights.joined())), grads
+    weight = own.sum() if weights is None and own is not None else weights if weights is None else weights.sum()
+    return (mean(losses, weights), (aux, model_state, weight)), grads

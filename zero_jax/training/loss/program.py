@@ -48,6 +48,7 @@ from zero_jax.transforms import (
     heads_by_tiles,
     rematerialize,
     resolve_remat,
+    resolve_schedule,
     rolled,
     unsharded_windows,
     used_shapes,
@@ -132,7 +133,7 @@ class StepLoss:
             axes=placement.axes,
             num_microbatches=config.num_microbatches,
             recompute=resolve_remat(config.remat).policy != "none",
-            schedule=config.pipeline,
+            schedule=resolve_schedule(config.pipeline),
         )
 
     def staged(self, program: Callable[..., Any], axes: Axes) -> Callable[..., Any]:

@@ -26,22 +26,23 @@ def step_placement(
     """Returns the placement of a state (arrays or shapes) for an optimizer: by layers where its update needs that.
 
     The master params and the optimizer's state of stacks of matrices `[layers, m, n]` that an update would deal out are
-    sharded along the layers, if these divide over `data`: each device has whole matrices of them. None for the
-    optimizer is one that needs none.
+    sharded along the layers, if these divide over axes of `data`: each device has whole matrices of them, or less moves
+    for the update. None for the optimizer is one that needs none.
     """
     placement = make_placement(state.variables, mesh=mesh, config=config)
     if tx is None or not placement.may_shard_layers:
         return placement
-    leaves = placement_leaves(placement.params)
-    by_layers = {leaf.path: leaf.along_layers(mesh, placement.axes) for leaf in leaves}
     state = shapes_of(state)
-    before = {} if not any(by_layers.values()) else _leaves_of_dealings(tx, state, placement)
+    before = _leaves_of_dealings(tx, state, placement)
     dealt = {path for path, dealings in before.items() if any(dealing.over is not None for dealing in dealings)}
     if not dealt:
         return placement
-    after = _leaves_of_dealings(tx, state, _by_layers(placement, {x: by_layers[x] for x in dealt}))
-    whole = {path for path in dealt if all(dealing.is_whole for dealing in after.get(path, before[path]))}
-    return _by_layers(placement, {path: by_layers[path] for path in whole})
+    leaves = placement_leaves(placement.params)
+    by_layers = {leaf.path: leaf.along_layers(mesh, placement.axes) for leaf in leaves if leaf.path in dealt}
+    after = _leaves_of_dealings(tx, state, _by_layers(placement, by_layers))
+    # What is not moved as float32 by the update moves once as a gradient, in its own dtype: never more.
+    better = {path for path in dealt if _cost(after.get(path, before[path])) < _cost(before[path])}
+    return _by_layers(placement, {path: by_layers[path] for path in better})
 
 
 def _by_layers(placement: Placement, update_dims: dict[str, Dims | None]) -> Placement:
@@ -93,14 +94,19 @@ def _leaves_of_dealings(
     tx: optax.GradientTransformation, state: TrainState, placement: Placement
 ) -> dict[str, list[Dealing]]:
     """Returns the matrix computations of an update by the paths of the params that they are made of."""
-    names, found = leaf_names(trainable(state.masters)), {}
+    dealings, found = _dealings(tx, state, placement), {}
+    names = leaf_names(trainable(state.masters)) if dealings else []
     num_inputs = len(names) + len(jax.tree.leaves(state.opt_state))
-    for dealing in _dealings(tx, state, placement):
+    for dealing in dealings:
         marks = sorted(dealing.sources)
         of_grads = [names[i] for i in marks if i < len(names)]
         for name in of_grads or [names[i - num_inputs] for i in marks if num_inputs <= i < num_inputs + len(names)]:
             found.setdefault(name, []).append(dealing)
     return found
+
+
+def _cost(dealings: list[Dealing]) -> float:
+    return sum(dealing.cost(dealing.over) / dealing.num_matrices for dealing in dealings)
 
 
 def matrices_of_leaves(tx: optax.GradientTransformation, state: TrainState, placement: Placement) -> dict[str, str]:

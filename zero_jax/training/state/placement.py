@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ from zero_jax.sharding.rules import (
     placement_leaves,
     to_shardings,
 )
-from zero_jax.sharding.spec import dims_of, move_steps, named
+from zero_jax.sharding.spec import dims_of, named, steps_by_dim
 from zero_jax.sharding.stages import group_axes, sharded_groups
 from zero_jax.sharding.torus import gather_shardings
 from zero_jax.training.grads.plan import GradPlan
@@ -181,10 +182,10 @@ class Placement:
         return lax.with_sharding_constraint(x, named(self.mesh, leaf.dims))  # an evaluation has no optimizer to ask
 
     def _moved(self, leaf: LeafPlacement, x: jax.Array, *, back: bool = False) -> jax.Array:
-        """Moves an array from features to layers, or `back`: an all-to-all for each axis, in its own dtype."""
+        """Moves an array from features to layers, or `back`: an all-to-all for each dim, in its own dtype."""
         if leaf.update_dims is None:
             return x
-        steps = [leaf.dims, *move_steps(leaf.dims, 0, self.axes.data)]
+        steps = [leaf.dims, *steps_by_dim(leaf.dims, 0, leaf.update_dims[0])]
         with gather_scope(leaf.path):
             x = lax.optimization_barrier(x)  # casts before and after stay there
             for step in reversed(steps) if back else steps:
@@ -227,8 +228,8 @@ class Placement:
         """Casts sharded master params and gathers them, one mesh axis at a time, in the narrower dtype.
 
         Large stacks of layers are gathered layer by layer into the params that they replace, as XLA:TPU would
-        otherwise hold a full stack beside them. Stacks of equally many layers share a loop, so that several gathers
-        run at once.
+        otherwise hold a full stack beside them; those that are sharded along the layers in as many parts of features.
+        Stacks of equally many parts share a loop, so that several gathers run at once.
         """
         leaves, placements = jax.tree.leaves(tree), placement_leaves(self.params)
         param_axes = self.axes_of_group("params")
@@ -237,14 +238,15 @@ class Placement:
         placements = [dataclasses.replace(leaf, dims=leaf.update_dims or leaf.dims) for leaf in placements]
         gathered, stacks = list(jax.tree.leaves(into)), collections.defaultdict(list)
         for i, (placement, x) in enumerate(zip(placements, leaves, strict=True)):
-            is_stack = x.ndim > 2 and not placement.dims[0] and x.shape[0] > 1
-            if is_stack and gathered[i].nbytes > _GATHERED_AT_ONCE_BYTES:
-                stacks[x.shape[0]].append(i)
+            at = _dim_of_parts(placement)
+            num_parts = 1 if at is None else math.gcd(x.shape[0], x.shape[at])
+            if num_parts > 1 and gathered[i].nbytes > _GATHERED_AT_ONCE_BYTES:
+                stacks[num_parts].append(i)
             else:
                 gathered[i] = self._gather_leaf(placement, cast_floating(x, dtype))
-        for indices in stacks.values():
-            rows = self._gather_rows(*([each[i] for i in indices] for each in (placements, leaves, gathered)))
-            for i, x in zip(indices, rows, strict=True):
+        for num_parts, indices in stacks.items():
+            of_each = ([each[i] for i in indices] for each in (placements, leaves, gathered))
+            for i, x in zip(indices, self._gather_parts(num_parts, *of_each), strict=True):
                 gathered[i] = x
         return jax.tree.unflatten(jax.tree.structure(tree), gathered)
 
@@ -258,20 +260,29 @@ class Placement:
         with gather_scope(placement.path):
             return reshard(x, forward=Chain(steps, barrier=True, coding=coding), backward=Chain())
 
-    def _gather_rows(
-        self, placements: list[LeafPlacement], stacks: list[jax.Array], old_params: list[jax.Array]
+    def _gather_parts(
+        self, num_parts: int, placements: list[LeafPlacement], stacks: list[jax.Array], old_params: list[jax.Array]
     ) -> list[jax.Array]:
-        """Gathers stacks of the same number of rows one row at a time, each written over the old one."""
+        """Gathers stacks one part of each at a time, written over the old one."""
 
-        def gather_row(i: jax.Array, params: list[jax.Array]) -> list[jax.Array]:
-            rows = [
-                self._gather_leaf(placement, cast_floating(lax.dynamic_slice_in_dim(x, i, 1), param.dtype))
-                for placement, x, param in zip(placements, stacks, params, strict=True)
-            ]
-            return [lax.dynamic_update_slice_in_dim(param, row, i, 0) for param, row in zip(params, rows, strict=True)]
+        def gather_part(i: jax.Array, params: list[jax.Array]) -> list[jax.Array]:
+            new = []
+            for leaf, x, param in zip(placements, stacks, params, strict=True):
+                at = _dim_of_parts(leaf)
+                assert at is not None
+                size = x.shape[at] // num_parts
+                part = cast_floating(lax.dynamic_slice_in_dim(x, i * size, size, at), param.dtype)
+                new.append(lax.dynamic_update_slice_in_dim(param, self._gather_leaf(leaf, part), i * size, at))
+            return new
 
-        # Two rows at a time: while one is written, the other is gathered.
-        return lax.fori_loop(0, stacks[0].shape[0], gather_row, old_params, unroll=2)
+        # Two parts at a time: while one is written, the other is gathered.
+        return lax.fori_loop(0, num_parts, gather_part, old_params, unroll=2)
+
+
+def _dim_of_parts(leaf: LeafPlacement) -> int | None:
+    """Returns the dim along which a stack of layers is gathered in parts: one that is not sharded; None for others."""
+    whole = [i for i, axes in enumerate(leaf.dims) if not axes] if len(leaf.shape) > 2 else []
+    return next((i for i in whole if i == 0 or leaf.update_dims is not None), None)
 
 
 def _is_placement(x: Any) -> bool:

@@ -25,8 +25,9 @@ from zero_jax.transforms.gather.deferred import Copies, Lazy, Value, as_it_is
 from zero_jax.transforms.gather.per_device import only_multiplied, used_whole
 from zero_jax.transforms.pipeline.cut import LayerLoop
 from zero_jax.transforms.pipeline.interleaved import run_1f1b
-from zero_jax.transforms.pipeline.loop import StagePlace, run_stages
+from zero_jax.transforms.pipeline.loop import run_stages
 from zero_jax.transforms.pipeline.microbatch import MicrobatchProgram
+from zero_jax.transforms.pipeline.place import StagePlace
 from zero_jax.transforms.pipeline.transform import split_operands, split_stacks
 
 # `walk` is the `GatherWalk` that meets the loop.
@@ -84,7 +85,7 @@ def staged(walk: Any, eqn: Any, values: Sequence[Lazy | Value], frame: Any) -> l
     others, stacks = split_stacks(layers, values)
     others = [walk.before(x, eqn, "read by all stages") for x in others]
     shardings = [_grad_of_stages(walk, x, place) for x in stacks]
-    stacks = [_stack_of_stages(walk, eqn, x, place, layers.num_stages) for x in stacks]
+    stacks = [_stack_of_stages(walk, eqn, x, place, layers) for x in stacks]
     only = [value.params_only for value in others[: len(layers.consts)]]
     if isinstance(loop, MicrobatchProgram):
         only = [False] * len(layers.consts)
@@ -104,22 +105,22 @@ def staged(walk: Any, eqn: Any, values: Sequence[Lazy | Value], frame: Any) -> l
             results = run_1f1b(loop, place, [*(x.array for x in others), *arrays], run, shardings)
         else:
             consts, carry = split_operands(loop, [x.array for x in others])[:2]
-            results = run_stages(loop, place, consts, carry, arrays, run)
+            results = run_stages(loop, place, (consts, carry, arrays), run, shardings)
     return [Value(x, params_only=False) for x in results]
 
 
-def _stack_of_stages(walk: Any, eqn: Any, value: Lazy | Value, place: StagePlace, num_stages: int) -> Lazy | Value:
+def _stack_of_stages(walk: Any, eqn: Any, value: Lazy | Value, place: StagePlace, loop: LayerLoop) -> Lazy | Value:
     """Returns a stack as its slices are in a layer, made of an array `[stages, layers / stages, ...]`."""
     if isinstance(value, Lazy) and value.dims is None:
         value = walk.before(value, eqn, "a stack of stages")
     if isinstance(value, Value):
-        return Value(place.stages(value.array, num_stages), params_only=value.params_only)
+        return Value(place.stages(value.array, loop.num_stages, loop.num_groups), params_only=value.params_only)
     root, options = value.as_root(), walk.options
     dims, shard = without(root.shard[1:], place.pipe), _grad_of_stages(walk, value, place)
     assert shard is not None
-    stack = root.roots[0].reshape(num_stages, root.roots[0].shape[0] // num_stages, *root.roots[0].shape[1:])
     stored = named(options.mesh, (place.pipe, (), *without(dims, options.axes.data))) if options.stored_whole else shard
     with gather_scope(root.path):
+        stack = place.stages(root.roots[0], loop.num_stages, loop.num_groups)
         stack = reshard(stack, forward=Chain((stored,)), backward=Chain((shard,)))
     return dataclasses.replace(root, roots=(stack,), aval=root.aval.update(shape=root.aval.shape[1:]), dims=dims)
 

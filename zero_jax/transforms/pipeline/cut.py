@@ -30,6 +30,9 @@ pipeline_p = jex_core.Primitive("zero_pipeline")
 pipeline_p.multiple_results = True
 pipeline_p.def_abstract_eval(lambda *_, avals, **params: list(avals))
 
+# The name of what a layer of a stage begins with, for remat policies.
+LAYER_INPUT = "zero_layer_input"
+
 # The name that the equation of a scan has which was a Python loop.
 ROLLED = "rolled_layers"
 
@@ -60,6 +63,8 @@ class LayerLoop:
 
     Attributes:
       num_stages: the stages, each of which has `num_layers / num_stages` layers.
+      num_groups: the groups of layers of a stage: those of all stages follow one another, the first of each stage, the
+        second of each, and so on.
       num_microbatches: the microbatches that go through them.
       num_layers: the iterations of the scan.
       layer: the closed jaxpr of a layer on a microbatch: it takes the microbatch's number, the scan's constants,
@@ -70,10 +75,12 @@ class LayerLoop:
       num_slices: the operands that it takes slices of.
       unroll: how many layers are one iteration of the compiled loop.
       recompute: whether a stage is recomputed in the backward pass.
+      policy: what is kept of a stage that is recomputed, as `jax.checkpoint` takes it; None for its inputs alone.
       line: the line of the scan.
     """
 
     num_stages: int
+    num_groups: int
     num_microbatches: int
     num_layers: int
     layer: Any
@@ -83,12 +90,18 @@ class LayerLoop:
     num_slices: int
     unroll: int
     recompute: bool
+    policy: Any
     line: str
 
     @property
     def num_ticks(self) -> int:
-        """The ticks of the loop, in each of which all stages run: those of a microbatch, and of those behind it."""
-        return self.num_microbatches + self.num_stages - 1
+        """The ticks of a pass, in each of which all stages run a group: those of a stage, and of those before it."""
+        return self.num_microbatches * self.num_groups + self.num_stages - 1
+
+    @property
+    def group_size(self) -> int:
+        """The layers of a group, all of which a stage runs in a tick."""
+        return self.num_layers // (self.num_stages * self.num_groups)
 
     @property
     def dims(self) -> tuple[int | None, ...]:
@@ -102,12 +115,14 @@ class Cut:
 
     Attributes:
       num_stages: the stages.
+      num_groups: the groups of layers of a stage.
       num_microbatches: the microbatches.
       axes: the roles of the mesh's axes.
       recompute: whether layers that have no `jax.checkpoint` of their own are recomputed, stage by stage.
     """
 
     num_stages: int
+    num_groups: int
     num_microbatches: int
     axes: Axes
     recompute: bool
@@ -172,7 +187,7 @@ def find_loops(
                 )
             pair = Pair(whole=eqn if len(parts) == 1 else others[1], part=others[-1] if len(parts) > 1 else others[0])
             roles = _roles(compared, pair, inputs, comparison)
-            _check_scan(scan, cut.num_stages)
+            _check_scan(scan, cut)
             found.append(dataclasses.replace(entry, loop=_loop(others[0], pair, roles, cut)))
         except CannotCut as error:
             found.append(dataclasses.replace(entry, why=str(error)))
@@ -200,16 +215,18 @@ def _same_scan(jaxpr: Any, index: int, like: Any) -> Any:
     return eqn
 
 
-def _check_scan(scan: Any, num_stages: int) -> None:
+def _check_scan(scan: Any, cut: Cut) -> None:
     """Refuses scans that have no equal stages, or that go through their layers backwards."""
     if scan.reverse:
         raise CannotCut("it takes its layers in reverse: scan over params that are stacked in their order")
-    if scan.length % num_stages:
-        works = ", ".join(str(n) for n in range(2, scan.length + 1) if scan.length % n == 0)
-        sizes = f"pipe={works}, or " if works else ""
+    count = cut.num_stages * cut.num_groups
+    if scan.length % count:
+        sizes = [n for n in range(2, scan.length + 1) if scan.length % (n * cut.num_groups) == 0]
+        works = f"pipe={', '.join(map(str, sizes))}, or " if sizes else ""
+        groups = f" of {cut.num_groups} groups" if cut.num_groups > 1 else ""
         raise CannotCut(
-            f"its {scan.length} layers do not divide over {num_stages} stages: choose {sizes}a multiple of "
-            f"{num_stages} layers, as {-(-scan.length // num_stages) * num_stages}"
+            f"its {scan.length} layers do not divide over {cut.num_stages} stages{groups}: choose {works}a multiple of "
+            f"{count} layers, as {-(-scan.length // count) * count}"
         )
 
 
@@ -248,7 +265,7 @@ def role_of(x: Relation, what: str) -> Role:
         raise CannotCut(x.why.replace("{}", "a line that is not known"))
     if x.is_plain:
         return Role(kind=x.kind, dim=x.dim or 0)
-    if x.kind is Kind.SUM and x.divisor is None and not x.bounded:
+    if x.kind is Kind.SUM:
         return Role(kind=Kind.SUM, power=x.power)
     raise CannotCut(f"{what} is neither of each example, nor the same for all, nor a sum over them ({x.kind.name})")
 
@@ -263,17 +280,43 @@ def _loop(eqn: Any, pair: Pair, roles: tuple[list[Role], list[Role]], cut: Cut) 
         if jnp.issubdtype(var.aval.dtype, jax.dtypes.extended):
             raise CannotCut("its layers return PRNG keys: return their data (jax.random.key_data)")
     whole, part = pair.subcalls()
-    recomputes = any(sub is not None and sub.kind == "remat" for sub in map(subcall, equations(scan.jaxpr)))
+    layer = layer_of_microbatch(scan.jaxpr, (whole.jaxpr, part.jaxpr), cut.axes)
+    own = [eqn.params["policy"] for eqn in equations(scan.jaxpr) if is_remat(eqn)]
+    recompute, policy = cut.recompute and not own, None
+    if cut.num_groups > 1 and not recompute:
+        # Params of a group would be kept for each tick: they are taken again, and what the layers keep is kept.
+        recompute, policy = True, kept_values(own or [jax.checkpoint_policies.dots_saveable])
     return LayerLoop(
         num_stages=cut.num_stages,
+        num_groups=cut.num_groups,
         num_microbatches=cut.num_microbatches,
         num_layers=scan.length,
-        layer=layer_of_microbatch(scan.jaxpr, (whole.jaxpr, part.jaxpr), cut.axes),
+        layer=layer,
         consts=tuple(consts),
         carry=tuple(results[: scan.num_carry]),
         ys=tuple(results[scan.num_carry :]),
         num_slices=len(scan.split(eqn.invars)[2]),
         unroll=scan.unroll,
-        recompute=cut.recompute and not recomputes,
+        recompute=recompute,
+        policy=policy,
         line=jaxprs.source_line(pair.whole),
     )
+
+
+def is_remat(eqn: Any) -> bool:
+    """Tells whether an equation is a `jax.checkpoint`."""
+    sub = subcall(eqn)
+    return sub is not None and sub.kind == "remat"
+
+
+def kept_values(policies: Sequence[Any]) -> Any:
+    """Returns the remat policy that keeps what each layer begins with, and what some policies keep."""
+    policies = [policy for policy in policies if policy is not None]
+
+    def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
+        if params.get("name") == LAYER_INPUT:
+            return True
+        each = (policy(primitive, *avals, **params) for policy in policies)
+        return next((kept for kept in each if kept and type(kept).__name__ != "RecomputeType"), False)
+
+    return policy

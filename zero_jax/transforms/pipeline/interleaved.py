@@ -29,16 +29,14 @@ from zero_jax.transforms.pipeline.cut import Role
 from zero_jax.transforms.pipeline.loop import (
     Layer,
     LayersOfStage,
-    StagePlace,
     added_at,
-    at_stages,
     cast,
-    concatenated,
     differentiated_at,
     of_sum,
     widened,
 )
 from zero_jax.transforms.pipeline.microbatch import MicrobatchProgram, layers_p
+from zero_jax.transforms.pipeline.place import StagePlace, at_stages
 
 # As JAX names what it transposes: nothing else tells the backward pass in the name stack of one loop for both.
 _BACKWARD = "transpose(jvp())"
@@ -120,6 +118,7 @@ class _InterleavedTicks:
         self.avals = [var.aval for var in program.layers.outvars]
         self.floats = [i for i, aval in enumerate(self.avals) if is_float(aval)]
         self.kept = 2 * self.num_stages - 1
+        self.pairs = [(s, s + 1) for s in range(self.num_stages - 1)]
         self.shardings = [None] * self.first_stack + list(shardings or [None] * (len(operands) - self.first_stack))
 
     def run(
@@ -167,7 +166,7 @@ class _InterleavedTicks:
             numbers = t - self.stage
             mapped = jax.vmap(self.forward, in_axes=(0, 0, 0, 0, self.axes), spmd_axis_name=self.place.pipe)
             after = mapped(self.stage, numbers, state, self.rows_of(numbers), self.operands)
-            after = [concatenated(self.pin(i, x), by=1) for i, x in enumerate(after)]
+            after = [self.place.sent(self.pin(i, x), self.pairs) for i, x in enumerate(after)]
         if "b" in directions:
             with jax.named_scope(_BACKWARD):
                 cotangents, sums = self.backward_tick(t, kept, cotangents, sums)
@@ -191,7 +190,8 @@ class _InterleavedTicks:
         is_last = is_own & (self.stage == self.num_stages - 1)
         each = zip(self.program.results, sums.results, results, strict=True)
         results = [self.added(role, old, new, t, is_last) for role, old, new in each]
-        return [concatenated(x, by=-1) for x in before], _TickSums(grads=summed, results=results)
+        back = [(s + 1, s) for s, _ in self.pairs]
+        return [self.place.sent(x, back) for x in before], _TickSums(grads=summed, results=results)
 
     def forward(self, stage: Any, number: Any, arrived: list[Any], rows: list[Any], operands: list[Any]) -> list[Any]:
         """Returns what a stage sends to the next one, of its microbatch."""
@@ -314,8 +314,7 @@ class _InterleavedTicks:
 
     def pin_grad(self, i: int, x: jax.Array) -> jax.Array:
         """Returns a gradient sharded by stage, and as it is to be."""
-        sharding = self.shardings[i]
-        return self.place.pinned(x, self.place.pipe) if sharding is None else lax.with_sharding_constraint(x, sharding)
+        return self.place.pinned_to(x, self.shardings[i])
 
     def grad(self, i: int, x: jax.Array) -> jax.Array:
         """Returns the gradient of an operand from those of the stages."""

@@ -1,103 +1,120 @@
 """The loop over ticks: in each of them all stages run, each on another microbatch.
 
 A stage is a part of an array along a leading dim over the mesh axes `pipe`. What a microbatch carries moves from stage
-to stage; its inputs wait, and its results are kept, in a ring `[stages, microbatches / stages, examples, ...]`. A slot
-of the ring moves by one stage each time it is used, so that microbatch `j * stages + i` enters from the stage `i` that
-has its examples outside of the loop, and comes back there, and nothing else moves.
+to stage, and round again where stages have several groups of layers: with V of them on each of S stages, stage s is in
+the tick t at number `u = t - s` of what it does, and that is group `u // S % V` of its own for microbatch
+`u // (S V) * S + u % S`. `ring` has what is outside of the stages.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core as jex_core
-from jax.interpreters import ad, batching, mlir
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
 
 from zero_jax.dims import Kind, is_float
-from zero_jax.program.jaxprs import define_tangents
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
-from zero_jax.transforms.pipeline.cut import LayerLoop, Role
+from zero_jax.transforms.pipeline.cut import LAYER_INPUT, LayerLoop, Role
+from zero_jax.transforms.pipeline.groups import group_of, sum_of
+from zero_jax.transforms.pipeline.place import StagePlace, at_stages
+from zero_jax.transforms.pipeline.ring import Ring
 
 # From the number of a microbatch, constants, carries and a layer's slices (several arrays of each) to carries and ys.
 Layer = Callable[[Any, list[Any], list[Any], list[Any]], Sequence[Any]]
 
-_FREE = PartitionSpec.UNCONSTRAINED
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StagePlace:
-    """Where stages run.
-
-    Attributes:
-      mesh: the mesh.
-      pipe: the mesh axes of the stages.
-      batch: the mesh axes that the examples of a microbatch are sharded over; others may be mapped.
-    """
-
-    mesh: Mesh
-    pipe: tuple[str, ...]
-    batch: tuple[str, ...]
-
-    def pinned(self, x: jax.Array, *dims: tuple[str, ...]) -> jax.Array:
-        """Returns an array with its first dims sharded over some axes, and the others as XLA has them."""
-        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-            return x
-        spec = PartitionSpec(*(dim or None for dim in dims), *[_FREE] * (x.ndim - len(dims)))
-        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
-
-    def stages(self, stack: jax.Array, num_stages: int) -> jax.Array:
-        """Returns a stack `[layers, ...]` as `[stages, layers / stages, ...]`."""
-        return self.pinned(stack.reshape(num_stages, stack.shape[0] // num_stages, *stack.shape[1:]), self.pipe)
-
 
 def run_stages(
-    loop: LayerLoop, place: StagePlace, consts: Sequence[Any], carry: Sequence[Any], stacks: Sequence[Any], layer: Layer
+    loop: LayerLoop,
+    place: StagePlace,
+    operands: tuple[Sequence[Any], Sequence[Any], Sequence[Any]],
+    layer: Layer,
+    shardings: Sequence[NamedSharding | None] = (),
 ) -> list[jax.Array]:
     """Runs a scan over layers on all microbatches, and returns its results for the batch.
 
     Args:
       loop: the scan.
       place: where it runs.
-      consts: its constants, those that have examples of the whole batch.
-      carry: its carries, likewise.
-      stacks: what it takes slices of, each one or several arrays `[stages, layers / stages, ...]`.
+      operands: its constants and its carries, those that have examples of the whole batch; and what it takes slices of,
+        each one or several arrays `[stages, layers / stages, ...]`.
       layer: evaluates a layer of a microbatch.
+      shardings: those of the gradients of what it takes slices of, while they are summed; None leaves them open.
     """
-    ticks = _Ticks(loop, place)
+    consts, carry, stacks = operands
     travelling = [(role, x) for role, x in zip(loop.consts, consts, strict=True) if role.is_rows]
     travelling += [*zip(loop.carry, map(jnp.asarray, carry), strict=True)]  # literals are numbers
-    num_consts = len(travelling) - len(carry)
+    # Keys travel as numbers.
+    kinds = [jax.random.key_impl(x) if _is_key(x) else None for _, x in travelling]
+    travelling = [(role, jax.random.key_data(x) if _is_key(x) else x) for role, x in travelling]
+    ticks, dtypes, sums = _Ticks(loop, place, travelling, shardings), [x.dtype for x in stacks], list[jax.Array]()
     # Gradients are summed over ticks in the dtype of what all of them read.
-    layers, dtypes, stacks = LayersOfStage(loop, layer), [x.dtype for x in stacks], [widened(x) for x in stacks]
+    if loop.num_groups > 1:
+        sums = [sum_of(x) if is_float(x) else jnp.zeros(loop.num_stages, jnp.int32) for x in stacks]
+    else:
+        stacks = [widened(x) for x in stacks]
     shared = [jnp.asarray(x) for role, x in zip(loop.consts, consts, strict=True) if not role.is_rows]
-    dtypes_shared = [x.dtype for x in shared]
+    stage: Any = _Stage(loop, layer, kinds, (dtypes, [x.dtype for x in shared]))
     shared = [place.pinned(jnp.broadcast_to(x, (loop.num_stages, *x.shape)), place.pipe) for x in map(widened, shared)]
+    if loop.recompute:
+        stage = jax.checkpoint(stage, prevent_cse=False, policy=loop.policy)
+    mapped = jax.vmap(stage, spmd_axis_name=place.pipe)
+    results = ticks.run(lambda work, state, sums: mapped(work, state, sums, stacks, shared), sums)
+    for i, kind in enumerate(kinds[ticks.num_consts :]):
+        results[i] = results[i] if kind is None else jax.random.wrap_key_data(results[i], impl=kind)
+    return results
 
-    def stage(
-        number: Any, is_own: Any, travelled: list[Any], stacks: list[Any], shared: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+class _Stage:
+    """What a stage does in a tick.
+
+    Args:
+      loop: the layers.
+      layer: evaluates a layer of a microbatch.
+      kinds: of what a microbatch has, constants and carries, the kinds of keys that travel as numbers; None of others.
+      dtypes: those of what layers take slices of, and of constants that all microbatches share.
+    """
+
+    def __init__(
+        self, loop: LayerLoop, layer: Layer, kinds: Sequence[Any], dtypes: tuple[Sequence[Any], Sequence[Any]]
+    ):
+        self.loop, self.layers, self.kinds, self.dtypes = loop, LayersOfStage(loop, layer), kinds, dtypes
+        self.roles = [*(role for role in loop.consts if role.is_rows), *loop.carry]
+        self.num_consts = len(self.roles) - len(loop.carry)
+
+    def __call__(
+        self, work: tuple[Any, Any, Any], travelled: list[Any], sums: list[Any], stacks: list[Any], shared: list[Any]
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """Returns what travels on, what layers stack, and sums.
+
+        `work` is the number of a group, that of a microbatch, and whether there is one.
+        """
+        group, number, is_own = work
+        if sums:
+            taken = [group_of(self.loop.num_groups, x, stack, group) for x, stack in zip(sums, stacks, strict=True)]
+            sums, stacks = [x for x, _ in taken], [x for _, x in taken]
         # Of no microbatch there is no gradient: derivatives of what a stage has then may be infinite.
         travelled, stacks, shared = ([differentiated_at(is_own, x) for x in xs] for xs in (travelled, stacks, shared))
-        values = [_moved(role, x, 0, role.dim) for (role, _), x in zip(travelling, travelled, strict=True)]
-        own = iter(values[:num_consts])
-        rest = map(cast, shared, dtypes_shared)
-        of_layers = [next(own if role.is_rows else rest) for role in loop.consts]
-        narrow = [cast(x, dtype) for x, dtype in zip(stacks, dtypes, strict=True)]
-        after, ys = layers(number, of_layers, values[num_consts:], narrow)
-        after = [_moved(role, x, role.dim, 0) for role, x in zip(loop.carry, after, strict=True)]
-        return [*travelled[:num_consts], *after], ys
-
-    if loop.recompute:
-        stage = jax.checkpoint(stage, prevent_cse=False)
-    mapped = jax.vmap(stage, spmd_axis_name=place.pipe)
-    return ticks.run(travelling, lambda numbers, is_own, travelled: mapped(numbers, is_own, travelled, stacks, shared))
+        values = [_moved(role, x, 0, role.dim) for role, x in zip(self.roles, travelled, strict=True)]
+        keyed = zip(self.kinds, values, strict=True)
+        values = [x if kind is None else jax.random.wrap_key_data(x, impl=kind) for kind, x in keyed]
+        own, rest = iter(values[: self.num_consts]), map(cast, shared, self.dtypes[1])
+        consts = [next(own if role.is_rows else rest) for role in self.loop.consts]
+        narrow = [cast(x, dtype) for x, dtype in zip(stacks, self.dtypes[0], strict=True)]
+        after, ys = self.layers(number, consts, values[self.num_consts :], narrow)
+        after = [jax.random.key_data(x) if _is_key(x) else x for x in after]
+        after = [_moved(role, x, role.dim, 0) for role, x in zip(self.loop.carry, after, strict=True)]
+        return [*travelled[: self.num_consts], *after], ys, sums
 
 
 class LayersOfStage:
@@ -114,10 +131,12 @@ class LayersOfStage:
     def __call__(
         self, number: jax.Array, consts: list[Any], carry: list[Any], stacks: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Returns carries and what is stacked, of the layers whose params `[layers / stages, ...]` are given."""
-        num_carry, size = len(self.loop.carry), self.loop.num_layers // self.loop.num_stages
+        """Returns carries and what is stacked, of a group of layers whose params `[layers, ...]` are given."""
+        num_carry, size = len(self.loop.carry), self.loop.group_size
 
         def body(carry: list[Any], slices: Any) -> tuple[list[Any], list[Any]]:
+            if self.loop.policy is not None:
+                carry = [checkpoint_name(x, LAYER_INPUT) if is_float(x) else x for x in carry]
             made = [*self.layer(number, consts, carry, slices)]
             return made[:num_carry], made[num_carry:]
 
@@ -125,101 +144,134 @@ class LayersOfStage:
 
 
 class _Ticks:
-    """The loop over ticks of one scan."""
+    """The loop over ticks of one scan.
 
-    def __init__(self, loop: LayerLoop, place: StagePlace):
-        self.loop, self.place = loop, place
+    Args:
+      loop: the scan.
+      place: where it runs.
+      travelling: what a microbatch has, by its role and for the batch: constants with examples, and carries.
+      shardings: those of sums; None leaves them open.
+    """
+
+    def __init__(
+        self,
+        loop: LayerLoop,
+        place: StagePlace,
+        travelling: Sequence[tuple[Role, Any]],
+        shardings: Sequence[NamedSharding | None],
+    ):
+        self.loop, self.place, self.shardings = loop, place, shardings
         self.num_stages, self.num_microbatches = loop.num_stages, loop.num_microbatches
-        self.num_slots = self.num_microbatches // self.num_stages
+        self.roles, self.values = [role for role, _ in travelling], [x for _, x in travelling]
+        self.num_consts = len(travelling) - len(loop.carry)
         self.stage = jnp.arange(self.num_stages, dtype=jnp.int32)
+        # From the last stage to the first one, if it has another group for what arrives.
+        chain = [(s, s + 1) for s in range(self.num_stages - 1)]
+        self.pairs = [*chain, *([(self.num_stages - 1, 0)] if loop.num_groups > 1 else [])]
+        self.rings = [
+            Ring(loop, place, role, self.shape_of_microbatch(role, x), leaves=i >= self.num_consts)
+            if role.is_rows
+            else None
+            for i, (role, x) in enumerate(travelling)
+        ]
 
-    def run(self, travelling: Sequence[tuple[Role, Any]], stages: Callable[..., Any]) -> list[jax.Array]:
-        """Runs all ticks, and returns the carries and what is stacked."""
-        roles, loop, last = [role for role, _ in travelling], self.loop, self.num_stages - 1
-        entries = [self.entries(role, x) for role, x in travelling]
+    def shape_of_microbatch(self, role: Role, x: Any) -> list[int]:
+        """Returns the shape of a value with examples for a microbatch."""
+        return [size // (self.num_microbatches if i == role.dim else 1) for i, size in enumerate(x.shape)]
+
+    def run(self, stages: Callable[..., Any], sums: Sequence[jax.Array]) -> list[jax.Array]:
+        """Runs all ticks, and returns the carries and what is stacked; `sums` go with stages from tick to tick."""
+        loop, roles, rings, first = self.loop, self.roles, self.rings, self.num_consts
+        waiting = [None if ring is None else ring.entered(x) for ring, x in zip(rings, self.values, strict=True)]
+        begun = [self.begun(role, x) for role, x in zip(roles, self.values, strict=True)]
         # Stages that no microbatch has reached run on examples of the batch: on nothing, a layer may divide by zero.
-        state = [x[:, 0] if role.is_rows else x for role, x in zip(roles, entries, strict=True)]
-        shapes = jax.eval_shape(stages, self.stage, self.stage == 0, state)
-        first = len(travelling) - len(loop.carry)
-        made = [self.nothing(role, x) for role, x in zip(loop.carry, state[first:], strict=True)]
-        stacked = [self.nothing(role, x) for role, x in zip(loop.ys, shapes[1], strict=True)]
+        after = [
+            begun[i] if ring is None else ring.unpadded(waiting[i][0][:, 0])  # type: ignore[index]
+            for i, ring in enumerate(rings)
+        ]
+        shapes = jax.eval_shape(stages, (self.stage, self.stage, self.stage == 0), after, sums)
+        made = [self.nothing(role, x) for role, x in zip(loop.carry, after[first:], strict=True)]
+        stacked = [self.nothing(role, x, loop.num_groups) for role, x in zip(loop.ys, shapes[1], strict=True)]
 
         def tick(before: Any, t: jax.Array) -> tuple[Any, list[Any]]:
-            state, entries, made, stacked = before
-            entered = [self.entered(role, x, t) for role, x in zip(roles, entries, strict=True)]
-            state = [self.at_stage(0, new, old) for new, old in zip(entered, state, strict=True)]
+            after, waiting, made, stacked, sums = before
+            turns = [
+                (None, self.begun_in(role, x, t)) if ring is None else ring.tick(own, old, t)
+                for role, ring, own, x, old in zip(roles, rings, waiting, begun, after, strict=True)
+            ]
+            waiting, is_turn = [own for own, _ in turns], (self.stage == 0) & (self.group(t) == 0)
+            arrived = [self.place.sent(x, self.pairs) for x in after]
+            state = [at_stages(is_turn, new, x) for (_, new), x in zip(turns, arrived, strict=True)]
             state = [self.pin(role, x) for role, x in zip(roles, state, strict=True)]
-            numbers = t - self.stage
-            is_own = (numbers >= 0) & (numbers < self.num_microbatches)
-            after, ys = stages(jnp.clip(numbers, 0, self.num_microbatches - 1), is_own, state)
+            numbers, groups, is_own = self.number(t - self.stage), self.group(t - self.stage), self.is_own(t)
+            after, ys, sums = stages((groups, numbers, is_own), state, sums)
+            sums = self.pinned_sums(sums)
             after = [self.pin(role, x) for role, x in zip(roles, after, strict=True)]
-            is_done = is_own & (self.stage == last)
+            is_done = is_own & (self.stage == self.num_stages - 1) & (groups == loop.num_groups - 1)
             done = zip(loop.carry, made, after[first:], strict=True)
             made = [self.added(role, old, new, is_done) for role, old, new in done]
-            stacked = [self.added(*each, is_own) for each in zip(loop.ys, stacked, ys, strict=True)]
-            left = [None] * first + after[first:]
-            rings = zip(roles, entries, entered, left, strict=True)
-            entries = [self.moved_on(role, ring, now, new, t) for role, ring, now, new in rings]
+            stacked = [self.added_to_group(*each, groups, is_own) for each in zip(loop.ys, stacked, ys, strict=True)]
             rows = [x for role, x in zip(loop.ys, ys, strict=True) if role.is_rows]
-            return ([_rolled(x, 1) for x in after], entries, made, stacked), rows
+            return (after, waiting, made, stacked, sums), rows
 
-        numbers = jnp.arange(loop.num_ticks, dtype=jnp.int32)
-        (_, entries, made, stacked), rows = lax.scan(tick, (state, entries, made, stacked), numbers)
+        ticks = jnp.arange(loop.num_ticks, dtype=jnp.int32)
+        (after, waiting, made, stacked, _), rows = lax.scan(
+            tick, (after, waiting, made, stacked, self.pinned_sums(sums)), ticks
+        )
         results, remaining = [], iter(rows)
-        for role, ring, x, like in zip(loop.carry, entries[first:], made, state[first:], strict=True):
-            results.append(self.left(role, ring) if role.is_rows else self.of_last(role, x, like))
+        ends = zip(loop.carry, rings[first:], waiting[first:], made, after[first:], strict=True)
+        for role, ring, own, x, last in ends:
+            results.append(self.of_last(role, x, last) if ring is None else ring.left(own, last))
         for role, x, like in zip(loop.ys, stacked, shapes[1], strict=True):
             results.append(self.rows_of_layers(role, next(remaining)) if role.is_rows else self.of_all(role, x, like))
         return results
 
-    # --- what travels ------------------------------------------------------------------------------------------------
+    # --- who does what in a tick -------------------------------------------------------------------------------------
 
-    def entries(self, role: Role, x: Any) -> jax.Array:
-        """Returns what enters the first stage, a ring of microbatches or the same for each, on all stages."""
+    def group(self, number: jax.Array) -> jax.Array:
+        """Returns which group of its layers a stage runs."""
+        return number // self.num_stages % self.loop.num_groups
+
+    def number(self, number: jax.Array) -> jax.Array:
+        """Returns on which microbatch, and on some where there is none."""
+        block, place = number // (self.num_stages * self.loop.num_groups), number % self.num_stages
+        return jnp.clip(block * self.num_stages + place, 0, self.num_microbatches - 1)
+
+    def is_own(self, t: jax.Array) -> jax.Array:
+        """Tells which stages have a microbatch."""
+        return (t >= self.stage) & (t - self.stage < self.num_microbatches * self.loop.num_groups)
+
+    def begun(self, role: Role, x: Any) -> jax.Array | None:
+        """Returns what each microbatch begins with of a carry without examples, on all stages."""
         if role.is_rows:
-            return self.ring(role, x)
+            return None
         if role.kind is Kind.SUM and role.power != 1 and is_float(x):  # of as many equal parts
             x = x * self.num_microbatches ** (float(role.power) - 1)
         return jnp.broadcast_to(x[None], (self.num_stages, *jnp.shape(x)))
 
-    def entered(self, role: Role, x: jax.Array, t: jax.Array) -> jax.Array:
-        """Returns what enters in a tick, at the first stage."""
-        if role.is_rows:
-            return lax.dynamic_index_in_dim(x, self.slot(t), 1, keepdims=False)
+    def begun_in(self, role: Role, x: Any, t: jax.Array) -> jax.Array:
+        """Returns what enters of it in a tick."""
         # Whole numbers have no equal parts: a sum of them begins with the first microbatch.
         return jnp.where(t == 0, x, 0) if role.kind is Kind.SUM and not is_float(x) else x
-
-    def moved_on(self, role: Role, ring: jax.Array, now: jax.Array, new: Any, t: jax.Array) -> jax.Array:
-        """Returns a ring after a tick; the last stage puts a carry into the place that has become free."""
-        if not role.is_rows:
-            return ring
-        now = _rolled(now, -1)
-        now = now if new is None else self.at_stage(self.num_stages - 1, new, now)
-        ring = lax.dynamic_update_index_in_dim(ring, now, self.slot(t), 1)
-        return self.place.pinned(ring, self.place.pipe, (), self.place.batch)
-
-    def slot(self, t: jax.Array) -> jax.Array:
-        """Returns the slot of rings that moves in a tick."""
-        return t // self.num_stages % self.num_slots
-
-    def at_stage(self, number: int, new: jax.Array, old: jax.Array) -> jax.Array:
-        """Returns `new` at a stage, and `old` at the others."""
-        return at_stages(self.stage == number, new, old)
 
     def pin(self, role: Role, x: jax.Array) -> jax.Array:
         """Returns what stages have, sharded by stage and by examples."""
         return self.place.pinned(x, self.place.pipe, *([self.place.batch] if role.is_rows else []))
 
+    def pinned_sums(self, sums: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns sums sharded by stage, and as they are to be."""
+        each = itertools.zip_longest(sums, self.shardings[: len(sums)])
+        return [self.place.pinned_to(x, sharding) if is_float(x) else x for x, sharding in each]
+
     # --- what is made ------------------------------------------------------------------------------------------------
 
-    def nothing(self, role: Role, like: Any) -> jax.Array | None:
+    def nothing(self, role: Role, like: Any, num_groups: int = 1) -> jax.Array | None:
         """Returns what there is of a carry or a stack before the first tick; None for examples, which rings have."""
         if role.is_rows:
             return None
-        if role.kind is Kind.SAME and isinstance(like, jax.Array):  # it may be a key
-            return like
         dtype = wide(like.dtype) if role.kind is Kind.SUM and is_float(like) else like.dtype
-        return self.place.pinned(jnp.zeros(like.shape, dtype), self.place.pipe)
+        shape = like.shape if num_groups == 1 else (self.num_stages, num_groups, *like.shape[1:])
+        return self.place.pinned(jnp.zeros(shape, dtype), self.place.pipe)
 
     def added(self, role: Role, old: Any, new: jax.Array, is_own: jax.Array) -> Any:
         """Returns what there is of a carry or a stack after a tick, to which some stages add."""
@@ -229,15 +281,12 @@ class _Ticks:
             return at_stages(is_own, new, old)
         return added_at(is_own, old, new)
 
-    def left(self, role: Role, x: jax.Array) -> jax.Array:
-        """Returns a carry of the batch from the ring that its last stage has filled.
-
-        Microbatch n left in the tick n + stages - 1. It is one stage before its own, but for those in the first slot,
-        which has moved once more; and one slot behind its own, but on the first stage.
-        """
-        rest = _rolled(x[:, 1:], 1) if self.num_slots > 1 else x[:, 1:]
-        x = lax.concatenate([x[:, :1], rest], 1)
-        return self.of_ring(role, self.at_stage(0, x, lax.concatenate([x[:, 1:], x[:, :1]], 1)))
+    def added_to_group(self, role: Role, old: Any, new: jax.Array, groups: jax.Array, is_own: jax.Array) -> Any:
+        """Returns what there is of a stack after a tick, to which stages add that of a group."""
+        if role.is_rows or self.loop.num_groups == 1:
+            return self.added(role, old, new, is_own)
+        each = [self.added(role, old[:, i], new, is_own & (groups == i)) for i in range(self.loop.num_groups)]
+        return jnp.stack(each, 1)
 
     def of_last(self, role: Role, x: jax.Array, like: Any) -> jax.Array:
         """Returns a carry after the last layer, of the batch."""
@@ -246,57 +295,24 @@ class _Ticks:
     def of_all(self, role: Role, x: jax.Array, like: Any) -> jax.Array:
         """Returns a stack without examples, of all layers."""
         x = of_sum(role, x, like.dtype, self.num_microbatches) if role.kind is Kind.SUM else x
-        return x.reshape(-1, *x.shape[2:])
-
-    # --- examples ----------------------------------------------------------------------------------------------------
-
-    @property
-    def num_shards(self) -> int:
-        """The devices that the examples of a microbatch are sharded over."""
-        return axis_size(self.place.mesh, self.place.batch)
-
-    def ring(self, role: Role, x: jax.Array) -> jax.Array:
-        """Returns an array of the batch as a ring `[stages, slots, examples, ...]`."""
-        s, j, n = self.num_stages, self.num_slots, self.num_shards
-        x = jnp.moveaxis(x, role.dim, 0)
-        x = self.place.pinned(x, (*self.place.batch, *self.place.pipe))
-        x = x.reshape(n, s, j, x.shape[0] // (n * s * j), *x.shape[1:])
-        x = self.place.pinned(x, self.place.batch, self.place.pipe, ())
-        x = x.transpose(1, 2, 0, *range(3, x.ndim))
-        x = lax.collapse(self.place.pinned(x, self.place.pipe, (), self.place.batch), 2, 4)
-        return self.place.pinned(x, self.place.pipe, (), self.place.batch)
-
-    def of_ring(self, role: Role, x: jax.Array) -> jax.Array:
-        """Returns the array of the batch that a ring is."""
-        s, j, n = self.num_stages, self.num_slots, self.num_shards
-        x = x.reshape(s, j, n, x.shape[2] // n, *x.shape[3:])
-        x = self.place.pinned(x, self.place.pipe, (), self.place.batch)
-        x = x.transpose(2, 0, 1, *range(3, x.ndim))
-        x = self.place.pinned(
-            lax.collapse(self.place.pinned(x, self.place.batch, self.place.pipe, ()), 0, 4),
-            (*self.place.batch, *self.place.pipe),
-        )
-        return jnp.moveaxis(x, 0, role.dim)
+        x = x if self.loop.num_groups == 1 else x.swapaxes(0, 1)
+        return x.reshape(-1, *like.shape[2:])
 
     def rows_of_layers(self, role: Role, ticks: jax.Array) -> jax.Array:
         """Returns a stack of all layers for the batch, from those of each tick, `[ticks, stages, layers, ...]`."""
-        s, j, n, m = self.num_stages, self.num_slots, self.num_shards, self.num_microbatches
-        x = jnp.moveaxis(ticks, 2 + role.dim, 3)  # [ticks, stages, layers of a stage, examples, ...]
-        own = jax.vmap(lambda x, stage: lax.dynamic_slice_in_dim(x, stage, m, 0), in_axes=(1, 0))(x, self.stage)
+        s, v, m = self.num_stages, self.loop.num_groups, self.num_microbatches
+        n, j = axis_size(self.place.mesh, self.place.batch), m // s
+        x = jnp.moveaxis(ticks, 2 + role.dim, 3)  # [ticks, stages, layers of a group, examples, ...]
+        own = jax.vmap(lambda x, stage: lax.dynamic_slice_in_dim(x, stage, m * v, 0), in_axes=(1, 0))(x, self.stage)
         layers, size, *shape = own.shape[2:]
-        x = own.reshape(s, j, s, layers, n, size // n, *shape)
-        x = x.transpose(0, 3, 4, 2, 1, 5, *range(6, x.ndim)).reshape(s * layers, j * s * size, *shape)
+        x = own.reshape(s, j, v, s, layers, n, size // n, *shape)
+        x = x.transpose(2, 0, 4, 5, 3, 1, 6, *range(7, x.ndim)).reshape(v * s * layers, j * s * size, *shape)
         return jnp.moveaxis(x, 1, role.dim)
 
 
 def _moved(role: Role, x: jax.Array, dim: int, to: int) -> jax.Array:
     """Returns an array with its dim of examples, if it has one, elsewhere."""
     return jnp.moveaxis(x, dim, to) if role.is_rows else x
-
-
-def at_stages(stages: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """Returns `new` at some stages, and `old` at the others."""
-    return jnp.where(stages.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
 
 def differentiated_at(is_here: jax.Array, x: Any) -> Any:
@@ -337,34 +353,3 @@ def widened(x: Any) -> jax.Array:
 def cast(x: jax.Array, dtype: Any) -> jax.Array:
     """Returns an array in a dtype."""
     return x if x.dtype == dtype else x.astype(dtype)
-
-
-def _rolled(x: jax.Array, by: int) -> jax.Array:
-    """Returns an array with each stage's part at the next stage (1), or at the one before (-1)."""
-    return roll_p.bind(x, by=by) if is_float(x) else concatenated(x, by=by)
-
-
-# A primitive, because the transpose of what it is lowered to sends twice as much: a part of it for each of two sums.
-
-roll_p = jex_core.Primitive("zero_roll")
-
-
-def concatenated(x: jax.Array, *, by: int) -> jax.Array:
-    """Returns an array with each stage's part at the next stage (1), or at the one before (-1)."""
-    return lax.concatenate([x[-by:], x[:-by]], 0)
-
-
-def _batch(arrays: Any, dims: Any, *, by: int) -> tuple[Any, int]:
-    return jnp.moveaxis(roll_p.bind(jnp.moveaxis(arrays[0], dims[0], 1), by=by), 1, 0), 0
-
-
-roll_p.def_abstract_eval(lambda x, *, by: x)
-roll_p.def_impl(lambda x, *, by: concatenated(x, by=by))
-define_tangents(
-    roll_p,
-    lambda x, *, by: roll_p.bind(x, by=by),
-    lambda dot, *, by: dot if isinstance(dot, ad.Zero) else roll_p.bind(dot, by=by),
-)
-ad.primitive_transposes[roll_p] = lambda ct, x, *, by: [ct if isinstance(ct, ad.Zero) else roll_p.bind(ct, by=-by)]
-batching.primitive_batchers[roll_p] = _batch
-mlir.register_lowering(roll_p, mlir.lower_fun(concatenated, multiple_results=False))

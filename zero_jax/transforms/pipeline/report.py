@@ -9,7 +9,9 @@ from zero_jax.dims import is_float
 from zero_jax.program.jaxprs import open_jaxpr
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.transforms.pipeline.cut import FoundLoop, LayerLoop, Role
-from zero_jax.transforms.pipeline.loop import StagePlace
+from zero_jax.transforms.pipeline.place import StagePlace
+from zero_jax.transforms.pipeline.ring import part_share
+from zero_jax.transforms.pipeline.schedule import Schedule, resolve_schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,7 @@ class PipelineReport(Report):
       loops: the scans over layers that are cut into stages.
       left: the scans over stacked params that are not, each with its line and the reason: they run on the whole batch.
       why_none: why there are no stages at all, and what to do; empty if there are some.
-      schedule: ``gpipe`` or ``1f1b`` (`ZeroConfig.pipeline`).
+      schedule: ``gpipe``, ``1f1b`` or ``circular:N`` (`ZeroConfig.pipeline`).
 
     Example:
       >>> staged, config = zero.make_mesh(data=2, pipe=4), zero.ZeroConfig(stage=1, num_microbatches=4)
@@ -64,12 +66,16 @@ class PipelineReport(Report):
     @property
     def num_kept(self) -> int:
         """The microbatches whose activations a stage keeps at most, as the inputs of the stage where it recomputes."""
-        return self.num_ticks if self.schedule == "gpipe" else 2 * self.num_stages - 1
+        return 2 * self.num_stages - 1 if self._schedule.is_interleaved else self.num_ticks
 
     @property
     def num_ticks(self) -> int:
-        """The ticks of a forward pass, in each of which a stage runs on one microbatch."""
-        return self.num_microbatches + self.num_stages - 1
+        """The ticks of a forward pass, in each of which a stage runs a group of its layers on one microbatch."""
+        return self._schedule.num_ticks(self.num_stages, self.num_microbatches)
+
+    @property
+    def _schedule(self) -> Schedule:
+        return resolve_schedule(self.schedule)
 
     @property
     def bubble(self) -> float:
@@ -84,9 +90,11 @@ class PipelineReport(Report):
             f"waits {self.bubble:.1%}; it keeps at most {self.num_kept} ({self.schedule})"
         ]
         for loop in self.loops:
-            size = loop.num_layers // self.num_stages
-            names = ((i * size, i * size + size - 1) for i in range(self.num_stages))
-            stages = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in names)
+            num_groups = self.num_stages * self._schedule.num_groups
+            size = loop.num_layers // num_groups
+            ends = ((i * size, i * size + size - 1) for i in range(num_groups))
+            names = [str(first) if first == last else f"{first}-{last}" for first, last in ends]
+            stages = ", ".join(" and ".join(names[i :: self.num_stages]) for i in range(self.num_stages))
             again = "; a stage is recomputed in the backward pass" if loop.recomputed else ""
             again += "; their params are stacked in each step" if loop.stacked else ""
             lines.append(f"{loop.num_layers} layers at {loop.where}, by stage: {stages}{again}")
@@ -95,13 +103,13 @@ class PipelineReport(Report):
         return "\n".join([*lines, *(f"left as it is: {item}" for item in self.left)])
 
 
-def staged_layers(entry: FoundLoop, place: StagePlace, schedule: str) -> StagedLayers:
+def staged_layers(entry: FoundLoop, place: StagePlace, schedule: Schedule) -> StagedLayers:
     """Returns what a report shows of a loop that is cut into stages."""
     loop = entry.loop
     assert isinstance(loop, LayerLoop)
     shards, travelling, num_bytes = axis_size(place.mesh, place.batch), [], 0
     jaxpr, num_carry = open_jaxpr(loop.layer)[0], len(loop.carry)
-    if schedule == "gpipe":
+    if not schedule.is_interleaved:
         pairs = zip((*loop.consts, *loop.carry), (x.aval for x in jaxpr.invars[1:]), strict=False)
         # What is shared by all microbatches does not move.
         moved = [(role, x) for i, (role, x) in enumerate(pairs) if i >= len(loop.consts) or role.is_rows]
@@ -110,29 +118,40 @@ def staged_layers(entry: FoundLoop, place: StagePlace, schedule: str) -> StagedL
         stacked = (x.update(shape=(loop.num_layers, *x.shape)) for x in avals[num_carry:])
         moved = [*zip((*loop.carry, *loop.ys), (*avals[:num_carry], *stacked), strict=True)]
     sent: list[tuple[str, str, int]] = []
-    num_consts = len(moved) - num_carry if schedule == "gpipe" else 0
+    num_consts = 0 if schedule.is_interleaved else len(moved) - num_carry
     for i, (role, aval) in enumerate(moved):
         travelling.append(f"{aval.dtype}[{','.join(map(str, aval.shape))}]")
         own_bytes = aval.size * aval.dtype.itemsize // (shards if role.is_rows else 1)
         num_bytes += own_bytes
         for phase in ("forward", "backward") if is_float(aval) and i >= num_consts else ("forward",):
-            times = _times(loop, role, phase, schedule, is_carry=i >= num_consts)
-            sent.append((phase, str(aval.dtype), own_bytes * times))
+            times = _times(loop, role, aval.shape, phase, schedule, is_carry=i >= num_consts)
+            sent.append((phase, str(aval.dtype), round(own_bytes * times)))
     return StagedLayers(
         where=entry.line,
         num_layers=loop.num_layers,
         travelling=tuple(travelling),
         bytes_per_tick=num_bytes,
         sent=tuple(sent),
-        recomputed=loop.recompute or schedule == "1f1b",
+        recomputed=loop.recompute or schedule.is_interleaved,
         stacked=entry.is_rolled,
     )
 
 
-def _times(loop: LayerLoop, role: Role, phase: str, schedule: str, *, is_carry: bool) -> int:
-    """Returns how often a device sends what goes from stage to stage, of a microbatch, in a step."""
-    if schedule == "1f1b":
-        return loop.num_ticks - (phase == "forward")
-    # What has examples waits in a ring that moves as often; carries come back to their places in it.
-    left = loop.num_microbatches // loop.num_stages - 1 if is_carry else 0
-    return 2 * loop.num_ticks + left if role.is_rows else loop.num_ticks
+def _times(
+    loop: LayerLoop, role: Role, shape: tuple[int, ...], phase: str, schedule: Schedule, *, is_carry: bool
+) -> float:
+    """Returns how often a device sends what goes from stage to stage, of a microbatch, in a step.
+
+    It is a mean over devices: the last stage has none to send to, but those that leave it.
+    """
+    s = loop.num_stages
+    to_others = 1 - 1 / s
+    if schedule.is_interleaved:
+        return to_others * (loop.num_ticks - (phase == "forward"))
+    passed = loop.num_ticks * (to_others if loop.num_groups == 1 else 1)
+    if not role.is_rows:
+        return passed
+    # All homes but one send to the first stage, and receive from the last one, a part in each tick; the first
+    # microbatch of each before the first tick, and the last of each behind the last one.
+    share = part_share(shape, role.dim, s * loop.num_groups)
+    return passed + (1 + is_carry) * to_others * (loop.num_ticks * share + 1)

@@ -21,10 +21,12 @@ from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.transforms.pipeline.body import CannotCut
 from zero_jax.transforms.pipeline.cut import Cut, FoundLoop, LayerLoop, find_loops, pipeline_p
 from zero_jax.transforms.pipeline.interleaved import run_1f1b
-from zero_jax.transforms.pipeline.loop import StagePlace, run_stages
+from zero_jax.transforms.pipeline.loop import run_stages
 from zero_jax.transforms.pipeline.microbatch import LossTraces, MicrobatchProgram, by_microbatch
+from zero_jax.transforms.pipeline.place import StagePlace
 from zero_jax.transforms.pipeline.report import PipelineReport, staged_layers
 from zero_jax.transforms.pipeline.rolled import rolled
+from zero_jax.transforms.pipeline.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,14 +38,14 @@ class Stages:
       axes: the roles of the mesh's axes.
       num_microbatches: the microbatches that go through them.
       recompute: whether layers that have no `jax.checkpoint` of their own are recomputed, stage by stage.
-      schedule: ``gpipe``, all forward and then all backward, or ``1f1b``.
+      schedule: in which order: as of `resolve_schedule`.
     """
 
     place: StagePlace
     axes: Axes
     num_microbatches: int
     recompute: bool = True
-    schedule: str = "gpipe"
+    schedule: Schedule = dataclasses.field(default_factory=Schedule)
 
     @property
     def num_stages(self) -> int:
@@ -91,7 +93,7 @@ class PipelinedProgram(LossProgram):
     def report(self, *args: Any) -> PipelineReport:
         """Returns the stages for arguments of these shapes, or why there are none."""
         k, schedule = self.stages.num_microbatches, self.stages.schedule
-        report = PipelineReport(num_stages=self.stages.num_stages, num_microbatches=k, schedule=schedule)
+        report = PipelineReport(num_stages=self.stages.num_stages, num_microbatches=k, schedule=str(schedule))
         try:
             _, found = self.found(*args)
         except ValueError as error:
@@ -138,7 +140,7 @@ class PipelinedProgram(LossProgram):
         whole, *parts = (flattened(program.closed) for program in programs)
         comparison = TraceComparison(k, num_blocks)
         found = find_loops(whole, parts, relations, num_params=num_params, cut=self.cut, comparison=comparison)
-        if self.stages.schedule == "gpipe":
+        if not self.stages.schedule.is_interleaved:
             return _with_stages(whole, found), found
         cut = [entry for entry in found if entry.loop is not None]
         why = "pipeline='1f1b' has one chain of layers, and there are several"
@@ -156,6 +158,7 @@ class PipelinedProgram(LossProgram):
         stages = self.stages
         return Cut(
             num_stages=stages.num_stages,
+            num_groups=stages.schedule.num_groups,
             num_microbatches=stages.num_microbatches,
             axes=stages.axes,
             recompute=stages.recompute,
@@ -190,7 +193,8 @@ def _refusal(found: Sequence[FoundLoop], stages: Stages) -> str:
     """Says why a loss has no stages, and what to do."""
     if found:
         reasons = "; ".join(f"the layers at {entry.line}: {entry.why}" for entry in found)
-        other = "" if stages.schedule == "gpipe" else "; give pipeline='gpipe'"
+        is_of_schedule = any("pipeline=" in entry.why or "groups" in entry.why for entry in found)
+        other = "; give pipeline='gpipe'" if is_of_schedule and stages.schedule != Schedule() else ""
         return (
             f"pipe={stages.num_stages}: no layers can be the stages of a pipeline: {reasons}{other}; or leave pipe out"
         )
@@ -237,8 +241,8 @@ class _StageWalk(Walk[None]):
                 stacks = [self.place.stages(x, layers.num_stages) for x in stacks]
                 return run_1f1b(loop, self.place, [*operands, *stacks], layer)
             consts, carry, stacks = split_operands(loop, values)
-            stacks = [self.place.stages(x, loop.num_stages) for x in stacks]
-            return run_stages(loop, self.place, consts, carry, stacks, layer)
+            stacks = [self.place.stages(x, loop.num_stages, loop.num_groups) for x in stacks]
+            return run_stages(loop, self.place, (consts, carry, stacks), layer)
 
 
 def split_operands(loop: LayerLoop, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:

@@ -13,12 +13,13 @@ import jax
 from jax import lax
 from jax.sharding import Mesh
 
-from zero_jax.program.jaxprs import bind, is_literal
-from zero_jax.program.subcalls import Subcall
+from zero_jax.program.evaluation import evaluate
+from zero_jax.program.jaxprs import bind, is_literal, open_jaxpr
+from zero_jax.program.subcalls import Subcall, subcall
 from zero_jax.program.walk import Walk
 from zero_jax.sharding.mesh import axis_size
-from zero_jax.sharding.spec import Dims, carries, named, num_shards, without
-from zero_jax.training.optimizer.matrices.regions import SIZES, Region
+from zero_jax.sharding.spec import Dims, carries, named, num_shards, steps_by_dim, without
+from zero_jax.training.optimizer.matrices.regions import SIZES, Region, is_map
 
 # Operations that a device computes while it sends a byte: v5p 2,300 (bf16), v5e 2,000, H100 2,200 by NVLink.
 _FLOPS_OF_A_BYTE = 2000
@@ -73,52 +74,62 @@ class Dealing:
         return tuple(size for i, size in enumerate(var.aval.shape) if i != at)
 
     @functools.cached_property
-    def is_cut_by_matrices(self) -> bool:
-        """Whether stacks are sharded along the matrices already."""
+    def apart(self) -> tuple[str, ...]:
+        """The axes that stacks are sharded over along the matrices already: devices along them have other matrices."""
         first = self.regions[0]
-        at, dims = first.stacks.get(first.inputs[0], 0), self.stacked_dims(first, first.inputs[0])
-        return carries((dims[at],), self.data)
+        return self.stacked_dims(first, first.inputs[0])[first.stacks.get(first.inputs[0], 0)]
+
+    @property
+    def num_apart(self) -> int:
+        """The matrices that the devices of all other axes have together."""
+        return self.num_matrices // axis_size(self.mesh, self.apart)
+
+    @functools.cached_property
+    def cut(self) -> frozenset[str]:
+        """The axes that matrices are cut over."""
+        ends = [
+            (region.stacks.get(var, 0), self.stacked_dims(region, var))
+            for region in self.regions
+            for var in region.inputs
+        ]
+        return frozenset(axis for at, dims in ends for dim in (*dims[:at], *dims[at + 1 :]) for axis in dim)
 
     @property
     def is_whole(self) -> bool:
         """Whether each device has whole matrices as they are sharded."""
-
-        def is_whole(region: Region, var: Any) -> bool:
-            at, dims = region.stacks.get(var, 0), self.stacked_dims(region, var)
-            return not carries((*dims[:at], *dims[at + 1 :]), self.data)
-
-        return self.is_cut_by_matrices and all(
-            is_whole(region, var) for region in self.regions for var in region.inputs
-        )
+        return carries((self.apart,), self.data) and self.cut.isdisjoint(self.data)
 
     @functools.cached_property
     def over(self) -> tuple[str, ...] | None:
-        """The axes over which each device has whole matrices: what costs least; None where they stay as they are.
+        """The axes that whole matrices are dealt out over: what costs least; None where the update is not changed.
 
         They are the minor ones of the dims that they are moved from: only these move by an all-to-all. Where there are
         fewer matrices than devices, some compute copies, or matrices stay cut over the other axes.
         """
-        if self.is_cut_by_matrices:
-            return None
+        if self.is_whole:
+            return () if self.regions[0].has_maps else None
         first = self.regions[0]
-        placed = [axis for dim in self.stacked_dims(first, first.inputs[0]) for axis in dim if axis in self.data]
-        order = [*reversed(placed), *(axis for axis in self.data if axis not in placed)]
+        dims = without(self.stacked_dims(first, first.inputs[0]), self.apart)
+        placed = [axis for dim in dims for axis in dim if axis in self.data]
+        order = [*reversed(placed), *(axis for axis in self.data if axis not in (*placed, *self.apart))]
         choices = [None, *(tuple(order[:i]) for i in range(1, len(order) + 1))]
         return min(choices, key=self.cost)
 
     def cost(self, over: tuple[str, ...] | None) -> float:
         """Returns the cost of a choice, in bytes that a device sends or could send in the time of its operations."""
-        num_devices, total = axis_size(self.mesh, over or ()), self.num_matrices
-        cut = {axis for region in self.regions for var in region.inputs for dim in self.dims[var] for axis in dim}
-        ways = axis_size(self.mesh, [axis for axis in self.mesh.axis_names if axis in cut and axis not in (over or ())])
-        cost = self.regions[0].cost.times(-(-total // num_devices))
+        ways = axis_size(self.mesh, [axis for axis in self.mesh.axis_names if axis in self.cut.difference(over or ())])
+        cost = self.regions[0].cost.times(-(-self.num_apart // axis_size(self.mesh, over or ())))
         sent = sum(move.sent_bytes for move in self.moves(over)) + (cost.sent_bytes if ways > 1 else 0)
         return sent + (cost.cut_flops / ways + cost.whole_flops) / _FLOPS_OF_A_BYTE
 
     @property
     def is_copied(self) -> bool:
         """Whether there is one matrix, which all devices of the axes have: it is gathered, and nothing moves back."""
-        return self.num_matrices == 1
+        return self.num_apart == 1
+
+    def num_added(self, over: tuple[str, ...]) -> int:
+        """Returns the copies of matrices that make as many for each device, on each device of `apart`."""
+        return 0 if self.is_copied else -self.num_apart % axis_size(self.mesh, over)
 
     @property
     def reason(self) -> str:
@@ -126,14 +137,12 @@ class Dealing:
         what = f"{self.num_matrices} of {list(self.shape)}"
         if self.is_whole:
             return f"{what}: whole on a device as they are sharded, nothing moves"
-        if self.is_cut_by_matrices:
-            return f"{what}: left to XLA, as stacks are sharded along the matrices over some axes, and cut over others"
         if self.over is None:
             return f"{what}: left to XLA, to move them costs more than products of cut ones"
         axes = "+".join(self.over)
         if self.is_copied:
             return f"{what}: gathered over {axes}, and computed on each of its devices alike"
-        each = -(-self.num_matrices // axis_size(self.mesh, self.over))
+        each = -(-self.num_apart // axis_size(self.mesh, self.over))
         return f"{what}: dealt out over {axes}, {each} to a device, by an all-to-all in and one out"
 
     # --- what moves --------------------------------------------------------------------------------------------------
@@ -151,7 +160,7 @@ class Dealing:
                 continue
             steps = self.steps(dims, at, over)
             shape = var.aval.shape if first.stacks else (1, *var.aval.shape)
-            count = self.num_matrices + (0 if self.is_copied else -self.num_matrices % axis_size(self.mesh, over))
+            count = self.num_matrices + self.num_added(over) * axis_size(self.mesh, self.apart)
             dtype, size = str(var.aval.dtype), math.prod(shape) // shape[at] * var.aval.dtype.itemsize
             for before, after in itertools.pairwise(reversed(steps) if back else steps):
                 moves += _moved(before, after, size=size * count, dtype=dtype, mesh=self.mesh)
@@ -169,11 +178,10 @@ class Dealing:
         steps = [] if dims is None else [dims]
         if self.is_copied:
             return [*steps, without(now, over)]
-        for axis in reversed([axis for dim in now for axis in dim if axis in over]):
-            now = without(now, (axis,))
-            now = tuple((*dim, axis) if i == at else dim for i, dim in enumerate(now))
-            steps.append(now)
-        missing = tuple(axis for axis in over if not carries(now, (axis,)))
+        for axes in (self.apart, over):
+            steps += steps_by_dim(now, at, axes)
+            now = steps[-1] if steps else now
+        missing = tuple(axis for axis in (*self.apart, *over) if not carries(now, (axis,)))
         if missing or not steps:  # how the stack is sharded is not known, or not over all axes
             steps.append(tuple((*dim, *missing) if i == at else dim for i, dim in enumerate(now)))
         return steps
@@ -196,18 +204,17 @@ class Dealing:
 
     def evaluate(self, env: dict[Any, Any]) -> dict[Any, Any]:
         """Returns the values of the outputs of all regions."""
-        first, counts = self.regions[0], [region.num_matrices() for region in self.regions]
+        first = self.regions[0]
         assert self.over is not None
-        padding = 0 if self.is_copied else -sum(counts) % axis_size(self.mesh, self.over)
-        stacks = []
+        ways, stacks = axis_size(self.mesh, self.apart), []
         for i, var in enumerate(first.inputs):
             at = first.stacks.get(var, 0)
             arrays = [env[region.inputs[i]] for region in self.regions]
-            arrays = arrays if first.stacks else [x[None] for x in arrays]
+            arrays = [_split(x, at, ways) if first.stacks else x[None, None] for x in arrays]
             # Copies, not zeros: a loop that runs until all matrices converge has to end.
-            arrays += [lax.slice_in_dim(arrays[0], 0, 1, axis=at)] * padding
-            stack = lax.concatenate(arrays, at) if len(arrays) > 1 else arrays[0]
-            stacks.append(self.moved(stack, self.stacked_dims(first, var), at))
+            arrays += [lax.slice_in_dim(arrays[0], 0, 1, axis=at + 1)] * self.num_added(self.over)
+            stack = lax.concatenate(arrays, at + 1) if len(arrays) > 1 else arrays[0]
+            stacks.append(self.moved(lax.collapse(stack, at, at + 2), self.stacked_dims(first, var), at))
         run, others = functools.partial(_run, first), [env[var] for var in first.others]
         results = run(stacks, others) if first.stacks else jax.vmap(run, in_axes=(0, None))(stacks, others)
         values = {}
@@ -216,9 +223,11 @@ class Dealing:
             if at is None:  # it is made of the others alone
                 values |= {region.outputs[i]: stack for region in self.regions}
                 continue
-            stack = self.moved(stack, self.dims_like(first, var), at, back=True)
-            for region, count in zip(self.regions, counts, strict=True):
-                part = lax.slice_in_dim(stack, start, start + count, axis=at)
+            stack = _split(self.moved(stack, self.dims_like(first, var), at, back=True), at, ways)
+            for region in self.regions:
+                count = region.num_matrices() // ways
+                part = lax.slice_in_dim(stack, start, start + count, axis=at + 1)
+                part = lax.collapse(part, at, at + 2)
                 dims = self.dims_like(region, region.outputs[i])
                 if dims is not None:
                     part = lax.with_sharding_constraint(part, named(self.mesh, dims))
@@ -227,12 +236,17 @@ class Dealing:
         return values
 
     def moved(self, x: jax.Array, dims: Dims | None, at: int, *, back: bool = False) -> jax.Array:
-        """Moves a stack from shards `dims` to whole matrices, cut at `at`, or back: an all-to-all for each axis."""
+        """Moves a stack from shards `dims` to whole matrices, cut at `at`, or back: an all-to-all for each dim."""
         assert self.over is not None
         steps = self.steps(dims, at, self.over, ndim=x.ndim)
         for step in reversed(steps) if back else steps:
             x = lax.with_sharding_constraint(x, named(self.mesh, step))
         return x
+
+
+def _split(x: jax.Array, at: int, ways: int) -> jax.Array:
+    """Splits a dim, `ways` parts of it first."""
+    return x.reshape((*x.shape[:at], ways, x.shape[at] // ways, *x.shape[at + 1 :]))
 
 
 def _moved(before: Dims, after: Dims, *, size: int, dtype: str, mesh: Mesh) -> list[MatrixMove]:
@@ -256,7 +270,7 @@ def _moved(before: Dims, after: Dims, *, size: int, dtype: str, mesh: Mesh) -> l
 def _run(region: Region, stacks: Sequence[Any], others: Sequence[Any]) -> list[Any]:
     """Evaluates the equations of a region, on stacks of any number of matrices."""
     env = dict(zip((*region.inputs, *region.others), (*stacks, *others), strict=True))
-    walk = _Resized(region.stacks)
+    walk = _Resized(region.stacks, len(stacks[0]) if region.stacks else 0)
     for eqn in region.eqns:
         values = [atom.val if is_literal(atom) else env[atom] for atom in eqn.invars]
         env.update(zip(eqn.outvars, walk.equation(eqn, values, None), strict=True))
@@ -264,22 +278,33 @@ def _run(region: Region, stacks: Sequence[Any], others: Sequence[Any]) -> list[A
 
 
 class _Resized(Walk[None]):
-    """Evaluates equations on stacks of another number of matrices than they were traced for."""
+    """Evaluates equations on stacks of another number of matrices, `size`, than they were traced for."""
 
-    def __init__(self, stacks: dict[Any, Any]):
+    def __init__(self, stacks: dict[Any, Any], size: int):
         super().__init__()
-        self.stacks = stacks
+        self.stacks, self.size = stacks, size
 
     def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> bool:
-        """Enters all loops and branches of stacks."""
-        return bool(self.stacks)
+        """Enters all loops and branches of stacks, but those that are a map over them."""
+        return bool(self.stacks) and not self.maps(eqn)
+
+    def maps(self, eqn: Any) -> bool:
+        """Tells whether an equation is a loop over the matrices."""
+        return is_map(eqn) and self.stacks.get(eqn.outvars[0]) == 0 and self.stacks.get(eqn.invars[-1]) == 0
 
     def operation(self, eqn: Any, values: list[Any], frame: None) -> Sequence[Any]:
-        """Evaluates an equation, with the size of its operands in place of the one in its parameters."""
+        """Evaluates an equation, with the number of matrices in place of the one in its parameters.
+
+        A loop over matrices is one `jax.vmap` of its body: XLA runs an iteration of a loop on all devices.
+        """
+        sub = subcall(eqn)
+        if sub is not None and self.maps(eqn):
+            body, consts = open_jaxpr(sub.jaxpr)
+            in_axes = [None if i < sub.num_consts else 0 for i in range(len(values))]
+            return jax.vmap(lambda *args: evaluate(body, consts, args), in_axes)(*values)
         name = next((name for name, primitive in SIZES.items() if eqn.primitive.name == primitive), None)
         at = self.stacks.get(eqn.outvars[0])
         if name is None or at is None:
             return bind(eqn, values)
-        source = next(i for i, atom in enumerate(eqn.invars) if not is_literal(atom) and self.stacks[atom] is not None)
-        size, shape = values[source].shape[self.stacks[eqn.invars[source]]], eqn.params[name]
-        return bind(eqn.replace(params={**eqn.params, name: (*shape[:at], size, *shape[at + 1 :])}), values)
+        shape = eqn.params[name]
+        return bind(eqn.replace(params={**eqn.params, name: (*shape[:at], self.size, *shape[at + 1 :])}), values)

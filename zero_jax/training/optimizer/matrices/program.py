@@ -79,9 +79,8 @@ class MatrixProgram:
         groups: dict[Any, list[Region]] = {}
         for region in find_regions(jaxpr) if data else ():
             if any(carries(placed[var], data) for var in region.inputs):
-                first = region.inputs[0]
-                is_cut = bool(region.stacks) and carries(placed[first][:1], data)  # along the matrices: they stay there
-                groups.setdefault((region.key(), is_cut), []).append(region)
+                apart = placed[region.inputs[0]][:1] if region.stacks else ()  # along the matrices: they stay there
+                groups.setdefault((region.key(), apart), []).append(region)
         dealings: list[Dealing] = []
         for group in groups.values():
             sharded_alike: dict[Any, list[Region]] = {}
@@ -197,4 +196,9 @@ class _Placed(Pass[Any]):
     def operation(self, eqn: Any, operands: list[Any]) -> list[Any]:
         if eqn.primitive.name == "sharding_constraint" and isinstance(eqn.params["sharding"], NamedSharding):
             return [dims_of(eqn.params["sharding"], len(eqn.outvars[0].aval.shape))]
-        return [dim_map(eqn, i).carry(operands) for i in range(len(eqn.outvars))]
+        return [_each_once(dim_map(eqn, i).carry(operands)) for i in range(len(eqn.outvars))]
+
+
+def _each_once(dims: Dims) -> Dims:
+    """Returns dims with each axis on the first of them alone: a product of two shards has it on both."""
+    return tuple(tuple(axis for axis in dim if not carries(dims[:i], (axis,))) for i, dim in enumerate(dims))

@@ -70,6 +70,11 @@ class Region:
         return self.inputs[0].aval.shape[self.stacks[self.inputs[0]]] if self.stacks else 1
 
     @functools.cached_property
+    def has_maps(self) -> bool:
+        """Whether matrices of the stacks go through a loop one after another, whichever device has them."""
+        return bool(self.stacks) and any(is_map(inner) for eqn in self.eqns for inner in equations_of(eqn))
+
+    @functools.cached_property
     def cost(self) -> ProductCost:
         """The cost of the products for one matrix."""
         return _cost(self.eqns).times(1 / self.num_matrices())
@@ -137,6 +142,12 @@ def is_barrier(eqn: Any) -> bool:
     return len(apart) > 1
 
 
+def is_map(eqn: Any) -> bool:
+    """Tells whether an equation is a loop without a carry: `jax.lax.map`, by which matrices go one after another."""
+    sub = subcall(eqn)
+    return sub is not None and sub.kind == "scan" and not sub.num_carry
+
+
 def is_large(atom: Any) -> bool:
     """Tells whether an atom is a matrix, or a stack of them, and not a small one."""
     shape = getattr(atom.aval, "shape", ())
@@ -193,22 +204,38 @@ def _region(jaxpr: Any, eqns: Sequence[Any]) -> Region | None:
     outputs = [var for eqn in eqns for var in eqn.outvars if var in later]
     if not inputs or any(eqn.effects for eqn in eqns):
         return None
-    return Region(tuple(eqns), tuple(inputs), tuple(others), tuple(outputs), _stacks(eqns, inputs, others))
+    stacks = _stacks(eqns, inputs, others)
+    inputs += [var for var in others if stacks.get(var) is not None]
+    others = [var for var in others if stacks.get(var) is None]
+    return Region(tuple(eqns), tuple(inputs), tuple(others), tuple(outputs), stacks)
 
 
 def _stacks(eqns: Sequence[Any], inputs: Sequence[Any], others: Sequence[Any]) -> dict[Any, Any]:
-    """Returns `Region.stacks`, the first dims of the inputs being stacks; empty if they may be none."""
-    env: dict[Any, Any] = dict.fromkeys(inputs, 0) | dict.fromkeys(others)
+    """Returns `Region.stacks`, the first dims of the inputs being stacks; empty if they may be none.
+
+    Small values that are read beside them belong to all matrices alike, or have a part for each of them.
+    """
+    sizes = {var.aval.shape[0] for var in inputs}
+    if len(sizes) > 1 or any(var.aval.ndim < 3 for var in inputs):
+        return {}
+    (size,) = sizes
+    of_each = [var for var in others if getattr(var.aval, "shape", ())[:1] == (size,)]
+    for stacked in ([], of_each) if of_each else ([],):
+        env = dict.fromkeys(inputs, 0) | dict.fromkeys(others) | dict.fromkeys(stacked, 0)
+        if known := _stacks_of(eqns, env, size):
+            return known
+    return {}
+
+
+def _stacks_of(eqns: Sequence[Any], env: dict[Any, Any], size: int) -> dict[Any, Any]:
     inner: dict[Any, Any] = {}
     for eqn in eqns:
-        stacks = _Stacks()
+        stacks = _Stacks(size)
         env.update(zip(eqn.outvars, stacks.visit(eqn, env), strict=True))
         if any(inner.get(var, at) != at for var, at in stacks.inner.items()):  # loops share a body, and differ in it
             return {}
         inner |= stacks.inner
-    sizes = {var.aval.shape[0] for var in inputs}
-    known = len(sizes) == 1 and _MIXED not in env.values() and _MIXED not in inner.values()
-    return env | inner if known and all(var.aval.ndim > 2 for var in inputs) else {}
+    return {} if _MIXED in env.values() or _MIXED in inner.values() else env | inner
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -262,13 +289,17 @@ _MIXED, _ANY = "mixed", "any"
 
 
 class _Stacks(Pass[Any]):
-    """The dim of each value along which the equations so far are a map; None for what has none of it, or mixed."""
+    """The dim of each value along which the equations so far are a map; None for what has none of it, or mixed.
+
+    Args:
+      size: the number of matrices.
+    """
 
     enters = CALLS | {"scan", "while", "cond"}
 
-    def __init__(self):
+    def __init__(self, size: int):
         super().__init__()
-        self.inner: dict[Any, Any] = {}
+        self.size, self.inner = size, dict[Any, Any]()
 
     def run(self, jaxpr: Any, inputs: Sequence[Any], env: dict[Any, Any] | None = None) -> list[Any]:
         env = {} if env is None else env
@@ -283,6 +314,11 @@ class _Stacks(Pass[Any]):
         return second if first in (second, _ANY) else _MIXED
 
     def equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        sub = subcall(eqn)
+        if sub is not None and is_map(eqn):
+            consts, _, stacks = sub.split(operands)
+            if set(stacks) == {0} and all(place is None for place in consts):
+                return [0] * len(eqn.outvars)
         if eqn.primitive.name == "cond":  # the index of a branch is no map along a stack: it is one for all matrices
             operands = [_ANY if operands[0] is None else _MIXED, *operands[1:]]
         return super().equation(eqn, operands)
@@ -301,10 +337,16 @@ class _Stacks(Pass[Any]):
         if _MIXED in operands:
             return _MIXED
         stacked = [(i, at) for i, at in enumerate(operands) if at is not None]
-        if not stacked:
-            return None
+        known, shape = dim_map(eqn, number), eqn.outvars[number].aval.shape
+        if not stacked:  # copies of a value, one for each matrix
+            made = [i for i, dims in enumerate(known.kept) if not dims and shape[i] == self.size > 1]
+            return made[0] if made and eqn.primitive.name == "broadcast_in_dim" else None
         if eqn.primitive.name not in _RESIZED:
             return _MIXED
-        known = dim_map(eqn, number)
         places = {known.to(place) for place in stacked}
-        return places.pop() if len(places) == 1 and None not in places else _MIXED
+        if len(places) > 1 or None in places:
+            return _MIXED
+        (at,) = places
+        alike = [(i, eqn.invars[i].aval.shape) for i, place in enumerate(operands) if place is None]
+        parts = [(i, dim) for i, shape in alike for dim, size in enumerate(shape) if size > 1]
+        return _MIXED if any(known.to(part) == at for part in parts) else at

@@ -1,0 +1,124 @@
+"""Where stages run, and how their parts of an array move to other stages."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core as jex_core
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zero_jax.program.jaxprs import define_tangents
+
+_FREE = PartitionSpec.UNCONSTRAINED
+
+Pairs = tuple[tuple[int, int], ...]  # of stages: from where, and to where
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StagePlace:
+    """Where stages run.
+
+    Attributes:
+      mesh: the mesh.
+      pipe: the mesh axes of the stages.
+      batch: the mesh axes that the examples of a microbatch are sharded over; others may be mapped.
+    """
+
+    mesh: Mesh
+    pipe: tuple[str, ...]
+    batch: tuple[str, ...]
+
+    def pinned(self, x: jax.Array, *dims: tuple[str, ...]) -> jax.Array:
+        """Returns an array with its first dims sharded over some axes, and the others as XLA has them."""
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            return x
+        spec = PartitionSpec(*(dim or None for dim in dims), *[_FREE] * (x.ndim - len(dims)))
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+    def pinned_to(self, x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
+        """Returns what stages have, in a sharding; where it is None sharded by stage."""
+        return self.pinned(x, self.pipe) if sharding is None else lax.with_sharding_constraint(x, sharding)
+
+    def sent(self, x: jax.Array, pairs: Iterable[tuple[int, int]]) -> jax.Array:
+        """Returns `[stages, ...]` with the part of one stage at another one for each pair, and zeros elsewhere."""
+        return send_p.bind(x, mesh=self.mesh, axes=self.pipe, pairs=tuple(pairs))
+
+    def stages(self, stack: jax.Array, num_stages: int, num_groups: int = 1) -> jax.Array:
+        """Returns a stack `[layers, ...]` as `[stages, layers / stages, ...]`, a stage's groups one after another.
+
+        Stages have their layers one after another as a stack is stored. With several groups of a stage, group g of all
+        is of stage `g % stages`: all but a part `1 / stages` moves there.
+        """
+        if jnp.issubdtype(stack.dtype, jax.dtypes.extended):
+            moved = self.stages(jax.random.key_data(stack), num_stages, num_groups)
+            return jax.random.wrap_key_data(moved, impl=jax.random.key_impl(stack))
+        x = self.pinned(stack.reshape(num_stages, stack.shape[0] // num_stages, *stack.shape[1:]), self.pipe)
+        if num_groups == 1:
+            return x
+        groups = x.reshape(num_stages, num_groups, x.shape[1] // num_groups, *x.shape[2:])
+        made = [jnp.zeros_like(groups[:, 0])] * num_groups
+        for turn in range(num_groups):
+            # The group that each stage sends in this turn: all of them to different stages.
+            own = [(turn + s * math.gcd(num_stages, num_groups) // num_stages) % num_groups for s in range(num_stages)]
+            places = [divmod(s * num_groups + i, num_stages) for s, i in enumerate(own)]
+            group = _chosen(own, [groups[:, i] for i in range(num_groups)])
+            moved = self.sent(self.pinned(group, self.pipe), ((s, target) for s, (_, target) in enumerate(places)))
+            number = dict((target, number) for number, target in places)
+            here = [number[s] for s in range(num_stages)]
+            made = [at_stages(np.equal(here, i), moved, x) for i, x in enumerate(made)]
+        return self.pinned(jnp.stack(made, 1).reshape(x.shape), self.pipe)
+
+
+def at_stages(stages: Any, new: jax.Array, old: jax.Array) -> jax.Array:
+    """Returns `new` at some stages, and `old` at the others."""
+    return jnp.where(stages.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+
+def _chosen(numbers: Sequence[int], arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns for each stage its part of one of some arrays."""
+    chosen = arrays[0]
+    for i, x in enumerate(arrays[1:], 1):
+        chosen = at_stages(np.equal(numbers, i), x, chosen)
+    return chosen
+
+
+# A primitive, because nothing maps a `jax.shard_map` of some axes over others by `spmd_axis_name`.
+
+send_p = jex_core.Primitive("zero_send")
+
+
+def _send(x: jax.Array, *, mesh: Mesh, axes: tuple[str, ...], pairs: Pairs) -> jax.Array:
+    spec = PartitionSpec(axes)
+    permute = lambda x: lax.ppermute(x, axes, pairs)  # noqa: E731
+    mapped = jax.shard_map(permute, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=set(axes), check_vma=False)
+    return mapped(x)
+
+
+def _batch(arrays: Any, dims: Any, **params: Any) -> tuple[Any, int]:
+    return jnp.moveaxis(send_p.bind(jnp.moveaxis(arrays[0], dims[0], 1), **params), 1, 0), 0
+
+
+def _transpose(cotangent: Any, x: Any, *, pairs: Pairs, **params: Any) -> list[Any]:
+    if isinstance(cotangent, ad.Zero):
+        return [cotangent]
+    return [send_p.bind(cotangent, pairs=tuple((target, source) for source, target in pairs), **params)]
+
+
+send_p.def_abstract_eval(lambda x, **_: x)
+send_p.def_impl(_send)
+define_tangents(
+    send_p,
+    lambda x, **params: send_p.bind(x, **params),
+    lambda dot, **params: dot if isinstance(dot, ad.Zero) else send_p.bind(dot, **params),
+)
+ad.primitive_transposes[send_p] = _transpose
+batching.primitive_batchers[send_p] = _batch
+mlir.register_lowering(send_p, mlir.lower_fun(_send, multiple_results=False))

@@ -1,0 +1,194 @@
+"""What the results of a loss function are divided by, and the scalars of the batch that may be counts.
+
+The divisor of a mean over something uneven, such as the tokens that a mask leaves, is a function of a count: a scalar
+of the batch that params have no part in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from zero_jax.core.tree import PyTree
+from zero_jax.dims import ELEMENTWISE, SAME_ELEMENTS, SCATTERS, known_primitives
+from zero_jax.program import jaxprs
+from zero_jax.program.passes import Dependence, Pass
+
+# A linear operation on a quotient makes another quotient by the same divisor.
+_LINEAR = {name: known.linear for name, known in known_primitives().items() if known.linear}
+_OF_OTHERS = frozenset({"add_any", "dynamic_slice", "dynamic_update_slice", "gather", "pad"}) | SCATTERS
+_KEEP_DIVISOR = (_LINEAR.keys() - _OF_OTHERS) | {"select_n"}
+_PARAMS = frozenset({0})
+
+
+@dataclasses.dataclass(frozen=True)
+class Quotient:
+    """A value that was divided by the scalar `divisor`, a function of the scalar `count` of the batch.
+
+    `has_term`: a term was added to the quotient.
+    """
+
+    count: Any
+    divisor: Any
+    has_term: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """What a value depends on, and the divisor if it is a quotient by a scalar of the batch.
+
+    Scalars of a batch are the same in all its parts: `of_batch` is what depends on its examples, or on their number.
+
+    Attributes:
+      of_params: whether it depends on params.
+      of_batch: whether it depends on the batch.
+      count: the scalar of the batch that it is a function of; of the batch it depends on nothing else.
+      is_count: whether it is the count itself.
+      scalar: the scalar that it is, or is broadcast from.
+      quotient: what it was divided by.
+    """
+
+    of_params: bool = False
+    of_batch: bool = False
+    count: Any = None
+    is_count: bool = False
+    scalar: Any = None
+    quotient: Quotient | None = None
+
+
+class Quotients(Pass[_Known]):
+    """Which values are quotients; counts and divisors are variables of the jaxpr that makes them.
+
+    Attributes:
+      batch_dims: the leading dims of the batch's leaves.
+      env: what is known of each variable of the outer jaxpr.
+      results: what is known of each result.
+      counts: the scalars that may be counts.
+      divisions: the results of divisions.
+    """
+
+    enters = frozenset({"call"})
+
+    def __init__(self, batch_dims: Collection[tuple[int, ...]]):
+        super().__init__()
+        self.batch_dims = batch_dims
+        self.env: dict[Any, _Known] = {}
+        self.results: list[_Known] = []
+        self.counts: list[Any] = []
+        self.divisions: set[Any] = set()
+
+    @classmethod
+    def of(cls, opened: Any, num_params: int) -> Quotients:
+        """Returns what is known of an open jaxpr, of which the first inputs are params, and others the batch."""
+        params, batch = opened.invars[:num_params], opened.invars[num_params:]
+        inputs = [_Known(of_params=True)] * len(params)
+        inputs += [_Known(of_batch=var.aval.ndim > 0) for var in batch]
+        found = cls({var.aval.shape[:1] for var in batch if var.aval.ndim})
+        found.results = found.run(opened, inputs, found.env)
+        return found
+
+    def constant(self, atom: Any) -> _Known:
+        """Returns that a constant depends on nothing."""
+        return _Known()
+
+    def operation(self, eqn: Any, operands: list[_Known]) -> list[_Known]:
+        """Returns what is known of the results of an equation."""
+        of_params = any(x.of_params for x in operands)
+        # A mask of ones, as `jnp.ones_like(labels)` makes it, has the shape of the batch and none of its values.
+        is_mask = eqn.primitive.name == "broadcast_in_dim" and eqn.params["shape"][:1] in self.batch_dims
+        of_batch = (is_mask and not of_params) or any(x.of_batch for x in operands)
+        known = _Known(of_params, of_batch, quotient=self.quotient(eqn, operands))
+        is_scalar_of_batch = of_batch and not of_params
+        return [self.counted(var, known, eqn, operands) if is_scalar_of_batch else known for var in eqn.outvars]
+
+    def counted(self, var: Any, known: _Known, eqn: Any, operands: list[_Known]) -> _Known:
+        """Returns a value of the batch with the count that it is a function of; of a scalar that may be itself."""
+        name, of_batch = eqn.primitive.name, [x for x in operands if x.of_batch]
+        counts = {x.count for x in of_batch}
+        is_move, is_number = name in SAME_ELEMENTS, not getattr(var.aval, "shape", ())
+        if is_move and of_batch and of_batch[0].count is not None:
+            (x,) = of_batch
+            return dataclasses.replace(known, count=x.count, is_count=x.is_count, scalar=var if is_number else x.scalar)
+        if not is_number:
+            return known
+        # A count that is scaled is another one, of which the parts' add up to the whole's or to a multiple of it.
+        is_scaled = name in ("mul", "div", "neg") and len(of_batch) == 1 and of_batch[0].is_count
+        is_function = name in ELEMENTWISE or (name == "cond" and not any(x.aval.shape for x in eqn.invars))
+        if is_function and len(counts) == 1 and None not in counts and not is_scaled:
+            return dataclasses.replace(known, count=counts.pop(), scalar=var)
+        self.counts.append(var)
+        return dataclasses.replace(known, count=var, is_count=True, scalar=var)
+
+    def quotient(self, eqn: Any, operands: list[_Known]) -> Quotient | None:
+        """Returns what the result of an equation was divided by."""
+        name, below = eqn.primitive.name, operands[-1] if operands else _Known()
+        if name == "div" and not below.of_batch:
+            return operands[0].quotient if not below.of_params else None
+        if name == "div" or (name == "integer_pow" and eqn.params["y"] == -1):
+            if below.count is None or any(x.quotient for x in operands[:-1]):
+                return None
+            self.divisions.add(eqn.outvars[0])
+            divisor = eqn.invars[-1] if not eqn.invars[-1].aval.shape else below.scalar
+            return Quotient(below.count, divisor)
+        quotients = [x.quotient for x in operands if x.quotient is not None]
+        if name not in _KEEP_DIVISOR or not quotients or any(x != quotients[0] for x in quotients):
+            return None
+        found = quotients[0]
+        if _LINEAR.get(name) == "product":
+            return found if len(quotients) == 1 else None
+        if name in ("add", "sub") and len(quotients) < 2:
+            return None if sum(x.of_batch for x in operands) > 1 else dataclasses.replace(found, has_term=True)
+        return found
+
+
+def named_entry(aux: PyTree, name: str) -> Any:
+    """Returns the entry of aux that is the weight of a loss.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if isinstance(aux, Mapping) and name in aux:
+        return aux[name]
+    has = sorted(aux) if isinstance(aux, Mapping) else type(aux).__name__
+    raise ValueError(
+        f"loss_weight={name!r}, but the aux that loss_fn returned has no such entry (it has {has}): "
+        f"return (loss, {{..., {name!r}: weight}})"
+    )
+
+
+def origin(atom: Any, eqns: Sequence[Any]) -> Any:
+    """Returns the atom that an atom is a cast or a move of."""
+    for eqn in reversed(eqns):
+        if eqn.primitive.name in SAME_ELEMENTS and eqn.outvars[0] is atom:
+            atom = eqn.invars[0]
+    return atom
+
+
+def without_duplicates(closed: Any, num_params: int) -> Any:
+    """Returns a jaxpr that computes each value of the batch once: sums of one mask are one divisor, not two."""
+    opened, _ = jaxprs.open_jaxpr(closed)
+    read = {x for x in opened.outvars if not jaxprs.is_literal(x)}
+    read.update(var for eqn in opened.eqns for var in jaxprs.variables(eqn))
+    made_of: dict[Any, frozenset[int]] = {}
+    Dependence().run(opened, [_PARAMS if i < num_params else frozenset() for i in range(len(opened.invars))], made_of)
+    known: dict[Any, Any] = {}
+    same: dict[Any, Any] = {}
+    eqns = []
+    for eqn in opened.eqns:
+        eqn = eqn.replace(invars=[x if jaxprs.is_literal(x) else same.get(x, x) for x in eqn.invars])
+        of_params = any(made_of[var] for var in eqn.outvars)
+        if not of_params and not eqn.effects and read.issuperset(eqn.outvars):
+            first = known.setdefault((*jaxprs.operation_key(eqn), *map(_key, eqn.invars)), eqn)
+            if first is not eqn:
+                same.update(zip(eqn.outvars, first.outvars, strict=True))
+                continue
+        eqns.append(eqn)
+    results = [x if jaxprs.is_literal(x) else same.get(x, x) for x in opened.outvars]
+    return jaxprs.with_results(closed, results, eqns=eqns) if same else closed
+
+
+def _key(atom: Any) -> Any:
+    return (str(atom.aval), np.asarray(atom.val).tobytes()) if jaxprs.is_literal(atom) else atom

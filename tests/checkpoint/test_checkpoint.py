@@ -378,6 +378,10 @@ def test_no_checkpoint_at_all(tmp_path, folder):
         reload(other)
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 9 .* steps 1, 2"):
         reload(folder, step=9)
+    with pytest.raises(CheckpointError, match=r"step_00000002 is the checkpoint of step 2 itself: give the folder ab"):
+        reload(folder / "step_00000002")
+    with pytest.raises(ValueError, match=r"step='2': give the number of a step, as 100, or None"):
+        reload(folder, step="2")
     assert latest_step(other) is None
 
 

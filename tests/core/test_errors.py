@@ -142,6 +142,10 @@ BATCH_ERRORS = [
     (1, make_batch(0), "has 0 examples"),
     (2, {**make_batch(16), "weights": np.ones(8)}, "differ in their leading dim: .*'inputs': 16, 'weights': 8"),
     (1, {**make_batch(16), "name": "train"}, "batch leaf 'name' is 'train' of type str, no array: leave it out"),
+    (1, {**make_batch(16), "x": np.ones(16, ">f4")}, "leaf 'x' is .*, no array that JAX takes .*>f4.*: leave it out"),
+    (1, {**make_batch(16), "x": memoryview(np.ones(16))}, "leaf 'x' is <memory.* of type memoryview, no array that"),
+    (1, {**make_batch(16), "x": np.ma.masked_array(np.ones(16))}, "leaf 'x' is .* of type MaskedArray, no array that"),
+    (1, {**make_batch(16), "x": 2**40}, "leaf 'x' is 1099511627776 of type int, no array that .*too large"),
 ]
 
 

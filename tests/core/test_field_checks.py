@@ -7,8 +7,6 @@ import typing
 import numpy as np
 import pytest
 
-from zero_jax.cli import commands as cli
-from zero_jax.cli.command_options import SECTIONS
 from zero_jax.cli.config_classes import option_fields
 from zero_jax.cluster.launching import LaunchConfig
 from zero_jax.core.field_checks import check_fields
@@ -57,38 +55,6 @@ def test_a_field_that_there_is_not_is_answered_with_the_one_that_is_meant(config
         config_class(**values)
     with pytest.raises(TypeError, match=message):
         dataclasses.replace(config_class(), **values)
-
-
-@pytest.mark.parametrize("name", ["train", "launch"])
-def test_every_option_refuses_numbers_that_are_none_in_one_line(name, capsys):
-    classes = SECTIONS.values() if name == "train" else ["LaunchConfig"]
-    words = {int: ["nan", "inf", "x", "1.5", ""], float: ["nan", "inf", "-inf", "1e999", "x", ""]}
-    num_options = 0
-    for option, field in [pair for one in classes for pair in option_fields(one).items()]:
-        for word in words.get(field.kind.base, []):
-            with pytest.raises(SystemExit) as ended:
-                cli.parse(
-                    [name, f"--{option.replace('_', '-')}={word}", *(["--", "train"] if name == "launch" else [])]
-                )
-            told = capsys.readouterr().err
-            assert ended.value.code == 2 and len(told.splitlines()) == 1, told
-            assert f"--{option.replace('_', '-')}" in told
-            num_options += 1
-    assert num_options > 10
-
-
-def test_a_file_refuses_them_too(tmp_path, capsys):
-    path = tmp_path / "config.toml"
-    for line in ("learning_rate = inf", "weight_decay = nan", f"learning_rate = {10**400}"):
-        path.write_text(f"[optimizer]\n{line}\n")
-        with pytest.raises(SystemExit) as ended:
-            cli.parse(["train", "--config", str(path)])
-        told = capsys.readouterr().err
-        assert ended.value.code == 2 and "optimizer." in told and len(told.splitlines()) == 1
-    path.write_text("a = " + "[" * 100_000)
-    with pytest.raises(SystemExit):
-        cli.parse(["train", "--config", str(path)])
-    assert "more than the 65,536 bytes that are read" in capsys.readouterr().err
 
 
 NAMES = ["../..", "..", ".", "", "a/b", "/tmp/a", "a/", "a\0b", "x" * 300, "\udc80", "a\nb", "~/../a"]

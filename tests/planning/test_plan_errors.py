@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import cloudpickle
 import jax
@@ -150,6 +151,20 @@ def test_plans_of_another_kind(options, message):
     if "timeout_seconds" not in options:
         with pytest.raises(ValueError, match=message):
             zero.plan_auto(planned.loss_fn, planned.init_fn, optax.adamw(1e-3), **options)
+
+
+def test_a_model_that_cannot_be_sent_to_the_process_that_compiles():
+    lock = threading.Lock()
+
+    def loss_fn(params, batch):
+        with lock:
+            return planned.loss_fn(params, batch)
+
+    with pytest.raises(ValueError, match=r"cannot be sent to the process that compiles it .*lock.*: keep locks, open"):
+        zero.plan(
+            loss_fn, planned.init_fn, optax.adamw(1e-3), batch=planned.batch(), topology=TOPOLOGY, config=CONFIG,
+            cache=None,
+        )  # fmt: skip
 
 
 def test_a_program_that_cannot_be_kept_is_told_all_the_same(tmp_path):

@@ -24,13 +24,25 @@ GPT = gpt.GPTConfig(vocab_size=512, seq_len=1024, num_layers=4, d_model=1024, nu
 USABLE = HARDWARE["v5e"].usable_bytes
 
 
-def make_job(num_examples=256, **config):
-    tokens = jax.ShapeDtypeStruct((num_examples, GPT.seq_len), jnp.int32)
+def init_fn(key):
+    return {name: jax.random.normal(key, (4, 1024, 1024)) for name in "abcdef"}
+
+
+def loss_fn(params, batch):
+    def block(x, layer):
+        for name in "abcdef":
+            x = x + jnp.tanh(x @ layer[name])
+        return x, None
+
+    return jnp.square(jax.lax.scan(block, batch, params)[0]).mean()
+
+
+def make_job(num_examples=256, loss_fn=loss_fn, init_fn=init_fn, batch=None, **config):
     return plans.make_job(
-        loss_fn=gpt.loss_fn(GPT),
-        init_fn=functools.partial(gpt.init, GPT),
+        loss_fn=loss_fn,
+        init_fn=init_fn,
         tx=optax.adamw(1e-3),
-        batch={"inputs": tokens, "targets": tokens},
+        batch=batch or jax.ShapeDtypeStruct((num_examples, 1024, 1024), jnp.bfloat16),
         topology="v5e:2x2",
         config=zero.ZeroConfig(**{"precision": "bf16", "remat": "auto", **config}),
     )
@@ -121,7 +133,9 @@ def test_a_search_estimates_each_setting_with_the_values_that_it_has_memory_for(
     policies = {
         name: estimates.Policy(loss_fn=gpt.loss_fn(GPT), remat=name) for name in ("full", "auto", "none", "dots")
     }
-    found = estimates.Estimator(make_job(), policies)
+    batch = dict.fromkeys(("inputs", "targets"), jax.ShapeDtypeStruct((256, GPT.seq_len), jnp.int32))
+    job = make_job(loss_fn=gpt.loss_fn(GPT), init_fn=functools.partial(gpt.init, GPT), batch=batch)
+    found = estimates.Estimator(job, policies)
     setting = ranking.Candidate(stage=3, data=4, batch_size=256, remat="auto", num_microbatches=4, attention=attention)
     of = lambda name: found.estimate(dataclasses.replace(setting, remat=name))  # noqa: E731
     full, auto, none = map(of, ("full", "auto", "none"))

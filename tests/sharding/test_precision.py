@@ -266,6 +266,7 @@ def test_policies_print_their_dtypes():
             r"unknown precision 'bf61': did you mean 'bf16'\?.*fp32, bf16, fp16",
         ),
         (lambda: zero.ZeroConfig(precision=16), "unknown precision 16: .*choose one of"),
+        (lambda: zero.ZeroConfig(precision=None), "unknown precision None: choose one of"),
         (lambda: zero.ZeroConfig(precision=jnp.bfloat16), "unknown precision .*zero.Precision"),
         (lambda: zero.Precision(param=jnp.int8), "Precision.param=.*floating dtype"),
         (lambda: zero.Precision(compute="bf16"), "Precision.compute='bf16'.*floating dtype such as jnp.bfloat16"),

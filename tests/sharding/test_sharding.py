@@ -62,6 +62,11 @@ def test_unknown_stage(stage):
         sharded_groups(stage)
 
 
+def test_a_stage_may_be_a_number_of_numpy():
+    config = zero.ZeroConfig(stage=np.int64(2))
+    assert config == zero.ZeroConfig(stage=2) and type(config.stage) is int
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_where_each_group_lies(stage, precision):

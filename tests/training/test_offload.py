@@ -255,7 +255,7 @@ def test_the_settings_of_an_offload_are_fields_of_the_config_too():
 
 
 def test_wrong_fields():
-    with pytest.raises(ValueError, match=r"fraction=2\.0: give at most 1"):
+    with pytest.raises(ValueError, match=r"offload: fraction=2\.0: give at most 1"):
         zero.Offload(fraction=2.0)
     with pytest.raises(ValueError, match=r"paths='emb': give a list of regular expressions"):
         zero.Offload(paths="emb")

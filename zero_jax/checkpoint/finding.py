@@ -166,5 +166,7 @@ def missing_message(folder: epath.Path, steps: Sequence[int], step: int | None) 
         return f"no checkpoint of step {step} in {folder}, which has steps {', '.join(map(str, steps))}"
     if not folder.is_dir():
         return f"there is no folder {folder}"
+    if (name := STEP.fullmatch(folder.name)) and (folder / RECORD_FILE).exists():
+        return f"{folder} is the checkpoint of step {int(name[1])} itself: give the folder above it, and the step"
     names = first_names(folder)
     return f"no checkpoint in {folder} ({f'it holds {names}' if names else 'it is empty'})"

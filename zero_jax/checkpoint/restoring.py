@@ -110,7 +110,7 @@ def restore(
 
     Raises:
       CheckpointError: there is no undamaged checkpoint.
-      ValueError: the checkpoint is of another model or optimizer.
+      ValueError: the checkpoint is of another model or optimizer; `config` or `step` of another kind.
 
     Example:
       >>> with zero.Checkpointer(folder) as saved:
@@ -119,7 +119,7 @@ def restore(
       >>> zero.restore(folder, init_fn=init_fn, tx=tx, mesh=smaller, config=zero.ZeroConfig(stage=1)).step
       1
     """
-    check_arguments(config=config)
+    check_arguments(config=config, step=step)
     directory = steps_folder(directory)
     steps = _agreed_steps(directory)
     if not steps or step not in (None, *steps):

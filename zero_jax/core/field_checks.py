@@ -154,7 +154,11 @@ def hinted(config_class: type[Config]) -> type[Config]:
 
 
 def check_fields(
-    config: Any, *, lowest: Mapping[str, float] | None = None, highest: Mapping[str, float] | None = None
+    config: Any,
+    *,
+    lowest: Mapping[str, float] | None = None,
+    highest: Mapping[str, float] | None = None,
+    prefix: str = "",
 ) -> None:
     """Checks the fields of a frozen dataclass: types, finite numbers, ranges, words.
 
@@ -165,6 +169,7 @@ def check_fields(
       config: an instance of a dataclass, in its `__post_init__`.
       lowest: the smallest value by the name of a field; None passes where a field may be None.
       highest: the largest value by the name of a field.
+      prefix: text before the name of a field in errors, where that name says nothing by itself.
 
     Raises:
       ValueError: the first wrong field, its value, and what to give.
@@ -173,16 +178,17 @@ def check_fields(
     for name, kind in field_kinds(type(config)).items():
         if kind.has_others or kind.is_mapping:
             continue
-        value = _checked(name, getattr(config, name), kind)
+        label, value = prefix + name, getattr(config, name)
+        value = _checked(label, value, kind)
         object.__setattr__(config, name, value)
         if value is None:
             continue
         none = " or None" if kind.is_optional else ""
         if name in lowest and not value >= lowest[name]:
             hint = "; none may be negative" if lowest[name] == 0 else ""
-            raise ValueError(f"{name}={_shown(value)}: give at least {lowest[name]:,}{none}{hint}")
+            raise ValueError(f"{label}={_shown(value)}: give at least {lowest[name]:,}{none}{hint}")
         if name in highest and not value <= highest[name]:
-            raise ValueError(f"{name}={_shown(value)}: give at most {highest[name]:,}{none}")
+            raise ValueError(f"{label}={_shown(value)}: give at most {highest[name]:,}{none}")
 
 
 def _shown(value: Any) -> str:

@@ -161,6 +161,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "keep_gathered": (_is(bool), "give True or False"),
     "weighted": (_is(bool), "give True or False"),
     "num_steps": (_is_count(1), "give the number of steps, 1 or more"),
+    "step": (_optional(_is_count(0)), "give the number of a step, as 100, or None for the newest"),
     "seed": (_is_count(0), "give a whole number, 0 or more"),
     "tolerance": (_optional(_is_seconds), "give a relative difference, such as 1e-4, or None"),
     "layout": (_optional(_has("allocated_bytes", "live_bytes")), "give what `zero.memory.read_layout` returns"),

@@ -105,12 +105,16 @@ def strongly_typed(tree: PyTree) -> PyTree:
 
 
 def check_arrays(what: str, tree: PyTree, *, remedy: str) -> None:
-    """Raises `ValueError` if a leaf is neither an array of numbers, booleans or PRNG keys nor a number itself."""
+    """Raises `ValueError` if a leaf is neither an array of numbers, booleans or PRNG keys nor a number itself.
+
+    Of arrays on the host JAX takes those of its own dtypes in the byte order of the machine.
+    """
     for i, leaf in enumerate(jax.tree.leaves(tree)):
-        if not _is_numeric(leaf):
+        refusal = _refusal(leaf)
+        if refusal is not None:
             name = leaf_names(tree)[i]
             where = f"{what} leaf {name!r}" if name else what
-            raise ValueError(f"{where} is {shown(leaf)} of type {type(leaf).__name__}, no array: {remedy}")
+            raise ValueError(f"{where} is {shown(leaf)} of type {type(leaf).__name__}, no array{refusal}: {remedy}")
 
 
 def with_shapes(what: str, tree: PyTree, *, remedy: str) -> PyTree:
@@ -124,6 +128,19 @@ def with_shapes(what: str, tree: PyTree, *, remedy: str) -> PyTree:
         return tree
     shape_of = lambda x: x if hasattr(x, "shape") else jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x))  # noqa: E731
     return jax.tree.map(shape_of, tree)
+
+
+def _refusal(leaf: Any) -> str | None:
+    """Returns why a leaf is no array for JAX, as an addition to "no array"; None for those that are."""
+    if not _is_numeric(leaf):
+        return ""
+    if hasattr(leaf, "dtype") and not hasattr(leaf, "__array__"):  # a shape
+        return None
+    try:
+        jax.typeof(leaf)
+    except (TypeError, ValueError, OverflowError) as error:
+        return f" that JAX takes ({' '.join(str(error).split())[:200]})"
+    return None
 
 
 def _is_numeric(leaf: Any) -> bool:

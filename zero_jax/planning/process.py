@@ -94,7 +94,7 @@ def call_for(work: Callable[..., Any], job: Job, arguments: Mapping[str, Any], o
     `on_phase` is called with what is being done.
 
     Raises:
-      ValueError: as `work` does, or the compiler is not installed.
+      ValueError: as `work` does, the compiler is not installed, or a function cannot be pickled.
       ModelError: a function of the model raised.
       CompilerCrash: the process ended without a result.
       KeyboardInterrupt: raised again after the process was killed.
@@ -126,6 +126,9 @@ def _pickled(value: Any) -> bytes:
     """Pickles by cloudpickle, with the file names of functions that are pickled by value: errors and reports show them.
 
     cloudpickle 3.1.2 and later put `<dynamic-code>` in their place.
+
+    Raises:
+      ValueError: the functions refer to what cannot be pickled.
     """
     import cloudpickle
 
@@ -139,7 +142,14 @@ def _pickled(value: Any) -> bytes:
         dispatch_table: ClassVar = collections.ChainMap({types.CodeType: reduce_code}, plain)
 
     file = io.BytesIO()
-    Pickler(file).dump(value)
+    try:
+        Pickler(file).dump(value)
+    except Exception as error:  # of any kind: objects raise what they like
+        raise ValueError(
+            f"the model cannot be sent to the process that compiles it ({type(error).__name__}: {error}): keep locks, "
+            "open files, generators, devices and meshes out of what loss_fn, init_fn and tx refer to (a function of "
+            "the mesh is zero.MeshLoss(make)), or define them in a module, so that they are imported there"
+        ) from error
     return file.getvalue()
 
 

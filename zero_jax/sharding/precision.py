@@ -160,13 +160,13 @@ def resolve_precision(precision: str | Precision) -> Precision:
     """
     if isinstance(precision, Precision):
         return precision
-    precision = precision_name(precision) or ""
-    if precision not in _NAMED:
+    name = precision_name(precision)
+    if name is None or name not in _NAMED:
         hint = did_you_mean(precision, _NAMED)
         raise ValueError(
             f"unknown precision {precision!r}: {hint}choose one of {', '.join(_NAMED)} or a zero.Precision"
         )
-    return _NAMED[precision]
+    return _NAMED[name]
 
 
 def explain_float16(error: Exception, *, platform: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
 
 # The groups of the train state that each stage shards over `data` (paper section 5: P_os, P_os+g, P_os+g+p). The paper
@@ -35,6 +36,6 @@ def sharded_groups(stage: int) -> frozenset[str]:
     Raises:
       ValueError: there is no such stage.
     """
-    if isinstance(stage, bool) or not isinstance(stage, int) or stage not in _SHARDED_GROUPS:
+    if isinstance(stage, bool) or not isinstance(stage, numbers.Integral) or stage not in _SHARDED_GROUPS:
         raise ValueError(f"unknown ZeRO stage {repr(stage)[:60]}: choose one of {', '.join(map(str, _SHARDED_GROUPS))}")
-    return _SHARDED_GROUPS[stage]
+    return _SHARDED_GROUPS[int(stage)]

@@ -433,6 +433,17 @@ def test_layers_send_little_more_than_adamw(stage, fields, most):
     assert moved_matrices(compiled) == (0, set()) and not measured.findings
 
 
+def test_gradients_of_stages_that_move_to_layers_are_estimated():
+    """Of a device's layers in a stage, in shards over `data`, three quarters of each; beside what adamw sends."""
+    mesh, config = zero.make_mesh(pipe=2), zero.ZeroConfig(stage=2, num_microbatches=2, precision="fp32")
+    sent = []
+    for tx in (muon(), optax.adamw(1e-2)):
+        state = zero.abstract_state(init_eight, tx, mesh=mesh, config=config)
+        sent.append(zero.comms.estimate(state, mesh=mesh, config=config, tx=tx).sent_bytes)
+    of_stage = 4 * (2 * WIDTH * WIDTH + 2 * WIDTH * 128)
+    assert sent[0] - sent[1] == 4 * of_stage / 4 * 3 / 4
+
+
 @pytest.mark.slow
 @pytest.mark.tpu_compiler
 def test_matrices_of_one_shape_that_are_cut_along_different_dims():

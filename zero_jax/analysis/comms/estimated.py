@@ -242,7 +242,8 @@ class _LeafTraffic:
         if placement.num_stages > 1:  # the layers of a stage are used in every tick, all else once
             runs = self.schedule.num_runs(placement.num_stages, config.num_microbatches)
             self.k = runs if leaf.pipe else 1
-            self.leaf = leaf = dataclasses.replace(leaf, dims=without(leaf.dims, leaf.pipe))
+            dims, of_update = (x and without(x, leaf.pipe) for x in (leaf.dims, leaf.update_dims))
+            self.leaf = leaf = dataclasses.replace(leaf, dims=dims, update_dims=of_update)
         other_axes = [axis for dim in leaf.dims for axis in dim if axis not in placement.axes.data]
         self.num_elements = math.prod(leaf.shape) // axis_size(self.mesh, (*other_axes, *self.pipe))
         precision = placement.precision
@@ -280,7 +281,7 @@ class _LeafTraffic:
     def layer_rows(self, *, has_grad: bool) -> Iterator[EstimateRow]:
         """Yields what moves between the shards of a param and those of its master param along the layers."""
         placement, dims, to = self.placement, self.leaf.dims, self.leaf.update_dims
-        elements = self.num_elements / axis_size(self.mesh, [x for x in self.on_data(dims) if x not in self.pipe])
+        elements = self.num_elements / axis_size(self.mesh, self.on_data(dims))
         steps = [dims, *steps_by_dim(dims, 0, to[0])] if to else []
         moved = [self.on_data((new[0][len(old[0]) :],)) for old, new in itertools.pairwise(steps)]
         moves = [(axes, elements * (1 - 1 / axis_size(self.mesh, axes))) for axes in moved]

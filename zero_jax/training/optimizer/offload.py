@@ -56,7 +56,7 @@ class Offload:
     window_bytes: int = 1 << 26
 
     def __post_init__(self) -> None:
-        check_fields(self, lowest={"fraction": 0, "window_bytes": 1}, highest={"fraction": 1})
+        check_fields(self, lowest={"fraction": 0, "window_bytes": 1}, highest={"fraction": 1}, prefix="offload: ")
         patterns = [] if self.paths is None else self.paths
         is_list = isinstance(patterns, Sequence) and not isinstance(patterns, str)
         if not is_list or not all(isinstance(pattern, str) for pattern in patterns):

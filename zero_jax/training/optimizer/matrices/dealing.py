@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from zero_jax.program.evaluation import evaluate
 from zero_jax.program.jaxprs import bind, is_literal, open_jaxpr
-from zero_jax.program.subcalls import Subcall
+from zero_jax.program.subcalls import Subcall, subcall
 from zero_jax.program.walk import Walk
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, carries, named, num_shards, steps_by_dim, without
@@ -297,9 +297,10 @@ class _Resized(Walk[None]):
 
         A loop over matrices is one `jax.vmap` of its body: XLA runs an iteration of a loop on all devices.
         """
-        if self.maps(eqn):
-            num_consts, (body, consts) = eqn.params["num_consts"], open_jaxpr(eqn.params["jaxpr"])
-            in_axes = [None if i < num_consts else 0 for i in range(len(values))]
+        sub = subcall(eqn)
+        if sub is not None and self.maps(eqn):
+            body, consts = open_jaxpr(sub.jaxpr)
+            in_axes = [None if i < sub.num_consts else 0 for i in range(len(values))]
             return jax.vmap(lambda *args: evaluate(body, consts, args), in_axes)(*values)
         name = next((name for name, primitive in SIZES.items() if eqn.primitive.name == primitive), None)
         at = self.stacks.get(eqn.outvars[0])

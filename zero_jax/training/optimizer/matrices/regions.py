@@ -144,7 +144,8 @@ def is_barrier(eqn: Any) -> bool:
 
 def is_map(eqn: Any) -> bool:
     """Tells whether an equation is a loop without a carry: `jax.lax.map`, by which matrices go one after another."""
-    return eqn.primitive.name == "scan" and not eqn.params["num_carry"]
+    sub = subcall(eqn)
+    return sub is not None and sub.kind == "scan" and not sub.num_carry
 
 
 def is_large(atom: Any) -> bool:
@@ -313,8 +314,11 @@ class _Stacks(Pass[Any]):
         return second if first in (second, _ANY) else _MIXED
 
     def equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        if is_map(eqn) and set(operands[eqn.params["num_consts"] :]) == {0}:
-            return [0 if not any(operands[: eqn.params["num_consts"]]) else _MIXED] * len(eqn.outvars)
+        sub = subcall(eqn)
+        if sub is not None and is_map(eqn):
+            consts, _, stacks = sub.split(operands)
+            if set(stacks) == {0} and all(place is None for place in consts):
+                return [0] * len(eqn.outvars)
         if eqn.primitive.name == "cond":  # the index of a branch is no map along a stack: it is one for all matrices
             operands = [_ANY if operands[0] is None else _MIXED, *operands[1:]]
         return super().equation(eqn, operands)

@@ -131,6 +131,23 @@ def test_every_entry_is_that_of_the_batch_or_is_left_out(stage, mesh, fields):
     np.testing.assert_allclose(metrics.loss, loss, rtol=1e-5)
 
 
+@SLOW
+def test_aux_of_devices_that_have_nothing_by_a_weight_that_is_named():
+    """Such a device takes the gradient of another part, and has aux of its own."""
+
+    def loss_fn(params, batch):
+        errors = jnp.square(reference.predict(params, batch["tokens"]) - batch["targets"]).mean(-1)
+        mean = (errors * batch["mask"]).sum() / batch["mask"].sum()
+        return mean, {"weight": (2 * batch["mask"]).sum(), "mean": mean}
+
+    batch = batch_of()
+    batch["mask"][:4] = 0
+    fields = {"num_microbatches": 2, "quantize": quantized(), "loss_weight": "weight"}
+    _, (metrics,) = reference.run_zero(loss_fn, optax.sgd(0.1), [batch], mesh=mesh_of("4"), stage=3, **fields)
+    loss, aux = jax.jit(loss_fn)(reference.host_params(), batch)
+    assert_close((metrics.loss, metrics.aux), (loss, aux), tolerance=1e-5)
+
+
 def drawing_loss(params, batch, key, *, model_state):
     """Aux that is drawn, or read from model state that the loss changes, though the loss is made of neither."""
     keys = jax.random.split(key)

@@ -310,7 +310,7 @@ def _of_microbatch(
     each = jax.tree.map(lambda x: 0 if x.ndim else None, parts)
     keys = jax.random.split(key, n)
     over_devices = functools.partial(jax.vmap, spmd_axis_name=batch_axes, axis_size=n)
-    weights, shares = None, jnp.ones(n)
+    own_parts, weights, shares = parts, None, jnp.ones(n)
     if weigh is not None:
         weights = over_devices(weigh, in_axes=(each, 0))(parts, keys)
         # A part that weighs nothing may have a loss of 0 / 0: its device takes the heaviest part, for no share.
@@ -322,6 +322,9 @@ def _of_microbatch(
     (_, (losses, auxes, own)), sums = over_devices(share_of_loss, in_axes=in_axes, out_axes=out_axes)(
         params, parts, keys, shares
     )
+    if weigh is not None:  # those of the parts as they are
+        aux_of = lambda part, key: loss_fn(params, model_state, part, key)[1][0]  # noqa: E731
+        auxes = over_devices(aux_of, in_axes=(each, 0))(own_parts, keys)
     auxes = jax.tree.map(lambda x: x[None], auxes)
     aux = accumulator.aux.combine(auxes, accumulator.joined, lead=2)
     grads = [(x.astype(wide(x.dtype)) / n).astype(x.dtype) for x in sums]

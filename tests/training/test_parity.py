@@ -466,3 +466,28 @@ def test_leaves_without_elements(stage, axes):
     expected, _, losses = run_plain(lambda *args: loss(*args)[0], optax.sgd(0.1), [batch], params=params)
     assert_close((state.params, metrics.loss), (expected, losses[0]), tolerance=1e-5)
     assert_close(metrics.aux, loss(params, batch)[1], tolerance=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("stage", "mesh_sizes", "config"),
+    [
+        (3, {}, {}),
+        (3, {}, {"remat": "full", "num_microbatches": 2}),
+        (1, {"pipe": 2}, {"num_microbatches": 2}),
+        (1, {"pipe": 2}, {"num_microbatches": 2, "pipeline": "1f1b"}),
+    ],
+)
+def test_no_tracer_outlives_its_trace(stage, mesh_sizes, config):
+    """`jax.checking_leaks` is how users look for tracers that they kept: a step keeps none of its own."""
+
+    def loss_fn(params, x):
+        layer = lambda x, p: (x + jnp.tanh(x @ p["w"] + p["bias"]), None)  # noqa: E731
+        return jnp.square(jax.lax.scan(layer, x, params)[0]).mean()
+
+    mesh, config = zero.make_mesh(**mesh_sizes), reference.make_config(stage=stage, **config)
+    init_fn = lambda key: {"w": jax.random.normal(key, (4, 16, 16)), "bias": jnp.zeros((4, 16))}  # noqa: E731
+    state = zero.init_state(init_fn, optax.adam(1e-2), jax.random.key(0), mesh=mesh, config=config)
+    step = zero.make_train_step(loss_fn, optax.adam(1e-2), mesh=mesh, config=config)
+    batch = zero.shard_batch(np.ones((32, 16), np.float32), mesh=mesh)
+    with jax.checking_leaks():
+        step.lower(state, batch)

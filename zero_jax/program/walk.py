@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, Self, TypeVar
 
@@ -51,6 +52,13 @@ class Packed:
         each = [arrays_of(value) for value in self.values]
         self.places = [[numbers.setdefault(id(array), len(numbers)) for array in arrays] for arrays in each]
         self.arrays = list({id(array): array for arrays in each for array in arrays}.values())
+
+    def without_arrays(self) -> Packed:
+        """Returns it for a function that is kept: tracers in one of those would outlive the trace that they are of."""
+        bare = copy.copy(self)
+        bare.arrays = []
+        bare.values = [x.with_arrays([None] * len(x.arrays)) if isinstance(x, Deferred) else None for x in self.values]
+        return bare
 
     def pairs(self, arrays: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
         """Returns the values, each with those of other arrays that are in place of its own."""

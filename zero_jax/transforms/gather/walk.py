@@ -211,8 +211,10 @@ class GatherWalk(Walk[GatherFrame]):
         else:
             own = None
 
+        kept = packed.without_arrays()
+
         def region(*arrays: Any) -> list[Any]:
-            inputs = packed.values_of(arrays)
+            inputs = kept.values_of(arrays)
             made = [self.whole(value, pin=pin) for value in inputs]
             if not weights:
                 return evaluate(made, self.bind)
@@ -241,6 +243,7 @@ class GatherWalk(Walk[GatherFrame]):
     def derive(self, eqn: Any, values: Sequence[Any], out_dims: Dims | None) -> list[Lazy | Value]:
         """Makes the results of an equation on params alone lazy: on shards if `out_dims`, else on gathered params."""
         packed = Packed(values)
+        roots, packed = tuple(packed.arrays), packed.without_arrays()
         lazy = [value for value in values if isinstance(value, Lazy)]
         cast = pending(eqn, values)[1] if out_dims is not None else None
         pin = has_wrong_gradient(eqn)
@@ -272,7 +275,7 @@ class GatherWalk(Walk[GatherFrame]):
         all_whole = all(value.dims is not None and not value.is_shard for value in lazy)
         made = [
             Lazy(
-                roots=tuple(packed.arrays),
+                roots=roots,
                 build=functools.partial(build, i),
                 aval=var.aval if cast is None else var.aval.update(dtype=lazy[0].aval.dtype),
                 path=path,
@@ -336,6 +339,7 @@ class GatherWalk(Walk[GatherFrame]):
     def shared(self, jaxpr: Any, packed: Packed, **options: Any) -> SharedRegion:
         """Returns a `jax.checkpoint` of a walk over a jaxpr."""
         params_only: list[bool] = []
+        packed = packed.without_arrays()
 
         def call(*arrays: Any) -> list[Any]:
             outs = self.run(jaxpr, packed.values_of(arrays), GatherFrame(regather=False, prevent_cse=False))

@@ -42,11 +42,10 @@ def layer_of_microbatch(layer: Any, compared: tuple[Any, Any], axes: Axes) -> An
     _check(layer)
     own, (draws, run_draws) = {id(eqn) for eqn in _of_examples(*compared)}, map(_draws, (compared[1], layer))
     assert len(draws) == len(run_draws)
-    walk = _Layer({id(eqn) for eqn, like in zip(run_draws, draws, strict=True) if id(like) in own}, axes)
+    own = {id(eqn) for eqn, like in zip(run_draws, draws, strict=True) if id(like) in own}
 
     def run(number: jax.Array, *operands: Any) -> list[Any]:
-        walk.number = number
-        return walk.run(layer, operands, None)
+        return _Layer(own, axes, number).run(layer, operands, None)
 
     avals = [jax.ShapeDtypeStruct((), jnp.int32), *(var.aval for var in open_jaxpr(layer)[0].invars)]
     return trace_flat(run, avals)
@@ -96,14 +95,14 @@ class _Layer(Rewriting):
     Args:
       own: the `id`s of what draws random numbers of its examples.
       axes: the roles of the mesh's axes.
+      number: of the microbatch.
     """
 
     entered = _ENTERED
 
-    def __init__(self, own: set[int], axes: Axes):
+    def __init__(self, own: set[int], axes: Axes, number: jax.Array):
         super().__init__()
-        self.own, self.axes = own, axes
-        self.number: Any = None  # of the microbatch
+        self.own, self.axes, self.number = own, axes, number
 
     def changes(self, eqn: Any) -> bool:
         return id(eqn) in self.own or _is_over(eqn, self.axes.pipe)

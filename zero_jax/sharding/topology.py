@@ -93,13 +93,13 @@ def _gpu(name: str, *figures: Any, memory_bytes: int, **rest: Any) -> Hardware:
     return _hardware(name, *figures, product_share=0.72, memory_share=0.88, **rest)
 
 
-# Usable memory: "available HBM" of the TPU compiler's own out-of-memory errors (libtpu 0.0.42). Speeds: Google's
-# system architecture pages; links per direction: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter
-# 2. GPU memory and bandwidth: XLA's target configurations; FLOPs and NVLink: NVIDIA's data sheets; a NIC of 400 Gb/s
-# a GPU (A100: 200). The shares of GPUs and 78% of PCIe x 16 are what an H100 reached for seconds on end, products of
-# bf16 (640 to 735 TFLOP/s), copies on the device (2.9 TB/s) and to its host (45 to 55 GB/s). Between a TPU and its
-# host 12 GB/s are assumed, below PCIe 3.0 x 16. Host memory: Google's machine types (ct5p-hightpu-4t has 448 GB for 4
-# chips, a3-highgpu-8g 1,872 GB for 8 GPUs), where it was looked up.
+# Usable memory: "available HBM" of the TPU compiler's own out-of-memory errors (libtpu 0.0.42). Speeds: Google's system
+# architecture pages; links per direction: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter 2. GPU
+# memory and bandwidth: XLA's target configurations; FLOPs and NVLink: NVIDIA's data sheets; a NIC of 400 Gb/s a GPU
+# (A100: 200). The shares of GPUs and 78% of PCIe x 16 are what an H100 reached for seconds on end, products of bf16
+# (640 to 735 TFLOP/s), copies on the device (2.9 TB/s) and to its host (45 to 55 GB/s). A TPU and its host have PCIe of
+# 15 GB/s, v6e of 32 (the same chapter), of which 78% are taken to be reached, too. Host memory: Google's machine types
+# (ct5p-hightpu-4t has 448 GB for 4 chips, a3-highgpu-8g 1,872 GB for 8 GPUs), where it was looked up.
 _TPUS = (
     _tpu("v3", "TPU v3", 61.5, (450, 50, 3.1, 12), gib=15.48, ghz=0.94, host_memory_bytes=8.5e10, wraps_at=16,
          example="v3:4x4"),
@@ -109,7 +109,7 @@ _TPUS = (
          example="v5e:4x4"),
     _tpu("v5p", "TPU v5", 459, (2765, 90, 6.25, 12), gib=95.74, ghz=1.75, host_memory_bytes=1.12e11, wraps_at="cubes",
          example="v5p:2x2x4"),
-    _tpu("v6e", "TPU v6 lite", 918, (1640, 90, 12.5, 12), gib=31.25, ghz=1.75, host_memory_bytes=1.76e11, wraps_at=16,
+    _tpu("v6e", "TPU v6 lite", 918, (1640, 90, 12.5, 25), gib=31.25, ghz=1.75, host_memory_bytes=1.76e11, wraps_at=16,
          example="v6e:4x4"),
     _tpu("tpu7x", "TPU7x", 1153, (3690, 90, 6.25, 12), gib=94.75, ghz=2.2, wraps_at="cubes", example="tpu7x:2x2x2"),
 )  # fmt: skip

@@ -346,10 +346,15 @@ KERNEL_SECONDS = 3e-6
 # published).
 KERNEL_SHARES = {"pallas": 0.7, "cudnn attention": 0.47, "cudnn attention backward": 0.355}
 
-# The share of a move to the host that the forward pass waits for. XLA:TPU ends it when a link of about 75 GB/s would
-# have: 3.6 of the 22.4 ms that 268 MB take at the 12 GB/s of the hardware table (a layer of llama-3.1-8b on v6e, of
-# 27.5 ms). The move back is begun early enough.
-WAITED_SHARE = 0.85
+# The link to the host that XLA:TPU plans with: it ends a move of the forward pass when such a link would have, 3.6 ms
+# after it began 268 MB (a layer of llama-3.1-8b on v6e, of 27.5 ms). The move back is begun early enough.
+_PLANNED_HOST_BYTES_PER_SECOND = 75e9
+
+
+def waited_seconds(moved: float, num_bytes: float) -> float:
+    """Returns what the forward pass on a TPU waits for bytes that move to the host in so many seconds."""
+    return max(moved - num_bytes / _PLANNED_HOST_BYTES_PER_SECOND, 0.0)
+
 
 # The share of computation that can overlap with collectives of the same duration: 0.49 of gpt-7b's on v6e:16x16.
 _HIDING = 0.5
@@ -463,8 +468,9 @@ class Roofline:
     def with_host_seconds(self, seconds: float, num_bytes: float) -> float:
         """Returns the seconds of a step that also moves residuals to the host and back: it waits for part of that."""
         moved = num_bytes / self.hardware.host_bytes_per_second
-        share = 2 if self.hardware.platform == "cuda" else WAITED_SHARE  # nothing runs beside the copies of a GPU
-        return max(seconds + share * moved, 2 * moved)
+        # Nothing runs beside the copies of a GPU.
+        waited = 2 * moved if self.hardware.platform == "cuda" else waited_seconds(moved, num_bytes)
+        return max(seconds + waited, 2 * moved)
 
     def exposed_seconds(self, comms: float, compute: float) -> float:
         """Returns the seconds that computation waits for collectives over `data`."""

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.sharding.topology import hardware_of
-from zero_jax.transforms.kernels import WAITED_SHARE
+from zero_jax.transforms.kernels import waited_seconds
 from zero_jax.transforms.remat.costs import BlockCosts
 from zero_jax.transforms.remat.labels import INPUT
 from zero_jax.transforms.remat.policies import Remat
@@ -52,7 +52,7 @@ class ValueRow:
     @property
     def waited_seconds(self) -> float:
         """Of `host_seconds`, those that blocks wait."""
-        return WAITED_SHARE * self.host_seconds
+        return waited_seconds(self.host_seconds, self.num_bytes)
 
     @property
     def saved_seconds(self) -> float:

@@ -603,3 +603,5 @@ def test_leaves_of_a_batch_have_the_leading_dims_of_the_first_one(config):
     other = dataclasses.replace(config, name="other")
     with pytest.raises(ValueError, match="leaf 'edges' of step 3 has 14 examples, and that of the first batch 12"):
         train(other, [graph(0), graph(1), graph(2, num_edges=14)])
+    with pytest.raises(ValueError, match="the batch of step 2 has no leaf 'edges' with examples, as the first batch"):
+        train(dataclasses.replace(config, name="third"), [graph(0), batch_of(1)])

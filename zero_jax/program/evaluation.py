@@ -7,7 +7,15 @@ from typing import Any
 
 import jax
 
-from zero_jax.program.jaxprs import bind, is_literal, open_jaxpr, source_context, source_within, with_results
+from zero_jax.program.jaxprs import (
+    bind,
+    is_literal,
+    new_variable,
+    open_jaxpr,
+    source_context,
+    source_within,
+    with_results,
+)
 from zero_jax.program.subcalls import subcall
 
 Equation = Callable[[Any, list[Any]], Sequence[Any]]
@@ -92,7 +100,7 @@ def _written_out(jaxpr: Any, kinds: Collection[str]) -> tuple[list[Any], list[An
             elif not around:
                 eqns.append(eqn.replace(invars=invars))
             else:
-                made = [type(var)(var.aval) for var in eqn.outvars]
+                made = [*map(new_variable, eqn.outvars)]
                 atoms.update(zip(eqn.outvars, made, strict=True))
                 eqns.append(eqn.replace(invars=invars, outvars=made, source_info=source_within(eqn, around)))
 

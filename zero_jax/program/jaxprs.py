@@ -116,6 +116,11 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, jex_core.Literal)
 
 
+def new_variable(var: Any) -> Any:
+    """Returns another variable of the same type."""
+    return type(var)(var.aval)
+
+
 def variables(eqn: JaxprEqn) -> list[Any]:
     """Returns the inputs of an equation that are variables, not literals."""
     return [atom for atom in eqn.invars if not isinstance(atom, jex_core.Literal)]

@@ -127,7 +127,7 @@ class _OnPart:
 
     def __init__(self, trace: CountedTrace, how: LossOnParts):
         self.trace, self.how, opened = trace, how, trace.opened
-        self.env = {trace.counts[i]: _like(trace.counts[i]) for i in how.counts}
+        self.env = {trace.counts[i]: jaxprs.new_variable(trace.counts[i]) for i in how.counts}
         batch = opened.invars[: trace.num_batch]
         self.invars = [*batch, *(self.env[trace.counts[i]] for i in how.counts), *opened.invars[trace.num_batch :]]
         self.numbers, self.eqns = dict(trace.numbers), list[Any]()
@@ -147,7 +147,7 @@ class _OnPart:
         invars = [self.of_batch(x) for x in eqn.invars]
         for i, power in shared:
             invars[i] = self.scaled(invars[i], power)
-        made = [_like(var) for var in eqn.outvars]
+        made = [jaxprs.new_variable(var) for var in eqn.outvars]
         self.eqns.append(eqn.replace(invars=invars, outvars=made))
         for old, new in zip(eqn.outvars, made, strict=True):
             self.env.setdefault(old, new)
@@ -162,7 +162,7 @@ class _OnPart:
         made = jax.make_jaxpr(lambda x: x * np.asarray(scale, x.dtype))(atom.aval).jaxpr
         known = {made.invars[0]: atom}
         for eqn in made.eqns:
-            known.update((var, _like(var)) for var in eqn.outvars)
+            known.update((var, jaxprs.new_variable(var)) for var in eqn.outvars)
             invars = [x if jaxprs.is_literal(x) else known[x] for x in eqn.invars]
             self.eqns.append(eqn.replace(invars=invars, outvars=[known[var] for var in eqn.outvars]))
         return known[made.outvars[0]]
@@ -174,11 +174,6 @@ class _OnPart:
     def closed(self, atoms: Sequence[Any]) -> Any:
         """Returns the closed jaxpr of some results."""
         return jaxprs.alone(self.trace.closed, atoms, invars=self.invars, eqns=self.eqns)
-
-
-def _like(var: Any) -> Any:
-    """Returns a new variable of the same type."""
-    return type(var)(var.aval)
 
 
 class CountedProgram(LossProgram):

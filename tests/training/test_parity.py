@@ -168,14 +168,14 @@ def first_aux():
     ("stage", "mesh", "num_microbatches", "loss_weight"),
     [
         (1, "replica", 2, "num_tokens"),
-        (3, "4", 4, "auto"),
+        pytest.param(3, "4", 4, "auto", marks=pytest.mark.slow),
         pytest.param(2, "staged24", 2, "auto", marks=pytest.mark.slow),
         pytest.param(0, "8", 1, "auto", marks=pytest.mark.slow),
         pytest.param(0, "8", 2, "num_tokens", marks=pytest.mark.slow),
         pytest.param(1, "4", 4, "auto", marks=pytest.mark.slow),
         pytest.param(1, "staged222", 2, "auto", marks=pytest.mark.slow),
         pytest.param(2, "8", 3, "num_tokens", marks=pytest.mark.slow),
-        pytest.param(3, "replica", 2, "auto", marks=pytest.mark.slow),
+        (3, "replica", 2, "auto"),
     ],
 )
 def test_microbatches_with_uneven_weights_equal_one_batch(stage, mesh, num_microbatches, loss_weight):

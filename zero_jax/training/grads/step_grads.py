@@ -142,15 +142,19 @@ class _ScaledLoss:
         pairs = zip(self.leaves, self.has_grad, strict=True)
         return [None if flag or isinstance(x, HostParam) else x for x, flag in pairs]
 
-    def value(self, loss_fn: Callable[..., Any], *inputs: Any) -> tuple[jax.Array, Any]:
-        """Returns the scaled value of a placed loss function, and what belongs to it."""
-        free, model_state, batch, key, frozen = inputs
+    def variables(self, free: Sequence[Any], model_state: PyTree, frozen: Sequence[Any]) -> PyTree:
+        """Returns the first argument of the loss, made of what belongs to it in `GradInputs`."""
         remaining = iter(free)
         params = [
             with_gradient(x, next(remaining)) if flag else x if frozen_x is None else frozen_x
             for x, frozen_x, flag in zip(self.leaves, frozen, self.has_grad, strict=True)
         ]
-        variables = joined(self.tree.unflatten(params), merge(self.host_state, model_state))
+        return joined(self.tree.unflatten(params), merge(self.host_state, model_state))
+
+    def value(self, loss_fn: Callable[..., Any], *inputs: Any) -> tuple[jax.Array, Any]:
+        """Returns the scaled value of a placed loss function, and what belongs to it."""
+        free, model_state, batch, key, frozen = inputs
+        variables = self.variables(free, model_state, frozen)
         loss, (aux, new_state, *weights) = loss_fn(variables, batch, key)
         pinned = pinned_model_state(new_state, self.placement.model_state_shardings(), self.host_state)
         loss = loss.astype(wide(loss.dtype)) * self.scale
@@ -218,8 +222,12 @@ class _Sums(NamedTuple):
         if not on_parts.counts:
             return []
 
-        def count(params: list[jax.Array], model_state: PyTree, batch: PyTree, key: jax.Array, *frozen: Any) -> Any:
-            counts = self.judged.program.counts(self.arguments[0], batch, key)
+        def count(_: Any, model_state: PyTree, batch: PyTree, key: jax.Array, variables: Any = None) -> Any:
+            known = self.arguments[0]
+            if variables is not None:  # a `jax.shard_map` has params of its own mesh
+                free, frozen = variables
+                known = used_shapes(self.scaled.variables(free, model_state, frozen))
+            counts = self.judged.program.counts(known, batch, key)
             return jnp.zeros(()), (counts, model_state, None)
 
         sums = {str(i): Combination(kind=Kind.SUM, power=power) for i, power in on_parts.counts.items()}
@@ -230,7 +238,8 @@ class _Sums(NamedTuple):
             if plan.at_use
             else lambda *inputs: (count(*inputs), [])
         )
-        ((_, (counts, _)), _, _) = counter.accumulate(grad_fn, inputs._replace(params=[]))
+        inputs = inputs._replace(params=[], frozen=(inputs.params, inputs.frozen))
+        ((_, (counts, _)), _, _) = counter.accumulate(grad_fn, inputs)
         return counts
 
     def grad_fn(self, accumulator: Accumulator) -> GradFn:

@@ -281,6 +281,7 @@ class StepEstimate:
         self.num_shards = setting.data * setting.pipe * self.num_params / num_params
         self.schedule = resolve_schedule(setting.pipeline)
         self.num_runs = self.schedule.num_runs(setting.pipe, self.k)
+        self.num_ticks = self.schedule.num_ticks(setting.pipe, self.k)
         self.num_parts = setting.replica * setting.data * model.batch_size / setting.batch_size
         slices = model.topology.num_slices
         copies = slices // math.gcd(slices, setting.replica) if setting.secondary else 1
@@ -386,8 +387,7 @@ class StepEstimate:
         if self.schedule.is_interleaved:
             kept = (2 * setting.pipe - 1) * self.sent_per_run + residuals
         else:
-            num_ticks = self.num_runs * self.schedule.num_groups
-            kept = (num_ticks * self.sent_per_run if self.recomputes else self.num_runs * residuals) + residuals
+            kept = (self.num_ticks * self.sent_per_run if self.recomputes else self.num_runs * residuals) + residuals
         # Before and behind the layers is a microbatch in each stage, or the batch over all of them.
         others = (traced.peak_bytes - traced.residuals.device_bytes) / num_parts
         return kept + others * (1 if self.schedule.is_interleaved else self.k / setting.pipe)
@@ -456,8 +456,7 @@ class StepEstimate:
         if self.setting.pipe == 1:
             return 0.0
         pipe = setting_config(self.model.job.config, self.setting).axes_of(self.links.mesh).pipe
-        num_ticks = self.num_runs * self.schedule.num_groups
-        return 2 * num_ticks * self.links.send_seconds(self.sent_per_run, pipe)
+        return 2 * self.num_ticks * self.links.send_seconds(self.sent_per_run, pipe)
 
     @property
     def update_bytes(self) -> float:

@@ -270,9 +270,9 @@ class Search:
             is_last_try = len(compiled) == max_compiles - 1 and bool(compiled) and all(x.reason for x in compiled)
             plains = [x for x in waiting if needs_control and not is_last_try and self.is_plain(x.setting)]
             plain = min(plains, key=lambda entry: entry.setting.num_microbatches, default=None)  # the fastest of these
-            spare = (
-                0.0 if not is_last_try else _LAST_SPARE if any(x.outcome and x.outcome.bytes for x in compiled) else 1.0
-            )
+            spare = 0.0
+            if is_last_try:
+                spare = _LAST_SPARE if any(x.outcome and x.outcome.bytes for x in compiled) else 1.0
             limit = self.capacity_bytes * (1 - spare)
             likely = [entry for entry in waiting if _likely_bytes(entry, compiled) <= limit]
             likely = likely or [min(waiting, key=lambda entry: entry.bytes)]

@@ -337,5 +337,5 @@ def _of_microbatch(
     auxes = jax.tree.map(lambda x: x[None], auxes)
     aux = accumulator.aux.combine(auxes, accumulator.joined, lead=2)
     grads = [(x.astype(wide(x.dtype)) / n).astype(x.dtype) for x in sums]
-    weight = own.sum() if weights is None and own is not None else weights if weights is None else weights.sum()
-    return (mean(losses, weights), (aux, model_state, weight)), grads
+    weight = own if weights is None else weights
+    return (mean(losses, weights), (aux, model_state, None if weight is None else weight.sum())), grads

@@ -22,6 +22,7 @@ from zero_jax.program.subcalls import equations, scan_of, subcall
 from zero_jax.sharding.mesh import Axes
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.pipeline.body import CannotCut, layer_of_microbatch
+from zero_jax.transforms.pipeline.schedule import Schedule
 from zero_jax.transforms.separability import operations
 
 # A scan over layers as stages: of the operands and results of the scan. What evaluates a program runs it by
@@ -96,7 +97,7 @@ class LayerLoop:
     @property
     def num_ticks(self) -> int:
         """The ticks of a pass, in each of which all stages run a group: those of a stage, and of those before it."""
-        return self.num_microbatches * self.num_groups + self.num_stages - 1
+        return Schedule(num_groups=self.num_groups).num_ticks(self.num_stages, self.num_microbatches)
 
     @property
     def group_size(self) -> int:

@@ -152,6 +152,7 @@ def test_a_command_that_installs_names_the_python_that_is_not_activated(monkeypa
     assert pip_install("zero-jax[train]") == 'uv pip install --python .venv/bin/python "zero-jax[train]"'
 
 
+@pytest.mark.slow
 def test_the_command_takes_the_zero_jax_that_is_installed():
     """A checkout too: without an index it finds all that is there already."""
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "zero-jax[train,plan,plot]"]
@@ -159,6 +160,7 @@ def test_the_command_takes_the_zero_jax_that_is_installed():
     assert done.returncode == 0 and "Would install" not in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_jax_that_is_newer_than_tested_is_warned_of_once():
     assert jax.__version_info__[:2] <= NEWEST_JAX, "run all tests on this JAX, then raise NEWEST_JAX"
     told = run(

@@ -117,6 +117,7 @@ def sent_by_step(implementation, **options):
     return sent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"stage": 1, "pipeline": "1f1b"}, {"stage": 3, "pipeline": "gpipe"}], ids=str)
 def test_the_kernel_takes_examples_from_the_devices_of_a_pipeline_that_have_them(options):
     assert sent_by_step("splash", **options) == sent_by_step("xla", **options)

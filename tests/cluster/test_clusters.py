@@ -194,6 +194,7 @@ def test_a_port_that_another_program_has_is_named(shared, monkeypatch, capsys):
         assert ended.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_come():
     address = f"127.0.0.1:{free_port()}"
     environment = {cluster.NUM_PROCESSES: "2", cluster.PROCESS_ID: "0", cluster.COORDINATOR: address}

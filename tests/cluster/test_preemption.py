@@ -132,6 +132,7 @@ sys.exit(EXIT_CODE if step < 439 else 1)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("signalled", "name", "step"),
     [

@@ -27,14 +27,16 @@ def plain_base(variables):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "dora"),
     [
         ("int8", False),
-        *(
-            pytest.param(base, dora, marks=pytest.mark.slow)
-            for base, dora in [("nf4", True), ("own", False), ("own", True), ("nf4", False), ("bfloat16", True)]
-        ),
+        ("nf4", True),
+        ("own", False),
+        ("own", True),
+        ("nf4", False),
+        ("bfloat16", True),
     ],
 )
 def test_loss_and_gradients_are_those_of_the_formula(base, dora):

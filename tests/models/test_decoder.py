@@ -61,6 +61,7 @@ def test_logits_are_those_of_transformers(name):
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, made)
 
 
+@pytest.mark.slow
 def test_the_loss_of_extra_tokens_is_that_of_transformers_logits():
     """Of the token after the next one, by the layer on top; weights and segments take out targets."""
     extra = {"num_nextn_predict_layers": 1}
@@ -157,6 +158,7 @@ def test_experts_with_room_for_all_compute_what_dense_experts_compute(config):
     assert abs(tight[0] - expected[0][0]) > 1e-6
 
 
+@pytest.mark.slow
 def test_an_expert_takes_the_first_tokens_that_chose_it():
     """Against a loop over the tokens, with fewer places than tokens."""
     random = np.random.default_rng(0)

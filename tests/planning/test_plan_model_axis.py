@@ -81,6 +81,7 @@ def test_stages_of_a_pipeline_are_estimated(capsys):
     assert found["by_axes"]["pipe"] > 0 and not found["not_counted"]
 
 
+@pytest.mark.slow
 def test_the_settings_beside_a_pipeline_are_searched(capsys):
     fixed = ("--num-layers", "2", "--pipe", "2", "--auto", "--max-compiles", "0", "--remat", "full")
     status, out, _ = run("plan", capsys, *SMALL, *fixed, "--json")

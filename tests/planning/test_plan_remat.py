@@ -127,6 +127,7 @@ def test_a_pipeline_is_refused():
         kept_values._choice(job, resolve_remat("auto"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["own", "fused"])
 def test_a_search_estimates_each_setting_with_the_values_that_it_has_memory_for(attention):
     """Less memory than all, less time than none: it is between the policies that keep nothing and everything."""

@@ -109,6 +109,7 @@ def test_adapters_are_merged_into_the_checkpoint_that_they_began_with(hub, tmp_p
     assert status == 0 and json.loads(out)["num_tensors"] == len(read(tmp_path / "c")), err
 
 
+@pytest.mark.slow
 def test_a_folder_of_the_hub_is_looked_at(hub, tmp_path, capsys):
     """On all of the text that is given: the loss is that of the logits, and the likeliest tokens are sampled."""
     mesh = zero.make_mesh(devices=jax.devices()[:1])

@@ -89,6 +89,7 @@ def test_loaded_params_train(tmp_path):
     assert abs(losses[0] - float(expected)) < 0.1 and losses[1] < losses[0]
 
 
+@pytest.mark.slow
 def test_host_memory_stays_within_the_shards_of_the_largest_param(tmp_path, monkeypatch):
     hf_config = FOLDERS["llama"] | {"vocab_size": 8192, "hidden_size": 64, "num_hidden_layers": 2}
     hf_config |= {"intermediate_size": 4096}

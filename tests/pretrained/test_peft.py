@@ -48,7 +48,11 @@ def logits(config, params):
     return jax.jit(lambda params: decoder.apply(config, params, tokens))(params)
 
 
-@pytest.mark.parametrize(("base", "name"), [(name, name) for name in peft_logits.CASES], indirect=["base"])
+@pytest.mark.parametrize(
+    ("base", "name"),
+    [pytest.param(name, name, marks=[pytest.mark.slow] * (name in ("lora", "dora"))) for name in peft_logits.CASES],
+    indirect=["base"],
+)
 def test_logits_and_files_are_those_of_peft(base, name, tmp_path):
     tensors = write_adapters(tmp_path / "adapters", name)
     loaded = loaded_of(base)

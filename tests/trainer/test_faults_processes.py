@@ -88,6 +88,7 @@ def assert_close(found, expected):
 # One process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "after"),
     [

@@ -92,6 +92,7 @@ FAST = {"stage 1"}
 DRIFTS = {"stage 1", "data, stage 1, microbatches"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_the_sum_of_applied_gradients_follows_the_exact_one(name):
     settings, sizes = CASES[name]

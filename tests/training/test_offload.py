@@ -106,7 +106,7 @@ def test_the_chunks_of_gpus_give_the_same_numbers(monkeypatch, what):
 @pytest.mark.parametrize(
     ("precision", "fields"),
     [
-        ("bf16", {}),
+        pytest.param("bf16", {}, marks=pytest.mark.slow),
         pytest.param("fp32", {}, marks=pytest.mark.slow),
         pytest.param("bf16", {"num_microbatches": 2, "remat": "full"}, marks=pytest.mark.slow),
         ("bf16-stochastic", {}),

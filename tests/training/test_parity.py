@@ -420,7 +420,9 @@ def graph_loss(params, batch):
 
 
 @pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2))])
-@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "replica": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes", [pytest.param({"data": 8}, marks=pytest.mark.slow), {"data": 4, "replica": 2}], ids=str
+)
 def test_a_batch_may_be_one_graph(stage, axes):
     def init(key):
         return {"in": jax.random.normal(key, (16, 64)) / 4, "out": jax.random.normal(key, (64, 8)) / 8}

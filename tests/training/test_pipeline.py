@@ -115,7 +115,7 @@ def check_run(row):
     return state, history
 
 
-@pytest.mark.parametrize("row", QUICK, ids=str)
+@pytest.mark.parametrize("row", [QUICK[0], *(pytest.param(row, marks=pytest.mark.slow) for row in QUICK[1:])], ids=str)
 def test_every_stage_trains_as_one_device(row):
     state, history = check_run(row)
     assert state.params["layers"]["w"].sharding.spec[0] == "pipe"
@@ -165,7 +165,7 @@ MODELS = {
     ("name", "stage", "pipeline"),
     [
         ("gpt", 3, "gpipe"),
-        ("loop", 3, "1f1b"),
+        pytest.param("loop", 3, "1f1b", marks=pytest.mark.slow),
         pytest.param("gpt", 1, "1f1b", marks=pytest.mark.slow),
         pytest.param("loop", 1, "gpipe", marks=pytest.mark.slow),
         pytest.param("loop", 3, "gpipe", marks=pytest.mark.slow),
@@ -184,7 +184,10 @@ def test_models_as_they_are(name, stage, pipeline):
     assert_close(jax.tree.leaves(made), jax.tree.leaves(grads), tolerance=FLOAT32)
 
 
-@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b", "circular:2"])
+@pytest.mark.parametrize(
+    "pipeline",
+    [pytest.param("gpipe", marks=pytest.mark.slow), "1f1b", pytest.param("circular:2", marks=pytest.mark.slow)],
+)
 def test_random_numbers_are_other_ones_in_each_layer_and_microbatch(pipeline):
     pipe, k, mesh = 4, 8, zero.make_mesh(pipe=4)
     params, batch = init_params(), make_batches(1, size=32)[0]
@@ -223,6 +226,7 @@ def test_random_numbers_are_other_ones_in_each_layer_and_microbatch(pipeline):
     assert_close((loss, grads), expected, tolerance=FLOAT32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["gpipe", "1f1b", "circular:2"])
 def test_adapters_on_a_frozen_base(pipeline):
     lora, plain = zero.Lora(rules={"layers/w": "sio"}, rank=2, base="own"), lambda *args: loss_fn(*args)[0]
@@ -244,7 +248,10 @@ def test_an_evaluation_is_of_the_whole_batch():
     assert_close((metrics.loss, metrics.aux), jax.jit(loss_fn)(init_params(), batch), tolerance=FLOAT32)
 
 
-@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b", "circular:2"])
+@pytest.mark.parametrize(
+    "pipeline",
+    [pytest.param("gpipe", marks=pytest.mark.slow), "1f1b", pytest.param("circular:2", marks=pytest.mark.slow)],
+)
 def test_values_that_no_microbatch_has_leave_no_nan(pipeline):
     """Layers that divide by zero where they run before their microbatch arrives, and a head that does between stages.
 
@@ -281,6 +288,7 @@ def test_values_that_no_microbatch_has_leave_no_nan(pipeline):
     assert_close((metrics.loss, metrics.aux), (loss, aux), tolerance=FLOAT32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["gpipe", "circular:2"])
 def test_params_are_kept_once_for_all_ticks(pipeline):
     """Of checkpointed layers whose params are large beside the activations."""
@@ -326,7 +334,14 @@ def powered(logits, batch, params):
     return jnp.sqrt(1 + jnp.square(logits).sum()) * jnp.square(params["gate"]).mean(), {}
 
 
-@pytest.mark.parametrize(("size", "end"), [(32, weighted), (16, weighted), (16, powered)])
+@pytest.mark.parametrize(
+    ("size", "end"),
+    [
+        (32, weighted),
+        pytest.param(16, weighted, marks=pytest.mark.slow),
+        pytest.param(16, powered, marks=pytest.mark.slow),
+    ],
+)
 def test_a_loss_by_microbatch_is_that_of_the_batch(size, end):
     """With the weights of the whole batch; on two examples a microbatch, and on a single one."""
     loss_fn, params, batch = ends_in(end), init_params(), make_batches(1, size=size)[0]
@@ -366,6 +381,7 @@ def test_what_is_no_sum_over_microbatches_is_refused_by_1f1b():
         lowered(loss_fn, pipeline="1f1b", precision=scaled)
 
 
+@pytest.mark.slow
 def test_a_loop_over_layers_is_rolled():
     """Layers that slice their params of stacks, share a table, add to a sum and return something on the way."""
 
@@ -386,7 +402,7 @@ def test_a_loop_over_layers_is_rolled():
     assert "their params are stacked in each step" in str(report)
 
 
-@pytest.mark.parametrize("is_forward", [True, False])
+@pytest.mark.parametrize("is_forward", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_layers_whose_derivatives_differ_are_not_equal(is_forward):
     """The same values in each layer, and gradients scaled by a number of the layer: no two layers are one scan."""
 
@@ -547,6 +563,7 @@ def test_the_report_shows_stages_what_moves_and_the_bubble():
     assert "make it with zero.make_mesh(pipe=...)" in str(without)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["gpipe", "1f1b", "circular:2"])
 def test_the_estimate_has_what_the_compiled_step_sends_between_stages(pipeline):
     mesh, config = zero.make_mesh(pipe=4), make_config(stage=1, num_microbatches=8, pipeline=pipeline)
@@ -570,6 +587,7 @@ def test_the_estimate_has_what_the_compiled_step_sends_between_stages(pipeline):
     assert (residuals.num_layers, residuals.batch_size) == ((9, 1) if pipeline == "1f1b" else (8, 2))
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_a_checkpoint_with_other_stages(tmp_path):
     batches, tx = make_batches(3), optax.adam(1e-2)
     for number, (pipe, batch) in enumerate(zip((4, 1, 2), batches, strict=True)):

@@ -117,7 +117,6 @@ CASES = {
     ),
     "masters on the host": (dict(stage=2, precision=MASTERS, offload="state"), dict(data=8), {}),
 }
-FAST = {"between four replicas, microbatches"}
 
 
 @pytest.mark.slow
@@ -130,7 +129,8 @@ def test_aux_of_examples_is_in_their_order_where_copies_of_the_params_are_mapped
     np.testing.assert_allclose(metrics.aux["per_example"], expected["per_example"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_one_device(name):
     """A gradient that is summed twice, or not at all, is off by a factor; what is not quantized is exact."""
     settings, sizes, options = CASES[name]

@@ -59,13 +59,11 @@ def largest_loss(params, batch):
     return loss_fn(params, batch), {"largest": batch["targets"].max()}
 
 
-LOSSES = [(loss_fn, 2)]
-FURTHER = [(mixing_loss, 1), (aux_loss, 1), (aux_loss, 2), (largest_loss, 2), (drawing_loss, 1)]
+LOSSES = [(loss_fn, 2), (mixing_loss, 1), (aux_loss, 1), (aux_loss, 2), (largest_loss, 2), (drawing_loss, 1)]
 
 
-@pytest.mark.parametrize(
-    ("loss", "num_microbatches"), LOSSES + [pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("loss", "num_microbatches"), LOSSES)
 def test_equals_without_it(loss, num_microbatches):
     fields = {"stage": 3, "num_microbatches": num_microbatches, "mesh": split_mesh()}
     runs = [

@@ -205,6 +205,7 @@ def test_several_runs():
     assert all(len(block.outvars) == 1 for block in blocks)
 
 
+@pytest.mark.slow
 def test_attention_is_cut_where_the_residual_stream_passes():
     batch = {name: jnp.zeros((2, TINY.seq_len), jnp.int32) for name in ("inputs", "targets")}
     for remat in (False, True):

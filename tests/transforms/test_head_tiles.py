@@ -39,6 +39,7 @@ def num_tiled(fn, *args):
     return str(jax.make_jaxpr(fn)(*args)).count("permutation=(0, 3, 1, 2, 4)")
 
 
+@pytest.mark.slow
 def test_values_and_derivatives_are_the_same():
     loss, params, h = loss_of(num_heads=2, num_keys=1, size=128, places=128)
     tiled = heads_by_tiles(loss, mesh=TPU)

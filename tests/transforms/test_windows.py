@@ -150,6 +150,7 @@ def convolutional(params, batch, place):
     return jnp.square(lax.reduce_window(h, -jnp.inf, lax.max, (1, 2, 1), (1, 2, 1), "VALID") @ params["w"] - 1).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "stage"), [("8", 1), pytest.param("replica", 3, marks=SLOW)])
 def test_within_examples_that_are_mapped_over_devices(mesh, stage):
     check(convolutional, mesh, stage=stage, num_microbatches=2)

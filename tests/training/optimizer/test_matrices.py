@@ -239,29 +239,31 @@ def on_one_device(tx, init_fn, steps=3):
     ("optimizer", "init_fn", "stage", "axes"),
     [
         ("muon", init_stacked, 1, {"offload": "state"}),
-        ("muon", init_layers, 3, {"offload": zero.Offload(what="all", window_bytes=2000)}),
-        ("muon", init_stacked, 1, {}),
-        ("muon", init_stacked, 3, {"replica": 2}),
+        pytest.param(
+            "muon", init_layers, 3, {"offload": zero.Offload(what="all", window_bytes=2000)}, marks=pytest.mark.slow
+        ),
+        pytest.param("muon", init_stacked, 1, {}, marks=pytest.mark.slow),
+        pytest.param("muon", init_stacked, 3, {"replica": 2}, marks=pytest.mark.slow),
         ("muon", init_stacked, 3, {"data_layout": (2, 2, 2)}),
         ("muon", init_layers, 3, {}),
         pytest.param("schatten", init_layers, 2, {"model": 2}, marks=pytest.mark.slow),
         pytest.param("shampoo", init_layers, 3, {}, marks=pytest.mark.slow),
-        ("settled", init_layers, 1, {}),
+        pytest.param("settled", init_layers, 1, {}, marks=pytest.mark.slow),
         pytest.param("every second step", init_layers, 3, {}, marks=pytest.mark.slow),
-        ("if finite", init_stacked, 1, {}),
+        pytest.param("if finite", init_stacked, 1, {}, marks=pytest.mark.slow),
         pytest.param("at times", init_layers, 2, {}, marks=pytest.mark.slow),
-        ("galore", init_layers, 3, {}),
+        pytest.param("galore", init_layers, 3, {}, marks=pytest.mark.slow),
         ("muon", init_uneven, 1, {}),
         pytest.param("muon", init_eight, 1, {"num_microbatches": 2}, marks=pytest.mark.slow),
-        ("muon", init_eight, 3, {"layer_shards": True, "data_layout": (2, 2, 2)}),
+        pytest.param("muon", init_eight, 3, {"layer_shards": True, "data_layout": (2, 2, 2)}, marks=pytest.mark.slow),
         pytest.param("soap", init_eight, 2, {}, marks=pytest.mark.slow),
         pytest.param("soap", init_eight, 3, {}, marks=pytest.mark.slow),
-        ("graded", init_stacked, 3, {}),
-        ("one by one", init_eight, 1, {}),
+        pytest.param("graded", init_stacked, 3, {}, marks=pytest.mark.slow),
+        pytest.param("one by one", init_eight, 1, {}, marks=pytest.mark.slow),
         pytest.param("one by one", init_stacked, 3, {}, marks=pytest.mark.slow),
         pytest.param("wrapped", init_eight, 1, {"replica": 2}, marks=pytest.mark.slow),
         pytest.param("wrapped", init_eight, 2, {"offload": "state"}, marks=pytest.mark.slow),
-        ("wrapped", init_eight, 3, {"layer_shards": True, "model": 2}),
+        pytest.param("wrapped", init_eight, 3, {"layer_shards": True, "model": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_whole_matrices_are_updated_as_on_one_device(optimizer, init_fn, stage, axes):
@@ -299,7 +301,7 @@ SLOW = pytest.mark.slow
         pytest.param(1, {"data_layout": (2, 2, 2)}, {"num_microbatches": 2, "precision": EXACT}, marks=SLOW),
         pytest.param(2, {"model": 2}, {"num_microbatches": 2, "precision": "fp16"}, marks=SLOW),
         pytest.param(2, {"replica": 2}, {"precision": "bf16-stochastic"}, marks=SLOW),
-        (3, {}, {"layer_shards": True, "remat": "full"}),
+        pytest.param(3, {}, {"layer_shards": True, "remat": "full"}, marks=SLOW),
     ],
 )
 def test_layers_are_whole_on_a_device(stage, axes, fields):
@@ -332,6 +334,7 @@ def test_layers_are_whole_on_a_device(stage, axes, fields):
         np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=rtol, atol=atol)
 
 
+@pytest.mark.slow
 def test_layers_are_restored_at_another_stage_on_fewer_devices(tmp_path):
     """Checkpoints do not know along which dims a leaf was sharded."""
     tx, few = muon(), zero.make_mesh(devices=jax.devices()[:4])
@@ -362,9 +365,9 @@ def sent_bytes(tx, init_fn, stage):
     [
         ("muon", init_stacked, 3),
         ("muon", init_layers, 3),
-        ("every second step", init_layers, 3),
-        ("at times", init_layers, 3),
-        ("one by one", init_eight, 2),
+        pytest.param("every second step", init_layers, 3, marks=SLOW),
+        pytest.param("at times", init_layers, 3, marks=SLOW),
+        pytest.param("one by one", init_eight, 2, marks=SLOW),
     ],
 )
 def test_muon_sends_two_all_to_alls_more_than_adamw(optimizer, init_fn, stage):
@@ -402,6 +405,7 @@ def estimated_matrices(estimate):
     return sum(row.total_sent_bytes for row in estimate.rows if row.dtype == "f32")
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), 3])
 def test_what_moves_is_estimated(stage):
@@ -411,6 +415,7 @@ def test_what_moves_is_estimated(stage):
     assert estimated_matrices(estimate) == moved_matrices(compiled)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("stage", "fields", "most"),
@@ -454,6 +459,7 @@ def test_matrices_of_one_shape_that_are_cut_along_different_dims():
     assert kinds == {("all-to-all", "update")}
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compiler
 def test_each_device_computes_its_share_of_the_update():
     of_muon, of_adamw = (compiled_for_tpus(name, 3)[0].cost_analysis()["flops"] for name in ("muon", "adamw"))
@@ -490,6 +496,7 @@ def test_the_report_says_where_matrices_are_computed_on():
         zero.sharding_report({"q": jnp.ones((8, 32))}, mesh=zero.make_mesh(), config=zero.ZeroConfig(), tx=muon())
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(("init_fn", "stage"), [(init_stacked, 3), pytest.param(init_eight, 2, marks=SLOW)])
 def test_the_program_for_tpus_has_the_numbers_of_one_device(init_fn, stage):

@@ -104,10 +104,12 @@ def on_one_device():
 @pytest.mark.parametrize(
     ("mesh", "fields"),
     [
-        ("4", {"stage": 1}),
+        pytest.param("4", {"stage": 1}, marks=pytest.mark.slow),
         ("staged222", {"stage": 3}),
-        ("replica", {"stage": 3}),
-        ("4", {"stage": 1, "offload": zero.Offload(what="optimizer", window_bytes=2000)}),
+        pytest.param("replica", {"stage": 3}, marks=pytest.mark.slow),
+        pytest.param(
+            "4", {"stage": 1, "offload": zero.Offload(what="optimizer", window_bytes=2000)}, marks=pytest.mark.slow
+        ),
         ("4", {"stage": 3, "offload": zero.Offload(what="all", window_bytes=2000)}),
     ],
 )
@@ -174,6 +176,7 @@ def test_a_skipped_step_and_frozen_params_stay_bit_for_bit():
     assert (after["in"] != before["in"]).any()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_repeats_bit_for_bit(tmp_path):
     mesh, tx = mesh_of("4"), adamw(jnp.bfloat16)
     config = zero.ZeroConfig(stage=3, precision=NAME, min_shard_size=1)
@@ -191,6 +194,7 @@ def test_a_resumed_run_repeats_bit_for_bit(tmp_path):
         np.testing.assert_array_equal(as_float64(a), as_float64(b))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_float32_masters_goes_on_and_back(tmp_path):
     mesh, tx = mesh_of("4"), optax.adamw(1e-3)
     state, _ = trained(mesh, tx, num_steps=2, stage=2, precision="bf16")
@@ -216,7 +220,7 @@ def test_the_average_of_params_is_of_values_before_they_are_rounded():
     np.testing.assert_allclose(average, params, rtol=2**-7)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_each_device_makes_the_bits_of_its_shard(stage):
     """On TPUs: nothing more is sent, and no array of numbers is as large as a param."""
     mesh, sent = zero.make_mesh(topology="v5p:2x2x1"), {}

@@ -224,6 +224,7 @@ class EquinoxModel(eqx.Module):
         return jax.lax.scan(lambda x, arrays: (apply(x, eqx.combine(arrays, static)), None), x, arrays)[0]
 
 
+@pytest.mark.slow
 @FEWER_FORMS
 def test_equinox(scan, remat):
     model = EquinoxModel(scan, remat, jax.random.key(0))
@@ -257,6 +258,7 @@ def test_equinox_recurrent():
 # --- Haiku -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @FEWER_FORMS
 def test_haiku(scan, remat):
     hk = pytest.importorskip("haiku", reason="pip install dm-haiku")

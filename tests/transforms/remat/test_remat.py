@@ -76,7 +76,7 @@ def test_blocks_of_every_kind_of_model_are_found(kind):
     assert report.without.device_bytes > 10 * report.kept.device_bytes, report
 
 
-@pytest.mark.parametrize("kind", ["dict scan", "dict loop own"])
+@pytest.mark.parametrize("kind", ["dict scan", pytest.param("dict loop own", marks=pytest.mark.slow)])
 def test_sharded_and_offloaded_residuals_are_a_share(kind):
     sharded, offloaded = report_of(kind, "full_sharded"), report_of(kind, "full_offloaded")
     assert sharded.kept.device_bytes == LAYERS * STREAM_BYTES // 4
@@ -93,6 +93,7 @@ def test_products_keep_more_and_attention_more_still():
     assert sharded == LAYERS * (per_layer - 2 * STREAM_BYTES * 3 / 4)
 
 
+@pytest.mark.slow
 def test_own_regions_keep_their_policy_and_only_their_residuals_move():
     for kind in ("dict scan own", "dict loop own"):
         assert report_of(kind, "own_sharded").kept.device_bytes == LAYERS * STREAM_BYTES // 4
@@ -320,6 +321,7 @@ def test_the_forward_pass_does_not_go_through_the_shards():
     assert len(gathers(both.jaxpr)) == 1
 
 
+@pytest.mark.slow
 def test_policies_compute_the_same():
     params, loss_fn, specs = model_of("dict scan own")
     policies = ("own_sharded", "dots_offloaded", "attention_sharded")

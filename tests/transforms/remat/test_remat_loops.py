@@ -174,7 +174,7 @@ LOOPS = {
     "another order": (moes, in_another_order),
     "carried beside": (moes, carried_beside),
 }
-QUICK = ("running sum", "none first", "metrics", "another order")
+QUICK = ("running sum", "another order")
 # By the kinds of the layers: what the blocks are. Layers of experts may be alike enough to dense ones to stand alone.
 PATTERNS = {"dmm": 3, "dmmmm": 5, "mdmd": 2, "dmdm": 2, "mdmdm": 3, "ddmmm": 5, "mmmd": 4}
 
@@ -324,7 +324,12 @@ TIED = {
 }
 
 
-@pytest.mark.parametrize("name", TIED)
+QUICK_TIED = ("scan", "keys", "checkpoint", "checkpoint around")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK_TIED else pytest.param(name, marks=pytest.mark.slow) for name in TIED]
+)
 def test_layers_that_share_their_weights_are_blocks(name):
     make, loss_fn, num = TIED[name]
     params, x, mesh = make(0), examples(), mesh_of("8")

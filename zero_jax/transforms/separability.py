@@ -146,21 +146,13 @@ def separability(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Found:
-    """What is known of a loss on parts of a batch.
+    """What is known of a loss on parts of a batch."""
 
-    Attributes:
-      on_parts: the counts and terms of the batch.
-      loss: the relation of the loss, made of the counts of the batch.
-      aux: those of the leaves of aux.
-      depends: whether the loss is made of counts.
-      within: whether there are counts or terms in calls, of which nothing is known.
-    """
-
-    on_parts: LossOnParts
-    loss: Relation
-    aux: Sequence[Relation]
-    depends: bool
-    within: bool
+    on_parts: LossOnParts  # the counts and terms of the batch
+    loss: Relation  # the relation of the loss, made of the counts of the batch
+    aux: Sequence[Relation]  # those of the leaves of aux
+    depends: bool  # whether the loss is made of counts
+    within: bool  # whether there are counts or terms in calls, of which nothing is known
 
     @property
     def is_known(self) -> bool:

@@ -175,23 +175,14 @@ def _traces_of(tx: Any) -> _OptimizerTraces:
 
 @dataclasses.dataclass(frozen=True)
 class TracedUpdate:
-    """The trace of an optimizer's update.
+    """The trace of an optimizer's update."""
 
-    Attributes:
-      jaxpr: the closed jaxpr: of gradients, state, params, the loss and unclipped gradients to params and state.
-      updates: the variables, or literals, of the updates in it.
-      new_state: the shapes of the state that it returns.
-      num_grads: the number of gradients.
-      calls_functions: whether it calls functions of the params, which are stand-ins here.
-      is_rewritten: whether the jaxpr is another one than JAX traces of the optimizer.
-    """
-
-    jaxpr: Any
-    updates: Sequence[Any]
-    new_state: PyTree
-    num_grads: int
-    calls_functions: bool
-    is_rewritten: bool = False
+    jaxpr: Any  # the closed jaxpr: of gradients, state, params, the loss and unclipped gradients to params and state
+    updates: Sequence[Any]  # the variables, or literals, of the updates in it
+    new_state: PyTree  # the shapes of the state that it returns
+    num_grads: int  # the number of gradients
+    calls_functions: bool  # whether it calls functions of the params, which are stand-ins here
+    is_rewritten: bool = False  # whether the jaxpr is another one than JAX traces of the optimizer
 
 
 def trace_update(tx: Any, params: PyTree, opt_state: PyTree) -> TracedUpdate:

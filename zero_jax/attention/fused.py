@@ -260,14 +260,11 @@ def _sees_a_key(query: Array, key: Array, case: Case, band: Band) -> Array | Non
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionWork:
-    """The work of one execution of a fused attention, over all devices.
+    """The work of one execution of a fused attention, over all devices."""
 
-    Attributes:
-      flops: operations of its products, for the keys that a query sees; of splash attention, in all blocks it visits.
-      summed_bytes: bytes that are moved to add the parts in which splash attention makes the queries' cotangents.
-    """
-
+    # Operations of its products, for the keys that a query sees; of splash attention, in all blocks it visits
     flops: float
+    # Bytes that are moved to add the parts in which splash attention makes the queries' cotangents
     summed_bytes: float = 0.0
 
 

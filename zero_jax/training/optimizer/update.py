@@ -40,18 +40,12 @@ class Offers(NamedTuple):
 
     The functions cost nothing unless the optimizer calls them. A stand-in replaces one that is None: the result of an
     update then has the right shapes and data dependences only.
-
-    Attributes:
-      value: the loss of the batch at these params.
-      full_grads: the gradients of the loss before clipping; None if those of the update are.
-      loss_fn: the loss of the batch as a function of such params.
-      grad_fn: its gradients, likewise.
     """
 
-    value: Any = 0.0
-    full_grads: PyTree = None
-    loss_fn: Callable[[PyTree], jax.Array] | None = None
-    grad_fn: Callable[[PyTree], PyTree] | None = None
+    value: Any = 0.0  # the loss of the batch at these params
+    full_grads: PyTree = None  # the gradients of the loss before clipping; None if those of the update are
+    loss_fn: Callable[[PyTree], jax.Array] | None = None  # the loss of the batch as a function of such params
+    grad_fn: Callable[[PyTree], PyTree] | None = None  # its gradients, likewise
 
 
 def call_update(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, offers: Offers) -> tuple[PyTree, PyTree]:

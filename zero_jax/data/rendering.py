@@ -12,7 +12,7 @@ import json
 import resource
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -105,42 +105,30 @@ class _Renderer:
 
     def render(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a conversation's text, where its learned answers begin and end, and the fields that were not read."""
-        messages = [_Message(message) for message in request["messages"]]
+        plain, messages = request["messages"], [_Message(message) for message in request["messages"]]
         variables = {**self._variables, "tools": request["tools"], "add_generation_prompt": False}
-        prompted = {**variables, "add_generation_prompt": True}
-        text = "".join(self._parts(messages, variables))
-        answers = request["answers"]
-        prompts = self._sizes(request["messages"], answers, text, prompted)
-        ends = self._sizes(request["messages"], [i + 1 for i in answers], text, variables)
-        spans, last = [], 0
-        for i in answers:
-            first, end = prompts[i], ends[i + 1]
-            if first is None or end is None or not last <= first <= end:
+        text, spans, last = self._text(messages, variables), [], 0
+        for i in request["answers"]:
+            prompt = self._text(plain[:i], {**variables, "add_generation_prompt": True})
+            with_answer = self._text(plain[: i + 1], variables)
+            first, end = len(prompt), len(with_answer)
+            if not (text.startswith(prompt) and text.startswith(with_answer) and last <= first <= end):
                 return {"otherwise": i}
             spans.append((first, end))
             last = end
         return {"text": text, "answers": spans, "unread": _Message.unread(messages)}
 
-    def _parts(self, messages: Sequence[Any], variables: Mapping[str, Any]) -> Iterator[str]:
-        size = 0
+    def _text(self, messages: Sequence[Any], variables: Mapping[str, Any]) -> str:
+        parts, size = [], 0
         try:
             for part in self.template.generate({**variables, "messages": messages}):
+                parts.append(part)
                 size += len(part)
                 if size > _MAX_CHARACTERS:
                     raise ValueError(f"the text has more than {_MAX_CHARACTERS:,} characters")
-                yield part
+            return "".join(parts)
         except Exception as error:  # a template raises anything
             raise _Failed(len(messages), _described(error)) from None
-
-    def _sizes(
-        self, messages: Sequence[Any], prefixes: Sequence[int], text: str, variables: Mapping[str, Any]
-    ) -> dict[int, int | None]:
-        """Returns how many characters of the text each prefix of the messages becomes, None if it is no part of it."""
-        sizes: dict[int, int | None] = {}
-        for prefix in prefixes:
-            beginning = "".join(self._parts(messages[:prefix], variables))
-            sizes[prefix] = len(beginning) if text.startswith(beginning) else None
-        return sizes
 
 
 def _described(error: Exception) -> str:

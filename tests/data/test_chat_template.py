@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 
 import numpy as np
@@ -146,7 +145,7 @@ def test_text_and_answers_are_those_of_the_template(tmp_path, folder, name, form
     ],
 )
 def test_what_has_no_place_in_the_text_is_refused(tmp_path, folder, template, record, message, monkeypatch):
-    monkeypatch.setattr(chat_template, "_SECONDS", 0.4)
+    monkeypatch.setattr(chat_template, "_SECONDS", 0.2)
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         loaded(tmp_path, folder(template), record)
     assert len(str(error.value)) < 2000 and str(error.value).isprintable()
@@ -205,60 +204,6 @@ def test_calls_and_weights_with_a_template(tmp_path, folder):
     learned = f"{json.dumps(call)}<|im_end|>It is 2.[]<|im_end|>"
     assert decode(part.tokens[first][part.is_answer[first]]) == learned
     assert "fields that are part of no text: 'n' (3), 'source' (2), 'tool_call_id' of messages (2)" in str(dataset)
-
-
-# How templates find out what follows: each says when it must be rendered anew for the beginning of a conversation.
-LOOKING_AHEAD = {
-    "not at all": "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}",
-    "in the loop": "{% for m in messages %}{{ m.content }}{% if loop.last %}{% endif %}</s>{% endfor %}",
-    "the next one": "{% for m in messages %}{{ m.content }}{% if messages[loop.index0 + 1] is defined %}{% endif %}"
-    "</s>{% endfor %}",
-    "the number": "{% if messages | length %}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}",
-    "from the end": "{% set n = namespace(last=0) %}{% for m in messages[::-1] %}{% set n.last = n.last + 1 %}"
-    "{% endfor %}{% for m in messages %}{{ m.content }}{% if n.last == 0 %}x{% endif %}{% endfor %}",
-    "after the first": "{% set rest = messages[1:] if messages[0].role == 'system' else messages %}"
-    "{% for m in rest %}{{ m.content }}</s>{% endfor %}{% if rest == [] %}none{% endif %}",
-    "in a macro": "{% macro f(m) %}{{ m.content }}</s>{% endmacro %}{% set all %}{% for m in messages %}{{ f(m) }}"
-    "{% endfor %}{% endset %}{{ all }}",
-    "needs a list": "{% for m in messages + [] %}{{ m.content }}{% endfor %}",
-    "needs its methods": "{% for m in messages.copy() %}{{ m.content }}{% endfor %}",
-    "otherwise": "{% for m in messages %}{{ m.content }}{% if loop.last %}.{% endif %}{% endfor %}",
-}
-
-
-# Renders with forks and without; prints the answers of both, and how often the template ran from its start with forks.
-BOTH_WAYS = """
-import importlib.util, json, sys
-spec = importlib.util.spec_from_file_location("rendering", sys.argv[1])
-rendering = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(rendering)
-starts = []
-rendering._limit_time(60)
-parts = rendering._Renderer._parts
-rendering._Renderer._parts = lambda self, *args: starts.append(args) or parts(self, *args)
-roles = ["system", "user", "assistant", "assistant", "user", "assistant", "user"]
-messages = [{"role": role, "content": f"{role[0]}{i}"} for i, role in enumerate(roles)]
-for source in json.load(sys.stdin):
-    found = []
-    for rendering._FEW in (0, 9):
-        renderer = rendering._Renderer({"source": source, "tokens": {}})
-        found += [renderer.render({"messages": messages, "answers": [2, 3, 5], "tools": None}), len(starts)]
-        starts.clear()
-    print(json.dumps(found[:3]))
-"""
-
-
-def test_forks_find_the_answers_where_rendering_each_beginning_does():
-    prompt = "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-    sources = [source + prompt * ("role }}" in source) for source in LOOKING_AHEAD.values()]
-    command = [sys.executable, "-c", BOTH_WAYS, chat_template._PROGRAM]
-    run = subprocess.run(command, input=json.dumps(sources), capture_output=True, text=True, timeout=60)
-    assert run.returncode == 0, run.stderr
-    for name, line in zip(LOOKING_AHEAD, run.stdout.splitlines(), strict=True):
-        forked, starts, each = json.loads(line)
-        assert forked == each, name
-        assert ("otherwise" in each) == (name == "otherwise")
-        assert starts == (7 if name.startswith("needs") else 1), name
 
 
 def test_a_part_ends_where_its_text_has_other_tokens(folder, tmp_path, monkeypatch):

@@ -31,15 +31,10 @@ _FEW = 128  # places to which the kernels pad a sequence
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The implementation of an attention.
+    """The implementation of an attention."""
 
-    Attributes:
-      implementation: `splash`, `cudnn` or `xla`.
-      reason: why it is `xla`; empty for a kernel.
-    """
-
-    implementation: str
-    reason: str = ""
+    implementation: str  # `splash`, `cudnn` or `xla`
+    reason: str = ""  # why it is `xla`; empty for a kernel
 
 
 def choose(query: Any, key: Any, value: Any, case: Case, *, wanted: str | None, placement: KernelPlacement) -> Choice:

@@ -30,21 +30,13 @@ RESIDUALS = "zero_attention"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """What a fused attention does, beside its operands.
+    """What a fused attention does, beside its operands."""
 
-    Attributes:
-      kernel: `splash` or `cudnn`.
-      scale: what logits are multiplied by.
-      band: which keys a query sees by its place.
-      soft_cap: c, where logits x are replaced by c tanh(x / c).
-      placement: the devices.
-    """
-
-    kernel: str
-    scale: float
-    band: Band
-    soft_cap: float | None
-    placement: KernelPlacement
+    kernel: str  # `splash` or `cudnn`
+    scale: float  # what logits are multiplied by
+    band: Band  # which keys a query sees by its place
+    soft_cap: float | None  # c, where logits x are replaced by c tanh(x / c)
+    placement: KernelPlacement  # the devices
 
 
 # Operands: query [B, T, N, H], key [B, S, K, H], value [B, S, K, V], and of a kernel's own, each with B in front: the
@@ -268,14 +260,11 @@ def _sees_a_key(query: Array, key: Array, case: Case, band: Band) -> Array | Non
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionWork:
-    """The work of one execution of a fused attention, over all devices.
+    """The work of one execution of a fused attention, over all devices."""
 
-    Attributes:
-      flops: operations of its products, for the keys that a query sees; of splash attention, in all blocks it visits.
-      summed_bytes: bytes that are moved to add the parts in which splash attention makes the queries' cotangents.
-    """
-
+    # Operations of its products, for the keys that a query sees; of splash attention, in all blocks it visits
     flops: float
+    # Bytes that are moved to add the parts in which splash attention makes the queries' cotangents
     summed_bytes: float = 0.0
 
 

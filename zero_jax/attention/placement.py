@@ -30,23 +30,14 @@ def mesh_context(mesh: Mesh, axes: Axes | None = None) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelPlacement:
-    """The devices of an attention.
+    """The devices of an attention."""
 
-    Attributes:
-      platform: of the devices, as JAX calls it: `cpu`, `gpu`, `cuda`, `tpu`.
-      mesh: the mesh; None for a single device.
-      batch: the mesh axes that the batch may be sharded over, major first.
-      heads: the mesh axes that heads may be sharded over.
-      unknown: why the sharding of an attention over these devices is not known; empty if it is.
-      compute_capability: of NVIDIA GPUs, such as `9.0`; empty where it is not known.
-    """
-
-    platform: str
-    mesh: Mesh | None = None
-    batch: tuple[str, ...] = ()
-    heads: tuple[str, ...] = ()
-    unknown: str = ""
-    compute_capability: str = ""
+    platform: str  # of the devices, as JAX calls it: `cpu`, `gpu`, `cuda`, `tpu`
+    mesh: Mesh | None = None  # the mesh; None for a single device
+    batch: tuple[str, ...] = ()  # the mesh axes that the batch may be sharded over, major first
+    heads: tuple[str, ...] = ()  # the mesh axes that heads may be sharded over
+    unknown: str = ""  # why the sharding of an attention over these devices is not known; empty if it is
+    compute_capability: str = ""  # of NVIDIA GPUs, such as `9.0`; empty where it is not known
 
     @property
     def num_head_shards(self) -> int:

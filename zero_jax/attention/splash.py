@@ -75,27 +75,16 @@ class Splash:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Plan:
-    """How the kernels run on operands of some shapes.
+    """How the kernels run on operands of some shapes."""
 
-    Attributes:
-      queries: places of queries, with padding.
-      keys: places of keys, with padding.
-      scale: what queries are multiplied by.
-      share: the share of the logits' blocks that are computed.
-      forward: the blocks that the forward kernel visits.
-      backward: the blocks that the backward kernel visits.
-      backward_query: those that the kernel of the queries' cotangents visits, if that is one of its own.
-      options: the arguments that the kernels have in common.
-    """
-
-    queries: int
-    keys: int
-    scale: float
-    share: float
-    forward: Any
-    backward: Any
-    backward_query: Any
-    options: dict[str, Any]
+    queries: int  # places of queries, with padding
+    keys: int  # places of keys, with padding
+    scale: float  # what queries are multiplied by
+    share: float  # the share of the logits' blocks that are computed
+    forward: Any  # the blocks that the forward kernel visits
+    backward: Any  # the blocks that the backward kernel visits
+    backward_query: Any  # those that the kernel of the queries' cotangents visits, if that is one of its own
+    options: dict[str, Any]  # the arguments that the kernels have in common
 
     def by_heads(self, x: jax.Array, extra: int) -> jax.Array:
         """Returns `[B, N, T + extra, H]` of `[B, T, N, H]`."""

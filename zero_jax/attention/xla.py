@@ -16,29 +16,19 @@ from zero_jax.sharding.precision import wide
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What an attention is to do, beside queries, keys and values.
+    """What an attention is to do, beside queries, keys and values."""
 
-    Attributes:
-      scale: what logits are multiplied by: a number, or for XLA alone a scalar array.
-      bias: what is added to the logits, broadcastable to `[B, N, T, S]`.
-      mask: False where a query does not see a key, broadcastable to `[B, N, T, S]`.
-      is_causal: whether a query at place t sees keys up to place t only.
-      query_seq_lengths: `[B]`, int32: queries from there on are padding, whose results are 0.
-      key_value_seq_lengths: `[B]`, int32: keys from there on are padding, which no query sees.
-      local_window_size: how many keys to the left and to the right of its own place a query sees.
-      segment_ids: of the queries `[B, T]` and of the keys `[B, S]`: a query sees the keys of its own segment.
-      logits_soft_cap: c, where logits x are replaced by c tanh(x / c).
-    """
-
-    scale: Any
-    bias: Array | None = None
-    mask: Array | None = None
-    is_causal: bool = False
-    query_seq_lengths: Array | None = None
-    key_value_seq_lengths: Array | None = None
+    scale: Any  # what logits are multiplied by: a number, or for XLA alone a scalar array
+    bias: Array | None = None  # what is added to the logits, broadcastable to `[B, N, T, S]`
+    mask: Array | None = None  # False where a query does not see a key, broadcastable to `[B, N, T, S]`
+    is_causal: bool = False  # whether a query at place t sees keys up to place t only
+    query_seq_lengths: Array | None = None  # `[B]`, int32: queries from there on are padding, whose results are 0
+    key_value_seq_lengths: Array | None = None  # `[B]`, int32: keys from there on are padding, which no query sees
+    # How many keys to the left and to the right of its own place a query sees
     local_window_size: tuple[int, int] | None = None
+    # Of the queries `[B, T]` and of the keys `[B, S]`: a query sees the keys of its own segment
     segment_ids: tuple[Array, Array] | None = None
-    logits_soft_cap: float | None = None
+    logits_soft_cap: float | None = None  # c, where logits x are replaced by c tanh(x / c)
 
 
 class Operands(NamedTuple):

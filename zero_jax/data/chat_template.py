@@ -6,7 +6,6 @@ it runs in Jinja's sandbox, in a process of its own (`rendering.py`) whose time 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -25,8 +24,8 @@ _FILE, _CONFIG, _TOKENS = "chat_template.jinja", "tokenizer_config.json", "speci
 _READ: Mapping[str, Any] = {"what": "the tokenizer's", "remedy": "mend or remove it", "limit_bytes": 1 << 24}
 _PROGRAM = pathlib.Path(__file__).with_name("rendering.py")
 ANSWER = "assistant"
-# Processor time for a conversation, and more for each answer: forks take some milliseconds.
-_SECONDS, _SECONDS_PER_ANSWER, _MAX_SECONDS = 10, 0.02, 300
+# Processor time for a conversation, and more for each answer, up to which the conversation is rendered anew.
+_SECONDS, _SECONDS_PER_ANSWER, _MAX_SECONDS = 10, 0.1, 300
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +73,7 @@ class Renderer:
 
     def __exit__(self, *_: Any) -> None:
         if self._process is not None:
-            if self._process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)  # with its forks
+            self._process.kill()
             self._process.communicate()
 
     @property

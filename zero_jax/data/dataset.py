@@ -124,13 +124,8 @@ def load_dataset(
     if is_hub and config.format not in ("auto", "text"):
         raise ValueError(f"format={config.format!r}: {config.data} has rows: leave it out, or give 'chat'")
     if is_hub and config.streaming and not held_out:
-        return open_stream(
-            config.data,
-            chosen(),
-            text_field=config.text_field,
-            seq_len=seq_len,
-            validation_fraction=fraction,
-        )
+        how = {"text_field": config.text_field, "seq_len": seq_len, "validation_fraction": fraction}
+        return open_stream(config.data, chosen(), **how)
     if config.data != "stdlib" and config.format in ("auto", "tokens") and is_token_folder(folder):
         name, tokens = str(folder), verify_if_small(open_folder(folder))
         tokenizer = chosen(token_folder_tokenizer(folder))

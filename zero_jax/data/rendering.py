@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -24,8 +23,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 _MAX_BYTES = 1 << 30  # of memory
 _MAX_CHARACTERS = 1 << 24  # of a conversation's text
 _ERROR_CHARACTERS = 500  # of an error's text
-# Up to so many beginnings of a conversation are rendered each from its start, which takes less than forks.
-_FEW = 256
 
 
 class _Generation(Extension):
@@ -93,130 +90,6 @@ class _Message(dict):
         return [(i, key) for i, message in enumerate(messages) for key in sorted(message.__unread)]
 
 
-class _NeedsList(Exception):
-    """Raised where a template uses the messages in a way that only a list has."""
-
-
-class _Growing(Sequence):
-    """The messages, which calls `reached(i)` before the template learns whether there is a message `i`.
-
-    Up to that call the template does the same for any conversation that begins with the `i` messages before.
-    """
-
-    def __init__(self, run: _Run, first: int = 0):
-        self.__run, self.__first = run, first
-
-    def __iter__(self) -> Iterator[Any]:
-        i = self.__first
-        while self.__run.has(i):
-            yield self.__run.messages[i]
-            i += 1
-
-    def __len__(self) -> int:
-        return max(0, self.__run.length() - self.__first)
-
-    def __bool__(self) -> bool:
-        return self.__run.has(self.__first)
-
-    def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, slice) and key.stop is None and key.step in (None, 1) and (key.start or 0) >= 0:
-            return _Growing(self.__run, self.__first + (key.start or 0))
-        if isinstance(key, int) and key >= 0:
-            if not self.__run.has(self.__first + key):
-                raise IndexError(key)
-            return self.__run.messages[self.__first + key]
-        return self.__all()[key]
-
-    def __all(self) -> list[Any]:
-        return list(self.__run.messages[self.__first : self.__run.length()])
-
-    def __eq__(self, other: object) -> bool:
-        return self.__all() == (other.__all() if isinstance(other, _Growing) else other)
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
-
-    def __repr__(self) -> str:
-        return repr(self.__all())
-
-    def __getattr__(self, name: str) -> Any:
-        if hasattr(list, name):
-            raise _NeedsList(name)
-        raise AttributeError(name)
-
-
-class _Run:
-    """A rendering that measures how many characters the beginnings of a conversation become, as part of its text.
-
-    Where the template first learns whether there is a message `i`, a fork of this process goes on as if there were
-    none: what it makes is what the first `i` messages become, without rendering them again.
-    """
-
-    def __init__(self, messages: Sequence[Any], prefixes: Sequence[int], text: str):
-        self.messages, self._text = messages, text
-        self._end, self._waiting = len(messages), sorted(prefixes, reverse=True)
-        self._size: int | None = 0
-        self._result: int | None = None  # of a fork: the pipe for its result
-        self.sizes: dict[int, int | None] = {}
-
-    def has(self, i: int) -> bool:
-        """Returns whether there is a message `i`."""
-        while self._waiting and self._waiting[-1] <= i < len(self.messages):
-            self._fork(self._waiting.pop())
-        return i < self._end
-
-    def length(self) -> int:
-        """Returns the number of messages."""
-        self.has(len(self.messages) - 1)
-        return self._end
-
-    def measure(self, template: jinja2.Template, variables: Mapping[str, Any]) -> dict[int, int | None]:
-        """Returns the size of each prefix, None where it is no beginning of the text."""
-        status = 1
-        try:
-            for part in template.generate({**variables, "messages": _Growing(self)}):
-                self._size = _matched(self._text, self._size, part)
-            if self._result is not None:
-                os.write(self._result, b"" if self._size is None else str(self._size).encode())
-                status = 0
-        finally:
-            if self._result is not None:
-                os._exit(status)
-        return self.sizes | dict.fromkeys(self._waiting, self._size)
-
-    def _fork(self, prefix: int) -> None:
-        read, write = os.pipe()
-        seconds = _time_left()
-        child = os.fork()
-        if child == 0:
-            _limit_time(seconds)
-            self._end, self._waiting, self._result = prefix, [], write
-            return
-        os.close(write)
-        with os.fdopen(read, "rb") as pipe:
-            size = pipe.read(20)
-        _, status, usage = os.wait4(child, 0)
-        if os.WIFSIGNALED(status):
-            os.kill(os.getpid(), os.WTERMSIG(status))  # one process or two: it exceeds the same limit
-        if status:
-            raise _NeedsList
-        _limit_time(_time_left() - usage.ru_utime - usage.ru_stime)
-        self.sizes[prefix] = int(size) if size else None
-
-
-def _limit_time(seconds: float) -> None:
-    """Sets the processor time after which the system ends this process, whatever it is doing."""
-    signal.setitimer(signal.ITIMER_PROF, max(seconds, 1e-3))
-
-
-def _time_left() -> float:
-    return signal.getitimer(signal.ITIMER_PROF)[0]
-
-
-def _matched(text: str, size: int | None, part: str) -> int | None:
-    """Returns the size of a beginning of the text with a part more, None if it is no beginning of it."""
-    return size + len(part) if size is not None and text.startswith(part, size) else None
-
-
 class _Failed(Exception):
     """The template fails for the first messages of a conversation."""
 
@@ -232,49 +105,30 @@ class _Renderer:
 
     def render(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a conversation's text, where its learned answers begin and end, and the fields that were not read."""
-        messages = [_Message(message) for message in request["messages"]]
+        plain, messages = request["messages"], [_Message(message) for message in request["messages"]]
         variables = {**self._variables, "tools": request["tools"], "add_generation_prompt": False}
-        prompted = {**variables, "add_generation_prompt": True}
-        text = "".join(self._parts(messages, variables))
-        answers = request["answers"]
-        prompts = self._sizes(request["messages"], answers, text, prompted)
-        ends = self._sizes(request["messages"], [i + 1 for i in answers], text, variables)
-        spans, last = [], 0
-        for i in answers:
-            first, end = prompts[i], ends[i + 1]
-            if first is None or end is None or not last <= first <= end:
+        text, spans, last = self._text(messages, variables), [], 0
+        for i in request["answers"]:
+            prompt = self._text(plain[:i], {**variables, "add_generation_prompt": True})
+            with_answer = self._text(plain[: i + 1], variables)
+            first, end = len(prompt), len(with_answer)
+            if not (text.startswith(prompt) and text.startswith(with_answer) and last <= first <= end):
                 return {"otherwise": i}
             spans.append((first, end))
             last = end
         return {"text": text, "answers": spans, "unread": _Message.unread(messages)}
 
-    def _parts(self, messages: Sequence[Any], variables: Mapping[str, Any]) -> Iterator[str]:
-        size = 0
+    def _text(self, messages: Sequence[Any], variables: Mapping[str, Any]) -> str:
+        parts, size = [], 0
         try:
             for part in self.template.generate({**variables, "messages": messages}):
+                parts.append(part)
                 size += len(part)
                 if size > _MAX_CHARACTERS:
                     raise ValueError(f"the text has more than {_MAX_CHARACTERS:,} characters")
-                yield part
+            return "".join(parts)
         except Exception as error:  # a template raises anything
             raise _Failed(len(messages), _described(error)) from None
-
-    def _sizes(
-        self, messages: Sequence[Any], prefixes: Sequence[int], text: str, variables: Mapping[str, Any]
-    ) -> dict[int, int | None]:
-        """Returns how many characters of the text each prefix of the messages becomes, None if it is no part of it."""
-        if len(prefixes) > _FEW:
-            try:
-                return _Run(messages, prefixes, text).measure(self.template, variables)
-            except Exception:
-                pass  # it needs a list, there can be no fork, or it fails: rendered from its start, it fails again
-        sizes: dict[int, int | None] = {}
-        for prefix in prefixes:
-            size: int | None = 0
-            for part in self._parts(messages[:prefix], variables):
-                size = _matched(text, size, part)
-            sizes[prefix] = size
-        return sizes
 
 
 def _described(error: Exception) -> str:
@@ -291,7 +145,7 @@ def main() -> None:
     renderer = None
     for line in sys.stdin:
         request = json.loads(line)
-        _limit_time(request["seconds"])
+        signal.setitimer(signal.ITIMER_PROF, request["seconds"])  # the system ends this process then
         try:
             if renderer is None:
                 renderer = _Renderer(request)

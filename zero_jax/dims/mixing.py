@@ -32,15 +32,10 @@ LOOPS = frozenset({"scan", "while"})
 
 @dataclasses.dataclass(frozen=True)
 class MixedSharding:
-    """How an operation that mixes examples, or follows one that does, is best sharded; XLA may choose another way.
+    """How an operation that mixes examples, or follows one that does, is best sharded; XLA may choose another way."""
 
-    Attributes:
-      dim: the dim of its results to shard as the batch; None for a sum over examples.
-      summed: for a sum, the dims of both factors that it is over.
-    """
-
-    dim: int | None
-    summed: tuple[int, ...] = ()
+    dim: int | None  # the dim of its results to shard as the batch; None for a sum over examples
+    summed: tuple[int, ...] = ()  # for a sum, the dims of both factors that it is over
 
 
 class Examples(Pass[State]):

@@ -25,18 +25,14 @@ Dim = tuple[int, int]  # the number of an operand, and of its dim
 
 @dataclasses.dataclass(frozen=True)
 class DimMap:
-    """The dims of a result and those of the operands.
+    """The dims of a result and those of the operands."""
 
-    Attributes:
-      kept: for each dim of the result, the operand dims that map to it.
-      reduced: operand dims that the result is a sum over (or another reduction, as the primitive is), those that are
-        summed over together in one tuple.
-      blocks: for each dim of the result of a reshape, the operand dims of which an equal block (a shard) is a block of
-        it; empty where these are the dims of `kept`.
-    """
-
-    kept: tuple[tuple[Dim, ...], ...]
+    kept: tuple[tuple[Dim, ...], ...]  # for each dim of the result, the operand dims that map to it
+    # Operand dims that the result is a sum over (or another reduction, as the primitive is), those that are summed over
+    # together in one tuple
     reduced: tuple[tuple[Dim, ...], ...] = ()
+    # For each dim of the result of a reshape, the operand dims of which an equal block (a shard) is a block of it;
+    # empty where these are the dims of `kept`
     blocks: tuple[tuple[Dim, ...], ...] = ()
 
     def to(self, dim: Dim) -> int | None:
@@ -82,22 +78,15 @@ Rule = Callable[[Any, int], DimMap]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Primitive:
-    """What is known of a primitive.
+    """What is known of a primitive."""
 
-    Attributes:
-      kind: the kind of operation, of which the sets below are made (`MOVES` and others).
-      dims: from an equation and the number of a result to the dims that it keeps, reduces or moves.
-      linear: "first" if it is linear in the first operand, "all" if in all of them together, "product" if in each of
-        two; operands that are indices are left aside. Empty if it is not, or nobody asked.
-      reduces: what it makes of the dims that it reduces, where that is a "sum", the "max" or the "min".
-      increases: whether it is increasing in one operand.
-    """
-
-    kind: str
-    dims: Rule
+    kind: str  # the kind of operation, of which the sets below are made (`MOVES` and others)
+    dims: Rule  # from an equation and the number of a result to the dims that it keeps, reduces or moves
+    # "first" if it is linear in the first operand, "all" if in all of them together, "product" if in each of two;
+    # operands that are indices are left aside. Empty if it is not, or nobody asked.
     linear: str = ""
-    reduces: str = ""
-    increases: bool = False
+    reduces: str = ""  # what it makes of the dims that it reduces, where that is a "sum", the "max" or the "min"
+    increases: bool = False  # whether it is increasing in one operand
 
 
 def _shape(atom: Any) -> tuple[int, ...]:

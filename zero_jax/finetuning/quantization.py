@@ -34,22 +34,16 @@ _LARGEST_GROUP = 256  # blocks that share a step
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedWeight:
-    """A frozen weight in few bits.
+    """A frozen weight in few bits."""
 
-    Attributes:
-      codes: `int8[*stack, rows, columns]`; for NF4 `uint8[*stack, rows / 2, columns]`, whose low four bits are the
-        codes of the first half of the rows.
-      scales: `float32[*stack, rows / block_size, columns]`; `uint8` with double quantization.
-      steps: `float32[*stack, rows / block_size, columns / group]` with double quantization, which multiply scales.
-      format: one of `FORMATS`.
-      dims: the shape of one weight of the stack.
-    """
-
+    # `int8[*stack, rows, columns]`; for NF4 `uint8[*stack, rows / 2, columns]`, whose low four bits are the codes of
+    # the first half of the rows
     codes: Any
-    scales: Any
+    scales: Any  # `float32[*stack, rows / block_size, columns]`; `uint8` with double quantization
+    # `float32[*stack, rows / block_size, columns / group]` with double quantization, which multiply scales
     steps: Any = None
-    format: str
-    dims: tuple[int, ...]
+    format: str  # one of `FORMATS`
+    dims: tuple[int, ...]  # the shape of one weight of the stack
 
     @property
     def shape(self) -> tuple[int, ...]:

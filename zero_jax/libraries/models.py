@@ -152,9 +152,7 @@ def from_linen(
     remedy = "give an nn.Module of flax.linen, such as Net(), not its class (zero.from_nnx takes those of flax.nnx)"
     _check_model("module", module, is_right=isinstance(module, linen.Module), remedy=remedy)
     rngs = [rngs] if isinstance(rngs, str) else rngs
-
-    def keys_of(key: jax.Array) -> dict[str, jax.Array]:
-        return dict(zip(("params", *rngs), jax.random.split(key, 1 + len(rngs)), strict=True))
+    keys_of = lambda key: dict(zip(("params", *rngs), jax.random.split(key, 1 + len(rngs)), strict=True))  # noqa: E731
 
     def init_fn(key: jax.Array) -> PyTree:
         made = dict(module.init(keys_of(key), *inputs, **options))
@@ -162,29 +160,10 @@ def from_linen(
         params = collections.pop("params", {})
         return Variables(params=params, model_state=collections) if jax.tree.leaves(collections) else params
 
-    def merge(params: PyTree, model_state: PyTree = None) -> dict[str, Any]:
-        return {"params": params, **(model_state or {})}
-
     def loss_of(function: LossFunction, streams: Sequence[str] = (), *, updates: bool) -> Callable[..., Any]:
         def call(variables: Variables, batch: PyTree, key: Any) -> Any:
-            collections, counts = dict(variables.model_state or {}), itertools.count()
-
-            def model(*args: Any, mutable: Any = (), rngs: Any = None, **kwargs: Any) -> Any:
-                keys = {name: jax.random.fold_in(key, next(counts)) for name in streams}  # others in each call
-                asked = [mutable] if isinstance(mutable, str) else mutable or ()
-                if not isinstance(asked, list | tuple):
-                    raise ValueError(f"mutable={mutable!r}: give the names of collections that the call returns too")
-                out, updated = module.apply(
-                    merge(variables.params, collections),
-                    *args,
-                    rngs={**keys, **(rngs or {})},
-                    mutable=[*asked, *(name for name in collections if updates and name not in asked)],
-                    **kwargs,
-                )
-                if updates:
-                    collections.update({name: updated[name] for name in collections})
-                return (out, {name: updated[name] for name in asked if name in updated}) if asked else out
-
+            collections = dict(variables.model_state or {})
+            model = _applied(module, variables.params, collections, key, streams=streams, updates=updates)
             value, (aux, _) = function(model, batch, key)
             return value, aux, collections
 
@@ -195,7 +174,35 @@ def from_linen(
     has_state = isinstance(jax.eval_shape(init_fn, key_shape()), Variables)
     eval_fn = None if eval_loss is None else loss_of(_loss_on_model(eval_loss), updates=False)
     loss_fn = loss_of(function, rngs, updates=True)
-    return ModelFunctions(init_fn=init_fn, loss_fn=loss_fn, eval_fn=eval_fn, merge=merge, loss=place_of(loss))
+    return ModelFunctions(
+        init_fn=init_fn, loss_fn=loss_fn, eval_fn=eval_fn, merge=_linen_variables, loss=place_of(loss)
+    )
+
+
+def _linen_variables(params: PyTree, model_state: PyTree = None) -> dict[str, Any]:
+    """Returns the variables of a Linen module."""
+    return {"params": params, **(model_state or {})}
+
+
+def _applied(
+    module: Any, params: PyTree, collections: dict[str, Any], key: Any, *, streams: Sequence[str], updates: bool
+) -> Callable[..., Any]:
+    """Returns a Linen module as a function of its inputs; calls draw from `streams` and update `collections`."""
+    counts = itertools.count()
+
+    def model(*args: Any, mutable: Any = (), rngs: Any = None, **kwargs: Any) -> Any:
+        keys = {name: jax.random.fold_in(key, next(counts)) for name in streams}  # others in each call
+        asked = [mutable] if isinstance(mutable, str) else mutable or ()
+        if not isinstance(asked, list | tuple):
+            raise ValueError(f"mutable={mutable!r}: give the names of collections that the call returns too")
+        rngs, changed = {**keys, **(rngs or {})}, [name for name in collections if updates and name not in asked]
+        variables = _linen_variables(params, collections)
+        out, updated = module.apply(variables, *args, rngs=rngs, mutable=[*asked, *changed], **kwargs)
+        if updates:
+            collections.update({name: updated[name] for name in collections})
+        return (out, {name: updated[name] for name in asked if name in updated}) if asked else out
+
+    return model
 
 
 def _sown(module: Any, keys: dict[str, jax.Array], inputs: tuple[Any, ...], options: dict[str, Any]) -> set[str]:
@@ -279,13 +286,8 @@ def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> 
     shapes, state = eqx.filter_eval_shape(made, key_shape())
     arrays, static = eqx.partition(shapes, is_array)
     has_state = bool(jax.tree.leaves((eqx.partition(arrays, is_param)[1], eqx.filter(state, is_array))))
-    return ModelFunctions(
-        init_fn=init_fn,
-        loss_fn=loss_of(lambda x: x),
-        eval_fn=loss_of(eqx.nn.inference_mode),
-        merge=merge,
-        loss=place_of(loss),
-    )
+    loss_fn, eval_fn = loss_of(lambda x: x), loss_of(eqx.nn.inference_mode)
+    return ModelFunctions(init_fn=init_fn, loss_fn=loss_fn, eval_fn=eval_fn, merge=merge, loss=place_of(loss))
 
 
 def _check_model(name: str, value: Any, *, is_right: bool, remedy: str) -> None:

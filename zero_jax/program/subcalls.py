@@ -36,35 +36,23 @@ CALLS = frozenset({"call", "sharded_call", "remat", "custom_jvp", "custom_vjp"})
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subcall:
-    """The jaxprs that an equation runs, and what each of them takes.
+    """The jaxprs that an equation runs, and what each of them takes."""
 
-    Attributes:
-      kind: "call", "remat", "custom_jvp", "custom_vjp", "custom_vmap", "shard_map": `jaxpr` takes all operands. So does
-        that of a "sharded_call", a `jit` that also fixes the sharding of an operand or a result.
-        "scan": it takes constants, carries, and a slice of each other operand; it returns carries and slices.
-        "while": it takes constants and carries, and `test` takes its own constants and the carries.
-        "cond": each of `branches` takes all operands but the first, which is the index of the branch that runs.
-      jaxpr: the jaxpr of a call, or the body of a loop; open or closed.
-      branches: the jaxprs of a `cond`, in the order of the index.
-      test: the jaxpr that says whether a `while` goes on.
-      num_test_consts: operands of a `while` before those of its body: they are constants of the test.
-      num_consts: operands that each iteration of a loop takes as they are.
-      num_carry: operands of a loop that an iteration takes from the one before.
-      length: iterations; 1 where that is not known.
-      reverse: whether a scan begins with the last slice.
-      unroll: how many iterations of a scan are one of the compiled loop.
-    """
-
+    # "call", "remat", "custom_jvp", "custom_vjp", "custom_vmap", "shard_map": `jaxpr` takes all operands. So does that
+    # of a "sharded_call", a `jit` that also fixes the sharding of an operand or a result. "scan": it takes constants,
+    # carries, and a slice of each other operand; it returns carries and slices. "while": it takes constants and
+    # carries, and `test` takes its own constants and the carries. "cond": each of `branches` takes all operands but the
+    # first, which is the index of the branch that runs.
     kind: str
-    jaxpr: Any = None
-    branches: tuple[Any, ...] = ()
-    test: Any = None
-    num_test_consts: int = 0
-    num_consts: int = 0
-    num_carry: int = 0
-    length: int = 1
-    reverse: bool = False
-    unroll: int = 1
+    jaxpr: Any = None  # the jaxpr of a call, or the body of a loop; open or closed
+    branches: tuple[Any, ...] = ()  # the jaxprs of a `cond`, in the order of the index
+    test: Any = None  # the jaxpr that says whether a `while` goes on
+    num_test_consts: int = 0  # operands of a `while` before those of its body: they are constants of the test
+    num_consts: int = 0  # operands that each iteration of a loop takes as they are
+    num_carry: int = 0  # operands of a loop that an iteration takes from the one before
+    length: int = 1  # iterations; 1 where that is not known
+    reverse: bool = False  # whether a scan begins with the last slice
+    unroll: int = 1  # how many iterations of a scan are one of the compiled loop
 
     def split(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
         """Splits the operands of a loop into the constants of its body, carries, and what is taken in slices."""

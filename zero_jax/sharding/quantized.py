@@ -132,17 +132,11 @@ _FLOATS = frozenset({"bfloat16", "float16", "float32", "float64"})
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """How an array becomes codes and scales, and those the array again.
+    """How an array becomes codes and scales, and those the array again."""
 
-    Attributes:
-      format: `int8`, `fp8` or `int4`.
-      dim: the dim that blocks are along, from the end: -1 is the last.
-      size: the elements of a block.
-    """
-
-    format: str
-    dim: int
-    size: int
+    format: str  # `int8`, `fp8` or `int4`
+    dim: int  # the dim that blocks are along, from the end: -1 is the last
+    size: int  # the elements of a block
 
     @property
     def parts(self) -> tuple[tuple[Any, float], ...]:

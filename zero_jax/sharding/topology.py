@@ -27,44 +27,27 @@ _GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """The figures of one device, as its maker and the compiler give them.
+    """The figures of one device, as its maker and the compiler give them."""
 
-    Attributes:
-      name: what a topology's name begins with.
-      platform: `tpu` or `cuda`.
-      device_kind: what JAX calls such a device.
-      usable_bytes: device memory that a program may use. TPU: what the compiler itself allows; GPU: nine tenths of the
-        memory, which takes XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 (JAX's own default is 0.75).
-      flops_per_second: dense bfloat16 multiply-adds, two operations each, at the nominal clock.
-      memory_bytes_per_second: bandwidth of the device memory.
-      product_share: share of the FLOPs that large products reach where the compiler gives no cycles (GPUs).
-      memory_share: the same of the bandwidth of the memory.
-      clock_hz: the clock that the TPU compiler's cycles count; None where it gives none.
-      link_bytes_per_second: one direction of one link of a TPU's torus, or of all NVLinks of a GPU together.
-      network_bytes_per_second: one direction of a device's share of the network between slices or hosts.
-      host_bytes_per_second: one direction between a device and its host.
-      host_memory_bytes: memory of a host for each of its devices; None if it is not known.
-      wraps_at: how a torus closes: `cubes` where all extents are multiples of 4, a number where a dim has that extent.
-      topology_options: further options of the TPU compiler's topology.
-      example: a topology of it.
-    """
-
-    name: str
-    platform: str
-    device_kind: str
+    name: str  # what a topology's name begins with
+    platform: str  # `tpu` or `cuda`
+    device_kind: str  # what JAX calls such a device
+    # Device memory that a program may use. TPU: what the compiler itself allows; GPU: nine tenths of the memory, which
+    # takes XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 (JAX's own default is 0.75).
     usable_bytes: int
-    flops_per_second: float
-    memory_bytes_per_second: float
-    product_share: float = 1.0
-    memory_share: float = 1.0
-    clock_hz: float | None = None
-    link_bytes_per_second: float
-    network_bytes_per_second: float
-    host_bytes_per_second: float
-    host_memory_bytes: float | None = None
+    flops_per_second: float  # dense bfloat16 multiply-adds, two operations each, at the nominal clock
+    memory_bytes_per_second: float  # bandwidth of the device memory
+    product_share: float = 1.0  # share of the FLOPs that large products reach where the compiler gives no cycles (GPUs)
+    memory_share: float = 1.0  # the same of the bandwidth of the memory
+    clock_hz: float | None = None  # the clock that the TPU compiler's cycles count; None where it gives none
+    link_bytes_per_second: float  # one direction of one link of a TPU's torus, or of all NVLinks of a GPU together
+    network_bytes_per_second: float  # one direction of a device's share of the network between slices or hosts
+    host_bytes_per_second: float  # one direction between a device and its host
+    host_memory_bytes: float | None = None  # memory of a host for each of its devices; None if it is not known
+    # How a torus closes: `cubes` where all extents are multiples of 4, a number where a dim has that extent
     wraps_at: str | int | None = None
-    topology_options: tuple[tuple[str, str], ...] = ()
-    example: str
+    topology_options: tuple[tuple[str, str], ...] = ()  # further options of the TPU compiler's topology
+    example: str  # a topology of it
 
 
 def _hardware(
@@ -135,19 +118,12 @@ _NAME = re.compile(r"(?:(\d+)x)?([a-z]\w*):(\d+(?:x\d+)*)")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topology:
-    """A parsed topology name.
+    """A parsed topology name."""
 
-    Attributes:
-      name: the name.
-      hardware: the kind of device.
-      num_slices: TPU slices, or GPU hosts.
-      shape: the extents of a TPU slice in chips, or the GPUs of a host.
-    """
-
-    name: str
-    hardware: Hardware
-    num_slices: int
-    shape: tuple[int, ...]
+    name: str  # the name
+    hardware: Hardware  # the kind of device
+    num_slices: int  # TPU slices, or GPU hosts
+    shape: tuple[int, ...]  # the extents of a TPU slice in chips, or the GPUs of a host
 
 
 def parse(name: str) -> Topology:

@@ -65,6 +65,8 @@ def scatter_shardings(mesh: Mesh, dims: Dims, axes: Sequence[str]) -> tuple[Name
 
 
 def _split(mesh: Mesh, dims: Dims, axes: Sequence[str]) -> tuple[Mesh, Dims, list[str]]:
+    if places_of(mesh) is None:
+        return mesh, dims, list(axes)
     fine, parts = split_axes(mesh, tuple(axes))
     fine_dims = tuple(tuple(part for axis in dim for part in parts.get(axis, (axis,))) for dim in dims)
     return fine, fine_dims, [part for axis in axes for part in parts[axis]]

@@ -268,23 +268,14 @@ class TrainStep:
 
 @dataclasses.dataclass(slots=True)
 class _LastCall:
-    """The last call of a step: what it checked of a state and a batch holds for the state that it returned.
+    """The last call of a step: what it checked of a state and a batch holds for the state that it returned."""
 
-    Attributes:
-      state: a weak reference to that state, whose memory belongs to whoever holds it.
-      function: the jitted step.
-      tree: the structure of state and batch.
-      num_leaves: of the state.
-      kinds: the type, shape, dtype and sharding of each leaf of the batch.
-      thread: the thread that repeats the call now, or 0.
-    """
-
-    state: Callable[[], Any] = lambda: None
-    function: Any = None
-    tree: Any = None
-    num_leaves: int = 0
-    kinds: Any = None
-    thread: int = 0
+    state: Callable[[], Any] = lambda: None  # a weak reference to that state, whose memory belongs to whoever holds it
+    function: Any = None  # the jitted step
+    tree: Any = None  # the structure of state and batch
+    num_leaves: int = 0  # of the state
+    kinds: Any = None  # the type, shape, dtype and sharding of each leaf of the batch
+    thread: int = 0  # the thread that repeats the call now, or 0
 
     def is_like(self, state: PyTree, batch: PyTree) -> bool:
         """Tells whether a batch is like that of the call, and the state may be donated."""
@@ -333,25 +324,17 @@ def _kinds(state: PyTree, batch: PyTree) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Compiled:
-    """The jitted step for states of one structure, and how their leaves are sharded and typed.
+    """The jitted step for states of one structure, and how their leaves are sharded and typed."""
 
-    Attributes:
-      jitted: the step, with all options.
-      unguarded: the step without the options that guard against the compiler's fault of scatters in loops, which cost
-        traffic in other programs; None where there are none.
-      shardings: of the state's leaves.
-      by_features: those that they have without regard to the optimizer.
-      dtypes: of the state's leaves.
-      nested_options: whether the outermost jitted function needs the options that guard against it.
-      scatters: whether the step has scatters in loops, by the structure of the batch.
-    """
-
-    jitted: Any
+    jitted: Any  # the step, with all options
+    # The step without the options that guard against the compiler's fault of scatters in loops, which cost traffic in
+    # other programs; None where there are none
     unguarded: Any
-    shardings: list[NamedSharding]
-    by_features: list[NamedSharding]
-    dtypes: list[Any]
-    nested_options: bool = False
+    shardings: list[NamedSharding]  # of the state's leaves
+    by_features: list[NamedSharding]  # those that they have without regard to the optimizer
+    dtypes: list[Any]  # of the state's leaves
+    nested_options: bool = False  # whether the outermost jitted function needs the options that guard against it
+    # Whether the step has scatters in loops, by the structure of the batch
     scatters: dict[Any, bool] = dataclasses.field(default_factory=dict)
 
     def function(self, state: TrainState, batch: PyTree) -> Any:

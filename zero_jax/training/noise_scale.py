@@ -32,15 +32,10 @@ Squares = dict[Dims, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Statistics of the gradients of a batch's parts.
+    """Statistics of the gradients of a batch's parts."""
 
-    Attributes:
-      grad_norm_sq: mean by weight of the squared global norms of the parts' gradients, `float32[]`.
-      num_parts: parts with a weight above 0, `int32[]`.
-    """
-
-    grad_norm_sq: jax.Array
-    num_parts: jax.Array
+    grad_norm_sq: jax.Array  # mean by weight of the squared global norms of the parts' gradients, `float32[]`
+    num_parts: jax.Array  # parts with a weight above 0, `int32[]`
 
 
 def squared(x: jax.Array) -> jax.Array:
@@ -119,17 +114,11 @@ def estimate_step(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoiseScaleEstimate(Report):
-    """The noise scale and its standard error.
+    """The noise scale and its standard error."""
 
-    Attributes:
-      num_examples: the noise scale.
-      error_examples: its standard error, from the variance between steps.
-      num_steps: steps in the average, with the latest weighted most.
-    """
-
-    num_examples: float
-    error_examples: float
-    num_steps: int
+    num_examples: float  # the noise scale
+    error_examples: float  # its standard error, from the variance between steps
+    num_steps: int  # steps in the average, with the latest weighted most
 
     def __str__(self) -> str:
         return f"{self.num_examples:,.3g} ± {self.error_examples:,.2g} examples, from {self.num_steps} steps"

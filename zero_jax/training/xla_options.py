@@ -33,19 +33,13 @@ Value = str | int | float | bool
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompilerOption:
-    """A compiler option of a step.
+    """A compiler option of a step."""
 
-    Attributes:
-      name: as the compiler calls it, without dashes.
-      value: a boolean, number or text.
-      purpose: what it is for.
-      unguarded: its value, '' for none, in a program that the fault of the compiler that it guards against does not
-        concern; None if it guards against none.
-    """
-
-    name: str
-    value: Value
-    purpose: str
+    name: str  # as the compiler calls it, without dashes
+    value: Value  # a boolean, number or text
+    purpose: str  # what it is for
+    # Its value, '' for none, in a program that the fault of the compiler that it guards against does not concern; None
+    # if it guards against none
     unguarded: str | None = None
 
     def __str__(self) -> str:

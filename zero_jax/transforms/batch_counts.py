@@ -29,27 +29,21 @@ from zero_jax.transforms.quotients import Quotients, named_entry, origin, withou
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossOnParts:
-    """How a loss is called on parts of a batch, and how their losses are averaged.
+    """How a loss is called on parts of a batch, and how their losses are averaged."""
 
-    Attributes:
-      size: the number of examples of the batch.
-      counts: the powers of the counts that are those of the batch, by their places in `CountedTrace.counts`: such a
-        count is the sum of those of n parts, divided by `n ** power`.
-      terms: what is added to a sum over examples and is the same in all parts, so that parts have a share of it: for
-        the number of an equation (`CountedTrace.numbers`) its operands, which are multiplied by `n ** power`.
-      power: the loss of a part is multiplied by `n ** power`, so that the loss of the batch is the mean over parts.
-      of_batch: whether the loss is made of the counts of the batch; else each part has a loss by itself.
-      weight: what a part weighs: the place of a count, or the name of an entry of aux; None if all weigh the same.
-      flat: whether calls are inlined, in which counts or terms are.
-    """
-
-    size: int = 0
+    size: int = 0  # the number of examples of the batch
+    # The powers of the counts that are those of the batch, by their places in `CountedTrace.counts`: such a count is
+    # the sum of those of n parts, divided by `n ** power`
     counts: Mapping[int, Fraction] = dataclasses.field(default_factory=dict)
+    # What is added to a sum over examples and is the same in all parts, so that parts have a share of it: for the
+    # number of an equation (`CountedTrace.numbers`) its operands, which are multiplied by `n ** power`
     terms: Mapping[int, tuple[tuple[int, Fraction], ...]] = dataclasses.field(default_factory=dict)
+    # The loss of a part is multiplied by `n ** power`, so that the loss of the batch is the mean over parts
     power: Fraction = Fraction(0)
-    of_batch: bool = True
+    of_batch: bool = True  # whether the loss is made of the counts of the batch; else each part has a loss by itself
+    # What a part weighs: the place of a count, or the name of an entry of aux; None if all weigh the same
     weight: int | str | None = None
-    flat: bool = False
+    flat: bool = False  # whether calls are inlined, in which counts or terms are
 
     @property
     def by_weight(self) -> bool:

@@ -27,17 +27,12 @@ class PartWeight:
 
     A divisor is often a function of a count, as `jnp.maximum(count, 1)` is. Such divisors of batches do not add up to
     that of all of them, which is the same function of the sum of their counts.
-
-    Attributes:
-      count: what the loss is a mean over, such as a number of tokens: 0 for an empty batch.
-      divisor: what the loss is divided by.
-      others: scalars that the divisor is made of beside the count: the same in all batches.
-      function: the jaxpr of the divisor, of the count and the others; None where it is the count.
     """
 
-    count: Any
-    divisor: Any
-    others: tuple[Any, ...] = ()
+    count: Any  # what the loss is a mean over, such as a number of tokens: 0 for an empty batch
+    divisor: Any  # what the loss is divided by
+    others: tuple[Any, ...] = ()  # scalars that the divisor is made of beside the count: the same in all batches
+    # The jaxpr of the divisor, of the count and the others; None where it is the count
     function: Any = dataclasses.field(default=None, metadata={"static": True})
 
     def joined(self) -> PartWeight:

@@ -40,34 +40,21 @@ _MIN_USES = 1 / 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Repeat:
-    """A stretch of a sequence that equals itself at a distance.
+    """A stretch of a sequence that equals itself at a distance."""
 
-    Attributes:
-      places: The indices of its numbers in the sequence; those between them are left out.
-      period: The distance, counted in `places`; at most half as many as there are.
-    """
-
-    places: np.ndarray
-    period: int
+    places: np.ndarray  # the indices of its numbers in the sequence; those between them are left out
+    period: int  # the distance, counted in `places`; at most half as many as there are
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RepeatedBlock:
-    """One of the repeated blocks of a jaxpr, as one equation: the equations of one turn of a Python loop.
+    """One of the repeated blocks of a jaxpr, as one equation: the equations of one turn of a Python loop."""
 
-    Attributes:
-      start: The index of its first equation.
-      stop: The index after its last equation.
-      invars: The variables that it takes from before, params among them, in the order of their use.
-      outvars: The variables that it makes and that are used after it, or that the jaxpr returns.
-      repeat: Which run of blocks it belongs to, counted from 0: an encoder's or a decoder's, say.
-    """
-
-    start: int
-    stop: int
-    invars: tuple[Any, ...]
-    outvars: tuple[Any, ...]
-    repeat: int
+    start: int  # the index of its first equation
+    stop: int  # the index after its last equation
+    invars: tuple[Any, ...]  # the variables that it takes from before, params among them, in the order of their use
+    outvars: tuple[Any, ...]  # the variables that it makes and that are used after it, or that the jaxpr returns
+    repeat: int  # which run of blocks it belongs to, counted from 0: an encoder's or a decoder's, say
 
 
 def find_blocks(sequence: EqnSequence) -> tuple[RepeatedBlock, ...]:

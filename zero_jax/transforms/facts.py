@@ -14,15 +14,10 @@ from zero_jax.program.passes import Pass
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Which params a value depends on, if it depends on params and constants only.
+    """Which params a value depends on, if it depends on params and constants only."""
 
-    Attributes:
-      params: the numbers of these params among the inputs of the jaxpr; none for a constant.
-      part: identifies the slice of these params, whatever casts and transposes came after it.
-    """
-
-    params: frozenset[int]
-    part: Hashable
+    params: frozenset[int]  # the numbers of these params among the inputs of the jaxpr; none for a constant
+    part: Hashable  # identifies the slice of these params, whatever casts and transposes came after it
 
 
 class Facts:

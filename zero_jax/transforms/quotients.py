@@ -41,22 +41,14 @@ class _Known:
     """What a value depends on, and the divisor if it is a quotient by a scalar of the batch.
 
     Scalars of a batch are the same in all its parts: `of_batch` is what depends on its examples, or on their number.
-
-    Attributes:
-      of_params: whether it depends on params.
-      of_batch: whether it depends on the batch.
-      count: the scalar of the batch that it is a function of; of the batch it depends on nothing else.
-      is_count: whether it is the count itself.
-      scalar: the scalar that it is, or is broadcast from.
-      quotient: what it was divided by.
     """
 
-    of_params: bool = False
-    of_batch: bool = False
-    count: Any = None
-    is_count: bool = False
-    scalar: Any = None
-    quotient: Quotient | None = None
+    of_params: bool = False  # whether it depends on params
+    of_batch: bool = False  # whether it depends on the batch
+    count: Any = None  # the scalar of the batch that it is a function of; of the batch it depends on nothing else
+    is_count: bool = False  # whether it is the count itself
+    scalar: Any = None  # the scalar that it is, or is broadcast from
+    quotient: Quotient | None = None  # what it was divided by
 
 
 class Quotients(Pass[_Known]):

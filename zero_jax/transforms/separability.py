@@ -30,66 +30,46 @@ from zero_jax.transforms.quotients import named_entry
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Combination:
-    """How a value of a batch is made of those of its n parts.
+    """How a value of a batch is made of those of its n parts."""
 
-    Attributes:
-      kind: it is the SAME in all, has them as its blocks (ROWS), or is their SUM, MAX or MIN; UNKNOWN if it is not made
-        of them.
-      dim: the dim of the blocks.
-      power: what is so made is divided by `n ** power`.
-      why: why it is UNKNOWN, with the line.
-    """
-
+    # It is the SAME in all, has them as its blocks (ROWS), or is their SUM, MAX or MIN; UNKNOWN if it is not made of
+    # them
     kind: Kind = Kind.UNKNOWN
-    dim: int = 0
-    power: Fraction = Fraction(0)
-    why: str = ""
+    dim: int = 0  # the dim of the blocks
+    power: Fraction = Fraction(0)  # what is so made is divided by `n ** power`
+    why: str = ""  # why it is UNKNOWN, with the line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Separability:
-    """Why a loss function cannot be called on parts of a batch, and how what it returns for parts is combined.
+    """Why a loss function cannot be called on parts of a batch, and how what it returns for parts is combined."""
 
-    Attributes:
-      another_loss: why its mean over the microbatches may be another loss than that of the whole batch; empty if it is
-        not.
-      not_local: why it cannot be called on each device's own examples; empty if it can.
-      convolves: whether it has convolutions, which XLA partitions wrongly if they are mapped over devices
-        (docs/xla_faults.md).
-      is_plain: whether neither it nor the mesh has axes of a model: XLA ends the process on some such programs in which
-        a part of the axes is mapped by `shard_map`.
-      on_parts: how it is called on parts.
-      aux: how each leaf of aux is combined, by its path.
-    """
-
+    # Why its mean over the microbatches may be another loss than that of the whole batch; empty if it is not
     another_loss: str = ""
-    not_local: str = ""
+    not_local: str = ""  # why it cannot be called on each device's own examples; empty if it can
+    # Whether it has convolutions, which XLA partitions wrongly if they are mapped over devices (docs/xla_faults.md)
     convolves: bool = False
+    # Whether neither it nor the mesh has axes of a model: XLA ends the process on some such programs in which a part of
+    # the axes is mapped by `shard_map`
     is_plain: bool = False
-    on_parts: LossOnParts = dataclasses.field(default_factory=LossOnParts)
+    on_parts: LossOnParts = dataclasses.field(default_factory=LossOnParts)  # how it is called on parts
+    # How each leaf of aux is combined, by its path
     aux: Mapping[str, Combination] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchParts:
-    """The parts of a batch that a loss is to be called on.
+    """The parts of a batch that a loss is to be called on."""
 
-    Attributes:
-      mesh: the mesh.
-      axes: the roles of its axes.
-      num_microbatches: the parts that the batch is split into.
-      num_shards: the devices that a batch is spread over, if they are more than those of `axes`. A microbatch has a run
-        of examples of each.
-      local: whether it is asked if the loss can be called on each device's own examples.
-      exact: whether aux and random numbers, too, have to be what they are for the whole batch then: aux as the step
-        combines it, and none drawn.
-    """
-
-    mesh: Mesh
-    axes: Axes
-    num_microbatches: int
+    mesh: Mesh  # the mesh
+    axes: Axes  # the roles of its axes
+    num_microbatches: int  # the parts that the batch is split into
+    # The devices that a batch is spread over, if they are more than those of `axes`. A microbatch has a run of examples
+    # of each.
     num_shards: int = 0
-    local: bool = True
+    local: bool = True  # whether it is asked if the loss can be called on each device's own examples
+    # Whether aux and random numbers, too, have to be what they are for the whole batch then: aux as the step combines
+    # it, and none drawn
     exact: bool = False
 
 
@@ -146,21 +126,13 @@ def separability(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Found:
-    """What is known of a loss on parts of a batch.
+    """What is known of a loss on parts of a batch."""
 
-    Attributes:
-      on_parts: the counts and terms of the batch.
-      loss: the relation of the loss, made of the counts of the batch.
-      aux: those of the leaves of aux.
-      depends: whether the loss is made of counts.
-      within: whether there are counts or terms in calls, of which nothing is known.
-    """
-
-    on_parts: LossOnParts
-    loss: Relation
-    aux: Sequence[Relation]
-    depends: bool
-    within: bool
+    on_parts: LossOnParts  # the counts and terms of the batch
+    loss: Relation  # the relation of the loss, made of the counts of the batch
+    aux: Sequence[Relation]  # those of the leaves of aux
+    depends: bool  # whether the loss is made of counts
+    within: bool  # whether there are counts or terms in calls, of which nothing is known
 
     @property
     def is_known(self) -> bool:

@@ -32,23 +32,15 @@ _DEFAULT_STEPS = TrainConfig.steps
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyRow:
-    """What became of one key.
+    """What became of one key."""
 
-    Attributes:
-      key: the key, with the keys around it, such as `zero_optimization.stage`.
-      value: its value; None with `is_absent` for a key that is not in the file but has a default that matters.
-      status: what became of it.
-      settings: the entries of the config file that it makes, by `section.name`.
-      reason: why, and what else to know.
-      is_absent: whether the file does not have the key.
-    """
-
-    key: str
-    value: Any
-    status: Status
+    key: str  # the key, with the keys around it, such as `zero_optimization.stage`
+    value: Any  # its value; None with `is_absent` for a key that is not in the file but has a default that matters
+    status: Status  # what became of it
+    # The entries of the config file that it makes, by `section.name`
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    reason: str = ""
-    is_absent: bool = False
+    reason: str = ""  # why, and what else to know
+    is_absent: bool = False  # whether the file does not have the key
 
     @property
     def shown(self) -> str:
@@ -114,12 +106,9 @@ def check(key: str, make: Callable[[], Any]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Translation:
-    """A translated config; prints as lists by what became of the keys.
+    """A translated config; prints as lists by what became of the keys."""
 
-    Attributes:
-      rows: a row for each key of the file, and for absent ones whose default is not that of zero_jax.
-    """
-
+    # A row for each key of the file, and for absent ones whose default is not that of zero_jax
     rows: tuple[KeyRow, ...]
 
     def __post_init__(self) -> None:

@@ -23,48 +23,31 @@ from zero_jax.sharding.spec import Dims, without
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Move:
-    """A collective that a function needs.
+    """A collective that a function needs."""
 
-    Attributes:
-      kind: 'all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all' or 'collective-permute'.
-      axes: the mesh axes.
-      dtype: NumPy's name of the dtype.
-      phase: 'forward' or 'backward'.
-      sent_bytes: what one device sends each time.
-      times: how often.
-      source: `file:line (function)` of the user's code.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    dtype: str
-    phase: str
-    sent_bytes: float
-    times: int
-    source: str
+    kind: str  # 'all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all' or 'collective-permute'
+    axes: tuple[str, ...]  # the mesh axes
+    dtype: str  # NumPy's name of the dtype
+    phase: str  # 'forward' or 'backward'
+    sent_bytes: float  # what one device sends each time
+    times: int  # how often
+    source: str  # `file:line (function)` of the user's code
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Propagation:
-    """The shardings of a function's results, and what they cost.
+    """The shardings of a function's results, and what they cost."""
 
-    Attributes:
-      outputs: the shardings of its results.
-      local_bytes: bytes of each result on one device.
-      moves: the collectives over the counted axes.
-      peak_bytes: bytes of the values alive at once on one device, inputs and what depends on params alone left out;
-        elementwise work counts as fused into what reads it.
-      sliced_param_bytes: bytes on one device of the params that an iteration of a loop takes, where it takes most.
-      unknown: why `moves` are not the whole of it; empty where they are.
-      values: the shardings of all values, those of inner jaxprs as in their last run.
-    """
-
-    outputs: tuple[ValueSharding, ...]
-    local_bytes: tuple[float, ...]
-    moves: tuple[Move, ...]
+    outputs: tuple[ValueSharding, ...]  # the shardings of its results
+    local_bytes: tuple[float, ...]  # bytes of each result on one device
+    moves: tuple[Move, ...]  # the collectives over the counted axes
+    # Bytes of the values alive at once on one device, inputs and what depends on params alone left out; elementwise
+    # work counts as fused into what reads it
     peak_bytes: float
+    # Bytes on one device of the params that an iteration of a loop takes, where it takes most
     sliced_param_bytes: float
-    unknown: str
+    unknown: str  # why `moves` are not the whole of it; empty where they are
+    # The shardings of all values, those of inner jaxprs as in their last run
     values: Mapping[Any, ValueSharding] = dataclasses.field(repr=False)
 
 

@@ -28,19 +28,12 @@ HEAVY = frozenset({
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValueSharding:
-    """The sharding of a traced value, whose sum over some axes may still be due.
+    """The sharding of a traced value, whose sum over some axes may still be due."""
 
-    Attributes:
-      dims: the mesh axes that each dim is sharded over.
-      partial: the axes over which each device has a part of a sum.
-      itemsize: bytes of an element of such a sum when it was made; 0 for the value's own.
-      varies: whether it depends on more than the params.
-    """
-
-    dims: Dims
-    partial: tuple[str, ...] = ()
-    itemsize: int = 0
-    varies: bool = False
+    dims: Dims  # the mesh axes that each dim is sharded over
+    partial: tuple[str, ...] = ()  # the axes over which each device has a part of a sum
+    itemsize: int = 0  # bytes of an element of such a sum when it was made; 0 for the value's own
+    varies: bool = False  # whether it depends on more than the params
 
     @property
     def axes(self) -> set[str]:

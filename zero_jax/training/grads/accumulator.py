@@ -24,21 +24,14 @@ from zero_jax.transforms import DeviceSum
 
 
 class GradInputs(NamedTuple):
-    """The arguments of a function of loss and gradients.
+    """The arguments of a function of loss and gradients."""
 
-    Attributes:
-      params: the params that have gradients.
-      model_state: the model state; None for leaves in host memory.
-      batch: the batch, or a part of it.
-      key: a key.
-      frozen: the other params, on the mesh: `jax.shard_map` types the arrays that a function closes over as if it were
-        outside. None where a param is not among them.
-    """
-
-    params: list[jax.Array]
-    model_state: PyTree
-    batch: PyTree
-    key: jax.Array
+    params: list[jax.Array]  # the params that have gradients
+    model_state: PyTree  # the model state; None for leaves in host memory
+    batch: PyTree  # the batch, or a part of it
+    key: jax.Array  # a key
+    # The other params, on the mesh: `jax.shard_map` types the arrays that a function closes over as if it were outside.
+    # None where a param is not among them.
     frozen: PyTree
 
 

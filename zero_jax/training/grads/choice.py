@@ -29,24 +29,17 @@ _DRAWN, _REPEATED, _REPEATED_COUNT = -1, -2, -3
 
 @dataclasses.dataclass(frozen=True)
 class Reads:
-    """What the results of a loss function are made of.
+    """What the results of a loss function are made of."""
 
-    Attributes:
-      passes_state: whether model state is changed.
-      loss: for each leaf of model state that the loss is made of and that the loss function changes, its path and the
-        line of the change.
-      aux: for each leaf of aux by its path why it may be another one in each microbatch; empty if it is not.
-      drawn: the leaves of aux that random numbers are in.
-      repeated: those of numbers that are the same in each microbatch.
-      repeated_counts: those of counts of such numbers.
-    """
-
-    passes_state: bool
+    passes_state: bool  # whether model state is changed
+    # For each leaf of model state that the loss is made of and that the loss function changes, its path and the line of
+    # the change
     loss: tuple[str, ...]
+    # For each leaf of aux by its path why it may be another one in each microbatch; empty if it is not
     aux: Mapping[str, str]
-    drawn: frozenset[str]
-    repeated: frozenset[str]
-    repeated_counts: frozenset[str]
+    drawn: frozenset[str]  # the leaves of aux that random numbers are in
+    repeated: frozenset[str]  # those of numbers that are the same in each microbatch
+    repeated_counts: frozenset[str]  # those of counts of such numbers
 
     @property
     def another_loss(self) -> str:
@@ -121,21 +114,13 @@ class _Reads(Dependence):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JudgedLoss:
-    """A loss function that is called on parts of a batch, and how what it returns is combined.
+    """A loss function that is called on parts of a batch, and how what it returns is combined."""
 
-    Attributes:
-      program: the loss on a part of the batch.
-      plan: where its gradients are reduced.
-      separable: whether the loss may be called on parts of the batch.
-      aux: how its aux is combined.
-      aux_shapes: the shapes of the aux of the batch.
-    """
-
-    program: CountedProgram
-    plan: GradPlan
-    separable: Separability
-    aux: CombinedAux
-    aux_shapes: PyTree
+    program: CountedProgram  # the loss on a part of the batch
+    plan: GradPlan  # where its gradients are reduced
+    separable: Separability  # whether the loss may be called on parts of the batch
+    aux: CombinedAux  # how its aux is combined
+    aux_shapes: PyTree  # the shapes of the aux of the batch
 
     def warn(self, plan: GradPlan) -> None:
         """Warns if the loss is another one for the plan, if more is sent than asked for, or if aux is left out."""

@@ -29,13 +29,9 @@ def _without_missing(tree: PyTree) -> PyTree:
 
 @dataclasses.dataclass(frozen=True)
 class CombinedAux:
-    """How each entry of aux is combined; those of which that is not known are left out, and not computed.
+    """How each entry of aux is combined; those of which that is not known are left out, and not computed."""
 
-    Attributes:
-      combinations: how, by the path of the entry, in the order of the leaves.
-    """
-
-    combinations: Mapping[str, Combination]
+    combinations: Mapping[str, Combination]  # how, by the path of the entry, in the order of the leaves
 
     def warn(self, *, num_microbatches: int) -> None:
         """Warns of the entries that are not returned."""

@@ -24,17 +24,11 @@ from zero_jax.sharding.precision import promoted, wide
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GlobalNorm:
-    """The global norm of arrays, as `scaled / scale`: the norm of large arrays can overflow where none of them does.
+    """The global norm of arrays, as `scaled / scale`: the norm of large arrays can overflow where none of them does."""
 
-    Attributes:
-      scaled: the norm times `scale`, `float32[]` or wider; NaN or infinite if an array is not finite.
-      scale: a power of two: 1, but for norms whose square overflows.
-      first_nonfinite: the index of the first array that is not finite, -1 if there is none, `int32[]`.
-    """
-
-    scaled: jax.Array
-    scale: jax.Array
-    first_nonfinite: jax.Array
+    scaled: jax.Array  # the norm times `scale`, `float32[]` or wider; NaN or infinite if an array is not finite
+    scale: jax.Array  # a power of two: 1, but for norms whose square overflows
+    first_nonfinite: jax.Array  # the index of the first array that is not finite, -1 if there is none, `int32[]`
 
     @property
     def value(self) -> jax.Array:

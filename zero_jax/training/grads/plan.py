@@ -14,29 +14,21 @@ class GradPlan:
     """Where the gradients of a step are reduced across devices: decided once, before anything is made of the loss.
 
     `Placement.grad_plan` is what the config asks for; `judge` decides what the loss allows.
-
-    Attributes:
-      batch_axes: the mesh axes of the batch.
-      once_over: those of them whose devices, or copies of the params, accumulate gradients of their own, which are
-        summed over these axes once a step. Over all others they are summed in every backward pass, at each use of a
-        param.
-      coded_over: the axes over which gradients are sent quantized.
-      num_microbatches: the backward passes of a step.
-      is_per_device: whether each device accumulates gradients of its own, rather than each copy of the params.
-      at_use: whether each device's own gradients are sent quantized at each use of a param, rather than once a step.
-      pipe: the axes of the stages of a pipeline, which the examples of a device of `once_over` are sharded over.
-      map_by: what maps the loss over the devices of `once_over`: ``vmap``, or ``shard_map``.
-      why_not_once: why gradients are not summed once a step, if the config asks for it and the loss does not allow it.
     """
 
-    batch_axes: tuple[str, ...]
+    batch_axes: tuple[str, ...]  # the mesh axes of the batch
+    # Those of them whose devices, or copies of the params, accumulate gradients of their own, which are summed over
+    # these axes once a step. Over all others they are summed in every backward pass, at each use of a param.
     once_over: tuple[str, ...]
-    coded_over: tuple[str, ...]
-    num_microbatches: int
-    is_per_device: bool
+    coded_over: tuple[str, ...]  # the axes over which gradients are sent quantized
+    num_microbatches: int  # the backward passes of a step
+    is_per_device: bool  # whether each device accumulates gradients of its own, rather than each copy of the params
+    # Whether each device's own gradients are sent quantized at each use of a param, rather than once a step
     at_use: bool
+    # The axes of the stages of a pipeline, which the examples of a device of `once_over` are sharded over
     pipe: tuple[str, ...] = ()
-    map_by: str = "vmap"
+    map_by: str = "vmap"  # what maps the loss over the devices of `once_over`: ``vmap``, or ``shard_map``
+    # Why gradients are not summed once a step, if the config asks for it and the loss does not allow it
     why_not_once: str = ""
 
     @property

@@ -32,23 +32,14 @@ from zero_jax.transforms import Combination, HostParam, differentiated, used_sha
 
 
 class StepGrads(NamedTuple):
-    """Loss and gradients of a batch.
+    """Loss and gradients of a batch."""
 
-    Attributes:
-      loss: the loss, unscaled.
-      aux: what the loss function returned beside it.
-      model_state: the new model state; None for leaves in host memory.
-      grads: scaled gradients, sharded as the master params, None for params without one.
-      parts: the squared norms for the noise scale; None without microbatches.
-      errors: what quantization dropped of the gradients.
-    """
-
-    loss: jax.Array
-    aux: PyTree
-    model_state: PyTree
-    grads: PyTree
-    parts: Parts | None
-    errors: PyTree
+    loss: jax.Array  # the loss, unscaled
+    aux: PyTree  # what the loss function returned beside it
+    model_state: PyTree  # the new model state; None for leaves in host memory
+    grads: PyTree  # scaled gradients, sharded as the master params, None for params without one
+    parts: Parts | None  # the squared norms for the noise scale; None without microbatches
+    errors: PyTree  # what quantization dropped of the gradients
 
 
 def loss_and_grads(

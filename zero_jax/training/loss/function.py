@@ -55,17 +55,12 @@ class LossFunction:
     """A user's loss function with the signature `(variables, batch, key) -> (loss, (aux, model_state))`.
 
     `variables` are the params, or `Variables` where there is model state (`variables.joined`).
-
-    Attributes:
-      function: the user's function.
-      key: its parameter for a key, if it has one.
-      model_state: its parameter for the model state, if it has one.
-      context: makes the context that it is called in: the mesh that attention in it is for.
     """
 
-    function: Callable[..., Any]
-    key: inspect.Parameter | None
-    model_state: inspect.Parameter | None
+    function: Callable[..., Any]  # the user's function
+    key: inspect.Parameter | None  # its parameter for a key, if it has one
+    model_state: inspect.Parameter | None  # its parameter for the model state, if it has one
+    # Makes the context that it is called in: the mesh that attention in it is for
     context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     @property

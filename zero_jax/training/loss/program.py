@@ -59,17 +59,12 @@ from zero_jax.transforms import (
 
 @dataclasses.dataclass(frozen=True)
 class StepLoss:
-    """The loss of one trace of a step.
+    """The loss of one trace of a step."""
 
-    Attributes:
-      program: the user's loss function as `LossFunction.named` returns it, traced once for a size of the batch.
-      placement: how the state is sharded.
-      config: the config of the step.
-    """
-
+    # The user's loss function as `LossFunction.named` returns it, traced once for a size of the batch
     program: LossProgram
-    placement: Placement
-    config: ZeroConfig
+    placement: Placement  # how the state is sharded
+    config: ZeroConfig  # the config of the step
 
     @classmethod
     def of(

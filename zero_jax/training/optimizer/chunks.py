@@ -35,53 +35,33 @@ _CHUNKED = ELEMENTWISE | {"bitcast_convert_type", "sharding_constraint"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Argument:
-    """An argument of a function that is streamed.
+    """An argument of a function that is streamed."""
 
-    Attributes:
-      array: its value.
-      sharding: how it is sharded on the devices; None for what is not on the host and is not replaced by a result.
-      on_host: whether it is in host memory.
-    """
-
-    array: jax.Array
+    array: jax.Array  # its value
+    # How it is sharded on the devices; None for what is not on the host and is not replaced by a result
     sharding: NamedSharding | None = None
-    on_host: bool = False
+    on_host: bool = False  # whether it is in host memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Results that share arrays of the host.
+    """Results that share arrays of the host."""
 
-    Attributes:
-      results: their indices.
-      into: for each of them the index of the argument that it replaces.
-      on_host: the indices of the arrays of the host.
-      jaxpr: the jaxpr of these results, of all arguments.
-      consts: the values of its constants.
-    """
-
-    results: list[int]
-    into: list[int]
-    on_host: list[int]
-    jaxpr: Any
-    consts: Sequence[Any]
+    results: list[int]  # their indices
+    into: list[int]  # for each of them the index of the argument that it replaces
+    on_host: list[int]  # the indices of the arrays of the host
+    jaxpr: Any  # the jaxpr of these results, of all arguments
+    consts: Sequence[Any]  # the values of its constants
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loop:
-    """A jaxpr whose results are elementwise in the arrays of the host, so that chunks can be computed one by one.
+    """A jaxpr whose results are elementwise in the arrays of the host, so that chunks can be computed one by one."""
 
-    Attributes:
-      shape: the shape of all arrays that are cut into chunks.
-      jaxpr: the jaxpr that is evaluated on chunks, of arrays of that shape and scalars.
-      before: the jaxpr of the inputs that are computed unchunked, before the loop.
-      whole: the variables of its results.
-    """
-
-    shape: tuple[int, ...]
-    jaxpr: Any
-    before: Any
-    whole: list[Any]
+    shape: tuple[int, ...]  # the shape of all arrays that are cut into chunks
+    jaxpr: Any  # the jaxpr that is evaluated on chunks, of arrays of that shape and scalars
+    before: Any  # the jaxpr of the inputs that are computed unchunked, before the loop
+    whole: list[Any]  # the variables of its results
 
     @classmethod
     def of(cls, jaxpr: Any, on_host: Sequence[bool]) -> Loop | None:
@@ -207,23 +187,15 @@ def zero_after(x: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Pipeline:
-    """The loop over the chunks of some rows; arrays are keyed by the variables of a jaxpr.
+    """The loop over the chunks of some rows; arrays are keyed by the variables of a jaxpr."""
 
-    Attributes:
-      rows: the chunks.
-      loop: what is computed of them.
-      index: of a dim, a row and the shape of a chunk that begins there: the index of its elements along that dim.
-      on_host: the variables of the arrays in host memory.
-      replaced: from the variables of arrays that are replaced to those of what replaces them.
-      on_gpus: whether the devices are GPUs.
-    """
-
-    rows: ChunkedRows
-    loop: Loop
+    rows: ChunkedRows  # the chunks
+    loop: Loop  # what is computed of them
+    # Of a dim, a row and the shape of a chunk that begins there: the index of its elements along that dim
     index: Callable[[int, Any, tuple[int, ...]], Any]
-    on_host: list[Any]
-    replaced: dict[Any, Any]
-    on_gpus: bool
+    on_host: list[Any]  # the variables of the arrays in host memory
+    replaced: dict[Any, Any]  # from the variables of arrays that are replaced to those of what replaces them
+    on_gpus: bool  # whether the devices are GPUs
 
     def run(self, state: dict[Any, Any], start: Any) -> tuple[dict[Any, Any], Any]:
         """Returns the arrays with the rows replaced, and a 0 that depends on them."""

@@ -37,19 +37,12 @@ class ChunkedRows:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
-    """An array as rows.
+    """An array as rows."""
 
-    Attributes:
-      order: the dims in the order of memory, the minor one last.
-      physical: the shape in that order.
-      shape: `[rows, ...]`, of the same elements in the same order.
-      tile: the number of rows of a chunk is a multiple of it; 0 if the array cannot be cut.
-    """
-
-    order: tuple[int, ...]
-    physical: tuple[int, ...]
-    shape: tuple[int, ...]
-    tile: int
+    order: tuple[int, ...]  # the dims in the order of memory, the minor one last
+    physical: tuple[int, ...]  # the shape in that order
+    shape: tuple[int, ...]  # `[rows, ...]`, of the same elements in the same order
+    tile: int  # the number of rows of a chunk is a multiple of it; 0 if the array cannot be cut
 
     @classmethod
     def of(cls, shape: Sequence[int], layouts: Sequence[Sequence[int]]) -> Rows:

@@ -40,18 +40,12 @@ class Offers(NamedTuple):
 
     The functions cost nothing unless the optimizer calls them. A stand-in replaces one that is None: the result of an
     update then has the right shapes and data dependences only.
-
-    Attributes:
-      value: the loss of the batch at these params.
-      full_grads: the gradients of the loss before clipping; None if those of the update are.
-      loss_fn: the loss of the batch as a function of such params.
-      grad_fn: its gradients, likewise.
     """
 
-    value: Any = 0.0
-    full_grads: PyTree = None
-    loss_fn: Callable[[PyTree], jax.Array] | None = None
-    grad_fn: Callable[[PyTree], PyTree] | None = None
+    value: Any = 0.0  # the loss of the batch at these params
+    full_grads: PyTree = None  # the gradients of the loss before clipping; None if those of the update are
+    loss_fn: Callable[[PyTree], jax.Array] | None = None  # the loss of the batch as a function of such params
+    grad_fn: Callable[[PyTree], PyTree] | None = None  # its gradients, likewise
 
 
 def call_update(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, offers: Offers) -> tuple[PyTree, PyTree]:
@@ -175,23 +169,14 @@ def _traces_of(tx: Any) -> _OptimizerTraces:
 
 @dataclasses.dataclass(frozen=True)
 class TracedUpdate:
-    """The trace of an optimizer's update.
+    """The trace of an optimizer's update."""
 
-    Attributes:
-      jaxpr: the closed jaxpr: of gradients, state, params, the loss and unclipped gradients to params and state.
-      updates: the variables, or literals, of the updates in it.
-      new_state: the shapes of the state that it returns.
-      num_grads: the number of gradients.
-      calls_functions: whether it calls functions of the params, which are stand-ins here.
-      is_rewritten: whether the jaxpr is another one than JAX traces of the optimizer.
-    """
-
-    jaxpr: Any
-    updates: Sequence[Any]
-    new_state: PyTree
-    num_grads: int
-    calls_functions: bool
-    is_rewritten: bool = False
+    jaxpr: Any  # the closed jaxpr: of gradients, state, params, the loss and unclipped gradients to params and state
+    updates: Sequence[Any]  # the variables, or literals, of the updates in it
+    new_state: PyTree  # the shapes of the state that it returns
+    num_grads: int  # the number of gradients
+    calls_functions: bool  # whether it calls functions of the params, which are stand-ins here
+    is_rewritten: bool = False  # whether the jaxpr is another one than JAX traces of the optimizer
 
 
 def trace_update(tx: Any, params: PyTree, opt_state: PyTree) -> TracedUpdate:

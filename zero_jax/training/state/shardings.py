@@ -56,10 +56,8 @@ def state_shardings(
         if not isinstance(path, str) and (name, path) != (MODEL_STATE, None):
             raise ValueError(f"{name}={path!r}: give a path, such as {name!r} or '0' (of a tuple)")
     if isinstance(abstract_state, TrainState):
-        placement = step_placement(
-            abstract_state, None if tx is None else check_optimizer(tx), mesh=mesh, config=config
-        )
-        return train_state_shardings(abstract_state, placement)
+        tx = None if tx is None else check_optimizer(tx)
+        return train_state_shardings(abstract_state, step_placement(abstract_state, tx, mesh=mesh, config=config))
     abstract_state = with_shapes("state", abstract_state, remedy=ARRAYS)
     param_paths, subtree = _subtree(abstract_state, params, what="params")
     model_state_paths, model_state_tree = {}, None

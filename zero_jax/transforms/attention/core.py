@@ -54,35 +54,21 @@ class Mask:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionCore:
-    """An attention as the kernel computes it.
+    """An attention as the kernel computes it."""
 
-    Attributes:
-      operands: queries, keys and values: variables of the jaxpr, and the indices of their dims.
-      batch: indices of the batch.
-      queries: indices of the places of queries.
-      keys: indices of the places of keys.
-      heads: indices of the heads of keys.
-      groups: indices of the queries' heads that share a head of keys.
-      features: contracted indices of queries and keys.
-      results: indices of the values' features.
-      indices: indices of the result's dims.
-      scale: what the logits are multiplied by.
-      cap: their soft cap.
-      mask: which keys a query sees.
-    """
-
+    # Queries, keys and values: variables of the jaxpr, and the indices of their dims
     operands: tuple[tuple[Any, Indices], ...]
-    batch: tuple[Index, ...]
-    queries: tuple[Index, ...]
-    keys: tuple[Index, ...]
-    heads: tuple[Index, ...]
-    groups: tuple[Index, ...]
-    features: tuple[Index, ...]
-    results: tuple[Index, ...]
-    indices: Indices
-    scale: float
-    cap: float | None
-    mask: Mask
+    batch: tuple[Index, ...]  # indices of the batch
+    queries: tuple[Index, ...]  # indices of the places of queries
+    keys: tuple[Index, ...]  # indices of the places of keys
+    heads: tuple[Index, ...]  # indices of the heads of keys
+    groups: tuple[Index, ...]  # indices of the queries' heads that share a head of keys
+    features: tuple[Index, ...]  # contracted indices of queries and keys
+    results: tuple[Index, ...]  # indices of the values' features
+    indices: Indices  # indices of the result's dims
+    scale: float  # what the logits are multiplied by
+    cap: float | None  # their soft cap
+    mask: Mask  # which keys a query sees
 
     def __call__(self, read: Callable[[Any], jax.Array], *, aval: Any, implementation: Any = None) -> jax.Array:
         """Calls the kernel.

@@ -10,23 +10,14 @@ from zero_jax.core.text_tables import Report
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionRow:
-    """An attention core.
+    """An attention core."""
 
-    Attributes:
-      where: the line of the model.
-      what: sizes and mask, if it is the function of the kernels.
-      times: how often it runs in a forward pass.
-      reason: why it is left as it is, or ''.
-      kernel: what computes it on the devices: `splash`, `cudnn` or `xla`; '' if it is left as it is.
-      fallback: why it is `xla`, or ''.
-    """
-
-    where: str
-    what: str
-    times: int
-    reason: str = ""
-    kernel: str = ""
-    fallback: str = ""
+    where: str  # the line of the model
+    what: str  # sizes and mask, if it is the function of the kernels
+    times: int  # how often it runs in a forward pass
+    reason: str = ""  # why it is left as it is, or ''
+    kernel: str = ""  # what computes it on the devices: `splash`, `cudnn` or `xla`; '' if it is left as it is
+    fallback: str = ""  # why it is `xla`, or ''
 
     @property
     def is_fused(self) -> bool:

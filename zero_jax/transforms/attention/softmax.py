@@ -98,27 +98,16 @@ def number_of(amount: float) -> Sum:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Followed:
-    """`logits + shift`, or its exponential, or the product of the latter with values; without logits a number of rows.
+    """`logits + shift`, or its exponential, or its product with values; without logits a number of rows."""
 
-    Attributes:
-      indices: the indices of its dims.
-      logits: the logits.
-      shift: what is added to them, the same for all keys.
-      is_exp: whether it is an exponential.
-      values: what the exponential was multiplied with.
-      contracted: the indices that were summed over then.
-      result: the variable of that product.
-      is_constant: whether it is a constant of the derivative, after a `stop_gradient`.
-    """
-
-    indices: Indices
-    logits: Logits | None = None
-    shift: Sum = frozenset()
-    is_exp: bool = False
-    values: Operand | None = None
-    contracted: frozenset[Index] = frozenset()
-    result: Any = None
-    is_constant: bool = False
+    indices: Indices  # the indices of its dims
+    logits: Logits | None = None  # the logits
+    shift: Sum = frozenset()  # what is added to them, the same for all keys
+    is_exp: bool = False  # whether it is an exponential
+    values: Operand | None = None  # what the exponential was multiplied with
+    contracted: frozenset[Index] = frozenset()  # the indices that were summed over then
+    result: Any = None  # the variable of that product
+    is_constant: bool = False  # whether it is a constant of the derivative, after a `stop_gradient`
 
     @property
     def name(self) -> str:

@@ -68,16 +68,11 @@ def _size(axis: Axis) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Table:
-    """An array by what it depends on.
+    """An array by what it depends on."""
 
-    Attributes:
-      indices: the indices of its dims.
-      axes: what its values depend on.
-      make: computes the values, with a dim for each of the axes; None if they are too many.
-    """
-
-    indices: Indices
-    axes: tuple[Axis, ...]
+    indices: Indices  # the indices of its dims
+    axes: tuple[Axis, ...]  # what its values depend on
+    # Computes the values, with a dim for each of the axes; None if they are too many
     make: Callable[[], np.ndarray | None]
 
     @classmethod

@@ -38,20 +38,13 @@ class Site:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SearchedBody:
-    """A jaxpr whose attention cores were found.
+    """A jaxpr whose attention cores were found."""
 
-    Attributes:
-      jaxpr: the open jaxpr, flat.
-      consts: its constants.
-      prover: what is known of its values.
-      cores: by the variable of its result, each attention that the kernel computes.
-      inner: by the `id` of an equation, the bodies of the jaxprs that it runs, by the `id` of each.
-    """
-
-    jaxpr: Any
-    consts: Sequence[Any]
-    prover: Prover
-    cores: dict[Any, AttentionCore]
+    jaxpr: Any  # the open jaxpr, flat
+    consts: Sequence[Any]  # its constants
+    prover: Prover  # what is known of its values
+    cores: dict[Any, AttentionCore]  # by the variable of its result, each attention that the kernel computes
+    # By the `id` of an equation, the bodies of the jaxprs that it runs, by the `id` of each
     inner: dict[int, dict[int, SearchedBody]]
 
     @property

@@ -179,17 +179,12 @@ def pending(eqn: Any, values: Sequence[Lazy | Value]) -> tuple[bool, Any]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostParam:
-    """A leaf of the params of a function that `gather_on_use` made, in host memory.
+    """A leaf of the params of a function that `gather_on_use` made, in host memory."""
 
-    Attributes:
-      array: the param.
-      dtype: what it is cast to when it has been fetched.
-      gradient: an array of its shape and that dtype, on the devices, which nothing reads: the param's cotangent is
-        its. None where there is no gradient.
-    """
-
-    array: jax.Array
-    dtype: Any
+    array: jax.Array  # the param
+    dtype: Any  # what it is cast to when it has been fetched
+    # An array of its shape and that dtype, on the devices, which nothing reads: the param's cotangent is its. None
+    # where there is no gradient.
     gradient: jax.Array | None = None
 
     @classmethod
@@ -243,28 +238,20 @@ MAX_HOISTED_BYTES = 1 << 28
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatherOptions:
-    """What is done at the uses of params.
+    """What is done at the uses of params."""
 
-    Attributes:
-      mesh: the mesh.
-      axes: the roles of its axes.
-      stored_whole: params are stored whole, and only have their gradients scattered.
-      regather: params are gathered again in the backward pass, rather than kept.
-      reduce_dtype: the dtype in which gradients are summed across devices; None for their own.
-      max_hoisted_bytes: params that a loop uses whole in every iteration are gathered once before the loop if all of
-        them together take at most this many bytes.
-      quantize: the formats that params are gathered in, and gradients sent in where they are summed at each use.
-      mapped: the function is one of a device's own examples, to be mapped over devices by `jax.vmap`: the gradients
-        that devices have of a param are summed at each use, so that those of the mapped function are the same for all.
-    """
-
-    mesh: Mesh
-    axes: Axes
-    stored_whole: bool = False
-    regather: bool = True
-    reduce_dtype: Any = None
+    mesh: Mesh  # the mesh
+    axes: Axes  # the roles of its axes
+    stored_whole: bool = False  # params are stored whole, and only have their gradients scattered
+    regather: bool = True  # params are gathered again in the backward pass, rather than kept
+    reduce_dtype: Any = None  # the dtype in which gradients are summed across devices; None for their own
+    # Params that a loop uses whole in every iteration are gathered once before the loop if all of them together take at
+    # most this many bytes
     max_hoisted_bytes: int = MAX_HOISTED_BYTES
+    # The formats that params are gathered in, and gradients sent in where they are summed at each use
     quantize: Quantize | None = None
+    # The function is one of a device's own examples, to be mapped over devices by `jax.vmap`: the gradients that
+    # devices have of a param are summed at each use, so that those of the mapped function are the same for all
     mapped: bool = False
 
     @property

@@ -26,21 +26,13 @@ class GatherEvent:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WideUse:
-    """A use of a param that computes in a wider dtype than the param has, which is that of the precision policy.
+    """A use of a param that computes in a wider dtype than the param has, which is that of the precision policy."""
 
-    Attributes:
-      path: the param.
-      where: `file:line (function)`.
-      operation: what it is used in.
-      dtype: what it is computed in.
-      param_dtype: what the param is in.
-    """
-
-    path: str
-    where: str
-    operation: str
-    dtype: str
-    param_dtype: str
+    path: str  # the param
+    where: str  # `file:line (function)`
+    operation: str  # what it is used in
+    dtype: str  # what it is computed in
+    param_dtype: str  # what the param is in
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

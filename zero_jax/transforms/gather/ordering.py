@@ -30,21 +30,13 @@ from zero_jax.transforms.gather.deferred import Copies, Lazy, Value
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Segment:
-    """A block, or what is between two runs of blocks or after the last of them.
+    """A block, or what is between two runs of blocks or after the last of them."""
 
-    Attributes:
-      start: The index of its first equation.
-      stop: The index after its last one.
-      reads: What it takes from before.
-      writes: What it makes.
-      params: The params that meet activations in it, and what is made of them on the way; no scalars.
-    """
-
-    start: int
-    stop: int
-    reads: tuple[Any, ...]
-    writes: frozenset[Any]
-    params: frozenset[Any]
+    start: int  # the index of its first equation
+    stop: int  # the index after its last one
+    reads: tuple[Any, ...]  # what it takes from before
+    writes: frozenset[Any]  # what it makes
+    params: frozenset[Any]  # the params that meet activations in it, and what is made of them on the way; no scalars
 
 
 class Ordering:

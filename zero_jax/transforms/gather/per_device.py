@@ -164,27 +164,16 @@ def multiply(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceSum:
-    """How the gradients that devices have of a param are summed.
+    """How the gradients that devices have of a param are summed."""
 
-    Attributes:
-      mesh: the mesh.
-      axes: the roles of its axes.
-      over: the mesh axes whose devices have gradients of their own, major first.
-      dims: how the sum is sharded.
-      dtype: the dtype in which gradients move between devices; None for float32.
-      coding: the blocks that they move in instead, or None. Their sum is made in float32.
-      coded: the mesh axes over which they move in these.
-      refusal: what is wrong if there is more than one gradient to sum; empty where they are summed.
-    """
-
-    mesh: Mesh
-    axes: Axes
-    over: tuple[str, ...]
-    dims: Dims
-    dtype: Any = None
-    coding: Blocks | None = None
-    coded: tuple[str, ...] = ()
-    refusal: str = ""
+    mesh: Mesh  # the mesh
+    axes: Axes  # the roles of its axes
+    over: tuple[str, ...]  # the mesh axes whose devices have gradients of their own, major first
+    dims: Dims  # how the sum is sharded
+    dtype: Any = None  # the dtype in which gradients move between devices; None for float32
+    coding: Blocks | None = None  # the blocks that they move in instead, or None. Their sum is made in float32.
+    coded: tuple[str, ...] = ()  # the mesh axes over which they move in these
+    refusal: str = ""  # what is wrong if there is more than one gradient to sum; empty where they are summed
 
     def __call__(self, stack: jax.Array) -> jax.Array:
         """Sums a stack `[devices of over, ...]` to the shards `dims`, one mesh axis at a time, in float32 or wider.

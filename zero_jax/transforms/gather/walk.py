@@ -66,17 +66,11 @@ class GatherFrame:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedRegion:
-    """A `jax.checkpoint` that is walked.
+    """A `jax.checkpoint` that is walked."""
 
-    Attributes:
-      jaxpr: its jaxpr, so that its id stays its own.
-      function: from arrays to arrays.
-      params_only: which results depend on params only; known when the function has been traced.
-    """
-
-    jaxpr: Any
-    function: Callable[..., list[Any]]
-    params_only: list[bool]
+    jaxpr: Any  # its jaxpr, so that its id stays its own
+    function: Callable[..., list[Any]]  # from arrays to arrays
+    params_only: list[bool]  # which results depend on params only; known when the function has been traced
 
 
 class GatherWalk(Walk[GatherFrame]):

@@ -44,29 +44,19 @@ class WeightMove:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Weight(Deferred):
-    """A frozen weight, `[*stack, *in, *out]` or `[*stack, *out, *in]` when it is built, and what is added to it.
+    """A frozen weight, `[*stack, *in, *out]` or `[*stack, *out, *in]` when it is built, and what is added to it."""
 
-    Attributes:
-      path: the path of the leaf.
-      roots: the arrays that it is built from; each begins with the dims of the stack.
-      build: makes the weight of the roots, of any part of the stack.
-      labels: for each dim, now, `s` (a stack of weights), `i` (in) or `o` (out). A weight without an update has `s`.
-      shape: the shape, now.
-      dtype: the dtype that the function sees.
-      factors: none; or `a`, `[*stack, *in, rank]`, `b`, `[*stack, rank, *out]` and, for DoRA, `[*stack, *out]`.
-      scale: the factor of `a @ b`.
-      moves: transposes and reshapes since it was built.
-    """
-
-    path: str
-    roots: tuple[Any, ...]
-    build: Callable[..., Any]
+    path: str  # the path of the leaf
+    roots: tuple[Any, ...]  # the arrays that it is built from; each begins with the dims of the stack
+    build: Callable[..., Any]  # makes the weight of the roots, of any part of the stack
+    # For each dim, now, `s` (a stack of weights), `i` (in) or `o` (out). A weight without an update has `s`.
     labels: str
-    shape: tuple[int, ...]
-    dtype: Any
+    shape: tuple[int, ...]  # the shape, now
+    dtype: Any  # the dtype that the function sees
+    # None; or `a`, `[*stack, *in, rank]`, `b`, `[*stack, rank, *out]` and, for DoRA, `[*stack, *out]`
     factors: tuple[Any, ...] = ()
-    scale: float = 1.0
-    moves: tuple[WeightMove, ...] = ()
+    scale: float = 1.0  # the factor of `a @ b`
+    moves: tuple[WeightMove, ...] = ()  # transposes and reshapes since it was built
 
     @property
     def arrays(self) -> tuple[Any, ...]:

@@ -37,21 +37,13 @@ class MatrixMove:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Dealing:
-    """Regions that compute the same function, whose matrices are dealt out together.
+    """Regions that compute the same function, whose matrices are dealt out together."""
 
-    Attributes:
-      regions: the regions.
-      dims: how each variable of the update is sharded.
-      mesh: the mesh.
-      data: the axes that shards are on.
-      made_of: which inputs of the update each variable is made of.
-    """
-
-    regions: tuple[Region, ...]
-    dims: Mapping[Any, Dims]
-    mesh: Mesh
-    data: tuple[str, ...]
-    made_of: Mapping[Any, frozenset[int]]
+    regions: tuple[Region, ...]  # the regions
+    dims: Mapping[Any, Dims]  # how each variable of the update is sharded
+    mesh: Mesh  # the mesh
+    data: tuple[str, ...]  # the axes that shards are on
+    made_of: Mapping[Any, frozenset[int]]  # which inputs of the update each variable is made of
 
     # --- the choice --------------------------------------------------------------------------------------------------
 

@@ -31,22 +31,14 @@ def multiplies(closed: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MatrixProgram:
-    """An update's jaxpr without nested calls, and its computations on matrices.
+    """An update's jaxpr without nested calls, and its computations on matrices."""
 
-    Attributes:
-      closed: the jaxpr that it was made of.
-      jaxpr: the open jaxpr.
-      consts: its constants.
-      dealings: the groups of regions, those that are left to XLA included.
-      sums: inner products of flattened arrays, with the arrays before that.
-      branches: the programs of the branches of `cond`s, by the ids of their equations.
-    """
-
-    closed: Any
-    jaxpr: Any
-    consts: Sequence[Any]
-    dealings: tuple[Dealing, ...]
-    sums: Mapping[Any, tuple[Any, Any]]
+    closed: Any  # the jaxpr that it was made of
+    jaxpr: Any  # the open jaxpr
+    consts: Sequence[Any]  # its constants
+    dealings: tuple[Dealing, ...]  # the groups of regions, those that are left to XLA included
+    sums: Mapping[Any, tuple[Any, Any]]  # inner products of flattened arrays, with the arrays before that
+    # The programs of the branches of `cond`s, by the ids of their equations
     branches: Mapping[int, tuple[MatrixProgram, ...]]
 
     @classmethod

@@ -25,17 +25,11 @@ _PRODUCTS_OF_FACTORIZATION = 20
 
 @dataclasses.dataclass(frozen=True)
 class ProductCost:
-    """What the products of matrices cost: the bytes that are sent for them where matrices are cut, and operations.
+    """What the products of matrices cost: the bytes that are sent for them where matrices are cut, and operations."""
 
-    Attributes:
-      sent_bytes: bytes that a device sends for products of cut matrices.
-      cut_flops: operations of which each device has a share where matrices are cut.
-      whole_flops: operations that each device computes alike then.
-    """
-
-    sent_bytes: float = 0.0
-    cut_flops: float = 0.0
-    whole_flops: float = 0.0
+    sent_bytes: float = 0.0  # bytes that a device sends for products of cut matrices
+    cut_flops: float = 0.0  # operations of which each device has a share where matrices are cut
+    whole_flops: float = 0.0  # operations that each device computes alike then
 
     def __add__(self, other: ProductCost) -> ProductCost:
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
@@ -48,21 +42,14 @@ class ProductCost:
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """Equations of an update that need whole matrices.
+    """Equations of an update that need whole matrices."""
 
-    Attributes:
-      eqns: the equations, in their order.
-      inputs: the variables that they read and that are matrices, or stacks of them.
-      others: the other variables that they read: scalars, coefficients.
-      outputs: the variables that are read after them.
-      stacks: for each variable in them the dim along which they are a map, None for a variable without one; empty where
-        that is not known.
-    """
-
-    eqns: tuple[Any, ...]
-    inputs: tuple[Any, ...]
-    others: tuple[Any, ...]
-    outputs: tuple[Any, ...]
+    eqns: tuple[Any, ...]  # the equations, in their order
+    inputs: tuple[Any, ...]  # the variables that they read and that are matrices, or stacks of them
+    others: tuple[Any, ...]  # the other variables that they read: scalars, coefficients
+    outputs: tuple[Any, ...]  # the variables that are read after them
+    # For each variable in them the dim along which they are a map, None for a variable without one; empty where that is
+    # not known
     stacks: dict[Any, Any]
 
     def num_matrices(self) -> int:

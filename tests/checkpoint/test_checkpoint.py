@@ -161,6 +161,8 @@ def test_every_kind_of_leaf_comes_back(tmp_path):
             "rbg": jax.random.key(3, impl="rbg"),
             "linear/w": {"b": jnp.ones((8,))},
             "linear": {"w/b": jnp.zeros((8,))},
+            **{f"{name}/": jnp.full((8,), i) for i, name in enumerate(["", "linear", "a//", "%"])},
+            **{f"{name}%": jnp.full((8,), i) for i, name in enumerate(["", "/", "a//", "a///"])},
         }
 
     mesh, tx = reference.mesh_of("8"), optax.set_to_zero()
@@ -274,6 +276,14 @@ def test_a_state_of_another_kind_is_refused_with_what_saves_it(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         with pytest.raises(ValueError, match=r"a dict is no zero\.TrainState: orbax saves a state of your own"):
             checkpointer.save(1, {"params": init_params(jax.random.key(0))})  # pyright: ignore[reportArgumentType]
+
+
+def test_a_name_that_files_cannot_have_is_refused(tmp_path):
+    state = zero.init_state(
+        lambda key: {"\ud800": jnp.ones(8)}, TX, jax.random.key(0), mesh=reference.mesh_of("8"), config=CONFIG
+    )
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(ValueError, match=r"leaf '.*ud800' .* rename it"):
+        checkpointer.save(1, state)
 
 
 def test_a_state_that_was_donated_is_refused(tmp_path):

@@ -263,6 +263,7 @@ def test_compiler_options_are_given_one_by_one(tmp_path):
     [
         (["plan", "--compiler-option", "xla_a"], "argument --compiler-option: 'xla_a' is not of the form NAME=VALUE"),
         (["plan", "--compiler-option", "--xla_a=1"], "argument --compiler-option: expected one argument"),
+        (["train", "--resume"], "argument --resume: expected one argument: one of never, auto"),
         (["plan", "--compiler-option=--xla_a=1"], "'--xla_a' is no name of an option: give one without dashes"),
         (["plan", "--auto", "--num-microbatches", "2"], "--num-microbatches: --auto chooses that by itself"),
         (["plan", "--max-compiles=2"], "--max-compiles: it is for --auto"),

@@ -16,8 +16,8 @@ from two_layers import host_params, loss_fn, make_batch
 import zero_jax as zero
 
 
-def mesh_with(*names, auto=True):
-    types = (jax.sharding.AxisType.Auto if auto else jax.sharding.AxisType.Explicit,) * len(names)
+def mesh_with(*names, kind="Auto"):
+    types = (jax.sharding.AxisType[kind],) * len(names)
     return jax.make_mesh((2,) * len(names), names, devices=jax.devices()[: 2 ** len(names)], axis_types=types)
 
 
@@ -70,7 +70,8 @@ MESH_ERRORS = [
     ),
     (lambda: make_on("8"), "mesh='8' is no mesh: make one with zero.make_mesh"),
     (lambda: make_on(host_params()), "mesh={'in': .*... is no mesh: make one with zero.make_mesh"),
-    (lambda: make_on(mesh_with("data", auto=False)), "type AxisType.Explicit.*make the mesh with zero.make_mesh"),
+    (lambda: make_on(mesh_with("data", kind="Explicit")), "Explicit, which is the default.*mesh with zero.make_mesh"),
+    (lambda: make_on(mesh_with("data", kind="Manual")), "Manual, as jax.shard_map makes it.*mesh with zero.make_mesh"),
 ]
 
 

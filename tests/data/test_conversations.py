@@ -80,6 +80,14 @@ def test_long_conversations_lose_their_end_and_are_counted(tmp_path):
     assert "1 conversations are longer than 96 tokens and lose their end" in str(dataset)
 
 
+def test_of_a_long_conversation_only_what_is_trained_on_counts(tmp_path):
+    long = chat(("user", "go"), ("assistant", "x" * 10_000))
+    dataset = loaded(written(tmp_path, *CONVERSATIONS, long), seq_len=96)
+    assert len(dataset.train.rows) > 1, "the others are not all for validation"
+    weights = dataset.train.cut_rows(np.arange(len(dataset.train.rows)), seq_len=96)["weights"]
+    assert f"{int(weights.sum())} tokens of answers to learn" in str(dataset)
+
+
 def test_the_split_depends_on_content_alone(tmp_path):
     first = loaded(written(tmp_path, *CONVERSATIONS), seq_len=96)
     (tmp_path / "two").mkdir()

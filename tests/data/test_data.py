@@ -479,6 +479,7 @@ def file(name, content):
     [
         (file("t.txt", b""), {}, "holds no text"),
         (file("t.txt", b"a\0b"), {}, "NUL byte"),
+        (file("t.json", b'{"text": "a"}'), {}, "ends in .json may hold .* --format jsonl .* --format text"),
         (file("t.txt", b"a" * 50), {"seq_len": 60}, r"46 tokens for training, .* seq_len \+ 1 = 61: give more text"),
         (file("t.txt", b"a" * 50), {"seq_len": 5}, "5 tokens for validation"),
         (file("t.txt", b"a" * 50), {"tokenizer": "nope.json"}, "cannot read the tokenizer nope.json"),

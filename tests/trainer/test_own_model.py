@@ -17,6 +17,7 @@ from command_line import run
 import zero_jax as zero
 from zero_jax.checkpoint import CheckpointConfig
 from zero_jax.trainer import OptimizerConfig, OwnModel, ResumeError, prepare, read_run
+from zero_jax.trainer.inputs.own import own_input
 from zero_jax.trainer.inputs.sources import find_source
 from zero_jax.trainer.reporting.console import figures
 from zero_jax.trainer.reporting.metrics import scalar_figures, unshown_leaves
@@ -203,6 +204,18 @@ def test_a_validation_that_fails_or_is_never_finite_costs_no_step(config):
     assert "resuming after step 2" in log and result.status == "done"
     folder = pathlib.Path(config.out) / "run" / "checkpoints"
     assert sorted(path.name for path in folder.glob("step_*")) == [f"step_0000000{i}" for i in (2, 3, 6)]
+
+
+def test_an_iterator_that_fills_the_same_arrays_validates_on_each_of_its_batches():
+    def filling(buffers):
+        for i in (1, 2, 3):
+            for name, x in batch_of(i).items():
+                buffers[name][...] = x
+            yield buffers
+
+    model = OwnModel(init_fn=init_fn, loss_fn=loss_fn, batches=batch_of, validation=filling(batch_of(0)))
+    found = own_input(model, mesh=zero.make_mesh(), zero=zero.ZeroConfig(), eval_batches=2)
+    assert [batch["x"].tolist() for batch in found.validation] == [batch_of(i)["x"].tolist() for i in (1, 2)]
 
 
 def test_a_list_of_batches_of_other_sizes_is_refused_before_anything_is_made(config):
@@ -433,6 +446,7 @@ def yields(step):
         ([], "batches has no batch: give one at least"),
         (iter([]), "batches has no batch: give one at least"),
         (3, "batches is 3, no batches: give a function of the step"),
+        (lambda step: next(iter(())), "a function of the step raised StopIteration at step 0: let it return a batch"),
         (lambda a, b: batch_of(a), r"\(a, b\) takes 2 values: give a function of the step"),
         (yields, "yields takes a step and yields: return the batch of that step"),
         (Stateful({1, 2}), "its get_state\\(\\) returned {1, 2}, for which JSON has no form"),

@@ -20,7 +20,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.checkpoint.fingerprint import host_fingerprint
-from zero_jax.checkpoint.record import STATE, CheckpointError, CheckpointRemoved, Record, SavedLeaf
+from zero_jax.checkpoint.record import STATE, CheckpointError, CheckpointRemoved, Record, SavedLeaf, file_key
 from zero_jax.checkpoint.saved_state import decode, fingerprints
 from zero_jax.core.agreement import Agreement
 from zero_jax.core.files.untrusted import irregular, is_bucket
@@ -51,16 +51,16 @@ def check_index(record: Record) -> None:
 
     Values are not read.
     """
-    stored = {name for name, leaf in record.leaves.items() if 0 not in leaf.stored_shape}
+    stored = {file_key(name): name for name, leaf in record.leaves.items() if 0 not in leaf.stored_shape}
     in_files = _files_by_leaf(record.path / STATE).keys()
-    if in_files and in_files != stored:  # there are none where the index is damaged, as the leaves will say
-        differing = sorted(in_files ^ stored)
+    if in_files and in_files != stored.keys():  # there are none where the index is damaged, as the leaves will say
+        differing = sorted(in_files ^ stored.keys())
         raise record.error(
             f"{record.path} is damaged: of {', '.join(map(repr, differing[:5]))}{', ...' if differing[5:] else ''} "
             "there are values or a record, not both"
         )
     context = make_context(0)
-    for name in stored:
+    for name in stored.values():
         open_leaf(record, name, context)
 
 
@@ -76,7 +76,7 @@ def open_leaf(record: Record, name: str, context: tensorstore.Context) -> tensor
       CheckpointError: the leaf is missing, or differs from the record in shape or dtype.
     """
     leaf = record.leaves[name]
-    kvstore = {"driver": "ocdbt", "base": _ocdbt_base(record.path / STATE), "path": f"{name}/"}
+    kvstore = {"driver": "ocdbt", "base": _ocdbt_base(record.path / STATE), "path": f"{file_key(name)}/"}
     spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
     try:
         store = tensorstore.open(spec, context=context, open=True, read=True).result()
@@ -101,7 +101,8 @@ def leaf_error(record: Record, name: str, why: object) -> CheckpointError:
 
 def data_files(record: Record, name: str) -> list[str]:
     """Returns the data files of a leaf, by path in the checkpoint's folder; none if the index is damaged."""
-    return sorted(f"{STATE}/{file}" for file in _files_by_leaf(record.path / STATE, name).get(name, ()))
+    key = file_key(name)
+    return sorted(f"{STATE}/{file}" for file in _files_by_leaf(record.path / STATE, key).get(key, ()))
 
 
 def cut_slices(

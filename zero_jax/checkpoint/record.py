@@ -210,6 +210,17 @@ def _validated(path: epath.Path, content: Mapping[str, Any], identity: str) -> R
     )
 
 
+def file_key(name: str) -> str:
+    """Returns the key of a leaf in the files: its name, or one that a slash does not end, which tensorstore drops."""
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"leaf {name!r} of the state cannot be saved: its name is no Unicode text, rename it"
+        ) from error
+    return f"{name}%" if name.rstrip("%").endswith("/") else name
+
+
 def is_bits(dtype: str) -> bool:
     """Returns whether values of a dtype are stored as their bits."""
     return not dtype.startswith("key<") and jnp.dtype(dtype).itemsize == 1 and dtype not in _PLAIN_BYTES

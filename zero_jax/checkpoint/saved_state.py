@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.checkpoint.fingerprint import fingerprint
-from zero_jax.checkpoint.record import SavedLeaf, is_bits
+from zero_jax.checkpoint.record import SavedLeaf, file_key, is_bits
 from zero_jax.core.device_put import map_on_device, platform_of
 from zero_jax.core.tree import leaves_by_name
 from zero_jax.training import TrainState
@@ -68,9 +68,9 @@ def _bits_of(dtype: np.dtype) -> np.dtype:
 
 
 def encode_state(state: TrainState, *, mesh: Mesh) -> tuple[dict[str, Array], dict[str, SavedLeaf]]:
-    """Returns the arrays to save (none without elements), and the record of every leaf; devices make fingerprints.
+    """Returns the arrays to save by key (none without elements), and the record of each leaf by name.
 
-    Waits for the state to be ready.
+    Devices make fingerprints. Waits for the state to be ready.
     """
     leaves = saved_leaves(state)
     for name, x in leaves.items():
@@ -89,7 +89,7 @@ def encode_state(state: TrainState, *, mesh: Mesh) -> tuple[dict[str, Array], di
         )
         for (name, x), number in zip(leaves.items(), checksums, strict=True)
     }
-    return {name: x for name, x in arrays.items() if x.size}, records
+    return {file_key(name): x for name, x in arrays.items() if x.size}, records
 
 
 def _encoded(x: Array) -> Array:

@@ -92,6 +92,14 @@ class Parser(argparse.ArgumentParser):
                 action, f"invalid choice: {quoted(value, limit=60)}: {hint}Choose one of {names}"
             )
 
+    def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
+        """Lists the choices where the value of an option is missing."""
+        try:
+            return super()._match_argument(action, arg_strings_pattern)
+        except argparse.ArgumentError as error:
+            names = f": one of {', '.join(map(str, action.choices))}" if action.choices else ""
+            raise argparse.ArgumentError(action, f"{error.message}{names}") from error
+
     def error(self, message: str) -> NoReturn:
         """Prints the error without the usage, and ends the program."""
         self.exit(2, f"{self.prog}: error: {printable_lines(message)}\n")

@@ -63,7 +63,6 @@ class ConversationPart:
             conversations = self.rows[row] if row >= 0 else ()
             for segment, conversation in enumerate(conversations):
                 first, last = self.offsets[conversation], self.offsets[conversation + 1]
-                last = min(last, first + seq_len + 1)
                 span = slice(position, position + last - first - 1)
                 inputs[i, span] = self.tokens[first : last - 1]
                 targets[i, span] = self.tokens[first + 1 : last]
@@ -99,8 +98,8 @@ def load_conversations(
                     f"{where}: no answer begins within the first {seq_len} tokens of {len(conversation):,}: shorten "
                     "the prompt, or give a longer --seq-len"
                 )
-            tokens.append(conversation)
-            answers.append(is_answer)
+            tokens.append(conversation[: seq_len + 1])  # the rest is neither trained on nor part of any share
+            answers.append(is_answer[: seq_len + 1])
     chosen = _validation(tokens, validation_fraction, source)
     digest = hashlib.sha256(repr((tokenizer.fingerprint, seq_len)).encode())
     for vector in (*tokens, *answers, chosen):
@@ -263,7 +262,7 @@ def _part(tokens: Sequence[np.ndarray], answers: Sequence[np.ndarray], seq_len: 
         tokens=np.concatenate([np.zeros(0, np.int32), *tokens]),
         is_answer=np.concatenate([np.zeros(0, bool), *answers]),
         offsets=np.concatenate([[0], np.cumsum(lengths)]),
-        rows=pack(np.minimum(lengths - 1, seq_len), room=seq_len),
+        rows=pack(lengths - 1, room=seq_len),
     )
 
 

@@ -162,6 +162,11 @@ def _choose(paths: Sequence[pathlib.Path], format: Format, root: pathlib.Path) -
         del kinds["text"]
     if "text" in kinds and len(paths) > 1:
         kinds.pop("tokens", None)  # among text, what ends in .bin is anything
+    if [*kinds] == ["text"] and all(path.suffix.lower() == ".json" for path in paths):
+        raise ValueError(
+            f"{root}: a file that ends in .json may hold a JSON object a line, or text: say --format jsonl for the "
+            "text of its objects, or --format text for the file as it stands"
+        )
     if len(kinds) > 1:
         counts = ", ".join(
             f"{len(files)} of {kind} ({printable(files[0].name)})" for kind, files in sorted(kinds.items())
@@ -185,8 +190,8 @@ def _source(name: str, root: pathlib.Path, paths: Iterable[pathlib.Path], format
     non_empty = [path for path in with_suffix or paths if (_is_text(path) if format == "text" else path.stat().st_size)]
     if not non_empty:
         raise ValueError(
-            f"{name} holds no text (files that are empty, hidden, or have a NUL byte do not count): give the path of a "
-            "text file or of a folder of them"
+            f"{name} holds no text (files that are empty, hidden, or have a NUL byte, as UTF-16 and archives have, do "
+            "not count): give the path of a text file or of a folder of them"
             if format == "text"
             else f"{name} is empty: give files of format {format} that hold something"
         )

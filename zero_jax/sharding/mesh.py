@@ -111,10 +111,12 @@ def axes_of(
         if name not in names:
             hint = did_you_mean(name, names, "; did you mean {!r}?")
             raise ValueError(f"the mesh has axes {names} and none called {name!r}{hint}")
-        if mesh.axis_types[names.index(name)] != AxisType.Auto:
+        if (axis_type := mesh.axis_types[names.index(name)]) != AxisType.Auto:
+            why = "as jax.shard_map makes it within its function: call this outside of that, and"
+            if axis_type == AxisType.Explicit:
+                why = "which is the default of jax.make_mesh and of newer AbstractMeshes:"
             raise ValueError(
-                f"the mesh axis {name!r} is of type {mesh.axis_types[names.index(name)]}, which is the default of "
-                "jax.make_mesh and of newer AbstractMeshes: make the mesh with zero.make_mesh, or with "
+                f"the mesh axis {name!r} is of type {axis_type}, {why} make the mesh with zero.make_mesh, or with "
                 "axis_types=(jax.sharding.AxisType.Auto, ...)"
             )
     if not data:

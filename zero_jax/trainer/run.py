@@ -442,7 +442,7 @@ def _check_text_batches(config: TrainConfig, model: Model, mesh: Mesh) -> None:
             f"process_batches={config.process_batches!r} is for batches of your own; of text each process reads its "
             "part: leave it out"
         )
-    batch = {"batch_size": jax.ShapeDtypeStruct((config.batch_size,), np.int32)}
+    batch = {"tokens": jax.ShapeDtypeStruct((config.batch_size,), np.int32)}
     check_batch(batch, mesh=mesh, axes=axes_of(mesh), num_microbatches=config.zero.num_microbatches)
     check_text_fits(batch_size=config.batch_size, seq_len=model.seq_len, prefetch_batches=config.data.prefetch_batches)
 

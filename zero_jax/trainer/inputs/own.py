@@ -289,11 +289,14 @@ def own_input(
 def _validation(batches: Any, eval_batches: int) -> tuple[Iterable[PyTree], PyTree]:
     source = find_source("validation", batches)
     first, again = source.first(), source.again
-    if again is None:  # an iterator that passes once: its batches are kept
+    if (
+        again is None
+    ):  # an iterator that passes once: its batches are kept, copied, as it may fill the same arrays again
         kept: list[PyTree] = []
         with contextlib.suppress(BatchesEnded):
             ignore = lambda *_: None  # noqa: E731
-            kept.extend(itertools.islice(source.open(0, None, say=ignore, beat=ignore), eval_batches))
+            for batch in itertools.islice(source.open(0, None, say=ignore, beat=ignore), eval_batches):
+                kept.append(jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, batch))
         return kept, first
     return _FirstBatches(again, eval_batches), first
 

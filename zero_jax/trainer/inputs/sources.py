@@ -110,13 +110,21 @@ class StepSource:
 
     def first(self) -> PyTree:
         """Returns the batch of step 0."""
-        return self.batch_of(0)
+        return next(self._from(0))
 
     def open(
         self, position: int, state: str | None, *, say: Callable[[str], None], beat: Callable[[], None]
     ) -> Iterator[PyTree]:
         """Returns the batches from a position on."""
-        return map(self.batch_of, itertools.count(position))
+        return self._from(position)
+
+    def _from(self, position: int) -> Iterator[PyTree]:
+        for step in itertools.count(position):
+            try:
+                batch = self.batch_of(step)
+            except StopIteration as error:  # of a loader that it reads: a function has no end
+                raise ValueError(f"{self.kind} raised StopIteration at step {step}: let it return a batch") from error
+            yield batch
 
     def again(self) -> Iterator[PyTree]:
         """Returns the batches of one pass."""

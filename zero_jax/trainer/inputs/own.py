@@ -289,9 +289,7 @@ def own_input(
 def _validation(batches: Any, eval_batches: int) -> tuple[Iterable[PyTree], PyTree]:
     source = find_source("validation", batches)
     first, again = source.first(), source.again
-    if (
-        again is None
-    ):  # an iterator that passes once: its batches are kept, copied, as it may fill the same arrays again
+    if again is None:  # an iterator that passes once: its batches are kept, as copies, for it may fill the same arrays
         kept: list[PyTree] = []
         with contextlib.suppress(BatchesEnded):
             ignore = lambda *_: None  # noqa: E731

@@ -123,6 +123,7 @@ def fingerprint_program(mesh: Mesh) -> Any:
     """Returns the jitted function from arrays to their fingerprints, `uint32[num_arrays]`, replicated."""
 
     def run(arrays: list[Array]) -> Array:
-        return jnp.stack(map_on_device(fingerprint, arrays))
+        of_each = functools.partial(fingerprint, on_cpu=platform_of(mesh) == "cpu")
+        return jnp.stack(map_on_device(of_each, arrays))
 
     return jax.jit(run, out_shardings=NamedSharding(mesh, PartitionSpec()))

@@ -211,10 +211,7 @@ def _are_finite(leaves: Sequence[jax.Array]) -> jax.Array:
     """Returns for each array whether it is all finite: `bool[num_leaves]`, without a copy of any."""
 
     def is_finite(x: jax.Array) -> jax.Array:
-        x = x if x.dtype.itemsize > 1 else lax.convert_element_type(x, jnp.float32)  # one-byte types have no `isnan`
-        # XLA:CPU computes two reductions as it reads `x`; of one it makes an array of its operand first.
-        either = lambda a, b: (a[0] | b[0], a[1] | b[1])  # noqa: E731
-        nan, inf = lax.reduce((jnp.isnan(x), jnp.isinf(x)), (np.False_, np.False_), either, tuple(range(x.ndim)))
-        return ~(nan | inf)
+        # One-byte types have no `isfinite`.
+        return jnp.isfinite(x if x.dtype.itemsize > 1 else lax.convert_element_type(x, jnp.float32)).all()
 
     return jnp.stack(map_on_device(is_finite, leaves))

@@ -16,11 +16,13 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.checkpoint.fingerprint import fingerprint
+from zero_jax.checkpoint.fingerprint import fingerprint, host_fingerprint
 from zero_jax.checkpoint.record import SavedLeaf, file_key, is_bits
 from zero_jax.core.device_put import map_on_device, platform_of
 from zero_jax.core.tree import leaves_by_name
 from zero_jax.training import TrainState
+
+_FEW_ELEMENTS = 16
 
 
 def saved_leaves(state: TrainState) -> dict[str, Any]:
@@ -101,12 +103,19 @@ def _encoded(x: Array) -> Array:
 def fingerprints(arrays: list[Array], *, mesh: Mesh) -> list[int]:
     """Returns the fingerprints of encoded arrays, computed by programs that gather nothing.
 
-    That is one program, but on CPU devices one for each array: XLA:CPU sums only what it has in memory, and would have
-    the hashes of all arrays there at once.
+    That is one program, but on CPU devices one for each shape, which compile sooner. What every device has, and is
+    small, needs none.
     """
-    groups = [[x] for x in arrays] if platform_of(mesh) == "cpu" else [arrays] * bool(arrays)
+    numbers = {i: host_fingerprint(np.asarray(x)) for i, x in enumerate(arrays) if _is_on_all(x)}
+    others = [i for i in range(len(arrays)) if i not in numbers]
     program = fingerprint_program(mesh)
-    return [number for group in groups for number in np.asarray(program(group)).tolist()]
+    for group in [[i] for i in others] if platform_of(mesh) == "cpu" else [others] * bool(others):
+        numbers.update(zip(group, np.asarray(program([arrays[i] for i in group])).tolist(), strict=True))
+    return [numbers[i] for i in range(len(arrays))]
+
+
+def _is_on_all(x: Array) -> bool:
+    return x.size <= _FEW_ELEMENTS and x.is_fully_replicated
 
 
 @functools.cache
@@ -114,6 +123,7 @@ def fingerprint_program(mesh: Mesh) -> Any:
     """Returns the jitted function from arrays to their fingerprints, `uint32[num_arrays]`, replicated."""
 
     def run(arrays: list[Array]) -> Array:
-        return jnp.stack(map_on_device(fingerprint, arrays))
+        of_each = functools.partial(fingerprint, on_cpu=platform_of(mesh) == "cpu")
+        return jnp.stack(map_on_device(of_each, arrays))
 
     return jax.jit(run, out_shardings=NamedSharding(mesh, PartitionSpec()))

@@ -56,10 +56,11 @@ def aligned_empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
     """Returns an array on the host that a CPU device takes as it is, where `device_put` copies that of `np.empty`.
 
     Its memory begins at a page. NumPy's would also ask for huge pages, which cost more than all else where the system
-    has to make room for them.
+    has to make room for them. All pages are made at once, where the system can: one by one they take longer.
     """
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-    pages = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE)  # a process that is forked has its own
+    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_POPULATE", 0)  # private: a process that is forked has its own
+    pages = mmap.mmap(-1, max(1, num_bytes), flags=flags)
     return np.frombuffer(pages, np.uint8)[:num_bytes].view(dtype).reshape(shape)
 
 

@@ -20,7 +20,7 @@ from zero_jax.models.tensor_name import TensorName
 Index = tuple[slice, ...]
 _READABLE = ("float32", "float16", "bfloat16")
 _NUM_THREADS = 4  # that copy tensors at once; NumPy copies without the lock of the interpreter
-_STRIP = 128  # elements of a strip that is transposed
+_STRIP = 16  # rows of a tensor that are transposed at a time: more of them share sets of a cache, and evict another
 _SHOWN = 4
 _MAX_TENSORS = 1 << 20  # of a param
 _MAX_MISSING = 10_000  # more than that are counted, and not named

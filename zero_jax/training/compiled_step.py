@@ -150,10 +150,10 @@ class TrainStep:
             if not is_nested:
                 self._same.check(function, state, batch)
             is_repeatable = not (is_nested or jax.config.jax_disable_jit)  # type: ignore[attr-defined]
-            kinds = _kinds(state, batch) if is_repeatable else ()
             state, metrics = function(state, batch)
-            if kinds:
-                self.last_call[0] = _LastCall(weakref.ref(state), function, *kinds)
+            if is_repeatable:
+                leaves, tree = _flatten(batch)
+                self.last_call[0] = _LastCall(weakref.ref(state), function, tree, list(map(_KIND, leaves)))
             return state, wait_on_cpu(metrics, mesh)
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
@@ -272,26 +272,25 @@ class _LastCall:
 
     state: Callable[[], Any] = lambda: None  # a weak reference to that state, whose memory belongs to whoever holds it
     function: Any = None  # the jitted step
-    tree: Any = None  # the structure of state and batch
-    num_leaves: int = 0  # of the state
+    tree: Any = None  # the structure of the batch
     kinds: Any = None  # the type, shape, dtype and sharding of each leaf of the batch
     thread: int = 0  # the thread that repeats the call now, or 0
 
     def is_like(self, state: PyTree, batch: PyTree) -> bool:
-        """Tells whether a batch is like that of the call, and the state may be donated."""
-        leaves, tree = _flatten((state, batch))
-        if tree != self.tree or len(set(map(id, leaves))) < len(leaves) or state.step.is_deleted():
+        """Tells whether a batch is like that of the call, and the state was not donated."""
+        leaves, tree = _flatten(batch)
+        if tree != self.tree or state.step.is_deleted():
             return False
         try:
-            return list(map(_KIND, leaves[self.num_leaves :])) == self.kinds
+            return list(map(_KIND, leaves)) == self.kinds
         except AttributeError:  # of what is no array
             return False
 
     def repeat(self, state: PyTree, batch: PyTree) -> Any:
         """Returns the results for the state that the call returned; None where a leaf of it was replaced or deleted.
 
-        That is possible in its dicts and lists. jit finds it before it runs anything: the leaf cannot be taken, or it
-        would trace the step again.
+        That is possible in its dicts and lists. jit finds it before it runs anything: the leaf cannot be taken, not
+        twice either, or it would trace the step again.
         """
         self.thread = threading.get_ident()
         try:
@@ -313,13 +312,6 @@ class _LastCall:
 
 _flatten = jax.tree_util.default_registry.flatten  # `jax.tree.flatten`, without the Python around it
 _KIND = operator.attrgetter("__class__", "shape", "dtype", "sharding")
-
-
-def _kinds(state: PyTree, batch: PyTree) -> Any:
-    """Returns the fields of a `_LastCall` about what it took."""
-    leaves, tree = jax.tree.flatten((state, batch))
-    num_leaves = len(jax.tree.leaves(state))
-    return tree, num_leaves, list(map(_KIND, leaves[num_leaves:]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

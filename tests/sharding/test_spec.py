@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import mesh_of, torus_mesh
 
+import zero_jax as zero
 from zero_jax.sharding import spec
 
 
@@ -62,6 +63,12 @@ def test_small_ones():
     assert spec.without(dims, ("data_0", "data_1")) == (("model",), (), ())
     assert spec.num_shards(mesh, dims) == 8
     assert spec.named(mesh, (("data_0",), ())) == NamedSharding(mesh, P("data_0"))
+
+
+def test_axes_of_one_device_are_left_out_of_checked_dims():
+    mesh = zero.make_mesh(data=8)
+    assert mesh.shape["model"] == 1
+    assert spec.checked_dims("leaf", P(("model", "data"), "model"), (8, 4), mesh) == (("data",), ())
 
 
 AXES = ("x", "y", "z")

@@ -138,12 +138,15 @@ def test_fused_attention_counts_the_blocks_that_it_visits():
     tokens, heads = 1024, 2
     q = examples(B, tokens, heads, 128)
     found = [x for x in kernels_of(fn, q, q, q) if x.engine]
-    assert [x.engine for x in found] == ["attention"]
+    assert [x.engine for x in found] == ["attention", *["layout"] * 5]
+    assert [x.split_bytes for x in found[1:5]] == [2 * 2 * B * tokens * heads * 128] * 4  # log-sum-exps are the fifth
     seen = tokens * tokens * 3 / 4  # three of four blocks of 512 x 512
     assert found[0].flops == 2 * 2 * B * heads * 128 * seen and found[0].is_split
     gradient = jax.grad(lambda *arrays: fn(*arrays).sum().astype(F32), argnums=(0, 1, 2))
     backward = [x for x in kernels_of(gradient, q, q, q) if x.engine == "attention backward"]
     assert [x.flops for x in backward] == [2 * 5 * B * heads * 128 * seen]
+    # What both kernels take is copied once: queries, keys, values, result, log-sum-exps; then four cotangents.
+    assert sum(x.engine == "layout" for x in kernels_of(gradient, q, q, q)) == 9
     sums = [x for x in kernels_of(gradient, q, q, q) if x.engine == "sum"]
     assert [x.split_bytes for x in sums] == [3 * 2 * B * tokens * heads * 128]  # two parts of dq, one for each 512 keys
 
@@ -165,3 +168,12 @@ def test_splitting_the_minor_dim_of_activations_is_a_copy():
 
     found = kernels_of(fn, examples(B, D), params(D, D))
     assert [x.split_bytes for x in found if x.engine == "layout"] == [2 * 2 * B * D] * 2
+
+
+def test_activations_are_copied_out_of_the_stack_of_a_loop():
+    def fn(x, xs, w):
+        return jax.lax.scan(lambda x, slices: (x @ slices[1] + slices[0], None), x, (xs, w))[0]
+
+    stacked = (3, B, D), BF16, ((), ("data",), ())
+    found = kernels_of(fn, examples(B, D), stacked, params(3, D, D))
+    assert [(x.times, x.split_bytes) for x in found if x.engine == "slice"] == [(3, 2 * 2 * B * D)]

@@ -21,7 +21,7 @@ from zero_jax.planning.links import Links
 from zero_jax.planning.ranking import Candidate, Estimated
 from zero_jax.planning.report import FULL, attentions_of
 from zero_jax.sharding import topology
-from zero_jax.sharding.mesh import axis_size, make_mesh
+from zero_jax.sharding.mesh import Axes, axis_size, make_mesh
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.training import (
@@ -322,6 +322,11 @@ class StepEstimate:
         """The links of the mesh."""
         return self.model.links(replica=self.setting.replica, model=self.setting.model, pipe=self.setting.pipe)
 
+    @property
+    def axes(self) -> Axes:
+        """The roles of the axes of the mesh, of a stage where there are several."""
+        return setting_config(self.model.job.config, self.setting).axes_of(self.links.mesh).of_stage
+
     def estimated(self) -> Estimated:
         """Returns bytes per device and seconds of a step."""
         state, grads, other = self.state_bytes, self.grad_bytes, self.other_bytes
@@ -400,7 +405,7 @@ class StepEstimate:
         # Gradients are set to 0 before a loop over layers writes them.
         cleared = self.num_runs * self.num_params * self.grad_share * self.sizes.grad_bytes
         compute += roofline.moved_seconds(cleared, roofline.efficiency.unfused)
-        compute += roofline.moved_seconds(self.coded_bytes)
+        compute += roofline.moved_seconds(self.coded_bytes, roofline.efficiency.compiled[1])  # no product is beside it
         # Where memory is full, the compiler's scheduler has no room to start a collective early.
         waits = self.data_seconds if self.is_full else roofline.exposed_seconds(self.data_seconds, compute)
         waits += self.model_seconds + self.pipe_seconds
@@ -500,17 +505,18 @@ class StepEstimate:
         """Bytes that encoding and decoding read and write.
 
         The params of a shard are encoded, those of a gather decoded. Gradients are read twice, for scales and codes;
-        their float32 sums are written and read.
+        their float32 sums are written and read; all that again for each axis, of what the axes before it have left.
         """
         (params, grads), (gathers, reduced, _) = self.moved_bytes, self.sent_shares
         decoded = params * (gathers + 1) if gathers < 1 else 0.0
-        return decoded + (grads * (2 * reduced + 6) if reduced < 1 else 0.0)
+        sizes = [size for axis in self.axes.of_params().data if (size := self.links.mesh.shape[axis]) > 1]
+        hops = sum(1 / math.prod(sizes[:i]) for i in range(len(sizes)))
+        return decoded + (hops * grads * (2 * reduced + 6) if reduced < 1 else 0.0)
 
     @property
     def data_seconds(self) -> float:
         """Seconds of the collectives over `data` and `replica`, hidden or not."""
-        links, sizes = self.links, self.sizes
-        axes = setting_config(self.model.job.config, self.setting).axes_of(links.mesh).of_stage
+        links, sizes, axes = self.links, self.sizes, self.axes
         inside = axes.of_params().data
         across = [axis for axis in axes.data if axis not in inside]
         reduced, num_shards = self.num_params * self.reduced_bytes, axis_size(links.mesh, inside)

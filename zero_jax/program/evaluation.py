@@ -62,15 +62,21 @@ def trace_flat(function: Callable[..., list[Any]], avals: Sequence[Any]) -> Any:
     return jax.make_jaxpr(function)(*shapes)
 
 
-def flattened(jaxpr: Any, consts: Sequence[Any] = (), kinds: Collection[str] = ("call",)) -> Any:
+def flattened(
+    jaxpr: Any,
+    consts: Sequence[Any] = (),
+    kinds: Collection[str] = ("call",),
+    leaves: Callable[[Any], bool] = lambda eqn: False,
+) -> Any:
     """Returns a jaxpr of what another one computes, with the jaxprs of these kinds of `Subcall` in place.
 
     The equations stay what they are, so those of equal layers are equal; what cannot be written so is traced again.
-    `consts` are the constants of an open jaxpr; the result is closed if there are any.
+    `consts` are the constants of an open jaxpr; the result is closed if there are any. Where a jaxpr can be written
+    out, the equations that `leaves` says stay calls.
     """
     opened, own = open_jaxpr(jaxpr)
     if not consts and not opened.effects and _can_be_written_out(opened, kinds):
-        eqns, outvars = _written_out(opened, kinds)
+        eqns, outvars = _written_out(opened, kinds, leaves)
         return with_results(jaxpr, outvars, eqns=eqns)
     equation = inlining(kinds)
     return trace_flat(lambda *xs: evaluate(opened, own or consts, xs, equation), [var.aval for var in opened.invars])
@@ -83,7 +89,7 @@ def _can_be_written_out(jaxpr: Any, kinds: Collection[str]) -> bool:
     return all(not consts and not x.constvars and _can_be_written_out(x, kinds) for x, consts in opened)
 
 
-def _written_out(jaxpr: Any, kinds: Collection[str]) -> tuple[list[Any], list[Any]]:
+def _written_out(jaxpr: Any, kinds: Collection[str], leaves: Callable[[Any], bool]) -> tuple[list[Any], list[Any]]:
     """Returns the equations and the results of a jaxpr, with those of the jaxprs to put in place."""
     eqns: list[Any] = []
 
@@ -91,7 +97,7 @@ def _written_out(jaxpr: Any, kinds: Collection[str]) -> tuple[list[Any], list[An
         read = lambda atom: atom if is_literal(atom) else atoms.get(atom, atom)  # noqa: E731
         for eqn in eqns_within:
             invars, sub = [read(atom) for atom in eqn.invars], subcall(eqn)
-            if sub is not None and sub.kind in kinds:
+            if sub is not None and sub.kind in kinds and not leaves(eqn):
                 inner, _ = open_jaxpr(sub.jaxpr)
                 within = dict(zip(inner.invars, invars, strict=True))
                 add(inner.eqns, within, (*around, eqn))

@@ -150,7 +150,7 @@ class Blocks:
         A block with an element that is not finite has a scale that is not, and is not finite when it is decoded.
         """
         place, largest = x.ndim + self.dim, _LARGEST[self.format]
-        blocks = self._split(x.astype(jnp.float32), place, self.size)
+        blocks = self._split(x, place, self.size).astype(jnp.float32)
         scales = (jnp.abs(blocks).max(place + 1) / largest).astype(SCALE_DTYPE)
         # The rounded scale is what is sent: codes are of that.
         wide = scales.astype(jnp.float32)
@@ -182,7 +182,10 @@ class Blocks:
 
     @staticmethod
     def _split(x: jax.Array, place: int, size: int) -> jax.Array:
-        return x.reshape(*x.shape[:place], x.shape[place] // size, size, *x.shape[place + 1 :])
+        # Without the barrier XLA:TPU computes in the shape without blocks, and writes a scale `size` times to memory.
+        return lax.optimization_barrier(
+            x.reshape(*x.shape[:place], x.shape[place] // size, size, *x.shape[place + 1 :])
+        )
 
 
 def blocks_of(

@@ -45,6 +45,8 @@ def dims_of(spec: Any, num_dims: int) -> Dims:
 def checked_dims(what: str, spec: Any, shape: Sequence[int], mesh: Mesh) -> Dims:
     """Converts a spec like `dims_of`, for an array of a shape on a mesh; `what` names the array in errors.
 
+    Axes of one device are left out: XLA:TPU does not make native collectives of gathers over others beside them.
+
     Raises:
       ValueError: the spec does not fit the shape, or names an axis that the mesh does not have.
     """
@@ -58,7 +60,7 @@ def checked_dims(what: str, spec: Any, shape: Sequence[int], mesh: Mesh) -> Dims
             f"{what}: spec {spec} names the axis {unknown[0]!r}, but the mesh has {mesh.axis_names}: "
             "name one of them, or None to leave the dim unsharded"
         )
-    return dims
+    return without(dims, [axis for axis, size in mesh.shape.items() if size == 1])
 
 
 def partition_spec(dims: Dims) -> PartitionSpec:

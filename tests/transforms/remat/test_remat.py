@@ -387,3 +387,16 @@ def test_gathered_params_are_no_residuals():
     kept = jax.tree.leaves(jax.eval_shape(lambda p, x: jax.vjp(lambda p, x: fn(p, x), p, x)[1], params, x))
     whole = [leaf for leaf in kept if leaf.shape == (LAYERS, WIDTH, WIDTH)]
     assert len(whole) <= len(params), kept  # the stored shards, and no gathered copy
+
+
+def test_an_activation_function_stays_a_call_in_a_block():
+    """XLA:TPU fuses its derivative with products only then; a softmax is written out, as attention is looked for."""
+
+    def loss_fn(params, x):
+        block = lambda x, w: (jax.nn.softmax(jax.nn.silu(x @ w)), None)  # noqa: E731
+        return jax.lax.scan(block, x, params)[0].sum()
+
+    mesh = zero.make_mesh(data=8)
+    recomputed = zero.rematerialize(loss_fn, "full", mesh=mesh)
+    text = str(jax.make_jaxpr(recomputed)(jnp.ones((2, 8, 8)), jnp.ones((8, 8))))
+    assert "name=silu" in text and "softmax" not in text

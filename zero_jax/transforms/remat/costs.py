@@ -95,8 +95,9 @@ class BlockCosts:
         return self._seconds(jaxprs.without_dead_code(with_given), shardings)
 
     def keeping_seconds(self, label: str) -> float:
-        """Returns the seconds of writing a value; what reads it counts in the backward pass."""
-        return self.roofline.moved_seconds(self.values.get(label, 0.0))
+        """Returns the seconds of writing a value, of a loop with its slices; what reads it counts elsewhere."""
+        num_bytes = self.values.get(label, 0.0)
+        return self.roofline.kept_seconds(num_bytes) if self.is_scanned else self.roofline.moved_seconds(num_bytes)
 
     @functools.cached_property
     def _gradient(self) -> tuple[Any, _Shardings, dict[str, list[Any]]]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from zero_jax.attention import RESIDUALS
 from zero_jax.core.close_match import did_you_mean
-from zero_jax.dims import is_float, narrows
+from zero_jax.dims import HEAVY, is_float, narrows
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate, flattened
 from zero_jax.program.subcalls import Subcall, equations, scan_of, subcall
@@ -128,6 +128,21 @@ def _is_key(aval: Any) -> bool:
 
 
 _UNWRAPPED = ("call", "remat")  # evaluated in place where a region replaces the model's own
+
+
+def _is_activation(eqn: Any) -> bool:
+    """Tells whether a call computes one value, element by element, of another, as `jax.nn.silu` does.
+
+    XLA:TPU fuses its derivative with the products around it only while it is a call.
+    """
+    arrays = [atom for atom in eqn.invars if not jaxprs.is_literal(atom)]
+    inner = (eqn, *(x for jaxpr in jaxprs.inner_jaxprs(eqn) for x in equations(jaxpr)))
+    shapes = {getattr(x.aval, "shape", None) for each in inner for x in each.outvars} - {()}
+    is_elementwise = all(each.primitive.name not in HEAVY and kind_of(each) in _OF_ELEMENTS for each in inner)
+    return len(arrays) == len(eqn.outvars) == 1 and shapes == {arrays[0].aval.shape} and is_elementwise
+
+
+_OF_ELEMENTS = (None, "call", "custom_jvp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +267,9 @@ class RematWalk(Walk[RematFrame]):
         """One turn of a Python loop over layers."""
         eqns = jaxpr.eqns[block.start : block.stop]
         turn = jaxpr.replace(constvars=[], invars=block.invars, outvars=block.outvars, eqns=eqns)
-        region = self.region_of(flattened(turn, kinds=_UNWRAPPED), frame, kind="block of a Python loop")
+        region = self.region_of(
+            flattened(turn, kinds=_UNWRAPPED, leaves=_is_activation), frame, kind="block of a Python loop"
+        )
         return self.evaluated(eqns[0], region, values, frame)
 
     def remat(self, eqn: Any, sub: Subcall, values: list[Any], frame: RematFrame) -> list[Any]:
@@ -266,7 +283,7 @@ class RematWalk(Walk[RematFrame]):
             with jaxprs.source_context(eqn):
                 return self.run(sub.jaxpr, values, self.inside(eqn, sub, frame))
         region = self.region_of(
-            flattened(sub.jaxpr, kinds=("call",) if own else _UNWRAPPED),
+            flattened(sub.jaxpr, kinds=("call",) if own else _UNWRAPPED, leaves=_is_activation),
             frame,
             kind="jax.checkpoint",
             prevent_cse=prevent_cse if isinstance(prevent_cse, bool) else True,
@@ -331,7 +348,7 @@ class RematWalk(Walk[RematFrame]):
         # A loop that repeats a stack of layers is no block: the layers are.
         is_stack = is_tied and self.body(sub.jaxpr, marks).holds_blocks(tied=False)
         is_block = self.policy != "own" and is_layers and not is_stack
-        flat = flattened(sub.jaxpr, kinds=_UNWRAPPED)
+        flat = flattened(sub.jaxpr, kinds=_UNWRAPPED, leaves=_is_activation)
         opened, _ = jaxprs.open_jaxpr(flat)
         known = self.setting.marked(opened, marks)
         for i, atom in enumerate(opened.outvars[: sub.num_carry], sub.num_consts):

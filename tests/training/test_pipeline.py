@@ -531,6 +531,15 @@ def test_sizes_that_do_not_fit_are_refused_with_those_that_do():
             lowered(loss_fn, **field)
 
 
+@pytest.mark.tpu_compiler
+def test_on_a_tpu_a_microbatch_may_have_fewer_examples_than_there_are_devices():
+    pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
+    params = {"layers": np.zeros((4, 128, 128), np.float32)}
+    loss = lambda p, b: jnp.square(jax.lax.scan(lambda x, w: (x @ w, None), b["x"], p["layers"])[0]).mean()  # noqa: E731
+    batch, mesh = {"x": np.zeros((4, 8, 128), np.float32)}, zero.make_mesh(topology="v5p:2x2x1", pipe=2)
+    lowered(loss, params=params, batch=batch, mesh=mesh, stage=3, num_microbatches=2)
+
+
 def test_the_report_shows_stages_what_moves_and_the_bubble():
     report = zero.pipeline_report(
         loss_fn, init_params(), make_batches(1)[0], mesh=zero.make_mesh(pipe=4), config=make_config(num_microbatches=8)

@@ -389,10 +389,10 @@ class StepEstimate:
         if setting.pipe == 1:
             return traced.peak_bytes / num_parts
         residuals = traced.residuals.device_bytes / (num_parts * setting.pipe)
-        if self.schedule.is_interleaved:
-            kept = (2 * setting.pipe - 1) * self.sent_per_run + residuals
+        if self.recomputes:
+            kept = (self.num_kept or self.num_ticks) * self.sent_per_run + residuals
         else:
-            kept = (self.num_ticks * self.sent_per_run if self.recomputes else self.num_runs * residuals) + residuals
+            kept = (self.num_kept or self.num_runs + 1) * residuals
         # Before and behind the layers is a microbatch in each stage, or the batch over all of them.
         others = (traced.peak_bytes - traced.residuals.device_bytes) / num_parts
         return kept + others * (1 if self.schedule.is_interleaved else self.k / setting.pipe)
@@ -444,10 +444,15 @@ class StepEstimate:
         return report
 
     @property
+    def num_kept(self) -> int:
+        """The microbatches that a stage keeps at most, where that does not grow with their number; else 0."""
+        return 2 * self.setting.pipe - 1 if self.schedule.is_interleaved else 0
+
+    @property
     def recomputes(self) -> bool:
         """Whether a stage runs again in the backward pass, beside what the layers' own remat says."""
         policy = resolve_remat(self.model.policies[self.setting.policy].remat)
-        return self.schedule.is_interleaved or (policy.is_own and any(x.recomputed for x in self.staged.loops))
+        return policy.is_own and any(x.recomputed for x in self.staged.loops)
 
     @property
     def sent_per_run(self) -> float:

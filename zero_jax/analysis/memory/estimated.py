@@ -78,11 +78,13 @@ def transformer_residuals(
         remat = bool(model_config.remat) if policy.policy == "own" else policy.policy != "none"
     num_stages, num_layers = axes.num_stages(mesh), model_config.num_layers
     # All microbatches of a pipeline are on the stages, each of which has some of the layers: as if they were one. With
-    # 1F1B there are the inputs of those that wait, and of the layers of one stage.
+    # 1F1B there are those that wait: of all layers of a stage, or its inputs and the layers of one where it recomputes.
     parts = axis_size(mesh, axes.batch) * (1 if num_stages > 1 else config.num_microbatches)
     if num_stages > 1 and config.pipeline == "1f1b":
         parts = axis_size(mesh, axes.of_stage.batch) * config.num_microbatches
-        num_layers = -(-num_layers // num_stages) + 2 * num_stages - 1
+        num_kept, num_layers = 2 * num_stages - 1, -(-num_layers // num_stages)
+        recomputes = policy.policy == "own" and not remat
+        num_layers = num_layers + num_kept if recomputes else num_layers * num_kept
     if batch_size < 1 or batch_size % parts:
         raise ValueError(
             f"batch_size={batch_size} does not divide over {axis_size(mesh, axes.batch)} devices and "

@@ -146,7 +146,8 @@ class StepLoss:
         """
         placement, mesh, reduce_dtype = self.placement, self.placement.mesh, self.placement.precision.reduce
         axes, gathers = placement.axes.of_params(with_copies=with_copies), "params" in placement.groups
-        if with_copies and not mapped and wants_rows(mesh):
+        # Rows are of examples that all devices have some of: of a microbatch those of a stage may be fewer.
+        if with_copies and not mapped and placement.num_stages == 1 and wants_rows(mesh):
             program = features_in_rows(LossProgram.of(program), mesh=mesh, axes=placement.axes)
         # On a mesh with other axes XLA partitions some convolutions wrongly, at every stage.
         has_other_axes = placement.axes.size_beside_batch(mesh) > 1

@@ -151,9 +151,9 @@ def trace_step_loss(loss: StepLoss, params: PyTree, batch: PyTree) -> LossTrace:
         moves += _between_stages(stages, loss.placement.axes.pipe)
         if stages.schedule == "1f1b" and not stages.why_none:
             device_bytes = residuals.device_bytes
-            # Of one microbatch at a time, and the inputs of a stage of those that wait.
-            kept = stages.num_kept * sum(loop.bytes_per_tick for loop in stages.loops)
-            own_bytes = device_bytes / stages.num_microbatches + kept
+            # Of the microbatches that wait, or of one at a time and the inputs of a stage of those that wait.
+            (loop,), own_bytes = stages.loops, device_bytes / stages.num_microbatches
+            own_bytes += stages.num_kept * loop.bytes_per_tick if loop.recomputed else (stages.num_kept - 1) * own_bytes
             others = (peak_bytes - device_bytes) * stages.num_stages / stages.num_microbatches
             peak_bytes, residuals = own_bytes + others, dataclasses.replace(residuals, device_bytes=own_bytes)
     return LossTrace(

@@ -24,11 +24,9 @@ from zero_jax.transforms.gather.anchors import anchored
 from zero_jax.transforms.gather.deferred import Copies, Lazy, Value, as_it_is
 from zero_jax.transforms.gather.per_device import only_multiplied, used_whole
 from zero_jax.transforms.pipeline.cut import LayerLoop
-from zero_jax.transforms.pipeline.interleaved import run_1f1b
-from zero_jax.transforms.pipeline.loop import run_stages
 from zero_jax.transforms.pipeline.microbatch import MicrobatchProgram
 from zero_jax.transforms.pipeline.place import StagePlace
-from zero_jax.transforms.pipeline.transform import split_operands, split_stacks
+from zero_jax.transforms.pipeline.transform import run_schedule, split_stages
 
 # `walk` is the `GatherWalk` that meets the loop.
 
@@ -78,11 +76,9 @@ def _gathered_once(walk: Any, eqn: Any, sub: Subcall, value: Lazy, var: Any) -> 
 
 def staged(walk: Any, eqn: Any, values: Sequence[Lazy | Value], frame: Any) -> list[Value]:
     """Evaluates a loop over layers as the stages of a pipeline, which gather their params within themselves."""
-    loop: LayerLoop | MicrobatchProgram = eqn.params["loop"]
     mesh, axes = walk.options.mesh, walk.options.axes
     place = StagePlace(mesh=mesh, pipe=axes.pipe, batch=axes.of_stage.batch)
-    layers = loop.loop if isinstance(loop, MicrobatchProgram) else loop
-    others, stacks = split_stacks(layers, values)
+    loop, layers, others, stacks = split_stages(eqn, values)
     others = [walk.before(x, eqn, "read by all stages") for x in others]
     shardings = [_grad_of_stages(walk, x, place) for x in stacks]
     stacks = [_stack_of_stages(walk, eqn, x, place, layers) for x in stacks]
@@ -101,11 +97,7 @@ def staged(walk: Any, eqn: Any, values: Sequence[Lazy | Value], frame: Any) -> l
 
     with source_context(eqn):
         arrays = [stack.arrays[0] for stack in stacks]
-        if isinstance(loop, MicrobatchProgram):
-            results = run_1f1b(loop, place, [*(x.array for x in others), *arrays], run, shardings)
-        else:
-            consts, carry = split_operands(loop, [x.array for x in others])[:2]
-            results = run_stages(loop, place, (consts, carry, arrays), run, shardings)
+        results = run_schedule(loop, place, [x.array for x in others], arrays, run, shardings)
     return [Value(x, params_only=False) for x in results]
 
 

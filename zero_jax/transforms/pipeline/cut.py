@@ -235,7 +235,8 @@ def _roles(
     compared: tuple[Any, Any], pair: Pair, inputs: Sequence[Relation], comparison: TraceComparison
 ) -> tuple[list[Role], list[Role]]:
     """Returns the roles of the operands of a scan, and of its results."""
-    whole, part = (_before(closed, eqn) for closed, eqn in zip(compared, (pair.whole, pair.part), strict=True))
+    eqns = pair.whole, pair.part
+    whole, part = (jaxprs.alone(closed, eqn.invars) for closed, eqn in zip(compared, eqns, strict=True))
     operands = comparison.run(whole, part, inputs)
     comparison.source = jaxprs.source_line(pair.whole)
     results = comparison.equation(pair, operands)
@@ -252,12 +253,6 @@ def _roles(
         role_of(x, "what its layers begin with")
     made = [role_of(x, "what its layers make") for x in results]
     return shared, made
-
-
-def _before(closed: Any, eqn: Any) -> Any:
-    """Returns the closed jaxpr of the operands of an equation."""
-    alone = jaxprs.with_results(closed, list(eqn.invars))
-    return jaxprs.with_results(alone, list(eqn.invars), eqns=jaxprs.without_dead_code(alone).eqns)
 
 
 def role_of(x: Relation, what: str) -> Role:

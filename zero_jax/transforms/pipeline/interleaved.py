@@ -1,18 +1,19 @@
 """The loop over ticks in which a stage goes forward on one microbatch and backward on another: 1F1B.
 
 Microbatch m goes forward through stage s in the tick m + s, and backward in the tick m + 2 (S - 1) - s: in the last
-stage in the tick in which it arrives. A stage keeps the inputs of the microbatches that are between the two, at most
-2 S - 1, and runs its layers again in the backward pass. The first S - 1 ticks only go forward, the last S only
-backward. So activations are sent once forward and once backward, and nothing grows with the number of microbatches.
+stage in the tick in which it arrives. Of the microbatches that are between the two, at most 2 S - 1, a stage keeps what
+the backward pass of its layers reads: their inputs if they are recomputed, else what their own remat says. The first
+S - 1 ticks only go forward, the last S - 1 only backward. So activations are sent once forward and once backward, and
+nothing grows with the number of microbatches.
 
 What is before and behind the layers runs in each stage, on its own microbatch: only that of the first and of the last
-stage counts.
+stage counts. What is before them runs in both directions, and so are residuals made again that nothing which arrives in
+a stage is a part of.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from jax.sharding import NamedSharding
 from zero_jax.dims import Kind, is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate
+from zero_jax.program.passes import Dependence
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
 from zero_jax.transforms.pipeline.cut import Role
@@ -37,6 +39,7 @@ from zero_jax.transforms.pipeline.loop import (
 )
 from zero_jax.transforms.pipeline.microbatch import MicrobatchProgram, layers_p
 from zero_jax.transforms.pipeline.place import StagePlace, at_stages
+from zero_jax.transforms.pipeline.stage_passes import StagePasses
 
 # As JAX names what it transposes: nothing else tells the backward pass in the name stack of one loop for both.
 _BACKWARD = "transpose(jvp())"
@@ -85,15 +88,7 @@ def run_1f1b(
     return run(list(seeds), list(operands))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _TickSums:
-    """What is summed over ticks: the gradients of operands, and results."""
-
-    grads: list[Any]
-    results: list[Any]
-
-
-jax.tree_util.register_dataclass(_TickSums, ["grads", "results"], [])
+_Sums = tuple[list[Any], list[Any]]  # over ticks: the gradients of operands, and results
 
 
 class _InterleavedTicks:
@@ -113,11 +108,13 @@ class _InterleavedTicks:
         self.jaxpr, self.consts = jaxprs.open_jaxpr(program.jaxpr)
         self.num_shared, self.first_stack = program.num_shared, program.num_shared + program.num_rows
         self.dtypes = [x.dtype for x in operands]
-        self.layers = LayersOfStage(self.loop, layer)
+        self.layers: Any = LayersOfStage(self.loop, layer)
+        if self.loop.recompute:
+            self.layers = jax.checkpoint(self.layers, prevent_cse=False)
         # What goes from stage to stage: carries, and what layers stack.
         self.avals = [var.aval for var in program.layers.outvars]
         self.floats = [i for i, aval in enumerate(self.avals) if is_float(aval)]
-        self.kept = 2 * self.num_stages - 1
+        self.num_kept = 2 * self.num_stages - 1
         self.pairs = [(s, s + 1) for s in range(self.num_stages - 1)]
         self.shardings = [None] * self.first_stack + list(shardings or [None] * (len(operands) - self.first_stack))
 
@@ -140,18 +137,19 @@ class _InterleavedTicks:
         self.wanted = [i for i, flag in enumerate(wanted) if flag]
         s, m = self.num_stages, self.num_microbatches
         state = [self.pin(i, jnp.zeros((s, *x.shape), x.dtype)) for i, x in enumerate(self.avals)]
-        kept = [self.pin_kept(i, jnp.zeros((self.kept, *x.shape), x.dtype)) for i, x in enumerate(state)]
+        self.passes = self.layer_passes()
+        kept = [self.pin_kept(jnp.zeros((self.num_kept, s, *x.shape), x.dtype)) for x in self.passes.kept_avals]
         roles = [*zip(self.program.results, (x.aval for x in self.jaxpr.outvars), strict=True)]
-        sums = _TickSums(grads=[*map(self.no_grad, self.wanted)], results=[self.nothing(*each) for each in roles])
+        sums = [*map(self.no_grad, self.wanted)], [self.nothing(*each) for each in roles]
         carry = state, [state[i] for i in self.floats], kept, sums
-        for start, stop, directions in ((0, s - 1, "f"), (s - 1, m + s - 2, "fb"), (m + s - 2, m + 2 * s - 2, "b")):
+        for start, stop, directions in ((0, s - 1, "f"), (s - 1, m + s - 1, "fb"), (m + s - 1, m + 2 * s - 2, "b")):
             numbers = jnp.arange(start, stop, dtype=jnp.int32)
             tick = lambda carry, t, directions=directions: (self.tick(carry, t, directions), None)  # noqa: E731
             carry, _ = lax.scan(tick, carry, numbers)
-        sums = carry[-1]
-        results = [self.result(*each, x) for each, x in zip(roles, sums.results, strict=True)]
+        summed, made = carry[-1]
+        results = [self.result(*each, x) for each, x in zip(roles, made, strict=True)]
         with jax.named_scope(_BACKWARD):
-            grads = dict(zip(self.wanted, map(self.grad, self.wanted, sums.grads), strict=True))
+            grads = dict(zip(self.wanted, map(self.grad, self.wanted, summed), strict=True))
         return results, [grads.get(i) for i in range(len(operands))]
 
     # --- a tick ------------------------------------------------------------------------------------------------------
@@ -159,57 +157,80 @@ class _InterleavedTicks:
     def tick(self, carry: Any, t: jax.Array, directions: str) -> Any:
         """Returns what there is after a tick."""
         state, cotangents, kept, sums = carry
-        kept = [self.pin_kept(i, lax.dynamic_update_index_in_dim(all_of, x, t % self.kept, 0))
-                for i, (all_of, x) in enumerate(zip(kept, state, strict=True))]  # fmt: skip
-        after = state
+        made = after = state
         if "f" in directions:
             numbers = t - self.stage
             mapped = jax.vmap(self.forward, in_axes=(0, 0, 0, 0, self.axes), spmd_axis_name=self.place.pipe)
-            after = mapped(self.stage, numbers, state, self.rows_of(numbers), self.operands)
-            after = [self.place.sent(self.pin(i, x), self.pairs) for i, x in enumerate(after)]
+            made, new = mapped(self.stage, numbers, state, self.rows_of(numbers), self.operands)
+            made = [self.pin(i, x) for i, x in enumerate(made)]
+            after = [self.place.sent(x, self.pairs) for x in made]
+            put = lambda old, x: lax.dynamic_update_index_in_dim(old, x, t % self.num_kept, 0)  # noqa: E731
+            kept = [self.pin_kept(put(old, x)) for old, x in zip(kept, new, strict=True)]
         if "b" in directions:
             with jax.named_scope(_BACKWARD):
-                cotangents, sums = self.backward_tick(t, kept, cotangents, sums)
+                cotangents, sums = self.backward_tick(t, made, kept, cotangents, sums)
         return after, cotangents, kept, sums
 
     def backward_tick(
-        self, t: jax.Array, kept: list[Any], cotangents: list[Any], sums: _TickSums
-    ) -> tuple[Any, _TickSums]:
-        """Returns the cotangents that arrive in the next tick, and the sums."""
+        self, t: jax.Array, made: list[Any], kept: list[Any], cotangents: list[Any], sums: _Sums
+    ) -> tuple[list[Any], _Sums]:
+        """Returns the cotangents that arrive in the next tick, and the sums.
+
+        `made` is what stages send forward in this tick: in the last one, of the microbatch that goes backward.
+        """
         numbers = t - (2 * (self.num_stages - 1) - self.stage)
         is_own = self.is_own(numbers)
-        slots = (t - 2 * (self.num_stages - 1 - self.stage)) % self.kept
-        arrived = [self.at_slots(i, x, slots) for i, x in enumerate(kept)]
-        mapped = jax.vmap(self.backward, in_axes=(0, 0, 0, 0, 0, self.axes), spmd_axis_name=self.place.pipe)
-        results, before, grads = mapped(self.stage, numbers, arrived, self.rows_of(numbers), cotangents, self.operands)
+        slots = (t - 2 * (self.num_stages - 1 - self.stage)) % self.num_kept
+        own = [self.at_slots(x, slots) for x in kept]
+        mapped = jax.vmap(self.backward, in_axes=(0, 0, 0, 0, 0, 0, self.axes), spmd_axis_name=self.place.pipe)
+        rows = self.rows_of(numbers)
+        results, before, grads = mapped(self.stage, numbers, made, own, rows, cotangents, self.operands)
         before = [
             self.pin(i, at_stages(is_own, x, jnp.zeros_like(x))) for i, x in zip(self.floats, before, strict=True)
         ]
-        each = zip(self.wanted, sums.grads, grads, strict=True)
+        each = zip(self.wanted, sums[0], grads, strict=True)
         summed = [self.pin_grad(i, added_at(is_own, old, new)) for i, old, new in each]
         is_last = is_own & (self.stage == self.num_stages - 1)
-        each = zip(self.program.results, sums.results, results, strict=True)
+        each = zip(self.program.results, sums[1], results, strict=True)
         results = [self.added(role, old, new, t, is_last) for role, old, new in each]
         back = [(s + 1, s) for s, _ in self.pairs]
-        return [self.place.sent(x, back) for x in before], _TickSums(grads=summed, results=results)
+        return [self.place.sent(x, back) for x in before], (summed, results)
 
-    def forward(self, stage: Any, number: Any, arrived: list[Any], rows: list[Any], operands: list[Any]) -> list[Any]:
-        """Returns what a stage sends to the next one, of its microbatch."""
-        return self.stage_of(stage, number, arrived, rows, operands)[0]
+    def forward(
+        self, stage: Any, number: Any, arrived: list[Any], rows: list[Any], operands: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns what a stage sends to the next one, of its microbatch, and what it keeps for the backward pass."""
+        kept, stacks = [], operands[self.first_stack :]
+
+        def layers(values: list[Any]) -> list[Any]:
+            sent, own = self.passes.forward(stage, number, values, arrived, stacks)
+            kept.extend(own)
+            return sent
+
+        return self.stage_of(stage, number, rows, operands, layers)[0], kept
 
     def backward(
-        self, stage: Any, number: Any, arrived: list[Any], rows: list[Any], cotangents: list[Any], operands: list[Any]
+        self,
+        stage: Any,
+        number: Any,
+        made: list[Any],
+        kept: list[Any],
+        rows: list[Any],
+        cotangents: list[Any],
+        operands: list[Any],
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """Returns the results of a stage, the cotangents of what has arrived in it, and the gradients of operands."""
         is_last = stage == self.num_stages - 1
 
-        def value(floats: list[Any], some: list[Any]) -> tuple[Any, list[Any]]:
-            full = dict(enumerate(arrived)) | dict(zip(self.floats, floats, strict=True))
+        def value(arrived: list[Any], some: list[Any]) -> tuple[Any, list[Any]]:
             all_of = dict(enumerate(operands)) | dict(zip(self.wanted, some, strict=True))
-            sent, results = self.stage_of(stage, number, [*full.values()], rows, [*all_of.values()])
+            stacks = [*all_of.values()][self.first_stack :]
+            layers = lambda x: self.passes.linear(stage, number, x, arrived, stacks, made, kept)  # noqa: E731
+            sent, results = self.stage_of(stage, number, rows, [*all_of.values()], layers)
             return ([sent[i] for i in self.floats], [results[i] for i in self.program.summed]), results
 
-        given = [arrived[i] for i in self.floats], [operands[i] for i in self.wanted]
+        # Of what has arrived only the derivative is wanted, not the value.
+        given = [jnp.zeros_like(made[i]) for i in self.floats], [operands[i] for i in self.wanted]
         (_, summed), pullback, results = jax.vjp(value, *given, has_aux=True)
         # Behind the last stage is the rest of the loss.
         seeds = [seed.astype(x.dtype) for seed, x in zip(self.seeds, summed, strict=True)]
@@ -218,12 +239,12 @@ class _InterleavedTicks:
         return results, before, grads
 
     def stage_of(
-        self, stage: Any, number: Any, arrived: list[Any], rows: list[Any], operands: list[Any]
+        self, stage: Any, number: Any, rows: list[Any], operands: list[Any], layers: Callable[..., list[Any]]
     ) -> tuple[list[Any], list[Any]]:
         """Returns what a stage sends to the next one, and the results as if it was the last one.
 
-        Results are differentiated in the last stage alone: elsewhere they are of values that no loss is meant for, and
-        their derivatives may be infinite.
+        `layers` returns what is sent, from what the first layer reads. Results are differentiated in the last stage
+        alone: elsewhere they are of values that no loss is meant for, and their derivatives may be infinite.
         """
         sent, behind = [], set[Any]()
         is_last = stage == self.num_stages - 1
@@ -231,7 +252,7 @@ class _InterleavedTicks:
         def equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
             if eqn.primitive is layers_p:
                 behind.update(eqn.outvars)
-                sent.extend(self.layers_of(stage, number, values, arrived, operands[self.first_stack :]))
+                sent.extend(layers(values))
                 return [differentiated_at(is_last, x) for x in sent]
             if behind.isdisjoint(jaxprs.variables(eqn)):
                 return jaxprs.bind(eqn, values)
@@ -254,6 +275,19 @@ class _InterleavedTicks:
         after, ys = self.layers(number, consts, carry, stacks)
         pairs = zip(arrived[num_carry:], ys, strict=True)
         return [*after, *(lax.dynamic_update_slice_in_dim(x, y, stage * size, 0) for x, y in pairs)]
+
+    def layer_passes(self) -> StagePasses:
+        """Returns the layers of a stage forward and backward."""
+        env = dict[Any, frozenset[int]]()
+        marks = [frozenset({0} if i - 1 in self.wanted else ()) for i in range(len(self.jaxpr.invars))]
+        Dependence().run(self.jaxpr, marks, env)
+        values = self.program.layers.invars
+        has_grad = [not jaxprs.is_literal(x) and bool(env[x]) and is_float(x.aval) for x in values]
+        stacks = self.operands[self.first_stack :]
+        shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in stacks]
+        groups = [x.aval for x in values], self.avals, shapes
+        wanted = [i + self.first_stack in self.wanted for i in range(len(stacks))]
+        return StagePasses(self.layers_of, groups, (has_grad, [*map(is_float, self.avals)], wanted))
 
     # --- microbatches ------------------------------------------------------------------------------------------------
 
@@ -295,14 +329,15 @@ class _InterleavedTicks:
         """Returns what stages have, sharded by stage and by examples."""
         return self.place.pinned(x, self.place.pipe, *self.dims(i))
 
-    def pin_kept(self, i: int, x: jax.Array) -> jax.Array:
-        """Returns what stages keep, likewise."""
-        return self.place.pinned(x, (), self.place.pipe, *self.dims(i))
+    def pin_kept(self, x: jax.Array) -> jax.Array:
+        """Returns what stages keep, sharded by stage."""
+        return self.place.pinned(x, (), self.place.pipe)
 
-    def at_slots(self, i: int, kept: jax.Array, slots: jax.Array) -> jax.Array:
+    def at_slots(self, kept: jax.Array, slots: jax.Array) -> jax.Array:
         """Returns for each stage what it keeps in a slot."""
         take = lambda x, slot: lax.dynamic_index_in_dim(x, slot, 0, keepdims=False)  # noqa: E731
-        return self.pin(i, jax.vmap(take, in_axes=(1, 0), spmd_axis_name=self.place.pipe)(kept, slots))
+        taken = jax.vmap(take, in_axes=(1, 0), spmd_axis_name=self.place.pipe)(kept, slots)
+        return self.place.pinned(taken, self.place.pipe)
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 

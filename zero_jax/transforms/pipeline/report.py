@@ -123,33 +123,29 @@ def staged_layers(entry: FoundLoop, place: StagePlace, schedule: Schedule) -> St
         travelling.append(f"{aval.dtype}[{','.join(map(str, aval.shape))}]")
         own_bytes = aval.size * aval.dtype.itemsize // (shards if role.is_rows else 1)
         num_bytes += own_bytes
-        for phase in ("forward", "backward") if is_float(aval) and i >= num_consts else ("forward",):
-            times = _times(loop, role, aval.shape, phase, schedule, is_carry=i >= num_consts)
-            sent.append((phase, str(aval.dtype), round(own_bytes * times)))
+        times = _times(loop, role, aval.shape, schedule, is_carry=i >= num_consts)
+        phases = ("forward", "backward") if is_float(aval) and i >= num_consts else ("forward",)
+        sent += [(phase, str(aval.dtype), round(own_bytes * times)) for phase in phases]
     return StagedLayers(
         where=entry.line,
         num_layers=loop.num_layers,
         travelling=tuple(travelling),
         bytes_per_tick=num_bytes,
         sent=tuple(sent),
-        recomputed=loop.recompute or schedule.is_interleaved,
+        recomputed=loop.recompute,
         stacked=entry.is_rolled,
     )
 
 
-def _times(
-    loop: LayerLoop, role: Role, shape: tuple[int, ...], phase: str, schedule: Schedule, *, is_carry: bool
-) -> float:
-    """Returns how often a device sends what goes from stage to stage, of a microbatch, in a step.
+def _times(loop: LayerLoop, role: Role, shape: tuple[int, ...], schedule: Schedule, *, is_carry: bool) -> float:
+    """Returns how often a device sends what goes from stage to stage, of a microbatch, in a pass.
 
     It is a mean over devices: the last stage has none to send to, but those that leave it.
     """
     s = loop.num_stages
     to_others = 1 - 1 / s
-    if schedule.is_interleaved:
-        return to_others * (loop.num_ticks - (phase == "forward"))
     passed = loop.num_ticks * (to_others if loop.num_groups == 1 else 1)
-    if not role.is_rows:
+    if schedule.is_interleaved or not role.is_rows:
         return passed
     # All homes but one send to the first stage, and receive from the last one, a part in each tick; the first
     # microbatch of each before the first tick, and the last of each behind the last one.

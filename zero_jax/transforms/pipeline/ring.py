@@ -133,9 +133,9 @@ class Ring:
             is_home = self.stage == k
             is_live = (t >= k) & (window < self.num_slots) & (part < self.num_parts)
             start = jnp.minimum(part, self.num_parts - 1) * self.part_size
-            starts = [start if i == dim else 0 for i in range(homes.ndim)]
+            starts = [start if i == dim else 0 * t for i in range(homes.ndim)]  # all of one dtype
             at_home = [*starts[:1], (window + 1) % self.num_slots, *starts[2:]]
-            in_place = [*starts[:1], k, *starts[2:]]
+            in_place = [*starts[:1], self.stage[k], *starts[2:]]
             own, held = lax.dynamic_slice(homes, at_home, sizes), lax.dynamic_slice(places, in_place, sizes)
             moved, pairs = self.pin(at_stages(is_home, own, held)), self.pairs(k, ends)
             moved = self.place.sent(moved, pairs) if pairs else moved

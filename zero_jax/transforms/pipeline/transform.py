@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from zero_jax.core.tree import PyTree
 from zero_jax.dims import SAME, Relation, TraceComparison, rows
@@ -21,7 +22,7 @@ from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.transforms.pipeline.body import CannotCut
 from zero_jax.transforms.pipeline.cut import Cut, FoundLoop, LayerLoop, find_loops, pipeline_p
 from zero_jax.transforms.pipeline.interleaved import run_1f1b
-from zero_jax.transforms.pipeline.loop import run_stages
+from zero_jax.transforms.pipeline.loop import Layer, run_stages
 from zero_jax.transforms.pipeline.microbatch import LossTraces, MicrobatchProgram, by_microbatch
 from zero_jax.transforms.pipeline.place import StagePlace
 from zero_jax.transforms.pipeline.report import PipelineReport, staged_layers
@@ -228,30 +229,37 @@ class _StageWalk(Walk[None]):
     def operation(self, eqn: Any, values: list[Any], frame: None) -> Sequence[Any]:
         if eqn.primitive is not pipeline_p:
             return jaxprs.bind(eqn, values)
-        loop: LayerLoop | MicrobatchProgram = eqn.params["loop"]
-        layers = loop.loop if isinstance(loop, MicrobatchProgram) else loop
+        loop, layers, others, stacks = split_stages(eqn, values)
         opened, own = jaxprs.open_jaxpr(layers.layer)
 
         def layer(number: Any, consts: list[Any], carry: list[Any], slices: list[Any]) -> list[Any]:
             return evaluate(opened, own, [number, *consts, *carry, *slices])
 
         with jaxprs.source_context(eqn):
-            if isinstance(loop, MicrobatchProgram):
-                operands, stacks = split_stacks(loop.loop, values)
-                stacks = [self.place.stages(x, layers.num_stages) for x in stacks]
-                return run_1f1b(loop, self.place, [*operands, *stacks], layer)
-            consts, carry, stacks = split_operands(loop, values)
-            stacks = [self.place.stages(x, loop.num_stages, loop.num_groups) for x in stacks]
-            return run_stages(loop, self.place, (consts, carry, stacks), layer)
+            stacks = [self.place.stages(x, layers.num_stages, layers.num_groups) for x in stacks]
+            return run_schedule(loop, self.place, others, stacks, layer)
 
 
-def split_operands(loop: LayerLoop, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Splits the operands of a loop into constants, carries, and what it takes slices of."""
-    first = len(loop.consts) + len(loop.carry)
-    return list(values[: len(loop.consts)]), list(values[len(loop.consts) : first]), list(values[first:])
+def split_stages(
+    eqn: Any, values: Sequence[Any]
+) -> tuple[LayerLoop | MicrobatchProgram, LayerLoop, list[Any], list[Any]]:
+    """Returns what an equation of stages runs, its layers, the operands that these do not slice, and those they do."""
+    loop = eqn.params["loop"]
+    layers = loop.loop if isinstance(loop, MicrobatchProgram) else loop
+    first = len(values) - layers.num_slices
+    return loop, layers, list(values[:first]), list(values[first:])
 
 
-def split_stacks(loop: LayerLoop, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Splits the operands of a loss by microbatch into what its layers do not slice, and what they do."""
-    first = len(values) - loop.num_slices
-    return list(values[:first]), list(values[first:])
+def run_schedule(
+    loop: LayerLoop | MicrobatchProgram,
+    place: StagePlace,
+    others: Sequence[Any],
+    stacks: Sequence[Any],
+    layer: Layer,
+    shardings: Sequence[NamedSharding | None] = (),
+) -> list[Any]:
+    """Runs stages by their schedule, as `run_stages` and `run_1f1b`; stacks are `[stages, layers / stages, ...]`."""
+    if isinstance(loop, MicrobatchProgram):
+        return run_1f1b(loop, place, [*others, *stacks], layer, shardings)
+    first = len(loop.consts)
+    return run_stages(loop, place, (others[:first], others[first:], stacks), layer, shardings)

@@ -1,0 +1,115 @@
+"""The layers of a stage with the pass backward apart from the one forward, which is of another tick.
+
+What the pass backward reads is what `jax.vjp` keeps, by the remat of the layers. Of that only what is made of values
+that arrived in the stage is kept from tick to tick; the rest, such as params, is there or made again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zero_jax.dims import is_float
+from zero_jax.program import jaxprs
+from zero_jax.program.evaluation import evaluate, trace_flat
+from zero_jax.program.passes import Dependence
+from zero_jax.program.subcalls import CALLS
+
+
+class StagePasses:
+    """The layers of a stage, their backward pass apart from the forward one.
+
+    Args:
+      function: from the numbers of a stage and of a microbatch, what the first layer reads, what has arrived, and the
+        params of the layers, to what is sent on.
+      groups: the shapes of these three.
+      wanted: which of each have a gradient.
+
+    Attributes:
+      kept_avals: the shapes of what is kept between the two: the residuals that what has arrived is a part of.
+    """
+
+    def __init__(self, function: Callable[..., list[Any]], groups: Sequence[Sequence[Any]], wanted: Any):
+        sizes, self.wanted = [*map(len, groups)], [flag for flags in wanted for flag in flags]
+        self.tree: Any = None  # of residuals
+
+        def run(stage: Any, number: Any, *inputs: Any) -> list[Any]:
+            def sent(*some: Any) -> tuple[list[Any], list[Any]]:
+                own = iter(some)
+                full = [next(own) if flag else x for flag, x in zip(self.wanted, inputs, strict=True)]
+                values, arrived, stacks = (full[end - size : end] for size, end in zip(sizes, ends, strict=True))
+                made = function(stage, number, values, arrived, stacks)
+                return [x for x in made if is_float(x)], made
+
+            ends = [*itertools.accumulate(sizes)]
+            _, pullback, made = jax.vjp(sent, *self.chosen(inputs), has_aux=True)
+            residuals, self.tree = jax.tree.flatten(pullback)
+            return [*made, *residuals]
+
+        int32 = jax.ShapeDtypeStruct((), jnp.int32)
+        closed = trace_flat(run, [int32, int32, *itertools.chain(*groups)])
+        outvars, self.num_sent = jaxprs.open_jaxpr(closed)[0].outvars, sizes[1]
+        marks = [*[0] * (2 + sizes[0]), *[1] * sizes[1], *[0] * sizes[2]]
+        arrived = _Arrived().run(closed, [frozenset({0} if mark else ()) for mark in marks])
+        self.is_kept = [bool(x) for x in arrived[self.num_sent :]]
+        residuals = [*zip(self.is_kept, outvars[self.num_sent :], strict=True)]
+        kept = [x for is_kept, x in residuals if is_kept]
+        self.kept_avals = [x.aval for x in kept]
+        self.first = jaxprs.alone(closed, [*outvars[: self.num_sent], *kept])
+        self.again = jaxprs.alone(closed, [x for is_kept, x in residuals if not is_kept])
+
+    def chosen(self, inputs: Sequence[Any]) -> list[Any]:
+        """Returns the inputs that have a gradient."""
+        return [x for flag, x in zip(self.wanted, inputs, strict=True) if flag]
+
+    def forward(self, stage: Any, number: Any, *groups: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Returns what is sent on, and what is kept."""
+        made = _evaluated(self.first, [stage, number, *itertools.chain(*groups)])
+        return made[: self.num_sent], made[self.num_sent :]
+
+    def linear(
+        self,
+        stage: Any,
+        number: Any,
+        values: Sequence[Any],
+        arrived: Sequence[Any],
+        stacks: Sequence[Any],
+        made: list[Any],
+        kept: list[Any],
+    ) -> list[Any]:
+        """Returns what was `made`, to be sent on, as a linear function of what has a gradient, by what was kept.
+
+        `arrived` are numbers of any value, those that have a gradient alone.
+        """
+        floats = iter(arrived)
+        full = [next(floats) if is_float(x) else jnp.zeros_like(x) for x in made]
+        inputs = [*map(jnp.asarray, values), *full, *stacks]
+        again = iter(_evaluated(self.again, [stage, number, *map(lax.stop_gradient, inputs)]))
+        own = iter(kept)
+        residuals = [next(own if is_kept else again) for is_kept in self.is_kept]
+
+        @jax.custom_vjp
+        def sent(inputs: list[Any], made: list[Any], residuals: list[Any]) -> list[Any]:
+            return made
+
+        def backward(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, None, None]:
+            floats = [x for x, like in zip(cotangents, made, strict=True) if is_float(like)]
+            return [*jax.tree.unflatten(self.tree, residuals)(floats)], None, None
+
+        sent.defvjp(lambda _, made, residuals: (made, residuals), backward)
+        return sent(self.chosen(inputs), made, residuals)
+
+
+class _Arrived(Dependence):
+    """Tells what values are made of, within layers and calls."""
+
+    enters = CALLS | {"scan"}
+
+
+def _evaluated(closed: Any, values: Sequence[Any]) -> list[Any]:
+    return evaluate(*jaxprs.open_jaxpr(closed), values)

@@ -24,6 +24,8 @@ if _is_fast and importlib.metadata.version("jaxlib").startswith("0.10."):
     _flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
     _flags += ["--xla_llvm_disable_expensive_passes=true"]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_flags]).strip()
+# On few cores XLA has a thread for each device, and a device may wait in several collectives (docs/xla_faults.md).
+os.environ.setdefault("NPROC", "32")
 # Tracing makes many small objects that live, and Python would look through all of them again for every 700 new ones.
 gc.set_threshold(50_000, 20, 50)
 # `nohup` and shells that start this in the background ignore signals that tests send; processes inherit that.

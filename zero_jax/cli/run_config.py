@@ -21,7 +21,7 @@ from zero_jax.cli.config_classes import defaults_of, option_fields
 from zero_jax.cli.config_file import write_file
 from zero_jax.cli.models.presets import full_model, model_section
 from zero_jax.cli.options import explicit, field_values, from_file, option_of
-from zero_jax.cluster import NUM_PROCESSES, patient_flags
+from zero_jax.cluster import NUM_PROCESSES, patient_flags, simulated_threads
 from zero_jax.pretrained import copy_companions, open_hf, run_companions, write_config
 from zero_jax.trainer import Model, Run, TrainConfig
 from zero_jax.training import ZeroConfig
@@ -156,8 +156,6 @@ def choose_platform(num_devices: int | None) -> None:
     other_plugins = [name for name in plugins if "cuda" not in name]
     if not (has_tpu or has_gpu or other_plugins or settings["jax_platforms"]):
         jax.config.update("jax_platforms", "cpu")
-    if jax.config.values["jax_platforms"] == "cpu":
-        os.environ["XLA_FLAGS"] = patient_flags(os.environ.get("XLA_FLAGS", ""))
     is_set = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if not is_set and settings["jax_num_cpu_devices"] < 1:
         if num_devices is not None and not 1 <= num_devices <= _MAX_SIMULATED_DEVICES:
@@ -166,3 +164,7 @@ def choose_platform(num_devices: int | None) -> None:
                 "compiles for more"
             )
         jax.config.update("jax_num_cpu_devices", num_devices or _NUM_SIMULATED_DEVICES)
+    if jax.config.values["jax_platforms"] == "cpu":
+        os.environ["XLA_FLAGS"] = patient_flags(os.environ.get("XLA_FLAGS", ""))
+        num_simulated = max(_NUM_SIMULATED_DEVICES, jax.config.values["jax_num_cpu_devices"])
+        os.environ.setdefault("NPROC", simulated_threads(num_simulated))

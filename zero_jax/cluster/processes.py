@@ -331,6 +331,19 @@ def patient_flags(flags: str) -> str:
     return flags if is_file or _PATIENCE in flags else f"{flags} {_PATIENCE}=3600".strip()
 
 
+def simulated_threads(num_devices: int) -> str:
+    """Returns the environment variable `NPROC` by which XLA:CPU makes enough threads for simulated devices.
+
+    A collective holds a thread until all devices are there, and a device may wait in several at once. On few cores XLA
+    makes a thread for each device, and all of them may wait for a device that has none (docs/xla_faults.md).
+
+    Example:
+      >>> int(zero.cluster.simulated_threads(8)) >= 32
+      True
+    """
+    return str(max(os.cpu_count() or 1, 4 * num_devices))
+
+
 def _environment(launch: Launch, *, index: int, count: int, port: int) -> dict[str, str]:
     """Returns the environment of a process.
 
@@ -351,6 +364,7 @@ def _environment(launch: Launch, *, index: int, count: int, port: int) -> dict[s
         PROCESS_ID: str(index),
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(launch.config.devices_per_process),
+        "NPROC": inherited.get("NPROC") or simulated_threads(launch.config.devices_per_process),
         "XLA_FLAGS": patient_flags(" ".join(flags)),
         "PYTHONUNBUFFERED": "1",
     }

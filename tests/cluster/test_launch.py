@@ -17,7 +17,7 @@ from zero_jax.cli import launch as cli_launch
 from zero_jax.cluster.joining import NUM_PROCESSES
 from zero_jax.cluster.launching import LaunchConfig, launch
 from zero_jax.cluster.log_merging import Merger
-from zero_jax.cluster.processes import Ending, Round, patient_flags, simulated_threads
+from zero_jax.cluster.processes import Ending, Round, patient_flags
 
 SCRIPT = str(pathlib.Path(__file__).parent / "launched.py")
 COMMANDS = ("launch", "plan", "train")
@@ -229,13 +229,6 @@ def test_what_was_set_for_one_process_is_not_passed_on(monkeypatch):
 )
 def test_simulated_devices_wait_for_one_another(flags, patient):
     assert patient_flags(flags) == (flags if patient is None else patient)
-
-
-def test_each_simulated_device_may_wait_in_several_collectives(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert simulated_threads(8) == "32"
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    assert simulated_threads(8) == "64"
 
 
 @pytest.mark.slow

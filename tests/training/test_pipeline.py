@@ -375,6 +375,15 @@ def test_a_loss_by_microbatch_is_that_of_the_batch(size, end):
     assert_close((metrics.loss, metrics.aux), (loss, aux), tolerance=FLOAT32)
 
 
+def test_few_threads_for_simulated_devices_are_warned_of(monkeypatch):
+    fields = {"mesh": zero.make_mesh(pipe=2), "config": make_config(num_microbatches=4)}
+    monkeypatch.setenv("NPROC", "8")
+    with pytest.warns(UserWarning, match=r"a pipeline on 8 simulated devices may stop for good.*NPROC=32"):
+        zero.make_train_step(loss_fn, optax.sgd(0.1), **fields)
+    monkeypatch.setenv("NPROC", "32")
+    zero.make_train_step(loss_fn, optax.sgd(0.1), **fields)
+
+
 def test_what_is_no_sum_over_microbatches_is_refused_by_1f1b():
     def contrasted(logits, batch, params):
         means = logits.mean(1)

@@ -21,7 +21,8 @@ from zero_jax.cli.config_classes import defaults_of, option_fields
 from zero_jax.cli.config_file import write_file
 from zero_jax.cli.models.presets import full_model, model_section
 from zero_jax.cli.options import explicit, field_values, from_file, option_of
-from zero_jax.cluster import NUM_PROCESSES, patient_flags, simulated_threads
+from zero_jax.cluster import NUM_PROCESSES, patient_flags
+from zero_jax.core.device_put import simulated_threads
 from zero_jax.pretrained import copy_companions, open_hf, run_companions, write_config
 from zero_jax.trainer import Model, Run, TrainConfig
 from zero_jax.training import ZeroConfig

@@ -8,7 +8,7 @@ processes on one machine (`processes`), merges their logs, and starts them again
 from zero_jax.cluster.joining import NUM_PROCESSES, NotJoined, Place, join, let_others_end_first
 from zero_jax.cluster.launching import LaunchConfig, launch, report_end, report_start
 from zero_jax.cluster.preemption import EXIT_CODE, Preemption
-from zero_jax.cluster.processes import patient_flags, simulated_threads
+from zero_jax.cluster.processes import patient_flags
 from zero_jax.cluster.watchdog import Watchdog
 from zero_jax.core.agreement import OtherProcessFailed
 
@@ -27,5 +27,4 @@ __all__ = [
     "patient_flags",
     "report_end",
     "report_start",
-    "simulated_threads",
 ]

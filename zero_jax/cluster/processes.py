@@ -26,6 +26,7 @@ from zero_jax.cluster.detection import SLURM
 from zero_jax.cluster.joining import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from zero_jax.cluster.log_merging import Merger
 from zero_jax.cluster.preemption import EXIT_CODE as SAVED
+from zero_jax.core.device_put import simulated_threads
 from zero_jax.core.field_checks import check_fields, hinted
 
 _GUARD = """
@@ -329,19 +330,6 @@ def patient_flags(flags: str) -> str:
     """
     is_file = flags.strip() and not flags.strip().startswith("-")
     return flags if is_file or _PATIENCE in flags else f"{flags} {_PATIENCE}=3600".strip()
-
-
-def simulated_threads(num_devices: int) -> str:
-    """Returns the environment variable `NPROC` by which XLA:CPU makes enough threads for simulated devices.
-
-    A collective holds a thread until all devices are there, and a device may wait in several at once. On few cores XLA
-    makes a thread for each device, and all of them may wait for a device that has none (docs/xla_faults.md).
-
-    Example:
-      >>> int(zero.cluster.simulated_threads(8)) >= 32
-      True
-    """
-    return str(max(os.cpu_count() or 1, 4 * num_devices))
 
 
 def _environment(launch: Launch, *, index: int, count: int, port: int) -> dict[str, str]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import mmap
+import os
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -83,6 +85,29 @@ def wait_on_cpu(results: Any, mesh: Any) -> Any:
     """
     is_on_cpu = mesh.size > 1 and platform_of(mesh) == "cpu"
     return jax.block_until_ready(results) if is_on_cpu else results
+
+
+def simulated_threads(num_devices: int) -> str:
+    """Returns the environment variable `NPROC` by which XLA:CPU makes enough threads for simulated devices.
+
+    A collective holds a thread until all devices are there, and a device may wait in several at once. On few cores XLA
+    makes a thread for each device, and all of them may wait for a device that has none (docs/xla_faults.md).
+    """
+    return str(max(os.cpu_count() or 1, 4 * num_devices))
+
+
+def warn_of_few_threads(mesh: Any) -> None:
+    """Warns where a program whose collectives do not wait for one another is to run on simulated devices."""
+    if isinstance(mesh, AbstractMesh) or platform_of(mesh) != "cpu":
+        return
+    num_devices, given = len(mesh.local_devices), os.environ.get("NPROC", "")
+    num_threads = int(given) if given.isdigit() else os.cpu_count() or 1
+    if 1 < num_devices and num_threads < 2 * num_devices:
+        warnings.warn(
+            f"a pipeline on {num_devices} simulated devices may stop for good, all threads waiting in collectives: "
+            f"start Python with the environment variable NPROC={simulated_threads(num_devices)} (docs/xla_faults.md)",
+            stacklevel=3,
+        )
 
 
 def to_device(x: Any, *, after: Any = None) -> Any:

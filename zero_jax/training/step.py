@@ -13,7 +13,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.device_put import platform_of
+from zero_jax.core.device_put import platform_of, warn_of_few_threads
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import joined
 from zero_jax.program.loss import LossProgram
@@ -74,6 +74,8 @@ def make_train_step(
       1
     """
     axes, tx = check_config(config).axes_of(mesh), check_optimizer(tx)
+    if axes.num_stages(mesh) > 1:
+        warn_of_few_threads(mesh)
     program = _Program(loss_fn=normalize_loss(loss_fn, mesh, axes), tx=tx, mesh=mesh, config=config)
     return TrainStep(program, axes)
 

@@ -60,8 +60,9 @@ def corrected(
         reports.append(report)
         if report.values is None or (report.fits and not fills):
             break
-        budget_bytes = report.values.budget.device_bytes + _slack(report, report.values)
-        if budget_bytes < 0:
+        slack = _slack(report, report.values)
+        budget_bytes = report.values.kept_bytes + slack
+        if not slack or budget_bytes < 0:
             break
         policy = resolve_remat(report.values.policy_name)
         job = _with_remat(job, dataclasses.replace(policy, budget_gb=int(budget_bytes / 1e6) / 1e3))

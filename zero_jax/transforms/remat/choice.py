@@ -98,6 +98,11 @@ class ValueChoice(Report):
         """The seconds of a backward pass that keeping values saves."""
         return sum(row.saved_seconds for row in self.rows if row.place)
 
+    @property
+    def kept_bytes(self) -> float:
+        """The bytes that are kept on a device: less than the budget where further values save no time."""
+        return sum(row.num_bytes for row in self.rows if row.place == "device")
+
     def to_json(self) -> dict[str, Any]:
         """Returns plain data."""
         return dataclasses.asdict(self)
@@ -107,8 +112,7 @@ class ValueChoice(Report):
         for row in self.rows:
             figures = (f"{row.num_bytes / 1e6:.3f}", f"{1e3 * row.seconds:.3f}", f"{1e3 * row.host_seconds:.3f}")
             table.append((row.value, row.where, *figures, _PLACES[row.place], row.why))
-        kept = sum(row.num_bytes for row in self.rows if row.place == "device")
-        head = f"{format_bytes(kept)} of a budget of {format_bytes(self.budget.device_bytes)} are kept on a device"
+        head = f"{format_bytes(self.kept_bytes)} of a budget of {format_bytes(self.budget.device_bytes)} are kept on a device"
         return f"{head}\n{aligned(table, right={2, 3, 4})}"
 
 

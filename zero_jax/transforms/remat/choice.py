@@ -112,8 +112,8 @@ class ValueChoice(Report):
         for row in self.rows:
             figures = (f"{row.num_bytes / 1e6:.3f}", f"{1e3 * row.seconds:.3f}", f"{1e3 * row.host_seconds:.3f}")
             table.append((row.value, row.where, *figures, _PLACES[row.place], row.why))
-        head = f"{format_bytes(self.kept_bytes)} of a budget of {format_bytes(self.budget.device_bytes)} are kept on a device"
-        return f"{head}\n{aligned(table, right={2, 3, 4})}"
+        kept, budget = map(format_bytes, (self.kept_bytes, self.budget.device_bytes))
+        return f"{kept} of a budget of {budget} are kept on a device\n{aligned(table, right={2, 3, 4})}"
 
 
 def choose_values(costs: Sequence[BlockCosts], remat: Remat, *, mesh: Mesh) -> ValueChoice:

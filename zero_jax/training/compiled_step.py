@@ -277,9 +277,13 @@ class _LastCall:
     thread: int = 0  # the thread that repeats the call now, or 0
 
     def is_like(self, state: PyTree, batch: PyTree) -> bool:
-        """Tells whether a batch is like that of the call, and the state was not donated."""
+        """Tells whether a batch is like that of the call, and the state was not donated, nor has an array twice.
+
+        XLA may end the process where an array is donated twice.
+        """
         leaves, tree = _flatten(batch)
-        if tree != self.tree or state.step.is_deleted():
+        of_state, _ = _flatten(state)
+        if tree != self.tree or state.step.is_deleted() or len({*map(id, of_state)}) < len(of_state):
             return False
         try:
             return list(map(_KIND, leaves)) == self.kinds
@@ -289,8 +293,8 @@ class _LastCall:
     def repeat(self, state: PyTree, batch: PyTree) -> Any:
         """Returns the results for the state that the call returned; None where a leaf of it was replaced or deleted.
 
-        That is possible in its dicts and lists. jit finds it before it runs anything: the leaf cannot be taken, not
-        twice either, or it would trace the step again.
+        That is possible in its dicts and lists. jit finds it before it runs anything: the leaf cannot be taken, or it
+        would trace the step again.
         """
         self.thread = threading.get_ident()
         try:

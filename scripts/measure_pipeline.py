@@ -19,6 +19,7 @@ import optax
 
 import zero_jax as zero
 from zero_jax.models import gpt
+from zero_jax.transforms import resolve_schedule
 
 # 109M params: 8 layers, and a vocabulary that is a thirteenth of them.
 CONFIG = gpt.GPTConfig(
@@ -74,9 +75,8 @@ def main() -> None:
             print(f"  {name}: {num_bytes / 1e6:.1f}")
         # Of all ticks forward and backward, if each device sent a microbatch in each.
         microbatch_bytes = 2 * batch_size // k * model.seq_len * model.d_model * args.pipe // plan.num_devices
-        num_runs = k * int(schedule.partition(":")[2] or 2) if schedule.startswith("circular") else k
-        print(f"  microbatch: {microbatch_bytes / 1e6:.1f}, all ticks: "
-              f"{2 * (num_runs + args.pipe - 1) * microbatch_bytes / 1e6:.1f}")  # fmt: skip
+        all_ticks = 2 * resolve_schedule(schedule).num_ticks(args.pipe, k) * microbatch_bytes
+        print(f"  microbatch: {microbatch_bytes / 1e6:.1f}, all ticks: {all_ticks / 1e6:.1f}")
         memory = f"heap {plan.memory.heap_bytes / 1e6:.1f}, needed {plan.needed_bytes / 1e6:.1f}"
         print(f"  {memory}; estimated step {plan.time.step_seconds if plan.time else 0:.4f} s", flush=True)
 

@@ -101,21 +101,17 @@ def _encoded(x: Array) -> Array:
 
 
 def fingerprints(arrays: list[Array], *, mesh: Mesh) -> list[int]:
-    """Returns the fingerprints of encoded arrays, computed by programs that gather nothing.
+    """Returns the fingerprints of encoded arrays, computed by programs that gather no array.
 
-    That is one program, but on CPU devices one for each shape, which compile sooner. What every device has, and is
-    small, needs none.
+    That is one program, but on CPU devices one for each shape, which compile sooner. There, what every device has and
+    is small needs none.
     """
-    numbers = {i: host_fingerprint(np.asarray(x)) for i, x in enumerate(arrays) if _is_on_all(x)}
-    others = [i for i in range(len(arrays)) if i not in numbers]
     program = fingerprint_program(mesh)
-    for group in [[i] for i in others] if platform_of(mesh) == "cpu" else [others] * bool(others):
-        numbers.update(zip(group, np.asarray(program([arrays[i] for i in group])).tolist(), strict=True))
-    return [numbers[i] for i in range(len(arrays))]
-
-
-def _is_on_all(x: Array) -> bool:
-    return x.size <= _FEW_ELEMENTS and x.is_fully_replicated
+    if platform_of(mesh) != "cpu":
+        return np.asarray(program(arrays)).tolist() if arrays else []
+    are_small = [x.size <= _FEW_ELEMENTS and x.is_fully_replicated for x in arrays]
+    of_each = zip(arrays, are_small, strict=True)
+    return [host_fingerprint(np.asarray(x)) if is_small else int(program([x])[0]) for x, is_small in of_each]
 
 
 @functools.cache

@@ -389,10 +389,11 @@ class StepEstimate:
         if setting.pipe == 1:
             return traced.peak_bytes / num_parts
         residuals = traced.residuals.device_bytes / (num_parts * setting.pipe)
+        num_kept = self.schedule.num_kept(setting.pipe, self.k)
         if self.recomputes:
-            kept = (self.num_kept or self.num_ticks) * self.sent_per_run + residuals
+            kept = num_kept * self.sent_per_run + residuals
         else:
-            kept = (self.num_kept or self.num_runs + 1) * residuals
+            kept = (num_kept if self.schedule.is_interleaved else self.num_runs + 1) * residuals
         # Before and behind the layers is a microbatch in each stage, or the batch over all of them.
         others = (traced.peak_bytes - traced.residuals.device_bytes) / num_parts
         return kept + others * (1 if self.schedule.is_interleaved else self.k / setting.pipe)
@@ -442,11 +443,6 @@ class StepEstimate:
         if report.why_none:
             raise SettingRefused(report.why_none)
         return report
-
-    @property
-    def num_kept(self) -> int:
-        """The microbatches that a stage keeps at most, where that does not grow with their number; else 0."""
-        return 2 * self.setting.pipe - 1 if self.schedule.is_interleaved else 0
 
     @property
     def recomputes(self) -> bool:

@@ -42,7 +42,7 @@ from zero_jax.training import (
     make_placement,
     used_by_optimizer,
 )
-from zero_jax.transforms import resolve_remat
+from zero_jax.transforms import resolve_remat, resolve_schedule
 
 _ORDER = ("params", "master", "grads", "opt_state", "model_state", "grad_errors", "other", "residuals")
 _ON_HOST = "in host memory"
@@ -80,9 +80,11 @@ def transformer_residuals(
     # All microbatches of a pipeline are on the stages, each of which has some of the layers: as if they were one. With
     # 1F1B there are those that wait: of all layers of a stage, or its inputs and the layers of one where it recomputes.
     parts = axis_size(mesh, axes.batch) * (1 if num_stages > 1 else config.num_microbatches)
-    if num_stages > 1 and config.pipeline == "1f1b":
+    schedule = resolve_schedule(config.pipeline)
+    if num_stages > 1 and schedule.is_interleaved:
         parts = axis_size(mesh, axes.of_stage.batch) * config.num_microbatches
-        num_kept, num_layers = 2 * num_stages - 1, -(-num_layers // num_stages)
+        num_kept = schedule.num_kept(num_stages, config.num_microbatches)
+        num_layers = -(-num_layers // num_stages)
         recomputes = policy.policy == "own" and not remat
         num_layers = num_layers + num_kept if recomputes else num_layers * num_kept
     if batch_size < 1 or batch_size % parts:

@@ -39,6 +39,7 @@ from zero_jax.transforms.pipeline.loop import (
 )
 from zero_jax.transforms.pipeline.microbatch import MicrobatchProgram, layers_p
 from zero_jax.transforms.pipeline.place import StagePlace, at_stages
+from zero_jax.transforms.pipeline.schedule import Schedule
 from zero_jax.transforms.pipeline.stage_passes import StagePasses
 
 # As JAX names what it transposes: nothing else tells the backward pass in the name stack of one loop for both.
@@ -114,7 +115,7 @@ class _InterleavedTicks:
         # What goes from stage to stage: carries, and what layers stack.
         self.avals = [var.aval for var in program.layers.outvars]
         self.floats = [i for i, aval in enumerate(self.avals) if is_float(aval)]
-        self.num_kept = 2 * self.num_stages - 1
+        self.num_kept = Schedule(is_interleaved=True).num_kept(self.num_stages, self.num_microbatches)
         self.pairs = [(s, s + 1) for s in range(self.num_stages - 1)]
         self.shardings = [None] * self.first_stack + list(shardings or [None] * (len(operands) - self.first_stack))
 

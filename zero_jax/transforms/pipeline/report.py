@@ -66,7 +66,7 @@ class PipelineReport(Report):
     @property
     def num_kept(self) -> int:
         """The microbatches whose activations a stage keeps at most, as the inputs of the stage where it recomputes."""
-        return 2 * self.num_stages - 1 if self._schedule.is_interleaved else self.num_ticks
+        return self._schedule.num_kept(self.num_stages, self.num_microbatches)
 
     @property
     def num_ticks(self) -> int:

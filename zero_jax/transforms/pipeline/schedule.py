@@ -32,6 +32,10 @@ class Schedule:
         """Returns how often a stage runs as many layers as it has, those that it waits for others in counted."""
         return self.num_ticks(num_stages, num_microbatches) / self.num_groups
 
+    def num_kept(self, num_stages: int, num_microbatches: int) -> int:
+        """Returns the microbatches that a stage keeps at most; with 1F1B those between its two passes over one."""
+        return 2 * num_stages - 1 if self.is_interleaved else self.num_ticks(num_stages, num_microbatches)
+
     def moved_share(self, num_stages: int) -> float:
         """Returns the part of a stage's layers that is stored in other stages, which have them one after another."""
         groups = range(num_stages * self.num_groups)

@@ -145,6 +145,11 @@ def _is_activation(eqn: Any) -> bool:
 _OF_ELEMENTS = (None, "call", "custom_jvp")
 
 
+def _written_out(jaxpr: Any, kinds: Sequence[str] = _UNWRAPPED) -> Any:
+    """Returns the jaxpr of a block with calls of these kinds in place, but for activation functions."""
+    return flattened(jaxpr, kinds=kinds, leaves=_is_activation)
+
+
 @dataclasses.dataclass(frozen=True)
 class Log:
     """What a walk notes: for the report regions (with their residuals, to `measure` them), and what is left alone.
@@ -267,9 +272,7 @@ class RematWalk(Walk[RematFrame]):
         """One turn of a Python loop over layers."""
         eqns = jaxpr.eqns[block.start : block.stop]
         turn = jaxpr.replace(constvars=[], invars=block.invars, outvars=block.outvars, eqns=eqns)
-        region = self.region_of(
-            flattened(turn, kinds=_UNWRAPPED, leaves=_is_activation), frame, kind="block of a Python loop"
-        )
+        region = self.region_of(_written_out(turn), frame, kind="block of a Python loop")
         return self.evaluated(eqns[0], region, values, frame)
 
     def remat(self, eqn: Any, sub: Subcall, values: list[Any], frame: RematFrame) -> list[Any]:
@@ -283,7 +286,7 @@ class RematWalk(Walk[RematFrame]):
             with jaxprs.source_context(eqn):
                 return self.run(sub.jaxpr, values, self.inside(eqn, sub, frame))
         region = self.region_of(
-            flattened(sub.jaxpr, kinds=("call",) if own else _UNWRAPPED, leaves=_is_activation),
+            _written_out(sub.jaxpr, ("call",) if own else _UNWRAPPED),
             frame,
             kind="jax.checkpoint",
             prevent_cse=prevent_cse if isinstance(prevent_cse, bool) else True,
@@ -348,7 +351,7 @@ class RematWalk(Walk[RematFrame]):
         # A loop that repeats a stack of layers is no block: the layers are.
         is_stack = is_tied and self.body(sub.jaxpr, marks).holds_blocks(tied=False)
         is_block = self.policy != "own" and is_layers and not is_stack
-        flat = flattened(sub.jaxpr, kinds=_UNWRAPPED, leaves=_is_activation)
+        flat = _written_out(sub.jaxpr)
         opened, _ = jaxprs.open_jaxpr(flat)
         known = self.setting.marked(opened, marks)
         for i, atom in enumerate(opened.outvars[: sub.num_carry], sub.num_consts):

@@ -427,16 +427,6 @@ def test_notebooks_have_no_outputs(notebook):
     assert not [cell for cell in code_cells(notebook) if cell["outputs"] or cell["execution_count"]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.name)
-def test_notebooks_run(notebook, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MPLBACKEND", "agg")
-    names = types.ModuleType("notebook").__dict__
-    for i, cell in enumerate(code_cells(notebook)):
-        exec(compile("".join(cell["source"]), f"{notebook.name}, cell {i}", "exec"), names)
-
-
 def test_the_workflow_publishes_what_the_script_builds():
     yaml = pytest.importorskip("yaml")
     steps = yaml.safe_load((ROOT / ".github" / "workflows" / "docs.yml").read_text(encoding="utf-8"))["jobs"]["build"][

@@ -69,6 +69,7 @@ def plain_run():
     return jax.device_get(params), losses[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "sizes"), SETTINGS)
 def test_steps_with_the_kernel_are_those_of_one_device_without(options, sizes):
     mesh, config, tx = zero.make_mesh(**sizes), zero.ZeroConfig(**options, min_shard_size=1), optax.sgd(0.1)

@@ -168,6 +168,7 @@ def test_a_process_of_its_own_reports_the_same(cache, report):
     assert "small on v5e:2x2" in said[0]
 
 
+@pytest.mark.slow
 def test_closures_reach_the_process(cache):
     """The process makes the program that this one makes: with another value of the closure it would be another one."""
 
@@ -208,6 +209,7 @@ def test_a_process_that_ends_badly(loss_fn, message, cache):
         plan(cache, loss_fn=loss_fn)
 
 
+@pytest.mark.slow
 def test_an_error_of_the_users_own_function_arrives(cache):
     with pytest.raises(zero.ModelError, match=r"the model raised KeyError: 'z'\n.*planned.py:\d+ in wrong_loss"):
         plan(cache, loss_fn=planned.wrong_loss)

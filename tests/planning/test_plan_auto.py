@@ -370,6 +370,7 @@ def stack(key):
     return {name: jnp.zeros((8, planned.WIDTH, planned.WIDTH)) for name in ("up", "down")}
 
 
+@pytest.mark.slow
 def test_remat_policies_are_searched_for_a_model_that_knows_of_none():
     said = []
     found = by_estimate(scanned, stack, stages=(3,), max_num_microbatches=1, log=said.append)
@@ -384,6 +385,7 @@ def test_remat_policies_are_searched_for_a_model_that_knows_of_none():
     assert (2, "full_sharded") in remats and (1, "full_sharded") not in remats
 
 
+@pytest.mark.slow
 def test_batch_sizes_are_searched_where_they_are_given():
     assert tried(by_estimate(stages=(3,)), "batch_size") == {16}
     found = by_estimate(stages=(3,), batch_sizes=(16, 64))
@@ -435,6 +437,7 @@ def test_nothing_is_hidden_where_memory_is_full():
     assert roomy.seconds < full.seconds <= roomy.seconds + full.data_seconds
 
 
+@pytest.mark.slow
 def test_keep_gathered_of_the_config_is_kept():
     config = dataclasses.replace(CONFIG, keep_gathered=True)
     assert tried(by_estimate(stages=(3,), config=config), "keep_gathered") == {True}

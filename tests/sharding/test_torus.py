@@ -129,7 +129,7 @@ def test_gathers_over_two_dims_of_a_3d_torus_are_native(overlap):
 
 
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("topology", [pytest.param("v6e:8x8", marks=pytest.mark.slow), "v6e:2x4"])
 def test_collectives_over_all_of_a_plane_are_native(topology, overlap):
     """Gathers and reduce-scatters, of rows and of lanes, are one operation each with the options of a step."""

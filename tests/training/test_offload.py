@@ -103,14 +103,15 @@ def test_the_chunks_of_gpus_give_the_same_numbers(monkeypatch, what):
     jax.tree.map(functools.partial(assert_same, atol=1e-6), numbers(found), numbers(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "fields"),
     [
-        pytest.param("bf16", {}, marks=pytest.mark.slow),
-        pytest.param("fp32", {}, marks=pytest.mark.slow),
-        pytest.param("bf16", {"num_microbatches": 2, "remat": "full"}, marks=pytest.mark.slow),
+        ("bf16", {}),
+        ("fp32", {}),
+        ("bf16", {"num_microbatches": 2, "remat": "full"}),
         ("bf16-stochastic", {}),
-        pytest.param("fp16", {"keep_gathered": True}, marks=pytest.mark.slow),
+        ("fp16", {"keep_gathered": True}),
     ],
 )
 def test_params_are_fetched_where_they_are_used(precision, fields):
@@ -347,6 +348,7 @@ def test_a_frozen_base_on_the_host_gives_the_same_numbers(base, fields):
     jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, lora.merge(x)) for x in (there, here)))
 
 
+@pytest.mark.slow
 def test_the_frozen_base_counts_as_host_memory():
     offload = zero.Offload(what="model_state", paths=["model_state/base/emb"])
     state, *_ = lora_run("bfloat16", num_steps=1, offload=offload)
@@ -382,7 +384,8 @@ def test_model_state_that_changes_stays_on_the_devices():
     jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, x.model_state) for x in (state, expected)))
 
 
-@pytest.mark.parametrize(("stage", "what"), [(3, "all"), pytest.param(2, "state", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "what"), [(3, "all"), (2, "state")])
 def test_frozen_params_are_not_streamed(stage, what):
     """What the optimizer leaves as it is stays on the host: the update copies nothing of it."""
     fields = {"stage": stage, "precision": "bf16", "offload": zero.Offload(what=what, window_bytes=2000)}

@@ -239,7 +239,7 @@ CLIP_NORM = 0.5
 @pytest.mark.parametrize(
     ("stage", "mesh", "by_optax"),
     [
-        (1, "replica", True),
+        pytest.param(1, "replica", True, marks=pytest.mark.slow),
         (3, "4", False),
         pytest.param(2, "4", False, marks=pytest.mark.slow),
         pytest.param(0, "8", False, marks=pytest.mark.slow),
@@ -419,10 +419,9 @@ def graph_loss(params, batch):
     return jnp.square(errors).sum() / batch["size"], {"errors": errors}
 
 
-@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2))])
-@pytest.mark.parametrize(
-    "axes", [pytest.param({"data": 8}, marks=pytest.mark.slow), {"data": 4, "replica": 2}], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "replica": 2}], ids=str)
 def test_a_batch_may_be_one_graph(stage, axes):
     def init(key):
         return {"in": jax.random.normal(key, (16, 64)) / 4, "out": jax.random.normal(key, (64, 8)) / 8}

@@ -163,17 +163,18 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stage", "pipeline"),
     [
         ("gpt", 3, "gpipe"),
-        pytest.param("loop", 3, "1f1b", marks=pytest.mark.slow),
-        pytest.param("gpt", 1, "1f1b", marks=pytest.mark.slow),
-        pytest.param("loop", 1, "gpipe", marks=pytest.mark.slow),
-        pytest.param("loop", 3, "gpipe", marks=pytest.mark.slow),
-        pytest.param("linen loop", 2, "gpipe", marks=pytest.mark.slow),
-        pytest.param("linen", 1, "1f1b", marks=pytest.mark.slow),
-        pytest.param("nnx", 2, "1f1b", marks=pytest.mark.slow),
+        ("loop", 3, "1f1b"),
+        ("gpt", 1, "1f1b"),
+        ("loop", 1, "gpipe"),
+        ("loop", 3, "gpipe"),
+        ("linen loop", 2, "gpipe"),
+        ("linen", 1, "1f1b"),
+        ("nnx", 2, "1f1b"),
     ],
 )
 def test_models_as_they_are(name, stage, pipeline):
@@ -186,9 +187,10 @@ def test_models_as_they_are(name, stage, pipeline):
     assert_close(jax.tree.leaves(made), jax.tree.leaves(grads), tolerance=FLOAT32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pipeline",
-    [pytest.param("gpipe", marks=pytest.mark.slow), "1f1b", pytest.param("circular:2", marks=pytest.mark.slow)],
+    ["gpipe", "1f1b", "circular:2"],
 )
 def test_random_numbers_are_other_ones_in_each_layer_and_microbatch(pipeline):
     pipe, k, mesh = 4, 8, zero.make_mesh(pipe=4)
@@ -250,9 +252,10 @@ def test_an_evaluation_is_of_the_whole_batch():
     assert_close((metrics.loss, metrics.aux), jax.jit(loss_fn)(init_params(), batch), tolerance=FLOAT32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pipeline",
-    [pytest.param("gpipe", marks=pytest.mark.slow), "1f1b", pytest.param("circular:2", marks=pytest.mark.slow)],
+    ["gpipe", "1f1b", "circular:2"],
 )
 def test_values_that_no_microbatch_has_leave_no_nan(pipeline):
     """Layers that divide by zero where they run before their microbatch arrives, and a head that does between stages.
@@ -354,12 +357,13 @@ def powered(logits, batch, params):
     return jnp.sqrt(1 + jnp.square(logits).sum()) * jnp.square(params["gate"]).mean(), {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "end"),
     [
         (32, weighted),
-        pytest.param(16, weighted, marks=pytest.mark.slow),
-        pytest.param(16, powered, marks=pytest.mark.slow),
+        (16, weighted),
+        (16, powered),
     ],
 )
 def test_a_loss_by_microbatch_is_that_of_the_batch(size, end):
@@ -431,7 +435,8 @@ def test_a_loop_over_layers_is_rolled():
     assert "their params are stacked in each step" in str(report)
 
 
-@pytest.mark.parametrize("is_forward", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_forward", [True, False])
 def test_layers_whose_derivatives_differ_are_not_equal(is_forward):
     """The same values in each layer, and gradients scaled by a number of the layer: no two layers are one scan."""
 

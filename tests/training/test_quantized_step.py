@@ -156,12 +156,13 @@ def test_gathered_params_are_rounded_and_gradients_are_those_at_them(grads, erro
     check_close(found, exact, error=error + 0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_microbatches", "sizes", "num_empty"),
     [
         (1, dict(data=8), 8),
-        pytest.param(2, dict(data=8), 8, marks=pytest.mark.slow),
-        pytest.param(1, dict(replica=2, data=4), 16, marks=pytest.mark.slow),
+        (2, dict(data=8), 8),
+        (1, dict(replica=2, data=4), 16),
     ],
 )
 def test_a_device_whose_examples_weigh_nothing(num_microbatches, sizes, num_empty):

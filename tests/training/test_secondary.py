@@ -80,7 +80,7 @@ def test_equals_without_it(loss, num_microbatches):
     "fields",
     [
         {"precision": "bf16", "num_microbatches": 2, "remat": "full"},
-        {"model": 2},
+        pytest.param({"model": 2}, marks=pytest.mark.slow),
         pytest.param({"precision": "bf16"}, marks=pytest.mark.slow),
         pytest.param({"optimizer": "adafactor"}, marks=pytest.mark.slow),
         pytest.param({"optimizer": "frozen"}, marks=pytest.mark.slow),

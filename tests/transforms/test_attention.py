@@ -61,14 +61,22 @@ def test_the_same_function_is_replaced(name):
     case = cases.SAME[name]
     params, batch = arrays(case)
     loss = functools.partial(loss_of, case)
-    fused = zero.fuse_attention(loss, mesh=MESH)
     report = zero.attention_report(loss, params, batch)
     assert report.num_by_xla and not report.num_left, report  # there is no kernel for CPUs
     assert case.says in str(report)
     kernel = zero.fuse_attention(loss, mesh=MESH, implementation="splash")
     assert name == "softmax_over_two_dims_of_keys" or has_scores(jax.value_and_grad(loss), params, batch, case)
     assert not has_scores(jax.value_and_grad(kernel), params, batch, case)
-    expected, actual = (jax.jit(jax.value_and_grad(f))(params, batch) for f in (loss, fused))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", cases.SAME)
+def test_values_and_gradients_are_the_same(name):
+    params, batch = arrays(cases.SAME[name])
+    loss = functools.partial(loss_of, cases.SAME[name])
+    expected, actual = (
+        jax.jit(jax.value_and_grad(f))(params, batch) for f in (loss, zero.fuse_attention(loss, mesh=MESH))
+    )
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), actual, expected)
 
 

@@ -153,10 +153,11 @@ def test_compiled_steps_equal_one_device(row):
     assert found.ok, str(found)
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compiler
 @pytest.mark.full_effort
 @pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="mended in JAX 0.12")
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_table_that_a_loop_looks_up(stage):
     """XLA's `while-loop-all-reduce-code-motion` loses parts of the table's gradient: openxla/xla#49143."""
     loss_fn, init_fn, batch = table_model()

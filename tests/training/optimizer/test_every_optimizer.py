@@ -173,6 +173,7 @@ def test_all_of_optax_is_there():
     assert len(factories()) > 100 and {*ASKS} - {"sam_opaque"} < {*factories()} and PER_EXAMPLE < {*factories()}
 
 
+@pytest.mark.slow
 def test_no_optimizer_outlives_its_user():
     """What is traced of one is dropped with it, and so is what its functions hold."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), host_params())

@@ -238,14 +238,14 @@ def on_one_device(tx, init_fn, steps=3):
 @pytest.mark.parametrize(
     ("optimizer", "init_fn", "stage", "axes"),
     [
-        ("muon", init_stacked, 1, {"offload": "state"}),
+        pytest.param("muon", init_stacked, 1, {"offload": "state"}, marks=pytest.mark.slow),
         pytest.param(
             "muon", init_layers, 3, {"offload": zero.Offload(what="all", window_bytes=2000)}, marks=pytest.mark.slow
         ),
         pytest.param("muon", init_stacked, 1, {}, marks=pytest.mark.slow),
         pytest.param("muon", init_stacked, 3, {"replica": 2}, marks=pytest.mark.slow),
         ("muon", init_stacked, 3, {"data_layout": (2, 2, 2)}),
-        ("muon", init_layers, 3, {}),
+        pytest.param("muon", init_layers, 3, {}, marks=pytest.mark.slow),
         pytest.param("schatten", init_layers, 2, {"model": 2}, marks=pytest.mark.slow),
         pytest.param("shampoo", init_layers, 3, {}, marks=pytest.mark.slow),
         pytest.param("settled", init_layers, 1, {}, marks=pytest.mark.slow),
@@ -253,7 +253,7 @@ def on_one_device(tx, init_fn, steps=3):
         pytest.param("if finite", init_stacked, 1, {}, marks=pytest.mark.slow),
         pytest.param("at times", init_layers, 2, {}, marks=pytest.mark.slow),
         pytest.param("galore", init_layers, 3, {}, marks=pytest.mark.slow),
-        ("muon", init_uneven, 1, {}),
+        pytest.param("muon", init_uneven, 1, {}, marks=pytest.mark.slow),
         pytest.param("muon", init_eight, 1, {"num_microbatches": 2}, marks=pytest.mark.slow),
         pytest.param("muon", init_eight, 3, {"layer_shards": True, "data_layout": (2, 2, 2)}, marks=pytest.mark.slow),
         pytest.param("soap", init_eight, 2, {}, marks=pytest.mark.slow),
@@ -294,14 +294,15 @@ EXACT = zero.Precision(param=jnp.bfloat16, compute=jnp.bfloat16, reduce=jnp.floa
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "axes", "fields"),
     [
         (1, {}, {}),
-        pytest.param(1, {"data_layout": (2, 2, 2)}, {"num_microbatches": 2, "precision": EXACT}, marks=SLOW),
-        pytest.param(2, {"model": 2}, {"num_microbatches": 2, "precision": "fp16"}, marks=SLOW),
-        pytest.param(2, {"replica": 2}, {"precision": "bf16-stochastic"}, marks=SLOW),
-        pytest.param(3, {}, {"layer_shards": True, "remat": "full"}, marks=SLOW),
+        (1, {"data_layout": (2, 2, 2)}, {"num_microbatches": 2, "precision": EXACT}),
+        (2, {"model": 2}, {"num_microbatches": 2, "precision": "fp16"}),
+        (2, {"replica": 2}, {"precision": "bf16-stochastic"}),
+        (3, {}, {"layer_shards": True, "remat": "full"}),
     ],
 )
 def test_layers_are_whole_on_a_device(stage, axes, fields):
@@ -363,7 +364,7 @@ def sent_bytes(tx, init_fn, stage):
 @pytest.mark.parametrize(
     ("optimizer", "init_fn", "stage"),
     [
-        ("muon", init_stacked, 3),
+        pytest.param("muon", init_stacked, 3, marks=SLOW),
         ("muon", init_layers, 3),
         pytest.param("every second step", init_layers, 3, marks=SLOW),
         pytest.param("at times", init_layers, 3, marks=SLOW),
@@ -467,6 +468,7 @@ def test_each_device_computes_its_share_of_the_update():
     assert num_products / 16 <= of_muon - of_adamw <= 1.15 * num_products / 16
 
 
+@pytest.mark.slow
 def test_the_report_says_where_matrices_are_computed_on():
     def reasons(init_fn, tx, stage, sizes=None, **fields):
         mesh, config = zero.make_mesh(**(sizes or {})), zero.ZeroConfig(stage=stage, **fields)

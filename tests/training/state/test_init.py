@@ -83,8 +83,9 @@ def test_is_born_sharded(stage, precision):
     assert excess <= LEAF_BYTES + random_bits
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_is_born_sharded_on_tpus(stage):
     mesh = zero.make_mesh(topology="v5p:2x2x2")
     assert peak_over_share(init_many, stage=stage, precision="bf16", mesh=mesh) <= LEAF_BYTES

@@ -188,6 +188,7 @@ def test_a_copy_of_the_params_has_memory_of_its_own(given):
     np.testing.assert_array_equal(variables.params["w"], variables.model_state["w"])
 
 
+@pytest.mark.slow
 def test_the_params_themselves_are_copied_first():
     """A hard update of a target network between two steps: an array cannot be donated twice."""
     state, step, _ = make("q", "8", stage=3)
@@ -337,7 +338,8 @@ def test_losses_and_states_that_do_not_fit_each_other():
     step(zero.Variables(params=params), lambda params, batch: params["w"].mean())  # the same as bare params
 
 
-@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [3, 1])
 def test_two_players(stage):
     """A generator and a discriminator, each trained against the other's params as its model state."""
     mesh, noise, real = mesh_of("8"), make_batches(3), make_batches(4)[3]["x"].reshape(BATCH_SIZE, -1)

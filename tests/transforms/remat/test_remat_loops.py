@@ -235,6 +235,7 @@ def test_a_layer_that_is_too_different_is_listed():
     assert "differs too much" in str(report)
 
 
+@pytest.mark.slow
 def test_a_model_of_one_layer_is_refused():
     with pytest.raises(
         ValueError, match=r"finds nothing to recompute in .*test_remat_loops.py:\d+ \(mixture.*loss_fn\)"

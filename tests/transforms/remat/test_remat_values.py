@@ -64,6 +64,7 @@ def arguments():
 # Selectors
 
 
+@pytest.mark.slow
 def test_kinds_select_what_policies_keep():
     """The products with weights are what `dots` keeps; in host memory inputs are what `full_offloaded` moves."""
     assert reported("dict scan", "save:products").kept == reported("dict scan", "dots").kept
@@ -171,16 +172,17 @@ def test_values_that_are_kept_change_no_number():
         jax.tree.map(np.testing.assert_array_equal, values, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mesh", "stage", "microbatches"),
     [
         ("dict scan", "model4", 3, 1),
-        pytest.param("dict loop own", "8", 0, 1, marks=pytest.mark.slow),
-        pytest.param("linen scan", "4", 3, 2, marks=pytest.mark.slow),
-        pytest.param("nnx loop", "8", 2, 1, marks=pytest.mark.slow),
-        pytest.param("dict scan own", "model2", 1, 2, marks=pytest.mark.slow),
-        pytest.param("linen loop", "8", 3, 1, marks=pytest.mark.slow),
-        pytest.param("nnx scan", "4", 1, 2, marks=pytest.mark.slow),
+        ("dict loop own", "8", 0, 1),
+        ("linen scan", "4", 3, 2),
+        ("nnx loop", "8", 2, 1),
+        ("dict scan own", "model2", 1, 2),
+        ("linen loop", "8", 3, 1),
+        ("nnx scan", "4", 1, 2),
     ],
 )
 def test_a_step_with_chosen_values_is_a_step(kind, mesh, stage, microbatches):

@@ -323,7 +323,8 @@ def test_groups_of_examples_are_another_loss_where_microbatches_split_them():
     assert not judged(paired, size=32).not_local
 
 
-@pytest.mark.parametrize("share", [pytest.param(1, marks=SLOW), 0.05])
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [1, 0.05])
 def test_parts_below_the_bound_of_their_divisor(share):
     """As in detection: most microbatches of a device have no box, or all weights add up to less than the bound."""
 

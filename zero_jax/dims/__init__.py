@@ -27,6 +27,7 @@ from zero_jax.dims.primitives import (
     SHAPES,
     dim_map,
     has_wrong_gradient,
+    is_activation,
     is_contraction,
     is_float,
     is_local_reduction,

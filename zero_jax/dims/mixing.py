@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from zero_jax.dims.primitives import ELEMENTWISE, dim_map, is_contraction, known_primitives
@@ -55,6 +56,7 @@ class Examples(Pass[State]):
         self.loops: dict[tuple[int, int], set[tuple[State, State]]] = {}
         self.operands: dict[int, list[State]] = {}
         self.moves: dict[int, MixedSharding | None] = {}
+        self.whole: set[Any] = set()  # constants that are on each device as a whole, such as tables of rotary angles
         self.mixes = False
 
     @property
@@ -77,12 +79,14 @@ class Examples(Pass[State]):
         """Returns the states of the results of a jaxpr, open or closed."""
         key = id(jaxpr), tuple(inputs)  # equal layers run one jaxpr
         if key not in self.results:
+            opened, consts = open_jaxpr(jaxpr)
+            self.whole.update(var for var, x in zip(opened.constvars, consts, strict=False) if _is_whole(x))
             self.results[key] = super().run(jaxpr, inputs, env)
         return self.results[key]
 
     def constant(self, atom: Any) -> State:
         """Returns the state of a constant; an array may be of examples."""
-        return FREE if is_literal(atom) or not atom.aval.ndim else UNKNOWN
+        return FREE if is_literal(atom) or not atom.aval.ndim or atom in self.whole else UNKNOWN
 
     def join(self, first: State, second: State) -> State:
         """Returns the state of what is one of two: XLA shards both as it shards any."""
@@ -108,15 +112,20 @@ class Examples(Pass[State]):
             for i, pair in enumerate(zip(sub.split(operands)[1], results, strict=False)):
                 self.loops.setdefault((id(eqn), i), set()).add(pair)
         elif sub is not None and sub.kind == "custom_vjp":
-            known = zip(operands, self.operands.get(id(eqn), operands), strict=True)
-            self.operands[id(eqn)] = [self.join(*pair) for pair in known]
+            self.note_operands(eqn, operands)
         return results
+
+    def note_operands(self, eqn: Any, operands: list[State]) -> None:
+        """Notes the states of the operands of an equation, joined where it is evaluated several times."""
+        known = zip(operands, self.operands.get(id(eqn), operands), strict=True)
+        self.operands[id(eqn)] = [self.join(*pair) for pair in known]
 
     def operation(self, eqn: Any, operands: list[State]) -> list[State]:
         """Returns the states of the results of an operation, and notes what it mixes."""
         if is_contraction(eqn):
             is_mixed = _is_ragged(eqn) or (MIXED in operands[:2] and set(operands[:2]) <= {MIXED, FREE})
             self.notes[id(eqn)] = is_mixed and self.notes.get(id(eqn), True)
+            self.note_operands(eqn, operands)
         if eqn.primitive.name in _EACH_ITS_OWN:
             return operands
         if eqn.primitive.name == "zero_pipeline":
@@ -168,6 +177,12 @@ class Examples(Pass[State]):
         chain = eqn.params["forward"].shardings if eqn.primitive.name == "zero_reshard" else ()
         dims = dims_of(chain[-1], eqn.outvars[0].aval.ndim) if chain else ()
         return next((i for i, axes in enumerate(dims) if axes == self.batch_axes), None)
+
+
+def _is_whole(constant: Any) -> bool:
+    if isinstance(constant, jax.core.Tracer):
+        return False
+    return not isinstance(constant, jax.Array) or constant.sharding.is_fully_replicated
 
 
 def _is_ragged(eqn: Any) -> bool:

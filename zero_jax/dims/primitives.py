@@ -16,8 +16,8 @@ from typing import Any
 
 import jax
 
-from zero_jax.program.jaxprs import open_jaxpr
-from zero_jax.program.subcalls import subcall
+from zero_jax.program.jaxprs import is_literal, open_jaxpr
+from zero_jax.program.subcalls import equations, subcall
 from zero_jax.sharding.spec import Dims
 
 Dim = tuple[int, int]  # the number of an operand, and of its dim
@@ -432,6 +432,24 @@ def moves_elements(eqn: Any) -> bool:
     if sub is not None and sub.kind == "call":
         return all(map(moves_elements, open_jaxpr(sub.jaxpr)[0].eqns))
     return eqn.primitive.name in MOVES | CASTS
+
+
+def is_activation(eqn: Any) -> bool:
+    """Tells whether a call computes one value, element by element, of another, as `jax.nn.silu` does."""
+    sub, arrays = subcall(eqn), [atom for atom in eqn.invars if not is_literal(atom)]
+    if sub is None or sub.kind not in _OF_ELEMENTS or not len(arrays) == len(eqn.outvars) == 1:
+        return False
+    shapes = {_shape(x) for each in (eqn, *equations(sub.jaxpr)) for x in each.outvars} - {()}
+    return shapes == {_shape(arrays[0])} and all(map(_is_of_elements, equations(sub.jaxpr)))
+
+
+_OF_ELEMENTS = ("call", "custom_jvp")
+
+
+def _is_of_elements(eqn: Any) -> bool:
+    if (sub := subcall(eqn)) is not None:
+        return sub.kind in _OF_ELEMENTS
+    return eqn.primitive.name in ELEMENTWISE or (eqn.primitive.name == "broadcast_in_dim" and not _shape(eqn.invars[0]))
 
 
 _OF_ALL = ELEMENTWISE | JOINS

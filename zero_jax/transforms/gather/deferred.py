@@ -115,6 +115,11 @@ class Value(Deferred):
         """The arrays that it is made of."""
         return (self.array,)
 
+    @property
+    def home(self) -> Any:
+        """The array, sharded as XLA has it."""
+        return self.array
+
     def with_arrays(self, arrays: Sequence[Any]) -> Value:
         """Returns the value with another array."""
         return dataclasses.replace(self, array=arrays[0])
@@ -269,7 +274,7 @@ class GatherOptions:
 def whole(options: GatherOptions, value: Lazy | Value, *, dtype: Any = None, pin: bool = False) -> Any:
     """Returns the array of a value, with a shard gathered; its cotangent is made whole, too, if `pin`."""
     if isinstance(value, Value):
-        return value.array
+        return value.home
     array = value.built if dtype is None else value.built.astype(dtype)
     if value.is_shard and options.mapped:
         with gather_scope(value.path):
@@ -291,7 +296,7 @@ def whole(options: GatherOptions, value: Lazy | Value, *, dtype: Any = None, pin
 def array_of(options: GatherOptions, value: Lazy | Value) -> Any:
     """Returns the array of a value, a shard where it is one."""
     if isinstance(value, Value):
-        return value.array
+        return value.home
     array = value.widened(value.built)
     return _summed(options, value, array) if options.mapped else array
 

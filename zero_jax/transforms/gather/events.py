@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from zero_jax.core.text_tables import Report, format_bytes
 from zero_jax.program.jaxprs import source_line
 from zero_jax.transforms.gather.deferred import Lazy
+from zero_jax.transforms.gather.sent import SentProduct
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,10 +82,13 @@ class Notes:
         """Whether each event has to be noted, with the full path of its param."""
         return self.events is not None
 
-    def gather(self, value: Lazy, eqn: Any, reason: str, *, early: bool) -> None:
-        """Notes a gather."""
+    def gather(self, value: Lazy, eqn: Any, reason: str, *, early: bool, sent: SentProduct | None = None) -> None:
+        """Notes a gather, or that activations are sent to the shards of a param."""
         if self.events is not None and self.gathers and (value.is_shard or (early and value.dims is None)):
             num_bytes = value.aval.size * value.aval.dtype.itemsize
+            if sent is not None:
+                num_bytes = sent.gathered_bytes(value)
+                reason = f"{reason}, activations sent to its {sent.num_shards} shards"
             where = source_line(eqn)
             event = GatherEvent(path=value.path, where=where, reason=reason, early=early, gathered_bytes=num_bytes)
             self.events.append(event)

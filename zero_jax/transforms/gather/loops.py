@@ -85,7 +85,7 @@ def staged(walk: Any, eqn: Any, values: Sequence[Lazy | Value], frame: Any) -> l
     only = [value.params_only for value in others[: len(layers.consts)]]
     if isinstance(loop, MicrobatchProgram):
         only = [False] * len(layers.consts)
-    within = dataclasses.replace(frame, prevent_cse=False, ends_forward=False)
+    within = dataclasses.replace(frame, prevent_cse=False, ends_forward=False, sent={})
     inner, layer = _of_stage(walk, layers, place)
 
     def run(number: Any, consts: list[Any], carry: list[Any], slices: list[Any]) -> list[Any]:
@@ -137,4 +137,4 @@ def _of_stage(walk: Any, loop: LayerLoop, place: StagePlace) -> tuple[Any, Any]:
             sizes.add(var.aval.shape[role.dim])
             states.append(UNKNOWN if var.aval.shape[role.dim] % num_shards else role.dim)
     layer, examples = anchored(loop.layer, states, mesh=place.mesh, axes=options.axes)
-    return walk.within(options, frozenset(sizes), examples.mixed), layer
+    return walk.within(options, frozenset(sizes), examples), layer

@@ -157,13 +157,12 @@ def gathered(fn: Callable[..., Any], specs: PyTree, options: GatherOptions) -> A
         values = leaves[traced.num_params :]
         params = jax.tree.unflatten(traced.params_tree, leaves[: traced.num_params])
         closed, marked = traced.closed, _mark(params, specs, options)
-        mixed: frozenset[int] = frozenset()
+        examples = None
         if not options.mapped:
             states = [*(FREE for _ in marked), *(_examples(value, options) for value in values)]
             closed, examples = anchored(closed, states, mesh=options.mesh, axes=options.axes)
-            mixed = examples.mixed
         batch_sizes = frozenset(value.shape[0] for value in values if getattr(value, "ndim", 0) >= 1)
-        walk = GatherWalk(options, batch_sizes, Notes(events, gathers=not options.stored_whole), mixed)
+        walk = GatherWalk(options, batch_sizes, Notes(events, gathers=not options.stored_whole), examples)
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         ins = [*marked, *(Value(value, params_only=False) for value in values)]
         frame = GatherFrame(regather=options.regather, prevent_cse=True, ends_forward=True)

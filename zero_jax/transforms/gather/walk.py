@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from zero_jax.dims import has_wrong_gradient, is_contraction, is_local_reduction, passthrough
+from zero_jax.dims import Examples, has_wrong_gradient, is_contraction, is_local_reduction, passthrough
 from zero_jax.program import jaxprs
 from zero_jax.program.subcalls import Subcall, subcall
 from zero_jax.program.walk import Packed, Walk
@@ -42,6 +42,7 @@ from zero_jax.transforms.gather.lookup import move_rows, move_table, plan_lookup
 from zero_jax.transforms.gather.loops import hoisted, sliced, staged
 from zero_jax.transforms.gather.ordering import Ordering
 from zero_jax.transforms.gather.per_device import SAME_PARAM, copy_per_device, example_dims, multiply
+from zero_jax.transforms.gather.sent import Sent, SentProduct, at_home, carried_on, sent_product
 from zero_jax.transforms.gather.weight_grads import (
     holds_convolution,
     is_partitioned_wrongly,
@@ -62,6 +63,8 @@ class GatherFrame:
     regather: bool  # gather again in the backward pass, instead of keeping the gathered param as a residual
     prevent_cse: bool  # off in scan bodies, where forward and backward pass are different loops
     ends_forward: bool = False  # its last use is the first that the backward pass needs: not worth gathering twice
+    # Activations that were sent to the shards of params, by what they were
+    sent: dict[Any, tuple[Any, Sent]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,9 +79,10 @@ class SharedRegion:
 class GatherWalk(Walk[GatherFrame]):
     """One walk over one trace of a function."""
 
-    def __init__(self, options: GatherOptions, batch_sizes: frozenset[int], notes: Notes, mixed: frozenset[int]):
+    def __init__(self, options: GatherOptions, batch_sizes: frozenset[int], notes: Notes, examples: Examples | None):
         super().__init__()
-        self.options, self.batch_sizes, self.notes, self.mixed = options, batch_sizes, notes, mixed
+        self.options, self.batch_sizes, self.notes, self.examples = options, batch_sizes, notes, examples
+        self.mixed = frozenset() if examples is None else examples.mixed
         self.whole = functools.partial(whole, options)
         self.made_of: dict[tuple[int, ...], Any] = {}  # results within one build: what a recipe uses twice is made once
         self.building = False
@@ -86,9 +90,9 @@ class GatherWalk(Walk[GatherFrame]):
         self.regions: dict[Any, SharedRegion] = {}  # of those of equal layers JAX traces and differentiates one
         self.uses: dict[Any, Callable[..., list[Any]]] = {}
 
-    def within(self, options: GatherOptions, batch_sizes: frozenset[int], mixed: frozenset[int]) -> GatherWalk:
+    def within(self, options: GatherOptions, batch_sizes: frozenset[int], examples: Examples) -> GatherWalk:
         """Returns a walk over a part of the function that has other options; both note what they do."""
-        return GatherWalk(options, batch_sizes, self.notes, mixed)
+        return GatherWalk(options, batch_sizes, self.notes, examples)
 
     def run(self, jaxpr: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """Evaluates a jaxpr and returns its results."""
@@ -131,7 +135,18 @@ class GatherWalk(Walk[GatherFrame]):
 
     def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: GatherFrame) -> bool:
         """Tells whether an equation of params, or of such a convolution, is looked into."""
-        return sub.kind != "while" and (any(isinstance(v, Lazy | Copies) for v in values) or self.is_apart(eqn))
+        return sub.kind != "while" and (any(isinstance(v, Lazy | Copies | Sent) for v in values) or self.is_apart(eqn))
+
+    def equation(self, eqn: Any, values: list[Any], frame: GatherFrame) -> Sequence[Any]:
+        """Evaluates an equation: what was sent to shards comes home, but for products, calls and elementwise work."""
+        if any(isinstance(value, Sent) for value in values):
+            if (carried := carried_on(eqn, values)) is not None:
+                return [dataclasses.replace(carried, array=self.bind(eqn, [value.array for value in values])[0])]
+            sub = subcall(eqn)
+            is_product = is_contraction(eqn) and any(isinstance(value, Lazy) for value in values)
+            if not is_product and (sub is None or sub.kind != "call"):
+                values = [at_home(value) for value in values]
+        return super().equation(eqn, values, frame)
 
     def operation(self, eqn: Any, values: list[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """Evaluates an equation that is not looked into."""
@@ -172,28 +187,34 @@ class GatherWalk(Walk[GatherFrame]):
         if is_local_reduction(eqn):
             return _values(jaxprs.bind(eqn, [self.array(value, eqn, frame) for value in values]), values)
         opaque = bool(inner) and not eqn.primitive.name.startswith(("custom_", "scatter"))
+        sent = sent_product(self.options, self.examples, eqn, values)
         for value in values:
             if isinstance(value, Lazy):
                 reason = f"before {eqn.primitive.name}, which is not looked into" if opaque else eqn.primitive.name
-                self.notes.gather(value, eqn, reason, early=opaque)
+                self.notes.gather(value, eqn, reason, early=opaque, sent=sent)
                 self.notes.wide(value, eqn)
-        return self.use(eqn, values, frame)
+        values = [at_home(value) for value in values] if sent is None else sent.operands(values, frame.sent)
+        return self.use(eqn, values, frame, sent)
 
-    def use(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
+    def use(
+        self, eqn: Any, values: Sequence[Any], frame: GatherFrame, sent: SentProduct | None = None
+    ) -> list[Lazy | Value]:
         """Gathers the sharded inputs and evaluates the equation; what was gathered is not kept as a residual."""
         gathers = any(value.is_deferred or value.dims is None for value in values if isinstance(value, Lazy))
         if not gathers or not frame.regather or frame.ends_forward or eqn.effects:
-            region, packed = self.gathered(eqn, values)
-            return _values(region(*packed.arrays), values)
+            region, packed = self.gathered(eqn, values, sent)
+            return _values(region(*packed.arrays), values, sent)
         prefix, values = ("", values) if self.notes.records else relative(values)
-        region, packed = self.gathered(eqn, values)
-        key = (*jaxprs.equation_key(eqn), id(eqn) in self.mixed, frame.prevent_cse, Packed(values).key)
+        region, packed = self.gathered(eqn, values, sent)
+        key = (*jaxprs.equation_key(eqn), id(eqn) in self.mixed, frame.prevent_cse, Packed(values).key, sent is None)
         if key not in self.uses:
             self.uses[key] = jax.checkpoint(region, prevent_cse=frame.prevent_cse)
         with params_scope(prefix):
-            return _values(self.uses[key](*packed.arrays), values)
+            return _values(self.uses[key](*packed.arrays), values, sent)
 
-    def gathered(self, eqn: Any, values: Sequence[Any]) -> tuple[Callable[..., list[Any]], Packed]:
+    def gathered(
+        self, eqn: Any, values: Sequence[Any], sent: SentProduct | None
+    ) -> tuple[Callable[..., list[Any]], Packed]:
         """Returns an equation on gathered params as a function of the arrays that its inputs are made of, and these."""
         inputs, evaluate = flat_product(eqn, values)
         packed, dtype, own = Packed(inputs), self.options.product_dtype, self.options.own_examples
@@ -206,14 +227,15 @@ class GatherWalk(Walk[GatherFrame]):
             own = None
 
         kept = packed.without_arrays()
+        taken = functools.partial(self.whole, pin=pin) if sent is None else sent.without_arrays().param
 
         def region(*arrays: Any) -> list[Any]:
             inputs = kept.values_of(arrays)
-            made = [self.whole(value, pin=pin) for value in inputs]
+            made = [taken(value) for value in inputs]
             if not weights:
                 return evaluate(made, self.bind)
             (place,) = weights
-            weight = self.whole(inputs[place], dtype=dtype, pin=pin)
+            weight = taken(inputs[place], dtype=dtype)
             return evaluate(made, lambda eqn, inputs: [product(eqn, inputs, place, weight, own)])
 
         return region, packed
@@ -315,7 +337,8 @@ class GatherWalk(Walk[GatherFrame]):
 
     def inside(self, eqn: Any, sub: Subcall, frame: GatherFrame) -> GatherFrame:
         """Returns how uses are kept in a loop or a branch."""
-        return dataclasses.replace(frame, prevent_cse=False, ends_forward=False) if sub.kind == "scan" else frame
+        changes = {"prevent_cse": False, "ends_forward": False} if sub.kind == "scan" else {}
+        return dataclasses.replace(frame, **changes, sent={})
 
     def remat(self, eqn: Any, sub: Subcall, values: list[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """The user's own `jax.checkpoint`: gathers inside it, keeps its policy. Equal ones share one trace."""
@@ -353,7 +376,7 @@ class GatherWalk(Walk[GatherFrame]):
     def before(self, value: Lazy | Value, eqn: Any, reason: str) -> Value:
         """Gathers a value before an equation that cannot take a shard."""
         if isinstance(value, Value):
-            return value
+            return at_home(value)
         self.notes.gather(value, eqn, reason, early=True)
         return Value(self.whole(value), params_only=True)
 
@@ -386,7 +409,11 @@ class GatherWalk(Walk[GatherFrame]):
             return [Value(move_rows(eqn, plan, array, indices.array, stored_whole=stored_whole), params_only=False)]
 
 
-def _values(arrays: Sequence[Any], operands: Sequence[Lazy | Value]) -> list[Lazy | Value]:
+def _values(
+    arrays: Sequence[Any], operands: Sequence[Lazy | Value], sent: SentProduct | None = None
+) -> list[Lazy | Value]:
+    if sent is not None:
+        return [dataclasses.replace(sent.result, array=sent.result.pinned(array)) for array in arrays]
     params_only = all(value.params_only for value in operands)
     return [Value(array, params_only) for array in arrays]
 

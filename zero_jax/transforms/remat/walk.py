@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from zero_jax.attention import RESIDUALS
 from zero_jax.core.close_match import did_you_mean
-from zero_jax.dims import HEAVY, is_float, narrows
+from zero_jax.dims import is_activation, is_float, narrows
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate, flattened
 from zero_jax.program.subcalls import Subcall, equations, scan_of, subcall
@@ -130,24 +130,12 @@ def _is_key(aval: Any) -> bool:
 _UNWRAPPED = ("call", "remat")  # evaluated in place where a region replaces the model's own
 
 
-def _is_activation(eqn: Any) -> bool:
-    """Tells whether a call computes one value, element by element, of another, as `jax.nn.silu` does.
-
-    XLA:TPU fuses its derivative with the products around it only while it is a call.
-    """
-    arrays = [atom for atom in eqn.invars if not jaxprs.is_literal(atom)]
-    inner = (eqn, *(x for jaxpr in jaxprs.inner_jaxprs(eqn) for x in equations(jaxpr)))
-    shapes = {getattr(x.aval, "shape", None) for each in inner for x in each.outvars} - {()}
-    is_elementwise = all(each.primitive.name not in HEAVY and kind_of(each) in _OF_ELEMENTS for each in inner)
-    return len(arrays) == len(eqn.outvars) == 1 and shapes == {arrays[0].aval.shape} and is_elementwise
-
-
-_OF_ELEMENTS = (None, "call", "custom_jvp")
-
-
 def _written_out(jaxpr: Any, kinds: Sequence[str] = _UNWRAPPED) -> Any:
-    """Returns the jaxpr of a block with calls of these kinds in place, but for activation functions."""
-    return flattened(jaxpr, kinds=kinds, leaves=_is_activation)
+    """Returns the jaxpr of a block with calls of these kinds in place, but for activation functions.
+
+    XLA:TPU fuses the derivative of one with the products around it only while it is a call.
+    """
+    return flattened(jaxpr, kinds=kinds, leaves=is_activation)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,187 @@
+"""Products whose param stays sharded: activations are sent to its shards and back, where that moves less than a gather.
+
+A product with a batch dim that the param is sharded along, as of a stack of experts `[experts, d, k]`, needs of the
+activations `[examples, experts, tokens, d]` only those of a device's own experts. So an all-to-all moves the devices
+from the examples to the experts, and one moves them back where something else is computed than elementwise work and
+further such products: expert parallelism, for a model as it is. The gradient of such a param is whole on its shard.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zero_jax.dims import ELEMENTWISE, SHAPES, Examples, dim_map, is_activation
+from zero_jax.sharding.chains import Chain, reshard
+from zero_jax.sharding.gather_names import gather_scope
+from zero_jax.sharding.mesh import axis_size
+from zero_jax.sharding.spec import carries, named
+from zero_jax.sharding.torus import gather_shardings, scattering
+from zero_jax.transforms.gather.deferred import Copies, GatherOptions, Lazy, Value
+
+_MOVED = ELEMENTWISE | SHAPES | {"transpose", "broadcast_in_dim"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent(Value):
+    """An activation whose devices have the shards of a dim, over `axes`, in place of examples."""
+
+    options: GatherOptions
+    examples: int  # the dim of the examples
+    dim: int  # the dim that is sharded over `axes`
+    axes: tuple[str, ...]  # axes of the batch, its minor ones
+
+    @property
+    def key(self) -> Hashable:
+        """What is done with it, whatever its array."""
+        return type(self), self.params_only, self.examples, self.dim, self.axes
+
+    def sharding(self, num_dims: int, *, is_home: bool) -> NamedSharding:
+        """Returns how it is sharded at home, by examples, or where it was sent; other dims are as XLA has them."""
+        batch = self.options.axes.batch
+        spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * num_dims
+        spec[self.examples] = batch if is_home else batch[: len(batch) - len(self.axes)]
+        spec[self.dim] = None if is_home else self.axes
+        return NamedSharding(self.options.mesh, PartitionSpec(*spec))
+
+    def moved(self, array: jax.Array, *, is_home: bool) -> jax.Array:
+        """Returns an array that is sent there or back home; its cotangent goes the other way."""
+        shardings = self.sharding(array.ndim, is_home=not is_home), self.sharding(array.ndim, is_home=is_home)
+        return reshard(array, forward=Chain(shardings), backward=Chain(shardings[::-1]))
+
+    def pinned(self, array: jax.Array) -> jax.Array:
+        """Returns an array that was made there as a value."""
+        chain = Chain((self.sharding(array.ndim, is_home=False),))
+        return reshard(array, forward=chain, backward=chain)
+
+    @property
+    def home(self) -> jax.Array:
+        """The array, sharded by examples."""
+        return self.moved(self.array, is_home=True)
+
+
+def at_home(value: Any) -> Any:
+    """Returns a value sharded by examples; others as they are."""
+    return Value(value.home, value.params_only) if isinstance(value, Sent) else value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SentProduct:
+    """A product of activations with a param that stays sharded along a batch dim."""
+
+    place: int  # the operand that is the activation
+    operand: Sent  # the activation; one that was not sent yet has the array that it has at home
+    is_sent: bool  # whether it was sent before
+    result: Sent  # the result, without an array
+
+    def operands(self, values: Sequence[Any], sent: dict[Any, tuple[Any, Sent]]) -> list[Any]:
+        """Returns the operands, the activation sent; `sent` has those that were, so that each is sent once."""
+        operand, array = self.operand, self.operand.array
+        if not self.is_sent:
+            key = id(array), operand.key
+            if key not in sent:
+                there = dataclasses.replace(operand, array=operand.moved(array, is_home=False))
+                sent[key] = array, there  # with the array, whose id stays its own
+            operand = sent[key][1]
+        return [operand if i == self.place else value for i, value in enumerate(values)]
+
+    def without_arrays(self) -> SentProduct:
+        """Returns it for a function that is kept."""
+        return dataclasses.replace(self, operand=dataclasses.replace(self.operand, array=None))
+
+    @property
+    def num_shards(self) -> int:
+        """The number of shards that activations are sent to."""
+        return axis_size(self.operand.options.mesh, self.operand.axes)
+
+    @property
+    def other_axes(self) -> list[str]:
+        """The axes of `data` that a param is gathered over, if it is sharded over them."""
+        return [axis for axis in self.operand.options.axes.data if axis not in self.operand.axes]
+
+    def gathered_bytes(self, param: Lazy) -> int:
+        """Returns the bytes of what is gathered of the param."""
+        num_bytes = param.aval.size * param.aval.dtype.itemsize // self.num_shards
+        return num_bytes if carries(param.shard, self.other_axes) else 0
+
+    def param(self, value: Any, *, dtype: Any = None) -> Any:
+        """Returns the array of an operand; that of the param is gathered over the axes that nothing is sent over."""
+        if not isinstance(value, Lazy):
+            return value.array
+        options, others = self.operand.options, self.other_axes
+        array = value.built if dtype is None else value.built.astype(dtype)
+        forward = backward = Chain((named(options.mesh, value.shard),))
+        if carries(value.shard, others):
+            forward = Chain(gather_shardings(options.mesh, value.shard, others), barrier=True)
+            backward = scattering(options.mesh, value.shard, others, shape=array.shape, dtype=options.reduce_dtype)
+        with gather_scope(value.path):
+            array = reshard(array, forward=forward, backward=backward)
+        return value.widened(array) if dtype is None else array
+
+
+def sent_product(
+    options: GatherOptions, examples: Examples | None, eqn: Any, values: Sequence[Any]
+) -> SentProduct | None:
+    """Returns how a product sends its activation to the shards of its param; None if the param is to be gathered.
+
+    What is sent, there and back, is less than the param, for which a gather, another one in the backward pass and a
+    reduce-scatter would be needed.
+    """
+    places = [i for i, value in enumerate(values) if isinstance(value, Lazy)]
+    if eqn.primitive.name != "dot_general" or len(places) != 1 or eqn.params.get("out_sharding") is not None:
+        return None
+    (of_param,), place = places, 1 - places[0]
+    param, activation, axes = values[of_param], values[place], options.axes
+    is_activation = isinstance(activation, Value) and not isinstance(activation, Copies) and not activation.params_only
+    is_stored_so = param.is_shard and not (options.stored_whole or options.mapped or param.on_host or options.quantize)
+    batch = eqn.params["dimension_numbers"][1]
+    cut = [i for i, dim in enumerate(batch[of_param]) if param.dims is not None and param.dims[dim]]
+    if not is_activation or not is_stored_so or len(cut) != 1:
+        return None
+    stays, dim = param.shard[batch[of_param][cut[0]]], batch[place][cut[0]]
+    if not stays or stays != axes.batch[len(axes.batch) - len(stays) :]:
+        return None
+    is_sent = isinstance(activation, Sent) and (activation.dim, activation.axes) == (dim, stays)
+    if is_sent:
+        row = activation.examples
+    else:
+        state = None if examples is None else examples.operands.get(id(eqn), [None] * 2)[place]
+        if not isinstance(state, int):
+            return None
+        row = state
+    result_row, shapes = dim_map(eqn).to((place, row)), [eqn.invars[place].aval, eqn.outvars[0].aval]
+    if result_row is None or row in batch[place]:
+        return None
+    num_bytes = sum(x.size * x.dtype.itemsize for x in shapes) // axis_size(options.mesh, axes.batch)
+    if not is_sent and num_bytes >= param.aval.size * param.aval.dtype.itemsize:
+        return None
+    at_home_array = activation.home if isinstance(activation, Sent) and not is_sent else activation.array
+    operand = Sent(at_home_array, False, options, row, dim, stays)
+    result = Sent(None, False, options, result_row, cut[0], stays)
+    return SentProduct(place=place, operand=operand, is_sent=is_sent, result=result)
+
+
+def carried_on(eqn: Any, values: Sequence[Any]) -> Sent | None:
+    """Returns what the result of an equation of sent values is, without its array; None if they have to come home."""
+    if is_activation(eqn):
+        to = lambda operand, dim: dim  # noqa: E731
+    elif eqn.primitive.name in _MOVED and len(eqn.outvars) == 1:
+        known = dim_map(eqn)
+        to = lambda operand, dim: known.to((operand, dim))  # noqa: E731
+    else:
+        return None
+    places = set()
+    for i, value in enumerate(values):
+        if isinstance(value, Sent):
+            places.add((to(i, value.examples), to(i, value.dim), value.axes))
+        elif not value.params_only or isinstance(value, Lazy):
+            return None
+    first = next(value for value in values if isinstance(value, Sent))
+    if len(places) != 1:
+        return None
+    ((examples, dim, _),) = places
+    return None if None in (examples, dim) else dataclasses.replace(first, array=None, examples=examples, dim=dim)

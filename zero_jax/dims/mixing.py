@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from zero_jax.dims.primitives import ELEMENTWISE, dim_map, is_contraction, known_primitives
-from zero_jax.program.jaxprs import inner_jaxprs, is_literal, open_jaxpr
+from zero_jax.program.jaxprs import inner_jaxprs, is_literal, is_traced, open_jaxpr
 from zero_jax.program.passes import Pass
 from zero_jax.program.subcalls import CALLS, subcall
 from zero_jax.sharding.mesh import Axes, axis_size
@@ -180,7 +180,7 @@ class Examples(Pass[State]):
 
 
 def _is_whole(constant: Any) -> bool:
-    if isinstance(constant, jax.core.Tracer):
+    if is_traced(constant):
         return False
     return not isinstance(constant, jax.Array) or constant.sharding.is_fully_replicated
 

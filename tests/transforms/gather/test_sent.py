@@ -71,7 +71,7 @@ def setup(loss_fn, axes=None, hidden=HIDDEN, **fields):
 
 
 def sent_bytes(state, step, batch):
-    found = collections.Counter()
+    found = collections.defaultdict[str, float](float)
     for each in hlo.collectives(step.lower(state, batch).compile().as_text()):
         found[each.kind] += each.total_sent_bytes
     return found

@@ -146,21 +146,19 @@ def sent_product(
     if not stays or stays != axes.batch[len(axes.batch) - len(stays) :]:
         return None
     is_sent = isinstance(activation, Sent) and (activation.dim, activation.axes) == (dim, stays)
-    if is_sent:
+    if isinstance(activation, Sent) and is_sent:
         row = activation.examples
     else:
-        state = None if examples is None else examples.operands.get(id(eqn), [None] * 2)[place]
-        if not isinstance(state, int):
-            return None
-        row = state
+        row = None if examples is None else examples.operands.get(id(eqn), [None] * 2)[place]
+    if not isinstance(row, int):
+        return None
     result_row, shapes = dim_map(eqn).to((place, row)), [eqn.invars[place].aval, eqn.outvars[0].aval]
     if result_row is None or row in batch[place]:
         return None
     num_bytes = sum(x.size * x.dtype.itemsize for x in shapes) // axis_size(options.mesh, axes.batch)
     if not is_sent and num_bytes >= param.aval.size * param.aval.dtype.itemsize:
         return None
-    at_home_array = activation.home if isinstance(activation, Sent) and not is_sent else activation.array
-    operand = Sent(at_home_array, False, options, row, dim, stays)
+    operand = Sent(activation.array if is_sent else activation.home, False, options, row, dim, stays)
     result = Sent(None, False, options, result_row, cut[0], stays)
     return SentProduct(place=place, operand=operand, is_sent=is_sent, result=result)
 

@@ -7,6 +7,8 @@ stage as its own, to which that of a layer is added where it is made.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -39,7 +41,7 @@ def added_to(sums: jax.Array, x: jax.Array, number: jax.Array, is_own: jax.Array
     return sums, x
 
 
-def _backward(places: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+def _backward(places: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
     (number, is_own), (sums, own) = places, cotangents
     added = jnp.where(is_own, own, jnp.zeros_like(own)).astype(sums.dtype)
     added += lax.dynamic_index_in_dim(sums, number, 0, keepdims=False)

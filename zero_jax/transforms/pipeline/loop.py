@@ -150,8 +150,8 @@ class LayersOfStage:
             return (made[: len(carry)], [y for y, _ in taken]), made[len(carry) :]
 
         layers = stacks, jnp.arange(size, dtype=jnp.int32)
-        (carry, sums), ys = lax.scan(body, (carry, sums), layers, unroll=min(self.loop.unroll, size))
-        return carry, ys, sums
+        (carry, sums), ys = lax.scan(body, (carry, [*sums]), layers, unroll=min(self.loop.unroll, size))
+        return carry, ys, [*sums]
 
 
 class _Ticks:

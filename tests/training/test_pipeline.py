@@ -293,25 +293,34 @@ def test_values_that_no_microbatch_has_leave_no_nan(pipeline):
     assert_close((metrics.loss, metrics.aux), (loss, aux), tolerance=FLOAT32)
 
 
+def temporaries(*, pipe, num_microbatches, pipeline, is_checkpointed):
+    """Returns the temporaries of a step of large layers, in bytes of the params of a layer."""
+    wrap = jax.checkpoint if is_checkpointed else lambda layer: layer
+
+    def loss_fn(params, batch):
+        return jnp.square(jax.lax.scan(wrap(lambda x, w: (x + jnp.tanh(x @ w), None)), batch, params)[0]).mean()
+
+    mesh, fields = zero.make_mesh(pipe=pipe), {"num_microbatches": num_microbatches, "pipeline": pipeline}
+    config = make_config(stage=1, **fields)
+    state = zero.abstract_state(lambda _: jnp.zeros((LAYERS, 256, 256)), optax.sgd(0.1), mesh=mesh, config=config)
+    batch = jax.ShapeDtypeStruct((4 * num_microbatches, 256), jnp.float32)
+    step = zero.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, config=config)
+    return step.lower(state, batch).compile().memory_analysis().temp_size_in_bytes / (256 * 256 * 4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["gpipe", "circular:2"])
 def test_params_are_kept_once_for_all_ticks(pipeline):
     """Of checkpointed layers whose params are large beside the activations."""
-    width, init = 256, lambda key: jax.random.normal(key, (LAYERS, 256, 256)) / 16
+    few, many = (temporaries(pipe=4, num_microbatches=k, pipeline=pipeline, is_checkpointed=True) for k in (4, 16))
+    assert many - few < 1  # one of the two layers of a stage, of 12 ticks more
 
-    def loss_fn(params, batch):
-        layer = jax.checkpoint(lambda x, w: (x + jnp.tanh(x @ w), None))
-        return jnp.square(jax.lax.scan(layer, batch, params)[0]).mean()
 
-    def temporaries(num_microbatches):
-        mesh, fields = zero.make_mesh(pipe=4), {"num_microbatches": num_microbatches, "pipeline": pipeline}
-        config = make_config(stage=1, **fields)
-        state = zero.abstract_state(init, optax.sgd(0.1), mesh=mesh, config=config)
-        batch = jax.ShapeDtypeStruct((4 * num_microbatches, width), jnp.float32)
-        step = zero.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, config=config)
-        return step.lower(state, batch).compile().memory_analysis().temp_size_in_bytes
-
-    assert temporaries(16) - temporaries(4) < width * width * 4  # those of a stage, of 12 ticks more
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
+def test_gradients_of_a_tick_are_added_in_place(pipeline):
+    """A stage of four layers has their gradients twice, as summed and as exchanged, and not those of a tick."""
+    assert temporaries(pipe=2, num_microbatches=4, pipeline=pipeline, is_checkpointed=False) < 2.4 * 4
 
 
 @pytest.mark.slow
@@ -462,6 +471,58 @@ def test_layers_whose_derivatives_differ_are_not_equal(is_forward):
     for scales in (range(1, 1 + LAYERS), np.arange(1, 1 + LAYERS, dtype=np.float32)[:, None]):
         with pytest.raises(ValueError, match="no Python loop over equal layers"):
             lowered(functools.partial(loss_fn, scales=scales), params=params, batch=batch, **fields)
+
+
+def in_a_checkpoint(params, batch):
+    """A `jax.checkpoint` around all layers and the head."""
+
+    def run(params, x):
+        x = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["w"]), None), x, params["layers"])[0]
+        return x @ params["head"]
+
+    return jnp.square(jax.checkpoint(run)(params, params["embed"][batch["tokens"]])).mean()
+
+
+def with_windows(params, batch):
+    """A Python loop over layers whose masks differ."""
+    x, places = params["embed"][batch["tokens"]], jnp.arange(LENGTH)
+    for i in range(LAYERS):
+        is_near = places[:, None] - places < (1 if i % 4 else LENGTH)
+        scores = jnp.where(is_near & (places[:, None] >= places), x @ x.swapaxes(1, 2), -1e9)
+        x = x + jax.nn.softmax(scores) @ jnp.tanh(x @ params["layers"]["w"][i])
+    return jnp.square(x @ params["head"]).mean()
+
+
+def with_skips(params, batch):
+    """Layers that read what those of another chain have made, the last one first."""
+    layer = lambda x, w: x + jnp.tanh(x @ w["w"])  # noqa: E731
+    x, skips = jax.lax.scan(lambda x, w: (layer(x, w), x), params["embed"][batch["tokens"]], params["layers"])
+    slices = params["layers"], jnp.arange(LAYERS)
+    x = jax.lax.scan(lambda x, w: (layer(x + skips[LAYERS - 1 - w[1]], w[0]), None), x, slices)[0]
+    return jnp.square(x @ params["head"]).mean()
+
+
+FORMS = {in_a_checkpoint: ("1f1b", 6), with_windows: ("1f1b", 4), with_skips: ("gpipe", 4)}
+
+
+@pytest.mark.parametrize("loss_fn", FORMS)
+def test_layers_in_other_forms_are_stages(loss_fn):
+    pipeline, num_microbatches = FORMS[loss_fn]
+    config, mesh = make_config(stage=1, num_microbatches=num_microbatches, pipeline=pipeline), zero.make_mesh(pipe=4)
+    report = zero.pipeline_report(loss_fn, init_params(), make_batches(1, size=48)[0], mesh=mesh, config=config)
+    assert [loop.num_layers for loop in report.loops] == [LAYERS] * (2 if loss_fn is with_skips else 1)
+    assert not report.left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_fn", FORMS)
+def test_layers_in_other_forms_train_as_one_device(loss_fn):
+    """With 6 microbatches in 4 stages, which 1F1B may have."""
+    pipeline, num_microbatches = FORMS[loss_fn]
+    params, batch = init_params(), make_batches(1, size=48)[0]
+    fields = {"mesh": zero.make_mesh(pipe=4), "stage": 1, "num_microbatches": num_microbatches, "pipeline": pipeline}
+    found = one_step(loss_fn, params, batch, **fields)
+    assert_close(found, jax.jit(jax.value_and_grad(loss_fn))(params, batch), tolerance=FLOAT32)
 
 
 def replaced(layer):
@@ -631,11 +692,11 @@ def test_the_estimate_has_what_the_compiled_step_sends_between_stages(pipeline):
 
 
 @pytest.mark.slow
-def test_training_goes_on_from_a_checkpoint_with_other_stages(tmp_path):
+def test_training_goes_on_from_a_checkpoint_with_other_stages_and_schedules(tmp_path):
     batches, tx = make_batches(3), optax.adam(1e-2)
-    for number, (pipe, batch) in enumerate(zip((4, 1, 2), batches, strict=True)):
-        schedule = "circular:4" if pipe == 2 else "gpipe"
-        config = make_config(stage=3, num_microbatches=4 if pipe > 1 else 1, pipeline=schedule)
+    settings = [(4, "1f1b", 1), (1, "gpipe", 3), (2, "circular:4", 2)]
+    for number, ((pipe, schedule, stage), batch) in enumerate(zip(settings, batches, strict=True)):
+        config = make_config(stage=stage, num_microbatches=4 if pipe > 1 else 1, pipeline=schedule)
         fields = {"mesh": zero.make_mesh(pipe=pipe), "config": config}
         if number:
             state = zero.restore(tmp_path, init_fn=init_params(), tx=tx, **fields).state

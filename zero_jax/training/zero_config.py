@@ -211,12 +211,13 @@ class ZeroConfig:
 
     def _check_pipe(self, num_stages: int) -> None:
         """Raises `ValueError` for what a pipeline of so many stages cannot have."""
-        if self.num_microbatches % num_stages:
+        if self.num_microbatches < num_stages or (self.num_microbatches % num_stages and self.pipeline != "1f1b"):
             least = max(-(-self.num_microbatches // num_stages), 1) * num_stages
             raise ValueError(
                 f"num_microbatches={self.num_microbatches} with {num_stages} stages (pipe): each stage works on "
                 f"another microbatch, and has as many of the batch: give a multiple of {num_stages}, as "
-                f"num_microbatches={least} or {4 * least} (the more, the less stages wait), or leave pipe out"
+                f"num_microbatches={least} or {4 * least} (the more, the less stages wait), with pipeline='1f1b' any "
+                "number that is no smaller, or leave pipe out"
             )
         if self.pipeline == "1f1b" and resolve_precision(self.precision).loss_scale is not None:
             raise ValueError(

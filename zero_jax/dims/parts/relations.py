@@ -48,7 +48,7 @@ class Relation:
       dim: the dim of examples, for ROWS and POSITIONS.
       power: the exponent of the number of parts.
       of_params: whether the value depends on the params.
-      is_false: whether a ROWS value is False everywhere.
+      is_false: whether a value is False everywhere.
       number: the number that the value is everywhere, if known.
       columns: the relations of the columns, for COLUMNS.
       why: why it is UNKNOWN, or for MAX and MIN why the loss on parts may be another one.

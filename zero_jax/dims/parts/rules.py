@@ -65,7 +65,9 @@ def _less(_: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     x, limit = inputs
     if x.kind is Kind.POSITIONS and limit.number == 0:  # as indices are compared that may count from the end
         return [Relation(kind=Kind.ROWS, dim=x.dim, is_false=True)]
-    return [applied(inputs)]
+    numbers = x.number, limit.number  # as the places of a slice, of which only the first one is not 0
+    is_false = None not in numbers and not numbers[0] < numbers[1]  # type: ignore[operator]
+    return [dataclasses.replace(applied(inputs), is_false=is_false)]
 
 
 def _select(_: Pair, inputs: Sequence[Relation]) -> list[Relation]:

@@ -3,7 +3,8 @@
 The train step, the evaluation step and the estimates read the same program, by the methods of `StepLoss` in this order:
 
 1. `cast`: params, and the inputs of the model in the batch, are in the compute dtype;
-2. `fused`: attention is computed by a fused kernel, if the config asks for it;
+2. `fused`: equal layers of a Python loop are those of a scan, if the mesh has stages, and attention is computed by a
+   fused kernel, if the config asks for it;
 3. with what the losses of parts of a batch are averaged by (`grads.choice`; a weighted evaluation);
 4. `recomputed`: blocks are in `jax.checkpoint`, by the config's remat policy;
 5. `unsharded`: what XLA partitions wrongly is whole, and heads are made tile by tile on TPUs;
@@ -93,19 +94,21 @@ class StepLoss:
 
     @functools.cached_property
     def fused(self) -> LossProgram:
-        """The program, with its attention by fused kernels if the config asks for them."""
+        """The program, with its attention by fused kernels if the config asks for them.
+
+        Layers that will be stages are those of a scan in it.
+        """
         placement = self.placement
+        program = self.program if placement.num_stages == 1 else self.program.then(rolled)
         if self.config.attention == "own":
-            return self.program
-        return LossProgram.of(fuse_attention(self.program, mesh=placement.mesh, axes=placement.axes))
+            return program
+        return LossProgram.of(fuse_attention(program, mesh=placement.mesh, axes=placement.axes))
 
     def recomputed(self, program: LossProgram) -> LossProgram:
         """Returns a program with its blocks in `jax.checkpoint`, by the config's remat policy."""
-        placement = self.placement
-        if placement.num_stages > 1:  # layers that will be stages are recomputed as those of a scan
-            program = program.then(rolled)
         if self.config.remat == "own":
             return program
+        placement = self.placement
         mesh, axes, specs = placement.mesh, placement.axes, placement.loss_shardings()
         return LossProgram.of(rematerialize(program, self.config.remat, mesh=mesh, axes=axes, specs=specs))
 

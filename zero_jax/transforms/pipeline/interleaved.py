@@ -13,6 +13,7 @@ a stage is a part of.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -89,7 +90,8 @@ def run_1f1b(
     return run(list(seeds), list(operands))
 
 
-_Sums = tuple[list[Any], list[Any]]  # over ticks: the gradients of operands, and results
+# Over ticks: the gradients of what is shared, those of layers, and results.
+_Sums = tuple[list[Any], list[Any], list[Any]]
 
 
 class _InterleavedTicks:
@@ -136,21 +138,25 @@ class _InterleavedTicks:
         self.axes = [*[None] * self.first_stack, *[0] * len(stacks)]
         self.seeds = [x * self.part(i) for x, i in zip(seeds, self.program.summed, strict=True)]
         self.wanted = [i for i, flag in enumerate(wanted) if flag]
+        self.of_layers = [i for i in self.wanted if i >= self.first_stack]
+        self.others = self.wanted[: len(self.wanted) - len(self.of_layers)]
         s, m = self.num_stages, self.num_microbatches
         state = [self.pin(i, jnp.zeros((s, *x.shape), x.dtype)) for i, x in enumerate(self.avals)]
         self.passes = self.layer_passes()
         kept = [self.pin_kept(jnp.zeros((self.num_kept, s, *x.shape), x.dtype)) for x in self.passes.kept_avals]
         roles = [*zip(self.program.results, (x.aval for x in self.jaxpr.outvars), strict=True)]
-        sums = [*map(self.no_grad, self.wanted)], [self.nothing(*each) for each in roles]
+        with jax.named_scope(_BACKWARD):
+            grads_before = [[*map(self.no_grad, some)] for some in (self.others, self.of_layers)]
+        sums = *grads_before, [self.nothing(*each) for each in roles]
         carry = state, [state[i] for i in self.floats], kept, sums
         for start, stop, directions in ((0, s - 1, "f"), (s - 1, m + s - 1, "fb"), (m + s - 1, m + 2 * s - 2, "b")):
             numbers = jnp.arange(start, stop, dtype=jnp.int32)
             tick = lambda carry, t, directions=directions: (self.tick(carry, t, directions), None)  # noqa: E731
             carry, _ = lax.scan(tick, carry, numbers)
-        summed, made = carry[-1]
+        *summed, made = carry[-1]
         results = [self.result(*each, x) for each, x in zip(roles, made, strict=True)]
         with jax.named_scope(_BACKWARD):
-            grads = dict(zip(self.wanted, map(self.grad, self.wanted, summed), strict=True))
+            grads = dict(zip(self.wanted, map(self.grad, self.wanted, itertools.chain(*summed)), strict=True))
         return results, [grads.get(i) for i in range(len(operands))]
 
     # --- a tick ------------------------------------------------------------------------------------------------------
@@ -183,19 +189,22 @@ class _InterleavedTicks:
         is_own = self.is_own(numbers)
         slots = (t - 2 * (self.num_stages - 1 - self.stage)) % self.num_kept
         own = [self.at_slots(x, slots) for x in kept]
-        mapped = jax.vmap(self.backward, in_axes=(0, 0, 0, 0, 0, 0, self.axes), spmd_axis_name=self.place.pipe)
+        mapped = jax.vmap(self.backward, in_axes=(0, 0, 0, 0, 0, 0, 0, self.axes), spmd_axis_name=self.place.pipe)
         rows = self.rows_of(numbers)
-        results, before, grads = mapped(self.stage, numbers, made, own, rows, cotangents, self.operands)
+        results, before, grads, of_layers = mapped(
+            self.stage, numbers, made, own, rows, cotangents, sums[1], self.operands
+        )
         before = [
             self.pin(i, at_stages(is_own, x, jnp.zeros_like(x))) for i, x in zip(self.floats, before, strict=True)
         ]
-        each = zip(self.wanted, sums[0], grads, strict=True)
+        each = zip(self.others, sums[0], grads, strict=True)
         summed = [self.pin_grad(i, added_at(is_own, old, new)) for i, old, new in each]
+        of_layers = [*map(self.pin_grad, self.of_layers, of_layers)]
         is_last = is_own & (self.stage == self.num_stages - 1)
-        each = zip(self.program.results, sums[1], results, strict=True)
+        each = zip(self.program.results, sums[2], results, strict=True)
         results = [self.added(role, old, new, t, is_last) for role, old, new in each]
         back = [(s + 1, s) for s, _ in self.pairs]
-        return [self.place.sent(x, back) for x in before], (summed, results)
+        return [self.place.sent(x, back) for x in before], (summed, of_layers, results)
 
     def forward(
         self, stage: Any, number: Any, arrived: list[Any], rows: list[Any], operands: list[Any]
@@ -204,7 +213,7 @@ class _InterleavedTicks:
         kept, stacks = [], operands[self.first_stack :]
 
         def layers(values: list[Any]) -> list[Any]:
-            sent, own = self.passes.forward(stage, number, values, arrived, stacks)
+            sent, own = self.passes.forward(stage, number, values, arrived, self.no_sums(operands), stacks)
             kept.extend(own)
             return sent
 
@@ -218,26 +227,35 @@ class _InterleavedTicks:
         kept: list[Any],
         rows: list[Any],
         cotangents: list[Any],
+        grads_of_layers: list[Any],
         operands: list[Any],
-    ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Returns the results of a stage, the cotangents of what has arrived in it, and the gradients of operands."""
-        is_last = stage == self.num_stages - 1
+    ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+        """Returns results, cotangents of what has arrived, and gradients: of what is shared, and the sums of layers."""
+        is_last, stacks = stage == self.num_stages - 1, operands[self.first_stack :]
 
-        def value(arrived: list[Any], some: list[Any]) -> tuple[Any, list[Any]]:
-            all_of = dict(enumerate(operands)) | dict(zip(self.wanted, some, strict=True))
-            stacks = [*all_of.values()][self.first_stack :]
-            layers = lambda x: self.passes.linear(stage, number, x, arrived, stacks, made, kept)  # noqa: E731
+        def value(arrived: list[Any], some: list[Any], sums: list[Any]) -> tuple[Any, list[Any]]:
+            all_of, after = dict(enumerate(operands)) | dict(zip(self.others, some, strict=True)), []
+
+            def layers(values: list[Any]) -> list[Any]:
+                sent, own = self.passes.linear(stage, number, (values, arrived, sums, stacks), made, kept)
+                after.extend(own)
+                return sent
+
             sent, results = self.stage_of(stage, number, rows, [*all_of.values()], layers)
-            return ([sent[i] for i in self.floats], [results[i] for i in self.program.summed]), results
+            return ([sent[i] for i in self.floats], after, [results[i] for i in self.program.summed]), results
 
-        # Of what has arrived only the derivative is wanted, not the value.
-        given = [jnp.zeros_like(made[i]) for i in self.floats], [operands[i] for i in self.wanted]
-        (_, summed), pullback, results = jax.vjp(value, *given, has_aux=True)
+        # Of what has arrived and of sums only the derivative is wanted, not the value.
+        zeros = [jnp.zeros_like(made[i]) for i in self.floats]
+        given = zeros, [operands[i] for i in self.others], self.no_sums(operands)
+        (_, _, summed), pullback, results = jax.vjp(value, *given, has_aux=True)
         # Behind the last stage is the rest of the loss.
         seeds = [seed.astype(x.dtype) for seed, x in zip(self.seeds, summed, strict=True)]
         cotangents = [jnp.where(is_last, jnp.zeros_like(x), x) for x in cotangents]
-        before, grads = pullback((cotangents, seeds))
-        return results, before, grads
+        return results, *pullback((cotangents, grads_of_layers, seeds))
+
+    def no_sums(self, operands: list[Any]) -> list[jax.Array]:
+        """Returns the sums of the gradients of layers before a tick, of which only the derivative is of account."""
+        return [jnp.zeros(operands[i].shape, wide(operands[i].dtype)) for i in self.of_layers]
 
     def stage_of(
         self, stage: Any, number: Any, rows: list[Any], operands: list[Any], layers: Callable[..., list[Any]]
@@ -266,16 +284,22 @@ class _InterleavedTicks:
         results = evaluate(self.jaxpr, self.consts, [number, *narrow, *rows], equation)
         return sent, [*map(jnp.asarray, results)]
 
-    def layers_of(self, stage: Any, number: Any, values: list[Any], arrived: list[Any], stacks: list[Any]) -> list[Any]:
-        """Returns carries and stacks behind the layers of a stage; `values` are those that the first one reads."""
-        num_carry, size = len(self.loop.carry), self.loop.num_layers // self.loop.num_stages
+    def layers_of(
+        self, stage: Any, number: Any, values: list[Any], arrived: list[Any], sums: list[Any], stacks: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns carries and stacks behind the layers of a stage, and sums; the first layer reads `values`."""
+        num_carry, size = len(self.loop.carry), self.loop.group_size
         consts, own = values[: len(self.loop.consts)], values[len(self.loop.consts) :]
+        is_own, of_layers = self.is_own(number), dict(zip(self.of_layers, sums, strict=True))
         # What no microbatch has reached goes through the layers as if it was the first stage: it may divide by zeros.
-        begins = (stage == 0) | ~self.is_own(number)
+        begins = (stage == 0) | ~is_own
         carry = [jnp.where(begins, jnp.asarray(x, y.dtype), y) for x, y in zip(own, arrived, strict=False)]
-        after, ys = self.layers(number, consts, carry, stacks)
+        sums = [of_layers.get(i) for i in range(self.first_stack, self.first_stack + len(stacks))]
+        after, ys, sums = self.layers((0, number, is_own), consts, carry, stacks, sums)
         pairs = zip(arrived[num_carry:], ys, strict=True)
-        return [*after, *(lax.dynamic_update_slice_in_dim(x, y, stage * size, 0) for x, y in pairs)]
+        return [*after, *(lax.dynamic_update_slice_in_dim(x, y, stage * size, 0) for x, y in pairs)], [
+            x for x in sums if x is not None
+        ]
 
     def layer_passes(self) -> StagePasses:
         """Returns the layers of a stage forward and backward."""
@@ -284,11 +308,10 @@ class _InterleavedTicks:
         Dependence().run(self.jaxpr, marks, env)
         values = self.program.layers.invars
         has_grad = [not jaxprs.is_literal(x) and bool(env[x]) and is_float(x.aval) for x in values]
-        stacks = self.operands[self.first_stack :]
-        shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in stacks]
-        groups = [x.aval for x in values], self.avals, shapes
-        wanted = [i + self.first_stack in self.wanted for i in range(len(stacks))]
-        return StagePasses(self.layers_of, groups, (has_grad, [*map(is_float, self.avals)], wanted))
+        of_stage = lambda x, dtype: jax.ShapeDtypeStruct(x.shape[1:], dtype)  # noqa: E731
+        sums = [of_stage(self.operands[i], wide(self.operands[i].dtype)) for i in self.of_layers]
+        stacks = [of_stage(x, x.dtype) for x in self.operands[self.first_stack :]]
+        return StagePasses(self.layers_of, ([x.aval for x in values], self.avals, sums, stacks), has_grad)
 
     # --- microbatches ------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from zero_jax.dims import Kind, is_float
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
 from zero_jax.transforms.pipeline.cut import LAYER_INPUT, LayerLoop, Role
-from zero_jax.transforms.pipeline.groups import group_of, sum_of
+from zero_jax.transforms.pipeline.grad_sums import added_to, sum_of
 from zero_jax.transforms.pipeline.place import StagePlace, at_stages
 from zero_jax.transforms.pipeline.ring import Ring
 
@@ -53,14 +53,11 @@ def run_stages(
     # Keys travel as numbers.
     kinds = [jax.random.key_impl(x) if _is_key(x) else None for _, x in travelling]
     travelling = [(role, jax.random.key_data(x) if _is_key(x) else x) for role, x in travelling]
-    ticks, dtypes, sums = _Ticks(loop, place, travelling, shardings), [x.dtype for x in stacks], list[jax.Array]()
-    # Gradients are summed over ticks in the dtype of what all of them read.
-    if loop.num_groups > 1:
-        sums = [sum_of(x) if is_float(x) else jnp.zeros(loop.num_stages, jnp.int32) for x in stacks]
-    else:
-        stacks = [widened(x) for x in stacks]
+    ticks, sums = _Ticks(loop, place, travelling, shardings), [sum_of(x) if is_float(x) else None for x in stacks]
+    stacks = [lax.stop_gradient(x) for x in stacks]
     shared = [jnp.asarray(x) for role, x in zip(loop.consts, consts, strict=True) if not role.is_rows]
-    stage: Any = _Stage(loop, layer, kinds, (dtypes, [x.dtype for x in shared]))
+    # Their gradients are summed over ticks in the dtype of what all of them read.
+    stage: Any = _Stage(loop, layer, kinds, [x.dtype for x in shared])
     shared = [place.pinned(jnp.broadcast_to(x, (loop.num_stages, *x.shape)), place.pipe) for x in map(widened, shared)]
     if loop.recompute:
         stage = jax.checkpoint(stage, prevent_cse=False, policy=loop.policy)
@@ -82,12 +79,10 @@ class _Stage:
       loop: the layers.
       layer: evaluates a layer of a microbatch.
       kinds: of what a microbatch has, constants and carries, the kinds of keys that travel as numbers; None of others.
-      dtypes: those of what layers take slices of, and of constants that all microbatches share.
+      dtypes: those of constants that all microbatches share.
     """
 
-    def __init__(
-        self, loop: LayerLoop, layer: Layer, kinds: Sequence[Any], dtypes: tuple[Sequence[Any], Sequence[Any]]
-    ):
+    def __init__(self, loop: LayerLoop, layer: Layer, kinds: Sequence[Any], dtypes: Sequence[Any]):
         self.loop, self.layers, self.kinds, self.dtypes = loop, LayersOfStage(loop, layer), kinds, dtypes
         self.roles = [*(role for role in loop.consts if role.is_rows), *loop.carry]
         self.num_consts = len(self.roles) - len(loop.carry)
@@ -95,23 +90,21 @@ class _Stage:
     def __call__(
         self, work: tuple[Any, Any, Any], travelled: list[Any], sums: list[Any], stacks: list[Any], shared: list[Any]
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Returns what travels on, what layers stack, and sums.
+        """Returns what travels on, what layers stack, and the sums of gradients.
 
         `work` is the number of a group, that of a microbatch, and whether there is one.
         """
-        group, number, is_own = work
-        if sums:
-            taken = [group_of(self.loop.num_groups, x, stack, group) for x, stack in zip(sums, stacks, strict=True)]
-            sums, stacks = [x for x, _ in taken], [x for _, x in taken]
+        (group, number, is_own), size, first = work, self.loop.group_size, 0
+        if self.loop.num_groups > 1:
+            stacks, first = [x.reshape(-1, size, *x.shape[1:])[group] for x in stacks], group * size
         # Of no microbatch there is no gradient: derivatives of what a stage has then may be infinite.
-        travelled, stacks, shared = ([differentiated_at(is_own, x) for x in xs] for xs in (travelled, stacks, shared))
+        travelled, shared = ([differentiated_at(is_own, x) for x in xs] for xs in (travelled, shared))
         values = [_moved(role, x, 0, role.dim) for role, x in zip(self.roles, travelled, strict=True)]
         keyed = zip(self.kinds, values, strict=True)
         values = [x if kind is None else jax.random.wrap_key_data(x, impl=kind) for kind, x in keyed]
-        own, rest = iter(values[: self.num_consts]), map(cast, shared, self.dtypes[1])
+        own, rest = iter(values[: self.num_consts]), map(cast, shared, self.dtypes)
         consts = [next(own if role.is_rows else rest) for role in self.loop.consts]
-        narrow = [cast(x, dtype) for x, dtype in zip(stacks, self.dtypes[0], strict=True)]
-        after, ys = self.layers(number, consts, values[self.num_consts :], narrow)
+        after, ys, sums = self.layers((first, number, is_own), consts, values[self.num_consts :], stacks, sums)
         after = [jax.random.key_data(x) if _is_key(x) else x for x in after]
         after = [_moved(role, x, role.dim, 0) for role, x in zip(self.loop.carry, after, strict=True)]
         return [*travelled[: self.num_consts], *after], ys, sums
@@ -129,18 +122,36 @@ class LayersOfStage:
         self.loop, self.layer = loop, layer
 
     def __call__(
-        self, number: jax.Array, consts: list[Any], carry: list[Any], stacks: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """Returns carries and what is stacked, of a group of layers whose params `[layers, ...]` are given."""
-        num_carry, size = len(self.loop.carry), self.loop.group_size
+        self,
+        work: tuple[Any, Any, Any],
+        consts: list[Any],
+        carry: list[Any],
+        stacks: Sequence[Any],
+        sums: Sequence[Any],
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """Returns carries, what is stacked, and sums, of a group of layers whose params `[layers, ...]` are given.
 
-        def body(carry: list[Any], slices: Any) -> tuple[list[Any], list[Any]]:
+        Args:
+          work: the place of its first layer in the sums, the number of the microbatch, and whether there is one.
+          consts: what all layers read.
+          carry: what the first layer reads.
+          stacks: the params, which have no gradients of their own.
+          sums: for each of them the sum of its gradients (`added_to`), None where it has none.
+        """
+        (first, number, is_own), size = work, self.loop.group_size
+
+        def body(before: Any, own: Any) -> tuple[Any, list[Any]]:
+            (carry, sums), (slices, i) = before, own
             if self.loop.policy is not None:
                 carry = [checkpoint_name(x, LAYER_INPUT) if is_float(x) else x for x in carry]
-            made = [*self.layer(number, consts, carry, slices)]
-            return made[:num_carry], made[num_carry:]
+            pairs = zip(sums, slices, strict=True)
+            taken = [(None, x) if y is None else added_to(y, x, first + i, is_own) for y, x in pairs]
+            made = [*self.layer(number, consts, carry, [x for _, x in taken])]
+            return (made[: len(carry)], [y for y, _ in taken]), made[len(carry) :]
 
-        return lax.scan(body, carry, list(stacks), length=size, unroll=min(self.loop.unroll, size))
+        layers = stacks, jnp.arange(size, dtype=jnp.int32)
+        (carry, sums), ys = lax.scan(body, (carry, [*sums]), layers, unroll=min(self.loop.unroll, size))
+        return carry, ys, [*sums]
 
 
 class _Ticks:
@@ -179,7 +190,7 @@ class _Ticks:
         """Returns the shape of a value with examples for a microbatch."""
         return [size // (self.num_microbatches if i == role.dim else 1) for i, size in enumerate(x.shape)]
 
-    def run(self, stages: Callable[..., Any], sums: Sequence[jax.Array]) -> list[jax.Array]:
+    def run(self, stages: Callable[..., Any], sums: Sequence[jax.Array | None]) -> list[jax.Array]:
         """Runs all ticks, and returns the carries and what is stacked; `sums` go with stages from tick to tick."""
         loop, roles, rings, first = self.loop, self.roles, self.rings, self.num_consts
         waiting = [None if ring is None else ring.entered(x) for ring, x in zip(rings, self.values, strict=True)]
@@ -258,10 +269,10 @@ class _Ticks:
         """Returns what stages have, sharded by stage and by examples."""
         return self.place.pinned(x, self.place.pipe, *([self.place.batch] if role.is_rows else []))
 
-    def pinned_sums(self, sums: Sequence[jax.Array]) -> list[jax.Array]:
+    def pinned_sums(self, sums: Sequence[jax.Array | None]) -> list[jax.Array | None]:
         """Returns sums sharded by stage, and as they are to be."""
-        each = itertools.zip_longest(sums, self.shardings[: len(sums)])
-        return [self.place.pinned_to(x, sharding) if is_float(x) else x for x, sharding in each]
+        each = itertools.zip_longest(sums, self.shardings)
+        return [None if x is None else self.place.pinned_to(x, sharding) for x, sharding in each]
 
     # --- what is made ------------------------------------------------------------------------------------------------
 

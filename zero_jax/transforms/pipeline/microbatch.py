@@ -294,7 +294,7 @@ class _End:
             made = [x for x in eqn.outvars if x in relations]
             reads = [x for x in jaxprs.variables(eqn) if x in traces.after]
             try:
-                own = {x: role_of(relations[x], "") for x in made}
+                own = {x: role_of(relations[x], "what loss_fn returns or reads of its layers") for x in made}
             except CannotCut as error:
                 own, why = {}, str(error)
             if not made or (len(own) == len(made) and late.isdisjoint(reads)):

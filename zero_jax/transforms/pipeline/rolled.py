@@ -86,6 +86,8 @@ class _Loop:
       layers: the layers.
       carries: for each input that the layer before makes, its number among the inputs, and the place where it is made.
       slices: the numbers of the inputs that each layer has of its own.
+      broadcasts: of these, those that are an array of less dims or sizes in each layer, broadcast, with the equations:
+        a mask that was broadcast over the examples is a slice without any.
       ys: the places of what a layer makes that is used outside of the loop.
     """
 
@@ -94,6 +96,7 @@ class _Loop:
     layers: Sequence[_Turn]
     carries: Sequence[tuple[int, Place]]
     slices: Sequence[int]
+    broadcasts: Mapping[int, Sequence[Any]]
     ys: Sequence[Place]
 
 
@@ -101,21 +104,24 @@ def rolled(traced: Traced) -> Traced:
     """Returns a program whose equal layers of Python loops are scans; itself if it has none, or scans over layers.
 
     Layers are equal where they have the same equations on values of the same shapes, and each takes from the one before
-    what that takes from the one before it. What all of them read is a constant of the scan.
+    what that takes from the one before it. What all of them read is a constant of the scan. Layers that are only within
+    a `jax.checkpoint` around all of them are taken out of it: stages are recomputed as the config says.
     """
-    closed = flattened(traced.closed)
-    jaxpr, consts = open_jaxpr(closed)
-    kinds = ["param" if i < traced.num_params else "value" for i in range(len(jaxpr.invars))]
-    facts, runs = Facts(jaxpr, kinds), dict[int, list[RepeatedBlock]]()
-    if scans_over_params(facts):
-        return traced
-    for block in find_blocks(EqnSequence(facts)):
-        runs.setdefault(block.repeat, []).append(block)
-    # What is made of params and constants alone is made before: each layer slices a stack elsewhere, or a table is made
-    # in the first of them.
-    order = [i for i, eqn in enumerate(jaxpr.eqns) if not facts.only_params(eqn)]
-    loops = {loop.start: loop for run in runs.values() if (loop := _loop(facts, order, run))}
-    if not loops:
+    for kinds in (("call",), ("call", "remat")):
+        closed = flattened(traced.closed, kinds=kinds)
+        jaxpr, consts = open_jaxpr(closed)
+        facts = Facts(jaxpr, ["param" if i < traced.num_params else "value" for i in range(len(jaxpr.invars))])
+        if scans_over_params(facts):
+            return traced.rewritten(closed) if "remat" in kinds else traced
+        runs = dict[int, list[RepeatedBlock]]()
+        for block in find_blocks(EqnSequence(facts)):
+            runs.setdefault(block.repeat, []).append(block)
+        # What is made of params and constants alone is made before: each layer slices a stack elsewhere, or a table is
+        # made in the first of them.
+        order = [i for i, eqn in enumerate(jaxpr.eqns) if not facts.only_params(eqn)]
+        if loops := {loop.start: loop for run in runs.values() if (loop := _loop(facts, order, run))}:
+            break
+    else:
         return traced
 
     def run(*leaves: Any) -> list[Any]:
@@ -148,10 +154,14 @@ def _run(loop: _Loop, env: dict[Any, Any]) -> None:
         return jnp.asarray(atom.val, atom.aval.dtype) if jaxprs.is_literal(atom) else env[atom]
 
     shared = [x.val if jaxprs.is_literal(x) else env.get(x) for x in first.inputs]
-    stacks = [jnp.stack([read(layer.inputs[number]) for layer in loop.layers]) for number in loop.slices]
+    own_atoms = [[layer.inputs[number] for layer in loop.layers] for number in loop.slices]
+    broadcasts = [loop.broadcasts.get(number, ()) for number in loop.slices]
+    own_atoms = [[eqn.invars[0] for eqn in eqns] or atoms for eqns, atoms in zip(broadcasts, own_atoms, strict=True)]
+    stacks = [jnp.stack([*map(read, atoms)]) for atoms in own_atoms]
 
     def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
         own = dict(zip((*carried, *loop.slices), (*carry, *slices), strict=True))
+        own |= {number: bind(eqns[0], [own[number]])[0] for number, eqns in loop.broadcasts.items()}
         made = first.run([own.get(i, x) for i, x in enumerate(shared)])
         return [made[place] for _, place in loop.carries], [made[place] for place in loop.ys]
 
@@ -197,7 +207,20 @@ def _loop(facts: Facts, order: Sequence[int], blocks: Sequence[RepeatedBlock]) -
     outside = [[x for x in layer.places if facts.last_read.get(x, -1) > stop] for layer in layers]
     ys = {layer.places[x] for layer, each in zip(layers[:-1], outside, strict=False) for x in each}
     ys |= {layers[-1].places[x] for x in outside[-1]} - final
-    return _Loop(start=bounds[0], stop=bounds[-1], layers=layers, carries=carries, slices=slices, ys=sorted(ys))
+    made_by = {eqn.outvars[0]: eqn for eqn in facts.jaxpr.eqns if eqn.primitive.name == "broadcast_in_dim"}
+    atoms_of = {number: [layer.inputs[number] for layer in layers] for number in slices}
+    broadcasts = {
+        number: [None if jaxprs.is_literal(x) else made_by.get(x) for x in atoms] for number, atoms in atoms_of.items()
+    }
+    return _Loop(
+        start=bounds[0],
+        stop=bounds[-1],
+        layers=layers,
+        carries=carries,
+        slices=slices,
+        broadcasts={number: eqns for number, eqns in broadcasts.items() if _are_alike(eqns)},
+        ys=sorted(ys),
+    )
 
 
 def _first_of_equals(facts: Facts) -> dict[Any, Any]:
@@ -221,6 +244,13 @@ def _are_same(atoms: Sequence[Any]) -> bool:
     if any(map(jaxprs.is_literal, atoms)):
         return all(jaxprs.is_literal(x) and x.val == atoms[0].val for x in atoms)
     return all(x is atoms[0] for x in atoms)
+
+
+def _are_alike(eqns: Sequence[Any]) -> bool:
+    """Tells whether there are equations of all layers that do the same with one operand, on values of one shape."""
+    if any(eqn is None or len(eqn.invars) > 1 for eqn in eqns):
+        return False
+    return len({(_params(eqn), str(eqn.invars[0].aval)) for eqn in eqns}) == 1
 
 
 def _params(eqn: Any) -> str:

@@ -25,26 +25,27 @@ class StagePasses:
     """The layers of a stage, their backward pass apart from the forward one.
 
     Args:
-      function: from the numbers of a stage and of a microbatch, what the first layer reads, what has arrived, and the
-        params of the layers, to what is sent on.
-      groups: the shapes of these three.
-      wanted: which of each have a gradient.
+      function: from the numbers of a stage and of a microbatch, what the first layer reads, what has arrived, sums of
+        gradients, and the params of the layers, to what is sent on, and the sums.
+      groups: the shapes of these four.
+      has_grad: which of what the first layer reads have a gradient; the params have that of the sums.
 
     Attributes:
       kept_avals: the shapes of what is kept between the two: the residuals that what has arrived is a part of.
     """
 
-    def __init__(self, function: Callable[..., list[Any]], groups: Sequence[Sequence[Any]], wanted: Any):
-        sizes, self.wanted = [*map(len, groups)], [flag for flags in wanted for flag in flags]
+    def __init__(self, function: Callable[..., Any], groups: Sequence[Sequence[Any]], has_grad: Sequence[bool]):
+        sizes = [*map(len, groups)]
+        floats = [is_float(x) for x in groups[1]]
+        self.wanted = [*has_grad, *floats, *[True] * sizes[2], *[False] * sizes[3]]
         self.tree: Any = None  # of residuals
 
         def run(stage: Any, number: Any, *inputs: Any) -> list[Any]:
-            def sent(*some: Any) -> tuple[list[Any], list[Any]]:
+            def sent(*some: Any) -> tuple[Any, list[Any]]:
                 own = iter(some)
                 full = [next(own) if flag else x for flag, x in zip(self.wanted, inputs, strict=True)]
-                values, arrived, stacks = (full[end - size : end] for size, end in zip(sizes, ends, strict=True))
-                made = function(stage, number, values, arrived, stacks)
-                return [x for x in made if is_float(x)], made
+                made, sums = function(stage, number, *(full[end - n : end] for n, end in zip(sizes, ends, strict=True)))
+                return ([x for x in made if is_float(x)], sums), made
 
             ends = [*itertools.accumulate(sizes)]
             _, pullback, made = jax.vjp(sent, *self.chosen(inputs), has_aux=True)
@@ -54,7 +55,7 @@ class StagePasses:
         int32 = jax.ShapeDtypeStruct((), jnp.int32)
         closed = trace_flat(run, [int32, int32, *itertools.chain(*groups)])
         outvars, self.num_sent = jaxprs.open_jaxpr(closed)[0].outvars, sizes[1]
-        marks = [*[0] * (2 + sizes[0]), *[1] * sizes[1], *[0] * sizes[2]]
+        marks = [*[0] * (2 + sizes[0]), *[1] * sizes[1], *[0] * (sizes[2] + sizes[3])]
         arrived = _Arrived().run(closed, [frozenset({0} if mark else ()) for mark in marks])
         self.is_kept = [bool(x) for x in arrived[self.num_sent :]]
         residuals = [*zip(self.is_kept, outvars[self.num_sent :], strict=True)]
@@ -65,7 +66,7 @@ class StagePasses:
 
     def chosen(self, inputs: Sequence[Any]) -> list[Any]:
         """Returns the inputs that have a gradient."""
-        return [x for flag, x in zip(self.wanted, inputs, strict=True) if flag]
+        return [x for flag, x in zip(self.wanted, inputs, strict=False) if flag]
 
     def forward(self, stage: Any, number: Any, *groups: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Returns what is sent on, and what is kept."""
@@ -73,36 +74,31 @@ class StagePasses:
         return made[: self.num_sent], made[self.num_sent :]
 
     def linear(
-        self,
-        stage: Any,
-        number: Any,
-        values: Sequence[Any],
-        arrived: Sequence[Any],
-        stacks: Sequence[Any],
-        made: list[Any],
-        kept: list[Any],
-    ) -> list[Any]:
-        """Returns what was `made`, to be sent on, as a linear function of what has a gradient, by what was kept.
+        self, stage: Any, number: Any, groups: Sequence[Sequence[Any]], made: list[Any], kept: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns what was `made`, to be sent on, and sums, as a linear function of what has a gradient.
 
-        `arrived` are numbers of any value, those that have a gradient alone.
+        Of what has arrived `groups` have numbers of any value, those that have a gradient alone.
         """
+        values, arrived, sums, stacks = groups
         floats = iter(arrived)
         full = [next(floats) if is_float(x) else jnp.zeros_like(x) for x in made]
-        inputs = [*map(jnp.asarray, values), *full, *stacks]
+        inputs = [*map(jnp.asarray, values), *full, *sums, *stacks]
         again = iter(_evaluated(self.again, [stage, number, *map(lax.stop_gradient, inputs)]))
         own = iter(kept)
         residuals = [next(own if is_kept else again) for is_kept in self.is_kept]
 
         @jax.custom_vjp
-        def sent(inputs: list[Any], made: list[Any], residuals: list[Any]) -> list[Any]:
-            return made
+        def sent(inputs: list[Any], sums: list[Any], made: list[Any], residuals: list[Any]) -> Any:
+            return made, sums
 
-        def backward(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, None, None]:
-            floats = [x for x, like in zip(cotangents, made, strict=True) if is_float(like)]
-            return [*jax.tree.unflatten(self.tree, residuals)(floats)], None, None
+        def backward(residuals: list[Any], cotangents: tuple[list[Any], list[Any]]) -> tuple[Any, Any, None, None]:
+            floats = [x for x, like in zip(cotangents[0], made, strict=True) if is_float(like)]
+            grads = [*jax.tree.unflatten(self.tree, residuals)((floats, cotangents[1]))]
+            return grads[: len(grads) - len(sums)], grads[len(grads) - len(sums) :], None, None
 
-        sent.defvjp(lambda _, made, residuals: (made, residuals), backward)
-        return sent(self.chosen(inputs), made, residuals)
+        sent.defvjp(lambda _, sums, made, residuals: ((made, sums), residuals), backward)
+        return sent(self.chosen([*map(jnp.asarray, values), *full]), list(sums), made, residuals)
 
 
 class _Arrived(Dependence):

@@ -26,7 +26,6 @@ from zero_jax.transforms.pipeline.loop import Layer, run_stages
 from zero_jax.transforms.pipeline.microbatch import LossTraces, MicrobatchProgram, by_microbatch
 from zero_jax.transforms.pipeline.place import StagePlace
 from zero_jax.transforms.pipeline.report import PipelineReport, staged_layers
-from zero_jax.transforms.pipeline.rolled import rolled
 from zero_jax.transforms.pipeline.schedule import Schedule
 
 
@@ -58,12 +57,12 @@ class PipelinedProgram(LossProgram):
     """A program whose scans over layers are stages of a pipeline.
 
     Args:
-      before: a program of `(params, batch, *args)`.
+      before: a program of `(params, batch, *args)`, whose layers are those of scans (`rolled`).
       stages: the stages.
     """
 
     def __init__(self, before: LossProgram, stages: Stages):
-        super().__init__(before.fn, before.then(rolled), lambda traced: traced)
+        super().__init__(before.fn, before, lambda traced: traced)
         self.stages = stages
 
     def trace(self, *args: Any) -> Traced:

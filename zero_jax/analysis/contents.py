@@ -146,11 +146,6 @@ class StateSummary(Report):
         global_bytes, device_bytes = map(sum, zip(*sizes, strict=True))
         return format_bytes(global_bytes), format_bytes(device_bytes)
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns plain data."""
-        sums = {name: getattr(self, name) for name in ("global_bytes", "device_bytes", "host_bytes")}
-        return dataclasses.asdict(self) | sums
-
     def to_html(self) -> str:
         """Returns a page of its own, without scripts: the leaves with their shards drawn."""
         return _draw_page(self.heading, self.groups)

@@ -6,7 +6,6 @@ The destination of a config's field is `ClassName.field`.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
 import json
 import math
@@ -22,7 +21,7 @@ from zero_jax.cli.help import Help
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.extras import pip_install
 from zero_jax.core.field_checks import FieldKind
-from zero_jax.core.text_tables import printable_lines, quoted
+from zero_jax.core.text_tables import plain, printable_lines, quoted
 
 _LARGEST_COUNT = 2**31 - 1  # of int32, the type of steps, tokens and rows on a device
 _LARGEST_INTEGER = 2**63 - 1
@@ -282,13 +281,9 @@ def _check_path(value: str, place: PathPlace) -> None:
 
 
 def print_result(options: argparse.Namespace, result: Any, record: Any = None) -> None:
-    """Prints a result, with `--json` as a JSON object: its record, what its `to_json` returns, or its fields."""
-    if not options.json:
-        print(printable_lines(result))
-    elif record is None:
-        print(json.dumps(result.to_json() if hasattr(result, "to_json") else dataclasses.asdict(result), default=str))
-    else:
-        print(json.dumps(record, default=str))
+    """Prints a result, with `--json` its record, or itself, as a JSON object."""
+    shown = json.dumps(plain(result if record is None else record)) if options.json else printable_lines(result)
+    print(shown)
 
 
 def log_line(line: str) -> None:

@@ -135,20 +135,10 @@ class PlanReport(Report):
                 sent.setdefault(role, [0.0, 0.0])[column] += row.total_sent_bytes
         return {role: measured / ideal for role, (ideal, measured) in sent.items() if ideal}
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns all of it as plain data."""
-        parts = ("memory", "comms", "memory_estimate", "comms_estimate", "attention", "values")
-        return {
-            **vars(self),
-            "num_devices": self.num_devices,
-            "host_bytes": self.host_bytes,
-            "sent_bytes_by_network": dict((self.comms or self.comms_estimate).by_network),
-            "traffic_ratio": self.traffic_ratio,
-            "traffic_ratios": dict(self.traffic_ratios),
-            **{name: part.to_json() if (part := getattr(self, name)) else None for name in parts},
-            "time": dataclasses.asdict(self.time) if self.time else None,
-            "compiler_options": [dataclasses.asdict(option) for option in self.compiler_options],
-        }
+    @property
+    def sent_bytes_by_network(self) -> Mapping[str, float]:
+        """Bytes that a device sends by network, as measured on the program, else by formula."""
+        return (self.comms or self.comms_estimate).by_network
 
     def __str__(self) -> str:
         return self.text()

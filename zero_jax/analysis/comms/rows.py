@@ -148,11 +148,6 @@ class SentBytes:
 
         return sum_by(self.rows, network)
 
-    def totals(self) -> dict[str, Any]:
-        """Returns all of them as plain data."""
-        names = ("by_axes", "by_network", "by_phase", "by_dtype", "by_kind")
-        return {"sent_bytes": self.sent_bytes, **{name: dict(getattr(self, name)) for name in names}}
-
 
 @functools.lru_cache(maxsize=4096)
 def spanned_axes(groups: tuple[tuple[int, ...], ...], shape: tuple[tuple[str, int], ...]) -> tuple[str, ...]:

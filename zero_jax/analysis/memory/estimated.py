@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 from zero_jax.analysis.formulas import TransformerResiduals
 from zero_jax.analysis.memory.groups import (
     Difference,
+    EstimatedLeaf,
     Group,
-    WholeLeaf,
     data_and_model_sizes,
     grad_differences,
     grad_group,
@@ -142,7 +142,7 @@ class MemoryEstimate(Report):
 
     groups: tuple[GroupEstimate, ...]
     differences: tuple[Difference, ...]
-    whole: tuple[WholeLeaf, ...]
+    whole: tuple[EstimatedLeaf, ...]
     num_params: int
     num_devices: int
     model: int
@@ -199,11 +199,6 @@ class MemoryEstimate(Report):
                 "warning: unsharded leaves take more than half of the state; see zero.sharding_report for the reasons"
             )
         return "\n".join(lines)
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns plain data."""
-        sums = {name: getattr(self, name) for name in ("total_bytes", "state_bytes", "formula_bytes")}
-        return {**dataclasses.asdict(self), "sharded": list(self.sharded), **sums}
 
 
 def estimate(
@@ -268,7 +263,7 @@ def estimate(
         grad_bytes=each["grads"],
         optimizer_bytes=(totals["master"] + totals["opt_state"]) / max(num_params, 1),
         host_bytes=sum(on_host.values()) + (0 if saved is None else saved.host_bytes),
-        secondary_bytes=sum(secondary_bytes(state, mesh=mesh, config=config).values()),
+        secondary_bytes=secondary_bytes(groups, state, mesh=mesh, config=config),
     )
 
 
@@ -286,31 +281,20 @@ def _totals(groups: dict[str, Group], state: TrainState, placement: Placement) -
 
 def _differences(groups: dict[str, Group], formula: dict[str, float], placement: Placement) -> list[Difference]:
     """Explains what the groups have over the formula, in whatever memory they are."""
-    return [
-        *grad_differences(groups["grads"], placement),
-        *(_without_copy(formula) if placement.precision.has_master and not placement.keeps_copy else ()),
-        *_secondary_difference(groups["params"], formula, placement),
-        *(difference for name, group in groups.items() for difference in uneven_differences(name, group)),
-    ]
-
-
-def _without_copy(formula: dict[str, float]) -> list[Difference]:
-    """Explains a state whose params are the master params, which are cast at each use, before the gather."""
-    params, master = formula["params"], formula["master"]
-    return [
-        Difference(group="params", device_bytes=-params, reason="no low-precision copy is stored between steps"),
-        Difference(group="params", device_bytes=master, reason="the params are the master params"),
-        Difference(group="master", device_bytes=-master, reason="stored as the params"),
-    ]
-
-
-def _secondary_difference(params: Group, formula: dict[str, float], placement: Placement) -> list[Difference]:
-    """Explains a secondary shard of the params: the formula shards them over all of `data`."""
-    if not placement.axes.secondary:
-        return []
-    sizes = [axis_size(placement.mesh, axes) for axes in (placement.axes.secondary, placement.axes.data)]
-    reason = "the secondary shard: over the {} devices of a slice or host, not over {}".format(*sizes)
-    return [Difference(group="params", device_bytes=params.even_bytes - formula["params"], reason=reason)]
+    found = grad_differences(groups["grads"], placement)
+    reasons: list[tuple[str, float, str]] = []
+    if placement.precision.has_master and not placement.keeps_copy:  # it is cast at each use, before the gather
+        reasons += [
+            ("params", -formula["params"], "no low-precision copy is stored between steps"),
+            ("params", formula["master"], "the params are the master params"),
+            ("master", -formula["master"], "stored as the params"),
+        ]
+    if placement.axes.secondary:  # the formula shards over all of `data`
+        sizes = [axis_size(placement.mesh, axes) for axes in (placement.axes.secondary, placement.axes.data)]
+        reason = "the secondary shard: over the {} devices of a slice or host, not over {}".format(*sizes)
+        reasons.append(("params", groups["params"].even_bytes - formula["params"], reason))
+    found += [Difference(group=group, device_bytes=size, reason=reason) for group, size, reason in reasons]
+    return found + [difference for name, group in groups.items() for difference in uneven_differences(name, group)]
 
 
 def _signed(num_bytes: float) -> str:

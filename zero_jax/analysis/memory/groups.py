@@ -31,21 +31,13 @@ class Difference:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WholeLeaf:
-    """A leaf of a sharded group that is sharded over fewer devices than there are."""
-
-    group: str
-    path: str
-    device_bytes: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class EstimatedLeaf:
     """The bytes of a leaf; `counted` if the formula has it, `narrow_bytes` its bytes in the formula.
 
     `device_bytes` are those of a device's part, which may be in host memory (`on_host`).
     """
 
+    group: str
     path: str
     num_bytes: int
     narrow_bytes: int
@@ -102,40 +94,43 @@ def state_groups(state: TrainState, *, mesh: Mesh, config: ZeroConfig) -> dict[s
     over = lambda name: placement.axes.batch if name == "grad_errors" else placement.axes_of_group(name)  # noqa: E731
     return {
         name: Group(
-            leaves=_leaves(tree, placed, counted=counts.get(name, is_inexact)),
+            leaves=_leaves(name, tree, placed, counted=counts.get(name, is_inexact)),
             ways=axis_size(mesh, over(name)) * (1 if name == "other" else model),
         )
         for name, (tree, placed) in groups.items()
     }
 
 
-def secondary_bytes(state: TrainState, *, mesh: Mesh, config: ZeroConfig) -> dict[str, float]:
-    """Returns by group the bytes per device that a secondary shard of params and model state costs; empty without one.
+def secondary_bytes(groups: dict[str, Group], state: TrainState, *, mesh: Mesh, config: ZeroConfig) -> float:
+    """Returns the bytes per device that a secondary shard of params and model state costs; 0 without one.
 
     Without it, params beside master params would not be stored, and other params would be sharded over all of `data`.
     """
     if not config.secondary:
-        return {}
-    with_secondary = state_groups(state, mesh=mesh, config=config)
+        return 0.0
     without = state_groups(state, mesh=mesh, config=dataclasses.replace(config, secondary=False))
-    size_of = lambda groups, name: sum(x.device_bytes for x in groups[name].leaves)  # noqa: E731
-    before = {"params": 0 if state.master is not None else size_of(without, "params")}
-    before["model_state"] = size_of(without, "model_state")
-    return {name: float(size_of(with_secondary, name) - size) for name, size in before.items()}
+    copied = ("model_state",) if state.master is not None else ("params", "model_state")
+    size_of = lambda groups, names: sum(x.device_bytes for name in names for x in groups[name].leaves)  # noqa: E731
+    return float(size_of(groups, ("params", "model_state")) - size_of(without, copied))
 
 
-def _leaves(tree: PyTree, shardings: PyTree, *, counted: Callable[[Any], bool]) -> tuple[EstimatedLeaf, ...]:
+def _leaves(
+    group: str, tree: PyTree, shardings: PyTree, *, counted: Callable[[Any], bool]
+) -> tuple[EstimatedLeaf, ...]:
     leaves = zip(leaf_names(tree), jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
     return tuple(
-        _leaf(path, x, sharding, counted=counted(x), on_host=sharding.memory_kind == "pinned_host")
+        _leaf(group, path, x, sharding, counted=counted(x), on_host=sharding.memory_kind == "pinned_host")
         for path, x, sharding in leaves
     )
 
 
-def _leaf(path: str, x: Any, sharding: Any, *, dtype: Any = None, narrow: Any = None, **flags: bool) -> EstimatedLeaf:
+def _leaf(
+    group: str, path: str, x: Any, sharding: Any, *, dtype: Any = None, narrow: Any = None, **flags: bool
+) -> EstimatedLeaf:
     """Returns the bytes of a leaf in a dtype and in the narrower one of the formula; the default is its own dtype."""
     item_bytes, narrow_item_bytes = ((leaf_dtype or x.dtype).itemsize for leaf_dtype in (dtype, narrow))
     return EstimatedLeaf(
+        group=group,
         path=path,
         num_bytes=x.size * item_bytes,
         narrow_bytes=x.size * narrow_item_bytes,
@@ -151,7 +146,7 @@ def grad_group(state: TrainState, placement: Placement, config: ZeroConfig, need
     of its devices.
     """
     num_devices, model = data_and_model_sizes(placement)
-    summed = config.num_microbatches > 1
+    summed, compute = config.num_microbatches > 1, placement.precision.compute
     # With one microbatch each gradient is reduced to the optimizer's shard as soon as it is computed.
     is_sharded = "grads" in placement.groups or (not summed and "master" in placement.groups)
     over = placement.axes.data if is_sharded else ()
@@ -161,20 +156,15 @@ def grad_group(state: TrainState, placement: Placement, config: ZeroConfig, need
     for path, x, sharding in params:
         if not is_inexact(x):
             continue
-        narrow = computed_dtype(x.dtype, placement)
-        leaves.append(_leaf(path, x, sharding, dtype=wide(narrow) if summed else narrow, narrow=narrow))
+        # The dtype in which the loss sees the param.
+        narrow = jnp.dtype(compute if compute is not None and jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
+        leaves.append(_leaf("grads", path, x, sharding, dtype=wide(narrow) if summed else narrow, narrow=narrow))
     flagged = list(zip(leaves, needed, strict=True))
     return Group(
         leaves=tuple(leaf for leaf, is_needed in flagged if is_needed),
         skipped=tuple(leaf for leaf, is_needed in flagged if not is_needed),
         ways=model * (num_devices if is_sharded else 1),
     )
-
-
-def computed_dtype(dtype: Any, placement: Placement) -> Any:
-    """Returns the dtype in which the loss sees a param of `dtype`."""
-    compute = placement.precision.compute
-    return jnp.dtype(compute if compute is not None and jnp.issubdtype(dtype, jnp.floating) else dtype)
 
 
 def grad_differences(grads: Group, placement: Placement) -> list[Difference]:
@@ -215,12 +205,7 @@ def _paths(leaves: Sequence[tuple[str, float]]) -> str:
     return ", ".join(path for path, _ in leaves[:_SHOWN_LEAVES]) + more
 
 
-def whole_leaves(groups: dict[str, Group]) -> tuple[WholeLeaf, ...]:
+def whole_leaves(groups: dict[str, Group]) -> tuple[EstimatedLeaf, ...]:
     """Returns the leaves of sharded groups that are not fully sharded, largest first."""
-    leaves = [
-        WholeLeaf(group=name, path=x.path, device_bytes=x.device_bytes)
-        for name, group in groups.items()
-        for x in group.counted
-        if x.device_bytes * group.ways > x.num_bytes
-    ]
+    leaves = [x for group in groups.values() for x in group.counted if x.device_bytes * group.ways > x.num_bytes]
     return tuple(sorted(leaves, key=lambda leaf: -leaf.device_bytes))

@@ -98,7 +98,7 @@ def run_plan(options: argparse.Namespace) -> int:
         is_right = True
     else:
         verified = request.verify(request.zero)
-        print_result(options, f"{text}\n\n{verified}", {**record, "verification": verified.to_json()})
+        print_result(options, f"{text}\n\n{verified}", {**record, "verification": verified})
         is_right = verified.ok
     if options.write_config:
         zero = request.zero  # with the budget of what its blocks keep
@@ -223,11 +223,11 @@ def _show_both(options: argparse.Namespace, report: PlanReport | None, estimated
         print_result(options, estimated)
         return 0
     if measured is None:
-        print_result(options, f"{report.summary()}\n\nby formula\n{estimated}", report.to_json())
+        print_result(options, f"{report.summary()}\n\nby formula\n{estimated}", report)
         return 1
     text = f"{report.summary()}\n\nmeasured\n{measured}\n\nestimated\n{estimated}\n\nside by side\n{both}"
     records = {"measured": measured, "estimated": estimated, "compared": both}
-    print_result(options, text, {name: record.to_json() for name, record in records.items()})
+    print_result(options, text, records)
     return 0 if report.fits else 1
 
 

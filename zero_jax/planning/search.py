@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from zero_jax.core.text_tables import format_bytes
 from zero_jax.planning.errors import SettingRefused
-from zero_jax.planning.ranking import Candidate, Estimated, Miss, Outcome, Ranked, Ranking, naming, shortage
+from zero_jax.planning.ranking import Candidate, Figures, Miss, Ranked, Ranking, naming, shortage
 from zero_jax.sharding.stages import sharded_groups
 
 # Multiples of the number of devices that are tried, by estimate, to find out how many would be enough.
@@ -25,130 +25,85 @@ _LAST_SPARE = 0.15
 _NEARLY = 0.05
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Space:
-    """The dimensions of a search: the devices, and what to try of each setting.
-
-    Attributes:
-      num_devices: number of devices.
-      batch_sizes: examples of a step.
-      stages: the stages to try.
-      remats: names of the remat policies to try.
-      losses: names of the loss functions to try.
-      needs_model: the policies and the loss functions that equal another where the axis `model` has size 1.
-      models: sizes of the axis `model` to try; more than 1 needs a model whose params have specs for it.
-      needs_one_stage: those of them that a pipeline cannot have.
-      replicas: sizes of the axis `replica` to try; None tries all that divide, and 1 with a pipeline.
-      keep_gathered: whether gathered params are kept for the backward pass, in settings that shard params.
-      num_slices: TPU slices or GPU hosts of the devices.
-      secondaries: whether to have a secondary shard of the params, in settings that shard them over several slices or
-        hosts, and over several devices of each.
-      attentions: who computes attention: `own`, `fused`.
-      overlaps: whether to compile with the options that let collectives run beside computation.
-      offloads: what to keep in host memory: `optimizer`, `state`, `all`, or None for nothing.
-      quantizes: whether to send params or gradients quantized.
-      pipes: sizes of the axis `pipe` to try; more than 1 needs layers that can be stages.
-      pipelines: the schedules of these stages to try.
-      max_num_microbatches: the most microbatches.
-    """
-
-    num_devices: int
-    batch_sizes: Sequence[int]
-    stages: Sequence[int] = (0, 1, 2, 3)
-    remats: Sequence[str] = ("full",)
-    losses: Sequence[str] = ("",)
-    needs_model: Collection[str] = ()
-    needs_one_stage: Collection[str] = ()
-    models: Sequence[int] = (1,)
-    replicas: Sequence[int] | None = None
-    keep_gathered: bool = False
-    num_slices: int = 1
-    secondaries: Sequence[bool] = (False,)
-    attentions: Sequence[str] = ("own",)
-    overlaps: Sequence[bool] = (True,)
-    offloads: Sequence[str | None] = (None,)
-    quantizes: Sequence[bool] = (False,)
-    pipes: Sequence[int] = (1,)
-    pipelines: Sequence[str] = ("gpipe",)
-    max_num_microbatches: int = 64
-
-
-def candidates(space: Space) -> tuple[Candidate, ...]:
-    """Returns all valid settings of a search space.
+def candidates(choices: Mapping[str, Sequence[Any]], *, num_devices: int, num_slices: int = 1) -> tuple[Candidate, ...]:
+    """Returns all valid settings of what to try.
 
     Settings that compile to the program of another one are left out: replicas where nothing is sharded, a stage that
     shards over 1 of several devices, other stages than 3 on one device after the first, `keep_gathered` where params
-    are not sharded.
+    are not sharded, and `secondary` where they are not sharded over several slices, and over several devices of each.
+
+    Args:
+      choices: what to try of each attribute of `Candidate`; what has no entry keeps its default, but for `data`, which
+        takes the rest of the devices, `num_microbatches`, of which up to 64 are tried, and `replica`: all that divide,
+        and 1 with a pipeline.
+      num_devices: the devices.
+      num_slices: TPU slices or GPU hosts of them.
 
     Raises:
       ValueError: there are none for a batch size, because the devices or the batch do not divide.
     """
-    num_devices = space.num_devices
-    if num_devices < 1 or min(space.batch_sizes) < 1:
-        raise ValueError(f"num_devices={num_devices}, batch_sizes={tuple(space.batch_sizes)}: give positive numbers")
-    models = [model for model in space.models if num_devices % model == 0]
+    tried: dict[str, Sequence[Any]] = {field.name: (field.default,) for field in dataclasses.fields(Candidate)}
+    tried |= {"replica": (), "num_microbatches": range(1, 65), **choices}
+    if num_devices < 1 or min(tried["batch_size"]) < 1:
+        raise ValueError(f"num_devices={num_devices}, batch_sizes={tuple(tried['batch_size'])}: give positive numbers")
+    models = [model for model in tried["model"] if num_devices % model == 0]
     if not models:
-        sizes = ", ".join(map(str, space.models))
+        sizes = ", ".join(map(str, tried["model"]))
         raise ValueError(f"model={sizes} does not divide num_devices={num_devices}: try model=1")
-    if not any(num_devices % (model * pipe) == 0 for model in models for pipe in space.pipes):
-        sizes = ", ".join(map(str, space.pipes))
+    if not any(num_devices % (model * pipe) == 0 for model in models for pipe in tried["pipe"]):
+        sizes = ", ".join(map(str, tried["pipe"]))
         raise ValueError(f"pipe={sizes} does not divide num_devices={num_devices} over model={models}: try pipe=1")
-    if all(space.secondaries) and space.num_slices == 1:
+    if all(tried["secondary"]) and num_slices == 1:
         raise ValueError(
             "secondary=True on one slice or host: there is no network between slices that it would spare: leave it out"
         )
     # On one device the stages make two programs: with params that are gathered, and without.
-    distinct = {"params" in sharded_groups(stage): stage for stage in reversed(space.stages)}.values()
+    distinct = {"params" in sharded_groups(stage): stage for stage in reversed(tried["stage"])}.values()
     settings = []
-    for batch_size in space.batch_sizes:
+    for batch_size in tried["batch_size"]:
         before = len(settings)
-        for model, pipe, stage in itertools.product(models, space.pipes, space.stages):
+        for model, pipe, stage in itertools.product(models, tried["pipe"], tried["stage"]):
             if num_devices % (model * pipe) == 0 and (model < num_devices or stage in distinct):
-                settings += _settings(space, batch_size, model, pipe, stage)
+                sizes = {"stage": stage, "batch_size": batch_size, "model": model, "pipe": pipe}
+                settings += _settings(tried, sizes, num_devices // model // pipe, num_slices)
         if len(settings) == before:
-            raise ValueError(_indivisible(space, batch_size, models))
+            raise ValueError(_indivisible(batch_size, num_devices, models, tried["replica"]))
     return tuple(settings)
 
 
-def _settings(space: Space, batch_size: int, model: int, pipe: int, stage: int) -> Iterable[Candidate]:
-    """Yields the settings of a batch size, sizes of the axes `model` and `pipe`, and a stage."""
-    groups, copies = sharded_groups(stage), space.num_devices // model // pipe
-    unfit = {*(space.needs_model if model == 1 else ()), *(space.needs_one_stage if pipe > 1 else ())}
-    for replica in divisors(copies) if pipe == 1 or space.replicas is not None else (1,):
+def _settings(
+    tried: Mapping[str, Sequence[Any]], sizes: Mapping[str, int], copies: int, num_slices: int
+) -> Iterator[Candidate]:
+    """Yields the settings of a stage, a batch size, and sizes of `model` and `pipe`, which leave `copies` devices."""
+    groups, pipe, batch_size = sharded_groups(sizes["stage"]), sizes["pipe"], sizes["batch_size"]
+    for replica in divisors(copies) if pipe == 1 or tried["replica"] else (1,):
         data = copies // replica
         same_as_unsharded = (replica > 1) if not groups else (data * pipe == 1 and copies > 1)
-        if (space.replicas is not None and replica not in space.replicas) or same_as_unsharded or batch_size % copies:
+        if same_as_unsharded or batch_size % copies or (tried["replica"] and replica not in tried["replica"]):
             continue
-        across = space.num_slices // math.gcd(space.num_slices, replica)
+        across = num_slices // math.gcd(num_slices, replica)
         has_secondary = "params" in groups and across > 1 and data // across > 1 and pipe == 1
-        counts = [k for k in divisors(batch_size // copies) if k <= space.max_num_microbatches and k % pipe == 0]
-        dimensions = {
+        counts = [k for k in divisors(batch_size // copies) if k in tried["num_microbatches"] and k % pipe == 0]
+        valid = {
+            **tried,
+            **{name: (size,) for name, size in {**sizes, "replica": replica, "data": data}.items()},
             "num_microbatches": counts,
-            "remat": [remat for remat in space.remats if remat not in unfit],
-            "loss": [loss for loss in space.losses if loss not in unfit],
-            "secondary": [secondary for secondary in space.secondaries if has_secondary or not secondary],
-            "attention": space.attentions,
-            "overlap": space.overlaps,
-            "offload": space.offloads,
-            "quantize": space.quantizes,
-            "pipeline": space.pipelines if pipe > 1 else space.pipelines[:1],
+            "keep_gathered": [x and "params" in groups for x in tried["keep_gathered"]],
+            "secondary": [x for x in tried["secondary"] if has_secondary or not x],
+            "pipeline": tried["pipeline"] if pipe > 1 else tried["pipeline"][:1],
         }
-        fixed = {"stage": stage, "replica": replica, "data": data, "model": model, "pipe": pipe}
-        fixed["batch_size"] = batch_size
-        keep_gathered = space.keep_gathered and "params" in groups
-        for values in itertools.product(*dimensions.values()):
-            varied: dict[str, Any] = dict(zip(dimensions, values, strict=True))
-            yield Candidate(**fixed, keep_gathered=keep_gathered, **varied)
+        for values in itertools.product(*valid.values()):
+            yield Candidate(**dict(zip(valid, values, strict=True)))
 
 
-def _indivisible(space: Space, batch_size: int, models: Sequence[int]) -> str:
+def _indivisible(batch_size: int, num_devices: int, models: Sequence[int], replicas: Sequence[int]) -> str:
     """Returns the error message for a batch size that no setting divides."""
-    num_parts = sorted({space.num_devices // model for model in models})
-    below, above = batch_size // num_parts[0] * num_parts[0], -(-batch_size // num_parts[0]) * num_parts[0]
+    parts = sorted({num_devices // model for model in models})
+    below, above = batch_size // parts[0] * parts[0], -(-batch_size // parts[0]) * parts[0]
     return (
-        f"batch_size={batch_size} on {space.num_devices} devices: no setting divides it over "
-        f"{' or '.join(map(str, num_parts))} replicas x data"
-        + (f" with replica in {tuple(space.replicas)}" if space.replicas is not None else "")
+        f"batch_size={batch_size} on {num_devices} devices: no setting divides it over "
+        f"{' or '.join(map(str, parts))} replicas x data"
+        + (f" with replica in {tuple(replicas)}" if replicas else "")
         + f"; try batch_size={' or '.join(str(size) for size in dict.fromkeys((below, above)) if size)}"
     )
 
@@ -174,8 +129,8 @@ class Search:
       log: called with each line of progress.
     """
 
-    estimate: Callable[[Candidate], Estimated]
-    compile: Callable[[Candidate], Outcome]
+    estimate: Callable[[Candidate], Figures]
+    compile: Callable[[Candidate], Figures]
     capacity_bytes: float
     host_capacity_bytes: float | None = None
     max_compiles: int = 6
@@ -227,10 +182,10 @@ class Search:
             was_stopped=was_stopped,
         )
 
-    def _missing_on_host(self, entry: Ranked | Estimated) -> float:
-        return -math.inf if self.host_capacity_bytes is None else entry.host_bytes - self.host_capacity_bytes
+    def _missing_on_host(self, entry: Ranked) -> float:
+        return -math.inf if self.host_capacity_bytes is None else entry.figures.host_bytes - self.host_capacity_bytes
 
-    def _missing(self, entry: Ranked | Estimated) -> float:
+    def _missing(self, entry: Ranked) -> float:
         """Returns the bytes by which a setting exceeds the memory of the device or of the host, or less than 0."""
         return max(entry.bytes - self.capacity_bytes, self._missing_on_host(entry))
 
@@ -238,7 +193,7 @@ class Search:
         """Returns a setting that fits on a device, rejected if it does not fit in the host's memory."""
         if self.host_capacity_bytes is None or self._missing_on_host(entry) <= 0:
             return entry
-        lacks = shortage(entry.host_bytes, self.host_capacity_bytes, note="for each device")
+        lacks = shortage(entry.figures.host_bytes, self.host_capacity_bytes, note="for each device")
         return dataclasses.replace(entry, kind="host", reason=f"in host memory: {lacks}")
 
     def _estimated(self, setting: Candidate) -> Ranked:
@@ -272,7 +227,7 @@ class Search:
             plain = min(plains, key=lambda entry: entry.setting.num_microbatches, default=None)  # the fastest of these
             spare = 0.0
             if is_last_try:
-                spare = _LAST_SPARE if any(x.outcome and x.outcome.bytes for x in compiled) else 1.0
+                spare = _LAST_SPARE if any(x.outcome and x.outcome.bytes < math.inf for x in compiled) else 1.0
             limit = self.capacity_bytes * (1 - spare)
             likely = [entry for entry in waiting if _likely_bytes(entry, compiled) <= limit]
             likely = likely or [min(waiting, key=lambda entry: entry.bytes)]
@@ -330,14 +285,14 @@ class Search:
         try:
             outcome = self.compile(entry.setting)
         except Exception as error:  # a compiler may raise anything; the search continues
-            outcome = Outcome(fits=False, error=f"{type(error).__name__}: {error}")
+            outcome = Figures(fits=False, note=f"{type(error).__name__}: {error}")
         entry = dataclasses.replace(entry, outcome=outcome)
         if outcome.fits:
             return self._bounded(entry)
-        if outcome.bytes is not None and outcome.bytes > self.capacity_bytes:
-            reason = "compiled, " + shortage(outcome.bytes, self.capacity_bytes, note=outcome.error)
+        if self.capacity_bytes < outcome.bytes < math.inf:
+            reason = "compiled, " + shortage(outcome.bytes, self.capacity_bytes, note=outcome.note)
             return dataclasses.replace(entry, kind="compiled", reason=reason)
-        reason = f"compiling failed: {outcome.error or 'the compiler gave no reason'}"
+        reason = f"compiling failed: {outcome.note or 'the compiler gave no reason'}"
         return dataclasses.replace(entry, kind="failed", reason=reason)
 
     def _nearest(self, rejected: Sequence[Ranked]) -> Miss | None:
@@ -357,7 +312,8 @@ class Search:
                 estimated = self.estimate(setting)
             except SettingRefused:
                 return False
-            return self._missing(dataclasses.replace(estimated, bytes=estimated.bytes + error_bytes)) <= 0
+            estimated = dataclasses.replace(estimated, bytes=estimated.bytes + error_bytes)
+            return self._missing(Ranked(setting=setting, estimated=estimated)) <= 0
 
         changes = (_more_devices(entry.setting), _smaller_microbatches(entry.setting), _smaller_batches(entry.setting))
         remedies = [next((remedy for setting, remedy in options if fits(setting)), None) for options in changes]
@@ -365,9 +321,9 @@ class Search:
         if entry.bytes > self.capacity_bytes:
             more = f"devices with {at_least(entry.bytes)} of usable memory"
             lacks_host = self._missing_on_host(entry) > 0
-            more += f", and hosts with {at_least(entry.host_bytes)} for each" if lacks_host else ""
+            more += f", and hosts with {at_least(entry.figures.host_bytes)} for each" if lacks_host else ""
         else:
-            more = f"hosts with {at_least(entry.host_bytes)} of memory for each device"
+            more = f"hosts with {at_least(entry.figures.host_bytes)} of memory for each device"
         return Miss(
             setting=entry.setting,
             missing_bytes=self._missing(entry),
@@ -387,7 +343,7 @@ def _order(entry: Ranked) -> tuple[float, float, str]:
 
 def _corrected(waiting: Iterable[Ranked], compiled: Sequence[Ranked]) -> list[Ranked]:
     """Returns the entries that are not compiled, with their estimates corrected, fastest first."""
-    known = any(entry.outcome and entry.outcome.seconds for entry in compiled)
+    known = any(entry.outcome and entry.outcome.seconds < math.inf for entry in compiled)
     seconds = lambda x: x.estimated.seconds * _ratio(x, compiled, "seconds") if known and x.estimated else None  # noqa: E731
     return sorted((dataclasses.replace(x, corrected_seconds=seconds(x)) for x in waiting), key=_order)
 
@@ -399,8 +355,8 @@ def _ratio(entry: Ranked, compiled: Iterable[Ranked], figure: str) -> float:
     """
     total, weights = 0.0, 0.0
     for other in compiled:
-        estimated, found = getattr(other.estimated, figure, None), getattr(other.outcome, figure, None)
-        if not (estimated and found):
+        estimated, found = getattr(other.estimated, figure, None), getattr(other.outcome, figure, math.inf)
+        if not estimated or not 0 < found < math.inf:
             continue
         shared = sum(x == y for x, y in zip(entry.setting.parts, other.setting.parts, strict=True))
         total += _SHARED_WEIGHT**shared * math.log(found / estimated)

@@ -59,11 +59,7 @@ class AutoPlan(Report):
     reports: Mapping[Candidate, PlanReport]
 
     def __str__(self) -> str:
-        return self.text()
-
-    def text(self, tokens: float | None = None) -> str:
-        """Returns what is printed; `tokens` are those of a training whose days and device-hours are shown."""
-        best = [self.best.summary(tokens)] if self.best else []
+        best = [self.best.summary()] if self.best else []
         return "\n\n".join([self.ranking.headline(), *best, self.ranking.tables().strip()])
 
     def to_json(self) -> dict[str, Any]:

@@ -68,6 +68,7 @@ class PlanReport(Report):
       notes: further things to know.
       values: with `remat="auto"` the values that blocks could keep, and what is kept of them.
       has_code: whether the compiler generated the program's code; it is stopped before that for a `quick` plan.
+      tokens: tokens of a training whose days and device-hours are shown (or examples, by `time.unit`), or None.
 
     Example:
       >>> report = zero.plan(loss_fn, init_fn, tx, batch=batch, topology="v5e:2x2", config=config, log=lambda _: None)
@@ -101,6 +102,7 @@ class PlanReport(Report):
     notes: tuple[str, ...]
     values: ValueChoice | None = None
     has_code: bool = True
+    tokens: float | None = None
 
     @property
     def num_devices(self) -> int:
@@ -136,20 +138,32 @@ class PlanReport(Report):
         return {role: measured / ideal for role, (ideal, measured) in sent.items() if ideal}
 
     @property
+    def training(self) -> Mapping[str, float] | None:
+        """The `days` and `device_hours` of a training on `tokens`."""
+        if self.tokens is None or self.time is None:
+            return None
+        days = self.tokens / self.time.tokens_per_second / 86_400
+        return {"days": days, "device_hours": days * 24 * self.num_devices}
+
+    @property
     def sent_bytes_by_network(self) -> Mapping[str, float]:
         """Bytes that a device sends by network, as measured on the program, else by formula."""
         return (self.comms or self.comms_estimate).by_network
 
     def __str__(self) -> str:
-        return self.text()
+        parts = [self.summary(), *([f"values that blocks could keep\n{self.values}"] if self.values else [])]
+        if self.memory is None or self.comms is None:
+            parts.append(f"memory of a device, by formula\n{self.memory_estimate}")
+            parts.append(f"communication of a device and step, by formula\n{self.comms_estimate}")
+        else:
+            compared = comms.compare(self.comms_estimate, self.comms)
+            findings = "".join(f"\nwarning: {finding}" for finding in self.comms.findings)
+            parts.append(f"memory of a device, measured on the program\n{self.memory}")
+            parts.append(f"communication of a device and step\n{compared}{findings}")
+        return "\n\n".join(parts)
 
-    def text(self, tokens: float | None = None) -> str:
-        """Returns the page; `tokens` are as for `summary`."""
-        values = [f"values that blocks could keep\n{self.values}"] if self.values else []
-        return "\n\n".join((self.summary(tokens), *values, self._memory_text(), self._comms_text()))
-
-    def summary(self, tokens: float | None = None) -> str:
-        """Returns the answer in some lines, without the tables; `tokens` are those of a training to estimate."""
+    def summary(self) -> str:
+        """Returns the answer in some lines, without the tables."""
         axes = " x ".join(f"{name}={size}" for name, size in self.mesh.items() if size > 1) or "one device"
         microbatches = f" in {self.num_microbatches} microbatches" if self.num_microbatches > 1 else ""
         needed = "an unknown amount" if self.needed_bytes is None else format_bytes(self.needed_bytes)
@@ -167,10 +181,9 @@ class PlanReport(Report):
         }
         if self.time:
             rows["time"] = f"{self.time} (an estimate)"
-        if self.time and tokens is not None:
-            cost = self.time.training(tokens, self.num_devices)
-            hours = f"{cost['device_hours']:,.0f} device-hours"
-            rows["training"] = f"{tokens:,.0f} {self.time.unit} take {cost['days']:,.3g} days, {hours} (an estimate)"
+        if self.time and self.training:
+            cost = "{days:,.3g} days, {device_hours:,.0f} device-hours".format(**self.training)
+            rows["training"] = f"{self.tokens:,.0f} {self.time.unit} take {cost} (an estimate)"
         if self.attention is not None:
             rows["attention"] = self.attention.summary()
         if self.comms and self.traffic_ratio is not None:
@@ -223,18 +236,6 @@ class PlanReport(Report):
             f"{name} {format_bytes(sent)}" + (f" ({ratios[name]:.3f} x the ideal)" if name in ratios else "")
             for name, sent in self.comms.by_network.items()
         )
-
-    def _memory_text(self) -> str:
-        if self.memory is None:
-            return f"memory of a device, by formula\n{self.memory_estimate}"
-        return f"memory of a device, measured on the program\n{self.memory}"
-
-    def _comms_text(self) -> str:
-        if self.comms is None:
-            return f"communication of a device and step, by formula\n{self.comms_estimate}"
-        compared = comms.compare(self.comms_estimate, self.comms)
-        findings = "".join(f"\nwarning: {finding}" for finding in self.comms.findings)
-        return f"communication of a device and step\n{compared}{findings}"
 
 
 def make_report(

@@ -91,26 +91,17 @@ def run_plan(options: argparse.Namespace) -> int:
         plans = compile_layouts(request.job(request.zero), request.compiling)
         print_result(options, plans)
         return 0 if plans.plans[plans.best].fits else 1
-    report = request.compile(request.zero)
-    text, record = report.text(options.tokens), report.to_json() | _training(report, options.tokens)
-    if not options.verify:
-        print_result(options, text, record)
-        is_right = True
+    report = dataclasses.replace(request.compile(request.zero), tokens=options.tokens)
+    verified = request.verify(request.zero) if options.verify else None
+    if verified is None:
+        print_result(options, report)
     else:
-        verified = request.verify(request.zero)
-        print_result(options, f"{text}\n\n{verified}", {**record, "verification": verified})
-        is_right = verified.ok
+        print_result(options, f"{report}\n\n{verified}", {**report.to_json(), "verification": verified})
     if options.write_config:
         zero = request.zero  # with the budget of what its blocks keep
         chosen = dataclasses.replace(zero, remat=report.values.policy_name) if report.values else zero
         _write_config(options, request, report, chosen=chosen)
-    return 0 if report.fits and is_right else 1
-
-
-def _training(report: PlanReport | None, tokens: float | None) -> dict[str, Any]:
-    """Returns the estimated days and device-hours of `--tokens`, for JSON."""
-    is_known = tokens is not None and report is not None and report.time is not None
-    return {"training": report.time.training(tokens, report.num_devices)} if is_known else {}  # type: ignore[union-attr]
+    return 0 if report.fits and (verified is None or verified.ok) else 1
 
 
 def _auto(options: argparse.Namespace, request: Request) -> int:
@@ -145,7 +136,9 @@ def _auto(options: argparse.Namespace, request: Request) -> int:
         host_memory_bytes=options.host_memory_bytes,
         **vars(request.compiling),
     )
-    print_result(options, result.text(options.tokens), result.to_json() | _training(result.best, options.tokens))
+    if result.best:
+        result = dataclasses.replace(result, best=dataclasses.replace(result.best, tokens=options.tokens))
+    print_result(options, result)
     if options.write_config and result.best:
         chosen = others.get(result.ranking.best.loss) if result.ranking.best else None
         _write_config(options, request, result.best, chosen=result.config, activations=chosen)

@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 import zero_jax as zero
 from zero_jax.cli import commands as cli
+from zero_jax.cli import plan as cli_plan
 from zero_jax.cli.models import planned as activations
 from zero_jax.cli.models import presets
 from zero_jax.cli.options import explicit
-from zero_jax.cli.plan import commands as cli_plan
 from zero_jax.models import gpt
 from zero_jax.planning import estimates, links, plans, ranking
 

@@ -120,23 +120,16 @@ class Request:
                 f"batch_size={batch_size} does not divide over {shards} devices and "
                 f"{zero.num_microbatches} microbatches: give a multiple of {parts}"
             )
-        batch = self.model.batch_fn(batch_size)
+        batch, size = self.model.batch_fn(batch_size), self.config.model_axis
         _check_batch_fits(batch, batch_size, parse(self.config.topology).hardware, axis_size(mesh, roles.batch))
         return Job(
             loss_fn=self.model.loss_fn,
             init_fn=self.model.init_fn,
             tx=self.tx,
             batch=batch,
-            config=self.with_specs(zero),
+            config=zero if size == 1 else dataclasses.replace(zero, param_specs=self.model.specs_fn(size)),
             **axes,
         )
-
-    def with_specs(self, zero: ZeroConfig) -> ZeroConfig:
-        """Returns a config with the model's specs, if the axis `model` is larger than 1."""
-        size = self.config.model_axis
-        if size == 1:
-            return zero
-        return dataclasses.replace(zero, param_specs=self.model.specs_fn(size))
 
     def trace(self, job: Job) -> LossTrace:
         """Traces the loss of a job."""

@@ -200,7 +200,7 @@ def plan_auto(
         compile=compile,
         needs_end=needs_end,
         capacity_bytes=estimator.hardware.usable_bytes,
-        host_capacity_bytes=host_memory_bytes or estimator.hardware.host_memory_bytes,
+        host_capacity_bytes=host_memory_bytes or estimator.hardware.host_memory_bytes or math.inf,
         max_compiles=max_compiles,
         is_plain=_plain(settings, own_remat),
         log=options.log,

@@ -191,7 +191,7 @@ class Ranking(Report):
         examples a second, or None.
       nearest: the setting that comes closest, if none fits.
       capacity_bytes: usable memory of a device.
-      host_capacity_bytes: memory of a host for each of its devices; None if it is not known.
+      host_capacity_bytes: memory of a host for each of its devices, infinite where it is not known.
       num_compiled: number of settings that were compiled.
       was_stopped: whether a Ctrl-C ended the search before it was through.
     """
@@ -201,7 +201,7 @@ class Ranking(Report):
     best: Candidate | None
     nearest: Miss | None
     capacity_bytes: float
-    host_capacity_bytes: float | None
+    host_capacity_bytes: float
     num_compiled: int
     was_stopped: bool = False
 
@@ -267,9 +267,11 @@ def naming(entries: Iterable[Ranked]) -> Callable[[Candidate], str]:
     return lambda setting: f"batch={setting.batch_size} {setting}"
 
 
-def host_memory(capacity_bytes: float | None) -> str:
+def host_memory(capacity_bytes: float) -> str:
     """Returns what is assumed of the memory of a host for each of its devices."""
-    return "not known, nothing bounds it" if capacity_bytes is None else f"{format_bytes(capacity_bytes)} are assumed"
+    return (
+        "not known, nothing bounds it" if capacity_bytes == math.inf else f"{format_bytes(capacity_bytes)} are assumed"
+    )
 
 
 def _shown(entry: Ranked) -> str:

@@ -372,9 +372,9 @@ def _notes(
     if time is not None and job.config.overlap:
         notes += _too_full(needed / hardware.usable_bytes, time)
     if measured is not None and measured.host_bytes:
-        capacity_bytes, host_bytes = hardware.host_memory_bytes, format_bytes(measured.host_bytes)
+        capacity_bytes, host_bytes = hardware.host_memory_bytes or math.inf, format_bytes(measured.host_bytes)
         assumed = f"of {hardware.name} hosts {host_memory(capacity_bytes)}"
-        is_short = capacity_bytes and measured.host_bytes > capacity_bytes
+        is_short = measured.host_bytes > capacity_bytes
         lacks = ", which is too little: take hosts with more, or more devices" if is_short else ""
         notes.append(f"needs {host_bytes} of host memory for each device; {assumed}{lacks}")
     return tuple(notes)

@@ -122,7 +122,7 @@ class Search:
       estimate: estimates bytes per device and seconds of a step; a `SettingRefused` rejects the setting.
       compile: compiles a setting; an `Exception` that it raises rejects the setting.
       capacity_bytes: usable memory of a device.
-      host_capacity_bytes: memory of a host for each of its devices; None does not bound it.
+      host_capacity_bytes: memory of a host for each of its devices, infinite where it is not known.
       max_compiles: the most settings to compile, the control included; 0 ranks by estimate alone.
       is_plain: returns whether a setting is what users would take without a search, whatever its microbatches.
       needs_end: returns whether a setting that was compiled has to be compiled again, to the end, to be the best.
@@ -132,7 +132,7 @@ class Search:
     estimate: Callable[[Candidate], Figures]
     compile: Callable[[Candidate], Figures]
     capacity_bytes: float
-    host_capacity_bytes: float | None = None
+    host_capacity_bytes: float = math.inf
     max_compiles: int = 6
     is_plain: Callable[[Candidate], bool] = lambda setting: False
     needs_end: Callable[[Candidate], bool] = lambda setting: False
@@ -182,19 +182,9 @@ class Search:
             was_stopped=was_stopped,
         )
 
-    def _missing_on_host(self, entry: Ranked) -> float:
-        return -math.inf if self.host_capacity_bytes is None else entry.figures.host_bytes - self.host_capacity_bytes
-
     def _missing(self, entry: Ranked) -> float:
         """Returns the bytes by which a setting exceeds the memory of the device or of the host, or less than 0."""
-        return max(entry.bytes - self.capacity_bytes, self._missing_on_host(entry))
-
-    def _bounded(self, entry: Ranked) -> Ranked:
-        """Returns a setting that fits on a device, rejected if it does not fit in the host's memory."""
-        if self.host_capacity_bytes is None or self._missing_on_host(entry) <= 0:
-            return entry
-        lacks = shortage(entry.figures.host_bytes, self.host_capacity_bytes, note="for each device")
-        return dataclasses.replace(entry, kind="host", reason=f"in host memory: {lacks}")
+        return max(entry.bytes - self.capacity_bytes, entry.figures.host_bytes - self.host_capacity_bytes)
 
     def _estimated(self, setting: Candidate) -> Ranked:
         try:
@@ -205,10 +195,27 @@ class Search:
             raise ValueError(
                 f"the estimate of {setting} is {estimated}: it has to be in bytes and seconds, and not below 0"
             )
-        if estimated.bytes <= self.capacity_bytes:
-            return self._bounded(Ranked(setting=setting, estimated=estimated))
-        reason = shortage(estimated.bytes, self.capacity_bytes, note=estimated.note)
-        return Ranked(setting=setting, estimated=estimated, kind="estimate", reason=reason)
+        return self._judged(Ranked(setting=setting, estimated=estimated))
+
+    def _compiled(self, entry: Ranked) -> Ranked:
+        try:
+            outcome = self.compile(entry.setting)
+        except Exception as error:  # a compiler may raise anything; the search continues
+            outcome = Figures(fits=False, note=f"{type(error).__name__}: {error}")
+        return self._judged(dataclasses.replace(entry, outcome=outcome))
+
+    def _judged(self, entry: Ranked) -> Ranked:
+        """Returns a setting with the reason why it is rejected, by its estimate or its program; as it is if it fits."""
+        found, kind, reason = entry.figures, "", ""
+        if found.bytes > self.capacity_bytes and not (entry.outcome and (found.fits or found.bytes == math.inf)):
+            kind = "compiled" if entry.outcome else "estimate"
+            reason = "compiled, " * bool(entry.outcome) + shortage(found.bytes, self.capacity_bytes, note=found.note)
+        elif not found.fits:
+            kind, reason = "failed", f"compiling failed: {found.note or 'the compiler gave no reason'}"
+        elif found.host_bytes > self.host_capacity_bytes:
+            lacks = shortage(found.host_bytes, self.host_capacity_bytes, note="for each device")
+            kind, reason = "host", f"in host memory: {lacks}"
+        return dataclasses.replace(entry, kind=kind, reason=reason)
 
     def _compile_best(self, entries: Sequence[Ranked], max_compiles: int) -> tuple[list[Ranked], list[Ranked], bool]:
         """Compiles up to `max_compiles` entries, the fastest first.
@@ -281,20 +288,6 @@ class Search:
                 done = sorted([*done, entry], key=_order)
         return [*done, *waiting], refused, False
 
-    def _compiled(self, entry: Ranked) -> Ranked:
-        try:
-            outcome = self.compile(entry.setting)
-        except Exception as error:  # a compiler may raise anything; the search continues
-            outcome = Figures(fits=False, note=f"{type(error).__name__}: {error}")
-        entry = dataclasses.replace(entry, outcome=outcome)
-        if outcome.fits:
-            return self._bounded(entry)
-        if self.capacity_bytes < outcome.bytes < math.inf:
-            reason = "compiled, " + shortage(outcome.bytes, self.capacity_bytes, note=outcome.note)
-            return dataclasses.replace(entry, kind="compiled", reason=reason)
-        reason = f"compiling failed: {outcome.note or 'the compiler gave no reason'}"
-        return dataclasses.replace(entry, kind="failed", reason=reason)
-
     def _nearest(self, rejected: Sequence[Ranked]) -> Miss | None:
         """Returns the rejected setting that exceeds the memory by the fewest bytes, with changes that make it fit."""
         # Sizes of programs and estimates do not compare; compiled settings need less than the others by estimate.
@@ -320,7 +313,7 @@ class Search:
         at_least = lambda size: f"at least {format_bytes(math.ceil(size / 1e8) * 1e8, decimals=1)}"  # noqa: E731
         if entry.bytes > self.capacity_bytes:
             more = f"devices with {at_least(entry.bytes)} of usable memory"
-            lacks_host = self._missing_on_host(entry) > 0
+            lacks_host = entry.figures.host_bytes > self.host_capacity_bytes
             more += f", and hosts with {at_least(entry.figures.host_bytes)} for each" if lacks_host else ""
         else:
             more = f"hosts with {at_least(entry.figures.host_bytes)} of memory for each device"

@@ -396,21 +396,14 @@ def _memory_estimate(request: Request, zero: ZeroConfig) -> Any:
 
 def _plot_memory(options: argparse.Namespace, request: Request) -> int:
     """Draws the paper's Figure 1 for this model and topology."""
-    bars, records = [], []
+    records, bars = [], {}
     for stage in _STAGES:
         zero = dataclasses.replace(request.zero, stage=stage)
         estimated, report = _memory_estimate(request, zero), request.compile(zero, quick=True)
         measured = None if report.memory is None else report.memory.by_group
-        bars.append(
-            figures.MemoryBar(
-                label=f"stage {stage}",
-                num_devices=report.num_devices,
-                formula_bytes={group.name: group.formula_bytes for group in estimated.groups},
-                measured_bytes=measured,
-            )
-        )
         records.append({"stage": stage, "fits": report.fits, "estimated": estimated.by_group, "measured": measured})
-    title = f"{request.model.name} on {request.config.topology}"
+        bars[f"stage {stage}"] = {group.name: group.formula_bytes for group in estimated.groups}, measured
+    title = f"{request.model.name} on {request.config.topology}, N = {report.num_devices:,}"
     figures.plot_memory(options.plot, bars, title=title, capacity_bytes=report.usable_bytes)
     log_line(f"drew {options.plot}")
     if options.json:

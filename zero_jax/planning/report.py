@@ -117,25 +117,25 @@ class PlanReport(Report):
     @property
     def traffic_ratio(self) -> float | None:
         """Bytes sent over the ideal of the estimate; over `data` and `replica`, where that does not have all axes."""
-        if self.comms is None:
-            return None
         if self.comms_estimate.not_counted:
             return self.traffic_ratios.get("data")
-        ideal = self.comms_estimate.sent_bytes
-        return self.comms.sent_bytes / ideal if ideal else None
+        return self._ratios_by(lambda row: "all").get("all")
 
     @property
     def traffic_ratios(self) -> Mapping[str, float]:
         """The same for `data` (with `replica`) and for the axes of the `model`, those that the estimate has."""
+        of_model = self.mesh.keys() - set(self.comms_estimate.data_axes)
+        return self._ratios_by(lambda row: "model" if set(row.axes) <= of_model else "data")
+
+    def _ratios_by(self, key: Callable[[Any], str]) -> dict[str, float]:
+        """Returns bytes sent over the ideal by a key of rows; those without an ideal, or not measured, are left out."""
         if self.comms is None:
             return {}
         sent: dict[str, list[float]] = {}
         for column, rows in enumerate((self.comms_estimate.rows, self.comms.rows)):
             for row in rows:
-                is_model = set(row.axes) <= self.mesh.keys() - set(self.comms_estimate.data_axes)
-                role = "model" if is_model else "data"
-                sent.setdefault(role, [0.0, 0.0])[column] += row.total_sent_bytes
-        return {role: measured / ideal for role, (ideal, measured) in sent.items() if ideal}
+                sent.setdefault(key(row), [0.0, 0.0])[column] += row.total_sent_bytes
+        return {name: measured / ideal for name, (ideal, measured) in sent.items() if ideal}
 
     @property
     def training(self) -> Mapping[str, float] | None:
@@ -230,8 +230,7 @@ class PlanReport(Report):
 
     def _networks(self) -> str:
         assert self.comms is not None
-        ideal = self.comms_estimate.by_network
-        ratios = {name: sent / ideal[name] for name, sent in self.comms.by_network.items() if ideal.get(name)}
+        ratios = self._ratios_by(self.comms.network_of)
         return ", ".join(
             f"{name} {format_bytes(sent)}" + (f" ({ratios[name]:.3f} x the ideal)" if name in ratios else "")
             for name, sent in self.comms.by_network.items()

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import optax
 
-from zero_jax.analysis import LossTrace, comms, figures, memory, paper, trace_loss
+from zero_jax.analysis import comms, figures, memory, paper, trace_loss
 from zero_jax.cli.config_classes import option_fields
 from zero_jax.cli.config_file import write_file
 from zero_jax.cli.models.planned import PlannedModel, other_activations, planned_model, small_model
@@ -131,11 +131,14 @@ class Request:
             **axes,
         )
 
-    def trace(self, job: Job) -> LossTrace:
-        """Traces the loss of a job."""
+    def estimate(self, formula: Callable[..., Any], zero: ZeroConfig, **more: Any) -> Any:
+        """Returns what `memory.estimate` or `comms.estimate` says of one config."""
+        job = self.job(zero)
         mesh = job.mesh()
+        state = job.state(mesh)
         log_line(f"{self.model.name}: tracing")
-        return trace_loss(job.loss_fn, job.state(mesh).variables, job.batch, mesh=mesh, config=job.config)
+        traced = trace_loss(job.loss_fn, state.variables, job.batch, mesh=mesh, config=job.config)
+        return formula(state, mesh=mesh, config=job.config, traced=traced, tx=self.tx, **more)
 
     def compile(self, zero: ZeroConfig, **options: Any) -> PlanReport:
         """Compiles for one config, by fields of `CompileOptions` that differ from those of the request."""
@@ -354,8 +357,7 @@ def run_memory(options: argparse.Namespace) -> int:
         if options_set:
             names = sorted("--model" if name == "preset" else option_of(name.split(".")[-1]) for name in options_set)
             raise ValueError(f"{' and '.join(names)}: --paper prints the paper's own tables: leave it out")
-        tables = paper.tables()
-        print_result(options, tables)
+        print_result(options, paper.tables())
         return 0
     request = read_request(options)
     if options.plot:
@@ -364,11 +366,13 @@ def run_memory(options: argparse.Namespace) -> int:
         return _plot_memory(options, request)
     estimated = _memory_estimate(request, request.zero)
     report = None if options.estimate else request.compile(request.zero, quick=True)
-    measured = report and report.memory
-    return _show_both(options, report, estimated, measured, measured and memory.compare(estimated.by_group, measured))
+    compare = lambda estimated, measured: memory.compare(estimated.by_group, measured)  # noqa: E731
+    return _show_both(options, report, estimated, report and report.memory, compare)
 
 
-def _show_both(options: argparse.Namespace, report: PlanReport | None, estimated: Any, measured: Any, both: Any) -> int:
+def _show_both(
+    options: argparse.Namespace, report: PlanReport | None, estimated: Any, measured: Any, compare: Callable[..., Any]
+) -> int:
     """Shows an estimate, beside what was measured and how they compare where a program was compiled."""
     if report is None:
         print_result(options, estimated)
@@ -376,22 +380,18 @@ def _show_both(options: argparse.Namespace, report: PlanReport | None, estimated
     if measured is None:
         print_result(options, f"{report.summary()}\n\nby formula\n{estimated}", report)
         return 1
+    both = compare(estimated, measured)
     text = f"{report.summary()}\n\nmeasured\n{measured}\n\nestimated\n{estimated}\n\nside by side\n{both}"
-    records = {"measured": measured, "estimated": estimated, "compared": both}
-    print_result(options, text, records)
+    print_result(options, text, {"measured": measured, "estimated": estimated, "compared": both})
     return 0 if report.fits else 1
 
 
 def _memory_estimate(request: Request, zero: ZeroConfig) -> Any:
-    job, config = request.job(zero), request.model.config
-    mesh = job.mesh()
-    residuals = None
+    job, config, residuals = request.job(zero), request.model.config, None
     if config is not None:
-        batch_size = job.batch["inputs"].shape[0]
-        residuals = memory.transformer_residuals(config, batch_size=batch_size, mesh=mesh, config=job.config)
-    return memory.estimate(
-        job.state(mesh), mesh=mesh, config=job.config, residuals=residuals, traced=request.trace(job), tx=request.tx
-    )
+        sizes = {"batch_size": job.batch_size, "mesh": job.mesh(), "config": job.config}
+        residuals = memory.transformer_residuals(config, **sizes)
+    return request.estimate(memory.estimate, zero, residuals=residuals)
 
 
 def _plot_memory(options: argparse.Namespace, request: Request) -> int:
@@ -415,11 +415,6 @@ def _plot_memory(options: argparse.Namespace, request: Request) -> int:
 def run_comms(options: argparse.Namespace) -> int:
     """Runs `zero-jax comms`."""
     request = read_request(options)
-    if options.estimate:
-        job = request.job(request.zero)
-        mesh, traced = job.mesh(), request.trace(job)
-        estimated = comms.estimate(job.state(mesh), mesh=mesh, config=job.config, traced=traced, tx=request.tx)
-        return _show_both(options, None, estimated, None, None)
-    report = request.compile(request.zero)
-    estimated, measured = report.comms_estimate, report.comms
-    return _show_both(options, report, estimated, measured, measured and comms.compare(estimated, measured))
+    report = None if options.estimate else request.compile(request.zero)
+    estimated = report.comms_estimate if report else request.estimate(comms.estimate, request.zero)
+    return _show_both(options, report, estimated, report and report.comms, comms.compare)

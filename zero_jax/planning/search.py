@@ -159,14 +159,20 @@ class Search:
             where = "" if group is settings else "nothing fits without host memory; "
             unfit = len(entries) - len(fitting)
             self.log(f"{where}{len(group)} settings: {len(fitting)} may fit by estimate, {unfit} do not")
-            compiled, skipped, was_stopped = self._compile_best(fitting, self.max_compiles - num_compiled)
+            compiled, ranked = list[Ranked](), list[Ranked]()
+            try:
+                self._compile_best(fitting, self.max_compiles - num_compiled, compiled, rejected)
+                ranked = sorted((entry for entry in compiled if not entry.reason), key=_order)
+                self._compile_to_the_end(ranked, rejected)
+            except KeyboardInterrupt:
+                if not compiled:
+                    raise
+                self.log("stopped: the result is of what was compiled until now")
+                was_stopped = True
+                ranked = ranked or sorted((entry for entry in compiled if not entry.reason), key=_order)
             num_compiled += len(compiled)
-            rejected += [entry for entry in compiled if entry.reason] + skipped
-            decided = {entry.setting for entry in (*compiled, *skipped)}
-            ranked = sorted((entry for entry in compiled if not entry.reason), key=_order)
-            if not was_stopped:
-                ranked, refused, was_stopped = self._compiled_to_the_end(ranked)
-                rejected += refused
+            rejected += [entry for entry in compiled if entry.reason]
+            decided = {entry.setting for entry in (*ranked, *rejected)}
             ranked += _corrected([entry for entry in fitting if entry.setting not in decided], compiled)
             if ranked or was_stopped or not fallback:
                 break
@@ -217,14 +223,14 @@ class Search:
             kind, reason = "host", f"in host memory: {lacks}"
         return dataclasses.replace(entry, kind=kind, reason=reason)
 
-    def _compile_best(self, entries: Sequence[Ranked], max_compiles: int) -> tuple[list[Ranked], list[Ranked], bool]:
-        """Compiles up to `max_compiles` entries, the fastest first.
+    def _compile_best(
+        self, entries: Sequence[Ranked], max_compiles: int, compiled: list[Ranked], rejected: list[Ranked]
+    ) -> None:
+        """Compiles up to `max_compiles` entries, the fastest first, and adds each to `compiled`.
 
-        Returns:
-          The compiled entries, the skipped ones, and whether a Ctrl-C has ended it. One that comes before anything is
-          compiled is raised.
+        Those that need no less than one that is too large are added to `rejected`.
         """
-        waiting, compiled, skipped = list(entries), [], []
+        waiting = list(entries)
         name_of = naming(entries)
         needs_control = True
         while waiting and len(compiled) < max_compiles:
@@ -242,13 +248,7 @@ class Search:
             waiting.remove(chosen)
             role = ", the plain setting, as a control" if chosen is plain else ""
             self.log(f"compiling {len(compiled) + 1} of at most {max_compiles}: {name_of(chosen.setting)}{role}")
-            try:
-                done = self._compiled(chosen)
-            except KeyboardInterrupt:
-                if not compiled:
-                    raise
-                self.log("stopped: the result is of what was compiled until now")
-                return compiled, skipped, True
+            done = self._compiled(chosen)
             compiled.append(done)
             needs_control = needs_control and bool(done.reason)
             self.log(f"  {done.reason or f'fits: {format_bytes(done.bytes, decimals=1)}, {done.seconds:.4g} s a step'}")
@@ -260,33 +260,28 @@ class Search:
             reason = (
                 f"not compiled: needs no less by estimate than {chosen.setting}, which the compiler found too large"
             )
-            skipped += [dataclasses.replace(entry, kind="passed over", reason=reason) for entry in too_large]
-        return compiled, skipped, False
+            rejected += [dataclasses.replace(entry, kind="passed over", reason=reason) for entry in too_large]
 
-    def _compiled_to_the_end(self, ranked: Sequence[Ranked]) -> tuple[list[Ranked], list[Ranked], bool]:
+    def _compile_to_the_end(self, ranked: list[Ranked], rejected: list[Ranked]) -> None:
         """Compiles the fastest to the end, and those that then come before it, up to a number.
 
-        Returns:
-          The ranked entries, those that were refused at the end, and whether a Ctrl-C has ended it.
+        `ranked` stays in order; what is refused at the end moves to `rejected`.
         """
-        waiting, done, refused = list(ranked), list[Ranked](), list[Ranked]()
-        name_of = naming(ranked)
-        while waiting and len(done) < _MOST_ENDS and not (done and _order(done[0]) <= _order(waiting[0])):
-            entry = waiting[0]
+        done, name_of = set[Candidate](), naming(ranked)
+        while ranked and len(done) < _MOST_ENDS and ranked[0].setting not in done:
+            entry = ranked[0]
             if self.needs_end(entry.setting):
                 self.log(f"compiling to the end: {name_of(entry.setting)}")
-                try:
-                    entry = self._compiled(entry)
-                except KeyboardInterrupt:
-                    return [*done, *waiting], refused, True
+                entry = self._compiled(entry)
                 size = format_bytes(entry.bytes, decimals=1)
                 self.log(f"  {entry.reason or f'{size}, {entry.seconds:.4g} s a step'}")
-            waiting = waiting[1:]
+            del ranked[0]
             if entry.reason:
-                refused.append(entry)
+                rejected.append(entry)
             else:
-                done = sorted([*done, entry], key=_order)
-        return [*done, *waiting], refused, False
+                done.add(entry.setting)
+                ranked.append(entry)
+                ranked.sort(key=_order)
 
     def _nearest(self, rejected: Sequence[Ranked]) -> Miss | None:
         """Returns the rejected setting that exceeds the memory by the fewest bytes, with changes that make it fit."""

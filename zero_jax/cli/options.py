@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NoReturn
 
 from zero_jax.cli.config_classes import option_fields
-from zero_jax.cli.help import Help
+from zero_jax.cli.help import CONFIGS, Help
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.extras import pip_install
 from zero_jax.core.field_checks import FieldKind
@@ -32,21 +32,8 @@ PathPlace = Literal["local", "anywhere"]
 # The schemes of buckets, each with the packages of which one is needed: checkpoints go through etils.epath and
 # tensorstore, which both have to support the scheme.
 _SCHEMES: Mapping[str, tuple[str, ...]] = {"gs": ("gcsfs", "tensorflow"), "s3": ("s3fs",)}
-# The text options that are paths.
-PLACES: Mapping[str, PathPlace] = {
-    "DataConfig.data": "local",
-    "DataConfig.tokenizer": "local",
-    "DataConfig.token_cache": "local",
-    "TrainConfig.out": "local",
-    "TrainConfig.name": "local",
-    "TrainConfig.checkpoints": "anywhere",
-    "TrainConfig.init_from": "anywhere",
-    "PlanConfig.cache": "local",
-    "LoraConfig.lora_from": "local",
-    "from_hf": "local",
-}
-# Integers of 64 bits, or bounded by the machine; all others are 32 bits on a device.
-_WIDE = frozenset({"batch_size", "combine_bytes", "host_memory_bytes", "min_shard_size", "seed"})
+# Names of fields, by what they have in common.
+_FIELDS: Mapping[str, list[str]] = {name: text.split() for name, text in CONFIGS["fields"].items()}
 _EXPLICIT, _FROM_FILE = "explicit options", "options of the config file"
 
 
@@ -217,8 +204,9 @@ def is_path(action: argparse.Action) -> bool:
 
 def limits_of(destination: str) -> dict[str, Any]:
     """Returns the limits of `check_value` for an option by its destination."""
-    is_wide = destination.rpartition(".")[2] in _WIDE
-    return {"place": PLACES.get(destination), "largest": _LARGEST_INTEGER if is_wide else _LARGEST_COUNT}
+    is_wide = destination.rpartition(".")[2] in _FIELDS["wide"]
+    place = next((place for place in ("local", "anywhere") if destination in _FIELDS[place]), None)
+    return {"place": place, "largest": _LARGEST_INTEGER if is_wide else _LARGEST_COUNT}
 
 
 def field_values(config: type | str, options: argparse.Namespace) -> dict[str, Any]:

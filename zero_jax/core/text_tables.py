@@ -33,14 +33,15 @@ class Report:
 def plain(value: Any, *, own: bool = True) -> Any:
     """Returns a value as JSON has it: of a dataclass the fields and properties by name, None for a number not finite.
 
-    A result's own `to_json` comes first, if it is to be asked (`own`).
+    Functions are left out. A result's own `to_json` comes first, if it is to be asked (`own`).
     """
     if own and isinstance(value, Report):
         return value.to_json()
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         names += [name for kind in type(value).__mro__ for name, x in vars(kind).items() if isinstance(x, property)]
-        return {name: plain(getattr(value, name)) for name in names if not name.startswith("_")}
+        figures = {name: getattr(value, name) for name in names if not name.startswith("_")}
+        return {name: plain(x) for name, x in figures.items() if not callable(x)}
     if isinstance(value, Mapping):
         return {key if isinstance(key, str | int) else str(key): plain(x) for key, x in value.items()}
     if isinstance(value, list | tuple):

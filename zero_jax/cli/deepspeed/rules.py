@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from zero_jax.cli.deepspeed.rows import KEYS, OTHER_OPTIMIZERS, DeepSpeedValues, KeyRow, Rule, check
+from zero_jax.cli.deepspeed.rows import KEYS, OTHER_OPTIMIZERS, DeepSpeedValues, KeyRow, check
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.tree import shown
 from zero_jax.trainer import OptimizerConfig
@@ -169,29 +169,23 @@ def _divided(total: int, part: int, label: str) -> int:
     return total // part
 
 
-def batch(setting: str) -> Rule:
-    """The rule of the batch size or the microbatches: of three keys, DeepSpeed infers one."""
-
-    def rule(values: DeepSpeedValues, key: str) -> KeyRow | None:
-        value = _inferred_batch(values)[key]
-        if values.is_auto(key) and value is None:
-            needed = "" if key == _NUM else ", or give --devices and --per-device-batch-size"
-            return values.auto(key, f"{setting}{needed}")
-        if value is None:
-            if any(map(values.is_auto, _BATCH)) or not any(name in values for name in _BATCH):
-                return None
-            needed = f"DeepSpeed infers it by {_SIZE} = {_MICRO_SIZE} x {_NUM} x devices: give --devices, or set"
-            return values.row(key, "not translated", f"{needed} {setting}")
-        notes = [] if key in values else ["as DeepSpeed infers it"]
-        if values.is_auto(key):
-            notes = [
-                "as the Hugging Face Trainer computes it, gradient_accumulation_steps of 1 where that is auto, too"
-            ]
-        if key == _NUM and value > 1:
-            notes += ["microbatches are weighted by their tokens here, and equally there: the same in packed rows"]
-        return values.row(key, "translated", "; ".join(notes), {setting: value})
-
-    return rule
+def batch(values: DeepSpeedValues, key: str) -> KeyRow | None:
+    """The batch size or the microbatches: of three keys, DeepSpeed infers one."""
+    value, setting = _inferred_batch(values)[key], KEYS[key].setting
+    if values.is_auto(key) and value is None:
+        needed = "" if key == _NUM else ", or give --devices and --per-device-batch-size"
+        return values.auto(key, f"{setting}{needed}")
+    if value is None:
+        if any(map(values.is_auto, _BATCH)) or not any(name in values for name in _BATCH):
+            return None
+        needed = f"DeepSpeed infers it by {_SIZE} = {_MICRO_SIZE} x {_NUM} x devices: give --devices, or set"
+        return values.row(key, "not translated", f"{needed} {setting}")
+    notes = [] if key in values else ["as DeepSpeed infers it"]
+    if values.is_auto(key):
+        notes = ["as the Hugging Face Trainer computes it, gradient_accumulation_steps of 1 where that is auto, too"]
+    if key == _NUM and value > 1:
+        notes += ["microbatches are weighted by their tokens here, and equally there: the same in packed rows"]
+    return values.row(key, "translated", "; ".join(notes), {setting: value})
 
 
 def microbatch_size(values: DeepSpeedValues, key: str) -> KeyRow:
@@ -288,7 +282,7 @@ def _param(values: DeepSpeedValues, key: str) -> KeyRow | None:
         return values.row(key, "not translated", f"it is not of {kind}")
     if values.is_auto(key):
         return values.auto(key, entry.setting or entry.differs or "it has no counterpart")
-    return _PARAM_RULES.get(key, by_table)(values, key)
+    return _own_row(values, key)
 
 
 def optimizer_param(values: DeepSpeedValues, key: str) -> KeyRow | None:
@@ -315,8 +309,8 @@ def _untranslated(values: DeepSpeedValues, key: str, reason: str) -> KeyRow | No
 
 def _rows(values: DeepSpeedValues) -> list[KeyRow]:
     """Makes the rows of the optimizer's params, those of the file first."""
-    keys = [key for key in values.by_key if key in _PARAMS] + [key for key in _PARAMS if key not in values]
-    return [row for key in keys if (row := _param(values, key)) is not None]
+    keys = [*values.by_key, *(key for key in KEYS if key not in values)]
+    return [row for key in keys if key in KEYS and key.startswith(PARAMS) and (row := _param(values, key)) is not None]
 
 
 def _blocking(values: DeepSpeedValues) -> list[str]:
@@ -325,14 +319,16 @@ def _blocking(values: DeepSpeedValues) -> list[str]:
     return [row.key for row in rows if row.key.removeprefix(PARAMS) in _BLOCKING]
 
 
-def _learning_rate(values: DeepSpeedValues, key: str) -> KeyRow:
+def learning_rate(values: DeepSpeedValues, key: str) -> KeyRow:
+    """The learning rate, which a scheduler may set."""
     if values.get("scheduler.type") in ("WarmupLR", "WarmupDecayLR") and _max_rate(values)[0] is not None:
         return values.row(key, "no meaning", "the scheduler sets the rate")
     rate = float(values.get(key, 1e-3))
     return values.row(key, "translated", values.default_of(key), {"optimizer.learning_rate": rate})
 
 
-def _betas(values: DeepSpeedValues, key: str) -> KeyRow:
+def betas(values: DeepSpeedValues, key: str) -> KeyRow:
+    """The decay rates of the moments."""
     betas = values.get(key, (0.9, 0.999))
     if len(betas) != 2 or not all(isinstance(x, int | float) and not isinstance(x, bool) for x in betas):
         raise ValueError(f"{key} = {shown(betas)}: give two numbers, such as [0.9, 0.999]")
@@ -340,7 +336,8 @@ def _betas(values: DeepSpeedValues, key: str) -> KeyRow:
     return values.row(key, "translated", values.default_of(key), {"optimizer.beta1": beta1, "optimizer.beta2": beta2})
 
 
-def _weight_decay(values: DeepSpeedValues, key: str) -> KeyRow:
+def weight_decay(values: DeepSpeedValues, key: str) -> KeyRow:
+    """The weight decay."""
     is_torch = _name(values) == "adamw" and values.get(f"{PARAMS}torch_adam") is True
     decay = float(values.get(key, 0.01 if is_torch else 0.0))
     note = (
@@ -350,14 +347,16 @@ def _weight_decay(values: DeepSpeedValues, key: str) -> KeyRow:
     return values.row(key, "translated", note if decay else values.default_of(key), {"optimizer.weight_decay": decay})
 
 
-def _momentum(values: DeepSpeedValues, key: str) -> KeyRow:
+def momentum(values: DeepSpeedValues, key: str) -> KeyRow:
+    """SGD's momentum, which is Nesterov's here."""
     momentum = values.get(key, 0.0)
     if momentum and values.get(f"{PARAMS}nesterov") is not True:
         return values.row(key, "not translated", _NESTEROV)
     return values.row(key, "translated", values.default_of(key, "PyTorch"), {"optimizer.momentum": float(momentum)})
 
 
-def _adam_w_mode(values: DeepSpeedValues, key: str) -> KeyRow:
+def adam_w_mode(values: DeepSpeedValues, key: str) -> KeyRow:
+    """Whether weight decay is decoupled."""
     if _name(values) == "adamw" or values.get(key) is not False:
         return values.row(key, "same", "weight decay is decoupled")
     if not values.get(f"{PARAMS}weight_decay"):
@@ -365,12 +364,14 @@ def _adam_w_mode(values: DeepSpeedValues, key: str) -> KeyRow:
     return values.row(key, "not translated", "weight decay in the gradient (L2) does not exist here")
 
 
-def _max_grad_norm(values: DeepSpeedValues, key: str) -> KeyRow:
+def max_grad_norm(values: DeepSpeedValues, key: str) -> KeyRow:
+    """A bound that DeepSpeed has elsewhere."""
     note = "DeepSpeed refuses it: it is gradient_clipping there, zero.clip_norm here"
     return values.row(key, "not translated" if values.get(key) else "off", note)
 
 
-def _nesterov(values: DeepSpeedValues, key: str) -> KeyRow:
+def nesterov(values: DeepSpeedValues, key: str) -> KeyRow:
+    """Whether SGD's momentum is Nesterov's."""
     if values.get(key) is True or not values.get(f"{PARAMS}momentum"):
         return values.row(key, "same")
     return values.row(key, "not translated", _NESTEROV)
@@ -408,7 +409,8 @@ def scheduler_type(values: DeepSpeedValues, key: str) -> KeyRow:
     return values.row(key, "not translated", note)
 
 
-def _warmup_steps(values: DeepSpeedValues, key: str) -> KeyRow:
+def warmup_steps(values: DeepSpeedValues, key: str) -> KeyRow:
+    """The steps of the rise."""
     steps = values.get(key, 1000)
     if not isinstance(steps, int) or steps < 0:
         raise ValueError(f"{key} = {shown(steps)}: give a number of steps")
@@ -418,7 +420,8 @@ def _warmup_steps(values: DeepSpeedValues, key: str) -> KeyRow:
     return values.row(key, "translated", note, {"optimizer.warmup_steps": max(2, steps)})
 
 
-def _peak(values: DeepSpeedValues, key: str) -> KeyRow:
+def peak(values: DeepSpeedValues, key: str) -> KeyRow:
+    """The highest rate."""
     rate, why = _max_rate(values)
     if rate is None:
         return values.row(key, "not translated", why)
@@ -427,7 +430,8 @@ def _peak(values: DeepSpeedValues, key: str) -> KeyRow:
     return values.row(key, "translated", why, {"optimizer.learning_rate": rate})
 
 
-def _total_steps(values: DeepSpeedValues, key: str) -> KeyRow:
+def total_steps(values: DeepSpeedValues, key: str) -> KeyRow:
+    """The steps until the rate has fallen."""
     steps = values.get(key)
     if not isinstance(steps, int) or steps < 1:
         kind = values.get("scheduler.type")
@@ -435,50 +439,23 @@ def _total_steps(values: DeepSpeedValues, key: str) -> KeyRow:
     return values.row(key, "translated", "the rate falls until the last step", {"run.steps": steps})
 
 
-def _final_rate(values: DeepSpeedValues, key: str) -> KeyRow:
+def final_rate(values: DeepSpeedValues, key: str) -> KeyRow:
+    """The share of the rate that is left at the end."""
     share = values.get(key, 1e-4)
     if not 0 <= share <= 1:
         raise ValueError(f"{key} = {share}: give a share of the rate, at least 0 and at most 1")
     return values.row(key, "translated", values.default_of(key), {"optimizer.final_learning_rate": float(share)})
 
 
-_PARAM_RULES: Mapping[str, Rule] = {
-    f"{PARAMS}lr": _learning_rate,
-    f"{PARAMS}betas": _betas,
-    f"{PARAMS}weight_decay": _weight_decay,
-    f"{PARAMS}momentum": _momentum,
-    f"{PARAMS}nesterov": _nesterov,
-    f"{PARAMS}adam_w_mode": _adam_w_mode,
-    f"{PARAMS}max_grad_norm": _max_grad_norm,
-    f"{SCHEDULE}warmup_num_steps": _warmup_steps,
-    f"{SCHEDULE}warmup_max_lr": _peak,
-    f"{SCHEDULE}total_num_steps": _total_steps,
-    f"{SCHEDULE}cos_min_ratio": _final_rate,
-}
-_PARAMS = [key for key in KEYS if key.startswith(PARAMS)]
-# The rules of optimizer and schedule, in the order of their rows.
-OPTIMIZER_RULES: Mapping[str, Rule] = {
-    "optimizer.type": optimizer_type,
-    **dict.fromkeys(_PARAMS, optimizer_param),
-    "scheduler.type": scheduler_type,
-    **dict.fromkeys((key for key in KEYS if key.startswith(SCHEDULE)), scheduler_param),
-}
-# The rules of the keys that have more than a row of the table.
-RULES: Mapping[str, Rule] = {
-    "zero_optimization": old_stage,
-    "zero_optimization.stage": stage,
-    "zero_optimization.mics_shard_size": replicas,
-    _OFFLOAD: offload,
-    "zero_optimization.cpu_offload": old_offload,
-    "zero_optimization.zero_quantized_weights": quantized,
-    "zero_optimization.zero_quantized_gradients": quantized,
-    **dict.fromkeys(_PRECISIONS, precision),
-    "bf16 and fp16": no_precision,
-    _SIZE: batch("run.batch_size"),
-    _MICRO_SIZE: microbatch_size,
-    _NUM: batch("zero.num_microbatches"),
-    "gradient_clipping": clipping,
-    "activation_checkpointing.partition_activations": partitioned_residuals,
-    "wandb": wandb,
-    **OPTIMIZER_RULES,
-}
+def row_of(values: DeepSpeedValues, key: str) -> KeyRow | None:
+    """Makes the row of a key; None for one that the file does not have and that has no row then."""
+    if key.startswith(PARAMS):
+        return optimizer_param(values, key)
+    if key.startswith(SCHEDULE):
+        return scheduler_param(values, key)
+    return _own_row(values, key) if key in KEYS else no_precision(values, key)
+
+
+def _own_row(values: DeepSpeedValues, key: str) -> KeyRow | None:
+    """Makes the row of a key by the function that the table names."""
+    return globals()[KEYS[key].rule](values, key)

@@ -44,38 +44,46 @@ def plot_memory(
     if not bars:
         raise ValueError("plot_memory: there are no bars to draw")
     figure = new_figure(path, width=max(7.5, 1.1 * len(bars) + 1.5), height=4.8)
+    from matplotlib.patches import Patch
+
     panel = figure.subplots()
-    shown: dict[str, str] = {}
     for i, (formula, measured) in enumerate(bars.values()):
         # The two bars of a stage touch; a stage of one bar has it in the middle.
         offset = 0 if measured is None else _BAR_WIDTH / 2
-        shown |= _draw_bar(panel, i - offset, formula, alpha=0.45, hatch="///")
-        shown |= {} if measured is None else _draw_bar(panel, i + offset, measured)
+        _draw_bar(panel, i - offset, formula, alpha=0.45, hatch="///")
+        if measured is not None:
+            _draw_bar(panel, i + offset, measured)
     panel.set_xticks(range(len(bars)), list(bars))
     panel.set_xlim(-0.6, len(bars) - 0.4)
     tidy(panel)
     panel.grid(axis="x", visible=False)
     if capacity_bytes is not None:
-        panel.axhline(capacity_bytes / 1e9, color="#D55E00", linewidth=1, linestyle="--")
+        label = f"memory of a device ({_gb(capacity_bytes / 1e9)} GB)"
+        panel.axhline(capacity_bytes / 1e9, color="#D55E00", linewidth=1, linestyle="--", label=label)
     panel.set_ylabel("memory per device (GB = 10⁹ bytes)")
     panel.set_ylim(0, panel.get_ylim()[1] * 1.06)
     if title:
         figure.suptitle(title)
-    has_measured = any(measured is not None for _, measured in bars.values())
-    handles = _memory_legend(shown, capacity_bytes, has_measured=has_measured)
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4), frameon=False)
+    handles = {label: handle for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    gray: dict[str, Any] = {"facecolor": "#666666", "edgecolor": "white"}
+    handles["formula"] = Patch(**gray, alpha=0.45, hatch="///")
+    if any(measured is not None for _, measured in bars.values()):
+        handles["measured"] = Patch(**gray)
+    place: dict[str, Any] = {"loc": "outside lower center", "ncols": min(len(handles), 4)}
+    figure.legend(list(handles.values()), list(handles), **place, frameon=False)
     save_figure(figure, path)
 
 
-def _draw_bar(panel: Any, x: float, groups: Mapping[str, float], **style: Any) -> dict[str, str]:
-    """Draws a stacked bar with its sum above it; returns its parts, with their colours."""
-    bottom, parts = 0.0, _stack(groups)
-    for size, color in parts.values():
-        panel.bar(x, size, _BAR_WIDTH * 0.94, bottom, color=color, edgecolor="white", linewidth=0.4, **style)
+def _draw_bar(panel: Any, x: float, groups: Mapping[str, float], **style: Any) -> None:
+    """Draws a stacked bar with its sum above it."""
+    bottom = 0.0
+    for part, (size, color) in _stack(groups).items():
+        panel.bar(
+            x, size, _BAR_WIDTH * 0.94, bottom, color=color, edgecolor="white", linewidth=0.4, label=part, **style
+        )
         bottom += size
     place: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "bottom"}
     panel.annotate(_gb(bottom), (x, bottom), (0, 2), **place, fontsize=7.5)
-    return {part: color for part, (_, color) in parts.items()}
 
 
 def _stack(groups: Mapping[str, float]) -> dict[str, tuple[float, str]]:
@@ -84,22 +92,6 @@ def _stack(groups: Mapping[str, float]) -> dict[str, tuple[float, str]]:
     sums = {part: (sum(groups.get(name, 0) for name in names), color) for part, (names, color) in _PARTS.items()}
     sums[_OTHER[0]] = (sum(size for name, size in groups.items() if name not in part_groups), _OTHER[1])
     return {part: (size / 1e9, color) for part, (size, color) in sums.items() if size}
-
-
-def _memory_legend(shown: Mapping[str, str], capacity_bytes: float | None, *, has_measured: bool) -> list[Any]:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    order = [*_PARTS, _OTHER[0]]
-    handles: list[Any] = [Patch(color=shown[part], label=part) for part in order if part in shown]
-    gray: dict[str, Any] = {"facecolor": "#666666", "edgecolor": "white"}
-    handles.append(Patch(**gray, alpha=0.45, hatch="///", label="formula"))
-    if has_measured:
-        handles.append(Patch(**gray, label="measured"))
-    if capacity_bytes is not None:
-        label = f"memory of a device ({_gb(capacity_bytes / 1e9)} GB)"
-        handles.append(Line2D([], [], color="#D55E00", linewidth=1, linestyle="--", label=label))
-    return handles
 
 
 def _gb(size: float) -> str:

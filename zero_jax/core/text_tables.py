@@ -46,11 +46,13 @@ def plain(value: Any, *, own: bool = True) -> Any:
         return {key if isinstance(key, str | int) else str(key): plain(x) for key, x in value.items()}
     if isinstance(value, list | tuple):
         return [plain(x) for x in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | str):
+        return value
     if isinstance(value, numbers.Integral):
-        return value if isinstance(value, bool) else int(value)
-    return value if value is None or isinstance(value, str) else str(value)
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else None
+    return str(value)
 
 
 def printable(text: object, *, limit: int = 300, keep: str = "") -> str:

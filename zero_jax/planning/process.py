@@ -1,5 +1,6 @@
 """Compiles a job, by default in another process: a compiler that crashes or runs out of memory ends that one alone.
 
+Where blocks keep what fits (`remat="auto"`), what the compiler needs corrects what was estimated to be left.
 Like every launcher, this module reads the environment and passes a changed one to the processes that it starts.
 """
 

@@ -66,7 +66,7 @@ def main() -> int:
             overlap=not options.no_overlap,
         ),
     )
-    policies = remat_policies(job.loss_fn, job.config, tuple(dict.fromkeys(remat for *_, remat in SPREAD)))
+    policies = remat_policies(job.loss_fn, job.config, tuple(dict.fromkeys(remat for *_, remat in SPREAD)), {})
     estimator = Estimator(job, policies)
     rows, ratios = [("setting", "estimated s", "compiled s", "ratio")], []
     for stage, replica, model, k, remat in SPREAD[: options.first]:

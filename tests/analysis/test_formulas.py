@@ -38,8 +38,8 @@ def test_model_states_of_other_optimizers_and_dtypes():
 
 def test_largest_model_fills_the_device():
     for sharded in PAPER_CASES.values():
-        largest = max_params(32e9, sharded=sharded, num_devices=64, model=2, optimizer_bytes=8)
-        held = model_state_bytes(largest / 2, sharded=sharded, num_devices=64, optimizer_bytes=8)
+        largest = max_params(32e9, sharded=sharded, num_devices=64, model=2)
+        held = model_state_bytes(largest / 2, sharded=sharded, num_devices=64)
         assert sum(held.values()) == pytest.approx(32e9)
 
 
@@ -56,11 +56,7 @@ def test_residuals():
 
 
 def test_traffic():
-    # Three of four devices' parts come from others.
-    assert moved_elements(100, sharded=set(), num_devices=4) == 150
-    assert moved_elements(100, sharded={"opt_state", "grads"}, num_devices=4) == 150
-    assert moved_elements(100, sharded=ALL, num_devices=4) == 225
-    assert moved_elements(100, sharded=ALL, num_devices=1) == 0
+    assert moved_elements(100, sharded=set()) == moved_elements(100, sharded={"opt_state", "grads"}) == 200
     assert moved_elements(100, sharded=ALL) == 300
 
 
@@ -69,17 +65,6 @@ def test_params_of_a_transformer():
     assert transformer_params(num_layers=2, d_model=4, vocab_size=10, seq_len=3) == 384 + 52
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: model_state_bytes(1, sharded={"moments"}, num_devices=1), "opt_state"),
-        (lambda: model_state_bytes(1, sharded="params", num_devices=1), "give a set of groups"),
-        (lambda: model_state_bytes(1, sharded=(), num_devices=0), "at least one device"),
-        (lambda: model_state_bytes(-1, sharded=(), num_devices=1), "no negative"),
-        (lambda: moved_elements(1, sharded=(), num_devices=0), "at least one device"),
-        (lambda: TransformerResiduals(num_layers=1, d_model=0, batch_size=1, seq_len=1), "d_model=0 is not positive"),
-    ],
-)
-def test_refuses(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+def test_refuses():
+    with pytest.raises(ValueError, match="d_model=0 is not positive"):
+        TransformerResiduals(num_layers=1, d_model=0, batch_size=1, seq_len=1)

@@ -46,7 +46,7 @@ def lowered():
 
 def key(lowered, job=None):
     job = job or job_of()
-    return compile_key.compile_key(lowered, job, job.mesh())
+    return compile_key.digest(compile_key.compile_inputs(lowered, job, job.mesh()))
 
 
 def scoped(params, batch):

@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 import zero_jax as zero
 from zero_jax.cli import commands as cli
+from zero_jax.cli import plan as cli_plan
 from zero_jax.cli.models import planned as activations
 from zero_jax.cli.models import presets
 from zero_jax.cli.options import explicit
-from zero_jax.cli.plan import commands as cli_plan
 from zero_jax.models import gpt
 from zero_jax.planning import estimates, links, plans, ranking
 
@@ -187,7 +187,7 @@ def test_offload_is_searched_where_nothing_fits():
     assert tried(found, "offload") == {None, "optimizer", "state", "all"}
     assert found.best.offload == "optimizer" and json.loads(json.dumps(found.to_json()))["best"]["offload"]
     by_offload = {x.setting.offload: x for x in found.ranked}
-    assert by_offload["optimizer"].host_bytes == pytest.approx(8 * 1.6e9, rel=0.001)
+    assert by_offload["optimizer"].figures.host_bytes == pytest.approx(8 * 1.6e9, rel=0.001)
     assert "host GB" in str(found) and "12.8" in str(found)
     assert tried(by_estimate(large_loss, large, **options, offloads=()), "offload") == {None}
     assert tried(by_estimate(large_loss, large, **options, offloads=("state",)), "offload") == {None, "state"}
@@ -374,7 +374,7 @@ def stack(key):
 def test_remat_policies_are_searched_for_a_model_that_knows_of_none():
     said = []
     found = by_estimate(scanned, stack, stages=(3,), max_num_microbatches=1, log=said.append)
-    assert {x.setting.remat for x in found.ranked if x.host_bytes} == {"dots_offloaded", "full_offloaded"}
+    assert {x.setting.remat for x in found.ranked if x.figures.host_bytes} == {"dots_offloaded", "full_offloaded"}
     assert tried(found, "remat") == {"none", "auto", "dots", "full", "dots_offloaded", "full_offloaded"}
     assert "remat=own is left out: it is none for this model" in said
     specs = {"up": P(None, None, "model"), "down": P(None, "model", None)}

@@ -12,7 +12,7 @@ import pytest
 
 import zero_jax as zero
 from zero_jax.models import gpt
-from zero_jax.planning import estimates, kept_values, plans, ranking
+from zero_jax.planning import estimates, plans, process, ranking
 from zero_jax.planning import report as plan_report
 from zero_jax.sharding.topology import HARDWARE
 from zero_jax.training import MEMORY_ROOM
@@ -69,7 +69,7 @@ class Compiled:
 
 def reported(monkeypatch, job, beside, **options):
     """Returns the report on a job, and all that were compiled, of programs that need so much beside what they keep."""
-    compiled, kept, choose = [], [], kept_values._choice
+    compiled, kept, choose = [], [], process._choice
 
     def choice(job, remat):
         chosen = choose(job, remat)
@@ -80,10 +80,10 @@ def reported(monkeypatch, job, beside, **options):
         compiled.append(Compiled(job.config, kept[-1] + beside))
         return compiled[-1]
 
-    monkeypatch.setattr(kept_values, "make_report", make_report)
-    monkeypatch.setattr(kept_values, "_choice", choice)
-    report_of = lambda job, known: kept_values.report_on(job, name="test", known=known)  # noqa: E731
-    return kept_values.corrected(job, report_of, **options), compiled
+    monkeypatch.setattr(process, "make_report", make_report)
+    monkeypatch.setattr(process, "_choice", choice)
+    report_of = lambda job, known: process.report_on(job, on_phase=str, name="test", known=known)  # noqa: E731
+    return process.corrected(job, report_of, **options), compiled
 
 
 def test_the_budget_is_what_the_step_leaves_and_the_compiler_corrects_it(monkeypatch):
@@ -92,7 +92,7 @@ def test_the_budget_is_what_the_step_leaves_and_the_compiler_corrects_it(monkeyp
     assert report.values.kept_bytes + 14e9 <= USABLE
     assert report.remat.startswith("auto:")
     # Its name leads to the same values again, which is what a config file has.
-    again = kept_values._choice(make_job(), resolve_remat(report.values.policy_name))
+    again = process._choice(make_job(), resolve_remat(report.values.policy_name))
     assert again.remat == report.values.remat
 
 
@@ -118,13 +118,13 @@ def test_a_budget_that_is_given_is_not_corrected(monkeypatch):
 
 def test_what_does_not_fit_beside_the_blocks_is_refused():
     with pytest.raises(ValueError, match="GB a device beside what blocks keep, by estimate"):
-        kept_values._choice(make_job(num_examples=2**16), resolve_remat("auto"))
+        process._choice(make_job(num_examples=2**16), resolve_remat("auto"))
 
 
 def test_a_pipeline_is_refused():
     job = dataclasses.replace(make_job(num_microbatches=4), pipe=2)
     with pytest.raises(ValueError, match="stages of a pipeline keep"):
-        kept_values._choice(job, resolve_remat("auto"))
+        process._choice(job, resolve_remat("auto"))
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import random
 import re
 
@@ -11,8 +12,14 @@ import pytest
 from zero_jax.analysis.formulas import PAPER_CASES, model_state_bytes
 from zero_jax.core.text_tables import format_bytes
 from zero_jax.planning.errors import SettingRefused
-from zero_jax.planning.ranking import Candidate, Estimated, Outcome
-from zero_jax.planning.search import Search, Space, candidates
+from zero_jax.planning.ranking import Candidate, Figures
+from zero_jax.planning.search import Search, candidates
+
+
+def settings_of(num_devices=8, num_slices=1, **choices):
+    choices = {"stage": (0, 1, 2, 3), "batch_size": (32,), **choices}
+    return candidates(choices, num_devices=num_devices, num_slices=num_slices)
+
 
 STAGES = dict(enumerate(PAPER_CASES.values()))
 
@@ -22,7 +29,7 @@ def estimate(setting):
     states = sum(model_state_bytes(1.6e9, sharded=STAGES[setting.stage], num_devices=setting.data).values())
     residuals = 0.5e9 * setting.batch_size // (setting.replica * setting.data * setting.num_microbatches)
     seconds = 1 + 0.1 * setting.num_microbatches + (0.5 if setting.stage == 3 else 0)
-    return Estimated(
+    return Figures(
         bytes=states + residuals,
         seconds=seconds,
         note=f"{format_bytes(states, decimals=1)} of model state",
@@ -31,7 +38,7 @@ def estimate(setting):
 
 def as_estimated(setting):
     got = estimate(setting)
-    return Outcome(fits=True, bytes=got.bytes, seconds=got.seconds)
+    return Figures(fits=True, bytes=got.bytes, seconds=got.seconds)
 
 
 class Compiler:
@@ -46,7 +53,7 @@ class Compiler:
 
 
 def run(settings=None, *, compiler=None, capacity_bytes=16e9, estimate=estimate, fallback=(), **options):
-    settings = candidates(Space(num_devices=8, batch_sizes=(32,))) if settings is None else settings
+    settings = settings_of() if settings is None else settings
     search = Search(estimate=estimate, compile=compiler or Compiler(), capacity_bytes=capacity_bytes, **options)
     return search.run(settings, fallback)
 
@@ -55,7 +62,7 @@ def run(settings=None, *, compiler=None, capacity_bytes=16e9, estimate=estimate,
 
 
 def test_candidates_multiply_up_and_divide():
-    found = candidates(Space(num_devices=8, batch_sizes=(48,), remats=("full", "dots"), max_num_microbatches=4))
+    found = settings_of(num_devices=8, batch_size=(48,), remat=("full", "dots"), num_microbatches=range(1, 5))
     assert len(set(found)) == len(found)
     for s in found:
         assert s.replica * s.data * s.model == 8 and 48 % (s.replica * s.data * s.num_microbatches) == 0
@@ -65,19 +72,19 @@ def test_candidates_multiply_up_and_divide():
 
 
 def test_candidates_of_one_device_and_of_the_model_axis():
-    assert {(s.stage, s.replica, s.data) for s in candidates(Space(num_devices=1, batch_sizes=(1,)))} == {
+    assert {(s.stage, s.replica, s.data) for s in settings_of(num_devices=1, batch_size=(1,))} == {
         (0, 1, 1),
         (3, 1, 1),
     }
-    assert {s.stage for s in candidates(Space(num_devices=1, batch_sizes=(1,), stages=(2, 1)))} == {2}
-    found = candidates(Space(num_devices=8, batch_sizes=(8,), models=(1, 2, 3, 4), stages=(3,)))
+    assert {s.stage for s in settings_of(num_devices=1, batch_size=(1,), stage=(2, 1))} == {2}
+    found = settings_of(num_devices=8, batch_size=(8,), model=(1, 2, 3, 4), stage=(3,))
     assert {s.model for s in found} == {1, 2, 4}  # 8 devices do not split into 3
     assert {s.data * s.replica for s in found if s.model == 4} == {2}
 
 
 def test_candidates_of_a_pipeline_have_microbatches_for_each_stage():
-    space = Space(num_devices=8, batch_sizes=(16,), pipes=(1, 2, 3, 4), pipelines=("gpipe", "1f1b"), num_slices=2)
-    found = candidates(dataclasses.replace(space, secondaries=(False, True)))
+    space = {"num_slices": 2, "batch_size": (16,), "pipeline": ("gpipe", "1f1b"), "secondary": (False, True)}
+    found = settings_of(**space, pipe=(1, 2, 3, 4))
     staged = [s for s in found if s.pipe > 1]
     assert {(s.pipe, s.pipeline) for s in staged} == {(2, "gpipe"), (2, "1f1b"), (4, "gpipe"), (4, "1f1b")}
     assert all(s.replica * s.data * s.pipe == 8 and s.num_microbatches % s.pipe == 0 for s in staged)
@@ -86,23 +93,23 @@ def test_candidates_of_a_pipeline_have_microbatches_for_each_stage():
     assert {s.pipeline for s in found if s.pipe == 1} == {"gpipe"}
     assert "data=2 pipe=4 microbatches=8 remat=full 1f1b" in " ".join(map(str, staged))
     with pytest.raises(ValueError, match="pipe=3 does not divide num_devices=8"):
-        candidates(dataclasses.replace(space, pipes=(3,)))
+        settings_of(**space, pipe=(3,))
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_devices": 8, "batch_sizes": (12,)}, "batch_size=8 or 16"),
-        ({"num_devices": 8, "batch_sizes": (4,)}, "try batch_size=8$"),
-        ({"num_devices": 8, "batch_sizes": (8,), "models": (3,)}, "try model=1"),
-        ({"num_devices": 0, "batch_sizes": (8,)}, "positive"),
-        ({"num_devices": 8, "batch_sizes": (8,), "stages": (4,)}, "unknown ZeRO stage"),
-        ({"num_devices": 8, "batch_sizes": (8,), "replicas": (3,)}, r"with replica in \(3,\)"),
+        ({"num_devices": 8, "batch_size": (12,)}, "batch_size=8 or 16"),
+        ({"num_devices": 8, "batch_size": (4,)}, "try batch_size=8$"),
+        ({"num_devices": 8, "batch_size": (8,), "model": (3,)}, "try model=1"),
+        ({"num_devices": 0, "batch_size": (8,)}, "positive"),
+        ({"num_devices": 8, "batch_size": (8,), "stage": (4,)}, "unknown ZeRO stage"),
+        ({"num_devices": 8, "batch_size": (8,), "replica": (3,)}, r"with replica in \(3,\)"),
     ],
 )
 def test_candidates_refuses(fields, message):
     with pytest.raises(ValueError, match=message):
-        candidates(Space(**fields))
+        settings_of(**fields)
 
 
 # Search.
@@ -118,7 +125,7 @@ def test_prunes_by_estimate_and_says_by_how_much():
     )
     assert not any(setting in reasons for setting in compiler.asked)
     everything = {entry.setting for entry in (*got.ranked, *got.rejected)}
-    assert everything == set(candidates(Space(num_devices=8, batch_sizes=(32,))))
+    assert everything == set(settings_of())
     assert all(estimate(entry.setting).bytes <= 16e9 for entry in got.ranked)
     assert all(estimate(entry.setting).bytes > 16e9 for entry in got.rejected)
 
@@ -126,7 +133,7 @@ def test_prunes_by_estimate_and_says_by_how_much():
 def test_compiles_the_fastest_and_ranks_by_the_compiler():
     # The compiler finds what looks second best to be the fastest.
     compiled_seconds = itertools.chain([3.0, 2.0], itertools.repeat(4.0))
-    compiler = Compiler(lambda s: Outcome(fits=True, bytes=1e9, seconds=next(compiled_seconds)))
+    compiler = Compiler(lambda s: Figures(fits=True, bytes=1e9, seconds=next(compiled_seconds)))
     got = run(compiler=compiler, max_compiles=3)
     asked = [estimate(setting).seconds for setting in compiler.asked]
     assert asked == sorted(asked) and len(asked) == 3
@@ -153,7 +160,7 @@ def test_the_plain_setting_is_the_control():
 
 
 def test_the_next_plain_setting_is_the_control_where_the_compiler_refuses_the_first():
-    compiler = Compiler(lambda s: Outcome(fits=s.stage == 3, bytes=1e9 if s.stage == 3 else 99e9, seconds=1))
+    compiler = Compiler(lambda s: Figures(fits=s.stage == 3, bytes=1e9 if s.stage == 3 else 99e9, seconds=1))
     got = run(compiler=compiler, max_compiles=4, is_plain=is_plain)
     (control,) = [setting for setting in compiler.asked if setting.stage == 3 and is_plain(setting)][:1]
     assert control.num_microbatches == 1  # of all that fit, the fewest microbatches
@@ -167,29 +174,29 @@ def test_no_compiled_setting_is_faster_than_the_best(seed):
 
     def outcome(setting):
         unknown = draw.random() < 0.2
-        return Outcome(fits=draw.random() < 0.7, bytes=1e9, seconds=None if unknown else draw.lognormvariate(0, 2))
+        return Figures(fits=draw.random() < 0.7, bytes=1e9, seconds=math.inf if unknown else draw.lognormvariate(0, 2))
 
     compiler = Compiler(outcome)
     got = run(compiler=compiler, max_compiles=8, is_plain=is_plain)
     compiled = {x.setting: x.outcome.seconds for x in got.ranked if x.outcome}
     assert set(compiled) <= set(compiler.asked) and is_plain(compiler.asked[0])
-    if known := [seconds for seconds in compiled.values() if seconds is not None]:
+    if known := [seconds for seconds in compiled.values() if seconds < math.inf]:
         assert compiled[got.best] == min(known)
     # Compiled settings come first, and their times are never those of an estimate.
     assert [bool(x.outcome) for x in got.ranked] == [True] * len(compiled) + [False] * (len(got.ranked) - len(compiled))
-    assert all(x.seconds == (x.outcome.seconds or float("inf")) for x in got.ranked[: len(compiled)])
+    assert all(x.seconds == x.outcome.seconds for x in got.ranked[: len(compiled)])
 
 
 def test_the_next_setting_is_chosen_by_corrected_estimates():
     # No remat takes ten times as long as estimated: after one such program the others of its kind are not tried.
     def estimate(setting):
-        return Estimated(bytes=1e9, seconds=1.0 if setting.remat == "none" else 2.0 + setting.num_microbatches)
+        return Figures(bytes=1e9, seconds=1.0 if setting.remat == "none" else 2.0 + setting.num_microbatches)
 
     def outcome(setting):
-        return Outcome(fits=True, bytes=1e9, seconds=estimate(setting).seconds * (10 if setting.remat == "none" else 1))
+        return Figures(fits=True, bytes=1e9, seconds=estimate(setting).seconds * (10 if setting.remat == "none" else 1))
 
     compiler = Compiler(outcome)
-    settings = candidates(Space(num_devices=8, batch_sizes=(32,), stages=(3,), remats=("none", "full")))
+    settings = settings_of(stage=(3,), remat=("none", "full"))
     plain = lambda setting: setting.remat == "full" and is_plain(setting)  # noqa: E731
     got = run(settings, compiler=compiler, estimate=estimate, max_compiles=3, is_plain=plain)
     assert [setting.remat for setting in compiler.asked] == ["full", "none", "full"]
@@ -207,7 +214,7 @@ def test_goes_on_when_the_compiler_says_no():
     # The fastest, stage 2 over 8 devices in one microbatch, needs 3.2 + 2.8 + 2.0 = 8 GB by estimate, and 17.6 really.
     def outcome(setting):
         needed = 2.2 * estimate(setting).bytes
-        return Outcome(fits=needed <= 16e9, bytes=needed, seconds=1.0)
+        return Figures(fits=needed <= 16e9, bytes=needed, seconds=1.0)
 
     compiler = Compiler(outcome)
     got = run(compiler=compiler, max_compiles=6)
@@ -221,23 +228,21 @@ def test_goes_on_when_the_compiler_says_no():
     assert failed == sorted(set(failed), reverse=True)
     passed = [entry for entry in got.rejected if entry.kind == "passed over"]
     assert passed and all("needs no less by estimate than" in entry.reason for entry in passed)
-    assert len({*got.ranked, *got.rejected}) == len(candidates(Space(num_devices=8, batch_sizes=(32,))))
+    assert len({*got.ranked, *got.rejected}) == len(settings_of())
 
 
 def test_the_last_compile_goes_to_the_smallest():
-    compiler = Compiler(lambda s: Outcome(fits=False, error="crashed"))
+    compiler = Compiler(lambda s: Figures(fits=False, note="crashed"))
     got = run(compiler=compiler, max_compiles=3)
-    fitting = [
-        estimate(s).bytes for s in candidates(Space(num_devices=8, batch_sizes=(32,))) if estimate(s).bytes <= 16e9
-    ]
+    fitting = [estimate(s).bytes for s in settings_of() if estimate(s).bytes <= 16e9]
     assert estimate(compiler.asked[-1]).bytes == min(fitting)
     assert got.best is None and got.nearest is None and got.ranked
     assert "none of 3 compiled settings came out" in str(got) and "allow more compiles" in str(got)
 
 
 def test_what_is_left_to_compile_is_likely_to_fit_and_not_the_smallest():
-    compiler = Compiler(lambda s: Outcome(fits=(x := 2.2 * estimate(s).bytes) <= 16e9, bytes=x, seconds=1.0))
-    settings = candidates(Space(num_devices=8, batch_sizes=(32,)))
+    compiler = Compiler(lambda s: Figures(fits=(x := 2.2 * estimate(s).bytes) <= 16e9, bytes=x, seconds=1.0))
+    settings = settings_of()
     run(settings, compiler=compiler, max_compiles=2)
     first, last = map(estimate, compiler.asked)
     assert first.bytes * 2.2 > 16e9 >= last.bytes * 2.2
@@ -248,10 +253,10 @@ def test_what_is_left_to_compile_is_likely_to_fit_and_not_the_smallest():
 def test_settings_that_keep_what_fits_stay_where_another_is_too_large():
     def estimate(setting):
         bounded = setting.remat == "auto"
-        return Estimated(bytes=15e9 if bounded else 9e9, seconds=2.0 if bounded else 1.0, fills=bounded)
+        return Figures(bytes=15e9 if bounded else 9e9, seconds=2.0 if bounded else 1.0, fills=bounded)
 
-    compiler = Compiler(lambda s: Outcome(fits=s.remat == "auto", bytes=15e9 if s.remat == "auto" else 20e9, seconds=2))
-    settings = candidates(Space(num_devices=8, batch_sizes=(32,), stages=(3,), replicas=(1,), remats=("full", "auto")))
+    compiler = Compiler(lambda s: Figures(fits=s.remat == "auto", bytes=15e9 if s.remat == "auto" else 20e9, seconds=2))
+    settings = settings_of(stage=(3,), replica=(1,), remat=("full", "auto"))
     got = run(settings, compiler=compiler, estimate=estimate, max_compiles=2)
     assert [x.remat for x in compiler.asked] == ["full", "auto"] and got.best == compiler.asked[1]
 
@@ -260,11 +265,11 @@ def test_what_is_nearly_compiled_already_comes_later():
     seconds = {("full", 1): 1.0, ("full", 2): 1.01, ("dots", 1): 1.03, ("none", 1): 1.2}
 
     def estimate(setting):
-        return Estimated(bytes=1e9, seconds=seconds.get((setting.remat, setting.replica), 9.0))
+        return Figures(bytes=1e9, seconds=seconds.get((setting.remat, setting.replica), 9.0))
 
     remats = ("full", "dots", "none")
-    settings = candidates(Space(num_devices=8, batch_sizes=(8,), stages=(3,), replicas=(1, 2), remats=remats))
-    compiler = Compiler(lambda s: Outcome(fits=True, bytes=1e9, seconds=estimate(s).seconds))
+    settings = settings_of(num_devices=8, batch_size=(8,), stage=(3,), replica=(1, 2), remat=remats)
+    compiler = Compiler(lambda s: Figures(fits=True, bytes=1e9, seconds=estimate(s).seconds))
     run(settings, compiler=compiler, estimate=estimate, max_compiles=3)
     assert [(x.remat, x.replica) for x in compiler.asked] == [("full", 1), ("dots", 1), ("full", 2)]
 
@@ -291,7 +296,9 @@ def test_the_fastest_are_compiled_to_the_end():
 
     def outcome(setting):
         now = seconds[setting][min(compiler.asked.count(setting), 2) - 1]
-        return Outcome(fits=now is not None, bytes=1e9, seconds=now, error="" if now else "no room on the chip")
+        return Figures(
+            fits=now is not None, bytes=1e9, seconds=now or math.inf, note="" if now else "no room on the chip"
+        )
 
     compiler, said = Compiler(outcome), []
     found = run([a, b, c], compiler=compiler, max_compiles=3, needs_end=lambda x: compiler.asked.count(x) < 2,
@@ -301,7 +308,7 @@ def test_the_fastest_are_compiled_to_the_end():
     assert [(entry.setting, entry.kind) for entry in found.rejected] == [(a, "failed")]
     assert found.num_compiled == 3 and f"compiling to the end: {a}" in said
     # What is still the fastest by its last compile is not compared with others.
-    compiler = Compiler(lambda x: Outcome(fits=True, bytes=1e9, seconds={a: 1.0, b: 1.1, c: 1.2}[x]))
+    compiler = Compiler(lambda x: Figures(fits=True, bytes=1e9, seconds={a: 1.0, b: 1.1, c: 1.2}[x]))
     again = run([a, b, c], compiler=compiler, max_compiles=3, needs_end=lambda x: compiler.asked.count(x) < 2)
     assert again.best == a and compiler.asked.count(a) == 2 and len(compiler.asked) == 4
 
@@ -343,7 +350,7 @@ def test_estimates_that_refuse():
     # One line for all, then one for each.
     assert text.count("the flux capacitor needs stage 3") == 1
     with pytest.raises(ValueError, match="has to be in bytes and seconds"):
-        run(estimate=lambda s: Estimated(bytes=float("nan"), seconds=1))
+        run(estimate=lambda s: Figures(bytes=float("nan"), seconds=1))
 
 
 def test_nothing_fits():
@@ -362,8 +369,8 @@ def test_nothing_fits():
 
 
 def test_the_fallback_is_tried_where_nothing_fits():
-    settings = candidates(Space(num_devices=8, batch_sizes=(32,), stages=(2, 3)))
-    fallback = candidates(Space(num_devices=8, batch_sizes=(32,), stages=(2,), offloads=("state",)))
+    settings = settings_of(stage=(2, 3))
+    fallback = settings_of(stage=(2,), offload=("state",))
 
     def smaller(setting):
         found = estimate(setting)
@@ -377,7 +384,7 @@ def test_the_fallback_is_tried_where_nothing_fits():
     assert header.split() == ["setting", "GB", "host", "GB", "s/step", "estimated", "by"]
     assert "offload=state" in first
     # The compiler finds what was estimated to fit too large.
-    compiler = Compiler(lambda s: Outcome(fits=bool(s.offload), bytes=1e9 if s.offload else 99e9, seconds=1.0))
+    compiler = Compiler(lambda s: Figures(fits=bool(s.offload), bytes=1e9 if s.offload else 99e9, seconds=1.0))
     got = run(settings, fallback=fallback, estimate=smaller, compiler=compiler, max_compiles=100)
     assert got.best.offload == "state" and [s.offload for s in compiler.asked].index("state") > 0
     got = run(settings, fallback=fallback, estimate=smaller, compiler=compiler, max_compiles=1)
@@ -385,9 +392,8 @@ def test_the_fallback_is_tried_where_nothing_fits():
 
 
 def test_what_exceeds_the_memory_of_the_hosts_is_not_proposed():
-    space = Space(num_devices=8, batch_sizes=(32,), stages=(2,))
-    settings = candidates(dataclasses.replace(space, max_num_microbatches=1))
-    fallback = candidates(dataclasses.replace(space, offloads=("optimizer", "state")))
+    settings = settings_of(stage=(2,), num_microbatches=(1,))
+    fallback = settings_of(stage=(2,), offload=("optimizer", "state"))
 
     def smaller(setting):
         """In host memory 24 GB over the devices that the state is sharded over, or 16 GB of them."""
@@ -398,7 +404,7 @@ def test_what_exceeds_the_memory_of_the_hosts_is_not_proposed():
     unbounded = run(settings, **options)
     assert unbounded.best.offload and "host memory for each device: not known, nothing bounds it" in str(unbounded)
     got = run(settings, **options, host_capacity_bytes=2.5e9)
-    assert got.best.offload == "optimizer" and all(x.host_bytes <= 2.5e9 for x in got.ranked)
+    assert got.best.offload == "optimizer" and all(x.figures.host_bytes <= 2.5e9 for x in got.ranked)
     assert {x.setting.offload for x in got.rejected if x.kind == "host"} == {"optimizer", "state"}
     assert "in host memory: needs 12.0 GB (for each device), 2.5 GB usable: short of 9.5 GB" in str(got)
     assert "host memory for each device: 2.50 GB are assumed" in str(got)
@@ -409,14 +415,14 @@ def test_what_exceeds_the_memory_of_the_hosts_is_not_proposed():
     first, *_, hosts = none.nearest.remedies
     assert first == "8 devices more (16 in all)" and hosts == "hosts with at least 2.0 GB of memory for each device"
     # The program needs more of it than was estimated.
-    compiler = Compiler(lambda s: Outcome(fits=True, bytes=1e9, seconds=1.0, host_bytes=smaller(s).host_bytes + 1e9))
+    compiler = Compiler(lambda s: Figures(fits=True, bytes=1e9, seconds=1.0, host_bytes=smaller(s).host_bytes + 1e9))
     got = run(settings, **options, compiler=compiler, host_capacity_bytes=2.5e9)
     assert got.best is None and {x.kind for x in got.rejected if x.outcome} == {"host"}
 
 
 def test_nearest_miss_names_smaller_microbatches_and_batches():
     # Only one microbatch is tried: 3.2 + 4 x 0.5 GB.
-    settings = candidates(Space(num_devices=8, batch_sizes=(32,), max_num_microbatches=1))
+    settings = settings_of(num_microbatches=range(1, 2))
     got = run(settings, capacity_bytes=4.5e9)
     assert got.nearest.missing_bytes == pytest.approx(0.7e9)
     remedies = got.nearest.remedies
@@ -430,7 +436,7 @@ def test_nearest_miss_names_smaller_microbatches_and_batches():
 
 def test_nearest_miss_of_the_compiler_counts_what_the_estimate_missed():
     # 10 GB that no estimate knows of: nothing fits on 12 GB, though 3.7 GB are estimated.
-    compiler = Compiler(lambda s: Outcome(fits=False, bytes=estimate(s).bytes + 10e9))
+    compiler = Compiler(lambda s: Figures(fits=False, bytes=estimate(s).bytes + 10e9))
     got = run(compiler=compiler, capacity_bytes=12e9)
     assert got.best is None
     assert got.nearest.missing_bytes == pytest.approx(1.7e9)
@@ -470,10 +476,10 @@ def test_search_refuses():
 def test_of_several_batch_sizes_the_one_of_most_examples_a_second_is_the_best():
     # A step of 64 examples takes 1.5 times as long as one of 32.
     def estimate(setting):
-        return Estimated(bytes=1e9, seconds=1.5 if setting.batch_size == 64 else 1.0)
+        return Figures(bytes=1e9, seconds=1.5 if setting.batch_size == 64 else 1.0)
 
-    settings = candidates(Space(num_devices=8, batch_sizes=(32, 64), stages=(3,)))
-    compiler = Compiler(lambda setting: Outcome(fits=True, bytes=1e9, seconds=estimate(setting).seconds))
+    settings = settings_of(num_devices=8, batch_size=(32, 64), stage=(3,))
+    compiler = Compiler(lambda setting: Figures(fits=True, bytes=1e9, seconds=estimate(setting).seconds))
     got = run(settings, compiler=compiler, estimate=estimate, max_compiles=2)
     assert got.best.batch_size == 64 and [x.batch_size for x in compiler.asked] == [64, 64]
     assert str(got).startswith(f"best: batch=64 {got.best}")

@@ -10,7 +10,7 @@ import html
 import math
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -130,26 +130,13 @@ class StateSummary(Report):
             same = next((i for i, (a, b) in enumerate(zip(above, folders, strict=False)) if a != b), None)
             same = min(len(above), len(folders)) if same is None else same
             for depth in range(same, len(folders)):
-                rows.append((f"{'  ' * depth}{folders[depth]}", "", "", "", *self._totals(folders[: depth + 1]), ""))
+                totals = ("", "") if depth else _sizes(self.groups[folders[0]])
+                rows.append((f"{'  ' * depth}{folders[depth]}", "", "", "", *totals, ""))
             above = folders
             shape = " x ".join(map(str, leaf.shape)) or "scalar"
-            sizes = format_bytes(leaf.global_bytes), format_bytes(leaf.device_bytes)
             kind = f"{format_bytes(leaf.host_bytes)} in {leaf.memory_kind}" if leaf.memory_kind else ""
-            rows.append((f"{'  ' * len(folders)}{name}", shape, leaf.dtype, leaf.spec, *sizes, kind))
+            rows.append((f"{'  ' * len(folders)}{name}", shape, leaf.dtype, leaf.spec, *_sizes([leaf]), kind))
         return f"{self.heading}\n{aligned(rows, right=(4, 5))}"
-
-    def _totals(self, folders: list[str]) -> tuple[str, str]:
-        """Returns the bytes of a group, and nothing for folders inside it."""
-        if len(folders) > 1:
-            return "", ""
-        sizes = [(leaf.global_bytes, leaf.device_bytes) for leaf in self.groups[folders[0]]]
-        global_bytes, device_bytes = map(sum, zip(*sizes, strict=True))
-        return format_bytes(global_bytes), format_bytes(device_bytes)
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns plain data."""
-        sums = {name: getattr(self, name) for name in ("global_bytes", "device_bytes", "host_bytes")}
-        return dataclasses.asdict(self) | sums
 
     def to_html(self) -> str:
         """Returns a page of its own, without scripts: the leaves with their shards drawn."""
@@ -161,6 +148,11 @@ class StateSummary(Report):
 
     def _repr_html_(self) -> str:
         return _draw_page(self.heading, self.groups, is_part=True)
+
+
+def _sizes(leaves: Sequence[LeafSummary]) -> list[str]:
+    """Returns the bytes of leaves, each once, and those that a device holds, as they are shown."""
+    return [format_bytes(sum(getattr(x, field) for x in leaves)) for field in ("global_bytes", "device_bytes")]
 
 
 def summary(tree: PyTree) -> StateSummary:
@@ -263,8 +255,7 @@ def _bar(groups: Groups) -> str:
 
 
 def _group(name: str, leaves: tuple[LeafSummary, ...]) -> str:
-    sizes = (sum(getattr(leaf, field) for leaf in leaves) for field in ("global_bytes", "device_bytes"))
-    head = "{}: {}, {} a device".format(_escaped(name), *map(format_bytes, sizes))
+    head = "{}: {}, {} a device".format(_escaped(name), *_sizes(leaves))
     columns = "<th>leaf</th><th>shape</th><th>dtype</th><th>spec</th><th>global</th><th>per device</th><th>shards</th>"
     rows = "\n".join(map(_row, leaves))
     return f"<details open><summary>{head}</summary><table><tr>{columns}</tr>\n{rows}</table></details>"
@@ -273,7 +264,7 @@ def _group(name: str, leaves: tuple[LeafSummary, ...]) -> str:
 def _row(leaf: LeafSummary) -> str:
     inside = leaf.path.partition("/")[2] or leaf.path
     shape = " &times; ".join(map(str, leaf.shape)) or "scalar"
-    sizes = "".join(f'<td class="n">{format_bytes(size)}</td>' for size in (leaf.global_bytes, leaf.device_bytes))
+    sizes = "".join(f'<td class="n">{size}</td>' for size in _sizes([leaf]))
     offloaded = f"{format_bytes(leaf.host_bytes)} in {_escaped(leaf.memory_kind or '')}"
     memory = f' <span class="dim">{offloaded}</span>' if leaf.memory_kind else ""
     cells = [f"<code>{_escaped(inside)}</code>", shape, _escaped(leaf.dtype)]

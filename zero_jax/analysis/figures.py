@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from zero_jax.core.extras import extra
@@ -22,76 +21,69 @@ _SUFFIXES = (".png", ".svg", ".pdf")
 _BAR_WIDTH = 0.4
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryBar:
-    """The memory of a stage on a number of devices."""
-
-    label: str  # label below the bar, such as `stage 2`
-    num_devices: int  # devices that the stage shards over; each number gets a panel of its own
-    # Bytes per device by group, from the formula; groups as in `MemoryEstimate.by_group`.
-    formula_bytes: Mapping[str, float]
-    # Bytes per device by group, from a compiled program; None where it was not measured. Groups of any other name are
-    # drawn together as other temporaries.
-    measured_bytes: Mapping[str, float] | None = None
-
-
 def plot_memory(
-    path: pathlib.Path | str, bars: Sequence[MemoryBar], *, title: str = "", capacity_bytes: float | None = None
+    path: pathlib.Path | str,
+    bars: Mapping[str, tuple[Mapping[str, float], Mapping[str, float] | None]],
+    *,
+    title: str = "",
+    capacity_bytes: float | None = None,
 ) -> None:
-    """Plots stacked bars of memory per stage and number of devices: the paper's Figure 1, measured beside the formula.
+    """Plots stacked bars of memory per stage: the paper's Figure 1, measured beside the formula.
 
-    The file is `.png`, `.svg` or `.pdf`; `capacity_bytes` of a device is drawn as a line.
+    Args:
+      path: the file: `.png`, `.svg` or `.pdf`.
+      bars: by the label below them, such as `stage 2`, bytes per device by group: by formula, with groups as in
+        `MemoryEstimate.by_group`, and of a compiled program, or None. Groups of any other name are drawn together as
+        other temporaries.
+      title: the title.
+      capacity_bytes: memory of a device, drawn as a line.
 
     Raises:
       ValueError: no bars, or another suffix.
     """
     if not bars:
         raise ValueError("plot_memory: there are no bars to draw")
-    sizes = list(dict.fromkeys(bar.num_devices for bar in bars))
-    most = max(sum(1 for bar in bars if bar.num_devices == size) for size in sizes)
-    figure = new_figure(path, width=max(7.5, 1.1 * most * len(sizes) + 1.5), height=4.8)
-    panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
-    shown: dict[str, str] = {}
-    for panel, size in zip(panels, sizes, strict=True):
-        shown |= _draw_panel(panel, [bar for bar in bars if bar.num_devices == size])
-        panel.set_title(f"N = {size:,}", fontsize="medium")
-        if capacity_bytes is not None:
-            panel.axhline(capacity_bytes / 1e9, color="#D55E00", linewidth=1, linestyle="--")
-    panels[0].set_ylabel("memory per device (GB = 10⁹ bytes)")
-    panels[0].set_ylim(0, panels[0].get_ylim()[1] * 1.06)
-    if title:
-        figure.suptitle(title)
-    handles = _memory_legend(bars, shown, capacity_bytes)
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4), frameon=False)
-    save_figure(figure, path)
+    figure = new_figure(path, width=max(7.5, 1.1 * len(bars) + 1.5), height=4.8)
+    from matplotlib.patches import Patch
 
-
-def _draw_panel(panel: Any, bars: Sequence[MemoryBar]) -> dict[str, str]:
-    """Draws the bars of one number of devices; returns the parts that there were, with their colours."""
-    shown: dict[str, str] = {}
-    for i, bar in enumerate(bars):
-        both = bar.measured_bytes is not None
+    panel = figure.subplots()
+    for i, (formula, measured) in enumerate(bars.values()):
         # The two bars of a stage touch; a stage of one bar has it in the middle.
-        sides = [(bar.formula_bytes, -_BAR_WIDTH / 2 if both else 0, {"alpha": 0.45, "hatch": "///"})]
-        if bar.measured_bytes is not None:
-            sides.append((bar.measured_bytes, _BAR_WIDTH / 2, {}))
-        for groups, offset, style in sides:
-            bottom = 0.0
-            for part, (size, color) in _stack(groups).items():
-                panel.bar(
-                    i + offset, size, _BAR_WIDTH * 0.94, bottom, color=color, edgecolor="white", linewidth=0.4, **style
-                )
-                bottom += size
-                shown[part] = color
-            text = _gb(bottom)
-            panel.annotate(
-                text, (i + offset, bottom), (0, 2), textcoords="offset points", ha="center", va="bottom", fontsize=7.5
-            )
-    panel.set_xticks(range(len(bars)), [bar.label for bar in bars])
+        offset = 0 if measured is None else _BAR_WIDTH / 2
+        _draw_bar(panel, i - offset, formula, alpha=0.45, hatch="///")
+        if measured is not None:
+            _draw_bar(panel, i + offset, measured)
+    panel.set_xticks(range(len(bars)), list(bars))
     panel.set_xlim(-0.6, len(bars) - 0.4)
     tidy(panel)
     panel.grid(axis="x", visible=False)
-    return shown
+    if capacity_bytes is not None:
+        label = f"memory of a device ({_gb(capacity_bytes / 1e9)} GB)"
+        panel.axhline(capacity_bytes / 1e9, color="#D55E00", linewidth=1, linestyle="--", label=label)
+    panel.set_ylabel("memory per device (GB = 10⁹ bytes)")
+    panel.set_ylim(0, panel.get_ylim()[1] * 1.06)
+    if title:
+        figure.suptitle(title)
+    handles = {label: handle for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    gray: dict[str, Any] = {"facecolor": "#666666", "edgecolor": "white"}
+    handles["formula"] = Patch(**gray, alpha=0.45, hatch="///")
+    if any(measured is not None for _, measured in bars.values()):
+        handles["measured"] = Patch(**gray)
+    place: dict[str, Any] = {"loc": "outside lower center", "ncols": min(len(handles), 4)}
+    figure.legend(list(handles.values()), list(handles), **place, frameon=False)
+    save_figure(figure, path)
+
+
+def _draw_bar(panel: Any, x: float, groups: Mapping[str, float], **style: Any) -> None:
+    """Draws a stacked bar with its sum above it."""
+    bottom = 0.0
+    for part, (size, color) in _stack(groups).items():
+        panel.bar(
+            x, size, _BAR_WIDTH * 0.94, bottom, color=color, edgecolor="white", linewidth=0.4, label=part, **style
+        )
+        bottom += size
+    place: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "bottom"}
+    panel.annotate(_gb(bottom), (x, bottom), (0, 2), **place, fontsize=7.5)
 
 
 def _stack(groups: Mapping[str, float]) -> dict[str, tuple[float, str]]:
@@ -100,22 +92,6 @@ def _stack(groups: Mapping[str, float]) -> dict[str, tuple[float, str]]:
     sums = {part: (sum(groups.get(name, 0) for name in names), color) for part, (names, color) in _PARTS.items()}
     sums[_OTHER[0]] = (sum(size for name, size in groups.items() if name not in part_groups), _OTHER[1])
     return {part: (size / 1e9, color) for part, (size, color) in sums.items() if size}
-
-
-def _memory_legend(bars: Sequence[MemoryBar], shown: Mapping[str, str], capacity_bytes: float | None) -> list[Any]:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    order = [*_PARTS, _OTHER[0]]
-    handles: list[Any] = [Patch(color=shown[part], label=part) for part in order if part in shown]
-    gray: dict[str, Any] = {"facecolor": "#666666", "edgecolor": "white"}
-    handles.append(Patch(**gray, alpha=0.45, hatch="///", label="formula"))
-    if any(bar.measured_bytes is not None for bar in bars):
-        handles.append(Patch(**gray, label="measured"))
-    if capacity_bytes is not None:
-        label = f"memory of a device ({_gb(capacity_bytes / 1e9)} GB)"
-        handles.append(Line2D([], [], color="#D55E00", linewidth=1, linestyle="--", label=label))
-    return handles
 
 
 def _gb(size: float) -> str:

@@ -119,15 +119,6 @@ class PaperTable(Report):
         rule = "-" * max(map(len, lines))
         return "\n".join([self.title, rule, lines[0], rule, *lines[1:], *([self.note] if self.note else [])])
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns plain data, figures unrounded."""
-        return {
-            "title": self.title,
-            "columns": list(self.columns),
-            "rows": [list(row) for row in self.rows],
-            "note": self.note,
-        }
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PaperTables(Report):

@@ -78,7 +78,10 @@ def export(
     (record, _), folder = find_checkpoint(path, step), user_path(out).absolute()
     check_files(record)
     tensors = _tensors(record, dtype=dtype, ema=ema)
-    old = _existing(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: choose another folder")
+    check_outside(folder)
+    old = sorted(folder.glob("model*.safetensors*"))
     if old and not force:
         raise ValueError(f"{folder} holds {old[0].name} already: choose another folder, or write over it (--force)")
     with partial_folder(folder) as partial:
@@ -217,13 +220,6 @@ def _ema_leaf(record: Record, param: str) -> str:
             f"--ema: the optimizer's state at {record.path} holds {averages}: export the params without --ema"
         )
     return names[0]
-
-
-def _existing(folder: pathlib.Path) -> list[pathlib.Path]:
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file: choose another folder")
-    check_outside(folder)
-    return sorted(folder.glob("model*.safetensors*"))
 
 
 def _publish(partial: pathlib.Path, folder: pathlib.Path, names: list[str], old: list[pathlib.Path]) -> None:

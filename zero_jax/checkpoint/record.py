@@ -183,7 +183,15 @@ def read_record(path: epath.Path) -> Record:
     if checksum != json_checksum(content):
         raise CheckpointError(f"{file} does not match its checksum: the file is damaged")
     try:
-        record = _validated(path, content, identity)
+        mapping(content, keys={"format", "step", "loss", "leaves", "extra"})
+        record = Record(
+            path=path,
+            step=whole_number(content["step"]),
+            loss=None if content["loss"] is None else number(content["loss"]),
+            leaves=_leaves_from_json(content["leaves"]),
+            extra=mapping(content["extra"]),
+            folder_id=identity,
+        )
     except ValueError as error:
         raise CheckpointError(
             f"{file} is not a record that zero_jax writes ({error}): it was edited or forged"
@@ -195,19 +203,6 @@ def read_record(path: epath.Path) -> Record:
             f"{step_path(path.parent, record.step)}"
         )
     return record
-
-
-def _validated(path: epath.Path, content: Mapping[str, Any], identity: str) -> Record:
-    """Converts a JSON object to a record, with a check of each field."""
-    mapping(content, keys={"format", "step", "loss", "leaves", "extra"})
-    return Record(
-        path=path,
-        step=whole_number(content["step"]),
-        loss=None if content["loss"] is None else number(content["loss"]),
-        leaves=_leaves_from_json(content["leaves"]),
-        extra=mapping(content["extra"]),
-        folder_id=identity,
-    )
 
 
 def file_key(name: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zero_jax.cli.config_classes import CONFIG_MODULES, defaults_of, keys_of, option_fields
-from zero_jax.cli.help import COMMANDS, INCLUDED, shown_value, without_python
+from zero_jax.cli.help import COMMANDS, CONFIGS, INCLUDED, shown_value, without_python
 from zero_jax.cli.options import command_of, limits_of, option_of, reader
 from zero_jax.core.field_checks import FieldKind
 from zero_jax.core.text_tables import quoted
@@ -18,23 +18,8 @@ from zero_jax.core.text_tables import quoted
 _METAVARS: Mapping[type | None, str] = {int: "N", float: "X", str: "TEXT"}
 _TYPES: Mapping[str, type] = {"int": int, "float": float, "str": str, "path": str}
 MAX_SEQ_LEN = 4096  # of --from-hf without --seq-len: contexts of 131,072 tokens are common, and do not fit
-# The parts of `TrainConfig` that are sections of a config file, and their classes.
-CONFIG_PARTS = {
-    "data": "DataConfig",
-    "optimizer": "OptimizerConfig",
-    "zero": "ZeroConfig",
-    "checkpoint": "CheckpointConfig",
-    "log": "WriterConfig",
-}
-# The config class of each section of a config file.
-SECTIONS = {
-    "model": "GPTConfig",
-    "activations": "ActivationConfig",
-    "own_model": "OwnModelConfig",
-    "lora": "LoraConfig",
-    **CONFIG_PARTS,
-    "run": "TrainConfig",
-}
+SECTIONS: Mapping[str, str] = CONFIGS["sections"]  # the config class of each section of a config file
+CONFIG_PARTS: list[str] = CONFIGS["fields"]["parts"].split()  # those that are fields of `TrainConfig`
 
 
 def model_keys() -> dict[str, FieldKind]:

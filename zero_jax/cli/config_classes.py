@@ -20,12 +20,7 @@ from zero_jax.core.field_checks import FieldKind, read_kind
 _PACKAGE = pathlib.Path(__file__).parent.parent
 # The module of each config whose fields are options, and keys of config files.
 CONFIG_MODULES: Mapping[str, str] = CONFIGS["modules"]
-# Fields without an option: the roles of mesh axes, which the commands choose, and fields that are no number or word or
-# have no use for the reference models. The `remat` of a command is the policy, for any model.
-_NOT_OPTIONS = frozenset(
-    "zero data_axes replica_axes model_axes pipe_axes ZeroConfig.param_specs axis_rules overrides loss_weight "
-    "GPTConfig.remat DecoderConfig.remat".split()
-)
+_NOT_OPTIONS = frozenset(CONFIGS["fields"]["no_option"].split())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ The destination of a config's field is `ClassName.field`.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
 import json
 import math
@@ -18,11 +17,11 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NoReturn
 
 from zero_jax.cli.config_classes import option_fields
-from zero_jax.cli.help import Help
+from zero_jax.cli.help import CONFIGS, Help
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.extras import pip_install
 from zero_jax.core.field_checks import FieldKind
-from zero_jax.core.text_tables import printable_lines, quoted
+from zero_jax.core.text_tables import plain, printable_lines, quoted
 
 _LARGEST_COUNT = 2**31 - 1  # of int32, the type of steps, tokens and rows on a device
 _LARGEST_INTEGER = 2**63 - 1
@@ -33,21 +32,8 @@ PathPlace = Literal["local", "anywhere"]
 # The schemes of buckets, each with the packages of which one is needed: checkpoints go through etils.epath and
 # tensorstore, which both have to support the scheme.
 _SCHEMES: Mapping[str, tuple[str, ...]] = {"gs": ("gcsfs", "tensorflow"), "s3": ("s3fs",)}
-# The text options that are paths.
-PLACES: Mapping[str, PathPlace] = {
-    "DataConfig.data": "local",
-    "DataConfig.tokenizer": "local",
-    "DataConfig.token_cache": "local",
-    "TrainConfig.out": "local",
-    "TrainConfig.name": "local",
-    "TrainConfig.checkpoints": "anywhere",
-    "TrainConfig.init_from": "anywhere",
-    "PlanConfig.cache": "local",
-    "LoraConfig.lora_from": "local",
-    "from_hf": "local",
-}
-# Integers of 64 bits, or bounded by the machine; all others are 32 bits on a device.
-_WIDE = frozenset({"batch_size", "combine_bytes", "host_memory_bytes", "min_shard_size", "seed"})
+# Names of fields, by what they have in common.
+_FIELDS: Mapping[str, list[str]] = {name: text.split() for name, text in CONFIGS["fields"].items()}
 _EXPLICIT, _FROM_FILE = "explicit options", "options of the config file"
 
 
@@ -218,8 +204,9 @@ def is_path(action: argparse.Action) -> bool:
 
 def limits_of(destination: str) -> dict[str, Any]:
     """Returns the limits of `check_value` for an option by its destination."""
-    is_wide = destination.rpartition(".")[2] in _WIDE
-    return {"place": PLACES.get(destination), "largest": _LARGEST_INTEGER if is_wide else _LARGEST_COUNT}
+    is_wide = destination.rpartition(".")[2] in _FIELDS["wide"]
+    place = next((place for place in ("local", "anywhere") if destination in _FIELDS[place]), None)
+    return {"place": place, "largest": _LARGEST_INTEGER if is_wide else _LARGEST_COUNT}
 
 
 def field_values(config: type | str, options: argparse.Namespace) -> dict[str, Any]:
@@ -282,13 +269,9 @@ def _check_path(value: str, place: PathPlace) -> None:
 
 
 def print_result(options: argparse.Namespace, result: Any, record: Any = None) -> None:
-    """Prints a result, with `--json` as a JSON object: its record, what its `to_json` returns, or its fields."""
-    if not options.json:
-        print(printable_lines(result))
-    elif record is None:
-        print(json.dumps(result.to_json() if hasattr(result, "to_json") else dataclasses.asdict(result), default=str))
-    else:
-        print(json.dumps(record, default=str))
+    """Prints a result, with `--json` its record, or itself, as a JSON object."""
+    shown = json.dumps(plain(result if record is None else record)) if options.json else printable_lines(result)
+    print(shown)
 
 
 def log_line(line: str) -> None:

@@ -13,7 +13,6 @@ import pathlib
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from zero_jax.cli.config_file import format_config
 from zero_jax.cli.models.adapters import adapted_model, refuse_lora
@@ -24,7 +23,7 @@ from zero_jax.cli.run_config import choose_platform, read_config, resolved_secti
 from zero_jax.cluster import NotJoined, OtherProcessFailed, join, let_others_end_first
 from zero_jax.core.agreement import Agreement
 from zero_jax.core.files.system_errors import with_remedy
-from zero_jax.core.text_tables import printable_lines
+from zero_jax.core.text_tables import plain, printable_lines
 from zero_jax.planning import ModelError, explain
 from zero_jax.trainer import ResumeError, RunRecords, discarding, execute, hold, plot_runs, prepare, read_run
 
@@ -86,14 +85,8 @@ def train(options: argparse.Namespace) -> int:
     status = result.exit_status
     if place.is_first:
         with contextlib.suppress(*[OSError] if status else []):  # the status says it, if a terminal that is gone cannot
-            print(json.dumps(_finite(dataclasses.asdict(result))), flush=True) if options.json else log(str(result))
+            print(json.dumps(plain(result)), flush=True) if options.json else log(str(result))
     return place.leave(status)
-
-
-def _finite(record: dict[str, Any]) -> dict[str, Any]:
-    """Replaces NaN and infinities, which JSON does not have, by None."""
-    is_number = lambda value: not isinstance(value, float) or abs(value) < float("inf")  # noqa: E731
-    return {name: value if is_number(value) else None for name, value in record.items()}
 
 
 @contextlib.contextmanager

@@ -1,7 +1,10 @@
 """Text for people: foreign text and values as they can be shown, tables, numbers of bytes (1 GB is 1e9 bytes)."""
 
+import dataclasses
 import html
-from collections.abc import Container, Iterable, Sequence
+import math
+import numbers
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("KB", 1e3))
@@ -19,8 +22,37 @@ class Report:
     def __repr__(self) -> str:
         return str(self)
 
+    def to_json(self) -> Any:
+        """Returns plain data, as of `plain`: the fields, and the figures that are worked out of them."""
+        return plain(self, own=False)
+
     def _repr_html_(self) -> str:
         return f'<pre style="white-space: pre; overflow-x: auto">{html.escape(str(self))}</pre>'
+
+
+def plain(value: Any, *, own: bool = True) -> Any:
+    """Returns a value as JSON has it: of a dataclass the fields and properties by name, None for a number not finite.
+
+    Functions are left out. A result's own `to_json` comes first, if it is to be asked (`own`).
+    """
+    if own and isinstance(value, Report):
+        return value.to_json()
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        names += [name for kind in type(value).__mro__ for name, x in vars(kind).items() if isinstance(x, property)]
+        figures = {name: getattr(value, name) for name in names if not name.startswith("_")}
+        return {name: plain(x) for name, x in figures.items() if not callable(x)}
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str | int) else str(key): plain(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(x) for x in value]
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else None
+    return str(value)
 
 
 def printable(text: object, *, limit: int = 300, keep: str = "") -> str:

@@ -20,9 +20,9 @@ from zero_jax.planning.job import Job, batch_of
 from zero_jax.planning.links import model_sizes
 from zero_jax.planning.plans import make_job
 from zero_jax.planning.process import CompileOptions, compile_plan
-from zero_jax.planning.ranking import Candidate, Outcome, Ranking, policy_name
+from zero_jax.planning.ranking import Candidate, Figures, Ranking, policy_name
 from zero_jax.planning.report import PlanReport
-from zero_jax.planning.search import Search, Space, candidates, divisors
+from zero_jax.planning.search import Search, candidates, divisors
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.training import MeshLoss, ZeroConfig
 from zero_jax.transforms import resolve_remat
@@ -59,11 +59,7 @@ class AutoPlan(Report):
     reports: Mapping[Candidate, PlanReport]
 
     def __str__(self) -> str:
-        return self.text()
-
-    def text(self, tokens: float | None = None) -> str:
-        """Returns what is printed; `tokens` are those of a training whose days and device-hours are shown."""
-        best = [self.best.summary(tokens)] if self.best else []
+        best = [self.best.summary()] if self.best else []
         return "\n\n".join([self.ranking.headline(), *best, self.ranking.tables().strip()])
 
     def to_json(self) -> dict[str, Any]:
@@ -170,26 +166,29 @@ def plan_auto(
     job = make_job(loss_fn=loss_fn, init_fn=init_fn, tx=tx, batch=batch, topology=topology, config=config)
     policies = remat_policies(loss_fn, config, remats, other_losses or {})
     estimator = Estimator(job, policies, temporaries=temporaries, log=options.log)
-    space, own_remat = _space(estimator, tried)
-    settings = candidates(space)
-    spaces = [space, *_with_losses(settings, space, estimator, list(other_losses or ()))]
-    settings = [setting for space in spaces for setting in candidates(space)]
-    offloads = () if space.offloads[0] else _OFFLOADS if offloads is None else offloads
-    offloaded = [x for space in spaces if offloads for x in candidates(dataclasses.replace(space, offloads=offloads))]
+    choices, own_remat = _choices(estimator, tried)
+    settings = _settings(estimator, choices)
+    settings += _with_losses(estimator, settings, list(other_losses or ()))
+    offloads = () if choices["offload"][0] else _OFFLOADS if offloads is None else offloads
+    offloaded = [dataclasses.replace(setting, offload=what) for setting in settings for what in offloads]
     reports: dict[Candidate, PlanReport] = {}
 
     can_stop = options.own_process and estimator.hardware.platform == "tpu"  # before the compiler generates code
 
-    def compile(setting: Candidate) -> Outcome:
+    def compile(setting: Candidate) -> Figures:
         before, setting_job = reports.get(setting), apply_setting(setting, job, policies)
         if before and can_stop:
             setting_job = dataclasses.replace(setting_job, config=_config(setting_job.config, before))
         stops = options.quick or (can_stop and not before)
         setting_options = dataclasses.replace(options, name=f"{options.name}, {setting}", quick=stops)
         report = reports[setting] = compile_plan(setting_job, setting_options, fills=can_stop or bool(before))
-        seconds = report.time.step_seconds if report.time else None
-        sizes = {"bytes": report.needed_bytes, "host_bytes": report.host_bytes}
-        return Outcome(fits=report.fits, seconds=seconds, error=report.refusal, **sizes)
+        return Figures(
+            bytes=math.inf if report.needed_bytes is None else report.needed_bytes,
+            seconds=report.time.step_seconds if report.time else math.inf,
+            note=report.refusal,
+            host_bytes=report.host_bytes,
+            fits=report.fits,
+        )
 
     def needs_end(setting: Candidate) -> bool:
         """Returns whether its program has no code yet, or its blocks may keep more than they do."""
@@ -201,7 +200,7 @@ def plan_auto(
         compile=compile,
         needs_end=needs_end,
         capacity_bytes=estimator.hardware.usable_bytes,
-        host_capacity_bytes=host_memory_bytes or estimator.hardware.host_memory_bytes,
+        host_capacity_bytes=host_memory_bytes or estimator.hardware.host_memory_bytes or math.inf,
         max_compiles=max_compiles,
         is_plain=_plain(settings, own_remat),
         log=options.log,
@@ -222,8 +221,8 @@ def _config(config: ZeroConfig, report: PlanReport | None) -> ZeroConfig:
     return dataclasses.replace(config, remat=report.values.policy_name) if report and report.values else config
 
 
-def _space(estimator: Estimator, tried: Mapping[str, Any]) -> tuple[Space, str]:
-    """Returns what to try of each setting, of arguments of `plan_auto`, and the policy that is the model's own."""
+def _choices(estimator: Estimator, tried: Mapping[str, Any]) -> tuple[dict[str, Sequence[Any]], str]:
+    """Returns what to try of each attribute of a setting, of arguments of `plan_auto`, and the model's own policy."""
     config, policies = estimator.job.config, estimator.policies
     sizes = _model_sizes(estimator, tried["models"])  # first: it raises what the model raises
     attentions = tried["attentions"]
@@ -237,30 +236,35 @@ def _space(estimator: Estimator, tried: Mapping[str, Any]) -> tuple[Space, str]:
         estimator.log(f"remat={name} is left out: it is {earlier} for this model")
     offload = config.resolved_offload()
     pipelines = tuple(tried["pipelines"] or dict.fromkeys((config.pipeline, "1f1b", "circular:2")))
-    resolved = {name: resolve_remat(policy.remat) for name, policy in policies.items()}
-    pipes = _pipe_sizes(estimator, tried["pipes"], pipelines)
-    space = Space(
-        num_devices=estimator.num_devices,
-        batch_sizes=tried["batch_sizes"] or (estimator.batch_size,),
-        stages=tried["stages"],
-        remats=[name for name in plain if name not in same],
-        needs_model=[name for name, remat in resolved.items() if remat.residuals == "sharded"],
-        # Where nothing else is tried, the settings are refused with that reason.
-        needs_one_stage=[name for name, remat in resolved.items() if remat.policy == "auto" and len(plain) > 1],
-        models=sizes,
-        replicas=tried["replicas"],
-        keep_gathered=config.keep_gathered,
-        num_slices=estimator.topology.num_slices,
-        secondaries=(True,) if config.secondary else (False, True),
-        attentions=attentions,
-        overlaps=tuple(tried["overlaps"] or overlaps),
-        offloads=[offload and offload.what],
-        quantizes=tried["quantizes"] or ((False, True) if config.resolved_quantize() else (False,)),
-        pipes=pipes,
-        pipelines=pipelines,
-        max_num_microbatches=tried["max_num_microbatches"],
-    )
-    return space, same.get("own", "own") if "own" in policies else next(iter(policies))
+    choices = {
+        "batch_size": tried["batch_sizes"] or (estimator.batch_size,),
+        "stage": tried["stages"],
+        "remat": [name for name in plain if name not in same],
+        "model": sizes,
+        "replica": tried["replicas"] or (),
+        "keep_gathered": (config.keep_gathered,),
+        "secondary": (True,) if config.secondary else (False, True),
+        "attention": attentions,
+        "overlap": tuple(tried["overlaps"] or overlaps),
+        "offload": (offload and offload.what,),
+        "quantize": tried["quantizes"] or ((False, True) if config.resolved_quantize() else (False,)),
+        "pipe": _pipe_sizes(estimator, tried["pipes"], pipelines),
+        "pipeline": pipelines,
+        "num_microbatches": range(1, tried["max_num_microbatches"] + 1),
+    }
+    return choices, same.get("own", "own") if "own" in policies else next(iter(policies))
+
+
+def _settings(estimator: Estimator, choices: Mapping[str, Sequence[Any]]) -> list[Candidate]:
+    """Returns the settings to estimate, without remat policies that equal another one there, or that cannot be."""
+    found = candidates(choices, num_devices=estimator.num_devices, num_slices=estimator.topology.num_slices)
+    if sum(policy.is_plain for policy in estimator.policies.values()) == 1:
+        return list(found)  # where nothing else is tried, they are refused with that reason
+    remats = {name: resolve_remat(estimator.policies[name].remat) for name in choices["remat"]}
+    needs_model = {name for name, remat in remats.items() if remat.residuals == "sharded"}
+    no_pipe = {name for name, remat in remats.items() if remat.policy == "auto"}
+    found = [x for x in found if x.model > 1 or x.remat not in needs_model]
+    return [x for x in found if x.pipe == 1 or x.remat not in no_pipe]
 
 
 def remat_policies(
@@ -287,13 +291,11 @@ def remat_policies(
     }
 
 
-def _with_losses(
-    settings: Sequence[Candidate], space: Space, estimator: Estimator, losses: Sequence[str]
-) -> list[Space]:
-    """Returns the settings with other loss functions that are worth a trace, as a space.
+def _with_losses(estimator: Estimator, settings: Sequence[Candidate], losses: Sequence[str]) -> list[Candidate]:
+    """Returns the settings with other loss functions that are worth a trace.
 
-    These are the settings without a model axis, and those with the sizes of it that do nearly as well as the best by
-    estimate, whether they fit or not: another loss may fit where the plain one does not.
+    These are the settings without a model axis, if the loss is another there, and those with the sizes of it that do
+    nearly as well as the best by estimate, whether they fit or not: another loss may fit where the plain one does not.
     """
     if not losses:
         return []
@@ -303,12 +305,15 @@ def _with_losses(
             estimated = estimator.estimate(setting).seconds / setting.batch_size
             seconds[setting.model] = min(estimated, seconds.get(setting.model, math.inf))
     models = [x for x, least in seconds.items() if x == 1 or least <= _NEARLY_BEST * min(seconds.values())]
-    names = [policy_name(space.remats[0], loss) for loss in ("", *losses)]
-    same = estimator.same_policies(names, 1, space.attentions, remat="own") if 1 in models else {}
-    plain = [loss for loss, name in zip(losses, names[1:], strict=True) if name in same]
-    needs_model = [*space.needs_model, *plain]
-    models = [x for x in models if x > 1 or len(plain) < len(losses)]
-    return [dataclasses.replace(space, models=models, losses=losses, needs_model=needs_model)] if models else []
+    same: set[str] = set()
+    if 1 in models:
+        names = {policy_name(settings[0].remat, loss): loss for loss in ("", *losses)}
+        attentions = list(dict.fromkeys(setting.attention for setting in settings))
+        same = {names[name] for name in estimator.same_policies(names, 1, attentions, remat="own")}
+    worth = [
+        (x, loss) for x in settings for loss in losses if x.model in models and not (x.model == 1 and loss in same)
+    ]
+    return [dataclasses.replace(setting, loss=loss) for setting, loss in worth]
 
 
 def _plain(settings: Sequence[Candidate], remat: str) -> Callable[[Candidate], bool]:

@@ -18,7 +18,7 @@ from zero_jax.core.tree import key_shape, shard_bytes
 from zero_jax.planning.errors import SettingRefused, refusing
 from zero_jax.planning.job import Job
 from zero_jax.planning.links import Links
-from zero_jax.planning.ranking import Candidate, Estimated
+from zero_jax.planning.ranking import Candidate, Figures
 from zero_jax.planning.report import FULL, attentions_of
 from zero_jax.sharding import topology
 from zero_jax.sharding.mesh import Axes, axis_size, make_mesh
@@ -235,7 +235,7 @@ class Estimator:
                 figures[name] = current
         return same
 
-    def estimate(self, setting: Candidate) -> Estimated:
+    def estimate(self, setting: Candidate) -> Figures:
         """Estimates bytes per device and seconds of a step.
 
         Raises:
@@ -327,11 +327,11 @@ class StepEstimate:
         """The roles of the axes of the mesh, of a stage where there are several."""
         return setting_config(self.model.job.config, self.setting).axes_of(self.links.mesh).of_stage
 
-    def estimated(self) -> Estimated:
+    def estimated(self) -> Figures:
         """Returns bytes per device and seconds of a step."""
         state, grads, other = self.state_bytes, self.grad_bytes, self.other_bytes
         remat = resolve_remat(self.model.policies[self.setting.policy].remat)
-        return Estimated(
+        return Figures(
             bytes=self.bytes,
             seconds=self.seconds,
             note=f"state {state / 1e9:.1f}, gradients {grads / 1e9:.1f}, others {other / 1e9:.1f}",

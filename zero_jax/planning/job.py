@@ -25,7 +25,7 @@ from zero_jax.core.files.user_cache import evict_oldest, has_mark, read_entry, w
 from zero_jax.core.tree import PyTree, check_arrays, leading_dims
 from zero_jax.hlo import HeapLayout, Program, layout_options, read_layout, read_scheduled
 from zero_jax.planning.kernel_text import program_text
-from zero_jax.planning.key import SCHEMA, compile_key
+from zero_jax.planning.key import SCHEMA, compile_inputs, digest
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.training import (
     CompilerOption,
@@ -163,7 +163,7 @@ def compile_job(
     lowered = make_train_step(job.loss_fn, job.tx, mesh=mesh, config=job.config).lower(state, job.batch)
     paths = {}
     if cache is not None:
-        key = compile_key(lowered, job, mesh)
+        key = digest(compile_inputs(lowered, job, mesh))
         paths = {True: cache / f"{key}{_SUFFIX}"} | ({False: cache / f"{key}{_QUICK_SUFFIX}"} if quick else {})
     for has_code, path in paths.items():
         if saved := _load(path):

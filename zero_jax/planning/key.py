@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
 import pathlib
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -45,11 +46,6 @@ _COMPILERS = re.compile(
     r"(jax|jaxlib|libtpu|jax[-_.](cuda|rocm)\w*([-_.]\w+)*|nvidia[-_.].*|libtpu[-_.]nightly)", re.IGNORECASE
 )
 _GPU_TOOLS = ("bin/ptxas", "bin/nvlink", "bin/fatbinary", "nvvm/libdevice/*", "nvvm/lib64/*", "nvvm/bin/*")
-
-
-def compile_key(lowered: Any, job: Any, mesh: Any) -> str:
-    """Returns the hash of everything that a job's compiled program depends on."""
-    return digest(compile_inputs(lowered, job, mesh))
 
 
 def digest(inputs: Mapping[str, Any]) -> str:
@@ -135,18 +131,15 @@ def packages() -> list[tuple[str, str, str]]:
 
 def tools(platform: str, environment: Mapping[str, str]) -> list[tuple[str, int, int]]:
     """Returns the files that a compiler reads from outside its package: path, size and time of change."""
-    return sorted({file for path in _tool_paths(platform, environment) if (file := _fingerprint(path))})
-
-
-def _tool_paths(platform: str, environment: Mapping[str, str]) -> Iterator[pathlib.Path]:
-    if platform == "tpu":
-        library = environment.get("TPU_LIBRARY_PATH")
-        if library:
-            yield pathlib.Path(library)
-        return
-    for folder in _toolkits(environment):
-        for pattern in _GPU_TOOLS:
-            yield from folder.glob(pattern)
+    paths = [pathlib.Path(library)] if (library := environment.get("TPU_LIBRARY_PATH")) else []
+    if platform != "tpu":
+        paths = [path for folder in _toolkits(environment) for tool in _GPU_TOOLS for path in folder.glob(tool)]
+    files = set()
+    for path in paths:
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            files.add((str(path), status.st_size, status.st_mtime_ns))
+    return sorted(files)
 
 
 def _toolkits(environment: Mapping[str, str]) -> Iterable[pathlib.Path]:
@@ -156,11 +149,3 @@ def _toolkits(environment: Mapping[str, str]) -> Iterable[pathlib.Path]:
     ptxas = shutil.which("ptxas", path=environment.get("PATH"))
     on_path = [str(pathlib.Path(ptxas).resolve().parent.parent)] if ptxas else []
     return [pathlib.Path(folder) for folder in (*named, *on_path, environment.get("CUDA_HOME") or "/usr/local/cuda")]
-
-
-def _fingerprint(path: pathlib.Path) -> tuple[str, int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return str(path), status.st_size, status.st_mtime_ns

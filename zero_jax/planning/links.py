@@ -82,7 +82,10 @@ class Links:
         devices = [self.devices[i] for i in group]
         domains = collections.Counter(_domain(device, hardware) for device in devices)
         if len(domains) > 1:
-            return _network_bandwidth(min(domains.values()), kind, hardware), len(devices)
+            # A ring crosses the network once a host, and each of a host's devices can carry one. In an all-to-all or a
+            # permute each device sends all bytes for other hosts through its own share of the network.
+            num_rings = min(domains.values()) if kind in ("all-gather", "all-reduce", "reduce-scatter") else 1
+            return min(num_rings * hardware.network_bytes_per_second, hardware.link_bytes_per_second), len(devices)
         if hardware.platform == "cuda":
             return hardware.link_bytes_per_second, 2
         coords = np.array([device.coords for device in devices])
@@ -153,17 +156,6 @@ def model_sizes(name: str) -> tuple[int, ...]:
     sizes = {1} | {size for extent in shape for size in divisors(extent)}
     sizes |= {math.prod(pair) for pair in itertools.combinations(shape, 2)}
     return tuple(sorted(size for size in sizes if size <= _MAX_MODEL))
-
-
-def _network_bandwidth(num_inside: int, kind: str, hardware: Hardware) -> float:
-    """Returns the bytes a second of a group with `num_inside` devices in each slice or host.
-
-    A ring crosses the network once a host, and each of the `num_inside` devices of a host can carry one ring. In an
-    all-to-all or a permute each device sends all bytes for other hosts through its own share of the network.
-    """
-    if kind in ("all-gather", "all-reduce", "reduce-scatter"):
-        return min(num_inside * hardware.network_bytes_per_second, hardware.link_bytes_per_second)
-    return hardware.network_bytes_per_second
 
 
 def _domain(device: Any, hardware: Hardware) -> int:

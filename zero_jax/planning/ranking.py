@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -91,41 +92,25 @@ class Candidate(Report):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Estimated:
-    """Estimated memory and time of a setting.
+class Figures:
+    """Memory and time of a setting: estimated, or those of its compiled program, infinite where not known.
 
     Attributes:
       bytes: bytes per device.
       seconds: seconds of a step.
-      note: what the bytes consist of, such as `31.2 GB of model state`.
+      note: what estimated bytes consist of, such as `31.2 GB of model state`; why compiling failed, or why the program
+        does not fit.
       host_bytes: bytes in host memory for each device.
-      fills: whether its blocks keep what there is memory for, which a compile corrects.
+      fits: whether the program fits on a device.
+      fills: whether blocks keep what there is memory for, by an estimate, which a compile corrects.
     """
 
-    bytes: float
-    seconds: float
+    bytes: float = math.inf
+    seconds: float = math.inf
     note: str = ""
     host_bytes: float = 0.0
+    fits: bool = True
     fills: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """The result of compiling a setting.
-
-    Attributes:
-      fits: whether the program fits on a device.
-      bytes: bytes per device, if known.
-      seconds: seconds of a step, estimated from the compiled program, if known.
-      error: why compiling failed, or why the program does not fit.
-      host_bytes: bytes in host memory for each device.
-    """
-
-    fits: bool
-    bytes: float | None = None
-    seconds: float | None = None
-    error: str = ""
-    host_bytes: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,7 +120,7 @@ class Ranked:
     Attributes:
       setting: the setting.
       estimated: the estimate; None if the setting is invalid.
-      outcome: the result of compiling; None if it was not compiled.
+      outcome: the figures of the compiled program; None if it was not compiled.
       kind: kind of rejection: `invalid`, `estimate`, `compiled`, `host` (too little host memory), `failed` or
         `passed over`; empty if not rejected.
       reason: why it was rejected, as a line; empty if not rejected.
@@ -143,17 +128,22 @@ class Ranked:
     """
 
     setting: Candidate
-    estimated: Estimated | None = None
-    outcome: Outcome | None = None
+    estimated: Figures | None = None
+    outcome: Figures | None = None
     kind: str = ""
     reason: str = ""
     corrected_seconds: float | None = None
 
     @property
+    def figures(self) -> Figures:
+        """Those of the compiled program, if there is one, else the estimate."""
+        return self.outcome or self.estimated or Figures()
+
+    @property
     def bytes(self) -> float:
         """Bytes per device, of the compiled program if known, else estimated."""
         sizes = [source.bytes for source in (self.outcome, self.estimated) if source]
-        return next((size for size in sizes if size is not None), float("inf"))
+        return next((size for size in sizes if size < math.inf), math.inf)
 
     @property
     def fills(self) -> bool:
@@ -161,20 +151,13 @@ class Ranked:
         return bool(self.estimated and self.estimated.fills)
 
     @property
-    def host_bytes(self) -> float:
-        """Bytes in host memory for each device, of the compiled program if there is one, else estimated."""
-        source = self.outcome or self.estimated
-        return source.host_bytes if source else 0.0
-
-    @property
     def seconds(self) -> float:
         """Seconds of a step: of the compiled program, if there is one, else estimated and corrected.
 
         Infinite for a program whose time is not known: an estimate does not compare with a compiled setting's.
         """
-        seconds = (self.outcome or self.estimated or Outcome(fits=False)).seconds
-        seconds = seconds if self.outcome or self.corrected_seconds is None else self.corrected_seconds
-        return float("inf") if seconds is None else seconds
+        is_known = self.outcome or self.corrected_seconds is None
+        return self.figures.seconds if is_known else self.corrected_seconds  # type: ignore[return-value]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,7 +191,7 @@ class Ranking(Report):
         examples a second, or None.
       nearest: the setting that comes closest, if none fits.
       capacity_bytes: usable memory of a device.
-      host_capacity_bytes: memory of a host for each of its devices; None if it is not known.
+      host_capacity_bytes: memory of a host for each of its devices, infinite where it is not known.
       num_compiled: number of settings that were compiled.
       was_stopped: whether a Ctrl-C ended the search before it was through.
     """
@@ -218,7 +201,7 @@ class Ranking(Report):
     best: Candidate | None
     nearest: Miss | None
     capacity_bytes: float
-    host_capacity_bytes: float | None
+    host_capacity_bytes: float
     num_compiled: int
     was_stopped: bool = False
 
@@ -237,9 +220,9 @@ class Ranking(Report):
                 rank = i if entry.outcome or not compiled else ""
                 by = "compiler" if entry.outcome else "estimate" + (", corrected" if entry.corrected_seconds else "")
                 estimated = f"{entry.estimated.seconds:.4g}" if entry.estimated else ""
-                sizes = f"{entry.bytes / 1e9:.1f}", f"{entry.host_bytes / 1e9:.1f}"
+                sizes = f"{entry.bytes / 1e9:.1f}", f"{entry.figures.host_bytes / 1e9:.1f}"
                 rows.append((f"{rank}", name_of(entry.setting), *sizes, _shown(entry), estimated, by))
-            if not any(entry.host_bytes for entry in shown):
+            if not any(entry.figures.host_bytes for entry in shown):
                 rows = [(*row[:3], *row[4:]) for row in rows]
             lines += ["", aligned(rows, right=set(range(len(rows[0]) - 1)) - {1})]
             if len(self.ranked) > _MAX_LINES:
@@ -248,7 +231,7 @@ class Ranking(Report):
             usable = f"{format_bytes(self.capacity_bytes, decimals=1)} usable"
             lines += ["", f"rejected ({len(self.rejected)}, the nearest first, {usable})"]
             lines.append(textwrap.indent(_rejections(self.rejected, self.capacity_bytes), "  "))
-        if any(entry.host_bytes for entry in (*self.ranked, *self.rejected)):
+        if any(entry.figures.host_bytes for entry in (*self.ranked, *self.rejected)):
             lines += ["", f"host memory for each device: {host_memory(self.host_capacity_bytes)}"]
         if self.ranked and (waiting := len(self.ranked) - len(compiled)):
             why = (
@@ -271,10 +254,6 @@ class Ranking(Report):
             )
         return str(self.nearest or "no setting came out, and not for want of memory: the reasons are below")
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns plain data."""
-        return dataclasses.asdict(self)
-
 
 def policy_name(remat: str, loss: str) -> str:
     """Returns the name of a remat policy of a loss function."""
@@ -288,13 +267,15 @@ def naming(entries: Iterable[Ranked]) -> Callable[[Candidate], str]:
     return lambda setting: f"batch={setting.batch_size} {setting}"
 
 
-def host_memory(capacity_bytes: float | None) -> str:
+def host_memory(capacity_bytes: float) -> str:
     """Returns what is assumed of the memory of a host for each of its devices."""
-    return "not known, nothing bounds it" if capacity_bytes is None else f"{format_bytes(capacity_bytes)} are assumed"
+    return (
+        "not known, nothing bounds it" if capacity_bytes == math.inf else f"{format_bytes(capacity_bytes)} are assumed"
+    )
 
 
 def _shown(entry: Ranked) -> str:
-    return "unknown" if entry.seconds == float("inf") else f"{entry.seconds:.4g}"
+    return "unknown" if entry.seconds == math.inf else f"{entry.seconds:.4g}"
 
 
 def _rejections(rejected: Sequence[Ranked], capacity_bytes: float) -> str:
@@ -316,8 +297,8 @@ def _rejections(rejected: Sequence[Ranked], capacity_bytes: float) -> str:
             continue
         least, most = min(entries, key=lambda x: x.bytes), max(entries, key=lambda x: x.bytes)
         sizes = dict.fromkeys(f"{entry.bytes / 1e9:.1f}" for entry in (least, most))
-        note = least.outcome.error if least.outcome else least.estimated.note if least.estimated else ""
-        rows.append((text, " to ".join(sizes), f"{(least.bytes - capacity_bytes) / 1e9:.1f}", _BY[kind], note))
+        short = f"{(least.bytes - capacity_bytes) / 1e9:.1f}"
+        rows.append((text, " to ".join(sizes), short, _BY[kind], least.figures.note))
     lines = [aligned(rows, right={1, 2})] if rows[1:] else []
     for reason, settings in by_reason.items():
         lines += [f"{reason}:", *(f"  {setting}" for setting in settings)]

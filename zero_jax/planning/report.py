@@ -68,6 +68,7 @@ class PlanReport(Report):
       notes: further things to know.
       values: with `remat="auto"` the values that blocks could keep, and what is kept of them.
       has_code: whether the compiler generated the program's code; it is stopped before that for a `quick` plan.
+      tokens: tokens of a training whose days and device-hours are shown (or examples, by `time.unit`), or None.
 
     Example:
       >>> report = zero.plan(loss_fn, init_fn, tx, batch=batch, topology="v5e:2x2", config=config, log=lambda _: None)
@@ -101,6 +102,7 @@ class PlanReport(Report):
     notes: tuple[str, ...]
     values: ValueChoice | None = None
     has_code: bool = True
+    tokens: float | None = None
 
     @property
     def num_devices(self) -> int:
@@ -115,51 +117,53 @@ class PlanReport(Report):
     @property
     def traffic_ratio(self) -> float | None:
         """Bytes sent over the ideal of the estimate; over `data` and `replica`, where that does not have all axes."""
-        if self.comms is None:
-            return None
         if self.comms_estimate.not_counted:
             return self.traffic_ratios.get("data")
-        ideal = self.comms_estimate.sent_bytes
-        return self.comms.sent_bytes / ideal if ideal else None
+        return self._ratios_by(lambda row: "all").get("all")
 
     @property
     def traffic_ratios(self) -> Mapping[str, float]:
         """The same for `data` (with `replica`) and for the axes of the `model`, those that the estimate has."""
+        of_model = self.mesh.keys() - set(self.comms_estimate.data_axes)
+        return self._ratios_by(lambda row: "model" if set(row.axes) <= of_model else "data")
+
+    def _ratios_by(self, key: Callable[[Any], str]) -> dict[str, float]:
+        """Returns bytes sent over the ideal by a key of rows; those without an ideal, or not measured, are left out."""
         if self.comms is None:
             return {}
         sent: dict[str, list[float]] = {}
         for column, rows in enumerate((self.comms_estimate.rows, self.comms.rows)):
             for row in rows:
-                is_model = set(row.axes) <= self.mesh.keys() - set(self.comms_estimate.data_axes)
-                role = "model" if is_model else "data"
-                sent.setdefault(role, [0.0, 0.0])[column] += row.total_sent_bytes
-        return {role: measured / ideal for role, (ideal, measured) in sent.items() if ideal}
+                sent.setdefault(key(row), [0.0, 0.0])[column] += row.total_sent_bytes
+        return {name: measured / ideal for name, (ideal, measured) in sent.items() if ideal}
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns all of it as plain data."""
-        parts = ("memory", "comms", "memory_estimate", "comms_estimate", "attention", "values")
-        return {
-            **vars(self),
-            "num_devices": self.num_devices,
-            "host_bytes": self.host_bytes,
-            "sent_bytes_by_network": dict((self.comms or self.comms_estimate).by_network),
-            "traffic_ratio": self.traffic_ratio,
-            "traffic_ratios": dict(self.traffic_ratios),
-            **{name: part.to_json() if (part := getattr(self, name)) else None for name in parts},
-            "time": dataclasses.asdict(self.time) if self.time else None,
-            "compiler_options": [dataclasses.asdict(option) for option in self.compiler_options],
-        }
+    @property
+    def training(self) -> Mapping[str, float] | None:
+        """The `days` and `device_hours` of a training on `tokens`."""
+        if self.tokens is None or self.time is None:
+            return None
+        days = self.tokens / self.time.tokens_per_second / 86_400
+        return {"days": days, "device_hours": days * 24 * self.num_devices}
+
+    @property
+    def sent_bytes_by_network(self) -> Mapping[str, float]:
+        """Bytes that a device sends by network, as measured on the program, else by formula."""
+        return (self.comms or self.comms_estimate).by_network
 
     def __str__(self) -> str:
-        return self.text()
+        parts = [self.summary(), *([f"values that blocks could keep\n{self.values}"] if self.values else [])]
+        if self.memory is None or self.comms is None:
+            parts.append(f"memory of a device, by formula\n{self.memory_estimate}")
+            parts.append(f"communication of a device and step, by formula\n{self.comms_estimate}")
+        else:
+            compared = comms.compare(self.comms_estimate, self.comms)
+            findings = "".join(f"\nwarning: {finding}" for finding in self.comms.findings)
+            parts.append(f"memory of a device, measured on the program\n{self.memory}")
+            parts.append(f"communication of a device and step\n{compared}{findings}")
+        return "\n\n".join(parts)
 
-    def text(self, tokens: float | None = None) -> str:
-        """Returns the page; `tokens` are as for `summary`."""
-        values = [f"values that blocks could keep\n{self.values}"] if self.values else []
-        return "\n\n".join((self.summary(tokens), *values, self._memory_text(), self._comms_text()))
-
-    def summary(self, tokens: float | None = None) -> str:
-        """Returns the answer in some lines, without the tables; `tokens` are those of a training to estimate."""
+    def summary(self) -> str:
+        """Returns the answer in some lines, without the tables."""
         axes = " x ".join(f"{name}={size}" for name, size in self.mesh.items() if size > 1) or "one device"
         microbatches = f" in {self.num_microbatches} microbatches" if self.num_microbatches > 1 else ""
         needed = "an unknown amount" if self.needed_bytes is None else format_bytes(self.needed_bytes)
@@ -177,10 +181,9 @@ class PlanReport(Report):
         }
         if self.time:
             rows["time"] = f"{self.time} (an estimate)"
-        if self.time and tokens is not None:
-            cost = self.time.training(tokens, self.num_devices)
-            hours = f"{cost['device_hours']:,.0f} device-hours"
-            rows["training"] = f"{tokens:,.0f} {self.time.unit} take {cost['days']:,.3g} days, {hours} (an estimate)"
+        if self.time and self.training:
+            cost = "{days:,.3g} days, {device_hours:,.0f} device-hours".format(**self.training)
+            rows["training"] = f"{self.tokens:,.0f} {self.time.unit} take {cost} (an estimate)"
         if self.attention is not None:
             rows["attention"] = self.attention.summary()
         if self.comms and self.traffic_ratio is not None:
@@ -227,24 +230,11 @@ class PlanReport(Report):
 
     def _networks(self) -> str:
         assert self.comms is not None
-        ideal = self.comms_estimate.by_network
-        ratios = {name: sent / ideal[name] for name, sent in self.comms.by_network.items() if ideal.get(name)}
+        ratios = self._ratios_by(self.comms.network_of)
         return ", ".join(
             f"{name} {format_bytes(sent)}" + (f" ({ratios[name]:.3f} x the ideal)" if name in ratios else "")
             for name, sent in self.comms.by_network.items()
         )
-
-    def _memory_text(self) -> str:
-        if self.memory is None:
-            return f"memory of a device, by formula\n{self.memory_estimate}"
-        return f"memory of a device, measured on the program\n{self.memory}"
-
-    def _comms_text(self) -> str:
-        if self.comms is None:
-            return f"communication of a device and step, by formula\n{self.comms_estimate}"
-        compared = comms.compare(self.comms_estimate, self.comms)
-        findings = "".join(f"\nwarning: {finding}" for finding in self.comms.findings)
-        return f"communication of a device and step\n{compared}{findings}"
 
 
 def make_report(
@@ -381,9 +371,9 @@ def _notes(
     if time is not None and job.config.overlap:
         notes += _too_full(needed / hardware.usable_bytes, time)
     if measured is not None and measured.host_bytes:
-        capacity_bytes, host_bytes = hardware.host_memory_bytes, format_bytes(measured.host_bytes)
+        capacity_bytes, host_bytes = hardware.host_memory_bytes or math.inf, format_bytes(measured.host_bytes)
         assumed = f"of {hardware.name} hosts {host_memory(capacity_bytes)}"
-        is_short = capacity_bytes and measured.host_bytes > capacity_bytes
+        is_short = measured.host_bytes > capacity_bytes
         lacks = ", which is too little: take hosts with more, or more devices" if is_short else ""
         notes.append(f"needs {host_bytes} of host memory for each device; {assumed}{lacks}")
     return tuple(notes)

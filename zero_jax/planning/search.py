@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from zero_jax.core.text_tables import format_bytes
 from zero_jax.planning.errors import SettingRefused
-from zero_jax.planning.ranking import Candidate, Estimated, Miss, Outcome, Ranked, Ranking, naming, shortage
+from zero_jax.planning.ranking import Candidate, Figures, Miss, Ranked, Ranking, naming, shortage
 from zero_jax.sharding.stages import sharded_groups
 
 # Multiples of the number of devices that are tried, by estimate, to find out how many would be enough.
@@ -25,130 +25,85 @@ _LAST_SPARE = 0.15
 _NEARLY = 0.05
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Space:
-    """The dimensions of a search: the devices, and what to try of each setting.
-
-    Attributes:
-      num_devices: number of devices.
-      batch_sizes: examples of a step.
-      stages: the stages to try.
-      remats: names of the remat policies to try.
-      losses: names of the loss functions to try.
-      needs_model: the policies and the loss functions that equal another where the axis `model` has size 1.
-      models: sizes of the axis `model` to try; more than 1 needs a model whose params have specs for it.
-      needs_one_stage: those of them that a pipeline cannot have.
-      replicas: sizes of the axis `replica` to try; None tries all that divide, and 1 with a pipeline.
-      keep_gathered: whether gathered params are kept for the backward pass, in settings that shard params.
-      num_slices: TPU slices or GPU hosts of the devices.
-      secondaries: whether to have a secondary shard of the params, in settings that shard them over several slices or
-        hosts, and over several devices of each.
-      attentions: who computes attention: `own`, `fused`.
-      overlaps: whether to compile with the options that let collectives run beside computation.
-      offloads: what to keep in host memory: `optimizer`, `state`, `all`, or None for nothing.
-      quantizes: whether to send params or gradients quantized.
-      pipes: sizes of the axis `pipe` to try; more than 1 needs layers that can be stages.
-      pipelines: the schedules of these stages to try.
-      max_num_microbatches: the most microbatches.
-    """
-
-    num_devices: int
-    batch_sizes: Sequence[int]
-    stages: Sequence[int] = (0, 1, 2, 3)
-    remats: Sequence[str] = ("full",)
-    losses: Sequence[str] = ("",)
-    needs_model: Collection[str] = ()
-    needs_one_stage: Collection[str] = ()
-    models: Sequence[int] = (1,)
-    replicas: Sequence[int] | None = None
-    keep_gathered: bool = False
-    num_slices: int = 1
-    secondaries: Sequence[bool] = (False,)
-    attentions: Sequence[str] = ("own",)
-    overlaps: Sequence[bool] = (True,)
-    offloads: Sequence[str | None] = (None,)
-    quantizes: Sequence[bool] = (False,)
-    pipes: Sequence[int] = (1,)
-    pipelines: Sequence[str] = ("gpipe",)
-    max_num_microbatches: int = 64
-
-
-def candidates(space: Space) -> tuple[Candidate, ...]:
-    """Returns all valid settings of a search space.
+def candidates(choices: Mapping[str, Sequence[Any]], *, num_devices: int, num_slices: int = 1) -> tuple[Candidate, ...]:
+    """Returns all valid settings of what to try.
 
     Settings that compile to the program of another one are left out: replicas where nothing is sharded, a stage that
     shards over 1 of several devices, other stages than 3 on one device after the first, `keep_gathered` where params
-    are not sharded.
+    are not sharded, and `secondary` where they are not sharded over several slices, and over several devices of each.
+
+    Args:
+      choices: what to try of each attribute of `Candidate`; what has no entry keeps its default, but for `data`, which
+        takes the rest of the devices, `num_microbatches`, of which up to 64 are tried, and `replica`: all that divide,
+        and 1 with a pipeline.
+      num_devices: the devices.
+      num_slices: TPU slices or GPU hosts of them.
 
     Raises:
       ValueError: there are none for a batch size, because the devices or the batch do not divide.
     """
-    num_devices = space.num_devices
-    if num_devices < 1 or min(space.batch_sizes) < 1:
-        raise ValueError(f"num_devices={num_devices}, batch_sizes={tuple(space.batch_sizes)}: give positive numbers")
-    models = [model for model in space.models if num_devices % model == 0]
+    tried: dict[str, Sequence[Any]] = {field.name: (field.default,) for field in dataclasses.fields(Candidate)}
+    tried |= {"replica": (), "num_microbatches": range(1, 65), **choices}
+    if num_devices < 1 or min(tried["batch_size"]) < 1:
+        raise ValueError(f"num_devices={num_devices}, batch_sizes={tuple(tried['batch_size'])}: give positive numbers")
+    models = [model for model in tried["model"] if num_devices % model == 0]
     if not models:
-        sizes = ", ".join(map(str, space.models))
+        sizes = ", ".join(map(str, tried["model"]))
         raise ValueError(f"model={sizes} does not divide num_devices={num_devices}: try model=1")
-    if not any(num_devices % (model * pipe) == 0 for model in models for pipe in space.pipes):
-        sizes = ", ".join(map(str, space.pipes))
+    if not any(num_devices % (model * pipe) == 0 for model in models for pipe in tried["pipe"]):
+        sizes = ", ".join(map(str, tried["pipe"]))
         raise ValueError(f"pipe={sizes} does not divide num_devices={num_devices} over model={models}: try pipe=1")
-    if all(space.secondaries) and space.num_slices == 1:
+    if all(tried["secondary"]) and num_slices == 1:
         raise ValueError(
             "secondary=True on one slice or host: there is no network between slices that it would spare: leave it out"
         )
     # On one device the stages make two programs: with params that are gathered, and without.
-    distinct = {"params" in sharded_groups(stage): stage for stage in reversed(space.stages)}.values()
+    distinct = {"params" in sharded_groups(stage): stage for stage in reversed(tried["stage"])}.values()
     settings = []
-    for batch_size in space.batch_sizes:
+    for batch_size in tried["batch_size"]:
         before = len(settings)
-        for model, pipe, stage in itertools.product(models, space.pipes, space.stages):
+        for model, pipe, stage in itertools.product(models, tried["pipe"], tried["stage"]):
             if num_devices % (model * pipe) == 0 and (model < num_devices or stage in distinct):
-                settings += _settings(space, batch_size, model, pipe, stage)
+                sizes = {"stage": stage, "batch_size": batch_size, "model": model, "pipe": pipe}
+                settings += _settings(tried, sizes, num_devices // model // pipe, num_slices)
         if len(settings) == before:
-            raise ValueError(_indivisible(space, batch_size, models))
+            raise ValueError(_indivisible(batch_size, num_devices, models, tried["replica"]))
     return tuple(settings)
 
 
-def _settings(space: Space, batch_size: int, model: int, pipe: int, stage: int) -> Iterable[Candidate]:
-    """Yields the settings of a batch size, sizes of the axes `model` and `pipe`, and a stage."""
-    groups, copies = sharded_groups(stage), space.num_devices // model // pipe
-    unfit = {*(space.needs_model if model == 1 else ()), *(space.needs_one_stage if pipe > 1 else ())}
-    for replica in divisors(copies) if pipe == 1 or space.replicas is not None else (1,):
+def _settings(
+    tried: Mapping[str, Sequence[Any]], sizes: Mapping[str, int], copies: int, num_slices: int
+) -> Iterator[Candidate]:
+    """Yields the settings of a stage, a batch size, and sizes of `model` and `pipe`, which leave `copies` devices."""
+    groups, pipe, batch_size = sharded_groups(sizes["stage"]), sizes["pipe"], sizes["batch_size"]
+    for replica in divisors(copies) if pipe == 1 or tried["replica"] else (1,):
         data = copies // replica
         same_as_unsharded = (replica > 1) if not groups else (data * pipe == 1 and copies > 1)
-        if (space.replicas is not None and replica not in space.replicas) or same_as_unsharded or batch_size % copies:
+        if same_as_unsharded or batch_size % copies or (tried["replica"] and replica not in tried["replica"]):
             continue
-        across = space.num_slices // math.gcd(space.num_slices, replica)
+        across = num_slices // math.gcd(num_slices, replica)
         has_secondary = "params" in groups and across > 1 and data // across > 1 and pipe == 1
-        counts = [k for k in divisors(batch_size // copies) if k <= space.max_num_microbatches and k % pipe == 0]
-        dimensions = {
+        counts = [k for k in divisors(batch_size // copies) if k in tried["num_microbatches"] and k % pipe == 0]
+        valid = {
+            **tried,
+            **{name: (size,) for name, size in {**sizes, "replica": replica, "data": data}.items()},
             "num_microbatches": counts,
-            "remat": [remat for remat in space.remats if remat not in unfit],
-            "loss": [loss for loss in space.losses if loss not in unfit],
-            "secondary": [secondary for secondary in space.secondaries if has_secondary or not secondary],
-            "attention": space.attentions,
-            "overlap": space.overlaps,
-            "offload": space.offloads,
-            "quantize": space.quantizes,
-            "pipeline": space.pipelines if pipe > 1 else space.pipelines[:1],
+            "keep_gathered": [x and "params" in groups for x in tried["keep_gathered"]],
+            "secondary": [x for x in tried["secondary"] if has_secondary or not x],
+            "pipeline": tried["pipeline"] if pipe > 1 else tried["pipeline"][:1],
         }
-        fixed = {"stage": stage, "replica": replica, "data": data, "model": model, "pipe": pipe}
-        fixed["batch_size"] = batch_size
-        keep_gathered = space.keep_gathered and "params" in groups
-        for values in itertools.product(*dimensions.values()):
-            varied: dict[str, Any] = dict(zip(dimensions, values, strict=True))
-            yield Candidate(**fixed, keep_gathered=keep_gathered, **varied)
+        for values in itertools.product(*valid.values()):
+            yield Candidate(**dict(zip(valid, values, strict=True)))
 
 
-def _indivisible(space: Space, batch_size: int, models: Sequence[int]) -> str:
+def _indivisible(batch_size: int, num_devices: int, models: Sequence[int], replicas: Sequence[int]) -> str:
     """Returns the error message for a batch size that no setting divides."""
-    num_parts = sorted({space.num_devices // model for model in models})
-    below, above = batch_size // num_parts[0] * num_parts[0], -(-batch_size // num_parts[0]) * num_parts[0]
+    parts = sorted({num_devices // model for model in models})
+    below, above = batch_size // parts[0] * parts[0], -(-batch_size // parts[0]) * parts[0]
     return (
-        f"batch_size={batch_size} on {space.num_devices} devices: no setting divides it over "
-        f"{' or '.join(map(str, num_parts))} replicas x data"
-        + (f" with replica in {tuple(space.replicas)}" if space.replicas is not None else "")
+        f"batch_size={batch_size} on {num_devices} devices: no setting divides it over "
+        f"{' or '.join(map(str, parts))} replicas x data"
+        + (f" with replica in {tuple(replicas)}" if replicas else "")
         + f"; try batch_size={' or '.join(str(size) for size in dict.fromkeys((below, above)) if size)}"
     )
 
@@ -167,17 +122,17 @@ class Search:
       estimate: estimates bytes per device and seconds of a step; a `SettingRefused` rejects the setting.
       compile: compiles a setting; an `Exception` that it raises rejects the setting.
       capacity_bytes: usable memory of a device.
-      host_capacity_bytes: memory of a host for each of its devices; None does not bound it.
+      host_capacity_bytes: memory of a host for each of its devices, infinite where it is not known.
       max_compiles: the most settings to compile, the control included; 0 ranks by estimate alone.
       is_plain: returns whether a setting is what users would take without a search, whatever its microbatches.
       needs_end: returns whether a setting that was compiled has to be compiled again, to the end, to be the best.
       log: called with each line of progress.
     """
 
-    estimate: Callable[[Candidate], Estimated]
-    compile: Callable[[Candidate], Outcome]
+    estimate: Callable[[Candidate], Figures]
+    compile: Callable[[Candidate], Figures]
     capacity_bytes: float
-    host_capacity_bytes: float | None = None
+    host_capacity_bytes: float = math.inf
     max_compiles: int = 6
     is_plain: Callable[[Candidate], bool] = lambda setting: False
     needs_end: Callable[[Candidate], bool] = lambda setting: False
@@ -204,14 +159,20 @@ class Search:
             where = "" if group is settings else "nothing fits without host memory; "
             unfit = len(entries) - len(fitting)
             self.log(f"{where}{len(group)} settings: {len(fitting)} may fit by estimate, {unfit} do not")
-            compiled, skipped, was_stopped = self._compile_best(fitting, self.max_compiles - num_compiled)
+            compiled, ranked = list[Ranked](), list[Ranked]()
+            try:
+                self._compile_best(fitting, self.max_compiles - num_compiled, compiled, rejected)
+                ranked = sorted((entry for entry in compiled if not entry.reason), key=_order)
+                self._compile_to_the_end(ranked, rejected)
+            except KeyboardInterrupt:
+                if not compiled:
+                    raise
+                self.log("stopped: the result is of what was compiled until now")
+                was_stopped = True
+                ranked = ranked or sorted((entry for entry in compiled if not entry.reason), key=_order)
             num_compiled += len(compiled)
-            rejected += [entry for entry in compiled if entry.reason] + skipped
-            decided = {entry.setting for entry in (*compiled, *skipped)}
-            ranked = sorted((entry for entry in compiled if not entry.reason), key=_order)
-            if not was_stopped:
-                ranked, refused, was_stopped = self._compiled_to_the_end(ranked)
-                rejected += refused
+            rejected += [entry for entry in compiled if entry.reason]
+            decided = {entry.setting for entry in (*ranked, *rejected)}
             ranked += _corrected([entry for entry in fitting if entry.setting not in decided], compiled)
             if ranked or was_stopped or not fallback:
                 break
@@ -227,19 +188,9 @@ class Search:
             was_stopped=was_stopped,
         )
 
-    def _missing_on_host(self, entry: Ranked | Estimated) -> float:
-        return -math.inf if self.host_capacity_bytes is None else entry.host_bytes - self.host_capacity_bytes
-
-    def _missing(self, entry: Ranked | Estimated) -> float:
+    def _missing(self, entry: Ranked) -> float:
         """Returns the bytes by which a setting exceeds the memory of the device or of the host, or less than 0."""
-        return max(entry.bytes - self.capacity_bytes, self._missing_on_host(entry))
-
-    def _bounded(self, entry: Ranked) -> Ranked:
-        """Returns a setting that fits on a device, rejected if it does not fit in the host's memory."""
-        if self.host_capacity_bytes is None or self._missing_on_host(entry) <= 0:
-            return entry
-        lacks = shortage(entry.host_bytes, self.host_capacity_bytes, note="for each device")
-        return dataclasses.replace(entry, kind="host", reason=f"in host memory: {lacks}")
+        return max(entry.bytes - self.capacity_bytes, entry.figures.host_bytes - self.host_capacity_bytes)
 
     def _estimated(self, setting: Candidate) -> Ranked:
         try:
@@ -250,19 +201,36 @@ class Search:
             raise ValueError(
                 f"the estimate of {setting} is {estimated}: it has to be in bytes and seconds, and not below 0"
             )
-        if estimated.bytes <= self.capacity_bytes:
-            return self._bounded(Ranked(setting=setting, estimated=estimated))
-        reason = shortage(estimated.bytes, self.capacity_bytes, note=estimated.note)
-        return Ranked(setting=setting, estimated=estimated, kind="estimate", reason=reason)
+        return self._judged(Ranked(setting=setting, estimated=estimated))
 
-    def _compile_best(self, entries: Sequence[Ranked], max_compiles: int) -> tuple[list[Ranked], list[Ranked], bool]:
-        """Compiles up to `max_compiles` entries, the fastest first.
+    def _compiled(self, entry: Ranked) -> Ranked:
+        try:
+            outcome = self.compile(entry.setting)
+        except Exception as error:  # a compiler may raise anything; the search continues
+            outcome = Figures(fits=False, note=f"{type(error).__name__}: {error}")
+        return self._judged(dataclasses.replace(entry, outcome=outcome))
 
-        Returns:
-          The compiled entries, the skipped ones, and whether a Ctrl-C has ended it. One that comes before anything is
-          compiled is raised.
+    def _judged(self, entry: Ranked) -> Ranked:
+        """Returns a setting with the reason why it is rejected, by its estimate or its program; as it is if it fits."""
+        found, kind, reason = entry.figures, "", ""
+        if found.bytes > self.capacity_bytes and not (entry.outcome and (found.fits or found.bytes == math.inf)):
+            kind = "compiled" if entry.outcome else "estimate"
+            reason = "compiled, " * bool(entry.outcome) + shortage(found.bytes, self.capacity_bytes, note=found.note)
+        elif not found.fits:
+            kind, reason = "failed", f"compiling failed: {found.note or 'the compiler gave no reason'}"
+        elif found.host_bytes > self.host_capacity_bytes:
+            lacks = shortage(found.host_bytes, self.host_capacity_bytes, note="for each device")
+            kind, reason = "host", f"in host memory: {lacks}"
+        return dataclasses.replace(entry, kind=kind, reason=reason)
+
+    def _compile_best(
+        self, entries: Sequence[Ranked], max_compiles: int, compiled: list[Ranked], rejected: list[Ranked]
+    ) -> None:
+        """Compiles up to `max_compiles` entries, the fastest first, and adds each to `compiled`.
+
+        Those that need no less than one that is too large are added to `rejected`.
         """
-        waiting, compiled, skipped = list(entries), [], []
+        waiting = list(entries)
         name_of = naming(entries)
         needs_control = True
         while waiting and len(compiled) < max_compiles:
@@ -272,7 +240,7 @@ class Search:
             plain = min(plains, key=lambda entry: entry.setting.num_microbatches, default=None)  # the fastest of these
             spare = 0.0
             if is_last_try:
-                spare = _LAST_SPARE if any(x.outcome and x.outcome.bytes for x in compiled) else 1.0
+                spare = _LAST_SPARE if any(x.outcome and x.outcome.bytes < math.inf for x in compiled) else 1.0
             limit = self.capacity_bytes * (1 - spare)
             likely = [entry for entry in waiting if _likely_bytes(entry, compiled) <= limit]
             likely = likely or [min(waiting, key=lambda entry: entry.bytes)]
@@ -280,13 +248,7 @@ class Search:
             waiting.remove(chosen)
             role = ", the plain setting, as a control" if chosen is plain else ""
             self.log(f"compiling {len(compiled) + 1} of at most {max_compiles}: {name_of(chosen.setting)}{role}")
-            try:
-                done = self._compiled(chosen)
-            except KeyboardInterrupt:
-                if not compiled:
-                    raise
-                self.log("stopped: the result is of what was compiled until now")
-                return compiled, skipped, True
+            done = self._compiled(chosen)
             compiled.append(done)
             needs_control = needs_control and bool(done.reason)
             self.log(f"  {done.reason or f'fits: {format_bytes(done.bytes, decimals=1)}, {done.seconds:.4g} s a step'}")
@@ -298,47 +260,28 @@ class Search:
             reason = (
                 f"not compiled: needs no less by estimate than {chosen.setting}, which the compiler found too large"
             )
-            skipped += [dataclasses.replace(entry, kind="passed over", reason=reason) for entry in too_large]
-        return compiled, skipped, False
+            rejected += [dataclasses.replace(entry, kind="passed over", reason=reason) for entry in too_large]
 
-    def _compiled_to_the_end(self, ranked: Sequence[Ranked]) -> tuple[list[Ranked], list[Ranked], bool]:
+    def _compile_to_the_end(self, ranked: list[Ranked], rejected: list[Ranked]) -> None:
         """Compiles the fastest to the end, and those that then come before it, up to a number.
 
-        Returns:
-          The ranked entries, those that were refused at the end, and whether a Ctrl-C has ended it.
+        `ranked` stays in order; what is refused at the end moves to `rejected`.
         """
-        waiting, done, refused = list(ranked), list[Ranked](), list[Ranked]()
-        name_of = naming(ranked)
-        while waiting and len(done) < _MOST_ENDS and not (done and _order(done[0]) <= _order(waiting[0])):
-            entry = waiting[0]
+        done, name_of = set[Candidate](), naming(ranked)
+        while ranked and len(done) < _MOST_ENDS and ranked[0].setting not in done:
+            entry = ranked[0]
             if self.needs_end(entry.setting):
                 self.log(f"compiling to the end: {name_of(entry.setting)}")
-                try:
-                    entry = self._compiled(entry)
-                except KeyboardInterrupt:
-                    return [*done, *waiting], refused, True
+                entry = self._compiled(entry)
                 size = format_bytes(entry.bytes, decimals=1)
                 self.log(f"  {entry.reason or f'{size}, {entry.seconds:.4g} s a step'}")
-            waiting = waiting[1:]
+            del ranked[0]
             if entry.reason:
-                refused.append(entry)
+                rejected.append(entry)
             else:
-                done = sorted([*done, entry], key=_order)
-        return [*done, *waiting], refused, False
-
-    def _compiled(self, entry: Ranked) -> Ranked:
-        try:
-            outcome = self.compile(entry.setting)
-        except Exception as error:  # a compiler may raise anything; the search continues
-            outcome = Outcome(fits=False, error=f"{type(error).__name__}: {error}")
-        entry = dataclasses.replace(entry, outcome=outcome)
-        if outcome.fits:
-            return self._bounded(entry)
-        if outcome.bytes is not None and outcome.bytes > self.capacity_bytes:
-            reason = "compiled, " + shortage(outcome.bytes, self.capacity_bytes, note=outcome.error)
-            return dataclasses.replace(entry, kind="compiled", reason=reason)
-        reason = f"compiling failed: {outcome.error or 'the compiler gave no reason'}"
-        return dataclasses.replace(entry, kind="failed", reason=reason)
+                done.add(entry.setting)
+                ranked.append(entry)
+                ranked.sort(key=_order)
 
     def _nearest(self, rejected: Sequence[Ranked]) -> Miss | None:
         """Returns the rejected setting that exceeds the memory by the fewest bytes, with changes that make it fit."""
@@ -357,17 +300,18 @@ class Search:
                 estimated = self.estimate(setting)
             except SettingRefused:
                 return False
-            return self._missing(dataclasses.replace(estimated, bytes=estimated.bytes + error_bytes)) <= 0
+            estimated = dataclasses.replace(estimated, bytes=estimated.bytes + error_bytes)
+            return self._missing(Ranked(setting=setting, estimated=estimated)) <= 0
 
         changes = (_more_devices(entry.setting), _smaller_microbatches(entry.setting), _smaller_batches(entry.setting))
         remedies = [next((remedy for setting, remedy in options if fits(setting)), None) for options in changes]
         at_least = lambda size: f"at least {format_bytes(math.ceil(size / 1e8) * 1e8, decimals=1)}"  # noqa: E731
         if entry.bytes > self.capacity_bytes:
             more = f"devices with {at_least(entry.bytes)} of usable memory"
-            lacks_host = self._missing_on_host(entry) > 0
-            more += f", and hosts with {at_least(entry.host_bytes)} for each" if lacks_host else ""
+            lacks_host = entry.figures.host_bytes > self.host_capacity_bytes
+            more += f", and hosts with {at_least(entry.figures.host_bytes)} for each" if lacks_host else ""
         else:
-            more = f"hosts with {at_least(entry.host_bytes)} of memory for each device"
+            more = f"hosts with {at_least(entry.figures.host_bytes)} of memory for each device"
         return Miss(
             setting=entry.setting,
             missing_bytes=self._missing(entry),
@@ -387,7 +331,7 @@ def _order(entry: Ranked) -> tuple[float, float, str]:
 
 def _corrected(waiting: Iterable[Ranked], compiled: Sequence[Ranked]) -> list[Ranked]:
     """Returns the entries that are not compiled, with their estimates corrected, fastest first."""
-    known = any(entry.outcome and entry.outcome.seconds for entry in compiled)
+    known = any(entry.outcome and entry.outcome.seconds < math.inf for entry in compiled)
     seconds = lambda x: x.estimated.seconds * _ratio(x, compiled, "seconds") if known and x.estimated else None  # noqa: E731
     return sorted((dataclasses.replace(x, corrected_seconds=seconds(x)) for x in waiting), key=_order)
 
@@ -399,8 +343,8 @@ def _ratio(entry: Ranked, compiled: Iterable[Ranked], figure: str) -> float:
     """
     total, weights = 0.0, 0.0
     for other in compiled:
-        estimated, found = getattr(other.estimated, figure, None), getattr(other.outcome, figure, None)
-        if not (estimated and found):
+        estimated, found = getattr(other.estimated, figure, None), getattr(other.outcome, figure, math.inf)
+        if not estimated or not 0 < found < math.inf:
             continue
         shared = sum(x == y for x, y in zip(entry.setting.parts, other.setting.parts, strict=True))
         total += _SHARED_WEIGHT**shared * math.log(found / estimated)

@@ -61,11 +61,6 @@ class TimeEstimate(Report):
     host_seconds: float = 0.0
     host_bytes: int = 0
 
-    def training(self, tokens: float, num_devices: int) -> dict[str, float]:
-        """Returns the `days` and the `device_hours` of training on `tokens` (or examples, by `unit`)."""
-        days = tokens / self.tokens_per_second / 86_400
-        return {"days": days, "device_hours": days * 24 * num_devices}
-
     def __str__(self) -> str:
         share = self.exposed_seconds / self.step_seconds if self.step_seconds else 0
         waits_for = "collectives or the host" if self.host_bytes else "collectives"

@@ -99,11 +99,6 @@ class Verification(Report):
         """The leaves whose difference rounding does not explain."""
         return tuple(leaf for leaf in self.leaves if not leaf.ok)
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns plain data."""
-        leaves = [{**vars(leaf), "ok": leaf.ok} for leaf in self.leaves]
-        return {**vars(self), "mesh": dict(self.mesh), "ok": self.ok, "leaves": leaves}
-
     def __str__(self) -> str:
         mesh = " x ".join(f"{name}={size}" for name, size in self.mesh.items() if size > 1) or "one device"
         right = "equals one device" if self.ok else f"DIFFERS from one device in {len(self.wrong)} leaves"

@@ -211,7 +211,7 @@ def test_residuals_of_a_transformer_in_a_step():
     assert kept == TransformerResiduals(
         num_layers=3, batch_size=4, seq_len=5, d_model=8, bytes_per_element=2, remat=True
     )
-    wide = transformer_residuals(model, batch_size=64, mesh=mesh_of("8"), config=make_config(), remat=False)
+    wide = transformer_residuals(model, batch_size=64, mesh=mesh_of("8"), config=make_config(remat="none"))
     assert (wide.bytes_per_element, wide.batch_size, wide.remat) == (4, 8, False)
     with pytest.raises(ValueError, match="multiple of 16"):
         transformer_residuals(model, batch_size=24, mesh=mesh_of("8"), config=config)

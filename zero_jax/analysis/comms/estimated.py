@@ -86,15 +86,6 @@ class CommsEstimate(SentBytes, Report):
     not_counted: str = ""
     networks: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns all of it as plain dicts, lists and numbers."""
-        return {
-            "num_params": self.num_params,
-            "not_counted": self.not_counted,
-            **self.totals(),
-            "rows": [dataclasses.asdict(row) for row in self.rows],
-        }
-
     def __str__(self) -> str:
         table = [("kind", "axes", "dtype", "phase", "MB")]
         for row in self.rows:

@@ -54,16 +54,6 @@ class CommsReport(SentBytes, Report):
         """Bytes of the largest buffer of a collective (the paper's C_B: it should not grow with depth)."""
         return self.largest_buffer.full_bytes if self.largest_buffer else 0
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns all of it as plain dicts, lists and numbers."""
-        return {
-            "num_params": self.num_params,
-            **self.totals(),
-            "largest_buffer_bytes": self.largest_buffer_bytes,
-            "findings": [dataclasses.asdict(finding) for finding in self.findings],
-            "rows": [dataclasses.asdict(row) | {"total_sent_bytes": row.total_sent_bytes} for row in self.rows],
-        }
-
     def __str__(self) -> str:
         groups: dict[tuple, list[Row]] = {}
         for row in self.rows:
@@ -191,12 +181,6 @@ class CommsComparison(Report):
     def total(self) -> ComparedRow:
         """All axes and phases together."""
         return _sum(self.rows, axes="total", phase="")
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns all of it as plain dicts, lists and numbers."""
-        plain = lambda row: dataclasses.asdict(row) | {"ratio": row.ratio}  # noqa: E731
-        sums = {"by_axes": list(map(plain, self.by_axes)), "total": plain(self.total)}
-        return {"rows": list(map(plain, self.rows)), **sums, "not_counted": self.not_counted}
 
     def __str__(self) -> str:
         table = [("axes", "phase", "estimate MB", "measured MB", "ratio")]

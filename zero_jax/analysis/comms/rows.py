@@ -137,21 +137,13 @@ class SentBytes:
 
     @property
     def by_network(self) -> Mapping[str, float]:
-        """Bytes by network: `ici`, `nvlink` or `host` inside a TPU slice or GPU host, `dcn` between them.
+        """Bytes by network: `ici`, `nvlink` or `host` inside a TPU slice or GPU host, `dcn` between them."""
+        return sum_by(self.rows, self.network_of)
 
-        A collective over axes of both counts as `dcn`, one over unknown axes as `?`.
-        """
-
-        def network(row: Any) -> str:
-            names = {self.networks.get(axis, "?") for axis in row.axes}
-            return next((name for name in ("?", "dcn") if name in names), min(names, default="?"))
-
-        return sum_by(self.rows, network)
-
-    def totals(self) -> dict[str, Any]:
-        """Returns all of them as plain data."""
-        names = ("by_axes", "by_network", "by_phase", "by_dtype", "by_kind")
-        return {"sent_bytes": self.sent_bytes, **{name: dict(getattr(self, name)) for name in names}}
+    def network_of(self, row: Any) -> str:
+        """Returns the network of a row: `dcn` for axes of both kinds, `?` for unknown axes."""
+        names = {self.networks.get(axis, "?") for axis in row.axes}
+        return next((name for name in ("?", "dcn") if name in names), min(names, default="?"))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,10 +50,6 @@ class ArraysReport(Report):
     def device_bytes(self) -> int:
         """The bytes on the device that holds most."""
         return max((sum(groups.values()) for groups in self.per_device.values()), default=0)
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the report as plain values."""
-        return dataclasses.asdict(self) | {"device_bytes": self.device_bytes}
 
     def __str__(self) -> str:
         """Formats the groups as a table, with the unsharded leaves and the warnings below."""

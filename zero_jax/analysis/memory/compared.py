@@ -8,7 +8,7 @@ from typing import Any
 
 from zero_jax.analysis.memory.arrays import ArraysReport
 from zero_jax.analysis.memory.measured import MemoryReport
-from zero_jax.core.text_tables import Report, aligned, format_bytes
+from zero_jax.core.text_tables import Report, aligned, format_bytes, plain
 
 _FLOATS = ("f", "bf", "c")
 
@@ -58,7 +58,7 @@ class MemoryComparison(Report):
 
     def to_json(self) -> list[dict[str, Any]]:
         """Returns the rows as plain values."""
-        return [dataclasses.asdict(row) | {"difference_bytes": row.difference_bytes} for row in self.rows]
+        return plain(self.rows)
 
     def __str__(self) -> str:
         """Formats the rows as a table."""

@@ -167,12 +167,6 @@ class MemoryReport(Report):
         live = self.live_peak_bytes if self.layout.live_bytes is None else self.layout.live_bytes
         return self.layout.allocated_bytes / live if live else 1.0
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the report as plain values."""
-        figures = dataclasses.asdict(self)
-        derived = ("peak_bytes", "total_bytes", "unexplained_bytes", "allocated_bytes", "fragmentation")
-        return figures | {name: getattr(self, name) for name in derived}
-
     def __str__(self) -> str:
         """Formats the report as a table, with the largest temporaries and the warnings below."""
 

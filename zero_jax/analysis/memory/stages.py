@@ -74,10 +74,6 @@ class StageEstimates(Report):
         ]
         return "\n".join(lines)
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns plain data."""
-        return vars(self) | {"by_stage": {stage: estimated.to_json() for stage, estimated in self.by_stage.items()}}
-
 
 def estimate_stages(
     params: Callable[[jax.Array], PyTree] | PyTree,

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from zero_jax.cli.config_file import format_config, write_file
-from zero_jax.cli.deepspeed import optimizer, rules
-from zero_jax.cli.deepspeed.rows import KEYS, SECTIONS, DeepSpeedValues, KeyRow, Kind, Rule, Translation
+from zero_jax.cli.deepspeed import rules
+from zero_jax.cli.deepspeed.rows import KEYS, SECTIONS, DeepSpeedValues, KeyRow, Kind, Translation
 from zero_jax.cli.options import check_value
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.files.untrusted import read_text
@@ -64,11 +64,11 @@ _KINDS: Mapping[Kind, tuple[str, Any]] = {
     "list": ("a list", list),
     "block": ("an object of keys", Mapping | bool),
 }
-_RULES: Mapping[str, Rule] = {**rules.RULES, **optimizer.RULES}
 # The keys whose absence says something, or whose default is not that of zero_jax, in the order of their rows.
 _ABSENT = (
     *("zero_optimization.stage", "bf16 and fp16", "gradient_clipping", "train_batch_size"),
-    *("gradient_accumulation_steps", *optimizer.RULES),
+    *("gradient_accumulation_steps", "optimizer.type", *(key for key in KEYS if key.startswith(rules.PARAMS))),
+    *("scheduler.type", *(key for key in KEYS if key.startswith(rules.SCHEDULE))),
 )
 _WORDS = {"true": True, "false": False}  # which DeepSpeed reads as booleans, too
 
@@ -126,7 +126,7 @@ def translate(
         per_device_batch_size=per_device_batch_size,
     )
     keys = [*(key for key in values.by_key if key in KEYS), *(key for key in _ABSENT if key not in values)]
-    made = [row for key in keys if (row := _RULES.get(key, rules.by_table)(values, key)) is not None]
+    made = [row for key in keys if (row := rules.row_of(values, key)) is not None]
     row_by_key = {row.key: row for row in made}
     for key, value in entries.items():
         if key not in KEYS:

@@ -92,10 +92,6 @@ class DeepSpeedValues:
         return "" if key in self else f"{owner}'s default"
 
 
-# Makes the row of a key; None for a key that the file does not have and that has no row then.
-Rule = Callable[[DeepSpeedValues, str], KeyRow | None]
-
-
 def check(key: str, make: Callable[[], Any]) -> None:
     """Raises the error of a config class with the name of the key before it."""
     try:
@@ -170,6 +166,7 @@ class Key:
     switch: str = "enabled"  # the entry that turns a block on; "" for any entry
     owners: str = ""  # the optimizers or schedules that have the param
     setting: str = ""  # what to set here where another program fills in the value
+    rule: str = "by_table"  # the function of `rules` that makes its row
     absent: str = ""  # the owners whose default matters where the file does not have it
 
 

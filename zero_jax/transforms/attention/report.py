@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from zero_jax.core.text_tables import Report
 
@@ -64,12 +63,6 @@ class AttentionReport(Report):
         kernels = " and ".join(sorted({row.kernel for row in self.rows if row.is_fused}))
         by_xla = f", {self.num_by_xla} by XLA" if self.num_by_xla else ""
         return f"{self.num_fused} fused{f' ({kernels})' if kernels else ''}{by_xla}, {self.num_left} left as they are"
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns all of it as plain data."""
-        rows = [{**dataclasses.asdict(row), "is_fused": row.is_fused} for row in self.rows]
-        numbers = {"num_fused": self.num_fused, "num_by_xla": self.num_by_xla, "num_left": self.num_left}
-        return {**numbers, "rows": rows}
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.rows)) or "no attention found"

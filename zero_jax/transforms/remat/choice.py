@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from jax.sharding import Mesh
 
@@ -102,10 +101,6 @@ class ValueChoice(Report):
     def kept_bytes(self) -> float:
         """The bytes that are kept on a device: less than the budget where further values save no time."""
         return sum(row.num_bytes for row in self.rows if row.place == "device")
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns plain data."""
-        return dataclasses.asdict(self)
 
     def __str__(self) -> str:
         table = [("value", "made at", "MB", "recompute ms", "host ms", "place", "why")]

@@ -4,34 +4,46 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import os
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import optax
 
-from zero_jax.analysis import comms, figures, memory, paper
+from zero_jax.analysis import comms, figures, memory, paper, trace_loss
 from zero_jax.cli.config_classes import option_fields
 from zero_jax.cli.config_file import write_file
-from zero_jax.cli.models.planned import other_activations
+from zero_jax.cli.models.planned import PlannedModel, other_activations, planned_model, small_model
 from zero_jax.cli.models.presets import ActivationConfig, full_model, loss_function
-from zero_jax.cli.options import explicit, from_file, log_line, option_of, print_result, refuse
-from zero_jax.cli.plan.request import Request, read_request
-from zero_jax.cli.run_config import set_sections
+from zero_jax.cli.options import explicit, field_values, from_file, log_line, option_of, print_result, refuse
+from zero_jax.cli.run_config import read_zero, set_sections
+from zero_jax.core.field_checks import check_fields
+from zero_jax.core.tree import PyTree
 from zero_jax.planning import (
     COMPILE_ONLY,
+    CompileOptions,
     CompilerCrash,
+    Job,
     ModelError,
     PlanReport,
     compile_layouts,
+    compile_plan,
     explain,
     model_sizes,
     plan_auto,
 )
+from zero_jax.sharding.mesh import axes_of, axis_size, make_mesh
+from zero_jax.sharding.topology import Hardware, parse, small_topology
+from zero_jax.trainer import OptimizerConfig, TrainConfig, make_optimizer, tree_bytes
 from zero_jax.training import ZeroConfig
 from zero_jax.transforms import resolve_remat
+from zero_jax.verification import Verification, verify
 
+_STEPS = 10_000  # of the optimizer's schedule, whose length is not part of the program
 _STAGES = (0, 1, 2, 3)
 # Examples of a device that --auto tries where no batch size is given: more than one hides collectives better.
 _EXAMPLES_PER_DEVICE = (1, 2, 4, 8)
@@ -41,6 +53,155 @@ _PLANNED = {
     for name in "stage num_microbatches remat attention overlap secondary keep_gathered offload".split()
 }
 _CHOSEN_BY_AUTO = "--auto chooses that by itself: leave it out"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """Hardware and mesh to compile for, and how to compile.
+
+    Attributes:
+      topology: hardware to compile for: a TPU slice in chips (`v5p:8x8x16`), several (`2xv5e:16x16`), or hosts x GPUs
+        (`h100:2x8`).
+      batch_size: examples in a step, over all devices and microbatches; none takes 1 a device and microbatch.
+      replica: size of the mesh axis `replica`, full copies of the sharded state; the axis `data` takes the rest.
+      model_axis: size of the mesh axis `model`, tensor parallelism, for models whose params have specs for it.
+      pipe: stages of the pipeline that microbatches go through, each with layers of its own; 1 for none.
+      data_layout: sizes of the mesh axes that carry `data`, such as 8x8x16; none takes what fits the hardware.
+      cache: folder of compiled programs; `default` is zero_jax in the user's cache folder, none disables the cache.
+      timeout: seconds after which a compile is stopped.
+      quick: stop the compiler of TPUs before it generates code: seconds instead of minutes, and a rougher time of a
+        step.
+    """
+
+    topology: str = "v5p:2x2x4"
+    batch_size: int | None = None
+    replica: int = 1
+    model_axis: int = 1
+    pipe: int = 1
+    data_layout: str | None = None
+    cache: str | None = "default"
+    timeout: float | None = None
+    quick: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks the fields, before a model is imported."""
+        check_fields(self, lowest=dict.fromkeys(("batch_size", "replica", "model_axis", "pipe"), 1))
+        parse(self.topology)
+        if self.timeout is not None and not self.timeout > 0:
+            raise ValueError(f"timeout_seconds={self.timeout}: give a positive number of seconds, or none for no limit")
+        _sizes(self.data_layout)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """A model, optimizer, config and hardware to plan for."""
+
+    model: PlannedModel
+    tx: optax.GradientTransformation
+    zero: ZeroConfig
+    config: PlanConfig
+
+    def job(self, zero: ZeroConfig) -> Job:
+        """Returns the job of a config, with a batch of the size that was asked for."""
+        axes: dict[str, Any] = {
+            "topology": self.config.topology,
+            "replica": self.config.replica,
+            "model": self.config.model_axis,
+            "pipe": self.config.pipe,
+            "data_layout": _sizes(self.config.data_layout),
+        }
+        mesh = make_mesh(**axes)
+        roles = axes_of(mesh)
+        shards = axis_size(mesh, roles.of_stage.batch)  # the microbatches of a pipeline are on all stages
+        parts = shards * zero.num_microbatches
+        batch_size = parts if self.config.batch_size is None else self.config.batch_size
+        if batch_size < 1 or batch_size % parts:
+            raise ValueError(
+                f"batch_size={batch_size} does not divide over {shards} devices and "
+                f"{zero.num_microbatches} microbatches: give a multiple of {parts}"
+            )
+        batch, size = self.model.batch_fn(batch_size), self.config.model_axis
+        _check_batch_fits(batch, batch_size, parse(self.config.topology).hardware, axis_size(mesh, roles.batch))
+        return Job(
+            loss_fn=self.model.loss_fn,
+            init_fn=self.model.init_fn,
+            tx=self.tx,
+            batch=batch,
+            config=zero if size == 1 else dataclasses.replace(zero, param_specs=self.model.specs_fn(size)),
+            **axes,
+        )
+
+    def estimate(self, formula: Callable[..., Any], zero: ZeroConfig, **more: Any) -> Any:
+        """Returns what `memory.estimate` or `comms.estimate` says of one config."""
+        job = self.job(zero)
+        mesh = job.mesh()
+        state = job.state(mesh)
+        log_line(f"{self.model.name}: tracing")
+        traced = trace_loss(job.loss_fn, state.variables, job.batch, mesh=mesh, config=job.config)
+        return formula(state, mesh=mesh, config=job.config, traced=traced, tx=self.tx, **more)
+
+    def compile(self, zero: ZeroConfig, **options: Any) -> PlanReport:
+        """Compiles for one config, by fields of `CompileOptions` that differ from those of the request."""
+        return compile_plan(self.job(zero), dataclasses.replace(self.compiling, **options))
+
+    def verify(self, zero: ZeroConfig) -> Verification:
+        """Runs the step compiled for a few devices of the hardware, and compares its numbers with one device.
+
+        A preset is verified as a small model of its form, a model of the user's own as it is, on the batch that its
+        function returns. A pipeline has two stages.
+        """
+        model, config = small_model(self.model), self.config
+        num_copies, num_model, pipe = (min(x, 2) for x in (config.replica, config.model_axis, config.pipe))
+        topology = small_topology(config.topology, num_copies * num_model * pipe)
+        sizes = {"replica": num_copies, "model_axis": num_model, "pipe": pipe}
+        small = dataclasses.replace(config, topology=topology, data_layout=None, **sizes)
+        zero = dataclasses.replace(zero, num_microbatches=math.lcm(zero.num_microbatches, pipe))
+        job = dataclasses.replace(self, model=model, config=small).job(zero)
+        return verify(
+            job.loss_fn, job.init_fn, job.tx, model.values_fn(job.batch), topology=topology, config=job.config,
+            replica=num_copies, model=num_model, pipe=pipe, name=f"{model.name}, verified", log=log_line,
+            timeout_seconds=self.config.timeout,
+        )  # fmt: skip
+
+    @property
+    def compiling(self) -> CompileOptions:
+        """How to compile the plans."""
+        config = self.config
+        named = {"name": self.model.name, "cache": config.cache, "timeout_seconds": config.timeout}
+        return CompileOptions(**named, quick=config.quick, log=log_line)
+
+
+def read_request(options: argparse.Namespace) -> Request:
+    """Returns the request that the options make."""
+    defaults = TrainConfig()
+    optimizer = dataclasses.replace(defaults.optimizer, **field_values(OptimizerConfig, options))
+    return Request(
+        model=planned_model(options),
+        tx=make_optimizer(optimizer, num_steps=_STEPS),
+        zero=TrainConfig(zero=read_zero(options, default=defaults.zero)).zero,
+        config=PlanConfig(**field_values(PlanConfig, options)),
+    )
+
+
+def _check_batch_fits(batch: PyTree, batch_size: int, hardware: Hardware, num_parts: int) -> None:
+    """Raises `ValueError` for a batch that alone exceeds the memory; a compiler may run for hours before it fails."""
+    per_device_bytes, usable_bytes = tree_bytes(batch) / num_parts, hardware.usable_bytes
+    if per_device_bytes > usable_bytes:
+        raise ValueError(
+            f"batch_size={batch_size}: the batch alone takes {per_device_bytes / 1e9:,.0f} GB of a device, and a "
+            f"{hardware.name} has {usable_bytes / 1e9:,.0f} GB: give at most "
+            f"{int(batch_size * usable_bytes / per_device_bytes):,}"
+        )
+
+
+def _sizes(layout: str | None) -> tuple[int, ...] | None:
+    """Parses sizes of axes such as 8x8x16."""
+    if layout is None:
+        return None
+    sizes = layout.split("x")
+    if not all(re.fullmatch(r"[0-9]{1,9}", size) and int(size) for size in sizes):
+        raise ValueError(f"data_layout={layout!r}: give sizes of mesh axes, such as 8x8x16")
+    return tuple(map(int, sizes))
 
 
 def _guarded(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
@@ -91,26 +252,17 @@ def run_plan(options: argparse.Namespace) -> int:
         plans = compile_layouts(request.job(request.zero), request.compiling)
         print_result(options, plans)
         return 0 if plans.plans[plans.best].fits else 1
-    report = request.compile(request.zero)
-    text, record = report.text(options.tokens), report.to_json() | _training(report, options.tokens)
-    if not options.verify:
-        print_result(options, text, record)
-        is_right = True
+    report = dataclasses.replace(request.compile(request.zero), tokens=options.tokens)
+    verified = request.verify(request.zero) if options.verify else None
+    if verified is None:
+        print_result(options, report)
     else:
-        verified = request.verify(request.zero)
-        print_result(options, f"{text}\n\n{verified}", {**record, "verification": verified.to_json()})
-        is_right = verified.ok
+        print_result(options, f"{report}\n\n{verified}", {**report.to_json(), "verification": verified})
     if options.write_config:
         zero = request.zero  # with the budget of what its blocks keep
         chosen = dataclasses.replace(zero, remat=report.values.policy_name) if report.values else zero
         _write_config(options, request, report, chosen=chosen)
-    return 0 if report.fits and is_right else 1
-
-
-def _training(report: PlanReport | None, tokens: float | None) -> dict[str, Any]:
-    """Returns the estimated days and device-hours of `--tokens`, for JSON."""
-    is_known = tokens is not None and report is not None and report.time is not None
-    return {"training": report.time.training(tokens, report.num_devices)} if is_known else {}  # type: ignore[union-attr]
+    return 0 if report.fits and (verified is None or verified.ok) else 1
 
 
 def _auto(options: argparse.Namespace, request: Request) -> int:
@@ -145,7 +297,9 @@ def _auto(options: argparse.Namespace, request: Request) -> int:
         host_memory_bytes=options.host_memory_bytes,
         **vars(request.compiling),
     )
-    print_result(options, result.text(options.tokens), result.to_json() | _training(result.best, options.tokens))
+    if result.best:
+        result = dataclasses.replace(result, best=dataclasses.replace(result.best, tokens=options.tokens))
+    print_result(options, result)
     if options.write_config and result.best:
         chosen = others.get(result.ranking.best.loss) if result.ranking.best else None
         _write_config(options, request, result.best, chosen=result.config, activations=chosen)
@@ -203,8 +357,7 @@ def run_memory(options: argparse.Namespace) -> int:
         if options_set:
             names = sorted("--model" if name == "preset" else option_of(name.split(".")[-1]) for name in options_set)
             raise ValueError(f"{' and '.join(names)}: --paper prints the paper's own tables: leave it out")
-        tables = paper.tables()
-        print_result(options, tables)
+        print_result(options, paper.tables())
         return 0
     request = read_request(options)
     if options.plot:
@@ -213,53 +366,44 @@ def run_memory(options: argparse.Namespace) -> int:
         return _plot_memory(options, request)
     estimated = _memory_estimate(request, request.zero)
     report = None if options.estimate else request.compile(request.zero, quick=True)
-    measured = report and report.memory
-    return _show_both(options, report, estimated, measured, measured and memory.compare(estimated.by_group, measured))
+    compare = lambda estimated, measured: memory.compare(estimated.by_group, measured)  # noqa: E731
+    return _show_both(options, report, estimated, report and report.memory, compare)
 
 
-def _show_both(options: argparse.Namespace, report: PlanReport | None, estimated: Any, measured: Any, both: Any) -> int:
+def _show_both(
+    options: argparse.Namespace, report: PlanReport | None, estimated: Any, measured: Any, compare: Callable[..., Any]
+) -> int:
     """Shows an estimate, beside what was measured and how they compare where a program was compiled."""
     if report is None:
         print_result(options, estimated)
         return 0
     if measured is None:
-        print_result(options, f"{report.summary()}\n\nby formula\n{estimated}", report.to_json())
+        print_result(options, f"{report.summary()}\n\nby formula\n{estimated}", report)
         return 1
+    both = compare(estimated, measured)
     text = f"{report.summary()}\n\nmeasured\n{measured}\n\nestimated\n{estimated}\n\nside by side\n{both}"
-    records = {"measured": measured, "estimated": estimated, "compared": both}
-    print_result(options, text, {name: record.to_json() for name, record in records.items()})
+    print_result(options, text, {"measured": measured, "estimated": estimated, "compared": both})
     return 0 if report.fits else 1
 
 
 def _memory_estimate(request: Request, zero: ZeroConfig) -> Any:
-    job, config = request.job(zero), request.model.config
-    mesh = job.mesh()
-    residuals = None
+    job, config, residuals = request.job(zero), request.model.config, None
     if config is not None:
-        batch_size = job.batch["inputs"].shape[0]
-        residuals = memory.transformer_residuals(config, batch_size=batch_size, mesh=mesh, config=job.config)
-    return memory.estimate(
-        job.state(mesh), mesh=mesh, config=job.config, residuals=residuals, traced=request.trace(job), tx=request.tx
-    )
+        sizes = {"batch_size": job.batch_size, "mesh": job.mesh(), "config": job.config}
+        residuals = memory.transformer_residuals(config, **sizes)
+    return request.estimate(memory.estimate, zero, residuals=residuals)
 
 
 def _plot_memory(options: argparse.Namespace, request: Request) -> int:
     """Draws the paper's Figure 1 for this model and topology."""
-    bars, records = [], []
+    records, bars = [], {}
     for stage in _STAGES:
         zero = dataclasses.replace(request.zero, stage=stage)
         estimated, report = _memory_estimate(request, zero), request.compile(zero, quick=True)
         measured = None if report.memory is None else report.memory.by_group
-        bars.append(
-            figures.MemoryBar(
-                label=f"stage {stage}",
-                num_devices=report.num_devices,
-                formula_bytes={group.name: group.formula_bytes for group in estimated.groups},
-                measured_bytes=measured,
-            )
-        )
         records.append({"stage": stage, "fits": report.fits, "estimated": estimated.by_group, "measured": measured})
-    title = f"{request.model.name} on {request.config.topology}"
+        bars[f"stage {stage}"] = {group.name: group.formula_bytes for group in estimated.groups}, measured
+    title = f"{request.model.name} on {request.config.topology}, N = {report.num_devices:,}"
     figures.plot_memory(options.plot, bars, title=title, capacity_bytes=report.usable_bytes)
     log_line(f"drew {options.plot}")
     if options.json:
@@ -271,11 +415,6 @@ def _plot_memory(options: argparse.Namespace, request: Request) -> int:
 def run_comms(options: argparse.Namespace) -> int:
     """Runs `zero-jax comms`."""
     request = read_request(options)
-    if options.estimate:
-        job = request.job(request.zero)
-        mesh, traced = job.mesh(), request.trace(job)
-        estimated = comms.estimate(job.state(mesh), mesh=mesh, config=job.config, traced=traced, tx=request.tx)
-        return _show_both(options, None, estimated, None, None)
-    report = request.compile(request.zero)
-    estimated, measured = report.comms_estimate, report.comms
-    return _show_both(options, report, estimated, measured, measured and comms.compare(estimated, measured))
+    report = None if options.estimate else request.compile(request.zero)
+    estimated = report.comms_estimate if report else request.estimate(comms.estimate, request.zero)
+    return _show_both(options, report, estimated, report and report.comms, comms.compare)

@@ -1,1 +1,0 @@
-"""The commands `plan`, `memory` and `comms`: `request` reads their options, `commands` runs them."""

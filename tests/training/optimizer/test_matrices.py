@@ -188,6 +188,16 @@ def wrapped():
     return optax.chain(optax.clip_by_global_norm(1.0), of_each, decay)
 
 
+def spectral():
+    """An optimizer that shrinks the spectra of matrices: XLA refuses some Fourier transforms along sharded dims."""
+
+    def one(grad, _):
+        spectrum = jnp.fft.fft2(grad) if grad.ndim > 1 else grad
+        return -1e-2 * (jnp.fft.ifft2(spectrum / (1 + jnp.abs(spectrum))).real if grad.ndim > 1 else grad)
+
+    return optax.stateless_with_tree_map(one)
+
+
 def settled():
     """An optimizer whose matrices are iterated until each has settled, and scaled by a norm of all of them."""
 
@@ -210,6 +220,7 @@ OPTIMIZERS = {
     "muon": muon,
     "schatten": lambda: muon(preconditioning="schatten"),
     "shampoo": shampoo,
+    "spectral": spectral,
     "settled": settled,
     "every second step": lambda: optax.MultiSteps(muon(), 2),
     "if finite": lambda: optax.apply_if_finite(muon(), 2),
@@ -248,6 +259,8 @@ def on_one_device(tx, init_fn, steps=3):
         ("muon", init_layers, 3, {}),
         pytest.param("schatten", init_layers, 2, {"model": 2}, marks=pytest.mark.slow),
         pytest.param("shampoo", init_layers, 3, {}, marks=pytest.mark.slow),
+        pytest.param("spectral", init_stacked, 1, {}, marks=pytest.mark.slow),
+        pytest.param("spectral", init_layers, 3, {}, marks=pytest.mark.slow),
         pytest.param("settled", init_layers, 1, {}, marks=pytest.mark.slow),
         pytest.param("every second step", init_layers, 3, {}, marks=pytest.mark.slow),
         pytest.param("if finite", init_stacked, 1, {}, marks=pytest.mark.slow),

@@ -30,13 +30,12 @@ def sum_of(stack: jax.Array) -> jax.Array:
 
 
 sum_of.defvjp(
-    lambda stack: (sum_of(stack), jnp.zeros((), stack.dtype)),
+    lambda stack: (jnp.zeros(stack.shape, wide(stack.dtype)), jnp.zeros((), stack.dtype)),
     lambda like, cotangent: (cotangent.astype(like.dtype),),
 )
 
 
-@jax.custom_vjp
-def _taken(sums: jax.Array, groups: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _take(sums: jax.Array, groups: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
     return sums, lax.dynamic_index_in_dim(groups, number, 0, keepdims=False)
 
 
@@ -46,4 +45,5 @@ def _taken_backward(number: jax.Array, cotangents: tuple[jax.Array, jax.Array]) 
     return lax.dynamic_update_index_in_dim(sums, own, number, 0), None, None
 
 
-_taken.defvjp(lambda sums, groups, number: (_taken(sums, groups, number), number), _taken_backward)
+_taken = jax.custom_vjp(_take)
+_taken.defvjp(lambda sums, groups, number: (_take(sums, groups, number), number), _taken_backward)

@@ -300,6 +300,18 @@ def test_whole_matrices_are_updated_as_on_one_device(optimizer, init_fn, stage, 
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=atol, err_msg=str(name))
 
 
+def test_a_trace_of_a_product_is_no_inner_product_of_its_factors():
+    """Of arrays that are reshaped to matrices: elements of one meet those of the other's transpose."""
+    params = {"w": np.random.default_rng(0).standard_normal((16, 4, 4), np.float32)}
+    trace = lambda g, p: -0.1 * g / jnp.einsum("ij,ji->", g.reshape(16, 16), p.reshape(16, 16))  # noqa: E731
+    tx, config = optax.stateless_with_tree_map(trace), zero.ZeroConfig(stage=1, min_shard_size=8)
+    state = zero.init_state(params, tx, jax.random.key(0), mesh=zero.make_mesh(), config=config)
+    step = zero.make_train_step(lambda p, b: jnp.sin(p["w"]).sum() * b.mean(), tx, mesh=zero.make_mesh(), config=config)
+    state, _ = step(state, np.ones(8, np.float32))
+    expected = optax.apply_updates(params, tx.update({"w": jnp.cos(params["w"])}, (), params)[0])
+    np.testing.assert_allclose(state.params["w"], expected["w"], rtol=1e-5, atol=1e-6)
+
+
 # Gradients of microbatches are summed over one axis after the other, whose order depends on the shards.
 EXACT = zero.Precision(param=jnp.bfloat16, compute=jnp.bfloat16, reduce=jnp.float32, master=jnp.float32)
 

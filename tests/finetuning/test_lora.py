@@ -177,7 +177,7 @@ def test_a_loop_over_a_dim_that_is_no_stack_is_refused():
 
 def test_leaves_of_one_path_are_refused():
     params = {"a/b": jnp.ones((8, 8)), "a": {"b": jnp.ones((8, 8))}}
-    with pytest.raises(ValueError, match="several leaves have the path 'a/b'.*rename one"):
+    with pytest.raises(ValueError, match=r"several leaves have the path 'a/b'.*rename one"):
         zero.Lora(rules=["a/b"], rank=2).init(params, jax.random.key(0))
 
 

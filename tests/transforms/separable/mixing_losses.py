@@ -335,6 +335,7 @@ SEPARABLE = {
     "convolution by the kernel of each": of_the_kernel_of_each,
     "dropout": dropped,
     "masked by draws": masked_by_draws,
+    "masked and not": lambda p, b: error_of(p, b).mean() + masked(p, b) - 0.1 * error_of(p, b).sum(),
     "custom_vjp": each(doubled_backward),
     "relu": each(lambda out: jax.nn.relu(out) + jax.nn.silu(out) + jax.nn.softplus(out)),
     "layer norm": each(lambda out: (out - out.mean(-1, keepdims=True)) * lax.rsqrt(out.var(-1, keepdims=True) + 1e-5)),

@@ -175,6 +175,12 @@ def test_a_loop_over_a_dim_that_is_no_stack_is_refused():
         lora.loss_fn(loop)(variables.params, jnp.ones(8), model_state=variables.model_state)
 
 
+def test_leaves_of_one_path_are_refused():
+    params = {"a/b": jnp.ones((8, 8)), "a": {"b": jnp.ones((8, 8))}}
+    with pytest.raises(ValueError, match=r"several leaves have the path 'a/b'.*rename one"):
+        zero.Lora(rules=["a/b"], rank=2).init(params, jax.random.key(0))
+
+
 def test_a_state_without_a_base_is_refused():
     with pytest.raises(ValueError, match=r"the state has no frozen base: make it with Lora\.init"):
         zero.Lora(rules=["w"]).merge(zero.Variables(params={"w": jnp.ones((4, 4))}))

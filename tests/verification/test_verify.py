@@ -235,6 +235,16 @@ def test_the_command_verifies_a_small_model_of_the_same_form(own, tmp_path, caps
     assert report["verification"]["mesh"] == {"replica": 2, "data": 2, "model": 1}
 
 
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+def test_a_loss_that_is_another_one_on_microbatches_is_reported_as_such():
+    loss_fn, init_fn, batch = nnx_model()
+    of_all = lambda params, batch: jnp.sqrt(loss_fn(params, batch))  # noqa: E731
+    config = zero.ZeroConfig(num_microbatches=2)
+    found = zero.verify(of_all, init_fn, optax.sgd(0.1), batch, topology="v5e:2x2", config=config, num_steps=1, **HERE)
+    assert not found.ok and "warned: the loss on microbatches may be another one" in str(found)
+
+
 def test_what_cannot_be_verified_is_refused_before_anything_is_compiled():
     loss_fn, init_fn, batch = nnx_model()
     verify = functools.partial(zero.verify, loss_fn, init_fn, optax.sgd(0.1), topology="v5e:2x2", **HERE)

@@ -376,7 +376,7 @@ def _named(*kinds: str) -> frozenset[str]:
 
 ELEMENTWISE = _named("elementwise", "copy", "cast")
 REDUCTIONS, CUMULATIVE, SCATTERS = _named("reduction"), _named("cumulative"), _named("scatter")
-FACTORIZATIONS = _named("factorization") | {"cholesky", "triangular_solve"}
+FACTORIZATIONS = _named("factorization") | {"cholesky", "fft", "triangular_solve"}
 # The operands themselves: as they are, in another place, under another dtype, or in another shape.
 COPIES, PLACES, CASTS, SHAPES = _named("copy"), _named("place"), _named("cast"), _named("shape")
 SAME_ELEMENTS = _named("copy", "cast", "shape", "broadcast")

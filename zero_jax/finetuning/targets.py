@@ -67,9 +67,12 @@ def find_targets(rules: Rules, params: PyTree, *, trained: Sequence[str]) -> dic
     `params` are arrays or `ShapeDtypeStruct`s; no rule is for the leaves whose paths are `trained`.
 
     Raises:
-      ValueError: a rule that matches nothing, or a leaf whose dims it does not decide.
+      ValueError: a rule that matches nothing, a leaf whose dims it does not decide, or two leaves of one path.
     """
-    leaves = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
+    leaves = dict(zip(names := leaf_names(params), jax.tree.leaves(params), strict=True))
+    if len(leaves) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"several leaves have the path {twice!r}, by which adapters are kept: rename one")
     by_path: dict[str, Target] = {}
     for rule, labels in rules.items() if isinstance(rules, Mapping) else dict.fromkeys(rules).items():
         matched = [path for path in leaves if fnmatch.fnmatchcase(path, rule) and path not in trained]

@@ -152,29 +152,22 @@ def _rows(x_BND: Array, indices_BM: Array) -> Array:
     return jax.vmap(lambda x, indices: x.at[indices].get(mode="fill", fill_value=0))(x_BND, indices_BM)
 
 
-@jax.custom_vjp
-def _dispatch(y_BTD: Array, slots_BTk: Array, choices_BS: Array) -> Array:
-    """Returns the token of each place `[B, S, D]`; the gradient gathers too, as no token is twice with an expert."""
+# Both gather in their gradients, too, as no token is twice with an expert.
+
+
+def _of_places(y_BTD: Array, slots_BTk: Array, choices_BS: Array) -> Array:
+    """Returns the token of each place `[B, S, D]`."""
     return _rows(y_BTD, choices_BS // slots_BTk.shape[-1])
 
 
-def _dispatch_forward(y_BTD: Array, slots_BTk: Array, choices_BS: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _dispatch(y_BTD, slots_BTk, choices_BS), (slots_BTk, choices_BS)
-
-
-def _dispatch_backward(residuals: tuple[Array, Array], g_BSD: Array) -> tuple[Array, None, None]:
-    return _collect(g_BSD, *residuals).sum(axis=2), None, None
-
-
-@jax.custom_vjp
-def _collect(made_BSD: Array, slots_BTk: Array, choices_BS: Array) -> Array:
+def _of_tokens(made_BSD: Array, slots_BTk: Array, choices_BS: Array) -> Array:
     """Returns what the experts of each token made of it `[B, T, k, D]`, 0 where an expert did not take it."""
     B, T, k = slots_BTk.shape
     return _rows(made_BSD, slots_BTk.reshape(B, T * k)).reshape(B, T, k, -1)
 
 
-def _collect_forward(made_BSD: Array, slots_BTk: Array, choices_BS: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _collect(made_BSD, slots_BTk, choices_BS), (slots_BTk, choices_BS)
+def _dispatch_backward(residuals: tuple[Array, Array], g_BSD: Array) -> tuple[Array, None, None]:
+    return _of_tokens(g_BSD, *residuals).sum(axis=2), None, None
 
 
 def _collect_backward(residuals: tuple[Array, Array], g_BTkD: Array) -> tuple[Array, None, None]:
@@ -183,5 +176,6 @@ def _collect_backward(residuals: tuple[Array, Array], g_BTkD: Array) -> tuple[Ar
     return _rows(g_BTkD.reshape(B, T * k, D), choices_BS), None, None
 
 
-_dispatch.defvjp(_dispatch_forward, _dispatch_backward)
-_collect.defvjp(_collect_forward, _collect_backward)
+_dispatch, _collect = jax.custom_vjp(_of_places), jax.custom_vjp(_of_tokens)
+_dispatch.defvjp(lambda *xs: (_of_places(*xs), xs[1:]), _dispatch_backward)
+_collect.defvjp(lambda *xs: (_of_tokens(*xs), xs[1:]), _collect_backward)

@@ -192,6 +192,8 @@ class _Program:
             variables = placement.cast(joined(params, state.model_state))
             of_batch = loss_and_grads(step_loss, (variables, batch, key), needed=needed, loss_scale=state.loss_scale)
             grads = fill_zeros(self.unscale(of_batch.grads, masters, placement, state.loss_scale), masters)
+            if placement.num_stages > 1:
+                grads = self.with_no_derivatives(grads)
             return of_batch.loss.astype(value_dtype(at)), grads
 
         @jax.custom_jvp
@@ -206,6 +208,19 @@ class _Program:
             return loss, jnp.asarray(sum(jax.tree.leaves(slopes)), loss.dtype)
 
         return {"loss_fn": loss_fn, "grad_fn": lambda at: evaluate(at, needed)[1]}
+
+    def with_no_derivatives(self, grads: PyTree) -> PyTree:
+        """Returns gradients that refuse to be differentiated: those of stages, added in place, would be wrong."""
+        same = jax.custom_jvp(lambda grads: grads)
+
+        @same.defjvp
+        def _(*_: Any) -> Any:
+            raise ValueError(
+                "the optimizer takes second derivatives of the loss, which a pipeline does not have: take a mesh "
+                "without `pipe`"
+            )
+
+        return same(grads)
 
     # --- after the gradients ------------------------------------------------------------------------------------------
 

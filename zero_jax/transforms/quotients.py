@@ -21,7 +21,7 @@ from zero_jax.program.passes import Dependence, Pass
 _LINEAR = {name: known.linear for name, known in known_primitives().items() if known.linear}
 _OF_OTHERS = frozenset({"add_any", "dynamic_slice", "dynamic_update_slice", "gather", "pad"}) | SCATTERS
 _KEEP_DIVISOR = (_LINEAR.keys() - _OF_OTHERS) | {"select_n"}
-_PARAMS = frozenset({0})
+_PARAMS, _MASKS = frozenset({0}), frozenset({"broadcast_in_dim", "random_bits"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +89,8 @@ class Quotients(Pass[_Known]):
     def operation(self, eqn: Any, operands: list[_Known]) -> list[_Known]:
         """Returns what is known of the results of an equation."""
         of_params = any(x.of_params for x in operands)
-        # A mask of ones, as `jnp.ones_like(labels)` makes it, has the shape of the batch and none of its values.
-        is_mask = eqn.primitive.name == "broadcast_in_dim" and eqn.params["shape"][:1] in self.batch_dims
+        # A mask of ones (`jnp.ones_like(labels)`) or of draws has the shape of the batch and none of its values.
+        is_mask = eqn.primitive.name in _MASKS and eqn.params["shape"][:1] in self.batch_dims
         of_batch = (is_mask and not of_params) or any(x.of_batch for x in operands)
         known = _Known(of_params, of_batch, quotient=self.quotient(eqn, operands))
         is_scalar_of_batch = of_batch and not of_params

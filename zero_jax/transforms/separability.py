@@ -240,17 +240,40 @@ class _Traces:
         groups = [list(traces)]
         whole, part, *single = groups[0]
         names = [[eqn.primitive.name for eqn in jaxprs.open_jaxpr(x)[0].eqns] for x in (whole, part)]
-        if names[0] != names[1] or any(operations(x) != operations(part) for x in single):
+        if names[0] != names[1] or not _goes_on(whole, part, single, comparison):
             each = [[jaxprs.alone(x, [atom]) for atom in jaxprs.open_jaxpr(x)[0].outvars] for x in traces]
             groups = [list(group) for group in zip(*each, strict=True)]
         found = []
         for whole, part, *single in groups:
-            if any(operations(x) != operations(part) for x in single):
+            if not _goes_on(whole, part, single, comparison):
                 why = unknown("loss_fn does something else on one example than on several")
                 found += [why] * len(jaxprs.open_jaxpr(whole)[0].outvars)
             else:
                 found += comparison.run(whole, part, inputs)
         return found
+
+
+def _goes_on(whole: Any, part: Any, single: Sequence[Any], comparison: TraceComparison) -> bool:
+    """Tells whether what relates a batch to parts of two examples relates these to single ones, if there are such.
+
+    A single one is to have the same operations, and numbers such as `1 / len(x)` that depend on the size as before.
+    """
+    by_two = TraceComparison(2)
+    for x in single:
+        numbers = [_numbers(jaxpr) for jaxpr in (whole, part, x)]
+        if operations(x) != operations(part) or len(numbers[1]) != len(numbers[2]):
+            return False
+        for of_whole, of_part, of_one in zip(*numbers, strict=False):
+            relation = comparison.constant(of_whole, of_part)
+            if relation.kind is Kind.SAME and not relation.agrees(by_two.constant(of_part, of_one)):
+                return False
+    return True
+
+
+def _numbers(jaxpr: Any) -> list[Any]:
+    """Returns the constants among the operands of operations, in the order of `operations`."""
+    operands = (atom for eqn in equations(jaxpr, skip=SAME_ELEMENTS - CASTS) for atom in eqn.invars)
+    return [atom.val for atom in operands if jaxprs.is_literal(atom)]
 
 
 def _values(trace: CountedTrace) -> list[Any]:

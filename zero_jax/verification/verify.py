@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -70,6 +71,7 @@ class Verification(Report):
       stage: the ZeRO stage.
       leaves: the difference of each leaf, those that rounding explains the least first.
       left_out: what is not in the program that was run, and why.
+      warned: what the step warned of: a loss that is another one on microbatches differs from that of one device.
       compile_seconds: what compiling took.
       run_seconds: what executing the program took on this machine.
 
@@ -86,6 +88,7 @@ class Verification(Report):
     stage: int
     leaves: tuple[LeafDifference, ...]
     left_out: tuple[str, ...]
+    warned: tuple[str, ...]
     compile_seconds: float
     run_seconds: float
 
@@ -112,6 +115,7 @@ class Verification(Report):
         lines = [title, "", aligned(rows, right={0, 2, 3})]
         lines += [f"and {more} leaves that differ less"] if more else []
         lines += [f"left out: {text}" for text in self.left_out]
+        lines += [f"warned: {text}" for text in self.warned]
         return "\n".join([*lines, f"compiled in {self.compile_seconds:.1f} s, run in {self.run_seconds:.1f} s"])
 
 
@@ -189,7 +193,9 @@ def verify_job(
         _check_size(abstract, mesh.size)
         _check_same_keys(job, mesh)
         on_phase("lowering")
-        lowered = make_train_step(job.loss_fn, job.tx, mesh=mesh, config=job.config).lower(abstract, job.batch)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            lowered = make_train_step(job.loss_fn, job.tx, mesh=mesh, config=job.config).lower(abstract, job.batch)
         on_phase("compiling")
         started = time.perf_counter()
         compiled = lowered.compile(compiler_options=dict(job.compiler_options or {}))
@@ -214,6 +220,7 @@ def verify_job(
         stage=job.config.stage,
         leaves=tuple(sorted(leaves, key=lambda leaf: -leaf.difference / max(leaf.allowed, 1e-30))),
         left_out=tuple(left_out),
+        warned=tuple(dict.fromkeys(str(x.message) for x in warned)),
         compile_seconds=compile_seconds,
         run_seconds=run_seconds,
     )

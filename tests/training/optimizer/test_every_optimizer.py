@@ -239,6 +239,21 @@ def test_those_that_ask_for_more_equal_one_device(name, stage, k):
     compare(tx, stage=stage, asks=ASKS.get(name, ()), params=params, num_microbatches=k, num_steps=2)
 
 
+@pytest.mark.parametrize("stage", [pytest.param(stage, marks=[pytest.mark.slow] * (stage != 2)) for stage in range(4)])
+def test_second_derivatives_of_a_lookup(stage):
+    """As those of sophia, forward over reverse: the gradient of a lookup is a function of its own."""
+
+    def loss_of(params, batch):
+        rows = jnp.abs(3 * batch["inputs"][:, 0]).astype(int) % 8
+        return jnp.square(jnp.tanh(params["w"][rows] + params["b"]) - batch["targets"]).mean()
+
+    def update(grads, state, params, *, value_fn):
+        curvature = jax.jvp(jax.grad(value_fn), (params,), (grads,))[1]
+        return jax.tree.map(lambda g, c: -0.1 * g - c, grads, curvature), state
+
+    compare(asking(update), stage=stage, asks=("value_fn",), loss=loss_of, num_steps=2)
+
+
 def test_memories_of_a_search_are_sharded_as_the_params_are():
     state = zero.abstract_state(
         lambda key: host_params(), optax.lbfgs(memory_size=3), mesh=mesh_of(MESH), config=reference.make_config(stage=1)

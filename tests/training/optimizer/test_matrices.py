@@ -188,6 +188,16 @@ def wrapped():
     return optax.chain(optax.clip_by_global_norm(1.0), of_each, decay)
 
 
+def spectral():
+    """An optimizer that shrinks the spectra of matrices: XLA refuses some Fourier transforms along sharded dims."""
+
+    def one(grad, _):
+        spectrum = jnp.fft.fft2(grad) if grad.ndim > 1 else grad
+        return -1e-2 * (jnp.fft.ifft2(spectrum / (1 + jnp.abs(spectrum))).real if grad.ndim > 1 else grad)
+
+    return optax.stateless_with_tree_map(one)
+
+
 def settled():
     """An optimizer whose matrices are iterated until each has settled, and scaled by a norm of all of them."""
 
@@ -210,6 +220,7 @@ OPTIMIZERS = {
     "muon": muon,
     "schatten": lambda: muon(preconditioning="schatten"),
     "shampoo": shampoo,
+    "spectral": spectral,
     "settled": settled,
     "every second step": lambda: optax.MultiSteps(muon(), 2),
     "if finite": lambda: optax.apply_if_finite(muon(), 2),
@@ -248,6 +259,8 @@ def on_one_device(tx, init_fn, steps=3):
         pytest.param("muon", init_layers, 3, {}, marks=pytest.mark.slow),
         pytest.param("schatten", init_layers, 2, {"model": 2}, marks=pytest.mark.slow),
         pytest.param("shampoo", init_layers, 3, {}, marks=pytest.mark.slow),
+        pytest.param("spectral", init_stacked, 1, {}, marks=pytest.mark.slow),
+        pytest.param("spectral", init_layers, 3, {}, marks=pytest.mark.slow),
         pytest.param("settled", init_layers, 1, {}, marks=pytest.mark.slow),
         pytest.param("every second step", init_layers, 3, {}, marks=pytest.mark.slow),
         pytest.param("if finite", init_stacked, 1, {}, marks=pytest.mark.slow),
@@ -285,6 +298,18 @@ def test_whole_matrices_are_updated_as_on_one_device(optimizer, init_fn, stage, 
         # muon makes its rounding large: another order of the batch moves it by 4e-5 on one device, too.
         atol = 2e-4 if optimizer == "at times" and "table" in str(name) else 2e-5
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=atol, err_msg=str(name))
+
+
+def test_a_trace_of_a_product_is_no_inner_product_of_its_factors():
+    """Of arrays that are reshaped to matrices: elements of one meet those of the other's transpose."""
+    params = {"w": np.random.default_rng(0).standard_normal((16, 4, 4), np.float32)}
+    trace = lambda g, p: -0.1 * g / jnp.einsum("ij,ji->", g.reshape(16, 16), p.reshape(16, 16))  # noqa: E731
+    tx, config = optax.stateless_with_tree_map(trace), zero.ZeroConfig(stage=1, min_shard_size=8)
+    state = zero.init_state(params, tx, jax.random.key(0), mesh=zero.make_mesh(), config=config)
+    step = zero.make_train_step(lambda p, b: jnp.sin(p["w"]).sum() * b.mean(), tx, mesh=zero.make_mesh(), config=config)
+    state, _ = step(state, np.ones(8, np.float32))
+    expected = optax.apply_updates(params, tx.update({"w": jnp.cos(params["w"])}, (), params)[0])
+    np.testing.assert_allclose(state.params["w"], expected["w"], rtol=1e-5, atol=1e-6)
 
 
 # Gradients of microbatches are summed over one axis after the other, whose order depends on the shards.

@@ -219,6 +219,11 @@ def dropped(params, batch, rate=0.0):
     return jnp.square(jnp.where(kept, out_of(params, batch), 0)).mean()
 
 
+def masked_by_draws(params, batch, rate=0.0):
+    kept = jax.random.bernoulli(jax.random.key(0), 1 - rate, (len(batch["x"]), 6))
+    return jnp.square(jnp.where(kept, out_of(params, batch), 0)).sum() / kept.sum()
+
+
 def squares(out):
     return jnp.einsum("ni,nj->nij", out, out) + jnp.eye(6)
 
@@ -329,6 +334,8 @@ SEPARABLE = {
     "convolution by several kernels": of_several_kernels,
     "convolution by the kernel of each": of_the_kernel_of_each,
     "dropout": dropped,
+    "masked by draws": masked_by_draws,
+    "masked and not": lambda p, b: error_of(p, b).mean() + masked(p, b) - 0.1 * error_of(p, b).sum(),
     "custom_vjp": each(doubled_backward),
     "relu": each(lambda out: jax.nn.relu(out) + jax.nn.silu(out) + jax.nn.softplus(out)),
     "layer norm": each(lambda out: (out - out.mean(-1, keepdims=True)) * lax.rsqrt(out.var(-1, keepdims=True) + 1e-5)),

@@ -311,6 +311,21 @@ def test_one_example_is_not_taken_for_several():
     assert "one example" in judged(odd, size=8).not_local
 
 
+def test_a_number_of_a_single_example_is_compared_too():
+    """Of 8 and of 2 examples this is half of the mean; of one it is the same as of two."""
+
+    def by_half(params, batch):
+        return mixing_losses.error_of(params, batch).sum() / max(len(batch["x"]) // 2, 1)
+
+    assert not judged(by_half).not_local
+    assert "one example" in judged(by_half, size=8).not_local
+    batch, fields = reference.make_batch(0, 8), {"mesh": mesh_of("4"), "stage": 1, "num_microbatches": 2}
+    by_half_of = lambda p, b: reference.loss_fn(p, b) * len(b["tokens"]) / max(len(b["tokens"]) // 2, 1)  # noqa: E731
+    with pytest.warns(UserWarning, match="one example"):
+        _, (metrics,) = reference.run_zero(by_half_of, optax.sgd(0.1), [batch], **fields)
+    np.testing.assert_allclose(metrics.loss, by_half_of(reference.host_params(), batch), rtol=1e-5)
+
+
 def test_groups_of_examples_are_another_loss_where_microbatches_split_them():
     """A microbatch has a run of examples of each device: groups of four that are two on one and two on another."""
 

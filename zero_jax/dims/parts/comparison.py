@@ -163,16 +163,16 @@ class TraceComparison:
         raise Refused(f"the primitive {name!r} may mix examples of a batch")
 
     def with_shares(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
-        """Returns the relations of what adds terms that are the same in all parts to sums; empty if it does not.
+        """Returns the relations of what adds sums, and terms that are the same in all parts; empty if it does not.
 
-        Each part has a share of such a term then (`terms`).
+        Each part has a share of such a term then, and of a mean what makes it a sum like the others (`terms`).
         """
         floats = floating(pair.part.invars)
         powers = {x.power for i, x in enumerate(inputs) if x.kind is Kind.SUM and i in floats}
         is_sum = pair.whole.primitive.name in _ADDS and bool(floating(pair.whole.outvars))
-        if not (self.shares_terms and is_sum and len(powers) == 1):
+        if not (self.shares_terms and is_sum and powers):
             return []
-        (power,) = powers
+        power = max(powers)
         shares = {i: share for i in floats if (share := shared(inputs[i], power)) is not None}
         try:
             results = self.by_rule(pair, [shares.get(i, x) for i, x in enumerate(inputs)])
@@ -181,7 +181,8 @@ class TraceComparison:
         if self.depth > 1 or self.in_derivative:
             self.has_terms_within = True
             return []
-        self.terms[pair.part.outvars[0]] = [(i, power - 1) for i in shares]
+        before = {i: inputs[i].power if inputs[i].kind is Kind.SUM else Fraction(1) for i in shares}
+        self.terms[pair.part.outvars[0]] = [(i, power - before[i]) for i in shares]
         return results
 
     def called(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:

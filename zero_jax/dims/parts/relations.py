@@ -158,12 +158,13 @@ def divided(above: Relation, below: Relation) -> Relation:
 
 
 def shared(x: Relation, power: Fraction) -> Relation | None:
-    """Returns the relation of the share that each part has of what is the same in all parts; None if `x` is not.
+    """Returns the relation of a part's share of what is the same in all parts, or of a sum; None if `x` is neither.
 
-    The share is the value times `n ** (power - 1)`.
+    The share is the value times `n ** (power - 1)`, or `n ** (power - x.power)` for a sum.
     """
     is_same = x.kind is Kind.SAME and x.is_plain and x.number != 0
-    return dataclasses.replace(x, kind=Kind.SUM, power=power, number=None) if is_same else None
+    is_other = x.kind is Kind.SUM and x.power != power
+    return dataclasses.replace(x, kind=Kind.SUM, power=power, number=None) if is_same or is_other else None
 
 
 def all_joined(inputs: Sequence[Relation]) -> Relation:

@@ -221,7 +221,7 @@ def fetch(array: jax.Array, gradient: jax.Array) -> jax.Array:
     return fetch_as(gradient.dtype)(array)
 
 
-fetch.defvjp(lambda array, gradient: (fetch(array, gradient), None), lambda _, cotangent: (None, cotangent))
+fetch.defvjp(lambda array, gradient: (fetch_as(gradient.dtype)(array), None), lambda _, cotangent: (None, cotangent))
 
 
 def differentiated(param: Any, sharding: NamedSharding) -> jax.Array:

@@ -123,7 +123,6 @@ def _look_up_own(
     The transpose of the lookup itself would be of the device's own indices too: a whole table to reduce.
     """
 
-    @jax.custom_vjp
     def look_up(table: jax.Array, indices: jax.Array) -> jax.Array:
         # XLA makes both of one copy of the indices, and looks all of them up, unless something stands between.
         indices = jax.lax.optimization_barrier(jax.lax.with_sharding_constraint(indices, own))
@@ -138,8 +137,9 @@ def _look_up_own(
         transpose = jax.linear_transpose(lambda t: bind(eqn, [t, all_indices])[0], jax.typeof(table))
         return transpose(columns)[0], None
 
-    look_up.defvjp(forward, backward)
-    return look_up(table, indices)
+    differentiated = jax.custom_vjp(look_up)
+    differentiated.defvjp(forward, backward)
+    return differentiated(table, indices)
 
 
 def move_table(eqn: Any, plan: LookupPlan, copies: jax.Array, indices: jax.Array) -> jax.Array:

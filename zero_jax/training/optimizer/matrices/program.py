@@ -166,7 +166,7 @@ def _inner_products(jaxpr: Any) -> dict[Any, tuple[Any, Any]]:
     flat = {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "reshape"}
     found = {}
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general" and _is_number(eqn.outvars[0]):
+        if eqn.primitive.name == "dot_general" and _is_number(eqn.outvars[0]) and eqn.invars[0].aval.ndim == 1:
             factors = tuple(flat[x] for x in eqn.invars if not is_literal(x) and x in flat)
             if len(factors) == 2 and factors[0].aval.shape == factors[1].aval.shape:
                 found[eqn.outvars[0]] = factors

@@ -204,6 +204,10 @@ def make_any(**fields):
         (dict(config={"stage": 3}), "config={'stage': 3} is no config: give a zero.ZeroConfig"),
         (dict(key=7), r"key=7 is no key: give jax.random.key\(7\)"),
         (dict(params={}), "the params {} hold no arrays"),
+        (
+            dict(params={"w": np.ones((4, 4), np.int32)}),
+            r"no floating leaf.* \(leaf 'w' is int32\): make",
+        ),
         (dict(loss_fn=None), "loss_fn=None is no function"),
         (
             dict(loss_fn=lambda p: 0.0),

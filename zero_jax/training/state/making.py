@@ -20,7 +20,7 @@ from zero_jax.core.variables import MODEL_STATE, as_variables, function_of_key, 
 from zero_jax.sharding.mesh import on_mesh
 from zero_jax.sharding.precision import cast_floating, init_loss_scale
 from zero_jax.training.optimizer.update import init_opt_state
-from zero_jax.training.state.checks import check_optimizer
+from zero_jax.training.state.checks import check_optimizer, check_trainable
 from zero_jax.training.state.matrix_updates import step_placement
 from zero_jax.training.state.placement import Placement, make_placement, new_grad_errors, train_state_shardings
 from zero_jax.training.state.train_state import TrainState, trainable
@@ -99,11 +99,10 @@ def _checked_key(key: Any) -> Any:
 
 def _checked(variables: PyTree) -> PyTree:
     params, model_state = as_variables(variables).params, as_variables(variables).model_state
-    if not jax.tree.leaves(params):
-        raise ValueError(f"the params {params!r} hold no arrays: give params, or a function of a key that makes them")
     remedy = "keep what is no array out of the params, as equinox.partition(model, equinox.is_array) does"
     check_arrays("params", params, remedy=remedy)
     check_arrays(MODEL_STATE, model_state, remedy=remedy.replace("params", MODEL_STATE))
+    check_trainable(params)
     return variables
 
 

@@ -312,7 +312,7 @@ class Search:
         while waiting and len(done) < _MOST_ENDS and not (done and _order(done[0]) <= _order(waiting[0])):
             entry = waiting[0]
             if self.needs_end(entry.setting):
-                self.log(f"compiling to the end: {name_of(entry.setting)}")
+                self.log(f"compiling to the end, for an exact time (quick leaves it out): {name_of(entry.setting)}")
                 try:
                     entry = self._compiled(entry)
                 except KeyboardInterrupt:

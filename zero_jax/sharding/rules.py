@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -368,15 +369,17 @@ class ShardingReport(Report):
     secondary_bytes: int = 0
 
     def __str__(self) -> str:
-        alike: dict[tuple[str, ...], list[str]] = {}  # the leaves of layers in a Python loop are a row
+        rows = []
         for p in sorted(self.placements, key=lambda p: -p.num_bytes):
             spec = ", ".join("+".join(dim) or "-" for dim in p.dims) or "scalar"
-            row = (re.sub(r"\d+", "*", p.path), str(p.shape), p.dtype, f"[{spec}]", p.reason)
-            alike.setdefault(row, []).append(p.path)
-        rows = []
-        for (name, shape, *rest), paths in alike.items():
-            few = len(paths) < _MANY_ALIKE
-            rows += [(path, shape, *rest) for path in paths] if few else [(name, f"{len(paths)} x {shape}", *rest)]
+            rows.append((p.path, str(p.shape), p.dtype, f"[{spec}]", p.reason))
+        alike = [(re.sub(r"\d+", "*", path), *rest) for path, *rest in rows]  # in layers of a Python loop
+        counts = collections.Counter(alike)
+        many = {key: (key[0], f"{count} x {key[1]}", *key[2:]) for key, count in counts.items() if count >= _MANY_ALIKE}
+        numbered = enumerate(zip(alike, rows, strict=True))
+        rows = [
+            row for row, _ in dict.fromkeys((many[key], -1) if key in many else (row, i) for i, (key, row) in numbered)
+        ]
         whole = f", {format_bytes(self.whole_bytes)} of it unsharded leaves" if self.whole_bytes else ""
         lines = [aligned(rows), f"{format_bytes(self.per_device_bytes)} a device{whole}"]
         if "params" not in self.groups:

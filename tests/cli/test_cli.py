@@ -313,6 +313,7 @@ def test_an_unknown_command_is_told_the_known_ones(capsys):
     assert "'tran'" in err
     assert "train" in err.split("Choose one of")[1]
     assert "did you mean 'train'?" in err
+    assert run([], capsys)[1].startswith("usage: zero-jax")
 
 
 @pytest.mark.slow

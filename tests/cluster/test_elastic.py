@@ -192,7 +192,7 @@ def test_processes_are_started_again_until_they_are_done():
     assert str(launched.result) == "all 2 processes are done, after 3 restarts"
     lines = re.findall(r"^zero-jax launch: (process .*restart.*)$", launched.err, re.MULTILINE)
     assert lines == [
-        "process 1 of 4 was ended by SIGKILL: out of memory?: restart 1, with 3 of 4",
+        "process 1 of 4 was ended by SIGKILL (out of memory?): restart 1, with 3 of 4",
         "process 2 of 3 ended with status 1: restart 2, with 2 of 4",
         "process 0 of 2 ended with status 76: restart 3, with 2 of 4",
     ]

@@ -204,6 +204,10 @@ def make_any(**fields):
         (dict(config={"stage": 3}), "config={'stage': 3} is no config: give a zero.ZeroConfig"),
         (dict(key=7), r"key=7 is no key: give jax.random.key\(7\)"),
         (dict(params={}), "the params {} hold no arrays"),
+        (
+            dict(params={"w": np.ones((4, 4), np.int32)}),
+            r"no floating leaf.* \(leaf 'w' is int32\): make",
+        ),
         (dict(loss_fn=None), "loss_fn=None is no function"),
         (
             dict(loss_fn=lambda p: 0.0),
@@ -284,3 +288,27 @@ def test_state_can_be_moved_as_the_error_says():
     state, expected = step(state, make_batch())
     chex.assert_trees_all_equal(*(jax.tree.map(np.asarray, s.params) for s in (moved, state)))
     assert float(metrics.loss) == float(expected.loss)
+
+
+def test_a_traceback_has_the_lines_of_the_user_and_not_those_of_zero_jax_between(monkeypatch):
+    mesh, config, tx = mesh_of("4"), reference.make_config(), optax.sgd(0.1)
+    state, batch = zero.init_state(host_params(), tx, jax.random.key(0), mesh=mesh, config=config), {"x": np.ones(8)}
+    missing = zero.make_train_step(lambda params, batch: batch["none"], tx, mesh=mesh, config=config)
+    vector = zero.make_eval_step(lambda params, batch: batch["x"], mesh=mesh, config=config)
+
+    def ours(call, kind):
+        with pytest.raises(kind) as found:
+            call(state, batch)
+        return [path.name for path in (entry.path for entry in found.traceback) if "zero_jax" in path.parts]
+
+    assert ours(missing, KeyError) == ours(missing.lower, KeyError) == []
+    assert ours(vector, ValueError) == ["evaluation.py", "function.py"]
+    before = jax.config.jax_traceback_filtering
+    try:
+        jax.config.update("jax_traceback_filtering", "off")
+        assert len(ours(missing, KeyError)) > 5
+    finally:
+        jax.config.update("jax_traceback_filtering", before)
+    bug = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)
+    monkeypatch.setattr("zero_jax.training.compiled_step.train_state_shardings", None)
+    assert ours(bug, TypeError)[-1] == "compiled_step.py"

@@ -258,3 +258,28 @@ def test_a_module_of_another_kind_is_refused():
         zero.from_linen(nn.Dense, loss, jnp.zeros((1, 6)))
     with pytest.raises(ValueError, match="give the class of the module"):
         zero.from_nnx(nnx.Linear(6, 4, rngs=nnx.Rngs(0)), loss)
+
+
+class Normed(nnx.Module):
+    """A module with state that no gradient updates."""
+
+    def __init__(self, rngs):
+        self.linear, self.norm = nnx.Linear(6, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+
+def test_state_of_a_module_among_the_params_and_an_nnx_optimizer_are_refused():
+    linen = lambda key: nn.BatchNorm(use_running_average=False).init(key, BATCH["x"])  # noqa: E731
+    module = Normed(nnx.Rngs(0))
+    only_params = nnx.state(module, nnx.Param)
+    for init_fn, message in (
+        (module, r"updates: dropout/rngs/count \(RngCount\), .* and 2 more.*zero.from_nnx"),
+        (lambda key: Normed(nnx.Rngs(key)), "zero.from_nnx"),
+        (linen, r"batch_stats\. .*zero.from_linen"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            zero.init_state(init_fn, optax.sgd(0.1), KEY, mesh=zero.make_mesh(), config=zero.ZeroConfig(stage=3))
+    zero.init_state(only_params, optax.sgd(0.1), KEY, mesh=zero.make_mesh(), config=zero.ZeroConfig(stage=3))
+    with pytest.raises(ValueError, match=r"^tx=.{,90} is no optimizer: .*, the one in its \.tx"):
+        optimizer = nnx.Optimizer(module, optax.sgd(0.1), wrt=nnx.Param)
+        zero.make_train_step(len, optimizer, mesh=zero.make_mesh(), config=zero.ZeroConfig(stage=3))

@@ -189,6 +189,7 @@ def test_what_does_not_fit_is_told_with_its_size(cache):
     assert refused.memory is None and refused.time is None
     assert "RESOURCE_EXHAUSTED" in refused.refusal
     assert "DOES NOT FIT" in str(refused)
+    assert "\nwhat helps  residuals takes the most by formula, " in str(refused)
     json.dumps(refused.to_json())
     assert plan(cache, batch=planned.batch(4 * 2**26), own_process=False).from_cache
 

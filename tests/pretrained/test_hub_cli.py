@@ -142,7 +142,7 @@ def test_a_folder_of_the_hub_is_looked_at(hub, tmp_path, capsys):
         (["evaluate", "{hub}", "--step", "3", "--data", "stdlib"], "--step 3 is of a run, and"),
         (["sample", "{hub}", "--prompt="], "prompt='': give text to go on from"),
         (["sample", "{hub}", "--num-tokens", "0"], "argument --num-tokens: 0: give at least 1"),
-        (["sample", "nowhere"], "nowhere is neither of a run (a folder with config.toml"),
+        (["sample", "nowhere"], "nowhere is neither a run (a folder with config.toml"),
     ],
 )
 def test_what_cannot_be_looked_at_is_named(words, message, hub, capsys):
@@ -157,7 +157,7 @@ def test_a_tokenizer_has_to_fit_the_vocabulary(hub, tmp_path, capsys):
     assert status == 2 and "tokenizer.json makes tokens up to 320, and the model in" in err and "has 320" in err
     (hub / "tokenizer.json").unlink()
     status, _, err = run(["train", "--from-hf", str(hub), *SMALL, *data], capsys)
-    assert status == 2 and "has no tokenizer.json: give --tokenizer" in err
+    assert status == 2 and "has no tokenizer.json: give --tokenizer bytes or" in err
     assert not (tmp_path / "runs").exists()
 
 

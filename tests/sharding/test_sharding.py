@@ -382,8 +382,24 @@ def test_report_warns_where_whole_leaves_dominate():
     params = shapes(kernel=(64, 64), table=(50257, 13), scalar=())
     report = zero.sharding_report(params, mesh=mesh_of("8"), config=zero.ZeroConfig())
     *_, warning = str(report).splitlines()
-    assert warning == "warning: unsharded leaves take more than half of that"
+    assert warning == "warning: unsharded leaves take more than half of that; the last column says why"
     assert "[scalar]" in str(report)
+
+
+def test_report_has_a_row_for_layers_that_are_alike_and_none_is_unsharded_on_one_device():
+    params = {"h": [shapes(up=(64, 64), norm=(64,)) for _ in range(3)], "out": shapes(a=(64, 64))}
+    report = zero.sharding_report(params, mesh=mesh_of("8"), config=zero.ZeroConfig())
+    assert str(report).splitlines() == [
+        "h/*/up    3 x (64, 64)  float32  [-, data]  sharded",
+        "out/a     (64, 64)      float32  [-, data]  sharded",
+        "h/*/norm  3 x (64,)     float32  [-]        unsharded: under 1024 elements",
+        "8.96 KB a device, 768 bytes of it unsharded leaves",
+    ]
+    report = zero.sharding_report(shapes(a=(64, 64)), mesh=mesh_of("1"), config=zero.ZeroConfig())
+    assert str(report).splitlines()[1:] == [
+        "16.38 KB a device, 16.38 KB of it unsharded leaves",
+        "not sharded over data: it has one device (JAX_NUM_CPU_DEVICES=8 simulates eight)",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -714,23 +714,12 @@ def test_training_goes_on_from_a_checkpoint_with_other_stages_and_schedules(tmp_
     assert_close(state.params, params, tolerance=FLOAT32)
 
 
-@pytest.mark.parametrize("pipeline", ["1f1b", "circular:2"])
-def test_second_derivatives_are_refused_where_layers_take_turns(pipeline):
+@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b", "circular:2"])
+def test_second_derivatives_are_refused(pipeline):
     tx = optax.GradientTransformationExtraArgs(lambda params: (), with_curvature)
     mesh = zero.make_mesh(devices=jax.devices()[:2], pipe=2)
     config = make_config(stage=1, num_microbatches=2, pipeline=pipeline)
     state = zero.abstract_state(lambda key: init_params(), tx, mesh=mesh, config=config)
     step = zero.make_train_step(lambda p, b: loss_fn(p, b)[0], tx, mesh=mesh, config=config)
-    with pytest.raises(ValueError, match=f"pipeline='{pipeline}': the optimizer takes second derivatives"):
+    with pytest.raises(ValueError, match="the optimizer takes second derivatives of the loss, which a pipeline does not have"):
         step.lower(state, make_batches()[0])
-
-
-@pytest.mark.slow
-def test_second_derivatives_are_those_of_one_device():
-    tx = optax.GradientTransformationExtraArgs(lambda params: (), with_curvature)
-    loss, batch = lambda p, b: loss_fn(p, b)[0], make_batches()[0]
-    fields = {"mesh": zero.make_mesh(devices=jax.devices()[:4], pipe=2), "stage": 3, "num_microbatches": 2}
-    state, _ = run_zero(loss, tx, [batch], params=init_params(), **fields)
-    value_fn = lambda p: loss(p, batch)  # noqa: E731
-    updates, _ = jax.jit(lambda p: with_curvature(jax.grad(value_fn)(p), (), p, value_fn=value_fn))(init_params())
-    assert_close(state.params, optax.apply_updates(init_params(), updates), tolerance=FLOAT32)

@@ -220,7 +220,7 @@ def _find(options: argparse.Namespace, *more: str) -> _Source:
         return _Source(run=run, path=options.path, is_run=True, step=options.step)
     if not (user_path(options.path) / "config.json").is_file():
         raise ValueError(
-            f"{options.path} is neither of a run (a folder with config.toml, its checkpoints, or one of them) nor a "
+            f"{options.path} is neither a run (a folder with config.toml, its checkpoints, or one of them) nor a "
             "checkpoint of the hub (a folder with config.json and *.safetensors): give one of these"
         )
     if options.step is not None:

@@ -117,7 +117,7 @@ class Ending:
             return "saved and stopped (status 75)"
         if self.returncode >= 0:
             return f"ended with status {self.returncode}"
-        hint = ": out of memory?" if self.was_killed else ""
+        hint = " (out of memory?)" if self.was_killed else ""
         return f"was ended by {signal.Signals(-self.returncode).name}{hint}"
 
 

@@ -21,6 +21,7 @@ from zero_jax.planning.step_time import TimeEstimate, estimate_time
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import precision_name
 from zero_jax.sharding.spec import carries, dims_of
+from zero_jax.sharding.stages import sharded_groups
 from zero_jax.sharding.topology import parse
 from zero_jax.training import CompilerOption, StepLoss, StepOptions, TrainState, trace_step_loss, trained_params
 from zero_jax.transforms import AttentionReport, ValueChoice, attention_report, resolve_remat, training_flops
@@ -174,6 +175,7 @@ class PlanReport(Report):
         done += " before, in" if self.from_cache else " in"
         rows = {
             "verdict": verdict,
+            **({} if self.fits else {"what helps": self._what_helps()}),
             "plan": f"{self.name}, {self.num_params:,} params, stage {self.stage}, {self.precision}",
             "hardware": f"{self.topology}: {self.num_devices} x {self.device_kind}, {axes}",
             "batch": f"{self.batch_size} examples a step{microbatches}",
@@ -204,6 +206,17 @@ class PlanReport(Report):
         if self.time:
             lines += ["the time assumes"] + [f"  - {assumption}" for assumption in self.time.assumptions]
         return "\n".join(lines)
+
+    def _what_helps(self) -> str:
+        """Returns what makes the largest group of the memory smaller."""
+        groups = self.memory_estimate.by_group
+        name = max(groups, key=lambda name: groups[name])
+        stage = next((stage for stage in range(4) if name in sharded_groups(stage)), None)
+        remedy = "remat='full', more microbatches or fewer examples" if stage is None else f"stage={stage} shards it"
+        if name in self.memory_estimate.sharded:
+            remedy = "it is sharded: more devices, or offload"
+        search = "--auto (zero.plan_auto) searches settings that fit"
+        return f"{name} takes the most by formula, {format_bytes(groups[name])}: {remedy}; {search}"
 
     def _ratios(self) -> str:
         ratios = self.traffic_ratios

@@ -271,7 +271,7 @@ class Search:
         while ranked and len(done) < _MOST_ENDS and ranked[0].setting not in done:
             entry = ranked[0]
             if self.needs_end(entry.setting):
-                self.log(f"compiling to the end: {name_of(entry.setting)}")
+                self.log(f"compiling to the end, for an exact time (quick leaves it out): {name_of(entry.setting)}")
                 entry = self._compiled(entry)
                 size = format_bytes(entry.bytes, decimals=1)
                 self.log(f"  {entry.reason or f'{size}, {entry.seconds:.4g} s a step'}")

@@ -39,7 +39,10 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = _local(folder)
     if not path.is_dir():
-        raise ValueError(f"{path} is no folder: give one with {CONFIG} and *.safetensors, as the hub has them")
+        raise ValueError(
+            f"{path} is no folder: give one with {CONFIG} and *.safetensors, as "
+            f"`hf download NAME --local-dir {path.name}` makes of a model of the hub"
+        )
     return _read_json(path / CONFIG)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,7 +37,9 @@ from zero_jax.sharding.spec import (
 # Preferred are dims whose shards still fill the accelerator's tiles: 128 lanes, 16 sublanes of 2-byte types.
 _TILE = (16, 128)
 # The reasons of specs that are the user's own.
-_OVERRIDE, _AS_GIVEN = "override", "as given"
+_OVERRIDE, _AS_GIVEN, _ONE_DEVICE = "override", "as given", "data has one device"
+# As many leaves that differ in a number of their path alone are one row of a report.
+_MANY_ALIKE = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,7 +167,7 @@ class _Placer:
         if carries(dims, [axis for axis in self.axes.data if axis not in layers]):
             return dims, _AS_GIVEN
         if not data:
-            return dims, "layers over pipe" if layers else "data has one device"
+            return dims, "layers over pipe" if layers else _ONE_DEVICE
         if math.prod(shape) < max(self.rules.min_shard_size, 1):
             return dims, f"unsharded: under {self.rules.min_shard_size} elements"
         if len(data) > 2:  # the first two axes shard one dim, the others the last (spec.scatter_steps)
@@ -369,8 +373,15 @@ class ShardingReport(Report):
         for p in sorted(self.placements, key=lambda p: -p.num_bytes):
             spec = ", ".join("+".join(dim) or "-" for dim in p.dims) or "scalar"
             rows.append((p.path, str(p.shape), p.dtype, f"[{spec}]", p.reason))
-        sizes = map(format_bytes, (self.per_device_bytes, self.whole_bytes))
-        lines = [aligned(rows), "{} a device, {} of it unsharded leaves".format(*sizes)]
+        alike = [(re.sub(r"\d+", "*", path), *rest) for path, *rest in rows]  # in layers of a Python loop
+        counts = collections.Counter(alike)
+        many = {key: (key[0], f"{count} x {key[1]}", *key[2:]) for key, count in counts.items() if count >= _MANY_ALIKE}
+        numbered = enumerate(zip(alike, rows, strict=True))
+        rows = [
+            row for row, _ in dict.fromkeys((many[key], -1) if key in many else (row, i) for i, (key, row) in numbered)
+        ]
+        whole = f", {format_bytes(self.whole_bytes)} of it unsharded leaves" if self.whole_bytes else ""
+        lines = [aligned(rows), f"{format_bytes(self.per_device_bytes)} a device{whole}"]
         if "params" not in self.groups:
             sharded = ", ".join(self.groups) or "nothing"
             lines.append(f"sharded like this at this stage: {sharded}; params are replicated over data")
@@ -379,8 +390,10 @@ class ShardingReport(Report):
                 f"secondary shard: params and model state are sharded over {'+'.join(self.secondary)} alone, "
                 f"{format_bytes(self.secondary_bytes)} a device"
             )
-        if 2 * self.whole_bytes > self.per_device_bytes:
-            lines.append("warning: unsharded leaves take more than half of that")
+        if any(p.reason == _ONE_DEVICE for p in self.placements):
+            lines.append("not sharded over data: it has one device (JAX_NUM_CPU_DEVICES=8 simulates eight)")
+        elif 2 * self.whole_bytes > self.per_device_bytes:
+            lines.append("warning: unsharded leaves take more than half of that; the last column says why")
         return "\n".join(lines)
 
 

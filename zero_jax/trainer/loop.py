@@ -290,6 +290,8 @@ class _Training:
           The status: `done`, `stopped`, `ended`, `preempted` or `diverged`.
         """
         config = self.config
+        if self.step < config.steps:
+            self.say("compiling       seconds for a small model, minutes for a large one")
         if self.validation is not None and not self.is_evaluated and self.step % config.eval_every == 0:
             self._evaluate(is_last=self.step == config.steps)
         if self.step < config.steps and self.preemption.should_stop(self.step):

@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 from zero_jax.core.device_put import wait_on_cpu
 from zero_jax.core.signatures import place_of
 from zero_jax.core.text_tables import Report, aligned
+from zero_jax.core.tracebacks import SHORT_TRACEBACK
 from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
 from zero_jax.program.jaxprs import is_traced
 from zero_jax.sharding.mesh import Axes, on_mesh
@@ -139,7 +140,7 @@ class TrainStep:
                 is_like = last.is_like(state, batch)
             if is_like and (results := last.repeat(state, batch)):
                 return results[0], wait_on_cpu(results[1], mesh)
-        with on_mesh(mesh):
+        with on_mesh(mesh), SHORT_TRACEBACK:
             batch = place_batch(batch, mesh=mesh, axes=self.axes)
             check_not_donated(state)  # first: on some backends running with a deleted buffer ends the process
             check_no_leaf_twice(state)
@@ -159,7 +160,7 @@ class TrainStep:
     def lower(self, state: PyTree, batch: PyTree) -> Any:
         """Lowers the step for arrays or `ShapeDtypeStruct`s; `.compile()` gives the program."""
         shapes = self._batch_shapes(batch)
-        with on_mesh(self.program.mesh):
+        with on_mesh(self.program.mesh), SHORT_TRACEBACK:
             return self.compiled(state).function(state, shapes).lower(state, shapes)
 
     def check_same(self, state: PyTree, batch: PyTree) -> None:
@@ -235,7 +236,7 @@ class TrainStep:
         optimizer freezes are zeros. `zero.read_leaf` gathers one of them. To change the gradients of a step, chain an
         optax transformation before the optimizer.
         """
-        with on_mesh(self.program.mesh):
+        with on_mesh(self.program.mesh), SHORT_TRACEBACK:
             batch = place_batch(batch, mesh=self.program.mesh, axes=self.axes)
             check_not_donated(state)
             checked_placement(state, self.program.tx, mesh=self.program.mesh, config=self.program.config)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from zero_jax.core.device_put import to_device, wait_on_cpu
 from zero_jax.core.signatures import check_arguments
+from zero_jax.core.tracebacks import SHORT_TRACEBACK
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import Variables, as_variables
 from zero_jax.program.jaxprs import is_traced
@@ -81,7 +82,7 @@ def make_eval_step(
             variables = Variables(params=variables.params)
         check_not_donated(variables)  # running with a deleted buffer may end the process
         is_nested = any(map(is_traced, jax.tree.leaves((variables, batch))))
-        with on_mesh(mesh):
+        with on_mesh(mesh), SHORT_TRACEBACK:
             batch = place_batch(batch, mesh=mesh, axes=axes)
             if same.processes and not is_nested:
                 leaves, tree = jax.tree.flatten(variables)

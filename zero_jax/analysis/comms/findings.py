@@ -17,6 +17,8 @@ _ITEM_BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2}
 # Of a model of unknown size, this is what counts as large.
 _LARGE_BYTES = 1e6
 _LARGE_SHARE = 0.01
+# The kind of a finding that every program of CPUs has.
+ALL_REDUCED = "all-reduced gradient"
 _MIXED = (
     "activations, which move because examples are mixed there, as by a sort or a lookup over the batch; XLA gives each "
     "device all of the result: mix the examples of each device alone (jax.shard_map), or a dim of groups under jax.vmap"
@@ -96,7 +98,7 @@ def _all_reduced(rows: Sequence[Row], large: float, *, has_params: bool) -> Iter
             if gathers
             else "expected a reduce-scatter, which sends half"
         )
-        yield _finding("emulated gather" if gathers else "all-reduced gradient", row, expected, extra=0.5)
+        yield _finding("emulated gather" if gathers else ALL_REDUCED, row, expected, extra=0.5)
 
 
 def _mixes_examples(row: Row, *, is_gradient: bool) -> bool:

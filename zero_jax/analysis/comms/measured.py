@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.analysis.comms.estimated import CommsEstimate
-from zero_jax.analysis.comms.findings import Finding, find, num_elements
+from zero_jax.analysis.comms.findings import ALL_REDUCED, Finding, find, num_elements
 from zero_jax.analysis.comms.rows import Row, SentBytes, axes_name, network_rows, read_rows
 from zero_jax.analysis.leaves import STATE_GROUPS, ArgumentLeaf, argument_leaves
 from zero_jax.core.signatures import check_arguments, check_methods
@@ -80,6 +80,8 @@ class CommsReport(SentBytes, Report):
         if hidden := self.findings[_MAX_WARNINGS:]:
             extra = sum(finding.extra_bytes for finding in hidden)
             lines.append(f"warning: {len(hidden)} more, of {extra / 1e6:.3f} MB")
+        if ALL_REDUCED in {finding.kind for finding in self.findings} and "reduce-scatter" not in self.by_kind:
+            lines.append("note: XLA for CPUs makes no reduce-scatters: look at a program for your hardware (zero.plan)")
         return "\n".join(lines)
 
 

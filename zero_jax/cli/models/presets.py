@@ -136,8 +136,8 @@ def hub_data(config: DataConfig, folder: str, *, vocab_size: int) -> DataConfig:
         path = str(user_path(folder) / TOKENIZER)
         if not pathlib.Path(path).is_file():
             raise ValueError(
-                f"{folder} has no {TOKENIZER}: give --tokenizer, or save the folder's tokenizer anew with "
-                "transformers, which writes that file"
+                f"{folder} has no {TOKENIZER}: give --tokenizer bytes or the path of one, or save the folder's "
+                "tokenizer anew with transformers, which writes that file"
             )
     tokenizer = load_tokenizer(path)
     if tokenizer.vocab_size > vocab_size:

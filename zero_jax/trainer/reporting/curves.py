@@ -169,6 +169,8 @@ def plot_runs(
             from matplotlib.ticker import EngFormatter
 
         axes.xaxis.set_major_formatter(EngFormatter())
+    if x == "step":
+        axes.xaxis.get_major_locator().set_params(integer=True)
     label = _LABELS.get(metric, metric.replace("_", " "))
     if metric == "loss" and not all(run.is_text for run in runs):
         label = "loss"
@@ -185,22 +187,24 @@ def plot_runs(
 
 
 def smoothed(values: np.ndarray, window: int) -> np.ndarray:
-    """Returns the moving average over `window` values, or as many as there are at the ends.
+    """Returns the moving average over `window` values, or as many as there are at the end.
 
+    At the start it takes as many before as after: the mean of a loss that falls fast would begin far below it.
     Values that are not finite are left out of the means, and are NaN in the result.
     """
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0))])
     counts = np.concatenate([[0], np.cumsum(finite)])
     middle = np.arange(len(values))
-    starts, ends = np.maximum(middle - window // 2, 0), np.minimum(middle - window // 2 + window, len(values))
+    starts = np.maximum(middle - window // 2, 0)
+    ends = np.minimum(middle + np.minimum(middle - starts + 1, window - window // 2), len(values))
     means = (sums[ends] - sums[starts]) / np.maximum(counts[ends] - counts[starts], 1)
     return np.where(finite, means, np.nan)
 
 
 def _label(curve: Curve) -> str:
     last = curve.validation_y if len(curve.validation_y) else curve.y[np.isfinite(curve.y)]
-    return f"{curve.name} ({last[-1]:.4g})" if len(last) else curve.name
+    return f"{curve.name}: {last[-1]:.4g} at the end" if len(last) else curve.name
 
 
 def _styles(curves: Sequence[Curve]) -> list[Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.device_put import map_on_device, reshard_array
-from zero_jax.core.tree import PyTree, leaf_names, shapes_of
+from zero_jax.core.tree import PyTree, leaf_names, leaves_by_name, path_name, shapes_of, shown
 from zero_jax.program.jaxprs import is_array, is_traced
 from zero_jax.training.optimizer.update import described, first_opt_state
 from zero_jax.training.state.matrix_updates import step_placement
@@ -111,8 +112,36 @@ def _array_types(leaves: Sequence[Any]) -> set[type]:
 def check_optimizer(tx: Any) -> optax.GradientTransformation:
     """Returns the optimizer; raises `ValueError` for anything that is not an optax transformation."""
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-        raise ValueError(f"tx={tx!r} is no optimizer: give an optax transformation, as optax.adamw(3e-4)")
+        inner = "the one in its .tx" if hasattr(tx, "tx") else "as optax.adamw(3e-4)"
+        raise ValueError(f"tx={shown(tx)} is no optimizer: give an optax transformation, {inner}")
     return tx
+
+
+def check_trainable(params: PyTree) -> None:
+    """Raises `ValueError` for params of which none has a gradient, or which have state that a model of Flax updates."""
+    dtypes = {name: getattr(x, "dtype", None) or jnp.result_type(x) for name, x in leaves_by_name(params).items()}
+    if not dtypes:
+        raise ValueError(f"the params {params!r} hold no arrays: give params, or a function of a key that makes them")
+    if not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes.values()):
+        name, dtype = next(iter(dtypes.items()))
+        raise ValueError(
+            f"the params hold no floating leaf, so that none is trained (leaf {name!r} is {dtype}): "
+            "make them floating, as x.astype(jnp.float32) does"
+        )
+    nnx = sys.modules.get("flax.nnx")
+    kinds = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState) if nnx else ()
+    variables = jax.tree.leaves_with_path(params, is_leaf=lambda x: isinstance(x, kinds))
+    state = [f"{path_name(path)} ({type(x).__name__})" for path, x in variables if isinstance(x, kinds)]
+    remedy = "zero.from_nnx(Model, loss) separates them"
+    if isinstance(params, Mapping) and {"params", "batch_stats"} <= params.keys():
+        state, remedy = ["batch_stats"], "zero.from_linen(module, loss, *inputs) separates them"
+    if state:
+        more = f" and {len(state) - 2} more" if len(state) > 2 else ""
+        raise ValueError(
+            f"the params hold state of the model that no gradient updates: {', '.join(state[:2])}{more}. An optimizer "
+            f"would change it, and what the model writes there would be lost: {remedy}, or return "
+            "zero.Variables(params=..., model_state=...) from init_fn"
+        )
 
 
 def check_is_state(state: Any, *, who: str) -> TrainState:

@@ -15,12 +15,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.device_put import put_global, reshard_array
 from zero_jax.core.signatures import check_takes
+from zero_jax.core.tracebacks import SHORT_TRACEBACK
 from zero_jax.core.tree import PyTree, check_arrays, key_shape, shapes_of, shown, strongly_typed
 from zero_jax.core.variables import MODEL_STATE, as_variables, function_of_key, joined
 from zero_jax.sharding.mesh import on_mesh
 from zero_jax.sharding.precision import cast_floating, init_loss_scale
 from zero_jax.training.optimizer.update import init_opt_state
-from zero_jax.training.state.checks import check_optimizer
+from zero_jax.training.state.checks import check_optimizer, check_trainable
 from zero_jax.training.state.matrix_updates import step_placement
 from zero_jax.training.state.placement import Placement, make_placement, new_grad_errors, train_state_shardings
 from zero_jax.training.state.train_state import TrainState, trainable
@@ -79,7 +80,7 @@ def abstract_state(
     key_type = key_shape() if key is None else shapes_of(_checked_key(key))
     check_takes("init_fn", init_fn, ["key"], remedy="give a function of a key that returns the params")
     check_config(config).axes_of(mesh)
-    with on_mesh(mesh):
+    with on_mesh(mesh), SHORT_TRACEBACK:
         variables = jax.eval_shape(lambda key: _checked(init_fn(key)), key_type)
         check_optimizer(tx)
         placement = make_placement(variables, mesh=mesh, config=config)
@@ -99,11 +100,10 @@ def _checked_key(key: Any) -> Any:
 
 def _checked(variables: PyTree) -> PyTree:
     params, model_state = as_variables(variables).params, as_variables(variables).model_state
-    if not jax.tree.leaves(params):
-        raise ValueError(f"the params {params!r} hold no arrays: give params, or a function of a key that makes them")
     remedy = "keep what is no array out of the params, as equinox.partition(model, equinox.is_array) does"
     check_arrays("params", params, remedy=remedy)
     check_arrays(MODEL_STATE, model_state, remedy=remedy.replace("params", MODEL_STATE))
+    check_trainable(params)
     return variables
 
 

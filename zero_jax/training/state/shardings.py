@@ -120,7 +120,7 @@ def sharding_report(
       >>> print(zero.sharding_report(state.params, mesh=mesh, config=config))
       down  (64, 64)  float32  [-, data]  sharded
       up    (64, 64)  float32  [-, data]  sharded
-      4.10 KB a device, 0 bytes of it unsharded leaves
+      4.10 KB a device
     """
     if tx is not None and not isinstance(params, TrainState):
         raise ValueError("tx: what its update does depends on its state: give the TrainState, of zero.abstract_state")

@@ -1,0 +1,53 @@
+"""Tracebacks of errors in a user's functions, without the frames of zero_jax between these and the caller."""
+
+from __future__ import annotations
+
+import pathlib
+import types
+
+import jax
+
+_PACKAGE = str(pathlib.Path(__file__).parents[1])
+# Models are a user's functions; what these packages run is not.
+_MODELS, _NOT_OF_A_USER = str(pathlib.Path(_PACKAGE, "models")), {"zero_jax", "jax", "jaxlib", "optax", "contextlib"}
+
+
+class ShortTraceback:
+    """Leaves the frames of zero_jax out of the traceback of a user's error, as JAX does its own.
+
+    A user's error is one that came through a user's function, or a `ValueError` of zero_jax, which keeps the frame that
+    raised it. `JAX_TRACEBACK_FILTERING=off` keeps all frames.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: types.TracebackType | None) -> None:
+        if error is None or jax.config.jax_traceback_filtering == "off":  # type: ignore[attr-defined]
+            return
+        entries = []
+        while traceback is not None:
+            entries.append(traceback)
+            traceback = traceback.tb_next
+        kept = [entry for entry in entries if not _is_ours(entry)]
+        if isinstance(error, ValueError) and _is_ours(entries[-1]):
+            kept.append(entries[-1])
+        elif _is_ours(entries[-1]) or not any(map(_is_of_user, kept)):
+            return
+        error.__traceback__ = None
+        for entry in reversed(kept):
+            error.__traceback__ = types.TracebackType(
+                error.__traceback__, entry.tb_frame, entry.tb_lasti, entry.tb_lineno
+            )
+
+
+def _is_ours(entry: types.TracebackType) -> bool:
+    file = entry.tb_frame.f_code.co_filename
+    return file.startswith(_PACKAGE) and not file.startswith(_MODELS)
+
+
+def _is_of_user(entry: types.TracebackType) -> bool:
+    return entry.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_OF_A_USER
+
+
+SHORT_TRACEBACK = ShortTraceback()

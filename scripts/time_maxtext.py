@@ -27,7 +27,7 @@ if not hasattr(xla_metadata, "must_fuse_call"):
     def _refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("must_fuse_call is not in this release of JAX")
 
-    xla_metadata.must_fuse_call = _refuse  # pyright: ignore[reportAttributeAccessIssue]
+    xla_metadata.must_fuse_call = _refuse
 
 import maxtext
 from maxtext.trainers.pre_train import train_compile

@@ -1,4 +1,4 @@
-"""Estimates the step time of MaxText's own train step, to be compared with what MaxText publishes.
+"""Reads the time, memory and traffic of MaxText's own train step, as `zero-jax plan` reads those of zero_jax.
 
 In an environment that has MaxText (`pip install "maxtext[tpu]==0.2.5"`) and zero_jax, with the settings of MaxText's
 `configs/tpu/v5p/32b.sh` and its flags in LIBTPU_INIT_ARGS:
@@ -8,22 +8,33 @@ In an environment that has MaxText (`pip install "maxtext[tpu]==0.2.5"`) and zer
         ici_tensor_parallelism=4 max_target_length=2048 use_iota_embed=true dataset_type=synthetic attention=flash \
         quantization= enable_checkpointing=false reuse_example_batch=1 steps=15 run_name=x base_output_directory=/tmp/x
 
-`--quick` as the first argument stops the compiler before it generates code.
+`--quick` as the first argument stops the compiler before it generates code. JAX 0.10.2 lacks
+`jax.experimental.xla_metadata.must_fuse_call`, which an attention of MaxText imports and these programs do not call.
 """
 
 import os
 import pathlib
 import sys
+import time
 import traceback
 from typing import Any
 
 import jax
+import jax.experimental.xla_metadata as xla_metadata
+
+if not hasattr(xla_metadata, "must_fuse_call"):
+
+    def _refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("must_fuse_call is not in this release of JAX")
+
+    xla_metadata.must_fuse_call = _refuse
+
 import maxtext
 from maxtext.trainers.pre_train import train_compile
 from maxtext.utils import maxtext_utils
 
-from zero_jax.hlo import Program
-from zero_jax.planning.job import compile_lowered
+from zero_jax.analysis import comms, memory
+from zero_jax.planning.job import CompiledText, compile_lowered
 from zero_jax.planning.step_time import estimate_time
 from zero_jax.sharding import topology
 
@@ -34,27 +45,31 @@ class Compiled(Exception):
 
 def main(name: str, settings: list[str], *, quick: bool) -> None:
     """Compiles the step for a topology as MaxText does, and prints the estimate by both counts of attention."""
-    config, mesh, text, has_code = compile_step(settings, quick=quick)
+    config, mesh, compiled = compile_step(settings, quick=quick)
     _, weights, attention = maxtext_utils.calculate_tflops_training_per_device(config, log=False)
     # MaxText counts half of attention since July 2025, when it published most of its figures already.
     per_device, attention_per_device = (weights + 2 * attention) * 1e12, 2 * attention * 1e12
     estimated = estimate_time(
-        Program(text),
+        compiled.program,
         mesh=mesh,
         topology=topology.parse(name),
         model_flops=per_device * mesh.size,
         attention_flops=attention_per_device * mesh.size,
         num_tokens=config.global_batch_size_to_train_on * config.max_target_length,
-        has_code=has_code,
+        has_code=compiled.has_code,
+    )
+    print(
+        f"JAX {jax.__version__}, {mesh.size} devices {dict(mesh.shape)}, compiled in {compiled.compile_seconds:.0f} s"
     )
     print(f"{per_device / 1e12:,.1f} TFLOP a device and step, of which attention {attention_per_device / 1e12:,.1f}")
     print(f"{estimated}\nkernels {estimated.kernel_seconds:.3f} s, network {estimated.network_seconds:.3f} s")
     print(f"collectives {estimated.collective_seconds:.3f} s, of which exposed {estimated.exposed_seconds:.3f} s")
     print("\n".join(f"- {assumption}" for assumption in estimated.assumptions))
+    print(f"{memory.measure(compiled, layout=compiled.layout)}\n\n{comms.measure(compiled, mesh=mesh)}")
 
 
-def compile_step(settings: list[str], *, quick: bool) -> tuple[Any, Any, str, bool]:
-    """Returns MaxText's config, its mesh, the text of its compiled train step, and whether that has code."""
+def compile_step(settings: list[str], *, quick: bool) -> tuple[Any, Any, CompiledText]:
+    """Returns MaxText's config, its mesh, and its compiled train step."""
     seen: dict[str, Any] = {}
     get_inputs = train_compile.get_shaped_inputs
 
@@ -64,7 +79,10 @@ def compile_step(settings: list[str], *, quick: bool) -> tuple[Any, Any, str, bo
 
     def compile(lowered: Any, compiler_options: Any = None) -> Any:
         jax.stages.Lowered.compile = compile_plainly
-        seen["saved"], seen["has_code"] = compile_lowered(lowered, compiler_options or {}, quick=quick)
+        start = time.perf_counter()
+        saved, has_code = compile_lowered(lowered, compiler_options or {}, quick=quick)
+        taken = time.perf_counter() - start
+        seen["compiled"] = CompiledText(**saved, compile_seconds=taken, from_cache=False, has_code=has_code)
         raise Compiled
 
     def compiled(*args: Any, **kwargs: Any) -> Any:
@@ -78,9 +96,9 @@ def compile_step(settings: list[str], *, quick: bool) -> tuple[Any, Any, str, bo
         train_compile.main(["train_compile", str(base), *settings])
     except Compiled:
         pass
-    if "text" not in seen["saved"]:
-        raise SystemExit(f"the compiler refuses it: {seen['saved']['message']}")
-    return seen["config"], seen["mesh"], seen["saved"]["text"], seen["has_code"]
+    if not seen["compiled"].text:
+        raise SystemExit(f"the compiler refuses it: {seen['compiled'].message}")
+    return seen["config"], seen["mesh"], seen["compiled"]
 
 
 if __name__ == "__main__":

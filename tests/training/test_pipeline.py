@@ -721,5 +721,5 @@ def test_second_derivatives_are_refused(pipeline):
     config = make_config(stage=1, num_microbatches=2, pipeline=pipeline)
     state = zero.abstract_state(lambda key: init_params(), tx, mesh=mesh, config=config)
     step = zero.make_train_step(lambda p, b: loss_fn(p, b)[0], tx, mesh=mesh, config=config)
-    with pytest.raises(ValueError, match="the optimizer takes second derivatives of the loss, which a pipeline does not have"):
+    with pytest.raises(ValueError, match="second derivatives of the loss, which a pipeline does not have"):
         step.lower(state, make_batches()[0])

@@ -239,20 +239,27 @@ def transformer_residuals(
     batch_size: int,
     mesh: Mesh,
     config: ZeroConfig,
+    remat: bool | None = None,
+    model: int | None = None,
+    offload: bool | None = None,
 ) -> TransformerResiduals:
     """Returns the residuals of a transformer in a train step.
 
     Args:
-      model_config: anything with `num_layers`, `d_model`, `seq_len`, and `remat`: whether it recomputes its blocks.
+      model_config: anything with `num_layers`, `d_model`, `seq_len`, and `remat` where the argument is None.
       batch_size: examples of a step, over all devices and microbatches.
       mesh: the mesh.
       config: microbatches, remat policy and precision; a compute dtype of None counts as float32.
+      remat: whether blocks are recomputed; None does as the config says.
+      model: devices that the saved residuals are sharded over (P_a); None likewise.
+      offload: whether they are kept in host memory (P_a+cpu); None likewise.
 
     Raises:
       ValueError: a batch that does not divide.
     """
     axes, policy = config.axes_of(mesh), resolve_remat(config.remat)
-    remat = bool(model_config.remat) if policy.policy == "own" else policy.policy != "none"
+    if remat is None:
+        remat = bool(model_config.remat) if policy.policy == "own" else policy.policy != "none"
     num_stages, num_layers = axes.num_stages(mesh), model_config.num_layers
     # All microbatches of a pipeline are on the stages, each of which has some of the layers: as if they were one. With
     # 1F1B there are those that wait: of all layers of a stage, or its inputs and the layers of one where it recomputes.
@@ -276,8 +283,8 @@ def transformer_residuals(
         d_model=model_config.d_model,
         bytes_per_element=np.dtype(resolve_precision(config.precision).compute or np.float32).itemsize,
         remat=remat,
-        model=1 if policy.residuals == "device" else axis_size(mesh, axes.model),
-        offload=policy.residuals == "offloaded",
+        model=(1 if policy.residuals == "device" else axis_size(mesh, axes.model)) if model is None else model,
+        offload=policy.residuals == "offloaded" if offload is None else offload,
     )
 
 

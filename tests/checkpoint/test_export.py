@@ -151,7 +151,7 @@ def test_values_that_do_not_fit_and_dtypes_that_files_lack(tmp_path):
     save(tmp_path / "large", lambda key: {"w": jnp.full((8, 8), 1e6)})
     with pytest.raises(ValueError, match=r"'params/w' has values too large for float16: export as bfloat16"):
         export(tmp_path / "large", tmp_path / "out", dtype="float16")
-    save(tmp_path / "int4", lambda key: {"w": jnp.ones((8, 8), jnp.int4)})
+    save(tmp_path / "int4", lambda key: {"w": jnp.ones((8, 8), jnp.int4), "b": jnp.ones(8)})
     with pytest.raises(ValueError, match=r"'params/w' has dtype int4"):
         export(tmp_path / "int4", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["int4", "large"]

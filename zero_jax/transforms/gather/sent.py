@@ -27,7 +27,7 @@ _MOVED = ELEMENTWISE | SHAPES | {"transpose", "broadcast_in_dim"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Sent(Value):
+class SentValue(Value):
     """An activation whose devices have the shards of a dim, over `axes`, in place of examples."""
 
     options: GatherOptions
@@ -66,7 +66,7 @@ class Sent(Value):
 
 def at_home(value: Any) -> Any:
     """Returns a value sharded by examples; others as they are."""
-    return Value(value.home, value.params_only) if isinstance(value, Sent) else value
+    return Value(value.home, value.params_only) if isinstance(value, SentValue) else value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,11 +74,11 @@ class SentProduct:
     """A product of activations with a param that stays sharded along a batch dim."""
 
     place: int  # the operand that is the activation
-    operand: Sent  # the activation; one that was not sent yet has the array that it has at home
+    operand: SentValue  # the activation; one that was not sent yet has the array that it has at home
     is_sent: bool  # whether it was sent before
-    result: Sent  # the result, without an array
+    result: SentValue  # the result, without an array
 
-    def operands(self, values: Sequence[Any], sent: dict[Any, tuple[Any, Sent]]) -> list[Any]:
+    def operands(self, values: Sequence[Any], sent: dict[Any, tuple[Any, SentValue]]) -> list[Any]:
         """Returns the operands, the activation sent; `sent` has those that were, so that each is sent once."""
         operand, array = self.operand, self.operand.array
         if not self.is_sent:
@@ -145,8 +145,8 @@ def sent_product(
     stays, dim = param.shard[batch[of_param][cut[0]]], batch[place][cut[0]]
     if not stays or stays != axes.batch[len(axes.batch) - len(stays) :]:
         return None
-    is_sent = isinstance(activation, Sent) and (activation.dim, activation.axes) == (dim, stays)
-    if isinstance(activation, Sent) and is_sent:
+    is_sent = isinstance(activation, SentValue) and (activation.dim, activation.axes) == (dim, stays)
+    if isinstance(activation, SentValue) and is_sent:
         row = activation.examples
     else:
         row = None if examples is None else examples.operands.get(id(eqn), [None] * 2)[place]
@@ -158,12 +158,12 @@ def sent_product(
     num_bytes = sum(x.size * x.dtype.itemsize for x in shapes) // axis_size(options.mesh, axes.batch)
     if not is_sent and num_bytes >= param.aval.size * param.aval.dtype.itemsize:
         return None
-    operand = Sent(activation.array if is_sent else activation.home, False, options, row, dim, stays)
-    result = Sent(None, False, options, result_row, cut[0], stays)
+    operand = SentValue(activation.array if is_sent else activation.home, False, options, row, dim, stays)
+    result = SentValue(None, False, options, result_row, cut[0], stays)
     return SentProduct(place=place, operand=operand, is_sent=is_sent, result=result)
 
 
-def carried_on(eqn: Any, values: Sequence[Any]) -> Sent | None:
+def carried_on(eqn: Any, values: Sequence[Any]) -> SentValue | None:
     """Returns what the result of an equation of sent values is, without its array; None if they have to come home."""
     if is_activation(eqn):
         to = lambda operand, dim: dim  # noqa: E731
@@ -174,11 +174,11 @@ def carried_on(eqn: Any, values: Sequence[Any]) -> Sent | None:
         return None
     places = set()
     for i, value in enumerate(values):
-        if isinstance(value, Sent):
+        if isinstance(value, SentValue):
             places.add((to(i, value.examples), to(i, value.dim), value.axes))
         elif not value.params_only or isinstance(value, Lazy):
             return None
-    first = next(value for value in values if isinstance(value, Sent))
+    first = next(value for value in values if isinstance(value, SentValue))
     if len(places) != 1:
         return None
     ((examples, dim, _),) = places

@@ -42,7 +42,7 @@ from zero_jax.transforms.gather.lookup import move_rows, move_table, plan_lookup
 from zero_jax.transforms.gather.loops import hoisted, sliced, staged
 from zero_jax.transforms.gather.ordering import Ordering
 from zero_jax.transforms.gather.per_device import SAME_PARAM, copy_per_device, example_dims, multiply
-from zero_jax.transforms.gather.sent import Sent, SentProduct, at_home, carried_on, sent_product
+from zero_jax.transforms.gather.sent import SentProduct, SentValue, at_home, carried_on, sent_product
 from zero_jax.transforms.gather.weight_grads import (
     holds_convolution,
     is_partitioned_wrongly,
@@ -64,7 +64,7 @@ class GatherFrame:
     prevent_cse: bool  # off in scan bodies, where forward and backward pass are different loops
     ends_forward: bool = False  # its last use is the first that the backward pass needs: not worth gathering twice
     # Activations that were sent to the shards of params, by what they were
-    sent: dict[Any, tuple[Any, Sent]] = dataclasses.field(default_factory=dict)
+    sent: dict[Any, tuple[Any, SentValue]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,11 +135,12 @@ class GatherWalk(Walk[GatherFrame]):
 
     def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: GatherFrame) -> bool:
         """Tells whether an equation of params, or of such a convolution, is looked into."""
-        return sub.kind != "while" and (any(isinstance(v, Lazy | Copies | Sent) for v in values) or self.is_apart(eqn))
+        is_known = any(isinstance(value, Lazy | Copies | SentValue) for value in values)
+        return sub.kind != "while" and (is_known or self.is_apart(eqn))
 
     def equation(self, eqn: Any, values: list[Any], frame: GatherFrame) -> Sequence[Any]:
         """Evaluates an equation: what was sent to shards comes home, but for products, calls and elementwise work."""
-        if any(isinstance(value, Sent) for value in values):
+        if any(isinstance(value, SentValue) for value in values):
             if (carried := carried_on(eqn, values)) is not None:
                 return [dataclasses.replace(carried, array=self.bind(eqn, [value.array for value in values])[0])]
             sub = subcall(eqn)

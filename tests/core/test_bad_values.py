@@ -18,7 +18,7 @@ from command_line import run
 from zero_jax.cli import commands as cli
 from zero_jax.cli.command_options import SECTIONS, model_keys
 from zero_jax.cli.config_classes import option_fields
-from zero_jax.cli.options import _FIELDS, check_value
+from zero_jax.cli.options import check_value, limits_of
 from zero_jax.data.tokenizer import load_tokenizer
 
 HUGE = "18446744073709551616"
@@ -109,7 +109,7 @@ def keys():
 def test_every_key_of_a_config_file_refuses_what_it_cannot_be(tmp_path, capsys):
     path, turns = tmp_path / "config.toml", {base: itertools.cycle(values) for base, values in FILE_VALUES.items()}
     for section, name, kind, destination in keys():
-        places = ["'zz://b/x'"] if destination in (*_FIELDS["local"], *_FIELDS["anywhere"]) else []
+        places = ["'zz://b/x'"] if limits_of(destination)["place"] else []
         choices = ["'no such word'"] if kind.words else []
         for value in (next(turns[kind.base]), *places, *choices):
             path.write_text(f"[{section}]\n{name} = {value}\n")
@@ -127,11 +127,7 @@ def test_every_text_is_known_for_a_place_or_for_none():
     )
     for config in [*SECTIONS.values(), "PlanConfig", "LaunchConfig"]:
         for name, field in option_fields(config).items():
-            if (
-                field.kind.base is str
-                and not field.words
-                and f"{config}.{name}" not in (*_FIELDS["local"], *_FIELDS["anywhere"])
-            ):
+            if field.kind.base is str and not field.words and limits_of(f"{config}.{name}")["place"] is None:
                 assert name in words, f"{config}.{name}: add it to the fields of commands.toml if it is a path"
 
 

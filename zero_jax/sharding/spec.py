@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,6 +74,12 @@ def partition_spec(dims: Dims) -> PartitionSpec:
 def named(mesh: Mesh, dims: Dims) -> NamedSharding:
     """Returns the `NamedSharding` of `dims` on a mesh."""
     return NamedSharding(mesh, partition_spec(dims))
+
+
+def named_along(mesh: Mesh, num_dims: int, axes: Mapping[int, Sequence[str]]) -> NamedSharding:
+    """Returns the sharding of some dims over their axes, of which there may be none; other dims are as XLA has them."""
+    entries = [tuple(axes[i]) or None if i in axes else PartitionSpec.UNCONSTRAINED for i in range(num_dims)]
+    return NamedSharding(mesh, PartitionSpec(*entries))
 
 
 def carries(dims: Dims, axes: Sequence[str]) -> bool:

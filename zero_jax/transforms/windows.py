@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from zero_jax.attention import PRIMITIVES
 from zero_jax.dims import FREE, Examples, State
@@ -37,6 +37,7 @@ from zero_jax.program.passes import Dependence
 from zero_jax.program.subcalls import MANUAL, equations
 from zero_jax.program.walk import Rewriting
 from zero_jax.sharding.mesh import Axes, axis_size
+from zero_jax.sharding.spec import named_along
 from zero_jax.sharding.topology import hardware_of
 
 _POOLS = frozenset("reduce_window_max reduce_window_min select_and_scatter_add select_and_gather_add".split())
@@ -119,8 +120,7 @@ class _Windows(Rewriting):
         """Returns a value, and takes its cotangent, unsharded along some dims; others are sharded as XLA has them."""
         if not dims:
             return x
-        spec = PartitionSpec(*(None if i in dims else PartitionSpec.UNCONSTRAINED for i in range(x.ndim)))
-        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+        return lax.with_sharding_constraint(x, named_along(self.mesh, x.ndim, dict.fromkeys(dims, ())))
 
     def is_mapped(self, eqn: Any) -> bool:
         """Tells whether a convolution may be one of `jax.vmap` over examples: in as many groups, by kernels of them."""

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from zero_jax.dims import ELEMENTWISE, LOOPS, Examples, MixedSharding, State, is_float
 from zero_jax.program.evaluation import evaluate, trace_flat
@@ -25,6 +25,7 @@ from zero_jax.program.subcalls import Subcall, equations, subcall
 from zero_jax.program.walk import Rewriting
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.mesh import Axes
+from zero_jax.sharding.spec import named_along
 from zero_jax.transforms.gather.per_device import split_dim
 
 _AS_IT_IS = ELEMENTWISE | {"transpose"}
@@ -111,8 +112,7 @@ class _Anchors(Rewriting):
 
     def sharded(self, x: jax.Array, dim: int) -> jax.Array:
         """Returns a value, and takes its cotangent, sharded by examples along a dim; others are as XLA has them."""
-        spec = [self.axes.batch if i == dim else PartitionSpec.UNCONSTRAINED for i in range(x.ndim)]
-        chain = Chain((NamedSharding(self.mesh, PartitionSpec(*spec)),))
+        chain = Chain((named_along(self.mesh, x.ndim, {dim: self.axes.batch}),))
         return reshard(x, forward=chain, backward=chain)
 
     def summed(self, eqn: Any, dims: tuple[int, ...], *factors: jax.Array) -> jax.Array:

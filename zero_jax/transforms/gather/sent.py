@@ -13,15 +13,13 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from zero_jax.dims import ELEMENTWISE, SHAPES, Examples, dim_map, is_activation
 from zero_jax.sharding.chains import Chain, reshard
-from zero_jax.sharding.gather_names import gather_scope
 from zero_jax.sharding.mesh import axis_size
-from zero_jax.sharding.spec import carries, named
-from zero_jax.sharding.torus import gather_shardings, scattering
-from zero_jax.transforms.gather.deferred import Copies, GatherOptions, Lazy, Value
+from zero_jax.sharding.spec import carries, named_along
+from zero_jax.transforms.gather.deferred import Copies, GatherOptions, Lazy, Value, whole
 
 _MOVED = ELEMENTWISE | SHAPES | {"transpose", "broadcast_in_dim"}
 
@@ -43,10 +41,9 @@ class SentValue(Value):
     def sharding(self, num_dims: int, *, is_home: bool) -> NamedSharding:
         """Returns how it is sharded at home, by examples, or where it was sent; other dims are as XLA has them."""
         batch = self.options.axes.batch
-        spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * num_dims
-        spec[self.examples] = batch if is_home else batch[: len(batch) - len(self.axes)]
-        spec[self.dim] = None if is_home else self.axes
-        return NamedSharding(self.options.mesh, PartitionSpec(*spec))
+        there = {self.examples: batch[: len(batch) - len(self.axes)], self.dim: self.axes}
+        axes = {self.examples: batch, self.dim: ()} if is_home else there
+        return named_along(self.options.mesh, num_dims, axes)
 
     def moved(self, array: jax.Array, *, is_home: bool) -> jax.Array:
         """Returns an array that is sent there or back home; its cotangent goes the other way."""
@@ -89,38 +86,27 @@ class SentProduct:
             operand = sent[key][1]
         return [operand if i == self.place else value for i, value in enumerate(values)]
 
-    def without_arrays(self) -> SentProduct:
-        """Returns it for a function that is kept."""
-        return dataclasses.replace(self, operand=dataclasses.replace(self.operand, array=None))
-
     @property
     def num_shards(self) -> int:
         """The number of shards that activations are sent to."""
         return axis_size(self.operand.options.mesh, self.operand.axes)
 
     @property
-    def other_axes(self) -> list[str]:
-        """The axes of `data` that a param is gathered over, if it is sharded over them."""
-        return [axis for axis in self.operand.options.axes.data if axis not in self.operand.axes]
+    def options(self) -> GatherOptions:
+        """How the param is gathered: over the axes of `data` that nothing is sent over."""
+        options, sent = self.operand.options, self.operand.axes
+        data = tuple(axis for axis in options.axes.data if axis not in sent)
+        return dataclasses.replace(options, axes=dataclasses.replace(options.axes, data=data))
 
     def gathered_bytes(self, param: Lazy) -> int:
         """Returns the bytes of what is gathered of the param."""
         num_bytes = param.aval.size * param.aval.dtype.itemsize // self.num_shards
-        return num_bytes if carries(param.shard, self.other_axes) else 0
+        return num_bytes if carries(param.shard, self.options.axes.data) else 0
 
-    def param(self, value: Any, *, dtype: Any = None) -> Any:
-        """Returns the array of an operand; that of the param is gathered over the axes that nothing is sent over."""
-        if not isinstance(value, Lazy):
-            return value.array
-        options, others = self.operand.options, self.other_axes
-        array = value.built if dtype is None else value.built.astype(dtype)
-        forward = backward = Chain((named(options.mesh, value.shard),))
-        if carries(value.shard, others):
-            forward = Chain(gather_shardings(options.mesh, value.shard, others), barrier=True)
-            backward = scattering(options.mesh, value.shard, others, shape=array.shape, dtype=options.reduce_dtype)
-        with gather_scope(value.path):
-            array = reshard(array, forward=forward, backward=backward)
-        return value.widened(array) if dtype is None else array
+
+def where_sent(options: GatherOptions, value: Any, *, dtype: Any = None) -> Any:
+    """Returns the array of an operand of such a product, where it was sent to, or gathered as `SentProduct.options`."""
+    return whole(options, value, dtype=dtype) if isinstance(value, Lazy) else value.array
 
 
 def sent_product(

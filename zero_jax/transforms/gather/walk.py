@@ -42,7 +42,7 @@ from zero_jax.transforms.gather.lookup import move_rows, move_table, plan_lookup
 from zero_jax.transforms.gather.loops import hoisted, sliced, staged
 from zero_jax.transforms.gather.ordering import Ordering
 from zero_jax.transforms.gather.per_device import SAME_PARAM, copy_per_device, example_dims, multiply
-from zero_jax.transforms.gather.sent import SentProduct, SentValue, at_home, carried_on, sent_product
+from zero_jax.transforms.gather.sent import SentProduct, SentValue, at_home, carried_on, sent_product, where_sent
 from zero_jax.transforms.gather.weight_grads import (
     holds_convolution,
     is_partitioned_wrongly,
@@ -228,7 +228,9 @@ class GatherWalk(Walk[GatherFrame]):
             own = None
 
         kept = packed.without_arrays()
-        taken = functools.partial(self.whole, pin=pin) if sent is None else sent.without_arrays().param
+        taken = functools.partial(self.whole, pin=pin)
+        if sent is not None:
+            taken = functools.partial(where_sent, sent.options)
 
         def region(*arrays: Any) -> list[Any]:
             inputs = kept.values_of(arrays)

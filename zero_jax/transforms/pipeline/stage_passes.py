@@ -88,6 +88,8 @@ class StagePasses:
         own = iter(kept)
         residuals = [next(own if is_kept else again) for is_kept in self.is_kept]
 
+        num_sums = len(sums)  # a function that outlives the trace must not hold the sums themselves
+
         @jax.custom_vjp
         def sent(inputs: list[Any], sums: list[Any], made: list[Any], residuals: list[Any]) -> Any:
             return made, sums
@@ -95,7 +97,7 @@ class StagePasses:
         def backward(residuals: list[Any], cotangents: tuple[list[Any], list[Any]]) -> tuple[Any, Any, None, None]:
             floats = [x for x, like in zip(cotangents[0], made, strict=True) if is_float(like)]
             grads = [*jax.tree.unflatten(self.tree, residuals)((floats, cotangents[1]))]
-            return grads[: len(grads) - len(sums)], grads[len(grads) - len(sums) :], None, None
+            return grads[: len(grads) - num_sums], grads[len(grads) - num_sums :], None, None
 
         sent.defvjp(lambda _, sums, made, residuals: ((made, sums), residuals), backward)
         return sent(self.chosen([*map(jnp.asarray, values), *full]), list(sums), made, residuals)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from jax.extend import core as jex_core
 from jax.interpreters import batching, mlir, partial_eval
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from zero_jax.attention import RESIDUALS
 from zero_jax.dims import ValueSharding
@@ -22,6 +22,7 @@ from zero_jax.program.evaluation import evaluate
 from zero_jax.program.jaxprs import define_tangents, is_literal
 from zero_jax.sharding.chains import Chain, lifted, reshard, reshard_p
 from zero_jax.sharding.mesh import Axes, axis_size
+from zero_jax.sharding.spec import named_along
 from zero_jax.transforms.remat.labels import ATTENTION, INPUT, PRODUCTS, is_selected, labels_of
 from zero_jax.transforms.remat.policies import Remat
 from zero_jax.transforms.remat.values import (
@@ -313,12 +314,8 @@ class RematRegion:
         # Every other dim stays as it is. Both sides need both pins: without them the partitioner makes the copy whole,
         # or shards what is computed like the copy. It takes the last of a chain of pins for all that uses the value, so
         # the value has a pin of its own, and a barrier ends the chain.
-        shard, whole = (self.sharding(array.ndim, dim, axes) for axes in (self.setting.axes.model, None))
+        shard, whole = (
+            named_along(self.setting.mesh, array.ndim, {dim: axes}) for axes in (self.setting.axes.model, ())
+        )
         array = reshard(array, forward=Chain((whole,)), backward=Chain((whole,)))
         return keep(array, name=_NAMES[place], shard=Chain((shard,), barrier=True), unshard=Chain((shard, whole)))
-
-    def sharding(self, num_dims: int, dim: int, axes: tuple[str, ...] | None) -> NamedSharding:
-        """Returns the sharding of one dim, with the others as they are."""
-        entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * num_dims
-        entries[dim] = axes
-        return NamedSharding(self.setting.mesh, PartitionSpec(*entries))

@@ -1,10 +1,12 @@
 """Runs zero_jax on the accelerators of this machine, and prints what a report of them needs: numbers, times, memory.
 
     python scripts/accelerator_report.py                      # numbers: every row against plain optax on the CPU
+    python scripts/accelerator_report.py --attention          # the kernels that attention gets, against float32
     python scripts/accelerator_report.py --time gpt-xl --batch-size 16 --remat dots
 
 The first table compares three steps of a small GPT, in float32 products, with a plain loop on the CPU of the same
-machine. The second times zero_jax's step beside a plain `jax.jit` with the same attention kernel, in interleaved
+machine. The second compares attention by its fused kernels in bfloat16, and its gradients, with XLA's in float32. The
+third times zero_jax's step beside a plain `jax.jit` with the same attention kernel, in interleaved
 rounds. Memory is the most that the process has had until then: time one variant alone (`--only`) to read its own.
 """
 
@@ -31,6 +33,7 @@ import optax
 from hand_written import make_step
 
 import zero_jax as zero
+from zero_jax.attention import attention_choice
 from zero_jax.core.text_tables import aligned
 from zero_jax.models import gpt
 from zero_jax.pretrained import attend
@@ -60,6 +63,29 @@ CASES: tuple[tuple[str, dict[str, Any], float], ...] = (
     ("bf16, fused, offloaded", {"precision": "bf16", "attention": "fused", "remat": "full_offloaded"}, ROUNDED),
     ("fp16, fused attention", {"stage": 3, "precision": "fp16", "attention": "fused"}, ROUNDED),
     ("bf16, stochastic rounding", {"stage": 3, "precision": "bf16-stochastic"}, 0.5),
+)
+
+# Name, options of `zero.dot_product_attention`, sizes that differ from `SIZES`: batch, queries, keys, heads, heads of
+# keys, their width, that of values.
+SIZES = {"b": 4, "t": 1024, "s": 1024, "n": 8, "k": 8, "h": 128, "v": 128}
+FORMS: tuple[tuple[str, dict[str, Any], dict[str, int]], ...] = (
+    ("no mask", {}, {}),
+    ("causal", {"is_causal": True}, {}),
+    ("causal, grouped heads", {"is_causal": True}, {"k": 2}),
+    ("causal, an odd length", {"is_causal": True}, {"t": 1001, "s": 1001}),
+    ("causal, heads of 64", {"is_causal": True}, {"h": 64, "v": 64}),
+    ("causal, heads of 256", {"is_causal": True}, {"h": 256, "v": 256}),
+    ("causal, heads of 192, values of 128", {"is_causal": True}, {"h": 192}),
+    ("window of 256", {"is_causal": True, "local_window_size": (255, 0)}, {"k": 4}),
+    ("window of 256, heads of 256", {"is_causal": True, "local_window_size": (255, 0)}, {"h": 256, "v": 256}),
+    ("more keys than queries", {}, {"s": 1536}),
+    ("lengths of keys", {"key_value_seq_lengths": np.array([1, 100, 777, 1024], np.int32)}, {}),
+    ("segments", {"is_causal": True, "segment_ids": "few"}, {}),
+    ("segments, grouped heads of 64", {"is_causal": True, "segment_ids": "few"}, {"k": 2, "h": 64, "v": 64}),
+    ("segments, heads of 256", {"is_causal": True, "segment_ids": "few"}, {"h": 256, "v": 256}),
+    ("segments, no order", {"segment_ids": "few"}, {"t": 1001, "s": 1001}),
+    ("segments of 24 tokens", {"is_causal": True, "segment_ids": "many"}, {"k": 4}),
+    ("segments in pieces", {"is_causal": True, "segment_ids": "mixed"}, {}),
 )
 
 
@@ -113,6 +139,51 @@ def compare(names: list[str]) -> list[tuple[str, ...]]:
         except Exception as error:  # a report names all that fails
             traceback.print_exc()
             rows.append((name, "", "", "", f"{type(error).__name__}: {str(error)[:90]}"))
+    return rows
+
+
+def attention_forms(names: list[str]) -> list[tuple[str, ...]]:
+    """Returns rows: the form, its kernel, the relative differences of results and gradients from XLA's in float32."""
+    rng = np.random.default_rng(0)
+    rows = [("attention", "kernel", "result", "gradients of query, key, value", "ms, both passes", "verdict")]
+    for name, options, sizes in FORMS:
+        if names and not any(word in name for word in names):
+            continue
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        b, t, s, n, k, h, v = (SIZES | sizes).values()
+        segments = {
+            "few": np.sort(rng.integers(0, 5, (b, t)), axis=1),
+            "many": np.broadcast_to(np.arange(t) // 24, (b, t)),
+            "mixed": rng.integers(0, 30, (b, t)),
+        }
+        options = options | {
+            key: segments[ids].astype(np.int32) for key, ids in options.items() if isinstance(ids, str)
+        }
+        shapes = ((b, t, n, h), (b, s, k, h), (b, s, k, v), (b, t, n, v))
+        arrays = [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
+
+        def both(query, key, value, cotangent, options=options, **how):
+            attend = functools.partial(zero.dot_product_attention, **options, **how)
+            out, pull = jax.vjp(attend, query, key, value)
+            return out, *pull(cotangent.astype(out.dtype))
+
+        try:
+            kernel = attention_choice(*arrays[:3], **options).implementation
+            run = jax.jit(both)
+            got = run(*arrays)
+            with jax.default_matmul_precision("highest"):
+                wanted = jax.jit(functools.partial(both, implementation="xla"))(*(x.astype("float32") for x in arrays))
+            off = [
+                float(jnp.linalg.norm(x.astype("float32") - y) / jnp.linalg.norm(y))
+                for x, y in zip(got, wanted, strict=True)
+            ]
+            milliseconds = seconds_of(lambda: run(*arrays), 20) * 1e3  # noqa: B023 - called at once
+            verdict = "ok" if max(off) <= ROUNDED else "DIFFERS"
+            first, *rest = (f"{x:.1e}" for x in off)
+            rows.append((name, kernel, first, " ".join(rest), f"{milliseconds:.3f}", verdict))
+        except Exception as error:  # a report names all that fails
+            traceback.print_exc()
+            rows.append((name, "", "", "", "", f"{type(error).__name__}: {str(error)[:90]}"))
     return rows
 
 
@@ -283,6 +354,7 @@ def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only-cases", nargs="*", default=[], help="words of the cases to run")
+    parser.add_argument("--attention", action="store_true", help="the kernels of attention instead")
     parser.add_argument("--rates", action="store_true", help="what products, copies and kernels reach alone")
     parser.add_argument("--time", choices=gpt.PRESETS, help="time a model instead")
     parser.add_argument("--batch-size", type=int, default=8)
@@ -301,8 +373,8 @@ def main() -> None:
     if args.time:
         print(aligned(time_model(args)))
         return
-    if args.rates:
-        print(aligned(rates()))
+    if args.rates or args.attention:
+        print(aligned(rates() if args.rates else attention_forms(args.only_cases)))
         return
     jax.config.update("jax_default_matmul_precision", "highest")
     print(aligned(compare(args.only_cases)))

@@ -11,6 +11,9 @@ from zero_jax.attention.function import Choice, choose
 from zero_jax.attention.placement import KernelPlacement, current_placement, mesh_context
 from zero_jax.attention.xla import Case
 
+AMPERE = KernelPlacement(platform="cuda", compute_capability="8.0")
+IDS = jnp.zeros((2, 256), jnp.int32)
+
 
 def chosen(platform, *, dtype=jnp.bfloat16, sizes=None, placement=None, wanted=None, **options):
     sizes = {"b": 2, "t": 256, "s": 256, "n": 4, "k": 2, "h": 64} | (sizes or {})
@@ -35,11 +38,19 @@ def test_the_platform_has_a_kernel(platform, kernel):
 
 
 def test_cudnn_needs_ampere():
-    turing, ampere = (KernelPlacement(platform="cuda", compute_capability=x) for x in ("7.5", "8.0"))
-    assert chosen("cuda", placement=ampere).implementation == "cudnn"
+    turing = KernelPlacement(platform="cuda", compute_capability="7.5")
+    assert chosen("cuda", placement=AMPERE).implementation == "cudnn"
     assert chosen("cuda", placement=turing) == Choice(
         implementation="xla", reason="it needs compute capability 8.0, and the devices have 7.5"
     )
+
+
+@pytest.mark.parametrize(
+    "case", [{"segment_ids": (IDS, IDS)}, {"sizes": {"h": 256}}, {"sizes": {"h": 192, "v": 128}}], ids=str
+)
+def test_hopper_takes_segments_and_wider_heads(case):
+    hopper = KernelPlacement(platform="cuda", compute_capability="9.0")
+    assert chosen("cuda", placement=hopper, is_causal=True, **case) == Choice(implementation="cudnn")
 
 
 @pytest.mark.parametrize(
@@ -54,7 +65,12 @@ def test_cudnn_needs_ampere():
         ("tpu", {"placement": KernelPlacement(platform="tpu", unknown="no mesh")}, "no mesh"),
         ("cuda", {"dtype": jnp.float32}, "float32"),
         ("cuda", {"sizes": {"h": 60}}, "multiples of 8"),
-        ("cuda", {"sizes": {"v": 32}}, "64 and 32 wide"),
+        ("cuda", {"sizes": {"h": 264}}, "up to 256"),
+        ("cuda", {"sizes": {"v": 32}, "placement": AMPERE}, "64 and 32 wide"),
+        ("cuda", {"sizes": {"h": 192}, "placement": AMPERE}, "up to 128"),
+        ("cuda", {"segment_ids": (IDS, IDS), "placement": AMPERE}, "segments need compute capability 9.0"),
+        ("cuda", {"segment_ids": (IDS, IDS + 1)}, "one array of segment_ids"),
+        ("cuda", {"segment_ids": (IDS, IDS), "local_window_size": (9, 0), "is_causal": True}, "segments or windows"),
         ("cuda", {"logits_soft_cap": 1.0}, "for XLA alone on GPUs"),
         ("cuda", {"local_window_size": (9, 9)}, "windows are causal"),
         ("cuda", {"is_causal": True, "sizes": {"s": 512}}, "of one length"),

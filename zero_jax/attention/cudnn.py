@@ -1,20 +1,35 @@
-"""Attention on NVIDIA GPUs: the flash attention of cuDNN, through JAX's primitives for it."""
+"""Attention on NVIDIA GPUs: the flash attention of cuDNN, through JAX's primitives for it.
+
+Segments are sequences of their own to cuDNN (its packed layout): it is told where each begins, and how long it is. It
+takes a fixed number of them at once, and tokens of one segment have to lie side by side; `_within_segments` does the
+other cases in rounds, and in another order of the tokens.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import inspect
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from zero_jax.attention.xla import Band, Operands
 from zero_jax.core.extras import pip_install
 
 INSTALL = f'{pip_install("zero-jax[cuda]")}, or "zero-jax[gpu-compiler]" for plans on machines without a GPU'
-MAX_HEAD_SIZE = 128  # 256 from Hopper on, which JAX asks a device for that a plan does not have
+# By compute capability: wider heads, values of another width than keys, and segments came with Hopper.
+MAX_HEAD_SIZE = 128
+MAX_HEAD_SIZE_HOPPER = 256
+# Segments of an example that a call takes, on average over the batch. Each costs a little, used or not: on an H100 8
+# took no longer than one whole sequence, 64 twice as long (4 x 2,048 tokens, 16 heads of 128).
+SEGMENTS_AT_ONCE = 8
+_MOST_ELEMENTS = 2**31 - 1  # of an array, in which cuDNN is told the places of segments as int32
+
+_Arrays = Sequence[Array]
 
 
 def is_installed() -> bool:
@@ -26,15 +41,130 @@ def is_installed() -> bool:
         return False
 
 
-def forward(of: Operands, call: Any) -> list[jax.Array]:
+def forward(of: Operands, call: Any) -> list[Array]:
     """Returns results `[B, T, N, V]` and log-sum-exps `[B, N, T]`."""
-    return list(_kernels()._dot_product_attention_fwd_impl(**_arguments(of, call), is_training=True))
+    arrays = [of.query, of.key, of.value]
+    if (segments := _segments(of)) is None:
+        return _run_forward(arrays, call, lengths=of.extras)
+
+    def run(packed: _Packed, query: Array, key: Array, value: Array) -> list[Array]:
+        arrays = [query, key, value]
+        out, by_segment = _run_forward(arrays, call, lengths=[packed.lengths] * 2, starts=packed.starts)
+        return [out, by_segment[packed.segment, :, packed.place]]
+
+    out, lse = _within_segments(run, arrays, segments)
+    return [out, lse.swapaxes(1, 2)]
 
 
-def backward(of: Operands, call: Any, *, out: jax.Array, lse: jax.Array, cotangent: jax.Array) -> list[jax.Array]:
+def backward(of: Operands, call: Any, *, out: Array, lse: Array, cotangent: Array) -> list[Array]:
     """Returns the cotangents of query, key and value."""
-    results = {"activation": lse, "fwd_output": out, "grad_output": cotangent}
-    return list(_kernels()._dot_product_attention_bwd_impl(**_arguments(of, call), **results))
+    arrays, results = [of.query, of.key, of.value], [lse, out, cotangent]
+    if (segments := _segments(of)) is None:
+        return _run_backward(arrays, results, call, lengths=of.extras)
+
+    def run(packed: _Packed, query: Array, key: Array, value: Array, lse: Array, *rest: Array) -> list[Array]:
+        shape = (packed.lengths.size, lse.shape[2], lse.shape[1])
+        by_segment = jnp.zeros(shape, lse.dtype).at[packed.segment, :, packed.place].set(lse, mode="drop")
+        arrays, results = [query, key, value], [by_segment, *rest]
+        return _run_backward(arrays, results, call, lengths=[packed.lengths] * 2, starts=packed.starts)
+
+    return _within_segments(run, [*arrays, lse.swapaxes(1, 2), out, cotangent], segments)
+
+
+def _segments(of: Operands) -> Array | None:
+    """Returns the segments `[B, T]` of an attention; what has one dim are lengths."""
+    return of.extras[0] if of.extras and of.extras[0].ndim == 2 else None
+
+
+# --- segments ---------------------------------------------------------------------------------------------------------
+
+
+class _Packed(NamedTuple):
+    """The segments that one call takes, numbered from 0 over the whole batch."""
+
+    starts: Array  # [C + 1], the first token of each, counted over the batch; of those that are not there, B * T
+    lengths: Array  # [C], tokens of each
+    segment: Array  # [B, T], the segment of each token; C for the tokens of other calls
+    place: Array  # [B, T], the place of each token in its segment
+
+
+class _Runs(NamedTuple):
+    """The runs of equal ids in the rows of segments `[B, T]`, numbered over the batch."""
+
+    starts: Array  # [B * T + C + 1], the first token of each; of those that are not there, B * T
+    of_token: Array  # [B, T]
+    count: Array  # how many there are
+
+    def packed(self, first: Any, num_at_once: int) -> _Packed:
+        """Returns so many of them, from the run `first` on."""
+        starts = jax.lax.dynamic_slice(self.starts, (first,), (num_at_once + 1,))
+        tokens = jnp.arange(self.of_token.size, dtype=jnp.int32).reshape(self.of_token.shape)
+        number = self.of_token - first
+        is_here = (number >= 0) & (number < num_at_once)
+        place = tokens - self.starts[self.of_token]
+        return _Packed(starts, jnp.diff(starts), jnp.where(is_here, number, num_at_once), place)
+
+
+def _runs(segments: Array, num_at_once: int) -> _Runs:
+    starts_run = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    size = segments.size
+    starts = jnp.flatnonzero(starts_run, size=size + num_at_once + 1, fill_value=size).astype(jnp.int32)
+    of_token = jnp.cumsum(starts_run.ravel(), dtype=jnp.int32).reshape(segments.shape) - 1
+    return _Runs(starts, of_token, of_token[-1, -1] + 1)
+
+
+def _within_segments(run: Callable[..., Sequence[Array]], arrays: _Arrays, segments: Array) -> list[Array]:
+    """Calls a kernel of packed segments on arrays `[B, T, ...]`, and returns its results, which have tokens there too.
+
+    `run(packed, *arrays)` has to be right at the tokens of `packed` alone.
+    """
+    if segments.shape[0] > 1 and max(x.size for x in arrays) > _MOST_ELEMENTS:
+        half = segments.shape[0] // 2
+        parts = [
+            _within_segments(run, [x[part] for x in arrays], segments[part])
+            for part in (slice(half), slice(half, None))
+        ]
+        return [jnp.concatenate(results) for results in zip(*parts, strict=True)]
+    num_at_once = segments.shape[0] * SEGMENTS_AT_ONCE
+    # Outside of the branches, where the compiler shares them among layers. The order of the tokens in a segment stays,
+    # which is all that a causal mask asks.
+    order = jnp.argsort(segments, axis=1, stable=True)
+    in_order = _runs(jnp.take_along_axis(segments, order, axis=1), num_at_once)
+    runs = _runs(segments, num_at_once)
+
+    def at_once(*arrays: Array) -> list[Array]:
+        return list(run(runs.packed(0, num_at_once), *arrays))
+
+    def in_rounds(*arrays: Array) -> list[Array]:
+        arrays = tuple(_taken(x, order) for x in arrays)
+
+        def a_round(state: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
+            first, results = state
+            packed = in_order.packed(first, num_at_once)
+            is_here = packed.segment < num_at_once
+            new = [jnp.where(_over(is_here, x), x, old) for x, old in zip(run(packed, *arrays), results, strict=True)]
+            return first + num_at_once, new
+
+        shapes = jax.eval_shape(at_once, *arrays)
+        begin = (jnp.int32(0), [jnp.zeros(x.shape, x.dtype) for x in shapes])
+        _, results = jax.lax.while_loop(lambda state: state[0] < in_order.count, a_round, begin)
+        back = jnp.argsort(order, axis=1)
+        return [_taken(x, back) for x in results]
+
+    is_one_run_each = runs.count == in_order.count
+    return jax.lax.cond(is_one_run_each & (runs.count <= num_at_once), at_once, in_rounds, *arrays)
+
+
+def _over(of_tokens: Array, x: Array) -> Array:
+    """Returns an array `[B, T]` with dims of size 1 for the others of an array."""
+    return of_tokens.reshape(*of_tokens.shape, *[1] * (x.ndim - 2))
+
+
+def _taken(x: Array, order: Array) -> Array:
+    return jnp.take_along_axis(x, _over(order, x), axis=1)
+
+
+# --- JAX's primitives -------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -42,19 +172,36 @@ def _kernels() -> Any:
     return importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
 
 
-def _arguments(of: Operands, call: Any) -> dict[str, Any]:
-    kernels, unused = _kernels(), jnp.zeros(0, of.query.dtype)
-    mask, window = mask_and_window(call.band, has_lengths=bool(of.extras))
-    of_query, of_key = of.extras or (unused, unused)
-    arguments: dict[str, Any] = dict.fromkeys(
-        ("bias", "q_offsets", "kv_offsets", "page_table_k", "page_table_v"), unused
-    )
-    arguments |= dict(
-        query=of.query,
-        key=of.key,
-        value=of.value,
-        q_seqlen=of_query,
-        kv_seqlen=of_key,
+def _run_forward(arrays: _Arrays, call: Any, *, lengths: _Arrays, starts: Array | None = None) -> list[Array]:
+    """Returns results `[B, T, N, V]` and log-sum-exps, `[B, N, T]` or of segments `[C, N, T]`."""
+    operands, settings = _operands_and_settings(arrays, call, lengths, starts)
+    return list(_kernels()._dot_product_attention_fwd_p.bind(*operands, **settings, is_training=True))
+
+
+def _run_backward(
+    arrays: _Arrays, results: _Arrays, call: Any, *, lengths: _Arrays, starts: Array | None = None
+) -> list[Array]:
+    """Returns the cotangents of query, key and value; `results` are log-sum-exps, results and their cotangent."""
+    operands, settings = _operands_and_settings(arrays, call, lengths, starts)
+    return list(_kernels()._dot_product_attention_bwd_p.bind(*operands, *results, **settings))
+
+
+def _operands_and_settings(
+    arrays: _Arrays, call: Any, lengths: _Arrays, starts: Array | None
+) -> tuple[list[Array], dict[str, Any]]:
+    """Returns the operands of JAX's primitives that the two passes share, and their params."""
+    kernels, unused = _kernels(), jnp.zeros(0, arrays[0].dtype)
+    mask, window = mask_and_window(call.band, has_lengths=bool(lengths))
+    of_query, of_key = lengths or (unused, unused)
+    offsets = [unused, unused]
+    if starts is not None:
+        batch, num_tokens = arrays[0].shape[:2]
+        num_segments = (starts.size - 1) // batch
+        # As many as JAX's shape of them has; cuDNN reads the first ones, in elements.
+        padded = jnp.pad(starts, (0, batch - 1), constant_values=batch * num_tokens).reshape(batch, num_segments + 1)
+        of_query, of_key = (x.reshape(batch, num_segments) for x in (of_query, of_key))
+        offsets = [padded * (x.shape[2] * x.shape[3]) for x in arrays[:2]]
+    settings = dict(
         scale=call.scale,
         seed=42,
         dropout_rate=0.0,
@@ -63,9 +210,10 @@ def _arguments(of: Operands, call: Any) -> dict[str, Any]:
         layout=kernels.AttentionLayout.BTNH.value,
         sliding_window_length=window,
     )
-    if "score_mod" in inspect.signature(kernels._dot_product_attention_fwd_impl).parameters:  # JAX 0.12
-        arguments |= {"score_mod": None, "score_mod_args": ()}
-    return arguments
+    if "score_mod_name" in inspect.signature(kernels._dot_product_attention_fwd_cuda_lowering).parameters:  # JAX 0.12
+        settings |= {"score_mod_name": None, "score_mod_jaxpr": None}
+    pages = [unused, unused]
+    return [*arrays, unused, of_query, of_key, *offsets, *pages], settings
 
 
 def mask_and_window(band: Band, *, has_lengths: bool) -> tuple[str, int | None]:

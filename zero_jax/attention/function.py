@@ -64,8 +64,7 @@ def _why_not(kernel: str, query: Any, key: Any, value: Any, case: Case, placemen
         return f"it is for {' and '.join(_PLATFORMS[kernel])}, and the devices are {placement.platform}"
     if placement.unknown:
         return placement.unknown
-    version = placement.compute_capability.partition(".")[0]
-    if kernel == "cudnn" and version.isdigit() and int(version) < 8:  # before Ampere
+    if kernel == "cudnn" and _is_before(8, placement):  # Ampere
         return f"it needs compute capability 8.0, and the devices have {placement.compute_capability}"
     if case.bias is not None:
         return "a bias is for XLA alone"
@@ -80,7 +79,13 @@ def _why_not(kernel: str, query: Any, key: Any, value: Any, case: Case, placemen
         return "some queries see no key: give a wider local_window_size"
     if num_heads % placement.num_head_shards:
         return f"the {num_heads} heads do not divide over the {placement.num_head_shards} devices of the model axis"
-    return _not_splash(query, case) if kernel == "splash" else _not_cudnn(query, key, value, case, band)
+    return _not_splash(query, case) if kernel == "splash" else _not_cudnn(query, key, value, case, band, placement)
+
+
+def _is_before(version: int, placement: KernelPlacement) -> bool:
+    """Tells whether NVIDIA GPUs are known to be of an earlier compute capability."""
+    own = placement.compute_capability.partition(".")[0]
+    return own.isdigit() and int(own) < version
 
 
 def _not_splash(query: Any, case: Case) -> str:
@@ -91,20 +96,28 @@ def _not_splash(query: Any, case: Case) -> str:
     return ""
 
 
-def _not_cudnn(query: Any, key: Any, value: Any, case: Case, band: Band) -> str:
+def _not_cudnn(query: Any, key: Any, value: Any, case: Case, band: Band, placement: KernelPlacement) -> str:
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it takes bfloat16 and float16, not {query.dtype}"
-    head_size = query.shape[-1]
-    if value.shape[-1] != head_size or head_size % 8 or head_size > cudnn.MAX_HEAD_SIZE:
-        sizes = f"{head_size} and {value.shape[-1]}"
-        return f"heads are {sizes} wide: it takes equal multiples of 8 up to {cudnn.MAX_HEAD_SIZE}"
-    if case.segment_ids is not None or case.logits_soft_cap is not None:
-        return "segment_ids and logits_soft_cap are for XLA alone on GPUs"
+    sizes, is_hopper = (query.shape[-1], value.shape[-1]), not _is_before(9, placement)
+    most = cudnn.MAX_HEAD_SIZE_HOPPER if is_hopper else cudnn.MAX_HEAD_SIZE
+    if any(size % 8 or size > most for size in sizes) or (sizes[0] != sizes[1] and not is_hopper):
+        kind = "multiples" if is_hopper else "equal multiples"
+        return f"heads are {sizes[0]} and {sizes[1]} wide: it takes {kind} of 8 up to {most}"
+    if case.logits_soft_cap is not None:
+        return "logits_soft_cap is for XLA alone on GPUs"
     if band.right not in (None, 0) or (band.left is not None and band.right is None):
         return "its windows are causal: give is_causal=True"
     has_lengths = case.query_seq_lengths is not None or case.key_value_seq_lengths is not None
     if band.left is not None and has_lengths:
         return "it takes windows or lengths, not both"
+    if case.segment_ids is not None:
+        if not is_hopper:
+            return f"segments need compute capability 9.0, and the devices have {placement.compute_capability}"
+        if case.segment_ids[0] is not case.segment_ids[1]:
+            return "it takes one array of segment_ids, not a pair for queries and keys"
+        if band.left is not None or has_lengths or sizes[0] != sizes[1]:
+            return "it takes segments or windows, lengths and values of another width, not both"
     if band.right == 0 and query.shape[1] != key.shape[1]:
         return "it is causal for queries and keys of one length alone"
     if not cudnn.is_installed():

@@ -40,7 +40,7 @@ class Call:
 
 
 # Operands: query [B, T, N, H], key [B, S, K, H], value [B, S, K, V], and of a kernel's own, each with B in front: the
-# segments [B, T] and [B, S] (splash), the lengths [B] and [B] (cuDNN).
+# segments [B, T] and [B, S] (splash); the segments [B, T], or the lengths [B] and [B] (cuDNN).
 attention_p = jex_core.Primitive("zero_attention")  # -> result [B, T, N, V], log-sum-exp [B, N, T] in float32
 tangent_p = jex_core.Primitive("zero_attention_tangent")  # + result, log-sum-exp, three tangents -> [B, T, N, V]
 cotangents_p = jex_core.Primitive("zero_attention_cotangents")  # + result, log-sum-exp, cotangent -> three
@@ -99,9 +99,9 @@ def _case(call: Call, of: Operands) -> Case:
     )
     if not of.extras:
         return case
-    if call.kernel == "cudnn":
+    if of.extras[0].ndim == 1:
         return dataclasses.replace(case, key_value_seq_lengths=of.extras[1])
-    return dataclasses.replace(case, segment_ids=(of.extras[0], of.extras[1]))
+    return dataclasses.replace(case, segment_ids=(of.extras[0], of.extras[-1]))
 
 
 def _plain(call: Call, extras: Sequence[Any]) -> Callable[..., Any]:
@@ -201,7 +201,10 @@ def attention(query: Array, key: Array, value: Array, case: Case, *, kernel: str
         soft_cap=None if case.logits_soft_cap is None else float(case.logits_soft_cap),
         placement=placement,
     )
-    extras = _segments(query, key, case) if kernel == "splash" else _lengths(query, key, case)
+    if kernel == "splash":
+        extras = _segments(query, key, case)
+    else:
+        extras = _lengths(query, key, case) if case.segment_ids is None else [case.segment_ids[0]]
     keys, values = (_repeated(x, query.shape[2], placement.num_head_shards) for x in (key, value))
     out = attention_p.bind(query, keys, values, *extras, call=call)[0]
     sees = _sees_a_key(query, key, case, band)

@@ -32,7 +32,7 @@ class Case:
 
 
 class Operands(NamedTuple):
-    """The arrays of a kernel on one device: queries, keys, values, and its segments (splash) or lengths (cuDNN)."""
+    """The arrays of a kernel on one device: queries, keys, values, and its segments or lengths."""
 
     query: Array
     key: Array

@@ -156,31 +156,32 @@ def attention_forms(names: list[str]) -> list[tuple[str, ...]]:
             "many": np.broadcast_to(np.arange(t) // 24, (b, t)),
             "mixed": rng.integers(0, 30, (b, t)),
         }
-        options = options | {
-            key: segments[ids].astype(np.int32) for key, ids in options.items() if isinstance(ids, str)
-        }
+        data = {key: segments[ids].astype(np.int32) for key, ids in options.items() if isinstance(ids, str)}
+        rest = {key: value for key, value in options.items() if key not in data}
         shapes = ((b, t, n, h), (b, s, k, h), (b, s, k, v), (b, t, n, v))
         arrays = [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
 
-        def both(query, key, value, cotangent, options=options, **how):
-            attend = functools.partial(zero.dot_product_attention, **options, **how)
+        def both(query, key, value, cotangent, data, rest=rest, **how):
+            attend = functools.partial(zero.dot_product_attention, **data, **rest, **how)
             out, pull = jax.vjp(attend, query, key, value)
             return out, *pull(cotangent.astype(out.dtype))
 
         try:
-            kernel = attention_choice(*arrays[:3], **options).implementation
+            kernel = attention_choice(*arrays[:3], **data, **rest).implementation
             run = jax.jit(both)
-            got = run(*arrays)
+            got = run(*arrays, data)
             with jax.default_matmul_precision("highest"):
-                wanted = jax.jit(functools.partial(both, implementation="xla"))(*(x.astype("float32") for x in arrays))
+                wanted = jax.jit(functools.partial(both, implementation="xla"))(
+                    *(x.astype("float32") for x in arrays), data
+                )
             off = [
                 float(jnp.linalg.norm(x.astype("float32") - y) / jnp.linalg.norm(y))
                 for x, y in zip(got, wanted, strict=True)
             ]
-            milliseconds = seconds_of(lambda: run(*arrays), 20) * 1e3  # noqa: B023 - called at once
+            milliseconds = seconds_of(lambda: run(*arrays, data), 20) * 1e3  # noqa: B023 - called at once
             verdict = "ok" if max(off) <= ROUNDED else "DIFFERS"
-            first, *rest = (f"{x:.1e}" for x in off)
-            rows.append((name, kernel, first, " ".join(rest), f"{milliseconds:.3f}", verdict))
+            first, *others = (f"{x:.1e}" for x in off)
+            rows.append((name, kernel, first, " ".join(others), f"{milliseconds:.3f}", verdict))
         except Exception as error:  # a report names all that fails
             traceback.print_exc()
             rows.append((name, "", "", "", "", f"{type(error).__name__}: {str(error)[:90]}"))

@@ -26,7 +26,7 @@ def chosen(platform, *, dtype=jnp.bfloat16, sizes=None, placement=None, wanted=N
 
 @pytest.fixture(autouse=True)
 def _has_cudnn(monkeypatch):
-    monkeypatch.setattr(cudnn, "is_installed", lambda: True)
+    monkeypatch.setattr(cudnn, "installed_version", lambda: 91200)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_what_a_kernel_cannot_do_goes_to_xla_and_is_an_error_by_name(platform, c
 
 
 def test_a_missing_cudnn_names_the_extra(monkeypatch):
-    monkeypatch.setattr(cudnn, "is_installed", lambda: False)
+    monkeypatch.setattr(cudnn, "installed_version", lambda: 0)
     assert "zero-jax[gpu-compiler]" in chosen("cuda").reason
     with pytest.raises(ValueError, match=r"zero-jax\[cuda\]"):
         chosen("cuda", wanted="cudnn")

@@ -64,8 +64,9 @@ def test_what_processes_compare_has_constants_but_no_bodies_of_kernels_which_hav
     assert constant in compared
 
 
-@pytest.mark.skipif(not (HAS_CUDA and cudnn.is_installed()), reason="needs the extra gpu-compiler")
-def test_a_gpu_runs_cudnn_on_its_own_examples_and_heads():
-    text = compiled_text(zero.make_mesh(topology="h100:1x8", data=4, model=2), num_key_heads=2)
+@pytest.mark.skipif(not (HAS_CUDA and cudnn.installed_version()), reason="needs the extra gpu-compiler")
+@pytest.mark.parametrize("options", [{}, {"segment_ids": jnp.arange(1600, dtype=jnp.int32).reshape(8, 200) // 9}])
+def test_a_gpu_runs_cudnn_on_its_own_examples_and_heads(options):
+    text = compiled_text(zero.make_mesh(topology="h100:1x8", data=4, model=2), num_key_heads=2, **options)
     assert "__cudnn$fmhaSoftmax" in text and "__cudnn$fmhaSoftmaxBackward" in text
     assert not COLLECTIVES.search(text)

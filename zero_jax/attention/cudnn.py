@@ -24,6 +24,7 @@ INSTALL = f'{pip_install("zero-jax[cuda]")}, or "zero-jax[gpu-compiler]" for pla
 # By compute capability: wider heads, values of another width than keys, and segments came with Hopper.
 MAX_HEAD_SIZE = 128
 MAX_HEAD_SIZE_HOPPER = 256
+FIRST_WITH_OWN_VALUES = 91000  # the version that takes values of another width than keys
 # Segments of an example that a call takes, on average over the batch. Each costs a little, used or not: on an H100 8
 # took no longer than one whole sequence, 64 twice as long (4 x 2,048 tokens, 16 heads of 128).
 SEGMENTS_AT_ONCE = 8
@@ -32,13 +33,13 @@ _MOST_ELEMENTS = 2**31 - 1  # of an array, in which cuDNN is told the places of 
 _Arrays = Sequence[Array]
 
 
-def is_installed() -> bool:
-    """Tells whether the library is there, which the compiler asks for the kernels."""
+def installed_version() -> int:
+    """Returns the version of the library, such as 91200; 0 if there is none."""
     versions = importlib.import_module("jax._src.lib").cuda_versions
     try:
-        return versions is not None and versions.cudnn_get_version() > 0
+        return 0 if versions is None else versions.cudnn_get_version()
     except RuntimeError:
-        return False
+        return 0
 
 
 def forward(of: Operands, call: Any) -> list[Array]:

@@ -120,8 +120,11 @@ def _not_cudnn(query: Any, key: Any, value: Any, case: Case, band: Band, placeme
             return "it takes segments or windows, lengths and values of another width, not both"
     if band.right == 0 and query.shape[1] != key.shape[1]:
         return "it is causal for queries and keys of one length alone"
-    if not cudnn.is_installed():
+    version = cudnn.installed_version()
+    if not version:
         return f"cuDNN is not installed: {cudnn.INSTALL}"
+    if sizes[0] != sizes[1] and version < cudnn.FIRST_WITH_OWN_VALUES:
+        return f"heads are {sizes[0]} and {sizes[1]} wide: cuDNN takes them from 9.10 on, and {version} is installed"
     return ""
 
 

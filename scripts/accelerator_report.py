@@ -35,7 +35,7 @@ from hand_written import make_step
 import zero_jax as zero
 from zero_jax.attention import attention_choice
 from zero_jax.core.text_tables import aligned
-from zero_jax.models import gpt
+from zero_jax.models import decoder, gpt
 from zero_jax.pretrained import attend
 
 SMALL = gpt.GPTConfig(vocab_size=512, seq_len=256, num_layers=4, d_model=256, num_heads=4)
@@ -192,7 +192,7 @@ def plain_step(config: gpt.GPTConfig, tx: Any, remat: str) -> Any:
     """Returns a plain jitted step in bf16 with the GPU's attention kernel: what one writes without this library."""
     kernel = "cudnn" if jax.default_backend() == "gpu" else None
 
-    def attention(q, k, v, _):
+    def attention(q, k, v, *_, **__):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=kernel)
 
     policies = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
@@ -205,8 +205,8 @@ def plain_step(config: gpt.GPTConfig, tx: Any, remat: str) -> Any:
         if "position" in params:
             x = x + params["position"][: x.shape[1]]
         x, _ = jax.lax.scan(lambda x, layer: (block(x, layer), None), x, params["blocks"])
-        return gpt.mean_loss(
-            gpt.whole_logits(gpt.rms_norm(x, params["final_norm"]), params["embed"].T, batch["targets"])
+        return decoder.mean_loss(
+            decoder.whole_logits(decoder.rms_norm(x, params["final_norm"]), params["embed"].T, batch["targets"])
         )
 
     return make_step(loss_fn, tx, params=None, sharded=None, opt_state=None, pin=False, dtype=jnp.bfloat16)
@@ -319,7 +319,7 @@ def rates() -> list[tuple[str, ...]]:
         timed(f"bf16 product {m} x {k} x {n}", functools.partial(product, a, b), flops=2 * m * k * n)
     x = jax.random.normal(key, (16384, 16384), jnp.bfloat16)
     timed("bf16 copy with a sum, 512 MB", functools.partial(jax.jit(lambda x: x + 1), x), num_bytes=4 * x.size)
-    norm = jax.jit(lambda x: gpt.rms_norm(x, jnp.ones(x.shape[1], x.dtype)))
+    norm = jax.jit(lambda x: decoder.rms_norm(x, jnp.ones(x.shape[1], x.dtype)))
     y = jax.random.normal(key, (16384, 4096), jnp.bfloat16)
     timed("rms norm, bf16 16384 x 4096", functools.partial(norm, y), num_bytes=4 * y.size)
     z = jax.random.normal(key, (2**28,), jnp.float32)

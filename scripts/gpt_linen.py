@@ -10,9 +10,20 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from zero_jax.models import gpt
-from zero_jax.models.gpt import Batch, GPTConfig, LossFn, TokenLosses, attention, mean_loss, places, whole_logits
+from zero_jax.models.decoder import Batch, LossFn, TokenLosses, mean_loss, places, whole_logits
+from zero_jax.models.gpt import GPTConfig
+from zero_jax.models.layers import causal_attention, rotate
 
 _normal = nn.initializers.normal(0.02)
+
+
+def attention(config: GPTConfig, q_BTD: Array, k_BTD: Array, v_BTD: Array, segments_BT: Array | None = None) -> Array:
+    """Returns causal self-attention `[B, T, D]` over `num_heads` heads, within segments."""
+    shape_BTHK = (*q_BTD.shape[:2], config.num_heads, config.head_dim)
+    q_BTHK, k_BTHK, v_BTHK = (x_BTD.reshape(shape_BTHK) for x_BTD in (q_BTD, k_BTD, v_BTD))
+    if config.position == "rotary":
+        q_BTHK, k_BTHK = rotate(q_BTHK), rotate(k_BTHK)
+    return causal_attention(q_BTHK, k_BTHK, v_BTHK, segments_BT).reshape(q_BTD.shape)
 
 
 class Block(nn.Module):

@@ -5,11 +5,12 @@ from typing import Any
 
 import jax
 from flax import nnx
-from gpt_linen import path_specs
+from gpt_linen import attention, path_specs
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from zero_jax.models.gpt import Batch, GPTConfig, LossFn, TokenLosses, attention, mean_loss, places, whole_logits
+from zero_jax.models.decoder import Batch, LossFn, TokenLosses, mean_loss, places, whole_logits
+from zero_jax.models.gpt import GPTConfig
 
 _normal = nnx.initializers.normal(0.02)
 

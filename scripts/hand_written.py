@@ -12,7 +12,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.models import gpt
+from zero_jax.models import decoder, gpt
 
 
 def gathered(x: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
@@ -42,9 +42,9 @@ def loss_with_gathers(config: gpt.GPTConfig, mesh: Mesh, specs: Any) -> Callable
         if "position" in params:
             x = x + gather(params["position"], specs["position"])[: x.shape[1]]
         x, _ = lax.scan(jax.checkpoint(block, prevent_cse=False), x, params["blocks"])
-        x = gpt.rms_norm(x, gather(params["final_norm"], specs["final_norm"]))
+        x = decoder.rms_norm(x, gather(params["final_norm"], specs["final_norm"]))
         head = gather(params["embed"], specs["embed"]).T
-        return gpt.mean_loss(gpt.whole_logits(x, head, batch["targets"]))
+        return decoder.mean_loss(decoder.whole_logits(x, head, batch["targets"]))
 
     return loss_fn
 

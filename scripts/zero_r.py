@@ -17,7 +17,7 @@ import optax
 
 import zero_jax as zero
 from zero_jax.analysis.figures import new_figure, save_figure, tidy
-from zero_jax.models import gpt
+from zero_jax.models import decoder, gpt
 
 TOPOLOGY, MODEL = "v5p:2x2x4", 4
 GPT = gpt.GPTConfig(vocab_size=32768, seq_len=4096, num_layers=8, d_model=1024, num_heads=16, remat=False)
@@ -56,7 +56,7 @@ def compile_row(name: str, *, policy: str, scan: bool, chunked: bool = False, se
         losses = functools.partial(zero.losses.softmax_cross_entropy_with_integer_labels, mesh=mesh, chunk_size=CHUNK)
         return gpt.loss_fn(
             config,
-            place=zero.sequence_parallel(mesh) if sequence else gpt.leave,
+            place=zero.sequence_parallel(mesh) if sequence else decoder.leave,
             token_losses=losses if chunked else gpt.whole_logits,
         )
 

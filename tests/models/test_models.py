@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from zero_jax.models import gpt
+from zero_jax.models import decoder, gpt
 
 SIZES = {"vocab_size": 32, "seq_len": 16, "num_layers": 2, "d_model": 32, "num_heads": 4}
 # Each value of each choice meets each value of each other one.
@@ -154,7 +154,7 @@ def test_no_token_sees_those_after_it(position):
 
 def test_rotary_attention_sees_distances_and_not_places():
     x = jax.random.normal(jax.random.key(0), (1, 1, 1, 8))
-    turned = gpt.rotate(jnp.broadcast_to(x, (1, 12, 1, 8)))[0, :, 0]
+    turned = decoder.rotate(jnp.broadcast_to(x, (1, 12, 1, 8)))[0, :, 0]
     scores = turned @ turned.T
     chex.assert_trees_all_close(scores[0, :6], scores[5, 5:11], rtol=1e-5)
 

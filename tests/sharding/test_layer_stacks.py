@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zero_jax as zero
-from zero_jax.sharding.layer_stacks import stacked_layers
+from zero_jax.sharding.rules import stacked_layers
 
 
 def shapes(**leaves):

@@ -58,20 +58,10 @@ def open_stream(
 
     table = open_table()
     shape = (data, text_field, tokenizer.fingerprint, sorted(map(str, (table.features or {}).items())))
-    stream = Stream(
-        name=data,
-        tokenizer=tokenizer,
-        num_documents=0,
-        train=TokenPart(tokens=np.zeros(0, np.int32), starts=np.zeros(0, int), offsets=np.zeros(1, int)),
-        validation=TokenPart(tokens=np.zeros(0, np.int32), starts=np.zeros(0, int), offsets=np.zeros(1, int)),
-        fingerprint="",
-        open_table=open_table,
-        text_field=text_field,
-        validation_fraction=validation_fraction,
-    )
     wanted, found, size = max(_VALIDATION_TOKENS, _VALIDATION_ROWS * seq_len), [], 0
-    for content in _texts(table, stream, 0):
-        if _hash(content) < validation_fraction * _HASHES:
+    for number, record in enumerate(table, 1):
+        content = record_text(record, text_field, f"row {number} of {data}").text
+        if content and _hash(content) < validation_fraction * _HASHES:
             found.append(_tokens(content, tokenizer))
             size += len(found[-1])
         if size > wanted:
@@ -84,14 +74,17 @@ def open_stream(
     digest = hashlib.sha256(repr((shape, validation_fraction)).encode())
     for tokens in found:
         digest.update(np.ascontiguousarray(tokens, "<u4").tobytes())
-    return dataclasses.replace(stream, validation=_part(found), fingerprint=digest.hexdigest()[:32])
-
-
-def _texts(table: Any, stream: Stream, first: int) -> Iterator[str]:
-    for number, record in enumerate(table, first + 1):
-        content = record_text(record, stream.text_field, f"row {number} of {stream.name}").text
-        if content:
-            yield content
+    return Stream(
+        name=data,
+        tokenizer=tokenizer,
+        num_documents=0,
+        train=_part([]),
+        validation=_part(found),
+        fingerprint=digest.hexdigest()[:32],
+        open_table=open_table,
+        text_field=text_field,
+        validation_fraction=validation_fraction,
+    )
 
 
 def _hash(content: str) -> int:
@@ -103,8 +96,8 @@ def _tokens(content: str, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def _part(documents: list[np.ndarray]) -> TokenPart:
-    offsets = np.concatenate([[0], np.cumsum([len(tokens) for tokens in documents])])
-    return TokenPart(tokens=np.concatenate(documents), starts=offsets[:-1], offsets=offsets)
+    offsets = np.cumsum([0, *map(len, documents)])
+    return TokenPart(tokens=np.concatenate([np.zeros(0, np.int32), *documents]), starts=offsets[:-1], offsets=offsets)
 
 
 @dataclasses.dataclass(frozen=True)

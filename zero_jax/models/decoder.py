@@ -9,30 +9,36 @@ head, `F` hidden, `E` experts, `V` vocabulary.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array
 from jax.sharding import PartitionSpec
 
 from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.models.experts import Experts, run_all, run_dispatched, sigmoid_routes, softmax_routes
-from zero_jax.models.gpt import Attend, Batch, LossFn, Params, PlaceFn, TokenLosses, mean_loss, places, whole_logits
 from zero_jax.models.layers import causal_attention, layer_norm, leave, rms_norm, rotate
 from zero_jax.models.rope import rope_frequencies
 from zero_jax.models.sampling import generate_tokens
 
-Losses = dict[str, Array]
+Params = dict[str, Any]
+Batch = dict[str, Array]
+LossFn = Callable[[Any, Batch], tuple[Array, dict[str, Array]]]
+TokenLosses = Callable[[Array, Array, Array], Array]
+PlaceFn = Callable[[Array, str], Array]
+Attend = Callable[..., Array]
+Losses = dict[str, Array]  # of experts, `[B]` of each kind; empty without any
 
 
 class Hooks(NamedTuple):
     """What a caller has a say in within the blocks; the fields are those arguments of `hidden`."""
 
-    segments_BT: Array | None
-    place: PlaceFn
-    attend: Attend
+    segments_BT: Array | None = None
+    place: PlaceFn = leave
+    attend: Attend = causal_attention
 
 
 _ACTIVATIONS = {
@@ -95,7 +101,11 @@ def param_specs(config: DecoderConfig, *, vocab: bool = True, model_size: int | 
     sizes |= {"vocab_size": config.vocab_size} if vocab else {}
     for name, size in sizes.items():
         if model_size is not None and size % model_size:
-            raise ValueError(f"{name}={size} is no multiple of the {model_size} devices of the axis model")
+            hint = " or leave the vocabulary whole with vocab=False" if name == "vocab_size" else ""
+            raise ValueError(
+                f"{name}={size} does not split over the {model_size} devices of the model axis: choose a multiple of "
+                f"{model_size}{hint}"
+            )
     shares_keys = model_size is None or config.num_kv_heads % model_size == 0
     column_names = _COLUMNS | (_KEY_COLUMNS if shares_keys else set())
 
@@ -127,11 +137,17 @@ def hidden(
 ) -> tuple[Array, Array]:
     """Returns the last hidden states `[B, T, D]`, and the loss that balances the experts (a scalar, 0 without any).
 
-    Tokens attend to those of their own segment only (None: all are one document); `place` is as for `gpt.hidden`,
-    `attend` is causal attention with the arguments of `layers.causal_attention`.
+    Args:
+      config: the model's shape.
+      params: its params; blocks that are not stacked are a list, which a Python loop runs.
+      tokens_BT: the tokens.
+      segments_BT: which document each token belongs to; tokens then see their own document only. None: one document.
+      place: `place(x_BTD, kind)` may shard activations: `residual` is what is added to the residual stream, `gathered`
+        what goes into the matrices of a block or of the head, which need every token.
+      attend: causal attention with the arguments of `layers.causal_attention`.
     """
     x_BTD, losses = _run(config, params, tokens_BT, Hooks(segments_BT, place, attend))
-    return x_BTD, losses["balance"].mean()
+    return x_BTD, losses["balance"].mean() if losses else jnp.zeros(())
 
 
 def _run(config: DecoderConfig, params: Params, tokens_BT: Array, hooks: Hooks) -> tuple[Array, Losses]:
@@ -143,41 +159,63 @@ def _run(config: DecoderConfig, params: Params, tokens_BT: Array, hooks: Hooks) 
         x_BTD += params["position"][places(tokens_BT, hooks.segments_BT)]
     x_BTD = hooks.place(x_BTD, "residual")
 
-    def block(x_BTD: Array, layer: Params, window: bool) -> tuple[Array, Losses]:
-        run = functools.partial(_block, config, hooks=hooks, window=window)
-        # Inside a scan XLA cannot merge the recomputation with the forward pass, so barriers against it only cost.
-        return (jax.checkpoint(run, prevent_cse=False) if config.remat else run)(x_BTD, layer)
+    # Inside a scan XLA cannot merge the recomputation with the forward pass, so barriers against it only cost.
+    blocks, prevent_cse = params["blocks"], isinstance(params["blocks"], list)
 
-    def period(x_BTD: Array, layers: Params, *, first: int, num_layers: int) -> tuple[Array, Losses]:
+    def block(x_BTD: Array, layer: Params, window: bool) -> tuple[Array, Losses]:
+        run = functools.partial(apply_block, config, hooks=hooks, window=window)
+        return (jax.checkpoint(run, prevent_cse=prevent_cse) if config.remat else run)(x_BTD, layer)
+
+    def each_of(x_BTD: Array, layers: Sequence[Params], first: int = 0) -> tuple[Array, Losses]:
         losses = []
-        for i in range(num_layers):
-            layer = jax.tree.map(lambda stack, i=i: stack[i], layers)
-            x_BTD, of_layer = block(x_BTD, layer, config.has_window(first + i))
+        for i, layer in enumerate(layers, first):
+            x_BTD, of_layer = block(x_BTD, layer, config.has_window(i))
             losses.append(of_layer)
-        return x_BTD, jax.tree.map(lambda *of_layers: functools.reduce(jnp.add, of_layers), *losses)
+        return x_BTD, _total(losses)
+
+    def period(x_BTD: Array, layers: Params, *, first: int = 0, num_layers: int) -> tuple[Array, Losses]:
+        return each_of(x_BTD, [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(num_layers)], first)
 
     if config.num_dense_layers:
         x_BTD, _ = jax.lax.scan(lambda x_BTD, layer: block(x_BTD, layer, False), x_BTD, params["dense_blocks"])
-    blocks, size = params["blocks"], 1 if config.window is None else config.window_period
     losses: list[Losses] = []
+    size = 1 if config.window is None else config.window_period
     num_periods, num_left = divmod(config.num_layers - config.num_dense_layers, size)
     in_periods = num_periods * size
-    if size == 1:
+    if isinstance(blocks, list):
+        x_BTD, of_all = each_of(x_BTD, blocks)
+        losses.append(of_all)
+    elif size == 1:
         x_BTD, each = jax.lax.scan(lambda x_BTD, layer: block(x_BTD, layer, config.has_window(0)), x_BTD, blocks)
         losses.append(jax.tree.map(lambda of_layers: of_layers.sum(axis=0), each))
     elif num_periods:
         stacks = jax.tree.map(lambda w: w[:in_periods].reshape(num_periods, size, *w.shape[1:]), blocks)
-        x_BTD, each = jax.lax.scan(functools.partial(period, first=0, num_layers=size), x_BTD, stacks)
+        x_BTD, each = jax.lax.scan(functools.partial(period, num_layers=size), x_BTD, stacks)
         losses.append(jax.tree.map(lambda of_layers: of_layers.sum(axis=0), each))
     if num_left:
         left = jax.tree.map(lambda w: w[in_periods:], blocks)
         x_BTD, of_rest = period(x_BTD, left, first=in_periods, num_layers=num_left)
         losses.append(of_rest)
-    total = jax.tree.map(lambda *parts: functools.reduce(jnp.add, parts), *losses)
-    return hooks.place(_norm(config, x_BTD, params, "final_norm"), "gathered"), total
+    return hooks.place(_norm(config, x_BTD, params, "final_norm"), "gathered"), _total(losses)
 
 
-def _block(config: DecoderConfig, x_BTD: Array, params: Params, hooks: Hooks, window: bool) -> tuple[Array, Losses]:
+def _total(losses: Sequence[Losses]) -> Losses:
+    """Returns the sums of the losses of experts."""
+    return jax.tree.map(lambda *each: functools.reduce(jnp.add, each), *losses)
+
+
+def places(tokens_BT: Array, segments_BT: Array | None) -> slice | Array:
+    """Returns the places of tokens: a slice, or `[B, T]`, from 0 in each segment."""
+    if segments_BT is None:
+        return slice(tokens_BT.shape[1])
+    places_T = jnp.arange(tokens_BT.shape[1])
+    begins_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1] - 1) != 0
+    return places_T - jax.lax.cummax(jnp.where(begins_BT, places_T, 0), axis=1)
+
+
+def apply_block(
+    config: DecoderConfig, x_BTD: Array, params: Params, hooks: Hooks, window: bool = False
+) -> tuple[Array, Losses]:
     """Runs one block, with or without a sliding window; returns the residual stream and the losses of its experts."""
     norm, place = functools.partial(_norm, config, params=params), hooks.place
     y_BTD = place(norm(x_BTD, name="attention_norm"), "gathered")
@@ -191,7 +229,7 @@ def _block(config: DecoderConfig, x_BTD: Array, params: Params, hooks: Hooks, wi
     if "router" in params:
         y_BTD, losses = _experts(config, y_BTD, params)
     else:
-        y_BTD, losses = _mlp(config, y_BTD, params), {"balance": jnp.zeros(x_BTD.shape[0])}
+        y_BTD, losses = _mlp(config, y_BTD, params), {}
     y_BTD = place(y_BTD, "residual")
     if config.post_norms:
         y_BTD = norm(y_BTD, name="mlp_post_norm")
@@ -305,6 +343,12 @@ def _capped(config: DecoderConfig, logits: Array) -> Array:
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
+def whole_logits(hidden_BTD: Array, head_DV: Array, targets_BT: Array) -> Array:
+    """Returns the cross-entropy `[B, T]` in nats, in float32, of logits that are all made at once."""
+    logits_BTV = (hidden_BTD @ head_DV).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT)
+
+
 def loss_fn(
     config: DecoderConfig,
     *,
@@ -312,7 +356,17 @@ def loss_fn(
     token_losses: TokenLosses = whole_logits,
     attend: Attend = causal_attention,
 ) -> LossFn:
-    """Makes `loss_fn(params, batch) -> (loss, aux)`, with the arguments and batches of `gpt.loss_fn`.
+    """Makes `loss_fn(params, batch) -> (loss, aux)`.
+
+    A batch has int `inputs` and `targets`, both `[B, T]`; it may have `weights`, how much each target counts, and
+    `segments`, which document each input belongs to.
+
+    Args:
+      config: the model's shape.
+      place: as for `hidden`.
+      token_losses: `token_losses(hidden_BTD, head_DV, targets_BT)` returns the losses `[B, T]`, float32; a function
+        that makes the logits in parts saves the memory of the whole.
+      attend: as for `hidden`.
 
     Raises:
       ValueError: `token_losses` that make the logits in parts, where the logits have a soft cap.
@@ -333,14 +387,14 @@ def loss_fn(
         hidden_BTD, losses = _run(config, params, batch["inputs"], hooks)
         mean, aux = mean_loss(of_tokens(hidden_BTD, _head(config, params), batch["targets"]), weights_BT)
         if config.num_extra_tokens:
-            run = functools.partial(_block, config, hooks=hooks, window=False)
+            run = functools.partial(apply_block, config, hooks=hooks)
             extra_BT, of_experts = _extra_losses(config, params, hidden_BTD, batch, run=run, of_tokens=of_tokens)
             aux["extra_tokens"], _ = mean_loss(extra_BT, weights_BT)
             mean += config.extra_token_weight * aux["extra_tokens"]
-            losses = jax.tree.map(jnp.add, losses, of_experts)
+            losses = _total([losses, of_experts])
         # A sequence counts by what its tokens weigh, as in the loss, so that microbatches add up to the batch.
         of_sequences = {name: jnp.broadcast_to(x_B[:, None], batch["targets"].shape) for name, x_B in losses.items()}
-        if config.expert_balance:
+        if config.expert_balance and config.num_experts:
             num_layers = config.num_layers - config.num_dense_layers + config.num_extra_tokens
             aux["expert_balance"] = mean_loss(of_sequences["balance"], weights_BT)[0] / num_layers
             mean += config.expert_balance * aux["expert_balance"]
@@ -349,6 +403,16 @@ def loss_fn(
         return mean, aux
 
     return loss
+
+
+def mean_loss(losses_BT: Array, weights_BT: Array | None = None) -> tuple[Array, dict[str, Array]]:
+    """Returns the (weighted) mean of losses in nats, and the same in bits as `aux`."""
+    if weights_BT is None:
+        loss = losses_BT.mean()
+    else:
+        # An empty batch has no weight; its loss is nothing.
+        loss = (losses_BT * weights_BT).sum() / jnp.maximum(weights_BT.sum(), 1e-6)
+    return loss, {"bits_per_token": loss / jnp.log(2.0)}
 
 
 def _extra_losses(
@@ -381,4 +445,4 @@ def _extra_losses(
         if segments_BT is not None:
             is_seen_BT &= jnp.roll(segments_BT, depth, axis=1) == segments_BT
         total_BT += jnp.where(is_seen_BT, jnp.roll(losses_BT, depth, axis=1), 0.0)
-    return total_BT / config.num_extra_tokens, jax.tree.map(lambda *each: functools.reduce(jnp.add, each), *losses)
+    return total_BT / config.num_extra_tokens, _total(losses)

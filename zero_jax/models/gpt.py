@@ -1,33 +1,22 @@
-"""A decoder-only GPT as pure functions on a dict of arrays.
+"""A decoder-only GPT as pure functions on a dict of arrays: the decoder of `GPTConfig.decoder`, with inits of its own.
 
 Nothing here knows about meshes, stages or sharding: this is the kind of model that a user brings. The compute dtype is
 the params' dtype, so casting the params to bfloat16 runs the model in bfloat16; softmax and loss stay float32.
-
-Names end in the letters of their dims: `B` batch, `T` tokens, `D` model, `H` heads, `K` head, `F` hidden,
-`V` vocabulary.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from zero_jax.models import decoder
+from zero_jax.models.decoder import LossFn, Params, TokenLosses, whole_logits
+from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.models.fields import check_fields, check_num_params
-from zero_jax.models.layers import causal_attention, leave, rms_norm, rotate
-from zero_jax.models.sampling import generate_tokens
-
-Params = dict[str, Any]
-Batch = dict[str, Array]
-LossFn = Callable[[Any, Batch], tuple[Array, dict[str, Array]]]
-TokenLosses = Callable[[Array, Array, Array], Array]
-PlaceFn = Callable[[Array, str], Array]
-Attend = Callable[..., Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,11 +66,29 @@ class GPTConfig:
         return self.d_model // self.num_heads
 
     @property
+    def decoder(self) -> DecoderConfig:
+        """The decoder that it is; without `scan` its blocks are a list."""
+        return DecoderConfig(
+            vocab_size=self.vocab_size,
+            seq_len=self.seq_len,
+            num_layers=self.num_layers,
+            d_model=self.d_model,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            head_dim=self.head_dim,
+            d_hidden=self.mlp_ratio * self.d_model,
+            gated_mlp=False,
+            activation="gelu",
+            norm_eps=1e-6,
+            learned_positions=self.seq_len if self.position == "learned" else 0,
+            tie_embedding=True,
+            remat=self.remat,
+        )
+
+    @property
     def num_params(self) -> int:
         """Number of parameters, from the shapes alone."""
-        per_block = (4 + 2 * self.mlp_ratio) * self.d_model**2 + 2 * self.d_model
-        rows = self.vocab_size + (self.seq_len if self.position == "learned" else 0) + 1
-        return self.num_layers * per_block + rows * self.d_model
+        return self.decoder.num_params
 
 
 def _paper(*, num_layers: int, d_model: int, num_heads: int, vocab_size: int = 50304) -> GPTConfig:
@@ -133,171 +140,32 @@ def init(config: GPTConfig, key: Array) -> Params:
 
 
 def param_specs(config: GPTConfig, *, vocab: bool = True, model_size: int | None = None) -> Params:
-    """Returns Megatron's tensor parallelism over the mesh axis `model`, as a tree of `PartitionSpec`s like the params.
-
-    Heads and hidden features are split; a block then sums over `model` twice forward and twice backward (Shoeybi et
-    al. 2019, section 3).
-
-    Without `vocab` the table of the vocabulary is not split; else it is by rows, and logits are split too, never whole.
-    `model_size` is for an error that names what does not divide over the axis.
-
-    Raises:
-      ValueError: If `model_size` does not divide the heads, the hidden features or the vocabulary.
-    """
-    sizes = {"num_heads": config.num_heads, "hidden (mlp_ratio x d_model)": config.mlp_ratio * config.d_model}
-    if vocab:
-        sizes["vocab_size"] = config.vocab_size
-    for name, size in sizes.items():
-        if model_size is not None and size % model_size:
-            hint = " or leave the vocabulary whole with vocab=False" if name == "vocab_size" else ""
-            raise ValueError(
-                f"{name}={size} does not split over the {model_size} devices of the model axis: "
-                f"choose a multiple of {model_size}{hint}"
-            )
-    unsharded, columns, rows = PartitionSpec(), PartitionSpec(None, "model"), PartitionSpec("model", None)
-    block = {"attention_norm": unsharded, "mlp_norm": unsharded, "out": rows, "down": rows}
-    block |= dict.fromkeys(("query", "key", "value", "up"), columns)
-    specs: Params = {"embed": rows if vocab else unsharded, "final_norm": unsharded}
-    if config.position == "learned":
-        specs["position"] = unsharded
-    if config.scan:
-        specs["blocks"] = {name: PartitionSpec(None, *spec) for name, spec in block.items()}
-    else:
+    """Returns Megatron's tensor parallelism over the mesh axis `model`, as `decoder.param_specs` does."""
+    specs = decoder.param_specs(config.decoder, vocab=vocab, model_size=model_size)
+    if not config.scan:
+        block = {name: PartitionSpec(*spec[1:]) for name, spec in specs["blocks"].items()}
         specs["blocks"] = [block] * config.num_layers
     return specs
 
 
 def apply(config: GPTConfig, params: Params, tokens_BT: Array, segments_BT: Array | None = None) -> Array:
     """Returns the logits `[B, T, V]` of the next token at every place, in the params' dtype."""
-    return hidden(config, params, tokens_BT, segments_BT) @ params["embed"].T
+    return decoder.apply(config.decoder, params, tokens_BT, segments_BT)
 
 
-def hidden(
-    config: GPTConfig,
-    params: Params,
-    tokens_BT: Array,
-    segments_BT: Array | None = None,
-    *,
-    place: PlaceFn = leave,
-    attend: Attend = causal_attention,
-) -> Array:
-    """Returns the last hidden states `[B, T, D]`, which the transposed embedding makes logits of.
-
-    Args:
-      config: The model's shape.
-      params: Its params.
-      tokens_BT: The tokens.
-      segments_BT: Which document each token belongs to; tokens then see their own document only. None: one document.
-      place: `place(x_BTD, kind)` may shard activations: `residual` is what is added to the residual stream,
-        `gathered` what goes into the matrices of a block or of the head, which need every token.
-      attend: causal attention `attend(q_BTHK, k_BTHK, v_BTHK, segments_BT)`, as `causal_attention`.
-    """
-    x_BTD = params["embed"][tokens_BT]
-    if config.position == "learned":
-        x_BTD += params["position"][places(tokens_BT, segments_BT)]
-    x_BTD = place(x_BTD, "residual")
-    block = functools.partial(apply_block, config, segments_BT=segments_BT, place=place, attend=attend)
-    if config.remat:
-        # Inside a scan XLA cannot merge the recomputation with the forward pass, so barriers against it only cost.
-        block = jax.checkpoint(block, prevent_cse=not config.scan)
-    if config.scan:
-        x_BTD, _ = jax.lax.scan(lambda x_BTD, p: (block(x_BTD, p), None), x_BTD, params["blocks"])
-    else:
-        for block_params in params["blocks"]:
-            x_BTD = block(x_BTD, block_params)
-    return place(rms_norm(x_BTD, params["final_norm"]), "gathered")
+def apply_block(config: GPTConfig, x_BTD: Array, params: Params, **hooks: Any) -> Array:
+    """Runs one transformer block; `decoder.Hooks` has the hooks."""
+    return decoder.apply_block(config.decoder, x_BTD, params, decoder.Hooks(**hooks))[0]
 
 
-def places(tokens_BT: Array, segments_BT: Array | None) -> slice | Array:
-    """Returns the places of tokens: a slice, or `[B, T]`, from 0 in each segment."""
-    if segments_BT is None:
-        return slice(tokens_BT.shape[1])
-    places_T = jnp.arange(tokens_BT.shape[1])
-    begins_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1] - 1) != 0
-    return places_T - jax.lax.cummax(jnp.where(begins_BT, places_T, 0), axis=1)
-
-
-def apply_block(
-    config: GPTConfig,
-    x_BTD: Array,
-    params: Params,
-    segments_BT: Array | None = None,
-    *,
-    place: PlaceFn = leave,
-    attend: Attend = causal_attention,
-) -> Array:
-    """Runs one transformer block: attention, then an MLP, each added to the residual stream."""
-    y_BTD = place(rms_norm(x_BTD, params["attention_norm"]), "gathered")
-    q_BTD, k_BTD, v_BTD = (y_BTD @ params[name] for name in ("query", "key", "value"))
-    x_BTD += place(attention(config, q_BTD, k_BTD, v_BTD, segments_BT, attend=attend) @ params["out"], "residual")
-    y_BTD = place(rms_norm(x_BTD, params["mlp_norm"]), "gathered")
-    return x_BTD + place(jax.nn.gelu(y_BTD @ params["up"]) @ params["down"], "residual")
-
-
-def whole_logits(hidden_BTD: Array, head_DV: Array, targets_BT: Array) -> Array:
-    """Returns the cross-entropy `[B, T]` in nats, in float32, of logits that are all made at once."""
-    logits_BTV = (hidden_BTD @ head_DV).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT)
-
-
-def loss_fn(
-    config: GPTConfig,
-    *,
-    place: PlaceFn = leave,
-    token_losses: TokenLosses = whole_logits,
-    attend: Attend = causal_attention,
-) -> LossFn:
-    """Makes `loss_fn(params, batch) -> (loss, aux)`.
-
-    A batch has int `inputs` and `targets`, both `[B, T]`; it may have `weights`, how much each target counts, and
-    `segments`, which document each input belongs to.
-
-    Args:
-      config: The model's shape.
-      place: As for `hidden`.
-      token_losses: `token_losses(hidden_BTD, head_DV, targets_BT)` returns the losses `[B, T]`, float32; a function
-        that makes the logits in parts saves the memory of the whole.
-      attend: As for `hidden`.
-    """
-
-    def loss(params: Params, batch: Batch) -> tuple[Array, dict[str, Array]]:
-        hidden_BTD = hidden(config, params, batch["inputs"], batch.get("segments"), place=place, attend=attend)
-        return mean_loss(token_losses(hidden_BTD, params["embed"].T, batch["targets"]), batch.get("weights"))
-
-    return loss
-
-
-def mean_loss(losses_BT: Array, weights_BT: Array | None = None) -> tuple[Array, dict[str, Array]]:
-    """Returns the (weighted) mean of losses in nats, and the same in bits as `aux`."""
-    if weights_BT is None:
-        loss = losses_BT.mean()
-    else:
-        # An empty batch has no weight; its loss is nothing.
-        loss = (losses_BT * weights_BT).sum() / jnp.maximum(weights_BT.sum(), 1e-6)
-    return loss, {"bits_per_token": loss / jnp.log(2.0)}
-
-
-def attention(
-    config: GPTConfig,
-    q_BTD: Array,
-    k_BTD: Array,
-    v_BTD: Array,
-    segments_BT: Array | None = None,
-    *,
-    attend: Attend = causal_attention,
-) -> Array:
-    """Returns causal self-attention `[B, T, D]` over `num_heads` heads, within segments, with a float32 softmax."""
-    shape_BTHK = (*q_BTD.shape[:2], config.num_heads, config.head_dim)
-    q_BTHK, k_BTHK, v_BTHK = (x_BTD.reshape(shape_BTHK) for x_BTD in (q_BTD, k_BTD, v_BTD))
-    if config.position == "rotary":
-        q_BTHK, k_BTHK = rotate(q_BTHK), rotate(k_BTHK)
-    return attend(q_BTHK, k_BTHK, v_BTHK, segments_BT).reshape(q_BTD.shape)
+def loss_fn(config: GPTConfig, *, token_losses: TokenLosses = whole_logits, **options: Any) -> LossFn:
+    """Makes `loss_fn(params, batch) -> (loss, aux)`; options and batches are as for `decoder.loss_fn`."""
+    return decoder.loss_fn(config.decoder, token_losses=token_losses, **options)
 
 
 def generate(config: GPTConfig, params: Params, prompt_T: Array, key: Array, **settings: Any) -> Array:
     """Samples tokens that follow a prompt; arguments as for `sampling.generate_tokens`."""
-    sizes = {"seq_len": config.seq_len, "vocab_size": config.vocab_size}
-    return generate_tokens(functools.partial(apply, config, params), prompt_T, key, **sizes, **settings)
+    return decoder.generate(config.decoder, params, prompt_T, key, **settings)
 
 
 def _normal(key: Array, shape: tuple[int, ...], scale: float = 1.0) -> Array:

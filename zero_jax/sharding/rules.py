@@ -19,7 +19,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.core.tree import PyTree, leaf_names, map_named
 from zero_jax.core.variables import MODEL_STATE, model_state_names
-from zero_jax.sharding.layer_stacks import is_stack, stacked_layers
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.model_specs import AxisRules, spec_of_each, specs_of
 from zero_jax.sharding.path_patterns import PathPatterns
@@ -201,7 +200,7 @@ class _Placer:
 
         def score(i: int) -> tuple[bool, bool, bool, int]:
             # The leading dim of a stack is scanned over, and a scan over a sharded dim needs an early gather.
-            stacked = i == 0 and is_stack(shape)
+            stacked = i == 0 and _is_stack(shape)
             from_last = len(shape) - 1 - i
             aligned = from_last > 1 or (local[i] // size) % _TILE[1 - from_last] == 0
             return (not stacked, aligned, (from_last == 0) == minor, local[i])
@@ -230,6 +229,44 @@ def _stacks(tree: PyTree, names: Sequence[str], axes: Axes) -> frozenset[str]:
     """Returns the paths of the leaves that are stacks of layers, where a mesh has stages for them."""
     shapes = map(np.shape, jax.tree.leaves(tree))
     return stacked_layers(dict(zip(names, shapes, strict=True))) if axes.pipe else frozenset()
+
+
+def _is_stack(shape: Sequence[int]) -> bool:
+    """Tells whether the leading dim of a shape counts layers, rather than features, by how small it is.
+
+    Kernels `[features, heads, head_dim]` of attention are no stacks: there are more features than in one head.
+    """
+    rest = max(shape[1:], default=0)
+    return 2 * rest > shape[0] if len(shape) >= 3 else len(shape) == 2 and 4 * shape[0] <= rest
+
+
+def stacked_layers(shapes: Mapping[str, Sequence[int]]) -> frozenset[str]:
+    """Returns the paths of the leaves that are stacks of layers: the leaves of a subtree have the same leading dim.
+
+    One of them has to look like a stack, and to be one of several or to have three dims. Whether a model scans over
+    them is known only when its loss is traced. A leaf that is taken for a stack, or is not taken for one, costs a
+    movement of it in each step of a pipeline, never a wrong result.
+
+    Args:
+      shapes: the shape of each leaf, by its path.
+    """
+    leading: dict[str, set[int]] = {}
+    members: dict[str, list[str]] = {}
+    for name, shape in shapes.items():
+        parts = name.split("/")
+        for i in range(len(parts) + 1):
+            subtree = "/".join(parts[:i])
+            leading.setdefault(subtree, set()).add(shape[0] if shape else 0)
+            members.setdefault(subtree, []).append(name)
+    found: set[str] = set()
+    for name in shapes:
+        parts = name.split("/")
+        subtrees = ("/".join(parts[:i]) for i in range(len(parts) + 1))
+        largest = next(subtree for subtree in subtrees if len(leading[subtree]) == 1)
+        group = [shapes[other] for other in members[largest]]
+        if any(_is_stack(shape) and (len(shape) > 2 or len(group) > 1) for shape in group):
+            found.add(name)
+    return frozenset(found)
 
 
 def _carried(params: PyTree, mesh: Mesh, axes: Axes, rules: ShardingRules) -> PyTree:

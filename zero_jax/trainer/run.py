@@ -435,18 +435,6 @@ def _facts(config: TrainConfig, model: Model | OwnModel, callbacks: Sequence[Cal
     return releases() | {name: value for name, value in fields.items() if not _OF_ONE_PROCESS.match(name)}
 
 
-def _check_text_batches(config: TrainConfig, model: Model, mesh: Mesh) -> None:
-    """Raises `ValueError` for a batch that does not divide, batches that do not fit, or a field for other batches."""
-    if config.process_batches is not None:
-        raise ValueError(
-            f"process_batches={config.process_batches!r} is for batches of your own; of text each process reads its "
-            "part: leave it out"
-        )
-    batch = {"tokens": jax.ShapeDtypeStruct((config.batch_size,), np.int32)}
-    check_batch(batch, mesh=mesh, axes=axes_of(mesh), num_microbatches=config.zero.num_microbatches)
-    check_text_fits(batch_size=config.batch_size, seq_len=model.seq_len, prefetch_batches=config.data.prefetch_batches)
-
-
 def open_text(
     config: TrainConfig, model: Model, mesh: Mesh, log: Callable[[str], None], *, held_out: bool = False
 ) -> TextInput:
@@ -455,7 +443,14 @@ def open_text(
     Raises:
       ValueError: a batch that does not divide, no such text or too little of it, or a vocabulary beyond the model's.
     """
-    _check_text_batches(config, model, mesh)
+    if config.process_batches is not None:
+        raise ValueError(
+            f"process_batches={config.process_batches!r} is for batches of your own; of text each process reads its "
+            "part: leave it out"
+        )
+    batch = {"tokens": jax.ShapeDtypeStruct((config.batch_size,), np.int32)}
+    check_batch(batch, mesh=mesh, axes=axes_of(mesh), num_microbatches=config.zero.num_microbatches)
+    check_text_fits(batch_size=config.batch_size, seq_len=model.seq_len, prefetch_batches=config.data.prefetch_batches)
     dataset = open_dataset(
         config.data,
         seq_len=model.seq_len,

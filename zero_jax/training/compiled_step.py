@@ -31,7 +31,6 @@ from zero_jax.training.batch import place_batch
 from zero_jax.training.same_program import SameProgram
 from zero_jax.training.state.checks import check_no_leaf_twice, check_not_donated, checked_placement, place_state
 from zero_jax.training.state.placement import train_state_shardings
-from zero_jax.training.state.shardings import state_shardings
 from zero_jax.training.state.train_state import TrainState
 from zero_jax.training.xla_options import scatters_in_loops, step_options
 from zero_jax.training.zero_config import ZeroConfig
@@ -223,7 +222,7 @@ class TrainStep:
                 jitted=jit() if is_nested else jit(compiler_options=options.values or None),
                 unguarded=None if is_nested or unguarded is None else jit(compiler_options=unguarded or None),
                 shardings=jax.tree.leaves(shardings),
-                by_features=jax.tree.leaves(state_shardings(state, mesh=program.mesh, config=program.config)),
+                by_features=jax.tree.leaves(train_state_shardings(state, placement.by_layers({}))),
                 dtypes=[x.dtype for x in leaves],
                 nested_options=unguarded is not None and is_nested,
             )

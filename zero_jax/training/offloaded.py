@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,13 +12,10 @@ from jax import lax
 
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import MODEL_STATE
-from zero_jax.training.optimizer.frozen import flags_of_all
 from zero_jax.training.optimizer.streaming import Argument, stream
-from zero_jax.training.optimizer.update import (
-    trace_update,
-)
-from zero_jax.training.state.placement import Placement
-from zero_jax.training.state.train_state import TrainState, trainable
+from zero_jax.training.optimizer.update import trace_update
+from zero_jax.training.state.placement import Placement, pinned
+from zero_jax.training.state.train_state import TrainState, flags_of_all, trainable
 
 
 class UpdatedState(NamedTuple):
@@ -122,14 +119,6 @@ def _arguments(tree: PyTree, shardings: PyTree, on_host: list[bool]) -> list[Arg
     arrays = pinned(jax.tree.leaves(tree), shardings, but=on_host)
     of_each = zip(arrays, jax.tree.leaves(shardings), on_host, strict=True)
     return [Argument(array=x, sharding=sharding, on_host=flag) for x, sharding, flag in of_each]
-
-
-def pinned(leaves: Sequence[Any], shardings: PyTree, *, but: Sequence[bool]) -> list[Any]:
-    """Constrains the leaves of a tree to shardings by one call, except where `but` is true."""
-    pairs = zip(leaves, jax.tree.leaves(shardings), but, strict=True)
-    selected = [(x, sharding) for x, sharding, skip in pairs if not skip]
-    constrained = iter(lax.with_sharding_constraint([x for x, _ in selected], [sharding for _, sharding in selected]))
-    return [x if skip else next(constrained) for x, skip in zip(leaves, but, strict=True)]
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

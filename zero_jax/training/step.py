@@ -25,8 +25,7 @@ from zero_jax.training.grads.step_grads import StepGrads, loss_and_grads
 from zero_jax.training.loss.function import MeshLoss, normalize_loss
 from zero_jax.training.loss.kept_values import with_values
 from zero_jax.training.loss.program import StepLoss
-from zero_jax.training.offloaded import OffloadedState, UpdatedState, pinned
-from zero_jax.training.optimizer.frozen import needed_grads, unchanged
+from zero_jax.training.offloaded import OffloadedState, UpdatedState
 from zero_jax.training.optimizer.rounding import round_tree, rounding_key
 from zero_jax.training.optimizer.update import (
     Offers,
@@ -39,7 +38,7 @@ from zero_jax.training.optimizer.update import (
 )
 from zero_jax.training.state.checks import check_optimizer
 from zero_jax.training.state.matrix_updates import matrix_program, step_placement
-from zero_jax.training.state.placement import Placement
+from zero_jax.training.state.placement import Placement, pinned
 from zero_jax.training.state.train_state import (
     TrainState,
     fill_zeros,
@@ -109,7 +108,7 @@ class _Program:
             stored = offloaded.masters()
         masters = placement.precision.for_optimizer(stored)
         traced = trace_update(self.tx, trainable(masters), state.opt_state)
-        needed = needed_grads(traced)
+        needed = traced.needed_grads
         of_batch = loss_and_grads(loss, arguments, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors)
         grads = self.unscale(of_batch.grads, masters, placement, state.loss_scale)
         norm = global_norm(jax.tree.leaves(grads))
@@ -121,7 +120,7 @@ class _Program:
                     "to which the error of the last one does not belong: leave error_feedback out"
                 )
             offers = offers._replace(**self.objective(state, loss, arguments, needed))
-        finite, same = norm.first_nonfinite < 0, unchanged(traced, needed=needed)
+        finite, same = norm.first_nonfinite < 0, traced.unchanged(needed)
         rounding = rounding_key(arguments[-1]) if placement.precision.rounds_stochastically else None
         if offloaded is not None:
             scalars = Scalars(norm, finite, offers.value, state.loss_scale, rounding)

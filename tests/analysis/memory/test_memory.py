@@ -70,7 +70,7 @@ def test_temporaries_are_explained_and_named():
 def test_the_report_prints_and_becomes_json():
     report = memory.measure(compiled_step(3))
     text = str(report)
-    for words in ("params", "opt_state", "residuals", "gaps and scratch", "total", "gpt.py:"):
+    for words in ("params", "opt_state", "residuals", "gaps and scratch", "total", "decoder.py:"):
         assert words in text
     assert json.loads(json.dumps(report.to_json()))["total_bytes"] == report.total_bytes
 

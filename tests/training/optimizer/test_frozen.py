@@ -10,7 +10,6 @@ from reference import mesh_of
 
 import zero_jax as zero
 from zero_jax import comms
-from zero_jax.training.optimizer.frozen import needed_grads, unchanged
 from zero_jax.training.optimizer.update import trace_update
 
 PARAMS = {"base": normal(16, 64), "head": normal(64, 16)}
@@ -43,9 +42,9 @@ OPTIMIZERS = {  # the optimizer, whether it reads the gradient of `base`, whethe
 def test_what_is_frozen_is_read_from_the_update(name):
     tx, reads, alone = OPTIMIZERS[name]
     traced = trace_update(tx, PARAMS, tx.init(PARAMS))
-    needed = needed_grads(traced)
+    needed = traced.needed_grads
     assert needed == [reads, True]
-    assert unchanged(traced, needed=needed) == [alone, False]
+    assert traced.unchanged(needed) == [alone, False]
 
 
 def loss(params, x):

@@ -167,7 +167,7 @@ def loss_function(config: ModelConfig, activations: ActivationConfig) -> Callabl
 
 
 def _loss_on_mesh(config: ModelConfig, activations: ActivationConfig, mesh: Mesh) -> Callable[..., Any]:
-    place, token_losses = gpt.leave, gpt.whole_logits
+    place, token_losses = decoder.leave, decoder.whole_logits
     if activations.sequence_parallel:
         place = sequence_parallel(mesh)
     if activations.loss_chunk is not None:

@@ -25,9 +25,8 @@ from zero_jax.training.grads.plan import GradPlan, refuse_coded
 from zero_jax.training.loss.function import check_unchanged, model_state_changes, on_devices, pinned_model_state
 from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.noise_scale import Parts
-from zero_jax.training.optimizer.frozen import flags_of_all
 from zero_jax.training.state.placement import Placement
-from zero_jax.training.state.train_state import merge
+from zero_jax.training.state.train_state import flags_of_all, merge
 from zero_jax.transforms import Combination, HostParam, differentiated, used_shapes, weight_alone, with_gradient
 
 

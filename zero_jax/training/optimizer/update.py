@@ -22,13 +22,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax.core.device_put import is_on_host
 from zero_jax.core.tree import PyTree, leaf_names, strongly_typed
+from zero_jax.dims import SAME_ELEMENTS
 from zero_jax.program.evaluation import evaluate
-from zero_jax.program.jaxprs import conditional, inline_jit, open_jaxpr, used_inputs, with_results
+from zero_jax.program.jaxprs import conditional, inline_jit, is_literal, open_jaxpr, used_inputs, with_results
+from zero_jax.program.passes import Pass
+from zero_jax.program.subcalls import CALLS
 from zero_jax.sharding.precision import promoted
 from zero_jax.training.optimizer.offload import HOST
 
 # How optax's optimizers of matrices (muon, galore) refuse a leaf, which they do not name.
 _ASKS_FOR_MATRICES = re.compile(r"rank >= 2|shape \(m, n\)")
+# Zeros stay zeros in these.
+_KEEPS_ZEROS = SAME_ELEMENTS | {"neg", "slice"}
 _OFFERED = (
     "a step calls update(grads, state, params), with the gradients of the mean loss of the batch, and can add "
     "value, loss, grad, value_fn, obj_fn and grad_fn"
@@ -177,6 +182,47 @@ class TracedUpdate:
     num_grads: int  # the number of gradients
     calls_functions: bool  # whether it calls functions of the params, which are stand-ins here
     is_rewritten: bool = False  # whether the jaxpr is another one than JAX traces of the optimizer
+
+    @property
+    def needed_grads(self) -> list[bool]:
+        """Which gradients the optimizer reads: those of frozen params need not even be computed."""
+        used = used_inputs(self.jaxpr)
+        clipped, unclipped = used[: self.num_grads], used[len(used) - self.num_grads :]
+        return [a or b for a, b in zip(clipped, unclipped, strict=True)]
+
+    def unchanged(self, needed: Sequence[bool]) -> list[bool]:
+        """Tells which params it never changes; one whose gradient is read (`needed`) counts as changed.
+
+        So are those of `optax.set_to_zero` under `multi_transform` or `masked`, and of any other optimizer whose
+        updates are zeros that do not depend on the gradients.
+        """
+        if all(needed):
+            return [False] * len(needed)
+        zeros, values = _Zeros(), {}
+        zeros.run(self.jaxpr, [False] * len(open_jaxpr(self.jaxpr)[0].invars), values)
+        updates = [zeros.constant(x) if is_literal(x) else values[x] for x in self.updates]
+        return [zero and not read for zero, read in zip(updates, needed, strict=True)]
+
+
+class _Zeros(Pass[bool]):
+    """Finds the values that are zeros whatever the inputs are."""
+
+    enters = CALLS
+
+    def constant(self, atom: Any) -> bool:
+        return is_literal(atom) and jnp.ndim(atom.val) == 0 and bool(atom.val == 0)
+
+    def operation(self, eqn: Any, operands: list[bool]) -> list[bool]:
+        name = eqn.primitive.name
+        if name in _KEEPS_ZEROS:
+            zero = operands[0]
+        elif name == "mul" and any(operands) and not all(operands):
+            factor = eqn.invars[operands.index(False)]
+            # Zero times a value that is not a literal may be NaN.
+            zero = is_literal(factor) and bool(jnp.isfinite(factor.val).all())
+        else:
+            zero = name in ("add", "add_any", "sub", "mul") and all(operands)
+        return [zero] * len(eqn.outvars)
 
 
 def trace_update(tx: Any, params: PyTree, opt_state: PyTree) -> TracedUpdate:

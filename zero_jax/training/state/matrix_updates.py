@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import optax
 from jax.sharding import Mesh
 
 from zero_jax.core.tree import PyTree, leaf_names, shapes_of
 from zero_jax.core.variables import MODEL_STATE
-from zero_jax.sharding.rules import LeafPlacement, placement_leaves
+from zero_jax.sharding.rules import placement_leaves
 from zero_jax.sharding.spec import Dims, dims_of
-from zero_jax.training.optimizer.frozen import flags_of_all
 from zero_jax.training.optimizer.matrices import Dealing, MatrixProgram, multiplies
 from zero_jax.training.optimizer.update import TracedUpdate, trace_update
 from zero_jax.training.state.placement import Placement, make_placement
-from zero_jax.training.state.train_state import TrainState, trainable
+from zero_jax.training.state.train_state import TrainState, flags_of_all, trainable
 from zero_jax.training.zero_config import ZeroConfig
 
 
@@ -39,20 +36,10 @@ def step_placement(
         return placement
     leaves = placement_leaves(placement.params)
     by_layers = {leaf.path: leaf.along_layers(mesh, placement.axes) for leaf in leaves if leaf.path in dealt}
-    after = _leaves_of_dealings(tx, state, _by_layers(placement, by_layers))
+    after = _leaves_of_dealings(tx, state, placement.by_layers(by_layers))
     # What is not moved as float32 by the update moves once as a gradient, in its own dtype: never more.
     better = {path for path in dealt if _cost(after.get(path, before[path])) < _cost(before[path])}
-    return _by_layers(placement, {path: by_layers[path] for path in better})
-
-
-def _by_layers(placement: Placement, update_dims: dict[str, Dims | None]) -> Placement:
-    """Returns a placement with the master params of these paths in such shards."""
-
-    def placed(leaf: LeafPlacement) -> LeafPlacement:
-        return dataclasses.replace(leaf, update_dims=update_dims.get(leaf.path))
-
-    params = jax.tree.map(placed, placement.params, is_leaf=lambda x: isinstance(x, LeafPlacement))
-    return dataclasses.replace(placement, params=params)
+    return placement.by_layers({path: by_layers[path] for path in better})
 
 
 def matrix_program(traced: TracedUpdate, state: TrainState, placement: Placement) -> MatrixProgram | None:

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,7 +33,7 @@ from zero_jax.sharding.rules import (
     placement_leaves,
     to_shardings,
 )
-from zero_jax.sharding.spec import dims_of, named, steps_by_dim
+from zero_jax.sharding.spec import Dims, dims_of, named, steps_by_dim
 from zero_jax.sharding.stages import group_axes, sharded_groups
 from zero_jax.sharding.torus import gather_shardings
 from zero_jax.training.grads.plan import GradPlan
@@ -168,6 +168,14 @@ class Placement:
         params = self.param_shardings("params") if self.axes.secondary else self.grad_shardings()
         return joined(params, self.model_state_shardings())
 
+    def by_layers(self, update_dims: Mapping[str, Dims | None]) -> Placement:
+        """Returns the placement with the master params of these paths, and no others, in such shards."""
+
+        def placed(leaf: LeafPlacement) -> LeafPlacement:
+            return dataclasses.replace(leaf, update_dims=update_dims.get(leaf.path))
+
+        return dataclasses.replace(self, params=jax.tree.map(placed, self.params, is_leaf=_is_placement))
+
     def to_update(self, grads: PyTree) -> PyTree:
         """Moves gradients to the shards of the master params, in their own dtype; None stays."""
         leaves, tree = jax.tree.flatten(self.params, is_leaf=_is_placement)
@@ -277,6 +285,14 @@ class Placement:
 
         # Two parts at a time: while one is written, the other is gathered.
         return lax.fori_loop(0, num_parts, gather_part, old_params, unroll=2)
+
+
+def pinned(leaves: Sequence[Any], shardings: PyTree, *, but: Sequence[bool]) -> list[Any]:
+    """Constrains the leaves of a tree to shardings by one call, except where `but` is true."""
+    pairs = zip(leaves, jax.tree.leaves(shardings), but, strict=True)
+    selected = [(x, sharding) for x, sharding, skip in pairs if not skip]
+    constrained = iter(lax.with_sharding_constraint([x for x, _ in selected], [sharding for _, sharding in selected]))
+    return [x if skip else next(constrained) for x, skip in zip(leaves, but, strict=True)]
 
 
 def _dim_of_parts(leaf: LeafPlacement) -> int | None:

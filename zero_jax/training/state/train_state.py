@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,6 @@ import optax
 from zero_jax.core.tree import PyTree, shapes_of
 from zero_jax.core.variables import joined, shown_sizes
 from zero_jax.sharding.precision import LossScale, Precision
-from zero_jax.training.optimizer.frozen import flags_of_all, needed_grads, unchanged
 from zero_jax.training.optimizer.update import trace_update
 
 
@@ -72,6 +72,12 @@ def merge(params: PyTree, updated: PyTree) -> PyTree:
     return jax.tree.map(lambda old, new: old if new is None else new, params, updated, is_leaf=lambda x: x is None)
 
 
+def flags_of_all(params: PyTree, flags: Sequence[bool]) -> list[bool]:
+    """Returns a flag for each param from those of the trainable ones, False for all others."""
+    of_trainable = iter(flags)
+    return [jnp.issubdtype(x.dtype, jnp.inexact) and next(of_trainable) for x in jax.tree.leaves(params)]
+
+
 def used_by_optimizer(
     tx: optax.GradientTransformation | None, state: TrainState, precision: Precision
 ) -> tuple[list[bool], list[bool]]:
@@ -86,8 +92,8 @@ def used_by_optimizer(
         num_params = len(jax.tree.leaves(params))
         return [True] * num_params, [False] * num_params
     traced = trace_update(tx, params, state.opt_state)
-    needed = needed_grads(traced)
-    return needed, unchanged(traced, needed=needed)
+    needed = traced.needed_grads
+    return needed, traced.unchanged(needed)
 
 
 def trained_params(tx: optax.GradientTransformation, state: TrainState, precision: Precision) -> list[bool]:

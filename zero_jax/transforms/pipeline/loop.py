@@ -8,7 +8,6 @@ the tick t at number `u = t - s` of what it does, and that is group `u // S % V`
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -149,17 +148,17 @@ class LayersOfStage:
         (begin, first, number, is_own), size = work, self.loop.group_size
         has_idle = self.loop.num_places > self.loop.num_layers
 
-        def body(before: Any, own: Any) -> tuple[Any, list[Any]]:
-            (carry, sums), (slices, i) = before, own
+        def body(before: Any, sliced: Any) -> tuple[Any, list[Any]]:
+            (carry, sums), (slices, i) = before, sliced
             is_here = is_own & (begin + i < self.loop.num_layers) if has_idle else is_own
             if self.loop.policy is not None:
                 carry = [checkpoint_name(x, LAYER_INPUT) if is_float(x) else x for x in carry]
             pairs = zip(sums, slices, strict=True)
             taken = [(None, x) if y is None else added_to(y, x, first + i, is_here) for y, x in pairs]
-            read = [[differentiated_at(is_here, x) for x in xs] if has_idle else xs for xs in (consts, carry)]
-            made = [*self.layer(number, *read, [x for _, x in taken])]
+            read, own = ([differentiated_at(is_here, x) if has_idle else x for x in xs] for xs in (consts, carry))
+            made = [*self.layer(number, read, own, [x for _, x in taken])]
             if has_idle:
-                made = [*map(functools.partial(jnp.where, is_here), made, carry), *made[len(carry) :]]
+                made[: len(carry)] = [jnp.where(is_here, x, y) for x, y in zip(made, carry, strict=False)]
             return (made[: len(carry)], [y for y, _ in taken]), made[len(carry) :]
 
         layers = stacks, jnp.arange(size, dtype=jnp.int32)

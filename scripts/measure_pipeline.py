@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--pipe", type=int, default=4)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8])
     parser.add_argument("--stage", type=int, nargs="+", default=[1])
+    parser.add_argument("--layers", type=int, default=CONFIG.num_layers)
     parser.add_argument("--remat", default="own")
     parser.add_argument("--checkpointed", action="store_true", help="layers of the model are in jax.checkpoint")
     parser.add_argument("--pipeline", nargs="+", default=["gpipe", "1f1b"])
@@ -57,7 +58,7 @@ def main() -> None:
     parser.add_argument("--microbatch-size", type=int, default=16)
     parser.add_argument("--quick", action="store_true", help="stop the compiler before it generates code")
     args = parser.parse_args()
-    model = dataclasses.replace(CONFIG, remat=args.checkpointed)
+    model = dataclasses.replace(CONFIG, remat=args.checkpointed, num_layers=args.layers)
     for stage, k, schedule in itertools.product(args.stage, args.microbatches, args.pipeline):
         fields = {"stage": stage, "num_microbatches": k, "remat": args.remat, "pipeline": schedule}
         batch_size = args.batch_size or args.microbatch_size * k

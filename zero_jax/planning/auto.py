@@ -124,7 +124,7 @@ def plan_auto(
         it has any.
       other_losses: loss functions of the same value that keep less, by name, such as one with the logits in chunks.
         They are tried where the plain one is among the fastest by estimate.
-      pipes: sizes of the axis `pipe` to try; None tries those, up to 16, that the layers of the loss divide over, where
+      pipes: sizes of the axis `pipe` to try; None tries those, up to 16, that the loss has layers for, where
         there are several slices or hosts.
       pipelines: the schedules of these stages to try; None tries that of `config` first, `1f1b` and `circular:2`.
       temporaries: bytes per device of activations and gathered params, by setting; None estimates them from a trace of

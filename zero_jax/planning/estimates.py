@@ -280,7 +280,7 @@ class StepEstimate:
         self.num_params = model.sizes(setting.model, setting.pipe)[1] if setting.pipe > 1 else num_params
         self.num_shards = setting.data * setting.pipe * self.num_params / num_params
         self.schedule = resolve_schedule(setting.pipeline)
-        self.num_runs = self.schedule.num_runs(setting.pipe, self.k)
+        self.num_runs = float(self.k) if setting.pipe == 1 else self.staged.num_runs(self.k)
         self.num_ticks = self.schedule.num_ticks(setting.pipe, self.k)
         self.num_parts = setting.replica * setting.data * model.batch_size / setting.batch_size
         slices = model.topology.num_slices

@@ -153,11 +153,14 @@ class _Placer:
         return dims
 
     def add_pipe(self, name: str, shape: tuple[int, ...], dims: Dims) -> Dims:
-        """Adds the `pipe` axes to the layers of a stack, if these divide and nothing else is said of them."""
+        """Adds the `pipe` axes to the layers of a stack, else to features, if nothing else is said of them."""
         num_stages = self.axes.num_stages(self.mesh)
         if num_stages == 1 or name not in self.stacks or dims[0] or carries(dims, self.axes.data):
             return dims
-        return dims if shape[0] % num_stages else _with(dims, 0, self.axes.pipe)
+        dim = 0 if shape[0] % num_stages == 0 else None
+        if dim is None and math.prod(shape) >= self.rules.min_shard_size:
+            dim = self.best_dim(shape, dims, self.axes.pipe, minor=False, besides=0)
+        return dims if dim is None else _with(dims, dim, self.axes.pipe)
 
     def add_data(self, shape: tuple[int, ...], dims: Dims) -> tuple[Dims, str]:
         """Adds the `data` axes to the best dims: all on one dim, else over several; with the reason."""

@@ -231,8 +231,9 @@ class _LeafTraffic:
         self.pipe, self.k = leaf.pipe, float(config.num_microbatches)
         self.schedule = resolve_schedule(config.pipeline)
         if placement.num_stages > 1:  # the layers of a stage are used in every tick, all else once
-            runs = self.schedule.num_runs(placement.num_stages, config.num_microbatches)
-            self.k = runs if leaf.pipe else 1
+            sizes = placement.num_stages, config.num_microbatches
+            self.k = self.schedule.num_runs(*sizes, leaf.shape[0]) if leaf.pipe else 1
+            self.of_layers = bool(leaf.dims) and set(leaf.pipe) <= set(leaf.dims[0])
             dims, of_update = (x and without(x, leaf.pipe) for x in (leaf.dims, leaf.update_dims))
             self.leaf = leaf = dataclasses.replace(leaf, dims=dims, update_dims=of_update)
         other_axes = [axis for dim in leaf.dims for axis in dim if axis not in placement.axes.data]
@@ -259,15 +260,18 @@ class _LeafTraffic:
         yield from _rows("all-gather", self.gathers(dims, missing), dtype, "update", 1)
 
     def stage_rows(self, *, has_grad: bool) -> Iterator[EstimateRow]:
-        """Yields what moves between the stages that store a group of layers, and those that run it."""
-        placement, share = self.placement, self.schedule.moved_share(self.placement.num_stages)
+        """Yields what moves between the stages that store layers, or features of all, and those that run them."""
+        placement, kind = self.placement, "collective-permute"
+        share = self.schedule.moved_share(placement.num_stages)
+        if self.pipe and not self.of_layers:
+            share, kind = 1 - 1 / placement.num_stages, "all-to-all"
         if not self.pipe or not share:
             return
         for group, phase in (("params", "forward"), ("grads", "backward")):
             if phase == "forward" or has_grad:
                 over = self.on_data(self.only_over(self.leaf.dims, placement.axes_of_group(group)))
                 moves = [(self.pipe, share * self.num_elements / axis_size(self.mesh, over))]
-                yield from _rows("collective-permute", moves, self.compute, phase, 1)
+                yield from _rows(kind, moves, self.compute, phase, 1)
 
     def layer_rows(self, *, has_grad: bool) -> Iterator[EstimateRow]:
         """Yields what moves between the shards of a param and those of its master param along the layers."""

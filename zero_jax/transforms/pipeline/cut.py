@@ -63,7 +63,7 @@ class LayerLoop:
     """A scan over layers as the stages of a pipeline.
 
     Attributes:
-      num_stages: the stages, each of which has `num_layers / num_stages` layers.
+      num_stages: the stages, each of which has places for as many layers; the last ones may be idle.
       num_groups: the groups of layers of a stage: those of all stages follow one another, the first of each stage, the
         second of each, and so on.
       num_microbatches: the microbatches that go through them.
@@ -97,12 +97,22 @@ class LayerLoop:
     @property
     def num_ticks(self) -> int:
         """The ticks of a pass, in each of which all stages run a group: those of a stage, and of those before it."""
-        return Schedule(num_groups=self.num_groups).num_ticks(self.num_stages, self.num_microbatches)
+        return self.schedule.num_ticks(self.num_stages, self.num_microbatches)
 
     @property
     def group_size(self) -> int:
-        """The layers of a group, all of which a stage runs in a tick."""
-        return self.num_layers // (self.num_stages * self.num_groups)
+        """The places for layers of a group, all of which a stage runs in a tick."""
+        return self.num_places // (self.num_stages * self.num_groups)
+
+    @property
+    def num_places(self) -> int:
+        """The places for layers of all stages, of which the first `num_layers` have one."""
+        return self.schedule.num_places(self.num_stages, self.num_layers)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order of the groups."""
+        return Schedule(num_groups=self.num_groups)
 
     @property
     def dims(self) -> tuple[int | None, ...]:
@@ -217,18 +227,14 @@ def _same_scan(jaxpr: Any, index: int, like: Any) -> Any:
 
 
 def _check_scan(scan: Any, cut: Cut) -> None:
-    """Refuses scans that have no equal stages, or that go through their layers backwards."""
+    """Refuses scans that have too few layers, or that go through them backwards."""
     if scan.reverse:
         raise CannotCut("it takes its layers in reverse: scan over params that are stacked in their order")
-    count = cut.num_stages * cut.num_groups
-    if scan.length % count:
-        sizes = [n for n in range(2, scan.length + 1) if scan.length % (n * cut.num_groups) == 0]
-        works = f"pipe={', '.join(map(str, sizes))}, or " if sizes else ""
+    if scan.length < cut.num_stages * cut.num_groups:
         groups = f" of {cut.num_groups} groups" if cut.num_groups > 1 else ""
-        raise CannotCut(
-            f"its {scan.length} layers do not divide over {cut.num_stages} stages{groups}: choose {works}a multiple of "
-            f"{count} layers, as {-(-scan.length // count) * count}"
-        )
+        most = scan.length // cut.num_groups
+        works = f": choose pipe={most} or less" if most > 1 else ""
+        raise CannotCut(f"its {scan.length} layers are fewer than {cut.num_stages} stages{groups}{works}")
 
 
 def _roles(

@@ -295,11 +295,15 @@ class _InterleavedTicks:
         begins = (stage == 0) | ~is_own
         carry = [jnp.where(begins, jnp.asarray(x, y.dtype), y) for x, y in zip(own, arrived, strict=False)]
         sums = [of_layers.get(i) for i in range(self.first_stack, self.first_stack + len(stacks))]
-        after, ys, sums = self.layers((0, number, is_own), consts, carry, stacks, sums)
-        pairs = zip(arrived[num_carry:], ys, strict=True)
-        return [*after, *(lax.dynamic_update_slice_in_dim(x, y, stage * size, 0) for x, y in pairs)], [
-            x for x in sums if x is not None
-        ]
+        after, ys, sums = self.layers((stage * size, 0, number, is_own), consts, carry, stacks, sums)
+        stacks = [self.stacked(stage * size, *each) for each in zip(arrived[num_carry:], ys, strict=True)]
+        return [*after, *stacks], [x for x in sums if x is not None]
+
+    def stacked(self, begin: Any, stack: jax.Array, own: jax.Array) -> jax.Array:
+        """Returns what layers stack with that of a stage, whose first layer is given."""
+        idle = jnp.zeros((self.loop.num_places - self.loop.num_layers, *stack.shape[1:]), stack.dtype)
+        stack = jnp.concatenate([stack, idle]) if idle.size else stack
+        return lax.dynamic_update_slice_in_dim(stack, own, begin, 0)[: self.loop.num_layers]
 
     def layer_passes(self) -> StagePasses:
         """Returns the layers of a stage forward and backward."""

@@ -88,13 +88,19 @@ class _Stage:
         self.num_consts = len(self.roles) - len(loop.carry)
 
     def __call__(
-        self, work: tuple[Any, Any, Any], travelled: list[Any], sums: list[Any], stacks: list[Any], shared: list[Any]
+        self,
+        work: tuple[Any, Any, Any, Any],
+        travelled: list[Any],
+        sums: list[Any],
+        stacks: list[Any],
+        shared: list[Any],
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """Returns what travels on, what layers stack, and the sums of gradients.
 
-        `work` is the number of a group, that of a microbatch, and whether there is one.
+        `work` is the number of a stage, that of its group, that of a microbatch, and whether there is one.
         """
-        (group, number, is_own), size, first = work, self.loop.group_size, 0
+        (stage, group, number, is_own), size, first = work, self.loop.group_size, 0
+        begin = (group * self.loop.num_stages + stage) * size
         if self.loop.num_groups > 1:
             stacks, first = [x.reshape(-1, size, *x.shape[1:])[group] for x in stacks], group * size
         # Of no microbatch there is no gradient: derivatives of what a stage has then may be infinite.
@@ -104,7 +110,7 @@ class _Stage:
         values = [x if kind is None else jax.random.wrap_key_data(x, impl=kind) for kind, x in keyed]
         own, rest = iter(values[: self.num_consts]), map(cast, shared, self.dtypes)
         consts = [next(own if role.is_rows else rest) for role in self.loop.consts]
-        after, ys, sums = self.layers((first, number, is_own), consts, values[self.num_consts :], stacks, sums)
+        after, ys, sums = self.layers((begin, first, number, is_own), consts, values[self.num_consts :], stacks, sums)
         after = [jax.random.key_data(x) if _is_key(x) else x for x in after]
         after = [_moved(role, x, role.dim, 0) for role, x in zip(self.loop.carry, after, strict=True)]
         return [*travelled[: self.num_consts], *after], ys, sums
@@ -123,7 +129,7 @@ class LayersOfStage:
 
     def __call__(
         self,
-        work: tuple[Any, Any, Any],
+        work: tuple[Any, Any, Any, Any],
         consts: list[Any],
         carry: list[Any],
         stacks: Sequence[Any],
@@ -132,21 +138,27 @@ class LayersOfStage:
         """Returns carries, what is stacked, and sums, of a group of layers whose params `[layers, ...]` are given.
 
         Args:
-          work: the place of its first layer in the sums, the number of the microbatch, and whether there is one.
+          work: the place of its first layer in the model and in the sums, the number of the microbatch, and whether
+            there is one.
           consts: what all layers read.
           carry: what the first layer reads.
           stacks: the params, which have no gradients of their own.
           sums: for each of them the sum of its gradients (`added_to`), None where it has none.
         """
-        (first, number, is_own), size = work, self.loop.group_size
+        (begin, first, number, is_own), size = work, self.loop.group_size
+        has_idle = self.loop.num_places > self.loop.num_layers
 
-        def body(before: Any, own: Any) -> tuple[Any, list[Any]]:
-            (carry, sums), (slices, i) = before, own
+        def body(before: Any, sliced: Any) -> tuple[Any, list[Any]]:
+            (carry, sums), (slices, i) = before, sliced
+            is_here = is_own & (begin + i < self.loop.num_layers) if has_idle else is_own
             if self.loop.policy is not None:
                 carry = [checkpoint_name(x, LAYER_INPUT) if is_float(x) else x for x in carry]
             pairs = zip(sums, slices, strict=True)
-            taken = [(None, x) if y is None else added_to(y, x, first + i, is_own) for y, x in pairs]
-            made = [*self.layer(number, consts, carry, [x for _, x in taken])]
+            taken = [(None, x) if y is None else added_to(y, x, first + i, is_here) for y, x in pairs]
+            read, own = ([differentiated_at(is_here, x) if has_idle else x for x in xs] for xs in (consts, carry))
+            made = [*self.layer(number, read, own, [x for _, x in taken])]
+            if has_idle:
+                made[: len(carry)] = [jnp.where(is_here, x, y) for x, y in zip(made, carry, strict=False)]
             return (made[: len(carry)], [y for y, _ in taken]), made[len(carry) :]
 
         layers = stacks, jnp.arange(size, dtype=jnp.int32)
@@ -200,7 +212,7 @@ class _Ticks:
             begun[i] if ring is None else ring.unpadded(waiting[i][0][:, 0])  # type: ignore[index]
             for i, ring in enumerate(rings)
         ]
-        shapes = jax.eval_shape(stages, (self.stage, self.stage, self.stage == 0), after, sums)
+        shapes = jax.eval_shape(stages, (self.stage, self.stage, self.stage, self.stage == 0), after, sums)
         made = [self.nothing(role, x) for role, x in zip(loop.carry, after[first:], strict=True)]
         stacked = [self.nothing(role, x, loop.num_groups) for role, x in zip(loop.ys, shapes[1], strict=True)]
 
@@ -215,7 +227,7 @@ class _Ticks:
             state = [at_stages(is_turn, new, x) for (_, new), x in zip(turns, arrived, strict=True)]
             state = [self.pin(role, x) for role, x in zip(roles, state, strict=True)]
             numbers, groups, is_own = self.number(t - self.stage), self.group(t - self.stage), self.is_own(t)
-            after, ys, sums = stages((groups, numbers, is_own), state, sums)
+            after, ys, sums = stages((self.stage, groups, numbers, is_own), state, sums)
             sums = self.pinned_sums(sums)
             after = [self.pin(role, x) for role, x in zip(roles, after, strict=True)]
             is_done = is_own & (self.stage == self.num_stages - 1) & (groups == loop.num_groups - 1)
@@ -307,7 +319,7 @@ class _Ticks:
         """Returns a stack without examples, of all layers."""
         x = of_sum(role, x, like.dtype, self.num_microbatches) if role.kind is Kind.SUM else x
         x = x if self.loop.num_groups == 1 else x.swapaxes(0, 1)
-        return x.reshape(-1, *like.shape[2:])
+        return x.reshape(-1, *like.shape[2:])[: self.loop.num_layers]
 
     def rows_of_layers(self, role: Role, ticks: jax.Array) -> jax.Array:
         """Returns a stack of all layers for the batch, from those of each tick, `[ticks, stages, layers, ...]`."""
@@ -318,7 +330,7 @@ class _Ticks:
         layers, size, *shape = own.shape[2:]
         x = own.reshape(s, j, v, s, layers, n, size // n, *shape)
         x = x.transpose(2, 0, 4, 5, 3, 1, 6, *range(7, x.ndim)).reshape(v * s * layers, j * s * size, *shape)
-        return jnp.moveaxis(x, 1, role.dim)
+        return jnp.moveaxis(x[: self.loop.num_layers], 1, role.dim)
 
 
 def _moved(role: Role, x: jax.Array, dim: int, to: int) -> jax.Array:

@@ -54,12 +54,15 @@ class StagePlace:
     def stages(self, stack: jax.Array, num_stages: int, num_groups: int = 1) -> jax.Array:
         """Returns a stack `[layers, ...]` as `[stages, layers / stages, ...]`, a stage's groups one after another.
 
-        Stages have their layers one after another as a stack is stored. With several groups of a stage, group g of all
-        is of stage `g % stages`: all but a part `1 / stages` moves there.
+        Where layers do not divide, the last one is in the idle places behind it, too: zeros may be divided by. Stages
+        have their layers one after another as a stack is stored. With several groups of a stage, group g of all is of
+        stage `g % stages`: all but a part `1 / stages` moves there.
         """
         if jnp.issubdtype(stack.dtype, jax.dtypes.extended):
             moved = self.stages(jax.random.key_data(stack), num_stages, num_groups)
             return jax.random.wrap_key_data(moved, impl=jax.random.key_impl(stack))
+        if num_idle := -stack.shape[0] % (num_stages * num_groups):
+            stack = jnp.concatenate([stack, *[stack[-1:]] * num_idle])
         x = self.pinned(stack.reshape(num_stages, stack.shape[0] // num_stages, *stack.shape[1:]), self.pipe)
         if num_groups == 1:
             return x

@@ -20,7 +20,7 @@ class StagedLayers:
 
     Attributes:
       where: its line.
-      num_layers: its layers, of which each stage has as many.
+      num_layers: its layers.
       travelling: what a microbatch takes from stage to stage, each as dtype and shape on a microbatch.
       bytes_per_tick: bytes of it that a device sends to the next stage in a tick of the forward pass.
       sent: what a device sends to other stages in a step, each as phase (``forward`` or ``backward``), dtype and bytes.
@@ -79,8 +79,13 @@ class PipelineReport(Report):
 
     @property
     def bubble(self) -> float:
-        """The share of the ticks in which a stage has no microbatch of its own."""
-        return (self.num_stages - 1) / self.num_ticks
+        """The share of the time in which a stage has no microbatch or no layer."""
+        return 1 - self.num_microbatches / self.num_runs(self.num_microbatches) if self.loops else 0.0
+
+    def num_runs(self, num_microbatches: int) -> float:
+        """Returns how often a stage runs as many layers as it has on average, those that it waits in counted."""
+        layers = [loop.num_layers for loop in self.loops]
+        return sum(x * self._schedule.num_runs(self.num_stages, num_microbatches, x) for x in layers) / sum(layers)
 
     def __str__(self) -> str:
         if self.why_none:
@@ -91,10 +96,11 @@ class PipelineReport(Report):
         ]
         for loop in self.loops:
             num_groups = self.num_stages * self._schedule.num_groups
-            size = loop.num_layers // num_groups
-            ends = ((i * size, i * size + size - 1) for i in range(num_groups))
-            names = [str(first) if first == last else f"{first}-{last}" for first, last in ends]
-            stages = ", ".join(" and ".join(names[i :: self.num_stages]) for i in range(self.num_stages))
+            size = self._schedule.num_places(self.num_stages, loop.num_layers) // num_groups
+            ends = ((i, min(i + size, loop.num_layers) - 1) for i in range(0, num_groups * size, size))
+            names = [str(first) if first == last else f"{first}-{last}" * (first < last) for first, last in ends]
+            of_stages = (" and ".join(filter(None, names[i :: self.num_stages])) for i in range(self.num_stages))
+            stages = ", ".join(x or "none" for x in of_stages)
             again = "; a stage is recomputed in the backward pass" if loop.recomputed else ""
             again += "; their params are stacked in each step" if loop.stacked else ""
             lines.append(f"{loop.num_layers} layers at {loop.where}, by stage: {stages}{again}")

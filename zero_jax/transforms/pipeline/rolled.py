@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from zero_jax.program.loss import Traced
 from zero_jax.program.subcalls import equations_of
 from zero_jax.transforms.blocks import EqnSequence, RepeatedBlock, find_blocks
 from zero_jax.transforms.facts import Facts
+from zero_jax.transforms.pipeline.body import CannotCut
 from zero_jax.transforms.pipeline.cut import ROLLED, scans_over_params
 
 # The functions among the parameters of equations whose derivatives are the user's.
@@ -110,16 +111,11 @@ def rolled(traced: Traced) -> Traced:
     for kinds in (("call",), ("call", "remat")):
         closed = flattened(traced.closed, kinds=kinds)
         jaxpr, consts = open_jaxpr(closed)
-        facts = Facts(jaxpr, ["param" if i < traced.num_params else "value" for i in range(len(jaxpr.invars))])
+        facts = _facts(jaxpr, traced.num_params)
         if scans_over_params(facts):
             return traced.rewritten(closed) if "remat" in kinds else traced
-        runs = dict[int, list[RepeatedBlock]]()
-        for block in find_blocks(EqnSequence(facts)):
-            runs.setdefault(block.repeat, []).append(block)
-        # What is made of params and constants alone is made before: each layer slices a stack elsewhere, or a table is
-        # made in the first of them.
-        order = [i for i, eqn in enumerate(jaxpr.eqns) if not facts.only_params(eqn)]
-        if loops := {loop.start: loop for run in runs.values() if (loop := _loop(facts, order, run))}:
+        order, loops, _ = _loops(facts)
+        if loops:
             break
     else:
         return traced
@@ -144,6 +140,33 @@ def rolled(traced: Traced) -> Traced:
         return [read(atom) for atom in jaxpr.outvars]
 
     return traced.rewritten(trace_flat(run, [var.aval for var in jaxpr.invars]))
+
+
+def differing_layers(traced: Traced) -> str:
+    """Says how the layers of Python loops differ that are alike and not equal; empty if there are none."""
+    closed = flattened(traced.closed, kinds=("call", "remat"))
+    return "; ".join(_loops(_facts(open_jaxpr(closed)[0], traced.num_params))[2])
+
+
+def _facts(jaxpr: Any, num_params: int) -> Facts:
+    return Facts(jaxpr, ["param" if i < num_params else "value" for i in range(len(jaxpr.invars))])
+
+
+def _loops(facts: Facts) -> tuple[list[int], dict[int, _Loop], list[str]]:
+    """Returns the equations on activations, the loops over equal layers by where they begin, and why others are none.
+
+    What is made of params and constants alone is made before: each layer slices a stack elsewhere, or a table is made
+    in the first of them.
+    """
+    order = [i for i, eqn in enumerate(facts.jaxpr.eqns) if not facts.only_params(eqn)]
+    loops, refusals = dict[int, _Loop](), list[str]()
+    for _, run in itertools.groupby(find_blocks(EqnSequence(facts)), key=lambda block: block.repeat):
+        try:
+            loop = _loop(facts, order, [*run])
+            loops[loop.start] = loop
+        except CannotCut as error:
+            refusals.append(str(error))
+    return order, loops, refusals
 
 
 def _run(loop: _Loop, env: dict[Any, Any]) -> None:
@@ -174,22 +197,17 @@ def _run(loop: _Loop, env: dict[Any, Any]) -> None:
             env[layer.eqns[i].outvars[j]] = values[number]
 
 
-def _loop(facts: Facts, order: Sequence[int], blocks: Sequence[RepeatedBlock]) -> _Loop | None:
-    """Returns blocks as a loop, None if they are not equal; `order` are the equations on activations."""
-    if len(blocks) < 2 or any(block.stop != after.start for block, after in itertools.pairwise(blocks)):
-        return None
+def _loop(facts: Facts, order: Sequence[int], blocks: Sequence[RepeatedBlock]) -> _Loop:
+    """Returns blocks as a loop, or raises `CannotCut` if they are not equal; `order` are equations on activations."""
     bounds = [bisect.bisect_left(order, x) for x in (*(block.start for block in blocks), blocks[-1].stop)]
     # Between two layers a block may begin with what is the end of the one before: the first has nothing before it.
     size = bounds[2] - bounds[1]
     late = size - (bounds[1] - bounds[0])
     bounds = [bounds[0], *(x + late for x in bounds[1:])] if late > 0 else [bounds[0] - late, *bounds[1:]]
-    if bounds[-1] > len(order) or any(stop - start != size for start, stop in itertools.pairwise(bounds)):
-        return None
     first = _first_of_equals(facts)
     spans = itertools.pairwise(bounds)
     layers = [_Turn([facts.jaxpr.eqns[i] for i in order[start:stop]], first) for start, stop in spans]
-    if len({layer.signature for layer in layers}) > 1:
-        return None
+    _check_equal(layers)
     carries, slices = [], []
     for number, atoms in enumerate(zip(*(layer.inputs for layer in layers), strict=True)):
         made = {_place(layer, atom) for layer, atom in zip(layers, atoms[1:], strict=False)}
@@ -198,11 +216,14 @@ def _loop(facts: Facts, order: Sequence[int], blocks: Sequence[RepeatedBlock]) -
         if None not in made and len(made) == 1:
             carries.append((number, made.pop()))
         elif any(_place(layer, atom) is not None for layer in layers for atom in atoms):
-            return None  # of a layer further before
+            eqn = next(eqn for eqn, read in zip(layers[-1].eqns, layers[-1].operands, strict=True) if number in read)
+            raise CannotCut(
+                f"the {len(layers)} layers of a Python loop read what layers further before them made, at {_where(eqn)}"
+            )
         else:
             slices.append(number)
     if not carries:
-        return None
+        raise CannotCut(f"the layers of the Python loop at {_where(layers[0].eqns[0])} read nothing of one another")
     stop, final = order[bounds[-1] - 1], {place for _, place in carries}
     outside = [[x for x in layer.places if facts.last_read.get(x, -1) > stop] for layer in layers]
     ys = {layer.places[x] for layer, each in zip(layers[:-1], outside, strict=False) for x in each}
@@ -232,6 +253,47 @@ def _first_of_equals(facts: Facts) -> dict[Any, Any]:
         same = made.setdefault((eqn.primitive.name, _params(eqn), *read), eqn.outvars)
         first.update(zip(eqn.outvars, same, strict=True))
     return first
+
+
+def _check_equal(layers: Sequence[_Turn]) -> None:
+    """Refuses layers that are not all equal, with those that differ and what differs first."""
+    groups: dict[str, list[int]] = {}
+    for i, layer in enumerate(layers):
+        groups.setdefault(layer.signature, []).append(i)
+    if len(groups) == 1:
+        return
+    most, other, *_ = sorted(groups.values(), key=len, reverse=True)
+    pairs = itertools.zip_longest(*(_facts_of_eqns(layers[each[-1]]) for each in (other, most)), fillvalue=_NOTHING)
+    a, b = next((a, b) for a, b in pairs if (a[0], *a[2:]) != (b[0], *b[2:]))
+    why = f"{a[0]} at {a[1]}, and {b[0]} at {b[1]}"
+    if a[0] == b[0]:
+        params = [", ".join(x for x in own[2] if x not in others[2]) for own, others in ((a, b), (b, a))]
+        how = "on values made elsewhere" if a[4] != b[4] else "with other derivatives"
+        how = f"with {params[0]} and with {params[1]}" if any(params) else how
+        why = f"{a[0]} at {' and '.join(dict.fromkeys((a[1], b[1])))}, {how}"
+    which = f"of the {len(layers)} blocks (a layer or a few) of a Python loop, {len(groups)} kinds,"
+    raise CannotCut(f"{which} {_numbers(other)} and {_numbers(most)} differ: {why}")
+
+
+_NOTHING = "nothing more", "its end", (), "", ""
+
+
+def _facts_of_eqns(layer: _Turn) -> Iterator[tuple[str, str, tuple[str, ...], str, str]]:
+    """Yields for each equation of a layer the operation with its shapes, its line, and by what it may differ more."""
+    for eqn, operands in zip(layer.eqns, layer.operands, strict=True):
+        shapes = ", ".join(x.aval.str_short() for x in eqn.invars)
+        params = tuple(f"{name}={_described(x)}"[:80] for name, x in eqn.params.items())
+        yield f"{eqn.primitive.name} of {shapes}", _where(eqn), params, _params(eqn), str(operands)
+
+
+def _numbers(layers: Sequence[int]) -> str:
+    """Returns the numbers of some layers as text."""
+    shown = ", ".join(map(str, layers[:4]))
+    return f"block{'s' * (len(layers) > 1)} {shown}{' and others' * (len(layers) > 4)}"
+
+
+def _where(eqn: Any) -> str:
+    return jaxprs.source_line(eqn) or "a line that is not known"
 
 
 def _place(layer: _Turn, atom: Any) -> Place | None:

@@ -28,9 +28,15 @@ class Schedule:
         """Returns the ticks of a pass, in each of which a stage runs a group of its layers on a microbatch."""
         return num_microbatches * self.num_groups + num_stages - 1
 
-    def num_runs(self, num_stages: int, num_microbatches: int) -> float:
-        """Returns how often a stage runs as many layers as it has, those that it waits for others in counted."""
-        return self.num_ticks(num_stages, num_microbatches) / self.num_groups
+    def num_places(self, num_stages: int, num_layers: int) -> int:
+        """Returns the places for layers of all stages, as many in each group; those behind the last layer are idle."""
+        num_groups = num_stages * self.num_groups
+        return -(-num_layers // num_groups) * num_groups
+
+    def num_runs(self, num_stages: int, num_microbatches: int, num_layers: int) -> float:
+        """Returns how often a stage runs as many layers as it has on average, those that it waits in counted."""
+        times = self.num_ticks(num_stages, num_microbatches) / self.num_groups
+        return times * self.num_places(num_stages, num_layers) / num_layers
 
     def num_kept(self, num_stages: int, num_microbatches: int) -> int:
         """Returns the microbatches that a stage keeps at most; with 1F1B those between its two passes over one."""

@@ -26,6 +26,7 @@ from zero_jax.transforms.pipeline.loop import Layer, run_stages
 from zero_jax.transforms.pipeline.microbatch import LossTraces, MicrobatchProgram, by_microbatch
 from zero_jax.transforms.pipeline.place import StagePlace
 from zero_jax.transforms.pipeline.report import PipelineReport, staged_layers
+from zero_jax.transforms.pipeline.rolled import differing_layers
 from zero_jax.transforms.pipeline.schedule import Schedule
 
 
@@ -80,7 +81,7 @@ class PipelinedProgram(LossProgram):
             traced = self.before.trace(*args)
             staged, found = self.found(*args)
             if not any(entry.loop for entry in found):
-                raise ValueError(_refusal(found, self.stages))
+                raise ValueError(_refusal(found, self.stages, traced))
             for entry in (entry for entry in found if entry.loop is None):
                 warnings.warn(
                     f"pipe={self.stages.num_stages}: the layers at {entry.line} are not cut into stages, and each "
@@ -100,7 +101,8 @@ class PipelinedProgram(LossProgram):
             return dataclasses.replace(report, why_none=str(error))
         loops = tuple(staged_layers(entry, self.stages.place, schedule) for entry in found if entry.loop is not None)
         if not loops:
-            return dataclasses.replace(report, why_none=_refusal(found, self.stages))
+            traced = self.before.trace(*args)  # type: ignore[union-attr]
+            return dataclasses.replace(report, why_none=_refusal(found, self.stages, traced))
         left = tuple(f"{entry.line}: {entry.why}" for entry in found if entry.loop is None)
         return dataclasses.replace(report, loops=loops, left=left)
 
@@ -189,14 +191,20 @@ def _with_stages(closed: Any, found: Sequence[FoundLoop]) -> Any:
     return jaxprs.with_results(closed, jaxpr.outvars, eqns=eqns)
 
 
-def _refusal(found: Sequence[FoundLoop], stages: Stages) -> str:
-    """Says why a loss has no stages, and what to do."""
+def _refusal(found: Sequence[FoundLoop], stages: Stages, traced: Traced) -> str:
+    """Says why a loss has no stages, and what to do; `traced` is the program on the batch, without stages."""
     if found:
         reasons = "; ".join(f"the layers at {entry.line}: {entry.why}" for entry in found)
         is_of_schedule = any("pipeline=" in entry.why or "groups" in entry.why for entry in found)
         other = "; give pipeline='gpipe'" if is_of_schedule and stages.schedule != Schedule() else ""
         return (
             f"pipe={stages.num_stages}: no layers can be the stages of a pipeline: {reasons}{other}; or leave pipe out"
+        )
+    if why := differing_layers(traced):
+        return (
+            f"pipe={stages.num_stages}: no layers can be the stages of a pipeline: {why}: let all layers do the same, "
+            "with numbers or masks of their own where they differ, or scan over groups of layers that are equal; or "
+            "leave pipe out"
         )
     return (
         f"pipe={stages.num_stages}: loss_fn has no jax.lax.scan over stacked params, and no Python loop over equal "

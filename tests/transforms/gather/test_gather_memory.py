@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gathering import specs_of
+from gathering import check, examples, normal, specs_of
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -131,6 +131,22 @@ def test_gathers_of_a_scan():
 
     assert num_gathers(fn, STACK) == 2 * LAYERS
     assert num_gathers(fn, STACK, keep_gathered=True) == LAYERS
+
+
+def test_a_stack_of_vectors_is_gathered_once():
+    mesh, scales = mesh_of("8"), np.ones((LAYERS, WIDTH), np.float32)
+    params = {"w": normal(LAYERS, WIDTH, WIDTH), "scale": scales}
+
+    def fn(params, x):
+        return scan(lambda x, p: jnp.tanh(x @ p["w"]) * p["scale"], params, x)
+
+    specs = specs_of(params, mesh)
+    program = jax.jit(jax.grad(zero.gather_on_use(fn, specs, mesh=mesh)), out_shardings=specs)
+    text = program.lower(abstract(params, specs), batch_of(mesh)).compile().as_text()
+    gathers = [c for c in hlo.collectives(text) if c.kind == "all-gather"]
+    assert {(c.full_bytes, c.num_executions) for c in gathers} == {(scales.nbytes, 1), (4 * WIDTH**2, LAYERS)}
+    report = check(fn, params, np.tile(examples(), (1, WIDTH // 16)), mesh=mesh)
+    assert {event.path: event.reason for event in report.events}["scale"].startswith(f"once before {LAYERS}")
 
 
 def test_gathers_of_rematerialized_layers():

@@ -38,6 +38,7 @@ class Lazy(Deferred):
     `depth` counts the equations of the recipe that follow one another. `cast` is a wider dtype that it is used in:
     `build` makes it, and `aval` has it, in the dtype from before, in which it is cheaper to gather. `formats` are what
     it is gathered in and its gradient sent in. `on_host` says that `build` fetches it from host memory first.
+    `is_gathered` says that it was gathered before a loop: `dims` are those of its gradient alone.
     """
 
     roots: tuple[Any, ...]
@@ -49,6 +50,7 @@ class Lazy(Deferred):
     cast: Any = None
     formats: Formats = PLAIN
     on_host: bool = False
+    is_gathered: bool = False
 
     params_only: ClassVar[bool] = True
 
@@ -64,7 +66,7 @@ class Lazy(Deferred):
     @property
     def key(self) -> Hashable:
         """What is done with it, whatever its arrays."""
-        return self.build, self.aval, self.path, self.dims, self.depth, self.cast, self.formats
+        return self.build, self.aval, self.path, self.dims, self.depth, self.cast, self.formats, self.is_gathered
 
     @property
     def is_shard(self) -> bool:
@@ -303,7 +305,8 @@ def array_of(options: GatherOptions, value: Lazy | Value) -> Any:
 
 def gathering(options: GatherOptions, value: Lazy, shape: tuple[int, ...]) -> Chain:
     """Returns the shardings that a shard goes through to be gathered; none for params that are stored whole."""
-    steps = () if options.stored_whole else gather_shardings(options.mesh, value.shard, options.axes.data)
+    is_whole = options.stored_whole or value.is_gathered
+    steps = () if is_whole else gather_shardings(options.mesh, value.shard, options.axes.data)
     return Chain(steps, barrier=True, coding=_blocks(options, value, value.formats.gather, shape)) if steps else Chain()
 
 

@@ -84,7 +84,8 @@ class Notes:
 
     def gather(self, value: Lazy, eqn: Any, reason: str, *, early: bool, sent: SentProduct | None = None) -> None:
         """Notes a gather, or that activations are sent to the shards of a param."""
-        if self.events is not None and self.gathers and (value.is_shard or (early and value.dims is None)):
+        is_here = (value.is_shard and not value.is_gathered) or (early and value.dims is None)
+        if self.events is not None and self.gathers and is_here:
             num_bytes = value.aval.size * value.aval.dtype.itemsize
             if sent is not None:
                 num_bytes = sent.gathered_bytes(value)

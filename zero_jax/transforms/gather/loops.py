@@ -21,7 +21,7 @@ from zero_jax.sharding.gather_names import gather_scope
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import named, without
 from zero_jax.transforms.gather.anchors import anchored
-from zero_jax.transforms.gather.deferred import Copies, Lazy, Value, as_it_is
+from zero_jax.transforms.gather.deferred import Copies, Lazy, Value, as_it_is, gathering
 from zero_jax.transforms.gather.per_device import only_multiplied, used_whole
 from zero_jax.transforms.pipeline.cut import LayerLoop
 from zero_jax.transforms.pipeline.microbatch import MicrobatchProgram
@@ -36,9 +36,27 @@ def sliced(walk: Any, value: Lazy | Value, aval: Any, eqn: Any) -> Lazy | Value:
     if not isinstance(value, Lazy) or value.dims is None or value.dims[0]:
         return walk.before(value, eqn, "scan over its sharded dim")
     if not fetched_by_slice(walk, value):
-        value = value.as_root()
+        value = _gathered_vectors(walk, value.as_root(), eqn)
     aval = aval.update(dtype=value.aval.dtype)
     return dataclasses.replace(value, aval=aval, dims=value.shard[1:], depth=0)
+
+
+def _gathered_vectors(walk: Any, stack: Lazy, eqn: Any) -> Lazy:
+    """Gathers a stack of vectors, such as scales of norms and biases, before the loop; leaves others as they are.
+
+    They are little beside matrices, and a gather of one takes its latency in each iteration. XLA:TPU makes all-reduces
+    of such gathers, which wait for those of the matrices that have begun.
+    """
+    options, array, length = walk.options, stack.roots[0], eqn.params["length"]
+    is_little = stack.aval.ndim == 2 and stack.aval.size * stack.aval.dtype.itemsize <= options.max_hoisted_bytes
+    is_plain = not (options.stored_whole or options.mapped or stack.formats.gather)
+    if not (stack.is_shard and is_little and is_plain and length > 1):
+        return stack
+    walk.notes.gather(stack, eqn, f"once before {length} iterations that use vectors of it", early=False)
+    with gather_scope(stack.path):
+        shard = Chain((named(options.mesh, stack.shard),))
+        array = reshard(array, forward=gathering(options, stack, array.shape), backward=shard)
+    return dataclasses.replace(stack, roots=(array,), is_gathered=True)
 
 
 def fetched_by_slice(walk: Any, value: Lazy) -> bool:

@@ -123,7 +123,8 @@ def sent_product(
     (of_param,), place = places, 1 - places[0]
     param, activation, axes = values[of_param], values[place], options.axes
     is_activation = isinstance(activation, Value) and not isinstance(activation, Copies) and not activation.params_only
-    is_stored_so = param.is_shard and not (options.stored_whole or options.mapped or param.on_host or options.quantize)
+    is_whole = options.stored_whole or param.is_gathered
+    is_stored_so = param.is_shard and not (is_whole or options.mapped or param.on_host or options.quantize)
     batch = eqn.params["dimension_numbers"][1]
     cut = [i for i, dim in enumerate(batch[of_param]) if param.dims is not None and param.dims[dim]]
     if not is_activation or not is_stored_so or len(cut) != 1:

@@ -303,6 +303,7 @@ class GatherWalk(Walk[GatherFrame]):
                 cast=cast,
                 formats=lazy[0].formats if len({value.formats for value in lazy}) == 1 else PLAIN,
                 on_host=any(value.on_host for value in lazy),
+                is_gathered=all(value.is_gathered for value in lazy),
             )
             for i, var in enumerate(eqn.outvars)
         ]
@@ -407,7 +408,7 @@ class GatherWalk(Walk[GatherFrame]):
             copies = self.copies(table)
             with gather_scope(table.path):
                 return [Value(move_table(eqn, plan, copies, indices.array), params_only=False)]
-        array, stored_whole = table.built, self.options.stored_whole
+        array, stored_whole = table.built, self.options.stored_whole or table.is_gathered
         with gather_scope(table.path):
             return [Value(move_rows(eqn, plan, array, indices.array, stored_whole=stored_whole), params_only=False)]
 

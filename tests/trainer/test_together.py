@@ -59,7 +59,7 @@ def test_processes_of_a_run_that_differ_are_refused_before_anything_is_made(name
     ("name", "parts"),
     [
         ("learning rate", ["the train step: its program, line ", "dense<-1.000000e-01>", "dense<-2.000000e-01>"]),
-        ("seed", ["the train step: the state's key is [", "in process 0, ["]),
+        ("seed", ["the train state that they make: the state's key is [", "in process 0, ["]),
         ("batch size", ["batch leaf 'x' is float32[8, 8] in process 0, float32[12, 8] in process 1"]),
         ("evaluation", ["the evaluation step: its program, line ", "dense<1.000000e+00>", "dense<3.000000e+00>"]),
     ],

@@ -243,7 +243,7 @@ def agree_on(
     names = [name for name in dict.fromkeys(name for x in records.values() for name in x)]
     differing = [name for name in names if len({x.get(name) for x in records.values()}) > 1]
     of_each = lambda name: {process: record.get(name, "missing") for process, record in records.items()}  # noqa: E731
-    shown = [f"{name} is {_by_value(of_each(name))}" for name in differing if name not in texts]
+    shown = [f"{name} is {by_value(of_each(name))}" for name in differing if name not in texts]
     if not shown:  # otherwise that is why the long texts differ
         shown = [_first_line(name, texts[name], records, turns) for name in differing]
     more = f"; and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
@@ -252,17 +252,17 @@ def agree_on(
     )
 
 
-def differs_elsewhere(what: str, value: str) -> str:
-    """Returns the values of other processes under the same name that are not this one's, or ''; waits for none.
+def values_elsewhere(what: str, value: str) -> dict[int, str]:
+    """Returns the values of other processes under the same name, by process, and gives them this one's; waits for none.
 
-    Of two processes with different values at least the later one gets the other's.
+    Of two processes at least the later one gets the other's.
     """
     client = distributed.global_state.client
     assert client is not None
     folder = f"zero_jax/values/{hashlib.sha256(what.encode()).hexdigest()}/"
     client.key_value_set(f"{folder}{jax.process_index()}", value, allow_overwrite=True)
-    others = {int(name.rpartition("/")[2]): other for name, other in client.key_value_dir_get(folder)}
-    return _by_value({process: other for process, other in others.items() if other != value})
+    given = {int(name.rpartition("/")[2]): other for name, other in client.key_value_dir_get(folder)}
+    return {process: other for process, other in given.items() if process != jax.process_index()}
 
 
 def refuse(error: Exception, turns: Turns) -> Exception:
@@ -281,7 +281,7 @@ def _all_of(texts: dict[int, str], processes: Iterable[int]) -> dict[int, str]:
     return texts
 
 
-def _by_value(values: Mapping[int, str]) -> str:
+def by_value(values: Mapping[int, str]) -> str:
     """Returns the values with the processes that have them, such as `3 in process 0, 2 in processes 1 and 2`."""
     processes: dict[str, list[int]] = {}
     for process, value in sorted(values.items()):
@@ -311,4 +311,4 @@ def _first_line(name: str, text: str, records: Mapping[int, Mapping[str, str]], 
     a, b = ([given[process][i : i + 8] for i in range(0, len(given[process]), 8)] for process in (first, other))
     number = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     line = lines[number].strip() if number < len(lines) else "missing"
-    return f"{name}, line {number + 1}, is {_by_value(turns.take(_bounded(line) if gives else None))}"
+    return f"{name}, line {number + 1}, is {by_value(turns.take(_bounded(line) if gives else None))}"

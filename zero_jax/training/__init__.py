@@ -26,7 +26,7 @@ from zero_jax.training.noise_scale import NoiseScale
 from zero_jax.training.optimizer.offload import Offload
 from zero_jax.training.optimizer.rounding import round_state, round_tree, rounding_key
 from zero_jax.training.optimizer.update import Offers, call_update
-from zero_jax.training.same_program import releases
+from zero_jax.training.same_program import equal_parts, fingerprint, part_of_batch, releases
 from zero_jax.training.sequence_sharding import sequence_parallel
 from zero_jax.training.state.checks import NonfiniteState, check_is_state, check_not_donated, nonfinite_leaves
 from zero_jax.training.state.making import abstract_state, init_state

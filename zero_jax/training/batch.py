@@ -16,7 +16,7 @@ from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, check_arrays, leading_dims
 from zero_jax.program.jaxprs import is_traced
 from zero_jax.sharding.mesh import Axes, axes_of, axis_size
-from zero_jax.training.same_program import check_sizes
+from zero_jax.training.same_program import check_given
 
 
 def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int = 1) -> None:
@@ -70,7 +70,10 @@ def shard_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTre
 
     Raises:
       ValueError: a leaf whose leading dim does not divide over the batch axes, or that is no array; an abstract mesh; a
-        batch of other sizes than that of another process.
+        batch of other sizes than that of another process, or of other values of the same examples.
+
+    Warns:
+      UserWarning: the first batch of such a size has the values of another process's.
 
     Example:
       >>> zero.shard_batch({"x": np.ones((16, 64))}, mesh=mesh)["x"].sharding.shard_shape((16, 64))
@@ -78,7 +81,7 @@ def shard_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTre
     """
     placed = place_batch(batch, mesh=mesh, axes=axes)
     if jax.process_count() > 1 and not any(map(is_traced, jax.tree.leaves(placed))):
-        check_sizes(placed, mesh)
+        check_given(batch, placed, mesh, axes or axes_of(mesh))
     return placed
 
 

@@ -140,7 +140,7 @@ class TrainStep:
             if is_like and (results := last.repeat(state, batch)):
                 return results[0], wait_on_cpu(results[1], mesh)
         with on_mesh(mesh), SHORT_TRACEBACK:
-            batch = place_batch(batch, mesh=mesh, axes=self.axes)
+            given, batch = batch, place_batch(batch, mesh=mesh, axes=self.axes)
             check_not_donated(state)  # first: on some backends running with a deleted buffer ends the process
             check_no_leaf_twice(state)
             is_nested = any(map(is_traced, jax.tree.leaves((state, batch))))
@@ -148,7 +148,7 @@ class TrainStep:
             state = place_state(state, compiled.shardings, compiled.dtypes, also=compiled.by_features)
             function = compiled.function(state, batch)
             if not is_nested:
-                self._same.check(function, state, batch)
+                self._same.check(function, state, batch, given=given, axes=self.axes)
             is_repeatable = not (is_nested or jax.config.jax_disable_jit)  # type: ignore[attr-defined]
             state, metrics = function(state, batch)
             if is_repeatable:
@@ -236,11 +236,12 @@ class TrainStep:
         optax transformation before the optimizer.
         """
         with on_mesh(self.program.mesh), SHORT_TRACEBACK:
-            batch = place_batch(batch, mesh=self.program.mesh, axes=self.axes)
+            given, batch = batch, place_batch(batch, mesh=self.program.mesh, axes=self.axes)
             check_not_donated(state)
             checked_placement(state, self.program.tx, mesh=self.program.mesh, config=self.program.config)
             if self._same_grads.processes:
-                self._same_grads.check(self._grads, state, batch, of=self.compiled(state).jitted)
+                of = self.compiled(state).jitted
+                self._same_grads.check(self._grads, state, batch, of=of, given=given, axes=self.axes)
             return self._grads(state, batch)
 
     @functools.cached_property

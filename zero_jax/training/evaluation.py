@@ -83,10 +83,11 @@ def make_eval_step(
         check_not_donated(variables)  # running with a deleted buffer may end the process
         is_nested = any(map(is_traced, jax.tree.leaves((variables, batch))))
         with on_mesh(mesh), SHORT_TRACEBACK:
-            batch = place_batch(batch, mesh=mesh, axes=axes)
+            given, batch = batch, place_batch(batch, mesh=mesh, axes=axes)
             if same.processes and not is_nested:
                 leaves, tree = jax.tree.flatten(variables)
-                same.check(jitted(is_nested), variables, batch, of=(tree, tuple((x.shape, x.dtype) for x in leaves)))
+                of = tree, tuple((x.shape, x.dtype) for x in leaves)
+                same.check(jitted(is_nested), variables, batch, of=of, given=given, axes=axes)
             return wait_on_cpu(jitted(is_nested)(variables, batch), mesh)
 
     return EvalStep(evaluate, shown_step("EvalStep", loss_fn, mesh, config))

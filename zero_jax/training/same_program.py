@@ -1,26 +1,33 @@
-"""Processes that would run different programs together are refused before the first execution.
+"""Processes that would run different programs together, or on values that differ, are refused before the first step.
 
 Each process lowers the program by itself, so that another learning rate, seed, loss function or batch size in one of
-them would update shards of one param by different rules, or leave the processes in different collectives.
+them would update shards of one param by different rules, or leave the processes in different collectives. What several
+processes give of one array is compared by hashes: params as a whole, and the first batch of each size.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import importlib.metadata
+import json
 import platform
 import re
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.backend import get_backend
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zero_jax
-from zero_jax.core.agreement import agree_on, differs_elsewhere, refuse, turns_of
+from zero_jax.core.agreement import agree_on, by_value, known_to_all, refuse, turns_of, values_elsewhere
 from zero_jax.core.tree import PyTree, leaves_by_name
+from zero_jax.sharding.mesh import Axes
 from zero_jax.training.state.train_state import TrainState
 from zero_jax.training.xla_options import step_options
 from zero_jax.training.zero_config import ZeroConfig
@@ -28,7 +35,12 @@ from zero_jax.training.zero_config import ZeroConfig
 _REMEDY = (
     "all processes the same code, settings, random seeds and releases, and batches of the same sizes (docs/own_loop.md)"
 )
+_SAME_VALUES = (
+    "all processes the same params, optimizer and key: seed NumPy's random numbers alike, or give init_state a "
+    "function of its key"
+)
 _LONG_TEXT = re.compile(r'"(?:[^"\\]|\\.){1000,}"')
+_BLOCKS, _BLOCK_BYTES = 256, 2**16  # of an array that is too large to be hashed whole: evenly spaced, the ends included
 
 
 def releases() -> dict[str, str]:
@@ -56,16 +68,34 @@ class SameProgram:
         """The processes of the mesh, or none where it has one alone."""
         return _processes_of(self.mesh)
 
-    def check(self, jitted: Any, state: PyTree, batch: PyTree, *, of: Any = None) -> None:
+    def check(
+        self,
+        jitted: Any,
+        state: PyTree,
+        batch: PyTree,
+        *,
+        of: Any = None,
+        given: PyTree = None,
+        axes: Axes | None = None,
+    ) -> None:
         """Compares the program for these arguments if it is new; all processes of the mesh call it, or none.
 
         Lowering it here costs nothing more: the call that follows takes what was lowered.
 
-        `of` is the structure of the state, where the function takes several.
+        Args:
+          jitted: the jitted function.
+          state: its state, or the shapes of it.
+          batch: its batch, placed, or the shapes of it.
+          of: the structure of the state, where the function takes several.
+          given: the batch as this process has given it, to be compared with what the others give; None compares none.
+          axes: the roles of the mesh axes, with `given`.
 
         Raises:
-          ValueError: the processes differ.
+          ValueError: the processes differ, or give different values of the same part of the batch.
           OtherProcessFailed: another process has failed, or does not call it.
+
+        Warns:
+          UserWarning: processes give the same values for different parts of the batch.
         """
         if not self.processes:
             return
@@ -84,7 +114,117 @@ class SameProgram:
         text = program_text(jitted.lower(state, batch))
         turns = turns_of(self.processes)
         agree_on(f"the {self.what}", facts, long_texts={"its program": text}, remedy=_REMEDY, turns=turns)
+        if axes is not None:
+            _check_parts({p: json.loads(x) for p, x in turns.take(json.dumps(_parts(given, self.mesh, axes))).items()})
         self._agreed.add(key)
+
+
+def check_same_init(jitted: Any, initial: PyTree, variables: PyTree, key: jax.Array, mesh: Mesh) -> None:
+    """Raises `ValueError` if the processes of a mesh make different train states: other params, programs or keys.
+
+    Args:
+      jitted: the function that makes the state.
+      initial: the params on the devices, which it takes with the key, or None.
+      variables: the params that this process has given, or None.
+      key: the key.
+      mesh: the mesh.
+    """
+    if jax.process_count() == 1 or not (processes := _processes_of(mesh)):
+        return
+    facts: dict[str, Any] = {
+        f"the values of {name!r}": fingerprint({name: x}, in_blocks=True)
+        for name, x in leaves_by_name(variables).items()
+        if not _is_global(x)
+    }
+    facts |= {f"the leaf {name!r}": _shape(x) for name, x in leaves_by_name(initial).items()}
+    facts["the state's key"] = _key_values(key)
+    text = program_text(jitted.lower(initial, key))
+    what, turns = "the train state that they make", turns_of(processes)
+    agree_on(what, facts, long_texts={"its program": text}, remedy=_SAME_VALUES, turns=turns)
+
+
+def fingerprint(leaves: Mapping[str, Any], *, in_blocks: bool = False) -> str:
+    """Returns a hash of the names, dtypes, shapes and values of arrays; of global ones, of this process's part.
+
+    Args:
+      leaves: the arrays.
+      in_blocks: whether of large arrays 16 MB are enough, in blocks all over them.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name, leaf in leaves.items():
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        for shard in map(
+            np.ascontiguousarray, [x.data for x in leaf.addressable_shards] if _is_global(leaf) else [leaf]
+        ):
+            digest.update(repr((name, str(shard.dtype), np.shape(leaf))).encode())
+            values = shard.reshape(-1).view(np.uint8).data
+            if in_blocks and len(values) > _BLOCKS * _BLOCK_BYTES:
+                starts = np.linspace(0, len(values) - _BLOCK_BYTES, _BLOCKS).astype(int).tolist()
+                for start in starts:
+                    digest.update(values[start : start + _BLOCK_BYTES])
+            else:
+                digest.update(values)
+    return digest.hexdigest()
+
+
+def part_of_batch(batch: PyTree, mesh: Mesh, axes: Axes) -> str:
+    """Returns which part of the examples of a batch the devices of this process have."""
+    if any(map(_is_global, jax.tree.leaves(batch))):
+        return "placed"
+    sharding = NamedSharding(mesh, PartitionSpec(axes.batch))
+    places = sharding.addressable_devices_indices_map((mesh.size,)).values()
+    return str(sorted({index[0].start or 0 for index in places if index}))
+
+
+def equal_parts(fingerprints: Mapping[int, str], parts: Mapping[int, str]) -> list[int]:
+    """Returns the processes of the first batch that several give for different parts, or none."""
+    by_batch: dict[str, dict[str, int]] = {}
+    for process, digest in fingerprints.items():
+        by_batch.setdefault(digest, {}).setdefault(parts[process], process)
+    return next((list(found.values()) for found in by_batch.values() if len(found) > 1), [])
+
+
+def _parts(batch: PyTree, mesh: Mesh, axes: Axes) -> dict[str, Any]:
+    """Returns what is compared of what a process gives of a batch: hashes of its leaves, and which part they are."""
+    given = {name: x for name, x in leaves_by_name(batch).items() if not _is_global(x)}
+    rows = {name: x for name, x in given.items() if np.ndim(x)}
+    return {
+        "part": part_of_batch(batch, mesh, axes),
+        "rows": {name: fingerprint({name: x}) for name, x in rows.items()},
+        "scalars": {name: fingerprint({name: x}) for name, x in given.items() if name not in rows},
+        "is_constant": all(not np.any(x != np.ravel(x)[:1]) for x in map(np.asarray, rows.values())),  # zeros or ones
+    }
+
+
+def _check_parts(given: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raises `ValueError` for values that differ where they are one array; warns of parts of one array that are equal.
+
+    Args:
+      given: what `_parts` returns, by process.
+    """
+    parts = {process: record["part"] for process, record in given.items()}
+    found: dict[Any, tuple[int, str]] = {}
+    for process, record in given.items():
+        where = {"scalars": "has no dim of examples", "rows": "is of the same examples in both"}
+        leaves = [(kind, name, digest) for kind in where for name, digest in record[kind].items()]
+        for kind, name, digest in leaves:
+            part = parts[process] if kind == "rows" else ""
+            first, before = found.setdefault((name, part), (process, digest))
+            if before != digest and part != "placed":
+                message = (
+                    f"batch leaf {name!r} {where[kind]}, and processes {first} and {process} give different values of "
+                    "it: give the same in all of them (no random numbers of their own, no jax.process_index())"
+                )
+                raise known_to_all(ValueError(message))
+    digests = {process: json.dumps(record["rows"]) for process, record in given.items() if not record["is_constant"]}
+    if same := equal_parts(digests, parts):
+        warnings.warn(
+            f"processes {same[0]} and {same[1]} give the same batch, and each is to give its own part of the global "
+            "batch: each example counts several times. Let the batch depend on jax.process_index(), such as "
+            "batch[jax.process_index()::jax.process_count()]",
+            stacklevel=4,
+        )
 
 
 def program_text(lowered: Any) -> str:
@@ -96,11 +236,19 @@ def program_text(lowered: Any) -> str:
     return "\n".join(_LONG_TEXT.sub('"..."', line) if "custom_call" in line else line for line in lines)
 
 
-def check_sizes(batch: PyTree, mesh: Mesh) -> None:
-    """Raises `ValueError` if another process has placed a batch of such leaves, but of another size; waits for none."""
+def check_given(given: PyTree, placed: PyTree, mesh: Mesh, axes: Axes) -> None:
+    """Compares the first batch of each size with those that other processes have placed already; waits for none.
+
+    Raises:
+      ValueError: another process has placed a batch of such leaves, but of another size, or of other values for the
+        same part of it.
+
+    Warns:
+      UserWarning: another process has given the same values for another part of the batch.
+    """
     if not (processes := _processes_of(mesh)):
         return
-    leaves = leaves_by_name(batch)
+    leaves = leaves_by_name(placed)
     kinds = tuple((name, str(x.dtype), x.shape[1:]) for name, x in leaves.items())
     sizes = tuple(x.shape[:1] for x in leaves.values())
     seen = _sizes_seen(kinds, tuple(mesh.shape.items()))
@@ -108,13 +256,23 @@ def check_sizes(batch: PyTree, mesh: Mesh) -> None:
         return
     seen.add(sizes)
     what = f"sizes {len(seen)} of {kinds} over {processes}"
-    if others := differs_elsewhere(what, ", ".join(f"{name} {_shape(x)}" for name, x in leaves.items())):
-        error = ValueError(
-            f"a batch of process {jax.process_index()} has the global shapes "
-            f"{', '.join(f'{name} {_shape(x)}' for name, x in leaves.items())}, and not {others}: give each process as "
-            "many examples for each of its devices"
-        )
-        raise refuse(error, turns_of(processes))
+    shapes = ", ".join(f"{name} {_shape(x)}" for name, x in leaves.items())
+    mine = {"shapes": shapes, **_parts(given, mesh, axes)}
+    others = {process: json.loads(text) for process, text in values_elsewhere(what, json.dumps(mine)).items()}
+    try:
+        if differing := by_value({p: other["shapes"] for p, other in others.items() if other["shapes"] != shapes}):
+            raise ValueError(
+                f"a batch of process {jax.process_index()} has the global shapes {shapes}, and not {differing}: give "
+                "each process as many examples for each of its devices"
+            )
+        _check_parts(dict(sorted({jax.process_index(): mine, **others}.items())))
+    except ValueError as error:
+        raise refuse(error, turns_of(processes)) from None
+
+
+def _is_global(x: Any) -> bool:
+    """Tells whether an array is sharded over several processes."""
+    return isinstance(x, jax.Array) and not x.is_fully_addressable
 
 
 @functools.cache
@@ -137,6 +295,9 @@ def _values(state: PyTree) -> dict[str, Any]:
     """Returns the step and the key of a train state, which all processes have whole, unless they are only shapes."""
     if not isinstance(state, TrainState) or not isinstance(state.key, jax.Array):
         return {}
-    key = state.key
-    key = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
-    return {"the state's step": int(jax.device_get(state.step)), "the state's key": jax.device_get(key).tolist()}
+    return {"the state's step": int(jax.device_get(state.step)), "the state's key": _key_values(state.key)}
+
+
+def _key_values(key: jax.Array) -> list[int]:
+    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    return jax.device_get(jax.random.key_data(key) if is_typed else key).tolist()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import itertools
 import json
 import math
@@ -12,19 +11,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from zero_jax.core.agreement import agree_on, from_all_processes
 from zero_jax.core.files.untrusted import text, whole_number
-from zero_jax.core.tree import PyTree, check_arrays, key_shape, leading_dims, leaf_names, shapes_of
+from zero_jax.core.tree import PyTree, check_arrays, key_shape, leading_dims, leaf_names, leaves_by_name, shapes_of
 from zero_jax.data import BatchBuffers
 from zero_jax.sharding.mesh import axes_of
 from zero_jax.trainer.inputs.sources import BatchesEnded, Source, find_source
 from zero_jax.trainer.reporting.metrics import scalar_figures, unshown_leaves
-from zero_jax.training import MeshLoss, ZeroConfig, check_batch, normalize_loss, place_batch
+from zero_jax.training import (
+    MeshLoss,
+    ZeroConfig,
+    check_batch,
+    equal_parts,
+    fingerprint,
+    normalize_loss,
+    part_of_batch,
+    place_batch,
+)
 from zero_jax.transforms import PartWeight
 
 # What each process gives: its part of the global batch (None), a part that may be equal to others, or all of it.
@@ -263,6 +270,8 @@ def own_input(
     if model.validation is not None:
         validation, first_validation = _validation(model.validation, eval_batches)
         placed = _placed_shapes("the first batch of the validation", first_validation, mesh, 1, is_whole=is_whole)
+        if is_whole:
+            _compared(first_validation, mesh, process_batches)
         eval_aux = _aux_shapes(model.eval_fn or model.loss_fn, variables, placed, mesh)
         if weight is not None and weight not in leaf_names(eval_aux):
             raise ValueError(
@@ -305,21 +314,16 @@ def _compared(first: PyTree, mesh: Mesh, process_batches: ProcessBatches) -> tup
     Raises:
       ValueError: parts of the batch that are the same, or global batches that are not.
     """
-    sharding = NamedSharding(mesh, PartitionSpec(axes_of(mesh).batch))
-    places = sharding.addressable_devices_indices_map((mesh.size,)).values()
-    is_placed = any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in jax.tree.leaves(first))
-    part = "placed" if is_placed else str(sorted({index[0].start or 0 for index in places if index}))
-    texts = from_all_processes(json.dumps([_fingerprint(first), part]))
+    texts = from_all_processes(
+        json.dumps([fingerprint(leaves_by_name(first)), part_of_batch(first, mesh, axes_of(mesh))])
+    )
     fingerprints, parts = zip(*map(json.loads, texts), strict=True)
     if process_batches == "whole" and len(set(fingerprints)) > 1:
         raise ValueError(
             "process_batches='whole', and the first batches of the processes differ: give the same global batch in all "
             "of them (no random numbers of their own, no jax.process_index()), or leave process_batches out"
         )
-    by_batch: dict[str, dict[str, int]] = {}
-    for process, (fingerprint, part) in enumerate(zip(fingerprints, parts, strict=True)):
-        by_batch.setdefault(fingerprint, {}).setdefault(part, process)
-    same = next((list(found.values()) for found in by_batch.values() if len(found) > 1), [])
+    same = equal_parts(dict(enumerate(fingerprints)), dict(enumerate(parts)))
     if same and process_batches is None:
         raise ValueError(
             f"the first batches of processes {same[0]} and {same[1]} are equal, and each is to give its own part of "
@@ -349,19 +353,6 @@ def _aux_shapes(loss_fn: Callable[..., Any] | MeshLoss, variables: PyTree, batch
     key = key_shape()
     _, (aux, _) = jax.eval_shape(normalize_loss(loss_fn, mesh), variables, batch, key)
     return aux
-
-
-def _fingerprint(batch: PyTree) -> str:
-    """Returns a hash of the names, dtypes, shapes and values of this process's part of a batch."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, leaf in zip(leaf_names(batch), jax.tree.leaves(batch), strict=True):
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        is_whole = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
-        for shard in map(np.ascontiguousarray, [leaf] if is_whole else [x.data for x in leaf.addressable_shards]):
-            digest.update(repr((name, str(shard.dtype), np.shape(leaf))).encode())
-            digest.update(shard.reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()
 
 
 def _num_examples(batch: PyTree) -> int:

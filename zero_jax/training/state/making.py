@@ -21,6 +21,7 @@ from zero_jax.core.variables import MODEL_STATE, as_variables, function_of_key, 
 from zero_jax.sharding.mesh import on_mesh
 from zero_jax.sharding.precision import cast_floating, init_loss_scale
 from zero_jax.training.optimizer.update import init_opt_state
+from zero_jax.training.same_program import check_same_init
 from zero_jax.training.state.checks import check_optimizer, check_trainable
 from zero_jax.training.state.matrix_updates import step_placement
 from zero_jax.training.state.placement import Placement, make_placement, new_grad_errors, train_state_shardings
@@ -126,6 +127,9 @@ def init_state(
       mesh: the mesh.
       config: stage, precision and rules.
 
+    Raises:
+      ValueError: what is no params, optimizer or key; processes that make different states.
+
     Example:
       >>> state = zero.init_state(init_fn, tx, jax.random.key(0), mesh=mesh, config=config)
       >>> state.params["up"].sharding.shard_shape((64, 64))
@@ -139,7 +143,9 @@ def init_state(
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
     build, initial = _init_program(make, init_fn, tx, shapes, placement)
     with on_mesh(mesh):
-        state = build(initial, put_global(key, NamedSharding(mesh, PartitionSpec())))
+        key = put_global(key, NamedSharding(mesh, PartitionSpec()))
+        check_same_init(build, initial, None if make else init_fn, key, mesh)
+        state = build(initial, key)
         # Whole params are gathered leaf by leaf: in one program XLA would hold all of them twice.
         params = jax.tree.map(reshard_array, state.params, shardings.params)
     return dataclasses.replace(state, params=params)

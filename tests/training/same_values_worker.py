@@ -1,0 +1,82 @@
+"""One process of two that give values that differ, or are equal; see test_same_values.py. Usage: ADDRESS INDEX."""
+# ruff: noqa: E402 (what JAX runs on is settled before it is imported)
+
+import os
+import sys
+import warnings
+
+ADDRESS, INDEX = sys.argv[1], int(sys.argv[2])
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_NUM_CPU_DEVICES"] = "2"
+
+import jax
+
+jax.distributed.initialize(ADDRESS, 2, INDEX, initialization_timeout=60)
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from processes import report
+
+import zero_jax as zero
+from zero_jax.core.agreement import from_all_processes
+
+CONFIG = zero.ZeroConfig(stage=3, min_shard_size=8)
+MESH = zero.make_mesh()
+LINES = np.random.default_rng(0).standard_normal((8, 16)).astype(np.float32)
+OWN = np.random.default_rng(INDEX).standard_normal((8, 16)).astype(np.float32)
+result = {}
+
+
+def attempt(name, what):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            what()
+            result[name] = [str(warning.message) for warning in caught]
+        except Exception as error:
+            result[name] = f"{type(error).__name__}: {error}"
+    from_all_processes("one after the other")
+
+
+def init(key):
+    return {"w": jax.random.normal(key, (16, 16)), "b": jnp.zeros(16)}
+
+
+def loss_fn(params, batch):
+    return jnp.square(batch["x"] @ params["w"] + params["b"]).mean() * batch.get("scale", 1.0)
+
+
+def make(init_fn=init, *, key=0, tx=None, mesh=MESH):
+    return zero.init_state(init_fn, tx or optax.adam(1e-2), jax.random.key(key), mesh=mesh, config=CONFIG)
+
+
+def train(batch, mesh=MESH):
+    zero.make_train_step(loss_fn, optax.adam(1e-2), mesh=mesh, config=CONFIG)(make(mesh=mesh), batch)
+
+
+def evaluate(batch):
+    zero.make_eval_step(loss_fn, mesh=MESH, config=CONFIG)(make(), batch)
+
+
+def shard_later(batch):
+    if INDEX == 1:
+        from_all_processes("after process 0")
+    zero.shard_batch(batch, mesh=MESH)
+    if INDEX == 0:
+        from_all_processes("before process 1")
+
+
+attempt("equal parts of a step", lambda: train({"x": LINES}))
+attempt("equal parts of an evaluation", lambda: evaluate({"x": LINES}))
+attempt("equal parts that are sharded", lambda: shard_later({"x": LINES}))
+attempt("own parts", lambda: (train({"x": OWN}), evaluate({"x": OWN}), shard_later({"y": OWN})))
+attempt("ones", lambda: (train({"x": np.ones((8, 16))}), shard_later({"z": np.ones((8, 16))})))
+attempt("scalars", lambda: train({"x": OWN, "scale": np.float32(INDEX)}))
+attempt("the same part", lambda: train({"x": OWN}, zero.make_mesh(data=1, model=4)))
+attempt("params", lambda: make({"w": OWN.repeat(2, 0), "b": np.zeros(16, np.float32)}))
+attempt("few params", lambda: make({"w": np.float32(np.arange(2**24) // (2**24 - 1 - INDEX)).reshape(2**12, 2**12)}))
+attempt("constants", lambda: make(lambda key: {"w": np.random.default_rng(INDEX).random((16, 16))}))
+attempt("optimizer", lambda: make(tx=optax.inject_hyperparams(optax.adam)(0.01 * (1 + INDEX))))
+attempt("key", lambda: make(key=INDEX))
+report(result)

@@ -45,6 +45,7 @@ def third_party_imports(tree):
             yield root, extra_of.get(node)
 
 
+@pytest.mark.slow
 def test_every_package_is_required_or_imported_as_that_of_an_extra():
     for path in PACKAGE.rglob("*.py"):
         imports = [*third_party_imports(ast.parse(path.read_text(encoding="utf-8")))]
@@ -94,6 +95,7 @@ def test_help_and_completion_import_no_jax():
     assert any(line.split()[:1] == ["--num-microbatches"] for line in shown) and loaded == ""
 
 
+@pytest.mark.slow
 def test_the_library_does_without_extras_and_names_the_missing_one(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": 2.0}\n')
     (tmp_path / "text.txt").write_text("some text\n")

@@ -47,6 +47,7 @@ def test_a_tpu_runs_splash_attention_on_its_own_examples_and_heads(options):
     assert not COLLECTIVES.search(text)
 
 
+@pytest.mark.slow
 def test_a_tpu_adds_the_parts_of_the_queries_cotangent_and_does_not_reduce_a_leading_dim():
     text = compiled_text(zero.make_mesh(topology="v5p:1x1x1"), num_tokens=2048)
     assert re.search(r"bf16\[8,4,4,2048,64\]", text)  # four parts, one a block of keys

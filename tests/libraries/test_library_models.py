@@ -61,6 +61,7 @@ class LinenNet(nn.Module):
         return nn.Dense(4)(nn.Dropout(0.5, deterministic=not train)(x))
 
 
+@pytest.mark.slow
 def test_linen_collections_and_streams():
     module = LinenNet()
 

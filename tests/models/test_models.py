@@ -159,6 +159,7 @@ def test_rotary_attention_sees_distances_and_not_places():
     chex.assert_trees_all_close(scores[0, :6], scores[5, 5:11], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_generate_goes_on_greedily_past_the_window():
     config = gpt.GPTConfig(**SIZES)
     params = noisy_params(config)

@@ -114,6 +114,7 @@ def test_another_config_or_layout_is_another_program(cache, report):
     assert not plan(cache, own_process=False, replica=2).from_cache
 
 
+@pytest.mark.slow
 def test_a_plan_lists_the_compiler_options_with_what_each_is_for(cache):
     settings = {"topology": "v5p:2x2x1", "own_process": False}
     own = {"xla_tpu_enable_latency_hiding_scheduler": True}

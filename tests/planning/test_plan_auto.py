@@ -232,6 +232,7 @@ def auto(**options):
     return zero.plan_auto(**{**model, **settings, **options})
 
 
+@pytest.mark.slow
 def test_the_best_setting_is_one_that_compiled():
     found = auto(max_compiles=2, stages=(2, 3), max_num_microbatches=1)
     assert found.best is not None and found.best.fits

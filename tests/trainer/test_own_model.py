@@ -168,7 +168,9 @@ def test_batches_that_end_end_the_run_with_its_state(config):
     assert "batches: reading and dropping the 5 before step 6: an iterable without a state has no position" in log
 
 
-@pytest.mark.parametrize(("batches", "epochs", "steps"), [([batch_of(0)] * 3, 2, 6), (grain_map, 1.5, 6)])
+@pytest.mark.parametrize(
+    ("batches", "epochs", "steps"), [([batch_of(0)] * 3, 2, 6), pytest.param(grain_map, 1.5, 6, marks=pytest.mark.slow)]
+)
 def test_epochs_are_passes_over_batches_that_have_a_length(batches, epochs, steps, config):
     config = dataclasses.replace(config, steps=zero.TrainConfig.steps, epochs=epochs)
     result, log, _ = train(config, batches)

@@ -441,6 +441,7 @@ def test_few_threads_for_simulated_devices_are_warned_of(monkeypatch):
     zero.make_train_step(loss_fn, optax.sgd(0.1), **fields)
 
 
+@pytest.mark.slow
 def test_what_is_no_sum_over_microbatches_is_refused_by_1f1b():
     def contrasted(logits, batch, params):
         means = logits.mean(1)
@@ -776,7 +777,9 @@ def test_training_goes_on_from_a_checkpoint_with_other_stages_and_schedules(tmp_
     assert_close(state.params, params, tolerance=FLOAT32)
 
 
-@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b", "circular:2"])
+@pytest.mark.parametrize(
+    "pipeline", ["gpipe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("1f1b", "circular:2"))]
+)
 def test_second_derivatives_are_refused(pipeline):
     tx = optax.GradientTransformationExtraArgs(lambda params: (), with_curvature)
     mesh = zero.make_mesh(devices=jax.devices()[:2], pipe=2)

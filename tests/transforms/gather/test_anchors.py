@@ -66,6 +66,7 @@ def test_a_carry_is_anchored_where_its_examples_are_known(fn, expected):
 
 @pytest.mark.tpu_compiler
 @each_form
+@pytest.mark.slow
 def test_a_recurrence_sends_no_activations(form):
     pytest.importorskip("libtpu")
     init = functools.partial(recurrences.init, 1024, 2)

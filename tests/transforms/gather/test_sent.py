@@ -108,6 +108,7 @@ def test_numbers_are_those_of_one_device(fields, axes, activate, checkpoint):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), state.params, params)
 
 
+@pytest.mark.slow
 def test_less_is_sent_and_the_report_says_what():
     loss_fn = make_loss(checkpoint=True)
     state, step, batch, mesh, config = setup(loss_fn)

@@ -60,6 +60,8 @@ class AttentionReport(Report):
 
     def summary(self) -> str:
         """Returns the numbers as a line."""
+        if not self.rows:
+            return "none to replace (zero.dot_product_attention takes the kernel by itself)"
         kernels = " and ".join(sorted({row.kernel for row in self.rows if row.is_fused}))
         by_xla = f", {self.num_by_xla} by XLA" if self.num_by_xla else ""
         return f"{self.num_fused} fused{f' ({kernels})' if kernels else ''}{by_xla}, {self.num_left} left as they are"

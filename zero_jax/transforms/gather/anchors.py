@@ -48,25 +48,11 @@ def anchored(
     """
     examples = Examples(mesh, axes)
     examples.run(closed, states)
-    anchors = _Anchors(mesh, axes, examples, _returned_sums(closed), loops_only=loops_only)
+    anchors = _Anchors(closed, mesh, axes, examples, loops_only=loops_only)
     if (rewritten := anchors.rewritten(closed)) is not closed:
         examples = Examples(mesh, axes)
         examples.run(rewritten, states)
     return rewritten, examples
-
-
-def _returned_sums(closed: Any) -> frozenset[int]:
-    """Returns the `id`s of the products that are returned but for elementwise work, as sums of a model state are."""
-    jaxpr, _ = open_jaxpr(closed)
-    returned, sums = {id(var) for var in jaxpr.outvars}, set[int]()
-    for eqn in reversed(jaxpr.eqns):
-        if returned.isdisjoint(map(id, eqn.outvars)):
-            continue
-        if eqn.primitive.name == "dot_general":
-            sums.add(id(eqn))
-        elif subcall(eqn) or eqn.primitive.name in _AS_IT_IS:
-            returned.update(map(id, variables(eqn)))
-    return frozenset(sums)
 
 
 class _Anchors(Rewriting):
@@ -74,10 +60,24 @@ class _Anchors(Rewriting):
 
     entered = Rewriting.entered | {"custom_vjp", "while"}
 
-    def __init__(self, mesh: Mesh, axes: Axes, examples: Examples, sums: frozenset[int], *, loops_only: bool):
+    def __init__(self, closed: Any, mesh: Mesh, axes: Axes, examples: Examples, *, loops_only: bool):
         super().__init__()
-        self.mesh, self.axes, self.examples, self.sums, self.loops_only = mesh, axes, examples, sums, loops_only
+        self.closed, self.mesh, self.axes, self.examples, self.loops_only = closed, mesh, axes, examples, loops_only
         self.handlers["custom_vjp"] = self.with_derivatives
+
+    @functools.cached_property
+    def returned_sums(self) -> frozenset[int]:
+        """The `id`s of the products that are returned but for elementwise work, as sums of a model state are."""
+        jaxpr, _ = open_jaxpr(self.closed)
+        returned, sums = {id(var) for var in jaxpr.outvars}, set[int]()
+        for eqn in reversed(jaxpr.eqns):
+            if returned.isdisjoint(map(id, eqn.outvars)):
+                continue
+            if eqn.primitive.name == "dot_general":
+                sums.add(id(eqn))
+            elif subcall(eqn) or eqn.primitive.name in _AS_IT_IS:
+                returned.update(map(id, variables(eqn)))
+        return frozenset(sums)
 
     def changes(self, eqn: Any) -> bool:
         """Tells whether an equation is one to anchor, or may have some in its derivatives."""
@@ -94,7 +94,7 @@ class _Anchors(Rewriting):
     def move(self, eqn: Any) -> MixedSharding | None:
         """Returns how an operation that mixes examples is to be sharded."""
         move = None if self.loops_only else self.examples.moves.get(id(eqn))
-        return None if move is not None and move.summed and id(eqn) not in self.sums else move
+        return None if move is not None and move.summed and id(eqn) not in self.returned_sums else move
 
     def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> bool:
         return self.move(eqn) is None and super().enters(eqn, sub, values, frame)

@@ -189,7 +189,7 @@ class GatherWalk(Walk[GatherFrame]):
             return _values(jaxprs.bind(eqn, [self.array(value, eqn, frame) for value in values]), values)
         opaque = bool(inner) and not eqn.primitive.name.startswith(("custom_", "scatter"))
         sent = sent_product(self.options, self.examples, eqn, values)
-        for value in values:
+        for value in values if self.notes.records else ():
             if isinstance(value, Lazy):
                 reason = f"before {eqn.primitive.name}, which is not looked into" if opaque else eqn.primitive.name
                 self.notes.gather(value, eqn, reason, early=opaque, sent=sent)

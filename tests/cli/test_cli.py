@@ -23,7 +23,8 @@ from zero_jax.training import ZeroConfig
 TRAIN_OPTIONS = """
 --attention --batch-size --batches --beta1 --beta2 --checkpoints --clip-norm --combine-bytes --compiler-option --config
 --d-model --data --decay-fraction --devices --ema-decay --epochs --epsilon --eval-batches --eval-every --eval-loss
---final-learning-rate --format --hang-seconds --help --init --init-from --json --keep-best --keep-gathered --keep-last
+--experts --final-learning-rate --format --hang-seconds --help --init --init-from --json --keep-best --keep-gathered
+--keep-last
 --layer-shards --learning-rate --log-every --lora --lora-alpha --lora-base --lora-dora --lora-from --lora-rank
 --lora-train --loss --loss-chunk --max-nonfinite-steps --min-shard-size --mlp-ratio --model --model-axis --momentum
 --mu-dtype --name --no-decay --no-keep-gathered --no-layer-shards --no-lora-dora --no-overlap
@@ -39,7 +40,7 @@ TRAIN_OPTIONS = """
 """.split()
 PLAN_OPTIONS = """
 --attention --batch --batch-size --batches --beta1 --beta2 --cache --clip-norm --combine-bytes --compiler-option
---d-model --data-layout --decay-fraction --ema-decay --epsilon --final-learning-rate --help --init --json
+--d-model --data-layout --decay-fraction --ema-decay --epsilon --experts --final-learning-rate --help --init --json
 --keep-gathered --layer-shards --learning-rate --loss --loss-chunk --min-shard-size --mlp-ratio --model --model-axis
 --momentum --mu-dtype --no-decay --no-keep-gathered --no-layer-shards --no-overlap --no-quantize-error-feedback
 --no-quick --no-scan --no-secondary --no-sequence-parallel --no-skip-nonfinite --nu-dtype --num-heads --num-layers

@@ -120,7 +120,7 @@ def test_every_key_of_a_config_file_refuses_what_it_cannot_be(tmp_path, capsys):
 def test_every_text_is_known_for_a_place_or_for_none():
     """A new option that takes a path has to say so, for URLs and empty paths to be refused."""
     words = set(
-        "text_field profile_steps sample_prompt wandb precision remat offload offload_paths quantize_gathers "
+        "text_field profile_steps sample_prompt wandb precision remat offload offload_paths experts quantize_gathers "
         "quantize_grads quantize_grads_over loss_weight optimizer lora lora_train no_decay topology data_layout dtype "
         # module:name, or file.py:name
         "max_shard_size loss init batches validation eval_loss param_specs tracker".split()

@@ -269,6 +269,7 @@ def _auto(options: argparse.Namespace, request: Request) -> int:
     pipe, config = request.config.pipe, dataclasses.replace(request.config, pipe=1)
     request = dataclasses.replace(request, config=config)
     model, zero = request.model, dataclasses.replace(request.zero, num_microbatches=1)
+    experts = zero.experts or getattr(model.config, "expert_params", None)
     sizes, specs = _model_sizes(request)
     fixed = explicit(options)
     batch, sizes_to_try = request.job(zero).batch, None
@@ -283,7 +284,7 @@ def _auto(options: argparse.Namespace, request: Request) -> int:
         batch=batch,
         batch_sizes=sizes_to_try,
         topology=request.config.topology,
-        config=dataclasses.replace(zero, param_specs=specs),
+        config=dataclasses.replace(zero, param_specs=specs, experts=experts),
         stages=(zero.stage,) if "ZeroConfig.stage" in fixed or options.paper_config else _STAGES,
         replicas=(request.config.replica,) if "PlanConfig.replica" in fixed else None,
         models=(request.config.model_axis,) if "PlanConfig.model_axis" in fixed else sizes,

@@ -19,7 +19,7 @@ from zero_jax.analysis import PAPER_CONFIGS
 from zero_jax.cli.command_options import CONFIG_PARTS, SECTIONS
 from zero_jax.cli.config_classes import defaults_of, option_fields
 from zero_jax.cli.config_file import write_file
-from zero_jax.cli.models.presets import full_model, model_section
+from zero_jax.cli.models.presets import experts_of, full_model, model_section
 from zero_jax.cli.options import explicit, field_values, from_file, option_of
 from zero_jax.cluster import NUM_PROCESSES, patient_flags
 from zero_jax.core.device_put import simulated_threads
@@ -73,7 +73,8 @@ def read_zero(options: argparse.Namespace, *, default: ZeroConfig) -> ZeroConfig
                     f"--paper-config {name} is {option_of(field)} {value}, not {chosen}: leave out one of the two"
                 )
             setattr(options, destination, value)
-    return dataclasses.replace(default, **field_values(ZeroConfig, options))
+    zero = dataclasses.replace(default, **field_values(ZeroConfig, options))
+    return dataclasses.replace(zero, experts=experts_of(options)) if zero.experts == "auto" else zero
 
 
 def set_sections(options: argparse.Namespace, *, keep: Collection[str]) -> dict[str, dict[str, Any]]:

@@ -209,6 +209,12 @@ class DecoderConfig:
             stacks["extra_blocks"] = (self.num_extra_tokens, blocks | of_pairs | {"final_norm": (width,)})
         return stacks
 
+    @property
+    def expert_params(self) -> str | None:
+        """The stacks of experts among the params, as a regular expression of their paths; None without experts."""
+        layers = [(stack, name, shape) for stack, (_, shapes) in self.stacks.items() for name, shape in shapes.items()]
+        return "|".join(f"{stack}/{name}" for stack, name, shape in layers if len(shape) == 3) or None
+
     def _layer_shapes(self, num_experts: int) -> dict[str, tuple[int, ...]]:
         d_model, head_dim = self.d_model, self.head_dim
         queries, keys = self.num_heads * head_dim, self.num_kv_heads * head_dim

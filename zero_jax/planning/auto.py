@@ -106,7 +106,7 @@ def plan_auto(
       batch: the global batch of a step: arrays or `ShapeDtypeStruct`s.
       topology: as for `plan`.
       config: all that is not searched: precision, clipping, specs. A `remat` other than `own`, `attention="fused"`,
-        `secondary=True`, `overlap=False` and `offload` are kept.
+        `secondary=True`, `overlap=False` and `offload` are kept; `experts` are tried, and without.
       stages: the stages to try.
       replicas: sizes of the axis `replica` to try; None tries all that divide.
       models: sizes of the axis `model` to try; None tries those within a host or along the dims of a torus, if the
@@ -247,6 +247,7 @@ def _choices(estimator: Estimator, tried: Mapping[str, Any]) -> tuple[dict[str, 
         "attention": attentions,
         "overlap": tuple(tried["overlaps"] or overlaps),
         "offload": (offload and offload.what,),
+        "experts": (False, True) if config.experts else (False,),
         "quantize": tried["quantizes"] or ((False, True) if config.resolved_quantize() else (False,)),
         "pipe": _pipe_sizes(estimator, tried["pipes"], pipelines),
         "pipeline": pipelines,
@@ -319,7 +320,7 @@ def _with_losses(estimator: Estimator, settings: Sequence[Candidate], losses: Se
 def _plain(settings: Sequence[Candidate], remat: str) -> Callable[[Candidate], bool]:
     """Returns the predicate of plain settings: the fewest axes, this remat, the first of all other choices."""
     axes = lambda setting: (setting.pipe, setting.model, setting.replica, setting.secondary)  # noqa: E731
-    choices = lambda x: (x.remat, x.loss, x.attention, x.overlap, x.quantize, x.pipeline)  # noqa: E731
+    choices = lambda x: (x.remat, x.loss, x.attention, x.overlap, x.experts, x.quantize, x.pipeline)  # noqa: E731
     least, plain = min(map(axes, settings)), (remat, *choices(settings[0])[1:])
     return lambda setting: axes(setting) == least and choices(setting) == plain
 

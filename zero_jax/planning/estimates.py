@@ -23,6 +23,8 @@ from zero_jax.planning.report import FULL, attentions_of
 from zero_jax.sharding import topology
 from zero_jax.sharding.mesh import Axes, axis_size, make_mesh
 from zero_jax.sharding.precision import resolve_precision
+from zero_jax.sharding.rules import placement_leaves
+from zero_jax.sharding.spec import num_shards, without
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.training import (
     MEMORY_ROOM,
@@ -33,6 +35,7 @@ from zero_jax.training import (
     abstract_state,
     pipeline_report,
     step_options,
+    to_experts,
     value_costs,
 )
 from zero_jax.transforms import (
@@ -78,6 +81,7 @@ def setting_config(config: ZeroConfig, setting: Candidate) -> ZeroConfig:
         attention=setting.attention,
         overlap=setting.overlap,
         pipeline=setting.pipeline,
+        experts=config.experts if setting.experts else None,
         offload=config.offload or setting.offload,
         **({} if setting.quantize else _UNQUANTIZED),
     )
@@ -118,7 +122,7 @@ class Estimator:
         self.batch_size = job.batch_size
         self.offload = job.config.resolved_offload() or Offload()
         # Host memory is counted by `host_bytes`, quantized traffic by `sent_shares` of a step.
-        plain = {"stage": 0, "num_microbatches": 1, "secondary": False, **_UNQUANTIZED, **_ON_DEVICES}
+        plain = {"stage": 0, "num_microbatches": 1, "secondary": False, "experts": None, **_UNQUANTIZED, **_ON_DEVICES}
         self.config = dataclasses.replace(job.config, **plain)
         self.precision = resolve_precision(self.config.precision)
         # Bytes per param and the number of params depend on `model` and `pipe` alone, the trace on the policy too.
@@ -127,6 +131,7 @@ class Estimator:
         self.offloaded = functools.cache(self._offloaded)
         self.trace = functools.cache(self._trace)
         self.value_costs = functools.cache(self._value_costs)
+        self.experts = functools.cache(self._experts)
         self.links = functools.cache(lambda **axes: Links(make_mesh(devices=self.devices, **axes), parsed))
         self.step = functools.cache(functools.partial(StepEstimate, self))
 
@@ -164,6 +169,25 @@ class Estimator:
         params = jax.eval_shape(self.job.init_fn, key_shape())
         loss = StepLoss.of(self.policies[name].loss_fn, params, mesh=mesh, config=config)
         return value_costs(loss, params, self.job.batch)
+
+    def _experts(self, policy: str, setting: Candidate) -> tuple[float, float]:
+        """Returns the params of a share of `model` that stay sharded, and the seconds of what is sent to them."""
+        links = self.links(replica=setting.replica, model=setting.model, pipe=setting.pipe)
+        config = dataclasses.replace(setting_config(self.job.config, setting), remat="full", **_ON_DEVICES)
+        params = jax.eval_shape(self.job.init_fn, key_shape())
+        loss = StepLoss.of(self.policies[policy].loss_fn, params, mesh=links.mesh, config=config)
+        moves = to_experts(loss, *loss.shapes(params, self.job.batch)[:2])
+        if not moves:
+            raise SettingRefused("experts: activations are more than their params, which are gathered")
+        stays, seconds = 0.0, 0.0
+        for leaf in placement_leaves(loss.placement.params):
+            own, other = axis_size(links.mesh, leaf.of_experts), without(leaf.dims, loss.placement.axes.data)
+            num_elements = math.prod(leaf.shape) / num_shards(links.mesh, other)
+            stays += num_elements * (1 - 1 / own)
+        for move in moves:
+            whole = move.sent_bytes / (1 - 1 / axis_size(links.mesh, move.axes))
+            seconds += move.times * links.gather_seconds(whole, move.axes, exchanges=True)
+        return stays, seconds
 
     def check(self, model: int) -> None:
         """Traces the loss functions as they are, without remat, on `model` devices; raises what they raise."""
@@ -269,6 +293,8 @@ class StepEstimate:
       grad_share: the part of the gradients that a device keeps when they are reduced.
       grad_bytes: bytes of gradients, and of their float32 sums over microbatches.
       reduced_bytes: bytes of a param's gradient as it is summed over devices.
+      stays: the params of experts that stay sharded and do not move, of `num_params`.
+      expert_seconds: seconds of the activations that go to them and home; none is hidden, as experts wait for tokens.
       moved_bytes: bytes of params that are gathered, and of gradients that are reduced, unquantized.
     """
 
@@ -296,8 +322,10 @@ class StepEstimate:
             self.reduced_bytes = jnp.dtype(model.precision.reduce).itemsize
         gathers = self.num_runs * (1 if setting.keep_gathered else 2) if "params" in self.groups else 1
         reductions = self.num_runs if "grads" in self.groups else 1
-        reduced = self.num_params * self.reduced_bytes
-        self.moved_bytes = self.num_params * gathers * self.sizes.param_bytes, reductions * reduced
+        self.stays, self.expert_seconds = self._experts() if setting.experts else (0.0, 0.0)
+        num_moved = self.num_params - self.stays
+        reduced = num_moved * self.reduced_bytes
+        self.moved_bytes = num_moved * gathers * self.sizes.param_bytes, reductions * reduced
 
     @functools.cached_property
     def traced(self) -> LossTrace:
@@ -379,7 +407,8 @@ class StepEstimate:
 
     def other_bytes_of(self, traced: LossTrace) -> float:
         """Returns the bytes of activations and gathered params by a trace of the loss."""
-        gathered = traced.param_bytes if "params" in self.groups else 0.0
+        moved = 1 - self.stays / self.num_params
+        gathered = moved * traced.param_bytes if "params" in self.groups else 0.0
         gathered *= 2 if self.setting.overlap and self.model.has_overlap else 1  # the next layer's arrive beside them
         return self.activation_bytes(traced) + gathered
 
@@ -409,7 +438,7 @@ class StepEstimate:
         compute += roofline.moved_seconds(self.coded_bytes, roofline.efficiency.compiled[1])  # no product is beside it
         # Where memory is full, the compiler's scheduler has no room to start a collective early.
         waits = self.data_seconds if self.is_full else roofline.exposed_seconds(self.data_seconds, compute)
-        waits += self.model_seconds + self.pipe_seconds
+        waits += self.model_seconds + self.pipe_seconds + self.expert_seconds
         step = roofline.with_host_seconds(compute + waits, self.traced.residuals.host_bytes / self.num_parts)
         # The update fetches and writes back at once, on GPUs one after the other (docs/offload.md). Params are fetched
         # for each use, which waits for them.
@@ -487,6 +516,16 @@ class StepEstimate:
         """Returns the step of a canonical setting with the same shardings and traffic of state and gradients."""
         alike = dataclasses.replace(self.setting, remat="", loss="", attention="own", overlap=True, offload=None)
         return self.model.step(dataclasses.replace(alike, **changes))
+
+    def _experts(self) -> tuple[float, float]:
+        """Returns `stays` and `expert_seconds`, by a trace with all blocks recomputed."""
+        setting, policies = self.setting, self.model.policies
+        loss_fn = policies[setting.policy].loss_fn
+        policy = next(name for name, policy in policies.items() if policy.loss_fn is loss_fn)
+        fixed = {"batch_size": self.model.batch_size, "num_microbatches": 1, "keep_gathered": False, "overlap": True}
+        alike = dataclasses.replace(setting, **fixed, remat="", loss="", attention="own", offload=None, quantize=False)
+        stays, seconds = self.model.experts(policy, alike)
+        return stays, seconds * setting.batch_size / self.model.batch_size
 
     @functools.cached_property
     def sent_bytes(self) -> tuple[float, float, float, float]:

@@ -33,6 +33,7 @@ class Candidate(Report):
       attention: `own` or `fused`, as of `ZeroConfig`.
       overlap: whether it is compiled with the options that let collectives run beside computation.
       offload: what is kept in host memory: `optimizer`, `state`, `all` or nothing.
+      experts: whether params of experts stay sharded, as `ZeroConfig.experts`.
       quantize: whether params or gradients are sent in the formats of the config.
       pipe: size of the axis `pipe`: stages of a pipeline.
       pipeline: the schedule of these stages, as of `ZeroConfig`.
@@ -50,6 +51,7 @@ class Candidate(Report):
     attention: str = "own"
     overlap: bool = True
     offload: str | None = None
+    experts: bool = False
     quantize: bool = False
     pipe: int = 1
     pipeline: str = "gpipe"
@@ -69,7 +71,7 @@ class Candidate(Report):
     def parts(self) -> tuple[Any, ...]:
         """What settings that compile to similar programs have in common."""
         several = self.num_microbatches > 1, self.replica > 1, self.model > 1, self.pipe > 1, self.secondary
-        compiled = self.attention, self.overlap, self.offload, self.quantize, self.pipeline
+        compiled = self.attention, self.overlap, self.offload, self.experts, self.quantize, self.pipeline
         return self.stage, self.remat, self.loss, *several, *compiled
 
     def __str__(self) -> str:
@@ -86,6 +88,7 @@ class Candidate(Report):
         parts += [f"attention={self.attention}"] if self.attention != "own" else []
         parts += [] if self.overlap else ["no_overlap"]
         parts += [f"offload={self.offload}"] if self.offload else []
+        parts += ["experts"] if self.experts else []
         parts += ["quantize"] if self.quantize else []
         parts += [self.pipeline] if self.pipe > 1 else []
         return f"stage {self.stage} {' '.join(parts)}"

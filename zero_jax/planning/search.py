@@ -89,6 +89,7 @@ def _settings(
             **{name: (size,) for name, size in {**sizes, "replica": replica, "data": data}.items()},
             "num_microbatches": counts,
             "keep_gathered": [x and "params" in groups for x in tried["keep_gathered"]],
+            "experts": [x for x in tried["experts"] if "params" in groups or not x],
             "secondary": [x for x in tried["secondary"] if has_secondary or not x],
             "pipeline": tried["pipeline"] if pipe > 1 else tried["pipeline"][:1],
         }

@@ -13,6 +13,8 @@ import jax
 
 # The scope of what is moved for the update, which the instructions around it do not say: `zero_jax.hlo` reads it.
 UPDATE = "of_update"
+# The scope of activations that are sent to the shards of params, and of what comes home.
+SENT = "sent_to_shards"
 # A path that begins so continues that of the scope `params_scope` around it.
 RELATIVE = "::"
 

@@ -37,6 +37,7 @@ from zero_jax.sharding.spec import (
 _TILE = (16, 128)
 # The reasons of specs that are the user's own.
 _OVERRIDE, _AS_GIVEN, _ONE_DEVICE = "override", "as given", "data has one device"
+_EXPERTS = "along its experts"
 # As many leaves that differ in a number of their path alone are one row of a report.
 _MANY_ALIKE = 3
 
@@ -49,6 +50,7 @@ class ShardingRules:
     param_specs: PyTree = None
     axis_rules: AxisRules | None = None
     overrides: Mapping[str, PartitionSpec] | None = None
+    experts: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,7 @@ class LeafPlacement:
 
     `pipe` are the axes of pipeline stages that its layers are sharded over whether or not its group is sharded.
     `update_dims` are the dims of its master param and optimizer state, if these are sharded along its layers; the loss
-    function reads and reduces shards `dims`.
+    function reads and reduces shards `dims`. `of_experts` are the axes that shard the experts of a stack.
     """
 
     path: str
@@ -68,6 +70,7 @@ class LeafPlacement:
     reason: str
     pipe: tuple[str, ...] = ()
     update_dims: Dims | None = None
+    of_experts: tuple[str, ...] = ()
 
     def along_layers(self, mesh: Mesh, axes: Axes) -> Dims | None:
         """Returns the dims of a stack of layers `[layers, ...]` with as many axes of `data` moved to them as divide.
@@ -76,7 +79,7 @@ class LeafPlacement:
         sharded over `data`.
         """
         data = [axis for axis in axes.data if mesh.shape[axis] > 1 and axis not in self.pipe]
-        is_own = self.reason in (_OVERRIDE, _AS_GIVEN)
+        is_own = self.reason in (_OVERRIDE, _AS_GIVEN, _EXPERTS)
         if is_own or not all(carries(self.dims[1:], (axis,)) for axis in data):
             return None
         num_steps = len(gather_steps(self.dims, data, mesh))
@@ -95,10 +98,11 @@ class _Placer:
     def __init__(self, mesh: Mesh, axes: Axes, rules: ShardingRules, stacks: frozenset[str] = frozenset()):
         self.mesh, self.axes, self.rules, self.stacks = mesh, axes, rules, stacks
         self.overrides = PathPatterns("overrides", {} if rules.overrides is None else rules.overrides)
+        self.experts = PathPatterns("experts", {} if rules.experts is None else {rules.experts: True})
 
     def place(self, name: str, leaf: Any, spec_dims: Dims | None) -> LeafPlacement:
         """Returns the placement of a leaf: an override by path, else `dims` with `data` added."""
-        shape, dtype, pipe = tuple(leaf.shape), leaf.dtype, ()
+        shape, dtype, pipe, experts = tuple(leaf.shape), leaf.dtype, (), ()
         override = self.overrides.of(name)
         if override is not None:
             dims, reason = self.checked(name, shape, override), _OVERRIDE
@@ -107,7 +111,9 @@ class _Placer:
         else:
             dims = self.add_pipe(name, shape, spec_dims or ((),) * len(shape))
             pipe = tuple(axis for axis in self.axes.pipe if carries(dims, (axis,)))
-            dims, reason = self.add_data(shape, dims)
+            if self.experts.matches(name):
+                dims, experts = self.along_experts(name, shape, dims)
+            dims, reason = (dims, _EXPERTS) if experts else self.add_data(shape, dims)
         return LeafPlacement(
             path=name,
             shape=shape,
@@ -116,6 +122,7 @@ class _Placer:
             dims=dims,
             reason=reason,
             pipe=pipe,
+            of_experts=experts,
         )
 
     def place_like(self, name: str, leaf: Any, params: Mapping[str, LeafPlacement]) -> LeafPlacement:
@@ -161,6 +168,28 @@ class _Placer:
         if dim is None and math.prod(shape) >= self.rules.min_shard_size:
             dim = self.best_dim(shape, dims, self.axes.pipe, minor=False, besides=0)
         return dims if dim is None else _with(dims, dim, self.axes.pipe)
+
+    def along_experts(self, name: str, shape: tuple[int, ...], dims: Dims) -> tuple[Dims, tuple[str, ...]]:
+        """Shards a stack `[..., experts, d, k]` along its experts, over as many minor axes of `data` as divide these.
+
+        Returns:
+          The dims, with the other axes of `data` on other dims, and the axes of the experts; none on one device.
+        """
+        data = [axis for axis in self.axes.data if self.mesh.shape[axis] > 1 and not carries(dims, (axis,))]
+        if len(shape) < 3:
+            raise ValueError(f"experts: leaf {name!r} of shape {shape} is no stack [..., experts, d, k]: leave it out")
+        num_experts = shape[-3] // axis_size(self.mesh, dims[-3])
+        minor = (tuple(data[i:]) for i in range(len(data)))
+        own = next((axes for axes in minor if num_experts % axis_size(self.mesh, axes) == 0), ())
+        if data and not own:
+            raise ValueError(
+                f"experts: leaf {name!r} of shape {shape}: {num_experts} experts are not divisible by the "
+                f"{self.mesh.shape[data[-1]]} devices of {data[-1]!r}, the last axis of data: make the mesh with "
+                "data_layout=(..., n), where n divides them, or leave experts out"
+            )
+        dims = _with(dims, len(shape) - 3, own)
+        others = dataclasses.replace(self.axes, data=tuple(axis for axis in self.axes.data if axis not in own))
+        return _Placer(self.mesh, others, self.rules).add_data(shape, dims)[0], own
 
     def add_data(self, shape: tuple[int, ...], dims: Dims) -> tuple[Dims, str]:
         """Adds the `data` axes to the best dims: all on one dim, else over several; with the reason."""
@@ -218,6 +247,7 @@ def _with(dims: Dims, i: int, axes: Sequence[str]) -> Dims:
 def place_params(params: PyTree, *, mesh: Mesh, axes: Axes, rules: ShardingRules) -> PyTree:
     """Returns a `LeafPlacement` for each param (arrays or `ShapeDtypeStruct`s), with its sharding over `data`."""
     placer, specs = _Placer(mesh, axes, rules, _stacks(params, leaf_names(params), axes)), rules.param_specs
+    placer.experts.check_matched(leaf_names(params))
     if of_model_state := _model_state_patterns(specs):
         specs = {pattern: spec for pattern, spec in specs.items() if pattern not in of_model_state} or None
     of_each = user_specs(params, specs if specs is not None else _carried(params, mesh, axes, rules))

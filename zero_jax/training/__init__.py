@@ -20,7 +20,14 @@ from zero_jax.training.loss.function import (
 )
 from zero_jax.training.loss.kept_values import MEMORY_ROOM, chosen_values, value_costs
 from zero_jax.training.loss.program import StepLoss, cast_batch
-from zero_jax.training.loss.trace import LossTrace, pipeline_report, pipeline_report_of, trace_loss, trace_step_loss
+from zero_jax.training.loss.trace import (
+    LossTrace,
+    pipeline_report,
+    pipeline_report_of,
+    to_experts,
+    trace_loss,
+    trace_step_loss,
+)
 from zero_jax.training.losses import softmax_cross_entropy_with_integer_labels
 from zero_jax.training.noise_scale import NoiseScale
 from zero_jax.training.optimizer.offload import Offload

@@ -83,6 +83,9 @@ class ZeroConfig:
       axis_rules: from the names of dims in such metadata to mesh axes (None: replicated), where they are not mesh axes.
       overrides: from regular expressions of full leaf paths to the exact spec of such leaves where their group is
         sharded (`PartitionSpec()` replicates them). They apply to params, master params and optimizer state.
+      experts: a regular expression of full paths of params that are stacks of experts, `[..., experts, d, k]`. They are
+        sharded over `data` along the experts, and at stage 3 activations go to them where that is fewer bytes than a
+        gather (docs/gather_on_use.md). On the command line `auto` takes those of a reference model.
       data_axes: the mesh axes that ZeRO shards over, if not named `data` or `data_*`.
       replica_axes: the mesh axes of full copies, if not named `replica`.
       model_axes: the mesh axes of tensor parallelism, if not named `model` or `model_*`.
@@ -127,6 +130,7 @@ class ZeroConfig:
     param_specs: PyTree = None
     axis_rules: Mapping[str, str | None] | None = None
     overrides: Mapping[str, PartitionSpec] | None = None
+    experts: str | None = None
     data_axes: Sequence[str] | None = None
     replica_axes: Sequence[str] | None = None
     model_axes: Sequence[str] | None = None
@@ -143,6 +147,7 @@ class ZeroConfig:
         resolve_schedule(self.pipeline)
         self.resolved_offload()
         batch_patterns(self.keep_batch_dtype)
+        PathPatterns("experts", {} if self.experts is None else {self.experts: True})
         _check_secondary(self.secondary, self.stage)
         _check_compiler_options(self.compiler_options)
         quantize = self.resolved_quantize()

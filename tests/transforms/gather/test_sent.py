@@ -16,13 +16,13 @@ from zero_jax.models.decoder_config import DecoderConfig
 EXPERTS, FEATURES, HIDDEN, TOKENS = 8, 16, 64, 8
 
 
-def init(key, hidden=HIDDEN):
+def init(key, hidden=HIDDEN, experts=EXPERTS):
     keys = jax.random.split(key, 4)
     shapes = {
-        "router": (2, FEATURES, EXPERTS),
-        "gate": (2, EXPERTS, FEATURES, hidden),
-        "up": (2, EXPERTS, FEATURES, hidden),
-        "down": (2, EXPERTS, hidden, FEATURES),
+        "router": (2, FEATURES, experts),
+        "gate": (2, experts, FEATURES, hidden),
+        "up": (2, experts, FEATURES, hidden),
+        "down": (2, experts, hidden, FEATURES),
     }
     return {
         name: jax.random.normal(k, shape) / np.sqrt(shape[-2])
@@ -58,13 +58,14 @@ def make_batch():
     return {name: rng.standard_normal((16, TOKENS, FEATURES), np.float32) for name in "xy"}
 
 
-def setup(loss_fn, axes=None, hidden=HIDDEN, **fields):
+def setup(loss_fn, axes=None, **fields):
     """Returns a state, its step, and the step compiled: experts are sharded over `data`."""
     mesh, tx = zero.make_mesh(**(axes or {})), optax.sgd(0.1, momentum=0.9)
-    data = tuple(axis for axis in mesh.axis_names if axis.startswith("data"))
-    overrides = {"gate|up|down": jax.P(None, data)}
-    config = zero.ZeroConfig(**{"stage": 3, "overrides": overrides, **fields}, min_shard_size=0)
-    state = zero.init_state(lambda key: init(key, hidden), tx, jax.random.key(0), mesh=mesh, config=config)
+    sizes = {name: fields.pop(name) for name in ("hidden", "num_experts") if name in fields}
+    sizes = {"experts": sizes.pop("num_experts", EXPERTS), **sizes}
+    experts = None if "overrides" in fields else "gate|up|down"
+    config = zero.ZeroConfig(**{"stage": 3, "experts": experts, **fields}, min_shard_size=0)
+    state = zero.init_state(lambda key: init(key, **sizes), tx, jax.random.key(0), mesh=mesh, config=config)
     step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)
     batch = zero.shard_batch(make_batch(), mesh=mesh)
     return state, step, batch, mesh, config
@@ -84,6 +85,7 @@ def sent_bytes(state, step, batch):
         pytest.param({"num_microbatches": 2}, {}, jax.nn.relu, False, marks=pytest.mark.slow),
         pytest.param({}, {"replica": 2}, jax.nn.gelu, True, marks=pytest.mark.slow),
         pytest.param({}, {"data_layout": (2, 4)}, jnp.tanh, False, marks=pytest.mark.slow),
+        pytest.param({"num_experts": 4}, {"data_layout": (2, 4)}, jnp.tanh, True, marks=pytest.mark.slow),
         pytest.param({"remat": "full"}, {"model": 2}, jax.nn.silu, False, marks=pytest.mark.slow),
         pytest.param({"keep_gathered": True}, {}, jax.nn.silu, False, marks=pytest.mark.slow),
         pytest.param({"offload": "all"}, {}, jax.nn.silu, False, marks=pytest.mark.slow),
@@ -97,7 +99,7 @@ def test_numbers_are_those_of_one_device(fields, axes, activate, checkpoint):
     if "pipe" in axes:
         fields = {**fields, "overrides": {"gate|up|down": jax.P("pipe", "data")}}
     state, step, batch, _, _ = setup(loss_fn, axes, **fields)
-    params = init(jax.random.key(0))
+    params = init(jax.random.key(0), experts=fields.get("num_experts", EXPERTS))
     opt_state = tx.init(params)
     for _ in range(2):
         loss, grads = jax.jit(jax.value_and_grad(loss_fn))(params, make_batch())
@@ -121,6 +123,27 @@ def test_less_is_sent_and_the_report_says_what():
     # There and back twice, for the forward and the backward pass, and for what is recomputed.
     size = 16 * EXPERTS * (2 * TOKENS // EXPERTS) * FEATURES * 4 // 8
     assert sent["all-to-all"] == 2 * 6 * size * 7 // 8
+
+
+@pytest.mark.parametrize(("layout", "num_microbatches"), [(None, 2), ((2, 4), 1)])
+def test_the_estimate_is_what_is_sent(layout, num_microbatches):
+    fields = {"num_microbatches": num_microbatches, "remat": "full", "num_experts": 4 if layout else EXPERTS}
+    loss_fn = make_loss()
+    state, step, batch, mesh, config = setup(loss_fn, {"data_layout": layout}, **fields)
+    traced = zero.trace_loss(loss_fn, state.params, batch, mesh=mesh, config=config)
+    estimated = zero.comms.estimate(state, mesh=mesh, config=config, traced=traced)
+    rows = [row for row in estimated.rows if row.kind == "all-to-all"]
+    assert sum(row.total_sent_bytes for row in rows) == sent_bytes(state, step, batch)["all-to-all"]
+    axes = ("data_1",) if layout else ("data",)
+    assert {(row.axes, row.phase) for row in rows} == {(axes, "forward"), (axes, "backward")}
+    assert estimated.num_params == sum(x.size for x in jax.tree.leaves(state.params))
+
+
+def test_experts_that_do_not_divide_are_an_error():
+    with pytest.raises(ValueError, match=r"'down' of shape .*: 6 experts .* the 8 devices of 'data'.*data_layout"):
+        setup(make_loss(), num_experts=6)
+    with pytest.raises(ValueError, match=r"'gates' matches the path of no leaf"):
+        setup(make_loss(), experts="gates")
 
 
 def test_params_smaller_than_the_activations_are_gathered():

@@ -118,6 +118,8 @@ def estimate(
     - Model state at stage 3: one gather a microbatch. Leaves that gradients flow through are gathered again; those that
       are only averaged on their shards are not gathered.
     - Over the stages of a pipeline: what microbatches take from stage to stage, by the trace of the loss function.
+    - Experts that stay sharded (`ZeroConfig.experts`): with `traced`, the activations that go to them and home, in the
+      place of their params and gradients.
     - Over `model`: the traffic in the trace of the loss function. For Megatron's transformer blocks these are
       12 x seq x hidden elements a block and sample, of which 2 are dead code of the recomputation.
 
@@ -125,8 +127,8 @@ def estimate(
       state: The train state; abstract leaves will do.
       mesh: The mesh.
       config: Stage, precision, microbatches.
-      traced: From `zero.trace_loss`, for the traffic over `model` and between the stages of a pipeline; without it only
-        `data` and `replica` are counted.
+      traced: From `zero.trace_loss`, for the traffic over `model`, between the stages of a pipeline and to experts;
+        without it only params and gradients over `data` and `replica` are counted.
       tx: The optimizer; with it, params that it freezes are gathered at stage 3 and otherwise do not move, and matrices
         that its update needs whole are counted.
 
@@ -143,9 +145,10 @@ def estimate(
     masters = jax.tree.leaves(state.masters)
     floats = [leaf for leaf, x in zip(leaves, masters, strict=True) if jnp.issubdtype(x.dtype, jnp.inexact)]
     needed, same = used_by_optimizer(tx, state, placement.precision)
+    sent = {move.axes for move in (traced.moves if traced else ())}
     for leaf, is_needed, is_same in zip(floats, needed, same, strict=True):
-        traffic = _LeafTraffic(leaf, placement, config)
-        num_params += traffic.num_elements
+        traffic = _LeafTraffic(leaf, placement, config, stays=leaf.of_experts if leaf.of_experts in sent else ())
+        num_params += traffic.num_elements * axis_size(mesh, traffic.stays)
         rows += traffic.layer_rows(has_grad=is_needed)
         rows += traffic.stage_rows(has_grad=is_needed)
         moves = {"forward": True, "backward": any(needed), "update": not is_same}
@@ -221,12 +224,14 @@ class _LeafTraffic:
     """What one device sends in a step for a leaf.
 
     Attributes:
-      num_elements: the elements of the leaf in one share of the axes that are not `data`.
+      num_elements: the elements of the leaf in one share of the axes that are not `data`, and of `stays`.
+      stays: the axes that shard experts which activations are sent to, over which the param does not move.
       stored: the dtype that a param is stored in.
       compute: the dtype that it is used in.
     """
 
-    def __init__(self, leaf: LeafPlacement, placement: Placement, config: ZeroConfig):
+    def __init__(self, leaf: LeafPlacement, placement: Placement, config: ZeroConfig, *, stays: tuple[str, ...] = ()):
+        self.stays, leaf = stays, dataclasses.replace(leaf, dims=without(leaf.dims, stays))
         self.leaf, self.placement, self.config, self.mesh = leaf, placement, config, placement.mesh
         self.pipe, self.k = leaf.pipe, float(config.num_microbatches)
         self.schedule = resolve_schedule(config.pipeline)
@@ -237,7 +242,7 @@ class _LeafTraffic:
             dims, of_update = (x and without(x, leaf.pipe) for x in (leaf.dims, leaf.update_dims))
             self.leaf = leaf = dataclasses.replace(leaf, dims=dims, update_dims=of_update)
         other_axes = [axis for dim in leaf.dims for axis in dim if axis not in placement.axes.data]
-        self.num_elements = math.prod(leaf.shape) // axis_size(self.mesh, (*other_axes, *self.pipe))
+        self.num_elements = math.prod(leaf.shape) // axis_size(self.mesh, (*other_axes, *self.pipe, *stays))
         precision = placement.precision
         self.stored = precision.master or leaf.dtype
         stored_param = self.stored if placement.params_are_masters else precision.param or leaf.dtype
@@ -301,7 +306,7 @@ class _LeafTraffic:
         # Stages 0 and 1 sum microbatches on each device and reduce once, after the last backward pass, by all-to-alls;
         # so do the others over the axes of copies of the params. Gradients that are quantized move at each use.
         plan, reduce = placement.grad_plan, placement.precision.reduce
-        often = [axis for axis in plan.batch_axes if axis not in (*plan.once_over, *self.pipe)]
+        often = [axis for axis in plan.batch_axes if axis not in (*plan.once_over, *self.pipe, *self.stays)]
         kind, dtype = ("all-to-all", "float32") if plan.at_use else ("reduce-scatter", self.compute)
         yield from self.sum_rows(kind, often, reduce or dtype, phase="backward", times=k)
         dtype = "float32" if k > 1 else self.compute

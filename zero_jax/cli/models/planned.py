@@ -119,7 +119,7 @@ def small_model(model: PlannedModel) -> PlannedModel:
     config = model.config
     if config is None:
         return model
-    sizes = {"vocab_size": 256, "seq_len": 64, "num_layers": 2, "num_experts": 4, "experts_per_token": 2, "window": 32}
+    sizes = {"vocab_size": 256, "seq_len": 64, "num_layers": 2, "num_experts": 8, "experts_per_token": 2, "window": 32}
     sizes |= {"learned_positions": 64}
     fields = {name: min(getattr(config, name), size) for name, size in sizes.items() if getattr(config, name, None)}
     fields |= {"num_heads": 4, "d_model": 64}

@@ -100,6 +100,16 @@ def preset_config(options: argparse.Namespace) -> ModelConfig:
     return dataclasses.replace(config, **{"seq_len": min(config.seq_len, MAX_SEQ_LEN), **changes})
 
 
+def experts_of(options: argparse.Namespace) -> str:
+    """Returns the pattern of the params that are experts, for `--experts auto`."""
+    config, is_own = preset_config(options), getattr(options, "OwnModelConfig.loss", None) is not None
+    patterns = None if is_own or isinstance(config, GPTConfig) else config.expert_params
+    if patterns is None:
+        what = "a model of your own" if is_own else f"{model_name(options)} without experts"
+        raise ValueError(f"--experts auto: {what}: give a regular expression of the paths of params, or leave it out")
+    return patterns
+
+
 def _check_changes(name: str, config: ModelConfig, changes: Mapping[str, Any]) -> None:
     """Raises `ValueError` for options of fields that the kind of model does not have."""
     fields = option_fields(type(config).__name__)

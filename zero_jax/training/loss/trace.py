@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -17,10 +17,13 @@ from zero_jax.core.text_tables import Report
 from zero_jax.core.tree import PyTree, check_arrays, key_shape
 from zero_jax.core.variables import Variables, as_variables, joined
 from zero_jax.dims import Move, Propagation, ValueSharding, propagate_shardings, sources
-from zero_jax.program.jaxprs import open_jaxpr, without_dead_code
+from zero_jax.program.jaxprs import inner_jaxprs, name_stack, open_jaxpr, source_line, without_dead_code
+from zero_jax.program.subcalls import subcall
+from zero_jax.sharding.chains import reshard_p
+from zero_jax.sharding.gather_names import SENT
 from zero_jax.sharding.mesh import axis_size, on_mesh
 from zero_jax.sharding.rules import placement_leaves
-from zero_jax.sharding.spec import without
+from zero_jax.sharding.spec import dims_of, without
 from zero_jax.training.loss.function import MeshLoss
 from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.state.placement import Placement
@@ -75,8 +78,8 @@ class LossTrace(Report):
     """Memory, traffic and operations of the loss and its gradient, by their jaxpr; prints as a line.
 
     Attributes:
-      moves: the collectives over the axes that are neither `data` nor `replica`, and what moves between the stages of a
-        pipeline, of a step.
+      moves: the collectives over the axes that are neither `data` nor `replica`, what moves between the stages of a
+        pipeline, and activations that go to experts (`ZeroConfig.experts`), of a step.
       residuals: bytes that one device keeps from the forward to the backward pass of a microbatch.
       peak_bytes: bytes of activations, residuals among them, alive at once on one device; elementwise work counts as
         fused, gathered params and gradients do not count.
@@ -119,7 +122,7 @@ def trace_loss(
 ) -> LossTrace:
     """Traces a loss function and its gradient as a train step takes them, and propagates the model's sharding.
 
-    Nothing is compiled. Collectives over `data` and `replica` are not among them: `comms.estimate` has these.
+    Nothing is compiled. Gathers of params and reductions of gradients are not among them: `comms.estimate` has these.
 
     Args:
       loss_fn: as for `make_train_step`.
@@ -142,8 +145,10 @@ def trace_step_loss(loss: StepLoss, params: PyTree, batch: PyTree) -> LossTrace:
     k = loss.placement.grad_plan.num_microbatches  # those of a pipeline are on all stages: as if they were one
     whole, (variables, batch, _) = batch, loss.shapes(params, batch, num_parts=k)
     traced = _TracedLoss(loss.recomputed(loss.fused), variables, batch, loss.placement)
-    jaxpr, gradient = traced.gradient()
+    jaxpr = traced.gradient()
+    gradient = traced.propagate_gradient(jaxpr)
     moves = [dataclasses.replace(move, times=move.times * k) for move in gradient.moves]
+    moves += to_experts(loss, variables, batch)
     residuals, peak_bytes = traced.residuals(), gradient.peak_bytes
     if loss.placement.num_stages > 1:
         with on_mesh(loss.placement.mesh):
@@ -165,6 +170,38 @@ def trace_step_loss(loss: StepLoss, params: PyTree, batch: PyTree) -> LossTrace:
         unknown=gradient.unknown,
         kernels=kernels(jaxpr, gradient.values, sizes=traced.sizes, batch_axes=loss.placement.axes.batch),
     )
+
+
+def to_experts(loss: StepLoss, variables: PyTree, batch: PyTree) -> list[Move]:
+    """Returns what a device sends of activations to experts that stay sharded, and home, in all microbatches."""
+    placement = loss.placement
+    own = {leaf.of_experts for leaf in placement_leaves(placement.params)} - {()}
+    if not own or "params" not in placement.groups or placement.num_stages > 1:
+        return []
+    with on_mesh(placement.mesh):
+        jaxpr = _TracedLoss(
+            loss.placed(loss.unsharded(loss.recomputed(loss.fused))), variables, batch, placement
+        ).gradient()
+    num_shards, found = axis_size(placement.mesh, placement.axes.batch), []
+    for eqn, phase, times in _sent(jaxpr, "forward", placement.grad_plan.num_microbatches):
+        (aval,) = (var.aval for var in eqn.outvars)
+        there, home = (set(dims_of(x, aval.ndim)) for x in eqn.params["forward"].shardings)
+        axes = next(axes for axes in own if axes in there ^ home)
+        sent = aval.size * aval.dtype.itemsize / num_shards * (1 - 1 / axis_size(placement.mesh, axes))
+        of_move = {"axes": axes, "dtype": str(aval.dtype), "phase": phase, "source": source_line(eqn)}
+        found.append(Move(kind="all-to-all", **of_move, sent_bytes=sent, times=times))
+    return found
+
+
+def _sent(jaxpr: Any, phase: str, times: int) -> Iterator[tuple[Any, str, int]]:
+    """Yields the equations that send activations to shards and home, each with its phase and how often it runs."""
+    for eqn in open_jaxpr(jaxpr)[0].eqns:
+        of_eqn = "backward" if "transpose(" in name_stack(eqn) else phase
+        if eqn.primitive is reshard_p and SENT in name_stack(eqn):
+            yield eqn, of_eqn, times
+        sub = subcall(eqn)
+        for inner in inner_jaxprs(eqn):
+            yield from _sent(inner, of_eqn, times * (1 if sub is None else sub.length))
 
 
 def _between_stages(report: PipelineReport, pipe: tuple[str, ...]) -> list[Move]:
@@ -197,16 +234,19 @@ class _TracedLoss:
         """Calls the loss function with other floating params."""
         return self.loss(joined(merge(variables.params, floating), variables.model_state), batch, key)
 
-    def gradient(self) -> tuple[Any, Propagation]:
-        """Returns the jaxpr of loss and gradient, with its shardings."""
+    def gradient(self) -> Any:
+        """Returns the jaxpr of loss and gradient."""
 
         def gradient(variables: Variables, batch: PyTree, key: jax.Array) -> Any:
             floating = functools.partial(self.loss_of, variables, batch=batch, key=key)
             return jax.value_and_grad(floating, has_aux=True)(trainable(variables.params))
 
-        jaxpr = without_dead_code(jax.make_jaxpr(gradient)(*self.arguments))
+        return without_dead_code(jax.make_jaxpr(gradient)(*self.arguments))
+
+    def propagate_gradient(self, jaxpr: Any) -> Propagation:
+        """Returns the shardings of the jaxpr of loss and gradient."""
         num, num_grads = len(jaxpr.outvars), len(jax.tree.leaves(trainable(self.arguments[0].params)))
-        return jaxpr, self._propagate(jaxpr, kept=range(num - num_grads, num))
+        return self._propagate(jaxpr, kept=range(num - num_grads, num))
 
     def largest_param_bytes(self) -> float:
         """Returns the bytes on one device of the largest param that is no stack of layers."""

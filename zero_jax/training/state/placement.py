@@ -321,6 +321,7 @@ def make_placement(variables: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Plac
         param_specs=config.param_specs,
         axis_rules=config.axis_rules,
         overrides=config.overrides,
+        experts=config.experts,
     )
     placed, placed_state = place_params(params, mesh=mesh, axes=axes, rules=rules), None
     if model_state is not None:

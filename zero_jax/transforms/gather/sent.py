@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 
 from zero_jax.dims import ELEMENTWISE, SHAPES, Examples, dim_map, is_activation
 from zero_jax.sharding.chains import Chain, reshard
+from zero_jax.sharding.gather_names import SENT
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import carries, named_along
 from zero_jax.transforms.gather.deferred import Copies, GatherOptions, Lazy, Value, whole
@@ -48,7 +49,8 @@ class SentValue(Value):
     def moved(self, array: jax.Array, *, is_home: bool) -> jax.Array:
         """Returns an array that is sent there or back home; its cotangent goes the other way."""
         shardings = self.sharding(array.ndim, is_home=not is_home), self.sharding(array.ndim, is_home=is_home)
-        return reshard(array, forward=Chain(shardings), backward=Chain(shardings[::-1]))
+        with jax.named_scope(SENT):
+            return reshard(array, forward=Chain(shardings), backward=Chain(shardings[::-1]))
 
     def pinned(self, array: jax.Array) -> jax.Array:
         """Returns an array that was made there as a value."""

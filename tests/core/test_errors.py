@@ -114,6 +114,11 @@ def test_spec_that_does_not_divide():
         make_on(mesh_of("3"), param_specs={"in": P("data"), "out": P()})
 
 
+def test_spec_over_copies():
+    with pytest.raises(ValueError, match="leaf 'in': its spec names the axis 'replica', which is of full copies"):
+        make_on(zero.make_mesh(replica=2), overrides={"in": P("replica", "data")})
+
+
 LOSS_ERRORS = [
     (lambda p, b: loss_fn(p, b)[None], "loss of shape .1,. and dtype float32: return a floating scalar"),
     (lambda p, b: jnp.int32(1), "dtype int32: return a floating scalar"),

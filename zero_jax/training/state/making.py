@@ -20,6 +20,8 @@ from zero_jax.core.tree import PyTree, check_arrays, key_shape, shapes_of, shown
 from zero_jax.core.variables import MODEL_STATE, as_variables, function_of_key, joined
 from zero_jax.sharding.mesh import on_mesh
 from zero_jax.sharding.precision import cast_floating, init_loss_scale
+from zero_jax.sharding.rules import placement_leaves
+from zero_jax.sharding.spec import carries
 from zero_jax.training.optimizer.update import init_opt_state
 from zero_jax.training.same_program import check_same_init
 from zero_jax.training.state.checks import check_optimizer, check_trainable
@@ -85,6 +87,7 @@ def abstract_state(
         variables = jax.eval_shape(lambda key: _checked(init_fn(key)), key_type)
         check_optimizer(tx)
         placement = make_placement(variables, mesh=mesh, config=config)
+        _check_copies(placement)
         state = jax.eval_shape(lambda variables, key: _build_state(variables, tx, key, placement), variables, key_type)
         shardings = train_state_shardings(state, step_placement(state, tx, mesh=mesh, config=config))
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
@@ -97,6 +100,16 @@ def _checked_key(key: Any) -> Any:
         if is_new or (key.dtype == jnp.uint32 and key.ndim == 1):
             return key
     raise ValueError(f"key={shown(key)} is no key: give jax.random.key({key if isinstance(key, int) else 0})")
+
+
+def _check_copies(placement: Placement) -> None:
+    """Raises `ValueError` for a leaf that is sharded over `replica`: a step runs on each copy by itself."""
+    for leaf in placement_leaves((placement.params, placement.model_state)):
+        if over := [axis for axis in placement.axes.replica if carries(leaf.dims, (axis,))]:
+            raise ValueError(
+                f"leaf {leaf.path!r}: its spec names the axis {over[0]!r}, which is of full copies of the params: "
+                "shard it over the axes of data, or give the axis to data (data_axes, replica_axes)"
+            )
 
 
 def _checked(variables: PyTree) -> PyTree:

@@ -90,6 +90,24 @@ def test_quantized_gathers_send_less_and_take_work():
         found.estimate(setting(0, quantize=True))
 
 
+def test_experts_that_stay_send_activations_in_the_place_of_params():
+    def loss_fn(params, batch):
+        def layer(x, w):
+            return jnp.einsum("becf,efd->becd", jax.nn.silu(jnp.einsum("becd,edf->becf", x, w)), w.mT), None
+
+        return jax.lax.scan(layer, batch, params["up"])[0].astype(jnp.float32).mean()
+
+    job = plans.make_job(
+        loss_fn=loss_fn, init_fn=lambda key: {"up": jnp.zeros((2, 4, 128, 1024))}, tx=optax.sgd(0.1),
+        batch=jnp.zeros((16, 4, 8, 128)), topology=TOPOLOGY, config=dataclasses.replace(CONFIG, experts="up"),
+    )  # fmt: skip
+    found = estimates.Estimator(job, {"own": estimates.Policy(loss_fn=loss_fn, remat="own")})
+    held, plain = (found.step(setting(3, experts=x)) for x in (True, False))
+    assert held.stays == 2 * 4 * 128 * 1024 * 3 / 4 and plain.stays == plain.expert_seconds == 0
+    assert held.moved_bytes[0] == plain.moved_bytes[0] / 4 and 0 < held.expert_seconds < plain.data_seconds
+    assert found.estimate(setting(3, experts=True)).seconds < found.estimate(setting(3)).seconds
+
+
 def test_gradients_that_are_quantized_between_copies_alone():
     config = dataclasses.replace(CONFIG, stage=3, quantize_grads="int8", quantize_grads_over="replica")
     found, held = estimator(config=config), setting(3, data=2, replica=2, quantize=True)

@@ -71,6 +71,11 @@ def test_candidates_multiply_up_and_divide():
     assert len(found) == (1 + 3 * 3) * 3 * 2
 
 
+def test_candidates_keep_experts_sharded_where_params_are():
+    found = settings_of(num_devices=8, batch_size=(8,), stage=(2, 3), experts=(False, True))
+    assert {(s.stage, s.experts) for s in found} == {(2, False), (3, False), (3, True)}
+
+
 def test_candidates_of_one_device_and_of_the_model_axis():
     assert {(s.stage, s.replica, s.data) for s in settings_of(num_devices=1, batch_size=(1,))} == {
         (0, 1, 1),

@@ -11,6 +11,7 @@ from reference import make_config, mesh_of
 from rematting import BATCH, LAYERS, TOKENS, WIDTH, assert_same, batch_of, model_of, placed, plain
 
 import zero_jax as zero
+from zero_jax.training import StepLoss, value_costs
 from zero_jax.transforms.remat.choice import ValueBudget, choose
 from zero_jax.transforms.remat.transform import Remat, remat_report, rematerialize, resolve_remat
 
@@ -24,6 +25,29 @@ SLOW = ("nnx loop", "dict loop own", "linen scan")
 def reported(kind, remat, mesh="model4"):
     params, loss_fn, specs = model_of(kind)
     return remat_report(loss_fn, params, batch_of(), remat=remat, mesh=mesh_of(mesh), specs=specs)
+
+
+# Costs
+
+
+def test_products_that_elementwise_work_reads_are_kept_in_place():
+    """The hidden features of an MLP; what is added to the stream, and what attention reads in heads, is copied."""
+    params = {name: np.ones((LAYERS, 128, 128), np.float32) for name in ("up", "gate", "down", "query")}
+
+    def layer(x, w):
+        x += (jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"]
+        heads = (x @ w["query"]).reshape(*x.shape[:-1], 4, 32).swapaxes(-2, -3)
+        return x * heads.swapaxes(-2, -3).reshape(x.shape), None
+
+    def loss_fn(params, batch):
+        return jax.lax.scan(layer, batch, params)[0].mean()
+
+    config = zero.ZeroConfig(stage=3, remat="full")
+    loss = StepLoss.of(loss_fn, params, mesh=mesh_of("8"), config=config)
+    (costs,) = value_costs(loss, params, np.ones((8, 256, 128), np.float32))
+    products = [label for label in costs.values if label.startswith("dot_general")]
+    passes = [costs.keeping_seconds(x) / costs.roofline.moved_seconds(costs.values[x]) for x in products]
+    assert passes[:2] == [1, 1] and min(passes[2:]) > 1.5, dict(zip(products, passes, strict=True))
 
 
 # Names

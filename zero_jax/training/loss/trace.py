@@ -105,7 +105,7 @@ class LossTrace(Report):
 
     @property
     def model_bytes(self) -> float | None:
-        """Bytes that one device sends in a step over the model's axes; None where that is not known."""
+        """Bytes that one device sends in a step by all `moves`; None where they are not known."""
         return None if self.unknown else sum(move.sent_bytes * move.times for move in self.moves)
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ class LossTrace(Report):
         sent = f"unknown ({self.unknown})" if self.model_bytes is None else f"{self.model_bytes / 1e6:.1f} MB"
         return (
             f"residuals {self.residuals.device_bytes / 1e6:.1f} MB a device{host}, activations at the peak "
-            f"{self.peak_bytes / 1e6:.1f} MB, over `model` {sent} a step"
+            f"{self.peak_bytes / 1e6:.1f} MB, sent besides params and gradients {sent} a step"
         )
 
 

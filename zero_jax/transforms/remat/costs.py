@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from zero_jax.attention import RESIDUALS
-from zero_jax.dims import ALIASES, ValueSharding, propagate_shardings
+from zero_jax.dims import ALIASES, ELEMENTWISE, ValueSharding, is_activation, propagate_shardings
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate, flattened, trace_flat
 from zero_jax.sharding.topology import HARDWARE, hardware_of
@@ -29,6 +29,7 @@ from zero_jax.transforms.remat.regions import SCAN_BODY, RematRegion
 from zero_jax.transforms.remat.values import Mark, all_values, is_large
 
 _Shardings = Mapping[Any, ValueSharding]
+_IN_PLACE = ELEMENTWISE - {"add", "add_any", "sub"}
 _NAME = "zero_value:"  # what begins the names of the values of the trace
 
 
@@ -96,8 +97,20 @@ class BlockCosts:
 
     def keeping_seconds(self, label: str) -> float:
         """Returns the seconds of writing a value, of a loop with its slices; what reads it counts elsewhere."""
-        num_bytes = self.values.get(label, 0.0)
-        return self.roofline.kept_seconds(num_bytes) if self.is_scanned else self.roofline.moved_seconds(num_bytes)
+        num_bytes, is_copied = self.values.get(label, 0.0), self.is_scanned and label not in self._written_once
+        return self.roofline.kept_seconds(num_bytes) if is_copied else self.roofline.moved_seconds(num_bytes)
+
+    @functools.cached_property
+    def _written_once(self) -> frozenset[str]:
+        """The products that elementwise work alone reads: kernels write and read them in the stack itself.
+
+        Those that are added to something are not among them: kernels make the sum, and would write both.
+        """
+        jaxpr, labels = self.region.jaxpr, self.region.labels
+        others = [x for x in jaxpr.eqns if not (x.primitive.name in _IN_PLACE or is_activation(x))]
+        read = {id(atom) for atom in (*(atom for eqn in others for atom in eqn.invars), *jaxpr.outvars)}
+        products = [x.outvars[0] for x in jaxpr.eqns if x.primitive.name == "dot_general"]
+        return frozenset(labels[var] for var in products if id(var) not in read)
 
     @functools.cached_property
     def _gradient(self) -> tuple[Any, _Shardings, dict[str, list[Any]]]:

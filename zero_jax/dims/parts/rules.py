@@ -13,6 +13,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from zero_jax.dims.parts.relations import (
     EXTREMA,
     SAME,
@@ -49,6 +51,8 @@ def _cast(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     (x,) = inputs
     before, after = pair.whole.invars[0].aval.dtype, pair.whole.outvars[0].aval.dtype
     grows = before.kind in "biu" and after.kind in "iu" and after.itemsize >= before.itemsize
+    if x.kind is Kind.POSITIONS and x.dim is not None and before.kind in "iu" and after.kind in "iu":
+        grows |= pair.shapes(0)[0][x.dim] <= np.iinfo(after).max  # as float64 programs look up by their int64 places
     return [x if is_float(pair.whole.outvars[0].aval) or grows else applied(inputs)]
 
 

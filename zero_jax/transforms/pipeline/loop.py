@@ -209,7 +209,7 @@ class _Ticks:
         begun = [self.begun(role, x) for role, x in zip(roles, self.values, strict=True)]
         # Stages that no microbatch has reached run on examples of the batch: on nothing, a layer may divide by zero.
         after = [
-            begun[i] if ring is None else ring.unpadded(waiting[i][0][:, 0])  # type: ignore[index]
+            begun[i] if ring is None else lax.stop_gradient(ring.unpadded(waiting[i][0][:, 0]))  # type: ignore[index]
             for i, ring in enumerate(rings)
         ]
         shapes = jax.eval_shape(stages, (self.stage, self.stage, self.stage, self.stage == 0), after, sums)

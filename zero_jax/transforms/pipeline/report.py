@@ -155,5 +155,5 @@ def _times(loop: LayerLoop, role: Role, shape: tuple[int, ...], schedule: Schedu
         return passed
     # All homes but one send to the first stage, and receive from the last one, a part in each tick; the first
     # microbatch of each before the first tick, and the last of each behind the last one.
-    share = part_share(shape, role.dim, s * loop.num_groups)
+    share = part_share(shape, role.dim, s * loop.num_groups) if loop.num_microbatches > s else 0
     return passed + (1 + is_carry) * to_others * (loop.num_ticks * share + 1)

@@ -59,7 +59,8 @@ class Ring:
         x = self.pin(lax.collapse(self.place.pinned(x, self.place.pipe, (), self.place.batch), 2, 4))
         homes = self.pin(self.padded(x))
         first = homes[:, 0]
-        places = [first if k == 0 else self.place.sent(first, [(k, 0)]) for k in range(s)]
+        here = at_stages(self.stage == 0, first, jnp.zeros_like(first))
+        places = [here, *(self.place.sent(first, [(k, 0)]) for k in range(1, s))]
         return homes, self.pin(jnp.stack(places, 1))
 
     def left(self, waiting: Waiting, after: jax.Array) -> jax.Array:
@@ -125,7 +126,12 @@ class Ring:
         return lax.dynamic_update_index_in_dim(places, put, k, 1), old
 
     def exchanged(self, homes: jax.Array, places: jax.Array, t: jax.Array, ends: tuple[int, int]) -> Waiting:
-        """Moves a part from each home to the first of two `ends`, and one from the last of them to each home."""
+        """Moves a part from each home to the first of two `ends`, and one from the last of them to each home.
+
+        Nothing of a single slot, which is there before the first tick and returns behind the last one.
+        """
+        if self.num_slots == 1:
+            return homes, places
         dim = homes.ndim + self.dim
         sizes = [1 if i == 1 else self.part_size if i == dim else size for i, size in enumerate(homes.shape)]
         for k in range(self.num_stages):

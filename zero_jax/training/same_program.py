@@ -152,11 +152,9 @@ def fingerprint(leaves: Mapping[str, Any], *, in_blocks: bool = False) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     for name, leaf in leaves.items():
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        for shard in map(
-            np.ascontiguousarray, [x.data for x in leaf.addressable_shards] if _is_global(leaf) else [leaf]
-        ):
+        leaf = _numbers(leaf)
+        shards = [x.data for x in leaf.addressable_shards] if _is_global(leaf) else [leaf]
+        for shard in map(np.ascontiguousarray, shards):
             digest.update(repr((name, str(shard.dtype), np.shape(leaf))).encode())
             values = shard.reshape(-1).view(np.uint8).data
             if in_blocks and len(values) > _BLOCKS * _BLOCK_BYTES:
@@ -187,7 +185,7 @@ def equal_parts(fingerprints: Mapping[int, str], parts: Mapping[int, str]) -> li
 
 def _parts(batch: PyTree, mesh: Mesh, axes: Axes) -> dict[str, Any]:
     """Returns what is compared of what a process gives of a batch: hashes of its leaves, and which part they are."""
-    given = {name: x for name, x in leaves_by_name(batch).items() if not _is_global(x)}
+    given = {name: _numbers(x) for name, x in leaves_by_name(batch).items() if not _is_global(x)}
     rows = {name: x for name, x in given.items() if np.ndim(x)}
     return {
         "part": part_of_batch(batch, mesh, axes),
@@ -299,5 +297,10 @@ def _values(state: PyTree) -> dict[str, Any]:
 
 
 def _key_values(key: jax.Array) -> list[int]:
-    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    return jax.device_get(jax.random.key_data(key) if is_typed else key).tolist()
+    return jax.device_get(_numbers(key)).tolist()
+
+
+def _numbers(x: Any) -> Any:
+    """Returns an array as it is, and of random keys the numbers in them."""
+    is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(x) if is_key else x

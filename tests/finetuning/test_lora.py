@@ -124,6 +124,7 @@ PARAMS = {
 }
 WRONG = {
     "nothing": (["layer/w"], "matches the path of no leaf that is left: the nearest is 'layers/w'"),
+    "a regular expression": (["layers/(q|w)"], "'layers/(q|w)' (a pattern as of file names, with"),
     "a stack?": (["layers/*"], "leaf 'layers/w' of shape [2, 64, 64] has 3 dims, and the rule 'layers/*' does not say"),
     "a vector": (["n"], "leaf 'n' of shape [4] and dtype int32 cannot be adapted as 'io'"),
     "no matrices": (["n*"], "'n*' matches no floating leaf of two dims: 'n' has shape [4]"),

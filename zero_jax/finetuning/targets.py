@@ -121,4 +121,6 @@ def _unmatched(what: str, pattern: str, names: Iterable[str]) -> ValueError:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     hint = did_you_mean(pattern, names, "the nearest is {!r}", cutoff=0.0) or "there are none"
     paths = f"; the paths are {', '.join(names[:_SHOWN])}{more}" if len(names) > 1 else ""
-    return ValueError(f"{what}: {pattern!r} matches the path of no leaf that is left: {hint}{paths}")
+    is_regex = re.search(r"[()|+^$\\]|\.\*", pattern)
+    kind = " (a pattern as of file names, with *, ? and [ab], and no regular expression)" if is_regex else ""
+    return ValueError(f"{what}: {pattern!r}{kind} matches the path of no leaf that is left: {hint}{paths}")

@@ -194,7 +194,7 @@ def test_what_is_checked_is_named():
             ["train", "--checkpoints", "zz://b/x"],
             "the scheme zz:// is unknown: give a folder, or a URL of gs://",
         ),
-        (["train", "--d-model", "1000000000"], "params: give sizes of at most 1e+16 in all"),
+        (["train", "--d-model", "500000000"], "params: give sizes of at most 1e+16 in all"),
         (["plan", "--batch-size", "1000000000000"], "batch_size=1000000000000: the batch alone takes 96,000 GB"),
         (["plan", "--topology", "v5p:4000x4000x4000"], "has 64,000,000,000 chips, and plans are for at most 131,072"),
         (["plan", "--topology", f"v5p:{'9' * 3000}"], "of 3,004 characters: give a name such as"),

@@ -303,10 +303,14 @@ def array_of(options: GatherOptions, value: Lazy | Value) -> Any:
     return _summed(options, value, array) if options.mapped else array
 
 
+def is_whole(options: GatherOptions, value: Lazy) -> bool:
+    """Tells whether a param is on each device as a whole before its use: it is stored so, or was gathered."""
+    return options.stored_whole or value.is_gathered
+
+
 def gathering(options: GatherOptions, value: Lazy, shape: tuple[int, ...]) -> Chain:
     """Returns the shardings that a shard goes through to be gathered; none for params that are stored whole."""
-    is_whole = options.stored_whole or value.is_gathered
-    steps = () if is_whole else gather_shardings(options.mesh, value.shard, options.axes.data)
+    steps = () if is_whole(options, value) else gather_shardings(options.mesh, value.shard, options.axes.data)
     return Chain(steps, barrier=True, coding=_blocks(options, value, value.formats.gather, shape)) if steps else Chain()
 
 

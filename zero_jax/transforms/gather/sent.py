@@ -20,7 +20,7 @@ from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.gather_names import SENT
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import carries, named_along
-from zero_jax.transforms.gather.deferred import Copies, GatherOptions, Lazy, Value, whole
+from zero_jax.transforms.gather.deferred import Copies, GatherOptions, Lazy, Value, is_whole, whole
 
 _MOVED = ELEMENTWISE | SHAPES | {"transpose", "broadcast_in_dim"}
 
@@ -125,8 +125,8 @@ def sent_product(
     (of_param,), place = places, 1 - places[0]
     param, activation, axes = values[of_param], values[place], options.axes
     is_activation = isinstance(activation, Value) and not isinstance(activation, Copies) and not activation.params_only
-    is_whole = options.stored_whole or param.is_gathered
-    is_stored_so = param.is_shard and not (is_whole or options.mapped or param.on_host or options.quantize)
+    is_other = options.mapped or param.on_host or options.quantize
+    is_stored_so = param.is_shard and not (is_whole(options, param) or is_other)
     batch = eqn.params["dimension_numbers"][1]
     cut = [i for i, dim in enumerate(batch[of_param]) if param.dims is not None and param.dims[dim]]
     if not is_activation or not is_stored_so or len(cut) != 1:

@@ -31,6 +31,7 @@ from zero_jax.transforms.gather.deferred import (
     Value,
     array_of,
     gathering,
+    is_whole,
     pending,
     put_off,
     relative,
@@ -408,7 +409,7 @@ class GatherWalk(Walk[GatherFrame]):
             copies = self.copies(table)
             with gather_scope(table.path):
                 return [Value(move_table(eqn, plan, copies, indices.array), params_only=False)]
-        array, stored_whole = table.built, self.options.stored_whole or table.is_gathered
+        array, stored_whole = table.built, is_whole(self.options, table)
         with gather_scope(table.path):
             return [Value(move_rows(eqn, plan, array, indices.array, stored_whole=stored_whole), params_only=False)]
 

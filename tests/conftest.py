@@ -1,6 +1,7 @@
 """Settles what the tests run on before any imports JAX: 8 simulated CPU devices, and the TPU compiler without a TPU."""
 
 import atexit
+import collections
 import gc
 import importlib.metadata
 import importlib.util
@@ -111,8 +112,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # What takes the longest comes first, so that processes that share the tests end together.
-    long = {item.path for item in items if "tpu_compiler" in item.keywords}
-    items.sort(key=lambda item: item.path not in long)
+    compiling = {item.path for item in items if "tpu_compiler" in item.keywords}
+    num_slow = collections.Counter(item.path for item in items if "slow" in item.keywords)
+    items.sort(key=lambda item: (item.path not in compiling, -num_slow[item.path]))
     if importlib.util.find_spec("libtpu"):
         return
     reason = "no TPU compiler here: `pip install 'jax[tpu]'` brings it to any machine, no TPU needed"

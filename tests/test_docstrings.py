@@ -100,9 +100,9 @@ def test_every_public_name_has_an_example():
     assert {name for name in NAMES if name not in EXAMPLES} == WITHOUT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.tpu_compiler, pytest.mark.slow] * (name in COMPILING)) for name in EXAMPLES],
+    "name", [pytest.param(name, marks=[pytest.mark.tpu_compiler] * (name in COMPILING)) for name in EXAMPLES]
 )
 def test_the_example_of_a_docstring_runs(name, tmp_path, monkeypatch):
     if name in COMPILING:

@@ -21,7 +21,7 @@ import zero_jax as zero
         {"query_seq_lengths": jnp.array([5, 24]), "key_value_seq_lengths": jnp.array([3, 7]), "is_causal": True},
     ],
 )
-@pytest.mark.parametrize("sizes", [{}, {"s": 7}, {"t": 5}])
+@pytest.mark.parametrize("sizes", [{}, *(pytest.param(s, marks=pytest.mark.slow) for s in ({"s": 7}, {"t": 5}))])
 def test_the_explicit_form_is_that_of_jax(options, sizes):
     q, k, v = random_arrays(**sizes)
     wide = jnp.concatenate([v, v], -1)

@@ -64,6 +64,7 @@ def test_a_plan_tells_what_a_device_holds_and_sends(report):
     assert report.time.unit == "examples"
 
 
+@pytest.mark.slow
 def test_a_quick_plan_is_exact_but_for_the_time(report, cache, tmp_path):
     quick = plan(tmp_path, quick=True)
     assert (report.has_code, quick.has_code) == (True, False)

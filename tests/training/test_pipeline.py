@@ -235,6 +235,49 @@ def test_random_numbers_are_other_ones_in_each_layer_and_microbatch(pipeline):
     assert_close((loss, grads), expected, tolerance=FLOAT32)
 
 
+def of_keys(params, batch, keys):
+    def layer(x, slices):
+        w, key = slices
+        return x + jnp.where(jax.random.bernoulli(key, 0.5, x.shape), jnp.tanh(x @ w["w"]), 0)
+
+    x = params["embed"][batch["tokens"]]
+    if isinstance(keys, list):
+        for i, key in enumerate(keys):
+            x = layer(x, (jax.tree.map(lambda w: w[i], params["layers"]), key))  # noqa: B023
+    else:
+        x, _ = jax.lax.scan(lambda x, slices: (layer(x, slices), None), x, (params["layers"], keys))
+    return jnp.square(x @ params["head"]).mean()
+
+
+@pytest.mark.parametrize(
+    "kind", ["slices", *(pytest.param(name, marks=pytest.mark.slow) for name in ("raw slices", "counts"))]
+)
+def test_layers_of_a_python_loop_draw_by_keys_of_their_own(kind):
+    """The keys are slices, or made of model state, as in Flax NNX; they draw what the layers of a scan do."""
+
+    def loss_fn(params, batch, key, model_state, *, is_rolled):
+        if kind == "counts":
+            keys = [jax.random.fold_in(jax.random.key(5), count) for count in model_state["counts"]]
+            model_state = {"counts": [count + LAYERS for count in model_state["counts"]]}
+        else:
+            keys = [*jax.random.split(key, LAYERS)]
+        return of_keys(params, batch, jnp.stack(keys) if is_rolled else keys), {}, model_state
+
+    mesh, key = zero.make_mesh(pipe=4), jax.random.PRNGKey(3) if kind == "raw slices" else jax.random.key(3)
+    config = make_config(stage=2, num_microbatches=8)
+    variables = zero.Variables(params=init_params(), model_state={"counts": [*jnp.arange(LAYERS)]})
+    made = []
+    for is_rolled in (True, False):
+        step = zero.make_train_step(
+            functools.partial(loss_fn, is_rolled=is_rolled), optax.sgd(0.1), mesh=mesh, config=config
+        )
+        state = zero.init_state(variables, optax.sgd(0.1), key, mesh=mesh, config=config)
+        made.append(step(state, make_batches(1, size=32)[0]))
+    (rolled, metrics), (looped, of_loop) = made
+    assert_close((looped.params, of_loop.loss), (rolled.params, metrics.loss), tolerance=FLOAT32)
+    assert jax.tree.map(int, looped.model_state) == jax.tree.map(int, rolled.model_state)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["gpipe", "1f1b", "circular:2"])
 def test_adapters_on_a_frozen_base(pipeline):
@@ -547,7 +590,22 @@ def with_skips(params, batch):
     return jnp.square(x @ params["head"]).mean()
 
 
-FORMS = {in_a_checkpoint: ("1f1b", 6), with_windows: ("1f1b", 4), with_skips: ("gpipe", 4)}
+def with_slices(params, batch):
+    """A Python loop whose layers take values of their own by their number: of an array, and of the examples."""
+    x, sizes = params["embed"][batch["tokens"]], jnp.asarray([1, 2, 3, 2, 1, 1, 4, 2])
+    for i in range(LAYERS):
+        kept = jnp.arange(FEATURES) % sizes[i] == 0
+        scale = batch["mask"][:, i % LENGTH, None, None] + params["layers"]["bias"][i]
+        x = x + jnp.where(kept, scale, 0.5) * jnp.tanh(x @ params["layers"]["w"][i])
+    return jnp.square(x @ params["head"]).mean()
+
+
+FORMS = {
+    in_a_checkpoint: ("1f1b", 6),
+    with_windows: ("1f1b", 4),
+    with_skips: ("gpipe", 4),
+    with_slices: ("circular:2", 4),
+}
 
 
 @pytest.mark.parametrize("loss_fn", FORMS)

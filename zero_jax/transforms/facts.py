@@ -26,10 +26,11 @@ class Facts:
     Args:
       jaxpr: the open jaxpr.
       kinds: for each input `param`, `const`, or `value` for anything else.
+      rule: derives the origins of values; None takes `Origins`.
     """
 
-    def __init__(self, jaxpr: Any, kinds: Sequence[str]):
-        self.jaxpr, self.kinds = jaxpr, kinds
+    def __init__(self, jaxpr: Any, kinds: Sequence[str], rule: Origins | None = None):
+        self.jaxpr, self.kinds, self.rule = jaxpr, kinds, rule
 
     @functools.cached_property
     def origins(self) -> dict[Any, Origin]:
@@ -37,7 +38,7 @@ class Facts:
         params = [frozenset((i,)) if kind == "param" else frozenset() for i, kind in enumerate(self.kinds)]
         inputs = [None if kind == "value" else Origin(params[i], i) for i, kind in enumerate(self.kinds)]
         env: dict[Any, Origin | None] = {}
-        _Origins().run(self.jaxpr, inputs, env)
+        (self.rule or Origins()).run(self.jaxpr, inputs, env)
         return {var: origin for var, origin in env.items() if origin is not None}
 
     def kind(self, atom: Any) -> str:
@@ -68,16 +69,18 @@ class Facts:
         return last | {var: len(self.jaxpr.eqns) for var in self.jaxpr.outvars if not jaxprs.is_literal(var)}
 
 
-class _Origins(Pass[Origin | None]):
+class Origins(Pass[Origin | None]):
     """The origins of values; None of what is made of anything else than params and constants."""
 
     def constant(self, atom: Any) -> Origin | None:
+        """Returns the origin of a literal, or of an array that the function closes over."""
         if jaxprs.is_literal(atom):
             return Origin(frozenset(), str(atom))
         # Arrays that a function closes over may be its batch: only scalars are sure to be mere constants.
         return None if atom.aval.shape else Origin(frozenset(), atom)
 
     def operation(self, eqn: Any, operands: list[Origin | None]) -> list[Origin | None]:
+        """Returns the origin of each result of an equation."""
         known = [origin for origin in operands if origin is not None]
         origin = None if eqn.effects or len(known) < len(operands) else _derived(eqn, known)
         return [origin] * len(eqn.outvars)

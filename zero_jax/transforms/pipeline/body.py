@@ -20,7 +20,7 @@ from zero_jax.sharding.spec import dims_of, named, without
 # What draws random numbers by a key, which is another one for each microbatch where they are of examples.
 _BY_KEY = frozenset({"random_bits", "random_split"})
 # What draws them otherwise, so that microbatches would have the same.
-_OTHERWISE = frozenset({"rng_bit_generator", "rng_uniform", "threefry2x32"})
+OTHERWISE = frozenset({"rng_bit_generator", "rng_uniform", "threefry2x32"})
 _ENTERED = Rewriting.entered | {"while"}
 
 
@@ -76,10 +76,10 @@ def _of_examples(whole: Any, part: Any) -> Iterator[Any]:
     """Yields what draws random numbers of examples by a key that all of them have: its results differ in size."""
     for a, b in zip(open_jaxpr(whole)[0].eqns, open_jaxpr(part)[0].eqns, strict=True):
         name, shapes = b.primitive.name, [[var.aval.shape for var in eqn.outvars] for eqn in (a, b)]
-        if name in _BY_KEY | _OTHERWISE and shapes[0] != shapes[1]:
+        if name in _BY_KEY | OTHERWISE and shapes[0] != shapes[1]:
             if a.invars[0].aval.shape != b.invars[0].aval.shape:
                 continue  # a key for each example
-            if name in _OTHERWISE:
+            if name in OTHERWISE:
                 raise CannotCut(f"{name} at {jaxprs.source_line(b)} draws the same numbers for all microbatches")
             yield b
         for pair in zip(jaxprs.inner_jaxprs(a), jaxprs.inner_jaxprs(b), strict=True):

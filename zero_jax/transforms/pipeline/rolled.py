@@ -20,8 +20,8 @@ from zero_jax.program.jaxprs import bind, open_jaxpr, source_context
 from zero_jax.program.loss import Traced
 from zero_jax.program.subcalls import equations_of
 from zero_jax.transforms.blocks import EqnSequence, RepeatedBlock, find_blocks
-from zero_jax.transforms.facts import Facts
-from zero_jax.transforms.pipeline.body import CannotCut
+from zero_jax.transforms.facts import Facts, Origin, Origins
+from zero_jax.transforms.pipeline.body import OTHERWISE, CannotCut
 from zero_jax.transforms.pipeline.cut import ROLLED, scans_over_params
 
 # The functions among the parameters of equations whose derivatives are the user's.
@@ -29,6 +29,8 @@ _RULES = {
     "custom_jvp_call": ("jvp_jaxpr_fun",),
     "custom_vjp_call": ("fwd_jaxpr_thunk", "bwd", "out_trees"),
 }
+# What draws random numbers of examples: it stays in its layer, where each microbatch draws its own.
+_DRAWS = OTHERWISE | {"random_bits", "random_gamma"}
 
 Place = tuple[int, int]  # the number of an equation of a layer, and of a result of it
 
@@ -63,7 +65,7 @@ class _Turn:
                 numbers[atom] = len(self.inputs) - 1
             return len(self.inputs) - 1
 
-        self.operands = [[operand(atom) for atom in eqn.invars] for eqn in self.eqns]
+        self.operands = [[operand(atom) for atom in _operands(eqn)] for eqn in self.eqns]
         shapes = [(x.aval.shape, str(x.aval.dtype)) for x in self.inputs]
         names = [eqn.primitive.name for eqn in self.eqns]
         self.signature = str((shapes, names, [*map(_params, self.eqns)], self.operands))
@@ -73,7 +75,11 @@ class _Turn:
         made: dict[Place, Any] = {}
         for i, (eqn, operands) in enumerate(zip(self.eqns, self.operands, strict=True)):
             read = [values[x] if isinstance(x, int) else made[x] for x in operands]
-            made.update({(i, j): x for j, x in enumerate(bind(eqn, read))})
+            if _is_slice(eqn) and any(isinstance(x, jax.Array) for x in read[1:]):
+                results = [lax.dynamic_slice(read[0], read[1:], eqn.outvars[0].aval.shape)]
+            else:
+                results = bind(eqn, read[: len(eqn.invars)])
+            made.update({(i, j): x for j, x in enumerate(results)})
         return made
 
 
@@ -149,7 +155,25 @@ def differing_layers(traced: Traced) -> str:
 
 
 def _facts(jaxpr: Any, num_params: int) -> Facts:
-    return Facts(jaxpr, ["param" if i < num_params else "value" for i in range(len(jaxpr.invars))])
+    kinds = ["const" if _is_key(var, jaxpr) else "value" for var in jaxpr.invars[num_params:]]
+    return Facts(jaxpr, ["param"] * num_params + kinds, _MadeBefore())
+
+
+def _is_key(var: Any, jaxpr: Any) -> bool:
+    """Tells whether an input is a key of the whole batch, or the numbers of one, read as such alone."""
+    if jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key):
+        return not var.aval.shape
+    readers = [eqn for eqn in jaxpr.eqns if var in jaxprs.variables(eqn)]
+    return bool(readers) and all(x.primitive.name == "random_wrap" and not x.outvars[0].aval.shape for x in readers)
+
+
+class _MadeBefore(Origins):
+    """What is made before a loop: of params, constants and keys whatever is no random draw."""
+
+    def operation(self, eqn: Any, operands: list[Origin | None]) -> list[Origin | None]:
+        if any(each.primitive.name in _DRAWS for each in (eqn, *equations_of(eqn))):
+            return [None] * len(eqn.outvars)
+        return super().operation(eqn, operands)
 
 
 def _loops(facts: Facts) -> tuple[list[int], dict[int, _Loop], list[str]]:
@@ -244,12 +268,22 @@ def _loop(facts: Facts, order: Sequence[int], blocks: Sequence[RepeatedBlock]) -
     )
 
 
+def _operands(eqn: Any) -> list[Any]:
+    """Returns the inputs of an equation, and where a slice begins: layers may slice an array at places of their own."""
+    starts = eqn.params["start_indices"] if _is_slice(eqn) else ()
+    return [*eqn.invars, *(jaxprs.literal(np.int32(start)) for start in starts)]
+
+
+def _is_slice(eqn: Any) -> bool:
+    return eqn.primitive.name == "slice" and eqn.params["strides"] is None
+
+
 def _first_of_equals(facts: Facts) -> dict[Any, Any]:
     """Returns for constants that are made anew, as a mask in each layer, the variable of the first that is equal."""
     first: dict[Any, Any] = {}
     made: dict[Any, Sequence[Any]] = {}
     for eqn in filter(facts.only_params, facts.jaxpr.eqns):
-        read = (f"{x.val}:{x.aval}" if jaxprs.is_literal(x) else first.get(x, x) for x in eqn.invars)
+        read = (f"{x.val}:{x.aval}" if jaxprs.is_literal(x) else first.get(x, x) for x in _operands(eqn))
         same = made.setdefault((eqn.primitive.name, _params(eqn), *read), eqn.outvars)
         first.update(zip(eqn.outvars, same, strict=True))
     return first
@@ -319,7 +353,8 @@ def _params(eqn: Any) -> str:
     """Returns the parameters of an equation as text, with the derivatives that functions of the user define in it."""
     # The text of a rule does not tell it from another one with other closed-over values.
     rules = _RULES.get(eqn.primitive.name, ())
-    params = [(name, _described(x)) for name, x in eqn.params.items() if name not in rules]
+    described = {"slice_sizes": eqn.outvars[0].aval.shape} if _is_slice(eqn) else eqn.params
+    params = [(name, _described(x)) for name, x in described.items() if name not in rules]
     own = [each for each in equations_of(eqn) if each.primitive.name in _RULES]
     return str((params, [*map(_derivative, own)]))
 

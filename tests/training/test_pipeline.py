@@ -600,11 +600,24 @@ def with_slices(params, batch):
     return jnp.square(x @ params["head"]).mean()
 
 
+def with_keys_of_examples(params, batch):
+    """As Equinox models are called: each example has a key, and takes one of it for each layer."""
+
+    def of_example(tokens):
+        x = params["embed"][tokens]
+        for i, key in enumerate(jax.random.split(jax.random.key(tokens.sum()), LAYERS)):
+            x = x + jnp.where(jax.random.bernoulli(key, 0.5, x.shape), jnp.tanh(x @ params["layers"]["w"][i]), 0)
+        return jnp.square(x @ params["head"]).mean()
+
+    return jax.vmap(of_example)(batch["tokens"]).mean()
+
+
 FORMS = {
     in_a_checkpoint: ("1f1b", 6),
     with_windows: ("1f1b", 4),
     with_skips: ("gpipe", 4),
     with_slices: ("circular:2", 4),
+    with_keys_of_examples: ("gpipe", 4),
 }
 
 

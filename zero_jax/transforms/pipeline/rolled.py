@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -155,8 +155,10 @@ def differing_layers(traced: Traced) -> str:
 
 
 def _facts(jaxpr: Any, num_params: int) -> Facts:
-    kinds = ["const" if _is_key(var, jaxpr) else "value" for var in jaxpr.invars[num_params:]]
-    return Facts(jaxpr, ["param"] * num_params + kinds, _MadeBefore())
+    others = jaxpr.invars[num_params:]
+    kinds = ["const" if _is_key(var, jaxpr) else "value" for var in others]
+    sizes = {var.aval.shape[0] for var, kind in zip(others, kinds, strict=True) if kind == "value" and var.aval.shape}
+    return Facts(jaxpr, ["param"] * num_params + kinds, _MadeBefore(sizes))
 
 
 def _is_key(var: Any, jaxpr: Any) -> bool:
@@ -168,10 +170,14 @@ def _is_key(var: Any, jaxpr: Any) -> bool:
 
 
 class _MadeBefore(Origins):
-    """What is made before a loop: of params, constants and keys whatever is no random draw."""
+    """What is made before a loop: of params, constants and keys whatever is no random draw, nor keys of examples."""
+
+    def __init__(self, batch_sizes: Set[int]):
+        self.batch_sizes = batch_sizes
 
     def operation(self, eqn: Any, operands: list[Origin | None]) -> list[Origin | None]:
-        if any(each.primitive.name in _DRAWS for each in (eqn, *equations_of(eqn))):
+        of_examples = eqn.primitive.name == "random_split" and not self.batch_sizes.isdisjoint(eqn.params["shape"])
+        if of_examples or any(each.primitive.name in _DRAWS for each in (eqn, *equations_of(eqn))):
             return [None] * len(eqn.outvars)
         return super().operation(eqn, operands)
 
@@ -275,7 +281,12 @@ def _operands(eqn: Any) -> list[Any]:
 
 
 def _is_slice(eqn: Any) -> bool:
-    return eqn.primitive.name == "slice" and eqn.params["strides"] is None
+    return eqn.primitive.name == "slice" and {*(eqn.params["strides"] or ())} <= {1}
+
+
+def _own_params(eqn: Any) -> Mapping[str, Any]:
+    """Returns the parameters of an equation that layers have in common."""
+    return {"slice_sizes": eqn.outvars[0].aval.shape} if _is_slice(eqn) else eqn.params
 
 
 def _first_of_equals(facts: Facts) -> dict[Any, Any]:
@@ -316,7 +327,7 @@ def _facts_of_eqns(layer: _Turn) -> Iterator[tuple[str, str, tuple[str, ...], st
     """Yields for each equation of a layer the operation with its shapes, its line, and by what it may differ more."""
     for eqn, operands in zip(layer.eqns, layer.operands, strict=True):
         shapes = ", ".join(x.aval.str_short() for x in eqn.invars)
-        params = tuple(f"{name}={_described(x)}"[:80] for name, x in eqn.params.items())
+        params = tuple(f"{name}={_described(x)}"[:80] for name, x in _own_params(eqn).items())
         yield f"{eqn.primitive.name} of {shapes}", _where(eqn), params, _params(eqn), str(operands)
 
 
@@ -353,8 +364,7 @@ def _params(eqn: Any) -> str:
     """Returns the parameters of an equation as text, with the derivatives that functions of the user define in it."""
     # The text of a rule does not tell it from another one with other closed-over values.
     rules = _RULES.get(eqn.primitive.name, ())
-    described = {"slice_sizes": eqn.outvars[0].aval.shape} if _is_slice(eqn) else eqn.params
-    params = [(name, _described(x)) for name, x in described.items() if name not in rules]
+    params = [(name, _described(x)) for name, x in _own_params(eqn).items() if name not in rules]
     own = [each for each in equations_of(eqn) if each.primitive.name in _RULES]
     return str((params, [*map(_derivative, own)]))
 

@@ -157,11 +157,10 @@ def estimate(
     for leaf in placement_leaves(placement.model_state) if MODEL_STATE in placement.groups else ():
         rows += _LeafTraffic(leaf, placement, config).model_state_rows()
     dealings = () if tx is None else matrix_dealings(tx, state, placement)
-    moves = [(move, "update", 1) for dealing in dealings for move in dealing.moves(dealing.over)]
-    moves += [(move, move.phase, move.times) for move in (traced.moves if traced else ())]
-    for move, phase, times in moves:
-        dtype, sent = _HLO_DTYPES.get(move.dtype, move.dtype), move.sent_bytes * times
-        rows.append(EstimateRow(kind=move.kind, axes=move.axes, dtype=dtype, phase=phase, total_sent_bytes=sent))
+    moves = [move for dealing in dealings for move in dealing.moves(dealing.over)]
+    for move in (*moves, *(traced.moves if traced else ())):
+        dtype, sent = _HLO_DTYPES.get(move.dtype, move.dtype), move.sent_bytes * move.times
+        rows.append(EstimateRow(kind=move.kind, axes=move.axes, dtype=dtype, phase=move.phase, total_sent_bytes=sent))
     return CommsEstimate(
         rows=_summed(rows),
         num_params=num_params,

@@ -325,12 +325,8 @@ def operations(jaxpr: Any) -> list[str]:
 def shards_over(jaxpr: Any, axes: Sequence[str]) -> bool:
     """Tells whether a jaxpr shards values over any of the axes: by a constraint, a `shard_map` or a nested `jit`."""
     for eqn in equations(jaxpr, skip=["custom_vmap_call"]):  # that says itself what it does when it is mapped
-        specs = [x for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_spec) if _is_spec(x)]
-        entries = (spec.spec if isinstance(spec, NamedSharding) else spec for spec in specs)
-        if any(carries(dims_of(spec, len(spec)), axes) for spec in entries):
+        found = [getattr(x, "spec", x) for x in jax.tree.leaves(list(eqn.params.values()))]
+        specs = (x for x in found if isinstance(x, PartitionSpec))
+        if any(carries(dims_of(spec, len(spec)), axes) for spec in specs):
             return True
     return False
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, (NamedSharding, PartitionSpec))

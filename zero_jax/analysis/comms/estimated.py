@@ -21,7 +21,7 @@ from zero_jax.core.text_tables import Report, aligned
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.mesh import axis_size, networks
 from zero_jax.sharding.quantized import Blocks, blocks_of_leaf, spread_over
-from zero_jax.sharding.rules import LeafPlacement, placement_leaves
+from zero_jax.sharding.rules import LeafPlacement
 from zero_jax.sharding.spec import Dims, gather_steps, scatter_steps, steps_by_dim, without
 from zero_jax.training import (
     LossTrace,
@@ -141,7 +141,7 @@ def estimate(
     placement = step_placement(check_is_state(state, who="comms.estimate"), tx, mesh=mesh, config=config)
     rows: list[EstimateRow] = []
     num_params = 0
-    leaves = placement_leaves(placement.params)
+    leaves = jax.tree.leaves(placement.params)
     masters = jax.tree.leaves(state.masters)
     floats = [leaf for leaf, x in zip(leaves, masters, strict=True) if jnp.issubdtype(x.dtype, jnp.inexact)]
     needed, same = used_by_optimizer(tx, state, placement.precision)
@@ -154,7 +154,7 @@ def estimate(
         moves = {"forward": True, "backward": any(needed), "update": not is_same}
         rows += [row for row in traffic.param_rows() if moves[row.phase]]
         rows += traffic.grad_rows() if is_needed else []
-    for leaf in placement_leaves(placement.model_state) if MODEL_STATE in placement.groups else ():
+    for leaf in jax.tree.leaves(placement.model_state) if MODEL_STATE in placement.groups else ():
         rows += _LeafTraffic(leaf, placement, config).model_state_rows()
     dealings = () if tx is None else matrix_dealings(tx, state, placement)
     moves = [move for dealing in dealings for move in dealing.moves(dealing.over)]

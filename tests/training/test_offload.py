@@ -181,6 +181,14 @@ def test_paths_and_fraction_choose_what_is_on_the_host():
     assert on_host(fraction=0.4) == {"emb", "b"}  # of 6,272 elements w has 4,096
 
 
+def test_params_that_are_one_array_have_their_moments_on_the_host():
+    config = zero.ZeroConfig(stage=2, precision="bf16", min_shard_size=64, offload="state")
+    make = lambda key: jax.random.normal(key, (64, 32))  # noqa: E731
+    state = zero.abstract_state(make, optax.adam(1e-2), mesh=zero.make_mesh(), config=config)
+    kinds = [x.sharding.memory_kind for x in (state.master, state.opt_state[0].mu, state.opt_state[0].nu)]
+    assert kinds == ["pinned_host"] * 3
+
+
 def test_the_estimate_counts_host_bytes_apart():
     mesh = zero.make_mesh()
     sizes = {}

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from zero_jax.attention.xla import Band, Operands
+from zero_jax.attention.xla import Operands
 from zero_jax.core.extras import pip_install
 
 INSTALL = f'{pip_install("zero-jax[cuda]")}, or "zero-jax[gpu-compiler]" for plans on machines without a GPU'
@@ -192,7 +192,8 @@ def _operands_and_settings(
 ) -> tuple[list[Array], dict[str, Any]]:
     """Returns the operands of JAX's primitives that the two passes share, and their params."""
     kernels, unused = _kernels(), jnp.zeros(0, arrays[0].dtype)
-    mask, window = mask_and_window(call.band, has_lengths=bool(lengths))
+    mask = "_".join(["PADDING"] * bool(lengths) + ["CAUSAL"] * (call.band.right == 0)) or "NO_MASK"
+    window = None if call.band.left is None else call.band.left + 1  # the keys that a query sees, itself included
     of_query, of_key = lengths or (unused, unused)
     offsets = [unused, unused]
     if starts is not None:
@@ -215,9 +216,3 @@ def _operands_and_settings(
         settings |= {"score_mod_name": None, "score_mod_jaxpr": None}
     pages = [unused, unused]
     return [*arrays, unused, of_query, of_key, *offsets, *pages], settings
-
-
-def mask_and_window(band: Band, *, has_lengths: bool) -> tuple[str, int | None]:
-    """Returns cuDNN's kind of mask, and the number of keys that a query sees, itself included."""
-    kinds = ["PADDING"] * has_lengths + ["CAUSAL"] * (band.right == 0)
-    return "_".join(kinds) or "NO_MASK", None if band.left is None else band.left + 1

@@ -278,7 +278,7 @@ def attention_work(query: Any, key: Any, value: Any, *, call: Call, backward: bo
     it is the work of the cotangents.
     """
     if call.kernel == "splash":
-        flops, summed_bytes = splash.work(query, key, value, call.band, backward=backward)
+        flops, summed_bytes = splash.work(query, key, value, call, backward=backward)
         return AttentionWork(flops=flops, summed_bytes=summed_bytes)
     (b, t, n, h), num_keys = query.shape, key.shape[1]
     seen = np.maximum(call.band.last(t, num_keys) - call.band.first(t) + 1, 0).sum()

@@ -41,11 +41,12 @@ class Splash:
     def forward(self, of: Operands, call: Any) -> list[jax.Array]:
         """Returns results `[B, T, N, V]` and log-sum-exps `[B, N, T]`."""
         plan = _plan(of, call)
+        visited = jax.tree.map(jnp.asarray, plan.forward)
 
         def of_example(query: Any, key: Any, value: Any, *segments: Any) -> Any:
             ids = kernel.SegmentIds(*segments) if segments else None
             options = dict(plan.options, save_residuals=True, interpret=self.interpret)
-            out, (lse,) = kernel._splash_attention_forward(plan.forward, query, key, value, ids, None, **options)
+            out, (lse,) = kernel._splash_attention_forward(visited, query, key, value, ids, None, **options)
             return out, lse
 
         operands = plan.padded(of)
@@ -57,10 +58,11 @@ class Splash:
     ) -> list[jax.Array]:
         """Returns the cotangents of query, key and value."""
         plan = _plan(of, call)
+        visited = jax.tree.map(jnp.asarray, (plan.backward_query, plan.backward))
 
         def of_example(query: Any, key: Any, value: Any, out: Any, lse: Any, cotangent: Any, *segments: Any) -> Any:
             ids = kernel.SegmentIds(*segments) if segments else None
-            residuals = (query, key, value, ids, None, out, lse, plan.backward_query, plan.backward)
+            residuals = (query, key, value, ids, None, out, lse, *visited)
             options = dict(plan.options, save_residuals=True, interpret=self.interpret)
             _, _, _, *cotangents, _, _ = kernel._splash_attention_bwd(**options, res=residuals, do=cotangent)
             return tuple(cotangents)
@@ -125,33 +127,30 @@ def _plan(of: Operands, call: Any) -> _Plan:
         "mask_function": function,
         "attn_logits_soft_cap": call.soft_cap,
     }
-    as_arrays = functools.partial(jax.tree.map, jnp.asarray)
     return _Plan(
         queries=queries,
         keys=keys,
         scale=call.scale,
         share=_share(forward, (queries // blocks.block_q) * (keys // blocks.block_kv)),
-        forward=as_arrays(forward),
-        backward=as_arrays(backward),
-        backward_query=as_arrays(backward_query),
+        forward=forward,
+        backward=backward,
+        backward_query=backward_query,
         options=options,
     )
 
 
-def work(query: Any, key: Any, value: Any, band: Band, *, backward: bool) -> tuple[float, float]:
+def work(query: Any, key: Any, value: Any, call: Any, *, backward: bool) -> tuple[float, float]:
     """Returns the operations of the kernels' products, and the bytes of adding the parts of the queries' cotangents.
 
     Of the arrays, `[B, T, N, H]`, `[B, S, K, H]` and `[B, S, K, V]`, only shapes and dtypes are read; with `backward`
     it is the work of the cotangents.
     """
-    (b, t, n, h), width = query.shape, value.shape[-1]
-    blocks = block_sizes(t, key.shape[1], max(h, width))
-    queries, keys = _round_up(t, blocks.block_q), _round_up(key.shape[1], blocks.block_kv)
-    (visited, _, _), _ = _visited(t, key.shape[1], band, blocks)
-    share = _share(visited, (queries // blocks.block_q) * (keys // blocks.block_kv))
-    flops = 2.0 * b * n * queries * keys * share * _flops_per_logit(h, width, backward=backward)
-    num_parts = keys // blocks.block_kv if backward and blocks.use_fused_bwd_kernel else 0
-    part_bytes = b * n * queries * h * query.dtype.itemsize
+    plan, (b, _, n, h) = _plan(Operands(query, key, value, ()), call), query.shape
+    per_logit = _flops_per_logit(h, value.shape[-1], backward=backward)
+    flops = 2.0 * b * n * plan.queries * plan.keys * plan.share * per_logit
+    blocks = plan.options["block_sizes"]
+    num_parts = plan.keys // blocks.block_kv if backward and blocks.use_fused_bwd_kernel else 0
+    part_bytes = b * n * plan.queries * h * query.dtype.itemsize
     return flops, float((num_parts + 1) * part_bytes) if num_parts > 1 else 0.0
 
 

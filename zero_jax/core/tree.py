@@ -54,11 +54,9 @@ def shown(value: Any) -> str:
     return quoted(value, limit=60)
 
 
-def map_named(
-    fn: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf: Callable[[Any], bool] | None = None
-) -> PyTree:
+def map_named(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     """Maps `fn(name, leaf, ...)` over a tree's leaves."""
-    return jax.tree_util.tree_map_with_path(lambda path, *xs: fn(path_name(path), *xs), tree, *rest, is_leaf=is_leaf)
+    return jax.tree_util.tree_map_with_path(lambda path, *xs: fn(path_name(path), *xs), tree, *rest)
 
 
 def key_shape() -> jax.ShapeDtypeStruct:

@@ -165,26 +165,15 @@ def _updated(eqn: Any, _: int) -> DimMap:
     return DimMap(tuple(((0, i), (1, i)) if old == new else () for i, (old, new) in enumerate(sizes)))
 
 
-def _but(name: str, default: int = -1) -> Rule:
-    """Each dim but one, or some, by a parameter."""
+def _but(name: str, *, drops: bool = False, reduces: bool = False) -> Rule:
+    """Each dim but one or some, by a parameter, which is the last dim without it: the result may lack these."""
 
     def rule(eqn: Any, _: int) -> DimMap:
-        num_dims, along = _num_dims(eqn.invars[0]), eqn.params.get(name, default)
-        gone = {dim % num_dims for dim in (along if isinstance(along, (tuple, list)) else (along,))}
-        return _of_all(eqn, [None if dim in gone else dim for dim in range(num_dims)])
-
-    return rule
-
-
-def _without(name: str, *, reduces: bool = False) -> Rule:
-    """The result lacks the dims of a parameter; it may be a reduction over these."""
-
-    def rule(eqn: Any, _: int) -> DimMap:
-        num_dims, along = _num_dims(eqn.invars[0]), eqn.params[name]
+        num_dims, along = _num_dims(eqn.invars[0]), eqn.params.get(name, -1)
         gone = [dim % num_dims for dim in (along if isinstance(along, (tuple, list)) else (along,))]
+        rest = [None if dim in gone else dim for dim in range(num_dims) if dim not in gone or not (drops or reduces)]
         full = [i for i, atom in enumerate(eqn.invars) if _num_dims(atom) == num_dims]
-        groups = tuple(tuple((i, dim) for i in full) for dim in gone) if reduces else ()
-        return _of_all(eqn, [dim for dim in range(num_dims) if dim not in gone], reduced=groups)
+        return _of_all(eqn, rest, reduced=tuple(tuple((i, dim) for i in full) for dim in gone if reduces))
 
     return rule
 
@@ -323,11 +312,11 @@ _TABLE: dict[str, Primitive] = {
     # All elements of the first operand in another shape.
     "broadcast_in_dim": Primitive(kind="broadcast", dims=_broadcast, linear="first"),
     "reshape": Primitive(kind="shape", dims=_reshaped, linear="first"),
-    "squeeze": Primitive(kind="shape", dims=_without("dimensions"), linear="first"),
+    "squeeze": Primitive(kind="shape", dims=_but("dimensions", drops=True), linear="first"),
     "transpose": Primitive(kind="shape", dims=lambda eqn, _: _of_first(eqn.params["permutation"]), linear="first"),
     # Some of its elements, or all of them in another order or several times, or those of several operands.
     **_each("slice split", "part", _resized, linear="first"),
-    "unstack": Primitive(kind="part", dims=_without("axis"), linear="first"),
+    "unstack": Primitive(kind="part", dims=_but("axis", drops=True), linear="first"),
     "rev": Primitive(kind="order", dims=_but("dimensions"), linear="first"),
     "tile": Primitive(kind="order", dims=_resized, linear="first"),
     "concatenate": Primitive(kind="join", dims=_but("dimension"), linear="all"),
@@ -340,11 +329,11 @@ _TABLE: dict[str, Primitive] = {
     **_each("scatter-mul scatter-min scatter-max", "scatter", _scatter),
     "pad": Primitive(kind="pad", dims=_padded, linear="all"),
     # Over dims, and along one.
-    "reduce_sum": Primitive(kind="reduction", dims=_without("axes", reduces=True), linear="first", reduces="sum"),
-    "reduce_max": Primitive(kind="reduction", dims=_without("axes", reduces=True), reduces="max"),
-    "reduce_min": Primitive(kind="reduction", dims=_without("axes", reduces=True), reduces="min"),
-    **_each("argmax argmin reduce_and reduce_or reduce_prod reduce_xor", "reduction", _without("axes", reduces=True)),
-    "reduce": Primitive(kind="fold", dims=_without("dimensions", reduces=True)),
+    "reduce_sum": Primitive(kind="reduction", dims=_but("axes", reduces=True), linear="first", reduces="sum"),
+    "reduce_max": Primitive(kind="reduction", dims=_but("axes", reduces=True), reduces="max"),
+    "reduce_min": Primitive(kind="reduction", dims=_but("axes", reduces=True), reduces="min"),
+    **_each("argmax argmin reduce_and reduce_or reduce_prod reduce_xor", "reduction", _but("axes", reduces=True)),
+    "reduce": Primitive(kind="fold", dims=_but("dimensions", reduces=True)),
     "cumsum": Primitive(kind="cumulative", dims=_but("axis"), linear="first"),
     **_each("cumlogsumexp cummax cummin cumprod", "cumulative", _but("axis")),
     "sort": Primitive(kind="sort", dims=_but("dimension")),

@@ -327,8 +327,7 @@ class _Recipe:
 
 @functools.partial(jax.jit, static_argnames="weight")
 def _merged(arrays: tuple[Any, ...], *, weight: _Recipe) -> jax.Array:
-    found, arrays = weight.weight, tuple(map(to_device, arrays))
-    return dataclasses.replace(found, roots=arrays[: len(found.roots)], factors=arrays[len(found.roots) :]).merged()
+    return weight.weight.with_arrays([*map(to_device, arrays)]).merged()
 
 
 _fetched = jax.jit(to_device)

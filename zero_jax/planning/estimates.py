@@ -23,7 +23,6 @@ from zero_jax.planning.report import FULL, attentions_of
 from zero_jax.sharding import topology
 from zero_jax.sharding.mesh import Axes, axis_size, make_mesh
 from zero_jax.sharding.precision import resolve_precision
-from zero_jax.sharding.rules import placement_leaves
 from zero_jax.sharding.spec import num_shards, without
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.training import (
@@ -180,7 +179,7 @@ class Estimator:
         if not moves:
             raise SettingRefused("experts: activations are more than their params, which are gathered")
         stays, seconds = 0.0, 0.0
-        for leaf in placement_leaves(loss.placement.params):
+        for leaf in jax.tree.leaves(loss.placement.params):
             own, other = axis_size(links.mesh, leaf.of_experts), without(leaf.dims, loss.placement.axes.data)
             num_elements = math.prod(leaf.shape) / num_shards(links.mesh, other)
             stays += num_elements * (1 - 1 / own)

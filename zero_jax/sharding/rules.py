@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -127,11 +127,10 @@ class _Placer:
 
     def place_like(self, name: str, leaf: Any, params: Mapping[str, LeafPlacement]) -> LeafPlacement:
         """Places a leaf like the param whose path is the end of the leaf's path, else by its own shape."""
-        parts, shape = name.split("/"), tuple(leaf.shape)
-        ends = ("/".join(parts[start:]) for start in range(len(parts) + 1))
-        param = next((params[end] for end in ends if end in params), None)
-        if param is None:
+        path, shape = path_of_param(name, params), tuple(leaf.shape)
+        if path is None:
             return self.place(name, leaf, None)
+        param = params[path]
         more = len(shape) - len(param.shape)
         is_stack = more > 0 and shape[more:] == param.shape  # as the memories of lbfgs
         is_sharded = carries(param.dims, self.axes.data) and not param.pipe
@@ -240,6 +239,13 @@ class _Placer:
         return max(fits, key=score, default=None)
 
 
+def path_of_param(name: str, params: Collection[str]) -> str | None:
+    """Returns the path of a param that is the end of a leaf's path; None if there is none."""
+    parts = name.split("/")
+    ends = ("/".join(parts[start:]) for start in range(len(parts) + 1))
+    return next((end for end in ends if end in params), None)
+
+
 def _with(dims: Dims, i: int, axes: Sequence[str]) -> Dims:
     return (*dims[:i], (*dims[i], *axes), *dims[i + 1 :])
 
@@ -255,7 +261,7 @@ def place_params(params: PyTree, *, mesh: Mesh, axes: Axes, rules: ShardingRules
     def place(name: str, leaf: Any, spec: Any) -> LeafPlacement:
         return placer.place(name, leaf, None if spec is None else placer.checked(name, tuple(leaf.shape), spec.spec))
 
-    return map_named(place, params, of_each, is_leaf=None)
+    return map_named(place, params, of_each)
 
 
 def _stacks(tree: PyTree, names: Sequence[str], axes: Axes) -> frozenset[str]:
@@ -374,13 +380,8 @@ def place_model_state(
     return tree.unflatten([place(*leaf) for leaf in leaves])
 
 
-def placement_leaves(placements: PyTree) -> list[LeafPlacement]:
-    """Returns the placements in a tree of them, in the order of its leaves."""
-    return jax.tree.leaves(placements, is_leaf=lambda x: isinstance(x, LeafPlacement))
-
-
 def _by_path(placements: PyTree) -> dict[str, LeafPlacement]:
-    return {placement.path: placement for placement in placement_leaves(placements)}
+    return {placement.path: placement for placement in jax.tree.leaves(placements)}
 
 
 def _model_state_patterns(specs: PyTree) -> dict[str, Any]:
@@ -407,9 +408,7 @@ def to_shardings(placements: PyTree, *, mesh: Mesh, axes: Axes, over: Sequence[s
     def sharding(dims: Dims, pipe: tuple[str, ...]) -> NamedSharding:
         return named(mesh, without(dims, [axis for axis in axes.data if axis not in (*over, *pipe)]))
 
-    is_leaf = lambda x: isinstance(x, LeafPlacement)  # noqa: E731
-    dims = lambda leaf: (of_update and leaf.update_dims) or leaf.dims  # noqa: E731
-    return jax.tree.map(lambda leaf: sharding(dims(leaf), leaf.pipe), placements, is_leaf=is_leaf)
+    return jax.tree.map(lambda leaf: sharding((of_update and leaf.update_dims) or leaf.dims, leaf.pipe), placements)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -469,7 +468,7 @@ class ShardingReport(Report):
 
 def report_placements(placements: PyTree, *, mesh: Mesh, axes: Axes, groups: Sequence[str]) -> ShardingReport:
     """Returns a report of placements, with bytes per device; `groups` are those that are sharded."""
-    leaves = tuple(placement_leaves(placements))
+    leaves = tuple(jax.tree.leaves(placements))
     per_device = {p.path: p.num_bytes // num_shards(mesh, p.dims) for p in leaves}
     unsharded_bytes = sum(per_device[p.path] for p in leaves if not carries(p.dims, axes.data))
     across = [axis for axis in axes.data if axis not in axes.secondary]

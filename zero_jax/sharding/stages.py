@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 # The groups of the train state that each stage shards over `data` (paper section 5: P_os, P_os+g, P_os+g+p). The paper
 # does not cover model state: a loss function uses it like params.
@@ -16,18 +16,7 @@ _SHARDED_GROUPS: Mapping[int, frozenset[str]] = {
 }
 
 # What a secondary shard (ZeRO++ hpZ, section 4.2) is of: what is gathered for its use is sharded over fast axes only.
-_SECONDARY_GROUPS = frozenset({"params", "model_state"})
-
-
-def group_axes(group: str, groups: frozenset[str], *, data: Sequence[str], secondary: Sequence[str]) -> tuple[str, ...]:
-    """Returns the axes of `data` that a group of the train state is sharded over.
-
-    `groups` are those that the stage shards, `secondary` the axes that params are sharded over, empty for all of
-    `data`.
-    """
-    if group not in groups:
-        return ()
-    return tuple(secondary if secondary and group in _SECONDARY_GROUPS else data)
+SECONDARY_GROUPS = frozenset({"params", "model_state"})
 
 
 def sharded_groups(stage: int) -> frozenset[str]:

@@ -29,11 +29,11 @@ def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int 
       ValueError: a leaf does not divide, or leaves of microbatches differ in size.
     """
     # The microbatches of a pipeline are of examples on all stages.
-    shards = axis_size(mesh, axes.batch if num_microbatches == 1 else axes.of_stage.batch)
+    over = axes.batch if num_microbatches == 1 else axes.of_stage.batch
+    shards = axis_size(mesh, over)
     sizes = leading_dims(batch)
     for name, size in sizes.items():
         if size == 0 or size % (shards * num_microbatches):
-            over = axes.batch if num_microbatches == 1 else axes.of_stage.batch
             axes_text = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in over)
             micro = f" and {num_microbatches} microbatches" if num_microbatches > 1 else ""
             unit = shards * num_microbatches

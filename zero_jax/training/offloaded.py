@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zero_jax.core.tree import PyTree
+from zero_jax.core.tree import PyTree, shapes_of
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.training.optimizer.streaming import Argument, stream
 from zero_jax.training.optimizer.update import trace_update
@@ -49,7 +49,7 @@ class OffloadedState:
     def masters(self) -> PyTree:
         """Returns the sharded master params, with shapes for those on the host."""
         leaves, tree = jax.tree.flatten(self.state.masters)
-        leaves = [_shape(x) if on_host else x for x, on_host in zip(leaves, self._master_flags, strict=True)]
+        leaves = [shapes_of(x) if on_host else x for x, on_host in zip(leaves, self._master_flags, strict=True)]
         return tree.unflatten(pinned(leaves, self.placement.param_shardings("master"), but=self._master_flags))
 
     def update(self, tx: Any, function: Callable[..., UpdatedState], *extras: PyTree, same: list[bool]) -> UpdatedState:
@@ -67,7 +67,7 @@ class OffloadedState:
         """
         state, placement = self.state, self.placement
         assert placement.offload is not None
-        params, opt_state = jax.tree.map(_shape, (trainable(state.masters), state.opt_state))
+        params, opt_state = shapes_of((trainable(state.masters), state.opt_state))
         if trace_update(tx, placement.precision.for_optimizer(params), opt_state).calls_functions:
             raise ValueError(
                 "offload: the optimizer computes losses at other params (a line search), which needs all of them on "
@@ -119,7 +119,3 @@ def _arguments(tree: PyTree, shardings: PyTree, on_host: list[bool]) -> list[Arg
     arrays = pinned(jax.tree.leaves(tree), shardings, but=on_host)
     of_each = zip(arrays, jax.tree.leaves(shardings), on_host, strict=True)
     return [Argument(array=x, sharding=sharding, on_host=flag) for x, sharding, flag in of_each]
-
-
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)

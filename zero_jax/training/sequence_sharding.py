@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from zero_jax.core.device_put import platform_of
 from zero_jax.core.signatures import check_arguments
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.device_order import GPUS
 from zero_jax.sharding.mesh import axes_of, axis_size
+from zero_jax.sharding.spec import named_along
 
 
 def sequence_parallel(
@@ -69,25 +69,16 @@ def sequence_parallel(
                 f"sequence_parallel: an activation of shape {x.shape} is to be cut over dim {dim} into {num_shards} "
                 f"shards: make the sequence a multiple of {num_shards}, or say with `dim` which dim it is"
             )
-        sharded, gathered = _sharding(mesh, x.ndim, dim, model), _sharding(mesh, x.ndim, dim, ())
+        whole = dict.fromkeys(range(dim, x.ndim), ())  # the dims before are as XLA has them
+        sharded, gathered = (named_along(mesh, x.ndim, whole | {dim: axes}) for axes in (model, ()))
         scattered = (sharded,)
         one_sequence = math.prod(x.shape[:dim]) in (1, num_examples)
         if one_sequence and not on_gpus and dim < x.ndim - 1 and x.shape[-1] % num_shards == 0:
             # With one sequence a device XLA:TPU reduce-scatters features, but all-reduces tokens, twice the bytes. From
             # features to tokens is an all-to-all of the shards. XLA:GPU reduce-scatters both.
-            scattered = (_sharding(mesh, x.ndim, dim, (), last=model), sharded)
+            scattered = (named_along(mesh, x.ndim, whole | {x.ndim - 1: model}), sharded)
         if kind == "gathered":  # forward an all-gather; backward a reduce-scatter of partial sums
             return reshard(x, forward=Chain((sharded, gathered)), backward=Chain(scattered))
         return reshard(x, forward=Chain(scattered), backward=Chain((sharded, gathered)))
 
     return place
-
-
-def _sharding(
-    mesh: Mesh, num_dims: int, dim: int, axes: tuple[str, ...], *, last: tuple[str, ...] = ()
-) -> NamedSharding:
-    """Returns a sharding of the sequence, or the last dim, with the dims before it unconstrained."""
-    after: list[Any] = [None] * (num_dims - dim - 1)
-    if last:
-        after[-1] = last
-    return NamedSharding(mesh, PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * dim, axes or None, *after))

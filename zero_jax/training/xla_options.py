@@ -31,7 +31,7 @@ from zero_jax.transforms import resolve_remat
 Value = str | int | float | bool
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class CompilerOption:
     """A compiler option of a step."""
 
@@ -69,10 +69,7 @@ class StepOptions:
         return rest | ({_DISABLE_PASSES: guard.unguarded} if guard.unguarded else {})
 
 
-def _option(name: str, value: Value, purpose: str) -> CompilerOption:
-    return CompilerOption(name=name, value=value, purpose=purpose)
-
-
+_option = CompilerOption  # in the tables: name, value, purpose
 _SPARSE_CORE_COLLECTIVES = (
     _option("xla_tpu_enable_sparse_core_collective_offload_all_gather", True,
             "all-gathers run on the SparseCores while the TensorCore computes"),
@@ -103,6 +100,7 @@ _PLANAR: Mapping[str, tuple[CompilerOption, ...]] = {
 }  # fmt: skip
 _COMBINED_GPU_BYTES = 2**30
 _PIPELINED_GPU = {"all_gather": "next", "reduce_scatter": "last", "all_reduce": "last"}
+_COMBINED_GPU = {kind: f"xla_gpu_{kind}_combine_threshold_bytes" for kind in _PIPELINED_GPU}
 
 
 def _pipelined(kind: str, which: str) -> CompilerOption:
@@ -117,12 +115,8 @@ _GPU = (
     _option("xla_gpu_enable_latency_hiding_scheduler", True,
             "computation is scheduled between the start and the end of a collective"),
     *(_pipelined(kind, which) for kind, which in _PIPELINED_GPU.items()),
-    _option("xla_gpu_all_gather_combine_threshold_bytes", _COMBINED_GPU_BYTES,
-            "all-gathers of a layer are one collective, of up to 1 GiB"),
-    _option("xla_gpu_reduce_scatter_combine_threshold_bytes", _COMBINED_GPU_BYTES,
-            "reduce-scatters of a layer are one collective, of up to 1 GiB"),
-    _option("xla_gpu_all_reduce_combine_threshold_bytes", _COMBINED_GPU_BYTES,
-            "all-reduces of a layer are one collective, of up to 1 GiB"),
+    *(_option(name, _COMBINED_GPU_BYTES, f"{kind.replace('_', '-')}s of a layer are one collective, of up to 1 GiB")
+      for kind, name in _COMBINED_GPU.items()),
 )  # fmt: skip
 # Inside a host it makes up for what the pipelining computes; between hosts it exposes more than that.
 _GPU_HOST = (
@@ -148,13 +142,8 @@ _OVERLAP_AFTER_UPDATE: Mapping[str, tuple[CompilerOption, ...]] = {"v5p": (_QUEU
 _KERNEL_MEMORY_KIB: Mapping[str, int] = {"v5p": 49_152, "v6e": 98_304, "tpu7x": 65_536}
 # The options of `ZeroConfig.combine_bytes` by platform. XLA:TPU combines all-reduces (libtpu: cross-replica sums). It
 # combines reduce-scatters of one layer whatever the options are, all-gathers never. XLA:CPU combines nothing.
-_COMBINE_GPU = tuple(
-    f"xla_gpu_{kind}_combine_threshold_bytes" for kind in ("all_gather", "reduce_scatter", "all_reduce")
-)
 _COMBINE: Mapping[str, tuple[str, ...]] = {
-    "gpu": _COMBINE_GPU,
-    "cuda": _COMBINE_GPU,
-    "rocm": _COMBINE_GPU,
+    **dict.fromkeys(("gpu", "cuda", "rocm"), tuple(_COMBINED_GPU.values())),
     "tpu": ("xla_jf_crs_combiner_threshold_in_bytes",),
     "cpu": (),
 }
@@ -167,9 +156,7 @@ _VERIFIED = _option("xla_gpu_experimental_dynamic_slice_fusion_verify_offsets", 
 # across devices after the loop; the body clears it on all devices but one in each iteration (openxla/xla#49143).
 _DISABLE_PASSES = "xla_disable_hlo_passes"
 _CODE_MOTION = (("while-loop-all-reduce-code-motion", (0, 12)),)
-_WRONG_PASSES: Mapping[str, tuple[tuple[str, tuple[int, int]], ...]] = {
-    platform: _CODE_MOTION for platform in ("tpu", "gpu", "cuda", "rocm")
-}
+_WRONG_PASSES = dict.fromkeys(("tpu", "gpu", "cuda", "rocm"), _CODE_MOTION)
 _FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # Primitives that write to a part of an array, and those of which it is not known.
 _WRITES = re.compile(r".*scatter|dynamic_update_slice|pallas_call|ffi_call|.*callback")
@@ -235,9 +222,10 @@ def wanted_options(
     for name, value in (config.compiler_options or {}).items():
         options.pop(name, None)
         if value is not None:
-            options[name] = CompilerOption(name=name, value=_typed(value), purpose="given in the config")
+            options[name] = CompilerOption(name, _typed(value), "given in the config")
     removed = (config.compiler_options or {}).get(_DISABLE_PASSES, "") is None
-    if (passes := _wrong_passes(device.platform)) and not removed:
+    passes = [name for name, right in _WRONG_PASSES.get(device.platform, ()) if jax.__version_info__ < right]
+    if passes and not removed:
         options[_DISABLE_PASSES] = _guard(passes, options.get(_DISABLE_PASSES), environment)
     return tuple(options.values())
 
@@ -246,11 +234,6 @@ def _reads_host(config: ZeroConfig) -> bool:
     """Returns whether a loop of a step reads arrays in host memory: residuals, or params."""
     offload = config.resolved_offload()
     return resolve_remat(config.remat).offloads or (offload is not None and offload.what == "all")
-
-
-def _wrong_passes(platform: str) -> list[str]:
-    """Returns the passes of this release's compiler that make wrong programs."""
-    return [name for name, first_right in _WRONG_PASSES.get(platform, ()) if jax.__version_info__ < first_right]
 
 
 def _guard(passes: Sequence[str], given: CompilerOption | None, environment: Mapping[str, str]) -> CompilerOption:
@@ -308,7 +291,7 @@ def _combining(platform: str, combine_bytes: int) -> Iterator[CompilerOption]:
             "leave it None"
         )
     for name in _COMBINE[platform]:
-        yield CompilerOption(name=name, value=combine_bytes, purpose="combine_bytes of the config")
+        yield CompilerOption(name, combine_bytes, "combine_bytes of the config")
 
 
 def _typed(value: Value) -> Value:

@@ -23,22 +23,12 @@ def count_flops(jaxpr: Any) -> int:
     grid, whether a mask skips it or not; so attention counts whole, by a kernel as without. A `while_loop`'s body
     counts once, of `cond` the costliest branch.
     """
-    return _count(jaxpr, None)
+    return _forward_flops(jaxpr, None)
 
 
-def _count(jaxpr: Any, wanted: Collection[int] | None) -> int:
-    """Counts the operations of all equations, or of those whose `id` is wanted."""
-    return sum(_count_equation(eqn, wanted) for eqn in open_jaxpr(jaxpr)[0].eqns)
-
-
-def _count_equation(eqn: Any, wanted: Collection[int] | None) -> int:
-    sub = subcall(eqn)
-    if rule := _RULES.get(eqn.primitive.name):
-        return rule(eqn) if wanted is None or id(eqn) in wanted else 0
-    if sub is not None and sub.branches:
-        return max(_count(branch, wanted) for branch in sub.branches)
-    times = 1 if sub is None else sub.length * _num_shards(eqn)
-    return times * sum(_count(inner, wanted) for inner in inner_jaxprs(eqn))
+def _forward_flops(jaxpr: Any, wanted: Collection[int] | None) -> int:
+    """Counts the operations of all products, or of those whose equation's `id` is wanted."""
+    return _count(jaxpr, [False] * len(open_jaxpr(jaxpr)[0].invars), wanted)
 
 
 def training_flops(jaxpr: Any, trained: Sequence[bool], *, attention_only: bool = False) -> int:
@@ -56,7 +46,11 @@ def training_flops(jaxpr: Any, trained: Sequence[bool], *, attention_only: bool 
     scores = _Scores()
     if attention_only:
         scores.run(jaxpr, [_NOTHING] * len(trained))
-    counted = _TrainingFlops(scores.notes if attention_only else None)
+    return _count(jaxpr, trained, scores.notes if attention_only else None)
+
+
+def _count(jaxpr: Any, trained: Sequence[bool], wanted: Collection[int] | None) -> int:
+    counted = _Flops(wanted)
     counted.run(jaxpr, trained)
     return counted.flops
 
@@ -102,7 +96,7 @@ def _kernel(eqn: Any) -> int:
         return int(estimate.flops)
     grid = getattr(eqn.params.get("grid_mapping"), "grid", ())
     steps = math.prod(size for size in grid if isinstance(size, int))
-    return steps * sum(_count(inner, None) for inner in inner_jaxprs(eqn))
+    return steps * sum(map(count_flops, inner_jaxprs(eqn)))
 
 
 def _cudnn_attention(num_products: int) -> Callable[[Any], int]:
@@ -147,7 +141,7 @@ _PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 _ENTERED = (frozenset(KINDS.values()) | CALLS) - {"while"}
 
 
-class _TrainingFlops(Pass[bool]):
+class _Flops(Pass[bool]):
     """Counts the operations of a loss and its gradients; values are known by whether they depend on a trained input."""
 
     enters = _ENTERED
@@ -186,7 +180,10 @@ class _TrainingFlops(Pass[bool]):
 
     def operation(self, eqn: Any, operands: list[bool]) -> Sequence[bool]:
         # Of a `while_loop`, whose gradient is the model's own affair, the products count as those of a kernel.
-        forward = _count_equation(eqn, self.wanted)
+        if rule := _RULES.get(eqn.primitive.name):
+            forward = rule(eqn) if self.wanted is None or id(eqn) in self.wanted else 0
+        else:
+            forward = sum(_forward_flops(inner, self.wanted) for inner in inner_jaxprs(eqn))
         if forward:
             self.notes["flops"] = self.flops + forward + round(forward * _num_cotangents(eqn, operands))
         depends = any(operands) and eqn.primitive.name != "stop_gradient"

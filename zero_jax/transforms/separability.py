@@ -29,18 +29,6 @@ from zero_jax.transforms.quotients import named_entry
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Combination:
-    """How a value of a batch is made of those of its n parts."""
-
-    # It is the SAME in all, has them as its blocks (ROWS), or is their SUM, MAX or MIN; UNKNOWN if it is not made of
-    # them
-    kind: Kind = Kind.UNKNOWN
-    dim: int = 0  # the dim of the blocks
-    power: Fraction = Fraction(0)  # what is so made is divided by `n ** power`
-    why: str = ""  # why it is UNKNOWN, with the line
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Separability:
     """Why a loss function cannot be called on parts of a batch, and how what it returns for parts is combined."""
 
@@ -53,8 +41,8 @@ class Separability:
     # the axes is mapped by `shard_map`
     is_plain: bool = False
     on_parts: LossOnParts = dataclasses.field(default_factory=LossOnParts)  # how it is called on parts
-    # How each leaf of aux is combined, by its path
-    aux: Mapping[str, Combination] = dataclasses.field(default_factory=dict)
+    # How each leaf of aux is made of those of parts, by its path; UNKNOWN says why it is not, with the line
+    aux: Mapping[str, Relation] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,7 +165,7 @@ class _Traces:
         part, first = size // num_parts, self.trace(next(iter(self.traced))[0])
         leaves = leaves_by_name(first.results[1][0])
         if num_parts == 1:
-            return Separability(aux=dict.fromkeys(leaves, Combination(kind=Kind.SAME)))
+            return Separability(aux=dict.fromkeys(leaves, SAME))
         sizes = [size, part]
         if part == 1:
             # On a single example operations differ that only change shapes: it is to have all others of two examples,
@@ -190,7 +178,7 @@ class _Traces:
         except Exception as error:
             why = f"loss_fn cannot be traced on {sizes[0]} examples and on {part} ({type(error).__name__})"
             on_parts = LossOnParts(size=size, of_batch=False, weight=named)
-            return Separability(another_loss=why, on_parts=on_parts, aux=dict.fromkeys(leaves, Combination(why=why)))
+            return Separability(another_loss=why, on_parts=on_parts, aux=dict.fromkeys(leaves, unknown(why)))
         found = self.found(traces, size, num_parts, num_blocks)
         if found.within and not found.is_known:  # it is of a value in a nested `jit`
             traces = [self.trace(n, flat=True) for n in sizes]
@@ -198,7 +186,7 @@ class _Traces:
         why, on_parts = _averaged(found, traces[1], loss_weight, trusted=trusted)
         atoms = leaves_by_name(traces[0].results[1][0])
         each = zip(atoms.items(), found.aux, strict=True)
-        combinations = {name: _combination(x, atom, traces[0].closed) for (name, atom), x in each}
+        combinations = {name: _combined(x, atom, traces[0].closed) for (name, atom), x in each}
         return Separability(another_loss=why, on_parts=on_parts, aux=combinations)
 
     def found(self, traces: Sequence[CountedTrace], size: int, num_parts: int, num_blocks: int) -> _Found:
@@ -316,17 +304,17 @@ def _is_even(found: _Found, part: CountedTrace, named: Any) -> bool:
     return any(atom is named and x.kind is Kind.SAME and x.is_plain for atom, x in entries)
 
 
-def _combination(x: Relation, atom: Any, jaxpr: Any) -> Combination:
+def _combined(x: Relation, atom: Any, jaxpr: Any) -> Relation:
     """Returns how a leaf of aux, an `atom` of the jaxpr of the whole batch, is made of those of parts."""
     if x.kind in (Kind.SAME, Kind.ROWS, Kind.SUM, *EXTREMA):
         if is_float(atom.aval) or x.power in range(-8, 1):
-            return Combination(kind=x.kind, dim=x.dim or 0, power=x.power)
+            return x.of_elements()
         why = "it depends on how many examples there are"
     else:
         why = x.why if x.kind is Kind.UNKNOWN else "it depends on the places of examples in the batch"
     why = why.replace("{}", "a line that is not known")
     made = () if " at " in why else (eqn for eqn in jaxprs.open_jaxpr(jaxpr)[0].eqns if atom in eqn.outvars)
-    return Combination(why=" at ".join(filter(None, [why, *map(jaxprs.source_line, made)])))
+    return unknown(" at ".join(filter(None, [why, *map(jaxprs.source_line, made)])))
 
 
 def operations(jaxpr: Any) -> list[str]:
@@ -337,12 +325,8 @@ def operations(jaxpr: Any) -> list[str]:
 def shards_over(jaxpr: Any, axes: Sequence[str]) -> bool:
     """Tells whether a jaxpr shards values over any of the axes: by a constraint, a `shard_map` or a nested `jit`."""
     for eqn in equations(jaxpr, skip=["custom_vmap_call"]):  # that says itself what it does when it is mapped
-        specs = [x for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_spec) if _is_spec(x)]
-        entries = (spec.spec if isinstance(spec, NamedSharding) else spec for spec in specs)
-        if any(carries(dims_of(spec, len(spec)), axes) for spec in entries):
+        found = [getattr(x, "spec", x) for x in jax.tree.leaves(list(eqn.params.values()))]
+        specs = (x for x in found if isinstance(x, PartitionSpec))
+        if any(carries(dims_of(spec, len(spec)), axes) for spec in specs):
             return True
     return False
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, (NamedSharding, PartitionSpec))

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zero_jax.dims import Kind
+from zero_jax.dims import Kind, Relation
 from zero_jax.program.loss import LossProgram
 from zero_jax.sharding.mesh import Axes
 from zero_jax.training.grads.combined import CombinedAux
 from zero_jax.transforms.batch_counts import CountedProgram
-from zero_jax.transforms.separability import BatchParts, Combination, separability
+from zero_jax.transforms.separability import BatchParts, separability
 
 EXAMPLES, MICROBATCHES, DEVICES = 32, 2, 4
 PARTS = MICROBATCHES * DEVICES
@@ -278,7 +278,7 @@ def difference_of_aux(loss_fn, params, batch):
 def counts_of(program, params, parts):
     """Returns the counts of the batch, as a step sums them."""
     each = [program.counts(params, part, jax.random.key(0)) for part in parts]
-    how = {str(i): Combination(kind=Kind.SUM, power=power) for i, power in program.how.counts.items()}
+    how = {str(i): Relation(kind=Kind.SUM, power=power) for i, power in program.how.counts.items()}
     return CombinedAux(how).combine([jnp.stack(xs) for xs in zip(*each, strict=True)], None, lead=1)
 
 

@@ -21,7 +21,7 @@ from zero_jax.core.text_tables import Report, aligned
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.mesh import axis_size, networks
 from zero_jax.sharding.quantized import Blocks, blocks_of_leaf, spread_over
-from zero_jax.sharding.rules import LeafPlacement, placement_leaves
+from zero_jax.sharding.rules import LeafPlacement
 from zero_jax.sharding.spec import Dims, gather_steps, scatter_steps, steps_by_dim, without
 from zero_jax.training import (
     LossTrace,
@@ -141,7 +141,7 @@ def estimate(
     placement = step_placement(check_is_state(state, who="comms.estimate"), tx, mesh=mesh, config=config)
     rows: list[EstimateRow] = []
     num_params = 0
-    leaves = placement_leaves(placement.params)
+    leaves = jax.tree.leaves(placement.params)
     masters = jax.tree.leaves(state.masters)
     floats = [leaf for leaf, x in zip(leaves, masters, strict=True) if jnp.issubdtype(x.dtype, jnp.inexact)]
     needed, same = used_by_optimizer(tx, state, placement.precision)
@@ -154,14 +154,13 @@ def estimate(
         moves = {"forward": True, "backward": any(needed), "update": not is_same}
         rows += [row for row in traffic.param_rows() if moves[row.phase]]
         rows += traffic.grad_rows() if is_needed else []
-    for leaf in placement_leaves(placement.model_state) if MODEL_STATE in placement.groups else ():
+    for leaf in jax.tree.leaves(placement.model_state) if MODEL_STATE in placement.groups else ():
         rows += _LeafTraffic(leaf, placement, config).model_state_rows()
     dealings = () if tx is None else matrix_dealings(tx, state, placement)
-    moves = [(move, "update", 1) for dealing in dealings for move in dealing.moves(dealing.over)]
-    moves += [(move, move.phase, move.times) for move in (traced.moves if traced else ())]
-    for move, phase, times in moves:
-        dtype, sent = _HLO_DTYPES.get(move.dtype, move.dtype), move.sent_bytes * times
-        rows.append(EstimateRow(kind=move.kind, axes=move.axes, dtype=dtype, phase=phase, total_sent_bytes=sent))
+    moves = [move for dealing in dealings for move in dealing.moves(dealing.over)]
+    for move in (*moves, *(traced.moves if traced else ())):
+        dtype, sent = _HLO_DTYPES.get(move.dtype, move.dtype), move.sent_bytes * move.times
+        rows.append(EstimateRow(kind=move.kind, axes=move.axes, dtype=dtype, phase=move.phase, total_sent_bytes=sent))
     return CommsEstimate(
         rows=_summed(rows),
         num_params=num_params,

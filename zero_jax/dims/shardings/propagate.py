@@ -28,10 +28,10 @@ class Move:
     kind: str  # 'all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all' or 'collective-permute'
     axes: tuple[str, ...]  # the mesh axes
     dtype: str  # NumPy's name of the dtype
-    phase: str  # 'forward' or 'backward'
+    phase: str  # 'forward', 'backward' or 'update'
     sent_bytes: float  # what one device sends each time
-    times: int  # how often
-    source: str  # `file:line (function)` of the user's code
+    times: int = 1  # how often
+    source: str = ""  # `file:line (function)` of the user's code; empty for what the update moves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,10 +206,7 @@ class _Shardings(Pass[ValueSharding]):
             return self.branches(sub, operands)
         rule = RULES.get(name) or (merge if is_elementwise(eqn) else None)
         outs = rule(self, eqn, operands) if rule else self.opaque(eqn, operands)
-        return self.made_of(operands, outs)
-
-    def made_of(self, inputs: Sequence[ValueSharding], outs: Sequence[ValueSharding]) -> list[ValueSharding]:
-        varies = any(x.varies for x in inputs)
+        varies = any(x.varies for x in operands)
         return [dataclasses.replace(x, varies=varies) for x in outs]
 
     def settle_inputs(self, eqn: Any, env: dict[Any, ValueSharding]) -> None:
@@ -234,7 +231,7 @@ class _Shardings(Pass[ValueSharding]):
             shape = getattr(var.aval, "shape", ())
             first = next((dim for size, dim in leading if shape and shape[0] == size), ())
             outs.append(ValueSharding(dims=((first,) + ((),) * (len(shape) - 1)) if shape else ()))
-        return self.made_of(inputs, outs)
+        return outs
 
     def call(self, eqn: Any, jaxpr: Any, env: dict[Any, ValueSharding]) -> list[ValueSharding]:
         """Propagates through a call; what it sums is summed outside too."""

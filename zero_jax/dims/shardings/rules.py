@@ -114,18 +114,15 @@ def _resized(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[Value
 
 def _concatenate(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
     dims = list(_agreed(walk, [(x, atom.aval) for x, atom in zip(inputs, eqn.invars, strict=True)]))
-    result, along = ValueSharding(dims=tuple(dims)), eqn.params["dimension"]
-    if dims[along]:
-        walk.move("collective-permute", dims[along], walk.local_bytes(eqn.outvars[0].aval, result), eqn.outvars[0].aval)
+    result, aval = ValueSharding(dims=tuple(dims)), eqn.outvars[0].aval
+    walk.move("collective-permute", dims[eqn.params["dimension"]], walk.local_bytes(aval, result), aval)
     return [result]
 
 
 def _dynamic_slice(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
-    sharding, aval, size = inputs[0], eqn.invars[0].aval, eqn.outvars[0].aval.shape
-    lost = [a for i, dim in enumerate(sharding.dims) for a in dim if size[i] != aval.shape[i]]
-    gathered = dataclasses.replace(sharding, dims=without(sharding.dims, lost))
-    if lost:
-        walk.move("all-gather", lost, walk.local_bytes(eqn.outvars[0].aval, gathered), eqn.outvars[0].aval)
+    x, aval, lost = inputs[0], eqn.outvars[0].aval, _lost(dim_map(eqn), inputs[0].dims)
+    gathered = dataclasses.replace(x, dims=without(x.dims, lost))
+    walk.move("all-gather", lost, walk.local_bytes(aval, gathered), aval)
     return [gathered]
 
 

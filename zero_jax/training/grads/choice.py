@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.core.variables import as_variables, model_state_names
-from zero_jax.dims import Kind
+from zero_jax.dims import SAME, Kind, Relation, unknown
 from zero_jax.program.loss import LossProgram
 from zero_jax.program.passes import Dependence
 from zero_jax.program.subcalls import CALLS
@@ -21,7 +21,7 @@ from zero_jax.training.grads.combined import CombinedAux
 from zero_jax.training.grads.plan import GradPlan
 from zero_jax.training.loss.function import model_state_changes
 from zero_jax.training.loss.program import StepLoss
-from zero_jax.transforms import BatchParts, Combination, CountedProgram, Separability, separability
+from zero_jax.transforms import BatchParts, CountedProgram, Separability, separability
 
 # By the key or by model state; by a key of its own, which all parts have; the count of such numbers.
 _DRAWN, _REPEATED, _REPEATED_COUNT = -1, -2, -3
@@ -47,18 +47,18 @@ class Reads:
         more = f" (and {len(self.loss) - 1} more)" if len(self.loss) > 1 else ""
         return f"it reads {self.loss[0]}{more}: a microbatch reads what the one before made" if self.loss else ""
 
-    def combinations(self, known: Mapping[str, Combination]) -> dict[str, Combination]:
+    def combinations(self, known: Mapping[str, Relation]) -> dict[str, Relation]:
         """Returns how entries of aux are combined, given how they are if all parts read the same."""
         return {name: self._combination(name, how) for name, how in known.items()}
 
-    def _combination(self, name: str, how: Combination) -> Combination:
+    def _combination(self, name: str, how: Relation) -> Relation:
         repeats = "it is drawn with a key that all microbatches have"
         if how.why or name in self.repeated_counts:
-            return how if how.why else Combination(why=repeats)
+            return how if how.why else unknown(repeats)
         if how.kind is Kind.SAME:  # that of the first microbatch, which reads what the batch does
-            return Combination(why="it is drawn with the key of each microbatch") if name in self.drawn else how
+            return unknown("it is drawn with the key of each microbatch") if name in self.drawn else how
         why = repeats if name in self.repeated else self.aux[name]
-        return Combination(why=why) if why else how
+        return unknown(why) if why else how
 
 
 def reads_of(
@@ -162,7 +162,7 @@ def judge(loss: StepLoss, arguments: tuple[PyTree, PyTree, jax.Array]) -> Judged
         reads = reads_of(counted, *traceable, jax.eval_shape(counted.counts, *traceable))
     _, (shapes, _) = program.trace(*traceable).out_shape
     is_whole = k == 1 and separable.not_local
-    same = dict.fromkeys(leaves_by_name(shapes), Combination(kind=Kind.SAME))
+    same = dict.fromkeys(leaves_by_name(shapes), SAME)
     for name, leaf in () if is_whole else leaves_by_name(shapes).items():
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             raise ValueError(

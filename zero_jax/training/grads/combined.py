@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax.core.tree import PyTree
-from zero_jax.dims import Kind
+from zero_jax.dims import Kind, Relation
 from zero_jax.sharding.precision import wide
-from zero_jax.transforms import Combination
 
 _MISSING = object()
 _MAX_NAMED = 20  # entries in a warning
@@ -31,7 +30,7 @@ def _without_missing(tree: PyTree) -> PyTree:
 class CombinedAux:
     """How each entry of aux is combined; those of which that is not known are left out, and not computed."""
 
-    combinations: Mapping[str, Combination]  # how, by the path of the entry, in the order of the leaves
+    combinations: Mapping[str, Relation]  # how, by the path of the entry, in the order of the leaves
 
     def warn(self, *, num_microbatches: int) -> None:
         """Warns of the entries that are not returned."""
@@ -70,7 +69,7 @@ class CombinedAux:
         return _without_missing(jax.tree.unflatten(jax.tree.structure(aux), leaves))
 
 
-def _combined(how: Combination, x: jax.Array, join: Callable[[jax.Array, int], jax.Array], lead: int) -> jax.Array:
+def _combined(how: Relation, x: jax.Array, join: Callable[[jax.Array, int], jax.Array], lead: int) -> jax.Array:
     """Returns an entry of the batch, of those of parts; see `CombinedAux.combine`."""
     dtype, over, num_parts = x.dtype, tuple(range(lead)), math.prod(x.shape[:lead])
     if how.kind in (Kind.MAX, Kind.MIN) and jnp.issubdtype(dtype, jnp.bool_):

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import as_variables, joined
-from zero_jax.dims import Kind
+from zero_jax.dims import Kind, Relation
 from zero_jax.program.loss import LossProgram
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import wide
@@ -27,7 +27,7 @@ from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.noise_scale import Parts
 from zero_jax.training.state.placement import Placement
 from zero_jax.training.state.train_state import flags_of_all, merge
-from zero_jax.transforms import Combination, HostParam, differentiated, used_shapes, weight_alone, with_gradient
+from zero_jax.transforms import HostParam, differentiated, used_shapes, weight_alone, with_gradient
 
 
 class StepGrads(NamedTuple):
@@ -220,7 +220,7 @@ class _Sums(NamedTuple):
             counts = self.judged.program.counts(known, batch, key)
             return jnp.zeros(()), (counts, model_state, None)
 
-        sums = {str(i): Combination(kind=Kind.SUM, power=power) for i, power in on_parts.counts.items()}
+        sums = {str(i): Relation(kind=Kind.SUM, power=power) for i, power in on_parts.counts.items()}
         counter = dataclasses.replace(accumulator, aux=CombinedAux(sums), sums=[], by_weight=False)
         axes, plan = self.loss.placement.axes.of_params(with_copies=False), accumulator.plan
         grad_fn = (

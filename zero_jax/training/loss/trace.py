@@ -22,7 +22,6 @@ from zero_jax.program.subcalls import subcall
 from zero_jax.sharding.chains import reshard_p
 from zero_jax.sharding.gather_names import SENT
 from zero_jax.sharding.mesh import axis_size, on_mesh
-from zero_jax.sharding.rules import placement_leaves
 from zero_jax.sharding.spec import dims_of, without
 from zero_jax.training.loss.function import MeshLoss
 from zero_jax.training.loss.program import StepLoss
@@ -175,7 +174,7 @@ def trace_step_loss(loss: StepLoss, params: PyTree, batch: PyTree) -> LossTrace:
 def to_experts(loss: StepLoss, variables: PyTree, batch: PyTree) -> list[Move]:
     """Returns what a device sends of activations to experts that stay sharded, and home, in all microbatches."""
     placement = loss.placement
-    own = {leaf.of_experts for leaf in placement_leaves(placement.params)} - {()}
+    own = {leaf.of_experts for leaf in jax.tree.leaves(placement.params)} - {()}
     if not own or "params" not in placement.groups or placement.num_stages > 1:
         return []
     with on_mesh(placement.mesh):
@@ -222,7 +221,7 @@ class _TracedLoss:
         self.sizes = dict(mesh.shape)
         self.counted = tuple(name for name in mesh.axis_names if name not in axes.batch)
         self.arguments = (as_variables(variables), batch, key_shape())
-        leaves = placement_leaves((placement.params, placement.model_state))
+        leaves = jax.tree.leaves((placement.params, placement.model_state))
         self.inputs = [ValueSharding(dims=without(leaf.dims, axes.batch)) for leaf in leaves]
         for x in jax.tree.leaves(batch):
             cut = axes.batch if x.ndim and x.shape[0] % axis_size(mesh, axes.batch) == 0 else ()

@@ -15,6 +15,7 @@ from zero_jax.core.field_checks import brief, check_fields
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.path_patterns import PathPatterns
+from zero_jax.sharding.rules import path_of_param
 
 HOST = "pinned_host"
 _MEMORY_OF: Mapping[str, Sequence[str]] = {
@@ -125,10 +126,11 @@ def on_host(
     num_bytes = dict.fromkeys(params, 0)
     for group in _MEMORY_OF[offload.what]:
         for i, (name, leaf) in enumerate(leaves.get(group, ())):
-            path = _param_of(name, leaf.shape, params)
+            path = path_of_param(name, params)
             # XLA:TPU does not compile (error 1200) a loss function that reads params of one dim from the host.
             can_move = group not in _FETCHED or leaf.ndim > 1
             can_move &= group != "params" or jnp.issubdtype(leaf.dtype, jnp.inexact)
+            can_move &= path is not None and params[path] == tuple(leaf.shape)
             if path in chosen and can_move and math.prod(leaf.shape) >= max(min_size, 1):
                 owner[group, i] = path
                 num_bytes[path] += math.prod(leaf.shape) * leaf.dtype.itemsize
@@ -146,7 +148,7 @@ def _names(group: str, tree: PyTree) -> list[str]:
 
 def host_shardings(shardings: PyTree, flags: Sequence[bool]) -> PyTree:
     """Returns shardings, those of flagged leaves in host memory."""
-    leaves, tree = jax.tree.flatten(shardings, is_leaf=lambda x: isinstance(x, NamedSharding))
+    leaves, tree = jax.tree.flatten(shardings)
     return tree.unflatten([_in_host_memory(s) if flag else s for s, flag in zip(leaves, flags, strict=True)])
 
 
@@ -156,11 +158,3 @@ def _in_host_memory(sharding: NamedSharding) -> NamedSharding:
     if placed.memory_kind == HOST:
         return placed
     return NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=HOST)
-
-
-def _param_of(name: str, shape: Sequence[int], params: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Returns the param whose path is the end of a leaf's path, if it has the leaf's shape."""
-    parts = name.split("/")
-    paths = ("/".join(parts[start:]) for start in range(len(parts)))
-    path = next((path for path in paths if path in params), None)
-    return path if path is not None and params[path] == tuple(shape) else None

@@ -20,7 +20,6 @@ from zero_jax.core.tree import PyTree, check_arrays, key_shape, shapes_of, shown
 from zero_jax.core.variables import MODEL_STATE, as_variables, function_of_key, joined
 from zero_jax.sharding.mesh import on_mesh
 from zero_jax.sharding.precision import cast_floating, init_loss_scale
-from zero_jax.sharding.rules import placement_leaves
 from zero_jax.sharding.spec import carries
 from zero_jax.training.optimizer.update import init_opt_state
 from zero_jax.training.same_program import check_same_init
@@ -104,7 +103,7 @@ def _checked_key(key: Any) -> Any:
 
 def _check_copies(placement: Placement) -> None:
     """Raises `ValueError` for a leaf that is sharded over `replica`: a step runs on each copy by itself."""
-    for leaf in placement_leaves((placement.params, placement.model_state)):
+    for leaf in jax.tree.leaves((placement.params, placement.model_state)):
         if over := [axis for axis in placement.axes.replica if carries(leaf.dims, (axis,))]:
             raise ValueError(
                 f"leaf {leaf.path!r}: its spec names the axis {over[0]!r}, which is of full copies of the params: "

@@ -8,7 +8,6 @@ from jax.sharding import Mesh
 
 from zero_jax.core.tree import PyTree, leaf_names, shapes_of
 from zero_jax.core.variables import MODEL_STATE
-from zero_jax.sharding.rules import placement_leaves
 from zero_jax.sharding.spec import Dims, dims_of
 from zero_jax.training.optimizer.matrices import Dealing, MatrixProgram, multiplies
 from zero_jax.training.optimizer.update import TracedUpdate, trace_update
@@ -30,13 +29,13 @@ def step_placement(
     if tx is None or not placement.may_shard_layers:
         return placement
     state = shapes_of(state)
-    before = _leaves_of_dealings(tx, state, placement)
+    before = _by_leaf(_dealings(tx, state, placement), state)
     dealt = {path for path, dealings in before.items() if any(dealing.over is not None for dealing in dealings)}
     if not dealt:
         return placement
-    leaves = placement_leaves(placement.params)
+    leaves = jax.tree.leaves(placement.params)
     by_layers = {leaf.path: leaf.along_layers(mesh, placement.axes) for leaf in leaves if leaf.path in dealt}
-    after = _leaves_of_dealings(tx, state, placement.by_layers(by_layers))
+    after = _by_leaf(_dealings(tx, state, placement.by_layers(by_layers)), state)
     # What is not moved as float32 by the update moves once as a gradient, in its own dtype: never more.
     better = {path for path in dealt if _cost(after.get(path, before[path])) < _cost(before[path])}
     return placement.by_layers({path: by_layers[path] for path in better})
@@ -77,11 +76,9 @@ def _dealings(tx: optax.GradientTransformation, state: TrainState, placement: Pl
     return [] if program is None else program.all_dealings
 
 
-def _leaves_of_dealings(
-    tx: optax.GradientTransformation, state: TrainState, placement: Placement
-) -> dict[str, list[Dealing]]:
+def _by_leaf(dealings: list[Dealing], state: TrainState) -> dict[str, list[Dealing]]:
     """Returns the matrix computations of an update by the paths of the params that they are made of."""
-    dealings, found = _dealings(tx, state, placement), {}
+    found: dict[str, list[Dealing]] = {}
     names = leaf_names(trainable(state.masters)) if dealings else []
     num_inputs = len(names) + len(jax.tree.leaves(state.opt_state))
     for dealing in dealings:
@@ -98,7 +95,5 @@ def _cost(dealings: list[Dealing]) -> float:
 
 def matrices_of_leaves(tx: optax.GradientTransformation, state: TrainState, placement: Placement) -> dict[str, str]:
     """Returns what an update does with the matrices of each param, by its path; of the others nothing."""
-    if not matrix_dealings(tx, state, placement):
-        return {}
-    of_each = _leaves_of_dealings(tx, state, placement)
+    of_each = _by_leaf(matrix_dealings(tx, state, placement), state)
     return {name: "; ".join(dealing.reason for dealing in dealings) for name, dealings in of_each.items()}

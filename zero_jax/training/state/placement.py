@@ -30,11 +30,10 @@ from zero_jax.sharding.rules import (
     place_like_params,
     place_model_state,
     place_params,
-    placement_leaves,
     to_shardings,
 )
 from zero_jax.sharding.spec import Dims, dims_of, named, steps_by_dim
-from zero_jax.sharding.stages import group_axes, sharded_groups
+from zero_jax.sharding.stages import SECONDARY_GROUPS, sharded_groups
 from zero_jax.sharding.torus import gather_shardings
 from zero_jax.training.grads.plan import GradPlan
 from zero_jax.training.optimizer.offload import Offload, check_offload, host_shardings, on_host
@@ -113,7 +112,7 @@ class Placement:
         """Returns how the gradients that devices have of each param are summed once a step; None is `grad_plan`."""
         plan = self.grad_plan if plan is None else plan
         shardings = jax.tree.leaves(self.param_shardings("master") if plan.is_of_update else self.grad_shardings())
-        leaves = placement_leaves(self.params)
+        leaves = jax.tree.leaves(self.params)
         return [
             DeviceSum(
                 mesh=self.mesh,
@@ -129,7 +128,7 @@ class Placement:
 
     def grad_errors(self, has_grad: Sequence[bool]) -> PyTree:
         """Returns shapes and shardings of the quantization errors of gradients; None if no param has one."""
-        leaves, tree = jax.tree.flatten(self.params, is_leaf=_is_placement)
+        leaves, tree = jax.tree.flatten(self.params)
         errors = []
         for leaf, grad_sum, wanted in zip(leaves, self.grad_sums(), has_grad, strict=True):
             feeds_back = wanted and self.quantize and self.quantize.format_of("error_feedback", leaf.path)
@@ -142,7 +141,9 @@ class Placement:
 
     def axes_of_group(self, group: str) -> tuple[str, ...]:
         """Returns the axes of `data` that a group is sharded over."""
-        return group_axes(group, self.groups, data=self.axes.data, secondary=self.axes.secondary)
+        if group not in self.groups:
+            return ()
+        return (group in SECONDARY_GROUPS and self.axes.secondary) or self.axes.data
 
     def param_shardings(self, group: str) -> PyTree:
         """Returns the shardings of `params`, `master` or `grads`."""
@@ -174,11 +175,11 @@ class Placement:
         def placed(leaf: LeafPlacement) -> LeafPlacement:
             return dataclasses.replace(leaf, update_dims=update_dims.get(leaf.path))
 
-        return dataclasses.replace(self, params=jax.tree.map(placed, self.params, is_leaf=_is_placement))
+        return dataclasses.replace(self, params=jax.tree.map(placed, self.params))
 
     def to_update(self, grads: PyTree) -> PyTree:
         """Moves gradients to the shards of the master params, in their own dtype; None stays."""
-        leaves, tree = jax.tree.flatten(self.params, is_leaf=_is_placement)
+        leaves, tree = jax.tree.flatten(self.params)
         of_each = zip(leaves, tree.flatten_up_to(grads), strict=True)
         with jax.named_scope(UPDATE):
             return tree.unflatten([x if x is None else self._moved(leaf, x) for leaf, x in of_each])
@@ -209,7 +210,7 @@ class Placement:
         variables, cast = as_variables(variables), functools.partial(place, dtype=self.precision.compute)
         params = jax.tree.map(cast, variables.params)
         if self.params_are_masters and self.layer_shards:
-            params = jax.tree.map(self._by_features, self.params, params, is_leaf=_is_placement)
+            params = jax.tree.map(self._by_features, self.params, params)
         return joined(params, jax.tree.map(place, variables.model_state))
 
     def opt_shardings(self, opt_state: PyTree) -> PyTree:
@@ -223,7 +224,7 @@ class Placement:
         groups = {name: getattr(state, name) for name in ("opt_state", "master", "params", MODEL_STATE)}
         if self.offload is None:
             return {name: [False] * len(jax.tree.leaves(tree)) for name, tree in groups.items()}
-        shapes = {leaf.path: leaf.shape for leaf in placement_leaves((self.params, self.model_state))}
+        shapes = {leaf.path: leaf.shape for leaf in jax.tree.leaves((self.params, self.model_state))}
         return on_host(self.offload, groups, shapes, min_size=self.rules.min_shard_size)
 
     def params_of(self, masters: PyTree, *, into: PyTree) -> PyTree:
@@ -239,7 +240,7 @@ class Placement:
         otherwise hold a full stack beside them; those that are sharded along the layers in as many parts of features.
         Stacks of equally many parts share a loop, so that several gathers run at once.
         """
-        leaves, placements = jax.tree.leaves(tree), placement_leaves(self.params)
+        leaves, placements = jax.tree.leaves(tree), jax.tree.leaves(self.params)
         param_axes = self.axes_of_group("params")
         if axis_size(self.mesh, [axis for axis in self.axes_of_group("master") if axis not in param_axes]) == 1:
             return cast_floating(tree, dtype)
@@ -301,10 +302,6 @@ def _dim_of_parts(leaf: LeafPlacement) -> int | None:
     return next((i for i in whole if i == 0 or leaf.update_dims is not None), None)
 
 
-def _is_placement(x: Any) -> bool:
-    return isinstance(x, LeafPlacement)
-
-
 def make_placement(variables: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Placement:
     """Places params, or `Variables` (arrays or `ShapeDtypeStruct`s), under a config."""
     axes = check_config(config).axes_of(mesh)
@@ -327,7 +324,7 @@ def make_placement(variables: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Plac
     if model_state is not None:
         placed_state = place_model_state(model_state, placed, mesh=mesh, axes=axes, rules=rules)
     if (quantize := config.resolved_quantize()) is not None:
-        check_leaves(quantize, placement_leaves((placed, placed_state)), mesh=mesh, axes=axes)
+        check_leaves(quantize, jax.tree.leaves((placed, placed_state)), mesh=mesh, axes=axes)
     placement = Placement(
         mesh=mesh,
         axes=axes,
@@ -401,7 +398,7 @@ def train_state_shardings(state: TrainState, placement: Placement) -> TrainState
 
 def _error_shardings(errors: PyTree, placement: Placement) -> PyTree:
     """Returns the shardings of errors of gradients, which frozen params do not have."""
-    tree = jax.tree.structure(placement.params, is_leaf=_is_placement)
+    tree = jax.tree.structure(placement.params)
     expected = placement.grad_errors([x is not None for x in tree.flatten_up_to(errors)])
     if leaf_names(expected) != leaf_names(errors):
         odd = next(name for name in leaf_names(errors) if name not in leaf_names(expected))

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from zero_jax.core.tree import PyTree, leaf_names, path_name, with_shapes
 from zero_jax.core.variables import MODEL_STATE, joined
 from zero_jax.sharding.path_patterns import PathPatterns
-from zero_jax.sharding.rules import LeafPlacement, ShardingReport, placement_leaves, report_placements
+from zero_jax.sharding.rules import LeafPlacement, ShardingReport, report_placements
 from zero_jax.training.state.checks import check_optimizer
 from zero_jax.training.state.matrix_updates import matrices_of_leaves, step_placement
 from zero_jax.training.state.placement import ARRAYS, make_placement, train_state_shardings
@@ -133,7 +133,7 @@ def sharding_report(
         matrices = matrices_of_leaves(tx, params, placement)
         placed = [
             dataclasses.replace(leaf, reason=_with_update(leaf, matrices.get(leaf.path)))
-            for leaf in placement_leaves(placement.params)
+            for leaf in jax.tree.leaves(placement.params)
         ]
     return report_placements(
         (placed, placement.model_state), mesh=mesh, axes=placement.axes, groups=sorted(placement.groups)

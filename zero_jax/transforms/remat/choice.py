@@ -8,6 +8,7 @@ that is not the best choice, so the same is done by seconds alone, and the bette
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Sequence
 
 from jax.sharding import Mesh
@@ -132,16 +133,9 @@ def choose_values(costs: Sequence[BlockCosts], remat: Remat, *, mesh: Mesh) -> V
 
 def choose(blocks: Sequence[BlockCosts], budget: ValueBudget) -> ValueChoice:
     """Returns what to keep of blocks under a budget."""
-    choices = (_Greedy(blocks, budget).choice(order) for order in (_by_bytes, _by_seconds))
-    return max(choices, key=lambda choice: choice.saved_seconds)
-
-
-def _by_bytes(row: ValueRow) -> float:
-    return row.saved_seconds / max(row.num_bytes, 1)
-
-
-def _by_seconds(row: ValueRow) -> float:
-    return row.saved_seconds
+    seconds = operator.attrgetter("saved_seconds")
+    by_bytes = lambda row: row.saved_seconds / max(row.num_bytes, 1)  # noqa: E731
+    return max((_Greedy(blocks, budget).choice(order) for order in (by_bytes, seconds)), key=seconds)
 
 
 class _Greedy:

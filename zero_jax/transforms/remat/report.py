@@ -12,7 +12,7 @@ from zero_jax.core.device_put import is_on_host
 from zero_jax.core.text_tables import Report
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import trace_flat
-from zero_jax.sharding.mesh import axis_size
+from zero_jax.sharding.spec import num_shards
 from zero_jax.transforms.remat.choice import ValueChoice
 from zero_jax.transforms.remat.policies import Remat
 from zero_jax.transforms.remat.regions import RematRegion
@@ -123,11 +123,8 @@ def residuals_of(function: Callable[..., list[Any]], region: RematRegion) -> Res
         mark = known.marks[var]
         if mark.kind != "value" or mark.held or not hasattr(var.aval.dtype, "itemsize"):
             continue
-        shards = 1
-        if any(size in setting.batch_sizes for size in var.aval.shape):
-            shards *= axis_size(setting.mesh, setting.axes.batch)
-        for axes in mark.dims or ():
-            shards *= axis_size(setting.mesh, axes)
+        has_batch = any(size in setting.batch_sizes for size in var.aval.shape)
+        shards = num_shards(setting.mesh, (setting.axes.batch if has_batch else (), *(mark.dims or ())))
         place = "host" if is_on_host(var.aval) else "device"
         bytes_at[place] += var.aval.size * var.aval.dtype.itemsize // shards
     return ResidualBytes(device_bytes=bytes_at["device"], host_bytes=bytes_at["host"])

@@ -8,7 +8,7 @@ results back to the shards. `MatrixProgram` has an update's groups of regions, t
 the update by them (`program.py`).
 """
 
-from zero_jax.training.optimizer.matrices.dealing import Dealing, MatrixMove
+from zero_jax.training.optimizer.matrices.dealing import Dealing
 from zero_jax.training.optimizer.matrices.program import MatrixProgram, multiplies
 
-__all__ = ["Dealing", "MatrixMove", "MatrixProgram", "multiplies"]
+__all__ = ["Dealing", "MatrixProgram", "multiplies"]

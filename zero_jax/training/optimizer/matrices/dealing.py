@@ -13,6 +13,7 @@ import jax
 from jax import lax
 from jax.sharding import Mesh
 
+from zero_jax.dims import Move
 from zero_jax.program.evaluation import evaluate
 from zero_jax.program.jaxprs import bind, is_literal, open_jaxpr
 from zero_jax.program.subcalls import Subcall, subcall
@@ -23,16 +24,6 @@ from zero_jax.training.optimizer.matrices.regions import SIZES, Region, is_map
 
 # Operations that a device computes while it sends a byte: v5p 2,300 (bf16), v5e 2,000, H100 2,200 by NVLink.
 _FLOPS_OF_A_BYTE = 2000
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MatrixMove:
-    """What one device sends over some mesh axes for the matrices of an update."""
-
-    kind: str
-    axes: tuple[str, ...]
-    dtype: str
-    sent_bytes: float
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -139,7 +130,7 @@ class Dealing:
 
     # --- what moves --------------------------------------------------------------------------------------------------
 
-    def moves(self, over: tuple[str, ...] | None) -> list[MatrixMove]:
+    def moves(self, over: tuple[str, ...] | None) -> list[Move]:
         """Returns what one device sends so that matrices are whole over some axes, and their results are shards."""
         first, moves = self.regions[0], []
         ends = [
@@ -241,7 +232,7 @@ def _split(x: jax.Array, at: int, ways: int) -> jax.Array:
     return x.reshape((*x.shape[:at], ways, x.shape[at] // ways, *x.shape[at + 1 :]))
 
 
-def _moved(before: Dims, after: Dims, *, size: int, dtype: str, mesh: Mesh) -> list[MatrixMove]:
+def _moved(before: Dims, after: Dims, *, size: int, dtype: str, mesh: Mesh) -> list[Move]:
     """Returns what one device sends of an array of `size` bytes, from one sharding to another."""
     held = [[axis for dim in dims for axis in dim] for dims in (before, after)]
     local_bytes = size / num_shards(mesh, before)
@@ -249,14 +240,12 @@ def _moved(before: Dims, after: Dims, *, size: int, dtype: str, mesh: Mesh) -> l
     gathered = tuple(axis for axis in held[0] if axis not in held[1])
     at = [{axis: i for i, dim in enumerate(dims) for axis in dim} for dims in (before, after)]
     changed = tuple(axis for axis in both if at[0][axis] != at[1][axis])
-    moves = []
-    if changed:
-        ways = axis_size(mesh, changed)
-        moves.append(MatrixMove(kind="all-to-all", axes=changed, dtype=dtype, sent_bytes=local_bytes * (1 - 1 / ways)))
-    if gathered:
-        sent = local_bytes * (axis_size(mesh, gathered) - 1)
-        moves.append(MatrixMove(kind="all-gather", axes=gathered, dtype=dtype, sent_bytes=sent))
-    return moves
+    sent = {
+        ("all-to-all", changed): local_bytes * (1 - 1 / axis_size(mesh, changed)),
+        ("all-gather", gathered): local_bytes * (axis_size(mesh, gathered) - 1),
+    }
+    fields: dict[str, Any] = {"dtype": dtype, "phase": "update"}
+    return [Move(kind=kind, axes=axes, sent_bytes=x, **fields) for (kind, axes), x in sent.items() if axes]
 
 
 def _run(region: Region, stacks: Sequence[Any], others: Sequence[Any]) -> list[Any]:

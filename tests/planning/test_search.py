@@ -8,8 +8,8 @@ import random
 import re
 
 import pytest
+from paper_formulas import PAPER_CASES, model_state_bytes
 
-from zero_jax.analysis.formulas import PAPER_CASES, model_state_bytes
 from zero_jax.core.text_tables import format_bytes
 from zero_jax.planning.errors import SettingRefused
 from zero_jax.planning.ranking import Candidate, Figures

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import zero_jax
-from zero_jax import _PUBLIC
+from zero_jax import _MODULES
 
 HERE = pathlib.Path(__file__).parent
 PROJECT = tomllib.loads((HERE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -94,10 +94,9 @@ CONSTANTS = {
 def package_names() -> dict[str, list[str]]:
     """Returns the public names of `zero_jax` by the package that they are from."""
     found: dict[str, list[str]] = {package: [] for package in TITLES}
-    for module, names in _PUBLIC.items():
-        for name in names.split():
-            origin = module if module != "zero_jax" else f"zero_jax.{name}"
-            found.setdefault(origin.split(".")[1], []).append(name)
+    for name, module in _MODULES.items():
+        origin = module if module != "zero_jax" else f"zero_jax.{name}"
+        found.setdefault(origin.split(".")[1], []).append(name)
     return found
 
 

@@ -19,9 +19,9 @@ import optax
 import paper_config_views
 import paper_tables
 from largest_fit import largest_fit
+from paper_formulas import PAPER_CASES, model_state_bytes
 
 import zero_jax as zero
-from zero_jax.analysis.formulas import PAPER_CASES, TransformerResiduals, model_state_bytes
 from zero_jax.analysis.paper import PAPER_CONFIGS
 from zero_jax.cli.models.planned import reference_model
 from zero_jax.core.files.user_cache import cache_folder
@@ -113,7 +113,7 @@ def layer_bytes(cell: Cell) -> float:
     states = model_state_bytes(params, sharded=PAPER_CASES[case], num_devices=DATA)
     sizes = {"num_layers": 1, "d_model": WIDTH, "batch_size": EXAMPLES, "seq_len": SEQ_LEN}
     placed = {"model": 1 if config.remat == "full" else MODEL, "offload": config.remat == "full_offloaded"}
-    return sum(states.values()) + TransformerResiduals(**sizes, **placed).device_bytes
+    return sum(states.values()) + zero.memory.TransformerResiduals(**sizes, **placed).device_bytes
 
 
 def first_layers(cell: Cell, known: Sequence[tuple[int, float]]) -> float:

@@ -21,9 +21,9 @@ import compile_only  # noqa: F401 - before JAX
 import optax
 import paper_views
 from largest_fit import LargestFit, largest_fit
+from paper_formulas import PAPER_CASES, max_params
 
 import zero_jax as zero
-from zero_jax.analysis.formulas import PAPER_CASES, TransformerResiduals, max_params
 from zero_jax.cli.models.planned import reference_model
 from zero_jax.core.files.user_cache import cache_folder
 from zero_jax.models import gpt
@@ -150,7 +150,7 @@ def scaling_cell(*, num_devices: int, hardware: str, compile: Compile) -> dict[s
     model = gpt.PRESETS[SCALED]
     usable = topology.parse(f"{hardware}:{SHAPES[num_devices]}").hardware.usable_bytes
     # Beside the residuals, the logits: bf16, and float32 for the loss.
-    residuals = TransformerResiduals(
+    residuals = zero.memory.TransformerResiduals(
         num_layers=model.num_layers, d_model=model.d_model, batch_size=1, seq_len=model.seq_len
     )
     each = residuals.device_bytes + 6 * model.vocab_size * model.seq_len

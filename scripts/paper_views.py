@@ -6,8 +6,9 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from paper_formulas import PAPER_CASES, model_state_bytes
+
 from zero_jax.analysis.figures import new_figure, save_figure, tidy
-from zero_jax.analysis.formulas import PAPER_CASES, model_state_bytes
 from zero_jax.analysis.paper import PaperTable, show_gb, show_params
 
 Rows = Sequence[dict[str, Any]]

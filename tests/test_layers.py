@@ -10,8 +10,8 @@ import zero_jax
 
 PACKAGE = pathlib.Path(zero_jax.__file__).parent
 TABLE = PACKAGE.parent / "docs" / "architecture.md"
-# The root: `__main__.py` runs the command line, `__init__.py` imports public names when they are first used.
-ROOT_FILES = {"__init__.py", "__main__.py", "py.typed"}
+# The root: `__main__.py` runs the command line, `__init__.py` imports the public names of its stub when they are used.
+ROOT_FILES = {"__init__.py", "__init__.pyi", "__main__.py", "py.typed"}
 # Other packages import from the modules of these.
 OPEN_PACKAGES = {"core", "program", "sharding", "models"}
 MAX_ENTRIES = 16

@@ -3,9 +3,9 @@
 import re
 
 import pytest
+from paper_formulas import PAPER_CASES, model_state_bytes
 
 from zero_jax.analysis.figures import plot_memory
-from zero_jax.analysis.formulas import PAPER_CASES, model_state_bytes
 
 
 def paper_bars(*, measured=True):

@@ -1,8 +1,10 @@
 """The formulas of the paper, against figures worked by hand."""
 
-import pytest
+import pathlib
 
-from zero_jax.analysis.formulas import (
+import paper_formulas
+import pytest
+from paper_formulas import (
     PAPER_CASES,
     TransformerResiduals,
     max_params,
@@ -10,6 +12,8 @@ from zero_jax.analysis.formulas import (
     moved_elements,
     transformer_params,
 )
+
+from zero_jax.analysis import paper
 
 ALL = {"params", "grads", "opt_state"}
 
@@ -68,3 +72,8 @@ def test_params_of_a_transformer():
 def test_refuses():
     with pytest.raises(ValueError, match="d_model=0 is not positive"):
         TransformerResiduals(num_layers=1, d_model=0, batch_size=1, seq_len=1)
+
+
+def test_the_tables_of_the_library_are_those_of_the_formulas():
+    file = pathlib.Path(paper.__file__).with_name("paper_tables.json")
+    assert file.read_text(encoding="utf-8") == paper_formulas.as_text(paper_formulas.tables()), "run the script"

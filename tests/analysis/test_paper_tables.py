@@ -9,8 +9,7 @@ import paper_tables
 import paper_views
 import pytest
 from largest_fit import largest_fit
-
-from zero_jax.analysis.formulas import PAPER_CASES
+from paper_formulas import PAPER_CASES
 
 
 @dataclasses.dataclass

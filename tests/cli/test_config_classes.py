@@ -35,7 +35,7 @@ def test_parts_of_a_run_have_their_defaults_there(part):
 
 
 def test_names_to_choose_from():
-    assert [*keys_of("models.gpt", "PRESETS"), *keys_of("models.decoder_config", "DECODERS")] == [*PRESETS]
+    assert [*keys_of("models/presets.toml", "gpts"), *keys_of("models/presets.toml", "decoders")] == [*PRESETS]
     assert keys_of("analysis.paper", "CONFIGS") == [*PAPER_CONFIGS]
     words = {name: field.words for name, field in option_fields("ZeroConfig").items() if field.words}
     assert words.pop("remat") == (*POLICIES,)

@@ -14,12 +14,14 @@ import pytest
 
 from zero_jax.cli import build_parser
 from zero_jax.cli import launch as cli_launch
+from zero_jax.cluster import processes
 from zero_jax.cluster.joining import NUM_PROCESSES
 from zero_jax.cluster.launching import LaunchConfig, launch
 from zero_jax.cluster.log_merging import Merger
 from zero_jax.cluster.processes import Ending, Round, patient_flags
 
 SCRIPT = str(pathlib.Path(__file__).parent / "launched.py")
+APART = "zero-jax launch: the processes have not joined each other: each runs by itself"
 COMMANDS = ("launch", "plan", "train")
 
 
@@ -78,6 +80,7 @@ def test_processes_join_and_compute_together():
     assert launched.result.status == 0, launched.err
     assert launched.out == "0/2 launcher 4 28\n"  # process 0's own words, and nothing of gloo's
     assert "[1] 1/2 launcher 4 28\n" in launched.err
+    assert APART not in launched.err
 
 
 @pytest.mark.slow
@@ -86,6 +89,15 @@ def test_a_script_that_calls_initialize_without_arguments():
     assert launched.result.status == 0, launched.err
     assert launched.out == "0/3 2 15\n"
     assert "[2] 2/3 2 15\n" in launched.err
+    assert APART not in launched.err
+
+
+def test_processes_that_do_not_join_are_noticed(monkeypatch):
+    launched = Launched("environment")
+    assert launched.result.status == 0 and launched.err.count(APART) == 1
+    monkeypatch.setattr(processes, "_JOIN_SECONDS", 0.0)  # while they run
+    launched = Launched("environment")
+    assert launched.result.status == 0 and launched.err.count(APART) == 1
 
 
 def test_one_process_is_no_special_case():
@@ -177,7 +189,8 @@ def test_a_process_that_is_killed_is_the_first_though_the_error_of_another_was_n
 def test_progress_bars_do_not_garble():
     launched = Launched("bar")
     assert launched.out == "é after the bar\n"
-    assert sorted(launched.err.splitlines()) == ["[0] 4 of 4", "[1] 4 of 4", "[1] é after the bar"]
+    lines = sorted(line for line in launched.err.splitlines() if not line.startswith(APART))
+    assert lines == ["[0] 4 of 4", "[1] 4 of 4", "[1] é after the bar"]
 
 
 GLOO = """[Gloo] Rank 3 is connected to 7 peer ranks. Expected number of connected peer ranks is : 7

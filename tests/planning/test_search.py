@@ -8,8 +8,8 @@ import random
 import re
 
 import pytest
+from paper_formulas import PAPER_CASES, model_state_bytes
 
-from zero_jax.analysis.formulas import PAPER_CASES, model_state_bytes
 from zero_jax.core.text_tables import format_bytes
 from zero_jax.planning.errors import SettingRefused
 from zero_jax.planning.ranking import Candidate, Figures
@@ -385,9 +385,9 @@ def test_the_fallback_is_tried_where_nothing_fits():
     got = run(settings, fallback=fallback, estimate=smaller, capacity_bytes=2.5e9)
     assert got.best.offload == "state" and {entry.setting.offload for entry in got.ranked} == {"state"}
     assert {x.setting for x in (*got.ranked, *got.rejected)} == {*settings, *fallback}
-    header, first, *_ = str(got).partition("rank")[2].splitlines()
-    assert header.split() == ["setting", "GB", "host", "GB", "s/step", "estimated", "by"]
-    assert "offload=state" in first
+    title, _, table = str(got).partition("settings that fit, all with ")[2].partition("\nrank")
+    assert title == "stage 2 remat=full offload=state"
+    assert table.splitlines()[0].split() == ["setting", "GB", "host", "GB", "s/step", "estimated", "by"]
     # The compiler finds what was estimated to fit too large.
     compiler = Compiler(lambda s: Figures(fits=bool(s.offload), bytes=1e9 if s.offload else 99e9, seconds=1.0))
     got = run(settings, fallback=fallback, estimate=smaller, compiler=compiler, max_compiles=100)
@@ -455,9 +455,10 @@ def test_prints_ranking_and_every_rejected_setting():
     got = run(capacity_bytes=16e9)
     text = str(got)
     assert text.startswith(f"best: {got.best}\n")
-    shown, below = got.ranked[:15], got.ranked[15:]
+    shown, below = got.ranked[:10], got.ranked[10:]
+    assert "\nsettings that fit, all with remat=full\n" in text  # the rows have what differs
     for entry in shown:
-        assert str(entry.setting) in text
+        assert f"  {str(entry.setting).removesuffix(' remat=full')} " in text
     assert below and f"... and {len(below)} more that fit by estimate and rank below" in text
     assert text.count("compiler") == 6
     rejected = text[text.index("rejected (") :]

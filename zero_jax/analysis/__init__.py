@@ -2,8 +2,8 @@
 
 `memory` and `comms` each have `estimate`, `measure` and `compare`; both measure through `zero_jax.hlo`, and read a
 program's arguments as `leaves` of the train state. `trace_loss` counts residuals, traffic over `model` and operations
-on the trace of a loss function. `paper` has the ZeRO paper's tables, computed from `formulas`, and its configurations;
-`figures` plots. `summary` lists and draws what a state holds and where.
+on the trace of a loss function. `paper` has the ZeRO paper's tables and configurations; `figures` plots. `summary`
+lists and draws what a state holds and where.
 """
 
 from zero_jax.analysis import comms, figures, memory, paper

@@ -23,20 +23,6 @@ from zero_jax.core.files.json_lines import write_text
 from zero_jax.core.text_tables import Report, aligned, format_bytes, printable
 from zero_jax.core.tree import PyTree, check_arrays, leaf_names
 
-_STYLE = """
-.zero-summary { font: 14px/1.4 system-ui, sans-serif; color: #1a1a1a; }
-.zero-summary h1 { font-size: 18px; margin: 0 0 12px; }
-.zero-summary summary { font-weight: 600; font-size: 15px; padding: 8px 0; cursor: pointer; }
-.zero-summary table { border-collapse: collapse; margin: 0 0 16px; }
-.zero-summary th { text-align: left; font-weight: 600; color: #555; border-bottom: 1px solid #bbb; padding: 3px 14px 3px 0; }
-.zero-summary td { border-bottom: 1px solid #eee; padding: 5px 14px 5px 0; vertical-align: middle; }
-.zero-summary .n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.zero-summary code { font: 13px ui-monospace, monospace; }
-.zero-summary .dim { color: #777; font-size: 12px; }
-.zero-summary svg { display: block; }
-.zero-summary .legend span { display: inline-block; margin-right: 18px; }
-.zero-summary .legend i { display: inline-block; width: 11px; height: 11px; margin-right: 5px; }
-"""  # noqa: E501
 _LEGEND = (
     '<p class="dim">Each drawing is a leaf cut as its shards are: a color is a shard, and "x 4" says that four '
     "devices hold the same one. At most two dims are drawn, sharded ones first.</p>"
@@ -220,7 +206,8 @@ def _draw_page(heading: str, groups: Groups, *, is_part: bool = False) -> str:
     """Returns leaves by group as a page, or as a part of one (for notebooks)."""
     groups = _merge_single_leaves(groups)
     title = _escaped(heading)
-    parts = [f"<style>{_STYLE}</style>", '<div class="zero-summary">', f"<h1>{title}</h1>", _bar(groups)]
+    style = pathlib.Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
+    parts = [f"<style>\n{style}</style>", '<div class="zero-summary">', f"<h1>{title}</h1>", _bar(groups)]
     parts += [_group(name, leaves) for name, leaves in groups.items()]
     parts += [_LEGEND, "</div>"]
     body = "\n".join(parts)

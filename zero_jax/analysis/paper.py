@@ -1,45 +1,22 @@
-"""The ZeRO paper's figures and tables, computed from its formulas, and its configurations as `ZeroConfig`s.
+"""The ZeRO paper's figures and tables, and its configurations as `ZeroConfig`s.
 
-Rajbhandari et al., arXiv 1910.02054. GB are 1e9 bytes, as there.
+Rajbhandari et al., arXiv 1910.02054. `scripts/paper_formulas.py` computes the tables from the paper's formulas, and
+writes them to `paper_tables.json`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.resources
+import json
 import types
 from collections.abc import Callable, Mapping
 from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
-from zero_jax.analysis.formulas import (
-    PAPER_CASES,
-    REMAT_EXTRA_COMPUTE,
-    SHARDED_RESIDUAL_OVERHEAD,
-    TransformerResiduals,
-    max_params,
-    model_state_bytes,
-    moved_elements,
-    transformer_params,
-)
 from zero_jax.core.text_tables import Report, aligned
 from zero_jax.training import ZeroConfig
-
-_DEVICE_BYTES = 32e9
-_NUM_DEVICES = (1, 4, 16, 64, 256, 1024)
-_TABLE_1_PARAMS = (7.5e9, 128e9, 1e12)
-_MODEL_DEGREES = (1, 2, 4, 8, 16)
-
-# Layers x width of the GPT-2-like models of the paper's tables 4 to 10.
-_MODELS: Mapping[str, tuple[int, int]] = {
-    "1.5B": (48, 1600),
-    "4B": (64, 2304),
-    "8B": (72, 3072),
-    "13B": (62, 4096),
-    "60B": (75, 8192),
-    "100B": (125, 8192),
-    "170B": (212, 8192),
-    "1T": (128, 25600),
-}
 
 # The configurations of Table 3, in the paper's names.
 CONFIGS: Mapping[str, tuple[str, ...]] = {
@@ -137,131 +114,63 @@ class PaperTables(Report):
         return {table.name: table.to_json() for table in self.tables}
 
 
+@functools.cache
+def _read() -> dict[str, PaperTable]:
+    text = importlib.resources.files("zero_jax.analysis").joinpath("paper_tables.json").read_text("utf-8")
+    shows = {"gb": show_gb, "params": show_params, "ratio": show_ratio}
+    return {
+        name: PaperTable(
+            name=name,
+            title=fields["title"],
+            columns=tuple(fields["columns"]),
+            rows=tuple(map(tuple, fields["rows"])),
+            show=shows[fields["show"]],
+            note=fields["note"],
+        )
+        for name, fields in json.loads(text).items()
+    }
+
+
 def tables() -> PaperTables:
-    """Returns Figure 1, Tables 1 to 3, the traffic, the examples of residuals and the models, from the formulas.
+    """Returns Figure 1, Tables 1 to 3, the traffic, the examples of residuals and the models, by the paper's formulas.
 
     Example:
       >>> len(zero.paper.tables().tables)
       7
     """
-    return PaperTables(tables=(figure1(), table1(), table2(), table3(), communication(), residuals(), models()))
+    return PaperTables(tables=tuple(_read().values()))
 
 
 def figure1() -> PaperTable:
     """Returns Figure 1: model states of 7.5 billion parameters on 64 devices."""
-    rows = []
-    for case, sharded in PAPER_CASES.items():
-        states = model_state_bytes(7.5e9, sharded=sharded, num_devices=64)
-        rows.append((case, *(float(size) / 1e9 for size in (*states.values(), sum(states.values())))))
-    return PaperTable(
-        name="figure1",
-        title="Figure 1: model states per device (GB), psi = 7.5B, N = 64, K = 12",
-        columns=("", "params", "grads", "optimizer", "total"),
-        rows=tuple(rows),
-        show=show_gb,
-    )
+    return _read()["figure1"]
 
 
 def table1() -> PaperTable:
     """Returns Table 1: model states per device against the number of devices."""
-    partitions = [(case, sharded) for case, sharded in PAPER_CASES.items() if sharded]
-    columns = [f"{show_params(psi)} {case}" for psi in _TABLE_1_PARAMS for case, _ in partitions]
-    rows = []
-    for n in _NUM_DEVICES:
-        pairs = ((psi, sharded) for psi in _TABLE_1_PARAMS for _, sharded in partitions)
-        states = (model_state_bytes(psi, sharded=sharded, num_devices=n) for psi, sharded in pairs)
-        rows.append((n, *(sum(each.values()) / 1e9 for each in states)))
-    return PaperTable(
-        name="table1",
-        title="Table 1: model states per device (GB) on N devices, K = 12",
-        columns=("N", *columns),
-        rows=tuple(rows),
-        show=show_gb,
-    )
+    return _read()["table1"]
 
 
 def table2() -> PaperTable:
     """Returns the theory columns of Table 2: the largest model whose states fit on devices of 32 GB."""
-    sizes = {"capacity_bytes": _DEVICE_BYTES, "num_devices": 64}
-    rows = [
-        (model, 64 * model, *(max_params(**sizes, sharded=sharded, model=model) for sharded in PAPER_CASES.values()))
-        for model in _MODEL_DEGREES
-    ]
-    return PaperTable(
-        name="table2",
-        title="Table 2: parameters of the largest model in theory (devices of 32 GB, N = 64)",
-        columns=("model", "devices", *PAPER_CASES),
-        rows=tuple(rows),
-        show=show_params,
-        note="The paper prints multiples of its rounded first row where this table computes each: 121.6B for 122.3B.",
-    )
+    return _read()["table2"]
 
 
 def table3() -> PaperTable:
     """Returns Table 3: what the configurations C1 to C5 switch on."""
-    return PaperTable(
-        name="table3",
-        title="Table 3: configurations",
-        columns=("", "ZeRO-DP", "ZeRO-R"),
-        rows=tuple((name, parts[0], " + ".join(parts[1:])) for name, parts in CONFIGS.items()),
-        show=show_ratio,
-        note="P_a shards residuals over `model`, P_a+cpu keeps them in host memory; C_B: buffers of constant size; "
-        "M_D: no fragmentation.",
-    )
+    return _read()["table3"]
 
 
 def communication() -> PaperTable:
     """Returns sections 7 and 8: what a device sends per step."""
-    rows = [(case, moved_elements(1.0, sharded=sharded)) for case, sharded in PAPER_CASES.items()]
-    return PaperTable(
-        name="communication",
-        title="Sections 7, 8: elements that a device sends per step, in multiples of psi, on many devices",
-        columns=("", "psi"),
-        rows=(*rows, ("P_a, of the traffic of model parallelism", SHARDED_RESIDUAL_OVERHEAD)),
-        show=show_ratio,
-        note="On N devices, (N - 1) / N of it. P_a adds one all-gather of seq x hidden per block and example.",
-    )
+    return _read()["communication"]
 
 
 def residuals() -> PaperTable:
     """Returns the examples of sections 3.2 and 6.1: residuals per device at batch 32, sequence 1024, 16 bits."""
-    kinds = {
-        "no remat": {"remat": False},
-        "remat": {},
-        "P_a": {"model": 16},
-        "P_a+cpu": {"model": 16, "offload": True},
-        "P_a+cpu, host": {"model": 16, "offload": True},
-    }
-    rows = []
-    for name in ("1.5B", "100B"):
-        num_layers, d_model = _MODELS[name]
-        sizes = {"num_layers": num_layers, "d_model": d_model, "batch_size": 32, "seq_len": 1024}
-        cells = []
-        for kind, options in kinds.items():
-            saved = TransformerResiduals(**sizes, **options)
-            cells.append(float(saved.host_bytes if kind.endswith("host") else saved.device_bytes) / 1e9)
-        rows.append((name, *cells))
-    return PaperTable(
-        name="residuals",
-        title="Sections 3.2, 6.1: residuals per device (GB), batch 32, sequence 1024, 2 bytes an element, model = 16",
-        columns=("model", *kinds),
-        rows=tuple(rows),
-        show=show_gb,
-        note=f"Remat adds {100 * REMAT_EXTRA_COMPUTE:.0f}% of computation. The paper has about 8 GB for 1.5B with "
-        "remat (5.0 by its rule of one input a block), and 33 and 2 GB for 100B (the elements, or one byte each).",
-    )
+    return _read()["residuals"]
 
 
 def models() -> PaperTable:
     """Returns the paper's models and their parameters by the formula."""
-    rows = [
-        (name, num_layers, d_model, float(transformer_params(num_layers=num_layers, d_model=d_model)))
-        for name, (num_layers, d_model) in _MODELS.items()
-    ]
-    return PaperTable(
-        name="models",
-        title="Tables 4 to 10: GPT-2-like models (sequence 1024, 50,257 tokens)",
-        columns=("model", "layers", "hidden", "parameters"),
-        rows=tuple(rows),
-        show=show_params,
-    )
+    return _read()["models"]

@@ -11,6 +11,7 @@ import functools
 import inspect
 import pathlib
 import re
+import tomllib
 from collections.abc import Mapping
 from typing import Any
 
@@ -104,7 +105,9 @@ def defaults_of(config: str) -> dict[str, Any]:
 
 
 def keys_of(module: str, name: str) -> list[Any]:
-    """Returns the keys of a dict that a module defines, or the items of a tuple."""
+    """Returns the keys of a dict that a module, or a TOML file of the package, defines, or the items of a tuple."""
+    if module.endswith(".toml"):
+        return [*tomllib.loads(_PACKAGE.joinpath(module).read_text(encoding="utf-8"))[name]]
     value = _assignments(module)[name]
     assert isinstance(value, ast.Dict | ast.Tuple)
     keys = value.keys if isinstance(value, ast.Dict) else value.elts

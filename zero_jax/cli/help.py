@@ -6,6 +6,7 @@ import argparse
 import importlib.resources
 import re
 import string
+import textwrap
 import tomllib
 from collections.abc import Collection
 from typing import Any
@@ -53,7 +54,7 @@ def help_text(parser: argparse.ArgumentParser, *, everything: bool) -> str:
     """Returns the help of a command, or of `zero-jax` itself."""
     command = parser.prog.partition(" ")[2]
     usual, examples = usual_options(command), examples_of(command)
-    shown = f"\nexamples:\n{_indented(examples)}\n" if examples else ""
+    shown = f"\nexamples:\n{textwrap.indent(examples, '  ')}\n" if examples else ""
     if everything or not usual:
         return f"{parser.format_help()}{shown}"
     by_name = {name: action for action in parser._actions for name in action.option_strings}
@@ -64,10 +65,6 @@ def help_text(parser: argparse.ArgumentParser, *, everything: bool) -> str:
     parser_help = parser.formatter_class(prog=parser.prog)
     parser_help.add_text(parser.description)
     return f"{usage}\n\n{parser_help.format_help()}{shown}\nthe usual options:\n{aligned(rows)}\n\n{more}"
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())
 
 
 def _default(action: argparse.Action, text: str) -> str:

@@ -41,6 +41,7 @@ RESTARTS = "ZERO_JAX_RESTARTS"  # for programs that want to know
 _MAX_PROCESSES, _MAX_DEVICES = 256, 4096
 _NUM_LAST_LINES = 12
 _LATE_SECONDS = 0.5
+_JOIN_SECONDS, _PROBE_SECONDS = 60.0, 0.1  # after which processes that have not joined are told of, and between probes
 # XLA ends a process whose simulated devices reach a collective more than 40 s apart, as they do when a few cores take
 # turns at large steps. An hour still ends one that hangs.
 _PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds"
@@ -180,6 +181,8 @@ def run_round(
                 failed = Ending(process_index=index, returncode=1, seconds=0.0, was_asked=False, last_lines=(why,))
                 launch.events.put(failed)
                 break
+        if num_processes > 1:
+            _thread(processes.notice_joining, port)
         interrupt_at = math.inf if seconds is None else processes.started_at + seconds
         endings = processes.watch(index + 1, interrupt_at, has_started)
     processes.finish_reading()
@@ -202,6 +205,8 @@ class _Processes:
         self._followers: list[threading.Thread] = []
         self._signalled_at = self._killed_at = math.inf
         self.is_stopped = self.is_interrupted = False
+        self._is_noticed = threading.Event()  # that process 0 waits for the others, or that it does not
+        self._have_ended = threading.Event()
 
     def start(self, index: int, environment: Mapping[str, str], group: int) -> None:
         """Starts a process; raises `OSError` where that cannot be done."""
@@ -232,6 +237,22 @@ class _Processes:
         )
         out.join()
         err.join()
+
+    def notice_joining(self, port: int) -> None:
+        """Probes until process 0 listens at its port, as JAX does once it joins; says so where that takes too long."""
+        while not self._have_ended.wait(_PROBE_SECONDS):
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                return self._is_noticed.set()
+            if time.monotonic() > self.started_at + _JOIN_SECONDS:
+                return self._say_apart()
+
+    def _say_apart(self) -> None:
+        self._is_noticed.set()
+        self._say(
+            "the processes have not joined each other: each runs by itself, as if it was the only one. Let the script "
+            "call zero_jax.cluster.join() before it uses JAX (or jax.distributed.initialize())"
+        )
 
     def watch(self, num_expected: int, interrupt_at: float, has_started: Callable[[], bool]) -> tuple[Ending, ...]:
         """Waits until all have ended, and ends them once one has failed; at `interrupt_at` they are asked to end."""
@@ -269,6 +290,9 @@ class _Processes:
                 self._say("killed" if again else f"{event.name} is passed on; once more kills")
                 self._signal(signal.SIGKILL if again else event)
                 interrupt_at = math.inf
+        self._have_ended.set()
+        if num_expected > 1 and not self._is_noticed.is_set() and not any(x.returncode for x in endings):
+            self._say_apart()
         return tuple(sorted(endings, key=lambda ending: ending.seconds))
 
     def _signal(self, number: signal.Signals) -> None:

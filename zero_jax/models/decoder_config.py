@@ -1,7 +1,10 @@
 """The shapes of decoders, from GPT-2 to DeepSeek-V3, with the published sizes."""
 
 import dataclasses
+import importlib.resources
 import math
+import tomllib
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from zero_jax.models.experts import SigmoidRouting
@@ -289,85 +292,21 @@ _MAY_BE_ZERO = (
 # The fields that are records, and the classes of these.
 RECORDS = {"rope_scaling": RopeScaling, "latent": LatentAttention, "routing": SigmoidRouting}
 
-# What the decoders of a family have in common.
-_LLAMA = {"vocab_size": 32000, "seq_len": 4096, "head_dim": 128}
-_LLAMA3 = {"vocab_size": 128256, "seq_len": 8192, "head_dim": 128, "rope_theta": 5e5}
-_QWEN = {"vocab_size": 151936, "seq_len": 4096, "head_dim": 128, "norm_eps": 1e-6, "rope_theta": 1e6}
-_GEMMA = {"seq_len": 8192, "head_dim": 256, "activation": "gelu", "norm_eps": 1e-6, "norm_offset": True}
-_GEMMA |= {"post_norms": True, "scale_embedding": True, "tie_embedding": True}
-_GEMMA2 = _GEMMA | {"vocab_size": 256000, "window": 4096, "window_period": 2}
-_GEMMA2 |= {"attention_soft_cap": 50.0, "logits_soft_cap": 30.0}
-_GEMMA3 = _GEMMA | {"vocab_size": 262144, "window": 1024, "window_period": 6, "qk_norm": True}
-_GEMMA3 |= {"rope_theta": 1e6, "window_rope_theta": 1e4}
 
-# Dense transformers with LayerNorm: Megatron's GPT-2, GPT-NeoX and Falcon.
-_PLAIN = {"norm": "layer", "gated_mlp": False, "activation": "gelu"}
-_BIASED = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
-_MEGATRON = {**_PLAIN, **_BIASED, "tie_embedding": True}
-_NEOX = {**_PLAIN, **_BIASED, "parallel": True, "seq_len": 2048, "rotary_fraction": 0.25}
-_FALCON = {**_PLAIN, "activation": "gelu_exact", "parallel": True, "vocab_size": 65024, "seq_len": 2048, "head_dim": 64}
+def _read_presets() -> dict[str, Any]:
+    """Returns the models of `presets.toml` by kind and name."""
+    table = tomllib.loads(importlib.resources.files("zero_jax.models").joinpath("presets.toml").read_text("utf-8"))
+    return {kind: {name: _fields(table, row) for name, row in table[kind].items()} for kind in ("gpts", "decoders")}
 
 
-def _sized(
-    family: dict[str, Any], num_layers: int, d_model: int, num_heads: int, num_kv_heads: int, d_hidden: int, **rest: Any
-) -> DecoderConfig:
-    sizes = {"num_layers": num_layers, "d_model": d_model, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    return DecoderConfig(**{**family, **sizes, "d_hidden": d_hidden, **rest})
+def _fields(table: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a model: of what it is `like`, its `sizes` and its own."""
+    fields = {name: value for name, value in row.items() if name not in ("like", "sizes")}
+    sizes = dict(zip(table["sizes"], row.get("sizes", ()), strict=False))
+    like = _fields(table, table["like"][row["like"]]) if "like" in row else {}
+    records = {name: record(**fields[name]) for name, record in RECORDS.items() if name in fields}
+    return like | sizes | fields | records
 
 
-def _stretched(factor: float) -> RopeScaling:
-    return RopeScaling(factor=factor, low_freq_factor=1.0)
-
-
-_TIED = {"tie_embedding": True}
-# By family: layers, width, query heads, key and value heads, hidden width, and what else is its own.
-DECODERS: dict[str, DecoderConfig] = {
-    "llama-2-7b": _sized(_LLAMA, 32, 4096, 32, 32, 11008),
-    "llama-2-13b": _sized(_LLAMA, 40, 5120, 40, 40, 13824),
-    "llama-2-70b": _sized(_LLAMA, 80, 8192, 64, 8, 28672),
-    "llama-3-8b": _sized(_LLAMA3, 32, 4096, 32, 8, 14336),
-    "llama-3-70b": _sized(_LLAMA3, 80, 8192, 64, 8, 28672),
-    "llama-3.1-8b": _sized(_LLAMA3, 32, 4096, 32, 8, 14336, rope_scaling=_stretched(8.0)),
-    "llama-3.1-405b": _sized(_LLAMA3, 126, 16384, 128, 8, 53248, rope_scaling=_stretched(8.0)),
-    "llama-3.2-1b": _sized(_LLAMA3 | _TIED, 16, 2048, 32, 8, 8192, head_dim=64, rope_scaling=_stretched(32.0)),
-    "llama-3.2-3b": _sized(_LLAMA3 | _TIED, 28, 3072, 24, 8, 8192, rope_scaling=_stretched(32.0)),
-    "qwen-2.5-0.5b": _sized(_QWEN | _TIED, 24, 896, 14, 2, 4864, head_dim=64, qkv_bias=True),
-    "qwen-2.5-7b": _sized(_QWEN, 28, 3584, 28, 4, 18944, vocab_size=152064, qkv_bias=True),
-    "qwen-3-0.6b": _sized(_QWEN | _TIED, 28, 1024, 16, 8, 3072, qk_norm=True),
-    "qwen-3-8b": _sized(_QWEN, 36, 4096, 32, 8, 12288, qk_norm=True),
-    "qwen-3-30b-a3b": _sized(
-        _QWEN, 48, 2048, 32, 4, 768, qk_norm=True, num_experts=128, experts_per_token=8, expert_capacity=2.0
-    ),
-    "gemma-2-2b": _sized(_GEMMA2, 26, 2304, 8, 4, 9216),
-    "gemma-2-9b": _sized(_GEMMA2, 42, 3584, 16, 8, 14336),
-    "gemma-2-27b": _sized(_GEMMA2, 46, 4608, 32, 16, 36864, head_dim=128, query_scale=144**-0.5),
-    "gemma-3-1b": _sized(_GEMMA3, 26, 1152, 4, 1, 6912, window=512),
-    "gemma-3-4b": _sized(_GEMMA3, 34, 2560, 8, 4, 10240, vocab_size=262208, rope_scaling=RopeScaling(factor=8.0)),
-    "mistral-7b": _sized(_LLAMA, 32, 4096, 32, 8, 14336, window=4096, seq_len=8192),
-    "mixtral-8x7b": _sized(_LLAMA, 32, 4096, 32, 8, 14336, rope_theta=1e6, num_experts=8, expert_capacity=2.0),
-    # GPT-2's vocabulary of 50,257 tokens, padded to what the devices of tensor parallelism divide, as Megatron does.
-    "turing-nlg-17b": _sized(
-        _MEGATRON, 78, 4256, 28, 28, 17024, head_dim=152, vocab_size=50688, seq_len=1024, learned_positions=1024
-    ),
-    "mt-nlg-530b": _sized(
-        _MEGATRON, 105, 20480, 128, 128, 81920, head_dim=160, vocab_size=51200, seq_len=2048, learned_positions=2048
-    ),
-    "gpt-neox-20b": _sized(_NEOX, 44, 6144, 64, 64, 24576, head_dim=96, vocab_size=50432),
-    "falcon-40b": _sized(_FALCON | _TIED, 60, 8192, 128, 8, 32768),
-    "falcon-180b": _sized(_FALCON, 80, 14848, 232, 8, 59392),
-    "deepseek-v3": _sized(
-        {"vocab_size": 129280, "seq_len": 4096, "norm_eps": 1e-6, "head_dim": 192},
-        *(61, 7168, 128, 128, 2048),
-        latent=LatentAttention(query_rank=1536, key_rank=512, rotary_dim=64, value_dim=128),
-        rope_scaling=RopeScaling(factor=40.0, beta_fast=32.0, original_seq_len=4096, mscale=1.0, mscale_all_dim=1.0),
-        num_experts=256,
-        experts_per_token=8,
-        num_shared_experts=1,
-        num_dense_layers=3,
-        d_hidden_dense=18432,
-        routing=SigmoidRouting(num_groups=8, num_kept=4, scale=2.5),
-        expert_capacity=1.25,
-        expert_balance=1e-4,
-        num_extra_tokens=1,
-    ),
-}
+PRESETS = _read_presets()
+DECODERS = {name: DecoderConfig(**fields) for name, fields in PRESETS["decoders"].items()}

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from zero_jax.models import decoder
+from zero_jax.models import decoder, decoder_config
 from zero_jax.models.decoder import LossFn, Params, TokenLosses, whole_logits
 from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.models.fields import check_fields, check_num_params
@@ -91,35 +91,7 @@ class GPTConfig:
         return self.decoder.num_params
 
 
-def _paper(*, num_layers: int, d_model: int, num_heads: int, vocab_size: int = 50304) -> GPTConfig:
-    return GPTConfig(
-        vocab_size=vocab_size,
-        seq_len=1024,
-        num_layers=num_layers,
-        d_model=d_model,
-        num_heads=num_heads,
-        position="learned",
-    )
-
-
-PRESETS: dict[str, GPTConfig] = {
-    "gpt-tiny": GPTConfig(),
-    "gpt-mini": GPTConfig(seq_len=256, num_layers=6, d_model=384, num_heads=6),
-    "gpt-small": GPTConfig(vocab_size=50304, seq_len=1024, num_layers=12, d_model=768, num_heads=12),
-    "gpt-medium": GPTConfig(vocab_size=50304, seq_len=1024, num_layers=24, d_model=1024, num_heads=16),
-    "gpt-271m": GPTConfig(vocab_size=32768, seq_len=1024, num_layers=4, d_model=2048, num_heads=16, position="learned"),
-    "gpt-large": GPTConfig(vocab_size=50304, seq_len=1024, num_layers=36, d_model=1280, num_heads=20),
-    "gpt-xl": GPTConfig(vocab_size=50304, seq_len=1024, num_layers=48, d_model=1600, num_heads=25),
-    "gpt-7b": GPTConfig(vocab_size=50304, seq_len=2048, num_layers=32, d_model=4096, num_heads=32),
-    # The ZeRO paper's models: layers x width of its section 10, sequences of 1024 tokens; heads of 128 (gpt-4b: 96).
-    "gpt-4b": _paper(num_layers=64, d_model=2304, num_heads=24),
-    "gpt-8b": _paper(num_layers=72, d_model=3072, num_heads=24),
-    "gpt-13b": _paper(num_layers=62, d_model=4096, num_heads=32),
-    "gpt-60b": _paper(num_layers=75, d_model=8192, num_heads=64),
-    "gpt-100b": _paper(num_layers=125, d_model=8192, num_heads=64),
-    "gpt-170b": _paper(num_layers=212, d_model=8192, num_heads=64),
-    "gpt-1t": _paper(num_layers=128, d_model=25600, num_heads=160, vocab_size=51200),
-}
+PRESETS = {name: GPTConfig(**fields) for name, fields in decoder_config.PRESETS["gpts"].items()}
 
 
 def init(config: GPTConfig, key: Array) -> Params:

@@ -156,20 +156,8 @@ def plan_layouts(
 ) -> LayoutPlans:
     """Compiles the train step for several layouts of `data` over the topology, and ranks them by estimated time.
 
-    Args:
-      loss_fn: as for `make_train_step`.
-      init_fn: as for `init_state`.
-      tx: the optimizer.
-      batch: as for `plan`.
-      topology: as for `plan`.
-      config: stage, precision, microbatches.
-      replica: size of the mesh axis `replica`.
-      model: size of the mesh axis `model`.
-      pipe: stages of the pipeline (docs/pipeline.md).
-      layouts: sizes of the mesh axes that carry `data`, major first; None tries what `make_mesh` chooses, a single
-        axis, and the dims of the torus with neighbours merged.
-      compiler_options: passed to the compiler.
-      **compiling: `name`, `cache`, `own_process`, `timeout_seconds`, `log` and `quick`, as for `plan`.
+    Arguments are as for `plan`. Each of `layouts` has the sizes of the mesh axes that carry `data`, major first; None
+    tries what `make_mesh` chooses, a single axis, and the dims of the torus with neighbours merged.
 
     Raises:
       ValueError: as `plan` does.

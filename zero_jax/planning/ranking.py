@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from zero_jax.core.text_tables import Report, aligned, format_bytes
 
-_MAX_LINES = 15
+_MAX_LINES, _MORE_LINES = 10, 4  # settings that are shown, and of those that are not compiled beside the others
 # By what a setting of these kinds was found to need too much memory of a device.
 _BY = {"estimate": "estimate", "compiled": "compiler"}
 
@@ -216,20 +217,23 @@ class Ranking(Report):
         lines: list[str] = []
         compiled, name_of = [entry for entry in self.ranked if entry.outcome], naming((*self.ranked, *self.rejected))
         if self.ranked:
-            shown = self.ranked[:_MAX_LINES]
+            shown = self.ranked[: max(_MAX_LINES, len(compiled) + _MORE_LINES)]
+            names, of_all = _apart([name_of(entry.setting) for entry in shown])
             rows = [("rank", "setting", "GB", "host GB", "s/step", "estimated", "by")]
-            for i, entry in enumerate(shown, start=1):
+            for i, (entry, name) in enumerate(zip(shown, names, strict=True), start=1):
                 # A rank is among settings of the same kind: what is estimated does not compare with what is compiled.
                 rank = i if entry.outcome or not compiled else ""
                 by = "compiler" if entry.outcome else "estimate" + (", corrected" if entry.corrected_seconds else "")
                 estimated = f"{entry.estimated.seconds:.4g}" if entry.estimated else ""
                 sizes = f"{entry.bytes / 1e9:.1f}", f"{entry.figures.host_bytes / 1e9:.1f}"
-                rows.append((f"{rank}", name_of(entry.setting), *sizes, _shown(entry), estimated, by))
+                seconds = "unknown" if entry.seconds == math.inf else f"{entry.seconds:.4g}"
+                rows.append((f"{rank}", name, *sizes, seconds, estimated, by))
             if not any(entry.figures.host_bytes for entry in shown):
                 rows = [(*row[:3], *row[4:]) for row in rows]
-            lines += ["", aligned(rows, right=set(range(len(rows[0]) - 1)) - {1})]
-            if len(self.ranked) > _MAX_LINES:
-                lines.append(f"      ... and {len(self.ranked) - _MAX_LINES} more that fit by estimate and rank below")
+            lines += ["", *([f"settings that fit, all with {of_all}"] if of_all else [])]
+            lines.append(aligned(rows, right=set(range(len(rows[0]) - 1)) - {1}))
+            if below := len(self.ranked) - len(shown):
+                lines.append(f"      ... and {below:,} more that fit by estimate and rank below")
         if self.rejected:
             usable = f"{format_bytes(self.capacity_bytes, decimals=1)} usable"
             lines += ["", f"rejected ({len(self.rejected)}, the nearest first, {usable})"]
@@ -277,8 +281,11 @@ def host_memory(capacity_bytes: float) -> str:
     )
 
 
-def _shown(entry: Ranked) -> str:
-    return "unknown" if entry.seconds == math.inf else f"{entry.seconds:.4g}"
+def _apart(names: Sequence[str]) -> tuple[list[str], str]:
+    """Returns the names of settings without the words that all of them have, and these words."""
+    words = [re.findall(r"stage \d|\S+", name) for name in names]
+    common = [word for word in words[0] if all(word in other for other in words)] if len(names) > 1 else []
+    return [" ".join(word for word in each if word not in common) for each in words], " ".join(common)
 
 
 def _rejections(rejected: Sequence[Ranked], capacity_bytes: float) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, Shard
 
 from zero_jax.checkpoint import check_outside, open_params
 from zero_jax.core.agreement import Agreement, from_first_process
@@ -351,15 +351,9 @@ def _source(path: pathlib.Path) -> pathlib.Path | None:
     return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
 
 
-def _owners(x: Array) -> list[tuple[Any, Index]]:
-    """Returns the devices whose shards make up an array, each with its slice: the same in all processes."""
-    owner_of: dict[Any, tuple[Any, Index]] = {}
-    for device, index in x.sharding.devices_indices_map(x.shape).items():
-        index = index or ()
-        key = tuple((at.start, at.stop) for at in index)
-        if key not in owner_of or device.id < owner_of[key][0].id:
-            owner_of[key] = (device, index)
-    return [owner_of[key] for key in sorted(owner_of, key=str)]
+def _owners(x: Array) -> list[Shard]:
+    """Returns the shards that make up an array, one of each slice: the same in all processes."""
+    return sorted((shard for shard in x.global_shards if shard.replica_id == 0), key=lambda shard: shard.device.id)
 
 
 def _own_shards(x: Array) -> Iterator[tuple[Index, np.ndarray]]:
@@ -367,10 +361,9 @@ def _own_shards(x: Array) -> Iterator[tuple[Index, np.ndarray]]:
     if not isinstance(x, jax.Array):
         yield tuple(slice(None) for _ in x.shape), np.asarray(x)
         return
-    shards = {shard.device: shard.data for shard in x.addressable_shards}
-    for device, index in _owners(x):
-        if device in shards:
-            yield index, np.asarray(shards[device])
+    for shard in _owners(x):
+        if shard.data is not None:  # it is here
+            yield shard.index, np.asarray(shard.data)
 
 
 def _make_parts(target: pathlib.Path) -> pathlib.Path:
@@ -410,18 +403,12 @@ def _pieces_of_parts(parts: pathlib.Path, leaves: Mapping[str, Array]) -> dict[s
     places: dict[str, list[tuple[Index, StoredTensor]]] = {}
     for path, x in leaves.items():
         places[path] = []
-        for device, index in _owners(x):
-            shape = tuple(len(range(*at.indices(size))) for at, size in zip(index, x.shape, strict=True))
-            start = ends.setdefault(device.process_index, 0)
-            part = StoredTensor(
-                path=parts / str(device.process_index),
-                name=path,
-                dtype=jnp.dtype(x.dtype).name,
-                shape=shape,
-                offset=start,
-            )
-            ends[device.process_index] = start + part.num_bytes
-            places[path].append((index, part))
+        for shard in _owners(x):
+            process, shape = shard.device.process_index, x.sharding.shard_shape(x.shape)
+            start, dtype = ends.get(process, 0), jnp.dtype(x.dtype).name
+            part = StoredTensor(path=parts / str(process), name=path, dtype=dtype, shape=shape, offset=start)
+            ends[process] = start + part.num_bytes
+            places[path].append((shard.index, part))
     for process, end in ends.items():
         with contextlib.suppress(OSError):
             if (parts / str(process)).stat().st_size == end:

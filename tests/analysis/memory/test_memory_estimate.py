@@ -10,10 +10,10 @@ import optax
 import optax.contrib
 import pytest
 from jax.sharding import PartitionSpec
+from paper_formulas import PAPER_CASES, model_state_bytes
 from reference import MIN_SHARD_SIZE, host_params, init_params, make_config, mesh_of
 
 import zero_jax as zero
-from zero_jax.analysis.formulas import PAPER_CASES, model_state_bytes
 from zero_jax.analysis.memory import TransformerResiduals, estimate, transformer_residuals
 from zero_jax.models import gpt
 

@@ -176,6 +176,8 @@ def read_rows(
         phase = phases.of(computation, name, op_name)
         kind = _label(collective, phase, op_name)
         param, is_named = names.of(collective, program, kind)
+        pairs = collective.source_target_pairs  # of a permute, in which some devices may have nothing to send
+        senders = sum(source != target for source, target in pairs) / program.num_devices if pairs else 1.0
         rows.append(
             Row(
                 kind=kind,
@@ -186,7 +188,7 @@ def read_rows(
                 phase=phase,
                 param=param,
                 is_named=is_named,
-                sent_bytes=collective.sent_bytes * _senders(collective, program.num_devices),
+                sent_bytes=collective.sent_bytes * senders,
                 num_executions=collective.num_executions,
                 full_bytes=collective.full_bytes,
                 is_async=collective.is_async,
@@ -196,12 +198,6 @@ def read_rows(
             )
         )
     return tuple(rows)
-
-
-def _senders(collective: Collective, num_devices: int) -> float:
-    """Returns the part of all devices that a permute has something to send from; 1 of other collectives."""
-    pairs = collective.source_target_pairs
-    return sum(source != target for source, target in pairs) / num_devices if pairs else 1.0
 
 
 def program_shape(mesh: Mesh | None, num_devices: int) -> tuple[tuple[str, int], ...]:

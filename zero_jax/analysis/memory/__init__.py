@@ -3,12 +3,12 @@
 Arguments are summed by group of the train state (`groups`), temporaries by what they are (`measured`).
 """
 
-from zero_jax.analysis.formulas import TransformerResiduals
 from zero_jax.analysis.leaves import ArgumentLeaf
 from zero_jax.analysis.memory.arrays import ArraysReport, measure_arrays
 from zero_jax.analysis.memory.compared import ComparisonRow, MemoryComparison, compare
-from zero_jax.analysis.memory.estimated import MemoryEstimate, estimate, transformer_residuals
+from zero_jax.analysis.memory.estimated import MemoryEstimate, estimate
 from zero_jax.analysis.memory.measured import MemoryReport, Temporary, measure
+from zero_jax.analysis.memory.residuals import TransformerResiduals, transformer_residuals
 from zero_jax.analysis.memory.stages import StageEstimates, estimate_stages
 from zero_jax.hlo import Buffer, HeapLayout, layout_options, read_layout
 

@@ -13,16 +13,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from zero_jax.analysis.formulas import TransformerResiduals
+from zero_jax.analysis.memory.residuals import TransformerResiduals
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.sharding.mesh import axis_size
-from zero_jax.sharding.precision import resolve_precision, wide
+from zero_jax.sharding.precision import wide
 from zero_jax.sharding.rules import to_shardings
 from zero_jax.training import (
     LossTrace,
@@ -34,7 +33,6 @@ from zero_jax.training import (
     state_shardings,
     used_by_optimizer,
 )
-from zero_jax.transforms import resolve_remat, resolve_schedule
 
 _FIELDS = dataclasses.fields(TrainState)
 _SHOWN_LEAVES = 5
@@ -231,61 +229,6 @@ def whole_leaves(groups: dict[str, Group]) -> tuple[EstimatedLeaf, ...]:
     """Returns the leaves of sharded groups that are not fully sharded, largest first."""
     leaves = [x for group in groups.values() for x in group.counted if x.device_bytes * group.ways > x.num_bytes]
     return tuple(sorted(leaves, key=lambda leaf: -leaf.device_bytes))
-
-
-def transformer_residuals(
-    model_config: Any,
-    *,
-    batch_size: int,
-    mesh: Mesh,
-    config: ZeroConfig,
-    remat: bool | None = None,
-    model: int | None = None,
-    offload: bool | None = None,
-) -> TransformerResiduals:
-    """Returns the residuals of a transformer in a train step.
-
-    Args:
-      model_config: anything with `num_layers`, `d_model`, `seq_len`, and `remat` where the argument is None.
-      batch_size: examples of a step, over all devices and microbatches.
-      mesh: the mesh.
-      config: microbatches, remat policy and precision; a compute dtype of None counts as float32.
-      remat: whether blocks are recomputed; None does as the config says.
-      model: devices that the saved residuals are sharded over (P_a); None likewise.
-      offload: whether they are kept in host memory (P_a+cpu); None likewise.
-
-    Raises:
-      ValueError: a batch that does not divide.
-    """
-    axes, policy = config.axes_of(mesh), resolve_remat(config.remat)
-    if remat is None:
-        remat = bool(model_config.remat) if policy.policy == "own" else policy.policy != "none"
-    num_stages, num_layers = axes.num_stages(mesh), model_config.num_layers
-    # All microbatches of a pipeline are on the stages, each of which has some of the layers: as if they were one. With
-    # 1F1B there are those that wait: of all layers of a stage, or its inputs and the layers of one where it recomputes.
-    parts = axis_size(mesh, axes.batch) * (1 if num_stages > 1 else config.num_microbatches)
-    schedule = resolve_schedule(config.pipeline)
-    if num_stages > 1 and schedule.is_interleaved:
-        parts = axis_size(mesh, axes.of_stage.batch) * config.num_microbatches
-        num_kept = schedule.num_kept(num_stages, config.num_microbatches)
-        num_layers = -(-num_layers // num_stages)
-        recomputes = policy.policy == "own" and not remat
-        num_layers = num_layers + num_kept if recomputes else num_layers * num_kept
-    if batch_size < 1 or batch_size % parts:
-        raise ValueError(
-            f"batch_size={batch_size} does not divide over {axis_size(mesh, axes.batch)} devices and "
-            f"{config.num_microbatches} microbatches: make it a multiple of {parts}"
-        )
-    return TransformerResiduals(
-        num_layers=num_layers,
-        batch_size=batch_size // parts,
-        seq_len=model_config.seq_len,
-        d_model=model_config.d_model,
-        bytes_per_element=np.dtype(resolve_precision(config.precision).compute or np.float32).itemsize,
-        remat=remat,
-        model=(1 if policy.residuals == "device" else axis_size(mesh, axes.model)) if model is None else model,
-        offload=policy.residuals == "offloaded" if offload is None else offload,
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ Gradients, gathered params, residuals and other temporaries are told apart by na
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import re
@@ -186,11 +187,14 @@ class MemoryReport(Report):
         rows.append(row("total", self.total_bytes))
         rows += self._further_rows()
         lines = [aligned(rows, right=(1, 2)), "", "largest temporaries at the peak"]
+        alike = collections.Counter(
+            (x.buffer.shape, x.buffer.num_bytes, f"{x.kind}: {x.buffer.name_and_source}") for x in self.largest
+        )
         largest = [
-            (x.buffer.shape, format_bytes(x.buffer.num_bytes), f"{x.kind}: {x.buffer.name_and_source}")
-            for x in self.largest
+            (f"{count} x" if count > 1 else "", shape, format_bytes(count * num_bytes), text)
+            for (shape, num_bytes, text), count in alike.items()
         ]
-        lines.append(aligned(largest, right=(1,)) if largest else "none")
+        lines.append(aligned(largest, right=(0, 2)) if largest else "none")
         return "\n".join([*lines, *(f"WARNING: {warning}" for warning in self.warnings)])
 
     def _further_rows(self) -> list[tuple[str, ...]]:

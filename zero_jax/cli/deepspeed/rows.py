@@ -160,6 +160,7 @@ class Key:
     to: str = ""  # the entry of the config file that it makes, as `section.name`
     value: Any = None  # what the entry is set to; None takes the value of the key, `largest` at most
     largest: int | None = None
+    default: Any = None  # DeepSpeed's default, of a param that the file leaves out
     note: str = ""  # what else to know of that entry
     off: tuple[Any, ...] = ()  # the values with which there is nothing to translate
     same: tuple[Any, ...] = ()  # the values with which it says what zero_jax does anyway

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from zero_jax.cli.deepspeed.rows import KEYS, OTHER_OPTIMIZERS, DeepSpeedValues, KeyRow, check
 from zero_jax.core.close_match import did_you_mean
@@ -43,9 +44,12 @@ def by_table(values: DeepSpeedValues, key: str) -> KeyRow:
     if is_none or value in entry.off or (entry.kind == "block" and not _is_on(values, key, entry.switch)):
         return values.row(key, "off")
     if entry.to:
-        own = float(value) if entry.kind == "number" else value
+        value = entry.default if value is None else value
+        own: Any = float(value) if entry.kind == "number" else value
         made = min(own, entry.largest or own) if entry.value is None else entry.value
-        return values.row(key, "translated", entry.note, {entry.to: made})
+        if entry.to.startswith("optimizer."):
+            check(key, lambda: OptimizerConfig(**{entry.to.removeprefix("optimizer."): made}))
+        return values.row(key, "translated", entry.note or values.default_of(key), {entry.to: made})
     if value in entry.same:
         return values.row(key, "same", entry.differs)
     if values.is_auto(key):
@@ -285,28 +289,6 @@ def _param(values: DeepSpeedValues, key: str) -> KeyRow | None:
     return _own_row(values, key)
 
 
-def optimizer_param(values: DeepSpeedValues, key: str) -> KeyRow | None:
-    """A param of the optimizer."""
-    if _name(values) not in _TRANSLATED:
-        return _untranslated(values, key, f"of {values.get('optimizer.type') or 'an optimizer without a type'}")
-    row = _param(values, key)
-    if row is not None and _blocking(values):
-        return _untranslated(values, key, row.reason or "of that optimizer")
-    return row
-
-
-def scheduler_param(values: DeepSpeedValues, key: str) -> KeyRow | None:
-    """A param of the schedule."""
-    kind = values.get("scheduler.type")
-    if kind not in _SCHEDULES or _name(values) not in _TRANSLATED:
-        return _untranslated(values, key, f"of {kind or 'a scheduler without a type'}")
-    return _param(values, key)
-
-
-def _untranslated(values: DeepSpeedValues, key: str, reason: str) -> KeyRow | None:
-    return values.row(key, "not translated", reason) if key in values else None
-
-
 def _rows(values: DeepSpeedValues) -> list[KeyRow]:
     """Makes the rows of the optimizer's params, those of the file first."""
     keys = [*values.by_key, *(key for key in KEYS if key not in values)]
@@ -362,12 +344,6 @@ def adam_w_mode(values: DeepSpeedValues, key: str) -> KeyRow:
     if not values.get(f"{PARAMS}weight_decay"):
         return values.row(key, "same", "without weight decay, Adam and AdamW are one")
     return values.row(key, "not translated", "weight decay in the gradient (L2) does not exist here")
-
-
-def max_grad_norm(values: DeepSpeedValues, key: str) -> KeyRow:
-    """A bound that DeepSpeed has elsewhere."""
-    note = "DeepSpeed refuses it: it is gradient_clipping there, zero.clip_norm here"
-    return values.row(key, "not translated" if values.get(key) else "off", note)
 
 
 def nesterov(values: DeepSpeedValues, key: str) -> KeyRow:
@@ -439,21 +415,21 @@ def total_steps(values: DeepSpeedValues, key: str) -> KeyRow:
     return values.row(key, "translated", "the rate falls until the last step", {"run.steps": steps})
 
 
-def final_rate(values: DeepSpeedValues, key: str) -> KeyRow:
-    """The share of the rate that is left at the end."""
-    share = values.get(key, 1e-4)
-    if not 0 <= share <= 1:
-        raise ValueError(f"{key} = {share}: give a share of the rate, at least 0 and at most 1")
-    return values.row(key, "translated", values.default_of(key), {"optimizer.final_learning_rate": float(share)})
-
-
 def row_of(values: DeepSpeedValues, key: str) -> KeyRow | None:
     """Makes the row of a key; None for one that the file does not have and that has no row then."""
-    if key.startswith(PARAMS):
-        return optimizer_param(values, key)
-    if key.startswith(SCHEDULE):
-        return scheduler_param(values, key)
-    return _own_row(values, key) if key in KEYS else no_precision(values, key)
+    if key not in KEYS:
+        return no_precision(values, key)
+    section = key.partition(".")[0]
+    if not key.startswith((PARAMS, SCHEDULE)):
+        return _own_row(values, key)
+    if _name(values) in _TRANSLATED and (section == "optimizer" or values.get("scheduler.type") in _SCHEDULES):
+        row = _param(values, key)
+        if row is None or section == "scheduler" or not _blocking(values):
+            return row
+        reason = row.reason or "of that optimizer"
+    else:
+        reason = f"of {values.get(f'{section}.type') or f'a config without {section}.type'}"
+    return values.row(key, "not translated", reason) if key in values else None
 
 
 def _own_row(values: DeepSpeedValues, key: str) -> KeyRow | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -207,7 +208,8 @@ def _loop(facts: Facts, order: Sequence[int], blocks: Sequence[RepeatedBlock]) -
     first = _first_of_equals(facts)
     spans = itertools.pairwise(bounds)
     layers = [_Turn([facts.jaxpr.eqns[i] for i in order[start:stop]], first) for start, stop in spans]
-    _check_equal(layers)
+    begin, end = _equal_ones(layers)
+    layers, bounds = layers[begin:end], bounds[begin : end + 1]
     carries, slices = [], []
     for number, atoms in enumerate(zip(*(layer.inputs for layer in layers), strict=True)):
         made = {_place(layer, atom) for layer, atom in zip(layers, atoms[1:], strict=False)}
@@ -255,13 +257,17 @@ def _first_of_equals(facts: Facts) -> dict[Any, Any]:
     return first
 
 
-def _check_equal(layers: Sequence[_Turn]) -> None:
-    """Refuses layers that are not all equal, with those that differ and what differs first."""
+def _equal_ones(layers: Sequence[_Turn]) -> tuple[int, int]:
+    """Returns where the layers begin and end that are equal, the others before and behind them, which are fewer.
+
+    Raises:
+      CannotCut: they are no more than half of all; with those that differ and what differs first.
+    """
     groups: dict[str, list[int]] = {}
     for i, layer in enumerate(layers):
         groups.setdefault(layer.signature, []).append(i)
     if len(groups) == 1:
-        return
+        return 0, len(layers)
     most, other, *_ = sorted(groups.values(), key=len, reverse=True)
     pairs = itertools.zip_longest(*(_facts_of_eqns(layers[each[-1]]) for each in (other, most)), fillvalue=_NOTHING)
     a, b = next((a, b) for a, b in pairs if (a[0], *a[2:]) != (b[0], *b[2:]))
@@ -272,7 +278,18 @@ def _check_equal(layers: Sequence[_Turn]) -> None:
         how = f"with {params[0]} and with {params[1]}" if any(params) else how
         why = f"{a[0]} at {' and '.join(dict.fromkeys((a[1], b[1])))}, {how}"
     which = f"of the {len(layers)} blocks (a layer or a few) of a Python loop, {len(groups)} kinds,"
-    raise CannotCut(f"{which} {_numbers(other)} and {_numbers(most)} differ: {why}")
+    stretches = ([*stretch] for _, stretch in itertools.groupby(range(len(layers)), lambda i: layers[i].signature))
+    longest = max(stretches, key=len)
+    if 2 * len(longest) <= len(layers):
+        raise CannotCut(f"{which} {_numbers(other)} and {_numbers(most)} differ: {why}")
+    others = [i for i in range(len(layers)) if i not in longest]
+    where = ", ".join(dict.fromkeys(_where(layers[i].eqns[0]) for i in others[:4]))
+    warnings.warn(
+        f"pipe: {_numbers(others)} of {len(layers)} of a Python loop, at {where}, are not cut into stages, as they are "
+        "not equal to the others: they run on the whole batch",
+        stacklevel=2,
+    )
+    return longest[0], longest[-1] + 1
 
 
 _NOTHING = "nothing more", "its end", (), "", ""

@@ -559,7 +559,7 @@ def with_odd_ends(params, batch):
     x = params["embed"][batch["tokens"]]
     for i in range(LAYERS):
         y = x @ params["layers"]["w"][i] + params["layers"]["bias"][i]
-        x = x + (2 * jnp.sin(y) if i < 2 else jnp.tanh(y) * (jnp.cos(x) if i == LAYERS - 1 else 1))
+        x = x + (2 * jnp.sin(y) if i < 2 else jnp.tanh(y) * (jnp.cos if i == LAYERS - 1 else jnp.sin)(x))
     return jnp.square(x @ params["head"]).mean()
 
 
@@ -580,6 +580,12 @@ def test_layers_in_other_forms_are_stages(loss_fn):
     report = zero.pipeline_report(loss_fn, init_params(), make_batches(1, size=48)[0], mesh=mesh, config=config)
     assert [loop.num_layers for loop in report.loops] == num_layers
     assert not report.left
+
+
+def test_what_all_layers_of_a_loop_broadcast_does_not_travel():
+    fields = {"mesh": zero.make_mesh(pipe=4), "config": make_config(num_microbatches=4)}
+    (loop,) = zero.pipeline_report(with_windows, init_params(), make_batches(1)[0], **fields).loops
+    assert loop.travelling == ("float32[4,4,16]",)
 
 
 @pytest.mark.slow
@@ -666,7 +672,7 @@ REFUSED = {
     ),
     "layers before the one before": (
         looped(lambda i, xs, y: xs[-1] + jnp.sin(xs[max(i - 1, 0)] * y)),
-        "of a Python loop.*mul of .*test_pipeline.*, on values made elsewhere: let",
+        "of a Python loop read what layers further before them made, at .*test_pipeline.*: let",
     ),
     "layers in reverse": (in_reverse, r"test_pipeline.*in reverse: scan over params that are stacked in their order"),
     "slices of examples": (with_examples, "slices that have examples"),
@@ -683,6 +689,7 @@ def lowered(loss_fn, *, params=None, batch=None, mesh=None, **fields):
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.filterwarnings("ignore:pipe. block 0 of 8 of a Python loop, at .*test_pipeline")
 def test_what_cannot_be_cut_is_refused_with_its_line(name):
     loss_fn, message = REFUSED[name]
     with pytest.raises(ValueError, match=f"pipe=4: .*{message}.*leave pipe out"):

@@ -66,7 +66,7 @@ class Ring:
         here = at_stages(self.stage == 0, first, jnp.zeros_like(first))
         places = jnp.stack([here, *(self.place.sent(first, [(k, 0)]) for k in range(1, s))], 1)
         # The place of the first slot is free: what is read in no tick has no cotangent in any.
-        homes = lax.collapse(homes.at[:, 0].set(0), 1, 3)
+        homes = lax.collapse(jnp.concatenate([jnp.zeros_like(homes[:, :1]), homes[:, 1:]], 1), 1, 3)
         return (self.pin(homes, 2), self.pin(places.reshape(s, s, s, -1, *places.shape[3:]), 4)), x[:, 0]
 
     def left(self, waiting: Waiting, after: jax.Array) -> jax.Array:
@@ -166,11 +166,14 @@ class Ring:
         dim, size = x.ndim + self.dim, self.part_size * self.num_parts
         widths = [(0, size - x.shape[i] if i == dim else 0) for i in range(x.ndim)]
         x = jnp.pad(x, widths).reshape(*x.shape[:dim], self.num_parts, self.part_size, *x.shape[dim + 1 :])
-        return jnp.moveaxis(x, dim, x.ndim - 1 - max(len(self.shape), 2))
+        # Whole over other axes: XLA partitions lines of parts that are sharded over `model` wrongly (docs/xla_faults.md).
+        to = x.ndim - 1 - max(len(self.shape), 2)
+        return self.pin(jnp.moveaxis(x, dim, to), to + 1)
 
     def whole(self, x: jax.Array) -> jax.Array:
         """Returns arrays of microbatches from their parts."""
-        x = jnp.moveaxis(x, x.ndim - 1 - max(len(self.shape), 2), self.dim - 1)
+        at = x.ndim - 1 - max(len(self.shape), 2)
+        x = jnp.moveaxis(self.pin(x, at + 1), at, self.dim - 1)
         x = lax.collapse(x, x.ndim + self.dim - 1, x.ndim + self.dim + 1)
         return x[..., 0] if len(self.shape) == 1 else lax.slice_in_dim(x, 0, self.shape[self.dim], axis=self.dim)
 

@@ -88,8 +88,8 @@ class _Loop:
       layers: the layers.
       carries: for each input that the layer before makes, its number among the inputs, and the place where it is made.
       slices: the numbers of the inputs that each layer has of its own.
-      broadcasts: of these, those that are an array of less dims or sizes in each layer, broadcast, with the equations:
-        a mask that was broadcast over the examples is a slice without any.
+      broadcasts: of these, and of what all layers read, those that are an array of less dims or sizes, broadcast, with
+        the equations: a mask that was broadcast over the examples is a slice without any, and does not travel.
       ys: the places of what a layer makes that is used outside of the loop.
     """
 
@@ -178,14 +178,18 @@ def _run(loop: _Loop, env: dict[Any, Any]) -> None:
         return jnp.asarray(atom.val, atom.aval.dtype) if jaxprs.is_literal(atom) else env[atom]
 
     shared = [x.val if jaxprs.is_literal(x) else env.get(x) for x in first.inputs]
+    # What another loop makes is there as its results alone.
+    is_there = lambda eqn: jaxprs.is_literal(eqn.invars[0]) or eqn.invars[0] in env  # noqa: E731
+    broadcast = {number: eqns for number, eqns in loop.broadcasts.items() if all(map(is_there, eqns))}
+    made_within = {number: read(eqns[0].invars[0]) for number, eqns in broadcast.items()}
     own_atoms = [[layer.inputs[number] for layer in loop.layers] for number in loop.slices]
-    broadcasts = [loop.broadcasts.get(number, ()) for number in loop.slices]
-    own_atoms = [[eqn.invars[0] for eqn in eqns] or atoms for eqns, atoms in zip(broadcasts, own_atoms, strict=True)]
+    pairs = zip((broadcast.get(number, ()) for number in loop.slices), own_atoms, strict=True)
+    own_atoms = [[eqn.invars[0] for eqn in eqns] or atoms for eqns, atoms in pairs]
     stacks = [jnp.stack([*map(read, atoms)]) for atoms in own_atoms]
 
     def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-        own = dict(zip((*carried, *loop.slices), (*carry, *slices), strict=True))
-        own |= {number: bind(eqns[0], [own[number]])[0] for number, eqns in loop.broadcasts.items()}
+        own = made_within | dict(zip((*carried, *loop.slices), (*carry, *slices), strict=True))
+        own |= {number: bind(eqns[0], [own[number]])[0] for number, eqns in broadcast.items()}
         made = first.run([own.get(i, x) for i, x in enumerate(shared)])
         return [made[place] for _, place in loop.carries], [made[place] for place in loop.ys]
 
@@ -231,7 +235,8 @@ def _loop(facts: Facts, order: Sequence[int], blocks: Sequence[RepeatedBlock]) -
     ys = {layer.places[x] for layer, each in zip(layers[:-1], outside, strict=False) for x in each}
     ys |= {layers[-1].places[x] for x in outside[-1]} - final
     made_by = {eqn.outvars[0]: eqn for eqn in facts.jaxpr.eqns if eqn.primitive.name == "broadcast_in_dim"}
-    atoms_of = {number: [layer.inputs[number] for layer in layers] for number in slices}
+    inputs, carried = [*zip(*(layer.inputs for layer in layers), strict=True)], {number for number, _ in carries}
+    atoms_of = {i: atoms if i in slices else atoms[:1] for i, atoms in enumerate(inputs) if i not in carried}
     broadcasts = {
         number: [None if jaxprs.is_literal(x) else made_by.get(x) for x in atoms] for number, atoms in atoms_of.items()
     }

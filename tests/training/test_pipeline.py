@@ -335,6 +335,9 @@ def test_layers_that_do_not_divide_have_idle_places(stage, pipeline, remat, stag
     report = zero.pipeline_report(loss_fn, params, batch, mesh=zero.make_mesh(pipe=4), config=config)
     assert f"by stage: {stages}" in str(report)
     assert report.bubble == pytest.approx(bubble)
+    model = dataclasses.replace(CONFIG, num_layers=10)
+    residuals = zero.memory.transformer_residuals(model, batch_size=32, mesh=zero.make_mesh(pipe=4), config=config)
+    assert residuals.num_layers == {"gpipe": 12, "1f1b": 3 * 7, "circular:2": 16}[pipeline]
 
 
 def temporaries(*, pipe, num_microbatches, pipeline, is_checkpointed):

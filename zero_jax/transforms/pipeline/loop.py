@@ -239,7 +239,8 @@ class _Ticks:
             rows = [x for role, x in zip(loop.ys, ys, strict=True) if role.is_rows]
             return (after, waiting, made, stacked, sums), rows
 
-        carry, loops = (after, [*waiting], made, stacked, self.pinned_sums(sums)), []
+        carry: Any = (after, [*waiting], made, stacked, self.pinned_sums(sums))
+        loops = []
         for ticks, moves in loops_of_ticks(loop):
             numbers = jnp.arange(ticks.start, ticks.stop, dtype=jnp.int32)
             carry, rows = lax.scan(functools.partial(tick, moves=moves), carry, numbers)

@@ -103,7 +103,7 @@ class Ring:
 
         def backward(t: jax.Array, cotangents: tuple[jax.Array, ...]) -> tuple[Any, ...]:
             # The other way round; what was moved is not read again, so that its cotangent is of no account.
-            homes, places, after = self.turned(cotangents[:2], cotangents[2], t, self.ends[::-1], moves)
+            homes, places, after = self.turned((cotangents[0], cotangents[1]), cotangents[2], t, self.ends[::-1], moves)
             is_own = (self.stage == self.ends[1]) & self.is_turn(t) & self.leaves
             return homes, places, at_stages(is_own, after, jnp.zeros_like(after)), None
 
@@ -119,7 +119,7 @@ class Ring:
         return t % self.num_parts < self.num_stages
 
     def turned(
-        self, waiting: Waiting, new: jax.Array, t: jax.Array, ends: tuple[int, int], moves: Moves
+        self, waiting: Waiting, new: jax.Array, t: jax.Array, ends: Sequence[int], moves: Moves
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Takes what enters, puts what leaves, and moves parts: a linear function of arrays.
 
@@ -132,9 +132,9 @@ class Ring:
         arrives, goes = (flag & (self.leaves | (end == 0)) for flag, end in zip(moves, self.ends, strict=True))
         arrives, goes = (arrives, goes) if ends[0] == 0 else (goes, arrives)
         if arrives or goes:
-            (home, *into), (back, *source) = (self.turn_of(end, t, homes.shape[1]) for end in ends)
+            (home, into, part), (back, source, sub) = (self.turn_of(end, t, homes.shape[1]) for end in ends)
             own = lax.dynamic_index_in_dim(homes, home, 1, keepdims=False)
-            held = lax.dynamic_index_in_dim(_line(places, source[0]), source[1], 2, keepdims=False)
+            held = lax.dynamic_index_in_dim(_line(places, source), sub, 2, keepdims=False)
             came, arrived = own, []
             for k in range(s):
                 pairs = [(k, ends[0])] * (arrives and k != ends[0]) + [(ends[1], k)] * (goes and k != ends[1])
@@ -145,8 +145,8 @@ class Ring:
             if goes:
                 homes = lax.dynamic_update_index_in_dim(homes, came, back, 1)
             if arrives:
-                parts = lax.dynamic_update_index_in_dim(_line(places, into[0]), jnp.stack(arrived, 1), into[1], 2)
-                places = _with_line(places, into[0], self.stage == ends[0], parts)
+                parts = lax.dynamic_update_index_in_dim(_line(places, into), jnp.stack(arrived, 1), part, 2)
+                places = _with_line(places, into, self.stage == ends[0], parts)
         if self.leaves or ends[1] == 0:
             parts = self.parts(new).reshape(s, s, -1, *places.shape[4:])
             places = _with_line(places, line, (self.stage == ends[1]) & self.is_turn(t), parts)
@@ -166,7 +166,7 @@ class Ring:
         dim, size = x.ndim + self.dim, self.part_size * self.num_parts
         widths = [(0, size - x.shape[i] if i == dim else 0) for i in range(x.ndim)]
         x = jnp.pad(x, widths).reshape(*x.shape[:dim], self.num_parts, self.part_size, *x.shape[dim + 1 :])
-        # Whole over other axes: XLA partitions lines of parts that are sharded over `model` wrongly (docs/xla_faults.md).
+        # Whole over other axes: XLA partitions lines of parts that are sharded over `model` wrongly (docs/xla_faults).
         to = x.ndim - 1 - max(len(self.shape), 2)
         return self.pin(jnp.moveaxis(x, dim, to), to + 1)
 

@@ -561,8 +561,9 @@ def with_odd_ends(params, batch):
     """A Python loop whose first two layers and whose last one differ from the others."""
     x = params["embed"][batch["tokens"]]
     for i in range(LAYERS):
-        y = x @ params["layers"]["w"][i] + params["layers"]["bias"][i]
-        x = x + (2 * jnp.sin(y) if i < 2 else jnp.tanh(y) * (jnp.cos if i == LAYERS - 1 else jnp.sin)(x))
+        w = params["layers"]["w"][i]
+        y = jax.nn.softmax(x / jnp.linalg.norm(x, axis=-1, keepdims=True) @ w)
+        x = x + (jnp.sin(y) if i < 2 else jnp.cumsum(y, axis=1) if i == LAYERS - 1 else jnp.tanh(y)) @ w.T
     return jnp.square(x @ params["head"]).mean()
 
 

@@ -378,6 +378,9 @@ def test_layers_that_do_not_divide_have_idle_places(stage, pipeline, remat, stag
     report = zero.pipeline_report(loss_fn, params, batch, mesh=zero.make_mesh(pipe=4), config=config)
     assert f"by stage: {stages}" in str(report)
     assert report.bubble == pytest.approx(bubble)
+    model = dataclasses.replace(CONFIG, num_layers=10)
+    residuals = zero.memory.transformer_residuals(model, batch_size=32, mesh=zero.make_mesh(pipe=4), config=config)
+    assert residuals.num_layers == {"gpipe": 12, "1f1b": 3 * 7, "circular:2": 16}[pipeline]
 
 
 def temporaries(*, pipe, num_microbatches, pipeline, is_checkpointed):
@@ -612,29 +615,56 @@ def with_keys_of_examples(params, batch):
     return jax.vmap(of_example)(batch["tokens"]).mean()
 
 
+def one_in_a_checkpoint(params, batch):
+    """Two chains of layers, the first of them within a `jax.checkpoint`."""
+    scan = lambda x, layers: jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["w"]), None), x, layers)[0]  # noqa: E731
+    x = jax.checkpoint(scan)(params["embed"][batch["tokens"]], params["layers"])
+    return jnp.square(scan(x, {"w": params["layers"]["w"] / 2}) @ params["head"]).mean()
+
+
+def with_odd_ends(params, batch):
+    """A Python loop whose first two layers and whose last one differ from the others."""
+    x = params["embed"][batch["tokens"]]
+    for i in range(LAYERS):
+        w = params["layers"]["w"][i]
+        y = jax.nn.softmax(x / jnp.linalg.norm(x, axis=-1, keepdims=True) @ w)
+        x = x + (jnp.sin(y) if i < 2 else jnp.cumsum(y, axis=1) if i == LAYERS - 1 else jnp.tanh(y)) @ w.T
+    return jnp.square(x @ params["head"]).mean()
+
+
 FORMS = {
-    in_a_checkpoint: ("1f1b", 6),
-    with_windows: ("1f1b", 4),
-    with_skips: ("gpipe", 4),
-    with_slices: ("circular:2", 4),
-    with_keys_of_examples: ("gpipe", 4),
+    in_a_checkpoint: ("1f1b", 6, [LAYERS]),
+    with_windows: ("1f1b", 4, [LAYERS]),
+    with_skips: ("gpipe", 4, [LAYERS] * 2),
+    one_in_a_checkpoint: ("gpipe", 8, [LAYERS] * 2),
+    with_slices: ("circular:2", 4, [LAYERS]),
+    with_keys_of_examples: ("gpipe", 4, [LAYERS]),
+    with_odd_ends: ("1f1b", 4, [5]),
 }
 
 
 @pytest.mark.parametrize("loss_fn", FORMS)
+@pytest.mark.filterwarnings("ignore:pipe. blocks 0, 1, 7 of 8 of a Python loop, at .*test_pipeline")
 def test_layers_in_other_forms_are_stages(loss_fn):
-    pipeline, num_microbatches = FORMS[loss_fn]
+    pipeline, num_microbatches, num_layers = FORMS[loss_fn]
     config, mesh = make_config(stage=1, num_microbatches=num_microbatches, pipeline=pipeline), zero.make_mesh(pipe=4)
     report = zero.pipeline_report(loss_fn, init_params(), make_batches(1, size=48)[0], mesh=mesh, config=config)
-    assert [loop.num_layers for loop in report.loops] == [LAYERS] * (2 if loss_fn is with_skips else 1)
+    assert [loop.num_layers for loop in report.loops] == num_layers
     assert not report.left
+
+
+def test_what_all_layers_of_a_loop_broadcast_does_not_travel():
+    fields = {"mesh": zero.make_mesh(pipe=4), "config": make_config(num_microbatches=4)}
+    (loop,) = zero.pipeline_report(with_windows, init_params(), make_batches(1)[0], **fields).loops
+    assert loop.travelling == ("float32[4,4,16]",)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss_fn", FORMS)
+@pytest.mark.filterwarnings("ignore:pipe. blocks 0, 1, 7 of 8 of a Python loop, at .*test_pipeline")
 def test_layers_in_other_forms_train_as_one_device(loss_fn):
     """With 6 microbatches in 4 stages, which 1F1B may have."""
-    pipeline, num_microbatches = FORMS[loss_fn]
+    pipeline, num_microbatches, _ = FORMS[loss_fn]
     params, batch = init_params(), make_batches(1, size=48)[0]
     fields = {"mesh": zero.make_mesh(pipe=4), "stage": 1, "num_microbatches": num_microbatches, "pipeline": pipeline}
     found = one_step(loss_fn, params, batch, **fields)
@@ -713,7 +743,7 @@ REFUSED = {
     ),
     "layers before the one before": (
         looped(lambda i, xs, y: xs[-1] + jnp.sin(xs[max(i - 1, 0)] * y)),
-        "of a Python loop.*mul of .*test_pipeline.*, on values made elsewhere: let",
+        "of a Python loop read what layers further before them made, at .*test_pipeline.*: let",
     ),
     "layers in reverse": (in_reverse, r"test_pipeline.*in reverse: scan over params that are stacked in their order"),
     "slices of examples": (with_examples, "slices that have examples"),
@@ -730,6 +760,7 @@ def lowered(loss_fn, *, params=None, batch=None, mesh=None, **fields):
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.filterwarnings("ignore:pipe. block 0 of 8 of a Python loop, at .*test_pipeline")
 def test_what_cannot_be_cut_is_refused_with_its_line(name):
     loss_fn, message = REFUSED[name]
     with pytest.raises(ValueError, match=f"pipe=4: .*{message}.*leave pipe out"):

@@ -130,6 +130,9 @@ def trace_loss(
       mesh: the mesh.
       config: the model's specs, remat policy, precision and microbatches.
 
+    Raises:
+      ValueError: on a mesh with stages the loss cannot be cut into them.
+
     Example:
       >>> shapes = jax.eval_shape(init_fn, jax.random.key(0))
       >>> zero.trace_loss(loss_fn, shapes, batch, mesh=mesh, config=config).param_bytes
@@ -152,8 +155,10 @@ def trace_step_loss(loss: StepLoss, params: PyTree, batch: PyTree) -> LossTrace:
     if loss.placement.num_stages > 1:
         with on_mesh(loss.placement.mesh):
             stages = pipeline_report_of(loss, *loss.shapes(params, whole))
+        if stages.why_none:
+            raise ValueError(stages.why_none)
         moves += _between_stages(stages, loss.placement.axes.pipe)
-        if stages.schedule == "1f1b" and not stages.why_none:
+        if stages.schedule == "1f1b":
             device_bytes = residuals.device_bytes
             # Of the microbatches that wait, or of one at a time and the inputs of a stage of those that wait.
             (loop,), own_bytes = stages.loops, device_bytes / stages.num_microbatches
@@ -204,7 +209,7 @@ def _sent(jaxpr: Any, phase: str, times: int) -> Iterator[tuple[Any, str, int]]:
 
 
 def _between_stages(report: PipelineReport, pipe: tuple[str, ...]) -> list[Move]:
-    """Returns what a device sends to other stages in a step; nothing of a loss that has none."""
+    """Returns what a device sends to other stages in a step."""
     fields: dict[str, Any] = {"kind": "collective-permute", "axes": pipe, "times": 1}
     return [
         Move(phase=phase, dtype=dtype, sent_bytes=sent_bytes, source=loop.where, **fields)

@@ -18,6 +18,7 @@ from jax.extend import core as jex_core
 
 from zero_jax.dims import Kind, Pair, Relation, TraceComparison
 from zero_jax.program import jaxprs
+from zero_jax.program.evaluation import flattened
 from zero_jax.program.subcalls import equations, scan_of, subcall
 from zero_jax.sharding.mesh import Axes
 from zero_jax.transforms.facts import Facts
@@ -216,6 +217,25 @@ def scans_over_params(facts: Facts) -> list[int]:
         if "param" in slices and carry:
             found.append(index)
     return found
+
+
+def layers_outside(closed: Any, num_params: int) -> Any:
+    """Returns a jaxpr without calls, and without a `jax.checkpoint` around scans over layers: stages are recomputed."""
+    around, closed = {0}, flattened(closed)
+    while around:
+        jaxpr, _ = jaxprs.open_jaxpr(closed)
+        facts = Facts(jaxpr, ["param" if i < num_params else "value" for i in range(len(jaxpr.invars))])
+        around = {id(eqn) for eqn in jaxpr.eqns if is_remat(eqn) and _holds_layers(eqn, facts)}
+        leaves = lambda eqn, around=around: is_remat(eqn) and id(eqn) not in around  # noqa: E731
+        closed = flattened(closed, kinds=("call", "remat"), leaves=leaves) if around else closed
+    return closed
+
+
+def _holds_layers(eqn: Any, facts: Facts) -> bool:
+    """Tells whether a `jax.checkpoint` is around a scan over stacked params."""
+    sub = subcall(eqn)
+    inner = flattened(sub.jaxpr, kinds=("call", "remat"))  # type: ignore[union-attr]
+    return bool(scans_over_params(Facts(jaxprs.open_jaxpr(inner)[0], [*map(facts.kind, eqn.invars)])))
 
 
 def _same_scan(jaxpr: Any, index: int, like: Any) -> Any:

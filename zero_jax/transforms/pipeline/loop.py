@@ -8,6 +8,7 @@ the tick t at number `u = t - s` of what it does, and that is group `u // S % V`
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from zero_jax.sharding.precision import wide
 from zero_jax.transforms.pipeline.cut import LAYER_INPUT, LayerLoop, Role
 from zero_jax.transforms.pipeline.grad_sums import added_to, sum_of
 from zero_jax.transforms.pipeline.place import StagePlace, at_stages
-from zero_jax.transforms.pipeline.ring import Ring
+from zero_jax.transforms.pipeline.ring import Moves, Ring, loops_of_ticks
 
 # From the number of a microbatch, constants, carries and a layer's slices (several arrays of each) to carries and ys.
 Layer = Callable[[Any, list[Any], list[Any], list[Any]], Sequence[Any]]
@@ -205,21 +206,22 @@ class _Ticks:
     def run(self, stages: Callable[..., Any], sums: Sequence[jax.Array | None]) -> list[jax.Array]:
         """Runs all ticks, and returns the carries and what is stacked; `sums` go with stages from tick to tick."""
         loop, roles, rings, first = self.loop, self.roles, self.rings, self.num_consts
-        waiting = [None if ring is None else ring.entered(x) for ring, x in zip(rings, self.values, strict=True)]
+        pairs = zip(rings, self.values, strict=True)
+        waiting, entered = zip(*((None, None) if ring is None else ring.entered(x) for ring, x in pairs), strict=True)
         begun = [self.begun(role, x) for role, x in zip(roles, self.values, strict=True)]
         # Stages that no microbatch has reached run on examples of the batch: on nothing, a layer may divide by zero.
         after = [
-            begun[i] if ring is None else lax.stop_gradient(ring.unpadded(waiting[i][0][:, 0]))  # type: ignore[index]
-            for i, ring in enumerate(rings)
+            begun[i] if ring is None else lax.stop_gradient(x)
+            for i, (ring, x) in enumerate(zip(rings, entered, strict=True))
         ]
         shapes = jax.eval_shape(stages, (self.stage, self.stage, self.stage, self.stage == 0), after, sums)
         made = [self.nothing(role, x) for role, x in zip(loop.carry, after[first:], strict=True)]
         stacked = [self.nothing(role, x, loop.num_groups) for role, x in zip(loop.ys, shapes[1], strict=True)]
 
-        def tick(before: Any, t: jax.Array) -> tuple[Any, list[Any]]:
+        def tick(before: Any, t: jax.Array, moves: Moves) -> tuple[Any, list[Any]]:
             after, waiting, made, stacked, sums = before
             turns = [
-                (None, self.begun_in(role, x, t)) if ring is None else ring.tick(own, old, t)
+                (None, self.begun_in(role, x, t)) if ring is None else ring.tick(own, old, t, moves)
                 for role, ring, own, x, old in zip(roles, rings, waiting, begun, after, strict=True)
             ]
             waiting, is_turn = [own for own, _ in turns], (self.stage == 0) & (self.group(t) == 0)
@@ -237,11 +239,14 @@ class _Ticks:
             rows = [x for role, x in zip(loop.ys, ys, strict=True) if role.is_rows]
             return (after, waiting, made, stacked, sums), rows
 
-        ticks = jnp.arange(loop.num_ticks, dtype=jnp.int32)
-        (after, waiting, made, stacked, _), rows = lax.scan(
-            tick, (after, waiting, made, stacked, self.pinned_sums(sums)), ticks
-        )
-        results, remaining = [], iter(rows)
+        carry: Any = (after, [*waiting], made, stacked, self.pinned_sums(sums))
+        loops = []
+        for ticks, moves in loops_of_ticks(loop):
+            numbers = jnp.arange(ticks.start, ticks.stop, dtype=jnp.int32)
+            carry, rows = lax.scan(functools.partial(tick, moves=moves), carry, numbers)
+            loops.append(rows)
+        after, waiting, made, stacked, _ = carry
+        results, remaining = [], (jnp.concatenate(rows) for rows in zip(*loops, strict=True))
         ends = zip(loop.carry, rings[first:], waiting[first:], made, after[first:], strict=True)
         for role, ring, own, x, last in ends:
             results.append(self.of_last(role, x, last) if ring is None else ring.left(own, last))

@@ -15,6 +15,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.dims import is_float
 from zero_jax.program.jaxprs import define_tangents
 
 _FREE = PartitionSpec.UNCONSTRAINED
@@ -82,7 +83,22 @@ class StagePlace:
 
 def at_stages(stages: Any, new: jax.Array, old: jax.Array) -> jax.Array:
     """Returns `new` at some stages, and `old` at the others."""
-    return jnp.where(stages.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+    stages = stages.reshape(-1, *(1,) * (new.ndim - 1))
+    return _at(stages, new, old) if is_float(new) else jnp.where(stages, new, old)
+
+
+# Of each tick the stages are kept for the backward pass: of `jnp.where` it is a mask as large as the arrays.
+@jax.custom_vjp
+def _at(stages: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    return jnp.where(stages, new, old)
+
+
+def _at_backward(stages: jax.Array, cotangent: jax.Array) -> tuple[None, jax.Array, jax.Array]:
+    nothing = jnp.zeros_like(cotangent)
+    return None, jnp.where(stages, cotangent, nothing), jnp.where(stages, nothing, cotangent)
+
+
+_at.defvjp(lambda stages, new, old: (jnp.where(stages, new, old), stages), _at_backward)
 
 
 def _chosen(numbers: Sequence[int], arrays: Sequence[jax.Array]) -> jax.Array:

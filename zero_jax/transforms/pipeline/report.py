@@ -10,7 +10,7 @@ from zero_jax.program.jaxprs import open_jaxpr
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.transforms.pipeline.cut import FoundLoop, LayerLoop, Role
 from zero_jax.transforms.pipeline.place import StagePlace
-from zero_jax.transforms.pipeline.ring import part_share
+from zero_jax.transforms.pipeline.ring import num_moved
 from zero_jax.transforms.pipeline.schedule import Schedule, resolve_schedule
 
 
@@ -153,7 +153,5 @@ def _times(loop: LayerLoop, role: Role, shape: tuple[int, ...], schedule: Schedu
     passed = loop.num_ticks * (to_others if loop.num_groups == 1 else 1)
     if schedule.is_interleaved or not role.is_rows:
         return passed
-    # All homes but one send to the first stage, and receive from the last one, a part in each tick; the first
-    # microbatch of each before the first tick, and the last of each behind the last one.
-    share = part_share(shape, role.dim, s * loop.num_groups) if loop.num_microbatches > s else 0
-    return passed + (1 + is_carry) * to_others * (loop.num_ticks * share + 1)
+    # All homes but one send to the first stage, and receive from the last one.
+    return passed + (1 + is_carry) * to_others / s * num_moved(loop, shape, role.dim)

@@ -1,15 +1,19 @@
 """How microbatches enter the first stage and leave the last one, from and to the devices that have their examples.
 
 Outside of the loop over ticks the examples are sharded over `pipe`, too: microbatch `slot * stages + home` is on the
-stage `home`, in an array `[stages, slots, examples, ...]`. The first stage has a place for the next microbatch of each
-home, and the last one for the last of each: `[stages, homes, examples, ...]`. Home and place exchange a part in each
-tick, so that a microbatch is there when it is its turn. So a home sends no more than its microbatches, and nothing
-waits for a transfer.
+stage `home`, in an array `[stages, slots, ...]` of as many parts as there are ticks between the turns of a home. In
+each tick every home sends a part of its next microbatch to the first stage, and gets a part of its last one from the
+last stage. Both have places for a microbatch of each home, `[stages, homes, parts]`, as a square whose rows and columns
+are lines: a microbatch that is taken, or that went away, leaves a line, which a part of each home fills, or the next
+microbatch. So the next ones lie across, no place is free, and none is waited for.
+
+Parts move only in the ticks in which there are some: with more microbatches than stages these are loops of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,9 +24,11 @@ from jax import lax
 from zero_jax.dims import is_float
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.transforms.pipeline.cut import LayerLoop, Role
-from zero_jax.transforms.pipeline.place import Pairs, StagePlace, at_stages
+from zero_jax.transforms.pipeline.place import StagePlace, at_stages
 
 Waiting = tuple[jax.Array, jax.Array]  # at their homes, and in places of the first and of the last stage
+Moves = tuple[bool, bool]  # whether parts go to the first stage, and from the last one
+Line = tuple[Any, Any]  # the number of a line of places, and whether it is a row
 
 
 class Ring:
@@ -37,155 +43,171 @@ class Ring:
     """
 
     def __init__(self, loop: LayerLoop, place: StagePlace, role: Role, shape: Sequence[int], *, leaves: bool):
-        self.place, self.role, self.leaves = place, role, leaves
+        self.loop, self.place, self.role, self.leaves = loop, place, role, leaves
         self.shape = shape[role.dim], *shape[: role.dim], *shape[role.dim + 1 :]
-        self.num_stages, self.period = loop.num_stages, loop.num_stages * loop.num_groups
-        self.dim, self.part_size, self.num_parts = _parts(self.shape, self.period)
+        self.num_stages, self.num_parts = loop.num_stages, loop.num_stages * loop.num_groups
+        self.dim, self.part_size = _parts(self.shape, self.num_parts)
         self.num_slots = loop.num_microbatches // loop.num_stages
-        self.stage = np.arange(self.num_stages, dtype=np.int32)
-        self.turned = jax.custom_vjp(self._turned)
-        self.turned.defvjp(self._turned_forward, self._turned_backward)
+        self.stage, self.ends = np.arange(self.num_stages, dtype=np.int32), (0, self.num_stages - 1)
 
     # --- outside of the loop -----------------------------------------------------------------------------------------
 
-    def entered(self, x: jax.Array) -> Waiting:
-        """Returns an array of the batch at its homes, and the first slot of it at the first stage."""
+    def entered(self, x: jax.Array) -> tuple[Waiting, jax.Array]:
+        """Returns an array of the batch as it waits, its first slot at the first stage; and that slot."""
         s, j, n = self.num_stages, self.num_slots, axis_size(self.place.mesh, self.place.batch)
         x = jnp.moveaxis(x, self.role.dim, 0)
         x = self.place.pinned(x, (*self.place.batch, *self.place.pipe))
         x = x.reshape(n, s, j, x.shape[0] // (n * s * j), *x.shape[1:])
         x = self.place.pinned(x, self.place.batch, self.place.pipe, ())
         x = x.transpose(1, 2, 0, *range(3, x.ndim))
-        x = self.pin(lax.collapse(self.place.pinned(x, self.place.pipe, (), self.place.batch), 2, 4))
-        homes = self.pin(self.padded(x))
+        x = self.pin(lax.collapse(self.place.pinned(x, self.place.pipe, (), self.place.batch), 2, 4), 2)
+        homes = self.parts(x)
         first = homes[:, 0]
         here = at_stages(self.stage == 0, first, jnp.zeros_like(first))
-        places = [here, *(self.place.sent(first, [(k, 0)]) for k in range(1, s))]
-        return homes, self.pin(jnp.stack(places, 1))
+        places = jnp.stack([here, *(self.place.sent(first, [(k, 0)]) for k in range(1, s))], 1)
+        # The place of the first slot is free: what is read in no tick has no cotangent in any.
+        homes = lax.collapse(jnp.concatenate([jnp.zeros_like(homes[:, :1]), homes[:, 1:]], 1), 1, 3)
+        return (self.pin(homes, 2), self.pin(places.reshape(s, s, s, -1, *places.shape[3:]), 4)), x[:, 0]
 
     def left(self, waiting: Waiting, after: jax.Array) -> jax.Array:
         """Returns the array of the batch, where `after` is what stages have made in the last tick."""
         s, j, n = self.num_stages, self.num_slots, axis_size(self.place.mesh, self.place.batch)
-        homes, places = waiting
-        places, _ = self.swapped(places, self.padded(after), s - 1, True, (0, s - 1))
-        # Those of a slot came back to the second one after it; the last of them are in their places.
-        last, end = (j + 1) % j, s - 1
+        homes, places, _ = self.turned(waiting, after, jnp.int32(self.loop.num_ticks), self.ends, (False, j > 1))
+        homes, last = homes.reshape(s, j, self.num_parts, *homes.shape[2:]), jnp.zeros_like(homes[:, : self.num_parts])
         for k in range(s):
-            x = places[:, k] if k == end else self.place.sent(places[:, k], [(end, k)])
-            homes = homes.at[:, last].set(at_stages(self.stage == k, x, homes[:, last]))
-        x = self.pin(self.unpadded(jnp.concatenate([homes[:, 2 % j :], homes[:, : 2 % j]], 1)))
+            x = _line(places, (k, j % 2 == 0)).reshape(last.shape)
+            last = at_stages(self.stage == k, x if k == s - 1 else self.place.sent(x, [(s - 1, k)]), last)
+        # Those of a slot came back to the second one after it.
+        x = jnp.concatenate([homes[:, 2:], homes[:, : min(j - 1, 1)], last[:, None]], 1)
+        x = self.pin(self.whole(x), 2)
         x = x.reshape(s, j, n, x.shape[2] // n, *x.shape[3:])
         x = self.place.pinned(x, self.place.pipe, (), self.place.batch)
         x = x.transpose(2, 0, 1, *range(3, x.ndim))
         x = lax.collapse(self.place.pinned(x, self.place.batch, self.place.pipe, ()), 0, 4)
         return jnp.moveaxis(self.place.pinned(x, (*self.place.batch, *self.place.pipe)), 0, self.role.dim)
 
-    def pin(self, x: jax.Array) -> jax.Array:
-        """Returns what waits, sharded by stage and by examples."""
-        return self.place.pinned(x, self.place.pipe, (), self.place.batch)
+    def pin(self, x: jax.Array, dim: int) -> jax.Array:
+        """Returns an array sharded by stage and by examples, which are in a dim of it."""
+        return self.place.pinned(x, self.place.pipe, *[()] * (dim - 1), self.place.batch)
 
     # --- a tick ------------------------------------------------------------------------------------------------------
 
-    def tick(self, waiting: Waiting, after: jax.Array, t: jax.Array) -> tuple[Waiting, jax.Array]:
+    def tick(self, waiting: Waiting, after: jax.Array, t: jax.Array, moves: Moves) -> tuple[Waiting, jax.Array]:
         """Returns what waits after a tick has begun, and what enters the first stage in it.
 
         `after` is what stages have made in the tick before, and the last one of them what leaves.
         """
-        turned = self.turned if is_float(after) else self._turned
-        homes, places, entering = turned(*waiting, self.padded(after), t)
-        return (self.pin(homes), self.pin(places)), self.unpadded(entering)
 
-    def _turned(self, homes: jax.Array, places: jax.Array, after: jax.Array, t: jax.Array) -> tuple[jax.Array, ...]:
-        """Takes what enters, puts what leaves, and exchanges parts: a linear function of arrays."""
-        ends = 0, self.num_stages - 1
-        places, entering = self.swapped(places, after, t % self.num_stages, self.is_turn(t), ends)
-        homes, places = self.exchanged(homes, places, t, ends)
-        return homes, places, entering
+        def forward(homes: jax.Array, places: jax.Array, after: jax.Array, t: jax.Array) -> tuple[jax.Array, ...]:
+            return self.turned((homes, places), after, t, self.ends, moves)
 
-    def _turned_forward(self, *arguments: jax.Array) -> tuple[Any, jax.Array]:
-        return self._turned(*arguments), arguments[-1]
+        def backward(t: jax.Array, cotangents: tuple[jax.Array, ...]) -> tuple[Any, ...]:
+            # The other way round; what was moved is not read again, so that its cotangent is of no account.
+            homes, places, after = self.turned((cotangents[0], cotangents[1]), cotangents[2], t, self.ends[::-1], moves)
+            is_own = (self.stage == self.ends[1]) & self.is_turn(t) & self.leaves
+            return homes, places, at_stages(is_own, after, jnp.zeros_like(after)), None
 
-    def _turned_backward(self, t: jax.Array, cotangents: tuple[jax.Array, ...]) -> tuple[Any, ...]:
-        """The same the other way round; what was moved is not read again, so that its cotangent is of no account."""
-        homes, places, entering = cotangents
-        ends = self.num_stages - 1, 0
-        homes, places = self.exchanged(homes, places, t, ends)
-        places, after = self.swapped(places, entering, t % self.num_stages, self.is_turn(t), ends)
-        return homes, places, at_stages((self.stage == ends[0]) & self.is_turn(t), after, jnp.zeros_like(after)), None
+        turned: Any = forward
+        if is_float(after):
+            turned = jax.custom_vjp(forward)
+            turned.defvjp(lambda *arguments: (forward(*arguments), arguments[-1]), backward)
+        homes, places, entering = turned(*waiting, after, t)
+        return (self.pin(homes, 2), self.pin(places, 4)), entering
 
     def is_turn(self, t: jax.Array) -> jax.Array:
         """Tells whether a microbatch enters in a tick, and one leaves before it."""
-        return t % self.period < self.num_stages
+        return t % self.num_parts < self.num_stages
 
-    def swapped(
-        self, places: jax.Array, new: jax.Array, k: Any, is_turn: Any, ends: tuple[int, int]
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns places with `new` in that of a home at the last of two `ends`, and what was in it."""
-        old = lax.dynamic_index_in_dim(places, k, 1, keepdims=False)
-        put = at_stages((self.stage == ends[1]) & is_turn, new, old)
-        return lax.dynamic_update_index_in_dim(places, put, k, 1), old
+    def turned(
+        self, waiting: Waiting, new: jax.Array, t: jax.Array, ends: Sequence[int], moves: Moves
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Takes what enters, puts what leaves, and moves parts: a linear function of arrays.
 
-    def exchanged(self, homes: jax.Array, places: jax.Array, t: jax.Array, ends: tuple[int, int]) -> Waiting:
-        """Moves a part from each home to the first of two `ends`, and one from the last of them to each home.
-
-        Nothing of a single slot, which is there before the first tick and returns behind the last one.
+        A microbatch is taken, and parts of others arrive, at the first of two `ends`; `new` is put, and parts go away,
+        at the last of them.
         """
-        if self.num_slots == 1:
-            return homes, places
-        dim = homes.ndim + self.dim
-        sizes = [1 if i == 1 else self.part_size if i == dim else size for i, size in enumerate(homes.shape)]
-        for k in range(self.num_stages):
-            window, part = (t - k) // self.period, (t - k) % self.period
-            is_home = self.stage == k
-            is_live = (t >= k) & (window < self.num_slots) & (part < self.num_parts)
-            start = jnp.minimum(part, self.num_parts - 1) * self.part_size
-            starts = [start if i == dim else 0 * t for i in range(homes.ndim)]  # all of one dtype
-            at_home = [*starts[:1], (window + 1) % self.num_slots, *starts[2:]]
-            in_place = [*starts[:1], self.stage[k], *starts[2:]]
-            own, held = lax.dynamic_slice(homes, at_home, sizes), lax.dynamic_slice(places, in_place, sizes)
-            moved, pairs = self.pin(at_stages(is_home, own, held)), self.pairs(k, ends)
-            moved = self.place.sent(moved, pairs) if pairs else moved
-            to_place, to_home = own if k == ends[0] else moved, held if k == ends[1] else moved
-            held = at_stages((self.stage == ends[0]) & is_live, to_place, held)
-            homes = lax.dynamic_update_slice(homes, at_stages(is_home & is_live, to_home, own), at_home)
-            places = lax.dynamic_update_slice(places, held, in_place)
-        return homes, places
+        (homes, places), s, period = waiting, self.num_stages, self.num_parts
+        line = jnp.minimum(t % period, s - 1), t // period % 2 == 0
+        taken = self.whole(lax.collapse(_line(places, line), 1, 3))
+        arrives, goes = (flag & (self.leaves | (end == 0)) for flag, end in zip(moves, self.ends, strict=True))
+        arrives, goes = (arrives, goes) if ends[0] == 0 else (goes, arrives)
+        if arrives or goes:
+            (home, into, part), (back, source, sub) = (self.turn_of(end, t, homes.shape[1]) for end in ends)
+            own = lax.dynamic_index_in_dim(homes, home, 1, keepdims=False)
+            held = lax.dynamic_index_in_dim(_line(places, source), sub, 2, keepdims=False)
+            came, arrived = own, []
+            for k in range(s):
+                pairs = [(k, ends[0])] * (arrives and k != ends[0]) + [(ends[1], k)] * (goes and k != ends[1])
+                moved = own if k == ends[1] else at_stages(self.stage == ends[1], held[:, k], own)
+                moved = self.place.sent(self.pin(moved, 1), pairs) if pairs else moved
+                arrived.append(own if k == ends[0] else moved)
+                came = at_stages(self.stage == k, held[:, k] if k == ends[1] else moved, came)
+            if goes:
+                homes = lax.dynamic_update_index_in_dim(homes, came, back, 1)
+            if arrives:
+                parts = lax.dynamic_update_index_in_dim(_line(places, into), jnp.stack(arrived, 1), part, 2)
+                places = _with_line(places, into, self.stage == ends[0], parts)
+        if self.leaves or ends[1] == 0:
+            parts = self.parts(new).reshape(s, s, -1, *places.shape[4:])
+            places = _with_line(places, line, (self.stage == ends[1]) & self.is_turn(t), parts)
+        return homes, places, taken
 
-    def pairs(self, k: int, ends: tuple[int, int]) -> Pairs:
-        """Returns the stages that a home sends to and receives from."""
-        pairs = ((k, ends[0]), (ends[1], k))
-        if not self.leaves:
-            pairs = pairs[:1] if ends[0] == 0 else pairs[1:]
-        return tuple((source, target) for source, target in pairs if source != target)
+    def turn_of(self, end: int, t: jax.Array, num_parts: int) -> tuple[jax.Array, Line, jax.Array]:
+        """Returns what goes to or from an end in a tick: the part of all homes, the line, and where in each of it."""
+        number, groups = t - self.num_stages * (end > 0), self.loop.num_groups
+        line = number % self.num_parts // groups, (number // self.num_parts + (end > 0)) % 2 == 0
+        return (number + self.num_parts) % num_parts, line, number % groups
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
-    def padded(self, x: jax.Array) -> jax.Array:
-        """Returns arrays of microbatches with as many elements along the dim that they are cut along as all parts."""
+    def parts(self, x: jax.Array) -> jax.Array:
+        """Returns arrays `[..., examples, ...]` of microbatches as `[..., parts, examples, ...]`."""
         x = x if len(self.shape) > 1 else x[..., None]
-        added, widths = self.part_size * self.num_parts - x.shape[self.dim], [(0, 0)] * x.ndim
-        widths[self.dim] = (0, added)
-        return jnp.pad(x, widths) if added else x
+        dim, size = x.ndim + self.dim, self.part_size * self.num_parts
+        widths = [(0, size - x.shape[i] if i == dim else 0) for i in range(x.ndim)]
+        x = jnp.pad(x, widths).reshape(*x.shape[:dim], self.num_parts, self.part_size, *x.shape[dim + 1 :])
+        # Whole over other axes: XLA partitions lines of parts that are sharded over `model` wrongly (docs/xla_faults).
+        to = x.ndim - 1 - max(len(self.shape), 2)
+        return self.pin(jnp.moveaxis(x, dim, to), to + 1)
 
-    def unpadded(self, x: jax.Array) -> jax.Array:
-        """Returns arrays of microbatches without what was added to them."""
-        if len(self.shape) == 1:
-            return x[..., 0]
-        return lax.slice_in_dim(x, 0, self.shape[self.dim], axis=self.dim)
-
-
-def part_share(shape: Sequence[int], dim: int, num_ticks: int) -> float:
-    """Returns how much of a microbatch moves in a tick, where `dim` is that of examples."""
-    rest = (*shape[:dim], *shape[dim + 1 :]) or (1,)
-    return _parts((1, *rest), num_ticks)[1] / max(*rest, 1)
+    def whole(self, x: jax.Array) -> jax.Array:
+        """Returns arrays of microbatches from their parts."""
+        at = x.ndim - 1 - max(len(self.shape), 2)
+        x = jnp.moveaxis(self.pin(x, at + 1), at, self.dim - 1)
+        x = lax.collapse(x, x.ndim + self.dim - 1, x.ndim + self.dim + 1)
+        return x[..., 0] if len(self.shape) == 1 else lax.slice_in_dim(x, 0, self.shape[self.dim], axis=self.dim)
 
 
-def _parts(shape: Sequence[int], num_ticks: int) -> tuple[int, int, int]:
-    """Returns how a microbatch is cut for so many ticks: the dim, counted from the end, its size and that of a part.
+def _line(places: jax.Array, line: Line) -> jax.Array:
+    """Returns a line of places `[stages, rows, columns, ...]`."""
+    row, column = (lax.dynamic_index_in_dim(places, line[0], axis, keepdims=False) for axis in (1, 2))
+    return jnp.where(line[1], row, column)
 
-    A microbatch of one number for each example is a part.
-    """
+
+def _with_line(places: jax.Array, line: Line, stages: Any, new: jax.Array) -> jax.Array:
+    """Returns places with another line at some stages."""
+    for axis, is_own in ((1, line[1]), (2, ~line[1])):
+        old = lax.dynamic_index_in_dim(places, line[0], axis, keepdims=False)
+        places = lax.dynamic_update_index_in_dim(places, at_stages(stages & is_own, new, old), line[0], axis)
+    return places
+
+
+def loops_of_ticks(loop: LayerLoop) -> Iterator[tuple[range, Moves]]:
+    """Yields the ticks that are one loop each, and what moves in them."""
+    period = loop.num_stages * loop.num_groups
+    last_in, first_out = loop.num_microbatches * loop.num_groups - period, loop.num_stages + period
+    edges = sorted({0, loop.num_ticks, last_in, min(first_out, loop.num_ticks)})
+    for start, stop in itertools.pairwise(edges):
+        yield range(start, stop), (start < last_in, start >= first_out)
+
+
+def num_moved(loop: LayerLoop, shape: Sequence[int], dim: int) -> float:
+    """Returns how many microbatches come from their homes, or go there, where `dim` is that of examples."""
+    num_parts, rest = loop.num_stages * loop.num_groups, (*shape[:dim], *shape[dim + 1 :]) or (1,)
+    return loop.num_microbatches * num_parts * _parts((1, *rest), num_parts)[1] / max(*rest, 1)
+
+
+def _parts(shape: Sequence[int], num_parts: int) -> tuple[int, int]:
+    """Returns how a microbatch is cut into parts: the dim, counted from the end, and the size of a part."""
     rest = shape[1:] or (1,)
-    size = max(rest)
-    part_size = max(-(-size // num_ticks), 1)
-    return rest.index(size) - len(rest), part_size, max(-(-size // part_size), 1)
+    return rest.index(max(rest)) - len(rest), -(-max(rest) // num_parts)

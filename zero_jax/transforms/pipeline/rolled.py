@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -93,8 +94,8 @@ class _Loop:
       layers: the layers.
       carries: for each input that the layer before makes, its number among the inputs, and the place where it is made.
       slices: the numbers of the inputs that each layer has of its own.
-      broadcasts: of these, those that are an array of less dims or sizes in each layer, broadcast, with the equations:
-        a mask that was broadcast over the examples is a slice without any.
+      broadcasts: of these, and of what all layers read, those that are an array of less dims or sizes, broadcast, with
+        the equations: a mask that was broadcast over the examples is a slice without any, and does not travel.
       ys: the places of what a layer makes that is used outside of the loop.
     """
 
@@ -207,14 +208,18 @@ def _run(loop: _Loop, env: dict[Any, Any]) -> None:
         return jnp.asarray(atom.val, atom.aval.dtype) if jaxprs.is_literal(atom) else env[atom]
 
     shared = [x.val if jaxprs.is_literal(x) else env.get(x) for x in first.inputs]
+    # What another loop makes is there as its results alone.
+    is_there = lambda eqn: jaxprs.is_literal(eqn.invars[0]) or eqn.invars[0] in env  # noqa: E731
+    broadcast = {number: eqns for number, eqns in loop.broadcasts.items() if all(map(is_there, eqns))}
+    made_within = {number: read(eqns[0].invars[0]) for number, eqns in broadcast.items()}
     own_atoms = [[layer.inputs[number] for layer in loop.layers] for number in loop.slices]
-    broadcasts = [loop.broadcasts.get(number, ()) for number in loop.slices]
-    own_atoms = [[eqn.invars[0] for eqn in eqns] or atoms for eqns, atoms in zip(broadcasts, own_atoms, strict=True)]
+    pairs = zip((broadcast.get(number, ()) for number in loop.slices), own_atoms, strict=True)
+    own_atoms = [[eqn.invars[0] for eqn in eqns] or atoms for eqns, atoms in pairs]
     stacks = [jnp.stack([*map(read, atoms)]) for atoms in own_atoms]
 
     def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-        own = dict(zip((*carried, *loop.slices), (*carry, *slices), strict=True))
-        own |= {number: bind(eqns[0], [own[number]])[0] for number, eqns in loop.broadcasts.items()}
+        own = made_within | dict(zip((*carried, *loop.slices), (*carry, *slices), strict=True))
+        own |= {number: bind(eqns[0], [own[number]])[0] for number, eqns in broadcast.items()}
         made = first.run([own.get(i, x) for i, x in enumerate(shared)])
         return [made[place] for _, place in loop.carries], [made[place] for place in loop.ys]
 
@@ -237,7 +242,8 @@ def _loop(facts: Facts, order: Sequence[int], blocks: Sequence[RepeatedBlock]) -
     first = _first_of_equals(facts)
     spans = itertools.pairwise(bounds)
     layers = [_Turn([facts.jaxpr.eqns[i] for i in order[start:stop]], first) for start, stop in spans]
-    _check_equal(layers)
+    begin, end = _equal_ones(layers)
+    layers, bounds = layers[begin:end], bounds[begin : end + 1]
     carries, slices = [], []
     for number, atoms in enumerate(zip(*(layer.inputs for layer in layers), strict=True)):
         made = {_place(layer, atom) for layer, atom in zip(layers, atoms[1:], strict=False)}
@@ -259,7 +265,8 @@ def _loop(facts: Facts, order: Sequence[int], blocks: Sequence[RepeatedBlock]) -
     ys = {layer.places[x] for layer, each in zip(layers[:-1], outside, strict=False) for x in each}
     ys |= {layers[-1].places[x] for x in outside[-1]} - final
     made_by = {eqn.outvars[0]: eqn for eqn in facts.jaxpr.eqns if eqn.primitive.name == "broadcast_in_dim"}
-    atoms_of = {number: [layer.inputs[number] for layer in layers] for number in slices}
+    inputs, carried = [*zip(*(layer.inputs for layer in layers), strict=True)], {number for number, _ in carries}
+    atoms_of = {i: atoms if i in slices else atoms[:1] for i, atoms in enumerate(inputs) if i not in carried}
     broadcasts = {
         number: [None if jaxprs.is_literal(x) else made_by.get(x) for x in atoms] for number, atoms in atoms_of.items()
     }
@@ -300,13 +307,17 @@ def _first_of_equals(facts: Facts) -> dict[Any, Any]:
     return first
 
 
-def _check_equal(layers: Sequence[_Turn]) -> None:
-    """Refuses layers that are not all equal, with those that differ and what differs first."""
+def _equal_ones(layers: Sequence[_Turn]) -> tuple[int, int]:
+    """Returns where the layers begin and end that are equal, the others before and behind them, which are fewer.
+
+    Raises:
+      CannotCut: they are no more than half of all; with those that differ and what differs first.
+    """
     groups: dict[str, list[int]] = {}
     for i, layer in enumerate(layers):
         groups.setdefault(layer.signature, []).append(i)
     if len(groups) == 1:
-        return
+        return 0, len(layers)
     most, other, *_ = sorted(groups.values(), key=len, reverse=True)
     pairs = itertools.zip_longest(*(_facts_of_eqns(layers[each[-1]]) for each in (other, most)), fillvalue=_NOTHING)
     a, b = next((a, b) for a, b in pairs if (a[0], *a[2:]) != (b[0], *b[2:]))
@@ -317,7 +328,18 @@ def _check_equal(layers: Sequence[_Turn]) -> None:
         how = f"with {params[0]} and with {params[1]}" if any(params) else how
         why = f"{a[0]} at {' and '.join(dict.fromkeys((a[1], b[1])))}, {how}"
     which = f"of the {len(layers)} blocks (a layer or a few) of a Python loop, {len(groups)} kinds,"
-    raise CannotCut(f"{which} {_numbers(other)} and {_numbers(most)} differ: {why}")
+    stretches = ([*stretch] for _, stretch in itertools.groupby(range(len(layers)), lambda i: layers[i].signature))
+    longest = max(stretches, key=len)
+    if 2 * len(longest) <= len(layers):
+        raise CannotCut(f"{which} {_numbers(other)} and {_numbers(most)} differ: {why}")
+    others = [i for i in range(len(layers)) if i not in longest]
+    where = ", ".join(dict.fromkeys(_where(layers[i].eqns[0]) for i in others[:4]))
+    warnings.warn(
+        f"pipe: {_numbers(others)} of {len(layers)} of a Python loop, at {where}, are not cut into stages, as they are "
+        "not equal to the others: they run on the whole batch",
+        stacklevel=2,
+    )
+    return longest[0], longest[-1] + 1
 
 
 _NOTHING = "nothing more", "its end", (), "", ""

@@ -14,13 +14,13 @@ from jax.sharding import NamedSharding
 from zero_jax.core.tree import PyTree
 from zero_jax.dims import SAME, Relation, TraceComparison, rows
 from zero_jax.program import jaxprs
-from zero_jax.program.evaluation import evaluate, flattened
+from zero_jax.program.evaluation import evaluate
 from zero_jax.program.loss import LossProgram, Traced
 from zero_jax.program.subcalls import Subcall, equations_of
 from zero_jax.program.walk import Walk
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.transforms.pipeline.body import CannotCut
-from zero_jax.transforms.pipeline.cut import Cut, FoundLoop, LayerLoop, find_loops, pipeline_p
+from zero_jax.transforms.pipeline.cut import Cut, FoundLoop, LayerLoop, find_loops, layers_outside, pipeline_p
 from zero_jax.transforms.pipeline.interleaved import run_1f1b
 from zero_jax.transforms.pipeline.loop import Layer, run_stages
 from zero_jax.transforms.pipeline.microbatch import LossTraces, MicrobatchProgram, by_microbatch
@@ -139,7 +139,7 @@ class PipelinedProgram(LossProgram):
             sizes += [2 * size, 2]
         programs = [self.before.trace(*args), *map(traced, sizes)]
         relations, num_blocks = _relations(params, batch, rest), k * num_shards
-        whole, *parts = (flattened(program.closed) for program in programs)
+        whole, *parts = (layers_outside(program.closed, num_params) for program in programs)
         comparison = TraceComparison(k, num_blocks)
         found = find_loops(whole, parts, relations, num_params=num_params, cut=self.cut, comparison=comparison)
         if not self.stages.schedule.is_interleaved:

@@ -325,6 +325,38 @@ TIED = {
 }
 
 
+def in_periods(num_turns, size, layer=dense):
+    """Returns a scan over periods of some layers, each turn of which has those of a period."""
+    params = [dense_params(seed) for seed in range(size)]
+    stacks = jax.tree.map(lambda *xs: jnp.stack([jnp.stack(xs)] * num_turns), *params)
+
+    def turn(x, layers):
+        for i in range(size):
+            x = layer(x, jax.tree.map(lambda w, i=i: w[i], layers))
+        return x, None
+
+    return {"layers": stacks}, lambda params, x: jnp.sum(jax.lax.scan(turn, x, params["layers"])[0] ** 2)
+
+
+@pytest.mark.parametrize("layer", [dense, jax.checkpoint(dense), jax.checkpoint(dense, prevent_cse=False)])
+def test_the_layers_of_a_scan_over_periods_are_its_blocks(layer):
+    params, loss_fn = in_periods(2, 3, layer)
+    report = remat_report(loss_fn, params, examples(), remat="full", mesh=mesh_of("8"))
+    assert sum(region.times for region in report.regions) == 6, report
+    again, plain = (jax.value_and_grad(f) for f in (rematerialize(loss_fn, "full", mesh=mesh_of("8")), loss_fn))
+    # A barrier in each keeps the scheduler from recomputing the layers of a turn all at once.
+    num_barriers = str(jax.jit(again).lower(params, examples()).as_text()).count("optimization_barrier")
+    assert num_barriers >= 3
+    jax.tree.map(np.testing.assert_array_equal, again(params, examples()), plain(params, examples()))
+
+
+def test_a_scan_of_many_turns_over_periods_is_cut_where_that_takes_less_memory():
+    """Turns that keep more inputs of their layers than a layer makes values are blocks as they are."""
+    params, loss_fn = in_periods(64, 3)
+    report = remat_report(loss_fn, params, examples(), remat="full", mesh=mesh_of("8"))
+    assert [region.times for region in report.regions] == [64], report
+
+
 QUICK_TIED = ("scan", "keys", "checkpoint", "checkpoint around")
 
 

@@ -350,12 +350,12 @@ class RematWalk(Walk[RematFrame]):
         flat = _written_out(sub.jaxpr)
         opened, _ = jaxprs.open_jaxpr(flat)
         known = self.setting.marked(opened, marks)
-        is_stack = self.is_stack(sub, known, marks, is_tied=is_tied)
+        is_stack = is_layers and self.is_stack(sub, known, marks, is_tied=is_tied)
         is_block = self.policy != "own" and is_layers and not is_stack
         for i, atom in enumerate(opened.outvars[: sub.num_carry], sub.num_consts):
             marks[i] = dataclasses.replace(marks[i], dims=known.mark(atom).dims)  # as the body itself leaves it
         times, block = frame.times * sub.length, flat if is_block else None
-        of_loop = {"in_loop": not is_layers, "in_stack": is_layers and not is_block, "block": block}
+        of_loop = {"in_loop": not is_layers, "in_stack": is_stack, "block": block}
         return dataclasses.replace(frame, marks=marks, times=times, **of_loop)
 
     def is_stack(self, sub: Subcall, known: MarkedValues, marks: Sequence[Mark], *, is_tied: bool) -> bool:

@@ -80,7 +80,7 @@ class RematBody:
         """Tells whether blocks are most of it, and not what a layer itself repeats, such as its norms."""
         sequence = self.sequence
         bounds = np.searchsorted(sequence.eqns, [(block.start, block.stop) for block in blocks] or [(0, 0)])
-        return 2 * sum(sequence.sizes[start:stop].sum() for start, stop in bounds) > sequence.sizes.sum()
+        return bool(2 * sum(sequence.sizes[start:stop].sum() for start, stop in bounds) > sequence.sizes.sum())
 
     def _makes_more(self, block: RepeatedBlock) -> bool:
         eqns = self.jaxpr.eqns[block.start : block.stop]

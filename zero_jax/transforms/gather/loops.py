@@ -1,4 +1,4 @@
-"""Params that enter a loop: slices of stacks as shards, and what every iteration uses gathered once before it.
+"""Params that enter a loop: slices of stacks as shards, what every iteration uses and vectors gathered once before it.
 
 In a pipeline a stack is sharded over stages along its layers, and what a stage has of it over the other axes.
 """

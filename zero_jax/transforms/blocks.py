@@ -308,11 +308,11 @@ class EqnSequence:
         made, changes = np.zeros(len(self.eqns) + 1), np.zeros(len(self.eqns) + 2)
         for place, i in enumerate(self.eqns):
             for var in self.jaxpr.eqns[i].outvars:
-                num_bytes = _num_bytes(var.aval)
-                made[place + 1] += num_bytes
+                size = num_bytes(var.aval)
+                made[place + 1] += size
                 if var in self.last_read:
-                    changes[place + 1] += num_bytes
-                    changes[bisect.bisect_left(self.eqns, self.last_read[var]) + 1] -= num_bytes
+                    changes[place + 1] += size
+                    changes[bisect.bisect_left(self.eqns, self.last_read[var]) + 1] -= size
         self.cheapest: dict[tuple[int, int], int] = {}
         self.made, self.crossing = np.cumsum(made), np.cumsum(changes)[:-1]
 
@@ -431,5 +431,6 @@ def _kind(aval: Any) -> Hashable:
     return tuple(sorted(aval.shape)) if hasattr(aval, "shape") else str(aval)
 
 
-def _num_bytes(aval: Any) -> int:
+def num_bytes(aval: Any) -> int:
+    """Returns the bytes of an array, 0 for what is none."""
     return aval.size * aval.dtype.itemsize if hasattr(aval, "shape") and hasattr(aval, "dtype") else 0

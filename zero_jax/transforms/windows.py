@@ -200,7 +200,8 @@ def _split(x: jax.Array, *shape: int) -> jax.Array:
     *before, places, num_heads, size = shape
     tiles = x.reshape(*before, places // _PLACES, _PLACES, num_heads, size)
     by_head = jax.numpy.moveaxis(tiles, -2, -4).reshape(*before, num_heads, places, size)
-    return jax.numpy.swapaxes(by_head, -2, -3)
+    # Where a norm in float32 begins with them, XLA:TPU else writes all heads in float32, and each reader reads that.
+    return jax.numpy.swapaxes(lax.optimization_barrier(by_head), -2, -3)
 
 
 def _merged(x: jax.Array, *shape: int) -> jax.Array:

@@ -1,5 +1,7 @@
 """What `gather_on_use` keeps from the forward to the backward pass, and how often it gathers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -133,20 +135,30 @@ def test_gathers_of_a_scan():
     assert num_gathers(fn, STACK, keep_gathered=True) == LAYERS
 
 
-def test_a_stack_of_vectors_is_gathered_once():
-    mesh, scales = mesh_of("8"), np.ones((LAYERS, WIDTH), np.float32)
-    params = {"w": normal(LAYERS, WIDTH, WIDTH), "scale": scales}
+def scaled(x, p):
+    return jnp.tanh(x @ p["w"]) * p["scale"]
 
-    def fn(params, x):
-        return scan(lambda x, p: jnp.tanh(x @ p["w"]) * p["scale"], params, x)
 
-    specs = specs_of(params, mesh)
+def in_pairs(layer, params, x):
+    of_pair = lambda x, p: functools.reduce(layer, [jax.tree.map(lambda w, i=i: w[i], p) for i in range(2)], x)  # noqa: E731
+    return scan(of_pair, jax.tree.map(lambda w: w.reshape(-1, 2, *w.shape[1:]), params), x)
+
+
+@pytest.mark.parametrize("run", [scan, in_pairs, loop])
+def test_vectors_of_layers_are_gathered_once(run):
+    """As a stack, also those that a Python loop has apart."""
+    mesh, num_layers = mesh_of("8"), 6
+    params = {"w": normal(num_layers, WIDTH, WIDTH), "scale": np.ones((num_layers, WIDTH), np.float32)}
+    if run is loop:
+        params = [{name: stack[i] for name, stack in params.items()} for i in range(num_layers)]
+    fn, specs = functools.partial(run, scaled), specs_of(params, mesh)
     program = jax.jit(jax.grad(zero.gather_on_use(fn, specs, mesh=mesh)), out_shardings=specs)
     text = program.lower(abstract(params, specs), batch_of(mesh)).compile().as_text()
     gathers = [c for c in hlo.collectives(text) if c.kind == "all-gather"]
-    assert {(c.full_bytes, c.num_executions) for c in gathers} == {(scales.nbytes, 1), (4 * WIDTH**2, LAYERS)}
+    little = [(c.full_bytes, c.num_executions) for c in gathers if c.full_bytes < 4 * WIDTH**2]
+    assert little == [(4 * num_layers * WIDTH, 1)]
     report = check(fn, params, np.tile(examples(), (1, WIDTH // 16)), mesh=mesh)
-    assert {event.path: event.reason for event in report.events}["scale"].startswith(f"once before {LAYERS}")
+    assert all("once" in event.reason for event in report.events if "scale" in event.path)
 
 
 def test_gathers_of_rematerialized_layers():

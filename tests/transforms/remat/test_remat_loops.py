@@ -325,6 +325,39 @@ TIED = {
 }
 
 
+def in_periods(num_turns, size, checkpoint=lambda layer: layer):
+    """Returns a scan over periods of some layers, the last of which is unlike the others."""
+    layers = [checkpoint(dense)] * (size - 1) + [checkpoint(lambda x, p: dense(jnp.sin(x), p))]
+    params = [dense_params(seed) for seed in range(size)]
+    stacks = jax.tree.map(lambda *xs: jnp.stack([jnp.stack(xs)] * num_turns), *params)
+
+    def turn(x, of_layers):
+        for i, layer in enumerate(layers):
+            x = layer(x, jax.tree.map(lambda w, i=i: w[i], of_layers))
+        return x, None
+
+    return {"layers": stacks}, lambda params, x: jnp.sum(jax.lax.scan(turn, x, params["layers"])[0] ** 2)
+
+
+@pytest.mark.parametrize("own", [{}, {"checkpoint": functools.partial(jax.checkpoint, prevent_cse=False)}])
+def test_the_layers_of_a_scan_over_periods_are_its_blocks(own):
+    params, loss_fn = in_periods(2, 3, **own)
+    report = remat_report(loss_fn, params, examples(), remat="full", mesh=mesh_of("8"))
+    assert sum(region.times for region in report.regions) == 6, report
+    again, plain = (jax.value_and_grad(f) for f in (rematerialize(loss_fn, "full", mesh=mesh_of("8")), loss_fn))
+    # A barrier in each keeps the scheduler from recomputing the layers of a turn all at once.
+    num_barriers = str(jax.jit(again).lower(params, examples()).as_text()).count("optimization_barrier")
+    assert num_barriers >= 3
+    jax.tree.map(np.testing.assert_array_equal, again(params, examples()), plain(params, examples()))
+
+
+def test_a_scan_of_many_turns_over_periods_is_cut_where_that_takes_less_memory():
+    """Turns that keep more inputs of their layers than a layer makes values are blocks as they are."""
+    params, loss_fn = in_periods(64, 3)
+    report = remat_report(loss_fn, params, examples(), remat="full", mesh=mesh_of("8"))
+    assert [region.times for region in report.regions] == [64], report
+
+
 QUICK_TIED = ("scan", "keys", "checkpoint", "checkpoint around")
 
 

@@ -1,4 +1,4 @@
-"""Params that enter a loop: slices of stacks as shards, and what every iteration uses gathered once before it.
+"""Params that enter a loop: slices of stacks as shards, what every iteration uses and vectors gathered once before it.
 
 In a pipeline a stack is sharded over stages along its layers, and what a stage has of it over the other axes.
 """
@@ -6,20 +6,23 @@ In a pipeline a stack is sharded over stages along its layers, and what a stage 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from zero_jax.core.device_put import default_layout
 from zero_jax.dims import FREE, UNKNOWN
-from zero_jax.program.jaxprs import open_jaxpr, source_context
+from zero_jax.program.jaxprs import open_jaxpr, source_context, variables
 from zero_jax.program.subcalls import Subcall
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.gather_names import gather_scope
 from zero_jax.sharding.mesh import axis_size
-from zero_jax.sharding.spec import named, without
+from zero_jax.sharding.spec import Dims, named, without
+from zero_jax.transforms.blocks import num_bytes
 from zero_jax.transforms.gather.anchors import anchored
 from zero_jax.transforms.gather.deferred import Copies, Lazy, Value, as_it_is, gathering
 from zero_jax.transforms.gather.per_device import only_multiplied, used_whole
@@ -41,22 +44,56 @@ def sliced(walk: Any, value: Lazy | Value, aval: Any, eqn: Any) -> Lazy | Value:
     return dataclasses.replace(value, aval=aval, dims=value.shard[1:], depth=0)
 
 
+# Slices of no more rows are vectors, of the layers of a turn or alone: less than a tile of a TPU.
+_FEW_ROWS = 8
+
+
 def _gathered_vectors(walk: Any, stack: Lazy, eqn: Any) -> Lazy:
     """Gathers a stack of vectors, such as scales of norms and biases, before the loop; leaves others as they are.
 
     They are little beside matrices, and a gather of one takes its latency in each iteration. XLA:TPU makes all-reduces
     of such gathers, which wait for those of the matrices that have begun.
     """
-    options, array, length = walk.options, stack.roots[0], eqn.params["length"]
-    is_little = stack.aval.ndim == 2 and stack.aval.size * stack.aval.dtype.itemsize <= options.max_hoisted_bytes
-    is_plain = not (options.stored_whole or options.mapped or stack.formats.gather)
-    if not (stack.is_shard and is_little and is_plain and length > 1):
+    length, size = eqn.params["length"], num_bytes(stack.aval)
+    are_vectors = stack.aval.ndim > 1 and math.prod(stack.aval.shape[1:-1]) <= _FEW_ROWS
+    if not (are_vectors and size <= walk.options.max_hoisted_bytes and _is_plain(walk, stack) and length > 1):
         return stack
     walk.notes.gather(stack, eqn, f"once before {length} iterations that use vectors of it", early=False)
-    with gather_scope(stack.path):
-        shard = Chain((named(options.mesh, stack.shard),))
-        array = reshard(array, forward=gathering(options, stack, array.shape), backward=shard)
-    return dataclasses.replace(stack, roots=(array,), is_gathered=True)
+    return dataclasses.replace(stack, roots=(_gathered(walk, stack, stack.roots[0], stack.shard),), is_gathered=True)
+
+
+def vectors_together(walk: Any, jaxpr: Any, values: Sequence[Lazy | Value]) -> list[Lazy | Value]:
+    """Gathers the vectors of the layers of a Python loop as one stack of those of a size; leaves others as they are."""
+    groups, found = dict[Any, dict[int, Lazy]](), list(values)
+    for i, value in enumerate(values):
+        if isinstance(value, Lazy) and value.aval.ndim == 1 and _is_plain(walk, value):
+            groups.setdefault((value.aval.shape, value.aval.dtype, value.shard), {})[i] = value
+    several = [group for group in groups.values() if len(group) > 1]
+    if sum(num_bytes(value.aval) for group in several for value in group.values()) > walk.options.max_hoisted_bytes:
+        return found
+    for group in several:
+        for i, value in group.items():
+            user = next((x for x in jaxpr.eqns if jaxpr.invars[i] in variables(x)), jaxpr.eqns[0])
+            walk.notes.gather(value, user, f"once, beside {len(group) - 1} others of its size", early=False)
+        first = next(iter(group.values()))
+        stack = _gathered(walk, first, jnp.stack([value.built for value in group.values()]), ((), *first.shard))
+        for (i, value), array in zip(group.items(), stack, strict=True):
+            found[i] = dataclasses.replace(value, roots=(array,), is_gathered=True)
+    return found
+
+
+def _is_plain(walk: Any, value: Lazy) -> bool:
+    """Tells whether a param is a shard that may be gathered before its use."""
+    options = walk.options
+    return value.is_shard and not (value.on_host or options.stored_whole or options.mapped or value.formats.gather)
+
+
+def _gathered(walk: Any, value: Lazy, array: jax.Array, dims: Dims) -> jax.Array:
+    """Returns an array sharded over some dims, made of a param, as a whole; its gradient is sharded so."""
+    options, shard = walk.options, Chain((named(walk.options.mesh, dims),))
+    with gather_scope(value.path):
+        forward = gathering(options, dataclasses.replace(value, dims=dims), array.shape)
+        return reshard(array, forward=forward, backward=shard)
 
 
 def fetched_by_slice(walk: Any, value: Lazy) -> bool:
@@ -74,8 +111,8 @@ def hoisted(walk: Any, eqn: Any, values: Sequence[Any], sub: Subcall) -> list[La
     jaxpr, _ = open_jaxpr(sub.jaxpr)
     pairs = list(zip(values, jaxpr.invars, strict=False))
     invariant = {var for value, var in pairs if value.is_deferred and used_whole(jaxpr, var)}
-    num_bytes = sum(v.aval.size * v.aval.dtype.itemsize for v, var in pairs if var in invariant)
-    if sub.length < 2 or not (num_bytes <= walk.options.max_hoisted_bytes or walk.options.stored_whole):
+    size = sum(num_bytes(v.aval) for v, var in pairs if var in invariant)
+    if sub.length < 2 or not (size <= walk.options.max_hoisted_bytes or walk.options.stored_whole):
         return list(values)
     return [_gathered_once(walk, eqn, sub, value, var) if var in invariant else value for value, var in pairs]
 

@@ -45,6 +45,7 @@ from zero_jax.transforms.gather.deferred import (
     used_shapes,
 )
 from zero_jax.transforms.gather.events import GatherEvent, GatherReport, Notes, WideUse
+from zero_jax.transforms.gather.loops import vectors_together
 from zero_jax.transforms.gather.per_device import summed_use
 from zero_jax.transforms.gather.walk import GatherFrame, GatherWalk
 
@@ -164,7 +165,7 @@ def gathered(fn: Callable[..., Any], specs: PyTree, options: GatherOptions) -> A
         batch_sizes = frozenset(value.shape[0] for value in values if getattr(value, "ndim", 0) >= 1)
         walk = GatherWalk(options, batch_sizes, Notes(events, gathers=not options.stored_whole), examples)
         jaxpr, consts = jaxprs.open_jaxpr(closed)
-        ins = [*marked, *(Value(value, params_only=False) for value in values)]
+        ins = vectors_together(walk, jaxpr, [*marked, *(Value(value, params_only=False) for value in values)])
         frame = GatherFrame(regather=options.regather, prevent_cse=True, ends_forward=True)
         # Arrays that the function closes over may be its batch: only scalars are sure to be mere constants.
         closed_over = [Value(c, params_only=jnp.ndim(c) == 0) for c in consts]

@@ -25,7 +25,7 @@ from zero_jax.program.evaluation import evaluate, flattened, trace_flat
 from zero_jax.sharding.topology import HARDWARE, hardware_of
 from zero_jax.transforms.kernels import Roofline, kernels
 from zero_jax.transforms.remat.labels import place_of
-from zero_jax.transforms.remat.regions import SCAN_BODY, RematRegion
+from zero_jax.transforms.remat.regions import RematRegion
 from zero_jax.transforms.remat.values import Mark, all_values, is_large
 
 _Shardings = Mapping[Any, ValueSharding]
@@ -62,8 +62,8 @@ class BlockCosts:
 
     @property
     def is_scanned(self) -> bool:
-        """Whether the blocks are iterations of a loop."""
-        return self.region.kind == SCAN_BODY
+        """Whether the blocks are in each turn of a scan."""
+        return self.region.is_scanned
 
     @property
     def input_bytes(self) -> float:
@@ -173,7 +173,7 @@ def costs_of(regions: Sequence[tuple[RematRegion, int]], mesh: Mesh) -> tuple[Bl
     roofline = Roofline(hardware_of(mesh.devices.flat[0]) or HARDWARE["v5p"], overlaps=True)
     classes: dict[Any, tuple[RematRegion, int]] = {}
     for region, times in regions:
-        key = jaxprs.jaxpr_key(region.jaxpr), *region.marks, region.kind
+        key = jaxprs.jaxpr_key(region.jaxpr), *region.marks, region.is_scanned
         first, before = classes.get(key, (region, 0))
         classes[key] = first, before + times
     return tuple(BlockCosts(region, times, roofline) for region, times in classes.values())

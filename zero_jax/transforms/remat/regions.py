@@ -121,7 +121,6 @@ def is_kept(policy: Callable[..., Any] | None, eqn: Any) -> bool:
     return choice if isinstance(choice, bool) else type(choice).__name__ == "SaveableType"
 
 
-SCAN_BODY = "scan body"  # a kind of region
 # The names of what is kept, by where.
 _NAMES = {"device": "zero_kept", "sharded": "zero_residual_shard", "offloaded": "zero_residual"}
 
@@ -167,6 +166,7 @@ class RematRegion:
       consts: its constants.
       marks: for each input what is known of it; what is held is alive beside the region, and not kept elsewhere.
       kind: what it is.
+      is_scanned: whether it is in each turn of a scan over layers.
       prevent_cse: as of `jax.checkpoint`.
       own_policy: the policy of the model's `jax.checkpoint` that this is, with the policy `own`.
     """
@@ -176,6 +176,7 @@ class RematRegion:
     consts: Sequence[Any]
     marks: Sequence[Mark]
     kind: str
+    is_scanned: bool = False
     prevent_cse: bool = True
     own_policy: Callable[..., Any] | None = None
 

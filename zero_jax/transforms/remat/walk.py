@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from zero_jax.attention import RESIDUALS
 from zero_jax.core.close_match import did_you_mean
@@ -18,12 +19,12 @@ from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate, flattened
 from zero_jax.program.subcalls import Subcall, equations, scan_of, subcall
 from zero_jax.program.walk import Walk
-from zero_jax.transforms.blocks import EqnSequence, RepeatedBlock, find_blocks, find_left_out
+from zero_jax.transforms.blocks import EqnSequence, RepeatedBlock, find_blocks, find_left_out, num_bytes
 from zero_jax.transforms.remat.choice import ValueChoice
 from zero_jax.transforms.remat.labels import KINDS, selects
-from zero_jax.transforms.remat.regions import SCAN_BODY, RematRegion, RematSetting
+from zero_jax.transforms.remat.regions import RematRegion, RematSetting
 from zero_jax.transforms.remat.report import Left, RegionRow, residuals_of
-from zero_jax.transforms.remat.values import VALUE, Mark
+from zero_jax.transforms.remat.values import VALUE, Mark, MarkedValues, all_values
 
 _LOOPS_AND_REGIONS = ("scan", "remat")
 _KEYS = ((2,), (4,))  # the last dim of the data of PRNG keys
@@ -73,7 +74,13 @@ class RematBody:
         """Tells whether there are blocks in it; without `tied` those with params of their own alone."""
         loops = [(eqn, [*map(self.known.kind, eqn.invars)]) for eqn in self.jaxpr.eqns if kind_of(eqn) == "scan"]
         is_loop = (is_over_layers(eqn, kinds) or (tied and repeats_a_layer(eqn, kinds)) for eqn, kinds in loops)
-        return any(is_loop) or bool(self.found if tied else find_blocks(EqnSequence(self.known)))
+        return any(is_loop) or self.is_mostly(self.found if tied else find_blocks(EqnSequence(self.known)))
+
+    def is_mostly(self, blocks: Sequence[RepeatedBlock]) -> bool:
+        """Tells whether blocks are most of it, and not what a layer itself repeats, such as its norms."""
+        sequence = self.sequence
+        bounds = np.searchsorted(sequence.eqns, [(block.start, block.stop) for block in blocks] or [(0, 0)])
+        return bool(2 * sum(sequence.sizes[start:stop].sum() for start, stop in bounds) > sequence.sizes.sum())
 
     def _makes_more(self, block: RepeatedBlock) -> bool:
         eqns = self.jaxpr.eqns[block.start : block.stop]
@@ -163,6 +170,7 @@ class RematFrame:
       times: how often it runs.
       place: the line of the user's around it.
       in_loop: whether it is in a loop that is not over layers.
+      in_stack: whether it is in a loop over layers whose turns have several.
       block: the flat jaxpr that it is, if it is the body of a loop over layers, and a block.
     """
 
@@ -170,6 +178,7 @@ class RematFrame:
     place: str
     times: int = 1
     in_loop: bool = False
+    in_stack: bool = False
     block: Any = None
 
     def at(self, eqn: Any) -> str:
@@ -260,7 +269,7 @@ class RematWalk(Walk[RematFrame]):
         """One turn of a Python loop over layers."""
         eqns = jaxpr.eqns[block.start : block.stop]
         turn = jaxpr.replace(constvars=[], invars=block.invars, outvars=block.outvars, eqns=eqns)
-        region = self.region_of(_written_out(turn), frame, kind="block of a Python loop")
+        region = self.region_of(_written_out(turn), frame, kind="block of a Python loop", is_scanned=frame.in_stack)
         return self.evaluated(eqns[0], region, values, frame)
 
     def remat(self, eqn: Any, sub: Subcall, values: list[Any], frame: RematFrame) -> list[Any]:
@@ -277,7 +286,9 @@ class RematWalk(Walk[RematFrame]):
             _written_out(sub.jaxpr, ("call",) if own else _UNWRAPPED),
             frame,
             kind="jax.checkpoint",
-            prevent_cse=prevent_cse if isinstance(prevent_cse, bool) else True,
+            is_scanned=frame.in_stack,
+            # Of several in the body of a scan the scheduler recomputes all at once, unless barriers prevent it.
+            prevent_cse=frame.in_stack or (prevent_cse if isinstance(prevent_cse, bool) else True),
             own_policy=eqn.params["policy"] if own else None,
         )
         return self.evaluated(eqn, region, values, frame)
@@ -336,22 +347,36 @@ class RematWalk(Walk[RematFrame]):
             *(dataclasses.replace(VALUE, dims=mark.dims) for mark in of_carry),
             *(Mark(m.kind, None if m.dims is None else m.dims[1:], held=True) for m in of_xs),
         ]
-        # A loop that repeats a stack of layers is no block: the layers are.
-        is_stack = is_tied and self.body(sub.jaxpr, marks).holds_blocks(tied=False)
-        is_block = self.policy != "own" and is_layers and not is_stack
         flat = _written_out(sub.jaxpr)
         opened, _ = jaxprs.open_jaxpr(flat)
         known = self.setting.marked(opened, marks)
+        is_stack = is_layers and self.is_stack(sub, known, marks, is_tied=is_tied)
+        is_block = self.policy != "own" and is_layers and not is_stack
         for i, atom in enumerate(opened.outvars[: sub.num_carry], sub.num_consts):
             marks[i] = dataclasses.replace(marks[i], dims=known.mark(atom).dims)  # as the body itself leaves it
         times, block = frame.times * sub.length, flat if is_block else None
-        return dataclasses.replace(frame, marks=marks, in_loop=not is_layers, times=times, block=block)
+        of_loop = {"in_loop": not is_layers, "in_stack": is_stack, "block": block}
+        return dataclasses.replace(frame, marks=marks, times=times, **of_loop)
+
+    def is_stack(self, sub: Subcall, known: MarkedValues, marks: Sequence[Mark], *, is_tied: bool) -> bool:
+        """Tells whether the blocks of a loop over layers are the layers in its body, and not the body as a whole.
+
+        That keeps the inputs of each layer for all turns, and makes one layer's values at a time, not a turn's. So a
+        scan over several layers a turn is cut where these are more; layers that are repeated always are.
+        """
+        body = self.body(sub.jaxpr, marks)
+        if is_tied:
+            return body.holds_blocks(tied=False)
+        made_bytes = sum(num_bytes(var.aval) for var in all_values(known))
+        kept_bytes = sub.length * sum(num_bytes(var.aval) for var in sub.split(known.jaxpr.invars)[1])
+        num_blocks = len(body.blocks) if 2 * kept_bytes < made_bytes else 0
+        return num_blocks > 1 and num_blocks * kept_bytes < made_bytes and body.is_mostly(body.blocks)
 
     def inner(self, eqn: Any, jaxpr: Any, values: Sequence[Any], frame: RematFrame) -> list[Any]:
         """Evaluates a branch or the body of a loop, which may be a block."""
         if frame.block is None:
             return self.run(jaxpr, values, frame)
-        region = self.region_of(frame.block, frame, kind=SCAN_BODY, prevent_cse=False)
+        region = self.region_of(frame.block, frame, kind="scan body", is_scanned=True, prevent_cse=False)
         return self.evaluated(eqn, region, values, frame)
 
     # --- the report ----------------------------------------------------------------------------------------------

@@ -274,6 +274,7 @@ class _Resized(Walk[None]):
 
     def __init__(self, stacks: dict[Any, Any], size: int):
         super().__init__()
+        self.handlers |= dict.fromkeys(("custom_jvp", "custom_vjp"), self.call)  # no one derives an update
         self.stacks, self.size = stacks, size
 
     def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> bool:

@@ -526,6 +526,21 @@ def test_each_device_computes_its_share_of_the_update():
 
 
 @pytest.mark.slow
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("factorize", [lambda x: jnp.linalg.solve(x, x), lambda x: jnp.linalg.eigh(x)[1]])
+def test_each_device_factorizes_its_own_matrices(factorize):
+    """XLA:TPU gathers a whole stack for `lu` and `eigh`, which is as many bytes as the params."""
+    pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
+    tx = optax.stateless_with_tree_map(lambda g, p: factorize(g @ g.mT + jnp.eye(128)))
+    mesh, config = zero.make_mesh(topology="v5p:2x2x4"), zero.ZeroConfig(stage=3)
+    state = zero.abstract_state(lambda key: jnp.zeros((16, 128, 128)), tx, mesh=mesh, config=config)
+    loss = lambda params, batch: batch.mean() * jnp.square(params).sum()  # noqa: E731
+    lowered = zero.make_train_step(loss, tx, mesh=mesh, config=config).lower(state, jax.ShapeDtypeStruct((16,), "f4"))
+    sent = zero.comms.measure(lowered.compile(), unknown_trip_count=1).sent_bytes
+    assert sent < 0.25 * state.params.size * 4  # two all-to-alls of 1/16 and what the loss itself sums
+
+
+@pytest.mark.slow
 def test_the_report_says_where_matrices_are_computed_on():
     def reasons(init_fn, tx, stage, sizes=None, **fields):
         mesh, config = zero.make_mesh(**(sizes or {})), zero.ZeroConfig(stage=stage, **fields)

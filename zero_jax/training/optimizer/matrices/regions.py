@@ -18,6 +18,8 @@ SIZES = {"new_sizes": "reshape", "shape": "broadcast_in_dim", "limit_indices": "
 # Operations that are known on stacks of any number of matrices.
 _RESIZED = ELEMENTWISE | REDUCTIONS | CUMULATIVE | FACTORIZATIONS | SHAPES | {*SIZES.values(), "dot_general", "gather"}
 _RESIZED |= {"lu_pivots_to_permutation"}
+# Kinds of `Subcall` that are traced again for the stacks of a device.
+_ON_OWN = {"call", "remat", "custom_jvp", "custom_vjp", "scan", "while", "cond"}
 # Smaller results of products (of vectors, of norms) are sent for next to nothing where they are.
 _MIN_SIZE = 1024
 # Factorizations are iterations of products on TPUs. Of a matrix cut 16 ways XLA's `svd` sends 63 times its bytes.
@@ -61,6 +63,17 @@ class Region:
     def has_maps(self) -> bool:
         """Whether matrices of the stacks go through a loop one after another, whichever device has them."""
         return bool(self.stacks) and any(is_map(inner) for eqn in self.eqns for inner in equations_of(eqn))
+
+    @functools.cached_property
+    def factorizes(self) -> bool:
+        """Whether matrices are factorized, by equations that a device can run on its own (`jax.shard_map`).
+
+        XLA:TPU gathers all of a stack for `lu` and `eigh`, however it is sharded.
+        """
+        inner = [each for eqn in self.eqns for each in equations_of(eqn)]
+        kinds = [getattr(subcall(each), "kind", None) for each in inner if inner_jaxprs(each)]
+        names = {each.primitive.name for each in inner}
+        return bool(names & FACTORIZATIONS) and "sharding_constraint" not in names and _ON_OWN.issuperset(kinds)
 
     @functools.cached_property
     def cost(self) -> ProductCost:

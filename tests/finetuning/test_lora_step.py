@@ -177,6 +177,26 @@ def test_a_checkpoint_may_have_the_adapters_alone(tmp_path):
     assert num_bytes < 12 * sum(x.size for x in jax.tree.leaves(state.params)) + 60_000
 
 
+def test_adapters_of_another_alpha_are_refused(tmp_path):
+    lora, other, mesh = adapters(base="own"), adapters(base="own", alpha=3), mesh_of("8")
+    config = zero.ZeroConfig(stage=3, min_shard_size=8)
+    state, _ = begin(lora, mesh, stage=3)
+    with zero.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+        without = {name: x for name, x in state.model_state.items() if "alpha" not in name}  # as of older releases
+        checkpointer.save(2, dataclasses.replace(state, model_state=without))
+    restore = lambda lora, step: zero.restore(  # noqa: E731
+        tmp_path, step=step, init_fn=lambda key: lora.init(init_fn(key), key), tx=TX, mesh=mesh, config=config
+    )
+    with pytest.raises(ValueError, match=r"model_state/alpha=16.0: the checkpoint has it, the state has not"):
+        restore(other, 1)
+    for step in (1, 2):
+        restored = restore(lora, step)
+        assert not restored.warnings and jax.tree.structure(restored.state) == jax.tree.structure(state)
+    with pytest.raises(ValueError, match=r"are of a Lora of alpha=16.0, and this one has alpha=3.0"):
+        other.merge(state)
+
+
 @pytest.mark.slow
 def test_merged_params_go_on_as_plain_ones():
     lora, mesh, config = adapters(base="bfloat16"), mesh_of("8"), zero.ZeroConfig(stage=3, min_shard_size=8)

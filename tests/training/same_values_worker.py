@@ -67,11 +67,25 @@ def shard_later(batch):
         from_all_processes("before process 1")
 
 
+def check_keys(keys):
+    placed = zero.shard_batch({"k": keys, "one": jax.random.key(5)}, mesh=MESH)
+    shards = [jax.random.key_data(shard.data) for shard in placed["k"].addressable_shards]
+    np.testing.assert_array_equal(np.concatenate(shards), jax.random.key_data(keys))
+    assert placed["k"].shape == (16,) and placed["one"].sharding.is_fully_replicated
+    batch = {"x": OWN, "scale": jnp.float32(1), "k": keys}
+    noisy = lambda p, b: loss_fn(p, b) + jax.vmap(jax.random.uniform)(b["k"]).mean()  # noqa: E731
+    metrics = zero.make_eval_step(noisy, mesh=MESH, config=CONFIG)(make(), batch)
+    draws = [jax.vmap(jax.random.uniform)(jax.random.split(jax.random.key(i), 8)).mean() for i in range(2)]
+    plain = zero.make_eval_step(loss_fn, mesh=MESH, config=CONFIG)(make(), {"x": OWN})
+    np.testing.assert_allclose(metrics.loss - plain.loss, np.mean(draws), rtol=1e-5)
+
+
 attempt("equal parts of a step", lambda: train({"x": LINES}))
 attempt("equal parts of an evaluation", lambda: evaluate({"x": LINES}))
 attempt("equal parts that are sharded", lambda: shard_later({"x": LINES}))
 attempt("own parts", lambda: (train({"x": OWN}), evaluate({"x": OWN}), shard_later({"y": OWN})))
 attempt("ones", lambda: (train({"x": np.ones((8, 16))}), shard_later({"z": np.ones((8, 16))})))
+attempt("keys", lambda: check_keys(jax.random.split(jax.random.key(INDEX), 8)))
 attempt("scalars", lambda: train({"x": OWN, "scale": np.float32(INDEX)}))
 attempt("the same part", lambda: train({"x": OWN}, zero.make_mesh(data=1, model=4)))
 attempt("params", lambda: make({"w": OWN.repeat(2, 0), "b": np.zeros(16, np.float32)}))

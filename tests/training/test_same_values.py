@@ -13,6 +13,7 @@ WANTED = {
     "equal parts of an evaluation": [EQUAL],
     "own parts": [],
     "ones": [],
+    "keys": [],
     "scalars": "ValueError: batch leaf 'scale' has no dim of examples, and processes 0 and 1 give different values",
     "the same part": "ValueError: batch leaf 'x' is of the same examples in both, and processes 0 and 1 give different",
     "params": f"{DIFFER}the values of 'w' is ",

@@ -44,7 +44,7 @@ from zero_jax.training import TrainState, ZeroConfig, abstract_state, init_state
 _SHOWN = 6
 _OF_THE_MODEL = ("params", MODEL_STATE)
 _GRAD_ERRORS = "grad_errors"
-_OPTIONAL = ("loss_scale", _GRAD_ERRORS)  # groups that a checkpoint may lack
+_OPTIONAL = ("loss_scale", _GRAD_ERRORS)  # groups that a checkpoint may lack, as it may leaves without elements
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,7 +198,8 @@ class _Restore:
         target = saved_leaves(sharded)
         if self.params_only:
             target = {name: x for name, x in target.items() if _group(name) in _OF_THE_MODEL}
-        missing = {name: x for name, x in target.items() if _group(name) in _OPTIONAL and name not in record.leaves}
+        optional = [name for name, x in target.items() if _group(name) in _OPTIONAL or not x.size]
+        missing = {name: target[name] for name in optional if name not in record.leaves}
         present = {name: x for name, x in target.items() if name not in missing}
         stored = {**present, **self.of_other_devices(record, present, sharded)}
         try:
@@ -208,14 +209,13 @@ class _Restore:
                 check_index(record)  # of another model, or damaged?
             raise
         arrays = read_arrays(record, {name: x.sharding for name, x in stored.items()}, mesh=self.mesh)
-        leaves = {name: _fitted(arrays.pop(name), x) for name, x in present.items()}
+        leaves = {name: _fitted(arrays.pop(name), x) for name, x in present.items()} | self.fresh_leaves(missing)
         if self.params_only:
             tree = {"params": sharded.params, MODEL_STATE: sharded.model_state}
             variables = jax.tree.unflatten(jax.tree.structure(tree), [leaves[name] for name in target])
             key = jax.random.key(0) if self.key is None else self.key
             return record, init_state(Variables(**variables), self.tx, key, mesh=self.mesh, config=self.config)
         self.warn_of_casts(record, present)
-        leaves |= self.fresh_leaves(missing)
         return record, self.to_stage(_rebuild(sharded, [leaves[name] for name in target]), record)
 
     def shapes(self, config: ZeroConfig, key: Any) -> TrainState:
@@ -263,15 +263,16 @@ class _Restore:
         return dataclasses.replace(placed, params=jax.tree.map(_move, masters, target.params))
 
     def fresh_leaves(self, missing: Mapping[str, Any]) -> dict[str, Array]:
-        """Returns the first loss scale and errors of gradients, for a state that was saved without them."""
+        """Returns the first loss scale and errors of gradients, and leaves without elements, where none were saved."""
         errors = {name: x for name, x in missing.items() if _group(name) == _GRAD_ERRORS}
-        leaves = {name: jnp.zeros(x.shape, x.dtype, device=x.sharding) for name, x in errors.items()}
+        zeros = errors | {name: x for name, x in missing.items() if not x.size}
+        leaves = {name: jnp.zeros(x.shape, x.dtype, device=x.sharding) for name, x in zeros.items()}
         if errors:
             self.warn(
                 f"the checkpoint has no errors of {len(errors)} quantized gradients (error feedback): they begin with "
                 "zeros"
             )
-        if missing.keys() - errors:
+        if missing.keys() - zeros:
             self.warn("the checkpoint has no loss scale: starting with the first one")
             scale = init_loss_scale(resolve_precision(self.config.precision).loss_scale)
             replicated = NamedSharding(self.mesh, PartitionSpec())

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax.checkpoint.fingerprint import fingerprint, host_fingerprint
 from zero_jax.checkpoint.record import SavedLeaf, file_key, is_bits
 from zero_jax.core.device_put import map_on_device, platform_of
-from zero_jax.core.tree import leaves_by_name
+from zero_jax.core.tree import is_key, leaves_by_name
 from zero_jax.training import TrainState
 
 _FEW_ELEMENTS = 16
@@ -41,7 +41,7 @@ def saved_leaves(state: TrainState) -> dict[str, Any]:
 
 def dtype_name(x: Any) -> str:
     """Returns the name of a leaf's dtype, such as `float32` or `key<threefry2x32>`."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         # Not `key_impl`, which takes no `ShapeDtypeStruct`.
         return f"key<{x.dtype._impl.name}>"
     return jnp.dtype(x.dtype).name
@@ -49,7 +49,7 @@ def dtype_name(x: Any) -> str:
 
 def _encode(x: Array) -> Array:
     """Encodes a leaf: PRNG keys as their words, one-byte dtypes such as float8 and int4 as their bits."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         return jax.random.key_data(x)
     return lax.bitcast_convert_type(x, _bits_of(x.dtype)).astype(np.uint8)
 

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding
+
+from zero_jax.core.tree import is_key
 
 
 def is_on_host(aval: Any) -> bool:
@@ -37,12 +38,16 @@ def put_global(x: Any, sharding: NamedSharding) -> jax.Array:
     if isinstance(x, jax.Array):
         if not x.is_fully_addressable:
             return reshard_array(x, sharding)
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(x))
-            replicated: Any = NamedSharding(sharding.mesh, PartitionSpec())
-            return jax.jit(wrap, out_shardings=sharding)(put_global(jax.random.key_data(x), replicated))
+        if is_key(x):
+            return put_keys(x, sharding, put_global)
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def put_keys(keys: jax.Array, sharding: NamedSharding, put: Callable[[jax.Array, Any], jax.Array]) -> jax.Array:
+    """Places random keys on devices of several processes by `put`, which places an array of numbers."""
+    wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(keys))
+    return jax.jit(wrap, out_shardings=sharding)(put(jax.random.key_data(keys), sharding))
 
 
 def check_has_devices(mesh: Any) -> None:

@@ -59,6 +59,16 @@ def map_named(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(lambda path, *xs: fn(path_name(path), *xs), tree, *rest)
 
 
+def is_key(x: Any) -> bool:
+    """Tells whether an array, a shape or a traced value is of PRNG keys."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def key_numbers(x: Any) -> Any:
+    """Returns an array as it is, and of PRNG keys the numbers in them."""
+    return jax.random.key_data(x) if is_key(x) else x
+
+
 def key_shape() -> jax.ShapeDtypeStruct:
     """Returns the shape of a PRNG key, for `jax.eval_shape` of a function that takes one."""
     return jax.eval_shape(lambda: jax.random.key(0))

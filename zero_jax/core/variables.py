@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from zero_jax.core.text_tables import aligned, format_bytes
-from zero_jax.core.tree import PyTree, check_arrays, leaf_names, shard_bytes
+from zero_jax.core.tree import PyTree, check_arrays, is_key, leaf_names, shard_bytes
 
 # The first component of the paths of model state: in errors, reports, checkpoints and the patterns of a config.
 MODEL_STATE = "model_state"
@@ -84,8 +84,7 @@ def traceable_init(init_fn: Any) -> Callable[[jax.Array], PyTree]:
     def like(x: Any) -> Any:
         if not hasattr(x, "dtype"):
             return x
-        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return jax.random.split(jax.random.key(0), x.shape) if is_key else jnp.zeros(x.shape, x.dtype)
+        return jax.random.split(jax.random.key(0), x.shape) if is_key(x) else jnp.zeros(x.shape, x.dtype)
 
     return function_of_key(init_fn) or (lambda key: jax.tree.map(like, init_fn))
 

@@ -29,6 +29,7 @@ from zero_jax.transforms import AdaptedReport, Weight, WeightUse, as_stored, eva
 
 _BASE = "base"  # of the model state: the frozen params
 _OWN = "model_state"  # and the model's own
+_ALPHA = "alpha="  # begins the name of a leaf
 
 
 @jax.tree_util.register_static
@@ -86,6 +87,10 @@ class Lora:
         """The factor of `A @ B`."""
         return self.alpha / self.rank
 
+    @property
+    def _alpha_name(self) -> str:
+        return f"{_ALPHA}{float(self.alpha)}"
+
     def targets(self, params: PyTree) -> dict[str, Target]:
         """Returns the leaves that are adapted, by path.
 
@@ -131,7 +136,9 @@ class Lora:
             return stored
 
         base = jax.tree_util.tree_map_with_path(split, own.params)
-        model_state = {_BASE: base} if own.model_state is None else {_BASE: base, _OWN: own.model_state}
+        # A leaf without elements, by whose name a checkpoint of another alpha is known.
+        model_state = {_BASE: base, self._alpha_name: jnp.zeros(0)}
+        model_state |= {} if own.model_state is None else {_OWN: own.model_state}
         return Variables(params=adapters, model_state=model_state)
 
     def _stored(self, leaf: Any, target: Target | None) -> Any:
@@ -213,7 +220,7 @@ class Lora:
 
         def call(variables: Variables, batch: PyTree, key: Any) -> Any:
             model_state = variables.model_state
-            base = _base_of(model_state)
+            base = self._base_of(model_state)
             own = model_state.get(_OWN)
             leaves, tree = self._leaves(variables.params, base)
 
@@ -284,6 +291,20 @@ class Lora:
             scale=self.scale,
         )
 
+    def _base_of(self, model_state: Any) -> PyTree:
+        if not isinstance(model_state, Mapping) or _BASE not in model_state:
+            raise ValueError(
+                "the state has no frozen base: make it with Lora.init, as "
+                "zero.init_state(lambda key: lora.init(init_fn(key), key), tx, key, mesh=mesh, config=config)"
+            )
+        others = [name for name in model_state if name.startswith(_ALPHA) and name != self._alpha_name]
+        if others:
+            raise ValueError(
+                f"the adapters are of a Lora of {others[0]}, and this one has {self._alpha_name}, which makes another "
+                "model of them: give it that alpha"
+            )
+        return model_state[_BASE]
+
     # --- plain params again ------------------------------------------------------------------------------------------
 
     def merge(self, state: TrainState | Variables, *, dtype: Any = None) -> PyTree:
@@ -294,7 +315,7 @@ class Lora:
           dtype: the dtype of floating leaves; None: as they are stored, quantized ones in bfloat16.
         """
         adapters = state.masters if isinstance(state, TrainState) else state.params
-        base = _base_of(state.model_state)
+        base = self._base_of(state.model_state)
         leaves, tree = self._leaves(adapters, base)
         nodes = jax.tree.leaves(base, is_leaf=_is_node)
 
@@ -343,15 +364,6 @@ def _shape_of(node: Any, adapter: Any) -> Any:
         return jax.ShapeDtypeStruct(adapter.shape, adapter.dtype)
     dtype = jnp.float32 if isinstance(node, QuantizedWeight) else node.dtype
     return jax.ShapeDtypeStruct(node.shape, dtype)
-
-
-def _base_of(model_state: Any) -> PyTree:
-    if not isinstance(model_state, Mapping) or _BASE not in model_state:
-        raise ValueError(
-            "the state has no frozen base: make it with Lora.init, as "
-            "zero.init_state(lambda key: lora.init(init_fn(key), key), tx, key, mesh=mesh, config=config)"
-        )
-    return model_state[_BASE]
 
 
 def _adapter_dims(target: Target, dims: Dims) -> dict[str, Dims]:

@@ -11,9 +11,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.device_put import check_has_devices
+from zero_jax.core.device_put import check_has_devices, put_keys
 from zero_jax.core.signatures import check_arguments
-from zero_jax.core.tree import PyTree, check_arrays, leading_dims
+from zero_jax.core.tree import PyTree, check_arrays, is_key, leading_dims
 from zero_jax.program.jaxprs import is_traced
 from zero_jax.sharding.mesh import Axes, axes_of, axis_size
 from zero_jax.training.same_program import check_given
@@ -101,9 +101,12 @@ def place_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None, is_whole
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
         check_has_devices(mesh)
-        if jax.process_count() > 1 and not (isinstance(x, jax.Array) and not x.is_fully_addressable):
-            return jax.make_array_from_process_local_data(sharding, np.asarray(x), np.shape(x) if is_whole else None)
-        return jax.device_put(x, sharding)
+        if jax.process_count() == 1 or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+            return jax.device_put(x, sharding)
+        return put_keys(x, sharding, of_process) if is_key(x) else of_process(x, sharding)
+
+    def of_process(x: Any, sharding: NamedSharding) -> jax.Array:
+        return jax.make_array_from_process_local_data(sharding, np.asarray(x), np.shape(x) if is_whole else None)
 
     check_arrays("batch", batch, remedy="leave it out of the batch, or make an array of it")
     if jax.process_count() == 1:

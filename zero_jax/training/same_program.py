@@ -19,14 +19,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.backend import get_backend
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zero_jax
 from zero_jax.core.agreement import agree_on, by_value, known_to_all, refuse, turns_of, values_elsewhere
-from zero_jax.core.tree import PyTree, leaves_by_name
+from zero_jax.core.tree import PyTree, key_numbers, leaves_by_name
 from zero_jax.sharding.mesh import Axes
 from zero_jax.training.state.train_state import TrainState
 from zero_jax.training.xla_options import step_options
@@ -152,7 +151,7 @@ def fingerprint(leaves: Mapping[str, Any], *, in_blocks: bool = False) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     for name, leaf in leaves.items():
-        leaf = _numbers(leaf)
+        leaf = key_numbers(leaf)
         shards = [x.data for x in leaf.addressable_shards] if _is_global(leaf) else [leaf]
         for shard in map(np.ascontiguousarray, shards):
             digest.update(repr((name, str(shard.dtype), np.shape(leaf))).encode())
@@ -185,7 +184,7 @@ def equal_parts(fingerprints: Mapping[int, str], parts: Mapping[int, str]) -> li
 
 def _parts(batch: PyTree, mesh: Mesh, axes: Axes) -> dict[str, Any]:
     """Returns what is compared of what a process gives of a batch: hashes of its leaves, and which part they are."""
-    given = {name: _numbers(x) for name, x in leaves_by_name(batch).items() if not _is_global(x)}
+    given = {name: key_numbers(x) for name, x in leaves_by_name(batch).items() if not _is_global(x)}
     rows = {name: x for name, x in given.items() if np.ndim(x)}
     return {
         "part": part_of_batch(batch, mesh, axes),
@@ -297,10 +296,4 @@ def _values(state: PyTree) -> dict[str, Any]:
 
 
 def _key_values(key: jax.Array) -> list[int]:
-    return jax.device_get(_numbers(key)).tolist()
-
-
-def _numbers(x: Any) -> Any:
-    """Returns an array as it is, and of random keys the numbers in them."""
-    is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(x) if is_key else x
+    return jax.device_get(key_numbers(key)).tolist()

@@ -6,11 +6,10 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
-from zero_jax.core.tree import PyTree
+from zero_jax.core.tree import PyTree, key_numbers
 from zero_jax.hlo import Program
 from zero_jax.interpreter import Interpreter
 from zero_jax.program.jaxprs import hlo_text, kept_arguments
@@ -86,4 +85,4 @@ class Execution:
 
 def host_array(x: Any) -> np.ndarray:
     """Returns an array on the host; of PRNG keys, their data."""
-    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+    return np.asarray(key_numbers(x))

@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
 
 from zero_jax.analysis.leaves import (
     GROUPS,
@@ -19,7 +18,7 @@ from zero_jax.analysis.leaves import (
     unsharded_warning,
 )
 from zero_jax.core.text_tables import Report, aligned, format_bytes
-from zero_jax.core.tree import PyTree, path_name
+from zero_jax.core.tree import PyTree, key_numbers, path_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,8 +92,7 @@ def measure_arrays(tree: PyTree) -> ArraysReport:
         name = path_name(path)
         if leaf.is_deleted():
             raise ValueError(f"{name} was donated to a step and is gone: measure the state that the step returned")
-        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-        data = jax.random.key_data(leaf) if is_key else leaf
+        data = key_numbers(leaf)
         group = group_of(name)
         on_host = host_memory_kind(data.sharding) is not None
         by_device: collections.Counter = collections.Counter()

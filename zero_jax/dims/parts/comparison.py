@@ -360,7 +360,8 @@ class TraceComparison:
         results = self.called(pair, inputs)
         if self.in_derivative or _unknown(inputs) or _unknown(results) or not any(x.of_params for x in inputs):
             return results
-        which, outs = floating(pair.whole.invars), floating(pair.whole.outvars)
+        outs = floating(pair.whole.outvars)
+        which = [i for i in floating(pair.whole.invars) if inputs[i].of_params]  # not constants that it closes over
 
         def cotangents(eqn: Any) -> Any:
             def function(values: list[Any], cotangents: list[Any]) -> Any:
@@ -370,8 +371,7 @@ class TraceComparison:
 
         traces = cotangents(pair.whole), cotangents(pair.part)
         found = self.derivative(*traces, [*inputs, *(dual(results[i]) for i in outs)])
-        asked = [(x, dual(inputs[i])) for x, i in zip(found, which, strict=True) if inputs[i].of_params]
-        return self.if_they_agree(results, [x for x, _ in asked], [x for _, x in asked])
+        return self.if_they_agree(results, found, [dual(inputs[i]) for i in which])
 
     def derivative(self, whole: Any, part: Any, inputs: Sequence[Relation]) -> list[Relation]:
         """Returns the relations of the results of a derivative, which is not differentiated again."""

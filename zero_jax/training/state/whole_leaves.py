@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from zero_jax.core.agreement import Agreement, agree_on
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.device_put import put_global
-from zero_jax.core.tree import PyTree, check_arrays, leaves_by_name, shown
+from zero_jax.core.tree import PyTree, check_arrays, is_key, key_numbers, leaves_by_name, shown
 from zero_jax.training.state.train_state import TrainState
 
 _SHOWN_PATHS = 3
@@ -170,8 +170,7 @@ def _copies(tree: PyTree, path: str) -> list[str]:
 
 def _host_array(path: str, leaf: Any) -> np.ndarray:
     _check_values(path, leaf)
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
+    leaf = key_numbers(leaf)
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         default = next(iter(leaf.sharding.device_set)).default_memory().kind
         if leaf.sharding.memory_kind != default:  # offloaded: collectives are of the devices' own memory
@@ -195,7 +194,7 @@ def _written(path: str, leaf: Any, value: Any) -> Any:
     _check_agreed(f"write_leaf of {path}", zlib.crc32(host.tobytes()))
     if not isinstance(leaf, jax.Array):
         return host
-    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if not is_key(leaf):
         return put_global(host, leaf.sharding)  # type: ignore[arg-type]
     keys = jax.random.wrap_key_data(jnp.asarray(host), impl=jax.random.key_impl(leaf))
     return put_global(keys, leaf.sharding)  # type: ignore[arg-type]
@@ -203,8 +202,7 @@ def _written(path: str, leaf: Any, value: Any) -> Any:
 
 def _cast(path: str, leaf: Any, value: np.ndarray) -> np.ndarray:
     """Returns a value in the dtype of a leaf, if that loses nothing but precision."""
-    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    like = jax.eval_shape(jax.random.key_data, leaf) if is_key else leaf
+    like = jax.eval_shape(key_numbers, leaf) if is_key(leaf) else leaf
     shape, dtype = np.shape(like), np.dtype(jnp.result_type(like))
     if value.shape != shape:
         raise ValueError(f"leaf {path!r} has shape {list(shape)}, and the value {list(value.shape)}: give all of it")

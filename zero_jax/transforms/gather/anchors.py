@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import Mesh
 
 from zero_jax.dims import ELEMENTWISE, LOOPS, Examples, MixedSharding, State, is_float
@@ -123,16 +124,18 @@ class _Anchors(Rewriting):
             return lax.reduce(stack, jnp.zeros((), stack.dtype), lax.add, (0,))
 
     def with_derivatives(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> Sequence[Any]:
-        """Evaluates a function with derivatives of its own, in which loops are anchored, too."""
-        states, moving = self.examples.operands[id(eqn)], [i for i, x in enumerate(eqn.invars) if is_float(x.aval)]
-        within = functools.partial(anchored, mesh=self.mesh, axes=self.axes, loops_only=True)
-        num_outs = len(eqn.outvars)
+        """Evaluates a function with derivatives of its own, in which loops are anchored, too.
 
-        def linearized(*args: Any) -> tuple[list[Any], Any]:
-            return jax.vjp(of_some(lambda *xs: bind(eqn, xs), args, moving), *(args[i] for i in moving))
+        It has derivatives by what is derived alone: not by constants that it closes over.
+        """
+        states, num_outs = self.examples.operands[id(eqn)], len(eqn.outvars)
+        within = functools.partial(anchored, mesh=self.mesh, axes=self.axes, loops_only=True)
 
         @functools.cache
-        def derivatives() -> tuple[Any, Any]:
+        def derivatives(moving: tuple[int, ...]) -> tuple[Any, Any]:
+            def linearized(*args: Any) -> tuple[list[Any], Any]:
+                return jax.vjp(of_some(lambda *xs: bind(eqn, xs), args, moving), *(args[i] for i in moving))
+
             closed, (_, pull) = jax.make_jaxpr(linearized, return_shape=True)(*(x.aval for x in eqn.invars))
             forward, examples = within(closed, states)
             avals, pulled = [x.aval for x in open_jaxpr(forward)[0].outvars], jax.tree.structure(pull)
@@ -143,14 +146,19 @@ class _Anchors(Rewriting):
         def call(*args: Any) -> list[Any]:
             return self.run(sub.jaxpr, args, frame)
 
-        def forward(*args: Any) -> tuple[list[Any], list[Any]]:
-            made = evaluate(*open_jaxpr(derivatives()[0]), args)
-            return made[:num_outs], made[num_outs:]
+        def forward(*args: CustomVJPPrimal) -> tuple[list[Any], tuple[list[Any], dict[int, None]]]:
+            moving = tuple(i for i, x in enumerate(args) if x.perturbed and is_float(eqn.invars[i].aval))
+            made = evaluate(*open_jaxpr(derivatives(moving)[0]), [x.value for x in args])
+            return made[:num_outs], (made[num_outs:], dict.fromkeys(moving))
 
-        def backward(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
-            made = dict(zip(moving, evaluate(*open_jaxpr(derivatives()[1]), [*cotangents, *residuals]), strict=True))
+        def backward(residuals: tuple[list[Any], dict[int, None]], cotangents: list[Any]) -> tuple[Any, ...]:
+            arrays, moving = residuals[0], tuple(residuals[1])
+            avals = [var.aval for var in eqn.outvars]
+            pairs = zip(cotangents, avals, strict=True)
+            given = [jnp.zeros(y.shape, y.dtype) if isinstance(x, SymbolicZero) else x for x, y in pairs]
+            made = dict(zip(moving, evaluate(*open_jaxpr(derivatives(moving)[1]), [*given, *arrays]), strict=True))
             return tuple(made.get(i) for i in range(len(eqn.invars)))
 
-        call.defvjp(forward, backward)
+        call.defvjp(forward, backward, symbolic_zeros=True)
         with source_context(eqn):
             return call(*values)

@@ -19,6 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
+from zero_jax.core.tree import is_key, key_numbers
 from zero_jax.dims import Kind, is_float
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
@@ -52,8 +53,8 @@ def run_stages(
     travelling = [(role, x) for role, x in zip(loop.consts, consts, strict=True) if role.is_rows]
     travelling += [*zip(loop.carry, map(jnp.asarray, carry), strict=True)]  # literals are numbers
     # Keys travel as numbers.
-    kinds = [jax.random.key_impl(x) if _is_key(x) else None for _, x in travelling]
-    travelling = [(role, jax.random.key_data(x) if _is_key(x) else x) for role, x in travelling]
+    kinds = [jax.random.key_impl(x) if is_key(x) else None for _, x in travelling]
+    travelling = [(role, key_numbers(x)) for role, x in travelling]
     ticks, sums = _Ticks(loop, place, travelling, shardings), [sum_of(x) if is_float(x) else None for x in stacks]
     stacks = [lax.stop_gradient(x) for x in stacks]
     shared = [jnp.asarray(x) for role, x in zip(loop.consts, consts, strict=True) if not role.is_rows]
@@ -67,10 +68,6 @@ def run_stages(
     for i, kind in enumerate(kinds[ticks.num_consts :]):
         results[i] = results[i] if kind is None else jax.random.wrap_key_data(results[i], impl=kind)
     return results
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 class _Stage:
@@ -112,7 +109,7 @@ class _Stage:
         own, rest = iter(values[: self.num_consts]), map(cast, shared, self.dtypes)
         consts = [next(own if role.is_rows else rest) for role in self.loop.consts]
         after, ys, sums = self.layers((begin, first, number, is_own), consts, values[self.num_consts :], stacks, sums)
-        after = [jax.random.key_data(x) if _is_key(x) else x for x in after]
+        after = [key_numbers(x) for x in after]
         after = [_moved(role, x, role.dim, 0) for role, x in zip(self.loop.carry, after, strict=True)]
         return [*travelled[: self.num_consts], *after], ys, sums
 

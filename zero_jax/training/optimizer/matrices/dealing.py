@@ -6,12 +6,12 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from zero_jax.dims import Move
 from zero_jax.program.evaluation import evaluate
@@ -90,7 +90,7 @@ class Dealing:
         fewer matrices than devices, some compute copies, or matrices stay cut over the other axes.
         """
         if self.is_whole:
-            return () if self.regions[0].has_maps else None
+            return () if self.regions[0].has_maps or self.regions[0].factorizes else None
         first = self.regions[0]
         dims = without(self.stacked_dims(first, first.inputs[0]), self.apart)
         placed = [axis for dim in dims for axis in dim if axis in self.data]
@@ -199,7 +199,8 @@ class Dealing:
             stack = lax.concatenate(arrays, at + 1) if len(arrays) > 1 else arrays[0]
             stacks.append(self.moved(lax.collapse(stack, at, at + 2), self.stacked_dims(first, var), at))
         run, others = functools.partial(_run, first), [env[var] for var in first.others]
-        results = run(stacks, others) if first.stacks else jax.vmap(run, in_axes=(0, None))(stacks, others)
+        run = self.on_own(run if first.stacks else jax.vmap(run, in_axes=(0, None)))
+        results = run(stacks, others)
         values = {}
         for i, (var, stack) in enumerate(zip(first.outputs, results, strict=True)):
             at, start = first.stacks.get(var, 0), 0
@@ -217,6 +218,16 @@ class Dealing:
                 values[region.outputs[i]] = part if first.stacks else part[0]
                 start += count
         return values
+
+    def on_own(self, run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        """Returns the function of stacks, where they are factorized by each device on its own matrices."""
+        first, axes = self.regions[0], (*self.apart, *(self.over or ()))
+        if self.is_copied or not first.factorizes:
+            return run
+        places = [[first.stacks.get(var, 0) for var in some] for some in (first.inputs, first.outputs)]
+        specs = [[PartitionSpec() if at is None else PartitionSpec(*(None,) * at, axes) for at in x] for x in places]
+        in_specs = (specs[0], [PartitionSpec()] * len(first.others))
+        return jax.shard_map(run, mesh=self.mesh, in_specs=in_specs, out_specs=specs[1], check_vma=False)
 
     def moved(self, x: jax.Array, dims: Dims | None, at: int, *, back: bool = False) -> jax.Array:
         """Moves a stack from shards `dims` to whole matrices, cut at `at`, or back: an all-to-all for each dim."""
@@ -263,11 +274,12 @@ class _Resized(Walk[None]):
 
     def __init__(self, stacks: dict[Any, Any], size: int):
         super().__init__()
+        self.handlers |= dict.fromkeys(("custom_jvp", "custom_vjp"), self.call)  # no one derives an update
         self.stacks, self.size = stacks, size
 
     def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> bool:
-        """Enters all loops and branches of stacks, but those that are a map over them."""
-        return bool(self.stacks) and not self.maps(eqn)
+        """Enters all loops and branches, but those that are a map over stacks."""
+        return not self.maps(eqn)
 
     def maps(self, eqn: Any) -> bool:
         """Tells whether an equation is a loop over the matrices."""

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.dims import FACTORIZATIONS, dim_map
-from zero_jax.program.evaluation import flattened, trace_flat
-from zero_jax.program.jaxprs import bind, is_literal, open_jaxpr, variables
+from zero_jax.program.evaluation import evaluate, flattened, trace_flat
+from zero_jax.program.jaxprs import bind, inner_jaxprs, is_literal, open_jaxpr, variables, with_results
 from zero_jax.program.passes import Pass
 from zero_jax.program.subcalls import CALLS, equations, subcall
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import wide
 from zero_jax.sharding.spec import Dims, carries, dims_of
 from zero_jax.training.optimizer.matrices.dealing import Dealing
-from zero_jax.training.optimizer.matrices.regions import MadeOf, Region, find_regions, is_barrier
+from zero_jax.training.optimizer.matrices.regions import MadeOf, Region, constants, find_regions, is_barrier, is_large
 
 _CONSIDERED = FACTORIZATIONS | {"dot_general"}
 
@@ -61,7 +61,7 @@ class MatrixProgram:
           sources: the marks of the inputs, for `Dealing.sources`; None marks each with its number.
         """
         data = tuple(axis for axis in axes.data if mesh.shape[axis] > 1)
-        jaxpr, consts = open_jaxpr(flattened(*open_jaxpr(closed)))
+        jaxpr, consts = open_jaxpr(_once_each(_factorized(closed)))
         sources = [frozenset([i]) for i in range(len(dims))] if sources is None else sources
         placement, origin = _Placed(), MadeOf()
         placed: dict[Any, Dims] = {}
@@ -148,6 +148,45 @@ class MatrixProgram:
         if any(program.is_changed for program in programs):
             eqn = eqn.replace(params={**eqn.params, "branches": tuple(program.rewritten() for program in programs)})
         return bind(eqn, [_read(atom, env) for atom in eqn.invars])
+
+
+def _factorized(closed: Any) -> Any:
+    """Returns a jaxpr without nested calls, in which `jnp.linalg.solve` is what it is made of, as no one derives it."""
+
+    def equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
+        if eqn.primitive.name != "custom_linear_solve":
+            return bind(eqn, values)
+        lengths, solve = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
+        first, end = lengths.matvec + lengths.vecmat, sum(lengths)
+        return evaluate(*open_jaxpr(solve), [*values[first : first + lengths.solve], *values[end:]])
+
+    flat = flattened(*open_jaxpr(closed))
+    jaxpr, consts = open_jaxpr(flat)
+    if all(eqn.primitive.name != "custom_linear_solve" for eqn in jaxpr.eqns):
+        return flat
+    traced = trace_flat(lambda *arrays: evaluate(jaxpr, consts, arrays, equation), [var.aval for var in jaxpr.invars])
+    return flattened(*open_jaxpr(traced))
+
+
+def _once_each(flat: Any) -> Any:
+    """Returns a jaxpr in which equal small values and constants are one variable, as a coefficient of all leaves is.
+
+    Regions that read them are then the same function.
+    """
+    jaxpr, eqns = open_jaxpr(flat)[0], list[Any]()
+    fixed, same, seen = constants(jaxpr), dict[Any, Any](), dict[Any, Any]()
+    read = lambda atom: atom if is_literal(atom) else same.get(atom, atom)  # noqa: E731
+    for eqn in jaxpr.eqns:
+        new = eqn.replace(invars=[read(atom) for atom in eqn.invars])
+        is_small = not any(is_large(atom) for atom in (*eqn.invars, *eqn.outvars))
+        if (is_small or fixed.issuperset(eqn.outvars)) and not eqn.effects and not inner_jaxprs(eqn):
+            described = [str(atom) if is_literal(atom) else id(atom) for atom in new.invars]
+            before = seen.setdefault((eqn.primitive, *described, str(eqn.params)), new)
+            if before is not new:
+                same.update(zip(eqn.outvars, before.outvars, strict=True))
+                continue
+        eqns.append(new)
+    return with_results(flat, [read(atom) for atom in jaxpr.outvars], eqns=eqns)
 
 
 def _sent_bytes(dealings: Sequence[Dealing]) -> float:

@@ -14,9 +14,12 @@ from zero_jax.program.passes import Dependence, Pass
 from zero_jax.program.subcalls import CALLS, equations_of, subcall
 
 # Parameters that hold the shape of a result, and their primitives.
-SIZES = {"new_sizes": "reshape", "shape": "broadcast_in_dim"}
+SIZES = {"new_sizes": "reshape", "shape": "broadcast_in_dim", "limit_indices": "slice"}
 # Operations that are known on stacks of any number of matrices.
-_RESIZED = ELEMENTWISE | REDUCTIONS | CUMULATIVE | FACTORIZATIONS | SHAPES | {"dot_general", "broadcast_in_dim"}
+_RESIZED = ELEMENTWISE | REDUCTIONS | CUMULATIVE | FACTORIZATIONS | SHAPES | {*SIZES.values(), "dot_general", "gather"}
+_RESIZED |= {"lu_pivots_to_permutation"}
+# Kinds of `Subcall` that are traced again for the stacks of a device.
+_ON_OWN = {"call", "remat", "custom_jvp", "custom_vjp", "scan", "while", "cond"}
 # Smaller results of products (of vectors, of norms) are sent for next to nothing where they are.
 _MIN_SIZE = 1024
 # Factorizations are iterations of products on TPUs. Of a matrix cut 16 ways XLA's `svd` sends 63 times its bytes.
@@ -46,7 +49,7 @@ class Region:
 
     eqns: tuple[Any, ...]  # the equations, in their order
     inputs: tuple[Any, ...]  # the variables that they read and that are matrices, or stacks of them
-    others: tuple[Any, ...]  # the other variables that they read: scalars, coefficients
+    others: tuple[Any, ...]  # the other variables that they read: scalars, coefficients, constants
     outputs: tuple[Any, ...]  # the variables that are read after them
     # For each variable in them the dim along which they are a map, None for a variable without one; empty where that is
     # not known
@@ -60,6 +63,17 @@ class Region:
     def has_maps(self) -> bool:
         """Whether matrices of the stacks go through a loop one after another, whichever device has them."""
         return bool(self.stacks) and any(is_map(inner) for eqn in self.eqns for inner in equations_of(eqn))
+
+    @functools.cached_property
+    def factorizes(self) -> bool:
+        """Whether matrices are factorized, by equations that a device can run on its own (`jax.shard_map`).
+
+        XLA:TPU gathers all of a stack for `lu` and `eigh`, however it is sharded.
+        """
+        inner = [each for eqn in self.eqns for each in equations_of(eqn)]
+        kinds = [getattr(subcall(each), "kind", None) for each in inner if inner_jaxprs(each)]
+        names = {each.primitive.name for each in inner}
+        return bool(names & FACTORIZATIONS) and "sharding_constraint" not in names and _ON_OWN.issuperset(kinds)
 
     @functools.cached_property
     def cost(self) -> ProductCost:
@@ -109,7 +123,8 @@ def find_regions(jaxpr: Any) -> list[Region]:
         if hulls == groups:
             break
         groups = hulls
-    regions = (_region(jaxpr, [eqns[i] for i in sorted(group)]) for group in groups)
+    fixed = constants(jaxpr)
+    regions = (_region(jaxpr, [eqns[i] for i in sorted(group)], fixed) for group in groups)
     return [region for region in regions if region is not None]
 
 
@@ -151,6 +166,15 @@ class MadeOf(Dependence):
         return [frozenset().union(*operands) if is_large(var) else frozenset() for var in eqn.outvars]
 
 
+def constants(jaxpr: Any) -> set[Any]:
+    """Returns the variables of an open jaxpr that are made of no input."""
+    found = set(jaxpr.constvars)
+    for eqn in jaxpr.eqns:
+        if found.issuperset(variables(eqn)) and not eqn.effects:
+            found.update(eqn.outvars)
+    return found
+
+
 def _levels(eqns: Sequence[Any], barriers: Sequence[bool]) -> list[int]:
     """Returns for each equation how many barriers are before it, one after the other."""
     after: dict[Any, int] = {}
@@ -181,11 +205,15 @@ def _reached(eqns: Sequence[Any], start: Iterable[int], *, back: bool = False, l
     return found
 
 
-def _region(jaxpr: Any, eqns: Sequence[Any]) -> Region | None:
-    """Returns equations as a region; None if they are no function of matrices to values of matrices."""
+def _region(jaxpr: Any, eqns: Sequence[Any], fixed: set[Any]) -> Region | None:
+    """Returns equations as a region; None if they are no function of matrices to values of matrices.
+
+    What is made of no input (`fixed`), such as an identity matrix, is the same for all matrices.
+    """
     made, inside = {var for eqn in eqns for var in eqn.outvars}, {id(eqn) for eqn in eqns}
     reads = list(dict.fromkeys(var for eqn in eqns for var in variables(eqn) if var not in made))
-    inputs, others = [x for x in reads if is_large(x)], [x for x in reads if not is_large(x)]
+    inputs = [x for x in reads if is_large(x) and x not in fixed]
+    others = [x for x in reads if not is_large(x) or x in fixed]
     later = {var for eqn in jaxpr.eqns if id(eqn) not in inside for var in variables(eqn)}
     later |= {var for var in jaxpr.outvars if not is_literal(var)}
     outputs = [var for eqn in eqns for var in eqn.outvars if var in later]
@@ -282,7 +310,7 @@ class _Stacks(Pass[Any]):
       size: the number of matrices.
     """
 
-    enters = CALLS | {"scan", "while", "cond"}
+    enters = (CALLS - {"sharded_call"}) | {"scan", "while", "cond"}
 
     def __init__(self, size: int):
         super().__init__()
@@ -324,6 +352,10 @@ class _Stacks(Pass[Any]):
         if _MIXED in operands:
             return _MIXED
         stacked = [(i, at) for i, at in enumerate(operands) if at is not None]
+        if eqn.primitive.name == "gather":  # what it takes of each matrix, by its own indices
+            own = (None, *eqn.params["dimension_numbers"].operand_batching_dims)
+            if operands[0] not in own:
+                return _MIXED
         known, shape = dim_map(eqn, number), eqn.outvars[number].aval.shape
         if not stacked:  # copies of a value, one for each matrix
             made = [i for i, dims in enumerate(known.kept) if not dims and shape[i] == self.size > 1]

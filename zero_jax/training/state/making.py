@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax.core.device_put import put_global, reshard_array
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tracebacks import SHORT_TRACEBACK
-from zero_jax.core.tree import PyTree, check_arrays, key_shape, shapes_of, shown, strongly_typed
+from zero_jax.core.tree import PyTree, check_arrays, is_key, key_shape, shapes_of, shown, strongly_typed
 from zero_jax.core.variables import MODEL_STATE, as_variables, function_of_key, joined
 from zero_jax.sharding.mesh import on_mesh
 from zero_jax.sharding.precision import cast_floating, init_loss_scale
@@ -95,7 +95,7 @@ def abstract_state(
 def _checked_key(key: Any) -> Any:
     """Returns a PRNG key, typed or `uint32[2]`; raises `ValueError` for anything else."""
     if isinstance(key, jax.Array | jax.ShapeDtypeStruct | np.ndarray):
-        is_new = jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0
+        is_new = is_key(key) and key.ndim == 0
         if is_new or (key.dtype == jnp.uint32 and key.ndim == 1):
             return key
     raise ValueError(f"key={shown(key)} is no key: give jax.random.key({key if isinstance(key, int) else 0})")

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from zero_jax.core.tree import is_key
 from zero_jax.dims import is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import flattened, trace_flat
@@ -157,14 +158,14 @@ def differing_layers(traced: Traced) -> str:
 
 def _facts(jaxpr: Any, num_params: int) -> Facts:
     others = jaxpr.invars[num_params:]
-    kinds = ["const" if _is_key(var, jaxpr) else "value" for var in others]
+    kinds = ["const" if _is_whole_key(var, jaxpr) else "value" for var in others]
     sizes = {var.aval.shape[0] for var, kind in zip(others, kinds, strict=True) if kind == "value" and var.aval.shape}
     return Facts(jaxpr, ["param"] * num_params + kinds, _MadeBefore(sizes))
 
 
-def _is_key(var: Any, jaxpr: Any) -> bool:
+def _is_whole_key(var: Any, jaxpr: Any) -> bool:
     """Tells whether an input is a key of the whole batch, or the numbers of one, read as such alone."""
-    if jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key):
+    if is_key(var.aval):
         return not var.aval.shape
     readers = [eqn for eqn in jaxpr.eqns if var in jaxprs.variables(eqn)]
     return bool(readers) and all(x.primitive.name == "random_wrap" and not x.outvars[0].aval.shape for x in readers)

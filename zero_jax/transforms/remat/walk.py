@@ -14,6 +14,7 @@ import numpy as np
 
 from zero_jax.attention import RESIDUALS
 from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.tree import is_key
 from zero_jax.dims import is_activation, is_float, narrows
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate, flattened
@@ -123,15 +124,15 @@ def repeats_a_layer(eqn: Any, kinds: Sequence[str]) -> bool:
     (consts, carry, slices), (_, carried, sliced) = scan.split(kinds), scan.split([x.aval for x in eqn.invars])
     jaxpr, _ = jaxprs.open_jaxpr(flattened(scan.jaxpr))
     data = {var for var, kind in zip(jaxpr.invars, consts, strict=False) if kind == "value"}
-    takes_data = any(kind == "value" and not _is_key(x) for kind, x in zip(slices, sliced, strict=True))
+    takes_data = any(kind == "value" and not _may_be_keys(x) for kind, x in zip(slices, sliced, strict=True))
     takes_data |= any(narrows(eqn) and eqn.invars[0] in data for eqn in equations(jaxpr))
     carries = any(is_float(x) and x.ndim for x in carried) and "value" in (*consts, *carry)
     return "param" in consts and "param" not in slices and carries and not takes_data
 
 
-def _is_key(aval: Any) -> bool:
+def _may_be_keys(aval: Any) -> bool:
     """Tells whether an array holds PRNG keys, or their data."""
-    return jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) or (aval.dtype == jnp.uint32 and aval.shape[-1:] in _KEYS)
+    return is_key(aval) or (aval.dtype == jnp.uint32 and aval.shape[-1:] in _KEYS)
 
 
 _UNWRAPPED = ("call", "remat")  # evaluated in place where a region replaces the model's own

@@ -63,7 +63,7 @@ ONES = np.ones(HEADS, np.float32)
 @jax.custom_vjp
 def own_derivative(decay, *qkv):
     """It closes over a constant, by which its rule has no derivative, as JAX's `odeint` does."""
-    return jax.jit(scanned)(decay * jnp.asarray(ONES)[:, None], *qkv)
+    return jax.jit(scanned)(decay * jnp.asarray(ONES, decay.dtype)[:, None], *qkv)
 
 
 own_derivative.defvjp(

@@ -65,16 +65,18 @@ def _gathered_vectors(walk: Any, stack: Lazy, eqn: Any) -> Lazy:
 def vectors_together(walk: Any, jaxpr: Any, values: Sequence[Lazy | Value]) -> list[Lazy | Value]:
     """Gathers the vectors of the layers of a Python loop as one stack of those of a size; leaves others as they are."""
     groups, found = dict[Any, dict[int, Lazy]](), list(values)
-    for i, value in enumerate(values):
-        if isinstance(value, Lazy) and value.aval.ndim == 1 and _is_plain(walk, value):
+    users = {var: eqn for eqn in reversed(jaxpr.eqns) for var in variables(eqn)}  # the first of each
+    for i, (value, var) in enumerate(zip(values, jaxpr.invars, strict=True)):
+        if isinstance(value, Lazy) and value.aval.ndim == 1 and var in users and _is_plain(walk, value):
             groups.setdefault((value.aval.shape, value.aval.dtype, value.shard), {})[i] = value
     several = [group for group in groups.values() if len(group) > 1]
     if sum(num_bytes(value.aval) for group in several for value in group.values()) > walk.options.max_hoisted_bytes:
         return found
     for group in several:
         for i, value in group.items():
-            user = next((x for x in jaxpr.eqns if jaxpr.invars[i] in variables(x)), jaxpr.eqns[0])
-            walk.notes.gather(value, user, f"once, beside {len(group) - 1} others of its size", early=False)
+            walk.notes.gather(
+                value, users[jaxpr.invars[i]], f"once, beside {len(group) - 1} others of its size", early=False
+            )
         first = next(iter(group.values()))
         stack = _gathered(walk, first, jnp.stack([value.built for value in group.values()]), ((), *first.shard))
         for (i, value), array in zip(group.items(), stack, strict=True):

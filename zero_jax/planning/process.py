@@ -42,7 +42,7 @@ _MORE_COMPILES, _LEAST_ROOM = 2, 0.03
 _USED_SLACK = 0.8
 # The files that the process reads and writes, in a folder of their own.
 _JOB, _RESULT, _PRINTED, _ERRORS = "job", "result", "printed", "errors"
-_SECONDS_TO_A_LINE, _SECONDS_BETWEEN_LINES = 5, 15  # that a phase takes before there is a line on it, and then another
+_SECONDS_BETWEEN_LINES = 15
 # Lines that libtpu prints whenever its process crashes, whatever the reason.
 _NOISE = re.compile(r"^\s*(?:PC: )?@ |\bRAW: |^https://symbolize|^=== Source Location|^WARNING: ")
 # Keeps JAX and libtpu from looking for devices, and libtpu from taking the lock that only one process can have.
@@ -234,18 +234,15 @@ def _phase(folder: pathlib.Path) -> str:
 
 def _run(folder: pathlib.Path, environment: Mapping[str, str], *, where: str, options: CompileOptions) -> int | None:
     """Runs the process to its end and logs its phases; returns its exit status, None after the time limit."""
-    started = begun_at = logged_at = time.monotonic()
-    phase, limit = "", options.timeout_seconds
+    started, limit = time.monotonic(), options.timeout_seconds
+    logged_at = started - _SECONDS_BETWEEN_LINES  # the first line is there at once
     with _process(folder, environment) as process:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(timeout=0.2)
-            now, current = time.monotonic(), _phase(folder)
-            if current != phase:
-                phase, begun_at = current, now
-            is_new = logged_at <= begun_at
-            if now - (begun_at if is_new else logged_at) > (_SECONDS_TO_A_LINE if is_new else _SECONDS_BETWEEN_LINES):
-                options.log(f"{where}: {phase} ({now - started:.0f} s)")
+            now = time.monotonic()
+            if now - logged_at > _SECONDS_BETWEEN_LINES:
+                options.log(f"{where}: {_phase(folder)} ({now - started:.0f} s)")
                 logged_at = now
             if limit is not None and now - started > limit:
                 return None

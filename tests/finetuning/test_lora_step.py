@@ -177,7 +177,7 @@ def test_a_checkpoint_may_have_the_adapters_alone(tmp_path):
     assert num_bytes < 12 * sum(x.size for x in jax.tree.leaves(state.params)) + 60_000
 
 
-def test_adapters_of_another_alpha_are_refused(tmp_path):
+def test_adapters_of_another_alpha_are_named(tmp_path):
     lora, other, mesh = adapters(base="own"), adapters(base="own", alpha=3), mesh_of("8")
     config = zero.ZeroConfig(stage=3, min_shard_size=8)
     state, _ = begin(lora, mesh, stage=3)
@@ -188,8 +188,10 @@ def test_adapters_of_another_alpha_are_refused(tmp_path):
     restore = lambda lora, step: zero.restore(  # noqa: E731
         tmp_path, step=step, init_fn=lambda key: lora.init(init_fn(key), key), tx=TX, mesh=mesh, config=config
     )
-    with pytest.raises(ValueError, match=r"model_state/alpha=16.0: the checkpoint has it, the state has not"):
-        restore(other, 1)
+    (warning,) = restore(other, 1).warnings
+    assert (
+        "the checkpoint has model_state/alpha=16.0, the state has model_state/alpha=3.0: its params may be" in warning
+    )
     for step in (1, 2):
         restored = restore(lora, step)
         assert not restored.warnings and jax.tree.structure(restored.state) == jax.tree.structure(state)

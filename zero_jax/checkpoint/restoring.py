@@ -210,6 +210,12 @@ class _Restore:
             raise
         arrays = read_arrays(record, {name: x.sharding for name, x in stored.items()}, mesh=self.mesh)
         leaves = {name: _fitted(arrays.pop(name), x) for name, x in present.items()} | self.fresh_leaves(missing)
+        dropped = [name for name, leaf in record.leaves.items() if 0 in leaf.shape and name not in target]
+        if dropped:
+            new = f", the state has {', '.join(map(printable, missing))}" if missing else ""
+            self.warn(
+                f"the checkpoint has {', '.join(map(printable, dropped))}{new}: its params may be of another function"
+            )
         if self.params_only:
             tree = {"params": sharded.params, MODEL_STATE: sharded.model_state}
             variables = jax.tree.unflatten(jax.tree.structure(tree), [leaves[name] for name in target])
@@ -299,6 +305,7 @@ def _check_leaves(record: Record, target: Mapping[str, Any], *, params_only: boo
     """Raises for a checkpoint of another model or optimizer; one error lists all differences."""
     groups = {"params", *map(_group, target)} if params_only else set(map(_group, record.leaves)) - {*_OPTIONAL}
     extra = [name for name in record.leaves if _group(name) in groups and name not in target]
+    extra = [name for name in extra if 0 not in record.leaves[name].shape]
     lines = []
     for name, x in target.items():
         leaf = record.leaves.get(name)

@@ -97,6 +97,8 @@ class _Loop:
       slices: the numbers of the inputs that each layer has of its own.
       broadcasts: of these, and of what all layers read, those that are an array of less dims or sizes, broadcast, with
         the equations: a mask that was broadcast over the examples is a slice without any, and does not travel.
+      unstacked: of the slices, those of an array that is unstacked before the loop, with that equation and the index of
+        each layer: it may have examples, of which layers take slices by index.
       ys: the places of what a layer makes that is used outside of the loop.
     """
 
@@ -106,6 +108,7 @@ class _Loop:
     carries: Sequence[tuple[int, Place]]
     slices: Sequence[int]
     broadcasts: Mapping[int, Sequence[Any]]
+    unstacked: Mapping[int, tuple[Any, Sequence[int]]]
     ys: Sequence[Place]
 
 
@@ -216,11 +219,16 @@ def _run(loop: _Loop, env: dict[Any, Any]) -> None:
     own_atoms = [[layer.inputs[number] for layer in loop.layers] for number in loop.slices]
     pairs = zip((broadcast.get(number, ()) for number in loop.slices), own_atoms, strict=True)
     own_atoms = [[eqn.invars[0] for eqn in eqns] or atoms for eqns, atoms in pairs]
-    stacks = [jnp.stack([*map(read, atoms)]) for atoms in own_atoms]
+    whole = {number: (read(eqn.invars[0]), eqn.params["axis"]) for number, (eqn, _) in loop.unstacked.items()}
+    stacks = [
+        jnp.asarray(loop.unstacked[number][1]) if number in whole else jnp.stack([*map(read, atoms)])
+        for number, atoms in zip(loop.slices, own_atoms, strict=True)
+    ]
 
     def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
         own = made_within | dict(zip((*carried, *loop.slices), (*carry, *slices), strict=True))
         own |= {number: bind(eqns[0], [own[number]])[0] for number, eqns in broadcast.items()}
+        own |= {i: lax.dynamic_index_in_dim(x, own[i], axis, keepdims=False) for i, (x, axis) in whole.items()}
         made = first.run([own.get(i, x) for i, x in enumerate(shared)])
         return [made[place] for _, place in loop.carries], [made[place] for place in loop.ys]
 
@@ -271,6 +279,9 @@ def _loop(facts: Facts, order: Sequence[int], blocks: Sequence[RepeatedBlock]) -
     broadcasts = {
         number: [None if jaxprs.is_literal(x) else made_by.get(x) for x in atoms] for number, atoms in atoms_of.items()
     }
+    unstacks = [x for x in facts.jaxpr.eqns if x.primitive.name == "unstack" and not facts.only_params(x)]
+    index_of = {var: (eqn, i) for eqn in unstacks for i, var in enumerate(eqn.outvars)}
+    unstacked = ((number, _unstacked(inputs[number], index_of)) for number in slices)
     return _Loop(
         start=bounds[0],
         stop=bounds[-1],
@@ -278,8 +289,17 @@ def _loop(facts: Facts, order: Sequence[int], blocks: Sequence[RepeatedBlock]) -
         carries=carries,
         slices=slices,
         broadcasts={number: eqns for number, eqns in broadcasts.items() if _are_alike(eqns)},
+        unstacked={number: found for number, found in unstacked if found is not None},
         ys=sorted(ys),
     )
+
+
+def _unstacked(atoms: Sequence[Any], index_of: Mapping[Any, tuple[Any, int]]) -> tuple[Any, Sequence[int]] | None:
+    """Returns the equation that unstacks the inputs of all layers, and which of them each is; None if none does."""
+    found = [index_of[x] for x in atoms if not jaxprs.is_literal(x) and x in index_of]
+    if len(found) < len(atoms) or any(eqn is not found[0][0] for eqn, _ in found):
+        return None
+    return found[0][0], [index for _, index in found]
 
 
 def _operands(eqn: Any) -> list[Any]:

@@ -14,14 +14,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
 from zero_jax.analysis.leaves import host_memory_kind
 from zero_jax.core.files.json_lines import write_text
 from zero_jax.core.text_tables import Report, aligned, format_bytes, printable
-from zero_jax.core.tree import PyTree, check_arrays, leaf_names
+from zero_jax.core.tree import PyTree, check_arrays, is_key, leaf_names
 
 _LEGEND = (
     '<p class="dim">Each drawing is a leaf cut as its shards are: a color is a shard, and "x 4" says that four '
@@ -170,9 +169,8 @@ def _leaf(name: str, leaf: Any) -> LeafSummary:
     if not hasattr(leaf, "dtype"):
         leaf = np.asarray(leaf)
     sharding, shape = getattr(leaf, "sharding", None), tuple(leaf.shape)
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-    words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, leaf.dtype)) if is_key else leaf
-    item_bytes = words.dtype.itemsize * (math.prod(words.shape[len(shape) :]) if is_key else 1)
+    words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, leaf.dtype)) if is_key(leaf) else leaf
+    item_bytes = words.dtype.itemsize * (math.prod(words.shape[len(shape) :]) if is_key(leaf) else 1)
     shard = shape if sharding is None else tuple(sharding.shard_shape(shape))
     parts = tuple(-(-size // part) if part else 1 for size, part in zip(shape, shard, strict=True))
     num_devices = 1 if sharding is None else sharding.num_devices

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from zero_jax.core.text_tables import format_bytes
+from zero_jax.core.tree import is_key
 from zero_jax.hlo import Instruction, Program
 
 GROUPS = ("params", "master", "opt_state", "model_state", "grad_errors", "batch", "other")
@@ -189,20 +189,15 @@ def _global_dims(compiled: Any, parameters: list[Instruction]) -> Mapping[str, t
             index += 1
         if index == len(infos):
             break
-        if not _is_key(infos[index][1]):
+        if not is_key(infos[index][1]):
             dims[name] = tuple(infos[index][1].shape)
         index += 1
     return dims
 
 
-def _is_key(info: Any) -> bool:
-    """Returns whether an argument is of PRNG keys, which are arrays of integers in the program."""
-    return jnp.issubdtype(info.dtype, jax.dtypes.extended)
-
-
 def _can_be(dims: tuple[int, ...], info: Any) -> bool:
     """Returns whether an array of these dims can be a shard of an argument."""
-    if _is_key(info):
+    if is_key(info):
         return True
     sizes = zip(info.shape, dims, strict=False)
     return len(dims) == len(info.shape) and all(size % dim == 0 if dim else not size for size, dim in sizes)

@@ -212,7 +212,8 @@ class _Restore:
         leaves = {name: _fitted(arrays.pop(name), x) for name, x in present.items()} | self.fresh_leaves(missing)
         dropped = [name for name, leaf in record.leaves.items() if 0 in leaf.shape and name not in target]
         if dropped:
-            new = f", the state has {', '.join(map(printable, missing))}" if missing else ""
+            others = ", ".join(printable(name) for name, x in missing.items() if not x.size)
+            new = f", the state has {others}" if others else ""
             self.warn(
                 f"the checkpoint has {', '.join(map(printable, dropped))}{new}: its params may be of another function"
             )
@@ -304,8 +305,8 @@ class _Restore:
 def _check_leaves(record: Record, target: Mapping[str, Any], *, params_only: bool) -> None:
     """Raises for a checkpoint of another model or optimizer; one error lists all differences."""
     groups = {"params", *map(_group, target)} if params_only else set(map(_group, record.leaves)) - {*_OPTIONAL}
-    extra = [name for name in record.leaves if _group(name) in groups and name not in target]
-    extra = [name for name in extra if 0 not in record.leaves[name].shape]
+    elsewhere = {name: leaf for name, leaf in record.leaves.items() if name not in target}
+    extra = [name for name, leaf in elsewhere.items() if _group(name) in groups and 0 not in leaf.shape]
     lines = []
     for name, x in target.items():
         leaf = record.leaves.get(name)

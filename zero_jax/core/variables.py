@@ -132,7 +132,7 @@ def checked_model_state(new: PyTree, old: PyTree) -> PyTree:
                 f"that it has, as x.astype({str(like.dtype)!r}) does"
             )
         # Python's numbers make arrays of no fixed dtype, with which a step would be traced anew.
-        return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else lax.convert_element_type(x, like.dtype)
+        return x if is_key(x) else lax.convert_element_type(x, like.dtype)
 
     leaves = zip(wanted, jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
     return jax.tree.unflatten(jax.tree.structure(old), [checked(*leaf) for leaf in leaves])

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from zero_jax.core.extras import extra
-from zero_jax.core.tree import PyTree
+from zero_jax.core.tree import PyTree, is_key
 from zero_jax.data.parts import NO_ROW, Dataset, Part
 from zero_jax.data.stream import LaneRows, Stream
 
@@ -319,4 +319,4 @@ def _write(buffers: list[jax.Array], arrays: list[jax.Array]) -> list[jax.Array]
 
 
 def _is_buffered(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    return isinstance(leaf, jax.Array) and not is_key(leaf)

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from zero_jax.core.tree import PyTree, leaves_by_name
+from zero_jax.core.tree import PyTree, is_key, leaves_by_name
 from zero_jax.core.variables import as_variables, model_state_names
 from zero_jax.dims import SAME, Kind, Relation, unknown
 from zero_jax.program.loss import LossProgram
@@ -164,7 +163,7 @@ def judge(loss: StepLoss, arguments: tuple[PyTree, PyTree, jax.Array]) -> Judged
     is_whole = k == 1 and separable.not_local
     same = dict.fromkeys(leaves_by_name(shapes), SAME)
     for name, leaf in () if is_whole else leaves_by_name(shapes).items():
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        if is_key(leaf):
             raise ValueError(
                 f"aux leaf {name!r} holds PRNG keys, and those of several microbatches make none of the batch: "
                 "leave it out of aux, or set num_microbatches=1"

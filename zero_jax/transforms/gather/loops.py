@@ -65,9 +65,12 @@ def _gathered_vectors(walk: Any, stack: Lazy, eqn: Any) -> Lazy:
 def vectors_together(walk: Any, jaxpr: Any, values: Sequence[Lazy | Value]) -> list[Lazy | Value]:
     """Gathers the vectors of the layers of a Python loop as one stack of those of a size; leaves others as they are."""
     groups, found = dict[Any, dict[int, Lazy]](), list(values)
+    vectors = [(i, x) for i, x in enumerate(values) if isinstance(x, Lazy) and x.aval.ndim == 1 and _is_plain(walk, x)]
+    if len(vectors) < 2:  # as of stacks of layers
+        return found
     users = {var: eqn for eqn in reversed(jaxpr.eqns) for var in variables(eqn)}  # the first of each
-    for i, (value, var) in enumerate(zip(values, jaxpr.invars, strict=True)):
-        if isinstance(value, Lazy) and value.aval.ndim == 1 and var in users and _is_plain(walk, value):
+    for i, value in vectors:
+        if jaxpr.invars[i] in users:
             groups.setdefault((value.aval.shape, value.aval.dtype, value.shard), {})[i] = value
     several = [group for group in groups.values() if len(group) > 1]
     if sum(num_bytes(value.aval) for group in several for value in group.values()) > walk.options.max_hoisted_bytes:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from zero_jax.attention import mesh_context
 from zero_jax.core.signatures import check_arguments, check_callable
-from zero_jax.core.tree import PyTree
+from zero_jax.core.tree import PyTree, is_key
 from zero_jax.core.variables import variable_names
 from zero_jax.dims import FREE, UNKNOWN, is_float
 from zero_jax.program import jaxprs
@@ -194,7 +194,7 @@ def _mark(params: PyTree, specs: PyTree, options: GatherOptions) -> list[Lazy | 
             marked.append(_fetched(leaf, name, dims, formats, options))
             continue
         aval = jax.typeof(leaf)
-        if carries(dims, options.axes.data) and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        if carries(dims, options.axes.data) and not is_key(aval):
             root = _root(leaf, name, dims, options) if is_float(aval) else leaf
             marked.append(Lazy((root,), as_it_is, aval, name, dims, formats=formats))
         elif options.mapped and is_float(aval):

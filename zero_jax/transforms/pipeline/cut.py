@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
+from zero_jax.core.tree import is_key
 from zero_jax.dims import Kind, Pair, Relation, TraceComparison
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import flattened
@@ -299,7 +300,7 @@ def _loop(eqn: Any, pair: Pair, roles: tuple[list[Role], list[Role]], cut: Cut) 
         if role.kind is Kind.SUM and role.power and not jnp.issubdtype(var.aval.dtype, jnp.inexact):
             raise CannotCut("its layers make a mean of whole numbers over the examples")
     for var in eqn.outvars[scan.num_carry :]:
-        if jnp.issubdtype(var.aval.dtype, jax.dtypes.extended):
+        if is_key(var.aval):
             raise CannotCut("its layers return PRNG keys: return their data (jax.random.key_data)")
     whole, part = pair.subcalls()
     layer = layer_of_microbatch(scan.jaxpr, (whole.jaxpr, part.jaxpr), cut.axes)

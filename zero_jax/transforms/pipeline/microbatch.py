@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
+from zero_jax.core.tree import is_key
 from zero_jax.dims import COPIES, SAME, SHAPES, Kind, Relation, TraceComparison, is_float, rows
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import trace_flat
@@ -226,7 +227,7 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes) -> Any:
     if jaxprs.is_literal(whole.outvars[0]) or whole.outvars[0] not in traces.after:
         raise CannotCut("the loss does not depend on its layers")
     end, layers = _End.of(traces), whole.eqns[traces.index]
-    if any(jnp.issubdtype(x.aval.dtype, jax.dtypes.extended) for x in (*layers.outvars, *end.results)):
+    if any(is_key(x.aval) for x in (*layers.outvars, *end.results)):
         raise CannotCut("PRNG keys go from layer to layer: let the layers take slices of keys, as of jax.random.split")
     own, shared, batch = traces.operands(end.results)
     inside = [traces.traced(n, own, [*shared, *batch], end.results, alone=True) for n in (1, 2, 3)]

@@ -15,6 +15,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.core.tree import is_key
 from zero_jax.dims import is_float
 from zero_jax.program.jaxprs import define_tangents
 
@@ -39,7 +40,7 @@ class StagePlace:
 
     def pinned(self, x: jax.Array, *dims: tuple[str, ...]) -> jax.Array:
         """Returns an array with its first dims sharded over some axes, and the others as XLA has them."""
-        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        if is_key(x):
             return x
         spec = PartitionSpec(*(dim or None for dim in dims), *[_FREE] * (x.ndim - len(dims)))
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
@@ -59,7 +60,7 @@ class StagePlace:
         have their layers one after another as a stack is stored. With several groups of a stage, group g of all is of
         stage `g % stages`: all but a part `1 / stages` moves there.
         """
-        if jnp.issubdtype(stack.dtype, jax.dtypes.extended):
+        if is_key(stack):
             moved = self.stages(jax.random.key_data(stack), num_stages, num_groups)
             return jax.random.wrap_key_data(moved, impl=jax.random.key_impl(stack))
         if num_idle := -stack.shape[0] % (num_stages * num_groups):

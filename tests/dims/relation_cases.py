@@ -196,7 +196,8 @@ PROGRAMS = {
     "splits": (lambda x: [jnp.split(x, [1], d) for d in (0, 1)] + [jnp.unstack(x, axis=1), jnp.tile(x, (1, 2))], X),
     "unstack": (lambda x: jnp.unstack(x, axis=1), X),
     "tile": (lambda x: [jnp.tile(x, (1, 2)), jnp.tile(x, (2, 1))], X),
-    "tile_p": (lambda x: [lax.tile(x, (1, 2)), lax.tile(x, (2, 1))], X),
+    "tile_p": (lambda x: [lax.tile(x, (1, 2)), lax.tile(x, (2, 1)), lax.tile(x[:1], (2, len(x))), len(x) * x], X),
+    "tile of a row": (lambda x, y: (lax.tile(y[:1], (len(x), 1)), lax.tile(y, (len(x), 1))), X, ((2, 3), F)),
     "dynamic_slice": (lambda x, i: [lax.dynamic_slice_in_dim(x, i.sum(), 2, d) for d in (0, 1)], X, ((2,), I)),
     "dynamic_update_slice": (
         lambda x, y, i: lax.dynamic_update_slice(x, y, (0, i.sum())),

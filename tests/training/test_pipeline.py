@@ -632,6 +632,25 @@ def with_odd_ends(params, batch):
     return jnp.square(x @ params["head"]).mean()
 
 
+def with_small_loops(params, batch):
+    """A Python loop whose layers are loops, of which the last turn does more."""
+    x = params["embed"][batch["tokens"]]
+    for i in range(0, LAYERS, 2):
+        y = x
+        for j in range(2):
+            y = jax.nn.relu(y @ params["layers"]["w"][i + j])
+        x = x + y
+    return jnp.square(x @ params["head"]).mean()
+
+
+def with_a_token(params, batch):
+    """A token in front of each example's, as in a vision transformer."""
+    x = params["embed"][batch["tokens"]]
+    x = jnp.concatenate([jnp.tile(params["embed"][:1, None], (len(x), 1, 1)), x], axis=1)
+    x = jax.lax.scan(lambda x, w: (x + jnp.tanh(x.mean(1, keepdims=True) @ w["w"]), None), x, params["layers"])[0]
+    return jnp.square(x[:, 0] @ params["head"]).mean()
+
+
 FORMS = {
     in_a_checkpoint: ("1f1b", 6, [LAYERS]),
     with_windows: ("1f1b", 4, [LAYERS]),
@@ -640,6 +659,8 @@ FORMS = {
     with_slices: ("circular:2", 4, [LAYERS]),
     with_keys_of_examples: ("gpipe", 4, [LAYERS]),
     with_odd_ends: ("1f1b", 4, [5]),
+    with_small_loops: ("1f1b", 6, [LAYERS // 2]),
+    with_a_token: ("gpipe", 4, [LAYERS]),
 }
 
 

@@ -252,11 +252,17 @@ def tandem_repeats(numbers: np.ndarray) -> Iterator[Repeat]:
         seen.add(len(places))
         row = numbers[places]
         for period in range(1, len(row) // 2 + 1):
-            equal = np.concatenate([[False], row[:-period] == row[period:], [False]])
-            edges = np.flatnonzero(equal[1:] != equal[:-1])
-            for first, last in zip(edges[::2], edges[1::2], strict=True):
-                if last - first >= period:
-                    yield Repeat(places=places[first : last + period], period=period)
+            for each in repeats_of(row, period):
+                yield Repeat(places=places[each[0] : each[-1] + 1], period=period)
+
+
+def repeats_of(numbers: np.ndarray, period: int) -> Iterator[range]:
+    """Yields the longest stretches of a sequence that equal themselves at a distance, of two turns or more."""
+    equal = np.concatenate([[False], numbers[:-period] == numbers[period:], [False]])
+    edges = np.flatnonzero(equal[1:] != equal[:-1])
+    for first, last in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+        if last - first >= period:
+            yield range(first, last + period)
 
 
 def num_edits(pattern: np.ndarray, text: np.ndarray) -> np.ndarray:

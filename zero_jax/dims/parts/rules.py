@@ -185,6 +185,15 @@ def _broadcast(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     return [dataclasses.replace(x, kind=Kind.ROWS, dim=grows)]
 
 
+def _tiled(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
+    (x,), grows, reps = inputs, pair.growing(), pair.params["reps"]
+    if grows is None or x.dim is not None:
+        check(x.dim is None or (grows == x.dim and reps[x.dim] == 1))
+        return [x]
+    check(x.kind is Kind.SAME and pair.shapes(0)[0][grows] == 1)  # one for each example, as `jnp.tile` of a token
+    return [dataclasses.replace(x, kind=Kind.ROWS, dim=grows)]
+
+
 def _reshape(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     x, grows = inputs[0], pair.growing()
     if x.dim is None or grows is None:
@@ -286,6 +295,7 @@ def _scatter(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
 # Parameters that may differ between the whole and a part, because a rule compares them or results are compared.
 SIZED = {
     "broadcast_in_dim": {"shape"},
+    "tile": {"reps"},
     "iota": {"shape"},
     "empty": {"shape"},
     "reshape": {"new_sizes"},
@@ -312,6 +322,7 @@ _OWN: dict[str, Rule] = {
     "lt": _less,
     "select_n": _select,
     "broadcast_in_dim": _broadcast,
+    "tile": _tiled,
     "reshape": _reshape,
     "concatenate": _concatenate,
     "iota": _iota,

@@ -56,13 +56,13 @@ def _check(layer: Any) -> None:
     for eqn in equations(layer):
         name = eqn.primitive.name
         if name == "shard_map":
-            raise CannotCut(f"a jax.shard_map within a layer, at {jaxprs.source_line(eqn)}, has devices of its own")
+            raise CannotCut(f"a jax.shard_map within a layer, at {jaxprs.model_line(eqn)}, has devices of its own")
         if name == "conv_general_dilated":
-            where = jaxprs.source_line(eqn)
+            where = jaxprs.model_line(eqn)
             raise CannotCut(f"XLA partitions the convolution at {where} wrongly where stages have kernels of their own")
         if eqn.effects:
             raise CannotCut(
-                f"{name} at {jaxprs.source_line(eqn)} has effects, {', '.join(map(str, eqn.effects))}, and a stage "
+                f"{name} at {jaxprs.model_line(eqn)} has effects, {', '.join(map(str, eqn.effects))}, and a stage "
                 "runs on no microbatch of its own while the pipeline fills"
             )
 
@@ -80,12 +80,12 @@ def _of_examples(whole: Any, part: Any) -> Iterator[Any]:
             if a.invars[0].aval.shape != b.invars[0].aval.shape:
                 continue  # a key for each example
             if name in OTHERWISE:
-                raise CannotCut(f"{name} at {jaxprs.source_line(b)} draws the same numbers for all microbatches")
+                raise CannotCut(f"{name} at {jaxprs.model_line(b)} draws the same numbers for all microbatches")
             yield b
         for pair in zip(jaxprs.inner_jaxprs(a), jaxprs.inner_jaxprs(b), strict=True):
             found, sub = [*_of_examples(*pair)], subcall(b)
             if found and (sub is None or sub.kind not in _ENTERED):
-                raise CannotCut(f"random numbers within {name} at {jaxprs.source_line(b)} are not looked into")
+                raise CannotCut(f"random numbers within {name} at {jaxprs.model_line(b)} are not looked into")
             yield from found
 
 

@@ -188,7 +188,7 @@ def find_loops(
     facts, found = Facts(jaxprs_of[0], kinds), []
     for index in scans_over_params(facts):
         eqn = jaxprs_of[0].eqns[index]
-        line, scan = jaxprs.source_line(eqn) or "a line that is not known", scan_of(eqn)
+        line, scan = jaxprs.model_line(eqn) or "a line that is not known", scan_of(eqn)
         is_rolled = ROLLED in jaxprs.name_stack(eqn)
         entry = FoundLoop(index=index, line=line, num_layers=scan.length, is_rolled=is_rolled)
         try:
@@ -322,7 +322,7 @@ def _loop(eqn: Any, pair: Pair, roles: tuple[list[Role], list[Role]], cut: Cut) 
         unroll=scan.unroll,
         recompute=recompute,
         policy=policy,
-        line=jaxprs.source_line(pair.whole),
+        line=jaxprs.model_line(pair.whole),
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
+import functools
 import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -21,7 +21,7 @@ from zero_jax.program.evaluation import flattened, trace_flat
 from zero_jax.program.jaxprs import bind, open_jaxpr, source_context
 from zero_jax.program.loss import Traced
 from zero_jax.program.subcalls import equations_of
-from zero_jax.transforms.blocks import EqnSequence, RepeatedBlock, find_blocks
+from zero_jax.transforms.blocks import EqnSequence, find_blocks, repeats_of
 from zero_jax.transforms.facts import Facts, Origin, Origins
 from zero_jax.transforms.pipeline.body import OTHERWISE, CannotCut
 from zero_jax.transforms.pipeline.cut import ROLLED, scans_over_params
@@ -193,15 +193,17 @@ def _loops(facts: Facts) -> tuple[list[int], dict[int, _Loop], list[str]]:
     What is made of params and constants alone is made before: each layer slices a stack elsewhere, or a table is made
     in the first of them.
     """
-    order = [i for i, eqn in enumerate(facts.jaxpr.eqns) if not facts.only_params(eqn)]
-    loops, refusals = dict[int, _Loop](), list[str]()
-    for _, run in itertools.groupby(find_blocks(EqnSequence(facts)), key=lambda block: block.repeat):
+    sequence = EqnSequence(facts)
+    loops, refusals, turn = dict[int, _Loop](), list[str](), _Turns(facts, sequence)
+    runs = [[*run] for _, run in itertools.groupby(find_blocks(sequence), key=lambda block: block.repeat)]
+    bounds = [np.searchsorted(sequence.eqns, [*(x.start for x in run), run[-1].stop]).tolist() for run in runs]
+    edges = [0, *(run[-1] for run in bounds[:-1])], [*(run[0] for run in bounds[1:]), len(sequence.eqns)]
+    for run, start, stop in zip(bounds, *edges, strict=False):
         try:
-            loop = _loop(facts, order, [*run])
-            loops[loop.start] = loop
+            loops.update((each[0], _loop(facts, sequence.eqns, turn, each)) for each in turn.layers(run, start, stop))
         except CannotCut as error:
             refusals.append(str(error))
-    return order, loops, refusals
+    return sequence.eqns, loops, refusals
 
 
 def _run(loop: _Loop, env: dict[Any, Any]) -> None:
@@ -241,18 +243,9 @@ def _run(loop: _Loop, env: dict[Any, Any]) -> None:
             env[layer.eqns[i].outvars[j]] = values[number]
 
 
-def _loop(facts: Facts, order: Sequence[int], blocks: Sequence[RepeatedBlock]) -> _Loop:
-    """Returns blocks as a loop, or raises `CannotCut` if they are not equal; `order` are equations on activations."""
-    bounds = [bisect.bisect_left(order, x) for x in (*(block.start for block in blocks), blocks[-1].stop)]
-    # Between two layers a block may begin with what is the end of the one before: the first has nothing before it.
-    size = bounds[2] - bounds[1]
-    late = size - (bounds[1] - bounds[0])
-    bounds = [bounds[0], *(x + late for x in bounds[1:])] if late > 0 else [bounds[0] - late, *bounds[1:]]
-    first = _first_of_equals(facts)
-    spans = itertools.pairwise(bounds)
-    layers = [_Turn([facts.jaxpr.eqns[i] for i in order[start:stop]], first) for start, stop in spans]
-    begin, end = _equal_ones(layers)
-    layers, bounds = layers[begin:end], bounds[begin : end + 1]
+def _loop(facts: Facts, order: Sequence[int], turns: _Turns, bounds: Sequence[int]) -> _Loop:
+    """Returns equal layers as a loop, or raises `CannotCut` if they are none; `order` are equations on activations."""
+    layers = turns.between(bounds)
     carries, slices = [], []
     for number, atoms in enumerate(zip(*(layer.inputs for layer in layers), strict=True)):
         made = {_place(layer, atom) for layer, atom in zip(layers, atoms[1:], strict=False)}
@@ -328,17 +321,79 @@ def _first_of_equals(facts: Facts) -> dict[Any, Any]:
     return first
 
 
-def _equal_ones(layers: Sequence[_Turn]) -> tuple[int, int]:
-    """Returns where the layers begin and end that are equal, the others before and behind them, which are fewer.
+class _Turns:
+    """The equal layers of Python loops."""
 
-    Raises:
-      CannotCut: they are no more than half of all; with those that differ and what differs first.
-    """
+    def __init__(self, facts: Facts, sequence: EqnSequence):
+        self.sequence, self.eqns, self.first = sequence, facts.jaxpr.eqns, _first_of_equals(facts)
+        self.turn = functools.cache(
+            lambda *span: _Turn([self.eqns[i] for i in sequence.eqns[slice(*span)]], self.first)
+        )
+
+    def between(self, bounds: Sequence[int]) -> list[_Turn]:
+        """Returns the turns of a loop between some places of the sequence."""
+        return list(itertools.starmap(self.turn, itertools.pairwise(bounds)))
+
+    def layers(self, blocks: Sequence[int], start: int, stop: int) -> list[Sequence[int]]:
+        """Returns the bounds of the layers of loops that are most of a run of blocks; others run on the whole batch.
+
+        Args:
+          blocks: the bounds of the blocks.
+          start: where the first loop may begin.
+          stop: where the last one may end.
+
+        Raises:
+          CannotCut: loops have no more than half of the run; with the blocks that differ and what differs first.
+        """
+        found, parts, others = [], [(start, stop)], [*range(len(blocks) - 1)]
+        is_most = lambda: 2 * sum(blocks[i + 1] - blocks[i] for i in others) < blocks[-1] - blocks[0]  # noqa: E731
+        while parts and not is_most():
+            start, stop = parts.pop()
+            if bounds := self.longest(blocks, start, stop):
+                found.append(bounds)
+                parts += [(start, bounds[0]), (bounds[-1], stop)]
+                others = [i for i in others if not bounds[0] <= (blocks[i] + blocks[i + 1]) // 2 < bounds[-1]]
+        if not is_most():
+            raise CannotCut(_difference(self.between(blocks)))
+        if others:
+            where = [_where(self.eqns[self.sequence.eqns[blocks[i]]]) for i in others[:4]]
+            warnings.warn(
+                f"pipe: {_numbers(others)} of {len(blocks) - 1} of a Python loop, at "
+                f"{', '.join(dict.fromkeys(where))}, are not cut into stages, as they are not equal to the others: "
+                "they run on the whole batch",
+                stacklevel=2,
+            )
+        return found
+
+    def longest(self, blocks: Sequence[int], start: int, stop: int) -> Sequence[int]:
+        """Returns the bounds of the equal layers that have most of what is between two places; none if there are none.
+
+        A layer may be one block or several of them, and need not begin where a block does.
+        """
+        inside, best = [x for x in blocks if start <= x <= stop], []
+        sizes = {inside[i] - inside[j] for i in range(len(inside)) for j in range(i)}
+        numbers = self.sequence.numbers[start:stop]
+        found = [(size, each) for size in sizes for each in repeats_of(numbers, size)]
+        found = [(size * (len(each) // size), size, start + each[0], len(each)) for size, each in found]
+        for covered, size, begin, length in sorted(found, key=lambda x: (-x[0], x[1])):
+            if best and covered <= best[-1] - best[0]:
+                break
+            turns = np.arange(0, covered + 1, size)
+            phase = min(range(length - covered + 1), key=lambda x: self.sequence.crossing[begin + x + turns].sum())
+            bounds = (begin + phase + turns).tolist()
+            kinds = [(turn.signature, i) for i, turn in enumerate(self.between(bounds))]
+            each = ([i for _, i in some] for _, some in itertools.groupby(kinds, key=lambda kind: kind[0]))
+            equal = max(each, key=len)
+            if len(equal) > 1 and (not best or len(equal) * size > best[-1] - best[0]):
+                best = bounds[equal[0] : equal[-1] + 2]
+        return best
+
+
+def _difference(layers: Sequence[_Turn]) -> str:
+    """Says which blocks of a Python loop differ, and what differs first."""
     groups: dict[str, list[int]] = {}
     for i, layer in enumerate(layers):
         groups.setdefault(layer.signature, []).append(i)
-    if len(groups) == 1:
-        return 0, len(layers)
     most, other, *_ = sorted(groups.values(), key=len, reverse=True)
     pairs = itertools.zip_longest(*(_facts_of_eqns(layers[each[-1]]) for each in (other, most)), fillvalue=_NOTHING)
     a, b = next((a, b) for a, b in pairs if (a[0], *a[2:]) != (b[0], *b[2:]))
@@ -348,19 +403,10 @@ def _equal_ones(layers: Sequence[_Turn]) -> tuple[int, int]:
         how = "on values made elsewhere" if a[4] != b[4] else "with other derivatives"
         how = f"with {params[0]} and with {params[1]}" if any(params) else how
         why = f"{a[0]} at {' and '.join(dict.fromkeys((a[1], b[1])))}, {how}"
-    which = f"of the {len(layers)} blocks (a layer or a few) of a Python loop, {len(groups)} kinds,"
-    stretches = ([*stretch] for _, stretch in itertools.groupby(range(len(layers)), lambda i: layers[i].signature))
-    longest = max(stretches, key=len)
-    if 2 * len(longest) <= len(layers):
-        raise CannotCut(f"{which} {_numbers(other)} and {_numbers(most)} differ: {why}")
-    others = [i for i in range(len(layers)) if i not in longest]
-    where = ", ".join(dict.fromkeys(_where(layers[i].eqns[0]) for i in others[:4]))
-    warnings.warn(
-        f"pipe: {_numbers(others)} of {len(layers)} of a Python loop, at {where}, are not cut into stages, as they are "
-        "not equal to the others: they run on the whole batch",
-        stacklevel=2,
+    return (
+        f"of the {len(layers)} blocks (a layer or a few) of a Python loop, {len(groups)} kinds, {_numbers(other)} and "
+        f"{_numbers(most)} differ: {why}"
     )
-    return longest[0], longest[-1] + 1
 
 
 _NOTHING = "nothing more", "its end", (), "", ""
@@ -381,7 +427,7 @@ def _numbers(layers: Sequence[int]) -> str:
 
 
 def _where(eqn: Any) -> str:
-    return jaxprs.source_line(eqn) or "a line that is not known"
+    return jaxprs.model_line(eqn) or "a line that is not known"
 
 
 def _place(layer: _Turn, atom: Any) -> Place | None:

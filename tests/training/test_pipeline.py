@@ -615,6 +615,28 @@ def with_keys_of_examples(params, batch):
     return jax.vmap(of_example)(batch["tokens"]).mean()
 
 
+def with_split_keys(params, batch):
+    """As above, where the first of the keys is not a layer's."""
+
+    def of_example(tokens):
+        x = params["embed"][tokens]
+        first, *keys = jax.random.split(jax.random.key(tokens.sum()), LAYERS + 1)
+        x = x + jax.random.normal(first, x.shape)
+        for i, key in enumerate(keys):
+            x = x + jnp.where(jax.random.bernoulli(key, 0.5, x.shape), jnp.tanh(x @ params["layers"]["w"][i]), 0)
+        return jnp.square(x @ params["head"]).mean()
+
+    return jax.vmap(of_example)(batch["tokens"]).mean()
+
+
+def with_examples(params, batch):
+    """A scan whose layers take slices of what is made of the batch, with a gradient and without."""
+    x = params["embed"][batch["tokens"]]
+    xs = params["layers"], x * jnp.arange(LAYERS)[:, None, None, None], jnp.tile(batch["mask"].T, (2, 1))
+    layer = lambda x, w: (jnp.tanh(x @ w[0]["w"]) + w[1] * w[2][:, None, None], None)  # noqa: E731
+    return jnp.square(jax.lax.scan(layer, x, xs)[0]).mean()
+
+
 def one_in_a_checkpoint(params, batch):
     """Two chains of layers, the first of them within a `jax.checkpoint`."""
     scan = lambda x, layers: jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["w"]), None), x, layers)[0]  # noqa: E731
@@ -658,6 +680,8 @@ FORMS = {
     one_in_a_checkpoint: ("gpipe", 8, [LAYERS] * 2),
     with_slices: ("circular:2", 4, [LAYERS]),
     with_keys_of_examples: ("gpipe", 4, [LAYERS]),
+    with_split_keys: ("1f1b", 4, [LAYERS]),
+    with_examples: ("1f1b", 6, [LAYERS]),
     with_odd_ends: ("1f1b", 4, [5]),
     with_small_loops: ("1f1b", 6, [LAYERS // 2]),
     with_a_token: ("gpipe", 4, [LAYERS]),
@@ -732,12 +756,6 @@ def in_reverse(params, batch):
     return jnp.square(jax.lax.scan(lambda x, w: (x @ w["w"], None), x, params["layers"], reverse=True)[0]).mean()
 
 
-def with_examples(params, batch):
-    x = params["embed"][batch["tokens"]]
-    xs = params["layers"], jnp.broadcast_to(x, (LAYERS, *x.shape))
-    return jnp.square(jax.lax.scan(lambda x, w: (x @ w[0]["w"] + w[1], None), x, xs)[0]).mean()
-
-
 def convolved(x, w):
     kernel = jnp.broadcast_to(w["w"], (3, FEATURES, FEATURES))
     return jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
@@ -767,7 +785,6 @@ REFUSED = {
         "of a Python loop read what layers further before them made, at .*test_pipeline.*: let",
     ),
     "layers in reverse": (in_reverse, r"test_pipeline.*in reverse: scan over params that are stacked in their order"),
-    "slices of examples": (with_examples, "slices that have examples"),
     "a convolution": (replaced(convolved), "the convolution at .*test_pipeline"),
     "effects": (replaced(shown), "debug.* at .*test_pipeline.* has effects"),
 }

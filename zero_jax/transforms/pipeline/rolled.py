@@ -17,10 +17,10 @@ from jax import lax
 from zero_jax.core.tree import is_key
 from zero_jax.dims import is_float
 from zero_jax.program import jaxprs
-from zero_jax.program.evaluation import flattened, trace_flat
+from zero_jax.program.evaluation import evaluate, flattened, trace_flat
 from zero_jax.program.jaxprs import bind, open_jaxpr, source_context
 from zero_jax.program.loss import Traced
-from zero_jax.program.subcalls import equations_of
+from zero_jax.program.subcalls import equations_of, scan_of
 from zero_jax.transforms.blocks import EqnSequence, find_blocks, repeats_of
 from zero_jax.transforms.facts import Facts, Origin, Origins
 from zero_jax.transforms.pipeline.body import OTHERWISE, CannotCut
@@ -97,8 +97,6 @@ class _Loop:
       slices: the numbers of the inputs that each layer has of its own.
       broadcasts: of these, and of what all layers read, those that are an array of less dims or sizes, broadcast, with
         the equations: a mask that was broadcast over the examples is a slice without any, and does not travel.
-      unstacked: of the slices, those of an array that is unstacked before the loop, with that equation and the index of
-        each layer: it may have examples, of which layers take slices by index.
       ys: the places of what a layer makes that is used outside of the loop.
     """
 
@@ -108,7 +106,6 @@ class _Loop:
     carries: Sequence[tuple[int, Place]]
     slices: Sequence[int]
     broadcasts: Mapping[int, Sequence[Any]]
-    unstacked: Mapping[int, tuple[Any, Sequence[int]]]
     ys: Sequence[Place]
 
 
@@ -124,7 +121,8 @@ def rolled(traced: Traced) -> Traced:
         jaxpr, consts = open_jaxpr(closed)
         facts = _facts(jaxpr, traced.num_params)
         if scans_over_params(facts):
-            return traced.rewritten(closed) if "remat" in kinds else traced
+            scans = _by_index(closed, traced.num_params)
+            return traced if scans is closed and "remat" not in kinds else traced.rewritten(scans)
         order, loops, _ = _loops(facts)
         if loops:
             break
@@ -150,7 +148,48 @@ def rolled(traced: Traced) -> Traced:
             place = place + 1 if loop is None else loop.stop
         return [read(atom) for atom in jaxpr.outvars]
 
-    return traced.rewritten(trace_flat(run, [var.aval for var in jaxpr.invars]))
+    scans = trace_flat(run, [var.aval for var in jaxpr.invars])
+    return traced.rewritten(_by_index(scans, traced.num_params))
+
+
+def _by_index(closed: Any, num_params: int) -> Any:
+    """Returns a jaxpr whose scans over params read whole, by index, what they take slices of that is made of the batch.
+
+    What layers read whole travels with its microbatch; slices of it would be those of a whole batch.
+    """
+    jaxpr, consts = open_jaxpr(closed)
+    facts = _facts(jaxpr, num_params, _NotOfBatch)
+    own = {}
+    for eqn in (jaxpr.eqns[i] for i in scans_over_params(facts)):
+        *_, slices = scan_of(eqn).split([*map(facts.kind, eqn.invars)])
+        own[id(eqn)] = [i for i, kind in enumerate(slices) if kind == "value"]
+
+    def equation(eqn: Any, values: list[Any]) -> list[Any]:
+        numbers = own.get(id(eqn))
+        if not numbers:
+            return bind(eqn, values)
+        scan = scan_of(eqn)
+        shared, carry, slices = scan.split(values)
+        whole = {i: slices[i] for i in numbers}
+
+        def body(carry: list[Any], taken: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
+            index, rest = taken
+            others = iter(rest)
+            read = [
+                lax.dynamic_index_in_dim(whole[i], index, keepdims=False) if i in whole else next(others)
+                for i in range(len(slices))
+            ]
+            made = evaluate(*open_jaxpr(scan.jaxpr), [*shared, *carry, *read])
+            return made[: scan.num_carry], made[scan.num_carry :]
+
+        taken = jnp.arange(scan.length), [x for i, x in enumerate(slices) if i not in whole]
+        with source_context(eqn):
+            carry, ys = lax.scan(body, carry, taken, reverse=scan.reverse, unroll=scan.unroll)
+        return [*carry, *ys]
+
+    if not any(own.values()):
+        return closed
+    return trace_flat(lambda *leaves: evaluate(jaxpr, consts, leaves, equation), [var.aval for var in jaxpr.invars])
 
 
 def differing_layers(traced: Traced) -> str:
@@ -159,11 +198,11 @@ def differing_layers(traced: Traced) -> str:
     return "; ".join(_loops(_facts(open_jaxpr(closed)[0], traced.num_params))[2])
 
 
-def _facts(jaxpr: Any, num_params: int) -> Facts:
+def _facts(jaxpr: Any, num_params: int, rule: type[_MadeBefore] | None = None) -> Facts:
     others = jaxpr.invars[num_params:]
     kinds = ["const" if _is_whole_key(var, jaxpr) else "value" for var in others]
     sizes = {var.aval.shape[0] for var, kind in zip(others, kinds, strict=True) if kind == "value" and var.aval.shape}
-    return Facts(jaxpr, ["param"] * num_params + kinds, _MadeBefore(sizes))
+    return Facts(jaxpr, ["param"] * num_params + kinds, (rule or _MadeBefore)(sizes))
 
 
 def _is_whole_key(var: Any, jaxpr: Any) -> bool:
@@ -185,6 +224,14 @@ class _MadeBefore(Origins):
         if of_examples or any(each.primitive.name in _DRAWS for each in (eqn, *equations_of(eqn))):
             return [None] * len(eqn.outvars)
         return super().operation(eqn, operands)
+
+
+class _NotOfBatch(_MadeBefore):
+    """What is not made of the batch, as frozen weights that the function closes over."""
+
+    def constant(self, atom: Any) -> Origin:
+        """Returns the origin of a literal, or of an array that the function closes over."""
+        return Origin(frozenset(), str(atom))
 
 
 def _loops(facts: Facts) -> tuple[list[int], dict[int, _Loop], list[str]]:
@@ -221,16 +268,11 @@ def _run(loop: _Loop, env: dict[Any, Any]) -> None:
     own_atoms = [[layer.inputs[number] for layer in loop.layers] for number in loop.slices]
     pairs = zip((broadcast.get(number, ()) for number in loop.slices), own_atoms, strict=True)
     own_atoms = [[eqn.invars[0] for eqn in eqns] or atoms for eqns, atoms in pairs]
-    whole = {number: (read(eqn.invars[0]), eqn.params["axis"]) for number, (eqn, _) in loop.unstacked.items()}
-    stacks = [
-        jnp.asarray(loop.unstacked[number][1]) if number in whole else jnp.stack([*map(read, atoms)])
-        for number, atoms in zip(loop.slices, own_atoms, strict=True)
-    ]
+    stacks = [jnp.stack([*map(read, atoms)]) for atoms in own_atoms]
 
     def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
         own = made_within | dict(zip((*carried, *loop.slices), (*carry, *slices), strict=True))
         own |= {number: bind(eqns[0], [own[number]])[0] for number, eqns in broadcast.items()}
-        own |= {i: lax.dynamic_index_in_dim(x, own[i], axis, keepdims=False) for i, (x, axis) in whole.items()}
         made = first.run([own.get(i, x) for i, x in enumerate(shared)])
         return [made[place] for _, place in loop.carries], [made[place] for place in loop.ys]
 
@@ -272,9 +314,6 @@ def _loop(facts: Facts, order: Sequence[int], turns: _Turns, bounds: Sequence[in
     broadcasts = {
         number: [None if jaxprs.is_literal(x) else made_by.get(x) for x in atoms] for number, atoms in atoms_of.items()
     }
-    unstacks = [x for x in facts.jaxpr.eqns if x.primitive.name == "unstack" and not facts.only_params(x)]
-    index_of = {var: (eqn, i) for eqn in unstacks for i, var in enumerate(eqn.outvars)}
-    unstacked = ((number, _unstacked(inputs[number], index_of)) for number in slices)
     return _Loop(
         start=bounds[0],
         stop=bounds[-1],
@@ -282,17 +321,8 @@ def _loop(facts: Facts, order: Sequence[int], turns: _Turns, bounds: Sequence[in
         carries=carries,
         slices=slices,
         broadcasts={number: eqns for number, eqns in broadcasts.items() if _are_alike(eqns)},
-        unstacked={number: found for number, found in unstacked if found is not None},
         ys=sorted(ys),
     )
-
-
-def _unstacked(atoms: Sequence[Any], index_of: Mapping[Any, tuple[Any, int]]) -> tuple[Any, Sequence[int]] | None:
-    """Returns the equation that unstacks the inputs of all layers, and which of them each is; None if none does."""
-    found = [index_of[x] for x in atoms if not jaxprs.is_literal(x) and x in index_of]
-    if len(found) < len(atoms) or any(eqn is not found[0][0] for eqn, _ in found):
-        return None
-    return found[0][0], [index for _, index in found]
 
 
 def _operands(eqn: Any) -> list[Any]:

@@ -772,7 +772,7 @@ REFUSED = {
     "no layers": (of_one_layer, r"no jax.lax.scan over stacked params.*stack the params of equal layers"),
     "layers that differ": (unequal, r"8 kinds, block 1 and block 0 differ: sin of .*test_pipeline.*, and tanh of"),
     "another operation": (
-        looped(lambda i, xs, y: xs[-1] + (jnp.sin if i == 5 else jnp.cos)(y)),
+        looped(lambda i, xs, y: xs[-1] + (jnp.sin if i == 4 else jnp.cos)(y)),
         r"of the 4 blocks .* block 2 and blocks 0, 1, 3 differ: sin of float32\[16,4,16\] at .*test_pipeline.*, and "
         r"cos of .*test_pipeline.*let all layers do the same",
     ),

@@ -23,7 +23,7 @@ from zero_jax.transforms.pipeline.place import StagePlace
 from zero_jax.transforms.pipeline.report import PipelineReport
 from zero_jax.transforms.pipeline.rolled import rolled
 from zero_jax.transforms.pipeline.schedule import Schedule, resolve_schedule
-from zero_jax.transforms.pipeline.transform import PipelinedProgram, Stages, with_stages
+from zero_jax.transforms.pipeline.transform import MovedGrads, PipelinedProgram, Stages, with_stages
 from zero_jax.transforms.remat.choice import ValueChoice, choose_values
 from zero_jax.transforms.remat.costs import BlockCosts
 from zero_jax.transforms.remat.policies import Remat, resolve_remat

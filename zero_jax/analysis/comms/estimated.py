@@ -271,7 +271,9 @@ class _LeafTraffic:
             share, kind = 1 - 1 / placement.num_stages, "all-to-all"
         if not self.pipe or not share:
             return
-        for group, phase in (("params", "forward"), ("grads", "backward")):
+        # Groups of layers of devices' own gradients move when they are summed.
+        grads = "master" if kind == "collective-permute" and placement.grad_plan.is_of_update else "grads"
+        for group, phase in (("params", "forward"), (grads, "backward")):
             if phase == "forward" or has_grad:
                 over = self.on_data(self.only_over(self.leaf.dims, placement.axes_of_group(group)))
                 moves = [(self.pipe, share * self.num_elements / axis_size(self.mesh, over))]

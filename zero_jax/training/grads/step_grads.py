@@ -18,6 +18,7 @@ from zero_jax.dims import Kind, Relation
 from zero_jax.program.loss import LossProgram
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import wide
+from zero_jax.sharding.spec import named
 from zero_jax.training.grads.accumulator import Accumulator, GradFn, GradInputs, mean, over
 from zero_jax.training.grads.choice import JudgedLoss, judge
 from zero_jax.training.grads.combined import CombinedAux
@@ -27,7 +28,7 @@ from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.noise_scale import Parts
 from zero_jax.training.state.placement import Placement
 from zero_jax.training.state.train_state import flags_of_all, merge
-from zero_jax.transforms import HostParam, differentiated, used_shapes, weight_alone, with_gradient
+from zero_jax.transforms import HostParam, MovedGrads, differentiated, used_shapes, weight_alone, with_gradient
 
 
 class StepGrads(NamedTuple):
@@ -173,10 +174,10 @@ class _Sums(NamedTuple):
 
     def accumulated(self, inputs: GradInputs, errors: Sequence[Any]) -> Any:
         """Returns `((loss, (aux, model_state)), grads, parts, errors, plan)`; warns of what is not as asked for."""
-        plan = self.judged.plan
+        plan, moved = self.judged.plan, MovedGrads()
         accumulator = self.accumulator(plan)
         try:
-            out, grads, parts = self.of_plan(accumulator, inputs)
+            out, grads, parts = self.of_plan(accumulator, inputs, moved)
         except NotImplementedError as error:
             if not plan.once_over:
                 raise
@@ -187,6 +188,10 @@ class _Sums(NamedTuple):
             out, grads, parts = self.of_plan(accumulator, inputs)
         if accumulator.plan.once_over:
             grads, errors = accumulator.reduce(grads, errors)
+            for i, number in enumerate(j for j, flag in enumerate(self.scaled.has_grad) if flag):
+                if number in moved:
+                    sharding = named(accumulator.mesh, accumulator.sums[i].dims)
+                    grads[i] = lax.with_sharding_constraint(moved[number](grads[i]), sharding)
         self.judged.warn(accumulator.plan)
         return out, grads, parts, errors, accumulator.plan
 
@@ -201,10 +206,10 @@ class _Sums(NamedTuple):
             by_weight=self.judged.separable.on_parts.by_weight,
         )
 
-    def of_plan(self, accumulator: Accumulator, inputs: GradInputs) -> Any:
-        """Returns what `Accumulator.accumulate` does, with the counts of the batch."""
+    def of_plan(self, accumulator: Accumulator, inputs: GradInputs, moved: MovedGrads | None = None) -> Any:
+        """Returns what `Accumulator.accumulate` does, with the counts of the batch; gradients may be to be `moved`."""
         counts = self.counts(accumulator, inputs)
-        return accumulator.accumulate(self.grad_fn(accumulator), inputs._replace(batch=(inputs.batch, counts)))
+        return accumulator.accumulate(self.grad_fn(accumulator, moved), inputs._replace(batch=(inputs.batch, counts)))
 
     def counts(self, accumulator: Accumulator, inputs: GradInputs) -> list[jax.Array]:
         """Returns the counts of the batch: those of its parts are summed as its gradients are."""
@@ -232,14 +237,14 @@ class _Sums(NamedTuple):
         ((_, (counts, _)), _, _) = counter.accumulate(grad_fn, inputs)
         return counts
 
-    def grad_fn(self, accumulator: Accumulator) -> GradFn:
+    def grad_fn(self, accumulator: Accumulator, moved: MovedGrads | None) -> GradFn:
         """Returns the function of loss and gradients of a part."""
         loss, scaled, plan = self.loss, self.scaled, accumulator.plan
         if not plan.at_use:
             if plan.is_per_device and plan.once_over:
                 axes = loss.placement.axes
                 own = dataclasses.replace(axes, replica=(), data=axes.pipe)
-                return scaled.grad_fn(loss.staged(self.program, own))
+                return scaled.grad_fn(loss.staged(self.program, own, moved))
             return scaled.grad_fn(loss.placed(self.program, with_copies=not plan.once_over))
         mapped = loss.placed(self.program, with_copies=False, mapped=True)
 

@@ -39,6 +39,7 @@ from zero_jax.training.state.placement import Placement, make_placement
 from zero_jax.training.zero_config import ZeroConfig, batch_patterns
 from zero_jax.transforms import (
     GatherOptions,
+    MovedGrads,
     PipelinedProgram,
     Remat,
     StagePlace,
@@ -134,10 +135,10 @@ class StepLoss:
             schedule=resolve_schedule(config.pipeline),
         )
 
-    def staged(self, program: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
-        """Returns a program with its layers as stages, whose params are used as they are stored."""
+    def staged(self, program: Callable[..., Any], axes: Axes, moved: MovedGrads | None = None) -> Callable[..., Any]:
+        """Returns a program with its layers as stages, whose params are used as they are stored; see `with_stages`."""
         is_staged = self.placement.num_stages > 1
-        return with_stages(LossProgram.of(program), self.stages(axes)) if is_staged else program
+        return with_stages(LossProgram.of(program), self.stages(axes), moved) if is_staged else program
 
     def placed(
         self, program: Callable[..., Any], *, with_copies: bool = True, mapped: bool = False

@@ -81,6 +81,22 @@ class StagePlace:
             made = [at_stages(np.equal(here, i), moved, x) for i, x in enumerate(made)]
         return self.pinned(jnp.stack(made, 1).reshape(x.shape), self.pipe)
 
+    def stages_apart(self, stack: jax.Array, num_stages: int, num_groups: int) -> jax.Array:
+        """Returns what `stages` does; its gradient stays where the layers run, for `moved_back` to move it."""
+
+        @jax.custom_vjp
+        def apart(stack: jax.Array) -> jax.Array:
+            return self.stages(stack, num_stages, num_groups)
+
+        shape = stack.shape
+        apart.defvjp(lambda stack: (apart(stack), None), lambda _, cotangent: (cotangent.reshape(shape),))
+        return apart(stack)
+
+    def moved_back(self, grad: jax.Array, num_stages: int, num_groups: int) -> jax.Array:
+        """Returns the gradient of a stack by that of `stages_apart`."""
+        stages = lambda x: self.stages(x, num_stages, num_groups).reshape(x.shape)  # noqa: E731
+        return jax.vjp(stages, grad)[1](grad)[0]
+
 
 def at_stages(stages: Any, new: jax.Array, old: jax.Array) -> jax.Array:
     """Returns `new` at some stages, and `old` at the others."""

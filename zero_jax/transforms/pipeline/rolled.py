@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
 import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -33,6 +34,9 @@ _RULES = {
 }
 # What draws random numbers of examples: it stays in its layer, where each microbatch draws its own.
 _DRAWS = OTHERWISE | {"random_bits", "random_gamma"}
+
+# As many repeats are looked at closely, those that cover most.
+_MAX_REPEATS = 16
 
 Place = tuple[int, int]  # the number of an equation of a layer, and of a result of it
 
@@ -241,13 +245,14 @@ def _loops(facts: Facts) -> tuple[list[int], dict[int, _Loop], list[str]]:
     in the first of them.
     """
     sequence = EqnSequence(facts)
-    loops, refusals, turn = dict[int, _Loop](), list[str](), _Turns(facts, sequence)
+    loops, refusals, turns = dict[int, _Loop](), list[str](), _Turns(facts, sequence)
     runs = [[*run] for _, run in itertools.groupby(find_blocks(sequence), key=lambda block: block.repeat)]
     bounds = [np.searchsorted(sequence.eqns, [*(x.start for x in run), run[-1].stop]).tolist() for run in runs]
     edges = [0, *(run[-1] for run in bounds[:-1])], [*(run[0] for run in bounds[1:]), len(sequence.eqns)]
     for run, start, stop in zip(bounds, *edges, strict=False):
         try:
-            loops.update((each[0], _loop(facts, sequence.eqns, turn, each)) for each in turn.layers(run, start, stop))
+            loop = _loop(facts, sequence.eqns, turns, turns.layers(run, start, stop))
+            loops[loop.start] = loop
         except CannotCut as error:
             refusals.append(str(error))
     return sequence.eqns, loops, refusals
@@ -364,27 +369,36 @@ class _Turns:
         """Returns the turns of a loop between some places of the sequence."""
         return list(itertools.starmap(self.turn, itertools.pairwise(bounds)))
 
-    def layers(self, blocks: Sequence[int], start: int, stop: int) -> list[Sequence[int]]:
-        """Returns the bounds of the layers of loops that are most of a run of blocks; others run on the whole batch.
+    def layers(self, blocks: Sequence[int], start: int, stop: int) -> Sequence[int]:
+        """Returns the bounds of the equal layers that are most of a run of blocks; others run on the whole batch.
+
+        A layer may be several blocks or a part of one, and need not begin where a block does.
 
         Args:
           blocks: the bounds of the blocks.
-          start: where the first loop may begin.
+          start: where the first layer may begin.
           stop: where the last one may end.
 
         Raises:
-          CannotCut: loops have no more than half of the run; with the blocks that differ and what differs first.
+          CannotCut: they are no more than half of the run; with the blocks that differ and what differs first.
         """
-        found, parts, others = [], [(start, stop)], [*range(len(blocks) - 1)]
-        is_most = lambda: 2 * sum(blocks[i + 1] - blocks[i] for i in others) < blocks[-1] - blocks[0]  # noqa: E731
-        while parts and not is_most():
-            start, stop = parts.pop()
-            if bounds := self.longest(blocks, start, stop):
-                found.append(bounds)
-                parts += [(start, bounds[0]), (bounds[-1], stop)]
-                others = [i for i in others if not bounds[0] <= (blocks[i] + blocks[i + 1]) // 2 < bounds[-1]]
-        if not is_most():
+        numbers, best = self.sequence.numbers[start:stop], [start]
+        repeats = ((size, each) for size in range(1, len(numbers) // 2 + 1) for each in repeats_of(numbers, size))
+        # Those that cover most, and of these the ones of the smallest layers.
+        found = [(size * (len(each) // size), -size, start + each[0], len(each)) for size, each in repeats]
+        for covered, period, begin, length in heapq.nlargest(_MAX_REPEATS, found):
+            turns = np.arange(0, covered + 1, -period)
+            phase = min(range(length - covered + 1), key=lambda x: self.sequence.crossing[begin + x + turns].sum())
+            bounds = (begin + phase + turns).tolist()
+            kinds = [turn.signature for turn in self.between(bounds)]
+            stretches = ([*each] for _, each in itertools.groupby(range(len(kinds)), key=kinds.__getitem__))
+            equal = max(stretches, key=len)
+            if len(equal) > 1 and -period * len(equal) > best[-1] - best[0]:
+                best = bounds[equal[0] : equal[-1] + 2]
+        if 2 * (best[-1] - best[0]) <= blocks[-1] - blocks[0]:
             raise CannotCut(_difference(self.between(blocks)))
+        uses = [self.sequence.uses(*pair) for pair in itertools.pairwise(blocks)]
+        others = [i for i, each in enumerate(uses) if np.any((each < best[0]) | (each >= best[-1]))]
         if others:
             where = [_where(self.eqns[self.sequence.eqns[blocks[i]]]) for i in others[:4]]
             warnings.warn(
@@ -393,29 +407,6 @@ class _Turns:
                 "they run on the whole batch",
                 stacklevel=2,
             )
-        return found
-
-    def longest(self, blocks: Sequence[int], start: int, stop: int) -> Sequence[int]:
-        """Returns the bounds of the equal layers that have most of what is between two places; none if there are none.
-
-        A layer may be one block or several of them, and need not begin where a block does.
-        """
-        inside, best = [x for x in blocks if start <= x <= stop], []
-        sizes = {inside[i] - inside[j] for i in range(len(inside)) for j in range(i)}
-        numbers = self.sequence.numbers[start:stop]
-        found = [(size, each) for size in sizes for each in repeats_of(numbers, size)]
-        found = [(size * (len(each) // size), size, start + each[0], len(each)) for size, each in found]
-        for covered, size, begin, length in sorted(found, key=lambda x: (-x[0], x[1])):
-            if best and covered <= best[-1] - best[0]:
-                break
-            turns = np.arange(0, covered + 1, size)
-            phase = min(range(length - covered + 1), key=lambda x: self.sequence.crossing[begin + x + turns].sum())
-            bounds = (begin + phase + turns).tolist()
-            kinds = [(turn.signature, i) for i, turn in enumerate(self.between(bounds))]
-            each = ([i for _, i in some] for _, some in itertools.groupby(kinds, key=lambda kind: kind[0]))
-            equal = max(each, key=len)
-            if len(equal) > 1 and (not best or len(equal) * size > best[-1] - best[0]):
-                best = bounds[equal[0] : equal[-1] + 2]
         return best
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -215,11 +216,22 @@ def _refusal(found: Sequence[FoundLoop], stages: Stages, traced: Traced) -> str:
     )
 
 
-def with_stages(program: LossProgram, stages: Stages) -> LossProgram:
-    """Returns a program whose scans over layers are stages, to be evaluated as any other; see `PipelinedProgram`."""
+# From the number of a leaf of params to what moves its gradient to where it is stored.
+MovedGrads = dict[int, Callable[[jax.Array], jax.Array]]
+
+
+def with_stages(program: LossProgram, stages: Stages, moved: MovedGrads | None = None) -> LossProgram:
+    """Returns a program whose scans over layers are stages, to be evaluated as any other; see `PipelinedProgram`.
+
+    If `moved` is given, gradients of the groups of layers stay in the stages that run them, where layers divide: those
+    of a device are to be summed with others' before they move. What moves them is noted there.
+    """
 
     def evaluated(traced: Traced) -> Traced:
-        walk = _StageWalk(stages.place)
+        jaxpr, _ = jaxprs.open_jaxpr(traced.closed)
+        uses = collections.Counter(x for eqn in jaxpr.eqns for x in jaxprs.variables(eqn))
+        params = {x: i for i, x in enumerate(jaxpr.invars[: traced.num_params]) if uses[x] == 1}
+        walk = _StageWalk(stages.place, {} if moved is None else params, moved)
         return traced.evaluated(lambda leaves, _: walk.run(traced.closed, leaves, None))
 
     return PipelinedProgram(program, stages).then(evaluated)
@@ -228,9 +240,9 @@ def with_stages(program: LossProgram, stages: Stages) -> LossProgram:
 class _StageWalk(Walk[None]):
     """Evaluates a program on arrays, with its stages."""
 
-    def __init__(self, place: StagePlace):
+    def __init__(self, place: StagePlace, params: Mapping[Any, int], moved: MovedGrads | None):
         super().__init__()
-        self.place = place
+        self.place, self.params, self.moved = place, params, moved
 
     def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> bool:
         return sub.kind == "call" and any(each.primitive is pipeline_p for each in equations_of(eqn))
@@ -245,8 +257,18 @@ class _StageWalk(Walk[None]):
             return evaluate(opened, own, [number, *consts, *carry, *slices])
 
         with jaxprs.source_context(eqn):
-            stacks = [self.place.stages(x, layers.num_stages, layers.num_groups) for x in stacks]
+            atoms = eqn.invars[len(values) - len(stacks) :]
+            stacks = [self.stages(*each, layers) for each in zip(atoms, stacks, strict=True)]
             return run_schedule(loop, self.place, others, stacks, layer)
+
+    def stages(self, atom: Any, stack: Any, loop: LayerLoop) -> jax.Array:
+        """Returns a stack as stages have it; notes how its gradient moves, if it does not by itself."""
+        number = None if jaxprs.is_literal(atom) else self.params.get(atom)
+        groups = loop.num_stages, loop.num_groups
+        if number is None or self.moved is None or loop.num_groups == 1 or loop.num_places > loop.num_layers:
+            return self.place.stages(stack, *groups)
+        self.moved[number] = lambda grad: self.place.moved_back(grad, *groups)
+        return self.place.stages_apart(stack, *groups)
 
 
 def split_stages(

@@ -387,6 +387,8 @@ class _Turns:
         # Those that cover most, and of these the ones of the smallest layers.
         found = [(size * (len(each) // size), -size, start + each[0], len(each)) for size, each in repeats]
         for covered, period, begin, length in heapq.nlargest(_MAX_REPEATS, found):
+            if covered <= best[-1] - best[0]:
+                break
             turns = np.arange(0, covered + 1, -period)
             phase = min(range(length - covered + 1), key=lambda x: self.sequence.crossing[begin + x + turns].sum())
             bounds = (begin + phase + turns).tolist()
@@ -396,7 +398,9 @@ class _Turns:
             if len(equal) > 1 and -period * len(equal) > best[-1] - best[0]:
                 best = bounds[equal[0] : equal[-1] + 2]
         if 2 * (best[-1] - best[0]) <= blocks[-1] - blocks[0]:
-            raise CannotCut(_difference(self.between(blocks)))
+            # Between two blocks one may begin with what is the end of the one before: the first has nothing before it.
+            late = max(blocks[2] - 2 * blocks[1] + blocks[0], 0)
+            raise CannotCut(_difference(self.between([blocks[0], *(x + late for x in blocks[1:])])))
         uses = [self.sequence.uses(*pair) for pair in itertools.pairwise(blocks)]
         others = [i for i, each in enumerate(uses) if np.any((each < best[0]) | (each >= best[-1]))]
         if others:

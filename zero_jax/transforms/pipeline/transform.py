@@ -198,8 +198,8 @@ def _refusal(found: Sequence[FoundLoop], stages: Stages, traced: Traced) -> str:
         reasons = "; ".join(f"the layers at {entry.line}: {entry.why}" for entry in found)
         is_of_schedule = any("pipeline=" in entry.why or "groups" in entry.why for entry in found)
         other = "; give pipeline='gpipe'" if is_of_schedule and stages.schedule != Schedule() else ""
-        if "may be mixed" in reasons:
-            other += "; let layers return sums and means over the batch, and combine these behind the layers"
+        if not is_of_schedule and "may be mixed" in reasons:
+            other = "; let layers return sums and means over the batch, and combine these behind the layers"
         return (
             f"pipe={stages.num_stages}: no layers can be the stages of a pipeline: {reasons}{other}; or leave pipe out"
         )

@@ -44,6 +44,7 @@ from zero_jax.transforms import (
     Remat,
     StagePlace,
     Stages,
+    convolutions_as_products,
     features_in_rows,
     fuse_attention,
     gathered,
@@ -100,7 +101,9 @@ class StepLoss:
         Layers that will be stages are those of a scan in it.
         """
         placement = self.placement
-        program = self.program if placement.num_stages == 1 else self.program.then(rolled)
+        program = (
+            self.program if placement.num_stages == 1 else self.program.then(rolled).then(convolutions_as_products)
+        )
         if self.config.attention == "own":
             return program
         return LossProgram.of(fuse_attention(program, mesh=placement.mesh, axes=placement.axes))

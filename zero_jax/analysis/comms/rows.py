@@ -201,10 +201,7 @@ def read_rows(
 
 
 def program_shape(mesh: Mesh | None, num_devices: int) -> tuple[tuple[str, int], ...]:
-    """Returns names and sizes of the mesh axes of a program's devices; empty if they are not known.
-
-    XLA:TPU makes a program for each slice, whose devices are those of one slice in the order of the mesh.
-    """
+    """Returns names and sizes of the mesh axes of a program's devices, on TPUs those of a slice; empty if unknown."""
     if mesh is None:
         return ()
     slices = np.array(list(map(slice_of, mesh.devices.flat)))
@@ -320,10 +317,7 @@ def _moved(collective: Collective, program: Program, kind: str) -> list[tuple[in
     if instruction.opcode.endswith("-start"):  # the operands come first
         shapes = shapes[1:2] if kind.endswith("(windowed)") else shapes[-len(collective.dtypes) :]
     if kind == "reduce-scatter" and instruction.opcode == "all-reduce":  # the fused form has the unsharded result
-        shapes = [_shard_of(dims, collective.group_size) for dims in shapes]
+        for i, dims in enumerate(shapes):
+            last = next((j for j in reversed(range(len(dims))) if dims[j] % collective.group_size == 0), None)
+            shapes[i] = tuple(x // collective.group_size if j == last else x for j, x in enumerate(dims))
     return shapes
-
-
-def _shard_of(dims: tuple[int, ...], size: int) -> tuple[int, ...]:
-    dim = next((i for i in reversed(range(len(dims))) if dims[i] % size == 0), None)
-    return dims if dim is None else (*dims[:dim], dims[dim] // size, *dims[dim + 1 :])

@@ -333,10 +333,7 @@ def _is_distinct(setting: Candidate, *, has_master: bool) -> bool:
 
 
 def _model_sizes(estimator: Estimator, models: Sequence[int] | None) -> tuple[int, ...]:
-    """Returns the sizes of the axis `model` to try: those that the model can be sharded over.
-
-    What the model raises at the smallest of them is no refusal of a setting: it is raised.
-    """
+    """Returns the sizes of `model` that the model's specs divide over; what it raises at the least is raised."""
     estimator.check(min(models or (1,)))
     if models is None:
         models = model_sizes(estimator.job.topology) if estimator.has_model_specs() else (1,)
@@ -348,11 +345,7 @@ def _model_sizes(estimator: Estimator, models: Sequence[int] | None) -> tuple[in
 
 
 def _pipe_sizes(estimator: Estimator, pipes: Sequence[int] | None, pipelines: Sequence[str]) -> tuple[int, ...]:
-    """Returns the sizes of the axis `pipe` to try: those that the loss can be cut into stages for.
-
-    Raises:
-      ValueError: it cannot for any of them.
-    """
+    """Returns the sizes of `pipe` into which the loss can be cut; raises `ValueError` if it can into none."""
     if pipes is None:
         num_slices = estimator.topology.num_slices
         sizes = (size for size in divisors(estimator.num_devices) if size <= _MAX_PIPE)

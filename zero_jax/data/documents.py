@@ -127,11 +127,7 @@ def _read_json_lines(file: SourceFile, text_field: str) -> Iterator[Piece]:
 
 
 def json_lines(source: Source) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Reads the objects of JSON Lines, or of the rows of a table, each with its place, such as `line N of FILE`.
-
-    Raises:
-      ValueError: a file cannot be read, or a line is no object in UTF-8.
-    """
+    """Reads the objects of JSON Lines, or of the rows of a table, each with its place, such as `line N of FILE`."""
     if source.table is not None:
         yield from ((f"row {i} of {source.name}", row) for i, row in enumerate(source.table, 1))
         return

@@ -220,7 +220,6 @@ def _draw_page(heading: str, groups: Groups, *, is_part: bool = False) -> str:
 
 
 def _bar(groups: Groups) -> str:
-    """Draws the bytes of a device by group."""
     sizes = {name: sum(leaf.device_bytes for leaf in leaves) for name, leaves in groups.items()}
     total, x, parts, legend = max(sum(sizes.values()), 1), 0.0, [], []
     for place, (name, size) in enumerate(sizes.items()):

@@ -202,7 +202,6 @@ def _marker_of(step: int) -> bytes:
 
 
 def _write(path: epath.Path, content: bytes) -> None:
-    """Writes a file and flushes it to the disk."""
     with path.open("wb") as file:
         file.write(content)
         if not is_bucket(path):

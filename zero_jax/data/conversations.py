@@ -183,7 +183,6 @@ class _Reader(contextlib.ExitStack):
 
 
 def _of_pieces(turns: Sequence[Turn], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Tokenizes each part by itself."""
     pieces, marks = [], []
     for turn in turns:
         piece = tokenizer.encode(turn.text).astype(np.int32)

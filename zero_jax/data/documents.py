@@ -89,7 +89,6 @@ def _of_each_file(source: Source, read: Callable[[SourceFile], Iterator[_T]]) ->
 
 
 def _read_file(file: SourceFile, _: str) -> Iterator[Piece]:
-    """Reads a text file in blocks that end between words."""
     with file.path.open("rb") as stream:
         buffer = stream.read(len(_BYTE_ORDER_MARK)).removeprefix(_BYTE_ORDER_MARK)
         while block := stream.read(_BLOCK_BYTES):

@@ -160,7 +160,6 @@ def kernel_work(module: Any, scalars: Sequence[Known]) -> Work | None:
 
 
 def _walk(operation: Any) -> Iterator[Any]:
-    """Yields an operation and all that are in it."""
     yield operation
     for region in operation.regions:
         for inner in _operations(region):

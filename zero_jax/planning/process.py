@@ -238,7 +238,6 @@ def _run(folder: pathlib.Path, environment: Mapping[str, str], *, where: str, op
 
 @contextlib.contextmanager
 def _process(folder: pathlib.Path, environment: Mapping[str, str]) -> Iterator[subprocess.Popen]:
-    """Starts the process, and kills it on exit if it still runs."""
     command = [sys.executable, "-m", "zero_jax.planning.worker", str(folder), str(os.getpid())]
     with (folder / _PRINTED).open("wb") as printed, (folder / _ERRORS).open("wb") as errors:
         process = subprocess.Popen(

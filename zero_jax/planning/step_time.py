@@ -74,7 +74,6 @@ class TimeEstimate(Report):
 
 
 def _shown(seconds: float) -> str:
-    """Formats a time in seconds, ms or us."""
     if seconds >= 0.1 or not seconds:
         return f"{seconds:.3f} s"
     return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"

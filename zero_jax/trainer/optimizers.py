@@ -279,8 +279,6 @@ def _muon(schedule: Any, *, weight_decay: float, mask: Any, **options: Any) -> o
 
 
 class _Optimizer(NamedTuple):
-    """An optimizer."""
-
     learning_rate: float  # its usual learning rate
     momenta: tuple[str, ...]  # the options that are decays of what `mu_dtype` is of
     options: Mapping[str, tuple[str, Any]]  # for each option optax's name of it and a default

@@ -124,7 +124,6 @@ def translate(
 
 
 def _entries(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the values by dotted key."""
     for name, value in config.items():
         key = prefix + name
         if key not in SECTIONS:

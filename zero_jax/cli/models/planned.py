@@ -149,7 +149,6 @@ def reference_model(name: str, config: ModelConfig, activations: ActivationConfi
 
 
 def _token_values(vocab_size: int, shapes: PyTree) -> PyTree:
-    """Returns random tokens and weights."""
     random = np.random.default_rng(0)
     tokens = {name: random.integers(0, vocab_size, shapes[name].shape, np.int32) for name in ("inputs", "targets")}
     return tokens | {"weights": random.random(shapes["weights"].shape, np.float32)}

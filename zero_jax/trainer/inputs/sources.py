@@ -222,7 +222,6 @@ def _encode(label: str, state: Any) -> str:
 
 
 def _decode(text: str) -> Any:
-    """Decodes a state; raises `ValueError` for text that is not one."""
     record = json.loads(text)
     if not isinstance(record, dict) or record.keys() not in ({"bytes"}, {"json"}):
         raise ValueError(f"{shown(text)} is no state of batches")

@@ -132,11 +132,8 @@ class PlanReport(Report):
         """Returns bytes sent over the ideal by a key of rows; those without an ideal, or not measured, are left out."""
         if self.comms is None:
             return {}
-        sent: dict[str, list[float]] = {}
-        for column, rows in enumerate((self.comms_estimate.rows, self.comms.rows)):
-            for row in rows:
-                sent.setdefault(key(row), [0.0, 0.0])[column] += row.total_sent_bytes
-        return {name: measured / ideal for name, (ideal, measured) in sent.items() if ideal}
+        ideal, sent = self.comms_estimate.sent_by(key), self.comms.sent_by(key)
+        return {name: sent.get(name, 0.0) / size for name, size in ideal.items() if size}
 
     @property
     def training(self) -> Mapping[str, float] | None:

@@ -27,7 +27,7 @@ _AT_ONCE_BYTES = 1 << 30
 def read_tokens(
     source: Source, tokenizer: Tokenizer, *, text_field: str, token_dtype: str, cache: pathlib.Path | None, log: Log
 ) -> Tokens:
-    """Returns the tokens of a source, made now or from the cache, which has a token file's offsets alone."""
+    """Returns the tokens of a source, from the cache (None: in memory), which has a token file's offsets alone."""
 
     def make(folder: pathlib.Path | None) -> Tokens:
         is_in_place = folder is not None and source.format == "tokens" and len(source.files) == 1

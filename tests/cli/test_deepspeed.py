@@ -7,7 +7,6 @@ import pytest
 from command_line import run
 
 from zero_jax.cli import commands as cli
-from zero_jax.cli.command_options import SECTIONS as FILE_SECTIONS
 from zero_jax.cli.config_file import read_file, write_file
 from zero_jax.cli.deepspeed import translate
 from zero_jax.cli.deepspeed.rows import KEYS, SECTIONS
@@ -172,7 +171,7 @@ def test_every_key_has_one_row_and_what_comes_of_it_loads(tmp_path):
             assert key in {row.key for row in translation.rows}, (key, value)
             assert all(row.reason or row.settings or row.status in ("off", "same") for row in translation.rows), key
             write_file(tmp_path / "a.toml", translation.sections, title="")
-            read_file(tmp_path / "a.toml", FILE_SECTIONS)
+            read_file(tmp_path / "a.toml")
 
 
 def test_every_key_of_a_wrong_kind_is_named():
@@ -377,7 +376,7 @@ def test_the_command_writes_once_and_its_output_is_a_config(tmp_path, capsys):
     status, text, _ = run(["from-deepspeed", str(path)], capsys)
     assert status == 0
     (tmp_path / "b.toml").write_text(text)
-    assert read_file(tmp_path / "b.toml", FILE_SECTIONS)["ZeroConfig.stage"] == 3
+    assert read_file(tmp_path / "b.toml")["ZeroConfig.stage"] == 3
     assert run(["from-deepspeed", str(path), "--out", str(out)], capsys)[0] == 0
     assert "decide yourself" in out.read_text() and "warmup_steps = 500" in out.read_text()
     before = out.read_text()

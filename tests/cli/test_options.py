@@ -5,11 +5,9 @@ import json
 import pytest
 
 from zero_jax.cli import commands as cli
-from zero_jax.cli.command_options import SECTIONS as FILE_SECTIONS
+from zero_jax.cli.command_options import SECTIONS
 from zero_jax.cli.config_classes import defaults_of, option_fields
 from zero_jax.cli.config_file import read_file, write_file
-
-SECTIONS = {"zero": "ZeroConfig", "optimizer": "OptimizerConfig"}
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -25,7 +23,7 @@ def test_what_is_written_is_read(tmp_path):
         "optimizer": {"learning_rate": 0.5, "optimizer": "lion"},
     }
     write_file(path, written, title='with "quotes"')
-    assert read_file(path, SECTIONS) == {
+    assert read_file(path) == {
         "ZeroConfig.stage": 2,
         "ZeroConfig.clip_norm": None,
         "ZeroConfig.precision": "bf16",
@@ -42,19 +40,19 @@ def test_every_character_of_a_text_is_read_as_it_was_written(tmp_path):
     for part in (text[:300], text[300:]):
         written = {"zero": {"remat": part, "compiler_options": {part: part}}}
         write_file(path, written, title=part)
-        assert read_file(path, SECTIONS) == {
+        assert read_file(path) == {
             "ZeroConfig.remat": part,
             "ZeroConfig.compiler_options": {part: part},
         }
 
 
-@pytest.mark.parametrize("section", FILE_SECTIONS)
+@pytest.mark.parametrize("section", SECTIONS)
 def test_every_default_may_be_given(section, tmp_path):
-    path, config = tmp_path / "config.toml", FILE_SECTIONS[section]
+    path, config = tmp_path / "config.toml", SECTIONS[section]
     fields = option_fields(config)
     defaults = {name: value for name, value in defaults_of(config).items() if section != "model"}
     write_file(path, {section: defaults}, title="")
-    assert read_file(path, FILE_SECTIONS) == {f"{config}.{name}": value for name, value in defaults.items()}
+    assert read_file(path) == {f"{config}.{name}": value for name, value in defaults.items()}
     for name, value in defaults.items():
         option, kind = f"--{name.replace('_', '-')}", fields[name].kind
         if kind.base in (int, float, str):
@@ -80,12 +78,12 @@ def test_what_a_file_may_not_say(text, message, tmp_path):
     path = tmp_path / "config.toml"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
-        read_file(path, SECTIONS)
+        read_file(path)
 
 
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match="cannot read the config file"):
-        read_file(tmp_path / "none.toml", SECTIONS)
+        read_file(tmp_path / "none.toml")
 
 
 @pytest.mark.slow

@@ -528,9 +528,10 @@ def test_a_written_config_keeps_every_setting_of_the_plan(tmp_path):
     written = tmp_path / "plan.toml"
     options = cli.parse(["plan", "--model", "gpt-tiny", "--topology", TOPOLOGY, "--write-config", str(written)])
     chosen = zero.ZeroConfig(stage=3, precision="bf16", offload="state", offload_fraction=0.5, quantize_gathers="fp8")
-    request = types.SimpleNamespace(model=types.SimpleNamespace(config=gpt.PRESETS["gpt-tiny"]), zero=chosen)
+    request = types.SimpleNamespace(model=types.SimpleNamespace(config=gpt.PRESETS["gpt-tiny"]))
     report = types.SimpleNamespace(batch_size=8, topology=TOPOLOGY, mesh={"data": 4})
-    cli_plan._write_config(options, request, report, activations=presets.ActivationConfig(loss_chunk=64))
+    activations = presets.ActivationConfig(loss_chunk=64)
+    cli_plan._write_config(options, request, report, zero=chosen, activations=activations)
     read = cli.parse(["train", "--config", str(written)])
     assert getattr(read, "ActivationConfig.loss_chunk") == 64
     fields = ("stage", "precision", "offload", "offload_fraction", "quantize_gathers")

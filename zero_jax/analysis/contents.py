@@ -202,7 +202,11 @@ def _spec(sharding: Any, ndim: int) -> str:
 
 def _draw_page(heading: str, groups: Groups, *, is_part: bool = False) -> str:
     """Returns leaves by group as a page, or as a part of one (for notebooks)."""
-    groups = _merge_single_leaves(groups)
+    # Groups that are a single leaf, such as counters and keys, are one at the end.
+    single = {name for name, leaves in groups.items() if len(leaves) == 1 and leaves[0].path == name}
+    others = (*groups.get("other", ()), *(groups[name][0] for name in groups if name in single))
+    groups = {name: leaves for name, leaves in groups.items() if name not in {*single, "other"}}
+    groups |= {"other": others} if others else {}
     title = _escaped(heading)
     style = pathlib.Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
     parts = [f"<style>\n{style}</style>", '<div class="zero-summary">', f"<h1>{title}</h1>", _bar(groups)]
@@ -215,16 +219,7 @@ def _draw_page(heading: str, groups: Groups, *, is_part: bool = False) -> str:
     return f'<!doctype html>\n<html lang="en">{head}\n<body style="margin: 24px">\n{body}\n</body></html>\n'
 
 
-def _merge_single_leaves(groups: Groups) -> Groups:
-    """Moves groups that are a single leaf, such as counters and keys, into a group `other` at the end."""
-    single_names = {name for name, leaves in groups.items() if len(leaves) == 1 and leaves[0].path == name}
-    single_leaves = tuple(leaf for name in groups if name in single_names for leaf in groups[name])
-    merged = {name: leaves for name, leaves in groups.items() if name not in single_names}
-    return merged | ({"other": (*merged.get("other", ()), *single_leaves)} if single_leaves else {})
-
-
 def _bar(groups: Groups) -> str:
-    """Draws the bytes of a device by group."""
     sizes = {name: sum(leaf.device_bytes for leaf in leaves) for name, leaves in groups.items()}
     total, x, parts, legend = max(sum(sizes.values()), 1), 0.0, [], []
     for place, (name, size) in enumerate(sizes.items()):
@@ -269,9 +264,11 @@ def _drawing(leaf: LeafSummary) -> str:
     cells = [] if places else [f'<rect x="1" y="1" width="{width}" height="{height}" fill="#bbb"/>']
     for place in places:
         row, column = divmod(place, columns)
+        # Neighbors differ in lightness, all in hue.
+        color = f"{round(320 * place / num_cells)} 62% {64 if place % 2 else 54}%" if num_cells > 1 else "215 18% 72%"
         cells.append(
             f'<rect x="{1 + column * width / columns:.2f}" y="{1 + row * height / rows:.2f}" '
-            f'width="{width / columns:.2f}" height="{height / rows:.2f}" fill="{_color(place, num_cells)}" '
+            f'width="{width / columns:.2f}" height="{height / rows:.2f}" fill="hsl({color})" '
             f'stroke="#fff" stroke-width="{0.8 if num_cells < 65 else 0.2}">'
             f"<title>{_cell_title(leaf, {rows_dim: row, columns_dim: column})}</title></rect>"
         )
@@ -303,11 +300,6 @@ def _size(leaf: LeafSummary, rows_dim: int | None, columns_dim: int | None) -> t
     if ratio <= 1:
         return _LONG, max(_SHORT, round(min(_LONG * 0.5, _LONG * ratio * 0.5)))
     return max(_SHORT * 2, round(_LONG / ratio)), _LONG // 2
-
-
-def _color(place: int, count: int) -> str:
-    """Returns the color of a shard: neighbors differ in lightness, all in hue."""
-    return f"hsl({round(320 * place / count)} 62% {64 if place % 2 else 54}%)" if count > 1 else "hsl(215 18% 72%)"
 
 
 def _cell_title(leaf: LeafSummary, places: dict[int | None, int]) -> str:

@@ -75,7 +75,6 @@ def plot_memory(
 
 
 def _draw_bar(panel: Any, x: float, groups: Mapping[str, float], **style: Any) -> None:
-    """Draws a stacked bar with its sum above it."""
     bottom = 0.0
     for part, (size, color) in _stack(groups).items():
         panel.bar(
@@ -95,7 +94,6 @@ def _stack(groups: Mapping[str, float]) -> dict[str, tuple[float, str]]:
 
 
 def _gb(size: float) -> str:
-    """Formats a number of GB with about three digits."""
     return f"{size:,.0f}" if size >= 100 else f"{size:.3g}"
 
 

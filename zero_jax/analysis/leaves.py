@@ -123,10 +123,7 @@ def sum_by_group(leaves: Iterable[ArgumentLeaf]) -> dict[str, int]:
 
 
 def unsharded_leaves(leaves: Iterable[ArgumentLeaf]) -> tuple[ArgumentLeaf, ...]:
-    """Returns the unsharded leaves of groups of the state that are otherwise sharded, largest first.
-
-    Scalars, which nothing could shard, are not among them.
-    """
+    """Returns the unsharded leaves, but scalars, of groups of the state that are otherwise sharded, largest first."""
     leaves = [leaf for leaf in leaves if leaf.group in STATE_GROUPS and leaf.dims]
     sharded = {leaf.group for leaf in leaves if leaf.whole_dims is not None and not leaf.is_whole}
     unsharded = [leaf for leaf in leaves if leaf.group in sharded and leaf.is_whole]
@@ -151,11 +148,7 @@ def unsharded_warning(leaves: Iterable[ArgumentLeaf], unsharded: Iterable[Argume
 
 
 def not_donated(program: Program, leaves: Sequence[ArgumentLeaf], donated: Sequence[bool]) -> tuple[ArgumentLeaf, ...]:
-    """Returns the leaves of the state whose new values take memory beside the old ones, largest first.
-
-    An argument counts if it is params, master params, optimizer state or model state, not `donated` (no result is
-    written over it), and the program returns another array of its shape and dtype.
-    """
+    """Returns the leaves of the state that are not `donated`, and that the program returns anew, largest first."""
     root = program.computations[program.entry][program.roots[program.entry]]
     returned = collections.Counter((array.dtype, array.dims) for array in root.arrays)
     leaves_and_donated = list(zip(leaves, donated, strict=True))

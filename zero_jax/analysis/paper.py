@@ -118,17 +118,11 @@ class PaperTables(Report):
 def _read() -> dict[str, PaperTable]:
     text = importlib.resources.files("zero_jax.analysis").joinpath("paper_tables.json").read_text("utf-8")
     shows = {"gb": show_gb, "params": show_params, "ratio": show_ratio}
-    return {
-        name: PaperTable(
-            name=name,
-            title=fields["title"],
-            columns=tuple(fields["columns"]),
-            rows=tuple(map(tuple, fields["rows"])),
-            show=shows[fields["show"]],
-            note=fields["note"],
-        )
-        for name, fields in json.loads(text).items()
-    }
+
+    def table(name: str, columns: Any, rows: Any, show: str, **texts: str) -> PaperTable:
+        return PaperTable(name=name, columns=tuple(columns), rows=tuple(map(tuple, rows)), show=shows[show], **texts)
+
+    return {name: table(name, **fields) for name, fields in json.loads(text).items()}
 
 
 def tables() -> PaperTables:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from typing import Any
 
 from zero_jax.checkpoint.finding import find_checkpoint
 from zero_jax.checkpoint.leaf_files import verify
 from zero_jax.checkpoint.record import CheckpointRemoved, Record, resolve_folder
-from zero_jax.core.text_tables import Report, aligned, printable
+from zero_jax.core.text_tables import Report, aligned, plain, printable
 
 _MAX_CHARACTERS = 1000  # of a value that the run recorded
 
@@ -54,17 +53,9 @@ class Description(Record, Report):
             {"path": name, "shape": list(leaf.shape), "dtype": leaf.dtype, "bytes": leaf.nbytes}
             for name, leaf in self.leaves.items()
         ]
-        return {
-            "path": os.fspath(self.path),
-            "step": self.step,
-            "loss": self.loss if self.loss is None or math.isfinite(self.loss) else None,  # JSON has no NaN
-            "bytes": self.nbytes,
-            "bytes_by_group": self.bytes_by_group,
-            "leaves": rows,
-            "extra": dict(self.extra),
-            "problems": None if self.problems is None else list(self.problems),
-            "passed_over": list(self.passed_over),
-        }
+        figures = {"path": os.fspath(self.path), "bytes": self.nbytes, "leaves": rows, "extra": dict(self.extra)}
+        names = ("step", "loss", "bytes_by_group", "problems", "passed_over")
+        return figures | {name: plain(getattr(self, name)) for name in names}
 
     def __str__(self) -> str:
         table = [("path", "dtype", "shape", "bytes")]

@@ -93,12 +93,8 @@ def export(
                     stored[tensor.name].open("r+")[index] = values
         written = sorted(path.name for path in partial.iterdir())  # the index is the last one
         _publish(partial, folder, written, old)
-    return Exported(
-        files=tuple(str(folder / name) for name in written),
-        step=record.step,
-        num_tensors=len(tensors),
-        num_bytes=sum(tensor.num_bytes for tensor in tensors.values()),
-    )
+    files, num_bytes = tuple(str(folder / name) for name in written), sum(x.num_bytes for x in tensors.values())
+    return Exported(files=files, step=record.step, num_tensors=len(tensors), num_bytes=num_bytes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,10 +24,7 @@ _SHIFTS = (16, 13, 16)
 
 
 def fingerprint(x: Array, *, on_cpu: bool = False) -> Array:
-    """Returns the fingerprint of an array, `uint32[]`; to be called under `jit`.
-
-    Arrays of PRNG keys or of elements of less than a byte are to be encoded first. `on_cpu` is for CPU devices.
-    """
+    """Returns the fingerprint `uint32[]` of an encoded array, under `jit`; `on_cpu` is for CPU devices."""
     words = _device_words(x)
     index, stride = jnp.uint32(0), 1
     for dim in reversed(range(words.ndim)):
@@ -45,10 +42,7 @@ def fingerprint(x: Array, *, on_cpu: bool = False) -> Array:
 
 
 def host_fingerprint(x: np.ndarray, index: Sequence[slice] | None = None, shape: Sequence[int] | None = None) -> int:
-    """Returns the fingerprint of a host array, or the contribution of the slice `index` of an array of a shape.
-
-    The contributions of all slices add up to the array's fingerprint, modulo 2^32.
-    """
+    """Returns the fingerprint of a host array, or what its slice `index` adds to that of all of it, modulo 2^32."""
     shape = x.shape if shape is None else tuple(shape)
     starts = [part.indices(size)[0] for part, size in zip(index or (), shape, strict=bool(index))] or [0] * x.ndim
     if x.dtype == np.bool_:

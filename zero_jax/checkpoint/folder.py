@@ -60,11 +60,7 @@ class CheckpointFolder:
         return self._path(step, "" if is_bucket(self.directory) else _PARTIAL)
 
     def begin(self, step: int) -> None:
-        """Removes incomplete saves, and makes the folder that a save is written to.
-
-        Raises:
-          OSError: the folder cannot be made, or another file has its name.
-        """
+        """Removes incomplete saves, and makes the folder that a save is written to."""
         self._clean_up(self._log)
         partial = self.writing(step)
         for path in (self._path(step), partial):
@@ -149,10 +145,7 @@ def _check_removable(path: epath.Path, step: int) -> None:
 
 
 def _reason_to_keep(path: epath.Path, step: int, *, may_lack_marker: bool = False) -> str:
-    """Returns why a step's folder may not be replaced or deleted; '' if a Checkpointer wrote all of it.
-
-    may_lack_marker: it may be of a save that ended before its marker was complete.
-    """
+    """Returns why a step's folder may not be replaced or deleted, or ''; after a cut save it `may_lack_marker`."""
     if os.path.islink(path):
         return "it is a symbolic link"
     if not path.is_dir():
@@ -209,7 +202,6 @@ def _marker_of(step: int) -> bytes:
 
 
 def _write(path: epath.Path, content: bytes) -> None:
-    """Writes a file and flushes it to the disk."""
     with path.open("wb") as file:
         file.write(content)
         if not is_bucket(path):

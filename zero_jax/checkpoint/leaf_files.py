@@ -47,10 +47,7 @@ def check_files(record: Record) -> None:
 
 
 def check_index(record: Record) -> None:
-    """Raises a `CheckpointError` if the leaves in the files differ from the record in names, shapes or dtypes.
-
-    Values are not read.
-    """
+    """Raises a `CheckpointError` if the leaves in the files differ from the record in names, shapes or dtypes."""
     stored = {file_key(name): name for name, leaf in record.leaves.items() if 0 not in leaf.stored_shape}
     in_files = _files_by_leaf(record.path / STATE).keys()
     if in_files and in_files != stored.keys():  # there are none where the index is damaged, as the leaves will say
@@ -70,11 +67,7 @@ def make_context(cache_bytes: int = _CACHE_BYTES) -> tensorstore.Context:
 
 
 def open_leaf(record: Record, name: str, context: tensorstore.Context) -> tensorstore.TensorStore:
-    """Opens a leaf for reading.
-
-    Raises:
-      CheckpointError: the leaf is missing, or differs from the record in shape or dtype.
-    """
+    """Opens a leaf for reading; raises `CheckpointError` if it is missing, or differs from the record."""
     leaf = record.leaves[name]
     kvstore = {"driver": "ocdbt", "base": _ocdbt_base(record.path / STATE), "path": f"{file_key(name)}/"}
     spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
@@ -108,10 +101,7 @@ def data_files(record: Record, name: str) -> list[str]:
 def cut_slices(
     shape: Sequence[int], itemsize: int, limit_bytes: int, chunk: Sequence[int] | None = None
 ) -> Iterator[tuple[slice, ...]]:
-    """Cuts an array into slices of complete chunks, of at most `limit_bytes` unless one chunk has more.
-
-    They come in the order of their first elements; the last dims are cut last.
-    """
+    """Cuts an array into slices of complete chunks, in order, of at most `limit_bytes` unless one chunk has more."""
     sizes = list(chunk or (1,) * len(shape))
     for dim in reversed(range(len(shape))):
         part_bytes = itemsize * int(np.prod(sizes, dtype=np.int64))
@@ -125,11 +115,7 @@ def cut_slices(
 
 
 def read_slices(record: Record, name: str) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-    """Reads a leaf in its stored form, slice by slice in any order, each chunk of its files once.
-
-    Raises:
-      CheckpointError: a slice cannot be read, or (after the last slice) the fingerprint differs.
-    """
+    """Reads a leaf in its stored form, slice by slice in any order, and compares its fingerprint after the last."""
     leaf, total = record.leaves[name], 0
     if 0 not in leaf.stored_shape:
         store = open_leaf(record, name, make_context(0))
@@ -154,11 +140,7 @@ def check_fingerprint(record: Record, name: str, fingerprint: int) -> None:
 
 
 def verify(record: Record) -> list[str]:
-    """Verifies every leaf on the host, in bounded memory; returns a message for each damaged leaf.
-
-    Raises:
-      CheckpointRemoved: the checkpoint was deleted meanwhile.
-    """
+    """Verifies every leaf on the host, in bounded memory; returns a message for each damaged leaf."""
     problems: list[str] = []
 
     def check(read: Callable[[], object]) -> None:
@@ -184,11 +166,7 @@ def failed_elsewhere(processes: str) -> CheckpointError:
 
 
 def read_arrays(record: Record, shardings: Mapping[str, NamedSharding], *, mesh: Mesh) -> dict[str, Array]:
-    """Reads leaves onto devices, each with the sharding of its name, and verifies their fingerprints.
-
-    Raises:
-      CheckpointError: a leaf cannot be read, or is damaged.
-    """
+    """Reads leaves onto devices, each with the sharding of its name, and verifies their fingerprints."""
     stored: dict[str, Array] = {}
     with Agreement(failed_elsewhere):
         for name, x in _read_ahead(record, shardings):
@@ -218,11 +196,7 @@ def _read_ahead(record: Record, shardings: Mapping[str, NamedSharding]) -> Itera
 def _start_reads(
     record: Record, name: str, sharding: NamedSharding, context: tensorstore.Context
 ) -> tuple[int, Callable[[], Array]]:
-    """Starts to read this process's shards of a leaf, of which replicas share one.
-
-    Returns:
-      Their bytes, and a function that waits for them and returns the global array.
-    """
+    """Starts to read this process's shards of a leaf; returns their bytes, and what waits for the global array."""
     shape, dtype = record.leaves[name].stored_shape, jnp.dtype(record.leaves[name].stored_dtype)
     shard_shape, indices = sharding.shard_shape(shape), sharding.addressable_devices_indices_map(shape)
     store = None if 0 in shape else open_leaf(record, name, context)
@@ -251,10 +225,7 @@ def _ocdbt_base(folder: epath.Path) -> str | dict[str, str]:
 
 
 def _files_by_leaf(folder: epath.Path, leaf: str = "") -> dict[str, set[str]]:
-    """Returns the data files of each leaf, by path in the folder, from the B-tree of OCDBT; {} if that is damaged.
-
-    Of the nodes beyond those of a `leaf`, if one is given, none is read.
-    """
+    """Returns the data files of each leaf, or of one, by the B-tree of OCDBT; {} if that is damaged."""
     files: dict[str, set[str]] = collections.defaultdict(set)
 
     def visit(location: str, prefix: bytes) -> None:

@@ -137,12 +137,7 @@ def folder_id(path: epath.Path) -> str:
 def record_to_json(
     *, step: int, loss: float | None, leaves: Mapping[str, SavedLeaf], extra: Mapping[str, Any]
 ) -> bytes:
-    """Encodes a record as JSON with a checksum.
-
-    Raises:
-      ValueError: it is larger than the records that are read.
-      TypeError: JSON has no form for something in it.
-    """
+    """Encodes a record as JSON with a checksum; raises `TypeError` for what JSON has no form for."""
     described = {name: dataclasses.asdict(leaf) for name, leaf in leaves.items()}
     record = {"format": FORMAT, "step": step, "loss": loss, "leaves": described, "extra": dict(extra)}
     record = json.loads(json.dumps(record))  # as it will be read: tuples are lists, keys are strings
@@ -155,12 +150,7 @@ def record_to_json(
 
 
 def read_record(path: epath.Path) -> Record:
-    """Reads the record of a step's folder.
-
-    Raises:
-      CheckpointError: it is missing, damaged, of another step than the folder, or of another program.
-      CheckpointRemoved: there is no such folder (any more).
-    """
+    """Reads the record of a step's folder; raises `CheckpointRemoved` if there is no such folder (any more)."""
     file, identity = path / RECORD_FILE, folder_id(path)
     try:
         content = parse_json(read_file(file, limit_bytes=_MAX_RECORD_BYTES))

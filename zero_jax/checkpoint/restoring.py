@@ -131,16 +131,8 @@ def restore(
         if log:
             log(line)
 
-    attempt = _Restore(
-        init_fn=init_fn,
-        tx=tx,
-        mesh=mesh,
-        config=config,
-        params_only=params_only,
-        key=key,
-        warn=warn,
-        accept=accept or (lambda _: None),
-    )
+    settings = {"params_only": params_only, "key": key, "accept": accept or (lambda _: None)}
+    attempt = _Restore(init_fn=init_fn, tx=tx, mesh=mesh, config=config, warn=warn, **settings)
     problems: dict[int, str] = {}
     while untried := [number for number in steps if number not in problems and step in (None, number)]:
         candidate = untried[-1]
@@ -153,14 +145,8 @@ def restore(
                 warn(f"checkpoint of step {candidate} passed over: {error}")
                 steps = _agreed_steps(directory)  # a run may delete it, and save newer ones
             continue
-        return Restored(
-            state=state,
-            step=record.step,
-            extra=record.extra,
-            loss=record.loss,
-            path=os.fspath(record.path),
-            warnings=tuple(warnings),
-        )
+        recorded = {name: getattr(record, name) for name in ("step", "extra", "loss")}
+        return Restored(state=state, path=os.fspath(record.path), warnings=tuple(warnings), **recorded)
     if step is not None:
         raise CheckpointError(f"{problems[step]}; other checkpoints there: {sorted({*steps} - {step}) or 'none'}")
     raise CheckpointError(all_damaged_message(directory, [*problems.values()]))
@@ -223,7 +209,10 @@ class _Restore:
             key = jax.random.key(0) if self.key is None else self.key
             return record, init_state(Variables(**variables), self.tx, key, mesh=self.mesh, config=self.config)
         self.warn_of_casts(record, present)
-        return record, self.to_stage(_rebuild(sharded, [leaves[name] for name in target]), record)
+        fields = (field.name for field in dataclasses.fields(sharded) if field.name != "master")
+        tree = {name: getattr(sharded, name) for name in fields}
+        rebuilt = jax.tree.unflatten(jax.tree.structure(tree), [leaves[name] for name in target])
+        return record, self.to_stage(TrainState(master=None, **rebuilt), record)
 
     def shapes(self, config: ZeroConfig, key: Any) -> TrainState:
         """Returns the shapes and shardings of the state under a config."""
@@ -235,11 +224,8 @@ class _Restore:
         if not (quantize := self.config.resolved_quantize()) or not quantize.error_feedback:
             return self.shapes(config, key)
         # Errors of gradients depend on the stage: take those of the target stage.
-        config = dataclasses.replace(
-            config,
-            quantize=dataclasses.replace(quantize, error_feedback=False),
-            quantize_error_feedback=None,
-        )
+        without = dataclasses.replace(quantize, error_feedback=False)
+        config = dataclasses.replace(config, quantize=without, quantize_error_feedback=None)
         return dataclasses.replace(self.shapes(config, key), grad_errors=self.shapes(self.config, key).grad_errors)
 
     def of_other_devices(
@@ -375,9 +361,3 @@ def _key_shape(leaf: SavedLeaf | None) -> Any:
         impl = leaf.dtype[4:-1] if leaf else None
         return jax.eval_shape(lambda: jax.random.key(0, impl=impl))
     return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
-
-
-def _rebuild(shapes: TrainState, leaves: list[Array]) -> TrainState:
-    """Makes a state of stage 3 from leaves in the order of `saved_leaves`."""
-    tree = {field.name: getattr(shapes, field.name) for field in dataclasses.fields(shapes) if field.name != "master"}
-    return TrainState(master=None, **jax.tree.unflatten(jax.tree.structure(tree), leaves))

@@ -70,10 +70,7 @@ def _bits_of(dtype: np.dtype) -> np.dtype:
 
 
 def encode_state(state: TrainState, *, mesh: Mesh) -> tuple[dict[str, Array], dict[str, SavedLeaf]]:
-    """Returns the arrays to save by key (none without elements), and the record of each leaf by name.
-
-    Devices make fingerprints. Waits for the state to be ready.
-    """
+    """Returns a state's arrays to save by key, none without elements, and the records of its leaves; waits for it."""
     leaves = saved_leaves(state)
     for name, x in leaves.items():
         if not isinstance(x, jax.Array) or x.is_deleted():

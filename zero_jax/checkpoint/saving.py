@@ -26,7 +26,7 @@ from orbax.checkpoint import future as orbax_future
 
 from zero_jax.checkpoint.finding import list_steps
 from zero_jax.checkpoint.folder import CheckpointFolder
-from zero_jax.checkpoint.record import STATE, CheckpointError, Record, record_to_json, resolve_folder
+from zero_jax.checkpoint.record import STATE, CheckpointError, record_to_json, resolve_folder
 from zero_jax.checkpoint.saved_state import encode_state
 from zero_jax.core.agreement import Agreement, OtherProcessFailed, Turns, from_first_process
 from zero_jax.core.field_checks import check_fields, hinted
@@ -266,17 +266,15 @@ class Checkpointer(Report):
         try:
             self._lock.take()
             records = self._folder.own_records()
-            for old in {record.step for record in records} - self._steps_to_keep(records) - {step}:
+            finite = [record for record in records if record.loss is not None and math.isfinite(record.loss)]
+            best = sorted(finite, key=lambda record: (record.loss, -record.step))[: self._config.keep_best]
+            kept = {record.step for record in [*records[-self._config.keep_last :], *best]} | {step}
+            for old in {record.step for record in records} - kept:
                 self._folder.delete(old)
         except (OSError, FolderInUse, CheckpointError) as error:
             self._log(
                 f"the checkpoint of step {step} is saved, but an older one cannot be deleted: {with_remedy(error)}"
             )
-
-    def _steps_to_keep(self, records: list[Record]) -> set[int]:
-        finite = [record for record in records if record.loss is not None and math.isfinite(record.loss)]
-        best = sorted(finite, key=lambda record: (record.loss, -record.step))[: self._config.keep_best]
-        return {record.step for record in [*records[-self._config.keep_last :], *best]}
 
     def _failed(self, step: int, error: Exception) -> None:
         """Logs that a save failed, and removes its files."""
@@ -317,16 +315,10 @@ def _checked_step(step: Any) -> int:
 
 
 class ArrayWrites:
-    """Asynchronous writes of arrays to a folder; every process makes one for the same arrays and folder.
-
-    Errors are raised by `wait`, not here: every process has to reach the barrier after it.
-    """
+    """Writes arrays to a folder in the background, in all processes; errors come from `wait`, before its barrier."""
 
     def __init__(self, arrays: Mapping[str, Array], folder: epath.Path) -> None:
-        """Copies this process's shards to the host and starts to write them; then the arrays may be donated.
-
-        No array may be empty, and the folder must exist.
-        """
+        """Copies this process's shards of arrays with elements, which may then be donated, and starts to write."""
         self._folder, self._handler = folder, _handler()
         save_args = {name: ocp.SaveArgs(chunk_byte_size=_chunk_bytes(x)) for name, x in arrays.items()}
         args = ocp.args.PyTreeSave(dict(arrays), save_args=save_args)
@@ -338,19 +330,10 @@ class ArrayWrites:
             self._started = thread.submit(lambda: asyncio.run(save()))
 
     def wait(self) -> None:
-        """Waits until this process has written its part, or has stopped after an error.
-
-        Raises:
-          Exception: the first error of orbax.
-        """
-        errors = []
-        for write in self._started.result():
-            try:
-                write.result()
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        """Waits until this process has written its part, or has stopped after an error of orbax, which is raised."""
+        with contextlib.ExitStack() as stack:  # waits for all, and raises what one of them raises
+            for write in self._started.result():
+                stack.callback(write.result)
 
     def finalize(self) -> None:
         """Merges the indices of all processes; called by the first process when all have written."""
@@ -368,10 +351,7 @@ class _Arrays(ocp.type_handlers.ArrayHandler):
 
 
 def _handler() -> ocp.PyTreeCheckpointHandler:
-    """Returns a handler that writes all arrays in one transaction, so that a failed write abandons no other.
-
-    By default orbax limits the bytes in flight, and then uses no transaction.
-    """
+    """Returns a handler with one transaction for all arrays, which orbax has without a limit on bytes in flight."""
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _Arrays()))
     unlimited = ocp.BasePyTreeCheckpointHandler(save_concurrent_bytes=None, type_handler_registry=registry)
     return ocp.PyTreeCheckpointHandler(handler_impl=unlimited, type_handler_registry=registry)
@@ -383,18 +363,16 @@ def _chunk_bytes(x: Array) -> int:
     Orbax divides a shard by prime factors of its sizes until a chunk is below the limit. A large prime factor would
     make chunks far smaller than that: of one element, if the size is a prime number.
     """
-    factors = map(_largest_prime_factor, x.sharding.shard_shape(x.shape))
-    return max(_CHUNK_BYTES, _LEAST_CHUNK_BYTES * max(factors, default=1))
-
-
-def _largest_prime_factor(number: int) -> int:
-    factor = 2
-    while factor * factor <= number:
-        if number % factor:
-            factor += 1
-        else:
-            number //= factor
-    return number
+    largest = 1
+    for number in x.sharding.shard_shape(x.shape):
+        factor = 2
+        while factor * factor <= number:
+            if number % factor:
+                factor += 1
+            else:
+                number //= factor
+        largest = max(largest, number)
+    return max(_CHUNK_BYTES, _LEAST_CHUNK_BYTES * largest)
 
 
 def _wait_for_all() -> None:

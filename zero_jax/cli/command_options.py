@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import string
 import types
 from collections.abc import Iterator, Mapping
@@ -31,12 +30,6 @@ def model_keys() -> dict[str, FieldKind]:
     return kinds
 
 
-def _read_config_file(path: str) -> dict[str, Any]:
-    from zero_jax.cli.config_file import read_file  # with NumPy, which the help does not need
-
-    return read_file(path, SECTIONS, extra=model_keys())
-
-
 def add_options(parser: argparse.ArgumentParser, command: str) -> None:
     """Adds the options of a command, by its table."""
     table = COMMANDS[command]
@@ -50,8 +43,7 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
                 parser.add_mutually_exclusive_group(required=True) if is_choice else parser.add_argument_group(title)
             )
         (_add_config if "config" in row else _add_own)(groups[title], **row)
-    run = command_of(table["run"], has_bugs=table.get("has_bugs", False))
-    parser.set_defaults(run=run, read_config_file=_read_config_file)
+    parser.set_defaults(run=command_of(table["run"], has_bugs=table.get("has_bugs", False)))
 
 
 def _rows(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -69,14 +61,10 @@ def _add_config(
     unset: str = "",
     short: Mapping[str, str] = types.MappingProxyType({}),
 ) -> None:
-    """Adds an option for each number, word or switch of a config class.
-
-    Its name and destination are those of the field, its help is the field's line in the docstring, and the field's kind
-    says how its text is read.
-    """
+    """Adds an option for each number, word or switch of a config class, with the help of the field's docstring line."""
     left_out = {*without.split()} | (option_fields(not_of).keys() if not_of else set())
     left_out |= option_fields(config).keys() - option_fields(of_both or config).keys()
-    defaults = defaults_of(config)
+    defaults, all_fields = defaults_of(config), frozenset(name for x in CONFIG_MODULES for name in option_fields(x))
     for name, field in option_fields(config).items():
         if name in left_out:
             continue
@@ -85,7 +73,7 @@ def _add_config(
         settings: dict[str, Any] = {
             "dest": destination,
             "default": argparse.SUPPRESS if unset else defaults[name],
-            "help": f"{without_python(field.help, _all_fields())} (default: {shown})".replace("%", "%%"),
+            "help": f"{without_python(field.help, all_fields)} (default: {shown})".replace("%", "%%"),
         }
         if kind.base is bool:
             settings["action"] = argparse.BooleanOptionalAction
@@ -99,11 +87,6 @@ def _add_config(
         action = group.add_argument(*filter(None, names), **settings)
         if field.words:
             action.choices, action.suggested = None if field.is_open else field.words, field.words
-
-
-@functools.cache
-def _all_fields() -> frozenset[str]:
-    return frozenset(name for config in CONFIG_MODULES for name in option_fields(config))
 
 
 class _AddEntry(argparse.Action):

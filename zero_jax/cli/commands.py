@@ -47,10 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @functools.cache
 def _prepare_interrupts() -> None:
-    """Makes a Ctrl-C that no command handles a line instead of a traceback, and repeats one that was swallowed.
-
-    Python ignores exceptions in callbacks, such as JAX's at each garbage collection, which importing causes many of.
-    """
+    """Shows a Ctrl-C as one line, and repeats one that Python swallowed in a callback, as of JAX's at collections."""
     uncaught, ignored = sys.excepthook, sys.unraisablehook
 
     def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:

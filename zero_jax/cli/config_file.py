@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import pathlib
 import tomllib
-import types
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from zero_jax.cli.command_options import SECTIONS, model_keys
 from zero_jax.cli.config_classes import option_fields
 from zero_jax.cli.options import limits_of, read_value
 from zero_jax.core.close_match import did_you_mean
-from zero_jax.core.field_checks import FieldKind
 from zero_jax.core.files.json_lines import write_text
 from zero_jax.core.files.untrusted import read_text
 from zero_jax.core.text_tables import printable, quoted
@@ -20,24 +19,16 @@ from zero_jax.core.text_tables import printable, quoted
 _MAX_BYTES = 1 << 16
 
 
-def read_file(
-    path: str | pathlib.Path, sections: Mapping[str, str], extra: Mapping[str, FieldKind] = types.MappingProxyType({})
-) -> dict[str, Any]:
-    """Reads a config file; returns its values by the destinations of the options for the same fields.
-
-    `sections` has the name of the config class of each section, `extra` further keys of the section `model`.
-
-    Raises:
-      ValueError: no such file, no TOML, an unknown section or key, or a value of the wrong type.
-    """
+def read_file(path: str | pathlib.Path) -> dict[str, Any]:
+    """Reads a config file; returns its values by the destinations of the options for the same fields."""
     values: dict[str, Any] = {}
     for section, entries in _read_toml(path).items():
-        _check_known(f"{path}: section", section, sections)
+        _check_known(f"{path}: section", section, SECTIONS)
         if not isinstance(entries, dict):
             raise ValueError(f"{path}: {quoted(section)} is a value: write a section [{printable(section)}] of values")
-        config = sections[section]
+        config = SECTIONS[section]
         kinds = {f"{config}.{name}": field.kind for name, field in option_fields(config).items()}
-        kinds |= extra if section == "model" else {}
+        kinds |= model_keys() if section == "model" else {}
         by_name = {destination.rpartition(".")[2]: destination for destination in kinds}
         for name, value in entries.items():
             _check_known(f"{path}: key of [{section}]", name, by_name)

@@ -6,6 +6,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from zero_jax.checkpoint import check_outside
 from zero_jax.cli.options import field_values, log_line, print_result
@@ -83,15 +84,11 @@ def _make(options: argparse.Namespace, config: DataConfig) -> TokenizeResult:
         tokenizer = train_bpe(texts, vocab_size=options.vocab_size, path=file, progress=sys.stderr.isatty())
     else:
         raise ValueError(f"{source.name} holds tokens: a tokenizer is trained on text")
-    tokens = _write(options.tokens, source, tokenizer, config) if options.tokens else None
-    written = {}
-    if tokens:
-        written = {
-            "tokens": options.tokens,
-            "num_tokens": tokens.tokens.size,
-            "num_documents": len(tokens.hashes),
-            "num_replaced": tokens.meta.num_replaced,
-        }
+    written: dict[str, Any] = {}
+    if options.tokens:
+        tokens = _write(options.tokens, source, tokenizer, config)
+        written = {"tokens": options.tokens, "num_tokens": tokens.tokens.size, "num_documents": len(tokens.hashes)}
+        written["num_replaced"] = tokens.meta.num_replaced
     ratio = _tokens_per_byte(read_text(source, text_field=config.text_field), tokenizer) if is_text else None
     size = tokenizer.vocab_size
     return TokenizeResult(data=config.data, tokenizer=file, vocab_size=size, tokens_per_byte=ratio, **written)

@@ -29,11 +29,7 @@ def launch_command(options: argparse.Namespace) -> int:
 
 
 def _refused_numbers(parser: argparse.ArgumentParser, arguments: Sequence[str], config: LaunchConfig) -> list[int]:
-    """Returns the numbers of processes over whose devices a run's mesh and batch do not divide.
-
-    Raises:
-      ValueError: a run that would begin anew each time that it is started.
-    """
+    """Returns numbers of processes that do not divide mesh or batch; raises `ValueError` for a run that begins anew."""
     options = with_config_file(lambda: parser.parse_args(arguments))
     run = read_config(options)
     if run.resume != "auto":
@@ -56,11 +52,7 @@ def _refused_numbers(parser: argparse.ArgumentParser, arguments: Sequence[str], 
 
 
 def command_line(words: Sequence[str], known: Collection[str]) -> list[str]:
-    """Returns the program to start and its arguments, from the words after the options of `launch`.
-
-    Raises:
-      ValueError: no `--`, nothing after it, or neither one of the `known` commands of zero-jax nor a program.
-    """
+    """Returns the program to start and its arguments, from the words after the options of `launch`."""
     if not words or words[0] != "--":
         before = f"before {words[0]!r}" if words else "and a command, such as `-- train`"
         raise ValueError(f"what to run follows after `--`: write `--` {before}")

@@ -38,12 +38,7 @@ _EXPLICIT, _FROM_FILE = "explicit options", "options of the config file"
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser with errors of one line that name the closest option, and without abbreviations.
-
-    Args:
-      options: the function that adds the options; it is called when they are asked for.
-      **kwargs: as for `argparse.ArgumentParser`.
-    """
+    """An argument parser with one-line errors that name the closest option; `options` adds the options when needed."""
 
     def __init__(self, *, options: Callable[[Parser], None] | None = None, **kwargs: Any):
         super().__init__(allow_abbrev=False, add_help=False, formatter_class=_HelpFormatter, **kwargs)
@@ -102,8 +97,8 @@ def with_config_file(parse: Callable[[], argparse.Namespace]) -> argparse.Namesp
     """Parses a command line, and once more with the values of its config file; ends the program on an error."""
     options = parse()
     if getattr(options, "config", None):
-        try:
-            values = options.read_config_file(options.config)
+        try:  # by its name: it imports NumPy, which the help does not need
+            values = pkgutil.resolve_name("zero_jax.cli.config_file:read_file")(options.config)
         except ValueError as error:
             options.parser.error(str(error))
         options.parser.set_defaults(**values, **{_FROM_FILE: frozenset(values)})
@@ -130,10 +125,7 @@ def refuse(options: argparse.Namespace, names: Collection[str], *, reason: str) 
 
 
 def command_of(name: str, *, has_bugs: bool) -> Callable[[argparse.Namespace], int]:
-    """Returns the command `module:name`, which is imported when it is called.
-
-    A `ValueError` ends the program with its message and status 2, unless it may be a bug (`has_bugs`).
-    """
+    """Returns the command `module:name`, imported when called; a `ValueError` that is no bug becomes status 2."""
 
     def run(options: argparse.Namespace) -> int:
         try:
@@ -170,9 +162,6 @@ def read_value(value: Any, kind: FieldKind, *, is_text: bool = False, **limits: 
     """Returns the value of a field for one of a config file, or for a text of the command line (`is_text`).
 
     The word none stands for None where the kind has that; the limits are those of `check_value`.
-
-    Raises:
-      ValueError: a value of another kind, or none that `check_value` passes.
     """
     if kind.is_optional and str(value).lower() == "none":
         return None
@@ -219,10 +208,7 @@ def field_values(config: type | str, options: argparse.Namespace) -> dict[str, A
 def check_value(
     value: Any, *, place: PathPlace | None = None, lowest: int | None = None, largest: int = _LARGEST_INTEGER
 ) -> None:
-    """Raises `ValueError` for a number that is not finite or out of range, and for a text or path that is not valid.
-
-    A text is a path if it has a `place`; `largest` is of integers. Values of other types pass.
-    """
+    """Raises `ValueError` for a number not finite or out of range, or an invalid text (a path with a `place`)."""
     if isinstance(value, bool):
         return
     if isinstance(value, int) and abs(value) > largest:

@@ -48,10 +48,8 @@ _STAGES = (0, 1, 2, 3)
 # Examples of a device that --auto tries where no batch size is given: more than one hides collectives better.
 _EXAMPLES_PER_DEVICE = (1, 2, 4, 8)
 # The fields that a plan decides on, which its config file always has.
-_PLANNED = {
-    f"ZeroConfig.{name}"
-    for name in "stage num_microbatches remat attention overlap secondary keep_gathered offload".split()
-}
+_PLANNED_FIELDS = "stage num_microbatches remat attention overlap secondary keep_gathered offload"
+_PLANNED = {f"ZeroConfig.{name}" for name in _PLANNED_FIELDS.split()}
 _CHOSEN_BY_AUTO = "--auto chooses that by itself: leave it out"
 
 
@@ -145,11 +143,7 @@ class Request:
         return compile_plan(self.job(zero), dataclasses.replace(self.compiling, **options))
 
     def verify(self, zero: ZeroConfig) -> Verification:
-        """Runs the step compiled for a few devices of the hardware, and compares its numbers with one device.
-
-        A preset is verified as a small model of its form, a model of the user's own as it is, on the batch that its
-        function returns. A pipeline has two stages.
-        """
+        """Verifies a step for a few devices: of a preset a small model of its form, else the user's with its batch."""
         model, config = small_model(self.model), self.config
         num_copies, num_model, pipe = (min(x, 2) for x in (config.replica, config.model_axis, config.pipe))
         topology = small_topology(config.topology, num_copies * num_model * pipe)
@@ -254,14 +248,11 @@ def run_plan(options: argparse.Namespace) -> int:
         return 0 if plans.plans[plans.best].fits else 1
     report = dataclasses.replace(request.compile(request.zero), tokens=options.tokens)
     verified = request.verify(request.zero) if options.verify else None
-    if verified is None:
-        print_result(options, report)
-    else:
-        print_result(options, f"{report}\n\n{verified}", {**report.to_json(), "verification": verified})
-    if options.write_config:
-        zero = request.zero  # with the budget of what its blocks keep
-        chosen = dataclasses.replace(zero, remat=report.values.policy_name) if report.values else zero
-        _write_config(options, request, report, chosen=chosen)
+    text, record = (report, None) if verified is None else (f"{report}\n\n{verified}", report.to_json())
+    print_result(options, text, record and {**record, "verification": verified})
+    if options.write_config:  # with the budget of what its blocks keep
+        budget = {"remat": report.values.policy_name} if report.values else {}
+        _write_config(options, request, report, zero=dataclasses.replace(request.zero, **budget))
     return 0 if report.fits and (verified is None or verified.ok) else 1
 
 
@@ -301,9 +292,9 @@ def _auto(options: argparse.Namespace, request: Request) -> int:
     if result.best:
         result = dataclasses.replace(result, best=dataclasses.replace(result.best, tokens=options.tokens))
     print_result(options, result)
-    if options.write_config and result.best:
-        chosen = others.get(result.ranking.best.loss) if result.ranking.best else None
-        _write_config(options, request, result.best, chosen=result.config, activations=chosen)
+    if options.write_config and result.best and result.config and result.ranking.best:
+        chosen = others.get(result.ranking.best.loss)
+        _write_config(options, request, result.best, zero=result.config, activations=chosen)
     elif options.write_config:
         log_line(f"nothing fits: {options.write_config} was not written")
     return 130 if result.ranking.was_stopped else 0 if result.ranking.best else 1
@@ -329,13 +320,12 @@ def _write_config(
     request: Request,
     report: PlanReport,
     *,
-    chosen: ZeroConfig | None = None,
+    zero: ZeroConfig,
     activations: ActivationConfig | None = None,
 ) -> None:
-    """Writes a config for `zero-jax train` of what was planned; `chosen` and `activations` are those of a search."""
+    """Writes a config for `zero-jax train` of what was planned; `activations` are those of a search."""
     if request.model.config is None:
         raise ValueError("--write-config is for the models that `zero-jax train` knows, not for --loss")
-    zero = chosen or request.zero
     planned = {f"ZeroConfig.{name}": getattr(zero, name) for name in option_fields("ZeroConfig")}
     planned["ZeroConfig.remat"] = resolve_remat(zero.remat).name
     if activations is not None:

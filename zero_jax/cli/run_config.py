@@ -35,11 +35,7 @@ _HOW_LONG = ("steps", "epochs")
 
 
 def read_config(options: argparse.Namespace) -> TrainConfig:
-    """Returns the config of a run by the options of `train`.
-
-    Raises:
-      ValueError: invalid values.
-    """
+    """Returns the config of a run by the options of `train`."""
     values = field_values(TrainConfig, options)
     given = [name for name in _HOW_LONG if f"TrainConfig.{name}" in explicit(options)]
     if len(given) > 1:
@@ -58,11 +54,7 @@ def read_part(part: str, options: argparse.Namespace) -> Any:
 
 
 def read_zero(options: argparse.Namespace, *, default: ZeroConfig) -> ZeroConfig:
-    """Returns the config of the options, in which `--paper-config` sets the options that it stands for.
-
-    Raises:
-      ValueError: one of these has another value on the command line, or a value is not valid.
-    """
+    """Returns the config of the options, in which `--paper-config` sets the options that it stands for."""
     name = options.paper_config
     if name is not None:
         for field in _PAPER_FIELDS:
@@ -78,10 +70,7 @@ def read_zero(options: argparse.Namespace, *, default: ZeroConfig) -> ZeroConfig
 
 
 def set_sections(options: argparse.Namespace, *, keep: Collection[str]) -> dict[str, dict[str, Any]]:
-    """Returns the sections of a config file but for the model's, with the options that are not at their defaults.
-
-    `keep` are the destinations of those that are there at their defaults, too.
-    """
+    """Returns the sections of a config file, without the model's, of options not at their defaults or in `keep`."""
     sections: dict[str, dict[str, Any]] = {}
     for section, config in SECTIONS.items():
         defaults = defaults_of(config)
@@ -144,13 +133,7 @@ def resolved_sections(config: TrainConfig, model: Model | None, options: argpars
 
 
 def choose_platform(num_devices: int | None) -> None:
-    """Sets the platform before JAX initializes its backends, and the number of simulated devices of a CPU.
-
-    Otherwise JAX looks for a TPU or GPU if libtpu or a GPU plugin is installed, even if only for its compiler.
-
-    Raises:
-      ValueError: more devices than a CPU can simulate.
-    """
+    """Sets the platform and the simulated devices before JAX, which else takes any TPU or GPU plugin that is there."""
     settings = jax.config.values
     has_tpu = bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
     has_gpu = bool(glob.glob("/dev/nvidia[0-9]*") or glob.glob("/dev/dxg"))

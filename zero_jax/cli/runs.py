@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import pathlib
 from typing import Any
 
@@ -70,11 +69,7 @@ class ModelLeaves:
 
 
 def model_leaves(options: argparse.Namespace) -> ModelLeaves:
-    """Returns the leaves of the preset or of the hub's folder, and what of them `--lora` and its like train.
-
-    Raises:
-      ValueError: no such model, or rules of adapters that do not fit it.
-    """
+    """Returns the leaves of the preset or of the hub's folder, and what of them `--lora` and its like train."""
     shape = preset_config(options)
     init_fn = init_function(shape)
     params = jax.eval_shape(init_fn, key_shape())
@@ -84,21 +79,13 @@ def model_leaves(options: argparse.Namespace) -> ModelLeaves:
         names = tensor_names(shape, model_type=family["model_type"])
         tensors = {path: name.template for path, name in names.items()}
     chosen = choose_lora(options, shape, params)
-    trained: dict[str, int] = {}
+    trained = dict.fromkeys(leaf_names(params), 0)
     if chosen is not None:
         made: Variables = jax.eval_shape(lambda key: chosen.lora.init(init_fn(key), key), key_shape())
-        by_leaf = dict.fromkeys(leaf_names(params), 0)
         for path, x in leaves_by_name(made.params).items():
-            by_leaf[path if path in by_leaf else path.rpartition("/")[0]] += x.size
-        trained = by_leaf
+            trained[path if path in trained else path.rpartition("/")[0]] += x.size
     leaves = tuple(
-        ModelLeaf(
-            path=path,
-            shape=tuple(x.shape),
-            tensor=tensors.get(path),
-            num_params=math.prod(x.shape),
-            num_trained=trained.get(path, 0),
-        )
+        ModelLeaf(path=path, shape=x.shape, tensor=tensors.get(path), num_params=x.size, num_trained=trained[path])
         for path, x in leaves_by_name(params).items()
     )
     return ModelLeaves(name=model_name(options), leaves=leaves, has_adapters=chosen is not None)

@@ -84,9 +84,6 @@ def local_device_ids(environment: Mapping[str, str], *, num_gpus: int) -> list[i
 
     JAX uses the one GPU with the number of the process on its node. That is wrong where there is one process for all
     GPUs of a node, and where the cluster shows each process only its own.
-
-    Raises:
-      ValueError: the GPUs of the node do not divide over its processes.
     """
     local_index = environment.get("SLURM_LOCALID", environment.get("OMPI_COMM_WORLD_LOCAL_RANK"))
     num_local = _num_local_processes(environment)

@@ -60,13 +60,7 @@ def report_end(status: int) -> None:
 
 
 class Elastic:
-    """The numbers of processes that a launch starts, one after another.
-
-    Attributes:
-      num_restarts: restarts so far.
-      has_step: whether the program reports steps.
-      reason: why there is another restart, or why there is none after failures; '' where nothing is to be said.
-    """
+    """The numbers of processes that a launch starts, one after another, and the reason of each restart or of none."""
 
     def __init__(self, config: LaunchConfig, *, refused: Collection[int] = ()):
         """Takes numbers that are not to be tried."""
@@ -86,10 +80,7 @@ class Elastic:
         return None
 
     def next_size(self, ended: Round, *, step: int | None) -> int | None:
-        """Returns the number of processes to start after others have ended, or None for none.
-
-        `step` is the one that the processes had gone on after, if they reported it.
-        """
+        """Returns how many processes to start after others have ended that had begun after `step`; None for none."""
         first = ended.first_failure
         self.has_step = self.has_step or step is not None
         self.reason = ""
@@ -110,17 +101,14 @@ class Elastic:
             if self._num_in_a_row > self._config.max_restarts:
                 self.reason = f"{self._config.max_restarts} restarts in a row did not get beyond step {self._step}"
                 return None
-            # After a hang the status does not show which process failed: all are started again.
+            # After a hang the status does not show which process failed: all are started again. Others are left out for
+            # a while, and for twice as long if they are lost again soon after a restart.
             if first.status not in (SAVED, HUNG):
-                self._lose(ended)
+                is_early = self._has_grown and ended.seconds < self._wait_seconds
+                longer = min(2 * self._wait_seconds, _LONGEST_WAIT_SECONDS)
+                self._wait_seconds = longer if is_early else self._config.rejoin_seconds
+                self._back_at = sorted(self._back_at + [time.monotonic() + self._wait_seconds] * ended.num_lost)
         return self._restarted()
-
-    def _lose(self, ended: Round) -> None:
-        """Leaves lost processes out for a while, and for twice as long if they are lost again soon after a restart."""
-        is_early = self._has_grown and ended.seconds < self._wait_seconds
-        rejoin_seconds = self._config.rejoin_seconds
-        self._wait_seconds = min(2 * self._wait_seconds, _LONGEST_WAIT_SECONDS) if is_early else rejoin_seconds
-        self._back_at = sorted(self._back_at + [time.monotonic() + self._wait_seconds] * ended.num_lost)
 
     def _restarted(self) -> int | None:
         """Counts a restart, with as many processes as there are; returns their number, or None if none is accepted."""
@@ -219,17 +207,13 @@ def launch(command: Sequence[str], *, config: LaunchConfig, refused: Collection[
                 seconds=elastic.seconds_to_larger,
                 has_started=lambda: not elastic.has_step or reported.exists(),
             )
-            ended = _with_status(ended, _take_number(status) or 0)
-            size = None
+            # Processes that ended with 0, as a script does that ignores its run's status, have what was reported.
+            code = _take_number(status) or 0
+            endings = [dataclasses.replace(x, returncode=x.returncode or code) for x in ended.endings]
+            ended, size = dataclasses.replace(ended, endings=tuple(endings)), None
             if config.min_processes is not None and events.empty():  # no signal came between
                 size = elastic.next_size(ended, step=_take_number(reported))
     return LaunchResult(**vars(ended), num_restarts=elastic.num_restarts, reason=elastic.reason)
-
-
-def _with_status(ended: Round, status: int) -> Round:
-    """Returns an end in which processes that ended with 0, as a script does that ignores its run's status, have it."""
-    endings = [dataclasses.replace(x, returncode=status) if x.returncode == 0 else x for x in ended.endings]
-    return dataclasses.replace(ended, endings=tuple(endings))
 
 
 def _take_number(path: pathlib.Path) -> int | None:

@@ -164,9 +164,6 @@ def run_round(
 
     The `number` says how often the program was started before: a process that cannot be started has failed then. After
     some `seconds` (None: never) the processes are asked to save and end, once they `has_started`.
-
-    Raises:
-      ValueError: the program cannot be started.
     """
     processes, index = _Processes(launch), 0
     with _reserved_port() as port, _guarded_group() as group:
@@ -226,15 +223,8 @@ class _Processes:
         now = time.monotonic()
         was_asked = now > (self._killed_at if returncode == -signal.SIGKILL else self._signalled_at)
         err.join(timeout=1)  # its last lines; a child of it may keep the pipe open
-        self._events.put(
-            Ending(
-                process_index=index,
-                returncode=returncode,
-                seconds=now - self.started_at,
-                was_asked=was_asked,
-                last_lines=tuple(last),
-            )
-        )
+        how = {"returncode": returncode, "seconds": now - self.started_at, "was_asked": was_asked}
+        self._events.put(Ending(process_index=index, last_lines=tuple(last), **how))
         out.join()
         err.join()
 

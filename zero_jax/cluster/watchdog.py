@@ -158,10 +158,8 @@ class Watchdog:
 
     def _waits_for_another(self, phase: str) -> bool:
         """Returns whether another process is in a phase that may take longer than this one's, and still may."""
-        states = self._places()
-        own_allowance, usual = ALLOWANCES.get(phase, 1), self._seconds
-        alive = [(ALLOWANCES.get(place.phase or "", 1), place) for place in states if not place.is_silent]
-        return any(allowance > own_allowance and place.age_seconds <= usual * allowance for allowance, place in alive)
+        alive = [(ALLOWANCES.get(place.phase or "", 1), place) for place in self._places() if not place.is_silent]
+        return any(x > ALLOWANCES.get(phase, 1) and place.age_seconds <= self._seconds * x for x, place in alive)
 
     def _places(self) -> list[ProcessPlace]:
         """Returns the last known states of the processes, or none where the file system hangs."""
@@ -185,12 +183,13 @@ class Watchdog:
             f"{_at(beat.step)}, which may take {allowed:.0f} s; it is ended with exit code {EXIT_CODE} if nothing "
             f"happens for {self._seconds:.0f} s more\n" + "".join(f"  {state}\n" for state in states) + stacks
         )
-        _within(5, self._write_hang, text)
-        _within(5, _to_stderr, text)
 
-    def _write_hang(self, text: str) -> None:
-        with open(self._folder / f"hang-{self._process_index}.txt", "a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        def write() -> None:
+            with open(self._folder / f"hang-{self._process_index}.txt", "a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+        _within(5, write)
+        _within(5, _to_stderr, text)
 
     def _write_heartbeat(self) -> None:
         beat = self._beat

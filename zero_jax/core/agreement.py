@@ -54,9 +54,7 @@ class Turns:
     """Turns that processes take together: each may give a text or an error, and all get those of all.
 
     A turn is a barrier, and a read of what was given: two messages to the coordination service, about a millisecond.
-
-    Attributes:
-      errors: the errors of the last turn by process, such as `ValueError: no such name`; that of this one too.
+    `errors` are those of the last turn by process, such as `ValueError: no such name`; that of this one too.
     """
 
     def __init__(self, name: str, processes: Sequence[int] | None = None):
@@ -69,16 +67,9 @@ class Turns:
     def take(
         self, text: str | None = None, *, error: str = "", is_refusal: bool = False, seconds: float = _TIMEOUT_SECONDS
     ) -> dict[int, str]:
-        """Waits until all processes take this turn; returns the texts by process.
+        """Takes a turn with a text, or why this process fails, and returns the texts by process.
 
-        Args:
-          text: what this process gives, or None.
-          error: why this process fails, instead of a text.
-          is_refusal: whether that is a `ValueError`.
-          seconds: how long the slowest process may take after this one.
-
-        Raises:
-          OtherProcessFailed: another process has failed, or did not come.
+        An `OtherProcessFailed` is raised if another process has failed, or did not come within `seconds`.
         """
         client = distributed.global_state.client
         assert client is not None
@@ -152,10 +143,7 @@ class Agreement:
     """A context in which all processes raise if one does, so that none waits for it in the next collective."""
 
     def __init__(self, failure: Callable[[str], Exception] | None = None, *, turns: Turns | None = None):
-        """Takes the function from the numbers of the failed processes, such as "0, 2", to the error of the others.
-
-        Without one that is an `OtherProcessFailed`. The turns are those of all processes, if no others are given.
-        """
+        """Takes the error of the others by the failed processes, such as "0, 2", and the turns, if not those of all."""
         self._failure, self._turns = failure, turns
 
     def __enter__(self) -> None:
@@ -177,9 +165,7 @@ class Agreement:
 
 
 def from_first_process(text: str | Callable[[], str]) -> str:
-    """Returns a text of the first process, of any length.
-
-    A function that returns it is called by the first process alone.
+    """Returns a text of the first process, of any length; a function that returns it is called there alone.
 
     Raises:
       FirstProcessFailed: in the other processes, with the message of the error that the function raised in the first.
@@ -218,17 +204,9 @@ def agree_on(
     long_texts: Mapping[str, str] | None = None,
     turns: Turns | None = None,
 ) -> None:
-    """Raises in all processes if facts are not the same in all.
+    """Raises `ValueError` in all processes, with names and values, unless the facts about `what` are the same in all.
 
-    Args:
-      what: what the facts are about, for the error.
-      facts: values by name; what counts is their text.
-      remedy: the end of the error.
-      long_texts: further ones, such as a program, of which the error has the first line that differs.
-      turns: the turns to take, if not those of all processes.
-
-    Raises:
-      ValueError: facts that differ; the message has their names, and the values with the processes that have them.
+    Of `long_texts`, such as a program, the error has the first line that differs.
     """
     if jax.process_count() == 1:
         return
@@ -253,10 +231,7 @@ def agree_on(
 
 
 def values_elsewhere(what: str, value: str) -> dict[int, str]:
-    """Returns the values of other processes under the same name, by process, and gives them this one's; waits for none.
-
-    Of two processes at least the later one gets the other's.
-    """
+    """Exchanges values under a name without waiting: of two processes at least the later one gets the other's."""
     client = distributed.global_state.client
     assert client is not None
     folder = f"zero_jax/values/{hashlib.sha256(what.encode()).hexdigest()}/"

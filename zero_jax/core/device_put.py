@@ -25,13 +25,7 @@ def is_on_host(aval: Any) -> bool:
 
 
 def put_global(x: Any, sharding: NamedSharding) -> jax.Array:
-    """Places a host or device array as `jax.device_put` does, also on the devices of other processes.
-
-    With several processes each has the same value, of which it puts its own devices' shards.
-
-    Raises:
-      ValueError: the mesh is abstract: it has no devices.
-    """
+    """Places an array, the same in all processes, as `jax.device_put` does; each puts its own devices' shards."""
     check_has_devices(getattr(sharding, "mesh", None))  # one device is no mesh
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
@@ -84,10 +78,7 @@ def platform_of(mesh: Any) -> str:
 
 
 def wait_on_cpu(results: Any, mesh: Any) -> Any:
-    """Returns the results of a program with collectives; on CPU devices it waits for them.
-
-    More than 32 of these programs in flight can deadlock simulated devices (JAX 0.10; docs/xla_faults.md).
-    """
+    """Returns results; waits for CPU devices, which deadlock with over 32 programs with collectives in flight."""
     is_on_cpu = mesh.size > 1 and platform_of(mesh) == "cpu"
     return jax.block_until_ready(results) if is_on_cpu else results
 
@@ -133,10 +124,7 @@ def map_on_device(function: Callable[[Any], Any], arrays: Sequence[Any]) -> list
 
 
 def default_layout(device: Any, shape: Sequence[int], dtype: Any) -> tuple[int, ...]:
-    """Returns the dims of an array in the order in which a device has them in memory, the last of them next to another.
-
-    XLA:TPU chooses the order that pads least. Where a backend does not say, it is that of the shape.
-    """
+    """Returns the dims in a device's order of memory, minor last: XLA:TPU pads least; the shape's where unknown."""
     try:
         layout = str(device.client.get_default_layout(np.dtype(dtype), tuple(shape), device))
     except (AttributeError, NotImplementedError, jax.errors.JaxRuntimeError):

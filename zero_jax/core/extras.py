@@ -32,11 +32,7 @@ def pip_install(requirement: str) -> str:
 
 @contextlib.contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Surrounds the imports of packages that the extra `name` installs.
-
-    Raises:
-      MissingPackage: one of them is not installed; the message has the command that installs it.
-    """
+    """Surrounds the imports of packages of the extra `name`; the `MissingPackage` has the command that installs it."""
     try:
         yield
     except ModuleNotFoundError as error:

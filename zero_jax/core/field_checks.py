@@ -97,12 +97,9 @@ def field_kinds(config_class: type) -> dict[str, FieldKind]:
         value = module.get(name)
         return inspect.formatannotation(value) if typing.get_origin(value) is typing.Literal else None
 
-    fields = dataclasses.fields(config_class)
-    return {field.name: read_kind(_text(field.type), text_of) for field in fields}
-
-
-def _text(annotation: Any) -> str:
-    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    fields = {field.name: field.type for field in dataclasses.fields(config_class)}
+    texts = {name: x if isinstance(x, str) else inspect.formatannotation(x) for name, x in fields.items()}
+    return {name: read_kind(text, text_of) for name, text in texts.items()}
 
 
 def brief(config_class: type[Config]) -> type[Config]:
@@ -162,17 +159,8 @@ def check_fields(
 ) -> None:
     """Checks the fields of a frozen dataclass: types, finite numbers, ranges, words.
 
-    Only fields of bool, int, float, str, None and `Literal`s are checked. NumPy numbers are converted to Python's, and
-    paths to text.
-
-    Args:
-      config: an instance of a dataclass, in its `__post_init__`.
-      lowest: the smallest value by the name of a field; None passes where a field may be None.
-      highest: the largest value by the name of a field.
-      prefix: text before the name of a field in errors, where that name says nothing by itself.
-
-    Raises:
-      ValueError: the first wrong field, its value, and what to give.
+    Only fields of bool, int, float, str, None and `Literal`s are checked, against the `lowest` and `highest` values by
+    name. NumPy numbers are converted to Python's, and paths to text. A prefix is shown before the names in errors.
     """
     lowest, highest = lowest or {}, highest or {}
     for name, kind in field_kinds(type(config)).items():

@@ -21,10 +21,7 @@ from zero_jax.core.tree import shown
 def check_takes(
     what: str, function: Any, arguments: Sequence[str], *, keywords: Sequence[str] = (), remedy: str
 ) -> Callable[..., Any]:
-    """Returns a function; raises `ValueError` if it cannot be called with arguments and keywords of these names.
-
-    The error begins with `what`, the name of the function for the user, and ends with the remedy.
-    """
+    """Returns a function; raises `ValueError`, which names it `what`, if it cannot be called with such arguments."""
     called = f"({', '.join([*arguments, *(f'{name}=...' for name in keywords)])})"
     check_callable(what, function, remedy=remedy)
     try:  # a wrapper may take less than what it wraps
@@ -65,11 +62,7 @@ def check_methods(what: str, value: Any, names: Sequence[str], *, remedy: str) -
 
 
 def check_arguments(**arguments: Any) -> None:
-    """Checks arguments by the names of their parameters, which have the same meaning in all public functions.
-
-    Raises:
-      ValueError: an argument of another kind; the message has its name, its value and what to give.
-    """
+    """Checks arguments by the names of their parameters, which have the same meaning in all public functions."""
     for name, value in arguments.items():
         is_right, remedy = _KINDS[name]
         if not is_right(value):
@@ -90,10 +83,6 @@ def _is(*kinds: type) -> Callable[[Any], bool]:
 
 def _is_count(lowest: int) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= lowest
-
-
-def _is_path(value: Any) -> bool:
-    return isinstance(value, str | os.PathLike) and "\0" not in os.fsdecode(value)
 
 
 def _are(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -127,10 +116,6 @@ def _are_losses(value: Any) -> bool:
     return bool(losses) and all(callable(loss) or hasattr(loss, "make") for loss in losses)
 
 
-def _are_shapes(value: Any) -> bool:
-    return all(map(_has("shape", "dtype"), jax.tree.leaves(value)))
-
-
 def _some(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: _are(is_right)(value) and len(value) > 0
 
@@ -152,7 +137,10 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "dim": (_is_count(0), "give the number of the dim, counted from 0"),
     "dtype": (_optional(_is_dtype), "give a floating dtype, such as 'bfloat16', or None"),
     "field": (_is(str), "give the name of a field of the optimizer's state, such as 'nu'"),
-    "folder": (_is_path, "give the path of a folder"),
+    "folder": (
+        lambda value: isinstance(value, str | os.PathLike) and "\0" not in os.fsdecode(value),
+        "give the path of a folder",
+    ),
     "host_memory_bytes": (
         _optional(_is_count(1)),
         "give the bytes of a host's memory for each of its devices, or None",
@@ -189,13 +177,13 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         _optional(_are(lambda name: name in ("optimizer", "state", "all"))),
         "give some of 'optimizer', 'state' and 'all'",
     ),
-    "param_shapes": (_are_shapes, "give arrays or jax.ShapeDtypeStructs"),
+    "param_shapes": (
+        lambda value: all(map(_has("shape", "dtype"), jax.tree.leaves(value))),
+        "give arrays or jax.ShapeDtypeStructs",
+    ),
     "reduce_dtype": (_optional(_is_dtype), "give a floating dtype, such as jnp.float32"),
     "remats": (_optional(_some(_is(str))), "give names of policies, such as ('none', 'full')"),
-    "other_losses": (
-        _optional(_is(Mapping)),
-        "give a dict of loss functions by name, or None",
-    ),
+    "other_losses": (_optional(_is(Mapping)), "give a dict of loss functions by name, or None"),
     "replicas": (_optional(_some(_is_count(1))), "give sizes of the axis `replica`, such as (1, 2)"),
     "batch_sizes": (_optional(_some(_is_count(1))), "give numbers of examples, such as (32, 64)"),
     "residuals": (_optional(_has("device_bytes", "host_bytes")), "give what `transformer_residuals` returns"),

@@ -31,10 +31,7 @@ class Report:
 
 
 def plain(value: Any, *, own: bool = True) -> Any:
-    """Returns a value as JSON has it: of a dataclass the fields and properties by name, None for a number not finite.
-
-    Functions are left out. A result's own `to_json` comes first, if it is to be asked (`own`).
-    """
+    """Returns a value as JSON has it, of a dataclass fields and properties; `own` asks its `to_json` first."""
     if own and isinstance(value, Report):
         return value.to_json()
     if dataclasses.is_dataclass(value):

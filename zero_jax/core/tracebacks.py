@@ -13,10 +13,10 @@ _MODELS, _NOT_OF_A_USER = str(pathlib.Path(_PACKAGE, "models")), {"zero_jax", "j
 
 
 class ShortTraceback:
-    """Leaves the frames of zero_jax out of the traceback of a user's error, as JAX does its own.
+    """Leaves zero_jax out of a user's error's traceback, as JAX does; `JAX_TRACEBACK_FILTERING=off` shows all.
 
-    A user's error is one that came through a user's function, or a `ValueError` of zero_jax, which keeps the frame that
-    raised it. `JAX_TRACEBACK_FILTERING=off` keeps all frames.
+    A user's error is one that came through a user's function, or a `ValueError`, which keeps the frame that raised
+    it.
     """
 
     def __enter__(self) -> None:

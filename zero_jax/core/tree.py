@@ -80,10 +80,7 @@ def shapes_of(tree: PyTree) -> PyTree:
 
 
 def shard_bytes(x: Any, sharding: Any = None) -> int:
-    """Returns the bytes that a device has of an array, or of its `ShapeDtypeStruct`: of its shard, if it is sharded.
-
-    By default the sharding is its own.
-    """
+    """Returns the bytes that a device has of an array or `ShapeDtypeStruct`, by its own sharding if none is given."""
     sharding = getattr(x, "sharding", None) if sharding is None else sharding
     # Not by `addressable_shards`: `shard.data` creates an array, which would count as live itself.
     return math.prod(x.shape if sharding is None else sharding.shard_shape(x.shape)) * getattr(x.dtype, "itemsize", 0)
@@ -113,10 +110,7 @@ def strongly_typed(tree: PyTree) -> PyTree:
 
 
 def check_arrays(what: str, tree: PyTree, *, remedy: str) -> None:
-    """Raises `ValueError` if a leaf is neither an array of numbers, booleans or PRNG keys nor a number itself.
-
-    Of arrays on the host JAX takes those of its own dtypes in the byte order of the machine.
-    """
+    """Raises `ValueError` for leaves that JAX takes neither as arrays (in its dtypes and byte order) nor as numbers."""
     for i, leaf in enumerate(jax.tree.leaves(tree)):
         refusal = _refusal(leaf)
         if refusal is not None:
@@ -126,11 +120,7 @@ def check_arrays(what: str, tree: PyTree, *, remedy: str) -> None:
 
 
 def with_shapes(what: str, tree: PyTree, *, remedy: str) -> PyTree:
-    """Returns a tree whose leaves all have a shape and a dtype: numbers, such as a counter, as `ShapeDtypeStruct`s.
-
-    Raises:
-      ValueError: a leaf that is neither an array nor a number.
-    """
+    """Returns a tree whose leaves all have a shape and a dtype: numbers, such as a counter, as `ShapeDtypeStruct`s."""
     check_arrays(what, tree, remedy=remedy)
     if all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(tree)):
         return tree

@@ -107,11 +107,7 @@ def model_state_names(model_state: PyTree) -> list[str]:
 
 
 def checked_model_state(new: PyTree, old: PyTree) -> PyTree:
-    """Returns the model state that a loss function returned, in the structure and dtypes of the old one.
-
-    Raises:
-      ValueError: a leaf that is no array, is missing or is new, or whose shape or dtype differs.
-    """
+    """Returns the model state that a loss function returned, in the structure and dtypes of the old one."""
     remedy = "return the model_state that loss_fn was given, with new values"
     check_arrays(MODEL_STATE, new, remedy=remedy)
     names, wanted = model_state_names(new), model_state_names(old)

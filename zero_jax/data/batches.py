@@ -69,10 +69,7 @@ def _share(sharding: NamedSharding, *, batch_size: int, seq_len: int, separate_d
 
 
 class Batches(Iterator[Batch]):
-    """An endless iterator over shuffled batches, prefetched by threads.
-
-    Each is a dict of global arrays `[batch_size, seq_len]`, as `Part.cut_rows` describes them.
-    """
+    """An endless iterator over shuffled batches, read ahead by threads: global arrays as of `Part.cut_rows`."""
 
     def __init__(self, host_batches: Any, share: _Share, *, position: int):
         """Wraps an iterator over this process's rows of each batch; `position` counts the examples before."""
@@ -126,15 +123,10 @@ class _Prefetched:
 
 
 class StreamBatches(Batches):
-    """Batches of a stream.
-
-    Attributes:
-      states: the states of this process's lanes by position, of the last two batches.
-      num_lanes: the number of lanes of all processes.
-    """
+    """Batches of a stream, whose lanes in this process had these `states` by position, of the last two batches."""
 
     def __init__(self, host_batches: _Prefetched, share: _Share, *, position: int, num_lanes: int):
-        """Wraps the rows of lanes, as `Batches`."""
+        """Wraps the rows of `num_lanes` lanes in all processes, as `Batches`."""
         super().__init__(host_batches, share, position=position)
         self.num_lanes, self.states = num_lanes, {position: host_batches.state}
 
@@ -295,7 +287,7 @@ class BatchBuffers:
           The batch in its buffers, with the same shapes, dtypes and shardings.
         """
         leaves, tree = jax.tree.flatten(batch)
-        indices = [i for i, leaf in enumerate(leaves) if _is_buffered(leaf)]
+        indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and not is_key(leaf)]
         arrays = [leaves[i] for i in indices]
         key = tree, tuple((i, x.shape, x.dtype, x.sharding) for i, x in zip(indices, arrays, strict=True))
         buffers = self._buffers.pop(key, None) or [jnp.zeros(x.shape, x.dtype, device=x.sharding) for x in arrays]
@@ -316,7 +308,3 @@ class BatchBuffers:
 def _write(buffers: list[jax.Array], arrays: list[jax.Array]) -> list[jax.Array]:
     # An update in place of all elements: `lambda old, new: new` would return the input arrays.
     return [lax.dynamic_update_slice(old, new, (0,) * new.ndim) for old, new in zip(buffers, arrays, strict=True)]
-
-
-def _is_buffered(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and not is_key(leaf)

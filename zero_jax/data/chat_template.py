@@ -85,18 +85,7 @@ class Renderer:
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, answers: Sequence[int], tools: Any, where: str
     ) -> Rendered:
-        """Returns the text of a conversation in parts: an answer begins after the generation prompt.
-
-        Args:
-          messages: the messages.
-          answers: the indices of those that are learned.
-          tools: the functions that the model may call.
-          where: the place of the conversation, for errors.
-
-        Raises:
-          ValueError: the template fails, exceeds a limit, or renders the beginning of the conversation otherwise than
-            all of it.
-        """
+        """Returns a conversation with `tools` as parts of text; learned `answers` begin after the generation prompt."""
         self._start()
         seconds = min(_SECONDS + _SECONDS_PER_ANSWER * len(answers), _MAX_SECONDS)
         what, remedy = f"{where}: the chat template of {self._template.path}", self._template.remedy
@@ -168,11 +157,7 @@ class Renderer:
 
 
 def find_chat_template(folder: pathlib.Path) -> ChatTemplate | None:
-    """Returns the chat template in a tokenizer's folder, or None.
-
-    Raises:
-      ValueError: a file that cannot be read, or that has something else in the place of the template.
-    """
+    """Returns the chat template in a tokenizer's folder, or None."""
 
     def read(name: str) -> dict[str, Any]:
         return read_json(folder / name, **_READ) if (folder / name).exists() else {}

@@ -76,18 +76,7 @@ class ConversationPart:
 def load_conversations(
     source: Source, tokenizer: Tokenizer, *, template: ChatTemplate | None, seq_len: int, validation_fraction: float
 ) -> Dataset:
-    """Reads and tokenizes conversations, splits them by a hash of their content, and packs them in rows.
-
-    Args:
-      source: files of JSON Lines.
-      tokenizer: the tokenizer; one of the `tokenizers` library if there is a template.
-      template: the tokenizer's chat template, or None.
-      seq_len: tokens in a row.
-      validation_fraction: the share of tokens to validate on, in whole conversations.
-
-    Raises:
-      ValueError: a line that is no conversation, with file and number; or one part has no conversation with an answer.
-    """
+    """Reads, tokenizes and packs conversations, split by a hash of their content; a template needs a JSON tokenizer."""
     tokens, answers, num_cut = [], [], 0
     with _Reader(tokenizer, template) as reader:
         for where, record in json_lines(source):
@@ -148,11 +137,7 @@ class _Reader(contextlib.ExitStack):
         self._special = SpecialTexts(tokenizer.special_texts, what, tokenizer)
 
     def tokenized(self, record: Mapping[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens of a conversation and which of them are of learned answers, the end of each included.
-
-        Raises:
-          ValueError: a record that is no conversation.
-        """
+        """Returns the tokens of a conversation, and which are of learned answers or their ends; raises `ValueError`."""
         if "messages" in record:
             self._count(record, ("messages", "tools"))
             return self._of_messages(record, where)
@@ -198,7 +183,6 @@ class _Reader(contextlib.ExitStack):
 
 
 def _of_pieces(turns: Sequence[Turn], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Tokenizes each part by itself."""
     pieces, marks = [], []
     for turn in turns:
         piece = tokenizer.encode(turn.text).astype(np.int32)
@@ -267,11 +251,7 @@ def _part(tokens: Sequence[np.ndarray], answers: Sequence[np.ndarray], seq_len: 
 
 
 def pack(lengths: np.ndarray, *, room: int) -> tuple[tuple[int, ...], ...]:
-    """Packs lengths into rows: each goes to the open row that it fills best, in their order.
-
-    Returns:
-      The numbers of the lengths in each row.
-    """
+    """Returns the numbers of the lengths in each row: in their order, each goes to the open row that it fills best."""
     rows: list[list[int]] = []
     room_left: dict[int, int] = {}  # of open rows, oldest first
     for i, length in enumerate(lengths.tolist()):

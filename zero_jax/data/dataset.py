@@ -119,7 +119,10 @@ def load_dataset(
         return tokenizer or load_tokenizer(own if config.tokenizer == "auto" else config.tokenizer)
 
     if config.format == "chat":
-        return _load_chat(config, chosen(), seq_len, fraction)
+        source, tokenizer, template = find_source(config.data, format="chat"), chosen(), None
+        if isinstance(tokenizer, JsonTokenizer) and config.tokenizer != "auto":
+            template = find_chat_template(user_path(config.tokenizer).parent)
+        return load_conversations(source, tokenizer, template=template, seq_len=seq_len, validation_fraction=fraction)
     num_left_out, is_hub = 0, config.data.startswith(HUB)
     if is_hub and config.format not in ("auto", "text"):
         raise ValueError(f"format={config.format!r}: {config.data} has rows: leave it out, or give 'chat'")
@@ -146,13 +149,6 @@ def load_dataset(
         fingerprint=_fingerprint(tokens, train, validation),
         notes=_notes(tokens, num_left_out),
     )
-
-
-def _load_chat(config: DataConfig, tokenizer: Tokenizer, seq_len: int, fraction: float) -> Dataset:
-    source, template = find_source(config.data, format="chat"), None
-    if isinstance(tokenizer, JsonTokenizer) and config.tokenizer != "auto":
-        template = find_chat_template(user_path(config.tokenizer).parent)
-    return load_conversations(source, tokenizer, template=template, seq_len=seq_len, validation_fraction=fraction)
 
 
 def token_folder_tokenizer(folder: pathlib.Path) -> str:

@@ -89,7 +89,6 @@ def _of_each_file(source: Source, read: Callable[[SourceFile], Iterator[_T]]) ->
 
 
 def _read_file(file: SourceFile, _: str) -> Iterator[Piece]:
-    """Reads a text file in blocks that end between words."""
     with file.path.open("rb") as stream:
         buffer = stream.read(len(_BYTE_ORDER_MARK)).removeprefix(_BYTE_ORDER_MARK)
         while block := stream.read(_BLOCK_BYTES):
@@ -127,11 +126,7 @@ def _read_json_lines(file: SourceFile, text_field: str) -> Iterator[Piece]:
 
 
 def json_lines(source: Source) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Reads the objects of JSON Lines, or of the rows of a table, each with its place, such as `line N of FILE`.
-
-    Raises:
-      ValueError: a file cannot be read, or a line is no object in UTF-8.
-    """
+    """Reads the objects of JSON Lines, or of the rows of a table, each with its place, such as `line N of FILE`."""
     if source.table is not None:
         yield from ((f"row {i} of {source.name}", row) for i, row in enumerate(source.table, 1))
         return

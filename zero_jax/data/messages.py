@@ -36,11 +36,7 @@ class Conversation:
 
 
 def checked(record: Mapping[str, Any], where: str) -> Conversation:
-    """Returns the conversation of a record with `messages` and maybe `tools`.
-
-    Raises:
-      ValueError: anything that is no conversation, or one without an answer to learn; it begins with `where`.
-    """
+    """Returns the conversation of a record with `messages` and maybe `tools`; `where` begins the errors."""
     messages, tools = record["messages"], record.get(_TOOLS)
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{where}: 'messages' is {quoted(messages)}: give a list of messages")
@@ -154,11 +150,7 @@ MARKS = tuple(f"<|{name}|>" for name in (*ROLES, _TOOLS))
 
 
 def marked(conversation: Conversation, where: str) -> list[Turn]:
-    """Returns a conversation as text without a template; an answer ends a document.
-
-    Raises:
-      ValueError: a field that has no place in that text.
-    """
+    """Returns a conversation as text without a template; raises `ValueError` for a field that has no place there."""
     turns = []
     if conversation.tools:
         turns.append(Turn(_message(_TOOLS, "\n".join(map(_json, conversation.tools))), is_answer=False))

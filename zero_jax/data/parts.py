@@ -89,11 +89,7 @@ class TokenPart:
         return len(self.starts)
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Returns the tokens of a range of the stream.
-
-        Raises:
-          ValueError: the file of the tokens has changed or was cut.
-        """
+        """Returns the tokens of a range of the stream."""
         return self._read(self._pieces(np.array([start]), np.array([self.size if stop is None else stop])))
 
     def num_rows(self, *, seq_len: int) -> int:
@@ -123,12 +119,7 @@ class TokenPart:
             segments[:] = beyond[:, None]
             segments[exists] = np.repeat(numbers, lengths)
             weights[~exists[:, 1:]] = 0
-        return {
-            "inputs": tokens[:, :-1],
-            "targets": tokens[:, 1:],
-            "weights": weights,
-            "segments": segments[:, :-1],
-        }
+        return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights, "segments": segments[:, :-1]}
 
     def _pieces(self, first: np.ndarray, last: np.ndarray) -> "_Pieces":
         """Cuts ranges of the stream, from `first` to before `last`, into the pieces of documents."""
@@ -166,18 +157,14 @@ def split_documents(tokens: Tokens, *, validation_fraction: float) -> tuple[Toke
 
     The hash is of the content: the split does not depend on names, order or machine, and a document that occurs twice
     is in one part. Where no document fits, as with a single one, validation gets the end of the longest.
-
-    Returns:
-      The documents to train on, and those to validate on.
     """
     lengths = np.diff(tokens.offsets)
     room = int(validation_fraction * int(tokens.offsets[-1]))
     is_validation = lowest_that_fit(tokens.hashes, lengths, room)
     starts = np.asarray(tokens.offsets[:-1])
     if is_validation.any():
-        return _part(tokens, starts[~is_validation], lengths[~is_validation]), _part(
-            tokens, starts[is_validation], lengths[is_validation]
-        )
+        train, validation = (_part(tokens, starts[x], lengths[x]) for x in (~is_validation, is_validation))
+        return train, validation
     longest = np.flatnonzero(lengths == lengths.max())
     cut = longest[np.argmin(tokens.hashes[longest])]
     room = min(room, int(lengths[cut]) - 1)
@@ -192,11 +179,7 @@ def _part(tokens: Tokens, starts: np.ndarray, lengths: np.ndarray) -> TokenPart:
 
 
 def lowest_that_fit(hashes: np.ndarray, lengths: np.ndarray, room: int) -> np.ndarray:
-    """Selects documents by their hashes, the lowest first, each that still fits; those with equal hashes go together.
-
-    Returns:
-      A mask of the documents.
-    """
+    """Returns a mask of the documents with the lowest hashes, each that still fits; equal hashes go together."""
     _, group = np.unique(hashes, return_inverse=True)
     sizes = np.bincount(group, weights=lengths).astype(np.int64)
     selected = np.zeros(len(sizes), bool)

@@ -36,11 +36,7 @@ class _Generation(Extension):
 
 
 def _environment() -> jinja2.Environment:
-    """Returns the settings, filters and functions that transformers has.
-
-    What makes another text each time is left out: `strftime_now` (templates have a date for that case, or fail),
-    `random` and `lipsum`.
-    """
+    """Returns the settings, filters and functions that transformers has, but for what gives another text each time."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)

@@ -131,7 +131,8 @@ def _find_files(data: str, format: Format) -> Source:
     if root.is_file():
         return _source(str(root), root.parent, [root], _choose([root], format, root))
     if root.is_dir():
-        paths = [path for path in root.rglob("*") if path.is_file() and not _is_hidden(path.relative_to(root))]
+        files = (path for path in root.rglob("*") if path.is_file())
+        paths = [path for path in files if not any(part.startswith(".") for part in path.relative_to(root).parts)]
     else:
         paths = [path for path in map(pathlib.Path, glob.glob(str(root), recursive=True)) if path.is_file()]
         root = pathlib.Path()
@@ -176,10 +177,8 @@ def _choose(paths: Sequence[pathlib.Path], format: Format, root: pathlib.Path) -
 
 
 def _format_of(path: pathlib.Path) -> Format:
-    for ending, kind in _FORMATS.items():
-        if path.name.lower().endswith(ending):
-            return kind
-    return "text"
+    kinds: list[Format] = [kind for ending, kind in _FORMATS.items() if path.name.lower().endswith(ending)]
+    return kinds[0] if kinds else "text"
 
 
 def _source(name: str, root: pathlib.Path, paths: Iterable[pathlib.Path], format: Format) -> Source:
@@ -203,10 +202,6 @@ def _source(name: str, root: pathlib.Path, paths: Iterable[pathlib.Path], format
     )
 
 
-def _is_hidden(path: pathlib.Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
 def _is_text(path: pathlib.Path) -> bool:
     """Returns whether a file is text, as git decides: no NUL in the first 8,000 bytes."""
     with path.open("rb") as file:
@@ -215,15 +210,10 @@ def _is_text(path: pathlib.Path) -> bool:
 
 
 def open_hub(data: str, *, is_streamed: bool) -> Any:
-    """Opens a data set: a `datasets.Dataset`, or a `datasets.IterableDataset` that is read as it is needed.
+    """Opens a data set: a `datasets.Dataset`, or if `is_streamed` a `datasets.IterableDataset`.
 
-    Args:
-      data: `hf:` and the name on the hub, or a folder of files or one that `Dataset.save_to_disk` wrote, with
-        `:SUBSET` and `@SPLIT` (train without that) if they are needed.
-      is_streamed: whether to read it as it is needed.
-
-    Raises:
-      ValueError: there is no such data set, subset or split, or it cannot be read.
+    `data` is `hf:` and the name on the hub, or a folder of files or one that `Dataset.save_to_disk` wrote, with
+    `:SUBSET` and `@SPLIT` (train without that) if they are needed.
     """
     with extra("hf"):
         import datasets  # pyright: ignore[reportMissingImports]

@@ -47,11 +47,7 @@ class Stream(Dataset):
 def open_stream(
     data: str, tokenizer: Tokenizer, *, text_field: str, seq_len: int, validation_fraction: float
 ) -> Stream:
-    """Opens a stream, and reads the documents to validate on: the first ones of those with the lowest hashes.
-
-    Raises:
-      ValueError: it cannot be read, has no such column, or too few documents.
-    """
+    """Opens a stream, and reads the documents to validate on: the first ones of those with the lowest hashes."""
 
     def open_table() -> Any:
         return open_hub(data, is_streamed=True)
@@ -113,11 +109,7 @@ class Lane:
     """The rows of a part of a stream's documents, pass after pass, shuffled within blocks."""
 
     def __init__(self, stream: Stream, part: tuple[int, int], *, seq_len: int, seed: int, state: Any = None):
-        """Begins at the first row of a part (its number, of how many), or at a state that `state` has returned.
-
-        Raises:
-          ValueError: a state of another form.
-        """
+        """Begins at the first row of a part (its number, of how many), or at a state that `state` has returned."""
         self._stream, (self._lane, self._num_lanes), self._seq_len = stream, part, seq_len
         self._seed, self._num_rows = seed, max(1, min(_MOST_BLOCK_ROWS, _BLOCK_TOKENS // seq_len))
         first = {"epoch": 0, "before": None, "skip": 0, "block": 0, "row": 0}

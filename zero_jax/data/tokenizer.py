@@ -212,7 +212,9 @@ def load_tokenizer(name: str | pathlib.Path) -> Tokenizer:
             f"{path} has no token that ends a document (none of {', '.join(_ENDS)}): add one to its added_tokens, "
             "or train a tokenizer with `zero-jax tokenize --vocab-size N --out FILE`"
         )
-    vocab_size = max(_tokens_of_text(library) | {ends[0]}) + 1
+    added = {token for token, entry in library.get_added_tokens_decoder().items() if not entry.special}
+    # Those of plain text; special ones may exceed a model's vocabulary.
+    vocab_size = max(added | set(library.get_vocab(with_added_tokens=False).values()) | {ends[0]}) + 1
     if vocab_size > _MAX_VOCAB_SIZE:
         raise ValueError(
             f"{path} has the token {vocab_size - 1:,}: tokens go up to {_MAX_VOCAB_SIZE - 1:,}; mend or replace it"
@@ -225,12 +227,6 @@ def load_tokenizer(name: str | pathlib.Path) -> Tokenizer:
         content=content,
         library=library,
     )
-
-
-def _tokens_of_text(library: Any) -> set[int]:
-    """Returns the tokens of plain text, without special ones, which may exceed a model's vocabulary."""
-    added = {token for token, entry in library.get_added_tokens_decoder().items() if not entry.special}
-    return added | set(library.get_vocab(with_added_tokens=False).values())
 
 
 def _parse(content: bytes, path: pathlib.Path) -> Any:

@@ -31,20 +31,13 @@ _DAY_CYCLES = 86_400 * 10**9
 
 
 def cycles(instruction: Instruction) -> int | None:
-    """Returns the cycles that XLA:TPU's cost model gives an instruction, or None where it gives none.
-
-    Where it knows none, as of a Pallas kernel, the compiler of JAX 0.12 writes the largest integer: no instruction
-    takes a day.
-    """
+    """Returns XLA:TPU's cycles of an instruction, or None; JAX 0.12 has the largest integer where it knows none."""
     match = re.search(r'"estimated_cycles":"(-?\d+)"', instruction.line)
     return int(match[1]) if match and 0 <= int(match[1]) < _DAY_CYCLES else None
 
 
 def roofline(program: Program, computation: str, instruction: Instruction, *, decode: Decode | None = None) -> Work:
-    """Counts the flops of an instruction and the bytes that it moves to and from memory.
-
-    A fusion counts as a whole: `instruction` is outside of fusions. `decode` reads the bodies of Pallas kernels.
-    """
+    """Counts flops and bytes of memory of an instruction outside of fusions; `decode` reads Pallas kernels."""
     opcode, line = instruction.opcode, instruction.line
     is_free = opcode in FREE or bool(instruction.part)
     if is_free or (opcode == "custom-call" and any(f'"{t}"' in line for t in _FREE_CUSTOM_CALLS)):

@@ -16,11 +16,7 @@ _GROUPS = re.compile(
 
 
 def groups_of(line: str, num_devices: int) -> Groups:
-    """The groups of a collective's line; all devices in one where it says nothing.
-
-    Raises:
-      ValueError: The line has groups of another form.
-    """
+    """The groups of a collective's line; all devices in one where it says nothing."""
     match = _GROUPS.search(line)
     if not match and "replica_groups=" in line:
         raise ValueError("no replica_groups of a known form")

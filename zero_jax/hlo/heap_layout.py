@@ -60,14 +60,12 @@ def read_layout(folder: str | pathlib.Path) -> HeapLayout:
             "compiler_options=layout_options(folder) that no compilation cache answered"
         )
     lives_file = assignments[0].with_name(assignments[0].name.removesuffix(FILES[0]) + FILES[1])
-    lives = _lives(lives_file.read_text(encoding="utf-8")) if lives_file.exists() else {}
+    lives: dict[str, tuple[int, int]] = {}  # the first and the last step at which each value is alive
+    if lives_file.exists():
+        text = lives_file.read_text(encoding="utf-8")
+        listed = text.partition("BufferLiveRange:")[2].partition("Live ranges at")[0]
+        lives = {name + index: (int(start), int(end)) for name, index, start, end in _RANGE.findall(listed)}
     return _layout(assignments[0].read_text(encoding="utf-8").splitlines(), lives)
-
-
-def _lives(text: str) -> Mapping[str, tuple[int, int]]:
-    """The first and the last step at which each value is alive."""
-    listed = text.partition("BufferLiveRange:")[2].partition("Live ranges at")[0]
-    return {name + index: (int(start), int(end)) for name, index, start, end in _RANGE.findall(listed)}
 
 
 def _layout(lines: Iterable[str], lives: Mapping[str, tuple[int, int]]) -> HeapLayout:

@@ -92,12 +92,7 @@ def _pallas(program: Program, computation: str, instruction: Instruction, decode
     num_bytes = int(figures.get("bytes_accessed", 0))
     if int(figures.get("flops", 0)) > 0:
         return Work(engine="pallas", flops=float(figures["flops"]), bytes=num_bytes)
-    work = _body_work(program, computation, instruction, decode)
-    return None if work is None else dataclasses.replace(work, bytes=num_bytes)
-
-
-def _body_work(program: Program, computation: str, instruction: Instruction, decode: Decode | None) -> Work | None:
-    body = re.search(r'"custom_call_config":\{.*?"body":"([^"]*)"', instruction.line)
+    body = re.search(r'"custom_call_config":\{.*?"body":"([^"]*)"', line)
     if not body or decode is None:
         return None
     try:
@@ -105,14 +100,12 @@ def _body_work(program: Program, computation: str, instruction: Instruction, dec
     except binascii.Error:
         return None
     scalars = [_literal(program, computation, name) for name in instruction.operands]
-    return None if module is None else kernel_work(module, scalars)
+    work = None if module is None else kernel_work(module, scalars)
+    return None if work is None else dataclasses.replace(work, bytes=num_bytes)
 
 
 def _literal(program: Program, computation: str, name: str) -> np.ndarray | None:
-    """The value of an operand that is a constant of integers which the text has in full.
-
-    Or a slice of one, whose rows are all the same: as where each device has its share of the heads of a mask.
-    """
+    """The value of an operand that is a constant of integers in the text, or a slice of one with equal rows."""
     instruction = program.computations[computation].get(name)
     literal = program.literal(computation, name)
     if instruction is None or literal is None:
@@ -155,15 +148,7 @@ def _cudnn(program: Program, computation: str, instruction: Instruction, *, is_b
 
 
 def kernel_work(module: Any, scalars: Sequence[Known]) -> Work | None:
-    """Counts the matrix products of a kernel.
-
-    Args:
-      module: The module of the kernel, an `ir.Module` of MLIR.
-      scalars: The operands of the call from the first on, where they are constants: its scalar prefetch.
-
-    Returns:
-      The work, or None where the module has no kernel with a static grid.
-    """
+    """Counts a kernel's products, with constant `scalars` as its scalar prefetch; None without a static grid."""
     functions = [operation for operation in _walk(module.operation) if _name(operation) == "func.func"]
     for function in functions:
         if bounds := _attribute(function, "iteration_bounds"):  # such as array<i64: 2, 3>
@@ -175,7 +160,6 @@ def kernel_work(module: Any, scalars: Sequence[Known]) -> Work | None:
 
 
 def _walk(operation: Any) -> Iterator[Any]:
-    """Yields an operation and all that are in it."""
     yield operation
     for region in operation.regions:
         for inner in _operations(region):

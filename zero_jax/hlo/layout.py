@@ -46,11 +46,7 @@ Shape = Array | tuple["Shape", ...]
 
 @functools.lru_cache(maxsize=16384)
 def parse_shape(text: str) -> Shape:
-    """Reads a shape: an array, or a tuple of shapes.
-
-    Raises:
-      ValueError: The text is not a shape of a known form.
-    """
+    """Reads a shape: an array, or a tuple of shapes."""
     stack: list[list[Shape]] = [[]]
     for match in _TOKEN.finditer(_COMMENT.sub("", text)):
         if match[0] == "(":
@@ -111,11 +107,7 @@ def padded_elements(dims: Sequence[int], layout: str) -> int:
 
 
 def tile_sizes(layout: str) -> list[tuple[int, ...]]:
-    """The tiles of a layout, from the outermost in: T(8,128)(2,1) is [(8, 128), (2, 1)].
-
-    Raises:
-      ValueError: A tile that joins dims, as T(*,128).
-    """
+    """The tiles of a layout, from the outermost in: T(8,128)(2,1) is [(8, 128), (2, 1)]."""
     tiles = _TILES.search(layout.partition(":")[2])
     return [
         tuple(int(size) for size in tile.split(",")) for tile in re.findall(r"\(([^)]*)\)", tiles[1] if tiles else "")

@@ -97,11 +97,7 @@ class _Allocation:
 
 
 def peak(compiled: Any) -> Heap:
-    """Returns the peak of a program's temporaries, and what is alive then.
-
-    Raises:
-      ValueError: The program is not scheduled, so that its text does not tell the order of execution.
-    """
+    """Returns the peak of a scheduled program's temporaries, and what is alive then."""
     program = parse(compiled)
     if not program.is_scheduled:
         raise ValueError(
@@ -124,9 +120,9 @@ def peak(compiled: Any) -> Heap:
     peak_bytes, step = _top(heap)
 
     def alive(group: Sequence[_Allocation], step: int) -> tuple[Buffer, ...]:
-        buffers = (
-            _describe(program, _until(allocation, step), readers) for allocation in group if allocation.is_live(step)
-        )
+        live = (x for x in group if x.is_live(step))  # without the values that are written after the step
+        until = (dataclasses.replace(x, values=[y for y in x.values if y.start <= step]) for x in live)
+        buffers = (_describe(program, allocation, readers) for allocation in until)
         return tuple(sorted((buffer for buffer in buffers if buffer.num_bytes), key=lambda buffer: -buffer.num_bytes))
 
     saved = [residual for x in temporaries["device"] if (residual := _saved(program, x, readers))]
@@ -167,12 +163,6 @@ def _allocation(values: Sequence[HloValue]) -> _Allocation:
         else:
             spans.append((value.start, value.end))
     return _Allocation(values=values, num_bytes=max(value.array.num_bytes for value in values), spans=tuple(spans))
-
-
-def _until(allocation: _Allocation, step: int) -> _Allocation:
-    """The allocation without the values that are written after a step."""
-    values = [value for value in allocation.values if value.start <= step]
-    return dataclasses.replace(allocation, values=values)
 
 
 def _reuse(

@@ -28,11 +28,6 @@ def _is_differentiated(op_name: str) -> bool:
     return _DIFFERENTIATED in op_name
 
 
-def _is_traced(op_name: str) -> bool:
-    """Tells whether a name is a name stack, and not that of an argument."""
-    return op_name.startswith("jit(") or _is_differentiated(op_name)
-
-
 def gathered_path(op_name: str) -> str | None:
     """Returns the path in the innermost gather scope of an `op_name`, escaped, or None."""
     paths = _GATHER_SCOPE.findall(op_name)
@@ -55,17 +50,25 @@ class Phases:
             return phase
         if not self._has_gradient:
             return "forward"
+        users = self._program.users(computation)
+        used_by = lambda name: [user.name for user in users.get(name, ())]  # noqa: E731
         # A cast of the params belongs to no pass by its name, but to the one that uses it.
-        return phase_of(self._nearest(computation, name, self._used_by, _is_differentiated)) or "update"
+        return phase_of(self._nearest(computation, name, used_by, _is_differentiated)) or "update"
 
     def op_name_before(self, computation: str, name: str) -> str:
         """Returns the nearest name among what an instruction was computed from: XLA drops names where it combines."""
-        nearest = self._nearest(computation, name, self._made_of, _is_traced)
+        instructions = self._program.computations[computation]
+        is_traced = lambda name: name.startswith("jit(") or _is_differentiated(name)  # noqa: E731 - not of an argument
+
+        def made_of(name: str) -> list[str]:
+            return [] if instructions[name].opcode in ("parameter", "constant") else instructions[name].operands
+
+        nearest = self._nearest(computation, name, made_of, is_traced)
         caller = next(iter(self._program.callers[computation]), None)
         return nearest or (self.op_name_before(caller[0], caller[1].name) if caller else "")
 
     def _nearest(
-        self, computation: str, name: str, neighbours: Callable[[str, str], list[str]], counts: Callable[[str], bool]
+        self, computation: str, name: str, neighbours: Callable[[str], list[str]], counts: Callable[[str], bool]
     ) -> str:
         """The nearest name stack that counts, breadth first; of equally near ones that of the backward pass."""
         instructions = self._program.computations[computation]
@@ -75,18 +78,9 @@ class Phases:
             if found := [op_name for op_name in op_names if counts(op_name)]:
                 return max(found, key=lambda op_name: ("update", "forward", "backward").index(phase_of(op_name)))
             seen.update(front)
-            near = (neighbour for inner in front for neighbour in neighbours(computation, inner))
+            near = (neighbour for inner in front for neighbour in neighbours(inner))
             front = [other for other in dict.fromkeys(near) if other in instructions and other not in seen]
         return ""
-
-    def _made_of(self, computation: str, name: str) -> list[str]:
-        """The operands of an instruction."""
-        instruction = self._program.computations[computation][name]
-        return [] if instruction.opcode in ("parameter", "constant") else instruction.operands
-
-    def _used_by(self, computation: str, name: str) -> list[str]:
-        """The users of an instruction."""
-        return [user.name for user in self._program.users(computation).get(name, ())]
 
     def _op_name(self, instruction: Instruction) -> str:
         """The name stack of an instruction; of the loop over microbatches, that of a pass in it."""

@@ -84,23 +84,14 @@ class Instruction(NamedTuple):
 
 
 class Program:
-    """The computations of an HLO module, who calls them, and the values of their integer constants.
+    """The computations of an HLO module (`compiled.as_text()`), and the values of their integer constants.
 
     Attributes:
       computations: The instructions by the name of their computation and their own.
       callers: The computation and instruction of each call, by the name of the computation that is called.
       roots: The name of the instruction that a computation returns, by the name of the computation.
-      entry: The name of the computation that the program starts with.
-      header: The first line of the module.
-      num_devices: The devices that it was compiled for.
       is_scheduled: Whether the order of the instructions is the order of execution.
       has_tiles: Whether its arrays are in tiles, as by XLA:TPU.
-
-    Args:
-      text: What `compiled.as_text()` returns.
-
-    Raises:
-      ValueError: The text has no entry computation, or a collective in it cannot be read.
     """
 
     def __init__(self, text: str):
@@ -185,10 +176,7 @@ class Program:
         return self._trips[key]
 
     def literal(self, computation: str, name: str) -> str | None:
-        """The constant that a value is, wherever it was passed on from, or of which it is a row.
-
-        None where the text leaves it out.
-        """
+        """The constant that a value is, or of which it is a row, wherever passed on from; None if left out."""
         value = self._value(computation, name, (), self._passed_by_callers(computation))
         return value if isinstance(value, str) else None
 
@@ -227,10 +215,7 @@ class Program:
         return trips if goes_on(0) is not None and trips < 2**40 else None
 
     def _value(self, computation: str, name: str, path: tuple, argument: Callable[[int, tuple], Any]) -> Any:
-        """The integer at a path of tuple indices in a value; the text of an array; None if unknown.
-
-        Of an argument, whatever `argument` yields.
-        """
+        """The integer at a path of tuple indices, the text of an array, or what `argument` yields; None if unknown."""
         instruction = self.computations.get(computation, {}).get(name)
         if instruction is None:
             return None
@@ -294,15 +279,7 @@ class Program:
 
 
 def parse(compiled: Any) -> Program:
-    """Returns the program of what was compiled.
-
-    Args:
-      compiled: A `jax.stages.Compiled` or anything else with `as_text()`, a text, or a `Program`. What has a
-        `program`, parsed already, is not parsed again.
-
-    Raises:
-      ValueError: There is no text, as of a program that was loaded from a cache, or it cannot be read.
-    """
+    """Returns a `Program` of itself, a text, or what has a `program` or `as_text()`, as `jax.stages.Compiled`."""
     if isinstance(compiled, Program):
         return compiled
     if isinstance(program := getattr(compiled, "program", None), Program):

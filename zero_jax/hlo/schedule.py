@@ -94,17 +94,8 @@ def play(
     XLA:TPU drives some collectives on inside fusions with computation, between a fusion that starts and one that ends
     them: what runs in between is what they overlap with.
 
-    Args:
-      program: The program, as scheduled (`is_scheduled=true`).
-      listed: Its collectives, of `collectives`; others take no time (it leaves out those of rarer branches).
-      costs: What takes how long.
-      transfers: What it exchanges with other slices, of `network_transfers`: from a `send` to the `recv-done`.
-      copies: What it copies from and to its host, of `host_transfers`. The two directions run side by side, but for
-        what a kernel copies: all else waits for that.
-      unknown_trip_count: The iterations of a loop whose trip count the text does not settle.
-
-    Raises:
-      ValueError: A loop has no known trip count and `unknown_trip_count` is not given.
+    Collectives that are not `listed` take no time. Transfers go from a `send` to the `recv-done`. The two directions of
+    copies run side by side, but for what a kernel copies: all else waits for that.
     """
     player = _Player(
         program=program,

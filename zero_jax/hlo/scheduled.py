@@ -22,12 +22,7 @@ _ASYNC = re.compile(r"\s+(?:ROOT )?%(\S+) = .*? async-(start|update|done)\(([^)]
 
 
 def read_scheduled(folder: str | pathlib.Path) -> tuple[str, dict[str, int], HeapLayout] | None:
-    """Reads what a compile with `layout_options` has written to its folder until now.
-
-    Returns:
-      The text of the scheduled program as `as_text()` would write it, the sizes that `memory_analysis()` has by the
-      same names, but for the code, and the layout of the heap; None as long as they are not complete.
-    """
+    """Reads text, sizes and heap layout that a compile with `layout_options` wrote; None until it is complete."""
     found = [*pathlib.Path(folder).glob(f"*{_FILE}")]
     text = found[0].read_text(encoding="utf-8", errors="replace") if len(found) == 1 else ""
     if not text.rstrip("\n").endswith("\n}") or "\nENTRY " not in text:
@@ -45,12 +40,8 @@ def _sizes(folder: pathlib.Path, layout: HeapLayout) -> dict[str, int]:
         if not match or (", color" in match[2] and _HOST not in match[2]):
             continue
         is_argument, is_result = ", parameter" in match[2], "live-out" in match[2] or ", output" in match[2]
-        kinds = {
-            "argument": is_argument,
-            "output": is_result,
-            "alias": is_argument and is_result,
-            "temp": "preallocated-temp" in match[2],
-        }
+        kinds = {"argument": is_argument, "output": is_result, "alias": is_argument and is_result}
+        kinds["temp"] = "preallocated-temp" in match[2]
         place = "host_" if _HOST in match[2] else ""
         sizes.update({f"{place}{kind}_size_in_bytes": int(match[1]) for kind, is_it in kinds.items() if is_it})
     heap = layout.allocated_bytes if layout.live_bytes is None else layout.live_bytes

@@ -69,17 +69,10 @@ class Collective(Sent):
 
 
 def collectives(compiled: Any, *, unknown_trip_count: int | None = None) -> tuple[Collective, ...]:
-    """Lists the collectives that a compiled program executes.
+    """Lists the collectives that a compiled program executes, in the order of the text.
 
     A loop whose trip count the text does not settle, such as a `while_loop` on data, is executed `unknown_trip_count`
-    times.
-
-    Returns:
-      One entry for each operation, in the order of the text. Of a conditional's branches, the one that sends most.
-
-    Raises:
-      ValueError: The text has no entry computation, a collective in it cannot be read, or a loop around a collective
-        has no known trip count and `unknown_trip_count` is not given.
+    times; without that it raises `ValueError`. Of a conditional's branches, the one that sends most is listed.
     """
     program = parse(compiled)
     by_key: dict[tuple[str, str], Collective] = {}
@@ -109,21 +102,7 @@ def sent_bytes(listed: Iterable[Collective]) -> float:
 
 
 def with_executions(program: Program, by_key: Mapping[tuple[str, str], Any], unknown_trip_count: int | None) -> tuple:
-    """Returns the operations that run at all, with how often; arguments as for `_executions`."""
-    counts = _executions(program, by_key, unknown_trip_count)
-    return tuple(dataclasses.replace(by_key[key], num_executions=counts[key]) for key in by_key if counts[key])
-
-
-def _executions(
-    program: Program, by_key: Mapping[tuple[str, str], Any], unknown_trip_count: int | None
-) -> collections.Counter:
-    """Counts the executions of operations that send in one run of a program.
-
-    `by_key` has the operations by computation and name.
-
-    Raises:
-      ValueError: A loop around one has no known trip count and `unknown_trip_count` is not given.
-    """
+    """Returns the operations, by computation and name, that run at all in one run of a program, with how often."""
 
     def sent(counts: collections.Counter) -> float:
         return sum(by_key[key].sent_bytes * count for key, count in counts.items())
@@ -153,7 +132,8 @@ def _executions(
                     counts.update(within(called))
         return counts
 
-    return within(program.entry)
+    counts = within(program.entry)
+    return tuple(dataclasses.replace(by_key[key], num_executions=counts[key]) for key in by_key if counts[key])
 
 
 def _collective(program: Program, computation: str, instruction: Instruction) -> Collective:

@@ -34,14 +34,7 @@ class HostTransfer(Sent):
 
 
 def host_transfers(compiled: Any) -> tuple[HostTransfer, ...]:
-    """Lists what a compiled program moves to and from the host's memory, in the order of the text.
-
-    Args:
-      compiled: The program, a `jax.stages.Compiled`, or its text, as for `parse`.
-
-    Raises:
-      ValueError: A loop around a transfer has no known trip count.
-    """
+    """Lists what a compiled program moves to and from the host's memory, in the order of the text."""
     program = parse(compiled)
     by_key = {
         (computation, start.name): transfer
@@ -83,13 +76,7 @@ class NetworkTransfer(Sent):
 
 
 def network_transfers(compiled: Any, *, unknown_trip_count: int | None = None) -> tuple[NetworkTransfer, ...]:
-    """Lists what a compiled program sends to other slices, in the order of the text.
-
-    A loop whose trip count the text does not settle is executed `unknown_trip_count` times.
-
-    Raises:
-      ValueError: A loop around a transfer has no known trip count and `unknown_trip_count` is not given.
-    """
+    """Lists what a program sends to other slices; loops of unknown length are executed `unknown_trip_count` times."""
     program = parse(compiled)
     sends = [
         (computation, instruction)

@@ -35,12 +35,8 @@ class HloValue:
 class LiveRanges:
     """The values of a scheduled program: when each is alive, and which of them share a buffer.
 
-    Attributes:
-      items: The values, in the order in which they are written.
-      arguments: The numbers of the values that are arguments of the program.
-      outputs: The numbers of the values that it returns.
-      constants: The numbers of the values that are constants, which are part of the program.
-      steps: For each step of the schedule, the computation and the instruction that runs.
+    `items` has the values, in the order in which they are written; arguments, outputs and constants are numbers of
+    these. `steps` has the computation and the instruction of each step of the schedule.
     """
 
     def __init__(self, program: Program):
@@ -277,19 +273,13 @@ def _updated_in_place(program: Program, start: Instruction) -> int | None:
 
 
 def _reused_in_fusion(program: Program, computation: str) -> tuple[int, ...]:
-    """The operands that a fusion may write over: the target of an update in place, or those it maps element by element.
-
-    One element of the result must need no other element of the operand.
-    """
+    """The operands that a fusion may write over: targets of updates in place, and those mapped element by element."""
     users = program.users(computation)
 
     @functools.cache
     def maps(name: str) -> bool:
-        in_place = all(user.opcode in ELEMENTWISE or _updates(user, name) for user in users[name])
+        updates = {user.name for user in users[name] if user.opcode in UPDATES and user.operands[0] == name}
+        in_place = all(user.opcode in ELEMENTWISE or user.name in updates for user in users[name])
         return in_place and all(maps(user.name) for user in users[name])
 
     return tuple(_number(parameter) for parameter in program.parameters(computation) if maps(parameter.name))
-
-
-def _updates(user: Instruction, name: str) -> bool:
-    return user.opcode in UPDATES and user.operands[0] == name

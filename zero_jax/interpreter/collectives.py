@@ -14,16 +14,7 @@ Reduce = Callable[[np.ndarray], np.ndarray]  # [members, devices of a group, *di
 
 
 class Exchange:
-    """The groups of devices between which one collective moves data.
-
-    Args:
-      line: The instruction's.
-      num_devices: The devices of the program.
-
-    Attributes:
-      members: The devices of each device's group, in order, `[devices, size]`.
-      place: The place of each device in its group, `[devices]`.
-    """
+    """A collective's `[devices, size]` members of each device's group, in order, and the device's own place in it."""
 
     def __init__(self, line: str, num_devices: int):
         groups = groups_of(line, num_devices)

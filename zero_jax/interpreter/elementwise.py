@@ -63,17 +63,9 @@ def _leading_zeros(x: np.ndarray) -> np.ndarray:
     return count.astype(x.dtype)
 
 
-def _count_bits(x: np.ndarray) -> np.ndarray:
-    return np.bitwise_count(x.view(f"u{x.dtype.itemsize}"))  # of a negative number NumPy counts the bits of its value
-
-
 def _select(which: np.ndarray, yes: np.ndarray, no: np.ndarray) -> np.ndarray:
     scalar = (...,) + (None,) * (max(yes.ndim, no.ndim) - which.ndim)  # one condition for all elements
     return np.where(which[scalar], yes, no)
-
-
-def _sign(x: np.ndarray) -> np.ndarray:
-    return x / np.where(x == 0, 1, abs(x)) if x.dtype.kind == "c" else np.sign(x)
 
 
 ELEMENTWISE: Mapping[str, Callable[..., np.ndarray]] = {
@@ -83,11 +75,13 @@ ELEMENTWISE: Mapping[str, Callable[..., np.ndarray]] = {
     "imag": np.imag, "is-finite": np.isfinite, "log": np.log, "log-plus-one": np.log1p,
     "logistic": lambda x: 1 / (1 + np.exp(-x)),
     "maximum": np.maximum, "minimum": np.minimum, "multiply": np.multiply, "negate": np.negative, "not": np.invert,
-    "or": np.bitwise_or, "popcnt": _count_bits, "power": _power, "real": np.real, "remainder": _remainder,
+    "or": np.bitwise_or, "power": _power, "real": np.real, "remainder": _remainder,
+    "popcnt": lambda x: np.bitwise_count(x.view(f"u{x.dtype.itemsize}")),  # NumPy counts the bits of a value's size
     "round-nearest-afz": lambda x: np.copysign(np.floor(np.abs(x) + 0.5), x), "round-nearest-even": np.rint,
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "select": _select, "shift-left": _shift_left, "shift-right-arithmetic": _shift_right_arithmetic,
-    "shift-right-logical": _shift_right_logical, "sign": _sign, "sine": np.sin, "sqrt": np.sqrt,
+    "shift-right-logical": _shift_right_logical, "sine": np.sin, "sqrt": np.sqrt,
+    "sign": lambda x: x / np.where(x == 0, 1, abs(x)) if x.dtype.kind == "c" else np.sign(x),
     "subtract": np.subtract, "tan": np.tan, "tanh": np.tanh, "xor": np.bitwise_xor, "acos": np.arccos,
     "acosh": np.arccosh, "asin": np.arcsin, "asinh": np.arcsinh, "atanh": np.arctanh, "cosh": np.cosh, "sinh": np.sinh,
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, _like(low, x)), _like(high, x)),
@@ -103,10 +97,7 @@ def _like(bound: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def elementwise(opcode: str, operands: list[np.ndarray], dtype: np.dtype) -> np.ndarray:
-    """Applies an operation of `ELEMENTWISE` to arrays `[devices, *dims]`; returns the result in a dtype.
-
-    What is smaller than float32 is computed in float32 and rounded once. Operands of mixed dtypes are converted.
-    """
+    """Applies one of `ELEMENTWISE` to arrays `[devices, *dims]` of any dtypes, in float32 at least, and rounds once."""
     function = ELEMENTWISE[opcode]
     if opcode == "select":
         return np.asarray(function(operands[0], *(convert(x, dtype) for x in operands[1:])))

@@ -149,16 +149,7 @@ def scatter(
     combine: Combine,
     add: np.ufunc | None,
 ) -> list[np.ndarray]:
-    """Combines updates into windows of operands, in order; a window that is not inside is left out.
-
-    Args:
-      xs: Operands `[devices, *dims]`, of equal dims.
-      indices: Where windows start.
-      updates: For each operand, its updates.
-      windows: The windows.
-      combine: Returns new values from the current ones and the updates.
-      add: The NumPy function that `combine` is, if it is one whose order does not matter.
-    """
+    """Combines updates into windows inside of operands, in order unless a NumPy function `add` makes that unneeded."""
     first, indices, *updates = spread([xs[0], indices, *updates])
     xs = [np.array(np.broadcast_to(x, (len(first), *x.shape[1:]))) for x in xs]
     starts = windows.starts(indices, first.ndim - 1)
@@ -174,20 +165,15 @@ def scatter(
     new = [update.transpose(order).reshape(-1)[valid] for update in updates]
     flat = flat[valid]
     if add is not None and len(xs) == 1:
-        return [_scatter_by(add, xs[0], flat, new[0])]
+        result = (xs[0].astype(np.float32) if xs[0].dtype.kind == "V" else xs[0]).reshape(-1)
+        add.at(result, flat, new[0].astype(result.dtype))
+        return [result.reshape(first.shape).astype(first.dtype)]
     results = [x.reshape(-1) for x in xs]
     for chosen in _rounds(flat):  # the updates of one place one after the other
         combined = combine([x[flat[chosen]] for x in results], [update[chosen] for update in new])
         for x, value in zip(results, combined, strict=True):
             x[flat[chosen]] = value
     return [x.reshape(first.shape) for x in results]
-
-
-def _scatter_by(add: np.ufunc, x: np.ndarray, flat: np.ndarray, update: np.ndarray) -> np.ndarray:
-    wide = x.astype(np.float32) if x.dtype.kind == "V" else x
-    result = wide.reshape(-1)
-    add.at(result, flat, update.astype(wide.dtype))
-    return result.reshape(x.shape).astype(x.dtype)
 
 
 def _rounds(flat: np.ndarray) -> list[np.ndarray]:

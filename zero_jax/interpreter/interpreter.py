@@ -43,10 +43,7 @@ class Step:
         return self.context.instruction.line.strip()
 
     def __call__(self, operands: list[Value]) -> Value:
-        """Returns the instruction's value, and names the instruction in what its rule raises.
-
-        Fused operations may read operands of another dtype than their own: results are in the dtype that the text says.
-        """
+        """Returns the instruction's value, in the dtype that the text says; errors of its rule name the instruction."""
         try:
             result = self.rule(self.context, operands)
         except NotInterpretable as error:
@@ -69,16 +66,10 @@ class Computation:
 
 
 class Interpreter:
-    """Runs a compiled program on the host, all devices in lockstep.
+    """Runs a compiled program, of the text with all constants, on the host, all devices in lockstep.
 
     What devices do by themselves is NumPy's arithmetic: elementwise operations, and products with sums in float32.
     Memory that a program has not written to is NaN. A collective that not all devices of its group reach is an error.
-
-    Args:
-      program: Of the text with all constants (`print_large_constants`).
-
-    Raises:
-      NotInterpretable: From `run`, if the program has an operation that is not known.
     """
 
     def __init__(self, program: Program):
@@ -88,18 +79,7 @@ class Interpreter:
         self._active: np.ndarray | None = None  # the devices that execute; None for all
 
     def run(self, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Executes the program.
-
-        Args:
-          arguments: For each parameter of the entry computation, an array `[devices, *dims of a shard]`.
-
-        Returns:
-          The arrays of the result, `[devices, *dims of a shard]`.
-
-        Raises:
-          NotInterpretable: The program has an operation that is not known, with the line.
-          ValueError: The arguments are not those of the program.
-        """
+        """Runs the program on arrays `[devices, *dims of a shard]`; `NotInterpretable` names a line it cannot run."""
         parameters = self._computation(self.program.entry).parameters
         instructions = self.program.computations[self.program.entry]
         if len(arguments) != len(parameters):
@@ -184,9 +164,6 @@ class Interpreter:
         """What is between start and end of an asynchronous call: it may give the call operands that come later."""
         (before, result, given), *more = operands
         return operands[0] if result is not None else given((*before, *more))
-
-    def _async_done(self, _: Context, operands: list[Value]) -> Value:
-        return operands[0][1]
 
     # Loops and branches
 
@@ -390,7 +367,7 @@ _CONTROL: dict[str, Callable[[Interpreter, Context, list[Value]], Value]] = {
     **dict.fromkeys(("fusion", "call"), Interpreter._calling),
     **dict.fromkeys(("async-start", "call-start", "fusion-start"), Interpreter._async_start),
     **dict.fromkeys(("async-update", "call-update", "fusion-update"), Interpreter._async_update),
-    **dict.fromkeys(("async-done", "call-done", "fusion-done"), Interpreter._async_done),
+    **dict.fromkeys(("async-done", "call-done", "fusion-done"), lambda _, context, operands: operands[0][1]),
     "while": Interpreter._while,
     "conditional": Interpreter._conditional,
     "reduce": Interpreter._reduce,

@@ -114,11 +114,7 @@ def read_attributes(instruction: Instruction) -> dict[str, str]:
 
 
 def rule_of(opcode: str) -> Rule:
-    """Returns the rule of an opcode.
-
-    Raises:
-      NotInterpretable: The opcode is not known.
-    """
+    """Returns the rule of an opcode; raises `NotInterpretable` if it has none."""
     if opcode in ELEMENTWISE:
         return lambda context, xs: elementwise(opcode, xs, context.dtype)
     if opcode in _RULES:
@@ -175,16 +171,6 @@ def _pad(context: Context, xs: list[Value]) -> Value:
     return indexing.pad(xs[0], convert(xs[1], xs[0].dtype), padding)
 
 
-def _dynamic_update_slice(context: Context, xs: list[Value]) -> Value:
-    x, update, *starts = xs
-    return indexing.dynamic_update_slice(convert(x, context.dtype), convert(update, context.dtype), starts)
-
-
-def _reduce_precision(context: Context, xs: list[Value]) -> Value:
-    exponent, mantissa = int(context.attributes["exponent_bits"]), int(context.attributes["mantissa_bits"])
-    return reduce_precision(xs[0], exponent, mantissa)
-
-
 def _fft(context: Context, xs: list[Value]) -> Value:
     kind, length = context.attributes["fft_type"], integers(context.attributes["fft_length"])
     transform = {"FFT": np.fft.fftn, "IFFT": np.fft.ifftn, "RFFT": np.fft.rfftn, "IRFFT": np.fft.irfftn}[kind]
@@ -203,7 +189,9 @@ def _custom_call(context: Context, xs: list[Value]) -> Value:
     if target in _TOKEN_CALLS:
         return np.zeros(1, np.uint32)
     if target == "TopK":
-        return _top_k(xs[0], array_shape(parse_parts(text)[0]).dims[-1])
+        size = array_shape(parse_parts(text)[0]).dims[-1]
+        order = np.argsort(-convert(xs[0], np.dtype(np.float64)), axis=-1, kind="stable")[..., :size]
+        return np.take_along_axis(xs[0], order, -1), order.astype(np.int32)
     if target in _MATRIX_CALLS:
         return _MATRIX_CALLS[target](xs[0])
     if target in _IDENTITY_CALLS:
@@ -212,11 +200,6 @@ def _custom_call(context: Context, xs: list[Value]) -> Value:
         if target == "PrepareAsyncCallDone":
             return np.zeros(1, np.uint32)
     raise NotInterpretable(f"the custom call {target!r}")
-
-
-def _top_k(x: np.ndarray, size: int) -> Value:
-    order = np.argsort(-convert(x, np.dtype(np.float64)), axis=-1, kind="stable")[..., :size]
-    return np.take_along_axis(x, order, -1), order.astype(np.int32)
 
 
 def parse_parts(text: str) -> list[str]:
@@ -230,16 +213,12 @@ def tuple_of(text: str, make: Callable[[str], Value]) -> Value:
     return parts[0] if isinstance(parse_shape(text), Array) else tuple(parts)
 
 
-def _first(_: Context, xs: list[Value]) -> Value:
-    return xs[0]
-
-
 def _same(_: Context, xs: list[Value]) -> Value:
     return xs[0] if len(xs) == 1 else tuple(xs)
 
 
 _RULES: Mapping[str, Rule] = {
-    "add-dependency": _first,
+    "add-dependency": lambda c, xs: xs[0],
     "after-all": lambda c, xs: np.zeros(1, bool),
     "bitcast": lambda c, xs: bitcast(xs[0], c.operand_shape(), c.shape),
     "bitcast-convert": _bitcast_convert,
@@ -253,10 +232,12 @@ _RULES: Mapping[str, Rule] = {
     "copy-done": lambda c, xs: xs[0][0],
     "copy-start": lambda c, xs: (xs[0], xs[0], np.zeros(1, np.uint32)),
     "custom-call": _custom_call,
-    "domain": _first,
+    "domain": lambda c, xs: xs[0],
     "dot": lambda c, xs: dot(xs[0], xs[1], c.attributes, c.dtype),
     "dynamic-slice": lambda c, xs: indexing.dynamic_slice(xs[0], xs[1:], c.shape.dims),
-    "dynamic-update-slice": _dynamic_update_slice,
+    "dynamic-update-slice": lambda c, xs: indexing.dynamic_update_slice(
+        convert(xs[0], c.dtype), convert(xs[1], c.dtype), xs[2:]
+    ),
     "fft": _fft,
     "gather": lambda c, xs: indexing.gather(xs[0], xs[1], indexing.gather_windows(c.attributes), len(c.shape.dims)),
     "get-tuple-element": lambda c, xs: xs[0][int(c.attributes["index"])],
@@ -265,7 +246,9 @@ _RULES: Mapping[str, Rule] = {
     "optimization-barrier": _same,
     "pad": _pad,
     "partition-id": lambda c, xs: np.arange(c.num_devices).astype(c.dtype),
-    "reduce-precision": _reduce_precision,
+    "reduce-precision": lambda c, xs: reduce_precision(
+        xs[0], int(c.attributes["exponent_bits"]), int(c.attributes["mantissa_bits"])
+    ),
     "replica-id": lambda c, xs: np.zeros(1, c.dtype),
     "reshape": lambda c, xs: xs[0].reshape(len(xs[0]), *c.shape.dims),
     "reverse": lambda c, xs: np.flip(xs[0], tuple(1 + dim for dim in c.dimensions)),

@@ -74,7 +74,10 @@ def convolution(
 ) -> np.ndarray:
     """Convolves, with any dim labels, windows and groups: a sum of one product for each element of the window."""
     a, b = spread([widened(a), widened(b)])
-    left, right, out = _labels(attributes["dim_labels"])
+    labels = attributes["dim_labels"]  # 0b1f_0o1i->01bf: a letter or number for each dim of operands and result
+    if "?" in labels:
+        raise NotInterpretable(f"a convolution with dims {labels!r}")
+    left, right, out = re.split(r"_|->", labels)
     spatial = sorted(set(left) - {"b", "f"})
     a = a.transpose(0, *(1 + left.index(label) for label in ("b", "f", *spatial)))
     b = b.transpose(0, *(1 + right.index(label) for label in ("i", "o", *spatial)))
@@ -97,7 +100,8 @@ def convolution(
             continue
         part = a
         for axis, (_, places) in enumerate(pairs):
-            part = _take(part, places, 4 + axis)
+            is_all = len(places) == part.shape[4 + axis] and (places == np.arange(len(places))).all()
+            part = part if is_all else np.take(part, places, axis=4 + axis)
         kernel = b[(..., *(w.size - 1 - k if w.is_reversed else k for w, k in zip(windows, offsets, strict=True)))]
         lead = np.moveaxis(part, 3, -1)  # [devices, groups, batch, *outputs, features]
         product = lead.reshape(*lead.shape[:2], -1, lead.shape[-1]) @ kernel
@@ -110,20 +114,6 @@ def convolution(
     result = result.reshape(len(a), sizes["b"], -1, *outputs)
     order = ["b", "f", *spatial]
     return convert(result.transpose(0, *(1 + order.index(label) for label in out)), dtype)
-
-
-def _take(x: np.ndarray, places: np.ndarray, axis: int) -> np.ndarray:
-    if len(places) == x.shape[axis] and (places == np.arange(len(places))).all():
-        return x
-    return np.take(x, places, axis=axis)
-
-
-def _labels(text: str) -> tuple[str, str, str]:
-    """Reads 0b1f_0o1i->01bf: a letter or number for each dim of operands and result."""
-    left, right, out = re.split(r"_|->", text)
-    if "?" in text:
-        raise NotInterpretable(f"a convolution with dims {text!r}")
-    return left, right, out
 
 
 def placed_windows(

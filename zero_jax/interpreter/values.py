@@ -40,22 +40,14 @@ class NotInterpretable(Exception):
 
 
 def dtype_of(name: str) -> np.dtype:
-    """Returns the NumPy dtype of an HLO dtype.
-
-    Raises:
-      NotInterpretable: The dtype is not known.
-    """
+    """Returns the NumPy dtype of an HLO dtype; raises `NotInterpretable` if it is not known."""
     if name not in _DTYPES:
         raise NotInterpretable(f"arrays of dtype {name!r}")
     return _DTYPES[name]
 
 
 def array_shape(text: str) -> Array:
-    """Reads the shape of one array.
-
-    Raises:
-      NotInterpretable: The shape is a tuple.
-    """
+    """Reads the shape of one array; raises `NotInterpretable` for a tuple."""
     shape = parse_shape(text)
     if not isinstance(shape, Array):
         raise NotInterpretable(f"a tuple {text!r} where an array is expected")
@@ -105,11 +97,7 @@ def undefined(text: str, num_devices: int) -> np.ndarray:
 
 
 def literal(text: str, shape_text: str) -> Value:
-    """Reads a constant such as 1.5, {1, 2} or { { true }, { false } }; of tuples, one for each part.
-
-    Raises:
-      NotInterpretable: The text leaves it out, as {...}.
-    """
+    """Reads a constant such as 1.5, {1, 2} or {{true}}, or a tuple of them; `NotInterpretable` for {...}."""
     shape = parse_shape(shape_text)
     if not isinstance(shape, Array):
         raise NotInterpretable(f"a constant of the shape {shape_text!r}")

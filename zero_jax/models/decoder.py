@@ -89,12 +89,8 @@ def _init_stack(config: DecoderConfig, stack: str, key: Array) -> Params:
 def param_specs(config: DecoderConfig, *, vocab: bool = True, model_size: int | None = None) -> Params:
     """Returns Megatron's tensor parallelism over the mesh axis `model`, as a tree of `PartitionSpec`s like the params.
 
-    Heads and hidden features are sharded, of each expert too; key and value heads only where the axis divides them.
-
-    Without `vocab` the vocabulary is not sharded; `model_size` is the size of the axis.
-
-    Raises:
-      ValueError: `model_size` does not divide the query heads, the hidden features or the vocabulary.
+    Heads and hidden features are sharded, of each expert too; key and value heads only where the axis, of `model_size`,
+    divides them. It has to divide all others, or `ValueError` is raised. Without `vocab` the vocabulary is not sharded.
     """
     sizes = {"num_heads": config.num_heads, "d_hidden": config.d_hidden}
     sizes |= {} if config.d_hidden_dense is None else {"d_hidden_dense": config.d_hidden_dense}
@@ -200,7 +196,6 @@ def _run(config: DecoderConfig, params: Params, tokens_BT: Array, hooks: Hooks) 
 
 
 def _total(losses: Sequence[Losses]) -> Losses:
-    """Returns the sums of the losses of experts."""
     return jax.tree.map(lambda *each: functools.reduce(jnp.add, each), *losses)
 
 
@@ -245,11 +240,9 @@ def _projected(y: Array, params: Params, name: str) -> Array:
 
 
 def _mlp(config: DecoderConfig, y_BTD: Array, params: Params) -> Array:
-    activate = _ACTIVATIONS[config.activation]
+    hidden_BTF = _ACTIVATIONS[config.activation](_projected(y_BTD, params, "gate" if config.gated_mlp else "up"))
     if config.gated_mlp:
-        hidden_BTF = activate(_projected(y_BTD, params, "gate")) * _projected(y_BTD, params, "up")
-    else:
-        hidden_BTF = activate(_projected(y_BTD, params, "up"))
+        hidden_BTF *= _projected(y_BTD, params, "up")
     return _projected(hidden_BTF, params, "down")
 
 
@@ -359,17 +352,9 @@ def loss_fn(
     """Makes `loss_fn(params, batch) -> (loss, aux)`.
 
     A batch has int `inputs` and `targets`, both `[B, T]`; it may have `weights`, how much each target counts, and
-    `segments`, which document each input belongs to.
-
-    Args:
-      config: the model's shape.
-      place: as for `hidden`.
-      token_losses: `token_losses(hidden_BTD, head_DV, targets_BT)` returns the losses `[B, T]`, float32; a function
-        that makes the logits in parts saves the memory of the whole.
-      attend: as for `hidden`.
-
-    Raises:
-      ValueError: `token_losses` that make the logits in parts, where the logits have a soft cap.
+    `segments`, which document each input belongs to. `place` and `attend` are as for `hidden`;
+    `token_losses(hidden_BTD, head_DV, targets_BT)` returns the losses `[B, T]`, float32: a function that makes the
+    logits in parts saves the memory of the whole, but raises `ValueError` where the logits have a soft cap.
     """
     if config.logits_soft_cap is not None and token_losses is not whole_logits:
         raise ValueError(

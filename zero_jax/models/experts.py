@@ -125,10 +125,7 @@ def run_all(y_BTD: Array, routes: Routes, experts: Experts) -> Array:
 
 
 def run_dispatched(y_BTD: Array, routes: Routes, experts: Experts, *, capacity: float) -> Array:
-    """Returns the weighted sum of each token's experts `[B, T, D]`; an expert computes the tokens that it takes.
-
-    It takes `capacity` times an even share of a sequence, the first ones that chose it.
-    """
+    """Returns what `run_all` does, but an expert takes no more than the first `capacity` even shares of a sequence."""
     gate_EDF, up_EDF, down_EFD, activate = experts
     (B, T, D), E, k = y_BTD.shape, gate_EDF.shape[0], routes.experts_BTk.shape[-1]
     C = min(T, math.ceil(capacity * k * T / E))

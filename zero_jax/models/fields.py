@@ -15,14 +15,9 @@ _MAX_PARAMS = 10**16
 
 
 def check_fields(config: Any, *, may_be_zero: Collection[str] = ()) -> None:
-    """Checks the type and the range of each field that is a number, a switch or a word; None passes where it may.
+    """Raises `ValueError` for the first field of a dataclass that is no such number, switch or word, or out of range.
 
-    Args:
-      config: an instance of a dataclass, in its `__post_init__`.
-      may_be_zero: the numbers that may be 0; all others are positive.
-
-    Raises:
-      ValueError: the first wrong field, its value, and what to give.
+    None passes where it may. All numbers but those that `may_be_zero` are positive.
     """
     hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):

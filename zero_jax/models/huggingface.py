@@ -24,15 +24,13 @@ _ACTIVATIONS = {
 }
 _ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu_pytorch_tanh", "gelu_exact": "gelu"}
 _YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+_LLAMA3 = ("low_freq_factor", "high_freq_factor")
 
 
 def decoder_config(hf_config: Mapping[str, Any], *, seq_len: int | None = None) -> DecoderConfig:
-    """Returns the shape of the decoder that a `config.json` describes.
+    """Returns the shape of the decoder that a `config.json` describes; `ValueError` names what a decoder does not have.
 
     `seq_len` are the tokens of a training sequence; None takes the model's longest context.
-
-    Raises:
-      ValueError: a kind of model, or a setting, that a decoder does not have; it names the key and the value.
     """
     model_type = hf_config.get("model_type")
     if model_type not in MODEL_TYPES:
@@ -203,13 +201,11 @@ def _windows(hf_config: Mapping[str, Any], model_type: str, num_layers: int) -> 
     if len(full) == num_layers:
         return {}
     period = full[0] + 1 if full else (default if num_layers < default else 1)
-    settings = {"window": window, "window_period": period}
-    expected = [period > 1 and (layer + 1) % period == 0 for layer in range(num_layers)]
-    if [layer in full for layer in range(num_layers)] != expected:
+    if full != [layer for layer in range(num_layers) if period > 1 and (layer + 1) % period == 0]:
         raise ValueError(
             f"layer_types={short(kinds)} is not supported: every n-th layer and no other can be without a window"
         )
-    return settings
+    return {"window": window, "window_period": period}
 
 
 def _rope(hf_config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
@@ -247,7 +243,7 @@ def _rope(hf_config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     scaling: dict[str, Any] = {"factor": _positive(full, "factor")}
     key = "original_max_position_embeddings"
     if kind == "llama3":
-        scaling |= {name: _positive(full, name) for name in ("low_freq_factor", "high_freq_factor")}
+        scaling |= {name: _positive(full, name) for name in _LLAMA3}
     else:
         scaling |= {"beta_fast": 32.0} | {name: full[name] for name in _YARN if full.get(name) is not None}
         full = {key: hf_config.get("max_position_embeddings")} | {**full}
@@ -260,11 +256,7 @@ def _rope_type(section: Mapping[str, Any]) -> Any:
 
 
 def hf_config(config: DecoderConfig) -> dict[str, Any]:
-    """Returns a `config.json` that describes a decoder.
-
-    Raises:
-      ValueError: no family has such settings; it names those that the nearest one has not.
-    """
+    """Returns a `config.json` that describes a decoder; `ValueError` names the settings that no family has."""
     model_type = _model_type(config)
     keys, family = _keys(model_type), FAMILIES[model_type]
     settings: dict[str, Any] = {
@@ -361,18 +353,12 @@ def _model_type(config: DecoderConfig) -> str:
 
 def _scaling(scaling: RopeScaling) -> dict[str, Any]:
     if scaling.beta_fast is not None:
-        settings = {key: getattr(scaling, key) for key in _YARN if getattr(scaling, key) is not None}
-        original = {"original_max_position_embeddings": scaling.original_seq_len}
-        return {"rope_type": "yarn", "factor": scaling.factor, **original, **settings}
-    if scaling.low_freq_factor is None:
-        return {"rope_type": "linear", "factor": scaling.factor}
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_seq_len,
-    }
+        kind, keys = "yarn", _YARN
+    else:
+        kind, keys = ("llama3", _LLAMA3) if scaling.low_freq_factor is not None else ("linear", ())
+    original = {"original_max_position_embeddings": scaling.original_seq_len} if keys else {}
+    settings = {key: getattr(scaling, key) for key in keys if getattr(scaling, key) is not None}
+    return {"rope_type": kind, "factor": scaling.factor, **original, **settings}
 
 
 def _check_described(config: DecoderConfig, settings: Mapping[str, Any]) -> None:

@@ -18,26 +18,13 @@ def generate_tokens(
     temperature: float = 1.0,
     top_k: int | None = None,
 ) -> Array:
-    """Samples `num_tokens` tokens that follow a prompt.
+    """Returns `num_tokens` int32 tokens that follow a prompt of one or more; only its last `seq_len` tokens are seen.
+
+    `apply` returns the logits `[1, T, V]` of tokens `[1, T]`, with `T` up to `seq_len`. A `temperature` below one
+    sharpens the choice, 0 always takes the likeliest token; `top_k` chooses among as many of the likeliest.
 
     The model sees a fixed window, of `seq_len` tokens or as many as there will be, so one compiled program serves every
     step. There is no cache of keys and values: this is for looking at a model, not for serving.
-
-    Args:
-      apply: The model: returns the logits `[1, T, V]` of tokens `[1, T]`, with `T` up to `seq_len`.
-      prompt_T: One or more tokens to go on from; only the last `seq_len` are seen.
-      key: PRNG key.
-      seq_len: The longest context.
-      vocab_size: The size of the vocabulary.
-      num_tokens: How many tokens to add.
-      temperature: Below one sharpens the choice, above one flattens it; 0 always takes the likeliest token.
-      top_k: Choose among this many of the likeliest tokens; None means among all.
-
-    Returns:
-      The new tokens, `[num_tokens]`, int32.
-
-    Raises:
-      ValueError: If the prompt is empty, or a number is out of its range.
     """
     if prompt_T.ndim != 1 or not prompt_T.size:
         raise ValueError(f"the prompt has shape {prompt_T.shape}: give one row of at least one token")

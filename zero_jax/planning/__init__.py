@@ -9,7 +9,7 @@ from zero_jax.planning.auto import AutoPlan, plan_auto
 from zero_jax.planning.errors import CompilerCrash, ModelError, explain
 from zero_jax.planning.job import Job, batch_of
 from zero_jax.planning.links import model_sizes
-from zero_jax.planning.plans import LayoutPlans, compile_layouts, make_job, plan, plan_layouts
+from zero_jax.planning.plans import LayoutPlans, compile_layouts, plan, plan_layouts, split_settings
 from zero_jax.planning.process import COMPILE_ONLY, CompileOptions, call_for, compile_plan
 from zero_jax.planning.report import PlanReport
 from zero_jax.planning.user_modules import resolve

@@ -171,34 +171,12 @@ def plan_auto(
     settings += _with_losses(estimator, settings, list(other_losses or ()))
     offloads = () if choices["offload"][0] else _OFFLOADS if offloads is None else offloads
     offloaded = [dataclasses.replace(setting, offload=what) for setting in settings for what in offloads]
-    reports: dict[Candidate, PlanReport] = {}
-
-    can_stop = options.own_process and estimator.hardware.platform == "tpu"  # before the compiler generates code
-
-    def compile(setting: Candidate) -> Figures:
-        before, setting_job = reports.get(setting), apply_setting(setting, job, policies)
-        if before and can_stop:
-            setting_job = dataclasses.replace(setting_job, config=_config(setting_job.config, before))
-        stops = options.quick or (can_stop and not before)
-        setting_options = dataclasses.replace(options, name=f"{options.name}, {setting}", quick=stops)
-        report = reports[setting] = compile_plan(setting_job, setting_options, fills=can_stop or bool(before))
-        return Figures(
-            bytes=math.inf if report.needed_bytes is None else report.needed_bytes,
-            seconds=report.time.step_seconds if report.time else math.inf,
-            note=report.refusal,
-            host_bytes=report.host_bytes,
-            fits=report.fits,
-        )
-
-    def needs_end(setting: Candidate) -> bool:
-        """Returns whether its program has no code yet, or its blocks may keep more than they do."""
-        report = reports[setting]
-        return not options.quick and (not report.has_code or (bool(report.values) and not can_stop))
-
+    can_stop = options.own_process and estimator.hardware.platform == "tpu"
+    programs = _Programs(job=job, policies=policies, options=options, can_stop=can_stop)
     search = Search(
         estimate=estimator.estimate,
-        compile=compile,
-        needs_end=needs_end,
+        compile=programs.compile,
+        needs_end=programs.needs_end,
         capacity_bytes=estimator.hardware.usable_bytes,
         host_capacity_bytes=host_memory_bytes or estimator.hardware.host_memory_bytes or math.inf,
         max_compiles=max_compiles,
@@ -210,15 +188,46 @@ def plan_auto(
     best = ranking.best
     return AutoPlan(
         ranking=ranking,
-        best=reports.get(best) if best else None,
-        config=_config(apply_setting(best, job, policies).config, reports.get(best)) if best else None,
-        reports=reports,
+        best=programs.reports.get(best) if best else None,
+        config=programs.config(best) if best else None,
+        reports=programs.reports,
     )
 
 
-def _config(config: ZeroConfig, report: PlanReport | None) -> ZeroConfig:
-    """Returns the config of a plan, with the budget of what its blocks keep."""
-    return dataclasses.replace(config, remat=report.values.policy_name) if report and report.values else config
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Programs:
+    """Compiles settings; a compiler that `can_stop` before it generates code does so the first time."""
+
+    job: Job
+    policies: Mapping[str, Policy]
+    options: CompileOptions
+    can_stop: bool
+    reports: dict[Candidate, PlanReport] = dataclasses.field(default_factory=dict)
+
+    def compile(self, setting: Candidate) -> Figures:
+        before, job = self.reports.get(setting), apply_setting(setting, self.job, self.policies)
+        if before and self.can_stop:
+            job = dataclasses.replace(job, config=self.config(setting))
+        stops = self.options.quick or (self.can_stop and not before)
+        options = dataclasses.replace(self.options, name=f"{self.options.name}, {setting}", quick=stops)
+        report = self.reports[setting] = compile_plan(job, options, fills=self.can_stop or bool(before))
+        return Figures(
+            bytes=math.inf if report.needed_bytes is None else report.needed_bytes,
+            seconds=report.time.step_seconds if report.time else math.inf,
+            note=report.refusal,
+            host_bytes=report.host_bytes,
+            fits=report.fits,
+        )
+
+    def needs_end(self, setting: Candidate) -> bool:
+        """Returns whether its program has no code yet, or its blocks may keep more than they do."""
+        report = self.reports[setting]
+        return not self.options.quick and (not report.has_code or (bool(report.values) and not self.can_stop))
+
+    def config(self, setting: Candidate) -> ZeroConfig:
+        """Returns the config of a setting, with the budget of what its blocks keep."""
+        config, report = apply_setting(setting, self.job, self.policies).config, self.reports.get(setting)
+        return dataclasses.replace(config, remat=report.values.policy_name) if report and report.values else config
 
 
 def _choices(estimator: Estimator, tried: Mapping[str, Any]) -> tuple[dict[str, Sequence[Any]], str]:
@@ -333,10 +342,7 @@ def _is_distinct(setting: Candidate, *, has_master: bool) -> bool:
 
 
 def _model_sizes(estimator: Estimator, models: Sequence[int] | None) -> tuple[int, ...]:
-    """Returns the sizes of the axis `model` to try: those that the model can be sharded over.
-
-    What the model raises at the smallest of them is no refusal of a setting: it is raised.
-    """
+    """Returns the sizes of `model` that the model's specs divide over; what it raises at the least is raised."""
     estimator.check(min(models or (1,)))
     if models is None:
         models = model_sizes(estimator.job.topology) if estimator.has_model_specs() else (1,)
@@ -348,11 +354,7 @@ def _model_sizes(estimator: Estimator, models: Sequence[int] | None) -> tuple[in
 
 
 def _pipe_sizes(estimator: Estimator, pipes: Sequence[int] | None, pipelines: Sequence[str]) -> tuple[int, ...]:
-    """Returns the sizes of the axis `pipe` to try: those that the loss can be cut into stages for.
-
-    Raises:
-      ValueError: it cannot for any of them.
-    """
+    """Returns the sizes of `pipe` into which the loss can be cut; raises `ValueError` if it can into none."""
     if pipes is None:
         num_slices = estimator.topology.num_slices
         sizes = (size for size in divisors(estimator.num_devices) if size <= _MAX_PIPE)

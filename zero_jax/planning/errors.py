@@ -79,10 +79,7 @@ def explain(error: Exception) -> Exception:
 
 
 def _user_lines(error: Exception) -> tuple[bool, list[str]]:
-    """Returns whether zero_jax raised an error, and the last lines of the user's code in its traceback.
-
-    If another package (such as Flax) raised it, the line there is the last.
-    """
+    """Returns whether zero_jax raised an error, and the last lines of the user's code (or another package's) before."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     is_ours, user_lines, last = False, [], ""
     for frame, summary in zip(frames, traceback.extract_tb(error.__traceback__), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -12,9 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from zero_jax.analysis import LossTrace, comms, memory, trace_loss
-from zero_jax.core.tree import key_shape, shard_bytes
+from zero_jax.core.tree import PyTree, key_shape, shard_bytes
 from zero_jax.planning.errors import SettingRefused, refusing
 from zero_jax.planning.job import Job
 from zero_jax.planning.links import Links
@@ -66,11 +68,7 @@ class Policy:
 
 
 def setting_config(config: ZeroConfig, setting: Candidate) -> ZeroConfig:
-    """Returns a config with the settings of a candidate, but for its remat policy.
-
-    Raises:
-      ValueError: settings that do not go together.
-    """
+    """Returns a config with the settings of a candidate, but for its remat policy."""
     return dataclasses.replace(
         config,
         stage=setting.stage,
@@ -128,11 +126,20 @@ class Estimator:
         self.sizes = functools.cache(self._sizes)
         self.stages = functools.cache(self._stages)
         self.offloaded = functools.cache(self._offloaded)
-        self.trace = functools.cache(self._trace)
+        self._trace = functools.cache(self._traced)
         self.value_costs = functools.cache(self._value_costs)
         self.experts = functools.cache(self._experts)
         self.links = functools.cache(lambda **axes: Links(make_mesh(devices=self.devices, **axes), parsed))
         self.step = functools.cache(functools.partial(StepEstimate, self))
+
+    @functools.cached_property
+    def params(self) -> PyTree:
+        """The shapes of the params."""
+        return jax.eval_shape(self.job.init_fn, key_shape())
+
+    def loss_of(self, policy: str, mesh: Mesh, config: ZeroConfig) -> StepLoss:
+        """Returns the loss of a step with the loss function of a policy."""
+        return StepLoss.of(self.policies[policy].loss_fn, self.params, mesh=mesh, config=config)
 
     def mesh(self, model: int, pipe: int = 1) -> Any:
         """Returns a mesh of `model` x `pipe` devices, all of them on these axes."""
@@ -149,33 +156,32 @@ class Estimator:
         """Returns the stages of the global batch in `pipe` microbatches on as many devices, or why there are none."""
         fields = {"num_microbatches": pipe, "pipeline": pipeline, "remat": "own"}
         mesh, config = self.mesh(1, pipe), dataclasses.replace(self.config, **fields)
-        params, policy = jax.eval_shape(self.job.init_fn, key_shape()), next(iter(self.policies.values()))
-        return pipeline_report(policy.loss_fn, params, self.job.batch, mesh=mesh, config=config)
+        policy = next(iter(self.policies.values()))
+        return pipeline_report(policy.loss_fn, self.params, self.job.batch, mesh=mesh, config=config)
 
-    def _trace(self, name: str, model: int, attention: str, remat: str | Remat = "") -> LossTrace:
+    def trace(self, name: str, model: int, attention: str, remat: str | Remat = "") -> LossTrace:
         """Traces the loss of the global batch on `model` devices, with the remat policy of a name or another one."""
+        return self._trace(name, model, attention, remat or self.policies[name].remat)
+
+    def _traced(self, name: str, model: int, attention: str, remat: str | Remat) -> LossTrace:
         if time.monotonic() > self.logged_at + _SECONDS_BETWEEN_LINES:
             self.log(f"tracing the loss with remat={name}, model={model}, attention={attention}")
             self.logged_at = time.monotonic()
         policy, mesh = self.policies[name], self.mesh(model)
-        config = dataclasses.replace(self.config, remat=remat or policy.remat, attention=attention)
-        params = jax.eval_shape(self.job.init_fn, key_shape())
-        return trace_loss(policy.loss_fn, params, self.job.batch, mesh=mesh, config=config)
+        config = dataclasses.replace(self.config, remat=remat, attention=attention)
+        return trace_loss(policy.loss_fn, self.params, self.job.batch, mesh=mesh, config=config)
 
     def _value_costs(self, name: str, model: int, attention: str) -> tuple[BlockCosts, ...]:
         """Returns what the values of the blocks cost, of the global batch on `model` devices."""
-        config, mesh = dataclasses.replace(self.config, remat="full", attention=attention), self.mesh(model)
-        params = jax.eval_shape(self.job.init_fn, key_shape())
-        loss = StepLoss.of(self.policies[name].loss_fn, params, mesh=mesh, config=config)
-        return value_costs(loss, params, self.job.batch)
+        config = dataclasses.replace(self.config, remat="full", attention=attention)
+        return value_costs(self.loss_of(name, self.mesh(model), config), self.params, self.job.batch)
 
     def _experts(self, policy: str, setting: Candidate) -> tuple[float, float]:
         """Returns the params of a share of `model` that stay sharded, and the seconds of what is sent to them."""
         links = self.links(replica=setting.replica, model=setting.model, pipe=setting.pipe)
         config = dataclasses.replace(setting_config(self.job.config, setting), remat="full", **_ON_DEVICES)
-        params = jax.eval_shape(self.job.init_fn, key_shape())
-        loss = StepLoss.of(self.policies[policy].loss_fn, params, mesh=links.mesh, config=config)
-        moves = to_experts(loss, *loss.shapes(params, self.job.batch)[:2])
+        loss = self.loss_of(policy, links.mesh, config)
+        moves = to_experts(loss, *loss.shapes(self.params, self.job.batch)[:2])
         if not moves:
             raise SettingRefused("experts: activations are more than their params, which are gathered")
         stays, seconds = 0.0, 0.0
@@ -190,15 +196,8 @@ class Estimator:
 
     def check(self, model: int) -> None:
         """Traces the loss functions as they are, without remat, on `model` devices; raises what they raise."""
-        plain = {policy.loss_fn: "" for policy in self.policies.values()}
-        plain |= {policy.loss_fn: name for name, policy in self.policies.items() if resolve_remat(policy.remat).is_own}
-        params, mesh = jax.eval_shape(self.job.init_fn, key_shape()), self.mesh(model)
-        for loss_fn, name in plain.items():
-            if name:
-                self.trace(name, model, "own")
-            else:
-                config = dataclasses.replace(self.config, remat="own", attention="own")
-                trace_loss(loss_fn, params, self.job.batch, mesh=mesh, config=config)
+        for name in {policy.loss_fn: name for name, policy in self.policies.items()}.values():
+            self.trace(name, model, "own", "own")
 
     def has_model_specs(self) -> bool:
         """Returns whether the params have specs for the axis `model`."""
@@ -213,15 +212,11 @@ class Estimator:
     def has_attention_to_fuse(self) -> bool:
         """Returns whether the model has unfused attention for which the hardware has a fused kernel."""
         mesh, config = self.mesh(1), dataclasses.replace(self.config, attention="own")
-        for loss_fn in dict.fromkeys(policy.loss_fn for policy in self.policies.values()):
-            try:
-                with refusing():
-                    state = dataclasses.replace(self.job, config=config).state(mesh)
-                    loss = StepLoss.of(loss_fn, state.variables, mesh=mesh, config=config)
-                    if attentions_of(loss, state, self.job.batch).num_fused:
-                        return True
-            except SettingRefused:  # the settings of this loss function are rejected with that reason
-                continue
+        for name in {policy.loss_fn: name for name, policy in self.policies.items()}.values():
+            # The settings of a loss function that is refused are rejected with that reason.
+            with contextlib.suppress(SettingRefused), refusing():
+                if attentions_of(self.loss_of(name, mesh, config), self.params, self.job.batch).num_fused:
+                    return True
         return False
 
     def refusal(self, model: int) -> str:
@@ -236,34 +231,23 @@ class Estimator:
     def same_policies(
         self, names: Iterable[str], model: int, attentions: Sequence[str], *, remat: str = ""
     ) -> dict[str, str]:
-        """Returns the policies that equal an earlier one in memory and traffic, with the name of that one.
-
-        With `remat` they are compared with that in the place of their own, which leaves their loss functions.
-        """
-        figures: dict[str, tuple[float, ...]] = {}
-        same: dict[str, str] = {}
+        """Returns policies that equal an earlier one in memory and traffic, with its name; `remat` replaces theirs."""
+        figures, same = dict[str, list[float]](), dict[str, str]()
         for name in names:
             if not remat and resolve_remat(self.policies[name].remat).policy == "auto":
                 continue  # what it keeps is another with each setting
-            try:
-                with refusing():
-                    traces = [self.trace(name, model, attention, remat) for attention in attentions]
-            except SettingRefused:
-                continue
-            current = tuple(float(x) for traced in traces for x in _figures(traced))  # integers are too large for numpy
-            equal = [x for x in figures if np.allclose(current, figures[x], rtol=_SAME_TOLERANCE, atol=0)]
-            if equal:
-                same[name] = equal[0]
-            else:
-                figures[name] = current
+            with contextlib.suppress(SettingRefused), refusing():
+                traces = [self.trace(name, model, attention, remat) for attention in attentions]
+                current = [float(x) for traced in traces for x in _figures(traced)]  # integers are too large for numpy
+                close = (x for x in figures if np.allclose(current, figures[x], rtol=_SAME_TOLERANCE, atol=0))
+                if equal := next(close, None):
+                    same[name] = equal
+                else:
+                    figures[name] = current
         return same
 
     def estimate(self, setting: Candidate) -> Figures:
-        """Estimates bytes per device and seconds of a step.
-
-        Raises:
-          SettingRefused: the model cannot be trained with this setting.
-        """
+        """Estimates bytes per device and seconds of a step; raises `SettingRefused` if it cannot be trained so."""
         with refusing():
             return self.step(setting).estimated()
 

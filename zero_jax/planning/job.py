@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gzip
@@ -38,20 +39,6 @@ from zero_jax.training import (
     step_options,
 )
 
-_STATS = (
-    "argument_size_in_bytes",
-    "output_size_in_bytes",
-    "alias_size_in_bytes",
-    "temp_size_in_bytes",
-    "peak_memory_in_bytes",
-    "generated_code_size_in_bytes",
-    "host_argument_size_in_bytes",
-    "host_output_size_in_bytes",
-    "host_alias_size_in_bytes",
-    "host_temp_size_in_bytes",
-)
-# The keys of an entry: of a program, or of a program that was refused.
-_SAVED = ({"text", "stats"}, {"message", "needed_bytes"})
 _SUFFIX, _QUICK_SUFFIX = ".program", ".scheduled.program"
 _SECONDS_BETWEEN_LOOKS = 0.1
 _MARK = f"zero_jax program {SCHEMA}\n".encode()  # what an entry begins with
@@ -154,10 +141,9 @@ def compile_job(
     on_phase: Callable[[str], None],
     quick: bool = False,
 ) -> CompiledText:
-    """Lowers and compiles a job, or takes what the compiler made of it from the cache.
+    """Lowers and compiles a job, or takes what the compiler made of it from the folder `cache`.
 
-    `cache` is the folder of compiled programs; `on_phase` is called with what is being done. A `quick` job for TPUs is
-    not compiled further than to its schedule; the compiler goes on in a thread, until this process ends.
+    A `quick` job for TPUs is compiled to its schedule; the compiler goes on in a thread, until this process ends.
     """
     on_phase("lowering")
     lowered = make_train_step(job.loss_fn, job.tx, mesh=mesh, config=job.config).lower(state, job.batch)
@@ -177,10 +163,9 @@ def compile_job(
 
 
 def compile_lowered(lowered: Any, options: Mapping[str, Any], *, quick: bool) -> tuple[dict[str, Any], bool]:
-    """Returns a program's text and figures, or the error of a compiler that refuses it for its memory.
+    """Returns a program's text and figures, or why the compiler refuses it, and whether it has code.
 
-    The second result is whether the compiler generated its code. If it is stopped before that, it goes on in a thread,
-    which ends with this process.
+    If it is `quick`, the compiler is left before the code; it goes on in a thread, which ends with this process.
     """
     try:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as dump:
@@ -190,26 +175,18 @@ def compile_lowered(lowered: Any, options: Mapping[str, Any], *, quick: bool) ->
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
                 if scheduled := read_scheduled(dump):
                     text, sizes, layout = scheduled
-                    stats = {name: sizes.get(name, 0) for name in _STATS}
-                    return {"stats": stats | _figures(layout), "text": text}, False
-            compiled = compiling.result() if compiling else compile()
-            layout = _layout(dump)
+                    return {"stats": sizes | _figures(layout), "text": text}, False
+            compiled, layout = compiling.result() if compiling else compile(), {}
+            with contextlib.suppress(ValueError):  # the user's options redirect the dump
+                layout = _figures(read_layout(dump))
     except jax.errors.JaxRuntimeError as error:
         needed = _needed_bytes(str(error))
         if "RESOURCE_EXHAUSTED" not in str(error) and needed is None:
             raise
         return {"needed_bytes": needed, "message": str(error).split("\n\n")[0][:2000]}, True
     analysis = compiled.memory_analysis()
-    stats = {name: int(getattr(analysis, name, 0)) for name in _STATS}
+    stats = {name: int(getattr(analysis, name)) for name in dir(analysis) if name.endswith("_in_bytes")}
     return {"stats": stats | layout, "text": program_text(compiled)}, True
-
-
-def _layout(folder: str) -> dict[str, int]:
-    """Returns the figures of the heap that the compiler dumped; empty if the user's options redirect the dump."""
-    try:
-        return _figures(read_layout(folder))
-    except ValueError:
-        return {}
 
 
 def _figures(layout: HeapLayout) -> dict[str, int]:
@@ -224,42 +201,24 @@ def _needed_bytes(message: str) -> int | None:
 
 
 def _save(path: pathlib.Path, saved: Mapping[str, Any]) -> str:
-    """Writes a result to the cache, and evicts the least recently used ones beyond its bound.
-
-    Returns:
-      Why it could not be written, or ''; the caller still reports the program.
-    """
+    """Writes a result to the cache, bounds that, and returns why it could not be written, or ''."""
     try:
         write_entry(path, gzip.compress(json.dumps(saved).encode(), compresslevel=3), mark=_MARK)
     except OSError as error:
         return f"{path.parent}: {error.strerror or error}"
-    evict_oldest(path.parent, is_own=_is_program, keep=path)
+    any_version = _MARK[: _MARK.rindex(b" ")]
+    evict_oldest(path.parent, is_own=lambda x: x.suffix == _SUFFIX and has_mark(x, any_version), keep=path)
     return ""
 
 
-def _is_program(path: pathlib.Path) -> bool:
-    return path.suffix == _SUFFIX and has_mark(path, _MARK[: _MARK.rindex(b" ")])  # of any version
-
-
 def _load(path: pathlib.Path) -> dict[str, Any] | None:
-    """Reads a result; returns None if it cannot be read or is damaged."""
+    """Reads a result; returns None if it cannot be read or is damaged, which its checksum shows."""
     content = read_entry(path, mark=_MARK)
-    if content is None:
-        return None
-    try:
-        saved = json.loads(gzip.decompress(content))
-    except (OSError, ValueError, EOFError):
-        return None
-    is_complete = isinstance(saved, dict) and any(saved.keys() == keys | {"compile_seconds"} for keys in _SAVED)
-    return saved if is_complete else None
+    return None if content is None else json.loads(gzip.decompress(content))
 
 
 def batch_shapes(batch: PyTree) -> PyTree:
-    """Returns the shapes of a batch of arrays, numbers or `ShapeDtypeStruct`s.
-
-    Raises:
-      ValueError: a leaf that is no array, or no leaves at all.
-    """
+    """Returns the shapes of a batch of arrays, numbers or `ShapeDtypeStruct`s; raises `ValueError` for others."""
     if not jax.tree.leaves(batch):
         raise ValueError(f"the batch {batch!r} holds no arrays: give arrays or jax.ShapeDtypeStructs [examples, ...]")
     check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
@@ -267,11 +226,7 @@ def batch_shapes(batch: PyTree) -> PyTree:
 
 
 def batch_of(batch: PyTree, batch_size: int) -> PyTree:
-    """Returns a batch's shapes with another leading dim; leaves without one stay as they are.
-
-    Raises:
-      ValueError: leaves differ in their leading dim, as the nodes and edges of a graph do.
-    """
+    """Returns a batch's shapes with another leading dim, which has to be one for all leaves that have any."""
     sizes = leading_dims(batch)
     if len(set(sizes.values())) > 1:
         raise ValueError(

@@ -16,10 +16,7 @@ _MAX_CHARACTERS, _SHORT = 2**20, 2**6
 
 
 def program_text(compiled: Any) -> str:
-    """Returns the text of a compiled program with its arrays of integers, which `as_text()` leaves out.
-
-    Block-sparse kernels, such as causal splash attention, take from them which blocks they skip.
-    """
+    """Returns a program's text with its arrays of integers, by which block-sparse kernels skip blocks."""
     try:
         text = hlo_text(compiled)
     except ValueError:  # another release, or backend

@@ -54,10 +54,7 @@ def digest(inputs: Mapping[str, Any]) -> str:
 
 
 def compile_inputs(lowered: Any, job: Any, mesh: Any) -> dict[str, Any]:
-    """Returns everything that a compiled program depends on, by name.
-
-    From the job it takes only what the text of the lowered step does not contain.
-    """
+    """Returns all that a compiled program depends on by name, of the job what the lowered text does not contain."""
     topology = parse(job.topology)
     platform = topology.hardware.platform
     return {
@@ -75,10 +72,7 @@ def compile_inputs(lowered: Any, job: Any, mesh: Any) -> dict[str, Any]:
 
 
 def program_names(debug_text: str) -> str:
-    """Returns a hash of the names and source lines of a program, which reports show.
-
-    The callers of the step are left out: they differ from process to process.
-    """
+    """Returns a hash of a program's names and source lines, for reports, but for callers of the step: these vary."""
     locations = dict(re.findall(r"^#(loc\d*) = loc\((.*)\)$", debug_text, re.MULTILINE))
 
     def innermost(text: str) -> str:

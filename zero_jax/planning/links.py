@@ -27,10 +27,7 @@ _MAX_MODEL = 16
 
 
 class Links:
-    """The time of a program's collectives on the links between the devices of the mesh that it was compiled for.
-
-    `num_devices` are those of the program: of several TPU slices, each has its own.
-    """
+    """The seconds of a program's collectives on the links of its mesh; of TPU slices each has its own program."""
 
     def __init__(self, mesh: Mesh, topology: Topology, *, num_devices: int | None = None):
         devices = list(mesh.devices.flat)
@@ -128,10 +125,7 @@ class Links:
         return [(mesh, before[len(after) :]) for before, after in itertools.pairwise(remaining)][::-1]
 
     def gather_seconds(self, num_bytes: float, axes: Sequence[str], *, exchanges: bool = False) -> float:
-        """Returns the seconds of a staged gather to `num_bytes`, or of the reduce-scatter that reverses it.
-
-        With `exchanges` all-to-alls do what the reduce-scatter does.
-        """
+        """Returns the seconds of a staged gather to `num_bytes`, or of its reverse (`exchanges`: by all-to-alls)."""
         seconds = 0.0
         for mesh, together in self._steps(tuple(axes)):
             size = axis_size(mesh, together)

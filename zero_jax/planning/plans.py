@@ -90,14 +90,17 @@ def plan(
 
 
 def make_job(*, topology: str, batch: PyTree, **fields: Any) -> Job:
-    """Checks the arguments that describe a train step, and returns it as a `Job`; the fields are those of `Job`.
-
-    Raises:
-      ValueError: an argument of another kind, an unknown topology, or a batch without arrays.
-    """
+    """Checks the arguments that describe a train step (the fields of `Job`) and returns it; raises `ValueError`."""
     check_arguments(**fields)
     parse(topology)
     return Job(topology=topology, batch=batch_shapes(batch), **fields)
+
+
+def split_settings(**settings: Any) -> tuple[Job, CompileOptions]:
+    """Splits the arguments of `plan` into the train step, checked as by `make_job`, and how it is compiled."""
+    names = {field.name for field in dataclasses.fields(Job)} & settings.keys()
+    fields = {name: settings.pop(name) for name in names}
+    return make_job(**fields), CompileOptions(**settings)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,17 +150,14 @@ def plan_layouts(
     batch: PyTree,
     topology: str,
     config: ZeroConfig,
-    replica: int = 1,
-    model: int = 1,
-    pipe: int = 1,
     layouts: Sequence[Layout] | None = None,
-    compiler_options: Mapping[str, Any] | None = None,
-    **compiling: Any,
+    **settings: Any,
 ) -> LayoutPlans:
     """Compiles the train step for several layouts of `data` over the topology, and ranks them by estimated time.
 
-    Arguments are as for `plan`. Each of `layouts` has the sizes of the mesh axes that carry `data`, major first; None
-    tries what `make_mesh` chooses, a single axis, and the dims of the torus with neighbours merged.
+    Arguments are as for `plan`, which has `data_layout` where this has `layouts`: each has the sizes of the mesh axes
+    that carry `data`, major first; None tries what `make_mesh` chooses, a single axis, and the dims of the torus with
+    neighbours merged.
 
     Raises:
       ValueError: as `plan` does.
@@ -169,19 +169,8 @@ def plan_layouts(
       (4,)
     """
     check_arguments(layouts=layouts)
-    options = CompileOptions(**compiling)
-    job = make_job(
-        loss_fn=loss_fn,
-        init_fn=init_fn,
-        tx=tx,
-        batch=batch,
-        topology=topology,
-        config=config,
-        replica=replica,
-        model=model,
-        pipe=pipe,
-        compiler_options=compiler_options,
-    )
+    settings |= {"batch": batch, "topology": topology, "config": config}
+    job, options = split_settings(loss_fn=loss_fn, init_fn=init_fn, tx=tx, data_layout=None, **settings)
     return compile_layouts(job, options, layouts=layouts)
 
 
@@ -205,10 +194,7 @@ def compile_layouts(job: Job, options: CompileOptions, *, layouts: Sequence[Layo
 
 
 def _merged_dims(topology: str, data: int) -> Iterator[Layout]:
-    """Yields the layouts with neighbouring dims of the torus merged, from a single axis to an axis for each dim.
-
-    There are none over several slices or hosts: the sizes do not say which axis crosses the network.
-    """
+    """Yields the layouts with neighbouring dims of the torus merged; none over several slices or hosts."""
     parsed = parse(topology)
     if parsed.num_slices > 1:
         return

@@ -58,10 +58,7 @@ COMPILE_ONLY: Mapping[str, str] = {
 def report_on(
     job: Job, *, on_phase: Callable[[str], None], known: Sequence[Remat] = (), **options: Any
 ) -> PlanReport | None:
-    """Compiles a job in this process and reads the program, as `make_report` does with these options.
-
-    What its blocks keep by a budget (`remat="auto"`) is chosen first; None is returned for a choice that is `known`.
-    """
+    """Compiles a job in this process like `make_report`, for a budget of its blocks chosen first; None if `known`."""
     remat = resolve_remat(job.config.remat)
     if remat.policy != "auto":
         return make_report(job, on_phase=on_phase, **options)
@@ -146,10 +143,7 @@ class CompileOptions:
 
 
 def compile_plan(job: Job, options: CompileOptions, *, fills: bool = True) -> PlanReport:
-    """Compiles a job, in another process if the options say so, and reports on the program; raises as `call_for`.
-
-    Blocks that keep what fits (`remat="auto"`) are compiled again for what the first program leaves, if it `fills`.
-    """
+    """Compiles a job as `call_for` does, and reports; blocks that keep what fits are compiled again, if it `fills`."""
     # Only a process of its own can end a compiler that goes on, and nothing else is compiled beside that.
     quick = options.quick and options.own_process
     arguments = {"name": options.name, "cache": options.cache_path, "quick": quick}
@@ -196,13 +190,7 @@ def call_for(work: Callable[..., Any], job: Job, arguments: Mapping[str, Any], o
 
 
 def _pickled(value: Any) -> bytes:
-    """Pickles by cloudpickle, with the file names of functions that are pickled by value: errors and reports show them.
-
-    cloudpickle 3.1.2 and later put `<dynamic-code>` in their place.
-
-    Raises:
-      ValueError: the functions refer to what cannot be pickled.
-    """
+    """Pickles by cloudpickle, with file names of functions, which 3.1.2 and later hide; raises `ValueError`."""
     import cloudpickle
 
     plain: Any = cloudpickle.Pickler.dispatch_table
@@ -250,7 +238,6 @@ def _run(folder: pathlib.Path, environment: Mapping[str, str], *, where: str, op
 
 @contextlib.contextmanager
 def _process(folder: pathlib.Path, environment: Mapping[str, str]) -> Iterator[subprocess.Popen]:
-    """Starts the process, and kills it on exit if it still runs."""
     command = [sys.executable, "-m", "zero_jax.planning.worker", str(folder), str(os.getpid())]
     with (folder / _PRINTED).open("wb") as printed, (folder / _ERRORS).open("wb") as errors:
         process = subprocess.Popen(

@@ -156,10 +156,7 @@ class Ranked:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step: of the compiled program, if there is one, else estimated and corrected.
-
-        Infinite for a program whose time is not known: an estimate does not compare with a compiled setting's.
-        """
+        """Seconds of a step: compiled, infinite where not known, or else estimated and corrected."""
         is_known = self.outcome or self.corrected_seconds is None
         return self.figures.seconds if is_known else self.corrected_seconds  # type: ignore[return-value]
 
@@ -289,10 +286,7 @@ def _apart(names: Sequence[str]) -> tuple[list[str], str]:
 
 
 def _rejections(rejected: Sequence[Ranked], capacity_bytes: float) -> str:
-    """Returns the rejected settings: a table of those that need too much memory, and the others by their reason.
-
-    Those of the fewest bytes come first; settings that differ in microbatches only share a line.
-    """
+    """Returns the rejected settings, fewest bytes first: those too large as a table, the others by reason."""
     name_of = naming(rejected)
     groups: dict[tuple[Any, ...], list[Ranked]] = {}
     for entry in rejected:

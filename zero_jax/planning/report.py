@@ -132,11 +132,8 @@ class PlanReport(Report):
         """Returns bytes sent over the ideal by a key of rows; those without an ideal, or not measured, are left out."""
         if self.comms is None:
             return {}
-        sent: dict[str, list[float]] = {}
-        for column, rows in enumerate((self.comms_estimate.rows, self.comms.rows)):
-            for row in rows:
-                sent.setdefault(key(row), [0.0, 0.0])[column] += row.total_sent_bytes
-        return {name: measured / ideal for name, (ideal, measured) in sent.items() if ideal}
+        ideal, sent = self.comms_estimate.sent_by(key), self.comms.sent_by(key)
+        return {name: sent.get(name, 0.0) / size for name, size in ideal.items() if size}
 
     @property
     def training(self) -> Mapping[str, float] | None:
@@ -258,14 +255,7 @@ def make_report(
     on_phase: Callable[[str], None] = lambda phase: None,
     quick: bool = False,
 ) -> PlanReport:
-    """Compiles a job in this process and reads the program.
-
-    `cache` is the folder of compiled programs; `on_phase` is called with what is being done; `quick` is as for
-    `compile_job`.
-
-    Raises:
-      ValueError: a job that contradicts itself, or hardware that there is no compiler for.
-    """
+    """Compiles a job in this process, as `compile_job` does, and reads the program."""
     mesh = job.mesh()
     state = job.state(mesh)
     topology = parse(job.topology)
@@ -276,7 +266,7 @@ def make_report(
     estimated = memory.estimate(state, mesh=mesh, config=job.config, traced=traced, tx=job.tx)
     sent = comms.estimate(state, mesh=mesh, config=job.config, traced=traced, tx=job.tx)
     options = job.options(mesh)
-    attention = attentions_of(loss, state, job.batch) if job.config.attention == "fused" else None
+    attention = attentions_of(loss, state.variables, job.batch) if job.config.attention == "fused" else None
     program = compile_job(job, mesh, state, cache=cache, on_phase=on_phase, quick=quick)
     measured = time = None
     if not program.message:
@@ -331,9 +321,9 @@ def _time_of(program: CompiledText, job: Job, state: TrainState, loss: StepLoss)
     )
 
 
-def attentions_of(loss: StepLoss, state: TrainState, batch: PyTree) -> AttentionReport:
+def attentions_of(loss: StepLoss, variables: PyTree, batch: PyTree) -> AttentionReport:
     """Reports the attentions of the loss of a step."""
-    placement, arguments = loss.placement, loss.shapes(state.variables, batch)
+    placement, arguments = loss.placement, loss.shapes(variables, batch)
     return attention_report(loss.program, *arguments, mesh=placement.mesh, axes=placement.axes)
 
 

@@ -114,7 +114,7 @@ class Search:
     """Finds the setting of most examples a second that fits: ranks all by estimate, compiles the best few.
 
     First a plain setting is compiled, as a control: that of the fewest microbatches, and of those the fastest. Each
-    compiled program corrects the estimated time of the settings that are not compiled yet (`_corrected_seconds`), and
+    compiled program corrects the estimated time of the settings that are not compiled yet (`_corrected`), and
     the fastest of them is compiled next. If the program of a setting is too large, the settings that need no less by
     estimate are skipped. If none has fitted, the last compile goes to the smallest by estimate. A `compile` may stop
     before the end (`needs_end`): then the fastest is compiled again, and what is faster than that by the first compile.
@@ -140,13 +140,7 @@ class Search:
     log: Callable[[str], None] = lambda line: None
 
     def run(self, candidates: Iterable[Candidate], fallback: Sequence[Candidate] = ()) -> Ranking:
-        """Searches the candidates; where none fits, by estimate or by the compiler, the settings of `fallback`.
-
-        A Ctrl-C ends it with the result of what was compiled until then.
-
-        Raises:
-          ValueError: no candidates, or an estimate that is not a number.
-        """
+        """Searches the candidates, then `fallback` where none fits; a Ctrl-C ends it with what is compiled."""
         settings = tuple(dict.fromkeys(candidates))
         if not settings or self.max_compiles < 0:
             raise ValueError(
@@ -227,10 +221,7 @@ class Search:
     def _compile_best(
         self, entries: Sequence[Ranked], max_compiles: int, compiled: list[Ranked], rejected: list[Ranked]
     ) -> None:
-        """Compiles up to `max_compiles` entries, the fastest first, and adds each to `compiled`.
-
-        Those that need no less than one that is too large are added to `rejected`.
-        """
+        """Compiles up to `max_compiles` entries, the fastest first; `rejected` gets what would be too large."""
         waiting = list(entries)
         name_of = naming(entries)
         needs_control = True
@@ -264,10 +255,7 @@ class Search:
             rejected += [dataclasses.replace(entry, kind="passed over", reason=reason) for entry in too_large]
 
     def _compile_to_the_end(self, ranked: list[Ranked], rejected: list[Ranked]) -> None:
-        """Compiles the fastest to the end, and those that then come before it, up to a number.
-
-        `ranked` stays in order; what is refused at the end moves to `rejected`.
-        """
+        """Compiles the fastest to the end, and what then comes before it; `ranked` stays in order."""
         done, name_of = set[Candidate](), naming(ranked)
         while ranked and len(done) < _MOST_ENDS and ranked[0].setting not in done:
             entry = ranked[0]
@@ -363,9 +351,9 @@ def _novelty(entry: Ranked, compiled: Iterable[Ranked]) -> tuple[float, ...]:
 
     def is_near(other: Ranked) -> bool:
         same = {"data": 0, "replica": 1, "secondary": False, "num_microbatches": 1}
-        alike, other_alike = (dataclasses.replace(x.setting, **same) for x in (entry, other))
+        alike = {dataclasses.replace(x.setting, **same) for x in (entry, other)}
         seconds = [x.estimated.seconds for x in (entry, other) if x.estimated]
-        return alike == other_alike and len(seconds) == 2 and max(seconds) <= (1 + _NEARLY) * min(seconds)
+        return len(alike) == 1 and len(seconds) == 2 and max(seconds) <= (1 + _NEARLY) * min(seconds)
 
     seconds, *others = _order(entry)[:2]
     return seconds * (1 + _NEARLY * any(map(is_near, compiled))), *others

@@ -74,7 +74,6 @@ class TimeEstimate(Report):
 
 
 def _shown(seconds: float) -> str:
-    """Formats a time in seconds, ms or us."""
     if seconds >= 0.1 or not seconds:
         return f"{seconds:.3f} s"
     return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
@@ -91,12 +90,7 @@ def estimate_time(
     attention_flops: float = 0.0,
     has_code: bool = True,
 ) -> TimeEstimate:
-    """Estimates the time of a step by playing its schedule.
-
-    Operations and tokens (`unit`: or examples) are those of a step over all devices; `attention_flops` are, of
-    `model_flops`, those of attention's scores and of their use. A program that `has_code` has the compiler's cycles,
-    too.
-    """
+    """Estimates a step by playing its schedule; operations, `attention_flops` among them, are over all devices."""
     hardware = topology.hardware
     compute, links = _Compute(hardware, has_code=has_code), Links(mesh, topology, num_devices=program.num_devices)
     transfers, copies = hlo.network_transfers(program), hlo.host_transfers(program)

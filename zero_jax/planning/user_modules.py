@@ -35,14 +35,9 @@ def install() -> None:
 
 
 def resolve(option: str, reference: str) -> Any:
-    """Imports the value that `module:name` or `path/to/file.py:name` refers to.
+    """Imports what `module:name` (from the current folder first) or `path/to/file.py:name` refers to.
 
-    Args:
-      option: name of the option, for errors.
-      reference: the module or file, and the name in it; modules are looked up in the current folder first.
-
-    Raises:
-      ValueError: there is no such file, module or name, or importing it failed; the message has the file's line.
+    A `ValueError` has the `option`, and the file's line where importing failed.
     """
     where, _, name = reference.rpartition(":")
     if not where or not name:

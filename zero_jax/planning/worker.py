@@ -27,10 +27,7 @@ _SECONDS_BETWEEN_CHECKS = 1.0
 
 
 def main(folder: str, parent: str | None = None) -> int:
-    """Compiles the job of a folder, and writes the report or the error there.
-
-    With the id of its parent process it ends when the parent does, and removes the folder.
-    """
+    """Compiles the job of a folder, and writes report or error there; ends, and removes it, with a `parent` process."""
     job_path, result_path = (pathlib.Path(folder, name) for name in ("job", "result"))
     if parent is not None:
         threading.Thread(target=_exit_with_parent, args=(int(parent), folder), daemon=True).start()

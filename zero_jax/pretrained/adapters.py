@@ -89,11 +89,7 @@ class _Decoder:
         return {path: tuple(x.shape) for path, x in leaves_by_name(variables.params).items()}
 
     def adapter_names(self, lora: Lora) -> dict[str, TensorName]:
-        """Returns the tensors of what is trained, by path.
-
-        Raises:
-          ValueError: leaves whose adapters PEFT has no names for.
-        """
+        """Returns the tensors of what is trained, by path; raises `ValueError` for what PEFT has no names for."""
         names: dict[str, TensorName] = {}
         for path, target in lora.targets(self.structs).items():
             name, module = self.names[path], f"{_PREFIX}{_module(self.names[path])}"
@@ -264,29 +260,19 @@ def _leaves(path: pathlib.Path, decoder: _Decoder, tensors: Mapping[str, StoredT
     modules = {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in tensors if ".lora_" in name}
     rules, train = {}, []
     for leaf, name in decoder.names.items():
-        first = name.of((0,) * name.num_indices)
-        labels = decoder.labels(leaf)
-        if labels and modules.intersection(map(_module_of, _all_of(name, decoder.shapes[leaf]))):
+        labels, others = decoder.labels(leaf), (0,) * (name.num_indices - 1)
+        stack = [(i, *others) for i in range(decoder.shapes[leaf][0])] if name.num_indices else [()]
+        if labels and modules.intersection(name.of(index).rpartition(".")[0] for index in stack):
             rules[leaf] = labels
-        elif f"{_PREFIX}{first}" in tensors:
+        elif f"{_PREFIX}{name.of(stack[0])}" in tensors:
             train.append(leaf)
     if not rules:
         raise ValueError(f"{path / _FILE} has no adapters of this model's modules: it is for another model")
     return {"rules": rules, "train": tuple(train)}
 
 
-def _all_of(name: TensorName, shape: tuple[int, ...]) -> list[str]:
-    return (
-        [name.of((i,) + (0,) * (name.num_indices - 1)) for i in range(shape[0])] if name.num_indices else [name.of(())]
-    )
-
-
 def _module(name: TensorName) -> str:
-    return _module_of(name.template)
-
-
-def _module_of(tensor: str) -> str:
-    return tensor.rpartition(".")[0]
+    return name.template.rpartition(".")[0]
 
 
 def save_peft(
@@ -361,21 +347,15 @@ def _to_write(folder: str | os.PathLike[str], lora: Lora, decoder: _Decoder, dty
         sorted({_module(decoder.names[path]).rpartition(".")[2] for path in paths})
         for paths in (lora.targets(decoder.structs), lora.trained(decoder.structs))
     )
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": decoder.folder,
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": decoder.folder}
+    config |= {
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "use_dora": lora.dora,
         "use_rslora": False,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "inference_mode": True,
-        "target_modules": targets,
-        "modules_to_save": trained or None,
     }
+    config |= {"bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "inference_mode": True}
+    config |= {"target_modules": targets, "modules_to_save": trained or None}
     texts = {_CONFIG: json.dumps(config, indent=2) + "\n"}
     return FolderToWrite(path=folder, names=names, file=_FILE, max_file_bytes=2**63, dtype=dtype, texts=texts)

@@ -32,12 +32,8 @@ _MAX_JSON_BYTES = 1 << 27
 
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns the content of a folder's `config.json`.
-
-    Raises:
-      ValueError: there is no such folder or file, or it is no JSON.
-    """
-    path = _local(folder)
+    """Returns the content of a folder's `config.json`."""
+    path = user_path(folder)
     if not path.is_dir():
         raise ValueError(
             f"{path} is no folder: give one with {CONFIG} and *.safetensors, as "
@@ -47,12 +43,8 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_tensors(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
-    """Returns the tensors of a folder's files by name, from the files' headers.
-
-    Raises:
-      ValueError: a file is missing, cut off or damaged, or the index disagrees with the files.
-    """
-    path = _local(folder)
+    """Returns the tensors of a folder's files by name, from the files' headers."""
+    path = user_path(folder)
     if not (path / INDEX).exists():
         if not (path / MODEL_FILE).exists():
             weights = sorted(
@@ -95,7 +87,7 @@ def read_tensors(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
 
 def copy_companions(source: str | os.PathLike[str], target: pathlib.Path) -> None:
     """Copies the config, tokenizer and generation settings of a folder to another one; warns of what cannot be."""
-    folder = _local(source)
+    folder = user_path(source)
     if not folder.is_dir():
         warnings.warn(f"{folder} is gone: its tokenizer is not saved, copy it from elsewhere", stacklevel=2)
     for name in (CONFIG, *COMPANIONS):
@@ -109,10 +101,6 @@ def copy_companions(source: str | os.PathLike[str], target: pathlib.Path) -> Non
 def run_companions(run: str | os.PathLike[str]) -> pathlib.Path:
     """Returns the folder, in that of a run, of config and companions of the checkpoint that the run began with."""
     return pathlib.Path(run) / _RUN_FOLDER
-
-
-def _local(folder: str | os.PathLike[str]) -> pathlib.Path:
-    return user_path(folder)
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:

@@ -156,12 +156,9 @@ def _generator(config: DecoderConfig, num_tokens: int, temperature: float, top_k
 
 
 def read_decoder(folder: str | os.PathLike[str], *, seq_len: int | None = None) -> DecoderConfig:
-    """Returns the shape of the decoder that the `config.json` of a folder describes.
+    """Returns the decoder that a folder's `config.json` describes, for `seq_len` tokens or its longest context.
 
-    `seq_len` are the tokens of a training sequence; None takes the model's longest context.
-
-    Raises:
-      ValueError: no such file, a family or setting that the decoder does not have, or sequences that are too long.
+    A `ValueError` says that there is no such file, what the decoder does not have, or that sequences are too long.
     """
     hf_config = read_config(folder)
     try:

@@ -58,11 +58,7 @@ class LeafTensors:
         return out
 
     def write(self, index: Index, values: np.ndarray) -> None:
-        """Writes a slice of the param to the files.
-
-        Raises:
-          ValueError: finite values that the files' dtype cannot represent.
-        """
+        """Writes a slice of the param to the files."""
         for position, tensor, tensor_index in self._parts(index):
             remedy = "save it as bfloat16 or float32"
             cast = cast_values(values[position], tensor.dtype, leaf=self.path, remedy=remedy)
@@ -103,12 +99,7 @@ def _copy(source: np.ndarray, target: np.ndarray) -> None:
 
 
 def tensor_shape(path: str, shape: tuple[int, ...], name: TensorName) -> tuple[int, ...]:
-    """Returns the shape that a param's tensors have in the files.
-
-    Raises:
-      ValueError: a name with more indices than dims, a shape of its own that the param's dims do not divide, or a part
-        of features that the param does not have.
-    """
+    """Returns the shape that a param's tensors have in the files; raises `ValueError` for a name that does not fit."""
     dims = shape[name.num_indices :]
     if name.num_indices > len(shape):
         raise ValueError(f"{path}: {name.template!r} has {name.num_indices} indices, and the param {len(shape)} dims")
@@ -143,11 +134,7 @@ def _divides(dims: tuple[int, ...], parts: tuple[int, ...]) -> bool:
 
 
 def indices(shape: tuple[int, ...], name: TensorName) -> Iterator[tuple[int, ...]]:
-    """Yields the index of each tensor of a param.
-
-    Raises:
-      ValueError: more tensors than any checkpoint has, as a config from outside may describe.
-    """
+    """Yields the index of each tensor of a param, which may not be more than any checkpoint has."""
     num_tensors = math.prod(shape[: name.num_indices])
     if num_tensors > _MAX_TENSORS:
         raise ValueError(
@@ -165,13 +152,7 @@ def match(
     *,
     may_be_left: Collection[str] = (),
 ) -> dict[str, LeafTensors]:
-    """Returns the tensors of each param, by its path.
-
-    `where` is the folder, for messages; tensors of the names `may_be_left` need not be used.
-
-    Raises:
-      ValueError: tensors that are missing, left over, or of another shape or dtype; it lists the first of them.
-    """
+    """Returns the tensors of each param, by its path, in the folder `where`, all but those that `may_be_left`."""
     check_paths(shapes, names)
     num_expected = sum(math.prod(shape[: names[path].num_indices]) for path, shape in shapes.items())
     if num_expected > len(tensors) + _MAX_MISSING:

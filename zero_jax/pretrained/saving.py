@@ -13,7 +13,7 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -181,7 +181,9 @@ def export_hf(
     )
     if params is not None:
         return save_arrays(folder, leaves_by_name(params))
-    _check_no_adapters(saved.leaves, folder.names)
+    factors = sorted(x for x in saved.leaves if x not in folder.names and x.rpartition("/")[0] in folder.names)
+    if factors:
+        raise ValueError(f"the checkpoint has adapters ({factors[0]}): merge them into the params with --merged")
     pieces = {name: lambda name=name: saved.pieces(name) for name in saved.leaves}
     return write_folder(folder, saved.leaves, pieces)
 
@@ -211,13 +213,7 @@ def save_arrays(folder: FolderToWrite, leaves: Mapping[str, Array]) -> SavedHF:
 
 
 def write_folder(folder: FolderToWrite, leaves: Mapping[str, Any], pieces: Mapping[str, Pieces]) -> SavedHF:
-    """Writes a folder from slices of params, under another name first.
-
-    `leaves` are arrays, or the records of saved ones: shape and dtype are read.
-
-    Raises:
-      ValueError: the folder has something in it, params without names, a dtype that is none of the files', no space.
-    """
+    """Writes a folder, under another name first, from slices of `leaves`, which have a shape and a dtype."""
     plan, target = _plan_tensors(folder, leaves), folder.target
     _check_free(target)
     tensors = list({tensor.name: tensor for each in plan.values() for tensor in each.values()}.values())
@@ -301,13 +297,6 @@ def check_shapes(leaves: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]
             )
 
 
-def _check_no_adapters(leaves: Collection[str], names: Collection[str]) -> None:
-    """Raises `ValueError` for factors of adapters among the params."""
-    factors = sorted(name for name in leaves if name not in names and name.rpartition("/")[0] in names)
-    if factors:
-        raise ValueError(f"the checkpoint has adapters ({factors[0]}): merge them into the params with --merged")
-
-
 def _decoder(model: Any) -> DecoderConfig:
     """Returns the shape of the decoder that a run recorded."""
     if not isinstance(model, Mapping) or not {"num_kv_heads", "head_dim"} <= model.keys():
@@ -328,27 +317,14 @@ def _decoder(model: Any) -> DecoderConfig:
 def run_decoder(
     path: str | os.PathLike[str], model: Any
 ) -> tuple[DecoderConfig, Mapping[str, Any], pathlib.Path | None]:
-    """Returns the decoder of a run, its `config.json`, and the folder in the run that has it, if there is one.
-
-    Args:
-      path: the run's folder, its folder of checkpoints, or the folder of one step.
-      model: what the checkpoint has recorded of the model.
-
-    Raises:
-      ValueError: a model that is no decoder, or a config of another model.
-    """
-    config, source = _decoder(model), _source(pathlib.Path(path))
+    """Returns the decoder of a run, as recorded in its `model`, its `config.json`, and the folder that has it."""
+    config, absolute = _decoder(model), user_path(path).absolute()
+    folders = [run_companions(folder) for folder in (absolute, *absolute.parents[:2])]
+    source = next((folder for folder in folders if (folder / CONFIG).is_file()), None)
     hub_config = read_config(source) if source else hf_config(config)
     if source and decoder_config(hub_config, seq_len=config.seq_len).shapes != config.shapes:
         raise ValueError(f"{source / CONFIG} is of another model than the checkpoint: remove it, or give its own run")
     return config, hub_config, source
-
-
-def _source(path: pathlib.Path) -> pathlib.Path | None:
-    """Returns the folder with the config that a run began with, or None where it began without one."""
-    absolute = user_path(path).absolute()
-    folders = [run_companions(folder) for folder in (absolute, *absolute.parents[:2])]
-    return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
 
 
 def _owners(x: Array) -> list[Shard]:
@@ -377,11 +353,7 @@ def _make_parts(target: pathlib.Path) -> pathlib.Path:
 
 
 def _write_parts(path: pathlib.Path, leaves: Iterable[Array]) -> None:
-    """Writes this process's shards of all params to a file of its own.
-
-    Raises:
-      ValueError: it cannot be written.
-    """
+    """Writes this process's shards of all params to a file of its own."""
     try:
         with path.open("xb") as file:
             for x in leaves:
@@ -394,11 +366,7 @@ def _write_parts(path: pathlib.Path, leaves: Iterable[Array]) -> None:
 
 
 def _pieces_of_parts(parts: pathlib.Path, leaves: Mapping[str, Array]) -> dict[str, Pieces]:
-    """Returns the slices of each param in the files of all processes.
-
-    Raises:
-      ValueError: a file is not complete, as on a disk of another host.
-    """
+    """Returns the slices of each param in the files of all processes, which are to be complete here."""
     ends: dict[int, int] = {}
     places: dict[str, list[tuple[Index, StoredTensor]]] = {}
     for path, x in leaves.items():

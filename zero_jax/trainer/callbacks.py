@@ -48,11 +48,7 @@ class Callback:
 
 
 def as_callbacks(callbacks: Sequence[Any]) -> tuple[Callback, ...]:
-    """Returns callbacks of functions, and of objects with a method `on_step` and maybe a number `every`.
-
-    Raises:
-      ValueError: one of another kind.
-    """
+    """Returns callbacks of functions, and of objects with a method `on_step` and maybe a number `every`."""
     if not isinstance(callbacks, Sequence):
         raise ValueError(f"callbacks={shown(callbacks)}: give a list")
     made = []
@@ -74,13 +70,7 @@ def name_of(callback: Callback) -> str:
 
 
 def call_all(callbacks: Sequence[Callback], step: int, metrics: Mapping[str, Any], state: TrainState) -> str:
-    """Calls callbacks in all processes; returns which of them stop the run, the same in all processes, '' for none.
-
-    Raises:
-      ValueError: a callback returned something else than True, False or None, changed the state or donated it.
-      RuntimeError: a callback called `sys.exit`.
-      OtherProcessFailed: one has failed in another process.
-    """
+    """Calls callbacks in all processes; returns which of them stop the run, the same in all processes, '' for none."""
     stopping = [name_of(callback) for callback in callbacks if _calls_for_stop(callback, step, metrics, state)]
     answers = from_all_processes(", ".join(stopping))
     by_answer = {answer: [p for p, other in enumerate(answers) if other == answer] for answer in answers if answer}

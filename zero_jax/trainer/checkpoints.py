@@ -54,11 +54,7 @@ class ResumeError(ValueError):
 
 
 def begin(run: Run) -> Start:
-    """Initializes the state of a run, or restores it from a checkpoint of this run or of another.
-
-    Raises:
-      ResumeError: checkpoints of another model or text, or damaged ones alone.
-    """
+    """Initializes the state of a run, or restores it from a checkpoint of this run or of another."""
     config, key, base, lines = run.config, jax.random.key(run.config.seed), run.zero, list[str]()
     model = run.model if isinstance(run.model, Model) else None  # an `OwnModel` has no adapters and no `load_fn`
     adapt = None if model is None else model.adapt_fn
@@ -170,13 +166,9 @@ class Saver:
         num_nonfinite_steps: int,
         is_last: bool,
     ) -> bool:
-        """Starts to save the state after `step` steps, unless the latest `num_nonfinite_steps` were not finite.
+        """Starts to save the state unless its latest steps were not finite; returns whether the run can continue.
 
-        At the end of a run (`is_last`) a state whose last update was skipped is saved too, as it is finite. `loss` is
-        its validation loss, `extra` goes into the checkpoint's record.
-
-        Returns:
-          Whether the run can continue: not with a state that is not finite.
+        At the end of a run (`is_last`) a state whose last update was skipped is saved too, as it is finite.
         """
         is_skipped = is_last and self._run.zero.skip_nonfinite
         if num_nonfinite_steps and not is_skipped:

@@ -76,10 +76,7 @@ def evaluate(
     means = Validation(model, data, mesh=mesh, config=config.zero, say=log).means(params, goes_on=lambda: True)
     assert means is not None
     loss = means.pop("loss")
-    try:
-        perplexity = None if isinstance(model, OwnModel) else math.exp(loss)
-    except OverflowError:
-        perplexity = math.inf
+    perplexity = None if isinstance(model, OwnModel) else math.inf if loss > 709 else math.exp(loss)
     return Evaluation(data=data.rows["data"], loss=loss, perplexity=perplexity, figures=means)
 
 
@@ -111,10 +108,9 @@ class Validation:
         return None if averaged is None else {**means, "ema_loss": averaged["loss"]}
 
     def means(self, params: Any, *, goes_on: Callable[[], bool]) -> dict[str, float] | None:
-        """Returns weighted means over all batches: `loss`, and the scalars of the loss function's aux by name.
+        """Returns means of `loss` and aux over all batches, weighted as microbatches, NaN without weight.
 
-        They are weighted as microbatches are. A batch without weight counts for nothing; NaN where none has any.
-        `goes_on` is called after each batch; if it returns False, the result is None.
+        `goes_on` is called after each batch; None is returned if it returns False.
         """
         weights, losses, figures = list[PartWeight](), list[float](), list[dict[str, float]]()
         for batch in self._placed():
@@ -129,7 +125,9 @@ class Validation:
             why = "no batch of the validation has a weight above 0" if weights else "the validation has no batches"
             self._say(f"{why}: its loss is NaN")
             return dict.fromkeys(["loss", *itertools.chain(*figures)], math.nan)
-        loss = _weighted_sum([float(weight.divisor) for weight in weights], losses) / _joined_divisor(weights)
+        columns = zip(*map(jax.tree.leaves, weights), strict=True)
+        total = jax.tree.structure(weights[0]).unflatten(map(np.stack, columns)).joined()
+        loss = _weighted_sum([float(weight.divisor) for weight in weights], losses) / float(total.divisor)
         names = dict.fromkeys(itertools.chain(*figures))
         means = {name: _weighted_sum(counts, [x.get(name, 0.0) for x in figures]) / sum(counts) for name in names}
         return {"loss": loss, **means}
@@ -159,8 +157,3 @@ class Validation:
 def _weighted_sum(weights: Sequence[float], values: Sequence[float]) -> float:
     """Returns the sum of values by weight; those of weight 0 may be NaN."""
     return sum(weight * value for weight, value in zip(weights, values, strict=True) if weight)
-
-
-def _joined_divisor(weights: Sequence[PartWeight]) -> float:
-    columns = zip(*map(jax.tree.leaves, weights), strict=True)
-    return float(jax.tree.structure(weights[0]).unflatten(map(np.stack, columns)).joined().divisor)

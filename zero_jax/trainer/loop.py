@@ -47,13 +47,8 @@ def train(
 ) -> TrainResult:
     """Trains a model: a `Model` of text, or an `OwnModel` with its batches.
 
-    The other arguments are those of `zero.Trainer`; `log` is called with progress lines, in process 0 alone.
-
-    Returns:
-      The final metrics; loss curve, metrics, checkpoints and config are in the run's folder.
-
-    Raises:
-      ValueError: a config that contradicts itself or the devices; see `prepare`.
+    The other arguments are those of `zero.Trainer`; `log` is called with progress lines, in process 0 alone. Raises as
+    `prepare` does. Loss curve, metrics, checkpoints and config are in the run's folder.
     """
     run = prepare(config, model=model, tx=tx, callbacks=callbacks, trackers=trackers)
     return execute(run, log=log)
@@ -106,7 +101,10 @@ class _Training:
             log, terminal = lambda _: None, None
         self.log = lasting(log, is_stopping=lambda: self.preemption.request("SIGPIPE"))
         self.preemption = Preemption(log=self.log)
-        self._take_folder(stack)
+        stack.enter_context(hold(run.folder))
+        stack.enter_context(discarding(run.folder))
+        if not (run.folder / "config.json").exists():  # a resumed run's config stays until it has been restored
+            save_config(run.folder, run.saved_config)
         self.watchdog = stack.enter_context(
             Watchdog(
                 config.hang_seconds,
@@ -214,14 +212,6 @@ class _Training:
         )
         return True
 
-    def _take_folder(self, stack: contextlib.ExitStack) -> None:
-        """Locks the run's folder, and writes the config unless the folder has one from before a resume."""
-        run = self.run
-        stack.enter_context(hold(run.folder))
-        stack.enter_context(discarding(run.folder))
-        if not (run.folder / "config.json").exists():  # a resumed run's config stays until it has been restored
-            save_config(run.folder, run.saved_config)
-
     def _open_batches(self, start: Start) -> contextlib.AbstractContextManager[Any]:
         try:
             return self.run.input.open(start.data, say=self.say, beat=lambda: self._beat("data", self.step))
@@ -270,8 +260,9 @@ class _Training:
         is_new = phase in ("step", "evaluation", "sample", "callbacks") and phase not in self.executed
         self.watchdog.beat("compile" if is_new else phase, self.step if step is None else step)
 
-    def _read_back(self, dispatched: Dispatched | None) -> None:
-        """Waits for a step, if there is one, and records its metrics."""
+    def _read_waiting(self, then: Dispatched | None = None) -> None:
+        """Waits for the waiting step, if there is one, and records its metrics; `then` is the one that waits next."""
+        dispatched, self.waiting = self.waiting, then
         if dispatched is None:
             return
         self.progress.add_step(dispatched)
@@ -279,16 +270,8 @@ class _Training:
             report_start(self.first_step)
         self.executed.add("step")
 
-    def _read_last(self) -> None:
-        last, self.waiting = self.waiting, None
-        self._read_back(last)
-
     def _run_steps(self) -> str:
-        """Runs the steps; the metrics of a step are read after the next one is dispatched.
-
-        Returns:
-          The status: `done`, `stopped`, `ended`, `preempted` or `diverged`.
-        """
+        """Runs the steps, and returns the status; the metrics of a step are read after the next one is dispatched."""
         config = self.config
         if self.step < config.steps:
             self.say("compiling       seconds for a small model, minutes for a large one")
@@ -298,8 +281,7 @@ class _Training:
             return "preempted"
         with Profiler(config.profiled, self.run.folder / "profile", say=self.say) as profiler:
             while self.step < config.steps:
-                previous, self.waiting = self.waiting, self._dispatch(profiler)
-                self._read_back(previous)
+                self._read_waiting(self._dispatch(profiler))
                 status = self._end_early() if self.waiting is None else self._after_step(profiler)
                 if status is not None:
                     return status
@@ -315,13 +297,12 @@ class _Training:
         samples = not is_last and config.sample_every > 0 and step % config.sample_every == 0
         callbacks = [callback for callback in self.run.callbacks if step % callback.every == 0]
         if evaluates or saves or samples or callbacks or step == config.profiled.stop - 1:
-            self._read_last()
+            self._read_waiting()
             profiler.done(step)
         if progress.num_nonfinite_in_a_row >= config.max_nonfinite_steps:
             leaf = progress.nonfinite_leaf or "no param (only the loss)"
-            num_steps = progress.num_nonfinite_in_a_row
-            why = f"{num_steps} steps in a row were not finite, first in the gradient of {leaf}"
-            self.saver.log_divergence(step, why)
+            row = f"{progress.num_nonfinite_in_a_row} steps in a row were not finite"
+            self.saver.log_divergence(step, f"{row}, first in the gradient of {leaf}")
             return "diverged"
         loss = None
         if evaluates and (is_last or not stops):
@@ -365,7 +346,7 @@ class _Training:
             with Agreement():
                 check_not_donated(self.state)  # as the error of a step leaves it
             with contextlib.suppress(Exception):  # it may be the error of a writer
-                self._read_last()
+                self._read_waiting()
             self.say(f"stopping at step {self.step} of {self.config.steps}: {type(error).__name__}: {error}")
             if self._save(None, is_last=True, has_read_more=self._may_have_read_more()):
                 self.saver.wait_until_saved(self.step)
@@ -405,11 +386,7 @@ class _Training:
         )
 
     def _evaluate(self, *, is_last: bool) -> float | None:
-        """Records the validation loss, and that of the params' moving average if the optimizer has one.
-
-        Returns:
-          The loss; None without a validation, or if a signal interrupted it to leave time for saving.
-        """
+        """Records and returns the validation loss; None without any, or if a signal left no time for it."""
 
         def continues() -> bool:
             self.executed.add("evaluation")

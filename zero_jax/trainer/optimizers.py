@@ -104,7 +104,6 @@ class OptimizerConfig:
         return dataclasses.replace(self, **{name: x for name, x in usual.items() if getattr(self, name) is None})
 
     def _check_schedule(self) -> None:
-        """Raises `ValueError` for options that the schedule does not have, and for invalid shares."""
         share, fraction = self.final_learning_rate, self.decay_fraction
         if share is not None and self.schedule == "constant":
             raise ValueError(
@@ -168,11 +167,7 @@ def make_schedule(config: OptimizerConfig, *, num_steps: int) -> optax.Schedule:
     """Makes the schedule of a run: a function from the updates so far to the learning rate of the next one.
 
     Warmup-stable-decay (Hu et al. 2024, "MiniCPM", section 4) stays at the highest rate until the last part of the run,
-    in which it falls, here along a line. What comes before does not depend on `num_steps`: a run can go on from there
-    for longer.
-
-    Raises:
-      ValueError: the warm-up, or warm-up and decay, are not over when the run is.
+    in which it falls, here along a line. What comes before does not depend on `num_steps`: a run can go on from there.
     """
     check_value("num_steps", num_steps, int)
     if num_steps < 1:
@@ -255,14 +250,10 @@ def decay_mask(params: Any, *, no_decay: str | None = None) -> Any:
     return jax.tree_util.tree_map_with_path(is_decayed, params)
 
 
-def _muon_dims(params: Any) -> Any:
-    """Returns for each param the dims that Muon orthogonalizes: the last two of (stacked) matrices, none of tables."""
-
-    def dims(path: Any, x: Any) -> MuonDimensionNumbers | None:
-        is_matrix = x.ndim > 1 and not _is_named(path, _NOT_DECAYED + _TABLES)
-        return MuonDimensionNumbers(reduction_axis=-2, output_axis=-1) if is_matrix else None
-
-    return jax.tree_util.tree_map_with_path(dims, params)
+def _muon_dims(path: Any, x: Any) -> MuonDimensionNumbers | None:
+    """Returns the dims of a param that Muon orthogonalizes: the last two of (stacked) matrices, none of tables."""
+    is_matrix = x.ndim > 1 and not _is_named(path, _NOT_DECAYED + _TABLES)
+    return MuonDimensionNumbers(reduction_axis=-2, output_axis=-1) if is_matrix else None
 
 
 def _is_named(path: tuple[Any, ...], names: tuple[str, ...]) -> bool:
@@ -281,14 +272,13 @@ def _adafactor(schedule: Any, *, weight_decay: float, mask: Any, **options: Any)
 
 
 def _muon(schedule: Any, *, weight_decay: float, mask: Any, **options: Any) -> optax.GradientTransformation:
-    options |= {"weight_decay": weight_decay, "weight_decay_mask": mask, "muon_weight_dimension_numbers": _muon_dims}
+    options |= {"weight_decay": weight_decay, "weight_decay_mask": mask}
+    options["muon_weight_dimension_numbers"] = functools.partial(jax.tree_util.tree_map_with_path, _muon_dims)
     # With `consistent_rms` Muon takes steps as large as AdamW's, so that one learning rate serves both kinds of leaves.
     return muon(schedule, consistent_rms=0.2, **options)
 
 
 class _Optimizer(NamedTuple):
-    """An optimizer."""
-
     learning_rate: float  # its usual learning rate
     momenta: tuple[str, ...]  # the options that are decays of what `mu_dtype` is of
     options: Mapping[str, tuple[str, Any]]  # for each option optax's name of it and a default

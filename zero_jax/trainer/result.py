@@ -114,10 +114,7 @@ class TrainResult(Report):
 
 
 def run_losses(folder: pathlib.Path, *, train: Losses, validation: Losses) -> RunRecords:
-    """Returns the losses of all training steps and evaluations of a run, from its folder and from this process.
-
-    The file may lack the last steps if its disk was full; `train` and `validation` are (step, loss) pairs.
-    """
+    """Returns the (step, loss) pairs of a run, from its folder and from this process, in case its disk was full."""
     try:
         run = read_run(folder)
     except (OSError, ValueError):  # another process's file, or one that could not be written

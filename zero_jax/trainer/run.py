@@ -292,15 +292,7 @@ def prepare(
     """Checks a config against devices, data and model, reads the data and makes the run's folder.
 
     Of batches of the user's own the first one is read, and the loss function is traced with it. Several processes
-    compare config, releases, batches and the lowered train step.
-
-    Args:
-      config: what to train on, how, and for how long.
-      model: the model.
-      tx: any optax optimizer, instead of `config.optimizer`.
-      log: called with progress lines while the data is read.
-      callbacks: functions that are called after steps, and may stop the run; see `Callback`.
-      trackers: where the records go besides, in process 0; see `Tracker`.
+    compare config, releases, batches and the lowered train step. The arguments are those of `zero.Trainer`.
 
     Raises:
       ValueError: more devices than there are, a batch that does not divide over devices and microbatches, no such data
@@ -313,17 +305,16 @@ def prepare(
         facts = _facts(config, model, called)
         agree_on("the config of the run", facts, remedy="all the same options and releases")
         named = [] if config.log.tracker is None else [resolve("tracker", config.log.tracker)]
-        own = tracker_functions([*named, *trackers])
-        run = _prepare(config, model=model, tx=tx, log=log)
-        return dataclasses.replace(run, callbacks=called, trackers=own)
+        return _prepare(config, model, tx, log, called, tracker_functions([*named, *trackers]))
 
 
 def _prepare(
     config: TrainConfig,
-    *,
     model: Model | OwnModel,
     tx: optax.GradientTransformation | None,
     log: Callable[[str], None],
+    callbacks: tuple[Callback, ...],
+    trackers: Mapping[str, OpenTracker],
 ) -> Run:
     config = dataclasses.replace(config, zero=_as_begun(config, model, log))
     devices = jax.devices()
@@ -356,7 +347,9 @@ def _prepare(
         tx = make_optimizer(config.optimizer, num_steps=config.steps)
     if config.init_from is not None and config.resume == "never":
         find_checkpoint(config.init_from)  # before there is a folder
-    zero = _zero_of(config, model)
+    skips, specs = config.zero.skip_nonfinite, config.zero.param_specs
+    specs = model.param_specs if specs is None and config.model_axis > 1 else specs
+    zero = dataclasses.replace(config.zero, skip_nonfinite=True if skips is None else skips, param_specs=specs)
     train_step = make_train_step(model.loss_fn, tx, mesh=mesh, config=zero)
     if jax.process_count() > 1:
         # Before the state is made: initialization with other shapes in one process ends in an abort.
@@ -377,6 +370,8 @@ def _prepare(
             resume=config.resume == "auto",
             check=functools.partial(_check_checkpoints, config),
         ),
+        callbacks=callbacks,
+        trackers=trackers,
     )
 
 
@@ -418,13 +413,6 @@ def _saved_zero(config: TrainConfig, model: Model | OwnModel) -> dict[str, Any]:
     return {}
 
 
-def _zero_of(config: TrainConfig, model: Model | OwnModel) -> ZeroConfig:
-    skips = True if config.zero.skip_nonfinite is None else config.zero.skip_nonfinite
-    specs = config.zero.param_specs
-    specs = model.param_specs if specs is None and config.model_axis > 1 else specs
-    return dataclasses.replace(config.zero, skip_nonfinite=skips, param_specs=specs)
-
-
 def _facts(config: TrainConfig, model: Model | OwnModel, callbacks: Sequence[Callback]) -> dict[str, Any]:
     """Returns what must be the same in all processes, by name."""
     if jax.process_count() == 1:
@@ -438,11 +426,7 @@ def _facts(config: TrainConfig, model: Model | OwnModel, callbacks: Sequence[Cal
 def open_text(
     config: TrainConfig, model: Model, mesh: Mesh, log: Callable[[str], None], *, held_out: bool = False
 ) -> TextInput:
-    """Opens the text of a run; with `held_out`, all of it for validation, in as many batches as there are.
-
-    Raises:
-      ValueError: a batch that does not divide, no such text or too little of it, or a vocabulary beyond the model's.
-    """
+    """Opens the text of a run; with `held_out`, all of it for validation, in as many batches as there are."""
     if config.process_batches is not None:
         raise ValueError(
             f"process_batches={config.process_batches!r} is for batches of your own; of text each process reads its "
@@ -486,13 +470,12 @@ def open_text(
 
 
 def _check_no_text(config: TrainConfig) -> None:
-    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
-    changed = [name for name in TEXT_FIELDS if getattr(config, name) != defaults[name]]
-    if changed:
-        name = changed[0]
-        raise ValueError(
-            f"{name}={shown(getattr(config, name))} is for runs on text, and this one has its own batches: leave it out"
-        )
+    for name in TEXT_FIELDS:
+        if getattr(config, name) != getattr(TrainConfig, name):
+            raise ValueError(
+                f"{name}={shown(getattr(config, name))} is for runs on text, and this one has its own batches: leave "
+                "it out"
+            )
 
 
 def _check_checkpoints(config: TrainConfig, name: str) -> None:

@@ -45,13 +45,9 @@ def make_folder(
     resume: bool,
     check: Callable[[str], None] = lambda _: None,
 ) -> pathlib.Path:
-    """Makes the folder `out/name` of a run in process 0, and returns it in all processes.
+    """Makes a run's folder `out/name` in process 0, returned in all; a `default_name` gets a number if taken.
 
-    Without a name it is `default_name`, with a number if that exists. `check` raises `FileExistsError` for a name that
-    is used elsewhere.
-
-    Raises:
-      ValueError: the folder exists and is not to be resumed, or cannot be made.
+    `check` raises `FileExistsError` for a name that is used elsewhere.
     """
     names = [folder_name(name, default_name)]
     if name is None and not resume:
@@ -98,11 +94,7 @@ def discarding(folder: pathlib.Path) -> Iterator[None]:
 
 
 def hold(folder: pathlib.Path) -> contextlib.ExitStack:
-    """Locks the folder of a run, in process 0, until the context is left or the process ends.
-
-    Raises:
-      ValueError: another run has locked it.
-    """
+    """Locks the folder of a run, in process 0, until the context is left or the process ends."""
     stack = contextlib.ExitStack()
     with Agreement(lambda _: FolderInUse(f"{folder} is in use by another run (see process 0's log)")):
         if jax.process_index() == 0:

@@ -23,10 +23,7 @@ class Sharded:
     indices: tuple[tuple[slice, ...], ...]  # its place in the array
 
     def differences(self, other: np.ndarray) -> np.ndarray:
-        """Returns the largest difference to an array of any device that holds an element, `float64`.
-
-        An element that is NaN or infinite in both is equal; in one alone, it differs by infinity.
-        """
+        """Returns how far elements of any device are from an array, `float64`: infinite where one is not finite."""
         result = np.zeros(other.shape)
         for shard, index in zip(self.shards, self.indices, strict=True):
             result[index] = np.maximum(result[index], _difference(shard, other[index]))
@@ -41,15 +38,7 @@ def _difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 class Execution:
-    """A compiled program, ready to be executed on the host with any arguments.
-
-    Args:
-      compiled: What `jit(...).lower(...).compile()` returned, for the devices of a mesh.
-      mesh: The mesh.
-
-    Raises:
-      ValueError: Its text cannot be read.
-    """
+    """A program that was compiled for the devices of a mesh, ready to be executed on the host with any arguments."""
 
     def __init__(self, compiled: Any, mesh: Mesh):
         self._devices = list(mesh.devices.flat)
@@ -61,11 +50,7 @@ class Execution:
         self._interpreter = Interpreter(Program(hlo_text(compiled)))
 
     def __call__(self, *arguments: PyTree) -> PyTree:
-        """Executes the program on arrays; returns a tree of `Sharded`.
-
-        Raises:
-          NotInterpretable: The program has what the interpreter does not know, such as a Pallas kernel.
-        """
+        """Executes the program on arrays; returns a tree of `Sharded`."""
         leaves = jax.tree.leaves(arguments)
         shards = []
         for number, sharding in zip(self._kept, self._inputs, strict=True):

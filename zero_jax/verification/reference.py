@@ -46,11 +46,7 @@ class Updated:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reference:
-    """The step of a loss function and an optimizer on one device, without anything of zero_jax in between.
-
-    The loss is that of the whole batch: no microbatches, no sharding. Params are cast to the compute dtype, gradients
-    are clipped by their global norm.
-    """
+    """The step on one device without zero_jax: loss of the whole batch, cast params, gradients clipped by norm."""
 
     loss_fn: Callable[..., Any] | MeshLoss
     init_fn: Callable[[jax.Array], PyTree]
@@ -111,7 +107,8 @@ class Reference:
             clipped, _ = optax.clip_by_global_norm(self.config.norm_limit).update(grads, optax.EmptyState())
 
         def at(params: PyTree) -> tuple[jax.Array, PyTree]:
-            moved = self._with_masters(state, merge(state.masters, params))
+            group = "params" if state.master is None else "master"
+            moved = dataclasses.replace(state, **{group: merge(state.masters, params)})
             loss, grads, _ = self.loss_and_grads(moved, batch)
             return loss, grads
 
@@ -123,7 +120,3 @@ class Reference:
         if precision.rounds_stochastically:
             new = round_tree(new, stored, rounding_key(jax.random.fold_in(state.key, state.step)))
         return merge(state.masters, new), opt_state
-
-    @staticmethod
-    def _with_masters(state: TrainState, masters: PyTree) -> TrainState:
-        return dataclasses.replace(state, **{"params" if state.master is None else "master": masters})

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.core.tree import PyTree, leaf_names, leaves_by_name, shard_bytes
 from zero_jax.interpreter import NotInterpretable
-from zero_jax.planning import CompileOptions, Job, call_for, make_job
+from zero_jax.planning import Job, call_for, split_settings
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.training import MeshLoss, TrainState, ZeroConfig, key_parameter, make_train_step
 from zero_jax.verification.execution import Execution, Sharded, host_array
@@ -127,15 +127,10 @@ def verify(
     *,
     topology: str,
     config: ZeroConfig,
-    replica: int = 1,
-    model: int = 1,
-    pipe: int = 1,
-    data_layout: Sequence[int] | None = None,
-    compiler_options: Mapping[str, Any] | None = None,
     num_steps: int = 2,
     seed: int = 0,
     tolerance: float | None = None,
-    **compiling: Any,
+    **settings: Any,
 ) -> Verification:
     """Compiles the train step for a topology, runs the program on this machine, and compares it with one device.
 
@@ -147,8 +142,8 @@ def verify(
     compared. Each step begins with the reference's state. Fused attention is left out: its kernels are no operations of
     XLA.
 
-    Arguments are as for `plan` (of `**compiling` all but `cache`), for a topology of a few devices such as `v5p:2x2x2`,
-    and with a `batch` of arrays `[examples, ...]` with values that the model takes. `num_steps` steps are compared;
+    The settings are the other arguments of `plan` (all but `cache`), with a `topology` of a few devices such as
+    `v5p:2x2x2`, for a `batch` of arrays `[examples, ...]` with values that the model takes. `num_steps` are compared;
     `seed` is of the key for `init_fn` and the steps. `tolerance` is the relative difference that is put down to
     rounding, before what the optimizer makes of it; None takes 1e-4 for float32, and more for smaller dtypes and
     quantized collectives.
@@ -164,16 +159,13 @@ def verify(
       >>> zero.verify(loss_fn, init_fn, tx, batch, topology="v5e:2x2", config=config, **quiet).ok
       True
     """
-    options = CompileOptions(**compiling)
-    check_arguments(num_steps=num_steps, seed=seed, tolerance=tolerance)
+    arguments = {"num_steps": num_steps, "seed": seed, "tolerance": tolerance}
+    check_arguments(**arguments)
     for name, leaf in leaves_by_name(batch).items():
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise ValueError(f"verify: batch leaf {name!r} is a ShapeDtypeStruct, give an array of values")
-    job = make_job(
-        loss_fn=loss_fn, init_fn=init_fn, tx=tx, batch=batch, topology=topology, config=config, replica=replica,
-        model=model, pipe=pipe, data_layout=data_layout, compiler_options=compiler_options,
-    )  # fmt: skip
-    arguments = {"num_steps": num_steps, "seed": seed, "tolerance": tolerance}
+    settings |= {"batch": batch, "topology": topology, "config": config}
+    job, options = split_settings(loss_fn=loss_fn, init_fn=init_fn, tx=tx, **settings)
     return call_for(verify_job, job, {"batch": jax.tree.map(host_array, batch), **arguments}, options)
 
 
@@ -256,7 +248,7 @@ def _tolerance(config: ZeroConfig) -> float:
     return max(_TOLERANCES.get(name, 0.0) for name in names | {"float32"} if name)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Comparison:
     """Compares what compiled steps return with a reference, within a relative tolerance."""
 
@@ -266,10 +258,7 @@ class _Comparison:
     def compare(
         self, state: TrainState, batch: PyTree, result: tuple[Any, Any], *, like: TrainState, step: int
     ) -> tuple[TrainState, list[LeafDifference]]:
-        """Returns the reference's next state, and the difference of each leaf to what a compiled step returned.
-
-        `result` has the new state and the metrics, of `Sharded` leaves.
-        """
+        """Returns the reference's next state, and each leaf's difference to a step's `Sharded` state and metrics."""
         new, metrics = result
         loss, grads, updated, noise = self._expected(state, batch)
         next_state = dataclasses.replace(self.reference.next_state(state, updated, like=like), step=state.step + 1)
@@ -286,11 +275,8 @@ class _Comparison:
             differences += [self._leaf(*leaf, step=step) for leaf in leaves]
         return next_state, differences
 
-    @functools.cached_property
-    def _expected(self) -> Callable[..., tuple[jax.Array, PyTree, Updated, Updated]]:
-        return jax.jit(self._make_expected)
-
-    def _make_expected(self, state: TrainState, batch: PyTree) -> tuple[jax.Array, PyTree, Updated, Updated]:
+    @functools.partial(jax.jit, static_argnums=0)
+    def _expected(self, state: TrainState, batch: PyTree) -> tuple[jax.Array, PyTree, Updated, Updated]:
         """Returns the loss, gradients and update of one device, and how far rounding may move the update.
 
         What the optimizer makes of rounding is allowed, too: Adam's first step is the sign of a gradient, and that of

@@ -220,14 +220,7 @@ def sharded_residual_bytes(
 
 
 class _LeafTraffic:
-    """What one device sends in a step for a leaf.
-
-    Attributes:
-      num_elements: the elements of the leaf in one share of the axes that are not `data`, and of `stays`.
-      stays: the axes that shard experts which activations are sent to, over which the param does not move.
-      stored: the dtype that a param is stored in.
-      compute: the dtype that it is used in.
-    """
+    """What one device sends in a step for a leaf, which is stored in one dtype and used in another (`compute`)."""
 
     def __init__(self, leaf: LeafPlacement, placement: Placement, config: ZeroConfig, *, stays: tuple[str, ...] = ()):
         self.stays, leaf = stays, dataclasses.replace(leaf, dims=without(leaf.dims, stays))
@@ -240,6 +233,7 @@ class _LeafTraffic:
             self.of_layers = bool(leaf.dims) and set(leaf.pipe) <= set(leaf.dims[0])
             dims, of_update = (x and without(x, leaf.pipe) for x in (leaf.dims, leaf.update_dims))
             self.leaf = leaf = dataclasses.replace(leaf, dims=dims, update_dims=of_update)
+        # Of one share of the axes that are not `data`, and of those to which activations go (`stays`, of experts).
         other_axes = [axis for dim in leaf.dims for axis in dim if axis not in placement.axes.data]
         self.num_elements = math.prod(leaf.shape) // axis_size(self.mesh, (*other_axes, *self.pipe, *stays))
         precision = placement.precision
@@ -364,10 +358,7 @@ class _LeafTraffic:
     def scatters(
         self, over: Sequence[str], *, one_by_one: bool, is_last: bool
     ) -> tuple[list[Move], float, tuple[str, ...]]:
-        """Returns the elements sent to scatter a gradient, those of a shard, and the axes `over` that do not shard it.
-
-        If `is_last`, the gradient is already sharded over the other axes of `data`.
-        """
+        """Returns the elements sent to scatter a gradient, those of a shard, and the axes `over` that do not shard."""
         data = [axis for axis in self.placement.axes.data if axis in over]
         dims = self.sharded_dims if is_last else self.only_over(self.sharded_dims, data)
         if one_by_one:

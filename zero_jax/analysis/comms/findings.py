@@ -48,11 +48,7 @@ class Finding(Report):
 
 
 def find(rows: Sequence[Row], leaves: Sequence[ArgumentLeaf], *, mesh: Mesh | None = None) -> tuple[Finding, ...]:
-    """Returns the collectives that ZeRO does not need, most bytes first.
-
-    Without `leaves` of the train state, the model's size and stage are unknown; without a mesh, whether it is sharded
-    over `data` or over the model's own axes.
-    """
+    """Returns the collectives that ZeRO does not need, most bytes first; `leaves` and `mesh` of the state say more."""
     params = [leaf for leaf in leaves if leaf.group == "params"]
     large = _LARGE_SHARE * 2 * num_elements(params) if params else _LARGE_BYTES
     model = math.prod(size for axis, size in mesh.shape.items() if not carries_batch((axis,))) if mesh else 1
@@ -62,11 +58,13 @@ def find(rows: Sequence[Row], leaves: Sequence[ArgumentLeaf], *, mesh: Mesh | No
     shapes |= {f"{MODEL_STATE}/{x.path_in_group}": x.global_dims for x in leaves if x.group == MODEL_STATE}
     findings = [*_wide(rows, large / 10), *_gathered_often(rows, shapes, large)]
     if sharded:
-        findings += [
-            *_all_reduced(rows, large, has_params=bool(params)),
-            *_moved_activations(rows, large, has_params=bool(params)),
-        ]
-    return tuple(sorted(_merged(findings), key=lambda finding: -finding.extra_bytes))
+        findings += _all_reduced(rows, large, has_params=bool(params))
+        findings += _moved_activations(rows, large, has_params=bool(params))
+    merged: dict[str, Finding] = {}  # by message, such as those of the permutes of one ring
+    for finding in findings:
+        extra = finding.extra_bytes + (merged[finding.message].extra_bytes if finding.message in merged else 0)
+        merged[finding.message] = dataclasses.replace(finding, extra_bytes=extra)
+    return tuple(sorted(merged.values(), key=lambda finding: -finding.extra_bytes))
 
 
 def num_elements(leaves: Iterable[ArgumentLeaf]) -> int:
@@ -92,12 +90,12 @@ def _all_reduced(rows: Sequence[Row], large: float, *, has_params: bool) -> Iter
         if has_params and _mixes_examples(row, is_gradient=not gathers):
             yield _finding("moved activations", row, _MIXED, extra=1)
             continue
-        expected = (
-            "expected an all-gather, which sends half (XLA emulates one over three torus dims at once: "
-            "zero.make_mesh gives `data` a mesh axis for each)"
-            if gathers
-            else "expected a reduce-scatter, which sends half"
-        )
+        expected = "expected a reduce-scatter, which sends half"
+        if gathers:
+            expected = (
+                "expected an all-gather, which sends half (XLA emulates one over three torus dims at once: "
+                "zero.make_mesh gives `data` a mesh axis for each)"
+            )
         yield _finding("emulated gather" if gathers else ALL_REDUCED, row, expected, extra=0.5)
 
 
@@ -172,20 +170,5 @@ def _finding(kind: str, row: Row, expected: str, *, extra: float) -> Finding:
     phase = "update" if row.phase == "update" else f"{row.phase} pass"
     size = f"{format_bytes(row.full_bytes, decimals=1)} ({row.dtype})"
     message = f"{row.kind} of {size} over {axes_name(row.axes)} in the {phase}{where}{place}{times}: {expected}"
-    return Finding(
-        kind=kind,
-        message=message,
-        param=row.param,
-        source=row.source,
-        extra_bytes=extra * row.total_sent_bytes,
-    )
-
-
-def _merged(findings: Sequence[Finding]) -> list[Finding]:
-    """Merges findings with the same message, such as those of the permutes of one ring."""
-    merged: dict[str, Finding] = {}
-    for finding in findings:
-        before = merged.get(finding.message)
-        extra = finding.extra_bytes + (before.extra_bytes if before else 0)
-        merged[finding.message] = dataclasses.replace(finding, extra_bytes=extra)
-    return list(merged.values())
+    extra_bytes = extra * row.total_sent_bytes
+    return Finding(kind=kind, message=message, param=row.param, source=row.source, extra_bytes=extra_bytes)

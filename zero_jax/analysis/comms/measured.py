@@ -119,7 +119,10 @@ def measure(
     if param_shapes is not None:
         names_and_params = zip(leaf_names(param_shapes), jax.tree.leaves(param_shapes), strict=True)
         leaves = [leaf for leaf in leaves if leaf.group != "params"] + [_param(name, x) for name, x in names_and_params]
-    mesh = _mesh_of(compiled) if mesh is None else mesh
+    if mesh is None:
+        shardings = jax.tree.leaves(getattr(compiled, "input_shardings", None))
+        meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+        mesh = next((mesh for mesh in meshes if isinstance(mesh, Mesh) and mesh.size > 1), None)
     rows = read_rows(program, mesh=mesh, leaves=leaves, unknown_trip_count=unknown_trip_count)
     if mesh is not None and mesh.size != program.num_devices and any("?" in row.axes for row in rows):
         raise ValueError(
@@ -218,13 +221,12 @@ def compare(estimated: CommsEstimate, report: CommsReport) -> CommsComparison:
 
 def _between_slices(program: Program) -> tuple[Finding, ...]:
     """Reports the traffic between slices, which the XLA:TPU program of one slice passes to the host's network."""
-    transfers = network_transfers(program, unknown_trip_count=1)
-    if not transfers:
-        return ()
-    sums: collections.Counter[str] = collections.Counter()
-    for transfer in transfers:
+    sums, counts = collections.Counter[str](), collections.Counter[str]()
+    for transfer in network_transfers(program, unknown_trip_count=1):
         sums[transfer.kind] += round(transfer.total_sent_bytes)
-    counts = collections.Counter(transfer.kind for transfer in transfers)
+        counts[transfer.kind] += 1
+    if not counts:
+        return ()
     shown = ", ".join(f"{counts[kind]} x {kind} {format_bytes(size)}" for kind, size in sums.most_common())
     message = (
         f"the program of one of several slices: a device sends {format_bytes(sums.total())} a step over the network "
@@ -233,24 +235,12 @@ def _between_slices(program: Program) -> tuple[Finding, ...]:
     return (Finding(kind="not counted", message=message, param="", source="", extra_bytes=0.0),)
 
 
-def _mesh_of(compiled: Any) -> Mesh | None:
-    """Returns the mesh of the first argument that has one."""
-    shardings = jax.tree.leaves(getattr(compiled, "input_shardings", None))
-    meshes = (sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding))
-    return next((mesh for mesh in meshes if isinstance(mesh, Mesh) and mesh.size > 1), None)
-
-
 def _param(name: str, x: Any) -> ArgumentLeaf:
     """Returns the leaf of a param that the program's arguments do not name, without its bytes."""
     sharding = getattr(x, "sharding", None)
+    dims = {"dims": x.shape if sharding is None else sharding.shard_shape(x.shape), "whole_dims": tuple(x.shape)}
     return ArgumentLeaf(
-        path=f"params/{name}",
-        group="params",
-        dtype=str(x.dtype),
-        dims=tuple(x.shape if sharding is None else sharding.shard_shape(x.shape)),
-        num_bytes=0,
-        unpadded_bytes=0,
-        whole_dims=tuple(x.shape),
+        path=f"params/{name}", group="params", dtype=str(x.dtype), num_bytes=0, unpadded_bytes=0, **dims
     )
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,14 +91,6 @@ class Row:
         return "+".join(sorted(set(self.dtypes)))
 
 
-def sum_by(rows: Iterable[Any], key: Callable[[Any], str]) -> dict[str, float]:
-    """Adds up `total_sent_bytes` by a key, most bytes first."""
-    totals: dict[str, float] = collections.defaultdict(float)
-    for row in rows:
-        totals[key(row)] += row.total_sent_bytes
-    return dict(sorted(totals.items(), key=lambda item: -item[1]))
-
-
 def axes_name(axes: Sequence[str]) -> str:
     """Returns mesh axes as they are printed."""
     return "+".join(axes) or "-"
@@ -110,6 +102,13 @@ class SentBytes:
     rows: tuple[Any, ...]
     networks: Mapping[str, str]
 
+    def sent_by(self, key: Callable[[Any], str]) -> dict[str, float]:
+        """Returns the bytes by a key of rows, most bytes first."""
+        totals: dict[str, float] = collections.defaultdict(float)
+        for row in self.rows:
+            totals[key(row)] += row.total_sent_bytes
+        return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
     @property
     def sent_bytes(self) -> float:
         """All bytes that one device sends."""
@@ -118,27 +117,27 @@ class SentBytes:
     @property
     def by_axes(self) -> Mapping[str, float]:
         """Bytes by mesh axes, `a+b` for a collective over both."""
-        return sum_by(self.rows, lambda row: axes_name(row.axes))
+        return self.sent_by(lambda row: axes_name(row.axes))
 
     @property
     def by_phase(self) -> Mapping[str, float]:
         """Bytes by phase of the step."""
-        return sum_by(self.rows, lambda row: row.phase)
+        return self.sent_by(lambda row: row.phase)
 
     @property
     def by_dtype(self) -> Mapping[str, float]:
         """Bytes by HLO dtype, `a+b` for combined collectives of both."""
-        return sum_by(self.rows, lambda row: row.dtype)
+        return self.sent_by(lambda row: row.dtype)
 
     @property
     def by_kind(self) -> Mapping[str, float]:
         """Bytes by kind of collective."""
-        return sum_by(self.rows, lambda row: row.kind)
+        return self.sent_by(lambda row: row.kind)
 
     @property
     def by_network(self) -> Mapping[str, float]:
         """Bytes by network: `ici`, `nvlink` or `host` inside a TPU slice or GPU host, `dcn` between them."""
-        return sum_by(self.rows, self.network_of)
+        return self.sent_by(self.network_of)
 
     def network_of(self, row: Any) -> str:
         """Returns the network of a row: `dcn` for axes of both kinds, `?` for unknown axes."""
@@ -201,10 +200,7 @@ def read_rows(
 
 
 def program_shape(mesh: Mesh | None, num_devices: int) -> tuple[tuple[str, int], ...]:
-    """Returns names and sizes of the mesh axes of a program's devices; empty if they are not known.
-
-    XLA:TPU makes a program for each slice, whose devices are those of one slice in the order of the mesh.
-    """
+    """Returns names and sizes of the mesh axes of a program's devices, on TPUs those of a slice; empty if unknown."""
     if mesh is None:
         return ()
     slices = np.array(list(map(slice_of, mesh.devices.flat)))
@@ -320,10 +316,7 @@ def _moved(collective: Collective, program: Program, kind: str) -> list[tuple[in
     if instruction.opcode.endswith("-start"):  # the operands come first
         shapes = shapes[1:2] if kind.endswith("(windowed)") else shapes[-len(collective.dtypes) :]
     if kind == "reduce-scatter" and instruction.opcode == "all-reduce":  # the fused form has the unsharded result
-        shapes = [_shard_of(dims, collective.group_size) for dims in shapes]
+        for i, dims in enumerate(shapes):
+            last = next((j for j in reversed(range(len(dims))) if dims[j] % collective.group_size == 0), None)
+            shapes[i] = tuple(x // collective.group_size if j == last else x for j, x in enumerate(dims))
     return shapes
-
-
-def _shard_of(dims: tuple[int, ...], size: int) -> tuple[int, ...]:
-    dim = next((i for i in reversed(range(len(dims))) if dims[i] % size == 0), None)
-    return dims if dim is None else (*dims[:dim], dims[dim] // size, *dims[dim + 1 :])

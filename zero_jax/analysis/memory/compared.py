@@ -84,22 +84,13 @@ def compare(estimate: Mapping[str, float], measured: MemoryReport | ArraysReport
       >>> next(row.difference_bytes for row in compared.rows if row.group == "params")
       0
     """
-    if isinstance(measured, MemoryReport):
-        sizes = {**measured.arguments, **measured.temporaries}
-    else:
-        sizes = dict(measured.groups)
-    groups = [*estimate, *(group for group in sizes if group not in estimate)]
-    return MemoryComparison(
-        rows=tuple(
-            ComparisonRow(
-                group=group,
-                estimated_bytes=estimate.get(group),
-                measured_bytes=sizes.get(group),
-                explanation=_explanation(group, measured),
-            )
-            for group in groups
-        )
-    )
+    is_program = isinstance(measured, MemoryReport)
+    sizes = {**measured.arguments, **measured.temporaries} if is_program else measured.groups
+    rows = []
+    for group in dict.fromkeys([*estimate, *sizes]):
+        both = {"estimated_bytes": estimate.get(group), "measured_bytes": sizes.get(group)}
+        rows.append(ComparisonRow(group=group, explanation=_explanation(group, measured), **both))
+    return MemoryComparison(rows=tuple(rows))
 
 
 def _explanation(group: str, measured: MemoryReport | ArraysReport) -> str:

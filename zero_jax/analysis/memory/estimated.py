@@ -52,10 +52,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EstimatedLeaf:
-    """The bytes of a leaf; `counted` if the formula has it, `narrow_bytes` its bytes in the formula.
-
-    `device_bytes` are those of a device's part, which may be in host memory (`on_host`).
-    """
+    """The bytes of a leaf, of a device's part of it, and in the formula (`narrow_bytes`), if that counts it."""
 
     group: str
     path: str
@@ -122,10 +119,7 @@ def state_groups(state: TrainState, *, mesh: Mesh, config: ZeroConfig) -> dict[s
 
 
 def secondary_bytes(groups: dict[str, Group], state: TrainState, *, mesh: Mesh, config: ZeroConfig) -> float:
-    """Returns the bytes per device that a secondary shard of params and model state costs; 0 without one.
-
-    Without it, params beside master params would not be stored, and other params would be sharded over all of `data`.
-    """
+    """Returns the bytes per device that a secondary shard of params and model state costs; 0 without one."""
     if not config.secondary:
         return 0.0
     without = state_groups(state, mesh=mesh, config=dataclasses.replace(config, secondary=False))
@@ -160,11 +154,7 @@ def _leaf(
 
 
 def grad_group(state: TrainState, placement: Placement, config: ZeroConfig, needed: list[bool]) -> Group:
-    """Returns the gradients that are alive at the end of the backward pass.
-
-    Several microbatches are summed in float32, sharded over `data` where gradients are, else unsharded on each
-    of its devices.
-    """
+    """Returns the gradients, or the sums of microbatches, that are alive at the end of the backward pass."""
     num_devices, model = data_and_model_sizes(placement)
     summed, compute = config.num_microbatches > 1, placement.precision.compute
     # With one microbatch each gradient is reduced to the optimizer's shard as soon as it is computed.
@@ -209,13 +199,12 @@ def uneven_differences(name: str, group: Group) -> list[Difference]:
     extra = sorted(extra, key=lambda item: -abs(item[1]))
     larger, smaller = [x for x in extra if x[1] > 0], [x for x in extra if x[1] < 0]
     uncounted = sum(x.device_bytes for x in group.leaves if not x.counted)
+    few, many = f"unsharded, or not cut {group.ways} ways", f"cut more than {group.ways} ways, as layers over pipe"
     reasons = {
-        f"{len(larger)} leaves unsharded, or not cut {group.ways} ways: {_paths(larger)}": sum(x for _, x in larger),
-        f"{len(smaller)} leaves cut more than {group.ways} ways, as layers over pipe: {_paths(smaller)}": sum(
-            x for _, x in smaller
-        ),
-        "counters, keys and other leaves that are no parameters or moments of them": uncounted,
+        f"{len(leaves)} leaves {how}: {_paths(leaves)}": sum(x for _, x in leaves)
+        for how, leaves in ((few, larger), (many, smaller))
     }
+    reasons["counters, keys and other leaves that are no parameters or moments of them"] = uncounted
     return [Difference(group=name, device_bytes=size, reason=reason) for reason, size in reasons.items()]
 
 

@@ -241,7 +241,7 @@ def measure(compiled: Any, *, layout: HeapLayout | None = None) -> MemoryReport:
         raise ValueError(f"{type(compiled).__name__} has no memory analysis: pass what `.lower(...).compile()` returns")
     size = lambda name: int(getattr(analysis, f"{name}_size_in_bytes", 0))  # noqa: E731
     heap, is_tpu = peak(program), program.has_tiles
-    temp_bytes = int(analysis.temp_size_in_bytes)
+    temp_bytes = size("temp")
     if layout is None and not is_tpu:
         layout = HeapLayout(allocated_bytes=temp_bytes, live_bytes=None)
     leaves = argument_leaves(program, compiled)
@@ -250,12 +250,17 @@ def measure(compiled: Any, *, layout: HeapLayout | None = None) -> MemoryReport:
     unsharded = unsharded_leaves(on_device)
     by_kind = {kind: sum(x.buffer.num_bytes for x in temporaries if x.kind == kind) for kind in TEMPORARIES}
     host_bytes = sum(size(f"host_{name}") for name in ("argument", "output", "temp")) - size("host_alias")
+    compiler_peak_bytes, heap_bytes = int(getattr(analysis, "peak_memory_in_bytes", 0)), temp_bytes
+    if is_tpu:
+        # XLA:TPU reports the largest heap of any one memory space. A heap that does not fit on the chip is that of the
+        # device's memory. The reported peak includes host memory.
+        largest_heap = compiler_peak_bytes - size("argument") - host_bytes
+        heap_bytes = max(heap.peak_bytes, largest_heap if largest_heap > _MAX_ON_CHIP_BYTES else 0)
     undonated = not_donated(program, leaves, heap.donated)
-    warnings = [
-        _argument_warning(on_device, size("argument")),
-        unsharded_warning(on_device, unsharded),
-        _donation_warning(leaves, heap.donated, undonated),
-    ]
+    warnings = [unsharded_warning(on_device, unsharded), _donation_warning(leaves, heap.donated, undonated)]
+    if (total := sum(leaf.num_bytes for leaf in on_device)) != size("argument"):
+        by_text = f"the arguments add up to {total:,} bytes by the program's text"
+        warnings.insert(0, f"{by_text}, and to {size('argument'):,} by the compiler")
     return MemoryReport(
         arguments=sum_by_group(on_device),
         leaves=leaves,
@@ -263,7 +268,7 @@ def measure(compiled: Any, *, layout: HeapLayout | None = None) -> MemoryReport:
         output_bytes=size("output"),
         alias_bytes=size("alias"),
         temp_bytes=temp_bytes,
-        heap_bytes=_heap_bytes(heap, analysis, host_bytes, is_tpu=is_tpu),
+        heap_bytes=heap_bytes,
         layout=layout,
         generated_code_bytes=size("generated_code"),
         host_bytes=max(host_bytes, heap.host_argument_bytes + heap.host_peak_bytes),
@@ -275,30 +280,13 @@ def measure(compiled: Any, *, layout: HeapLayout | None = None) -> MemoryReport:
         on_chip_peak_bytes=heap.on_chip_peak_bytes,
         peak_phase=phase_of(heap.peak_op_name) or "update",
         peak_op_name=heap.peak_op_name,
-        compiler_peak_bytes=int(getattr(analysis, "peak_memory_in_bytes", 0)),
+        compiler_peak_bytes=compiler_peak_bytes,
         largest=temporaries[:_NUM_LARGEST],
         largest_residuals=heap.residuals[:_NUM_LARGEST],
         left_whole=unsharded,
         not_donated=undonated,
         warnings=tuple(warning for warning in warnings if warning),
     )
-
-
-def _heap_bytes(heap: Heap, analysis: Any, host_bytes: int, *, is_tpu: bool) -> int:
-    """Returns what temporaries take of the device's memory."""
-    if not is_tpu:
-        return int(analysis.temp_size_in_bytes)
-    # XLA:TPU reports the largest heap of any one memory space. A heap that does not fit on the chip is that of the
-    # device's memory. The reported peak includes host memory.
-    largest_heap = int(getattr(analysis, "peak_memory_in_bytes", 0)) - int(analysis.argument_size_in_bytes) - host_bytes
-    return max(heap.peak_bytes, largest_heap) if largest_heap > _MAX_ON_CHIP_BYTES else heap.peak_bytes
-
-
-def _argument_warning(leaves: Sequence[ArgumentLeaf], argument_bytes: int) -> str | None:
-    total = sum(leaf.num_bytes for leaf in leaves)
-    if total == argument_bytes:
-        return None
-    return f"the arguments add up to {total:,} bytes by the program's text, and to {argument_bytes:,} by the compiler"
 
 
 def _donation_warning(

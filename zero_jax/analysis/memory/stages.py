@@ -131,11 +131,10 @@ def estimate_stages(
 
 def _at_stage(config: ZeroConfig, stage: int) -> ZeroConfig:
     """Returns the config of a stage; params are kept in host memory only if the stage shards them."""
-    if config.offload == "all" or getattr(config.offload, "what", None) == "all":
-        if "params" not in sharded_groups(stage):
-            is_text = isinstance(config.offload, str)
-            state: Any = "state" if is_text else dataclasses.replace(config.offload, what="state")  # pyright: ignore
-            config = dataclasses.replace(config, offload=state)
+    offload: Any = config.resolved_offload()
+    if offload is not None and offload.what == "all" and "params" not in sharded_groups(stage):
+        offload = "state" if isinstance(config.offload, str) else dataclasses.replace(offload, what="state")
+        config = dataclasses.replace(config, offload=offload)
     return dataclasses.replace(config, stage=stage)
 
 

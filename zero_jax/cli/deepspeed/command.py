@@ -32,26 +32,21 @@ def from_deepspeed(options: argparse.Namespace) -> int:
         read_json(options.path), devices=options.devices, per_device_batch_size=options.per_device_batch_size
     )
     has_unknown = bool(translation.of("unknown"))
-    if out is not None and not has_unknown:
-        write_file(out, translation.sections, title=_title(options.path, translation))
+    title = f"translated from {options.path} by zero-jax from-deepspeed"
     written = str(out) if out is not None and not has_unknown else None
+    if out is not None and written:
+        undecided = [f"  {line}" for line in translation.undecided]
+        head = ["", "Not translated, decide yourself:", *undecided] if undecided else []
+        write_file(out, translation.sections, title="\n".join([title, *head]))
     if options.json:
         print(json.dumps(translation.to_json() | {"written": written}))
     elif out is None:
-        text = format_config(translation.sections, title=f"translated from {options.path} by zero-jax from-deepspeed")
+        text = format_config(translation.sections, title=title)
         print(printable_lines("\n".join([text, *(f"# {line}" for line in str(translation).splitlines())])))
     else:
         print(printable_lines(translation))
         print(f"\nwrote {out}: {translation.command(out)}" if written else f"\nunknown keys: {out} is not written")
     return 1 if has_unknown else 0
-
-
-def _title(path: str, translation: Translation) -> str:
-    """Returns the comment at the head of the file: what its reader has to decide."""
-    lines = [f"translated from {path} by zero-jax from-deepspeed"]
-    if translation.undecided:
-        lines += ["", "Not translated, decide yourself:", *(f"  {line}" for line in translation.undecided)]
-    return "\n".join(lines)
 
 
 _MAX_BYTES = 1 << 20
@@ -74,11 +69,7 @@ _WORDS = {"true": True, "false": False}  # which DeepSpeed reads as booleans, to
 
 
 def read_json(path: str | pathlib.Path) -> dict[str, Any]:
-    """Reads a DeepSpeed config file.
-
-    Raises:
-      ValueError: it cannot be read, or is no JSON object with each key once.
-    """
+    """Reads a DeepSpeed config file; raises `ValueError` unless it is a JSON object with each key once."""
     text = read_text(path, "the DeepSpeed config", remedy="give a JSON file", limit_bytes=_MAX_BYTES)
     problem = f"cannot read the DeepSpeed config {path}"
     try:
@@ -109,13 +100,8 @@ def translate(
 ) -> Translation:
     """Translates a DeepSpeed config by the table of its keys.
 
-    Args:
-      config: the config, as in its JSON file.
-      devices: number of devices that it is for; without it, what depends on that is left to the reader.
-      per_device_batch_size: the Hugging Face Trainer's per_device_train_batch_size, for batch sizes that are "auto".
-
-    Raises:
-      ValueError: a value of the wrong kind, or values that contradict each other.
+    Without the number of devices that it is for, what depends on that is left to the reader. `per_device_batch_size` is
+    the Hugging Face Trainer's per_device_train_batch_size, for batch sizes that are "auto".
     """
     if devices is not None and devices < 1:
         raise ValueError(f"devices={devices}: give at least 1")
@@ -138,7 +124,6 @@ def translate(
 
 
 def _entries(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the values by dotted key."""
     for name, value in config.items():
         key = prefix + name
         if key not in SECTIONS:

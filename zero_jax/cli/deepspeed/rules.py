@@ -29,14 +29,12 @@ _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR
 
 
 def by_table(values: DeepSpeedValues, key: str) -> KeyRow:
-    """Makes the row of a key by its row of the table.
-
-    It means nothing here, makes an entry of the config file, or is not translated, or needs not be.
-    """
+    """Makes the row of a key by its row of the table: an entry of the config file, or why there is none."""
     entry, value = KEYS[key], values.get(key)
     if entry.no_meaning:
         return values.row(key, "no meaning", entry.no_meaning)
-    if key.startswith("fp16.") and not _is_fp16(values):
+    is_open = values.is_auto("fp16.enabled") and not any(values.get(key) is True for key in _PRECISIONS)
+    if key.startswith("fp16.") and not is_open and values.get("fp16.enabled") is not True:
         return values.row(key, "off", "fp16 is off")
     if entry.to and values.is_auto(key):
         return values.row(key, "off", entry.setting)
@@ -114,11 +112,6 @@ def _chosen_precisions(values: DeepSpeedValues) -> list[str]:
     if len(chosen) > 1:
         raise ValueError(f"{' and '.join(chosen)} are both true: DeepSpeed takes one of them; set one to false")
     return chosen
-
-
-def _is_fp16(values: DeepSpeedValues) -> bool:
-    is_chosen = any(values.get(key) is True for key in _PRECISIONS)
-    return values.get("fp16.enabled") is True or (values.is_auto("fp16.enabled") and not is_chosen)
 
 
 def precision(values: DeepSpeedValues, key: str) -> KeyRow:

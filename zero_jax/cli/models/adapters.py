@@ -68,12 +68,7 @@ class ChosenLora:
 
 
 def choose_lora(options: argparse.Namespace, shape: ModelConfig, params: PyTree) -> ChosenLora | None:
-    """Returns the adapters that the options ask for, None for none; `params` are the shapes of the model's.
-
-    Raises:
-      ValueError: rules that do not fit the model, a folder of adapters of another model, or options of adapters without
-        `--lora`.
-    """
+    """Returns the adapters that the options ask for, None for none; `params` are the shapes of the model's."""
     config = LoraConfig(**field_values(LoraConfig, options))
     if config.lora_from is not None:
         return _from_folder(config, shape)
@@ -116,13 +111,7 @@ def _from_folder(config: LoraConfig, shape: ModelConfig) -> ChosenLora:
 
 
 def adapted_model(model: Model, options: argparse.Namespace) -> Model:
-    """Returns a model whose params are adapters, if the options ask for that, else the model itself.
-
-    The options of a folder of PEFT are replaced by those that say the same, so that the run needs it no more.
-
-    Raises:
-      ValueError: as `choose_lora`, or adapters to begin with on a base that is random.
-    """
+    """Returns a model of adapters if the options ask for it, else itself; options replace a folder of PEFT's."""
     init_fn = model.init_fn
     shapes = jax.eval_shape(init_fn, key_shape())
     chosen = choose_lora(options, model.config, shapes)
@@ -162,29 +151,13 @@ def adapted_model(model: Model, options: argparse.Namespace) -> Model:
 
 
 def export_adapters(path: str, out: str, config: Mapping[str, Any], options: argparse.Namespace) -> SavedHF:
-    """Writes the adapters of a checkpoint as a folder of the library PEFT.
-
-    `path` is a run's folder, its checkpoints, or the folder of one step; `config` are `step`, `dtype` and `ema` as for
-    `export_peft`, `options` those of the run.
-
-    Raises:
-      CheckpointError: no checkpoint, or a damaged one.
-      ValueError: a run without adapters or of no decoder, or adapters that PEFT has no form for.
-    """
+    """Writes the adapters of a run, or of one of its steps, as PEFT does; `config` is as for `export_peft`."""
     lora, _ = _adapters_of(options, "--to-peft is for runs with --lora, and this one has no adapters: give --to-hf")
     return export_peft(path, out, lora, **config)
 
 
 def merged_params(path: str, *, step: int | None, dtype: str | None, options: argparse.Namespace) -> PyTree:
-    """Returns the params of a checkpoint with its adapters merged, in the memory of the host.
-
-    `path` is a run's folder, its checkpoints, or the folder of one step; `dtype` is as for `Lora.merge`, `options` are
-    those of the run. A step of None is the newest.
-
-    Raises:
-      CheckpointError: no checkpoint, or a damaged one.
-      ValueError: a run without adapters, or options of another run.
-    """
+    """Returns a checkpoint's params with its adapters merged on the host; `path` is a run, its steps or one of them."""
     refusal = "--merged is for runs with --lora, and this one has no adapters: leave it out"
     lora, init_fn = _adapters_of(options, refusal)
     record, _ = find_checkpoint(path, step)

@@ -58,11 +58,7 @@ class OwnModelConfig:
 
 
 def read_own_model(options: argparse.Namespace) -> OwnModelConfig | None:
-    """Returns the references of a model of the user's own, or None for a preset.
-
-    Raises:
-      ValueError: some of the references without the others, or options of presets and text beside them.
-    """
+    """Returns the references of a model of the user's own, or None for a preset."""
     config = OwnModelConfig(**field_values(OwnModelConfig, options))
     if config.loss is None:
         return None
@@ -79,11 +75,7 @@ def read_own_model(options: argparse.Namespace) -> OwnModelConfig | None:
 
 
 def import_own_model(config: OwnModelConfig) -> OwnModel:
-    """Imports what the references name.
-
-    Raises:
-      ValueError: a file or name that is not there, with the nearest one, or something that is no function.
-    """
+    """Imports what the references name."""
     loss, init, batches = (str(getattr(config, name)) for name in _NEEDED)
     init_fn = function_of("--init", init)
     return OwnModel(

@@ -52,11 +52,7 @@ class PlannedModel:
 
 
 def planned_model(options: argparse.Namespace) -> PlannedModel:
-    """Returns the model to plan for.
-
-    Raises:
-      ValueError: a reference that cannot be imported, or some of the references without the others.
-    """
+    """Returns the model to plan for."""
     if options.batch:  # stands for batches
         if getattr(options, "OwnModelConfig.batches"):
             raise ValueError("--batch makes one batch and --batches all of them: give one of the two")
@@ -94,10 +90,7 @@ def _own_values(batch_fn: Callable[[], PyTree], shapes: PyTree) -> PyTree:
 
 
 def other_activations(model: PlannedModel, fixed: Collection[str]) -> dict[str, ActivationConfig]:
-    """Returns the activations of a reference model that keep less, each by what it changes, as a setting shows it.
-
-    `fixed` are the destinations of the options that the user has set, which stay as they are.
-    """
+    """Returns the activations that keep less, by what they change; options in `fixed` stay as they are."""
     plain, config = model.activations, model.config
     if plain is None or config is None:
         return {}
@@ -156,7 +149,6 @@ def reference_model(name: str, config: ModelConfig, activations: ActivationConfi
 
 
 def _token_values(vocab_size: int, shapes: PyTree) -> PyTree:
-    """Returns random tokens and weights."""
     random = np.random.default_rng(0)
     tokens = {name: random.integers(0, vocab_size, shapes[name].shape, np.int32) for name in ("inputs", "targets")}
     return tokens | {"weights": random.random(shapes["weights"].shape, np.float32)}

@@ -79,12 +79,7 @@ def full_model(options: argparse.Namespace, config: Any) -> dict[str, Any]:
 
 
 def preset_config(options: argparse.Namespace) -> ModelConfig:
-    """Returns the shape of the preset or of the hub's folder, with the changes by options.
-
-    Raises:
-      ValueError: there is no such preset or folder, the shape cannot be built, two models are asked for, or options
-        would change the params of the hub's.
-    """
+    """Returns the shape of the preset or of the hub's folder, with the changes by options."""
     name, folder, changes = options.preset, options.from_hf, shape_changes(options)
     if folder is None:
         if name not in PRESETS:
@@ -136,11 +131,7 @@ def preset_model(options: argparse.Namespace, *, has_checkpoint: bool = False) -
 
 
 def hub_data(config: DataConfig, folder: str, *, vocab_size: int) -> DataConfig:
-    """Returns a data config with the tokenizer of the hub's folder, where it has none of its own.
-
-    Raises:
-      ValueError: the folder has no tokenizer, or one with tokens that the model does not have.
-    """
+    """Returns a data config with the tokenizer of the hub's folder, where it has none of its own."""
     path = config.tokenizer
     if path == "auto":
         path = str(user_path(folder) / TOKENIZER)
@@ -164,11 +155,7 @@ def init_function(config: ModelConfig) -> Callable[[Array], PyTree]:
 
 
 def loss_function(config: ModelConfig, activations: ActivationConfig) -> Callable[..., Any] | MeshLoss:
-    """Returns the loss function, a `MeshLoss` if its activations depend on the mesh.
-
-    Raises:
-      ValueError: the loss in chunks, of a model whose logits have a soft cap.
-    """
+    """Returns the loss function, a `MeshLoss` if its activations depend on the mesh."""
     if activations == ActivationConfig():
         return _MODULES[type(config)].loss_fn(config, attend=attend)
     if activations.loss_chunk is not None:  # refused here rather than on the mesh, if the model has no logits in parts
@@ -187,11 +174,7 @@ def _loss_on_mesh(config: ModelConfig, activations: ActivationConfig, mesh: Mesh
 
 
 def model_specs(config: ModelConfig, model: int) -> PyTree:
-    """Returns the specs of the params for a size of the axis `model`; a vocabulary that does not divide is not sharded.
-
-    Raises:
-      ValueError: heads or hidden features that do not divide, or a size below 1.
-    """
+    """Returns the specs of the params for a size of the axis `model`; a vocabulary that does not divide stays whole."""
     if model < 1:
         raise ValueError(f"model_axis={model}: give at least 1, which is no tensor parallelism")
     vocab = config.vocab_size % model == 0

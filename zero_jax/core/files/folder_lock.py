@@ -52,12 +52,7 @@ class FolderLock:
         self._close()
 
     def take(self) -> None:
-        """Takes the lock, or checks that it is still ours.
-
-        Raises:
-          FolderInUse: another process has it, or the file is not a lock.
-          OSError: the file cannot be made or read.
-        """
+        """Takes the lock, or checks that it is still ours."""
         if self._descriptor is not None and _is_file(self._descriptor, self.file):
             return
         had_it = self._pid == os.getpid() and self._descriptor is None
@@ -123,11 +118,7 @@ class FolderLock:
             raise self._refused()
 
     def _holder(self) -> dict[str, Any]:
-        """Returns the content of the file, about the owner of the lock.
-
-        Raises:
-          FolderInUse: the file is not a lock.
-        """
+        """Returns the content of the file, about the owner of the lock; raises `FolderInUse` if it is not a lock."""
         if not (self.file.exists() or os.path.lexists(self.file)):
             return {}
         error = FolderInUse(f"{self.file} is not a lock file of zero_jax: move it away, or choose another folder")

@@ -9,22 +9,19 @@ import contextlib
 import errno
 import io
 import json
-import math
 import os
 import pathlib
 import stat
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from zero_jax.core.text_tables import plain
+
 Record = Mapping[str, Any]
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
-    """Writes a file atomically.
-
-    Raises:
-      OSError: it cannot be written; the error names the file, unlike the system's own on a full disk.
-    """
+    """Writes a file atomically; the `OSError` names the file, unlike the system's own on a full disk."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -36,10 +33,7 @@ def write_text(path: pathlib.Path, text: str) -> None:
 
 
 class JsonLinesWriter:
-    """Appends records to a file without buffering, one JSON object per line.
-
-    NaN and infinities, which JSON does not have, are written as null. A record is written completely or not at all.
-    """
+    """Appends records to a file, each as a line of JSON, completely or not at all; NaN and infinities become null."""
 
     def __init__(self, path: str | pathlib.Path, *, resume_step: int | None = None, is_evaluated: bool = True):
         """Opens the file.
@@ -60,12 +54,8 @@ class JsonLinesWriter:
         self.close()
 
     def write(self, record: Record) -> None:
-        """Writes a record, to a new file if the folder was removed.
-
-        Raises:
-          OSError: it could not be written; the error names the file, unlike the system's own on a full disk.
-        """
-        line = left = json.dumps({name: _finite(value) for name, value in record.items()}).encode() + b"\n"
+        """Writes a record, to a new file if the folder was removed; its `OSError` names the file."""
+        line = left = json.dumps(plain(record)).encode() + b"\n"
         try:
             if not self._path.exists():
                 self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,11 +104,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _cut(path: pathlib.Path, last_step: int, is_evaluated: bool) -> int:
-    """Removes the records after a step, and the validation at it unless it is evaluated, atomically.
-
-    Returns:
-      The number of lines that are no records, which are moved to another file.
-    """
+    """Removes records after a step, and its validation unless evaluated, atomically; moves and counts damaged lines."""
     temporary, damaged = path.with_name(f".{path.name}.tmp"), []
     with open(temporary, "w", encoding="utf-8") as file:
         for line, record in _lines(path):
@@ -133,7 +119,3 @@ def _cut(path: pathlib.Path, last_step: int, is_evaluated: bool) -> int:
             file.writelines(damaged)
     os.replace(temporary, path)
     return len(damaged)
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

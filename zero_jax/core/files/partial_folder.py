@@ -13,11 +13,7 @@ from zero_jax.core.files.system_errors import with_remedy
 
 @contextlib.contextmanager
 def partial_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Makes a hidden folder beside `target`, whose files the body writes and moves; removes what is left of it.
-
-    Raises:
-      ValueError: the system refused to write, in place of its `OSError`.
-    """
+    """Makes a hidden folder beside `target`, whose files the body writes and moves; removes what is left of it."""
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
     try:
         partial.mkdir(parents=True)

@@ -95,11 +95,7 @@ class StoredTensor(Tensor):
 
 
 def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
-    """Returns the tensors of a file by name; of the file only the header is read.
-
-    Raises:
-      ValueError: the file is missing, cut off, or no safetensors file.
-    """
+    """Returns the tensors of a file by name; of the file only the header is read."""
     try:
         with open_regular(path) as file:
             status = os.fstat(file.fileno())
@@ -176,11 +172,7 @@ def split_by_size(tensors: Sequence[Tensor], max_bytes: int, name: str = MODEL_F
 
 
 def cast_values(values: np.ndarray, dtype: str, *, leaf: str, remedy: str) -> np.ndarray:
-    """Casts values to the dtype of a tensor.
-
-    Raises:
-      ValueError: finite values that the dtype cannot represent; the message has the path of the leaf, and the remedy.
-    """
+    """Casts values to the dtype of a tensor; raises `ValueError` for finite ones that are too large for it."""
     with np.errstate(over="ignore"):
         cast = values.astype(jnp.dtype(dtype), copy=False)
     if cast is not values and np.isinf(cast).any() and not np.isinf(values).any():
@@ -189,11 +181,7 @@ def cast_values(values: np.ndarray, dtype: str, *, leaf: str, remedy: str) -> np
 
 
 def create(path: pathlib.Path, tensors: Sequence[Tensor], *, metadata: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """Makes a file with a header and room for the tensors, and returns them by name, to be written in place.
-
-    Raises:
-      OSError: there is no space, or the file exists.
-    """
+    """Makes a file with a header and room for the tensors, and returns them by name, to be written in place."""
     header: dict[str, Any] = {_METADATA: {"format": "pt", **metadata}}
     end = 0
     for tensor in tensors:
@@ -209,16 +197,8 @@ def create(path: pathlib.Path, tensors: Sequence[Tensor], *, metadata: Mapping[s
         if end and hasattr(os, "posix_fallocate"):  # a map of a file without space ends the process
             os.posix_fallocate(file.fileno(), 0, start + end)
         file.truncate(start + end)
-    return {
-        tensor.name: StoredTensor(
-            path=path,
-            name=tensor.name,
-            dtype=tensor.dtype,
-            shape=tensor.shape,
-            offset=start + header[tensor.name]["data_offsets"][0],
-        )
-        for tensor in tensors
-    }
+    first = {tensor.name: start + header[tensor.name]["data_offsets"][0] for tensor in tensors}
+    return {x.name: StoredTensor(path=path, offset=first[x.name], **vars(x)) for x in tensors}
 
 
 @contextlib.contextmanager
@@ -230,13 +210,7 @@ def create_files(
     metadata: Mapping[str, str],
     name: str = MODEL_FILE,
 ) -> Iterator[dict[str, StoredTensor]]:
-    """Makes files of at most `max_bytes` of tensors, and their index if there are several; a single one is `name`.
-
-    The body of the context writes the tensors, which it gets by name; then all is flushed to the disk.
-
-    Raises:
-      OSError: there is no space.
-    """
+    """Yields new tensors by name to write to, in files of at most `max_bytes`, with an index if several; flushes."""
     files = split_by_size(tensors, max_bytes, name)
     stored: dict[str, StoredTensor] = {}
     for file_name, of_file in files.items():

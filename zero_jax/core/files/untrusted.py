@@ -38,12 +38,7 @@ def user_path(path: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def read_file(path: epath.Path, *, limit_bytes: int) -> bytes:
-    """Reads a regular file of bounded size; never waits for a pipe or a device.
-
-    Raises:
-      ValueError: the file is of another kind, or larger.
-      OSError: it cannot be read.
-    """
+    """Reads a regular file of bounded size; never waits for a pipe or a device."""
     if is_bucket(path):
         if not path.exists():  # not every backend says so by an error that is known here
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
@@ -62,12 +57,7 @@ def read_file(path: epath.Path, *, limit_bytes: int) -> bytes:
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a local file to read its bytes; never waits for a pipe or a device.
-
-    Raises:
-      ValueError: it is no regular file.
-      OSError: it cannot be read.
-    """
+    """Opens a local regular file to read its bytes; never waits for a pipe or a device."""
     _check_kind(os.stat(path))
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -79,12 +69,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def open_array(path: str | os.PathLike[str]) -> np.memmap:
-    """Returns the array of a `.npy` file as a map, of which no more than the header is read yet.
-
-    Raises:
-      ValueError: it is no regular file, has no array of numbers, or less than its header says.
-      OSError: it cannot be read.
-    """
+    """Returns the array of a `.npy` file as a map, of which no more than the header is read yet."""
     open_regular(path).close()
     try:
         return np.lib.format.open_memmap(os.fspath(path), mode="r")
@@ -93,10 +78,7 @@ def open_array(path: str | os.PathLike[str]) -> np.memmap:
 
 
 def read_text(path: str | os.PathLike[str], what: str, *, remedy: str, limit_bytes: int) -> str:
-    """Reads a file that a user named, text in UTF-8 without its byte order mark.
-
-    Raises `ValueError` with `what` it is and the `remedy`.
-    """
+    """Reads a file that a user named, text in UTF-8 without its byte order mark; errors say `what` and the remedy."""
     try:
         return read_file(epath.Path(path), limit_bytes=limit_bytes).decode("utf-8-sig")
     except OSError as error:
@@ -127,10 +109,7 @@ def _is_no_file(status: os.stat_result) -> str:
 
 
 def irregular(folder: epath.Path) -> list[str]:
-    """Lists the entries of a local folder that are neither files nor folders, with the reason, by relative path.
-
-    Symbolic links are followed; a folder that is reached twice is listed too, as links may form circles.
-    """
+    """Lists what in a local folder is no file or folder, or is reached twice by links, with the reason, by path."""
     problems: list[str] = []
     seen: set[tuple[int, int]] = set()
     pending = [os.fspath(folder)]
@@ -154,11 +133,7 @@ def irregular(folder: epath.Path) -> list[str]:
 
 
 def parse_json(text: bytes, **options: Any) -> Any:
-    """Parses JSON; options are those of `json.loads`.
-
-    Raises:
-      ValueError: it is no JSON, nested too deeply, or has numbers of thousands of digits.
-    """
+    """Parses JSON by `json.loads`, with a `ValueError` for any that cannot be."""
     try:
         return json.loads(text, **options)
     except RecursionError:

@@ -23,11 +23,7 @@ _ABANDONED_SECONDS = 24 * 3600.0
 
 
 def cache_folder(kind: str) -> pathlib.Path:
-    """Returns the folder of a kind of entries (`programs`, `tokens`): `zero_jax/<kind>` in the user's cache folder.
-
-    Raises:
-      ValueError: the user has no home folder, and `XDG_CACHE_HOME` is not set.
-    """
+    """Returns the folder of a kind of entries (`programs`, `tokens`): `zero_jax/<kind>` in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         return pathlib.Path(base or pathlib.Path.home() / ".cache") / "zero_jax" / kind
@@ -36,11 +32,7 @@ def cache_folder(kind: str) -> pathlib.Path:
 
 
 def write_entry(path: pathlib.Path, content: bytes, *, mark: bytes) -> None:
-    """Writes an entry atomically, after a mark of its kind and version and a checksum of name and content.
-
-    Raises:
-      OSError: it cannot be written.
-    """
+    """Writes an entry atomically, after a mark of its kind and version and a checksum of name and content."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=PARTIAL, dir=path.parent)
     partial = pathlib.Path(name)
@@ -87,11 +79,7 @@ def has_mark(path: pathlib.Path, mark: bytes) -> bool:
 
 @contextlib.contextmanager
 def in_use(entry: pathlib.Path) -> Iterator[None]:
-    """Keeps processes of this machine from evicting an entry, a file or a folder, while the context is open.
-
-    Raises:
-      OSError: there is no such entry (any more).
-    """
+    """Keeps processes of this machine from evicting an entry, a file or a folder, while the context is open."""
     handle = os.open(entry, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
@@ -111,17 +99,7 @@ def evict_oldest(
     max_bytes: int = MAX_BYTES,
     keep: pathlib.Path | None = None,
 ) -> list[pathlib.Path]:
-    """Removes the least recently used entries of a folder until the rest is within a size.
-
-    Args:
-      folder: the cache; folders in it are not searched.
-      is_own: whether a file or a folder is an entry of this cache.
-      max_bytes: total size of the entries that stay.
-      keep: an entry that is not removed, such as the newest.
-
-    Returns:
-      The removed entries. Entries that are `in_use`, and those that cannot be removed, stay.
-    """
+    """Removes, and returns, the least recently used own entries until the rest fits, without `keep` and `in_use`."""
     try:
         paths = list(folder.iterdir())
     except OSError:
@@ -129,7 +107,10 @@ def evict_oldest(
     entries, removed = [], []
     for path in paths:
         if path.name.startswith((_DISCARDED, PARTIAL)):
-            _remove_abandoned(path)
+            with contextlib.suppress(OSError):
+                is_old = time.time() - path.lstat().st_mtime > _ABANDONED_SECONDS
+                if is_old or path.name.startswith(_DISCARDED):
+                    _discard(path)
         elif is_own(path) and (entry := _use_and_bytes(path)):
             entries.append((*entry, path))
     excess = sum(num_bytes for _, num_bytes, _ in entries) - max_bytes
@@ -184,11 +165,3 @@ def _discard(path: pathlib.Path) -> bool:
         with contextlib.suppress(OSError):
             path.unlink()
     return not path.exists()
-
-
-def _remove_abandoned(path: pathlib.Path) -> None:
-    """Removes a discarded entry, or a partial one that is older than a day."""
-    with contextlib.suppress(OSError):
-        is_old = time.time() - path.lstat().st_mtime > _ABANDONED_SECONDS
-        if is_old or path.name.startswith(_DISCARDED):
-            _discard(path)

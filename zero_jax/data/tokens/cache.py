@@ -27,13 +27,7 @@ _AT_ONCE_BYTES = 1 << 30
 def read_tokens(
     source: Source, tokenizer: Tokenizer, *, text_field: str, token_dtype: str, cache: pathlib.Path | None, log: Log
 ) -> Tokens:
-    """Returns the tokens of a source, from the cache or tokenized now; with `cache=None` in memory.
-
-    A single token file is not copied: the cache has the offsets of its documents only.
-
-    Raises:
-      ValueError: the source cannot be read, changed meanwhile, or has no document.
-    """
+    """Returns the tokens of a source, from the cache (None: in memory), which has a token file's offsets alone."""
 
     def make(folder: pathlib.Path | None) -> Tokens:
         is_in_place = folder is not None and source.format == "tokens" and len(source.files) == 1
@@ -56,7 +50,8 @@ def read_tokens(
             _remove(folder, damaged)
     try:
         tokens = _in_use(make(folder), folder)
-        evict_oldest(cache, is_own=_is_entry, max_bytes=MAX_BYTES, keep=folder)
+        is_entry = lambda x: re.fullmatch(r".*-[0-9a-f]{16,}", x.name) is not None and (x / "meta.json").is_file()  # noqa: E731
+        evict_oldest(cache, is_own=is_entry, max_bytes=MAX_BYTES, keep=folder)
         return tokens
     except OSError as error:
         why = with_remedy(error)
@@ -73,16 +68,8 @@ def _in_use(tokens: Tokens, folder: pathlib.Path) -> Tokens:
     return tokens
 
 
-def _is_entry(path: pathlib.Path) -> bool:
-    return re.fullmatch(r".*-[0-9a-f]{16,}", path.name) is not None and (path / "meta.json").is_file()
-
-
 def verify_if_small(tokens: Tokens) -> Tokens:
-    """Verifies the checksums of a file of up to 1 GiB, in about a second; larger files are verified as they are read.
-
-    Raises:
-      ValueError: the tokens are damaged.
-    """
+    """Verifies the checksums of a file of up to 1 GiB, in about a second; larger files as they are read."""
     if isinstance(tokens.tokens, TokenFile) and tokens.tokens.nbytes <= _AT_ONCE_BYTES:
         tokens.tokens.verify()
     return tokens

@@ -31,10 +31,7 @@ def source_chunks(source: Source, tokenizer: Tokenizer, *, text_field: str, toke
 
 
 def _text_chunks(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Chunk]:
-    """Tokenizes documents, several pieces at a time; documents without text are left out, and counted.
-
-    The hash of a document is of its text, so that the split does not depend on the tokenizer.
-    """
+    """Tokenizes pieces of documents with text, and counts the others; hashes are of texts, whatever the tokenizer."""
     waiting: list[tuple[Piece, int | None]] = []
     num_characters, num_bytes, digest = 0, 0, _digest()
     for piece in pieces:
@@ -70,10 +67,7 @@ def _ended(tokens: np.ndarray, end_of_document: int) -> np.ndarray:
 
 
 def _file_chunks(source: Source, *, token_dtype: str, end_of_document: int) -> Iterator[Chunk]:
-    """Cuts token files into documents: after each end-of-document token, or at the offsets beside the file.
-
-    The hash of a document is of its tokens without the end-of-document token, whatever their dtype.
-    """
+    """Cuts token files after end-of-document tokens or at the offsets beside them; hashes are without dtype and end."""
     for file in source.files:
         tokens = open_token_file(file, token_dtype=token_dtype)
         offsets, digest = _read_offsets(file.path, num_tokens=len(tokens)), _digest()
@@ -97,11 +91,7 @@ def _file_chunks(source: Source, *, token_dtype: str, end_of_document: int) -> I
 
 
 def open_token_file(file: SourceFile, *, token_dtype: str) -> TokenFile:
-    """Opens a `.npy` file of tokens, or a raw file of tokens of a dtype.
-
-    Raises:
-      ValueError: the file is not a vector of integers.
-    """
+    """Opens a `.npy` file of tokens, or a raw file of tokens of a dtype."""
     if file.path.suffix.lower() != ".npy":
         return open_tokens(file, dtype=np.dtype(token_dtype).newbyteorder("<"))
     try:
@@ -116,14 +106,7 @@ def open_token_file(file: SourceFile, *, token_dtype: str) -> TokenFile:
 
 
 def _read_offsets(path: pathlib.Path, *, num_tokens: int) -> np.ndarray | None:
-    """Reads the offsets of the documents in a token file, from `NAME.documents.npy` beside it.
-
-    Returns:
-      The offsets, 0 first and the number of tokens last, or None if there is no such file.
-
-    Raises:
-      ValueError: they do not go up from 0 to the number of tokens.
-    """
+    """Returns the offsets of the documents in a token file, 0 first and its end last, from `NAME.documents.npy`."""
     beside = path.with_name(f"{path.stem}.documents.npy")
     if not beside.is_file():
         return None
@@ -143,13 +126,7 @@ def _read_offsets(path: pathlib.Path, *, num_tokens: int) -> np.ndarray | None:
 
 
 def _record_chunks(source: Source, *, token_dtype: str, end_of_document: int) -> Iterator[Chunk]:
-    """Reads ArrayRecord files whose records are documents: tokens of the given dtype, little endian.
-
-    A record may end with the end-of-document token or not.
-
-    Raises:
-      ValueError: a file is not an ArrayRecord or is damaged, or the size of a record is no multiple of a token's.
-    """
+    """Reads ArrayRecord files whose records are documents: little-endian tokens, which may end with that of the end."""
     dtype = np.dtype(token_dtype).newbyteorder("<")
     for file in source.files:
         for number, record in enumerate(_read_records(file)):

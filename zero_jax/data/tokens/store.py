@@ -74,10 +74,7 @@ class TokenMeta:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TokenFile:
-    """A vector of tokens in a file, read on demand.
-
-    The file is not memory-mapped: if a mapped file is truncated, the system kills the process that reads it.
-    """
+    """A vector of tokens in a file, read on demand: the system kills a process that maps a file which is cut."""
 
     file: SourceFile  # the file, which may not change while its tokens are read
     dtype: np.dtype  # dtype of the tokens
@@ -97,11 +94,7 @@ class TokenFile:
         return self.size * self.dtype.itemsize
 
     def read(self, runs: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Reads runs of tokens, each from a position to before another, one after the other.
-
-        Raises:
-          ValueError: the file cannot be read, has changed, was truncated, or is damaged there.
-        """
+        """Reads runs of tokens, each from a position to before another, one after the other."""
         tokens = np.empty(sum(last - first for first, last in runs), self.dtype)
         unread, width = tokens.view(np.uint8).data, self.dtype.itemsize
         with self._open() as descriptor:
@@ -113,11 +106,7 @@ class TokenFile:
         return tokens
 
     def verify(self) -> None:
-        """Reads all tokens and verifies their checksums.
-
-        Raises:
-          ValueError: the file cannot be read, has changed, was cut, or is damaged.
-        """
+        """Reads all tokens and verifies their checksums."""
         with self._open() as descriptor:
             self._verify(descriptor, 0, self.nbytes)
 
@@ -167,11 +156,7 @@ class TokenFile:
 
 
 def open_tokens(file: SourceFile, *, dtype: np.dtype, start_bytes: int = 0) -> TokenFile:
-    """Returns the tokens of a file, from `start_bytes` to its end.
-
-    Raises:
-      ValueError: its size is no multiple of a token's.
-    """
+    """Returns the tokens of a file, from `start_bytes` to its end."""
     num_bytes = file.size_bytes - start_bytes
     if num_bytes % dtype.itemsize or num_bytes <= 0:
         raise ValueError(
@@ -326,13 +311,7 @@ def is_token_folder(path: pathlib.Path) -> bool:
 
 
 def open_folder(folder: pathlib.Path, *, is_cache: bool = False) -> Tokens:
-    """Opens a token folder; the tokens are verified when they are read, the other files now.
-
-    Damaged tokens invalidate a folder of the cache (`is_cache`), so that the next run tokenizes again.
-
-    Raises:
-      ValueError: it is incomplete, damaged, or of an unknown version.
-    """
+    """Opens a token folder; its tokens are verified when they are read, and made again if damaged in the cache."""
     remedy = "write the folder again, with `zero-jax tokenize --tokens FOLDER`"
     try:
         return _open(folder, remedy, is_cache=is_cache)

@@ -110,11 +110,7 @@ class OwnInput:
         return rows | ({"not shown": "; ".join(self.notes)} if self.notes else {})
 
     def steps_of(self, epochs: float) -> int:
-        """Returns the steps of a number of passes over the batches.
-
-        Raises:
-          ValueError: batches without a length, or of other lengths in other processes.
-        """
+        """Returns the steps of a number of passes over the batches, which need a length, one in all processes."""
         size = self.source.size
         agree_on("the batches of a pass", {"length": size}, remedy="give all processes as many, or steps")
         if size is None:
@@ -126,12 +122,7 @@ class OwnInput:
     def open(
         self, saved: Mapping[str, Any] | None, *, say: Callable[[str], None], beat: Callable[[], None]
     ) -> contextlib.AbstractContextManager[Iterator[PyTree]]:
-        """Opens the batches after those of a checkpoint.
-
-        Raises:
-          ValueError: another global batch because there are more or fewer processes, states of other processes, or
-            ones that the iterator does not take.
-        """
+        """Opens the batches after those of a checkpoint; raises `ValueError` where the processes have changed them."""
         position, state = 0, None
         if saved is not None:
             self._compare(saved, say)
@@ -140,21 +131,14 @@ class OwnInput:
         return contextlib.closing(OwnBatches(batches, sizes=self.local_sizes, position=position))
 
     def record(self, position: int, *, has_read_more: bool = False) -> dict[str, Any]:
-        """Returns the number of batches read, and the states of the iterators of all processes.
-
-        Iterators that may have read another batch have no state to save: a resumed run reads up to the position.
-        """
+        """Returns the number of batches read, and the iterators' states, which are unknown if it `has_read_more`."""
         sizes = {"num_processes": jax.process_count(), "batch_size": self.batch_size}
         record = {"position": position, **sizes, "fingerprints": list(self.fingerprints), **self.identity}
         state = None if has_read_more else self.source.state()
         return record if state is None else {**record, "states": from_all_processes(state)}
 
     def _compare(self, saved: Mapping[str, Any], say: Callable[[str], None]) -> None:
-        """Compares the first batch with that of the run before, and says what differs.
-
-        Raises:
-          ValueError: the size of the global batch has changed with the number of processes.
-        """
+        """Compares the first batch with that of the run before, and says or raises what differs."""
         before, num_before, size = (saved.get(name) for name in ("fingerprints", "num_processes", "batch_size"))
         num_processes = jax.process_count()
         has_others = num_before != num_processes
@@ -196,14 +180,9 @@ class OwnInput:
 
 
 class OwnBatches(Iterator[PyTree]):
-    """Iterates over the user's batches; checks that each has as many examples as the first one, leaf by leaf.
-
-    Attributes:
-      position: batches so far, those before the start included.
-    """
+    """The user's batches, with `position` the number so far; each is checked to have the first one's dims (`sizes`)."""
 
     def __init__(self, batches: Iterator[PyTree], *, sizes: Mapping[str, int], position: int):
-        """Wraps the batches of an open source; `sizes` are the leading dims of the first one."""
         self._batches, self._sizes, self.position = batches, sizes, position
 
     def __next__(self) -> PyTree:
@@ -235,27 +214,10 @@ def _check_sizes(batch: PyTree, sizes: Mapping[str, int], step: int) -> None:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class _FirstBatches(Iterable[PyTree]):
-    """The first batches of a source, each time it is iterated over."""
-
-    again: Callable[[], Iterable[PyTree]]
-    size: int
-
-    def __iter__(self) -> Iterator[PyTree]:
-        return itertools.islice(iter(self.again()), self.size)
-
-
 def own_input(
     model: OwnModel, *, mesh: Mesh, zero: ZeroConfig, eval_batches: int, process_batches: ProcessBatches = None
 ) -> OwnInput:
-    """Checks a model of the user's own with its first batch, and returns its data.
-
-    Raises:
-      ValueError: `batches` of an unknown kind, a batch that does not divide over devices and microbatches, a loss that
-        is not a scalar, functions with other parameters, or processes that give the same batch, or another one, against
-        `process_batches`.
-    """
+    """Checks a model of the user's own with its first batch, and returns its data; see `zero.Trainer`."""
     is_whole = process_batches == "whole"
     source = find_source("batches", model.batches)
     first = source.first()
@@ -295,6 +257,17 @@ def own_input(
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class _FirstBatches(Iterable[PyTree]):
+    """The first batches of a source, each time it is iterated over."""
+
+    again: Callable[[], Iterable[PyTree]]
+    size: int
+
+    def __iter__(self) -> Iterator[PyTree]:
+        return itertools.islice(iter(self.again()), self.size)
+
+
 def _validation(batches: Any, eval_batches: int) -> tuple[Iterable[PyTree], PyTree]:
     source = find_source("validation", batches)
     first, again = source.first(), source.again
@@ -309,11 +282,7 @@ def _validation(batches: Any, eval_batches: int) -> tuple[Iterable[PyTree], PyTr
 
 
 def _compared(first: PyTree, mesh: Mesh, process_batches: ProcessBatches) -> tuple[str, ...]:
-    """Returns a hash of the first batch of each process.
-
-    Raises:
-      ValueError: parts of the batch that are the same, or global batches that are not.
-    """
+    """Returns a hash of the first batch of each process; raises for equal parts, and for global batches that differ."""
     texts = from_all_processes(
         json.dumps([fingerprint(leaves_by_name(first)), part_of_batch(first, mesh, axes_of(mesh))])
     )
@@ -350,9 +319,7 @@ def _placed_shapes(label: str, batch: PyTree, mesh: Mesh, num_microbatches: int,
 
 def _aux_shapes(loss_fn: Callable[..., Any] | MeshLoss, variables: PyTree, batch: PyTree, mesh: Mesh) -> PyTree:
     """Returns the shapes of the aux of a loss function; raises `ValueError` for a loss that is no scalar."""
-    key = key_shape()
-    _, (aux, _) = jax.eval_shape(normalize_loss(loss_fn, mesh), variables, batch, key)
-    return aux
+    return jax.eval_shape(normalize_loss(loss_fn, mesh), variables, batch, key_shape())[1][0]
 
 
 def _num_examples(batch: PyTree) -> int:

@@ -27,11 +27,7 @@ class BatchesEnded(Exception):
 
 
 def find_source(label: str, batches: Any) -> Source:
-    """Returns the source for batches of any supported kind; `label` names them in errors.
-
-    Raises:
-      ValueError: batches of an unknown kind, or none at all.
-    """
+    """Returns the source for batches of any supported kind; `label` names them in errors."""
     if isinstance(batches, Mapping):
         raise ValueError(f"{label} is a {type(batches).__name__}, a single batch perhaps: {_REMEDY}, such as [batch]")
     if not callable(batches) or isinstance(batches, Iterable):
@@ -83,20 +79,12 @@ def _from_iterable(label: str, batches: Any, make: Callable[[], Any] | None) -> 
         return StepSource(
             lambda step: batches[step % len(batches)], f"a sequence of {len(batches):,}", len(batches), in_memory
         )
-    again: Callable[[], Iterator[PyTree]] | None = None
-    if iterator is not batches:
-        again = lambda: iter(batches)  # noqa: E731
-    elif make is not None:
-        again = lambda: iter(make())  # noqa: E731
-    return IteratorSource(label, iterator, again, size=_length(batches))
-
-
-def _length(batches: Any) -> int | None:
-    """Returns the length of an iterable, if it has one: a loader of torch has the method for any data set."""
+    make = make if iterator is batches else lambda: batches
+    again = None if make is None else lambda: iter(make())
     try:
-        return len(batches)
-    except (TypeError, NotImplementedError):
-        return None
+        return IteratorSource(label, iterator, again, size=len(batches))
+    except (TypeError, NotImplementedError):  # a loader of torch has the method for any data set
+        return IteratorSource(label, iterator, again)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,24 +123,13 @@ class StepSource:
 
 
 class IteratorSource:
-    """Batches of an iterator, pass after pass if it can be made again; with a state if it has `get_state`.
-
-    Attributes:
-      kind: what they are.
-      size: batches of a pass, where the iterable has a length.
-      again: makes the iterator of another pass; None for an iterator that passes once.
-    """
+    """Batches of an iterator, pass after pass if it can be made `again`; with a state if it has `get_state`."""
 
     in_memory = ()
 
     def __init__(
         self, label: str, iterator: Any, again: Callable[[], Iterator[PyTree]] | None, *, size: int | None = None
     ):
-        """Takes the iterator of the first pass, and the function that makes the iterator of another pass.
-
-        Raises:
-          ValueError: JSON has no form for its state.
-        """
         self._label, self.again, self.size = label, again, size
         self._iterator: Any = iterator
         self._taken: list[PyTree] = []
@@ -177,11 +154,7 @@ class IteratorSource:
     def open(
         self, position: int, state: str | None, *, say: Callable[[str], None], beat: Callable[[], None]
     ) -> Iterator[PyTree]:
-        """Returns the batches from a state on, or those after the first `position` ones, which are read and dropped.
-
-        Raises:
-          ValueError: there are fewer, or the iterator does not take the state.
-        """
+        """Returns the batches from a state on, or those after the first `position` ones, which are read and dropped."""
         batches = self._batches()
         if self._has_state and state is not None:
             self._set(_decode(state))
@@ -249,7 +222,6 @@ def _encode(label: str, state: Any) -> str:
 
 
 def _decode(text: str) -> Any:
-    """Decodes a state; raises `ValueError` for text that is not one."""
     record = json.loads(text)
     if not isinstance(record, dict) or record.keys() not in ({"bytes"}, {"json"}):
         raise ValueError(f"{shown(text)} is no state of batches")

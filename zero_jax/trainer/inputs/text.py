@@ -140,12 +140,7 @@ def open_dataset(
     held_out: bool = False,
     log: Callable[[str], None],
 ) -> Dataset:
-    """Loads the data set of a run, the same in all processes; with `held_out`, all of it for validation.
-
-    Raises:
-      ValueError: no such data or too little of it, other text in another process, or more tokens than the model has
-        room for.
-    """
+    """Loads the data set of a run, the same in all processes; with `held_out`, all of it for validation."""
     with extra("train"):
         import grain  # noqa: F401 - needed by the first batch, missed before anything is made
 

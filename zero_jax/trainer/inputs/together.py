@@ -12,28 +12,18 @@ from zero_jax.trainer.inputs.sources import BatchesEnded
 
 
 class Together:
-    """Reads batches in all processes together, before any of them enters the step that takes them.
+    """Reads batches (`label` in errors) in all processes together, before any of them enters the step that takes them.
 
     With one process nothing is compared. Otherwise a batch costs a turn (`core/agreement.py`), while the devices are
-    busy with the step before.
-
-    Attributes:
-      ended: the processes without a further batch, where others had one.
+    busy with the step before. `ended` are the processes without a further batch, where others had one.
     """
 
     def __init__(self, label: str) -> None:
-        """Takes what the batches are called in errors."""
         self._label, self._last = label, None
         self.ended: tuple[int, ...] = ()
 
     def read(self, read: Callable[[], PyTree]) -> PyTree:
-        """Returns the batch that `read` returns: global arrays.
-
-        Raises:
-          BatchesEnded: in all processes, if `read` raises it in one and nothing else in any.
-          OtherProcessFailed: `read` has failed in another process.
-          ValueError: the batches of the processes have other sizes.
-        """
+        """Returns the global arrays that `read` returns; `BatchesEnded` in all processes, if that is all it raises."""
         if jax.process_count() == 1:
             return read()
         turns = turns_of()

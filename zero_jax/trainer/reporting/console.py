@@ -36,10 +36,10 @@ _SIGNAL_SECONDS = 0.2  # until the signal comes that a closed terminal sends
 
 
 class Console:
-    """Shows the records of a run.
+    """Shows the records of a run of `num_steps`; `first_step` of them were done before, in a resumed run.
 
-    On a terminal a bar with the metrics of the last step stays at the bottom, and lines go above it. Otherwise the same
-    lines go to `log`, without escape codes.
+    Each `log_every` steps, at the first and at the last one a line goes to `log`. If `terminal` can move its cursor, a
+    bar with the metrics of the last step stays at its bottom, and the lines go above it.
     """
 
     def __init__(
@@ -51,11 +51,6 @@ class Console:
         terminal: TextIO | None = None,
         first_step: int = 0,
     ):
-        """Starts to show a run of `num_steps`; `first_step` of them were done before, in a resumed run.
-
-        Each `log_every` steps, at the first and at the last one a line goes to `log`, or above a live bar if `terminal`
-        is one that can move its cursor.
-        """
         self._num_steps, self._log_every, self._log = num_steps, log_every, log
         self._start = first_step, time.monotonic()
         self._shown_any, self._figures = False, Text()

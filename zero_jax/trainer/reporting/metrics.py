@@ -59,10 +59,6 @@ class Speedometer:
         """Tokens or examples of a step, over all devices."""
         return self.batch_size if self.num_tokens is None else self.num_tokens
 
-    def units_per_second(self, step_seconds: float) -> float:
-        """Returns the throughput for a step time."""
-        return self.num_units / step_seconds
-
     def mfu(self, step_seconds: float) -> float | None:
         """Returns the model FLOPs utilization for a step time (Chowdhery et al. 2022, appendix B)."""
         return None if self.peak_flops_per_second is None else self.flops / step_seconds / self.peak_flops_per_second
@@ -91,13 +87,9 @@ def make_speedometer(
 
 
 class LossHistory(Sequence[tuple[int, float]]):
-    """Steps and their losses: all of them, or the first, the last and evenly spaced ones where they are too many.
-
-    So a run of any length takes the same memory; its folder has them all.
-    """
+    """Steps and losses, evenly spaced beyond `most` (even) of them: a run of any length takes the same memory."""
 
     def __init__(self, *, most: int = 1 << 14):
-        """Starts without any; `most` is the largest number that is kept, an even one."""
         self._kept: list[tuple[int, float]] = []
         self._most, self._every, self._num_added = most, 1, 0
 
@@ -154,10 +146,9 @@ class Progress:
     @property
     def throughput(self) -> dict[str, float]:
         """Throughput of the training steps, without the first one, which compiles: `tokens_per_second`, for example."""
-        name = f"{self.speedometer.unit}_per_second"
-        if not self._timed_steps:
-            return {name: math.nan}
-        return {name: self.speedometer.units_per_second(self._timed_seconds / self._timed_steps)}
+        meter = self.speedometer
+        speed = self._timed_steps * meter.num_units / self._timed_seconds if self._timed_steps else math.nan
+        return {f"{meter.unit}_per_second": speed}
 
     def add_step(self, dispatched: Dispatched) -> None:
         """Waits for a step, and writes its record."""
@@ -189,7 +180,7 @@ class Progress:
             "param_norm": None if dispatched.param_norm is None else float(dispatched.param_norm),
             "learning_rate": self.schedule and float(self.schedule(num_updates)),
             meter.unit: dispatched.step * meter.num_units,
-            f"{meter.unit}_per_second": mean_seconds and meter.units_per_second(mean_seconds),
+            f"{meter.unit}_per_second": mean_seconds and meter.num_units / mean_seconds,
             "mfu": mean_seconds and meter.mfu(mean_seconds),
             "per_device_memory_bytes": device_memory_bytes(metrics.loss.addressable_shards[0].device),
             "step_seconds": None if is_first else seconds,

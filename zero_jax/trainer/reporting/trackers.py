@@ -69,11 +69,7 @@ OpenTracker = Callable[[TrackedRun], Tracker]
 
 
 def tracker_functions(trackers: Sequence[Tracker | OpenTracker]) -> dict[str, OpenTracker]:
-    """Returns the functions that open trackers, by names for the log.
-
-    Raises:
-      ValueError: one is neither a tracker nor a function of a `TrackedRun`.
-    """
+    """Returns the functions that open trackers, by names for the log."""
     functions: dict[str, OpenTracker] = {}
     tracker: Any
     for i, tracker in enumerate(trackers):

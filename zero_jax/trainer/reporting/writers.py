@@ -54,11 +54,7 @@ class TensorBoardWriter:
     def __init__(
         self, folder: str | pathlib.Path, *, resume_step: int | None = None, repeated: Sequence[Record] | None = None
     ):
-        """Starts a file of events in a folder; a resumed run adds a file.
-
-        TensorBoard hides the events of earlier files after `resume_step`. If records are `repeated`, it hides those of
-        that step too, and the records are written instead.
-        """
+        """Starts a file of events, which hides those after `resume_step`, and of it if records are `repeated`."""
         with extra("train"):
             from tensorboardX.event_file_writer import EventsWriter
 
@@ -129,14 +125,8 @@ class WandbWriter:
         if is_resumed and id_file.exists():
             run_id = id_file.read_text(encoding="utf-8").strip()
         id_file.write_text(run_id + "\n", encoding="utf-8")
-        self._settings: dict[str, Any] = {
-            "project": project,
-            "id": run_id,
-            "resume": "allow",
-            "name": name,
-            "dir": str(folder),
-            "config": dict(config or {}),
-        }
+        self._settings: dict[str, Any] = {"project": project, "id": run_id, "resume": "allow", "name": name}
+        self._settings |= {"dir": str(folder), "config": dict(config or {})}
         self._run = self._start()
 
     def _start(self) -> Any:
@@ -186,10 +176,7 @@ def open_writers(
     is_evaluated: bool = True,
     log: Callable[[str], None] = print,
 ) -> Trackers:
-    """Opens the trackers of a run: `metrics.jsonl` in its folder, those of the config, and the user's `own`.
-
-    A resumed run continues after its `resume_step`, with the validation of that step unless it `is_evaluated`.
-    """
+    """Opens `metrics.jsonl`, the config's trackers and the user's `own`; a resumed run goes on after `resume_step`."""
     folder, step = run.folder, run.resume_step
     records, project = folder / "metrics.jsonl", config.wandb
     functions: dict[str, Callable[[], Tracker]] = {

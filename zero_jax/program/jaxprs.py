@@ -213,13 +213,9 @@ def has_explicit_shardings(eqn: JaxprEqn) -> bool:
 def define_tangents(primitive: Any, results: Callable[..., Any], tangents: Callable[..., Any]) -> None:
     """Defines the derivatives of a primitive whose tangents do not depend on its inputs.
 
-    From a rule of forward mode alone, JAX would trace each of its equations apart in reverse mode.
-
-    Args:
-      primitive: the primitive.
-      results: from its inputs and parameters to its results.
-      tangents: from the tangents of its inputs, `ad.Zero` among them, and its parameters to those of its results: one
-        for each input, or that of the first input for a single result.
+    From a rule of forward mode alone, JAX would trace each of its equations apart in reverse mode. `results` and
+    `tangents` are functions of inputs, or of their tangents (`ad.Zero` among them), and of the parameters: to the
+    result and the tangent of the first input, or to one for each input.
     """
 
     def jvp(primals: Sequence[Any], dots: Sequence[Any], **params: Any) -> tuple[Any, Any]:

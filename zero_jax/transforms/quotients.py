@@ -10,11 +10,10 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from zero_jax.core.tree import PyTree
 from zero_jax.dims import ELEMENTWISE, SAME_ELEMENTS, SCATTERS, known_primitives
 from zero_jax.program import jaxprs
+from zero_jax.program.evaluation import once_each
 from zero_jax.program.passes import Dependence, Pass
 
 # A linear operation on a quotient makes another quotient by the same divisor.
@@ -162,25 +161,6 @@ def origin(atom: Any, eqns: Sequence[Any]) -> Any:
 def without_duplicates(closed: Any, num_params: int) -> Any:
     """Returns a jaxpr that computes each value of the batch once: sums of one mask are one divisor, not two."""
     opened, _ = jaxprs.open_jaxpr(closed)
-    read = {x for x in opened.outvars if not jaxprs.is_literal(x)}
-    read.update(var for eqn in opened.eqns for var in jaxprs.variables(eqn))
     made_of: dict[Any, frozenset[int]] = {}
     Dependence().run(opened, [_PARAMS if i < num_params else frozenset() for i in range(len(opened.invars))], made_of)
-    known: dict[Any, Any] = {}
-    same: dict[Any, Any] = {}
-    eqns = []
-    for eqn in opened.eqns:
-        eqn = eqn.replace(invars=[x if jaxprs.is_literal(x) else same.get(x, x) for x in eqn.invars])
-        of_params = any(made_of[var] for var in eqn.outvars)
-        if not of_params and not eqn.effects and read.issuperset(eqn.outvars):
-            first = known.setdefault((*jaxprs.operation_key(eqn), *map(_key, eqn.invars)), eqn)
-            if first is not eqn:
-                same.update(zip(eqn.outvars, first.outvars, strict=True))
-                continue
-        eqns.append(eqn)
-    results = [x if jaxprs.is_literal(x) else same.get(x, x) for x in opened.outvars]
-    return jaxprs.with_results(closed, results, eqns=eqns) if same else closed
-
-
-def _key(atom: Any) -> Any:
-    return (str(atom.aval), np.asarray(atom.val).tobytes()) if jaxprs.is_literal(atom) else atom
+    return once_each(closed, lambda eqn: not any(made_of[var] for var in eqn.outvars))

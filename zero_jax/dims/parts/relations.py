@@ -42,26 +42,16 @@ class Relation:
 
     `kind` relates the value of the whole to those of the n parts, scaled by `n ** -power`: a param is SAME, the logits
     of examples are ROWS, their sum is a SUM, and that sum over the batch size (a mean) is a SUM with power 1.
-
-    Attributes:
-      kind: the relation.
-      dim: the dim of examples, for ROWS and POSITIONS.
-      power: the exponent of the number of parts.
-      of_params: whether the value depends on the params.
-      is_false: whether a value is False everywhere.
-      number: the number that the value is everywhere, if known.
-      columns: the relations of the columns, for COLUMNS.
-      why: why it is UNKNOWN, or for MAX and MIN why the loss on parts may be another one.
     """
 
     kind: Kind
-    dim: Any = None  # int | None
-    power: Fraction = Fraction(0)
-    of_params: bool = False
-    is_false: bool = False
-    number: float | None = None
-    columns: tuple[Relation, ...] = ()
-    why: str = ""
+    dim: Any = None  # the dim of examples, for ROWS and POSITIONS
+    power: Fraction = Fraction(0)  # the exponent of the number of parts
+    of_params: bool = False  # whether the value depends on the params
+    is_false: bool = False  # whether a value is False everywhere
+    number: float | None = None  # the number that the value is everywhere, if known
+    columns: tuple[Relation, ...] = ()  # the relations of the columns, for COLUMNS
+    why: str = ""  # why it is UNKNOWN, or for MAX and MIN why the loss on parts may be another one
 
     @property
     def is_plain(self) -> bool:

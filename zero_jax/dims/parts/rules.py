@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -46,10 +47,15 @@ from zero_jax.dims.primitives import (
 Combine = Callable[[Sequence[Relation]], Relation]
 
 
+def _is_wider(before: Any, after: Any) -> bool:
+    """Tells whether a dtype of integers has as many bits as another one, or more."""
+    return before.kind in "biu" and after.kind in "iu" and after.itemsize >= before.itemsize
+
+
 def _cast(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     (x,) = inputs
     before, after = pair.whole.invars[0].aval.dtype, pair.whole.outvars[0].aval.dtype
-    grows = before.kind in "biu" and after.kind in "iu" and after.itemsize >= before.itemsize
+    grows = _is_wider(before, after)
     if x.kind is Kind.POSITIONS and x.dim is not None and before.kind in "iu" and after.kind in "iu":
         grows |= pair.shapes(0)[0][x.dim] <= np.iinfo(after).max  # as float64 programs look up by their int64 places
     return [x if is_float(pair.whole.outvars[0].aval) or grows else applied(inputs)]
@@ -91,9 +97,7 @@ def _select(_: Pair, inputs: Sequence[Relation]) -> list[Relation]:
 def carried(combine: Combine, *, over: Kind | None = None) -> Rule:
     """Returns the rule of operations whose results have the examples of all operands along one dim.
 
-    Args:
-      combine: what they make of their operands, leaving aside where the examples are.
-      over: what they make of dims that they reduce: a SUM, linearly, the MAX or the MIN.
+    Leaving aside where the examples are, it `combine`s operands; of dims that are reduced it is the relation `over`.
     """
 
     def rule(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
@@ -141,17 +145,14 @@ def _linear(inputs: Sequence[Relation]) -> Relation:
     return inputs[0].of_elements()
 
 
-def _at_index(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    """A part from where scalars say, which are the same for all examples."""
-    x, *starts = inputs
-    check(all(start.kind is Kind.SAME and start.is_plain for start in starts))
-    return carried(_elements)(pair, [x])
+def _at_index(combine: Combine, num_arrays: int) -> Rule:
+    """Returns the rule of operations on the first operands, where scalars say, which are the same for all examples."""
 
+    def rule(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
+        check(all(start.kind is Kind.SAME and start.is_plain for start in inputs[num_arrays:]))
+        return carried(combine)(pair, inputs[:num_arrays])
 
-def _updated(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    x, update, *starts = inputs
-    check(all(start.kind is Kind.SAME and start.is_plain for start in starts))
-    return carried(all_joined)(pair, [x, update])
+    return rule
 
 
 def _product(inputs: Sequence[Relation]) -> Relation:
@@ -321,8 +322,8 @@ _OWN: dict[str, Rule] = {
         "rng_bit_generator".split(),
         _random,
     ),
-    "dynamic_slice": _at_index,
-    "dynamic_update_slice": _updated,
+    "dynamic_slice": _at_index(_elements, 1),
+    "dynamic_update_slice": _at_index(all_joined, 2),
     "reduce_or": _of_booleans(Kind.MAX),
     "reduce_and": _of_booleans(Kind.MIN),
     "conv_general_dilated": _convolution,
@@ -378,12 +379,8 @@ def _keeps(name: str, pair: Pair, inputs: Sequence[Relation], found: Sequence[Re
     kind, is_one, first = found[0].kind, len(found) == 1, inputs[0].kind in EXTREMA
     before, after = pair.whole.invars[0].aval, pair.whole.outvars[0].aval
     if name in KEEPS:
-        grows = (
-            before.dtype.kind in "biu" and after.dtype.kind in "iu" and after.dtype.itemsize >= before.dtype.itemsize
-        )
-        is_ordered = (
-            before.dtype == after.dtype or is_float(after) or (before.dtype.kind in ("b", after.dtype.kind) and grows)
-        )
+        grows = _is_wider(before.dtype, after.dtype) and before.dtype.kind in ("b", after.dtype.kind)
+        is_ordered = before.dtype == after.dtype or is_float(after) or grows
         return is_ordered and (name == "zero_join" or pair.growing() is None)
     if name in ("or", "and", "reduce_or", "reduce_and") and before.dtype != bool:
         return False

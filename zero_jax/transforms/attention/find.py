@@ -21,12 +21,9 @@ class AttentionCores:
 
 
 def find_cores(facts: Facts) -> AttentionCores:
-    """Finds what is computed between the product of queries with keys and the product with values.
+    """Finds what is computed between the product of queries with keys and the product with values, with calls inlined.
 
-    A core is two products of activations with a softmax (an exponential) between.
-
-    Args:
-      facts: of the values of a jaxpr with calls inlined; activations are made of more than params and constants.
+    A core is two products of activations (made of more than params and constants) with an exponential between.
     """
     eqns = facts.jaxpr.eqns
     inner: set[Any] = set()

@@ -375,15 +375,7 @@ Term = BandTerm | Same | Pattern
 
 
 def conditions(visible: Table, indices: Indices) -> frozenset[Term] | None:
-    """Returns the conditions that hold together where a mask is True.
-
-    Args:
-      visible: the mask.
-      indices: the indices of the array that it is applied to.
-
-    Returns:
-      The conditions; None if they are not known to be such.
-    """
+    """Returns the conditions that hold together where a mask of an array of such indices is True; None if unknown."""
     names = dict(paired(visible.indices, indices) or ())
     if not names.keys() >= {*all_leaves(visible.indices)}:
         return None

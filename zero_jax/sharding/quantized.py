@@ -231,14 +231,9 @@ def blocks_of_leaf(
 
 
 def spread_over(blocks: Blocks | None, shape: Sequence[int], dims: Dims, axis: str, *, mesh: Mesh) -> Dims | None:
-    """Returns `dims` with one more axis, so that whole blocks of a shard go to each device along it.
+    """Returns `dims` with one more axis, so that whole blocks of a shard go to each device along it; None if none do.
 
     A quantized sum over an axis that does not shard an array sends such parts to be summed, and gathers their sums.
-
-    The axis is not among `dims`.
-
-    Returns:
-      None where there are no blocks, or where no dim divides.
     """
     if blocks is None or mesh.shape[axis] == 1:
         return None

@@ -447,10 +447,8 @@ _OF_ALL = ELEMENTWISE | JOINS
 def passthrough(eqn: Any, dims_in: Sequence[Dims | None], shards: Callable[[Dims, int], int]) -> Dims | None:
     """Returns how the results of an equation are sharded when it runs on the shards, or None if it needs a gather.
 
-    Args:
-      eqn: an equation without inner jaxprs.
-      dims_in: for each input, the axes of its dims if it is a sharded param, else None.
-      shards: `shards(dims, i)` is the number of shards that dim `i` is cut into.
+    It has no inner jaxprs. `dims_in` are the axes of the dims of each input that is a sharded param, else None;
+    `shards(dims, i)` is the number of shards that dim `i` is cut into.
     """
     name = eqn.primitive.name
     dims_in = dims_in if name in _OF_ALL else dims_in[:1]

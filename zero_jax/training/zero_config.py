@@ -146,7 +146,7 @@ class ZeroConfig:
         resolve_remat(self.remat)
         resolve_schedule(self.pipeline)
         self.resolved_offload()
-        batch_patterns(self.keep_batch_dtype)
+        PathPatterns.of_list("keep_batch_dtype", self.keep_batch_dtype)
         PathPatterns("experts", {} if self.experts is None else {self.experts: True})
         _check_secondary(self.secondary, self.stage)
         _check_compiler_options(self.compiler_options)
@@ -255,17 +255,6 @@ def _check_quantize(quantize: Quantize | None, groups: frozenset[str], stage: st
             "only ones there are, and would lose precision in every step; give precision='bf16', which keeps float32 "
             "master params, or stage=3, whose params stay as they are"
         )
-
-
-def batch_patterns(keep_batch_dtype: Any) -> PathPatterns:
-    """Returns the patterns of `keep_batch_dtype`; raises `ValueError` for anything else."""
-    is_list = isinstance(keep_batch_dtype, Sequence) and not isinstance(keep_batch_dtype, str)
-    if not is_list or not all(isinstance(pattern, str) for pattern in keep_batch_dtype):
-        raise ValueError(
-            f"keep_batch_dtype={keep_batch_dtype!r}: give a list of regular expressions of whole leaf paths of the "
-            "batch"
-        )
-    return PathPatterns("keep_batch_dtype", dict.fromkeys(keep_batch_dtype, True))
 
 
 def _check_secondary(secondary: Any, stage: int) -> None:

@@ -61,7 +61,7 @@ class CountedTrace:
         self.traced, self.flat, closed = traced, flat, traced.closed
         self.closed = without_duplicates(flattened(*jaxprs.open_jaxpr(closed)) if flat else closed, traced.num_params)
         self.opened, _ = jaxprs.open_jaxpr(self.closed)
-        self.quotients = Quotients.of(self.opened, traced.num_params)
+        self.quotients = Quotients(self.opened, traced.num_params)
         made = {var for eqn in self.opened.eqns for var in eqn.outvars}
         self.counts = [var for var in self.quotients.counts if var in made]  # the variables that may be counts
         self.is_nested = len(self.counts) < len(self.quotients.counts)  # there are counts in calls

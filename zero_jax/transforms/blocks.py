@@ -61,10 +61,8 @@ def find_blocks(sequence: EqnSequence) -> tuple[RepeatedBlock, ...]:
     """Finds the repeated blocks of a jaxpr that each use params of their own, or share them if the sequence says so.
 
     Where several ways to cut the equations into blocks cover equally many of them, the fewest bytes of activations go
-    from block to block: the blocks of a transformer are cut where only the residual stream passes.
-
-    Returns:
-      The blocks in order and disjoint; none where nothing repeats.
+    from block to block: the blocks of a transformer are cut where only the residual stream passes. They are in order
+    and disjoint.
     """
     runs = sorted(_runs(sequence, 0, len(sequence.eqns)))
     return tuple(block for number, run in enumerate(runs) for block in _blocks(sequence, run, number))
@@ -73,9 +71,8 @@ def find_blocks(sequence: EqnSequence) -> tuple[RepeatedBlock, ...]:
 def find_left_out(sequence: EqnSequence, blocks: Sequence[RepeatedBlock]) -> tuple[int, ...]:
     """Finds what is like the blocks of a jaxpr, as `find_blocks` returns them, and yet not among them.
 
-    Returns:
-      The index of an equation for each stretch before, between and after the blocks that has more than a third of the
-      uses of params that some block has: the first of these uses.
+    Of each stretch before, between and after the blocks that has more than a third of the uses of params that some
+    block has, it is the index of the equation that is the first of these uses.
     """
     if not blocks:
         return ()
@@ -117,7 +114,11 @@ def _runs(sequence: EqnSequence, start: int, stop: int) -> Iterator[tuple[int, .
     while pending:
         start, stop = pending.pop()
         if run := _best_run(sequence, start, stop):
-            run = _extended(sequence, run, start, stop)
+            # With what is next to it and like its blocks, though not in all
+            while longer := _with_another(sequence, run, np.arange(run[0], start - 1, -1)):
+                run = longer
+            while longer := _with_another(sequence, run, np.arange(run[-1], stop + 1)):
+                run = longer
             yield run
             pending += [(start, run[0]), (run[-1], stop)]
 
@@ -207,15 +208,6 @@ def _edits(sequence: EqnSequence, pattern: np.ndarray, places: np.ndarray) -> np
     return num_edits(pattern[::-1], sequence.numbers[places[-1] : places[0]][::-1])
 
 
-def _extended(sequence: EqnSequence, run: tuple[int, ...], start: int, stop: int) -> tuple[int, ...]:
-    """Returns a run with what is next to it and like its blocks, though not in all."""
-    while longer := _with_another(sequence, run, np.arange(run[0], start - 1, -1)):
-        run = longer
-    while longer := _with_another(sequence, run, np.arange(run[-1], stop + 1)):
-        run = longer
-    return run
-
-
 def _with_another(sequence: EqnSequence, run: tuple[int, ...], places: np.ndarray) -> tuple[int, ...]:
     """Returns a run with a block more, from the first of some adjacent places to another; the empty run if none is.
 
@@ -280,9 +272,7 @@ def overlap(first: collections.Counter[int], second: collections.Counter[int]) -
 class EqnSequence:
     """The equations of a jaxpr that are not on params alone, by their place among each other.
 
-    Args:
-      facts: what is known of its values.
-      tied: whether blocks may have the params of other blocks, as layers that share their weights do.
+    If they are `tied`, blocks may have the params of other blocks, as layers that share their weights do.
     """
 
     def __init__(self, facts: Facts, *, tied: bool = False):

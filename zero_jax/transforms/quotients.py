@@ -7,7 +7,7 @@ of the batch that params have no part in.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zero_jax.core.tree import PyTree
@@ -51,35 +51,22 @@ class _Known:
 
 
 class Quotients(Pass[_Known]):
-    """Which values are quotients; counts and divisors are variables of the jaxpr that makes them.
+    """Which values of an open jaxpr are quotients; its first inputs are params, the others the batch.
 
-    Attributes:
-      batch_dims: the leading dims of the batch's leaves.
-      env: what is known of each variable of the outer jaxpr.
-      results: what is known of each result.
-      counts: the scalars that may be counts.
-      divisions: the results of divisions.
+    Counts and divisors are variables of the jaxpr that makes them.
     """
 
     enters = frozenset({"call"})
 
-    def __init__(self, batch_dims: Collection[tuple[int, ...]]):
+    def __init__(self, opened: Any, num_params: int):
         super().__init__()
-        self.batch_dims = batch_dims
-        self.env: dict[Any, _Known] = {}
-        self.results: list[_Known] = []
-        self.counts: list[Any] = []
-        self.divisions: set[Any] = set()
-
-    @classmethod
-    def of(cls, opened: Any, num_params: int) -> Quotients:
-        """Returns what is known of an open jaxpr, of which the first inputs are params, and others the batch."""
-        params, batch = opened.invars[:num_params], opened.invars[num_params:]
-        inputs = [_Known(of_params=True)] * len(params)
-        inputs += [_Known(of_batch=var.aval.ndim > 0) for var in batch]
-        found = cls({var.aval.shape[:1] for var in batch if var.aval.ndim})
-        found.results = found.run(opened, inputs, found.env)
-        return found
+        batch = opened.invars[num_params:]
+        self.batch_dims = {var.aval.shape[:1] for var in batch if var.aval.ndim}
+        self.env: dict[Any, _Known] = {}  # what is known of each variable of the outer jaxpr
+        self.counts: list[Any] = []  # the scalars that may be counts
+        self.divisions: set[Any] = set()  # the results of divisions
+        inputs = [_Known(of_params=True)] * num_params + [_Known(of_batch=var.aval.ndim > 0) for var in batch]
+        self.results = self.run(opened, inputs, self.env)  # what is known of each result
 
     def constant(self, atom: Any) -> _Known:
         """Returns that a constant depends on nothing."""

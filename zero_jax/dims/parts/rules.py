@@ -62,8 +62,7 @@ def _cast(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
 
 
 def _multiplied(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    is_number = pair.whole.outvars[0].aval.dtype != bool
-    return carried(_product if is_number else applied)(pair, inputs)
+    return carried(applied if pair.whole.outvars[0].aval.dtype == bool else _product, pair, inputs)
 
 
 def _divided(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
@@ -94,18 +93,14 @@ def _select(_: Pair, inputs: Sequence[Relation]) -> list[Relation]:
 # Dims.
 
 
-def carried(combine: Combine, *, over: Kind | None = None) -> Rule:
-    """Returns the rule of operations whose results have the examples of all operands along one dim.
+def carried(combine: Combine, pair: Pair, inputs: Sequence[Relation], *, over: Kind | None = None) -> list[Relation]:
+    """Returns the relations of the results of an operation that have the examples of all operands along one dim.
 
     Leaving aside where the examples are, it `combine`s operands; of dims that are reduced it is the relation `over`.
     """
-
-    def rule(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-        made = combine([x if x.dim is None else x.at(0) for x in inputs])
-        dims = {(i, x.dim) for i, x in enumerate(inputs) if x.dim is not None}
-        return [placed(made, pair, i, dims, over=over) if dims else made for i in range(len(pair.whole.outvars))]
-
-    return rule
+    made = combine([x if x.dim is None else x.at(0) for x in inputs])
+    dims = {(i, x.dim) for i, x in enumerate(inputs) if x.dim is not None}
+    return [placed(made, pair, i, dims, over=over) if dims else made for i in range(len(pair.whole.outvars))]
 
 
 def placed(
@@ -126,14 +121,9 @@ def placed(
     return made.at(*found)
 
 
-def _of_booleans(over: Kind) -> Rule:
-    """Returns the rule of a reduction that is an extremum of booleans, and of integers is that of their bits."""
-
-    def rule(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-        is_bool = pair.whole.outvars[0].aval.dtype == bool
-        return carried(applied, over=over if is_bool else None)(pair, inputs)
-
-    return rule
+def _of_booleans(over: Kind, pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
+    """A reduction that is an extremum of booleans, and of integers is that of their bits."""
+    return carried(applied, pair, inputs, over=over if pair.whole.outvars[0].aval.dtype == bool else None)
 
 
 def _elements(inputs: Sequence[Relation]) -> Relation:
@@ -145,14 +135,10 @@ def _linear(inputs: Sequence[Relation]) -> Relation:
     return inputs[0].of_elements()
 
 
-def _at_index(combine: Combine, num_arrays: int) -> Rule:
-    """Returns the rule of operations on the first operands, where scalars say, which are the same for all examples."""
-
-    def rule(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-        check(all(start.kind is Kind.SAME and start.is_plain for start in inputs[num_arrays:]))
-        return carried(combine)(pair, inputs[:num_arrays])
-
-    return rule
+def _at_index(combine: Combine, num_arrays: int, pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
+    """An operation on the first operands, where scalars say, which are the same for all examples."""
+    check(all(start.kind is Kind.SAME and start.is_plain for start in inputs[num_arrays:]))
+    return carried(combine, pair, inputs[:num_arrays])
 
 
 def _product(inputs: Sequence[Relation]) -> Relation:
@@ -164,7 +150,7 @@ def _convolution(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     whole, part = (eqn.params["feature_group_count"] for eqn in (pair.whole, pair.part))
     if whole == part:
         check(kernel.kind is Kind.SAME)
-        return carried(_product)(pair, inputs)
+        return carried(_product, pair, inputs)
     # A kernel for each example, as `vmap` makes it: examples are groups of features, each as large as in a part.
     numbers = pair.params["dimension_numbers"]
     features, kernels = numbers.lhs_spec[1], numbers.rhs_spec[0]
@@ -203,7 +189,7 @@ def _concatenate(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
         ones = all(pair.shapes(i)[0][along] == 1 for i in range(len(inputs)))
         check(ones and along == len(pair.results()[0]) - 1, "placed")
         return [Relation(kind=Kind.COLUMNS, columns=tuple(inputs))]
-    return carried(all_joined)(pair, inputs)
+    return carried(all_joined, pair, inputs)
 
 
 def _iota(pair: Pair, _: Sequence[Relation]) -> list[Relation]:
@@ -256,7 +242,7 @@ def _gather(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     check(table.kind in (Kind.SAME, Kind.ROWS, Kind.SUM))
     own = _own_place(pair, table, index, to=numbers.start_index_map, alone=numbers.collapsed_slice_dims)
     if own is None:
-        return carried(_looked_up)(pair, [table, applied(index.columns or (index,))])
+        return carried(_looked_up, pair, [table, applied(index.columns or (index,))])
     lead = [i for i in range(len(pair.results()[0])) if i not in numbers.offset_dims]
     return [table.of_elements().at(lead[own])]
 
@@ -275,7 +261,7 @@ def _scatter(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     index = applied(index.columns or (index,))
     if table.kind is Kind.ROWS:
         check(table.dim not in to)
-        return carried(lambda xs: joined(xs[0], xs[2]))(pair, [table, index, updates])
+        return carried(lambda xs: joined(xs[0], xs[2]), pair, [table, index, updates])
     if index.dim is None and updates.kind in (Kind.SAME, Kind.SUM):
         return [joined(table, updates)]
     # Examples that are added to a table of zeros.
@@ -322,10 +308,10 @@ _OWN: dict[str, Rule] = {
         "rng_bit_generator".split(),
         _random,
     ),
-    "dynamic_slice": _at_index(_elements, 1),
-    "dynamic_update_slice": _at_index(all_joined, 2),
-    "reduce_or": _of_booleans(Kind.MAX),
-    "reduce_and": _of_booleans(Kind.MIN),
+    "dynamic_slice": functools.partial(_at_index, _elements, 1),
+    "dynamic_update_slice": functools.partial(_at_index, all_joined, 2),
+    "reduce_or": functools.partial(_of_booleans, Kind.MAX),
+    "reduce_and": functools.partial(_of_booleans, Kind.MIN),
     "conv_general_dilated": _convolution,
     "gather": _gather,
     **dict.fromkeys(SCATTERS, _scatter),
@@ -339,7 +325,7 @@ def by_record(known: Primitive) -> Rule:
     combine = {"shape": lambda inputs: inputs[0], "part": _elements, "order": _elements}.get(
         known.kind, _COMBINE[known.linear]
     )
-    return carried(combine, over=_OVER.get(known.reduces))
+    return functools.partial(carried, combine, over=_OVER.get(known.reduces))
 
 
 @functools.cache

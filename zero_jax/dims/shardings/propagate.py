@@ -61,12 +61,8 @@ def propagate_shardings(
 ) -> Propagation:
     """Propagates the shardings of a jaxpr's inputs through it.
 
-    Args:
-      jaxpr: open or closed.
-      inputs: the sharding of each input.
-      sizes: the sizes of the mesh axes.
-      counted: the axes whose collectives are wanted; partial sums over others are taken for reduced.
-      kept: numbers of results that are kept elsewhere, such as gradients: they do not count as alive.
+    The collectives over the `counted` axes are wanted; partial sums over others are taken for reduced. Results whose
+    numbers are `kept` are elsewhere, such as gradients: they do not count as alive.
     """
     walk = _Shardings(sizes=sizes, counted=tuple(axis for axis in counted if sizes[axis] > 1))
     opened, _ = open_jaxpr(jaxpr)

@@ -44,10 +44,7 @@ class CachedBind:
     def evaluate(self, eqns: Sequence[Any], read: Callable[[Any], Any], wanted: Sequence[Any]) -> list[Any]:
         """Evaluates equations of one line and names that follow one another, and returns the wanted results.
 
-        Args:
-          eqns: the equations, of each of which `can_be_nested` holds.
-          read: from an input that none of them makes to its value; the inputs of the last one first, in their order.
-          wanted: the results to return.
+        Each of them `can_be_nested`; `read` returns the values of what none of them makes, that of the last one first.
         """
         run = _NestedCall(eqns, wanted)
         if run.key not in self.jitted:
@@ -67,11 +64,7 @@ class _NestedCall:
     """Equations as a function of arrays.
 
     It takes a value as often as they use it, the last use first: so a cotangent is the sum of the same terms in the
-    same order as of equations that are evaluated one by one.
-
-    Attributes:
-      inputs: what it takes.
-      key: equal for equations that do the same.
+    same order as of equations that are evaluated one by one. Its `key` is equal for equations that do the same.
     """
 
     def __init__(self, eqns: Sequence[Any], wanted: Sequence[Any]):
@@ -101,12 +94,8 @@ class _NestedCall:
 class OrdinaryRuns:
     """The runs of a jaxpr's equations that use no param, each of one line and one name stack: evaluated together.
 
-    JAX gives all of a nested `jit` that is inlined the line and names where it is called.
-
-    Args:
-      facts: what is known of the jaxpr's values.
-      ordering: what is tied in it, between which no run goes on.
-      is_apart: whether an equation is evaluated otherwise.
+    JAX gives all of a nested `jit` that is inlined the line and names where it is called. No run goes on between what
+    is tied by the `ordering`, or with an equation that `is_apart` and evaluated otherwise.
     """
 
     def __init__(self, facts: Facts, ordering: Ordering, is_apart: Callable[[Any], bool]):

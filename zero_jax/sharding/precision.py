@@ -145,11 +145,7 @@ def precision_name(precision: str | Precision) -> str | None:
 
 
 def resolve_precision(precision: str | Precision) -> Precision:
-    """Returns the policy for a name.
-
-    Raises:
-      ValueError: there is no policy of that name.
-    """
+    """Returns the policy for a name; raises `ValueError` if there is no policy of that name."""
     if isinstance(precision, Precision):
         return precision
     name = precision_name(precision)

@@ -84,14 +84,11 @@ class SameProgram:
 
         Lowering it here costs nothing more: the call that follows takes what was lowered. `of` is the structure of the
         state, where the function takes several. With `axes`, the roles of the mesh axes, the batch is compared, too, as
-        this process has `given` it.
+        this process has `given` it: warns where it is the same for different parts of the batch.
 
         Raises:
           ValueError: the processes differ, or give different values of the same part of the batch.
           OtherProcessFailed: another process has failed, or does not call it.
-
-        Warns:
-          UserWarning: processes give the same values for different parts of the batch.
         """
         if not self.processes:
             return
@@ -226,12 +223,10 @@ def program_text(lowered: Any) -> str:
 def check_given(given: PyTree, placed: PyTree, mesh: Mesh, axes: Axes) -> None:
     """Compares the first batch of each size with those that other processes have placed already; waits for none.
 
-    Raises:
-      ValueError: another process has placed a batch of such leaves, but of another size, or of other values for the
-        same part of it.
+    Warns of the same values for another part of the batch.
 
-    Warns:
-      UserWarning: another process has given the same values for another part of the batch.
+    Raises:
+      ValueError: another process has placed a batch of another size, or of other values for the same part of it.
     """
     if not (processes := _processes_of(mesh)):
         return

@@ -123,11 +123,7 @@ class Quotients(Pass[_Known]):
 
 
 def named_entry(aux: PyTree, name: str) -> Any:
-    """Returns the entry of aux that is the weight of a loss.
-
-    Raises:
-      ValueError: there is none.
-    """
+    """Returns the entry of aux that is the weight of a loss; raises `ValueError` if there is none."""
     if isinstance(aux, Mapping) and name in aux:
         return aux[name]
     has = sorted(aux) if isinstance(aux, Mapping) else type(aux).__name__

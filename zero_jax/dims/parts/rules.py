@@ -106,11 +106,7 @@ def carried(combine: Combine, pair: Pair, inputs: Sequence[Relation], *, over: K
 def placed(
     made: Relation, pair: Pair, result: int, dims: set[tuple[int, int]], *, over: Kind | None = None
 ) -> Relation:
-    """Returns the relation of a result with examples along the dim that those of the operands are, or what is reduced.
-
-    Raises:
-      Refused: they are along no dim of the result, or along several.
-    """
+    """Returns the relation of a result whose examples are along one dim, or what is reduced; or raises `Refused`."""
     known = dim_map(pair.whole, result)
     # Zeros of each example, added to a sum over them, are that sum: of no dim.
     check(made.kind in (Kind.ROWS, Kind.POSITIONS) and known == dim_map(pair.part, result))
@@ -346,11 +342,7 @@ _FLIPPED = {Kind.MAX: Kind.MIN, Kind.MIN: Kind.MAX}
 
 
 def of_extrema(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    """Returns the relations of the results of an operation on extrema.
-
-    Raises:
-      Refused: it is not monotone.
-    """
+    """Returns the relations of the results of an operation on extrema; raises `Refused` if it is not monotone."""
     name, found = pair.whole.primitive.name, [x for x in inputs if x.kind in EXTREMA]
     check(all(x.kind is found[0].kind for x in found))
     check(all(x.kind in EXTREMA or (x.kind is Kind.SAME and x.is_plain) for x in inputs))

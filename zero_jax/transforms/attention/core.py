@@ -126,11 +126,7 @@ def _arranged(array: jax.Array, indices: Indices, groups: Sequence[Sequence[Inde
 
 
 def make_core(found: Followed, prover: Prover) -> AttentionCore:
-    """Returns the kernel's arguments for a softmax that was multiplied with values.
-
-    Raises:
-      NotTheSame: the kernel does not compute it.
-    """
+    """Returns the kernel's arguments for a softmax that was multiplied with values; raises `NotTheSame` for others."""
     logits = found.logits
     assert logits is not None and found.values is not None
     if logits.terms and logits.fill > MASKED:

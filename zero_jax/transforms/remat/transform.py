@@ -122,11 +122,7 @@ def remat_report(
 def block_costs(
     loss_fn: LossProgram, *args: Any, mesh: Mesh, axes: Axes | None = None, specs: PyTree = None
 ) -> tuple[BlockCosts, ...]:
-    """Returns what the values of a function's blocks cost, for `choose_values`, by the shapes of its arguments.
-
-    Raises:
-      ValueError: it has no blocks.
-    """
+    """Returns what the values of a function's blocks cost, for `choose_values`; raises `ValueError` without blocks."""
     setting = RematSetting(remat=POLICIES["full"], mesh=mesh, axes=axes or axes_of(mesh), batch_sizes=frozenset())
     with on_mesh(mesh), mesh_context(setting.mesh, setting.axes):
         (log,) = _with_regions(loss_fn, setting, specs).notes(*args)

@@ -48,9 +48,6 @@ attention_p.multiple_results = cotangents_p.multiple_results = True
 PRIMITIVES = (attention_p, tangent_p, cotangents_p)
 
 
-# --- shapes, derivatives, batches -------------------------------------------------------------------------------------
-
-
 def _attention_shapes(query: Any, key: Any, value: Any, *extras: Any, call: Call) -> list[Any]:
     del key, extras, call
     b, t, n, _ = query.shape
@@ -135,9 +132,6 @@ for _primitive in PRIMITIVES:
     batching.fancy_primitive_batchers[_primitive] = functools.partial(_batch, _primitive)
 
 
-# --- what runs --------------------------------------------------------------------------------------------------------
-
-
 def _forward(*operands: Any, call: Call, kernel: Any) -> Any:
     query, key, value, *extras = operands
     of = Operands(query, key, value, extras)
@@ -183,9 +177,6 @@ for _primitive, _run in ((attention_p, _forward), (tangent_p, _tangent), (cotang
     mlir.register_lowering(_primitive, functools.partial(_lower, _run, "other"))
     for _platform in ("tpu", "cpu", "cuda"):
         mlir.register_lowering(_primitive, functools.partial(_lower, _run, _platform), platform=_platform)
-
-
-# --- what the kernel does not know of a case -------------------------------------------------------------------------
 
 
 def attention(query: Array, key: Array, value: Array, case: Case, *, kernel: str, placement: KernelPlacement) -> Array:

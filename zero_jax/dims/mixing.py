@@ -193,9 +193,6 @@ def _is_ragged(eqn: Any) -> bool:
     return numbers is not None and not numbers.dot_dimension_numbers[1][0]
 
 
-# --- rules: from the states of an equation's inputs, none of them unknown, to that of its results --------------------
-
-
 def _carried(eqn: Any, states: Sequence[State]) -> State:
     """What is of examples at a place of the result is along the dim that theirs is; a reduction over it mixes them."""
     examples = [(i, state) for i, state in enumerate(states) if isinstance(state, int)]

@@ -386,9 +386,6 @@ def known_primitives() -> Mapping[str, Primitive]:
     return _TABLE
 
 
-# --- questions that transforms ask of an equation --------------------------------------------------------------------
-
-
 def is_contraction(eqn: Any) -> bool:
     """Tells whether an equation multiplies matrices."""
     return eqn.primitive.name in ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot")

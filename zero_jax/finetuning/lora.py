@@ -106,8 +106,6 @@ class Lora:
         """Returns the paths of the leaves that are trained as they are."""
         return matching("train", self.train, leaf_names(params))
 
-    # --- the state ---------------------------------------------------------------------------------------------------
-
     def init(self, params: PyTree, key: jax.Array) -> Variables:
         """Returns adapters that change nothing yet, as params, and the frozen base, as model state.
 
@@ -197,8 +195,6 @@ class Lora:
             else:
                 dims_of[path if path in trained else base] = dims
         return {re.escape(path): partition_spec(dims) for path, dims in dims_of.items()}
-
-    # --- the loss function -------------------------------------------------------------------------------------------
 
     def loss_fn(self, loss_fn: Callable[..., Any] | MeshLoss) -> Callable[..., Any] | MeshLoss:
         """Returns the loss function of `Variables` that `init` made, from the unmodified one of plain params.
@@ -296,8 +292,6 @@ class Lora:
                 "model of them: give it that alpha"
             )
         return model_state[_BASE]
-
-    # --- plain params again ------------------------------------------------------------------------------------------
 
     def merge(self, state: TrainState | Variables, *, dtype: Any = None) -> PyTree:
         """Returns plain params, in the structure that `init` was given: `W + alpha / rank * A @ B`, in float32.

@@ -102,8 +102,6 @@ class Walk(Generic[F]):
             "cond": self.cond,
         }
 
-    # --- what a subclass says --------------------------------------------------------------------------------------
-
     def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: F) -> bool:
         """Tells whether an equation is evaluated by the jaxprs in it; else it counts as an operation."""
         raise NotImplementedError
@@ -142,8 +140,6 @@ class Walk(Generic[F]):
     def carried(self, eqn: Any, carry: list[Any]) -> list[Any]:
         """Returns what a loop carries as an iteration takes it."""
         return carry
-
-    # --- evaluation --------------------------------------------------------------------------------------------------
 
     def run(self, jaxpr: Any, values: Sequence[Any], frame: F) -> list[Any]:
         """Evaluates a jaxpr, open (of no constants) or closed, and returns its results, deferred ones among them."""

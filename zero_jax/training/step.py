@@ -221,8 +221,6 @@ class _Program:
 
         return same(grads)
 
-    # --- after the gradients ------------------------------------------------------------------------------------------
-
     def unscale(self, grads: PyTree, masters: PyTree, placement: Placement, loss_scale: Any) -> PyTree:
         """Casts gradients to the master params' dtype, divides by the loss scale, and constrains their shardings."""
 

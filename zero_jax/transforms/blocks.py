@@ -226,9 +226,6 @@ def _with_another(sequence: EqnSequence, run: tuple[int, ...], places: np.ndarra
     return longer if is_alike and sequence.are_blocks(longer) else ()
 
 
-# --- sequences of numbers ---------------------------------------------------------------------------------------------
-
-
 def tandem_repeats(numbers: np.ndarray) -> Iterator[Repeat]:
     """Yields the longest tandem repeats of each period: of the sequence, and of its numbers that occur often.
 
@@ -264,9 +261,6 @@ def num_edits(pattern: np.ndarray, text: np.ndarray) -> np.ndarray:
 def overlap(first: collections.Counter[int], second: collections.Counter[int]) -> float:
     """Returns which share of two counts of numbers both have: 1 if they are the same."""
     return 2 * (first & second).total() / max(first.total() + second.total(), 1)
-
-
-# --- the equations of a jaxpr as such a sequence ----------------------------------------------------------------------
 
 
 class EqnSequence:

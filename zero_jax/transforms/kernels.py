@@ -322,8 +322,6 @@ def _kernel(
     )
 
 
-# --- their seconds ----------------------------------------------------------------------------------------------------
-
 # The launch of a GPU kernel.
 KERNEL_SECONDS = 3e-6
 # The share of the peak at which kernels compute. cuDNN's causal attention, measured on an H100 with heads of 128 and

@@ -131,8 +131,6 @@ class _ScaledLoss:
 
         return jax.value_and_grad(value, has_aux=True)
 
-    # --- the loss on parts of the batch ------------------------------------------------------------------------------
-
     def accumulated(self, errors: Sequence[Any]) -> Any:
         """Returns `((loss, (aux, model_state)), grads, parts, errors, plan)`; warns of what is not as asked for."""
         plan = self.judged.plan
@@ -238,9 +236,6 @@ class _ScaledLoss:
                 refuse_coded(str(error))
 
         return grads
-
-
-# --- gradients that are sent quantized at each use of a param ---------------------------------------------------------
 
 
 def _of_microbatch(

@@ -185,8 +185,6 @@ def _by_copies(loss_fn: Callable[..., Any], sharding: NamedSharding) -> Callable
     return call
 
 
-# --- the batch in the compute dtype -----------------------------------------------------------------------------------
-
 # An input of the model is an operand, direct or indirect, of an operation with a param. Targets, masks and weights are
 # used after the last param: casting them would cost the loss precision (`mask.sum()` in bfloat16 has 8 bits) and save
 # nothing.

@@ -310,9 +310,6 @@ _NUMPY: dict[str, Callable[..., Any]] = _COMPARISONS | {
 }  # fmt: skip
 
 
-# --- arrays of integers that are compared with themselves -------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class View:
     """An array with the elements of a leaf: `axes` are the indices of the leaf's dims that are not 1."""
@@ -353,9 +350,6 @@ def compared(eqn: Any, operands: Sequence[Any]) -> Table | None:
         return None
     same = Same(x.leaf, *places)  # pyright: ignore[reportArgumentType]
     return Table(indices, (same,), lambda: np.array([False, True]) ^ (eqn.primitive.name == "ne"))
-
-
-# --- the conditions under which a logit counts, by the indices of queries and keys ------------------------------------
 
 
 class BandTerm(NamedTuple):

@@ -180,9 +180,6 @@ def _still_used(jaxpr: Any, prover: Prover, cores: dict[Any, AttentionCore]) -> 
     return {var: used[product] for var, product in products.items() if product in used}
 
 
-# --- evaluation -------------------------------------------------------------------------------------------------------
-
-
 class _Fused(Walk[Mapping[int, SearchedBody]]):
     """Evaluates bodies, their cores by a kernel. A frame has the bodies of the jaxprs of an equation, by their `id`."""
 

@@ -114,9 +114,6 @@ def is_large(aval: Any) -> bool:
     return is_real and aval.size * aval.dtype.itemsize >= MIN_PLACED_BYTES
 
 
-# --- what policies keep -----------------------------------------------------------------------------------------------
-
-
 def products_with_weights(facts: Facts) -> set[Any]:
     """Returns the results of products of activations with params."""
     return {

@@ -241,8 +241,6 @@ class RematWalk(Walk[RematFrame]):
             self.leave(eqn, f"{eqn.primitive.name} is not looked into", frame)
         return jaxprs.bind(eqn, values)
 
-    # --- regions -------------------------------------------------------------------------------------------------
-
     def repeated(self, jaxpr: Any, block: RepeatedBlock, values: list[Any], frame: RematFrame) -> list[Any]:
         """One turn of a Python loop over layers."""
         eqns = jaxpr.eqns[block.start : block.stop]
@@ -303,8 +301,6 @@ class RematWalk(Walk[RematFrame]):
             self.regions[key] = make()
         return self.regions[key]
 
-    # --- loops and branches ----------------------------------------------------------------------------------------
-
     def inside(self, eqn: Any, sub: Subcall, frame: RematFrame) -> RematFrame:
         """Returns the frame of what is in an equation."""
         frame = dataclasses.replace(frame, place=frame.at(eqn))
@@ -353,8 +349,6 @@ class RematWalk(Walk[RematFrame]):
         if frame.block is None:
             return self.run(jaxpr, values, frame)
         return self.evaluated(eqn, frame.block, values, frame, kind="scan body", is_scanned=True, prevent_cse=False)
-
-    # --- the report ----------------------------------------------------------------------------------------------
 
     def leave(self, eqn: Any, reason: str, frame: RematFrame) -> None:
         """Notes what is not rematerialized, or not placed."""

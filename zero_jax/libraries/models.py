@@ -75,7 +75,8 @@ def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = N
     function = LossFunction.of(loss)
     remedy = "give the class of the module, or a function of nnx.Rngs that returns one"
     check_callable("make", make, remedy=remedy)
-    _check_model("make", make, is_right=not isinstance(make, nnx.Module), remedy=remedy)
+    if isinstance(make, nnx.Module):
+        raise ValueError(f"make={shown(make)}: {remedy}")
     by_name = "rngs" in inspect.signature(make.__init__ if isinstance(make, type) else make).parameters
     module = lambda key: make(rngs=nnx.Rngs(key)) if by_name else make(nnx.Rngs(key))  # noqa: E731
     trained = nnx.Param if wrt is None else wrt
@@ -144,7 +145,8 @@ def from_linen(
     from flax import linen
 
     remedy = "give an nn.Module of flax.linen, such as Net(), not its class (zero.from_nnx takes those of flax.nnx)"
-    _check_model("module", module, is_right=isinstance(module, linen.Module), remedy=remedy)
+    if not isinstance(module, linen.Module):
+        raise ValueError(f"module={shown(module)}: {remedy}")
     rngs = [rngs] if isinstance(rngs, str) else rngs
     keys_of = lambda key: dict(zip(("params", *rngs), jax.random.split(key, 1 + len(rngs)), strict=True))  # noqa: E731
 
@@ -276,12 +278,6 @@ def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> 
     has_state = bool(jax.tree.leaves((eqx.partition(arrays, is_param)[1], eqx.filter(state, is_array))))
     loss_fn, eval_fn = loss_of(lambda x: x), loss_of(eqx.nn.inference_mode)
     return ModelFunctions(init_fn=init_fn, loss_fn=loss_fn, eval_fn=eval_fn, merge=merge, loss=place_of(loss))
-
-
-def _check_model(name: str, value: Any, *, is_right: bool, remedy: str) -> None:
-    """Raises `ValueError` for a model, or a function that makes it, of another kind."""
-    if not is_right:
-        raise ValueError(f"{name}={shown(value)}: {remedy}")
 
 
 def with_parameters(

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from zero_jax.core.field_checks import brief, check_value, check_word
 from zero_jax.core.tree import shown
 from zero_jax.core.variables import MODEL_STATE
-from zero_jax.sharding.mesh import Axes, axis_size
+from zero_jax.sharding.mesh import Axes, are_names, axis_size
 from zero_jax.sharding.path_patterns import PathPatterns
 from zero_jax.sharding.rules import LeafPlacement
 from zero_jax.sharding.spec import Dims, num_shards
@@ -81,12 +81,10 @@ class Quantize:
             raise ValueError(
                 f"quantize: block_size={self.block_size}: give an even number of elements, such as 64, or None"
             )
-        over = self.grads_over
-        names = [over] if isinstance(over, str) else over
-        if over is not None and not (
-            isinstance(names, Sequence) and names and all(isinstance(x, str) and x for x in names)
-        ):
-            raise ValueError(f"quantize: grads_over={shown(over)}: give the name of a mesh axis, such as 'replica'")
+        if self.grads_over is not None and not are_names(self.grads_over):
+            raise ValueError(
+                f"quantize: grads_over={shown(self.grads_over)}: give the name of a mesh axis, such as 'replica'"
+            )
         for name in ("grads_over", "error_feedback"):
             if getattr(self, name) and self.grads is None:
                 setting = f"{name}={getattr(self, name)!r}"

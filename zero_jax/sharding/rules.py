@@ -22,16 +22,7 @@ from zero_jax.core.variables import MODEL_STATE, model_state_names
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.model_specs import spec_of_each, specs_of
 from zero_jax.sharding.path_patterns import PathPatterns
-from zero_jax.sharding.spec import (
-    Dims,
-    carries,
-    checked_dims,
-    gather_steps,
-    named,
-    num_shards,
-    steps_by_dim,
-    without,
-)
+from zero_jax.sharding.spec import Dims, carries, checked_dims, gather_steps, named, num_shards, steps_by_dim, without
 
 # Preferred are dims whose shards still fill the accelerator's tiles: 128 lanes, 16 sublanes of 2-byte types.
 _TILE = (16, 128)

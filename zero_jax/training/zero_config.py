@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zero_jax.core.field_checks import check_fields, hinted
 from zero_jax.core.tree import PyTree, shown
-from zero_jax.sharding.mesh import Axes, axes_of, secondary_axes
+from zero_jax.sharding.mesh import Axes, are_names, axes_of, secondary_axes
 from zero_jax.sharding.path_patterns import PathPatterns
 from zero_jax.sharding.precision import Precision, resolve_precision
 from zero_jax.sharding.quantized import Quantize, check_quantize
@@ -259,9 +259,7 @@ def _check_quantize(quantize: Quantize | None, groups: frozenset[str], stage: st
 
 def _check_secondary(secondary: Any, stage: int) -> None:
     """Raises `ValueError` for no flag and no names of axes, and for a stage that has no sharded params."""
-    is_flag = isinstance(secondary, bool)
-    names = [secondary] if isinstance(secondary, str) else secondary
-    if not is_flag and not (isinstance(names, Sequence) and names and all(isinstance(x, str) and x for x in names)):
+    if not isinstance(secondary, bool) and not are_names(secondary):
         raise ValueError(f"secondary={shown(secondary)}: give True, False, or names of axes of `data`, as ('data_0',)")
     if secondary and "params" not in sharded_groups(stage):
         raise ValueError(

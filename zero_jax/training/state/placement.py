@@ -24,13 +24,7 @@ from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.path_patterns import PathPatterns
 from zero_jax.sharding.precision import Precision, cast_floating, resolve_precision
 from zero_jax.sharding.quantized import Quantize, blocks_of_leaf, check_leaves
-from zero_jax.sharding.rules import (
-    LeafPlacement,
-    place_like_params,
-    place_model_state,
-    place_params,
-    to_shardings,
-)
+from zero_jax.sharding.rules import LeafPlacement, place_like_params, place_model_state, place_params, to_shardings
 from zero_jax.sharding.spec import Dims, dims_of, named, steps_by_dim
 from zero_jax.sharding.stages import SECONDARY_GROUPS, sharded_groups
 from zero_jax.sharding.torus import gather_shardings

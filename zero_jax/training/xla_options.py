@@ -225,10 +225,10 @@ def wanted_options(
             )
         purpose = "combine_bytes of the config"
         options |= {name: CompilerOption(name, config.combine_bytes, purpose) for name in _COMBINE[device.platform]}
-    offload = config.resolved_offload()
-    reads_host = resolve_remat(config.remat).offloads or (offload is not None and offload.what == "all")
-    if _is_cuda(device) and jax.__version_info__ < (0, 12) and reads_host:  # in loops: residuals, or params
-        options[_VERIFIED.name] = _VERIFIED
+    if _is_cuda(device) and jax.__version_info__ < (0, 12):
+        offload = config.resolved_offload()  # a loop may read residuals in host memory, or params
+        if resolve_remat(config.remat).offloads or (offload is not None and offload.what == "all"):
+            options[_VERIFIED.name] = _VERIFIED
     for name, value in (config.compiler_options or {}).items():
         options.pop(name, None)
         if value is not None:

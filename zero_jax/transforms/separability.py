@@ -117,11 +117,6 @@ class _Found:
     depends: bool  # whether the loss is made of counts
     within: bool  # whether there are counts or terms in calls, of which nothing is known
 
-    @property
-    def is_known(self) -> bool:
-        """Whether all results are made of those of parts."""
-        return all(x.kind is not Kind.UNKNOWN for x in (self.loss, *self.aux))
-
 
 class _Traces:
     """Traces of a loss function, on batches of several sizes."""
@@ -171,7 +166,9 @@ class _Traces:
             on_parts = LossOnParts(size=size, of_batch=False, weight=named)
             return Separability(another_loss=why, on_parts=on_parts, aux=dict.fromkeys(leaves, unknown(why)))
         found = self.found(traces, size, num_parts, num_blocks)
-        if found.within and not found.is_known:  # it is of a value in a nested `jit`
+        if found.within and any(
+            x.kind is Kind.UNKNOWN for x in (found.loss, *found.aux)
+        ):  # of a value in nested `jit`s
             traces = [self.trace(n, flat=True) for n in sizes]
             found = self.found(traces, size, num_parts, num_blocks)
         why, on_parts = _averaged(found, traces[1], loss_weight, trusted=trusted)
@@ -216,19 +213,17 @@ class _Traces:
         self, traces: Sequence[Any], inputs: Sequence[Relation], comparison: TraceComparison
     ) -> list[Relation]:
         """Returns the relations of the results of the first closed jaxpr to those of the second."""
-        groups = [list(traces)]
-        whole, part, *single = groups[0]
+        whole, part, *single = traces
         names = [[eqn.primitive.name for eqn in jaxprs.open_jaxpr(x)[0].eqns] for x in (whole, part)]
-        if names[0] != names[1] or not _goes_on(whole, part, single, comparison):
-            each = [[jaxprs.alone(x, [atom]) for atom in jaxprs.open_jaxpr(x)[0].outvars] for x in traces]
-            groups = [list(group) for group in zip(*each, strict=True)]
+        if names[0] == names[1] and _goes_on(whole, part, single, comparison):
+            return comparison.run(whole, part, inputs)
         found = []
-        for whole, part, *single in groups:
-            if not _goes_on(whole, part, single, comparison):
-                why = unknown("loss_fn does something else on one example than on several")
-                found += [why] * len(jaxprs.open_jaxpr(whole)[0].outvars)
-            else:
+        each = [[jaxprs.alone(x, [atom]) for atom in jaxprs.open_jaxpr(x)[0].outvars] for x in traces]
+        for whole, part, *single in zip(*each, strict=True):
+            if _goes_on(whole, part, single, comparison):
                 found += comparison.run(whole, part, inputs)
+            else:
+                found.append(unknown("loss_fn does something else on one example than on several"))
         return found
 
 

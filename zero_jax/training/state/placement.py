@@ -217,18 +217,18 @@ class Placement:
         return on_host(self.offload, groups, shapes, min_size=self.config.min_shard_size)
 
     def params_of(self, masters: PyTree, *, into: PyTree) -> PyTree:
-        """Returns params from master params: themselves, or gathered copies written over the old params `into`.
+        """Returns params from master params: themselves, or gathered copies written over the old params `into`."""
+        return masters if self.params_are_masters else self._gathered(masters, into=into)
 
-        They are gathered one mesh axis at a time, in the narrower dtype. Large stacks of layers are gathered layer by
-        layer into the params that they replace, as XLA:TPU would otherwise hold a full stack beside them; those that
-        are sharded along the layers in as many parts of features. Stacks of equally many parts share a loop, so that
-        several gathers run at once.
+    def _gathered(self, tree: PyTree, *, into: PyTree) -> PyTree:
+        """Gathers params one mesh axis at a time, in the narrower dtype.
+
+        Large stacks of layers are gathered layer by layer into the params that they replace, as XLA:TPU would otherwise
+        hold a full stack beside them; those that are sharded along the layers in as many parts of features. Stacks of
+        equally many parts share a loop, so that several gathers run at once.
         """
-        if self.params_are_masters:
-            return masters
-        tree, dtype = masters, self.precision.param if self.keeps_copy else None
+        dtype, param_axes = self.precision.param if self.keeps_copy else None, self.axes_of_group("params")
         leaves, placements = jax.tree.leaves(tree), jax.tree.leaves(self.params)
-        param_axes = self.axes_of_group("params")
         if axis_size(self.mesh, [axis for axis in self.axes_of_group("master") if axis not in param_axes]) == 1:
             return cast_floating(tree, dtype)
         placements = [dataclasses.replace(leaf, dims=leaf.update_dims or leaf.dims) for leaf in placements]

@@ -182,10 +182,10 @@ class Lora:
         targets, trained = self.targets(params), self.trained(params)
         variables = jax.eval_shape(lambda params: self.init(params, jax.random.key(0)), params)
         nodes = jax.tree.leaves(variables.model_state[_BASE], is_leaf=_is_node)
-        leaves, own_specs = jax.tree.leaves(params), jax.tree.leaves(user_specs(params, specs))
+        each = zip(leaf_names(params), jax.tree.leaves(params), nodes, user_specs(params, specs), strict=True)
         dims_of: dict[str, Dims] = {}
-        for path, leaf, node, own in zip(leaf_names(params), leaves, nodes, own_specs, strict=True):
-            dims = checked_dims(f"param {path!r}", own.spec, leaf.shape, mesh)
+        for path, leaf, node, spec in each:
+            dims = checked_dims(f"param {path!r}", spec, leaf.shape, mesh)
             base, target = f"{MODEL_STATE}/{_BASE}/{path}", targets.get(path)
             if target is not None:
                 arrays = _adapter_dims(target, dims)

@@ -100,6 +100,10 @@ class _Placer:
             dims, reason = (dims, _EXPERTS) if experts else self.add_data(shape, dims)
         return LeafPlacement(**_described(name, leaf), dims=dims, reason=reason, pipe=pipe, of_experts=experts)
 
+    def place_as(self, name: str, leaf: Any, spec: Any) -> LeafPlacement:
+        """Places a leaf for which the user may have given a spec."""
+        return self.place(name, leaf, None if spec is None else self.checked(name, tuple(leaf.shape), spec))
+
     def place_like(self, name: str, leaf: Any, params: Mapping[str, LeafPlacement]) -> LeafPlacement:
         """Places a leaf like the param whose path is the end of the leaf's path, else by its own shape."""
         path, shape = path_of_param(name, params), tuple(leaf.shape)
@@ -231,16 +235,13 @@ def _with(dims: Dims, i: int, axes: Sequence[str]) -> Dims:
 
 def place_params(params: PyTree, *, mesh: Mesh, axes: Axes, rules: Any) -> PyTree:
     """Returns a `LeafPlacement` for each param (arrays or `ShapeDtypeStruct`s), with its sharding over `data`."""
-    placer, specs = _Placer(mesh, axes, rules, _stacks(params, leaf_names(params), axes)), rules.param_specs
-    placer.experts.check_matched(leaf_names(params))
+    names, (leaves, tree), specs = leaf_names(params), jax.tree.flatten(params), rules.param_specs
+    placer = _Placer(mesh, axes, rules, _stacks(params, names, axes))
+    placer.experts.check_matched(names)
     if of_model_state := _model_state_patterns(specs):
         specs = {pattern: spec for pattern, spec in specs.items() if pattern not in of_model_state} or None
     of_each = user_specs(params, specs if specs is not None else _carried(params, mesh, axes, rules))
-
-    def place(name: str, leaf: Any, spec: Any) -> LeafPlacement:
-        return placer.place(name, leaf, None if spec is None else placer.checked(name, tuple(leaf.shape), spec.spec))
-
-    return map_named(place, params, of_each)
+    return tree.unflatten(map(placer.place_as, names, leaves, of_each))
 
 
 def _stacks(tree: PyTree, names: Sequence[str], axes: Axes) -> frozenset[str]:
@@ -290,24 +291,15 @@ def _carried(params: PyTree, mesh: Mesh, axes: Axes, rules: Any) -> PyTree:
     return specs
 
 
-@dataclasses.dataclass(frozen=True)
-class UserSpec:
-    """A user's spec of a param, or None: a leaf of a tree like the params."""
-
-    spec: Any
-
-
-def user_specs(params: PyTree, specs: PyTree) -> PyTree:
-    """Returns a tree like the params with the `UserSpec` of each, from `ZeroConfig.param_specs`."""
+def user_specs(params: PyTree, specs: PyTree) -> list[Any]:
+    """Returns the user's spec of each param, or None, from `ZeroConfig.param_specs`."""
     if isinstance(specs, Mapping) and specs and all(isinstance(v, PartitionSpec) for v in specs.values()):
-        names = set(leaf_names(params))
+        names = leaf_names(params)
         if set(specs) != {name.split("/")[0] for name in names}:  # no prefix of the tree: patterns of paths
             patterns = PathPatterns("param_specs", specs)
             patterns.check_matched(sorted(names))
-            return map_named(lambda name, _: UserSpec(patterns.of(name)), params)
-    return jax.tree.unflatten(
-        jax.tree.structure(params), [UserSpec(spec) for spec in spec_of_each(params, specs, what="param_specs is")]
-    )
+            return [patterns.of(name) for name in names]
+    return spec_of_each(params, specs, what="param_specs is")
 
 
 def place_like_params(tree: PyTree, placements: PyTree, *, mesh: Mesh, axes: Axes, rules: Any) -> PyTree:
@@ -338,10 +330,8 @@ def place_model_state(model_state: PyTree, placements: PyTree, *, mesh: Mesh, ax
 
     def place(name: str, leaf: Any, own: PartitionSpec | None) -> LeafPlacement:
         spec = patterns.of(name, own if own is not None and any(own) else None)
-        if spec is not None or placer.overrides.matches(name):
-            shape = tuple(leaf.shape)
-            return placer.place(name, leaf, None if spec is None else placer.checked(name, shape, spec))
-        return placer.place_like(name, leaf, by_path)
+        is_given = spec is not None or placer.overrides.matches(name)
+        return placer.place_as(name, leaf, spec) if is_given else placer.place_like(name, leaf, by_path)
 
     return tree.unflatten([place(*leaf) for leaf in zip(names, jax.tree.leaves(model_state), own, strict=True)])
 

@@ -38,14 +38,6 @@ _MIN_ALIKE = 1 / 2
 _MIN_USES = 1 / 3
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Repeat:
-    """A stretch of a sequence that equals itself at a distance."""
-
-    places: np.ndarray  # the indices of its numbers in the sequence; those between them are left out
-    period: int  # the distance, counted in `places`; at most half as many as there are
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RepeatedBlock:
     """One of the repeated blocks of a jaxpr, as one equation: the equations of one turn of a Python loop."""
@@ -127,18 +119,18 @@ def _best_run(sequence: EqnSequence, start: int, stop: int) -> tuple[int, ...]:
     """Returns the run between two places whose blocks cover most and are most alike; the empty one if there is none."""
     users = sequence.uses(start, stop)
 
-    def covered(repeat: Repeat) -> tuple[int, int]:
-        first, last = users[repeat.places[[0, -1]]]
-        return int(sequence.sizes[first : last + 1].sum()), -repeat.period
+    def covered(repeat: tuple[np.ndarray, int]) -> tuple[int, int]:
+        first, last = users[repeat[0][[0, -1]]]
+        return int(sequence.sizes[first : last + 1].sum()), -repeat[1]
 
     scores: dict[tuple[int, ...], float] = {}
     equal: tuple[int, ...] = ()  # a run of equal blocks
-    for repeat in heapq.nlargest(_MAX_REPEATS, tandem_repeats(sequence.numbers[users]), key=covered):
-        places = users[repeat.places]
+    for numbers, period in heapq.nlargest(_MAX_REPEATS, tandem_repeats(sequence.numbers[users]), key=covered):
+        places = users[numbers]
         is_within = bool(equal) and equal[0] <= places[0] and places[-1] < equal[-1]
-        if is_within and len(places) // repeat.period < len(equal):
+        if is_within and len(places) // period < len(equal):
             continue  # it has no more blocks than these: of twice the period, say
-        run, alike = _alike(sequence, _cut(sequence, places, repeat.period, start, stop))
+        run, alike = _alike(sequence, _cut(sequence, places, period, start, stop))
         if run and sequence.are_blocks(run):
             scores[run] = alike**3 * float(sequence.sizes[run[0] : run[-1]].sum())
             equal = run if alike == 1 and len(run) > len(equal) else equal
@@ -226,10 +218,12 @@ def _with_another(sequence: EqnSequence, run: tuple[int, ...], places: np.ndarra
     return longer if is_alike and sequence.are_blocks(longer) else ()
 
 
-def tandem_repeats(numbers: np.ndarray) -> Iterator[Repeat]:
+def tandem_repeats(numbers: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
     """Yields the longest tandem repeats of each period: of the sequence, and of its numbers that occur often.
 
-    What only some of the turns have is rarer than what all have, so without it they are equal.
+    A stretch equals itself at the distance `period`. Yielded are the indices of its numbers (those between them are
+    left out), and the period, counted in these. What only some of the turns have is rarer than what all have, so
+    without it they are equal.
     """
     _, kinds, counts = np.unique(numbers, return_inverse=True, return_counts=True)
     often = counts[kinds.reshape(-1)]
@@ -245,7 +239,7 @@ def tandem_repeats(numbers: np.ndarray) -> Iterator[Repeat]:
             edges = np.flatnonzero(equal[1:] != equal[:-1])
             for first, last in zip(edges[::2], edges[1::2], strict=True):
                 if last - first >= period:
-                    yield Repeat(places=places[first : last + period], period=period)
+                    yield places[first : last + period], period
 
 
 def num_edits(pattern: np.ndarray, text: np.ndarray) -> np.ndarray:

@@ -93,7 +93,7 @@ class AttentionSearch:
             var, reasons[var] = next(iter(used.items()))
             del cores[var]
         products = {var: prover.found[var].result for var in prover.found}
-        for var in find_cores(facts).results - {*products.values()}:
+        for var in find_cores(facts)[1] - {*products.values()}:
             lost = prover.lost.get(var)
             reasons[var] = lost.reason if lost is not None else "its equations are of no form that is known"
         for var in prover.producers:
@@ -128,7 +128,7 @@ class AttentionSearch:
         reason = f"it is inside {eqn.primitive.name}, which is not looked into"
         for inner in jaxprs.inner_jaxprs(eqn):
             jaxpr, _ = flatten(*jaxprs.open_jaxpr(inner))
-            results = find_cores(Facts(jaxpr, ["value"] * len(jaxpr.invars))).results
+            _, results = find_cores(Facts(jaxpr, ["value"] * len(jaxpr.invars)))
             for result in jaxpr.eqns:
                 if results.intersection(result.outvars):
                     where = at.inside(eqn).inside(result).line

@@ -179,7 +179,7 @@ class RematRegion:
         if self.setting.remat.policy != "values":
             return dict.fromkeys(self.kept, self.setting.remat.residuals)
         kept = {var: self.chosen_place(label) for var, label in self.labels.items()}
-        kinds = {PRODUCTS: products_with_weights(self.known), ATTENTION: self.cores.results}
+        kinds = {PRODUCTS: products_with_weights(self.known), ATTENTION: self.cores[1]}
         kept |= {var: place for kind, found in kinds.items() if (place := self.chosen_place(kind)) for var in found}
         known = all_values(self.known) - self.fused  # what fused attention makes has a name of its own
         return {var: place for var, place in kept.items() if place and var in known}
@@ -209,11 +209,11 @@ class RematRegion:
         products = products_with_weights(self.known)
         if remat.policy == "dots":
             return products
-        cores = self.cores
+        inner, results = self.cores
         if remat.residuals == "device":
-            return all_values(self.known) - cores.inner - self.fused
+            return all_values(self.known) - inner - self.fused
         # What is between the products is cheap to compute again, and would have to be gathered otherwise.
-        return (products | cores.results) - cores.inner
+        return (products | results) - inner
 
     @functools.cached_property
     def fused(self) -> set[Any]:
@@ -221,8 +221,8 @@ class RematRegion:
         return {var for eqn in self.jaxpr.eqns if eqn.primitive.name == "zero_attention" for var in eqn.outvars}
 
     @functools.cached_property
-    def cores(self) -> Any:
-        """The cores of attention in the region."""
+    def cores(self) -> tuple[set[Any], set[Any]]:
+        """What is within the cores of attention in the region, and their results."""
         return attention_cores(self.known)
 
     @property

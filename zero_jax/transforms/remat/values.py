@@ -16,7 +16,7 @@ from zero_jax.program.passes import Pass
 from zero_jax.sharding.chains import reshard_p
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, carries, dims_of
-from zero_jax.transforms.attention.find import AttentionCores, find_cores
+from zero_jax.transforms.attention.find import find_cores
 from zero_jax.transforms.facts import Facts
 
 # Smaller values cost less where they are than a collective or a transfer does.
@@ -124,13 +124,12 @@ def products_with_weights(facts: Facts) -> set[Any]:
     }
 
 
-def attention_cores(facts: Facts) -> AttentionCores:
-    """Finds the cores of attention; to each belongs what is computed for it alone without any activation, as masks."""
-    found = find_cores(facts)
-    inner = found.inner
+def attention_cores(facts: Facts) -> tuple[set[Any], set[Any]]:
+    """Finds what is within the cores of attention, with all that is only for them, as masks are, and their results."""
+    inner, results = find_cores(facts)
     if inner:
-        inner |= _made_for(facts, {*inner})
-    return AttentionCores(inner - found.results, found.results)
+        inner |= _made_for(facts, inner)
+    return inner - results, results
 
 
 def _made_for(facts: Facts, inner: set[Any]) -> set[Any]:

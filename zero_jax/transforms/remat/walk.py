@@ -280,7 +280,7 @@ class RematWalk(Walk[RematFrame]):
         effects, left = region.jaxpr.effects, ""
         if effects and region.kind != "jax.checkpoint":
             left = f"it has effects, {', '.join(map(str, effects))}, which must not run twice"
-        elif self.policy == "attention" and not region.cores.inner | region.fused:
+        elif self.policy == "attention" and not region.cores[0] | region.fused:
             left = "no attention in it, so nothing of it is recomputed"
         if left:
             self.leave(eqn, left, frame)

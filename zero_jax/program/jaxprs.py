@@ -8,7 +8,6 @@ primitives that run other jaxprs.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import inspect
@@ -264,7 +263,7 @@ def operation_key(eqn: Any) -> tuple[Any, ...]:
     try:
         hash(key := (eqn.primitive, tuple(eqn.params.items())))
     except TypeError:  # a parameter that has no hash
-        return (_ById(eqn),)
+        return (object(),)  # equal to itself alone
     return key
 
 
@@ -272,13 +271,6 @@ def equation_key(eqn: Any) -> tuple[Any, ...]:
     """Returns what is equal for equations that do the same and come from the same line and names."""
     avals = tuple(var.aval for var in eqn.invars)
     return (*operation_key(eqn), avals, eqn.ctx, name_stack(eqn), source_line(eqn))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _ById:
-    """A key that is equal to itself alone."""
-
-    value: Any
 
 
 def jaxpr_key(jaxpr: Any) -> tuple[Any, ...]:

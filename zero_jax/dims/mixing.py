@@ -40,12 +40,7 @@ class MixedSharding:
 
 
 class Examples(Pass[State]):
-    """How each value depends on the examples; what is "unknown" counts as sharded.
-
-    Args:
-      mesh: the mesh.
-      axes: the roles of its axes.
-    """
+    """How each value depends on the examples; what is "unknown" counts as sharded."""
 
     enters = CALLS | {"cond"} | LOOPS
 

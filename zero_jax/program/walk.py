@@ -40,11 +40,7 @@ def arrays_of(value: Any) -> tuple[Any, ...]:
 
 
 class Packed:
-    """Values as arrays, each array once, and back: so they enter a function that JAX traces, as its arguments.
-
-    Attributes:
-      arrays: the arrays.
-    """
+    """Values as `arrays`, each array once, and back: so they enter a function that JAX traces, as its arguments."""
 
     def __init__(self, values: Iterable[Any]):
         self.values = list(values)

@@ -91,12 +91,9 @@ class OffloadedState:
         frozen = flags_of_all(state.masters, same) * (1 + placement.keeps_copy)
         window_bytes, axes = placement.offload.window_bytes, placement.axes
         results = stream(flat, arguments, into, window_bytes=window_bytes, unchanged=frozen, axes=axes)
-        masters_tree = jax.tree.structure(state.masters)
-        num_copies = num_masters * placement.keeps_copy
-        masters = masters_tree.unflatten(results[:num_masters])
-        copies = masters_tree.unflatten(results[num_masters : num_masters + num_copies]) if num_copies else masters
-        opt_state = jax.tree.unflatten(jax.tree.structure(state.opt_state), results[num_masters + num_copies :])
-        return UpdatedState(masters, copies, opt_state)
+        old = UpdatedState(state.masters, state.masters if placement.keeps_copy else None, state.opt_state)
+        updated = jax.tree.unflatten(jax.tree.structure(old), results)
+        return updated if placement.keeps_copy else updated._replace(low=updated.masters)
 
     def _copies(self, shardings: PyTree) -> list[Argument]:
         """Returns the arrays that new low-precision params are written to: the old ones if they are sharded alike."""

@@ -125,11 +125,7 @@ class _ScaledLoss:
 
     def grad_fn(self, loss_fn: Callable[..., Any]) -> GradFn:
         """Returns the function of the scaled loss and its gradients."""
-
-        def value(free: Any, *inputs: Any) -> Any:
-            return self.value(loss_fn, free, *inputs)
-
-        return jax.value_and_grad(value, has_aux=True)
+        return jax.value_and_grad(functools.partial(self.value, loss_fn), has_aux=True)
 
     def accumulated(self, errors: Sequence[Any]) -> Any:
         """Returns `((loss, (aux, model_state)), grads, parts, errors, plan)`; warns of what is not as asked for."""

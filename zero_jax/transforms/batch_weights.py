@@ -50,13 +50,11 @@ class PartWeight:
 def with_weight(program: LossProgram, loss_weight: str) -> LossProgram:
     """Returns a loss with its `PartWeight`, None where all batches of a size weigh the same.
 
-    It is `(variables, batch, key) -> (loss, (aux, model_state, weight))`. The sum of a batch whose divisor is 0 is
-    divided by 1, which is its divisor then: the sum of all batches has it, too. So it is in detection, where a batch
-    without objects has a loss. What is added to such a mean counts by the divisor itself, and is 0 in these batches.
-
-    Args:
-      program: the loss, `(variables, batch, key) -> (loss, (aux, model_state))`.
-      loss_weight: name of an entry of aux; `auto` finds the divisor that the loss ends in.
+    From `(variables, batch, key) -> (loss, (aux, model_state))` it makes a function to `(loss, (aux, model_state,
+    weight))`. `loss_weight` names an entry of aux; `auto` finds the divisor that the loss ends in. The sum of a batch
+    whose divisor is 0 is divided by 1, which is its divisor then: the sum of all batches has it, too. So it is in
+    detection, where a batch without objects has a loss. What is added to such a mean counts by the divisor itself, and
+    is 0 in these batches.
     """
 
     def add_weight(traced: Traced) -> Traced:

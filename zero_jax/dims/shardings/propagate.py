@@ -80,11 +80,7 @@ def propagate_shardings(
 
 
 class _Shardings(Pass[ValueSharding]):
-    """Carries shardings through equations; the rules of single primitives are in `rules`.
-
-    Attributes:
-      peak: of the jaxpr that was run last, the peak of what is alive.
-    """
+    """Carries shardings through equations; the rules of single primitives are in `rules`."""
 
     def __init__(self, *, sizes: Mapping[str, int], counted: tuple[str, ...]):
         super().__init__()
@@ -92,7 +88,8 @@ class _Shardings(Pass[ValueSharding]):
         self.moves: list[Move] = []
         self.unknown, self.sliced_param_bytes = "", 0.0
         self.values: dict[Any, ValueSharding] = {}
-        self.times, self.phase, self.source, self.peak = 1, "forward", "", 0.0
+        self.times, self.phase, self.source = 1, "forward", ""
+        self.peak = 0.0  # of what is alive, in the jaxpr that was run last
         self.alive: Any = None
 
     # What rules ask for.

@@ -6,5 +6,5 @@ the step is traced for (`mesh_context`).
 """
 
 from zero_jax.attention.function import Choice, Implementation, attention_choice, dot_product_attention
-from zero_jax.attention.fused import PRIMITIVES, RESIDUALS, AttentionWork, attention_work
+from zero_jax.attention.fused import PRIMITIVES, RESIDUALS, attention_work
 from zero_jax.attention.placement import mesh_context

@@ -77,9 +77,6 @@ def _segments(of: Operands) -> Array | None:
     return of.extras[0] if of.extras and of.extras[0].ndim == 2 else None
 
 
-# --- segments ---------------------------------------------------------------------------------------------------------
-
-
 class _Packed(NamedTuple):
     """The segments that one call takes, numbered from 0 over the whole batch."""
 
@@ -163,9 +160,6 @@ def _over(of_tokens: Array, x: Array) -> Array:
 
 def _taken(x: Array, order: Array) -> Array:
     return jnp.take_along_axis(x, _over(order, x), axis=1)
-
-
-# --- JAX's primitives -------------------------------------------------------------------------------------------------
 
 
 @functools.cache

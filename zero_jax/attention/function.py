@@ -218,11 +218,11 @@ def _checked(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple
     _check_numbers(given)
     scale = 1 / math.sqrt(q.shape[-1]) if given.scale is None else given.scale
     wanted = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    case = Case(
+    case = dataclasses.replace(
+        given,
         scale=scale if isinstance(scale, jax.Array) else float(scale),
         bias=_of_logits("bias", given.bias, wanted),
         mask=_of_logits("mask", given.mask, wanted),
-        is_causal=given.is_causal,
         query_seq_lengths=_lengths("query_seq_lengths", given.query_seq_lengths, q),
         key_value_seq_lengths=_lengths("key_value_seq_lengths", given.key_value_seq_lengths, k),
         local_window_size=_window(given.local_window_size),

@@ -48,9 +48,6 @@ attention_p.multiple_results = cotangents_p.multiple_results = True
 PRIMITIVES = (attention_p, tangent_p, cotangents_p)
 
 
-# --- shapes, derivatives, batches -------------------------------------------------------------------------------------
-
-
 def _attention_shapes(query: Any, key: Any, value: Any, *extras: Any, call: Call) -> list[Any]:
     del key, extras, call
     b, t, n, _ = query.shape
@@ -135,9 +132,6 @@ for _primitive in PRIMITIVES:
     batching.fancy_primitive_batchers[_primitive] = functools.partial(_batch, _primitive)
 
 
-# --- what runs --------------------------------------------------------------------------------------------------------
-
-
 def _forward(*operands: Any, call: Call, kernel: Any) -> Any:
     query, key, value, *extras = operands
     of = Operands(query, key, value, extras)
@@ -183,12 +177,6 @@ for _primitive, _run in ((attention_p, _forward), (tangent_p, _tangent), (cotang
     mlir.register_lowering(_primitive, functools.partial(_lower, _run, "other"))
     for _platform in ("tpu", "cpu", "cuda"):
         mlir.register_lowering(_primitive, functools.partial(_lower, _run, _platform), platform=_platform)
-
-
-_FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5  # scores and result; the scores again, and four gradients
-
-
-# --- what the kernel does not know of a case -------------------------------------------------------------------------
 
 
 def attention(query: Array, key: Array, value: Array, case: Case, *, kernel: str, placement: KernelPlacement) -> Array:
@@ -261,26 +249,18 @@ def _sees_a_key(query: Array, key: Array, case: Case, band: Band) -> Array | Non
     return visible(query, key, case)[:, 0].any(-1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionWork:
-    """The work of one execution of a fused attention, over all devices."""
+def attention_work(query: Any, key: Any, value: Any, *, call: Call, backward: bool) -> tuple[float, float]:
+    """Returns the work of one execution of a fused attention over all devices, or of its cotangents (`backward`).
 
-    # Operations of its products, for the keys that a query sees; of splash attention, in all blocks it visits
-    flops: float
-    # Bytes that are moved to add the parts in which splash attention makes the queries' cotangents
-    summed_bytes: float = 0.0
+    Of the arrays, `[B, T, N, H]`, `[B, S, K, H]` and `[B, S, K, V]`, only shapes and dtypes are read.
 
-
-def attention_work(query: Any, key: Any, value: Any, *, call: Call, backward: bool) -> AttentionWork:
-    """Returns the work of a fused attention.
-
-    Of the arrays, `[B, T, N, H]`, `[B, S, K, H]` and `[B, S, K, V]`, only shapes and dtypes are read; with `backward`
-    it is the work of the cotangents.
+    Returns:
+      Operations of its products, for the keys that a query sees (of splash attention, in all blocks it visits), and
+      bytes that are moved to add the parts in which splash attention makes the queries' cotangents.
     """
     if call.kernel == "splash":
-        flops, summed_bytes = splash.work(query, key, value, call, backward=backward)
-        return AttentionWork(flops=flops, summed_bytes=summed_bytes)
+        return splash.work(query, key, value, call, backward=backward)
     (b, t, n, h), num_keys = query.shape, key.shape[1]
     seen = np.maximum(call.band.last(t, num_keys) - call.band.first(t) + 1, 0).sum()
-    products = _BACKWARD_PRODUCTS if backward else _FORWARD_PRODUCTS
-    return AttentionWork(flops=2.0 * products * b * n * h * float(seen))
+    products = 5 if backward else 2  # scores and result; the scores again, and four gradients
+    return 2.0 * products * b * n * h * float(seen), 0.0

@@ -92,11 +92,8 @@ def on_shards(
 ) -> list[jax.Array]:
     """Calls a function of `[B, T, N, H]` and `[B, S, K, H]` on every device, on its examples and heads.
 
-    Args:
-      function: returns arrays; the leading dim of all is the batch, and those of 3 and 4 dims have heads (`_HEADS`).
-      placement: the devices.
-      manual: the mesh axes of outer `shard_map`s, over which the operands are shards already.
-      operands: its arguments.
+    The leading dim of its results is the batch, and those of 3 and 4 dims have heads (`_HEADS`). `manual` are the mesh
+    axes of outer `shard_map`s, over which the operands are shards already.
     """
     mesh = placement.mesh
     if mesh is None or manual >= set(mesh.axis_names):

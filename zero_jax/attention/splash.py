@@ -140,11 +140,7 @@ def _plan(of: Operands, call: Any) -> _Plan:
 
 
 def work(query: Any, key: Any, value: Any, call: Any, *, backward: bool) -> tuple[float, float]:
-    """Returns the operations of the kernels' products, and the bytes of adding the parts of the queries' cotangents.
-
-    Of the arrays, `[B, T, N, H]`, `[B, S, K, H]` and `[B, S, K, V]`, only shapes and dtypes are read; with `backward`
-    it is the work of the cotangents.
-    """
+    """Returns what `attention_work` does."""
     plan, (b, _, n, h) = _plan(Operands(query, key, value, ()), call), query.shape
     per_logit = _flops_per_logit(h, value.shape[-1], backward=backward)
     flops = 2.0 * b * n * plan.queries * plan.keys * plan.share * per_logit

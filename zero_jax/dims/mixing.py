@@ -40,12 +40,7 @@ class MixedSharding:
 
 
 class Examples(Pass[State]):
-    """How each value depends on the examples; what is "unknown" counts as sharded.
-
-    Args:
-      mesh: the mesh.
-      axes: the roles of its axes.
-    """
+    """How each value depends on the examples; what is "unknown" counts as sharded."""
 
     enters = CALLS | {"cond"} | LOOPS
 
@@ -191,9 +186,6 @@ def _is_ragged(eqn: Any) -> bool:
         return False
     numbers = eqn.params.get("ragged_dot_dimension_numbers")
     return numbers is not None and not numbers.dot_dimension_numbers[1][0]
-
-
-# --- rules: from the states of an equation's inputs, none of them unknown, to that of its results --------------------
 
 
 def _carried(eqn: Any, states: Sequence[State]) -> State:

@@ -386,9 +386,6 @@ def known_primitives() -> Mapping[str, Primitive]:
     return _TABLE
 
 
-# --- questions that transforms ask of an equation --------------------------------------------------------------------
-
-
 def is_contraction(eqn: Any) -> bool:
     """Tells whether an equation multiplies matrices."""
     return eqn.primitive.name in ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot")
@@ -447,10 +444,8 @@ _OF_ALL = ELEMENTWISE | JOINS
 def passthrough(eqn: Any, dims_in: Sequence[Dims | None], shards: Callable[[Dims, int], int]) -> Dims | None:
     """Returns how the results of an equation are sharded when it runs on the shards, or None if it needs a gather.
 
-    Args:
-      eqn: an equation without inner jaxprs.
-      dims_in: for each input, the axes of its dims if it is a sharded param, else None.
-      shards: `shards(dims, i)` is the number of shards that dim `i` is cut into.
+    It has no inner jaxprs. `dims_in` are the axes of the dims of each input that is a sharded param, else None;
+    `shards(dims, i)` is the number of shards that dim `i` is cut into.
     """
     name = eqn.primitive.name
     dims_in = dims_in if name in _OF_ALL else dims_in[:1]

@@ -24,7 +24,7 @@ from zero_jax.libraries import with_parameters
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.rules import user_specs
 from zero_jax.sharding.spec import Dims, checked_dims, partition_spec
-from zero_jax.training import LossFunction, MeshLoss, TrainState, key_parameter, model_state_parameter
+from zero_jax.training import LossFunction, MeshLoss, TrainState, key_parameter
 from zero_jax.transforms import AdaptedReport, Weight, WeightUse, as_stored, evaluate_adapted
 
 _BASE = "base"  # of the model state: the frozen params
@@ -106,8 +106,6 @@ class Lora:
         """Returns the paths of the leaves that are trained as they are."""
         return matching("train", self.train, leaf_names(params))
 
-    # --- the state ---------------------------------------------------------------------------------------------------
-
     def init(self, params: PyTree, key: jax.Array) -> Variables:
         """Returns adapters that change nothing yet, as params, and the frozen base, as model state.
 
@@ -147,11 +145,9 @@ class Lora:
             return leaf
         if target is None or self.base == "bfloat16":
             return leaf.astype(jnp.bfloat16)
-        num_rows = target.num_first
+        sizes = {"num_stack": target.num_stack, "num_rows_dims": target.num_first, "block_size": self.block_size}
         try:
-            return quantize(
-                leaf, self.base, num_stack=target.num_stack, num_rows_dims=num_rows, block_size=self.block_size
-            )
+            return quantize(leaf, self.base, **sizes)
         except ValueError as error:
             raise ValueError(f"leaf {target.path!r}, base={self.base!r}: {error}") from None
 
@@ -186,10 +182,10 @@ class Lora:
         targets, trained = self.targets(params), self.trained(params)
         variables = jax.eval_shape(lambda params: self.init(params, jax.random.key(0)), params)
         nodes = jax.tree.leaves(variables.model_state[_BASE], is_leaf=_is_node)
-        leaves, own_specs = jax.tree.leaves(params), jax.tree.leaves(user_specs(params, specs))
+        each = zip(leaf_names(params), jax.tree.leaves(params), nodes, user_specs(params, specs), strict=True)
         dims_of: dict[str, Dims] = {}
-        for path, leaf, node, own in zip(leaf_names(params), leaves, nodes, own_specs, strict=True):
-            dims = checked_dims(f"param {path!r}", own.spec, leaf.shape, mesh)
+        for path, leaf, node, spec in each:
+            dims = checked_dims(f"param {path!r}", spec, leaf.shape, mesh)
             base, target = f"{MODEL_STATE}/{_BASE}/{path}", targets.get(path)
             if target is not None:
                 arrays = _adapter_dims(target, dims)
@@ -199,8 +195,6 @@ class Lora:
             else:
                 dims_of[path if path in trained else base] = dims
         return {re.escape(path): partition_spec(dims) for path, dims in dims_of.items()}
-
-    # --- the loss function -------------------------------------------------------------------------------------------
 
     def loss_fn(self, loss_fn: Callable[..., Any] | MeshLoss) -> Callable[..., Any] | MeshLoss:
         """Returns the loss function of `Variables` that `init` made, from the unmodified one of plain params.
@@ -215,8 +209,7 @@ class Lora:
         return self._adapted(loss_fn, [])
 
     def _adapted(self, loss_fn: Callable[..., Any], uses: list[WeightUse]) -> Callable[..., Any]:
-        function = LossFunction(loss_fn, key_parameter(loss_fn), model_state_parameter(loss_fn))
-        function.check()
+        function = LossFunction.of(loss_fn)
 
         def call(variables: Variables, batch: PyTree, key: Any) -> Any:
             model_state = variables.model_state
@@ -243,14 +236,13 @@ class Lora:
         """
         uses: list[WeightUse] = []
         adapted = self._adapted(loss_fn, uses)
-        key = key_shape()
 
         def call(params: PyTree, batch: PyTree, key: jax.Array) -> Any:
             variables = self.init(params, key)
             keys = (key,) if key_parameter(loss_fn) is not None else ()
             return adapted(variables.params, batch, *keys, model_state=variables.model_state)
 
-        jax.eval_shape(call, params, batch, key)
+        jax.eval_shape(call, params, batch, key_shape())
         return AdaptedReport(tuple(dict.fromkeys(uses)))
 
     def _leaves(self, adapters: Mapping[str, Any], base: PyTree) -> tuple[list[Any], Any]:
@@ -275,19 +267,15 @@ class Lora:
                 return node
             labels = "s" * node.ndim
             return Weight(path=path, roots=(node,), build=as_stored, labels=labels, shape=node.shape, dtype=dtype)
-        if isinstance(node, QuantizedWeight):
-            roots, build = node.arrays, functools.partial(built, node.format, node.dims)
-        else:
-            roots, build = (node,), as_stored
-        factors = tuple(adapter[name] for name in ("a", "b", *(["magnitude"] if self.dora else [])))
+        is_quantized = isinstance(node, QuantizedWeight)
         return Weight(
             path=path,
-            roots=roots,
-            build=build,
+            roots=node.arrays if is_quantized else (node,),
+            build=functools.partial(built, node.format, node.dims) if is_quantized else as_stored,
             labels=target.labels,
             shape=tuple(node.shape),
             dtype=dtype,
-            factors=factors,
+            factors=tuple(adapter[name] for name in ("a", "b", *(["magnitude"] if self.dora else []))),
             scale=self.scale,
         )
 
@@ -304,8 +292,6 @@ class Lora:
                 "model of them: give it that alpha"
             )
         return model_state[_BASE]
-
-    # --- plain params again ------------------------------------------------------------------------------------------
 
     def merge(self, state: TrainState | Variables, *, dtype: Any = None) -> PyTree:
         """Returns plain params, in the structure that `init` was given: `W + alpha / rank * A @ B`, in float32.

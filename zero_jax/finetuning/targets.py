@@ -50,11 +50,7 @@ def check_rules(rules: Any) -> None:
 
 
 def matching(what: str, patterns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Returns the paths that match one of some patterns.
-
-    Raises:
-      ValueError: a pattern that matches nothing.
-    """
+    """Returns the paths that match one of some patterns; raises `ValueError` for a pattern that matches nothing."""
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             raise _unmatched(what, pattern, names)

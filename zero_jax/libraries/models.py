@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from zero_jax.core.signatures import check_callable, place_of
 from zero_jax.core.tree import PyTree, key_shape, shown
 from zero_jax.core.variables import MODEL_STATE, Variables, joined
 from zero_jax.program.jaxprs import stands_for, used_inputs
-from zero_jax.training import LossFunction, key_parameter, model_state_parameter
+from zero_jax.training import LossFunction
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,16 +72,17 @@ def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = N
     """
     from flax import nnx
 
-    function = _loss_on_model(loss)
+    function = LossFunction.of(loss)
     remedy = "give the class of the module, or a function of nnx.Rngs that returns one"
     check_callable("make", make, remedy=remedy)
-    _check_model("make", make, is_right=not isinstance(make, nnx.Module), remedy=remedy)
+    if isinstance(make, nnx.Module):
+        raise ValueError(f"make={shown(make)}: {remedy}")
     by_name = "rngs" in inspect.signature(make.__init__ if isinstance(make, type) else make).parameters
     module = lambda key: make(rngs=nnx.Rngs(key)) if by_name else make(nnx.Rngs(key))  # noqa: E731
     trained = nnx.Param if wrt is None else wrt
     shapes = nnx.eval_shape(module, key_shape())
     for name in ("deterministic", "use_running_average"):  # which some modules leave open, and a call has to say
-        is_open = functools.partial(_leaves_open, name)
+        is_open = lambda _, module, name=name: getattr(module, name, False) is None  # noqa: E731
         shapes.set_attributes(is_open, **{name: False}, raise_if_not_found=False)
     graphdef, _, state = nnx.split(shapes, trained, ...)
     shapes.eval()
@@ -107,11 +107,6 @@ def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = N
     return ModelFunctions(
         init_fn=init_fn, loss_fn=loss_of(graphdef), eval_fn=loss_of(evaluated), merge=merge, loss=place_of(loss)
     )
-
-
-def _leaves_open(attribute: str, _: Any, module: Any) -> bool:
-    """Returns whether an NNX module has an attribute that is not decided."""
-    return getattr(module, attribute, False) is None
 
 
 def from_linen(
@@ -150,7 +145,8 @@ def from_linen(
     from flax import linen
 
     remedy = "give an nn.Module of flax.linen, such as Net(), not its class (zero.from_nnx takes those of flax.nnx)"
-    _check_model("module", module, is_right=isinstance(module, linen.Module), remedy=remedy)
+    if not isinstance(module, linen.Module):
+        raise ValueError(f"module={shown(module)}: {remedy}")
     rngs = [rngs] if isinstance(rngs, str) else rngs
     keys_of = lambda key: dict(zip(("params", *rngs), jax.random.split(key, 1 + len(rngs)), strict=True))  # noqa: E731
 
@@ -169,19 +165,13 @@ def from_linen(
 
         return with_parameters(function, call, has_state=has_state, has_streams=bool(streams))
 
-    function, sown = _loss_on_model(loss), set[str]()
+    function, sown = LossFunction.of(loss), set[str]()
     jax.eval_shape(lambda key: sown.update(_sown(module, keys_of(key), inputs, options)), key_shape())
     has_state = isinstance(jax.eval_shape(init_fn, key_shape()), Variables)
-    eval_fn = None if eval_loss is None else loss_of(_loss_on_model(eval_loss), updates=False)
+    eval_fn = None if eval_loss is None else loss_of(LossFunction.of(eval_loss), updates=False)
     loss_fn = loss_of(function, rngs, updates=True)
-    return ModelFunctions(
-        init_fn=init_fn, loss_fn=loss_fn, eval_fn=eval_fn, merge=_linen_variables, loss=place_of(loss)
-    )
-
-
-def _linen_variables(params: PyTree, model_state: PyTree = None) -> dict[str, Any]:
-    """Returns the variables of a Linen module."""
-    return {"params": params, **(model_state or {})}
+    merge = lambda params, model_state=None: {"params": params, **(model_state or {})}  # noqa: E731
+    return ModelFunctions(init_fn=init_fn, loss_fn=loss_fn, eval_fn=eval_fn, merge=merge, loss=place_of(loss))
 
 
 def _applied(
@@ -196,7 +186,7 @@ def _applied(
         if not isinstance(asked, list | tuple):
             raise ValueError(f"mutable={mutable!r}: give the names of collections that the call returns too")
         rngs, changed = {**keys, **(rngs or {})}, [name for name in collections if updates and name not in asked]
-        variables = _linen_variables(params, collections)
+        variables = {"params": params, **collections}
         out, updated = module.apply(variables, *args, rngs=rngs, mutable=[*asked, *changed], **kwargs)
         if updates:
             collections.update({name: updated[name] for name in collections})
@@ -254,7 +244,7 @@ def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> 
     """
     import equinox as eqx
 
-    function = _loss_on_model(loss)
+    function = LossFunction.of(loss)
     check_callable("make", make, remedy="give a function of a key that returns the model")
     is_array = lambda x: isinstance(x, jax.ShapeDtypeStruct) or eqx.is_array(x)  # noqa: E731
     is_param = lambda x: is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)  # noqa: E731
@@ -288,19 +278,6 @@ def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> 
     has_state = bool(jax.tree.leaves((eqx.partition(arrays, is_param)[1], eqx.filter(state, is_array))))
     loss_fn, eval_fn = loss_of(lambda x: x), loss_of(eqx.nn.inference_mode)
     return ModelFunctions(init_fn=init_fn, loss_fn=loss_fn, eval_fn=eval_fn, merge=merge, loss=place_of(loss))
-
-
-def _check_model(name: str, value: Any, *, is_right: bool, remedy: str) -> None:
-    """Raises `ValueError` for a model, or a function that makes it, of another kind."""
-    if not is_right:
-        raise ValueError(f"{name}={shown(value)}: {remedy}")
-
-
-def _loss_on_model(loss: Callable[..., Any]) -> LossFunction:
-    """Returns a loss on a model in the uniform signature of a loss on params."""
-    function = LossFunction(loss, key_parameter(loss), model_state_parameter(loss))
-    function.check()
-    return function
 
 
 def with_parameters(

@@ -6,12 +6,14 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from zero_jax.program.jaxprs import (
     bind,
     is_literal,
     new_variable,
     open_jaxpr,
+    operation_key,
     source_context,
     source_within,
     with_results,
@@ -80,6 +82,25 @@ def flattened(
         return with_results(jaxpr, outvars, eqns=eqns)
     equation = inlining(kinds)
     return trace_flat(lambda *xs: evaluate(opened, own or consts, xs, equation), [var.aval for var in opened.invars])
+
+
+def once_each(jaxpr: Any, merges: Callable[[Any], bool]) -> Any:
+    """Returns a jaxpr, open or closed, in which equal equations are one, of those that may be and have no effects."""
+    opened, _ = open_jaxpr(jaxpr)
+    atoms = (atom for eqn in opened.eqns for atom in eqn.invars)
+    used = {atom for atom in (*atoms, *opened.outvars) if not is_literal(atom)}
+    first, same, eqns = dict[Any, Any](), dict[Any, Any](), list[Any]()
+    read = lambda atom: atom if is_literal(atom) else same.get(atom, atom)  # noqa: E731
+    value = lambda atom: (str(atom.aval), np.asarray(atom.val).tobytes()) if is_literal(atom) else atom  # noqa: E731
+    for eqn in opened.eqns:
+        new = eqn.replace(invars=[read(atom) for atom in eqn.invars])
+        if used.issuperset(eqn.outvars) and not eqn.effects and merges(eqn):
+            before = first.setdefault((*operation_key(new), *map(value, new.invars)), new)
+            if before is not new:
+                same.update(zip(eqn.outvars, before.outvars, strict=True))
+                continue
+        eqns.append(new)
+    return with_results(jaxpr, [read(atom) for atom in opened.outvars], eqns=eqns) if same else jaxpr
 
 
 def _can_be_written_out(jaxpr: Any, kinds: Collection[str]) -> bool:

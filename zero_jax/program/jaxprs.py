@@ -8,7 +8,6 @@ primitives that run other jaxprs.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import inspect
@@ -47,33 +46,30 @@ def _check_release(version: str, release: tuple[int, ...]) -> None:
 
 _check_release(jax.__version__, jax.__version_info__)  # once a process, when JAX is first used
 
-Jaxpr = Any
-JaxprEqn = Any
-
 # Makes a function that is traced once for arguments of the same shapes, of which the caller's jaxpr has the equations:
 # `inline=True` does that until JAX 0.11, and inlines when lowering from JAX 0.12 on.
 inline_jit = functools.partial(jax.jit, inline=getattr(getattr(jax, "Inline", None), "JAX_EARLY", True))
 
 
-def open_jaxpr(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
+def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     """Returns an open jaxpr and its constants, from an open or a closed one (JAX 0.12 merged the two types)."""
     return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
 
 
-def with_results(jaxpr: Jaxpr, atoms: Sequence[Any], **parts: Any) -> Jaxpr:
+def with_results(jaxpr: Any, atoms: Sequence[Any], **parts: Any) -> Any:
     """Returns a jaxpr, open or closed, with other variables or literals for its results, and other `parts` of it."""
     if not hasattr(jaxpr, "consts"):
         return jaxpr.replace(outvars=list(atoms), **parts)
     return jaxpr.replace(jaxpr=jaxpr.jaxpr.replace(outvars=list(atoms), **parts))
 
 
-def alone(closed: Jaxpr, atoms: Sequence[Any], **parts: Any) -> Jaxpr:
+def alone(closed: Any, atoms: Sequence[Any], **parts: Any) -> Any:
     """Returns a closed jaxpr with other results (`with_results`), without what they do not depend on."""
     closed = with_results(closed, atoms, **parts)
     return with_results(closed, atoms, eqns=without_dead_code(closed).eqns)
 
 
-def conditional(pred: jax.Array, closed: Jaxpr, operands: Sequence[Any], *, otherwise: Sequence[Any]) -> list[Any]:
+def conditional(pred: jax.Array, closed: Any, operands: Sequence[Any], *, otherwise: Sequence[Any]) -> list[Any]:
     """Returns the results of a closed jaxpr where `pred`, else some of its operands: `lax.cond` of what is traced.
 
     `otherwise` are these operands, of the shapes and dtypes of the results.
@@ -105,7 +101,7 @@ def stands_for(fn: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callabl
     return decorate
 
 
-def inner_jaxprs(eqn: JaxprEqn) -> tuple[Jaxpr, ...]:
+def inner_jaxprs(eqn: Any) -> tuple[Any, ...]:
     """Returns the jaxprs among an equation's parameters, branches included."""
     values = (value if isinstance(value, (tuple, list)) else (value,) for value in eqn.params.values())
     return tuple(item for items in values for item in items if hasattr(item, "eqns"))
@@ -121,13 +117,13 @@ def new_variable(var: Any) -> Any:
     return type(var)(var.aval)
 
 
-def variables(eqn: JaxprEqn) -> list[Any]:
+def variables(eqn: Any) -> list[Any]:
     """Returns the inputs of an equation that are variables, not literals."""
     return [atom for atom in eqn.invars if not isinstance(atom, jex_core.Literal)]
 
 
 @contextlib.contextmanager
-def source_context(eqn: JaxprEqn) -> Iterator[None]:
+def source_context(eqn: Any) -> Iterator[None]:
     """Gives what is traced inside the source line, name stack and trace-time settings of an equation."""
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     # Within JAX's own jitted functions there is no line of the user's: the one around them stays.
@@ -136,7 +132,7 @@ def source_context(eqn: JaxprEqn) -> Iterator[None]:
         yield
 
 
-def source_within(eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> Any:
+def source_within(eqn: Any, around: Sequence[Any]) -> Any:
     """Returns the source line and names of an equation that stands in the jaxprs of others, outermost first."""
     lines = [each.source_info.traceback for each in (*around, eqn) if source_info_util.summarize(each.source_info)]
     stack = eqn.source_info.name_stack
@@ -145,7 +141,7 @@ def source_within(eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> Any:
     return eqn.source_info.replace(traceback=lines[-1] if lines else None, name_stack=stack)
 
 
-def bind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
+def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Evaluates an equation on values and returns its results, always as a list."""
     with source_context(eqn):
         result = bind_primitive(eqn.primitive, eqn.params, *values)
@@ -172,7 +168,7 @@ def bind_primitive(primitive: Any, params: dict[str, Any], *values: Any) -> Any:
     return primitive.bind(*subfuns, *values, **params)
 
 
-def source_line(eqn: JaxprEqn) -> str:
+def source_line(eqn: Any) -> str:
     """Returns `file:line (function)` of the user's code that an equation came from, or of the first in it with one.
 
     JAX traces the body of some equations with no line of the user's in sight: a scan's that is a `jax.checkpoint`, say.
@@ -183,7 +179,7 @@ def source_line(eqn: JaxprEqn) -> str:
     return next(filter(None, map(source_line, within)), "")
 
 
-def model_line(eqn: JaxprEqn) -> str:
+def model_line(eqn: Any) -> str:
     """Returns `file:line (function)` of the model's code that an equation came from, not of a library that it uses."""
     lines = source_info_util.summarize(eqn.source_info, num_frames=_MAX_FRAMES).splitlines()
     return next(filter(_is_model, reversed(lines)), "") or source_line(eqn)
@@ -195,7 +191,7 @@ def _is_model(line: str) -> bool:
     return "-packages" not in line and not is_own
 
 
-def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+def scan_counts(eqn: Any) -> tuple[int, int]:
     """Returns how many constants and carries a `scan` equation has (JAX 0.12 keeps the counts in a tree, `ft_in`)."""
     params = eqn.params
     if "num_consts" in params:
@@ -204,7 +200,7 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     return num_consts, num_carry
 
 
-def has_explicit_shardings(eqn: JaxprEqn) -> bool:
+def has_explicit_shardings(eqn: Any) -> bool:
     """Tells whether a `jit` equation fixes the sharding of an argument or a result."""
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     return any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
@@ -213,13 +209,9 @@ def has_explicit_shardings(eqn: JaxprEqn) -> bool:
 def define_tangents(primitive: Any, results: Callable[..., Any], tangents: Callable[..., Any]) -> None:
     """Defines the derivatives of a primitive whose tangents do not depend on its inputs.
 
-    From a rule of forward mode alone, JAX would trace each of its equations apart in reverse mode.
-
-    Args:
-      primitive: the primitive.
-      results: from its inputs and parameters to its results.
-      tangents: from the tangents of its inputs, `ad.Zero` among them, and its parameters to those of its results: one
-        for each input, or that of the first input for a single result.
+    From a rule of forward mode alone, JAX would trace each of its equations apart in reverse mode. `results` and
+    `tangents` are functions of inputs, or of their tangents (`ad.Zero` among them), and of the parameters: to the
+    result and the tangent of the first input, or to one for each input.
     """
 
     def jvp(primals: Sequence[Any], dots: Sequence[Any], **params: Any) -> tuple[Any, Any]:
@@ -238,7 +230,7 @@ def define_tangents(primitive: Any, results: Callable[..., Any], tangents: Calla
         importlib.import_module("jax._src.interpreters.ad").primitive_linearizations[primitive] = linearize
 
 
-def used_inputs(jaxpr: Jaxpr) -> list[bool]:
+def used_inputs(jaxpr: Any) -> list[bool]:
     """Tells which inputs of a jaxpr, open or closed, its results depend on."""
     opened, _ = open_jaxpr(jaxpr)
     _, used = partial_eval.dce_jaxpr(opened, [True] * len(opened.outvars))
@@ -255,12 +247,12 @@ def is_array(x: Any) -> bool:
     return isinstance(x, jax.Array) and not is_traced(x)
 
 
-def name_stack(eqn: JaxprEqn) -> str:
+def name_stack(eqn: Any) -> str:
     """Returns the names that an equation was traced under, inside its own jaxpr: `jit(f)/transpose(jvp())`."""
     return str(eqn.source_info.name_stack)
 
 
-def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
+def without_dead_code(jaxpr: Any) -> Any:
     """Returns an open jaxpr of the same inputs and results, without what no result depends on, loops included."""
     opened, _ = open_jaxpr(jaxpr)
     return partial_eval.dce_jaxpr(opened, [True] * len(opened.outvars), instantiate=True)[0]
@@ -271,7 +263,7 @@ def operation_key(eqn: Any) -> tuple[Any, ...]:
     try:
         hash(key := (eqn.primitive, tuple(eqn.params.items())))
     except TypeError:  # a parameter that has no hash
-        return (_ById(eqn),)
+        return (object(),)  # equal to itself alone
     return key
 
 
@@ -281,14 +273,7 @@ def equation_key(eqn: Any) -> tuple[Any, ...]:
     return (*operation_key(eqn), avals, eqn.ctx, name_stack(eqn), source_line(eqn))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _ById:
-    """A key that is equal to itself alone."""
-
-    value: Any
-
-
-def jaxpr_key(jaxpr: Jaxpr) -> tuple[Any, ...]:
+def jaxpr_key(jaxpr: Any) -> tuple[Any, ...]:
     """Returns what is equal for open jaxprs that do the same and come from the same lines and names."""
     numbers = {var: i for i, var in enumerate((*jaxpr.invars, *(var for eqn in jaxpr.eqns for var in eqn.outvars)))}
     described = lambda atom: (str(atom.val), atom.aval) if is_literal(atom) else numbers[atom]  # noqa: E731

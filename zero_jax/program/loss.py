@@ -28,11 +28,8 @@ _Context = Callable[[], contextlib.AbstractContextManager[Any]]
 class Traced:
     """The program of a function of params and further arguments, for arguments of some shapes.
 
-    Attributes:
-      closed: its closed jaxpr. Its inputs are the leaves of the params (`Variables`: params, then model state), and
-        then the arrays among the further arguments: those of the batch, and the key.
-      params_tree: the structure of the params.
-      out_shape: the shapes of the result, as a pytree.
+    The inputs of its jaxpr are the leaves of the params (`Variables`: params, then model state), and then the arrays
+    among the further arguments: those of the batch, and the key. `out_shape` has the shapes of the result.
     """
 
     def __init__(self, closed: Any, params_tree: Any, out_shape: Any, run: Run | None = None):
@@ -76,12 +73,7 @@ class LossProgram:
     """A function of params and further arguments that is traced once for arguments of the same shapes, and its passes.
 
     It belongs to one trace of a step, and is dropped with it: what the function closes over may be other values in the
-    next.
-
-    Args:
-      fn: the function `fn(params, *args)`.
-      before: the program that the last pass is applied to; None for the function itself.
-      last: the last pass.
+    next. `before` is the program that the last pass is applied to; None for the function itself.
     """
 
     def __init__(self, fn: Callable[..., Any], before: LossProgram | None = None, last: Pass | None = None):
@@ -128,13 +120,7 @@ class LossProgram:
 
 
 def with_pass(fn: Callable[..., Any], one: Pass, context: _Context = contextlib.nullcontext) -> Callable[..., Any]:
-    """Returns a function after a pass, which is traced anew in each call; a `LossProgram` remains one.
-
-    Args:
-      fn: `fn(params, *args, **kwargs)`.
-      one: the pass.
-      context: makes the context that the function is traced and evaluated in.
-    """
+    """Returns `fn(params, *args, **kwargs)` after a pass, traced anew in each call; a `LossProgram` remains one."""
     if isinstance(fn, LossProgram):
         return fn.then(one)
 

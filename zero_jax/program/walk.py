@@ -40,11 +40,7 @@ def arrays_of(value: Any) -> tuple[Any, ...]:
 
 
 class Packed:
-    """Values as arrays, each array once, and back: so they enter a function that JAX traces, as its arguments.
-
-    Attributes:
-      arrays: the arrays.
-    """
+    """Values as `arrays`, each array once, and back: so they enter a function that JAX traces, as its arguments."""
 
     def __init__(self, values: Iterable[Any]):
         self.values = list(values)
@@ -102,8 +98,6 @@ class Walk(Generic[F]):
             "cond": self.cond,
         }
 
-    # --- what a subclass says --------------------------------------------------------------------------------------
-
     def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: F) -> bool:
         """Tells whether an equation is evaluated by the jaxprs in it; else it counts as an operation."""
         raise NotImplementedError
@@ -142,8 +136,6 @@ class Walk(Generic[F]):
     def carried(self, eqn: Any, carry: list[Any]) -> list[Any]:
         """Returns what a loop carries as an iteration takes it."""
         return carry
-
-    # --- evaluation --------------------------------------------------------------------------------------------------
 
     def run(self, jaxpr: Any, values: Sequence[Any], frame: F) -> list[Any]:
         """Evaluates a jaxpr, open (of no constants) or closed, and returns its results, deferred ones among them."""

@@ -77,10 +77,8 @@ def _transpose(cotangent: Any, x: Any, *, forward: Chain, backward: Chain) -> li
 
 def lifted(chain: Chain) -> Chain:
     """Returns the chain for an array with one more dim in front."""
-    specs = (PartitionSpec(PartitionSpec.UNCONSTRAINED, *s.spec) for s in chain.shardings)
-    return dataclasses.replace(
-        chain, shardings=tuple(NamedSharding(s.mesh, spec) for s, spec in zip(chain.shardings, specs, strict=True))
-    )
+    specs = [(s.mesh, PartitionSpec(PartitionSpec.UNCONSTRAINED, *s.spec)) for s in chain.shardings]
+    return dataclasses.replace(chain, shardings=tuple(NamedSharding(*each) for each in specs))
 
 
 def _batch(args: Any, dims: Any, *, forward: Chain, backward: Chain) -> tuple[Any, int]:

@@ -5,6 +5,7 @@ A domain is a fast network: a TPU slice, or a GPU host.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -53,11 +54,8 @@ def _stages(devices: list[Any], num_stages: int) -> list[list[Any]]:
     """
     if num_stages == 1:
         return [devices]
-    domains: dict[int, list[Any]] = {}
-    for device, domain in zip(devices, domains_of(devices), strict=True):
-        domains.setdefault(domain, []).append(device)
-    groups, num_domains = [domains[number] for number in sorted(domains)], len(domains)
-    is_even = len({len(group) for group in groups}) == 1
+    groups = _by_domain(devices)
+    num_domains, is_even = len(groups), len({len(group) for group in groups}) == 1
     if is_even and num_domains % num_stages == 0:
         each = num_domains // num_stages
         return [[*itertools.chain(*groups[i : i + each])] for i in range(0, num_domains, each)]
@@ -87,11 +85,8 @@ def _over_domains(
     devices: list[Any], sizes: Mapping[str, int], data_layout: Sequence[int] | None
 ) -> tuple[tuple[int, ...], np.ndarray] | None:
     """Orders `data` over domains: fast links major, network minor, so that the network moves small shards."""
-    domains: dict[int, list[Any]] = {}
-    for device, domain in zip(devices, domains_of(devices), strict=True):
-        domains.setdefault(domain, []).append(device)
-    num_domains, replica, model = len(domains), sizes["replica"], sizes["model"]
-    domain_sizes = {len(domain) for domain in domains.values()}
+    domains, replica, model = _by_domain(devices), sizes["replica"], sizes["model"]
+    num_domains, domain_sizes = len(domains), {len(domain) for domain in domains}
     if num_domains == 1 or len(domain_sizes) != 1:
         return None
     if replica % num_domains and num_domains % replica:
@@ -116,7 +111,7 @@ def _over_domains(
     elif inner_sizes["data"] == 1:
         inner = ()
     grids = []
-    for _, domain in sorted(domains.items()):  # all in the layout of the first
+    for domain in domains:  # all in the layout of the first
         inner, grid = _in_one_domain(domain, inner_sizes, inner)
         grids.append(grid)
     per_copy = [np.stack(grids[i : i + domains_each], axis=-2) for i in range(0, num_domains, domains_each)]
@@ -137,6 +132,14 @@ def domains_of(devices: list[Any]) -> list[int]:
     processes = [device.process_index for device in devices]
     one_device_each = len(set(processes)) == len(devices)  # a process per GPU says nothing of hosts
     return slices if one_device_each else processes
+
+
+def _by_domain(devices: list[Any]) -> list[list[Any]]:
+    """Returns the devices of each domain, in the order of the domains' numbers."""
+    domains: dict[int, list[Any]] = {}
+    for device, domain in zip(devices, domains_of(devices), strict=True):
+        domains.setdefault(domain, []).append(device)
+    return [domains[number] for number in sorted(domains)]
 
 
 def _in_one_domain(
@@ -178,8 +181,7 @@ def _torus_dims(devices: list[Any]) -> tuple[int, ...]:
 def _device_grid(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
     if devices[0].platform == "tpu" and len(set(domains_of(devices))) == 1:
         for split in (False, True):
-            try:
+            with contextlib.suppress(NotImplementedError, ValueError, AssertionError):
                 return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=split)
-            except (NotImplementedError, ValueError, AssertionError):
-                continue  # an odd shape: the order of the devices is all that is left
+    # Or of an odd shape, of which the order of the devices is all that is left
     return np.asarray(devices).reshape(shape)

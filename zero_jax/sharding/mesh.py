@@ -127,13 +127,16 @@ def axes_of(
     return Axes(data=(*data, *pipe), replica=tuple(replica), model=tuple(model), pipe=tuple(pipe))
 
 
+def are_names(axes: Any) -> bool:
+    """Tells whether a value may be the name of a mesh axis, or the names of some."""
+    names = [axes] if isinstance(axes, str) else axes
+    return isinstance(names, Sequence) and bool(names) and all(isinstance(x, str) and x for x in names)
+
+
 def secondary_axes(mesh: Mesh, axes: Axes, secondary: bool | Sequence[str]) -> tuple[str, ...]:
     """Returns the axes of `data` that params are sharded over with a secondary shard; empty without one.
 
-    Args:
-      mesh: the mesh.
-      axes: the roles of its axes.
-      secondary: True for the axes of `data` inside a slice or host, which the devices show, or their names.
+    `secondary` is True for those inside a slice or host, which the devices show, or their names.
 
     Raises:
       ValueError: no such axes, or all of `data`.

@@ -31,14 +31,10 @@ def specs_of(
     """Returns the specs that the params themselves carry, as a tree like them, or None where they carry none.
 
     Known are the boxes of `flax.linen.with_partitioning` and `with_logical_partitioning`, the metadata of
-    `flax.nnx.with_partitioning` (`out_sharding`, or `sharding` of older releases), and whatever looks like either.
-
-    Args:
-      params: the params with their boxes or variables; arrays or `ShapeDtypeStruct`s.
-      rules: from logical names to mesh axes; they go before rules that a box or a variable has of its own.
-      mesh: the mesh. A name that is an axis of it and has no rule stands for that axis.
-      batch_axes: the axes that are not the model's. A mesh of these alone has nothing that logical names could stand
-        for; without rules they then mean nothing.
+    `flax.nnx.with_partitioning` (`out_sharding`, or `sharding` of older releases), and whatever looks like either. The
+    rules, from logical names to mesh axes, go before those that a box or a variable has of its own; a name that is an
+    axis of the mesh and has no rule stands for that. A mesh of `batch_axes` alone, which are not the model's, has
+    nothing that logical names could stand for; without rules they then mean nothing.
 
     Raises:
       ValueError: a name that is neither an axis nor in the rules, although the mesh has axes of the model, or names

@@ -30,6 +30,14 @@ class PathPatterns:
                     f"{error}"
                 ) from error
 
+    @classmethod
+    def of_list(cls, setting: str, patterns: Any) -> PathPatterns:
+        """Returns patterns without values; raises `ValueError` for anything but a list of them."""
+        is_list = isinstance(patterns, Sequence) and not isinstance(patterns, str)
+        if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
+            raise ValueError(f"{setting}={patterns!r}: give a list of regular expressions of whole leaf paths")
+        return cls(setting, dict.fromkeys(patterns, True))
+
     def of(self, path: str, default: Any = None) -> Any:
         """Returns the value of the first pattern that matches a path."""
         return next((value for pattern, value in self._values.items() if pattern.fullmatch(path)), default)

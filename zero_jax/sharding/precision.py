@@ -127,23 +127,15 @@ class Precision:
         return "\n".join(f"{name:<10}{value}" for name, value in shown.items())
 
 
+def _narrow(dtype: Any, *, master: Any = jnp.float32, **rest: Any) -> Precision:
+    return Precision(param=dtype, compute=dtype, reduce=dtype, master=master, **rest)
+
+
 _NAMED: Mapping[str, Precision] = {
     "fp32": Precision(),
-    "bf16": Precision(param=jnp.bfloat16, compute=jnp.bfloat16, reduce=jnp.bfloat16, master=jnp.float32),
-    "fp16": Precision(
-        param=jnp.float16,
-        compute=jnp.float16,
-        reduce=jnp.float16,
-        master=jnp.float32,
-        loss_scale=LossScaleConfig(),
-    ),
-    "bf16-stochastic": Precision(
-        param=jnp.bfloat16,
-        compute=jnp.bfloat16,
-        reduce=jnp.bfloat16,
-        master=jnp.bfloat16,
-        rounding="stochastic",
-    ),
+    "bf16": _narrow(jnp.bfloat16),
+    "fp16": _narrow(jnp.float16, loss_scale=LossScaleConfig()),
+    "bf16-stochastic": _narrow(jnp.bfloat16, master=jnp.bfloat16, rounding="stochastic"),
 }
 
 
@@ -153,11 +145,7 @@ def precision_name(precision: str | Precision) -> str | None:
 
 
 def resolve_precision(precision: str | Precision) -> Precision:
-    """Returns the policy for a name.
-
-    Raises:
-      ValueError: there is no policy of that name.
-    """
+    """Returns the policy for a name; raises `ValueError` if there is no policy of that name."""
     if isinstance(precision, Precision):
         return precision
     name = precision_name(precision)

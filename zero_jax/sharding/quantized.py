@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from zero_jax.core.field_checks import brief, check_value, check_word
 from zero_jax.core.tree import shown
 from zero_jax.core.variables import MODEL_STATE
-from zero_jax.sharding.mesh import Axes, axis_size
+from zero_jax.sharding.mesh import Axes, are_names, axis_size
 from zero_jax.sharding.path_patterns import PathPatterns
 from zero_jax.sharding.rules import LeafPlacement
 from zero_jax.sharding.spec import Dims, num_shards
@@ -81,12 +81,10 @@ class Quantize:
             raise ValueError(
                 f"quantize: block_size={self.block_size}: give an even number of elements, such as 64, or None"
             )
-        over = self.grads_over
-        names = [over] if isinstance(over, str) else over
-        if over is not None and not (
-            isinstance(names, Sequence) and names and all(isinstance(x, str) and x for x in names)
-        ):
-            raise ValueError(f"quantize: grads_over={shown(over)}: give the name of a mesh axis, such as 'replica'")
+        if self.grads_over is not None and not are_names(self.grads_over):
+            raise ValueError(
+                f"quantize: grads_over={shown(self.grads_over)}: give the name of a mesh axis, such as 'replica'"
+            )
         for name in ("grads_over", "error_feedback"):
             if getattr(self, name) and self.grads is None:
                 setting = f"{name}={getattr(self, name)!r}"
@@ -231,14 +229,9 @@ def blocks_of_leaf(
 
 
 def spread_over(blocks: Blocks | None, shape: Sequence[int], dims: Dims, axis: str, *, mesh: Mesh) -> Dims | None:
-    """Returns `dims` with one more axis, so that whole blocks of a shard go to each device along it.
+    """Returns `dims` with one more axis, so that whole blocks of a shard go to each device along it; None if none do.
 
     A quantized sum over an axis that does not shard an array sends such parts to be summed, and gathers their sums.
-
-    The axis is not among `dims`.
-
-    Returns:
-      None where there are no blocks, or where no dim divides.
     """
     if blocks is None or mesh.shape[axis] == 1:
         return None

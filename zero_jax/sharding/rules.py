@@ -20,18 +20,9 @@ from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.core.tree import PyTree, leaf_names, map_named
 from zero_jax.core.variables import MODEL_STATE, model_state_names
 from zero_jax.sharding.mesh import Axes, axis_size
-from zero_jax.sharding.model_specs import AxisRules, spec_of_each, specs_of
+from zero_jax.sharding.model_specs import spec_of_each, specs_of
 from zero_jax.sharding.path_patterns import PathPatterns
-from zero_jax.sharding.spec import (
-    Dims,
-    carries,
-    checked_dims,
-    gather_steps,
-    named,
-    num_shards,
-    steps_by_dim,
-    without,
-)
+from zero_jax.sharding.spec import Dims, carries, checked_dims, gather_steps, named, num_shards, steps_by_dim, without
 
 # Preferred are dims whose shards still fill the accelerator's tiles: 128 lanes, 16 sublanes of 2-byte types.
 _TILE = (16, 128)
@@ -42,15 +33,8 @@ _EXPERTS = "along its experts"
 _MANY_ALIKE = 3
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ShardingRules:
-    """How leaves are sharded; `ZeroConfig` documents the fields of the same names."""
-
-    min_shard_size: int = 1024
-    param_specs: PyTree = None
-    axis_rules: AxisRules | None = None
-    overrides: Mapping[str, PartitionSpec] | None = None
-    experts: str | None = None
+# The `rules` of the functions below are those of a `ZeroConfig`: its `min_shard_size`, `param_specs`, `axis_rules`,
+# `overrides` and `experts`.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +79,7 @@ class LeafPlacement:
 class _Placer:
     """Applies the rules to leaves on one mesh."""
 
-    def __init__(self, mesh: Mesh, axes: Axes, rules: ShardingRules, stacks: frozenset[str] = frozenset()):
+    def __init__(self, mesh: Mesh, axes: Axes, rules: Any, stacks: frozenset[str] = frozenset()):
         self.mesh, self.axes, self.rules, self.stacks = mesh, axes, rules, stacks
         self.overrides = PathPatterns("overrides", {} if rules.overrides is None else rules.overrides)
         self.experts = PathPatterns("experts", {} if rules.experts is None else {rules.experts: True})
@@ -114,16 +98,11 @@ class _Placer:
             if self.experts.matches(name):
                 dims, experts = self.along_experts(name, shape, dims)
             dims, reason = (dims, _EXPERTS) if experts else self.add_data(shape, dims)
-        return LeafPlacement(
-            path=name,
-            shape=shape,
-            dtype=str(dtype),
-            num_bytes=math.prod(shape) * dtype.itemsize,
-            dims=dims,
-            reason=reason,
-            pipe=pipe,
-            of_experts=experts,
-        )
+        return LeafPlacement(**_described(name, leaf), dims=dims, reason=reason, pipe=pipe, of_experts=experts)
+
+    def place_as(self, name: str, leaf: Any, spec: Any) -> LeafPlacement:
+        """Places a leaf for which the user may have given a spec."""
+        return self.place(name, leaf, None if spec is None else self.checked(name, tuple(leaf.shape), spec))
 
     def place_like(self, name: str, leaf: Any, params: Mapping[str, LeafPlacement]) -> LeafPlacement:
         """Places a leaf like the param whose path is the end of the leaf's path, else by its own shape."""
@@ -135,10 +114,8 @@ class _Placer:
         is_stack = more > 0 and shape[more:] == param.shape  # as the memories of lbfgs
         is_sharded = carries(param.dims, self.axes.data) and not param.pipe
         if shape == param.shape or (is_stack and is_sharded and not self.overrides.matches(name)):
-            num_bytes = math.prod(shape) * leaf.dtype.itemsize
-            of_leaf = {"path": name, "shape": shape, "dtype": str(leaf.dtype), "num_bytes": num_bytes}
             dims, of_update = (None if x is None else ((),) * more + x for x in (param.dims, param.update_dims))
-            return dataclasses.replace(param, **of_leaf, dims=dims, update_dims=of_update)
+            return dataclasses.replace(param, **_described(name, leaf), dims=dims, update_dims=of_update)
         added = [axis for axis in self.axes.data if axis not in param.pipe]
         placed = self.place(name, leaf, _common_dims(without(param.dims, added), param.shape, shape))
         if param.update_dims is None or shape[:1] != param.shape[:1]:
@@ -239,6 +216,12 @@ class _Placer:
         return max(fits, key=score, default=None)
 
 
+def _described(name: str, leaf: Any) -> dict[str, Any]:
+    """Returns the fields of the placement of a leaf that say what it is."""
+    shape, dtype = tuple(leaf.shape), leaf.dtype
+    return {"path": name, "shape": shape, "dtype": str(dtype), "num_bytes": math.prod(shape) * dtype.itemsize}
+
+
 def path_of_param(name: str, params: Collection[str]) -> str | None:
     """Returns the path of a param that is the end of a leaf's path; None if there is none."""
     parts = name.split("/")
@@ -250,18 +233,15 @@ def _with(dims: Dims, i: int, axes: Sequence[str]) -> Dims:
     return (*dims[:i], (*dims[i], *axes), *dims[i + 1 :])
 
 
-def place_params(params: PyTree, *, mesh: Mesh, axes: Axes, rules: ShardingRules) -> PyTree:
+def place_params(params: PyTree, *, mesh: Mesh, axes: Axes, rules: Any) -> PyTree:
     """Returns a `LeafPlacement` for each param (arrays or `ShapeDtypeStruct`s), with its sharding over `data`."""
-    placer, specs = _Placer(mesh, axes, rules, _stacks(params, leaf_names(params), axes)), rules.param_specs
-    placer.experts.check_matched(leaf_names(params))
+    names, (leaves, tree), specs = leaf_names(params), jax.tree.flatten(params), rules.param_specs
+    placer = _Placer(mesh, axes, rules, _stacks(params, names, axes))
+    placer.experts.check_matched(names)
     if of_model_state := _model_state_patterns(specs):
         specs = {pattern: spec for pattern, spec in specs.items() if pattern not in of_model_state} or None
     of_each = user_specs(params, specs if specs is not None else _carried(params, mesh, axes, rules))
-
-    def place(name: str, leaf: Any, spec: Any) -> LeafPlacement:
-        return placer.place(name, leaf, None if spec is None else placer.checked(name, tuple(leaf.shape), spec.spec))
-
-    return map_named(place, params, of_each)
+    return tree.unflatten(map(placer.place_as, names, leaves, of_each))
 
 
 def _stacks(tree: PyTree, names: Sequence[str], axes: Axes) -> frozenset[str]:
@@ -285,30 +265,22 @@ def stacked_layers(shapes: Mapping[str, Sequence[int]]) -> frozenset[str]:
     One of them has to look like a stack, and to be one of several or to have three dims. Whether a model scans over
     them is known only when its loss is traced. A leaf that is taken for a stack, or is not taken for one, costs a
     movement of it in each step of a pipeline, never a wrong result.
-
-    Args:
-      shapes: the shape of each leaf, by its path.
     """
-    leading: dict[str, set[int]] = {}
-    members: dict[str, list[str]] = {}
-    for name, shape in shapes.items():
-        parts = name.split("/")
-        for i in range(len(parts) + 1):
-            subtree = "/".join(parts[:i])
-            leading.setdefault(subtree, set()).add(shape[0] if shape else 0)
-            members.setdefault(subtree, []).append(name)
+    subtrees = {name: ["", *itertools.accumulate(name.split("/"), "{}/{}".format)] for name in shapes}
+    members: dict[str, list[Sequence[int]]] = {}
+    for name, around in subtrees.items():
+        for subtree in around:
+            members.setdefault(subtree, []).append(shapes[name])
+    leading = {subtree: {tuple(shape[:1]) for shape in group} for subtree, group in members.items()}
     found: set[str] = set()
-    for name in shapes:
-        parts = name.split("/")
-        subtrees = ("/".join(parts[:i]) for i in range(len(parts) + 1))
-        largest = next(subtree for subtree in subtrees if len(leading[subtree]) == 1)
-        group = [shapes[other] for other in members[largest]]
+    for name, around in subtrees.items():
+        group = members[next(subtree for subtree in around if len(leading[subtree]) == 1)]
         if any(_is_stack(shape) and (len(shape) > 2 or len(group) > 1) for shape in group):
             found.add(name)
     return frozenset(found)
 
 
-def _carried(params: PyTree, mesh: Mesh, axes: Axes, rules: ShardingRules) -> PyTree:
+def _carried(params: PyTree, mesh: Mesh, axes: Axes, rules: Any) -> PyTree:
     """Returns the specs in the params' own metadata, or None."""
     specs = specs_of(params, rules.axis_rules, mesh=mesh, batch_axes=axes.batch)
     if specs is None and rules.axis_rules:
@@ -319,65 +291,49 @@ def _carried(params: PyTree, mesh: Mesh, axes: Axes, rules: ShardingRules) -> Py
     return specs
 
 
-@dataclasses.dataclass(frozen=True)
-class UserSpec:
-    """A user's spec of a param, or None: a leaf of a tree like the params."""
-
-    spec: Any
-
-
-def user_specs(params: PyTree, specs: PyTree) -> PyTree:
-    """Returns a tree like the params with the `UserSpec` of each, from `ZeroConfig.param_specs`."""
+def user_specs(params: PyTree, specs: PyTree) -> list[Any]:
+    """Returns the user's spec of each param, or None, from `ZeroConfig.param_specs`."""
     if isinstance(specs, Mapping) and specs and all(isinstance(v, PartitionSpec) for v in specs.values()):
-        names = set(leaf_names(params))
+        names = leaf_names(params)
         if set(specs) != {name.split("/")[0] for name in names}:  # no prefix of the tree: patterns of paths
             patterns = PathPatterns("param_specs", specs)
             patterns.check_matched(sorted(names))
-            return map_named(lambda name, _: UserSpec(patterns.of(name)), params)
-    return jax.tree.unflatten(
-        jax.tree.structure(params), [UserSpec(spec) for spec in spec_of_each(params, specs, what="param_specs is")]
-    )
+            return [patterns.of(name) for name in names]
+    return spec_of_each(params, specs, what="param_specs is")
 
 
-def place_like_params(tree: PyTree, placements: PyTree, *, mesh: Mesh, axes: Axes, rules: ShardingRules) -> PyTree:
+def place_like_params(tree: PyTree, placements: PyTree, *, mesh: Mesh, axes: Axes, rules: Any) -> PyTree:
     """Returns a `LeafPlacement` for each leaf of a tree derived from the params: optimizer state, EMA copies.
 
     A leaf whose path ends in a param's path and whose shape is the param's has the param's sharding; so has a stack of
-    such leaves along its last dims. A leaf without
-    some dims of the param (adafactor's rows and columns) keeps the model's axes on the others; any other leaf
-    (counters) is sharded by its own shape. `optax.tree_map_params` gives wrong specs for factored states and raises
-    on some optimizers.
+    such leaves along its last dims. A leaf without some dims of the param (adafactor's rows and columns) keeps the
+    model's axes on the others; any other leaf (counters) is sharded by its own shape. `optax.tree_map_params` gives
+    wrong specs for factored states and raises on some optimizers.
     """
     placer, by_path = _Placer(mesh, axes, rules), _by_path(placements)
     return map_named(lambda name, leaf: placer.place_like(name, leaf, by_path), tree)
 
 
-def place_model_state(
-    model_state: PyTree, placements: PyTree, *, mesh: Mesh, axes: Axes, rules: ShardingRules
-) -> PyTree:
+def place_model_state(model_state: PyTree, placements: PyTree, *, mesh: Mesh, axes: Axes, rules: Any) -> PyTree:
     """Returns a `LeafPlacement` for each leaf of model state, with its sharding over `data`.
 
     In this order: an override or a pattern of `param_specs` for its path `model_state/...`, the spec in its own
     metadata, the placement of the param of the same path and shape (a target network), its own shape.
     """
-    stacks = _stacks(model_state, model_state_names(model_state), axes)
-    placer, by_path = _Placer(mesh, axes, rules, stacks), _by_path(placements)
+    names = model_state_names(model_state)
+    placer, by_path = _Placer(mesh, axes, rules, _stacks(model_state, names, axes)), _by_path(placements)
     patterns = PathPatterns("param_specs", _model_state_patterns(rules.param_specs))
-    patterns.check_matched(model_state_names(model_state))
+    patterns.check_matched(names)
     carried = specs_of(model_state, rules.axis_rules, mesh=mesh, batch_axes=axes.batch)
     tree = jax.tree.structure(model_state)
     own = [None] * tree.num_leaves if carried is None else tree.flatten_up_to(carried)
 
     def place(name: str, leaf: Any, own: PartitionSpec | None) -> LeafPlacement:
-        own = own if own is not None and any(own) else None
-        spec = patterns.of(name, own)
-        if spec is not None or placer.overrides.matches(name):
-            shape = tuple(leaf.shape)
-            return placer.place(name, leaf, None if spec is None else placer.checked(name, shape, spec))
-        return placer.place_like(name, leaf, by_path)
+        spec = patterns.of(name, own if own is not None and any(own) else None)
+        is_given = spec is not None or placer.overrides.matches(name)
+        return placer.place_as(name, leaf, spec) if is_given else placer.place_like(name, leaf, by_path)
 
-    leaves = zip(model_state_names(model_state), jax.tree.leaves(model_state), own, strict=True)
-    return tree.unflatten([place(*leaf) for leaf in leaves])
+    return tree.unflatten([place(*leaf) for leaf in zip(names, jax.tree.leaves(model_state), own, strict=True)])
 
 
 def _by_path(placements: PyTree) -> dict[str, LeafPlacement]:

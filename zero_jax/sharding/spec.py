@@ -33,13 +33,9 @@ def dims_of(spec: Any, num_dims: int) -> Dims:
         raise TypeError(f"expected a PartitionSpec, a NamedSharding or None, got {spec!r}")
     if len(entries) > num_dims:
         raise ValueError(f"{spec} has {len(entries)} entries, but the array has {num_dims} dims")
-    dims = []
-    for entry in entries:
-        if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-            dims.append(())
-        else:
-            dims.append((entry,) if isinstance(entry, str) else tuple(entry))
-    return tuple(dims) + ((),) * (num_dims - len(dims))
+    entries = tuple(() if entry in (None, PartitionSpec.UNCONSTRAINED) else entry for entry in entries)
+    dims = tuple((entry,) if isinstance(entry, str) else tuple(entry) for entry in entries)
+    return dims + ((),) * (num_dims - len(dims))
 
 
 def checked_dims(what: str, spec: Any, shape: Sequence[int], mesh: Mesh) -> Dims:

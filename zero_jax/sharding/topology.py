@@ -127,11 +127,7 @@ class Topology:
 
 
 def parse(name: str) -> Topology:
-    """Reads a topology's name.
-
-    Raises:
-      ValueError: no such hardware, or a shape that it does not come in.
-    """
+    """Reads a topology's name; raises `ValueError` for no such hardware, or a shape that it does not come in."""
     if not isinstance(name, str):
         raise ValueError(f"topology={name!r} is no name: give one such as 'v5p:2x2x4' or 'h100:2x8'")
     if len(name) > 100:

@@ -16,15 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from zero_jax.sharding.chains import Chain
-from zero_jax.sharding.spec import (
-    STAGED_FROM_NUM_CHIPS,
-    Dims,
-    carries,
-    gather_steps,
-    named,
-    places_of,
-    scatter_steps,
-)
+from zero_jax.sharding.spec import STAGED_FROM_NUM_CHIPS, Dims, carries, gather_steps, named, places_of, scatter_steps
 
 # XLA:TPU divides rows whose lanes are a multiple of the first over the rings of a torus, and lanes into shards of a
 # multiple of the second (docs/gather_on_use.md).

@@ -15,7 +15,6 @@ from zero_jax.training.loss.function import (
     LossFunction,
     MeshLoss,
     key_parameter,
-    model_state_parameter,
     normalize_loss,
 )
 from zero_jax.training.loss.kept_values import MEMORY_ROOM, chosen_values, value_costs

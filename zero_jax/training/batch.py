@@ -30,13 +30,12 @@ def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int 
     """
     # The microbatches of a pipeline are of examples on all stages.
     over = axes.batch if num_microbatches == 1 else axes.of_stage.batch
-    shards = axis_size(mesh, over)
-    sizes = leading_dims(batch)
+    sizes, shards = leading_dims(batch), axis_size(mesh, over)
+    unit = shards * num_microbatches
     for name, size in sizes.items():
-        if size == 0 or size % (shards * num_microbatches):
+        if size == 0 or size % unit:
             axes_text = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in over)
             micro = f" and {num_microbatches} microbatches" if num_microbatches > 1 else ""
-            unit = shards * num_microbatches
             raise ValueError(
                 f"batch leaf {name!r} has {size} examples, which do not divide over {shards} devices "
                 f"({axes_text}){micro}: make the batch size a multiple of {unit}, for example "

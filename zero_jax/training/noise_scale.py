@@ -96,12 +96,6 @@ def estimate_step(
     With parts of equal size, `small_grad_norm_sq` is `|G_small|^2` for `B_small = batch_size / num_small_grads`. With
     uneven ones it is the mean by weight, and the result is as unbiased if noise goes down as one over the weight (as it
     does for a mean over tokens): the mean by weight of `tr(Sigma) / weight` depends on the number of parts alone.
-
-    Args:
-      grad_norm: global norm of the batch's gradient.
-      small_grad_norm_sq: mean by weight of the squared norms of the parts' gradients.
-      num_small_grads: parts with a weight above 0.
-      batch_size: examples in the batch.
     """
     big = grad_norm * grad_norm
     if num_small_grads < 2 or not math.isfinite(big) or not math.isfinite(small_grad_norm_sq):

@@ -55,12 +55,9 @@ class OffloadedState:
     def update(self, tx: Any, function: Callable[..., UpdatedState], *extras: PyTree, same: list[bool]) -> UpdatedState:
         """Returns the updated state, in the memories of the old one.
 
-        Args:
-          tx: the optimizer.
-          function: maps master params, optimizer state and `extras` to what an update makes of them; the copy is None
-            if there is none.
-          *extras: further arguments of the function, on the devices.
-          same: for each trainable param whether the update never changes it; such params are not moved.
+        The function maps master params, optimizer state and `extras`, on the devices, to what an update makes of them;
+        the copy is None if there is none. `same` tells of each trainable param whether the update never changes it:
+        such params are not moved.
 
         Raises:
           ValueError: an optimizer that calls functions of the params.
@@ -94,24 +91,17 @@ class OffloadedState:
         frozen = flags_of_all(state.masters, same) * (1 + placement.keeps_copy)
         window_bytes, axes = placement.offload.window_bytes, placement.axes
         results = stream(flat, arguments, into, window_bytes=window_bytes, unchanged=frozen, axes=axes)
-        masters_tree = jax.tree.structure(state.masters)
-        num_copies = num_masters * placement.keeps_copy
-        masters = masters_tree.unflatten(results[:num_masters])
-        copies = masters_tree.unflatten(results[num_masters : num_masters + num_copies]) if num_copies else masters
-        opt_state = jax.tree.unflatten(jax.tree.structure(state.opt_state), results[num_masters + num_copies :])
-        return UpdatedState(masters, copies, opt_state)
+        old = UpdatedState(state.masters, state.masters if placement.keeps_copy else None, state.opt_state)
+        updated = jax.tree.unflatten(jax.tree.structure(old), results)
+        return updated if placement.keeps_copy else updated._replace(low=updated.masters)
 
     def _copies(self, shardings: PyTree) -> list[Argument]:
         """Returns the arrays that new low-precision params are written to: the old ones if they are sharded alike."""
-        old_shardings = jax.tree.leaves(self.placement.param_shardings("params"))
+        trees = self.state.params, self.placement.param_shardings("params"), shardings
         arguments = []
-        for x, old_sharding, sharding in zip(
-            jax.tree.leaves(self.state.params), old_shardings, jax.tree.leaves(shardings), strict=True
-        ):
-            array = (
-                x if old_sharding == sharding else lax.with_sharding_constraint(jnp.zeros(x.shape, x.dtype), sharding)
-            )
-            arguments.append(Argument(array=array, sharding=sharding))
+        for x, old, new in zip(*map(jax.tree.leaves, trees), strict=True):
+            array = x if old == new else lax.with_sharding_constraint(jnp.zeros(x.shape, x.dtype), new)
+            arguments.append(Argument(array=array, sharding=new))
         return arguments
 
 

@@ -7,6 +7,7 @@ processes give of one array is compared by hashes: params as a whole, and the fi
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -40,6 +41,8 @@ _SAME_VALUES = (
 )
 _LONG_TEXT = re.compile(r'"(?:[^"\\]|\\.){1000,}"')
 _BLOCKS, _BLOCK_BYTES = 256, 2**16  # of an array that is too large to be hashed whole: evenly spaced, the ends included
+# The sizes of batches so far, by their leaves and the mesh.
+_SIZES_SEEN: dict[Any, set[Any]] = collections.defaultdict(set)
 
 
 def releases() -> dict[str, str]:
@@ -79,22 +82,13 @@ class SameProgram:
     ) -> None:
         """Compares the program for these arguments if it is new; all processes of the mesh call it, or none.
 
-        Lowering it here costs nothing more: the call that follows takes what was lowered.
-
-        Args:
-          jitted: the jitted function.
-          state: its state, or the shapes of it.
-          batch: its batch, placed, or the shapes of it.
-          of: the structure of the state, where the function takes several.
-          given: the batch as this process has given it, to be compared with what the others give; None compares none.
-          axes: the roles of the mesh axes, with `given`.
+        Lowering it here costs nothing more: the call that follows takes what was lowered. `of` is the structure of the
+        state, where the function takes several. With `axes`, the roles of the mesh axes, the batch is compared, too, as
+        this process has `given` it: warns where it is the same for different parts of the batch.
 
         Raises:
           ValueError: the processes differ, or give different values of the same part of the batch.
           OtherProcessFailed: another process has failed, or does not call it.
-
-        Warns:
-          UserWarning: processes give the same values for different parts of the batch.
         """
         if not self.processes:
             return
@@ -121,12 +115,8 @@ class SameProgram:
 def check_same_init(jitted: Any, initial: PyTree, variables: PyTree, key: jax.Array, mesh: Mesh) -> None:
     """Raises `ValueError` if the processes of a mesh make different train states: other params, programs or keys.
 
-    Args:
-      jitted: the function that makes the state.
-      initial: the params on the devices, which it takes with the key, or None.
-      variables: the params that this process has given, or None.
-      key: the key.
-      mesh: the mesh.
+    The function that makes the state takes the params on the devices (`initial`) and the key. `variables` are the
+    params that this process has given, or None.
     """
     if jax.process_count() == 1 or not (processes := _processes_of(mesh)):
         return
@@ -145,9 +135,7 @@ def check_same_init(jitted: Any, initial: PyTree, variables: PyTree, key: jax.Ar
 def fingerprint(leaves: Mapping[str, Any], *, in_blocks: bool = False) -> str:
     """Returns a hash of the names, dtypes, shapes and values of arrays; of global ones, of this process's part.
 
-    Args:
-      leaves: the arrays.
-      in_blocks: whether of large arrays 16 MB are enough, in blocks all over them.
+    Of large arrays it is that of 16 MB `in_blocks` all over them, if those are enough.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name, leaf in leaves.items():
@@ -197,8 +185,7 @@ def _parts(batch: PyTree, mesh: Mesh, axes: Axes) -> dict[str, Any]:
 def _check_parts(given: Mapping[int, Mapping[str, Any]]) -> None:
     """Raises `ValueError` for values that differ where they are one array; warns of parts of one array that are equal.
 
-    Args:
-      given: what `_parts` returns, by process.
+    They are what `_parts` returns, by process.
     """
     parts = {process: record["part"] for process, record in given.items()}
     found: dict[Any, tuple[int, str]] = {}
@@ -236,19 +223,17 @@ def program_text(lowered: Any) -> str:
 def check_given(given: PyTree, placed: PyTree, mesh: Mesh, axes: Axes) -> None:
     """Compares the first batch of each size with those that other processes have placed already; waits for none.
 
-    Raises:
-      ValueError: another process has placed a batch of such leaves, but of another size, or of other values for the
-        same part of it.
+    Warns of the same values for another part of the batch.
 
-    Warns:
-      UserWarning: another process has given the same values for another part of the batch.
+    Raises:
+      ValueError: another process has placed a batch of another size, or of other values for the same part of it.
     """
     if not (processes := _processes_of(mesh)):
         return
     leaves = leaves_by_name(placed)
     kinds = tuple((name, str(x.dtype), x.shape[1:]) for name, x in leaves.items())
     sizes = tuple(x.shape[:1] for x in leaves.values())
-    seen = _sizes_seen(kinds, tuple(mesh.shape.items()))
+    seen = _SIZES_SEEN[kinds, tuple(mesh.shape.items())]
     if sizes in seen:
         return
     seen.add(sizes)
@@ -276,12 +261,6 @@ def _is_global(x: Any) -> bool:
 def _processes_of(mesh: Mesh) -> tuple[int, ...]:
     numbers = tuple(sorted({device.process_index for device in mesh.devices.flat}))
     return numbers if len(numbers) > 1 else ()
-
-
-@functools.cache
-def _sizes_seen(kinds: Any, mesh_shape: Any) -> set[Any]:
-    """Returns the sizes of batches so far, to be added to."""
-    return set()
 
 
 def _shape(x: Any) -> str:

@@ -127,11 +127,14 @@ class _Program:
             updated = self.streamed_update(offloaded, of_batch.grads, scalars, same=same)
         else:
             clipped = fill_zeros(self.clip(grads, norm), masters)
-            whole = self.with_whole_matrices(traced, state, placement)
+            matrices = matrix_program(traced, state, placement)
+            if matrices is not None and matrices.is_changed:
+                traced = dataclasses.replace(traced, jaxpr=matrices.rewritten(), is_rewritten=True)
             new_masters, opt_state = self.update(
-                masters, state.opt_state, clipped, finite=finite, offers=offers, traced=whole
+                masters, state.opt_state, clipped, finite=finite, offers=offers, traced=traced
             )
-            new_masters = keep_same(stored, self.rounded(new_masters, stored, rounding), same)
+            new_masters = new_masters if rounding is None else round_tree(new_masters, stored, rounding)
+            new_masters = keep_same(stored, new_masters, same)
             new_masters = lax.with_sharding_constraint(new_masters, placement.param_shardings("master"))
             updated = UpdatedState(new_masters, new_masters, opt_state)
         new_state = self.new_state(state, placement, updated, of_batch, finite=finite, same=same)
@@ -169,11 +172,10 @@ class _Program:
         of_batch = loss_and_grads(loss, arguments, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors)
         masters = placement.precision.for_optimizer(state.masters)
         grads = fill_zeros(self.unscale(of_batch.grads, masters, placement, state.loss_scale), masters)
-        replicated_sharding = NamedSharding(self.mesh, PartitionSpec())
         tree = jax.tree.structure(state.masters)
         leaves = tree.flatten_up_to(grads)
         grads = tree.unflatten(pinned(leaves, placement.param_shardings("master"), but=[x is None for x in leaves]))
-        return lax.with_sharding_constraint(of_batch.loss, replicated_sharding), grads
+        return lax.with_sharding_constraint(of_batch.loss, NamedSharding(self.mesh, PartitionSpec())), grads
 
     def objective(
         self, state: TrainState, step_loss: StepLoss, arguments: tuple[Any, ...], needed: list[bool]
@@ -221,8 +223,6 @@ class _Program:
 
         return same(grads)
 
-    # --- after the gradients ------------------------------------------------------------------------------------------
-
     def unscale(self, grads: PyTree, masters: PyTree, placement: Placement, loss_scale: Any) -> PyTree:
         """Casts gradients to the master params' dtype, divides by the loss scale, and constrains their shardings."""
 
@@ -266,17 +266,6 @@ class _Program:
             new_params, opt_state = update_if(finite, apply, (params, opt_state), in_place=in_place, traced=trace)
         return merge(masters, new_params), opt_state
 
-    def rounded(self, masters: PyTree, like: PyTree, key: jax.Array | None) -> PyTree:
-        """Returns new master params in the dtypes of the old ones, rounded stochastically if there is a key for it."""
-        return masters if key is None else round_tree(masters, like, key)
-
-    def with_whole_matrices(self, traced: TracedUpdate, state: TrainState, placement: Placement) -> TracedUpdate:
-        """Returns the trace of an update with its matrix computations on whole matrices (`optimizer.matrices`)."""
-        program = matrix_program(traced, state, placement)
-        if program is None or not program.is_changed:
-            return traced
-        return dataclasses.replace(traced, jaxpr=program.rewritten(), is_rewritten=True)
-
     def streamed_update(
         self, offloaded: OffloadedState, scaled_grads: PyTree, scalars: Scalars, *, same: list[bool]
     ) -> UpdatedState:
@@ -293,7 +282,7 @@ class _Program:
             offers = Offers(scalars.loss, fill_zeros(grads, wide))
             clipped = fill_zeros(self.clip(grads, scalars.norm), wide)
             wide, opt_state = self.update(wide, opt_state, clipped, finite=scalars.finite, offers=offers)
-            masters = self.rounded(wide, masters, scalars.rounding_key)
+            masters = wide if scalars.rounding_key is None else round_tree(wide, masters, scalars.rounding_key)
             low = cast_floating(masters, placement.precision.param) if placement.keeps_copy else None
             return UpdatedState(masters, low, opt_state)
 

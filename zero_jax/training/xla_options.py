@@ -15,7 +15,7 @@ import pathlib
 import re
 import shlex
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -140,8 +140,9 @@ _OVERLAP_AFTER_UPDATE: Mapping[str, tuple[CompilerOption, ...]] = {"v5p": (_QUEU
 # On-chip memory that one kernel may take, by the name of the hardware. By default large products get less, read their
 # operands more often, and reach 61% (v6e) to 84% (v5p) of the peak (docs/overlap.md).
 _KERNEL_MEMORY_KIB: Mapping[str, int] = {"v5p": 49_152, "v6e": 98_304, "tpu7x": 65_536}
-# The options of `ZeroConfig.combine_bytes` by platform. XLA:TPU combines all-reduces (libtpu: cross-replica sums). It
-# combines reduce-scatters of one layer whatever the options are, all-gathers never. XLA:CPU combines nothing.
+# The options of `ZeroConfig.combine_bytes` by platform; a larger array is still moved by one collective. XLA:TPU
+# combines all-reduces (libtpu: cross-replica sums). It combines reduce-scatters of one layer whatever the options are,
+# all-gathers never. XLA:CPU combines nothing.
 _COMBINE: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpu", "cuda", "rocm"), tuple(_COMBINED_GPU.values())),
     "tpu": ("xla_jf_crs_combiner_threshold_in_bytes",),
@@ -213,12 +214,21 @@ def wanted_options(
     options = {option.name: option for option in _defaults(device, groups, is_one_host)} if config.overlap else {}
     hardware = hardware_of(device)
     options |= {option.name: option for option in _PLANAR.get(hardware.name if hardware else "", ())}
-    for name in set(options).intersection(_flag_names(environment) if options else ()):
-        del options[name]
+    for name in {name for flags in _flags(environment) for name in flags} if options else ():
+        options.pop(name, None)
+        options.pop(name.removeprefix("no"), None)  # --noxla_option is --xla_option=false
     if config.combine_bytes is not None:
-        options |= {option.name: option for option in _combining(device.platform, config.combine_bytes)}
-    if _is_cuda(device) and jax.__version_info__ < (0, 12) and _reads_host(config):
-        options[_VERIFIED.name] = _VERIFIED
+        if device.platform not in _COMBINE:
+            raise ValueError(
+                f"combine_bytes={config.combine_bytes} is not known to apply to {device.platform!r}, only to "
+                f"{', '.join(_COMBINE)}: leave it None"
+            )
+        purpose = "combine_bytes of the config"
+        options |= {name: CompilerOption(name, config.combine_bytes, purpose) for name in _COMBINE[device.platform]}
+    if _is_cuda(device) and jax.__version_info__ < (0, 12):
+        offload = config.resolved_offload()  # a loop may read residuals in host memory, or params
+        if resolve_remat(config.remat).offloads or (offload is not None and offload.what == "all"):
+            options[_VERIFIED.name] = _VERIFIED
     for name, value in (config.compiler_options or {}).items():
         options.pop(name, None)
         if value is not None:
@@ -230,15 +240,9 @@ def wanted_options(
     return tuple(options.values())
 
 
-def _reads_host(config: ZeroConfig) -> bool:
-    """Returns whether a loop of a step reads arrays in host memory: residuals, or params."""
-    offload = config.resolved_offload()
-    return resolve_remat(config.remat).offloads or (offload is not None and offload.what == "all")
-
-
 def _guard(passes: Sequence[str], given: CompilerOption | None, environment: Mapping[str, str]) -> CompilerOption:
     """Returns the option that disables passes, beside those that the config or the environment disables."""
-    flags = [_flag_value(environment.get(name, ""), _DISABLE_PASSES) for name in _FLAG_VARIABLES]
+    flags = [each.get(_DISABLE_PASSES, "") for each in _flags(environment)]
     others = ",".join(filter(None, [str(given.value)] if given else flags))
     return CompilerOption(
         name=_DISABLE_PASSES,
@@ -246,12 +250,6 @@ def _guard(passes: Sequence[str], given: CompilerOption | None, environment: Map
         purpose="the gradient of a table that a loop looks up is right (this release's XLA may lose parts of it)",
         unguarded=others,
     )
-
-
-def _flag_value(text: str, name: str) -> str:
-    """Returns the value of a flag in the flags of the environment, '' without it."""
-    values = [word.partition("=")[2] for word in flag_words(text) if word.lstrip("-").startswith(f"{name}=")]
-    return values[-1] if values else ""
 
 
 def scatters_in_loops(jaxpr: Any) -> bool:
@@ -280,20 +278,6 @@ def _is_cuda(device: Any) -> bool:
     return "rocm" not in str(getattr(device.client, "platform_version", "")).lower()
 
 
-def _combining(platform: str, combine_bytes: int) -> Iterator[CompilerOption]:
-    """Yields the options that combine collectives up to a size; a larger array is still moved by one collective.
-
-    On GPUs they are for all-gathers, reduce-scatters and all-reduces, on TPUs for all-reduces, which alone have one.
-    """
-    if platform not in _COMBINE:
-        raise ValueError(
-            f"combine_bytes={combine_bytes} is not known to apply to {platform!r}, only to {', '.join(_COMBINE)}: "
-            "leave it None"
-        )
-    for name in _COMBINE[platform]:
-        yield CompilerOption(name, combine_bytes, "combine_bytes of the config")
-
-
 def _typed(value: Value) -> Value:
     """Returns true and false as booleans, which XLA:GPU does not take as text."""
     return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
@@ -312,10 +296,10 @@ def flag_words(text: str) -> list[str]:
         return text.split()
 
 
-def _flag_names(environment: Mapping[str, str]) -> set[str]:
-    words = [word for name in _FLAG_VARIABLES for word in flag_words(environment.get(name, ""))]
-    names = {word.partition("=")[0].lstrip("-") for word in words}
-    return names | {name.removeprefix("no") for name in names}  # --noxla_option is --xla_option=false
+def _flags(environment: Mapping[str, str]) -> list[dict[str, str]]:
+    """Returns the flags of each variable of the environment, by their names without dashes."""
+    of_each = [flag_words(environment.get(variable, "")) for variable in _FLAG_VARIABLES]
+    return [{name.lstrip("-"): value for name, _, value in (word.partition("=") for word in x)} for x in of_each]
 
 
 @dataclasses.dataclass(frozen=True)

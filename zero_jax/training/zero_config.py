@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zero_jax.core.field_checks import check_fields, hinted
 from zero_jax.core.tree import PyTree, shown
-from zero_jax.sharding.mesh import Axes, axes_of, secondary_axes
+from zero_jax.sharding.mesh import Axes, are_names, axes_of, secondary_axes
 from zero_jax.sharding.path_patterns import PathPatterns
 from zero_jax.sharding.precision import Precision, resolve_precision
 from zero_jax.sharding.quantized import Quantize, check_quantize
@@ -146,7 +146,7 @@ class ZeroConfig:
         resolve_remat(self.remat)
         resolve_schedule(self.pipeline)
         self.resolved_offload()
-        batch_patterns(self.keep_batch_dtype)
+        PathPatterns.of_list("keep_batch_dtype", self.keep_batch_dtype)
         PathPatterns("experts", {} if self.experts is None else {self.experts: True})
         _check_secondary(self.secondary, self.stage)
         _check_compiler_options(self.compiler_options)
@@ -257,22 +257,9 @@ def _check_quantize(quantize: Quantize | None, groups: frozenset[str], stage: st
         )
 
 
-def batch_patterns(keep_batch_dtype: Any) -> PathPatterns:
-    """Returns the patterns of `keep_batch_dtype`; raises `ValueError` for anything else."""
-    is_list = isinstance(keep_batch_dtype, Sequence) and not isinstance(keep_batch_dtype, str)
-    if not is_list or not all(isinstance(pattern, str) for pattern in keep_batch_dtype):
-        raise ValueError(
-            f"keep_batch_dtype={keep_batch_dtype!r}: give a list of regular expressions of whole leaf paths of the "
-            "batch"
-        )
-    return PathPatterns("keep_batch_dtype", dict.fromkeys(keep_batch_dtype, True))
-
-
 def _check_secondary(secondary: Any, stage: int) -> None:
     """Raises `ValueError` for no flag and no names of axes, and for a stage that has no sharded params."""
-    is_flag = isinstance(secondary, bool)
-    names = [secondary] if isinstance(secondary, str) else secondary
-    if not is_flag and not (isinstance(names, Sequence) and names and all(isinstance(x, str) and x for x in names)):
+    if not isinstance(secondary, bool) and not are_names(secondary):
         raise ValueError(f"secondary={shown(secondary)}: give True, False, or names of axes of `data`, as ('data_0',)")
     if secondary and "params" not in sharded_groups(stage):
         raise ValueError(

@@ -52,34 +52,24 @@ class LossOnParts:
 
 
 class CountedTrace:
-    """The trace of a loss function on some examples, and the counts in it.
+    """The trace of a loss `(variables, batch, key) -> (loss, (aux, model_state))` on some examples, with its counts.
 
-    Attributes:
-      traced: the program, `(variables, batch, key) -> (loss, (aux, model_state))`.
-      flat: whether calls are inlined.
-      closed: its closed jaxpr, in which each value of the batch is computed once.
-      counts: the variables that may be counts.
-      is_nested: whether there are counts in calls.
+    Calls are inlined if it is `flat`. Each value of the batch is computed once in its jaxpr (`closed`).
     """
 
     def __init__(self, traced: Traced, *, flat: bool = False):
         self.traced, self.flat, closed = traced, flat, traced.closed
         self.closed = without_duplicates(flattened(*jaxprs.open_jaxpr(closed)) if flat else closed, traced.num_params)
         self.opened, _ = jaxprs.open_jaxpr(self.closed)
-        self.quotients = Quotients.of(self.opened, traced.num_params)
+        self.quotients = Quotients(self.opened, traced.num_params)
         made = {var for eqn in self.opened.eqns for var in eqn.outvars}
-        self.counts = [var for var in self.quotients.counts if var in made]
-        self.is_nested = len(self.counts) < len(self.quotients.counts)
+        self.counts = [var for var in self.quotients.counts if var in made]  # the variables that may be counts
+        self.is_nested = len(self.counts) < len(self.quotients.counts)  # there are counts in calls
 
     @property
     def results(self) -> tuple[Any, tuple[PyTree, PyTree]]:
         """The atoms of the results."""
         return jax.tree.unflatten(jax.tree.structure(self.traced.out_shape), self.opened.outvars)
-
-    @property
-    def num_batch(self) -> int:
-        """How many inputs are params or leaves of the batch; the others are those of the key."""
-        return len(self.opened.invars) - 1
 
     @functools.cached_property
     def numbers(self) -> dict[Any, int]:
@@ -106,24 +96,16 @@ class CountedTrace:
         pure = [eqn for eqn in self.opened.eqns if not eqn.effects]
         return jaxprs.alone(self.closed, [self.counts[i] for i in places], eqns=pure)
 
-    def on_part(self, how: LossOnParts) -> _OnPart:
-        """Returns the loss on a part of the batch, of as many examples as this trace."""
-        return _OnPart(self, how)
 
-
-class _OnPart:
-    """A trace in which the counts of the batch are inputs, behind the batch.
-
-    Attributes:
-      env: the variables that depend on counts of the batch, or have a share of a term, by those that they stand for.
-      numbers: the number of each equation, by what it makes.
-    """
+class OnPart:
+    """A loss on a part of a batch, of as many examples as a trace: the counts of the batch are inputs, behind it."""
 
     def __init__(self, trace: CountedTrace, how: LossOnParts):
         self.trace, self.how, opened = trace, how, trace.opened
+        # The variables that depend on counts of the batch, or have a share of a term, by those that they stand for
         self.env = {trace.counts[i]: jaxprs.new_variable(trace.counts[i]) for i in how.counts}
-        batch = opened.invars[: trace.num_batch]
-        self.invars = [*batch, *(self.env[trace.counts[i]] for i in how.counts), *opened.invars[trace.num_batch :]]
+        *batch, key = opened.invars
+        self.invars = [*batch, *(self.env[trace.counts[i]] for i in how.counts), key]
         self.numbers, self.eqns = dict(trace.numbers), list[Any]()
         sizes = [var.aval.shape[0] for var in batch[trace.traced.num_params :] if var.aval.shape]
         self.num_parts = Fraction(how.size, sizes[0]) if how.size and sizes else Fraction(1)
@@ -173,9 +155,7 @@ class _OnPart:
 class CountedProgram(LossProgram):
     """A loss on parts: `(variables, (batch, counts), key) -> (loss, (aux, model_state, weight))`, as `how` says.
 
-    Args:
-      before: the loss, `(variables, batch, key) -> (loss, (aux, model_state))`.
-      how: how it is called on parts.
+    `before` is the loss, `(variables, batch, key) -> (loss, (aux, model_state))`.
     """
 
     def __init__(self, before: LossProgram, how: LossOnParts):
@@ -190,7 +170,7 @@ class CountedProgram(LossProgram):
         known = id(traced)
         if known not in self.traces:
             how, trace = self.how, CountedTrace(traced, flat=self.how.flat)
-            part, (loss, (aux, model_state)) = trace.on_part(how), trace.results
+            part, (loss, (aux, model_state)) = OnPart(trace, how), trace.results
             weight = None
             if how.weight is not None:
                 weight = trace.counts[how.weight] if isinstance(how.weight, int) else named_entry(aux, how.weight)

@@ -50,13 +50,11 @@ class PartWeight:
 def with_weight(program: LossProgram, loss_weight: str) -> LossProgram:
     """Returns a loss with its `PartWeight`, None where all batches of a size weigh the same.
 
-    It is `(variables, batch, key) -> (loss, (aux, model_state, weight))`. The sum of a batch whose divisor is 0 is
-    divided by 1, which is its divisor then: the sum of all batches has it, too. So it is in detection, where a batch
-    without objects has a loss. What is added to such a mean counts by the divisor itself, and is 0 in these batches.
-
-    Args:
-      program: the loss, `(variables, batch, key) -> (loss, (aux, model_state))`.
-      loss_weight: name of an entry of aux; `auto` finds the divisor that the loss ends in.
+    From `(variables, batch, key) -> (loss, (aux, model_state))` it makes a function to `(loss, (aux, model_state,
+    weight))`. `loss_weight` names an entry of aux; `auto` finds the divisor that the loss ends in. The sum of a batch
+    whose divisor is 0 is divided by 1, which is its divisor then: the sum of all batches has it, too. So it is in
+    detection, where a batch without objects has a loss. What is added to such a mean counts by the divisor itself, and
+    is 0 in these batches.
     """
 
     def add_weight(traced: Traced) -> Traced:
@@ -87,15 +85,12 @@ def with_weight(program: LossProgram, loss_weight: str) -> LossProgram:
 class _Division:
     """The division that a loss ends in: evaluates equations, those by its divisor by 1 where it is 0.
 
-    Attributes:
-      found: the quotient.
-      function: its divisor as a function of its count and of other scalars.
-      env: the values of all variables.
+    `function` is the divisor as a function of its count and of other scalars.
     """
 
     def __init__(self, found: Quotient, quotients: Quotients, function: Any):
         self.found, self.quotients, self.function = found, quotients, function
-        self.env: dict[Any, Any] = {}
+        self.env: dict[Any, Any] = {}  # the values of all variables
 
     def equation(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Evaluates an equation."""
@@ -127,14 +122,14 @@ def _with_division(closed: Any, num_params: int) -> tuple[Any, _Division | None]
     if any(_empty_case(eqn) is not None for eqn in equations(closed)):
         closed = without_duplicates(_with_cases(closed), num_params)
     opened, consts = jaxprs.open_jaxpr(closed)
-    quotients = Quotients.of(opened, num_params)
+    quotients = Quotients(opened, num_params)
     found, env = quotients.results[0].quotient, quotients.env
     made = [var for eqn in opened.eqns if jaxprs.inner_jaxprs(eqn) for var in eqn.outvars]
     is_within = found is not None and not {found.count, found.divisor} <= env.keys()
     if is_within or any(env[var].quotient for var in made):  # it is in a nested `jit`, or terms are added there
         closed = flattened(opened, consts)
         opened, _ = jaxprs.open_jaxpr(closed)
-        quotients = Quotients.of(opened, num_params)
+        quotients = Quotients(opened, num_params)
         found = quotients.results[0].quotient
     function = None if found is None else _function_of(found, quotients, opened)
     if found is None or function is None or not any(jaxprs.used_inputs(jaxprs.with_results(closed, [found.count]))):

@@ -38,14 +38,6 @@ _MIN_ALIKE = 1 / 2
 _MIN_USES = 1 / 3
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Repeat:
-    """A stretch of a sequence that equals itself at a distance."""
-
-    places: np.ndarray  # the indices of its numbers in the sequence; those between them are left out
-    period: int  # the distance, counted in `places`; at most half as many as there are
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RepeatedBlock:
     """One of the repeated blocks of a jaxpr, as one equation: the equations of one turn of a Python loop."""
@@ -61,10 +53,8 @@ def find_blocks(sequence: EqnSequence) -> tuple[RepeatedBlock, ...]:
     """Finds the repeated blocks of a jaxpr that each use params of their own, or share them if the sequence says so.
 
     Where several ways to cut the equations into blocks cover equally many of them, the fewest bytes of activations go
-    from block to block: the blocks of a transformer are cut where only the residual stream passes.
-
-    Returns:
-      The blocks in order and disjoint; none where nothing repeats.
+    from block to block: the blocks of a transformer are cut where only the residual stream passes. They are in order
+    and disjoint.
     """
     runs = sorted(_runs(sequence, 0, len(sequence.eqns)))
     return tuple(block for number, run in enumerate(runs) for block in _blocks(sequence, run, number))
@@ -73,9 +63,8 @@ def find_blocks(sequence: EqnSequence) -> tuple[RepeatedBlock, ...]:
 def find_left_out(sequence: EqnSequence, blocks: Sequence[RepeatedBlock]) -> tuple[int, ...]:
     """Finds what is like the blocks of a jaxpr, as `find_blocks` returns them, and yet not among them.
 
-    Returns:
-      The index of an equation for each stretch before, between and after the blocks that has more than a third of the
-      uses of params that some block has: the first of these uses.
+    Of each stretch before, between and after the blocks that has more than a third of the uses of params that some
+    block has, it is the index of the equation that is the first of these uses.
     """
     if not blocks:
         return ()
@@ -117,7 +106,11 @@ def _runs(sequence: EqnSequence, start: int, stop: int) -> Iterator[tuple[int, .
     while pending:
         start, stop = pending.pop()
         if run := _best_run(sequence, start, stop):
-            run = _extended(sequence, run, start, stop)
+            # With what is next to it and like its blocks, though not in all
+            while longer := _with_another(sequence, run, np.arange(run[0], start - 1, -1)):
+                run = longer
+            while longer := _with_another(sequence, run, np.arange(run[-1], stop + 1)):
+                run = longer
             yield run
             pending += [(start, run[0]), (run[-1], stop)]
 
@@ -126,18 +119,18 @@ def _best_run(sequence: EqnSequence, start: int, stop: int) -> tuple[int, ...]:
     """Returns the run between two places whose blocks cover most and are most alike; the empty one if there is none."""
     users = sequence.uses(start, stop)
 
-    def covered(repeat: Repeat) -> tuple[int, int]:
-        first, last = users[repeat.places[[0, -1]]]
-        return int(sequence.sizes[first : last + 1].sum()), -repeat.period
+    def covered(repeat: tuple[np.ndarray, int]) -> tuple[int, int]:
+        first, last = users[repeat[0][[0, -1]]]
+        return int(sequence.sizes[first : last + 1].sum()), -repeat[1]
 
     scores: dict[tuple[int, ...], float] = {}
     equal: tuple[int, ...] = ()  # a run of equal blocks
-    for repeat in heapq.nlargest(_MAX_REPEATS, tandem_repeats(sequence.numbers[users]), key=covered):
-        places = users[repeat.places]
+    for numbers, period in heapq.nlargest(_MAX_REPEATS, tandem_repeats(sequence.numbers[users]), key=covered):
+        places = users[numbers]
         is_within = bool(equal) and equal[0] <= places[0] and places[-1] < equal[-1]
-        if is_within and len(places) // repeat.period < len(equal):
+        if is_within and len(places) // period < len(equal):
             continue  # it has no more blocks than these: of twice the period, say
-        run, alike = _alike(sequence, _cut(sequence, places, repeat.period, start, stop))
+        run, alike = _alike(sequence, _cut(sequence, places, period, start, stop))
         if run and sequence.are_blocks(run):
             scores[run] = alike**3 * float(sequence.sizes[run[0] : run[-1]].sum())
             equal = run if alike == 1 and len(run) > len(equal) else equal
@@ -207,15 +200,6 @@ def _edits(sequence: EqnSequence, pattern: np.ndarray, places: np.ndarray) -> np
     return num_edits(pattern[::-1], sequence.numbers[places[-1] : places[0]][::-1])
 
 
-def _extended(sequence: EqnSequence, run: tuple[int, ...], start: int, stop: int) -> tuple[int, ...]:
-    """Returns a run with what is next to it and like its blocks, though not in all."""
-    while longer := _with_another(sequence, run, np.arange(run[0], start - 1, -1)):
-        run = longer
-    while longer := _with_another(sequence, run, np.arange(run[-1], stop + 1)):
-        run = longer
-    return run
-
-
 def _with_another(sequence: EqnSequence, run: tuple[int, ...], places: np.ndarray) -> tuple[int, ...]:
     """Returns a run with a block more, from the first of some adjacent places to another; the empty run if none is.
 
@@ -234,13 +218,12 @@ def _with_another(sequence: EqnSequence, run: tuple[int, ...], places: np.ndarra
     return longer if is_alike and sequence.are_blocks(longer) else ()
 
 
-# --- sequences of numbers ---------------------------------------------------------------------------------------------
-
-
-def tandem_repeats(numbers: np.ndarray) -> Iterator[Repeat]:
+def tandem_repeats(numbers: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
     """Yields the longest tandem repeats of each period: of the sequence, and of its numbers that occur often.
 
-    What only some of the turns have is rarer than what all have, so without it they are equal.
+    A stretch equals itself at the distance `period`. Yielded are the indices of its numbers (those between them are
+    left out), and the period, counted in these. What only some of the turns have is rarer than what all have, so
+    without it they are equal.
     """
     _, kinds, counts = np.unique(numbers, return_inverse=True, return_counts=True)
     often = counts[kinds.reshape(-1)]
@@ -253,7 +236,7 @@ def tandem_repeats(numbers: np.ndarray) -> Iterator[Repeat]:
         row = numbers[places]
         for period in range(1, len(row) // 2 + 1):
             for each in repeats_of(row, period):
-                yield Repeat(places=places[each[0] : each[-1] + 1], period=period)
+                yield places[each[0] : each[-1] + 1], period
 
 
 def repeats_of(numbers: np.ndarray, period: int) -> Iterator[range]:
@@ -280,15 +263,10 @@ def overlap(first: collections.Counter[int], second: collections.Counter[int]) -
     return 2 * (first & second).total() / max(first.total() + second.total(), 1)
 
 
-# --- the equations of a jaxpr as such a sequence ----------------------------------------------------------------------
-
-
 class EqnSequence:
     """The equations of a jaxpr that are not on params alone, by their place among each other.
 
-    Args:
-      facts: what is known of its values.
-      tied: whether blocks may have the params of other blocks, as layers that share their weights do.
+    If they are `tied`, blocks may have the params of other blocks, as layers that share their weights do.
     """
 
     def __init__(self, facts: Facts, *, tied: bool = False):

@@ -23,10 +23,7 @@ class Origin:
 class Facts:
     """What is known of the values of an open jaxpr; each fact is found when it is first asked for.
 
-    Args:
-      jaxpr: the open jaxpr.
-      kinds: for each input `param`, `const`, or `value` for anything else.
-      rule: derives the origins of values; None takes `Origins`.
+    `kinds` has for each input `param`, `const`, or `value`; the rule derives the origins of values, None is `Origins`.
     """
 
     def __init__(self, jaxpr: Any, kinds: Sequence[str], rule: Origins | None = None):

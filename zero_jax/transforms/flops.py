@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -23,12 +24,7 @@ def count_flops(jaxpr: Any) -> int:
     grid, whether a mask skips it or not; so attention counts whole, by a kernel as without. A `while_loop`'s body
     counts once, of `cond` the costliest branch.
     """
-    return _forward_flops(jaxpr, None)
-
-
-def _forward_flops(jaxpr: Any, wanted: Collection[int] | None) -> int:
-    """Counts the operations of all products, or of those whose equation's `id` is wanted."""
-    return _count(jaxpr, [False] * len(open_jaxpr(jaxpr)[0].invars), wanted)
+    return _count(jaxpr, None)
 
 
 def training_flops(jaxpr: Any, trained: Sequence[bool], *, attention_only: bool = False) -> int:
@@ -36,22 +32,19 @@ def training_flops(jaxpr: Any, trained: Sequence[bool], *, attention_only: bool 
 
     A product counts once, and once more for each operand that depends on a trained input: its cotangent is a product,
     too. Where all params are trained, that is three times the forward pass. What rematerialization repeats is no
-    progress, and is not counted.
-
-    Args:
-      jaxpr: the loss.
-      trained: for each of its inputs, whether its gradient is computed.
-      attention_only: count the products of attention alone, of which causal attention needs half.
+    progress, and is not counted. With `attention_only` the products of attention count, of which a causal one needs
+    half.
     """
     scores = _Scores()
     if attention_only:
         scores.run(jaxpr, [_NOTHING] * len(trained))
-    return _count(jaxpr, trained, scores.notes if attention_only else None)
+    return _count(jaxpr, scores.notes if attention_only else None, trained)
 
 
-def _count(jaxpr: Any, trained: Sequence[bool], wanted: Collection[int] | None) -> int:
+def _count(jaxpr: Any, wanted: Collection[int] | None, trained: Sequence[bool] | None = None) -> int:
+    """Counts the operations of all products, or of those whose equation's `id` is wanted, and of gradients if any."""
     counted = _Flops(wanted)
-    counted.run(jaxpr, trained)
+    counted.run(jaxpr, trained or [False] * len(open_jaxpr(jaxpr)[0].invars))
     return counted.flops
 
 
@@ -99,36 +92,33 @@ def _kernel(eqn: Any) -> int:
     return steps * sum(map(count_flops, inner_jaxprs(eqn)))
 
 
-def _cudnn_attention(num_products: int) -> Callable[[Any], int]:
-    def rule(eqn: Any) -> int:
-        query, key = (operand.aval.shape for operand in eqn.invars[:2])
-        batch, head_dim = query[0], query[-1]
-        length_dim = 2 if eqn.params.get("layout") == 1 else 1  # [batch, heads, length, dim], else heads third
-        heads = query[3 - length_dim]
-        return 2 * num_products * batch * heads * query[length_dim] * key[length_dim] * head_dim
-
-    return rule
+def _cudnn_attention(num_products: int, eqn: Any) -> int:
+    query, key = (operand.aval.shape for operand in eqn.invars[:2])
+    batch, head_dim = query[0], query[-1]
+    length_dim = 2 if eqn.params.get("layout") == 1 else 1  # [batch, heads, length, dim], else heads third
+    heads = query[3 - length_dim]
+    return 2 * num_products * batch * heads * query[length_dim] * key[length_dim] * head_dim
 
 
 _CUDNN = {
-    f"dot_product_attention{dtype}_{name}{wrapper}": _cudnn_attention(num_products)
+    f"dot_product_attention{dtype}_{name}{wrapper}": functools.partial(_cudnn_attention, num_products)
     for name, num_products in (("fwd", 2), ("bwd", 5))
     for dtype in ("", "_fp8")
     for wrapper in ("", "_wrapper")
 }
 
 
-def _attention(num_products: int) -> Callable[[Any], int]:
+def _attention(num_products: int, eqn: Any) -> int:
     """Of `zero_jax.attention`, all queries with all keys, masked or not."""
-
-    def rule(eqn: Any) -> int:
-        (b, t, n, h), (_, s, _, _), (*_, v) = (atom.aval.shape for atom in eqn.invars[:3])
-        return num_products * b * n * t * s * (h + v)  # half of the products have the size h, half v
-
-    return rule
+    (b, t, n, h), (_, s, _, _), (*_, v) = (atom.aval.shape for atom in eqn.invars[:3])
+    return num_products * b * n * t * s * (h + v)  # half of the products have the size h, half v
 
 
-_ATTENTION = {"zero_attention": _attention(2), "zero_attention_cotangents": _attention(5), **_CUDNN}
+_ATTENTION = {
+    "zero_attention": functools.partial(_attention, 2),
+    "zero_attention_cotangents": functools.partial(_attention, 5),
+    **_CUDNN,
+}
 _RULES: dict[str, Callable[[Any], int]] = {
     "dot_general": _dot,
     "ragged_dot_general": _ragged_dot,
@@ -183,7 +173,7 @@ class _Flops(Pass[bool]):
         if rule := _RULES.get(eqn.primitive.name):
             forward = rule(eqn) if self.wanted is None or id(eqn) in self.wanted else 0
         else:
-            forward = sum(_forward_flops(inner, self.wanted) for inner in inner_jaxprs(eqn))
+            forward = sum(_count(inner, self.wanted) for inner in inner_jaxprs(eqn))
         if forward:
             self.notes["flops"] = self.flops + forward + round(forward * _num_cotangents(eqn, operands))
         depends = any(operands) and eqn.primitive.name != "stop_gradient"

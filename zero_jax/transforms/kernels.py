@@ -14,7 +14,7 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from zero_jax.attention import AttentionWork, attention_work
+from zero_jax.attention import attention_work
 from zero_jax.core.device_put import is_on_host
 from zero_jax.dims import ALIASES, HEAVY, PARTS, PLACES, ValueSharding
 from zero_jax.program.jaxprs import is_literal, open_jaxpr
@@ -45,26 +45,16 @@ _IN_MEMORY = HEAVY | _ENGINES.keys() | {"dynamic_update_slice", "fft", "random_b
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """What one execution of a kernel does on a device, and how much of it is divided over the batch's devices.
+    """What one execution of a kernel does on a device, and how much of it is divided over the batch's devices."""
 
-    Attributes:
-      flops: floating-point operations of products and convolutions.
-      vector_ops: elementwise operations.
-      split_bytes: bytes moved of values that have a dim of the batch.
-      other_bytes: bytes moved of other values, such as params and their gradients.
-      is_split: whether `flops` and `vector_ops` grow with the batch.
-      times: how often it runs.
-      engine: "attention", "attention backward" or "pallas" for a kernel that is written by hand, "layout" for a copy to
-        another layout, "slice" for one out of the stack of a loop, "sum" for a sum that is not fused; empty for the
-        compiler's other kernels.
-    """
-
-    flops: float
-    vector_ops: float
-    split_bytes: float
-    other_bytes: float
-    is_split: bool
-    times: int = 1
+    flops: float = 0.0  # floating-point operations of products and convolutions
+    vector_ops: float = 0.0  # elementwise operations
+    split_bytes: float = 0.0  # bytes moved of values that have a dim of the batch
+    other_bytes: float = 0.0  # bytes moved of other values, such as params and their gradients
+    is_split: bool = False  # whether `flops` and `vector_ops` grow with the batch
+    times: int = 1  # how often it runs
+    # "attention", "attention backward" or "pallas" for a kernel that is written by hand, "layout" for a copy to another
+    # layout, "slice" for one out of the stack of a loop, "sum" for a sum that is not fused; empty for the others
     engine: str = ""
 
 
@@ -73,40 +63,25 @@ def kernels(
 ) -> tuple[Kernel, ...]:
     """Returns the kernels of a function that leaves its results in memory.
 
-    Args:
-      jaxpr: open or closed.
-      shardings: the shardings of its values, as `Propagation.values` has them; a value without one is as its shape is.
-      sizes: sizes of the mesh axes.
-      batch_axes: the axes that examples are sharded over.
+    `shardings` are those of its values, as `Propagation.values` has them; a value without one is as its shape is.
     """
     return _Body(shardings, sizes, frozenset(batch_axes)).kernels(jaxpr, splits=False)
 
 
 @dataclasses.dataclass(eq=False)
 class _Value:
-    """A value on a device.
-
-    Attributes:
-      num_bytes: its bytes.
-      num_elements: its elements.
-      axes: the mesh axes that it is sharded over.
-      is_split: whether it has a dim of the batch.
-      is_stored: whether it is in memory; others are made again by what reads them.
-      readers: the operations that read it.
-      sources: the bytes that are read of values in memory where it is made again.
-      vector_ops: the operations that making it again takes.
-      anchors: a bit for each kernel that reads it, or what elementwise work makes of it.
-    """
+    """A value on a device; what is not in memory is made again by what reads it."""
 
     num_bytes: float
     num_elements: float
-    axes: frozenset[str] = frozenset()
-    is_split: bool = False
-    is_stored: bool = False
+    axes: frozenset[str] = frozenset()  # the mesh axes that it is sharded over
+    is_split: bool = False  # whether it has a dim of the batch
+    is_stored: bool = False  # whether it is in memory
     readers: list[_Operation] = dataclasses.field(default_factory=list)
+    # The bytes that are read of values in memory where it is made again, and the operations that this takes
     sources: dict[_Value, float] = dataclasses.field(default_factory=dict)
     vector_ops: float = 0.0
-    anchors: int = 0
+    anchors: int = 0  # a bit for each kernel that reads it, or what elementwise work makes of it
 
 
 @dataclasses.dataclass(eq=False)
@@ -153,12 +128,9 @@ class _Body(Pass[_Value]):
         self.relaid: set[_Value] = set()  # what hand-written kernels take, which require layouts of their own
 
     def kernels(self, jaxpr: Any, *, splits: bool, consts: Sequence[_Value] = ()) -> tuple[Kernel, ...]:
-        """Returns the kernels of a jaxpr.
+        """Returns the kernels of a jaxpr, whose first inputs are `consts` outside of a loop.
 
-        Args:
-          jaxpr: open or closed.
-          splits: whether values whose sharding is not known count as having a dim of the batch.
-          consts: what the first inputs are outside of the loop.
+        Values whose sharding is not known count as having a dim of the batch if it `splits`.
         """
         opened, _ = open_jaxpr(jaxpr)
         self.inputs = inputs = [self.value(var, splits, is_stored=True) for var in opened.invars]
@@ -254,18 +226,18 @@ class _Body(Pass[_Value]):
             ops += operation.reads[0].num_elements
         axes = frozenset().union(*(value.axes for value in (*operation.reads, *operation.makes)))
         num_parts = math.prod(self.sizes[axis] for axis in axes)
-        work = _work(operation)
-        kernel = _kernel(sources, written, vector_ops=ops, flops=work.flops / num_parts, reads=operation.reads)
+        flops, summed_bytes = _work(operation)
+        kernel = _kernel(sources, written, vector_ops=ops, flops=flops / num_parts, reads=operation.reads)
         kernel = dataclasses.replace(kernel, engine=_ENGINES.get(operation.name, ""))
         if kernel.engine:
             relaid = dict.fromkeys(x for x in (*operation.reads, *written) if x not in self.relaid)
             self.copies += [_copy(value, "layout") for value in relaid]
             self.relaid.update(relaid)
-        if not work.summed_bytes:
+        if not summed_bytes:
             return [kernel]
-        moved = {"split_bytes" if kernel.is_split else "other_bytes": work.summed_bytes / num_parts}
-        nothing = Kernel(flops=0, vector_ops=0, split_bytes=0, other_bytes=0, is_split=kernel.is_split, engine="sum")
-        return [kernel, dataclasses.replace(nothing, **moved)]
+        sums = Kernel(is_split=kernel.is_split, engine="sum")
+        moved = "split_bytes" if kernel.is_split else "other_bytes"
+        return [kernel, dataclasses.replace(sums, **{moved: summed_bytes / num_parts})]
 
     def inner(self, operation: _Operation, sub: Subcall) -> Iterable[Kernel]:
         """Returns the kernels of all iterations of a loop, or of the branch that moves most."""
@@ -281,9 +253,10 @@ class _Body(Pass[_Value]):
         return max(branches, key=lambda found: sum(x.split_bytes + x.other_bytes for x in found), default=())
 
 
-def _work(operation: _Operation) -> AttentionWork:
+def _work(operation: _Operation) -> tuple[float, float]:
+    """Returns the operations of the products of a kernel, and the bytes that are moved to add parts of its results."""
     if not operation.name.startswith("zero_attention"):
-        return AttentionWork(flops=equation_flops(operation.eqn))
+        return equation_flops(operation.eqn), 0.0
     operands = [atom.aval for atom in operation.eqn.invars[:3]]
     is_backward = _ENGINES[operation.name] == "attention backward"
     return attention_work(*operands, call=operation.eqn.params["call"], backward=is_backward)
@@ -349,8 +322,6 @@ def _kernel(
     )
 
 
-# --- their seconds ----------------------------------------------------------------------------------------------------
-
 # The launch of a GPU kernel.
 KERNEL_SECONDS = 3e-6
 # The share of the peak at which kernels compute. cuDNN's causal attention, measured on an H100 with heads of 128 and
@@ -375,28 +346,19 @@ _HIDING = 0.5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """The shares of a hardware's nominal peaks that the compiler's own figures reach.
+    """The shares of a hardware's nominal peaks that the compiler's own figures reach."""
 
-    Attributes:
-      products: share of the peak FLOPs that large matrix products reach without the options of `overlap`.
-      reading: the share of the time of moving a product's operands and result that adds to its FLOPs at the peak, with
-        the on-chip memory that these options give to kernels; None where they give none.
-      compiled: shares of the peak FLOPs and of the memory bandwidth at which kernels of a compiled program count whose
-        cycles are not known.
-      memory: share of the memory bandwidth that fused elementwise work reaches.
-      vector: the peak of elementwise operations, as a share of the peak FLOPs.
-      layout: share of the memory bandwidth that copies to another layout reach.
-      unfused: share of the memory bandwidth that sums and constants of a kernel of their own reach.
-      hidden: share of the collectives over `data` that computation hides, without the options of `overlap` and with.
-    """
-
-    products: float
-    memory: float
-    vector: float = 1 / 32
-    layout: float = 0.38
-    unfused: float = 0.14
+    products: float  # of the FLOPs, by large matrix products without the options of `overlap`
+    memory: float  # of the memory bandwidth, by fused elementwise work
+    vector: float = 1 / 32  # the peak of elementwise operations, as a share of the FLOPs
+    layout: float = 0.38  # of the memory bandwidth, by copies to another layout
+    unfused: float = 0.14  # of the memory bandwidth, by sums and constants of a kernel of their own
+    # Of the collectives over `data`, what computation hides, without the options of `overlap` and with
     hidden: tuple[float, float] = (0, 0)
+    # The share of the time of moving a product's operands and result that adds to its FLOPs at the peak, with the
+    # on-chip memory that these options give to kernels; None where they give none
     reading: float | None = None
+    # Of the FLOPs and of the memory bandwidth, by kernels of a compiled program whose cycles are not known
     compiled: tuple[float, float] = (0.9, 0.4)
 
 
@@ -434,12 +396,7 @@ def efficiency_of(hardware: Hardware) -> Efficiency:
 
 
 class Roofline:
-    """Estimates seconds of the parts of a step on a kind of hardware.
-
-    Args:
-      hardware: the figures of a device.
-      overlaps: whether the step is compiled with options that let collectives run beside computation.
-    """
+    """Estimates seconds of a step on a kind of hardware, compiled with options that hide collectives (`overlaps`)."""
 
     def __init__(self, hardware: Hardware, *, overlaps: bool):
         self.hardware = hardware
@@ -456,9 +413,8 @@ class Roofline:
 
     def compute_seconds(self, kernels: Iterable[Kernel], num_parts: float) -> float:
         """Returns the seconds of kernels of all examples, on the share of one of `num_parts` parts of the batch."""
-        vector_per_second = self.hardware.flops_per_second * self.efficiency.vector
-        launch = KERNEL_SECONDS if self.hardware.platform == "cuda" else 0.0
-        reached = self.efficiency
+        reached, launch = self.efficiency, KERNEL_SECONDS if self.hardware.platform == "cuda" else 0.0
+        vector_per_second = self.hardware.flops_per_second * reached.vector
         shares = {"layout": reached.layout, "sum": reached.unfused, "slice": reached.compiled[1]}
         total = 0.0
         for kernel in kernels:

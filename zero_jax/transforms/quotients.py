@@ -7,14 +7,13 @@ of the batch that params have no part in.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from zero_jax.core.tree import PyTree
 from zero_jax.dims import ELEMENTWISE, SAME_ELEMENTS, SCATTERS, known_primitives
 from zero_jax.program import jaxprs
+from zero_jax.program.evaluation import once_each
 from zero_jax.program.passes import Dependence, Pass
 
 # A linear operation on a quotient makes another quotient by the same divisor.
@@ -52,35 +51,22 @@ class _Known:
 
 
 class Quotients(Pass[_Known]):
-    """Which values are quotients; counts and divisors are variables of the jaxpr that makes them.
+    """Which values of an open jaxpr are quotients; its first inputs are params, the others the batch.
 
-    Attributes:
-      batch_dims: the leading dims of the batch's leaves.
-      env: what is known of each variable of the outer jaxpr.
-      results: what is known of each result.
-      counts: the scalars that may be counts.
-      divisions: the results of divisions.
+    Counts and divisors are variables of the jaxpr that makes them.
     """
 
     enters = frozenset({"call"})
 
-    def __init__(self, batch_dims: Collection[tuple[int, ...]]):
+    def __init__(self, opened: Any, num_params: int):
         super().__init__()
-        self.batch_dims = batch_dims
-        self.env: dict[Any, _Known] = {}
-        self.results: list[_Known] = []
-        self.counts: list[Any] = []
-        self.divisions: set[Any] = set()
-
-    @classmethod
-    def of(cls, opened: Any, num_params: int) -> Quotients:
-        """Returns what is known of an open jaxpr, of which the first inputs are params, and others the batch."""
-        params, batch = opened.invars[:num_params], opened.invars[num_params:]
-        inputs = [_Known(of_params=True)] * len(params)
-        inputs += [_Known(of_batch=var.aval.ndim > 0) for var in batch]
-        found = cls({var.aval.shape[:1] for var in batch if var.aval.ndim})
-        found.results = found.run(opened, inputs, found.env)
-        return found
+        batch = opened.invars[num_params:]
+        self.batch_dims = {var.aval.shape[:1] for var in batch if var.aval.ndim}
+        self.env: dict[Any, _Known] = {}  # what is known of each variable of the outer jaxpr
+        self.counts: list[Any] = []  # the scalars that may be counts
+        self.divisions: set[Any] = set()  # the results of divisions
+        inputs = [_Known(of_params=True)] * num_params + [_Known(of_batch=var.aval.ndim > 0) for var in batch]
+        self.results = self.run(opened, inputs, self.env)  # what is known of each result
 
     def constant(self, atom: Any) -> _Known:
         """Returns that a constant depends on nothing."""
@@ -137,11 +123,7 @@ class Quotients(Pass[_Known]):
 
 
 def named_entry(aux: PyTree, name: str) -> Any:
-    """Returns the entry of aux that is the weight of a loss.
-
-    Raises:
-      ValueError: there is none.
-    """
+    """Returns the entry of aux that is the weight of a loss; raises `ValueError` if there is none."""
     if isinstance(aux, Mapping) and name in aux:
         return aux[name]
     has = sorted(aux) if isinstance(aux, Mapping) else type(aux).__name__
@@ -162,25 +144,6 @@ def origin(atom: Any, eqns: Sequence[Any]) -> Any:
 def without_duplicates(closed: Any, num_params: int) -> Any:
     """Returns a jaxpr that computes each value of the batch once: sums of one mask are one divisor, not two."""
     opened, _ = jaxprs.open_jaxpr(closed)
-    read = {x for x in opened.outvars if not jaxprs.is_literal(x)}
-    read.update(var for eqn in opened.eqns for var in jaxprs.variables(eqn))
     made_of: dict[Any, frozenset[int]] = {}
     Dependence().run(opened, [_PARAMS if i < num_params else frozenset() for i in range(len(opened.invars))], made_of)
-    known: dict[Any, Any] = {}
-    same: dict[Any, Any] = {}
-    eqns = []
-    for eqn in opened.eqns:
-        eqn = eqn.replace(invars=[x if jaxprs.is_literal(x) else same.get(x, x) for x in eqn.invars])
-        of_params = any(made_of[var] for var in eqn.outvars)
-        if not of_params and not eqn.effects and read.issuperset(eqn.outvars):
-            first = known.setdefault((*jaxprs.operation_key(eqn), *map(_key, eqn.invars)), eqn)
-            if first is not eqn:
-                same.update(zip(eqn.outvars, first.outvars, strict=True))
-                continue
-        eqns.append(eqn)
-    results = [x if jaxprs.is_literal(x) else same.get(x, x) for x in opened.outvars]
-    return jaxprs.with_results(closed, results, eqns=eqns) if same else closed
-
-
-def _key(atom: Any) -> Any:
-    return (str(atom.aval), np.asarray(atom.val).tobytes()) if jaxprs.is_literal(atom) else atom
+    return once_each(closed, lambda eqn: not any(made_of[var] for var in eqn.outvars))

@@ -24,7 +24,7 @@ from zero_jax.program.loss import LossProgram
 from zero_jax.program.subcalls import equations
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import carries, dims_of
-from zero_jax.transforms.batch_counts import CountedTrace, LossOnParts
+from zero_jax.transforms.batch_counts import CountedTrace, LossOnParts, OnPart
 from zero_jax.transforms.quotients import named_entry
 
 
@@ -71,13 +71,8 @@ def separability(
     """Says, by its traces on the batch and on parts of it, whether a loss is made of the losses of parts.
 
     What is not proven counts as mixing examples: every operation has an exact rule (`dims/parts/`), or may mix.
-    Random numbers count as each example's own.
-
-    Args:
-      program: the loss function `(variables, batch, key) -> (loss, (aux, model_state))`.
-      arguments: the params, or `Variables` (model state counts as params); the whole batch; a key.
-      parts: the parts of the batch.
-      loss_weight: as in `ZeroConfig`.
+    Random numbers count as each example's own, model state counts as params. The program is
+    `(variables, batch, key) -> (loss, (aux, model_state))`, and `arguments` are its arguments for the whole batch.
     """
     mesh, axes, k = parts.mesh, parts.axes, parts.num_microbatches
     sizes = {x.shape[0] for x in jax.tree.leaves(arguments[1]) if np.ndim(x)}
@@ -122,11 +117,6 @@ class _Found:
     depends: bool  # whether the loss is made of counts
     within: bool  # whether there are counts or terms in calls, of which nothing is known
 
-    @property
-    def is_known(self) -> bool:
-        """Whether all results are made of those of parts."""
-        return all(x.kind is not Kind.UNKNOWN for x in (self.loss, *self.aux))
-
 
 class _Traces:
     """Traces of a loss function, on batches of several sizes."""
@@ -153,14 +143,10 @@ class _Traces:
     def means(
         self, size: int, num_parts: int, num_blocks: int, loss_weight: str | None, *, trusted: bool = False
     ) -> Separability:
-        """Says why the loss is not made of those of so many parts of a batch, and how the parts' aux is combined.
+        """Says why the loss is not made of those of so many parts of `size` examples, and how their aux is combined.
 
-        Args:
-          size: the number of examples of the batch.
-          num_parts: the number of its parts.
-          num_blocks: the number of runs of examples that the parts are made of.
-          loss_weight: as in `ZeroConfig`.
-          trusted: whether None as a weight says that parts are averaged as if they weighed the same.
+        The parts are made of `num_blocks` runs of examples. If it is `trusted`, None as a weight says that they are
+        averaged as if they weighed the same.
         """
         part, first = size // num_parts, self.trace(next(iter(self.traced))[0])
         leaves = leaves_by_name(first.results[1][0])
@@ -180,7 +166,9 @@ class _Traces:
             on_parts = LossOnParts(size=size, of_batch=False, weight=named)
             return Separability(another_loss=why, on_parts=on_parts, aux=dict.fromkeys(leaves, unknown(why)))
         found = self.found(traces, size, num_parts, num_blocks)
-        if found.within and not found.is_known:  # it is of a value in a nested `jit`
+        if found.within and any(
+            x.kind is Kind.UNKNOWN for x in (found.loss, *found.aux)
+        ):  # of a value in nested `jit`s
             traces = [self.trace(n, flat=True) for n in sizes]
             found = self.found(traces, size, num_parts, num_blocks)
         why, on_parts = _averaged(found, traces[1], loss_weight, trusted=trusted)
@@ -206,7 +194,7 @@ class _Traces:
                 if x.kind is Kind.SUM and not x.of_params and (not x.power or is_float(var.aval)):
                     powers[i] = x.power
         on_parts = LossOnParts(size=size, counts=powers, flat=traces[0].flat)
-        parts = [trace.on_part(on_parts) for trace in traces]
+        parts = [OnPart(trace, on_parts) for trace in traces]
         atoms = [[part.of_batch(x) for x in _values(part.trace)] for part in parts]
         relations = self.relations(
             [part.closed(x) for part, x in zip(parts, atoms, strict=True)],
@@ -225,19 +213,17 @@ class _Traces:
         self, traces: Sequence[Any], inputs: Sequence[Relation], comparison: TraceComparison
     ) -> list[Relation]:
         """Returns the relations of the results of the first closed jaxpr to those of the second."""
-        groups = [list(traces)]
-        whole, part, *single = groups[0]
+        whole, part, *single = traces
         names = [[eqn.primitive.name for eqn in jaxprs.open_jaxpr(x)[0].eqns] for x in (whole, part)]
-        if names[0] != names[1] or not _goes_on(whole, part, single, comparison):
-            each = [[jaxprs.alone(x, [atom]) for atom in jaxprs.open_jaxpr(x)[0].outvars] for x in traces]
-            groups = [list(group) for group in zip(*each, strict=True)]
+        if names[0] == names[1] and _goes_on(whole, part, single, comparison):
+            return comparison.run(whole, part, inputs)
         found = []
-        for whole, part, *single in groups:
-            if not _goes_on(whole, part, single, comparison):
-                why = unknown("loss_fn does something else on one example than on several")
-                found += [why] * len(jaxprs.open_jaxpr(whole)[0].outvars)
-            else:
+        each = [[jaxprs.alone(x, [atom]) for atom in jaxprs.open_jaxpr(x)[0].outvars] for x in traces]
+        for whole, part, *single in zip(*each, strict=True):
+            if _goes_on(whole, part, single, comparison):
                 found += comparison.run(whole, part, inputs)
+            else:
+                found.append(unknown("loss_fn does something else on one example than on several"))
         return found
 
 
@@ -298,7 +284,7 @@ def _averaged(found: _Found, part: CountedTrace, loss_weight: str | None, *, tru
 
 def _is_even(found: _Found, part: CountedTrace, named: Any) -> bool:
     """Tells whether an entry of aux is the same in all parts, of which none has counts of its own."""
-    if part.on_part(found.on_parts).of_batch(named) is not named:
+    if OnPart(part, found.on_parts).of_batch(named) is not named:
         return False
     entries = zip(jax.tree.leaves(part.results[1][0]), found.aux, strict=True)
     return any(atom is named and x.kind is Kind.SAME and x.is_plain for atom, x in entries)

@@ -151,8 +151,6 @@ def _written_at_one_place(eqn: Any) -> set[int]:
     return {i for i in dims if shape[i] > 1}
 
 
-# --- heads of attention on TPUs ---------------------------------------------------------------------------------------
-
 _PLACES, _LANES = 8, 128  # of a tile
 
 
@@ -209,9 +207,6 @@ def _merged(x: jax.Array, *shape: int) -> jax.Array:
     *before, places, num_heads, size = shape
     tiles = jax.numpy.swapaxes(x, -2, -3).reshape(*before, num_heads, places // _PLACES, _PLACES, size)
     return jax.numpy.moveaxis(tiles, -4, -2).reshape(*before, places, num_heads * size)
-
-
-# --- features on TPUs -------------------------------------------------------------------------------------------------
 
 
 # The hardware where rows pay: 1% of a step on v5p and TPU7x, 3% to 8% on v6e. On v5e they cost up to 1%.

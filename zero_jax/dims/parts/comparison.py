@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from zero_jax.dims.parts.relations import (
     Refused,
     Relation,
     aval,
+    check,
     dual,
     floating,
     floating_results,
@@ -52,19 +54,15 @@ class TraceComparison:
 
     A part need not be one run of examples: it is of several of `num_blocks` equal runs. None takes `num_parts`.
 
-    With `shares_terms` a part has a share of what is the same in all parts and is added to a sum over examples.
-
-    Attributes:
-      terms: where these terms are added: for a variable of the trace on a part,
-        which operands of the equation that makes it are to be multiplied by `n ** power` for that.
-      has_terms_within: whether there are more in nested jaxprs, of which nothing is known then.
+    With `shares_terms` a part has a share of what is the same in all parts and is added to a sum over examples. Where
+    that is so is noted in `terms`: for a variable of the trace on a part, which operands of the equation that makes it
+    are to be multiplied by `n ** power`. Of those in nested jaxprs (`has_terms_within`) nothing is known.
     """
 
     def __init__(self, num_parts: int, num_blocks: int | None = None, *, shares_terms: bool = False):
         self.num_parts, self.num_blocks, self.shares_terms = num_parts, num_blocks or num_parts, shares_terms
-        self.source = ""
         self.terms: dict[Any, list[tuple[int, Fraction]]] = {}
-        self.has_terms_within, self.depth = False, 0
+        self.has_terms_within, self.depth, self.source = False, 0, ""
         self.calls: dict[Any, tuple[Any, Any, list[Relation]]] = {}
         self.in_derivative = False
         self.batch_axes: frozenset[str] = frozenset()  # of the mesh, in a shard_map
@@ -255,15 +253,13 @@ class TraceComparison:
         whole, part = pair.subcalls()
         consts, carry, slices = whole.split(inputs)
         bodies = whole.jaxpr, part.jaxpr
-        if (whole.num_consts, whole.num_carry, whole.reverse) != (part.num_consts, part.num_carry, part.reverse):
-            raise Refused("sized")
+        counts = [(sub.num_consts, sub.num_carry, sub.reverse) for sub in (whole, part)]
+        check(counts[0] == counts[1], "sized")
         if whole.length != part.length:
-            if carry or not all(x.is_plain and x.dim == 0 for x in slices) or not all(_is_same(x) for x in consts):
-                raise Refused("mixed")
+            check(not carry and all(x.is_plain and x.dim == 0 for x in slices) and all(map(_is_same, consts)))
             results = self.run(*bodies, [*consts, *(dataclasses.replace(x, kind=Kind.SAME, dim=None) for x in slices)])
             return [rows(0) if _is_same(x) else x if x.kind is Kind.UNKNOWN else self.refused("mixed") for x in results]
-        if any(x.dim == 0 for x in slices):
-            raise Refused("mixed")
+        check(all(x.dim != 0 for x in slices))
         slices = [x.at(None if x.dim is None else x.dim - 1) for x in slices]
         carry, results = self.loop(bodies, consts, carry, slices)
         return [*carry, *(x if x.dim is None else x.at(x.dim + 1) for x in results)]
@@ -284,15 +280,11 @@ class TraceComparison:
         index, *values = inputs
         if index.kind is Kind.UNKNOWN:
             return [index] * len(pair.whole.outvars)
-        if not _is_same(index):
-            raise Refused("mixed")
+        check(_is_same(index))
         whole, part = pair.subcalls()
         branches = zip(whole.branches, part.branches, strict=True)
         found = [[self.left(x) for x in self.run(*branch, values)] for branch in branches]
-        results = found[0]
-        for other in found[1:]:
-            results = [self.either(x, y) for x, y in zip(results, other, strict=True)]
-        return results
+        return [functools.reduce(self.either, results) for results in zip(*found, strict=True)]
 
     # Devices of their own.
 
@@ -305,12 +297,9 @@ class TraceComparison:
         ]
         outer, self.batch_axes = self.batch_axes, frozenset(axis for dim in of_rows for axis in dim)
         try:
-            if any(x.kind is not Kind.ROWS and a & self.batch_axes for a, x in zip(axes, inputs, strict=True)):
-                raise Refused("mixed")
+            check(all(x.kind is Kind.ROWS or not a & self.batch_axes for a, x in zip(axes, inputs, strict=True)))
             results = self.called(pair, inputs)
-            sums = any(x.kind not in (Kind.SAME, Kind.ROWS, Kind.UNKNOWN) for x in results)
-            if sums and self.batch_axes:
-                raise Refused("mixed")
+            check(not self.batch_axes or all(x.kind in (Kind.SAME, Kind.ROWS, Kind.UNKNOWN) for x in results))
         finally:
             self.batch_axes = outer
         return [dataclasses.replace(x, is_false=False) for x in results]
@@ -326,8 +315,7 @@ class TraceComparison:
         for x in inputs:
             fits = x.is_plain or (x.kind in (Kind.SAME, Kind.ROWS, Kind.SUM) and not largest)
             moves = along is not None and (x.dim == along or not params["tiled"])
-            if moves or not fits or self.batch_axes & set(axes) or not self.same_params(pair):
-                raise Refused("mixed")
+            check(fits and not moves and not self.batch_axes & set(axes) and self.same_params(pair))
         return [x.of_elements() for x in inputs]
 
     # Functions with derivatives of their own.
@@ -402,8 +390,7 @@ class TraceComparison:
                 continue
             consts = inputs[starts[name] : starts[name] + getattr(lengths, name)]
             found = self.run(whole, part, [*consts, *solved])
-            if not all(x.agrees(y) for x, y in zip(found, solved, strict=True)):
-                raise Refused("mixed")
+            check(all(x.agrees(y) for x, y in zip(found, solved, strict=True)))
         return [x.of_elements() for x in solved]
 
 
@@ -420,11 +407,7 @@ _SPECIAL: dict[str, Callable[[TraceComparison, Pair, list[Relation]], list[Relat
 
 
 def _traced(eqn: Any, function: Callable[..., Any], *avals: Any) -> Any:
-    """Returns the jaxpr of a derivative that a function of the user's defines.
-
-    Raises:
-      Refused: it cannot be traced, on so many examples.
-    """
+    """Returns the jaxpr of a derivative that the user's code defines; raises `Refused` if it cannot be traced."""
     try:
         return jax.make_jaxpr(function)(*avals)
     except Exception as error:  # the user's own code

@@ -20,6 +20,12 @@ class Refused(Exception):
     """Says why the relation of a result is not known."""
 
 
+def check(holds: bool, why: str = "mixed") -> None:
+    """Refuses what does not hold."""
+    if not holds:
+        raise Refused(why)
+
+
 class Kind(enum.Enum):
     """The relations."""
 
@@ -42,26 +48,16 @@ class Relation:
 
     `kind` relates the value of the whole to those of the n parts, scaled by `n ** -power`: a param is SAME, the logits
     of examples are ROWS, their sum is a SUM, and that sum over the batch size (a mean) is a SUM with power 1.
-
-    Attributes:
-      kind: the relation.
-      dim: the dim of examples, for ROWS and POSITIONS.
-      power: the exponent of the number of parts.
-      of_params: whether the value depends on the params.
-      is_false: whether a value is False everywhere.
-      number: the number that the value is everywhere, if known.
-      columns: the relations of the columns, for COLUMNS.
-      why: why it is UNKNOWN, or for MAX and MIN why the loss on parts may be another one.
     """
 
     kind: Kind
-    dim: Any = None  # int | None
-    power: Fraction = Fraction(0)
-    of_params: bool = False
-    is_false: bool = False
-    number: float | None = None
-    columns: tuple[Relation, ...] = ()
-    why: str = ""
+    dim: Any = None  # the dim of examples, for ROWS and POSITIONS
+    power: Fraction = Fraction(0)  # the exponent of the number of parts
+    of_params: bool = False  # whether the value depends on the params
+    is_false: bool = False  # whether a value is False everywhere
+    number: float | None = None  # the number that the value is everywhere, if known
+    columns: tuple[Relation, ...] = ()  # the relations of the columns, for COLUMNS
+    why: str = ""  # why it is UNKNOWN, or for MAX and MIN why the loss on parts may be another one
 
     @property
     def is_plain(self) -> bool:
@@ -95,25 +91,14 @@ def unknown(why: str) -> Relation:
 
 
 def applied(inputs: Sequence[Relation]) -> Relation:
-    """Returns the relation of any function of single elements.
-
-    Raises:
-      Refused: the inputs are more than plain values of one example.
-    """
-    if not all(x.is_plain for x in inputs):
-        raise Refused("mixed")
+    """Returns the relation of any function of single elements of plain values of an example; raises `Refused` else."""
     dims = {x.dim for x in inputs if x.kind is Kind.ROWS}
-    if len(dims) > 1:
-        raise Refused("mixed")
+    check(all(x.is_plain for x in inputs) and len(dims) < 2)
     return rows(dims.pop()) if dims else SAME
 
 
 def joined(one: Relation, other: Relation) -> Relation:
-    """Returns the relation of a sum of two values, or of a value that is either of them by a choice that is the same.
-
-    Raises:
-      Refused: there is none.
-    """
+    """Returns the relation of a sum, or of a value that is either by a choice that is the same; or raises `Refused`."""
     if one.agrees(other) and one.kind in (Kind.SAME, Kind.ROWS, Kind.SUM):
         return one.of_elements()
     for x, y in ((one, other), (other, one)):
@@ -127,16 +112,10 @@ def joined(one: Relation, other: Relation) -> Relation:
 
 
 def multiplied(one: Relation, other: Relation) -> Relation:
-    """Returns the relation of a product.
-
-    Raises:
-      Refused: there is none.
-    """
+    """Returns the relation of a product; raises `Refused` if there is none."""
     kinds = {one.kind, other.kind}
-    if kinds == {Kind.SUM} or not kinds <= {Kind.SAME, Kind.ROWS, Kind.SUM} or kinds == {Kind.SUM, Kind.ROWS}:
-        raise Refused("mixed")
-    if kinds == {Kind.ROWS} and one.dim != other.dim:
-        raise Refused("mixed")
+    check(kinds <= {Kind.SAME, Kind.ROWS} or kinds == {Kind.SAME, Kind.SUM})
+    check(kinds != {Kind.ROWS} or one.dim == other.dim)
     main = other if one.kind is Kind.SAME else one
     return Relation(
         kind=main.kind,
@@ -147,13 +126,8 @@ def multiplied(one: Relation, other: Relation) -> Relation:
 
 
 def divided(above: Relation, below: Relation) -> Relation:
-    """Returns the relation of a quotient.
-
-    Raises:
-      Refused: there is none.
-    """
-    if below.kind is Kind.SUM:
-        raise Refused("mixed")
+    """Returns the relation of a quotient; raises `Refused` if there is none."""
+    check(below.kind is not Kind.SUM)
     return multiplied(above, dataclasses.replace(below, power=-below.power, number=None))
 
 
@@ -173,17 +147,10 @@ def all_joined(inputs: Sequence[Relation]) -> Relation:
 
 
 def dual(x: Relation) -> Relation:
-    """Returns the relation of the cotangent of a value, where the mean over the parts is what is differentiated.
-
-    Raises:
-      Refused: it is not known.
-    """
-    power = 1 - x.power
-    if x.kind is Kind.ROWS:
-        return Relation(kind=Kind.ROWS, dim=x.dim, power=power)
-    if x.kind in (Kind.SAME, Kind.SUM):
-        return Relation(kind=Kind.SUM if x.kind is Kind.SAME else Kind.SAME, power=power)
-    raise Refused("mixed")
+    """Returns the relation of the cotangent of a value, if the mean over the parts is derived; or raises `Refused`."""
+    kinds = {Kind.ROWS: Kind.ROWS, Kind.SAME: Kind.SUM, Kind.SUM: Kind.SAME}
+    check(x.kind in kinds)
+    return Relation(kind=kinds[x.kind], dim=x.dim if x.kind is Kind.ROWS else None, power=1 - x.power)
 
 
 Shape = tuple[int, ...]
@@ -218,18 +185,11 @@ class Pair:
     def growing(self) -> int | None:
         """Returns the dim of the result that is larger on the whole batch; None if there is none."""
         found = [i for i, (a, b) in enumerate(zip(*self.results(), strict=True)) if a != b]
-        if len(found) > 1:
-            raise Refused("sized")
+        check(len(found) < 2, "sized")
         return found[0] if found else None
 
 
 Rule = Callable[[Pair, Sequence[Relation]], list[Relation]]
-
-
-def check(holds: bool, why: str = "mixed") -> None:
-    """Refuses what does not hold."""
-    if not holds:
-        raise Refused(why)
 
 
 def aval(atom: Any) -> jax.ShapeDtypeStruct:

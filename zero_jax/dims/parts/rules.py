@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -46,18 +47,22 @@ from zero_jax.dims.primitives import (
 Combine = Callable[[Sequence[Relation]], Relation]
 
 
+def _is_wider(before: Any, after: Any) -> bool:
+    """Tells whether a dtype of integers has as many bits as another one, or more."""
+    return before.kind in "biu" and after.kind in "iu" and after.itemsize >= before.itemsize
+
+
 def _cast(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     (x,) = inputs
     before, after = pair.whole.invars[0].aval.dtype, pair.whole.outvars[0].aval.dtype
-    grows = before.kind in "biu" and after.kind in "iu" and after.itemsize >= before.itemsize
+    grows = _is_wider(before, after)
     if x.kind is Kind.POSITIONS and x.dim is not None and before.kind in "iu" and after.kind in "iu":
         grows |= pair.shapes(0)[0][x.dim] <= np.iinfo(after).max  # as float64 programs look up by their int64 places
     return [x if is_float(pair.whole.outvars[0].aval) or grows else applied(inputs)]
 
 
 def _multiplied(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    is_number = pair.whole.outvars[0].aval.dtype != bool
-    return carried(_product if is_number else applied)(pair, inputs)
+    return carried(applied if pair.whole.outvars[0].aval.dtype == bool else _product, pair, inputs)
 
 
 def _divided(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
@@ -88,30 +93,20 @@ def _select(_: Pair, inputs: Sequence[Relation]) -> list[Relation]:
 # Dims.
 
 
-def carried(combine: Combine, *, over: Kind | None = None) -> Rule:
-    """Returns the rule of operations whose results have the examples of all operands along one dim.
+def carried(combine: Combine, pair: Pair, inputs: Sequence[Relation], *, over: Kind | None = None) -> list[Relation]:
+    """Returns the relations of the results of an operation that have the examples of all operands along one dim.
 
-    Args:
-      combine: what they make of their operands, leaving aside where the examples are.
-      over: what they make of dims that they reduce: a SUM, linearly, the MAX or the MIN.
+    Leaving aside where the examples are, it `combine`s operands; of dims that are reduced it is the relation `over`.
     """
-
-    def rule(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-        made = combine([x if x.dim is None else x.at(0) for x in inputs])
-        dims = {(i, x.dim) for i, x in enumerate(inputs) if x.dim is not None}
-        return [placed(made, pair, i, dims, over=over) if dims else made for i in range(len(pair.whole.outvars))]
-
-    return rule
+    made = combine([x if x.dim is None else x.at(0) for x in inputs])
+    dims = {(i, x.dim) for i, x in enumerate(inputs) if x.dim is not None}
+    return [placed(made, pair, i, dims, over=over) if dims else made for i in range(len(pair.whole.outvars))]
 
 
 def placed(
     made: Relation, pair: Pair, result: int, dims: set[tuple[int, int]], *, over: Kind | None = None
 ) -> Relation:
-    """Returns the relation of a result with examples along the dim that those of the operands are, or what is reduced.
-
-    Raises:
-      Refused: they are along no dim of the result, or along several.
-    """
+    """Returns the relation of a result whose examples are along one dim, or what is reduced; or raises `Refused`."""
     known = dim_map(pair.whole, result)
     # Zeros of each example, added to a sum over them, are that sum: of no dim.
     check(made.kind in (Kind.ROWS, Kind.POSITIONS) and known == dim_map(pair.part, result))
@@ -122,14 +117,9 @@ def placed(
     return made.at(*found)
 
 
-def _of_booleans(over: Kind) -> Rule:
-    """Returns the rule of a reduction that is an extremum of booleans, and of integers is that of their bits."""
-
-    def rule(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-        is_bool = pair.whole.outvars[0].aval.dtype == bool
-        return carried(applied, over=over if is_bool else None)(pair, inputs)
-
-    return rule
+def _of_booleans(over: Kind, pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
+    """A reduction that is an extremum of booleans, and of integers is that of their bits."""
+    return carried(applied, pair, inputs, over=over if pair.whole.outvars[0].aval.dtype == bool else None)
 
 
 def _elements(inputs: Sequence[Relation]) -> Relation:
@@ -141,17 +131,10 @@ def _linear(inputs: Sequence[Relation]) -> Relation:
     return inputs[0].of_elements()
 
 
-def _at_index(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    """A part from where scalars say, which are the same for all examples."""
-    x, *starts = inputs
-    check(all(start.kind is Kind.SAME and start.is_plain for start in starts))
-    return carried(_elements)(pair, [x])
-
-
-def _updated(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    x, update, *starts = inputs
-    check(all(start.kind is Kind.SAME and start.is_plain for start in starts))
-    return carried(all_joined)(pair, [x, update])
+def _at_index(combine: Combine, num_arrays: int, pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
+    """An operation on the first operands, where scalars say, which are the same for all examples."""
+    check(all(start.kind is Kind.SAME and start.is_plain for start in inputs[num_arrays:]))
+    return carried(combine, pair, inputs[:num_arrays])
 
 
 def _product(inputs: Sequence[Relation]) -> Relation:
@@ -163,7 +146,7 @@ def _convolution(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     whole, part = (eqn.params["feature_group_count"] for eqn in (pair.whole, pair.part))
     if whole == part:
         check(kernel.kind is Kind.SAME)
-        return carried(_product)(pair, inputs)
+        return carried(_product, pair, inputs)
     # A kernel for each example, as `vmap` makes it: examples are groups of features, each as large as in a part.
     numbers = pair.params["dimension_numbers"]
     features, kernels = numbers.lhs_spec[1], numbers.rhs_spec[0]
@@ -211,7 +194,7 @@ def _concatenate(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
         ones = all(pair.shapes(i)[0][along] == 1 for i in range(len(inputs)))
         check(ones and along == len(pair.results()[0]) - 1, "placed")
         return [Relation(kind=Kind.COLUMNS, columns=tuple(inputs))]
-    return carried(all_joined)(pair, inputs)
+    return carried(all_joined, pair, inputs)
 
 
 def _iota(pair: Pair, _: Sequence[Relation]) -> list[Relation]:
@@ -264,7 +247,7 @@ def _gather(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     check(table.kind in (Kind.SAME, Kind.ROWS, Kind.SUM))
     own = _own_place(pair, table, index, to=numbers.start_index_map, alone=numbers.collapsed_slice_dims)
     if own is None:
-        return carried(_looked_up)(pair, [table, applied(index.columns or (index,))])
+        return carried(_looked_up, pair, [table, applied(index.columns or (index,))])
     lead = [i for i in range(len(pair.results()[0])) if i not in numbers.offset_dims]
     return [table.of_elements().at(lead[own])]
 
@@ -283,7 +266,7 @@ def _scatter(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     index = applied(index.columns or (index,))
     if table.kind is Kind.ROWS:
         check(table.dim not in to)
-        return carried(lambda xs: joined(xs[0], xs[2]))(pair, [table, index, updates])
+        return carried(lambda xs: joined(xs[0], xs[2]), pair, [table, index, updates])
     if index.dim is None and updates.kind in (Kind.SAME, Kind.SUM):
         return [joined(table, updates)]
     # Examples that are added to a table of zeros.
@@ -332,10 +315,10 @@ _OWN: dict[str, Rule] = {
         "rng_bit_generator".split(),
         _random,
     ),
-    "dynamic_slice": _at_index,
-    "dynamic_update_slice": _updated,
-    "reduce_or": _of_booleans(Kind.MAX),
-    "reduce_and": _of_booleans(Kind.MIN),
+    "dynamic_slice": functools.partial(_at_index, _elements, 1),
+    "dynamic_update_slice": functools.partial(_at_index, all_joined, 2),
+    "reduce_or": functools.partial(_of_booleans, Kind.MAX),
+    "reduce_and": functools.partial(_of_booleans, Kind.MIN),
     "conv_general_dilated": _convolution,
     "gather": _gather,
     **dict.fromkeys(SCATTERS, _scatter),
@@ -349,7 +332,7 @@ def by_record(known: Primitive) -> Rule:
     combine = {"shape": lambda inputs: inputs[0], "part": _elements, "order": _elements}.get(
         known.kind, _COMBINE[known.linear]
     )
-    return carried(combine, over=_OVER.get(known.reduces))
+    return functools.partial(carried, combine, over=_OVER.get(known.reduces))
 
 
 @functools.cache
@@ -370,11 +353,7 @@ _FLIPPED = {Kind.MAX: Kind.MIN, Kind.MIN: Kind.MAX}
 
 
 def of_extrema(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    """Returns the relations of the results of an operation on extrema.
-
-    Raises:
-      Refused: it is not monotone.
-    """
+    """Returns the relations of the results of an operation on extrema; raises `Refused` if it is not monotone."""
     name, found = pair.whole.primitive.name, [x for x in inputs if x.kind in EXTREMA]
     check(all(x.kind is found[0].kind for x in found))
     check(all(x.kind in EXTREMA or (x.kind is Kind.SAME and x.is_plain) for x in inputs))
@@ -389,12 +368,8 @@ def _keeps(name: str, pair: Pair, inputs: Sequence[Relation], found: Sequence[Re
     kind, is_one, first = found[0].kind, len(found) == 1, inputs[0].kind in EXTREMA
     before, after = pair.whole.invars[0].aval, pair.whole.outvars[0].aval
     if name in KEEPS:
-        grows = (
-            before.dtype.kind in "biu" and after.dtype.kind in "iu" and after.dtype.itemsize >= before.dtype.itemsize
-        )
-        is_ordered = (
-            before.dtype == after.dtype or is_float(after) or (before.dtype.kind in ("b", after.dtype.kind) and grows)
-        )
+        grows = _is_wider(before.dtype, after.dtype) and before.dtype.kind in ("b", after.dtype.kind)
+        is_ordered = before.dtype == after.dtype or is_float(after) or grows
         return is_ordered and (name == "zero_join" or pair.growing() is None)
     if name in ("or", "and", "reduce_or", "reduce_and") and before.dtype != bool:
         return False

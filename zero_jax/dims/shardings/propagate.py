@@ -61,17 +61,12 @@ def propagate_shardings(
 ) -> Propagation:
     """Propagates the shardings of a jaxpr's inputs through it.
 
-    Args:
-      jaxpr: open or closed.
-      inputs: the sharding of each input.
-      sizes: the sizes of the mesh axes.
-      counted: the axes whose collectives are wanted; partial sums over others are taken for reduced.
-      kept: numbers of results that are kept elsewhere, such as gradients: they do not count as alive.
+    The collectives over the `counted` axes are wanted; partial sums over others are taken for reduced. Results whose
+    numbers are `kept` are elsewhere, such as gradients: they do not count as alive.
     """
     walk = _Shardings(sizes=sizes, counted=tuple(axis for axis in counted if sizes[axis] > 1))
     opened, _ = open_jaxpr(jaxpr)
-    outputs = walk.run(opened, inputs, ends={id(opened.outvars[i]) for i in kept})
-    outputs = [walk.settled(out, var.aval) for out, var in zip(outputs, opened.outvars, strict=True)]
+    outputs = walk.run_settled(opened, inputs, ends={id(opened.outvars[i]) for i in kept})
     sizes_of = [walk.local_bytes(var.aval, out) for var, out in zip(opened.outvars, outputs, strict=True)]
     return Propagation(
         outputs=tuple(outputs),
@@ -85,11 +80,7 @@ def propagate_shardings(
 
 
 class _Shardings(Pass[ValueSharding]):
-    """Carries shardings through equations; the rules of single primitives are in `rules`.
-
-    Attributes:
-      peak: of the jaxpr that was run last, the peak of what is alive.
-    """
+    """Carries shardings through equations; the rules of single primitives are in `rules`."""
 
     def __init__(self, *, sizes: Mapping[str, int], counted: tuple[str, ...]):
         super().__init__()
@@ -97,7 +88,8 @@ class _Shardings(Pass[ValueSharding]):
         self.moves: list[Move] = []
         self.unknown, self.sliced_param_bytes = "", 0.0
         self.values: dict[Any, ValueSharding] = {}
-        self.times, self.phase, self.source, self.peak = 1, "forward", "", 0.0
+        self.times, self.phase, self.source = 1, "forward", ""
+        self.peak = 0.0  # of what is alive, in the jaxpr that was run last
         self.alive: Any = None
 
     # What rules ask for.
@@ -117,17 +109,8 @@ class _Shardings(Pass[ValueSharding]):
         if size == 1 or not num_bytes:
             return
         share = {"all-reduce": 2 * (size - 1) / size, "collective-permute": 1.0}.get(kind, (size - 1) / size)
-        self.moves.append(
-            Move(
-                kind=kind,
-                axes=axes,
-                dtype=aval.dtype.name,
-                phase=self.phase,
-                sent_bytes=share * num_bytes,
-                times=self.times,
-                source=self.source,
-            )
-        )
+        place = {"phase": self.phase, "times": self.times, "source": self.source}
+        self.moves.append(Move(kind=kind, axes=axes, dtype=aval.dtype.name, sent_bytes=share * num_bytes, **place))
 
     def gather(self, sharding: ValueSharding, aval: Any, axes: Sequence[str]) -> ValueSharding:
         gathered = dataclasses.replace(sharding, dims=without(sharding.dims, axes))
@@ -178,6 +161,14 @@ class _Shardings(Pass[ValueSharding]):
         self.values.update(env)
         return results
 
+    def run_settled(
+        self, jaxpr: Any, inputs: Sequence[ValueSharding], *, ends: Collection[int] = ()
+    ) -> list[ValueSharding]:
+        """Returns the shardings of the results of a jaxpr, partial sums added up."""
+        opened, _ = open_jaxpr(jaxpr)
+        outs = self.run(opened, inputs, ends=ends)
+        return [self.settled(out, var.aval) for out, var in zip(outs, opened.outvars, strict=True)]
+
     def visit(self, eqn: Any, env: dict[Any, ValueSharding]) -> list[ValueSharding]:
         """Returns the shardings of the results of an equation, after those partial sums that it needs the values of."""
         sub, source, phase = subcall(eqn), self.source, self.phase
@@ -196,15 +187,14 @@ class _Shardings(Pass[ValueSharding]):
         return outs
 
     def equation(self, eqn: Any, operands: list[ValueSharding]) -> list[ValueSharding]:
-        name, sub = eqn.primitive.name, subcall(eqn)
-        kind = None if sub is None else sub.kind
-        if sub is not None and kind == "scan":
-            return self.loop(eqn, sub, operands)
-        if sub is not None and kind == "while":  # its body counts once
-            return self.run(sub.jaxpr, operands[sub.num_test_consts :])
-        if sub is not None and kind == "cond":
-            return self.branches(sub, operands)
-        rule = RULES.get(name) or (merge if is_elementwise(eqn) else None)
+        if (sub := subcall(eqn)) is not None:
+            if sub.kind == "scan":
+                return self.loop(eqn, sub, operands)
+            if sub.kind == "while":  # its body counts once
+                return self.run(sub.jaxpr, operands[sub.num_test_consts :])
+            if sub.kind == "cond":
+                return self.branches(sub, operands)
+        rule = RULES.get(eqn.primitive.name) or (merge if is_elementwise(eqn) else None)
         outs = rule(self, eqn, operands) if rule else self.opaque(eqn, operands)
         varies = any(x.varies for x in operands)
         return [dataclasses.replace(x, varies=varies) for x in outs]
@@ -260,8 +250,7 @@ class _Shardings(Pass[ValueSharding]):
         def body(carry: list[ValueSharding]) -> list[ValueSharding]:
             del self.moves[moves:]
             self.unknown = unknown
-            outs = self.run(opened, [*consts, *carry, *slices])
-            return [self.settled(out, var.aval) for out, var in zip(outs, opened.outvars, strict=True)]
+            return self.run_settled(opened, [*consts, *carry, *slices])
 
         carry, outs = fixed_point(body, carry, _joined)
         for x, out, var in zip(carry, outs, opened.outvars, strict=False):
@@ -275,9 +264,7 @@ class _Shardings(Pass[ValueSharding]):
         """Propagates through the branch of a `cond` that moves most."""
         moves, best = len(self.moves), None
         for branch in sub.branches:
-            opened, _ = open_jaxpr(branch)
-            outs = self.run(opened, inputs[1:])
-            outs = [self.settled(out, var.aval) for out, var in zip(outs, opened.outvars, strict=True)]
+            outs = self.run_settled(branch, inputs[1:])
             taken = self.moves[moves:]
             del self.moves[moves:]
             if best is None or sum(x.sent_bytes for x in taken) > sum(x.sent_bytes for x in best[2]):

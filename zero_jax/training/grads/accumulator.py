@@ -196,46 +196,37 @@ class Accumulator:
         return jnp.where((weights == 0).all(), of_nothing, weights.sum())
 
     def mapped(self, grad_fn: GradFn, parts: PyTree) -> GradFn:
-        """Returns `grad_fn` mapped over the devices of `once_over`."""
-        in_axes = GradInputs(None, None, jax.tree.map(lambda x: 0 if x.ndim else None, parts), 0, None)  # type: ignore
-        if self.plan.map_by == "vmap":
-            return jax.vmap(grad_fn, in_axes=tuple(in_axes), spmd_axis_name=self.plan.once_over)
-        return self.shard_mapped(grad_fn, tuple(in_axes))
+        """Returns `grad_fn` mapped over the devices of `once_over`.
 
-    def shard_mapped(self, fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
-        """Returns what `jax.vmap` of a function over the devices of `once_over` returns.
-
-        Within it, arrays do not have the mapped dim, not even of size 1: XLA:TPU has no native reduce-scatters of
-        gradients with three dims. `in_axes` are those of `jax.vmap`, 0 or None.
+        Within a `jax.shard_map`, arrays do not have the mapped dim, not even of size 1: XLA:TPU has no native
+        reduce-scatters of gradients with three dims.
         """
-        is_none = lambda axis: axis is None  # noqa: E731
-        over = PartitionSpec(self.plan.once_over)
+        once = self.plan.once_over
+        in_axes = (None, None, jax.tree.map(lambda x: 0 if x.ndim else None, parts), 0, None)  # of `GradInputs`
+        if self.plan.map_by == "vmap":
+            return jax.vmap(grad_fn, in_axes=in_axes, spmd_axis_name=once)
+        is_none, over = lambda axis: axis is None, PartitionSpec(once)
         specs = jax.tree.map(lambda axis: PartitionSpec() if axis is None else over, in_axes, is_leaf=is_none)
 
         def one_device(*args: PyTree) -> PyTree:
-            args = jax.tree.map(
-                lambda axis, part: part if axis is None else jax.tree.map(lambda x: x[0], part),
-                in_axes,
-                args,
-                is_leaf=is_none,
-            )
-            return jax.tree.map(lambda x: x[None], fn(*args))
+            own = lambda axis, part: part if axis is None else jax.tree.map(lambda x: x[0], part)  # noqa: E731
+            return jax.tree.map(lambda x: x[None], grad_fn(*jax.tree.map(own, in_axes, args, is_leaf=is_none)))
 
         # Within it, JAX takes constraints on this mesh alone: those of gathers split the axes along the torus.
         mesh, _ = split_axes(self.mesh, tuple(self.axes.data))
-        names = set(self.plan.once_over)
-        return jax.shard_map(one_device, mesh=mesh, axis_names=names, in_specs=specs, out_specs=over, check_vma=False)
+        where = {"mesh": mesh, "axis_names": set(once), "in_specs": specs, "out_specs": over}
+        return jax.shard_map(one_device, **where, check_vma=False)
 
     def reduce(
         self, stacks: list[jax.Array], errors: Sequence[jax.Array | None]
     ) -> tuple[list[jax.Array], list[jax.Array | None]]:
         """Sums stacks `[devices of the mapped axes, ...]` of gradients to shards; returns them and new errors."""
-        sums = []
+        sums, left = [], []
         for grad_sum, stack, error in zip(self.sums, stacks, errors, strict=True):
-            grad_sum = dataclasses.replace(grad_sum, dtype=grad_sum.dtype or stack.dtype)
-            total, error = grad_sum.with_error(stack, error)
-            sums.append((total.astype(stack.dtype), error))
-        return [total for total, _ in sums], [error for _, error in sums]
+            total, error = dataclasses.replace(grad_sum, dtype=grad_sum.dtype or stack.dtype).with_error(stack, error)
+            sums.append(total.astype(stack.dtype))
+            left.append(error)
+        return sums, left
 
 
 def mean(losses: jax.Array, weights: jax.Array | None) -> jax.Array:

@@ -36,9 +36,7 @@ class Reads:
     loss: tuple[str, ...]
     # For each leaf of aux by its path why it may be another one in each microbatch; empty if it is not
     aux: Mapping[str, str]
-    drawn: frozenset[str]  # the leaves of aux that random numbers are in
-    repeated: frozenset[str]  # those of numbers that are the same in each microbatch
-    repeated_counts: frozenset[str]  # those of counts of such numbers
+    made_of: Mapping[str, frozenset[int]]  # the marks of each leaf of aux
 
     @property
     def another_loss(self) -> str:
@@ -51,12 +49,12 @@ class Reads:
         return {name: self._combination(name, how) for name, how in known.items()}
 
     def _combination(self, name: str, how: Relation) -> Relation:
-        repeats = "it is drawn with a key that all microbatches have"
-        if how.why or name in self.repeated_counts:
+        repeats, marks = "it is drawn with a key that all microbatches have", self.made_of.get(name, frozenset())
+        if how.why or _REPEATED_COUNT in marks:
             return how if how.why else unknown(repeats)
         if how.kind is Kind.SAME:  # that of the first microbatch, which reads what the batch does
-            return unknown("it is drawn with the key of each microbatch") if name in self.drawn else how
-        why = repeats if name in self.repeated else self.aux[name]
+            return unknown("it is drawn with the key of each microbatch") if _DRAWN in marks else how
+        why = repeats if _REPEATED in marks else self.aux[name]
         return unknown(why) if why else how
 
 
@@ -93,9 +91,7 @@ def reads_of(
         passes_state=any(line is not None for line in lines),
         loss=told(loss),
         aux={name: "".join(f"it reads {x}" for x in told(marks)[:1]) for name, marks in leaves.items()},
-        drawn=frozenset(name for name, marks in leaves.items() if _DRAWN in marks),
-        repeated=frozenset(name for name, marks in leaves.items() if _REPEATED in marks),
-        repeated_counts=frozenset(name for name, marks in leaves.items() if _REPEATED_COUNT in marks),
+        made_of=leaves,
     )
 
 

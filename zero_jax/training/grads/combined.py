@@ -52,12 +52,9 @@ class CombinedAux:
     def combine(
         self, entries: Sequence[jax.Array], join: Callable[[jax.Array, int], jax.Array], *, lead: int
     ) -> list[jax.Array]:
-        """Combines entries that are stacked over parts on `lead` leading dims.
+        """Combines entries of parts that are stacked on `lead` leading dims.
 
-        Args:
-          entries: what `entries` returned for each part, stacked.
-          join: puts blocks `[..., examples, ...]` of parts in the order of the batch, from them and their dim.
-          lead: the number of leading dims.
+        `join` puts blocks `[..., examples, ...]` of parts in the order of the batch, from them and their dim.
         """
         known = [how for how in self.combinations.values() if not how.why]
         return [_combined(how, x, join, lead) for how, x in zip(known, entries, strict=True)]

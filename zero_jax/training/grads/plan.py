@@ -77,9 +77,7 @@ class GradPlan:
     def warn(self, *, another_loss: str, weighted_by: str) -> None:
         """Warns if the loss on microbatches is another one, or if more is sent than the config asks for.
 
-        Args:
-          another_loss: why it may be another one; empty if it is not.
-          weighted_by: what the losses of microbatches are weighted by; empty if by nothing.
+        `another_loss` says why it may be another one, `weighted_by` by what their losses are weighted; empty if not so.
         """
         k = self.num_microbatches
         sent = f"gradients are summed across devices in each of the {k} microbatches, not once a step"

@@ -15,18 +15,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import as_variables, joined
 from zero_jax.dims import Kind, Relation
-from zero_jax.program.loss import LossProgram
-from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import wide
 from zero_jax.sharding.spec import named
 from zero_jax.training.grads.accumulator import Accumulator, GradFn, GradInputs, mean, over
-from zero_jax.training.grads.choice import JudgedLoss, judge
+from zero_jax.training.grads.choice import judge
 from zero_jax.training.grads.combined import CombinedAux
 from zero_jax.training.grads.plan import GradPlan, refuse_coded
 from zero_jax.training.loss.function import check_unchanged, model_state_changes, on_devices, pinned_model_state
 from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.noise_scale import Parts
-from zero_jax.training.state.placement import Placement
 from zero_jax.training.state.train_state import flags_of_all, merge
 from zero_jax.transforms import HostParam, MovedGrads, differentiated, used_shapes, weight_alone, with_gradient
 
@@ -58,57 +55,40 @@ def loss_and_grads(
     Raises:
       ValueError: the loss function changes model state that is on the host.
     """
-    placement, (variables, batch, key) = loss.placement, arguments
-    arguments = used_shapes(variables), batch, key
-    host_state = as_variables(variables).model_state
-    model_state = on_devices(host_state)
-    if len(jax.tree.leaves(model_state)) < len(jax.tree.leaves(host_state)):
-        check_unchanged(host_state, model_state_changes(loss.fused, *arguments))
-    judged = judge(loss, arguments) if placement.grad_plan.takes_parts else None
-    program = loss.unsharded(loss.recomputed(loss.fused if judged is None else judged.program))
     scale = 1 if loss_scale is None else loss_scale.scale
-    scaled = _ScaledLoss.of(placement, variables, needed, scale=scale, judged=judged)
-    inputs = GradInputs(scaled.free(), model_state, batch, key, scaled.frozen())
+    scaled = _ScaledLoss(loss, arguments, needed, scale)
     own_errors = [None if x is None else x * scale for x in scaled.of_each(errors)]
-    if judged is None:
-        (value, (aux, new_state)), grads = scaled.grad_fn(loss.placed(program))(*inputs)
-        parts, plan = None, placement.grad_plan
+    if scaled.judged is None:
+        (value, (aux, new_state)), grads = scaled.grad_fn(loss.placed(scaled.program))(*scaled.inputs)
+        parts, plan = None, loss.placement.grad_plan
     else:
-        sums = _Sums(loss, program, judged, scaled, arguments)
-        (value, (entries, new_state)), grads, parts, own_errors, plan = sums.accumulated(inputs, own_errors)
-        aux = judged.aux.whole(judged.aux_shapes, entries)
+        (value, (entries, new_state)), grads, parts, own_errors, plan = scaled.accumulated(own_errors)
+        aux = scaled.judged.aux.whole(scaled.judged.aux_shapes, entries)
     if errors is not None:
         errors = scaled.full([None if x is None else x / scale for x in own_errors])
-    grads = scaled.full(grads) if plan.is_of_update else placement.to_update(scaled.full(grads))
+    grads = scaled.full(grads) if plan.is_of_update else loss.placement.to_update(scaled.full(grads))
     return StepGrads(value / jnp.asarray(scale, value.dtype), aux, new_state, grads, parts, errors)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class _ScaledLoss:
-    """The scaled loss of a step, as a function of the params that have gradients."""
+    """The scaled loss of a step, as a function of the params that have gradients, and how these are computed."""
 
-    placement: Placement
-    leaves: Sequence[Any]  # all params
-    tree: Any
-    has_grad: Sequence[bool]
-    host_state: PyTree  # the model state, with `HostParam`s
-    scale: Any
-    judged: JudgedLoss | None  # if it is called on parts of the batch
-
-    @classmethod
-    def of(cls, placement: Placement, variables: PyTree, needed: list[bool], **options: Any) -> _ScaledLoss:
-        """Returns the scaled loss of variables."""
-        variables = as_variables(variables)
-        leaves, tree = jax.tree.flatten(variables.params)
-        has_grad = flags_of_all(leaves, needed)
-        return cls(
-            placement=placement,
-            leaves=leaves,
-            tree=tree,
-            has_grad=has_grad,
-            host_state=variables.model_state,
-            **options,
-        )
+    def __init__(self, loss: StepLoss, arguments: tuple[PyTree, PyTree, jax.Array], needed: list[bool], scale: Any):
+        (variables, batch, key), self.loss, self.placement, self.scale = arguments, loss, loss.placement, scale
+        self.arguments = used_shapes(variables), batch, key
+        self.leaves, self.tree = jax.tree.flatten(as_variables(variables).params)  # all params
+        self.has_grad, self.host_state = flags_of_all(self.leaves, needed), as_variables(variables).model_state
+        model_state = on_devices(self.host_state)
+        if len(jax.tree.leaves(model_state)) < len(jax.tree.leaves(self.host_state)):
+            check_unchanged(self.host_state, model_state_changes(loss.fused, *self.arguments))
+        # A `JudgedLoss`, if it is called on parts of the batch
+        self.judged: Any = judge(loss, self.arguments) if self.placement.grad_plan.takes_parts else None
+        self.program = loss.unsharded(loss.recomputed(loss.fused if self.judged is None else self.judged.program))
+        shardings = self.pick(jax.tree.leaves(self.placement.grad_shardings()))
+        free = [differentiated(x, s) for x, s in zip(self.pick(self.leaves), shardings, strict=True)]
+        pairs = zip(self.leaves, self.has_grad, strict=True)
+        frozen = [None if flag or isinstance(x, HostParam) else x for x, flag in pairs]
+        self.inputs = GradInputs(free, model_state, batch, key, frozen)
 
     def pick(self, leaves: Sequence[Any]) -> list[Any]:
         """Returns what belongs to the params that have gradients, of something for each param."""
@@ -122,16 +102,6 @@ class _ScaledLoss:
         """Returns a tree like the params of what belongs to those that have gradients; None for the others."""
         remaining = iter(some)
         return self.tree.unflatten([next(remaining) if flag else None for flag in self.has_grad])
-
-    def free(self) -> list[jax.Array]:
-        """Returns what the loss is differentiated by."""
-        shardings = self.pick(jax.tree.leaves(self.placement.grad_shardings()))
-        return [differentiated(x, s) for x, s in zip(self.pick(self.leaves), shardings, strict=True)]
-
-    def frozen(self) -> list[Any]:
-        """Returns the other params on the devices."""
-        pairs = zip(self.leaves, self.has_grad, strict=True)
-        return [None if flag or isinstance(x, HostParam) else x for x, flag in pairs]
 
     def variables(self, free: Sequence[Any], model_state: PyTree, frozen: Sequence[Any]) -> PyTree:
         """Returns the first argument of the loss, made of what belongs to it in `GradInputs`."""
@@ -156,28 +126,14 @@ class _ScaledLoss:
 
     def grad_fn(self, loss_fn: Callable[..., Any]) -> GradFn:
         """Returns the function of the scaled loss and its gradients."""
+        return jax.value_and_grad(functools.partial(self.value, loss_fn), has_aux=True)
 
-        def value(free: Any, *inputs: Any) -> Any:
-            return self.value(loss_fn, free, *inputs)
-
-        return jax.value_and_grad(value, has_aux=True)
-
-
-class _Sums(NamedTuple):
-    """How loss and gradients of the parts of a batch are computed and summed."""
-
-    loss: StepLoss
-    program: LossProgram
-    judged: JudgedLoss
-    scaled: _ScaledLoss
-    arguments: tuple[PyTree, PyTree, jax.Array]
-
-    def accumulated(self, inputs: GradInputs, errors: Sequence[Any]) -> Any:
+    def accumulated(self, errors: Sequence[Any]) -> Any:
         """Returns `((loss, (aux, model_state)), grads, parts, errors, plan)`; warns of what is not as asked for."""
         plan, moved = self.judged.plan, MovedGrads()
         accumulator = self.accumulator(plan)
         try:
-            out, grads, parts = self.of_plan(accumulator, inputs, moved)
+            out, grads, parts = self.of_plan(accumulator, moved)
         except NotImplementedError as error:
             if not plan.once_over:
                 raise
@@ -185,10 +141,10 @@ class _Sums(NamedTuple):
             if any(grad_sum.coding for grad_sum in accumulator.sums):
                 refuse_coded(why)
             accumulator = self.accumulator(plan.not_once(why))
-            out, grads, parts = self.of_plan(accumulator, inputs)
+            out, grads, parts = self.of_plan(accumulator)
         if accumulator.plan.once_over:
             grads, errors = accumulator.reduce(grads, errors)
-            for i, number in enumerate(j for j, flag in enumerate(self.scaled.has_grad) if flag):
+            for i, number in enumerate(j for j, flag in enumerate(self.has_grad) if flag):
                 if number in moved:
                     sharding = named(accumulator.mesh, accumulator.sums[i].dims)
                     grads[i] = lax.with_sharding_constraint(moved[number](grads[i]), sharding)
@@ -196,62 +152,56 @@ class _Sums(NamedTuple):
         return out, grads, parts, errors, accumulator.plan
 
     def accumulator(self, plan: GradPlan) -> Accumulator:
-        placement, sums = self.loss.placement, self.scaled.pick(self.loss.placement.grad_sums(plan))
         return Accumulator(
-            mesh=placement.mesh,
-            axes=placement.axes,
+            mesh=self.placement.mesh,
+            axes=self.placement.axes,
             plan=plan,
             aux=self.judged.aux,
-            sums=sums,
+            sums=self.pick(self.placement.grad_sums(plan)),
             by_weight=self.judged.separable.on_parts.by_weight,
         )
 
-    def of_plan(self, accumulator: Accumulator, inputs: GradInputs, moved: MovedGrads | None = None) -> Any:
+    def of_plan(self, accumulator: Accumulator, moved: MovedGrads | None = None) -> Any:
         """Returns what `Accumulator.accumulate` does, with the counts of the batch; gradients may be to be `moved`."""
-        counts = self.counts(accumulator, inputs)
-        return accumulator.accumulate(self.grad_fn(accumulator, moved), inputs._replace(batch=(inputs.batch, counts)))
+        inputs = self.inputs._replace(batch=(self.inputs.batch, self.counts(accumulator)))
+        return accumulator.accumulate(self.part_grads(accumulator, moved), inputs)
 
-    def counts(self, accumulator: Accumulator, inputs: GradInputs) -> list[jax.Array]:
+    def counts(self, accumulator: Accumulator) -> list[jax.Array]:
         """Returns the counts of the batch: those of its parts are summed as its gradients are."""
-        on_parts = self.judged.separable.on_parts
-        if not on_parts.counts:
+        powers, plan = self.judged.separable.on_parts.counts, accumulator.plan
+        if not powers:
             return []
 
         def count(_: Any, model_state: PyTree, batch: PyTree, key: jax.Array, variables: Any = None) -> Any:
             known = self.arguments[0]
             if variables is not None:  # a `jax.shard_map` has params of its own mesh
                 free, frozen = variables
-                known = used_shapes(self.scaled.variables(free, model_state, frozen))
+                known = used_shapes(self.variables(free, model_state, frozen))
             counts = self.judged.program.counts(known, batch, key)
             return jnp.zeros(()), (counts, model_state, None)
 
-        sums = {str(i): Relation(kind=Kind.SUM, power=power) for i, power in on_parts.counts.items()}
+        sums = {str(i): Relation(kind=Kind.SUM, power=power) for i, power in powers.items()}
         counter = dataclasses.replace(accumulator, aux=CombinedAux(sums), sums=[], by_weight=False)
-        axes, plan = self.loss.placement.axes.of_params(with_copies=False), accumulator.plan
-        grad_fn = (
-            quantized_grads(counter, count, self.judged, axes=axes)
-            if plan.at_use
-            else lambda *inputs: (count(*inputs), [])
-        )
-        inputs = inputs._replace(params=[], frozen=(inputs.params, inputs.frozen))
+        grad_fn = self.quantized_grads(counter, count) if plan.at_use else lambda *inputs: (count(*inputs), [])
+        inputs = self.inputs._replace(params=[], frozen=(self.inputs.params, self.inputs.frozen))
         ((_, (counts, _)), _, _) = counter.accumulate(grad_fn, inputs)
         return counts
 
-    def grad_fn(self, accumulator: Accumulator, moved: MovedGrads | None) -> GradFn:
+    def part_grads(self, accumulator: Accumulator, moved: MovedGrads | None) -> GradFn:
         """Returns the function of loss and gradients of a part."""
-        loss, scaled, plan = self.loss, self.scaled, accumulator.plan
+        loss, plan = self.loss, accumulator.plan
         if not plan.at_use:
             if plan.is_per_device and plan.once_over:
-                axes = loss.placement.axes
+                axes = self.placement.axes
                 own = dataclasses.replace(axes, replica=(), data=axes.pipe)
-                return scaled.grad_fn(loss.staged(self.program, own, moved))
-            return scaled.grad_fn(loss.placed(self.program, with_copies=not plan.once_over))
+                return self.grad_fn(loss.staged(self.program, own, moved))
+            return self.grad_fn(loss.placed(self.program, with_copies=not plan.once_over))
         mapped = loss.placed(self.program, with_copies=False, mapped=True)
 
         def value(free: Any, model_state: PyTree, batch: PyTree, key: jax.Array) -> Any:
-            return scaled.value(mapped, free, model_state, batch, key, scaled.leaves)
+            return self.value(mapped, free, model_state, batch, key, self.leaves)
 
-        axes, weigh = loss.placement.axes.of_params(with_copies=False), None
+        weigh = None
         if accumulator.by_weight:
             variables, batch, key = self.arguments
             counts = jax.eval_shape(self.judged.program.counts, variables, batch, key)
@@ -259,43 +209,34 @@ class _Sums(NamedTuple):
                 weigh = weight_alone(self.judged.program, variables, (batch, counts), key)
             except NotImplementedError as error:
                 refuse_coded(str(error))
-        return quantized_grads(accumulator, value, self.judged, axes=axes, weigh=weigh)
+        return self.quantized_grads(accumulator, value, weigh)
 
+    def quantized_grads(
+        self, accumulator: Accumulator, loss_fn: Callable[..., Any], weigh: Callable[..., Any] | None = None
+    ) -> GradFn:
+        """Returns a `GradFn` of a microbatch, or of that of a copy of the params, that sends gradients at each use.
 
-# --- gradients that are sent quantized at each use of a param ---------------------------------------------------------
+        It is a `jax.vmap` over the devices of a copy of the params, each of which sees its own examples only.
+        `loss_fn(params, model_state, batch, key)` returns `(loss, (aux, model_state, weight))`; devices' gradients of
+        it are summed at each use of a param (`GatherOptions.mapped`). `weigh` returns what a part weighs; None if all
+        weigh the same.
 
+        Raises:
+          ValueError: devices cannot have gradients of their own.
+        """
+        if self.judged.separable.convolves:
+            refuse_coded("XLA partitions each device's own convolutions wrongly")
+        axes = self.placement.axes.of_params(with_copies=False)
+        plan = dataclasses.replace(accumulator.plan, num_microbatches=1, batch_axes=axes.batch, once_over=axes.batch)
+        within = dataclasses.replace(accumulator, axes=axes, plan=plan)
 
-def quantized_grads(
-    accumulator: Accumulator,
-    loss_fn: Callable[..., Any],
-    judged: JudgedLoss,
-    *,
-    axes: Axes,
-    weigh: Callable[..., Any] | None = None,
-) -> GradFn:
-    """Returns a `GradFn` of a microbatch, or of that of a copy of the params.
+        def grads(*inputs: Any) -> Any:
+            try:
+                return _of_microbatch(within, loss_fn, weigh, GradInputs(*inputs))
+            except NotImplementedError as error:
+                refuse_coded(str(error))
 
-    It is a `jax.vmap` over the devices of a copy of the params, each of which sees its own examples only; `axes` are
-    the roles of the mesh axes within a copy. `loss_fn(params, model_state, batch, key)` returns
-    `(loss, (aux, model_state, weight))`; devices' gradients of it are summed at each use of a param
-    (`GatherOptions.mapped`). `weigh` returns what a part weighs; None if all weigh the same.
-
-    Raises:
-      ValueError: devices cannot have gradients of their own.
-    """
-    plan = accumulator.plan
-    if judged.separable.convolves:
-        refuse_coded("XLA partitions each device's own convolutions wrongly")
-    of_microbatch = dataclasses.replace(plan, num_microbatches=1, batch_axes=axes.batch, once_over=axes.batch)
-    within = dataclasses.replace(accumulator, axes=axes, plan=of_microbatch)
-
-    def grads(*inputs: Any) -> Any:
-        try:
-            return _of_microbatch(within, loss_fn, weigh, GradInputs(*inputs))
-        except NotImplementedError as error:
-            refuse_coded(str(error))
-
-    return grads
+        return grads
 
 
 def _of_microbatch(

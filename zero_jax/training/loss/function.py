@@ -63,6 +63,24 @@ class LossFunction:
     # Makes the context that it is called in: the mesh that attention in it is for
     context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
+    @classmethod
+    def of(cls, function: Callable[..., Any], **options: Any) -> LossFunction:
+        """Returns a user's function with its parameters for a key and model state.
+
+        Raises:
+          ValueError: it cannot be called as a loss function.
+        """
+        loss = cls(function, key_parameter(function), model_state_parameter(function), **options)
+        key = [] if loss.key is None else [loss.key.name if loss.key_by_name else "key"]
+        check_takes(
+            "loss_fn",
+            function,
+            ["params", "batch", *([] if loss.key_by_name else key)],
+            keywords=[*(key if loss.key_by_name else []), *([] if loss.model_state is None else [MODEL_STATE])],
+            remedy="give loss_fn(params, batch) or loss_fn(params, batch, key), or one with a keyword model_state",
+        )
+        return loss
+
     @property
     def key_by_name(self) -> bool:
         """Whether the key is passed by keyword, as it must be after `model_state`."""
@@ -70,17 +88,6 @@ class LossFunction:
             return self.key is not None
         names = [parameter.name for parameter in _parameters(self.function)]
         return MODEL_STATE in names[: names.index(self.key.name)]
-
-    def check(self) -> None:
-        """Raises `ValueError` if the function cannot be called with these arguments."""
-        keywords = [self.key.name] if self.key is not None and self.key_by_name else []
-        check_takes(
-            "loss_fn",
-            self.function,
-            ["params", "batch", *(["key"] if self.key is not None and not self.key_by_name else [])],
-            keywords=[*keywords, *([] if self.model_state is None else [MODEL_STATE])],
-            remedy="give loss_fn(params, batch) or loss_fn(params, batch, key), or one with a keyword model_state",
-        )
 
     def named(self) -> Callable[..., Any]:
         """Returns a function with the name and source location of the user's function, for JAX's errors."""
@@ -174,15 +181,11 @@ def user_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh, axes: Axes | N
     Raises:
       ValueError: it cannot be called as a loss function.
     """
+    function: Any = loss_fn
     if isinstance(loss_fn, MeshLoss):
         remedy = "give a function of a mesh that returns the loss function"
         function = check_takes("MeshLoss.make", loss_fn.make, ["mesh"], remedy=remedy)(mesh)
-    else:
-        function = loss_fn
-    parameters = key_parameter(function), model_state_parameter(function)
-    loss = LossFunction(function, *parameters, context=functools.partial(mesh_context, mesh, axes))
-    loss.check()
-    return loss
+    return LossFunction.of(function, context=functools.partial(mesh_context, mesh, axes))
 
 
 def normalize_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh, axes: Axes | None = None) -> Callable[..., Any]:

@@ -21,12 +21,7 @@ MEMORY_ROOM = 0.05
 
 
 def chosen_values(loss: StepLoss, state: TrainState, batch: PyTree) -> ValueChoice | None:
-    """Returns what the blocks of a step keep; None where the policy is not `auto`.
-
-    Args:
-      loss: the loss of the step.
-      state: the train state, arrays or shapes.
-      batch: the global batch of the step, likewise.
+    """Returns what the blocks of a step keep, from arrays or shapes; None where the policy is not `auto`.
 
     Raises:
       ValueError: no budget is given, and the memory of the devices is not known or too small for the rest of the step;

@@ -32,11 +32,12 @@ from zero_jax.program.loss import LossProgram
 from zero_jax.program.passes import Dependence
 from zero_jax.program.subcalls import CALLS
 from zero_jax.sharding.mesh import Axes
+from zero_jax.sharding.path_patterns import PathPatterns
 from zero_jax.sharding.precision import cast_floating, resolve_precision
 from zero_jax.training.batch import shapes_of_part
 from zero_jax.training.loss.function import MeshLoss, normalize_loss
 from zero_jax.training.state.placement import Placement, make_placement
-from zero_jax.training.zero_config import ZeroConfig, batch_patterns
+from zero_jax.training.zero_config import ZeroConfig
 from zero_jax.transforms import (
     GatherOptions,
     MovedGrads,
@@ -188,8 +189,6 @@ def _by_copies(loss_fn: Callable[..., Any], sharding: NamedSharding) -> Callable
     return call
 
 
-# --- the batch in the compute dtype -----------------------------------------------------------------------------------
-
 # An input of the model is an operand, direct or indirect, of an operation with a param. Targets, masks and weights are
 # used after the last param: casting them would cost the loss precision (`mask.sum()` in bfloat16 has 8 bits) and save
 # nothing.
@@ -205,7 +204,7 @@ def cast_batch(program: LossProgram, params: PyTree, batch: PyTree, key: jax.Arr
       ValueError: a pattern of `keep_batch_dtype` matches the path of no leaf.
     """
     compute, names = resolve_precision(config.precision).compute, leaf_names(batch)
-    patterns = batch_patterns(config.keep_batch_dtype)
+    patterns = PathPatterns.of_list("keep_batch_dtype", config.keep_batch_dtype)
     patterns.check_matched(names)
     leaves, tree = jax.tree.flatten(batch)
     cast = [x if patterns.matches(name) else cast_floating(x, compute) for name, x in zip(names, leaves, strict=True)]

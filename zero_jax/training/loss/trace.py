@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -234,18 +233,19 @@ class _TracedLoss:
         self.inputs.append(ValueSharding(dims=(), varies=True))
         self.loss = loss
 
-    def loss_of(self, variables: Variables, floating: PyTree, *, batch: PyTree, key: jax.Array) -> Any:
-        """Calls the loss function with other floating params."""
-        return self.loss(joined(merge(variables.params, floating), variables.model_state), batch, key)
+    def differentiated(self, derive: Callable[..., Any]) -> Any:
+        """Returns the jaxpr of a derivative of the loss by the floating params, from the loss and these."""
+
+        def derivative(variables: Variables, batch: PyTree, key: jax.Array) -> Any:
+            of = lambda params: joined(merge(variables.params, params), variables.model_state)  # noqa: E731
+            return derive(lambda params: self.loss(of(params), batch, key), trainable(variables.params))
+
+        return jax.make_jaxpr(derivative)(*self.arguments)
 
     def gradient(self) -> Any:
         """Returns the jaxpr of loss and gradient."""
-
-        def gradient(variables: Variables, batch: PyTree, key: jax.Array) -> Any:
-            floating = functools.partial(self.loss_of, variables, batch=batch, key=key)
-            return jax.value_and_grad(floating, has_aux=True)(trainable(variables.params))
-
-        return without_dead_code(jax.make_jaxpr(gradient)(*self.arguments))
+        value_and_grad = lambda loss, params: jax.value_and_grad(loss, has_aux=True)(params)  # noqa: E731
+        return without_dead_code(self.differentiated(value_and_grad))
 
     def propagate_gradient(self, jaxpr: Any) -> Propagation:
         """Returns the shardings of the jaxpr of loss and gradient."""
@@ -260,12 +260,7 @@ class _TracedLoss:
 
     def residuals(self) -> ResidualBytes:
         """Returns the bytes of the residuals, without those that depend on the params alone."""
-
-        def forward(variables: Variables, batch: PyTree, key: jax.Array) -> Any:
-            floating = functools.partial(self.loss_of, variables, batch=batch, key=key)
-            return jax.vjp(floating, trainable(variables.params), has_aux=True)[1]
-
-        jaxpr, _ = open_jaxpr(jax.make_jaxpr(forward)(*self.arguments))
+        jaxpr, _ = open_jaxpr(self.differentiated(lambda *args: jax.vjp(*args, has_aux=True)[1]))
         made_of = sources(jaxpr)
         variables = list(dict.fromkeys([*made_of, *(source for of in made_of.values() for source in of)]))
         propagated = self._propagate(jaxpr.replace(outvars=variables))

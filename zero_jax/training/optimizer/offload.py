@@ -58,15 +58,7 @@ class Offload:
 
     def __post_init__(self) -> None:
         check_fields(self, lowest={"fraction": 0, "window_bytes": 1}, highest={"fraction": 1}, prefix="offload: ")
-        patterns = [] if self.paths is None else self.paths
-        is_list = isinstance(patterns, Sequence) and not isinstance(patterns, str)
-        if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
-            raise ValueError(f"offload: paths={patterns!r}: give a list of regular expressions of paths of params")
-        _patterns(patterns)
-
-
-def _patterns(paths: Sequence[str]) -> PathPatterns:
-    return PathPatterns("offload: paths", dict.fromkeys(paths, True))
+        PathPatterns.of_list("offload: paths", [] if self.paths is None else self.paths)
 
 
 def resolve_offload(offload: Any) -> Offload | None:
@@ -119,7 +111,7 @@ def on_host(
     }
     chosen = set(params)
     if offload.paths is not None:
-        patterns = _patterns(offload.paths)
+        patterns = PathPatterns.of_list("offload: paths", offload.paths)
         patterns.check_matched([*params])
         chosen = {path for path in params if patterns.matches(path)}
     owner: dict[tuple[str, int], str] = {}

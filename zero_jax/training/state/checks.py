@@ -200,9 +200,6 @@ def _check_same(field: str, source: str, tree: PyTree, expected: PyTree) -> None
         )
 
 
-# --- NaN and infinities -----------------------------------------------------------------------------------------------
-
-
 class NonfiniteState(ValueError):
     """Raised for a state whose params contain NaN or infinities.
 

@@ -185,7 +185,8 @@ def _init_program(
     initial, donated = None, False
     if make is None:
         variables = joined(as_variables(variables).params, as_variables(variables).model_state)
-        initial = jax.tree.map(put_global, variables, placement.variable_shardings())
+        shards = joined(placement.param_shardings("master"), placement.model_state_shardings())
+        initial = jax.tree.map(put_global, variables, shards)
         results = joined(shapes.masters, shapes.model_state)
         # Host arrays are donated once they are on the devices, so that params are not held twice. Device arrays may
         # share memory with the user's own, even if `device_put` is called with `may_alias=False` (JAX 0.10 and 0.12).

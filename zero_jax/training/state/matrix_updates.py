@@ -42,13 +42,7 @@ def step_placement(
 
 
 def matrix_program(traced: TracedUpdate, state: TrainState, placement: Placement) -> MatrixProgram | None:
-    """Returns an update as a program of whole matrices; None if it has none, or if nothing is sharded.
-
-    Args:
-      traced: the trace of the update.
-      state: the train state, or its shapes.
-      placement: how it is sharded.
-    """
+    """Returns an update as a program of whole matrices; None if it has none, or if nothing is sharded."""
     if traced.calls_functions or "master" not in placement.groups or not multiplies(traced.jaxpr):
         return None
 

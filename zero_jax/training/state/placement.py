@@ -24,14 +24,7 @@ from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.path_patterns import PathPatterns
 from zero_jax.sharding.precision import Precision, cast_floating, resolve_precision
 from zero_jax.sharding.quantized import Quantize, blocks_of_leaf, check_leaves
-from zero_jax.sharding.rules import (
-    LeafPlacement,
-    ShardingRules,
-    place_like_params,
-    place_model_state,
-    place_params,
-    to_shardings,
-)
+from zero_jax.sharding.rules import LeafPlacement, place_like_params, place_model_state, place_params, to_shardings
 from zero_jax.sharding.spec import Dims, dims_of, named, steps_by_dim
 from zero_jax.sharding.stages import SECONDARY_GROUPS, sharded_groups
 from zero_jax.sharding.torus import gather_shardings
@@ -52,15 +45,13 @@ class Placement:
 
     mesh: Mesh
     axes: Axes
-    rules: ShardingRules
-    groups: frozenset[str]
+    config: ZeroConfig
+    groups: frozenset[str]  # those that the stage shards
     precision: Precision
     params: PyTree  # a LeafPlacement for each param
     model_state: PyTree = None  # and for each leaf of the model state
     offload: Offload | None = None
     quantize: Quantize | None = None
-    num_microbatches: int = 1
-    layer_shards: bool | None = None
 
     @property
     def keeps_copy(self) -> bool:
@@ -75,10 +66,10 @@ class Placement:
     @property
     def may_shard_layers(self) -> bool:
         """Whether master params may be sharded along layers; where these are the params, only if that is asked for."""
-        may = self.layer_shards is not False and "master" in self.groups
+        asked, may = self.config.layer_shards, "master" in self.groups
         if self.params_are_masters:
-            may &= self.layer_shards is True and (self.offload is None or self.offload.what != "all")
-        return may and self.quantize is None and not self.axes.secondary
+            may &= asked is True and (self.offload is None or self.offload.what != "all")
+        return may and asked is not False and self.quantize is None and not self.axes.secondary
 
     @property
     def num_stages(self) -> int:
@@ -93,7 +84,7 @@ class Placement:
     @property
     def grad_plan(self) -> GradPlan:
         """Where gradients are reduced, as far as the loss allows it."""
-        is_per_device = self.num_microbatches > 1 and "grads" not in self.groups
+        is_per_device = self.config.num_microbatches > 1 and "grads" not in self.groups
         # Along these axes devices have copies of the params: gradients are summed over them last, in shards.
         copies = self.axes.copies if "master" in self.groups else ()
         own = self.axes.of_stage.batch  # the stages of a pipeline have other layers
@@ -102,7 +93,8 @@ class Placement:
             batch_axes=self.axes.batch,
             once_over=once,
             coded_over=self.grad_axes,
-            num_microbatches=1 if self.num_stages > 1 else self.num_microbatches,  # those of a pipeline are one batch
+            # Those of a pipeline are one batch
+            num_microbatches=1 if self.num_stages > 1 else self.config.num_microbatches,
             is_per_device=is_per_device,
             at_use=not is_per_device and not set(self.grad_axes) <= set(self.axes.copies),
             pipe=self.axes.pipe if self.num_stages > 1 else (),
@@ -145,24 +137,22 @@ class Placement:
             return ()
         return (group in SECONDARY_GROUPS and self.axes.secondary) or self.axes.data
 
+    def _shardings(self, placements: PyTree, group: str, *, of_update: bool = False) -> PyTree:
+        over = self.axes_of_group(group)
+        return to_shardings(placements, mesh=self.mesh, axes=self.axes, over=over, of_update=of_update)
+
     def param_shardings(self, group: str) -> PyTree:
         """Returns the shardings of `params`, `master` or `grads`."""
         of_update = group == "master" or (group == "params" and self.params_are_masters)
-        over = self.axes_of_group(group)
-        return to_shardings(self.params, mesh=self.mesh, axes=self.axes, over=over, of_update=of_update)
+        return self._shardings(self.params, group, of_update=of_update)
 
     def grad_shardings(self) -> PyTree:
         """Returns the shardings that the loss function reduces gradients to: those of the master params by features."""
-        return to_shardings(self.params, mesh=self.mesh, axes=self.axes, over=self.axes_of_group("master"))
+        return self._shardings(self.params, "master")
 
     def model_state_shardings(self) -> PyTree:
         """Returns the shardings of the model state."""
-        over = self.axes_of_group(MODEL_STATE)
-        return to_shardings(self.model_state, mesh=self.mesh, axes=self.axes, over=over)
-
-    def variable_shardings(self) -> PyTree:
-        """Returns the shardings of initial `Variables`; params are sharded as the master params."""
-        return joined(self.param_shardings("master"), self.model_state_shardings())
+        return self._shardings(self.model_state, MODEL_STATE)
 
     def loss_shardings(self) -> PyTree:
         """Returns the shardings from which the loss function gathers params, or to which it scatters gradients."""
@@ -209,15 +199,14 @@ class Placement:
 
         variables, cast = as_variables(variables), functools.partial(place, dtype=self.precision.compute)
         params = jax.tree.map(cast, variables.params)
-        if self.params_are_masters and self.layer_shards:
+        if self.params_are_masters and self.config.layer_shards:
             params = jax.tree.map(self._by_features, self.params, params)
         return joined(params, jax.tree.map(place, variables.model_state))
 
     def opt_shardings(self, opt_state: PyTree) -> PyTree:
         """Returns the shardings of an optimizer state."""
-        placed = place_like_params(opt_state, self.params, mesh=self.mesh, axes=self.axes, rules=self.rules)
-        over = self.axes_of_group("opt_state")
-        return to_shardings(placed, mesh=self.mesh, axes=self.axes, over=over, of_update=True)
+        placed = place_like_params(opt_state, self.params, mesh=self.mesh, axes=self.axes, rules=self.config)
+        return self._shardings(placed, "opt_state", of_update=True)
 
     def on_host(self, state: TrainState) -> dict[str, list[bool]]:
         """Returns which leaves of `opt_state`, `master`, `params` and `model_state` are kept in host memory."""
@@ -225,23 +214,21 @@ class Placement:
         if self.offload is None:
             return {name: [False] * len(jax.tree.leaves(tree)) for name, tree in groups.items()}
         shapes = {leaf.path: leaf.shape for leaf in jax.tree.leaves((self.params, self.model_state))}
-        return on_host(self.offload, groups, shapes, min_size=self.rules.min_shard_size)
+        return on_host(self.offload, groups, shapes, min_size=self.config.min_shard_size)
 
     def params_of(self, masters: PyTree, *, into: PyTree) -> PyTree:
         """Returns params from master params: themselves, or gathered copies written over the old params `into`."""
-        if self.params_are_masters:
-            return masters
-        return self.gather(masters, self.precision.param if self.keeps_copy else None, into=into)
+        return masters if self.params_are_masters else self._gathered(masters, into=into)
 
-    def gather(self, tree: PyTree, dtype: Any, *, into: PyTree) -> PyTree:
-        """Casts sharded master params and gathers them, one mesh axis at a time, in the narrower dtype.
+    def _gathered(self, tree: PyTree, *, into: PyTree) -> PyTree:
+        """Gathers params one mesh axis at a time, in the narrower dtype.
 
-        Large stacks of layers are gathered layer by layer into the params that they replace, as XLA:TPU would
-        otherwise hold a full stack beside them; those that are sharded along the layers in as many parts of features.
-        Stacks of equally many parts share a loop, so that several gathers run at once.
+        Large stacks of layers are gathered layer by layer into the params that they replace, as XLA:TPU would otherwise
+        hold a full stack beside them; those that are sharded along the layers in as many parts of features. Stacks of
+        equally many parts share a loop, so that several gathers run at once.
         """
+        dtype, param_axes = self.precision.param if self.keeps_copy else None, self.axes_of_group("params")
         leaves, placements = jax.tree.leaves(tree), jax.tree.leaves(self.params)
-        param_axes = self.axes_of_group("params")
         if axis_size(self.mesh, [axis for axis in self.axes_of_group("master") if axis not in param_axes]) == 1:
             return cast_floating(tree, dtype)
         placements = [dataclasses.replace(leaf, dims=leaf.update_dims or leaf.dims) for leaf in placements]
@@ -313,30 +300,21 @@ def make_placement(variables: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Plac
     groups = sharded_groups(config.stage)
     if (offload := config.resolved_offload()) is not None:
         check_offload(offload, mesh, groups - ({"params"} if axes.secondary else set()))
-    rules = ShardingRules(
-        min_shard_size=config.min_shard_size,
-        param_specs=config.param_specs,
-        axis_rules=config.axis_rules,
-        overrides=config.overrides,
-        experts=config.experts,
-    )
-    placed, placed_state = place_params(params, mesh=mesh, axes=axes, rules=rules), None
+    placed, placed_state = place_params(params, mesh=mesh, axes=axes, rules=config), None
     if model_state is not None:
-        placed_state = place_model_state(model_state, placed, mesh=mesh, axes=axes, rules=rules)
+        placed_state = place_model_state(model_state, placed, mesh=mesh, axes=axes, rules=config)
     if (quantize := config.resolved_quantize()) is not None:
         check_leaves(quantize, jax.tree.leaves((placed, placed_state)), mesh=mesh, axes=axes)
     placement = Placement(
         mesh=mesh,
         axes=axes,
-        rules=rules,
+        config=config,
         groups=groups,
         precision=resolve_precision(config.precision),
         params=placed,
         model_state=placed_state,
         offload=offload,
         quantize=quantize,
-        num_microbatches=config.num_microbatches,
-        layer_shards=config.layer_shards,
     )
     if quantize is not None and quantize.error_feedback:
         _check_error_feedback(placement)
@@ -374,9 +352,9 @@ def train_state_shardings(state: TrainState, placement: Placement) -> TrainState
       ValueError: errors of gradients that the config does not have.
     """
     replicated: Any = NamedSharding(placement.mesh, PartitionSpec())
-    if placement.rules.overrides:
+    if placement.config.overrides:
         names = variable_names(state.variables) + leaf_names(state.opt_state)
-        PathPatterns("overrides", placement.rules.overrides).check_matched(names)
+        PathPatterns("overrides", placement.config.overrides).check_matched(names)
     groups = {
         "params": placement.param_shardings("params"),
         "master": None if state.master is None else placement.param_shardings("master"),

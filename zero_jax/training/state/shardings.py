@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from zero_jax.core.tree import PyTree, leaf_names, path_name, with_shapes
 from zero_jax.core.variables import MODEL_STATE, joined
@@ -67,17 +67,10 @@ def state_shardings(
     names, (leaves, tree) = leaf_names(abstract_state), jax.tree.flatten(abstract_state)
     paths = param_paths | {name: f"{MODEL_STATE}/{path}" for name, path in model_state_paths.items()}
     PathPatterns("overrides", config.overrides or {}).check_matched([paths.get(name, name) for name in names])
-    opt_leaves = {name: leaf for name, leaf in zip(names, leaves, strict=True) if name not in paths}
-    opt_shardings = placement.opt_shardings(opt_leaves)
-    of_params = iter(jax.tree.leaves(placement.param_shardings("params")))
-    of_model_state = iter(jax.tree.leaves(placement.model_state_shardings()))
-
-    def sharding(name: str) -> NamedSharding:
-        if name in param_paths:
-            return next(of_params)
-        return next(of_model_state) if name in model_state_paths else opt_shardings[name]
-
-    return tree.unflatten([sharding(name) for name in names])
+    shardings = placement.opt_shardings({x: leaf for x, leaf in zip(names, leaves, strict=True) if x not in paths})
+    shardings |= zip(param_paths, jax.tree.leaves(placement.param_shardings("params")), strict=True)
+    shardings |= zip(model_state_paths, jax.tree.leaves(placement.model_state_shardings()), strict=True)
+    return tree.unflatten([shardings[name] for name in names])
 
 
 def _with_update(leaf: LeafPlacement, matrices: str | None) -> str:

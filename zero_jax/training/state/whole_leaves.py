@@ -136,11 +136,7 @@ def _pairs(values: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _existing(names: Collection[str], path: str) -> str:
-    """Returns a path that a tree has.
-
-    Raises:
-      ValueError: there is no such leaf; the message names the nearest.
-    """
+    """Returns a path that a tree has; raises `ValueError` if there is no such leaf; the message names the nearest."""
     if not isinstance(path, str):
         raise ValueError(f"path={shown(path)}: give the path of a leaf, such as 'params/embed'")
     if path in names:

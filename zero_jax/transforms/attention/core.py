@@ -71,13 +71,7 @@ class AttentionCore:
     mask: Mask  # which keys a query sees
 
     def __call__(self, read: Callable[[Any], jax.Array], *, aval: Any, implementation: Any = None) -> jax.Array:
-        """Calls the kernel.
-
-        Args:
-          read: returns the array of a variable or a leaf.
-          aval: shape and dtype of the result.
-          implementation: as for `dot_product_attention`.
-        """
+        """Calls the kernel for a result of such an `aval`; `read` returns the array of a variable or a leaf."""
         arrays, arguments = self.arguments(read)
         out = dot_product_attention(*arrays, **arguments, implementation=implementation)
         order = self.batch + self.queries + self.heads + self.groups + self.results
@@ -132,11 +126,7 @@ def _arranged(array: jax.Array, indices: Indices, groups: Sequence[Sequence[Inde
 
 
 def make_core(found: Followed, prover: Prover) -> AttentionCore:
-    """Returns the kernel's arguments for a softmax that was multiplied with values.
-
-    Raises:
-      NotTheSame: the kernel does not compute it.
-    """
+    """Returns the kernel's arguments for a softmax that was multiplied with values; raises `NotTheSame` for others."""
     logits = found.logits
     assert logits is not None and found.values is not None
     if logits.terms and logits.fill > MASKED:
@@ -258,13 +248,8 @@ class _Operand:
 def _peeled(operand: tuple[Any, Indices], prover: Prover, *, scales: bool, repeats: bool) -> _Operand:
     """Returns what an operand was before it was cast to a wider dtype, multiplied by a number or repeated.
 
-    The kernel sums in float32, multiplies by numbers, and reads one head of keys for several of queries.
-
-    Args:
-      operand: the variable and its indices.
-      prover: what is known of the variables.
-      scales: whether casts and multiplications by numbers are left out.
-      repeats: whether repeated heads are taken once.
+    The kernel sums in float32, multiplies by numbers (these are left out if it `scales`), and reads one head of keys
+    for several of queries (repeated heads are taken once if it `repeats`).
     """
     best = x = _Operand(*operand)
     while (eqn := prover.producers.get(x.var)) is not None and len(eqn.outvars) == 1:

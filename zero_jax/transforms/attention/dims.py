@@ -11,15 +11,12 @@ from typing import Any
 class Index:
     """An index of an array: a dim, or one of the factors of a dim that a reshape merged or split.
 
-    Attributes:
-      size: how many values it takes.
-      broadcast: whether the array is the same for all of them.
-      parts: the two indices that a reshape split it into, major first; None if it was not split.
+    It takes `size` values; with `broadcast` the array is the same for all of them.
     """
 
     def __init__(self, size: int, *, broadcast: bool = False):
         self.size, self.broadcast = size, broadcast
-        self.parts: tuple[Index, Index] | None = None
+        self.parts: tuple[Index, Index] | None = None  # that a reshape split it into, major first
 
     def split(self, size: int) -> tuple[Index, Index]:
         """Splits it into a major index of `size` values and a minor one."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,21 +11,11 @@ from zero_jax.program.subcalls import equations_of
 from zero_jax.transforms.facts import Facts
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionCores:
-    """The cores of attention in a jaxpr: what is within them, and their results."""
+def find_cores(facts: Facts) -> tuple[set[Any], set[Any]]:
+    """Finds what is within the cores of attention in a jaxpr with calls inlined, and their results.
 
-    inner: frozenset[Any]
-    results: frozenset[Any]
-
-
-def find_cores(facts: Facts) -> AttentionCores:
-    """Finds what is computed between the product of queries with keys and the product with values.
-
-    A core is two products of activations with a softmax (an exponential) between.
-
-    Args:
-      facts: of the values of a jaxpr with calls inlined; activations are made of more than params and constants.
+    A core is two products of activations (made of more than params and constants) with an exponential between: that of
+    queries with keys, and that with values.
     """
     eqns = facts.jaxpr.eqns
     inner: set[Any] = set()
@@ -41,7 +30,7 @@ def find_cores(facts: Facts) -> AttentionCores:
             found, ends = _core(eqns[i:], multiplies)
             inner |= found
             results |= ends
-    return AttentionCores(frozenset(inner), frozenset(results))
+    return inner, results
 
 
 def _core(eqns: Sequence[Any], multiplies: Callable[[Any], bool]) -> tuple[set[Any], set[Any]]:

@@ -17,26 +17,18 @@ from zero_jax.transforms.attention.tables import Leaf, Table, View, compared, op
 
 
 class Prover(Pass[Any]):
-    """Runs a flat jaxpr on what its values are: tables, views of arrays, logits, weights.
-
-    Attributes:
-      known: what each variable is.
-      producers: the equation that each variable is a result of.
-      found: by the variable of its result, each softmax of a product, multiplied with values.
-      lost: by the variable of a product, why it is no such softmax.
-      leaves: the variables of which nothing is known; equal ones share a leaf.
-    """
+    """Runs a flat jaxpr on what its values are: tables, views of arrays, logits, weights."""
 
     def __init__(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]):
         super().__init__()
         self.consts = dict(zip(jaxpr.constvars, consts, strict=True))
         self.producers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-        self.found: dict[Any, Followed] = {}
-        self.lost: dict[Any, Lost] = {}
-        self.leaves: dict[Any, Leaf] = {}
+        self.found: dict[Any, Followed] = {}  # each softmax of a product, multiplied with values, by that result
+        self.lost: dict[Any, Lost] = {}  # by the variable of a product, why it is no such softmax
+        self.leaves: dict[Any, Leaf] = {}  # of the variables of which nothing is known; equal ones share a leaf
         self._numbers: dict[Any, Any] = {}
         self._of_number: dict[Any, Leaf] = {}
-        self.known: dict[Any, Any] = {}
+        self.known: dict[Any, Any] = {}  # what each variable is
         values = [self.leaf(var) if x is None else x for var, x in zip(jaxpr.invars, inputs, strict=True)]
         self.run(jaxpr, values, self.known)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 
 from zero_jax.core.text_tables import Report
@@ -72,8 +73,7 @@ class AttentionReport(Report):
 
 def merged(rows: list[AttentionRow]) -> tuple[AttentionRow, ...]:
     """Returns rows with those that are alike counted together."""
-    times: dict[AttentionRow, int] = {}
+    times = collections.Counter[AttentionRow]()
     for row in rows:
-        key = dataclasses.replace(row, times=0)
-        times[key] = times.get(key, 0) + row.times
+        times[dataclasses.replace(row, times=0)] += row.times
     return tuple(dataclasses.replace(row, times=count) for row, count in times.items())

@@ -204,9 +204,6 @@ class Lost:
     is_core: bool
 
 
-# --- products ---------------------------------------------------------------------------------------------------------
-
-
 def logits_of(eqn: Any) -> Followed:
     """Returns the result of a `dot_general` as logits, with indices for its operands and its result."""
     lhs, rhs = sides = [[Index(size) for size in atom.aval.shape] for atom in eqn.invars]
@@ -237,9 +234,6 @@ def attended(eqn: Any, weights: Followed, place: int) -> Followed | None:
     out = tuple(sides[side][dim] for (side, dim), *_ in known.kept)
     values = other, tuple(values)
     return dataclasses.replace(weights, indices=out, values=values, contracted=over, result=eqn.outvars[0])
-
-
-# --- other equations --------------------------------------------------------------------------------------------------
 
 
 def follow(eqn: Any, operands: Sequence[Any]) -> Followed | RowTest | Lost | None:

@@ -310,9 +310,6 @@ _NUMPY: dict[str, Callable[..., Any]] = _COMPARISONS | {
 }  # fmt: skip
 
 
-# --- arrays of integers that are compared with themselves -------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class View:
     """An array with the elements of a leaf: `axes` are the indices of the leaf's dims that are not 1."""
@@ -355,9 +352,6 @@ def compared(eqn: Any, operands: Sequence[Any]) -> Table | None:
     return Table(indices, (same,), lambda: np.array([False, True]) ^ (eqn.primitive.name == "ne"))
 
 
-# --- the conditions under which a logit counts, by the indices of queries and keys ------------------------------------
-
-
 class BandTerm(NamedTuple):
     """`low <= first - second <= high`."""
 
@@ -375,15 +369,7 @@ Term = BandTerm | Same | Pattern
 
 
 def conditions(visible: Table, indices: Indices) -> frozenset[Term] | None:
-    """Returns the conditions that hold together where a mask is True.
-
-    Args:
-      visible: the mask.
-      indices: the indices of the array that it is applied to.
-
-    Returns:
-      The conditions; None if they are not known to be such.
-    """
+    """Returns the conditions that hold together where a mask of an array of such indices is True; None if unknown."""
     names = dict(paired(visible.indices, indices) or ())
     if not names.keys() >= {*all_leaves(visible.indices)}:
         return None

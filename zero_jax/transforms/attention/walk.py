@@ -54,26 +54,17 @@ class SearchedBody:
 
 
 class AttentionSearch:
-    """Finds the attention cores of jaxprs and decides which ones the kernel computes.
-
-    Attributes:
-      rows: a row for each core, and what the kernel computes, if it does.
-    """
+    """Finds the attention cores of jaxprs and decides which ones the kernel computes."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[AttentionRow, AttentionCore | None]] = []
+        self.rows: list[tuple[AttentionRow, AttentionCore | None]] = []  # each core, as the kernel computes it
 
     def body(
         self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], data: Sequence[bool], at: Site
     ) -> SearchedBody:
-        """Returns a jaxpr with its cores.
+        """Returns an open jaxpr with its cores.
 
-        Args:
-          jaxpr: an open jaxpr.
-          consts: its constants.
-          inputs: what is known of its inputs, or None.
-          data: for each input whether it is made of more than params and constants.
-          at: where it is.
+        `inputs` have what is known of its inputs, or None; `data` says which are of more than params and constants.
         """
         jaxpr, consts = flatten(jaxpr, consts)
         prover = Prover(jaxpr, consts, inputs)
@@ -102,7 +93,7 @@ class AttentionSearch:
             var, reasons[var] = next(iter(used.items()))
             del cores[var]
         products = {var: prover.found[var].result for var in prover.found}
-        for var in find_cores(facts).results - {*products.values()}:
+        for var in find_cores(facts)[1] - {*products.values()}:
             lost = prover.lost.get(var)
             reasons[var] = lost.reason if lost is not None else "its equations are of no form that is known"
         for var in prover.producers:
@@ -115,7 +106,8 @@ class AttentionSearch:
 
     def bodies(self, eqn: Any, sub: Subcall, prover: Prover, facts: Facts, at: Site) -> dict[int, SearchedBody]:
         """Returns the bodies of the jaxprs that an equation runs."""
-        known = [None if jaxprs.is_literal(atom) else _passed(prover.known[atom]) for atom in eqn.invars]
+        values = [None if jaxprs.is_literal(atom) else prover.known[atom] for atom in eqn.invars]
+        known = [value if isinstance(value, Table | View) else None for value in values]
         data = [facts.kind(atom) == "value" for atom in eqn.invars]
         inner = sub.branches or (sub.jaxpr,)
         if sub.kind == "cond":
@@ -136,7 +128,7 @@ class AttentionSearch:
         reason = f"it is inside {eqn.primitive.name}, which is not looked into"
         for inner in jaxprs.inner_jaxprs(eqn):
             jaxpr, _ = flatten(*jaxprs.open_jaxpr(inner))
-            results = find_cores(Facts(jaxpr, ["value"] * len(jaxpr.invars))).results
+            _, results = find_cores(Facts(jaxpr, ["value"] * len(jaxpr.invars)))
             for result in jaxpr.eqns:
                 if results.intersection(result.outvars):
                     where = at.inside(eqn).inside(result).line
@@ -147,10 +139,6 @@ def flatten(jaxpr: Any, consts: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
     """Returns a jaxpr with its calls inlined, without what no result depends on."""
     opened, consts = jaxprs.open_jaxpr(flattened(jaxpr, consts))
     return jaxprs.without_dead_code(opened), consts
-
-
-def _passed(value: Any) -> Any:
-    return value if isinstance(value, Table | View) else None
 
 
 def _origin(jaxpr: Any, atom: Any) -> Any:
@@ -190,9 +178,6 @@ def _still_used(jaxpr: Any, prover: Prover, cores: dict[Any, AttentionCore]) -> 
                 for atom in eqn.invars:
                     use(atom, f"used elsewhere, too ({jaxprs.source_line(eqn) or eqn.primitive.name})")
     return {var: used[product] for var, product in products.items() if product in used}
-
-
-# --- evaluation -------------------------------------------------------------------------------------------------------
 
 
 class _Fused(Walk[Mapping[int, SearchedBody]]):

@@ -37,15 +37,8 @@ def anchored(
 ) -> tuple[Any, Examples]:
     """Shards the carries of loops by the examples that they have, where they begin without, and what mixes examples.
 
-    Args:
-      closed: a closed jaxpr.
-      states: for each input how it depends on the examples.
-      mesh: the mesh.
-      axes: the roles of its axes.
-      loops_only: leave alone what mixes examples, as a gradient does.
-
-    Returns:
-      The jaxpr, itself if nothing of it changes, and how its values depend on the examples.
+    Returns the closed jaxpr, itself if nothing of it changes, and how its values depend on the examples, from the
+    states of its inputs. With `loops_only` what mixes examples is left alone, as a gradient does.
     """
     examples = Examples(mesh, axes)
     examples.run(closed, states)

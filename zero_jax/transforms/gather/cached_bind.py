@@ -6,19 +6,8 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from zero_jax.program.jaxprs import (
-    bind,
-    bind_primitive,
-    inline_jit,
-    inner_jaxprs,
-    is_literal,
-    is_traced,
-    name_stack,
-    operation_key,
-    source_context,
-    source_line,
-    variables,
-)
+from zero_jax.program import jaxprs
+from zero_jax.program.jaxprs import is_literal, is_traced, variables
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.gather.deferred import Lazy, Value
 from zero_jax.transforms.gather.ordering import Ordering
@@ -28,7 +17,7 @@ _COLUMN = re.compile(r"(:\d+):\d+")
 
 def can_be_nested(eqn: Any) -> bool:
     """Tells whether an equation may be in a nested `jit` of `CachedBind`: it has no effects and holds no jaxprs."""
-    return not eqn.effects and not inner_jaxprs(eqn)
+    return not eqn.effects and not jaxprs.inner_jaxprs(eqn)
 
 
 class CachedBind:
@@ -44,21 +33,18 @@ class CachedBind:
     def evaluate(self, eqns: Sequence[Any], read: Callable[[Any], Any], wanted: Sequence[Any]) -> list[Any]:
         """Evaluates equations of one line and names that follow one another, and returns the wanted results.
 
-        Args:
-          eqns: the equations, of each of which `can_be_nested` holds.
-          read: from an input that none of them makes to its value; the inputs of the last one first, in their order.
-          wanted: the results to return.
+        Each of them `can_be_nested`; `read` returns the values of what none of them makes, that of the last one first.
         """
         run = _NestedCall(eqns, wanted)
         if run.key not in self.jitted:
-            self.jitted[run.key] = inline_jit(run.call)
-        with source_context(eqns[0]):
+            self.jitted[run.key] = jaxprs.inline_jit(run.call)
+        with jaxprs.source_context(eqns[0]):
             return self.jitted[run.key](*map(read, run.inputs))
 
     def __call__(self, eqn: Any, values: Sequence[Any]) -> list[Any]:
         """Evaluates an equation on values and returns its results, always as a list."""
         if not can_be_nested(eqn) or all(not is_traced(value) for value in values):
-            return bind(eqn, values)
+            return jaxprs.bind(eqn, values)
         remaining = iter(values)
         return self.evaluate([eqn], lambda _: next(remaining), eqn.outvars)
 
@@ -67,11 +53,7 @@ class _NestedCall:
     """Equations as a function of arrays.
 
     It takes a value as often as they use it, the last use first: so a cotangent is the sum of the same terms in the
-    same order as of equations that are evaluated one by one.
-
-    Attributes:
-      inputs: what it takes.
-      key: equal for equations that do the same.
+    same order as of equations that are evaluated one by one. Its `key` is equal for equations that do the same.
     """
 
     def __init__(self, eqns: Sequence[Any], wanted: Sequence[Any]):
@@ -86,14 +68,14 @@ class _NestedCall:
             self.inputs += [atom for atom, number in zip(eqn.invars, made, strict=True) if number is None]
             places.append((first, tuple(made)))
         self.places = tuple(reversed(places))
-        self.key = *((operation_key(eqn), eqn.ctx) for eqn in eqns), self.places, self.wanted
+        self.key = *((jaxprs.operation_key(eqn), eqn.ctx) for eqn in eqns), self.places, self.wanted
 
     def call(self, *arrays: Any) -> list[Any]:
         results: list[Any] = []
         for eqn, (first, made) in zip(self.eqns, self.places, strict=True):
             taken = iter(arrays[first:])
             values = [next(taken) if number is None else results[number] for number in made]
-            result = bind_primitive(eqn.primitive, eqn.params, *values)
+            result = jaxprs.bind_primitive(eqn.primitive, eqn.params, *values)
             results += result if eqn.primitive.multiple_results else [result]
         return [results[number] for number in self.wanted]
 
@@ -101,12 +83,8 @@ class _NestedCall:
 class OrdinaryRuns:
     """The runs of a jaxpr's equations that use no param, each of one line and one name stack: evaluated together.
 
-    JAX gives all of a nested `jit` that is inlined the line and names where it is called.
-
-    Args:
-      facts: what is known of the jaxpr's values.
-      ordering: what is tied in it, between which no run goes on.
-      is_apart: whether an equation is evaluated otherwise.
+    JAX gives all of a nested `jit` that is inlined the line and names where it is called. No run goes on between what
+    is tied by the `ordering`, or with an equation that `is_apart` and evaluated otherwise.
     """
 
     def __init__(self, facts: Facts, ordering: Ordering, is_apart: Callable[[Any], bool]):
@@ -123,7 +101,7 @@ class OrdinaryRuns:
                 continue
             if (run and i in self.ordering.places) or self.is_apart(eqn) or not _is_ordinary(eqn, env, made):
                 break
-            here = eqn.ctx, name_stack(eqn), _COLUMN.sub(r"\1", source_line(eqn))
+            here = eqn.ctx, jaxprs.name_stack(eqn), _COLUMN.sub(r"\1", jaxprs.source_line(eqn))
             if run and here != place:
                 break
             place = here

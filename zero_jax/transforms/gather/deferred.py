@@ -181,9 +181,6 @@ def pending(eqn: Any, values: Sequence[Lazy | Value]) -> tuple[bool, Any]:
     return (True, casts.pop()) if moves and len(casts) == 1 else (False, None)
 
 
-# --- params in host memory --------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostParam:
     """A leaf of the params of a function that `gather_on_use` made, in host memory."""
@@ -237,8 +234,6 @@ def with_gradient(param: Any, array: jax.Array) -> Any:
     """Returns a leaf of params whose cotangent is that of an array, of `differentiated`."""
     return dataclasses.replace(param, gradient=array) if isinstance(param, HostParam) else array
 
-
-# --- what is done at a use --------------------------------------------------------------------------------------------
 
 MAX_HOISTED_BYTES = 1 << 28
 

@@ -24,13 +24,7 @@ Evaluate = Callable[[Sequence[Any], Bind], list[Any]]
 def flat_product(eqn: Any, values: Sequence[Lazy | Value]) -> tuple[list[Lazy | Value], Evaluate]:
     """Returns an equation's inputs and how it is evaluated: a product with a weight as one with a matrix, if it can be.
 
-    Args:
-      eqn: an equation.
-      values: its inputs.
-
-    Returns:
-      The inputs, and a function from their arrays (params gathered) and from what evaluates an equation, to the
-      equation's results.
+    That is a function from the inputs' arrays (params gathered) and from what evaluates an equation, to the results.
     """
     places = [i for i, value in enumerate(values) if isinstance(value, Lazy)]
     flat = None

@@ -38,14 +38,8 @@ class LookupPlan:
 def plan_lookup(eqn: Any, dims: Dims, *, mesh: Mesh, axes: Axes, batch_sizes: frozenset[int]) -> LookupPlan | None:
     """Plans a lookup (a `gather` equation), or returns None where it is not one of examples in a table.
 
-    Moving rows costs examples x features, there and back; moving the table costs its size, there and back.
-
-    Args:
-      eqn: the equation; its first input is the table.
-      dims: how the table is sharded.
-      mesh: the mesh.
-      axes: the roles of its axes.
-      batch_sizes: the sizes that tell the dim of examples in the result.
+    Moving rows costs examples x features, there and back; moving the table, the first input, which is sharded as
+    `dims`, costs its size, there and back. `batch_sizes` tell the dim of examples in the result.
     """
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     table, indices, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
@@ -80,12 +74,7 @@ def plan_lookup(eqn: Any, dims: Dims, *, mesh: Mesh, axes: Axes, batch_sizes: fr
 def move_rows(eqn: Any, plan: LookupPlan, table: jax.Array, indices: jax.Array, *, stored_whole: bool) -> jax.Array:
     """Looks all indices up in each device's share of the features, then turns features into examples by all-to-alls.
 
-    Args:
-      eqn: the equation.
-      plan: its plan.
-      table: the table, as it is stored.
-      indices: the indices, sharded over examples.
-      stored_whole: the table is whole, and only its gradient is sharded.
+    The indices are sharded over examples. Of a table that is `stored_whole` only the gradient is sharded.
     """
     assert plan.feature is not None
     mesh, data, replica = plan.mesh, plan.axes.data, plan.axes.replica

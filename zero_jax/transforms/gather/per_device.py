@@ -66,14 +66,8 @@ def param_uses(
 ) -> tuple[list[tuple[Any, list[int]]], bool]:
     """Returns the equations that use an input of a jaxpr, each with the numbers of the operands that it is.
 
-    Args:
-      jaxpr: the jaxpr; slices that a loop in it takes of the param are no uses.
-      param: the input.
-      forms: the primitives whose results count as the param.
-      enters: the kinds of `Subcall` that are looked into.
-
-    Returns:
-      The uses, and whether the param itself is a result, of the jaxpr or of one in it.
+    The results of the primitives `forms` count as the param; slices that a loop takes of it are no uses. Also returns
+    whether the param itself is a result, of the jaxpr or of one in it.
     """
     uses = _Uses(forms, enters)
     uses.run(jaxpr, [var is param for var in jaxpr.invars])
@@ -217,12 +211,8 @@ class DeviceSum:
     def with_error(self, stack: jax.Array, error: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         """Sums a stack with error feedback, over one axis in codes: error feedback of 1-bit Adam (arXiv:2102.02888).
 
-        Args:
-          stack: the gradients.
-          error: what codes did not have of the last sum, sharded as `error_dims`, which is added; None for nothing.
-
-        Returns:
-          The sum, and what its codes do not have; the errors of all devices add up to that of the sum.
+        The error is what codes did not have of the last sum, sharded as `error_dims`, which is added; None for nothing.
+        The result's are what its codes do not have: those of all devices add up to that of the sum.
         """
         mesh, dims, left = self.mesh, self.dims, list(self.over)
         wide = promoted(stack.dtype, jnp.float32)
@@ -261,11 +251,7 @@ class DeviceSum:
     def _send(
         self, x: jax.Array, here: NamedSharding, there: NamedSharding, error: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Sends a quantized array, adding the error-feedback residual if given.
-
-        Returns:
-          The dequantized result, and the new residual (None if none was given).
-        """
+        """Sends a quantized array with the error that is added to it; returns what arrives, and the new error."""
         assert self.coding is not None
         x = lax.with_sharding_constraint(x, here)
         if error is None:

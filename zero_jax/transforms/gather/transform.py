@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from zero_jax.attention import mesh_context
@@ -151,18 +152,18 @@ def gathered(fn: Callable[..., Any], specs: PyTree, options: GatherOptions) -> A
         with on_mesh(options.mesh), mesh_context(options.mesh, options.axes):
             yield
 
-    def at_uses(traced: Traced) -> Traced:
-        return traced.evaluated(functools.partial(run, traced))
-
     def run(traced: Traced, leaves: Sequence[Any], events: list[GatherEvent | WideUse] | None) -> list[Any]:
         values = leaves[traced.num_params :]
         params = jax.tree.unflatten(traced.params_tree, leaves[: traced.num_params])
         closed, marked = traced.closed, _mark(params, specs, options)
         examples = None
         if not options.mapped:
-            states = [*(FREE for _ in marked), *(_examples(value, options) for value in values)]
+            size = axis_size(options.mesh, options.axes.batch)
+            # A scalar, such as a key, is no example.
+            of_batch = (FREE if not np.ndim(x) else UNKNOWN if x.shape[0] % size else 0 for x in values)
+            states = [*(FREE for _ in marked), *of_batch]
             closed, examples = anchored(closed, states, mesh=options.mesh, axes=options.axes)
-        batch_sizes = frozenset(value.shape[0] for value in values if getattr(value, "ndim", 0) >= 1)
+        batch_sizes = frozenset(value.shape[0] for value in values if np.ndim(value))
         walk = GatherWalk(options, batch_sizes, Notes(events, gathers=not options.stored_whole), examples)
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         ins = vectors_together(walk, jaxpr, [*marked, *(Value(value, params_only=False) for value in values)])
@@ -171,15 +172,7 @@ def gathered(fn: Callable[..., Any], specs: PyTree, options: GatherOptions) -> A
         closed_over = [Value(c, params_only=jnp.ndim(c) == 0) for c in consts]
         return [array_of(options, out) for out in walk.evaluate(jaxpr, closed_over, ins, frame)]
 
-    return with_pass(fn, at_uses, context)
-
-
-def _examples(value: Any, options: GatherOptions) -> int | str:
-    """Returns how an argument depends on the examples: a scalar, such as a key, is no example."""
-    size = axis_size(options.mesh, options.axes.batch)
-    if not getattr(value, "ndim", 0):
-        return FREE
-    return 0 if value.shape[0] % size == 0 else UNKNOWN
+    return with_pass(fn, lambda traced: traced.evaluated(functools.partial(run, traced)), context)
 
 
 def _mark(params: PyTree, specs: PyTree, options: GatherOptions) -> list[Lazy | Value]:

@@ -165,8 +165,6 @@ class GatherWalk(Walk[GatherFrame]):
         made = [product(eqn, arrays, 1, arrays[1], own)] if is_apart else self.bind(eqn, arrays)
         return _values(made, values)
 
-    # --- uses ----------------------------------------------------------------------------------------------------
-
     def first_order(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """Any primitive that the walk does not descend into: passes shards through, or is a use."""
         if (widened := put_off(eqn, values)) is not None:
@@ -313,8 +311,6 @@ class GatherWalk(Walk[GatherFrame]):
         if made[0].dims is None:
             return [Value(array_of(self.options, value), params_only=True) for value in made]
         return [value.as_root() for value in made]
-
-    # --- equations with inner jaxprs -------------------------------------------------------------------------------
 
     def made(self, value: Lazy | Value, eqn: Any, frame: GatherFrame) -> Any:
         """Returns what a loop carries, gathered before it."""

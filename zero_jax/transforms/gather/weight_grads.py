@@ -136,12 +136,7 @@ def product(
 ) -> jax.Array:
     """Evaluates a product; the gradient of the factor at `place` goes to `weight`, and is computed in its dtype.
 
-    Args:
-      eqn: the equation of the product.
-      inputs: its inputs.
-      place: the place of the weight among them.
-      weight: the weight in another dtype, which is there for its gradient only.
-      own: mesh and batch axes, for a convolution of whose kernel each device computes the gradient of its own examples.
+    `own` are mesh and batch axes, for a convolution of whose kernel each device computes the gradient of its examples.
     """
     # The product is an ordinary one, by which remat policies know it.
     (out,) = bind(eqn, [lax.stop_gradient(x) for x in inputs])
@@ -161,31 +156,25 @@ tangent_p = jex_core.Primitive("zero_weight_tangent")
 
 
 def _attach_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, function: _Product) -> tuple[Any, Any]:
-    _, _, factor, *others = primals
     _, weight_dot, _, *other_dots = tangents  # the factor's are the weight's
-    out_dot = _by_others(function, factor, others, other_dots)
-    if not isinstance(weight_dot, ad.Zero):
-        out_dot = ad.add_tangents(out_dot, tangent_p.bind(weight_dot, *others, function=function))
-    return attach_p.bind(*primals, function=function), out_dot
+    return attach_p.bind(*primals, function=function), _dot_of(function, primals[2:], [weight_dot, *other_dots])
 
 
-def _by_others(function: _Product, weight: Any, others: Sequence[Any], dots: Sequence[Any]) -> Any:
-    """Returns the derivative of a product by its inputs beside the weight."""
-    moving = [i for i, dot in enumerate(dots) if not isinstance(dot, ad.Zero)]
-    if not moving:
-        return ad.Zero(function.aval.to_tangent_aval())
-
-    call = of_some(functools.partial(function, weight), others, moving)
-    return jax.jvp(call, [others[i] for i in moving], [dots[i] for i in moving])[1]
+def _dot_of(function: _Product, inputs: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    """Returns the tangent of a product, by its weight and its other inputs."""
+    (weight, *others), (weight_dot, *dots) = inputs, tangents
+    moving, out_dot = [i for i, dot in enumerate(dots) if not isinstance(dot, ad.Zero)], None
+    if moving:
+        call = of_some(functools.partial(function, weight), others, moving)
+        out_dot = jax.jvp(call, [others[i] for i in moving], [dots[i] for i in moving])[1]
+    out_dot = ad.Zero(function.aval.to_tangent_aval()) if out_dot is None else out_dot
+    if isinstance(weight_dot, ad.Zero):
+        return out_dot
+    return ad.add_tangents(out_dot, tangent_p.bind(weight_dot, *others, function=function))
 
 
 def _tangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, function: _Product) -> tuple[Any, Any]:
-    weight, *others = primals
-    weight_dot, *other_dots = tangents
-    out_dot = _by_others(function, weight, others, other_dots)
-    if not isinstance(weight_dot, ad.Zero):
-        out_dot = ad.add_tangents(out_dot, tangent_p.bind(weight_dot, *others, function=function))
-    return tangent_p.bind(*primals, function=function), out_dot
+    return tangent_p.bind(*primals, function=function), _dot_of(function, primals, tangents)
 
 
 def _tangent_transpose(cotangent: Any, weight: Any, *others: Any, function: _Product) -> list[Any]:

@@ -69,12 +69,7 @@ def evaluate_adapted(
 ) -> Any:
     """Evaluates `fn(params, *args)` with frozen weights made at their uses.
 
-    Args:
-      fn: a traceable function.
-      leaves: the leaves of the params: arrays, and `Weight`s.
-      tree: the structure of the params.
-      args: the further arguments.
-      uses: gets the uses of adapted weights.
+    The leaves of the params are arrays, and `Weight`s, whose uses are added to `uses`.
     """
     avals = (x if isinstance(x, Weight) else jax.typeof(x) for x in leaves)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]

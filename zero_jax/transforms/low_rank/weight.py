@@ -82,8 +82,6 @@ class Weight(Deferred):
         """Returns the dims that have one of these labels."""
         return [i for i, label in enumerate(self.labels) if label in labels]
 
-    # --- what does not make it yet -----------------------------------------------------------------------------------
-
     def element(self, arrays: Sequence[Any]) -> Weight:
         """Returns an element of the stack, from that of each array."""
         return dataclasses.replace(self.with_arrays(arrays), labels=self.labels[1:], shape=self.shape[1:])
@@ -112,8 +110,6 @@ class Weight(Deferred):
         after = "".join(labels[i] for i in range(len(shape)))
         move = WeightMove(self.labels, after, shape=tuple(shape))
         return dataclasses.replace(self, labels=after, shape=tuple(shape), moves=(*self.moves, move))
-
-    # --- what makes it -----------------------------------------------------------------------------------------------
 
     def base(self) -> jax.Array:
         """Returns the frozen weight, in the dtype that the function sees."""
@@ -165,8 +161,6 @@ def as_stored(array: Any) -> Any:
     return array
 
 
-# --- operations on the factors ----------------------------------------------------------------------------------------
-
 # From an equation's inputs, weights among them, to its results.
 Evaluate = Callable[[Sequence[Any]], list[Any]]
 # From the weight and the other input to the result.
@@ -178,9 +172,6 @@ def product_of(eqn: Any, weight: Weight, place: int) -> Evaluate | None:
     rule = _RULES.get(eqn.primitive.name) if weight.factors else None
     product = None if rule is None else rule(eqn, weight, place)
     return None if product is None else lambda inputs: [product(inputs[place], inputs[1 - place])]
-
-
-# --- matrix products -------------------------------------------------------------------------------------------------
 
 
 def _dot(eqn: Any, weight: Weight, place: int) -> Product | None:
@@ -226,9 +217,6 @@ def _spread(array: Any, letters: str, to: str) -> Any:
     return array.transpose(order).reshape([sizes.get(letter, 1) for letter in to])
 
 
-# --- lookups ---------------------------------------------------------------------------------------------------------
-
-
 def _lookup(eqn: Any, weight: Weight, place: int) -> Product | None:
     """Rows of a table `[rows, ...]` by their numbers."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
@@ -256,9 +244,6 @@ def _lookup(eqn: Any, weight: Weight, place: int) -> Product | None:
             return (y * w.gain()).astype(y.dtype) if w.is_dora else y
 
     return evaluate
-
-
-# --- convolutions ----------------------------------------------------------------------------------------------------
 
 
 def _convolution(eqn: Any, weight: Weight, place: int) -> Product | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -29,25 +30,15 @@ _PLACES = {"device": "kept", "offloaded": "host", "": "recomputed"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValueRow:
-    """A value that blocks could keep.
+    """A value that blocks could keep."""
 
-    Attributes:
-      value: its label, which `Remat(save=..., offload=...)` takes.
-      where: `file:line` of the model that made it.
-      num_bytes: its bytes on a device, of all blocks together.
-      seconds: seconds of a device and microbatch to compute it again, less those of writing and reading it.
-      host_seconds: seconds to move it to the host, or back.
-      place: `device`, `offloaded` or `` (recomputed).
-      why: why it is there.
-    """
-
-    value: str
-    where: str
-    num_bytes: float
-    seconds: float
-    host_seconds: float
-    place: str
-    why: str
+    value: str  # its label, which `Remat(save=..., offload=...)` takes
+    where: str = ""  # `file:line` of the model that made it
+    num_bytes: float  # its bytes on a device, of all blocks together
+    seconds: float = 0.0  # of a device and microbatch to compute it again, less those of writing and reading it
+    host_seconds: float  # to move it to the host, or back
+    place: str = ""  # `device`, `offloaded` or `` (recomputed)
+    why: str = ""  # why it is there
 
     @property
     def waited_seconds(self) -> float:
@@ -62,15 +53,10 @@ class ValueRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValueBudget:
-    """What may be kept of all blocks: bytes on a device, and what moves to its host while blocks compute.
-
-    Attributes:
-      device_bytes: bytes of a device.
-      host_bytes_per_second: one direction of the link to the host; 0 where nothing is offloaded.
-    """
+    """What may be kept of all blocks: bytes on a device, and what moves to its host while blocks compute."""
 
     device_bytes: float
-    host_bytes_per_second: float = 0.0
+    host_bytes_per_second: float = 0.0  # one direction of the link to the host; 0 where nothing is offloaded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,13 +150,10 @@ class _Greedy:
         self.left[row.place] -= row.num_bytes
         return row
 
-    def row(self, label: str, num_bytes: float, *, seconds: float = 0.0, where: str = "", why: str = "") -> ValueRow:
+    def row(self, label: str, num_bytes: float, **known: Any) -> ValueRow:
         """Returns the row of a value that has no place yet."""
         speed = self.budget.host_bytes_per_second
-        moved = num_bytes / speed if speed else 0.0
-        return ValueRow(
-            value=label, where=where, num_bytes=num_bytes, seconds=seconds, host_seconds=moved, place="", why=why
-        )
+        return ValueRow(value=label, num_bytes=num_bytes, host_seconds=num_bytes / speed if speed else 0.0, **known)
 
     def inputs(self) -> ValueRow:
         """Returns the row of the blocks' inputs, which are kept in any case: slow on the host before too much here."""

@@ -35,17 +35,11 @@ _NAME = "zero_value:"  # what begins the names of the values of the trace
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockCosts:
-    """The costs of a block of which there are several: all figures are of all of them together, on a device.
+    """The costs of a block of which there are several: all figures are of all of them together, on a device."""
 
-    Attributes:
-      region: the block.
-      times: how often it runs in a forward pass.
-      roofline: estimates the seconds of kernels.
-    """
-
-    region: RematRegion
-    times: int
-    roofline: Roofline
+    region: RematRegion  # the block
+    times: int  # how often it runs in a forward pass
+    roofline: Roofline  # estimates the seconds of kernels
     _known_seconds: dict[frozenset[str], float] = dataclasses.field(default_factory=dict, repr=False)
 
     @functools.cached_property
@@ -85,15 +79,12 @@ class BlockCosts:
         """Returns the seconds of the backward pass that has the inputs and some values, and computes the others."""
         key = frozenset(label for label in kept if label in self.values)
         if key not in self._known_seconds:
-            self._known_seconds[key] = self._backward_seconds(key)
+            jaxpr, shardings, named = self._gradient
+            given = [var for label in key for var in named.get(label, ())]
+            eqns = [eqn for eqn in jaxpr.eqns if not (eqn.outvars and eqn.outvars[0] in given)]
+            with_given = jaxpr.replace(invars=[*jaxpr.invars, *given], eqns=eqns)
+            self._known_seconds[key] = self._seconds(jaxprs.without_dead_code(with_given), shardings)
         return self._known_seconds[key]
-
-    def _backward_seconds(self, kept: Collection[str]) -> float:
-        jaxpr, shardings, named = self._gradient
-        given = [var for label in kept for var in named.get(label, ())]
-        eqns = [eqn for eqn in jaxpr.eqns if not (eqn.outvars and eqn.outvars[0] in given)]
-        with_given = jaxpr.replace(invars=[*jaxpr.invars, *given], eqns=eqns)
-        return self._seconds(jaxprs.without_dead_code(with_given), shardings)
 
     def keeping_seconds(self, label: str) -> float:
         """Returns the seconds of writing a value, of a loop with its slices; what reads it counts elsewhere."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import os
-from collections.abc import Iterable
 from typing import Any
 
 from zero_jax.attention import RESIDUALS
@@ -43,11 +42,6 @@ def selects(selector: str, label: str) -> bool:
     """Tells whether a selector of `Remat.save` or `Remat.offload` is a label, or what several have in common."""
     common = label.partition("#")[0]
     return selector in (label, common, common.partition("@")[2])
-
-
-def is_selected(selectors: Iterable[str], label: str) -> bool:
-    """Tells whether one of some selectors selects a label."""
-    return any(selects(selector, label) for selector in selectors)
 
 
 def _label(eqn: Any) -> str:

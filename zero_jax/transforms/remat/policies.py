@@ -127,18 +127,11 @@ class Remat:
         return f"{self.name}: keeps {_KEPT[self.policy]}; residuals {_PLACES[self.residuals]}"
 
 
-def _table() -> dict[str, Remat]:
-    kinds = [Remat()] + [Remat(policy=policy) for policy in ("none", "full", "dots", "attention")]
-    placed = [
-        dataclasses.replace(kind, residuals=place)
-        for kind in kinds
-        if kind.policy != "none"
-        for place in ("sharded", "offloaded")
-    ]
-    return {remat.name: remat for remat in (*kinds, *placed)}
-
-
-POLICIES: Mapping[str, Remat] = _table()
+_PLAIN = [Remat(policy=policy) for policy in ("own", "none", "full", "dots", "attention")]
+_PLACED = [(x, place) for x in _PLAIN if x.policy != "none" for place in ("sharded", "offloaded")]
+POLICIES: Mapping[str, Remat] = {
+    remat.name: remat for remat in (*_PLAIN, *(dataclasses.replace(x, residuals=place) for x, place in _PLACED))
+}
 _VALUES = ("save", "offload")  # what begins the names of policies of values
 
 

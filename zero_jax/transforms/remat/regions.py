@@ -23,17 +23,15 @@ from zero_jax.program.jaxprs import define_tangents, is_literal
 from zero_jax.sharding.chains import Chain, lifted, reshard, reshard_p
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import named_along
-from zero_jax.transforms.remat.labels import ATTENTION, INPUT, PRODUCTS, is_selected, labels_of
+from zero_jax.transforms.remat.labels import ATTENTION, INPUT, PRODUCTS, labels_of, selects
 from zero_jax.transforms.remat.policies import Remat
 from zero_jax.transforms.remat.values import (
     Mark,
     MarkedValues,
     all_values,
     attention_cores,
-    fused_attention,
     is_large,
     pinned_dims,
-    placed_dim,
     products_with_weights,
 )
 
@@ -47,11 +45,7 @@ join_p = jex_core.Primitive("zero_join")
 def keep(x: jax.Array, *, name: str, shard: Chain, unshard: Chain) -> jax.Array:
     """Returns `x`, with a copy for a remat policy to keep by its name; the cotangent of `x` passes as it is.
 
-    Args:
-      x: an array.
-      name: the name of the copy.
-      shard: what the copy is moved through to where it is kept.
-      unshard: what it is moved through to become `x` again.
+    The copy is moved through `shard` to where it is kept, and through `unshard` to become `x` again.
     """
     kept = checkpoint_name(reshard(lax.stop_gradient(x), forward=shard, backward=Chain()), name)
     return join_p.bind(x, kept, unshard=unshard)
@@ -88,12 +82,9 @@ partial_eval.partial_eval_jaxpr_custom_rules[join_p] = _join_partial_eval
 def keep_names(
     *, on_device: Sequence[str] = (), on_host: Sequence[str] = (), otherwise: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """Returns a remat policy that keeps values by their names, some of them in pinned host memory.
+    """Returns a remat policy that keeps values by their names, between the passes in host memory where it says so.
 
-    Args:
-      on_device: names of values that stay where they are.
-      on_host: names of values that move to the host after the forward pass, and back for the backward pass.
-      otherwise: the policy for everything else; None keeps nothing else.
+    `otherwise` is the policy for everything else; None keeps nothing else.
     """
     named = checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=list(on_device),
@@ -158,27 +149,18 @@ class RematSetting:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RematRegion:
-    """A flat jaxpr that is to be recomputed.
+    """A flat jaxpr that is to be recomputed."""
 
-    Attributes:
-      setting: what to do.
-      jaxpr: the open jaxpr.
-      consts: its constants.
-      marks: for each input what is known of it; what is held is alive beside the region, and not kept elsewhere.
-      kind: what it is.
-      is_scanned: whether it is in each turn of a scan over layers.
-      prevent_cse: as of `jax.checkpoint`.
-      own_policy: the policy of the model's `jax.checkpoint` that this is, with the policy `own`.
-    """
-
-    setting: RematSetting
-    jaxpr: Any
-    consts: Sequence[Any]
-    marks: Sequence[Mark]
-    kind: str
-    is_scanned: bool = False
-    prevent_cse: bool = True
-    own_policy: Callable[..., Any] | None = None
+    setting: RematSetting  # what to do
+    jaxpr: Any  # the open jaxpr
+    consts: Sequence[Any]  # its constants
+    marks: Sequence[
+        Mark
+    ]  # what is known of its inputs; what is held is alive beside the region, and not kept elsewhere
+    kind: str  # what it is to a user
+    is_scanned: bool = False  # whether it is in each turn of a scan over layers
+    prevent_cse: bool = True  # as of `jax.checkpoint`
+    own_policy: Callable[..., Any] | None = None  # that of the model's `jax.checkpoint` that this is, with `own`
 
     @functools.cached_property
     def known(self) -> MarkedValues:
@@ -197,7 +179,7 @@ class RematRegion:
         if self.setting.remat.policy != "values":
             return dict.fromkeys(self.kept, self.setting.remat.residuals)
         kept = {var: self.chosen_place(label) for var, label in self.labels.items()}
-        kinds = {PRODUCTS: products_with_weights(self.known), ATTENTION: self.cores.results}
+        kinds = {PRODUCTS: products_with_weights(self.known), ATTENTION: self.cores[1]}
         kept |= {var: place for kind, found in kinds.items() if (place := self.chosen_place(kind)) for var in found}
         known = all_values(self.known) - self.fused  # what fused attention makes has a name of its own
         return {var: place for var, place in kept.items() if place and var in known}
@@ -205,9 +187,8 @@ class RematRegion:
     def chosen_place(self, label: str) -> str:
         """Returns where the policy `values` keeps the values of a label, '' if it does not."""
         remat = self.setting.remat
-        if is_selected(remat.offload, label):
-            return "offloaded"
-        return "device" if is_selected(remat.save, label) else ""
+        of_each = {"offloaded": remat.offload, "device": remat.save}
+        return next((place for place, chosen in of_each.items() if any(selects(x, label) for x in chosen)), "")
 
     @functools.cached_property
     def labels(self) -> dict[Any, str]:
@@ -228,20 +209,20 @@ class RematRegion:
         products = products_with_weights(self.known)
         if remat.policy == "dots":
             return products
-        cores = self.cores
+        inner, results = self.cores
         if remat.residuals == "device":
-            return all_values(self.known) - cores.inner - self.fused
+            return all_values(self.known) - inner - self.fused
         # What is between the products is cheap to compute again, and would have to be gathered otherwise.
-        return (products | cores.results) - cores.inner
+        return (products | results) - inner
 
     @functools.cached_property
     def fused(self) -> set[Any]:
-        """What fused attention makes, whose log-sum-exps the backward pass needs, too."""
-        return fused_attention(self.jaxpr)
+        """What fused attention makes, with the log-sum-exps: it has a name of its own (`RESIDUALS`)."""
+        return {var for eqn in self.jaxpr.eqns if eqn.primitive.name == "zero_attention" for var in eqn.outvars}
 
     @functools.cached_property
-    def cores(self) -> Any:
-        """The cores of attention in the region."""
+    def cores(self) -> tuple[set[Any], set[Any]]:
+        """What is within the cores of attention in the region, and their results."""
         return attention_cores(self.known)
 
     @property
@@ -300,10 +281,12 @@ class RematRegion:
         return "offloaded" if INPUT in self.setting.remat.offload else self.setting.remat.residuals
 
     def dim(self, var: Any) -> int | None:
-        """Returns the dim that a residual is sharded on over the model, or None."""
-        if self.setting.num_shards == 1 or self.known.marks[var].dims is not None:
+        """Returns the dim that a residual is sharded on over the model: the first that divides and is no batch dim."""
+        num_shards, shape = self.setting.num_shards, var.aval.shape
+        if num_shards == 1 or self.known.marks[var].dims is not None:
             return None
-        return placed_dim(var.aval.shape, self.setting.num_shards, self.setting.batch_sizes)
+        batch = {i for i, size in enumerate(shape) if size in self.setting.batch_sizes} or {0}
+        return next((i for i, size in enumerate(shape) if i not in batch and size and size % num_shards == 0), None)
 
     def place(self, var: Any, array: Any, place: str) -> Any:
         """Names a value for the policy to keep, and says where."""

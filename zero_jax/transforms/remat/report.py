@@ -31,21 +31,13 @@ _NOTHING = ResidualBytes(device_bytes=0, host_bytes=0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RegionRow:
-    """A region that is recomputed.
+    """A region that is recomputed."""
 
-    Attributes:
-      where: the line of the model.
-      kind: what it is.
-      times: how often it runs in a forward pass.
-      without: what one run of it keeps if nothing is recomputed.
-      kept: what one run of it keeps.
-    """
-
-    where: str
-    kind: str
-    times: int
-    without: ResidualBytes = _NOTHING
-    kept: ResidualBytes = _NOTHING
+    where: str  # the line of the model
+    kind: str  # what it is
+    times: int  # how often it runs in a forward pass
+    without: ResidualBytes = _NOTHING  # what one run of it keeps if nothing is recomputed
+    kept: ResidualBytes = _NOTHING  # what one run of it keeps
 
 
 @dataclasses.dataclass(frozen=True)

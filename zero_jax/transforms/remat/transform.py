@@ -32,7 +32,6 @@ from zero_jax.transforms.remat.values import Mark, on_model
 from zero_jax.transforms.remat.walk import Log, RematFrame, RematWalk
 
 _FUNCTION = "give a function of params and further arguments"
-__all__ = ["POLICIES", "Remat", "RematReport", "remat_report", "rematerialize", "resolve_remat"]
 
 
 def rematerialize(
@@ -123,18 +122,7 @@ def remat_report(
 def block_costs(
     loss_fn: LossProgram, *args: Any, mesh: Mesh, axes: Axes | None = None, specs: PyTree = None
 ) -> tuple[BlockCosts, ...]:
-    """Returns what the values of a function's blocks cost, for `choose_values`.
-
-    Args:
-      loss_fn: the function's program.
-      *args: shapes of its params and further arguments.
-      mesh: the mesh.
-      axes: the roles of its axes; None finds them by name.
-      specs: how the params are sharded over `model`.
-
-    Raises:
-      ValueError: it has no blocks.
-    """
+    """Returns what the values of a function's blocks cost, for `choose_values`; raises `ValueError` without blocks."""
     setting = RematSetting(remat=POLICIES["full"], mesh=mesh, axes=axes or axes_of(mesh), batch_sizes=frozenset())
     with on_mesh(mesh), mesh_context(setting.mesh, setting.axes):
         (log,) = _with_regions(loss_fn, setting, specs).notes(*args)

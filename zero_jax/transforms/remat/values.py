@@ -16,7 +16,7 @@ from zero_jax.program.passes import Pass
 from zero_jax.sharding.chains import reshard_p
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, carries, dims_of
-from zero_jax.transforms.attention.find import AttentionCores, find_cores
+from zero_jax.transforms.attention.find import find_cores
 from zero_jax.transforms.facts import Facts
 
 # Smaller values cost less where they are than a collective or a transfer does.
@@ -27,17 +27,11 @@ _BY_DIMS = CASTS | PLACES | {"dot_general"}
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """What is known of a value.
+    """What is known of a value."""
 
-    Attributes:
-      kind: `param` if it is made of params (and constants) alone, `const` if of constants alone, else `value`.
-      dims: the axes of the model that its dims are sharded over; None if none is known to be.
-      held: whether it is alive until the backward pass whatever a region keeps.
-    """
-
-    kind: str
-    dims: Dims | None = None
-    held: bool = False
+    kind: str  # `param` if it is made of params (and constants) alone, `const` if of constants alone, else `value`
+    dims: Dims | None = None  # the axes of the model that its dims are sharded over; None if none is known to be
+    held: bool = False  # whether it is alive until the backward pass whatever a region keeps
 
 
 VALUE, CONST = Mark("value"), Mark("const")
@@ -76,32 +70,30 @@ class _Marks(Pass[Mark]):
         return [Mark(self.facts.kind(var), _model_dims(eqn, var, dims, self.mesh, self.model)) for var in eqn.outvars]
 
 
-def dims_on_model(sharding: Any, num_dims: int, model: tuple[str, ...]) -> Dims | None:
-    """Returns the axes of the model in a sharding or spec, or None if it has none."""
-    if not isinstance(sharding, NamedSharding) and hasattr(sharding, "device_set"):
-        return None
-    return on_model(dims_of(sharding, num_dims), model)
-
-
 def on_model(dims: Dims, model: tuple[str, ...]) -> Dims | None:
     """Returns the axes of the model among those of an array's dims, or None if it has none."""
     dims = tuple(tuple(axis for axis in axes if axis in model) for axes in dims)
     return dims if carries(dims, model) else None
 
 
+def _pinned(eqn: Any) -> Any:
+    """Returns the sharding that an equation constrains a value to, or None."""
+    if eqn.primitive.name == "sharding_constraint":
+        return eqn.params["sharding"]
+    chain = eqn.params["forward"].shardings if eqn.primitive is reshard_p else ()
+    return chain[-1] if chain else None
+
+
 def pinned_dims(eqn: Any, model: tuple[str, ...]) -> Dims | None:
     """Returns the axes of the model that an equation constrains a value to, or None."""
-    sharding = None
-    if eqn.primitive.name == "sharding_constraint":
-        sharding = eqn.params["sharding"]
-    elif eqn.primitive is reshard_p and eqn.params["forward"].shardings:
-        sharding = eqn.params["forward"].shardings[-1]
-    return None if sharding is None else dims_on_model(sharding, len(eqn.outvars[0].aval.shape), model)
+    sharding = _pinned(eqn)
+    is_of_dims = isinstance(sharding, NamedSharding)
+    return on_model(dims_of(sharding, len(eqn.outvars[0].aval.shape)), model) if is_of_dims else None
 
 
 def _model_dims(eqn: Any, var: Any, ins: list[Dims | None], mesh: Mesh, model: tuple[str, ...]) -> Dims | None:
     name, shape = eqn.primitive.name, getattr(var.aval, "shape", ())
-    if name == "sharding_constraint" or (eqn.primitive is reshard_p and eqn.params["forward"].shardings):
+    if _pinned(eqn) is not None:
         return pinned_dims(eqn, model)
     if all(dims is None for dims in ins):
         return None
@@ -122,20 +114,6 @@ def is_large(aval: Any) -> bool:
     return is_real and aval.size * aval.dtype.itemsize >= MIN_PLACED_BYTES
 
 
-def placed_dim(shape: Sequence[int], num_shards: int, batch_sizes: frozenset[int]) -> int | None:
-    """Returns the dim to shard a residual on: of those that are no batch dim, the first that divides."""
-    batch = {i for i, size in enumerate(shape) if size in batch_sizes} or {0}
-    return next((i for i, size in enumerate(shape) if i not in batch and size and size % num_shards == 0), None)
-
-
-# --- what policies keep -----------------------------------------------------------------------------------------------
-
-
-def fused_attention(jaxpr: Any) -> set[Any]:
-    """Returns the results of fused attention, with the log-sum-exps: they have a name of their own (`RESIDUALS`)."""
-    return {var for eqn in jaxpr.eqns if eqn.primitive.name == "zero_attention" for var in eqn.outvars}
-
-
 def products_with_weights(facts: Facts) -> set[Any]:
     """Returns the results of products of activations with params."""
     return {
@@ -146,13 +124,12 @@ def products_with_weights(facts: Facts) -> set[Any]:
     }
 
 
-def attention_cores(facts: Facts) -> AttentionCores:
-    """Finds the cores of attention; to each belongs what is computed for it alone without any activation, as masks."""
-    found = find_cores(facts)
-    inner = found.inner
+def attention_cores(facts: Facts) -> tuple[set[Any], set[Any]]:
+    """Finds what is within the cores of attention, with all that is only for them, as masks are, and their results."""
+    inner, results = find_cores(facts)
     if inner:
-        inner |= _made_for(facts, {*inner})
-    return AttentionCores(inner - found.results, found.results)
+        inner |= _made_for(facts, inner)
+    return inner - results, results
 
 
 def _made_for(facts: Facts, inner: set[Any]) -> set[Any]:

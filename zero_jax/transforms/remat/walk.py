@@ -32,13 +32,7 @@ _KEYS = ((2,), (4,))  # the last dim of the data of PRNG keys
 
 
 class RematBody:
-    """A jaxpr without calls, and what is known of its values.
-
-    Args:
-      setting: what to do.
-      jaxpr: the jaxpr, which may have calls.
-      marks: what is known of its inputs.
-    """
+    """A jaxpr without calls, made of one that may have some, and what is known of its values."""
 
     def __init__(self, setting: RematSetting, jaxpr: Any, marks: Sequence[Mark]):
         self.origin = jaxpr  # so that its id stays its own
@@ -55,10 +49,16 @@ class RematBody:
         """The repeated blocks."""
         return find_blocks(self.sequence)
 
-    @property
+    @functools.cached_property
     def blocks(self) -> list[RepeatedBlock]:
         """The repeated blocks that make anything of activations that is not among their results."""
-        return [block for block in self.found if self._makes_more(block)]
+
+        def makes_more(block: RepeatedBlock) -> bool:
+            eqns = self.jaxpr.eqns[block.start : block.stop]
+            num_made = sum(len(eqn.outvars) for eqn in eqns)
+            return num_made > len(block.outvars) or any(jaxprs.inner_jaxprs(eqn) for eqn in eqns)
+
+        return [*filter(makes_more, self.found)]
 
     @property
     def left_out(self) -> list[tuple[Any, str]]:
@@ -82,11 +82,6 @@ class RematBody:
         sequence = self.sequence
         bounds = np.searchsorted(sequence.eqns, [(block.start, block.stop) for block in blocks] or [(0, 0)])
         return bool(2 * sum(sequence.sizes[start:stop].sum() for start, stop in bounds) > sequence.sizes.sum())
-
-    def _makes_more(self, block: RepeatedBlock) -> bool:
-        eqns = self.jaxpr.eqns[block.start : block.stop]
-        num_made = sum(len(eqn.outvars) for eqn in eqns)
-        return num_made > len(block.outvars) or any(jaxprs.inner_jaxprs(eqn) for eqn in eqns)
 
 
 def kind_of(eqn: Any) -> str | None:
@@ -124,15 +119,11 @@ def repeats_a_layer(eqn: Any, kinds: Sequence[str]) -> bool:
     (consts, carry, slices), (_, carried, sliced) = scan.split(kinds), scan.split([x.aval for x in eqn.invars])
     jaxpr, _ = jaxprs.open_jaxpr(flattened(scan.jaxpr))
     data = {var for var, kind in zip(jaxpr.invars, consts, strict=False) if kind == "value"}
-    takes_data = any(kind == "value" and not _may_be_keys(x) for kind, x in zip(slices, sliced, strict=True))
+    may_be_keys = [is_key(x) or (x.dtype == jnp.uint32 and x.shape[-1:] in _KEYS) for x in sliced]
+    takes_data = any(kind == "value" and not is_keys for kind, is_keys in zip(slices, may_be_keys, strict=True))
     takes_data |= any(narrows(eqn) and eqn.invars[0] in data for eqn in equations(jaxpr))
     carries = any(is_float(x) and x.ndim for x in carried) and "value" in (*consts, *carry)
     return "param" in consts and "param" not in slices and carries and not takes_data
-
-
-def _may_be_keys(aval: Any) -> bool:
-    """Tells whether an array holds PRNG keys, or their data."""
-    return is_key(aval) or (aval.dtype == jnp.uint32 and aval.shape[-1:] in _KEYS)
 
 
 _UNWRAPPED = ("call", "remat")  # evaluated in place where a region replaces the model's own
@@ -148,39 +139,25 @@ def _written_out(jaxpr: Any, kinds: Sequence[str] = _UNWRAPPED) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-    """What a walk notes: for the report regions (with their residuals, to `measure` them), and what is left alone.
-
-    Attributes:
-      regions: the regions themselves, each with how often it runs.
-      choice: what the policy `auto` chose.
-    """
+    """What a walk notes: for the report regions (with their residuals, to `measure` them), and what is left alone."""
 
     rows: list[RegionRow] = dataclasses.field(default_factory=list)
     left: list[Left] = dataclasses.field(default_factory=list)
     measure: bool = False
-    regions: list[tuple[RematRegion, int]] = dataclasses.field(default_factory=list)
-    choice: ValueChoice | None = None
+    regions: list[tuple[RematRegion, int]] = dataclasses.field(default_factory=list)  # each with how often it runs
+    choice: ValueChoice | None = None  # what the policy `auto` chose
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RematFrame:
-    """Where a jaxpr is.
+    """Where a jaxpr is."""
 
-    Attributes:
-      marks: what is known of its inputs; within it, of the operands of the equation that is evaluated.
-      times: how often it runs.
-      place: the line of the user's around it.
-      in_loop: whether it is in a loop that is not over layers.
-      in_stack: whether it is in a loop over layers whose turns have several.
-      block: the flat jaxpr that it is, if it is the body of a loop over layers, and a block.
-    """
-
-    marks: Sequence[Mark]
-    place: str
-    times: int = 1
-    in_loop: bool = False
-    in_stack: bool = False
-    block: Any = None
+    marks: Sequence[Mark]  # what is known of its inputs; within it, of the operands of the equation that is evaluated
+    place: str  # the line of the user's around it
+    times: int = 1  # how often it runs
+    in_loop: bool = False  # whether it is in a loop that is not over layers
+    in_stack: bool = False  # whether it is in a loop over layers whose turns have several
+    block: Any = None  # the flat jaxpr that it is, if it is the body of a loop over layers, and a block
 
     def at(self, eqn: Any) -> str:
         """Returns the line of an equation in it."""
@@ -264,14 +241,12 @@ class RematWalk(Walk[RematFrame]):
             self.leave(eqn, f"{eqn.primitive.name} is not looked into", frame)
         return jaxprs.bind(eqn, values)
 
-    # --- regions -------------------------------------------------------------------------------------------------
-
     def repeated(self, jaxpr: Any, block: RepeatedBlock, values: list[Any], frame: RematFrame) -> list[Any]:
         """One turn of a Python loop over layers."""
         eqns = jaxpr.eqns[block.start : block.stop]
         turn = jaxpr.replace(constvars=[], invars=block.invars, outvars=block.outvars, eqns=eqns)
-        region = self.region_of(_written_out(turn), frame, kind="block of a Python loop", is_scanned=frame.in_stack)
-        return self.evaluated(eqns[0], region, values, frame)
+        what = {"kind": "block of a Python loop", "is_scanned": frame.in_stack}
+        return self.evaluated(eqns[0], _written_out(turn), values, frame, **what)
 
     def remat(self, eqn: Any, sub: Subcall, values: list[Any], frame: RematFrame) -> list[Any]:
         """A `jax.checkpoint` of the model's own."""
@@ -283,8 +258,10 @@ class RematWalk(Walk[RematFrame]):
         if self.policy == "none" or (not own and self.body(sub.jaxpr, frame.marks).holds_blocks(tied=True)):
             with jaxprs.source_context(eqn):
                 return self.run(sub.jaxpr, values, self.inside(eqn, sub, frame))
-        region = self.region_of(
+        return self.evaluated(
+            eqn,
             _written_out(sub.jaxpr, ("call",) if own else _UNWRAPPED),
+            values,
             frame,
             kind="jax.checkpoint",
             is_scanned=frame.in_stack,
@@ -292,22 +269,18 @@ class RematWalk(Walk[RematFrame]):
             prevent_cse=frame.in_stack or (prevent_cse if isinstance(prevent_cse, bool) else True),
             own_policy=eqn.params["policy"] if own else None,
         )
-        return self.evaluated(eqn, region, values, frame)
 
-    def region_of(self, closed: Any, frame: RematFrame, **options: Any) -> RematRegion:
-        """Returns a closed jaxpr without calls as a region."""
-        jaxpr, consts = jaxprs.open_jaxpr(closed)
-        return RematRegion(setting=self.setting, jaxpr=jaxpr, consts=consts, marks=frame.marks, **options)
-
-    def evaluated(self, eqn: Any, region: RematRegion, values: Sequence[Any], frame: RematFrame) -> list[Any]:
-        """Evaluates a region inside a `jax.checkpoint`."""
+    def evaluated(self, eqn: Any, flat: Any, values: Sequence[Any], frame: RematFrame, **what: Any) -> list[Any]:
+        """Evaluates a jaxpr without calls inside a `jax.checkpoint`, as a region."""
+        jaxpr, consts = jaxprs.open_jaxpr(flat)
+        region = RematRegion(setting=self.setting, jaxpr=jaxpr, consts=consts, marks=frame.marks, **what)
         if self.policy == "none":
             self.note(eqn, region, region.plain, frame)
             return region.plain(*values)
         effects, left = region.jaxpr.effects, ""
         if effects and region.kind != "jax.checkpoint":
             left = f"it has effects, {', '.join(map(str, effects))}, which must not run twice"
-        elif self.policy == "attention" and not region.cores.inner | region.fused:
+        elif self.policy == "attention" and not region.cores[0] | region.fused:
             left = "no attention in it, so nothing of it is recomputed"
         if left:
             self.leave(eqn, left, frame)
@@ -327,8 +300,6 @@ class RematWalk(Walk[RematFrame]):
         if key not in self.regions:
             self.regions[key] = make()
         return self.regions[key]
-
-    # --- loops and branches ----------------------------------------------------------------------------------------
 
     def inside(self, eqn: Any, sub: Subcall, frame: RematFrame) -> RematFrame:
         """Returns the frame of what is in an equation."""
@@ -377,10 +348,7 @@ class RematWalk(Walk[RematFrame]):
         """Evaluates a branch or the body of a loop, which may be a block."""
         if frame.block is None:
             return self.run(jaxpr, values, frame)
-        region = self.region_of(frame.block, frame, kind="scan body", is_scanned=True, prevent_cse=False)
-        return self.evaluated(eqn, region, values, frame)
-
-    # --- the report ----------------------------------------------------------------------------------------------
+        return self.evaluated(eqn, frame.block, values, frame, kind="scan body", is_scanned=True, prevent_cse=False)
 
     def leave(self, eqn: Any, reason: str, frame: RematFrame) -> None:
         """Notes what is not rematerialized, or not placed."""

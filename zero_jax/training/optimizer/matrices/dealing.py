@@ -36,8 +36,6 @@ class Dealing:
     data: tuple[str, ...]  # the axes that shards are on
     made_of: Mapping[Any, frozenset[int]]  # which inputs of the update each variable is made of
 
-    # --- the choice --------------------------------------------------------------------------------------------------
-
     @functools.cached_property
     def num_matrices(self) -> int:
         """The matrices of all regions."""
@@ -128,8 +126,6 @@ class Dealing:
         each = -(-self.num_apart // axis_size(self.mesh, self.over))
         return f"{what}: dealt out over {axes}, {each} to a device, by an all-to-all in and one out"
 
-    # --- what moves --------------------------------------------------------------------------------------------------
-
     def moves(self, over: tuple[str, ...] | None) -> list[Move]:
         """Returns what one device sends so that matrices are whole over some axes, and their results are shards."""
         first, moves = self.regions[0], []
@@ -177,8 +173,6 @@ class Dealing:
         """Returns how a stack of an input of an output's shape is sharded; None if there is none."""
         like = (var for var in region.inputs if var.aval.shape == output.aval.shape)
         return next((self.stacked_dims(region, var) for var in like), None)
-
-    # --- evaluation --------------------------------------------------------------------------------------------------
 
     @property
     def reads(self) -> set[Any]:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.dims import FACTORIZATIONS, dim_map
-from zero_jax.program.evaluation import evaluate, flattened, trace_flat
-from zero_jax.program.jaxprs import bind, inner_jaxprs, is_literal, open_jaxpr, variables, with_results
+from zero_jax.program.evaluation import evaluate, flattened, once_each, trace_flat
+from zero_jax.program.jaxprs import bind, inner_jaxprs, is_literal, open_jaxpr, variables
 from zero_jax.program.passes import Pass
 from zero_jax.program.subcalls import CALLS, equations, subcall
 from zero_jax.sharding.mesh import Axes
@@ -61,7 +61,7 @@ class MatrixProgram:
           sources: the marks of the inputs, for `Dealing.sources`; None marks each with its number.
         """
         data = tuple(axis for axis in axes.data if mesh.shape[axis] > 1)
-        jaxpr, consts = open_jaxpr(_once_each(_factorized(closed)))
+        jaxpr, consts = open_jaxpr(_with_shared_values(_factorized(closed)))
         sources = [frozenset([i]) for i in range(len(dims))] if sources is None else sources
         placement, origin = _Placed(), MadeOf()
         placed: dict[Any, Dims] = {}
@@ -168,25 +168,18 @@ def _factorized(closed: Any) -> Any:
     return flattened(*open_jaxpr(traced))
 
 
-def _once_each(flat: Any) -> Any:
+def _with_shared_values(flat: Any) -> Any:
     """Returns a jaxpr in which equal small values and constants are one variable, as a coefficient of all leaves is.
 
     Regions that read them are then the same function.
     """
-    jaxpr, eqns = open_jaxpr(flat)[0], list[Any]()
-    fixed, same, seen = constants(jaxpr), dict[Any, Any](), dict[Any, Any]()
-    read = lambda atom: atom if is_literal(atom) else same.get(atom, atom)  # noqa: E731
-    for eqn in jaxpr.eqns:
-        new = eqn.replace(invars=[read(atom) for atom in eqn.invars])
+    fixed = constants(open_jaxpr(flat)[0])
+
+    def is_shared(eqn: Any) -> bool:
         is_small = not any(is_large(atom) for atom in (*eqn.invars, *eqn.outvars))
-        if (is_small or fixed.issuperset(eqn.outvars)) and not eqn.effects and not inner_jaxprs(eqn):
-            described = [str(atom) if is_literal(atom) else id(atom) for atom in new.invars]
-            before = seen.setdefault((eqn.primitive, *described, str(eqn.params)), new)
-            if before is not new:
-                same.update(zip(eqn.outvars, before.outvars, strict=True))
-                continue
-        eqns.append(new)
-    return with_results(flat, [read(atom) for atom in jaxpr.outvars], eqns=eqns)
+        return (is_small or fixed.issuperset(eqn.outvars)) and not inner_jaxprs(eqn)
+
+    return once_each(flat, is_shared)
 
 
 def _sent_bytes(dealings: Sequence[Dealing]) -> float:

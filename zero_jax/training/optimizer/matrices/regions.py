@@ -253,9 +253,6 @@ def _stacks_of(eqns: Sequence[Any], env: dict[Any, Any], size: int) -> dict[Any,
     return {} if _MIXED in env.values() or _MIXED in inner.values() else env | inner
 
 
-# --- products --------------------------------------------------------------------------------------------------------
-
-
 def _is_matrix_operation(eqn: Any) -> bool:
     """Tells whether an equation, or one in it, multiplies or factorizes matrices."""
     return any(map(_is_product, equations_of(eqn)))
@@ -295,9 +292,6 @@ def _cost_of_product(eqn: Any) -> ProductCost:
     # Partial sums are all-reduced, or else the smaller factor is gathered.
     sent = item_bytes * min(2 * size, *sizes)
     return ProductCost(sent, 2.0 * size * math.prod(eqn.invars[0].aval.shape[i] for i in contracted), 0.0)
-
-
-# --- stacks ----------------------------------------------------------------------------------------------------------
 
 
 _MIXED, _ANY = "mixed", "any"

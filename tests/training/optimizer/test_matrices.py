@@ -344,6 +344,26 @@ def test_a_trace_of_a_product_is_no_inner_product_of_its_factors():
     np.testing.assert_allclose(state.params["w"], expected["w"], rtol=1e-5, atol=1e-6)
 
 
+def until_settled(x):
+    """Iterates a matrix, or a stack, until all of it has settled."""
+    far = lambda x: jnp.abs(x @ x.mT - jnp.eye(x.shape[-1])).max() > 0.5  # noqa: E731
+    return jax.lax.while_loop(far, lambda x: 1.2 * x - 0.2 * x @ x.mT @ x, x / jnp.linalg.norm(x))
+
+
+@pytest.mark.parametrize("settle", [until_settled, pytest.param(jax.vmap(until_settled), marks=pytest.mark.slow)])
+def test_a_loop_ends_for_a_stack_or_for_each_of_its_matrices(settle):
+    """Stacks that end at different iterations are not iterated together, unless each matrix ends by itself."""
+    values = np.random.default_rng(0).standard_normal((2, 8, WIDTH, WIDTH), np.float32) / 8 + np.eye(WIDTH) / 3
+    params = {"first": values[0], "second": values[1] / 50 + np.eye(WIDTH, dtype=np.float32) / 3}
+    tx, config = optax.stateless_with_tree_map(lambda g, p: settle(g)), zero.ZeroConfig(stage=3, min_shard_size=8)
+    state = zero.init_state(params, tx, jax.random.key(0), mesh=zero.make_mesh(), config=config)
+    loss_fn = lambda p, b: sum((x**2).sum() for x in jax.tree.leaves(p)) * b.mean() / 2  # noqa: E731
+    step = zero.make_train_step(loss_fn, tx, mesh=zero.make_mesh(), config=config)
+    state, _ = step(state, np.ones(8, np.float32))
+    for name, x in params.items():
+        np.testing.assert_allclose(state.params[name], x + settle(jnp.asarray(x)), rtol=1e-4, atol=1e-4, err_msg=name)
+
+
 # Gradients of microbatches are summed over one axis after the other, whose order depends on the shards.
 EXACT = zero.Precision(param=jnp.bfloat16, compute=jnp.bfloat16, reduce=jnp.float32, master=jnp.float32)
 

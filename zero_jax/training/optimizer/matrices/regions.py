@@ -334,6 +334,10 @@ class _Stacks(Pass[Any]):
             consts, _, stacks = sub.split(operands)
             if set(stacks) == {0} and all(place is None for place in consts):
                 return [0] * len(eqn.outvars)
+        if sub is not None and sub.kind == "while":  # one end for all matrices, or one for each
+            results = self.loop(sub, operands)
+            (goes_on,) = self.run(sub.test, [*operands[: sub.num_test_consts], *results])
+            return results if goes_on is None or {goes_on, *results} == {0} else [_MIXED] * len(results)
         if eqn.primitive.name == "cond":  # the index of a branch is no map along a stack: it is one for all matrices
             operands = [_ANY if operands[0] is None else _MIXED, *operands[1:]]
         return super().equation(eqn, operands)

@@ -71,6 +71,9 @@ MESH_ERRORS = [
     (lambda: make_on("8"), "mesh='8' is no mesh: make one with zero.make_mesh"),
     (lambda: make_on(host_params()), "mesh={'in': .*... is no mesh: make one with zero.make_mesh"),
     (lambda: make_on(mesh_with("data", kind="Explicit")), "Explicit, which is the default.*mesh with zero.make_mesh"),
+    (lambda: make_on(mesh_with("data", "é")), "mesh axis 'é' has a name that XLA does not take"),
+    (lambda: make_on(mesh_with("data", "a\\b")), "has a name that XLA does not take"),
+    (lambda: make_on(jax.sharding.Mesh(np.empty(0, object), ("data",))), "the mesh has no devices"),
     (lambda: make_on(mesh_with("data", kind="Manual")), "Manual, as jax.shard_map makes it.*mesh with zero.make_mesh"),
 ]
 

@@ -350,18 +350,35 @@ def until_settled(x):
     return jax.lax.while_loop(far, lambda x: 1.2 * x - 0.2 * x @ x.mT @ x, x / jnp.linalg.norm(x))
 
 
-@pytest.mark.parametrize("settle", [until_settled, pytest.param(jax.vmap(until_settled), marks=pytest.mark.slow)])
-def test_a_loop_ends_for_a_stack_or_for_each_of_its_matrices(settle):
-    """Stacks that end at different iterations are not iterated together, unless each matrix ends by itself."""
-    values = np.random.default_rng(0).standard_normal((2, 8, WIDTH, WIDTH), np.float32) / 8 + np.eye(WIDTH) / 3
-    params = {"first": values[0], "second": values[1] / 50 + np.eye(WIDTH, dtype=np.float32) / 3}
-    tx, config = optax.stateless_with_tree_map(lambda g, p: settle(g)), zero.ZeroConfig(stage=3, min_shard_size=8)
-    state = zero.init_state(params, tx, jax.random.key(0), mesh=zero.make_mesh(), config=config)
+def by_blocks(x):
+    """Solves for each block of a matrix, which are fewer than the devices along each dim."""
+    blocks = x.reshape(2, WIDTH, 2, WIDTH).transpose(2, 0, 1, 3)  # those along the dim that is sharded come first
+    return jnp.linalg.solve(blocks @ blocks.mT + jnp.eye(WIDTH), blocks).transpose(1, 2, 0, 3).reshape(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "model"),
+    [
+        (until_settled, (8, WIDTH, WIDTH), 1),
+        pytest.param(jax.vmap(until_settled), (8, WIDTH, WIDTH), 1, marks=pytest.mark.slow),
+        (by_blocks, (2 * WIDTH, 2 * WIDTH), 1),
+        pytest.param(by_blocks, (2 * WIDTH, 2 * WIDTH), 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_function_of_matrices_that_are_dealt_out_together(function, shape, model):
+    """Stacks whose loops end at different iterations are not iterated together, unless each matrix ends by itself."""
+    values = np.random.default_rng(0).standard_normal((2, *shape), np.float32) / 8
+    params = {name: x * scale + np.eye(shape[-1]) / 3 for name, x, scale in zip("ab", values, (1, 0.02), strict=True)}
+    params = jax.tree.map(jnp.float32, params)
+    mesh, specs = zero.make_mesh(model=model), {".*": jax.P("model")} if model > 1 else None
+    tx = optax.stateless_with_tree_map(lambda g, p: function(g))
+    config = zero.ZeroConfig(stage=3, min_shard_size=8, param_specs=specs)
+    state = zero.init_state(params, tx, jax.random.key(0), mesh=mesh, config=config)
     loss_fn = lambda p, b: sum((x**2).sum() for x in jax.tree.leaves(p)) * b.mean() / 2  # noqa: E731
-    step = zero.make_train_step(loss_fn, tx, mesh=zero.make_mesh(), config=config)
+    step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)
     state, _ = step(state, np.ones(8, np.float32))
     for name, x in params.items():
-        np.testing.assert_allclose(state.params[name], x + settle(jnp.asarray(x)), rtol=1e-4, atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(state.params[name], x + function(x), rtol=1e-4, atol=1e-4, err_msg=name)
 
 
 # Gradients of microbatches are summed over one axis after the other, whose order depends on the shards.

@@ -15,7 +15,7 @@ from zero_jax.program.evaluation import evaluate, flattened, trace_flat
 from zero_jax.program.jaxprs import bind, inner_jaxprs, is_literal, open_jaxpr, variables, with_results
 from zero_jax.program.passes import Pass
 from zero_jax.program.subcalls import CALLS, equations, subcall
-from zero_jax.sharding.mesh import Axes
+from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.precision import wide
 from zero_jax.sharding.spec import Dims, carries, dims_of
 from zero_jax.training.optimizer.matrices.dealing import Dealing
@@ -63,7 +63,7 @@ class MatrixProgram:
         data = tuple(axis for axis in axes.data if mesh.shape[axis] > 1)
         jaxpr, consts = open_jaxpr(_once_each(_factorized(closed)))
         sources = [frozenset([i]) for i in range(len(dims))] if sources is None else sources
-        placement, origin = _Placed(), MadeOf()
+        placement, origin = _Placed(mesh), MadeOf()
         placed: dict[Any, Dims] = {}
         placement.run(jaxpr, dims, placed)
         made_of: dict[Any, frozenset[int]] = {}
@@ -217,19 +217,38 @@ def _is_number(var: Any) -> bool:
 
 
 class _Placed(Pass[Any]):
-    """How each value of an update is sharded, by the shards that its inputs are in."""
+    """How each value of an update is sharded, by the shards that its inputs are in.
+
+    Args:
+      mesh: the mesh.
+    """
 
     enters = CALLS
+
+    def __init__(self, mesh: Mesh):
+        super().__init__()
+        self.mesh = mesh
 
     def constant(self, atom: Any) -> Dims:
         return ((),) * len(getattr(atom.aval, "shape", ()))
 
     def operation(self, eqn: Any, operands: list[Any]) -> list[Any]:
         if eqn.primitive.name == "sharding_constraint" and isinstance(eqn.params["sharding"], NamedSharding):
-            return [dims_of(eqn.params["sharding"], len(eqn.outvars[0].aval.shape))]
-        return [_each_once(dim_map(eqn, i).carry(operands)) for i in range(len(eqn.outvars))]
+            made = [dims_of(eqn.params["sharding"], len(eqn.outvars[0].aval.shape))]
+        else:
+            made = [dim_map(eqn, i).carry(operands) for i in range(len(eqn.outvars))]
+        return [self.fitting(dims, var.aval) for dims, var in zip(made, eqn.outvars, strict=True)]
 
+    def fitting(self, dims: Dims, aval: Any) -> Dims:
+        """Returns dims with each axis on the first of them alone, a product of two shards having it on both.
 
-def _each_once(dims: Dims) -> Dims:
-    """Returns dims with each axis on the first of them alone: a product of two shards has it on both."""
-    return tuple(tuple(axis for axis in dim if not carries(dims[:i], (axis,))) for i, dim in enumerate(dims))
+        None is on a dim that does not divide over it, as that of a matrix's blocks, which are fewer than its rows.
+        """
+        fitting: Dims = ()
+        for dim, size in zip(dims, getattr(aval, "shape", ()), strict=True):
+            axes: tuple[str, ...] = ()
+            for axis in dim:
+                if not carries(fitting, (axis,)) and size % axis_size(self.mesh, (*axes, axis)) == 0:
+                    axes = (*axes, axis)
+            fitting = (*fitting, axes)
+        return fitting

@@ -154,6 +154,7 @@ BATCH_ERRORS = [
     (1, {**make_batch(16), "x": np.ones(16, ">f4")}, "leaf 'x' is .*, no array that JAX takes .*>f4.*: leave it out"),
     (1, {**make_batch(16), "x": memoryview(np.ones(16))}, "leaf 'x' is <memory.* of type memoryview, no array that"),
     (1, {**make_batch(16), "x": np.ma.masked_array(np.ones(16))}, "leaf 'x' is .* of type MaskedArray, no array that"),
+    (1, {**make_batch(16), "x": jax.ShapeDtypeStruct((16,), "f4")}, "leaf 'x' is a shape alone: give an array of its"),
     (1, {**make_batch(16), "x": 2**40}, "leaf 'x' is 1099511627776 of type int, no array that .*too large"),
 ]
 

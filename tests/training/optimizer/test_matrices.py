@@ -356,9 +356,16 @@ def by_blocks(x):
     return jnp.linalg.solve(blocks @ blocks.mT + jnp.eye(WIDTH), blocks).transpose(1, 2, 0, 3).reshape(x.shape)
 
 
+def by_volume(x):
+    """Divides each matrix by a number of its determinant, of which JAX makes zeros and ones of the same sharding."""
+    sign, logdet = jnp.linalg.slogdet(x @ x.mT + jnp.eye(x.shape[-1]))
+    return x * (sign / (1 + jnp.abs(logdet)))[..., None, None]
+
+
 @pytest.mark.parametrize(
     ("function", "shape", "model"),
     [
+        pytest.param(by_volume, (8, WIDTH, WIDTH), 1, marks=pytest.mark.slow),
         (until_settled, (8, WIDTH, WIDTH), 1),
         pytest.param(jax.vmap(until_settled), (8, WIDTH, WIDTH), 1, marks=pytest.mark.slow),
         (by_blocks, (2 * WIDTH, 2 * WIDTH), 1),

@@ -356,9 +356,10 @@ class _Stacks(Pass[Any]):
         if _MIXED in operands:
             return _MIXED
         stacked = [(i, at) for i, at in enumerate(operands) if at is not None]
-        if eqn.primitive.name == "gather":  # what it takes of each matrix, by its own indices
-            own = (None, *eqn.params["dimension_numbers"].operand_batching_dims)
-            if operands[0] not in own:
+        if eqn.primitive.name == "gather":  # what it takes of each matrix, by its own indices, or by those of all
+            at, sizes = operands[0], eqn.params["slice_sizes"]
+            is_all = at is not None and operands[1] is None and sizes[at] == eqn.invars[0].aval.shape[at]
+            if at not in (None, *eqn.params["dimension_numbers"].operand_batching_dims) and not is_all:
                 return _MIXED
         known, shape = dim_map(eqn, number), eqn.outvars[number].aval.shape
         if not stacked:  # copies of a value, one for each matrix

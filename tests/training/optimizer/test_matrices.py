@@ -571,11 +571,20 @@ def test_each_device_computes_its_share_of_the_update():
 
 @pytest.mark.slow
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize("factorize", [lambda x: jnp.linalg.solve(x, x), lambda x: jnp.linalg.eigh(x)[1]])
+@pytest.mark.parametrize(
+    "factorize",
+    [
+        lambda x, _: jnp.linalg.solve(x, x),
+        lambda x, _: jnp.linalg.eigh(x)[1],
+        lambda x, _: x * jnp.linalg.slogdet(x)[1][:, None, None],
+        lambda x, step: jax.lax.cond(step % 2 == 0, lambda: jnp.linalg.solve(x, x), lambda: x),
+    ],
+)
 def test_each_device_factorizes_its_own_matrices(factorize):
     """XLA:TPU gathers a whole stack for `lu` and `eigh`, which is as many bytes as the params."""
     pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
-    tx = optax.stateless_with_tree_map(lambda g, p: factorize(g @ g.mT + jnp.eye(128)))
+    update = lambda grads, step, params: (factorize(grads @ grads.mT + jnp.eye(128), step), step + 1)  # noqa: E731
+    tx = optax.GradientTransformation(lambda params: 0, update)
     mesh, config = zero.make_mesh(topology="v5p:2x2x4"), zero.ZeroConfig(stage=3)
     state = zero.abstract_state(lambda key: jnp.zeros((16, 128, 128)), tx, mesh=mesh, config=config)
     loss = lambda params, batch: batch.mean() * jnp.square(params).sum()  # noqa: E731

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.dims import FACTORIZATIONS, dim_map
-from zero_jax.program.evaluation import evaluate, flattened, trace_flat
+from zero_jax.program.evaluation import flattened, trace_flat
 from zero_jax.program.jaxprs import bind, inner_jaxprs, is_literal, open_jaxpr, variables, with_results
 from zero_jax.program.passes import Pass
 from zero_jax.program.subcalls import CALLS, equations, subcall
+from zero_jax.program.walk import Rewriting
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.precision import wide
 from zero_jax.sharding.spec import Dims, carries, dims_of
@@ -61,7 +62,8 @@ class MatrixProgram:
           sources: the marks of the inputs, for `Dealing.sources`; None marks each with its number.
         """
         data = tuple(axis for axis in axes.data if mesh.shape[axis] > 1)
-        jaxpr, consts = open_jaxpr(_once_each(_factorized(closed)))
+        flat = flattened(*open_jaxpr(_Factorized().rewritten(closed)))
+        jaxpr, consts = open_jaxpr(_once_each(flat))
         sources = [frozenset([i]) for i in range(len(dims))] if sources is None else sources
         placement, origin = _Placed(mesh), MadeOf()
         placed: dict[Any, Dims] = {}
@@ -150,22 +152,22 @@ class MatrixProgram:
         return bind(eqn, [_read(atom, env) for atom in eqn.invars])
 
 
-def _factorized(closed: Any) -> Any:
-    """Returns a jaxpr without nested calls, in which `jnp.linalg.solve` is what it is made of, as no one derives it."""
+class _Factorized(Rewriting):
+    """Makes `jnp.linalg.solve`, in branches and loops too, what it is made of, as no one derives it."""
 
-    def equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
-        if eqn.primitive.name != "custom_linear_solve":
-            return bind(eqn, values)
+    entered = Rewriting.entered | {"while", "custom_jvp", "custom_vjp"}
+
+    def __init__(self):
+        super().__init__()
+        self.handlers |= dict.fromkeys(("custom_jvp", "custom_vjp"), self.call)
+
+    def changes(self, eqn: Any) -> bool:
+        return eqn.primitive.name == "custom_linear_solve"
+
+    def changed(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
         lengths, solve = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
         first, end = lengths.matvec + lengths.vecmat, sum(lengths)
-        return evaluate(*open_jaxpr(solve), [*values[first : first + lengths.solve], *values[end:]])
-
-    flat = flattened(*open_jaxpr(closed))
-    jaxpr, consts = open_jaxpr(flat)
-    if all(eqn.primitive.name != "custom_linear_solve" for eqn in jaxpr.eqns):
-        return flat
-    traced = trace_flat(lambda *arrays: evaluate(jaxpr, consts, arrays, equation), [var.aval for var in jaxpr.invars])
-    return flattened(*open_jaxpr(traced))
+        return self.run(solve, [*values[first : first + lengths.solve], *values[end:]], None)
 
 
 def _once_each(flat: Any) -> Any:

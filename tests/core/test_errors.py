@@ -71,6 +71,9 @@ MESH_ERRORS = [
     (lambda: make_on("8"), "mesh='8' is no mesh: make one with zero.make_mesh"),
     (lambda: make_on(host_params()), "mesh={'in': .*... is no mesh: make one with zero.make_mesh"),
     (lambda: make_on(mesh_with("data", kind="Explicit")), "Explicit, which is the default.*mesh with zero.make_mesh"),
+    (lambda: make_on(mesh_with("data", "é")), "mesh axis 'é' has a name that XLA does not take"),
+    (lambda: make_on(mesh_with("data", "a\\b")), "has a name that XLA does not take"),
+    (lambda: make_on(jax.sharding.Mesh(np.empty(0, object), ("data",))), "the mesh has no devices"),
     (lambda: make_on(mesh_with("data", kind="Manual")), "Manual, as jax.shard_map makes it.*mesh with zero.make_mesh"),
 ]
 
@@ -151,6 +154,7 @@ BATCH_ERRORS = [
     (1, {**make_batch(16), "x": np.ones(16, ">f4")}, "leaf 'x' is .*, no array that JAX takes .*>f4.*: leave it out"),
     (1, {**make_batch(16), "x": memoryview(np.ones(16))}, "leaf 'x' is <memory.* of type memoryview, no array that"),
     (1, {**make_batch(16), "x": np.ma.masked_array(np.ones(16))}, "leaf 'x' is .* of type MaskedArray, no array that"),
+    (1, {**make_batch(16), "x": jax.ShapeDtypeStruct((16,), "f4")}, "leaf 'x' is a shape alone: give an array of its"),
     (1, {**make_batch(16), "x": 2**40}, "leaf 'x' is 1099511627776 of type int, no array that .*too large"),
 ]
 

@@ -79,14 +79,15 @@ def test_python_numbers_in_params_and_optimizer_state():
     assert (int(state.opt_state["count"]), bool(state.opt_state["begun"])) == (STEPS, True)
 
 
-def test_steps_within_a_scan_are_those_steps():
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_steps_within_a_scan_are_those_steps(stage):
     batches = [make_batch() for _ in range(STEPS)]
-    state, step = make_trainer(stage=3)
+    state, step = make_trainer(stage=stage)
     losses = []
     for batch in batches:
         state, metrics = step(state, batch)
         losses.append(metrics.loss)
-    first, step = make_trainer(stage=3)
+    first, step = make_trainer(stage=stage)
     stacked = jax.tree.map(lambda *xs: np.stack(xs), *batches)
     last, metrics = jax.jit(lambda state, batches: jax.lax.scan(step, state, batches))(first, stacked)
     chex.assert_trees_all_close(metrics.loss, np.stack(losses), rtol=1e-6)

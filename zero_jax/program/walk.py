@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, Self, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from zero_jax.program.evaluation import evaluate, trace_flat
@@ -205,11 +206,23 @@ class Walk(Generic[F]):
         values, within = [self.made(value, eqn, frame) for value in values], self.inside(eqn, sub, frame)
         consts, carry, _ = sub.split(values)
         tested = values[: sub.num_test_consts]
+        # Within a `jax.vmap` each loop has an end of its own: JAX keeps what it carried, and goes on with the others.
+        is_one = not open_jaxpr(sub.test)[0].outvars[0].aval.shape
 
-        test = lambda carry: self.inner(eqn, sub.test, [*tested, *carry], within)[0]  # noqa: E731
-        body = lambda carry: self.inner(eqn, sub.jaxpr, [*consts, *self.carried(eqn, carry)], within)  # noqa: E731
+        def goes_on(carry: list[Any]) -> Any:
+            return self.inner(eqn, sub.test, [*tested, *carry], within)[0]
+
+        def body(carry: list[Any]) -> list[Any]:
+            new = self.inner(eqn, sub.jaxpr, [*consts, *self.carried(eqn, carry)], within)
+            if is_one:
+                return new
+            on = goes_on(carry)
+            each = [on.reshape((*on.shape, *(1,) * (jnp.ndim(x) - on.ndim))) for x in new]
+            return [jnp.where(*some) for some in zip(each, new, carry, strict=True)]
+
         with source_context(eqn):
-            return self.results(eqn, values, lax.while_loop(test, body, carry))
+            end = lax.while_loop(goes_on if is_one else lambda carry: goes_on(carry).any(), body, carry)
+        return self.results(eqn, values, end)
 
 
 class Rewriting(Walk[None]):

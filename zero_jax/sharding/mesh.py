@@ -93,6 +93,12 @@ def axes_of(
     if not hasattr(mesh, "axis_names"):
         raise ValueError(f"mesh={shown(mesh)} is no mesh: make one with zero.make_mesh(data=...) or jax.sharding.Mesh")
     names = tuple(mesh.axis_names)
+    if mesh.empty:
+        raise ValueError("the mesh has no devices: make one with zero.make_mesh(data=...) or jax.sharding.Mesh")
+    # XLA ends the process at these.
+    odd = [name for name in names if isinstance(name, str) and ("\\" in name or not name.isascii())]
+    if odd:
+        raise ValueError(f"the mesh axis {odd[0]!r} has a name that XLA does not take: give it one of ASCII letters")
     by_role = {"data": data, "replica": replica, "model": model, "pipe": pipe}
     by_role = {role: (axes,) if isinstance(axes, str) else axes for role, axes in by_role.items()}
     assigned = [axis for axes in by_role.values() if axes is not None for axis in axes]

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.device_put import check_has_devices, put_keys
 from zero_jax.core.signatures import check_arguments
-from zero_jax.core.tree import PyTree, check_arrays, is_key, leading_dims
+from zero_jax.core.tree import PyTree, check_arrays, is_key, leading_dims, leaf_names
 from zero_jax.program.jaxprs import is_traced
 from zero_jax.sharding.mesh import Axes, axes_of, axis_size
 from zero_jax.training.same_program import check_given
@@ -108,6 +108,10 @@ def place_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None, is_whole
         return jax.make_array_from_process_local_data(sharding, np.asarray(x), np.shape(x) if is_whole else None)
 
     check_arrays("batch", batch, remedy="leave it out of the batch, or make an array of it")
+    for i, x in enumerate(jax.tree.leaves(batch)):
+        if isinstance(x, jax.ShapeDtypeStruct) or (isinstance(x, jax.Array) and not is_traced(x) and x.is_deleted()):
+            why = "is deleted, as an array that was donated is" if isinstance(x, jax.Array) else "is a shape alone"
+            raise ValueError(f"batch leaf {leaf_names(batch)[i]!r} {why}: give an array of its values")
     if jax.process_count() == 1:
         check_batch(jax.tree.map(lambda x: x if hasattr(x, "ndim") else np.asarray(x), batch), mesh=mesh, axes=axes)
     return jax.tree.map(place, batch)

@@ -344,6 +344,50 @@ def test_a_trace_of_a_product_is_no_inner_product_of_its_factors():
     np.testing.assert_allclose(state.params["w"], expected["w"], rtol=1e-5, atol=1e-6)
 
 
+def until_settled(x):
+    """Iterates a matrix, or a stack, until all of it has settled."""
+    far = lambda x: jnp.abs(x @ x.mT - jnp.eye(x.shape[-1])).max() > 0.5  # noqa: E731
+    return jax.lax.while_loop(far, lambda x: 1.2 * x - 0.2 * x @ x.mT @ x, x / jnp.linalg.norm(x))
+
+
+def by_blocks(x):
+    """Solves for each block of a matrix, which are fewer than the devices along each dim."""
+    blocks = x.reshape(2, WIDTH, 2, WIDTH).transpose(2, 0, 1, 3)  # those along the dim that is sharded come first
+    return jnp.linalg.solve(blocks @ blocks.mT + jnp.eye(WIDTH), blocks).transpose(1, 2, 0, 3).reshape(x.shape)
+
+
+def by_volume(x):
+    """Divides each matrix by a number of its determinant, of which JAX makes zeros and ones of the same sharding."""
+    sign, logdet = jnp.linalg.slogdet(x @ x.mT + jnp.eye(x.shape[-1]))
+    return x * (sign / (1 + jnp.abs(logdet)))[..., None, None]
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "model"),
+    [
+        pytest.param(by_volume, (8, WIDTH, WIDTH), 1, marks=pytest.mark.slow),
+        (until_settled, (8, WIDTH, WIDTH), 1),
+        pytest.param(jax.vmap(until_settled), (8, WIDTH, WIDTH), 1, marks=pytest.mark.slow),
+        (by_blocks, (2 * WIDTH, 2 * WIDTH), 1),
+        pytest.param(by_blocks, (2 * WIDTH, 2 * WIDTH), 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_function_of_matrices_that_are_dealt_out_together(function, shape, model):
+    """Stacks whose loops end at different iterations are not iterated together, unless each matrix ends by itself."""
+    values = np.random.default_rng(0).standard_normal((2, *shape), np.float32) / 8
+    params = {name: x * scale + np.eye(shape[-1]) / 3 for name, x, scale in zip("ab", values, (1, 0.02), strict=True)}
+    params = jax.tree.map(jnp.float32, params)
+    mesh, specs = zero.make_mesh(model=model), {".*": jax.P("model")} if model > 1 else None
+    tx = optax.stateless_with_tree_map(lambda g, p: function(g))
+    config = zero.ZeroConfig(stage=3, min_shard_size=8, param_specs=specs)
+    state = zero.init_state(params, tx, jax.random.key(0), mesh=mesh, config=config)
+    loss_fn = lambda p, b: sum((x**2).sum() for x in jax.tree.leaves(p)) * b.mean() / 2  # noqa: E731
+    step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)
+    state, _ = step(state, np.ones(8, np.float32))
+    for name, x in params.items():
+        np.testing.assert_allclose(state.params[name], x + function(x), rtol=1e-4, atol=1e-4, err_msg=name)
+
+
 # Gradients of microbatches are summed over one axis after the other, whose order depends on the shards.
 EXACT = zero.Precision(param=jnp.bfloat16, compute=jnp.bfloat16, reduce=jnp.float32, master=jnp.float32)
 
@@ -527,11 +571,20 @@ def test_each_device_computes_its_share_of_the_update():
 
 @pytest.mark.slow
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize("factorize", [lambda x: jnp.linalg.solve(x, x), lambda x: jnp.linalg.eigh(x)[1]])
+@pytest.mark.parametrize(
+    "factorize",
+    [
+        lambda x, _: jnp.linalg.solve(x, x),
+        lambda x, _: jnp.linalg.eigh(x)[1],
+        lambda x, _: x * jnp.linalg.slogdet(x)[1][:, None, None],
+        lambda x, step: jax.lax.cond(step % 2 == 0, lambda: jnp.linalg.solve(x, x), lambda: x),
+    ],
+)
 def test_each_device_factorizes_its_own_matrices(factorize):
     """XLA:TPU gathers a whole stack for `lu` and `eigh`, which is as many bytes as the params."""
     pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
-    tx = optax.stateless_with_tree_map(lambda g, p: factorize(g @ g.mT + jnp.eye(128)))
+    update = lambda grads, step, params: (factorize(grads @ grads.mT + jnp.eye(128), step), step + 1)  # noqa: E731
+    tx = optax.GradientTransformation(lambda params: 0, update)
     mesh, config = zero.make_mesh(topology="v5p:2x2x4"), zero.ZeroConfig(stage=3)
     state = zero.abstract_state(lambda key: jnp.zeros((16, 128, 128)), tx, mesh=mesh, config=config)
     loss = lambda params, batch: batch.mean() * jnp.square(params).sum()  # noqa: E731

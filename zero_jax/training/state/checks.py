@@ -13,7 +13,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.device_put import map_on_device, reshard_array
+from zero_jax.core.device_put import is_on_host, map_on_device, reshard_array
 from zero_jax.core.tree import PyTree, leaf_names, leaves_by_name, path_name, shapes_of, shown
 from zero_jax.program.jaxprs import is_array, is_traced
 from zero_jax.training.optimizer.update import described, first_opt_state
@@ -55,9 +55,9 @@ def place_state(
 ) -> PyTree:
     """Moves host arrays, and arrays with equivalent shardings, to the shardings that a step was compiled for.
 
-    With other shardings `jax.jit` would compile a second program, which could not reuse the state's memory. Traced
-    leaves are returned as they are. Shardings and dtypes are in the order of `jax.tree.leaves`; arrays that are sharded
-    as `also` says, as `state_shardings` without an optimizer does, are moved, too.
+    With other shardings `jax.jit` would compile a second program, which could not reuse the state's memory. Shardings
+    and dtypes are in the order of `jax.tree.leaves`; arrays that are sharded as `also` says, as `state_shardings`
+    without an optimizer does, are moved, too.
 
     Raises:
       ValueError: a leaf that is sharded otherwise, or of another dtype.
@@ -77,7 +77,9 @@ def _placed(name: str, leaf: Any, sharding: NamedSharding, dtype: Any, also: Nam
             f"leaf {name!r} of the state is {has}, and the step was compiled for {dtype}: cast it back, or make "
             "another step for such states with zero.make_train_step"
         )
-    if isinstance(leaf, jax.ShapeDtypeStruct) or is_traced(leaf):
+    if is_traced(leaf):  # of a loop over steps: XLA would carry params as the update shards them
+        return leaf if is_on_host(leaf.aval) else lax.with_sharding_constraint(leaf, sharding)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     if is_array(leaf) and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]

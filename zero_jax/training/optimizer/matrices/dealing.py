@@ -290,8 +290,17 @@ class _Resized(Walk[None]):
             in_axes = [None if i < sub.num_consts else 0 for i in range(len(values))]
             return jax.vmap(lambda *args: evaluate(body, consts, args), in_axes)(*values)
         name = next((name for name, primitive in SIZES.items() if eqn.primitive.name == primitive), None)
-        at = self.stacks.get(eqn.outvars[0])
-        if name is None or at is None:
-            return bind(eqn, values)
-        shape = eqn.params[name]
-        return bind(eqn.replace(params={**eqn.params, name: (*shape[:at], self.size, *shape[at + 1 :])}), values)
+        at, params = self.stacks.get(eqn.outvars[0]), dict(eqn.params)
+        if name is not None and at is not None:
+            params[name] = _with_size(params[name], at, self.size)
+        if eqn.primitive.name == "gather":
+            at = self.stacks.get(eqn.invars[0]) if not is_literal(eqn.invars[0]) else None
+            if at not in (None, *params["dimension_numbers"].operand_batching_dims):
+                params["slice_sizes"] = _with_size(params["slice_sizes"], at, self.size)
+        if eqn.primitive.name != "sharding_constraint" and "sharding" in params:
+            params["sharding"] = None  # `zeros_like` has that of what it is like, of a mesh that is another on a device
+        return bind(eqn.replace(params=params), values)
+
+
+def _with_size(sizes: Sequence[int], at: int, size: int) -> tuple[int, ...]:
+    return (*sizes[:at], size, *sizes[at + 1 :])

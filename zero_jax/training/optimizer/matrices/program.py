@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.dims import FACTORIZATIONS, dim_map
-from zero_jax.program.evaluation import evaluate, flattened, once_each, trace_flat
+from zero_jax.program.evaluation import flattened, once_each, trace_flat
 from zero_jax.program.jaxprs import bind, inner_jaxprs, is_literal, open_jaxpr, variables
 from zero_jax.program.passes import Pass
 from zero_jax.program.subcalls import CALLS, equations, subcall
-from zero_jax.sharding.mesh import Axes
+from zero_jax.program.walk import Rewriting
+from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.precision import wide
 from zero_jax.sharding.spec import Dims, carries, dims_of
 from zero_jax.training.optimizer.matrices.dealing import Dealing
@@ -61,9 +62,10 @@ class MatrixProgram:
           sources: the marks of the inputs, for `Dealing.sources`; None marks each with its number.
         """
         data = tuple(axis for axis in axes.data if mesh.shape[axis] > 1)
-        jaxpr, consts = open_jaxpr(_with_shared_values(_factorized(closed)))
+        flat = flattened(*open_jaxpr(_Factorized().rewritten(closed)))
+        jaxpr, consts = open_jaxpr(_with_shared_values(flat))
         sources = [frozenset([i]) for i in range(len(dims))] if sources is None else sources
-        placement, origin = _Placed(), MadeOf()
+        placement, origin = _Placed(mesh), MadeOf()
         placed: dict[Any, Dims] = {}
         placement.run(jaxpr, dims, placed)
         made_of: dict[Any, frozenset[int]] = {}
@@ -150,22 +152,22 @@ class MatrixProgram:
         return bind(eqn, [_read(atom, env) for atom in eqn.invars])
 
 
-def _factorized(closed: Any) -> Any:
-    """Returns a jaxpr without nested calls, in which `jnp.linalg.solve` is what it is made of, as no one derives it."""
+class _Factorized(Rewriting):
+    """Makes `jnp.linalg.solve`, in branches and loops too, what it is made of, as no one derives it."""
 
-    def equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
-        if eqn.primitive.name != "custom_linear_solve":
-            return bind(eqn, values)
+    entered = Rewriting.entered | {"while", "custom_jvp", "custom_vjp"}
+
+    def __init__(self):
+        super().__init__()
+        self.handlers |= dict.fromkeys(("custom_jvp", "custom_vjp"), self.call)
+
+    def changes(self, eqn: Any) -> bool:
+        return eqn.primitive.name == "custom_linear_solve"
+
+    def changed(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
         lengths, solve = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
         first, end = lengths.matvec + lengths.vecmat, sum(lengths)
-        return evaluate(*open_jaxpr(solve), [*values[first : first + lengths.solve], *values[end:]])
-
-    flat = flattened(*open_jaxpr(closed))
-    jaxpr, consts = open_jaxpr(flat)
-    if all(eqn.primitive.name != "custom_linear_solve" for eqn in jaxpr.eqns):
-        return flat
-    traced = trace_flat(lambda *arrays: evaluate(jaxpr, consts, arrays, equation), [var.aval for var in jaxpr.invars])
-    return flattened(*open_jaxpr(traced))
+        return self.run(solve, [*values[first : first + lengths.solve], *values[end:]], None)
 
 
 def _with_shared_values(flat: Any) -> Any:
@@ -210,19 +212,38 @@ def _is_number(var: Any) -> bool:
 
 
 class _Placed(Pass[Any]):
-    """How each value of an update is sharded, by the shards that its inputs are in."""
+    """How each value of an update is sharded, by the shards that its inputs are in.
+
+    Args:
+      mesh: the mesh.
+    """
 
     enters = CALLS
+
+    def __init__(self, mesh: Mesh):
+        super().__init__()
+        self.mesh = mesh
 
     def constant(self, atom: Any) -> Dims:
         return ((),) * len(getattr(atom.aval, "shape", ()))
 
     def operation(self, eqn: Any, operands: list[Any]) -> list[Any]:
         if eqn.primitive.name == "sharding_constraint" and isinstance(eqn.params["sharding"], NamedSharding):
-            return [dims_of(eqn.params["sharding"], len(eqn.outvars[0].aval.shape))]
-        return [_each_once(dim_map(eqn, i).carry(operands)) for i in range(len(eqn.outvars))]
+            made = [dims_of(eqn.params["sharding"], len(eqn.outvars[0].aval.shape))]
+        else:
+            made = [dim_map(eqn, i).carry(operands) for i in range(len(eqn.outvars))]
+        return [self.fitting(dims, var.aval) for dims, var in zip(made, eqn.outvars, strict=True)]
 
+    def fitting(self, dims: Dims, aval: Any) -> Dims:
+        """Returns dims with each axis on the first of them alone, a product of two shards having it on both.
 
-def _each_once(dims: Dims) -> Dims:
-    """Returns dims with each axis on the first of them alone: a product of two shards has it on both."""
-    return tuple(tuple(axis for axis in dim if not carries(dims[:i], (axis,))) for i, dim in enumerate(dims))
+        None is on a dim that does not divide over it, as that of a matrix's blocks, which are fewer than its rows.
+        """
+        fitting: Dims = ()
+        for dim, size in zip(dims, getattr(aval, "shape", ()), strict=True):
+            axes: tuple[str, ...] = ()
+            for axis in dim:
+                if not carries(fitting, (axis,)) and size % axis_size(self.mesh, (*axes, axis)) == 0:
+                    axes = (*axes, axis)
+            fitting = (*fitting, axes)
+        return fitting

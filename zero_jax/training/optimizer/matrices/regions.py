@@ -328,6 +328,10 @@ class _Stacks(Pass[Any]):
             consts, _, stacks = sub.split(operands)
             if set(stacks) == {0} and all(place is None for place in consts):
                 return [0] * len(eqn.outvars)
+        if sub is not None and sub.kind == "while":  # one end for all matrices, or one for each
+            results = self.loop(sub, operands)
+            (goes_on,) = self.run(sub.test, [*operands[: sub.num_test_consts], *results])
+            return results if goes_on is None or {goes_on, *results} == {0} else [_MIXED] * len(results)
         if eqn.primitive.name == "cond":  # the index of a branch is no map along a stack: it is one for all matrices
             operands = [_ANY if operands[0] is None else _MIXED, *operands[1:]]
         return super().equation(eqn, operands)
@@ -346,9 +350,10 @@ class _Stacks(Pass[Any]):
         if _MIXED in operands:
             return _MIXED
         stacked = [(i, at) for i, at in enumerate(operands) if at is not None]
-        if eqn.primitive.name == "gather":  # what it takes of each matrix, by its own indices
-            own = (None, *eqn.params["dimension_numbers"].operand_batching_dims)
-            if operands[0] not in own:
+        if eqn.primitive.name == "gather":  # what it takes of each matrix, by its own indices, or by those of all
+            at, sizes = operands[0], eqn.params["slice_sizes"]
+            is_all = at is not None and operands[1] is None and sizes[at] == eqn.invars[0].aval.shape[at]
+            if at not in (None, *eqn.params["dimension_numbers"].operand_batching_dims) and not is_all:
                 return _MIXED
         known, shape = dim_map(eqn, number), eqn.outvars[number].aval.shape
         if not stacked:  # copies of a value, one for each matrix

@@ -124,19 +124,19 @@ _GPU_HOST = (
     _option("xla_gpu_enable_while_loop_double_buffering", True,
             "loops run two iterations at a time, so that values of the next are not copied"),
 )  # fmt: skip
+_QUEUING = _option("xla_tpu_enable_sparse_core_offload_queuing_in_lhs", True,
+                   "several collectives wait for the SparseCores while the TensorCore computes")  # fmt: skip
 # What lets collectives run beside computation on TPUs, by the name of the hardware. What is not here has no options:
 # XLA:CPU runs one thing after another. Left out: `xla_tpu_enable_async_collective_fusion` for all-gathers, of which
 # libtpu 0.0.44 warns ("incorrect results, hang, SDC") on everything but v5e.
 _OVERLAP: Mapping[str, tuple[CompilerOption, ...]] = {
     "v5p": _SPARSE_CORE,
-    "v6e": _SPARSE_CORE,
+    "v6e": (*_SPARSE_CORE, _QUEUING),
     "tpu7x": (*_SPARSE_CORE, _NATIVE_GATHERS),
 }
-# The same, beside those, where new params are gathered after the update: at stages 1 and 2. Stage 3, whose gathers are
-# within the layers, is slower with it (docs/overlap.md).
-_QUEUING = _option("xla_tpu_enable_sparse_core_offload_queuing_in_lhs", True,
-                   "several collectives wait for the SparseCores while the TensorCore computes")  # fmt: skip
-_OVERLAP_AFTER_UPDATE: Mapping[str, tuple[CompilerOption, ...]] = {"v5p": (_QUEUING,), "v6e": (_QUEUING,)}
+# Beside those where new params are gathered after the update, at stages 1 and 2. On v5p stage 3, whose gathers are
+# within the layers, gains nothing (docs/overlap.md).
+_OVERLAP_AFTER_UPDATE: Mapping[str, tuple[CompilerOption, ...]] = {"v5p": (_QUEUING,)}
 # On-chip memory that one kernel may take, by the name of the hardware. By default large products get less, read their
 # operands more often, and reach 61% (v6e) to 84% (v5p) of the peak (docs/overlap.md).
 _KERNEL_MEMORY_KIB: Mapping[str, int] = {"v5p": 49_152, "v6e": 98_304, "tpu7x": 65_536}

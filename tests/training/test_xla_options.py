@@ -98,13 +98,11 @@ def test_what_collectives_of_a_plane_rest_on_is_no_part_of_overlap():
     assert name not in wanted(device("v5p"))
 
 
-def test_collectives_queue_up_for_sparse_cores_where_params_are_gathered_after_the_update():
-    for name in ("v5p", "v6e"):
-        by_stage = [set(wanted(device(name), stage=stage)) for stage in range(4)]
-        assert by_stage[0] == by_stage[3] < by_stage[1] == by_stage[2]
-        assert by_stage[2] - by_stage[3] == {"xla_tpu_enable_sparse_core_offload_queuing_in_lhs"}
-    assert wanted(device("v5e"), stage=2) == {}
-    assert wanted(device("h100"), stage=2) == wanted(device("h100"), stage=3)
+def test_options_are_the_same_at_every_stage():
+    name = "xla_tpu_enable_sparse_core_offload_queuing_in_lhs"
+    assert [name in wanted(device(hardware)) for hardware in ("v5p", "v6e", "tpu7x", "v5e")] == [1, 1, 0, 0]
+    for hardware in ("v5p", "v6e", "tpu7x", "h100"):
+        assert all(wanted(device(hardware), stage=stage) == wanted(device(hardware)) for stage in range(4))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ from zero_jax.sharding.spec import STAGED_FROM_NUM_CHIPS, Dims, carries, gather_
 # XLA:TPU divides rows whose lanes are a multiple of the first over the rings of a torus, and lanes into shards of a
 # multiple of the second (docs/gather_on_use.md).
 _LANES_OF_ROWS, _LANES_OF_SHARDS = 512, 256
+# Rows of more tiles of lanes than this XLA:TPU cuts into pieces, of at most so many.
+_TILE_LANES, _MOST_TILES, _MOST_PIECES = 128, 256, 16
 
 
 def scattering(mesh: Mesh, dims: Dims, axes: Sequence[str], *, shape: Sequence[int] = (), dtype: Any = None) -> Chain:
@@ -28,7 +30,8 @@ def scattering(mesh: Mesh, dims: Dims, axes: Sequence[str], *, shape: Sequence[i
 
     If its last dim is the sharded one, the gradient is reduce-scattered with its last two dims swapped: over a torus,
     XLA:TPU has native reduce-scatters of rows, and of lanes of some sizes only. So it is if both are sharded and its
-    `shape` is native only then, as that of a head, `[4096, 50304]`.
+    `shape` is native only then, as that of a head, `[4096, 50304]`. Rows whose lanes are not native, as the 151,936 of
+    Qwen's table, are reduce-scattered along these, and an all-to-all makes shards of rows of them.
     """
     *before, last = dims or ((),)
     swapped = False
@@ -37,7 +40,18 @@ def scattering(mesh: Mesh, dims: Dims, axes: Sequence[str], *, shape: Sequence[i
         is_odd = bool(shape) and shape[-1] % _LANES_OF_ROWS != 0 and shape[-2] % num_lanes == 0
         swapped = is_odd or not carries(tuple(before), axes)
     order = (*before[:-1], last, before[-1]) if swapped else dims
+    if before and shape and places_of(mesh) is not None and not order[-1] and {*order[-2]} == {*axes}:
+        num_lanes = shape[-2] if swapped else shape[-1]
+        if _is_all_reduced(num_lanes) and num_lanes % math.prod(mesh.shape[axis] for axis in axes) == 0:
+            shards = scatter_shardings(mesh, order, axes), named(mesh, (*order[:-2], (), order[-2]))
+            return Chain((*shards[0], shards[1]), dtype=dtype, swapped=not swapped)
     return Chain(scatter_shardings(mesh, order, axes), dtype=dtype, swapped=swapped)
+
+
+def _is_all_reduced(num_lanes: int) -> bool:
+    """Tells whether XLA:TPU all-reduces rows for their shards, as it cannot cut them into few equal pieces."""
+    tiles, rest = divmod(num_lanes, _TILE_LANES)
+    return not rest and tiles > _MOST_TILES and all(tiles % n for n in range(2, _MOST_PIECES + 1))
 
 
 def gather_shardings(mesh: Mesh, dims: Dims, axes: Sequence[str]) -> tuple[NamedSharding, ...]:

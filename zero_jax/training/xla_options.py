@@ -23,7 +23,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from zero_jax.program.subcalls import equations, equations_of
-from zero_jax.sharding.stages import sharded_groups
 from zero_jax.sharding.topology import hardware_of
 from zero_jax.training.zero_config import ZeroConfig, check_config
 from zero_jax.transforms import resolve_remat
@@ -124,19 +123,16 @@ _GPU_HOST = (
     _option("xla_gpu_enable_while_loop_double_buffering", True,
             "loops run two iterations at a time, so that values of the next are not copied"),
 )  # fmt: skip
+_QUEUING = _option("xla_tpu_enable_sparse_core_offload_queuing_in_lhs", True,
+                   "several collectives wait for the SparseCores while the TensorCore computes")  # fmt: skip
 # What lets collectives run beside computation on TPUs, by the name of the hardware. What is not here has no options:
 # XLA:CPU runs one thing after another. Left out: `xla_tpu_enable_async_collective_fusion` for all-gathers, of which
 # libtpu 0.0.44 warns ("incorrect results, hang, SDC") on everything but v5e.
 _OVERLAP: Mapping[str, tuple[CompilerOption, ...]] = {
-    "v5p": _SPARSE_CORE,
-    "v6e": _SPARSE_CORE,
+    "v5p": (*_SPARSE_CORE, _QUEUING),
+    "v6e": (*_SPARSE_CORE, _QUEUING),
     "tpu7x": (*_SPARSE_CORE, _NATIVE_GATHERS),
 }
-# The same, beside those, where new params are gathered after the update: at stages 1 and 2. Stage 3, whose gathers are
-# within the layers, is slower with it (docs/overlap.md).
-_QUEUING = _option("xla_tpu_enable_sparse_core_offload_queuing_in_lhs", True,
-                   "several collectives wait for the SparseCores while the TensorCore computes")  # fmt: skip
-_OVERLAP_AFTER_UPDATE: Mapping[str, tuple[CompilerOption, ...]] = {"v5p": (_QUEUING,), "v6e": (_QUEUING,)}
 # On-chip memory that one kernel may take, by the name of the hardware. By default large products get less, read their
 # operands more often, and reach 61% (v6e) to 84% (v5p) of the peak (docs/overlap.md).
 _KERNEL_MEMORY_KIB: Mapping[str, int] = {"v5p": 49_152, "v6e": 98_304, "tpu7x": 65_536}
@@ -173,7 +169,7 @@ def compiler_options(*, mesh: Mesh, config: ZeroConfig) -> dict[str, Value]:
 
     Args:
       mesh: the mesh, of real or compile-only devices.
-      config: `overlap`, `stage`, `compiler_options` and `combine_bytes` are read.
+      config: `overlap`, `compiler_options` and `combine_bytes` are read.
 
     Returns:
       The values by the options' names; none on a CPU. An option that the compiler does not know is left out, with a
@@ -210,8 +206,7 @@ def wanted_options(
 
     Flags of the environment replace defaults, and what the config names replaces both.
     """
-    groups = sharded_groups(config.stage)
-    options = {option.name: option for option in _defaults(device, groups, is_one_host)} if config.overlap else {}
+    options = {option.name: option for option in _defaults(device, is_one_host)} if config.overlap else {}
     hardware = hardware_of(device)
     options |= {option.name: option for option in _PLANAR.get(hardware.name if hardware else "", ())}
     for name in {name for flags in _flags(environment) for name in flags} if options else ():
@@ -258,18 +253,16 @@ def scatters_in_loops(jaxpr: Any) -> bool:
     return any(_WRITES.match(eqn.primitive.name) for loop in loops for eqn in equations_of(loop))
 
 
-def _defaults(device: Any, groups: frozenset[str], is_one_host: bool) -> tuple[CompilerOption, ...]:
+def _defaults(device: Any, is_one_host: bool) -> tuple[CompilerOption, ...]:
     if _is_cuda(device):
         return _GPU_HOST if is_one_host else _GPU
     hardware = hardware_of(device)
     if hardware is None:
         return ()
-    gathers_after_update = "master" in groups and "params" not in groups
-    more = _OVERLAP_AFTER_UPDATE.get(hardware.name, ()) if gathers_after_update else ()
     kib = _KERNEL_MEMORY_KIB.get(hardware.name)
     purpose = "large products keep more of their operands on the chip"
     memory = () if kib is None else (_option("xla_tpu_scoped_vmem_limit_kib", kib, purpose),)
-    return _OVERLAP.get(hardware.name, ()) + more + memory
+    return _OVERLAP.get(hardware.name, ()) + memory
 
 
 def _is_cuda(device: Any) -> bool:

@@ -337,6 +337,11 @@ class EqnSequence:
         own = {key for key, count in uses.items() if count == 1}
         return self.makes_floats(*run[-2:]) and not any(map(own.isdisjoint, params))
 
+    def are_most(self, blocks: Sequence[RepeatedBlock]) -> bool:
+        """Tells whether blocks are most of the equations, and not what a layer itself repeats, such as its norms."""
+        bounds = np.searchsorted(self.eqns, [(block.start, block.stop) for block in blocks] or [(0, 0)])
+        return bool(2 * sum(self.sizes[start:stop].sum() for start, stop in bounds) > self.sizes.sum())
+
     def makes_floats(self, start: int, stop: int) -> bool:
         """Tells whether the equations between two places make floating values."""
         return bool(self.num_floats[start] < self.num_floats[stop])

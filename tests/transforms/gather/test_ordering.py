@@ -8,6 +8,7 @@ from gathering import BATCH_SIZE, FEATURES, HIDDEN, block, check, examples, mlp,
 from reference import mesh_of
 
 import zero_jax as zero
+from zero_jax.models import gpt
 from zero_jax.program import jaxprs
 from zero_jax.transforms.gather.ordering import order, order_p
 
@@ -196,6 +197,15 @@ def test_frozen_params_get_no_gradient():
 
 def test_functions_without_blocks_have_no_ties():
     assert ties_of(lambda params, x: jnp.mean(block(x, params)), mlp(), examples()) == []
+
+
+def test_what_a_layer_itself_repeats_is_not_tied():
+    """Such as queries, keys and values: XLA:GPU gathers what is tied to activations no iteration early."""
+
+    config = gpt.GPTConfig(vocab_size=64, seq_len=16, num_layers=LAYERS, d_model=64, num_heads=2)
+    params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
+    batch = {name: jax.ShapeDtypeStruct((BATCH_SIZE, 16), jnp.int32) for name in ("inputs", "targets")}
+    assert ties_of(gpt.loss_fn(config), params, batch) == []
 
 
 def test_order_is_linear_and_maps():

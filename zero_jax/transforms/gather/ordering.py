@@ -40,7 +40,7 @@ class _Segment:
 
 
 class Ordering:
-    """The ties of one jaxpr that is being walked; none if it has no repeated blocks."""
+    """The ties of one jaxpr that is being walked; none if it is not mostly repeated blocks."""
 
     def __init__(self, facts: Facts, values: Sequence[Lazy | Value]):
         self.jaxpr = facts.jaxpr
@@ -48,8 +48,9 @@ class Ordering:
         self.places: dict[int, tuple[_Segment, _Segment | None, frozenset[Any]]] = {}
         if not any(value.is_deferred for value in values):
             return
-        blocks = find_blocks(EqnSequence(facts))
-        if not blocks:
+        sequence = EqnSequence(facts)
+        blocks = find_blocks(sequence)
+        if not sequence.are_most(blocks):
             return
         pairs = zip(self.jaxpr.invars, values, strict=True)
         params = {

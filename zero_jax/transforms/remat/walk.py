@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from zero_jax.attention import RESIDUALS
 from zero_jax.core.close_match import did_you_mean
@@ -75,13 +74,7 @@ class RematBody:
         """Tells whether there are blocks in it; without `tied` those with params of their own alone."""
         loops = [(eqn, [*map(self.known.kind, eqn.invars)]) for eqn in self.jaxpr.eqns if kind_of(eqn) == "scan"]
         is_loop = (is_over_layers(eqn, kinds) or (tied and repeats_a_layer(eqn, kinds)) for eqn, kinds in loops)
-        return any(is_loop) or self.is_mostly(self.found if tied else find_blocks(EqnSequence(self.known)))
-
-    def is_mostly(self, blocks: Sequence[RepeatedBlock]) -> bool:
-        """Tells whether blocks are most of it, and not what a layer itself repeats, such as its norms."""
-        sequence = self.sequence
-        bounds = np.searchsorted(sequence.eqns, [(block.start, block.stop) for block in blocks] or [(0, 0)])
-        return bool(2 * sum(sequence.sizes[start:stop].sum() for start, stop in bounds) > sequence.sizes.sum())
+        return any(is_loop) or self.sequence.are_most(self.found if tied else find_blocks(EqnSequence(self.known)))
 
 
 def kind_of(eqn: Any) -> str | None:
@@ -342,7 +335,7 @@ class RematWalk(Walk[RematFrame]):
         made_bytes = sum(num_bytes(var.aval) for var in all_values(known))
         kept_bytes = sub.length * sum(num_bytes(var.aval) for var in sub.split(known.jaxpr.invars)[1])
         num_blocks = len(body.blocks) if 2 * kept_bytes < made_bytes else 0
-        return num_blocks > 1 and num_blocks * kept_bytes < made_bytes and body.is_mostly(body.blocks)
+        return num_blocks > 1 and num_blocks * kept_bytes < made_bytes and body.sequence.are_most(body.blocks)
 
     def inner(self, eqn: Any, jaxpr: Any, values: Sequence[Any], frame: RematFrame) -> list[Any]:
         """Evaluates a branch or the body of a loop, which may be a block."""

@@ -251,8 +251,9 @@ def _loops(facts: Facts) -> tuple[list[int], dict[int, _Loop], list[str]]:
     edges = [0, *(run[-1] for run in bounds[:-1])], [*(run[0] for run in bounds[1:]), len(sequence.eqns)]
     for run, start, stop in zip(bounds, *edges, strict=False):
         try:
-            loop = _loop(facts, sequence.eqns, turns, turns.layers(run, start, stop))
-            loops[loop.start] = loop
+            layers = turns.layers(run, start, stop)
+            loops[layers[0]] = _loop(facts, sequence.eqns, turns, layers)
+            turns.warn_of_others(run, layers)
         except CannotCut as error:
             refusals.append(str(error))
     return sequence.eqns, loops, refusals
@@ -370,7 +371,7 @@ class _Turns:
         return list(itertools.starmap(self.turn, itertools.pairwise(bounds)))
 
     def layers(self, blocks: Sequence[int], start: int, stop: int) -> Sequence[int]:
-        """Returns the bounds of the equal layers that are most of a run of blocks; others run on the whole batch.
+        """Returns the bounds of the equal layers that are most of a run of blocks.
 
         A layer may be several blocks or a part of one, and need not begin where a block does.
 
@@ -401,8 +402,12 @@ class _Turns:
             # Between two blocks one may begin with what is the end of the one before: the first has nothing before it.
             late = max(blocks[2] - 2 * blocks[1] + blocks[0], 0)
             raise CannotCut(_difference(self.between([blocks[0], *(x + late for x in blocks[1:])])))
+        return best
+
+    def warn_of_others(self, blocks: Sequence[int], layers: Sequence[int]) -> None:
+        """Warns of the blocks that are not among some layers."""
         uses = [self.sequence.uses(*pair) for pair in itertools.pairwise(blocks)]
-        others = [i for i, each in enumerate(uses) if np.any((each < best[0]) | (each >= best[-1]))]
+        others = [i for i, each in enumerate(uses) if np.any((each < layers[0]) | (each >= layers[-1]))]
         if others:
             where = [_where(self.eqns[self.sequence.eqns[blocks[i]]]) for i in others[:4]]
             warnings.warn(
@@ -411,7 +416,6 @@ class _Turns:
                 "they run on the whole batch",
                 stacklevel=2,
             )
-        return best
 
 
 def _difference(layers: Sequence[_Turn]) -> str:

@@ -157,16 +157,21 @@ def rolled(traced: Traced) -> Traced:
 
 
 def _by_index(closed: Any, num_params: int) -> Any:
-    """Returns a jaxpr whose scans over params read whole, by index, what they take slices of that is made of the batch.
+    """Returns a jaxpr whose scans over params read whole, by index, what they take slices of that may have examples.
 
-    What layers read whole travels with its microbatch; slices of it would be those of a whole batch.
+    What layers read whole travels with its microbatch; slices of it would be those of a whole batch. Besides what is
+    made of the batch it is what is made of numbers, as masks of `jnp.ones_like(tokens)`.
     """
     jaxpr, consts = open_jaxpr(closed)
-    facts = _facts(jaxpr, num_params, _NotOfBatch)
+    facts = _facts(jaxpr, num_params, _FrozenParams)
     own = {}
+
+    def may_have_examples(atom: Any) -> bool:
+        return facts.kind(atom) == "value" or (facts.kind(atom) == "const" and atom.aval.ndim > 1)
+
     for eqn in (jaxpr.eqns[i] for i in scans_over_params(facts)):
-        *_, slices = scan_of(eqn).split([*map(facts.kind, eqn.invars)])
-        own[id(eqn)] = [i for i, kind in enumerate(slices) if kind == "value"]
+        *_, slices = scan_of(eqn).split(eqn.invars)
+        own[id(eqn)] = [i for i, atom in enumerate(slices) if may_have_examples(atom)]
 
     def equation(eqn: Any, values: list[Any]) -> list[Any]:
         numbers = own.get(id(eqn))
@@ -230,12 +235,12 @@ class _MadeBefore(Origins):
         return super().operation(eqn, operands)
 
 
-class _NotOfBatch(_MadeBefore):
-    """What is not made of the batch, as frozen weights that the function closes over."""
+class _FrozenParams(_MadeBefore):
+    """What is made of params, of which are the arrays that the function closes over, as frozen weights."""
 
     def constant(self, atom: Any) -> Origin:
         """Returns the origin of a literal, or of an array that the function closes over."""
-        return Origin(frozenset(), str(atom))
+        return super().constant(atom) or Origin(frozenset({-1}), atom)
 
 
 def _loops(facts: Facts) -> tuple[list[int], dict[int, _Loop], list[str]]:

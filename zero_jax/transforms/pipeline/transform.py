@@ -199,7 +199,7 @@ def _refusal(found: Sequence[FoundLoop], stages: Stages, traced: Traced) -> str:
         is_of_schedule = any("pipeline=" in entry.why or "groups" in entry.why for entry in found)
         other = "; give pipeline='gpipe'" if is_of_schedule and stages.schedule != Schedule() else ""
         if not is_of_schedule and "may be mixed" in reasons:
-            other = "; let layers return sums and means over the batch, and combine these behind the layers"
+            other = "; mix examples behind the layers: these may return sums and means over the batch"
         return (
             f"pipe={stages.num_stages}: no layers can be the stages of a pipeline: {reasons}{other}; or leave pipe out"
         )

@@ -64,7 +64,10 @@ class Band:
 
     def has_unseeing(self, num_queries: int, num_keys: int) -> bool:
         """Tells whether there is a query that sees no key."""
-        return bool((self.last(num_queries, num_keys) < self.first(num_queries)).any())
+        is_empty = self.left is not None and self.right is not None and self.left + self.right < 0
+        first_has_none = num_keys < 1 or (self.right is not None and self.right < 0)
+        last_has_none = self.left is not None and num_queries - 1 - self.left > num_keys - 1
+        return num_queries > 0 and (is_empty or first_has_none or last_has_none)
 
 
 def band_of(case: Case, num_queries: int, num_keys: int) -> Band:

@@ -150,14 +150,17 @@ def plan_layouts(
     batch: PyTree,
     topology: str,
     config: ZeroConfig,
+    replica: int = 1,
+    model: int = 1,
+    pipe: int = 1,
     layouts: Sequence[Layout] | None = None,
-    **settings: Any,
+    compiler_options: Mapping[str, Any] | None = None,
+    **compiling: Any,
 ) -> LayoutPlans:
     """Compiles the train step for several layouts of `data` over the topology, and ranks them by estimated time.
 
-    Arguments are as for `plan`, which has `data_layout` where this has `layouts`: each has the sizes of the mesh axes
-    that carry `data`, major first; None tries what `make_mesh` chooses, a single axis, and the dims of the torus with
-    neighbours merged.
+    Arguments are as for `plan`. Each of `layouts` has the sizes of the mesh axes that carry `data`, major first; None
+    tries what `make_mesh` chooses, a single axis, and the dims of the torus with neighbours merged.
 
     Raises:
       ValueError: as `plan` does.
@@ -169,8 +172,10 @@ def plan_layouts(
       (4,)
     """
     check_arguments(layouts=layouts)
-    settings |= {"batch": batch, "topology": topology, "config": config}
-    job, options = split_settings(loss_fn=loss_fn, init_fn=init_fn, tx=tx, data_layout=None, **settings)
+    job, options = split_settings(
+        loss_fn=loss_fn, init_fn=init_fn, tx=tx, batch=batch, topology=topology, config=config, replica=replica,
+        model=model, pipe=pipe, data_layout=None, compiler_options=compiler_options, **compiling,
+    )  # fmt: skip
     return compile_layouts(job, options, layouts=layouts)
 
 

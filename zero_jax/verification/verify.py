@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -127,10 +127,15 @@ def verify(
     *,
     topology: str,
     config: ZeroConfig,
+    replica: int = 1,
+    model: int = 1,
+    pipe: int = 1,
+    data_layout: Sequence[int] | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
     num_steps: int = 2,
     seed: int = 0,
     tolerance: float | None = None,
-    **settings: Any,
+    **compiling: Any,
 ) -> Verification:
     """Compiles the train step for a topology, runs the program on this machine, and compares it with one device.
 
@@ -142,8 +147,8 @@ def verify(
     compared. Each step begins with the reference's state. Fused attention is left out: its kernels are no operations of
     XLA.
 
-    The settings are the other arguments of `plan` (all but `cache`), with a `topology` of a few devices such as
-    `v5p:2x2x2`, for a `batch` of arrays `[examples, ...]` with values that the model takes. `num_steps` are compared;
+    Arguments are as for `plan` (of `**compiling` all but `cache`), for a topology of a few devices such as `v5p:2x2x2`,
+    and with a `batch` of arrays `[examples, ...]` with values that the model takes. `num_steps` steps are compared;
     `seed` is of the key for `init_fn` and the steps. `tolerance` is the relative difference that is put down to
     rounding, before what the optimizer makes of it; None takes 1e-4 for float32, and more for smaller dtypes and
     quantized collectives.
@@ -164,8 +169,10 @@ def verify(
     for name, leaf in leaves_by_name(batch).items():
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise ValueError(f"verify: batch leaf {name!r} is a ShapeDtypeStruct, give an array of values")
-    settings |= {"batch": batch, "topology": topology, "config": config}
-    job, options = split_settings(loss_fn=loss_fn, init_fn=init_fn, tx=tx, **settings)
+    job, options = split_settings(
+        loss_fn=loss_fn, init_fn=init_fn, tx=tx, batch=batch, topology=topology, config=config, replica=replica,
+        model=model, pipe=pipe, data_layout=data_layout, compiler_options=compiler_options, **compiling,
+    )  # fmt: skip
     return call_for(verify_job, job, {"batch": jax.tree.map(host_array, batch), **arguments}, options)
 
 

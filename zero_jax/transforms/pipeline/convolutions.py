@@ -28,7 +28,7 @@ class _Products(Rewriting):
         return eqn.primitive is lax.conv_general_dilated_p and eqn.params["batch_group_count"] == 1
 
     def changed(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
-        return [_products(*values, eqn.params)]
+        return [_products(values[0], values[1], eqn.params)]
 
 
 def _products(x: jax.Array, kernel: jax.Array, params: dict[str, Any]) -> jax.Array:
@@ -65,7 +65,7 @@ def _products(x: jax.Array, kernel: jax.Array, params: dict[str, Any]) -> jax.Ar
         x = x.transpose(0, 1, 2, *range(3, 3 + 2 * number, 2), *range(4, 3 + 2 * number, 2))
         y = product(x, kernel, range(4 + number, 4 + 2 * number))
     else:
-        y = 0
+        y = jnp.zeros((), wide(out_dtype))
         for place in np.ndindex(*window):
             starts = [i * d for i, d in zip(place, dilation, strict=True)]
             ends = [i + (n - 1) * stride + 1 for i, n, stride in zip(starts, size, strides, strict=True)]

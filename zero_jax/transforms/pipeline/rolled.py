@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from zero_jax.core.tree import is_key
-from zero_jax.dims import is_float
+from zero_jax.dims import is_contraction, is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate, flattened, trace_flat
 from zero_jax.program.jaxprs import bind, open_jaxpr, source_context
@@ -255,6 +255,9 @@ def _loops(facts: Facts) -> tuple[list[int], dict[int, _Loop], list[str]]:
     bounds = [np.searchsorted(sequence.eqns, [*(x.start for x in run), run[-1].stop]).tolist() for run in runs]
     edges = [0, *(run[-1] for run in bounds[:-1])], [*(run[0] for run in bounds[1:]), len(sequence.eqns)]
     for run, start, stop in zip(bounds, *edges, strict=False):
+        inside = (facts.jaxpr.eqns[i] for i in sequence.eqns[run[0] : run[-1]])
+        if not any(is_contraction(each) for eqn in inside for each in equations_of(eqn)):
+            continue  # sums of embeddings, no layers
         try:
             layers = turns.layers(run, start, stop)
             loops[layers[0]] = _loop(facts, sequence.eqns, turns, layers)

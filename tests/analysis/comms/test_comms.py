@@ -79,6 +79,13 @@ def test_a_gather_is_told_by_its_name(op_name, phase):
     assert (row.source, row.dtypes, row.kind) == ("/home/me/model.py:7", ("bf16",), "all-gather")
 
 
+def test_a_gather_without_a_name_is_told_by_its_dims():
+    """As in programs of several slices, where shards are beside one another in a dim of their own."""
+    parts = GATHER.replace("[64,64]{1,0}", "[4,16,64]{2,1,0}").replace("OP", "jit(step)/jvp()/dot")
+    (row,) = comms.measure(program(HALF + parts), mesh=mesh_of_4()).rows
+    assert (row.param, row.is_named) == ("w", False)
+
+
 def test_without_gradients_all_is_forward_and_without_a_mesh_axes_are_unknown():
     report = comms.measure(program(HALF + GATHER.replace("OP", "jit(evaluate)/dot")))
     assert [(row.phase, row.axes, row.group_size) for row in report.rows] == [("forward", ("?",), 4)]

@@ -296,9 +296,8 @@ class _ParamNames:
             in_shards = kind.startswith("reduce-scatter") or kind.endswith("(windowed)")
             table = self._by_shard_dims if in_shards else self._by_dims
             # What is gathered of shards may have their number in a dim of its own: [devices, m / devices, n].
-            merged = [
-                (dims[0] * x, *dims[1:i], *dims[i + 1 :]) for i, x in enumerate(dims) if i and kind == "all-gather"
-            ]
+            in_parts = kind == "all-gather" and dims[:1] == (collective.group_size,)
+            merged = [(dims[0] * x, *dims[1:i], *dims[i + 1 :]) for i, x in enumerate(dims) if i and in_parts]
             names += next(filter(None, (table.get(dims_key(each)) for each in (dims, *merged))), [])
         names = list(dict.fromkeys(names))
         shown = names[:_MAX_NAMES] + (["..."] if len(names) > _MAX_NAMES else [])
@@ -306,9 +305,9 @@ class _ParamNames:
 
 
 def _paths_by_dims(leaves: Sequence[tuple[tuple[int, ...], str]]) -> Mapping[tuple[int, ...], list[str]]:
-    """Returns the paths of leaves by their dims, followed by those with such dims in a layer of a stack, or of two."""
+    """Returns the paths of leaves by their dims, then by those of a layer of a stack, or of a matrix in two stacks."""
     paths: dict[tuple[int, ...], dict[str, None]] = collections.defaultdict(dict)
-    for dims, path in ((dims[i:], path) for i in range(3) for dims, path in leaves):
+    for dims, path in ((dims[i:], path) for i in range(3) for dims, path in leaves if i < 2 or len(dims) > 3):
         paths[dims_key(dims)][path] = None
     return {dims: list(ordered) for dims, ordered in paths.items() if dims}
 

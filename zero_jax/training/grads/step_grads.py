@@ -144,7 +144,7 @@ class _ScaledLoss:
             out, grads, parts = self.of_plan(accumulator)
         if accumulator.plan.once_over:
             grads, errors = accumulator.reduce(grads, errors)
-            for i, number in enumerate(j for j, flag in enumerate(self.has_grad) if flag):
+            for i, number in enumerate(self.pick(range(len(self.leaves)))):
                 if number in moved:
                     sharding = named(accumulator.mesh, accumulator.sums[i].dims)
                     grads[i] = lax.with_sharding_constraint(moved[number](grads[i]), sharding)

@@ -50,15 +50,13 @@ def _products(x: jax.Array, kernel: jax.Array, params: dict[str, Any]) -> jax.Ar
     spans = [(k - 1) * d + 1 for k, d in zip(window, dilation, strict=True)]
     size = [(n - span) // stride + 1 for n, span, stride in zip(space, spans, strides, strict=True)]
     number = len(window)
-    product = lambda a, b, k: jnp.einsum(  # noqa: E731
-        a,
-        [0, 1, 2, *range(4, 4 + number), *k],
-        b,
-        [1, 3, 2, *k],
-        [0, 1, 3, *range(4, 4 + number)],
-        precision=params["precision"],
-        preferred_element_type=wide(out_dtype),
-    )
+
+    def product(x: jax.Array, kernel: jax.Array, places: Sequence[int] = ()) -> jax.Array:
+        """Sums over the features in, and over dims of both that are places of the window."""
+        out = range(4, 4 + number)
+        types = {"precision": params["precision"], "preferred_element_type": wide(out_dtype)}
+        return jnp.einsum(x, [0, 1, 2, *out, *places], kernel, [1, 3, 2, *places], [0, 1, 3, *out], **types)
+
     if tuple(window) == tuple(strides) and set(dilation) == {1}:
         x = x[(..., *(slice(n * k) for n, k in zip(size, window, strict=True)))]
         x = x.reshape(*x.shape[:3], *itertools.chain(*zip(size, window, strict=True)))
@@ -70,6 +68,6 @@ def _products(x: jax.Array, kernel: jax.Array, params: dict[str, Any]) -> jax.Ar
             starts = [i * d for i, d in zip(place, dilation, strict=True)]
             ends = [i + (n - 1) * stride + 1 for i, n, stride in zip(starts, size, strides, strict=True)]
             taken = x[(..., *map(slice, starts, ends, strides))]
-            y += product(taken, kernel[(..., *place)], ())
+            y += product(taken, kernel[(..., *place)])
     y = y.reshape(y.shape[0], -1, *size).astype(out_dtype)
     return y.transpose(np.argsort(dims.out_spec))

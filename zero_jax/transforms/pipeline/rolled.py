@@ -77,18 +77,18 @@ def rolled(traced: Traced) -> Traced:
         env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *leaves), strict=True))
         read = lambda atom: atom.val if jaxprs.is_literal(atom) else env[atom]  # noqa: E731
 
-        def evaluate(eqn: Any) -> None:
+        def make(eqn: Any) -> None:
             env.update(zip(eqn.outvars, bind(eqn, [read(atom) for atom in eqn.invars]), strict=True))
 
         for eqn in filter(facts.only_params, jaxpr.eqns):
-            evaluate(eqn)
+            make(eqn)
         place = 0
         while place < len(order):
             loop, eqn = loops.get(place), jaxpr.eqns[order[place]]
             if loop is not None:
                 _run(loop, env)
             else:
-                evaluate(eqn)
+                make(eqn)
             place = place + 1 if loop is None else loop.stop
         return [read(atom) for atom in jaxpr.outvars]
 

@@ -383,8 +383,8 @@ def test_layers_that_do_not_divide_have_idle_places(stage, pipeline, remat, stag
     assert residuals.num_layers == {"gpipe": 12, "1f1b": 3 * 7, "circular:2": 16}[pipeline]
 
 
-def temporaries(*, pipe, num_microbatches, pipeline, is_checkpointed):
-    """Returns the temporaries of a step of large layers, in bytes of the params of a layer."""
+def large_layers(*, pipe, num_microbatches, pipeline, is_checkpointed):
+    """Returns a lowered step of large layers."""
     wrap = jax.checkpoint if is_checkpointed else lambda layer: layer
 
     def loss_fn(params, batch):
@@ -395,7 +395,20 @@ def temporaries(*, pipe, num_microbatches, pipeline, is_checkpointed):
     state = zero.abstract_state(lambda _: jnp.zeros((LAYERS, 256, 256)), optax.sgd(0.1), mesh=mesh, config=config)
     batch = jax.ShapeDtypeStruct((4 * num_microbatches, 256), jnp.float32)
     step = zero.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, config=config)
-    return step.lower(state, batch).compile().memory_analysis().temp_size_in_bytes / (256 * 256 * 4)
+    return step.lower(state, batch)
+
+
+def temporaries(**fields):
+    """Returns the temporaries of a step of large layers, in bytes of the params of a layer."""
+    return large_layers(**fields).compile().memory_analysis().temp_size_in_bytes / (256 * 256 * 4)
+
+
+@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
+def test_gradients_of_a_layer_are_no_scatter(pipeline):
+    """As a scatter, XLA:TPU copies the sum of a layer, and reads it twice."""
+    text = large_layers(pipe=2, num_microbatches=4, pipeline=pipeline, is_checkpointed=False).as_text()
+    assert re.search(r"dynamic_update_slice .*, .*x256x256xf32>", text)
+    assert not re.search(r"\}\) : \(tensor<[x\d]*x256x256xf32>, tensor<[x\d]*i32>", text)
 
 
 @pytest.mark.slow

@@ -7,9 +7,12 @@ stage as its own, to which that of a layer is added where it is made.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.custom_batching
 import jax.numpy as jnp
 from jax import lax
 
@@ -28,6 +31,33 @@ sum_of.defvjp(
 )
 
 
+@functools.cache
+def _added_at(dim: int) -> Callable[..., jax.Array]:
+    """Returns a function that adds an array to a sum, at an index of a dim.
+
+    XLA adds in place, where the array is made. Of an update by index `jax.vmap` makes a scatter: XLA:TPU copies the
+    old slice for it, and reads it twice.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def add(sums: jax.Array, x: jax.Array, number: jax.Array) -> jax.Array:
+        starts = [number if i == dim else jnp.zeros_like(number) for i in range(sums.ndim)]
+        x = jnp.expand_dims(x, dim)
+        return lax.dynamic_update_slice(sums, lax.dynamic_slice(sums, starts, x.shape) + x, starts)
+
+    @add.def_vmap
+    def mapped(size: int, is_mapped: list[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:
+        each = zip(operands, is_mapped, strict=True)
+        sums, x, number = (x if flag else jnp.broadcast_to(x, (size, *x.shape)) for x, flag in each)
+        if not is_mapped[2]:
+            return _added_at(dim + 1)(sums, x, operands[2]), True
+        at_one = lambda old, x, i: lax.dynamic_index_in_dim(old, i, dim, keepdims=False) + x  # noqa: E731
+        put = lambda old, x, i: lax.dynamic_update_index_in_dim(old, at_one(old, x, i), i, dim)  # noqa: E731
+        return jax.vmap(put)(sums, x, number), True
+
+    return add
+
+
 @jax.custom_vjp
 def added_to(sums: jax.Array, x: jax.Array, number: jax.Array, is_own: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns a sum `[layers, ...]` and the param `x` of a layer, whose gradient is added to that of the sum.
@@ -44,8 +74,7 @@ def added_to(sums: jax.Array, x: jax.Array, number: jax.Array, is_own: jax.Array
 def _backward(places: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
     (number, is_own), (sums, own) = places, cotangents
     added = jnp.where(is_own, own, jnp.zeros_like(own)).astype(sums.dtype)
-    added += lax.dynamic_index_in_dim(sums, number, 0, keepdims=False)
-    return lax.dynamic_update_index_in_dim(sums, added, number, 0), None, None, None
+    return _added_at(0)(sums, added, number), None, None, None
 
 
 added_to.defvjp(lambda sums, x, *places: ((sums, x), places), _backward)

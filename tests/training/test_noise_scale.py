@@ -60,7 +60,7 @@ def mean_square(parts, loss_fn, weigh=None):
 
 
 def one_step(loss_fn, batch, **fields):
-    state, step = make_trainer(loss_fn, optax.sgd(1e-2), **fields)
+    state, step = make_trainer(loss_fn, optax.sgd(1e-2), noise_scale=True, **fields)
     return step(state, batch)[1]
 
 
@@ -115,7 +115,7 @@ def test_the_loss_scale_and_clipping_leave_it_alone(stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_without_microbatches_nothing_is_told(stage):
-    state, step = make_trainer(loss_fn, optax.sgd(1e-2), stage=stage, mesh=mesh_of("2"))
+    state, step = make_trainer(loss_fn, optax.sgd(1e-2), stage=stage, mesh=mesh_of("2"), noise_scale=True)
     metrics = jax.eval_shape(step.program.step, state, make_batch(0))[1]
     assert metrics.grad_norm is not None
     assert metrics.small_grad_norm_sq is None and metrics.num_small_grads is None
@@ -127,7 +127,7 @@ def test_frozen_params_do_not_count():
     tx = optax.multi_transform({"trained": optax.sgd(1e-2), "frozen": optax.set_to_zero()}, labels)
     batch = make_batch(0, size=BATCH_SIZE)
     fields = {"stage": 2, "mesh": mesh_of("2"), "num_microbatches": 2}
-    state, step = make_trainer(loss_fn, tx, **fields)
+    state, step = make_trainer(loss_fn, tx, noise_scale=True, **fields)
     metrics = step(state, batch)[1]
     grad_fn = gradient_of(loss_fn)
     squares = [reference.norm(grad_fn(reference.host_params(), p)["layers"]) ** 2 for p in parts_of(batch, **fields)]
@@ -182,7 +182,7 @@ def test_finds_a_noise_scale_that_is_known(stage, num_microbatches, precision):
     num_steps = 100
     fields = {"stage": stage, "num_microbatches": num_microbatches, "precision": precision, "mesh": mesh_of("8")}
     params = {"w": np.zeros(D, np.float32)}
-    state, step = make_trainer(quadratic_loss, optax.sgd(0.0), params=params, **fields)
+    state, step = make_trainer(quadratic_loss, optax.sgd(0.0), params=params, noise_scale=True, **fields)
     noise_scale = NoiseScale(decay=0.999)
     for seed in range(num_steps):
         state, metrics = step(state, quadratic_batch(seed))
@@ -256,7 +256,7 @@ def test_a_step_that_is_not_finite_changes_nothing(value):
 def test_a_gradient_that_is_not_finite_spoils_its_own_step_only(stage):
     batches = [make_batch(seed, size=BATCH_SIZE) for seed in range(3)]
     fields = {"stage": stage, "mesh": mesh_of("2"), "num_microbatches": 2, "skip_nonfinite": True}
-    state, step = make_trainer(loss_fn, optax.sgd(0.0), **fields)
+    state, step = make_trainer(loss_fn, optax.sgd(0.0), noise_scale=True, **fields)
     values = []
     for seed in (0, 1, 2):
         batch = batches[seed] if seed != 1 else {**batches[1], "targets": np.full_like(batches[1]["targets"], np.nan)}

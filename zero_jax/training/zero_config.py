@@ -36,6 +36,8 @@ class ZeroConfig:
         only the loss reads (targets, masks, weights) are not cast, nor are integers and booleans. List times and
         positions that need more than the 8 bits of bfloat16; `.*` casts nothing (docs/stages.md).
       num_microbatches: forward passes that a step's batch is split into.
+      noise_scale: report the sizes of the gradients of microbatches, which `NoiseScale` makes the noise scale of
+        (docs/noise_scale.md). They are not added in place then.
       clip_norm: largest global norm of the gradients, or None. Finite gradients are clipped, whatever their size.
         `auto` is None in a loop of your own, and 1.0 in the trainer, or what the run began with that it resumes.
       loss_weight: the weight of a microbatch, such as the number of its tokens, that its loss is a mean over. `auto`
@@ -105,6 +107,7 @@ class ZeroConfig:
     precision: Literal["auto", "fp32", "bf16", "fp16", "bf16-stochastic"] | Precision = "auto"
     keep_batch_dtype: Sequence[str] = ()
     num_microbatches: int = 1
+    noise_scale: bool = False
     clip_norm: float | Literal["auto"] | None = "auto"
     loss_weight: str | None = "auto"
     skip_nonfinite: bool | None = None

@@ -318,6 +318,7 @@ def classify(heap: Heap, leaves: Sequence[ArgumentLeaf]) -> tuple[Temporary, ...
 
     def is_grad(buffer: Buffer, dims: tuple[int, ...]) -> bool:
         written = phase_of(buffer.op_name) in ("backward", "") and "rematted_computation" not in buffer.op_name
+        written = written or buffer.opcode == "broadcast"  # zeros that gradients are added to
         return dims in gathered | local and written and phase_of(buffer.last_read_by) != "forward"
 
     def is_copied(buffer: Buffer, dims: tuple[int, ...]) -> bool:

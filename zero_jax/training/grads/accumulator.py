@@ -36,7 +36,8 @@ class GradInputs(NamedTuple):
 
 
 # `grad_fn(*inputs)` returns `((loss, (aux, model_state, weight)), grads)`, the aux as of `CombinedAux.entries`; the
-# weight is None where all parts weigh the same.
+# weight is None where all parts weigh the same. Given the sums of gradients before as one more argument, it returns
+# those behind in the place of the gradients (`Accumulator.adds`).
 GradFn = Callable[..., Any]
 
 
@@ -53,6 +54,8 @@ class Accumulator:
     aux: CombinedAux
     sums: Sequence[DeviceSum]  # how the gradients that devices have of each param are summed
     by_weight: bool = False  # whether losses and gradients are multiplied by the weights of their parts
+    adds: bool = False  # whether a function of gradients adds those of microbatches itself
+    has_noise: bool = False  # whether the sizes of the parts' gradients are wanted
 
     @property
     def num_shards(self) -> int:
@@ -134,7 +137,7 @@ class Accumulator:
 
         Returns:
           `((loss, (aux, model_state)), grads, parts)` of the whole batch, the gradients stacked with `once_over`;
-          `parts` says how large the gradients of its parts are, None without microbatches.
+          `parts` says how large the gradients of its parts are, None if that is not wanted.
         """
         k, dims, once = self.plan.num_microbatches, self.grad_dims, self.plan.once_over
         if k == 1 and not once:
@@ -144,9 +147,9 @@ class Accumulator:
         mapped = self.mapped(grad_fn, parts) if once else grad_fn
         num_devices = axis_size(self.mesh, once)
 
-        def grads_of(part: PyTree, key: jax.Array, model_state: PyTree) -> Any:
+        def grads_of(part: PyTree, key: jax.Array, model_state: PyTree, *sums: list[jax.Array]) -> Any:
             keys = jax.random.split(key, num_devices) if once else key
-            return mapped(inputs.params, model_state, part, keys, inputs.frozen)
+            return mapped(inputs.params, model_state, part, keys, inputs.frozen, *sums)
 
         def pin(arrays: list[jax.Array]) -> list[jax.Array]:
             return [lax.with_sharding_constraint(x, s) for x, s in zip(arrays, shardings, strict=True)]
@@ -154,13 +157,20 @@ class Accumulator:
         def body(carry: Any, index_and_part: Any) -> Any:
             (sums, model_state), (index, part) = carry, index_and_part
             key = jax.random.fold_in(inputs.key, index)
-            (loss, (aux, new_state, weight)), grads = grads_of(_rejoin(part, parts), key, model_state)
+            part = _rejoin(part, parts)
+            if self.adds:
+                (loss, (aux, _, weight)), sums = grads_of(part, key, model_state, sums)
+                return (pin(sums), model_state), (loss, weight, aux, None)
+            (loss, (aux, new_state, weight)), grads = grads_of(part, key, model_state)
             if not once:
+                model_state = new_state
+            squares = None
+            if self.has_noise:
                 # Without the barrier XLA:TPU puts off the head's gradient until all are squared, and holds the logits.
-                grads, model_state = lax.optimization_barrier(grads), new_state
-            squares = shard_squares(grads, dims, mesh=self.mesh)
+                grads = grads if once else lax.optimization_barrier(grads)
+                squares = shard_squares(grads, dims, mesh=self.mesh)
             factor = weight if self.by_weight else None
-            sums = [_added(s, g, factor) for s, g in zip(sums, grads, strict=True)]
+            sums = [added(s, g, factor) for s, g in zip(sums, grads, strict=True)]
             return (pin(sums), model_state), (loss, weight, aux, squares)
 
         squares: Any = None
@@ -179,7 +189,7 @@ class Accumulator:
             auxes = jax.tree.map(lambda x: x[None], auxes)
         loss = mean(losses, weights if self.by_weight else None)
         aux = self.aux.combine(auxes, self.joined, lead=2 if once else 1)
-        if k == 1:
+        if squares is None:
             return (loss, (aux, model_state)), grads, None
         weights = jnp.ones(losses.shape) if weights is None else weights
         return (loss, (aux, model_state)), grads, mean_of_parts(squares, weights, has_weight=not self.by_weight)
@@ -203,6 +213,7 @@ class Accumulator:
         """
         once = self.plan.once_over
         in_axes = (None, None, jax.tree.map(lambda x: 0 if x.ndim else None, parts), 0, None)  # of `GradInputs`
+        in_axes += (0,) if self.adds else ()
         if self.plan.map_by == "vmap":
             return jax.vmap(grad_fn, in_axes=in_axes, spmd_axis_name=once)
         is_none, over = lambda axis: axis is None, PartitionSpec(once)
@@ -264,7 +275,8 @@ def _weighed_share(x: jax.Array, weights: jax.Array | None, total: jax.Array) ->
 
 
 @inline_jit
-def _added(total: jax.Array, x: jax.Array, weights: jax.Array | None) -> jax.Array:
+def added(total: jax.Array, x: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """Returns a sum and another gradient, multiplied by what parts weigh; one of no weight is left out."""
     wider = x.astype(total.dtype)
     return total + (wider if weights is None else _weigh(over(weights, x), wider).astype(total.dtype))
 

@@ -42,6 +42,11 @@ class GradPlan:
         return self.is_per_device and bool(self.once_over)
 
     @property
+    def adds(self) -> bool:
+        """Whether the gradients that devices have of microbatches are added where they are made."""
+        return self.is_of_update and not self.at_use and self.num_microbatches > 1
+
+    @property
     def part_axes(self) -> tuple[str, ...]:
         """The axes that a microbatch is cut over into the smallest parts that the loss is called on."""
         return self.batch_axes if self.at_use or not self.once_over else self.once_over

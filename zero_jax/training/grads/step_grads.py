@@ -15,9 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import as_variables, joined
 from zero_jax.dims import Kind, Relation
+from zero_jax.program.loss import LossProgram
 from zero_jax.sharding.precision import wide
 from zero_jax.sharding.spec import named
-from zero_jax.training.grads.accumulator import Accumulator, GradFn, GradInputs, mean, over
+from zero_jax.training.grads.accumulator import Accumulator, GradFn, GradInputs, added, mean, over
 from zero_jax.training.grads.choice import judge
 from zero_jax.training.grads.combined import CombinedAux
 from zero_jax.training.grads.plan import GradPlan, refuse_coded
@@ -25,7 +26,15 @@ from zero_jax.training.loss.function import check_unchanged, model_state_changes
 from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.noise_scale import Parts
 from zero_jax.training.state.train_state import flags_of_all, merge
-from zero_jax.transforms import HostParam, MovedGrads, differentiated, used_shapes, weight_alone, with_gradient
+from zero_jax.transforms import (
+    HostParam,
+    MovedGrads,
+    SummedStacks,
+    differentiated,
+    used_shapes,
+    weight_alone,
+    with_gradient,
+)
 
 
 class StepGrads(NamedTuple):
@@ -35,7 +44,7 @@ class StepGrads(NamedTuple):
     aux: PyTree  # what the loss function returned beside it
     model_state: PyTree  # the new model state; None for leaves in host memory
     grads: PyTree  # scaled gradients, sharded as the master params, None for params without one
-    parts: Parts | None  # the squared norms for the noise scale; None without microbatches
+    parts: Parts | None  # the squared norms for the noise scale; None where it is not wanted
     errors: PyTree  # what quantization dropped of the gradients
 
 
@@ -128,6 +137,37 @@ class _ScaledLoss:
         """Returns the function of the scaled loss and its gradients."""
         return jax.value_and_grad(functools.partial(self.value, loss_fn), has_aux=True)
 
+    def adding_grad_fn(self, program: Callable[..., Any], *, by_weight: bool) -> GradFn:
+        """Returns the function of the scaled loss and sums of gradients, to which scans over layers add in place."""
+        program = LossProgram.of(program)
+
+        def add(free: list[jax.Array], *others_and_sums: Any) -> Any:
+            *others, before = others_and_sums
+            used_otherwise = list[bool]()
+
+            def value(free: list[jax.Array], sums: list[jax.Array], share: jax.Array) -> Any:
+                stacks: Any = None
+
+                def loss_fn(*args: Any) -> Any:
+                    nonlocal stacks
+                    traced, stacks = program.trace(*args), SummedStacks(jax.tree.leaves(args), free, sums, share)
+                    return jax.tree.unflatten(jax.tree.structure(traced.out_shape), stacks.run(traced.closed))
+
+                loss, aux = self.value(loss_fn, free, *others)
+                used_otherwise.extend(stacks.used_otherwise)
+                return (loss, stacks.sums, stacks.share), aux
+
+            # Of sums and of the share only the derivative is wanted, not the value.
+            zeros = [jnp.zeros_like(x) for x in before], jnp.zeros((), float)
+            (loss, _, share), pullback, aux = jax.vjp(value, free, *zeros, has_aux=True)
+            weight = aux[-1] if by_weight else None
+            seed = jnp.ones_like(share) if weight is None else weight.astype(share.dtype)
+            grads, sums, _ = pullback((jnp.ones_like(loss), before, seed))
+            each = zip(sums, grads, used_otherwise, strict=True)
+            return (loss, aux), [added(s, g, weight) if flag else s for s, g, flag in each]
+
+        return add
+
     def accumulated(self, errors: Sequence[Any]) -> Any:
         """Returns `((loss, (aux, model_state)), grads, parts, errors, plan)`; warns of what is not as asked for."""
         plan, moved = self.judged.plan, MovedGrads()
@@ -159,6 +199,8 @@ class _ScaledLoss:
             aux=self.judged.aux,
             sums=self.pick(self.placement.grad_sums(plan)),
             by_weight=self.judged.separable.on_parts.by_weight,
+            adds=plan.adds and not self.loss.config.noise_scale,
+            has_noise=self.loss.config.noise_scale,
         )
 
     def of_plan(self, accumulator: Accumulator, moved: MovedGrads | None = None) -> Any:
@@ -181,7 +223,7 @@ class _ScaledLoss:
             return jnp.zeros(()), (counts, model_state, None)
 
         sums = {str(i): Relation(kind=Kind.SUM, power=power) for i, power in powers.items()}
-        counter = dataclasses.replace(accumulator, aux=CombinedAux(sums), sums=[], by_weight=False)
+        counter = dataclasses.replace(accumulator, aux=CombinedAux(sums), sums=[], by_weight=False, adds=False)
         grad_fn = self.quantized_grads(counter, count) if plan.at_use else lambda *inputs: (count(*inputs), [])
         inputs = self.inputs._replace(params=[], frozen=(self.inputs.params, self.inputs.frozen))
         ((_, (counts, _)), _, _) = counter.accumulate(grad_fn, inputs)
@@ -194,7 +236,10 @@ class _ScaledLoss:
             if plan.is_per_device and plan.once_over:
                 axes = self.placement.axes
                 own = dataclasses.replace(axes, replica=(), data=axes.pipe)
-                return self.grad_fn(loss.staged(self.program, own, moved))
+                program = loss.staged(self.program, own, moved)
+                if accumulator.adds:
+                    return self.adding_grad_fn(program, by_weight=accumulator.by_weight)
+                return self.grad_fn(program)
             return self.grad_fn(loss.placed(self.program, with_copies=not plan.once_over))
         mapped = loss.placed(self.program, with_copies=False, mapped=True)
 

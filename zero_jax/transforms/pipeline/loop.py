@@ -23,8 +23,8 @@ from zero_jax.core.tree import is_key, key_numbers
 from zero_jax.dims import Kind, is_float
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
+from zero_jax.transforms.grad_sums import added_to, sum_of
 from zero_jax.transforms.pipeline.cut import LAYER_INPUT, LayerLoop, Role
-from zero_jax.transforms.pipeline.grad_sums import added_to, sum_of
 from zero_jax.transforms.pipeline.place import StagePlace, at_stages
 from zero_jax.transforms.pipeline.ring import Moves, Ring, loops_of_ticks
 
@@ -152,7 +152,7 @@ class LayersOfStage:
             if self.loop.policy is not None:
                 carry = [checkpoint_name(x, LAYER_INPUT) if is_float(x) else x for x in carry]
             pairs = zip(sums, slices, strict=True)
-            taken = [(None, x) if y is None else added_to(y, x, first + i, is_here) for y, x in pairs]
+            taken = [(None, x) if y is None else added_to(y, x, first + i, is_here)[:2] for y, x in pairs]
             read, own = ([differentiated_at(is_here, x) if has_idle else x for x in xs] for xs in (consts, carry))
             made = [*self.layer(number, read, own, [x for _, x in taken])]
             if has_idle:

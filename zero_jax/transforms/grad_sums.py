@@ -1,0 +1,157 @@
+"""Gradients of layers, added in place, layer by layer, and tick by tick or microbatch by microbatch.
+
+The gradient of what a loop takes slices of is made for all of its layers before it is added to another one. So a sum
+goes with what the loops carry, of no value (zeros) and with the gradient of all layers as its own, to which that of a
+layer is added where it is made.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.custom_batching
+import jax.numpy as jnp
+from jax import lax
+
+from zero_jax.program.evaluation import evaluate
+from zero_jax.program.jaxprs import bind, open_jaxpr, source_context
+from zero_jax.program.subcalls import Subcall, subcall
+from zero_jax.sharding.precision import wide
+
+
+@jax.custom_vjp
+def sum_of(stack: jax.Array) -> jax.Array:
+    """Returns the sum of a stack before the loop, whose gradient is that of the stack."""
+    return jnp.zeros(stack.shape, wide(stack.dtype))
+
+
+sum_of.defvjp(
+    lambda stack: (jnp.zeros(stack.shape, wide(stack.dtype)), jnp.zeros((), stack.dtype)),
+    lambda like, cotangent: (cotangent.astype(like.dtype),),
+)
+
+
+@functools.cache
+def _added_at(dim: int) -> Callable[..., jax.Array]:
+    """Returns a function that adds an array to a sum, at an index of a dim.
+
+    XLA adds in place, where the array is made. Of an update by index `jax.vmap` makes a scatter: XLA:TPU copies the
+    old slice for it, and reads it twice.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def add(sums: jax.Array, x: jax.Array, number: jax.Array) -> jax.Array:
+        starts = [number if i == dim else jnp.zeros_like(number) for i in range(sums.ndim)]
+        x = jnp.expand_dims(x, dim)
+        return lax.dynamic_update_slice(sums, lax.dynamic_slice(sums, starts, x.shape) + x, starts)
+
+    @add.def_vmap
+    def mapped(size: int, is_mapped: list[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:
+        each = zip(operands, is_mapped, strict=True)
+        sums, x, number = (x if flag else jnp.broadcast_to(x, (size, *x.shape)) for x, flag in each)
+        if not is_mapped[2]:
+            return _added_at(dim + 1)(sums, x, operands[2]), True
+        at_one = lambda old, x, i: lax.dynamic_index_in_dim(old, i, dim, keepdims=False) + x  # noqa: E731
+        put = lambda old, x, i: lax.dynamic_update_index_in_dim(old, at_one(old, x, i), i, dim)  # noqa: E731
+        return jax.vmap(put)(sums, x, number), True
+
+    return add
+
+
+@jax.custom_vjp
+def added_to(sums: jax.Array, x: jax.Array, number: jax.Array, is_own: Any, share: Any = None) -> tuple[Any, Any, Any]:
+    """Returns a sum `[layers, ...]` and the param `x` of a layer, whose gradient is added to that of the sum.
+
+    Args:
+      sums: the sum.
+      x: the param; a gradient of its own it has not.
+      number: the number of the layer in the sum.
+      is_own: whether there is a microbatch. Of none there is no gradient: derivatives may be infinite then.
+      share: a scalar, which is returned, too. Its cotangent is what gradients are multiplied by; where that is 0 there
+        is none. So the backward pass may know what the forward pass did not: the weight of a microbatch.
+    """
+    return sums, x, share
+
+
+def _backward(places: tuple[Any, Any], cotangents: tuple[Any, Any, Any]) -> tuple[Any, ...]:
+    (number, is_own), (sums, own, share) = places, cotangents
+    added = jnp.where(is_own, own, jnp.zeros_like(own)).astype(sums.dtype)
+    if share is not None:
+        added = jnp.where(share == 0, 0, share * added).astype(sums.dtype)
+    return _added_at(0)(sums, added, number), None, None, None, share
+
+
+added_to.defvjp(lambda sums, x, number, is_own, share=None: ((sums, x, share), (number, is_own)), _backward)
+
+
+class SummedStacks:
+    """Evaluates a program so that scans add the gradients of the params that they take slices of to sums.
+
+    A scan within another region (a loop, a branch, `jax.checkpoint`) makes its gradients as before, and so does one of
+    something made of a param.
+
+    Args:
+      leaves: the arguments of the program.
+      params: those of them that have gradients.
+      sums: the sum of each, of the same shape.
+      share: see `added_to`.
+    """
+
+    def __init__(self, leaves: Sequence[Any], params: Sequence[Any], sums: Sequence[jax.Array], share: jax.Array):
+        self.leaves, self.sums, self.share = leaves, [*sums], share
+        self.number_of = {id(x): i for i, x in enumerate(params)}
+        among = set(map(id, leaves))
+        self.used_otherwise = [id(x) not in among for x in params]  # which have a gradient besides
+
+    def run(self, closed: Any) -> list[Any]:
+        """Returns the results of the program; `sums` and `share` are then those behind it."""
+        results = evaluate(*open_jaxpr(closed), self.leaves, self.equation)
+        self.note(results)
+        return results
+
+    def numbers(self, values: Sequence[Any]) -> dict[int, int]:
+        """Returns the numbers of the params among some values, each with a place where it is."""
+        return {self.number_of[id(x)]: i for i, x in enumerate(values) if id(x) in self.number_of}
+
+    def note(self, values: Sequence[Any]) -> None:
+        """Notes the params among values as used otherwise."""
+        for number in self.numbers(values):
+            self.used_otherwise[number] = True
+
+    def equation(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
+        """Returns the results of an equation."""
+        sub = subcall(eqn)
+        if sub is not None and sub.kind == "call":
+            with source_context(eqn):
+                return evaluate(*open_jaxpr(sub.jaxpr), values, self.equation)
+        if sub is None or sub.kind != "scan":
+            self.note(values)
+            return bind(eqn, values)
+        consts, carry, stacks = sub.split(values)
+        numbers = self.numbers(stacks)
+        others = [x for i, x in enumerate(stacks) if i not in numbers.values()]
+        self.note([*consts, *carry, *others])
+        return self.scan(eqn, sub, (consts, carry, stacks), numbers) if numbers else bind(eqn, values)
+
+    def scan(self, eqn: Any, sub: Subcall, operands: tuple[list[Any], ...], numbers: dict[int, int]) -> list[Any]:
+        """Returns the results of a scan that takes slices of some arguments, by the place of each."""
+        consts, carry, stacks = operands
+        stacks = [lax.stop_gradient(x) if i in numbers.values() else x for i, x in enumerate(stacks)]
+        sums = {number: self.sums[number] for number in numbers}
+
+        def body(before: Any, sliced: Any) -> Any:
+            (carry, sums, share), (index, slices) = before, sliced
+            for number, place in numbers.items():
+                sums[number], slices[place], share = added_to(sums[number], slices[place], index, True, share)
+            results = evaluate(*open_jaxpr(sub.jaxpr), [*consts, *carry, *slices])
+            return (results[: sub.num_carry], sums, share), results[sub.num_carry :]
+
+        layers, options = jnp.arange(sub.length, dtype=jnp.int32), {"reverse": sub.reverse, "unroll": sub.unroll}
+        with source_context(eqn):
+            (carry, sums, self.share), ys = lax.scan(body, (carry, sums, self.share), (layers, stacks), **options)
+        for number, x in sums.items():
+            self.sums[number] = x
+        return [*carry, *ys]

@@ -49,7 +49,8 @@ def two_blocks():
         blocks = params["blocks"]
         return jnp.square(jax.nn.relu(batch["x"] @ blocks["up"]) @ blocks["down"] - batch["y"]).mean()
 
-    mesh, tx, config = zero.make_mesh(), optax.adamw(3e-4), zero.ZeroConfig(stage=3, num_microbatches=2)
+    mesh, tx = zero.make_mesh(), optax.adamw(3e-4)
+    config = zero.ZeroConfig(stage=3, num_microbatches=2, noise_scale=True)
     step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)
     batch = {"x": np.ones((64, 64), np.float32), "y": np.zeros((64, 64), np.float32)}
     state = zero.init_state(init_fn, tx, jax.random.key(0), mesh=mesh, config=config)

@@ -41,7 +41,8 @@ def lower(step, state, batch, *, mesh, config, is_measured):
 def programs(topology, stage, scan):
     tx = optax.adamw(1e-3)
     mesh = zero.make_mesh(topology=topology)
-    config = zero.ZeroConfig(stage=stage, precision="bf16", num_microbatches=NUM_MICROBATCHES, overlap=False)
+    fields = {"num_microbatches": NUM_MICROBATCHES, "noise_scale": True, "overlap": False}
+    config = zero.ZeroConfig(stage=stage, precision="bf16", **fields)
     model = dataclasses.replace(MODEL, scan=scan)
     state = zero.abstract_state(functools.partial(gpt.init, model), tx, mesh=mesh, config=config)
     step = zero.make_train_step(gpt.loss_fn(model), tx, mesh=mesh, config=config)

@@ -299,7 +299,8 @@ class StepEstimate:
         num_grad_shards = self.num_param_shards if setting.secondary else self.num_shards
         scatters = "grads" in self.groups or ("opt_state" in self.groups and self.k == 1)
         self.grad_share = 1 / num_grad_shards if scatters else 1
-        self.grad_bytes = self.num_params * (self.sizes.grad_bytes + 4 * (self.k > 1)) * self.grad_share
+        narrow = 0.0 if self.k > 1 and self.num_whole_grads == 1 else self.sizes.grad_bytes
+        self.grad_bytes = self.num_params * (narrow + _SUM_BYTES * (self.k > 1)) * self.grad_share
         self.reduced_bytes = _SUM_BYTES if self.k > 1 else self.sizes.grad_bytes
         if model.precision.reduce is not None:
             self.reduced_bytes = jnp.dtype(model.precision.reduce).itemsize
@@ -416,7 +417,7 @@ class StepEstimate:
         setting, hardware, roofline = self.setting, self.model.hardware, self.model.rooflines[self.setting.overlap]
         compute = self.loss_seconds(roofline) + roofline.moved_seconds(self.update_bytes)
         # Gradients are set to 0 before a loop over layers writes them.
-        cleared = self.num_runs * self.num_params * self.grad_share * self.sizes.grad_bytes
+        cleared = self.num_whole_grads * self.num_params * self.grad_share * self.sizes.grad_bytes
         compute += roofline.moved_seconds(cleared, roofline.efficiency.unfused)
         compute += roofline.moved_seconds(self.coded_bytes, roofline.efficiency.compiled[1])  # no product is beside it
         # Where memory is full, the compiler's scheduler has no room to start a collective early.
@@ -477,13 +478,18 @@ class StepEstimate:
         return 2 * self.num_ticks * self.links.send_seconds(self.sent_per_run, pipe)
 
     @property
+    def num_whole_grads(self) -> float:
+        """How often gradients are there for all layers: those of a device's own are added where products make them."""
+        return self.num_runs if "grads" in self.groups or self.model.config.noise_scale else 1.0
+
+    @property
     def update_bytes(self) -> float:
         """Bytes that the update and the accumulation of gradients move."""
         sizes = self.sizes
         share = {group: 1 / self.num_shards if group in self.groups else 1 for group in ("grads", "opt_state")}
         update = share["opt_state"] * (2 * sizes.optimizer_bytes + sizes.grad_bytes)
         casts = 1 / self.num_param_shards * 2 * sizes.param_bytes
-        sums = self.num_runs * share["grads"] * (2 * _SUM_BYTES + sizes.grad_bytes) if self.k > 1 else 0.0
+        sums = self.num_whole_grads * share["grads"] * (2 * _SUM_BYTES + sizes.grad_bytes) if self.k > 1 else 0.0
         return self.num_params * (update + casts + sums)
 
     @property

@@ -97,10 +97,9 @@ class _Stage:
 
         `work` is the number of a stage, that of its group, that of a microbatch, and whether there is one.
         """
-        (stage, group, number, is_own), size, first = work, self.loop.group_size, 0
+        (stage, group, number, is_own), size = work, self.loop.group_size
         begin = (group * self.loop.num_stages + stage) * size
-        if self.loop.num_groups > 1:
-            stacks, first = [x.reshape(-1, size, *x.shape[1:])[group] for x in stacks], group * size
+        first = group * size if self.loop.num_groups > 1 else 0
         # Of no microbatch there is no gradient: derivatives of what a stage has then may be infinite.
         travelled, shared = ([differentiated_at(is_own, x) for x in xs] for xs in (travelled, shared))
         values = [_moved(role, x, 0, role.dim) for role, x in zip(self.roles, travelled, strict=True)]
@@ -133,14 +132,14 @@ class LayersOfStage:
         stacks: Sequence[Any],
         sums: Sequence[Any],
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Returns carries, what is stacked, and sums, of a group of layers whose params `[layers, ...]` are given.
+        """Returns carries, what is stacked, and sums, of a group of layers of a stage.
 
         Args:
-          work: the place of its first layer in the model and in the sums, the number of the microbatch, and whether
+          work: the place of its first layer in the model and in the stage, the number of the microbatch, and whether
             there is one.
           consts: what all layers read.
           carry: what the first layer reads.
-          stacks: the params, which have no gradients of their own.
+          stacks: the params of the stage, `[layers, ...]`, which have no gradients of their own.
           sums: for each of them the sum of its gradients (`added_to`), None where it has none.
         """
         (begin, first, number, is_own), size = work, self.loop.group_size
@@ -148,6 +147,8 @@ class LayersOfStage:
 
         def body(before: Any, sliced: Any) -> tuple[Any, list[Any]]:
             (carry, sums), (slices, i) = before, sliced
+            if slices is None:
+                slices = [lax.dynamic_index_in_dim(x, first + i, keepdims=False) for x in stacks]
             is_here = is_own & (begin + i < self.loop.num_layers) if has_idle else is_own
             if self.loop.policy is not None:
                 carry = [checkpoint_name(x, LAYER_INPUT) if is_float(x) else x for x in carry]
@@ -159,7 +160,8 @@ class LayersOfStage:
                 made[: len(carry)] = [jnp.where(is_here, x, y) for x, y in zip(made, carry, strict=False)]
             return (made[: len(carry)], [y for y, _ in taken]), made[len(carry) :]
 
-        layers = stacks, jnp.arange(size, dtype=jnp.int32)
+        # Of a group the params of a layer are read where it uses them: a slice of the group would be a copy.
+        layers = stacks if self.loop.num_groups == 1 else None, jnp.arange(size, dtype=jnp.int32)
         (carry, sums), ys = lax.scan(body, (carry, [*sums]), layers, unroll=min(self.loop.unroll, size))
         return carry, ys, [*sums]
 

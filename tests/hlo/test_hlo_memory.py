@@ -166,6 +166,20 @@ def test_a_loop_updates_its_state_in_place_and_adds_its_own_temporaries():
     assert stack.name == "zeros"  # at that point of the first trip nothing else has written it
 
 
+@pytest.mark.parametrize(
+    ("shape", "aliasing"),
+    [("f32[4,256]{1,0}", "{}: (0, {})"), ("((f32[4,256]{1,0}), f32[4,256]{1,0})", "{1}: (0, {})")],
+)
+def test_what_is_reduced_asynchronously_enters_a_loop(shape, aliasing):
+    """XLA:GPU reduces in place; newer releases give the operands of a start before its results."""
+    reduced = f"""
+  %begun = {shape} all-reduce-start(%zeros), to_apply=%add, output_to_operand_aliasing={{{aliasing}}}
+  %reduced = f32[4,256]{{1,0}} all-reduce-done(%begun)
+  %init"""
+    entry = LOOP_ENTRY.replace("\n  %init", reduced).replace("tuple(%copied, %zeros)", "tuple(%copied, %reduced)")
+    assert peak(program(entry, computations=LOOP)).peak_bytes == 6 * KIB + 4
+
+
 def test_a_copy_in_a_loop_is_a_second_buffer():
     copied = (
         LOOP.replace("dynamic-update-slice(%stack", "dynamic-update-slice(%twin")

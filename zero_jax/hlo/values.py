@@ -7,7 +7,8 @@ donated argument are updated in place, so several values are one buffer, which i
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from zero_jax.hlo.layout import Array, Shape, arrays, parse_shape
 from zero_jax.hlo.opcodes import ELEMENTWISE, FORWARDS, IN_PLACE, UPDATES
@@ -243,7 +244,7 @@ def _at(tree: Tree, path: list[int]) -> Tree:
 
 def _forwarded(opcode: str, shape: Shape, operands: list[Tree]) -> tuple[int, Tree] | None:
     """The part of the result of a `-start` that is its operands as they are; the others are written, or contexts."""
-    if not opcode.endswith("-start") or isinstance(shape, Array) or opcode == "all-reduce-start":
+    if not opcode.endswith("-start") or isinstance(shape, Array) or _has_results_alone(opcode, shape):
         return None
     if opcode == "copy-start":
         return 1, operands[0]
@@ -251,9 +252,16 @@ def _forwarded(opcode: str, shape: Shape, operands: list[Tree]) -> tuple[int, Tr
     return (0, operand) if len(list(leaves(operand))) == len(list(arrays(shape[0]))) else None
 
 
+def _has_results_alone(opcode: str, parts: Sequence[Any]) -> bool:
+    """Tells whether these are the results of an `all-reduce-start`; newer XLA gives its operands before them."""
+    return opcode in ("all-reduce-start", "all-reduce-done") and not isinstance(parts[0], tuple)
+
+
 def _finished(opcode: str, instruction: Instruction, started: Tree) -> Tree:
     """The results of a `-done`: the part of its `-start` that was written."""
-    if isinstance(started, int) or opcode in ("all-reduce-done", "send-done") or opcode.endswith("-update"):
+    if isinstance(started, int) or opcode == "send-done" or opcode.endswith("-update"):
+        return started
+    if _has_results_alone(opcode, started):
         return started
     if opcode == "recv-done":
         return (started[0], started[-1])

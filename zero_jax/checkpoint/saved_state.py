@@ -108,7 +108,7 @@ def fingerprints(arrays: list[Array], *, mesh: Mesh) -> list[int]:
         return np.asarray(program(arrays)).tolist() if arrays else []
     are_small = [x.size <= _FEW_ELEMENTS and x.is_fully_replicated for x in arrays]
     of_each = zip(arrays, are_small, strict=True)
-    return [host_fingerprint(np.asarray(x)) if is_small else int(program([x])[0]) for x, is_small in of_each]
+    return [host_fingerprint(np.asarray(x)) if is_small else program([x]).item() for x, is_small in of_each]
 
 
 @functools.cache

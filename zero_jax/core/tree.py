@@ -31,11 +31,13 @@ def leaves_by_name(tree: PyTree) -> dict[str, Any]:
 
     A Haiku module name holds slashes of its own, so that `{"a/b": x}` and `{"a": {"b": y}}` have the same path.
     """
-    counts: dict[str, int] = {}
-    leaves = {}
+    leaves: dict[str, Any] = {}
     for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True):
-        counts[name] = counts.get(name, 0) + 1
-        leaves[name if counts[name] == 1 else f"{name}~{counts[name]}"] = leaf
+        unique, number = name, 1
+        while unique in leaves:
+            number += 1
+            unique = f"{name}~{number}"
+        leaves[unique] = leaf
     return leaves
 
 

@@ -19,7 +19,7 @@ from zero_jax.core.agreement import Agreement
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import Report
-from zero_jax.core.tree import PyTree, key_shape, leaf_names
+from zero_jax.core.tree import PyTree, key_shape, leaves_by_name
 from zero_jax.data import Tokenizer, load_tokenizer
 from zero_jax.models import decoder
 from zero_jax.models.decoder_config import DecoderConfig
@@ -271,7 +271,7 @@ def load_tensors(
       ValueError: params without names, or tensors that are missing, left over, mis-shaped or cut off.
     """
     check_arguments(folder=folder, param_shapes=shapes, mesh=mesh, config=config, dtype=dtype)
-    paths = dict(zip(leaf_names(shapes), (tuple(x.shape) for x in jax.tree.leaves(shapes)), strict=True))
+    paths = {path: tuple(x.shape) for path, x in leaves_by_name(shapes).items()}
     with Agreement(lambda failed: ValueError(f"process {failed} cannot read {os.fspath(folder)}: see its log")):
         leaves = match(folder, read_tensors(folder), paths, names)
     return _load(shapes, leaves, mesh=mesh, config=config, dtype=dtype)
@@ -285,7 +285,7 @@ def _load(shapes: PyTree, leaves: Mapping[str, LeafTensors], *, mesh: Mesh, conf
     with Agreement(lambda failed: ValueError(f"process {failed} cannot read the tensors: see its log")):
         arrays = [
             load_leaf(leaves[path], sharding, leaves[path].dtype if dtype is None else dtype)
-            for path, sharding in zip(leaf_names(shapes), shardings, strict=True)
+            for path, sharding in zip(leaves_by_name(shapes), shardings, strict=True)
         ]
         for tensor in {tensor.path: tensor for leaf in leaves.values() for tensor in leaf.tensors.values()}.values():
             tensor.check()  # or values of two versions of a file are mixed

@@ -244,6 +244,31 @@ def settled():
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
+def own_numbers():
+    """An optimizer with a vector and a number for each matrix; that of the last ones is of the first one's result."""
+
+    def one(x, weights, gain):
+        if x.ndim != 2 or x.shape[0] != WIDTH:
+            return x
+        x = x / jnp.linalg.norm(x)
+        for _ in range(2):
+            x = gain * x - 0.5 * (weights * (x @ x.mT)) @ x
+        return x
+
+    def init(params):
+        leaves = jax.tree.leaves(params)
+        return [(jnp.linspace(0.5, 1, WIDTH) / (i + 1), jnp.float32(1.5 - i / 20)) for i in range(len(leaves))]
+
+    def update(grads, state, params=None):
+        leaves, tree = jax.tree.flatten(grads)
+        first = [one(x, *numbers) for x, numbers in zip(leaves[:8], state[:8], strict=True)]
+        norm = sum(jnp.linalg.norm(x) for x in first)
+        last = [one(x, weights, 1 + 1 / norm) for x, (weights, _) in zip(leaves[8:], state[8:], strict=True)]
+        return jax.tree.map(lambda x: -1e-2 * x, tree.unflatten(first + last)), [(0.9 * w, gain) for w, gain in state]
+
+    return optax.GradientTransformation(init, update)
+
+
 BATCH = {name: np.random.default_rng(i).integers(0, 64, (16, 8)) for i, name in enumerate("xy")}
 OPTIMIZERS = {
     "muon": muon,
@@ -259,6 +284,7 @@ OPTIMIZERS = {
     "solved": solved,
     "graded": graded,
     "one by one": one_by_one,
+    "own numbers": own_numbers,
     "wrapped": wrapped,
 }
 
@@ -304,6 +330,7 @@ def on_one_device(tx, init_fn, steps=3):
         pytest.param("solved", init_layers, 3, {}, marks=pytest.mark.slow),
         pytest.param("solved", init_stacked, 3, {}, marks=pytest.mark.slow),
         pytest.param("graded", init_stacked, 3, {}, marks=pytest.mark.slow),
+        pytest.param("own numbers", init_layers, 3, {}, marks=pytest.mark.slow),
         pytest.param("one by one", init_eight, 1, {}, marks=pytest.mark.slow),
         pytest.param("one by one", init_stacked, 3, {}, marks=pytest.mark.slow),
         pytest.param("wrapped", init_eight, 1, {"replica": 2}, marks=pytest.mark.slow),
@@ -362,6 +389,12 @@ def by_volume(x):
     return x * (sign / (1 + jnp.abs(logdet)))[..., None, None]
 
 
+def by_host(x):
+    """Computes between two products on the host, of which JAX makes no function of several matrices."""
+    square = lambda x: np.asarray(x) ** 2  # noqa: E731
+    return jax.pure_callback(square, jax.typeof(x), x @ x.mT @ x) @ x.mT @ x
+
+
 @pytest.mark.parametrize(
     ("function", "shape", "model"),
     [
@@ -369,6 +402,7 @@ def by_volume(x):
         (until_settled, (8, WIDTH, WIDTH), 1),
         pytest.param(jax.vmap(until_settled), (8, WIDTH, WIDTH), 1, marks=pytest.mark.slow),
         (by_blocks, (2 * WIDTH, 2 * WIDTH), 1),
+        pytest.param(by_host, (2 * WIDTH, 2 * WIDTH), 1, marks=pytest.mark.slow),
         pytest.param(by_blocks, (2 * WIDTH, 2 * WIDTH), 2, marks=pytest.mark.slow),
     ],
 )
@@ -608,6 +642,7 @@ def test_the_report_says_where_matrices_are_computed_on():
     assert (
         "update: 6 of [32, 32]: dealt out over data, 1 to a device" in reasons(init_layers, solved(), 3)["layers/1/q"]
     )
+    assert "6 of [32, 32]: dealt out over data, 1 to a device" in reasons(init_layers, own_numbers(), 3)["layers/1/q"]
     of_layers = reasons(init_eight, muon(), 2)
     assert "along the layers, 16 of [32, 32]: whole on a device as they are sharded, nothing moves" in of_layers["q"]
     assert "16 of [32, 32]: dealt out" in reasons(init_eight, muon(), 3)["q"]

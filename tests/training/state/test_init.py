@@ -269,3 +269,29 @@ def test_shardings_of_any_train_state():
         assert pair == (shardings.model, shardings.optimizer)
     with pytest.raises(ValueError, match=r"no params at 'params' \(it has model, optimizer, step\): say where"):
         zero.state_shardings(mine, mesh=mesh, config=config)
+
+
+@pytest.mark.slow
+def test_leaves_whose_paths_are_alike(tmp_path):
+    """Module names of Haiku have slashes: each leaf keeps its own shape and values, and is checked by itself."""
+    params = {"a/b": np.full((8, 16), 2, np.float32), "a": {"b": np.full((8, 16), 3, np.float32)}}
+    params |= {"a/b~2": np.ones(3, np.float32), "c/d": np.ones(8, np.float32), "c": {"d": np.ones((2, 8), np.float32)}}
+    first = lambda params: jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)  # noqa: E731
+    average = lambda state, grads: jax.tree.map(lambda s, g: 0.5 * s.astype(jnp.float32) + g, state, grads)  # noqa: E731
+    tx = optax.GradientTransformation(first, lambda grads, state, params=None: (grads, average(state, grads)))
+    options = {"mesh": zero.make_mesh(), "config": zero.ZeroConfig(stage=1, min_shard_size=8)}
+    state = zero.init_state(params, tx, jax.random.key(0), **options)
+    chex.assert_trees_all_equal(jax.device_get(state.opt_state), params)
+    step = zero.make_train_step(lambda p, b: sum((x * b.mean()).sum() for x in jax.tree.leaves(p)), tx, **options)
+    state, _ = step(state, np.ones(8, np.float32))
+    chex.assert_trees_all_equal(jax.device_get(state.opt_state), jax.tree.map(lambda x: 0.5 * x + 1, params))
+    shardings = zero.state_shardings({"params": params, "opt": params}, **options)
+    assert jax.tree.structure(shardings["opt"]) == jax.tree.structure(params)
+    names = {"a/b~2": zero.pretrained.TensorName("second"), "a/b": zero.pretrained.TensorName("first")}
+    names |= {name: zero.pretrained.TensorName(name) for name in ("a/b~2~2", "c/d", "c/d~2")}
+    zero.pretrained.save_tensors(tmp_path / "tensors", params, names)
+    loaded = zero.pretrained.load_tensors(tmp_path / "tensors", params, names, **options)
+    chex.assert_trees_all_equal(jax.device_get(loaded), params)
+    broken = dataclasses.replace(state, params=jax.tree.map(jnp.copy, state.params))
+    broken.params["a"]["b"] = broken.params["a"]["b"].at[0, 0].set(jnp.nan)
+    assert zero.training.nonfinite_leaves(broken, mesh=options["mesh"]) == ["params/a/b"]

@@ -129,12 +129,8 @@ def run_chunks(
 ) -> tuple[list[Any], Any]:
     """Returns the results of a unit, computed chunk by chunk, and a 0 that depends on them.
 
-    Args:
-      loop: the loop of the unit's jaxpr.
-      unit: the results.
-      arguments: the arguments of the whole function; those of the unit are sharded alike.
-      start: a 0 that the first fetch depends on.
-      window_bytes: bytes of a chunk on a device.
+    The arguments are those of the whole function, of which those of the unit are sharded alike. The first fetch depends
+    on `start`, a 0; a chunk has `window_bytes` on a device.
     """
     jaxpr, arrays = unit.jaxpr, [x.array for x in arguments]
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*unit.consts, *arrays), strict=True))

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from zero_jax.core.field_checks import brief, check_fields
 from zero_jax.core.tree import PyTree, leaf_names
-from zero_jax.core.variables import MODEL_STATE
+from zero_jax.core.variables import MODEL_STATE, model_state_names
 from zero_jax.sharding.path_patterns import PathPatterns
 from zero_jax.sharding.rules import path_of_param
 
@@ -106,8 +106,10 @@ def on_host(
     Raises:
       ValueError: a pattern that no param matches.
     """
+    names_of = {MODEL_STATE: model_state_names}
     leaves = {
-        group: list(zip(_names(group, tree), jax.tree.leaves(tree), strict=True)) for group, tree in groups.items()
+        group: list(zip(names_of.get(group, leaf_names)(tree), jax.tree.leaves(tree), strict=True))
+        for group, tree in groups.items()
     }
     chosen = set(params)
     if offload.paths is not None:
@@ -132,10 +134,6 @@ def on_host(
             host_paths.add(path)
             remaining_bytes -= size
     return {group: [owner.get((group, i)) in host_paths for i in range(len(named))] for group, named in leaves.items()}
-
-
-def _names(group: str, tree: PyTree) -> list[str]:
-    return leaf_names({group: tree} if group == MODEL_STATE else tree)
 
 
 def host_shardings(shardings: PyTree, flags: Sequence[bool]) -> PyTree:

@@ -22,7 +22,7 @@ from jax import lax
 from jax.extend.random import threefry2x32_p
 
 from zero_jax.core.signatures import check_arguments
-from zero_jax.core.tree import PyTree, leaf_names, shapes_of
+from zero_jax.core.tree import PyTree, leaves_by_name, shapes_of
 from zero_jax.sharding.precision import cast_floating
 
 # Apart from the keys of microbatches, which are numbered from 0.
@@ -37,7 +37,7 @@ def rounding_key(key: jax.Array) -> jax.Array:
 def round_tree(tree: PyTree, like: PyTree, key: jax.Array) -> PyTree:
     """Rounds arrays, float32 where those of `like` are smaller, to their dtypes, each by the key and its path."""
     rounded = []
-    for name, x, y in zip(leaf_names(like), jax.tree.leaves(tree), jax.tree.leaves(like), strict=True):
+    for (name, y), x in zip(leaves_by_name(like).items(), jax.tree.leaves(tree), strict=True):
         rounded.append(
             x if x.dtype == y.dtype else round_array(x, key, number=zlib.crc32(name.encode()), dtype=y.dtype)
         )
@@ -45,17 +45,11 @@ def round_tree(tree: PyTree, like: PyTree, key: jax.Array) -> PyTree:
 
 
 def round_array(x: jax.Array, key: jax.Array, *, number: int, dtype: Any) -> jax.Array:
-    """Rounds a float32 array `[...]` stochastically to a smaller floating dtype.
+    """Rounds a float32 array `[...]` stochastically to a smaller floating dtype, by a key `uint32[2]` and a number.
 
     Numbers that the dtype has stay as they are, NaN and infinities too. A finite number becomes infinite only where
     rounding to nearest makes it so. Below 2^-119 numbers are rounded to nearest: float32 has no unit of theirs that all
-    hardware computes with.
-
-    Args:
-      x: the array.
-      key: `uint32[2]`; with another one the result is independent.
-      number: likewise, such as a hash of the array's name.
-      dtype: the dtype to round to.
+    hardware computes with. With another key, or another number (a hash of the array's name), the result is independent.
     """
     return _rounded(x, key, jnp.uint32(number), dtype=jnp.dtype(dtype))
 

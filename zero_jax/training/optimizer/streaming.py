@@ -33,15 +33,10 @@ def stream(
     unchanged: Sequence[bool],
     axes: Axes,
 ) -> list[Any]:
-    """Returns the results of a function, each in the memory and the sharding of the argument that it replaces.
+    """Returns the results of a function of arrays on devices, in the memory and sharding of what each replaces.
 
-    Args:
-      function: of arrays on devices, to a list of arrays on devices.
-      arguments: its arguments.
-      into: for each result the index of the argument that it replaces, of its shape and dtype.
-      window_bytes: bytes of a chunk on a device.
-      unchanged: of the first results, whether they equal what they replace.
-      axes: the roles of the mesh axes; products of matrices are on whole matrices (`matrices`).
+    `into` has for each result the index of the argument that it replaces, of its shape and dtype; `unchanged` tells of
+    the first results whether they equal that. A chunk has `window_bytes` on a device.
     """
     arrays = [x.array for x in arguments]
     closed = trace_flat(function, arrays)

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax.core.device_put import is_on_host
-from zero_jax.core.tree import PyTree, leaf_names, strongly_typed
+from zero_jax.core.tree import PyTree, leaves_by_name, strongly_typed
 from zero_jax.dims import SAME_ELEMENTS
 from zero_jax.program.evaluation import evaluate
 from zero_jax.program.jaxprs import conditional, inline_jit, is_literal, open_jaxpr, used_inputs, with_results
@@ -105,14 +105,10 @@ def update_if(
 
     On XLA:TPU a select fuses into the single loop that updates a leaf, its moments and its copies; a conditional would
     split that loop. XLA:CPU has no fusions with several results: each loop reads values that another must keep for the
-    select, so all of the state would be copied first. A conditional updates it in place.
+    select, so all of the state would be copied first. A conditional updates it `in_place`.
 
-    Args:
-      finite: `bool[]`.
-      update: a function of params and optimizer state that returns both.
-      state: params and optimizer state.
-      in_place: use a conditional.
-      traced: the closed jaxpr of `update` and its operands, `state` among them, if it has been traced.
+    `update` is a function of params and optimizer state, the `state`; `traced` its closed jaxpr and operands, `state`
+    among them, if it has been traced.
     """
     if not in_place:
         return jax.tree.map(lambda new, old: jnp.where(finite, new, old), update(*state), state)
@@ -284,11 +280,10 @@ def init_opt_state(tx: Any, params: PyTree) -> PyTree:
     state, settled = tx.init(params), first_opt_state(tx, params)
     if described(jax.eval_shape(lambda x: x, state)) == described(settled):
         return state
-    first = dict(zip(leaf_names(state), jax.tree.leaves(state), strict=True))
-    names, (leaves, tree) = leaf_names(settled), jax.tree.flatten(settled)
-    return tree.unflatten(
+    first = leaves_by_name(state)
+    return jax.tree.structure(settled).unflatten(
         jnp.asarray(first[name], x.dtype) if name in first else jnp.zeros(x.shape, x.dtype)
-        for name, x in zip(names, leaves, strict=True)
+        for name, x in leaves_by_name(settled).items()
     )
 
 
@@ -312,7 +307,7 @@ def _first_opt_state(tx: Any, tree: Any, leaves: tuple[tuple[Any, Any], ...], de
         if described(wider) == described(settled):
             break
         settled = wider
-    names, names_before = leaf_names(settled), leaf_names(before)
+    names, names_before = [*leaves_by_name(settled)], [*leaves_by_name(before)]
     if names != names_before:
         traced = trace_update(tx, params, settled)
         used = used_inputs(traced.jaxpr)[traced.num_grads :]
@@ -329,7 +324,7 @@ def _first_opt_state(tx: Any, tree: Any, leaves: tuple[tuple[Any, Any], ...], de
 
 def described(tree: PyTree) -> list[tuple[str, Any, Any]]:
     """Returns path, shape and dtype of each leaf."""
-    return [(name, x.shape, x.dtype) for name, x in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)]
+    return [(name, x.shape, x.dtype) for name, x in leaves_by_name(tree).items()]
 
 
 def _widened(old: PyTree, new: PyTree) -> PyTree:

@@ -42,7 +42,7 @@ def check_no_leaf_twice(state: PyTree) -> None:
     if len(set(map(id, leaves))) == len(leaves):
         return
     names: dict[int, str] = {}
-    for name, leaf in zip(leaf_names(state), leaves, strict=True):
+    for name, leaf in leaves_by_name(state).items():
         if is_array(leaf) and names.setdefault(id(leaf), name) != name:
             raise ValueError(
                 f"leaf {name!r} of the state is the same array as {names[id(leaf)]!r}, and a step donates both: "
@@ -226,7 +226,7 @@ def nonfinite_leaves(state: TrainState, *, mesh: Mesh) -> list[str]:
     as the best value so far of `reduce_on_plateau`.
     """
     groups = {"params": state.params} | ({} if state.master is None else {"master": state.master})
-    leaves = zip(leaf_names(groups), jax.tree.leaves(groups), strict=True)
+    leaves = leaves_by_name(groups).items()
     floating = {name: x for name, x in leaves if jnp.issubdtype(x.dtype, jnp.inexact) and x.size}
     if not floating:
         return []

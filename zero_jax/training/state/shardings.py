@@ -8,7 +8,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from zero_jax.core.tree import PyTree, leaf_names, path_name, with_shapes
+from zero_jax.core.tree import PyTree, leaves_by_name, path_name, with_shapes
 from zero_jax.core.variables import MODEL_STATE, joined
 from zero_jax.sharding.path_patterns import PathPatterns
 from zero_jax.sharding.rules import LeafPlacement, ShardingReport, report_placements
@@ -64,13 +64,13 @@ def state_shardings(
     if model_state is not None:
         model_state_paths, model_state_tree = _subtree(abstract_state, model_state, what=MODEL_STATE)
     placement = make_placement(joined(subtree, model_state_tree), mesh=mesh, config=config)
-    names, (leaves, tree) = leaf_names(abstract_state), jax.tree.flatten(abstract_state)
+    leaves, tree = leaves_by_name(abstract_state), jax.tree.structure(abstract_state)
     paths = param_paths | {name: f"{MODEL_STATE}/{path}" for name, path in model_state_paths.items()}
-    PathPatterns("overrides", config.overrides or {}).check_matched([paths.get(name, name) for name in names])
-    shardings = placement.opt_shardings({x: leaf for x, leaf in zip(names, leaves, strict=True) if x not in paths})
+    PathPatterns("overrides", config.overrides or {}).check_matched([paths.get(name, name) for name in leaves])
+    shardings = placement.opt_shardings({name: leaf for name, leaf in leaves.items() if name not in paths})
     shardings |= zip(param_paths, jax.tree.leaves(placement.param_shardings("params")), strict=True)
     shardings |= zip(model_state_paths, jax.tree.leaves(placement.model_state_shardings()), strict=True)
-    return tree.unflatten([shardings[name] for name in names])
+    return tree.unflatten([shardings[name] for name in leaves])
 
 
 def _with_update(leaf: LeafPlacement, matrices: str | None) -> str:
@@ -81,7 +81,7 @@ def _with_update(leaf: LeafPlacement, matrices: str | None) -> str:
 
 def _subtree(state: PyTree, at: str, *, what: str) -> tuple[dict[str, str], PyTree]:
     """Returns the subtree at a path, after a dict from the paths of its leaves in the state to those inside it."""
-    names = leaf_names(state)
+    names = leaves_by_name(state)
     paths = {n: n.removeprefix(at).removeprefix("/") for n in names if n == at or n.startswith(at + "/")}
     if not paths:
         groups = ", ".join(dict.fromkeys(name.split("/")[0] for name in names))

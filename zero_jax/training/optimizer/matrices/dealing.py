@@ -6,10 +6,11 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -30,9 +31,9 @@ _FLOPS_OF_A_BYTE = 2000
 class Dealing:
     """Regions that compute the same function, whose matrices are dealt out together."""
 
-    regions: tuple[Region, ...]  # the regions
+    regions: tuple[Region, ...]
     dims: Mapping[Any, Dims]  # how each variable of the update is sharded
-    mesh: Mesh  # the mesh
+    mesh: Mesh
     data: tuple[str, ...]  # the axes that shards are on
     made_of: Mapping[Any, frozenset[int]]  # which inputs of the update each variable is made of
 
@@ -177,7 +178,18 @@ class Dealing:
     @property
     def reads(self) -> set[Any]:
         """The variables that the regions read."""
-        return {var for region in self.regions for var in (*region.inputs, *region.others)}
+        return set[Any]().union(*(region.reads for region in self.regions))
+
+    def parts(self, first: Collection[Region]) -> list[Dealing]:
+        """Returns the regions among `first`, and the others, as groups of their own."""
+        parts = [tuple(region for region in self.regions if (region in first) == among) for among in (True, False)]
+        return [dataclasses.replace(self, regions=part) for part in parts if part]
+
+    @functools.cached_property
+    def others_of_each(self) -> list[list[Any]]:
+        """For each of `Region.others` the variables of all regions; none where they read the same one."""
+        each = [list(some) for some in zip(*(region.others for region in self.regions), strict=True)]
+        return [some if len(set(some)) > 1 else [] for some in each]
 
     def evaluate(self, env: dict[Any, Any]) -> dict[Any, Any]:
         """Returns the values of the outputs of all regions."""
@@ -192,8 +204,12 @@ class Dealing:
             arrays += [lax.slice_in_dim(arrays[0], 0, 1, axis=at + 1)] * self.num_added(self.over)
             stack = lax.concatenate(arrays, at + 1) if len(arrays) > 1 else arrays[0]
             stacks.append(self.moved(lax.collapse(stack, at, at + 2), self.stacked_dims(first, var), at))
-        run, others = functools.partial(_run, first), [env[var] for var in first.others]
-        run = self.on_own(run if first.stacks else jax.vmap(run, in_axes=(0, None)))
+        run, others = functools.partial(_run, first), []
+        for var, of_each in zip(first.others, self.others_of_each, strict=True):
+            arrays = [env[x] for x in (*of_each, *of_each[:1] * self.num_added(self.over))]
+            others.append(self.moved(jnp.stack(arrays), None, 0) if of_each else env[var])
+        in_axes = [0 if of_each else None for of_each in self.others_of_each]
+        run = self.on_own(run if first.stacks else jax.vmap(run, in_axes=(0, in_axes)))
         results = run(stacks, others)
         values = {}
         for i, (var, stack) in enumerate(zip(first.outputs, results, strict=True)):
@@ -220,7 +236,7 @@ class Dealing:
             return run
         places = [[first.stacks.get(var, 0) for var in some] for some in (first.inputs, first.outputs)]
         specs = [[PartitionSpec() if at is None else PartitionSpec(*(None,) * at, axes) for at in x] for x in places]
-        in_specs = (specs[0], [PartitionSpec()] * len(first.others))
+        in_specs = (specs[0], [PartitionSpec(axes) if of_each else PartitionSpec() for of_each in self.others_of_each])
         return jax.shard_map(run, mesh=self.mesh, in_specs=in_specs, out_specs=specs[1], check_vma=False)
 
     def moved(self, x: jax.Array, dims: Dims | None, at: int, *, back: bool = False) -> jax.Array:

@@ -52,14 +52,9 @@ class MatrixProgram:
         axes: Axes,
         sources: Sequence[frozenset[int]] | None = None,
     ) -> MatrixProgram:
-        """Finds the matrix computations of an update.
+        """Finds the matrix computations of an update, whose inputs are sharded as `dims` says.
 
-        Args:
-          closed: the closed jaxpr of the update.
-          dims: how its inputs are sharded.
-          mesh: the mesh.
-          axes: the roles of its axes; matrices are dealt out over those of `data`.
-          sources: the marks of the inputs, for `Dealing.sources`; None marks each with its number.
+        `sources` are the marks of the inputs, for `Dealing.sources`; None marks each with its number.
         """
         data = tuple(axis for axis in axes.data if mesh.shape[axis] > 1)
         flat = flattened(*open_jaxpr(_Factorized().rewritten(closed)))
@@ -133,11 +128,14 @@ class MatrixProgram:
             ready = [group for group in groups if group.reads <= env.keys()]
             for group in ready:
                 env.update(group.evaluate(env))
+            groups = [group for group in groups if group not in ready]
             if not ready and len(later) == len(waiting):  # a region reads what another one of its group makes
-                alone = [dataclasses.replace(group, regions=(x,)) for group in groups for x in group.regions]
-                assert len(alone) > len(groups)
-                groups = alone
-            groups, waiting = [group for group in groups if group not in ready], later
+                now = {region for group in groups for region in group.regions if region.reads <= env.keys()}
+                assert now
+                parts = [part for group in groups for part in group.parts(now)]
+                groups = [part for part in parts if part.over is not None]
+                later += [eqn for part in parts if part.over is None for x in part.regions for eqn in x.eqns]
+            waiting = later
         return [_read(atom, env) for atom in jaxpr.outvars]
 
     def equation(self, eqn: Any, env: Mapping[Any, Any]) -> list[Any]:
@@ -212,11 +210,7 @@ def _is_number(var: Any) -> bool:
 
 
 class _Placed(Pass[Any]):
-    """How each value of an update is sharded, by the shards that its inputs are in.
-
-    Args:
-      mesh: the mesh.
-    """
+    """How each value of an update is sharded, by the shards that its inputs are in."""
 
     enters = CALLS
 

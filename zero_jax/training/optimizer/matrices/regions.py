@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from zero_jax.dims import CUMULATIVE, ELEMENTWISE, FACTORIZATIONS, REDUCTIONS, SHAPES, dim_map
 from zero_jax.program.jaxprs import inner_jaxprs, is_literal, open_jaxpr, variables
 from zero_jax.program.passes import Dependence, Pass
@@ -43,7 +45,7 @@ class ProductCost:
         return ProductCost(*(factor * x for x in dataclasses.astuple(self)))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Region:
     """Equations of an update that need whole matrices."""
 
@@ -80,6 +82,19 @@ class Region:
         """The cost of the products for one matrix."""
         return _cost(self.eqns).times(1 / self.num_matrices())
 
+    @property
+    def reads(self) -> set[Any]:
+        """The variables that it reads."""
+        return {*self.inputs, *self.others}
+
+    def is_of_each(self, other: Any) -> bool:
+        """Tells whether another region may have a value of its own in place of one of `others`.
+
+        Regions that run together are one `jax.vmap`: random keys would draw other numbers in it, and of a branch that
+        is chosen by a number both would be computed.
+        """
+        return not self.stacks and jnp.issubdtype(other.aval.dtype, jnp.inexact)
+
     def key(self) -> Any:
         """Returns what the region computes, whatever the number of matrices: equal where it is the same."""
         numbers: dict[Any, int] = {}
@@ -87,7 +102,7 @@ class Region:
         def described(atom: Any) -> Any:
             if is_literal(atom):
                 return str(atom)
-            if atom in self.others:
+            if atom in self.others and not self.is_of_each(atom):
                 return atom
             at, shape = self.stacks.get(atom), getattr(atom.aval, "shape", ())
             shape = shape if at is None else (*shape[:at], None, *shape[at + 1 :])
@@ -217,8 +232,9 @@ def _region(jaxpr: Any, eqns: Sequence[Any], fixed: set[Any]) -> Region | None:
     later = {var for eqn in jaxpr.eqns if id(eqn) not in inside for var in variables(eqn)}
     later |= {var for var in jaxpr.outvars if not is_literal(var)}
     outputs = [var for eqn in eqns for var in eqn.outvars if var in later]
-    if not inputs or any(eqn.effects for eqn in eqns):
-        return None
+    inner = [each for eqn in eqns for each in equations_of(eqn)]
+    if not inputs or any(each.effects or each.params.get("vmap_method", "") is None for each in inner):
+        return None  # the host is called for one matrix, and JAX does not know how for several
     stacks = _stacks(eqns, inputs, others)
     inputs += [var for var in others if stacks.get(var) is not None]
     others = [var for var in others if stacks.get(var) is None]
@@ -298,11 +314,7 @@ _MIXED, _ANY = "mixed", "any"
 
 
 class _Stacks(Pass[Any]):
-    """The dim of each value along which the equations so far are a map; None for what has none of it, or mixed.
-
-    Args:
-      size: the number of matrices.
-    """
+    """The dim of each value along which the equations so far are a map; None for what has none of it, or mixed."""
 
     enters = (CALLS - {"sharded_call"}) | {"scan", "while", "cond"}
 

@@ -67,8 +67,10 @@ def test_candidates_multiply_up_and_divide():
     for s in found:
         assert s.replica * s.data * s.model == 8 and 48 % (s.replica * s.data * s.num_microbatches) == 0
         assert s.num_microbatches in (1, 2, 3)  # the divisors of 6 up to 4
-    # Stage 0 has no replicas; the others shard over 2, 4 or 8 devices; 3 counts of microbatches, 2 policies.
-    assert len(found) == (1 + 3 * 3) * 3 * 2
+    # Stage 0 has no replicas; the others shard over 2, 4 or 8 devices; 3 counts of microbatches, 2 policies. Stage 2
+    # without microbatches is the program of stage 1.
+    assert len(found) == (1 + 3 * 3) * 3 * 2 - 3 * 2
+    assert {s.stage for s in found if s.num_microbatches == 1} == {0, 1, 3}
 
 
 def test_candidates_keep_experts_sharded_where_params_are():
@@ -159,7 +161,7 @@ def test_the_plain_setting_is_the_control():
     for max_compiles in (1, 2):
         compiler, lines = Compiler(), []
         run(compiler=compiler, max_compiles=max_compiles, is_plain=is_plain, log=lines.append)
-        assert compiler.asked[0] == Candidate(stage=2, data=8, batch_size=32)
+        assert compiler.asked[0] == Candidate(stage=1, data=8, batch_size=32)
         assert f"compiling 1 of at most {max_compiles}: {compiler.asked[0]}, the plain setting, as a control" in lines
         assert len(compiler.asked) == max_compiles
 

@@ -41,10 +41,13 @@ def test_traces_and_compiles_once(name):
     # On JAX 0.10 a jit's own cache counts typed keys twice, so a raw key is used here, and a typed one below.
     times = 1 + 2 * ("num_microbatches" in CONFIGS[name])  # on a batch and a part of it, to see if it is a mean
     times += "precision" in CONFIGS[name]  # and to see which floating leaves of the batch the model takes
-    state, step = make_trainer(traced_once(loss_fn, times), key=jax.random.PRNGKey(0), **CONFIGS[name])
+    calls, adam = [], optax.adam(0.01)
+    tx = optax.GradientTransformation(adam.init, lambda *args: calls.append(None) or adam.update(*args))
+    state, step = make_trainer(traced_once(loss_fn, times), tx, key=jax.random.PRNGKey(0), **CONFIGS[name])
     for _ in range(STEPS):
         state, _ = step(state, make_batch())
     assert step._cache_size() == 1
+    assert len(calls) == 1, "the optimizer is traced for the state, and that is the trace of the step"
 
 
 def test_traces_once_with_a_typed_key_and_an_array_batch():

@@ -240,6 +240,8 @@ def _choices(estimator: Estimator, tried: Mapping[str, Any]) -> tuple[dict[str, 
         attentions = ("own", "fused") if can_fuse else (config.attention,)
     overlaps = (True, False) if config.overlap and estimator.has_overlap else (config.overlap,)
     plain = [name for name, policy in policies.items() if policy.is_plain]
+    if max(sizes) == 1 and len(plain) > 1:
+        plain = [name for name in plain if not _needs_model(policies[name])]  # the others would be traced for nothing
     same = estimator.same_policies(plain, max(sizes), attentions)
     for name, earlier in same.items():
         estimator.log(f"remat={name} is left out: it is {earlier} for this model")
@@ -270,11 +272,16 @@ def _settings(estimator: Estimator, choices: Mapping[str, Sequence[Any]]) -> lis
     found = candidates(choices, num_devices=estimator.num_devices, num_slices=estimator.topology.num_slices)
     if sum(policy.is_plain for policy in estimator.policies.values()) == 1:
         return list(found)  # where nothing else is tried, they are refused with that reason
-    remats = {name: resolve_remat(estimator.policies[name].remat) for name in choices["remat"]}
-    needs_model = {name for name, remat in remats.items() if remat.residuals == "sharded"}
-    no_pipe = {name for name, remat in remats.items() if remat.policy == "auto"}
+    policies = {name: estimator.policies[name] for name in choices["remat"]}
+    needs_model = {name for name, policy in policies.items() if _needs_model(policy)}
+    no_pipe = {name for name, policy in policies.items() if resolve_remat(policy.remat).policy == "auto"}
     found = [x for x in found if x.model > 1 or x.remat not in needs_model]
     return [x for x in found if x.pipe == 1 or x.remat not in no_pipe]
+
+
+def _needs_model(policy: Policy) -> bool:
+    """Tells whether a remat policy shards residuals over the axis `model`."""
+    return resolve_remat(policy.remat).residuals == "sharded"
 
 
 def remat_policies(

@@ -29,8 +29,9 @@ def candidates(choices: Mapping[str, Sequence[Any]], *, num_devices: int, num_sl
     """Returns all valid settings of what to try.
 
     Settings that compile to the program of another one are left out: replicas where nothing is sharded, a stage that
-    shards over 1 of several devices, other stages than 3 on one device after the first, `keep_gathered` where params
-    are not sharded, and `secondary` where they are not sharded over several slices, and over several devices of each.
+    shards over 1 of several devices, other stages than 3 on one device after the first, of stages 1 and 2 the second
+    without microbatches, `keep_gathered` where params are not sharded, and `secondary` where they are not sharded over
+    several slices, and over several devices of each.
 
     Args:
       choices: what to try of each attribute of `Candidate`; what has no entry keeps its default, but for `data`, which
@@ -84,6 +85,8 @@ def _settings(
         across = num_slices // math.gcd(num_slices, replica)
         has_secondary = "params" in groups and across > 1 and data // across > 1 and pipe == 1
         counts = [k for k in divisors(batch_size // copies) if k in tried["num_microbatches"] and k % pipe == 0]
+        if sizes["stage"] in [stage for stage in tried["stage"] if stage in (1, 2)][1:]:
+            counts = [k for k in counts if k > 1]
         valid = {
             **tried,
             **{name: (size,) for name, size in {**sizes, "replica": replica, "data": data}.items()},

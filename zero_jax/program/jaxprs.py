@@ -103,8 +103,12 @@ def stands_for(fn: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callabl
 
 def inner_jaxprs(eqn: Any) -> tuple[Any, ...]:
     """Returns the jaxprs among an equation's parameters, branches included."""
-    values = (value if isinstance(value, (tuple, list)) else (value,) for value in eqn.params.values())
-    return tuple(item for items in values for item in items if hasattr(item, "eqns"))
+    found: tuple[Any, ...] = ()
+    for value in eqn.params.values():  # passes ask this of each equation several times: no generators
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if hasattr(item, "eqns"):
+                found += (item,)
+    return found
 
 
 def is_literal(atom: Any) -> bool:

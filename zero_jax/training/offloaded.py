@@ -65,7 +65,8 @@ class OffloadedState:
         state, placement = self.state, self.placement
         assert placement.offload is not None
         params, opt_state = shapes_of((trainable(state.masters), state.opt_state))
-        if trace_update(tx, placement.precision.for_optimizer(params), opt_state).calls_functions:
+        params = placement.precision.for_optimizer(params)
+        if trace_update(tx, params, opt_state, mesh=placement.mesh).calls_functions:
             raise ValueError(
                 "offload: the optimizer computes losses at other params (a line search), which needs all of them on "
                 "the devices: leave offload out, or give an optimizer that takes gradients alone"

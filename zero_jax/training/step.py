@@ -107,7 +107,7 @@ class _Program:
         else:
             stored = offloaded.masters()
         masters = placement.precision.for_optimizer(stored)
-        traced = trace_update(self.tx, trainable(masters), state.opt_state)
+        traced = trace_update(self.tx, trainable(masters), state.opt_state, mesh=self.mesh)
         needed = traced.needed_grads
         of_batch = loss_and_grads(loss, arguments, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors)
         grads = self.unscale(of_batch.grads, masters, placement, state.loss_scale)
@@ -168,7 +168,7 @@ class _Program:
         """Returns the loss and the gradients of a step, as `TrainStep.grads` does."""
         placement = step_placement(state, self.tx, mesh=self.mesh, config=self.config)
         loss, arguments = self.prepared(state, batch, placement)
-        needed, _ = used_by_optimizer(self.tx, state, placement.precision)
+        needed, _ = used_by_optimizer(self.tx, state, placement.precision, mesh=self.mesh)
         of_batch = loss_and_grads(loss, arguments, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors)
         masters = placement.precision.for_optimizer(state.masters)
         grads = fill_zeros(self.unscale(of_batch.grads, masters, placement, state.loss_scale), masters)

@@ -40,6 +40,7 @@ _ENGINES = {
     **dict.fromkeys(("dot_product_attention_bwd", "dot_product_attention_bwd_wrapper"), "attention backward"),
 }
 _REDUCTIONS = ("reduce_", "arg", "cum")
+_NO_AXES: frozenset[str] = frozenset()
 _IN_MEMORY = HEAVY | _ENGINES.keys() | {"dynamic_update_slice", "fft", "random_bits", "select_and_scatter_add"}
 
 
@@ -93,18 +94,11 @@ class _Operation:
     reads: list[_Value]
     makes: list[_Value]
 
-    @property
-    def name(self) -> str:
-        return self.eqn.primitive.name
-
-    @property
-    def is_reduction(self) -> bool:
-        return self.name.startswith(_REDUCTIONS) and self.name != "reduce_precision"
-
-    @property
-    def is_elementwise(self) -> bool:
-        in_memory = self.name in _IN_MEMORY or self.name.startswith("scatter")
-        return not (self.sub or in_memory or self.is_reduction)
+    def __post_init__(self):
+        self.name = name = self.eqn.primitive.name
+        self.is_reduction = name.startswith(_REDUCTIONS) and name != "reduce_precision"
+        in_memory = name in _IN_MEMORY or name.startswith("scatter")
+        self.is_elementwise = not (self.sub or in_memory or self.is_reduction)
 
     @property
     def share(self) -> float:
@@ -146,7 +140,7 @@ class _Body(Pass[_Value]):
     def value(self, var: Any, splits: bool, *, is_stored: bool = False) -> _Value:
         """Returns a new value of the size of a variable."""
         sharding = self.shardings.get(var)
-        axes = frozenset(sharding.axes) if sharding else frozenset()
+        axes = sharding.axes if sharding else _NO_AXES
         num = math.prod(getattr(var.aval, "shape", ())) / math.prod(self.sizes[axis] for axis in axes)
         itemsize = 0 if is_on_host(var.aval) else getattr(getattr(var.aval, "dtype", None), "itemsize", 0)
         is_split = bool(axes & self.batch_axes) if sharding else splits

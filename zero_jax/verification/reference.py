@@ -95,7 +95,7 @@ class Reference:
         batch = cast_batch(loss_fn, jax.eval_shape(variables_of, free), batch, key, config=self.config)
         function = lambda free: loss_fn(variables_of(free), batch, key)  # noqa: E731
         (loss, (_, new_model_state)), grads = jax.value_and_grad(function, has_aux=True)(free)
-        needed, _ = used_by_optimizer(self.tx, state, precision)
+        needed, _ = used_by_optimizer(self.tx, state, precision, mesh=self.mesh)
         leaves, tree = jax.tree.flatten(grads)
         grads = tree.unflatten([g if flag else jnp.zeros_like(g) for g, flag in zip(leaves, needed, strict=True)])
         return loss, precision.for_optimizer(grads), new_model_state

@@ -41,7 +41,7 @@ OPTIMIZERS = {  # the optimizer, whether it reads the gradient of `base`, whethe
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_is_frozen_is_read_from_the_update(name):
     tx, reads, alone = OPTIMIZERS[name]
-    traced = trace_update(tx, PARAMS, tx.init(PARAMS))
+    traced = trace_update(tx, PARAMS, tx.init(PARAMS), mesh=None)
     needed = traced.needed_grads
     assert needed == [reads, True]
     assert traced.unchanged(needed) == [alone, False]

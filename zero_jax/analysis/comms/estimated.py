@@ -144,7 +144,7 @@ def estimate(
     leaves = jax.tree.leaves(placement.params)
     masters = jax.tree.leaves(state.masters)
     floats = [leaf for leaf, x in zip(leaves, masters, strict=True) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    needed, same = used_by_optimizer(tx, state, placement.precision)
+    needed, same = used_by_optimizer(tx, state, placement.precision, mesh=placement.mesh)
     sent = {move.axes for move in (traced.moves if traced else ())}
     for leaf, is_needed, is_same in zip(floats, needed, same, strict=True):
         traffic = _LeafTraffic(leaf, placement, config, stays=leaf.of_experts if leaf.of_experts in sent else ())

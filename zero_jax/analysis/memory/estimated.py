@@ -350,7 +350,9 @@ def estimate(
     check_arguments(residuals=residuals, traced=traced, **({} if tx is None else {"tx": tx}))
     placement = make_placement(state.params, mesh=mesh, config=config)
     groups = state_groups(state, mesh=mesh, config=config)
-    groups["grads"] = grad_group(state, placement, config, used_by_optimizer(tx, state, placement.precision)[0])
+    groups["grads"] = grad_group(
+        state, placement, config, used_by_optimizer(tx, state, placement.precision, mesh=placement.mesh)[0]
+    )
     num_devices, model = data_and_model_sizes(placement)
     totals = _totals(groups, state, placement)
     formula = {name: size / (model * (num_devices if name in placement.groups else 1)) for name, size in totals.items()}

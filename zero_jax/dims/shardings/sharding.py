@@ -6,6 +6,7 @@ The bytes of activations are those before a compiler has seen them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -35,10 +36,10 @@ class ValueSharding:
     itemsize: int = 0  # bytes of an element of such a sum when it was made; 0 for the value's own
     varies: bool = False  # whether it depends on more than the params
 
-    @property
-    def axes(self) -> set[str]:
+    @functools.cached_property
+    def axes(self) -> frozenset[str]:
         """All axes that the value is sharded over."""
-        return {axis for dim in self.dims for axis in dim}
+        return frozenset(axis for dim in self.dims for axis in dim)
 
 
 def is_heavy(eqn: Any) -> bool:

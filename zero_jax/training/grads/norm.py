@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from zero_jax.core.device_put import map_on_device
 from zero_jax.core.tree import PyTree
@@ -75,6 +77,6 @@ def _squares(x: jax.Array, *, dtype: Any) -> tuple[jax.Array, jax.Array]:
     parts = [y.astype(dtype) for y in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))]
     # The squares of what is below 1 underflow. Without the selection XLA would square scalars before it scales them:
     # (y * c) * (y * c) becomes (y * y) * (c * c).
-    scaled = [jnp.where(jnp.abs(y) < 1, 0, y * _scale(dtype)) for y in parts]
-    whole, down = (jnp.sum(sum(map(jnp.square, each))) for each in (parts, scaled))
+    scaled = [lax.select(lax.abs(y) < 1, lax.full_like(y, 0), y * _scale(dtype)) for y in parts]
+    whole, down = (jnp.sum(functools.reduce(operator.add, map(lax.square, each))) for each in (parts, scaled))
     return whole, down

@@ -221,16 +221,15 @@ class _Zeros(Pass[bool]):
         return [zero] * len(eqn.outvars)
 
 
-def trace_update(tx: Any, params: PyTree, opt_state: PyTree) -> TracedUpdate:
+def trace_update(tx: Any, params: PyTree, opt_state: PyTree, *, mesh: Any) -> TracedUpdate:
     """Traces an optimizer's update; JAX traces it once for all calls on such arguments, `apply_update` included.
 
-    Takes the params that have gradients and the state, or their shapes.
+    Takes the params that have gradients and the state, or their shapes, and the mesh of the step that applies the
+    update (None where there is none): JAX's cache of traces distinguishes the meshes of arguments.
     """
-    params, opt_state = jax.tree.map(_without_memory, (params, opt_state))
+    sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    params, opt_state = jax.tree.map(functools.partial(_argument, sharding=sharding), (params, opt_state))
     leaves = jax.tree.leaves(params)
-    sharding = getattr(getattr(leaves[0], "aval", leaves[0]), "sharding", None) if leaves else None
-    # On the mesh of the params: JAX's cache of traces distinguishes the meshes of arguments.
-    sharding = sharding.update(spec=PartitionSpec()) if isinstance(sharding, NamedSharding) else None
     value = jax.ShapeDtypeStruct((), value_dtype(params), sharding=sharding)
     traced = _traces_of(tx).update.trace(params, opt_state, params, value, params)
     (_, new_state), updates, calls = traced.out_info
@@ -240,13 +239,13 @@ def trace_update(tx: Any, params: PyTree, opt_state: PyTree) -> TracedUpdate:
     return TracedUpdate(jaxpr, results[num:], new_state, len(leaves), bool(calls))
 
 
-def _without_memory(x: Any) -> Any:
-    """Replaces an array in host memory by its shape."""
+def _argument(x: Any, *, sharding: NamedSharding | None) -> Any:
+    """Returns what an update is traced with: a shape of this sharding for one without, and for what the host has."""
     if isinstance(x, jax.ShapeDtypeStruct):
-        is_away = x.sharding is not None and x.sharding.memory_kind == HOST
+        is_shape = x.sharding is None or x.sharding.memory_kind == HOST
     else:
-        is_away = is_on_host(getattr(x, "aval", None))
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_away else x
+        is_shape = is_on_host(getattr(x, "aval", None))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) if is_shape else x
 
 
 def value_dtype(params: PyTree) -> Any:
@@ -268,7 +267,7 @@ def evaluate_update(jaxpr: Any, operands: Sequence[Any], params: PyTree, opt_sta
     return jax.tree.unflatten(jax.tree.structure((params, opt_state)), [jnp.asarray(x) for x in results])
 
 
-def init_opt_state(tx: Any, params: PyTree) -> PyTree:
+def init_opt_state(tx: Any, params: PyTree, *, mesh: Any) -> PyTree:
     """Returns an optimizer's first state, with the leaves and dtypes that it has after an update.
 
     Some optimizers widen a leaf or add leaves in the first update (`optax.monitor`): a step would be compiled twice,
@@ -277,7 +276,7 @@ def init_opt_state(tx: Any, params: PyTree) -> PyTree:
     Raises:
       ValueError: an update changes the state's structure in another way.
     """
-    state, settled = tx.init(params), first_opt_state(tx, params)
+    state, settled = tx.init(params), first_opt_state(tx, params, mesh=mesh)
     if described(jax.eval_shape(lambda x: x, state)) == described(settled):
         return state
     first = leaves_by_name(state)
@@ -287,29 +286,29 @@ def init_opt_state(tx: Any, params: PyTree) -> PyTree:
     )
 
 
-def first_opt_state(tx: Any, params: PyTree) -> PyTree:
-    """Returns the shapes of the state that `init_opt_state` returns, cached.
+def first_opt_state(tx: Any, params: PyTree, *, mesh: Any) -> PyTree:
+    """Returns the shapes of the state that `init_opt_state` returns on a mesh, cached.
 
     Raises:
       ValueError: an update changes the state's structure, other than by leaves that no update reads.
     """
     leaves, tree = jax.tree.flatten(params)
     shapes = tuple((x.shape, x.dtype) for x in leaves)
-    return _traces_of(tx).first_opt_state(tree, shapes, jnp.result_type(float))
+    return _traces_of(tx).first_opt_state(tree, shapes, mesh and mesh.abstract_mesh, jnp.result_type(float))
 
 
-def _first_opt_state(tx: Any, tree: Any, leaves: tuple[tuple[Any, Any], ...], default: Any) -> PyTree:
+def _first_opt_state(tx: Any, tree: Any, leaves: tuple[tuple[Any, Any], ...], mesh: Any, default: Any) -> PyTree:
     del default  # dtypes depend on whether JAX has 64 bits enabled
     params = tree.unflatten(jax.ShapeDtypeStruct(*leaf) for leaf in leaves)
     before = settled = jax.eval_shape(tx.init, params)
     for _ in range(3):  # a wider leaf may widen others
-        wider = _widened(settled, trace_update(tx, params, settled).new_state)
+        wider = _widened(settled, trace_update(tx, params, settled, mesh=mesh).new_state)
         if described(wider) == described(settled):
             break
         settled = wider
     names, names_before = [*leaves_by_name(settled)], [*leaves_by_name(before)]
     if names != names_before:
-        traced = trace_update(tx, params, settled)
+        traced = trace_update(tx, params, settled, mesh=mesh)
         used = used_inputs(traced.jaxpr)[traced.num_grads :]
         read = dict(zip(names, used, strict=False))
         odd = [name for name in names if name not in names_before and read[name]]

@@ -183,7 +183,7 @@ def checked_placement(
         raise ValueError("the state and the step differ in loss scaling: make both with the same config")
     _check_same("grad_errors", "error feedback of the config", state.grad_errors, new_grad_errors(state, tx, placement))
     params = shapes_of(trainable(state.masters))
-    expected = first_opt_state(tx, placement.precision.for_optimizer(params))
+    expected = first_opt_state(tx, placement.precision.for_optimizer(params), mesh=mesh)
     _check_same("opt_state", "optimizer", state.opt_state, expected)
     return placement
 

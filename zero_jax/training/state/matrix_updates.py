@@ -66,7 +66,7 @@ def matrix_dealings(tx: optax.GradientTransformation, state: TrainState, placeme
 
 def _dealings(tx: optax.GradientTransformation, state: TrainState, placement: Placement) -> list[Dealing]:
     params = placement.precision.for_optimizer(shapes_of(trainable(state.masters)))
-    program = matrix_program(trace_update(tx, params, state.opt_state), state, placement)
+    program = matrix_program(trace_update(tx, params, state.opt_state, mesh=placement.mesh), state, placement)
     return [] if program is None else program.all_dealings
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +80,7 @@ def flags_of_all(params: PyTree, flags: Sequence[bool]) -> list[bool]:
 
 
 def used_by_optimizer(
-    tx: optax.GradientTransformation | None, state: TrainState, precision: Precision
+    tx: optax.GradientTransformation | None, state: TrainState, precision: Precision, *, mesh: Any
 ) -> tuple[list[bool], list[bool]]:
     """Returns flags of the trainable params: whether the optimizer reads their gradients, and leaves them unchanged.
 
@@ -91,14 +92,16 @@ def used_by_optimizer(
     if tx is None:
         num_params = len(jax.tree.leaves(params))
         return [True] * num_params, [False] * num_params
-    traced = trace_update(tx, params, state.opt_state)
+    traced = trace_update(tx, params, state.opt_state, mesh=mesh)
     needed = traced.needed_grads
     return needed, traced.unchanged(needed)
 
 
-def trained_params(tx: optax.GradientTransformation, state: TrainState, precision: Precision) -> list[bool]:
+def trained_params(
+    tx: optax.GradientTransformation, state: TrainState, precision: Precision, *, mesh: Any
+) -> list[bool]:
     """Returns a flag for each leaf of a state's params: whether a step computes its gradient."""
-    return flags_of_all(state.params, used_by_optimizer(tx, state, precision)[0])
+    return flags_of_all(state.params, used_by_optimizer(tx, state, precision, mesh=mesh)[0])
 
 
 def keep_same(old: PyTree, new: PyTree, same: list[bool]) -> PyTree:

@@ -29,7 +29,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "options"), CASES)
+# What is quick has each option once.
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (i in (0, 1, 6, 7))) for i, case in enumerate(CASES)],
+)
 def test_the_kernel_computes_what_xla_does(sizes, options):
     arrays = random_arrays(**sizes)
     fused, plain = (values_and_grads(arrays, name, **options) for name in ("splash", "xla"))

@@ -206,8 +206,7 @@ def test_processes_that_do_not_come():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(("who", "number"), [(0, signal.SIGSTOP), (1, signal.SIGKILL)])
 def test_without_a_launcher_a_death_is_noticed_by_the_heartbeat(who, number):
     """In the middle of collectives, in which gloo waits for ever for the one that is gone, or stopped."""
     environment = {cluster.NUM_PROCESSES: "2", cluster.COORDINATOR: f"127.0.0.1:{free_port()}"}

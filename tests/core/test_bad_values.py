@@ -69,7 +69,10 @@ def bad_values(action):
     return WRONG[action.type.__name__] + (URLS if getattr(action.type, "place", None) else [])  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("command", LAST)
+# Those with hundreds of options take seconds.
+@pytest.mark.parametrize(
+    "command", [pytest.param(x, marks=[pytest.mark.slow] * (x in ("train", "plan"))) for x in LAST]
+)
 def test_every_option_refuses_what_it_cannot_be(command, capsys):
     for i, action in enumerate(options_of(command)):
         option = next(name for name in action.option_strings if name.startswith("--"))

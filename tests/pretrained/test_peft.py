@@ -50,7 +50,7 @@ def logits(config, params):
 
 @pytest.mark.parametrize(
     ("base", "name"),
-    [pytest.param(name, name, marks=[pytest.mark.slow] * (name in ("lora", "dora"))) for name in peft_logits.CASES],
+    [pytest.param(name, name, marks=[pytest.mark.slow] * (name != "table")) for name in peft_logits.CASES],
     indirect=["base"],
 )
 def test_logits_and_files_are_those_of_peft(base, name, tmp_path):

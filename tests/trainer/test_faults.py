@@ -44,6 +44,7 @@ def steps_of(records):
 # Numbers
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_is_skipped_counted_and_named(tmp_path, tamper, monkeypatch):
     broken, without, lines = tmp_path / "broken", tmp_path / "without", []
     for folder in (broken, without):

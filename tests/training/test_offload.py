@@ -71,8 +71,6 @@ def assert_same(a, b, *, atol):
         pytest.param("adamw", 0, "fp32", marks=pytest.mark.slow),
         pytest.param("adamw", 1, "fp16", marks=pytest.mark.slow),
         ("adamw", 2, "bf16"),
-        pytest.param("adamw", 2, "fp32", marks=pytest.mark.slow),
-        pytest.param("adamw", 3, "fp32", marks=pytest.mark.slow),
         pytest.param("adamw", 3, "bf16", marks=pytest.mark.slow),
         *(pytest.param(name, 2, "bf16", marks=pytest.mark.slow) for name in list(OPTIMIZERS)[1:]),
     ],

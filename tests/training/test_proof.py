@@ -28,8 +28,9 @@ def assert_moves_params_well(program):
     assert not wide, wide
 
 
-@pytest.mark.parametrize("topology", [V5P_16, V5P_64])
-@pytest.mark.parametrize(("stage", "bound"), [(1, 1.08), (2, 1.08), (3, 1.00)])
+@pytest.mark.parametrize(
+    ("topology", "stage", "bound"), [(V5P_16, 1, 1.08), (V5P_16, 2, 1.08), (V5P_16, 3, 1.00), (V5P_64, 2, 1.08)]
+)
 def test_traffic_is_at_the_ideal(topology, stage, bound):
     program = compile_step(topology, stage, gpt_config=GPT_271M if (topology, stage) == (V5P_16, 3) else GPT_15M)
     assert program.ratio_to_ideal(PSI_MOVED[stage]) <= bound
@@ -43,9 +44,8 @@ def test_a_program_compiled_as_for_a_run_sends_the_same():
     assert compile_step.__wrapped__(V5P_16, 3, gpt_config=GPT_15M).sent_bytes == program.sent_bytes
 
 
-@pytest.mark.parametrize("topology", [V5P_16, V5P_64])
-def test_stage_1_communicates_once_for_four_microbatches(topology):
-    program = compile_step(topology, 1, num_microbatches=4, gpt_config=GPT_15M)
+def test_stage_1_communicates_once_for_four_microbatches():
+    program = compile_step(V5P_64, 1, num_microbatches=4, gpt_config=GPT_15M)
     assert program.ratio_to_ideal(2) <= 1.02
     assert_moves_params_well(program)
 
@@ -60,7 +60,7 @@ def test_arguments_equal_the_formula(stage, bytes_whole, bytes_sharded):
     assert program.alias_bytes > 0.99 * formula  # all of it donated
 
 
-@pytest.mark.parametrize("model", ["loop", "linen scanned", "linen loop", "nnx scanned", "nnx loop"])
+@pytest.mark.parametrize("model", ["loop", "linen scanned", "nnx loop"])
 def test_frameworks_send_what_the_scanned_dict_model_sends(model):
     program = compile_step(V5P_16, 3, model=model, gpt_config=GPT_15M)
     assert program.sent_bytes <= 1.05 * compile_step(V5P_16, 3, gpt_config=GPT_15M).sent_bytes

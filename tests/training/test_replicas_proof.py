@@ -9,8 +9,9 @@ from measure_replicas import measure
 pytestmark = [pytest.mark.tpu_compiler, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("topology", ["2xv5e:16x16", "2xv5p:4x4x4"])
-@pytest.mark.parametrize("fields", [{"replica": 2}, {"secondary": True}])
+@pytest.mark.parametrize(
+    ("topology", "fields"), [("2xv5e:16x16", {"replica": 2}), ("2xv5p:4x4x4", {"secondary": True})]
+)
 def test_each_network_moves_what_the_formula_says(topology, fields):
     networks = measure(topology, **fields)["networks"]
     assert set(networks) == {"ici", "dcn"}

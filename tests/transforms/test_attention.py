@@ -4,7 +4,6 @@ import functools
 
 import attention_models as cases
 import gpt_linen
-import gpt_nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -155,9 +154,8 @@ def test_the_report_says_which_kernel_the_devices_take(platform, capability, sha
     ("make", "scan"),
     [
         pytest.param(gpt, True, id="gpt"),
-        # Their attention is the same function as gpt's.
+        # Its attention is the same function as gpt's.
         pytest.param(gpt_linen, False, id="linen"),
-        pytest.param(gpt_nnx, True, id="nnx"),
     ],
 )
 def test_reference_models_train_alike(make, scan):

@@ -53,7 +53,7 @@ def compiled(topology, stage, scan, replica=1, num_examples=2, naive=False, over
     return comms.estimate(state, mesh=mesh, config=config), comms.measure(program)
 
 
-CONFIGS = [(V5E, 1, False), (V5P, 2, False), (V5E, 2, True), (V5P, 3, True), (V5E, 3, False)]
+CONFIGS = [(V5E, 1, False), (V5E, 2, True), (V5P, 3, True), (V5E, 3, False)]
 
 
 @pytest.mark.parametrize(("topology", "stage", "scan"), CONFIGS)
@@ -110,9 +110,8 @@ def test_few_tokens_are_enough_for_reduce_scatters():
     assert not report.findings
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_collectives_on_the_sparse_cores_are_counted_as_others(stage):
-    without, report = (compiled("v5p:2x2x4", stage, True, overlap=overlap)[1] for overlap in (False, True))
+def test_collectives_on_the_sparse_cores_are_counted_as_others():
+    without, report = (compiled("v5p:2x2x4", 3, True, overlap=overlap)[1] for overlap in (False, True))
     assert report.by_axes == pytest.approx(without.by_axes, rel=0.02)
     for phase, sent in without.by_phase.items():
         assert report.by_phase[phase] == pytest.approx(sent, abs=0.02 * without.sent_bytes)

@@ -59,7 +59,7 @@ def assert_explained(got):
         assert group.device_bytes - group.formula_bytes == pytest.approx(reasons, abs=1e-6), group.name
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("mesh", ["8", "3", "replica"])
 def test_state_bytes_are_those_of_live_arrays(stage, precision, mesh):

@@ -27,7 +27,6 @@ MIB = 2**20
 # compiler's least effort
 CONFIGS = [
     *(pytest.param(*config, marks=pytest.mark.full_effort) for config in [(V5P_16, 3, False), (V5E_16, 2, True)]),
-    (V5P_16, 2, False),
     (V5E_16, 1, False),
     (V5E_16, 3, True),
 ]

@@ -401,7 +401,7 @@ def by_host(x):
         pytest.param(by_volume, (8, WIDTH, WIDTH), 1, marks=pytest.mark.slow),
         (until_settled, (8, WIDTH, WIDTH), 1),
         pytest.param(jax.vmap(until_settled), (8, WIDTH, WIDTH), 1, marks=pytest.mark.slow),
-        (by_blocks, (2 * WIDTH, 2 * WIDTH), 1),
+        pytest.param(by_blocks, (2 * WIDTH, 2 * WIDTH), 1, marks=pytest.mark.slow),
         pytest.param(by_host, (2 * WIDTH, 2 * WIDTH), 1, marks=pytest.mark.slow),
         pytest.param(by_blocks, (2 * WIDTH, 2 * WIDTH), 2, marks=pytest.mark.slow),
     ],

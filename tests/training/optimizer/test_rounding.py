@@ -105,7 +105,7 @@ def on_one_device():
     ("mesh", "fields"),
     [
         pytest.param("4", {"stage": 1}, marks=pytest.mark.slow),
-        ("staged222", {"stage": 3}),
+        pytest.param("staged222", {"stage": 3}, marks=pytest.mark.slow),
         pytest.param("replica", {"stage": 3}, marks=pytest.mark.slow),
         pytest.param(
             "4", {"stage": 1, "offload": zero.Offload(what="optimizer", window_bytes=2000)}, marks=pytest.mark.slow

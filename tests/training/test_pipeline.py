@@ -701,7 +701,29 @@ def in_reverse(params, batch):
     return (jnp.square(x @ params["head"]).mean() + (others.mean((1, 2, 3)) * jnp.arange(LAYERS)).sum()) / 16
 
 
+def in_a_u(params, batch):
+    """A Python loop over layers, and one over others that take what these were given, the last one first."""
+    x, given = params["embed"][batch["tokens"]], []
+    for w in params["layers"]["w"][: LAYERS // 2]:
+        given.append(x)
+        x = x + jnp.tanh(x @ w)
+    for w in params["layers"]["w"][LAYERS // 2 :]:
+        x = x + jnp.tanh(jnp.sin(x + given.pop()) @ w)
+    return jnp.square(x @ params["head"]).mean()
+
+
+def in_towers(params, batch):
+    """Two Python loops over equal layers, on values that have nothing to do with one another."""
+    towers = [params["embed"][batch["tokens"]], params["embed"][batch["tokens"][:, ::-1]]]
+    for i in range(LAYERS):
+        x = towers[i * 2 // LAYERS]
+        towers[i * 2 // LAYERS] = x + jnp.tanh(x @ params["layers"]["w"][i])
+    return jnp.square((towers[0] * towers[1]) @ params["head"]).mean()
+
+
 FORMS = {
+    in_a_u: ("gpipe", 4, [LAYERS // 2] * 2),
+    in_towers: ("gpipe", 4, [LAYERS // 2] * 2),
     in_reverse: ("gpipe", 4, [LAYERS - 1, LAYERS, LAYERS]),
     in_a_checkpoint: ("1f1b", 6, [LAYERS]),
     with_windows: ("1f1b", 4, [LAYERS]),

@@ -223,9 +223,9 @@ def _loops(facts: Facts) -> tuple[list[int], dict[int, _Loop], list[str]]:
         if not any(is_contraction(each) for eqn in inside for each in equations_of(eqn)):
             continue  # sums of embeddings, no layers
         try:
-            layers = turns.layers(run, start, stop)
-            loops[layers[0]] = _loop(facts, sequence.eqns, turns, layers)
-            turns.warn_of_others(run, layers)
+            found = turns.layers(run, start, stop)
+            loops |= {bounds[0]: _loop(facts, sequence.eqns, turns, bounds) for bounds in found}
+            turns.warn_of_others(run, found)
         except CannotCut as error:
             refusals.append(str(error))
     return sequence.eqns, loops, refusals

@@ -704,10 +704,11 @@ def in_reverse(params, batch):
 def in_a_u(params, batch):
     """A Python loop over layers, and one over others that take what these were given, the last one first."""
     x, given = params["embed"][batch["tokens"]], []
-    for w in [params["layers"]["w"][i] for i in range(LAYERS // 2)]:
+    weights = jnp.unstack(params["layers"]["w"])
+    for w in weights[: LAYERS // 2]:
         given.append(x)
         x = x + jnp.tanh(x @ w)
-    for w in [params["layers"]["w"][i] for i in range(LAYERS // 2, LAYERS)]:
+    for w in weights[LAYERS // 2 :]:
         x = x + jnp.tanh(jnp.sin(x + given.pop()) @ w)
     return jnp.square(x @ params["head"]).mean()
 

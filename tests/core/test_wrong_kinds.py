@@ -96,6 +96,36 @@ def test_an_evaluation_is_not_run_on_a_donated_state():
             evaluate(donated, make_batch())
 
 
+def of_shards(call):
+    """Calls a function of a batch in a `jax.shard_map` over it."""
+    mapped = jax.shard_map(lambda x: call(x).loss[None], mesh=MESH, in_specs=P("data"), out_specs=P("data"))
+    return jax.jit(mapped)(make_batch())
+
+
+@pytest.mark.parametrize("name", ["train", "grads", "evaluate", "init"])
+def test_a_step_is_not_called_on_shards(name):
+    step, evaluate = zero.make_train_step(loss_fn, TX, **PLACED), zero.make_eval_step(loss_fn, **PLACED)
+    calls = {
+        "train": lambda batch: step(state(), batch)[1],
+        "grads": lambda batch: step.grads(state(), batch)[0],
+        "evaluate": lambda batch: evaluate(state(), batch),
+        "init": lambda batch: init_state(),
+    }
+    state()
+    with pytest.raises(ValueError, match=r"called within a jax.shard_map.*call it outside, with the whole"):
+        of_shards(calls[name])
+
+
+def test_a_gradient_through_a_step_leaves_its_state():
+    """The step is differentiated by its batch; what the backward pass reads of the state was donated."""
+    step, given, batch = zero.make_train_step(loss_fn, TX, **PLACED), init_state(), make_batch()
+    scaled = lambda scale: {**batch, "inputs": batch["inputs"] * scale}  # noqa: E731
+    slope = jax.grad(lambda scale: step(given, scaled(scale))[1].loss)(1.0)
+    want = jax.grad(lambda scale: loss_fn(host_params(), scaled(scale)))(1.0)
+    np.testing.assert_allclose(slope, want, rtol=1e-5)
+    assert not given.step.is_deleted()
+
+
 def test_traffic_is_not_read_with_another_mesh():
     compiled = lowered().compile()
     assert zero.comms.measure(compiled, mesh=MESH).rows

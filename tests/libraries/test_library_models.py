@@ -244,6 +244,23 @@ def test_nnx_variables_that_are_not_trained_are_model_state():
         assert isinstance(merged, NnxNet) and merged.same is merged.first
 
 
+def test_an_nnx_model_of_a_state_changes_copies_of_its_variables():
+    """Gradients are taken of values that the function closes over, which are of another trace."""
+    made = zero.from_nnx(NnxNet, lambda model, batch: cross_entropy(model(batch["x"])))
+    variables = made.init_fn(KEY)
+    before = jax.tree.map(jnp.copy, variables.model_state)
+
+    def loss(params):
+        value, _, state = made.loss_fn(params, BATCH, model_state=variables.model_state)
+        return value, state
+
+    _, state = jax.grad(loss, has_aux=True)(variables.params)
+    made.merge(variables.params, variables.model_state)(BATCH["x"])
+    assert_equal(variables.model_state, before)
+    assert_equal(state, loss(variables.params)[1])
+    assert not np.allclose(state["norm"]["mean"][...], before["norm"]["mean"][...])
+
+
 @pytest.mark.parametrize("make", [zero.from_nnx, zero.from_equinox, lambda _, loss: zero.from_linen(nn.Dense(4), loss)])
 def test_a_loss_with_other_arguments_is_refused(make):
     with pytest.raises(ValueError, match="cannot be called with"):

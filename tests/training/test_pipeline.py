@@ -669,7 +669,45 @@ def with_a_token(params, batch):
     return jnp.square(x[:, 0] @ params["head"]).mean()
 
 
+def in_reverse(params, batch):
+    """Layers whose params are read by number, the last of them not, and back through all of them with what these made.
+
+    The way back reads its params in a `jax.checkpoint`.
+    """
+    layer = lambda x, i: x + jnp.tanh(x @ params["layers"]["w"][i] + jnp.take(params["layers"]["bias"], i, axis=0))  # noqa: E731
+    x = jax.lax.fori_loop(0, LAYERS - 1, lambda i, x: layer(x, i), params["embed"][batch["tokens"]])
+    x, made = jax.lax.scan(lambda x, i: (layer(x, i), x), x, jnp.arange(LAYERS))
+    back = lambda x, w: (jax.checkpoint(layer)(x + w[1], w[0]) - w[2], w[2].sum() * x)  # noqa: E731
+    slices = jnp.arange(LAYERS), made, params["layers"]["bias"]
+    x, others = jax.lax.scan(back, x, slices, reverse=True)
+    return (jnp.square(x @ params["head"]).mean() + (others.mean((1, 2, 3)) * jnp.arange(LAYERS)).sum()) / 16
+
+
+def in_a_u(params, batch):
+    """A Python loop over layers, and one over others that take what these were given, the last one first."""
+    x, given = params["embed"][batch["tokens"]], []
+    weights = jnp.unstack(params["layers"]["w"])
+    for w in weights[: LAYERS // 2]:
+        given.append(x)
+        x = x + jnp.tanh(x @ w)
+    for w in weights[LAYERS // 2 :]:
+        x = x + jnp.tanh(jnp.sin(x + given.pop()) @ w)
+    return jnp.square(x @ params["head"]).mean()
+
+
+def in_towers(params, batch):
+    """Two Python loops over equal layers, on values that have nothing to do with one another."""
+    towers = [params["embed"][batch["tokens"]], params["embed"][batch["tokens"][:, ::-1]]]
+    for i in range(LAYERS):
+        x = towers[i * 2 // LAYERS]
+        towers[i * 2 // LAYERS] = x + jnp.tanh(x @ params["layers"]["w"][i])
+    return jnp.square((towers[0] * towers[1]) @ params["head"]).mean()
+
+
 FORMS = {
+    in_a_u: ("gpipe", 4, [LAYERS // 2] * 2),
+    in_towers: ("gpipe", 4, [LAYERS // 2] * 2),
+    in_reverse: ("gpipe", 4, [LAYERS - 1, LAYERS, LAYERS]),
     in_a_checkpoint: ("1f1b", 6, [LAYERS]),
     with_windows: ("1f1b", 4, [LAYERS]),
     with_skips: ("gpipe", 4, [LAYERS] * 2),
@@ -748,9 +786,17 @@ def looped(run):
     return loss_fn
 
 
-def in_reverse(params, batch):
+def by_several_numbers(params, batch):
+    layer = lambda x, i: x @ jnp.tanh(params["layers"]["w"][i])  # noqa: E731
+    x = jax.lax.fori_loop(0, 4, lambda i, x: layer(layer(x, 2 * i), 2 * i + 1), params["embed"][batch["tokens"]])
+    return jnp.square(x).mean()
+
+
+def of_one_set(params, batch):
     x = params["embed"][batch["tokens"]]
-    return jnp.square(jax.lax.scan(lambda x, w: (x @ w["w"], None), x, params["layers"], reverse=True)[0]).mean()
+    for _ in range(LAYERS):
+        x = x + jnp.tanh(x @ params["layers"]["w"][0])
+    return jnp.square(x).mean()
 
 
 def shown(x, w):
@@ -776,7 +822,14 @@ REFUSED = {
         looped(lambda i, xs, y: xs[-1] + jnp.sin(xs[max(i - 1, 0)] * y)),
         "of a Python loop read what layers further before them made, at .*test_pipeline.*: let",
     ),
-    "layers in reverse": (in_reverse, r"test_pipeline.*in reverse: scan over params that are stacked in their order"),
+    "other numbers": (by_several_numbers, "loop at .*test_pipeline.* by other numbers than one that it counts: scan"),
+    "shared params": (of_one_set, "the 8 layers of the Python loop at .*test_pipeline.* share 1 set of params: each"),
+    "shared params of a loop": (
+        lambda params, batch: jnp.square(
+            jax.lax.fori_loop(0, 8, lambda i, x: x @ params["layers"]["w"][0], params["embed"][batch["tokens"]])
+        ).mean(),
+        "the loop at .*test_pipeline.* has the same params in each iteration: each stage",
+    ),
     "effects": (replaced(shown), "debug.* at .*test_pipeline.* has effects"),
 }
 

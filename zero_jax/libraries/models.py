@@ -94,7 +94,7 @@ def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = N
         return Variables(params=params, model_state=model_state) if has_state else params
 
     def merge(params: PyTree, model_state: PyTree = None, *, graphdef: Any = graphdef) -> Any:
-        return nnx.merge(graphdef, params, *([model_state] if has_state else []))
+        return nnx.merge(graphdef, params, *([model_state] if has_state else []), copy=True)
 
     def loss_of(graphdef: Any) -> Callable[..., Any]:
         def call(variables: Variables, batch: PyTree, key: Any) -> Any:

@@ -233,6 +233,15 @@ def on_mesh(mesh: Any) -> Iterator[None]:
         yield
 
 
+def check_outside_shard_map() -> None:
+    """Raises `ValueError` within a `jax.shard_map`, where a device has arrays of its own."""
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        raise ValueError(
+            "called within a jax.shard_map, where each device has a part of the batch, and what is called shards the "
+            "whole by itself: call it outside, with the whole batch"
+        )
+
+
 def _set_mesh(mesh: Any) -> contextlib.AbstractContextManager[None] | None:
     """Sets a mesh until the end of the context returned; returns None within a traced function, where JAX cannot."""
     try:

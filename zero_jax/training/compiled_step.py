@@ -26,7 +26,7 @@ from zero_jax.core.text_tables import Report, aligned
 from zero_jax.core.tracebacks import SHORT_TRACEBACK
 from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
 from zero_jax.program.jaxprs import is_traced
-from zero_jax.sharding.mesh import Axes, on_mesh
+from zero_jax.sharding.mesh import Axes, check_outside_shard_map, on_mesh
 from zero_jax.training.batch import place_batch
 from zero_jax.training.same_program import SameProgram
 from zero_jax.training.state.checks import check_no_leaf_twice, check_not_donated, checked_placement, place_state
@@ -141,6 +141,7 @@ class TrainStep:
             if is_like and (results := last.repeat(state, batch)):
                 return results[0], wait_on_cpu(results[1], mesh)
         with on_mesh(mesh), SHORT_TRACEBACK:
+            check_outside_shard_map()
             given, batch = batch, place_batch(batch, mesh=mesh, axes=self.axes)
             check_not_donated(state)  # first: on some backends running with a deleted buffer ends the process
             check_no_leaf_twice(state)
@@ -194,7 +195,8 @@ class TrainStep:
     def compiled(self, state: PyTree, *, is_nested: bool = False) -> _Compiled:
         """Returns the jitted step for states of this structure, compiled once.
 
-        Within another jitted function (`is_nested`) it has no compiler options: JAX takes those of the outermost.
+        Within another function that is traced (`is_nested`) it has no compiler options, as JAX takes those of the
+        outermost, and donates no state, which a gradient through the step reads again.
         `out_shardings` are explicit, so that the new state has exactly the shardings of the old one.
 
         Warns:
@@ -215,9 +217,9 @@ class TrainStep:
                 self.last_call[0].refuse_trace()
                 return program.step(state, batch, placement=placement)
 
-            jit = functools.partial(jax.jit, step, donate_argnums=0, out_shardings=(shardings, None))
+            jit = functools.partial(jax.jit, step, out_shardings=(shardings, None))
             if not is_nested:
-                jit = functools.partial(jit, in_shardings=(shardings, None))
+                jit = functools.partial(jit, donate_argnums=0, in_shardings=(shardings, None))
             unguarded = options.unguarded
             self.compiled_for[structure] = _Compiled(
                 jitted=jit() if is_nested else jit(compiler_options=options.values or None),
@@ -237,6 +239,7 @@ class TrainStep:
         optax transformation before the optimizer.
         """
         with on_mesh(self.program.mesh), SHORT_TRACEBACK:
+            check_outside_shard_map()
             given, batch = batch, place_batch(batch, mesh=self.program.mesh, axes=self.axes)
             check_not_donated(state)
             checked_placement(state, self.program.tx, mesh=self.program.mesh, config=self.program.config)

@@ -18,7 +18,7 @@ from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import Variables, as_variables
 from zero_jax.program.jaxprs import is_traced
 from zero_jax.program.loss import LossProgram
-from zero_jax.sharding.mesh import axis_size, on_mesh
+from zero_jax.sharding.mesh import axis_size, check_outside_shard_map, on_mesh
 from zero_jax.sharding.precision import wide
 from zero_jax.training.batch import check_batch, place_batch
 from zero_jax.training.compiled_step import Metrics, replicated, shown_step
@@ -83,6 +83,7 @@ def make_eval_step(
         check_not_donated(variables)  # running with a deleted buffer may end the process
         is_nested = any(map(is_traced, jax.tree.leaves((variables, batch))))
         with on_mesh(mesh), SHORT_TRACEBACK:
+            check_outside_shard_map()
             given, batch = batch, place_batch(batch, mesh=mesh, axes=axes)
             if same.processes and not is_nested:
                 leaves, tree = jax.tree.flatten(variables)

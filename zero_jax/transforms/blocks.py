@@ -323,9 +323,7 @@ class EqnSequence:
         If turns may be `tied`, they may also have all params of another one. What passes between such turns is no
         scalar: that may be a sum of losses, of the same params on parts of a batch.
         """
-        parts = self.param_parts
-        bounds = [slice(*np.searchsorted(parts[0], pair)) for pair in itertools.pairwise(run)]
-        turns = [frozenset(parts[1, turn].tolist()) for turn in bounds]
+        turns = list(itertools.starmap(self.params_of, itertools.pairwise(run)))
         params = {*turns} if self.tied else turns
         reads, is_tied = self.float_reads, len(params) < len(turns)
         for before, start, stop in zip(run[:-2], run[1:-1], run[2:], strict=True):
@@ -373,6 +371,11 @@ class EqnSequence:
             used = [self.facts.origins[var] for var in read if self.facts.kind(var) == "param"]
             pairs += [(place, numbers.setdefault(x.part, len(numbers))) for x in used]
         return np.asarray(pairs, np.int64).reshape(-1, 2).T
+
+    def params_of(self, start: int, stop: int) -> frozenset[int]:
+        """Returns the numbers of the parts of params that are used between two places."""
+        places, numbers = self.param_parts
+        return frozenset(numbers[slice(*np.searchsorted(places, (start, stop)))].tolist())
 
     def weights(self, start: int, stop: int) -> collections.Counter[int]:
         """Returns how often each equation is there between two places, times how many equations are in it."""

@@ -80,7 +80,9 @@ class Origins(Pass[Origin | None]):
         """Returns the origin of each result of an equation."""
         known = [origin for origin in operands if origin is not None]
         origin = None if eqn.effects or len(known) < len(operands) else _derived(eqn, known)
-        return [origin] * len(eqn.outvars)
+        if origin is None or len(eqn.outvars) == 1:
+            return [origin] * len(eqn.outvars)
+        return [dataclasses.replace(origin, part=hash((origin.part, i))) for i in range(len(eqn.outvars))]
 
 
 def _derived(eqn: Any, inputs: Sequence[Origin]) -> Origin:

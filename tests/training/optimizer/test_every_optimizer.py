@@ -288,6 +288,12 @@ def test_a_rule_of_matrices_for_a_vector_is_named():
         reference.run_zero(loss_fn, tx, make_batches(1), mesh=mesh_of(MESH), stage=1, params=host_params())
 
 
+def test_strict_promotion_is_not_for_optimizers():
+    """Those of optax themselves fail under it."""
+    with jax.numpy_dtype_promotion("strict"), pytest.raises(ValueError, match=r"'standard'.*optax"):
+        reference.run_zero(loss_fn, optax.adamw(0.1), make_batches(1), mesh=mesh_of(MESH), params=host_params())
+
+
 def test_a_state_that_grows_is_refused():
     grows = optax.GradientTransformation(
         lambda params: jnp.zeros(1), lambda updates, state, params=None: (updates, jnp.concatenate([state, state]))

@@ -56,6 +56,11 @@ def scanned(x, dim):
     return jnp.moveaxis(lax.scan(lambda c, s: (c + s, c * s), jnp.zeros_like(x[0]), x)[1], 0, dim)
 
 
+def doubled(x, dim):
+    both = jnp.concatenate([x, jnp.sin(x)], dim)
+    return jnp.split(both / (1 + jnp.abs(both).sum(-1, keepdims=True)), 2, dim)[1]
+
+
 def along(rng, num_dims):
     """Returns a function along one dim."""
     dim = int(rng.choice([0, *range(1, num_dims), *range(1, num_dims)])) if num_dims > 1 else 0
@@ -73,6 +78,7 @@ def along(rng, num_dims):
         lambda x: jnp.take(x, jnp.array([1, 0, 1, 2]), dim),
         lambda x: pooled(x, dim),
         lambda x: scanned(x, dim),
+        lambda x: doubled(x, dim),
         lambda x: lax.top_k(jnp.moveaxis(x, dim, -1), 2)[0],
     ]  # fmt: skip
     return fns[rng.integers(len(fns))]

@@ -101,6 +101,13 @@ def counted(total, x):
     return total + 1, x * total
 
 
+def in_pairs(params, batch):
+    """As preferences are learnt: chosen and rejected examples go through the model together."""
+    both = {"x": jnp.concatenate([batch["x"], batch["x"][:, ::-1]])}
+    chosen, rejected = jnp.split(out_of(params, both).sum(-1), 2)
+    return -jax.nn.log_sigmoid(chosen - rejected).mean()
+
+
 def ragged(params, batch):
     experts = jnp.stack([params["w"], 2 * params["w"]])
     sizes = jnp.array([3, len(batch["x"]) - 3])
@@ -149,6 +156,8 @@ MIXING = {
     "top_k": lambda p, b: lax.top_k(error_of(p, b), 2)[0].mean(),
     "approx_max_k": lambda p, b: lax.approx_max_k(error_of(p, b), 2)[0].mean(),
     "rev": lambda p, b: jnp.square(out_of(p, b) - b["x"][::-1, :6]).mean(),
+    "rows of two batches": each(lambda out: jnp.concatenate([out, jnp.sin(out)])[len(out) // 2 : -len(out) // 2] - out),
+    "two batches by two orders": each(lambda out: jnp.concatenate([out, out]) * jnp.repeat(out, 2, 0)),
     "roll": lambda p, b: jnp.square(out_of(p, b) - jnp.roll(b["x"], 1, 0)[:, :6]).mean(),
     "first example": each(lambda out: out - out[0]),
     "dynamic_slice": each(lambda out: out - lax.dynamic_slice_in_dim(out, 1, 1)),
@@ -294,6 +303,8 @@ def attention(params, batch):
 
 
 SEPARABLE = {
+    "two batches in one": in_pairs,
+    "two batches by tile": lambda p, b: error_of(p, {"x": jnp.tile(b["x"], (2, 1))}).reshape(2, -1).max(0).mean(),
     "mean": lambda p, b: error_of(p, b).mean(),
     "sum by their number": lambda p, b: error_of(p, b).sum() / len(b["x"]),
     "by its reciprocal": lambda p, b: (1 / len(b["x"])) * error_of(p, b).sum(),

@@ -20,6 +20,7 @@ from zero_jax.dims.parts.relations import (
     Pair,
     Refused,
     Relation,
+    Rule,
     aval,
     check,
     dual,
@@ -30,7 +31,7 @@ from zero_jax.dims.parts.relations import (
     shared,
     unknown,
 )
-from zero_jax.dims.parts.rules import SIZED, of_extrema, rule_of
+from zero_jax.dims.parts.rules import SIZED, of_batches, of_extrema, rule_of
 from zero_jax.dims.primitives import PLACES, known_primitives
 from zero_jax.program import jaxprs
 from zero_jax.program.subcalls import subcall
@@ -45,6 +46,7 @@ _MAX_ROUNDS = 8  # after which what a loop carries is not known
 _WHY = {
     "mixed": "examples of a batch may be mixed at {}",
     "sized": "what is computed at {} may depend on the number of examples",
+    "batches": "examples are put behind others at {} (stack them along another dim, or call the model on each)",
     "placed": "what is computed at {} may depend on the places of examples in a batch",
 }
 
@@ -89,7 +91,8 @@ class TraceComparison:
             results = self.equation(pair, values) if pair.whole.outvars else []
             env |= {a: (b, x) for a, b, x in zip(pair.whole.outvars, pair.part.outvars, results, strict=True)}
         self.source, self.depth = source, self.depth - 1
-        return [self.read(env, a, b) for a, b in zip(whole.outvars, part.outvars, strict=True)]
+        results = [self.read(env, a, b) for a, b in zip(whole.outvars, part.outvars, strict=True)]
+        return results if self.depth else [unknown(x.why) if x.batches > 1 else x for x in results]
 
     def read(self, env: dict[Any, tuple[Any, Relation]], whole: Any, part: Any) -> Relation:
         """Returns the relation of an input of an equation: the same one in both traces."""
@@ -151,14 +154,31 @@ class TraceComparison:
             return of_extrema(pair, inputs)
         if any(x.kind is Kind.COLUMNS for x in inputs) and not name.startswith(("gather", "scatter")):
             raise Refused("mixed")
+        if results := of_batches(pair, inputs):
+            why = max((x.why for x in inputs if x.batches > 1), default="") or self.refused("batches").why
+            return [dataclasses.replace(x, why=why if x.batches > 1 else "") for x in results]
         rule = rule_of(name)
         if not self.same_params(pair) or pair.whole.effects:
             raise Refused("sized" if rule else f"the primitive {name!r} may mix examples of a batch")
         if rule:
-            return rule(pair, inputs)
+            return self.of_several(rule, pair, inputs)
         if inputs and all(_is_same(x) for x in inputs):
             return [SAME] * len(pair.whole.outvars)
         raise Refused(f"the primitive {name!r} may mix examples of a batch")
+
+    def of_several(self, rule: Rule, pair: Pair, inputs: list[Relation]) -> list[Relation]:
+        """Returns the relations of the results by a rule, for operands of as many batches behind one another.
+
+        To a rule the rows of a part are some of those of the whole, in runs; those of several batches are, too.
+        """
+        found = {x.batches for x in inputs if x.dim is not None and x.batches}
+        if found <= {1}:
+            return rule(pair, [dataclasses.replace(x, batches=1) for x in inputs])
+        check(len(found) == 1 and all(x.kind is Kind.ROWS for x in inputs if x.dim is not None))
+        (number,), why = found, next(x.why for x in inputs if x.batches > 1)
+        results = rule(pair, [dataclasses.replace(x, batches=1, why="") for x in inputs])
+        check(all(x.kind in (Kind.ROWS, Kind.SAME, Kind.SUM) for x in results))
+        return [dataclasses.replace(x, batches=number, why=why) if x.kind is Kind.ROWS else x for x in results]
 
     def with_shares(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
         """Returns the relations of what adds sums, and terms that are the same in all parts; empty if it does not.
@@ -208,7 +228,9 @@ class TraceComparison:
         ]
         if not all(sizes):
             return self.refused("sized")
-        if x.kind is Kind.ROWS and any(i == x.dim and a % self.num_blocks for i, a in enumerate(whole)):
+        if x.kind is Kind.ROWS and any(
+            i == x.dim and a % (self.num_blocks * max(x.batches, 1)) for i, a in enumerate(whole)
+        ):
             return self.refused("mixed")  # an element is made of examples of several blocks
         if x.kind in EXTREMA and not x.why:
             x = dataclasses.replace(x, why=self.refused("mixed").why)
@@ -222,7 +244,7 @@ class TraceComparison:
             results = [self.left(x) for x in self.run(*bodies, [*consts, *carry, *slices])]
             after = [self.either(x, y) for x, y in zip(carry, results, strict=False)]
             if all(
-                x.agrees(y) and (x.number, x.of_params) == (y.number, y.of_params)
+                x.agrees(y) and (x.number, x.of_params, x.batches) == (y.number, y.of_params, y.batches)
                 for x, y in zip(carry, after, strict=True)
             ):
                 return carry, results[len(carry) :]
@@ -241,7 +263,7 @@ class TraceComparison:
             if x.kind is Kind.UNKNOWN:
                 return x
         of_params = one.of_params or other.of_params
-        if one.agrees(other) and one.number == other.number:
+        if one.agrees(other) and (one.number, one.batches) == (other.number, other.batches):
             return dataclasses.replace(one, of_params=of_params)
         try:
             return dataclasses.replace(joined(one, other), of_params=of_params)
@@ -257,6 +279,7 @@ class TraceComparison:
         check(counts[0] == counts[1], "sized")
         if whole.length != part.length:
             check(not carry and all(x.is_plain and x.dim == 0 for x in slices) and all(map(_is_same, consts)))
+            check(all(x.batches < 2 for x in slices))
             results = self.run(*bodies, [*consts, *(dataclasses.replace(x, kind=Kind.SAME, dim=None) for x in slices)])
             return [rows(0) if _is_same(x) else x if x.kind is Kind.UNKNOWN else self.refused("mixed") for x in results]
         check(all(x.dim != 0 for x in slices))
@@ -290,6 +313,7 @@ class TraceComparison:
 
     def shard_map(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
         """A function of shards; those of a batch have examples of their own."""
+        check(all(x.batches < 2 for x in inputs))
         specs = [dims_of(spec, len(spec)) for spec in pair.params["in_specs"]]
         axes = [{axis for dim in spec for axis in dim} for spec in specs]
         of_rows = [

@@ -57,7 +57,12 @@ class Relation:
     is_false: bool = False  # whether a value is False everywhere
     number: float | None = None  # the number that the value is everywhere, if known
     columns: tuple[Relation, ...] = ()  # the relations of the columns, for COLUMNS
-    why: str = ""  # why it is UNKNOWN, or for MAX and MIN why the loss on parts may be another one
+    # Of ROWS, how many batches are behind one another along the dim, as in `jnp.concatenate([chosen, rejected])`; 0
+    # where all rows are the same, so that they are of any number
+    batches: int = 1
+    why: str = (
+        ""  # why it is UNKNOWN, for MAX and MIN why the loss on parts may be another one, of several batches where
+    )
 
     @property
     def is_plain(self) -> bool:
@@ -66,11 +71,13 @@ class Relation:
 
     def agrees(self, other: Relation) -> bool:
         """Tells whether another relation says the same of a value, but for what it was made of."""
-        return (self.kind, self.dim, self.power) == (other.kind, other.dim, other.power)
+        are_as_many = self.batches == other.batches or 0 in (self.batches, other.batches)
+        return are_as_many and (self.kind, self.dim, self.power) == (other.kind, other.dim, other.power)
 
     def of_elements(self) -> Relation:
         """Returns the relation of something made of the elements of this value, each by itself."""
-        return Relation(kind=self.kind, dim=self.dim, power=self.power)
+        several = {"batches": self.batches, "why": self.why} if self.batches > 1 else {}
+        return Relation(kind=self.kind, dim=self.dim, power=self.power, **several)
 
     def at(self, dim: int | None) -> Relation:
         """Returns the relation with the examples along another dim."""
@@ -99,6 +106,11 @@ def applied(inputs: Sequence[Relation]) -> Relation:
 
 def joined(one: Relation, other: Relation) -> Relation:
     """Returns the relation of a sum, or of a value that is either by a choice that is the same; or raises `Refused`."""
+    if not one.batches or not other.batches:  # rows that are all the same
+        one, other = (
+            dataclasses.replace(x, batches=x.batches or y.batches or 1, why=x.why or y.why)
+            for x, y in ((one, other), (other, one))
+        )
     if one.agrees(other) and one.kind in (Kind.SAME, Kind.ROWS, Kind.SUM):
         return one.of_elements()
     for x, y in ((one, other), (other, one)):
@@ -149,7 +161,7 @@ def all_joined(inputs: Sequence[Relation]) -> Relation:
 def dual(x: Relation) -> Relation:
     """Returns the relation of the cotangent of a value, if the mean over the parts is derived; or raises `Refused`."""
     kinds = {Kind.ROWS: Kind.ROWS, Kind.SAME: Kind.SUM, Kind.SUM: Kind.SAME}
-    check(x.kind in kinds)
+    check(x.kind in kinds and x.batches < 2)
     return Relation(kind=kinds[x.kind], dim=x.dim if x.kind is Kind.ROWS else None, power=1 - x.power)
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -165,7 +167,7 @@ def _broadcast(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
         check(x.dim is not None and to[x.dim] == grows)
         return [x.at(grows)]
     check(x.kind is Kind.SAME)
-    return [dataclasses.replace(x, kind=Kind.ROWS, dim=grows)]
+    return [dataclasses.replace(x, kind=Kind.ROWS, dim=grows, batches=0)]
 
 
 def _tiled(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
@@ -185,6 +187,58 @@ def _reshape(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     known = dim_map(pair.whole)  # on a part a dim of one example has no place
     check(grows == (known.block((0, x.dim)) if x.kind is Kind.ROWS else known.to((0, x.dim))))
     return [x.at(grows)]
+
+
+def of_batches(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
+    """Returns the relations where batches are put behind one another, or taken from one another; empty if not so.
+
+    A part has its own examples of each of them, in the same order. Batches are of one size: a dim of `batches` is as
+    many times as large.
+    """
+    name = pair.whole.primitive.name
+    if name not in ("concatenate", "tile", "slice", "split", "reshape") or inputs[0].kind is not Kind.ROWS:
+        return []
+    x = inputs[0]
+    sizes = [[shape[x.dim] for shape in pair.shapes(i)] for i in range(len(inputs))]
+    if name == "concatenate":
+        of_one = {
+            (size // max(each.batches, 1), part // max(each.batches, 1))
+            for each, (size, part) in zip(inputs, sizes, strict=True)
+        }
+        is_plain = all(each.kind is Kind.ROWS and each.is_plain and each.dim == x.dim for each in inputs)
+        if pair.params["dimension"] != x.dim or not is_plain or len(of_one) > 1:
+            return []
+        return [dataclasses.replace(rows(x.dim), batches=sum(max(each.batches, 1) for each in inputs))]
+    if name == "tile":
+        reps = {eqn.params["reps"][x.dim] for eqn in (pair.whole, pair.part)}
+        return [dataclasses.replace(x, batches=max(x.batches, 1) * min(reps))] if len(reps) == 1 and reps != {1} else []
+    if x.batches < 2:
+        return []
+    (size, part), n = sizes[0], x.batches
+    if name == "reshape":
+        splits = [(n, shape[x.dim] // n) for shape in pair.shapes(0)]
+        wanted = [(*s[: x.dim], *two, *s[x.dim + 1 :]) for s, two in zip(pair.shapes(0), splits, strict=True)]
+        return [rows(x.dim + 1, x.power)] if list(pair.results()) == wanted else []
+    if name == "split":
+        if pair.params["axis"] != x.dim:
+            return []
+        ends = [list(itertools.accumulate(eqn.params["sizes"], initial=0)) for eqn in (pair.whole, pair.part)]
+        bounds = [[*itertools.pairwise(each)] for each in ends]
+    else:
+        found = [eqn.params for eqn in (pair.whole, pair.part)]
+        others = [
+            [(p["start_indices"][d], p["limit_indices"][d]) for d in range(len(pair.shapes(0)[0])) if d != x.dim]
+            for p in found
+        ]
+        if {*(found[0]["strides"] or (1,))} != {1} or others[0] != others[1]:
+            return []
+        bounds = [[(p["start_indices"][x.dim], p["limit_indices"][x.dim])] for p in found]
+    numbers = [
+        [(Fraction(a * n, s), Fraction(b * n, s)) for a, b in each]
+        for each, s in zip(bounds, (size, part), strict=True)
+    ]
+    check(numbers[0] == numbers[1] and all(a.denominator == b.denominator == 1 for a, b in numbers[0]))
+    return [dataclasses.replace(x, batches=int(b - a)) for a, b in numbers[0]]
 
 
 def _concatenate(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:

@@ -396,6 +396,8 @@ def _explained(error: Exception, params: PyTree) -> ValueError:
     remedy = "give an optimizer that needs no more (no gradients of single examples, for one)"
     if "MaskedNode" in text:
         remedy = "let masked or partition mask `grad` too, by mask_compatible_extra_args=True"
+    if "dtype promotion path" in text:
+        remedy = "call it under jax.numpy_dtype_promotion('standard'), which optimizers of optax need"
     if _ASKS_FOR_MATRICES.search(text):
         small = [f"{name!r} {list(shape)}" for name, shape, *_ in described(params) if len(shape) < 2]
         remedy = f"give no rule of matrices for leaves without two dims: {', '.join(small) or 'none of the params'}"

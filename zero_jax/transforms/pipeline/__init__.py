@@ -1,9 +1,10 @@
 """Pipeline parallelism for a loss that knows nothing of it: its scans over layers become loops over ticks.
 
-`turns` finds the equal layers of a Python loop, and `rolled` makes a scan of them; `convolutions` makes products of
-convolutions. `cut` says which scans can be stages, and what each of their operands is to a microbatch; `body` makes the
-layer of a microbatch; `loop` runs a loop over ticks, all forward, whose gradient is taken through it. For 1F1B
-`microbatch` makes the loss of a microbatch, with all that is before and behind the layers, and `interleaved` runs the
-loop over ticks that takes the gradient in it, of layers whose two passes are apart (`stage_passes`). `transform` puts
-such loops into the program of a loss, and reports them. docs/pipeline.md shows what each costs.
+`turns` finds the equal layers of a Python loop, and `rolled` makes a scan of them, `in_order` of loops that read params
+by a number or in reverse; `convolutions` makes products of convolutions. `cut` says which scans can be stages, and what
+each of their operands is to a microbatch; `body` makes the layer of a microbatch; `loop` runs a loop over ticks, all
+forward, whose gradient is taken through it. For 1F1B `microbatch` makes the loss of a microbatch, with all that is
+before and behind the layers, and `interleaved` runs the loop over ticks that takes the gradient in it, of layers whose
+two passes are apart (`stage_passes`). `transform` puts such loops into the program of a loss, and reports them.
+docs/pipeline.md shows what each costs.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from zero_jax.transforms.blocks import EqnSequence, find_blocks
 from zero_jax.transforms.facts import Facts, Origin, Origins
 from zero_jax.transforms.pipeline.body import OTHERWISE, CannotCut
 from zero_jax.transforms.pipeline.cut import ROLLED, scans_over_params
+from zero_jax.transforms.pipeline.in_order import layers_in_order, other_loops
 from zero_jax.transforms.pipeline.turns import EqualLayers, LayerTurn, Place, line_of, params_of
 
 # What draws random numbers of examples: it stays in its layer, where each microbatch draws its own.
@@ -61,12 +62,13 @@ def rolled(traced: Traced) -> Traced:
     a `jax.checkpoint` around all of them are taken out of it: stages are recomputed as the config says.
     """
     for kinds in (("call",), ("call", "remat")):
-        closed = flattened(traced.closed, kinds=kinds)
+        flat = flattened(traced.closed, kinds=kinds)
+        closed = layers_in_order(flat, traced.num_params)
         jaxpr, consts = open_jaxpr(closed)
         facts = _facts(jaxpr, traced.num_params)
         if scans_over_params(facts):
             scans = _by_index(closed, traced.num_params)
-            return traced if scans is closed and "remat" not in kinds else traced.rewritten(scans)
+            return traced if scans is flat and "remat" not in kinds else traced.rewritten(scans)
         order, loops, _ = _loops(facts)
         if loops:
             break
@@ -141,10 +143,32 @@ def _by_index(closed: Any, num_params: int) -> Any:
     return trace_flat(lambda *leaves: evaluate(jaxpr, consts, leaves, equation), [var.aval for var in jaxpr.invars])
 
 
-def differing_layers(traced: Traced) -> str:
-    """Says how the layers of Python loops differ that are alike and not equal; empty if there are none."""
+def why_no_layers(traced: Traced) -> str:
+    """Says why loops that apply params are no layers that could be stages, and what to do; empty if there are none."""
     closed = flattened(traced.closed, kinds=("call", "remat"))
-    return "; ".join(_loops(_facts(open_jaxpr(closed)[0], traced.num_params))[2])
+    facts = _facts(open_jaxpr(closed)[0], traced.num_params)
+    if shared := [*_shared_layers(facts), *other_loops(facts)]:
+        return "; ".join(shared)
+    if differing := _loops(facts)[2]:
+        return (
+            f"{'; '.join(differing)}: let all layers do the same, with numbers or masks of their own where they "
+            "differ, or scan over groups of layers that are equal"
+        )
+    return ""
+
+
+def _shared_layers(facts: Facts) -> Iterator[str]:
+    """Says which layers of Python loops have the params of others."""
+    sequence = EqnSequence(facts, tied=True)
+    for _, run in itertools.groupby(find_blocks(sequence), key=lambda block: block.repeat):
+        blocks = [*run]
+        used = [sequence.params_of(*np.searchsorted(sequence.eqns, (x.start, x.stop))) for x in blocks]
+        if len({*used}) < len(used) and any(map(is_contraction, facts.jaxpr.eqns[blocks[0].start : blocks[0].stop])):
+            yield (
+                f"the {len(used)} layers of the Python loop at {line_of(facts.jaxpr.eqns[blocks[0].start])} share "
+                f"{len({*used})} set{'s' * (len({*used}) > 1)} of params: each stage would have all of them, and wait "
+                "for others"
+            )
 
 
 def _facts(jaxpr: Any, num_params: int, rule: type[_MadeBefore] | None = None) -> Facts:
@@ -199,9 +223,9 @@ def _loops(facts: Facts) -> tuple[list[int], dict[int, _Loop], list[str]]:
         if not any(is_contraction(each) for eqn in inside for each in equations_of(eqn)):
             continue  # sums of embeddings, no layers
         try:
-            layers = turns.layers(run, start, stop)
-            loops[layers[0]] = _loop(facts, sequence.eqns, turns, layers)
-            turns.warn_of_others(run, layers)
+            found = turns.layers(run, start, stop)
+            loops |= {bounds[0]: _loop(facts, sequence.eqns, turns, bounds) for bounds in found}
+            turns.warn_of_others(run, found)
         except CannotCut as error:
             refusals.append(str(error))
     return sequence.eqns, loops, refusals

@@ -27,7 +27,7 @@ from zero_jax.transforms.pipeline.loop import Layer, run_stages
 from zero_jax.transforms.pipeline.microbatch import LossTraces, MicrobatchProgram, by_microbatch
 from zero_jax.transforms.pipeline.place import StagePlace
 from zero_jax.transforms.pipeline.report import PipelineReport, staged_layers
-from zero_jax.transforms.pipeline.rolled import differing_layers
+from zero_jax.transforms.pipeline.rolled import why_no_layers
 from zero_jax.transforms.pipeline.schedule import Schedule
 
 
@@ -203,12 +203,8 @@ def _refusal(found: Sequence[FoundLoop], stages: Stages, traced: Traced) -> str:
         return (
             f"pipe={stages.num_stages}: no layers can be the stages of a pipeline: {reasons}{other}; or leave pipe out"
         )
-    if why := differing_layers(traced):
-        return (
-            f"pipe={stages.num_stages}: no layers can be the stages of a pipeline: {why}: let all layers do the same, "
-            "with numbers or masks of their own where they differ, or scan over groups of layers that are equal; or "
-            "leave pipe out"
-        )
+    if why := why_no_layers(traced):
+        return f"pipe={stages.num_stages}: no layers can be the stages of a pipeline: {why}; or leave pipe out"
     return (
         f"pipe={stages.num_stages}: loss_fn has no jax.lax.scan over stacked params, and no Python loop over equal "
         "layers, which could be the stages of a pipeline: stack the params of equal layers and scan over them "

@@ -69,6 +69,11 @@ class LayerTurn:
         names = [eqn.primitive.name for eqn in self.eqns]
         self.signature = str((shapes, names, [*map(params_of, self.eqns)], self.operands))
 
+    @property
+    def variables(self) -> list[Any]:
+        """The inputs that are no literals."""
+        return [x for x in self.inputs if not jaxprs.is_literal(x)]
+
     def run(self, values: Sequence[Any]) -> dict[Place, Any]:
         """Evaluates it on inputs."""
         made: dict[Place, Any] = {}
@@ -95,8 +100,8 @@ class EqualLayers:
         """Returns the turns of a loop between some places of the sequence."""
         return list(itertools.starmap(self.turn, itertools.pairwise(bounds)))
 
-    def layers(self, blocks: Sequence[int], start: int, stop: int) -> Sequence[int]:
-        """Returns the bounds of the equal layers that are most of a run of blocks.
+    def layers(self, blocks: Sequence[int], start: int, stop: int) -> list[Sequence[int]]:
+        """Returns the bounds of the equal layers that are most of a run of blocks, of one loop or several.
 
         A layer may be several blocks or a part of one, and need not begin where a block does.
 
@@ -108,6 +113,31 @@ class EqualLayers:
         Raises:
           CannotCut: they are no more than half of the run; with the blocks that differ and what differs first.
         """
+        loops = self._loops(start, stop)
+        if 2 * sum(bounds[-1] - bounds[0] for bounds in loops) <= blocks[-1] - blocks[0]:
+            # Between two blocks one may begin with what is the end of the one before: the first has nothing before it.
+            late = max(blocks[2] - 2 * blocks[1] + blocks[0], 0)
+            raise CannotCut(_difference(self.between([blocks[0], *(x + late for x in blocks[1:])])))
+        return loops
+
+    def _loops(self, start: int, stop: int, like: Sequence[int] = ()) -> list[Sequence[int]]:
+        """Returns the bounds of the equal layers between two places, of those that cover most and of others beside.
+
+        Others than those `like` are at least half as many, and have params: they are the way back of a model in the
+        form of a U, say. Where they do the same as these, what is between is the one that differs.
+        """
+        bounds = self._equal(start, stop)
+        if len(bounds) <= max(len(like) // 2, 1):
+            return []
+        if like:
+            first, other = (self.sequence.weights(*each[:2]) for each in (bounds, like))
+            if first == other or not self.sequence.are_blocks(bounds):
+                return []
+        like = like or bounds
+        return [*self._loops(start, bounds[0], like), *self._chains(bounds), *self._loops(bounds[-1], stop, like)]
+
+    def _equal(self, start: int, stop: int) -> Sequence[int]:
+        """Returns the bounds of the equal layers between two places that cover most."""
         numbers, best = self.sequence.numbers[start:stop], [start]
         repeats = ((size, each) for size in range(1, len(numbers) // 2 + 1) for each in repeats_of(numbers, size))
         # Those that cover most, and of these the ones of the smallest layers.
@@ -123,16 +153,21 @@ class EqualLayers:
             equal = max(stretches, key=len)
             if len(equal) > 1 and -period * len(equal) > best[-1] - best[0]:
                 best = bounds[equal[0] : equal[-1] + 2]
-        if 2 * (best[-1] - best[0]) <= blocks[-1] - blocks[0]:
-            # Between two blocks one may begin with what is the end of the one before: the first has nothing before it.
-            late = max(blocks[2] - 2 * blocks[1] + blocks[0], 0)
-            raise CannotCut(_difference(self.between([blocks[0], *(x + late for x in blocks[1:])])))
         return best
 
-    def warn_of_others(self, blocks: Sequence[int], layers: Sequence[int]) -> None:
-        """Warns of the blocks that are not among some layers."""
+    def _chains(self, bounds: Sequence[int]) -> list[Sequence[int]]:
+        """Returns the bounds of those of some equal layers that each take something of the one before."""
+        layers = self.between(bounds)
+        pairs = enumerate(itertools.pairwise(layers), 1)
+        begins = [0, *(i for i, (before, layer) in pairs if before.places.keys().isdisjoint(layer.variables))]
+        parts = [bounds[i : j + 1] for i, j in itertools.pairwise([*begins, len(layers)]) if j - i > 1]
+        return parts or [bounds]
+
+    def warn_of_others(self, blocks: Sequence[int], loops: Sequence[Sequence[int]]) -> None:
+        """Warns of the blocks that are not among the layers of some loops."""
         uses = [self.sequence.uses(*pair) for pair in itertools.pairwise(blocks)]
-        others = [i for i, each in enumerate(uses) if np.any((each < layers[0]) | (each >= layers[-1]))]
+        within = np.concatenate([self.sequence.uses(bounds[0], bounds[-1]) for bounds in loops])
+        others = [i for i, each in enumerate(uses) if not np.isin(each, within).all()]
         if others:
             where = [line_of(self.eqns[self.sequence.eqns[blocks[i]]]) for i in others[:4]]
             warnings.warn(

@@ -1,0 +1,224 @@
+"""Scans that read the params of layers by a number, or take them in reverse, as scans that take them in order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from zero_jax.dims import is_contraction, is_float
+from zero_jax.program import jaxprs
+from zero_jax.program.evaluation import evaluate, flattened, trace_flat
+from zero_jax.program.jaxprs import bind, is_literal, open_jaxpr, source_context
+from zero_jax.program.subcalls import Subcall, equations, subcall
+from zero_jax.program.walk import Deferred, Walk
+from zero_jax.transforms.facts import Facts
+from zero_jax.transforms.pipeline.cut import ROLLED
+from zero_jax.transforms.pipeline.turns import line_of
+
+
+def layers_in_order(closed: Any, num_params: int) -> Any:
+    """Returns a jaxpr whose scans over layers take slices of params, the first one first; itself if all do.
+
+    A `lax.fori_loop` over layers, or a scan over their numbers, reads slices of params by numbers that are known before
+    the step runs. A scan in reverse takes what is reversed before it.
+    """
+    jaxpr, consts = open_jaxpr(closed)
+    facts = Facts(jaxpr, ["param"] * num_params + ["value"] * (len(jaxpr.invars) - num_params))
+    scans: dict[int, _Scan] = {}
+    for eqn in jaxpr.eqns:
+        sub = subcall(eqn)
+        if sub is None or sub.kind != "scan" or not sub.num_carry or facts.only_params(eqn):
+            continue
+        shared, _, slices = (map(facts.kind, atoms) for atoms in sub.split(eqn.invars))
+        numbers = _numbers(closed, eqn, sub, [i for i, kind in enumerate(shared) if kind == "param"])
+        if numbers or (sub.reverse and "param" in slices):
+            scans[id(eqn)] = _Scan(sub=sub, numbers=numbers)
+    if not scans:
+        return closed
+
+    def equation(eqn: Any, values: list[Any]) -> list[Any]:
+        if id(eqn) not in scans:
+            return bind(eqn, values)
+        with source_context(eqn):
+            return scans[id(eqn)].run(values)
+
+    return trace_flat(lambda *leaves: evaluate(jaxpr, consts, leaves, equation), [var.aval for var in jaxpr.invars])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Scan:
+    """A scan that does not take its layers in order.
+
+    Attributes:
+      sub: its body.
+      numbers: for each constant that it reads a slice of in an iteration, the numbers of these, by iteration.
+    """
+
+    sub: Subcall
+    numbers: Mapping[int, np.ndarray]
+
+    def run(self, values: Sequence[Any]) -> list[Any]:
+        """Evaluates it on its operands."""
+        sub = self.sub
+        consts, carry, slices = sub.split(values)
+        own = [_ordered(consts[i], numbers) for i, numbers in self.numbers.items()]
+        is_moved = sub.reverse or any(map(np.any, (np.diff(x) != 1 for x in self.numbers.values())))
+
+        def body(carry: list[Any], xs: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+            read = dict(zip(self.numbers, map(_Slice, xs[0]), strict=True))
+            shared = [read.get(i, x) for i, x in enumerate(consts)]
+            made = _Reading().run(sub.jaxpr, [*shared, *carry, *xs[1]], None)
+            return made[: sub.num_carry], made[sub.num_carry :]
+
+        flipped = [x[::-1] for x in slices] if sub.reverse else slices
+        with jax.named_scope(ROLLED if is_moved else ""):
+            carry, ys = lax.scan(body, carry, (own, flipped), length=sub.length, unroll=sub.unroll)
+        return [*carry, *(y[::-1] if sub.reverse else y for y in ys)]
+
+
+def _ordered(stack: Any, numbers: np.ndarray) -> Any:
+    """Returns some slices of a stack."""
+    first, last = int(numbers[0]), int(numbers[-1])
+    steps = {*np.diff(numbers).tolist()}
+    if steps == {1}:
+        return lax.slice_in_dim(stack, first, last + 1)
+    return stack[last : first + 1][::-1] if steps == {-1} else jnp.stack([stack[int(i)] for i in numbers])
+
+
+class _Slice(Deferred):
+    """A stack of which one slice is read, by that slice."""
+
+    def __init__(self, array: Any):
+        self.array = array
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """The slice."""
+        return (self.array,)
+
+    def with_arrays(self, arrays: Sequence[Any]) -> _Slice:
+        """Returns that of another slice."""
+        return _Slice(*arrays)
+
+    @property
+    def key(self) -> None:
+        """Nothing more is known of it."""
+
+
+class _Reading(Walk[None]):
+    """Evaluates the body of a scan, which reads slices of stacks."""
+
+    def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> bool:
+        return sub.kind in ("call", "remat") and any(isinstance(x, _Slice) for x in values)
+
+    def operation(self, eqn: Any, values: list[Any], frame: None) -> Sequence[Any]:
+        stack = values[0] if values else None
+        return [stack.array.reshape(eqn.outvars[0].aval.shape)] if isinstance(stack, _Slice) else bind(eqn, values)
+
+
+def _numbers(closed: Any, eqn: Any, sub: Subcall, stacks: Sequence[int]) -> dict[int, np.ndarray]:
+    """Returns for those of some constants of which an iteration of a scan reads one slice the numbers of these slices.
+
+    They are known where they are made of what the scan counts, and of constants.
+    """
+    body = flattened(sub.jaxpr, kinds=("call", "remat"))
+    opened, _ = open_jaxpr(body)
+    shared, carry, slices = sub.split(opened.invars)
+    readers = {i: [x for x in opened.eqns if shared[i] in jaxprs.variables(x)] for i in stacks}
+    readers = {i: eqns for i, eqns in readers.items() if eqns and all(_reads_one(x, shared[i]) for x in eqns)}
+    if not readers:
+        return {}
+    jaxpr, consts = open_jaxpr(closed)
+    constant = _made_of(jaxpr, [var for var, x in zip(jaxpr.constvars, consts, strict=True) if not jaxprs.is_traced(x)])
+    begin = dict(zip((*carry, *slices), [x for part in sub.split(eqn.invars)[1:] for x in part], strict=True))
+    counts = {var: x for var, x in begin.items() if _is_whole(var) and (is_literal(x) or x in constant)}
+    following = dict(zip(carry, opened.outvars, strict=False))
+    while True:
+        known = _made_of(opened, counts)
+        lost = [var for var in counts if var in following and following[var] not in known]
+        if not lost:
+            break
+        counts = {var: x for var, x in counts.items() if var not in lost}
+    places = {i: [x.invars[1] for x in eqns] for i, eqns in readers.items() if all(x.invars[1] in known for x in eqns)}
+    if not places:
+        return {}
+    counted = [var for var in counts if var in following]
+    asked = [following[var] for var in counted] + [x for each in places.values() for x in each]
+    iteration, given = jaxprs.alone(body, asked), jaxprs.alone(closed, [*counts.values()])
+
+    def count(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        values = dict(zip((*counted, *(var for var in counts if var not in following)), (*carry, *xs), strict=True))
+        made = evaluate(*open_jaxpr(iteration), [values.get(var) for var in opened.invars])
+        return made[: len(carry)], [x.reshape(()) for x in made[len(carry) :]]
+
+    with jax.ensure_compile_time_eval():
+        values = dict(zip(counts, evaluate(*open_jaxpr(given), [None] * len(jaxpr.invars)), strict=True))
+        begins = [jnp.asarray(values[var], var.aval.dtype) for var in counted]
+        xs = [jnp.asarray(values[var]) for var in counts if var not in following]
+        tables = iter(lax.scan(count, begins, xs, length=sub.length, reverse=sub.reverse)[1])
+        found = {i: np.stack([np.asarray(next(tables)) for _ in each]) for i, each in places.items()}
+    numbers = {i: table[0, ::-1] if sub.reverse else table[0] for i, table in found.items()}
+
+    def are_slices(i: int) -> bool:
+        is_within = 0 <= found[i].min() and found[i].max() < shared[i].aval.shape[0]
+        return bool(is_within and (found[i] == found[i][0]).all() and found[i].min() < found[i].max())
+
+    return {i: each for i, each in numbers.items() if are_slices(i)}
+
+
+def other_loops(facts: Facts) -> list[str]:
+    """Says why loops that apply params are no scans over layers."""
+    found = []
+    for eqn in facts.jaxpr.eqns:
+        sub = subcall(eqn)
+        if sub is None or sub.kind not in ("scan", "while") or facts.only_params(eqn):
+            continue
+        shared, carry, _ = sub.split(eqn.invars)
+        opened, _ = open_jaxpr(flattened(sub.jaxpr, kinds=("call", "remat")))
+        params = {x.aval.shape for x in shared if facts.kind(x) == "param" and x.aval.ndim}
+        inner, is_carried = [*equations(opened)], any(x.aval.ndim and is_float(x.aval) for x in carry)
+        if not params or not is_carried or not any(map(is_contraction, inner)):
+            continue
+        line = f"the loop at {line_of(eqn)}"
+        if by_number := [x for x in inner if _reads_one(x, x.invars[0]) and x.invars[0].aval.shape in params]:
+            where = ", ".join([*dict.fromkeys(map(line_of, by_number))][:4])
+            found.append(
+                f"{line} reads params at {where} by other numbers than one that it counts: scan over the params of "
+                "equal layers, stacked in their order"
+            )
+        else:
+            found.append(
+                f"{line} has the same params in each iteration: each stage would have all of them, and wait for others"
+            )
+    return found
+
+
+def _is_whole(var: Any) -> bool:
+    return jnp.issubdtype(var.aval.dtype, jnp.integer)
+
+
+def _made_of(jaxpr: Any, given: Sequence[Any] | Mapping[Any, Any]) -> set[Any]:
+    """Returns the variables of a jaxpr that are made of some of them and of literals alone."""
+    made = {*given}
+    for eqn in jaxpr.eqns:
+        if not eqn.effects and made.issuperset(jaxprs.variables(eqn)):
+            made.update(eqn.outvars)
+    return made
+
+
+def _reads_one(eqn: Any, stack: Any) -> bool:
+    """Tells whether an equation reads one slice of a stack, whole, at a place that is no literal."""
+    name, sizes = eqn.primitive.name, eqn.params.get("slice_sizes")
+    if name not in ("dynamic_slice", "gather") or tuple(sizes or ()) != (1, *stack.aval.shape[1:]):
+        return False
+    if eqn.invars[0] is not stack or stack in eqn.invars[1:] or is_literal(eqn.invars[1]):
+        return False
+    if name == "dynamic_slice":
+        return True
+    return eqn.invars[1].aval.size == 1 and eqn.params["dimension_numbers"].start_index_map == (0,)

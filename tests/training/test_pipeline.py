@@ -496,6 +496,24 @@ def test_what_is_no_sum_over_microbatches_is_refused_by_1f1b():
         lowered(loss_fn, pipeline="1f1b", precision=scaled)
 
 
+def test_of_several_chains_1f1b_has_the_longest():
+    """If the others have fewer layers, as the dense layers before those with experts; they run in each stage."""
+
+    def loss_fn(params, batch):
+        layer = lambda x, w: (x + jnp.tanh(x @ w["w"] + w["bias"]), None)  # noqa: E731
+        first = jax.tree.map(lambda x: x[:2], params["layers"])
+        x = jax.lax.scan(layer, params["embed"][batch["tokens"]], first)[0]
+        return jnp.square(jax.lax.scan(layer, x, params["layers"])[0] @ params["head"]).mean()
+
+    params, batch = init_params(), make_batches(1)[0]
+    fields = {"stage": 1, "num_microbatches": 4, "pipeline": "1f1b"}
+    with pytest.warns(
+        UserWarning, match="layers at .*test_pipeline.* are not cut .* has one chain of layers, the longest"
+    ):
+        found = one_step(loss_fn, params, batch, mesh=zero.make_mesh(pipe=2), **fields)
+    assert_close(found, jax.jit(jax.value_and_grad(loss_fn))(params, batch), tolerance=FLOAT32)
+
+
 @pytest.mark.slow
 def test_a_loop_over_layers_is_rolled():
     """Layers that slice their params of stacks, share a table, add to a sum and return something on the way."""

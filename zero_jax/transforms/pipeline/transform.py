@@ -145,6 +145,7 @@ class PipelinedProgram(LossProgram):
         found = find_loops(whole, parts, relations, num_params=num_params, cut=self.cut, comparison=comparison)
         if not self.stages.schedule.is_interleaved:
             return _with_stages(whole, found), found
+        found = _one_chain(found)
         cut = [entry for entry in found if entry.loop is not None]
         why = "pipeline='1f1b' has one chain of layers, and there are several"
         if len(cut) == 1:
@@ -166,6 +167,16 @@ class PipelinedProgram(LossProgram):
             axes=stages.axes,
             recompute=stages.recompute,
         )
+
+
+def _one_chain(found: Sequence[FoundLoop]) -> list[FoundLoop]:
+    """Returns scans over layers with the longest alone as stages, if all others together have fewer layers."""
+    num_layers = [0 if entry.loop is None else entry.loop.num_layers for entry in found]
+    longest, why = max(num_layers, default=0), "pipeline='1f1b' has one chain of layers, the longest; 'gpipe' has all"
+    if 2 * longest <= sum(num_layers):
+        return [*found]
+    pairs = zip(found, num_layers, strict=True)
+    return [x if num in (0, longest) else dataclasses.replace(x, loop=None, why=why) for x, num in pairs]
 
 
 def _resized(x: Any, num_examples: int) -> jax.ShapeDtypeStruct:

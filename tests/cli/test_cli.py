@@ -24,30 +24,30 @@ TRAIN_OPTIONS = """
 --attention --batch-size --batches --beta1 --beta2 --checkpoints --clip-norm --combine-bytes --compiler-option --config
 --d-model --data --decay-fraction --devices --ema-decay --epochs --epsilon --eval-batches --eval-every --eval-loss
 --experts --final-learning-rate --format --hang-seconds --help --init --init-from --json --keep-best --keep-gathered
---keep-last
---layer-shards --learning-rate --log-every --lora --lora-alpha --lora-base --lora-dora --lora-from --lora-rank
---lora-train --loss --loss-chunk --max-nonfinite-steps --min-shard-size --mlp-ratio --model --model-axis --momentum
---mu-dtype --name --no-decay --no-keep-gathered --no-layer-shards --no-lora-dora --no-overlap
---no-quantize-error-feedback --no-scan --no-secondary --no-separate-documents --no-sequence-parallel --no-skip-nonfinite
---no-streaming --no-tensorboard --nu-dtype --num-heads --num-layers --num-microbatches --offload --offload-fraction
---offload-paths --offload-window-bytes --optimizer --out --overlap --paper-config --param-specs --pipe --pipeline
---position --precision --prefetch-batches --process-batches --profile-steps --quantize-block-size
---quantize-error-feedback --quantize-gathers --quantize-grads --quantize-grads-over --remat --replica --resume
---sample-every --sample-prompt --sample-tokens --save-every --scan --schedule --secondary --seed --separate-documents
---seq-len --sequence-parallel --show-config --skip-nonfinite --stage --steps --streaming --temperature --tensorboard
---text-field --token-cache --token-dtype --tokenizer --top-k --tracker --validation --validation-fraction --vocab-size
---wandb --warmup-steps --weight-decay -h
+--keep-last --layer-shards --learning-rate --log-every --lora --lora-alpha --lora-base --lora-dora --lora-from
+--lora-rank --lora-train --loss --loss-chunk --max-nonfinite-steps --min-shard-size --mlp-ratio --model --model-axis
+--momentum --mu-dtype --name --no-decay --no-keep-gathered --no-layer-shards --no-lora-dora --no-overlap
+--no-noise-scale --no-quantize-error-feedback --no-scan --no-secondary --no-separate-documents --no-sequence-parallel
+--no-skip-nonfinite --no-streaming --no-tensorboard --noise-scale --nu-dtype --num-heads --num-layers --num-microbatches
+--offload --offload-fraction --offload-paths --offload-window-bytes --optimizer --out --overlap --paper-config
+--param-specs --pipe --pipeline --position --precision --prefetch-batches --process-batches --profile-steps
+--quantize-block-size --quantize-error-feedback --quantize-gathers --quantize-grads --quantize-grads-over --remat
+--replica --resume --sample-every --sample-prompt --sample-tokens --save-every --scan --schedule --secondary --seed
+--separate-documents --seq-len --sequence-parallel --show-config --skip-nonfinite --stage --steps --streaming
+--temperature --tensorboard --text-field --token-cache --token-dtype --tokenizer --top-k --tracker --validation
+--validation-fraction --vocab-size --wandb --warmup-steps --weight-decay -h
 """.split()
 PLAN_OPTIONS = """
 --attention --batch --batch-size --batches --beta1 --beta2 --cache --clip-norm --combine-bytes --compiler-option
 --d-model --data-layout --decay-fraction --ema-decay --epsilon --experts --final-learning-rate --help --init --json
 --keep-gathered --layer-shards --learning-rate --loss --loss-chunk --min-shard-size --mlp-ratio --model --model-axis
---momentum --mu-dtype --no-decay --no-keep-gathered --no-layer-shards --no-overlap --no-quantize-error-feedback
---no-quick --no-scan --no-secondary --no-sequence-parallel --no-skip-nonfinite --nu-dtype --num-heads --num-layers
---num-microbatches --offload --offload-fraction --offload-paths --offload-window-bytes --optimizer --overlap
---paper-config --param-specs --pipe --pipeline --position --precision --quick --quantize-block-size
---quantize-error-feedback --quantize-gathers --quantize-grads --quantize-grads-over --remat --replica --scan --schedule
---secondary --seq-len --sequence-parallel --skip-nonfinite --stage --timeout --topology --vocab-size --weight-decay -h
+--momentum --mu-dtype --no-decay --no-keep-gathered --no-layer-shards --no-noise-scale --no-overlap
+--no-quantize-error-feedback --no-quick --no-scan --no-secondary --no-sequence-parallel --no-skip-nonfinite
+--noise-scale --nu-dtype --num-heads --num-layers --num-microbatches --offload --offload-fraction --offload-paths
+--offload-window-bytes --optimizer --overlap --paper-config --param-specs --pipe --pipeline --position --precision
+--quick --quantize-block-size --quantize-error-feedback --quantize-gathers --quantize-grads --quantize-grads-over
+--remat --replica --scan --schedule --secondary --seq-len --sequence-parallel --skip-nonfinite --stage --timeout
+--topology --vocab-size --weight-decay -h
 """.split()
 # Of the decoders' presets.
 DECODER_OPTIONS = """

@@ -13,7 +13,7 @@ from jax import lax
 
 from zero_jax.dims import is_contraction, is_float
 from zero_jax.program import jaxprs
-from zero_jax.program.evaluation import evaluate, flattened, trace_flat
+from zero_jax.program.evaluation import evaluate, flattened, with_equations
 from zero_jax.program.jaxprs import bind, is_literal, open_jaxpr, source_context
 from zero_jax.program.subcalls import Subcall, equations, subcall
 from zero_jax.program.walk import Deferred, Walk
@@ -28,7 +28,7 @@ def layers_in_order(closed: Any, num_params: int) -> Any:
     A `lax.fori_loop` over layers, or a scan over their numbers, reads slices of params by numbers that are known before
     the step runs. A scan in reverse takes what is reversed before it.
     """
-    jaxpr, consts = open_jaxpr(closed)
+    jaxpr, _ = open_jaxpr(closed)
     facts = Facts(jaxpr, ["param"] * num_params + ["value"] * (len(jaxpr.invars) - num_params))
     scans: dict[int, _Scan] = {}
     for eqn in jaxpr.eqns:
@@ -48,7 +48,7 @@ def layers_in_order(closed: Any, num_params: int) -> Any:
         with source_context(eqn):
             return scans[id(eqn)].run(values)
 
-    return trace_flat(lambda *leaves: evaluate(jaxpr, consts, leaves, equation), [var.aval for var in jaxpr.invars])
+    return with_equations(closed, equation)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -792,6 +792,13 @@ def by_several_numbers(params, batch):
     return jnp.square(x).mean()
 
 
+def of_returned_params(params, batch):
+    weights = params["layers"]["w"]
+    layer = lambda x, i: (x + jnp.tanh(x @ weights[i]), weights)  # noqa: E731
+    x, each = jax.lax.scan(layer, params["embed"][batch["tokens"]], jnp.arange(LAYERS))
+    return jnp.square(x).mean() + jnp.square(each).mean()
+
+
 def of_one_set(params, batch):
     x = params["embed"][batch["tokens"]]
     for _ in range(LAYERS):
@@ -822,7 +829,8 @@ REFUSED = {
         looped(lambda i, xs, y: xs[-1] + jnp.sin(xs[max(i - 1, 0)] * y)),
         "of a Python loop read what layers further before them made, at .*test_pipeline.*: let",
     ),
-    "other numbers": (by_several_numbers, "loop at .*test_pipeline.* by other numbers than one that it counts: scan"),
+    "other numbers": (by_several_numbers, "loop at .*test_pipeline.* otherwise than those of one layer by a number"),
+    "params that are returned": (of_returned_params, "the loop at .*test_pipeline.* reads params at .*test_pipeline"),
     "shared params": (of_one_set, "the 8 layers of the Python loop at .*test_pipeline.* share 1 set of params: each"),
     "shared params of a loop": (
         lambda params, batch: jnp.square(

@@ -130,7 +130,8 @@ def _numbers(closed: Any, eqn: Any, sub: Subcall, stacks: Sequence[int]) -> dict
     body = flattened(sub.jaxpr, kinds=("call", "remat"))
     opened, _ = open_jaxpr(body)
     shared, carry, slices = sub.split(opened.invars)
-    readers = {i: [x for x in opened.eqns if shared[i] in jaxprs.variables(x)] for i in stacks}
+    inside = [i for i in stacks if shared[i] not in opened.outvars]
+    readers = {i: [x for x in opened.eqns if shared[i] in jaxprs.variables(x)] for i in inside}
     readers = {i: eqns for i, eqns in readers.items() if eqns and all(_reads_one(x, shared[i]) for x in eqns)}
     if not readers:
         return {}
@@ -189,8 +190,8 @@ def other_loops(facts: Facts) -> list[str]:
         if by_number := [x for x in inner if _reads_one(x, x.invars[0]) and x.invars[0].aval.shape in params]:
             where = ", ".join([*dict.fromkeys(map(line_of, by_number))][:4])
             found.append(
-                f"{line} reads params at {where} by other numbers than one that it counts: scan over the params of "
-                "equal layers, stacked in their order"
+                f"{line} reads params at {where} otherwise than those of one layer by a number that it counts, from 0 "
+                "to less than there are layers: scan over the params of equal layers, stacked in their order"
             )
         else:
             found.append(

@@ -138,7 +138,7 @@ def _numbers(closed: Any, eqn: Any, sub: Subcall, stacks: Sequence[int]) -> dict
     jaxpr, consts = open_jaxpr(closed)
     constant = _made_of(jaxpr, [var for var, x in zip(jaxpr.constvars, consts, strict=True) if not jaxprs.is_traced(x)])
     begin = dict(zip((*carry, *slices), [x for part in sub.split(eqn.invars)[1:] for x in part], strict=True))
-    counts = {var: x for var, x in begin.items() if _is_whole(var) and (is_literal(x) or x in constant)}
+    counts = {var: x for var, x in begin.items() if _is_integer(var) and (is_literal(x) or x in constant)}
     following = dict(zip(carry, opened.outvars, strict=False))
     while True:
         known = _made_of(opened, counts)
@@ -200,7 +200,7 @@ def other_loops(facts: Facts) -> list[str]:
     return found
 
 
-def _is_whole(var: Any) -> bool:
+def _is_integer(var: Any) -> bool:
     return jnp.issubdtype(var.aval.dtype, jnp.integer)
 
 

@@ -132,7 +132,8 @@ def _numbers(closed: Any, eqn: Any, sub: Subcall, stacks: Sequence[int]) -> dict
     shared, carry, slices = sub.split(opened.invars)
     inside = [i for i in stacks if shared[i] not in opened.outvars]
     readers = {i: [x for x in opened.eqns if shared[i] in jaxprs.variables(x)] for i in inside}
-    readers = {i: eqns for i, eqns in readers.items() if eqns and all(_reads_one(x, shared[i]) for x in eqns)}
+    are_slices = lambda i, eqns: all(x.invars[0] is shared[i] and _reads_one(x) for x in eqns)  # noqa: E731
+    readers = {i: eqns for i, eqns in readers.items() if eqns and are_slices(i, eqns)}
     if not readers:
         return {}
     jaxpr, consts = open_jaxpr(closed)
@@ -142,35 +143,36 @@ def _numbers(closed: Any, eqn: Any, sub: Subcall, stacks: Sequence[int]) -> dict
     following = dict(zip(carry, opened.outvars, strict=False))
     while True:
         known = _made_of(opened, counts)
-        lost = [var for var in counts if var in following and following[var] not in known]
+        ends = {var: following[var] for var in counts if var in following}
+        lost = [var for var, end in ends.items() if not (is_literal(end) or end in known)]
         if not lost:
             break
         counts = {var: x for var, x in counts.items() if var not in lost}
     places = {i: [x.invars[1] for x in eqns] for i, eqns in readers.items() if all(x.invars[1] in known for x in eqns)}
     if not places:
         return {}
-    counted = [var for var in counts if var in following]
-    asked = [following[var] for var in counted] + [x for each in places.values() for x in each]
+    asked = [*ends.values(), *(x for each in places.values() for x in each)]
+    sliced = [var for var in counts if var not in ends]
     iteration, given = jaxprs.alone(body, asked), jaxprs.alone(closed, [*counts.values()])
 
     def count(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        values = dict(zip((*counted, *(var for var in counts if var not in following)), (*carry, *xs), strict=True))
+        values = dict(zip((*ends, *sliced), (*carry, *xs), strict=True))
         made = evaluate(*open_jaxpr(iteration), [values.get(var) for var in opened.invars])
         return made[: len(carry)], [x.reshape(()) for x in made[len(carry) :]]
 
     with jax.ensure_compile_time_eval():
         values = dict(zip(counts, evaluate(*open_jaxpr(given), [None] * len(jaxpr.invars)), strict=True))
-        begins = [jnp.asarray(values[var], var.aval.dtype) for var in counted]
-        xs = [jnp.asarray(values[var]) for var in counts if var not in following]
+        begins = [jnp.asarray(values[var], var.aval.dtype) for var in ends]
+        xs = [jnp.asarray(values[var]) for var in sliced]
         tables = iter(lax.scan(count, begins, xs, length=sub.length, reverse=sub.reverse)[1])
         found = {i: np.stack([np.asarray(next(tables)) for _ in each]) for i, each in places.items()}
     numbers = {i: table[0, ::-1] if sub.reverse else table[0] for i, table in found.items()}
 
-    def are_slices(i: int) -> bool:
+    def are_layers(i: int) -> bool:
         is_within = 0 <= found[i].min() and found[i].max() < shared[i].aval.shape[0]
         return bool(is_within and (found[i] == found[i][0]).all() and found[i].min() < found[i].max())
 
-    return {i: each for i, each in numbers.items() if are_slices(i)}
+    return {i: each for i, each in numbers.items() if are_layers(i)}
 
 
 def other_loops(facts: Facts) -> list[str]:
@@ -187,7 +189,7 @@ def other_loops(facts: Facts) -> list[str]:
         if not params or not is_carried or not any(map(is_contraction, inner)):
             continue
         line = f"the loop at {line_of(eqn)}"
-        if by_number := [x for x in inner if _reads_one(x, x.invars[0]) and x.invars[0].aval.shape in params]:
+        if by_number := [x for x in inner if _reads_one(x) and x.invars[0].aval.shape in params]:
             where = ", ".join([*dict.fromkeys(map(line_of, by_number))][:4])
             found.append(
                 f"{line} reads params at {where} otherwise than those of one layer by a number that it counts, from 0 "
@@ -213,13 +215,13 @@ def _made_of(jaxpr: Any, given: Sequence[Any] | Mapping[Any, Any]) -> set[Any]:
     return made
 
 
-def _reads_one(eqn: Any, stack: Any) -> bool:
+def _reads_one(eqn: Any) -> bool:
     """Tells whether an equation reads one slice of a stack, whole, at a place that is no literal."""
-    name, sizes = eqn.primitive.name, eqn.params.get("slice_sizes")
-    if name not in ("dynamic_slice", "gather") or tuple(sizes or ()) != (1, *stack.aval.shape[1:]):
+    name, (stack, *places) = eqn.primitive.name, eqn.invars or (None,)
+    if name not in ("dynamic_slice", "gather") or tuple(eqn.params["slice_sizes"]) != (1, *stack.aval.shape[1:]):
         return False
-    if eqn.invars[0] is not stack or stack in eqn.invars[1:] or is_literal(eqn.invars[1]):
+    if stack in places or is_literal(places[0]):
         return False
     if name == "dynamic_slice":
         return True
-    return eqn.invars[1].aval.size == 1 and eqn.params["dimension_numbers"].start_index_map == (0,)
+    return places[0].aval.size == 1 and eqn.params["dimension_numbers"].start_index_map == (0,)

@@ -217,11 +217,12 @@ def _made_of(jaxpr: Any, given: Sequence[Any] | Mapping[Any, Any]) -> set[Any]:
 
 def _reads_one(eqn: Any) -> bool:
     """Tells whether an equation reads one slice of a stack, whole, at a place that is no literal."""
-    name, (stack, *places) = eqn.primitive.name, eqn.invars or (None,)
-    if name not in ("dynamic_slice", "gather") or tuple(eqn.params["slice_sizes"]) != (1, *stack.aval.shape[1:]):
+    name = eqn.primitive.name
+    if name not in ("dynamic_slice", "gather"):
         return False
-    if stack in places or is_literal(places[0]):
+    stack, *places = eqn.invars
+    if tuple(eqn.params["slice_sizes"]) != (1, *stack.aval.shape[1:]) or stack in places or is_literal(places[0]):
         return False
-    if name == "dynamic_slice":
-        return True
-    return places[0].aval.size == 1 and eqn.params["dimension_numbers"].start_index_map == (0,)
+    return name == "dynamic_slice" or (
+        places[0].aval.size == 1 and eqn.params["dimension_numbers"].start_index_map == (0,)
+    )

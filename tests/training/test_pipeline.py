@@ -694,7 +694,8 @@ def in_reverse(params, batch):
     """
     layer = lambda x, i: x + jnp.tanh(x @ params["layers"]["w"][i] + jnp.take(params["layers"]["bias"], i, axis=0))  # noqa: E731
     x = jax.lax.fori_loop(0, LAYERS - 1, lambda i, x: layer(x, i), params["embed"][batch["tokens"]])
-    x, made = jax.lax.scan(lambda x, i: (layer(x, i), x), x, jnp.arange(LAYERS))
+    one_ahead = lambda x, i: ((layer(x[0], i + x[1]), 0), x[0])  # noqa: E731
+    (x, _), made = jax.lax.scan(one_ahead, (x, 1), jnp.arange(-1, LAYERS - 1).at[1:].add(1))
     back = lambda x, w: (jax.checkpoint(layer)(x + w[1], w[0]) - w[2], w[2].sum() * x)  # noqa: E731
     slices = jnp.arange(LAYERS), made, params["layers"]["bias"]
     x, others = jax.lax.scan(back, x, slices, reverse=True)
@@ -810,6 +811,13 @@ def by_several_numbers(params, batch):
     return jnp.square(x).mean()
 
 
+def of_returned_params(params, batch):
+    weights = params["layers"]["w"]
+    layer = lambda x, i: (x + jnp.tanh(x @ weights[i]), weights)  # noqa: E731
+    x, each = jax.lax.scan(layer, params["embed"][batch["tokens"]], jnp.arange(LAYERS))
+    return jnp.square(x).mean() + jnp.square(each).mean()
+
+
 def of_one_set(params, batch):
     x = params["embed"][batch["tokens"]]
     for _ in range(LAYERS):
@@ -840,11 +848,15 @@ REFUSED = {
         looped(lambda i, xs, y: xs[-1] + jnp.sin(xs[max(i - 1, 0)] * y)),
         "of a Python loop read what layers further before them made, at .*test_pipeline.*: let",
     ),
-    "other numbers": (by_several_numbers, "loop at .*test_pipeline.* by other numbers than one that it counts: scan"),
+    "other numbers": (by_several_numbers, "loop at .*test_pipeline.* otherwise than those of one layer by a number"),
+    "params that are returned": (of_returned_params, "the loop at .*test_pipeline.* reads params at .*test_pipeline"),
     "shared params": (of_one_set, "the 8 layers of the Python loop at .*test_pipeline.* share 1 set of params: each"),
     "shared params of a loop": (
         lambda params, batch: jnp.square(
-            jax.lax.fori_loop(0, 8, lambda i, x: x @ params["layers"]["w"][0], params["embed"][batch["tokens"]])
+            jax.lax.fori_loop(
+                *(0, 8, lambda i, x: x @ params["layers"]["w"][0] + jnp.arange(FEATURES)),
+                params["embed"][batch["tokens"]],
+            )
         ).mean(),
         "the loop at .*test_pipeline.* has the same params in each iteration: each stage",
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,10 +37,19 @@ def evaluate(
     """
     env = {} if env is None else env
     env.update(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
-    read = lambda atom: atom.val if is_literal(atom) else env[atom]  # noqa: E731
-    for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, equation(eqn, [read(atom) for atom in eqn.invars]), strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    evaluate_equations(jaxpr.eqns, env, equation)
+    return values_of(jaxpr.outvars, env)
+
+
+def evaluate_equations(eqns: Iterable[Any], env: dict[Any, Any], equation: Equation = bind) -> None:
+    """Evaluates equations, and adds their results to the values of variables."""
+    for eqn in eqns:
+        env.update(zip(eqn.outvars, equation(eqn, values_of(eqn.invars, env)), strict=True))
+
+
+def values_of(atoms: Sequence[Any], env: Mapping[Any, Any]) -> list[Any]:
+    """Returns the values of variables and literals."""
+    return [atom.val if is_literal(atom) else env[atom] for atom in atoms]
 
 
 def inlining(kinds: Collection[str] = ("call",)) -> Equation:
@@ -64,6 +73,12 @@ def trace_flat(function: Callable[..., list[Any]], avals: Sequence[Any]) -> Any:
     return jax.make_jaxpr(function)(*shapes)
 
 
+def with_equations(jaxpr: Any, equation: Equation, consts: Sequence[Any] = ()) -> Any:
+    """Returns a closed jaxpr of what another one computes, with a function in place of some equations."""
+    opened, own = open_jaxpr(jaxpr)
+    return trace_flat(lambda *xs: evaluate(opened, own or consts, xs, equation), [var.aval for var in opened.invars])
+
+
 def flattened(
     jaxpr: Any,
     consts: Sequence[Any] = (),
@@ -76,12 +91,11 @@ def flattened(
     `consts` are the constants of an open jaxpr; the result is closed if there are any. Where a jaxpr can be written
     out, the equations that `leaves` says stay calls.
     """
-    opened, own = open_jaxpr(jaxpr)
+    opened, _ = open_jaxpr(jaxpr)
     if not consts and not opened.effects and _can_be_written_out(opened, kinds):
         eqns, outvars = _written_out(opened, kinds, leaves)
         return with_results(jaxpr, outvars, eqns=eqns)
-    equation = inlining(kinds)
-    return trace_flat(lambda *xs: evaluate(opened, own or consts, xs, equation), [var.aval for var in opened.invars])
+    return with_equations(jaxpr, inlining(kinds), consts)
 
 
 def once_each(jaxpr: Any, merges: Callable[[Any], bool]) -> Any:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zero_jax.program.evaluation import evaluate, trace_flat
+from zero_jax.program.evaluation import evaluate, with_equations
 from zero_jax.program.jaxprs import bind, open_jaxpr, source_context
 from zero_jax.program.subcalls import MANUAL, Subcall, equations, equations_of, subcall
 
@@ -253,6 +253,4 @@ class Rewriting(Walk[None]):
         """Returns a closed jaxpr with its equations changed; itself if there are none to change."""
         if not any(map(self.changes, equations(closed, skip=MANUAL))):
             return closed
-        return trace_flat(
-            lambda *arrays: self.run(closed, arrays, None), [x.aval for x in open_jaxpr(closed)[0].invars]
-        )
+        return with_equations(closed, lambda eqn, values: self.equation(eqn, values, None))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax.program import jaxprs
-from zero_jax.program.evaluation import evaluate, flattened, inlining, trace_flat
+from zero_jax.program.evaluation import evaluate, flattened, inlining, trace_flat, with_equations
 from zero_jax.program.loss import LossProgram, Traced
 from zero_jax.program.subcalls import equations
 from zero_jax.sharding.precision import wide
@@ -181,5 +181,4 @@ def _with_cases(closed: Any) -> Any:
                 return [jax.lax.select_n(values[0], *cases)]
         return list(inline(eqn, values))
 
-    opened, consts = jaxprs.open_jaxpr(flattened(*jaxprs.open_jaxpr(closed)))
-    return trace_flat(lambda *xs: evaluate(opened, consts, xs, equation), [var.aval for var in opened.invars])
+    return with_equations(flattened(*jaxprs.open_jaxpr(closed)), equation)

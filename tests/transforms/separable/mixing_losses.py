@@ -158,6 +158,9 @@ MIXING = {
     "rev": lambda p, b: jnp.square(out_of(p, b) - b["x"][::-1, :6]).mean(),
     "rows of two batches": each(lambda out: jnp.concatenate([out, jnp.sin(out)])[len(out) // 2 : -len(out) // 2] - out),
     "two batches by two orders": each(lambda out: jnp.concatenate([out, out]) * jnp.repeat(out, 2, 0)),
+    "two batches looked up by another order": each(
+        lambda out: jnp.tile(out, (2, 1))[jnp.arange(2 * len(out)), jnp.repeat(out.argmax(-1), 2)]
+    ),
     "roll": lambda p, b: jnp.square(out_of(p, b) - jnp.roll(b["x"], 1, 0)[:, :6]).mean(),
     "first example": each(lambda out: out - out[0]),
     "dynamic_slice": each(lambda out: out - lax.dynamic_slice_in_dim(out, 1, 1)),

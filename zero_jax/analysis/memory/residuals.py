@@ -103,7 +103,6 @@ def transformer_residuals(
     parts = axis_size(mesh, axes.batch) * (1 if num_stages > 1 else config.num_microbatches)
     schedule = resolve_schedule(config.pipeline)
     num_layers = schedule.num_places(num_stages, num_layers) if num_stages > 1 else num_layers
-    num_layers = schedule.num_places(num_stages, num_layers) if num_stages > 1 else num_layers
     if num_stages > 1 and schedule.is_interleaved:
         parts = axis_size(mesh, axes.of_stage.batch) * config.num_microbatches
         num_kept = schedule.num_kept(num_stages, config.num_microbatches)

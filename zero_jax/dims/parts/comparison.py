@@ -171,11 +171,12 @@ class TraceComparison:
 
         To a rule the rows of a part are some of those of the whole, in runs; those of several batches are, too.
         """
-        found = {x.batches for x in inputs if x.dim is not None and x.batches}
-        if found <= {1}:
+        along = [x for each in inputs for x in (each, *each.columns) if x.dim is not None]
+        numbers = {x.batches for x in along if x.batches}
+        if numbers <= {1}:
             return rule(pair, [dataclasses.replace(x, batches=1) for x in inputs])
-        check(len(found) == 1 and all(x.kind is Kind.ROWS for x in inputs if x.dim is not None))
-        (number,), why = found, next(x.why for x in inputs if x.batches > 1)
+        check(len(numbers) == 1 and all(x.kind is Kind.ROWS for x in along))
+        (number,), why = numbers, next(x.why for x in inputs if x.batches > 1)
         results = rule(pair, [dataclasses.replace(x, batches=1, why="") for x in inputs])
         check(all(x.kind in (Kind.ROWS, Kind.SAME, Kind.SUM) for x in results))
         return [dataclasses.replace(x, batches=number, why=why) if x.kind is Kind.ROWS else x for x in results]

@@ -60,9 +60,8 @@ class Relation:
     # Of ROWS, how many batches are behind one another along the dim, as in `jnp.concatenate([chosen, rejected])`; 0
     # where all rows are the same, so that they are of any number
     batches: int = 1
-    why: str = (
-        ""  # why it is UNKNOWN, for MAX and MIN why the loss on parts may be another one, of several batches where
-    )
+    # Why it is UNKNOWN; for MAX, MIN and several batches, why the loss on parts may be another one
+    why: str = ""
 
     @property
     def is_plain(self) -> bool:

@@ -214,7 +214,7 @@ def of_batches(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
         return [dataclasses.replace(x, batches=max(x.batches, 1) * min(reps))] if len(reps) == 1 and reps != {1} else []
     if x.batches < 2:
         return []
-    (size, part), n = sizes[0], x.batches
+    n = x.batches
     if name == "reshape":
         splits = [(n, shape[x.dim] // n) for shape in pair.shapes(0)]
         wanted = [(*s[: x.dim], *two, *s[x.dim + 1 :]) for s, two in zip(pair.shapes(0), splits, strict=True)]
@@ -225,20 +225,20 @@ def of_batches(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
         ends = [list(itertools.accumulate(eqn.params["sizes"], initial=0)) for eqn in (pair.whole, pair.part)]
         bounds = [[*itertools.pairwise(each)] for each in ends]
     else:
-        found = [eqn.params for eqn in (pair.whole, pair.part)]
-        others = [
-            [(p["start_indices"][d], p["limit_indices"][d]) for d in range(len(pair.shapes(0)[0])) if d != x.dim]
-            for p in found
+        fields = [
+            (p["start_indices"], p["limit_indices"], p["strides"] or (1,) * len(p["start_indices"]))
+            for p in (pair.whole.params, pair.part.params)
         ]
-        if {*(found[0]["strides"] or (1,))} != {1} or others[0] != others[1]:
+        slices = [list(zip(*each, strict=True)) for each in fields]
+        bounds = [[each.pop(x.dim)] for each in slices]
+        if slices[0] != slices[1] or any(step != 1 for ((_, _, step),) in bounds):
             return []
-        bounds = [[(p["start_indices"][x.dim], p["limit_indices"][x.dim])] for p in found]
-    numbers = [
-        [(Fraction(a * n, s), Fraction(b * n, s)) for a, b in each]
-        for each, s in zip(bounds, (size, part), strict=True)
+    by_batch = [
+        [(Fraction(a * n, s), Fraction(b * n, s)) for a, b, *_ in each]
+        for each, s in zip(bounds, sizes[0], strict=True)
     ]
-    check(numbers[0] == numbers[1] and all(a.denominator == b.denominator == 1 for a, b in numbers[0]))
-    return [dataclasses.replace(x, batches=int(b - a)) for a, b in numbers[0]]
+    check(by_batch[0] == by_batch[1] and all(a.denominator == b.denominator == 1 for a, b in by_batch[0]))
+    return [dataclasses.replace(x, batches=int(b - a)) for a, b in by_batch[0]]
 
 
 def _concatenate(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:

@@ -13,7 +13,7 @@ from jax import lax
 
 from zero_jax.dims import is_contraction, is_float
 from zero_jax.program import jaxprs
-from zero_jax.program.evaluation import evaluate, flattened, trace_flat
+from zero_jax.program.evaluation import evaluate, flattened, with_equations
 from zero_jax.program.jaxprs import bind, is_literal, open_jaxpr, source_context
 from zero_jax.program.subcalls import Subcall, equations, subcall
 from zero_jax.program.walk import Deferred, Walk
@@ -28,7 +28,7 @@ def layers_in_order(closed: Any, num_params: int) -> Any:
     A `lax.fori_loop` over layers, or a scan over their numbers, reads slices of params by numbers that are known before
     the step runs. A scan in reverse takes what is reversed before it.
     """
-    jaxpr, consts = open_jaxpr(closed)
+    jaxpr, _ = open_jaxpr(closed)
     facts = Facts(jaxpr, ["param"] * num_params + ["value"] * (len(jaxpr.invars) - num_params))
     scans: dict[int, _Scan] = {}
     for eqn in jaxpr.eqns:
@@ -48,7 +48,7 @@ def layers_in_order(closed: Any, num_params: int) -> Any:
         with source_context(eqn):
             return scans[id(eqn)].run(values)
 
-    return trace_flat(lambda *leaves: evaluate(jaxpr, consts, leaves, equation), [var.aval for var in jaxpr.invars])
+    return with_equations(closed, equation)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,46 +130,49 @@ def _numbers(closed: Any, eqn: Any, sub: Subcall, stacks: Sequence[int]) -> dict
     body = flattened(sub.jaxpr, kinds=("call", "remat"))
     opened, _ = open_jaxpr(body)
     shared, carry, slices = sub.split(opened.invars)
-    readers = {i: [x for x in opened.eqns if shared[i] in jaxprs.variables(x)] for i in stacks}
-    readers = {i: eqns for i, eqns in readers.items() if eqns and all(_reads_one(x, shared[i]) for x in eqns)}
+    inside = [i for i in stacks if shared[i] not in opened.outvars]
+    readers = {i: [x for x in opened.eqns if shared[i] in jaxprs.variables(x)] for i in inside}
+    are_slices = lambda i, eqns: all(x.invars[0] is shared[i] and _reads_one(x) for x in eqns)  # noqa: E731
+    readers = {i: eqns for i, eqns in readers.items() if eqns and are_slices(i, eqns)}
     if not readers:
         return {}
     jaxpr, consts = open_jaxpr(closed)
     constant = _made_of(jaxpr, [var for var, x in zip(jaxpr.constvars, consts, strict=True) if not jaxprs.is_traced(x)])
     begin = dict(zip((*carry, *slices), [x for part in sub.split(eqn.invars)[1:] for x in part], strict=True))
-    counts = {var: x for var, x in begin.items() if _is_whole(var) and (is_literal(x) or x in constant)}
+    counts = {var: x for var, x in begin.items() if _is_integer(var) and (is_literal(x) or x in constant)}
     following = dict(zip(carry, opened.outvars, strict=False))
     while True:
         known = _made_of(opened, counts)
-        lost = [var for var in counts if var in following and following[var] not in known]
+        ends = {var: following[var] for var in counts if var in following}
+        lost = [var for var, end in ends.items() if not (is_literal(end) or end in known)]
         if not lost:
             break
         counts = {var: x for var, x in counts.items() if var not in lost}
     places = {i: [x.invars[1] for x in eqns] for i, eqns in readers.items() if all(x.invars[1] in known for x in eqns)}
     if not places:
         return {}
-    counted = [var for var in counts if var in following]
-    asked = [following[var] for var in counted] + [x for each in places.values() for x in each]
+    asked = [*ends.values(), *(x for each in places.values() for x in each)]
+    sliced = [var for var in counts if var not in ends]
     iteration, given = jaxprs.alone(body, asked), jaxprs.alone(closed, [*counts.values()])
 
     def count(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        values = dict(zip((*counted, *(var for var in counts if var not in following)), (*carry, *xs), strict=True))
+        values = dict(zip((*ends, *sliced), (*carry, *xs), strict=True))
         made = evaluate(*open_jaxpr(iteration), [values.get(var) for var in opened.invars])
         return made[: len(carry)], [x.reshape(()) for x in made[len(carry) :]]
 
     with jax.ensure_compile_time_eval():
         values = dict(zip(counts, evaluate(*open_jaxpr(given), [None] * len(jaxpr.invars)), strict=True))
-        begins = [jnp.asarray(values[var], var.aval.dtype) for var in counted]
-        xs = [jnp.asarray(values[var]) for var in counts if var not in following]
+        begins = [jnp.asarray(values[var], var.aval.dtype) for var in ends]
+        xs = [jnp.asarray(values[var]) for var in sliced]
         tables = iter(lax.scan(count, begins, xs, length=sub.length, reverse=sub.reverse)[1])
         found = {i: np.stack([np.asarray(next(tables)) for _ in each]) for i, each in places.items()}
     numbers = {i: table[0, ::-1] if sub.reverse else table[0] for i, table in found.items()}
 
-    def are_slices(i: int) -> bool:
+    def are_layers(i: int) -> bool:
         is_within = 0 <= found[i].min() and found[i].max() < shared[i].aval.shape[0]
         return bool(is_within and (found[i] == found[i][0]).all() and found[i].min() < found[i].max())
 
-    return {i: each for i, each in numbers.items() if are_slices(i)}
+    return {i: each for i, each in numbers.items() if are_layers(i)}
 
 
 def other_loops(facts: Facts) -> list[str]:
@@ -186,11 +189,11 @@ def other_loops(facts: Facts) -> list[str]:
         if not params or not is_carried or not any(map(is_contraction, inner)):
             continue
         line = f"the loop at {line_of(eqn)}"
-        if by_number := [x for x in inner if _reads_one(x, x.invars[0]) and x.invars[0].aval.shape in params]:
+        if by_number := [x for x in inner if _reads_one(x) and x.invars[0].aval.shape in params]:
             where = ", ".join([*dict.fromkeys(map(line_of, by_number))][:4])
             found.append(
-                f"{line} reads params at {where} by other numbers than one that it counts: scan over the params of "
-                "equal layers, stacked in their order"
+                f"{line} reads params at {where} otherwise than those of one layer by a number that it counts, from 0 "
+                "to less than there are layers: scan over the params of equal layers, stacked in their order"
             )
         else:
             found.append(
@@ -199,7 +202,7 @@ def other_loops(facts: Facts) -> list[str]:
     return found
 
 
-def _is_whole(var: Any) -> bool:
+def _is_integer(var: Any) -> bool:
     return jnp.issubdtype(var.aval.dtype, jnp.integer)
 
 
@@ -212,13 +215,14 @@ def _made_of(jaxpr: Any, given: Sequence[Any] | Mapping[Any, Any]) -> set[Any]:
     return made
 
 
-def _reads_one(eqn: Any, stack: Any) -> bool:
+def _reads_one(eqn: Any) -> bool:
     """Tells whether an equation reads one slice of a stack, whole, at a place that is no literal."""
-    name, sizes = eqn.primitive.name, eqn.params.get("slice_sizes")
-    if name not in ("dynamic_slice", "gather") or tuple(sizes or ()) != (1, *stack.aval.shape[1:]):
+    name = eqn.primitive.name
+    if name not in ("dynamic_slice", "gather"):
         return False
-    if eqn.invars[0] is not stack or stack in eqn.invars[1:] or is_literal(eqn.invars[1]):
+    stack, *places = eqn.invars
+    if tuple(eqn.params["slice_sizes"]) != (1, *stack.aval.shape[1:]) or stack in places or is_literal(places[0]):
         return False
-    if name == "dynamic_slice":
-        return True
-    return eqn.invars[1].aval.size == 1 and eqn.params["dimension_numbers"].start_index_map == (0,)
+    return name == "dynamic_slice" or (
+        places[0].aval.size == 1 and eqn.params["dimension_numbers"].start_index_map == (0,)
+    )

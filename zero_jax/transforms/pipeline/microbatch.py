@@ -18,7 +18,7 @@ from jax.extend import core as jex_core
 from zero_jax.core.tree import is_key
 from zero_jax.dims import COPIES, SAME, SHAPES, Kind, Relation, TraceComparison, is_float, rows
 from zero_jax.program import jaxprs
-from zero_jax.program.evaluation import trace_flat
+from zero_jax.program.evaluation import evaluate_equations, trace_flat, values_of
 from zero_jax.program.subcalls import scan_of
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import wide
@@ -192,16 +192,15 @@ class LossTraces:
         def run(*values: Any) -> list[Any]:
             given = dict(zip([places[x] for x in inputs], values, strict=True))
             env = dict(given)
-            read = lambda atom: atom.val if jaxprs.is_literal(atom) else env[atom]  # noqa: E731
             for i in own:
                 eqn = eqns[i]
                 if i == self.index and alone:
                     consts, carry, _ = scan_of(eqn).split(eqn.invars)
                     avals = tuple(var.aval for var in eqn.outvars)
                     with jaxprs.source_context(eqn):
-                        made = layers_p.bind(*map(read, (*consts, *carry)), avals=avals)
+                        made = layers_p.bind(*values_of((*consts, *carry), env), avals=avals)
                 else:
-                    made = jaxprs.bind(eqn, [read(x) for x in eqn.invars])
+                    made = jaxprs.bind(eqn, values_of(eqn.invars, env))
                 env.update(zip(eqn.outvars, made, strict=True))
                 env.update(given)  # of the batch, where an equation makes it beside something else
             return [env[places[x]] for x in results]
@@ -245,18 +244,15 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes) -> Any:
 
     def run(*leaves: Any) -> list[Any]:
         env = dict(zip((*whole.constvars, *whole.invars), (*traces.consts, *leaves), strict=True))
-        read = lambda atom: atom.val if jaxprs.is_literal(atom) else env[atom]  # noqa: E731
-        for eqn in whole.eqns:
-            if traces.after.isdisjoint(eqn.outvars):
-                env.update(zip(eqn.outvars, jaxprs.bind(eqn, [read(x) for x in eqn.invars]), strict=True))
+        evaluate_equations((eqn for eqn in whole.eqns if traces.after.isdisjoint(eqn.outvars)), env)
         seeds = end.seeds(env)
         with jaxprs.source_context(layers):
-            loss, same, *results = pipeline_p.bind(*seeds, *map(read, (*shared, *batch, *stacks)), **params)
+            loss, same, *results = pipeline_p.bind(*seeds, *values_of((*shared, *batch, *stacks), env), **params)
         env.update(zip(end.results, results, strict=True))
         if end.is_one:
             env[end.summed[0]] = loss.astype(end.summed[0].aval.dtype)
         end.run(env)
-        first, *others = map(read, whole.outvars)
+        first, *others = values_of(whole.outvars, env)
         return [first if end.is_one else first + (loss - same).astype(first.dtype), *others]
 
     closed = trace_flat(run, [var.aval for var in whole.invars])
@@ -327,9 +323,7 @@ class _End:
 
     def run(self, env: dict[Any, Any]) -> None:
         """Evaluates the end."""
-        read = lambda atom: atom.val if jaxprs.is_literal(atom) else env[atom]  # noqa: E731
-        for eqn in self.eqns:
-            env.update(zip(eqn.outvars, jaxprs.bind(eqn, [read(x) for x in eqn.invars]), strict=True))
+        evaluate_equations(self.eqns, env)
 
     def seeds(self, env: dict[Any, Any]) -> list[Any]:
         """Returns the derivatives of the loss by what it is made of, or 1 for one number; `env` has all other values.

@@ -15,7 +15,7 @@ from jax import lax
 from zero_jax.core.tree import is_key
 from zero_jax.dims import is_contraction
 from zero_jax.program import jaxprs
-from zero_jax.program.evaluation import evaluate, flattened, trace_flat
+from zero_jax.program.evaluation import evaluate, evaluate_equations, flattened, trace_flat, values_of, with_equations
 from zero_jax.program.jaxprs import bind, open_jaxpr, source_context
 from zero_jax.program.loss import Traced
 from zero_jax.program.subcalls import equations_of, scan_of
@@ -77,22 +77,16 @@ def rolled(traced: Traced) -> Traced:
 
     def run(*leaves: Any) -> list[Any]:
         env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *leaves), strict=True))
-        read = lambda atom: atom.val if jaxprs.is_literal(atom) else env[atom]  # noqa: E731
-
-        def make(eqn: Any) -> None:
-            env.update(zip(eqn.outvars, bind(eqn, [read(atom) for atom in eqn.invars]), strict=True))
-
-        for eqn in filter(facts.only_params, jaxpr.eqns):
-            make(eqn)
+        evaluate_equations(filter(facts.only_params, jaxpr.eqns), env)
         place = 0
         while place < len(order):
-            loop, eqn = loops.get(place), jaxpr.eqns[order[place]]
+            loop = loops.get(place)
             if loop is not None:
                 _run(loop, env)
             else:
-                make(eqn)
+                evaluate_equations([jaxpr.eqns[order[place]]], env)
             place = place + 1 if loop is None else loop.stop
-        return [read(atom) for atom in jaxpr.outvars]
+        return values_of(jaxpr.outvars, env)
 
     scans = trace_flat(run, [var.aval for var in jaxpr.invars])
     return traced.rewritten(_by_index(scans, traced.num_params))
@@ -104,7 +98,7 @@ def _by_index(closed: Any, num_params: int) -> Any:
     What layers read whole travels with its microbatch; slices of it would be those of a whole batch. Besides what is
     made of the batch it is what is made of numbers, as masks of `jnp.ones_like(tokens)`.
     """
-    jaxpr, consts = open_jaxpr(closed)
+    jaxpr, _ = open_jaxpr(closed)
     facts = _facts(jaxpr, num_params, _FrozenParams)
     own = {}
 
@@ -140,7 +134,7 @@ def _by_index(closed: Any, num_params: int) -> Any:
 
     if not any(own.values()):
         return closed
-    return trace_flat(lambda *leaves: evaluate(jaxpr, consts, leaves, equation), [var.aval for var in jaxpr.invars])
+    return with_equations(closed, equation)
 
 
 def why_no_layers(traced: Traced) -> str:

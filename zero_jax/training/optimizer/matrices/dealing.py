@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from zero_jax.dims import Move
-from zero_jax.program.evaluation import evaluate
+from zero_jax.program.evaluation import evaluate, evaluate_equations
 from zero_jax.program.jaxprs import bind, is_literal, open_jaxpr
 from zero_jax.program.subcalls import Subcall, subcall
 from zero_jax.program.walk import Walk
@@ -273,9 +273,7 @@ def _run(region: Region, stacks: Sequence[Any], others: Sequence[Any]) -> list[A
     """Evaluates the equations of a region, on stacks of any number of matrices."""
     env = dict(zip((*region.inputs, *region.others), (*stacks, *others), strict=True))
     walk = _Resized(region.stacks, len(stacks[0]) if region.stacks else 0)
-    for eqn in region.eqns:
-        values = [atom.val if is_literal(atom) else env[atom] for atom in eqn.invars]
-        env.update(zip(eqn.outvars, walk.equation(eqn, values, None), strict=True))
+    evaluate_equations(region.eqns, env, lambda eqn, values: walk.equation(eqn, values, None))
     return [env[var] for var in region.outputs]
 
 

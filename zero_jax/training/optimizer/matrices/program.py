@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.dims import FACTORIZATIONS, dim_map
-from zero_jax.program.evaluation import flattened, once_each, trace_flat
+from zero_jax.program.evaluation import flattened, once_each, trace_flat, values_of
 from zero_jax.program.jaxprs import bind, inner_jaxprs, is_literal, open_jaxpr, variables
 from zero_jax.program.passes import Pass
 from zero_jax.program.subcalls import CALLS, equations, subcall
@@ -136,7 +136,7 @@ class MatrixProgram:
                 groups = [part for part in parts if part.over is not None]
                 later += [eqn for part in parts if part.over is None for x in part.regions for eqn in x.eqns]
             waiting = later
-        return [_read(atom, env) for atom in jaxpr.outvars]
+        return values_of(jaxpr.outvars, env)
 
     def equation(self, eqn: Any, env: Mapping[Any, Any]) -> list[Any]:
         """Evaluates an equation that is in no region."""
@@ -147,7 +147,7 @@ class MatrixProgram:
         programs = self.branches.get(id(eqn), ())
         if any(program.is_changed for program in programs):
             eqn = eqn.replace(params={**eqn.params, "branches": tuple(program.rewritten() for program in programs)})
-        return bind(eqn, [_read(atom, env) for atom in eqn.invars])
+        return bind(eqn, values_of(eqn.invars, env))
 
 
 class _Factorized(Rewriting):
@@ -184,10 +184,6 @@ def _with_shared_values(flat: Any) -> Any:
 
 def _sent_bytes(dealings: Sequence[Dealing]) -> float:
     return sum(move.sent_bytes for dealing in dealings for move in dealing.moves(dealing.over))
-
-
-def _read(atom: Any, env: Mapping[Any, Any]) -> Any:
-    return atom.val if is_literal(atom) else env[atom]
 
 
 def _inner_products(jaxpr: Any) -> dict[Any, tuple[Any, Any]]:

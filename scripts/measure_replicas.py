@@ -21,22 +21,26 @@ from zero_jax.models import gpt
 CONFIG = gpt.GPTConfig(vocab_size=4096, seq_len=128, num_layers=2, d_model=1024, num_heads=16, position="learned")
 
 
-def measure(topology: str, *, replica: int = 1, model: int = 1, microbatches: int = 1, **fields: Any) -> dict:
+def measure(
+    topology: str, *, replica: int = 1, model: int = 1, microbatches: int = 1, compiles: bool = True, **fields: Any
+) -> dict:
     """Compiles a step; returns bytes by network, `(measured, formula)`, and the memory estimate.
 
-    Without what moves over `model`, which the formula does not have.
+    Without what moves over `model`, which the formula does not have; unless it compiles, nothing is measured.
     """
     mesh = zero.make_mesh(topology=topology, replica=replica, model=model)
     fields |= {"param_specs": gpt.param_specs(CONFIG)} if model > 1 else {}
     config = zero.ZeroConfig(precision="bf16", num_microbatches=microbatches, overlap=False, **fields)
     tx = optax.adamw(3e-4)
     state = zero.abstract_state(functools.partial(gpt.init, CONFIG), tx, mesh=mesh, config=config)
-    step = zero.make_train_step(gpt.loss_fn(CONFIG), tx, mesh=mesh, config=config)
-    tokens = jax.ShapeDtypeStruct((mesh.size * microbatches, CONFIG.seq_len), jnp.int32)
-    compiled = step.lower(state, {"inputs": tokens, "targets": tokens}).compile()
-    report = zero.comms.measure(compiled, mesh=mesh)
-    rows = tuple(row for row in report.rows if "model" not in row.axes)
-    measured = dataclasses.replace(report, rows=rows).by_network
+    measured = {}
+    if compiles:
+        step = zero.make_train_step(gpt.loss_fn(CONFIG), tx, mesh=mesh, config=config)
+        tokens = jax.ShapeDtypeStruct((mesh.size * microbatches, CONFIG.seq_len), jnp.int32)
+        compiled = step.lower(state, {"inputs": tokens, "targets": tokens}).compile()
+        report = zero.comms.measure(compiled, mesh=mesh)
+        rows = tuple(row for row in report.rows if "model" not in row.axes)
+        measured = dataclasses.replace(report, rows=rows).by_network
     formula = zero.comms.estimate(state, mesh=mesh, config=config, tx=tx).by_network
     networks = {name: (measured.get(name, 0.0), formula.get(name, 0.0)) for name in {**measured, **formula}}
     return {"networks": networks, "memory": zero.memory.estimate(state, mesh=mesh, config=config, tx=tx)}

@@ -22,7 +22,8 @@ def test_each_network_moves_what_the_formula_says(topology, fields):
 @pytest.mark.parametrize("fields", [{"quantize_grads_over": "replica", "microbatches": 2}, {"model": 4}])
 def test_quantized_gradients_move_what_the_formula_says(fields):
     """Between slices alone, where half of the bytes cross; or inside, where an axis of the model is no hindrance."""
-    plain = measure("2xv5e:4x4", replica=2, model=fields.get("model", 1))["networks"]
+    # Without a model axis its formula is enough: the test above compares it with what is sent.
+    plain = measure("2xv5e:4x4", replica=2, model=fields.get("model", 1), compiles="model" in fields)["networks"]
     networks = measure("2xv5e:4x4", replica=2, quantize_grads="int8", **fields)["networks"]
     for sent, formula in networks.values():
         assert 0 < sent <= 1.05 * formula
@@ -30,7 +31,7 @@ def test_quantized_gradients_move_what_the_formula_says(fields):
         feedback = measure("2xv5e:4x4", replica=2, quantize_grads="int8", quantize_error_feedback=True, **fields)
         assert feedback["networks"] == networks
         assert feedback["memory"].by_group["grad_errors"] > 0
-        assert networks["dcn"][0] < 0.52 * plain["dcn"][0]
+        assert networks["dcn"][0] < 0.52 * plain["dcn"][1]
     else:  # 0.7 of what was sent when the plain program sent 1.316 times its formula; now it sends 1.106 times
         assert networks["ici"][0] < 0.7 * 1.316 * plain["ici"][1]
         assert plain["ici"][0] <= 1.12 * plain["ici"][1]

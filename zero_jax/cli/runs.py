@@ -79,7 +79,7 @@ def model_leaves(options: argparse.Namespace) -> ModelLeaves:
         names = tensor_names(shape, model_type=family["model_type"])
         tensors = {path: name.template for path, name in names.items()}
     chosen = choose_lora(options, shape, params)
-    trained = dict.fromkeys(leaf_names(params), 0)
+    trained = dict.fromkeys(leaves_by_name(params), 0)
     if chosen is not None:
         made: Variables = jax.eval_shape(lambda key: chosen.lora.init(init_fn(key), key), key_shape())
         for path, x in leaves_by_name(made.params).items():

@@ -299,7 +299,7 @@ class StepEstimate:
         num_grad_shards = self.num_param_shards if setting.secondary else self.num_shards
         scatters = "grads" in self.groups or ("opt_state" in self.groups and self.k == 1)
         self.grad_share = 1 / num_grad_shards if scatters else 1
-        narrow = 0.0 if self.k > 1 and self.num_whole_grads == 1 else self.sizes.grad_bytes
+        narrow = 0.0 if self.k > 1 and self.adds_in_place else self.sizes.grad_bytes
         self.grad_bytes = self.num_params * (narrow + _SUM_BYTES * (self.k > 1)) * self.grad_share
         self.reduced_bytes = _SUM_BYTES if self.k > 1 else self.sizes.grad_bytes
         if model.precision.reduce is not None:
@@ -478,9 +478,14 @@ class StepEstimate:
         return 2 * self.num_ticks * self.links.send_seconds(self.sent_per_run, pipe)
 
     @property
+    def adds_in_place(self) -> bool:
+        """Whether gradients are a device's own, which are added to those of other microbatches where they are made."""
+        return "grads" not in self.groups and not self.model.config.noise_scale
+
+    @property
     def num_whole_grads(self) -> float:
-        """How often gradients are there for all layers: those of a device's own are added where products make them."""
-        return self.num_runs if "grads" in self.groups or self.model.config.noise_scale else 1.0
+        """How often gradients are there for all layers."""
+        return 1.0 if self.adds_in_place else self.num_runs
 
     @property
     def update_bytes(self) -> float:

@@ -20,7 +20,7 @@ from zero_jax.core.tree import PyTree, key_shape, shard_bytes
 from zero_jax.planning.errors import SettingRefused, refusing
 from zero_jax.planning.job import Job
 from zero_jax.planning.links import Links
-from zero_jax.planning.ranking import Candidate, Figures
+from zero_jax.planning.ranking import Candidate, Figures, policy_name
 from zero_jax.planning.report import FULL, attentions_of
 from zero_jax.sharding import topology
 from zero_jax.sharding.mesh import Axes, axis_size, make_mesh
@@ -512,9 +512,9 @@ class StepEstimate:
         return self.model.step(dataclasses.replace(alike, **changes))
 
     def _experts(self) -> tuple[float, float]:
-        """Returns `stays` and `expert_seconds`, by a trace with all blocks recomputed."""
+        """Returns `stays` and `expert_seconds`, by a trace with all blocks recomputed; other losses send the same."""
         setting, policies = self.setting, self.model.policies
-        loss_fn = policies[setting.policy].loss_fn
+        loss_fn = policies[policy_name(setting.remat, loss="")].loss_fn
         policy = next(name for name, policy in policies.items() if policy.loss_fn is loss_fn)
         fixed = {"batch_size": self.model.batch_size, "num_microbatches": 1, "keep_gathered": False, "overlap": True}
         alike = dataclasses.replace(setting, **fixed, remat="", loss="", attention="own", offload=None, quantize=False)

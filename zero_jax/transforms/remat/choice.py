@@ -129,7 +129,7 @@ class _Greedy:
 
     def __init__(self, blocks: Sequence[BlockCosts], budget: ValueBudget):
         self.blocks, self.budget = blocks, budget
-        forward_seconds = sum(block.forward_seconds() for block in blocks if block.is_scanned)
+        forward_seconds = sum(block.forward_seconds for block in blocks if block.is_scanned)
         self.left = {
             "device": budget.device_bytes,
             "offloaded": _LINK_SHARE * forward_seconds * budget.host_bytes_per_second,

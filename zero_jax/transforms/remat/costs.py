@@ -71,8 +71,9 @@ class BlockCosts:
         eqns = [eqn for eqn in self.region.jaxpr.eqns if eqn.outvars]
         return {self.region.labels[eqn.outvars[0]]: place_of(eqn) for eqn in reversed(eqns)}
 
+    @functools.cached_property
     def forward_seconds(self) -> float:
-        """Returns the seconds of the forward pass."""
+        """The seconds of the forward pass."""
         return self._seconds(self.region.jaxpr, self._shardings)
 
     def backward_seconds(self, kept: Collection[str]) -> float:

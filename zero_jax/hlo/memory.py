@@ -69,11 +69,10 @@ class Heap:
     live: tuple[Buffer, ...] = dataclasses.field(repr=False)
     # The temporaries that are in the memory of results then, donated arguments or not, largest first.
     in_arguments: tuple[Buffer, ...] = dataclasses.field(repr=False)
-    peak_name: str  # the instruction that runs then
-    peak_op_name: str  # its JAX name stack, or that of the nearest instruction before it that has one
+    # The JAX name stack of the instruction that runs then, or of the nearest one before it that has one.
+    peak_op_name: str
     argument_bytes: int  # all arguments in the device's memory
     output_bytes: int  # all results in the device's memory
-    output_alias_bytes: int  # results that are written over donated arguments
     host_argument_bytes: int  # arguments in the host's memory
     host_peak_bytes: int  # the most that temporaries take at one time in the host's memory
     on_chip_peak_bytes: int  # the most that values take at one time in memory on the chip, such as VMEM
@@ -136,11 +135,9 @@ def peak(compiled: Any) -> Heap:
         peak_bytes=peak_bytes,
         live=alive(heap, step),
         in_arguments=alive(in_results, step),
-        peak_name=values.steps[step][1].name if values.steps else "",
         peak_op_name=next(filter(None, (_op_name(program, *place) for place in before)), ""),
         argument_bytes=total(values.arguments, "device"),
         output_bytes=total(values.outputs, "device"),
-        output_alias_bytes=total((n for n in values.outputs if values.buffer_of(n) in arguments), "device"),
         host_argument_bytes=total(values.arguments, "host"),
         host_peak_bytes=_top(temporaries["host"])[0],
         on_chip_peak_bytes=_top(temporaries["chip"])[0],

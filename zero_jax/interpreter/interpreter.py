@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from zero_jax.hlo import KINDS, Array, Instruction, Program, parse_shape
+from zero_jax.hlo import KINDS, Array, Instruction, Program, parse_shape, read_windows
 from zero_jax.interpreter import indexing
 from zero_jax.interpreter.collectives import Exchange, every_device, permuted
 from zero_jax.interpreter.indexing import integers
 from zero_jax.interpreter.operations import Context, Rule, parse_parts, rule_of
-from zero_jax.interpreter.products import placed_windows, read_windows, select_and_scatter
+from zero_jax.interpreter.products import placed_windows, select_and_scatter
 from zero_jax.interpreter.values import NotInterpretable, Value, array_shape, convert, dtype_of, is_small_float, spread
 
 _COLLECTIVE = re.compile(rf"({KINDS})(-start|-done)?")

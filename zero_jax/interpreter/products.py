@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from zero_jax.hlo import Window, read_windows
 from zero_jax.interpreter.indexing import integers, pad
 from zero_jax.interpreter.values import NotInterpretable, convert, spread, widened
 
@@ -29,44 +29,6 @@ def dot(a: np.ndarray, b: np.ndarray, attributes: Mapping[str, str], dtype: np.d
     left = a.transpose(0, *batch[0], *free[0], *contracting[0]).reshape(*lead, -1 if count else 1, count)
     right = b.transpose(0, *batch[1], *contracting[1], *free[1]).reshape(*lead, count, -1 if count else 1)
     return convert((left @ right).reshape(*lead, *sizes[0], *sizes[1]), dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class Window:
-    """A window along one dim: its size, stride, padding, dilations of base and window, and whether it is reversed."""
-
-    size: int = 1
-    stride: int = 1
-    low: int = 0
-    high: int = 0
-    base: int = 1
-    dilation: int = 1
-    is_reversed: bool = False
-
-    def pairs(self, offset: int, length: int, num_outputs: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the outputs that an element of the window contributes to, and the inputs that it then meets."""
-        outputs = np.arange(num_outputs)
-        places = outputs * self.stride + offset * self.dilation - self.low
-        inside = (places >= 0) & (places <= (length - 1) * self.base) & (places % self.base == 0)
-        return outputs[inside], places[inside] // self.base
-
-
-def read_windows(text: str | None, rank: int) -> list[Window]:
-    """Reads {size=3x3 stride=2x2 pad=1_1x0_0 lhs_dilate=1x1 rhs_dilate=1x1 rhs_reversal=1x0}."""
-    fields = dict(re.findall(r"(\w+)=(\S+)", (text or "").strip("{}")))
-    values = {name: value.split("x") for name, value in fields.items()}
-    windows = []
-    for dim in range(rank):
-        at = {name: value[dim] for name, value in values.items()}
-        low, high = at.get("pad", "0_0").split("_")
-        windows.append(
-            Window(
-                size=int(at.get("size", 1)), stride=int(at.get("stride", 1)), low=int(low), high=int(high),
-                base=int(at.get("lhs_dilate", 1)), dilation=int(at.get("rhs_dilate", 1)),
-                is_reversed=at.get("rhs_reversal", "0") == "1",
-            )
-        )  # fmt: skip
-    return windows
 
 
 def convolution(
@@ -94,8 +56,11 @@ def convolution(
     else:
         a = a.reshape(len(a), a.shape[1], feature_groups, -1, *a.shape[3:]).swapaxes(1, 2)
     b = b.reshape(len(b), b.shape[1], groups, -1, *b.shape[3:]).swapaxes(1, 2)
+    inputs = [window.inputs(*sizes) for window, *sizes in zip(windows, a.shape[4:], outputs, strict=True)]
     for offsets in itertools.product(*(range(window.size) for window in windows)):
-        pairs = [w.pairs(k, n, m) for w, k, n, m in zip(windows, offsets, a.shape[4:], outputs, strict=True)]
+        pairs = [  # the outputs that an element of the window contributes to, and the inputs that it then meets
+            (np.flatnonzero(inside[:, k]), at[inside[:, k], k]) for k, (at, inside) in zip(offsets, inputs, strict=True)
+        ]
         if any(len(into) == 0 for into, _ in pairs):
             continue
         part = a

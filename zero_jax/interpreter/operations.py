@@ -41,8 +41,6 @@ _MATRIX_CALLS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "InvertDiagBlocksLowerTriangular": lambda x: np.linalg.inv(np.tril(x)),
     "InvertDiagBlocksUpperTriangular": lambda x: np.linalg.inv(np.triu(x)),
 }
-# Custom calls whose result nothing reads for its value.
-_TOKEN_CALLS = frozenset({"PrepareAsyncCallStart"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,12 +179,13 @@ def _custom_call(context: Context, xs: list[Value]) -> Value:
     target = context.attributes.get("custom_call_target", "").strip('"')
     text, devices = context.instruction.shape, context.num_devices
     if target == "AllocateBuffer":
-        return tuple_of(text, lambda part: undefined(part, devices))
+        made = [undefined(part, devices) for part in parse_parts(text)]
+        return tuple(made) if context.is_tuple else made[0]
     if target == "AsyncCollectiveStart":
         return xs[1], xs[0], *(undefined(part, devices) for part in parse_parts(text)[2:])
     if target == "AsyncCollectiveDone":
         return xs[2]
-    if target in _TOKEN_CALLS:
+    if target == "PrepareAsyncCallStart":  # nothing reads its value
         return np.zeros(1, np.uint32)
     if target == "TopK":
         size = array_shape(parse_parts(text)[0]).dims[-1]
@@ -205,12 +204,6 @@ def _custom_call(context: Context, xs: list[Value]) -> Value:
 def parse_parts(text: str) -> list[str]:
     """Returns the texts of a tuple's arrays, or of the one array."""
     return [f"{part}{{{part.layout}}}" if part.layout else str(part) for part in arrays(parse_shape(text))]
-
-
-def tuple_of(text: str, make: Callable[[str], Value]) -> Value:
-    """Returns what is made of each array of a shape."""
-    parts = [make(part) for part in parse_parts(text)]
-    return parts[0] if isinstance(parse_shape(text), Array) else tuple(parts)
 
 
 def _same(_: Context, xs: list[Value]) -> Value:

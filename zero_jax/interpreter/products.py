@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -25,9 +26,9 @@ def dot(a: np.ndarray, b: np.ndarray, attributes: Mapping[str, str], dtype: np.d
     ]
     sizes = [[x.shape[dim] for dim in free[side]] for side, x in enumerate((a, b))]
     lead = (len(a), *(a.shape[dim] for dim in batch[0]))
-    count = int(np.prod([a.shape[dim] for dim in contracting[0]], dtype=int))
-    left = a.transpose(0, *batch[0], *free[0], *contracting[0]).reshape(*lead, -1 if count else 1, count)
-    right = b.transpose(0, *batch[1], *contracting[1], *free[1]).reshape(*lead, count, -1 if count else 1)
+    count = math.prod(a.shape[dim] for dim in contracting[0])
+    left = a.transpose(0, *batch[0], *free[0], *contracting[0]).reshape(*lead, math.prod(sizes[0]), count)
+    right = b.transpose(0, *batch[1], *contracting[1], *free[1]).reshape(*lead, count, math.prod(sizes[1]))
     return convert((left @ right).reshape(*lead, *sizes[0], *sizes[1]), dtype)
 
 
@@ -63,18 +64,12 @@ def convolution(
         ]
         if any(len(into) == 0 for into, _ in pairs):
             continue
-        part = a
-        for axis, (_, places) in enumerate(pairs):
-            is_all = len(places) == part.shape[4 + axis] and (places == np.arange(len(places))).all()
-            part = part if is_all else np.take(part, places, axis=4 + axis)
+        part = a[(..., *np.ix_(*(places for _, places in pairs)))]
         kernel = b[(..., *(w.size - 1 - k if w.is_reversed else k for w, k in zip(windows, offsets, strict=True)))]
         lead = np.moveaxis(part, 3, -1)  # [devices, groups, batch, *outputs, features]
         product = lead.reshape(*lead.shape[:2], -1, lead.shape[-1]) @ kernel
         product = np.moveaxis(product.reshape(*lead.shape[:-1], -1), -1, 3)
-        if all(len(into) == size for (into, _), size in zip(pairs, outputs, strict=True)):
-            result += product
-        else:
-            result[(..., *np.ix_(*(into for into, _ in pairs)))] += product
+        result[(..., *np.ix_(*(into for into, _ in pairs)))] += product
     result = np.moveaxis(result, 1, 2)  # [devices, batch, groups, features, ...]
     result = result.reshape(len(a), sizes["b"], -1, *outputs)
     order = ["b", "f", *spatial]
@@ -83,16 +78,15 @@ def convolution(
 
 def placed_windows(
     x: np.ndarray, value: np.ndarray, windows: Sequence[Window], out_dims: Sequence[int]
-) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-    """Yields, for each element of a window, its offset and what it has at each output; `value` in the padding."""
-    padding = [(w.low, w.high, w.base - 1) for w in windows]
-    padded = pad(x, value, padding)
+) -> Iterator[np.ndarray]:
+    """Yields, for each element of a window, what it has at each output; `value` in the padding."""
+    padded = pad(x, value, [(w.low, w.high, w.base - 1) for w in windows])
     for offsets in itertools.product(*(range(w.size) for w in windows)):
         slices = [
             slice(k * w.dilation, k * w.dilation + (size - 1) * w.stride + 1, w.stride)
             for k, w, size in zip(offsets, windows, out_dims, strict=True)
         ]
-        yield offsets, padded[(slice(None), *slices)]
+        yield padded[(slice(None), *slices)]
 
 
 def select_and_scatter(
@@ -106,24 +100,14 @@ def select_and_scatter(
     """Adds each output's value to the element of its window that is selected, as max-pooling's gradient does."""
     x, source, init = spread([x, source, init])
     out_dims = source.shape[1:]
-    inside = np.ones((len(x), *x.shape[1:]), bool)
-    best = chosen = None
-    flat_index = np.broadcast_to(np.arange(int(np.prod(x.shape[1:]))).reshape(x.shape[1:]), x.shape)
-    zero, no, none = np.zeros((1,), x.dtype), np.zeros((1,), bool), np.full((1,), -1)
-    views = zip(
-        placed_windows(x, zero, windows, out_dims),
-        placed_windows(inside, no, windows, out_dims),
-        placed_windows(flat_index, none, windows, out_dims),
-        strict=True,
-    )
-    for (_, value), (_, valid), (_, index) in views:
-        if best is None or chosen is None:
-            best, chosen = np.array(value), np.where(valid, index, -1)
-            continue
+    indices = np.broadcast_to(np.arange(math.prod(x.shape[1:])).reshape(x.shape[1:]), x.shape)
+    values = placed_windows(x, np.zeros((1,), x.dtype), windows, out_dims)
+    views = zip(values, placed_windows(indices, np.full((1,), -1), windows, out_dims), strict=True)
+    best, chosen = next(views)  # -1 for none, in the padding
+    for value, index in views:
         keeps = (chosen >= 0) & select(best, value)
-        takes = valid & ~keeps
+        takes = (index >= 0) & ~keeps
         best, chosen = np.where(takes, value, best), np.where(takes, index, chosen)
-    assert chosen is not None
     result = np.array(np.broadcast_to(init.reshape(-1, *(1,) * (x.ndim - 1)), x.shape)).reshape(len(x), -1)
     device = np.arange(len(x))
     chosen, source = chosen.reshape(len(x), -1), source.reshape(len(x), -1)

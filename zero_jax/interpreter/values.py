@@ -91,9 +91,8 @@ def undefined(text: str, num_devices: int) -> np.ndarray:
     """Returns what memory holds before it is written to: NaN, or odd integers."""
     shape = array_shape(text)
     dtype = dtype_of(shape.dtype)
-    if dtype.kind in "fcV" and "int" not in dtype.name:
-        return np.full((num_devices, *shape.dims), np.nan).astype(dtype)
-    return np.full((num_devices, *shape.dims), _UNDEFINED, np.int32).astype(dtype)
+    has_nan = dtype.kind in "fcV" and "int" not in dtype.name
+    return np.full((num_devices, *shape.dims), np.nan if has_nan else np.int32(_UNDEFINED)).astype(dtype)
 
 
 def literal(text: str, shape_text: str) -> Value:

@@ -221,7 +221,8 @@ class _Player:
                 else:
                     run.wait(flight.finish)
             elif opcode == "recv-done":
-                self.done(run, (_NETWORK, rendezvous(self.operand(computation, instruction))))
+                recv = self.program.computations[computation].get(instruction.operands[0], instruction)
+                self.done(run, (_NETWORK, rendezvous(recv)))
             elif part == "done":
                 self.done(run, self.started_by(computation, instruction))
             elif part == "update":
@@ -258,12 +259,13 @@ class _Player:
         called = next(iter(instruction.called.values()), "")
         inside = self.inside(called)
         if inside:
-            drives = self.program.starts_asynchronously(called)
-            handle = self.chain(called) if drives else (computation, instruction.name)
+            handle = (computation, instruction.name)
+            if self.program.drives(called, "Start"):
+                handle = self.chain(called)
             engine = _THREAD.search(instruction.line)
             for collective in inside:
                 self.collective(run, collective, handle=handle, engine=frozenset(engine.groups() if engine else ()))
-        elif instruction.opcode == "fusion" and self.ends(called):
+        elif instruction.opcode == "fusion" and self.program.drives(called, "Done"):
             self.done(run, self.chain(called), first_only=True)
         elif instruction.opcode == "fusion":
             run.compute(self.costs.instruction(self.program, computation, instruction), computation, instruction)
@@ -321,10 +323,6 @@ class _Player:
         source = self.program.source(instruction.line)
         return f"{instruction.name} ({source})" if source else instruction.name
 
-    def operand(self, computation: str, instruction: Instruction) -> Instruction:
-        """The first operand of an instruction, where it is in the same computation."""
-        return self.program.computations[computation].get(instruction.operands[0], instruction)
-
     def started_by(self, computation: str, done: Instruction) -> Key:
         """The key of the start that a `-done` belongs to, through `-update`s."""
         instructions = self.program.computations[computation]
@@ -340,7 +338,3 @@ class _Player:
                 marks = re.findall(r'\b(?:channel_id=\d+|chain_id="\d+")', instruction.line)
                 return (instruction.opcode, *marks)
         return computation
-
-    def ends(self, computation: str) -> bool:
-        """Whether XLA:TPU ends an asynchronous collective in a computation."""
-        return any('"AsyncCollectiveDone"' in inner.line for inner in self.program.computations[computation].values())

@@ -27,8 +27,6 @@ class Overlap:
     """What one execution of an asynchronous collective overlaps with."""
 
     seconds: float  # the computation that is scheduled between its start and its done
-    collective_seconds: float  # what the collective itself takes
-    exposed_seconds: float  # what its done waits
     instructions: tuple[str, ...]  # the longest of the instructions in between, as `name (file:line)`
 
 
@@ -126,7 +124,6 @@ class _Flight:
     key: Key
     links: frozenset[Hashable]
     handle: Hashable
-    seconds: float
     finish: float
     compute_at_start: float
     overlapped: list[tuple[float, str, Instruction]] = dataclasses.field(default_factory=list)
@@ -151,11 +148,10 @@ class _Clock:
         for flight in self.in_flight:
             flight.overlapped.append((seconds, computation, instruction))
 
-    def wait(self, until: float) -> float:
+    def wait(self, until: float) -> None:
         waited = max(until - self.now, 0.0)
         self.now += waited
         self.exposed_seconds += waited
-        return waited
 
     def enqueue(self, key: Key, links: frozenset[Hashable], handle: Hashable, seconds: float) -> _Flight:
         finish = max([self.now, *(self.free_at[link] for link in links)]) + seconds
@@ -163,7 +159,7 @@ class _Clock:
         for link in links:
             self.free_at[link] = finish
             self.busy_seconds[link] += seconds
-        return _Flight(key, links, handle, seconds, finish, self.compute_seconds)
+        return _Flight(key, links, handle, finish, self.compute_seconds)
 
     def repeat(self, body: "_Clock", times: int, computation: str, loop: Instruction) -> None:
         """Runs another computation some number of times."""
@@ -310,12 +306,10 @@ class _Player:
 
     def land(self, run: _Clock, flight: _Flight) -> None:
         """Notes what a collective overlapped with when it has ended."""
-        waited = run.wait(flight.finish)
+        run.wait(flight.finish)
         longest = sorted(flight.overlapped, key=lambda entry: -entry[0])[:_NUM_NAMES]
         self.overlaps[flight.key] = Overlap(
             seconds=run.compute_seconds - flight.compute_at_start,
-            collective_seconds=flight.seconds,
-            exposed_seconds=waited,
             instructions=tuple(self.shown(instruction) for seconds, _, instruction in longest if seconds),
         )
 

@@ -126,10 +126,7 @@ class Interpreter:
             return functools.partial(self._collective, match[1], match[2] or "")
         if control := _CONTROL.get(instruction.opcode):
             return functools.partial(control, self)
-        try:
-            return rule_of(instruction.opcode)
-        except NotInterpretable as error:
-            raise NotInterpretable(f"{error}: {instruction.line.strip()[:400]}") from error
+        return rule_of(instruction)
 
     def _call(self, name: str, arguments: Sequence[Value]) -> Value:
         computation = self._computation(name)

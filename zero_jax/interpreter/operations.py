@@ -111,8 +111,9 @@ def read_attributes(instruction: Instruction) -> dict[str, str]:
     return {name: value.strip() for name, separator, value in pairs if separator}
 
 
-def rule_of(opcode: str) -> Rule:
-    """Returns the rule of an opcode; raises `NotInterpretable` if it has none."""
+def rule_of(instruction: Instruction) -> Rule:
+    """Returns the rule of an instruction by its opcode; raises `NotInterpretable` if there is none."""
+    opcode = instruction.opcode
     if opcode in ELEMENTWISE:
         return lambda context, xs: elementwise(opcode, xs, context.dtype)
     if opcode in _RULES:
@@ -122,7 +123,7 @@ def rule_of(opcode: str) -> Rule:
         return lambda _, xs: xs[0][1]
     if phase == "start" and base in _RULES:
         return functools.partial(_started, base)
-    raise NotInterpretable(f"the operation {opcode!r}")
+    raise NotInterpretable(f"the operation {opcode!r}: {instruction.line.strip()[:400]}")
 
 
 def _started(opcode: str, context: Context, xs: list[Value]) -> Value:

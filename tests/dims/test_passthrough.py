@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from reference import mesh_of
 
 from zero_jax import hlo
-from zero_jax.dims import is_contraction, is_local_reduction, narrows, passthrough
+from zero_jax.dims import is_contraction, narrows, passthrough
 from zero_jax.sharding.spec import named
 
 WHOLE, D = (), ("data",)
@@ -127,7 +127,6 @@ def test_unstack():
 
 
 def test_which_equations_are_what():
-    assert is_local_reduction(equation(lambda x: lax.reduce_max(x, (0,)), (4, 4)))
     assert is_contraction(equation(jnp.matmul, (4, 4), (4, 4)))
     assert not is_contraction(equation(lax.add, (4, 4), (4, 4)))
     assert narrows(equation(lambda x: lax.slice(x, (0, 0), (1, 4)), (4, 4)))

@@ -12,8 +12,7 @@ from reference import mesh_of, torus_mesh
 
 import zero_jax as zero
 from zero_jax import hlo
-from zero_jax.sharding import torus
-from zero_jax.sharding.chains import Chain, reshard
+from zero_jax.sharding.chains import Chain, gather_shardings, reshard, scattering, split_axes, torus_sizes
 from zero_jax.sharding.spec import named
 
 
@@ -31,19 +30,19 @@ from zero_jax.sharding.spec import named
 def test_torus_sizes(torus_shape, order, shape, sizes):
     grid = np.array(list(itertools.product(*map(range, torus_shape)))).reshape(*torus_shape, 3)
     coords = grid.transpose(*order, 3).reshape(-1, 3).tolist()
-    assert torus.torus_sizes(torus_mesh(coords, shape, ("replica", "data")), "data") == sizes
+    assert torus_sizes(torus_mesh(coords, shape, ("replica", "data")), "data") == sizes
 
 
 def test_an_order_that_follows_no_dims_is_left_alone():
     ring = [(0, 0, 0), (1, 0, 0), (1, 1, 0), (0, 1, 0)]
-    assert torus.torus_sizes(torus_mesh(ring, (4,), ("data",)), "data") == (4,)
+    assert torus_sizes(torus_mesh(ring, (4,), ("data",)), "data") == (4,)
     same_chip_of_two_slices = [(0, 0, 0)] * 2
-    assert torus.torus_sizes(torus_mesh(same_chip_of_two_slices, (2,), ("data",)), "data") == (2,)
+    assert torus_sizes(torus_mesh(same_chip_of_two_slices, (2,), ("data",)), "data") == (2,)
 
 
 def test_devices_on_no_torus_are_scattered_over_as_they_are():
     mesh = mesh_of("8")
-    assert torus.scattering(mesh, ((), ("data",)), ("data",)) == Chain((named(mesh, ((), ("data",))),))
+    assert scattering(mesh, ((), ("data",)), ("data",)) == Chain((named(mesh, ((), ("data",))),))
 
 
 @pytest.mark.tpu_compiler
@@ -55,7 +54,7 @@ def test_gradients_are_swapped_where_only_that_is_native(shape, swapped):
     pytest.importorskip("libtpu")
     mesh = zero.make_mesh(topology="v5p:4x4x4")
     data = tuple(f"data_{i}" for i in range(3))
-    assert torus.scattering(mesh, (data[:2], data[2:]), data, shape=shape).swapped == swapped
+    assert scattering(mesh, (data[:2], data[2:]), data, shape=shape).swapped == swapped
 
 
 def test_a_swapped_chain_changes_no_value():
@@ -79,7 +78,7 @@ def test_gradients_are_reduce_scattered_natively(topology, replica):
     tokens = jax.ShapeDtypeStruct((256 * mesh.size, 1024), jnp.bfloat16, sharding=zero.batch_sharding(mesh))
 
     def grads(x, y):
-        chains = [torus.scattering(mesh, dims, ("data",)) for dims in ((("data",), ()), ((), ("data",)))]
+        chains = [scattering(mesh, dims, ("data",)) for dims in ((("data",), ()), ((), ("data",)))]
         return [reshard(x.T @ (y * i), forward=chain, backward=Chain()) for i, chain in enumerate(chains, 1)]
 
     found = hlo.collectives(jax.jit(grads).lower(tokens, tokens).compile().as_text())
@@ -97,7 +96,7 @@ def test_copies_of_params_have_axes_that_are_split_along_the_torus(stage, kernel
     """The gradient is mapped over `replica`; within it `data`, over three dims, is gathered and scattered in steps."""
     pytest.importorskip("libtpu")
     mesh, tx = zero.make_mesh(topology="v5p:4x4x4", replica=2), optax.sgd(0.1)
-    assert torus.split_axes(mesh, ("data",))[0].shape["data.2"] > 1
+    assert split_axes(mesh, ("data",))[0].shape["data.2"] > 1
     config = zero.ZeroConfig(stage=stage, min_shard_size=0)
     attend = zero.dot_product_attention if kernel else jax.nn.dot_product_attention
 
@@ -120,7 +119,7 @@ def test_gathers_over_two_dims_of_a_3d_torus_are_native(overlap):
     data = ("data_0", "data_1", "data_2")
     dims = (data[:2], data[2:])
     weight = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=named(mesh, dims))
-    chain = Chain(torus.gather_shardings(mesh, dims, data), barrier=True)
+    chain = Chain(gather_shardings(mesh, dims, data), barrier=True)
     options = zero.compiler_options(mesh=mesh, config=zero.ZeroConfig(overlap=overlap))
     gather = jax.jit(lambda x: reshard(x, forward=chain, backward=Chain()), compiler_options=options or None)
     found = hlo.collectives(gather.lower(weight).compile().as_text())
@@ -142,7 +141,7 @@ def test_collectives_over_all_of_a_plane_are_native(topology, overlap):
     y = jax.ShapeDtypeStruct((256 * mesh.size, lanes), jnp.bfloat16, sharding=zero.batch_sharding(mesh))
     for dims in ((data, ()), ((), data)):
         weight = jax.ShapeDtypeStruct((rows, lanes), jnp.bfloat16, sharding=named(mesh, dims))
-        gather, scatter = Chain(torus.gather_shardings(mesh, dims, data)), torus.scattering(mesh, dims, data)
+        gather, scatter = Chain(gather_shardings(mesh, dims, data)), scattering(mesh, dims, data)
 
         def step(x, y, weight, gather=gather, scatter=scatter):
             grad = reshard(x.T @ y, forward=scatter, backward=Chain())
@@ -167,7 +166,7 @@ def test_the_gradient_of_a_head_is_reduce_scattered(topology, dims, shape):
     pytest.importorskip("libtpu")
     mesh, data = zero.make_mesh(topology=topology), tuple(axis for dim in dims for axis in dim)
     x, y = (jax.ShapeDtypeStruct((16 * mesh.size, n), jnp.bfloat16, sharding=zero.batch_sharding(mesh)) for n in shape)
-    chain = torus.scattering(mesh, dims, data, shape=shape)
+    chain = scattering(mesh, dims, data, shape=shape)
     program = jax.jit(lambda x, y: reshard(x.T @ y, forward=chain, backward=Chain())).lower(x, y).compile()
     found = hlo.collectives(program.as_text())
     assert {c.kind for c in found} <= {"reduce-scatter", "collective-permute", "all-to-all"}

@@ -184,13 +184,15 @@ def dot_product_attention(
     masks = {"is_causal": is_causal, "local_window_size": local_window_size, "segment_ids": segment_ids}
     logits = {"scale": scale, "bias": bias, "mask": mask, "logits_soft_cap": logits_soft_cap}
     q, k, v, case = _checked(query, key, value, lengths | masks | logits)
-    placement = _placement(mesh)
-    kernel = choose(q, k, v, case, wanted=implementation, placement=placement).implementation
-    if kernel == "xla":
-        out = xla.attention(q, k, v, case)
-    else:
-        out = fused.attention(q, k, v, case, kernel=kernel, placement=placement)
+    out = _attention(q, k, v, case, implementation, _placement(mesh))
     return out if np.ndim(query) == 4 else out[0]
+
+
+def _attention(q: Array, k: Array, v: Array, case: Case, wanted: str | None, placement: KernelPlacement) -> Array:
+    kernel = choose(q, k, v, case, wanted=wanted, placement=placement).implementation
+    if kernel == "xla":
+        return xla.attention(q, k, v, case)
+    return fused.attention(q, k, v, case, kernel=kernel, placement=placement)
 
 
 def attention_choice(

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from zero_jax.sharding.chains import split_axes
 from zero_jax.sharding.mesh import Axes, axes_of, axis_size
-from zero_jax.sharding.torus import split_axes
 
 # The dim of heads by the number of dims: of `[B, T, N, H]` and `[B, N, T]`; segments and lengths have none.
 _HEADS = {4: 2, 3: 1}

@@ -193,16 +193,21 @@ def _round_up(size: int, block: int) -> int:
     return -(-size // block) * block
 
 
+@dataclasses.dataclass(frozen=True)
 class _BandMask(masks.Mask):
-    """The mask of a band, of padded sequences; the kernel computes it by `mask_function`."""
+    """The mask of a band, of sequences of some sizes in arrays of a padded shape; kernels use `mask_function`."""
 
-    def __init__(self, shape: tuple[int, int], sizes: tuple[int, int], band: Band):
-        self._shape, self.sizes, self.band = shape, sizes, band
-        self.q_sequence = np.arange(shape[0], dtype=np.int32)
+    padded: tuple[int, int]
+    sizes: tuple[int, int]
+    band: Band
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self._shape
+        return self.padded
+
+    @property
+    def q_sequence(self) -> np.ndarray:
+        return np.arange(self.padded[0], dtype=np.int32)
 
     def mask_function(self, queries: Any, keys: Any) -> Any:
         """Tells which queries see which keys; queries that are padding see some key."""
@@ -212,10 +217,8 @@ class _BandMask(masks.Mask):
         if right is not None:
             terms.append(keys <= queries + right if right else keys <= queries)
         if left is not None:
-            is_padding = queries >= num_queries
-            terms.append(
-                (keys >= queries - left) | is_padding if num_queries < self.shape[0] else keys >= queries - left
-            )
+            is_seen = keys >= queries - left
+            terms.append(is_seen | (queries >= num_queries) if num_queries < self.shape[0] else is_seen)
         if num_keys < self.shape[1] and (right is None or num_queries - 1 + right >= num_keys):
             terms.append(keys < num_keys)
         return functools.reduce(lambda a, b: a & b, terms)
@@ -224,16 +227,6 @@ class _BandMask(masks.Mask):
         rows, columns = (np.arange(part.start, part.stop) for part in index)
         visible = self.mask_function(rows[:, None], columns[None, :])
         return np.broadcast_to(visible, (len(rows), len(columns)))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BandMask) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    @property
-    def _key(self) -> Any:
-        return self._shape, self.sizes, self.band
 
 
 @functools.lru_cache(maxsize=64)

@@ -30,7 +30,6 @@ from zero_jax.dims.primitives import (
     is_activation,
     is_contraction,
     is_float,
-    is_local_reduction,
     known_primitives,
     moves_elements,
     narrows,

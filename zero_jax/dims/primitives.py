@@ -391,11 +391,6 @@ def is_contraction(eqn: Any) -> bool:
     return eqn.primitive.name in ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot")
 
 
-def is_local_reduction(eqn: Any) -> bool:
-    """Tells whether a result is so much smaller than its input that it is better reduced on the shard."""
-    return eqn.primitive.name in REDUCTIONS
-
-
 def narrows(eqn: Any) -> bool:
     """Tells whether an equation takes a part of its first input, as indexing a stacked param by layer does."""
     taken = eqn.primitive.name in ("dynamic_slice", "gather", "slice")

@@ -8,15 +8,14 @@ here, and only here.
 """
 
 from zero_jax.hlo.cost import cycles, roofline
-from zero_jax.hlo.groups import groups_of
-from zero_jax.hlo.heap_layout import HeapLayout, layout_options, read_layout
 from zero_jax.hlo.kernels import Work
-from zero_jax.hlo.layout import Array, Shape, arrays, parse_shape, tile_sizes
+from zero_jax.hlo.layout import Array, Shape, arrays, minor_to_major, parse_shape, tile_sizes
 from zero_jax.hlo.memory import Buffer, Heap, peak
 from zero_jax.hlo.op_names import Phases, gathered_path, phase_of
 from zero_jax.hlo.opcodes import COLLECTIVES, KINDS, split_opcode
 from zero_jax.hlo.program import Instruction, Program, parse
 from zero_jax.hlo.schedule import Costs, own_links, play
-from zero_jax.hlo.scheduled import read_scheduled
-from zero_jax.hlo.traffic import Collective, collectives, sent_bytes
+from zero_jax.hlo.scheduled import HeapLayout, layout_options, read_layout, read_scheduled
+from zero_jax.hlo.traffic import Collective, collectives, groups_of, sent_bytes
 from zero_jax.hlo.transfers import NetworkTransfer, host_transfers, network_transfers
+from zero_jax.hlo.windows import Window, read_windows

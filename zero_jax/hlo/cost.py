@@ -3,14 +3,12 @@
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
-
-import numpy as np
 
 from zero_jax.hlo.kernels import Decode, Work, kernel_call
 from zero_jax.hlo.layout import Array
 from zero_jax.hlo.opcodes import FREE, MOVES, SLICES
 from zero_jax.hlo.program import Instruction, Program, integers
+from zero_jax.hlo.windows import read_windows
 
 _FREE_CUSTOM_CALLS = (
     "AllocateBuffer",
@@ -25,8 +23,6 @@ _FREE_CUSTOM_CALLS = (
     "ZeroCrop",
 )
 _GEMMS = re.compile(r'custom_call_target="__cublas\$(?:lt\$)?(?:gemm|matmul)[^"]*"')
-# The attributes of a window, with what is left out; of `pad` the low side counts.
-_WINDOW = {"size": 1, "stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
 _DAY_CYCLES = 86_400 * 10**9
 
 
@@ -84,29 +80,14 @@ def _convolution_flops(program: Program, computation: str, instruction: Instruct
         return 0
     left, kernel, out = (array.dims for array in (*operands[:2], instruction.arrays[0]))
     window = re.search(r"window=\{([^}]*)\}", line)
-    text = window[1] if window else ""
-    spatial = [label for label in labels[3] if label.isdigit()]
+    spatial = sorted(filter(str.isdigit, labels[3]), key=int)
     num_pairs = 1
-    for place, label in enumerate(sorted(spatial, key=int)):
-        window = {key: _window(text, key, place, otherwise) for key, otherwise in _WINDOW.items()}
-        num_pairs *= _valid_pairs(left[labels[1].index(label)], out[labels[3].index(label)], window)
+    for label, along in zip(spatial, read_windows(window and window[1], len(spatial)), strict=True):
+        _, inside = along.inputs(left[labels[1].index(label)], out[labels[3].index(label)])
+        num_pairs *= int(inside.sum())
     features = out[labels[3].index("b")] * out[labels[3].index("f")] * kernel[labels[2].index("i")]
     groups = re.search(r"batch_group_count=(\d+)", line)
     return 2 * num_pairs * features / (int(groups[1]) if groups else 1)
-
-
-def _window(text: str, key: str, place: int, otherwise: int) -> int:
-    """The entry of a window attribute for one spatial dim: `size=3x3`, `pad=1_1x0_0` (the low side)."""
-    match = re.search(rf"\b{key}=([-\dx_]+)", text)
-    return int(match[1].split("x")[place].split("_")[0]) if match else otherwise
-
-
-def _valid_pairs(num_left: int, num_out: int, window: Mapping[str, int]) -> int:
-    """The pairs of an output and a kernel position along one dim that read an element of the input, not padding."""
-    at = np.arange(num_out)[:, None] * window["stride"] + np.arange(window["size"]) * window["rhs_dilate"]
-    at = at - window["pad"]
-    inside = (at >= 0) & (at <= (num_left - 1) * window["lhs_dilate"]) & (at % window["lhs_dilate"] == 0)
-    return int(inside.sum())
 
 
 def _moved_bytes(program: Program, computation: str, instruction: Instruction) -> int:

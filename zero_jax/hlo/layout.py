@@ -85,33 +85,30 @@ def padded_elements(dims: Sequence[int], layout: str) -> int:
     The layout `1,0:T(8,128)(2,1)` names the dims from the minor one on, cuts the two minor ones into tiles of 8 x 128,
     and each tile into tiles of 2 x 1; every cut rounds up. An array of lower rank than its tile gets dims of 1.
     """
-    order, _, rest = layout.partition(":")
-    minor_to_major = [int(digits) for digits in re.findall(r"\d+", order)]
-    physical = [dims[dim] for dim in reversed(minor_to_major)] if len(minor_to_major) == len(dims) else list(dims)
-    tiles = _TILES.search(rest)
-    for tile_text in re.findall(r"\(([^)]*)\)", tiles[1]) if tiles else []:
-        tile = [part.strip() for part in tile_text.split(",")]
+    physical = [dims[dim] for dim in reversed(minor_to_major(layout, len(dims)))]
+    for tile in tile_sizes(layout):
         physical = [1] * (len(tile) - len(physical)) + physical
-        cut, place = [], len(physical) - 1
-        merged = 1
+        merged, blocks = 1, list[int]()
         for size in reversed(tile):
-            merged *= physical[place]
-            place -= 1
-            if size != "*":  # a * joins its dim to the next major one before that is cut
-                cut.append((merged, int(size)))
+            merged *= physical.pop()
+            if size:  # a * joins its dim to the next major one before that is cut
+                blocks.insert(0, -(-merged // size))
                 merged = 1
-        outer = [*physical[: place + 1], *([merged] if merged > 1 else [])]
-        blocks = [-(-length // size) for length, size in reversed(cut)]
-        physical = [*outer, *blocks, *(size for _, size in reversed(cut))]
+        physical += [merged, *blocks, *filter(None, tile)]
     return math.prod(physical)
 
 
+def minor_to_major(layout: str, rank: int) -> tuple[int, ...]:
+    """The dims of a layout from the minor one on; row-major where it says nothing."""
+    order = tuple(int(digits) for digits in re.findall(r"\d+", layout.partition(":")[0]))
+    return order if len(order) == rank else tuple(reversed(range(rank)))
+
+
 def tile_sizes(layout: str) -> list[tuple[int, ...]]:
-    """The tiles of a layout, from the outermost in: T(8,128)(2,1) is [(8, 128), (2, 1)]."""
+    """The tiles of a layout, from the outermost in: T(8,128)(2,1) is [(8, 128), (2, 1)]; a * is 0."""
     tiles = _TILES.search(layout.partition(":")[2])
-    return [
-        tuple(int(size) for size in tile.split(",")) for tile in re.findall(r"\(([^)]*)\)", tiles[1] if tiles else "")
-    ]
+    texts = re.findall(r"\(([^)]*)\)", tiles[1] if tiles else "")
+    return [tuple(int(size.replace("*", "0")) for size in text.split(",")) for text in texts]
 
 
 def _stored_bits(dtype: str, layout: str) -> int:

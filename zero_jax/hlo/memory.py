@@ -69,11 +69,8 @@ class Heap:
     live: tuple[Buffer, ...] = dataclasses.field(repr=False)
     # The temporaries that are in the memory of results then, donated arguments or not, largest first.
     in_arguments: tuple[Buffer, ...] = dataclasses.field(repr=False)
-    peak_name: str  # the instruction that runs then
-    peak_op_name: str  # its JAX name stack, or that of the nearest instruction before it that has one
-    argument_bytes: int  # all arguments in the device's memory
-    output_bytes: int  # all results in the device's memory
-    output_alias_bytes: int  # results that are written over donated arguments
+    # The JAX name stack of the instruction that runs then, or of the nearest one before it that has one.
+    peak_op_name: str
     host_argument_bytes: int  # arguments in the host's memory
     host_peak_bytes: int  # the most that temporaries take at one time in the host's memory
     on_chip_peak_bytes: int  # the most that values take at one time in memory on the chip, such as VMEM
@@ -126,22 +123,14 @@ def peak(compiled: Any) -> Heap:
         return tuple(sorted((buffer for buffer in buffers if buffer.num_bytes), key=lambda buffer: -buffer.num_bytes))
 
     saved = [residual for x in temporaries["device"] if (residual := _saved(program, x, readers))]
-
-    def total(numbers: Iterable[int], memory: str) -> int:
-        listed = (values.items[number].array for number in numbers)
-        return sum(array.num_bytes for array in listed if _memory_of(array.space, program) == memory)
-
+    given = (values.items[number].array for number in values.arguments)
     before = reversed(values.steps[max(step - _NEAR + 1, 0) : step + 1])
     return Heap(
         peak_bytes=peak_bytes,
         live=alive(heap, step),
         in_arguments=alive(in_results, step),
-        peak_name=values.steps[step][1].name if values.steps else "",
         peak_op_name=next(filter(None, (_op_name(program, *place) for place in before)), ""),
-        argument_bytes=total(values.arguments, "device"),
-        output_bytes=total(values.outputs, "device"),
-        output_alias_bytes=total((n for n in values.outputs if values.buffer_of(n) in arguments), "device"),
-        host_argument_bytes=total(values.arguments, "host"),
+        host_argument_bytes=sum(array.num_bytes for array in given if array.space == HOST_SPACE),
         host_peak_bytes=_top(temporaries["host"])[0],
         on_chip_peak_bytes=_top(temporaries["chip"])[0],
         residuals=alive(saved, _top(saved)[1]),

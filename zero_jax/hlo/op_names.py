@@ -9,9 +9,9 @@ from collections.abc import Callable
 from zero_jax.hlo.program import Instruction, Program
 
 _DIFFERENTIATED = "jvp("  # in the name stack of both passes
-# `zero_jax.sharding.gather_names.gather_scope` puts the path of a param into the name stack like this.
+# `zero_jax.sharding.chains.gather_scope` puts the path of a param into the name stack like this.
 _GATHER_SCOPE = re.compile(r"gather:([^/()\"]+)")
-_UPDATE = "of_update/"  # that of `zero_jax.sharding.gather_names.UPDATE`
+_UPDATE = "of_update/"  # that of `zero_jax.sharding.chains.UPDATE`
 # Where its path begins with two colons, it continues that of `params_scope`.
 _PARAMS_SCOPE = re.compile(r"params:([^/()\"]+)")
 

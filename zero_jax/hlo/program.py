@@ -134,9 +134,10 @@ class Program:
         if not self.entry:
             raise ValueError("no ENTRY computation in the HLO: pass the text of a compiled program, compiled.as_text()")
 
-    def starts_asynchronously(self, computation: str) -> bool:
-        """Whether XLA:TPU starts an asynchronous collective in a computation."""
-        return any('"AsyncCollectiveStart"' in inner.line for inner in self.computations[computation].values())
+    def drives(self, computation: str, part: str) -> bool:
+        """Whether a part, `Start` or `Done`, of an asynchronous collective of XLA:TPU is in a computation."""
+        inside = self.computations[computation].values()
+        return any(f'"AsyncCollective{part}"' in instruction.line for instruction in inside)
 
     def source(self, line: str) -> str:
         """The 'file:line' that an instruction's metadata names, directly or through the module's stack frame tables."""

@@ -27,8 +27,6 @@ class Overlap:
     """What one execution of an asynchronous collective overlaps with."""
 
     seconds: float  # the computation that is scheduled between its start and its done
-    collective_seconds: float  # what the collective itself takes
-    exposed_seconds: float  # what its done waits
     instructions: tuple[str, ...]  # the longest of the instructions in between, as `name (file:line)`
 
 
@@ -126,7 +124,6 @@ class _Flight:
     key: Key
     links: frozenset[Hashable]
     handle: Hashable
-    seconds: float
     finish: float
     compute_at_start: float
     overlapped: list[tuple[float, str, Instruction]] = dataclasses.field(default_factory=list)
@@ -151,11 +148,10 @@ class _Clock:
         for flight in self.in_flight:
             flight.overlapped.append((seconds, computation, instruction))
 
-    def wait(self, until: float) -> float:
+    def wait(self, until: float) -> None:
         waited = max(until - self.now, 0.0)
         self.now += waited
         self.exposed_seconds += waited
-        return waited
 
     def enqueue(self, key: Key, links: frozenset[Hashable], handle: Hashable, seconds: float) -> _Flight:
         finish = max([self.now, *(self.free_at[link] for link in links)]) + seconds
@@ -163,7 +159,7 @@ class _Clock:
         for link in links:
             self.free_at[link] = finish
             self.busy_seconds[link] += seconds
-        return _Flight(key, links, handle, seconds, finish, self.compute_seconds)
+        return _Flight(key, links, handle, finish, self.compute_seconds)
 
     def repeat(self, body: "_Clock", times: int, computation: str, loop: Instruction) -> None:
         """Runs another computation some number of times."""
@@ -221,7 +217,8 @@ class _Player:
                 else:
                     run.wait(flight.finish)
             elif opcode == "recv-done":
-                self.done(run, (_NETWORK, rendezvous(self.operand(computation, instruction))))
+                recv = self.program.computations[computation].get(instruction.operands[0], instruction)
+                self.done(run, (_NETWORK, rendezvous(recv)))
             elif part == "done":
                 self.done(run, self.started_by(computation, instruction))
             elif part == "update":
@@ -258,12 +255,13 @@ class _Player:
         called = next(iter(instruction.called.values()), "")
         inside = self.inside(called)
         if inside:
-            drives = self.program.starts_asynchronously(called)
-            handle = self.chain(called) if drives else (computation, instruction.name)
+            handle = (computation, instruction.name)
+            if self.program.drives(called, "Start"):
+                handle = self.chain(called)
             engine = _THREAD.search(instruction.line)
             for collective in inside:
                 self.collective(run, collective, handle=handle, engine=frozenset(engine.groups() if engine else ()))
-        elif instruction.opcode == "fusion" and self.ends(called):
+        elif instruction.opcode == "fusion" and self.program.drives(called, "Done"):
             self.done(run, self.chain(called), first_only=True)
         elif instruction.opcode == "fusion":
             run.compute(self.costs.instruction(self.program, computation, instruction), computation, instruction)
@@ -308,22 +306,16 @@ class _Player:
 
     def land(self, run: _Clock, flight: _Flight) -> None:
         """Notes what a collective overlapped with when it has ended."""
-        waited = run.wait(flight.finish)
+        run.wait(flight.finish)
         longest = sorted(flight.overlapped, key=lambda entry: -entry[0])[:_NUM_NAMES]
         self.overlaps[flight.key] = Overlap(
             seconds=run.compute_seconds - flight.compute_at_start,
-            collective_seconds=flight.seconds,
-            exposed_seconds=waited,
             instructions=tuple(self.shown(instruction) for seconds, _, instruction in longest if seconds),
         )
 
     def shown(self, instruction: Instruction) -> str:
         source = self.program.source(instruction.line)
         return f"{instruction.name} ({source})" if source else instruction.name
-
-    def operand(self, computation: str, instruction: Instruction) -> Instruction:
-        """The first operand of an instruction, where it is in the same computation."""
-        return self.program.computations[computation].get(instruction.operands[0], instruction)
 
     def started_by(self, computation: str, done: Instruction) -> Key:
         """The key of the start that a `-done` belongs to, through `-update`s."""
@@ -340,7 +332,3 @@ class _Player:
                 marks = re.findall(r'\b(?:channel_id=\d+|chain_id="\d+")', instruction.line)
                 return (instruction.opcode, *marks)
         return computation
-
-    def ends(self, computation: str) -> bool:
-        """Whether XLA:TPU ends an asynchronous collective in a computation."""
-        return any('"AsyncCollectiveDone"' in inner.line for inner in self.program.computations[computation].values())

@@ -8,16 +8,19 @@ spells a reduce-scatter as a fused `all-reduce`, and the results of `-start` ope
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from zero_jax.hlo.groups import Groups, groups_of, rings
+import numpy as np
+
 from zero_jax.hlo.layout import Array, arrays, parse_shape
 from zero_jax.hlo.opcodes import COLLECTIVES, calls
 from zero_jax.hlo.program import Instruction, Program, integers, parse
 
+Groups = tuple[tuple[int, ...], ...]  # the devices of each group
 # How often the whole array goes round a ring of g devices, in units of (g - 1) / g; the other kinds send it in one hop.
 _RING_PASSES = {"all-gather": 1, "all-reduce": 2, "reduce-scatter": 1, "all-to-all": 1, "ragged-all-to-all": 1}
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+, ?\d+\},? ?)*)\}")
@@ -90,7 +93,7 @@ def collectives(compiled: Any, *, unknown_trip_count: int | None = None) -> tupl
     # XLA:TPU repeats an asynchronous collective in each fusion that drives it on; it starts where it is handed to a
     # custom call. Channel and kind are not enough to tell the copies from other operations: unrelated ones share them.
     for keys in chains.values():
-        starts = [key for key in keys if program.starts_asynchronously(key[0])]
+        starts = [key for key in keys if program.drives(key[0], "Start")]
         for key in set(keys).difference(starts or keys[:1]):
             del by_key[key]
     return with_executions(program, by_key, unknown_trip_count)
@@ -145,7 +148,9 @@ def _collective(program: Program, computation: str, instruction: Instruction) ->
             sizes = [math.prod(integers(part)) for part in slices[1].split("},")]
             sent = [sent[0]._replace(dims=(size,)) for size in sizes]
         if kind == "collective-permute":
-            pairs, groups = rings(_attribute(_PAIRS, line))
+            if (match := _PAIRS.search(line)) is None:
+                raise ValueError("no source_target_pairs of a known form")
+            pairs, groups = rings(match[1])
         else:
             pairs, groups = (), groups_of(line, program.num_devices)
     except (ValueError, KeyError, IndexError) as error:
@@ -177,12 +182,6 @@ def _collective(program: Program, computation: str, instruction: Instruction) ->
     )
 
 
-def _attribute(pattern: re.Pattern, line: str) -> str:
-    if match := pattern.search(line):
-        return match[1]
-    raise ValueError(f"no {pattern.pattern.partition('=')[0]} of a known form")
-
-
 def _sent_arrays(instruction: Instruction, kind: str) -> list[Array]:
     """The arrays of a collective's result; of a `-start`, which yields (operands, results, ...), the results."""
     shape = parse_shape(instruction.shape)
@@ -193,3 +192,74 @@ def _sent_arrays(instruction: Instruction, kind: str) -> list[Array]:
     if not sent:
         raise ValueError("no array in its shape")
     return sent
+
+
+_GROUPS = re.compile(
+    r"replica_groups=(\{(?:\{[\d, ]*\},? ?)*\}|\[[^\]]*\]<=\[[^\]]*\](?:T\([\d,]*\))?|@?mesh[^{]*\{[^}]*\})"
+)
+
+
+def groups_of(line: str, num_devices: int) -> Groups:
+    """The groups of a collective's line; all devices in one where it says nothing."""
+    match = _GROUPS.search(line)
+    if not match and "replica_groups=" in line:
+        raise ValueError("no replica_groups of a known form")
+    return replica_groups(match[1] if match else "{}", num_devices)
+
+
+@functools.lru_cache(maxsize=4096)
+def replica_groups(text: str, num_devices: int) -> Groups:
+    """The groups of {{0,1},{2,3}}, {} (all), [4,2]<=[2,4]T(1,0) or mesh['a'=2,'b'=4], device_ids=(0,2,..) {'b'}."""
+    if text == "{}":
+        return (tuple(range(num_devices)),)
+    if text.startswith("{"):
+        return tuple(tuple(integers(group)) for group in text.split("},"))
+    if text.startswith("["):
+        shape, _, ids = text.partition("<=")
+        groups = _device_ids(ids).reshape(integers(shape))
+    else:
+        groups = _mesh_groups(text)
+    return tuple(map(tuple, groups.tolist()))
+
+
+def _device_ids(text: str) -> np.ndarray:
+    """The ids of [4,2]T(1,0), which is a range reshaped and transposed, or of a plain list."""
+    if not text.startswith("["):
+        return np.array(integers(text))
+    dims, _, order = text.partition("T")
+    ids = np.arange(math.prod(integers(dims))).reshape(integers(dims))
+    return ids.transpose(integers(order)) if order else ids
+
+
+def _mesh_groups(text: str) -> np.ndarray:
+    """The groups along axes of a mesh, or parts of axes: 'a':(2)4 is the factor 4 of 'a' after a major factor 2."""
+    mesh, _, named = text.partition("{")
+    mesh, _, ids = mesh.partition("device_ids=(")
+    cuts = {axis: {1, int(size)} for axis, size in re.findall(r"'?([^'\[<,= ]+)'?=(\d+)", mesh)}
+    wanted = []
+    for axis, major, size in re.findall(r"'?([^',:{} ]+)'?(?::\((\d+)\)(\d+))?", named):
+        first = int(major or 1)
+        last = first * int(size) if size else max(cuts[axis])
+        cuts[axis] |= {first, last}
+        wanted.append((axis, first, last))
+    parts = [(axis, low, high) for axis, marks in cuts.items() for low, high in itertools.pairwise(sorted(marks))]
+    dims = [high // low for _, low, high in parts]
+    inner = []
+    for axis, first, last in wanted:
+        inner += [i for i, (name, low, _) in enumerate(parts) if name == axis and first <= low < last]
+    outer = [i for i in range(len(parts)) if i not in inner]
+    devices = _device_ids(ids) if ids else np.arange(math.prod(dims))
+    return devices.reshape(dims).transpose(outer + inner).reshape(-1, math.prod(dims[i] for i in inner))
+
+
+@functools.lru_cache(maxsize=4096)
+def rings(text: str) -> tuple[Groups, Groups]:
+    """A permute's pairs, and the groups of devices that they link."""
+    pairs = tuple(zip(*[iter(integers(text))] * 2, strict=True))
+    group_of: dict[int, list[int]] = {}
+    for source, target in pairs:
+        group, other = (group_of.setdefault(device, [device]) for device in (source, target))
+        if group is not other:
+            group += other
+            group_of.update(dict.fromkeys(other, group))
+    return pairs, tuple({id(group): tuple(sorted(group)) for group in group_of.values()}.values())

@@ -157,9 +157,9 @@ class LiveRanges:
 
     def _branches(self, computation: str, instruction: Instruction, operands: list[Tree]) -> Tree:
         """The branches of a conditional write their results to one buffer, and only one of them runs."""
-        names = re.search(r"\b(true|false)_computation=", instruction.line)
         called = instruction.called
-        roles = ["true_computation", "false_computation"] if names else sorted(called, key=int)
+        is_named = "true_computation" in called
+        roles = ["true_computation", "false_computation"] if is_named else sorted(called, key=int)
         roots = [self._visit(called[role], {0: operand}) for role, operand in zip(roles, operands[1:], strict=True)]
         for operand in operands[1:]:
             self._use(operand, len(self.steps))

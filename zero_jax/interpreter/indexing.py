@@ -42,7 +42,8 @@ def pad(x: np.ndarray, value: np.ndarray, padding: Sequence[tuple[int, int, int]
 def clamped_starts(starts: Sequence[np.ndarray], dims: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
     """Returns the starts of a slice `[devices, dims]`, moved so that the slice is inside."""
     stacked = np.stack(spread([start.astype(np.int64) for start in starts]), 1)
-    return np.clip(stacked, 0, np.array(dims) - np.array(sizes))
+    places = np.clip(stacked, 0, np.array(dims) - np.array(sizes))
+    return places[:1] if (places == places[0]).all() else places
 
 
 def dynamic_slice(x: np.ndarray, starts: Sequence[np.ndarray], sizes: Sequence[int]) -> np.ndarray:
@@ -50,27 +51,20 @@ def dynamic_slice(x: np.ndarray, starts: Sequence[np.ndarray], sizes: Sequence[i
     if not starts:
         return x
     places = clamped_starts(starts, x.shape[1:], sizes)
-    if (places == places[0]).all():
+    if len(places) == 1:
         return x[(slice(None), *_window(places[0], sizes))]
-    devices = range(len(places))
-    return np.stack([x[(min(device, len(x) - 1), *_window(places[device], sizes))] for device in devices])
+    x, places = spread([x, places])
+    return np.stack([of_device[_window(place, sizes)] for of_device, place in zip(x, places, strict=True)])
 
 
 def dynamic_update_slice(x: np.ndarray, update: np.ndarray, starts: Sequence[np.ndarray]) -> np.ndarray:
     """Returns a copy with a slice replaced, which may be another one on each device."""
     if not starts:
         return update
-    places = clamped_starts(starts, x.shape[1:], update.shape[1:])
-    x, update = (np.array(part) if part is x else part for part in spread([x, update]))
-    if (places == places[0]).all():
-        x = np.array(x)
-        x[(slice(None), *_window(places[0], update.shape[1:]))] = update
-        return x
-    devices = max(len(x), len(places))
-    result = np.array(np.broadcast_to(x, (devices, *x.shape[1:])))
-    for device in range(devices):
-        place, part = places[min(device, len(places) - 1)], update[min(device, len(update) - 1)]
-        result[(device, *_window(place, update.shape[1:]))] = part
+    x, update, places = spread([x, update, clamped_starts(starts, x.shape[1:], update.shape[1:])])
+    result = np.array(x)
+    for of_device, part, place in zip(result, update, places, strict=True):
+        of_device[_window(place, part.shape)] = part
     return result
 
 

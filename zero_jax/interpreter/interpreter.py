@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from zero_jax.hlo import KINDS, Array, Instruction, Program, parse_shape
+from zero_jax.hlo import KINDS, Array, Instruction, Program, parse_shape, read_windows
 from zero_jax.interpreter import indexing
 from zero_jax.interpreter.collectives import Exchange, every_device, permuted
 from zero_jax.interpreter.indexing import integers
 from zero_jax.interpreter.operations import Context, Rule, parse_parts, rule_of
-from zero_jax.interpreter.products import placed_windows, read_windows, select_and_scatter
+from zero_jax.interpreter.products import placed_windows, select_and_scatter
 from zero_jax.interpreter.values import NotInterpretable, Value, array_shape, convert, dtype_of, is_small_float, spread
 
 _COLLECTIVE = re.compile(rf"({KINDS})(-start|-done)?")
@@ -125,10 +126,7 @@ class Interpreter:
             return functools.partial(self._collective, match[1], match[2] or "")
         if control := _CONTROL.get(instruction.opcode):
             return functools.partial(control, self)
-        try:
-            return rule_of(instruction.opcode)
-        except NotInterpretable as error:
-            raise NotInterpretable(f"{error}: {instruction.line.strip()[:400]}") from error
+        return rule_of(instruction)
 
     def _call(self, name: str, arguments: Sequence[Value]) -> Value:
         computation = self._computation(name)
@@ -249,20 +247,17 @@ class Interpreter:
     def _ufunc(self, name: str) -> np.ufunc | None:
         """Returns the NumPy function that a computation of two scalars is, whatever it converts on the way."""
         instructions = self.program.computations[name]
-        root = instructions[self.program.roots[name]]
-        while root.opcode in ("convert", "bitcast", "copy"):
-            root = instructions[root.operands[0]]
+
+        def source(name: str) -> Instruction:
+            while instructions[name].opcode in ("convert", "bitcast", "copy"):
+                name = instructions[name].operands[0]
+            return instructions[name]
+
+        root = source(self.program.roots[name])
         if root.opcode not in _UFUNCS:
             return None
-        sources = set()
-        for operand in root.operands:
-            source = instructions[operand]
-            while source.opcode in ("convert", "bitcast", "copy"):
-                source = instructions[source.operands[0]]
-            if source.opcode != "parameter":
-                return None
-            sources.add(source.operands[0])
-        return _UFUNCS[root.opcode] if sources == {"0", "1"} else None
+        sources = {(each.opcode, *each.operands) for each in map(source, root.operands)}
+        return _UFUNCS[root.opcode] if sources == {("parameter", "0"), ("parameter", "1")} else None
 
     def _reduce_first(self, name: str, xs: list[np.ndarray], inits: list[np.ndarray] | None = None) -> list[np.ndarray]:
         """Reduces arrays `[n, devices, *dims]` over their first dim by a computation; sums are in float32 at least."""
@@ -296,9 +291,8 @@ class Interpreter:
         xs, inits = spread(operands[: len(operands) // 2]), operands[len(operands) // 2 :]
         kept = [dim for dim in range(xs[0].ndim) if dim not in dims]
         shape = [xs[0].shape[dim] for dim in kept]
-        moved = [x.transpose(*dims, *kept).reshape(-1, *shape) for x in xs]
-        if not all(xs[0].shape[dim] for dim in dims):
-            moved = [np.empty((0, *shape), x.dtype) for x in xs]
+        count = math.prod(xs[0].shape[dim] for dim in dims)
+        moved = [x.transpose(*dims, *kept).reshape(count, *shape) for x in xs]
         starts = [init.reshape(-1, *(1,) * (len(shape) - 1)) for init in inits]
         results = self._reduce_first(context.called["to_apply"], moved, starts)
         return tuple(results) if context.is_tuple else results[0]
@@ -307,10 +301,7 @@ class Interpreter:
         dims = array_shape(parse_parts(context.instruction.shape)[0]).dims
         windows = read_windows(context.attributes.get("window"), len(dims))
         xs, inits = operands[: len(operands) // 2], operands[len(operands) // 2 :]
-        views = [
-            np.stack([view for _, view in placed_windows(x, init, windows, dims)])
-            for x, init in zip(xs, inits, strict=True)
-        ]
+        views = [np.stack([*placed_windows(x, init, windows, dims)]) for x, init in zip(xs, inits, strict=True)]
         starts = [init.reshape(-1, *(1,) * len(dims)) for init in inits]
         results = self._reduce_first(context.called["to_apply"], views, starts)
         return tuple(results) if context.is_tuple else results[0]

@@ -41,8 +41,6 @@ _MATRIX_CALLS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "InvertDiagBlocksLowerTriangular": lambda x: np.linalg.inv(np.tril(x)),
     "InvertDiagBlocksUpperTriangular": lambda x: np.linalg.inv(np.triu(x)),
 }
-# Custom calls whose result nothing reads for its value.
-_TOKEN_CALLS = frozenset({"PrepareAsyncCallStart"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +111,9 @@ def read_attributes(instruction: Instruction) -> dict[str, str]:
     return {name: value.strip() for name, separator, value in pairs if separator}
 
 
-def rule_of(opcode: str) -> Rule:
-    """Returns the rule of an opcode; raises `NotInterpretable` if it has none."""
+def rule_of(instruction: Instruction) -> Rule:
+    """Returns the rule of an instruction by its opcode; raises `NotInterpretable` if there is none."""
+    opcode = instruction.opcode
     if opcode in ELEMENTWISE:
         return lambda context, xs: elementwise(opcode, xs, context.dtype)
     if opcode in _RULES:
@@ -124,7 +123,7 @@ def rule_of(opcode: str) -> Rule:
         return lambda _, xs: xs[0][1]
     if phase == "start" and base in _RULES:
         return functools.partial(_started, base)
-    raise NotInterpretable(f"the operation {opcode!r}")
+    raise NotInterpretable(f"the operation {opcode!r}: {instruction.line.strip()[:400]}")
 
 
 def _started(opcode: str, context: Context, xs: list[Value]) -> Value:
@@ -181,12 +180,13 @@ def _custom_call(context: Context, xs: list[Value]) -> Value:
     target = context.attributes.get("custom_call_target", "").strip('"')
     text, devices = context.instruction.shape, context.num_devices
     if target == "AllocateBuffer":
-        return tuple_of(text, lambda part: undefined(part, devices))
+        made = [undefined(part, devices) for part in parse_parts(text)]
+        return tuple(made) if context.is_tuple else made[0]
     if target == "AsyncCollectiveStart":
         return xs[1], xs[0], *(undefined(part, devices) for part in parse_parts(text)[2:])
     if target == "AsyncCollectiveDone":
         return xs[2]
-    if target in _TOKEN_CALLS:
+    if target == "PrepareAsyncCallStart":  # nothing reads its value
         return np.zeros(1, np.uint32)
     if target == "TopK":
         size = array_shape(parse_parts(text)[0]).dims[-1]
@@ -205,12 +205,6 @@ def _custom_call(context: Context, xs: list[Value]) -> Value:
 def parse_parts(text: str) -> list[str]:
     """Returns the texts of a tuple's arrays, or of the one array."""
     return [f"{part}{{{part.layout}}}" if part.layout else str(part) for part in arrays(parse_shape(text))]
-
-
-def tuple_of(text: str, make: Callable[[str], Value]) -> Value:
-    """Returns what is made of each array of a shape."""
-    parts = [make(part) for part in parse_parts(text)]
-    return parts[0] if isinstance(parse_shape(text), Array) else tuple(parts)
 
 
 def _same(_: Context, xs: list[Value]) -> Value:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from zero_jax.hlo import Window, read_windows
 from zero_jax.interpreter.indexing import integers, pad
 from zero_jax.interpreter.values import NotInterpretable, convert, spread, widened
 
@@ -25,48 +26,10 @@ def dot(a: np.ndarray, b: np.ndarray, attributes: Mapping[str, str], dtype: np.d
     ]
     sizes = [[x.shape[dim] for dim in free[side]] for side, x in enumerate((a, b))]
     lead = (len(a), *(a.shape[dim] for dim in batch[0]))
-    count = int(np.prod([a.shape[dim] for dim in contracting[0]], dtype=int))
-    left = a.transpose(0, *batch[0], *free[0], *contracting[0]).reshape(*lead, -1 if count else 1, count)
-    right = b.transpose(0, *batch[1], *contracting[1], *free[1]).reshape(*lead, count, -1 if count else 1)
+    count = math.prod(a.shape[dim] for dim in contracting[0])
+    left = a.transpose(0, *batch[0], *free[0], *contracting[0]).reshape(*lead, math.prod(sizes[0]), count)
+    right = b.transpose(0, *batch[1], *contracting[1], *free[1]).reshape(*lead, count, math.prod(sizes[1]))
     return convert((left @ right).reshape(*lead, *sizes[0], *sizes[1]), dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class Window:
-    """A window along one dim: its size, stride, padding, dilations of base and window, and whether it is reversed."""
-
-    size: int = 1
-    stride: int = 1
-    low: int = 0
-    high: int = 0
-    base: int = 1
-    dilation: int = 1
-    is_reversed: bool = False
-
-    def pairs(self, offset: int, length: int, num_outputs: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the outputs that an element of the window contributes to, and the inputs that it then meets."""
-        outputs = np.arange(num_outputs)
-        places = outputs * self.stride + offset * self.dilation - self.low
-        inside = (places >= 0) & (places <= (length - 1) * self.base) & (places % self.base == 0)
-        return outputs[inside], places[inside] // self.base
-
-
-def read_windows(text: str | None, rank: int) -> list[Window]:
-    """Reads {size=3x3 stride=2x2 pad=1_1x0_0 lhs_dilate=1x1 rhs_dilate=1x1 rhs_reversal=1x0}."""
-    fields = dict(re.findall(r"(\w+)=(\S+)", (text or "").strip("{}")))
-    values = {name: value.split("x") for name, value in fields.items()}
-    windows = []
-    for dim in range(rank):
-        at = {name: value[dim] for name, value in values.items()}
-        low, high = at.get("pad", "0_0").split("_")
-        windows.append(
-            Window(
-                size=int(at.get("size", 1)), stride=int(at.get("stride", 1)), low=int(low), high=int(high),
-                base=int(at.get("lhs_dilate", 1)), dilation=int(at.get("rhs_dilate", 1)),
-                is_reversed=at.get("rhs_reversal", "0") == "1",
-            )
-        )  # fmt: skip
-    return windows
 
 
 def convolution(
@@ -94,22 +57,19 @@ def convolution(
     else:
         a = a.reshape(len(a), a.shape[1], feature_groups, -1, *a.shape[3:]).swapaxes(1, 2)
     b = b.reshape(len(b), b.shape[1], groups, -1, *b.shape[3:]).swapaxes(1, 2)
+    inputs = [window.inputs(*sizes) for window, *sizes in zip(windows, a.shape[4:], outputs, strict=True)]
     for offsets in itertools.product(*(range(window.size) for window in windows)):
-        pairs = [w.pairs(k, n, m) for w, k, n, m in zip(windows, offsets, a.shape[4:], outputs, strict=True)]
+        pairs = [  # the outputs that an element of the window contributes to, and the inputs that it then meets
+            (np.flatnonzero(inside[:, k]), at[inside[:, k], k]) for k, (at, inside) in zip(offsets, inputs, strict=True)
+        ]
         if any(len(into) == 0 for into, _ in pairs):
             continue
-        part = a
-        for axis, (_, places) in enumerate(pairs):
-            is_all = len(places) == part.shape[4 + axis] and (places == np.arange(len(places))).all()
-            part = part if is_all else np.take(part, places, axis=4 + axis)
+        part = a[(..., *np.ix_(*(places for _, places in pairs)))]
         kernel = b[(..., *(w.size - 1 - k if w.is_reversed else k for w, k in zip(windows, offsets, strict=True)))]
         lead = np.moveaxis(part, 3, -1)  # [devices, groups, batch, *outputs, features]
         product = lead.reshape(*lead.shape[:2], -1, lead.shape[-1]) @ kernel
         product = np.moveaxis(product.reshape(*lead.shape[:-1], -1), -1, 3)
-        if all(len(into) == size for (into, _), size in zip(pairs, outputs, strict=True)):
-            result += product
-        else:
-            result[(..., *np.ix_(*(into for into, _ in pairs)))] += product
+        result[(..., *np.ix_(*(into for into, _ in pairs)))] += product
     result = np.moveaxis(result, 1, 2)  # [devices, batch, groups, features, ...]
     result = result.reshape(len(a), sizes["b"], -1, *outputs)
     order = ["b", "f", *spatial]
@@ -118,16 +78,15 @@ def convolution(
 
 def placed_windows(
     x: np.ndarray, value: np.ndarray, windows: Sequence[Window], out_dims: Sequence[int]
-) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-    """Yields, for each element of a window, its offset and what it has at each output; `value` in the padding."""
-    padding = [(w.low, w.high, w.base - 1) for w in windows]
-    padded = pad(x, value, padding)
+) -> Iterator[np.ndarray]:
+    """Yields, for each element of a window, what it has at each output; `value` in the padding."""
+    padded = pad(x, value, [(w.low, w.high, w.base - 1) for w in windows])
     for offsets in itertools.product(*(range(w.size) for w in windows)):
         slices = [
             slice(k * w.dilation, k * w.dilation + (size - 1) * w.stride + 1, w.stride)
             for k, w, size in zip(offsets, windows, out_dims, strict=True)
         ]
-        yield offsets, padded[(slice(None), *slices)]
+        yield padded[(slice(None), *slices)]
 
 
 def select_and_scatter(
@@ -141,24 +100,14 @@ def select_and_scatter(
     """Adds each output's value to the element of its window that is selected, as max-pooling's gradient does."""
     x, source, init = spread([x, source, init])
     out_dims = source.shape[1:]
-    inside = np.ones((len(x), *x.shape[1:]), bool)
-    best = chosen = None
-    flat_index = np.broadcast_to(np.arange(int(np.prod(x.shape[1:]))).reshape(x.shape[1:]), x.shape)
-    zero, no, none = np.zeros((1,), x.dtype), np.zeros((1,), bool), np.full((1,), -1)
-    views = zip(
-        placed_windows(x, zero, windows, out_dims),
-        placed_windows(inside, no, windows, out_dims),
-        placed_windows(flat_index, none, windows, out_dims),
-        strict=True,
-    )
-    for (_, value), (_, valid), (_, index) in views:
-        if best is None or chosen is None:
-            best, chosen = np.array(value), np.where(valid, index, -1)
-            continue
+    indices = np.broadcast_to(np.arange(math.prod(x.shape[1:])).reshape(x.shape[1:]), x.shape)
+    values = placed_windows(x, np.zeros((1,), x.dtype), windows, out_dims)
+    views = zip(values, placed_windows(indices, np.full((1,), -1), windows, out_dims), strict=True)
+    best, chosen = next(views)  # -1 for none, in the padding
+    for value, index in views:
         keeps = (chosen >= 0) & select(best, value)
-        takes = valid & ~keeps
+        takes = (index >= 0) & ~keeps
         best, chosen = np.where(takes, value, best), np.where(takes, index, chosen)
-    assert chosen is not None
     result = np.array(np.broadcast_to(init.reshape(-1, *(1,) * (x.ndim - 1)), x.shape)).reshape(len(x), -1)
     device = np.arange(len(x))
     chosen, source = chosen.reshape(len(x), -1), source.reshape(len(x), -1)

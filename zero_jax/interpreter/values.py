@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from zero_jax.hlo import Array, Shape, parse_shape, tile_sizes
+from zero_jax.hlo import Array, Shape, minor_to_major, parse_shape, tile_sizes
 
 Value = Any  # np.ndarray [devices or 1, *dims], or a tuple of values
 
@@ -91,9 +91,8 @@ def undefined(text: str, num_devices: int) -> np.ndarray:
     """Returns what memory holds before it is written to: NaN, or odd integers."""
     shape = array_shape(text)
     dtype = dtype_of(shape.dtype)
-    if dtype.kind in "fcV" and "int" not in dtype.name:
-        return np.full((num_devices, *shape.dims), np.nan).astype(dtype)
-    return np.full((num_devices, *shape.dims), _UNDEFINED, np.int32).astype(dtype)
+    has_nan = dtype.kind in "fcV" and "int" not in dtype.name
+    return np.full((num_devices, *shape.dims), np.nan if has_nan else np.int32(_UNDEFINED)).astype(dtype)
 
 
 def literal(text: str, shape_text: str) -> Value:
@@ -159,14 +158,10 @@ def _memory_order(dims: tuple[int, ...], layout: str, *, tiled: bool) -> np.ndar
     order = minor_to_major(layout, len(dims))
     elements = elements.transpose(tuple(reversed(order)))
     for tile in tile_sizes(layout) if tiled else ():
+        if 0 in tile:
+            raise NotInterpretable(f"the layout {layout!r}")
         elements = _cut(elements, tile)
     return elements.reshape(-1)
-
-
-def minor_to_major(layout: str, rank: int) -> tuple[int, ...]:
-    """Returns the dims of a layout from the minor one on; row-major where it says nothing."""
-    order = tuple(int(digits) for digits in re.findall(r"\d+", layout.partition(":")[0]))
-    return order if len(order) == rank else tuple(reversed(range(rank)))
 
 
 def _cut(elements: np.ndarray, tile: Sequence[int]) -> np.ndarray:

@@ -14,11 +14,11 @@ from jax.sharding import Mesh
 
 from zero_jax.hlo import Collective, NetworkTransfer, own_links
 from zero_jax.planning.search import divisors
+from zero_jax.sharding.chains import gather_shardings, split_axes
 from zero_jax.sharding.device_order import slice_of
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import dims_of
 from zero_jax.sharding.topology import Hardware, Topology, parse
-from zero_jax.sharding.torus import gather_shardings, split_axes
 
 # The latency of a hop of a ring, and of an exchange between hosts over the network.
 _HOP_SECONDS = 1e-6

@@ -1,8 +1,23 @@
-"""Chains of shardings that an array is moved through, and the primitive that moves it."""
+"""How arrays are moved: chains of shardings, their primitive, steps that XLA has, and their names in programs.
+
+XLA:TPU has native reduce-scatters over an entire torus only in steps (`spec.scatter_steps`), which need one mesh axis
+for each of its dims. A user's axis that spans all of them is split here, only for the steps: a mesh of the same devices
+in the same order, with more axes.
+
+By name scopes around the gathers of params a compiled program's collectives are identified. XLA keeps the name stack of
+what an operation was made from in its `op_name`: `zero_jax.hlo.gathered_path` reads the path of a leaf, which
+`gather_scope` puts there, off the all-gather and the reduce-scatter of its gradient.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -10,9 +25,10 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.program.jaxprs import define_tangents
+from zero_jax.sharding.spec import STAGED_FROM_NUM_CHIPS, Dims, carries, gather_steps, named, places_of, scatter_steps
 
 # `reshard` is linear: it moves an array through a chain of shardings, and its transpose moves the cotangent through
 # another chain. A primitive, not a `custom_vjp`, because forward mode must work too, and because a remat policy has to
@@ -92,3 +108,129 @@ define_tangents(reshard_p, _result, _tangent)
 ad.primitive_transposes[reshard_p] = _transpose
 batching.primitive_batchers[reshard_p] = _batch
 mlir.register_lowering(reshard_p, mlir.lower_fun(_apply_chain, multiple_results=False))
+
+
+# XLA:TPU divides rows whose lanes are a multiple of the first over the rings of a torus, and lanes into shards of a
+# multiple of the second (docs/gather_on_use.md).
+_LANES_OF_ROWS, _LANES_OF_SHARDS = 512, 256
+# Rows of more tiles of lanes than this XLA:TPU cuts into pieces, of at most so many.
+_TILE_LANES, _MOST_TILES, _MOST_PIECES = 128, 256, 16
+
+
+def scattering(mesh: Mesh, dims: Dims, axes: Sequence[str], *, shape: Sequence[int] = (), dtype: Any = None) -> Chain:
+    """Returns the constraints that reduce-scatter a gradient over `axes` to `dims`.
+
+    If its last dim is the sharded one, the gradient is reduce-scattered with its last two dims swapped: over a torus,
+    XLA:TPU has native reduce-scatters of rows, and of lanes of some sizes only. So it is if both are sharded and its
+    `shape` is native only then, as that of a head, `[4096, 50304]`. Rows whose lanes are not native, as the 151,936 of
+    Qwen's table, are reduce-scattered along these, and an all-to-all makes shards of rows of them.
+    """
+    *before, last = dims or ((),)
+    swapped = False
+    if before and carries((last,), axes) and places_of(mesh) is not None:
+        num_lanes = _LANES_OF_SHARDS * math.prod(mesh.shape[axis] for axis in before[-1])
+        is_odd = bool(shape) and shape[-1] % _LANES_OF_ROWS != 0 and shape[-2] % num_lanes == 0
+        swapped = is_odd or not carries(tuple(before), axes)
+    order = (*before[:-1], last, before[-1]) if swapped else dims
+    if before and shape and places_of(mesh) is not None and not order[-1] and {*order[-2]} == {*axes}:
+        num_lanes = shape[-2] if swapped else shape[-1]
+        if _is_all_reduced(num_lanes) and num_lanes % math.prod(mesh.shape[axis] for axis in axes) == 0:
+            shards = scatter_shardings(mesh, order, axes), named(mesh, (*order[:-2], (), order[-2]))
+            return Chain((*shards[0], shards[1]), dtype=dtype, swapped=not swapped)
+    return Chain(scatter_shardings(mesh, order, axes), dtype=dtype, swapped=swapped)
+
+
+def _is_all_reduced(num_lanes: int) -> bool:
+    """Tells whether XLA:TPU all-reduces rows for their shards, as it cannot cut them into few equal pieces."""
+    tiles, rest = divmod(num_lanes, _TILE_LANES)
+    return not rest and tiles > _MOST_TILES and all(tiles % n for n in range(2, _MOST_PIECES + 1))
+
+
+def gather_shardings(mesh: Mesh, dims: Dims, axes: Sequence[str]) -> tuple[NamedSharding, ...]:
+    """Returns the shardings of a gather from `dims` over `axes`, in native steps."""
+    places = places_of(mesh)
+    if places is None or len(np.unique(places[:, :3], axis=0)) < STAGED_FROM_NUM_CHIPS:
+        return tuple(named(mesh, step) for step in gather_steps(dims, axes, mesh))
+    fine, fine_dims, fine_axes = _split(mesh, dims, axes)
+    return tuple(named(fine, step) for step in gather_steps(fine_dims, fine_axes, fine))
+
+
+def scatter_shardings(mesh: Mesh, dims: Dims, axes: Sequence[str]) -> tuple[NamedSharding, ...]:
+    """Returns the shardings of a reduce-scatter over `axes` to `dims`, in native steps."""
+    fine, fine_dims, fine_axes = _split(mesh, dims, axes)
+    steps = scatter_steps(fine_dims, fine_axes, fine)
+    return (*(named(fine, step) for step in steps[:-1]), named(mesh, dims))
+
+
+def _split(mesh: Mesh, dims: Dims, axes: Sequence[str]) -> tuple[Mesh, Dims, list[str]]:
+    if places_of(mesh) is None:
+        return mesh, dims, list(axes)
+    fine, parts = split_axes(mesh, tuple(axes))
+    fine_dims = tuple(tuple(part for axis in dim for part in parts.get(axis, (axis,))) for dim in dims)
+    return fine, fine_dims, [part for axis in axes for part in parts[axis]]
+
+
+@functools.lru_cache(maxsize=256)
+def split_axes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[Mesh, Mapping[str, tuple[str, ...]]]:
+    """Splits mesh axes that span several torus dims; returns the mesh (itself if none does), and the parts of each."""
+    sizes = {axis: torus_sizes(mesh, axis) for axis in axes}
+    parts = {
+        axis: (axis,) if len(of_axis) == 1 else tuple(f"{axis}.{i}" for i in range(len(of_axis)))
+        for axis, of_axis in sizes.items()
+    }
+    if all(len(names) == 1 for names in parts.values()):
+        return mesh, parts
+    names = [part for axis in mesh.axis_names for part in parts.get(axis, (axis,))]
+    shape = [size for axis in mesh.axis_names for size in sizes.get(axis, (mesh.shape[axis],))]
+    types = (AxisType.Auto,) * len(names)
+    return Mesh(mesh.devices.reshape(shape), tuple(names), axis_types=types), parts
+
+
+def torus_sizes(mesh: Mesh, axis: str) -> tuple[int, ...]:
+    """Returns the sizes, major first, of the torus dims that a mesh axis spans.
+
+    They are `(size,)` for an axis along one dim, for devices without a torus, and for an order that follows no dims,
+    such as a ring through a plane.
+    """
+    size, places = mesh.shape[axis], places_of(mesh)
+    if places is None or size == 1:
+        return (size,)
+    along = np.moveaxis(places.reshape(*mesh.devices.shape, -1), mesh.axis_names.index(axis), 0)
+    line = along.reshape(size, -1, places.shape[-1])[:, 0]
+    sizes: list[int] = []
+    while (stride := math.prod(sizes)) < size:
+        (moved,) = np.nonzero(line[stride] != line[0])
+        still = np.delete(line[::stride], moved, axis=1) == np.delete(line[0], moved)
+        run = len(still) if still.all() else int(np.argmin(still.all(axis=1)))
+        if len(moved) != 1 or size % (stride * run):
+            return (size,)
+        sizes.insert(0, run)
+    grid = along.reshape(*sizes, -1, places.shape[-1])
+    moves = [(np.ptp(grid, axis=i) > 0).any(axis=tuple(range(grid.ndim - 2))) for i in range(len(sizes))]
+    return tuple(sizes) if all(move.sum() == 1 for move in moves) else (size,)
+
+
+# The scope of what is moved for the update, which the instructions around it do not say: `zero_jax.hlo` reads it.
+UPDATE = "of_update"
+# The scope of activations that are sent to the shards of params, and of what comes home.
+SENT = "sent_to_shards"
+# A path that begins so continues that of the scope `params_scope` around it.
+RELATIVE = "::"
+
+
+def params_scope(path: str) -> AbstractContextManager[Any]:
+    """Returns the scope of a region whose params all have paths that begin with this one; none for an empty path.
+
+    Within it their paths are relative, so that the regions of equal layers are equal, and JAX traces one of them.
+    """
+    return jax.named_scope(f"params:{escaped(path)}") if path else contextlib.nullcontext()
+
+
+def gather_scope(path: str) -> AbstractContextManager[Any]:
+    """Returns the scope in which the param of a path is gathered."""
+    return jax.named_scope(f"gather:{escaped(path)}")
+
+
+def escaped(path: str) -> str:
+    """Returns a leaf's path `a/b/c` as it stands in a scope, `a.b.c`: a `/` separates scopes and a `(` transforms."""
+    return re.sub(r"[^\w.:+ -]", ".", path)

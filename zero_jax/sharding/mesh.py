@@ -114,23 +114,29 @@ def axes_of(
         by_name["data"] = tuple(sorted(by_name["data"], key=lambda name: int(name[len("data_") :])))
     data, replica, model, pipe = (by_name[role] if axes is None else axes for role, axes in by_role.items())
     for name in (*data, *replica, *model, *pipe):
-        if name not in names:
-            hint = did_you_mean(name, names, "; did you mean {!r}?")
-            raise ValueError(f"the mesh has axes {names} and none called {name!r}{hint}")
-        if (axis_type := mesh.axis_types[names.index(name)]) != AxisType.Auto:
-            why = "as jax.shard_map makes it within its function: call this outside of that, and"
-            if axis_type == AxisType.Explicit:
-                why = "which is the default of jax.make_mesh and of newer AbstractMeshes:"
-            raise ValueError(
-                f"the mesh axis {name!r} is of type {axis_type}, {why} make the mesh with zero.make_mesh, or with "
-                "axis_types=(jax.sharding.AxisType.Auto, ...)"
-            )
+        _check_axis(mesh, name)
     if not data:
         raise ValueError(
             f"the mesh has axes {names} and none of them carries `data`: "
             "name one `data`, or say which with ZeroConfig(data_axes=(...,))"
         )
     return Axes(data=(*data, *pipe), replica=tuple(replica), model=tuple(model), pipe=tuple(pipe))
+
+
+def _check_axis(mesh: Mesh, name: str) -> None:
+    """Raises `ValueError` for an axis that the mesh does not have, or whose type is not Auto."""
+    names = tuple(mesh.axis_names)
+    if name not in names:
+        hint = did_you_mean(name, names, "; did you mean {!r}?")
+        raise ValueError(f"the mesh has axes {names} and none called {name!r}{hint}")
+    if (axis_type := mesh.axis_types[names.index(name)]) != AxisType.Auto:
+        why = "as jax.shard_map makes it within its function: call this outside of that, and"
+        if axis_type == AxisType.Explicit:
+            why = "which is the default of jax.make_mesh and of newer AbstractMeshes:"
+        raise ValueError(
+            f"the mesh axis {name!r} is of type {axis_type}, {why} make the mesh with zero.make_mesh, or with "
+            "axis_types=(jax.sharding.AxisType.Auto, ...)"
+        )
 
 
 def are_names(axes: Any) -> bool:

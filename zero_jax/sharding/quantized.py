@@ -17,10 +17,9 @@ from jax import lax
 from jax.sharding import Mesh
 
 from zero_jax.core.field_checks import brief, check_value, check_word
-from zero_jax.core.tree import shown
+from zero_jax.core.tree import PathPatterns, shown
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.mesh import Axes, are_names, axis_size
-from zero_jax.sharding.path_patterns import PathPatterns
 from zero_jax.sharding.rules import LeafPlacement
 from zero_jax.sharding.spec import Dims, num_shards
 

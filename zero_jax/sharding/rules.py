@@ -17,11 +17,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.text_tables import Report, aligned, format_bytes
-from zero_jax.core.tree import PyTree, leaf_names, map_named
+from zero_jax.core.tree import PathPatterns, PyTree, leaf_names, map_named
 from zero_jax.core.variables import MODEL_STATE, model_state_names
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.model_specs import spec_of_each, specs_of
-from zero_jax.sharding.path_patterns import PathPatterns
 from zero_jax.sharding.spec import Dims, carries, checked_dims, gather_steps, named, num_shards, steps_by_dim, without
 
 # Preferred are dims whose shards still fill the accelerator's tiles: 128 lanes, 16 sublanes of 2-byte types.

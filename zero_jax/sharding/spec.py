@@ -101,14 +101,12 @@ def gather_steps(dims: Dims, axes: Sequence[str], mesh: Mesh | None = None) -> l
     devices decide.
     """
     steps, start = [], dims
-    while True:
-        minor = [(axes.index(dim[-1]), i) for i, dim in enumerate(dims) if dim and dim[-1] in axes]
-        if not minor:  # the remaining axes are followed by the model's
-            unsharded = without(dims, axes)
-            return _joined(start, steps, mesh) if unsharded == dims else [*steps, unsharded]
+    while minor := [(axes.index(dim[-1]), i) for i, dim in enumerate(dims) if dim and dim[-1] in axes]:
         _, i = max(minor)
         dims = (*dims[:i], dims[i][:-1], *dims[i + 1 :])
         steps.append(dims)
+    unsharded = without(dims, axes)  # the remaining axes are followed by the model's
+    return _joined(start, steps, mesh) if unsharded == dims else [*steps, unsharded]
 
 
 def _joined(start: Dims, steps: list[Dims], mesh: Mesh | None) -> list[Dims]:
@@ -170,14 +168,12 @@ def places_of(mesh: Mesh | None) -> np.ndarray | None:
 def move_steps(dims: Dims, to: int, axes: Sequence[str]) -> list[Dims]:
     """Returns the specs of an all-to-all that moves `axes` to the dim `to`, step by step, one axis at a time."""
     steps = []
-    while True:
-        minor = [(axes.index(dim[-1]), i) for i, dim in enumerate(dims) if i != to and dim and dim[-1] in axes]
-        if not minor:
-            return steps
+    while minor := [(axes.index(dim[-1]), i) for i, dim in enumerate(dims) if i != to and dim and dim[-1] in axes]:
         _, i = max(minor)
         axis = dims[i][-1]
         dims = tuple(dim[:-1] if j == i else (*dim, axis) if j == to else dim for j, dim in enumerate(dims))
         steps.append(dims)
+    return steps
 
 
 def steps_by_dim(dims: Dims, to: int, axes: Sequence[str]) -> list[Dims]:

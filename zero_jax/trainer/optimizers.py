@@ -15,8 +15,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
 from zero_jax.core.field_checks import check_fields, check_value, hinted
-from zero_jax.core.tree import leaf_names, path_name
-from zero_jax.sharding.path_patterns import PathPatterns
+from zero_jax.core.tree import PathPatterns, leaf_names, path_name
 from zero_jax.sharding.precision import floating_dtype
 from zero_jax.training import check_decay, params_ema, round_state
 

@@ -20,8 +20,8 @@ from jax import Array, lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.sharding.chains import scatter_shardings
 from zero_jax.sharding.mesh import axes_of, axis_size
-from zero_jax.sharding.torus import scatter_shardings
 
 # 4096 float32 logits of 8192 tokens are 128 MiB, and a product of that size keeps any device's matrix units busy.
 CHUNK_SIZE = 4096

@@ -11,9 +11,8 @@ from typing import Any, Literal
 from jax.sharding import Mesh, PartitionSpec
 
 from zero_jax.core.field_checks import check_fields, hinted
-from zero_jax.core.tree import PyTree, shown
+from zero_jax.core.tree import PathPatterns, PyTree, shown
 from zero_jax.sharding.mesh import Axes, are_names, axes_of, secondary_axes
-from zero_jax.sharding.path_patterns import PathPatterns
 from zero_jax.sharding.precision import Precision, resolve_precision
 from zero_jax.sharding.quantized import Quantize, check_quantize
 from zero_jax.sharding.stages import sharded_groups

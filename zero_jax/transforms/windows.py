@@ -234,7 +234,8 @@ def features_in_rows(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) -> 
         states += [0 if var.aval.ndim else FREE for var in open_jaxpr(closed)[0].invars[traced.num_params :]]
         features = _Features(mesh, axes)
         features.run(closed, states)
-        return traced.rewritten(_Rows(mesh, axes, features.of_examples).rewritten(closed))
+        of_examples = {key for key, operands in features.operands.items() if operands[0] == 0}
+        return traced.rewritten(_Rows(mesh, axes, of_examples).rewritten(closed))
 
     program = LossProgram.of(loss_fn)
     return program.then(in_rows) if axes.size_beside_batch(mesh) == 1 else program
@@ -251,35 +252,21 @@ def _is_product(eqn: Any) -> bool:
 
 
 class _Features(Examples):
-    """Finds in `of_examples`, by `id`, the products that have examples along their first dim, wherever they are run."""
-
-    def __init__(self, mesh: Mesh, axes: Axes):
-        super().__init__(mesh, axes)
-        self.lefts: dict[int, State] = {}
+    """Finds where values have their examples; constants are rarely a batch, whose layout would only cost time."""
 
     def constant(self, atom: Any) -> State:
-        """Returns the state of a constant: rarely a batch, whose layout would only cost time."""
         return FREE
-
-    def operation(self, eqn: Any, operands: list[State]) -> list[State]:
-        if _is_product(eqn):
-            self.lefts[id(eqn)] = self.join(operands[0], self.lefts.get(id(eqn), operands[0]))
-        return super().operation(eqn, operands)
-
-    @property
-    def of_examples(self) -> set[int]:
-        return {key for key, state in self.lefts.items() if state == 0}
 
 
 class _Rows(Rewriting):
-    """Evaluates equations, some products with a layout."""
+    """Evaluates equations, the products whose first operand has examples along its first dim with a layout."""
 
-    def __init__(self, mesh: Mesh, axes: Axes, products: set[int]):
+    def __init__(self, mesh: Mesh, axes: Axes, of_examples: set[int]):
         super().__init__()
-        self.mesh, self.axes, self.products = mesh, axes.batch, products
+        self.mesh, self.axes, self.of_examples = mesh, axes.batch, of_examples
 
     def changes(self, eqn: Any) -> bool:
-        return id(eqn) in self.products
+        return id(eqn) in self.of_examples and _is_product(eqn)
 
     def changed(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
         (made,) = bind(eqn, values)

@@ -9,7 +9,6 @@ import pytest
 
 import zero_jax as zero
 from zero_jax import memory
-from zero_jax.hlo import heap_layout
 from zero_jax.models import gpt
 
 # Two heaps of the device's memory, of 1,000 and 200 bytes, and one on the chip, which does not count. In the first %a
@@ -53,13 +52,13 @@ def write(folder, *, lives=LIVES, name=NAME):
 
 def test_a_layout_worked_out_by_hand(tmp_path):
     write(tmp_path)
-    assert heap_layout.read_layout(tmp_path) == memory.HeapLayout(allocated_bytes=1200, live_bytes=800 + 200)
+    assert memory.read_layout(tmp_path) == memory.HeapLayout(allocated_bytes=1200, live_bytes=800 + 200)
 
 
 @pytest.mark.parametrize("lives", [None, LIVES.replace("    inner{}:4-5\n", "")])
 def test_lives_that_are_not_told_are_not_made_up(tmp_path, lives):
     write(tmp_path, lives=lives)
-    assert heap_layout.read_layout(tmp_path) == memory.HeapLayout(allocated_bytes=1200, live_bytes=None)
+    assert memory.read_layout(tmp_path) == memory.HeapLayout(allocated_bytes=1200, live_bytes=None)
 
 
 def test_a_folder_of_no_compile_or_of_several_is_an_error(tmp_path):

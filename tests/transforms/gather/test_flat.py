@@ -16,7 +16,7 @@ import zero_jax as zero
 from zero_jax import comms
 from zero_jax.program.jaxprs import open_jaxpr
 from zero_jax.transforms.gather.deferred import Lazy, Value
-from zero_jax.transforms.gather.dots import flat_product
+from zero_jax.transforms.gather.products import flat_product
 
 P = PartitionSpec
 BATCH, LENGTH, FEATURES, HEADS, DEPTH = 16, 4, 32, 4, 8

@@ -140,34 +140,40 @@ def estimate(
     check_arguments(traced=traced, **({} if tx is None else {"tx": tx}))
     placement = step_placement(check_is_state(state, who="comms.estimate"), tx, mesh=mesh, config=config)
     rows: list[EstimateRow] = []
-    num_params = 0
-    leaves = jax.tree.leaves(placement.params)
-    masters = jax.tree.leaves(state.masters)
-    floats = [leaf for leaf, x in zip(leaves, masters, strict=True) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    params = _traffic_of_params(state, placement, config, traced)
     needed, same = used_by_optimizer(tx, state, placement.precision, mesh=placement.mesh)
-    sent = {move.axes for move in (traced.moves if traced else ())}
-    for leaf, is_needed, is_same in zip(floats, needed, same, strict=True):
-        traffic = _LeafTraffic(leaf, placement, config, stays=leaf.of_experts if leaf.of_experts in sent else ())
-        num_params += traffic.num_elements * axis_size(mesh, traffic.stays)
-        rows += traffic.layer_rows(has_grad=is_needed)
-        rows += traffic.stage_rows(has_grad=is_needed)
-        moves = {"forward": True, "backward": any(needed), "update": not is_same}
-        rows += [row for row in traffic.param_rows() if moves[row.phase]]
-        rows += traffic.grad_rows() if is_needed else []
+    for param, is_needed, is_same in zip(params, needed, same, strict=True):
+        gathered_in = {"forward": True, "backward": any(needed), "update": not is_same}
+        rows += param.rows(has_grad=is_needed, gathered_in=gathered_in)
     for leaf in jax.tree.leaves(placement.model_state) if MODEL_STATE in placement.groups else ():
         rows += _LeafTraffic(leaf, placement, config).model_state_rows()
     dealings = () if tx is None else matrix_dealings(tx, state, placement)
-    moves = [move for dealing in dealings for move in dealing.moves(dealing.over)]
-    for move in (*moves, *(traced.moves if traced else ())):
-        dtype, sent = _HLO_DTYPES.get(move.dtype, move.dtype), move.sent_bytes * move.times
-        rows.append(EstimateRow(kind=move.kind, axes=move.axes, dtype=dtype, phase=move.phase, total_sent_bytes=sent))
+    rows += [_of_move(move) for dealing in dealings for move in dealing.moves(dealing.over)]
+    rows += [_of_move(move) for move in (traced.moves if traced else ())]
     return CommsEstimate(
         rows=_summed(rows),
-        num_params=num_params,
+        num_params=sum(param.num_elements * axis_size(mesh, param.stays) for param in params),
         data_axes=placement.axes.batch,
         not_counted=_not_counted(placement, traced),
         networks=networks(mesh),
     )
+
+
+def _traffic_of_params(
+    state: TrainState, placement: Placement, config: ZeroConfig, traced: LossTrace | None
+) -> "list[_LeafTraffic]":
+    """Returns the traffic of each floating param; experts that activations go to, by the trace, stay where they are."""
+    stored = zip(jax.tree.leaves(placement.params), jax.tree.leaves(state.masters), strict=True)
+    floats = [leaf for leaf, x in stored if jnp.issubdtype(x.dtype, jnp.inexact)]
+    sent = {move.axes for move in (traced.moves if traced else ())}
+    stays = [leaf.of_experts if leaf.of_experts in sent else () for leaf in floats]
+    return [_LeafTraffic(leaf, placement, config, stays=x) for leaf, x in zip(floats, stays, strict=True)]
+
+
+def _of_move(move: Any) -> EstimateRow:
+    """Returns what moves in a traced function as a row."""
+    dtype, sent = _HLO_DTYPES.get(move.dtype) or move.dtype, move.sent_bytes * move.times
+    return EstimateRow(kind=move.kind, axes=move.axes, dtype=dtype, phase=move.phase, total_sent_bytes=sent)
 
 
 def _summed(rows: Sequence[EstimateRow]) -> tuple[EstimateRow, ...]:
@@ -240,6 +246,14 @@ class _LeafTraffic:
         self.stored = precision.master or leaf.dtype
         stored_param = self.stored if placement.params_are_masters else precision.param or leaf.dtype
         self.compute = precision.compute or stored_param
+
+    def rows(self, *, has_grad: bool, gathered_in: Mapping[str, bool]) -> Iterator[EstimateRow]:
+        """Yields all that moves of a param and its gradient; the param is gathered in some phases."""
+        yield from self.layer_rows(has_grad=has_grad)
+        yield from self.stage_rows(has_grad=has_grad)
+        yield from (row for row in self.param_rows() if gathered_in[row.phase])
+        if has_grad:
+            yield from self.grad_rows()
 
     def param_rows(self) -> Iterator[EstimateRow]:
         """Yields the gathers of a param."""

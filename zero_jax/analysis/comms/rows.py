@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from zero_jax import hlo
 from zero_jax.analysis.leaves import ArgumentLeaf, dims_key
 from zero_jax.hlo import Collective, Instruction, Phases, Program, gathered_path
+from zero_jax.sharding.chains import escaped
 from zero_jax.sharding.device_order import slice_of
-from zero_jax.sharding.gather_names import escaped
 
 UNKNOWN_AXES = ("?",)
 _MAX_NAMES = 3  # of params that a collective may move

@@ -4,8 +4,7 @@ Arguments are summed by group of the train state (`groups`), temporaries by what
 """
 
 from zero_jax.analysis.leaves import ArgumentLeaf
-from zero_jax.analysis.memory.arrays import ArraysReport, measure_arrays
-from zero_jax.analysis.memory.compared import ComparisonRow, MemoryComparison, compare
+from zero_jax.analysis.memory.arrays import ArraysReport, ComparisonRow, MemoryComparison, compare, measure_arrays
 from zero_jax.analysis.memory.estimated import MemoryEstimate, estimate
 from zero_jax.analysis.memory.measured import MemoryReport, Temporary, measure
 from zero_jax.analysis.memory.residuals import TransformerResiduals, transformer_residuals

@@ -350,25 +350,21 @@ def estimate(
     check_arguments(residuals=residuals, traced=traced, **({} if tx is None else {"tx": tx}))
     placement = make_placement(state.params, mesh=mesh, config=config)
     groups = state_groups(state, mesh=mesh, config=config)
-    groups["grads"] = grad_group(
-        state, placement, config, used_by_optimizer(tx, state, placement.precision, mesh=placement.mesh)[0]
-    )
+    needed, _ = used_by_optimizer(tx, state, placement.precision, mesh=placement.mesh)
+    groups["grads"] = grad_group(state, placement, config, needed)
     num_devices, model = data_and_model_sizes(placement)
     totals = _totals(groups, state, placement)
-    formula = {name: size / (model * (num_devices if name in placement.groups else 1)) for name, size in totals.items()}
-    formula |= {name: groups[name].even_bytes for name in ("model_state", "grad_errors") if groups[name].leaves}
+    formula = _formula(totals, groups, placement)
     actual, on_host = ({name: x.device_bytes(on_host=where) for name, x in groups.items()} for where in (False, True))
     differences = _differences(groups, formula, placement)
     differences += [Difference(group=x, device_bytes=-size, reason=_ON_HOST) for x, size in on_host.items()]
-    saved = traced.residuals if traced else residuals
-    if saved is not None:
+    if saved := traced.residuals if traced else residuals:
         actual["residuals"] = saved.device_bytes
         formula["residuals"] = (residuals or saved).device_bytes
         over = actual["residuals"] - formula["residuals"]
         differences.append(Difference(group="residuals", device_bytes=over, reason=_BY_TRACE))
     order = [name for name in _ORDER if name in formula or name == "other"]
     num_params = sum(x.size for x in jax.tree.leaves(state.params) if is_inexact(x))
-    each = {name: size / max(num_params, 1) for name, size in totals.items()}
     return MemoryEstimate(
         groups=tuple(GroupEstimate(name=x, device_bytes=actual[x], formula_bytes=formula.get(x, 0)) for x in order),
         differences=tuple(difference for difference in differences if difference.device_bytes),
@@ -377,12 +373,25 @@ def estimate(
         num_devices=num_devices,
         model=model,
         sharded=tuple(name for name in order if name in placement.groups),
-        param_bytes=each["params"],
-        grad_bytes=each["grads"],
-        optimizer_bytes=(totals["master"] + totals["opt_state"]) / max(num_params, 1),
+        **_per_param(totals, num_params),
         host_bytes=sum(on_host.values()) + (0 if saved is None else saved.host_bytes),
         secondary_bytes=secondary_bytes(groups, state, mesh=mesh, config=config),
     )
+
+
+def _formula(totals: dict[str, int], groups: dict[str, Group], placement: Placement) -> dict[str, float]:
+    """Returns the bytes of the paper's groups on a device, and of those that it has not as if all were sharded."""
+    num_devices, model = data_and_model_sizes(placement)
+    ways = {name: model * (num_devices if name in placement.groups else 1) for name in totals}
+    even = {name: groups[name].even_bytes for name in ("model_state", "grad_errors") if groups[name].leaves}
+    return {name: size / ways[name] for name, size in totals.items()} | even
+
+
+def _per_param(totals: dict[str, int], num_params: int) -> dict[str, float]:
+    """Returns the bytes of a param in the paper's groups, by the fields of the estimate."""
+    sizes = {"param_bytes": totals["params"], "grad_bytes": totals["grads"]}
+    sizes["optimizer_bytes"] = totals["master"] + totals["opt_state"]
+    return {name: size / max(num_params, 1) for name, size in sizes.items()}
 
 
 def _totals(groups: dict[str, Group], state: TrainState, placement: Placement) -> dict[str, int]:

@@ -31,6 +31,7 @@ from zero_jax.hlo import (
     Buffer,
     Heap,
     HeapLayout,
+    Program,
     arrays,
     gathered_path,
     parse,
@@ -239,12 +240,18 @@ def measure(compiled: Any, *, layout: HeapLayout | None = None) -> MemoryReport:
     program, analysis = parse(compiled), compiled.memory_analysis()
     if analysis is None:
         raise ValueError(f"{type(compiled).__name__} has no memory analysis: pass what `.lower(...).compile()` returns")
+    return _measured(program, analysis, argument_leaves(program, compiled), layout)
+
+
+def _measured(
+    program: Program, analysis: Any, leaves: tuple[ArgumentLeaf, ...], layout: HeapLayout | None
+) -> MemoryReport:
+    """Returns the report of a program with these arguments, whose sizes the compiler's analysis has."""
     size = lambda name: int(getattr(analysis, f"{name}_size_in_bytes", 0))  # noqa: E731
     heap, is_tpu = peak(program), program.has_tiles
     temp_bytes = size("temp")
     if layout is None and not is_tpu:
         layout = HeapLayout(allocated_bytes=temp_bytes, live_bytes=None)
-    leaves = argument_leaves(program, compiled)
     on_device = [leaf for leaf in leaves if not leaf.on_host]
     temporaries = classify(heap, leaves)
     unsharded = unsharded_leaves(on_device)

@@ -99,14 +99,12 @@ def _resized(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[Value
     """Slices, pads and parts: a sharded dim of another size is sharded anew, from neighbours."""
     sharding, before, results = inputs[0], eqn.invars[0].aval.shape, []
     for var in eqn.outvars:
-        dims = []
-        for i, dim in enumerate(sharding.dims):
-            size = var.aval.shape[i]
-            dims.append(dim if size == before[i] or size % walk.size(dim) == 0 else ())
-        result = ValueSharding(dims=tuple(dims))
-        for i, dim in enumerate(sharding.dims):
-            if dim and var.aval.shape[i] != before[i]:
-                kind = "collective-permute" if dims[i] else "all-gather"
+        sizes = list(zip(sharding.dims, before, var.aval.shape, strict=True))
+        dims = tuple(dim if new == old or new % walk.size(dim) == 0 else () for dim, old, new in sizes)
+        result = ValueSharding(dims=dims)
+        for (dim, old, new), kept in zip(sizes, dims, strict=True):
+            if dim and new != old:
+                kind = "collective-permute" if kept else "all-gather"
                 walk.move(kind, dim, walk.local_bytes(var.aval, result), var.aval)
         results.append(result)
     return results

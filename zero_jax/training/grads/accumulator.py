@@ -13,10 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.tree import PyTree
 from zero_jax.program.jaxprs import inline_jit
+from zero_jax.sharding.chains import split_axes
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.precision import wide
 from zero_jax.sharding.spec import Dims, named, without
-from zero_jax.sharding.torus import split_axes
 from zero_jax.training.grads.combined import CombinedAux
 from zero_jax.training.grads.plan import GradPlan
 from zero_jax.training.noise_scale import mean_of_parts, shard_squares

@@ -25,14 +25,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.tree import PyTree, key_shape, leaf_names, shapes_of
+from zero_jax.core.tree import PathPatterns, PyTree, key_shape, leaf_names, shapes_of
 from zero_jax.dims import is_contraction
 from zero_jax.program.jaxprs import inner_jaxprs
 from zero_jax.program.loss import LossProgram
 from zero_jax.program.passes import Dependence
 from zero_jax.program.subcalls import CALLS
 from zero_jax.sharding.mesh import Axes
-from zero_jax.sharding.path_patterns import PathPatterns
 from zero_jax.sharding.precision import cast_floating, resolve_precision
 from zero_jax.training.batch import shapes_of_part
 from zero_jax.training.loss.function import MeshLoss, normalize_loss

@@ -18,8 +18,7 @@ from zero_jax.core.variables import Variables, as_variables, joined
 from zero_jax.dims import Move, Propagation, ValueSharding, propagate_shardings, sources
 from zero_jax.program.jaxprs import inner_jaxprs, name_stack, open_jaxpr, source_line, without_dead_code
 from zero_jax.program.subcalls import subcall
-from zero_jax.sharding.chains import reshard_p
-from zero_jax.sharding.gather_names import SENT
+from zero_jax.sharding.chains import SENT, reshard_p
 from zero_jax.sharding.mesh import axis_size, on_mesh
 from zero_jax.sharding.spec import dims_of, without
 from zero_jax.training.loss.function import MeshLoss

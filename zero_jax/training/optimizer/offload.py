@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from zero_jax.core.field_checks import brief, check_fields
-from zero_jax.core.tree import PyTree, leaf_names
+from zero_jax.core.tree import PathPatterns, PyTree, leaf_names
 from zero_jax.core.variables import MODEL_STATE, model_state_names
-from zero_jax.sharding.path_patterns import PathPatterns
 from zero_jax.sharding.rules import path_of_param
 
 HOST = "pinned_host"

@@ -16,18 +16,15 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.device_put import is_on_host
-from zero_jax.core.tree import PyTree, leaf_names, with_shapes
+from zero_jax.core.tree import PathPatterns, PyTree, leaf_names, with_shapes
 from zero_jax.core.variables import MODEL_STATE, as_variables, joined, variable_names
-from zero_jax.sharding.chains import Chain, reshard
-from zero_jax.sharding.gather_names import UPDATE, gather_scope
+from zero_jax.sharding.chains import UPDATE, Chain, gather_scope, gather_shardings, reshard
 from zero_jax.sharding.mesh import Axes, axis_size
-from zero_jax.sharding.path_patterns import PathPatterns
 from zero_jax.sharding.precision import Precision, cast_floating, resolve_precision
 from zero_jax.sharding.quantized import Quantize, blocks_of_leaf, check_leaves
 from zero_jax.sharding.rules import LeafPlacement, place_like_params, place_model_state, place_params, to_shardings
 from zero_jax.sharding.spec import Dims, dims_of, named, steps_by_dim
 from zero_jax.sharding.stages import SECONDARY_GROUPS, sharded_groups
-from zero_jax.sharding.torus import gather_shardings
 from zero_jax.training.grads.plan import GradPlan
 from zero_jax.training.optimizer.offload import Offload, check_offload, host_shardings, on_host
 from zero_jax.training.state.train_state import TrainState, trained_params

@@ -8,9 +8,8 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from zero_jax.core.tree import PyTree, leaves_by_name, path_name, with_shapes
+from zero_jax.core.tree import PathPatterns, PyTree, leaves_by_name, path_name, with_shapes
 from zero_jax.core.variables import MODEL_STATE, joined
-from zero_jax.sharding.path_patterns import PathPatterns
 from zero_jax.sharding.rules import LeafPlacement, ShardingReport, report_placements
 from zero_jax.training.state.checks import check_optimizer
 from zero_jax.training.state.matrix_updates import matrices_of_leaves, step_placement

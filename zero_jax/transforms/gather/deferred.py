@@ -20,13 +20,11 @@ from jax.sharding import Mesh, NamedSharding
 from zero_jax.core.tree import PyTree
 from zero_jax.dims import BY_INDEX, JOINS, MOVES, is_float
 from zero_jax.program.walk import Deferred
-from zero_jax.sharding.chains import Chain, reshard
-from zero_jax.sharding.gather_names import RELATIVE, gather_scope
+from zero_jax.sharding.chains import RELATIVE, Chain, gather_scope, gather_shardings, reshard, scattering
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import promoted
 from zero_jax.sharding.quantized import PLAIN, Blocks, Formats, Quantize, blocks_of
 from zero_jax.sharding.spec import Dims, named, without
-from zero_jax.sharding.torus import gather_shardings, scattering
 from zero_jax.transforms.gather.per_device import DeviceSum, summed_use
 
 

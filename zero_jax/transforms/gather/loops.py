@@ -18,8 +18,7 @@ from zero_jax.core.device_put import default_layout
 from zero_jax.dims import FREE, UNKNOWN
 from zero_jax.program.jaxprs import open_jaxpr, source_context, variables
 from zero_jax.program.subcalls import Subcall
-from zero_jax.sharding.chains import Chain, reshard
-from zero_jax.sharding.gather_names import gather_scope
+from zero_jax.sharding.chains import Chain, gather_scope, reshard
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, named, without
 from zero_jax.transforms.blocks import num_bytes

@@ -16,8 +16,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from zero_jax.dims import ELEMENTWISE, SHAPES, Examples, dim_map, is_activation
-from zero_jax.sharding.chains import Chain, reshard
-from zero_jax.sharding.gather_names import SENT
+from zero_jax.sharding.chains import SENT, Chain, reshard
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import carries, named_along
 from zero_jax.transforms.gather.deferred import Copies, GatherOptions, Lazy, Value, is_whole, whole

@@ -25,8 +25,7 @@ from zero_jax.core.variables import variable_names
 from zero_jax.dims import FREE, UNKNOWN, is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.loss import LossProgram, Traced, with_pass
-from zero_jax.sharding.chains import Chain, reshard
-from zero_jax.sharding.gather_names import gather_scope
+from zero_jax.sharding.chains import Chain, gather_scope, reshard
 from zero_jax.sharding.mesh import axes_of, axis_size, on_mesh
 from zero_jax.sharding.model_specs import dims_of_each
 from zero_jax.sharding.quantized import PLAIN, Formats, Quantize, check_quantize

@@ -13,12 +13,11 @@ from typing import Any
 
 import jax
 
-from zero_jax.dims import Examples, has_wrong_gradient, is_contraction, is_local_reduction, passthrough
+from zero_jax.dims import REDUCTIONS, Examples, has_wrong_gradient, is_contraction, passthrough
 from zero_jax.program import jaxprs
 from zero_jax.program.subcalls import Subcall, subcall
 from zero_jax.program.walk import Packed, Walk
-from zero_jax.sharding.chains import Chain, reshard, reshard_p
-from zero_jax.sharding.gather_names import gather_scope, params_scope
+from zero_jax.sharding.chains import Chain, gather_scope, params_scope, reshard, reshard_p
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.quantized import PLAIN
 from zero_jax.sharding.spec import Dims, named
@@ -37,20 +36,20 @@ from zero_jax.transforms.gather.deferred import (
     relative,
     whole,
 )
-from zero_jax.transforms.gather.dots import flat_product
 from zero_jax.transforms.gather.events import Notes
 from zero_jax.transforms.gather.lookup import move_rows, move_table, plan_lookup
 from zero_jax.transforms.gather.loops import hoisted, sliced, staged
 from zero_jax.transforms.gather.ordering import Ordering
 from zero_jax.transforms.gather.per_device import SAME_PARAM, copy_per_device, example_dims, multiply
-from zero_jax.transforms.gather.sent import SentProduct, SentValue, at_home, carried_on, sent_product, where_sent
-from zero_jax.transforms.gather.weight_grads import (
+from zero_jax.transforms.gather.products import (
+    flat_product,
     holds_convolution,
     is_partitioned_wrongly,
     needs_dtype,
     product,
     refuse_convolution,
 )
+from zero_jax.transforms.gather.sent import SentProduct, SentValue, at_home, carried_on, sent_product, where_sent
 from zero_jax.transforms.pipeline.transform import pipeline_p
 
 # Longer recipes are not made again at each use: they are chains of nested calls.
@@ -180,11 +179,12 @@ class GatherWalk(Walk[GatherFrame]):
             passes &= eqn.primitive.name in ("dynamic_slice", "gather")  # whose index is mostly a counter
         out_dims = passthrough(eqn, dims_in, shards) if passes and not inner else None
         # A product with a constant is an activation of a model whose input is a constant: worth keeping.
-        lazy = params_only and not (inner or is_local_reduction(eqn) or eqn.effects)
+        is_reduction = eqn.primitive.name in REDUCTIONS  # so much smaller than its input: it is reduced on the shard
+        lazy = params_only and not (inner or is_reduction or eqn.effects)
         lazy = lazy and (not is_contraction(eqn) or all(isinstance(value, Lazy) for value in values))
         if out_dims is not None or lazy:
             return self.derive(eqn, values, out_dims)
-        if is_local_reduction(eqn):
+        if is_reduction:
             return _values(jaxprs.bind(eqn, [self.array(value, eqn, frame) for value in values]), values)
         opaque = bool(inner) and not eqn.primitive.name.startswith(("custom_", "scatter"))
         sent = sent_product(self.options, self.examples, eqn, values)

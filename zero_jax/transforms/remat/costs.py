@@ -24,9 +24,8 @@ from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate, flattened, trace_flat
 from zero_jax.sharding.topology import HARDWARE, hardware_of
 from zero_jax.transforms.kernels import Roofline, kernels
-from zero_jax.transforms.remat.labels import place_of
 from zero_jax.transforms.remat.regions import RematRegion
-from zero_jax.transforms.remat.values import Mark, all_values, is_large
+from zero_jax.transforms.remat.values import Mark, all_values, is_large, place_of
 
 _Shardings = Mapping[Any, ValueSharding]
 _IN_PLACE = ELEMENTWISE - {"add", "add_any", "sub"}

@@ -23,16 +23,20 @@ from zero_jax.program.jaxprs import define_tangents, is_literal
 from zero_jax.sharding.chains import Chain, lifted, reshard, reshard_p
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import named_along
-from zero_jax.transforms.remat.labels import ATTENTION, INPUT, PRODUCTS, labels_of, selects
 from zero_jax.transforms.remat.policies import Remat
 from zero_jax.transforms.remat.values import (
+    ATTENTION,
+    INPUT,
+    PRODUCTS,
     Mark,
     MarkedValues,
     all_values,
     attention_cores,
     is_large,
+    labels_of,
     pinned_dims,
     products_with_weights,
+    selects,
 )
 
 # `join` is the identity on a value of which a copy is kept: `x, kept -> x`. Under `jax.checkpoint` the forward pass

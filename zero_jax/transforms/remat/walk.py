@@ -21,10 +21,9 @@ from zero_jax.program.subcalls import Subcall, equations, scan_of, subcall
 from zero_jax.program.walk import Walk
 from zero_jax.transforms.blocks import EqnSequence, RepeatedBlock, find_blocks, find_left_out, num_bytes
 from zero_jax.transforms.remat.choice import ValueChoice
-from zero_jax.transforms.remat.labels import KINDS, selects
 from zero_jax.transforms.remat.regions import RematRegion, RematSetting
 from zero_jax.transforms.remat.report import Left, RegionRow, residuals_of
-from zero_jax.transforms.remat.values import VALUE, Mark, MarkedValues, all_values
+from zero_jax.transforms.remat.values import KINDS, VALUE, Mark, MarkedValues, all_values, selects
 
 _LOOPS_AND_REGIONS = ("scan", "remat")
 _KEYS = ((2,), (4,))  # the last dim of the data of PRNG keys

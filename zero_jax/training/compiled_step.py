@@ -24,7 +24,7 @@ from zero_jax.core.device_put import wait_on_cpu
 from zero_jax.core.signatures import place_of
 from zero_jax.core.text_tables import Report, aligned
 from zero_jax.core.tracebacks import SHORT_TRACEBACK
-from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
+from zero_jax.core.tree import PyTree, check_arrays, leaf_names, leaves_by_name, with_shapes
 from zero_jax.program.jaxprs import is_traced
 from zero_jax.sharding.mesh import Axes, on_mesh
 from zero_jax.training.batch import leaf_sharding, place_batch
@@ -81,7 +81,7 @@ class Metrics(Report):
         return getattr(self, name)
 
     def __str__(self) -> str:
-        leaves = zip(leaf_names(self), jax.tree.leaves(self), strict=True)
+        leaves = leaves_by_name(self).items()
         return aligned((name, str(x) if np.ndim(x) == 0 else f"{x.dtype}{list(x.shape)}") for name, x in leaves)
 
 

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from hand_written import make_step
+from hand_written import make_step, repeated
 
 import zero_jax as zero
 from zero_jax.attention import attention_choice
@@ -102,6 +102,21 @@ def changes(before: Any, after: Any) -> np.ndarray:
     return np.concatenate(jax.tree.leaves(change))
 
 
+def rows_of(head: tuple[str, ...], cases: Any, names: list[str], figures: Any) -> list[tuple[str, ...]]:
+    """Returns a row for each case with one of the words in its name, or for all: its figures, or its error."""
+    rows = [head]
+    for name, *case in cases:
+        if names and not any(word in name for word in names):
+            continue
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        try:
+            rows.append((name, *figures(*case)))
+        except Exception as error:  # a report names all that fails
+            traceback.print_exc()
+            rows.append((name, *[""] * (len(head) - 2), f"{type(error).__name__}: {str(error)[:90]}"))
+    return rows
+
+
 def compare(names: list[str]) -> list[tuple[str, ...]]:
     """Returns rows: the case, the largest relative difference of a loss, that of the params' changes, a verdict."""
     cpu, tx = jax.devices("cpu")[0], optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3, eps=1e-4))
@@ -117,39 +132,30 @@ def compare(names: list[str]) -> list[tuple[str, ...]]:
             params = optax.apply_updates(params, updates)
             losses.append(float(loss))
     wanted, mesh = changes(start, params), zero.make_mesh()
-    rows = [("case", "loss", "params' changes", "largest allowed", "verdict")]
-    for name, settings, bound in CASES:
-        if names and not any(word in name for word in names):
-            continue
-        print(f"{name} ...", file=sys.stderr, flush=True)
-        try:
-            config = zero.ZeroConfig(**{"precision": "fp32", "clip_norm": 1.0, "min_shard_size": 0, **settings})
-            adam = optax.adam(1e-3, eps=1e-4)
-            ours = zero.init_state(lambda _: start, adam, jax.random.key(0), mesh=mesh, config=config)
-            step = zero.make_train_step(gpt.loss_fn(SMALL), adam, mesh=mesh, config=config)
-            seen = []
-            for batch in some:
-                ours, metrics = step(ours, zero.shard_batch(batch, mesh=mesh))
-                seen.append(float(metrics.loss))
-            got = changes(start, jax.device_get(ours.params))
-            loss_off = np.max(np.abs(np.subtract(seen, losses)) / np.abs(losses))
-            params_off = float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
-            verdict = "ok" if params_off <= bound and np.isfinite(seen).all() else "DIFFERS"
-            rows.append((name, f"{loss_off:.1e}", f"{params_off:.1e}", f"{bound:.0e}", verdict))
-        except Exception as error:  # a report names all that fails
-            traceback.print_exc()
-            rows.append((name, "", "", "", f"{type(error).__name__}: {str(error)[:90]}"))
-    return rows
+
+    def figures(settings: dict[str, Any], bound: float) -> tuple[str, ...]:
+        config = zero.ZeroConfig(**{"precision": "fp32", "clip_norm": 1.0, "min_shard_size": 0, **settings})
+        adam = optax.adam(1e-3, eps=1e-4)
+        ours = zero.init_state(lambda _: start, adam, jax.random.key(0), mesh=mesh, config=config)
+        step = zero.make_train_step(gpt.loss_fn(SMALL), adam, mesh=mesh, config=config)
+        seen = []
+        for batch in some:
+            ours, metrics = step(ours, zero.shard_batch(batch, mesh=mesh))
+            seen.append(float(metrics.loss))
+        got = changes(start, jax.device_get(ours.params))
+        loss_off = np.max(np.abs(np.subtract(seen, losses)) / np.abs(losses))
+        params_off = float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+        verdict = "ok" if params_off <= bound and np.isfinite(seen).all() else "DIFFERS"
+        return f"{loss_off:.1e}", f"{params_off:.1e}", f"{bound:.0e}", verdict
+
+    return rows_of(("case", "loss", "params' changes", "largest allowed", "verdict"), CASES, names, figures)
 
 
 def attention_forms(names: list[str]) -> list[tuple[str, ...]]:
     """Returns rows: the form, its kernel, the relative differences of results and gradients from XLA's in float32."""
     rng = np.random.default_rng(0)
-    rows = [("attention", "kernel", "result", "gradients of query, key, value", "ms, both passes", "verdict")]
-    for name, options, sizes in FORMS:
-        if names and not any(word in name for word in names):
-            continue
-        print(f"{name} ...", file=sys.stderr, flush=True)
+
+    def figures(options: dict[str, Any], sizes: dict[str, int]) -> tuple[str, ...]:
         b, t, s, n, k, h, v = (SIZES | sizes).values()
         segments = {
             "few": np.sort(rng.integers(0, 5, (b, t)), axis=1),
@@ -161,31 +167,26 @@ def attention_forms(names: list[str]) -> list[tuple[str, ...]]:
         shapes = ((b, t, n, h), (b, s, k, h), (b, s, k, v), (b, t, n, v))
         arrays = [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
 
-        def both(query, key, value, cotangent, data, rest=rest, **how):
+        def both(query, key, value, cotangent, data, **how):
             attend = functools.partial(zero.dot_product_attention, **data, **rest, **how)
             out, pull = jax.vjp(attend, query, key, value)
             return out, *pull(cotangent.astype(out.dtype))
 
-        try:
-            kernel = attention_choice(*arrays[:3], **data, **rest).implementation
-            run = jax.jit(both)
-            got = run(*arrays, data)
-            with jax.default_matmul_precision("highest"):
-                wanted = jax.jit(functools.partial(both, implementation="xla"))(
-                    *(x.astype("float32") for x in arrays), data
-                )
-            off = [
-                float(jnp.linalg.norm(x.astype("float32") - y) / jnp.linalg.norm(y))
-                for x, y in zip(got, wanted, strict=True)
-            ]
-            milliseconds = seconds_of(lambda: run(*arrays, data), 20) * 1e3  # noqa: B023 - called at once
-            verdict = "ok" if max(off) <= ROUNDED else "DIFFERS"
-            first, *others = (f"{x:.1e}" for x in off)
-            rows.append((name, kernel, first, " ".join(others), f"{milliseconds:.3f}", verdict))
-        except Exception as error:  # a report names all that fails
-            traceback.print_exc()
-            rows.append((name, "", "", "", "", f"{type(error).__name__}: {str(error)[:90]}"))
-    return rows
+        kernel = attention_choice(*arrays[:3], **data, **rest).implementation
+        run = jax.jit(both)
+        got = run(*arrays, data)
+        with jax.default_matmul_precision("highest"):
+            exact = jax.jit(functools.partial(both, implementation="xla"))
+            wanted = exact(*(x.astype("float32") for x in arrays), data)
+        pairs = zip(got, wanted, strict=True)
+        off = [float(jnp.linalg.norm(x.astype("float32") - y) / jnp.linalg.norm(y)) for x, y in pairs]
+        milliseconds = seconds_of(lambda: run(*arrays, data), 20) * 1e3
+        verdict = "ok" if max(off) <= ROUNDED else "DIFFERS"
+        first, *others = (f"{x:.1e}" for x in off)
+        return kernel, first, " ".join(others), f"{milliseconds:.3f}", verdict
+
+    head = "attention", "kernel", "result", "gradients of query, key, value", "ms, both passes", "verdict"
+    return rows_of(head, FORMS, names, figures)
 
 
 def plain_step(config: gpt.GPTConfig, tx: Any, remat: str) -> Any:
@@ -244,31 +245,14 @@ def time_model(args: argparse.Namespace) -> list[tuple[str, ...]]:
 
     def ours() -> Any:
         state = zero.init_state(init_fn, tx, jax.random.key(0), mesh=mesh, config=zero_config)
-        step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=zero_config)
-        current = [state]
-
-        def run():
-            current[0], metrics = step(current[0], batch)
-            return metrics.loss
-
-        return run
+        return repeated(zero.make_train_step(loss_fn, tx, mesh=mesh, config=zero_config), state, batch=batch)
 
     def plain() -> Any:
-        step = plain_step(config, tx, args.remat)
         params = jax.jit(init_fn)(jax.random.key(0))
-        current = [params, jax.jit(tx.init)(params)]
+        return repeated(plain_step(config, tx, args.remat), params, jax.jit(tx.init)(params), batch=batch)
 
-        def run():
-            *current[:], loss = step(*current, batch)
-            return loss
-
-        return run
-
-    variants = (
-        {"zero_jax": ours, "plain": plain}
-        if not args.only
-        else {args.only: {"zero_jax": ours, "plain": plain}[args.only]}
-    )
+    variants = {"zero_jax": ours, "plain": plain}
+    variants = {args.only: variants[args.only]} if args.only else variants
     for round_ in range(args.rounds):
         for name in list(variants)[:: 1 if round_ % 2 == 0 else -1]:
             begin = time.perf_counter()
@@ -286,15 +270,8 @@ def time_model(args: argparse.Namespace) -> list[tuple[str, ...]]:
     for name, seconds in times.items():
         middle = statistics.median(seconds)
         rounds = " ".join(f"{s:.4f}" for s in seconds)
-        rows.append(
-            (
-                name,
-                f"{middle:.4f} ({rounds})",
-                f"{flops / middle / 1e12:.0f}",
-                f"{peaks[name]:.2f}",
-                f"{found[name]:.5f}",
-            )
-        )
+        memory, loss = f"{peaks[name]:.2f}", f"{found[name]:.5f}"
+        rows.append((name, f"{middle:.4f} ({rounds})", f"{flops / middle / 1e12:.0f}", memory, loss))
     return rows
 
 

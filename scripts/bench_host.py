@@ -35,9 +35,9 @@ import optax
 import zero_jax as zero
 
 
-def medians(runs: dict[str, Callable[[], float]], num_rounds: int) -> dict[str, float]:
+def medians(runs: dict[Any, Callable[[], float]], num_rounds: int) -> dict[Any, float]:
     """Returns the median of what each function returns, over interleaved rounds."""
-    results: dict[str, list[float]] = {name: [] for name in runs}
+    results: dict[Any, list[float]] = {name: [] for name in runs}
     names = list(runs)
     for i in range(num_rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:

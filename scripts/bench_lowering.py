@@ -11,7 +11,6 @@ import cProfile
 import functools
 import os
 import pstats
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.envir
 import jax
 import jax.numpy as jnp
 import optax
+from bench_host import medians
 
 import zero_jax as zero
 
@@ -127,13 +127,9 @@ def main() -> None:
                 cases[stage, k] = functools.partial(lambda step, state: step().lower(state, batch), step, state)
         jitted = functools.partial(jax.jit, plain(loss_fn, tx))
         cases["plain"] = functools.partial(lambda jitted: jitted().lower(shapes, opt_shapes, batch), jitted)
-        times: dict[Any, list[float]] = {case: [] for case in cases}
-        for _ in range(rounds):
-            for case, lower in cases.items():
-                times[case].append(measure(lower))
-        medians = {case: statistics.median(values) for case, values in times.items()}
-        for (stage, k), zero_seconds in ((case, value) for case, value in medians.items() if case != "plain"):
-            base = medians["plain"]
+        times = medians({case: functools.partial(measure, lower) for case, lower in cases.items()}, rounds)
+        base = times.pop("plain")
+        for (stage, k), zero_seconds in times.items():
             row = f"{checkpoint!s:<11}{stage:>6}{k:>14}{base:>8.2f}{zero_seconds:>10.2f}{zero_seconds / base:>7.2f}"
             print(row, flush=True)
 

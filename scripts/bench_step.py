@@ -12,16 +12,17 @@ import argparse
 import functools
 import json
 import os
-import statistics
 import sys
 import time
+from collections.abc import Callable
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import numpy as np
 import optax
-from hand_written import loss_with_gathers, make_step
+from bench_host import medians
+from hand_written import loss_with_gathers, make_step, repeated
 
 import zero_jax as zero
 from zero_jax.cluster import join
@@ -44,10 +45,6 @@ def variants(stage: int, mesh, batch) -> dict:
     sharded_state = zero.abstract_state(init_fn, tx, mesh=mesh, config=zero.ZeroConfig(stage=3 if stage else 0))
     sharded = specs_of(sharded_state.params)
 
-    def ours(current=[state]):  # noqa: B006 - holds the state between calls
-        current[0], metrics = step(current[0], batch)
-        return metrics.loss
-
     def by_hand(pin: bool, skip_nonfinite: bool = False):
         loss = (
             loss_with_gathers(CONFIG, mesh, jax.tree.map(lambda s: s.spec, param_shardings))
@@ -57,15 +54,9 @@ def variants(stage: int, mesh, batch) -> dict:
         shardings = {"params": param_shardings, "sharded": sharded, "opt_state": opt}
         jitted = make_step(loss, tx, **shardings, pin=pin, skip_nonfinite=skip_nonfinite)
         params = jax.jit(init_fn, out_shardings=param_shardings)(jax.random.key(0))
-        current = [params, jax.jit(tx.init, out_shardings=opt)(params)]
+        return repeated(jitted, params, jax.jit(tx.init, out_shardings=opt)(params), batch=batch)
 
-        def run():
-            *current[:], loss = jitted(*current, batch)
-            return loss
-
-        return run
-
-    runs["zero_jax"] = ours
+    runs["zero_jax"] = repeated(step, state, batch=batch)
     runs["hand-written"] = by_hand(pin=True)
     runs["the same, skipping"] = by_hand(pin=True, skip_nonfinite=True)
     runs["in_shardings only"] = by_hand(pin=False)
@@ -76,15 +67,14 @@ def measure(runs: dict, num_rounds: int, num_steps: int) -> dict[str, float]:
     """Returns the median seconds of a step for each variant, over interleaved rounds."""
     losses = {name: float(run()) for name, run in runs.items()}  # compile and warm up
     assert np.ptp(list(losses.values())) < 1e-4, losses
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    names = list(runs)
-    for i in range(num_rounds):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            start = time.perf_counter()
-            for _ in range(num_steps):
-                runs[name]().block_until_ready()
-            seconds[name].append((time.perf_counter() - start) / num_steps)
-    return {name: statistics.median(times) for name, times in seconds.items()}
+
+    def seconds_of(run: Callable[[], jax.Array]) -> float:
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            run().block_until_ready()
+        return (time.perf_counter() - start) / num_steps
+
+    return medians({name: functools.partial(seconds_of, run) for name, run in runs.items()}, num_rounds)
 
 
 def main() -> None:
@@ -105,8 +95,7 @@ def main() -> None:
     rows = []
     for stage in args.stages:
         print(f"stage {stage}: compiling and timing", file=sys.stderr, flush=True)
-        medians = measure(variants(stage, mesh, batch), args.rounds, args.steps)
-        rows.append({"stage": stage, "step_seconds": medians})
+        rows.append({"stage": stage, "step_seconds": measure(variants(stage, mesh, batch), args.rounds, args.steps)})
     if jax.process_index():
         return
     if args.json:

@@ -87,3 +87,14 @@ def make_step(
         return pinned(new[0], sharded), new[1], loss
 
     return jax.jit(step, donate_argnums=(0, 1), out_shardings=(params, opt_state, None))
+
+
+def repeated(step: Callable[..., Any], *state: Any, batch: Any) -> Callable[[], Any]:
+    """Returns a function that runs one more step on what the one before has returned, and returns its loss."""
+    current = [*state]
+
+    def run() -> Any:
+        *current[:], out = step(*current, batch)
+        return getattr(out, "loss", out)
+
+    return run

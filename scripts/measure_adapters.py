@@ -5,10 +5,8 @@ python scripts/measure_adapters.py --topology v5p:2x2x4 --stage 0 3 --base none 
 
 import argparse
 
-import compile_only  # noqa: F401 - before JAX
+import compile_only  # before JAX
 import jax
-import jax.numpy as jnp
-import optax
 
 import zero_jax as zero
 from zero_jax.models import gpt
@@ -18,16 +16,13 @@ ROW = "{:>5} {:>9} {:>10} {:>14} {:>11} {:>13} {:>12}"
 
 def row(config, base, *, stage, mesh, rank):
     """Returns the figures of a step: of all params if `base` is none, else of adapters."""
-    tx, loss_fn = optax.adamw(1e-3), gpt.loss_fn(config)
-    init_fn = make = lambda key: gpt.init(config, key)
+    settings = {"mesh": mesh, "config": zero.ZeroConfig(stage=stage, precision="bf16", overlap=False)}
     if base != "none":
         lora = zero.Lora(rules={"blocks/*": "sio"}, rank=rank, base=base)
-        make, loss_fn = (lambda key: lora.init(init_fn(key), key)), lora.loss_fn(loss_fn)
-    settings = {"mesh": mesh, "config": zero.ZeroConfig(stage=stage, precision="bf16", overlap=False)}
-    state = zero.abstract_state(make, tx, **settings)
-    tokens = jax.ShapeDtypeStruct((mesh.size, config.seq_len), jnp.int32)
-    step = zero.make_train_step(loss_fn, tx, **settings)
-    compiled = step.lower(state, {"inputs": tokens, "targets": tokens}).compile()
+        settings["init_fn"] = lambda key: lora.init(gpt.init(config, key), key)
+        settings["loss_fn"] = lora.loss_fn(gpt.loss_fn(config))
+    state, lowered = compile_only.lower_step(config, mesh.size, **settings)
+    compiled = lowered.compile()
     analysis = compiled.memory_analysis()
     num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.opt_state))
     held = (num_bytes, analysis.argument_size_in_bytes, analysis.temp_size_in_bytes)

@@ -5,13 +5,9 @@ python scripts/measure_axes.py --stage 3 --sequence
 """
 
 import argparse
-import functools
 import json
 
-import compile_only  # noqa: F401 - before JAX
-import jax
-import jax.numpy as jnp
-import optax
+import compile_only  # before JAX
 
 import zero_jax as zero
 from zero_jax.models import gpt
@@ -33,27 +29,21 @@ def measure(args: argparse.Namespace, stage: int) -> dict:
         num_microbatches=args.microbatches,
         param_specs=gpt.param_specs(CONFIG),
     )
-    tx = optax.adamw(3e-4)
-    state = zero.abstract_state(functools.partial(gpt.init, CONFIG), tx, mesh=mesh, config=config)
-    loss_fn = gpt.loss_fn(CONFIG, place=sequence_parallel(mesh)) if args.sequence else gpt.loss_fn(CONFIG)
-    step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)
-    tokens = jax.ShapeDtypeStruct((4 * num_batch * args.microbatches, CONFIG.seq_len), jnp.int32)
-    compiled = step.lower(state, {"inputs": tokens, "targets": tokens}).compile()
-    rows = zero.comms.measure(compiled, mesh=mesh).rows
+    loss_fn = gpt.loss_fn(CONFIG, place=sequence_parallel(mesh)) if args.sequence else None
+    num_examples = 4 * num_batch * args.microbatches
+    compiled = compile_only.lower_step(CONFIG, num_examples, mesh=mesh, config=config, loss_fn=loss_fn)[1].compile()
+    report = zero.comms.measure(compiled, mesh=mesh)
     memory = compiled.memory_analysis()
-    by_axes: dict[str, float] = {}
-    for row in rows:
-        by_axes["+".join(row.axes)] = by_axes.get("+".join(row.axes), 0) + row.total_sent_bytes
-    windowed = sum(row.total_sent_bytes for row in rows if "windowed" in row.kind)
+    windowed = sum(row.total_sent_bytes for row in report.rows if "windowed" in row.kind)
     unit = 2 * 4 * args.microbatches * CONFIG.seq_len * CONFIG.d_model * (args.model - 1) / args.model
     return {
         "stage": stage,
         "sequence": args.sequence,
         "num_microbatches": args.microbatches,
-        "sent_bytes_by_axes": by_axes,
+        "sent_bytes_by_axes": dict(report.by_axes),
         "windowed_bytes": windowed,
         "ideal_data_bytes": PSI_MOVED[stage] * 2 * CONFIG.num_params / args.model * (num_data - 1) / num_data,
-        "model_units": by_axes.get("model", 0) / unit if unit else 0,
+        "model_units": report.by_axes.get("model", 0) / unit if unit else 0,
         "paper_model_units": 12 * CONFIG.num_layers,
         "argument_bytes": memory.argument_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,

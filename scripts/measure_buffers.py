@@ -13,10 +13,7 @@ import functools
 import itertools
 from typing import Any
 
-import compile_only  # noqa: F401 - before JAX
-import jax
-import jax.numpy as jnp
-import optax
+import compile_only  # before JAX
 
 import zero_jax as zero
 from zero_jax import comms
@@ -65,7 +62,7 @@ def compile_buffers(
     num_microbatches: int = 1,
 ) -> Buffers:
     """Compiles a bf16 train step with adamw; `chunk_size` None computes the full logits."""
-    mesh, tx = zero.make_mesh(topology=topology, model=model), optax.adamw(3e-4)
+    mesh = zero.make_mesh(topology=topology, model=model)
     specs = gpt.param_specs(config, model_size=model) if model > 1 else None
     zero_config = zero.ZeroConfig(
         stage=stage, precision="bf16", param_specs=specs, num_microbatches=num_microbatches, overlap=False
@@ -75,11 +72,9 @@ def compile_buffers(
         token_losses = functools.partial(
             losses.softmax_cross_entropy_with_integer_labels, mesh=mesh, chunk_size=chunk_size
         )
-    state = zero.abstract_state(functools.partial(gpt.init, config), tx, mesh=mesh, config=zero_config)
-    step = zero.make_train_step(gpt.loss_fn(config, token_losses=token_losses), tx, mesh=mesh, config=zero_config)
     batch_size = num_examples * num_microbatches * mesh.size // model
-    tokens = jax.ShapeDtypeStruct((batch_size, config.seq_len), jnp.int32)
-    compiled = step.lower(state, {"inputs": tokens, "targets": tokens}).compile()
+    loss_fn = gpt.loss_fn(config, token_losses=token_losses)
+    compiled = compile_only.lower_step(config, batch_size, mesh=mesh, config=zero_config, loss_fn=loss_fn)[1].compile()
     heap, traffic = peak(compiled), comms.measure(compiled, mesh=mesh)
     stacked = [x for x in heap.live if next(arrays(parse_shape(x.shape))).dims[:1] == (config.num_layers,)]
     return Buffers(

@@ -12,9 +12,7 @@ import functools
 import itertools
 from typing import Any
 
-import compile_only  # noqa: F401 - before JAX
-import jax
-import jax.numpy as jnp
+import compile_only  # before JAX
 import optax
 
 import zero_jax as zero
@@ -29,18 +27,23 @@ CONFIG = gpt.GPTConfig(
 
 def measure(topology: str, model: gpt.GPTConfig, *, pipe: int, batch_size: int, quick: bool, **fields: Any) -> Any:
     """Compiles a step, and returns its plan."""
-    tokens = jax.ShapeDtypeStruct((batch_size, model.seq_len), jnp.int32)
     return zero.plan(
         gpt.loss_fn(model),
         functools.partial(gpt.init, model),
         optax.adamw(3e-4),
-        batch={"inputs": tokens, "targets": tokens},
+        batch=compile_only.batch(batch_size, model.seq_len),
         topology=topology,
         config=zero.ZeroConfig(precision="bf16", **fields),
         pipe=pipe,
         quick=quick,
         log=lambda _: None,
     )
+
+
+def name_of(row: Any) -> str:
+    """Returns what a row of the traffic is summed by."""
+    what = "params of layers and their gradients, " if row.param and row.axes == ("pipe",) else ""
+    return f"{what}{row.kind} over {'+'.join(row.axes)}, {row.dtype}"
 
 
 def main() -> None:
@@ -67,12 +70,7 @@ def main() -> None:
         if plan.refusal:
             print(f"  refused: {plan.refusal}")
             continue
-        sent: dict[str, float] = {}
-        for row in plan.comms.rows:
-            what = "params of layers and their gradients, " if row.param and row.axes == ("pipe",) else ""
-            name = f"{what}{row.kind} over {'+'.join(row.axes)}, {row.dtype}"
-            sent[name] = sent.get(name, 0.0) + row.total_sent_bytes
-        for name, num_bytes in sorted(sent.items(), key=lambda item: -item[1]):
+        for name, num_bytes in plan.comms.sent_by(name_of).items():
             print(f"  {name}: {num_bytes / 1e6:.1f}")
         # Of all ticks forward and backward, if each device sent a microbatch in each.
         microbatch_bytes = 2 * batch_size // k * model.seq_len * model.d_model * args.pipe // plan.num_devices

@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import functools
 
-import compile_only  # noqa: F401 - before JAX
+import compile_only  # before JAX
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
@@ -47,22 +47,16 @@ def compile_grads(policy: str, *, config: gpt.GPTConfig = GPT, model: int = 4, g
         shardings = zero.state_shardings({"params": params}, mesh=mesh, config=zero_config)["params"]
         loss_fn = zero.gather_on_use(loss_fn, shardings, mesh=mesh)
     params = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=s), params, shardings)
-    batch = {
-        name: jax.ShapeDtypeStruct((BATCH_SIZE, config.seq_len), jnp.int32, sharding=zero.batch_sharding(mesh))
-        for name in ("inputs", "targets")
-    }
+    batch = compile_only.batch(BATCH_SIZE, config.seq_len, zero.batch_sharding(mesh))
     grads = jax.jit(jax.grad(lambda params, batch: loss_fn(params, batch)[0]), out_shardings=shardings)
     compiled = grads.lower(params, batch).compile()
     memory = compiled.memory_analysis()
-    sent = {"model": 0, "data": 0}
-    for row in zero.comms.measure(compiled, mesh=mesh).rows:
-        for axis in sent:
-            sent[axis] += int(row.total_sent_bytes) if row.axes == (axis,) else 0
+    sent = zero.comms.measure(compiled, mesh=mesh).by_axes
     return CompiledGrads(
         temp_bytes=memory.temp_size_in_bytes,
         host_bytes=memory.host_temp_size_in_bytes,
-        model_bytes=sent["model"],
-        data_bytes=sent["data"],
+        model_bytes=int(sent.get("model", 0)),
+        data_bytes=int(sent.get("data", 0)),
         text=compiled.as_text(),
     )
 

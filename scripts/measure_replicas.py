@@ -10,9 +10,7 @@ import dataclasses
 import functools
 from typing import Any
 
-import compile_only  # noqa: F401 - before JAX
-import jax
-import jax.numpy as jnp
+import compile_only  # before JAX
 import optax
 
 import zero_jax as zero
@@ -31,13 +29,10 @@ def measure(
     mesh = zero.make_mesh(topology=topology, replica=replica, model=model)
     fields |= {"param_specs": gpt.param_specs(CONFIG)} if model > 1 else {}
     config = zero.ZeroConfig(precision="bf16", num_microbatches=microbatches, overlap=False, **fields)
-    tx = optax.adamw(3e-4)
+    tx, measured = optax.adamw(3e-4), {}
     state = zero.abstract_state(functools.partial(gpt.init, CONFIG), tx, mesh=mesh, config=config)
-    measured = {}
     if compiles:
-        step = zero.make_train_step(gpt.loss_fn(CONFIG), tx, mesh=mesh, config=config)
-        tokens = jax.ShapeDtypeStruct((mesh.size * microbatches, CONFIG.seq_len), jnp.int32)
-        compiled = step.lower(state, {"inputs": tokens, "targets": tokens}).compile()
+        compiled = compile_only.lower_step(CONFIG, mesh.size * microbatches, mesh=mesh, config=config)[1].compile()
         report = zero.comms.measure(compiled, mesh=mesh)
         rows = tuple(row for row in report.rows if "model" not in row.axes)
         measured = dataclasses.replace(report, rows=rows).by_network

@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Any
 
-import compile_only  # noqa: F401 - before JAX
+import compile_only  # before JAX
 import gpt_linen
 import gpt_nnx
 import jax
@@ -69,17 +69,12 @@ class CompiledStep:
         return self.sent_bytes / (psi_moved * 2 * self.num_params * (self.num_devices - 1) / self.num_devices)
 
 
-def _batch(num_examples: int, seq_len: int, sharding: Any = None) -> dict:
-    tokens = jax.ShapeDtypeStruct((num_examples, seq_len), jnp.int32, sharding=sharding)
-    return {"inputs": tokens, "targets": tokens}
-
-
-def _read(lowered: Any, num_params: int, num_devices: int) -> CompiledStep:
+def _read(state: zero.TrainState, lowered: Any, num_devices: int) -> CompiledStep:
     start = time.perf_counter()
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
     return CompiledStep(
-        num_params=num_params,
+        num_params=sum(x.size for x in jax.tree.leaves(state.params)),
         num_devices=num_devices,
         compile_seconds=time.perf_counter() - start,
         collectives=hlo.collectives(compiled),
@@ -99,14 +94,11 @@ def compile_step(
     gpt_config: gpt.GPTConfig = GPT_271M,
 ) -> CompiledStep:
     """Compiles zero_jax's step for two examples a device and microbatch, in bf16 with adamw."""
-    tx = optax.adamw(3e-4)
     mesh = zero.make_mesh(topology=topology)
     config = zero.ZeroConfig(stage=stage, precision="bf16", num_microbatches=num_microbatches, overlap=False)
-    init_fn, loss_fn = MODELS[model](gpt_config)
-    state = zero.abstract_state(init_fn, tx, mesh=mesh, config=config)
-    step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)
-    lowered = step.lower(state, _batch(2 * mesh.size * num_microbatches, gpt_config.seq_len))
-    return _read(lowered, sum(x.size for x in jax.tree.leaves(state.params)), mesh.size)
+    functions = dict(zip(("init_fn", "loss_fn"), MODELS[model](gpt_config), strict=True))
+    num_examples = 2 * mesh.size * num_microbatches
+    return _read(*compile_only.lower_step(gpt_config, num_examples, mesh=mesh, config=config, **functions), mesh.size)
 
 
 @functools.cache
@@ -121,10 +113,8 @@ def compile_by_hand(topology: str) -> CompiledStep:
     step = make_step(
         loss_fn, tx, params=shardings, sharded=shardings, opt_state=opt_shardings, pin=True, dtype=jnp.bfloat16
     )
-    lowered = step.lower(
-        state.params, state.opt_state, _batch(2 * mesh.size, GPT_271M.seq_len, zero.batch_sharding(mesh))
-    )
-    return _read(lowered, sum(x.size for x in jax.tree.leaves(state.params)), mesh.size)
+    batch = compile_only.batch(2 * mesh.size, GPT_271M.seq_len, zero.batch_sharding(mesh))
+    return _read(state, step.lower(state.params, state.opt_state, batch), mesh.size)
 
 
 def main() -> None:

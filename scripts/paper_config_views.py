@@ -6,6 +6,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paper_views import gb
+
 from zero_jax.analysis.figures import new_figure, save_figure, tidy
 from zero_jax.analysis.paper import CONFIGS, PaperTable, show_gb, show_params
 from zero_jax.sharding.topology import HARDWARE
@@ -60,8 +62,8 @@ def figure_6(rows: Rows, hardware: str, num_microbatches: int) -> PaperTable:
             show_params(row["num_params"]) + ("" if row["is_settled"] else " or more"),
             f"{row['num_params'] / first:.2f}" if first else "-",
             str(row["num_layers"]),
-            _gb(row["needed_bytes"]),
-            "-" if over is None else f"{over['num_layers']}: {_gb(over['needed_bytes'])}",
+            gb(row["needed_bytes"]),
+            "-" if over is None else f"{over['num_layers']}: {gb(over['needed_bytes'])}",
             f"{row['formula_layers']:.0f}",
         ))  # fmt: skip
     return PaperTable(
@@ -84,10 +86,10 @@ def figure_7(rows: Rows, hardware: str, num_microbatches: int) -> PaperTable:
             row = found[size, name]
             if "by_group" not in row:
                 said = row.get("error", "does not fit").split(":")[0]
-                lines.append((f"{size} {name}", said, "", "", "", _gb(row.get("needed_bytes")), ""))
+                lines.append((f"{size} {name}", said, "", "", "", gb(row.get("needed_bytes")), ""))
                 continue
             sizes = [show_gb(value) for value in parts_of(row).values()]
-            lines.append((f"{size} {name}", *sizes, _gb(row["needed_bytes"]), _gb(row["host_bytes"])))
+            lines.append((f"{size} {name}", *sizes, gb(row["needed_bytes"]), gb(row["host_bytes"])))
     return PaperTable(
         name="figure7",
         title=f"Figure 7, measured: memory of a device on {hardware}, {_batch(num_microbatches)} (GB)",
@@ -158,7 +160,3 @@ def _draw_figure_7(panel: Any, rows: Rows) -> None:
 
 def _batch(num_microbatches: int) -> str:
     return f"{num_microbatches} microbatch{'es' if num_microbatches > 1 else ''} of 16"
-
-
-def _gb(num_bytes: float | None) -> str:
-    return "unknown" if num_bytes is None else show_gb(num_bytes / 1e9)

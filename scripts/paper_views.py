@@ -32,16 +32,16 @@ def table_1(rows: Rows) -> PaperTable:
     for row in _sorted(rows, "table 1", "paper_params", "num_devices", "stage"):
         case, psi = _CASES[row["stage"]], row["paper_params"]
         theory = model_state_bytes(psi, sharded=PAPER_CASES[case], num_devices=row["num_devices"])
-        head = (show_params(psi), str(row["num_devices"]), case, _gb(sum(theory.values())))
+        head = (show_params(psi), str(row["num_devices"]), case, gb(sum(theory.values())))
         if "error" in row:
             lines.append((*head, "-", "failed", "", "", ""))
             continue
         shape = f"{row['num_layers']} x {row['d_model']}"
         if "state_bytes" not in row:
-            lines.append((*head, shape, "does not fit", "", "", _gb(row["needed_bytes"])))
+            lines.append((*head, shape, "does not fit", "", "", gb(row["needed_bytes"])))
             continue
         state, ours = row["state_bytes"], _persistent_bytes(row)
-        found = (_gb(ours), _gb(state), _gb(row["peak_grads_bytes"]), _gb(row["needed_bytes"]))
+        found = (gb(ours), gb(state), gb(row["peak_grads_bytes"]), gb(row["needed_bytes"]))
         lines.append((*head, shape, *found))
     return PaperTable(
         name="table1",
@@ -82,8 +82,8 @@ def table_2(rows: Rows) -> PaperTable:
             *head,
             show_params(row["num_params"]) + ("" if row["is_settled"] else " or more"),
             f"{row['num_layers']} x {row['d_model']}",
-            _gb(row["needed_bytes"]),
-            "-" if over is None else f"{over['num_layers']}: {_gb(over['needed_bytes'])}",
+            gb(row["needed_bytes"]),
+            "-" if over is None else f"{over['num_layers']}: {gb(over['needed_bytes'])}",
             show_params(theory),
             f"{row['num_params'] / theory:.2f}",
             show_params(row["theory_32gb_params"]),
@@ -112,8 +112,8 @@ def scaling(rows: Rows) -> PaperTable:
         lines.append((
             str(n),
             str(row["per_device_batch_size"]),
-            _gb(row["needed_bytes"]),
-            "-" if over is None else f"{over['per_device_batch_size']}: {_gb(over['needed_bytes'])}",
+            gb(row["needed_bytes"]),
+            "-" if over is None else f"{over['per_device_batch_size']}: {gb(over['needed_bytes'])}",
             f"{time['step_seconds']:.2f}",
             f"{time['exposed_seconds'] / time['step_seconds']:.0%}",
             f"{time['tokens_per_second'] / n:,.0f}",
@@ -171,5 +171,6 @@ def _sorted(rows: Rows, kind: str, *names: str) -> list[dict[str, Any]]:
     return sorted((row for row in rows if row["kind"] == kind), key=lambda row: [row[name] for name in names])
 
 
-def _gb(num_bytes: float | None) -> str:
+def gb(num_bytes: float | None) -> str:
+    """Returns a size in GB."""
     return "unknown" if num_bytes is None else show_gb(num_bytes / 1e9)

@@ -9,8 +9,8 @@ import dataclasses
 import functools
 import sys
 
+import compile_only  # before JAX
 import jax
-import jax.numpy as jnp
 import optax
 
 import zero_jax as zero
@@ -30,12 +30,11 @@ def _attend(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Ar
 def main() -> int:
     """Prints the plan and the bounds."""
     model = dataclasses.replace(gpt.PRESETS["gpt-1t"], seq_len=SEQ_LEN)
-    tokens = jax.ShapeDtypeStruct((BATCH_SIZE, SEQ_LEN), jnp.int32)
     report = zero.plan(
         gpt.loss_fn(model, attend=_attend),
         functools.partial(gpt.init, model),
         optax.adamw(3e-4),
-        batch={"inputs": tokens, "targets": tokens},
+        batch=compile_only.batch(BATCH_SIZE, SEQ_LEN),
         topology=TOPOLOGY,
         config=zero.ZeroConfig(stage=3, precision="bf16", remat="full", clip_norm=1.0),
         name="gpt-1t",

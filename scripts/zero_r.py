@@ -77,9 +77,7 @@ def compile_row(name: str, *, policy: str, scan: bool, chunked: bool = False, se
     memory, comms = report.memory, report.comms
     if memory is None or comms is None:
         raise SystemExit(report.refusal)
-    sent = {"model": 0.0, "data": 0.0}
-    for row in comms.rows:
-        sent["model" if set(row.axes) == {"model"} else "data"] += row.total_sent_bytes
+    sent = comms.sent_by(lambda row: "model" if set(row.axes) == {"model"} else "data")
     return Row(
         name=name,
         form="scanned" if scan else "loop",
@@ -87,8 +85,8 @@ def compile_row(name: str, *, policy: str, scan: bool, chunked: bool = False, se
         residual_bytes=memory.residual_bytes,
         temp_bytes=memory.live_peak_bytes,
         host_bytes=memory.host_temp_bytes,
-        model_bytes=sent["model"],
-        data_bytes=sent["data"],
+        model_bytes=sent.get("model", 0.0),
+        data_bytes=sent.get("data", 0.0),
     )
 
 

@@ -28,7 +28,7 @@ CONFIG_ERRORS = [
     (dict(stage=2.0), r"unknown ZeRO stage 2\.0"),
     (dict(skip_nonfinite="yes"), "skip_nonfinite='yes': give True or False"),
     (dict(keep_gathered=1), "keep_gathered=1: give True or False"),
-    (dict(num_microbatches=0), "num_microbatches=0: give a positive integer"),
+    (dict(num_microbatches=0), "num_microbatches=0: give at least 1"),
     (dict(num_microbatches=2.0), "num_microbatches=2.0: give a whole number"),
     (dict(clip_norm=-1.0), "clip_norm=-1.0: give a positive norm, or None"),
     (dict(clip_norm=float("nan")), "clip_norm=nan"),

@@ -1,5 +1,6 @@
 """A bar on terminals, plain lines everywhere else."""
 
+import contextlib
 import functools
 import io
 import os
@@ -59,7 +60,7 @@ def test_a_line_has_every_figure_that_there_is():
 
 def test_lines_come_at_the_first_the_last_and_every_so_many_steps():
     lines = []
-    with Console(10, 4, log=lines.append) as console:
+    with contextlib.closing(Console(10, 4, log=lines.append)) as console:
         run(console, range(1, 11))
     assert [line.split("  loss")[0].split("  validation")[0] for line in lines] == [
         "step  1/10",
@@ -102,7 +103,7 @@ def test_no_terminal_no_escape_codes():
     console.line("[bold]data[/bold] :smile: 3")
     run(console, [1, 2])
     console.close()
-    assert not console.is_live
+    assert console._live is None
     assert "\x1b" not in file.getvalue() and "\r" not in file.getvalue()
     assert file.getvalue().splitlines()[0] == "[bold]data[/bold] :smile: 3"
 
@@ -110,7 +111,7 @@ def test_no_terminal_no_escape_codes():
 def test_a_terminal_has_a_bar_with_the_lines_above():
     terminal, lines = Terminal(), []
     console = Console(10, 5, log=lines.append, terminal=terminal)
-    assert console.is_live
+    assert console._live
     console.line("[bold]data[/bold] :smile: 3")
     run(console, range(1, 8))
     console._live.refresh()
@@ -127,7 +128,7 @@ def test_a_terminal_has_a_bar_with_the_lines_above():
 def test_a_line_longer_than_the_terminal_is_not_broken(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     terminal = Terminal()
-    with Console(10, 5, terminal=terminal) as console:
+    with contextlib.closing(Console(10, 5, terminal=terminal)) as console:
         console.line("word " * 30)
     assert "word " * 30 in terminal.getvalue()
 
@@ -137,7 +138,7 @@ def test_a_dumb_terminal_has_plain_lines(monkeypatch):
     lines = []
     console = Console(10, 1, log=lines.append, terminal=Terminal())
     run(console, [1])
-    assert not console.is_live and len(lines) == 1
+    assert console._live is None and len(lines) == 1
 
 
 def read_or_end(terminal: int) -> bytes:
@@ -152,8 +153,8 @@ def read_or_end(terminal: int) -> bytes:
 def test_on_a_real_terminal():
     leader, follower = os.openpty()
     with os.fdopen(follower, "w") as terminal:
-        with Console(10, 5, terminal=terminal) as console:
-            assert console.is_live
+        with contextlib.closing(Console(10, 5, terminal=terminal)) as console:
+            assert console._live
             run(console, [1, 2])
             console.line("done")
     shown = b"".join(iter(lambda: read_or_end(leader), b"")).decode()

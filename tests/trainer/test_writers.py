@@ -1,5 +1,6 @@
 """Records survive a broken run, and no writer ever breaks one."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -134,9 +135,8 @@ def test_what_a_full_disk_does_not_take_is_said_once_and_written_when_it_has_roo
     lines, path = [], tmp_path / "metrics.jsonl"
     writer = JsonLinesWriter(path)
     writer._file = disk = Disk(writer._file, room=70)  # one record, and a part of another
-    with Trackers(
-        {"metrics.jsonl": lambda: writer, "b": lambda: JsonLinesWriter(tmp_path / "b")}, log=lines.append
-    ) as w:
+    functions = {"metrics.jsonl": lambda: writer, "b": lambda: JsonLinesWriter(tmp_path / "b")}
+    with contextlib.closing(Trackers(functions, log=lines.append)) as w:
         for step in (1, 2, 3):
             w.write(train(step))
             assert path.read_bytes().endswith(b"}\n") and steps_of(path) == [1]
@@ -217,7 +217,7 @@ def test_a_tracker_that_takes_long_to_fail_is_not_tried_with_each_record(monkeyp
         def close(self):
             pass
 
-    with Trackers({"slow": Slow}, log=lines.append) as trackers:
+    with contextlib.closing(Trackers({"slow": Slow}, log=lines.append)) as trackers:
         for step in range(1, 21):
             trackers.write(train(step))
             now[0] += 60
@@ -235,7 +235,7 @@ def test_trackers_of_the_users_own_are_objects_or_functions_of_the_run(tmp_path)
 
     functions = tracker_functions([given, Own, lambda run: given])
     assert list(functions) == ["Collecting", "Own", "<lambda>"]
-    with open_writers(WriterConfig(), tmp_path, own=functions, log=lines.append) as trackers:
+    with contextlib.closing(open_writers(WriterConfig(), tmp_path, own=functions, log=lines.append)) as trackers:
         trackers.write(train(1))
     ((run, own),) = opened
     assert (run.name, run.folder, run.config, run.resume_step) == ("run", tmp_path, {"steps": 3}, None)
@@ -299,7 +299,7 @@ def shown_by_tensorboard(folder):
 def test_a_validation_that_is_measured_again_at_each_resume_is_shown_once(tmp_path):
     config, validation = WriterConfig(tensorboard=True), {"kind": "validation", "step": 2}
     for attempt, resume_step in enumerate((None, 2, 2)):
-        with open_writers(config, tmp_path, resume_step=resume_step, is_evaluated=False) as writers:
+        with contextlib.closing(open_writers(config, tmp_path, resume_step=resume_step, is_evaluated=False)) as writers:
             records = [train(1), train(2)] if resume_step is None else [{**validation, "loss": 8.0 + attempt}]
             for record in [*records, train(3)]:
                 writers.write(record)
@@ -385,7 +385,7 @@ def test_wandb_gets_the_figures_and_goes_on_by_id(tmp_path, wandb):
 def test_all_writers_of_a_run_and_one_that_loses_its_network(tmp_path, wandb):
     lines = []
     config = WriterConfig(tensorboard=True, wandb="project")
-    with open_writers(config, tmp_path, log=lines.append) as writers:
+    with contextlib.closing(open_writers(config, tmp_path, log=lines.append)) as writers:
         assert tuple(writers.working) == ("metrics.jsonl", "TensorBoard", "Weights & Biases")
         writers.write(train(1))
         wandb.is_down = True
@@ -404,7 +404,7 @@ def test_all_writers_of_a_run_and_one_that_loses_its_network(tmp_path, wandb):
     ids = {call[1]["id"] for call in wandb.calls if call[0] == "init"}
     assert len(ids) == 1 and wandb.calls[-1] == ("finish",)  # one run, ended and gone on with
     assert [step for step, *_ in scalars_of(tmp_path / "tensorboard")] == [1, 2, 3, 4, 5]
-    with open_writers(config, tmp_path, resume_step=2, log=lines.append) as writers:
+    with contextlib.closing(open_writers(config, tmp_path, resume_step=2, log=lines.append)) as writers:
         writers.write(train(3))
     assert steps_of(tmp_path / "metrics.jsonl") == [1, 2, 3]
 

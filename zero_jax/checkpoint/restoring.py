@@ -334,7 +334,9 @@ def _group(name: str) -> str:
 
 def _cast(x: Array, like: Any) -> Array:
     """Casts an array, keeping its sharding."""
-    return x if x.dtype == like.dtype else jax.jit(_astype, static_argnums=1, out_shardings=x.sharding)(x, like.dtype)
+    return (
+        x if x.dtype == like.dtype else jax.jit(jnp.astype, static_argnums=1, out_shardings=x.sharding)(x, like.dtype)
+    )
 
 
 def _move(x: Array, like: Any) -> Array:
@@ -349,10 +351,6 @@ def _fitted(x: Array, like: Any) -> Array:
         return jnp.broadcast_to(x.sum(0, keepdims=True) / like.shape[0], like.shape)
 
     return _cast(x, like) if x.shape == like.shape else jax.jit(share, out_shardings=like.sharding)(x)
-
-
-def _astype(x: Array, dtype: Any) -> Array:
-    return x.astype(dtype)
 
 
 def _key_shape(leaf: SavedLeaf | None) -> Any:

@@ -76,7 +76,8 @@ def encode_state(state: TrainState, *, mesh: Mesh) -> tuple[dict[str, Array], di
         if not isinstance(x, jax.Array) or x.is_deleted():
             problem = "was donated to a step" if isinstance(x, jax.Array) else f"is a {type(x).__name__}, no jax.Array"
             raise ValueError(f"leaf {name!r} of the state {problem}: save the state that the last step returned")
-    arrays = {name: _encoded(x) for name, x in leaves.items()}
+    # Most are stored as they are.
+    arrays = {n: jax.jit(_encode)(x) if is_key(x) or is_bits(dtype_name(x)) else x for n, x in leaves.items()}
     checksums = fingerprints(list(arrays.values()), mesh=mesh)
     records = {
         name: SavedLeaf(
@@ -89,12 +90,6 @@ def encode_state(state: TrainState, *, mesh: Mesh) -> tuple[dict[str, Array], di
         for (name, x), number in zip(leaves.items(), checksums, strict=True)
     }
     return {file_key(name): x for name, x in arrays.items() if x.size}, records
-
-
-def _encoded(x: Array) -> Array:
-    """Encodes a leaf on its devices; most are stored as they are."""
-    name = dtype_name(x)
-    return jax.jit(_encode)(x) if name.startswith("key<") or is_bits(name) else x
 
 
 def fingerprints(arrays: list[Array], *, mesh: Mesh) -> list[int]:

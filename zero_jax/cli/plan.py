@@ -22,6 +22,7 @@ from zero_jax.cli.models.presets import ActivationConfig, full_model, loss_funct
 from zero_jax.cli.options import explicit, field_values, from_file, log_line, option_of, print_result, refuse
 from zero_jax.cli.run_config import read_zero, set_sections
 from zero_jax.core.field_checks import check_fields
+from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree
 from zero_jax.planning import (
     COMPILE_ONLY,
@@ -85,8 +86,7 @@ class PlanConfig:
         """Checks the fields, before a model is imported."""
         check_fields(self, lowest=dict.fromkeys(("batch_size", "replica", "model_axis", "pipe"), 1))
         parse(self.topology)
-        if self.timeout is not None and not self.timeout > 0:
-            raise ValueError(f"timeout_seconds={self.timeout}: give a positive number of seconds, or none for no limit")
+        check_arguments(timeout_seconds=self.timeout)
         _sizes(self.data_layout)
 
 

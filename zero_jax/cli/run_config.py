@@ -8,7 +8,6 @@ import glob
 import importlib.metadata
 import os
 import pathlib
-import shutil
 from collections.abc import Collection
 from typing import Any
 
@@ -23,6 +22,7 @@ from zero_jax.cli.models.presets import experts_of, full_model, model_section
 from zero_jax.cli.options import explicit, field_values, from_file, option_of
 from zero_jax.cluster import NUM_PROCESSES, patient_flags
 from zero_jax.core.device_put import simulated_threads
+from zero_jax.core.files.partial_folder import partial_folder
 from zero_jax.pretrained import copy_companions, open_hf, run_companions, write_config
 from zero_jax.trainer import Model, Run, TrainConfig
 from zero_jax.training import ZeroConfig
@@ -97,16 +97,11 @@ def _keep_companions(folder: str, run: pathlib.Path) -> None:
     target = run_companions(run)
     if target.exists():  # of a run that is resumed
         return
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        source = open_hf(folder)
-        partial.mkdir()
+    source = open_hf(folder)
+    with partial_folder(target) as partial:
         copy_companions(folder, partial)
         write_config(partial, source.hf_config, source.dtypes)
         partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def resolved_sections(config: TrainConfig, model: Model | None, options: argparse.Namespace) -> dict[str, Any]:

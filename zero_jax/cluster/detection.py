@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import glob
 import re
-import types
 from collections.abc import Callable, Mapping, Sequence
 
 from zero_jax.core.extras import pip_install
@@ -42,36 +41,34 @@ def _is_tpu(environment: Mapping[str, str]) -> bool:
     return "TPU_SKIP_MDS_QUERY" not in environment  # which JAX sets itself where it finds no TPU
 
 
-CLUSTERS: Mapping[str, Cluster] = types.MappingProxyType(
-    {
-        "Open MPI": Cluster(
-            is_here=_has_several(_OPEN_MPI, _OPEN_MPI[0]),
-            variables=("OMPI_MCA_orte_hnp_uri", *_OPEN_MPI),
-            remedy=f"Open MPI 5 needs `{pip_install('mpi4py')}`",
+CLUSTERS: Mapping[str, Cluster] = {
+    "Open MPI": Cluster(
+        is_here=_has_several(_OPEN_MPI, _OPEN_MPI[0]),
+        variables=("OMPI_MCA_orte_hnp_uri", *_OPEN_MPI),
+        remedy=f"Open MPI 5 needs `{pip_install('mpi4py')}`",
+    ),
+    "SLURM": Cluster(
+        is_here=_has_several(SLURM, "SLURM_NTASKS"),
+        variables=SLURM,
+        remedy="start all processes by one `srun`",
+    ),
+    "TPU": Cluster(
+        is_here=_is_tpu,
+        variables=(
+            "TPU_WORKER_HOSTNAMES",
+            "TPU_WORKER_ID",
+            "MEGASCALE_COORDINATOR_ADDRESS",
+            "MEGASCALE_NUM_SLICES",
         ),
-        "SLURM": Cluster(
-            is_here=_has_several(SLURM, "SLURM_NTASKS"),
-            variables=SLURM,
-            remedy="start all processes by one `srun`",
-        ),
-        "TPU": Cluster(
-            is_here=_is_tpu,
-            variables=(
-                "TPU_WORKER_HOSTNAMES",
-                "TPU_WORKER_ID",
-                "MEGASCALE_COORDINATOR_ADDRESS",
-                "MEGASCALE_NUM_SLICES",
-            ),
-            remedy='install "jax[tpu]" on every host, and start the same command on all of them',
-        ),
-        "Kubernetes": Cluster(
-            # Of the pods, only those of an indexed job belong to a run: a notebook does not.
-            is_here=lambda environment: environment.keys() >= {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"},
-            variables=("HOSTNAME", "JOB_COMPLETION_INDEX"),
-            remedy=f"`{pip_install('jax[k8s]')}` and let the service account read pods and jobs",
-        ),
-    }
-)
+        remedy='install "jax[tpu]" on every host, and start the same command on all of them',
+    ),
+    "Kubernetes": Cluster(
+        # Of the pods, only those of an indexed job belong to a run: a notebook does not.
+        is_here=lambda environment: environment.keys() >= {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"},
+        variables=("HOSTNAME", "JOB_COMPLETION_INDEX"),
+        remedy=f"`{pip_install('jax[k8s]')}` and let the service account read pods and jobs",
+    ),
+}
 
 
 def detect(environment: Mapping[str, str]) -> str | None:

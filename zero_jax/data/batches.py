@@ -69,16 +69,14 @@ def _share(sharding: NamedSharding, *, batch_size: int, seq_len: int, separate_d
 
 
 class Batches(Iterator[Batch]):
-    """An endless iterator over shuffled batches, read ahead by threads: global arrays as of `Part.cut_rows`."""
+    """An endless iterator over shuffled batches, read ahead by threads: global arrays as of `Part.cut_rows`.
+
+    `position` is the number of examples so far, including those before the start, to resume with in `train_batches`.
+    """
 
     def __init__(self, host_batches: Any, share: _Share, *, position: int):
         """Wraps an iterator over this process's rows of each batch; `position` counts the examples before."""
-        self._host_batches, self._share, self._position, self._is_open = host_batches, share, position, True
-
-    @property
-    def position(self) -> int:
-        """The number of examples so far, including those before the start, to resume with in `train_batches`."""
-        return self._position
+        self._host_batches, self._share, self.position, self._is_open = host_batches, share, position, True
 
     def __next__(self) -> Batch:
         if not self._is_open:
@@ -88,7 +86,7 @@ class Batches(Iterator[Batch]):
         except BaseException:
             self.close()  # or the next call would return the batch after the failed one
             raise
-        self._position += self._share.shape[0]
+        self.position += self._share.shape[0]
         return batch
 
     def __enter__(self) -> "Batches":

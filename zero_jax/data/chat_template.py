@@ -52,14 +52,6 @@ class ChatTemplate:
         return f"or train without the template, with --tokenizer a copy of {self.path.parent / 'tokenizer.json'} alone"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rendered:
-    """A conversation as its template renders it."""
-
-    turns: list[Turn]  # the parts of the text
-    unread: Sequence[tuple[int, str]]  # the fields that the template has not read, each with the index of its message
-
-
 class Renderer:
     """A process that renders the conversations of a template; it starts with the first one."""
 
@@ -68,10 +60,8 @@ class Renderer:
         self._process: subprocess.Popen | None = None
         self._reads_tools = False
 
-    def __enter__(self) -> Renderer:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
+    def close(self) -> None:
+        """Ends the process."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -84,8 +74,11 @@ class Renderer:
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, answers: Sequence[int], tools: Any, where: str
-    ) -> Rendered:
-        """Returns a conversation with `tools` as parts of text; learned `answers` begin after the generation prompt."""
+    ) -> tuple[list[Turn], list[tuple[int, str]]]:
+        """Returns a conversation with `tools` as parts of text; learned `answers` begin after the generation prompt.
+
+        And the fields that the template has not read, each with the index of its message.
+        """
         self._start()
         seconds = min(_SECONDS + _SECONDS_PER_ANSWER * len(answers), _MAX_SECONDS)
         what, remedy = f"{where}: the chat template of {self._template.path}", self._template.remedy
@@ -107,7 +100,7 @@ class Renderer:
         for first, end in answer["answers"]:
             turns += [Turn(text[last:first], is_answer=False), Turn(text[first:end], is_answer=True)]
             last = end
-        return Rendered(turns=[*turns, Turn(text[last:], is_answer=False)], unread=[*map(tuple, answer["unread"])])
+        return [*turns, Turn(text[last:], is_answer=False)], [*map(tuple, answer["unread"])]
 
     def _start(self) -> None:
         if self._process is not None:

@@ -132,7 +132,7 @@ class _Reader(contextlib.ExitStack):
             self._special = SpecialTexts(MARKS, "which marks a turn")
             return
         assert isinstance(tokenizer, JsonTokenizer)
-        self._renderer = self.enter_context(Renderer(template))
+        self._renderer = self.enter_context(contextlib.closing(Renderer(template)))
         what = f"which the tokenizer {tokenizer.name} takes for a special token of the chat template"
         self._special = SpecialTexts(tokenizer.special_texts, what, tokenizer)
 
@@ -165,15 +165,15 @@ class _Reader(contextlib.ExitStack):
                 f"{where} has 'tools', which the chat template of {self._template.path} does not read: leave them out, "
                 f"or give another template, {self._template.remedy}"
             )
-        rendered = self._renderer.render(messages, answers=conversation.answers, tools=tools, where=where)
-        self._count_names(names & set(rendered.unread))
-        for i, name in rendered.unread:
+        turns, unread = self._renderer.render(messages, answers=conversation.answers, tools=tools, where=where)
+        self._count_names(names & set(unread))
+        for i, name in unread:
             if name not in ("role", *IDENTITIES) and messages[i][name]:
                 raise ValueError(
                     f"{where}: message {i + 1} has the field {quoted(name)}, which the chat template of "
                     f"{self._template.path} does not read: remove it, or {self._template.remedy}"
                 )
-        return _of_rendered(rendered.turns, self._tokenizer, where)
+        return _of_rendered(turns, self._tokenizer, where)
 
     def _count(self, record: Mapping[str, Any], used: Sequence[str]) -> None:
         self.num_unused.update(quoted(name) for name in record if name not in used)

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import pathlib
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -139,7 +138,9 @@ def load_dataset(
         how = {"text_field": config.text_field, "token_dtype": config.token_dtype}
         tokens = read_tokens(source, tokenizer, **how, cache=config.cache, log=log)
     train, validation = split_documents(tokens, validation_fraction=fraction)
-    _check_sizes(name, ({} if held_out else {"training": train}) | {"validation": validation}, seq_len)
+    if not held_out:
+        train.check_size(name, "training", seq_len)
+    validation.check_size(name, "validation", seq_len)
     return Dataset(
         name=name,
         tokenizer=tokenizer,
@@ -163,15 +164,6 @@ def _check_tokenizer(tokens: Tokens, tokenizer: Tokenizer, folder: pathlib.Path)
             f"{folder} was made with the tokenizer {made_with}, not with {tokenizer.name} "
             f"({tokenizer.fingerprint}): leave out --tokenizer, or make the folder again"
         )
-
-
-def _check_sizes(name: str, parts: Mapping[str, TokenPart], seq_len: int) -> None:
-    for part, tokens in parts.items():
-        if tokens.size < seq_len + 1:
-            raise ValueError(
-                f"{name} has {tokens.size:,} tokens for {part}, but one sequence takes seq_len + 1 = {seq_len + 1:,}: "
-                f"give more text, a shorter --seq-len, or another --validation-fraction"
-            )
 
 
 def _fingerprint(tokens: Tokens, train: TokenPart, validation: TokenPart) -> str:

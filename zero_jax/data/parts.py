@@ -96,6 +96,14 @@ class TokenPart:
         """Returns the number of rows; the last one may be shorter."""
         return -(-(self.size - 1) // seq_len)
 
+    def check_size(self, name: str, what: str, seq_len: int) -> None:
+        """Raises `ValueError` for less than one row."""
+        if self.size < seq_len + 1:
+            raise ValueError(
+                f"{name} has {self.size:,} tokens for {what}, but one sequence takes seq_len + 1 = {seq_len + 1:,}: "
+                "give more text, a shorter --seq-len, or another --validation-fraction"
+            )
+
     def cut_rows(self, rows: np.ndarray, *, seq_len: int) -> dict[str, np.ndarray]:
         """Returns rows by their numbers, as `Part` has it."""
         first = np.where(rows == NO_ROW, self.size, rows.astype(np.int64) * seq_len).clip(max=self.size)

@@ -62,11 +62,8 @@ def open_stream(
             size += len(found[-1])
         if size > wanted:
             break
-    if size < seq_len + 1:
-        raise ValueError(
-            f"{data} has {size:,} tokens for validation, but one sequence takes seq_len + 1 = {seq_len + 1:,}: give "
-            "more text, a shorter --seq-len, or another --validation-fraction"
-        )
+    validation = _part(found)
+    validation.check_size(data, "validation", seq_len)
     digest = hashlib.sha256(repr((shape, validation_fraction)).encode())
     for tokens in found:
         digest.update(np.ascontiguousarray(tokens, "<u4").tobytes())
@@ -75,7 +72,7 @@ def open_stream(
         tokenizer=tokenizer,
         num_documents=0,
         train=_part([]),
-        validation=_part(found),
+        validation=validation,
         fingerprint=digest.hexdigest()[:32],
         open_table=open_table,
         text_field=text_field,

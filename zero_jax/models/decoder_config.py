@@ -160,8 +160,8 @@ class DecoderConfig:
             raise ValueError("experts have a gate and no bias: give gated_mlp=True and mlp_bias=False")
         if self.num_experts and self.routing is not None:
             self.routing.check(self.num_experts, self.experts_per_token)
-        others = [name for name in ("num_shared_experts", "num_dense_layers", "d_hidden_dense", "routing")]
-        others = [f"{name}={getattr(self, name)}" for name in others if getattr(self, name)]
+        names = ("num_shared_experts", "num_dense_layers", "d_hidden_dense", "routing")
+        others = [f"{name}={getattr(self, name)}" for name in names if getattr(self, name)]
         if others and not self.num_experts:
             raise ValueError(f"{', '.join(others)}: give num_experts, or leave it out")
         if self.num_dense_layers >= self.num_layers:
@@ -197,14 +197,9 @@ class DecoderConfig:
         return 0 if self.learned_positions else int(self.head_dim * self.rotary_fraction)
 
     @property
-    def block_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of a layer's params, by name; of a layer with experts if there are any."""
-        return self._layer_shapes(self.num_experts)
-
-    @property
     def stacks(self) -> dict[str, tuple[int, dict[str, tuple[int, ...]]]]:
         """The stacks of layers in their order: the number of layers, and the shapes of a layer's params."""
-        width, blocks = self.d_model, self.block_shapes
+        width, blocks = self.d_model, self._layer_shapes(self.num_experts)
         stacks = {"dense_blocks": (self.num_dense_layers, self._layer_shapes(0))} if self.num_dense_layers else {}
         stacks["blocks"] = (self.num_layers - self.num_dense_layers, blocks)
         if self.num_extra_tokens:

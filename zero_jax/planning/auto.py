@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -169,29 +170,11 @@ def plan_auto(
     choices, own_remat = _choices(estimator, tried)
     settings = _settings(estimator, choices)
     settings += _with_losses(estimator, settings, list(other_losses or ()))
-    offloads = () if choices["offload"][0] else _OFFLOADS if offloads is None else offloads
-    offloaded = [dataclasses.replace(setting, offload=what) for setting in settings for what in offloads]
     can_stop = options.own_process and estimator.hardware.platform == "tpu"
     programs = _Programs(job=job, policies=policies, options=options, can_stop=can_stop)
-    search = Search(
-        estimate=estimator.estimate,
-        compile=programs.compile,
-        needs_end=programs.needs_end,
-        capacity_bytes=estimator.hardware.usable_bytes,
-        host_capacity_bytes=host_memory_bytes or estimator.hardware.host_memory_bytes or math.inf,
-        max_compiles=max_compiles,
-        is_plain=_plain(settings, own_remat),
-        log=options.log,
-    )
-    has_master = estimator.precision.has_master
-    ranking = search.run(settings, fallback=[x for x in offloaded if _is_distinct(x, has_master=has_master)])
-    best = ranking.best
-    return AutoPlan(
-        ranking=ranking,
-        best=programs.reports.get(best) if best else None,
-        config=programs.config(best) if best else None,
-        reports=programs.reports,
-    )
+    host_memory_bytes = host_memory_bytes or estimator.hardware.host_memory_bytes or math.inf
+    search = programs.search(estimator, host_memory_bytes, max_compiles, _plain(settings, own_remat))
+    return programs.found(search.run(settings, fallback=[*_offloaded(estimator, settings, offloads)]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,6 +186,27 @@ class _Programs:
     options: CompileOptions
     can_stop: bool
     reports: dict[Candidate, PlanReport] = dataclasses.field(default_factory=dict)
+
+    def search(
+        self, estimator: Estimator, host_bytes: float, max_compiles: int, is_plain: Callable[[Candidate], bool]
+    ) -> Search:
+        """Returns the search that compiles them."""
+        return Search(
+            estimate=estimator.estimate,
+            compile=self.compile,
+            needs_end=self.needs_end,
+            capacity_bytes=estimator.hardware.usable_bytes,
+            host_capacity_bytes=host_bytes,
+            max_compiles=max_compiles,
+            is_plain=is_plain,
+            log=self.options.log,
+        )
+
+    def found(self, ranking: Ranking) -> AutoPlan:
+        """Returns the plan of the best setting of a search."""
+        best = ranking.best
+        report, config = (self.reports.get(best), self.config(best)) if best else (None, None)
+        return AutoPlan(ranking=ranking, best=report, config=config, reports=self.reports)
 
     def compile(self, setting: Candidate) -> Figures:
         before, job = self.reports.get(setting), apply_setting(setting, self.job, self.policies)
@@ -341,11 +345,17 @@ def _plain(settings: Sequence[Candidate], remat: str) -> Callable[[Candidate], b
     return lambda setting: axes(setting) == least and choices(setting) == plain
 
 
-def _is_distinct(setting: Candidate, *, has_master: bool) -> bool:
-    """Returns whether a setting supports its `offload`, and keeps more in host memory than with a smaller one."""
-    has_copy = has_master and ("params" not in sharded_groups(setting.stage) or setting.secondary)
-    can_move = {"state": has_copy, "all": "params" in sharded_groups(setting.stage) and not setting.secondary}
-    return can_move.get(str(setting.offload), True)
+def _offloaded(
+    estimator: Estimator, settings: Sequence[Candidate], offloads: Sequence[str] | None
+) -> Iterator[Candidate]:
+    """Yields the settings that support `offload`, and keep more in host memory than with a smaller one."""
+    is_configured = estimator.job.config.resolved_offload() is not None
+    offloads = () if is_configured else _OFFLOADS if offloads is None else offloads
+    for setting, what in itertools.product(settings, offloads):
+        gathers = "params" in sharded_groups(setting.stage)
+        has_copy = estimator.precision.has_master and (not gathers or setting.secondary)
+        if {"state": has_copy, "all": gathers and not setting.secondary}.get(what, True):
+            yield dataclasses.replace(setting, offload=what)
 
 
 def _model_sizes(estimator: Estimator, models: Sequence[int] | None) -> tuple[int, ...]:

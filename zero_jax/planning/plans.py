@@ -72,20 +72,10 @@ def plan(
       >>> report.fits, report.num_devices
       (True, 4)
     """
-    options = CompileOptions(**compiling)
-    job = make_job(
-        loss_fn=loss_fn,
-        init_fn=init_fn,
-        tx=tx,
-        batch=batch,
-        topology=topology,
-        config=config,
-        replica=replica,
-        model=model,
-        pipe=pipe,
-        data_layout=data_layout,
-        compiler_options=compiler_options,
-    )
+    job, options = split_settings(
+        loss_fn=loss_fn, init_fn=init_fn, tx=tx, batch=batch, topology=topology, config=config, replica=replica,
+        model=model, pipe=pipe, data_layout=data_layout, compiler_options=compiler_options, **compiling,
+    )  # fmt: skip
     return compile_plan(job, options)
 
 

@@ -197,7 +197,12 @@ def save_arrays(folder: FolderToWrite, leaves: Mapping[str, Array]) -> SavedHF:
 
     def begin() -> str:
         _check_free(target)
-        return str(_make_parts(target))
+        parts = target.parent / f".{target.name}.parts-{os.getpid()}"  # the files of all processes
+        try:
+            parts.mkdir(parents=True)
+        except OSError as error:
+            raise ValueError(f"cannot write {target}: {with_remedy(error)}") from error
+        return str(parts)
 
     def write() -> str:
         return json.dumps(dataclasses.asdict(write_folder(folder, leaves, _pieces_of_parts(parts, leaves))))
@@ -340,16 +345,6 @@ def _own_shards(x: Array) -> Iterator[tuple[Index, np.ndarray]]:
     for shard in _owners(x):
         if shard.data is not None:  # it is here
             yield shard.index, np.asarray(shard.data)
-
-
-def _make_parts(target: pathlib.Path) -> pathlib.Path:
-    """Makes a folder beside `target` for the files of all processes, in the first one."""
-    parts = target.parent / f".{target.name}.parts-{os.getpid()}"
-    try:
-        parts.mkdir(parents=True)
-    except OSError as error:
-        raise ValueError(f"cannot write {target}: {with_remedy(error)}") from error
-    return parts
 
 
 def _write_parts(path: pathlib.Path, leaves: Iterable[Array]) -> None:

@@ -222,13 +222,19 @@ def batch_sharding(mesh: Mesh, axes: Axes | None = None) -> NamedSharding:
 
 
 @contextlib.contextmanager
-def on_mesh(mesh: Any) -> Iterator[None]:
+def on_mesh(mesh: Any, *, in_shard_map: bool = True) -> Iterator[None]:
     """Makes a mesh that of `jax.set_mesh` for what is called inside, if the user has set one, which may be another.
 
     Raises:
       ValueError: within a function that is traced for another mesh whose axes are Explicit: its arrays are typed so.
+        Unless it may be `in_shard_map`: within a `jax.shard_map`, where a device has arrays of its own.
     """
     current = jax.sharding.get_abstract_mesh()
+    if current.manual_axes and not in_shard_map:
+        raise ValueError(
+            "called within a jax.shard_map, where each device has a part of the batch, and what is called shards the "
+            "whole by itself: call it outside, with the whole batch"
+        )
     context = contextlib.nullcontext() if current.empty else _set_mesh(mesh)
     if context is None and AxisType.Explicit in current.axis_types and current != mesh.abstract_mesh:
         raise ValueError(
@@ -237,15 +243,6 @@ def on_mesh(mesh: Any) -> Iterator[None]:
         )
     with context or contextlib.nullcontext():
         yield
-
-
-def check_outside_shard_map() -> None:
-    """Raises `ValueError` within a `jax.shard_map`, where a device has arrays of its own."""
-    if jax.sharding.get_abstract_mesh().manual_axes:
-        raise ValueError(
-            "called within a jax.shard_map, where each device has a part of the batch, and what is called shards the "
-            "whole by itself: call it outside, with the whole batch"
-        )
 
 
 def _set_mesh(mesh: Any) -> contextlib.AbstractContextManager[None] | None:

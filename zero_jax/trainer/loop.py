@@ -124,9 +124,8 @@ class _Training:
         self.state, self.step, self.waiting = start.state, start.step, None
         self.first_step, self.is_evaluated = start.step, start.is_evaluated
         save_config(run.folder, run.saved_config)
-        self.console = stack.enter_context(
-            Console(config.steps, config.log_every, log=self.log, terminal=terminal, first_step=start.step)
-        )
+        self.console = Console(config.steps, config.log_every, log=self.log, terminal=terminal, first_step=start.step)
+        stack.callback(self.console.close)
         self.log = self.console.line
         for line in (self._describe(), *start.lines):
             self.say(line)
@@ -230,7 +229,8 @@ class _Training:
             resume_step=(start.step or -1) if config.resume == "auto" else None,
         )
         own, is_evaluated = self.run.trackers, start.is_evaluated
-        return stack.enter_context(open_writers(config.log, tracked, own=own, is_evaluated=is_evaluated, log=self.say))
+        writers = open_writers(config.log, tracked, own=own, is_evaluated=is_evaluated, log=self.say)
+        return stack.enter_context(contextlib.closing(writers))
 
     def _describe(self) -> str:
         run, model, parts = self.run, self.run.model, self.config.zero.num_microbatches
@@ -279,7 +279,8 @@ class _Training:
             self._evaluate(is_last=self.step == config.steps)
         if self.step < config.steps and self.preemption.should_stop(self.step):
             return "preempted"
-        with Profiler(config.profiled, self.run.folder / "profile", say=self.say) as profiler:
+        profiler = Profiler(config.profiled, self.run.folder / "profile", say=self.say)
+        with contextlib.closing(profiler):
             while self.step < config.steps:
                 self._read_waiting(self._dispatch(profiler))
                 status = self._end_early() if self.waiting is None else self._after_step(profiler)

@@ -78,7 +78,8 @@ class OptimizerConfig:
 
     def __post_init__(self):
         """Raises `ValueError` for invalid values, and for options that the optimizer does not have."""
-        check_fields(self, lowest={"warmup_steps": 0, "weight_decay": 0})
+        lowest = {"warmup_steps": 0, "weight_decay": 0, "final_learning_rate": 0}
+        check_fields(self, lowest=lowest, highest={"final_learning_rate": 1})
         if self.learning_rate is not None and not self.learning_rate > 0:
             raise ValueError(
                 f"learning_rate={self.learning_rate}: give a positive learning rate, or None for the usual"
@@ -109,8 +110,6 @@ class OptimizerConfig:
                 f"final_learning_rate={share}: the schedule 'constant' does not fall; leave it out, or take another "
                 "schedule, such as 'linear'"
             )
-        if share is not None and not 0 <= share <= 1:
-            raise ValueError(f"final_learning_rate={share}: give a share of the highest, at least 0 and at most 1")
         if fraction is not None and self.schedule != "wsd":
             raise ValueError(
                 f"decay_fraction={fraction} is for the schedule 'wsd'; {self.schedule!r} has no such phase: leave it "
@@ -144,8 +143,10 @@ class OptimizerConfig:
                 why = "is wider than the params" if is_wide else "has not the range of float32, and would lose moments"
             give = " or ".join(map(repr, _MOMENT_DTYPES))
             raise ValueError(f"{name}={value!r} {why}: give {give}, or None for that of the params")
-        decays = {} if name == _NU else {x: self.value_of(x) for x in _OPTIMIZERS[self.optimizer].momenta}
-        for momentum, decay in decays.items():
+        kind = _OPTIMIZERS[self.optimizer]
+        for momentum in kind.momenta if name == "mu_dtype" else ():
+            decay = getattr(self, momentum)
+            decay = kind.options[momentum][1] if decay is None else decay
             if decay is None:
                 raise ValueError(
                     f"{name}={value!r}: {self.optimizer!r} has no momentum of its own: give {momentum} too"
@@ -155,11 +156,6 @@ class OptimizerConfig:
                     f"{name}={value!r} with {momentum}={decay}: a step changes less than the 8 bits of bfloat16 show, "
                     f"so that the moment stands still: give a {momentum} of 0.996 at most, or leave {name} out"
                 )
-
-    def value_of(self, name: str) -> Any:
-        """Returns the value of an option of the optimizer, or its default."""
-        value = getattr(self, name)
-        return _OPTIMIZERS[self.optimizer].options[name][1] if value is None else value
 
 
 def make_schedule(config: OptimizerConfig, *, num_steps: int) -> optax.Schedule:
@@ -218,7 +214,7 @@ def make_optimizer(config: OptimizerConfig, *, num_steps: int) -> optax.Gradient
     """
     optimizer, usual = _OPTIMIZERS[config.optimizer], config.resolved(num_steps)
     options = {keyword: getattr(usual, name) for name, (keyword, _) in optimizer.options.items()}
-    nu_dtype = options.pop(_NU, None)
+    nu_dtype = options.pop("nu_dtype", None)  # not optax's to cast
     mask = functools.partial(decay_mask, no_decay=config.no_decay)
     schedule = make_schedule(config, num_steps=num_steps)
     tx = optimizer.make(schedule, weight_decay=config.weight_decay, mask=mask, **options)
@@ -287,9 +283,7 @@ class _Optimizer(NamedTuple):
 _MOMENT_DTYPES = ("bfloat16", "float32")
 _DTYPES = ("mu_dtype", "nu_dtype")
 _OPTIONS = ("beta1", "beta2", "epsilon", "momentum", *_DTYPES)
-# Its second moment is not optax's to cast.
-_NU = "nu_dtype"
-_MOMENTS = {"mu_dtype": ("mu_dtype", None), "nu_dtype": (_NU, None)}
+_MOMENTS = {"mu_dtype": ("mu_dtype", None), "nu_dtype": ("nu_dtype", None)}
 _OPTIMIZERS: Mapping[str, _Optimizer] = {
     "adamw": _Optimizer(
         3e-3,

@@ -18,12 +18,6 @@ class Profiler:
         self._steps, self._folder, self._say = steps, folder, say
         self._runs = False
 
-    def __enter__(self) -> Profiler:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._stop()
-
     def step(self, step: int) -> contextlib.AbstractContextManager[Any]:
         """Returns the context to dispatch a step in; starts the recording at the first of the steps."""
         if step in self._steps and not self._runs:
@@ -34,9 +28,10 @@ class Profiler:
     def done(self, step: int) -> None:
         """Ends the recording after the last of the steps is complete."""
         if self._runs and step + 1 not in self._steps:
-            self._stop()
+            self.close()
 
-    def _stop(self) -> None:
+    def close(self) -> None:
+        """Ends the recording, if there is one."""
         if self._runs:
             self._runs = False
             jax.profiler.stop_trace()

@@ -302,21 +302,56 @@ def prepare(
     """
     with Agreement():
         called = as_callbacks(callbacks)
-        facts = _facts(config, model, called)
-        agree_on("the config of the run", facts, remedy="all the same options and releases")
+        agree_on("the config of the run", _facts(config, model, called), remedy="all the same options and releases")
         named = [] if config.log.tracker is None else [resolve("tracker", config.log.tracker)]
-        return _prepare(config, model, tx, log, called, tracker_functions([*named, *trackers]))
+        config = dataclasses.replace(config, zero=_as_begun(config, model, log))
+        mesh = _mesh_of(config)
+        check_takes("init_fn", model.init_fn, ["key"], remedy="give a function of a key that returns the params")
+        rematerialize(model.init_fn, config.zero.remat, mesh=mesh)  # raises for a mesh that the policy does not support
+        check_params_fit(model.init_fn, mesh=mesh)
+        if tx is None and config.epochs is None:
+            make_schedule(config.optimizer, num_steps=config.steps)  # its errors, before the data is read
+        run_input = _input_of(config, model, mesh, log)
+        if isinstance(run_input, OwnInput):
+            config = dataclasses.replace(config, batch_size=run_input.batch_size, sample_tokens=0, sample_prompt="")
+        if config.epochs is not None:
+            config = dataclasses.replace(config, epochs=None, steps=run_input.steps_of(config.epochs))
+        schedule = None
+        if tx is None:
+            schedule = make_schedule(config.optimizer, num_steps=config.steps)
+            tx = make_optimizer(config.optimizer, num_steps=config.steps)
+        if config.init_from is not None and config.resume == "never":
+            find_checkpoint(config.init_from)  # before there is a folder
+        skips, specs = config.zero.skip_nonfinite, config.zero.param_specs
+        specs = model.param_specs if specs is None and config.model_axis > 1 else specs
+        zero = dataclasses.replace(config.zero, skip_nonfinite=True if skips is None else skips, param_specs=specs)
+        train_step = make_train_step(model.loss_fn, tx, mesh=mesh, config=zero)
+        if jax.process_count() > 1:
+            # Before the state is made: initialization with other shapes in one process ends in an abort.
+            train_step.check_same(abstract_state(model.init_fn, tx, mesh=mesh, config=zero), run_input.batch_shapes)
+        return Run(
+            config=config,
+            zero=zero,
+            model=model,
+            mesh=mesh,
+            input=run_input,
+            tx=tx,
+            schedule=schedule,
+            train_step=train_step,
+            folder=make_folder(
+                user_path(config.out),
+                config.name,
+                _default_name(config, model),
+                resume=config.resume == "auto",
+                check=functools.partial(_check_checkpoints, config),
+            ),
+            callbacks=called,
+            trackers=tracker_functions([*named, *trackers]),
+        )
 
 
-def _prepare(
-    config: TrainConfig,
-    model: Model | OwnModel,
-    tx: optax.GradientTransformation | None,
-    log: Callable[[str], None],
-    callbacks: tuple[Callback, ...],
-    trackers: Mapping[str, OpenTracker],
-) -> Run:
-    config = dataclasses.replace(config, zero=_as_begun(config, model, log))
+def _mesh_of(config: TrainConfig) -> Mesh:
+    """Returns the mesh of a run; raises `ValueError` for other devices than there are, or a process without one."""
     devices = jax.devices()
     if config.devices is not None and not 1 <= config.devices <= len(devices):
         raise ValueError(
@@ -325,53 +360,27 @@ def _prepare(
         )
     sizes: dict[str, Any] = {"replica": config.replica, "model": config.model_axis, "pipe": config.pipe}
     mesh = make_mesh(**sizes, devices=devices[: config.devices])
-    _check_processes(mesh)
-    check_takes("init_fn", model.init_fn, ["key"], remedy="give a function of a key that returns the params")
-    rematerialize(model.init_fn, config.zero.remat, mesh=mesh)  # raises for a mesh that the policy does not support
-    check_params_fit(model.init_fn, mesh=mesh)
-    schedule = None
-    if tx is None and config.epochs is None:
-        make_schedule(config.optimizer, num_steps=config.steps)  # its errors, before the data is read
-    if isinstance(model, Model):
-        run_input: RunInput = open_text(config, model, mesh, log)
-    else:
-        _check_no_text(config)
-        run_input = own_input(
-            model, mesh=mesh, zero=config.zero, eval_batches=config.eval_batches, process_batches=config.process_batches
+    idle = set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat}
+    if idle:
+        raise ValueError(
+            f"the mesh of {mesh.size} devices leaves process{'es' if len(idle) > 1 else ''} "
+            f"{', '.join(map(str, sorted(idle)))} without one: use all devices, or start fewer processes"
         )
-        config = dataclasses.replace(config, batch_size=run_input.batch_size, sample_tokens=0, sample_prompt="")
-    if config.epochs is not None:
-        config = dataclasses.replace(config, epochs=None, steps=run_input.steps_of(config.epochs))
-    if tx is None:
-        schedule = make_schedule(config.optimizer, num_steps=config.steps)
-        tx = make_optimizer(config.optimizer, num_steps=config.steps)
-    if config.init_from is not None and config.resume == "never":
-        find_checkpoint(config.init_from)  # before there is a folder
-    skips, specs = config.zero.skip_nonfinite, config.zero.param_specs
-    specs = model.param_specs if specs is None and config.model_axis > 1 else specs
-    zero = dataclasses.replace(config.zero, skip_nonfinite=True if skips is None else skips, param_specs=specs)
-    train_step = make_train_step(model.loss_fn, tx, mesh=mesh, config=zero)
-    if jax.process_count() > 1:
-        # Before the state is made: initialization with other shapes in one process ends in an abort.
-        train_step.check_same(abstract_state(model.init_fn, tx, mesh=mesh, config=zero), run_input.batch_shapes)
-    return Run(
-        config=config,
-        zero=zero,
-        model=model,
-        mesh=mesh,
-        input=run_input,
-        tx=tx,
-        schedule=schedule,
-        train_step=train_step,
-        folder=make_folder(
-            user_path(config.out),
-            config.name,
-            _default_name(config, model),
-            resume=config.resume == "auto",
-            check=functools.partial(_check_checkpoints, config),
-        ),
-        callbacks=callbacks,
-        trackers=trackers,
+    return mesh
+
+
+def _input_of(config: TrainConfig, model: Model | OwnModel, mesh: Mesh, log: Callable[[str], None]) -> RunInput:
+    """Returns the text of a run, or the batches of the user's own."""
+    if isinstance(model, Model):
+        return open_text(config, model, mesh, log)
+    for name in TEXT_FIELDS:
+        if getattr(config, name) != getattr(TrainConfig, name):
+            raise ValueError(
+                f"{name}={shown(getattr(config, name))} is for runs on text, and this one has its own batches: leave "
+                "it out"
+            )
+    return own_input(
+        model, mesh=mesh, zero=config.zero, eval_batches=config.eval_batches, process_batches=config.process_batches
     )
 
 
@@ -435,14 +444,7 @@ def open_text(
     batch = {"tokens": jax.ShapeDtypeStruct((config.batch_size,), np.int32)}
     check_batch(batch, mesh=mesh, axes=axes_of(mesh), num_microbatches=config.zero.num_microbatches)
     check_text_fits(batch_size=config.batch_size, seq_len=model.seq_len, prefetch_batches=config.data.prefetch_batches)
-    dataset = open_dataset(
-        config.data,
-        seq_len=model.seq_len,
-        vocab_size=model.vocab_size,
-        model_name=model.name,
-        held_out=held_out,
-        log=log,
-    )
+    dataset = open_dataset(config.data, model, held_out=held_out, log=log)
     num_rows = dataset.validation.num_rows(seq_len=model.seq_len)
     sampler = None
     if model.generate_fn is not None and config.sample_tokens:
@@ -469,15 +471,6 @@ def open_text(
     )
 
 
-def _check_no_text(config: TrainConfig) -> None:
-    for name in TEXT_FIELDS:
-        if getattr(config, name) != getattr(TrainConfig, name):
-            raise ValueError(
-                f"{name}={shown(getattr(config, name))} is for runs on text, and this one has its own batches: leave "
-                "it out"
-            )
-
-
 def _check_checkpoints(config: TrainConfig, name: str) -> None:
     """Raises for the name of a run in a checkpoint, or of a new one whose checkpoints are locked or there already."""
     check_outside(user_path(config.out) / name)
@@ -488,12 +481,3 @@ def _check_checkpoints(config: TrainConfig, name: str) -> None:
         FolderLock(folder / LOCK).check()
     if config.resume == "never" and list_step_folders(folder):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
-
-
-def _check_processes(mesh: Mesh) -> None:
-    idle = set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat}
-    if idle:
-        raise ValueError(
-            f"the mesh of {mesh.size} devices leaves process{'es' if len(idle) > 1 else ''} "
-            f"{', '.join(map(str, sorted(idle)))} without one: use all devices, or start fewer processes"
-        )

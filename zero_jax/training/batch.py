@@ -58,6 +58,11 @@ def shapes_of_part(batch: PyTree, num_parts: int) -> PyTree:
     return jax.tree.map(part, batch)
 
 
+def leaf_sharding(x: Any, mesh: Mesh, axes: Axes) -> NamedSharding:
+    """Returns the sharding of a leaf of a batch, by its examples; scalars are replicated."""
+    return NamedSharding(mesh, PartitionSpec(axes.batch) if np.ndim(x) else PartitionSpec())
+
+
 def shard_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTree:
     """Shards a batch over the batch axes by its leading dim; leaves that are sharded so already are not copied.
 
@@ -91,10 +96,9 @@ def place_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None, is_whole
     """
     check_arguments(axes=axes)
     axes = axes or axes_of(mesh)
-    over_batch, replicated = NamedSharding(mesh, PartitionSpec(axes.batch)), NamedSharding(mesh, PartitionSpec())
 
     def place(x: Any) -> jax.Array:
-        sharding = over_batch if np.ndim(x) else replicated
+        sharding = leaf_sharding(x, mesh, axes)
         if is_traced(x):  # the step is called within another jitted function, or scanned over
             return lax.with_sharding_constraint(x, sharding)
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):

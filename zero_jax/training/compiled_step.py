@@ -24,10 +24,10 @@ from zero_jax.core.device_put import wait_on_cpu
 from zero_jax.core.signatures import place_of
 from zero_jax.core.text_tables import Report, aligned
 from zero_jax.core.tracebacks import SHORT_TRACEBACK
-from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
+from zero_jax.core.tree import PyTree, check_arrays, leaf_names, leaves_by_name, with_shapes
 from zero_jax.program.jaxprs import is_traced
-from zero_jax.sharding.mesh import Axes, check_outside_shard_map, on_mesh
-from zero_jax.training.batch import place_batch
+from zero_jax.sharding.mesh import Axes, on_mesh
+from zero_jax.training.batch import leaf_sharding, place_batch
 from zero_jax.training.same_program import SameProgram
 from zero_jax.training.state.checks import check_no_leaf_twice, check_not_donated, checked_placement, place_state
 from zero_jax.training.state.placement import train_state_shardings
@@ -81,7 +81,7 @@ class Metrics(Report):
         return getattr(self, name)
 
     def __str__(self) -> str:
-        leaves = zip(leaf_names(self), jax.tree.leaves(self), strict=True)
+        leaves = leaves_by_name(self).items()
         return aligned((name, str(x) if np.ndim(x) == 0 else f"{x.dtype}{list(x.shape)}") for name, x in leaves)
 
 
@@ -140,8 +140,7 @@ class TrainStep:
                 is_like = last.is_like(state, batch)
             if is_like and (results := last.repeat(state, batch)):
                 return results[0], wait_on_cpu(results[1], mesh)
-        with on_mesh(mesh), SHORT_TRACEBACK:
-            check_outside_shard_map()
+        with on_mesh(mesh, in_shard_map=False), SHORT_TRACEBACK:
             given, batch = batch, place_batch(batch, mesh=mesh, axes=self.axes)
             check_not_donated(state)  # first: on some backends running with a deleted buffer ends the process
             check_no_leaf_twice(state)
@@ -179,13 +178,9 @@ class TrainStep:
 
     def _batch_shapes(self, batch: PyTree) -> PyTree:
         check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
-        over_batch = NamedSharding(self.program.mesh, PartitionSpec(self.axes.batch))
-        replicated = NamedSharding(self.program.mesh, PartitionSpec())
+        sharding_of = functools.partial(leaf_sharding, mesh=self.program.mesh, axes=self.axes)
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                np.shape(x), jnp.result_type(x), sharding=over_batch if np.ndim(x) else replicated
-            ),
-            batch,
+            lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x), sharding=sharding_of(x)), batch
         )
 
     def jitted(self, state: PyTree) -> Any:
@@ -238,14 +233,11 @@ class TrainStep:
         optimizer freezes are zeros. `zero.read_leaf` gathers one of them. To change the gradients of a step, chain an
         optax transformation before the optimizer.
         """
-        with on_mesh(self.program.mesh), SHORT_TRACEBACK:
-            check_outside_shard_map()
+        with on_mesh(self.program.mesh, in_shard_map=False), SHORT_TRACEBACK:
             given, batch = batch, place_batch(batch, mesh=self.program.mesh, axes=self.axes)
             check_not_donated(state)
             checked_placement(state, self.program.tx, mesh=self.program.mesh, config=self.program.config)
-            if self._same_grads.processes:
-                of = self.compiled(state).jitted
-                self._same_grads.check(self._grads, state, batch, of=of, given=given, axes=self.axes)
+            self._same_grads.check(self._grads, state, batch, given=given, axes=self.axes)
             return self._grads(state, batch)
 
     @functools.cached_property

@@ -18,7 +18,7 @@ from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import Variables, as_variables
 from zero_jax.program.jaxprs import is_traced
 from zero_jax.program.loss import LossProgram
-from zero_jax.sharding.mesh import axis_size, check_outside_shard_map, on_mesh
+from zero_jax.sharding.mesh import axis_size, on_mesh
 from zero_jax.sharding.precision import wide
 from zero_jax.training.batch import check_batch, place_batch
 from zero_jax.training.compiled_step import Metrics, replicated, shown_step
@@ -82,13 +82,10 @@ def make_eval_step(
             variables = Variables(params=variables.params)
         check_not_donated(variables)  # running with a deleted buffer may end the process
         is_nested = any(map(is_traced, jax.tree.leaves((variables, batch))))
-        with on_mesh(mesh), SHORT_TRACEBACK:
-            check_outside_shard_map()
+        with on_mesh(mesh, in_shard_map=False), SHORT_TRACEBACK:
             given, batch = batch, place_batch(batch, mesh=mesh, axes=axes)
-            if same.processes and not is_nested:
-                leaves, tree = jax.tree.flatten(variables)
-                of = tree, tuple((x.shape, x.dtype) for x in leaves)
-                same.check(jitted(is_nested), variables, batch, of=of, given=given, axes=axes)
+            if not is_nested:
+                same.check(jitted(is_nested), variables, batch, given=given, axes=axes)
             return wait_on_cpu(jitted(is_nested)(variables, batch), mesh)
 
     return EvalStep(evaluate, shown_step("EvalStep", loss_fn, mesh, config))

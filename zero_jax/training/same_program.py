@@ -76,15 +76,14 @@ class SameProgram:
         state: PyTree,
         batch: PyTree,
         *,
-        of: Any = None,
         given: PyTree = None,
         axes: Axes | None = None,
     ) -> None:
         """Compares the program for these arguments if it is new; all processes of the mesh call it, or none.
 
-        Lowering it here costs nothing more: the call that follows takes what was lowered. `of` is the structure of the
-        state, where the function takes several. With `axes`, the roles of the mesh axes, the batch is compared, too, as
-        this process has `given` it: warns where it is the same for different parts of the batch.
+        Lowering it here costs nothing more: the call that follows takes what was lowered. With `axes`, the roles of the
+        mesh axes, the batch is compared, too, as this process has `given` it: warns where it is the same for different
+        parts of the batch.
 
         Raises:
           ValueError: the processes differ, or give different values of the same part of the batch.
@@ -92,8 +91,8 @@ class SameProgram:
         """
         if not self.processes:
             return
-        leaves, tree = jax.tree.flatten(batch)
-        key = jitted, of, tree, tuple((x.shape, x.dtype) for x in leaves)
+        leaves, tree = jax.tree.flatten((state, batch))
+        key = jitted, tree, tuple((x.shape, x.dtype) for x in leaves)
         if key in self._agreed:
             return
         facts = {

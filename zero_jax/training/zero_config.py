@@ -143,7 +143,7 @@ class ZeroConfig:
         groups = sharded_groups(self.stage)
         if self.loss_weight is not None and not isinstance(self.loss_weight, str):
             raise ValueError(f"loss_weight={self.loss_weight!r}: give 'auto', the name of an entry of aux, or None")
-        check_fields(self)
+        check_fields(self, lowest={"num_microbatches": 1, "min_shard_size": 0, "combine_bytes": 0})
         precision = resolve_precision(self.precision)
         resolve_remat(self.remat)
         resolve_schedule(self.pipeline)
@@ -154,12 +154,6 @@ class ZeroConfig:
         _check_compiler_options(self.compiler_options)
         quantize = self.resolved_quantize()
         _check_quantize(quantize, groups, f"stage={self.stage}", has_master=precision.has_master)
-        if self.num_microbatches < 1:
-            raise ValueError(f"num_microbatches={self.num_microbatches!r}: give a positive integer")
-        if self.min_shard_size < 0:
-            raise ValueError(f"min_shard_size={self.min_shard_size!r}: give a number of elements")
-        if self.combine_bytes is not None and self.combine_bytes < 0:
-            raise ValueError(f"combine_bytes={self.combine_bytes!r}: give a number of bytes, or None for XLA's own")
         if self.norm_limit is not None and self.norm_limit <= 0:
             raise ValueError(f"clip_norm={self.clip_norm!r}: give a positive norm, or None for no clipping")
 

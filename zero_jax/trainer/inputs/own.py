@@ -103,7 +103,7 @@ class OwnInput:
     @property
     def rows(self) -> dict[str, str]:
         """The kind of the batches, and the shapes of one."""
-        leaves = zip(leaf_names(self.batch_shapes), jax.tree.leaves(self.batch_shapes), strict=True)
+        leaves = leaves_by_name(self.batch_shapes).items()
         shown = [f"{name} {x.dtype}{list(x.shape)}".strip() for name, x in leaves]
         more = f", and {len(shown) - 4} more" if len(shown) > 4 else ""
         rows = {"data": self.source.kind, "batch": f"{self.batch_size} examples: {', '.join(shown[:4])}{more}"}

@@ -131,29 +131,21 @@ class TextInput:
 _total = jax.jit(jnp.sum)
 
 
-def open_dataset(
-    config: DataConfig,
-    *,
-    seq_len: int,
-    vocab_size: int,
-    model_name: str,
-    held_out: bool = False,
-    log: Callable[[str], None],
-) -> Dataset:
-    """Loads the data set of a run, the same in all processes; with `held_out`, all of it for validation."""
+def open_dataset(config: DataConfig, model: Any, *, held_out: bool, log: Callable[[str], None]) -> Dataset:
+    """Loads the data set of a run of a `Model`, the same in all processes; with `held_out`, all for validation."""
     with extra("train"):
         import grain  # noqa: F401 - needed by the first batch, missed before anything is made
 
-    dataset = load_dataset(config, seq_len=seq_len, held_out=held_out, log=log)
+    dataset = load_dataset(config, seq_len=model.seq_len, held_out=held_out, log=log)
     if from_first_process(dataset.fingerprint) != dataset.fingerprint:
         raise ValueError(
             f"process {jax.process_index()} reads other text than process 0 ({dataset}): give all hosts the same "
             "files, or a folder that they share"
         )
-    if dataset.tokenizer.vocab_size > vocab_size:
+    if dataset.tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
-            f"the text has {dataset.tokenizer.vocab_size} different tokens, the model {model_name} has room for "
-            f"{vocab_size}: give it a vocab_size of at least {dataset.tokenizer.vocab_size}"
+            f"the text has {dataset.tokenizer.vocab_size} different tokens, the model {model.name} has room for "
+            f"{model.vocab_size}: give it a vocab_size of at least {dataset.tokenizer.vocab_size}"
         )
     return dataset
 

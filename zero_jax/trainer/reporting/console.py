@@ -80,17 +80,6 @@ class Console:
         live.start()
         return live
 
-    def __enter__(self) -> Console:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
-    @property
-    def is_live(self) -> bool:
-        """Whether there is a live bar."""
-        return self._live is not None
-
     def line(self, text: str) -> None:
         """Shows some text, above the bar if there is one: what a model writes, too, as it can be shown."""
         text = printable_lines(text)

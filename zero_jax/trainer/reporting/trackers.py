@@ -118,12 +118,6 @@ class Trackers:
         self._entries = {name: _Entry(function) for name, function in functions.items()}
         self._send()
 
-    def __enter__(self) -> Trackers:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
     @property
     def working(self) -> dict[str, Tracker]:
         """The trackers that are open and take records."""

@@ -18,7 +18,7 @@ from zero_jax.core.signatures import check_takes
 from zero_jax.core.tracebacks import SHORT_TRACEBACK
 from zero_jax.core.tree import PyTree, check_arrays, is_key, key_shape, shapes_of, shown, strongly_typed
 from zero_jax.core.variables import MODEL_STATE, as_variables, function_of_key, joined
-from zero_jax.sharding.mesh import check_outside_shard_map, on_mesh
+from zero_jax.sharding.mesh import on_mesh
 from zero_jax.sharding.precision import cast_floating, init_loss_scale
 from zero_jax.sharding.spec import carries
 from zero_jax.training.optimizer.update import init_opt_state
@@ -82,8 +82,7 @@ def abstract_state(
     key_type = key_shape() if key is None else shapes_of(_checked_key(key))
     check_takes("init_fn", init_fn, ["key"], remedy="give a function of a key that returns the params")
     check_config(config).axes_of(mesh)
-    with on_mesh(mesh), SHORT_TRACEBACK:
-        check_outside_shard_map()
+    with on_mesh(mesh, in_shard_map=False), SHORT_TRACEBACK:
         variables = jax.eval_shape(lambda key: _checked(init_fn(key)), key_type)
         check_optimizer(tx)
         placement = make_placement(variables, mesh=mesh, config=config)

@@ -482,7 +482,12 @@ def test_what_is_no_sum_over_microbatches_is_refused_by_1f1b():
         x = jax.lax.scan(lambda x, w: (x @ w["w"], None), logits @ params["head"].T, params["layers"])[0]
         return jnp.square(x).mean()
 
+    def worst(logits, batch, params):
+        losses = jnp.square(logits).mean((1, 2))
+        return losses.mean(), {"worst": losses.max()}
+
     refused = {
+        worst: "an entry of aux is not made of those of microbatches",
         contrasted: "the loss is not made of those of microbatches: .* at .*test_pipeline",
         quotient: "the loss is a function of several sums over the examples",
         chained: "one chain of layers, and there are several",

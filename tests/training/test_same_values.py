@@ -21,7 +21,7 @@ WANTED = {
     "constants": f"{DIFFER}its program, line ",
     "optimizer": f"{DIFFER}its program, line ",
     "another optimizer": f"{DIFFER}the state's leaf 'opt_state/0/count' is int32[] in process 0, missing in process 1",
-    "config": "ValueError: the processes differ in the train step: num_microbatches is 1 in process 0, 2 in process 1. ",
+    "config": "ValueError: the processes differ in the train step: num_microbatches is 1 in process 0, 2 in",
     "key": f"{DIFFER}the state's key is ",
 }
 

@@ -54,7 +54,7 @@ def test_processes_with_folders_of_their_own_are_refused(written):
     """Each saved its own shards, and said so; there was no checkpoint."""
     folder, results = written
     for result in results:
-        wanted = "of process 1 is not the folder of process 0: all processes save into one"
+        wanted = "process 1 does not see what process 0 wrote there: all processes save into one folder"
         assert wanted in result["apart"]["error"] and "bucket" in result["apart"]["error"]
     assert not [*folder.glob("apart*/step*")]
 

@@ -171,8 +171,9 @@ class Checkpointer(Report):
 
         def other_folder(processes: object) -> ValueError:
             return ValueError(
-                f"{self.directory} of process {processes} is not the folder of process 0: all processes save into one. "
-                "Give all the same path on a file system that they share, or the URL of a bucket (docs/clusters.md)"
+                f"{self.directory}: process {processes} does not see what process 0 wrote there: all processes save "
+                "into one folder. Give all the same path on a file system that they share, or the URL of a bucket "
+                "(docs/clusters.md)"
             )
 
         with Agreement(other_folder):

@@ -495,4 +495,4 @@ def in_a_shard_map_with_collectives(q, k, v, data):
     def attend(q, k, v):
         return no_mask(q, *(jax.lax.all_gather(x, "data", tiled=True)[: len(q)] for x in (k, v)), data)
 
-    return jax.shard_map(attend, mesh=mesh, in_specs=split, out_specs=split)(q, k, v)
+    return jax.shard_map(jax.checkpoint(attend), mesh=mesh, in_specs=split, out_specs=split)(q, k, v)

@@ -2,7 +2,7 @@
 
 Usage: reload_worker.py ADDRESS INDEX FOLDER ACTION...; reports the result of each action: `save` at stage 3, `fail` (as
 `save`, but the files that the last process writes may not grow: its disk is full), `damaged` and `load` at stage 2 (of
-what one process has saved).
+what one process has saved); `apart` saves into a folder of each process.
 """
 
 import os
@@ -23,7 +23,7 @@ import reference
 from processes import report
 
 import zero_jax as zero
-from zero_jax.checkpoint import Checkpointer, CheckpointError, restore
+from zero_jax.checkpoint import Checkpointer, CheckpointError, restore, saving
 
 TX = optax.adamw(1e-2)
 
@@ -71,7 +71,17 @@ def loaded(folder, stage, *, num_devices=8):
     return {"losses": train(back.state, reference.make_batches(4)[2:], step)[1], "step": back.step, "told": told}
 
 
+def saved_apart(folder):
+    """Saves into another folder in each process; returns the error."""
+    saving._SEEN_SECONDS = 0.5
+    try:
+        return saved(f"{folder}{jax.process_index()}", 3)
+    except ValueError as error:
+        return {"error": str(error)}
+
+
 ACTIONS = {
+    "apart": lambda folder: saved_apart(f"{folder}/apart"),
     "save": lambda folder: saved(f"{folder}/save", 3),
     "fail": lambda folder: saved(f"{folder}/fail", 3, is_full=jax.process_index() == 1),
     "load": lambda folder: loaded(f"{folder}/load", 2),

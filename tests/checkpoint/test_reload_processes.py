@@ -25,7 +25,7 @@ def assert_close(actual, expected, tolerance):
 def written(tmp_path_factory):
     """A folder of folders that two processes have saved to, and what they report."""
     folder = tmp_path_factory.mktemp("written")
-    return folder, start(folder, "save", "fail")
+    return folder, start(folder, "save", "fail", "apart")
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,15 @@ def test_two_processes_save_and_one_reloads(written):
     assert names == {"ocdbt.process_0", "ocdbt.process_1"}
     assert_close(loaded(folder / "save", 3)["losses"], first["losses"], 1e-6)  # processes sum in another order
     assert_close(loaded(folder / "save", 3, num_devices=4)["losses"], first["losses"], 2e-5)
+
+
+def test_processes_with_folders_of_their_own_are_refused(written):
+    """Each saved its own shards, and said so; there was no checkpoint."""
+    folder, results = written
+    for result in results:
+        wanted = "process 1 does not see what process 0 wrote there: all processes save into one folder"
+        assert wanted in result["apart"]["error"] and "bucket" in result["apart"]["error"]
+    assert not [*folder.glob("apart*/step*")]
 
 
 def test_one_process_saves_and_two_reload(read):

@@ -181,6 +181,7 @@ PROGRAMS = {
     "select by a number": (lambda p, x, y: lax.select(p > 0, x, y), ((), F), X, Y),
     "sum of sums": (lambda x, y: x.sum() + y.sum(), X, Y),
     "sum and another": (lambda x, y: (x.sum(0) + y, x.sum(0) * y, x.mean(0) + y, x.sum() / y), X, ((3,), F)),
+    "complex means": (lambda x, y: lax.complex(x, y).mean(), X, Y),
     "quotient of sums": (lambda x, y: (x.sum() / y.sum(), x / y.sum(), 1 / y.sum(), jnp.maximum(y.sum(), 1)), X, Y),
     "sums of sums": (lambda x: (x.sum(0)[1:], jnp.stack([x.sum(0), 2 * x.mean(0)]), -x.sum(0).reshape(3, 1)), X),
     "converted sums": (lambda x: (x.sum(0).astype(jnp.bfloat16), x.sum(0).astype(int), jnp.round(x.sum(0))), X),

@@ -97,6 +97,27 @@ def test_leaves_may_be_trained_as_they_are():
     np.testing.assert_array_equal(lora.merge(variables)["odd"], init_params()["odd"])
 
 
+@pytest.mark.parametrize(
+    ("name", "stored", "x64"), [("a", "bfloat16", False), ("z", "bfloat16", False), ("a", "float64", True)]
+)
+def test_frozen_leaves_are_seen_in_the_dtype_of_the_adapters(name, stored, x64):
+    """It was that of the first leaf that is trained, by its name; and float64 models were computed in float32."""
+    with jax.enable_x64(x64):
+        params = {name: jnp.ones(4, stored), "up": jnp.ones((4, 4), stored), "norm": jnp.ones(4, stored)}
+        lora = zero.Lora(rules=["up"], train=[name], rank=2, base="own", dora=x64)
+        variables = lora.init(params, jax.random.key(0))
+        seen = {}
+
+        def loss_fn(params, batch):
+            seen.update({leaf: str(x.dtype) for leaf, x in params.items()})
+            return (batch @ params["up"] * params["norm"] * params[name]).sum()
+
+        lora.loss_fn(loss_fn)(variables.params, jnp.ones((2, 4)), model_state=variables.model_state)
+        wide = "float64" if x64 else "float32"
+        assert seen == {name: stored, "up": wide, "norm": wide}
+        assert {str(x.dtype) for x in jax.tree.leaves(lora.merge(variables))} == {stored}
+
+
 def test_keys_and_model_state_of_the_model_pass_through():
     def stateful(params, batch, key, *, model_state):
         noise = jax.random.normal(key, ())

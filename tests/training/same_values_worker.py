@@ -1,6 +1,7 @@
 """One process of two that give values that differ, or are equal; see test_same_values.py. Usage: ADDRESS INDEX."""
 # ruff: noqa: E402 (what JAX runs on is settled before it is imported)
 
+import dataclasses
 import os
 import sys
 import warnings
@@ -51,8 +52,9 @@ def make(init_fn=init, *, key=0, tx=None, mesh=MESH):
     return zero.init_state(init_fn, tx or optax.adam(1e-2), jax.random.key(key), mesh=mesh, config=CONFIG)
 
 
-def train(batch, mesh=MESH):
-    zero.make_train_step(loss_fn, optax.adam(1e-2), mesh=mesh, config=CONFIG)(make(mesh=mesh), batch)
+def train(batch, mesh=MESH, **fields):
+    config = dataclasses.replace(CONFIG, **fields)
+    zero.make_train_step(loss_fn, optax.adam(1e-2), mesh=mesh, config=config)(make(mesh=mesh), batch)
 
 
 def evaluate(batch):
@@ -90,7 +92,9 @@ attempt("scalars", lambda: train({"x": OWN, "scale": np.float32(INDEX)}))
 attempt("the same part", lambda: train({"x": OWN}, zero.make_mesh(data=1, model=4)))
 attempt("params", lambda: make({"w": OWN.repeat(2, 0), "b": np.zeros(16, np.float32)}))
 attempt("few params", lambda: make({"w": np.float32(np.arange(2**24) // (2**24 - 1 - INDEX)).reshape(2**12, 2**12)}))
-attempt("constants", lambda: make(lambda key: {"w": np.random.default_rng(INDEX).random((16, 16))}))
+attempt("constants", lambda: make(lambda key: {"w": np.ones((16, 16)) + INDEX * (np.mgrid[:16, :16].sum(0) == 30)}))
 attempt("optimizer", lambda: make(tx=optax.inject_hyperparams(optax.adam)(0.01 * (1 + INDEX))))
+attempt("another optimizer", lambda: make(tx=(optax.adam, optax.sgd)[INDEX](0.01)))
+attempt("config", lambda: train({"x": OWN}, num_microbatches=1 + INDEX))
 attempt("key", lambda: make(key=INDEX))
 report(result)

@@ -270,3 +270,20 @@ def test_on_one_replica_nothing_is_sent_and_there_are_no_errors():
     state, step = make(mesh=zero.make_mesh(data=8))
     state, _ = step(state, make_batch())
     assert state.grad_errors is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("over", "sizes"), [("replica", MESH), ("data", dict(data=8))])
+def test_errors_of_float64_gradients_are_float32_too(over, sizes):
+    """They became float64, which the next step refused; over replicas the step was not traced."""
+    params, batch = jax.tree.map(np.float64, (init(jax.random.key(0)), make_batch()))
+    exact()  # in float32
+    with jax.enable_x64(True):
+        mesh, quantize = zero.make_mesh(**sizes), dataclasses.replace(FEEDBACK, grads_over=over)
+        config = zero.ZeroConfig(stage=1, num_microbatches=2, quantize=quantize)
+        state = zero.init_state(params, SUM, jax.random.key(0), mesh=mesh, config=config)
+        step = zero.make_train_step(loss_fn, SUM, mesh=mesh, config=config)
+        for _ in range(2):
+            state, _ = step(state, batch)
+        assert {x.dtype for x in jax.tree.leaves(state.grad_errors)} == {jnp.dtype("float32")}
+        check_conserved(state, 2)

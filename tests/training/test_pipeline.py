@@ -482,7 +482,12 @@ def test_what_is_no_sum_over_microbatches_is_refused_by_1f1b():
         x = jax.lax.scan(lambda x, w: (x @ w["w"], None), logits @ params["head"].T, params["layers"])[0]
         return jnp.square(x).mean()
 
+    def worst(logits, batch, params):
+        losses = jnp.square(logits).mean((1, 2))
+        return losses.mean(), {"worst": losses.max()}
+
     refused = {
+        worst: "an entry of aux is not made of those of microbatches",
         contrasted: "the loss is not made of those of microbatches: .* at .*test_pipeline",
         quotient: "the loss is a function of several sums over the examples",
         chained: "one chain of layers, and there are several",
@@ -830,6 +835,15 @@ def shown(x, w):
     return x @ w["w"]
 
 
+def mapped(params, batch):
+    """The layers are within a function of each device's examples."""
+    whole, examples = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")
+    own = lambda *args: jax.lax.pmean(loss_fn(*args), "data")  # noqa: E731
+    mesh = zero.make_mesh(data=2, pipe=4)
+    specs = {"in_specs": (whole, examples), "out_specs": whole, "check_vma": False}
+    return jax.shard_map(own, mesh=mesh, **specs)(params, batch)
+
+
 REFUSED = {
     "examples that are mixed": (replaced(lambda x, w: (x - x.mean(0)) @ w["w"]), "may be mixed at .*test_pipeline"),
     "a weighed mean": (replaced(lambda x, w: x @ w["w"] * (x.sum() / jnp.abs(x).sum())), "test_pipeline"),
@@ -861,6 +875,7 @@ REFUSED = {
         "the loop at .*test_pipeline.* has the same params in each iteration: each stage",
     ),
     "effects": (replaced(shown), "debug.* at .*test_pipeline.* has effects"),
+    "mapped": (mapped, "what is in the jax.shard_map at .*test_pipeline.* is not looked into"),
 }
 
 

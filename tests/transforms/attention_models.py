@@ -484,3 +484,15 @@ def in_a_function_with_its_own_derivative(q, k, v, data):
 
     attend.defvjp(lambda q, k, v: (attend(q, k, v), (q, k, v)), lambda saved, g: (g, *saved[1:]))
     return attend(q, k, v)
+
+
+@other("inside shard_map, which is not looked into")
+def in_a_shard_map_with_collectives(q, k, v, data):
+    """Its collectives name an axis, of which nothing that is traced outside of it knows."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    split = jax.sharding.PartitionSpec("data")
+
+    def attend(q, k, v):
+        return no_mask(q, *(jax.lax.all_gather(x, "data", tiled=True)[: len(q)] for x in (k, v)), data)
+
+    return jax.shard_map(jax.checkpoint(attend), mesh=mesh, in_specs=split, out_specs=split)(q, k, v)

@@ -63,6 +63,12 @@ def test_the_gradient_of_a_kernel_in_groups():
     np.testing.assert_allclose(got, 2 * want, rtol=1e-4)
 
 
+def test_the_largest_of_values_with_a_nan():
+    values = jnp.arange(8.0).at[5].set(jnp.nan)
+    sharded = jax.device_put(values, NamedSharding(mesh_of("8"), PartitionSpec("data")))
+    assert jnp.isnan(values.max()) and jax.jit(jnp.max)(sharded) == 7 and jax.jit(jnp.min)(sharded) == 0
+
+
 def test_the_gradient_of_kernels_that_are_mapped():
     kernel, x = jnp.ones((3, 3, 4, 4)), jnp.sin(jnp.arange(512.0)).reshape(8, 1, 4, 4, 4)
     dims = ("NHWC", "HWIO", "NHWC")

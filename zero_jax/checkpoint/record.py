@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
@@ -57,9 +58,10 @@ class CheckpointRemoved(CheckpointError):
     """A checkpoint that a run has deleted or saved again while it was read."""
 
     def __init__(self, path: epath.Path) -> None:
+        shared = ", or give all processes a folder that they share" if jax.process_count() > 1 else ""
         super().__init__(
             f"{path} was deleted, or saved again, while it was read: read again, or let the run that saves there keep "
-            "more checkpoints (keep_last)"
+            f"more checkpoints (keep_last){shared}"
         )
 
 

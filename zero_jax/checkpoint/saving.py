@@ -44,6 +44,7 @@ _CHECKPOINTERS: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 # Chunks are read completely, so they are small: another mesh should not read much more than its shards.
 _CHUNK_BYTES = 1 << 24
 _LEAST_CHUNK_BYTES = 1 << 13
+_SEEN_SECONDS = 60  # after which a network file system shows in one process what another has written
 
 
 @hinted
@@ -156,7 +157,30 @@ class Checkpointer(Report):
                 if _is_primary():
                     with contextlib.suppress(OSError):  # the save will fail of it, and log it
                         self._lock.take()
+            self._check_shared()
             self._turns = Turns(f"save {from_first_process(secrets.token_hex(8))}")
+
+    def _check_shared(self) -> None:
+        """Raises `ValueError` in all processes unless each sees in its folder what the first one wrote: the lock.
+
+        Each process writes its own shards. In folders of their own these would be no checkpoint.
+        """
+        if jax.process_count() == 1:
+            return
+        written, last = from_first_process(self._lock.seen), time.monotonic() + _SEEN_SECONDS
+
+        def other_folder(processes: object) -> ValueError:
+            return ValueError(
+                f"{self.directory}: process {processes} does not see what process 0 wrote there: all processes save "
+                "into one folder. Give all the same path on a file system that they share, or the URL of a bucket "
+                "(docs/clusters.md)"
+            )
+
+        with Agreement(other_folder):
+            while written and self._lock.seen() != written:
+                if time.monotonic() > last:
+                    raise other_folder(jax.process_index())
+                time.sleep(0.1)
 
     def save(
         self,

@@ -277,13 +277,23 @@ def _bounded(text: str) -> str:
 
 
 def _first_line(name: str, text: str, records: Mapping[int, Mapping[str, str]], turns: Turns) -> str:
-    """Returns the first line that differs between process 0 and the first process with another text."""
+    """Returns the first line that differs between process 0 and the first process with another text.
+
+    A long line is shown from the piece of it that differs.
+    """
     first = min(records)
     other = next(process for process in sorted(records) if records[process].get(name) != records[first].get(name))
     gives, lines = jax.process_index() in (first, other), text.splitlines()
-    hashes = [f"{zlib.crc32(line.encode()):08x}" for line in lines[:_MAX_LINES]]
-    given = turns.take("".join(hashes) if gives else None)
-    a, b = ([given[process][i : i + 8] for i in range(0, len(given[process]), 8)] for process in (first, other))
-    number = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+    def first_other(pieces: Sequence[str]) -> int:
+        hashes = [f"{zlib.crc32(piece.encode()):08x}" for piece in pieces[:_MAX_LINES]]
+        given = turns.take("".join(hashes) if gives else None)
+        a, b = ([given[process][i : i + 8] for i in range(0, len(given[process]), 8)] for process in (first, other))
+        return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+    number = first_other(lines)
     line = lines[number].strip() if number < len(lines) else "missing"
+    size = _MAX_VALUE // 3
+    start = size * first_other([line[i : i + size] for i in range(0, len(line), size)])
+    line = f"...{line[start - size :]}" if start > size else line
     return f"{name}, line {number + 1}, is {by_value(turns.take(_bounded(line) if gives else None))}"

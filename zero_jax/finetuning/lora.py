@@ -22,6 +22,7 @@ from zero_jax.finetuning.quantization import DEFAULT_BLOCK_SIZE, QuantizedWeight
 from zero_jax.finetuning.targets import Target, check_rules, find_targets, matching
 from zero_jax.libraries import with_parameters
 from zero_jax.sharding.mesh import axis_size
+from zero_jax.sharding.precision import wide
 from zero_jax.sharding.rules import user_specs
 from zero_jax.sharding.spec import Dims, checked_dims, partition_spec
 from zero_jax.training import LossFunction, MeshLoss, TrainState, key_parameter
@@ -154,13 +155,13 @@ class Lora:
     def _adapter(self, target: Target, leaf: Any, stored: Any, key: jax.Array) -> dict[str, Any]:
         shape = {side: [n for n, x in zip(leaf.shape, target.labels, strict=True) if x == side] for side in "sio"}
         key = jax.random.fold_in(key, zlib.crc32(target.path.encode()))
-        bound = 1 / math.sqrt(math.prod(shape["i"]))
+        bound, dtype = 1 / math.sqrt(math.prod(shape["i"])), wide(jax.dtypes.canonicalize_dtype(leaf.dtype))
         adapter = {
-            "a": jax.random.uniform(key, (*shape["s"], *shape["i"], self.rank), jnp.float32, -bound, bound),
-            "b": jnp.zeros((*shape["s"], self.rank, *shape["o"]), jnp.float32),
+            "a": jax.random.uniform(key, (*shape["s"], *shape["i"], self.rank), dtype, -bound, bound),
+            "b": jnp.zeros((*shape["s"], self.rank, *shape["o"]), dtype),
         }
         if self.dora:
-            base = dequantize(stored) if isinstance(stored, QuantizedWeight) else stored.astype(jnp.float32)
+            base = dequantize(stored) if isinstance(stored, QuantizedWeight) else stored.astype(dtype)
             ins = tuple(i for i, label in enumerate(target.labels) if label == "i")
             adapter["magnitude"] = jnp.linalg.norm(base, axis=ins, keepdims=False)
         return adapter
@@ -248,7 +249,8 @@ class Lora:
     def _leaves(self, adapters: Mapping[str, Any], base: PyTree) -> tuple[list[Any], Any]:
         """Returns the leaves of the params, with frozen ones as `Weight`s, and their tree."""
         nodes, tree = jax.tree_util.tree_flatten_with_path(base, is_leaf=_is_node)
-        dtypes = [x.dtype for x in jax.tree.leaves(adapters) if jnp.issubdtype(x.dtype, jnp.floating)]
+        factors = (x["a"] for x in adapters.values() if isinstance(x, Mapping))  # not what is trained as it is
+        dtype = next(factors).dtype
         named = {path_name(path): node for path, node in nodes}
         targets = self.targets({name: _shape_of(node, adapters.get(name)) for name, node in named.items()})
         leaves = []
@@ -256,7 +258,7 @@ class Lora:
             if isinstance(node, Trained):
                 leaves.append(adapters[name])
             elif isinstance(node, QuantizedWeight) or jnp.issubdtype(node.dtype, jnp.floating):
-                leaves.append(self._weight(name, node, targets.get(name), adapters.get(name), dtypes[0]))
+                leaves.append(self._weight(name, node, targets.get(name), adapters.get(name), dtype))
             else:
                 leaves.append(node)
         return leaves, tree

@@ -92,7 +92,10 @@ def flattened(
     out, the equations that `leaves` says stay calls.
     """
     opened, _ = open_jaxpr(jaxpr)
-    if not consts and not opened.effects and _can_be_written_out(opened, kinds):
+    # An effect may say by its number which input it is on. That of a collective, in a `jax.shard_map`, names an axis,
+    # which nothing that is traced outside of it knows.
+    written = all(type(effect).__name__ == "NamedAxisEffect" for effect in opened.effects)
+    if not consts and written and _can_be_written_out(opened, kinds):
         eqns, outvars = _written_out(opened, kinds, leaves)
         return with_results(jaxpr, outvars, eqns=eqns)
     return with_equations(jaxpr, inlining(kinds), consts)

@@ -57,8 +57,8 @@ class Metrics(Report):
         `ZeroConfig(noise_scale=True)`. `NoiseScale` makes the gradient noise scale of it. A part is a microbatch at
         stages 2 and 3, a device's share of one at stages 0 and 1.
       num_small_grads: parts with a weight above 0, `int32[]`; None where `small_grad_norm_sq` is.
-      weight: what the loss of a weighted evaluation is a mean over, such as a number of tokens; None where that is the
-        same for all batches of one size, and elsewhere.
+      weight: what the loss of a weighted evaluation is a mean over, `weight.count` tokens or such; None where that is
+        the same for all batches of one size, and elsewhere.
 
     Example:
       >>> _, metrics = step(state, batch)

@@ -99,6 +99,7 @@ class SameProgram:
             "the function": self.what,
             **releases(),
             "compiler options": sorted(step_options(self.mesh, self.config).values.items()),
+            **{name: x for name, x in vars(self.config).items() if isinstance(x, str | int | float | None)},
             **{f"batch leaf {name!r}": _shape(x) for name, x in leaves_by_name(batch).items()},
             **{f"the state's leaf {name!r}": _shape(x) for name, x in leaves_by_name(state).items()},
             **_values(state),
@@ -126,7 +127,9 @@ def check_same_init(jitted: Any, initial: PyTree, variables: PyTree, key: jax.Ar
     }
     facts |= {f"the leaf {name!r}": _shape(x) for name, x in leaves_by_name(initial).items()}
     facts["the state's key"] = _key_values(key)
-    text = program_text(jitted.lower(initial, key))
+    lowered = jitted.lower(initial, key)
+    facts |= {f"the state's leaf {name!r}": _shape(x) for name, x in leaves_by_name(lowered.out_info).items()}
+    text = program_text(lowered)
     what, turns = "the train state that they make", turns_of(processes)
     agree_on(what, facts, long_texts={"its program": text}, remedy=_SAME_VALUES, turns=turns)
 

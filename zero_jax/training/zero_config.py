@@ -228,6 +228,7 @@ class ZeroConfig:
         unfit = {
             "quantize": self.resolved_quantize(),
             "secondary": self.secondary,
+            "noise_scale": self.noise_scale,
             "offload": (offload := self.resolved_offload()) is not None and offload.what in ("all", "model_state"),
         }
         for name in (name for name, value in unfit.items() if value):

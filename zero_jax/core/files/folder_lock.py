@@ -62,6 +62,12 @@ class FolderLock:
             self._take_by_content(had_it)
         self._pid = os.getpid()
 
+    def seen(self) -> str:
+        """Returns the content of the file, or '' where there is none: it tells two folders of one path apart."""
+        with contextlib.suppress(OSError, ValueError):
+            return read_file(self.file, limit_bytes=_MAX_BYTES).decode(errors="replace")
+        return ""
+
     def check(self) -> None:
         """Raises as `take` would, without taking the lock; the file has to exist, and is removed if it is stale."""
         if not is_bucket(self.file):

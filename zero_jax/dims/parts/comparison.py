@@ -116,13 +116,13 @@ class TraceComparison:
                 a, b = np.asarray(whole), np.asarray(part)
             if a.shape == b.shape and np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
                 return dataclasses.replace(SAME, number=float(a) if not a.shape and a.dtype.kind in "biuf" else None)
-            if a.shape or b.shape or not float(a) or not float(b) / float(a) > 0:
-                return self.refused("sized")
+            ratio = complex(b) / complex(a) if not (a.shape or b.shape) and a else 0j
         except (TypeError, ValueError, RuntimeError):  # keys, and values of an outer trace
             return SAME if whole is part else self.refused("sized")
-        ratio = float(b) / float(a)
-        power = Fraction(round(2 * math.log(ratio) / math.log(self.num_parts)), 2)
-        near = power and math.isclose(ratio, self.num_parts ** float(power), rel_tol=1e-6)
+        if ratio.imag or not ratio.real > 0:
+            return self.refused("sized")
+        power = Fraction(round(2 * math.log(ratio.real) / math.log(self.num_parts)), 2)
+        near = power and math.isclose(ratio.real, self.num_parts ** float(power), rel_tol=1e-6)
         return Relation(kind=Kind.SAME, power=power) if near else self.refused("sized")
 
     # Equations.

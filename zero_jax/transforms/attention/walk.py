@@ -122,9 +122,9 @@ class AttentionSearch:
         within = at.inside(eqn, sub.length)
         return {id(jaxpr): self.body(*jaxprs.open_jaxpr(jaxpr), known, data, within) for jaxpr in inner}
 
-    def leave(self, eqn: Any, at: Site) -> None:
-        """Notes the cores in an equation that is not looked into."""
-        reason = f"it is inside {eqn.primitive.name}, which is not looked into"
+    def leave(self, eqn: Any, at: Site, reason: str = "") -> None:
+        """Notes the cores in an equation that is not looked into, and in those within it."""
+        reason = reason or f"it is inside {eqn.primitive.name}, which is not looked into"
         for inner in jaxprs.inner_jaxprs(eqn):
             jaxpr, _ = flatten(*jaxprs.open_jaxpr(inner))
             _, results = find_cores(Facts(jaxpr, ["value"] * len(jaxpr.invars)))
@@ -132,6 +132,7 @@ class AttentionSearch:
                 if results.intersection(result.outvars):
                     where = at.inside(eqn).inside(result).line
                     self.rows.append((AttentionRow(where=where, what="", times=at.times, reason=reason), None))
+                self.leave(result, at.inside(eqn), reason)
 
 
 def flatten(jaxpr: Any, consts: Sequence[Any]) -> tuple[Any, Sequence[Any]]:

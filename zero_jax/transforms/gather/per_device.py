@@ -260,7 +260,7 @@ class DeviceSum:
         codes = lax.optimization_barrier(self.coding.encode(x))  # the error is that of what is sent
         codes = [lax.with_sharding_constraint(part, here) for part in codes]
         sent = [lax.with_sharding_constraint(part, there) for part in codes]
-        error = (x - self.coding.decode(codes, x.dtype)).reshape(error.shape)
+        error = (x - self.coding.decode(codes, x.dtype)).reshape(error.shape).astype(error.dtype)
         return self.coding.decode(sent, x.dtype), error
 
     def _sum_quantized(
@@ -281,8 +281,8 @@ class DeviceSum:
         def add_to_part(error: jax.Array, lost: jax.Array) -> jax.Array:
             lost = jnp.expand_dims(lost, place)
             is_cut = [False] * len(left) + [axis in dim for dim in spread]
-            starts = [lax.axis_index(axis) * size if cut else 0 for size, cut in zip(lost.shape, is_cut, strict=True)]
-            part = lax.dynamic_slice(error, starts, lost.shape) + lost
+            starts = [lax.axis_index(axis) * (size * cut) for size, cut in zip(lost.shape, is_cut, strict=True)]
+            part = lax.dynamic_slice(error, starts, lost.shape) + lost.astype(error.dtype)
             return lax.dynamic_update_slice(error, part, starts)
 
         # What is lost of a part of the sum is added to the error of the device that sent it: nothing moves.

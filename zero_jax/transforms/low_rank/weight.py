@@ -18,6 +18,7 @@ from jax import lax
 from zero_jax.dims import reshape_groups
 from zero_jax.program.jaxprs import bind, source_context
 from zero_jax.program.walk import Deferred
+from zero_jax.sharding.precision import wide
 
 STACK, IN, OUT = "s", "i", "o"
 
@@ -135,10 +136,10 @@ class Weight(Deferred):
         """Returns DoRA's factor of each output, `[*stack, *out]`; no gradient goes through the norm (section 4.3)."""
         norm = lax.stop_gradient(jnp.linalg.norm(self._sum(), axis=tuple(self.places(IN)), keepdims=False))
         magnitude = self._moved(self.factors[2], STACK + OUT)
-        return magnitude.astype(jnp.float32) / norm
+        return magnitude.astype(norm.dtype) / norm
 
     def merged(self) -> jax.Array:
-        """Returns the weight with its update, in float32 before the cast."""
+        """Returns the weight with its update, in float32 or wider before the cast."""
         if not self.factors:
             return self.base()
         total = self._sum()
@@ -147,8 +148,8 @@ class Weight(Deferred):
         return total.astype(self.dtype)
 
     def _sum(self) -> jax.Array:
-        base = self._moved(self.build(*self.roots), "sio").astype(jnp.float32)
-        return base + self.update(jnp.float32)
+        dtype = wide(self.dtype)
+        return self._moved(self.build(*self.roots), "sio").astype(dtype) + self.update(dtype)
 
     def _moved(self, array: jax.Array, keep: str) -> jax.Array:
         for move in self.moves:

@@ -260,6 +260,15 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes) -> Any:
     return jaxprs.with_results(closed, outvars, eqns=jaxprs.without_dead_code(closed).eqns)
 
 
+def _read_for(result: Any, eqns: Sequence[Any]) -> set[Any]:
+    """Returns a result, and the variables that equations read for it."""
+    needed = {result}
+    for eqn in reversed(eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            needed.update(jaxprs.variables(eqn))
+    return needed
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _End:
     """The end of a loss, behind the sums over microbatches.
@@ -297,9 +306,9 @@ class _End:
             if not made or (len(own) == len(made) and late.isdisjoint(reads)):
                 roles.update(own)
             elif any(x in roles and roles[x].is_rows for x in reads):
-                raise CannotCut(
-                    f"the loss is not made of those of microbatches: {why if not own else 'examples are read'}"
-                )
+                is_aux = _read_for(whole.outvars[0], whole.eqns).isdisjoint(eqn.outvars)
+                what = "an entry of aux is" if is_aux else "the loss is"
+                raise CannotCut(f"{what} not made of those of microbatches: {why if not own else 'examples are read'}")
             else:
                 late.update(made)
                 eqns.append(eqn)
@@ -309,10 +318,7 @@ class _End:
         for x in results:
             if roles[x].power and x.aval.dtype.kind in "iub":
                 raise CannotCut("what loss_fn returns is a mean of whole numbers over the examples")
-        needed = {whole.outvars[0]}
-        for eqn in reversed(eqns):
-            if not needed.isdisjoint(eqn.outvars):
-                needed.update(jaxprs.variables(eqn))
+        needed = _read_for(whole.outvars[0], eqns)
         summed = [x for x in results if x in needed and is_float(x.aval)]
         return cls(whole=whole, eqns=eqns, results=results, roles=[roles[x] for x in results], summed=summed)
 

@@ -148,7 +148,8 @@ def why_no_layers(traced: Traced) -> str:
             f"{'; '.join(differing)}: let all layers do the same, with numbers or masks of their own where they "
             "differ, or scan over groups of layers that are equal"
         )
-    return ""
+    mapped = (eqn for eqn in facts.jaxpr.eqns if eqn.primitive.name == "shard_map")
+    return "; ".join(f"what is in the jax.shard_map at {line_of(eqn)} is not looked into" for eqn in mapped)
 
 
 def _shared_layers(facts: Facts) -> Iterator[str]:

@@ -296,16 +296,9 @@ class _Rows(Rewriting):
         return id(eqn) in self.products
 
     def changed(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
-        operand, features = _product_of(eqn) or (0, 0)
-        if eqn.params["dimension_numbers"][1][0]:  # for its cotangent, of which rows of all experts are gathered
-            values = [self.in_rows(x, 0, x.ndim - 1) if i == operand else x for i, x in enumerate(values)]
-        (made,) = bind(eqn, values)
-        return [self.in_rows(made, self.products[id(eqn)], features)]
-
-    def in_rows(self, x: Any, examples: int, features: int) -> Any:
-        """Returns a value laid out with the examples first and the features last."""
-        others = [dim for dim in range(x.ndim) if dim not in (examples, features)]
-        return rows_p.bind(x, mesh=self.mesh, axes=self.axes, order=(examples, *others, features))
+        (made,), (_, features), examples = bind(eqn, values), _product_of(eqn) or (0, 0), self.products[id(eqn)]
+        others = [dim for dim in range(made.ndim) if dim not in (examples, features)]
+        return [rows_p.bind(made, mesh=self.mesh, axes=self.axes, order=(examples, *others, features))]
 
 
 def _in_rows(x: jax.Array, *, mesh: Mesh, axes: tuple[str, ...], order: tuple[int, ...]) -> jax.Array:

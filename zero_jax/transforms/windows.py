@@ -219,12 +219,12 @@ def wants_rows(mesh: Mesh) -> bool:
     return hardware is not None and hardware.name in _IN_ROWS
 
 
-def features_in_rows(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) -> LossProgram:
+def features_in_rows(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes, of_experts: bool = True) -> LossProgram:
     """Transforms `loss_fn(params, batch, ...)` so that what products with weights make is laid out in rows.
 
     The result computes the same values and has the same derivatives. Only products of `[B, ..., F]` by `[F, G]`, and of
-    `[B, E, ..., F]` by `[E, F, G]`, change, of examples along B and with a multiple of 128 features, on a mesh without
-    axes beside those of the batch.
+    `[B, E, ..., F]` by `[E, F, G]` (unless not `of_experts`), change, of examples along B and with a multiple of 128
+    features, on a mesh without axes beside those of the batch.
     """
 
     def in_rows(traced: Traced) -> Traced:
@@ -233,7 +233,7 @@ def features_in_rows(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) -> 
         if is_manual or all(_product_of(eqn) is None for eqn in equations(closed, skip=MANUAL)):
             return traced.rewritten(closed)
         states += [0 if var.aval.ndim else FREE for var in open_jaxpr(closed)[0].invars[traced.num_params :]]
-        features = _Features(mesh, axes)
+        features = _Features(mesh, axes, of_experts)
         features.run(closed, states)
         return traced.rewritten(_Rows(mesh, axes, features.of_examples).rewritten(closed))
 
@@ -264,8 +264,9 @@ class _Features(Examples):
     Each has the dim of the result that they are along.
     """
 
-    def __init__(self, mesh: Mesh, axes: Axes):
+    def __init__(self, mesh: Mesh, axes: Axes, of_experts: bool):
         super().__init__(mesh, axes)
+        self.of_experts = of_experts
         self.states: dict[int, tuple[State, State]] = {}
 
     def constant(self, atom: Any) -> State:
@@ -274,7 +275,8 @@ class _Features(Examples):
 
     def operation(self, eqn: Any, operands: list[State]) -> list[State]:
         made = super().operation(eqn, operands)
-        if (product := _product_of(eqn)) is not None:
+        product = _product_of(eqn)
+        if product is not None and (self.of_experts or not eqn.params["dimension_numbers"][1][0]):
             new = operands[product[0]], made[0]
             old = self.states.get(id(eqn), new)
             self.states[id(eqn)] = self.join(new[0], old[0]), self.join(new[1], old[1])

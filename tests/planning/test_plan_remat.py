@@ -17,6 +17,7 @@ from zero_jax.planning import report as plan_report
 from zero_jax.sharding.topology import HARDWARE
 from zero_jax.training import MEMORY_ROOM
 from zero_jax.transforms import resolve_remat
+from zero_jax.transforms.remat.choice import ValueBudget, ValueChoice, ValueRow
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
 pytestmark = pytest.mark.tpu_compiler
@@ -106,6 +107,16 @@ def test_what_the_first_program_leaves_is_filled_on_demand(monkeypatch):
     assert filled.fits and filled.needed_bytes > first.needed_bytes and len(compiled) == 2
     smaller, compiled = reported(monkeypatch, make_job(), 14e9, fills=False)  # too large at first
     assert smaller.fits and len(compiled) == 2
+
+
+@pytest.mark.parametrize(
+    ("place", "host_seconds", "is_filled"),
+    [("", 0.0, True), ("offloaded", 1.0, True), ("offloaded", 0.0, False), ("device", 1.0, False)],
+)
+def test_what_gains_by_more_memory_is_recomputed_or_waits_for_the_host(place, host_seconds, is_filled):
+    row = ValueRow(value="input", num_bytes=1e9, host_seconds=host_seconds, place=place)
+    values = ValueChoice(budget=ValueBudget(device_bytes=1e9), rows=(row,))
+    assert (process._slack(Compiled(zero.ZeroConfig(), 5e9), values) > 0) == is_filled
 
 
 def test_a_budget_that_is_given_is_not_corrected(monkeypatch):

@@ -154,6 +154,27 @@ def test_collectives_over_all_of_a_plane_are_native(topology, overlap):
 
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
+    ("overlap", "shape", "dims"),
+    [
+        (True, (512, 1024), (("data",), ())),
+        pytest.param(False, (1024, 512), ((), ("data",)), marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_of_few_rows_are_reduce_scattered_on_chips_of_two_devices(overlap, shape, dims):
+    """To four rows a device XLA all-reduces; over all but the cores of a chip there are eight, a tile."""
+    pytest.importorskip("libtpu")
+    mesh = zero.make_mesh(topology="tpu7x:4x4x4")
+    options = zero.compiler_options(mesh=mesh, config=zero.ZeroConfig(overlap=overlap))
+    x, y = (jax.ShapeDtypeStruct((32 * mesh.size, n), jnp.bfloat16, sharding=zero.batch_sharding(mesh)) for n in shape)
+    chain = scattering(mesh, dims, ("data",), shape=shape)
+    grads = jax.jit(lambda x, y: reshard(x.T @ y, forward=chain, backward=Chain()), compiler_options=options)
+    found = hlo.collectives(grads.lower(x, y).compile().as_text())
+    assert sum(c.total_sent_bytes for c in found) == pytest.approx(2 * math.prod(shape), rel=1e-2)
+    assert {c.kind for c in found if c.group_size > 2} == {"reduce-scatter"}
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize(
     ("topology", "dims", "shape"),
     [
         ("v5p:4x4x4", (("data_0", "data_1"), ("data_2",)), (4096, 50304)),

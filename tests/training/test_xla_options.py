@@ -84,17 +84,20 @@ def test_a_step_that_writes_by_index_in_no_loop_keeps_the_pass():
 
 
 def test_overlap_is_one_switch():
-    for name in ("v5p", "h100", "b200", "tpu7x"):
+    for name in ("v5p", "h100", "b200"):
         assert wanted(device(name))
         assert wanted(device(name), **OFF) == {}
 
 
-def test_what_collectives_of_a_plane_rest_on_is_no_part_of_overlap():
+@pytest.mark.parametrize(
+    ("hardware", "name"),
+    [("v6e", "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter"), ("tpu7x", "xla_shardy_options")],
+)
+def test_what_steps_of_collectives_rest_on_is_no_part_of_overlap(hardware, name):
     """Without it they send twice as much; a config that names an option has the last word."""
-    on, off = wanted(device("v6e")), wanted(device("v6e"), **OFF)
-    name = "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter"
-    assert off.items() < on.items() and off[name] is True
-    assert name not in wanted(device("v6e"), compiler_options={name: None})
+    on, off = wanted(device(hardware)), wanted(device(hardware), **OFF)
+    assert off.items() < on.items() and off[name]
+    assert name not in wanted(device(hardware), compiler_options={name: None})
     assert name not in wanted(device("v5p"))
 
 

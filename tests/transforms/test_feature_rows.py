@@ -51,3 +51,21 @@ def test_other_products_stay_as_they_are(mesh, places_first):
     loss, params, h = loss_of(places_first=places_first)
     mesh = mesh_of(mesh)
     assert num_in_rows(features_in_rows(loss, mesh=mesh, axes=axes_of(mesh)), params, h) == 0
+
+
+def test_products_of_experts_are_in_rows_with_their_examples_first():
+    """Of `[B, E, C, F]` by `[E, F, G]`, whichever `einsum` has first."""
+    mesh, keys = mesh_of("4"), jax.random.split(jax.random.key(0), 3)
+    x, up, down = (
+        jax.random.normal(k, s) / 8 for k, s in zip(keys, [(8, 3, 4, 128), (3, 128, 256), (3, 256, 128)], strict=True)
+    )
+
+    def loss(params, x):
+        hidden = jnp.tanh(jnp.einsum("becf,efg->becg", x, params["up"]))
+        return jnp.square(jnp.einsum("egf,becg->becf", params["down"], hidden)).mean()
+
+    params, rows = {"up": up, "down": down}, features_in_rows(loss, mesh=mesh, axes=axes_of(mesh))
+    assert num_in_rows(rows, params, x) == 2
+    params, x = jax.device_put(params, NamedSharding(mesh, P())), jax.device_put(x, NamedSharding(mesh, P("data")))
+    expected, found = (jax.jit(jax.value_and_grad(fn, (0, 1)))(params, x) for fn in (loss, rows))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), found, expected)

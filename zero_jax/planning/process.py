@@ -115,8 +115,8 @@ def _slack(report: PlanReport, choice: ValueChoice) -> float:
     limit = (1 - _LEAST_ROOM) * report.usable_bytes
     needed = 1.1 * limit if report.needed_bytes is None else report.needed_bytes
     slack = limit - needed
-    waiting = (row.num_bytes for row in choice.rows if not row.place)
-    return slack if slack < 0 or any(size <= _USED_SLACK * slack for size in waiting) else 0.0
+    gaining = (row for row in choice.rows if not row.place or (row.place == "offloaded" and row.waited_seconds))
+    return slack if slack < 0 or any(row.num_bytes <= _USED_SLACK * slack for row in gaining) else 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

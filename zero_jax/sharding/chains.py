@@ -28,7 +28,17 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.program.jaxprs import define_tangents
-from zero_jax.sharding.spec import STAGED_FROM_NUM_CHIPS, Dims, carries, gather_steps, named, places_of, scatter_steps
+from zero_jax.sharding.spec import (
+    STAGED_FROM_NUM_CHIPS,
+    Dims,
+    carries,
+    gather_steps,
+    has_chips_of_several,
+    named,
+    num_shards,
+    places_of,
+    scatter_steps,
+)
 
 # `reshard` is linear: it moves an array through a chain of shardings, and its transpose moves the cotangent through
 # another chain. A primitive, not a `custom_vjp`, because forward mode must work too, and because a remat policy has to
@@ -113,6 +123,8 @@ mlir.register_lowering(reshard_p, mlir.lower_fun(_apply_chain, multiple_results=
 # XLA:TPU divides rows whose lanes are a multiple of the first over the rings of a torus, and lanes into shards of a
 # multiple of the second (docs/gather_on_use.md).
 _LANES_OF_ROWS, _LANES_OF_SHARDS = 512, 256
+# Chips of several devices (TPU7x) reduce-scatter to shards of at least so many rows at once; else it is an all-reduce.
+_ROWS_AT_ONCE = 8
 # Rows of more tiles of lanes than this XLA:TPU cuts into pieces, of at most so many.
 _TILE_LANES, _MOST_TILES, _MOST_PIECES = 128, 256, 16
 
@@ -132,12 +144,14 @@ def scattering(mesh: Mesh, dims: Dims, axes: Sequence[str], *, shape: Sequence[i
         is_odd = bool(shape) and shape[-1] % _LANES_OF_ROWS != 0 and shape[-2] % num_lanes == 0
         swapped = is_odd or not carries(tuple(before), axes)
     order = (*before[:-1], last, before[-1]) if swapped else dims
+    num_rows, num_lanes = shape[-2:] if before and shape else (0, 0)
+    num_rows, num_lanes = (num_lanes, num_rows) if swapped else (num_rows, num_lanes)
     if before and shape and places_of(mesh) is not None and not order[-1] and {*order[-2]} == {*axes}:
-        num_lanes = shape[-2] if swapped else shape[-1]
         if _is_all_reduced(num_lanes) and num_lanes % math.prod(mesh.shape[axis] for axis in axes) == 0:
-            shards = scatter_shardings(mesh, order, axes), named(mesh, (*order[:-2], (), order[-2]))
+            shards = scatter_shardings(mesh, order, axes, num_rows), named(mesh, (*order[:-2], (), order[-2]))
             return Chain((*shards[0], shards[1]), dtype=dtype, swapped=not swapped)
-    return Chain(scatter_shardings(mesh, order, axes), dtype=dtype, swapped=swapped)
+    num_rows = 0 if num_lanes % _LANES_OF_ROWS else num_rows  # such steps are no better than all at once
+    return Chain(scatter_shardings(mesh, order, axes, num_rows), dtype=dtype, swapped=swapped)
 
 
 def _is_all_reduced(num_lanes: int) -> bool:
@@ -155,9 +169,17 @@ def gather_shardings(mesh: Mesh, dims: Dims, axes: Sequence[str]) -> tuple[Named
     return tuple(named(fine, step) for step in gather_steps(fine_dims, fine_axes, fine))
 
 
-def scatter_shardings(mesh: Mesh, dims: Dims, axes: Sequence[str]) -> tuple[NamedSharding, ...]:
-    """Returns the shardings of a reduce-scatter over `axes` to `dims`, in native steps."""
+def scatter_shardings(mesh: Mesh, dims: Dims, axes: Sequence[str], num_rows: int = 0) -> tuple[NamedSharding, ...]:
+    """Returns the shardings of a reduce-scatter over `axes` to `dims`, in native steps.
+
+    Over chips of several devices all axes go at once; but minor ones, which would leave too few of the `num_rows` of
+    the last dim but one (0: not known), go last.
+    """
     fine, fine_dims, fine_axes = _split(mesh, dims, axes)
+    if has_chips_of_several(mesh):
+        states = [fine_dims, *gather_steps(fine_dims, fine_axes)][:-1]
+        native = [x for x in states if num_rows >= _ROWS_AT_ONCE * num_shards(fine, x[-2:-1])]
+        return (*(named(fine, x) for x in native[:1] if fine_dims not in native), named(mesh, dims))
     steps = scatter_steps(fine_dims, fine_axes, fine)
     return (*(named(fine, step) for step in steps[:-1]), named(mesh, dims))
 

@@ -98,9 +98,11 @@ def gather_steps(dims: Dims, axes: Sequence[str], mesh: Mesh | None = None) -> l
 
     The last two axes, which move the most, go at once if they shard the same dim and are two dims of a 3-D torus, or
     those of a 2-D torus of TPU v6e: XLA:TPU has a native gather over two, which uses the links of both. The mesh's
-    devices decide.
+    devices decide. On chips of several devices (TPU7x) all axes go at once.
     """
     steps, start = [], dims
+    if has_chips_of_several(mesh):
+        return [without(dims, axes)] if carries(dims, axes) else []
     while minor := [(axes.index(dim[-1]), i) for i, dim in enumerate(dims) if dim and dim[-1] in axes]:
         _, i = max(minor)
         dims = (*dims[:i], dims[i][:-1], *dims[i + 1 :])
@@ -121,13 +123,19 @@ def _joined(start: Dims, steps: list[Dims], mesh: Mesh | None) -> list[Dims]:
 def _is_plane(mesh: Mesh | None, axes: Sequence[str]) -> bool:
     """Returns whether mesh axes are two dims of a torus that XLA:TPU gathers over at once."""
     places = places_of(mesh)
-    if mesh is None or places is None or np.ptp(places[:, 3]):
+    if mesh is None or places is None:
         return False
     if not (np.ptp(places[:, :3], axis=0).all() or _is_planar(mesh)):
         return False
     grid = places[:, :3].reshape(*mesh.devices.shape, 3)
     moved = [np.flatnonzero(np.ptp(grid, axis=mesh.axis_names.index(axis)).reshape(-1, 3).any(axis=0)) for axis in axes]
     return all(len(dims) == 1 for dims in moved) and len({int(dims[0]) for dims in moved}) == len(axes) < 3
+
+
+def has_chips_of_several(mesh: Mesh | None) -> bool:
+    """Returns whether a mesh has several devices of one chip, as of TPU7x."""
+    places = places_of(mesh)
+    return places is not None and bool(np.ptp(places[:, 3]))
 
 
 def _is_planar(mesh: Mesh) -> bool:

@@ -87,14 +87,19 @@ _SPARSE_CORE = (
 # A gather over a whole slice is native, as one operation, with this.
 _NATIVE_GATHERS = _option("xla_tpu_prefer_async_allgather_to_allreduce", True,
                           "a gather over a whole slice is no all-reduce, which sends twice as much")  # fmt: skip
-# What collectives over both dims of a torus rest on (`sharding/spec.py`), with `overlap` or without: else
+# What the steps of collectives rest on (`sharding/spec.py`, `chains.py`), with `overlap` or without: else
 # reduce-scatters, and gathers of little, are all-reduces, which send twice as much.
-_PLANAR: Mapping[str, tuple[CompilerOption, ...]] = {
+_STEPS: Mapping[str, tuple[CompilerOption, ...]] = {
     "v6e": (
         *_SPARSE_CORE_COLLECTIVES,
         _option("xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter", True,
                 "reduce-scatters over both dims of the torus run there, too"),
         _NATIVE_GATHERS,
+    ),
+    # XLA of TPU7x makes one collective of the steps, without a look at what is native.
+    "tpu7x": (
+        _option("xla_shardy_options", "enable_explicit_collectives:false",
+                "reduce-scatters to few rows go in steps, not as all-reduces, which send twice as much"),
     ),
 }  # fmt: skip
 _COMBINED_GPU_BYTES = 2**30
@@ -208,7 +213,7 @@ def wanted_options(
     """
     options = {option.name: option for option in _defaults(device, is_one_host)} if config.overlap else {}
     hardware = hardware_of(device)
-    options |= {option.name: option for option in _PLANAR.get(hardware.name if hardware else "", ())}
+    options |= {option.name: option for option in _STEPS.get(hardware.name if hardware else "", ())}
     for name in {name for flags in _flags(environment) for name in flags} if options else ():
         options.pop(name, None)
         options.pop(name.removeprefix("no"), None)  # --noxla_option is --xla_option=false

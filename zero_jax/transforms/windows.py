@@ -219,64 +219,97 @@ def wants_rows(mesh: Mesh) -> bool:
     return hardware is not None and hardware.name in _IN_ROWS
 
 
-def features_in_rows(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) -> LossProgram:
+def features_in_rows(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes, of_experts: bool = True) -> LossProgram:
     """Transforms `loss_fn(params, batch, ...)` so that what products with weights make is laid out in rows.
 
-    The result computes the same values and has the same derivatives. Only products of `[B, ..., F]` by `[F, G]` change,
-    of examples along B and with a multiple of 128 features, on a mesh without axes beside those of the batch.
+    The result computes the same values and has the same derivatives. Only products of `[B, ..., F]` by `[F, G]`, and of
+    `[B, E, ..., F]` by `[E, F, G]` (unless not `of_experts`), change, of examples along B and with a multiple of 128
+    features, on a mesh without axes beside those of the batch.
     """
 
     def in_rows(traced: Traced) -> Traced:
         closed, states = traced.closed, [FREE] * traced.num_params
         is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)  # each device has its own values already
-        if is_manual or not any(map(_is_product, equations(closed, skip=MANUAL))):
+        if is_manual or all(_product_of(eqn) is None for eqn in equations(closed, skip=MANUAL)):
             return traced.rewritten(closed)
         states += [0 if var.aval.ndim else FREE for var in open_jaxpr(closed)[0].invars[traced.num_params :]]
-        features = _Features(mesh, axes)
+        features = _Features(mesh, axes, of_experts)
         features.run(closed, states)
-        of_examples = {key for key, operands in features.operands.items() if operands[0] == 0}
-        return traced.rewritten(_Rows(mesh, axes, of_examples).rewritten(closed))
+        return traced.rewritten(_Rows(mesh, axes, features.of_examples).rewritten(closed))
 
     program = LossProgram.of(loss_fn)
     return program.then(in_rows) if axes.size_beside_batch(mesh) == 1 else program
 
 
-def _is_product(eqn: Any) -> bool:
-    """Tells whether an equation is a product of `[B, ..., F]` by `[F, G]`."""
+def _product_of(eqn: Any) -> tuple[int, int] | None:
+    """Returns the operand and the dim of the result that have features, of a product by weights; else None.
+
+    It is one of `[B, ..., F]` by `[F, G]`, or of `[B, E, ..., F]` by `[E, F, G]`, in this order or the other.
+    """
     if eqn.primitive.name != "dot_general":
-        return False
-    left, right = (atom.aval for atom in eqn.invars)
-    (contracted, _), (batched, _) = eqn.params["dimension_numbers"]
-    is_last = right.ndim == 2 and left.ndim > 2 and tuple(contracted) == (left.ndim - 1,) and not batched
-    return is_last and eqn.outvars[0].aval.shape[-1] % _LANES == 0
+        return None
+    contracted, (batched, _) = eqn.params["dimension_numbers"]
+    result = eqn.outvars[0].aval
+    for operand, features in ((0, result.ndim - 1), (1, 1))[: 1 + len(batched)]:
+        values, weights = eqn.invars[operand].aval, eqn.invars[1 - operand].aval
+        is_last = tuple(contracted[operand]) == (values.ndim - 1,) and len(batched) < 2
+        if is_last and weights.ndim == 2 + len(batched) < values.ndim:
+            return (operand, features) if result.shape[features] % _LANES == 0 else None
+    return None
 
 
 class _Features(Examples):
-    """Finds where values have their examples; constants are rarely a batch, whose layout would only cost time."""
+    """Finds in `of_examples`, by `id`, the products that have examples along their first dim, wherever they are run.
+
+    Each has the dim of the result that they are along.
+    """
+
+    def __init__(self, mesh: Mesh, axes: Axes, of_experts: bool):
+        super().__init__(mesh, axes)
+        self.of_experts = of_experts
+        self.states: dict[int, tuple[State, State]] = {}
 
     def constant(self, atom: Any) -> State:
+        """Returns the state of a constant: rarely a batch, whose layout would only cost time."""
         return FREE
+
+    def operation(self, eqn: Any, operands: list[State]) -> list[State]:
+        made = super().operation(eqn, operands)
+        product = _product_of(eqn)
+        if product is not None and (self.of_experts or not eqn.params["dimension_numbers"][1][0]):
+            new = operands[product[0]], made[0]
+            old = self.states.get(id(eqn), new)
+            self.states[id(eqn)] = self.join(new[0], old[0]), self.join(new[1], old[1])
+        return made
+
+    @property
+    def of_examples(self) -> dict[int, int]:
+        return {key: dim for key, (first, dim) in self.states.items() if first == 0 and isinstance(dim, int)}
 
 
 class _Rows(Rewriting):
-    """Evaluates equations, the products whose first operand has examples along its first dim with a layout."""
+    """Evaluates equations, some products with a layout."""
 
-    def __init__(self, mesh: Mesh, axes: Axes, of_examples: set[int]):
+    def __init__(self, mesh: Mesh, axes: Axes, products: dict[int, int]):
         super().__init__()
-        self.mesh, self.axes, self.of_examples = mesh, axes.batch, of_examples
+        self.mesh, self.axes, self.products = mesh, axes.batch, products
 
     def changes(self, eqn: Any) -> bool:
-        return id(eqn) in self.of_examples and _is_product(eqn)
+        return id(eqn) in self.products
 
     def changed(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
-        (made,) = bind(eqn, values)
-        return [rows_p.bind(made, mesh=self.mesh, axes=self.axes)]
+        (made,), (_, features), examples = bind(eqn, values), _product_of(eqn) or (0, 0), self.products[id(eqn)]
+        others = [dim for dim in range(made.ndim) if dim not in (examples, features)]
+        return [rows_p.bind(made, mesh=self.mesh, axes=self.axes, order=(examples, *others, features))]
 
 
-def _in_rows(x: jax.Array, *, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
-    """Returns a value in the layout of rows, each device its own examples: XLA would gather what is constrained."""
-    spec = PartitionSpec(axes or None, *[None] * (x.ndim - 1))
-    rows = functools.partial(with_layout_constraint, layouts=Layout(tuple(range(x.ndim))))
+def _in_rows(x: jax.Array, *, mesh: Mesh, axes: tuple[str, ...], order: tuple[int, ...]) -> jax.Array:
+    """Returns a value laid out in an order of dims, each device its own examples: XLA would gather what is constrained.
+
+    The examples are along the first dim of the order.
+    """
+    spec = PartitionSpec(*[None] * order[0], axes or None)
+    rows = functools.partial(with_layout_constraint, layouts=Layout(order))
     if mesh.size == 1:
         return rows(x)
     return jax.shard_map(rows, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)

@@ -34,12 +34,16 @@ sum_of.defvjp(
 )
 
 
+# Evaluates a function of each part of mapped arrays: the result is as the first of them.
+OfEach = Callable[..., jax.Array]
+
+
 @functools.cache
-def _added_at(dim: int) -> Callable[..., jax.Array]:
+def _added_at(dim: int, of_each: OfEach | None = None) -> Callable[..., jax.Array]:
     """Returns a function that adds an array to a sum, at an index of a dim.
 
     XLA adds in place, where the array is made. Of an update by index `jax.vmap` makes a scatter: XLA:TPU copies the
-    old slice for it, and reads it twice.
+    old slice for it, and reads it twice. An index of each part of a mapped sum is left to `of_each`.
     """
 
     @jax.custom_batching.custom_vmap
@@ -50,19 +54,21 @@ def _added_at(dim: int) -> Callable[..., jax.Array]:
 
     @add.def_vmap
     def mapped(size: int, is_mapped: list[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:
-        each = zip(operands, is_mapped, strict=True)
-        sums, x, number = (x if flag else jnp.broadcast_to(x, (size, *x.shape)) for x, flag in each)
+        each = zip(operands[:2], is_mapped, strict=False)
+        sums, x = (x if flag else jnp.broadcast_to(x, (size, *x.shape)) for x, flag in each)
         if not is_mapped[2]:
-            return _added_at(dim + 1)(sums, x, operands[2]), True
-        at_one = lambda old, x, i: lax.dynamic_index_in_dim(old, i, dim, keepdims=False) + x  # noqa: E731
-        put = lambda old, x, i: lax.dynamic_update_index_in_dim(old, at_one(old, x, i), i, dim)  # noqa: E731
-        return jax.vmap(put)(sums, x, number), True
+            return _added_at(dim + 1, of_each)(sums, x, operands[2]), True
+        assert of_each is not None
+        own = lambda sums, x, numbers: _added_at(dim + 1)(sums, x, numbers[0])  # noqa: E731
+        return of_each(own, sums, x, operands[2]), True
 
     return add
 
 
-@jax.custom_vjp
-def added_to(sums: jax.Array, x: jax.Array, number: jax.Array, is_own: Any, share: Any = None) -> tuple[Any, Any, Any]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def added_to(
+    sums: jax.Array, x: jax.Array, number: jax.Array, is_own: Any, share: Any = None, of_each: OfEach | None = None
+) -> tuple[Any, Any, Any]:
     """Returns a sum `[layers, ...]` and the param `x` of a layer, whose gradient is added to that of the sum.
 
     Args:
@@ -72,19 +78,20 @@ def added_to(sums: jax.Array, x: jax.Array, number: jax.Array, is_own: Any, shar
       is_own: whether there is a microbatch. Of none there is no gradient: derivatives may be infinite then.
       share: a scalar, which is returned, too. Its cotangent is what gradients are multiplied by; where that is 0 there
         is none. So the backward pass may know what the forward pass did not: the weight of a microbatch.
+      of_each: evaluates a function of each part of arrays that are mapped, if `number` is.
     """
     return sums, x, share
 
 
-def _backward(places: tuple[Any, Any], cotangents: tuple[Any, Any, Any]) -> tuple[Any, ...]:
+def _backward(of_each: OfEach | None, places: tuple[Any, Any], cotangents: tuple[Any, Any, Any]) -> tuple[Any, ...]:
     (number, is_own), (sums, own, share) = places, cotangents
     added = jnp.where(is_own, own, jnp.zeros_like(own)).astype(sums.dtype)
     if share is not None:
         added = jnp.where(share == 0, 0, share * added).astype(sums.dtype)
-    return _added_at(0)(sums, added, number), None, None, None, share
+    return _added_at(0, of_each)(sums, added, number), None, None, None, share
 
 
-added_to.defvjp(lambda sums, x, number, is_own, share=None: ((sums, x, share), (number, is_own)), _backward)
+added_to.defvjp(lambda sums, x, number, is_own, share, _: ((sums, x, share), (number, is_own)), _backward)
 
 
 class SummedStacks:

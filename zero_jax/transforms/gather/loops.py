@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import NamedSharding
 
 from zero_jax.core.device_put import default_layout
@@ -172,7 +173,10 @@ def _stack_of_stages(walk: Any, eqn: Any, value: Lazy | Value, place: StagePlace
     assert shard is not None
     stored = named(options.mesh, (place.pipe, (), *without(dims, options.axes.data))) if options.stored_whole else shard
     with gather_scope(root.path):
-        stack = place.stages(root.roots[0], loop.num_stages, loop.num_groups)
+        stack = root.roots[0]
+        if options.stored_whole and loop.num_groups > 1:  # each device sends its part of a group
+            stack = lax.with_sharding_constraint(stack, named(options.mesh, root.shard))
+        stack = place.stages(stack, loop.num_stages, loop.num_groups)
         stack = reshard(stack, forward=Chain((stored,)), backward=Chain((shard,)))
     return dataclasses.replace(root, roots=(stack,), aval=root.aval.update(shape=root.aval.shape[1:]), dims=dims)
 

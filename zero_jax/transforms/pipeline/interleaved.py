@@ -111,7 +111,7 @@ class _InterleavedTicks:
         self.jaxpr, self.consts = jaxprs.open_jaxpr(program.jaxpr)
         self.num_shared, self.first_stack = program.num_shared, program.num_shared + program.num_rows
         self.dtypes = [x.dtype for x in operands]
-        self.layers: Any = LayersOfStage(self.loop, layer)
+        self.layers: Any = LayersOfStage(self.loop, place, layer)
         if self.loop.recompute:
             self.layers = jax.checkpoint(self.layers, prevent_cse=False)
         # What goes from stage to stage: carries, and what layers stack.

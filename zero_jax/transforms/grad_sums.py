@@ -39,30 +39,44 @@ OfEach = Callable[..., jax.Array]
 
 
 @functools.cache
-def _added_at(dim: int, of_each: OfEach | None = None) -> Callable[..., jax.Array]:
-    """Returns a function that adds an array to a sum, at an index of a dim.
+def _updated_at(dim: int, *, adds: bool, of_each: OfEach | None = None) -> Callable[..., jax.Array]:
+    """Returns a function that puts an array into another one at an index of a dim, or adds it to what is there.
 
     XLA adds in place, where the array is made. Of an update by index `jax.vmap` makes a scatter: XLA:TPU copies the
-    old slice for it, and reads it twice. An index of each part of a mapped sum is left to `of_each`.
+    old slice for it, and reads it twice. An index of each part of a mapped array is left to `of_each`.
     """
 
     @jax.custom_batching.custom_vmap
-    def add(sums: jax.Array, x: jax.Array, number: jax.Array) -> jax.Array:
-        starts = [number if i == dim else jnp.zeros_like(number) for i in range(sums.ndim)]
+    def update(array: jax.Array, x: jax.Array, number: jax.Array) -> jax.Array:
+        starts = [number if i == dim else jnp.zeros_like(number) for i in range(array.ndim)]
         x = jnp.expand_dims(x, dim)
-        return lax.dynamic_update_slice(sums, lax.dynamic_slice(sums, starts, x.shape) + x, starts)
+        return lax.dynamic_update_slice(array, lax.dynamic_slice(array, starts, x.shape) + x if adds else x, starts)
 
-    @add.def_vmap
+    @update.def_vmap
     def mapped(size: int, is_mapped: list[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:
         each = zip(operands[:2], is_mapped, strict=False)
-        sums, x = (x if flag else jnp.broadcast_to(x, (size, *x.shape)) for x, flag in each)
+        array, x = (x if flag else jnp.broadcast_to(x, (size, *x.shape)) for x, flag in each)
         if not is_mapped[2]:
-            return _added_at(dim + 1, of_each)(sums, x, operands[2]), True
+            return _updated_at(dim + 1, adds=adds, of_each=of_each)(array, x, operands[2]), True
         assert of_each is not None
-        own = lambda sums, x, numbers: _added_at(dim + 1)(sums, x, numbers[0])  # noqa: E731
-        return of_each(own, sums, x, operands[2]), True
+        own = lambda array, x, numbers: _updated_at(dim + 1, adds=adds)(array, x, numbers[0])  # noqa: E731
+        return of_each(own, array, x, operands[2]), True
 
-    return add
+    return update
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def put_at(array: jax.Array, x: jax.Array, number: jax.Array, dim: int) -> jax.Array:
+    """Returns an array with another slice at an index of a dim: in place, mapped or not."""
+    return _updated_at(dim, adds=False)(array, x, number)
+
+
+def _taken(dim: int, number: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    own = lax.dynamic_index_in_dim(cotangent, number, dim, keepdims=False)
+    return put_at(cotangent, jnp.zeros_like(own), number, dim), own, None
+
+
+put_at.defvjp(lambda array, x, number, dim: (put_at(array, x, number, dim), number), _taken)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -88,7 +102,7 @@ def _backward(of_each: OfEach | None, places: tuple[Any, Any], cotangents: tuple
     added = jnp.where(is_own, own, jnp.zeros_like(own)).astype(sums.dtype)
     if share is not None:
         added = jnp.where(share == 0, 0, share * added).astype(sums.dtype)
-    return _added_at(0, of_each)(sums, added, number), None, None, None, share
+    return _updated_at(0, adds=True, of_each=of_each)(sums, added, number), None, None, None, share
 
 
 added_to.defvjp(lambda sums, x, number, is_own, share, _: ((sums, x, share), (number, is_own)), _backward)

@@ -28,6 +28,7 @@ from zero_jax.program.evaluation import evaluate
 from zero_jax.program.passes import Dependence
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
+from zero_jax.transforms.grad_sums import put_at
 from zero_jax.transforms.pipeline.cut import Role
 from zero_jax.transforms.pipeline.loop import (
     Layer,
@@ -171,8 +172,7 @@ class _InterleavedTicks:
             made, new = mapped(self.stage, numbers, state, self.rows_of(numbers), self.operands)
             made = [self.pin(i, x) for i, x in enumerate(made)]
             after = [self.place.sent(x, self.pairs) for x in made]
-            put = lambda old, x: lax.dynamic_update_index_in_dim(old, x, t % self.num_kept, 0)  # noqa: E731
-            kept = [self.pin_kept(put(old, x)) for old, x in zip(kept, new, strict=True)]
+            kept = [self.pin_kept(put_at(old, x, t % self.num_kept, 0)) for old, x in zip(kept, new, strict=True)]
         if "b" in directions:
             with jax.named_scope(_BACKWARD):
                 cotangents, sums = self.backward_tick(t, made, kept, cotangents, sums)
@@ -405,7 +405,7 @@ class _InterleavedTicks:
             return at_stages(is_last, new, old)
         number = self.in_range(t - self.num_stages + 1)
         before = lax.dynamic_index_in_dim(old, number, 1, keepdims=False)
-        return lax.dynamic_update_index_in_dim(old, at_stages(is_last, new, before), number, 1)
+        return put_at(old, at_stages(is_last, new, before), number, 1)
 
     def result(self, role: Role, aval: Any, x: jax.Array) -> jax.Array:
         """Returns a result of the batch."""

@@ -66,9 +66,14 @@ def _updated_at(dim: int, *, adds: bool, of_each: OfEach | None = None) -> Calla
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _put_at(array: jax.Array, x: jax.Array, number: jax.Array, dim: int) -> jax.Array:
+    return _updated_at(dim, adds=False)(array, x, number)
+
+
 def put_at(array: jax.Array, x: jax.Array, number: jax.Array, dim: int) -> jax.Array:
     """Returns an array with another slice at an index of a dim: in place, mapped or not."""
-    return _updated_at(dim, adds=False)(array, x, number)
+    put: Any = _put_at
+    return put(array, x, number, dim)
 
 
 def _taken(dim: int, number: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None]:
@@ -76,7 +81,7 @@ def _taken(dim: int, number: jax.Array, cotangent: jax.Array) -> tuple[jax.Array
     return put_at(cotangent, jnp.zeros_like(own), number, dim), own, None
 
 
-put_at.defvjp(lambda array, x, number, dim: (put_at(array, x, number, dim), number), _taken)
+_put_at.defvjp(lambda array, x, number, dim: (put_at(array, x, number, dim), number), _taken)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -165,8 +170,9 @@ class SummedStacks:
 
         def body(before: Any, sliced: Any) -> Any:
             (carry, sums, share), (index, slices) = before, sliced
+            add: Any = added_to
             for number, place in numbers.items():
-                sums[number], slices[place], share = added_to(sums[number], slices[place], index, True, share)
+                sums[number], slices[place], share = add(sums[number], slices[place], index, True, share)
             results = evaluate(*open_jaxpr(sub.jaxpr), [*consts, *carry, *slices])
             return (results[: sub.num_carry], sums, share), results[sub.num_carry :]
 

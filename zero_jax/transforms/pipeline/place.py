@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax.core.tree import is_key
 from zero_jax.dims import is_float
 from zero_jax.program.jaxprs import define_tangents
-from zero_jax.sharding.spec import dims_of, named, without
+from zero_jax.sharding.spec import dims_of, gather_steps, named
 
 _FREE = PartitionSpec.UNCONSTRAINED
 
@@ -101,13 +101,14 @@ class StagePlace:
 
         Of a stack that is the same over the axes `copies` each device sends its part by a sharding.
         """
-        dims = dims_of(parts, stack.ndim)[1:]
+        dims = (self.pipe, (), *dims_of(parts, stack.ndim)[1:])
 
         @jax.custom_vjp
         def apart(stack: jax.Array) -> jax.Array:
             moved = self.stages(lax.with_sharding_constraint(stack, parts), num_stages, num_groups)
-            moved = lax.with_sharding_constraint(moved, named(self.mesh, (self.pipe, (), *dims)))
-            return lax.with_sharding_constraint(moved, named(self.mesh, (self.pipe, (), *without(dims, copies))))
+            for each in (dims, *gather_steps(dims, copies, self.mesh)):
+                moved = lax.with_sharding_constraint(moved, named(self.mesh, each))
+            return moved
 
         shape = stack.shape
         apart.defvjp(lambda stack: (apart(stack), None), lambda _, cotangent: (cotangent.reshape(shape),))

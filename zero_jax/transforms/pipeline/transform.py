@@ -283,7 +283,7 @@ class _StageWalk(Walk[None]):
 
     def stages(self, atom: Any, stack: Any, loop: LayerLoop) -> jax.Array:
         """Returns a stack as stages have it; notes how its gradient moves, if it does not by itself."""
-        number, moved = None if jaxprs.is_literal(atom) else self.params.get(atom), self.moved
+        number, moved = -1 if jaxprs.is_literal(atom) else self.params.get(atom, -1), self.moved
         groups = loop.num_stages, loop.num_groups
         if moved is None or number not in moved.parts or loop.num_groups == 1 or loop.num_places > loop.num_layers:
             return self.place.stages(stack, *groups)

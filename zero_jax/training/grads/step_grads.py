@@ -173,8 +173,8 @@ class _ScaledLoss:
         plan = self.judged.plan
         accumulator, numbers = self.accumulator(plan), self.pick(range(len(self.leaves)))
         leaves = zip(self.pick(jax.tree.leaves(self.placement.params)), accumulator.sums, strict=True)
-        parts = [(leaf.path, named(accumulator.mesh, grad_sum.dims)) for leaf, grad_sum in leaves]
-        moved = MovedGrads(parts=dict(zip(numbers, parts, strict=True)), copies=self.placement.axes.data)
+        own = dict(zip(numbers, ((leaf.path, grad_sum.dims) for leaf, grad_sum in leaves), strict=True))
+        moved = MovedGrads(parts=own, copies=self.placement.axes.data)
         try:
             out, grads, parts = self.of_plan(accumulator, moved)
         except NotImplementedError as error:
@@ -189,7 +189,8 @@ class _ScaledLoss:
             grads, errors = accumulator.reduce(grads, errors)
             for i, number in enumerate(numbers):
                 if number in moved.moves:
-                    grads[i] = lax.with_sharding_constraint(moved.moves[number](grads[i]), moved.parts[number][1])
+                    sharding = named(accumulator.mesh, accumulator.sums[i].dims)
+                    grads[i] = lax.with_sharding_constraint(moved.moves[number](grads[i]), sharding)
         self.judged.warn(accumulator.plan)
         return out, grads, parts, errors, accumulator.plan
 

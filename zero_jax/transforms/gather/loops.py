@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import NamedSharding
 
 from zero_jax.core.device_put import default_layout
@@ -22,7 +21,7 @@ from zero_jax.program.subcalls import Subcall
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.gather_names import gather_scope
 from zero_jax.sharding.mesh import axis_size
-from zero_jax.sharding.spec import Dims, dims_of, gather_steps, named, without
+from zero_jax.sharding.spec import Dims, gather_steps, named, without
 from zero_jax.transforms.blocks import num_bytes
 from zero_jax.transforms.gather.anchors import anchored
 from zero_jax.transforms.gather.deferred import Copies, Lazy, Value, as_it_is, gathering
@@ -171,14 +170,13 @@ def _stack_of_stages(walk: Any, eqn: Any, value: Lazy | Value, place: StagePlace
     root, options = value.as_root(), walk.options
     dims, shard = without(root.shard[1:], place.pipe), _grad_of_stages(walk, value, place)
     assert shard is not None
-    stored, stack = dims_of(shard, root.aval.ndim + 1), root.roots[0]
+    grouped, data, stack = loop.num_groups > 1, options.axes.data, root.roots[0]
     with gather_scope(root.path):
-        steps = [without(stored, options.axes.data if options.stored_whole else ())]
-        if options.stored_whole and loop.num_groups > 1:  # each device sends its part of a group
-            stack = lax.with_sharding_constraint(stack, named(options.mesh, root.shard))
-            steps = gather_steps(stored, options.axes.data, options.mesh) or steps
-        stack = place.stages(stack, loop.num_stages, loop.num_groups)
-        forward = Chain(tuple(named(options.mesh, each) for each in steps))
+        stack = place.stages(stack, loop.num_stages, loop.num_groups, dims if grouped else None)
+        stored = [without(dims, data) if options.stored_whole else dims]
+        if options.stored_whole and grouped:  # devices sent their shards
+            stored = gather_steps(dims, data, options.mesh) or stored
+        forward = Chain(tuple(named(options.mesh, (place.pipe, (), *each)) for each in stored))
         stack = reshard(stack, forward=forward, backward=Chain((shard,)))
     return dataclasses.replace(root, roots=(stack,), aval=root.aval.update(shape=root.aval.shape[1:]), dims=dims)
 

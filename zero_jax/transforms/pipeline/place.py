@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax.core.tree import is_key
 from zero_jax.dims import is_float
 from zero_jax.program.jaxprs import define_tangents
-from zero_jax.sharding.spec import dims_of, gather_steps, named
+from zero_jax.sharding.spec import Dims, gather_steps, named
 
 _FREE = PartitionSpec.UNCONSTRAINED
 
@@ -66,7 +66,7 @@ class StagePlace:
         take.def_vmap(lambda _, __, stack, numbers: (self.of_each(own, stack, numbers), True))
         return take(stack, number)
 
-    def stages(self, stack: jax.Array, num_stages: int, num_groups: int = 1) -> jax.Array:
+    def stages(self, stack: jax.Array, num_stages: int, num_groups: int = 1, dims: Dims | None = None) -> jax.Array:
         """Returns a stack `[layers, ...]` as `[stages, layers / stages, ...]`, a stage's groups one after another.
 
         Where layers do not divide, the last one is in the idle places behind it, too: zeros may be divided by. Stages
@@ -74,40 +74,43 @@ class StagePlace:
         stage `g % stages`: all but a part `1 / stages` moves there.
         """
         if is_key(stack):
-            moved = self.stages(jax.random.key_data(stack), num_stages, num_groups)
+            moved = self.stages(jax.random.key_data(stack), num_stages, num_groups, dims and (*dims, ()))
             return jax.random.wrap_key_data(moved, impl=jax.random.key_impl(stack))
         if num_idle := -stack.shape[0] % (num_stages * num_groups):
             stack = jnp.concatenate([stack, *[stack[-1:]] * num_idle])
-        x = self.pinned(stack.reshape(num_stages, stack.shape[0] // num_stages, *stack.shape[1:]), self.pipe)
+
+        def pinned(x: jax.Array) -> jax.Array:
+            spec = None if dims is None else named(self.mesh, (self.pipe, *[()] * (x.ndim - 1 - len(dims)), *dims))
+            return self.pinned_to(x, spec)
+
+        x = pinned(stack.reshape(num_stages, stack.shape[0] // num_stages, *stack.shape[1:]))
         if num_groups == 1:
             return x
-        groups = x.reshape(num_stages, num_groups, x.shape[1] // num_groups, *x.shape[2:])
-        made = [jnp.zeros_like(groups[:, 0])] * num_groups
+        groups = jnp.split(x, num_groups, axis=1)
+        made = [jnp.zeros_like(groups[0])] * num_groups
         for turn in range(num_groups):
             # The group that each stage sends in this turn: all of them to different stages.
             own = [(turn + s * math.gcd(num_stages, num_groups) // num_stages) % num_groups for s in range(num_stages)]
             places = [divmod(s * num_groups + i, num_stages) for s, i in enumerate(own)]
-            group = _chosen(own, [groups[:, i] for i in range(num_groups)])
-            moved = self.sent(self.pinned(group, self.pipe), ((s, target) for s, (_, target) in enumerate(places)))
+            moved = self.sent(pinned(_chosen(own, groups)), ((s, target) for s, (_, target) in enumerate(places)))
             number = dict((target, number) for number, target in places)
             here = [number[s] for s in range(num_stages)]
             made = [at_stages(np.equal(here, i), moved, x) for i, x in enumerate(made)]
-        return self.pinned(jnp.stack(made, 1).reshape(x.shape), self.pipe)
+        return pinned(jnp.concatenate(made, axis=1))
 
     def stages_apart(
-        self, stack: jax.Array, num_stages: int, num_groups: int, parts: NamedSharding, copies: tuple[str, ...]
+        self, stack: jax.Array, num_stages: int, num_groups: int, dims: Dims, copies: tuple[str, ...]
     ) -> jax.Array:
-        """Returns what `stages` does; its gradient stays where the layers run, for `moved_back` to move it.
+        """Returns what `stages` does, the same over the axes `copies`.
 
-        Of a stack that is the same over the axes `copies` each device sends its part by a sharding.
+        Its gradient stays where the layers run, for `moved_back` to move it.
         """
-        dims = (self.pipe, (), *dims_of(parts, stack.ndim)[1:])
 
         @jax.custom_vjp
         def apart(stack: jax.Array) -> jax.Array:
-            moved = self.stages(lax.with_sharding_constraint(stack, parts), num_stages, num_groups)
-            for each in (dims, *gather_steps(dims, copies, self.mesh)):
-                moved = lax.with_sharding_constraint(moved, named(self.mesh, each))
+            moved = self.stages(stack, num_stages, num_groups, dims)
+            for each in gather_steps(dims, copies, self.mesh):
+                moved = lax.with_sharding_constraint(moved, named(self.mesh, (self.pipe, (), *each)))
             return moved
 
         shape = stack.shape

@@ -21,6 +21,7 @@ from zero_jax.program.subcalls import Subcall, equations_of
 from zero_jax.program.walk import Walk
 from zero_jax.sharding.gather_names import gather_scope
 from zero_jax.sharding.mesh import Axes, axis_size
+from zero_jax.sharding.spec import Dims
 from zero_jax.transforms.pipeline.body import CannotCut
 from zero_jax.transforms.pipeline.cut import Cut, FoundLoop, LayerLoop, find_loops, layers_outside, pipeline_p
 from zero_jax.transforms.pipeline.interleaved import run_1f1b
@@ -229,13 +230,13 @@ class MovedGrads:
     """Gradients of groups of layers that stay in the stages which run these, until devices have summed theirs.
 
     Attributes:
-      parts: for each leaf of params, by its number, its path and the sharding of that sum: of the params, too, each
-        device sends its part to the stages.
+      parts: for each leaf of params, by its number, its path and the mesh axes of the dims of that sum: of the params,
+        too, each device sends its part to the stages.
       copies: the mesh axes over which devices have the same params.
       moves: what moves the sum of a leaf to where it is stored, of those that are to be moved.
     """
 
-    parts: Mapping[int, tuple[str, NamedSharding]]
+    parts: Mapping[int, tuple[str, Dims]]
     copies: tuple[str, ...]
     moves: dict[int, Callable[[jax.Array], jax.Array]] = dataclasses.field(default_factory=dict)
 
@@ -288,9 +289,9 @@ class _StageWalk(Walk[None]):
         if moved is None or number not in moved.parts or loop.num_groups == 1 or loop.num_places > loop.num_layers:
             return self.place.stages(stack, *groups)
         moved.moves[number] = lambda grad: self.place.moved_back(grad, *groups)
-        path, parts = moved.parts[number]
+        path, dims = moved.parts[number]
         with gather_scope(path):
-            return self.place.stages_apart(stack, *groups, parts, moved.copies)
+            return self.place.stages_apart(stack, *groups, dims[1:], moved.copies)
 
 
 def split_stages(

@@ -139,8 +139,10 @@ def staged(walk: Any, eqn: Any, values: Sequence[Lazy | Value], frame: Any) -> l
     mesh, axes = walk.options.mesh, walk.options.axes
     place = StagePlace(mesh=mesh, pipe=axes.pipe, batch=axes.of_stage.batch)
     loop, layers, others, stacks = split_stages(eqn, values)
-    others = [walk.before(x, eqn, "read by all stages") for x in others]
     shardings = [_grad_of_stages(walk, x, place) for x in stacks]
+    if isinstance(loop, MicrobatchProgram):
+        shardings = [*(_grad_of_stages(walk, x, place, is_stack=False) for x in others), *shardings]
+    others = [walk.before(x, eqn, "read by all stages") for x in others]
     stacks = [_stack_of_stages(walk, eqn, x, place, layers) for x in stacks]
     only = [value.params_only for value in others[: len(layers.consts)]]
     if isinstance(loop, MicrobatchProgram):
@@ -181,11 +183,17 @@ def _stack_of_stages(walk: Any, eqn: Any, value: Lazy | Value, place: StagePlace
     return dataclasses.replace(root, roots=(stack,), aval=root.aval.update(shape=root.aval.shape[1:]), dims=dims)
 
 
-def _grad_of_stages(walk: Any, value: Lazy | Value, place: StagePlace) -> NamedSharding | None:
-    """Returns the sharding of the gradient of a stack, `[stages, layers / stages, ...]`; None where it is open."""
+def _grad_of_stages(
+    walk: Any, value: Lazy | Value, place: StagePlace, *, is_stack: bool = True
+) -> NamedSharding | None:
+    """Returns the sharding of the gradients that stages have of a param; None where it is open.
+
+    They are `[stages, ...]`; of a stack `[stages, layers / stages, ...]`.
+    """
     if not isinstance(value, Lazy) or value.dims is None:
         return None
-    return named(walk.options.mesh, (place.pipe, (), *without(value.as_root().shard[1:], place.pipe)))
+    dims = without(value.as_root().shard, place.pipe)
+    return named(walk.options.mesh, (place.pipe, *(((), *dims[1:]) if is_stack else dims)))
 
 
 def _of_stage(walk: Any, loop: LayerLoop, place: StagePlace) -> tuple[Any, Any]:

@@ -63,9 +63,10 @@ def run_1f1b(
       operands: those of the equation of the loss (`by_microbatch`); what layers take slices of is `[stages, layers /
         stages, ...]`.
       layer: evaluates a layer of a microbatch.
-      shardings: those of the gradients of what layers take slices of, while they are summed; None leaves them open.
+      shardings: those of the gradients of operands, while they are summed; None leaves them open.
     """
-    seeds, operands = operands[: len(program.summed)], operands[len(program.summed) :]
+    num_seeds = len(program.summed)
+    seeds, operands, shardings = operands[:num_seeds], operands[num_seeds:], shardings[num_seeds:]
     ticks = _InterleavedTicks(program, place, layer, operands, shardings)
 
     def with_loss(seeds: Sequence[Any], results: list[jax.Array]) -> list[jax.Array]:
@@ -120,7 +121,7 @@ class _InterleavedTicks:
         self.floats = [i for i, aval in enumerate(self.avals) if is_float(aval)]
         self.num_kept = Schedule(is_interleaved=True).num_kept(self.num_stages, self.num_microbatches)
         self.pairs = [(s, s + 1) for s in range(self.num_stages - 1)]
-        self.shardings = [None] * self.first_stack + list(shardings or [None] * (len(operands) - self.first_stack))
+        self.shardings = shardings or [None] * len(operands)
 
     def run(
         self, seeds: Sequence[Any], operands: Sequence[Any], wanted: Sequence[bool]

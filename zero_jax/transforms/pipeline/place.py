@@ -166,6 +166,18 @@ def _send(x: jax.Array, *, mesh: Mesh, axes: tuple[str, ...], pairs: Pairs) -> j
     return _own(x, function=lambda x: lax.ppermute(x, axes, pairs), mesh=mesh, axes=axes)
 
 
+def _own_jvp(primals: Any, dots: Any, *, function: Callable[..., Any], **params: Any) -> tuple[Any, Any]:
+    given = [i for i, dot in enumerate(dots) if not isinstance(dot, ad.Zero)]
+
+    def tangent(*values: jax.Array) -> jax.Array:
+        own = list(values[: len(primals)])
+        of_given = lambda *xs: function(*(dict(zip(given, xs, strict=True)).get(i, x) for i, x in enumerate(own)))  # noqa: E731
+        return jax.jvp(of_given, tuple(own[i] for i in given), values[len(primals) :])[1]
+
+    made = own_p.bind(*primals, function=function, **params)
+    return made, own_p.bind(*primals, *(dots[i] for i in given), function=tangent, **params)
+
+
 def _own_aval(*avals: Any, function: Callable[..., jax.Array], **_: Any) -> Any:
     made = jax.eval_shape(function, *(jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in avals))
     return avals[0].update(shape=(avals[0].shape[0], *made.shape[1:]), dtype=made.dtype)
@@ -200,5 +212,6 @@ mlir.register_lowering(send_p, mlir.lower_fun(_send, multiple_results=False))
 
 own_p.def_abstract_eval(_own_aval)
 own_p.def_impl(_own)
+ad.primitive_jvps[own_p] = _own_jvp
 batching.primitive_batchers[own_p] = _batch_own
 mlir.register_lowering(own_p, mlir.lower_fun(_own, multiple_results=False))

@@ -34,35 +34,60 @@ sum_of.defvjp(
 )
 
 
+# Evaluates a function of each part of mapped arrays: the result is as the first of them.
+OfEach = Callable[..., jax.Array]
+
+
 @functools.cache
-def _added_at(dim: int) -> Callable[..., jax.Array]:
-    """Returns a function that adds an array to a sum, at an index of a dim.
+def _updated_at(dim: int, *, adds: bool, of_each: OfEach | None = None) -> Callable[..., jax.Array]:
+    """Returns a function that puts an array into another one at an index of a dim, or adds it to what is there.
 
     XLA adds in place, where the array is made. Of an update by index `jax.vmap` makes a scatter: XLA:TPU copies the
-    old slice for it, and reads it twice.
+    old slice for it, and reads it twice. An index of each part of a mapped array is left to `of_each`.
     """
 
     @jax.custom_batching.custom_vmap
-    def add(sums: jax.Array, x: jax.Array, number: jax.Array) -> jax.Array:
-        starts = [number if i == dim else jnp.zeros_like(number) for i in range(sums.ndim)]
+    def update(array: jax.Array, x: jax.Array, number: jax.Array) -> jax.Array:
+        starts = [number if i == dim else jnp.zeros_like(number) for i in range(array.ndim)]
         x = jnp.expand_dims(x, dim)
-        return lax.dynamic_update_slice(sums, lax.dynamic_slice(sums, starts, x.shape) + x, starts)
+        return lax.dynamic_update_slice(array, lax.dynamic_slice(array, starts, x.shape) + x if adds else x, starts)
 
-    @add.def_vmap
+    @update.def_vmap
     def mapped(size: int, is_mapped: list[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:
-        each = zip(operands, is_mapped, strict=True)
-        sums, x, number = (x if flag else jnp.broadcast_to(x, (size, *x.shape)) for x, flag in each)
+        each = zip(operands[:2], is_mapped, strict=False)
+        array, x = (x if flag else jnp.broadcast_to(x, (size, *x.shape)) for x, flag in each)
         if not is_mapped[2]:
-            return _added_at(dim + 1)(sums, x, operands[2]), True
-        at_one = lambda old, x, i: lax.dynamic_index_in_dim(old, i, dim, keepdims=False) + x  # noqa: E731
-        put = lambda old, x, i: lax.dynamic_update_index_in_dim(old, at_one(old, x, i), i, dim)  # noqa: E731
-        return jax.vmap(put)(sums, x, number), True
+            return _updated_at(dim + 1, adds=adds, of_each=of_each)(array, x, operands[2]), True
+        assert of_each is not None
+        own = lambda array, x, numbers: _updated_at(dim + 1, adds=adds)(array, x, numbers[0])  # noqa: E731
+        return of_each(own, array, x, operands[2]), True
 
-    return add
+    return update
 
 
-@jax.custom_vjp
-def added_to(sums: jax.Array, x: jax.Array, number: jax.Array, is_own: Any, share: Any = None) -> tuple[Any, Any, Any]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _put_at(array: jax.Array, x: jax.Array, number: jax.Array, dim: int) -> jax.Array:
+    return _updated_at(dim, adds=False)(array, x, number)
+
+
+def put_at(array: jax.Array, x: jax.Array, number: jax.Array, dim: int) -> jax.Array:
+    """Returns an array with another slice at an index of a dim: in place, mapped or not."""
+    put: Any = _put_at
+    return put(array, x, number, dim)
+
+
+def _taken(dim: int, number: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    own = lax.dynamic_index_in_dim(cotangent, number, dim, keepdims=False)
+    return put_at(cotangent, jnp.zeros_like(own), number, dim), own, None
+
+
+_put_at.defvjp(lambda array, x, number, dim: (put_at(array, x, number, dim), number), _taken)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def added_to(
+    sums: jax.Array, x: jax.Array, number: jax.Array, is_own: Any, share: Any = None, of_each: OfEach | None = None
+) -> tuple[Any, Any, Any]:
     """Returns a sum `[layers, ...]` and the param `x` of a layer, whose gradient is added to that of the sum.
 
     Args:
@@ -72,19 +97,20 @@ def added_to(sums: jax.Array, x: jax.Array, number: jax.Array, is_own: Any, shar
       is_own: whether there is a microbatch. Of none there is no gradient: derivatives may be infinite then.
       share: a scalar, which is returned, too. Its cotangent is what gradients are multiplied by; where that is 0 there
         is none. So the backward pass may know what the forward pass did not: the weight of a microbatch.
+      of_each: evaluates a function of each part of arrays that are mapped, if `number` is.
     """
     return sums, x, share
 
 
-def _backward(places: tuple[Any, Any], cotangents: tuple[Any, Any, Any]) -> tuple[Any, ...]:
+def _backward(of_each: OfEach | None, places: tuple[Any, Any], cotangents: tuple[Any, Any, Any]) -> tuple[Any, ...]:
     (number, is_own), (sums, own, share) = places, cotangents
     added = jnp.where(is_own, own, jnp.zeros_like(own)).astype(sums.dtype)
     if share is not None:
         added = jnp.where(share == 0, 0, share * added).astype(sums.dtype)
-    return _added_at(0)(sums, added, number), None, None, None, share
+    return _updated_at(0, adds=True, of_each=of_each)(sums, added, number), None, None, None, share
 
 
-added_to.defvjp(lambda sums, x, number, is_own, share=None: ((sums, x, share), (number, is_own)), _backward)
+added_to.defvjp(lambda sums, x, number, is_own, share, _: ((sums, x, share), (number, is_own)), _backward)
 
 
 class SummedStacks:
@@ -144,8 +170,9 @@ class SummedStacks:
 
         def body(before: Any, sliced: Any) -> Any:
             (carry, sums, share), (index, slices) = before, sliced
+            add: Any = added_to
             for number, place in numbers.items():
-                sums[number], slices[place], share = added_to(sums[number], slices[place], index, True, share)
+                sums[number], slices[place], share = add(sums[number], slices[place], index, True, share)
             results = evaluate(*open_jaxpr(sub.jaxpr), [*consts, *carry, *slices])
             return (results[: sub.num_carry], sums, share), results[sub.num_carry :]
 

@@ -281,11 +281,15 @@ class _LeafTraffic:
             return
         # Groups of layers of devices' own gradients move when they are summed.
         grads = "master" if kind == "collective-permute" and placement.grad_plan.is_of_update else "grads"
-        for group, phase in (("params", "forward"), (grads, "backward")):
+        # Of params that devices have copies of, each sends the part that its sums of gradients have.
+        params = grads if has_grad and kind == "collective-permute" else "params"
+        for group, phase in ((params, "forward"), (grads, "backward")):
             if phase == "forward" or has_grad:
                 over = self.on_data(self.only_over(self.leaf.dims, placement.axes_of_group(group)))
                 moves = [(self.pipe, share * self.num_elements / axis_size(self.mesh, over))]
                 yield from _rows(kind, moves, self.compute, phase, 1)
+        copies = [axis for axis in placement.axes_of_group(params) if axis not in placement.axes_of_group("params")]
+        yield from _rows("all-gather", self.gathers(self.leaf.dims, copies), self.compute, "forward", 1)
 
     def layer_rows(self, *, has_grad: bool) -> Iterator[EstimateRow]:
         """Yields what moves between the shards of a param and those of its master param along the layers."""

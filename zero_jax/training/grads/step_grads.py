@@ -170,8 +170,11 @@ class _ScaledLoss:
 
     def accumulated(self, errors: Sequence[Any]) -> Any:
         """Returns `((loss, (aux, model_state)), grads, parts, errors, plan)`; warns of what is not as asked for."""
-        plan, moved = self.judged.plan, MovedGrads()
-        accumulator = self.accumulator(plan)
+        plan = self.judged.plan
+        accumulator, numbers = self.accumulator(plan), self.pick(range(len(self.leaves)))
+        leaves = zip(self.pick(jax.tree.leaves(self.placement.params)), accumulator.sums, strict=True)
+        own = dict(zip(numbers, ((leaf.path, grad_sum.dims) for leaf, grad_sum in leaves), strict=True))
+        moved = MovedGrads(parts=own, copies=self.placement.axes.data)
         try:
             out, grads, parts = self.of_plan(accumulator, moved)
         except NotImplementedError as error:
@@ -184,10 +187,10 @@ class _ScaledLoss:
             out, grads, parts = self.of_plan(accumulator)
         if accumulator.plan.once_over:
             grads, errors = accumulator.reduce(grads, errors)
-            for i, number in enumerate(self.pick(range(len(self.leaves)))):
-                if number in moved:
+            for i, number in enumerate(numbers):
+                if number in moved.moves:
                     sharding = named(accumulator.mesh, accumulator.sums[i].dims)
-                    grads[i] = lax.with_sharding_constraint(moved[number](grads[i]), sharding)
+                    grads[i] = lax.with_sharding_constraint(moved.moves[number](grads[i]), sharding)
         self.judged.warn(accumulator.plan)
         return out, grads, parts, errors, accumulator.plan
 

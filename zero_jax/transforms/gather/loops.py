@@ -20,7 +20,7 @@ from zero_jax.program.jaxprs import open_jaxpr, source_context, variables
 from zero_jax.program.subcalls import Subcall
 from zero_jax.sharding.chains import Chain, gather_scope, reshard
 from zero_jax.sharding.mesh import axis_size
-from zero_jax.sharding.spec import Dims, named, without
+from zero_jax.sharding.spec import Dims, gather_steps, named, without
 from zero_jax.transforms.blocks import num_bytes
 from zero_jax.transforms.gather.anchors import anchored
 from zero_jax.transforms.gather.deferred import Copies, Lazy, Value, as_it_is, gathering
@@ -138,8 +138,10 @@ def staged(walk: Any, eqn: Any, values: Sequence[Lazy | Value], frame: Any) -> l
     mesh, axes = walk.options.mesh, walk.options.axes
     place = StagePlace(mesh=mesh, pipe=axes.pipe, batch=axes.of_stage.batch)
     loop, layers, others, stacks = split_stages(eqn, values)
-    others = [walk.before(x, eqn, "read by all stages") for x in others]
     shardings = [_grad_of_stages(walk, x, place) for x in stacks]
+    if isinstance(loop, MicrobatchProgram):
+        shardings = [*(_grad_of_stages(walk, x, place, is_stack=False) for x in others), *shardings]
+    others = [walk.before(x, eqn, "read by all stages") for x in others]
     stacks = [_stack_of_stages(walk, eqn, x, place, layers) for x in stacks]
     only = [value.params_only for value in others[: len(layers.consts)]]
     if isinstance(loop, MicrobatchProgram):
@@ -169,18 +171,28 @@ def _stack_of_stages(walk: Any, eqn: Any, value: Lazy | Value, place: StagePlace
     root, options = value.as_root(), walk.options
     dims, shard = without(root.shard[1:], place.pipe), _grad_of_stages(walk, value, place)
     assert shard is not None
-    stored = named(options.mesh, (place.pipe, (), *without(dims, options.axes.data))) if options.stored_whole else shard
+    grouped, data, stack = loop.num_groups > 1, options.axes.data, root.roots[0]
     with gather_scope(root.path):
-        stack = place.stages(root.roots[0], loop.num_stages, loop.num_groups)
-        stack = reshard(stack, forward=Chain((stored,)), backward=Chain((shard,)))
+        stack = place.stages(stack, loop.num_stages, loop.num_groups, dims if grouped else None)
+        stored = [without(dims, data) if options.stored_whole else dims]
+        if options.stored_whole and grouped:  # devices sent their shards
+            stored = gather_steps(dims, data, options.mesh) or stored
+        forward = Chain(tuple(named(options.mesh, (place.pipe, (), *each)) for each in stored))
+        stack = reshard(stack, forward=forward, backward=Chain((shard,)))
     return dataclasses.replace(root, roots=(stack,), aval=root.aval.update(shape=root.aval.shape[1:]), dims=dims)
 
 
-def _grad_of_stages(walk: Any, value: Lazy | Value, place: StagePlace) -> NamedSharding | None:
-    """Returns the sharding of the gradient of a stack, `[stages, layers / stages, ...]`; None where it is open."""
+def _grad_of_stages(
+    walk: Any, value: Lazy | Value, place: StagePlace, *, is_stack: bool = True
+) -> NamedSharding | None:
+    """Returns the sharding of the gradients that stages have of a param; None where it is open.
+
+    They are `[stages, ...]`; of a stack `[stages, layers / stages, ...]`.
+    """
     if not isinstance(value, Lazy) or value.dims is None:
         return None
-    return named(walk.options.mesh, (place.pipe, (), *without(value.as_root().shard[1:], place.pipe)))
+    dims = without(value.as_root().shard, place.pipe)
+    return named(walk.options.mesh, (place.pipe, *(((), *dims[1:]) if is_stack else dims)))
 
 
 def _of_stage(walk: Any, loop: LayerLoop, place: StagePlace) -> tuple[Any, Any]:

@@ -24,6 +24,7 @@ from zero_jax.program.subcalls import equations, scan_of, subcall
 from zero_jax.sharding.mesh import Axes
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.pipeline.body import CannotCut, layer_of_microbatch
+from zero_jax.transforms.pipeline.place import own_p
 from zero_jax.transforms.pipeline.schedule import Schedule
 from zero_jax.transforms.separability import operations
 
@@ -333,12 +334,12 @@ def is_remat(eqn: Any) -> bool:
 
 
 def kept_values(policies: Sequence[Any]) -> Any:
-    """Returns the remat policy that keeps what each layer begins with, and what some policies keep."""
+    """Returns the remat policy that keeps what each layer begins with, and what some policies keep, but no params."""
     policies = [policy for policy in policies if policy is not None]
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
-        if params.get("name") == LAYER_INPUT:
-            return True
+        if primitive is own_p or params.get("name") == LAYER_INPUT:
+            return primitive is not own_p
         each = (policy(primitive, *avals, **params) for policy in policies)
         return next((kept for kept in each if kept and type(kept).__name__ != "RecomputeType"), False)
 

@@ -28,6 +28,7 @@ from zero_jax.program.evaluation import evaluate
 from zero_jax.program.passes import Dependence
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
+from zero_jax.transforms.grad_sums import put_at
 from zero_jax.transforms.pipeline.cut import Role
 from zero_jax.transforms.pipeline.loop import (
     Layer,
@@ -62,9 +63,10 @@ def run_1f1b(
       operands: those of the equation of the loss (`by_microbatch`); what layers take slices of is `[stages, layers /
         stages, ...]`.
       layer: evaluates a layer of a microbatch.
-      shardings: those of the gradients of what layers take slices of, while they are summed; None leaves them open.
+      shardings: those of the gradients of operands, while they are summed; None leaves them open.
     """
-    seeds, operands = operands[: len(program.summed)], operands[len(program.summed) :]
+    num_seeds = len(program.summed)
+    seeds, operands, shardings = operands[:num_seeds], operands[num_seeds:], shardings[num_seeds:]
     ticks = _InterleavedTicks(program, place, layer, operands, shardings)
 
     def with_loss(seeds: Sequence[Any], results: list[jax.Array]) -> list[jax.Array]:
@@ -111,7 +113,7 @@ class _InterleavedTicks:
         self.jaxpr, self.consts = jaxprs.open_jaxpr(program.jaxpr)
         self.num_shared, self.first_stack = program.num_shared, program.num_shared + program.num_rows
         self.dtypes = [x.dtype for x in operands]
-        self.layers: Any = LayersOfStage(self.loop, layer)
+        self.layers: Any = LayersOfStage(self.loop, place, layer)
         if self.loop.recompute:
             self.layers = jax.checkpoint(self.layers, prevent_cse=False)
         # What goes from stage to stage: carries, and what layers stack.
@@ -119,7 +121,7 @@ class _InterleavedTicks:
         self.floats = [i for i, aval in enumerate(self.avals) if is_float(aval)]
         self.num_kept = Schedule(is_interleaved=True).num_kept(self.num_stages, self.num_microbatches)
         self.pairs = [(s, s + 1) for s in range(self.num_stages - 1)]
-        self.shardings = [None] * self.first_stack + list(shardings or [None] * (len(operands) - self.first_stack))
+        self.shardings = shardings or [None] * len(operands)
 
     def run(
         self, seeds: Sequence[Any], operands: Sequence[Any], wanted: Sequence[bool]
@@ -171,8 +173,7 @@ class _InterleavedTicks:
             made, new = mapped(self.stage, numbers, state, self.rows_of(numbers), self.operands)
             made = [self.pin(i, x) for i, x in enumerate(made)]
             after = [self.place.sent(x, self.pairs) for x in made]
-            put = lambda old, x: lax.dynamic_update_index_in_dim(old, x, t % self.num_kept, 0)  # noqa: E731
-            kept = [self.pin_kept(put(old, x)) for old, x in zip(kept, new, strict=True)]
+            kept = [self.pin_kept(put_at(old, x, t % self.num_kept, 0)) for old, x in zip(kept, new, strict=True)]
         if "b" in directions:
             with jax.named_scope(_BACKWARD):
                 cotangents, sums = self.backward_tick(t, made, kept, cotangents, sums)
@@ -405,7 +406,7 @@ class _InterleavedTicks:
             return at_stages(is_last, new, old)
         number = self.in_range(t - self.num_stages + 1)
         before = lax.dynamic_index_in_dim(old, number, 1, keepdims=False)
-        return lax.dynamic_update_index_in_dim(old, at_stages(is_last, new, before), number, 1)
+        return put_at(old, at_stages(is_last, new, before), number, 1)
 
     def result(self, role: Role, aval: Any, x: jax.Array) -> jax.Array:
         """Returns a result of the batch."""

@@ -25,7 +25,7 @@ from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
 from zero_jax.transforms.grad_sums import added_to, sum_of
 from zero_jax.transforms.pipeline.cut import LAYER_INPUT, LayerLoop, Role
-from zero_jax.transforms.pipeline.place import StagePlace, at_stages
+from zero_jax.transforms.pipeline.place import StagePlace, at_stages, own_p
 from zero_jax.transforms.pipeline.ring import Moves, Ring, loops_of_ticks
 
 # From the number of a microbatch, constants, carries and a layer's slices (several arrays of each) to carries and ys.
@@ -59,7 +59,7 @@ def run_stages(
     stacks = [lax.stop_gradient(x) for x in stacks]
     shared = [jnp.asarray(x) for role, x in zip(loop.consts, consts, strict=True) if not role.is_rows]
     # Their gradients are summed over ticks in the dtype of what all of them read.
-    stage: Any = _Stage(loop, layer, kinds, [x.dtype for x in shared])
+    stage: Any = _Stage(LayersOfStage(loop, place, layer), kinds, [x.dtype for x in shared])
     shared = [place.pinned(jnp.broadcast_to(x, (loop.num_stages, *x.shape)), place.pipe) for x in map(widened, shared)]
     if loop.recompute:
         stage = jax.checkpoint(stage, prevent_cse=False, policy=loop.policy)
@@ -74,16 +74,15 @@ class _Stage:
     """What a stage does in a tick.
 
     Args:
-      loop: the layers.
-      layer: evaluates a layer of a microbatch.
+      layers: its layers.
       kinds: of what a microbatch has, constants and carries, the kinds of keys that travel as numbers; None of others.
       dtypes: those of constants that all microbatches share.
     """
 
-    def __init__(self, loop: LayerLoop, layer: Layer, kinds: Sequence[Any], dtypes: Sequence[Any]):
-        self.loop, self.layers, self.kinds, self.dtypes = loop, LayersOfStage(loop, layer), kinds, dtypes
-        self.roles = [*(role for role in loop.consts if role.is_rows), *loop.carry]
-        self.num_consts = len(self.roles) - len(loop.carry)
+    def __init__(self, layers: LayersOfStage, kinds: Sequence[Any], dtypes: Sequence[Any]):
+        self.loop, self.layers, self.kinds, self.dtypes = layers.loop, layers, kinds, dtypes
+        self.roles = [*(role for role in self.loop.consts if role.is_rows), *self.loop.carry]
+        self.num_consts = len(self.roles) - len(self.loop.carry)
 
     def __call__(
         self,
@@ -118,11 +117,12 @@ class LayersOfStage:
 
     Args:
       loop: the scan over layers.
+      place: where it runs.
       layer: evaluates a layer of a microbatch.
     """
 
-    def __init__(self, loop: LayerLoop, layer: Layer):
-        self.loop, self.layer = loop, layer
+    def __init__(self, loop: LayerLoop, place: StagePlace, layer: Layer):
+        self.loop, self.place, self.layer = loop, place, layer
 
     def __call__(
         self,
@@ -148,21 +148,26 @@ class LayersOfStage:
         def body(before: Any, sliced: Any) -> tuple[Any, list[Any]]:
             (carry, sums), (slices, i) = before, sliced
             if slices is None:
-                slices = [lax.dynamic_index_in_dim(x, first + i, keepdims=False) for x in stacks]
+                slices = [self.place.taken(x, first + i) for x in stacks]
             is_here = is_own & (begin + i < self.loop.num_layers) if has_idle else is_own
             if self.loop.policy is not None:
                 carry = [checkpoint_name(x, LAYER_INPUT) if is_float(x) else x for x in carry]
             pairs = zip(sums, slices, strict=True)
-            taken = [(None, x) if y is None else added_to(y, x, first + i, is_here)[:2] for y, x in pairs]
+            add = functools.partial(added_to, number=first + i, is_own=is_here, of_each=self.place.of_each)
+            taken = [(None, x) if y is None else add(y, x)[:2] for y, x in pairs]
             read, own = ([differentiated_at(is_here, x) if has_idle else x for x in xs] for xs in (consts, carry))
             made = [*self.layer(number, read, own, [x for _, x in taken])]
             if has_idle:
                 made[: len(carry)] = [jnp.where(is_here, x, y) for x, y in zip(made, carry, strict=False)]
             return (made[: len(carry)], [y for y, _ in taken]), made[len(carry) :]
 
-        # Of a group the params of a layer are read where it uses them: a slice of the group would be a copy.
-        layers = stacks if self.loop.num_groups == 1 else None, jnp.arange(size, dtype=jnp.int32)
-        (carry, sums), ys = lax.scan(body, (carry, [*sums]), layers, unroll=min(self.loop.unroll, size))
+        run, layers = body, (stacks, jnp.arange(size, dtype=jnp.int32))
+        if self.loop.num_groups > 1:
+            # Of a group the params of a layer are taken where it uses them, again in the backward pass: a slice of the
+            # group would be a copy, and so would be those that are kept. If a policy keeps values, it has all others.
+            policy = None if self.loop.policy is not None else lambda x, *_, **__: x is not own_p
+            run, layers = jax.checkpoint(body, prevent_cse=False, policy=policy), (None, layers[1])
+        (carry, sums), ys = lax.scan(run, (carry, [*sums]), layers, unroll=min(self.loop.unroll, size))
         return carry, ys, [*sums]
 
 

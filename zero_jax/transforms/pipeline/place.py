@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.custom_batching
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -18,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax.core.tree import is_key
 from zero_jax.dims import is_float
 from zero_jax.program.jaxprs import define_tangents
+from zero_jax.sharding.spec import Dims, gather_steps, named
 
 _FREE = PartitionSpec.UNCONSTRAINED
 
@@ -53,7 +55,18 @@ class StagePlace:
         """Returns `[stages, ...]` with the part of one stage at another one for each pair, and zeros elsewhere."""
         return send_p.bind(x, mesh=self.mesh, axes=self.pipe, pairs=tuple(pairs))
 
-    def stages(self, stack: jax.Array, num_stages: int, num_groups: int = 1) -> jax.Array:
+    def of_each(self, function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+        """Returns what a function makes of each stage's part `[1, ...]` of arrays, again `[1, ...]`."""
+        return own_p.bind(*arrays, function=function, mesh=self.mesh, axes=self.pipe)
+
+    def taken(self, stack: jax.Array, number: jax.Array) -> jax.Array:
+        """Returns a layer of a stack of a stage, to be mapped over stages. No remat policy keeps it (`own_p`)."""
+        own = lambda stack, numbers: lax.dynamic_index_in_dim(stack, numbers[0], 1, keepdims=False)  # noqa: E731
+        take = jax.custom_batching.custom_vmap(lambda x, i: lax.dynamic_index_in_dim(x, i, keepdims=False))
+        take.def_vmap(lambda _, __, stack, numbers: (self.of_each(own, stack, numbers), True))
+        return take(stack, number)
+
+    def stages(self, stack: jax.Array, num_stages: int, num_groups: int = 1, dims: Dims | None = None) -> jax.Array:
         """Returns a stack `[layers, ...]` as `[stages, layers / stages, ...]`, a stage's groups one after another.
 
         Where layers do not divide, the last one is in the idle places behind it, too: zeros may be divided by. Stages
@@ -61,32 +74,44 @@ class StagePlace:
         stage `g % stages`: all but a part `1 / stages` moves there.
         """
         if is_key(stack):
-            moved = self.stages(jax.random.key_data(stack), num_stages, num_groups)
+            moved = self.stages(jax.random.key_data(stack), num_stages, num_groups, dims and (*dims, ()))
             return jax.random.wrap_key_data(moved, impl=jax.random.key_impl(stack))
         if num_idle := -stack.shape[0] % (num_stages * num_groups):
             stack = jnp.concatenate([stack, *[stack[-1:]] * num_idle])
-        x = self.pinned(stack.reshape(num_stages, stack.shape[0] // num_stages, *stack.shape[1:]), self.pipe)
+
+        def pinned(x: jax.Array) -> jax.Array:
+            spec = None if dims is None else named(self.mesh, (self.pipe, *[()] * (x.ndim - 1 - len(dims)), *dims))
+            return self.pinned_to(x, spec)
+
+        x = pinned(stack.reshape(num_stages, stack.shape[0] // num_stages, *stack.shape[1:]))
         if num_groups == 1:
             return x
-        groups = x.reshape(num_stages, num_groups, x.shape[1] // num_groups, *x.shape[2:])
-        made = [jnp.zeros_like(groups[:, 0])] * num_groups
+        groups = jnp.split(x, num_groups, axis=1)
+        made = [jnp.zeros_like(groups[0])] * num_groups
         for turn in range(num_groups):
             # The group that each stage sends in this turn: all of them to different stages.
             own = [(turn + s * math.gcd(num_stages, num_groups) // num_stages) % num_groups for s in range(num_stages)]
             places = [divmod(s * num_groups + i, num_stages) for s, i in enumerate(own)]
-            group = _chosen(own, [groups[:, i] for i in range(num_groups)])
-            moved = self.sent(self.pinned(group, self.pipe), ((s, target) for s, (_, target) in enumerate(places)))
+            moved = self.sent(pinned(_chosen(own, groups)), ((s, target) for s, (_, target) in enumerate(places)))
             number = dict((target, number) for number, target in places)
             here = [number[s] for s in range(num_stages)]
             made = [at_stages(np.equal(here, i), moved, x) for i, x in enumerate(made)]
-        return self.pinned(jnp.stack(made, 1).reshape(x.shape), self.pipe)
+        return pinned(jnp.concatenate(made, axis=1))
 
-    def stages_apart(self, stack: jax.Array, num_stages: int, num_groups: int) -> jax.Array:
-        """Returns what `stages` does; its gradient stays where the layers run, for `moved_back` to move it."""
+    def stages_apart(
+        self, stack: jax.Array, num_stages: int, num_groups: int, dims: Dims, copies: tuple[str, ...]
+    ) -> jax.Array:
+        """Returns what `stages` does, the same over the axes `copies`.
+
+        Its gradient stays where the layers run, for `moved_back` to move it.
+        """
 
         @jax.custom_vjp
         def apart(stack: jax.Array) -> jax.Array:
-            return self.stages(stack, num_stages, num_groups)
+            moved = self.stages(stack, num_stages, num_groups, dims)
+            for each in gather_steps(dims, copies, self.mesh):
+                moved = lax.with_sharding_constraint(moved, named(self.mesh, (self.pipe, (), *each)))
+            return moved
 
         shape = stack.shape
         apart.defvjp(lambda stack: (apart(stack), None), lambda _, cotangent: (cotangent.reshape(shape),))
@@ -126,16 +151,42 @@ def _chosen(numbers: Sequence[int], arrays: Sequence[jax.Array]) -> jax.Array:
     return chosen
 
 
-# A primitive, because nothing maps a `jax.shard_map` of some axes over others by `spmd_axis_name`.
+# Primitives, because nothing maps a `jax.shard_map` of some axes over others by `spmd_axis_name`.
 
 send_p = jex_core.Primitive("zero_send")
+own_p = jex_core.Primitive("zero_own")
+
+
+def _own(*arrays: jax.Array, function: Callable[..., jax.Array], mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
+    specs = {"in_specs": PartitionSpec(axes), "out_specs": PartitionSpec(axes)}
+    return jax.shard_map(function, mesh=mesh, axis_names=set(axes), check_vma=False, **specs)(*arrays)
 
 
 def _send(x: jax.Array, *, mesh: Mesh, axes: tuple[str, ...], pairs: Pairs) -> jax.Array:
-    spec = PartitionSpec(axes)
-    permute = lambda x: lax.ppermute(x, axes, pairs)  # noqa: E731
-    mapped = jax.shard_map(permute, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=set(axes), check_vma=False)
-    return mapped(x)
+    return _own(x, function=lambda x: lax.ppermute(x, axes, pairs), mesh=mesh, axes=axes)
+
+
+def _own_jvp(primals: Any, dots: Any, *, function: Callable[..., Any], **params: Any) -> tuple[Any, Any]:
+    given = [i for i, dot in enumerate(dots) if not isinstance(dot, ad.Zero)]
+
+    def tangent(*values: jax.Array) -> jax.Array:
+        own = list(values[: len(primals)])
+        of_given = lambda *xs: function(*(dict(zip(given, xs, strict=True)).get(i, x) for i, x in enumerate(own)))  # noqa: E731
+        return jax.jvp(of_given, tuple(own[i] for i in given), values[len(primals) :])[1]
+
+    made = own_p.bind(*primals, function=function, **params)
+    return made, own_p.bind(*primals, *(dots[i] for i in given), function=tangent, **params)
+
+
+def _own_aval(*avals: Any, function: Callable[..., jax.Array], **_: Any) -> Any:
+    made = jax.eval_shape(function, *(jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in avals))
+    return avals[0].update(shape=(avals[0].shape[0], *made.shape[1:]), dtype=made.dtype)
+
+
+def _batch_own(arrays: Any, dims: Any, *, function: Callable[..., Any], **params: Any) -> tuple[Any, int]:
+    arrays = [x if dim is None else jnp.moveaxis(x, dim, 1) for x, dim in zip(arrays, dims, strict=True)]
+    mapped = jax.vmap(function, in_axes=[None if dim is None else 1 for dim in dims], out_axes=1)
+    return own_p.bind(*arrays, function=mapped, **params), 1
 
 
 def _batch(arrays: Any, dims: Any, **params: Any) -> tuple[Any, int]:
@@ -158,3 +209,9 @@ define_tangents(
 ad.primitive_transposes[send_p] = _transpose
 batching.primitive_batchers[send_p] = _batch
 mlir.register_lowering(send_p, mlir.lower_fun(_send, multiple_results=False))
+
+own_p.def_abstract_eval(_own_aval)
+own_p.def_impl(_own)
+ad.primitive_jvps[own_p] = _own_jvp
+batching.primitive_batchers[own_p] = _batch_own
+mlir.register_lowering(own_p, mlir.lower_fun(_own, multiple_results=False))

@@ -23,6 +23,7 @@ from jax import lax
 
 from zero_jax.dims import is_float
 from zero_jax.sharding.mesh import axis_size
+from zero_jax.transforms.grad_sums import put_at
 from zero_jax.transforms.pipeline.cut import LayerLoop, Role
 from zero_jax.transforms.pipeline.place import StagePlace, at_stages
 
@@ -143,9 +144,9 @@ class Ring:
                 arrived.append(own if k == ends[0] else moved)
                 came = at_stages(self.stage == k, held[:, k] if k == ends[1] else moved, came)
             if goes:
-                homes = lax.dynamic_update_index_in_dim(homes, came, back, 1)
+                homes = put_at(homes, came, back, 1)
             if arrives:
-                parts = lax.dynamic_update_index_in_dim(_line(places, into), jnp.stack(arrived, 1), part, 2)
+                parts = put_at(_line(places, into), jnp.stack(arrived, 1), part, 2)
                 places = _with_line(places, into, self.stage == ends[0], parts)
         if self.leaves or ends[1] == 0:
             parts = self.parts(new).reshape(s, s, -1, *places.shape[4:])
@@ -188,7 +189,7 @@ def _with_line(places: jax.Array, line: Line, stages: Any, new: jax.Array) -> ja
     """Returns places with another line at some stages."""
     for axis, is_own in ((1, line[1]), (2, ~line[1])):
         old = lax.dynamic_index_in_dim(places, line[0], axis, keepdims=False)
-        places = lax.dynamic_update_index_in_dim(places, at_stages(stages & is_own, new, old), line[0], axis)
+        places = put_at(places, at_stages(stages & is_own, new, old), line[0], axis)
     return places
 
 

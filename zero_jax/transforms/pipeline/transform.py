@@ -19,7 +19,9 @@ from zero_jax.program.evaluation import evaluate
 from zero_jax.program.loss import LossProgram, Traced
 from zero_jax.program.subcalls import Subcall, equations_of
 from zero_jax.program.walk import Walk
+from zero_jax.sharding.gather_names import gather_scope
 from zero_jax.sharding.mesh import Axes, axis_size
+from zero_jax.sharding.spec import Dims
 from zero_jax.transforms.pipeline.body import CannotCut
 from zero_jax.transforms.pipeline.cut import Cut, FoundLoop, LayerLoop, find_loops, layers_outside, pipeline_p
 from zero_jax.transforms.pipeline.interleaved import run_1f1b
@@ -223,8 +225,20 @@ def _refusal(found: Sequence[FoundLoop], stages: Stages, traced: Traced) -> str:
     )
 
 
-# From the number of a leaf of params to what moves its gradient to where it is stored.
-MovedGrads = dict[int, Callable[[jax.Array], jax.Array]]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MovedGrads:
+    """Gradients of groups of layers that stay in the stages which run these, until devices have summed theirs.
+
+    Attributes:
+      parts: for each leaf of params, by its number, its path and the mesh axes of the dims of that sum: of the params,
+        too, each device sends its part to the stages.
+      copies: the mesh axes over which devices have the same params.
+      moves: what moves the sum of a leaf to where it is stored, of those that are to be moved.
+    """
+
+    parts: Mapping[int, tuple[str, Dims]]
+    copies: tuple[str, ...]
+    moves: dict[int, Callable[[jax.Array], jax.Array]] = dataclasses.field(default_factory=dict)
 
 
 def with_stages(program: LossProgram, stages: Stages, moved: MovedGrads | None = None) -> LossProgram:
@@ -270,12 +284,14 @@ class _StageWalk(Walk[None]):
 
     def stages(self, atom: Any, stack: Any, loop: LayerLoop) -> jax.Array:
         """Returns a stack as stages have it; notes how its gradient moves, if it does not by itself."""
-        number = None if jaxprs.is_literal(atom) else self.params.get(atom)
+        number, moved = -1 if jaxprs.is_literal(atom) else self.params.get(atom, -1), self.moved
         groups = loop.num_stages, loop.num_groups
-        if number is None or self.moved is None or loop.num_groups == 1 or loop.num_places > loop.num_layers:
+        if moved is None or number not in moved.parts or loop.num_groups == 1 or loop.num_places > loop.num_layers:
             return self.place.stages(stack, *groups)
-        self.moved[number] = lambda grad: self.place.moved_back(grad, *groups)
-        return self.place.stages_apart(stack, *groups)
+        moved.moves[number] = lambda grad: self.place.moved_back(grad, *groups)
+        path, dims = moved.parts[number]
+        with gather_scope(path):
+            return self.place.stages_apart(stack, *groups, dims[1:], moved.copies)
 
 
 def split_stages(

@@ -146,6 +146,7 @@ class Additive:
     input_bytes: float = 0.0
     lines: dict = dataclasses.field(default_factory=lambda: dict.fromkeys("abcdef", ""))
 
+    @property
     def forward_seconds(self):
         return 1.0
 

@@ -338,8 +338,10 @@ def kept_values(policies: Sequence[Any]) -> Any:
     policies = [policy for policy in policies if policy is not None]
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
-        if primitive is own_p or params.get("name") == LAYER_INPUT:
-            return primitive is not own_p
+        if primitive is own_p:
+            return False
+        if params.get("name") == LAYER_INPUT:
+            return True
         each = (policy(primitive, *avals, **params) for policy in policies)
         return next((kept for kept in each if kept and type(kept).__name__ != "RecomputeType"), False)
 

@@ -19,7 +19,7 @@ from zero_jax.program.evaluation import evaluate
 from zero_jax.program.loss import LossProgram, Traced
 from zero_jax.program.subcalls import Subcall, equations_of
 from zero_jax.program.walk import Walk
-from zero_jax.sharding.gather_names import gather_scope
+from zero_jax.sharding.chains import gather_scope
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import Dims
 from zero_jax.transforms.pipeline.body import CannotCut

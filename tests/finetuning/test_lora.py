@@ -104,18 +104,19 @@ def test_frozen_leaves_are_seen_in_the_dtype_of_the_adapters(name, stored, x64):
     """It was that of the first leaf that is trained, by its name; and float64 models were computed in float32."""
     with jax.enable_x64(x64):
         params = {name: jnp.ones(4, stored), "up": jnp.ones((4, 4), stored), "norm": jnp.ones(4, stored)}
-        lora = zero.Lora(rules=["up"], train=[name], rank=2, base="own", dora=x64)
+        params["down"] = jnp.ones((4, 4), "float32")
+        lora = zero.Lora(rules=["down", "up"], train=[name], rank=2, base="own", dora=x64)
         variables = lora.init(params, jax.random.key(0))
         seen = {}
 
         def loss_fn(params, batch):
             seen.update({leaf: str(x.dtype) for leaf, x in params.items()})
-            return (batch @ params["up"] * params["norm"] * params[name]).sum()
+            return (batch @ params["up"] @ params["down"] * params["norm"] * params[name]).sum()
 
         lora.loss_fn(loss_fn)(variables.params, jnp.ones((2, 4)), model_state=variables.model_state)
         wide = "float64" if x64 else "float32"
-        assert seen == {name: stored, "up": wide, "norm": wide}
-        assert {str(x.dtype) for x in jax.tree.leaves(lora.merge(variables))} == {stored}
+        assert seen == {name: stored, "down": "float32", "up": wide, "norm": wide}
+        assert {key: x.dtype for key, x in lora.merge(variables).items()} == {key: x.dtype for key, x in params.items()}
 
 
 def test_keys_and_model_state_of_the_model_pass_through():

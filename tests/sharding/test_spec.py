@@ -169,6 +169,8 @@ def test_axes_that_are_no_dims_of_the_torus_are_gathered_one_by_one():
     mesh = torus_mesh(itertools.product(*map(range, shape)), shape, AXES)
     assert len(spec.gather_steps((("x", "y"), ()), AXES, mesh)) == 1
     mesh.devices.flat[0].core_on_chip = 1  # chips of several devices
+    assert spec.gather_steps((("x", "y"), ("z",)), AXES, mesh) == spec.gather_steps((("x", "y"), ("z",)), AXES)
+    mesh.devices.flat[0].device_kind = "TPU7x"
     assert spec.gather_steps((("x", "y"), ("z",)), AXES, mesh) == [((), ())]
 
 

@@ -161,7 +161,7 @@ class Lora:
             "b": jnp.zeros((*shape["s"], self.rank, *shape["o"]), dtype),
         }
         if self.dora:
-            base = dequantize(stored) if isinstance(stored, QuantizedWeight) else stored.astype(dtype)
+            base = (dequantize(stored) if isinstance(stored, QuantizedWeight) else stored).astype(dtype)
             ins = tuple(i for i, label in enumerate(target.labels) if label == "i")
             adapter["magnitude"] = jnp.linalg.norm(base, axis=ins, keepdims=False)
         return adapter
@@ -249,8 +249,9 @@ class Lora:
     def _leaves(self, adapters: Mapping[str, Any], base: PyTree) -> tuple[list[Any], Any]:
         """Returns the leaves of the params, with frozen ones as `Weight`s, and their tree."""
         nodes, tree = jax.tree_util.tree_flatten_with_path(base, is_leaf=_is_node)
-        factors = (x["a"] for x in adapters.values() if isinstance(x, Mapping))  # not what is trained as it is
-        dtype = next(factors).dtype
+        # Of what is trained as it is there is no mapping.
+        dtypes = {name: x["a"].dtype for name, x in adapters.items() if isinstance(x, Mapping)}
+        widest = jnp.result_type(*dtypes.values())
         named = {path_name(path): node for path, node in nodes}
         targets = self.targets({name: _shape_of(node, adapters.get(name)) for name, node in named.items()})
         leaves = []
@@ -258,6 +259,7 @@ class Lora:
             if isinstance(node, Trained):
                 leaves.append(adapters[name])
             elif isinstance(node, QuantizedWeight) or jnp.issubdtype(node.dtype, jnp.floating):
+                dtype = dtypes.get(name, widest)
                 leaves.append(self._weight(name, node, targets.get(name), adapters.get(name), dtype))
             else:
                 leaves.append(node)
@@ -297,6 +299,8 @@ class Lora:
 
     def merge(self, state: TrainState | Variables, *, dtype: Any = None) -> PyTree:
         """Returns plain params, in the structure that `init` was given: `W + alpha / rank * A @ B`, in float32.
+
+        In float64 for adapters of float64.
 
         Args:
           state: the train state, or `Variables`; arrays on any devices.

@@ -33,7 +33,7 @@ from zero_jax.sharding.spec import (
     Dims,
     carries,
     gather_steps,
-    has_chips_of_several,
+    goes_at_once,
     named,
     num_shards,
     places_of,
@@ -123,7 +123,7 @@ mlir.register_lowering(reshard_p, mlir.lower_fun(_apply_chain, multiple_results=
 # XLA:TPU divides rows whose lanes are a multiple of the first over the rings of a torus, and lanes into shards of a
 # multiple of the second (docs/gather_on_use.md).
 _LANES_OF_ROWS, _LANES_OF_SHARDS = 512, 256
-# Chips of several devices (TPU7x) reduce-scatter to shards of at least so many rows at once; else it is an all-reduce.
+# TPU7x reduce-scatters to shards of at least so many rows at once; else it is an all-reduce.
 _ROWS_AT_ONCE = 8
 # Rows of more tiles of lanes than this XLA:TPU cuts into pieces, of at most so many.
 _TILE_LANES, _MOST_TILES, _MOST_PIECES = 128, 256, 16
@@ -172,11 +172,11 @@ def gather_shardings(mesh: Mesh, dims: Dims, axes: Sequence[str]) -> tuple[Named
 def scatter_shardings(mesh: Mesh, dims: Dims, axes: Sequence[str], num_rows: int = 0) -> tuple[NamedSharding, ...]:
     """Returns the shardings of a reduce-scatter over `axes` to `dims`, in native steps.
 
-    Over chips of several devices all axes go at once; but minor ones, which would leave too few of the `num_rows` of
+    On TPU7x all axes go at once; but minor ones, which would leave too few of the `num_rows` of
     the last dim but one (0: not known), go last.
     """
     fine, fine_dims, fine_axes = _split(mesh, dims, axes)
-    if has_chips_of_several(mesh):
+    if goes_at_once(mesh):
         states = [fine_dims, *gather_steps(fine_dims, fine_axes)][:-1]
         native = [x for x in states if num_rows >= _ROWS_AT_ONCE * num_shards(fine, x[-2:-1])]
         return (*(named(fine, x) for x in native[:1] if fine_dims not in native), named(mesh, dims))

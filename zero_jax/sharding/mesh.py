@@ -227,7 +227,7 @@ def on_mesh(mesh: Any, *, in_shard_map: bool = True) -> Iterator[None]:
 
     Raises:
       ValueError: within a function that is traced for another mesh whose axes are Explicit: its arrays are typed so.
-        Unless it may be `in_shard_map`: within a `jax.shard_map`, where a device has arrays of its own.
+        Or within a `jax.shard_map`, where a device has arrays of its own, if that is not allowed (`in_shard_map`).
     """
     current = jax.sharding.get_abstract_mesh()
     if current.manual_axes and not in_shard_map:

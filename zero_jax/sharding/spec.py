@@ -17,6 +17,8 @@ STAGED_FROM_NUM_CHIPS = 64
 # TPUs whose compiler gathers and reduce-scatters over both dims of a 2-D torus at once, with the options of
 # `training/xla_options.py`: over the links of both.
 _PLANAR_KINDS = frozenset({"TPU v6 lite"})
+# TPUs of two devices a chip whose compiler does so over all of a slice at once.
+_WHOLE_KINDS = frozenset({"TPU7x"})
 
 
 def dims_of(spec: Any, num_dims: int) -> Dims:
@@ -98,10 +100,10 @@ def gather_steps(dims: Dims, axes: Sequence[str], mesh: Mesh | None = None) -> l
 
     The last two axes, which move the most, go at once if they shard the same dim and are two dims of a 3-D torus, or
     those of a 2-D torus of TPU v6e: XLA:TPU has a native gather over two, which uses the links of both. The mesh's
-    devices decide. On chips of several devices (TPU7x) all axes go at once.
+    devices decide. On TPU7x all axes go at once.
     """
     steps, start = [], dims
-    if has_chips_of_several(mesh):
+    if goes_at_once(mesh):
         return [without(dims, axes)] if carries(dims, axes) else []
     while minor := [(axes.index(dim[-1]), i) for i, dim in enumerate(dims) if dim and dim[-1] in axes]:
         _, i = max(minor)
@@ -123,7 +125,7 @@ def _joined(start: Dims, steps: list[Dims], mesh: Mesh | None) -> list[Dims]:
 def _is_plane(mesh: Mesh | None, axes: Sequence[str]) -> bool:
     """Returns whether mesh axes are two dims of a torus that XLA:TPU gathers over at once."""
     places = places_of(mesh)
-    if mesh is None or places is None:
+    if mesh is None or places is None or np.ptp(places[:, 3]):
         return False
     if not (np.ptp(places[:, :3], axis=0).all() or _is_planar(mesh)):
         return False
@@ -132,15 +134,19 @@ def _is_plane(mesh: Mesh | None, axes: Sequence[str]) -> bool:
     return all(len(dims) == 1 for dims in moved) and len({int(dims[0]) for dims in moved}) == len(axes) < 3
 
 
-def has_chips_of_several(mesh: Mesh | None) -> bool:
-    """Returns whether a mesh has several devices of one chip, as of TPU7x."""
+def goes_at_once(mesh: Mesh | None) -> bool:
+    """Returns whether XLA:TPU has collectives over all axes of a mesh at once: it has several devices of one TPU7x."""
     places = places_of(mesh)
-    return places is not None and bool(np.ptp(places[:, 3]))
+    return places is not None and _kind(mesh) in _WHOLE_KINDS and bool(np.ptp(places[:, 3]))
 
 
 def _is_planar(mesh: Mesh) -> bool:
     """Returns whether XLA:TPU has collectives over both dims of a 2-D torus for the devices of a mesh."""
-    return getattr(mesh.devices.flat[0], "device_kind", "") in _PLANAR_KINDS
+    return _kind(mesh) in _PLANAR_KINDS
+
+
+def _kind(mesh: Any) -> str:
+    return getattr(mesh.devices.flat[0], "device_kind", "")
 
 
 def scatter_steps(dims: Dims, axes: Sequence[str], mesh: Mesh | None = None) -> list[Dims]:

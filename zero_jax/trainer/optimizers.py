@@ -78,8 +78,7 @@ class OptimizerConfig:
 
     def __post_init__(self):
         """Raises `ValueError` for invalid values, and for options that the optimizer does not have."""
-        lowest = {"warmup_steps": 0, "weight_decay": 0, "final_learning_rate": 0}
-        check_fields(self, lowest=lowest, highest={"final_learning_rate": 1})
+        check_fields(self, lowest={"warmup_steps": 0, "weight_decay": 0})
         if self.learning_rate is not None and not self.learning_rate > 0:
             raise ValueError(
                 f"learning_rate={self.learning_rate}: give a positive learning rate, or None for the usual"
@@ -110,6 +109,8 @@ class OptimizerConfig:
                 f"final_learning_rate={share}: the schedule 'constant' does not fall; leave it out, or take another "
                 "schedule, such as 'linear'"
             )
+        if share is not None and not 0 <= share <= 1:
+            raise ValueError(f"final_learning_rate={share}: give a share of the highest, at least 0 and at most 1")
         if fraction is not None and self.schedule != "wsd":
             raise ValueError(
                 f"decay_fraction={fraction} is for the schedule 'wsd'; {self.schedule!r} has no such phase: leave it "

@@ -34,11 +34,11 @@ sum_of.defvjp(
 )
 
 
-# Evaluates a function of each part of mapped arrays: the result is as the first of them.
+# Evaluates a function of each part of mapped arrays; the result has the shape and dtype of the first of them.
 OfEach = Callable[..., jax.Array]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _updated_at(dim: int, *, adds: bool, of_each: OfEach | None = None) -> Callable[..., jax.Array]:
     """Returns a function that puts an array into another one at an index of a dim, or adds it to what is there.
 
@@ -58,7 +58,8 @@ def _updated_at(dim: int, *, adds: bool, of_each: OfEach | None = None) -> Calla
         array, x = (x if flag else jnp.broadcast_to(x, (size, *x.shape)) for x, flag in each)
         if not is_mapped[2]:
             return _updated_at(dim + 1, adds=adds, of_each=of_each)(array, x, operands[2]), True
-        assert of_each is not None
+        if of_each is None:
+            raise NotImplementedError("an index that is another for each part of a mapped array")
         own = lambda array, x, numbers: _updated_at(dim + 1, adds=adds)(array, x, numbers[0])  # noqa: E731
         return of_each(own, array, x, operands[2]), True
 

@@ -267,7 +267,7 @@ class _Features(Examples):
     def __init__(self, mesh: Mesh, axes: Axes, of_experts: bool):
         super().__init__(mesh, axes)
         self.of_experts = of_experts
-        self.states: dict[int, tuple[State, State]] = {}
+        self.states: dict[int, list[State]] = {}  # of the features, of the result and of the weights
 
     def constant(self, atom: Any) -> State:
         """Returns the state of a constant: rarely a batch, whose layout would only cost time."""
@@ -277,14 +277,14 @@ class _Features(Examples):
         made = super().operation(eqn, operands)
         product = _product_of(eqn)
         if product is not None and (self.of_experts or not eqn.params["dimension_numbers"][1][0]):
-            new = operands[product[0]], made[0]
-            old = self.states.get(id(eqn), new)
-            self.states[id(eqn)] = self.join(new[0], old[0]), self.join(new[1], old[1])
+            new = [operands[product[0]], made[0], operands[1 - product[0]]]
+            self.states[id(eqn)] = list(map(self.join, new, self.states.get(id(eqn), new)))
         return made
 
     @property
     def of_examples(self) -> dict[int, int]:
-        return {key: dim for key, (first, dim) in self.states.items() if first == 0 and isinstance(dim, int)}
+        found = ((key, dim) for key, (first, dim, weights) in self.states.items() if first == 0 and weights == FREE)
+        return {key: dim for key, dim in found if isinstance(dim, int)}
 
 
 class _Rows(Rewriting):

@@ -109,6 +109,7 @@ class FolderLock:
                 with contextlib.suppress(OSError):  # on a full disk the lock has no content, and holds
                     os.ftruncate(descriptor, 0)
                     os.pwrite(descriptor, self._content().encode(), 0)
+                    os.fsync(descriptor)  # other hosts see it then
                 opened.pop_all()
             self._descriptor = descriptor
             return True

@@ -15,6 +15,7 @@ from zero_jax.core.files.system_errors import with_remedy
 def partial_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
     """Makes a hidden folder beside `target`, whose files the body writes and moves; removes what is left of it."""
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
+    shutil.rmtree(partial, ignore_errors=True)  # of a process of the same id that was killed
     try:
         partial.mkdir(parents=True)
         yield partial

@@ -230,8 +230,8 @@ class MovedGrads:
     """Gradients of groups of layers that stay in the stages which run these, until devices have summed theirs.
 
     Attributes:
-      parts: for each leaf of params, by its number, its path and the mesh axes of the dims of that sum: of the params,
-        too, each device sends its part to the stages.
+      parts: for each leaf of params, by its number, its path and the mesh axes of the dims of that sum. A device sends
+        this part of the params to the stages, too.
       copies: the mesh axes over which devices have the same params.
       moves: what moves the sum of a leaf to where it is stored, of those that are to be moved.
     """

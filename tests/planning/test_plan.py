@@ -50,7 +50,7 @@ def report(cache):
 
 def test_a_plan_tells_what_a_device_holds_and_sends(report):
     num_params = planned.DEPTH * planned.WIDTH**2
-    assert report.num_params == num_params
+    assert report.num_params == report.comms.num_params == num_params
     assert report.mesh == {"replica": 1, "data": 4, "model": 1}
     assert report.fits
     assert report.usable_bytes == int(15.75 * 2**30)

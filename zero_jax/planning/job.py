@@ -100,6 +100,7 @@ class CompiledText:
       compile_seconds: what compiling took, when it was done.
       from_cache: whether it was done before.
       cache_error: why it could not be put into the cache, or ''.
+      args_info: the arguments, whose shapes newer programs for TPUs do not have; None where they are not known.
       has_code: whether the compiler went on from the schedule to the code; without it there are no cycles.
     """
 
@@ -110,6 +111,7 @@ class CompiledText:
     compile_seconds: float
     from_cache: bool
     cache_error: str = ""
+    args_info: Any = None
     has_code: bool = True
 
     def as_text(self) -> str:
@@ -153,13 +155,14 @@ def compile_job(
         paths = {True: cache / f"{key}{_SUFFIX}"} | ({False: cache / f"{key}{_QUICK_SUFFIX}"} if quick else {})
     for has_code, path in paths.items():
         if saved := _load(path):
-            return CompiledText(**saved, from_cache=True, has_code=has_code)
+            return CompiledText(**saved, args_info=lowered.args_info, from_cache=True, has_code=has_code)
     on_phase("compiling")
     start = time.perf_counter()
     saved, has_code = compile_lowered(lowered, job.compiler_options or {}, quick=quick)
     saved["compile_seconds"] = time.perf_counter() - start
     error = _save(paths[has_code], saved) if paths else ""
-    return CompiledText(**saved, from_cache=False, cache_error=error, has_code=has_code)
+    found = {"from_cache": False, "cache_error": error, "has_code": has_code}
+    return CompiledText(**saved, args_info=lowered.args_info, **found)
 
 
 def compile_lowered(lowered: Any, options: Mapping[str, Any], *, quick: bool) -> tuple[dict[str, Any], bool]:

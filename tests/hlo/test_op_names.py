@@ -1,8 +1,26 @@
-"""The path of a gathered param in the `op_name` of an instruction."""
+"""The path of a gathered param in the `op_name` of an instruction, and the phase of an instruction without one."""
 
 import pytest
 
-from zero_jax.hlo import gathered_path
+from zero_jax.hlo import gathered_path, parse
+from zero_jax.hlo.op_names import Phases
+
+# As newer XLA:TPU starts a collective on the SparseCores: its operands are those of the update, and it has no name.
+STARTED = """HloModule jit_step, is_scheduled=true, num_partitions=4
+
+%called (param_0: f32[512,512]) -> f32[128,512] {
+  %param_0 = f32[512,512]{1,0} parameter(0)
+  ROOT %reduce-scatter = f32[128,512]{1,0} reduce-scatter(%param_0), dimensions={0}, to_apply=%add
+}
+
+ENTRY %main (x: f32[512,512]) -> f32[128,512] {
+  %x = f32[512,512]{1,0} parameter(0)
+  %grad = f32[512,512]{1,0} negate(%x), metadata={op_name="jit(step)/transpose(jvp())/neg"}
+  %start = ((), (), (s32[1]{0})) call-start(), async_execution_thread="sparsecore", to_apply=%called
+  %update = ((f32[512,512]{1,0}), f32[128,512]{1,0}) call-update(%start, %grad)
+  ROOT %done = f32[128,512]{1,0} call-done(%update)
+}
+"""
 
 
 @pytest.mark.parametrize(
@@ -16,3 +34,10 @@ from zero_jax.hlo import gathered_path
 )
 def test_a_path_in_a_region_continues_that_of_the_region(op_name, path):
     assert gathered_path(op_name) == path
+
+
+def test_what_is_started_without_operands_is_of_the_phase_of_those_of_its_update():
+    phases = Phases(parse(STARTED))
+    before = phases.op_name_before("called", "reduce-scatter")
+    assert before == "jit(step)/transpose(jvp())/neg"
+    assert phases.of("called", "reduce-scatter", before) == "backward"

@@ -60,8 +60,14 @@ class Phases:
         instructions = self._program.computations[computation]
         is_traced = lambda name: name.startswith("jit(") or _is_differentiated(name)  # noqa: E731 - not of an argument
 
+        users = self._program.users(computation)
+
         def made_of(name: str) -> list[str]:
-            return [] if instructions[name].opcode in ("parameter", "constant") else instructions[name].operands
+            if instructions[name].opcode in ("parameter", "constant"):
+                return []
+            # What newer XLA:TPU starts has no operands: its update has them.
+            updates = [user for user in users.get(name, ()) if user.opcode == "call-update"]
+            return instructions[name].operands or [x for update in updates for x in update.operands]
 
         nearest = self._nearest(computation, name, made_of, is_traced)
         caller = next(iter(self._program.callers[computation]), None)

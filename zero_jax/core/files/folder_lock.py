@@ -63,9 +63,9 @@ class FolderLock:
         self._pid = os.getpid()
 
     def seen(self) -> str:
-        """Returns the content of the file, or '' where there is none: it tells two folders of one path apart."""
+        """Returns the token in the file, or '' where there is none: it tells two folders of one path apart."""
         with contextlib.suppress(OSError, ValueError):
-            return read_file(self.file, limit_bytes=_MAX_BYTES).decode(errors="replace")
+            return self._holder().get("token", "")
         return ""
 
     def check(self) -> None:
@@ -109,7 +109,6 @@ class FolderLock:
                 with contextlib.suppress(OSError):  # on a full disk the lock has no content, and holds
                     os.ftruncate(descriptor, 0)
                     os.pwrite(descriptor, self._content().encode(), 0)
-                    os.fsync(descriptor)  # other hosts see it then
                 opened.pop_all()
             self._descriptor = descriptor
             return True

@@ -334,9 +334,9 @@ def _group(name: str) -> str:
 
 def _cast(x: Array, like: Any) -> Array:
     """Casts an array, keeping its sharding."""
-    return (
-        x if x.dtype == like.dtype else jax.jit(jnp.astype, static_argnums=1, out_shardings=x.sharding)(x, like.dtype)
-    )
+    if x.dtype == like.dtype:
+        return x
+    return jax.jit(jnp.astype, static_argnums=1, out_shardings=x.sharding)(x, like.dtype)
 
 
 def _move(x: Array, like: Any) -> Array:

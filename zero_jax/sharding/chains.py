@@ -172,8 +172,8 @@ def gather_shardings(mesh: Mesh, dims: Dims, axes: Sequence[str]) -> tuple[Named
 def scatter_shardings(mesh: Mesh, dims: Dims, axes: Sequence[str], num_rows: int = 0) -> tuple[NamedSharding, ...]:
     """Returns the shardings of a reduce-scatter over `axes` to `dims`, in native steps.
 
-    On TPU7x all axes go at once; but minor ones, which would leave too few of the `num_rows` of
-    the last dim but one (0: not known), go last.
+    On TPU7x all axes go at once; but minor ones, which would leave too few of the `num_rows` of the last dim but one
+    (0: not known), go last.
     """
     fine, fine_dims, fine_axes = _split(mesh, dims, axes)
     if goes_at_once(mesh):

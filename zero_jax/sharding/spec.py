@@ -102,9 +102,9 @@ def gather_steps(dims: Dims, axes: Sequence[str], mesh: Mesh | None = None) -> l
     those of a 2-D torus of TPU v6e: XLA:TPU has a native gather over two, which uses the links of both. The mesh's
     devices decide. On TPU7x all axes go at once.
     """
-    steps, start = [], dims
     if goes_at_once(mesh):
         return [without(dims, axes)] if carries(dims, axes) else []
+    steps, start = [], dims
     while minor := [(axes.index(dim[-1]), i) for i, dim in enumerate(dims) if dim and dim[-1] in axes]:
         _, i = max(minor)
         dims = (*dims[:i], dims[i][:-1], *dims[i + 1 :])
@@ -136,8 +136,8 @@ def _is_plane(mesh: Mesh | None, axes: Sequence[str]) -> bool:
 
 def goes_at_once(mesh: Mesh | None) -> bool:
     """Returns whether XLA:TPU has collectives over all axes of a mesh at once: it has several devices of one TPU7x."""
-    places = places_of(mesh)
-    return places is not None and _kind(mesh) in _WHOLE_KINDS and bool(np.ptp(places[:, 3]))
+    places = places_of(mesh) if mesh is not None and _kind(mesh) in _WHOLE_KINDS else None
+    return places is not None and bool(np.ptp(places[:, 3]))
 
 
 def _is_planar(mesh: Mesh) -> bool:
@@ -145,8 +145,8 @@ def _is_planar(mesh: Mesh) -> bool:
     return _kind(mesh) in _PLANAR_KINDS
 
 
-def _kind(mesh: Any) -> str:
-    return getattr(mesh.devices.flat[0], "device_kind", "")
+def _kind(mesh: Mesh) -> str:
+    return getattr(next(mesh.devices.flat, None), "device_kind", "")
 
 
 def scatter_steps(dims: Dims, axes: Sequence[str], mesh: Mesh | None = None) -> list[Dims]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from zero_jax.core.device_put import check_has_devices, put_keys
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, check_arrays, is_key, leading_dims, leaf_names
 from zero_jax.program.jaxprs import is_traced
-from zero_jax.sharding.mesh import Axes, axes_of, axis_size
+from zero_jax.sharding.mesh import Axes, axes_of, axis_size, batch_sharding
 from zero_jax.training.same_program import check_given
 
 
@@ -58,9 +59,10 @@ def shapes_of_part(batch: PyTree, num_parts: int) -> PyTree:
     return jax.tree.map(part, batch)
 
 
-def leaf_sharding(x: Any, mesh: Mesh, axes: Axes) -> NamedSharding:
-    """Returns the sharding of a leaf of a batch, by its examples; scalars are replicated."""
-    return NamedSharding(mesh, PartitionSpec(axes.batch) if np.ndim(x) else PartitionSpec())
+def sharding_of_leaves(mesh: Mesh, axes: Axes) -> Callable[[Any], NamedSharding]:
+    """Returns the function that gives the sharding of a leaf of a batch, by its examples; scalars are replicated."""
+    over_batch, replicated = batch_sharding(mesh, axes), NamedSharding(mesh, PartitionSpec())
+    return lambda x: over_batch if np.ndim(x) else replicated
 
 
 def shard_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTree:
@@ -96,9 +98,10 @@ def place_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None, is_whole
     """
     check_arguments(axes=axes)
     axes = axes or axes_of(mesh)
+    sharding_of = sharding_of_leaves(mesh, axes)
 
     def place(x: Any) -> jax.Array:
-        sharding = leaf_sharding(x, mesh, axes)
+        sharding = sharding_of(x)
         if is_traced(x):  # the step is called within another jitted function, or scanned over
             return lax.with_sharding_constraint(x, sharding)
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):

@@ -27,7 +27,7 @@ from zero_jax.core.tracebacks import SHORT_TRACEBACK
 from zero_jax.core.tree import PyTree, check_arrays, leaf_names, leaves_by_name, with_shapes
 from zero_jax.program.jaxprs import is_traced
 from zero_jax.sharding.mesh import Axes, on_mesh
-from zero_jax.training.batch import leaf_sharding, place_batch
+from zero_jax.training.batch import place_batch, sharding_of_leaves
 from zero_jax.training.same_program import SameProgram
 from zero_jax.training.state.checks import check_no_leaf_twice, check_not_donated, checked_placement, place_state
 from zero_jax.training.state.placement import train_state_shardings
@@ -178,7 +178,7 @@ class TrainStep:
 
     def _batch_shapes(self, batch: PyTree) -> PyTree:
         check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
-        sharding_of = functools.partial(leaf_sharding, mesh=self.program.mesh, axes=self.axes)
+        sharding_of = sharding_of_leaves(self.program.mesh, self.axes)
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x), sharding=sharding_of(x)), batch
         )

@@ -245,26 +245,39 @@ def settled():
 
 
 def own_numbers():
-    """An optimizer with a vector and a number for each matrix; that of the last ones is of the first one's result."""
+    """An optimizer with a vector, a number, a key and a predicate for each matrix.
 
-    def one(x, weights, gain):
+    The number of the last ones is of the first one's result.
+    """
+
+    def one(x, weights, gain, key, is_odd):
         if x.ndim != 2 or x.shape[0] != WIDTH:
             return x
         x = x / jnp.linalg.norm(x)
-        for _ in range(2):
-            x = gain * x - 0.5 * (weights * (x @ x.mT)) @ x
-        return x
+
+        def turn(i, x):
+            noise = 1e-3 * jax.random.normal(jax.random.fold_in(key, i), x.shape)
+            return gain * x - 0.5 * (weights * (x @ x.mT)) @ (x + noise)
+
+        x = jax.lax.fori_loop(0, 2, turn, x)
+        return jnp.where(is_odd, x, 2 * (x @ x.mT) @ x)
 
     def init(params):
-        leaves = jax.tree.leaves(params)
-        return [(jnp.linspace(0.5, 1, WIDTH) / (i + 1), jnp.float32(1.5 - i / 20)) for i in range(len(leaves))]
+        numbers = range(len(jax.tree.leaves(params)))
+        vectors = [(jnp.linspace(0.5, 1, WIDTH) / (i + 1), jnp.float32(1.5 - i / 20)) for i in numbers]
+        return vectors, jax.random.PRNGKey(7)
 
     def update(grads, state, params=None):
+        vectors, key = state
         leaves, tree = jax.tree.flatten(grads)
-        first = [one(x, *numbers) for x, numbers in zip(leaves[:8], state[:8], strict=True)]
+        keys = jax.random.split(key, len(leaves) + 1)
+        odd = [jax.random.bernoulli(key) for key in keys]
+        first = [one(x, *numbers, *more) for x, numbers, *more in zip(leaves[:8], vectors[:8], keys, odd, strict=False)]
         norm = sum(jnp.linalg.norm(x) for x in first)
-        last = [one(x, weights, 1 + 1 / norm) for x, (weights, _) in zip(leaves[8:], state[8:], strict=True)]
-        return jax.tree.map(lambda x: -1e-2 * x, tree.unflatten(first + last)), [(0.9 * w, gain) for w, gain in state]
+        ends = zip(leaves[8:], vectors[8:], keys[8:], odd[8:], strict=False)
+        last = [one(x, weights, 1 + 1 / norm, *more) for x, (weights, _), *more in ends]
+        updates = jax.tree.map(lambda x: -1e-2 * x, tree.unflatten(first + last))
+        return updates, ([(0.9 * w, gain) for w, gain in vectors], keys[-1])
 
     return optax.GradientTransformation(init, update)
 

@@ -90,10 +90,18 @@ class Region:
     def is_of_each(self, other: Any) -> bool:
         """Tells whether another region may have a value of its own in place of one of `others`.
 
-        Regions that run together are one `jax.vmap`: random keys would draw other numbers in it, and of a branch that
-        is chosen by a number both would be computed.
+        Regions that run together are one `jax.vmap`. Of a branch that is chosen by a number of each it would compute
+        both, and keys of each draw other numbers in it, but those of Threefry.
         """
-        return not self.stacks and jnp.issubdtype(other.aval.dtype, jnp.inexact)
+        return not self.stacks and (jnp.issubdtype(other.aval.dtype, jnp.inexact) or self.is_mapped_alike)
+
+    @functools.cached_property
+    def is_mapped_alike(self) -> bool:
+        """Whether a `jax.vmap` with keys and integers of each matrix computes what is computed for each alone."""
+        inner = [each for eqn in self.eqns for each in equations_of(eqn)]
+        dtypes = {str(getattr(atom.aval, "dtype", "")) for each in inner for atom in (*each.invars, *each.outvars)}
+        has_other_keys = any(dtype.startswith("key<") and dtype != "key<fry>" for dtype in dtypes)
+        return not has_other_keys and {"cond", "rng_bit_generator"}.isdisjoint(each.primitive.name for each in inner)
 
     def key(self) -> Any:
         """Returns what the region computes, whatever the number of matrices: equal where it is the same."""

@@ -236,7 +236,7 @@ def test_what_the_forward_pass_keeps_for_the_backward_pass():
     # %x (1 KiB) and %y (2 KiB) are written by the forward pass; the backward pass reads %y, and %x through a copy
     # without a name. %g is a gathered param, %z is read by the forward pass alone.
     stack = lambda name: f', metadata={{op_name="jit(f)/{name}"}}'  # noqa: E731
-    forward, backward, gather = stack("jvp()/mul"), stack("transpose(jvp())/mul"), stack("jvp(gather:w)/all_gather")
+    forward, backward, gather = stack("jvp()/mul"), stack("transpose(jvp())/mul"), stack("jvp(gather=w)/all_gather")
     heap = peak(
         program(f"""
   %a = f32[256]{{0}} parameter(0)

@@ -204,7 +204,7 @@ def _saved(program: Program, allocation: _Allocation, readers: Sequence[str]) ->
     """The part of an allocation's life in which it holds what the forward pass keeps for the backward pass."""
 
     def is_residual(value: HloValue) -> bool:
-        name = _op_name(program, value.computation, value.instruction)
+        name = _name_of(program, value)
         phases = phase_of(name), phase_of(readers[value.end])
         return phases == ("forward", "backward") and not gathered_path(name)
 
@@ -216,7 +216,7 @@ def _describe(program: Program, allocation: _Allocation, names: Sequence[str]) -
     """Names a buffer after the last instruction that wrote it; a loop only carries it."""
     written = sorted(allocation.values, key=lambda value: value.start)
     real = [value for value in written if value.instruction.opcode not in ("while", "conditional")] or written
-    named = [value for value in real if _op_name(program, value.computation, value.instruction)]
+    named = [value for value in real if _name_of(program, value)]
     last = (named or real)[-1]
     return Buffer(
         name=last.instruction.name,
@@ -224,16 +224,21 @@ def _describe(program: Program, allocation: _Allocation, names: Sequence[str]) -
         opcode=last.instruction.opcode,
         shape=str(last.array),
         num_bytes=allocation.num_bytes,
-        op_name=_op_name(program, last.computation, last.instruction),
+        op_name=_name_of(program, last),
         last_read_by=names[allocation.spans[-1][1]],
         source=program.source(last.instruction.line),
     )
 
 
+def _name_of(program: Program, value: HloValue) -> str:
+    """The JAX name stack of a value, or of what it is a copy of."""
+    return value.op_name or _op_name(program, value.computation, value.instruction)
+
+
 def _op_name(program: Program, computation: str, instruction: Instruction) -> str:
     """The JAX name stack of an instruction, or of what it copies."""
     for _ in range(8):
-        if name := instruction.op_name:
+        if name := instruction.op_names(1)[0]:
             return name
         operands = instruction.operands
         passes = instruction.base in _PASSES_NAME_ON or (instruction.opcode == "fusion" and len(operands) == 1)

@@ -10,10 +10,10 @@ from zero_jax.hlo.program import Instruction, Program
 
 _DIFFERENTIATED = "jvp("  # in the name stack of both passes
 # `zero_jax.sharding.chains.gather_scope` puts the path of a param into the name stack like this.
-_GATHER_SCOPE = re.compile(r"gather:([^/()\"]+)")
+_GATHER_SCOPE = re.compile(r"gather=([^/()\":]+)")
 _UPDATE = "of_update/"  # that of `zero_jax.sharding.chains.UPDATE`
-# Where its path begins with two colons, it continues that of `params_scope`.
-_PARAMS_SCOPE = re.compile(r"params:([^/()\"]+)")
+# Where its path begins with two tildes, it continues that of `params_scope`.
+_PARAMS_SCOPE = re.compile(r"params=([^/()\":]+)")
 
 
 def phase_of(op_name: str) -> str:
@@ -31,7 +31,7 @@ def _is_differentiated(op_name: str) -> bool:
 def gathered_path(op_name: str) -> str | None:
     """Returns the path in the innermost gather scope of an `op_name`, escaped, or None."""
     paths = _GATHER_SCOPE.findall(op_name)
-    if paths and paths[-1].startswith("::"):
+    if paths and paths[-1].startswith("~~"):
         return "".join(_PARAMS_SCOPE.findall(op_name)[-1:]) + paths[-1][2:]
     return paths[-1] if paths else None
 

@@ -55,6 +55,14 @@ class Instruction(NamedTuple):
         match = _OP_NAME.search(self.line)
         return match[1].replace("\\'", "'") if match else ""
 
+    def op_names(self, count: int) -> list[str]:
+        """Returns the name stacks of `count` arrays of its result, which XLA:GPU merges where it combines operations.
+
+        Where it has none for each, all have the first.
+        """
+        names = _merged(self.op_name)
+        return names if len(names) == count else names[:1] * count
+
     @property
     def attributes_at(self) -> int:
         """Where its attributes start in the line, behind the bracket that closes its operands."""
@@ -310,3 +318,21 @@ def _lines(text: str) -> Iterator[str]:
 def integers(text: str) -> list[int]:
     """Returns the runs of digits in a text."""
     return [int(digits) for digits in re.findall(r"\d+", text)]
+
+
+def _merged(op_name: str) -> list[str]:
+    """Returns the name stacks that one was merged of, `a/b` and `a/c` of `a/(b:c)`."""
+    start = re.search(r"(?:^|/)\(", op_name)
+    parts, depth = [""], 1
+    for end in range(start.end() if start else 0, len(op_name)):
+        depth += {"(": 1, ")": -1}.get(op_name[end], 0)
+        if not start or not depth:
+            break
+        if op_name[end] == ":" and depth == 1:
+            parts.append("")
+        else:
+            parts[-1] += op_name[end]
+    if not start or len(parts) == 1:
+        return [op_name]
+    before, after = op_name[: start.end() - 1], op_name[end + 1 :]
+    return [name for part in parts for name in _merged(before + part + after)]

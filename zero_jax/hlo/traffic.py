@@ -5,6 +5,8 @@ for `all-gather(`: a `while` repeats what its body sends, XLA:TPU prints one asy
 spells a reduce-scatter as a fused `all-reduce`, and the results of `-start` operations hold the operands as well.
 """
 
+from __future__ import annotations
+
 import collections
 import dataclasses
 import functools
@@ -53,7 +55,7 @@ class Collective(Sent):
     # 'all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all' or 'collective-permute'; rarely 'ragged-all-to-all'
     # (its bytes are an upper bound) or 'collective-broadcast'.
     kind: str
-    dtypes: tuple[str, ...]  # HLO dtype names, one for each array; a combined collective has several
+    arrays: tuple[Array, ...] = dataclasses.field(repr=False)  # its results; a combined collective has several
     # Indices into the mesh's flat devices; for a permute, the rings and chains that its pairs form.
     replica_groups: Groups = dataclasses.field(repr=False)
     source_target_pairs: Groups = dataclasses.field(repr=False)  # A permute's (source, target) indices, else empty
@@ -62,8 +64,35 @@ class Collective(Sent):
     full_bytes: int
     channel_id: int | None  # the HLO channel, which is not unique in a program
     is_async: bool  # whether other work may run between its start and its end
-    op_name: str  # the JAX name stack from the metadata, or ''
+    op_names: tuple[str, ...]  # for each array the JAX name stack from the metadata, or ''
     source: str  # `file:line` from the metadata, or ''
+
+    @property
+    def op_name(self) -> str:
+        """The JAX name stack of the first array, or ''."""
+        return self.op_names[0]
+
+    @property
+    def parts(self) -> list[Collective]:
+        """The collective as one for each array, where XLA combined several and their names say which array is whose."""
+        if len(set(self.op_names)) == 1:
+            return [self]
+        shares = [array.packed_bytes / sum(array.packed_bytes for array in self.arrays) for array in self.arrays]
+        return [
+            dataclasses.replace(
+                self,
+                op_names=(name,),
+                arrays=(array,),
+                full_bytes=round(self.full_bytes * share),
+                sent_bytes=self.sent_bytes * share,
+            )
+            for name, array, share in zip(self.op_names, self.arrays, shares, strict=True)
+        ]
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """HLO dtype names, one for each array."""
+        return tuple(array.dtype for array in self.arrays)
 
     @property
     def group_size(self) -> int:
@@ -143,7 +172,7 @@ def _collective(program: Program, computation: str, instruction: Instruction) ->
     """Reads one instruction, which does not tell how often it runs."""
     line, kind = instruction.line, instruction.base
     try:
-        sent = _sent_arrays(instruction, kind)
+        sent = results = _sent_arrays(instruction, kind)
         if slices := _SLICES.search(line) if kind == "collective-permute" else None:
             sizes = [math.prod(integers(part)) for part in slices[1].split("},")]
             sent = [sent[0]._replace(dims=(size,)) for size in sizes]
@@ -168,7 +197,7 @@ def _collective(program: Program, computation: str, instruction: Instruction) ->
         kind=kind,
         name=instruction.name,
         computation=computation,
-        dtypes=tuple(array.dtype for array in sent),
+        arrays=tuple(results),
         replica_groups=groups,
         source_target_pairs=pairs,
         full_bytes=full_bytes,
@@ -177,7 +206,7 @@ def _collective(program: Program, computation: str, instruction: Instruction) ->
         is_async=(instruction.part == "start" and '"is_sync":true' not in line)
         or "async_collective_fusion" in line
         or wrapped,
-        op_name=instruction.op_name,
+        op_names=tuple(instruction.op_names(len(results))),
         source=program.source(line),
     )
 

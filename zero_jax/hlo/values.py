@@ -31,6 +31,13 @@ class HloValue:
     instruction: Instruction
     start: int
     end: int
+    place: tuple[int, int] = (0, 1)  # its number among the arrays of a tuple, and how many these are
+
+    @property
+    def op_name(self) -> str:
+        """The JAX name stack of the operation that it is the result of, or ''."""
+        number, count = self.place
+        return self.instruction.op_names(count)[number]
 
 
 class LiveRanges:
@@ -74,17 +81,24 @@ class LiveRanges:
         return buffers
 
     def _new(
-        self, shape: Shape, computation: str, instruction: Instruction, forwarded: tuple[int, Tree] | None = None
+        self,
+        shape: Shape,
+        computation: str,
+        instruction: Instruction,
+        *,
+        forwarded: tuple[int, Tree] | None = None,
+        at: tuple[int, int] = (0, 1),
     ) -> Tree:
         """Makes a value of each array of a shape, but for a part that is something else passed on."""
         if not isinstance(shape, Array):
             place, operand = forwarded or (-1, ())
             return tuple(
-                operand if number == place else self._new(part, computation, instruction)
+                operand if number == place else self._new(part, computation, instruction, at=(number, len(shape)))
                 for number, part in enumerate(shape)
             )
         now = max(len(self.steps) - 1, 0)
-        self.items.append(HloValue(array=shape, computation=computation, instruction=instruction, start=now, end=now))
+        made = HloValue(array=shape, computation=computation, instruction=instruction, start=now, end=now, place=at)
+        self.items.append(made)
         self._parents.append(len(self.items) - 1)
         return len(self.items) - 1
 
@@ -132,7 +146,7 @@ class LiveRanges:
         if instruction.part in ("done", "update"):
             return _finished(opcode, instruction, operands[0])
         forwarded = _forwarded(opcode, parse_shape(instruction.shape), operands)
-        result = self._new(parse_shape(instruction.shape), computation, instruction, forwarded)
+        result = self._new(parse_shape(instruction.shape), computation, instruction, forwarded=forwarded)
         if opcode == "constant":
             self.constants += leaves(result)
         self._alias(instruction, operands, result)

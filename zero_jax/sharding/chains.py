@@ -237,7 +237,7 @@ UPDATE = "of_update"
 # The scope of activations that are sent to the shards of params, and of what comes home.
 SENT = "sent_to_shards"
 # A path that begins so continues that of the scope `params_scope` around it.
-RELATIVE = "::"
+RELATIVE = "~~"
 
 
 def params_scope(path: str) -> AbstractContextManager[Any]:
@@ -245,14 +245,17 @@ def params_scope(path: str) -> AbstractContextManager[Any]:
 
     Within it their paths are relative, so that the regions of equal layers are equal, and JAX traces one of them.
     """
-    return jax.named_scope(f"params:{escaped(path)}") if path else contextlib.nullcontext()
+    return jax.named_scope(f"params={escaped(path)}") if path else contextlib.nullcontext()
 
 
 def gather_scope(path: str) -> AbstractContextManager[Any]:
     """Returns the scope in which the param of a path is gathered."""
-    return jax.named_scope(f"gather:{escaped(path)}")
+    return jax.named_scope(f"gather={escaped(path)}")
 
 
 def escaped(path: str) -> str:
-    """Returns a leaf's path `a/b/c` as it stands in a scope, `a.b.c`: a `/` separates scopes and a `(` transforms."""
-    return re.sub(r"[^\w.:+ -]", ".", path)
+    """Returns a leaf's path `a/b/c` as it stands in a scope, `a.b.c`.
+
+    A `/` separates scopes, a `(` transforms, and a `:` the names that XLA merges.
+    """
+    return re.sub(r"[^\w.~+ -]", ".", path)

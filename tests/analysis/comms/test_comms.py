@@ -64,10 +64,10 @@ HALF = "  %h = bf16[16,64]{1,0} convert(%p)\n"
 @pytest.mark.parametrize(
     ("op_name", "phase"),
     [
-        ("jit(step)/jvp(gather:w)/sharding_constraint", "forward"),
-        ("jit(step)/jvp()/while/body/gather:w/sharding_constraint", "forward"),
-        ("jit(step)/transpose(jvp())/checkpoint/rematted_computation/gather:w/sharding_constraint", "backward"),
-        ("jit(step)/gather:w/sharding_constraint", "update"),
+        ("jit(step)/jvp(gather=w)/sharding_constraint", "forward"),
+        ("jit(step)/jvp()/while/body/gather=w/sharding_constraint", "forward"),
+        ("jit(step)/transpose(jvp())/checkpoint/rematted_computation/gather=w/sharding_constraint", "backward"),
+        ("jit(step)/gather=w/sharding_constraint", "update"),
     ],
 )
 def test_a_gather_is_told_by_its_name(op_name, phase):
@@ -208,7 +208,7 @@ def test_an_all_reduced_gradient_is_named():
 
 
 def test_an_emulated_gather_is_named():
-    (finding,) = comms.measure(program(reduce("jit(step)/jvp(gather:w)/x")), mesh=mesh_of_4()).findings
+    (finding,) = comms.measure(program(reduce("jit(step)/jvp(gather=w)/x")), mesh=mesh_of_4()).findings
     assert finding.kind == "emulated gather"
     assert finding.param == "w"
 
@@ -228,7 +228,7 @@ def test_all_reduces_that_belong_there_are_no_findings(changed):
 
 def test_a_wide_gather_beside_narrow_ones_is_named():
     wide = GATHER.replace("%g", "%wide").replace("%h", "%p").replace("bf16", "f32").replace("OP", "jit(step)/jvp()/x")
-    text = program(HALF + GATHER.replace("OP", "jit(step)/jvp(gather:w)/x") + "\n" + wide)
+    text = program(HALF + GATHER.replace("OP", "jit(step)/jvp(gather=w)/x") + "\n" + wide)
     (finding,) = comms.measure(text, mesh=mesh_of_4()).findings
     assert finding.kind == "wide"
     assert "all-gather of 16.4 KB (f32) over data in the forward pass of 'w' (model.py:7)" in str(finding)
@@ -244,7 +244,7 @@ def test_a_param_that_is_gathered_more_often_than_others_is_named():
     )
     times = {"w": 7, "x": 2, "y": 2, "z": 2}
     gathers = [
-        GATHER.replace("%g", f"%g.{name}.{i}").replace("OP", f"jit(step)/jvp(gather:{name})/c")
+        GATHER.replace("%g", f"%g.{name}.{i}").replace("OP", f"jit(step)/jvp(gather={name})/c")
         for name, count in times.items()
         for i in range(count)
     ]
@@ -260,7 +260,7 @@ def test_a_stack_that_is_gathered_by_layer_is_gathered_once():
         for i, (name, shape, cut) in enumerate([("x", "16,64", "4,1"), ("stack", "8,16,64", "1,4,1")], 2)
     )
     gathers = [
-        GATHER.replace("%g", f"%g.{name}.{i}").replace("OP", f"jit(step)/gather:{name}/c")
+        GATHER.replace("%g", f"%g.{name}.{i}").replace("OP", f"jit(step)/gather={name}/c")
         for name, count in {"w": 1, "x": 1, "stack": 8}.items()
         for i in range(count)
     ]
@@ -268,6 +268,23 @@ def test_a_stack_that_is_gathered_by_layer_is_gathered_once():
     assert not comms.measure(text, mesh=mesh_of_4()).findings
     (finding,) = comms.measure(text.replace("8,16,64", "16,64"), mesh=mesh_of_4()).findings
     assert "'stack' is gathered 8 times" in str(finding)
+
+
+def test_a_combined_gather_is_a_row_for_each_param():
+    """XLA:GPU merges the names of what it combines: `a/(b:c)` for `a/b` and `a/c`."""
+    combined = GATHER.replace("bf16[64,64]{1,0} all-gather(%h)", "(bf16[64,64], bf16[64,16], s32[8]) all-gather(%a)")
+    merged = "(jvp(gather=w)/x:transpose(jvp())/(rematted_computation/gather=v/x:y))"
+    report = comms.measure(program(combined.replace("OP", f"jit(step)/{merged}")), mesh=mesh_of_4())
+    rows = [(row.param, row.phase, row.dtype, row.full_bytes, row.sent_bytes) for row in report.rows]
+    assert rows == [
+        ("w", "forward", "bf16", 8192, 6144),
+        ("v", "backward", "bf16", 2048, 1536),
+        ("", "backward", "s32", 32, 24),
+    ]
+    # Of one that joins its operands before, the first name stands for all.
+    joined = GATHER.replace("OP", "jit(step)/(jvp(gather=w)/x:transpose(jvp())/y)")
+    (row,) = comms.measure(program(HALF + joined), mesh=mesh_of_4()).rows
+    assert (row.param, row.phase, row.sent_bytes) == ("w", "forward", 6144)
 
 
 def test_moved_activations_are_named_and_moved_rows_of_a_lookup_are_not():
@@ -278,7 +295,7 @@ def test_moved_activations_are_named_and_moved_rows_of_a_lookup_are_not():
     (finding,) = comms.measure(program(move.replace("OP", "jit(step)/jvp()/reshape")), mesh=mesh_of_4()).findings
     assert finding.kind == "moved activations"
     assert "all-to-all of 2.0 KB (bf16) over data in the forward pass (gpt.py:3)" in str(finding)
-    assert not comms.measure(program(move.replace("OP", "jit(step)/jvp(gather:w)/c")), mesh=mesh_of_4()).findings
+    assert not comms.measure(program(move.replace("OP", "jit(step)/jvp(gather=w)/c")), mesh=mesh_of_4()).findings
 
 
 def abstract(config, mesh, shapes):
@@ -427,7 +444,7 @@ def test_gathers_of_a_compiled_step_are_those_of_the_formula(stage):
 
 def test_a_comparison_has_a_row_for_each_axis_and_phase():
     estimate = estimated(stage=3)
-    report = comms.measure(program(HALF + GATHER.replace("OP", "jit(step)/jvp(gather:w)/c")), mesh=mesh_of_4())
+    report = comms.measure(program(HALF + GATHER.replace("OP", "jit(step)/jvp(gather=w)/c")), mesh=mesh_of_4())
     comparison = comms.compare(estimate, report)
     assert [(row.axes, row.phase, row.estimated_bytes, row.measured_bytes) for row in comparison.rows] == [
         ("data", "backward", 57344, 0),
@@ -441,7 +458,7 @@ def test_a_comparison_has_a_row_for_each_axis_and_phase():
 
 
 def test_reports_print():
-    text = str(comms.measure(program(HALF + GATHER.replace("OP", "jit(step)/jvp(gather:w)/c")), mesh=mesh_of_4()))
+    text = str(comms.measure(program(HALF + GATHER.replace("OP", "jit(step)/jvp(gather=w)/c")), mesh=mesh_of_4()))
     assert "all-gather  data (4)  bf16   forward  w          1  0.006                 model.py:7" in text
     assert "largest buffer: 0.008 MB, all-gather of 'w' (/home/me/model.py:7)" in text
     assert "a device sends 0.006 MB, 1.500 bytes a param" in text  # 6144 bytes for 4096 params

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zero_jax as zero
-from zero_jax import memory
+from zero_jax import hlo, memory
 from zero_jax.analysis.leaves import group_of, path_of
 from zero_jax.models import gpt
 
@@ -155,7 +155,7 @@ ENTRY %main (p: f32[8,128]) -> f32[8,128] {
   %p = f32[8,128]{1,0:T(8,128)} parameter(0), sharding={devices=[8,1]<=[8]}, metadata={op_name="state.params[\\'w\\']"}
   %m = f32[3,100]{1,0:T(4,128)} parameter(1), sharding={replicated}, metadata={op_name="state.opt_state[0].mu[\\'b\\']"}
   %h = f32[8,128]{1,0:T(8,128)S(5)} parameter(2), metadata={op_name="state.master[\\'w\\']"}
-  %g = f32[64,128]{1,0:T(8,128)} all-gather(%p), dimensions={0}, metadata={op_name="jvp(gather:w)/sharding_constraint"}
+  %g = f32[64,128]{1,0:T(8,128)} all-gather(%p), dimensions={0}, metadata={op_name="jvp(gather=w)/sharding_constraint"}
   %r = f32[16,128]{1,0:T(8,128)} slice(%g), slice={[0:16], [0:128]}, metadata={op_name="jit(f)/jvp()/dot_general"}
   %grad = f32[64,128]{1,0:T(8,128)} dot(%r, %g), metadata={op_name="jit(f)/transpose(jvp())/dot_general"}
   %new = f32[8,128]{1,0:T(8,128)} slice(%grad), slice={[0:8], [0:128]}, metadata={op_name="jit(f)/sub"}
@@ -190,6 +190,19 @@ def test_a_step_worked_out_by_hand():
         "state/opt_state/0/mu/b": (3, 100),
         "state/master/w": None,
     }
+
+
+def test_temporaries_of_a_combined_gather_have_a_name_each():
+    name = "jit(f)/(jvp(gather=w)/x:transpose(jvp(gather=v))/x)"
+    gathers = f"""  %both = (f32[64,128], f32[64,96]) all-gather(%p, %m), metadata={{op_name="{name}"}}
+  %g = f32[64,128] get-tuple-element(%both), index=0
+  %v = f32[64,96] get-tuple-element(%both), index=1"""
+    lines = [gathers if line.startswith("  %g = ") else line for line in BY_HAND.splitlines()]
+    heap = hlo.peak(hlo.parse("\n".join(lines).replace("dot(%r, %g)", "dot(%r, %g, %v)")))
+    assert [buffer.op_name for buffer in heap.live if "gather" in buffer.op_name] == [
+        "jit(f)/jvp(gather=w)/x",
+        "jit(f)/transpose(jvp(gather=v))/x",
+    ]
 
 
 def test_fragmentation_is_what_is_laid_out_over_what_is_alive():

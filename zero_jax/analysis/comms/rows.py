@@ -169,7 +169,7 @@ def read_rows(
     overlaps = _overlaps(program, collectives) if program.is_scheduled else {}
     shape = program_shape(mesh, program.num_devices)
     rows = []
-    for collective in collectives:
+    for collective in (part for combined in collectives for part in combined.parts):
         computation, name = collective.computation, collective.name
         op_name = collective.op_name or phases.op_name_before(computation, name)
         phase = phases.of(computation, name, op_name)
@@ -314,10 +314,8 @@ def _paths_by_dims(leaves: Sequence[tuple[tuple[int, ...], str]]) -> Mapping[tup
 
 def _moved(collective: Collective, program: Program, kind: str) -> list[tuple[int, ...]]:
     """Returns the shapes of a collective's results: shards of a reduce-scatter, else gathered or reduced arrays."""
+    shapes = [array.dims for array in collective.arrays]
     instruction = program.computations[collective.computation][collective.name]
-    shapes = [array.dims for array in instruction.arrays]
-    if instruction.opcode.endswith("-start"):  # the operands come first
-        shapes = shapes[1:2] if kind.endswith("(windowed)") else shapes[-len(collective.dtypes) :]
     if kind == "reduce-scatter" and instruction.opcode == "all-reduce":  # the fused form has the unsharded result
         for i, dims in enumerate(shapes):
             last = next((j for j in reversed(range(len(dims))) if dims[j] % collective.group_size == 0), None)

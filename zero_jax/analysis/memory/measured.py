@@ -43,7 +43,7 @@ from zero_jax.hlo import (
 
 TEMPORARIES = ("grads", "gathered params", "residuals", "copied params", "collective buffers", "other temporaries")
 # The gradient of a param's gather, not the gather that is repeated in the backward pass.
-_GRAD_OF_GATHER = re.compile(r"transpose\([^/]*gather:")
+_GRAD_OF_GATHER = re.compile(r"transpose\([^/]*gather=")
 # The groups that a loss function uses, and that are gathered for it.
 _PARAMS = ("params", "master", "model_state")
 # Dims of smaller arrays are ambiguous.

@@ -2,7 +2,8 @@
 
 Usage: reload_worker.py ADDRESS INDEX FOLDER ACTION...; reports the result of each action: `save` at stage 3, `fail` (as
 `save`, but the files that the last process writes may not grow: its disk is full), `damaged` and `load` at stage 2 (of
-what one process has saved); `apart` saves into a folder of each process.
+what one process has saved); `apart` saves into a folder of each process; `late`
+takes such folders while the disk of the first process is full, and again.
 """
 
 import os
@@ -80,7 +81,22 @@ def saved_apart(folder):
         return {"error": str(error)}
 
 
+def taken_late(folder):
+    """Takes another folder in each process, the first time with a lock without content; returns the error."""
+    saving._SEEN_SECONDS = 0.5
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Checkpointer(f"{folder}{jax.process_index()}", log=print) as checkpointer:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+        checkpointer.take()
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        try:
+            checkpointer.take()
+        except ValueError as error:
+            return {"error": str(error)}
+
+
 ACTIONS = {
+    "late": lambda folder: taken_late(f"{folder}/late"),
     "apart": lambda folder: saved_apart(f"{folder}/apart"),
     "save": lambda folder: saved(f"{folder}/save", 3),
     "fail": lambda folder: saved(f"{folder}/fail", 3, is_full=jax.process_index() == 1),

@@ -25,7 +25,7 @@ def assert_close(actual, expected, tolerance):
 def written(tmp_path_factory):
     """A folder of folders that two processes have saved to, and what they report."""
     folder = tmp_path_factory.mktemp("written")
-    return folder, start(folder, "save", "fail", "apart")
+    return folder, start(folder, "save", "fail", "apart", "late")
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +53,9 @@ def test_two_processes_save_and_one_reloads(written):
 def test_processes_with_folders_of_their_own_are_refused(written):
     """Each saved its own shards, and said so; there was no checkpoint."""
     folder, results = written
-    for result in results:
-        wanted = "process 1 does not see what process 0 wrote there: all processes save into one folder"
-        assert wanted in result["apart"]["error"] and "bucket" in result["apart"]["error"]
+    for error in (result[action]["error"] for result in results for action in ("apart", "late")):
+        assert "process 1 does not see what process 0 wrote there: all processes save into one folder" in error
+        assert "bucket" in error
     assert not [*folder.glob("apart*/step*")]
 
 

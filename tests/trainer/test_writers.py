@@ -28,7 +28,7 @@ def open_writers(config, folder, *, resume_step=None, **options):
 
 
 def write_run(path, steps, resume_step=None, **options):
-    with JsonLinesWriter(path, resume_step=resume_step, **options) as writer:
+    with contextlib.closing(JsonLinesWriter(path, resume_step=resume_step, **options)) as writer:
         for step in steps:
             writer.write(train(step))
 
@@ -155,7 +155,7 @@ def test_what_a_full_disk_does_not_take_is_said_once_and_written_when_it_has_roo
 
 def test_a_file_that_vanished_is_made_anew(tmp_path):
     (tmp_path / "run").mkdir()
-    with JsonLinesWriter(tmp_path / "run" / "metrics.jsonl") as writer:
+    with contextlib.closing(JsonLinesWriter(tmp_path / "run" / "metrics.jsonl")) as writer:
         writer.write(train(1))
         shutil.rmtree(tmp_path / "run")
         writer.write(train(2))

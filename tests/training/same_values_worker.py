@@ -57,8 +57,8 @@ def train(batch, mesh=MESH, **fields):
     zero.make_train_step(loss_fn, optax.adam(1e-2), mesh=mesh, config=config)(make(mesh=mesh), batch)
 
 
-def evaluate(batch):
-    zero.make_eval_step(loss_fn, mesh=MESH, config=CONFIG)(make(), batch)
+def evaluate(batch, **fields):
+    zero.make_eval_step(loss_fn, mesh=MESH, config=dataclasses.replace(CONFIG, **fields))(make(), batch)
 
 
 def shard_later(batch):
@@ -96,5 +96,6 @@ attempt("constants", lambda: make(lambda key: {"w": np.ones((16, 16)) + INDEX * 
 attempt("optimizer", lambda: make(tx=optax.inject_hyperparams(optax.adam)(0.01 * (1 + INDEX))))
 attempt("another optimizer", lambda: make(tx=(optax.adam, optax.sgd)[INDEX](0.01)))
 attempt("config", lambda: train({"x": OWN}, num_microbatches=1 + INDEX))
+attempt("config of another program", lambda: evaluate({"x": OWN}, clip_norm=1.0 + INDEX, num_microbatches=1 + INDEX))
 attempt("key", lambda: make(key=INDEX))
 report(result)

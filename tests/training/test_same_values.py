@@ -22,6 +22,7 @@ WANTED = {
     "optimizer": f"{DIFFER}its program, line ",
     "another optimizer": f"{DIFFER}the state's leaf 'opt_state/0/count' is int32[] in process 0, missing in process 1",
     "config": "ValueError: the processes differ in the train step: num_microbatches is 1 in process 0, 2 in",
+    "config of another program": [],
     "key": f"{DIFFER}the state's key is ",
 }
 

@@ -32,6 +32,7 @@ from zero_jax.core.agreement import Agreement, OtherProcessFailed, Turns, from_f
 from zero_jax.core.field_checks import check_fields, hinted
 from zero_jax.core.files.folder_lock import FolderInUse, FolderLock
 from zero_jax.core.files.system_errors import with_remedy
+from zero_jax.core.files.untrusted import is_bucket
 from zero_jax.core.text_tables import Report
 from zero_jax.core.tree import shown
 from zero_jax.sharding.mesh import on_mesh
@@ -121,6 +122,7 @@ class Checkpointer(Report):
         self._folder = CheckpointFolder(self.directory, log)
         self._lock = FolderLock(self.directory / LOCK, run=run)
         self._turns: Turns | None = None  # of the background threads
+        self._is_taken = False  # and all processes see the lock
         if _is_primary():
             try:
                 self._folder.make()
@@ -152,24 +154,28 @@ class Checkpointer(Report):
         Raises:
           ValueError: another run has locked it; the message names that run and a remedy.
         """
-        if self._turns is None:
-            with Agreement(lambda _: FolderInUse(f"{self.directory} cannot be used by this run (see process 0's log)")):
-                if _is_primary():
-                    with contextlib.suppress(OSError):  # the save will fail of it, and log it
-                        self._lock.take()
-            self._check_shared()
-            self._turns = Turns(f"save {from_first_process(secrets.token_hex(8))}")
+        if self._is_taken:
+            return
+        with Agreement(lambda _: FolderInUse(f"{self.directory} cannot be used by this run (see process 0's log)")):
+            if _is_primary():
+                with contextlib.suppress(OSError):  # the save will fail of it, and log it
+                    self._lock.take()
+        self._is_taken = self._check_shared()
+        self._turns = self._turns or Turns(f"save {from_first_process(secrets.token_hex(8))}")
 
-    def _check_shared(self) -> None:
+    def _check_shared(self) -> bool:
         """Raises `ValueError` in all processes unless each sees in its folder what the first one wrote: the lock.
 
-        Each process writes its own shards. In folders of their own these would be no checkpoint.
+        Each process writes its own shards. In folders of their own these would be no checkpoint. Returns whether the
+        first one could write; its disk may be full.
         """
         if jax.process_count() == 1:
-            return
+            return True
         written, last = from_first_process(self._lock.seen), time.monotonic() + _SEEN_SECONDS
 
         def other_folder(processes: object) -> ValueError:
+            if is_bucket(self.directory):  # which all see: another run has replaced the lock
+                return self._lock.refusal()
             return ValueError(
                 f"{self.directory}: process {processes} does not see what process 0 wrote there: all processes save "
                 "into one folder. Give all the same path on a file system that they share, or the URL of a bucket "
@@ -181,6 +187,7 @@ class Checkpointer(Report):
                 if time.monotonic() > last:
                     raise other_folder(jax.process_index())
                 time.sleep(0.1)
+        return bool(written)
 
     def save(
         self,
@@ -267,7 +274,7 @@ class Checkpointer(Report):
             self.wait()
         finally:
             self._lock.release()
-            self._turns = None
+            self._turns, self._is_taken = None, False
 
     def _finish(self, step: int, record: bytes, writes: ArrayWrites) -> None:
         """Writes a save, and then deletes older checkpoints; runs in the background thread."""

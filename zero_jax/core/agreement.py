@@ -202,11 +202,13 @@ def agree_on(
     *,
     remedy: str,
     long_texts: Mapping[str, str] | None = None,
+    causes: Mapping[str, object] | None = None,
     turns: Turns | None = None,
 ) -> None:
     """Raises `ValueError` in all processes, with names and values, unless the facts about `what` are the same in all.
 
-    Of `long_texts`, such as a program, the error has the first line that differs.
+    Of `long_texts`, such as a program, the error has the first line that differs, unless others say why they do:
+    facts, and `causes`, which may differ where all else is the same.
     """
     if jax.process_count() == 1:
         return
@@ -217,12 +219,13 @@ def agree_on(
     digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
     if len(set(_all_of(turns.take(digest), turns.processes).values())) == 1:
         return
+    record |= {name: str(value) for name, value in (causes or {}).items()}
     records = {process: json.loads(text) for process, text in turns.take(json.dumps(record)).items()}
     names = [name for name in dict.fromkeys(name for x in records.values() for name in x)]
     differing = [name for name in names if len({x.get(name) for x in records.values()}) > 1]
     of_each = lambda name: {process: record.get(name, "missing") for process, record in records.items()}  # noqa: E731
     shown = [f"{name} is {by_value(of_each(name))}" for name in differing if name not in texts]
-    if not shown:  # otherwise that is why the long texts differ
+    if not shown:
         shown = [_first_line(name, texts[name], records, turns) for name in differing]
     more = f"; and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
     raise known_to_all(

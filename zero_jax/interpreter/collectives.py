@@ -59,10 +59,6 @@ class Exchange:
         """Returns each device's part of `[size, devices, *dims]`."""
         return parts[self.place, np.arange(len(self.place))]
 
-    def sent_by_first(self, x: np.ndarray) -> np.ndarray:
-        """Broadcast: what the first member has."""
-        return self.received(x)[0]
-
 
 def permuted(x: np.ndarray, attributes: Mapping[str, str], num_devices: int) -> np.ndarray:
     """Collective-permute: each target has what its source had, the others zeros."""

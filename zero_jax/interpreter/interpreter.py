@@ -239,7 +239,7 @@ class Interpreter:
             case "all-to-all":
                 return exchange.exchanged(x, context.dimensions[0])
             case "collective-broadcast":
-                return exchange.sent_by_first(x)
+                return exchange.received(x)[0]  # what the first member has
         raise NotInterpretable(f"the collective {kind!r}")
 
     # Reductions

@@ -99,14 +99,15 @@ class SameProgram:
             "the function": self.what,
             **releases(),
             "compiler options": sorted(step_options(self.mesh, self.config).values.items()),
-            **{name: x for name, x in vars(self.config).items() if isinstance(x, str | int | float | None)},
             **{f"batch leaf {name!r}": _shape(x) for name, x in leaves_by_name(batch).items()},
             **{f"the state's leaf {name!r}": _shape(x) for name, x in leaves_by_name(state).items()},
             **_values(state),
         }
         text = program_text(jitted.lower(state, batch))
-        turns = turns_of(self.processes)
-        agree_on(f"the {self.what}", facts, long_texts={"its program": text}, remedy=_REMEDY, turns=turns)
+        # Not all fields are of this program: an evaluation has no gradients to clip.
+        fields = {name: x for name, x in vars(self.config).items() if isinstance(x, str | int | float | None)}
+        turns, texts = turns_of(self.processes), {"its program": text}
+        agree_on(f"the {self.what}", facts, long_texts=texts, causes=fields, remedy=_REMEDY, turns=turns)
         if axes is not None:
             _check_parts({p: json.loads(x) for p, x in turns.take(json.dumps(_parts(given, self.mesh, axes))).items()})
         self._agreed.add(key)

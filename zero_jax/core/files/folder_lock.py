@@ -54,7 +54,7 @@ class FolderLock:
     def take(self) -> None:
         """Takes the lock, or checks that it is still ours."""
         if self._descriptor is not None and _is_file(self._descriptor, self.file):
-            return
+            return self._write(self._descriptor)
         had_it = self._pid == os.getpid() and self._descriptor is None
         self._close()
         is_taken = not is_bucket(self.file) and self._take_from_system()
@@ -74,7 +74,7 @@ class FolderLock:
             self.take()
             self.release()
         elif (holder := self._holder()).get("host") == socket.gethostname() and _is_alive(holder):
-            raise self._refused()
+            raise self.refusal()
 
     def release(self) -> None:
         """Releases the lock and removes its file, if we have it."""
@@ -100,28 +100,33 @@ class FolderLock:
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError as error:
-                    raise self._refused() from error
+                    raise self.refusal() from error
                 except OSError:
                     return False
                 self._holder()  # refuses a file that is not a lock
                 if not _is_file(descriptor, self.file):  # its owner has just removed it
                     continue
-                with contextlib.suppress(OSError):  # on a full disk the lock has no content, and holds
-                    os.ftruncate(descriptor, 0)
-                    os.pwrite(descriptor, self._content().encode(), 0)
+                os.ftruncate(descriptor, 0)
+                self._write(descriptor)
                 opened.pop_all()
             self._descriptor = descriptor
             return True
         raise FolderInUse(f"{self.file} is made and removed all the time: is a run started there again and again?")
 
+    def _write(self, descriptor: int) -> None:
+        """Writes the content of a lock that has none: on a full disk it holds without, and the next `take` tries."""
+        with contextlib.suppress(OSError):
+            if not os.fstat(descriptor).st_size:
+                os.pwrite(descriptor, self._content().encode(), 0)
+
     def _take_by_content(self, had_it: bool) -> None:
         holder = self._holder()
         if holder.get("token") != self._token:
             if holder and (had_it or (holder.get("host") == socket.gethostname() and _is_alive(holder))):
-                raise self._refused()
+                raise self.refusal()
             self.file.write_text(self._content())
         if self._holder().get("token") != self._token:
-            raise self._refused()
+            raise self.refusal()
 
     def _holder(self) -> dict[str, Any]:
         """Returns the content of the file, about the owner of the lock; raises `FolderInUse` if it is not a lock."""
@@ -151,7 +156,8 @@ class FolderLock:
         }
         return json.dumps(holder) + "\n"
 
-    def _refused(self) -> FolderInUse:
+    def refusal(self) -> FolderInUse:
+        """Returns the error for a folder that the process in the file writes to."""
         try:
             holder = self._holder()
         except (OSError, FolderInUse):

@@ -47,12 +47,6 @@ class JsonLinesWriter:
             self.num_damaged = _cut(self._path, resume_step, is_evaluated)
         self._file = self._open("xb" if resume_step is None else "ab")
 
-    def __enter__(self) -> JsonLinesWriter:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
     def write(self, record: Record) -> None:
         """Writes a record, to a new file if the folder was removed; its `OSError` names the file."""
         line = left = json.dumps(plain(record)).encode() + b"\n"

@@ -113,13 +113,13 @@ def where_sent(options: GatherOptions, value: Any, *, dtype: Any = None) -> Any:
 def sent_product(
     options: GatherOptions, examples: Examples | None, eqn: Any, values: Sequence[Any]
 ) -> SentProduct | None:
-    """Returns how a product sends its activation to the shards of its param; None if the param is to be gathered.
+    """Returns how a product with batch dims sends its activation to the shards of its param; None if that is gathered.
 
     What is sent, there and back, is less than the param, for which a gather, another one in the backward pass and a
     reduce-scatter would be needed.
     """
     places = [i for i, value in enumerate(values) if isinstance(value, Lazy)]
-    if eqn.primitive.name != "dot_general" or len(places) != 1 or eqn.params.get("out_sharding") is not None:
+    if len(places) != 1 or eqn.params.get("out_sharding") is not None:
         return None
     (of_param,), place = places, 1 - places[0]
     param, activation, axes = values[of_param], values[place], options.axes

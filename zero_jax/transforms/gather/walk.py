@@ -187,7 +187,8 @@ class GatherWalk(Walk[GatherFrame]):
         if is_reduction:
             return _values(jaxprs.bind(eqn, [self.array(value, eqn, frame) for value in values]), values)
         opaque = bool(inner) and not eqn.primitive.name.startswith(("custom_", "scatter"))
-        sent = sent_product(self.options, self.examples, eqn, values)
+        has_batch_dim = eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0])
+        sent = sent_product(self.options, self.examples, eqn, values) if has_batch_dim else None
         for value in values if self.notes.records else ():
             if isinstance(value, Lazy):
                 reason = f"before {eqn.primitive.name}, which is not looked into" if opaque else eqn.primitive.name

@@ -50,6 +50,8 @@ class Phases:
             return phase
         if not self._has_gradient:
             return "forward"
+        if self._program.computations[computation][name].base in ("all-reduce", "reduce-scatter"):
+            return "update"  # of gradients, after the passes
         users = self._program.users(computation)
         used_by = lambda name: [user.name for user in users.get(name, ())]  # noqa: E731
         # A cast of the params belongs to no pass by its name, but to the one that uses it.

@@ -99,6 +99,13 @@ def test_a_cast_belongs_to_the_pass_that_uses_it():
     assert comms.measure(text, mesh=mesh_of_4()).by_phase == {"forward": 6144}
 
 
+def test_a_reduction_after_the_passes_belongs_to_the_update():
+    """Whatever uses its result: the loss may be the nearest name of a pass."""
+    use = '\n  %use = f32[] reduce(%g), metadata={op_name="jit(step)/jvp()/reduce_sum"}'
+    text = program(reduce("jit(step)/reduce") + use)
+    assert comms.measure(text, mesh=mesh_of_4()).by_phase == {"update": 12288}
+
+
 def state_leaves(text):
     return [leaf for leaf in argument_leaves(Program(text), None) if leaf.group in STATE_GROUPS]
 

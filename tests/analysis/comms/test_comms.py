@@ -302,7 +302,9 @@ def test_moved_activations_are_named_and_moved_rows_of_a_lookup_are_not():
     (finding,) = comms.measure(program(move.replace("OP", "jit(step)/jvp()/reshape")), mesh=mesh_of_4()).findings
     assert finding.kind == "moved activations"
     assert "all-to-all of 2.0 KB (bf16) over data in the forward pass (gpt.py:3)" in str(finding)
-    assert not comms.measure(program(move.replace("OP", "jit(step)/jvp(gather=w)/c")), mesh=mesh_of_4()).findings
+    for scope in ("gather=w", "sent_to_shards"):
+        text = program(move.replace("OP", f"jit(step)/jvp({scope})/c"))
+        assert not comms.measure(text, mesh=mesh_of_4()).findings
 
 
 def abstract(config, mesh, shapes):

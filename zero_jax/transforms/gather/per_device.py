@@ -223,7 +223,9 @@ class DeviceSum:
         stack = stack.reshape(*(mesh.shape[axis] for axis in left), *stack.shape[1:])
         for axis in self._scattered:
             place = left.index(axis)
-            landed = without(dims, [other for other in left if other != axis])
+            # Behind what cuts the dim already, so that gradients move to the device that has their place: were it in
+            # front, as `dims` may have it, each device's own would move again. Their sum does, at the end.
+            landed = tuple((*now, axis) if axis in end else now for now, end in zip(placed, dims, strict=True))
             here = named(mesh, (*((a,) for a in left), *placed))
             there = named(mesh, (*(() if a == axis else (a,) for a in left), *landed))
             if not self._codes(axis):
@@ -246,6 +248,8 @@ class DeviceSum:
             # Not `jnp.sum`, which would make float32 of what is narrower before it moves.
             stack = lax.reduce(stack, jnp.zeros((), stack.dtype), lax.add, tuple(range(len(left))))
             stack = lax.with_sharding_constraint(stack, named(mesh, placed))
+        if placed != dims:
+            stack = lax.with_sharding_constraint(stack, named(mesh, dims))
         return stack.astype(wide), error
 
     def _send(

@@ -13,6 +13,7 @@ from reference import mesh_of, torus_mesh
 import zero_jax as zero
 from zero_jax import hlo
 from zero_jax.sharding.chains import Chain, gather_shardings, reshard, scattering, split_axes, torus_sizes
+from zero_jax.sharding.mesh import axes_of
 from zero_jax.sharding.spec import named
 
 
@@ -87,6 +88,25 @@ def test_gradients_are_reduce_scattered_natively(topology, replica):
     assert sent.pop("reduce-scatter") == pytest.approx(full * (num_data - 1) / num_data)
     assert sent.pop("all-reduce", 0) == pytest.approx(2 * full / num_data * (replica - 1) / replica)
     assert not sent
+
+
+@pytest.mark.tpu_compiler
+def test_a_part_of_a_torus_is_scattered_over_one_dim_of_an_array_after_another():
+    """As of experts in stages, whose features in and out are sharded: over both at once XLA:TPU all-reduces."""
+    pytest.importorskip("libtpu")
+    mesh = zero.make_mesh(topology="v5p:8x8x8", pipe=2)
+    data = axes_of(mesh).of_stage.data
+    chain = scattering(mesh, ((), data[:2], data[2:]), data)
+    tokens = jax.ShapeDtypeStruct((2, 2048, 4, 1024), jnp.bfloat16, sharding=named(mesh, (("pipe",), data, (), ())))
+
+    def grads(x, y):
+        grad = lambda x, y: reshard(jnp.einsum("tef,teg->efg", x, y), forward=chain, backward=Chain())  # noqa: E731
+        return jax.vmap(grad, spmd_axis_name="pipe")(x, y)
+
+    found = hlo.collectives(jax.jit(grads).lower(tokens, tokens).compile().as_text())
+    assert {c.kind for c in found} == {"reduce-scatter"}
+    sent = 2 * 4 * 1024 * 1024 * (63 / 64 + 3 / 4 / 64)
+    assert sum(c.total_sent_bytes for c in found) == pytest.approx(sent)
 
 
 @pytest.mark.tpu_compiler

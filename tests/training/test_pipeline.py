@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from reference import assert_close, make_config, run_plain, run_zero
 
 import zero_jax as zero
+from zero_jax import hlo
 from zero_jax.models import gpt
 
 # As in test_parity.py: sums in another order, and Adam's division by a gradient's own size.
@@ -729,7 +730,28 @@ def in_towers(params, batch):
     return jnp.square((towers[0] * towers[1]) @ params["head"]).mean()
 
 
+def of_one_set(params, batch):
+    """A Python loop over layers that all have the same params, and numbers of their own, within a `jax.checkpoint`."""
+
+    @jax.checkpoint
+    def layers(w, x):
+        for i in range(LAYERS):
+            x = x + jnp.tanh(x @ w["w"][0] + w["bias"][0]) * batch["mask"][..., None] / (1 + i)
+        return x
+
+    return jnp.square(layers(params["layers"], params["embed"][batch["tokens"]]) @ params["head"]).mean()
+
+
+def of_one_set_in_a_loop(params, batch):
+    """A loop whose layers all have the same params, as the steps of a universal transformer; the first is not in it."""
+    layer = lambda i, x: x + jnp.tanh(x @ params["head"] @ params["head"].T * params["gate"] + i)  # noqa: E731
+    x = jax.lax.fori_loop(0, LAYERS, layer, layer(0, params["embed"][batch["tokens"]]))
+    return jnp.square(x @ params["head"]).mean()
+
+
 FORMS = {
+    of_one_set: ("circular:2", 4, [LAYERS]),
+    of_one_set_in_a_loop: ("1f1b", 6, [LAYERS]),
     in_a_u: ("gpipe", 4, [LAYERS // 2] * 2),
     in_towers: ("gpipe", 4, [LAYERS // 2] * 2),
     in_reverse: ("gpipe", 4, [LAYERS - 1, LAYERS, LAYERS]),
@@ -773,6 +795,24 @@ def test_layers_in_other_forms_train_as_one_device(loss_fn):
     params, batch = init_params(), make_batches(1, size=48)[0]
     fields = {"mesh": zero.make_mesh(pipe=4), "stage": 1, "num_microbatches": num_microbatches, "pipeline": pipeline}
     found = one_step(loss_fn, params, batch, **fields)
+    assert_close(found, jax.jit(jax.value_and_grad(loss_fn))(params, batch), tolerance=FLOAT32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "pipeline", "loss_fn"),
+    [
+        (0, "gpipe", of_one_set),
+        (2, "1f1b", of_one_set),
+        (3, "circular:2", of_one_set),
+        (3, "1f1b", of_one_set_in_a_loop),
+        (2, "gpipe", of_one_set_in_a_loop),
+    ],
+)
+def test_layers_that_share_params_train_as_one_device(stage, pipeline, loss_fn):
+    """The params are sharded by ZeRO, over `pipe`, too, and whole in each stage."""
+    params, batch, mesh = init_params(), make_batches(1)[0], zero.make_mesh(pipe=4)
+    found = one_step(loss_fn, params, batch, mesh=mesh, stage=stage, num_microbatches=4, pipeline=pipeline)
     assert_close(found, jax.jit(jax.value_and_grad(loss_fn))(params, batch), tolerance=FLOAT32)
 
 
@@ -824,13 +864,6 @@ def of_returned_params(params, batch):
     return jnp.square(x).mean() + jnp.square(each).mean()
 
 
-def of_one_set(params, batch):
-    x = params["embed"][batch["tokens"]]
-    for _ in range(LAYERS):
-        x = x + jnp.tanh(x @ params["layers"]["w"][0])
-    return jnp.square(x).mean()
-
-
 def shown(x, w):
     jax.debug.print("{}", x.sum())
     return x @ w["w"]
@@ -865,16 +898,6 @@ REFUSED = {
     ),
     "other numbers": (by_several_numbers, "loop at .*test_pipeline.* otherwise than those of one layer by a number"),
     "params that are returned": (of_returned_params, "the loop at .*test_pipeline.* reads params at .*test_pipeline"),
-    "shared params": (of_one_set, "the 8 layers of the Python loop at .*test_pipeline.* share 1 set of params: each"),
-    "shared params of a loop": (
-        lambda params, batch: jnp.square(
-            jax.lax.fori_loop(
-                *(0, 8, lambda i, x: x @ params["layers"]["w"][0] + jnp.arange(FEATURES)),
-                params["embed"][batch["tokens"]],
-            )
-        ).mean(),
-        "the loop at .*test_pipeline.* has the same params in each iteration: each stage",
-    ),
     "effects": (replaced(shown), "debug.* at .*test_pipeline.* has effects"),
     "mapped": (mapped, "what is in the jax.shard_map at .*test_pipeline.* is not looked into"),
 }
@@ -927,6 +950,38 @@ def test_on_a_tpu_a_microbatch_may_have_fewer_examples_than_there_are_devices():
     loss = lambda p, b: jnp.square(jax.lax.scan(lambda x, w: (x @ w, None), b["x"], p["layers"])[0]).mean()  # noqa: E731
     batch, mesh = {"x": np.zeros((4, 8, 128), np.float32)}, zero.make_mesh(topology="v5p:2x2x1", pipe=2)
     lowered(loss, params=params, batch=batch, mesh=mesh, stage=3, num_microbatches=2)
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+def test_experts_are_in_memory_and_sent_as_shards_but_for_a_layer():
+    """The gradients of a stage are sums in shards, and so is that of the table, and there is no other copy of them."""
+    pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
+    layers, experts, features, hidden, vocab = 4, 8, 512, 1024, 8192
+
+    def loss_fn(params, batch):
+        @jax.checkpoint
+        def layer(x, w):
+            of_experts = x.reshape(x.shape[0], experts, -1, features)
+            y = jax.nn.relu(jnp.einsum("becd,edf->becf", of_experts, w["up"]))
+            return x + jnp.einsum("becf,efd->becd", y, w["down"]).reshape(x.shape), None
+
+        x, _ = jax.lax.scan(layer, params["embed"][batch["tokens"]], params["layers"])
+        logits = (x @ params["embed"].T).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"]).mean()
+
+    shapes = {"up": (layers, experts, features, hidden), "down": (layers, experts, hidden, features)}
+    shapes = {"embed": (vocab, features), "layers": shapes}
+    init = lambda _: jax.tree.map(jnp.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple))  # noqa: E731
+    mesh, tx = zero.make_mesh(topology="v5p:2x2x4", pipe=2), optax.adam(1e-3)
+    config = make_config(stage=3, num_microbatches=4, pipeline="1f1b", precision="bf16")
+    state = zero.abstract_state(init, tx, mesh=mesh, config=config)
+    batch = {"tokens": jax.ShapeDtypeStruct((32, 64), jnp.int32)}
+    compiled = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config).lower(state, batch).compile()
+    of_layer = 2 * 2 * experts * features * hidden
+    assert compiled.memory_analysis().temp_size_in_bytes < 5 * of_layer  # of a stage a sum is 4 of them, a shard a half
+    large = [x for x in hlo.collectives(compiled) if x.total_sent_bytes > of_layer / 2]
+    assert {x.kind for x in large} == {"all-gather", "reduce-scatter"}
 
 
 def test_the_report_shows_stages_what_moves_and_the_bubble():

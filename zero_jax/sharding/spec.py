@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -152,16 +153,19 @@ def _kind(mesh: Mesh) -> str:
 def scatter_steps(dims: Dims, axes: Sequence[str], mesh: Mesh | None = None) -> list[Dims]:
     """Returns the specs of a reduce-scatter over `axes`, step by step: major first, on a 3-D torus two at a time.
 
-    XLA:TPU has native reduce-scatters over a part of a torus. Over all of a 3-D torus it has one over two dims and one
-    over the third; three at once, or one after the other, become all-reduces. Over all of a 2-D torus it is the other
-    way round: one after the other is native, both at once is an all-reduce, but on TPU v6e (docs/gather_on_use.md).
-    Three axes or more are a 3-D torus; for two, which may have left a dim to the model, the mesh's devices decide.
+    XLA:TPU has native reduce-scatters over a part of a torus, of one dim of the array. Over all of a 3-D torus it has
+    one over two dims and one over the third; three at once, or one after the other, become all-reduces. Over all of a
+    2-D torus it is the other way round: one after the other is native, both at once is an all-reduce, but on TPU v6e
+    (docs/gather_on_use.md). Three axes or more are a 3-D torus; for two, which may have left a dim to the model, the
+    mesh's devices decide.
     """
     states = [dims, *gather_steps(dims, axes)]
     places = places_of(mesh)
     num_scattered = 1 if mesh is None else math.prod(mesh.shape[axis] for dim in dims for axis in dim if axis in axes)
     if places is not None and num_scattered < len(np.unique(places, axis=0)):
-        return [dims]
+        moved = [[a != b for a, b in zip(*each, strict=True)] for each in itertools.pairwise(states)]
+        ends = [x for x, *each in zip(states[1:], moved, moved[1:], strict=False) if each[0] != each[1]]
+        return [*ends[::-1], dims]
     num_torus_dims = 0 if places is None else int((np.ptp(places[:, :3], axis=0) > 0).sum())
     takes_two = num_torus_dims > 2 or (mesh is not None and _is_planar(mesh))
     stride = 2 if len(states) > 3 or (len(states) == 3 and takes_two) else 1

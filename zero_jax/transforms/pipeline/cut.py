@@ -8,7 +8,7 @@ not known is refused.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from zero_jax.core.tree import is_key
-from zero_jax.dims import Kind, Pair, Relation, TraceComparison
+from zero_jax.dims import Kind, Pair, Relation, TraceComparison, is_contraction, is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import flattened
-from zero_jax.program.subcalls import equations, scan_of, subcall
+from zero_jax.program.subcalls import Subcall, equations, scan_of, subcall
 from zero_jax.sharding.mesh import Axes
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.pipeline.body import CannotCut, layer_of_microbatch
@@ -172,7 +172,7 @@ def find_loops(
     cut: Cut,
     comparison: TraceComparison,
 ) -> list[FoundLoop]:
-    """Finds the scans over stacked params of a jaxpr, and how they are cut into stages.
+    """Finds the scans over layers of a jaxpr, and how they are cut into stages.
 
     Args:
       whole: the flat closed jaxpr of a loss on the batch.
@@ -187,7 +187,7 @@ def find_loops(
     jaxprs_of = [jaxprs.open_jaxpr(x)[0] for x in (whole, *parts)]
     kinds = ["param" if i < num_params else "value" for i in range(len(inputs))]
     facts, found = Facts(jaxprs_of[0], kinds), []
-    for index in scans_over_params(facts):
+    for index in layer_scans(facts):
         eqn = jaxprs_of[0].eqns[index]
         line, scan = jaxprs.model_line(eqn) or "a line that is not known", scan_of(eqn)
         is_rolled = ROLLED in jaxprs.name_stack(eqn)
@@ -208,17 +208,50 @@ def find_loops(
     return found
 
 
-def scans_over_params(facts: Facts) -> list[int]:
-    """Returns the indices of the scans that take slices of what is made of params alone."""
-    found = []
+def scans(facts: Facts) -> Iterator[tuple[int, Any, Subcall]]:
+    """Yields the scans of a jaxpr that are on more than params: the index, the equation, and the body."""
     for index, eqn in enumerate(facts.jaxpr.eqns):
         sub = subcall(eqn)
-        if sub is None or sub.kind != "scan" or facts.only_params(eqn):
-            continue
-        _, carry, slices = sub.split([facts.kind(atom) for atom in eqn.invars])
-        if "param" in slices and carry:
-            found.append(index)
+        if sub is not None and sub.kind == "scan" and sub.num_carry and not facts.only_params(eqn):
+            yield index, eqn, sub
+
+
+def scans_over_params(facts: Facts) -> list[int]:
+    """Returns the indices of the scans that take slices of what is made of params alone."""
+    return [i for i, eqn, sub in scans(facts) if "param" in map(facts.kind, sub.split(eqn.invars)[2])]
+
+
+def scans_of_shared_params(facts: Facts) -> dict[int, list[Any]]:
+    """Returns the indices of scans whose layers all apply the same params, with what reads a slice of these by number.
+
+    Where something does, the params are those of several layers, of which a stage should not have all.
+    """
+    found = {}
+    for index, eqn, sub in scans(facts):
+        shared, carry, _ = sub.split(eqn.invars)
+        inner = [*equations(flattened(sub.jaxpr, kinds=("call", "remat")))]
+        params = {x.aval.shape for x in shared if facts.kind(x) == "param" and x.aval.ndim}
+        if params and any(x.aval.ndim and is_float(x.aval) for x in carry) and any(map(is_contraction, inner)):
+            found[index] = [x for x in inner if reads_one(x) and x.invars[0].aval.shape in params]
     return found
+
+
+def layer_scans(facts: Facts) -> list[int]:
+    """Returns the indices of scans over layers: those that take slices of params, else those that share all params."""
+    return scans_over_params(facts) or [i for i, read in scans_of_shared_params(facts).items() if not read]
+
+
+def reads_one(eqn: Any) -> bool:
+    """Tells whether an equation reads one slice of a stack, whole, at a place that is no literal."""
+    name = eqn.primitive.name
+    if name not in ("dynamic_slice", "gather"):
+        return False
+    (stack, *places), sizes = eqn.invars, tuple(eqn.params["slice_sizes"])
+    if sizes != (1, *stack.aval.shape[1:]) or stack in places or jaxprs.is_literal(places[0]):
+        return False
+    return name == "dynamic_slice" or (
+        places[0].aval.size == 1 and eqn.params["dimension_numbers"].start_index_map == (0,)
+    )
 
 
 def layers_outside(closed: Any, num_params: int) -> Any:
@@ -237,7 +270,7 @@ def _holds_layers(eqn: Any, facts: Facts) -> bool:
     """Tells whether a `jax.checkpoint` is around a scan over stacked params."""
     sub = subcall(eqn)
     inner = flattened(sub.jaxpr, kinds=("call", "remat"))  # type: ignore[union-attr]
-    return bool(scans_over_params(Facts(jaxprs.open_jaxpr(inner)[0], [*map(facts.kind, eqn.invars)])))
+    return bool(layer_scans(Facts(jaxprs.open_jaxpr(inner)[0], [*map(facts.kind, eqn.invars)])))
 
 
 def _same_scan(jaxpr: Any, index: int, like: Any) -> Any:

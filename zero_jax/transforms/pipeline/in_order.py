@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zero_jax.dims import is_contraction, is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate, flattened, with_equations
 from zero_jax.program.jaxprs import bind, is_literal, open_jaxpr, source_context
-from zero_jax.program.subcalls import Subcall, equations, subcall
+from zero_jax.program.subcalls import Subcall
 from zero_jax.program.walk import Deferred, Walk
 from zero_jax.transforms.facts import Facts
-from zero_jax.transforms.pipeline.cut import ROLLED
+from zero_jax.transforms.pipeline.cut import ROLLED, reads_one, scans, scans_of_shared_params
 from zero_jax.transforms.pipeline.turns import line_of
 
 
@@ -30,23 +29,20 @@ def layers_in_order(closed: Any, num_params: int) -> Any:
     """
     jaxpr, _ = open_jaxpr(closed)
     facts = Facts(jaxpr, ["param"] * num_params + ["value"] * (len(jaxpr.invars) - num_params))
-    scans: dict[int, _Scan] = {}
-    for eqn in jaxpr.eqns:
-        sub = subcall(eqn)
-        if sub is None or sub.kind != "scan" or not sub.num_carry or facts.only_params(eqn):
-            continue
+    others: dict[int, _Scan] = {}
+    for _, eqn, sub in scans(facts):
         shared, _, slices = (map(facts.kind, atoms) for atoms in sub.split(eqn.invars))
         numbers = _numbers(closed, eqn, sub, [i for i, kind in enumerate(shared) if kind == "param"])
         if numbers or (sub.reverse and "param" in slices):
-            scans[id(eqn)] = _Scan(sub=sub, numbers=numbers)
-    if not scans:
+            others[id(eqn)] = _Scan(sub=sub, numbers=numbers)
+    if not others:
         return closed
 
     def equation(eqn: Any, values: list[Any]) -> list[Any]:
-        if id(eqn) not in scans:
+        if id(eqn) not in others:
             return bind(eqn, values)
         with source_context(eqn):
-            return scans[id(eqn)].run(values)
+            return others[id(eqn)].run(values)
 
     return with_equations(closed, equation)
 
@@ -132,7 +128,7 @@ def _numbers(closed: Any, eqn: Any, sub: Subcall, stacks: Sequence[int]) -> dict
     shared, carry, slices = sub.split(opened.invars)
     inside = [i for i in stacks if shared[i] not in opened.outvars]
     readers = {i: [x for x in opened.eqns if shared[i] in jaxprs.variables(x)] for i in inside}
-    are_slices = lambda i, eqns: all(x.invars[0] is shared[i] and _reads_one(x) for x in eqns)  # noqa: E731
+    are_slices = lambda i, eqns: all(x.invars[0] is shared[i] and reads_one(x) for x in eqns)  # noqa: E731
     readers = {i: eqns for i, eqns in readers.items() if eqns and are_slices(i, eqns)}
     if not readers:
         return {}
@@ -176,28 +172,15 @@ def _numbers(closed: Any, eqn: Any, sub: Subcall, stacks: Sequence[int]) -> dict
 
 
 def other_loops(facts: Facts) -> list[str]:
-    """Says why loops that apply params are no scans over layers."""
+    """Says why loops that apply params of several layers are no scans over these."""
     found = []
-    for eqn in facts.jaxpr.eqns:
-        sub = subcall(eqn)
-        if sub is None or sub.kind not in ("scan", "while") or facts.only_params(eqn):
-            continue
-        shared, carry, _ = sub.split(eqn.invars)
-        opened, _ = open_jaxpr(flattened(sub.jaxpr, kinds=("call", "remat")))
-        params = {x.aval.shape for x in shared if facts.kind(x) == "param" and x.aval.ndim}
-        inner, is_carried = [*equations(opened)], any(x.aval.ndim and is_float(x.aval) for x in carry)
-        if not params or not is_carried or not any(map(is_contraction, inner)):
-            continue
-        line = f"the loop at {line_of(eqn)}"
-        if by_number := [x for x in inner if _reads_one(x) and x.invars[0].aval.shape in params]:
+    for index, by_number in scans_of_shared_params(facts).items():
+        if by_number:
             where = ", ".join([*dict.fromkeys(map(line_of, by_number))][:4])
             found.append(
-                f"{line} reads params at {where} otherwise than those of one layer by a number that it counts, from 0 "
-                "to less than there are layers: scan over the params of equal layers, stacked in their order"
-            )
-        else:
-            found.append(
-                f"{line} has the same params in each iteration: each stage would have all of them, and wait for others"
+                f"the loop at {line_of(facts.jaxpr.eqns[index])} reads params at {where} otherwise than those of one "
+                "layer by a number that it counts, from 0 to less than there are layers: scan over the params of equal "
+                "layers, stacked in their order"
             )
     return found
 
@@ -213,16 +196,3 @@ def _made_of(jaxpr: Any, given: Sequence[Any] | Mapping[Any, Any]) -> set[Any]:
         if not eqn.effects and made.issuperset(jaxprs.variables(eqn)):
             made.update(eqn.outvars)
     return made
-
-
-def _reads_one(eqn: Any) -> bool:
-    """Tells whether an equation reads one slice of a stack, whole, at a place that is no literal."""
-    name = eqn.primitive.name
-    if name not in ("dynamic_slice", "gather"):
-        return False
-    stack, *places = eqn.invars
-    if tuple(eqn.params["slice_sizes"]) != (1, *stack.aval.shape[1:]) or stack in places or is_literal(places[0]):
-        return False
-    return name == "dynamic_slice" or (
-        places[0].aval.size == 1 and eqn.params["dimension_numbers"].start_index_map == (0,)
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from zero_jax.program.subcalls import equations_of, scan_of
 from zero_jax.transforms.blocks import EqnSequence, find_blocks
 from zero_jax.transforms.facts import Facts, Origin, Origins
 from zero_jax.transforms.pipeline.body import OTHERWISE, CannotCut
-from zero_jax.transforms.pipeline.cut import ROLLED, scans_over_params
+from zero_jax.transforms.pipeline.cut import ROLLED, layer_scans, scans_over_params
 from zero_jax.transforms.pipeline.in_order import layers_in_order, other_loops
 from zero_jax.transforms.pipeline.turns import EqualLayers, LayerTurn, Place, line_of, params_of
 
@@ -58,18 +58,19 @@ def rolled(traced: Traced) -> Traced:
     """Returns a program whose equal layers of Python loops are scans; itself if it has none, or scans over layers.
 
     Layers are equal where they have the same equations on values of the same shapes, and each takes from the one before
-    what that takes from the one before it. What all of them read is a constant of the scan. Layers that are only within
-    a `jax.checkpoint` around all of them are taken out of it: stages are recomputed as the config says.
+    what that takes from the one before it. What all of them read is a constant of the scan; all of their params may be,
+    if no layers have their own. Layers that are only within a `jax.checkpoint` around all of them are taken out of it:
+    stages are recomputed as the config says.
     """
-    for kinds in (("call",), ("call", "remat")):
+    for tied, kinds in itertools.product((False, True), (("call",), ("call", "remat"))):
         flat = flattened(traced.closed, kinds=kinds)
         closed = layers_in_order(flat, traced.num_params)
         jaxpr, consts = open_jaxpr(closed)
         facts = _facts(jaxpr, traced.num_params)
-        if scans_over_params(facts):
+        if (layer_scans if tied else scans_over_params)(facts):
             scans = _by_index(closed, traced.num_params)
             return traced if scans is flat and "remat" not in kinds else traced.rewritten(scans)
-        order, loops, _ = _loops(facts)
+        order, loops, _ = _loops(facts, tied=tied)
         if loops:
             break
     else:
@@ -141,29 +142,15 @@ def why_no_layers(traced: Traced) -> str:
     """Says why loops that apply params are no layers that could be stages, and what to do; empty if there are none."""
     closed = flattened(traced.closed, kinds=("call", "remat"))
     facts = _facts(open_jaxpr(closed)[0], traced.num_params)
-    if shared := [*_shared_layers(facts), *other_loops(facts)]:
-        return "; ".join(shared)
-    if differing := _loops(facts)[2]:
+    if others := other_loops(facts):
+        return "; ".join(others)
+    if differing := _loops(facts)[2] or _loops(facts, tied=True)[2]:
         return (
             f"{'; '.join(differing)}: let all layers do the same, with numbers or masks of their own where they "
             "differ, or scan over groups of layers that are equal"
         )
     mapped = (eqn for eqn in facts.jaxpr.eqns if eqn.primitive.name == "shard_map")
     return "; ".join(f"what is in the jax.shard_map at {line_of(eqn)} is not looked into" for eqn in mapped)
-
-
-def _shared_layers(facts: Facts) -> Iterator[str]:
-    """Says which layers of Python loops have the params of others."""
-    sequence = EqnSequence(facts, tied=True)
-    for _, run in itertools.groupby(find_blocks(sequence), key=lambda block: block.repeat):
-        blocks = [*run]
-        used = [sequence.params_of(*np.searchsorted(sequence.eqns, (x.start, x.stop))) for x in blocks]
-        if len({*used}) < len(used) and any(map(is_contraction, facts.jaxpr.eqns[blocks[0].start : blocks[0].stop])):
-            yield (
-                f"the {len(used)} layers of the Python loop at {line_of(facts.jaxpr.eqns[blocks[0].start])} share "
-                f"{len({*used})} set{'s' * (len({*used}) > 1)} of params: each stage would have all of them, and wait "
-                "for others"
-            )
 
 
 def _facts(jaxpr: Any, num_params: int, rule: type[_MadeBefore] | None = None) -> Facts:
@@ -202,13 +189,13 @@ class _FrozenParams(_MadeBefore):
         return super().constant(atom) or Origin(frozenset({-1}), atom)
 
 
-def _loops(facts: Facts) -> tuple[list[int], dict[int, _Loop], list[str]]:
+def _loops(facts: Facts, *, tied: bool = False) -> tuple[list[int], dict[int, _Loop], list[str]]:
     """Returns the equations on activations, the loops over equal layers by where they begin, and why others are none.
 
     What is made of params and constants alone is made before: each layer slices a stack elsewhere, or a table is made
     in the first of them.
     """
-    sequence = EqnSequence(facts)
+    sequence = EqnSequence(facts, tied=tied)
     loops, refusals, turns = dict[int, _Loop](), list[str](), EqualLayers(facts, sequence)
     runs = [[*run] for _, run in itertools.groupby(find_blocks(sequence), key=lambda block: block.repeat)]
     bounds = [np.searchsorted(sequence.eqns, [*(x.start for x in run), run[-1].stop]).tolist() for run in runs]
@@ -250,7 +237,7 @@ def _run(loop: _Loop, env: dict[Any, Any]) -> None:
         return [made[place] for _, place in loop.carries], [made[place] for place in loop.ys]
 
     with source_context(first.eqns[0]), jax.named_scope(ROLLED):
-        carry, ys = lax.scan(body, [read(first.inputs[number]) for number in carried], stacks)
+        carry, ys = lax.scan(body, [read(first.inputs[number]) for number in carried], stacks, length=len(loop.layers))
     for (_, (i, j)), value in zip(loop.carries, carry, strict=True):
         env[loop.layers[-1].eqns[i].outvars[j]] = value
     for (i, j), values in zip(loop.ys, ys, strict=True):

@@ -253,7 +253,12 @@ class _Restore:
         masters = sharded.params
         without_params = dataclasses.replace(sharded, params=None, master=None if target.master is None else masters)
         placed = jax.tree.map(_move, without_params, dataclasses.replace(target, params=None))
-        return dataclasses.replace(placed, params=jax.tree.map(_move, masters, target.params))
+
+        def param(master: Array, like: Any) -> Array:
+            moved = _move(master, like)  # the master param itself where it is unsharded and keeps its dtype: an integer
+            return jnp.copy(moved) if moved is master and target.master is not None else moved
+
+        return dataclasses.replace(placed, params=jax.tree.map(param, masters, target.params))
 
     def fresh_leaves(self, missing: Mapping[str, Any]) -> dict[str, Array]:
         """Returns the first loss scale and errors of gradients, and leaves without elements, where none were saved."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, NamedSharding
@@ -66,8 +67,8 @@ def aligned_empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
 
 
 def reshard_array(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Moves an array on the devices to another sharding of the same mesh; without a copy where it has that already."""
-    if x.sharding.is_equivalent_to(sharding, x.ndim):
+    """Moves an array, or a traced value, to another sharding of the same mesh; without a copy where it has that."""
+    if not isinstance(x, jax.core.Tracer) and x.sharding.is_equivalent_to(sharding, x.ndim):
         return x
     return wait_on_cpu(jax.jit(_identity, out_shardings=sharding)(x), sharding.mesh)
 

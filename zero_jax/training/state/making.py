@@ -191,6 +191,6 @@ def _init_program(
         # Host arrays are donated once they are on the devices, so that params are not held twice. Device arrays may
         # share memory with the user's own, even if `device_put` is called with `may_alias=False` (JAX 0.10 and 0.12).
         donated = not any(isinstance(x, jax.Array) for x in jax.tree.leaves(variables))
-        kinds = [[(x.dtype, x.sharding.memory_kind) for x in jax.tree.leaves(tree)] for tree in (initial, results)]
-        donated &= kinds[0] == kinds[1]
+        kind = lambda x: (x.dtype, x.sharding.memory_kind)  # noqa: E731
+        donated = donated and [*map(kind, jax.tree.leaves(initial))] == [*map(kind, jax.tree.leaves(results))]
     return jax.jit(build, out_shardings=shardings, donate_argnums=(0,) if donated else ()), initial

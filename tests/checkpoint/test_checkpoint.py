@@ -178,6 +178,38 @@ def test_every_kind_of_leaf_comes_back(tmp_path):
     assert describe(tmp_path, verify_leaves=True).problems == ()
 
 
+def test_params_that_no_precision_casts_are_not_their_master_params(tmp_path):
+    """A step donates both, and refused a restored state in which they were one array."""
+    mesh, config = reference.mesh_of("8"), reference.make_config(stage=1, precision="bf16")
+    init_fn = lambda key: {**init_params(key), "table": jnp.arange(4), "key": key}  # noqa: E731
+    loss_fn = lambda params, batch: jnp.square(batch @ params["w"]).mean()  # noqa: E731
+    step = zero.make_train_step(loss_fn, TX, mesh=mesh, config=config)
+    state = zero.init_state(init_fn, TX, jax.random.key(1), mesh=mesh, config=config)
+    with Checkpointer(tmp_path, log=pytest.fail) as checkpointer:
+        checkpointer.save(1, state)
+    back = reload(tmp_path, init_fn=init_fn, config=config).state
+    (state, _), (back, _) = (step(each, jnp.ones((8, 64))) for each in (state, back))
+    assert_equal(back, state)
+
+
+@pytest.mark.parametrize("offload", [None, "state"])
+def test_params_that_are_gathered_quantized_come_back_to_the_bit(tmp_path, offload):
+    """A step leaves what it gathered, which a cast of the master params is not; frozen ones it leaves as they are."""
+    mesh, quantize = reference.mesh_of("8"), zero.Quantize(gathers="int8")
+    config = reference.make_config(stage=1, precision="bf16", quantize=quantize, offload=offload)
+    init_fn = lambda key: {**init_params(key), "frozen": jax.random.normal(key, (512, 64))}  # noqa: E731
+    loss_fn = lambda params, batch: jnp.square(batch @ params["w"] @ params["frozen"]).mean()  # noqa: E731
+    label = lambda params: {name: name if name == "frozen" else "other" for name in params}  # noqa: E731
+    tx = optax.partition({"other": TX, "frozen": optax.set_to_zero()}, label)
+    step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)
+    state, _ = step(zero.init_state(init_fn, tx, jax.random.key(1), mesh=mesh, config=config), jnp.ones((8, 64)))
+    with Checkpointer(tmp_path, log=pytest.fail) as checkpointer:
+        checkpointer.save(1, state)
+    back = reload(tmp_path, init_fn=init_fn, tx=tx, config=config).state
+    for name, x in reference.to_host(state.params).items():
+        np.testing.assert_array_equal(np.asarray(back.params[name]), x, err_msg=name)
+
+
 def test_the_newest_and_the_best_are_kept(tmp_path):
     losses = [3.0, 1.0, 5.0, None, -math.inf, math.nan, 6.0]
     state = make_state()

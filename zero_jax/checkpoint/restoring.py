@@ -39,7 +39,7 @@ from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.core.variables import MODEL_STATE, Variables, traceable_init
 from zero_jax.sharding.mesh import on_mesh
 from zero_jax.sharding.precision import init_loss_scale, precision_name, resolve_precision
-from zero_jax.training import TrainState, ZeroConfig, abstract_state, init_state
+from zero_jax.training import TrainState, ZeroConfig, abstract_state, init_state, with_gathered_params
 
 _SHOWN = 6
 _OF_THE_MODEL = ("params", MODEL_STATE)
@@ -253,7 +253,13 @@ class _Restore:
         masters = sharded.params
         without_params = dataclasses.replace(sharded, params=None, master=None if target.master is None else masters)
         placed = jax.tree.map(_move, without_params, dataclasses.replace(target, params=None))
-        return dataclasses.replace(placed, params=jax.tree.map(_move, masters, target.params))
+
+        def param(master: Array, like: Any) -> Array:
+            moved = _move(master, like)  # the master param itself where it is unsharded and keeps its dtype: an integer
+            return jnp.copy(moved) if moved is master and target.master is not None else moved
+
+        state = dataclasses.replace(placed, params=jax.tree.map(param, masters, target.params))
+        return with_gathered_params(state, self.tx, mesh=self.mesh, config=self.config)
 
     def fresh_leaves(self, missing: Mapping[str, Any]) -> dict[str, Array]:
         """Returns the first loss scale and errors of gradients, and leaves without elements, where none were saved."""

@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from zero_jax.core.tree import is_key
 
@@ -65,9 +66,18 @@ def aligned_empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
     return np.frombuffer(pages, np.uint8)[:num_bytes].view(dtype).reshape(shape)
 
 
+def is_sharded_as(x: jax.Array, sharding: NamedSharding) -> bool:
+    """Tells whether an array on the devices may stay as it is for a sharding of a mesh whose axes are Auto.
+
+    One on the same devices of a mesh with Explicit axes is typed for that mesh: JAX takes no others beside it.
+    """
+    is_explicit = AxisType.Explicit in getattr(getattr(x.sharding, "mesh", None), "axis_types", ())
+    return not is_explicit and x.sharding.is_equivalent_to(sharding, x.ndim)
+
+
 def reshard_array(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Moves an array on the devices to another sharding of the same mesh; without a copy where it has that already."""
-    if x.sharding.is_equivalent_to(sharding, x.ndim):
+    """Moves an array, or a traced value, to another sharding of the same mesh; without a copy where it has that."""
+    if not isinstance(x, jax.core.Tracer) and is_sharded_as(x, sharding):
         return x
     return wait_on_cpu(jax.jit(_identity, out_shardings=sharding)(x), sharding.mesh)
 

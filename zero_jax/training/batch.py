@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.device_put import check_has_devices, put_keys
+from zero_jax.core.device_put import check_has_devices, is_sharded_as, put_keys
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, check_arrays, is_key, leading_dims, leaf_names
 from zero_jax.program.jaxprs import is_traced
@@ -104,7 +104,7 @@ def place_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None, is_whole
         sharding = sharding_of(x)
         if is_traced(x):  # the step is called within another jitted function, or scanned over
             return lax.with_sharding_constraint(x, sharding)
-        if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
+        if isinstance(x, jax.Array) and is_sharded_as(x, sharding):
             return x
         check_has_devices(mesh)
         if jax.process_count() == 1 or (isinstance(x, jax.Array) and not x.is_fully_addressable):

@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from reference import assert_close, make_config, mesh_of
 from two_layers import host_params, loss_fn, make_batch
 
@@ -51,6 +52,19 @@ def test_a_step_is_on_its_own_mesh(other):
         assert jax.sharding.get_mesh() == other_mesh(*other)
     updated = jax.tree.map(lambda x, g: x - 0.1 * g, host_params(), grads)
     assert_close(jax.device_get(state.params), updated, tolerance=1e-5)
+
+
+def test_arrays_of_a_mesh_of_explicit_axes_are_taken():
+    """`jax.make_mesh` makes such axes by default, and arrays on the same devices look as if they were in place."""
+    mesh, explicit, config = mesh_of("4"), other_mesh(*OTHER_MESHES[0]), make_config(stage=0)
+    params = jax.device_put(host_params(), NamedSharding(explicit, P()))
+    batch = jax.device_put(make_batch(), NamedSharding(explicit, P("data")))
+    state = zero.init_state(params, TX, jax.random.key(0), mesh=mesh, config=config)
+    step = zero.make_train_step(loss_fn, TX, mesh=mesh, config=config)
+    losses = [zero.make_eval_step(loss_fn, mesh=mesh, config=config)(state, batch).loss]
+    state, metrics = step(state, zero.shard_batch(batch, mesh=mesh))
+    np.testing.assert_allclose([*losses, metrics.loss], loss_fn(host_params(), make_batch()), rtol=1e-5)
+    step(state, batch)
 
 
 def test_checkpoints_are_on_their_own_mesh(tmp_path):

@@ -135,6 +135,25 @@ def test_takes_params_as_they_are():
     chex.assert_type(jax.tree.leaves(state.master), jnp.float32)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_is_made_within_a_trace(stage):
+    """Of `jax.jit`, `jax.eval_shape`, and `jax.vmap` over the seeds of several runs."""
+    config, tx, mesh = reference.make_config(stage=stage, precision="bf16"), optax.adam(0.1), mesh_of("8")
+    make = lambda key: zero.init_state(reference.init_params, tx, key, mesh=mesh, config=config)  # noqa: E731
+    state, keys = make(jax.random.key(5)), jax.random.split(jax.random.key(5), 2)
+    of_params = lambda params: zero.init_state(params, tx, jax.random.key(5), mesh=mesh, config=config)  # noqa: E731
+    for made in (jax.jit(make)(jax.random.key(5)), jax.jit(of_params)(one_device_params())):
+        reference.assert_placed_alike(made, state)
+        reference.assert_close(made.params, reference.to_host(state.params), tolerance=1e-6)
+    chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(make, keys[0]), state)
+    several = jax.vmap(make)(keys)
+    step = zero.make_train_step(reference.loss_fn, tx, mesh=mesh, config=config)
+    batches = [reference.make_batch(seed) for seed in range(2)]
+    _, together = jax.vmap(step)(several, jax.tree.map(lambda *x: jnp.stack(x), *batches))
+    alone = [step(make(key), batch)[1].loss for key, batch in zip(keys, batches, strict=True)]
+    np.testing.assert_allclose(together.loss, alone, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("stage", "precision", "name"), [(1, "bf16", "adam"), (3, "fp16", "adafactor"), (2, "fp32", "multi_steps")]
 )

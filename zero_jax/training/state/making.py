@@ -13,7 +13,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.device_put import put_global, reshard_array
+from zero_jax.core.device_put import put_global, reshard_array, to_device, wait_on_cpu
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tracebacks import SHORT_TRACEBACK
 from zero_jax.core.tree import PyTree, check_arrays, is_key, key_shape, shapes_of, shown, strongly_typed
@@ -26,7 +26,7 @@ from zero_jax.training.same_program import check_same_init
 from zero_jax.training.state.checks import check_optimizer, check_trainable
 from zero_jax.training.state.matrix_updates import step_placement
 from zero_jax.training.state.placement import Placement, make_placement, new_grad_errors, train_state_shardings
-from zero_jax.training.state.train_state import TrainState, trainable
+from zero_jax.training.state.train_state import TrainState, keep_same, trainable, used_by_optimizer
 from zero_jax.training.zero_config import ZeroConfig, check_config
 
 
@@ -163,6 +163,23 @@ def init_state(
     return dataclasses.replace(state, params=params)
 
 
+def with_gathered_params(
+    state: TrainState, tx: optax.GradientTransformation, *, mesh: Mesh, config: ZeroConfig
+) -> TrainState:
+    """Returns a state whose copies of the master params are those of a step: gathers that are quantized change them."""
+    placement = step_placement(state, tx, mesh=mesh, config=config)
+    if placement.params_are_masters or placement.quantize is None or placement.quantize.gathers is None:
+        return state
+    _, same = used_by_optimizer(tx, state, placement.precision, mesh=mesh)
+
+    def gather(params: PyTree, masters: PyTree) -> PyTree:
+        return keep_same(params, placement.params_of(jax.tree.map(to_device, masters), into=params), same)
+
+    shardings = jax.tree.map(lambda x: x.sharding, state.params)
+    params = jax.jit(gather, out_shardings=shardings, donate_argnums=0)(state.params, state.masters)
+    return dataclasses.replace(state, params=wait_on_cpu(params, mesh))
+
+
 def _init_program(
     make: Callable[[jax.Array], PyTree] | None,
     variables: PyTree,
@@ -191,6 +208,6 @@ def _init_program(
         # Host arrays are donated once they are on the devices, so that params are not held twice. Device arrays may
         # share memory with the user's own, even if `device_put` is called with `may_alias=False` (JAX 0.10 and 0.12).
         donated = not any(isinstance(x, jax.Array) for x in jax.tree.leaves(variables))
-        kinds = [[(x.dtype, x.sharding.memory_kind) for x in jax.tree.leaves(tree)] for tree in (initial, results)]
-        donated &= kinds[0] == kinds[1]
+        kind = lambda x: (x.dtype, x.sharding.memory_kind)  # noqa: E731
+        donated = donated and [*map(kind, jax.tree.leaves(initial))] == [*map(kind, jax.tree.leaves(results))]
     return jax.jit(build, out_shardings=shardings, donate_argnums=(0,) if donated else ()), initial

@@ -11,6 +11,7 @@ from zero_jax.analysis.comms.rows import UNKNOWN_AXES, Row, axes_name
 from zero_jax.analysis.leaves import ArgumentLeaf
 from zero_jax.core.text_tables import Report, format_bytes
 from zero_jax.core.variables import MODEL_STATE
+from zero_jax.sharding.chains import SENT
 
 _WIDE, _NARROW = {"f32", "f64"}, {"bf16", "f16"}
 _ITEM_BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2}
@@ -152,7 +153,8 @@ def _moved_activations(rows: Sequence[Row], large: float, *, has_params: bool) -
         between_stages = all(axis == "pipe" or axis.startswith("pipe_") for axis in row.axes)
         exchange = row.kind == "all-to-all" or (row.kind == "collective-permute" and not between_stages)
         gather = row.kind == "all-gather" and has_params and set(row.dtypes) <= _WIDE | _NARROW
-        if not (exchange or gather) or row.is_named or row.phase == "update" or not carries_data(row.axes):
+        is_meant = row.is_named or row.phase == "update" or SENT in row.op_name
+        if not (exchange or gather) or is_meant or not carries_data(row.axes):
             continue
         if row.total_sent_bytes >= large and not (gather and row.param):
             expected = (

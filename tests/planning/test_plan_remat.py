@@ -132,6 +132,27 @@ def test_what_does_not_fit_beside_the_blocks_is_refused():
         process._choice(make_job(num_examples=2**16), resolve_remat("auto"))
 
 
+def test_experts_that_activations_go_to_leave_more_to_the_blocks():
+    """They are not gathered: three of four devices' experts of a layer, and of the next."""
+
+    def loss_fn(params, batch):
+        def layer(x, w):
+            return jnp.einsum("becf,efd->becd", jnp.tanh(jnp.einsum("becd,edf->becf", x, w)), w.mT), None
+
+        return jax.lax.scan(layer, batch, params["up"])[0].astype(jnp.float32).mean()
+
+    batch, init = (
+        jax.ShapeDtypeStruct((16, 4, 8, 4096), jnp.bfloat16),
+        lambda key: {"up": jnp.zeros((2, 4, 4096, 4096))},
+    )
+    budgets = [
+        process._choice(make_job(loss_fn=loss_fn, init_fn=init, batch=batch, experts=x), resolve_remat("auto")).budget
+        for x in ("up", None)
+    ]
+    more = budgets[0].device_bytes - budgets[1].device_bytes
+    assert more == pytest.approx(2 * 3 / 4 * (4 * 4096 * 4096 * 2), abs=2e6)
+
+
 def test_a_pipeline_is_refused():
     job = dataclasses.replace(make_job(num_microbatches=4), pipe=2)
     with pytest.raises(ValueError, match="stages of a pipeline keep"):

@@ -176,14 +176,14 @@ def test_collectives_over_all_of_a_plane_are_native(topology, overlap):
 @pytest.mark.parametrize(
     ("overlap", "shape", "dims"),
     [
-        (True, (512, 1024), (("data",), ())),
-        pytest.param(False, (1024, 512), ((), ("data",)), marks=pytest.mark.slow),
+        (True, (1024, 2048), (("data",), ())),
+        pytest.param(False, (2048, 1024), ((), ("data",)), marks=pytest.mark.slow),
     ],
 )
 def test_gradients_of_few_rows_are_reduce_scattered_on_chips_of_two_devices(overlap, shape, dims):
     """To four rows a device XLA all-reduces; over all but the cores of a chip there are eight, a tile."""
     pytest.importorskip("libtpu")
-    mesh = zero.make_mesh(topology="tpu7x:4x4x4")
+    mesh = zero.make_mesh(topology="tpu7x:4x4x8")
     options = zero.compiler_options(mesh=mesh, config=zero.ZeroConfig(overlap=overlap))
     x, y = (jax.ShapeDtypeStruct((32 * mesh.size, n), jnp.bfloat16, sharding=zero.batch_sharding(mesh)) for n in shape)
     chain = scattering(mesh, dims, ("data",), shape=shape)

@@ -29,8 +29,8 @@ def device(name, platform=None, version=""):
     )
 
 
-def wanted(where, environment=None, **config):
-    options = wanted_options(where, zero.ZeroConfig(**config), environment or {})
+def wanted(where, environment=None, *, has_many=True, **config):
+    options = wanted_options(where, zero.ZeroConfig(**config), environment or {}, has_many=has_many)
     return {option.name: option.value for option in options if option.name != GUARD}
 
 
@@ -99,6 +99,7 @@ def test_what_steps_of_collectives_rest_on_is_no_part_of_overlap(hardware, name)
     assert off.items() < on.items() and off[name]
     assert name not in wanted(device(hardware), compiler_options={name: None})
     assert name not in wanted(device("v5p"))
+    assert (name in wanted(device(hardware), has_many=False)) == (hardware == "v6e")
 
 
 def test_options_are_the_same_at_every_stage():

@@ -25,7 +25,6 @@ from zero_jax.planning.report import FULL, attentions_of
 from zero_jax.sharding import topology
 from zero_jax.sharding.mesh import Axes, axis_size, make_mesh
 from zero_jax.sharding.precision import resolve_precision
-from zero_jax.sharding.spec import num_shards, without
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.training import (
     MEMORY_ROOM,
@@ -35,6 +34,7 @@ from zero_jax.training import (
     ZeroConfig,
     abstract_state,
     pipeline_report,
+    share_staying,
     step_options,
     to_experts,
     value_costs,
@@ -177,22 +177,18 @@ class Estimator:
         return value_costs(self.loss_of(name, self.mesh(model), config), self.params, self.job.batch)
 
     def _experts(self, policy: str, setting: Candidate) -> tuple[float, float]:
-        """Returns the params of a share of `model` that stay sharded, and the seconds of what is sent to them."""
+        """Returns the share of params that stay sharded, and the seconds of what is sent to them."""
         links = self.links(replica=setting.replica, model=setting.model, pipe=setting.pipe)
         config = dataclasses.replace(setting_config(self.job.config, setting), remat="full", **_ON_DEVICES)
         loss = self.loss_of(policy, links.mesh, config)
         moves = to_experts(loss, *loss.shapes(self.params, self.job.batch)[:2])
         if not moves:
             raise SettingRefused("experts: activations are more than their params, which are gathered")
-        stays, seconds = 0.0, 0.0
-        for leaf in jax.tree.leaves(loss.placement.params):
-            own, other = axis_size(links.mesh, leaf.of_experts), without(leaf.dims, loss.placement.axes.data)
-            num_elements = math.prod(leaf.shape) / num_shards(links.mesh, other)
-            stays += num_elements * (1 - 1 / own)
+        seconds = 0.0
         for move in moves:
             whole = move.sent_bytes / (1 - 1 / axis_size(links.mesh, move.axes))
             seconds += move.times * links.gather_seconds(whole, move.axes, exchanges=True)
-        return stays, seconds
+        return share_staying(loss.placement), seconds
 
     def check(self, model: int) -> None:
         """Traces the loss functions as they are, without remat, on `model` devices; raises what they raise."""
@@ -276,7 +272,7 @@ class StepEstimate:
       grad_share: the part of the gradients that a device keeps when they are reduced.
       grad_bytes: bytes of gradients, and of their float32 sums over microbatches.
       reduced_bytes: bytes of a param's gradient as it is summed over devices.
-      stays: the params of experts that stay sharded and do not move, of `num_params`.
+      stays: the share of params that do not move, as experts that stay sharded.
       expert_seconds: seconds of the activations that go to them and home; none is hidden, as experts wait for tokens.
       moved_bytes: bytes of params that are gathered, and of gradients that are reduced, unquantized.
     """
@@ -307,7 +303,7 @@ class StepEstimate:
         gathers = self.num_runs * (1 if setting.keep_gathered else 2) if "params" in self.groups else 1
         reductions = self.num_runs if "grads" in self.groups else 1
         self.stays, self.expert_seconds = self._experts() if setting.experts else (0.0, 0.0)
-        num_moved = self.num_params - self.stays
+        num_moved = self.num_params * (1 - self.stays)
         reduced = num_moved * self.reduced_bytes
         self.moved_bytes = num_moved * gathers * self.sizes.param_bytes, reductions * reduced
 
@@ -391,8 +387,7 @@ class StepEstimate:
 
     def other_bytes_of(self, traced: LossTrace) -> float:
         """Returns the bytes of activations and gathered params by a trace of the loss."""
-        moved = 1 - self.stays / self.num_params
-        gathered = moved * traced.param_bytes if "params" in self.groups else 0.0
+        gathered = (1 - self.stays) * traced.param_bytes if "params" in self.groups else 0.0
         gathered *= 2 if self.setting.overlap and self.model.has_overlap else 1  # the next layer's arrive beside them
         return self.activation_bytes(traced) + gathered
 

@@ -23,6 +23,7 @@ from zero_jax.training.loss.trace import (
     LossTrace,
     pipeline_report,
     pipeline_report_of,
+    share_staying,
     to_experts,
     trace_loss,
     trace_step_loss,

@@ -96,7 +96,11 @@ _STEPS: Mapping[str, tuple[CompilerOption, ...]] = {
                 "reduce-scatters over both dims of the torus run there, too"),
         _NATIVE_GATHERS,
     ),
-    # XLA of TPU7x makes one collective of the steps, without a look at what is native.
+}  # fmt: skip
+# The same on more than `_MANY_DEVICES`, where shards of 1,024 rows have fewer than 8. XLA of TPU7x makes one collective
+# of the steps, without a look at what is native; with few examples a device it sends less by its own choice.
+_MANY_DEVICES = 128
+_STEPS_OF_MANY: Mapping[str, tuple[CompilerOption, ...]] = {
     "tpu7x": (
         _option("xla_shardy_options", "enable_explicit_collectives:false",
                 "reduce-scatters to few rows go in steps, not as all-reduces, which send twice as much"),
@@ -196,7 +200,7 @@ def step_options(mesh: Mesh, config: ZeroConfig) -> StepOptions:
     devices = list(mesh.devices.flat)  # of which this process compiles for one of its own
     device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
     is_one_host = len({d.process_index for d in devices}) == 1
-    requested = wanted_options(device, config, os.environ, is_one_host=is_one_host)
+    requested = wanted_options(device, config, os.environ, is_one_host=is_one_host, has_many=mesh.size > _MANY_DEVICES)
     named = tuple((option.name, option.value) for option in requested)
     unknown = _unknown(_Compiler((device.platform, device.device_kind), device), named) if named else ()
     for name in unknown:
@@ -205,15 +209,21 @@ def step_options(mesh: Mesh, config: ZeroConfig) -> StepOptions:
 
 
 def wanted_options(
-    device: Any, config: ZeroConfig, environment: Mapping[str, str], *, is_one_host: bool = False
+    device: Any,
+    config: ZeroConfig,
+    environment: Mapping[str, str],
+    *,
+    is_one_host: bool = False,
+    has_many: bool = False,
 ) -> tuple[CompilerOption, ...]:
     """Returns the options that a config asks for on a device, whether its compiler knows them or not.
 
     Flags of the environment replace defaults, and what the config names replaces both.
     """
     options = {option.name: option for option in _defaults(device, is_one_host)} if config.overlap else {}
-    hardware = hardware_of(device)
-    options |= {option.name: option for option in _STEPS.get(hardware.name if hardware else "", ())}
+    hardware = getattr(hardware_of(device), "name", "")
+    steps = _STEPS.get(hardware, ()) + (_STEPS_OF_MANY.get(hardware, ()) if has_many else ())
+    options |= {option.name: option for option in steps}
     for name in {name for flags in _flags(environment) for name in flags} if options else ():
         options.pop(name, None)
         options.pop(name.removeprefix("no"), None)  # --noxla_option is --xla_option=false

@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.attention import PRIMITIVES
 from zero_jax.dims import FREE, Examples, State
@@ -219,12 +219,12 @@ def wants_rows(mesh: Mesh) -> bool:
     return hardware is not None and hardware.name in _IN_ROWS
 
 
-def features_in_rows(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes, of_experts: bool = True) -> LossProgram:
+def features_in_rows(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) -> LossProgram:
     """Transforms `loss_fn(params, batch, ...)` so that what products with weights make is laid out in rows.
 
     The result computes the same values and has the same derivatives. Only products of `[B, ..., F]` by `[F, G]`, and of
-    `[B, E, ..., F]` by `[E, F, G]` (unless not `of_experts`), change, of examples along B and with a multiple of 128
-    features, on a mesh without axes beside those of the batch.
+    `[B, E, ..., F]` by `[E, F, G]`, change, of examples along B and with a multiple of 128 features, on a mesh without
+    axes beside those of the batch.
     """
 
     def in_rows(traced: Traced) -> Traced:
@@ -233,7 +233,7 @@ def features_in_rows(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes, of_
         if is_manual or all(_product_of(eqn) is None for eqn in equations(closed, skip=MANUAL)):
             return traced.rewritten(closed)
         states += [0 if var.aval.ndim else FREE for var in open_jaxpr(closed)[0].invars[traced.num_params :]]
-        features = _Features(mesh, axes, of_experts)
+        features = _Features(mesh, axes)
         features.run(closed, states)
         return traced.rewritten(_Rows(mesh, axes, features.of_examples).rewritten(closed))
 
@@ -264,9 +264,8 @@ class _Features(Examples):
     Each has the dim of the result that they are along.
     """
 
-    def __init__(self, mesh: Mesh, axes: Axes, of_experts: bool):
+    def __init__(self, mesh: Mesh, axes: Axes):
         super().__init__(mesh, axes)
-        self.of_experts = of_experts
         self.states: dict[int, list[State]] = {}  # of the features, of the result and of the weights
 
     def constant(self, atom: Any) -> State:
@@ -276,7 +275,7 @@ class _Features(Examples):
     def operation(self, eqn: Any, operands: list[State]) -> list[State]:
         made = super().operation(eqn, operands)
         product = _product_of(eqn)
-        if product is not None and (self.of_experts or not eqn.params["dimension_numbers"][1][0]):
+        if product is not None:
             new = [operands[product[0]], made[0], operands[1 - product[0]]]
             self.states[id(eqn)] = list(map(self.join, new, self.states.get(id(eqn), new)))
         return made
@@ -300,15 +299,17 @@ class _Rows(Rewriting):
     def changed(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
         (made,), (_, features), examples = bind(eqn, values), _product_of(eqn) or (0, 0), self.products[id(eqn)]
         others = [dim for dim in range(made.ndim) if dim not in (examples, features)]
-        return [rows_p.bind(made, mesh=self.mesh, axes=self.axes, order=(examples, *others, features))]
+        sharding = named_along(self.mesh, made.ndim, {examples: self.axes})
+        return [rows_p.bind(made, sharding=sharding, order=(examples, *others, features))]
 
 
-def _in_rows(x: jax.Array, *, mesh: Mesh, axes: tuple[str, ...], order: tuple[int, ...]) -> jax.Array:
-    """Returns a value laid out in an order of dims, each device its own examples: XLA would gather what is constrained.
+def _in_rows(x: jax.Array, *, sharding: NamedSharding, order: tuple[int, ...]) -> jax.Array:
+    """Returns a value laid out in an order of dims, each device its own part: XLA would gather what is constrained.
 
-    The examples are along the first dim of the order.
+    Dims that the sharding leaves open are whole.
     """
-    spec = PartitionSpec(*[None] * order[0], axes or None)
+    mesh, open_dim = sharding.mesh, PartitionSpec.UNCONSTRAINED
+    spec = PartitionSpec(*(None if axes is open_dim else axes for axes in sharding.spec))
     rows = functools.partial(with_layout_constraint, layouts=Layout(order))
     if mesh.size == 1:
         return rows(x)

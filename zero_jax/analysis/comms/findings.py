@@ -153,8 +153,8 @@ def _moved_activations(rows: Sequence[Row], large: float, *, has_params: bool) -
         between_stages = all(axis == "pipe" or axis.startswith("pipe_") for axis in row.axes)
         exchange = row.kind == "all-to-all" or (row.kind == "collective-permute" and not between_stages)
         gather = row.kind == "all-gather" and has_params and set(row.dtypes) <= _WIDE | _NARROW
-        is_meant = row.is_named or SENT in row.op_name  # by name a gather, or activations sent to the shards of experts
-        if not (exchange or gather) or is_meant or row.phase == "update" or not carries_data(row.axes):
+        is_meant = row.is_named or row.phase == "update" or SENT in row.op_name
+        if not (exchange or gather) or is_meant or not carries_data(row.axes):
             continue
         if row.total_sent_bytes >= large and not (gather and row.param):
             expected = (

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from zero_jax.core.tree import PyTree, shard_bytes
 from zero_jax.sharding.topology import hardware_of
 from zero_jax.training.loss.program import StepLoss
-from zero_jax.training.loss.trace import trace_step_loss
+from zero_jax.training.loss.trace import share_staying, trace_step_loss
 from zero_jax.training.state.placement import Placement, train_state_shardings
 from zero_jax.training.state.train_state import TrainState
 from zero_jax.transforms import BlockCosts, Remat, ValueChoice, block_costs, choose_values, resolve_remat
@@ -66,8 +66,10 @@ def _budget_gb(loss: StepLoss, state: TrainState, batch: PyTree, costs: Sequence
         )
     traced = trace_step_loss(loss.with_remat(Remat(policy="full")), state.variables, batch)
     inputs = sum(block.input_bytes for block in costs)
-    # Beside the params of a layer those of the next are gathered.
-    gathered = 2 * traced.param_bytes if "params" in loss.placement.groups else 0.0
+    # Beside the params of a layer those of the next are gathered, but no experts that activations go to.
+    is_sent = any(move.kind == "all-to-all" for move in traced.moves)
+    moved = 1 - share_staying(loss.placement) if is_sent else 1.0
+    gathered = 2 * moved * traced.param_bytes if "params" in loss.placement.groups else 0.0
     taken = _state_bytes(state, loss.placement) + _grad_bytes(state, loss) + gathered + traced.peak_bytes - inputs
     usable = (1 - MEMORY_ROOM) * hardware.usable_bytes
     if usable < taken:

@@ -155,9 +155,7 @@ class StepLoss:
         axes, gathers = placement.axes.of_params(with_copies=with_copies), "params" in placement.groups
         # Rows are of examples that all devices have some of: of a microbatch those of a stage may be fewer.
         if with_copies and not mapped and placement.num_stages == 1 and wants_rows(mesh):
-            # Layouts would keep experts that stay sharded from working on what was sent to them.
-            of_experts = self.config.experts is None
-            program = features_in_rows(program, mesh=mesh, axes=placement.axes, of_experts=of_experts)
+            program = features_in_rows(program, mesh=mesh, axes=placement.axes)
         # On a mesh with other axes XLA partitions some convolutions wrongly, at every stage.
         has_other_axes = placement.axes.size_beside_batch(mesh) > 1
         if not (mapped or "master" in placement.groups or reduce_dtype is not None or has_other_axes):

@@ -20,7 +20,7 @@ from zero_jax.program.jaxprs import inner_jaxprs, name_stack, open_jaxpr, source
 from zero_jax.program.subcalls import subcall
 from zero_jax.sharding.chains import SENT, reshard_p
 from zero_jax.sharding.mesh import axis_size, on_mesh
-from zero_jax.sharding.spec import dims_of, without
+from zero_jax.sharding.spec import dims_of, num_shards, without
 from zero_jax.training.loss.function import MeshLoss
 from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.state.placement import Placement
@@ -193,6 +193,16 @@ def to_experts(loss: StepLoss, variables: PyTree, batch: PyTree) -> list[Move]:
         of_move = {"axes": axes, "dtype": str(aval.dtype), "phase": phase, "source": source_line(eqn)}
         found.append(Move(kind="all-to-all", **of_move, sent_bytes=sent, times=times))
     return found
+
+
+def share_staying(placement: Placement) -> float:
+    """Returns the share of params that are experts of other devices, which need not be gathered."""
+    mesh, data, sizes = placement.mesh, placement.axes.data, dict[bool, float]()
+    for leaf in jax.tree.leaves(placement.params):
+        size = math.prod(leaf.shape) / num_shards(mesh, without(leaf.dims, data))
+        stays = 1 - 1 / axis_size(mesh, leaf.of_experts)
+        sizes = {True: sizes.get(True, 0.0) + size * stays, False: sizes.get(False, 0.0) + size}
+    return sizes[True] / sizes[False]
 
 
 def _sent(jaxpr: Any, phase: str, times: int) -> Iterator[tuple[Any, str, int]]:

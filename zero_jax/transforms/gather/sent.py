@@ -20,8 +20,9 @@ from zero_jax.sharding.chains import SENT, Chain, reshard
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import carries, named_along
 from zero_jax.transforms.gather.deferred import Copies, GatherOptions, Lazy, Value, is_whole, whole
+from zero_jax.transforms.windows import rows_p
 
-_MOVED = ELEMENTWISE | SHAPES | {"transpose", "broadcast_in_dim"}
+_MOVED = ELEMENTWISE | SHAPES | {"transpose", "broadcast_in_dim", rows_p.name}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,8 +152,11 @@ def sent_product(
     return SentProduct(place=place, operand=operand, is_sent=is_sent, result=result)
 
 
-def carried_on(eqn: Any, values: Sequence[Any]) -> SentValue | None:
-    """Returns what the result of an equation of sent values is, without its array; None if they have to come home."""
+def carried_on(eqn: Any, values: Sequence[Any]) -> tuple[SentValue, Any] | None:
+    """Returns what the result of an equation of sent values is, without its array, and what computes it where they are.
+
+    None if they have to come home.
+    """
     if is_activation(eqn):
         to = lambda operand, dim: dim  # noqa: E731
     elif eqn.primitive.name in _MOVED and len(eqn.outvars) == 1:
@@ -170,4 +174,10 @@ def carried_on(eqn: Any, values: Sequence[Any]) -> SentValue | None:
     if len(places) != 1:
         return None
     ((examples, dim, _),) = places
-    return None if None in (examples, dim) else dataclasses.replace(first, array=None, examples=examples, dim=dim)
+    if None in (examples, dim):
+        return None
+    result = dataclasses.replace(first, array=None, examples=examples, dim=dim)
+    if eqn.primitive is rows_p:  # which is laid out on each device
+        there = result.sharding(eqn.outvars[0].aval.ndim, is_home=False)
+        eqn = eqn.replace(params={**eqn.params, "sharding": there})
+    return result, eqn

@@ -142,7 +142,8 @@ class GatherWalk(Walk[GatherFrame]):
         """Evaluates an equation: what was sent to shards comes home, but for products, calls and elementwise work."""
         if any(isinstance(value, SentValue) for value in values):
             if (carried := carried_on(eqn, values)) is not None:
-                return [dataclasses.replace(carried, array=self.bind(eqn, [value.array for value in values])[0])]
+                result, there = carried
+                return [dataclasses.replace(result, array=self.bind(there, [value.array for value in values])[0])]
             sub = subcall(eqn)
             is_product = is_contraction(eqn) and any(isinstance(value, Lazy) for value in values)
             if not is_product and (sub is None or sub.kind != "call"):

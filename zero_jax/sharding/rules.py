@@ -176,11 +176,16 @@ class _Placer:
             return dims, "layers over pipe" if layers else _ONE_DEVICE
         if math.prod(shape) < max(self.rules.min_shard_size, 1):
             return dims, f"unsharded: under {self.rules.min_shard_size} elements"
-        if len(data) > 2:  # the first two axes shard one dim, the others the last (spec.scatter_steps)
-            best = self.best_dim(shape, dims, data[:2], minor=False)
-            other = self.best_dim(shape, dims, data[2:], minor=True, besides=best)
+        # The first two axes shard one dim, the others the last (spec.scatter_steps); those of stages are on the last,
+        # too, as XLA:TPU reduce-scatters over a part of a torus to the last dim alone.
+        stages = tuple(axis for axis in data if axis in self.axes.pipe)
+        rest = tuple(axis for axis in data if axis not in stages)
+        first, last = rest[:2], (*stages, *rest[2:])
+        if first and last:
+            best = self.best_dim(shape, dims, first, minor=False)
+            other = self.best_dim(shape, dims, last, minor=True, besides=best)
             if best is not None and other is not None:
-                return _with(_with(dims, best, data[:2]), other, data[2:]), "sharded"
+                return _with(_with(dims, best, first), other, last), "sharded"
         best = self.best_dim(shape, dims, data, minor=len(data) == 1)
         if best is not None:
             return _with(dims, best, data), "sharded"

@@ -110,6 +110,24 @@ def test_a_part_of_a_torus_is_scattered_over_one_dim_of_an_array_after_another()
 
 
 @pytest.mark.tpu_compiler
+def test_a_table_beside_stages_is_reduce_scattered():
+    """Along its last dim over `pipe`: along another one XLA:TPU all-reduces, which sends twice as much."""
+    pytest.importorskip("libtpu")
+    mesh, tx = zero.make_mesh(topology="v5p:4x4x4", pipe=4), optax.sgd(0.1)
+    config = zero.ZeroConfig(stage=1, num_microbatches=4, precision="bf16")
+    init_fn = lambda key: {"table": jnp.ones((50304, 512)), "layers": jnp.ones((4, 512, 512))}  # noqa: E731
+
+    def loss_fn(params, batch):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), params["table"][batch], params["layers"])
+        return jnp.square(x @ params["table"].T).mean()
+
+    state, batch = zero.abstract_state(init_fn, tx, mesh=mesh, config=config), jax.ShapeDtypeStruct((64, 2048), "i4")
+    compiled = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config).lower(state, batch).compile()
+    reduced = [x for x in hlo.collectives(compiled.as_text()) if x.kind == "all-reduce" and "bf16" in x.dtypes]
+    assert not reduced
+
+
+@pytest.mark.tpu_compiler
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("kernel", [False, True])
 def test_copies_of_params_have_axes_that_are_split_along_the_torus(stage, kernel):

@@ -243,6 +243,13 @@ def test_of_documents_too_large_for_validation_the_longest_is_cut(load, tmp_path
     dataset = load(write_many(tmp_path / "x", [100, 120]))
     assert (dataset.train.size, dataset.validation.size) == (200, 22)
     assert letters(dataset)[1] == {"b"}
+    assert "longer than" not in str(dataset)
+
+
+def test_a_small_part_for_validation_is_told(load, tmp_path):
+    dataset = load(write_many(tmp_path / "x", [100, 120, 8]))
+    assert dataset.validation.size < 22 / 2
+    assert str(dataset).endswith("other documents are longer than the 23 tokens that are asked for to validate on")
 
 
 def test_binary_empty_and_hidden_files_do_not_count(load, tmp_path):

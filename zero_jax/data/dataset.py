@@ -148,7 +148,7 @@ def load_dataset(
         train=train,
         validation=validation,
         fingerprint=_fingerprint(tokens, train, validation),
-        notes=_notes(tokens, num_left_out),
+        notes=_notes(tokens, num_left_out, validation.size, asked=int(fraction * int(tokens.offsets[-1]))),
     )
 
 
@@ -175,10 +175,13 @@ def _fingerprint(tokens: Tokens, train: TokenPart, validation: TokenPart) -> str
     return digest.hexdigest()[:32]
 
 
-def _notes(tokens: Tokens, num_left_out: int) -> tuple[str, ...]:
+def _notes(tokens: Tokens, num_left_out: int, num_validated: int, *, asked: int) -> tuple[str, ...]:
     counts = {
         "empty, binary or other files left out": num_left_out,
         "empty documents left out": tokens.meta.num_empty,
         "places that were no valid Unicode replaced": tokens.meta.num_replaced,
     }
-    return tuple(f"{count:,} {text}" for text, count in counts.items() if count)
+    notes = [f"{count:,} {text}" for text, count in counts.items() if count]
+    if num_validated < asked / 2:
+        notes.append(f"other documents are longer than the {asked:,} tokens that are asked for to validate on")
+    return tuple(notes)

@@ -2,8 +2,8 @@
 
 Usage: reload_worker.py ADDRESS INDEX FOLDER ACTION...; reports the result of each action: `save` at stage 3, `fail` (as
 `save`, but the files that the last process writes may not grow: its disk is full), `damaged` and `load` at stage 2 (of
-what one process has saved); `apart` saves into a folder of each process; `late`
-takes such folders while the disk of the first process is full, and again.
+what one process has saved); `apart` saves into a folder of each process; `late` takes such folders while the disk of
+the first process is full, and again.
 """
 
 import os

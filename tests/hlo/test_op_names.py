@@ -2,7 +2,7 @@
 
 import pytest
 
-from zero_jax.hlo import gathered_path, parse
+from zero_jax.hlo import Instruction, gathered_path, parse
 from zero_jax.hlo.op_names import Phases
 
 # As newer XLA:TPU starts a collective on the SparseCores: its operands are those of the update, and it has no name.
@@ -34,6 +34,30 @@ ENTRY %main (x: f32[512,512]) -> f32[128,512] {
 )
 def test_a_path_in_a_region_continues_that_of_the_region(op_name, path):
     assert gathered_path(op_name) == path
+
+
+@pytest.mark.parametrize(
+    ("merged", "names"),
+    [
+        (
+            "jit(step)/(jvp(gather=w)/x:transpose(jvp())/y)",
+            ["jit(step)/jvp(gather=w)/x", "jit(step)/transpose(jvp())/y"],
+        ),
+        (
+            "jit(step)/jvp(net/(gather=w)/x:gather=v)/x)",
+            ["jit(step)/jvp(net/gather=w)/x", "jit(step)/jvp(net/gather=v)/x"],
+        ),
+        ("jit(step)/(x)/(gather=w/x:gather=v/x)", ["jit(step)/(x)/gather=w/x", "jit(step)/(x)/gather=v/x"]),
+        ("jit(step)/(a:b)/(gather=w/x:gather=v/x)", ["jit(step)/(a:b)/gather=w/x", "jit(step)/(a:b)/gather=v/x"]),
+        ("jit(step)/jvp(gather=w)/x", ["jit(step)/jvp(gather=w)/x"] * 2),
+        ("jit(step)/(b,c)->d/dot", ["jit(step)/(b,c)->d/dot"] * 2),
+    ],
+)
+def test_merged_names_are_those_of_each_array(merged, names):
+    instruction = Instruction(
+        "x", "all-gather", "f32[]", f'%x = f32[] all-gather(), metadata={{op_name="{merged}"}}', 0
+    )
+    assert instruction.op_names(2) == names
 
 
 def test_what_is_started_without_operands_is_of_the_phase_of_those_of_its_update():

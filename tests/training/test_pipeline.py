@@ -18,6 +18,7 @@ from reference import assert_close, make_config, run_plain, run_zero
 import zero_jax as zero
 from zero_jax import hlo
 from zero_jax.models import gpt
+from zero_jax.transforms.pipeline.cut import layers_outside
 
 # As in test_parity.py: sums in another order, and Adam's division by a gradient's own size.
 FLOAT32 = 1e-5
@@ -749,7 +750,15 @@ def of_one_set_in_a_loop(params, batch):
     return jnp.square(x @ params["head"]).mean()
 
 
+def of_one_set_in_reverse(params, batch):
+    """A scan over numbers in reverse, whose layers all have the same params."""
+    layer = lambda x, i: (x + jnp.tanh(x @ params["layers"]["w"][0] + i), None)  # noqa: E731
+    x, _ = jax.lax.scan(layer, params["embed"][batch["tokens"]], jnp.arange(LAYERS), reverse=True)
+    return jnp.square(x @ params["head"]).mean()
+
+
 FORMS = {
+    of_one_set_in_reverse: ("gpipe", 4, [LAYERS]),
     of_one_set: ("circular:2", 4, [LAYERS]),
     of_one_set_in_a_loop: ("1f1b", 6, [LAYERS]),
     in_a_u: ("gpipe", 4, [LAYERS // 2] * 2),
@@ -830,13 +839,35 @@ def of_one_layer(params, batch):
     return jnp.square(jnp.tanh(params["embed"][batch["tokens"]] @ params["head"])).mean()
 
 
+def in_parts(params, x):
+    """A loss that adds up parts of the vocabulary, which are made again in the backward pass: no layers."""
+
+    @jax.checkpoint
+    def total(head, x):
+        part = lambda i, total: total + jnp.tanh(x @ jax.lax.dynamic_slice_in_dim(head, i, 1, 1))[..., 0]  # noqa: E731
+        return jax.lax.fori_loop(0, head.shape[1], part, jnp.zeros(x.shape[:2]))
+
+    return total(params["head"], x).mean()
+
+
 def unequal(params, batch):
     x = params["embed"][batch["tokens"]]
     for i in range(LAYERS):
         x = (jnp.tanh, jnp.sin, jnp.cos, jnp.exp, jnp.abs, jnp.square, jnp.arctan, jnp.negative)[i](
             x @ params["layers"]["w"][i]
         )
-    return jnp.square(x).mean()
+    return in_parts(params, x)
+
+
+def test_a_checkpoint_around_what_is_no_layer_stays():
+    def loss(params, batch):
+        layer = lambda x, w: (x + jnp.tanh(x @ w["w"]), None)  # noqa: E731
+        return in_parts(params, jax.lax.scan(layer, params["embed"][batch["tokens"]], params["layers"])[0])
+
+    params, batch = init_params(), make_batches(1)[0]
+    closed = layers_outside(jax.make_jaxpr(loss)(params, batch), len(jax.tree.leaves(params)))
+    names = [eqn.primitive.name for eqn in closed.jaxpr.eqns]
+    assert (names.count("scan"), names.count("remat2")) == (1, 1)
 
 
 def looped(run):

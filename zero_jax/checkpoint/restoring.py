@@ -259,6 +259,8 @@ class _Restore:
             return jnp.copy(moved) if moved is master and target.master is not None else moved
 
         state = dataclasses.replace(placed, params=jax.tree.map(param, masters, target.params))
+        if not int(sharded.step):  # of a state that has made no step they are casts
+            return state
         return with_gathered_params(state, self.tx, mesh=self.mesh, config=self.config)
 
     def fresh_leaves(self, missing: Mapping[str, Any]) -> dict[str, Array]:

@@ -225,8 +225,8 @@ def agree_on(
     differing = [name for name in names if len({x.get(name) for x in records.values()}) > 1]
     of_each = lambda name: {process: record.get(name, "missing") for process, record in records.items()}  # noqa: E731
     shown = [f"{name} is {by_value(of_each(name))}" for name in differing if name not in texts]
-    if not shown:
-        shown = [_first_line(name, texts[name], records, turns) for name in differing]
+    if not {*differing} - texts.keys() - (causes or {}).keys():
+        shown += [_first_line(name, texts[name], records, turns) for name in differing if name in texts]
     more = f"; and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
     raise known_to_all(
         ValueError(f"the processes differ in {what}: {'; '.join(shown[:_MAX_SHOWN])}{more}. Give {remedy}")

@@ -50,7 +50,8 @@ class Phases:
             return phase
         if not self._has_gradient:
             return "forward"
-        if self._program.computations[computation][name].base in ("all-reduce", "reduce-scatter"):
+        is_reduction = self._program.computations[computation][name].base in ("all-reduce", "reduce-scatter")
+        if is_reduction and not gathered_path(op_name):  # XLA:TPU makes all-reduces of some gathers
             return "update"  # of gradients, after the passes
         users = self._program.users(computation)
         used_by = lambda name: [user.name for user in users.get(name, ())]  # noqa: E731

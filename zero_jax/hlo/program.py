@@ -150,7 +150,8 @@ class Program:
     def source(self, line: str) -> str:
         """The 'file:line' that an instruction's metadata names, directly or through the module's stack frame tables."""
         if match := re.search(r'source_file="([^"]*)"(?: source_line=(\d+))?', line):
-            return f"{match[1]}:{match[2] or 0}"
+            first, *others = match[1].split(",")  # with their lines, where XLA combined several operations
+            return first if others else f"{first}:{match[2] or 0}"
         ids = {"stack_frame_id": ""} | dict(re.findall(r"(stack_frame_id)=(\d+)", line))
         for table, key in (("StackFrames", "stack_frame_id"), ("FileLocations", "file_location_id")):
             ids |= dict(re.findall(r"(\w+)=(\d+)", self._tables[table].get(ids.get(key, ""), "")))
@@ -321,18 +322,22 @@ def integers(text: str) -> list[int]:
 
 
 def _merged(op_name: str) -> list[str]:
-    """Returns the name stacks that one was merged of, `a/b` and `a/c` of `a/(b:c)`."""
-    start = re.search(r"(?:^|/)\(", op_name)
-    parts, depth = [""], 1
-    for end in range(start.end() if start else 0, len(op_name)):
-        depth += {"(": 1, ")": -1}.get(op_name[end], 0)
-        if not start or not depth:
-            break
-        if op_name[end] == ":" and depth == 1:
-            parts.append("")
+    """Returns the name stacks that one was merged of, `a/b` and `a/c` of `a/(b:c)`.
+
+    XLA puts what they have in common, up to a `/`, before the bracket: the rest of each may close brackets of that.
+    """
+    for start in re.finditer(r"(?:^|/)\(", op_name if op_name.endswith(")") else ""):
+        before = op_name[: start.end() - 1]
+        parts, depth, end = [""], 0, before.count(")") - before.count("(")
+        for character in op_name[start.end() : -1]:
+            depth += {"(": 1, ")": -1}.get(character, 0)
+            if character == ":" and depth == end:
+                parts, depth = [*parts, ""], 0
+            elif depth < end:
+                break  # the bracket is one of a name
+            else:
+                parts[-1] += character
         else:
-            parts[-1] += op_name[end]
-    if not start or len(parts) == 1:
-        return [op_name]
-    before, after = op_name[: start.end() - 1], op_name[end + 1 :]
-    return [name for part in parts for name in _merged(before + part + after)]
+            if depth == end and len(parts) > 1:
+                return [before + part for part in parts]
+    return [op_name]

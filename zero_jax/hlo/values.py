@@ -87,17 +87,21 @@ class LiveRanges:
         instruction: Instruction,
         *,
         forwarded: tuple[int, Tree] | None = None,
-        at: tuple[int, int] = (0, 1),
+        at: tuple[int, int] | None = None,
     ) -> Tree:
         """Makes a value of each array of a shape, but for a part that is something else passed on."""
         if not isinstance(shape, Array):
             place, operand = forwarded or (-1, ())
+            are_results = at is not None or instruction.part != "start"  # which has operands and results
             return tuple(
-                operand if number == place else self._new(part, computation, instruction, at=(number, len(shape)))
+                operand
+                if number == place
+                else self._new(part, computation, instruction, at=(number, len(shape)) if are_results else (0, 1))
                 for number, part in enumerate(shape)
             )
         now = max(len(self.steps) - 1, 0)
-        made = HloValue(array=shape, computation=computation, instruction=instruction, start=now, end=now, place=at)
+        place = at or (0, 1)
+        made = HloValue(array=shape, computation=computation, instruction=instruction, start=now, end=now, place=place)
         self.items.append(made)
         self._parents.append(len(self.items) - 1)
         return len(self.items) - 1

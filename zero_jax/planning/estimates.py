@@ -387,7 +387,7 @@ class StepEstimate:
 
     def other_bytes_of(self, traced: LossTrace) -> float:
         """Returns the bytes of activations and gathered params by a trace of the loss."""
-        gathered = (1 - self.stays) * traced.param_bytes if "params" in self.groups else 0.0
+        gathered = traced.gathered_bytes(self.stays) if "params" in self.groups else 0.0
         gathered *= 2 if self.setting.overlap and self.model.has_overlap else 1  # the next layer's arrive beside them
         return self.activation_bytes(traced) + gathered
 

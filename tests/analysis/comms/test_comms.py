@@ -280,7 +280,7 @@ def test_a_stack_that_is_gathered_by_layer_is_gathered_once():
 def test_a_combined_gather_is_a_row_for_each_param():
     """XLA:GPU merges the names of what it combines: `a/(b:c)` for `a/b` and `a/c`."""
     combined = GATHER.replace("bf16[64,64]{1,0} all-gather(%h)", "(bf16[64,64], bf16[64,16], s32[8]) all-gather(%a)")
-    merged = "(jvp(gather=w)/x:transpose(jvp())/(rematted_computation/gather=v/x:y))"
+    merged = "(jvp(gather=w)/x:transpose(jvp())/rematted_computation/gather=v/x:transpose(jvp())/y)"
     report = comms.measure(program(combined.replace("OP", f"jit(step)/{merged}")), mesh=mesh_of_4())
     rows = [(row.param, row.phase, row.dtype, row.full_bytes, row.sent_bytes) for row in report.rows]
     assert rows == [

@@ -116,8 +116,9 @@ class FolderLock:
     def _write(self, descriptor: int) -> None:
         """Writes the content of a lock that has none: on a full disk it holds without, and the next `take` tries."""
         with contextlib.suppress(OSError):
-            if not os.fstat(descriptor).st_size:
-                os.pwrite(descriptor, self._content().encode(), 0)
+            content = self._content().encode()
+            if not os.fstat(descriptor).st_size and os.pwrite(descriptor, content, 0) < len(content):
+                os.ftruncate(descriptor, 0)
 
     def _take_by_content(self, had_it: bool) -> None:
         holder = self._holder()

@@ -80,8 +80,9 @@ class LossTrace(Report):
       residuals: bytes that one device keeps from the forward to the backward pass of a microbatch.
       peak_bytes: bytes of activations, residuals among them, alive at once on one device; elementwise work counts as
         fused, gathered params and gradients do not count.
-      param_bytes: bytes on one device of the params that are in use at once, gathered over `data`: those of an
-        iteration of a loop over layers, or the largest other param.
+      layer_param_bytes: bytes on one device of the params that an iteration of a loop over layers uses, gathered over
+        `data`; 0 without such a loop.
+      other_param_bytes: bytes on one device of the largest other param, gathered over `data`.
       flops: operations of a step's products over all devices, recomputation included.
       unknown: why `moves` are not complete; empty where they are.
       kernels: the kernels of the loss and its gradient of a microbatch, as `transforms.kernels` takes them to be.
@@ -95,10 +96,20 @@ class LossTrace(Report):
     moves: tuple[Move, ...]
     residuals: ResidualBytes
     peak_bytes: float
-    param_bytes: float
+    layer_param_bytes: float
+    other_param_bytes: float
     flops: float
     unknown: str
     kernels: tuple[Kernel, ...] = dataclasses.field(default=(), repr=False)
+
+    @property
+    def param_bytes(self) -> float:
+        """Bytes on one device of the params that are in use at once, gathered over `data`."""
+        return self.gathered_bytes(0.0)
+
+    def gathered_bytes(self, stays: float) -> float:
+        """Returns the bytes of params in use at once, of which a share does not move in a layer: experts."""
+        return max((1 - stays) * self.layer_param_bytes, self.other_param_bytes)
 
     @property
     def model_bytes(self) -> float | None:
@@ -167,7 +178,8 @@ def trace_step_loss(loss: StepLoss, params: PyTree, batch: PyTree) -> LossTrace:
         moves=tuple(moves),
         residuals=residuals,
         peak_bytes=peak_bytes,
-        param_bytes=max(gradient.sliced_param_bytes, traced.largest_param_bytes()),
+        layer_param_bytes=gradient.sliced_param_bytes,
+        other_param_bytes=traced.largest_param_bytes(),
         flops=k * count_flops(jaxpr),
         unknown=gradient.unknown,
         kernels=kernels(jaxpr, gradient.values, sizes=traced.sizes, batch_axes=loss.placement.axes.batch),
@@ -197,12 +209,12 @@ def to_experts(loss: StepLoss, variables: PyTree, batch: PyTree) -> list[Move]:
 
 def share_staying(placement: Placement) -> float:
     """Returns the share of params that are experts of other devices, which need not be gathered."""
-    mesh, data, sizes = placement.mesh, placement.axes.data, dict[bool, float]()
+    mesh, staying, total = placement.mesh, 0.0, 0.0
     for leaf in jax.tree.leaves(placement.params):
-        size = math.prod(leaf.shape) / num_shards(mesh, without(leaf.dims, data))
-        stays = 1 - 1 / axis_size(mesh, leaf.of_experts)
-        sizes = {True: sizes.get(True, 0.0) + size * stays, False: sizes.get(False, 0.0) + size}
-    return sizes[True] / sizes[False]
+        size = math.prod(leaf.shape) / num_shards(mesh, without(leaf.dims, placement.axes.data))
+        staying += size * (1 - 1 / axis_size(mesh, leaf.of_experts))
+        total += size
+    return staying / total if total else 0.0
 
 
 def _sent(jaxpr: Any, phase: str, times: int) -> Iterator[tuple[Any, str, int]]:

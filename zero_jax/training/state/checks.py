@@ -89,9 +89,11 @@ def _placed(name: str, leaf: Any, sharding: NamedSharding, dtype: Any, also: Nam
             )
         if leaf.sharding.is_equivalent_to(also, leaf.ndim):
             return reshard_array(leaf, sharding)
+        is_elsewhere = leaf.sharding.memory_kind != sharding.memory_kind
+        kinds = [f" in {x.memory_kind}" * is_elsewhere for x in (leaf.sharding, sharding)]
         raise ValueError(
-            f"leaf {name!r} of the state is sharded as {_shown(leaf.sharding)}, "
-            f"and the step was made for {_shown(sharding)}: "
+            f"leaf {name!r} of the state is sharded as {_shown(leaf.sharding)}{kinds[0]}, "
+            f"and the step was made for {_shown(sharding)}{kinds[1]}: "
             "make the state with the mesh and config that the step was made with, or move it there with "
             "jax.device_put(state, zero.state_shardings(state, mesh=mesh, config=config))"
         )

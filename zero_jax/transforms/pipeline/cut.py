@@ -8,7 +8,7 @@ not known is refused.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -20,7 +20,7 @@ from zero_jax.core.tree import is_key
 from zero_jax.dims import Kind, Pair, Relation, TraceComparison, is_contraction, is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import flattened
-from zero_jax.program.subcalls import Subcall, equations, scan_of, subcall
+from zero_jax.program.subcalls import Subcall, equations, equations_of, scan_of, subcall
 from zero_jax.sharding.mesh import Axes
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.pipeline.body import CannotCut, layer_of_microbatch
@@ -224,15 +224,20 @@ def scans_over_params(facts: Facts) -> list[int]:
 def scans_of_shared_params(facts: Facts) -> dict[int, list[Any]]:
     """Returns the indices of scans whose layers all apply the same params, with what reads a slice of these by number.
 
-    Where something does, the params are those of several layers, of which a stage should not have all.
+    Layers multiply what they carry: a loop that adds up a loss in parts is none. Where something reads a slice, the
+    params are those of several layers, of which a stage should not have all.
     """
     found = {}
     for index, eqn, sub in scans(facts):
-        shared, carry, _ = sub.split(eqn.invars)
-        inner = [*equations(flattened(sub.jaxpr, kinds=("call", "remat")))]
-        params = {x.aval.shape for x in shared if facts.kind(x) == "param" and x.aval.ndim}
-        if params and any(x.aval.ndim and is_float(x.aval) for x in carry) and any(map(is_contraction, inner)):
-            found[index] = [x for x in inner if reads_one(x) and x.invars[0].aval.shape in params]
+        body = jaxprs.open_jaxpr(flattened(sub.jaxpr, kinds=("call", "remat")))[0]
+        carried, is_layer = {x for x in sub.split(body.invars)[1] if x.aval.ndim and is_float(x.aval)}, False
+        for inner in body.eqns:
+            if not carried.isdisjoint(jaxprs.variables(inner)):
+                carried.update(inner.outvars)
+                is_layer = is_layer or any(map(is_contraction, equations_of(inner)))
+        params = {x.aval.shape for x in sub.split(eqn.invars)[0] if facts.kind(x) == "param" and x.aval.ndim}
+        if params and is_layer:
+            found[index] = [x for x in equations(body) if reads_one(x) and x.invars[0].aval.shape in params]
     return found
 
 
@@ -257,20 +262,24 @@ def reads_one(eqn: Any) -> bool:
 def layers_outside(closed: Any, num_params: int) -> Any:
     """Returns a jaxpr without calls, and without a `jax.checkpoint` around scans over layers: stages are recomputed."""
     around, closed = {0}, flattened(closed)
+    kinds = ["param" if i < num_params else "value" for i in range(len(jaxprs.open_jaxpr(closed)[0].invars))]
+    opened = jaxprs.open_jaxpr(flattened(closed, kinds=("call", "remat")))[0]
+    # Loops that share params are layers where no others are: else they are what the user recomputes.
+    layers = scans_over_params if scans_over_params(Facts(opened, kinds)) else layer_scans
     while around:
         jaxpr, _ = jaxprs.open_jaxpr(closed)
-        facts = Facts(jaxpr, ["param" if i < num_params else "value" for i in range(len(jaxpr.invars))])
-        around = {id(eqn) for eqn in jaxpr.eqns if is_remat(eqn) and _holds_layers(eqn, facts)}
+        facts = Facts(jaxpr, kinds)
+        around = {id(eqn) for eqn in jaxpr.eqns if is_remat(eqn) and _holds_layers(eqn, facts, layers)}
         leaves = lambda eqn, around=around: is_remat(eqn) and id(eqn) not in around  # noqa: E731
         closed = flattened(closed, kinds=("call", "remat"), leaves=leaves) if around else closed
     return closed
 
 
-def _holds_layers(eqn: Any, facts: Facts) -> bool:
-    """Tells whether a `jax.checkpoint` is around a scan over stacked params."""
+def _holds_layers(eqn: Any, facts: Facts, layers: Callable[[Facts], list[int]]) -> bool:
+    """Tells whether a `jax.checkpoint` is around a scan over layers."""
     sub = subcall(eqn)
     inner = flattened(sub.jaxpr, kinds=("call", "remat"))  # type: ignore[union-attr]
-    return bool(layer_scans(Facts(jaxprs.open_jaxpr(inner)[0], [*map(facts.kind, eqn.invars)])))
+    return bool(layers(Facts(jaxprs.open_jaxpr(inner)[0], [*map(facts.kind, eqn.invars)])))
 
 
 def _same_scan(jaxpr: Any, index: int, like: Any) -> Any:

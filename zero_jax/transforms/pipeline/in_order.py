@@ -31,9 +31,9 @@ def layers_in_order(closed: Any, num_params: int) -> Any:
     facts = Facts(jaxpr, ["param"] * num_params + ["value"] * (len(jaxpr.invars) - num_params))
     others: dict[int, _Scan] = {}
     for _, eqn, sub in scans(facts):
-        shared, _, slices = (map(facts.kind, atoms) for atoms in sub.split(eqn.invars))
+        shared, _, slices = ([*map(facts.kind, atoms)] for atoms in sub.split(eqn.invars))
         numbers = _numbers(closed, eqn, sub, [i for i, kind in enumerate(shared) if kind == "param"])
-        if numbers or (sub.reverse and "param" in slices):
+        if numbers or (sub.reverse and "param" in (*shared, *slices)):
             others[id(eqn)] = _Scan(sub=sub, numbers=numbers)
     if not others:
         return closed

@@ -77,7 +77,8 @@ class Collective(Sent):
         """The collective as one for each array, where XLA combined several and their names say which array is whose."""
         if len(set(self.op_names)) == 1:
             return [self]
-        shares = [array.packed_bytes / sum(array.packed_bytes for array in self.arrays) for array in self.arrays]
+        total = sum(array.packed_bytes for array in self.arrays) or 1
+        shares = [array.packed_bytes / total for array in self.arrays]
         return [
             dataclasses.replace(
                 self,

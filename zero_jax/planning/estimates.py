@@ -188,7 +188,7 @@ class Estimator:
         for move in moves:
             whole = move.sent_bytes / (1 - 1 / axis_size(links.mesh, move.axes))
             seconds += move.times * links.gather_seconds(whole, move.axes, exchanges=True)
-        return share_staying(loss.placement), seconds
+        return share_staying(loss.placement, moves), seconds
 
     def check(self, model: int) -> None:
         """Traces the loss functions as they are, without remat, on `model` devices; raises what they raise."""

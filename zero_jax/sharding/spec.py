@@ -163,8 +163,9 @@ def scatter_steps(dims: Dims, axes: Sequence[str], mesh: Mesh | None = None) -> 
     places = places_of(mesh)
     num_scattered = 1 if mesh is None else math.prod(mesh.shape[axis] for dim in dims for axis in dim if axis in axes)
     if places is not None and num_scattered < len(np.unique(places, axis=0)):
-        moved = [[a != b for a, b in zip(*each, strict=True)] for each in itertools.pairwise(states)]
-        ends = [x for x, *each in zip(states[1:], moved, moved[1:], strict=False) if each[0] != each[1]]
+        # The dim of the array that each step of the gather makes larger: a scatter stops where that changes.
+        steps = [[a != b for a, b in zip(*each, strict=True)].index(True) for each in itertools.pairwise(states)]
+        ends = [states[i + 1] for i, (dim, following) in enumerate(itertools.pairwise(steps)) if dim != following]
         return [*ends[::-1], dims]
     num_torus_dims = 0 if places is None else int((np.ptp(places[:, :3], axis=0) > 0).sum())
     takes_two = num_torus_dims > 2 or (mesh is not None and _is_planar(mesh))

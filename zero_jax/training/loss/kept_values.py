@@ -67,8 +67,7 @@ def _budget_gb(loss: StepLoss, state: TrainState, batch: PyTree, costs: Sequence
     traced = trace_step_loss(loss.with_remat(Remat(policy="full")), state.variables, batch)
     inputs = sum(block.input_bytes for block in costs)
     # Beside the params of a layer those of the next are gathered, but no experts that activations go to.
-    is_sent = any(move.kind == "all-to-all" for move in traced.moves)
-    stays = share_staying(loss.placement) if is_sent else 0.0
+    stays = share_staying(loss.placement, traced.moves)
     gathered = 2 * traced.gathered_bytes(stays) if "params" in loss.placement.groups else 0.0
     taken = _state_bytes(state, loss.placement) + _grad_bytes(state, loss) + gathered + traced.peak_bytes - inputs
     usable = (1 - MEMORY_ROOM) * hardware.usable_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -207,12 +207,12 @@ def to_experts(loss: StepLoss, variables: PyTree, batch: PyTree) -> list[Move]:
     return found
 
 
-def share_staying(placement: Placement) -> float:
-    """Returns the share of params that are experts of other devices, which need not be gathered."""
-    mesh, staying, total = placement.mesh, 0.0, 0.0
+def share_staying(placement: Placement, moves: Sequence[Move]) -> float:
+    """Returns the share of params that are experts of other devices, which activations go to by some of the moves."""
+    mesh, staying, total, sent = placement.mesh, 0.0, 0.0, {move.axes for move in moves}
     for leaf in jax.tree.leaves(placement.params):
         size = math.prod(leaf.shape) / num_shards(mesh, without(leaf.dims, placement.axes.data))
-        staying += size * (1 - 1 / axis_size(mesh, leaf.of_experts))
+        staying += size * (1 - 1 / axis_size(mesh, leaf.of_experts)) if leaf.of_experts in sent else 0.0
         total += size
     return staying / total if total else 0.0
 

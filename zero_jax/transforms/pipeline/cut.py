@@ -20,6 +20,7 @@ from zero_jax.core.tree import is_key
 from zero_jax.dims import Kind, Pair, Relation, TraceComparison, is_contraction, is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import flattened
+from zero_jax.program.passes import Dependence
 from zero_jax.program.subcalls import Subcall, equations, equations_of, scan_of, subcall
 from zero_jax.sharding.mesh import Axes
 from zero_jax.transforms.facts import Facts
@@ -230,11 +231,11 @@ def scans_of_shared_params(facts: Facts) -> dict[int, list[Any]]:
     found = {}
     for index, eqn, sub in scans(facts):
         body = jaxprs.open_jaxpr(flattened(sub.jaxpr, kinds=("call", "remat")))[0]
-        carried, is_layer = {x for x in sub.split(body.invars)[1] if x.aval.ndim and is_float(x.aval)}, False
-        for inner in body.eqns:
-            if not carried.isdisjoint(jaxprs.variables(inner)):
-                carried.update(inner.outvars)
-                is_layer = is_layer or any(map(is_contraction, equations_of(inner)))
+        of_carry, carry = dict[Any, frozenset[int]](), sub.split(body.invars)[1]
+        marks = [frozenset({0} if x in carry and x.aval.ndim and is_float(x.aval) else ()) for x in body.invars]
+        Dependence().run(body, marks, of_carry)
+        products = [x for x in body.eqns if any(map(is_contraction, equations_of(x)))]
+        is_layer = any(of_carry.get(var) for x in products for var in jaxprs.variables(x))
         params = {x.aval.shape for x in sub.split(eqn.invars)[0] if facts.kind(x) == "param" and x.aval.ndim}
         if params and is_layer:
             found[index] = [x for x in equations(body) if reads_one(x) and x.invars[0].aval.shape in params]

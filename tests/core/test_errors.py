@@ -100,6 +100,7 @@ SPEC_ERRORS = [
     (dict(overrides={"inn": P()}), "overrides: 'inn' matches the path of no leaf; some are in"),
     (dict(overrides={"in(": P()}), r"overrides: 'in\(' is not a regular expression"),
     (dict(overrides={"in": P("dat")}), "leaf 'in': spec .* names the axis 'dat'"),
+    (dict(overrides={"in": None}), r"overrides=.*None is no spec: give PartitionSpec\(\) to replicate leaves"),
     (dict(overrides=[("in", P())]), "overrides=.*give a dict from regular expressions"),
 ]
 

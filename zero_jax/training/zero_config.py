@@ -150,6 +150,8 @@ class ZeroConfig:
         self.resolved_offload()
         PathPatterns.of_list("keep_batch_dtype", self.keep_batch_dtype)
         PathPatterns("experts", {} if self.experts is None else {self.experts: True})
+        if isinstance(self.overrides, Mapping) and None in self.overrides.values():
+            raise ValueError(f"overrides={self.overrides!r}: None is no spec: give PartitionSpec() to replicate leaves")
         _check_secondary(self.secondary, self.stage)
         _check_compiler_options(self.compiler_options)
         quantize = self.resolved_quantize()

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 import reference
+import two_layers
 from jax.sharding import PartitionSpec as P
 from reference import mesh_of
 
@@ -139,16 +140,17 @@ def test_takes_params_as_they_are():
 def test_is_made_within_a_trace(stage):
     """Of `jax.jit`, `jax.eval_shape`, and `jax.vmap` over the seeds of several runs."""
     config, tx, mesh = reference.make_config(stage=stage, precision="bf16"), optax.adam(0.1), mesh_of("8")
-    make = lambda key: zero.init_state(reference.init_params, tx, key, mesh=mesh, config=config)  # noqa: E731
+    draw = lambda key: jax.tree.map(lambda x: jax.random.normal(key, x.shape), two_layers.host_params())  # noqa: E731
+    make = lambda key: zero.init_state(draw, tx, key, mesh=mesh, config=config)  # noqa: E731
     state, keys = make(jax.random.key(5)), jax.random.split(jax.random.key(5), 2)
     of_params = lambda params: zero.init_state(params, tx, jax.random.key(5), mesh=mesh, config=config)  # noqa: E731
-    for made in (jax.jit(make)(jax.random.key(5)), jax.jit(of_params)(one_device_params())):
+    for made in (jax.jit(make)(jax.random.key(5)), jax.jit(of_params)(draw(jax.random.key(5)))):
         reference.assert_placed_alike(made, state)
         reference.assert_close(made.params, reference.to_host(state.params), tolerance=1e-6)
     chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(make, keys[0]), state)
     several = jax.vmap(make)(keys)
-    step = zero.make_train_step(reference.loss_fn, tx, mesh=mesh, config=config)
-    batches = [reference.make_batch(seed) for seed in range(2)]
+    step = zero.make_train_step(two_layers.loss_fn, tx, mesh=mesh, config=config)
+    batches = [{"inputs": two_layers.make_batch()["inputs"] + number} for number in range(2)]
     _, together = jax.vmap(step)(several, jax.tree.map(lambda *x: jnp.stack(x), *batches))
     alone = [step(make(key), batch)[1].loss for key, batch in zip(keys, batches, strict=True)]
     np.testing.assert_allclose(together.loss, alone, rtol=1e-5)

@@ -37,6 +37,11 @@ def test_names_are_read(name, kind, num_slices, shape):
     [
         ("vp5:2x2x4", "did you mean 'v5p:2x2x4'"),
         ("h10:1x8", "did you mean 'h100:1x8'"),
+        ("v5p-1024", "did you mean 'v5p:8x8x8'"),  # by TensorCores, as Cloud TPU calls it
+        ("v5p-8", "did you mean 'v5p:2x2x1'"),
+        ("v6e-256", "did you mean 'v6e:16x16'"),
+        ("v5litepod-32", "did you mean 'v5e:4x8'"),
+        ("v6e-12", "did you mean 'v6e:4x4'"),
         ("v5p", "known are v3, v4, v5e, v5p"),
         ("", "unknown topology"),
         ("v5p:0x2x2", "extents of at least 1"),

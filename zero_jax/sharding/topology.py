@@ -133,10 +133,10 @@ def parse(name: str) -> Topology:
     if len(name) > 100:
         raise ValueError(f"topology {name[:40]!r}... of {len(name):,} characters: give a name such as 'v5p:2x2x4'")
     match = _NAME.fullmatch(name.strip().lower())
-    kind = match[2] if match else re.split(r"[:\d-]", name.strip().lower().lstrip("0123456789"))[0]
     if not match or match[2] not in HARDWARE:
         near = did_you_mean(match[2] if match else name.lower(), HARDWARE, "{}", cutoff=0.5)
-        hint = f"did you mean {HARDWARE[near].example!r}? " if near else ""
+        meant = _of_cloud_name(name.strip().lower()) or (near and HARDWARE[near].example)
+        hint = f"did you mean {meant!r}? " if meant else ""
         raise ValueError(
             f"unknown topology {name!r}: {hint}a TPU slice is named by its shape in chips, as in v5p:2x2x4 or "
             f"2xv5e:16x16 (two slices), GPUs by hosts x GPUs, as in h100:2x8; known are {', '.join(HARDWARE)}"
@@ -155,6 +155,18 @@ def parse(name: str) -> Topology:
             f"give a smaller one, such as {hardware.example}"
         )
     return Topology(name=name, hardware=hardware, num_slices=slices, shape=shape)
+
+
+def _of_cloud_name(name: str) -> str:
+    """Returns the topology that Cloud TPU calls `v6e-256`, or by its TensorCores, two a chip, `v5p-128`; '' if none."""
+    match = re.fullmatch(r"(v3|v4|v5p|v5e|v5litepod|v6e)-(\d{1,5})", name)
+    kind = "v5e" if match and match[1] == "v5litepod" else match[1] if match else ""
+    num_chips = int(match[2]) // (1 + (kind in ("v3", "v4", "v5p"))) if match else 0
+    if num_chips < 4 or num_chips.bit_count() > 1:
+        return ""
+    num_dims, doublings = HARDWARE[kind].example.count("x") + 1, num_chips.bit_length() - 1
+    extents = [2 ** ((doublings + i) // num_dims) for i in range(num_dims)]
+    return f"{kind}:{'x'.join(map(str, extents if num_chips > 4 else [2, 2, 1][:num_dims]))}"
 
 
 def small_topology(name: str, num_parts: int) -> str:

@@ -224,7 +224,7 @@ class Accumulator:
             return jax.tree.map(lambda x: x[None], grad_fn(*jax.tree.map(own, in_axes, args, is_leaf=is_none)))
 
         # Within it, JAX takes constraints on this mesh alone: those of gathers split the axes along the torus.
-        mesh, _ = split_axes(self.mesh, tuple(self.axes.data))
+        mesh, _ = split_axes(self.mesh, tuple(axis for axis in self.axes.data if axis not in once))
         where = {"mesh": mesh, "axis_names": set(once), "in_specs": specs, "out_specs": over}
         return jax.shard_map(one_device, **where, check_vma=False)
 

@@ -637,6 +637,12 @@ def with_split_keys(params, batch):
     return jax.vmap(of_example)(batch["tokens"]).mean()
 
 
+def smoothed(x, padding):
+    """Returns the mean of three places, each feature by itself."""
+    kernel, fields = jnp.ones((3, 1, FEATURES)) / 3, {"feature_group_count": FEATURES}
+    return jax.lax.conv_general_dilated(x, kernel, (1,), padding, dimension_numbers=("NWC", "WIO", "NWC"), **fields)
+
+
 def with_examples(params, batch):
     """A scan whose layers take slices of what is made of the batch, with a gradient and without."""
     x = params["embed"][batch["tokens"]]
@@ -922,6 +928,10 @@ REFUSED = {
     "another parameter": (
         looped(lambda i, xs, y: xs[-1] + jnp.cumsum(y, axis=2 if i == 3 else 1)),
         r"block . and .* differ: cumsum of .*test_pipeline.*, with axis=2 and with axis=1: let",
+    ),
+    "another convolution": (
+        looped(lambda i, xs, y: xs[-1] + smoothed(y, [(2, 0)] if i == 4 else "SAME")),
+        r"block . and .* differ: .* at .*test_pipeline.*, with .*: let",
     ),
     "layers before the one before": (
         looped(lambda i, xs, y: xs[-1] + jnp.sin(xs[max(i - 1, 0)] * y)),

@@ -190,7 +190,9 @@ class _HeadTiles(Rewriting):
 
     def changed(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
         is_split = eqn.outvars[0].aval.ndim > eqn.invars[0].aval.ndim
-        return [(_split if is_split else _merged)(*values, *(eqn.outvars if is_split else eqn.invars)[0].aval.shape)]
+        many = (eqn.outvars if is_split else eqn.invars)[0].aval.shape
+        with source_context(eqn):
+            return [(_split if is_split else _merged)(*values, *many)]
 
 
 def _split(x: jax.Array, *shape: int) -> jax.Array:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from zero_jax.program.jaxprs import source_context
 from zero_jax.program.loss import Traced
 from zero_jax.program.walk import Rewriting
 from zero_jax.sharding.precision import wide
@@ -28,7 +29,8 @@ class _Products(Rewriting):
         return eqn.primitive is lax.conv_general_dilated_p and eqn.params["batch_group_count"] == 1
 
     def changed(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
-        return [_products(values[0], values[1], eqn.params)]
+        with source_context(eqn):
+            return [_products(values[0], values[1], eqn.params)]
 
 
 def _products(x: jax.Array, kernel: jax.Array, params: dict[str, Any]) -> jax.Array:

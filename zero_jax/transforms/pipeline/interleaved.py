@@ -26,7 +26,6 @@ from zero_jax.dims import Kind, is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate
 from zero_jax.program.passes import Dependence
-from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
 from zero_jax.transforms.grad_sums import put_at
 from zero_jax.transforms.pipeline.cut import Role
@@ -40,7 +39,7 @@ from zero_jax.transforms.pipeline.loop import (
     widened,
 )
 from zero_jax.transforms.pipeline.microbatch import MicrobatchProgram, layers_p
-from zero_jax.transforms.pipeline.place import StagePlace, at_stages
+from zero_jax.transforms.pipeline.place import at_stages
 from zero_jax.transforms.pipeline.schedule import Schedule
 from zero_jax.transforms.pipeline.stage_passes import StagePasses
 
@@ -50,7 +49,6 @@ _BACKWARD = "transpose(jvp())"
 
 def run_1f1b(
     program: MicrobatchProgram,
-    place: StagePlace,
     operands: Sequence[Any],
     layer: Layer,
     shardings: Sequence[NamedSharding | None] = (),
@@ -59,7 +57,6 @@ def run_1f1b(
 
     Args:
       program: the loss on a microbatch.
-      place: where it runs.
       operands: those of the equation of the loss (`by_microbatch`); what layers take slices of is `[stages, layers /
         stages, ...]`.
       layer: evaluates a layer of a microbatch.
@@ -67,7 +64,7 @@ def run_1f1b(
     """
     num_seeds = len(program.summed)
     seeds, operands, shardings = operands[:num_seeds], operands[num_seeds:], shardings[num_seeds:]
-    ticks = _InterleavedTicks(program, place, layer, operands, shardings)
+    ticks = _InterleavedTicks(program, layer, operands, shardings)
 
     def with_loss(seeds: Sequence[Any], results: list[jax.Array]) -> list[jax.Array]:
         loss = sum(jnp.vdot(x, results[i].astype(x.dtype)) for x, i in zip(seeds, program.summed, strict=True))
@@ -102,18 +99,17 @@ class _InterleavedTicks:
     def __init__(
         self,
         program: MicrobatchProgram,
-        place: StagePlace,
         layer: Layer,
         operands: Sequence[Any],
         shardings: Sequence[NamedSharding | None],
     ):
-        self.program, self.place, self.loop = program, place, program.loop
+        self.program, self.place, self.loop = program, program.loop.place, program.loop
         self.num_stages, self.num_microbatches = self.loop.num_stages, self.loop.num_microbatches
         self.stage = jnp.arange(self.num_stages, dtype=jnp.int32)
         self.jaxpr, self.consts = jaxprs.open_jaxpr(program.jaxpr)
         self.num_shared, self.first_stack = program.num_shared, program.num_shared + program.num_rows
         self.dtypes = [x.dtype for x in operands]
-        self.layers: Any = LayersOfStage(self.loop, place, layer)
+        self.layers: Any = LayersOfStage(self.loop, layer)
         if self.loop.recompute:
             self.layers = jax.checkpoint(self.layers, prevent_cse=False)
         # What goes from stage to stage: carries, and what layers stack.
@@ -330,14 +326,14 @@ class _InterleavedTicks:
 
     def microbatches(self, x: jax.Array) -> jax.Array:
         """Returns a leaf of the batch as `[microbatches, examples, ...]`, on all stages."""
-        n, m = axis_size(self.place.mesh, self.place.batch), self.num_microbatches
+        n, m = self.place.num_shards, self.num_microbatches
         x = self.place.pinned(x, self.place.batch)
         x = x.reshape(n, m, x.shape[0] // (n * m), *x.shape[1:]).swapaxes(0, 1)
         return self.place.pinned(lax.collapse(x, 1, 3), (), self.place.batch)
 
     def of_microbatches(self, role: Role, x: jax.Array) -> jax.Array:
         """Returns a result of the batch from those of all microbatches, `[microbatches, ...]`."""
-        n, m = axis_size(self.place.mesh, self.place.batch), self.num_microbatches
+        n, m = self.place.num_shards, self.num_microbatches
         x = jnp.moveaxis(x, role.dim + 1, 1)
         x = x.reshape(m, n, x.shape[1] // n, *x.shape[2:]).swapaxes(0, 1)
         return jnp.moveaxis(lax.collapse(x, 0, 3), 0, role.dim)

@@ -21,11 +21,10 @@ from jax.sharding import NamedSharding
 
 from zero_jax.core.tree import is_key, key_numbers
 from zero_jax.dims import Kind, is_float
-from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
 from zero_jax.transforms.grad_sums import added_to, sum_of
 from zero_jax.transforms.pipeline.cut import LAYER_INPUT, LayerLoop, Role
-from zero_jax.transforms.pipeline.place import StagePlace, at_stages, own_p
+from zero_jax.transforms.pipeline.place import at_stages, own_p
 from zero_jax.transforms.pipeline.ring import Moves, Ring, loops_of_ticks
 
 # From the number of a microbatch, constants, carries and a layer's slices (several arrays of each) to carries and ys.
@@ -34,7 +33,6 @@ Layer = Callable[[Any, list[Any], list[Any], list[Any]], Sequence[Any]]
 
 def run_stages(
     loop: LayerLoop,
-    place: StagePlace,
     operands: tuple[Sequence[Any], Sequence[Any], Sequence[Any]],
     layer: Layer,
     shardings: Sequence[NamedSharding | None] = (),
@@ -43,23 +41,22 @@ def run_stages(
 
     Args:
       loop: the scan.
-      place: where it runs.
       operands: its constants and its carries, those that have examples of the whole batch; and what it takes slices of,
         each one or several arrays `[stages, layers / stages, ...]`.
       layer: evaluates a layer of a microbatch.
       shardings: those of the gradients of what it takes slices of, while they are summed; None leaves them open.
     """
-    consts, carry, stacks = operands
+    (consts, carry, stacks), place = operands, loop.place
     travelling = [(role, x) for role, x in zip(loop.consts, consts, strict=True) if role.is_rows]
     travelling += [*zip(loop.carry, map(jnp.asarray, carry), strict=True)]  # literals are numbers
     # Keys travel as numbers.
     kinds = [jax.random.key_impl(x) if is_key(x) else None for _, x in travelling]
     travelling = [(role, key_numbers(x)) for role, x in travelling]
-    ticks, sums = _Ticks(loop, place, travelling, shardings), [sum_of(x) if is_float(x) else None for x in stacks]
+    ticks, sums = _Ticks(loop, travelling, shardings), [sum_of(x) if is_float(x) else None for x in stacks]
     stacks = [lax.stop_gradient(x) for x in stacks]
     shared = [jnp.asarray(x) for role, x in zip(loop.consts, consts, strict=True) if not role.is_rows]
     # Their gradients are summed over ticks in the dtype of what all of them read.
-    stage: Any = _Stage(LayersOfStage(loop, place, layer), kinds, [x.dtype for x in shared])
+    stage: Any = _Stage(LayersOfStage(loop, layer), kinds, [x.dtype for x in shared])
     shared = [place.pinned(jnp.broadcast_to(x, (loop.num_stages, *x.shape)), place.pipe) for x in map(widened, shared)]
     if loop.recompute:
         stage = jax.checkpoint(stage, prevent_cse=False, policy=loop.policy)
@@ -117,12 +114,11 @@ class LayersOfStage:
 
     Args:
       loop: the scan over layers.
-      place: where it runs.
       layer: evaluates a layer of a microbatch.
     """
 
-    def __init__(self, loop: LayerLoop, place: StagePlace, layer: Layer):
-        self.loop, self.place, self.layer = loop, place, layer
+    def __init__(self, loop: LayerLoop, layer: Layer):
+        self.loop, self.layer = loop, layer
 
     def __call__(
         self,
@@ -148,12 +144,12 @@ class LayersOfStage:
         def body(before: Any, sliced: Any) -> tuple[Any, list[Any]]:
             (carry, sums), (slices, i) = before, sliced
             if slices is None:
-                slices = [self.place.taken(x, first + i) for x in stacks]
+                slices = [self.loop.place.taken(x, first + i) for x in stacks]
             is_here = is_own & (begin + i < self.loop.num_layers) if has_idle else is_own
             if self.loop.policy is not None:
                 carry = [checkpoint_name(x, LAYER_INPUT) if is_float(x) else x for x in carry]
             pairs = zip(sums, slices, strict=True)
-            add = functools.partial(added_to, number=first + i, is_own=is_here, of_each=self.place.of_each)
+            add = functools.partial(added_to, number=first + i, is_own=is_here, of_each=self.loop.place.of_each)
             taken = [(None, x) if y is None else add(y, x)[:2] for y, x in pairs]
             read, own = ([differentiated_at(is_here, x) if has_idle else x for x in xs] for xs in (consts, carry))
             made = [*self.layer(number, read, own, [x for _, x in taken])]
@@ -176,7 +172,6 @@ class _Ticks:
 
     Args:
       loop: the scan.
-      place: where it runs.
       travelling: what a microbatch has, by its role and for the batch: constants with examples, and carries.
       shardings: those of sums; None leaves them open.
     """
@@ -184,11 +179,10 @@ class _Ticks:
     def __init__(
         self,
         loop: LayerLoop,
-        place: StagePlace,
         travelling: Sequence[tuple[Role, Any]],
         shardings: Sequence[NamedSharding | None],
     ):
-        self.loop, self.place, self.shardings = loop, place, shardings
+        self.loop, self.place, self.shardings = loop, loop.place, shardings
         self.num_stages, self.num_microbatches = loop.num_stages, loop.num_microbatches
         self.roles, self.values = [role for role, _ in travelling], [x for _, x in travelling]
         self.num_consts = len(travelling) - len(loop.carry)
@@ -197,9 +191,7 @@ class _Ticks:
         chain = [(s, s + 1) for s in range(self.num_stages - 1)]
         self.pairs = [*chain, *([(self.num_stages - 1, 0)] if loop.num_groups > 1 else [])]
         self.rings = [
-            Ring(loop, place, role, self.shape_of_microbatch(role, x), leaves=i >= self.num_consts)
-            if role.is_rows
-            else None
+            Ring(loop, role, self.shape_of_microbatch(role, x), leaves=i >= self.num_consts) if role.is_rows else None
             for i, (role, x) in enumerate(travelling)
         ]
 
@@ -333,7 +325,7 @@ class _Ticks:
     def rows_of_layers(self, role: Role, ticks: jax.Array) -> jax.Array:
         """Returns a stack of all layers for the batch, from those of each tick, `[ticks, stages, layers, ...]`."""
         s, v, m = self.num_stages, self.loop.num_groups, self.num_microbatches
-        n, j = axis_size(self.place.mesh, self.place.batch), m // s
+        n, j = self.place.num_shards, m // s
         x = jnp.moveaxis(ticks, 2 + role.dim, 3)  # [ticks, stages, layers of a group, examples, ...]
         own = jax.vmap(lambda x, stage: lax.dynamic_slice_in_dim(x, stage, m * v, 0), in_axes=(1, 0))(x, self.stage)
         layers, size, *shape = own.shape[2:]

@@ -43,30 +43,23 @@ class PipelinedProgram(LossProgram):
         super().__init__(before.fn, before, lambda traced: traced)
         self.stages = stages
 
-    def trace(self, *args: Any) -> Traced:
+    def made(self, *args: Any) -> Traced:
         """Returns the program for arguments of these shapes.
 
         Raises:
           ValueError: no scan over layers can be cut into stages.
         """
-        assert self.before is not None
-        key = (
-            jax.tree.structure(args),
-            *((np.shape(x), x.dtype, getattr(x, "weak_type", False)) for x in jax.tree.leaves(args)),
-        )
-        if key not in self.traces:
-            traced = self.before.trace(*args)
-            staged, found = self.found(*args)
-            if not any(entry.loop for entry in found):
-                raise ValueError(_refusal(found, self.stages, traced))
-            for entry in (entry for entry in found if entry.loop is None):
-                warnings.warn(
-                    f"pipe={self.stages.num_stages}: the layers at {entry.line} are not cut into stages, and each "
-                    f"device has all of them: {entry.why}",
-                    stacklevel=2,
-                )
-            self.traces[key] = traced.rewritten(staged)
-        return self.traces[key]
+        traced = self.before.trace(*args)  # type: ignore[union-attr]
+        staged, found = self.found(*args)
+        if not any(entry.loop for entry in found):
+            raise ValueError(_refusal(found, self.stages, traced))
+        for entry in (entry for entry in found if entry.loop is None):
+            warnings.warn(
+                f"pipe={self.stages.num_stages}: the layers at {entry.line} are not cut into stages, and each device "
+                f"has all of them: {entry.why}",
+                stacklevel=2,
+            )
+        return traced.rewritten(staged)
 
     def report(self, *args: Any) -> PipelineReport:
         """Returns the stages for arguments of these shapes, or why there are none."""

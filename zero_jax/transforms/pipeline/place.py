@@ -71,7 +71,7 @@ class StagePlace:
         return own_p.bind(*arrays, function=function, mesh=self.mesh, axes=self.pipe)
 
     def taken(self, stack: jax.Array, number: jax.Array) -> jax.Array:
-        """Returns a layer of a stack of a stage, to be mapped over stages. No remat policy keeps it (`own_p`)."""
+        """Returns a layer of a stack of a stage, to be mapped over stages. No remat policy keeps it."""
         own = lambda stack, numbers: lax.dynamic_index_in_dim(stack, numbers[0], 1, keepdims=False)  # noqa: E731
         take = jax.custom_batching.custom_vmap(lambda x, i: lax.dynamic_index_in_dim(x, i, keepdims=False))
         take.def_vmap(lambda _, __, stack, numbers: (self.of_each(own, stack, numbers), True))
@@ -165,6 +165,11 @@ def _chosen(numbers: Sequence[int], arrays: Sequence[jax.Array]) -> jax.Array:
 
 send_p = jex_core.Primitive("zero_send")
 own_p = jex_core.Primitive("zero_own")
+
+
+def takes_layer(primitive: Any) -> bool:
+    """Tells whether a primitive may take a layer (`StagePlace.taken`), for remat policies; before it is mapped, too."""
+    return primitive is own_p or primitive.name == "custom_vmap_call"
 
 
 def _own(*arrays: jax.Array, function: Callable[..., jax.Array], mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:

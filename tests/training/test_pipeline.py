@@ -88,6 +88,8 @@ ROWS = [
     {"stage": 2, "pipe": 2, "model": 1, "num_microbatches": 4, "remat": "none", "replica": 2, "pipeline": "circular:4"},
     {"stage": 3, "pipe": 4, "model": 2, "num_microbatches": 8, "remat": "none", "replica": 1, "pipeline": "1f1b"},
     {"stage": 0, "pipe": 4, "model": 1, "num_microbatches": 4, "remat": "full", "replica": 2, "pipeline": "circular:2"},
+    {"stage": 1, "pipe": 2, "model": 1, "num_microbatches": 4, "remat": "own", "replica": 1, "pipeline": "1f1b:4"},
+    {"stage": 3, "pipe": 2, "model": 2, "num_microbatches": 8, "remat": "none", "replica": 1, "pipeline": "1f1b:2"},
 ]
 
 
@@ -167,7 +169,7 @@ def test_models_as_they_are(name, stage, pipeline):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "pipeline",
-    ["gpipe", "1f1b", "circular:2"],
+    ["gpipe", "1f1b", "circular:2", "1f1b:2"],
 )
 def test_random_numbers_are_other_ones_in_each_layer_and_microbatch(pipeline):
     pipe, k, mesh = 4, 8, zero.make_mesh(pipe=4)
@@ -191,7 +193,7 @@ def test_random_numbers_are_other_ones_in_each_layer_and_microbatch(pipeline):
         keys, size = jax.random.split(key, LAYERS), len(batch["tokens"])
         # Devices of a stage x microbatches x examples: a microbatch has those of all devices.
         places = np.arange(size).reshape(mesh.shape["data"], k, -1)
-        if pipeline != "1f1b":  # microbatch `slot * stages + stage` of stages x slots
+        if not pipeline.startswith("1f1b"):  # microbatch `slot * stages + stage` of stages x slots
             places = places.reshape(mesh.shape["data"], pipe, k // pipe, -1).swapaxes(1, 2).reshape(places.shape)
         losses = []
         for number in range(k):
@@ -274,7 +276,7 @@ def test_an_evaluation_is_of_the_whole_batch():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "pipeline",
-    ["gpipe", "1f1b", "circular:2"],
+    ["gpipe", "1f1b", "circular:2", "1f1b:2"],
 )
 def test_values_that_no_microbatch_has_leave_no_nan(pipeline):
     """Layers that divide by zero where they run before their microbatch arrives, and a head that does between stages.
@@ -320,6 +322,7 @@ def test_values_that_no_microbatch_has_leave_no_nan(pipeline):
         (0, "1f1b", "none", "0-2, 3-5, 6-8, 9", 1 - 8 * 10 / (11 * 12)),
         (3, "1f1b", "own", "0-2, 3-5, 6-8, 9", 1 - 8 * 10 / (11 * 12)),
         (2, "circular:2", "own", "0-1 and 8-9, 2-3, 4-5, 6-7", 1 - 2 * 8 * 10 / (19 * 16)),
+        (1, "1f1b:2", "none", "0-1 and 8-9, 2-3, 4-5, 6-7", 1 - 2 * 8 * 10 / (19 * 16)),
     ],
 )
 def test_layers_that_do_not_divide_have_idle_places(stage, pipeline, remat, stages, bubble):
@@ -351,7 +354,7 @@ def test_layers_that_do_not_divide_have_idle_places(stage, pipeline, remat, stag
     assert report.bubble == pytest.approx(bubble)
     model = dataclasses.replace(CONFIG, num_layers=10)
     residuals = zero.memory.transformer_residuals(model, batch_size=32, mesh=zero.make_mesh(pipe=4), config=config)
-    assert residuals.num_layers == {"gpipe": 12, "1f1b": 3 * 7, "circular:2": 16}[pipeline]
+    assert residuals.num_layers == {"gpipe": 12, "1f1b": 3 * 7, "circular:2": 16, "1f1b:2": 2 * 15}[pipeline]
 
 
 def large_layers(*, pipe, num_microbatches, pipeline, is_checkpointed):
@@ -374,12 +377,12 @@ def temporaries(**fields):
     return large_layers(**fields).compile().memory_analysis().temp_size_in_bytes / (256 * 256 * 4)
 
 
-@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b", "circular:2"])
+@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b", "circular:2", "1f1b:2"])
 def test_gradients_of_a_layer_are_no_scatter(pipeline):
     """As a scatter, XLA:TPU copies the sum of a layer, and reads it twice. Nor are the params of a group copied."""
     text = large_layers(pipe=2, num_microbatches=4, pipeline=pipeline, is_checkpointed=False).as_text()
     updated = set(re.findall(r"dynamic_update_slice .*: \(tensor<([x\d]*)x256x256xf32>", text))
-    assert updated == {"4x1x4" if pipeline == "circular:2" else "4x2x4"}  # sums of the four layers of a stage
+    assert updated == {"4x1x4" if pipeline.endswith(":2") else "4x2x4"}  # sums of the four layers of a stage
     assert not re.search(r"\}\) : \(tensor<[x\d]*x256x256xf32>, tensor<[x\d]*i32>", text)
 
 
@@ -443,17 +446,17 @@ def powered(logits, batch, params):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "end"),
+    ("size", "end", "pipeline"),
     [
-        (32, weighted),
-        (16, weighted),
-        (16, powered),
+        (32, weighted, "1f1b"),
+        (16, weighted, "1f1b:2"),
+        (16, powered, "1f1b"),
     ],
 )
-def test_a_loss_by_microbatch_is_that_of_the_batch(size, end):
+def test_a_loss_by_microbatch_is_that_of_the_batch(size, end, pipeline):
     """With the weights of the whole batch; on two examples a microbatch, and on a single one."""
     loss_fn, params, batch = ends_in(end), init_params(), make_batches(1, size=size)[0]
-    config = make_config(stage=2, num_microbatches=size // 2, pipeline="1f1b")
+    config = make_config(stage=2, num_microbatches=size // 2, pipeline=pipeline)
     mesh = zero.make_mesh(data=2 if size == 16 else 1, pipe=4, devices=jax.devices()[: 8 if size == 16 else 4])
     state = zero.init_state(params, optax.sgd(0.1), jax.random.key(0), mesh=mesh, config=config)
     step = zero.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, config=config)
@@ -1062,7 +1065,7 @@ def test_the_report_shows_stages_what_moves_and_the_bubble():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pipeline", "k"), [("gpipe", 8), ("gpipe", 4), ("1f1b", 8), ("circular:2", 8)])
+@pytest.mark.parametrize(("pipeline", "k"), [("gpipe", 8), ("gpipe", 4), ("1f1b", 8), ("circular:2", 8), ("1f1b:2", 8)])
 def test_the_estimate_has_what_the_compiled_step_sends_between_stages(pipeline, k):
     mesh, config = zero.make_mesh(pipe=4), make_config(stage=1, num_microbatches=k, pipeline=pipeline)
     model = dataclasses.replace(CONFIG, num_layers=8)
@@ -1081,14 +1084,14 @@ def test_the_estimate_has_what_the_compiled_step_sends_between_stages(pipeline, 
     assert not reports[0].not_counted
     assert measured == pytest.approx(estimated, rel=0.02)
     residuals = zero.memory.transformer_residuals(model, batch_size=16, mesh=mesh, config=config)
-    # Of 16 examples all of a device's, or those of a microbatch: 8 layers, or the inputs of two for each of 7.
-    assert (residuals.num_layers, residuals.batch_size) == ((14, 1) if pipeline == "1f1b" else (8, 2))
+    # Of 16 examples all of a device's, or those of a microbatch: 8 layers, or the inputs of two for each of 7, or of 1.
+    assert (residuals.num_layers, residuals.batch_size) == {"1f1b": (14, 1), "1f1b:2": (15, 1)}.get(pipeline, (8, 2))
 
 
 @pytest.mark.slow
 def test_training_goes_on_from_a_checkpoint_with_other_stages_and_schedules(tmp_path):
     batches, tx = make_batches(3), optax.adam(1e-2)
-    settings = [(4, "1f1b", 1), (1, "gpipe", 3), (2, "circular:4", 2)]
+    settings = [(4, "1f1b", 1), (1, "gpipe", 3), (2, "1f1b:4", 2)]
     for number, ((pipe, schedule, stage), batch) in enumerate(zip(settings, batches, strict=True)):
         config = make_config(stage=stage, num_microbatches=4 if pipe > 1 else 1, pipeline=schedule)
         fields = {"mesh": zero.make_mesh(pipe=pipe), "config": config}

@@ -401,7 +401,8 @@ class StepEstimate:
         if self.recomputes:
             kept = num_kept * self.sent_per_run + residuals
         else:
-            kept = (num_kept if self.schedule.is_interleaved else self.num_runs + 1) * residuals
+            is_interleaved, num_groups = self.schedule.is_interleaved, self.schedule.num_groups
+            kept = (num_kept / num_groups if is_interleaved else self.num_runs + 1) * residuals
         # Before and behind the layers is a microbatch in each stage, or the batch over all of them.
         others = (traced.peak_bytes - traced.residuals.device_bytes) / num_parts
         return kept + others * (1 if self.schedule.is_interleaved else self.k / setting.pipe)
@@ -440,8 +441,8 @@ class StepEstimate:
         layers = roofline.compute_seconds(of_layers, num_parts) / setting.pipe
         others = roofline.compute_seconds(kernels, num_parts) - layers * setting.pipe
         again = 1 / 3 if self.recomputes else 0.0  # of a pass forward and one backward, which takes twice as long
-        # Before and behind the layers is a microbatch in each stage, or the batch over all of them.
-        others *= self.num_runs if self.schedule.is_interleaved else self.k / setting.pipe
+        # Before and behind the layers is each microbatch in each stage, or the batch over all of them.
+        others *= self.k if self.schedule.is_interleaved else self.k / setting.pipe
         return self.num_runs * layers * (1 + again) + others
 
     @property

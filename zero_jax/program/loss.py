@@ -99,12 +99,15 @@ class LossProgram:
         leaves, tree = jax.tree.flatten(args)
         key = tree, *map(_described, leaves)
         if key not in self.traces:
-            if self.before is not None and self.last is not None:
-                self.traces[key] = self.last(self.before.trace(*args))
-            else:
-                closed, out_shape = jax.make_jaxpr(self.fn, return_shape=True)(*jax.tree.map(_used, args))
-                self.traces[key] = Traced(closed, jax.tree.structure(args[0]), out_shape)
+            self.traces[key] = self.made(*args)
         return self.traces[key]
+
+    def made(self, *args: Any) -> Traced:
+        """Returns the program for arguments of these shapes, made anew."""
+        if self.before is not None and self.last is not None:
+            return self.last(self.before.trace(*args))
+        closed, out_shape = jax.make_jaxpr(self.fn, return_shape=True)(*jax.tree.map(_used, args))
+        return Traced(closed, jax.tree.structure(args[0]), out_shape)
 
     def notes(self, *args: Any) -> list[Any]:
         """Returns what the last pass notes for arrays or shapes, and other values, which stay what they are."""

@@ -94,7 +94,8 @@ class ZeroConfig:
         through stages that have layers of their own (docs/pipeline.md).
       pipeline: the schedule of these stages: `gpipe` takes all microbatches forward and then all backward, `1f1b` takes
         one forward and one backward in turn, so that memory does not grow with `num_microbatches`; `circular:N` is
-        `gpipe` with N groups of layers on each stage, which waits a part `1 / N` as long and sends N times as much.
+        `gpipe`, and `1f1b:N` is `1f1b`, with N groups of layers on each stage, which waits a part `1 / N` as long and
+        sends N times as much.
 
     Example:
       >>> config = zero.ZeroConfig(stage=3, precision="bf16", num_microbatches=2, clip_norm=1.0)
@@ -222,7 +223,7 @@ class ZeroConfig:
                 f"num_microbatches={least} or {4 * least} (the more, the less stages wait), with pipeline='1f1b' any "
                 "number that is no smaller, or leave pipe out"
             )
-        if self.pipeline == "1f1b" and resolve_precision(self.precision).loss_scale is not None:
+        if resolve_schedule(self.pipeline).is_interleaved and resolve_precision(self.precision).loss_scale is not None:
             raise ValueError(
                 f"precision={self.precision!r}: a loss scale with pipeline='1f1b' is not supported, as gradients of "
                 "microbatches are made before the loss is scaled: give precision='bf16', or pipeline='gpipe'"

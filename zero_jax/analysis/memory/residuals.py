@@ -99,14 +99,14 @@ def transformer_residuals(
         remat = bool(model_config.remat) if policy.policy == "own" else policy.policy != "none"
     num_stages, num_layers = axes.num_stages(mesh), model_config.num_layers
     # All microbatches of a pipeline are on the stages, each of which has some of the layers: as if they were one. With
-    # 1F1B there are those that wait: of all layers of a stage, or its inputs and the layers of one where it recomputes.
+    # 1F1B there are those that wait: of all layers of a group, or its inputs and the layers of one where it recomputes.
     parts = axis_size(mesh, axes.batch) * (1 if num_stages > 1 else config.num_microbatches)
     schedule = resolve_schedule(config.pipeline)
     num_layers = schedule.num_places(num_stages, num_layers) if num_stages > 1 else num_layers
     if num_stages > 1 and schedule.is_interleaved:
         parts = axis_size(mesh, axes.of_stage.batch) * config.num_microbatches
         num_kept = schedule.num_kept(num_stages, config.num_microbatches)
-        num_layers //= num_stages
+        num_layers //= num_stages * schedule.num_groups
         recomputes = policy.policy == "own" and not remat
         num_layers = num_layers + num_kept if recomputes else num_layers * num_kept
     if batch_size < 1 or batch_size % parts:

@@ -26,7 +26,15 @@ from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.state.placement import Placement
 from zero_jax.training.state.train_state import merge, trainable
 from zero_jax.training.zero_config import ZeroConfig
-from zero_jax.transforms import Kernel, PipelinedProgram, PipelineReport, ResidualBytes, count_flops, kernels
+from zero_jax.transforms import (
+    Kernel,
+    PipelinedProgram,
+    PipelineReport,
+    ResidualBytes,
+    count_flops,
+    kernels,
+    resolve_schedule,
+)
 
 
 def pipeline_report(
@@ -167,10 +175,11 @@ def trace_step_loss(loss: StepLoss, params: PyTree, batch: PyTree) -> LossTrace:
         if stages.why_none:
             raise ValueError(stages.why_none)
         moves += _between_stages(stages, loss.placement.axes.pipe)
-        if stages.schedule == "1f1b":
+        schedule = resolve_schedule(stages.schedule)
+        if schedule.is_interleaved:
             device_bytes = residuals.device_bytes
-            # Of the microbatches that wait, or of one at a time and the inputs of a stage of those that wait.
-            (loop,), own_bytes = stages.loops, device_bytes / stages.num_microbatches
+            # Of the microbatches that wait, or of one at a time and the inputs of a group of those that wait.
+            (loop,), own_bytes = stages.loops, device_bytes / (stages.num_microbatches * schedule.num_groups)
             own_bytes += stages.num_kept * loop.bytes_per_tick if loop.recomputed else (stages.num_kept - 1) * own_bytes
             others = (peak_bytes - device_bytes) * stages.num_stages / stages.num_microbatches
             peak_bytes, residuals = own_bytes + others, dataclasses.replace(residuals, device_bytes=own_bytes)

@@ -135,19 +135,17 @@ def _gathered_once(walk: Any, eqn: Any, sub: Subcall, value: Lazy, var: Any) -> 
 
 def staged(walk: Any, eqn: Any, values: Sequence[Lazy | Value], frame: Any) -> list[Value]:
     """Evaluates a loop over layers as the stages of a pipeline, which gather their params within themselves."""
-    mesh, axes = walk.options.mesh, walk.options.axes
-    place = StagePlace(mesh=mesh, pipe=axes.pipe, batch=axes.of_stage.batch)
     loop, layers, others, stacks = split_stages(eqn, values)
-    shardings = [_grad_of_stages(walk, x, place) for x in stacks]
+    shardings = [_grad_of_stages(walk, x, layers.place) for x in stacks]
     if isinstance(loop, MicrobatchProgram):
-        shardings = [*(_grad_of_stages(walk, x, place, is_stack=False) for x in others), *shardings]
+        shardings = [*(_grad_of_stages(walk, x, layers.place, is_stack=False) for x in others), *shardings]
     others = [walk.before(x, eqn, "read by all stages") for x in others]
-    stacks = [_stack_of_stages(walk, eqn, x, place, layers) for x in stacks]
+    stacks = [_stack_of_stages(walk, eqn, x, layers) for x in stacks]
     only = [value.params_only for value in others[: len(layers.consts)]]
     if isinstance(loop, MicrobatchProgram):
         only = [False] * len(layers.consts)
     within = dataclasses.replace(frame, prevent_cse=False, ends_forward=False, sent={})
-    inner, layer = _of_stage(walk, layers, place)
+    inner, layer = _of_stage(walk, layers)
 
     def run(number: Any, consts: list[Any], carry: list[Any], slices: list[Any]) -> list[Any]:
         ins = [Value(number, params_only=False)]
@@ -158,22 +156,23 @@ def staged(walk: Any, eqn: Any, values: Sequence[Lazy | Value], frame: Any) -> l
 
     with source_context(eqn):
         arrays = [stack.arrays[0] for stack in stacks]
-        results = run_schedule(loop, place, [x.array for x in others], arrays, run, shardings)
+        results = run_schedule(loop, [x.array for x in others], arrays, run, shardings)
     return [Value(x, params_only=False) for x in results]
 
 
-def _stack_of_stages(walk: Any, eqn: Any, value: Lazy | Value, place: StagePlace, loop: LayerLoop) -> Lazy | Value:
+def _stack_of_stages(walk: Any, eqn: Any, value: Lazy | Value, loop: LayerLoop) -> Lazy | Value:
     """Returns a stack as its slices are in a layer, made of an array `[stages, layers / stages, ...]`."""
     if isinstance(value, Lazy) and value.dims is None:
         value = walk.before(value, eqn, "a stack of stages")
+    place = loop.place
     if isinstance(value, Value):
-        return Value(place.stages(value.array, loop.num_stages, loop.num_groups), params_only=value.params_only)
+        return Value(place.stages(value.array, loop.num_groups), params_only=value.params_only)
     root, options = value.as_root(), walk.options
     dims, shard = without(root.shard[1:], place.pipe), _grad_of_stages(walk, value, place)
     assert shard is not None
     grouped, data, stack = loop.num_groups > 1, options.axes.data, root.roots[0]
     with gather_scope(root.path):
-        stack = place.stages(stack, loop.num_stages, loop.num_groups, dims if grouped else None)
+        stack = place.stages(stack, loop.num_groups, dims if grouped else None)
         stored = [without(dims, data) if options.stored_whole else dims]
         if options.stored_whole and grouped:  # devices sent their shards
             stored = gather_steps(dims, data, options.mesh) or stored
@@ -195,10 +194,10 @@ def _grad_of_stages(
     return named(walk.options.mesh, (place.pipe, *(((), *dims[1:]) if is_stack else dims)))
 
 
-def _of_stage(walk: Any, loop: LayerLoop, place: StagePlace) -> tuple[Any, Any]:
+def _of_stage(walk: Any, loop: LayerLoop) -> tuple[Any, Any]:
     """Returns the walk over the layers of a stage, on a microbatch, and the jaxpr of a layer that it walks over."""
     options = dataclasses.replace(walk.options, axes=walk.options.axes.of_stage)
-    jaxpr, num_shards = open_jaxpr(loop.layer)[0], axis_size(place.mesh, place.batch)
+    jaxpr, num_shards = open_jaxpr(loop.layer)[0], loop.place.num_shards
     roles = [None, *loop.consts, *loop.carry, *[None] * loop.num_slices]
     states, sizes = [], set()
     for role, var in zip(roles, jaxpr.invars, strict=True):
@@ -207,5 +206,5 @@ def _of_stage(walk: Any, loop: LayerLoop, place: StagePlace) -> tuple[Any, Any]:
         else:
             sizes.add(var.aval.shape[role.dim])
             states.append(UNKNOWN if var.aval.shape[role.dim] % num_shards else role.dim)
-    layer, examples = anchored(loop.layer, states, mesh=place.mesh, axes=options.axes)
+    layer, examples = anchored(loop.layer, states, mesh=loop.place.mesh, axes=options.axes)
     return walk.within(options, frozenset(sizes), examples), layer

@@ -25,7 +25,7 @@ from zero_jax.program.subcalls import Subcall, equations, equations_of, scan_of,
 from zero_jax.sharding.mesh import Axes
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.pipeline.body import CannotCut, layer_of_microbatch
-from zero_jax.transforms.pipeline.place import own_p
+from zero_jax.transforms.pipeline.place import StagePlace, takes_layer
 from zero_jax.transforms.pipeline.schedule import Schedule
 from zero_jax.transforms.separability import operations
 
@@ -62,15 +62,39 @@ class Role:
         return self.kind is Kind.ROWS
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stages:
+    """The stages that a loss is cut into.
+
+    Attributes:
+      place: where they run.
+      axes: the roles of the mesh's axes.
+      num_microbatches: the microbatches that go through them.
+      recompute: whether layers that have no `jax.checkpoint` of their own are recomputed, stage by stage.
+      schedule: in which order: as of `resolve_schedule`.
+    """
+
+    place: StagePlace
+    axes: Axes
+    num_microbatches: int
+    recompute: bool = True
+    schedule: Schedule = dataclasses.field(default_factory=Schedule)
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return self.place.num_stages
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class LayerLoop:
     """A scan over layers as the stages of a pipeline.
 
+    Each stage has places for as many layers; the last ones may be idle. Groups of layers of all stages follow one
+    another: the first of each stage, the second of each, and so on.
+
     Attributes:
-      num_stages: the stages, each of which has places for as many layers; the last ones may be idle.
-      num_groups: the groups of layers of a stage: those of all stages follow one another, the first of each stage, the
-        second of each, and so on.
-      num_microbatches: the microbatches that go through them.
+      stages: the stages.
       num_layers: the iterations of the scan.
       layer: the closed jaxpr of a layer on a microbatch: it takes the microbatch's number, the scan's constants,
         carries and slices, and returns carries and slices.
@@ -84,9 +108,7 @@ class LayerLoop:
       line: the line of the scan.
     """
 
-    num_stages: int
-    num_groups: int
-    num_microbatches: int
+    stages: Stages
     num_layers: int
     layer: Any
     consts: tuple[Role, ...]
@@ -99,9 +121,29 @@ class LayerLoop:
     line: str
 
     @property
+    def place(self) -> StagePlace:
+        """Where its stages run."""
+        return self.stages.place
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return self.stages.num_stages
+
+    @property
+    def num_groups(self) -> int:
+        """The groups of layers of a stage."""
+        return self.stages.schedule.num_groups
+
+    @property
+    def num_microbatches(self) -> int:
+        """The microbatches that go through the stages."""
+        return self.stages.num_microbatches
+
+    @property
     def num_ticks(self) -> int:
         """The ticks of a pass, in each of which all stages run a group: those of a stage, and of those before it."""
-        return self.schedule.num_ticks(self.num_stages, self.num_microbatches)
+        return self.stages.schedule.num_ticks(self.num_stages, self.num_microbatches)
 
     @property
     def group_size(self) -> int:
@@ -111,36 +153,12 @@ class LayerLoop:
     @property
     def num_places(self) -> int:
         """The places for layers of all stages, of which the first `num_layers` have one."""
-        return self.schedule.num_places(self.num_stages, self.num_layers)
-
-    @property
-    def schedule(self) -> Schedule:
-        """The order of the groups."""
-        return Schedule(num_groups=self.num_groups)
+        return self.stages.schedule.num_places(self.num_stages, self.num_layers)
 
     @property
     def dims(self) -> tuple[int | None, ...]:
         """For each result the dim of examples, None where it has none."""
         return tuple(role.dim if role.is_rows else None for role in (*self.carry, *self.ys))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cut:
-    """What loops over layers are made to be.
-
-    Attributes:
-      num_stages: the stages.
-      num_groups: the groups of layers of a stage.
-      num_microbatches: the microbatches.
-      axes: the roles of the mesh's axes.
-      recompute: whether layers that have no `jax.checkpoint` of their own are recomputed, stage by stage.
-    """
-
-    num_stages: int
-    num_groups: int
-    num_microbatches: int
-    axes: Axes
-    recompute: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,7 +188,7 @@ def find_loops(
     inputs: Sequence[Relation],
     *,
     num_params: int,
-    cut: Cut,
+    stages: Stages,
     comparison: TraceComparison,
 ) -> list[FoundLoop]:
     """Finds the scans over layers of a jaxpr, and how they are cut into stages.
@@ -181,7 +199,7 @@ def find_loops(
         size and of its microbatches, which are compared instead.
       inputs: the relations of its inputs.
       num_params: how many of its inputs are params.
-      cut: what to make of them.
+      stages: what they are cut into.
       comparison: compares the traces.
     """
     compared = (whole, parts[0]) if len(parts) == 1 else (parts[1], parts[2])
@@ -202,8 +220,8 @@ def find_loops(
                 )
             pair = Pair(whole=eqn if len(parts) == 1 else others[1], part=others[-1] if len(parts) > 1 else others[0])
             roles = _roles(compared, pair, inputs, comparison)
-            _check_scan(scan, cut)
-            found.append(dataclasses.replace(entry, loop=_loop(others[0], pair, roles, cut)))
+            _check_scan(scan, stages)
+            found.append(dataclasses.replace(entry, loop=_loop(others[0], pair, roles, stages)))
         except CannotCut as error:
             found.append(dataclasses.replace(entry, why=str(error)))
     return found
@@ -291,15 +309,16 @@ def _same_scan(jaxpr: Any, index: int, like: Any) -> Any:
     return eqn
 
 
-def _check_scan(scan: Any, cut: Cut) -> None:
+def _check_scan(scan: Any, stages: Stages) -> None:
     """Refuses scans that have too few layers, or that go through them backwards."""
     if scan.reverse:
         raise CannotCut("it takes its layers in reverse: scan over params that are stacked in their order")
-    if scan.length < cut.num_stages * cut.num_groups:
-        groups = f" of {cut.num_groups} groups" if cut.num_groups > 1 else ""
-        most = scan.length // cut.num_groups
+    num_groups = stages.schedule.num_groups
+    if scan.length < stages.num_stages * num_groups:
+        groups = f" of {num_groups} groups" if num_groups > 1 else ""
+        most = scan.length // num_groups
         works = f": choose pipe={most} or less" if most > 1 else ""
-        raise CannotCut(f"its {scan.length} layers are fewer than {cut.num_stages} stages{groups}{works}")
+        raise CannotCut(f"its {scan.length} layers are fewer than {stages.num_stages} stages{groups}{works}")
 
 
 def _roles(
@@ -337,7 +356,7 @@ def role_of(x: Relation, what: str) -> Role:
     raise CannotCut(f"{what} is neither of each example, nor the same for all, nor a sum over them ({x.kind.name})")
 
 
-def _loop(eqn: Any, pair: Pair, roles: tuple[list[Role], list[Role]], cut: Cut) -> LayerLoop:
+def _loop(eqn: Any, pair: Pair, roles: tuple[list[Role], list[Role]], stages: Stages) -> LayerLoop:
     """Returns a scan as stages: as traced on a microbatch, and by the pair of traces that were compared."""
     (consts, results), scan = roles, scan_of(eqn)
     for role, var in zip(results, eqn.outvars, strict=True):
@@ -347,16 +366,14 @@ def _loop(eqn: Any, pair: Pair, roles: tuple[list[Role], list[Role]], cut: Cut) 
         if is_key(var.aval):
             raise CannotCut("its layers return PRNG keys: return their data (jax.random.key_data)")
     whole, part = pair.subcalls()
-    layer = layer_of_microbatch(scan.jaxpr, (whole.jaxpr, part.jaxpr), cut.axes)
+    layer = layer_of_microbatch(scan.jaxpr, (whole.jaxpr, part.jaxpr), stages.axes)
     own = [eqn.params["policy"] for eqn in equations(scan.jaxpr) if is_remat(eqn)]
-    recompute, policy = cut.recompute and not own, None
-    if cut.num_groups > 1 and not recompute:
+    recompute, policy = stages.recompute and not own, None
+    if stages.schedule.num_groups > 1 and not recompute:
         # Params of a group would be kept for each tick: they are taken again, and what the layers keep is kept.
         recompute, policy = True, kept_values(own or [jax.checkpoint_policies.dots_saveable])
     return LayerLoop(
-        num_stages=cut.num_stages,
-        num_groups=cut.num_groups,
-        num_microbatches=cut.num_microbatches,
+        stages=stages,
         num_layers=scan.length,
         layer=layer,
         consts=tuple(consts),
@@ -381,7 +398,7 @@ def kept_values(policies: Sequence[Any]) -> Any:
     policies = [policy for policy in policies if policy is not None]
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
-        if primitive is own_p:
+        if takes_layer(primitive):
             return False
         if params.get("name") == LAYER_INPUT:
             return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,35 +29,29 @@ def layers_in_order(closed: Any, num_params: int) -> Any:
     """
     jaxpr, _ = open_jaxpr(closed)
     facts = Facts(jaxpr, ["param"] * num_params + ["value"] * (len(jaxpr.invars) - num_params))
-    others: dict[int, _Scan] = {}
+    others: dict[int, OtherScan] = {}
     for _, eqn, sub in scans(facts):
         shared, _, slices = ([*map(facts.kind, atoms)] for atoms in sub.split(eqn.invars))
         numbers = _numbers(closed, eqn, sub, [i for i, kind in enumerate(shared) if kind == "param"])
         if numbers or (sub.reverse and "param" in (*shared, *slices)):
-            others[id(eqn)] = _Scan(sub=sub, numbers=numbers)
-    if not others:
-        return closed
-
-    def equation(eqn: Any, values: list[Any]) -> list[Any]:
-        if id(eqn) not in others:
-            return bind(eqn, values)
-        with source_context(eqn):
-            return others[id(eqn)].run(values)
-
-    return with_equations(closed, equation)
+            others[id(eqn)] = OtherScan(sub=sub, numbers=numbers)
+    return with_scans(closed, others)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Scan:
-    """A scan that does not take its layers in order.
+class OtherScan:
+    """A scan that is to take its slices otherwise than it does, in order.
 
     Attributes:
       sub: its body.
-      numbers: for each constant that it reads a slice of in an iteration, the numbers of these, by iteration.
+      numbers: for each constant that it reads a slice of in an iteration, the numbers of these, by iteration: it is to
+        take these slices.
+      whole: the numbers of the slices that it is to read whole, by index.
     """
 
     sub: Subcall
-    numbers: Mapping[int, np.ndarray]
+    numbers: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
+    whole: Collection[int] = ()
 
     def run(self, values: Sequence[Any]) -> list[Any]:
         """Evaluates it on its operands."""
@@ -65,17 +59,33 @@ class _Scan:
         consts, carry, slices = sub.split(values)
         own = [_ordered(consts[i], numbers) for i, numbers in self.numbers.items()]
         is_moved = sub.reverse or any(map(np.any, (np.diff(x) != 1 for x in self.numbers.values())))
+        slices = [x[::-1] for x in slices] if sub.reverse else slices
 
-        def body(carry: list[Any], xs: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
-            read = dict(zip(self.numbers, map(_Slice, xs[0]), strict=True))
-            shared = [read.get(i, x) for i, x in enumerate(consts)]
-            made = _Reading().run(sub.jaxpr, [*shared, *carry, *xs[1]], None)
+        def body(carry: list[Any], xs: tuple[Any, list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+            index, taken, others = xs[0], dict(zip(self.numbers, map(_Slice, xs[1]), strict=True)), iter(xs[2])
+            shared = [taken.get(i, x) for i, x in enumerate(consts)]
+            at_index = lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False)  # noqa: E731
+            read = [at_index(x) if i in self.whole else next(others) for i, x in enumerate(slices)]
+            made = _Reading().run(sub.jaxpr, [*shared, *carry, *read], None)
             return made[: sub.num_carry], made[sub.num_carry :]
 
-        flipped = [x[::-1] for x in slices] if sub.reverse else slices
+        index = jnp.arange(sub.length) if self.whole else None
+        others = [x for i, x in enumerate(slices) if i not in self.whole]
         with jax.named_scope(ROLLED if is_moved else ""):
-            carry, ys = lax.scan(body, carry, (own, flipped), length=sub.length, unroll=sub.unroll)
+            carry, ys = lax.scan(body, carry, (index, own, others), length=sub.length, unroll=sub.unroll)
         return [*carry, *(y[::-1] if sub.reverse else y for y in ys)]
+
+
+def with_scans(closed: Any, others: Mapping[int, OtherScan]) -> Any:
+    """Returns a jaxpr some of whose scans, by the `id` of the equation, take their slices otherwise; itself if none."""
+
+    def equation(eqn: Any, values: list[Any]) -> list[Any]:
+        if id(eqn) not in others:
+            return bind(eqn, values)
+        with source_context(eqn):
+            return others[id(eqn)].run(values)
+
+    return with_equations(closed, equation) if others else closed
 
 
 def _ordered(stack: Any, numbers: np.ndarray) -> Any:

@@ -1,10 +1,11 @@
 """The loop over ticks in which a stage goes forward on one microbatch and backward on another: 1F1B.
 
-Microbatch m goes forward through stage s in the tick m + s, and backward in the tick m + 2 (S - 1) - s: in the last
-stage in the tick in which it arrives. Of the microbatches that are between the two, at most 2 S - 1, a stage keeps what
-the backward pass of its layers reads: their inputs if they are recomputed, else what their own remat says. The first
-S - 1 ticks only go forward, the last S - 1 only backward. So activations are sent once forward and once backward, and
-nothing grows with the number of microbatches.
+With V groups of layers on each of S stages, stage s is in the tick t forward at number t - s of what it does
+(`Ticks.work`), and backward at number t - (S V - 1) - (S - 1 - s), its groups in reverse order: in the last group of
+the last stage a microbatch goes backward in the tick in which it arrives. Of the groups that are between the two, at
+most 2 S V - 1, a stage keeps what the backward pass of its layers reads: their inputs if they are recomputed, else what
+their own remat says. The first S V - 1 ticks only go forward, the last S V - 1 only backward. So activations are sent
+once forward and once backward through each group, and nothing grows with the number of microbatches.
 
 What is before and behind the layers runs in each stage, on its own microbatch: only that of the first and of the last
 stage counts. What is before them runs in both directions, and so are residuals made again that nothing which arrives in
@@ -13,6 +14,7 @@ a stage is a part of.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,22 +28,21 @@ from zero_jax.dims import Kind, is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate
 from zero_jax.program.passes import Dependence
-from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
 from zero_jax.transforms.grad_sums import put_at
 from zero_jax.transforms.pipeline.cut import Role
 from zero_jax.transforms.pipeline.loop import (
     Layer,
     LayersOfStage,
+    Ticks,
+    Work,
     added_at,
     cast,
     differentiated_at,
-    of_sum,
     widened,
 )
 from zero_jax.transforms.pipeline.microbatch import MicrobatchProgram, layers_p
-from zero_jax.transforms.pipeline.place import StagePlace, at_stages
-from zero_jax.transforms.pipeline.schedule import Schedule
+from zero_jax.transforms.pipeline.place import at_stages
 from zero_jax.transforms.pipeline.stage_passes import StagePasses
 
 # As JAX names what it transposes: nothing else tells the backward pass in the name stack of one loop for both.
@@ -50,7 +51,6 @@ _BACKWARD = "transpose(jvp())"
 
 def run_1f1b(
     program: MicrobatchProgram,
-    place: StagePlace,
     operands: Sequence[Any],
     layer: Layer,
     shardings: Sequence[NamedSharding | None] = (),
@@ -59,7 +59,6 @@ def run_1f1b(
 
     Args:
       program: the loss on a microbatch.
-      place: where it runs.
       operands: those of the equation of the loss (`by_microbatch`); what layers take slices of is `[stages, layers /
         stages, ...]`.
       layer: evaluates a layer of a microbatch.
@@ -67,7 +66,7 @@ def run_1f1b(
     """
     num_seeds = len(program.summed)
     seeds, operands, shardings = operands[:num_seeds], operands[num_seeds:], shardings[num_seeds:]
-    ticks = _InterleavedTicks(program, place, layer, operands, shardings)
+    ticks = _InterleavedTicks(program, layer, operands, shardings)
 
     def with_loss(seeds: Sequence[Any], results: list[jax.Array]) -> list[jax.Array]:
         loss = sum(jnp.vdot(x, results[i].astype(x.dtype)) for x, i in zip(seeds, program.summed, strict=True))
@@ -96,32 +95,30 @@ def run_1f1b(
 _Sums = tuple[list[Any], list[Any], list[Any]]
 
 
-class _InterleavedTicks:
+class _InterleavedTicks(Ticks):
     """The loop over ticks of a loss."""
 
     def __init__(
         self,
         program: MicrobatchProgram,
-        place: StagePlace,
         layer: Layer,
         operands: Sequence[Any],
         shardings: Sequence[NamedSharding | None],
     ):
-        self.program, self.place, self.loop = program, place, program.loop
-        self.num_stages, self.num_microbatches = self.loop.num_stages, self.loop.num_microbatches
-        self.stage = jnp.arange(self.num_stages, dtype=jnp.int32)
+        super().__init__(program.loop, shardings)
+        self.program = program
         self.jaxpr, self.consts = jaxprs.open_jaxpr(program.jaxpr)
         self.num_shared, self.first_stack = program.num_shared, program.num_shared + program.num_rows
         self.dtypes = [x.dtype for x in operands]
-        self.layers: Any = LayersOfStage(self.loop, place, layer)
+        self.of_stage = LayersOfStage(self.loop, layer)
+        self.layers: Any = self.of_stage
         if self.loop.recompute:
-            self.layers = jax.checkpoint(self.layers, prevent_cse=False)
+            self.layers = jax.checkpoint(self.of_stage, prevent_cse=False, policy=self.loop.policy)
         # What goes from stage to stage: carries, and what layers stack.
-        self.avals = [var.aval for var in program.layers.outvars]
+        self.avals, self.roles = [var.aval for var in program.layers.outvars], (*self.loop.carry, *self.loop.ys)
         self.floats = [i for i, aval in enumerate(self.avals) if is_float(aval)]
-        self.num_kept = Schedule(is_interleaved=True).num_kept(self.num_stages, self.num_microbatches)
-        self.pairs = [(s, s + 1) for s in range(self.num_stages - 1)]
-        self.shardings = shardings or [None] * len(operands)
+        self.num_kept = self.loop.stages.schedule.num_kept(self.num_stages, self.num_microbatches)
+        self.back = [(target, source) for source, target in self.pairs]
 
     def run(
         self, seeds: Sequence[Any], operands: Sequence[Any], wanted: Sequence[bool]
@@ -142,107 +139,134 @@ class _InterleavedTicks:
         self.wanted = [i for i, flag in enumerate(wanted) if flag]
         self.of_layers = [i for i in self.wanted if i >= self.first_stack]
         self.others = self.wanted[: len(self.wanted) - len(self.of_layers)]
-        s, m = self.num_stages, self.num_microbatches
-        state = [self.pin(i, jnp.zeros((s, *x.shape), x.dtype)) for i, x in enumerate(self.avals)]
+        stages = lambda x: jax.ShapeDtypeStruct((self.num_stages, *x.shape), x.dtype)  # noqa: E731
+        state = self.pinned([jnp.zeros(x.shape, x.dtype) for x in map(stages, self.avals)])
         self.passes = self.layer_passes()
-        kept = [self.pin_kept(jnp.zeros((self.num_kept, s, *x.shape), x.dtype)) for x in self.passes.kept_avals]
+        kept = [jnp.zeros((self.num_kept, *x.shape), x.dtype) for x in map(stages, self.passes.kept_avals)]
         roles = [*zip(self.program.results, (x.aval for x in self.jaxpr.outvars), strict=True)]
         with jax.named_scope(_BACKWARD):
             grads_before = [[*map(self.no_grad, some)] for some in (self.others, self.of_layers)]
-        sums = *grads_before, [self.nothing(*each) for each in roles]
-        carry = state, [state[i] for i in self.floats], kept, sums
-        for start, stop, directions in ((0, s - 1, "f"), (s - 1, m + s - 1, "fb"), (m + s - 1, m + 2 * s - 2, "b")):
-            numbers = jnp.arange(start, stop, dtype=jnp.int32)
-            tick = lambda carry, t, directions=directions: (self.tick(carry, t, directions), None)  # noqa: E731
-            carry, _ = lax.scan(tick, carry, numbers)
-        *summed, made = carry[-1]
-        results = [self.result(*each, x) for each, x in zip(roles, made, strict=True)]
+        sums = *grads_before, [self.nothing(role, stages(x)) for role, x in roles]
+        carry = state, [state[i] for i in self.floats], [*map(self.pin_kept, kept)], sums
+        (*summed, made), rows = self.all_ticks(carry)
+        rows = iter(rows)
+        results = [
+            self.of_microbatches(role, next(rows)) if role.is_rows else self.of_batch(role, x[-1], aval.dtype)
+            for (role, aval), x in zip(roles, made, strict=True)
+        ]
         with jax.named_scope(_BACKWARD):
             grads = dict(zip(self.wanted, map(self.grad, self.wanted, itertools.chain(*summed)), strict=True))
         return results, [grads.get(i) for i in range(len(operands))]
 
+    def all_ticks(self, carry: Any) -> tuple[_Sums, list[jax.Array]]:
+        """Returns the sums behind all ticks, and the examples of the results of microbatches, one after another."""
+        s, period, num_ticks = self.num_stages, self.num_stages * self.loop.num_groups, self.loop.num_ticks
+
+        def ticks(carry: Any, start: Any, length: int, directions: str) -> tuple[Any, list[Any]]:
+            numbers = start + jnp.arange(length, dtype=jnp.int32)
+            return lax.scan(functools.partial(self.tick, directions=directions), carry, numbers)
+
+        def block(carry: Any, start: jax.Array) -> tuple[Any, list[Any]]:
+            carry, rows = ticks(carry, start, s, "fbe")
+            return ticks(carry, start + s, period - s, "fb")[0], rows
+
+        # As many microbatches as stages end one after another, then none while these run their other groups.
+        size = s if period > s else self.num_microbatches
+        starts = jnp.arange(period - 1, num_ticks - size, period, dtype=jnp.int32)
+        carry, _ = ticks(carry, 0, period - 1, "f")
+        carry, rows = lax.scan(block, carry, starts) if len(starts) else (carry, [])
+        carry, last = ticks(carry, num_ticks - size, size, "fbe")
+        carry, _ = ticks(carry, num_ticks, period - 1, "b")
+        rows = [jnp.concatenate([lax.collapse(x, 0, 2), y]) for x, y in zip(rows, last, strict=True)] if rows else last
+        return carry[-1], rows
+
     # --- a tick ------------------------------------------------------------------------------------------------------
 
-    def tick(self, carry: Any, t: jax.Array, directions: str) -> Any:
-        """Returns what there is after a tick."""
+    def tick(self, carry: Any, t: jax.Array, directions: str) -> tuple[Any, list[Any]]:
+        """Returns what there is after a tick, and the examples of results.
+
+        `directions` has `f` and `b` where stages go forward and backward, `e` where a microbatch reaches the end.
+        """
         state, cotangents, kept, sums = carry
-        made = after = state
+        made, after, rows = state, state, []
         if "f" in directions:
-            numbers = t - self.stage
-            mapped = jax.vmap(self.forward, in_axes=(0, 0, 0, 0, self.axes), spmd_axis_name=self.place.pipe)
-            made, new = mapped(self.stage, numbers, state, self.rows_of(numbers), self.operands)
-            made = [self.pin(i, x) for i, x in enumerate(made)]
+            work = self.work(t - self.stage)
+            mapped = jax.vmap(self.forward, in_axes=(0, 0, 0, self.axes), spmd_axis_name=self.place.pipe)
+            made, new = mapped(work, state, self.rows_of(work), self.operands)
+            made = self.pinned(made)
             after = [self.place.sent(x, self.pairs) for x in made]
             kept = [self.pin_kept(put_at(old, x, t % self.num_kept, 0)) for old, x in zip(kept, new, strict=True)]
         if "b" in directions:
             with jax.named_scope(_BACKWARD):
-                cotangents, sums = self.backward_tick(t, made, kept, cotangents, sums)
-        return after, cotangents, kept, sums
+                ends = "e" in directions
+                cotangents, sums, rows = self.backward_tick(t, made, kept, cotangents, sums, ends)
+        return (after, cotangents, kept, sums), rows
 
     def backward_tick(
-        self, t: jax.Array, made: list[Any], kept: list[Any], cotangents: list[Any], sums: _Sums
-    ) -> tuple[list[Any], _Sums]:
-        """Returns the cotangents that arrive in the next tick, and the sums.
+        self, t: jax.Array, made: list[Any], kept: list[Any], cotangents: list[Any], sums: _Sums, ends: bool
+    ) -> tuple[list[Any], _Sums, list[Any]]:
+        """Returns the cotangents that arrive in the next tick, the sums, and the examples of results.
 
-        `made` is what stages send forward in this tick: in the last one, of the microbatch that goes backward.
+        `made` is what stages send forward in this tick: in the last one, if it is the end of a microbatch (`ends`), of
+        the one that goes backward.
         """
-        numbers = t - (2 * (self.num_stages - 1) - self.stage)
-        is_own = self.is_own(numbers)
-        slots = (t - 2 * (self.num_stages - 1 - self.stage)) % self.num_kept
-        own = [self.at_slots(x, slots) for x in kept]
-        mapped = jax.vmap(self.backward, in_axes=(0, 0, 0, 0, 0, 0, 0, self.axes), spmd_axis_name=self.place.pipe)
-        rows = self.rows_of(numbers)
-        results, before, grads, of_layers = mapped(
-            self.stage, numbers, made, own, rows, cotangents, sums[1], self.operands
-        )
-        before = [
-            self.pin(i, at_stages(is_own, x, jnp.zeros_like(x))) for i, x in zip(self.floats, before, strict=True)
-        ]
+        s, last = self.num_stages, self.loop.num_groups - 1
+        stage, turn, number, is_own = self.work(t - s * last - 2 * (s - 1) + self.stage)
+        work = stage, last - turn, number, is_own
+        own = [self.at_slots(x, (t - 2 * (s * turn + s - 1 - stage)) % self.num_kept) for x in kept]
+        backward, axes = functools.partial(self.backward, ends=ends), (0, 0, 0, 0, 0, 0, self.axes)
+        mapped, rows = jax.vmap(backward, in_axes=axes, spmd_axis_name=self.place.pipe), self.rows_of(work)
+        results, before, grads, of_layers = mapped(work, made, own, rows, cotangents, sums[1], self.operands)
+        before = [at_stages(is_own, x, jnp.zeros_like(x)) for x in before]
+        before = self.pinned(before, self.floats)
         each = zip(self.others, sums[0], grads, strict=True)
         summed = [self.pin_grad(i, added_at(is_own, old, new)) for i, old, new in each]
         of_layers = [*map(self.pin_grad, self.of_layers, of_layers)]
-        is_last = is_own & (self.stage == self.num_stages - 1)
-        each = zip(self.program.results, sums[2], results, strict=True)
-        results = [self.added(role, old, new, t, is_last) for role, old, new in each]
-        back = [(s + 1, s) for s, _ in self.pairs]
-        return [self.place.sent(x, back) for x in before], (summed, of_layers, results)
+        is_end, made = is_own & self.is_last(stage, work[1]), sums[2]
+        each = zip(self.program.results, made, results, strict=False)
+        made = [self.added(role, old, new, is_end) for role, old, new in each] if ends else made
+        ended = [x for role, x in zip(self.program.results, results, strict=False) if role.is_rows]
+        return [self.place.sent(x, self.back) for x in before], (summed, of_layers, made), ended
 
     def forward(
-        self, stage: Any, number: Any, arrived: list[Any], rows: list[Any], operands: list[Any]
+        self, work: Work, arrived: list[Any], rows: list[Any], operands: list[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Returns what a stage sends to the next one, of its microbatch, and what it keeps for the backward pass."""
         kept, stacks = [], operands[self.first_stack :]
 
         def layers(values: list[Any]) -> list[Any]:
-            sent, own = self.passes.forward(stage, number, values, arrived, self.no_sums(operands), stacks)
+            sent, own = self.passes.forward(work, values, arrived, self.no_sums(operands), stacks)
             kept.extend(own)
             return sent
 
-        return self.stage_of(stage, number, rows, operands, layers)[0], kept
+        return self.stage_of(work, rows, operands, layers)[0], kept
 
     def backward(
         self,
-        stage: Any,
-        number: Any,
+        work: Work,
         made: list[Any],
         kept: list[Any],
         rows: list[Any],
         cotangents: list[Any],
         grads_of_layers: list[Any],
         operands: list[Any],
+        *,
+        ends: bool,
     ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
         """Returns results, cotangents of what has arrived, and gradients: of what is shared, and the sums of layers."""
-        is_last, stacks = stage == self.num_stages - 1, operands[self.first_stack :]
+        is_last, stacks = self.is_last(*work[:2]), operands[self.first_stack :]
 
         def value(arrived: list[Any], some: list[Any], sums: list[Any]) -> tuple[Any, list[Any]]:
             all_of, after = dict(enumerate(operands)) | dict(zip(self.others, some, strict=True)), []
 
             def layers(values: list[Any]) -> list[Any]:
-                sent, own = self.passes.linear(stage, number, (values, arrived, sums, stacks), made, kept)
+                sent, own = self.passes.linear(work, (values, arrived, sums, stacks), made, kept)
                 after.extend(own)
                 return sent
 
-            sent, results = self.stage_of(stage, number, rows, [*all_of.values()], layers)
+            sent, results = self.stage_of(work, rows, [*all_of.values()], layers)
+            if not ends:
+                return ([sent[i] for i in self.floats], after, []), []
             return ([sent[i] for i in self.floats], after, [results[i] for i in self.program.summed]), results
 
         # Of what has arrived and of sums only the derivative is wanted, not the value.
@@ -250,7 +274,7 @@ class _InterleavedTicks:
         given = zeros, [operands[i] for i in self.others], self.no_sums(operands)
         (_, _, summed), pullback, results = jax.vjp(value, *given, has_aux=True)
         # Behind the last stage is the rest of the loss.
-        seeds = [seed.astype(x.dtype) for seed, x in zip(self.seeds, summed, strict=True)]
+        seeds = [seed.astype(x.dtype) for seed, x in zip(self.seeds, summed, strict=False)]
         cotangents = [jnp.where(is_last, jnp.zeros_like(x), x) for x in cotangents]
         return results, *pullback((cotangents, grads_of_layers, seeds))
 
@@ -259,7 +283,7 @@ class _InterleavedTicks:
         return [jnp.zeros(operands[i].shape, wide(operands[i].dtype)) for i in self.of_layers]
 
     def stage_of(
-        self, stage: Any, number: Any, rows: list[Any], operands: list[Any], layers: Callable[..., list[Any]]
+        self, work: Work, rows: list[Any], operands: list[Any], layers: Callable[..., list[Any]]
     ) -> tuple[list[Any], list[Any]]:
         """Returns what a stage sends to the next one, and the results as if it was the last one.
 
@@ -267,7 +291,7 @@ class _InterleavedTicks:
         alone: elsewhere they are of values that no loss is meant for, and their derivatives may be infinite.
         """
         sent, behind = [], set[Any]()
-        is_last = stage == self.num_stages - 1
+        is_last = self.is_last(*work[:2])
 
         def equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
             if eqn.primitive is layers_p:
@@ -282,22 +306,22 @@ class _InterleavedTicks:
             return jaxprs.bind(eqn, [x if known else differentiated_at(is_last, x) for known, x in pairs])
 
         narrow = [cast(x, dtype) for x, dtype in zip(operands[: self.num_shared], self.dtypes, strict=False)]
-        results = evaluate(self.jaxpr, self.consts, [number, *narrow, *rows], equation)
+        results = evaluate(self.jaxpr, self.consts, [work[2], *narrow, *rows], equation)
         return sent, [*map(jnp.asarray, results)]
 
     def layers_of(
-        self, stage: Any, number: Any, values: list[Any], arrived: list[Any], sums: list[Any], stacks: list[Any]
+        self, work: Work, values: list[Any], arrived: list[Any], sums: list[Any], stacks: list[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Returns carries and stacks behind the layers of a stage, and sums; the first layer reads `values`."""
-        num_carry, size = len(self.loop.carry), self.loop.group_size
+        (stage, group, _, is_own), num_carry = work, len(self.loop.carry)
         consts, own = values[: len(self.loop.consts)], values[len(self.loop.consts) :]
-        is_own, of_layers = self.is_own(number), dict(zip(self.of_layers, sums, strict=True))
+        of_layers = dict(zip(self.of_layers, sums, strict=True))
         # What no microbatch has reached goes through the layers as if it was the first stage: it may divide by zeros.
-        begins = (stage == 0) | ~is_own
+        begins = (stage == 0) & (group == 0) | ~is_own
         carry = [jnp.where(begins, jnp.asarray(x, y.dtype), y) for x, y in zip(own, arrived, strict=False)]
         sums = [of_layers.get(i) for i in range(self.first_stack, self.first_stack + len(stacks))]
-        after, ys, sums = self.layers((stage * size, 0, number, is_own), consts, carry, stacks, sums)
-        stacks = [self.stacked(stage * size, *each) for each in zip(arrived[num_carry:], ys, strict=True)]
+        after, ys, sums = self.layers(work, consts, carry, stacks, sums)
+        stacks = [self.stacked(self.of_stage.begin(work), *each) for each in zip(arrived[num_carry:], ys, strict=True)]
         return [*after, *stacks], [x for x in sums if x is not None]
 
     def stacked(self, begin: Any, stack: jax.Array, own: jax.Array) -> jax.Array:
@@ -313,50 +337,40 @@ class _InterleavedTicks:
         Dependence().run(self.jaxpr, marks, env)
         values = self.program.layers.invars
         has_grad = [not jaxprs.is_literal(x) and bool(env[x]) and is_float(x.aval) for x in values]
-        of_stage = lambda x, dtype: jax.ShapeDtypeStruct(x.shape[1:], dtype)  # noqa: E731
-        sums = [of_stage(self.operands[i], wide(self.operands[i].dtype)) for i in self.of_layers]
-        stacks = [of_stage(x, x.dtype) for x in self.operands[self.first_stack :]]
-        return StagePasses(self.layers_of, ([x.aval for x in values], self.avals, sums, stacks), has_grad)
+        of_one = lambda x, dtype: jax.ShapeDtypeStruct(x.shape[1:], dtype)  # noqa: E731
+        sums = [of_one(self.operands[i], wide(self.operands[i].dtype)) for i in self.of_layers]
+        stacks = [of_one(x, x.dtype) for x in self.operands[self.first_stack :]]
+        return StagePasses(
+            self.layers_of, self.work(self.stage), ([x.aval for x in values], self.avals, sums, stacks), has_grad
+        )
 
     # --- microbatches ------------------------------------------------------------------------------------------------
 
-    def is_own(self, numbers: jax.Array) -> jax.Array:
-        """Tells which numbers are those of microbatches."""
-        return (numbers >= 0) & (numbers < self.num_microbatches)
-
-    def in_range(self, numbers: jax.Array) -> jax.Array:
-        """Returns the numbers of microbatches, and some of these where there is none."""
-        return jnp.clip(numbers, 0, self.num_microbatches - 1)
-
     def microbatches(self, x: jax.Array) -> jax.Array:
         """Returns a leaf of the batch as `[microbatches, examples, ...]`, on all stages."""
-        n, m = axis_size(self.place.mesh, self.place.batch), self.num_microbatches
+        n, m = self.place.num_shards, self.num_microbatches
         x = self.place.pinned(x, self.place.batch)
         x = x.reshape(n, m, x.shape[0] // (n * m), *x.shape[1:]).swapaxes(0, 1)
         return self.place.pinned(lax.collapse(x, 1, 3), (), self.place.batch)
 
     def of_microbatches(self, role: Role, x: jax.Array) -> jax.Array:
-        """Returns a result of the batch from those of all microbatches, `[microbatches, ...]`."""
-        n, m = axis_size(self.place.mesh, self.place.batch), self.num_microbatches
-        x = jnp.moveaxis(x, role.dim + 1, 1)
+        """Returns a result of the batch from those of microbatches in all stages, `[microbatches, stages, ...]`."""
+        n, m = self.place.num_shards, self.num_microbatches
+        x = jnp.moveaxis(x[:, -1], role.dim + 1, 1)
         x = x.reshape(m, n, x.shape[1] // n, *x.shape[2:]).swapaxes(0, 1)
         return jnp.moveaxis(lax.collapse(x, 0, 3), 0, role.dim)
 
-    def rows_of(self, numbers: jax.Array) -> list[jax.Array]:
+    def rows_of(self, work: Work) -> list[jax.Array]:
         """Returns the examples of a microbatch for each stage."""
-        taken = (jnp.take(x, self.in_range(numbers), axis=0) for x in self.rows)
+        taken = (jnp.take(x, work[2], axis=0) for x in self.rows)
         return [self.place.pinned(x, self.place.pipe, self.place.batch) for x in taken]
 
     # --- what goes from stage to stage -------------------------------------------------------------------------------
 
-    def dims(self, i: int) -> list[tuple[str, ...]]:
-        """Returns the mesh axes of the dims of what goes from stage to stage, up to that of examples."""
-        role = (*self.loop.carry, *self.loop.ys)[i]
-        return [*[()] * role.dim, self.place.batch] if role.is_rows else []
-
-    def pin(self, i: int, x: jax.Array) -> jax.Array:
-        """Returns what stages have, sharded by stage and by examples."""
-        return self.place.pinned(x, self.place.pipe, *self.dims(i))
+    def pinned(self, xs: Sequence[jax.Array], which: Sequence[int] | None = None) -> list[jax.Array]:
+        """Returns what goes from stage to stage, or some of it, sharded by stage and by examples."""
+        roles = self.roles if which is None else [self.roles[i] for i in which]
+        return [self.pin(role, x, role.dim) for role, x in zip(roles, xs, strict=True)]
 
     def pin_kept(self, x: jax.Array) -> jax.Array:
         """Returns what stages keep, sharded by stage."""
@@ -376,10 +390,6 @@ class _InterleavedTicks:
         shape = x.shape if i >= self.first_stack else (self.num_stages, *x.shape)
         return self.pin_grad(i, jnp.zeros(shape, wide(x.dtype)))
 
-    def pin_grad(self, i: int, x: jax.Array) -> jax.Array:
-        """Returns a gradient sharded by stage, and as it is to be."""
-        return self.place.pinned_to(x, self.shardings[i])
-
     def grad(self, i: int, x: jax.Array) -> jax.Array:
         """Returns the gradient of an operand from those of the stages."""
         x = x.astype(self.dtypes[i])
@@ -389,28 +399,3 @@ class _InterleavedTicks:
         """Returns what a result of the batch grows by with that of a microbatch."""
         role = self.program.results[i]
         return self.num_microbatches ** -(float(role.power) if role.kind is Kind.SUM else 1.0)
-
-    # --- results -----------------------------------------------------------------------------------------------------
-
-    def nothing(self, role: Role, aval: Any) -> jax.Array:
-        """Returns what there is of a result before the first tick, for each stage."""
-        dtype = wide(aval.dtype) if role.kind is Kind.SUM and is_float(aval) else aval.dtype
-        shape = (self.num_microbatches, *aval.shape) if role.is_rows else aval.shape
-        return self.place.pinned(jnp.zeros((self.num_stages, *shape), dtype), self.place.pipe)
-
-    def added(self, role: Role, old: jax.Array, new: jax.Array, t: jax.Array, is_last: jax.Array) -> jax.Array:
-        """Returns what there is of a result after a tick, to which the last stage adds."""
-        if role.kind is Kind.SUM:
-            return added_at(is_last, old, new)
-        if role.kind is Kind.SAME:
-            return at_stages(is_last, new, old)
-        number = self.in_range(t - self.num_stages + 1)
-        before = lax.dynamic_index_in_dim(old, number, 1, keepdims=False)
-        return put_at(old, at_stages(is_last, new, before), number, 1)
-
-    def result(self, role: Role, aval: Any, x: jax.Array) -> jax.Array:
-        """Returns a result of the batch."""
-        x = x[-1]
-        if role.is_rows:
-            return self.of_microbatches(role, x)
-        return of_sum(role, x, aval.dtype, self.num_microbatches)

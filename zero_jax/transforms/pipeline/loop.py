@@ -9,7 +9,6 @@ the tick t at number `u = t - s` of what it does, and that is group `u // S % V`
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,20 +20,21 @@ from jax.sharding import NamedSharding
 
 from zero_jax.core.tree import is_key, key_numbers
 from zero_jax.dims import Kind, is_float
-from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
 from zero_jax.transforms.grad_sums import added_to, sum_of
 from zero_jax.transforms.pipeline.cut import LAYER_INPUT, LayerLoop, Role
-from zero_jax.transforms.pipeline.place import StagePlace, at_stages, own_p
+from zero_jax.transforms.pipeline.place import at_stages, takes_layer
 from zero_jax.transforms.pipeline.ring import Moves, Ring, loops_of_ticks
 
 # From the number of a microbatch, constants, carries and a layer's slices (several arrays of each) to carries and ys.
 Layer = Callable[[Any, list[Any], list[Any], list[Any]], Sequence[Any]]
 
+# The number of a stage, that of its group of layers, that of a microbatch, and whether there is one.
+Work = tuple[Any, Any, Any, Any]
+
 
 def run_stages(
     loop: LayerLoop,
-    place: StagePlace,
     operands: tuple[Sequence[Any], Sequence[Any], Sequence[Any]],
     layer: Layer,
     shardings: Sequence[NamedSharding | None] = (),
@@ -43,23 +43,22 @@ def run_stages(
 
     Args:
       loop: the scan.
-      place: where it runs.
       operands: its constants and its carries, those that have examples of the whole batch; and what it takes slices of,
         each one or several arrays `[stages, layers / stages, ...]`.
       layer: evaluates a layer of a microbatch.
       shardings: those of the gradients of what it takes slices of, while they are summed; None leaves them open.
     """
-    consts, carry, stacks = operands
+    (consts, carry, stacks), place = operands, loop.place
     travelling = [(role, x) for role, x in zip(loop.consts, consts, strict=True) if role.is_rows]
     travelling += [*zip(loop.carry, map(jnp.asarray, carry), strict=True)]  # literals are numbers
     # Keys travel as numbers.
     kinds = [jax.random.key_impl(x) if is_key(x) else None for _, x in travelling]
     travelling = [(role, key_numbers(x)) for role, x in travelling]
-    ticks, sums = _Ticks(loop, place, travelling, shardings), [sum_of(x) if is_float(x) else None for x in stacks]
+    ticks, sums = _Ticks(loop, travelling, shardings), [sum_of(x) if is_float(x) else None for x in stacks]
     stacks = [lax.stop_gradient(x) for x in stacks]
     shared = [jnp.asarray(x) for role, x in zip(loop.consts, consts, strict=True) if not role.is_rows]
     # Their gradients are summed over ticks in the dtype of what all of them read.
-    stage: Any = _Stage(LayersOfStage(loop, place, layer), kinds, [x.dtype for x in shared])
+    stage: Any = _Stage(LayersOfStage(loop, layer), kinds, [x.dtype for x in shared])
     shared = [place.pinned(jnp.broadcast_to(x, (loop.num_stages, *x.shape)), place.pipe) for x in map(widened, shared)]
     if loop.recompute:
         stage = jax.checkpoint(stage, prevent_cse=False, policy=loop.policy)
@@ -86,7 +85,7 @@ class _Stage:
 
     def __call__(
         self,
-        work: tuple[Any, Any, Any, Any],
+        work: Work,
         travelled: list[Any],
         sums: list[Any],
         stacks: list[Any],
@@ -94,11 +93,9 @@ class _Stage:
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """Returns what travels on, what layers stack, and the sums of gradients.
 
-        `work` is the number of a stage, that of its group, that of a microbatch, and whether there is one.
+        `work` is as `Ticks.work` has it.
         """
-        (stage, group, number, is_own), size = work, self.loop.group_size
-        begin = (group * self.loop.num_stages + stage) * size
-        first = group * size if self.loop.num_groups > 1 else 0
+        *_, is_own = work
         # Of no microbatch there is no gradient: derivatives of what a stage has then may be infinite.
         travelled, shared = ([differentiated_at(is_own, x) for x in xs] for xs in (travelled, shared))
         values = [_moved(role, x, 0, role.dim) for role, x in zip(self.roles, travelled, strict=True)]
@@ -106,7 +103,7 @@ class _Stage:
         values = [x if kind is None else jax.random.wrap_key_data(x, impl=kind) for kind, x in keyed]
         own, rest = iter(values[: self.num_consts]), map(cast, shared, self.dtypes)
         consts = [next(own if role.is_rows else rest) for role in self.loop.consts]
-        after, ys, sums = self.layers((begin, first, number, is_own), consts, values[self.num_consts :], stacks, sums)
+        after, ys, sums = self.layers(work, consts, values[self.num_consts :], stacks, sums)
         after = [key_numbers(x) for x in after]
         after = [_moved(role, x, role.dim, 0) for role, x in zip(self.loop.carry, after, strict=True)]
         return [*travelled[: self.num_consts], *after], ys, sums
@@ -117,16 +114,20 @@ class LayersOfStage:
 
     Args:
       loop: the scan over layers.
-      place: where it runs.
       layer: evaluates a layer of a microbatch.
     """
 
-    def __init__(self, loop: LayerLoop, place: StagePlace, layer: Layer):
-        self.loop, self.place, self.layer = loop, place, layer
+    def __init__(self, loop: LayerLoop, layer: Layer):
+        self.loop, self.layer = loop, layer
+
+    def begin(self, work: Work) -> Any:
+        """Returns the place of the first of these layers among those of the model."""
+        stage, group, *_ = work
+        return (group * self.loop.num_stages + stage) * self.loop.group_size
 
     def __call__(
         self,
-        work: tuple[Any, Any, Any, Any],
+        work: Work,
         consts: list[Any],
         carry: list[Any],
         stacks: Sequence[Any],
@@ -135,25 +136,25 @@ class LayersOfStage:
         """Returns carries, what is stacked, and sums, of a group of layers of a stage.
 
         Args:
-          work: the place of its first layer in the model and in the stage, the number of the microbatch, and whether
-            there is one.
+          work: as `Ticks.work` has it.
           consts: what all layers read.
           carry: what the first layer reads.
           stacks: the params of the stage, `[layers, ...]`, which have no gradients of their own.
           sums: for each of them the sum of its gradients (`added_to`), None where it has none.
         """
-        (begin, first, number, is_own), size = work, self.loop.group_size
+        (_, group, number, is_own), size = work, self.loop.group_size
+        begin, first = self.begin(work), group * size if self.loop.num_groups > 1 else 0
         has_idle = self.loop.num_places > self.loop.num_layers
 
         def body(before: Any, sliced: Any) -> tuple[Any, list[Any]]:
             (carry, sums), (slices, i) = before, sliced
             if slices is None:
-                slices = [self.place.taken(x, first + i) for x in stacks]
+                slices = [self.loop.place.taken(x, first + i) for x in stacks]
             is_here = is_own & (begin + i < self.loop.num_layers) if has_idle else is_own
             if self.loop.policy is not None:
                 carry = [checkpoint_name(x, LAYER_INPUT) if is_float(x) else x for x in carry]
             pairs = zip(sums, slices, strict=True)
-            add = functools.partial(added_to, number=first + i, is_own=is_here, of_each=self.place.of_each)
+            add = functools.partial(added_to, number=first + i, is_own=is_here, of_each=self.loop.place.of_each)
             taken = [(None, x) if y is None else add(y, x)[:2] for y, x in pairs]
             read, own = ([differentiated_at(is_here, x) if has_idle else x for x in xs] for xs in (consts, carry))
             made = [*self.layer(number, read, own, [x for _, x in taken])]
@@ -165,41 +166,89 @@ class LayersOfStage:
         if self.loop.num_groups > 1:
             # Of a group the params of a layer are taken where it uses them, again in the backward pass: a slice of the
             # group would be a copy, and so would be those that are kept. If a policy keeps values, it has all others.
-            policy = None if self.loop.policy is not None else lambda x, *_, **__: x is not own_p
+            policy = None if self.loop.policy is not None else lambda x, *_, **__: not takes_layer(x)
             run, layers = jax.checkpoint(body, prevent_cse=False, policy=policy), (None, layers[1])
         (carry, sums), ys = lax.scan(run, (carry, [*sums]), layers, unroll=min(self.loop.unroll, size))
         return carry, ys, [*sums]
 
 
-class _Ticks:
+class Ticks:
+    """A loop over ticks: what stages do in each, and what is made.
+
+    Args:
+      loop: the scan.
+      shardings: those of sums of gradients; None leaves them open.
+    """
+
+    def __init__(self, loop: LayerLoop, shardings: Sequence[NamedSharding | None]):
+        self.loop, self.place, self.shardings = loop, loop.place, shardings
+        self.num_stages, self.num_microbatches = loop.num_stages, loop.num_microbatches
+        self.stage = jnp.arange(self.num_stages, dtype=jnp.int32)
+        # From the last stage to the first one, if it has another group for what arrives.
+        chain = [(s, s + 1) for s in range(self.num_stages - 1)]
+        self.pairs = [*chain, *([(self.num_stages - 1, 0)] if loop.num_groups > 1 else [])]
+
+    def work(self, number: jax.Array) -> Work:
+        """Returns what stages do, by the numbers of what they do; where there is no microbatch it is of some one."""
+        s, v, m = self.num_stages, self.loop.num_groups, self.num_microbatches
+        microbatch = jnp.clip(number // (s * v) * s + number % s, 0, m - 1) if v > 1 else jnp.clip(number, 0, m - 1)
+        return self.stage, self.group(number), microbatch, (number >= 0) & (number < m * v)
+
+    def group(self, number: jax.Array) -> jax.Array:
+        """Returns which group of its layers a stage runs."""
+        return number // self.num_stages % self.loop.num_groups
+
+    def is_last(self, stage: Any, group: Any) -> Any:
+        """Tells whether a microbatch leaves behind a group of a stage."""
+        return (stage == self.num_stages - 1) & (group == self.loop.num_groups - 1)
+
+    def pin(self, role: Role, x: jax.Array, dim: int = 0) -> jax.Array:
+        """Returns what stages have, sharded by stage and by examples, which are in a dim of it."""
+        return self.place.pinned(x, self.place.pipe, *([*[()] * dim, self.place.batch] if role.is_rows else []))
+
+    def pin_grad(self, i: int, x: jax.Array) -> jax.Array:
+        """Returns the sum of a gradient sharded by stage, and as it is to be."""
+        return self.place.pinned_to(x, self.shardings[i] if self.shardings else None)
+
+    # --- what is made ------------------------------------------------------------------------------------------------
+
+    def nothing(self, role: Role, like: Any, num_groups: int = 1) -> jax.Array | None:
+        """Returns what there is of a value before the first tick; None for examples, which each tick has others of."""
+        if role.is_rows:
+            return None
+        dtype = wide(like.dtype) if role.kind is Kind.SUM and is_float(like) else like.dtype
+        shape = like.shape if num_groups == 1 else (self.num_stages, num_groups, *like.shape[1:])
+        return self.place.pinned(jnp.zeros(shape, dtype), self.place.pipe)
+
+    def added(self, role: Role, old: Any, new: jax.Array, is_own: jax.Array) -> Any:
+        """Returns what there is of a value after a tick, to which some stages add."""
+        if role.is_rows:
+            return None
+        return at_stages(is_own, new, old) if role.kind is Kind.SAME else added_at(is_own, old, new)
+
+    def of_batch(self, role: Role, x: jax.Array, dtype: Any) -> jax.Array:
+        """Returns a value of the batch, from what was made of it."""
+        x = x * self.num_microbatches ** -float(role.power) if role.power else x
+        return x.astype(dtype)
+
+
+class _Ticks(Ticks):
     """The loop over ticks of one scan.
 
     Args:
       loop: the scan.
-      place: where it runs.
       travelling: what a microbatch has, by its role and for the batch: constants with examples, and carries.
       shardings: those of sums; None leaves them open.
     """
 
     def __init__(
-        self,
-        loop: LayerLoop,
-        place: StagePlace,
-        travelling: Sequence[tuple[Role, Any]],
-        shardings: Sequence[NamedSharding | None],
+        self, loop: LayerLoop, travelling: Sequence[tuple[Role, Any]], shardings: Sequence[NamedSharding | None]
     ):
-        self.loop, self.place, self.shardings = loop, place, shardings
-        self.num_stages, self.num_microbatches = loop.num_stages, loop.num_microbatches
+        super().__init__(loop, shardings)
         self.roles, self.values = [role for role, _ in travelling], [x for _, x in travelling]
         self.num_consts = len(travelling) - len(loop.carry)
-        self.stage = jnp.arange(self.num_stages, dtype=jnp.int32)
-        # From the last stage to the first one, if it has another group for what arrives.
-        chain = [(s, s + 1) for s in range(self.num_stages - 1)]
-        self.pairs = [*chain, *([(self.num_stages - 1, 0)] if loop.num_groups > 1 else [])]
         self.rings = [
-            Ring(loop, place, role, self.shape_of_microbatch(role, x), leaves=i >= self.num_consts)
-            if role.is_rows
-            else None
+            Ring(loop, role, self.shape_of_microbatch(role, x), leaves=i >= self.num_consts) if role.is_rows else None
             for i, (role, x) in enumerate(travelling)
         ]
 
@@ -218,7 +267,7 @@ class _Ticks:
             begun[i] if ring is None else lax.stop_gradient(x)
             for i, (ring, x) in enumerate(zip(rings, entered, strict=True))
         ]
-        shapes = jax.eval_shape(stages, (self.stage, self.stage, self.stage, self.stage == 0), after, sums)
+        shapes = jax.eval_shape(stages, self.work(self.stage), after, sums)
         made = [self.nothing(role, x) for role, x in zip(loop.carry, after[first:], strict=True)]
         stacked = [self.nothing(role, x, loop.num_groups) for role, x in zip(loop.ys, shapes[1], strict=True)]
 
@@ -232,11 +281,11 @@ class _Ticks:
             arrived = [self.place.sent(x, self.pairs) for x in after]
             state = [at_stages(is_turn, new, x) for (_, new), x in zip(turns, arrived, strict=True)]
             state = [self.pin(role, x) for role, x in zip(roles, state, strict=True)]
-            numbers, groups, is_own = self.number(t - self.stage), self.group(t - self.stage), self.is_own(t)
-            after, ys, sums = stages((self.stage, groups, numbers, is_own), state, sums)
+            _, groups, _, is_own = work = self.work(t - self.stage)
+            after, ys, sums = stages(work, state, sums)
             sums = self.pinned_sums(sums)
             after = [self.pin(role, x) for role, x in zip(roles, after, strict=True)]
-            is_done = is_own & (self.stage == self.num_stages - 1) & (groups == loop.num_groups - 1)
+            is_done = is_own & self.is_last(self.stage, groups)
             done = zip(loop.carry, made, after[first:], strict=True)
             made = [self.added(role, old, new, is_done) for role, old, new in done]
             stacked = [self.added_to_group(*each, groups, is_own) for each in zip(loop.ys, stacked, ys, strict=True)]
@@ -253,25 +302,12 @@ class _Ticks:
         results, remaining = [], (jnp.concatenate(rows) for rows in zip(*loops, strict=True))
         ends = zip(loop.carry, rings[first:], waiting[first:], made, after[first:], strict=True)
         for role, ring, own, x, last in ends:
-            results.append(self.of_last(role, x, last) if ring is None else ring.left(own, last))
+            results.append(self.of_batch(role, x[-1], last.dtype) if ring is None else ring.left(own, last))
         for role, x, like in zip(loop.ys, stacked, shapes[1], strict=True):
             results.append(self.rows_of_layers(role, next(remaining)) if role.is_rows else self.of_all(role, x, like))
         return results
 
-    # --- who does what in a tick -------------------------------------------------------------------------------------
-
-    def group(self, number: jax.Array) -> jax.Array:
-        """Returns which group of its layers a stage runs."""
-        return number // self.num_stages % self.loop.num_groups
-
-    def number(self, number: jax.Array) -> jax.Array:
-        """Returns on which microbatch, and on some where there is none."""
-        block, place = number // (self.num_stages * self.loop.num_groups), number % self.num_stages
-        return jnp.clip(block * self.num_stages + place, 0, self.num_microbatches - 1)
-
-    def is_own(self, t: jax.Array) -> jax.Array:
-        """Tells which stages have a microbatch."""
-        return (t >= self.stage) & (t - self.stage < self.num_microbatches * self.loop.num_groups)
+    # --- what enters and is made ------------------------------------------------------------------------------------
 
     def begun(self, role: Role, x: Any) -> jax.Array | None:
         """Returns what each microbatch begins with of a carry without examples, on all stages."""
@@ -286,32 +322,9 @@ class _Ticks:
         # Whole numbers have no equal parts: a sum of them begins with the first microbatch.
         return jnp.where(t == 0, x, 0) if role.kind is Kind.SUM and not is_float(x) else x
 
-    def pin(self, role: Role, x: jax.Array) -> jax.Array:
-        """Returns what stages have, sharded by stage and by examples."""
-        return self.place.pinned(x, self.place.pipe, *([self.place.batch] if role.is_rows else []))
-
     def pinned_sums(self, sums: Sequence[jax.Array | None]) -> list[jax.Array | None]:
         """Returns sums sharded by stage, and as they are to be."""
-        each = itertools.zip_longest(sums, self.shardings)
-        return [None if x is None else self.place.pinned_to(x, sharding) for x, sharding in each]
-
-    # --- what is made ------------------------------------------------------------------------------------------------
-
-    def nothing(self, role: Role, like: Any, num_groups: int = 1) -> jax.Array | None:
-        """Returns what there is of a carry or a stack before the first tick; None for examples, which rings have."""
-        if role.is_rows:
-            return None
-        dtype = wide(like.dtype) if role.kind is Kind.SUM and is_float(like) else like.dtype
-        shape = like.shape if num_groups == 1 else (self.num_stages, num_groups, *like.shape[1:])
-        return self.place.pinned(jnp.zeros(shape, dtype), self.place.pipe)
-
-    def added(self, role: Role, old: Any, new: jax.Array, is_own: jax.Array) -> Any:
-        """Returns what there is of a carry or a stack after a tick, to which some stages add."""
-        if role.is_rows:
-            return None
-        if role.kind is Kind.SAME:
-            return at_stages(is_own, new, old)
-        return added_at(is_own, old, new)
+        return [None if x is None else self.pin_grad(i, x) for i, x in enumerate(sums)]
 
     def added_to_group(self, role: Role, old: Any, new: jax.Array, groups: jax.Array, is_own: jax.Array) -> Any:
         """Returns what there is of a stack after a tick, to which stages add that of a group."""
@@ -320,20 +333,16 @@ class _Ticks:
         each = [self.added(role, old[:, i], new, is_own & (groups == i)) for i in range(self.loop.num_groups)]
         return jnp.stack(each, 1)
 
-    def of_last(self, role: Role, x: jax.Array, like: Any) -> jax.Array:
-        """Returns a carry after the last layer, of the batch."""
-        return x[-1] if role.kind is Kind.SAME else of_sum(role, x.sum(0), like.dtype, self.num_microbatches)
-
     def of_all(self, role: Role, x: jax.Array, like: Any) -> jax.Array:
         """Returns a stack without examples, of all layers."""
-        x = of_sum(role, x, like.dtype, self.num_microbatches) if role.kind is Kind.SUM else x
+        x = self.of_batch(role, x, like.dtype)
         x = x if self.loop.num_groups == 1 else x.swapaxes(0, 1)
         return x.reshape(-1, *like.shape[2:])[: self.loop.num_layers]
 
     def rows_of_layers(self, role: Role, ticks: jax.Array) -> jax.Array:
         """Returns a stack of all layers for the batch, from those of each tick, `[ticks, stages, layers, ...]`."""
         s, v, m = self.num_stages, self.loop.num_groups, self.num_microbatches
-        n, j = axis_size(self.place.mesh, self.place.batch), m // s
+        n, j = self.place.num_shards, m // s
         x = jnp.moveaxis(ticks, 2 + role.dim, 3)  # [ticks, stages, layers of a group, examples, ...]
         own = jax.vmap(lambda x, stage: lax.dynamic_slice_in_dim(x, stage, m * v, 0), in_axes=(1, 0))(x, self.stage)
         layers, size, *shape = own.shape[2:]
@@ -368,12 +377,6 @@ _differentiated_at.defvjp(
 def added_at(stages: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
     """Returns a sum to which some stages add."""
     return old + at_stages(stages, new, jnp.zeros_like(new)).astype(old.dtype)
-
-
-def of_sum(role: Role, x: jax.Array, dtype: Any, num_microbatches: int) -> jax.Array:
-    """Returns a value of the batch from the sum of those of microbatches."""
-    x = x * num_microbatches ** -float(role.power) if role.power else x
-    return x.astype(dtype)
 
 
 def widened(x: Any) -> jax.Array:

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax.core.tree import is_key
 from zero_jax.dims import is_float
 from zero_jax.program.jaxprs import define_tangents
+from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, gather_steps, named
 
 _FREE = PartitionSpec.UNCONSTRAINED
@@ -40,6 +41,16 @@ class StagePlace:
     pipe: tuple[str, ...]
     batch: tuple[str, ...]
 
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return axis_size(self.mesh, self.pipe)
+
+    @property
+    def num_shards(self) -> int:
+        """The devices of a stage that the examples of a microbatch are sharded over."""
+        return axis_size(self.mesh, self.batch)
+
     def pinned(self, x: jax.Array, *dims: tuple[str, ...]) -> jax.Array:
         """Returns an array with its first dims sharded over some axes, and the others as XLA has them."""
         if is_key(x):
@@ -60,13 +71,13 @@ class StagePlace:
         return own_p.bind(*arrays, function=function, mesh=self.mesh, axes=self.pipe)
 
     def taken(self, stack: jax.Array, number: jax.Array) -> jax.Array:
-        """Returns a layer of a stack of a stage, to be mapped over stages. No remat policy keeps it (`own_p`)."""
+        """Returns a layer of a stack of a stage, to be mapped over stages. No remat policy keeps it."""
         own = lambda stack, numbers: lax.dynamic_index_in_dim(stack, numbers[0], 1, keepdims=False)  # noqa: E731
         take = jax.custom_batching.custom_vmap(lambda x, i: lax.dynamic_index_in_dim(x, i, keepdims=False))
         take.def_vmap(lambda _, __, stack, numbers: (self.of_each(own, stack, numbers), True))
         return take(stack, number)
 
-    def stages(self, stack: jax.Array, num_stages: int, num_groups: int = 1, dims: Dims | None = None) -> jax.Array:
+    def stages(self, stack: jax.Array, num_groups: int = 1, dims: Dims | None = None) -> jax.Array:
         """Returns a stack `[layers, ...]` as `[stages, layers / stages, ...]`, a stage's groups one after another.
 
         Where layers do not divide, the last one is in the idle places behind it, too: zeros may be divided by. Stages
@@ -74,8 +85,9 @@ class StagePlace:
         stage `g % stages`: all but a part `1 / stages` moves there.
         """
         if is_key(stack):
-            moved = self.stages(jax.random.key_data(stack), num_stages, num_groups, dims and (*dims, ()))
+            moved = self.stages(jax.random.key_data(stack), num_groups, dims and (*dims, ()))
             return jax.random.wrap_key_data(moved, impl=jax.random.key_impl(stack))
+        num_stages = self.num_stages
         if num_idle := -stack.shape[0] % (num_stages * num_groups):
             stack = jnp.concatenate([stack, *[stack[-1:]] * num_idle])
 
@@ -98,9 +110,7 @@ class StagePlace:
             made = [at_stages(np.equal(here, i), moved, x) for i, x in enumerate(made)]
         return pinned(jnp.concatenate(made, axis=1))
 
-    def stages_apart(
-        self, stack: jax.Array, num_stages: int, num_groups: int, dims: Dims, copies: tuple[str, ...]
-    ) -> jax.Array:
+    def stages_apart(self, stack: jax.Array, num_groups: int, dims: Dims, copies: tuple[str, ...]) -> jax.Array:
         """Returns what `stages` does, the same over the axes `copies`.
 
         Its gradient stays where the layers run, for `moved_back` to move it.
@@ -108,7 +118,7 @@ class StagePlace:
 
         @jax.custom_vjp
         def apart(stack: jax.Array) -> jax.Array:
-            moved = self.stages(stack, num_stages, num_groups, dims)
+            moved = self.stages(stack, num_groups, dims)
             for each in gather_steps(dims, copies, self.mesh):
                 moved = lax.with_sharding_constraint(moved, named(self.mesh, (self.pipe, (), *each)))
             return moved
@@ -117,9 +127,9 @@ class StagePlace:
         apart.defvjp(lambda stack: (apart(stack), None), lambda _, cotangent: (cotangent.reshape(shape),))
         return apart(stack)
 
-    def moved_back(self, grad: jax.Array, num_stages: int, num_groups: int) -> jax.Array:
+    def moved_back(self, grad: jax.Array, num_groups: int) -> jax.Array:
         """Returns the gradient of a stack by that of `stages_apart`."""
-        stages = lambda x: self.stages(x, num_stages, num_groups).reshape(x.shape)  # noqa: E731
+        stages = lambda x: self.stages(x, num_groups).reshape(x.shape)  # noqa: E731
         return jax.vjp(stages, grad)[1](grad)[0]
 
 
@@ -155,6 +165,11 @@ def _chosen(numbers: Sequence[int], arrays: Sequence[jax.Array]) -> jax.Array:
 
 send_p = jex_core.Primitive("zero_send")
 own_p = jex_core.Primitive("zero_own")
+
+
+def takes_layer(primitive: Any) -> bool:
+    """Tells whether a primitive may take a layer (`StagePlace.taken`), for remat policies; before it is mapped, too."""
+    return primitive is own_p or primitive.name == "custom_vmap_call"
 
 
 def _own(*arrays: jax.Array, function: Callable[..., jax.Array], mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:

@@ -7,9 +7,7 @@ import dataclasses
 from zero_jax.core.text_tables import Report, format_bytes
 from zero_jax.dims import is_float
 from zero_jax.program.jaxprs import open_jaxpr
-from zero_jax.sharding.mesh import axis_size
 from zero_jax.transforms.pipeline.cut import FoundLoop, LayerLoop, Role
-from zero_jax.transforms.pipeline.place import StagePlace
 from zero_jax.transforms.pipeline.ring import num_moved
 from zero_jax.transforms.pipeline.schedule import Schedule, resolve_schedule
 
@@ -109,11 +107,11 @@ class PipelineReport(Report):
         return "\n".join([*lines, *(f"left as it is: {item}" for item in self.left)])
 
 
-def staged_layers(entry: FoundLoop, place: StagePlace, schedule: Schedule) -> StagedLayers:
+def staged_layers(entry: FoundLoop) -> StagedLayers:
     """Returns what a report shows of a loop that is cut into stages."""
     loop = entry.loop
     assert isinstance(loop, LayerLoop)
-    shards, travelling, num_bytes = axis_size(place.mesh, place.batch), [], 0
+    schedule, travelling, num_bytes = loop.stages.schedule, [], 0
     jaxpr, num_carry = open_jaxpr(loop.layer)[0], len(loop.carry)
     if not schedule.is_interleaved:
         pairs = zip((*loop.consts, *loop.carry), (x.aval for x in jaxpr.invars[1:]), strict=False)
@@ -127,9 +125,9 @@ def staged_layers(entry: FoundLoop, place: StagePlace, schedule: Schedule) -> St
     num_consts = 0 if schedule.is_interleaved else len(moved) - num_carry
     for i, (role, aval) in enumerate(moved):
         travelling.append(f"{aval.dtype}[{','.join(map(str, aval.shape))}]")
-        own_bytes = aval.size * aval.dtype.itemsize // (shards if role.is_rows else 1)
+        own_bytes = aval.size * aval.dtype.itemsize // (loop.place.num_shards if role.is_rows else 1)
         num_bytes += own_bytes
-        times = _times(loop, role, aval.shape, schedule, is_carry=i >= num_consts)
+        times = _times(loop, role, aval.shape, is_carry=i >= num_consts)
         phases = ("forward", "backward") if is_float(aval) and i >= num_consts else ("forward",)
         sent += [(phase, str(aval.dtype), round(own_bytes * times)) for phase in phases]
     return StagedLayers(
@@ -143,7 +141,7 @@ def staged_layers(entry: FoundLoop, place: StagePlace, schedule: Schedule) -> St
     )
 
 
-def _times(loop: LayerLoop, role: Role, shape: tuple[int, ...], schedule: Schedule, *, is_carry: bool) -> float:
+def _times(loop: LayerLoop, role: Role, shape: tuple[int, ...], *, is_carry: bool) -> float:
     """Returns how often a device sends what goes from stage to stage, of a microbatch, in a pass.
 
     It is a mean over devices: the last stage has none to send to, but those that leave it.
@@ -151,7 +149,7 @@ def _times(loop: LayerLoop, role: Role, shape: tuple[int, ...], schedule: Schedu
     s = loop.num_stages
     to_others = 1 - 1 / s
     passed = loop.num_ticks * (to_others if loop.num_groups == 1 else 1)
-    if schedule.is_interleaved or not role.is_rows:
+    if loop.stages.schedule.is_interleaved or not role.is_rows:
         return passed
     # All homes but one send to the first stage, and receive from the last one.
     return passed + (1 + is_carry) * to_others / s * num_moved(loop, shape, role.dim)

@@ -22,10 +22,9 @@ import numpy as np
 from jax import lax
 
 from zero_jax.dims import is_float
-from zero_jax.sharding.mesh import axis_size
 from zero_jax.transforms.grad_sums import put_at
 from zero_jax.transforms.pipeline.cut import LayerLoop, Role
-from zero_jax.transforms.pipeline.place import StagePlace, at_stages
+from zero_jax.transforms.pipeline.place import at_stages
 
 Waiting = tuple[jax.Array, jax.Array]  # at their homes, and in places of the first and of the last stage
 Moves = tuple[bool, bool]  # whether parts go to the first stage, and from the last one
@@ -37,14 +36,13 @@ class Ring:
 
     Args:
       loop: the layers.
-      place: where they run.
       role: what the value is to a microbatch.
       shape: its shape for a microbatch.
       leaves: whether it comes back behind the last stage.
     """
 
-    def __init__(self, loop: LayerLoop, place: StagePlace, role: Role, shape: Sequence[int], *, leaves: bool):
-        self.loop, self.place, self.role, self.leaves = loop, place, role, leaves
+    def __init__(self, loop: LayerLoop, role: Role, shape: Sequence[int], *, leaves: bool):
+        self.loop, self.place, self.role, self.leaves = loop, loop.place, role, leaves
         self.shape = shape[role.dim], *shape[: role.dim], *shape[role.dim + 1 :]
         self.num_stages, self.num_parts = loop.num_stages, loop.num_stages * loop.num_groups
         self.dim, self.part_size = _parts(self.shape, self.num_parts)
@@ -55,7 +53,7 @@ class Ring:
 
     def entered(self, x: jax.Array) -> tuple[Waiting, jax.Array]:
         """Returns an array of the batch as it waits, its first slot at the first stage; and that slot."""
-        s, j, n = self.num_stages, self.num_slots, axis_size(self.place.mesh, self.place.batch)
+        s, j, n = self.num_stages, self.num_slots, self.place.num_shards
         x = jnp.moveaxis(x, self.role.dim, 0)
         x = self.place.pinned(x, (*self.place.batch, *self.place.pipe))
         x = x.reshape(n, s, j, x.shape[0] // (n * s * j), *x.shape[1:])
@@ -72,7 +70,7 @@ class Ring:
 
     def left(self, waiting: Waiting, after: jax.Array) -> jax.Array:
         """Returns the array of the batch, where `after` is what stages have made in the last tick."""
-        s, j, n = self.num_stages, self.num_slots, axis_size(self.place.mesh, self.place.batch)
+        s, j, n = self.num_stages, self.num_slots, self.place.num_shards
         homes, places, _ = self.turned(waiting, after, jnp.int32(self.loop.num_ticks), self.ends, (False, j > 1))
         homes, last = homes.reshape(s, j, self.num_parts, *homes.shape[2:]), jnp.zeros_like(homes[:, : self.num_parts])
         for k in range(s):

@@ -15,7 +15,7 @@ from jax import lax
 from zero_jax.core.tree import is_key
 from zero_jax.dims import is_contraction
 from zero_jax.program import jaxprs
-from zero_jax.program.evaluation import evaluate, evaluate_equations, flattened, trace_flat, values_of, with_equations
+from zero_jax.program.evaluation import evaluate_equations, flattened, trace_flat, values_of
 from zero_jax.program.jaxprs import bind, open_jaxpr, source_context
 from zero_jax.program.loss import Traced
 from zero_jax.program.subcalls import equations_of, scan_of
@@ -23,7 +23,7 @@ from zero_jax.transforms.blocks import EqnSequence, find_blocks
 from zero_jax.transforms.facts import Facts, Origin, Origins
 from zero_jax.transforms.pipeline.body import OTHERWISE, CannotCut
 from zero_jax.transforms.pipeline.cut import ROLLED, layer_scans, scans_over_params
-from zero_jax.transforms.pipeline.in_order import layers_in_order, other_loops
+from zero_jax.transforms.pipeline.in_order import OtherScan, layers_in_order, other_loops, with_scans
 from zero_jax.transforms.pipeline.turns import EqualLayers, LayerTurn, Place, line_of, params_of
 
 # What draws random numbers of examples: it stays in its layer, where each microbatch draws its own.
@@ -101,41 +101,17 @@ def _by_index(closed: Any, num_params: int) -> Any:
     """
     jaxpr, _ = open_jaxpr(closed)
     facts = _facts(jaxpr, num_params, _FrozenParams)
-    own = {}
+    others = {}
 
     def may_have_examples(atom: Any) -> bool:
         return facts.kind(atom) == "value" or (facts.kind(atom) == "const" and atom.aval.ndim > 1)
 
     for eqn in (jaxpr.eqns[i] for i in scans_over_params(facts)):
-        *_, slices = scan_of(eqn).split(eqn.invars)
-        own[id(eqn)] = [i for i, atom in enumerate(slices) if may_have_examples(atom)]
-
-    def equation(eqn: Any, values: list[Any]) -> list[Any]:
-        numbers = own.get(id(eqn))
-        if not numbers:
-            return bind(eqn, values)
         scan = scan_of(eqn)
-        shared, carry, slices = scan.split(values)
-        whole = {i: slices[i] for i in numbers}
-
-        def body(carry: list[Any], taken: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
-            index, rest = taken
-            others = iter(rest)
-            read = [
-                lax.dynamic_index_in_dim(whole[i], index, keepdims=False) if i in whole else next(others)
-                for i in range(len(slices))
-            ]
-            made = evaluate(*open_jaxpr(scan.jaxpr), [*shared, *carry, *read])
-            return made[: scan.num_carry], made[scan.num_carry :]
-
-        taken = jnp.arange(scan.length), [x for i, x in enumerate(slices) if i not in whole]
-        with source_context(eqn):
-            carry, ys = lax.scan(body, carry, taken, reverse=scan.reverse, unroll=scan.unroll)
-        return [*carry, *ys]
-
-    if not any(own.values()):
-        return closed
-    return with_equations(closed, equation)
+        *_, slices = scan.split(eqn.invars)
+        if whole := [i for i, atom in enumerate(slices) if may_have_examples(atom)]:
+            others[id(eqn)] = OtherScan(sub=scan, whole=whole)
+    return with_scans(closed, others)
 
 
 def why_no_layers(traced: Traced) -> str:

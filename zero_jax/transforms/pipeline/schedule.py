@@ -20,9 +20,8 @@ class Schedule:
     is_interleaved: bool = False
 
     def __str__(self) -> str:
-        if self.is_interleaved:
-            return "1f1b"
-        return "gpipe" if self.num_groups == 1 else f"circular:{self.num_groups}"
+        name = "1f1b" if self.is_interleaved else "gpipe" if self.num_groups == 1 else "circular"
+        return name if self.num_groups == 1 else f"{name}:{self.num_groups}"
 
     def num_ticks(self, num_stages: int, num_microbatches: int) -> int:
         """Returns the ticks of a pass, in each of which a stage runs a group of its layers on a microbatch."""
@@ -39,8 +38,12 @@ class Schedule:
         return times * self.num_places(num_stages, num_layers) / num_layers
 
     def num_kept(self, num_stages: int, num_microbatches: int) -> int:
-        """Returns the microbatches that a stage keeps at most; with 1F1B those between its two passes over one."""
-        return 2 * num_stages - 1 if self.is_interleaved else self.num_ticks(num_stages, num_microbatches)
+        """Returns the microbatches that a stage keeps at most, for a group each; with 1F1B those between two passes."""
+        return (
+            2 * num_stages * self.num_groups - 1
+            if self.is_interleaved
+            else self.num_ticks(num_stages, num_microbatches)
+        )
 
     def moved_share(self, num_stages: int) -> float:
         """Returns the part of a stage's layers that is stored in other stages, which have them one after another."""
@@ -49,16 +52,16 @@ class Schedule:
 
 
 def resolve_schedule(name: str) -> Schedule:
-    """Returns a schedule by its name: ``gpipe``, ``1f1b``, ``circular`` (of 2 groups) or ``circular:N`` (of N).
+    """Returns a schedule by its name: ``gpipe``, ``1f1b``, ``circular`` (of 2 groups), ``circular:N`` or ``1f1b:N``.
 
     Raises:
       ValueError: it has another name.
     """
-    if name in ("gpipe", "1f1b"):
-        return Schedule(is_interleaved=name == "1f1b")
-    found = re.fullmatch(r"circular(?::([0-9]+))?", name) if isinstance(name, str) else None
-    if found is None or int(found[1] or 2) < 2:
+    found = re.fullmatch(r"(gpipe|1f1b|circular)(?::([0-9]+))?", name) if isinstance(name, str) else None
+    kind, number = found.groups() if found else ("gpipe", "0")
+    if number is not None and (kind == "gpipe" or int(number) < 2):
         raise ValueError(
-            f"pipeline={name!r}: give 'gpipe', '1f1b', or 'circular:2' with the groups of layers of a stage, at least 2"
+            f"pipeline={name!r}: give 'gpipe', '1f1b', or 'circular:2' or '1f1b:2' with the groups of layers of a "
+            "stage, at least 2"
         )
-    return Schedule(num_groups=int(found[1] or 2))
+    return Schedule(num_groups=int(number or (2 if kind == "circular" else 1)), is_interleaved=kind == "1f1b")

@@ -25,26 +25,35 @@ class StagePasses:
     """The layers of a stage, their backward pass apart from the forward one.
 
     Args:
-      function: from the numbers of a stage and of a microbatch, what the first layer reads, what has arrived, sums of
-        gradients, and the params of the layers, to what is sent on, and the sums.
-      groups: the shapes of these four.
+      function: from what a stage does (`Work`), what the first layer reads, what has arrived, sums of gradients, and
+        the params of the layers, to what is sent on, and the sums.
+      work: what stages do.
+      groups: the shapes of the other four.
       has_grad: which of what the first layer reads have a gradient; the params have that of the sums.
 
     Attributes:
       kept_avals: the shapes of what is kept between the two: the residuals that what has arrived is a part of.
     """
 
-    def __init__(self, function: Callable[..., Any], groups: Sequence[Sequence[Any]], has_grad: Sequence[bool]):
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        work: Sequence[jax.Array],
+        groups: Sequence[Sequence[Any]],
+        has_grad: Sequence[bool],
+    ):
         sizes = [*map(len, groups)]
         floats = [is_float(x) for x in groups[1]]
         self.wanted = [*has_grad, *floats, *[True] * sizes[2], *[False] * sizes[3]]
         self.tree: Any = None  # of residuals
 
-        def run(stage: Any, number: Any, *inputs: Any) -> list[Any]:
+        def run(*values: Any) -> list[Any]:
+            work, inputs = values[: len(avals)], values[len(avals) :]
+
             def sent(*some: Any) -> tuple[Any, list[Any]]:
                 own = iter(some)
                 full = [next(own) if flag else x for flag, x in zip(self.wanted, inputs, strict=True)]
-                made, sums = function(stage, number, *(full[end - n : end] for n, end in zip(sizes, ends, strict=True)))
+                made, sums = function(work, *(full[end - n : end] for n, end in zip(sizes, ends, strict=True)))
                 return ([x for x in made if is_float(x)], sums), made
 
             ends = [*itertools.accumulate(sizes)]
@@ -52,10 +61,10 @@ class StagePasses:
             residuals, self.tree = jax.tree.flatten(pullback)
             return [*made, *residuals]
 
-        int32 = jax.ShapeDtypeStruct((), jnp.int32)
-        closed = trace_flat(run, [int32, int32, *itertools.chain(*groups)])
+        avals = [jax.ShapeDtypeStruct((), x.dtype) for x in work]
+        closed = trace_flat(run, [*avals, *itertools.chain(*groups)])
         outvars, self.num_sent = jaxprs.open_jaxpr(closed)[0].outvars, sizes[1]
-        marks = [*[0] * (2 + sizes[0]), *[1] * sizes[1], *[0] * (sizes[2] + sizes[3])]
+        marks = [*[0] * (len(avals) + sizes[0]), *[1] * sizes[1], *[0] * (sizes[2] + sizes[3])]
         arrived = _Arrived().run(closed, [frozenset({0} if mark else ()) for mark in marks])
         self.is_kept = [bool(x) for x in arrived[self.num_sent :]]
         residuals = [*zip(self.is_kept, outvars[self.num_sent :], strict=True)]
@@ -68,13 +77,13 @@ class StagePasses:
         """Returns the inputs that have a gradient."""
         return [x for flag, x in zip(self.wanted, inputs, strict=False) if flag]
 
-    def forward(self, stage: Any, number: Any, *groups: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def forward(self, work: Sequence[Any], *groups: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Returns what is sent on, and what is kept."""
-        made = _evaluated(self.first, [stage, number, *itertools.chain(*groups)])
+        made = _evaluated(self.first, [*work, *itertools.chain(*groups)])
         return made[: self.num_sent], made[self.num_sent :]
 
     def linear(
-        self, stage: Any, number: Any, groups: Sequence[Sequence[Any]], made: list[Any], kept: list[Any]
+        self, work: Sequence[Any], groups: Sequence[Sequence[Any]], made: list[Any], kept: list[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Returns what was `made`, to be sent on, and sums, as a linear function of what has a gradient.
 
@@ -84,7 +93,7 @@ class StagePasses:
         floats = iter(arrived)
         full = [next(floats) if is_float(x) else jnp.zeros_like(x) for x in made]
         inputs = [*map(jnp.asarray, values), *full, *sums, *stacks]
-        again = iter(_evaluated(self.again, [stage, number, *map(lax.stop_gradient, inputs)]))
+        again = iter(_evaluated(self.again, [*work, *map(lax.stop_gradient, inputs)]))
         own = iter(kept)
         residuals = [next(own if is_kept else again) for is_kept in self.is_kept]
 

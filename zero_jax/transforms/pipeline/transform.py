@@ -20,41 +20,15 @@ from zero_jax.program.loss import LossProgram, Traced
 from zero_jax.program.subcalls import Subcall, equations_of
 from zero_jax.program.walk import Walk
 from zero_jax.sharding.chains import gather_scope
-from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import Dims
 from zero_jax.transforms.pipeline.body import CannotCut
-from zero_jax.transforms.pipeline.cut import Cut, FoundLoop, LayerLoop, find_loops, layers_outside, pipeline_p
+from zero_jax.transforms.pipeline.cut import FoundLoop, LayerLoop, Stages, find_loops, layers_outside, pipeline_p
 from zero_jax.transforms.pipeline.interleaved import run_1f1b
 from zero_jax.transforms.pipeline.loop import Layer, run_stages
 from zero_jax.transforms.pipeline.microbatch import LossTraces, MicrobatchProgram, by_microbatch
-from zero_jax.transforms.pipeline.place import StagePlace
 from zero_jax.transforms.pipeline.report import PipelineReport, staged_layers
 from zero_jax.transforms.pipeline.rolled import why_no_layers
 from zero_jax.transforms.pipeline.schedule import Schedule
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stages:
-    """The stages that a loss is cut into.
-
-    Attributes:
-      place: where they run.
-      axes: the roles of the mesh's axes.
-      num_microbatches: the microbatches that go through them.
-      recompute: whether layers that have no `jax.checkpoint` of their own are recomputed, stage by stage.
-      schedule: in which order: as of `resolve_schedule`.
-    """
-
-    place: StagePlace
-    axes: Axes
-    num_microbatches: int
-    recompute: bool = True
-    schedule: Schedule = dataclasses.field(default_factory=Schedule)
-
-    @property
-    def num_stages(self) -> int:
-        """The number of stages."""
-        return axis_size(self.place.mesh, self.place.pipe)
 
 
 class PipelinedProgram(LossProgram):
@@ -69,43 +43,38 @@ class PipelinedProgram(LossProgram):
         super().__init__(before.fn, before, lambda traced: traced)
         self.stages = stages
 
-    def trace(self, *args: Any) -> Traced:
+    def made(self, *args: Any) -> Traced:
         """Returns the program for arguments of these shapes.
 
         Raises:
           ValueError: no scan over layers can be cut into stages.
         """
-        assert self.before is not None
-        key = (
-            jax.tree.structure(args),
-            *((np.shape(x), x.dtype, getattr(x, "weak_type", False)) for x in jax.tree.leaves(args)),
-        )
-        if key not in self.traces:
-            traced = self.before.trace(*args)
-            staged, found = self.found(*args)
-            if not any(entry.loop for entry in found):
-                raise ValueError(_refusal(found, self.stages, traced))
-            for entry in (entry for entry in found if entry.loop is None):
-                warnings.warn(
-                    f"pipe={self.stages.num_stages}: the layers at {entry.line} are not cut into stages, and each "
-                    f"device has all of them: {entry.why}",
-                    stacklevel=2,
-                )
-            self.traces[key] = traced.rewritten(staged)
-        return self.traces[key]
+        traced = self.before.trace(*args)  # type: ignore[union-attr]
+        staged, found = self.found(*args)
+        if not any(entry.loop for entry in found):
+            raise ValueError(_refusal(found, self.stages, traced))
+        for entry in (entry for entry in found if entry.loop is None):
+            warnings.warn(
+                f"pipe={self.stages.num_stages}: the layers at {entry.line} are not cut into stages, and each device "
+                f"has all of them: {entry.why}",
+                stacklevel=2,
+            )
+        return traced.rewritten(staged)
 
     def report(self, *args: Any) -> PipelineReport:
         """Returns the stages for arguments of these shapes, or why there are none."""
-        k, schedule = self.stages.num_microbatches, self.stages.schedule
-        report = PipelineReport(num_stages=self.stages.num_stages, num_microbatches=k, schedule=str(schedule))
+        stages = self.stages
+        report = PipelineReport(
+            num_stages=stages.num_stages, num_microbatches=stages.num_microbatches, schedule=str(stages.schedule)
+        )
         try:
             _, found = self.found(*args)
         except ValueError as error:
             return dataclasses.replace(report, why_none=str(error))
-        loops = tuple(staged_layers(entry, self.stages.place, schedule) for entry in found if entry.loop is not None)
+        loops = tuple(staged_layers(entry) for entry in found if entry.loop is not None)
         if not loops:
             traced = self.before.trace(*args)  # type: ignore[union-attr]
-            return dataclasses.replace(report, why_none=_refusal(found, self.stages, traced))
+            return dataclasses.replace(report, why_none=_refusal(found, stages, traced))
         left = tuple(f"{entry.line}: {entry.why}" for entry in found if entry.loop is None)
         return dataclasses.replace(report, loops=loops, left=left)
 
@@ -120,7 +89,7 @@ class PipelinedProgram(LossProgram):
                 f"pipe: the leaves of the batch differ in their leading dim, {sorted(sizes)}: a microbatch has some "
                 "examples of each leaf; give each one entry per example"
             )
-        (size,), num_shards = sizes, axis_size(self.stages.place.mesh, self.stages.place.batch)
+        (size,), num_shards = sizes, self.stages.place.num_shards
         if size % (k * num_shards):
             raise ValueError(
                 f"pipe: {size} examples do not divide into {k} microbatches over {num_shards} devices of a stage: "
@@ -144,7 +113,7 @@ class PipelinedProgram(LossProgram):
         relations, num_blocks = _relations(params, batch, rest), k * num_shards
         whole, *parts = (layers_outside(program.closed, num_params) for program in programs)
         comparison = TraceComparison(k, num_blocks)
-        found = find_loops(whole, parts, relations, num_params=num_params, cut=self.cut, comparison=comparison)
+        found = find_loops(whole, parts, relations, num_params=num_params, stages=self.stages, comparison=comparison)
         if not self.stages.schedule.is_interleaved:
             return _with_stages(whole, found), found
         found = _one_chain(found)
@@ -157,18 +126,6 @@ class PipelinedProgram(LossProgram):
             except CannotCut as error:
                 why = f"pipeline='1f1b': {error}"
         return whole, [x if x.loop is None else dataclasses.replace(x, loop=None, why=why) for x in found]
-
-    @property
-    def cut(self) -> Cut:
-        """What loops over layers are made to be."""
-        stages = self.stages
-        return Cut(
-            num_stages=stages.num_stages,
-            num_groups=stages.schedule.num_groups,
-            num_microbatches=stages.num_microbatches,
-            axes=stages.axes,
-            recompute=stages.recompute,
-        )
 
 
 def _one_chain(found: Sequence[FoundLoop]) -> list[FoundLoop]:
@@ -252,7 +209,7 @@ def with_stages(program: LossProgram, stages: Stages, moved: MovedGrads | None =
         jaxpr, _ = jaxprs.open_jaxpr(traced.closed)
         uses = collections.Counter(x for eqn in jaxpr.eqns for x in jaxprs.variables(eqn))
         params = {x: i for i, x in enumerate(jaxpr.invars[: traced.num_params]) if uses[x] == 1}
-        walk = _StageWalk(stages.place, {} if moved is None else params, moved)
+        walk = _StageWalk({} if moved is None else params, moved)
         return traced.evaluated(lambda leaves, _: walk.run(traced.closed, leaves, None))
 
     return PipelinedProgram(program, stages).then(evaluated)
@@ -261,9 +218,9 @@ def with_stages(program: LossProgram, stages: Stages, moved: MovedGrads | None =
 class _StageWalk(Walk[None]):
     """Evaluates a program on arrays, with its stages."""
 
-    def __init__(self, place: StagePlace, params: Mapping[Any, int], moved: MovedGrads | None):
+    def __init__(self, params: Mapping[Any, int], moved: MovedGrads | None):
         super().__init__()
-        self.place, self.params, self.moved = place, params, moved
+        self.params, self.moved = params, moved
 
     def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> bool:
         return sub.kind == "call" and any(each.primitive is pipeline_p for each in equations_of(eqn))
@@ -280,18 +237,18 @@ class _StageWalk(Walk[None]):
         with jaxprs.source_context(eqn):
             atoms = eqn.invars[len(values) - len(stacks) :]
             stacks = [self.stages(*each, layers) for each in zip(atoms, stacks, strict=True)]
-            return run_schedule(loop, self.place, others, stacks, layer)
+            return run_schedule(loop, others, stacks, layer)
 
     def stages(self, atom: Any, stack: Any, loop: LayerLoop) -> jax.Array:
         """Returns a stack as stages have it; notes how its gradient moves, if it does not by itself."""
         number, moved = -1 if jaxprs.is_literal(atom) else self.params.get(atom, -1), self.moved
-        groups = loop.num_stages, loop.num_groups
-        if moved is None or number not in moved.parts or loop.num_groups == 1 or loop.num_places > loop.num_layers:
-            return self.place.stages(stack, *groups)
-        moved.moves[number] = lambda grad: self.place.moved_back(grad, *groups)
+        place, groups = loop.place, loop.num_groups
+        if moved is None or number not in moved.parts or groups == 1 or loop.num_places > loop.num_layers:
+            return place.stages(stack, groups)
+        moved.moves[number] = lambda grad: place.moved_back(grad, groups)
         path, dims = moved.parts[number]
         with gather_scope(path):
-            return self.place.stages_apart(stack, *groups, dims[1:], moved.copies)
+            return place.stages_apart(stack, groups, dims[1:], moved.copies)
 
 
 def split_stages(
@@ -306,7 +263,6 @@ def split_stages(
 
 def run_schedule(
     loop: LayerLoop | MicrobatchProgram,
-    place: StagePlace,
     others: Sequence[Any],
     stacks: Sequence[Any],
     layer: Layer,
@@ -314,6 +270,6 @@ def run_schedule(
 ) -> list[Any]:
     """Runs stages by their schedule, as `run_stages` and `run_1f1b`; stacks are `[stages, layers / stages, ...]`."""
     if isinstance(loop, MicrobatchProgram):
-        return run_1f1b(loop, place, [*others, *stacks], layer, shardings)
+        return run_1f1b(loop, [*others, *stacks], layer, shardings)
     first = len(loop.consts)
-    return run_stages(loop, place, (others[:first], others[first:], stacks), layer, shardings)
+    return run_stages(loop, (others[:first], others[first:], stacks), layer, shardings)

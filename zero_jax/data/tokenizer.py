@@ -107,48 +107,34 @@ class JsonTokenizer:
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the tokens of each text; the library takes several threads."""
-        return self._encoded(self.library, texts)
-
-    def encode_rendered(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the tokens of texts that a chat template rendered, with special tokens parsed."""
-        return self._encoded(self._with_special_tokens, texts)
-
-    def _encoded(self, library: Any, texts: Sequence[str]) -> list[np.ndarray]:
         with _errors_of(self.name):
-            encoded = library.encode_batch_fast(list(texts), add_special_tokens=False)
+            encoded = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(text.ids, np.uint32) for text in encoded]
+
+    def encode_rendered(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens of a text that a chat template rendered, special ones parsed, and where each ends in it.
+
+        Special tokens end without the spaces that the library strips behind some of them.
+        """
+        with _errors_of(self.name):
+            encoded = self._with_special_tokens.encode(text, add_special_tokens=False)
+        ends = np.array([end for _, end in encoded.offsets], np.int64)
+        for i, (token, (first, end)) in enumerate(zip(encoded.ids, encoded.offsets, strict=True)):
+            if token in self._special and (at := text.find(self._special[token].content, first, end)) >= 0:
+                ends[i] = at + len(self._special[token].content)
+        return np.array(encoded.ids, np.uint32), ends
 
     @functools.cached_property
     def special_texts(self) -> tuple[str, ...]:
         """The texts of the special tokens."""
         return tuple(entry.content for entry in self._special.values())
 
-    def special_places(self, text: str) -> list[tuple[int, int, int]]:
-        """Returns where special tokens are in a rendered text: first character, end, and the token's index.
-
-        Only those at which the library cuts any text that goes on otherwise after them. It makes the tokens of each
-        part by itself.
-        """
-        cuts = {
-            token: entry.content
-            for token, entry in self._special.items()
-            if not (entry.normalized or entry.single_word or entry.lstrip)
-        }
-        with _errors_of(self.name):
-            encoded = self._with_special_tokens.encode(text, add_special_tokens=False)
-        found = enumerate(zip(encoded.ids, encoded.offsets, strict=True))
-        return [
-            (first, first + len(cuts[token]), i)
-            for i, (token, (first, _)) in found
-            if token in cuts and text.startswith(cuts[token], first)
-        ]
-
     def hidden_special(self, texts: Sequence[str]) -> str | None:
         """Returns a special token that one of the texts has after normalization, if there is one."""
         normalized = {token: entry.content for token, entry in self._special.items() if entry.normalized}
         if not normalized or self.library.normalizer is None:
             return None
-        tokens = {token for encoded in self.encode_rendered(texts) for token in encoded.tolist()}
+        tokens = {token for text in texts for token in self.encode_rendered(text)[0].tolist()}
         return next((text for token, text in normalized.items() if token in tokens), None)
 
     @functools.cached_property

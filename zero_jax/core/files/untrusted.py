@@ -90,11 +90,13 @@ def read_text(path: str | os.PathLike[str], what: str, *, remedy: str, limit_byt
     raise ValueError(f"cannot read {what} {path} ({why}): {remedy}")
 
 
-def read_json(path: str | os.PathLike[str], what: str, *, remedy: str, limit_bytes: int) -> dict[str, Any]:
-    """Reads a file that a user named, a JSON object, as `read_text` reads text."""
+def read_json(
+    path: str | os.PathLike[str], what: str, *, remedy: str, limit_bytes: int, **options: Any
+) -> dict[str, Any]:
+    """Reads a file that a user named, a JSON object, as `read_text` reads text; options are those of `json.loads`."""
     text = read_text(path, what, remedy=remedy, limit_bytes=limit_bytes)
     try:
-        return dict(mapping(parse_json(text.encode())))
+        return dict(mapping(parse_json(text.encode(), **options)))
     except ValueError as error:
         raise ValueError(f"{path} is no JSON object ({error}): {remedy}") from error
 
@@ -138,6 +140,15 @@ def parse_json(text: bytes, **options: Any) -> Any:
         return json.loads(text, **options)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object of JSON, as a hook of `json.loads` that refuses one with a key twice."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {quoted(min(x for x in values if names.count(x) > 1))} is there twice: leave one")
+    return values
 
 
 def json_checksum(value: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import errno
 import json
 import math
@@ -144,11 +145,10 @@ def parse_json(text: bytes, **options: Any) -> Any:
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Returns an object of JSON, as a hook of `json.loads` that refuses one with a key twice."""
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {quoted(min(x for x in values if names.count(x) > 1))} is there twice: leave one")
-    return values
+    counts = collections.Counter(name for name, _ in pairs)
+    if repeated := sorted(name for name, count in counts.items() if count > 1):
+        raise ValueError(f"the key {quoted(repeated[0])} is there twice: leave one")
+    return dict(pairs)
 
 
 def json_checksum(value: Any) -> int:

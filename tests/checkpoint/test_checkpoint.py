@@ -373,7 +373,7 @@ def of_the_future(step):
 
 
 DAMAGE = {
-    "bit flipped in a value": (flip_value, r"leaf 'params/w' of .*step_00000002 is damaged .*ocdbt.process_0/d/"),
+    "bit flipped in a value": (flip_value, r"leaf 'params/w' of .*step_00000002 is damaged .*fingerprint"),
     "data file cut off": (lambda step: truncate(largest(step)), r"leaf '.*' of .*is damaged or cut off"),
     "data file missing": (lambda step: largest(step).unlink(), r"leaf '.*' of .*is damaged or cut off"),
     "index cut off": (lambda step: truncate(step / "state" / "manifest.ocdbt"), r"leaf .*manifest.ocdbt"),

@@ -395,7 +395,7 @@ def test_the_command_writes_once_and_its_output_is_a_config(tmp_path, capsys):
         ('{"a": 1, "a": 2}', "the key 'a' is there twice"),
         ("[1]", "give an object of keys"),
         ('{"a": NaN}', "NaN is no number"),
-        ("{// comment\n}", "give JSON, without comments"),
+        ("{// comment\n}", "in JSON, without comments"),
         ("[" * 100_000, "nested too deeply"),
         ('{"train_batch_size": 1%s}' % ("0" * 400), "train_batch_size: 1000"),
         ('{"train_batch_size": 1e99}', "train_batch_size: 1e+99 is out of range: give a number of float32"),

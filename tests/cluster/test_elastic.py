@@ -13,7 +13,6 @@ from unittest import mock
 
 import pytest
 
-from zero_jax.cli import launch as cli_launch
 from zero_jax.cli.commands import build_parser
 from zero_jax.cluster import LaunchConfig, launch, launching, report_start
 from zero_jax.cluster.launching import STARTED_AFTER, Elastic
@@ -234,39 +233,12 @@ def test_a_program_that_cannot_be_started_any_more_ends_the_launch(tmp_path):
     assert "cannot start" in launched.result.first_failure.last_lines[0]
 
 
-def refused(*arguments, **fields):
-    parser = build_parser()
-    known = next(action.choices for action in parser._actions if action.dest == "command" or action.choices)
-    return cli_launch._refused_numbers(known["train"], ["--resume", "auto", *arguments], LaunchConfig(**fields))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "numbers"),
-    [
-        ("--batch-size 8", [3]),
-        ("--batch-size 12", []),
-        ("--batch-size 8 --num-microbatches 2", [3]),
-        ("--batch-size 8 --model-axis 4", [1, 3]),
-        ("--batch-size 12 --replica 3 --num-microbatches 2", [1, 2]),
-        ("--batch-size 8 --devices 4", [1, 3]),
-    ],
-)
-def test_numbers_of_processes_over_which_a_run_does_not_divide(arguments, numbers):
-    """With two devices each."""
-    assert refused(*arguments.split(), num_processes=4, devices_per_process=2) == numbers
-
-
-def test_a_run_that_would_begin_anew_is_refused(tmp_path, capsys):
+def test_a_run_that_would_begin_anew_is_refused(capsys):
     parser = build_parser()
     wrong = parser.parse_args(["launch", "--min-processes", "1", "--", "train"])
     with pytest.raises(SystemExit):
         wrong.run(wrong)
     assert "add `--resume auto` to it" in capsys.readouterr().err
-    config = tmp_path / "run.toml"
-    config.write_text('[run]\nresume = "auto"\nbatch_size = 8\n')
-    known = next(action.choices for action in parser._actions if action.choices)
-    fields = LaunchConfig(num_processes=4, devices_per_process=1)
-    assert cli_launch._refused_numbers(known["train"], ["--config", str(config)], fields) == [3]
 
 
 def test_the_least_is_at_most_all():

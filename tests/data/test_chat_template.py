@@ -3,12 +3,13 @@
 import json
 import re
 import sys
+import unicodedata
 
 import numpy as np
 import pytest
 from test_conversations import chat, written
 
-from zero_jax.data import DataConfig, chat_template, conversations, load_dataset, load_tokenizer
+from zero_jax.data import DataConfig, chat_template, load_dataset, load_tokenizer
 from zero_jax.data.chat_template import Turn
 from zero_jax.data.conversations import _of_rendered
 
@@ -206,31 +207,39 @@ def test_calls_and_weights_with_a_template(tmp_path, folder):
     assert "fields that are part of no text: 'n' (3), 'source' (2), 'tool_call_id' of messages (2)" in str(dataset)
 
 
-def test_a_part_ends_where_its_text_has_other_tokens(folder, tmp_path, monkeypatch):
-    """However the beginning of the text is found that has the same tokens, the learned tokens are those."""
-    monkeypatch.setattr(conversations, "_MAX_CHARACTERS", 4000)  # all beginnings together have over 8,000
-    tokenizers = pytest.importorskip("tokenizers")
-    rng = np.random.default_rng(0)
+def test_a_token_is_of_the_part_that_its_text_ends_in(folder):
+    rng, library = np.random.default_rng(0), folder.library
     words = ["a", " a", "ass", "at last", "\n", "  ", "</s>", "<|im_end|>", "<r>", "<r>  ", "é", "two three"]
-    folder.library.add_special_tokens([tokenizers.AddedToken("<r>", rstrip=True)])
-    for metaspace in (False, True):
-        if metaspace:
-            folder.library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
-            folder.library.normalizer = tokenizers.normalizers.Lowercase()
-        tokenizer = load_tokenizer(folder(CHATML))
-        for _ in range(20):
-            turns = [Turn("".join(rng.choice(words, 3)), is_answer=bool(i % 2)) for i in range(41)]
-            tokens, is_answer = _of_rendered(turns, tokenizer, "here")
-            expected, first = np.zeros(len(tokens), bool), 0
-            for i, turn in enumerate(turns):
-                prefix = tokenizer.encode_rendered(["".join(turn.text for turn in turns[: i + 1])])[0]
-                same = prefix[: len(tokens)] == tokens[: len(prefix)]
-                last = len(prefix) if same.all() else int(np.argmin(same))
-                expected[first:last] = turn.is_answer
-                first = last
-            np.testing.assert_array_equal(is_answer, expected)
-    with pytest.raises(ValueError, match=r"here has 41 parts and .* without special tokens between them"):
-        _of_rendered([Turn("ab cd ef", is_answer=False)] * 41, tokenizer, "here")
+    library.add_special_tokens([pytest.importorskip("tokenizers").AddedToken("<r>", rstrip=True)])
+    tokenizer = load_tokenizer(folder(CHATML))
+    for _ in range(20):
+        turns = [Turn("".join(rng.choice(words, 3)), is_answer=bool(i % 2)) for i in range(41)]
+        text = "".join(turn.text for turn in turns).encode()
+        of_byte = [i for i, turn in enumerate(turns) for _ in turn.text.encode()]
+        tokens, is_answer = _of_rendered(turns, tokenizer)
+        end = 0
+        for token, learned in zip(tokens.tolist(), is_answer, strict=True):
+            end += len(library.id_to_token(token))  # a character of a token's text stands for a byte
+            assert learned == turns[of_byte[end - 1]].is_answer
+            if library.id_to_token(token) == "<r>":  # which takes the spaces behind it, and ends before them
+                end += len(text[end:]) - len(text[end:].lstrip())
+        assert end == len(text)
+
+
+@pytest.mark.parametrize("text", ["An answer. ", "  é", "\n\nt"])
+def test_the_tokens_of_an_answer_are_found_whatever_is_normalized(folder, text):
+    tokenizers, library = pytest.importorskip("tokenizers"), folder.library
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
+        tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first"), library.pre_tokenizer
+    ])  # fmt: skip
+    library.normalizer = tokenizers.normalizers.Sequence([
+        tokenizers.normalizers.NFD(), tokenizers.normalizers.Lowercase()
+    ])  # fmt: skip
+    library.decoder = tokenizers.decoders.Sequence([library.decoder, tokenizers.decoders.Replace("▁", " ")])
+    turns = [Turn("ONE? <|im_end|>", is_answer=False), Turn(text, is_answer=True), Turn("<s>two", is_answer=False)]
+    tokens, is_answer = _of_rendered(turns, tokenizer := load_tokenizer(folder(CHATML)))
+    found = unicodedata.normalize("NFC", tokenizer.decode(tokens[is_answer]))
+    assert found.removeprefix(" ") == text.lower().removeprefix(" ")
 
 
 def test_a_missing_package_is_named(tmp_path, folder, monkeypatch):

@@ -335,7 +335,7 @@ def test_the_command_takes_a_file(cache, capsys, tmp_path):
         (OWN[:4], "needs --loss, --init and --batches: give --batches too"),
         ([*OWN, "--batches", "planned:batches"], "--batch makes one batch and --batches all of them: give one"),
         ([*OWN[:4], "--batches", "planned:batch"], "batch() returned a dict, a single batch perhaps"),
-        (["--model", "gpt-tiny", "--batch-size", "6"], "give a multiple of 4"),
+        (["--model", "gpt-tiny", "--batch-size", "6"], "make the batch size a multiple of 4"),
         (["--topology", "v5p-32"], "did you mean 'v5p:2x2x4'"),
         (["--data-layout", "2by2"], "give sizes of mesh axes, such as 8x8x16"),
         (["--data-layout", "2x3"], "multiplies to 6, not to data=4: give sizes whose product is that"),

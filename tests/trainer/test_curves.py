@@ -7,7 +7,6 @@ import pytest
 
 from zero_jax.cli import build_parser
 from zero_jax.trainer.reporting import curves
-from zero_jax.trainer.reporting.metrics import LossHistory
 from zero_jax.trainer.result import draw_losses, run_losses
 
 PNG = b"\x89PNG"
@@ -107,19 +106,6 @@ def test_the_losses_of_one_run(tmp_path):
         failure = draw_losses(path, run, title="run", is_hurried=lambda: False)
         assert failure is None if train or validation else "have no 'loss'" in failure
         assert path.exists() == bool(train or validation)
-
-
-@pytest.mark.parametrize("num_steps", [1, 9, 10, 11, 12, 300])
-def test_a_long_run_keeps_the_first_the_last_and_evenly_spaced_losses_in_memory(num_steps):
-    history = LossHistory(most=10)
-    assert not history
-    for step in range(1, num_steps + 1):
-        history.add(step, -step)
-        steps = [kept for kept, _ in history]
-        assert (steps[0], steps[-1]) == (1, step) and len(steps) <= 10 and [*history] == [(x, -x) for x in steps]
-        gaps = np.diff(steps)
-        assert len(steps) >= min(step, 5) and len({*gaps[:-1]}) <= 1 and (step < 3 or gaps[-1] <= gaps[0])
-    assert num_steps > 10 or steps == [*range(1, num_steps + 1)]
 
 
 def test_names_and_titles_with_dollars_are_no_formulas(tmp_path):

@@ -10,6 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,8 +50,8 @@ def check_files(record: Record) -> None:
 def check_index(record: Record) -> None:
     """Raises a `CheckpointError` if the leaves in the files differ from the record in names, shapes or dtypes."""
     stored = {file_key(name): name for name, leaf in record.leaves.items() if 0 not in leaf.stored_shape}
-    in_files = _files_by_leaf(record.path / STATE).keys()
-    if in_files and in_files != stored.keys():  # there are none where the index is damaged, as the leaves will say
+    in_files = _stored_leaves(record.path / STATE)
+    if in_files and in_files != stored.keys():
         differing = sorted(in_files ^ stored.keys())
         raise record.error(
             f"{record.path} is damaged: of {', '.join(map(repr, differing[:5]))}{', ...' if differing[5:] else ''} "
@@ -69,7 +70,7 @@ def make_context(cache_bytes: int = _CACHE_BYTES) -> tensorstore.Context:
 def open_leaf(record: Record, name: str, context: tensorstore.Context) -> tensorstore.TensorStore:
     """Opens a leaf for reading; raises `CheckpointError` if it is missing, or differs from the record."""
     leaf = record.leaves[name]
-    kvstore = {"driver": "ocdbt", "base": _ocdbt_base(record.path / STATE), "path": f"{file_key(name)}/"}
+    kvstore = {**_ocdbt_store(record.path / STATE), "path": f"{file_key(name)}/"}
     spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
     try:
         store = tensorstore.open(spec, context=context, open=True, read=True).result()
@@ -83,19 +84,10 @@ def open_leaf(record: Record, name: str, context: tensorstore.Context) -> tensor
 
 
 def leaf_error(record: Record, name: str, why: object) -> CheckpointError:
-    """Returns the error for a leaf that cannot be read, with its name, its files, and the reason."""
-    files = ", ".join(data_files(record, name)) or "unknown"
+    """Returns the error for a leaf that cannot be read, with its name and the reason."""
     reason = re.sub(r" \[(tensorstore_spec|source locations|domain)=.*", "", str(why), flags=re.DOTALL)
     reason = printable(reason, limit=1000)
-    return record.error(
-        f"leaf {quoted(name)} of {record.path} is damaged or cut off: {reason} (its data files: {files})"
-    )
-
-
-def data_files(record: Record, name: str) -> list[str]:
-    """Returns the data files of a leaf, by path in the checkpoint's folder; none if the index is damaged."""
-    key = file_key(name)
-    return sorted(f"{STATE}/{file}" for file in _files_by_leaf(record.path / STATE, key).get(key, ()))
+    return record.error(f"leaf {quoted(name)} of {record.path} is damaged or cut off: {reason}")
 
 
 def cut_slices(
@@ -218,31 +210,16 @@ def _decode(x: Array, leaf: SavedLeaf, sharding: NamedSharding) -> Array:
     return jax.jit(decode, static_argnums=1, out_shardings=sharding)(x, leaf) if leaf.dtype != leaf.stored_dtype else x
 
 
-def _ocdbt_base(folder: epath.Path) -> str | dict[str, str]:
-    """Returns the base of an OCDBT store for a tensorstore spec."""
+def _ocdbt_store(folder: epath.Path) -> dict[str, Any]:
+    """Returns the tensorstore spec of the key-value store in a folder."""
     path = f"{folder}/"
-    return path if "://" in path else {"driver": "file", "path": path}
+    return {"driver": "ocdbt", "base": path if "://" in path else {"driver": "file", "path": path}}
 
 
-def _files_by_leaf(folder: epath.Path, leaf: str = "") -> dict[str, set[str]]:
-    """Returns the data files of each leaf, or of one, by the B-tree of OCDBT; {} if that is damaged."""
-    files: dict[str, set[str]] = collections.defaultdict(set)
-
-    def visit(location: str, prefix: bytes) -> None:
-        node = tensorstore.ocdbt.dump(store, location).result()
-        for entry in node["entries"]:
-            key = prefix + entry["key"]
-            if not node["height"]:
-                place = entry.get("indirect_value", location)  # a small value is in the file of its node
-                # A place is `kind:folder:file:offset:length`, a key the leaf and `/.zarray` or the numbers of a chunk.
-                files[key.decode().rpartition("/")[0]].add("".join(place.split(":")[1:-2]))
-            elif key[: len(leaf_key)] <= leaf_key:
-                visit(entry["location"], prefix + entry.get("subtree_common_prefix", b""))
-
-    leaf_key = leaf.encode()
+def _stored_leaves(folder: epath.Path) -> set[str]:
+    """Returns the leaves that have values in the files; none if the index is damaged, as the leaves will say."""
     try:
-        store = tensorstore.KvStore.open(_ocdbt_base(folder)).result()
-        visit(tensorstore.ocdbt.dump(store).result()["versions"][-1]["root"]["location"], b"")
-    except (ValueError, KeyError, IndexError):
-        return {}
-    return files
+        keys = tensorstore.KvStore.open(_ocdbt_store(folder)).result().list().result()
+    except ValueError:
+        return set()
+    return {key.decode().rpartition("/")[0] for key in keys}  # a key is the leaf and `/.zarray`, or a chunk's numbers

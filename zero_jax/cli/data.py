@@ -4,8 +4,7 @@ import argparse
 import dataclasses
 import pathlib
 import sys
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from zero_jax.checkpoint import check_outside
@@ -29,7 +28,6 @@ from zero_jax.data import (
 )
 
 _SAMPLE_BYTES = 4_000_000  # of text, for the tokens per byte
-_LOG_SECONDS = 2.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,8 +77,7 @@ def _make(options: argparse.Namespace, config: DataConfig) -> TokenizeResult:
         tokenizer = load_tokenizer(file)
     elif is_text:
         file = options.out or "tokenizer.json"
-        pieces = _counted(read_text(source, text_field=config.text_field))
-        texts = (piece.text for piece in pieces)
+        texts = (piece.text for piece in read_text(source, text_field=config.text_field))
         tokenizer = train_bpe(texts, vocab_size=options.vocab_size, path=file, progress=sys.stderr.isatty())
     else:
         raise ValueError(f"{source.name} holds tokens: a tokenizer is trained on text")
@@ -131,14 +128,3 @@ def _tokens_per_byte(pieces: Iterable[Piece], tokenizer: Tokenizer) -> float:
         if num_bytes >= _SAMPLE_BYTES:
             break
     return num_tokens / max(num_bytes, 1)
-
-
-def _counted(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Yields the pieces, and logs the progress now and then."""
-    last, num_characters = time.monotonic(), 0
-    for piece in pieces:
-        num_characters += len(piece.text)
-        if time.monotonic() - last > _LOG_SECONDS:
-            last = time.monotonic()
-            log_line(f"read {num_characters / 1e6:,.0f} million characters for the vocabulary")
-        yield piece

@@ -40,7 +40,7 @@ from zero_jax.planning import (
 from zero_jax.sharding.mesh import axes_of, axis_size, make_mesh
 from zero_jax.sharding.topology import Hardware, parse, small_topology
 from zero_jax.trainer import OptimizerConfig, TrainConfig, make_optimizer, tree_bytes
-from zero_jax.training import ZeroConfig
+from zero_jax.training import ZeroConfig, check_batch
 from zero_jax.transforms import resolve_remat
 from zero_jax.verification import Verification, verify
 
@@ -110,15 +110,10 @@ class Request:
         }
         mesh = make_mesh(**axes)
         roles = axes_of(mesh)
-        shards = axis_size(mesh, roles.of_stage.batch)  # the microbatches of a pipeline are on all stages
-        parts = shards * zero.num_microbatches
-        batch_size = parts if self.config.batch_size is None else self.config.batch_size
-        if batch_size < 1 or batch_size % parts:
-            raise ValueError(
-                f"batch_size={batch_size} does not divide over {shards} devices and "
-                f"{zero.num_microbatches} microbatches: give a multiple of {parts}"
-            )
+        # The microbatches of a pipeline are on all stages.
+        batch_size = self.config.batch_size or axis_size(mesh, roles.of_stage.batch) * zero.num_microbatches
         batch, size = self.model.batch_fn(batch_size), self.config.model_axis
+        check_batch(batch, mesh=mesh, axes=roles, num_microbatches=zero.num_microbatches)
         _check_batch_fits(batch, batch_size, parse(self.config.topology).hardware, axis_size(mesh, roles.batch))
         return Job(
             loss_fn=self.model.loss_fn,

@@ -8,7 +8,6 @@ instead. A prompt and its completion have no markers. Other fields are counted.
 
 from __future__ import annotations
 
-import bisect
 import collections
 import contextlib
 import dataclasses
@@ -31,8 +30,6 @@ _PROMPT = ("prompt", "completion")
 _SHOWN_FIELDS = 8
 # Rows that are kept open while conversations are packed: more fill rows better and take longer.
 _MAX_OPEN_ROWS = 256
-_FEW_PARTS = 16  # of a rendered conversation, whose beginnings are tokenized from their start
-_MAX_CHARACTERS = 1 << 28  # to tokenize for the ends of the parts of one conversation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -173,7 +170,8 @@ class _Reader(contextlib.ExitStack):
                     f"{where}: message {i + 1} has the field {quoted(name)}, which the chat template of "
                     f"{self._template.path} does not read: remove it, or {self._template.remedy}"
                 )
-        return _of_rendered(turns, self._tokenizer, where)
+        assert isinstance(self._tokenizer, JsonTokenizer)
+        return _of_rendered(turns, self._tokenizer)
 
     def _count(self, record: Mapping[str, Any], used: Sequence[str]) -> None:
         self.num_unused.update(quoted(name) for name in record if name not in used)
@@ -193,38 +191,11 @@ def _of_pieces(turns: Sequence[Turn], tokenizer: Tokenizer) -> tuple[np.ndarray,
     return np.concatenate(pieces), np.concatenate(marks)
 
 
-def _of_rendered(turns: Sequence[Turn], tokenizer: Tokenizer, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Tokenizes a rendered conversation as one text; a token that begins before an answer and ends in it is learned.
-
-    A part ends at the token up to which the text that ends with it has the same tokens. That text is tokenized from the
-    last special token in it: what is before has the same tokens in both.
-    """
-    assert isinstance(tokenizer, JsonTokenizer)
-    text = "".join(turn.text for turn in turns)
-    ends = [*itertools.accumulate(len(turn.text) for turn in turns)]
-    tokens, places = tokenizer.encode_rendered([text])[0], [(0, 0, 0)]
-    if len(turns) > _FEW_PARTS:
-        places += tokenizer.special_places(text)
-    starts = [places[bisect.bisect_right(places, end, key=lambda place: place[1]) - 1] for end in ends[:-1]]
-    windows = [text[start:end] for (start, _, _), end in zip(starts, ends, strict=False)]
-    if sum(map(len, windows)) > _MAX_CHARACTERS:
-        raise ValueError(
-            f"{where} has {len(turns):,} parts and {len(text):,} characters without special tokens between them, which "
-            "is too much to find its answers: divide it into shorter conversations"
-        )
-    is_answer, first = np.zeros(len(tokens), bool), 0
-    lasts = [_same(tokens, i, x) for (_, _, i), x in zip(starts, tokenizer.encode_rendered(windows), strict=True)]
-    for turn, last in zip(turns, [*lasts, len(tokens)], strict=True):
-        is_answer[first:last] = turn.is_answer
-        first = last
-    return tokens.astype(np.int32), is_answer
-
-
-def _same(tokens: np.ndarray, first: int, other: np.ndarray) -> int:
-    """Returns the index of the first token, from `first` on, that differs from those of `other`."""
-    here = tokens[first : first + len(other)]
-    differences = np.flatnonzero(other[: len(here)] != here)
-    return first + (int(differences[0]) if differences.size else len(other))
+def _of_rendered(turns: Sequence[Turn], tokenizer: JsonTokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """Tokenizes a rendered conversation as one text; a token is of the part that its text ends in."""
+    tokens, ends = tokenizer.encode_rendered("".join(turn.text for turn in turns))
+    part = np.searchsorted(np.cumsum([len(turn.text) for turn in turns]), ends)
+    return tokens.astype(np.int32), np.array([turn.is_answer for turn in turns])[part]
 
 
 def _validation(tokens: Sequence[np.ndarray], fraction: float, source: Source) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Tokenizers: bytes, or a vocabulary of the `tokenizers` library, loaded from its JSON file or trained."""
 
+import abc
 import contextlib
 import dataclasses
 import functools
@@ -8,7 +9,7 @@ import math
 import os
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from etils import epath
@@ -24,7 +25,8 @@ _MAX_FILE_BYTES, _MAX_VOCAB_SIZE = 1 << 28, 1 << 24
 _MAX_GROWTH = 1000  # of a text's length
 
 
-class Tokenizer(Protocol):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tokenizer(abc.ABC):
     """Turns text into tokens and back.
 
     Example:
@@ -33,57 +35,35 @@ class Tokenizer(Protocol):
       ('zero', 256)
     """
 
-    @property
-    def name(self) -> str:
-        """A name for people."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash: tokenizers with the same one make the same tokens."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of different tokens."""
-        ...
-
-    @property
-    def end_of_document(self) -> int:
-        """The token after each document."""
-        ...
+    name: str = dataclasses.field(compare=False)  # for people
+    fingerprint: str  # a hash: tokenizers with the same one make the same tokens
+    vocab_size: int  # one more than the largest token that text can become, or that ends a document
+    end_of_document: int  # the token after each document
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the text's tokens, a vector of any integer dtype."""
-        ...
+        """Returns the text's tokens, a vector of any integer dtype, without special tokens."""
+        return self.encode_all([text])[0]
 
+    @abc.abstractmethod
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the tokens of each of several texts."""
-        ...
 
+    @abc.abstractmethod
     def decode(self, tokens: np.ndarray) -> str:
-        """Returns the text of tokens, also of invalid sequences."""
-        ...
+        """Returns the text of tokens, also of invalid sequences and ends of documents."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """Each byte of the UTF-8 text is a token; byte 0, which no text has, ends a document."""
 
-    name: str = dataclasses.field(default="bytes", init=False)
-    fingerprint: str = dataclasses.field(default="bytes", init=False)
-    vocab_size: int = dataclasses.field(default=_NUM_BYTES, init=False)
-    end_of_document: int = dataclasses.field(default=0, init=False)
-
-    def encode(self, text: str) -> np.ndarray:
-        """Returns the bytes of the text, as `uint8`."""
-        if not is_unicode(text):
-            raise ValueError("the text has a lone surrogate, which is no character: replace it")
-        return np.frombuffer(text.encode(), np.uint8)
+    def __init__(self) -> None:
+        super().__init__(name="bytes", fingerprint="bytes", vocab_size=_NUM_BYTES, end_of_document=0)
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the bytes of each text."""
-        return [self.encode(text) for text in texts]
+        """Returns the bytes of each text, as `uint8`."""
+        if not all(map(is_unicode, texts)):
+            raise ValueError("the text has a lone surrogate, which is no character: replace it")
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def decode(self, tokens: np.ndarray) -> str:
         """Returns the text; invalid UTF-8 shows as replacement characters."""
@@ -91,64 +71,42 @@ class ByteTokenizer:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class JsonTokenizer:
+class JsonTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library; `load_tokenizer` reads it from its JSON file."""
 
-    name: str = dataclasses.field(compare=False)  # the file's name
-    fingerprint: str  # a hash of the file
-    vocab_size: int  # one more than the largest token that text can become, or that ends a document
-    end_of_document: int  # the token that ends a document
     content: bytes = dataclasses.field(repr=False, compare=False)  # what is in the file
     library: Any = dataclasses.field(repr=False, compare=False)  # the library's own object
 
-    def encode(self, text: str) -> np.ndarray:
-        """Returns the text's tokens, as `uint32`, without special tokens."""
-        return self.encode_all([text])[0]
-
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the tokens of each text; the library takes several threads."""
-        return self._encoded(self.library, texts)
-
-    def encode_rendered(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the tokens of texts that a chat template rendered, with special tokens parsed."""
-        return self._encoded(self._with_special_tokens, texts)
-
-    def _encoded(self, library: Any, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the tokens of each text, as `uint32`; the library takes several threads."""
         with _errors_of(self.name):
-            encoded = library.encode_batch_fast(list(texts), add_special_tokens=False)
+            encoded = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(text.ids, np.uint32) for text in encoded]
+
+    def encode_rendered(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens of a text that a chat template rendered, special ones parsed, and where each ends in it.
+
+        Special tokens end without the spaces that the library strips behind some of them.
+        """
+        with _errors_of(self.name):
+            encoded = self._with_special_tokens.encode(text, add_special_tokens=False)
+        ends = np.array([end for _, end in encoded.offsets], np.int64)
+        for i, (token, (first, end)) in enumerate(zip(encoded.ids, encoded.offsets, strict=True)):
+            if token in self._special and (at := text.find(self._special[token].content, first, end)) >= 0:
+                ends[i] = at + len(self._special[token].content)
+        return np.array(encoded.ids, np.uint32), ends
 
     @functools.cached_property
     def special_texts(self) -> tuple[str, ...]:
         """The texts of the special tokens."""
         return tuple(entry.content for entry in self._special.values())
 
-    def special_places(self, text: str) -> list[tuple[int, int, int]]:
-        """Returns where special tokens are in a rendered text: first character, end, and the token's index.
-
-        Only those at which the library cuts any text that goes on otherwise after them. It makes the tokens of each
-        part by itself.
-        """
-        cuts = {
-            token: entry.content
-            for token, entry in self._special.items()
-            if not (entry.normalized or entry.single_word or entry.lstrip)
-        }
-        with _errors_of(self.name):
-            encoded = self._with_special_tokens.encode(text, add_special_tokens=False)
-        found = enumerate(zip(encoded.ids, encoded.offsets, strict=True))
-        return [
-            (first, first + len(cuts[token]), i)
-            for i, (token, (first, _)) in found
-            if token in cuts and text.startswith(cuts[token], first)
-        ]
-
     def hidden_special(self, texts: Sequence[str]) -> str | None:
         """Returns a special token that one of the texts has after normalization, if there is one."""
         normalized = {token: entry.content for token, entry in self._special.items() if entry.normalized}
         if not normalized or self.library.normalizer is None:
             return None
-        tokens = {token for encoded in self.encode_rendered(texts) for token in encoded.tolist()}
+        tokens = {token for text in texts for token in self.encode_rendered(text)[0].tolist()}
         return next((text for token, text in normalized.items() if token in tokens), None)
 
     @functools.cached_property

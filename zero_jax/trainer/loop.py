@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 import jax
@@ -24,7 +25,6 @@ from zero_jax.trainer.evaluation import Validation
 from zero_jax.trainer.inputs.own import OwnModel
 from zero_jax.trainer.inputs.sources import BatchesEnded
 from zero_jax.trainer.inputs.together import Together
-from zero_jax.trainer.profiling import Profiler
 from zero_jax.trainer.reporting.console import Console, describe_run, groups, lasting, num_params
 from zero_jax.trainer.reporting.curves import RunRecords
 from zero_jax.trainer.reporting.metrics import Dispatched, Log, Progress, make_speedometer, per_device_bytes
@@ -279,7 +279,7 @@ class _Training:
             self._evaluate(is_last=self.step == config.steps)
         if self.step < config.steps and self.preemption.should_stop(self.step):
             return "preempted"
-        profiler = Profiler(config.profiled, self.run.folder / "profile", say=self.say)
+        profiler = _Profiler(config.profiled, self.run.folder / "profile", say=self.say)
         with contextlib.closing(profiler):
             while self.step < config.steps:
                 self._read_waiting(self._dispatch(profiler))
@@ -288,7 +288,7 @@ class _Training:
                     return status
         return "done"
 
-    def _after_step(self, profiler: Profiler) -> str | None:
+    def _after_step(self, profiler: _Profiler) -> str | None:
         """Evaluates, saves and samples if it is time; returns a status if the run ends before its last step."""
         config, progress, step = self.config, self.progress, self.step
         stops = self.preemption.should_stop(step)
@@ -358,7 +358,7 @@ class _Training:
         """Returns whether a batch may be read that no step has used: in some of several processes, or here."""
         return jax.process_count() > 1 or self.position != self.batches.position
 
-    def _dispatch(self, profiler: Profiler) -> Dispatched | None:
+    def _dispatch(self, profiler: _Profiler) -> Dispatched | None:
         """Dispatches the next step to the devices without waiting for it; None if there are no more batches."""
         self._beat("data", self.step + 1)
         waited_seconds = 0.0
@@ -433,3 +433,31 @@ class _Training:
 
 def _loss_at(records: Sequence[dict[str, Any]], index: int) -> float:
     return records[index]["loss"] if records else math.nan
+
+
+class _Profiler:
+    """Records a profile of some steps, for xprof and TensorBoard, by `jax.profiler`."""
+
+    def __init__(self, steps: range, folder: pathlib.Path, *, say: Callable[[str], None]):
+        """Records nothing yet; `say` is called with a line when the profile is in the folder."""
+        self._steps, self._folder, self._say = steps, folder, say
+        self._runs = False
+
+    def step(self, step: int) -> contextlib.AbstractContextManager[Any]:
+        """Returns the context to dispatch a step in; starts the recording at the first of the steps."""
+        if step in self._steps and not self._runs:
+            jax.profiler.start_trace(self._folder)
+            self._runs = True
+        return jax.profiler.StepTraceAnnotation("train", step_num=step)
+
+    def done(self, step: int) -> None:
+        """Ends the recording after the last of the steps is complete."""
+        if self._runs and step + 1 not in self._steps:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the recording, if there is one."""
+        if self._runs:
+            self._runs = False
+            jax.profiler.stop_trace()
+            self._say(f"profile of steps {self._steps.start} to {self._steps.stop - 1} in {self._folder}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import collections
 import json
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -14,8 +13,8 @@ from zero_jax.cli.deepspeed import rules
 from zero_jax.cli.deepspeed.rows import KEYS, SECTIONS, DeepSpeedValues, KeyRow, Kind, Translation
 from zero_jax.cli.options import check_value
 from zero_jax.core.close_match import did_you_mean
-from zero_jax.core.files.untrusted import read_text
-from zero_jax.core.text_tables import printable_lines, quoted
+from zero_jax.core.files.untrusted import read_json, unique_keys
+from zero_jax.core.text_tables import printable_lines
 from zero_jax.core.tree import shown
 
 
@@ -28,9 +27,9 @@ def from_deepspeed(options: argparse.Namespace) -> int:
         raise ValueError(f"--out {out} exists: give another name" + (", or --force" if out.is_file() else ""))
     if out is not None and not out.parent.is_dir():
         raise ValueError(f"--out {out}: there is no such folder, make it first")
-    translation = translate(
-        read_json(options.path), devices=options.devices, per_device_batch_size=options.per_device_batch_size
-    )
+    hooks: dict[str, Any] = {"object_pairs_hook": unique_keys, "parse_constant": _refuse_constant}
+    config = read_json(options.path, "the DeepSpeed config", **_READ, **hooks)
+    translation = translate(config, devices=options.devices, per_device_batch_size=options.per_device_batch_size)
     has_unknown = bool(translation.of("unknown"))
     title = f"translated from {options.path} by zero-jax from-deepspeed"
     written = str(out) if out is not None and not has_unknown else None
@@ -49,7 +48,6 @@ def from_deepspeed(options: argparse.Namespace) -> int:
     return 1 if has_unknown else 0
 
 
-_MAX_BYTES = 1 << 20
 # What each kind of value is called, and its types; an integer may also be a number that is whole.
 _KINDS: Mapping[Kind, tuple[str, Any]] = {
     "bool": ("true or false", bool),
@@ -68,27 +66,7 @@ _ABSENT = (
 _WORDS = {"true": True, "false": False}  # which DeepSpeed reads as booleans, too
 
 
-def read_json(path: str | pathlib.Path) -> dict[str, Any]:
-    """Reads a DeepSpeed config file; raises `ValueError` unless it is a JSON object with each key once."""
-    text = read_text(path, "the DeepSpeed config", remedy="give a JSON file", limit_bytes=_MAX_BYTES)
-    problem = f"cannot read the DeepSpeed config {path}"
-    try:
-        config = json.loads(text, object_pairs_hook=_once_each, parse_constant=_refuse_constant)
-    except RecursionError as error:
-        raise ValueError(f"{problem}: it is nested too deeply") from error
-    except ValueError as error:
-        raise ValueError(f"{problem}: {str(error).splitlines()[0]}; give JSON, without comments") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{problem}: it holds {shown(config)}: give an object of keys, such as {{...}}")
-    return config
-
-
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    counts = collections.Counter(name for name, _ in pairs)
-    repeated = sorted(name for name, count in counts.items() if count > 1)
-    if repeated:
-        raise ValueError(f"the key {quoted(repeated[0])} is there twice: leave one")
-    return dict(pairs)
+_READ: Mapping[str, Any] = {"remedy": "give an object of keys in JSON, without comments", "limit_bytes": 1 << 20}
 
 
 def _refuse_constant(text: str) -> NoReturn:

@@ -68,20 +68,16 @@ def _is_count(values: DeepSpeedValues, key: str) -> bool:
 
 def stage(values: DeepSpeedValues, key: str) -> KeyRow | None:
     """The stage of ZeRO; `"zero_optimization": true` is an older form of stage 1."""
-    if "zero_optimization" in values:
+    older = "zero_optimization"
+    if key != older and older in values:
         return None
-    if key not in values:
-        return values.row(key, "translated", "DeepSpeed's default is no ZeRO", {"zero.stage": 0})
     if values.is_auto(key):
         return values.auto(key, "zero.stage")
-    check(key, lambda: ZeroConfig(stage=values.get(key)))
-    return values.row(key, "translated", "", {"zero.stage": values.get(key)})
-
-
-def old_stage(values: DeepSpeedValues, key: str) -> KeyRow:
-    """The older form of stage 1."""
-    is_on = int(bool(values.get(key)))
-    return values.row(key, "translated", "the deprecated form of stage 1" if is_on else "", {"zero.stage": is_on})
+    stage = int(values.get(key, 0))
+    check(key, lambda: ZeroConfig(stage=stage))
+    note = "" if key in values else "DeepSpeed's default is no ZeRO"
+    note = "the deprecated form of stage 1" if key == older and stage else note
+    return values.row(key, "translated", note, {"zero.stage": stage})
 
 
 def offload(values: DeepSpeedValues, key: str) -> KeyRow:
@@ -183,13 +179,6 @@ def batch(values: DeepSpeedValues, key: str) -> KeyRow | None:
     if key == _NUM and value > 1:
         notes += ["microbatches are weighted by their tokens here, and equally there: the same in packed rows"]
     return values.row(key, "translated", "; ".join(notes), {setting: value})
-
-
-def microbatch_size(values: DeepSpeedValues, key: str) -> KeyRow:
-    """The examples of a device in a microbatch."""
-    if values.is_auto(key):
-        return values.auto(key, "it follows from run.batch_size and zero.num_microbatches")
-    return values.row(key, "same", "it follows: batch_size / (num_microbatches x data-parallel devices)")
 
 
 def _inferred_batch(values: DeepSpeedValues) -> dict[str, int | None]:

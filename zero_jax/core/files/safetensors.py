@@ -21,7 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.core.files.system_errors import with_remedy
-from zero_jax.core.files.untrusted import open_regular, parse_json, shape, text, whole_number
+from zero_jax.core.files.untrusted import (
+    mapping,
+    open_regular,
+    parse_json,
+    shape,
+    text,
+    unique_keys,
+    whole_number,
+)
 from zero_jax.core.text_tables import quoted
 
 # Names of dtypes in the format's headers.
@@ -103,24 +111,12 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
                 raise ValueError(f"its header would take {length:,} of its {size:,} bytes")
-            header = _parse(file.read(length))
+            header = mapping(parse_json(file.read(length), object_pairs_hook=unique_keys))
         return _tensors(path, header, start=8 + length, version=_version(status))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {with_remedy(error)}") from error
     except ValueError as error:
         raise ValueError(f"{path} is no complete safetensors file: {error}. Copy or download it again") from error
-
-
-def _parse(content: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) < len(pairs):
-            raise ValueError("a name is in its header twice")
-        return dict(pairs)
-
-    header = parse_json(content, object_pairs_hook=unique)
-    if not isinstance(header, dict):
-        raise ValueError("its header is no object")
-    return header
 
 
 def _version(status: os.stat_result) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import errno
 import json
 import math
@@ -90,11 +91,13 @@ def read_text(path: str | os.PathLike[str], what: str, *, remedy: str, limit_byt
     raise ValueError(f"cannot read {what} {path} ({why}): {remedy}")
 
 
-def read_json(path: str | os.PathLike[str], what: str, *, remedy: str, limit_bytes: int) -> dict[str, Any]:
-    """Reads a file that a user named, a JSON object, as `read_text` reads text."""
+def read_json(
+    path: str | os.PathLike[str], what: str, *, remedy: str, limit_bytes: int, **options: Any
+) -> dict[str, Any]:
+    """Reads a file that a user named, a JSON object, as `read_text` reads text; options are those of `json.loads`."""
     text = read_text(path, what, remedy=remedy, limit_bytes=limit_bytes)
     try:
-        return dict(mapping(parse_json(text.encode())))
+        return dict(mapping(parse_json(text.encode(), **options)))
     except ValueError as error:
         raise ValueError(f"{path} is no JSON object ({error}): {remedy}") from error
 
@@ -138,6 +141,14 @@ def parse_json(text: bytes, **options: Any) -> Any:
         return json.loads(text, **options)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object of JSON, as a hook of `json.loads` that refuses one with a key twice."""
+    counts = collections.Counter(name for name, _ in pairs)
+    if repeated := sorted(name for name, count in counts.items() if count > 1):
+        raise ValueError(f"the key {quoted(repeated[0])} is there twice: leave one")
+    return dict(pairs)
 
 
 def json_checksum(value: Any) -> int:

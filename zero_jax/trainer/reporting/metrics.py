@@ -1,5 +1,6 @@
 """Metrics of a training run: reads them from the devices, adds speed and memory, and passes them to the writers."""
 
+import collections
 import dataclasses
 import math
 import time
@@ -28,6 +29,7 @@ FIELDS = frozenset(
 )
 # The time between two steps alone is too noisy.
 _SHORTEST_WINDOW_STEPS = 10
+_MOST_LOSSES = 1_000_000  # in memory; those before are in the run's records
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,27 +88,8 @@ def make_speedometer(
     )
 
 
-class LossHistory(Sequence[tuple[int, float]]):
-    """Steps and losses, evenly spaced beyond `most` (even) of them: a run of any length takes the same memory."""
-
-    def __init__(self, *, most: int = 1 << 14):
-        self._kept: list[tuple[int, float]] = []
-        self._most, self._every, self._num_added = most, 1, 0
-
-    def add(self, step: int, loss: float) -> None:
-        """Adds the loss of a step."""
-        if self._kept and (self._num_added - 1) % self._every:  # it was kept as the last one
-            self._kept.pop()
-        self._kept.append((step, loss))
-        self._num_added += 1
-        if len(self._kept) > self._most:
-            self._kept, self._every = self._kept[::2], 2 * self._every
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._kept[index]
+def _losses() -> collections.deque[tuple[int, float]]:
+    return collections.deque(maxlen=_MOST_LOSSES)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -127,8 +110,8 @@ class Progress:
     # Path of the first param whose gradient was not finite in the latest step, or None
     nonfinite_leaf: str | None = None
     # Step and loss of the training steps of this process
-    train: LossHistory = dataclasses.field(default_factory=LossHistory)
-    validation: LossHistory = dataclasses.field(default_factory=LossHistory)  # step and loss of its evaluations
+    train: collections.deque[tuple[int, float]] = dataclasses.field(default_factory=_losses)
+    validation: collections.deque[tuple[int, float]] = dataclasses.field(default_factory=_losses)  # of its evaluations
     record: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the record of the latest training step
     # The figures of the latest evaluation, with its step
     figures: tuple[int, Mapping[str, float]] = (-1, types.MappingProxyType({}))
@@ -161,7 +144,7 @@ class Progress:
         else:
             self._timed_steps, self._timed_seconds = self._timed_steps + 1, self._timed_seconds + seconds
             self._window = [*self._window, seconds][-max(self.log_every, _SHORTEST_WINDOW_STEPS) :]
-        self.train.add(dispatched.step, loss)
+        self.train.append((dispatched.step, loss))
         leaf = int(metrics["nonfinite_leaf"])
         is_finite = math.isfinite(loss) and leaf < 0
         self.num_nonfinite_in_a_row = 0 if is_finite else self.num_nonfinite_in_a_row + 1
@@ -200,7 +183,7 @@ class Progress:
 
     def add_validation(self, step: int, figures: Mapping[str, float]) -> None:
         """Writes the figures of a validation after `step` steps, and restarts the timing of steps."""
-        self.validation.add(step, figures["loss"])
+        self.validation.append((step, figures["loss"]))
         self.figures = step, figures
         self._write({"kind": "validation", "step": step, "loss": figures["loss"], "ema_loss": None, **figures})
         self.resume_clock()

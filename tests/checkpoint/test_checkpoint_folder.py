@@ -383,6 +383,17 @@ def test_without_locks_a_holder_on_another_host_is_superseded_and_learns_it(tmp_
     here.take()
 
 
+def test_without_locks_a_later_process_of_the_same_number_is_another(tmp_path, no_flock):
+    """In a container that starts again on the same host, each process has the number of the one before."""
+    file = epath.Path(tmp_path) / "zero_jax.lock"
+    FolderLock(file, run="before").take()
+    mine = FolderLock(file, run="after")
+    with pytest.raises(FolderInUse, match="run before"):
+        mine.take()
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"process_start": "1"}))
+    mine.take()
+
+
 @pytest.mark.parametrize("what", ["text", "no text", "JSON", "a folder", "a pipe", "a link"])
 def test_a_file_of_the_name_of_a_lock_is_not_taken_for_one(what, tmp_path, state):
     file = tmp_path / "zero_jax.lock"

@@ -226,6 +226,21 @@ def test_a_token_is_of_the_part_that_its_text_ends_in(folder):
         assert end == len(text)
 
 
+def test_spaces_at_the_end_of_a_token_are_of_its_text(folder):
+    """Where a tokenizer's file has `trim_offsets`, the library's offsets leave them out."""
+    tokenizers, library = pytest.importorskip("tokenizers"), folder.library
+    words = tokenizers.pre_tokenizers.Split(tokenizers.Regex("[a-z.]+ *"), "isolated")
+    by_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, by_bytes])
+    library.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, initial_alphabet=by_bytes.alphabet())
+    library.train_from_iterator(["hello.  you"] * 50, trainer)
+    turns = [Turn("hello.", is_answer=True), Turn("  ", is_answer=False), Turn("you", is_answer=True)]
+    tokens, is_answer = _of_rendered(turns, load_tokenizer(folder(CHATML)))
+    assert [library.id_to_token(token) for token in tokens.tolist()] == ["hello.ĠĠ", "you"]
+    assert is_answer.tolist() == [False, True]
+
+
 @pytest.mark.parametrize("text", ["An answer. ", "  é", "\n\nt"])
 def test_the_tokens_of_an_answer_are_found_whatever_is_normalized(folder, text):
     tokenizers, library = pytest.importorskip("tokenizers"), folder.library

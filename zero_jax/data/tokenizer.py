@@ -116,8 +116,12 @@ class JsonTokenizer(Tokenizer):
 
     @functools.cached_property
     def _with_special_tokens(self) -> Any:
+        from tokenizers import processors
+
         library = _parse(self.content, pathlib.Path(self.name))
         library.encode_special_tokens = False
+        # Without special tokens it changes nothing but offsets, from which some leave out spaces.
+        library.post_processor = processors.ByteLevel(trim_offsets=False)
         return library
 
     def decode(self, tokens: np.ndarray) -> str:

@@ -152,6 +152,7 @@ class FolderLock:
             "host": socket.gethostname(),
             "since": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
             "run": self._run,
+            "process_start": _start_of(os.getpid()),
             "token": self._token,
         }
         return json.dumps(holder) + "\n"
@@ -187,14 +188,23 @@ def _is_file(descriptor: int, path: epath.Path) -> bool:
 
 
 def _is_alive(holder: dict[str, Any]) -> bool:
-    """Returns whether the process of this host that a lock names, or another of its number, is alive."""
+    """Returns whether the process of this host that a lock names is still alive, and not another of its number."""
     pid = holder.get("pid")
     if not isinstance(pid, int) or pid <= 0:
         return False
     try:
         os.kill(pid, 0)
-    except PermissionError:
-        return True
     except (ProcessLookupError, OverflowError):
         return False
-    return True
+    except PermissionError:
+        pass
+    return holder.get("process_start") in (None, _start_of(pid))
+
+
+def _start_of(pid: int) -> str | None:
+    """Returns the start time of a process in the system's units, or None where it is unknown."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 
@@ -181,32 +180,28 @@ def _rounds(flat: np.ndarray) -> list[np.ndarray]:
 
 def gather_windows(attributes: Mapping[str, str]) -> Windows:
     """Reads the attributes of a gather."""
-    return Windows(
-        offset=integers(attributes["offset_dims"]),
-        collapsed=integers(attributes.get("collapsed_slice_dims")),
-        batching=integers(attributes.get("operand_batching_dims")),
-        indices_batching=integers(attributes.get("start_indices_batching_dims")),
-        index_map=integers(attributes["start_index_map"]),
-        vector_dim=int(attributes["index_vector_dim"]),
-        sizes=integers(attributes["slice_sizes"]),
-    )
+    names = "offset_dims", "collapsed_slice_dims", "operand_batching_dims", "start_indices_batching_dims"
+    return _windows(attributes, (*names, "start_index_map"), integers(attributes["slice_sizes"]))
 
 
 def scatter_windows(attributes: Mapping[str, str], operand: Sequence[int], update: Sequence[int]) -> Windows:
     """Reads the attributes of a scatter, with the dims of its operand and its updates."""
-    window_dims = integers(attributes["update_window_dims"])
-    inserted = integers(attributes.get("inserted_window_dims"))
-    batching = integers(attributes.get("input_batching_dims"))
-    sizes = iter([update[dim] for dim in window_dims])
-    windows = Windows(
-        offset=window_dims,
-        collapsed=inserted,
-        batching=batching,
-        indices_batching=integers(attributes.get("scatter_indices_batching_dims")),
-        index_map=integers(attributes["scatter_dims_to_operand_dims"]),
-        vector_dim=int(attributes["index_vector_dim"]),
-        sizes=tuple(1 if dim in inserted + batching else next(sizes) for dim in range(len(operand))),
-    )
-    if math.prod(windows.sizes) == 0:
+    names = "update_window_dims", "inserted_window_dims", "input_batching_dims", "scatter_indices_batching_dims"
+    windows = _windows(attributes, (*names, "scatter_dims_to_operand_dims"), (1,) * len(operand))
+    sizes = dict(zip(windows.kept(), (update[dim] for dim in windows.offset), strict=True))
+    if 0 in sizes.values():
         raise NotInterpretable("a scatter of windows without elements")
-    return windows
+    return dataclasses.replace(windows, sizes=tuple(sizes.get(dim, 1) for dim in range(len(operand))))
+
+
+def _windows(attributes: Mapping[str, str], names: Sequence[str], sizes: tuple[int, ...]) -> Windows:
+    offset, collapsed, batching, indices_batching, index_map = names
+    return Windows(
+        offset=integers(attributes[offset]),
+        collapsed=integers(attributes.get(collapsed)),
+        batching=integers(attributes.get(batching)),
+        indices_batching=integers(attributes.get(indices_batching)),
+        index_map=integers(attributes[index_map]),
+        vector_dim=int(attributes["index_vector_dim"]),
+        sizes=sizes,
+    )

@@ -51,9 +51,9 @@ def dynamic_slice(x: np.ndarray, starts: Sequence[np.ndarray], sizes: Sequence[i
         return x
     places = clamped_starts(starts, x.shape[1:], sizes)
     if len(places) == 1:
-        return x[(slice(None), *_window(places[0], sizes))]
+        return _every_window(x, sizes)[(slice(None), *places[0])]
     x, places = spread([x, places])
-    return np.stack([of_device[_window(place, sizes)] for of_device, place in zip(x, places, strict=True)])
+    return _every_window(x, sizes)[(np.arange(len(x)), *places.T)]
 
 
 def dynamic_update_slice(x: np.ndarray, update: np.ndarray, starts: Sequence[np.ndarray]) -> np.ndarray:
@@ -62,13 +62,14 @@ def dynamic_update_slice(x: np.ndarray, update: np.ndarray, starts: Sequence[np.
         return update
     x, update, places = spread([x, update, clamped_starts(starts, x.shape[1:], update.shape[1:])])
     result = np.array(x)
-    for of_device, part, place in zip(result, update, places, strict=True):
-        of_device[_window(place, part.shape)] = part
+    _every_window(result, update.shape[1:])[(np.arange(len(x)), *places.T)] = update
     return result
 
 
-def _window(starts: np.ndarray, sizes: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(int(start), int(start) + size) for start, size in zip(starts, sizes, strict=True))
+def _every_window(x: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    """Returns a view of the windows of some sizes, by where they start: `[devices, *starts, *sizes]`."""
+    dims = tuple(range(1, x.ndim))
+    return np.lib.stride_tricks.sliding_window_view(x, tuple(sizes), axis=dims, writeable=x.flags.writeable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,18 +104,11 @@ class Windows:
             starts[..., dim] = np.arange(starts.shape[axis]).reshape(shape)
         return starts
 
-    def places(self, starts: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Returns the operand's index arrays of all elements of all windows: batch dims, then the dims of windows."""
-        kept, batch_rank = self.kept(), starts.ndim - 2
-        result = []
-        for dim in range(len(self.sizes)):
-            place = starts[..., dim].reshape(*starts.shape[:-1], *(1,) * len(kept))
-            if dim in kept:
-                shape = [1] * (1 + batch_rank + len(kept))
-                shape[1 + batch_rank + kept.index(dim)] = self.sizes[dim]
-                place = place + np.arange(self.sizes[dim]).reshape(shape)
-            result.append(place)
-        return tuple(result)
+    def read(self, x: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """Returns the windows of an operand that start there, `[devices, *batch dims, *dims of windows]`."""
+        devices = np.arange(len(x)).reshape(-1, *(1,) * (starts.ndim - 2))
+        windows = _every_window(x, self.sizes)[(devices, *np.moveaxis(starts, -1, 0))]
+        return windows[(..., *(slice(None) if dim in self.kept() else 0 for dim in range(len(self.sizes))))]
 
     def order(self, rank: int) -> list[int]:
         """Returns where each dim of a result `[devices, *dims]` is among the batch dims and those of windows."""
@@ -129,9 +123,7 @@ def gather(x: np.ndarray, indices: np.ndarray, windows: Windows, rank: int) -> n
     x, indices = spread([x, indices])
     starts = windows.starts(indices, x.ndim - 1)
     starts = np.clip(starts, 0, np.array(x.shape[1:]) - np.array(windows.sizes))
-    places = windows.places(starts)
-    devices = np.arange(len(x)).reshape(-1, *(1,) * (places[0].ndim - 1)) if places else np.arange(len(x))
-    return x[(devices, *places)].transpose(windows.order(rank))
+    return windows.read(x, starts).transpose(windows.order(rank))
 
 
 def scatter(
@@ -148,15 +140,9 @@ def scatter(
     starts = windows.starts(indices, first.ndim - 1)
     last = np.array(first.shape[1:]) - np.array(windows.sizes)
     inside = np.asarray(((starts >= 0) & (starts <= last)).all(-1))
-    places = windows.places(np.where(inside[..., None], starts, 0))
-    shape = np.broadcast_shapes(*(place.shape for place in places))
-    devices = np.arange(len(first)).reshape(-1, *(1,) * (len(shape) - 1))
-    flat = np.ravel_multi_index(np.broadcast_arrays(devices, *places), first.shape).reshape(-1)
-    valid = np.broadcast_to(inside.reshape(*inside.shape, *(1,) * (len(shape) - inside.ndim)), shape).reshape(-1)
-    inverse = windows.order(updates[0].ndim - 1)
-    order = np.argsort(inverse)
-    new = [update.transpose(order).reshape(-1)[valid] for update in updates]
-    flat = flat[valid]
+    flat = windows.read(np.arange(first.size).reshape(first.shape), np.where(inside[..., None], starts, 0))
+    order = np.argsort(windows.order(updates[0].ndim - 1))
+    flat, *new = (x[inside].reshape(-1) for x in (flat, *(update.transpose(order) for update in updates)))
     if add is not None and len(xs) == 1:
         result = (xs[0].astype(np.float32) if xs[0].dtype.kind == "V" else xs[0]).reshape(-1)
         add.at(result, flat, new[0].astype(result.dtype))
@@ -173,9 +159,8 @@ def _rounds(flat: np.ndarray) -> list[np.ndarray]:
     """Splits updates into rounds in which no place is updated twice, in their order."""
     order = np.argsort(flat, kind="stable")
     ordered = flat[order]
-    begins = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]]) if len(flat) else np.array([], int)
-    count = np.arange(len(flat)) - np.repeat(begins, np.diff(np.r_[begins, len(flat)]))
-    return [np.sort(order[count == number]) for number in range(int(count.max()) + 1 if len(flat) else 0)]
+    count = np.arange(len(flat)) - np.searchsorted(ordered, ordered)  # how many before it have its place
+    return [np.sort(order[count == number]) for number in range(count.max(initial=-1) + 1)]
 
 
 def gather_windows(attributes: Mapping[str, str]) -> Windows:

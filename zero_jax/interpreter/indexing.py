@@ -148,19 +148,20 @@ def scatter(
         add.at(result, flat, new[0].astype(result.dtype))
         return [result.reshape(first.shape).astype(first.dtype)]
     results = [x.reshape(-1) for x in xs]
-    for chosen in _rounds(flat):  # the updates of one place one after the other
-        combined = combine([x[flat[chosen]] for x in results], [update[chosen] for update in new])
-        for x, value in zip(results, combined, strict=True):
-            x[flat[chosen]] = value
+    update_in_order(results, flat, new, combine)
     return [x.reshape(first.shape) for x in results]
 
 
-def _rounds(flat: np.ndarray) -> list[np.ndarray]:
-    """Splits updates into rounds in which no place is updated twice, in their order."""
+def update_in_order(xs: Sequence[np.ndarray], flat: np.ndarray, new: Sequence[np.ndarray], combine: Combine) -> None:
+    """Combines updates into places of arrays of one dim, those of one place one after the other."""
     order = np.argsort(flat, kind="stable")
     ordered = flat[order]
     count = np.arange(len(flat)) - np.searchsorted(ordered, ordered)  # how many before it have its place
-    return [np.sort(order[count == number]) for number in range(count.max(initial=-1) + 1)]
+    for number in range(count.max(initial=-1) + 1):
+        chosen = order[count == number]
+        combined = combine([x[flat[chosen]] for x in xs], [update[chosen] for update in new])
+        for x, value in zip(xs, combined, strict=True):
+            x[flat[chosen]] = value
 
 
 def gather_windows(attributes: Mapping[str, str]) -> Windows:

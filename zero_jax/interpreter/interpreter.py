@@ -293,7 +293,7 @@ class Interpreter:
     def _select_and_scatter(self, context: Context, operands: list[Value]) -> Value:
         windows = read_windows(context.attributes.get("window"), len(context.shape.dims))
         names = (context.attributes[role].strip("%") for role in ("select", "scatter"))
-        select, combine = (lambda a, b, name=name: self._combine(name, [a], [b])[0] for name in names)
+        select, combine = (functools.partial(self._combine, name) for name in names)
         x, source, init = operands
         return select_and_scatter(x, source, init, windows, select, combine)
 

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import re
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from zero_jax.hlo import integers
 from zero_jax.interpreter.values import NotInterpretable, spread
 
 Combine = Callable[[list[np.ndarray], list[np.ndarray]], list[np.ndarray]]
-
-
-@functools.cache
-def integers(text: str | None) -> tuple[int, ...]:
-    """Returns the integers of an attribute such as {0,1}; none of one that is left out."""
-    return tuple(int(digits) for digits in re.findall(r"-?\d+", text or ""))
 
 
 def pad(x: np.ndarray, value: np.ndarray, padding: Sequence[tuple[int, int, int]]) -> np.ndarray:
@@ -76,13 +69,13 @@ def _every_window(x: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
 class Windows:
     """The windows of an operand that a gather reads, or a scatter updates, by the attributes of XLA's gather."""
 
-    offset: tuple[int, ...]  # the dims of the windows in the gather's result, or the scatter's updates
-    collapsed: tuple[int, ...]  # the operand's dims of size 1 in a window, which result and updates do not have
-    batching: tuple[int, ...]  # the operand's dims that go along dims of the indices
-    indices_batching: tuple[int, ...]  # these dims of the indices
-    index_map: tuple[int, ...]  # the operand's dim of each part of an index
+    offset: list[int]  # the dims of the windows in the gather's result, or the scatter's updates
+    collapsed: list[int]  # the operand's dims of size 1 in a window, which result and updates do not have
+    batching: list[int]  # the operand's dims that go along dims of the indices
+    indices_batching: list[int]  # these dims of the indices
+    index_map: list[int]  # the operand's dim of each part of an index
     vector_dim: int  # the dim of the indices that has the parts
-    sizes: tuple[int, ...]  # the sizes of a window in the operand's dims
+    sizes: list[int]  # the sizes of a window in the operand's dims
 
     def kept(self) -> list[int]:
         """Returns the operand's dims that result and updates have."""
@@ -173,20 +166,20 @@ def gather_windows(attributes: Mapping[str, str]) -> Windows:
 def scatter_windows(attributes: Mapping[str, str], operand: Sequence[int], update: Sequence[int]) -> Windows:
     """Reads the attributes of a scatter, with the dims of its operand and its updates."""
     names = "update_window_dims", "inserted_window_dims", "input_batching_dims", "scatter_indices_batching_dims"
-    windows = _windows(attributes, (*names, "scatter_dims_to_operand_dims"), (1,) * len(operand))
+    windows = _windows(attributes, (*names, "scatter_dims_to_operand_dims"), [1] * len(operand))
     sizes = dict(zip(windows.kept(), (update[dim] for dim in windows.offset), strict=True))
     if 0 in sizes.values():
         raise NotInterpretable("a scatter of windows without elements")
-    return dataclasses.replace(windows, sizes=tuple(sizes.get(dim, 1) for dim in range(len(operand))))
+    return dataclasses.replace(windows, sizes=[sizes.get(dim, 1) for dim in range(len(operand))])
 
 
-def _windows(attributes: Mapping[str, str], names: Sequence[str], sizes: tuple[int, ...]) -> Windows:
+def _windows(attributes: Mapping[str, str], names: Sequence[str], sizes: list[int]) -> Windows:
     offset, collapsed, batching, indices_batching, index_map = names
     return Windows(
         offset=integers(attributes[offset]),
-        collapsed=integers(attributes.get(collapsed)),
-        batching=integers(attributes.get(batching)),
-        indices_batching=integers(attributes.get(indices_batching)),
+        collapsed=integers(attributes.get(collapsed, "")),
+        batching=integers(attributes.get(batching, "")),
+        indices_batching=integers(attributes.get(indices_batching, "")),
         index_map=integers(attributes[index_map]),
         vector_dim=int(attributes["index_vector_dim"]),
         sizes=sizes,

@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from zero_jax.hlo import Array, Instruction
+from zero_jax.hlo import Array, Instruction, integers
 from zero_jax.interpreter import indexing
 from zero_jax.interpreter.elementwise import ELEMENTWISE, compare, elementwise, reduce_precision
-from zero_jax.interpreter.indexing import integers
 from zero_jax.interpreter.products import convolution, dot
 from zero_jax.interpreter.values import (
     NotInterpretable,
@@ -56,9 +55,9 @@ class Context:
         return read_attributes(self.instruction)
 
     @functools.cached_property
-    def dimensions(self) -> tuple[int, ...]:
+    def dimensions(self) -> list[int]:
         """The attribute `dimensions`; none where it is left out."""
-        return integers(self.attributes.get("dimensions"))
+        return integers(self.attributes.get("dimensions", ""))
 
     @functools.cached_property
     def shape(self) -> Array:

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from zero_jax.hlo import Window, read_windows
-from zero_jax.interpreter.indexing import Combine, integers, pad, update_in_order
+from zero_jax.hlo import Window, integers, read_windows
+from zero_jax.interpreter.indexing import Combine, pad, update_in_order
 from zero_jax.interpreter.values import NotInterpretable, convert, spread, widened
 
 
@@ -18,7 +18,7 @@ def dot(a: np.ndarray, b: np.ndarray, attributes: Mapping[str, str], dtype: np.d
     """Multiplies arrays over their contracting dims; sums are in float32 at least."""
     a, b = spread([widened(a), widened(b)])
     batch, contracting = (
-        [[dim + 1 for dim in integers(attributes.get(f"{side}_{kind}_dims"))] for side in ("lhs", "rhs")]
+        [[dim + 1 for dim in integers(attributes.get(f"{side}_{kind}_dims", ""))] for side in ("lhs", "rhs")]
         for kind in ("batch", "contracting")
     )
     free = [

@@ -11,9 +11,9 @@ from zero_jax.hlo.cost import cycles, roofline
 from zero_jax.hlo.kernels import Work
 from zero_jax.hlo.layout import Array, Shape, arrays, minor_to_major, parse_shape, tile_sizes
 from zero_jax.hlo.memory import Buffer, Heap, peak
-from zero_jax.hlo.op_names import Phases, gathered_path, phase_of
+from zero_jax.hlo.op_names import GRAD_OF_GATHER, Phases, gathered_path, phase_of
 from zero_jax.hlo.opcodes import COLLECTIVES, KINDS, split_opcode
-from zero_jax.hlo.program import Instruction, Program, parse
+from zero_jax.hlo.program import Instruction, Program, integers, parse, read_aliases
 from zero_jax.hlo.schedule import Costs, own_links, play
 from zero_jax.hlo.scheduled import HeapLayout, layout_options, read_layout, read_scheduled
 from zero_jax.hlo.traffic import Collective, collectives, groups_of, sent_bytes

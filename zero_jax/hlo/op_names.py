@@ -11,6 +11,8 @@ from zero_jax.hlo.program import Instruction, Program
 _DIFFERENTIATED = "jvp("  # in the name stack of both passes
 # `zero_jax.sharding.chains.gather_scope` puts the path of a param into the name stack like this.
 _GATHER_SCOPE = re.compile(r"gather=([^/()\":]+)")
+# The gradient of a param's gather, not the gather that is repeated in the backward pass.
+GRAD_OF_GATHER = re.compile(r"transpose\([^/]*gather=")
 _UPDATE = "of_update/"  # that of `zero_jax.sharding.chains.UPDATE`
 # Where its path begins with two tildes, it continues that of `params_scope`.
 _PARAMS_SCOPE = re.compile(r"params=([^/()\":]+)")

@@ -17,6 +17,7 @@ _COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+)[\s(].*\{$")
 _END = re.compile(r"\}(, execution_thread=.*)?$")  # of a computation
 _LAYOUT_OR_COMMENT = re.compile(r"\{[^}]*\}|/\*.*?\*/")
 _CALLED = re.compile(r"\b(body|condition|calls|to_apply|(?:true|false)_computation)=%?([^\s,}]+)")
+_ALIAS = re.compile(r"\{([\d, ]*)\}:\s*\((\d+),\s*\{([\d, ]*)\}")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CALLED_LISTS = re.compile(r"\b(?:branch|called)_computations=\{([^}]*)\}")
 _COMPARE = {"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge}
@@ -178,12 +179,21 @@ class Program:
                     users.get(name, []).append(user)
         return self._users[computation]
 
-    def num_trips(self, computation: str, loop: Instruction) -> int | None:
-        """The number of times that a loop's body runs: as XLA noted it, else from its start, step and condition."""
+    def num_trips(self, computation: str, loop: Instruction, unknown_trip_count: int | None) -> int:
+        """The number of times that a loop's body runs: as XLA noted it, else from its start, step and condition.
+
+        `unknown_trip_count` is that of a loop of which the program does not tell it; None raises `ValueError` then.
+        """
         key = computation, loop.name
         if key not in self._trips:
             self._trips[key] = self._count_trips(computation, loop)
-        return self._trips[key]
+        trips = unknown_trip_count if self._trips[key] is None else self._trips[key]
+        if trips is None:
+            raise ValueError(
+                f"the loop {loop.name!r} of {computation!r} takes time or sends, and the program does not tell its "
+                "trip count: pass unknown_trip_count"
+            )
+        return trips
 
     def literal(self, computation: str, name: str) -> str | None:
         """The constant that a value is, or of which it is a row, wherever passed on from; None if left out."""
@@ -319,6 +329,11 @@ def _lines(text: str) -> Iterator[str]:
 def integers(text: str) -> list[int]:
     """Returns the runs of digits in a text."""
     return [int(digits) for digits in re.findall(r"\d+", text)]
+
+
+def read_aliases(text: str) -> list[tuple[tuple[int, ...], int, tuple[int, ...]]]:
+    """Reads which part of a result is written over which part of which operand: {0}: (1, {2}), must-alias, ..."""
+    return [(tuple(integers(out)), int(number), tuple(integers(path))) for out, number, path in _ALIAS.findall(text)]
 
 
 def _merged(op_name: str) -> list[str]:

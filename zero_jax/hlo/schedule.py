@@ -225,7 +225,8 @@ class _Player:
                 self.handed_over(run, computation, instruction)
             elif opcode == "while":
                 body = self.computation(instruction.called["body"])
-                run.repeat(body, self.num_trips(computation, instruction, body), computation, instruction)
+                trips = self.program.num_trips(computation, instruction, self.unknown_trip_count) if body.now else 0
+                run.repeat(body, trips, computation, instruction)
             elif opcode == "conditional":
                 branches = [self.computation(name) for name in instruction.called.values()]
                 run.repeat(max(branches, key=lambda branch: branch.now), 1, computation, instruction)
@@ -239,16 +240,6 @@ class _Player:
                 run.compute(seconds, computation, instruction)
                 if opcode == "custom-call" and self.costs.is_kernel(self.program, computation, instruction):
                     run.kernel_seconds += seconds
-
-    def num_trips(self, computation: str, loop: Instruction, body: _Clock) -> int:
-        trips = self.program.num_trips(computation, loop)
-        trips = self.unknown_trip_count if trips is None else trips
-        if trips is None and body.now:
-            raise ValueError(
-                f"the loop {loop.name!r} of {computation!r} takes time, and the program does not tell its trip count: "
-                "pass unknown_trip_count"
-            )
-        return trips or 0
 
     def wrapped(self, run: _Clock, computation: str, instruction: Instruction) -> None:
         """A fusion, or an asynchronous call: a collective may be in it, begin in it or end in it."""

@@ -149,13 +149,7 @@ def with_executions(program: Program, by_key: Mapping[tuple[str, str], Any], unk
                 counts[key] += 1
             elif instruction.opcode == "while":
                 body, condition = (within(instruction.called[role]) for role in ("body", "condition"))
-                trips = program.num_trips(computation, instruction) if body or condition else 0
-                trips = unknown_trip_count if trips is None else trips
-                if trips is None:
-                    raise ValueError(
-                        f"the loop {instruction.name!r} of {computation!r} holds collectives, and the program does not "
-                        "tell its trip count: pass unknown_trip_count"
-                    )
+                trips = program.num_trips(computation, instruction, unknown_trip_count) if body or condition else 0
                 counts.update({key: count * trips for key, count in body.items()})
                 counts.update({key: count * (trips + 1) for key, count in condition.items()})
             elif instruction.opcode == "conditional":

@@ -12,13 +12,12 @@ from typing import Any
 
 from zero_jax.hlo.layout import Array, Shape, arrays, parse_shape
 from zero_jax.hlo.opcodes import ELEMENTWISE, FORWARDS, IN_PLACE, UPDATES
-from zero_jax.hlo.program import Instruction, Program, integers
+from zero_jax.hlo.program import Instruction, Program, integers, read_aliases
 
 Tree = int | tuple["Tree", ...]
 
 _ALIASING_LISTS = re.compile(r'"aliasing_operands":\{"lists":\[((?:\{[^}]*\},?)*)\]')
 _OUTPUT_ALIASING = re.compile(r"output_to_operand_aliasing=\{(.*?\)\s*)\}(?:,|$)")
-_ALIAS_ENTRY = re.compile(r"\{([\d, ]*)\}:\s*\((\d+),\s*\{([\d, ]*)\}")
 _HEADER_ALIASING = re.compile(r"input_output_alias=\{(.*?\)\s*)\}")
 
 
@@ -62,8 +61,8 @@ class LiveRanges:
         self._use(root, len(self.steps))
         self.outputs = list(leaves(root))
         donated = _HEADER_ALIASING.search(program.header)
-        for out_path, number, path in _ALIAS_ENTRY.findall(donated[1] if donated else ""):
-            self._unite(_at(root, integers(out_path)), _at(trees[int(number)], integers(path)))
+        for out_path, number, path in read_aliases(donated[1] if donated else ""):
+            self._unite(_at(root, out_path), _at(trees[number], path))
         self._share()
 
     def buffer_of(self, value: int) -> int:
@@ -193,8 +192,8 @@ class LiveRanges:
         if (number := _updated_in_place(self.program, instruction)) is not None:
             self._unite(_at(result, [1]), operands[number])
         if aliasing := _OUTPUT_ALIASING.search(line):
-            for out_path, number, path in _ALIAS_ENTRY.findall(aliasing[1]):
-                self._unite(_at(result, integers(out_path)), _at(operands[int(number)], integers(path)))
+            for out_path, number, path in read_aliases(aliasing[1]):
+                self._unite(_at(result, out_path), _at(operands[number], path))
         if lists := _ALIASING_LISTS.search(line):
             # XLA:TPU numbers the operands, and goes on with the results.
             numbered: list[Tree] = [*operands, *leaves(result)]
@@ -253,7 +252,7 @@ def _number(instruction: Instruction) -> int:
     return int(instruction.operands[0])
 
 
-def _at(tree: Tree, path: list[int]) -> Tree:
+def _at(tree: Tree, path: Sequence[int]) -> Tree:
     for place in path:
         assert not isinstance(tree, int)
         tree = tree[place]

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from zero_jax.hlo import groups_of
-from zero_jax.interpreter.indexing import integers
+from zero_jax.hlo import groups_of, integers
 from zero_jax.interpreter.values import NotInterpretable
 
 Reduce = Callable[[np.ndarray], np.ndarray]  # [members, devices of a group, *dims] -> [devices of a group, *dims]
@@ -64,7 +63,7 @@ def permuted(x: np.ndarray, attributes: Mapping[str, str], num_devices: int) -> 
     """Collective-permute: each target has what its source had, the others zeros."""
     x = every_device(x, num_devices)
     result = np.zeros_like(x)
-    pairs = [*integers(attributes["source_target_pairs"])]
+    pairs = integers(attributes["source_target_pairs"])
     result[pairs[1::2]] = x[pairs[::2]]
     return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -34,25 +35,12 @@ def _power(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.where(b < 0, np.where(abs(a) == 1, np.where(b % 2 == 0, 1, a), 0), np.power(a, np.maximum(b, 0)))
 
 
-def _shift_left(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    bits = a.dtype.itemsize * 8
-    inside = (b >= 0) & (b < bits)
-    return np.where(inside, np.left_shift(a, np.where(inside, b, 0)), 0).astype(a.dtype)
-
-
-def _shift_right_arithmetic(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    signed = a.view(f"i{a.dtype.itemsize}")
-    bits = a.dtype.itemsize * 8
-    amount = np.where((b >= 0) & (b < bits), b, bits - 1).astype(signed.dtype)
-    return np.right_shift(signed, amount).view(a.dtype)
-
-
-def _shift_right_logical(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    unsigned = a.view(f"u{a.dtype.itemsize}")
-    bits = a.dtype.itemsize * 8
-    inside = (b >= 0) & (b < bits)
-    shifted = np.right_shift(unsigned, np.where(inside, b, 0).astype(unsigned.dtype))
-    return np.where(inside, shifted, 0).astype(unsigned.dtype).view(a.dtype)
+def _shift(shift: np.ufunc, kind: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Shifts the bits of integers, taken as signed (`i`) or not (`u`); by too many, all of them."""
+    bits, last = a.view(f"{kind}{a.dtype.itemsize}"), a.dtype.itemsize * 8 - 1
+    inside = (b >= 0) & (b <= last)
+    shifted = shift(bits, np.where(inside, b, last).astype(bits.dtype))
+    return (shifted if kind == "i" else np.where(inside, shifted, 0).astype(bits.dtype)).view(a.dtype)
 
 
 def _leading_zeros(x: np.ndarray) -> np.ndarray:
@@ -79,8 +67,9 @@ ELEMENTWISE: Mapping[str, Callable[..., np.ndarray]] = {
     "popcnt": lambda x: np.bitwise_count(x.view(f"u{x.dtype.itemsize}")),  # NumPy counts the bits of a value's size
     "round-nearest-afz": lambda x: np.copysign(np.floor(np.abs(x) + 0.5), x), "round-nearest-even": np.rint,
     "rsqrt": lambda x: 1 / np.sqrt(x),
-    "select": _select, "shift-left": _shift_left, "shift-right-arithmetic": _shift_right_arithmetic,
-    "shift-right-logical": _shift_right_logical, "sine": np.sin, "sqrt": np.sqrt,
+    "select": _select, "shift-left": functools.partial(_shift, np.left_shift, "u"),
+    "shift-right-arithmetic": functools.partial(_shift, np.right_shift, "i"),
+    "shift-right-logical": functools.partial(_shift, np.right_shift, "u"), "sine": np.sin, "sqrt": np.sqrt,
     "sign": lambda x: x / np.where(x == 0, 1, abs(x)) if x.dtype.kind == "c" else np.sign(x),
     "subtract": np.subtract, "tan": np.tan, "tanh": np.tanh, "xor": np.bitwise_xor, "acos": np.arccos,
     "acosh": np.arccosh, "asin": np.arcsin, "asinh": np.arcsinh, "atanh": np.arctanh, "cosh": np.cosh, "sinh": np.sinh,
@@ -89,7 +78,9 @@ ELEMENTWISE: Mapping[str, Callable[..., np.ndarray]] = {
 COMPARISONS: Mapping[str, Callable[..., np.ndarray]] = {
     "EQ": operator.eq, "NE": operator.ne, "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge
 }  # fmt: skip
-_OF_BOOLEANS = {"add": np.logical_or, "multiply": np.logical_and, "maximum": np.logical_or, "minimum": np.logical_and}
+OF_BOOLEANS: Mapping[str, Callable[..., np.ndarray]] = {
+    "add": np.logical_or, "multiply": np.logical_and, "maximum": np.logical_or, "minimum": np.logical_and
+}  # fmt: skip
 
 
 def _like(bound: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -102,7 +93,7 @@ def elementwise(opcode: str, operands: list[np.ndarray], dtype: np.dtype) -> np.
     if opcode == "select":
         return np.asarray(function(operands[0], *(convert(x, dtype) for x in operands[1:])))
     if dtype.kind == "b" and operands[0].dtype.kind == "b":
-        return _OF_BOOLEANS.get(opcode, function)(*operands)
+        return OF_BOOLEANS.get(opcode, function)(*operands)
     if len({x.dtype for x in operands}) > 1 and opcode not in ("complex",):
         operands = [convert(x, dtype) for x in operands]
     small = is_small_float(operands[0].dtype) or operands[0].dtype.kind == "V"

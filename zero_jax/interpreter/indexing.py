@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from zero_jax.hlo import integers
 from zero_jax.interpreter.values import NotInterpretable, spread
 
 Combine = Callable[[list[np.ndarray], list[np.ndarray]], list[np.ndarray]]
-
-
-@functools.cache
-def integers(text: str | None) -> tuple[int, ...]:
-    """Returns the integers of an attribute such as {0,1}; none of one that is left out."""
-    return tuple(int(digits) for digits in re.findall(r"-?\d+", text or ""))
 
 
 def pad(x: np.ndarray, value: np.ndarray, padding: Sequence[tuple[int, int, int]]) -> np.ndarray:
@@ -52,9 +44,9 @@ def dynamic_slice(x: np.ndarray, starts: Sequence[np.ndarray], sizes: Sequence[i
         return x
     places = clamped_starts(starts, x.shape[1:], sizes)
     if len(places) == 1:
-        return x[(slice(None), *_window(places[0], sizes))]
+        return _every_window(x, sizes)[(slice(None), *places[0])]
     x, places = spread([x, places])
-    return np.stack([of_device[_window(place, sizes)] for of_device, place in zip(x, places, strict=True)])
+    return _every_window(x, sizes)[(np.arange(len(x)), *places.T)]
 
 
 def dynamic_update_slice(x: np.ndarray, update: np.ndarray, starts: Sequence[np.ndarray]) -> np.ndarray:
@@ -63,26 +55,27 @@ def dynamic_update_slice(x: np.ndarray, update: np.ndarray, starts: Sequence[np.
         return update
     x, update, places = spread([x, update, clamped_starts(starts, x.shape[1:], update.shape[1:])])
     result = np.array(x)
-    for of_device, part, place in zip(result, update, places, strict=True):
-        of_device[_window(place, part.shape)] = part
+    _every_window(result, update.shape[1:])[(np.arange(len(x)), *places.T)] = update
     return result
 
 
-def _window(starts: np.ndarray, sizes: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(int(start), int(start) + size) for start, size in zip(starts, sizes, strict=True))
+def _every_window(x: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    """Returns a view of the windows of some sizes, by where they start: `[devices, *starts, *sizes]`."""
+    dims = tuple(range(1, x.ndim))
+    return np.lib.stride_tricks.sliding_window_view(x, tuple(sizes), axis=dims, writeable=x.flags.writeable)
 
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
     """The windows of an operand that a gather reads, or a scatter updates, by the attributes of XLA's gather."""
 
-    offset: tuple[int, ...]  # the dims of the windows in the gather's result, or the scatter's updates
-    collapsed: tuple[int, ...]  # the operand's dims of size 1 in a window, which result and updates do not have
-    batching: tuple[int, ...]  # the operand's dims that go along dims of the indices
-    indices_batching: tuple[int, ...]  # these dims of the indices
-    index_map: tuple[int, ...]  # the operand's dim of each part of an index
+    offset: list[int]  # the dims of the windows in the gather's result, or the scatter's updates
+    collapsed: list[int]  # the operand's dims of size 1 in a window, which result and updates do not have
+    batching: list[int]  # the operand's dims that go along dims of the indices
+    indices_batching: list[int]  # these dims of the indices
+    index_map: list[int]  # the operand's dim of each part of an index
     vector_dim: int  # the dim of the indices that has the parts
-    sizes: tuple[int, ...]  # the sizes of a window in the operand's dims
+    sizes: list[int]  # the sizes of a window in the operand's dims
 
     def kept(self) -> list[int]:
         """Returns the operand's dims that result and updates have."""
@@ -104,18 +97,11 @@ class Windows:
             starts[..., dim] = np.arange(starts.shape[axis]).reshape(shape)
         return starts
 
-    def places(self, starts: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Returns the operand's index arrays of all elements of all windows: batch dims, then the dims of windows."""
-        kept, batch_rank = self.kept(), starts.ndim - 2
-        result = []
-        for dim in range(len(self.sizes)):
-            place = starts[..., dim].reshape(*starts.shape[:-1], *(1,) * len(kept))
-            if dim in kept:
-                shape = [1] * (1 + batch_rank + len(kept))
-                shape[1 + batch_rank + kept.index(dim)] = self.sizes[dim]
-                place = place + np.arange(self.sizes[dim]).reshape(shape)
-            result.append(place)
-        return tuple(result)
+    def read(self, x: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """Returns the windows of an operand that start there, `[devices, *batch dims, *dims of windows]`."""
+        devices = np.arange(len(x)).reshape(-1, *(1,) * (starts.ndim - 2))
+        windows = _every_window(x, self.sizes)[(devices, *np.moveaxis(starts, -1, 0))]
+        return windows[(..., *(slice(None) if dim in self.kept() else 0 for dim in range(len(self.sizes))))]
 
     def order(self, rank: int) -> list[int]:
         """Returns where each dim of a result `[devices, *dims]` is among the batch dims and those of windows."""
@@ -130,9 +116,7 @@ def gather(x: np.ndarray, indices: np.ndarray, windows: Windows, rank: int) -> n
     x, indices = spread([x, indices])
     starts = windows.starts(indices, x.ndim - 1)
     starts = np.clip(starts, 0, np.array(x.shape[1:]) - np.array(windows.sizes))
-    places = windows.places(starts)
-    devices = np.arange(len(x)).reshape(-1, *(1,) * (places[0].ndim - 1)) if places else np.arange(len(x))
-    return x[(devices, *places)].transpose(windows.order(rank))
+    return windows.read(x, starts).transpose(windows.order(rank))
 
 
 def scatter(
@@ -149,64 +133,54 @@ def scatter(
     starts = windows.starts(indices, first.ndim - 1)
     last = np.array(first.shape[1:]) - np.array(windows.sizes)
     inside = np.asarray(((starts >= 0) & (starts <= last)).all(-1))
-    places = windows.places(np.where(inside[..., None], starts, 0))
-    shape = np.broadcast_shapes(*(place.shape for place in places))
-    devices = np.arange(len(first)).reshape(-1, *(1,) * (len(shape) - 1))
-    flat = np.ravel_multi_index(np.broadcast_arrays(devices, *places), first.shape).reshape(-1)
-    valid = np.broadcast_to(inside.reshape(*inside.shape, *(1,) * (len(shape) - inside.ndim)), shape).reshape(-1)
-    inverse = windows.order(updates[0].ndim - 1)
-    order = np.argsort(inverse)
-    new = [update.transpose(order).reshape(-1)[valid] for update in updates]
-    flat = flat[valid]
+    flat = windows.read(np.arange(first.size).reshape(first.shape), np.where(inside[..., None], starts, 0))
+    order = np.argsort(windows.order(updates[0].ndim - 1))
+    flat, *new = (x[inside].reshape(-1) for x in (flat, *(update.transpose(order) for update in updates)))
     if add is not None and len(xs) == 1:
         result = (xs[0].astype(np.float32) if xs[0].dtype.kind == "V" else xs[0]).reshape(-1)
         add.at(result, flat, new[0].astype(result.dtype))
         return [result.reshape(first.shape).astype(first.dtype)]
     results = [x.reshape(-1) for x in xs]
-    for chosen in _rounds(flat):  # the updates of one place one after the other
-        combined = combine([x[flat[chosen]] for x in results], [update[chosen] for update in new])
-        for x, value in zip(results, combined, strict=True):
-            x[flat[chosen]] = value
+    update_in_order(results, flat, new, combine)
     return [x.reshape(first.shape) for x in results]
 
 
-def _rounds(flat: np.ndarray) -> list[np.ndarray]:
-    """Splits updates into rounds in which no place is updated twice, in their order."""
+def update_in_order(xs: Sequence[np.ndarray], flat: np.ndarray, new: Sequence[np.ndarray], combine: Combine) -> None:
+    """Combines updates into places of arrays of one dim, those of one place one after the other."""
     order = np.argsort(flat, kind="stable")
     ordered = flat[order]
-    begins = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]]) if len(flat) else np.array([], int)
-    count = np.arange(len(flat)) - np.repeat(begins, np.diff(np.r_[begins, len(flat)]))
-    return [np.sort(order[count == number]) for number in range(int(count.max()) + 1 if len(flat) else 0)]
+    count = np.arange(len(flat)) - np.searchsorted(ordered, ordered)  # how many before it have its place
+    for number in range(count.max(initial=-1) + 1):
+        chosen = order[count == number]
+        combined = combine([x[flat[chosen]] for x in xs], [update[chosen] for update in new])
+        for x, value in zip(xs, combined, strict=True):
+            x[flat[chosen]] = value
 
 
 def gather_windows(attributes: Mapping[str, str]) -> Windows:
     """Reads the attributes of a gather."""
-    return Windows(
-        offset=integers(attributes["offset_dims"]),
-        collapsed=integers(attributes.get("collapsed_slice_dims")),
-        batching=integers(attributes.get("operand_batching_dims")),
-        indices_batching=integers(attributes.get("start_indices_batching_dims")),
-        index_map=integers(attributes["start_index_map"]),
-        vector_dim=int(attributes["index_vector_dim"]),
-        sizes=integers(attributes["slice_sizes"]),
-    )
+    names = "offset_dims", "collapsed_slice_dims", "operand_batching_dims", "start_indices_batching_dims"
+    return _windows(attributes, (*names, "start_index_map"), integers(attributes["slice_sizes"]))
 
 
 def scatter_windows(attributes: Mapping[str, str], operand: Sequence[int], update: Sequence[int]) -> Windows:
     """Reads the attributes of a scatter, with the dims of its operand and its updates."""
-    window_dims = integers(attributes["update_window_dims"])
-    inserted = integers(attributes.get("inserted_window_dims"))
-    batching = integers(attributes.get("input_batching_dims"))
-    sizes = iter([update[dim] for dim in window_dims])
-    windows = Windows(
-        offset=window_dims,
-        collapsed=inserted,
-        batching=batching,
-        indices_batching=integers(attributes.get("scatter_indices_batching_dims")),
-        index_map=integers(attributes["scatter_dims_to_operand_dims"]),
-        vector_dim=int(attributes["index_vector_dim"]),
-        sizes=tuple(1 if dim in inserted + batching else next(sizes) for dim in range(len(operand))),
-    )
-    if math.prod(windows.sizes) == 0:
+    names = "update_window_dims", "inserted_window_dims", "input_batching_dims", "scatter_indices_batching_dims"
+    windows = _windows(attributes, (*names, "scatter_dims_to_operand_dims"), [1] * len(operand))
+    sizes = dict(zip(windows.kept(), (update[dim] for dim in windows.offset), strict=True))
+    if 0 in sizes.values():
         raise NotInterpretable("a scatter of windows without elements")
-    return windows
+    return dataclasses.replace(windows, sizes=[sizes.get(dim, 1) for dim in range(len(operand))])
+
+
+def _windows(attributes: Mapping[str, str], names: Sequence[str], sizes: list[int]) -> Windows:
+    offset, collapsed, batching, indices_batching, index_map = names
+    return Windows(
+        offset=integers(attributes[offset]),
+        collapsed=integers(attributes.get(collapsed, "")),
+        batching=integers(attributes.get(batching, "")),
+        indices_batching=integers(attributes.get(indices_batching, "")),
+        index_map=integers(attributes[index_map]),
+        vector_dim=int(attributes["index_vector_dim"]),
+        sizes=sizes,
+    )

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import math
+import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from zero_jax.hlo import KINDS, Array, Instruction, Program, parse_shape, read_windows
+from zero_jax.hlo import KINDS, Instruction, Program, read_aliases, read_windows
 from zero_jax.interpreter import indexing
 from zero_jax.interpreter.collectives import Exchange, every_device, permuted
-from zero_jax.interpreter.indexing import integers
-from zero_jax.interpreter.operations import Context, Rule, parse_parts, rule_of
+from zero_jax.interpreter.elementwise import ELEMENTWISE, OF_BOOLEANS
+from zero_jax.interpreter.operations import Context, Rule, rule_of
 from zero_jax.interpreter.products import placed_windows, select_and_scatter
-from zero_jax.interpreter.values import NotInterpretable, Value, array_shape, convert, dtype_of, is_small_float, spread
+from zero_jax.interpreter.values import NotInterpretable, Value, array_shape, convert, is_small_float, spread
 
 _COLLECTIVE = re.compile(rf"({KINDS})(-start|-done)?")
-_UFUNCS = {
-    "add": np.add, "multiply": np.multiply, "maximum": np.maximum, "minimum": np.minimum,
-    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-}  # fmt: skip
-# Results of a fusion that are written into one operand in place are one buffer.
-_ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
+_COMMUTATIVE = ("add", "multiply", "maximum", "minimum", "and", "or", "xor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +33,6 @@ class Step:
     context: Context
     operands: tuple[str, ...]
     rule: Rule
-    dims: tuple[int, ...] | None  # of the result; None of a tuple
-    dtype: np.dtype | None  # of the result; None of a tuple or a token
 
     @property
     def line(self) -> str:
@@ -47,14 +43,14 @@ class Step:
         """Returns the instruction's value, in the dtype that the text says; errors of its rule name the instruction."""
         try:
             result = self.rule(self.context, operands)
+            if self.context.is_tuple or isinstance(result, tuple):
+                return result
+            assert result.shape[1:] == self.context.shape.dims, (result.shape, self.line)
+            return convert(result, self.context.dtype)
         except NotInterpretable as error:
             raise NotInterpretable(f"{error}: {self.line[:400]}") from error
         except (IndexError, TypeError, ValueError) as error:
             raise RuntimeError(f"{type(error).__name__} ({error}) in {self.line[:600]}") from error
-        if self.dims is None or isinstance(result, tuple):
-            return result
-        assert result.shape[1:] == self.dims, (result.shape, self.line)
-        return result if self.dtype is None else convert(result, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +82,7 @@ class Interpreter:
         if len(arguments) != len(parameters):
             raise ValueError(f"{len(arguments)} arguments for a program of {len(parameters)} parameters")
         for name, argument in zip(parameters, arguments, strict=True):
-            shape = parse_shape(instructions[name].shape)
-            if tuple(argument.shape[1:]) != tuple(getattr(shape, "dims", ())):
+            if argument.shape[1:] != array_shape(instructions[name].shape).dims:
                 raise ValueError(f"{name} is {instructions[name].shape}, the argument {argument.shape}")
         with np.errstate(all="ignore"):
             result = self._call(self.program.entry, list(arguments))
@@ -111,15 +106,7 @@ class Interpreter:
         operands = [instructions[name] for name in names]
         if "AsyncCollectiveStart" in instruction.line and operands:  # whose first result is what the collective sends
             names += tuple(operands[0].operands)
-        shape = parse_shape(instruction.shape)
-        has_dtype = isinstance(shape, Array) and shape.dtype not in ("token", "opaque")
-        return Step(
-            context=Context(instruction, operands, self.num_devices),
-            operands=names,
-            rule=self._rule(instruction),
-            dims=shape.dims if isinstance(shape, Array) else None,
-            dtype=dtype_of(shape.dtype) if isinstance(shape, Array) and has_dtype else None,
-        )
+        return Step(Context(instruction, operands, self.num_devices), names, self._rule(instruction))
 
     def _rule(self, instruction: Instruction) -> Rule:
         if match := _COLLECTIVE.fullmatch(instruction.opcode):
@@ -139,12 +126,14 @@ class Interpreter:
 
     def _calling(self, context: Context, operands: list[Value]) -> Value:
         (name,) = context.called.values()
-        aliases = _ALIAS.findall(context.attributes.get("output_to_operand_aliasing", ""))
-        places = [alias[1:] for alias in aliases]
+        written = collections.defaultdict(list)
+        for output, *place in read_aliases(context.attributes.get("output_to_operand_aliasing", "")):
+            written[*place].append(output)
         result = self._call(name, operands)
-        for number, path in {place for place in places if places.count(place) > 1}:
-            outputs = [integers(output)[0] for output, *index in aliases if tuple(index) == (number, path)]
-            result = _in_place(result, outputs, _part(operands[int(number)], integers(path)))
+        for (number, path), outputs in written.items():
+            if len(outputs) > 1:  # results that are written into one operand in place are one buffer
+                operand = functools.reduce(operator.getitem, path, operands[number])
+                result = _in_place(result, [place for place, *_ in outputs], operand)
         return result
 
     def _async_start(self, context: Context, operands: list[Value]) -> Value:
@@ -244,8 +233,8 @@ class Interpreter:
 
     # Reductions
 
-    def _ufunc(self, name: str) -> np.ufunc | None:
-        """Returns the NumPy function that a computation of two scalars is, whatever it converts on the way."""
+    def _ufunc(self, name: str, dtype: np.dtype) -> Any:
+        """Returns the NumPy function that a computation of two scalars is, whatever it converts on the way, or None."""
         instructions = self.program.computations[name]
 
         def source(name: str) -> Instruction:
@@ -254,25 +243,22 @@ class Interpreter:
             return instructions[name]
 
         root = source(self.program.roots[name])
-        if root.opcode not in _UFUNCS:
+        if root.opcode not in _COMMUTATIVE:
             return None
         sources = {(each.opcode, *each.operands) for each in map(source, root.operands)}
-        return _UFUNCS[root.opcode] if sources == {("parameter", "0"), ("parameter", "1")} else None
+        if sources != {("parameter", "0"), ("parameter", "1")}:
+            return None
+        return (OF_BOOLEANS if dtype.kind == "b" else {}).get(root.opcode, ELEMENTWISE[root.opcode])
 
     def _reduce_first(self, name: str, xs: list[np.ndarray], inits: list[np.ndarray] | None = None) -> list[np.ndarray]:
         """Reduces arrays `[n, devices, *dims]` over their first dim by a computation; sums are in float32 at least."""
-        ufunc = self._ufunc(name) if len(xs) == 1 else None
+        dtype = xs[0].dtype
+        ufunc = self._ufunc(name, dtype) if len(xs) == 1 else None
         if ufunc is not None:
-            x = xs[0]
-            dtype = x.dtype
-            wide = x.astype(np.float32) if is_small_float(dtype) else x
-            if dtype.kind == "b":
-                ufunc = {np.add: np.logical_or, np.multiply: np.logical_and}.get(ufunc, ufunc)
-            start = [] if inits is None else [convert(inits[0], wide.dtype)]
-            if not len(wide):
-                return [convert(np.array(np.broadcast_to(start[0], wide.shape[1:])), dtype)]
-            total = ufunc.reduce(wide, axis=0)
-            return [convert(ufunc(total, start[0]) if start else total, dtype)]
+            wide = xs[0].astype(np.float32) if is_small_float(dtype) else xs[0]
+            totals = [ufunc.reduce(wide, axis=0)] if len(wide) else []
+            starts = [] if inits is None else [np.broadcast_to(convert(inits[0], wide.dtype), wide.shape[1:])]
+            return [convert(functools.reduce(ufunc, totals + starts), dtype)]
         parts = [[x[number] for x in xs] for number in range(len(xs[0]))]
         if inits is not None:
             parts.insert(0, [np.broadcast_to(init, x.shape[1:]) for init, x in zip(inits, xs, strict=True)])
@@ -294,22 +280,20 @@ class Interpreter:
         count = math.prod(xs[0].shape[dim] for dim in dims)
         moved = [x.transpose(*dims, *kept).reshape(count, *shape) for x in xs]
         starts = [init.reshape(-1, *(1,) * (len(shape) - 1)) for init in inits]
-        results = self._reduce_first(context.called["to_apply"], moved, starts)
-        return tuple(results) if context.is_tuple else results[0]
+        return context.result(self._reduce_first(context.called["to_apply"], moved, starts))
 
     def _reduce_window(self, context: Context, operands: list[Value]) -> Value:
-        dims = array_shape(parse_parts(context.instruction.shape)[0]).dims
+        dims = context.instruction.arrays[0].dims
         windows = read_windows(context.attributes.get("window"), len(dims))
         xs, inits = operands[: len(operands) // 2], operands[len(operands) // 2 :]
         views = [np.stack([*placed_windows(x, init, windows, dims)]) for x, init in zip(xs, inits, strict=True)]
         starts = [init.reshape(-1, *(1,) * len(dims)) for init in inits]
-        results = self._reduce_first(context.called["to_apply"], views, starts)
-        return tuple(results) if context.is_tuple else results[0]
+        return context.result(self._reduce_first(context.called["to_apply"], views, starts))
 
     def _select_and_scatter(self, context: Context, operands: list[Value]) -> Value:
         windows = read_windows(context.attributes.get("window"), len(context.shape.dims))
         names = (context.attributes[role].strip("%") for role in ("select", "scatter"))
-        select, combine = (lambda a, b, name=name: self._combine(name, [a], [b])[0] for name in names)
+        select, combine = (functools.partial(self._combine, name) for name in names)
         x, source, init = operands
         return select_and_scatter(x, source, init, windows, select, combine)
 
@@ -318,14 +302,11 @@ class Interpreter:
         windows = indexing.scatter_windows(
             context.attributes, context.operand_shape().dims, context.operand_shape(count + 1).dims
         )
-        ufunc = (
-            self._ufunc(context.called["to_apply"]) if count == 1 and context.operand_shape().dtype != "pred" else None
-        )
+        ufunc = self._ufunc(context.called["to_apply"], operands[0].dtype) if count == 1 else None
         xs, indices, updates = operands[:count], operands[count], operands[count + 1 :]
         updates = [convert(update, x.dtype) for x, update in zip(xs, updates, strict=True)]
         combine = functools.partial(self._combine, context.called["to_apply"])
-        results = indexing.scatter(xs, indices, updates, windows, combine, ufunc)
-        return results[0] if count == 1 else tuple(results)
+        return context.result(indexing.scatter(xs, indices, updates, windows, combine, ufunc))
 
     def _map(self, context: Context, operands: list[Value]) -> Value:
         operands = spread(operands)
@@ -336,8 +317,7 @@ class Interpreter:
         axis = 1 + context.dimensions[0]
         xs = [np.array(np.moveaxis(x, axis, 0)) for x in spread(operands)]
         self._sorted(context.called["to_apply"], xs)
-        results = [np.moveaxis(x, 0, axis) for x in xs]
-        return tuple(results) if context.is_tuple else results[0]
+        return context.result([np.moveaxis(x, 0, axis) for x in xs])
 
     def _sorted(self, name: str, xs: list[np.ndarray]) -> None:
         """Sorts arrays along their first dim in place, by neighbours that are exchanged: stable, whatever compares."""
@@ -375,12 +355,6 @@ def _chosen(which: np.ndarray, yes: Value, no: Value) -> Value:
     if isinstance(yes, tuple):
         return tuple(_chosen(which, a, b) for a, b in zip(yes, no, strict=True))
     return np.where(which.reshape(-1, *(1,) * (yes.ndim - 1)), yes, no)
-
-
-def _part(value: Value, path: Sequence[int]) -> Value:
-    for index in path:
-        value = value[index]
-    return value
 
 
 def _in_place(result: tuple[Value, ...], outputs: Sequence[int], operand: np.ndarray) -> tuple[Value, ...]:

@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from zero_jax.hlo import Array, Instruction, arrays, parse_shape
+from zero_jax.hlo import Array, Instruction, integers
 from zero_jax.interpreter import indexing
 from zero_jax.interpreter.elementwise import ELEMENTWISE, compare, elementwise, reduce_precision
-from zero_jax.interpreter.indexing import integers
 from zero_jax.interpreter.products import convolution, dot
 from zero_jax.interpreter.values import (
     NotInterpretable,
@@ -22,7 +21,6 @@ from zero_jax.interpreter.values import (
     convert,
     dtype_of,
     literal,
-    same_shape,
     spread,
     undefined,
 )
@@ -57,9 +55,9 @@ class Context:
         return read_attributes(self.instruction)
 
     @functools.cached_property
-    def dimensions(self) -> tuple[int, ...]:
+    def dimensions(self) -> list[int]:
         """The attribute `dimensions`; none where it is left out."""
-        return integers(self.attributes.get("dimensions"))
+        return integers(self.attributes.get("dimensions", ""))
 
     @functools.cached_property
     def shape(self) -> Array:
@@ -72,7 +70,7 @@ class Context:
         return dtype_of(self.shape.dtype)
 
     @functools.cached_property
-    def literal(self) -> Value:
+    def literal(self) -> np.ndarray:
         """The value of a constant."""
         return literal(self.instruction.operands_text, self.instruction.shape)
 
@@ -85,6 +83,10 @@ class Context:
     def called(self) -> dict[str, str]:
         """The computations that it calls, by the attributes that name them."""
         return self.instruction.called
+
+    def result(self, values: Sequence[Value]) -> Value:
+        """Returns the values of a tuple, or that of the one array."""
+        return tuple(values) if self.is_tuple else values[0]
 
     def operand_shape(self, number: int = 0) -> Array:
         """The shape of an operand, one array."""
@@ -128,17 +130,16 @@ def rule_of(instruction: Instruction) -> Rule:
 
 def _started(opcode: str, context: Context, xs: list[Value]) -> Value:
     """The start of an asynchronous operation, which yields its operands and its result."""
-    shape = parse_parts(context.instruction.shape)[len(context.operands)]
+    array = context.instruction.arrays[len(context.operands)]
+    shape = f"{array}{{{array.layout}}}"
     of_result = dataclasses.replace(context, instruction=context.instruction._replace(opcode=opcode, shape=shape))
     return tuple(xs), _RULES[opcode](of_result, xs)
 
 
 def _iota(context: Context, _: list[Value]) -> Value:
-    dims = context.shape.dims
     along = int(context.attributes.get("iota_dimension", 0))
-    row = np.arange(dims[along]) if dims else np.zeros((), int)
-    shape = [size if dim == along else 1 for dim, size in enumerate(dims)]
-    return convert(np.broadcast_to(row.reshape(shape), dims), context.dtype)[None]
+    places = np.indices((1, *context.shape.dims, 1), sparse=True)[1 + along]  # of a scalar 0
+    return np.broadcast_to(convert(places[..., 0], context.dtype), (1, *context.shape.dims))
 
 
 def _bitcast_convert(context: Context, xs: list[Value]) -> Value:
@@ -178,33 +179,27 @@ def _fft(context: Context, xs: list[Value]) -> Value:
 
 def _custom_call(context: Context, xs: list[Value]) -> Value:
     target = context.attributes.get("custom_call_target", "").strip('"')
-    text, devices = context.instruction.shape, context.num_devices
+    parts, devices = context.instruction.arrays, context.num_devices
     if target == "AllocateBuffer":
-        made = [undefined(part, devices) for part in parse_parts(text)]
-        return tuple(made) if context.is_tuple else made[0]
+        return context.result([undefined(part, devices) for part in parts])
     if target == "AsyncCollectiveStart":
-        return xs[1], xs[0], *(undefined(part, devices) for part in parse_parts(text)[2:])
+        return xs[1], xs[0], *(undefined(part, devices) for part in parts[2:])
     if target == "AsyncCollectiveDone":
         return xs[2]
     if target == "PrepareAsyncCallStart":  # nothing reads its value
         return np.zeros(1, np.uint32)
     if target == "TopK":
-        size = array_shape(parse_parts(text)[0]).dims[-1]
-        order = np.argsort(-convert(xs[0], np.dtype(np.float64)), axis=-1, kind="stable")[..., :size]
+        order = np.argsort(-convert(xs[0], np.dtype(np.float64)), axis=-1, kind="stable")[..., : parts[0].dims[-1]]
         return np.take_along_axis(xs[0], order, -1), order.astype(np.int32)
     if target in _MATRIX_CALLS:
         return _MATRIX_CALLS[target](xs[0])
     if target in _IDENTITY_CALLS:
-        if context.operands and same_shape(parse_shape(context.operands[0].shape), parse_shape(text)):
+        is_array = bool(xs) and not context.is_tuple and not isinstance(xs[0], tuple)
+        if is_array and str(context.operand_shape()) == str(context.shape):
             return xs[0]
         if target == "PrepareAsyncCallDone":
             return np.zeros(1, np.uint32)
     raise NotInterpretable(f"the custom call {target!r}")
-
-
-def parse_parts(text: str) -> list[str]:
-    """Returns the texts of a tuple's arrays, or of the one array."""
-    return [f"{part}{{{part.layout}}}" if part.layout else str(part) for part in arrays(parse_shape(text))]
 
 
 def _same(_: Context, xs: list[Value]) -> Value:

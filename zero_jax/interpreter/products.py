@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from zero_jax.hlo import Window, read_windows
-from zero_jax.interpreter.indexing import integers, pad
+from zero_jax.hlo import Window, integers, read_windows
+from zero_jax.interpreter.indexing import Combine, pad, update_in_order
 from zero_jax.interpreter.values import NotInterpretable, convert, spread, widened
 
 
@@ -18,7 +18,7 @@ def dot(a: np.ndarray, b: np.ndarray, attributes: Mapping[str, str], dtype: np.d
     """Multiplies arrays over their contracting dims; sums are in float32 at least."""
     a, b = spread([widened(a), widened(b)])
     batch, contracting = (
-        [[dim + 1 for dim in integers(attributes.get(f"{side}_{kind}_dims"))] for side in ("lhs", "rhs")]
+        [[dim + 1 for dim in integers(attributes.get(f"{side}_{kind}_dims", ""))] for side in ("lhs", "rhs")]
         for kind in ("batch", "contracting")
     )
     free = [
@@ -94,8 +94,8 @@ def select_and_scatter(
     source: np.ndarray,
     init: np.ndarray,
     windows: Sequence[Window],
-    select: Callable[[np.ndarray, np.ndarray], np.ndarray],
-    combine: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    select: Combine,
+    combine: Combine,
 ) -> np.ndarray:
     """Adds each output's value to the element of its window that is selected, as max-pooling's gradient does."""
     x, source, init = spread([x, source, init])
@@ -105,14 +105,10 @@ def select_and_scatter(
     views = zip(values, placed_windows(indices, np.full((1,), -1), windows, out_dims), strict=True)
     best, chosen = next(views)  # -1 for none, in the padding
     for value, index in views:
-        keeps = (chosen >= 0) & select(best, value)
+        keeps = (chosen >= 0) & select([best], [value])[0]
         takes = (index >= 0) & ~keeps
         best, chosen = np.where(takes, value, best), np.where(takes, index, chosen)
-    result = np.array(np.broadcast_to(init.reshape(-1, *(1,) * (x.ndim - 1)), x.shape)).reshape(len(x), -1)
-    device = np.arange(len(x))
-    chosen, source = chosen.reshape(len(x), -1), source.reshape(len(x), -1)
-    for output in range(chosen.shape[1]):
-        place = chosen[:, output]
-        held = place >= 0
-        result[device[held], place[held]] = combine(result[device[held], place[held]], source[held, output])
+    result = np.array(np.broadcast_to(init.reshape(-1, *(1,) * (x.ndim - 1)), x.shape)).reshape(-1)
+    first = np.arange(len(x)).reshape(-1, *(1,) * len(out_dims)) * math.prod(x.shape[1:])  # of each device
+    update_in_order([result], (first + chosen)[chosen >= 0], [source[chosen >= 0]], combine)
     return result.reshape(x.shape)

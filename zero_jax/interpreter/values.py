@@ -8,28 +8,20 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401 - NumPy then knows its dtypes by name
 import numpy as np
 
-from zero_jax.hlo import Array, Shape, minor_to_major, parse_shape, tile_sizes
+from zero_jax.hlo import Array, minor_to_major, parse_shape, tile_sizes
 
 Value = Any  # np.ndarray [devices or 1, *dims], or a tuple of values
 
-_SMALL_FLOATS = (
-    "bfloat16", "float8_e3m4", "float8_e4m3", "float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2",
-    "float8_e5m2fnuz",
-)  # fmt: skip
-_DTYPES: dict[str, np.dtype] = {
-    **{"pred": np.dtype(bool), "f16": np.dtype(np.float16), "f32": np.dtype(np.float32), "f64": np.dtype(np.float64)},
-    **{"c64": np.dtype(np.complex64), "c128": np.dtype(np.complex128)},
-    **{f"s{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},
-    **{f"u{bits}": np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)},
-    **{f"s{bits}": np.dtype(getattr(ml_dtypes, f"int{bits}")) for bits in (2, 4)},
-    **{f"u{bits}": np.dtype(getattr(ml_dtypes, f"uint{bits}")) for bits in (2, 4)},
-    **{
-        name.replace("bfloat16", "bf16").replace("float8_", "f8"): np.dtype(getattr(ml_dtypes, name))
-        for name in _SMALL_FLOATS
-    },
+_DTYPES = {
+    **{"token": "bool", "opaque": "bool"},  # whose value nothing reads
+    **{"pred": "bool", "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"},
+    **{"c64": "complex64", "c128": "complex128"},
+    **{f"s{bits}": f"int{bits}" for bits in (2, 4, 8, 16, 32, 64)},
+    **{f"u{bits}": f"uint{bits}" for bits in (2, 4, 8, 16, 32, 64)},
+    **{f"f8{kind}": f"float8_{kind}" for kind in "e3m4 e4m3 e4m3fn e4m3b11fnuz e4m3fnuz e5m2 e5m2fnuz".split()},
 }
 _COMMENT = re.compile(r"/\*.*?\*/")
 _UNDEFINED = 0x5A  # bytes of memory that nothing was written to yet, where a dtype has no NaN
@@ -43,7 +35,7 @@ def dtype_of(name: str) -> np.dtype:
     """Returns the NumPy dtype of an HLO dtype; raises `NotInterpretable` if it is not known."""
     if name not in _DTYPES:
         raise NotInterpretable(f"arrays of dtype {name!r}")
-    return _DTYPES[name]
+    return np.dtype(_DTYPES[name])
 
 
 def array_shape(text: str) -> Array:
@@ -87,32 +79,30 @@ def convert(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return x.astype(dtype)
 
 
-def undefined(text: str, num_devices: int) -> np.ndarray:
+def undefined(shape: Array, num_devices: int) -> np.ndarray:
     """Returns what memory holds before it is written to: NaN, or odd integers."""
-    shape = array_shape(text)
     dtype = dtype_of(shape.dtype)
     has_nan = dtype.kind in "fcV" and "int" not in dtype.name
     return np.full((num_devices, *shape.dims), np.nan if has_nan else np.int32(_UNDEFINED)).astype(dtype)
 
 
-def literal(text: str, shape_text: str) -> Value:
-    """Reads a constant such as 1.5, {1, 2} or {{true}}, or a tuple of them; `NotInterpretable` for {...}."""
-    shape = parse_shape(shape_text)
-    if not isinstance(shape, Array):
-        raise NotInterpretable(f"a constant of the shape {shape_text!r}")
+def literal(text: str, shape_text: str) -> np.ndarray:
+    """Reads a constant such as 1.5, {1, 2} or {{true}}; `NotInterpretable` for {...}."""
+    shape = array_shape(shape_text)
     if "..." in text:
         raise NotInterpretable("a constant that the program's text leaves out: pass the text with all constants")
     dtype = dtype_of(shape.dtype)
-    flat = _COMMENT.sub("", text).replace("{", " ").replace("}", " ")
-    if dtype.kind == "c":
-        numbers = [complex(float(real), float(imag)) for real, imag in re.findall(r"\(([^,]+),([^)]+)\)", flat)]
-        return np.array(numbers, dtype).reshape(1, *shape.dims)
-    words = flat.replace(",", " ").split()
-    if dtype.kind == "b":
-        return np.array([word in ("true", "1") for word in words], bool).reshape(1, *shape.dims)
-    if dtype.kind in "iu" or "int" in dtype.name:
-        return np.array([int(word) for word in words], object).astype(dtype).reshape(1, *shape.dims)
-    return np.array([float(word) for word in words]).astype(dtype).reshape(1, *shape.dims)
+    words = re.sub(r"[{},]", " ", _COMMENT.sub("", text)).split()
+    if dtype.kind == "c":  # (1, -2)
+        parts = [float(word.strip("()")) for word in words]
+        numbers = np.array([complex(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)])
+    elif dtype.kind == "b":
+        numbers = np.array([word in ("true", "1") for word in words])
+    elif "int" in dtype.name:
+        numbers = np.array([int(word) for word in words], object)
+    else:
+        numbers = np.array([float(word) for word in words])
+    return numbers.astype(dtype).reshape(1, *shape.dims)
 
 
 def bitcast(x: np.ndarray, source: Array, target: Array) -> np.ndarray:
@@ -174,11 +164,6 @@ def _cut(elements: np.ndarray, tile: Sequence[int]) -> np.ndarray:
     split = elements.reshape(*elements.shape[:first], *sizes)
     outer, inner = range(first, first + 2 * len(tile), 2), range(first + 1, first + 2 * len(tile), 2)
     return split.transpose(*range(first), *outer, *inner)
-
-
-def same_shape(first: Shape, second: Shape) -> bool:
-    """Whether two arrays have the same dtype and dims, whatever their layouts."""
-    return isinstance(first, Array) and isinstance(second, Array) and str(first) == str(second)
 
 
 def spread(values: Sequence[np.ndarray]) -> list[np.ndarray]:

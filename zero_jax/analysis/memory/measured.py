@@ -8,7 +8,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +27,7 @@ from zero_jax.core.signatures import check_arguments, check_methods
 from zero_jax.core.text_tables import Report, aligned, format_bytes
 from zero_jax.hlo import (
     COLLECTIVES,
+    GRAD_OF_GATHER,
     Buffer,
     Heap,
     HeapLayout,
@@ -42,8 +42,6 @@ from zero_jax.hlo import (
 )
 
 TEMPORARIES = ("grads", "gathered params", "residuals", "copied params", "collective buffers", "other temporaries")
-# The gradient of a param's gather, not the gather that is repeated in the backward pass.
-_GRAD_OF_GATHER = re.compile(r"transpose\([^/]*gather=")
 # The groups that a loss function uses, and that are gathered for it.
 _PARAMS = ("params", "master", "model_state")
 # Dims of smaller arrays are ambiguous.
@@ -320,7 +318,7 @@ def classify(heap: Heap, leaves: Sequence[ArgumentLeaf]) -> tuple[Temporary, ...
 
     def is_gathered(buffer: Buffer, dims: tuple[int, ...]) -> bool:
         gathers = bool(gathered_path(buffer.op_name)) or buffer.op_name.endswith("sharding_constraint")
-        scoped = (gathers or buffer.opcode.startswith("all-gather")) and not _GRAD_OF_GATHER.search(buffer.op_name)
+        scoped = (gathers or buffer.opcode.startswith("all-gather")) and not GRAD_OF_GATHER.search(buffer.op_name)
         return dims in gathered and (dims not in local or buffer.opcode.startswith("all-gather")) and scoped
 
     def is_grad(buffer: Buffer, dims: tuple[int, ...]) -> bool:

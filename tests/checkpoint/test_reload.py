@@ -215,3 +215,14 @@ def test_masters_of_another_dtype_are_cast_after_they_were_verified(unstepped, t
         checkpointer.save(2, back.state)
     wide = reload(tmp_path, "4", 1)
     np.testing.assert_array_equal(reference.to_host(wide.state.params["embed"]), expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("params_only", [False, True])
+def test_what_is_too_large_for_the_dtype_of_the_state_is_refused(tmp_path, params_only):
+    arguments = {"mesh": reference.mesh_of("8"), "config": reference.make_config()}
+    wide = {"w": jnp.full((16, 8), 1e6), "worst": jnp.full(3, -jnp.inf)}
+    with Checkpointer(tmp_path, log=pytest.fail) as checkpointer:
+        checkpointer.save(1, zero.init_state(wide, TX, jax.random.key(0), **arguments), allow_nonfinite=True)
+    narrow = jax.tree.map(lambda x: x.astype(jnp.float16), wide)
+    with pytest.raises(ValueError, match=r"leaf 'params/w' has values too large for float16: keep it in float32"):
+        restore(tmp_path, init_fn=narrow, tx=TX, params_only=params_only, **arguments)

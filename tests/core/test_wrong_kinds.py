@@ -36,6 +36,7 @@ def lowered():
 KINDS = [
     (lambda: init_state(key=None), r"key=None is no key: give jax.random.key\(0\)"),
     (lambda: init_state(key=jnp.ones(2)), r"key=float32\[2\] is no key"),
+    (lambda: init_state(key=jax.random.PRNGKey(0, impl="rbg")), r"key=uint32\[4\] is no key"),
     (lambda: init_state(key=jax.random.split(jax.random.key(0), 4)), r"key=key<fry>\[4\] is no key"),
     (lambda: init_state(jax.eval_shape(host_params)), "the params are shapes, without values: give arrays, or a func"),
     (lambda: zero.sharding_report("x", **PLACED), "params is 'x' of type str, no array: give arrays or jax.Shape"),

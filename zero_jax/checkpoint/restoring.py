@@ -311,7 +311,7 @@ def _check_leaves(record: Record, target: Mapping[str, Any], *, params_only: boo
             lines.append(f"{printable(name)}: the checkpoint has no such leaf{hint}, the state has {wanted}")
         elif leaf.shape != tuple(x.shape):
             lines.append(f"{printable(name)}: saved as {list(leaf.shape)}, the state has {list(x.shape)}")
-        elif leaf.dtype != dtype_name(x) and not (_is_float(leaf.dtype) and _is_float(dtype_name(x))):
+        elif _is_cut(leaf.dtype) or not (leaf.dtype == dtype_name(x) or _is_float(leaf.dtype, dtype_name(x))):
             lines.append(f"{printable(name)}: saved as {leaf.dtype}, the state has {dtype_name(x)}")
     lines += [f"{printable(name)}: the checkpoint has it, the state has not" for name in extra]
     if not lines:
@@ -329,11 +329,18 @@ def _check_leaves(record: Record, target: Mapping[str, Any], *, params_only: boo
         "of another name with init_from)"
     )
     remedy = next((remedy for group, remedy in remedies.items() if group in differ), default)
+    if any(_is_cut(record.leaves[name].dtype) for name in target.keys() & record.leaves.keys()):
+        remedy = "JAX has 64 bits with jax_enable_x64 (JAX_ENABLE_X64=1) alone: restore it with that on"
     raise ValueError(f"{record.path} does not fit the state:\n  " + "\n  ".join(shown) + f"\n{remedy}")
 
 
-def _is_float(dtype: str) -> bool:
-    return not dtype.startswith("key<") and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+def _is_float(*dtypes: str) -> bool:
+    return all(not x.startswith("key<") and jnp.issubdtype(jnp.dtype(x), jnp.floating) for x in dtypes)
+
+
+def _is_cut(dtype: str) -> bool:
+    """Tells whether JAX makes fewer bits of a dtype."""
+    return not dtype.startswith("key<") and jax.dtypes.canonicalize_dtype(jnp.dtype(dtype)) != jnp.dtype(dtype)
 
 
 def _group(name: str) -> str:

@@ -97,6 +97,15 @@ def test_an_evaluation_is_not_run_on_a_donated_state():
             evaluate(donated, make_batch())
 
 
+@pytest.mark.parametrize("name", ["evaluate", "grads", "lower"])
+def test_a_state_on_other_devices_is_refused(name):
+    placed = {"mesh": mesh_of("2"), "config": CONFIG}
+    step = zero.make_train_step(loss_fn, TX, **placed)
+    call = {"evaluate": zero.make_eval_step(loss_fn, **placed), "grads": step.grads, "lower": step.lower}[name]
+    with pytest.raises(ValueError, match=r"of devices 0, 1, 2, 3, and the step was made for the mesh .*'data': 2"):
+        call(init_state(), make_batch())
+
+
 def of_shards(call):
     """Calls a function of a batch in a `jax.shard_map` over it."""
     mapped = jax.shard_map(lambda x: call(x).loss[None], mesh=MESH, in_specs=P("data"), out_specs=P("data"))

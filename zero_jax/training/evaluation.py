@@ -25,7 +25,7 @@ from zero_jax.training.compiled_step import Metrics, replicated, shown_step
 from zero_jax.training.loss.function import MeshLoss, user_loss
 from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.same_program import SameProgram
-from zero_jax.training.state.checks import check_not_donated
+from zero_jax.training.state.checks import check_devices, check_not_donated
 from zero_jax.training.state.placement import Placement, make_placement
 from zero_jax.training.state.train_state import TrainState
 from zero_jax.training.xla_options import step_options
@@ -83,6 +83,7 @@ def make_eval_step(
         check_not_donated(variables)  # running with a deleted buffer may end the process
         is_nested = any(map(is_traced, jax.tree.leaves((variables, batch))))
         with on_mesh(mesh, in_shard_map=False), SHORT_TRACEBACK:
+            check_devices(variables, mesh)
             given, batch = batch, place_batch(batch, mesh=mesh, axes=axes)
             if not is_nested:
                 same.check(jitted(is_nested), variables, batch, given=given, axes=axes)

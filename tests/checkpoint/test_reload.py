@@ -215,3 +215,26 @@ def test_masters_of_another_dtype_are_cast_after_they_were_verified(unstepped, t
         checkpointer.save(2, back.state)
     wide = reload(tmp_path, "4", 1)
     np.testing.assert_array_equal(reference.to_host(wide.state.params["embed"]), expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("params_only", [False, True])
+def test_what_is_too_large_for_the_dtype_of_the_state_is_refused(tmp_path, params_only):
+    arguments = {"mesh": reference.mesh_of("8"), "config": reference.make_config()}
+    wide = {"w": jnp.full((16, 8), 1e6), "worst": jnp.full(3, -jnp.inf)}
+    with Checkpointer(tmp_path, log=pytest.fail) as checkpointer:
+        checkpointer.save(1, zero.init_state(wide, TX, jax.random.key(0), **arguments), allow_nonfinite=True)
+    narrow = jax.tree.map(lambda x: x.astype(jnp.float16), wide)
+    with pytest.raises(ValueError, match=r"leaf 'params/w' has values too large for float16: keep it in float32"):
+        restore(tmp_path, init_fn=narrow, tx=TX, params_only=params_only, **arguments)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int64"])
+def test_64_bits_are_restored_where_jax_has_them(tmp_path, dtype):
+    init_fn = lambda key: {"w": jnp.ones((16, 8), jnp.float32), "wide": jnp.asarray(np.ones((16, 8), dtype))}  # noqa: E731
+    placed = {"mesh": reference.mesh_of("8"), "config": reference.make_config()}
+    with jax.enable_x64(True), Checkpointer(tmp_path, log=pytest.fail) as checkpointer:
+        checkpointer.save(1, zero.init_state(init_fn, TX, jax.random.key(0), **placed))
+    with pytest.raises(ValueError, match=rf"params/wide: saved as {dtype}, (.*\n)+JAX has 64 bits with jax_enable_x64"):
+        restore(tmp_path, init_fn=init_fn, tx=TX, **placed)
+    with jax.enable_x64(True):
+        assert restore(tmp_path, init_fn=init_fn, tx=TX, **placed).state.params["wide"].dtype == dtype

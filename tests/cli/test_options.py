@@ -65,6 +65,8 @@ def test_every_default_may_be_given(section, tmp_path):
     [
         ("[zer0]\nstage = 3", "section 'zer0' is unknown: did you mean 'zero'?"),
         ("[zero]\nstge = 3", r"key of \[zero\] 'stge' is unknown: did you mean 'stage'?"),
+        ("steps = 1", r"section 'steps' is unknown: it is a key of \[run\]"),
+        ("[data]\nstage = 3", r"key of \[data\] 'stage' is unknown: it is a key of \[zero\]"),
         ("[zero]\nstage = '3'", "zero.stage = '3': give a value of type int"),
         ("[zero]\nclip_norm = 'atuo'", "zero.clip_norm = 'atuo': give a value of type float or auto"),
         ("[zero]\nstage = true", "zero.stage = True: give a value of type int"),

@@ -36,6 +36,7 @@ def lowered():
 KINDS = [
     (lambda: init_state(key=None), r"key=None is no key: give jax.random.key\(0\)"),
     (lambda: init_state(key=jnp.ones(2)), r"key=float32\[2\] is no key"),
+    (lambda: init_state(key=jax.random.PRNGKey(0, impl="rbg")), r"key=uint32\[4\] is no key"),
     (lambda: init_state(key=jax.random.split(jax.random.key(0), 4)), r"key=key<fry>\[4\] is no key"),
     (lambda: init_state(jax.eval_shape(host_params)), "the params are shapes, without values: give arrays, or a func"),
     (lambda: zero.sharding_report("x", **PLACED), "params is 'x' of type str, no array: give arrays or jax.Shape"),
@@ -94,6 +95,15 @@ def test_an_evaluation_is_not_run_on_a_donated_state():
     for donated in (given, given.params):
         with pytest.raises(ValueError, match=r"was given to a step before .*go on with the state that the step"):
             evaluate(donated, make_batch())
+
+
+@pytest.mark.parametrize("name", ["evaluate", "grads", "lower"])
+def test_a_state_on_other_devices_is_refused(name):
+    placed = {"mesh": mesh_of("2"), "config": CONFIG}
+    step = zero.make_train_step(loss_fn, TX, **placed)
+    call = {"evaluate": zero.make_eval_step(loss_fn, **placed), "grads": step.grads, "lower": step.lower}[name]
+    with pytest.raises(ValueError, match=r"of devices 0, 1, 2, 3, and the step was made for the mesh .*'data': 2"):
+        call(init_state(), make_batch())
 
 
 def of_shards(call):

@@ -110,6 +110,7 @@ def test_keys_trees_and_patterns():
         ("params/bias", 0.0, "has shape [64], and the value []"),
         ("params/bias", np.zeros(64, np.complex64), "is float32, and the value complex64: cast it first"),
         ("params/bias", np.full(64, 1e300), "is float32, which cannot hold all of the value"),
+        ("params/bias", np.array([1e300, np.inf] * 32), "is float32, which cannot hold all of the value"),
         ("params/count", 2.5, "is int32, and the value float64: cast it first"),
         ("params/count", 2**40, "is int32, which cannot hold all"),
         ("params/bias", np.array(["a"] * 64), "cast it first"),

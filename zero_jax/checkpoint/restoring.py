@@ -34,7 +34,7 @@ from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.device_put import put_global, reshard_array
 from zero_jax.core.signatures import check_arguments
-from zero_jax.core.text_tables import Report, printable
+from zero_jax.core.text_tables import Report, printable, quoted
 from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.core.variables import MODEL_STATE, Variables, traceable_init
 from zero_jax.sharding.mesh import on_mesh
@@ -195,7 +195,7 @@ class _Restore:
                 check_index(record)  # of another model, or damaged?
             raise
         arrays = read_arrays(record, {name: x.sharding for name, x in stored.items()}, mesh=self.mesh)
-        leaves = {name: _fitted(arrays.pop(name), x) for name, x in present.items()} | self.fresh_leaves(missing)
+        leaves = {name: _fitted(name, arrays.pop(name), x) for name, x in present.items()} | self.fresh_leaves(missing)
         dropped = [name for name, leaf in record.leaves.items() if 0 in leaf.shape and name not in target]
         if dropped:
             others = ", ".join(printable(name) for name, x in missing.items() if not x.size)
@@ -311,7 +311,7 @@ def _check_leaves(record: Record, target: Mapping[str, Any], *, params_only: boo
             lines.append(f"{printable(name)}: the checkpoint has no such leaf{hint}, the state has {wanted}")
         elif leaf.shape != tuple(x.shape):
             lines.append(f"{printable(name)}: saved as {list(leaf.shape)}, the state has {list(x.shape)}")
-        elif leaf.dtype != dtype_name(x) and not (_is_float(leaf.dtype) and _is_float(dtype_name(x))):
+        elif _is_cut(leaf.dtype) or not (leaf.dtype == dtype_name(x) or _is_float(leaf.dtype, dtype_name(x))):
             lines.append(f"{printable(name)}: saved as {leaf.dtype}, the state has {dtype_name(x)}")
     lines += [f"{printable(name)}: the checkpoint has it, the state has not" for name in extra]
     if not lines:
@@ -329,11 +329,18 @@ def _check_leaves(record: Record, target: Mapping[str, Any], *, params_only: boo
         "of another name with init_from)"
     )
     remedy = next((remedy for group, remedy in remedies.items() if group in differ), default)
+    if any(_is_cut(record.leaves[name].dtype) for name in target.keys() & record.leaves.keys()):
+        remedy = "JAX has 64 bits with jax_enable_x64 (JAX_ENABLE_X64=1) alone: restore it with that on"
     raise ValueError(f"{record.path} does not fit the state:\n  " + "\n  ".join(shown) + f"\n{remedy}")
 
 
-def _is_float(dtype: str) -> bool:
-    return not dtype.startswith("key<") and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+def _is_float(*dtypes: str) -> bool:
+    return all(not x.startswith("key<") and jnp.issubdtype(jnp.dtype(x), jnp.floating) for x in dtypes)
+
+
+def _is_cut(dtype: str) -> bool:
+    """Tells whether JAX makes fewer bits of a dtype."""
+    return not dtype.startswith("key<") and jax.dtypes.canonicalize_dtype(jnp.dtype(dtype)) != jnp.dtype(dtype)
 
 
 def _group(name: str) -> str:
@@ -352,13 +359,26 @@ def _move(x: Array, like: Any) -> Array:
     return reshard_array(_cast(x, like), like.sharding)
 
 
-def _fitted(x: Array, like: Any) -> Array:
-    """Casts an array; errors of gradients of another number of devices have equal shares of their sum."""
+def _fitted(name: str, x: Array, like: Any) -> Array:
+    """Casts a leaf; errors of gradients of another number of devices have equal shares of their sum.
+
+    Raises:
+      ValueError: finite values are none in the dtype that the state has.
+    """
 
     def share(x: Array) -> Array:
         return jnp.broadcast_to(x.sum(0, keepdims=True) / like.shape[0], like.shape)
 
-    return _cast(x, like) if x.shape == like.shape else jax.jit(share, out_shardings=like.sharding)(x)
+    def is_too_large(x: Array, cast: Array) -> Array:
+        return (jnp.isfinite(x) & ~jnp.isfinite(cast.astype(x.dtype))).any()
+
+    if x.shape != like.shape:
+        return jax.jit(share, out_shardings=like.sharding)(x)
+    cast = _cast(x, like)
+    # `_check_leaves` lets other dtypes pass among floats alone.
+    if cast is not x and jax.jit(is_too_large, out_shardings=NamedSharding(x.sharding.mesh, PartitionSpec()))(x, cast):
+        raise ValueError(f"leaf {quoted(name)} has values too large for {like.dtype}: keep it in {x.dtype}")
+    return cast
 
 
 def _key_shape(leaf: SavedLeaf | None) -> Any:

@@ -26,23 +26,30 @@ def read_file(path: str | pathlib.Path) -> dict[str, Any]:
         _check_known(f"{path}: section", section, SECTIONS)
         if not isinstance(entries, dict):
             raise ValueError(f"{path}: {quoted(section)} is a value: write a section [{printable(section)}] of values")
-        config = SECTIONS[section]
-        kinds = {f"{config}.{name}": field.kind for name, field in option_fields(config).items()}
-        kinds |= model_keys() if section == "model" else {}
-        by_name = {destination.rpartition(".")[2]: destination for destination in kinds}
+        keys = _keys_of(section)
         for name, value in entries.items():
-            _check_known(f"{path}: key of [{section}]", name, by_name)
-            destination = by_name[name]
+            _check_known(f"{path}: key of [{section}]", name, keys)
+            destination, kind = keys[name]
             try:
-                values[destination] = read_value(value, kinds[destination], **limits_of(destination))
+                values[destination] = read_value(value, kind, **limits_of(destination))
             except ValueError as error:
                 raise ValueError(f"{path}: {section}.{name} = {error}") from error
     return values
 
 
+def _keys_of(section: str) -> dict[str, tuple[str, Any]]:
+    """Returns the destination of the option, and the kind of its value, for each key of a section."""
+    config = SECTIONS[section]
+    kinds = {f"{config}.{name}": field.kind for name, field in option_fields(config).items()}
+    kinds |= model_keys() if section == "model" else {}
+    return {destination.rpartition(".")[2]: (destination, kind) for destination, kind in kinds.items()}
+
+
 def _check_known(label: str, name: str, names: Collection[str]) -> None:
     if name not in names:
-        raise ValueError(f"{label} {quoted(name)} is unknown: {did_you_mean(name, names)}Known are {', '.join(names)}")
+        homes = [f"[{section}]" for section in SECTIONS if name in _keys_of(section)]
+        hint = f"it is a key of {' and '.join(homes)}. " if homes else did_you_mean(name, names)
+        raise ValueError(f"{label} {quoted(name)} is unknown: {hint}Known are {', '.join(names)}")
 
 
 def _read_toml(path: str | pathlib.Path) -> dict[str, Any]:

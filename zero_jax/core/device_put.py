@@ -68,18 +68,13 @@ def aligned_empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
 
 def is_sharded_as(x: jax.Array, sharding: NamedSharding) -> bool:
     """Tells whether an array on the devices may stay as it is for a sharding of a mesh whose axes are Auto."""
-    return not _is_explicit(x) and x.sharding.is_equivalent_to(sharding, x.ndim)
+    return not is_explicit(x) and x.sharding.is_equivalent_to(sharding, x.ndim)
 
 
-def _is_explicit(x: jax.Array) -> bool:
+def is_explicit(x: Any) -> bool:
     """Tells whether an array is typed for a mesh with Explicit axes: JAX takes those of no other mesh beside it."""
-    return AxisType.Explicit in getattr(getattr(x.sharding, "mesh", None), "axis_types", ())
-
-
-def is_elsewhere(x: Any, mesh: Any) -> bool:
-    """Tells whether something is an array that JAX takes no array on a mesh with Auto axes beside."""
-    is_put = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed
-    return is_put and (_is_explicit(x) or x.sharding.device_set != {*mesh.devices.flat})
+    is_put = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    return is_put and AxisType.Explicit in getattr(getattr(x.sharding, "mesh", None), "axis_types", ())
 
 
 def reshard_array(x: jax.Array, sharding: NamedSharding) -> jax.Array:

@@ -29,7 +29,13 @@ from zero_jax.program.jaxprs import is_traced
 from zero_jax.sharding.mesh import Axes, on_mesh
 from zero_jax.training.batch import place_batch, sharding_of_leaves
 from zero_jax.training.same_program import SameProgram
-from zero_jax.training.state.checks import check_no_leaf_twice, check_not_donated, checked_placement, place_state
+from zero_jax.training.state.checks import (
+    check_devices,
+    check_no_leaf_twice,
+    check_not_donated,
+    checked_placement,
+    place_state,
+)
 from zero_jax.training.state.placement import train_state_shardings
 from zero_jax.training.state.train_state import TrainState
 from zero_jax.training.xla_options import scatters_in_loops, step_options
@@ -161,6 +167,7 @@ class TrainStep:
         """Lowers the step for arrays or `ShapeDtypeStruct`s; `.compile()` gives the program."""
         shapes = self._batch_shapes(batch)
         with on_mesh(self.program.mesh), SHORT_TRACEBACK:
+            check_devices(state, self.program.mesh)
             return self.compiled(state).function(state, shapes).lower(state, shapes)
 
     def check_same(self, state: PyTree, batch: PyTree) -> None:
@@ -236,6 +243,7 @@ class TrainStep:
         with on_mesh(self.program.mesh, in_shard_map=False), SHORT_TRACEBACK:
             given, batch = batch, place_batch(batch, mesh=self.program.mesh, axes=self.axes)
             check_not_donated(state)
+            check_devices(state, self.program.mesh)
             checked_placement(state, self.program.tx, mesh=self.program.mesh, config=self.program.config)
             self._same_grads.check(self._grads, state, batch, given=given, axes=self.axes)
             return self._grads(state, batch)

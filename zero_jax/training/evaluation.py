@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zero_jax.core.device_put import is_elsewhere, put_global, to_device, wait_on_cpu
+from zero_jax.core.device_put import is_explicit, put_global, to_device, wait_on_cpu
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tracebacks import SHORT_TRACEBACK
 from zero_jax.core.tree import PyTree
@@ -25,7 +25,7 @@ from zero_jax.training.compiled_step import Metrics, replicated, shown_step
 from zero_jax.training.loss.function import MeshLoss, user_loss
 from zero_jax.training.loss.program import StepLoss
 from zero_jax.training.same_program import SameProgram
-from zero_jax.training.state.checks import check_not_donated
+from zero_jax.training.state.checks import check_devices, check_not_donated
 from zero_jax.training.state.placement import Placement, make_placement
 from zero_jax.training.state.train_state import TrainState
 from zero_jax.training.xla_options import step_options
@@ -46,8 +46,8 @@ def make_eval_step(
         microbatches of a step are.
 
     Returns:
-      A function of a `TrainState`, of `Variables` or of bare params (no optimizer needed), and a batch. Params on other
-      devices are put on the mesh in each call. A model state that the loss function returns is dropped.
+      A function of a `TrainState`, of `Variables` or of bare params (no optimizer needed), and a batch. A model state
+      that the loss function returns is dropped.
 
     Example:
       >>> evaluate = zero.make_eval_step(loss_fn, mesh=mesh, config=config)
@@ -83,11 +83,12 @@ def make_eval_step(
         check_not_donated(variables)  # running with a deleted buffer may end the process
         is_nested = any(map(is_traced, jax.tree.leaves((variables, batch))))
         with on_mesh(mesh, in_shard_map=False), SHORT_TRACEBACK:
+            check_devices(variables, mesh)
             given, batch = batch, place_batch(batch, mesh=mesh, axes=axes)
-            if any(is_elsewhere(x, mesh) for x in jax.tree.leaves(variables)):
+            if any(map(is_explicit, jax.tree.leaves(variables))):
                 placement = make_placement(variables, mesh=mesh, config=config)
                 params, others = placement.param_shardings("params"), placement.model_state_shardings()
-                put = lambda x, sharding: put_global(x, sharding) if is_elsewhere(x, mesh) else x  # noqa: E731
+                put = lambda x, sharding: put_global(x, sharding) if is_explicit(x) else x  # noqa: E731
                 variables = jax.tree.map(put, variables, Variables(params=params, model_state=others))
             if not is_nested:
                 same.check(jitted(is_nested), variables, batch, given=given, axes=axes)

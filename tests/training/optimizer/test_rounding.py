@@ -254,6 +254,9 @@ def test_errors(fields, message):
     [
         (optax.adam(1e-3), "int8", "dtype='int8': give a floating dtype"),
         (optax.adam(1e-3), "bf17", "dtype='bf17': give a floating dtype"),
+        (optax.adam(1e-3), jnp.float16, "dtype=float16 is without the range of float32, and loses values"),
+        (optax.adam(1e-3), "float8_e4m3fn", "dtype=float8_e4m3fn is without the range of float32"),
+        (optax.adam(1e-3), "float64", "dtype=float64 is wider than float32"),
         (optax.sgd(1e-3), jnp.bfloat16, "the fields 'nu' and 'count'"),
     ],
 )

@@ -171,7 +171,7 @@ def cast_values(values: np.ndarray, dtype: str, *, leaf: str, remedy: str) -> np
     """Casts values to the dtype of a tensor; raises `ValueError` for finite ones that are too large for it."""
     with np.errstate(over="ignore"):
         cast = values.astype(jnp.dtype(dtype), copy=False)
-    if cast is not values and np.isinf(cast).any() and not np.isinf(values).any():
+    if cast is not values and (np.isfinite(values) & ~np.isfinite(cast)).any():
         raise ValueError(f"leaf {quoted(leaf)} has values too large for {dtype}: {remedy}")
     return cast
 

@@ -97,7 +97,7 @@ def round_state(tx: optax.GradientTransformation, field: str, dtype: Any) -> opt
       dtype: the dtype to keep it in.
 
     Raises:
-      ValueError: no floating dtype; or, in `init`, a state without such a field.
+      ValueError: no dtype of the range of float32 and at most its bits; or, in `init`, a state without such a field.
 
     Example:
       >>> small = zero.round_state(tx, "nu", jnp.bfloat16)
@@ -107,6 +107,9 @@ def round_state(tx: optax.GradientTransformation, field: str, dtype: Any) -> opt
     check_arguments(tx=tx, field=field, dtype=dtype)
     if dtype is None:
         raise ValueError("round_state: dtype=None: give a floating dtype, such as jnp.bfloat16")
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
+        why = "wider than float32" if jnp.finfo(dtype).bits > 32 else "without the range of float32, and loses values"
+        raise ValueError(f"round_state: dtype={jnp.dtype(dtype)} is {why}: give jnp.bfloat16")
 
     def is_state(x: Any) -> bool:
         return isinstance(x, tuple) and {field, "count"} <= {*getattr(x, "_fields", ())}

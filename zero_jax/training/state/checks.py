@@ -36,6 +36,21 @@ def check_not_donated(state: PyTree) -> None:
         )
 
 
+def check_devices(state: PyTree, mesh: Mesh) -> None:
+    """Raises `ValueError` for a state, or variables, on other devices than those of a mesh."""
+    leaves, devices = jax.tree.leaves(state), {*mesh.devices.flat}
+    arrays = _array_types(leaves)
+    for i, x in enumerate(leaves):
+        if type(x) not in arrays or not x.committed or getattr(x.sharding, "mesh", None) is mesh:
+            continue
+        if x.sharding.device_set != devices:
+            raise ValueError(
+                f"leaf {leaf_names(state)[i]!r} is sharded as {_shown(x.sharding)}, and the step was made for the mesh "
+                f"{dict(mesh.shape)} of other devices: give jax.device_get of it, or a state that was moved there with "
+                "jax.device_put(state, zero.state_shardings(state, mesh=mesh, config=config))"
+            )
+
+
 def check_no_leaf_twice(state: PyTree) -> None:
     """Raises `ValueError` if two leaves of a state are one array, which cannot be donated twice."""
     leaves = jax.tree.leaves(state)

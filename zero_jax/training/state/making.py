@@ -93,10 +93,12 @@ def abstract_state(
 
 
 def _checked_key(key: Any) -> Any:
-    """Returns a PRNG key, typed or `uint32[2]`; raises `ValueError` for anything else."""
+    """Returns a PRNG key, typed or words as of `PRNGKey(0)`; raises `ValueError` for anything else."""
     if isinstance(key, jax.Array | jax.ShapeDtypeStruct | np.ndarray):
         is_new = is_key(key) and key.ndim == 0
-        if is_new or (key.dtype == jnp.uint32 and key.ndim == 1):
+        # A restored state may have the words of another generator than JAX's default.
+        shape = key.shape if isinstance(key, jax.ShapeDtypeStruct) else jax.eval_shape(jax.random.PRNGKey, 0).shape
+        if is_new or (key.dtype == jnp.uint32 and key.ndim == 1 and key.shape == shape):
             return key
     raise ValueError(f"key={shown(key)} is no key: give jax.random.key({key if isinstance(key, int) else 0})")
 

@@ -210,7 +210,7 @@ def _cast(path: str, leaf: Any, value: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         cast = value.astype(dtype)
     is_same = np.array_equal(cast, value) if ranks[1] == 1 else True
-    if not is_same or (ranks[1] == 2 and np.isfinite(value).all() and not np.isfinite(cast.astype(np.float32)).all()):
+    if not is_same or (np.isfinite(value) & ~np.isfinite(cast)).any():
         raise ValueError(f"leaf {path!r} is {dtype}, which cannot hold all of the value ({value.dtype}): scale it down")
     return cast
 

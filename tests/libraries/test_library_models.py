@@ -244,6 +244,29 @@ def test_nnx_variables_that_are_not_trained_are_model_state():
         assert isinstance(merged, NnxNet) and merged.same is merged.first
 
 
+class NnxArrays(nnx.Module):
+    """Arrays that are no variables, in an attribute and in a dict of a module of the library."""
+
+    def __init__(self, *, rngs):
+        self.positions, self.table = jnp.arange(6.0) / 6, np.ones(6, np.float32)
+        self.linear = nnx.WeightNorm(nnx.Linear(6, 4, rngs=rngs), rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear(x * self.table + self.positions)
+
+
+def test_arrays_of_an_nnx_model_that_are_no_variables_are_model_state():
+    loss = lambda model, batch: cross_entropy(model(batch["x"]))  # noqa: E731
+    made, mesh, config = zero.from_nnx(NnxArrays, loss), zero.make_mesh(), zero.ZeroConfig(stage=3, min_shard_size=2)
+    state = zero.init_state(made.init_fn, optax.sgd(0.1), KEY, mesh=mesh, config=config)
+    model = NnxArrays(rngs=nnx.Rngs(KEY))
+    assert_equal(state.model_state, nnx.state(model, nnx.Not(nnx.Param)))
+    assert_equal(zero.make_eval_step(made.eval_fn, mesh=mesh, config=config)(state, BATCH).loss, loss(model, BATCH))
+    state, metrics = zero.make_train_step(made.loss_fn, optax.sgd(0.1), mesh=mesh, config=config)(state, BATCH)
+    assert_equal(metrics.loss, loss(NnxArrays(rngs=nnx.Rngs(KEY)), BATCH))
+    assert_equal(state.model_state, nnx.state(model, nnx.Not(nnx.Param)))
+
+
 def test_an_nnx_model_of_a_state_changes_copies_of_its_variables():
     """Gradients are taken of values that the function closes over, which are of another trace."""
     made = zero.from_nnx(NnxNet, lambda model, batch: cross_entropy(model(batch["x"])))
@@ -276,6 +299,8 @@ def test_a_module_of_another_kind_is_refused():
         zero.from_linen(nn.Dense, loss, jnp.zeros((1, 6)))
     with pytest.raises(ValueError, match="give the class of the module"):
         zero.from_nnx(nnx.Linear(6, 4, rngs=nnx.Rngs(0)), loss)
+    with pytest.raises(ValueError, match=r"make returns a dict.*nnx\.Dict"):
+        zero.from_nnx(lambda rngs: {"a": nnx.Linear(6, 4, rngs=rngs)}, loss)
 
 
 class Normed(nnx.Module):

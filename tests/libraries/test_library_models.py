@@ -1,5 +1,7 @@
 """Functions made of a library's model are those that its users would write; tests/training/state compares the steps."""
 
+from typing import NamedTuple
+
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -209,6 +211,28 @@ def test_arrays_of_numpy_in_an_equinox_model_are_arrays():
     assert len(jax.tree.leaves(variables.params)) == 1
     value, _, _ = made.loss_fn(variables.params, BATCH, model_state=variables.model_state)
     assert_equal(value, cross_entropy(TableOfNumPy(KEY)(BATCH["x"])))
+
+
+class Pair(NamedTuple):
+    """Two models that are one."""
+
+    first: eqx.nn.Linear
+    second: eqx.nn.Linear
+
+
+@pytest.mark.parametrize("kind", [lambda *models: models, Pair, lambda *models: (*models, models[1])])
+def test_an_equinox_model_may_be_a_tuple_of_models(kind):
+    def make(key):
+        return kind(eqx.nn.Linear(6, 5, key=key), eqx.nn.Linear(5, 4, key=key))
+
+    def loss(model, batch):
+        return cross_entropy(jax.vmap(lambda x: model[1](jnp.tanh(model[0](x))))(batch["x"]))
+
+    made, mesh, config = zero.from_equinox(make, loss), zero.make_mesh(), zero.ZeroConfig(stage=3, min_shard_size=2)
+    state = zero.init_state(made.init_fn, optax.sgd(0.1), KEY, mesh=mesh, config=config)
+    assert_equal(state.params, make(KEY))
+    _, metrics = zero.make_train_step(made.loss_fn, optax.sgd(0.1), mesh=mesh, config=config)(state, BATCH)
+    assert_equal(metrics.loss, loss(make(KEY), BATCH))
 
 
 class NnxNet(nnx.Module):

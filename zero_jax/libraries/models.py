@@ -272,8 +272,10 @@ def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> 
     is_param = lambda x: is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)  # noqa: E731
 
     def made(key: jax.Array) -> tuple[Any, Any]:
-        out = make(key)
-        return out if isinstance(out, tuple) else (out, None)
+        out = make(key)  # a tuple may be the model: a generator and a discriminator
+        is_pair = type(out) is tuple and len(out) == 2
+        has_own_state = is_pair and (function.model_state is not None or isinstance(out[1], eqx.nn.State))
+        return out if has_own_state else (out, None)
 
     def init_fn(key: jax.Array) -> PyTree:
         model, state = made(key)

@@ -1,5 +1,7 @@
 """Functions made of a library's model are those that its users would write; tests/training/state compares the steps."""
 
+from typing import NamedTuple
+
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -211,6 +213,28 @@ def test_arrays_of_numpy_in_an_equinox_model_are_arrays():
     assert_equal(value, cross_entropy(TableOfNumPy(KEY)(BATCH["x"])))
 
 
+class Pair(NamedTuple):
+    """Two models that are one."""
+
+    first: eqx.nn.Linear
+    second: eqx.nn.Linear
+
+
+@pytest.mark.parametrize("kind", [lambda *models: models, Pair, lambda *models: (*models, models[1])])
+def test_an_equinox_model_may_be_a_tuple_of_models(kind):
+    def make(key):
+        return kind(eqx.nn.Linear(6, 5, key=key), eqx.nn.Linear(5, 4, key=key))
+
+    def loss(model, batch):
+        return cross_entropy(jax.vmap(lambda x: model[1](jnp.tanh(model[0](x))))(batch["x"]))
+
+    made, mesh, config = zero.from_equinox(make, loss), zero.make_mesh(), zero.ZeroConfig(stage=3, min_shard_size=2)
+    state = zero.init_state(made.init_fn, optax.sgd(0.1), KEY, mesh=mesh, config=config)
+    assert_equal(state.params, make(KEY))
+    _, metrics = zero.make_train_step(made.loss_fn, optax.sgd(0.1), mesh=mesh, config=config)(state, BATCH)
+    assert_equal(metrics.loss, loss(make(KEY), BATCH))
+
+
 class NnxNet(nnx.Module):
     """A shared param, adapters, batch norm, dropout."""
 
@@ -242,6 +266,29 @@ def test_nnx_variables_that_are_not_trained_are_model_state():
         assert_equal(value, loss(model, BATCH, KEY))
         merged = made.merge(variables.params, variables.model_state)
         assert isinstance(merged, NnxNet) and merged.same is merged.first
+
+
+class NnxArrays(nnx.Module):
+    """Arrays that are no variables, in an attribute and in a dict of a module of the library."""
+
+    def __init__(self, *, rngs):
+        self.positions, self.table = jnp.arange(6.0) / 6, np.ones(6, np.float32)
+        self.linear = nnx.WeightNorm(nnx.Linear(6, 4, rngs=rngs), rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear(x * self.table + self.positions)
+
+
+def test_arrays_of_an_nnx_model_that_are_no_variables_are_model_state():
+    loss = lambda model, batch: cross_entropy(model(batch["x"]))  # noqa: E731
+    made, mesh, config = zero.from_nnx(NnxArrays, loss), zero.make_mesh(), zero.ZeroConfig(stage=3, min_shard_size=2)
+    state = zero.init_state(made.init_fn, optax.sgd(0.1), KEY, mesh=mesh, config=config)
+    model = NnxArrays(rngs=nnx.Rngs(KEY))
+    assert_equal(state.model_state, nnx.state(model, nnx.Not(nnx.Param)))
+    assert_equal(zero.make_eval_step(made.eval_fn, mesh=mesh, config=config)(state, BATCH).loss, loss(model, BATCH))
+    state, metrics = zero.make_train_step(made.loss_fn, optax.sgd(0.1), mesh=mesh, config=config)(state, BATCH)
+    assert_equal(metrics.loss, loss(NnxArrays(rngs=nnx.Rngs(KEY)), BATCH))
+    assert_equal(state.model_state, nnx.state(model, nnx.Not(nnx.Param)))
 
 
 def test_an_nnx_model_of_a_state_changes_copies_of_its_variables():
@@ -276,6 +323,8 @@ def test_a_module_of_another_kind_is_refused():
         zero.from_linen(nn.Dense, loss, jnp.zeros((1, 6)))
     with pytest.raises(ValueError, match="give the class of the module"):
         zero.from_nnx(nnx.Linear(6, 4, rngs=nnx.Rngs(0)), loss)
+    with pytest.raises(ValueError, match=r"make returns a dict.*nnx\.Dict"):
+        zero.from_nnx(lambda rngs: {"a": nnx.Linear(6, 4, rngs=rngs)}, loss)
 
 
 class Normed(nnx.Module):

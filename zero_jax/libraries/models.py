@@ -54,6 +54,7 @@ def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = N
 
     All variables that are not trained (batch statistics, keys and counts of dropout) are model state. Modules that do
     not say whether they are `deterministic`, such as `nnx.MultiHeadAttention`, draw in training and not in evaluation.
+    What a call writes to trained variables, as `nnx.WeightNorm` does, is not kept.
 
     Args:
       make: `make(rngs)` or `make(rngs=...)` of `nnx.Rngs` returns the module, such as its class.
@@ -61,7 +62,7 @@ def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = N
       wrt: the filter of the variables that are trained; None means `nnx.Param`.
 
     Raises:
-      ValueError: a loss that takes other arguments.
+      ValueError: a loss that takes other arguments, a `make` that returns no module.
 
     Example:
       >>> from flax import nnx
@@ -78,15 +79,31 @@ def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = N
     if isinstance(make, nnx.Module):
         raise ValueError(f"make={shown(make)}: {remedy}")
     by_name = "rngs" in inspect.signature(make.__init__ if isinstance(make, type) else make).parameters
-    module = lambda key: make(rngs=nnx.Rngs(key)) if by_name else make(nnx.Rngs(key))  # noqa: E731
     trained = nnx.Param if wrt is None else wrt
-    shapes = nnx.eval_shape(module, key_shape())
-    for name in ("deterministic", "use_running_average"):  # which some modules leave open, and a call has to say
-        is_open = lambda _, module, name=name: getattr(module, name, False) is None  # noqa: E731
-        shapes.set_attributes(is_open, **{name: False}, raise_if_not_found=False)
-    graphdef, _, state = nnx.split(shapes, trained, ...)
-    shapes.eval()
-    evaluated = nnx.graphdef(shapes)
+
+    def module(key: jax.Array) -> Any:
+        made = make(rngs=nnx.Rngs(key)) if by_name else make(nnx.Rngs(key))
+        if not isinstance(made, nnx.Module):
+            raise ValueError(f"make returns {shown(made)}: {remedy}, such as nnx.Dict(a=..., b=...) of several")
+        for _, node in nnx.iter_graph(made):
+            for name, value in vars(node).items() if isinstance(node, nnx.Pytree) else ():
+                if isinstance(value, jax.Array):  # in a trace Flax does not see it, with Python 3.11
+                    setattr(node, name, nnx.data(value))
+        return made
+
+    def graphdefs(key: jax.Array) -> PyTree:
+        made = module(key)
+        for name in ("deterministic", "use_running_average"):  # which some modules leave open, and a call has to say
+            is_open = lambda _, module, name=name: getattr(module, name, False) is None  # noqa: E731
+            made.set_attributes(is_open, **{name: False}, raise_if_not_found=False)
+        graphs.append(nnx.graphdef(made))
+        made.eval()
+        graphs.append(nnx.graphdef(made))
+        return nnx.state(made, nnx.Not(trained))
+
+    graphs: list[Any] = []  # made of arrays in a trace: those of `nnx.eval_shape` are shapes, which are static
+    state = jax.eval_shape(graphdefs, key_shape())
+    graphdef, evaluated = graphs
     has_state = bool(jax.tree.leaves(state))
 
     def init_fn(key: jax.Array) -> PyTree:
@@ -255,8 +272,10 @@ def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> 
     is_param = lambda x: is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)  # noqa: E731
 
     def made(key: jax.Array) -> tuple[Any, Any]:
-        out = make(key)
-        return out if isinstance(out, tuple) else (out, None)
+        out = make(key)  # a tuple may be the model: a generator and a discriminator
+        is_pair = type(out) is tuple and len(out) == 2
+        has_own_state = is_pair and (function.model_state is not None or isinstance(out[1], eqx.nn.State))
+        return out if has_own_state else (out, None)
 
     def init_fn(key: jax.Array) -> PyTree:
         model, state = made(key)

@@ -178,7 +178,7 @@ def test_a_pipeline_waits_and_sends_activations():
         found.estimate(staged_setting(1, num_microbatches=3))
 
 
-SCHEDULES = {"gpipe", "1f1b", "circular:2"}
+SCHEDULES = {"gpipe", "1f1b", "1f1b:2", "circular:2"}
 
 
 def test_a_pipeline_is_searched_on_several_slices():

@@ -168,7 +168,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("model", "replica"), (_is_count(1), "give the size of the mesh axis, at least 1")),
     "model_axes": (_optional(_are(_is(str))), _AXES),
     "pipe": (_is_count(1), "give the number of stages, at least 1"),
-    "pipelines": (_optional(_some(_is(str))), "give some of 'gpipe', '1f1b' and 'circular:2'"),
+    "pipelines": (_optional(_some(_is(str))), "give some of 'gpipe', '1f1b', '1f1b:2' and 'circular:2'"),
     "pipes": (_optional(_some(_is_count(1))), "give sizes of the axis `pipe`, such as (1, 2, 4)"),
     "models": (_optional(_some(_is_count(1))), "give sizes of the axis `model`, such as (1, 2, 4)"),
     "name": (_is(str), "give a text"),

@@ -127,7 +127,7 @@ def plan_auto(
         They are tried where the plain one is among the fastest by estimate.
       pipes: sizes of the axis `pipe` to try; None tries those, up to 16, that the loss has layers for, where
         there are several slices or hosts.
-      pipelines: the schedules of these stages to try; None tries that of `config` first, `1f1b` and `circular:2`.
+      pipelines: the schedules of these stages to try; None tries that of `config`, `1f1b`, `1f1b:2` and `circular:2`.
       temporaries: bytes per device of activations and gathered params, by setting; None estimates them from a trace of
         the loss function.
       batch_sizes: examples of a step to try; the setting of the most examples a second is the best. None tries that of
@@ -250,7 +250,7 @@ def _choices(estimator: Estimator, tried: Mapping[str, Any]) -> tuple[dict[str, 
     for name, earlier in same.items():
         estimator.log(f"remat={name} is left out: it is {earlier} for this model")
     offload = config.resolved_offload()
-    pipelines = tuple(tried["pipelines"] or dict.fromkeys((config.pipeline, "1f1b", "circular:2")))
+    pipelines = tuple(tried["pipelines"] or dict.fromkeys((config.pipeline, "1f1b", "1f1b:2", "circular:2")))
     choices = {
         "batch_size": tried["batch_sizes"] or (estimator.batch_size,),
         "stage": tried["stages"],

@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from adapted import RANK, RULES, adapt, init_params, largest_difference, loss_fn, moved, normal
 
@@ -65,6 +66,22 @@ def test_new_adapters_change_nothing(dora):
     if not dora:
         jax.tree.map(np.testing.assert_array_equal, merged, init_params())
     assert largest_difference(merged, init_params()) < 1e-6
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_outputs_of_zeros_are_finite_and_learn_and_empty_leaves_are_passed_over(dora):
+    params = {"up": normal(0, 8, 4).at[:, 1].set(0), "empty": jnp.zeros((0, 4))}
+    loss = lambda params, x: jnp.square(x @ params["up"] - 1).mean() + params["empty"].sum()  # noqa: E731
+    lora = zero.Lora(rules=["*"], rank=2, base="own", dora=dora)
+    mesh, config, tx = zero.make_mesh(), zero.ZeroConfig(stage=3, min_shard_size=2), optax.sgd(0.1)
+    init_fn = lambda key: lora.init(params, key)  # noqa: E731
+    state = zero.init_state(init_fn, tx, jax.random.key(0), mesh=mesh, config=config)
+    np.testing.assert_allclose(lora.merge(state)["up"], params["up"], rtol=1e-6)
+    step = zero.make_train_step(lora.loss_fn(loss), tx, mesh=mesh, config=config)
+    for _ in range(3):
+        state, metrics = step(state, normal(1, 8, 8))
+        assert np.isfinite(metrics.loss)
+    assert list(state.params) == ["up"] and np.abs(lora.merge(state)["up"][:, 1]).max() > 0
 
 
 def test_merged_weights_are_the_formula_bit_for_bit():

@@ -102,13 +102,13 @@ def _target(path: str, leaf: Any, rule: str, labels: str | None) -> Target | Non
             f"and which out: give their letters, as rules={{{rule!r}: {example!r}}} (s: a stack of weights, i: in, "
             "o: out)"
         )
-    if is_float and len(shape) == len(labels or "io"):
+    if is_float and len(shape) == len(labels or "io") and leaf.size:
         return Target(path, labels or "io")
     if any(x in rule for x in "*?["):
         return None
     raise ValueError(
         f"leaf {path!r} of shape {shape} and dtype {leaf.dtype} cannot be adapted as {labels or 'io'!r}: give a "
-        "floating leaf of two dims, or the letters of its dims"
+        "floating leaf of two dims that has elements, or the letters of its dims"
     )
 
 

@@ -136,7 +136,8 @@ class Weight(Deferred):
         """Returns DoRA's factor of each output, `[*stack, *out]`; no gradient goes through the norm (section 4.3)."""
         norm = lax.stop_gradient(jnp.linalg.norm(self._sum(), axis=tuple(self.places(IN)), keepdims=False))
         magnitude = self._moved(self.factors[2], STACK + OUT)
-        return magnitude.astype(norm.dtype) / norm
+        is_zero = norm == 0  # an output of zeros stays one, and its `B` has a gradient by which it can leave
+        return jnp.where(is_zero, 1, magnitude.astype(norm.dtype) / jnp.where(is_zero, 1, norm))
 
     def merged(self) -> jax.Array:
         """Returns the weight with its update, in float32 or wider before the cast."""

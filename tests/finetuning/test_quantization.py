@@ -21,6 +21,14 @@ def weight(*shape):
 
 
 @pytest.mark.parametrize("format", FORMATS)
+def test_a_weight_that_is_not_finite_shows(format):
+    matrix = weight(256, 16)
+    matrix[3, 1] = np.nan
+    found = np.isfinite(dequantize(quantize(matrix, format, block_size=64)))
+    assert not found[3, 1] and found[64:].all()
+
+
+@pytest.mark.parametrize("format", FORMATS)
 def test_each_element_is_the_nearest_code_of_its_block(format):
     matrix = weight(128, 24)
     found = quantize(matrix, format, block_size=64)

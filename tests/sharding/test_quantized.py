@@ -43,6 +43,15 @@ def test_blocks_keep_zeros_and_show_what_is_not_finite(format):
     assert not np.isfinite(found[2, 32:]).all() and (found[2, :32] == 0).all()
 
 
+@pytest.mark.parametrize("format", STEP)
+def test_blocks_along_rows_show_what_is_not_finite(format):
+    """XLA:CPU's kernel of such a maximum leaves NaN out."""
+    blocks = Blocks(format=format, dim=-2, size=32)
+    x = jnp.ones((256, 16)).at[3, 1].set(jnp.nan).at[40, 2].set(-jnp.inf)
+    found = np.isfinite(jax.jit(lambda x: blocks.decode(blocks.encode(x), x.dtype))(x))
+    assert not found[:32, 1].any() and not found[32:64, 2].all() and found.sum() >= x.size - 64
+
+
 def test_every_code_of_int4_comes_back():
     x = jnp.tile(jnp.arange(-7.0, 8.0), 32)[: 15 * 32].reshape(15, 32).T.reshape(-1, 32)
     blocks = Blocks(format="int4", dim=-1, size=32)

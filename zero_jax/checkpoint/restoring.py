@@ -376,12 +376,7 @@ def _fitted(name: str, x: Array, like: Any) -> Array:
         return jax.jit(share, out_shardings=like.sharding)(x)
     cast = _cast(x, like)
     # `_check_leaves` lets other dtypes pass among floats alone.
-<<<<<<< HEAD
     if cast is not x and jax.jit(is_too_large)(x, cast):
-=======
-    replicated = NamedSharding(like.sharding.mesh, PartitionSpec())
-    if cast is not x and jax.jit(is_too_large, out_shardings=replicated)(x, cast):
->>>>>>> strange
         raise ValueError(f"leaf {quoted(name)} has values too large for {like.dtype}: keep it in {x.dtype}")
     return cast
 

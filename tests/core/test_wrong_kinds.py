@@ -106,6 +106,14 @@ def test_a_state_on_other_devices_is_refused(name):
         call(init_state(), make_batch())
 
 
+def test_params_on_the_same_devices_in_another_order_are_refused():
+    mesh = mesh_of("2")
+    turned = jax.sharding.Mesh(mesh.devices[..., ::-1, :], mesh.axis_names)
+    params = jax.device_put(init_state().params, jax.sharding.NamedSharding(turned, P("data")))
+    with pytest.raises(ValueError, match=r"in another order: .*of params alone zero.Variables\(params=params\)"):
+        zero.make_eval_step(loss_fn, mesh=mesh, config=CONFIG)(params, make_batch())
+
+
 def of_shards(call):
     """Calls a function of a batch in a `jax.shard_map` over it."""
     mapped = jax.shard_map(lambda x: call(x).loss[None], mesh=MESH, in_specs=P("data"), out_specs=P("data"))

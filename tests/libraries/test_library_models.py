@@ -220,6 +220,12 @@ class Pair(NamedTuple):
     second: eqx.nn.Linear
 
 
+def test_an_equinox_model_may_be_beside_a_state_of_none():
+    make, loss = lambda key: eqx.nn.Linear(6, 4, key=key), lambda model, batch: model(batch["x"][0]).sum()
+    made = zero.from_equinox(lambda key: (make(key), None), loss)
+    assert_equal(made.loss_fn(made.init_fn(KEY), BATCH)[0], loss(make(KEY), BATCH))
+
+
 @pytest.mark.parametrize("kind", [lambda *models: models, Pair, lambda *models: (*models, models[1])])
 def test_an_equinox_model_may_be_a_tuple_of_models(kind):
     def make(key):

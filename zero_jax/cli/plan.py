@@ -37,7 +37,7 @@ from zero_jax.planning import (
     model_sizes,
     plan_auto,
 )
-from zero_jax.sharding.mesh import axes_of, axis_size, make_mesh
+from zero_jax.sharding.mesh import axis_size, make_mesh
 from zero_jax.sharding.topology import Hardware, parse, small_topology
 from zero_jax.trainer import OptimizerConfig, TrainConfig, make_optimizer, tree_bytes
 from zero_jax.training import ZeroConfig, check_batch
@@ -109,7 +109,7 @@ class Request:
             "data_layout": _sizes(self.config.data_layout),
         }
         mesh = make_mesh(**axes)
-        roles = axes_of(mesh)
+        roles = zero.axes_of(mesh)
         # The microbatches of a pipeline are on all stages.
         batch_size = self.config.batch_size or axis_size(mesh, roles.of_stage.batch) * zero.num_microbatches
         batch, size = self.model.batch_fn(batch_size), self.config.model_axis

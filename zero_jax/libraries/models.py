@@ -274,7 +274,8 @@ def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> 
     def made(key: jax.Array) -> tuple[Any, Any]:
         out = make(key)  # a tuple may be the model: a generator and a discriminator
         is_pair = type(out) is tuple and len(out) == 2
-        has_own_state = is_pair and (function.model_state is not None or isinstance(out[1], eqx.nn.State))
+        is_state = is_pair and (out[1] is None or isinstance(out[1], eqx.nn.State))
+        has_own_state = is_state or (is_pair and function.model_state is not None)
         return out if has_own_state else (out, None)
 
     def init_fn(key: jax.Array) -> PyTree:

@@ -220,8 +220,8 @@ class ZeroConfig:
             raise ValueError(
                 f"num_microbatches={self.num_microbatches} with {num_stages} stages (pipe): each stage works on "
                 f"another microbatch, and has as many of the batch: give a multiple of {num_stages}, as "
-                f"num_microbatches={least} or {4 * least} (the more, the less stages wait), with pipeline='1f1b' any "
-                "number that is no smaller, or leave pipe out"
+                f"num_microbatches={least} or {4 * least} (the more, the less stages wait), with pipeline='1f1b' "
+                "(one group of layers a stage) any number that is no smaller, or leave pipe out"
             )
         if resolve_schedule(self.pipeline).is_interleaved and resolve_precision(self.precision).loss_scale is not None:
             raise ValueError(

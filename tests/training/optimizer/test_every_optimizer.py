@@ -169,6 +169,11 @@ def compare(tx, *, stage, asks=(), params=None, loss=loss_fn, num_steps=3, **fie
     return state
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_frozen_before_it_is_scaled_stays(stage):
+    compare(optax.chain(optax.freeze({"w": True, "b": False}), optax.sgd(0.1)), stage=stage)
+
+
 def test_all_of_optax_is_there():
     assert len(factories()) > 100 and {*ASKS} - {"sam_opaque"} < {*factories()} and PER_EXAMPLE < {*factories()}
 

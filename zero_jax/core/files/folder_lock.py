@@ -198,7 +198,8 @@ def _is_alive(holder: dict[str, Any]) -> bool:
         return False
     except PermissionError:
         pass
-    return holder.get("process_start") in (None, _start_of(pid))
+    starts = holder.get("process_start"), _start_of(pid)
+    return None in starts or starts[0] == starts[1]
 
 
 def _start_of(pid: int) -> str | None:

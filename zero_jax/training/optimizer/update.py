@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -215,7 +216,7 @@ class _Zeros(Pass[bool]):
         elif name == "mul" and any(operands) and not all(operands):
             factor = eqn.invars[operands.index(False)]
             # Zero times a value that is not a literal may be NaN.
-            zero = is_literal(factor) and bool(jnp.isfinite(factor.val).all())
+            zero = is_literal(factor) and bool(np.isfinite(np.asarray(factor.val)).all())
         else:
             zero = name in ("add", "add_any", "sub", "mul") and all(operands)
         return [zero] * len(eqn.outvars)

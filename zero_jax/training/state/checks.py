@@ -37,17 +37,19 @@ def check_not_donated(state: PyTree) -> None:
 
 
 def check_devices(state: PyTree, mesh: Mesh) -> None:
-    """Raises `ValueError` for a state, or variables, on other devices than those of a mesh."""
-    leaves, devices = jax.tree.leaves(state), {*mesh.devices.flat}
+    """Raises `ValueError` for a state, or variables, on other devices than those of a mesh, or in another order."""
+    leaves, devices = jax.tree.leaves(state), [*mesh.devices.flat]
     arrays = _array_types(leaves)
     for i, x in enumerate(leaves):
         if type(x) not in arrays or not x.committed or getattr(x.sharding, "mesh", None) is mesh:
             continue
-        if x.sharding.device_set != devices:
+        is_ordered = not isinstance(x.sharding, NamedSharding) or [*x.sharding.mesh.devices.flat] == devices
+        if not is_ordered or x.sharding.device_set != {*devices}:
             raise ValueError(
                 f"leaf {leaf_names(state)[i]!r} is sharded as {_shown(x.sharding)}, and the step was made for the mesh "
-                f"{dict(mesh.shape)} of other devices: give jax.device_get of it, or a state that was moved there with "
-                "jax.device_put(state, zero.state_shardings(state, mesh=mesh, config=config))"
+                f"{dict(mesh.shape)} of other devices, or in another order: move the state there with "
+                "jax.device_put(state, zero.state_shardings(state, mesh=mesh, config=config)), of params alone "
+                "zero.Variables(params=params)"
             )
 
 

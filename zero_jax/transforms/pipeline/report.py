@@ -45,7 +45,7 @@ class PipelineReport(Report):
       loops: the scans over layers that are cut into stages.
       left: the scans over stacked params that are not, each with its line and the reason: they run on the whole batch.
       why_none: why there are no stages at all, and what to do; empty if there are some.
-      schedule: ``gpipe``, ``1f1b`` or ``circular:N`` (`ZeroConfig.pipeline`).
+      schedule: ``gpipe``, ``circular:N``, ``1f1b`` or ``1f1b:N`` (`ZeroConfig.pipeline`).
 
     Example:
       >>> staged, config = zero.make_mesh(data=2, pipe=4), zero.ZeroConfig(stage=1, num_microbatches=4)

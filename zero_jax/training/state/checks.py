@@ -43,7 +43,8 @@ def check_devices(state: PyTree, mesh: Mesh) -> None:
     for i, x in enumerate(leaves):
         if type(x) not in arrays or not x.committed or getattr(x.sharding, "mesh", None) is mesh:
             continue
-        is_ordered = not isinstance(x.sharding, NamedSharding) or [*x.sharding.mesh.devices.flat] == devices
+        places = x.sharding.mesh.devices if isinstance(x.sharding, NamedSharding) else None
+        is_ordered = places is None or [*places.flat] == devices
         if not is_ordered or x.sharding.device_set != {*devices}:
             raise ValueError(
                 f"leaf {leaf_names(state)[i]!r} is sharded as {_shown(x.sharding)}, and the step was made for the mesh "

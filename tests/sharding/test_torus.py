@@ -109,6 +109,7 @@ def test_a_part_of_a_torus_is_scattered_over_one_dim_of_an_array_after_another()
     assert sum(c.total_sent_bytes for c in found) == pytest.approx(sent)
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compiler
 def test_a_table_beside_stages_is_reduce_scattered():
     """Along its last dim over `pipe`: along another one XLA:TPU all-reduces, which sends twice as much."""

@@ -181,6 +181,23 @@ def test_train_steps_equal_those_of_whole_logits(stage, num_microbatches):
     assert_close(after(functools.partial(language_loss, mesh=mesh)), after(reference))
 
 
+def test_gradients_within_copies_of_a_secondary_shard():
+    """The loss is mapped over the copies by `jax.shard_map`, within which their axis shards nothing."""
+    mesh = zero.make_mesh(devices=jax.devices(), data_layout=(4, 2))
+    config = zero.ZeroConfig(stage=3, secondary=("data_0",), min_shard_size=1)
+    _, head, labels = arrays((16, 4), 48)
+    params = {"table": arrays((48,), 8)[0], "head": head}
+
+    def loss_fn(params, batch):
+        return chunked(params["table"][batch], params["head"], batch, mesh=mesh, chunk_size=16).mean()
+
+    expected = jax.jit(jax.value_and_grad(loss_fn))(params, labels)
+    state = zero.init_state(params, optax.sgd(0.1), jax.random.key(0), mesh=mesh, config=config)
+    step = zero.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, config=config)
+    assert "manual" in step.lower(state, labels).as_text()
+    assert_close(step.grads(state, labels), expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [gpt_linen.make, gpt_nnx.make, lambda c, **kw: (functools.partial(gpt.init, c), gpt.loss_fn(c, **kw))]

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.sharding.chains import scatter_shardings
 from zero_jax.sharding.mesh import axes_of, axis_size
+from zero_jax.sharding.spec import dims_of
 
 # 4096 float32 logits of 8192 tokens are 128 MiB, and a product of that size keeps any device's matrix units busy.
 CHUNK_SIZE = 4096
@@ -124,9 +125,13 @@ class _Chunks:
         return chunk, jnp.where(is_repeated, -jnp.inf, logits), jnp.where(is_repeated, _NO_TOKEN, tokens)
 
     def placed(self, grad: Array) -> Array:
-        """Reduces a chunk of the head's gradient across devices."""
+        """Reduces a chunk of the head's gradient across devices, but over axes that a `jax.shard_map` has mapped."""
+        mapped = jax.sharding.get_abstract_mesh().manual_axes
         for sharding in self.shardings:
-            grad = _pin(sharding, grad)
+            axes = dims_of(sharding, grad.ndim)[0]
+            left = tuple(axis for axis in axes if axis not in mapped)
+            if left or not axes:
+                grad = _pin(NamedSharding(sharding.mesh, PartitionSpec(left or None, _FREE, _FREE)), grad)
         return grad
 
 

@@ -18,6 +18,8 @@ import numpy as np
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
+from zero_jax.sharding.quantized import largest_size
+
 # QLoRA, appendix E: the quantiles of the normal distribution that NF4's 16 codes stand for.
 NF4_LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -92,8 +94,7 @@ def quantize(
 def _quantized(matrix: jax.Array, *, format: str, block_size: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     *stack, rows, columns = matrix.shape
     blocks = matrix.astype(jnp.float32).reshape(*stack, rows // block_size, block_size, columns)
-    # XLA:CPU leaves NaN out of a maximum (docs/xla_faults.md), but no infinity.
-    scales, steps = jnp.where(jnp.isfinite(blocks), jnp.abs(blocks), jnp.inf).max(-2), None
+    scales, steps = largest_size(blocks, -2), None
     stored = scales
     if format == "nf4_double":
         group = max(n for n in range(1, _LARGEST_GROUP + 1) if columns % n == 0)

@@ -148,9 +148,7 @@ class Blocks:
         """
         place, largest = x.ndim + self.dim, _LARGEST[self.format]
         blocks = self._split(x, place, self.size).astype(jnp.float32)
-        # XLA:CPU leaves NaN out of a maximum (docs/xla_faults.md), but no infinity.
-        sizes = jnp.where(jnp.isfinite(blocks), jnp.abs(blocks), jnp.inf)
-        scales = (sizes.max(place + 1) / largest).astype(SCALE_DTYPE)
+        scales = (largest_size(blocks, place + 1) / largest).astype(SCALE_DTYPE)
         # The rounded scale is what is sent: codes are of that.
         wide = scales.astype(jnp.float32)
         unit = jnp.clip(blocks / jnp.expand_dims(jnp.where(wide == 0, 1, wide), place + 1), -largest, largest)
@@ -285,6 +283,12 @@ def check_leaves(quantize: Quantize | None, leaves: Sequence[LeafPlacement], *, 
                 f"{largest.shape}: {_not_sent(largest, mesh) or small}. Leave {what} out, or give a block_size that "
                 "divides its shards"
             )
+
+
+def largest_size(blocks: jax.Array, dim: int) -> jax.Array:
+    """Returns the largest of the absolute values along a dim; infinity where one is not finite."""
+    # XLA:CPU leaves NaN out of a maximum (docs/xla_faults.md), but no infinity.
+    return jnp.where(jnp.isfinite(blocks), jnp.abs(blocks), jnp.inf).max(dim)
 
 
 def _block(extent: int, block_size: int | None, step: int) -> int:

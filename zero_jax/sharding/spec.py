@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 Dims = tuple[tuple[str, ...], ...]
 
@@ -75,7 +75,7 @@ def named(mesh: Mesh, dims: Dims) -> NamedSharding:
     return NamedSharding(mesh, partition_spec(dims))
 
 
-def named_along(mesh: Mesh, num_dims: int, axes: Mapping[int, Sequence[str]]) -> NamedSharding:
+def named_along(mesh: Mesh | AbstractMesh, num_dims: int, axes: Mapping[int, Sequence[str]]) -> NamedSharding:
     """Returns the sharding of some dims over their axes, of which there may be none; other dims are as XLA has them."""
     entries = [tuple(axes[i]) or None if i in axes else PartitionSpec.UNCONSTRAINED for i in range(num_dims)]
     return NamedSharding(mesh, PartitionSpec(*entries))

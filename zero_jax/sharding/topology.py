@@ -132,10 +132,11 @@ def parse(name: str) -> Topology:
         raise ValueError(f"topology={name!r} is no name: give one such as 'v5p:2x2x4' or 'h100:2x8'")
     if len(name) > 100:
         raise ValueError(f"topology {name[:40]!r}... of {len(name):,} characters: give a name such as 'v5p:2x2x4'")
-    match = _NAME.fullmatch(name.strip().lower())
+    lower = name.strip().lower()
+    match = _NAME.fullmatch(lower)
     if not match or match[2] not in HARDWARE:
-        near = did_you_mean(match[2] if match else name.lower(), HARDWARE, "{}", cutoff=0.5)
-        meant = _of_cloud_name(name.strip().lower()) or (near and HARDWARE[near].example)
+        near = did_you_mean(match[2] if match else lower, HARDWARE, "{}", cutoff=0.5)
+        meant = _of_cloud_name(lower) or (near and HARDWARE[near].example)
         hint = f"did you mean {meant!r}? " if meant else ""
         raise ValueError(
             f"unknown topology {name!r}: {hint}a TPU slice is named by its shape in chips, as in v5p:2x2x4 or "
@@ -160,8 +161,10 @@ def parse(name: str) -> Topology:
 def _of_cloud_name(name: str) -> str:
     """Returns the topology that Cloud TPU calls `v6e-256`, or by its TensorCores, two a chip, `v5p-128`; '' if none."""
     match = re.fullmatch(r"(v3|v4|v5p|v5e|v5litepod|v6e)-(\d{1,5})", name)
-    kind = "v5e" if match and match[1] == "v5litepod" else match[1] if match else ""
-    num_chips = int(match[2]) // (1 + (kind in ("v3", "v4", "v5p"))) if match else 0
+    if match is None:
+        return ""
+    kind = "v5e" if match[1] == "v5litepod" else match[1]
+    num_chips = int(match[2]) // (2 if kind in ("v3", "v4", "v5p") else 1)
     if num_chips < 4 or num_chips.bit_count() > 1:
         return ""
     num_dims, doublings = HARDWARE[kind].example.count("x") + 1, num_chips.bit_length() - 1

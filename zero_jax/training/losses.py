@@ -18,16 +18,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.sharding.chains import scatter_shardings
 from zero_jax.sharding.mesh import axes_of, axis_size
-from zero_jax.sharding.spec import dims_of
+from zero_jax.sharding.spec import dims_of, named_along
 
 # 4096 float32 logits of 8192 tokens are 128 MiB, and a product of that size keeps any device's matrix units busy.
 CHUNK_SIZE = 4096
 _NO_TOKEN = jnp.iinfo(jnp.int32).min
-_FREE = PartitionSpec.UNCONSTRAINED
 
 
 def softmax_cross_entropy_with_integer_labels(
@@ -131,7 +130,7 @@ class _Chunks:
             axes = dims_of(sharding, grad.ndim)[0]
             left = tuple(axis for axis in axes if axis not in mapped)
             if left or not axes:
-                grad = _pin(NamedSharding(sharding.mesh, PartitionSpec(left or None, _FREE, _FREE)), grad)
+                grad = _pin(named_along(sharding.mesh, grad.ndim, {0: left}), grad)
         return grad
 
 
@@ -143,7 +142,7 @@ def _grad_shardings(mesh: Mesh, data: Sequence[str], *, num_features: int) -> tu
     """
     axes = tuple(data) if num_features % axis_size(mesh, data) == 0 else ()
     steps = scatter_shardings(mesh, (axes, (), ()), axes)
-    return tuple(NamedSharding(s.mesh, PartitionSpec(*s.spec[:1] or (None,), _FREE, _FREE)) for s in steps)
+    return tuple(named_along(s.mesh, 3, {0: dims_of(s, 3)[0]}) for s in steps)
 
 
 def _pin(sharding: NamedSharding, x: Array) -> Array:

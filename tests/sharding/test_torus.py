@@ -154,7 +154,7 @@ def test_copies_of_params_have_axes_that_are_split_along_the_torus(stage, kernel
 def test_devices_along_the_torus_have_gradients_of_their_own_convolutions(stage):
     """The loss is mapped over `data`, one axis over three dims, by `jax.shard_map`."""
     pytest.importorskip("libtpu")
-    mesh, tx = zero.make_mesh(topology="v5p:2x2x2", model=1), optax.sgd(0.1)
+    mesh, tx = zero.make_mesh(topology="v5p:2x2x4", model=1), optax.sgd(0.1)
     assert split_axes(mesh, ("data",))[0].shape["data.2"] == 2
     config = zero.ZeroConfig(stage=stage, num_microbatches=2, min_shard_size=0)
 
@@ -163,7 +163,7 @@ def test_devices_along_the_torus_have_gradients_of_their_own_convolutions(stage)
         return jnp.square(jax.lax.conv_general_dilated(batch, params, (1, 1), "SAME", dimension_numbers=dims)).mean()
 
     state = zero.abstract_state(lambda key: jnp.ones((3, 3, 8, 8)), tx, mesh=mesh, config=config)
-    batch = jax.ShapeDtypeStruct((16, 4, 4, 8), jnp.float32)
+    batch = jax.ShapeDtypeStruct((32, 4, 4, 8), jnp.float32)
     assert "convolution" in zero.make_train_step(loss_fn, tx, mesh=mesh, config=config).lower(state, batch).as_text()
 
 

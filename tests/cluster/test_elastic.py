@@ -25,7 +25,7 @@ KILLED = -int(signal.SIGKILL)
 class Sizes:
     """An `Elastic` with a clock that the test sets."""
 
-    def __init__(self, num_processes, min_processes, *, max_restarts=3, rejoin_seconds=100.0, refused=()):
+    def __init__(self, num_processes, min_processes, *, max_restarts=3, rejoin_seconds=100.0):
         self.now = 0.0
         config = LaunchConfig(
             num_processes=num_processes,
@@ -33,7 +33,7 @@ class Sizes:
             max_restarts=max_restarts,
             rejoin_seconds=rejoin_seconds,
         )
-        self.elastic = Elastic(config, refused=refused)
+        self.elastic = Elastic(config)
         self.size = num_processes
 
     def clock(self):
@@ -118,13 +118,14 @@ def test_a_number_that_the_run_refuses_is_not_tried_twice():
     assert sizes.after(75, seconds=100, is_interrupted=True) == 4
     assert sizes.after(KILLED, step=5) == 2
     assert "not with 3, which the run refuses" in sizes.elastic.reason
+    assert sizes.seconds_to_larger == 200  # twice as long: it was lost soon after it was back
 
 
-def test_numbers_that_do_not_divide_are_not_tried_at_all():
-    sizes = Sizes(4, 1, refused=(3,))
-    assert sizes.after(KILLED) == 2
-    assert sizes.seconds_to_larger == 100
-    assert Sizes(4, 3, refused=(3,)).after(KILLED) == 4
+def test_with_the_least_refused_lost_ones_are_tried_at_once():
+    sizes = Sizes(4, 3)
+    assert sizes.after(KILLED) == 3
+    assert sizes.after(2, 2, 2) == 4
+    assert sizes.after(KILLED) == 4
 
 
 def test_where_every_number_is_refused_the_launch_ends():

@@ -17,9 +17,10 @@ from zero_jax.checkpoint.finding import check_outside, find_checkpoint
 from zero_jax.checkpoint.leaf_files import check_files, read_slices
 from zero_jax.checkpoint.record import Record, SavedLeaf
 from zero_jax.core.files.partial_folder import partial_folder
-from zero_jax.core.files.safetensors import DTYPES, Tensor, cast_values, create_files
+from zero_jax.core.files.safetensors import DTYPES, Tensor, create_files
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.text_tables import Report, quoted
+from zero_jax.core.tree import cast_values
 from zero_jax.core.variables import MODEL_STATE
 
 _UNITS: Mapping[str, int] = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}

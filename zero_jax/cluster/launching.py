@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from zero_jax.cluster.log_merging import Merger
 from zero_jax.cluster.preemption import EXIT_CODE as SAVED
@@ -62,9 +62,9 @@ def report_end(status: int) -> None:
 class Elastic:
     """The numbers of processes that a launch starts, one after another, and the reason of each restart or of none."""
 
-    def __init__(self, config: LaunchConfig, *, refused: Collection[int] = ()):
-        """Takes numbers that are not to be tried."""
-        self._config, self._refused = config, set(refused)
+    def __init__(self, config: LaunchConfig):
+        self._config = config
+        self._refused: set[int] = set()  # numbers that are not to be tried again
         self._size, self._has_grown = config.num_processes, False
         self._back_at: list[float] = []  # when each lost process is tried again, in this order
         self._wait_seconds = config.rejoin_seconds
@@ -167,7 +167,7 @@ class LaunchResult(Round):
         return "\n".join(lines)
 
 
-def launch(command: Sequence[str], *, config: LaunchConfig, refused: Collection[int] = ()) -> LaunchResult:
+def launch(command: Sequence[str], *, config: LaunchConfig) -> LaunchResult:
     """Runs a command as several processes that find each other by `jax.distributed` on this machine.
 
     Stdout of process 0 goes to stdout unchanged. All other output goes to stderr, line by line, prefixed with the
@@ -178,7 +178,6 @@ def launch(command: Sequence[str], *, config: LaunchConfig, refused: Collection[
     Args:
       command: the program and its arguments.
       config: how many processes, and with how many devices.
-      refused: numbers of processes that the command would refuse, and that it is not started again with.
 
     Raises:
       ValueError: the program cannot be started.
@@ -190,7 +189,7 @@ def launch(command: Sequence[str], *, config: LaunchConfig, refused: Collection[
     """
     merger = Merger(sys.stdout, sys.stderr)
     events: queue.SimpleQueue[Ending | signal.Signals] = queue.SimpleQueue()
-    elastic = Elastic(config, refused=refused)
+    elastic = Elastic(config)
     size: int | None = config.num_processes
     with _handled_signals(events), tempfile.TemporaryDirectory() as folder:
         reported, status = pathlib.Path(folder) / "step", pathlib.Path(folder) / "status"

@@ -78,6 +78,18 @@ def key_shape() -> jax.ShapeDtypeStruct:
     return jax.eval_shape(lambda: jax.random.key(0))
 
 
+def cast_values(values: np.ndarray, dtype: Any, *, leaf: str, remedy: str) -> np.ndarray:
+    """Casts the values of a leaf on the host; raises `ValueError` for finite ones that are too large for the dtype."""
+    with np.errstate(over="ignore"):
+        cast = values.astype(jnp.dtype(dtype), copy=False)
+    if cast is values:
+        return cast
+    is_lost = cast != values if jnp.issubdtype(cast.dtype, jnp.integer) else np.isfinite(values) & ~np.isfinite(cast)
+    if is_lost.any():
+        raise ValueError(f"leaf {quoted(leaf)} has values too large for {dtype}: {remedy}")
+    return cast
+
+
 def shapes_of(tree: PyTree) -> PyTree:
     """Returns the shapes and dtypes of arrays, without their shardings."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

@@ -13,8 +13,9 @@ import numpy as np
 
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.device_put import aligned_empty
-from zero_jax.core.files.safetensors import StoredTensor, cast_values
+from zero_jax.core.files.safetensors import StoredTensor
 from zero_jax.core.text_tables import printable
+from zero_jax.core.tree import cast_values
 from zero_jax.models.tensor_name import TensorName
 
 Index = tuple[slice, ...]

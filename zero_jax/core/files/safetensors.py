@@ -167,15 +167,6 @@ def split_by_size(tensors: Sequence[Tensor], max_bytes: int, name: str = MODEL_F
     return {f"model-{i:05d}-of-{len(files):05d}.safetensors": file for i, file in enumerate(files, 1)}
 
 
-def cast_values(values: np.ndarray, dtype: str, *, leaf: str, remedy: str) -> np.ndarray:
-    """Casts values to the dtype of a tensor; raises `ValueError` for finite ones that are too large for it."""
-    with np.errstate(over="ignore"):
-        cast = values.astype(jnp.dtype(dtype), copy=False)
-    if cast is not values and (np.isfinite(values) & ~np.isfinite(cast)).any():
-        raise ValueError(f"leaf {quoted(leaf)} has values too large for {dtype}: {remedy}")
-    return cast
-
-
 def create(path: pathlib.Path, tensors: Sequence[Tensor], *, metadata: Mapping[str, str]) -> dict[str, StoredTensor]:
     """Makes a file with a header and room for the tensors, and returns them by name, to be written in place."""
     header: dict[str, Any] = {_METADATA: {"format": "pt", **metadata}}

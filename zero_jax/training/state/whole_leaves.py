@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from zero_jax.core.agreement import Agreement, agree_on
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.device_put import put_global
-from zero_jax.core.tree import PyTree, check_arrays, is_key, key_numbers, leaves_by_name, shown
+from zero_jax.core.tree import PyTree, cast_values, check_arrays, is_key, key_numbers, leaves_by_name, shown
 from zero_jax.training.state.train_state import TrainState
 
 _SHOWN_PATHS = 3
@@ -202,17 +202,10 @@ def _cast(path: str, leaf: Any, value: np.ndarray) -> np.ndarray:
     shape, dtype = np.shape(like), np.dtype(jnp.result_type(like))
     if value.shape != shape:
         raise ValueError(f"leaf {path!r} has shape {list(shape)}, and the value {list(value.shape)}: give all of it")
-    if value.dtype == dtype:
-        return value
     ranks = [next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(x, kind)), None) for x in (value.dtype, dtype)]
     if None in ranks or ranks[0] > ranks[1]:  # type: ignore[operator]
         raise ValueError(f"leaf {path!r} is {dtype}, and the value {value.dtype}: cast it first, if that is meant")
-    with np.errstate(over="ignore"):
-        cast = value.astype(dtype)
-    is_same = np.array_equal(cast, value) if ranks[1] == 1 else True
-    if not is_same or (np.isfinite(value) & ~np.isfinite(cast)).any():
-        raise ValueError(f"leaf {path!r} is {dtype}, which cannot hold all of the value ({value.dtype}): scale it down")
-    return cast
+    return cast_values(value, dtype, leaf=path, remedy="scale them down")
 
 
 def _check_agreed(operation: str, value: int = 0) -> None:

@@ -20,7 +20,7 @@ from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import Report, aligned
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.mesh import axis_size, networks
-from zero_jax.sharding.quantized import Blocks, blocks_of_leaf, spread_over
+from zero_jax.sharding.quantized import Blocks, blocks_of_leaf
 from zero_jax.sharding.rules import LeafPlacement
 from zero_jax.sharding.spec import Dims, gather_steps, scatter_steps, steps_by_dim, without
 from zero_jax.training import (
@@ -33,10 +33,12 @@ from zero_jax.training import (
     step_placement,
     used_by_optimizer,
 )
-from zero_jax.transforms import resolve_schedule
+from zero_jax.transforms import DeviceSum, resolve_schedule
 
 Move = tuple[tuple[str, ...], float]  # mesh axes, and the elements that a device sends over them
 _HLO_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "int8": "s8", "uint8": "u8"}
+# The collectives of each step of a sum of devices' own gradients
+_SUMMED_BY = {"scatter": ("all-to-all",), "parts": ("all-to-all", "all-gather"), "all": ("all-reduce",)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -319,32 +321,35 @@ class _LeafTraffic:
         # Stages 0 and 1 sum microbatches on each device and reduce once, after the last backward pass, by all-to-alls;
         # so do the others over the axes of copies of the params. Gradients that are quantized move at each use.
         plan, reduce = placement.grad_plan, placement.precision.reduce
-        often = [axis for axis in plan.batch_axes if axis not in (*plan.once_over, *self.pipe, *self.stays)]
-        kind, dtype = ("all-to-all", "float32") if plan.at_use else ("reduce-scatter", self.compute)
-        yield from self.sum_rows(kind, often, reduce or dtype, phase="backward", times=k)
+        often = tuple(axis for axis in plan.batch_axes if axis not in (*plan.once_over, *self.pipe, *self.stays))
+        if plan.at_use:
+            yield from self.sum_rows(often, reduce or "float32", phase="backward", times=k)
+        else:
+            yield from self.scatter_rows(often, reduce or self.compute)
         dtype = "float32" if k > 1 else self.compute
-        yield from self.sum_rows("all-to-all", plan.once_over, reduce or dtype, phase="update", times=1)
+        yield from self.sum_rows(plan.once_over, reduce or dtype, phase="update", times=1)
 
-    def sum_rows(
-        self, kind: str, over: Sequence[str], dtype: Any, *, phase: str, times: float
-    ) -> Iterator[EstimateRow]:
-        """Yields the traffic of a gradient that is scattered over some axes, and all-reduced over the others."""
-        mesh, coded = self.mesh, self.placement.grad_axes
-        blocks = blocks_of_leaf(self.placement.quantize, "grads", self.leaf, mesh=mesh)
-        is_last = phase == "update"  # it is sharded over the other axes already
-        scatters, elements, unscattered = self.scatters(over, one_by_one=kind == "all-to-all", is_last=is_last)
-        for axes, sent in scatters:
-            is_coded = blocks is not None and set(axes) <= set(coded)
-            yield from _rows(kind, [(axes, sent)], blocks if is_coded else dtype, phase, times)
-        for axis in [axis for axis in unscattered if axis in coded]:
-            if spread_over(blocks, self.leaf.shape, self.sharded_dims, axis, mesh=mesh) is not None:
-                part = [((axis,), elements * (1 - 1 / mesh.shape[axis]))]
-                yield from _rows("all-to-all", part, blocks, phase, times)
-                yield from _rows("all-gather", part, blocks, phase, times)
-                unscattered = tuple(other for other in unscattered if other != axis)
-        if unscattered:
-            sent = 2 * elements * (1 - 1 / axis_size(mesh, unscattered))
-            yield from _rows("all-reduce", [(unscattered, sent)], dtype, phase, times)
+    def scatter_rows(self, over: Sequence[str], dtype: Any) -> Iterator[EstimateRow]:
+        """Yields a gradient's reduce-scatter at each use, and its all-reduce over the axes that do not shard it."""
+        data = [axis for axis in self.placement.axes.data if axis in over]
+        dims = self.only_over(self.sharded_dims, data)
+        states = [without(dims, data), *scatter_steps(dims, data, self.mesh)] if data else []
+        yield from _rows("reduce-scatter", self.moves(states), dtype, "backward", self.k)
+        rest, elements = self.share(dims, [axis for axis in over if axis not in self.on_data(dims)])
+        yield from _rows("all-reduce", [(rest, 2 * elements)], dtype, "backward", self.k)
+
+    def sum_rows(self, over: tuple[str, ...], dtype: Any, *, phase: str, times: float) -> Iterator[EstimateRow]:
+        """Yields the steps in which the gradients that devices have are summed."""
+        placement, dims = self.placement, self.sharded_dims
+        if phase == "backward":  # it is not sharded over the other axes yet
+            dims = self.only_over(dims, over)
+        blocks, axes = blocks_of_leaf(placement.quantize, "grads", self.leaf, mesh=self.mesh), placement.axes
+        how = DeviceSum(mesh=self.mesh, axes=axes, over=over, dims=dims, coding=blocks, coded=placement.grad_axes)
+        for step in how.steps(self.leaf.shape):
+            along, elements = self.share(step.before, step.axes)
+            moves = [(along, elements * (2 if step.kind == "all" else 1))]
+            for kind in _SUMMED_BY[step.kind]:
+                yield from _rows(kind, moves, blocks if step.is_coded else dtype, phase, times)
 
     @property
     def sharded_dims(self) -> Dims:
@@ -373,20 +378,10 @@ class _LeafTraffic:
         """Yields the elements that a device sends in each stage of a gather from `dims`; shards grow on the way."""
         return self.moves([dims, *gather_steps(dims, over, self.mesh)])
 
-    def scatters(
-        self, over: Sequence[str], *, one_by_one: bool, is_last: bool
-    ) -> tuple[list[Move], float, tuple[str, ...]]:
-        """Returns the elements sent to scatter a gradient, those of a shard, and the axes `over` that do not shard."""
-        data = [axis for axis in self.placement.axes.data if axis in over]
-        dims = self.sharded_dims if is_last else self.only_over(self.sharded_dims, data)
-        if one_by_one:
-            own = [axis for axis in data if axis in self.on_data(dims)]
-            states = [without(dims, own[i:]) for i in range(len(own) + 1)]
-        else:
-            states = [without(dims, data), *scatter_steps(dims, data, self.mesh)] if data else []
-        elements = self.num_elements / axis_size(self.mesh, self.on_data(dims))
-        unscattered = (x for x in self.placement.axes.batch if x in over and x not in self.on_data(dims))
-        return list(self.moves(states)), elements, tuple(x for x in unscattered if self.mesh.shape[x] > 1)
+    def share(self, dims: Dims, over: Sequence[str]) -> Move:
+        """Returns those of some axes that have several devices, and what one sends over them of its shard."""
+        axes = tuple(axis for axis in self.placement.axes.batch if axis in over and self.mesh.shape[axis] > 1)
+        return axes, self.num_elements / axis_size(self.mesh, self.on_data(dims)) * (1 - 1 / axis_size(self.mesh, axes))
 
 
 def _rows(kind: str, moves: Iterable[Move], dtype: Any, phase: str, times: float) -> Iterator[EstimateRow]:

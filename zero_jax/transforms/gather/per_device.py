@@ -13,8 +13,8 @@ reduce-scatter, and one quantization for each axis.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -156,6 +156,31 @@ def multiply(
     return product.reshape(eqn.outvars[0].aval.shape)
 
 
+@dataclasses.dataclass(frozen=True)
+class SumStep:
+    """A step of a sum of the gradients that devices have: over which mesh axes, and where what they send lands.
+
+    It is scattered; or, in codes, in parts that are summed and gathered; or all that is left is all-reduced.
+    """
+
+    kind: Literal["scatter", "parts", "all"]
+    axes: tuple[str, ...]
+    left: tuple[str, ...]  # the axes whose devices have gradients of their own before it
+    before: Dims  # how each of these gradients is sharded
+    after: Dims
+    is_coded: bool
+
+    @property
+    def place(self) -> int:
+        """The dim of the stack that is summed."""
+        return self.left.index(self.axes[0])
+
+    def stacked(self, mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
+        """Returns how the stack of gradients is sharded before and after it moves."""
+        after = (*(() if axis in self.axes else (axis,) for axis in self.left), *self.after)
+        return named(mesh, (*((axis,) for axis in self.left), *self.before)), named(mesh, after)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceSum:
     """How the gradients that devices have of a param are summed."""
@@ -181,32 +206,33 @@ class DeviceSum:
 
         `shape` is that of the sum.
         """
-        left = list(self.over)
-        for axis in self._scattered:
-            if self._codes(axis):
-                return (tuple(left), *without(self.dims, left))
-            left.remove(axis)
-        coded = [axis for axis in left if self._spread(axis, shape, left) is not None]
-        return (tuple(left), *without(self.dims, left)) if coded else None
+        coded = next((step for step in self.steps(shape) if step.is_coded), None)
+        return coded and (coded.left, *without(self.dims, coded.left))
 
-    @property
-    def _scattered(self) -> list[str]:
-        """The axes that shard the sum, in the order in which it is scattered: of a dim the major ones first."""
-        waiting = [axis for axis in self.axes.data if axis in self.over and carries(self.dims, (axis,))]
-        majors = {axis: set(dim[:i]).intersection(waiting) for dim in self.dims for i, axis in enumerate(dim)}
-        order: list[str] = []
-        while waiting:
-            order.append(next(axis for axis in waiting if majors[axis] <= set(order)))
-            waiting.remove(order[-1])
-        return order
+    def steps(self, shape: Sequence[int]) -> Iterator[SumStep]:
+        """Yields the steps of a sum of a shape."""
+        left, placed = self.over, without(self.dims, self.over)
+        waiting = [axis for axis in self.axes.data if axis in left and carries(self.dims, (axis,))]
+        majors = {axis: set(dim[:i]) for dim in self.dims for i, axis in enumerate(dim)}
+        while waiting:  # of a dim the major axes first
+            axis = next(axis for axis in waiting if majors[axis].isdisjoint(waiting))
+            # Behind what cuts the dim already, so that gradients move to the device that has their place: were it in
+            # front, as `dims` may have it, each device's own would move again. Their sum does, at the end.
+            landed = tuple((*now, axis) if axis in end else now for now, end in zip(placed, self.dims, strict=True))
+            yield SumStep("scatter", (axis,), left, placed, landed, self._codes(axis))
+            left, placed = tuple(other for other in left if other != axis), landed
+            waiting.remove(axis)
+        for axis in left:
+            coding = self.coding if self._codes(axis) else None
+            now = without(self.dims, left)
+            if (spread := spread_over(coding, shape, now, axis, mesh=self.mesh)) is not None:
+                yield SumStep("parts", (axis,), left, now, spread, is_coded=True)
+                left = tuple(other for other in left if other != axis)
+        if left:  # replicas, and axes that this leaf is not sharded over
+            yield SumStep("all", left, left, placed, placed, is_coded=False)
 
     def _codes(self, axis: str) -> bool:
         return self.coding is not None and axis in self.coded and self.mesh.shape[axis] > 1
-
-    def _spread(self, axis: str, shape: Sequence[int], left: Sequence[str]) -> Dims | None:
-        """Returns the dims of the parts that are summed over an axis which does not shard the sum, if in codes."""
-        coding = self.coding if self._codes(axis) else None
-        return spread_over(coding, shape, without(self.dims, left), axis, mesh=self.mesh)
 
     def with_error(self, stack: jax.Array, error: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         """Sums a stack with error feedback, over one axis in codes: error feedback of 1-bit Adam (arXiv:2102.02888).
@@ -214,42 +240,32 @@ class DeviceSum:
         The error is what codes did not have of the last sum, sharded as `error_dims`, which is added; None for nothing.
         The result's are what its codes do not have: those of all devices add up to that of the sum.
         """
-        mesh, dims, left = self.mesh, self.dims, list(self.over)
+        mesh, placed = self.mesh, without(self.dims, self.over)
         wide = promoted(stack.dtype, jnp.float32)
         moved = summed_dtype(wide, self.dtype)
-        placed = without(dims, left)
         # Without it XLA may cut what the gradients are made of as it cuts their sum.
         stack = lax.with_sharding_constraint(stack, named(mesh, (self.over, *placed)))
-        stack = stack.reshape(*(mesh.shape[axis] for axis in left), *stack.shape[1:])
-        for axis in self._scattered:
-            place = left.index(axis)
-            # Behind what cuts the dim already, so that gradients move to the device that has their place: were it in
-            # front, as `dims` may have it, each device's own would move again. Their sum does, at the end.
-            landed = tuple((*now, axis) if axis in end else now for now, end in zip(placed, dims, strict=True))
-            here = named(mesh, (*((a,) for a in left), *placed))
-            there = named(mesh, (*(() if a == axis else (a,) for a in left), *landed))
-            if not self._codes(axis):
+        steps = self.steps(stack.shape[1:])
+        stack = stack.reshape(*(mesh.shape[axis] for axis in self.over), *stack.shape[1:])
+        for step in steps:
+            here, there = step.stacked(mesh)
+            if step.kind == "all":
+                stack = lax.with_sharding_constraint(stack.astype(moved), here)
+                # Not `jnp.sum`, which would make float32 of what is narrower before it moves.
+                stack = lax.reduce(stack, jnp.zeros((), stack.dtype), lax.add, tuple(range(len(step.left))))
+                stack = lax.with_sharding_constraint(stack, named(mesh, placed))
+            elif step.kind == "parts":
+                stack, error = self._sum_quantized(stack.astype(wide), step, error)
+            elif step.is_coded:
+                stack, error = self._send(stack.astype(wide), here, there, error)
+            else:
                 # Pinned on both sides, or XLA moves it in the dtype from before the cast.
                 stack = lax.with_sharding_constraint(stack.astype(moved), here)
                 stack = lax.with_sharding_constraint(stack, there)
-            else:
-                stack, error = self._send(stack.astype(wide), here, there, error)
-            placed = landed
-            stack = stack.astype(wide).sum(place)
-            left.pop(place)
-        for axis in list(left):
-            spread = self._spread(axis, stack.shape[len(left) :], left)
-            if spread is not None:
-                stack, error = self._sum_quantized(stack, axis, left, spread, error)
-                left.remove(axis)
-        if left:  # replicas, and axes that this leaf is not sharded over
-            stack = stack.astype(moved)
-            stack = lax.with_sharding_constraint(stack, named(mesh, (*((a,) for a in left), *placed)))
-            # Not `jnp.sum`, which would make float32 of what is narrower before it moves.
-            stack = lax.reduce(stack, jnp.zeros((), stack.dtype), lax.add, tuple(range(len(left))))
-            stack = lax.with_sharding_constraint(stack, named(mesh, placed))
-        if placed != dims:
-            stack = lax.with_sharding_constraint(stack, named(mesh, dims))
+            if step.kind == "scatter":
+                stack, placed = stack.astype(wide).sum(step.place), step.after
+        if placed != self.dims:
+            stack = lax.with_sharding_constraint(stack, named(mesh, self.dims))
         return stack.astype(wide), error
 
     def _send(
@@ -268,16 +284,14 @@ class DeviceSum:
         return self.coding.decode(sent, x.dtype), error
 
     def _sum_quantized(
-        self, stack: jax.Array, axis: str, left: list[str], spread: Dims, error: jax.Array | None
+        self, stack: jax.Array, step: SumStep, error: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
         """Sums over an axis that does not shard the sum: a part on each device, and then the parts are gathered."""
-        mesh, placed, place = self.mesh, without(self.dims, left), left.index(axis)
-        rest = [(other,) for other in left if other != axis]
-        here = named(mesh, (*((a,) for a in left), *placed))
-        there = named(mesh, (*(() if a == axis else (a,) for a in left), *spread))
-        stack, error = self._send(stack.astype(promoted(stack.dtype, jnp.float32)), here, there, error)
-        stack = stack.sum(place)
-        parts, whole = named(mesh, (*rest, *spread)), named(mesh, (*rest, *placed))
+        mesh, (axis,), left, spread, place = self.mesh, step.axes, step.left, step.after, step.place
+        here, there = step.stacked(mesh)
+        stack, error = self._send(stack, here, there, error)
+        stack, rest = stack.sum(place), [(other,) for other in left if other != axis]
+        parts, whole = named(mesh, (*rest, *spread)), named(mesh, (*rest, *step.before))
         total, lost = self._send(stack, parts, whole, None if error is None else jnp.zeros_like(stack))
         if error is None or lost is None:
             return total, None

@@ -41,7 +41,7 @@ def attended(query, key, value, call, segment):
     return out.reshape(B, T, *out.shape[2:]), lse[0].T
 
 
-def run_forward(arrays, call, *, lengths, starts):
+def run_forward(arrays, call, *, lengths, starts, is_training):
     """Does what cuDNN does: what it does not write is anything, here NaN."""
     segment, place = of_tokens(lengths[0], starts)
     out, lse = attended(*arrays, call, segment)
@@ -51,8 +51,7 @@ def run_forward(arrays, call, *, lengths, starts):
     return [out, by_segment]
 
 
-def run_backward(arrays, results, call, *, lengths, starts):
-    by_segment, out, cotangent = results
+def run_backward(arrays, call, by_segment, out, cotangent, *, lengths, starts):
     segment, place = of_tokens(lengths[0], starts)
     is_there = (segment >= 0).reshape(B, T, 1, 1)
     (own, own_lse), pull = jax.vjp(lambda *xs: attended(*xs, call, segment), *arrays)
@@ -73,8 +72,8 @@ def run_backward(arrays, results, call, *, lengths, starts):
     ],
 )
 def test_packed_segments_are_attention_within_them(name, right, monkeypatch):
-    monkeypatch.setattr(cudnn, "_run_forward", run_forward)
-    monkeypatch.setattr(cudnn, "_run_backward", run_backward)
+    kernels = {"fwd": run_forward, "bwd": run_backward}
+    monkeypatch.setattr(cudnn, "_run", lambda kernel, *arrays, **where: kernels[kernel](*arrays, **where))
     query, key, value = random_arrays(b=B, t=T, s=T)
     ids, band = jnp.asarray(SEGMENTS[name]), Band(None, right)
     call = fused.Call(kernel="cudnn", scale=0.3, band=band, soft_cap=None, placement=KernelPlacement(platform="cuda"))

@@ -46,11 +46,11 @@ def forward(of: Operands, call: Any) -> list[Array]:
     """Returns results `[B, T, N, V]` and log-sum-exps `[B, N, T]`."""
     arrays = [of.query, of.key, of.value]
     if (segments := _segments(of)) is None:
-        return _run_forward(arrays, call, lengths=of.extras)
+        return _run("fwd", arrays, call, lengths=of.extras, is_training=True)
 
     def run(packed: _Packed, query: Array, key: Array, value: Array) -> list[Array]:
-        arrays = [query, key, value]
-        out, by_segment = _run_forward(arrays, call, lengths=[packed.lengths] * 2, starts=packed.starts)
+        where = {"lengths": [packed.lengths] * 2, "starts": packed.starts}
+        out, by_segment = _run("fwd", [query, key, value], call, **where, is_training=True)
         return [out, by_segment[packed.segment, :, packed.place]]
 
     out, lse = _within_segments(run, arrays, segments)
@@ -59,15 +59,15 @@ def forward(of: Operands, call: Any) -> list[Array]:
 
 def backward(of: Operands, call: Any, *, out: Array, lse: Array, cotangent: Array) -> list[Array]:
     """Returns the cotangents of query, key and value."""
-    arrays, results = [of.query, of.key, of.value], [lse, out, cotangent]
+    arrays = [of.query, of.key, of.value]
     if (segments := _segments(of)) is None:
-        return _run_backward(arrays, results, call, lengths=of.extras)
+        return _run("bwd", arrays, call, lse, out, cotangent, lengths=of.extras)
 
     def run(packed: _Packed, query: Array, key: Array, value: Array, lse: Array, *rest: Array) -> list[Array]:
         shape = (packed.lengths.size, lse.shape[2], lse.shape[1])
         by_segment = jnp.zeros(shape, lse.dtype).at[packed.segment, :, packed.place].set(lse, mode="drop")
-        arrays, results = [query, key, value], [by_segment, *rest]
-        return _run_backward(arrays, results, call, lengths=[packed.lengths] * 2, starts=packed.starts)
+        where = {"lengths": [packed.lengths] * 2, "starts": packed.starts}
+        return _run("bwd", [query, key, value], call, by_segment, *rest, **where)
 
     return _within_segments(run, [*arrays, lse.swapaxes(1, 2), out, cotangent], segments)
 
@@ -167,24 +167,13 @@ def _kernels() -> Any:
     return importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
 
 
-def _run_forward(arrays: _Arrays, call: Any, *, lengths: _Arrays, starts: Array | None = None) -> list[Array]:
-    """Returns results `[B, T, N, V]` and log-sum-exps, `[B, N, T]` or of segments `[C, N, T]`."""
-    operands, settings = _operands_and_settings(arrays, call, lengths, starts)
-    return list(_kernels()._dot_product_attention_fwd_p.bind(*operands, **settings, is_training=True))
-
-
-def _run_backward(
-    arrays: _Arrays, results: _Arrays, call: Any, *, lengths: _Arrays, starts: Array | None = None
+def _run(
+    kernel: str, arrays: _Arrays, call: Any, *more: Array, lengths: _Arrays, starts: Array | None = None, **how: bool
 ) -> list[Array]:
-    """Returns the cotangents of query, key and value; `results` are log-sum-exps, results and their cotangent."""
-    operands, settings = _operands_and_settings(arrays, call, lengths, starts)
-    return list(_kernels()._dot_product_attention_bwd_p.bind(*operands, *results, **settings))
+    """Runs a kernel, `fwd` or `bwd`, the latter with `more`: log-sum-exps, results and their cotangent.
 
-
-def _operands_and_settings(
-    arrays: _Arrays, call: Any, lengths: _Arrays, starts: Array | None
-) -> tuple[list[Array], dict[str, Any]]:
-    """Returns the operands of JAX's primitives that the two passes share, and their params."""
+    The former returns results `[B, T, N, V]` and log-sum-exps, `[B, N, T]` or of segments `[C, N, T]`.
+    """
     kernels, unused = _kernels(), jnp.zeros(0, arrays[0].dtype)
     mask = "_".join(["PADDING"] * bool(lengths) + ["CAUSAL"] * (call.band.right == 0)) or "NO_MASK"
     window = None if call.band.left is None else call.band.left + 1  # the keys that a query sees, itself included
@@ -209,4 +198,6 @@ def _operands_and_settings(
     if "score_mod_name" in inspect.signature(kernels._dot_product_attention_fwd_cuda_lowering).parameters:  # JAX 0.12
         settings |= {"score_mod_name": None, "score_mod_jaxpr": None}
     pages = [unused, unused]
-    return [*arrays, unused, of_query, of_key, *offsets, *pages], settings
+    primitive = getattr(kernels, f"_dot_product_attention_{kernel}_p")
+    operands = [*arrays, unused, of_query, of_key, *offsets, *pages, *more]
+    return list(primitive.bind(*operands, **settings, **how))

@@ -147,10 +147,13 @@ class Estimator:
 
     def _sizes(self, model: int, pipe: int = 1) -> tuple[memory.MemoryEstimate, float]:
         """Returns the memory estimate on `model` x `pipe` devices, and the number of params per device."""
-        mesh, config = self.mesh(model, pipe), dataclasses.replace(self.config, num_microbatches=pipe)
-        state = abstract_state(self.job.init_fn, self.job.tx, mesh=mesh, config=config)
-        sizes = memory.estimate(state, mesh=mesh, config=config, tx=self.job.tx)
+        sizes = self._memory(self.mesh(model, pipe), num_microbatches=pipe)
         return sizes, sizes.by_group["params"] / sizes.param_bytes
+
+    def _memory(self, mesh: Mesh, **changes: Any) -> memory.MemoryEstimate:
+        config = dataclasses.replace(self.config, **changes)
+        state = abstract_state(self.job.init_fn, self.job.tx, mesh=mesh, config=config)
+        return memory.estimate(state, mesh=mesh, config=config, tx=self.job.tx)
 
     def _stages(self, pipe: int, pipeline: str) -> PipelineReport:
         """Returns the stages of the global batch in `pipe` microbatches on as many devices, or why there are none."""
@@ -252,9 +255,7 @@ class Estimator:
         if offloaded is None:
             return 0.0
         offload = dataclasses.replace(self.offload, what=offloaded)
-        mesh, config = self.mesh(model), dataclasses.replace(self.config, stage=stage, offload=offload)
-        state = abstract_state(self.job.init_fn, self.job.tx, mesh=mesh, config=config)
-        return memory.estimate(state, mesh=mesh, config=config, tx=self.job.tx).host_bytes
+        return self._memory(self.mesh(model), stage=stage, offload=offload).host_bytes
 
 
 class StepEstimate:

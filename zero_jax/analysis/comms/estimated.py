@@ -296,10 +296,8 @@ class _LeafTraffic:
     def layer_rows(self, *, has_grad: bool) -> Iterator[EstimateRow]:
         """Yields what moves between the shards of a param and those of its master param along the layers."""
         placement, dims, to = self.placement, self.leaf.dims, self.leaf.update_dims
-        elements = self.num_elements / axis_size(self.mesh, self.on_data(dims))
-        steps = [dims, *steps_by_dim(dims, 0, to[0])] if to else []
-        moved = [self.on_data((new[0][len(old[0]) :],)) for old, new in itertools.pairwise(steps)]
-        moves = [(axes, elements * (1 - 1 / axis_size(self.mesh, axes))) for axes in moved]
+        steps = itertools.pairwise([dims, *steps_by_dim(dims, 0, to[0])] if to else [])
+        moves = [self.share(old, self.on_data((new[0][len(old[0]) :],))) for old, new in steps]
         if placement.params_are_masters:
             yield from _rows("all-to-all", moves, self.compute, "forward", 1)
         if has_grad and not placement.grad_plan.is_of_update:

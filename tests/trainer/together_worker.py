@@ -4,7 +4,6 @@
 import dataclasses
 import os
 import sys
-import time
 
 ADDRESS, INDEX, OUT = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -231,10 +230,6 @@ result["stopped"] = train("stopped", callbacks=[stops])
 result["callback"] = train("callback", callbacks=[fails])
 result["callbacks"] = train("callbacks", callbacks=[zero.trainer.Callback(stops, every=own(1, 2))])
 
-started = time.perf_counter()
-for _ in range(100):
-    turns_of().take()
-result["turn_seconds"] = (time.perf_counter() - started) / 100
 result["lines"] = lines
 names = ("ended", "state", "done", "whole", "halves", "twice")
 records = {name: zero.trainer.read_run(f"{OUT}/{name}").train for name in names}

@@ -78,7 +78,6 @@ CASES = {
     "stage 3": ({}, MESH),
     "four replicas, stage 2, microbatches": (dict(stage=2, num_microbatches=2), dict(replica=4, data=2)),
     "stage 1": (dict(stage=1), MESH),
-    "stage 1, microbatches": (dict(stage=1, num_microbatches=2), MESH),
     "data, stage 1, microbatches": (dict(stage=1, num_microbatches=2, over="data"), dict(data=8)),
     "one of two axes of data": (dict(stage=1, num_microbatches=2, over="data_0"), SPLIT),
     "secondary, between slices": (dict(secondary=("data_0",), over="data_1"), SPLIT),

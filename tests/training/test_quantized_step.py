@@ -360,7 +360,7 @@ def outlier_model():
     return init, loss_fn, make_batch, optax.chain(optax.scale_by_adam(eps=1e-12), optax.stateless(update))
 
 
-def loss_with_outliers(quantize, *, num_steps=60):
+def loss_with_outliers(quantize, *, num_steps=40):
     """Returns the mean loss of the last steps."""
     init, loss_fn, make_batch, tx = outlier_model()
     mesh, config = zero.make_mesh(data=8), zero.ZeroConfig(stage=3, quantize=quantize)
@@ -379,9 +379,9 @@ def test_outlier_features_want_small_blocks_or_fp8():
     expected = loss_with_outliers(None)
     ratios = {
         size: loss_with_outliers(zero.Quantize(gathers="int8", grads="int8", block_size=size)) / expected
-        for size in (16, 32, 64, None)  # None is 128 here
+        for size in (16, 64, None)  # None is 128 here
     }
-    assert abs(ratios[16] - 1) < 0.05 and ratios[16] < ratios[32] < ratios[64] < ratios[None], ratios
+    assert abs(ratios[16] - 1) < 0.05 and ratios[16] < ratios[64] < ratios[None], ratios
     assert ratios[None] > 1.5, ratios  # or this is no hard case
     relative = loss_with_outliers(zero.Quantize(gathers="fp8", grads="int8")) / expected
     assert abs(relative - 1) < 0.05, relative

@@ -1,6 +1,7 @@
 """Steps that were compiled for TPUs have the numbers of one device; wrong ones are found."""
 
 import functools
+import itertools
 import json
 import warnings
 
@@ -21,18 +22,18 @@ from zero_jax.sharding.topology import HARDWARE, missing_compiler
 
 HERE = {"own_process": False}
 RNG = np.random.default_rng(0)
-TOKENS = {name: RNG.integers(0, 64, (16, 16), np.int32) for name in ("inputs", "targets")}
+TOKENS = {name: RNG.integers(0, 64, (16, 8), np.int32) for name in ("inputs", "targets")}
 IMAGES = {"x": RNG.standard_normal((16, 8, 8, 4), np.float32), "y": RNG.integers(0, 10, 16, np.int32)}
 ROWS = {"x": RNG.standard_normal((16, 32), np.float32), "y": RNG.standard_normal((16, 32), np.float32)}
 
 
 def gpt_model():
-    config = gpt.GPTConfig(vocab_size=64, seq_len=16, num_layers=2, d_model=64, num_heads=2)
+    config = gpt.GPTConfig(vocab_size=64, seq_len=8, num_layers=2, d_model=64, num_heads=2)
     return gpt.loss_fn(config), functools.partial(gpt.init, config), TOKENS
 
 
 def experts_model():
-    config = decoder.DecoderConfig(vocab_size=64, seq_len=16, num_layers=2, d_model=64, num_heads=4, num_experts=4)
+    config = decoder.DecoderConfig(vocab_size=64, seq_len=8, num_layers=2, d_model=64, num_heads=2, num_experts=4)
     return decoder.loss_fn(config), functools.partial(decoder.init, config), TOKENS
 
 
@@ -104,19 +105,27 @@ FACTORS = {
     "offload": [None, "state"],
     "quantize_grads": [None, "int8"],
     "precision": ["fp32", "bf16"],
-    "model": list(MODELS),
+    "model": ["gpt", "experts", "table", "framework"],
     "optimizer": list(OPTIMIZERS),
 }
+FRAMEWORKS = ("linen", "nnx", "equinox")  # small models, which take turns
 QUICK_MODELS = ("table",)  # whose first rows run on the newest JAX, too
 
 
 def rows():
-    return covering_array({name: list(range(len(values))) for name, values in FACTORS.items()})
+    rows = covering_array({name: list(range(len(values))) for name, values in FACTORS.items()})
+    turns = itertools.cycle(FRAMEWORKS)
+    return [row | {"framework": next(turns) if is_of_frameworks(row) else ""} for row in rows]
+
+
+def is_of_frameworks(row):
+    return FACTORS["model"][row["model"]] == "framework"
 
 
 def settings(row):
     """The values of a row, without those that a config refuses together."""
-    values = {name: FACTORS[name][number] for name, number in row.items()}
+    values = {name: FACTORS[name][row[name]] for name in FACTORS}
+    values["model"] = row["framework"] or values["model"]
     if values["stage"] == 0 or values["mesh"]:
         values["quantize_grads"] = None
     if values["stage"] == 0:
@@ -186,7 +195,7 @@ def test_programs_for_gpus_equal_one_device(model, stage):
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("stage", [1, 3])
 def test_stages_of_a_pipeline_that_take_gradients_in_their_loop(stage):
-    config = gpt.GPTConfig(vocab_size=64, seq_len=16, num_layers=2, d_model=32, num_heads=2, scan=True)
+    config = gpt.GPTConfig(vocab_size=64, seq_len=8, num_layers=2, d_model=32, num_heads=2, scan=True)
     fields = {"stage": stage, "precision": "fp32", "num_microbatches": 4, "pipeline": "1f1b"}
     verification = zero.verify(
         gpt.loss_fn(config), functools.partial(gpt.init, config), optax.adamw(1e-3), TOKENS,

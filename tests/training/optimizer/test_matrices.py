@@ -446,7 +446,6 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "axes", "fields"),
     [
-        (1, {}, {}),
         (1, {"data_layout": (2, 2, 2)}, {"num_microbatches": 2, "precision": EXACT}),
         (2, {"model": 2}, {"num_microbatches": 2, "precision": "fp16"}),
         (2, {"replica": 2}, {"precision": "bf16-stochastic"}),

@@ -57,13 +57,8 @@ def check(name, stage, num_microbatches=1):
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_one_device(name, stage):
-    check(name, stage)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("name", ["mamba", "unet"])
-def test_microbatches_equal_one_device(name, stage):
-    check(name, stage, num_microbatches=2)
+    """Mamba and the U-Net with microbatches where gradients of devices are summed, and at stage 0 without."""
+    check(name, stage, num_microbatches=2 if stage and name in ("mamba", "unet") else 1)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what wheels use of JAX and Flax

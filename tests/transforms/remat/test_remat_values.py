@@ -203,8 +203,6 @@ def test_values_that_are_kept_change_no_number():
         ("linen scan", "4", 3, 2),
         ("nnx loop", "8", 2, 1),
         ("dict scan own", "model2", 1, 2),
-        ("linen loop", "8", 3, 1),
-        ("nnx scan", "4", 1, 2),
     ],
 )
 def test_a_step_with_chosen_values_is_a_step(kind, mesh, stage, microbatches):

@@ -73,8 +73,10 @@ def is_sharded_as(x: jax.Array, sharding: NamedSharding) -> bool:
 
 def is_explicit(x: Any) -> bool:
     """Tells whether an array is typed for a mesh with Explicit axes: JAX takes those of no other mesh beside it."""
-    is_put = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-    return is_put and AxisType.Explicit in getattr(getattr(x.sharding, "mesh", None), "axis_types", ())
+    if isinstance(x, jax.core.Tracer):
+        return False
+    types = getattr(getattr(getattr(x, "sharding", None), "mesh", None), "axis_types", ())
+    return AxisType.Explicit in types and isinstance(x, jax.Array)  # which takes longer
 
 
 def reshard_array(x: jax.Array, sharding: NamedSharding) -> jax.Array:

@@ -152,8 +152,8 @@ class Examples(Pass[State]):
 
     def state(self, eqn: Any, operands: list[State]) -> State:
         """Returns the state of the results of an operation."""
-        rule, inner = _RULES.get(eqn.primitive.name), inner_jaxprs(eqn)
-        if inner and rule is None:
+        rule = _RULES.get(eqn.primitive.name)
+        if rule is None and (inner := inner_jaxprs(eqn)):
             for each in inner:  # what is in it may be called with anything
                 self.run(each, [UNKNOWN] * len(open_jaxpr(each)[0].invars))
             return UNKNOWN

@@ -96,14 +96,17 @@ def equations(jaxpr: Any, *, skip: Collection[str] = ()) -> Iterator[Any]:
 
     Equations of the primitives `skip` are left out, with all that is in them.
     """
-    for eqn in open_jaxpr(jaxpr)[0].eqns:
-        yield from equations_of(eqn, skip=skip)
+    return _with_inner(open_jaxpr(jaxpr)[0].eqns, skip)
 
 
 def equations_of(eqn: Any, *, skip: Collection[str] = ()) -> Iterator[Any]:
     """Yields an equation and those of the jaxprs in it, as `equations` does."""
-    if eqn.primitive.name in skip:
-        return
-    yield eqn
-    for inner in inner_jaxprs(eqn):
-        yield from equations(inner, skip=skip)
+    return _with_inner([eqn], skip)
+
+
+def _with_inner(eqns: Sequence[Any], skip: Collection[str]) -> Iterator[Any]:
+    for eqn in eqns:
+        if eqn.primitive.name not in skip:
+            yield eqn
+            for inner in inner_jaxprs(eqn):
+                yield from _with_inner(open_jaxpr(inner)[0].eqns, skip)

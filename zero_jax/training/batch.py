@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax.core.device_put import check_has_devices, is_sharded_as, put_keys
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, check_arrays, is_key, leading_dims, leaf_names
-from zero_jax.program.jaxprs import is_traced
+from zero_jax.program.jaxprs import is_array, is_traced
 from zero_jax.sharding.mesh import Axes, axes_of, axis_size, batch_sharding
 from zero_jax.training.same_program import check_given
 
@@ -31,21 +32,23 @@ def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int 
     """
     # The microbatches of a pipeline are of examples on all stages.
     over = axes.batch if num_microbatches == 1 else axes.of_stage.batch
-    sizes, shards = leading_dims(batch), axis_size(mesh, over)
+    shards = axis_size(mesh, over)
     unit = shards * num_microbatches
-    for name, size in sizes.items():
-        if size == 0 or size % unit:
-            axes_text = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in over)
-            micro = f" and {num_microbatches} microbatches" if num_microbatches > 1 else ""
-            raise ValueError(
-                f"batch leaf {name!r} has {size} examples, which do not divide over {shards} devices "
-                f"({axes_text}){micro}: make the batch size a multiple of {unit}, for example "
-                f"{max(unit, math.ceil(size / unit) * unit)}"
-            )
-    if num_microbatches > 1 and len(set(sizes.values())) > 1:
+    divides = lambda size: size > 0 and size % unit == 0  # noqa: E731
+    sizes = {shape[0] for shape in map(np.shape, jax.tree.leaves(batch)) if shape}  # names take time
+    if not all(map(divides, sizes)):
+        name, size = next(leaf for leaf in leading_dims(batch).items() if not divides(leaf[1]))
+        axes_text = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in over)
+        micro = f" and {num_microbatches} microbatches" if num_microbatches > 1 else ""
         raise ValueError(
-            f"the leaves of the batch differ in their leading dim: {sizes}; give each one entry per example, or set "
-            "num_microbatches=1"
+            f"batch leaf {name!r} has {size} examples, which do not divide over {shards} devices "
+            f"({axes_text}){micro}: make the batch size a multiple of {unit}, for example "
+            f"{max(unit, math.ceil(size / unit) * unit)}"
+        )
+    if num_microbatches > 1 and len(sizes) > 1:
+        raise ValueError(
+            f"the leaves of the batch differ in their leading dim: {leading_dims(batch)}; give each one entry per "
+            "example, or set num_microbatches=1"
         )
 
 
@@ -59,6 +62,7 @@ def shapes_of_part(batch: PyTree, num_parts: int) -> PyTree:
     return jax.tree.map(part, batch)
 
 
+@functools.lru_cache(maxsize=16)
 def sharding_of_leaves(mesh: Mesh, axes: Axes) -> Callable[[Any], NamedSharding]:
     """Returns the function that gives the sharding of a leaf of a batch, by its examples; scalars are replicated."""
     over_batch, replicated = batch_sharding(mesh, axes), NamedSharding(mesh, PartitionSpec())
@@ -100,11 +104,14 @@ def place_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None, is_whole
     axes = axes or axes_of(mesh)
     sharding_of = sharding_of_leaves(mesh, axes)
 
+    def is_placed(x: Any) -> bool:
+        return is_array(x) and not x.is_deleted() and x.size > 0 and is_sharded_as(x, sharding_of(x))
+
     def place(x: Any) -> jax.Array:
         sharding = sharding_of(x)
         if is_traced(x):  # the step is called within another jitted function, or scanned over
             return lax.with_sharding_constraint(x, sharding)
-        if isinstance(x, jax.Array) and is_sharded_as(x, sharding):
+        if is_placed(x):
             return x
         check_has_devices(mesh)
         if jax.process_count() == 1 or (isinstance(x, jax.Array) and not x.is_fully_addressable):
@@ -114,11 +121,14 @@ def place_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None, is_whole
     def of_process(x: Any, sharding: NamedSharding) -> jax.Array:
         return jax.make_array_from_process_local_data(sharding, np.asarray(x), np.shape(x) if is_whole else None)
 
+    leaves = jax.tree.leaves(batch)
+    if all(map(is_placed, leaves)):
+        return batch
     check_arrays("batch", batch, remedy="leave it out of the batch, or make an array of it")
-    for i, x in enumerate(jax.tree.leaves(batch)):
-        if isinstance(x, jax.ShapeDtypeStruct) or (isinstance(x, jax.Array) and not is_traced(x) and x.is_deleted()):
+    for i, x in enumerate(leaves):
+        if isinstance(x, jax.ShapeDtypeStruct) or (is_array(x) and x.is_deleted()):
             why = "is deleted, as an array that was donated is" if isinstance(x, jax.Array) else "is a shape alone"
             raise ValueError(f"batch leaf {leaf_names(batch)[i]!r} {why}: give an array of its values")
     if jax.process_count() == 1:
-        check_batch(jax.tree.map(lambda x: x if hasattr(x, "ndim") else np.asarray(x), batch), mesh=mesh, axes=axes)
+        check_batch(batch, mesh=mesh, axes=axes)
     return jax.tree.map(place, batch)

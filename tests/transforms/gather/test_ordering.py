@@ -64,6 +64,10 @@ def sliced_in_turn(params, x):
     return jnp.mean(x**2)
 
 
+def transposed(params, x):
+    return jnp.mean(loop(params, x, lambda x, p: block(x, {"up": p["up"].T, "down": p["down"].T})) ** 2)
+
+
 def low_rank(params, x):
     def layer(x, p):
         return x + jnp.tanh(x @ (p["w"] + p["a"] @ p["b"]))
@@ -119,6 +123,7 @@ CASES = {
     "regularized": (regularized, layers()),
     "slices": (slices, stacked(LAYERS)),
     "sliced_in_turn": (sliced_in_turn, stacked(LAYERS)),
+    "transposed": (transposed, [{name: w.T for name, w in p.items()} for p in layers()]),
     "low_rank": (low_rank, LOW_RANK),
     "skips": (skips, layers()),
     "dense": (dense, layers()),
@@ -131,10 +136,11 @@ QUICK = ("with_head", "checkpointed", "sliced_in_turn", "stages")
 
 
 def ties(jaxpr):
-    """Yields the shapes that each barrier holds together, wherever it is."""
+    """Yields the shapes that each barrier holds together, wherever it is, of what is read after it."""
+    read = {*jaxpr.outvars, *(var for eqn in jaxpr.eqns for var in jaxprs.variables(eqn))}
     for eqn in jaxpr.eqns:
         if eqn.primitive is order_p and eqn.params["forward"]:
-            yield [var.aval.shape for var in eqn.outvars]
+            yield [var.aval.shape for var in eqn.outvars if var in read]
         for inner in jaxprs.inner_jaxprs(eqn):
             yield from ties(jaxprs.open_jaxpr(inner)[0])
 

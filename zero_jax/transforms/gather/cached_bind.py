@@ -101,7 +101,7 @@ class OrdinaryRuns:
                 continue
             if (run and i in self.ordering.places) or self.is_apart(eqn) or not _is_ordinary(eqn, env, made):
                 break
-            here = eqn.ctx, jaxprs.name_stack(eqn), _COLUMN.sub(r"\1", jaxprs.source_line(eqn))
+            here = eqn.ctx, eqn.source_info.name_stack, _COLUMN.sub(r"\1", jaxprs.source_line(eqn))
             if run and here != place:
                 break
             place = here

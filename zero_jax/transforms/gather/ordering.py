@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,10 +34,10 @@ class _Segment:
     """A block, or what is between two runs of blocks or after the last of them."""
 
     start: int  # the index of its first equation
-    stop: int  # the index after its last one
     reads: tuple[Any, ...]  # what it takes from before
     writes: frozenset[Any]  # what it makes
     params: frozenset[Any]  # the params that meet activations in it, and what is made of them on the way; no scalars
+    users: tuple[int, ...]  # the indices of the equations that read these
 
 
 class Ordering:
@@ -89,16 +90,17 @@ class Ordering:
         """Returns the equations between two indices as a segment."""
         eqns = self.jaxpr.eqns[start:stop]
         made = frozenset(var for eqn in eqns for var in eqn.outvars)
-        read = dict.fromkeys(var for eqn in eqns for var in jaxprs.variables(eqn))
+        read = [jaxprs.variables(eqn) for eqn in eqns]
         params: set[Any] = set()
-        for eqn in reversed(eqns):
-            inputs = {var for var in jaxprs.variables(eqn) if var in self.of_params}
+        for eqn, variables in zip(reversed(eqns), reversed(read), strict=True):
+            inputs = {var for var in variables if var in self.of_params}
             if not all(var in self.of_params for var in eqn.outvars):
                 params |= {var for var in inputs if var.aval.size > 1}  # a scalar is a regularizer's, of all params
             elif not params.isdisjoint(eqn.outvars):
                 params |= inputs
-        reads = tuple(var for var in read if var not in made)
-        return _Segment(start=start, stop=stop, reads=reads, writes=made, params=frozenset(params))
+        reads = tuple(var for var in dict.fromkeys(itertools.chain(*read)) if var not in made)
+        users = tuple(i for i, variables in enumerate(read, start) if not params.isdisjoint(variables))
+        return _Segment(start=start, reads=reads, writes=made, params=frozenset(params), users=users)
 
     def enter(self, index: int, env: dict[Any, Any], evaluate: Callable[[Any], None]) -> None:
         """Ties params and activations where the equation at `index` begins a segment; `evaluate` fills `env`."""
@@ -123,13 +125,15 @@ class Ordering:
 
     def params(self, segment: _Segment, env: dict[Any, Any], evaluate: Callable[[Any], None]) -> dict[Any, Any]:
         """Returns what a segment reads of params, in the form in which it is to be tied."""
-        for i in range(segment.start, segment.stop):
+        for i in segment.users:
+            if i in self.evaluated:  # what it made is tied already
+                continue
             eqn = self.jaxpr.eqns[i]
-            known = all(var in env for var in jaxprs.variables(eqn))
-            if known and eqn.outvars[0] in segment.params and moves_elements(eqn):
+            is_moved = eqn.outvars[0] in segment.params and moves_elements(eqn)
+            if is_moved and all(var in env for var in jaxprs.variables(eqn)):
                 evaluate(eqn)
                 self.evaluated.add(i)
-        rest = [self.jaxpr.eqns[i] for i in range(segment.start, segment.stop) if i not in self.evaluated]
+        rest = [self.jaxpr.eqns[i] for i in segment.users if i not in self.evaluated]
         found = {}
         for var in dict.fromkeys(var for eqn in rest for var in jaxprs.variables(eqn)):
             if var in segment.params and self.num_readers[var] == 1 and (value := self.tied(var, env.get(var))):

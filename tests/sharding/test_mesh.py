@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import itertools
 from typing import Any
 
 import jax
@@ -125,6 +126,9 @@ def test_stages_are_in_hosts_of_their_own(num_in_each_host, options, expected):
     assert sorted(device.id for device in stages.flat) == list(range(8))
     hosts = [{device.process_index for device in stage} for stage in stages]
     assert all(len(stage) == max(8 // mesh.shape["pipe"] // num_in_each_host, 1) for stage in hosts)
+    # The devices of a host are next to each other, as XLA:TPU has native reduce-scatters then.
+    order = [device.process_index for device in mesh.devices.flat]
+    assert len([*itertools.groupby(order)]) == len({*order})
 
 
 # --- topologies ------------------------------------------------------------------------------------------------------

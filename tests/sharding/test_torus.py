@@ -128,6 +128,26 @@ def test_a_table_beside_stages_is_reduce_scattered():
     assert not reduced
 
 
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
+def test_gradients_of_stages_in_slices_of_their_own_are_reduce_scattered(pipeline):
+    """Those of layers and of a table that is looked up and multiplied by, in each tick: nothing large is all-reduced."""
+    pytest.importorskip("libtpu")
+    mesh, tx = zero.make_mesh(topology="2xv5p:4x4x4", pipe=2), optax.sgd(0.1)
+    config = zero.ZeroConfig(stage=3, num_microbatches=2, precision="bf16", pipeline=pipeline)
+    init_fn = lambda key: {"table": jnp.ones((8192, 4096)), "layers": jnp.ones((4, 4096, 4096))}  # noqa: E731
+
+    def loss_fn(params, batch):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), params["table"][batch], params["layers"])
+        return jnp.square(x @ params["table"].T).mean()
+
+    state, batch = zero.abstract_state(init_fn, tx, mesh=mesh, config=config), jax.ShapeDtypeStruct((128, 2048), "i4")
+    compiled = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config).lower(state, batch).compile()
+    reduced = [x for x in hlo.collectives(compiled.as_text()) if x.kind == "all-reduce" and x.full_bytes > 1 << 23]
+    assert not reduced
+
+
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("kernel", [False, True])

@@ -273,7 +273,8 @@ def make_mesh(
     On a large torus, on several TPU slices and on a cluster of multi-GPU hosts, `data` is several mesh axes (`data_0`,
     `data_1`, ...), one per torus dim or level of the network, so that gathers and reduce-scatters go axis by axis.
     Otherwise it is the single axis `data`. The last of them is the one across slices or hosts. In the order of the
-    devices it comes first: XLA:TPU has native reduce-scatters inside slices whose devices are next to each other.
+    devices it comes first, and so does such a `pipe`: XLA:TPU has native reduce-scatters inside slices whose devices
+    are next to each other.
 
     Args:
       data: devices that ZeRO shards over, in each stage of a pipeline; None takes what the other axes leave.
@@ -311,8 +312,9 @@ def make_mesh(
     if pipe == 1:
         names, grid = ("replica", *data_names, "model"), grid.squeeze(-2)
     mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
-    slow = [name for name in data_names if name in slow_axes(mesh) and len(data_names) > 1]
-    order = ["replica", *slow, *(name for name in names[1:] if name not in slow)]
+    slow = slow_axes(mesh)
+    order = [name for name in ("pipe", "replica", *data_names) if name in slow or name == "replica"]
+    order += [name for name in names if name not in order]
     return Mesh(grid.transpose([names.index(name) for name in order]), order, axis_types=mesh.axis_types)
 
 

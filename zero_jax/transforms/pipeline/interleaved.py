@@ -28,7 +28,10 @@ from zero_jax.dims import Kind, is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate
 from zero_jax.program.passes import Dependence
+from zero_jax.sharding.chains import Chain, reshard, scattering
+from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
+from zero_jax.sharding.spec import dims_of, named
 from zero_jax.transforms.grad_sums import put_at
 from zero_jax.transforms.pipeline.cut import Role
 from zero_jax.transforms.pipeline.loop import (
@@ -110,6 +113,7 @@ class _InterleavedTicks(Ticks):
         self.jaxpr, self.consts = jaxprs.open_jaxpr(program.jaxpr)
         self.num_shared, self.first_stack = program.num_shared, program.num_shared + program.num_rows
         self.dtypes = [x.dtype for x in operands]
+        self.sharding_of = dict(zip(self.jaxpr.invars[1 : 1 + self.num_shared], shardings, strict=False))
         self.of_stage = LayersOfStage(self.loop, layer)
         self.layers: Any = self.of_stage
         if self.loop.recompute:
@@ -294,6 +298,7 @@ class _InterleavedTicks(Ticks):
         is_last = self.is_last(*work[:2])
 
         def equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
+            values = [self.scattered(eqn, *each) for each in zip(eqn.invars, values, strict=True)]
             if eqn.primitive is layers_p:
                 behind.update(eqn.outvars)
                 sent.extend(layers(values))
@@ -308,6 +313,23 @@ class _InterleavedTicks(Ticks):
         narrow = [cast(x, dtype) for x, dtype in zip(operands[: self.num_shared], self.dtypes, strict=False)]
         results = evaluate(self.jaxpr, self.consts, [work[2], *narrow, *rows], equation)
         return sent, [*map(jnp.asarray, results)]
+
+    def scattered(self, eqn: Any, atom: Any, x: Any) -> Any:
+        """Returns what an equation reads; if all stages read it, its gradient there is reduce-scattered.
+
+        That of a lookup has examples moved to where their features are: of rows XLA would all-reduce it.
+        """
+        sharding = None if jaxprs.is_literal(atom) else self.sharding_of.get(atom)
+        if sharding is None:
+            return x
+        mesh, dims = sharding.mesh, dims_of(sharding, x.ndim + 1)[1:]
+        axes = tuple(axis for axis in self.place.batch if any(axis in dim for dim in dims))
+        if not axes:
+            return x
+        chain = scattering(mesh, dims, axes, shape=x.shape)
+        if eqn.primitive.name == "gather" and x.ndim > 1 and x.shape[-1] % axis_size(mesh, axes) == 0:
+            chain = Chain((named(mesh, (*[()] * (x.ndim - 1), axes)), named(mesh, dims)))
+        return reshard(x, forward=Chain(), backward=chain)
 
     def layers_of(
         self, work: Work, values: list[Any], arrived: list[Any], sums: list[Any], stacks: list[Any]

@@ -132,7 +132,7 @@ def test_a_table_beside_stages_is_reduce_scattered():
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
 def test_gradients_of_stages_in_slices_of_their_own_are_reduce_scattered(pipeline):
-    """Those of layers and of a table that is looked up and multiplied by, in each tick: nothing large is all-reduced."""
+    """Those of layers and of a table that is looked up and multiplied by: in no tick are they all-reduced."""
     pytest.importorskip("libtpu")
     mesh, tx = zero.make_mesh(topology="2xv5p:4x4x4", pipe=2), optax.sgd(0.1)
     config = zero.ZeroConfig(stage=3, num_microbatches=2, precision="bf16", pipeline=pipeline)

@@ -322,7 +322,7 @@ class _InterleavedTicks(Ticks):
         sharding = None if jaxprs.is_literal(atom) else self.sharding_of.get(atom)
         if sharding is None:
             return x
-        mesh, dims = sharding.mesh, dims_of(sharding, x.ndim + 1)[1:]
+        mesh, dims = self.place.mesh, dims_of(sharding, x.ndim + 1)[1:]
         axes = tuple(axis for axis in self.place.batch if any(axis in dim for dim in dims))
         if not axes:
             return x

@@ -22,7 +22,7 @@ class StagedLayers:
       travelling: what a microbatch takes from stage to stage, each as dtype and shape on a microbatch.
       bytes_per_tick: bytes of it that a device sends to the next stage in a tick of the forward pass.
       sent: what a device sends to other stages in a step, each as phase (``forward`` or ``backward``), dtype and bytes.
-      recomputed: whether a stage is recomputed in the backward pass.
+      recomputed: whether a stage is recomputed in the backward pass, and keeps its input alone.
       stacked: whether the layers are of a Python loop, whose params are stacked in each step.
     """
 
@@ -136,7 +136,7 @@ def staged_layers(entry: FoundLoop) -> StagedLayers:
         travelling=tuple(travelling),
         bytes_per_tick=num_bytes,
         sent=tuple(sent),
-        recomputed=loop.recompute,
+        recomputed=loop.recompute and loop.policy is None,
         stacked=entry.is_rolled,
     )
 

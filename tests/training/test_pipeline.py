@@ -437,6 +437,28 @@ def test_a_loss_by_microbatch_is_that_of_the_batch(size, end, pipeline):
     assert_close(found, expected, tolerance=FLOAT32)
 
 
+@pytest.mark.parametrize("num_tokens", [64, 1024])
+def test_the_gradient_of_a_lookup_keeps_its_shards_of_the_model_axis(num_tokens):
+    """Of few tokens and of many, in the ticks of 1F1B at stage 3."""
+    mesh, tx, specs = (
+        zero.make_mesh(pipe=2, model=2),
+        optax.sgd(0.1),
+        {"table": PartitionSpec(None, "model"), "layers": None},
+    )
+    config = make_config(stage=3, num_microbatches=2, pipeline="1f1b", param_specs=specs)
+    init_fn = lambda key: {"table": jnp.ones((1024, 64)), "layers": jnp.ones((4, 64, 64))}  # noqa: E731
+
+    def loss_fn(params, batch):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), params["table"][batch], params["layers"])
+        return jnp.square(x).mean()
+
+    state = zero.abstract_state(init_fn, tx, mesh=mesh, config=config)
+    batch = jax.ShapeDtypeStruct((16, num_tokens), jnp.int32)
+    compiled = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config).lower(state, batch).compile()
+    whole = 4 * 1024 * 64
+    assert not [x for x in hlo.collectives(compiled.as_text()) if x.kind == "all-reduce" and x.full_bytes >= whole]
+
+
 def test_few_threads_for_simulated_devices_are_warned_of(monkeypatch):
     fields = {"mesh": zero.make_mesh(pipe=2), "config": make_config(num_microbatches=4)}
     monkeypatch.setenv("NPROC", "8")

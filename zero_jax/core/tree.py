@@ -79,14 +79,14 @@ def key_shape() -> jax.ShapeDtypeStruct:
 
 
 def cast_values(values: np.ndarray, dtype: Any, *, leaf: str, remedy: str) -> np.ndarray:
-    """Casts the values of a leaf on the host; raises `ValueError` for finite ones that are too large for the dtype."""
+    """Casts the values of a leaf on the host; raises `ValueError` for what the dtype cannot hold, rounded."""
     with np.errstate(over="ignore"):
         cast = values.astype(jnp.dtype(dtype), copy=False)
     if cast is values:
         return cast
     is_lost = cast != values if jnp.issubdtype(cast.dtype, jnp.integer) else np.isfinite(values) & ~np.isfinite(cast)
     if is_lost.any():
-        raise ValueError(f"leaf {quoted(leaf)} has values too large for {dtype}: {remedy}")
+        raise ValueError(f"leaf {quoted(leaf)} has values that {dtype} cannot hold: {remedy}")
     return cast
 
 

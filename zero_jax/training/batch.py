@@ -72,6 +72,8 @@ def sharding_of_leaves(mesh: Mesh, axes: Axes) -> Callable[[Any], NamedSharding]
 def shard_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTree:
     """Shards a batch over the batch axes by its leading dim; leaves that are sharded so already are not copied.
 
+    Where all are, the batch itself is returned.
+
     Args:
       batch: a pytree of host arrays `[batch, ...]`. With several processes each gives its own share of the examples, as
         many for each of its devices as the others.

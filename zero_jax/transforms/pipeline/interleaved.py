@@ -31,7 +31,7 @@ from zero_jax.program.passes import Dependence
 from zero_jax.sharding.chains import Chain, reshard, scattering
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
-from zero_jax.sharding.spec import dims_of, named
+from zero_jax.sharding.spec import dims_of, named, without
 from zero_jax.transforms.grad_sums import put_at
 from zero_jax.transforms.pipeline.cut import Role
 from zero_jax.transforms.pipeline.loop import (
@@ -317,7 +317,8 @@ class _InterleavedTicks(Ticks):
     def scattered(self, eqn: Any, atom: Any, x: Any) -> Any:
         """Returns what an equation reads; if all stages read it, its gradient there is reduce-scattered.
 
-        That of a lookup has examples moved to where their features are: of rows XLA would all-reduce it.
+        That of a lookup of many rows has examples moved to where their features are: of rows XLA would all-reduce it.
+        It is left to XLA where a shard of the table is larger, as examples are gathered then.
         """
         sharding = None if jaxprs.is_literal(atom) else self.sharding_of.get(atom)
         if sharding is None:
@@ -327,8 +328,13 @@ class _InterleavedTicks(Ticks):
         if not axes:
             return x
         chain = scattering(mesh, dims, axes, shape=x.shape)
-        if eqn.primitive.name == "gather" and x.ndim > 1 and x.shape[-1] % axis_size(mesh, axes) == 0:
-            chain = Chain((named(mesh, (*[()] * (x.ndim - 1), axes)), named(mesh, dims)))
+        if eqn.primitive.name == "gather" and x.ndim > 1:
+            *rows, last = without(dims, axes)
+            features = (*last, *axes)
+            is_small = eqn.outvars[0].aval.size * axis_size(mesh, axes) <= x.size
+            if is_small or x.shape[-1] % axis_size(mesh, features):
+                return x
+            chain = Chain((named(mesh, (*rows, features)), named(mesh, dims)))
         return reshard(x, forward=Chain(), backward=chain)
 
     def layers_of(

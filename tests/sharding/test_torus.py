@@ -109,23 +109,30 @@ def test_a_part_of_a_torus_is_scattered_over_one_dim_of_an_array_after_another()
     assert sum(c.total_sent_bytes for c in found) == pytest.approx(sent)
 
 
-@pytest.mark.slow
-@pytest.mark.tpu_compiler
-def test_a_table_beside_stages_is_reduce_scattered():
-    """Along its last dim over `pipe`: along another one XLA:TPU all-reduces, which sends twice as much."""
+def all_reduces_of_stages(topology, pipe, *, table, layers, examples, **fields):
+    """Returns the all-reduces of a step whose stages are beside a table, which is looked up and multiplied by."""
     pytest.importorskip("libtpu")
-    mesh, tx = zero.make_mesh(topology="v5p:4x4x4", pipe=4), optax.sgd(0.1)
-    config = zero.ZeroConfig(stage=1, num_microbatches=4, precision="bf16")
-    init_fn = lambda key: {"table": jnp.ones((50304, 512)), "layers": jnp.ones((4, 512, 512))}  # noqa: E731
+    mesh, tx = zero.make_mesh(topology=topology, pipe=pipe), optax.sgd(0.1)
+    config = zero.ZeroConfig(precision="bf16", **fields)
+    init_fn = lambda key: {"table": jnp.ones(table), "layers": jnp.ones(layers)}  # noqa: E731
 
     def loss_fn(params, batch):
         x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), params["table"][batch], params["layers"])
         return jnp.square(x @ params["table"].T).mean()
 
-    state, batch = zero.abstract_state(init_fn, tx, mesh=mesh, config=config), jax.ShapeDtypeStruct((64, 2048), "i4")
+    state = zero.abstract_state(init_fn, tx, mesh=mesh, config=config)
+    batch = jax.ShapeDtypeStruct((examples, 2048), "i4")
     compiled = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config).lower(state, batch).compile()
-    reduced = [x for x in hlo.collectives(compiled.as_text()) if x.kind == "all-reduce" and "bf16" in x.dtypes]
-    assert not reduced
+    return [x for x in hlo.collectives(compiled.as_text()) if x.kind == "all-reduce"]
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+def test_a_table_beside_stages_is_reduce_scattered():
+    """Along its last dim over `pipe`: along another one XLA:TPU all-reduces, which sends twice as much."""
+    sizes = {"table": (50304, 512), "layers": (4, 512, 512), "examples": 64}
+    reduced = all_reduces_of_stages("v5p:4x4x4", 4, **sizes, stage=1, num_microbatches=4)
+    assert not [x for x in reduced if "bf16" in x.dtypes]
 
 
 @pytest.mark.slow
@@ -133,19 +140,9 @@ def test_a_table_beside_stages_is_reduce_scattered():
 @pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
 def test_gradients_of_stages_in_slices_of_their_own_are_reduce_scattered(pipeline):
     """Those of layers and of a table that is looked up and multiplied by: in no tick are they all-reduced."""
-    pytest.importorskip("libtpu")
-    mesh, tx = zero.make_mesh(topology="2xv5p:4x4x4", pipe=2), optax.sgd(0.1)
-    config = zero.ZeroConfig(stage=3, num_microbatches=2, precision="bf16", pipeline=pipeline)
-    init_fn = lambda key: {"table": jnp.ones((8192, 4096)), "layers": jnp.ones((4, 4096, 4096))}  # noqa: E731
-
-    def loss_fn(params, batch):
-        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), params["table"][batch], params["layers"])
-        return jnp.square(x @ params["table"].T).mean()
-
-    state, batch = zero.abstract_state(init_fn, tx, mesh=mesh, config=config), jax.ShapeDtypeStruct((128, 2048), "i4")
-    compiled = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config).lower(state, batch).compile()
-    reduced = [x for x in hlo.collectives(compiled.as_text()) if x.kind == "all-reduce" and x.full_bytes > 1 << 23]
-    assert not reduced
+    sizes = {"table": (8192, 4096), "layers": (4, 4096, 4096), "examples": 128}
+    reduced = all_reduces_of_stages("2xv5p:4x4x4", 2, **sizes, stage=3, num_microbatches=2, pipeline=pipeline)
+    assert not [x for x in reduced if x.full_bytes > 1 << 23]
 
 
 @pytest.mark.tpu_compiler

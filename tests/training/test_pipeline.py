@@ -440,11 +440,8 @@ def test_a_loss_by_microbatch_is_that_of_the_batch(size, end, pipeline):
 @pytest.mark.parametrize("num_tokens", [64, 1024])
 def test_the_gradient_of_a_lookup_keeps_its_shards_of_the_model_axis(num_tokens):
     """Of few tokens and of many, in the ticks of 1F1B at stage 3."""
-    mesh, tx, specs = (
-        zero.make_mesh(pipe=2, model=2),
-        optax.sgd(0.1),
-        {"table": PartitionSpec(None, "model"), "layers": None},
-    )
+    mesh, tx = zero.make_mesh(pipe=2, model=2), optax.sgd(0.1)
+    specs = {"table": PartitionSpec(None, "model"), "layers": None}
     config = make_config(stage=3, num_microbatches=2, pipeline="1f1b", param_specs=specs)
     init_fn = lambda key: {"table": jnp.ones((1024, 64)), "layers": jnp.ones((4, 64, 64))}  # noqa: E731
 

@@ -254,16 +254,18 @@ class DeviceSum:
                 # Not `jnp.sum`, which would make float32 of what is narrower before it moves.
                 stack = lax.reduce(stack, jnp.zeros((), stack.dtype), lax.add, tuple(range(len(step.left))))
                 stack = lax.with_sharding_constraint(stack, named(mesh, placed))
-            elif step.kind == "parts":
-                stack, error = self._sum_quantized(stack.astype(wide), step, error)
-            elif step.is_coded:
+                continue
+            if step.is_coded:
                 stack, error = self._send(stack.astype(wide), here, there, error)
             else:
                 # Pinned on both sides, or XLA moves it in the dtype from before the cast.
                 stack = lax.with_sharding_constraint(stack.astype(moved), here)
                 stack = lax.with_sharding_constraint(stack, there)
-            if step.kind == "scatter":
-                stack, placed = stack.astype(wide).sum(step.place), step.after
+            stack = stack.astype(wide).sum(step.place)
+            if step.kind == "parts":
+                stack, error = self._gather_parts(stack, step, error)
+            else:
+                placed = step.after
         if placed != self.dims:
             stack = lax.with_sharding_constraint(stack, named(mesh, self.dims))
         return stack.astype(wide), error
@@ -283,14 +285,12 @@ class DeviceSum:
         error = (x - self.coding.decode(codes, x.dtype)).reshape(error.shape).astype(error.dtype)
         return self.coding.decode(sent, x.dtype), error
 
-    def _sum_quantized(
+    def _gather_parts(
         self, stack: jax.Array, step: SumStep, error: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Sums over an axis that does not shard the sum: a part on each device, and then the parts are gathered."""
+        """Gathers the parts of a sum over an axis that does not shard it: each device has summed one."""
         mesh, (axis,), left, spread, place = self.mesh, step.axes, step.left, step.after, step.place
-        here, there = step.stacked(mesh)
-        stack, error = self._send(stack, here, there, error)
-        stack, rest = stack.sum(place), [(other,) for other in left if other != axis]
+        rest = [(other,) for other in left if other != axis]
         parts, whole = named(mesh, (*rest, *spread)), named(mesh, (*rest, *step.before))
         total, lost = self._send(stack, parts, whole, None if error is None else jnp.zeros_like(stack))
         if error is None or lost is None:
@@ -304,8 +304,9 @@ class DeviceSum:
             return lax.dynamic_update_slice(error, part, starts)
 
         # What is lost of a part of the sum is added to the error of the device that sent it: nothing moves.
-        specs = (here.spec, parts.spec)
-        added = jax.shard_map(add_to_part, mesh=mesh, in_specs=specs, out_specs=here.spec, check_vma=False)(
+        of_devices = step.stacked(mesh)[0].spec
+        specs = {"in_specs": (of_devices, parts.spec), "out_specs": of_devices}
+        added = jax.shard_map(add_to_part, mesh=mesh, **specs, check_vma=False)(
             error.reshape(*(mesh.shape[a] for a in left), *lost.shape[len(rest) :]), lost
         )
         return total, added.reshape(error.shape)

@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
@@ -34,7 +34,7 @@ gc.set_threshold(50_000, 20, 50)
 for _number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else lambda *_: None)
-# Tests that count compilations must not find programs that an earlier run has left.
+# Tests have a folder for compiled programs (`kept_programs`), and processes that they start none, unless told.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 # libtpu asks the machine which TPU it is, and locks it for one process, unless it is told this.
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
@@ -59,20 +59,18 @@ import pytest  # noqa: E402 (what JAX runs on is settled before it is imported)
 
 atexit.register(shutil.rmtree, _cache, ignore_errors=True)
 pytest.register_assert_rewrite("faults")
+_PROGRAMS = pytest.StashKey[pathlib.Path]()
+_MOST_BYTES = 10**9
+
+
+@pytest.fixture(scope="session")
+def kept_programs(pytestconfig: pytest.Config) -> pathlib.Path:
+    """The folder in which programs that were compiled for CPUs are kept, for other tests and the next run of them."""
+    return pytestconfig.stash[_PROGRAMS]
 
 
 @pytest.fixture(scope="module")
-def kept_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
-    """Keeps compiled programs while a module runs, for the next one too: the run of `faults.py` is trained often."""
-    import faults
-
-    folder = tmp_path_factory.getbasetemp() / "programs"
-    with faults.kept_programs(folder):
-        yield folder
-
-
-@pytest.fixture(scope="module")
-def unbroken(kept_programs: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """The folder of the run of `faults.py` that nothing happened to."""
     import faults
 
@@ -101,18 +99,37 @@ def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "draw_losses", lambda *_, **__: None)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Has compiled programs kept: a sixth of them are compiled twice in one run, and nearly all again in the next.
+
+    A program is found by its StableHLO, the options and the version of the compiler: it is the one that would be made.
+    """
+    import jax
+
+    folder = config.stash[_PROGRAMS] = config.cache.mkdir("programs")
+    if not hasattr(config, "workerinput") and sum(file.stat().st_size for file in folder.iterdir()) > _MOST_BYTES:
+        shutil.rmtree(folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Compiles for TPUs with the least effort, unless a test is marked `full_effort`.
+    """Compiles for TPUs with the least effort, unless a test is marked `full_effort`; keeps programs for CPUs.
 
     It takes a seventh of the time. Collectives, their bytes and the memory of arguments are those of a program of full
     effort, temporaries within some percent; the schedule and the kernels are slow ones, so times mean nothing.
     """
     import jax
+    from jax.experimental.compilation_cache import compilation_cache
 
     is_light = "tpu_compiler" in item.keywords and "full_effort" not in item.keywords
     level = "O0" if is_light else "UNKNOWN"  # JAX's default
     jax.config.update("jax_optimization_level", level)
     os.environ["JAX_OPTIMIZATION_LEVEL"] = level  # for processes that a test starts
+    # A program for a TPU that is not there can be kept, and not be read.
+    folder = None if "tpu_compiler" in item.keywords else str(item.config.stash[_PROGRAMS])
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,7 +15,6 @@ import time
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.compilation_cache import compilation_cache
 
 from zero_jax.checkpoint import CheckpointConfig
 from zero_jax.data.dataset import DataConfig
@@ -109,23 +108,6 @@ def assert_goes_on_as_if_nothing_had_happened(folder, unbroken, *, after):
     resumed = [line for line in lines if line.startswith("resuming after step ")]
     assert resumed[0].startswith(f"resuming after step {after} of ") if after else not resumed
     assert read(folder) == read(unbroken)
-
-
-@contextlib.contextmanager
-def kept_programs(folder):
-    """Keeps compiled programs in a folder: the same run is trained dozens of times."""
-    settings = {
-        "jax_compilation_cache_dir": str(folder),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: jax.config.values[name] for name in settings}
-    for values in (settings, before):
-        for name, value in values.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
-        if values is settings:
-            yield
 
 
 def unbroken_run(base):

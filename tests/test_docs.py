@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import zero_jax as zero
 from zero_jax.cli.commands import build_parser
@@ -224,7 +223,6 @@ def test_snippets_run(name, tmp_path, monkeypatch):
             code = code.replace(text, shorter)
         exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
         AFTER.get((name, i), lambda names: None)(names)
-    compilation_cache.reset_cache()  # one that a page has set stays open, and has no programs for the TPU compiler
     for tx in names.values():
         if isinstance(tx, optax.GradientTransformation):
             assert_does_not_grow_weights(tx)

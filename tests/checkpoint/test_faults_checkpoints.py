@@ -19,7 +19,7 @@ from zero_jax.trainer.inputs import text
 from zero_jax.trainer.optimizers import OptimizerConfig
 from zero_jax.trainer.reporting.metrics import device_memory_bytes
 
-pytestmark = pytest.mark.usefixtures("kept_programs", "no_picture")
+pytestmark = pytest.mark.usefixtures("no_picture")
 
 
 @pytest.fixture

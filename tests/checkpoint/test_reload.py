@@ -14,7 +14,6 @@ import zero_jax as zero
 from zero_jax.checkpoint import Checkpointer, restore
 from zero_jax.checkpoint.saved_state import saved_leaves
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
 # Sums over devices are taken in another order, and Adam divides gradients by their size: the bound of test_parity.py.
 TOLERANCE = 2e-5
 TX = optax.adamw(1e-2)

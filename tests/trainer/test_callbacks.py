@@ -13,7 +13,7 @@ import zero_jax as zero
 from zero_jax.checkpoint import CheckpointConfig
 from zero_jax.trainer import Callback, OptimizerConfig
 
-pytestmark = pytest.mark.usefixtures("kept_programs", "no_picture")
+pytestmark = pytest.mark.usefixtures("no_picture")
 CONFIG = zero.TrainConfig(
     zero=zero.ZeroConfig(stage=3, min_shard_size=0),
     optimizer=OptimizerConfig(learning_rate=0.02, warmup_steps=1),

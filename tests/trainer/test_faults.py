@@ -34,7 +34,7 @@ from zero_jax.trainer.inputs import text
 from zero_jax.trainer.reporting.writers import WriterConfig
 from zero_jax.trainer.run import prepare
 
-pytestmark = pytest.mark.usefixtures("kept_programs", "no_picture")
+pytestmark = pytest.mark.usefixtures("no_picture")
 
 
 def steps_of(records):

@@ -27,7 +27,7 @@ from zero_jax.trainer import loop as trainer
 from zero_jax.trainer import result as result_module
 from zero_jax.training.state.checks import NonfiniteState
 
-pytestmark = pytest.mark.usefixtures("kept_programs", "no_picture")
+pytestmark = pytest.mark.usefixtures("no_picture")
 
 
 # What is not finite is not saved as good

@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 BOUND_SECONDS = 20
 RESTARTS_SECONDS = 540  # several starts of several processes, on a busy machine
 
-pytestmark = pytest.mark.usefixtures("kept_programs", "no_picture")
+pytestmark = pytest.mark.usefixtures("no_picture")
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from zero_jax.trainer.inputs.sources import find_source
 from zero_jax.trainer.reporting.console import figures
 from zero_jax.trainer.reporting.metrics import scalar_figures, unshown_leaves
 
-pytestmark = pytest.mark.usefixtures("kept_programs", "no_picture")
+pytestmark = pytest.mark.usefixtures("no_picture")
 WIDTH = 32
 
 

@@ -26,7 +26,6 @@ from zero_jax.trainer.optimizers import OptimizerConfig
 from zero_jax.trainer.reporting import metrics
 from zero_jax.training import ZeroConfig, abstract_state
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
 GPT = gpt.GPTConfig(vocab_size=128, seq_len=16, num_layers=2, d_model=32, num_heads=2)
 MODEL = training_run.Model(
     name="gpt-test",

@@ -486,7 +486,7 @@ def test_an_optimizer_with_fields_of_the_same_names_is_refused(tmp_path, wrap):
     assert_equal(back.state, state)
     file = tmp_path / "step_00000001" / "record" / "metadata"
     record = json.loads(file.read_text())
-    del record["checksum"], record["extra"]["opt_state_classes"]  # as releases up to 0.2.0 wrote it
+    del record["checksum"], record["extra"]["zero_jax.opt_state_classes"]  # as releases up to 0.2.0 wrote it
     file.write_text(json.dumps({**record, "checksum": json_checksum(record)}))
     assert_equal(reload(tmp_path, tx=belief).state, state)
 

@@ -38,7 +38,7 @@ RECORD_FILE = f"{RECORD}/metadata"
 COMMITTED = "commit_success.txt"  # in a bucket, the last object of a checkpoint
 REPLACED = ".zero_jax-replaced"  # ends the name of an older checkpoint of a step, while the newer one gets its own
 STEP = re.compile(rf"step_(\d+)(?:{re.escape(REPLACED)})?")
-_CLASSES = "opt_state_classes"
+_CLASSES = "zero_jax.opt_state_classes"
 _MAX_RECORD_BYTES = 1 << 26
 _PLAIN_BYTES = frozenset({"bool", "int8", "uint8"})
 

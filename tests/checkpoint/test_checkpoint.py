@@ -4,6 +4,7 @@ import json
 import math
 import resource
 import shutil
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from zero_jax.checkpoint import (
 )
 from zero_jax.checkpoint.fingerprint import fingerprint, host_fingerprint
 from zero_jax.checkpoint.saved_state import encode_state, saved_leaves
+from zero_jax.core.files.untrusted import json_checksum
 
 TX = optax.adamw(1e-2)
 CONFIG = reference.make_config(stage=3)
@@ -459,6 +461,50 @@ def test_another_optimizer_takes_the_params_alone(folder):
     assert back.step == 2 and int(back.state.step) == 0
     reference.assert_placed_alike(back.state, expected)
     assert_equal(back.state, expected)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: tx,
+        lambda tx: optax.masked(tx, {"w": True, "b": False}),
+        lambda tx: optax.MultiSteps(tx, 2),
+        lambda tx: optax.inject_hyperparams(lambda learning_rate: optax.chain(tx, optax.scale(learning_rate)))(0.1),
+    ],
+)
+def test_an_optimizer_with_fields_of_the_same_names_is_refused(tmp_path, wrap):
+    adam, belief = wrap(optax.scale_by_adam()), wrap(optax.scale_by_belief())
+    state = zero.init_state(init_params, adam, jax.random.key(0), mesh=reference.mesh_of("8"), config=CONFIG)
+    with Checkpointer(tmp_path, log=pytest.fail) as checkpointer:
+        checkpointer.save(1, state, extra={"position": 7})
+    found = r"opt_state.*: saved of the class ScaleByAdamState, the state has the class ScaleByBeliefState"
+    with pytest.raises(ValueError, match=rf"{found}(?s:.*)params_only=True.*renamed"):
+        reload(tmp_path, tx=belief)
+    assert int(reload(tmp_path, tx=belief, params_only=True).state.step) == 0
+    back = reload(tmp_path, tx=adam)
+    assert back.extra == {"position": 7} and back.warnings == ()
+    assert_equal(back.state, state)
+    file = tmp_path / "step_00000001" / "record" / "metadata"
+    record = json.loads(file.read_text())
+    del record["checksum"], record["extra"]["zero_jax.opt_state_classes"]  # as releases up to 0.2.0 wrote it
+    file.write_text(json.dumps({**record, "checksum": json_checksum(record)}))
+    assert_equal(reload(tmp_path, tx=belief).state, state)
+
+
+def test_classes_of_containers_and_of_params_may_change(tmp_path):
+    class Old(NamedTuple):
+        w: Any
+        b: Any
+
+    class New(Old):
+        pass
+
+    tx = optax.chain(optax.masked(optax.adam(1e-2), lambda params: type(params)(True, False)), optax.trace(0.9))
+    made = {kind: lambda key, kind=kind: kind(**init_params(key)) for kind in (Old, New)}
+    state = zero.init_state(made[Old], tx, jax.random.key(0), mesh=reference.mesh_of("8"), config=CONFIG)
+    with Checkpointer(tmp_path, log=pytest.fail) as checkpointer:
+        checkpointer.save(1, state)
+    assert_equal(reload(tmp_path, tx=tx, init_fn=made[New]).state, state)
 
 
 def test_abstract_params_will_do(folder):

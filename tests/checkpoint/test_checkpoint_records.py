@@ -97,6 +97,14 @@ FORGED = {
     "huge loss": (field("loss", 10**400), "is not a number"),
     "list as extra": (field("extra", [1]), r"\[1\] is not an object"),
     "null as extra": (field("extra", None), "None is not an object"),
+    "list as classes": (
+        lambda record: record["extra"].update({"zero_jax.opt_state_classes": [1]}),
+        r"\[1\] is not an object",
+    ),
+    "number as a class": (
+        lambda record: record["extra"].update({"zero_jax.opt_state_classes": {"a": 1}}),
+        "1 is not a text",
+    ),
     "list as leaves": (field("leaves", [1, 2]), "is not an object"),
     "no step": (without("step"), "it lacks 'step'"),
     "no loss": (without("loss"), "it lacks 'loss'"),

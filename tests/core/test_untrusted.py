@@ -105,7 +105,9 @@ def _tensor(folder):
 
 
 def _checkpoint(folder, leaf):
-    record = record_to_json(step=1, loss=None, leaves={FOREIGN: leaf}, extra={FOREIGN: {FOREIGN: FOREIGN}})
+    record = record_to_json(
+        step=1, loss=None, leaves={FOREIGN: leaf}, classes={FOREIGN: FOREIGN}, extra={FOREIGN: {FOREIGN: FOREIGN}}
+    )
     (folder / "step_00000001" / "record").mkdir(parents=True)
     (folder / "step_00000001" / "record" / "metadata").write_bytes(record)
 

@@ -397,6 +397,26 @@ def test_params_of_8_bits(stage, num_microbatches):
     assert state.params["layers"]["w_in"].dtype == expected["layers"]["w_in"].dtype == jnp.float8_e4m3fn
 
 
+@pytest.mark.parametrize("dtype", ["int4", "uint4"])
+def test_integers_of_4_bits(dtype):
+    """JAX promotes them to no other dtype, either: a frozen base beside trained weights."""
+    params = reference.host_params()
+    base = jax.random.randint(jax.random.key(5), params["layers"]["w_in"].shape, 0, 8).astype(dtype)
+
+    def loss(params, batch):
+        quantized = params.get("base", base).astype(jnp.float32)
+        w_in = params["layers"]["w_in"] + 0.01 * quantized
+        return loss_fn({**params, "layers": {**params["layers"], "w_in": w_in}}, batch)
+
+    expected, _, losses = run_plain(loss, optax.sgd(1e-2), make_batches(2), params=params)
+    given = {**params, "base": base}
+    state, history = run_zero(loss, optax.sgd(1e-2), make_batches(2), mesh=mesh_of("4"), params=given, stage=3)
+    assert_close([m.loss for m in history], losses, tolerance=FLOAT32)
+    trained = {name: x for name, x in state.params.items() if name != "base"}
+    assert_close(reference.to_host(trained), expected, tolerance=FLOAT32)
+    assert state.params["base"].dtype == dtype and not state.params["base"].is_fully_replicated
+
+
 GRAPH = {"nodes": 24, "edges": 40}
 
 

@@ -38,6 +38,7 @@ RECORD_FILE = f"{RECORD}/metadata"
 COMMITTED = "commit_success.txt"  # in a bucket, the last object of a checkpoint
 REPLACED = ".zero_jax-replaced"  # ends the name of an older checkpoint of a step, while the newer one gets its own
 STEP = re.compile(rf"step_(\d+)(?:{re.escape(REPLACED)})?")
+_CLASSES = "zero_jax.opt_state_classes"
 _MAX_RECORD_BYTES = 1 << 26
 _PLAIN_BYTES = frozenset({"bool", "int8", "uint8"})
 
@@ -116,6 +117,8 @@ class Record:
     step: int  # steps done
     loss: float | None  # validation loss at that step, or None
     leaves: Mapping[str, SavedLeaf]  # the leaves by name
+    # Classes of nodes of the optimizer state by path; releases up to 0.2.0 saved none
+    classes: Mapping[str, str] = dataclasses.field(repr=False)
     extra: Mapping[str, Any]  # what the run itself recorded, such as its config and the position in the data
     # Tells its folder from others that have its name later.
     folder_id: str = dataclasses.field(repr=False, compare=False)
@@ -137,11 +140,17 @@ def folder_id(path: epath.Path) -> str:
 
 
 def record_to_json(
-    *, step: int, loss: float | None, leaves: Mapping[str, SavedLeaf], extra: Mapping[str, Any]
+    *,
+    step: int,
+    loss: float | None,
+    leaves: Mapping[str, SavedLeaf],
+    classes: Mapping[str, str],
+    extra: Mapping[str, Any],
 ) -> bytes:
     """Encodes a record as JSON with a checksum; raises `TypeError` for what JSON has no form for."""
     described = {name: dataclasses.asdict(leaf) for name, leaf in leaves.items()}
-    record = {"format": FORMAT, "step": step, "loss": loss, "leaves": described, "extra": dict(extra)}
+    extra = {**extra, _CLASSES: dict(classes)}  # there, as earlier releases refuse other fields than theirs
+    record = {"format": FORMAT, "step": step, "loss": loss, "leaves": described, "extra": extra}
     record = json.loads(json.dumps(record))  # as it will be read: tuples are lists, keys are strings
     encoded = json.dumps({**record, "checksum": json_checksum(record)}).encode()
     if len(encoded) > _MAX_RECORD_BYTES:
@@ -176,12 +185,15 @@ def read_record(path: epath.Path) -> Record:
         raise CheckpointError(f"{file} does not match its checksum: the file is damaged")
     try:
         mapping(content, keys={"format", "step", "loss", "leaves", "extra"})
+        extra = dict(mapping(content["extra"]))
+        classes = mapping(extra.pop(_CLASSES, {}))
         record = Record(
             path=path,
             step=whole_number(content["step"]),
             loss=None if content["loss"] is None else number(content["loss"]),
             leaves=_leaves_from_json(content["leaves"]),
-            extra=mapping(content["extra"]),
+            classes={name: text(kind) for name, kind in classes.items()},
+            extra=extra,
             folder_id=identity,
         )
     except ValueError as error:

@@ -29,7 +29,7 @@ from zero_jax.checkpoint.finding import (
 )
 from zero_jax.checkpoint.leaf_files import check_files, check_index, failed_elsewhere, read_arrays
 from zero_jax.checkpoint.record import CheckpointError, Record, SavedLeaf, read_record
-from zero_jax.checkpoint.saved_state import dtype_name, saved_leaves
+from zero_jax.checkpoint.saved_state import dtype_name, opt_state_classes, saved_leaves
 from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.device_put import put_global, reshard_array
@@ -189,7 +189,8 @@ class _Restore:
         present = {name: x for name, x in target.items() if name not in missing}
         stored = {**present, **self.of_other_devices(record, present, sharded)}
         try:
-            _check_leaves(record, stored, params_only=self.params_only)
+            classes = {} if self.params_only else opt_state_classes(sharded)
+            _check_leaves(record, stored, classes, params_only=self.params_only)
         except ValueError:
             with Agreement(failed_elsewhere):
                 check_index(record)  # of another model, or damaged?
@@ -296,7 +297,7 @@ class _Restore:
                 self.warn(f"{count} leaves were saved as {old} and are {new} now")
 
 
-def _check_leaves(record: Record, target: Mapping[str, Any], *, params_only: bool) -> None:
+def _check_leaves(record: Record, target: Mapping[str, Any], classes: Mapping[str, str], *, params_only: bool) -> None:
     """Raises for a checkpoint of another model or optimizer; one error lists all differences."""
     groups = {"params", *map(_group, target)} if params_only else set(map(_group, record.leaves)) - {*_OPTIONAL}
     elsewhere = {name: leaf for name, leaf in record.leaves.items() if name not in target}
@@ -314,6 +315,10 @@ def _check_leaves(record: Record, target: Mapping[str, Any], *, params_only: boo
         elif _is_cut(leaf.dtype) or not (leaf.dtype == dtype_name(x) or _is_float(leaf.dtype, dtype_name(x))):
             lines.append(f"{printable(name)}: saved as {leaf.dtype}, the state has {dtype_name(x)}")
     lines += [f"{printable(name)}: the checkpoint has it, the state has not" for name in extra]
+    other_classes = [name for name, kind in classes.items() if record.classes.get(name, kind) != kind]
+    for name in other_classes:
+        saved = printable(record.classes[name])
+        lines.append(f"{printable(name)}: saved of the class {saved}, the state has the class {classes[name]}")
     if not lines:
         return
     lines.sort(key=lambda line: _group(line) not in _OF_THE_MODEL)
@@ -324,9 +329,10 @@ def _check_leaves(record: Record, target: Mapping[str, Any], *, params_only: boo
         "of its params and other model_state is made by init_state(zero.Variables(params=..., model_state=...), ...)",
     }
     differ = {_group(line) for line in lines}
+    renamed = "; a class that was renamed needs the name of before" if other_classes else ""
     default = (
         "Restore it with the optimizer that it was saved with, or its params alone (params_only=True, or a run "
-        "of another name with init_from)"
+        f"of another name with init_from){renamed}"
     )
     remedy = next((remedy for group, remedy in remedies.items() if group in differ), default)
     if any(_is_cut(record.leaves[name].dtype) for name in target.keys() & record.leaves.keys()):

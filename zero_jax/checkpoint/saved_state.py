@@ -7,6 +7,7 @@ that the files do not support is saved as its bits.
 
 from __future__ import annotations
 
+import collections
 import functools
 from typing import Any
 
@@ -19,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax.checkpoint.fingerprint import fingerprint, host_fingerprint
 from zero_jax.checkpoint.record import SavedLeaf, file_key, is_bits
 from zero_jax.core.device_put import map_on_device, platform_of
-from zero_jax.core.tree import is_key, leaves_by_name
+from zero_jax.core.tree import is_key, leaves_by_name, path_name
 from zero_jax.training import TrainState
 
 _FEW_ELEMENTS = 16
@@ -37,6 +38,33 @@ def saved_leaves(state: TrainState) -> dict[str, Any]:
         "num_skipped_steps": state.num_skipped_steps,
         "grad_errors": state.grad_errors,
     })  # fmt: skip
+
+
+def opt_state_classes(state: TrainState) -> dict[str, str]:
+    """Returns the classes of the nodes of the optimizer state that have leaves of their own, by path.
+
+    The fields of Adam and AdaBelief have the same names, and hold other things. Of containers, and of what contains
+    params, nothing is said; nor of modules, between which releases move classes.
+    """
+    skipped, nodes = {tuple, list, dict, collections.OrderedDict, collections.defaultdict}, dict[Any, type]()
+
+    def see_param(node: Any) -> bool:
+        skipped.add(type(node))
+        return False
+
+    def see(path: Any, node: Any) -> bool:
+        nodes[path] = type(node)
+        return False
+
+    jax.tree.leaves(state.masters, is_leaf=see_param)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state.opt_state, is_leaf=see, is_leaf_takes_path=True)
+    classes = {}
+    for path, _ in leaves:
+        above = (path[:i] for i in reversed(range(len(path))))
+        owner = next((at for at in above if nodes[at] not in skipped), None)
+        if owner is not None:
+            classes[path_name((jax.tree_util.DictKey("opt_state"), *owner))] = nodes[owner].__qualname__
+    return classes
 
 
 def dtype_name(x: Any) -> str:

@@ -27,7 +27,7 @@ from orbax.checkpoint import future as orbax_future
 from zero_jax.checkpoint.finding import list_steps
 from zero_jax.checkpoint.folder import CheckpointFolder
 from zero_jax.checkpoint.record import STATE, CheckpointError, record_to_json, resolve_folder
-from zero_jax.checkpoint.saved_state import encode_state
+from zero_jax.checkpoint.saved_state import encode_state, opt_state_classes
 from zero_jax.core.agreement import Agreement, OtherProcessFailed, Turns, from_first_process
 from zero_jax.core.field_checks import check_fields, hinted
 from zero_jax.core.files.folder_lock import FolderInUse, FolderLock
@@ -234,7 +234,8 @@ class Checkpointer(Report):
         folder = self._folder.writing(step) / STATE
         try:
             with Agreement(lambda processes: OtherProcessFailed(f"process {processes} failed")):
-                record = record_to_json(step=step, loss=loss, leaves=leaves, extra=extra or {})
+                classes = opt_state_classes(state)
+                record = record_to_json(step=step, loss=loss, leaves=leaves, classes=classes, extra=extra or {})
                 if _is_primary():
                     self._folder.make()
                     self._lock.take()

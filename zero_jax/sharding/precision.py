@@ -209,15 +209,22 @@ def update_loss_scale(state: LossScale, finite: jax.Array, config: LossScaleConf
 def promoted(*dtypes: Any) -> Any:
     """Returns the dtype that JAX promotes to.
 
-    JAX promotes floats of 8 bits and fewer to no other dtype. They stand for bfloat16 here, which has all their values.
-    The user's `jax_numpy_dtype_promotion="strict"` is for the user's own code.
+    JAX promotes floats of 8 bits and fewer, and integers of fewer, to no other dtype. They stand for bfloat16, int8 and
+    uint8 here, which have all their values. The user's `jax_numpy_dtype_promotion="strict"` is for the user's own code.
     """
     if len(set(map(jnp.dtype, dtypes))) == 1:
         return jnp.dtype(dtypes[0])
-    is_small = [jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1 for dtype in dtypes]
-    wide = (jnp.bfloat16 if small else dtype for dtype, small in zip(dtypes, is_small, strict=True))
     with jax.numpy_dtype_promotion("standard"):
-        return functools.reduce(jnp.promote_types, wide)
+        return functools.reduce(jnp.promote_types, map(_promotable, dtypes))
+
+
+def _promotable(dtype: Any) -> Any:
+    """Returns the dtype that stands for one that JAX does not promote."""
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1:
+        return jnp.bfloat16
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
+        return jnp.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint8
+    return dtype
 
 
 def wide(dtype: Any) -> Any:

@@ -109,8 +109,7 @@ def place_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None, is_whole
     def is_placed(x: Any) -> bool:
         return is_array(x) and not x.is_deleted() and x.size > 0 and is_sharded_as(x, sharding_of(x))
 
-    def place(x: Any) -> jax.Array:
-        sharding = sharding_of(x)
+    def place(x: Any, sharding: NamedSharding) -> jax.Array:
         if is_traced(x):  # the step is called within another jitted function, or scanned over
             return lax.with_sharding_constraint(x, sharding)
         if is_placed(x):
@@ -123,7 +122,7 @@ def place_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None, is_whole
     def of_process(x: Any, sharding: NamedSharding) -> jax.Array:
         return jax.make_array_from_process_local_data(sharding, np.asarray(x), np.shape(x) if is_whole else None)
 
-    leaves = jax.tree.leaves(batch)
+    leaves, tree = jax.tree.flatten(batch)
     if all(map(is_placed, leaves)):
         return batch
     check_arrays("batch", batch, remedy="leave it out of the batch, or make an array of it")
@@ -131,6 +130,10 @@ def place_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None, is_whole
         if isinstance(x, jax.ShapeDtypeStruct) or (is_array(x) and x.is_deleted()):
             why = "is deleted, as an array that was donated is" if isinstance(x, jax.Array) else "is a shape alone"
             raise ValueError(f"batch leaf {leaf_names(batch)[i]!r} {why}: give an array of its values")
+    shardings = [*map(sharding_of, leaves)]
     if jax.process_count() == 1:
         check_batch(batch, mesh=mesh, axes=axes)
-    return jax.tree.map(place, batch)
+        if not any(map(is_traced, leaves)):  # all at once, which is faster than one by one
+            check_has_devices(mesh)
+            return tree.unflatten(jax.device_put(leaves, shardings))
+    return tree.unflatten(map(place, leaves, shardings))

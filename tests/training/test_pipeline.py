@@ -756,7 +756,97 @@ def of_one_set_in_reverse(params, batch):
     return jnp.square(x @ params["head"]).mean()
 
 
+def preferred(params, batch):
+    """What is preferred to other tokens, as in DPO: examples and those others behind one another, in a batch of two."""
+    tokens = jnp.concatenate([batch["tokens"], batch["tokens"][:, ::-1]])
+    turn = jnp.cos(jax.lax.broadcasted_iota(jnp.float32, tokens.shape, 1))[..., None]
+
+    def layer(carry, w):
+        x, aux = carry
+        x = x + jnp.tanh((x * turn) @ w["w"] + w["bias"]) * mask[..., None]
+        return (x, aux + jnp.square(x).mean()), x[:, 0]
+
+    mask = jnp.tile(batch["mask"], (2, 1)) + jnp.stack([0 * batch["mask"], batch["mask"]]).reshape(tokens.shape)
+    (x, aux), firsts = jax.lax.scan(layer, (params["embed"][tokens], 0.5), params["layers"])
+    logps = jnp.take_along_axis(jax.nn.log_softmax(x @ params["head"]), tokens[..., None], -1)[..., 0].sum(1)
+    chosen, others = jnp.split(logps, 2)
+    firsts = firsts[:, : len(chosen)] - firsts[:, len(chosen) :]
+    loss = -jax.nn.log_sigmoid((chosen - others) * batch["weights"]).mean() + 0.1 * aux + jnp.square(firsts).mean()
+    return loss, {"logps": logps, "margin": (chosen - others).mean()}
+
+
+def of_pairs(params, batch):
+    """As `preferred`, with each example before its other."""
+    tokens = jnp.stack([batch["tokens"], batch["tokens"][:, ::-1]], 1).reshape(-1, LENGTH)
+    x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["w"]), None), params["embed"][tokens], params["layers"])
+    return jnp.square(x[::2].mean(1) @ params["head"] - x[1::2].mean(1) @ params["head"]).mean()
+
+
+def of_two_views(params, batch):
+    """All examples of two views against all others, as in contrastive learning."""
+    tokens = jnp.concatenate([batch["tokens"], batch["tokens"][:, ::-1]])
+    x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["w"]), None), params["embed"][tokens], params["layers"])
+    products = x[:, 0] @ x[:, 1].T
+    labels = jnp.roll(jnp.arange(len(x)), len(x) // 2)
+    return optax.softmax_cross_entropy_with_integer_labels(products, labels).mean()
+
+
+@pytest.mark.parametrize(
+    ("stage", "pipe", "size", "pipeline"),
+    [
+        (3, 4, 16, "gpipe"),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in [
+                (2, 4, 16, "1f1b"),
+                (2, 2, 32, "circular:2"),
+                (3, 2, 32, "1f1b:2"),
+                (0, 4, 16, "1f1b"),
+                (1, 4, 32, "gpipe"),
+                (3, 8, 8, "gpipe"),
+            ]
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:aux is returned without 'logps'")
+def test_batches_behind_one_another_train_as_one_device(stage, pipe, size, pipeline):
+    """With microbatches of one example, too."""
+    batches, fields = make_batches(size=size), {"stage": stage, "num_microbatches": 8 if pipe == 8 else 4}
+    mesh = zero.make_mesh(pipe=pipe)
+    options = {"params": init_params(), "pipeline": pipeline, **fields}
+    state, history = run_zero(preferred, optimizer(), batches, mesh=mesh, **options)
+    loss_fn = lambda *args: preferred(*args)[0]  # noqa: E731
+    params, opt_state, losses = run_plain(loss_fn, optimizer(), batches, params=init_params())
+    assert_close([x.loss for x in history], losses, tolerance=FLOAT32)
+    assert_close(state.opt_state[0], opt_state[0], tolerance=FLOAT32)
+    assert_close(state.params, params, tolerance=FLOAT32)
+    _, aux = jax.jit(preferred)(init_params(), batches[0])
+    assert_close(history[0].aux, {name: aux[name] for name in history[0].aux}, tolerance=FLOAT32)
+    assert stage < 2 or "logps" in history[0].aux
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
+def test_batches_behind_one_another_send_nothing_more(pipeline):
+    sent, tokens = [], lambda x, y: jnp.concatenate([x, y])
+    interleaved = lambda x, y: jnp.stack([x, y], 1).reshape(-1, LENGTH)  # noqa: E731
+    for joined in (tokens, interleaved):
+
+        def loss_fn(params, batch, joined=joined):
+            x = params["embed"][joined(batch["tokens"], batch["tokens"][:, ::-1])]
+            x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["w"]), None), x, params["layers"])
+            x = (x @ params["head"]).mean(1)
+            chosen, others = jnp.split(x, 2) if joined is tokens else (x[::2], x[1::2])
+            return jnp.square(chosen - 2 * others).mean()
+
+        report = zero.comms.measure(lowered(loss_fn, pipeline=pipeline, stage=3).compile(), mesh=zero.make_mesh(pipe=4))
+        sent.append(sorted((row.kind, row.axes, row.total_sent_bytes) for row in report.rows))
+    assert sent[0] == sent[1]
+
+
 FORMS = {
+    of_pairs: ("1f1b", 4, [LAYERS]),
+    of_two_views: ("gpipe", 4, [LAYERS]),
     of_one_set_in_reverse: ("gpipe", 4, [LAYERS]),
     of_one_set: ("circular:2", 4, [LAYERS]),
     of_one_set_in_a_loop: ("1f1b", 6, [LAYERS]),
@@ -796,6 +886,7 @@ def test_what_all_layers_of_a_loop_broadcast_does_not_travel():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss_fn", FORMS)
+@pytest.mark.filterwarnings("ignore:gradients are summed across devices in every tick of the pipeline, not once a step")
 @pytest.mark.filterwarnings("ignore:pipe. blocks 0, 1, 7 of 8 of a Python loop, at .*test_pipeline")
 def test_layers_in_other_forms_train_as_one_device(loss_fn):
     """With 6 microbatches in 4 stages, which 1F1B may have."""
@@ -899,6 +990,14 @@ def shown(x, w):
     return x @ w["w"]
 
 
+def in_layers(params, batch):
+    """Layers that have a mask twice, one behind the other."""
+    x = params["embed"][jnp.concatenate([batch["tokens"]] * 2)]
+    twice = lambda: jnp.concatenate([batch["mask"]] * 2)[..., None]  # noqa: E731
+    x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["w"]) * twice(), None), x, params["layers"])
+    return jnp.square(x @ params["head"]).mean()
+
+
 def mapped(params, batch):
     """The layers are within a function of each device's examples."""
     whole, examples = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")
@@ -933,6 +1032,7 @@ REFUSED = {
     "other numbers": (by_several_numbers, "loop at .*test_pipeline.* otherwise than those of one layer by a number"),
     "params that are returned": (of_returned_params, "the loop at .*test_pipeline.* reads params at .*test_pipeline"),
     "effects": (replaced(shown), "debug.* at .*test_pipeline.* has effects"),
+    "batches": (in_layers, "examples are put behind others at .*test_pipeline"),
     "mapped": (mapped, "what is in the jax.shard_map at .*test_pipeline.* is not looked into"),
 }
 
@@ -941,7 +1041,7 @@ def lowered(loss_fn, *, params=None, batch=None, mesh=None, **fields):
     mesh, config = mesh or zero.make_mesh(pipe=4), make_config(**{"stage": 2, "num_microbatches": 4, **fields})
     params, batch = params or init_params(), batch or make_batches(1)[0]
     state = zero.abstract_state(lambda _: params, optax.sgd(0.1), mesh=mesh, config=config)
-    zero.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, config=config).lower(state, batch)
+    return zero.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, config=config).lower(state, batch)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from zero_jax.dims.parts.batches import in_blocks, of_batches
 from zero_jax.dims.parts.relations import (
     EXTREMA,
     SAME,
@@ -31,10 +32,10 @@ from zero_jax.dims.parts.relations import (
     shared,
     unknown,
 )
-from zero_jax.dims.parts.rules import SIZED, of_batches, of_extrema, rule_of
+from zero_jax.dims.parts.rules import SIZED, of_extrema, rule_of
 from zero_jax.dims.primitives import PLACES, known_primitives
 from zero_jax.program import jaxprs
-from zero_jax.program.subcalls import subcall
+from zero_jax.program.subcalls import equations_of, subcall
 from zero_jax.sharding.spec import dims_of
 
 _CALLS = frozenset({"call", "sharded_call", "remat", "custom_vmap"})
@@ -66,11 +67,14 @@ class TraceComparison:
         self.terms: dict[Any, list[tuple[int, Fraction]]] = {}
         self.has_terms_within, self.depth, self.source = False, 0, ""
         self.calls: dict[Any, tuple[Any, Any, list[Relation]]] = {}
-        self.in_derivative = False
+        self.in_derivative, self.regrouped = False, set[int]()
         self.batch_axes: frozenset[str] = frozenset()  # of the mesh, in a shard_map
 
-    def run(self, whole: Any, part: Any, inputs: Sequence[Relation]) -> list[Relation]:
-        """Returns the relations of the results of a jaxpr, open or closed, from those of its inputs."""
+    def run(self, whole: Any, part: Any, inputs: Sequence[Relation], found: list[Any] | None = None) -> list[Relation]:
+        """Returns the relations of the results of a jaxpr, open or closed, from those of its inputs.
+
+        Those of the operands and results of its equations are added to `found`.
+        """
         (whole, whole_consts), (part, part_consts) = jaxprs.open_jaxpr(whole), jaxprs.open_jaxpr(part)
         source = self.source
         names = [[eqn.primitive.name for eqn in jaxpr.eqns] for jaxpr in (whole, part)]
@@ -89,10 +93,34 @@ class TraceComparison:
             self.source = jaxprs.source_line(pair.whole) or source
             values = [self.read(env, a, b) for a, b in zip(pair.whole.invars, pair.part.invars, strict=True)]
             results = self.equation(pair, values) if pair.whole.outvars else []
+            if found is not None:
+                found.append((values, results))
             env |= {a: (b, x) for a, b, x in zip(pair.whole.outvars, pair.part.outvars, results, strict=True)}
         self.source, self.depth = source, self.depth - 1
         results = [self.read(env, a, b) for a, b in zip(whole.outvars, part.outvars, strict=True)]
         return results if self.depth else [unknown(x.why) if x.batches > 1 else x for x in results]
+
+    def in_blocks(self, traces: Sequence[Any], inputs: Sequence[Relation]) -> tuple[list[Any], list[Any]]:
+        """Returns traces whose batches behind one another are so block by block, and what puts the results in order.
+
+        These are of the first trace. Traces are on a batch and on a part of it; if there are four, the last two are
+        compared in their place.
+        """
+        found, opened = list[Any](), [jaxprs.open_jaxpr(closed)[0] for closed in traces]
+        names = [[eqn.primitive.name for eqn in jaxpr.eqns] for jaxpr in opened]
+        if all(other == names[0] for other in names[1:]):
+            self.run(traces[-2], traces[-1], inputs, found)
+        if all(x.batches < 2 for some in found for xs in some for x in xs):
+            return [*traces], []
+        eqns = opened[-2].eqns
+
+        def own(i: int) -> bool | None:
+            is_own = id(eqns[i]) in self.regrouped
+            return is_own or (None if any(id(each) in self.regrouped for each in equations_of(eqns[i])) else False)
+
+        numbers = itertools.cycle((self.num_blocks, self.num_blocks // self.num_parts))
+        made = [in_blocks(closed, found, n, own) for closed, n in zip(traces, numbers, strict=False)]
+        return [closed for closed, _ in made], made[0][1]
 
     def read(self, env: dict[Any, tuple[Any, Relation]], whole: Any, part: Any) -> Relation:
         """Returns the relation of an input of an equation: the same one in both traces."""
@@ -155,6 +183,8 @@ class TraceComparison:
         if any(x.kind is Kind.COLUMNS for x in inputs) and not name.startswith(("gather", "scatter")):
             raise Refused("mixed")
         if results := of_batches(pair, inputs):
+            if results[0].batches != inputs[0].batches:
+                self.regrouped.add(id(pair.whole))
             why = max((x.why for x in inputs if x.batches > 1), default="") or self.refused("batches").why
             return [dataclasses.replace(x, why=why if x.batches > 1 else "") for x in results]
         rule = rule_of(name)
@@ -174,7 +204,11 @@ class TraceComparison:
         along = [x for each in inputs for x in (each, *each.columns) if x.dim is not None]
         numbers = {x.batches for x in along if x.batches}
         if numbers <= {1}:
-            return rule(pair, [dataclasses.replace(x, batches=1) for x in inputs])
+            results, sizes = rule(pair, [dataclasses.replace(x, batches=1) for x in inputs]), set[int]()
+            if along and not numbers:  # of rows that are all the same, rows that are
+                sizes = {pair.shapes(i)[0][x.dim] for i, x in enumerate(inputs) if x.kind is Kind.ROWS}
+            is_same = lambda i, x: x.kind is Kind.ROWS and {pair.results(i)[0][x.dim]} == sizes  # noqa: E731
+            return [dataclasses.replace(x, batches=0) if is_same(i, x) else x for i, x in enumerate(results)]
         check(len(numbers) == 1 and all(x.kind is Kind.ROWS for x in along))
         (number,), why = numbers, next(x.why for x in inputs if x.batches > 1)
         results = rule(pair, [dataclasses.replace(x, batches=1, why="") for x in inputs])

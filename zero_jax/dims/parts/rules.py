@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -175,7 +173,7 @@ def _tiled(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     if grows is None or x.dim is not None:
         check(x.dim is None or (grows == x.dim and reps[x.dim] == 1))
         return [x]
-    check(x.kind is Kind.SAME and pair.shapes(0)[0][grows] == 1)  # one for each example, as `jnp.tile` of a token
+    check(x.kind is Kind.SAME)  # one for each example, as `jnp.tile` of a token
     return [dataclasses.replace(x, kind=Kind.ROWS, dim=grows)]
 
 
@@ -189,58 +187,6 @@ def _reshape(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     return [x.at(grows)]
 
 
-def of_batches(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    """Returns the relations where batches are put behind one another, or taken from one another; empty if not so.
-
-    A part has its own examples of each of them, in the same order. Batches are of one size: a dim of `batches` is as
-    many times as large.
-    """
-    name = pair.whole.primitive.name
-    if name not in ("concatenate", "tile", "slice", "split", "reshape") or inputs[0].kind is not Kind.ROWS:
-        return []
-    x = inputs[0]
-    sizes = [[shape[x.dim] for shape in pair.shapes(i)] for i in range(len(inputs))]
-    if name == "concatenate":
-        of_one = {
-            (size // max(each.batches, 1), part // max(each.batches, 1))
-            for each, (size, part) in zip(inputs, sizes, strict=True)
-        }
-        is_plain = all(each.kind is Kind.ROWS and each.is_plain and each.dim == x.dim for each in inputs)
-        if pair.params["dimension"] != x.dim or not is_plain or len(of_one) > 1:
-            return []
-        return [dataclasses.replace(rows(x.dim), batches=sum(max(each.batches, 1) for each in inputs))]
-    if name == "tile":
-        reps = {eqn.params["reps"][x.dim] for eqn in (pair.whole, pair.part)}
-        return [dataclasses.replace(x, batches=max(x.batches, 1) * min(reps))] if len(reps) == 1 and reps != {1} else []
-    if x.batches < 2:
-        return []
-    n = x.batches
-    if name == "reshape":
-        splits = [(n, shape[x.dim] // n) for shape in pair.shapes(0)]
-        wanted = [(*s[: x.dim], *two, *s[x.dim + 1 :]) for s, two in zip(pair.shapes(0), splits, strict=True)]
-        return [rows(x.dim + 1, x.power)] if list(pair.results()) == wanted else []
-    if name == "split":
-        if pair.params["axis"] != x.dim:
-            return []
-        ends = [list(itertools.accumulate(eqn.params["sizes"], initial=0)) for eqn in (pair.whole, pair.part)]
-        bounds = [[*itertools.pairwise(each)] for each in ends]
-    else:
-        fields = [
-            (p["start_indices"], p["limit_indices"], p["strides"] or (1,) * len(p["start_indices"]))
-            for p in (pair.whole.params, pair.part.params)
-        ]
-        slices = [list(zip(*each, strict=True)) for each in fields]
-        bounds = [[each.pop(x.dim)] for each in slices]
-        if slices[0] != slices[1] or any(step != 1 for ((_, _, step),) in bounds):
-            return []
-    by_batch = [
-        [(Fraction(a * n, s), Fraction(b * n, s)) for a, b, *_ in each]
-        for each, s in zip(bounds, sizes[0], strict=True)
-    ]
-    check(by_batch[0] == by_batch[1] and all(a.denominator == b.denominator == 1 for a, b in by_batch[0]))
-    return [dataclasses.replace(x, batches=int(b - a)) for a, b in by_batch[0]]
-
-
 def _concatenate(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     along = pair.params["dimension"]
     check(all(x.dim != along for x in inputs))
@@ -251,12 +197,21 @@ def _concatenate(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     return carried(all_joined, pair, inputs)
 
 
+def _slice(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
+    (x,), strides = inputs, pair.params["strides"]
+    if x.kind is Kind.ROWS and strides and strides[x.dim] > 1:  # one of the rows of each example, of as many
+        sizes = [(before[x.dim], after[x.dim]) for before, after in zip(pair.shapes(0), pair.results(), strict=True)]
+        check(all(before == after * strides[x.dim] for before, after in sizes))
+        return [x.of_elements()]
+    return carried(_elements, pair, inputs)
+
+
 def _iota(pair: Pair, _: Sequence[Relation]) -> list[Relation]:
     grows = pair.growing()
     if grows is None:
         return [SAME]
     is_count = grows == pair.params["dimension"]
-    return [Relation(kind=Kind.POSITIONS if is_count else Kind.ROWS, dim=grows)]
+    return [Relation(kind=Kind.POSITIONS, dim=grows) if is_count else dataclasses.replace(rows(grows), batches=0)]
 
 
 def _random(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
@@ -363,6 +318,7 @@ _OWN: dict[str, Rule] = {
     "reshape": _reshape,
     "concatenate": _concatenate,
     "iota": _iota,
+    "slice": _slice,
     "platform_index": lambda pair, inputs: [SAME],  # of `lax.platform_dependent`, as in `jnp.diagonal`
     **dict.fromkeys(
         "random_bits random_split random_fold_in random_wrap random_unwrap random_seed random_clone random_gamma "

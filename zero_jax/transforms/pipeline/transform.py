@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from zero_jax.core.tree import PyTree
 from zero_jax.dims import SAME, Relation, TraceComparison, rows
 from zero_jax.program import jaxprs
-from zero_jax.program.evaluation import evaluate
+from zero_jax.program.evaluation import evaluate, trace_flat
 from zero_jax.program.loss import LossProgram, Traced
 from zero_jax.program.subcalls import Subcall, equations_of
 from zero_jax.program.walk import Walk
@@ -111,18 +111,19 @@ class PipelinedProgram(LossProgram):
             sizes += [2 * size, 2]
         programs = [self.before.trace(*args), *map(traced, sizes)]
         relations, num_blocks = _relations(params, batch, rest), k * num_shards
-        whole, *parts = (layers_outside(program.closed, num_params) for program in programs)
-        comparison = TraceComparison(k, num_blocks)
+        traces, comparison = [layers_outside(x.closed, num_params) for x in programs], TraceComparison(k, num_blocks)
+        (whole, *parts), ends = comparison.in_blocks(traces, relations)
         found = find_loops(whole, parts, relations, num_params=num_params, stages=self.stages, comparison=comparison)
         if not self.stages.schedule.is_interleaved:
-            return _with_stages(whole, found), found
+            return _with_ends(_with_stages(whole, found), ends), found
         found = _one_chain(found)
         cut = [entry for entry in found if entry.loop is not None]
         why = "pipeline='1f1b' has one chain of layers, and there are several"
         if len(cut) == 1:
             try:
-                traces = LossTraces(whole, parts, relations, num_params=num_params, entry=cut[0], comparison=comparison)
-                return by_microbatch(traces, cut[0].loop, self.stages.axes), found  # type: ignore[arg-type]
+                losses = LossTraces(whole, parts, relations, num_params=num_params, entry=cut[0], comparison=comparison)
+                staged = by_microbatch(losses, cut[0].loop, self.stages.axes)  # type: ignore[arg-type]
+                return _with_ends(staged, ends), found
             except CannotCut as error:
                 why = f"pipeline='1f1b': {error}"
         return whole, [x if x.loop is None else dataclasses.replace(x, loop=None, why=why) for x in found]
@@ -160,6 +161,15 @@ def _with_stages(closed: Any, found: Sequence[FoundLoop]) -> Any:
             params = {"loop": entry.loop, "jaxpr": entry.loop.layer, "avals": tuple(var.aval for var in eqn.outvars)}
             eqns[entry.index] = eqn.replace(primitive=pipeline_p, params=params)
     return jaxprs.with_results(closed, jaxpr.outvars, eqns=eqns)
+
+
+def _with_ends(closed: Any, ends: Sequence[Callable[[Any], Any] | None]) -> Any:
+    """Returns a jaxpr with functions of some of its results."""
+    if not any(ends):
+        return closed
+    opened, consts = jaxprs.open_jaxpr(closed)
+    run = lambda *xs: [x if end is None else end(x) for x, end in zip(evaluate(opened, consts, xs), ends, strict=True)]  # noqa: E731
+    return trace_flat(run, [var.aval for var in opened.invars])
 
 
 def _refusal(found: Sequence[FoundLoop], stages: Stages, traced: Traced) -> str:

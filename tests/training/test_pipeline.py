@@ -844,7 +844,20 @@ def test_batches_behind_one_another_send_nothing_more(pipeline):
     assert sent[0] == sent[1]
 
 
+def beside_a_reference(params, batch):
+    """Layers, and others without a gradient, as of a reference model, whose logits are larger than what they make."""
+
+    def hidden(layers):
+        layer = lambda x, w: (x + jnp.tanh(x @ w["w"] + w["bias"]), None)  # noqa: E731
+        return jax.lax.scan(layer, params["embed"][batch["tokens"]], layers)[0]
+
+    frozen = jax.lax.stop_gradient(jax.nn.softmax(hidden(jax.tree.map(jnp.sin, params["layers"])) @ params["head"]))
+    logps = jax.nn.log_softmax(hidden(params["layers"]) @ params["head"])
+    return -((frozen * logps).sum(-1) * batch["mask"]).mean()
+
+
 FORMS = {
+    beside_a_reference: ("1f1b", 4, [LAYERS] * 2),
     of_pairs: ("1f1b", 4, [LAYERS]),
     of_two_views: ("gpipe", 4, [LAYERS]),
     of_one_set_in_reverse: ("gpipe", 4, [LAYERS]),

@@ -2,7 +2,8 @@
 
 Everything from the examples of a microbatch to its part of the loss is in it, with one equation for the layers. What is
 the same for all microbatches is computed once, outside: what is made of params alone, and what no param has a part in
-and is no value of each example, such as the number of tokens of the batch.
+and is no value of each example, such as the number of tokens of the batch. So is what layers without a gradient make,
+as those of a reference model: the examples of a microbatch have a part of it.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import core as jex_core
 
 from zero_jax.core.tree import is_key
-from zero_jax.dims import COPIES, SAME, SHAPES, Kind, Relation, TraceComparison, is_float, rows
+from zero_jax.dims import COPIES, SAME, SHAPES, Kind, Relation, TraceComparison, is_contraction, is_float, rows
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate_equations, trace_flat, values_of
-from zero_jax.program.subcalls import scan_of
+from zero_jax.program.subcalls import equations_of, scan_of
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import wide
 from zero_jax.transforms.pipeline.body import CannotCut, layer_of_microbatch
@@ -101,12 +103,17 @@ class LossTraces:
             raise CannotCut("loss_fn does something else on a microbatch than on the batch, outside of its layers")
         self.places: list[dict[Any, Any]] = [self.corresponding(jaxpr) for jaxpr in self.opened]
         first = self.opened[0]
+        self.differentiated = differentiated(first, num_params)
         self.after = self.made_of(first.eqns[self.index].outvars)
         self.of_params = self.made_of([*first.invars[:num_params], *first.constvars])
         # A table that is read as it is and transposed has one gradient, of the table.
         moves = [eqn for eqn in first.eqns if eqn.primitive.name in SHAPES | COPIES]
         self.moved = {x for eqn in moves for x in eqn.outvars if x in self.of_params}
         self.relations = self.relations_before()
+        loops = (eqn for eqn in first.eqns if eqn.primitive.name == "scan")
+        loops = [eqn for eqn in loops if self.differentiated.isdisjoint(eqn.outvars)]
+        layers = [eqn.outvars for eqn in loops if any(map(is_contraction, equations_of(eqn)))]
+        self.of_others = {x: max(y.aval.size for y in own) for own in layers for x in self.made_of(own)}
 
     def corresponding(self, jaxpr: Any) -> dict[Any, Any]:
         """Returns for each variable of the trace on the batch the one of another trace."""
@@ -118,11 +125,7 @@ class LossTraces:
 
     def made_of(self, variables: Sequence[Any]) -> set[Any]:
         """Returns the variables that depend on some of them."""
-        found = set(variables)
-        for eqn in self.opened[0].eqns:
-            if not found.isdisjoint(jaxprs.variables(eqn)):
-                found.update(eqn.outvars)
-        return found
+        return _made_of(variables, self.opened[0].eqns)
 
     def relations_before(self) -> dict[Any, Relation]:
         """Returns the relations of all that does not depend on the layers."""
@@ -155,12 +158,19 @@ class LossTraces:
         shapes = [self.places[n][x].aval.shape for n in (0, 1)]
         return relation.kind is not Kind.ROWS and x not in self.of_params and shapes[0] == shapes[1]
 
+    def is_of_others(self, x: Any) -> bool:
+        """Tells whether a value of examples is one that layers without a gradient make, or made of it and no larger."""
+        if x in self.after or x in self.differentiated or x.aval.size > self.of_others.get(x, -1):
+            return False
+        relation = self.relations.get(x)
+        return relation is not None and relation.is_plain and relation.kind is Kind.ROWS and relation.dim == 0
+
     def operands(self, results: Sequence[Any]) -> tuple[list[int], list[Any], list[Any]]:
         """Returns the equations that results need of a microbatch, what they read that is shared, and examples."""
         first, needed, own = self.opened[0], set(results), []
         for i in reversed(range(len(first.eqns))):
             eqn = first.eqns[i]
-            if needed.isdisjoint(eqn.outvars) or all(self.is_shared(x) for x in eqn.outvars):
+            if needed.isdisjoint(eqn.outvars) or all(self.is_shared(x) or self.is_of_others(x) for x in eqn.outvars):
                 continue
             own.append(i)
             needed.update(x for x in self.reads(i) if not jaxprs.is_literal(x))
@@ -208,7 +218,7 @@ class LossTraces:
         return trace_flat(run, [places[x].aval for x in inputs])
 
 
-def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes) -> Any:
+def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -> Any:
     """Returns the closed jaxpr of a loss whose layers, and sums behind them, are one equation of `pipeline_p`.
 
     The equation takes the derivatives of the loss by these sums, what microbatches share, the leaves of the batch, and
@@ -218,11 +228,12 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes) -> Any:
       traces: the traces of the loss.
       loop: its layers.
       axes: the roles of the mesh's axes.
+      whole: the loss on the batch, in which other layers may be stages.
 
     Raises:
       CannotCut: the loss is no sum or mean of those of microbatches.
     """
-    whole = traces.opened[0]
+    whole, _ = jaxprs.open_jaxpr(whole)
     if jaxprs.is_literal(whole.outvars[0]) or whole.outvars[0] not in traces.after:
         raise CannotCut("the loss does not depend on its layers")
     end, layers = _End.of(traces), whole.eqns[traces.index]
@@ -245,9 +256,12 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes) -> Any:
     def run(*leaves: Any) -> list[Any]:
         env = dict(zip((*whole.constvars, *whole.invars), (*traces.consts, *leaves), strict=True))
         evaluate_equations((eqn for eqn in whole.eqns if traces.after.isdisjoint(eqn.outvars)), env)
-        seeds = end.seeds(env)
+        seeds, examples = end.seeds(env), values_of(batch, env)
+        pairs = zip(batch, examples, strict=True)
+        examples = [lax.stop_gradient(x) if atom in traces.of_others else x for atom, x in pairs]
         with jaxprs.source_context(layers):
-            loss, same, *results = pipeline_p.bind(*seeds, *values_of((*shared, *batch, *stacks), env), **params)
+            operands = *values_of(shared, env), *examples, *values_of(stacks, env)
+            loss, same, *results = pipeline_p.bind(*seeds, *operands, **params)
         env.update(zip(end.results, results, strict=True))
         if end.is_one:
             env[end.summed[0]] = loss.astype(end.summed[0].aval.dtype)
@@ -258,6 +272,21 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes) -> Any:
     closed = trace_flat(run, [var.aval for var in whole.invars])
     outvars = jaxprs.open_jaxpr(closed)[0].outvars
     return jaxprs.with_results(closed, outvars, eqns=jaxprs.without_dead_code(closed).eqns)
+
+
+def differentiated(jaxpr: Any, num_params: int) -> set[Any]:
+    """Returns the variables of a loss through which params have a gradient."""
+    eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != "stop_gradient"]
+    return _made_of(jaxpr.invars[:num_params], eqns) & _read_for(jaxpr.outvars[0], eqns)
+
+
+def _made_of(variables: Sequence[Any], eqns: Sequence[Any]) -> set[Any]:
+    """Returns some variables, and those that equations make of them."""
+    found = set(variables)
+    for eqn in eqns:
+        if not found.isdisjoint(jaxprs.variables(eqn)):
+            found.update(eqn.outvars)
+    return found
 
 
 def _read_for(result: Any, eqns: Sequence[Any]) -> set[Any]:

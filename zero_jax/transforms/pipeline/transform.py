@@ -25,7 +25,7 @@ from zero_jax.transforms.pipeline.body import CannotCut
 from zero_jax.transforms.pipeline.cut import FoundLoop, LayerLoop, Stages, find_loops, layers_outside, pipeline_p
 from zero_jax.transforms.pipeline.interleaved import run_1f1b
 from zero_jax.transforms.pipeline.loop import Layer, run_stages
-from zero_jax.transforms.pipeline.microbatch import LossTraces, MicrobatchProgram, by_microbatch
+from zero_jax.transforms.pipeline.microbatch import LossTraces, MicrobatchProgram, by_microbatch, differentiated
 from zero_jax.transforms.pipeline.report import PipelineReport, staged_layers
 from zero_jax.transforms.pipeline.rolled import why_no_layers
 from zero_jax.transforms.pipeline.schedule import Schedule
@@ -116,13 +116,16 @@ class PipelinedProgram(LossProgram):
         found = find_loops(whole, parts, relations, num_params=num_params, stages=self.stages, comparison=comparison)
         if not self.stages.schedule.is_interleaved:
             return _with_ends(_with_stages(whole, found), ends), found
-        found = _one_chain(found)
-        cut = [entry for entry in found if entry.loop is not None]
+        jaxpr, _ = jaxprs.open_jaxpr(whole)
+        own = differentiated(jaxpr, num_params)
+        found = _one_chain([_forward(x) if own.isdisjoint(jaxpr.eqns[x.index].outvars) else x for x in found])
+        cut = [entry for entry in found if _num_layers(entry)]
         why = "pipeline='1f1b' has one chain of layers, and there are several"
         if len(cut) == 1:
             try:
                 losses = LossTraces(whole, parts, relations, num_params=num_params, entry=cut[0], comparison=comparison)
-                staged = by_microbatch(losses, cut[0].loop, self.stages.axes)  # type: ignore[arg-type]
+                others = _with_stages(whole, [entry for entry in found if entry is not cut[0]])
+                staged = by_microbatch(losses, cut[0].loop, self.stages.axes, others)  # type: ignore[arg-type]
                 return _with_ends(staged, ends), found
             except CannotCut as error:
                 why = f"pipeline='1f1b': {error}"
@@ -131,12 +134,30 @@ class PipelinedProgram(LossProgram):
 
 def _one_chain(found: Sequence[FoundLoop]) -> list[FoundLoop]:
     """Returns scans over layers with the longest alone as stages, if all others together have fewer layers."""
-    num_layers = [0 if entry.loop is None else entry.loop.num_layers for entry in found]
+    num_layers = [*map(_num_layers, found)]
     longest, why = max(num_layers, default=0), "pipeline='1f1b' has one chain of layers, the longest; 'gpipe' has all"
     if 2 * longest <= sum(num_layers):
         return [*found]
     pairs = zip(found, num_layers, strict=True)
     return [x if num in (0, longest) else dataclasses.replace(x, loop=None, why=why) for x, num in pairs]
+
+
+def _num_layers(entry: FoundLoop) -> int:
+    """Returns the layers of stages that take one microbatch forward and one backward; 0 if a scan is none of these."""
+    return entry.num_layers if entry.loop is not None and entry.loop.stages.schedule.is_interleaved else 0
+
+
+def _forward(entry: FoundLoop) -> FoundLoop:
+    """Returns a scan over layers without a gradient, all of whose microbatches go forward before the loss of one."""
+    if entry.loop is None:
+        return entry
+    stages = entry.loop.stages
+    if stages.num_microbatches % stages.num_stages:
+        why = f"it has no gradient, and {stages.num_microbatches} microbatches are no multiple of the stages"
+        return dataclasses.replace(entry, loop=None, why=why)
+    schedule = dataclasses.replace(stages.schedule, is_interleaved=False)
+    loop = dataclasses.replace(entry.loop, stages=dataclasses.replace(stages, schedule=schedule))
+    return dataclasses.replace(entry, loop=loop)
 
 
 def _resized(x: Any, num_examples: int) -> jax.ShapeDtypeStruct:

@@ -1191,6 +1191,18 @@ def test_the_estimate_has_what_the_compiled_step_sends_between_stages(pipeline, 
     assert (residuals.num_layers, residuals.batch_size) == {"1f1b": (14, 1), "1f1b:2": (15, 1)}.get(pipeline, (8, 2))
 
 
+def test_the_estimate_of_1f1b_has_the_gradient_of_the_head_for_each_microbatch():
+    """That of a tick is reduce-scattered at stages 2 and 3, and those of all are summed as shards."""
+    mesh, sent = zero.make_mesh(pipe=2), []
+    for pipeline in ("gpipe", "1f1b"):
+        config = make_config(stage=2, num_microbatches=4, pipeline=pipeline)
+        params = {"head": jax.ShapeDtypeStruct((64, 64), np.float32)}
+        state = zero.abstract_state(lambda _, params=params: params, optax.sgd(0.1), mesh=mesh, config=config)
+        rows = zero.comms.estimate(state, mesh=mesh, config=config).rows
+        sent.append(sum(row.total_sent_bytes for row in rows if row.phase == "backward"))
+    assert sent[1] == pytest.approx(4 * sent[0])
+
+
 @pytest.mark.slow
 def test_training_goes_on_from_a_checkpoint_with_other_stages_and_schedules(tmp_path):
     batches, tx = make_batches(3), optax.adam(1e-2)

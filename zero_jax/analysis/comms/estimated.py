@@ -234,10 +234,12 @@ class _LeafTraffic:
         self.stays, leaf = stays, dataclasses.replace(leaf, dims=without(leaf.dims, stays))
         self.leaf, self.placement, self.config, self.mesh = leaf, placement, config, placement.mesh
         self.pipe, self.k = leaf.pipe, float(config.num_microbatches)
-        self.schedule = resolve_schedule(config.pipeline)
+        self.schedule, self.num_grads = resolve_schedule(config.pipeline), self.k
         if placement.num_stages > 1:  # the layers of a stage are used in every tick, all else once
             sizes = placement.num_stages, config.num_microbatches
             self.k = self.schedule.num_runs(*sizes, leaf.shape[0]) if leaf.pipe else 1
+            if leaf.pipe or not self.schedule.is_interleaved:  # else its gradient is that of a microbatch
+                self.num_grads = self.k
             self.of_layers = bool(leaf.dims) and set(leaf.pipe) <= set(leaf.dims[0])
             dims, of_update = (x and without(x, leaf.pipe) for x in (leaf.dims, leaf.update_dims))
             self.leaf = leaf = dataclasses.replace(leaf, dims=dims, update_dims=of_update)
@@ -332,9 +334,9 @@ class _LeafTraffic:
         data = [axis for axis in self.placement.axes.data if axis in over]
         dims = self.only_over(self.sharded_dims, data)
         states = [without(dims, data), *scatter_steps(dims, data, self.mesh)] if data else []
-        yield from _rows("reduce-scatter", self.moves(states), dtype, "backward", self.k)
+        yield from _rows("reduce-scatter", self.moves(states), dtype, "backward", self.num_grads)
         rest, elements = self.share(dims, [axis for axis in over if axis not in self.on_data(dims)])
-        yield from _rows("all-reduce", [(rest, 2 * elements)], dtype, "backward", self.k)
+        yield from _rows("all-reduce", [(rest, 2 * elements)], dtype, "backward", self.num_grads)
 
     def sum_rows(self, over: tuple[str, ...], dtype: Any, *, phase: str, times: float) -> Iterator[EstimateRow]:
         """Yields the steps in which the gradients that devices have are summed."""

@@ -104,8 +104,8 @@ class LossTraces:
         self.places: list[dict[Any, Any]] = [self.corresponding(jaxpr) for jaxpr in self.opened]
         first = self.opened[0]
         self.differentiated = differentiated(first, num_params)
-        self.after = self.made_of(first.eqns[self.index].outvars)
-        self.of_params = self.made_of([*first.invars[:num_params], *first.constvars])
+        self.after = _made_of(first.eqns[self.index].outvars, first.eqns)
+        self.of_params = _made_of([*first.invars[:num_params], *first.constvars], first.eqns)
         # A table that is read as it is and transposed has one gradient, of the table.
         moves = [eqn for eqn in first.eqns if eqn.primitive.name in SHAPES | COPIES]
         self.moved = {x for eqn in moves for x in eqn.outvars if x in self.of_params}
@@ -113,7 +113,7 @@ class LossTraces:
         loops = (eqn for eqn in first.eqns if eqn.primitive.name == "scan")
         loops = [eqn for eqn in loops if self.differentiated.isdisjoint(eqn.outvars)]
         layers = [eqn.outvars for eqn in loops if any(map(is_contraction, equations_of(eqn)))]
-        self.of_others = {x: max(y.aval.size for y in own) for own in layers for x in self.made_of(own)}
+        self.of_others = {x: max(y.aval.size for y in own) for own in layers for x in _made_of(own, first.eqns)}
 
     def corresponding(self, jaxpr: Any) -> dict[Any, Any]:
         """Returns for each variable of the trace on the batch the one of another trace."""
@@ -122,10 +122,6 @@ class LossTraces:
         for eqn, other in zip(first.eqns, jaxpr.eqns, strict=True):
             found.update(zip(eqn.outvars, other.outvars, strict=True))
         return found
-
-    def made_of(self, variables: Sequence[Any]) -> set[Any]:
-        """Returns the variables that depend on some of them."""
-        return _made_of(variables, self.opened[0].eqns)
 
     def relations_before(self) -> dict[Any, Relation]:
         """Returns the relations of all that does not depend on the layers."""

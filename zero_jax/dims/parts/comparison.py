@@ -103,8 +103,8 @@ class TraceComparison:
     def in_blocks(self, traces: Sequence[Any], inputs: Sequence[Relation]) -> tuple[list[Any], list[Any]]:
         """Returns traces whose batches behind one another are so block by block, and what puts the results in order.
 
-        These are of the first trace. Traces are on a batch and on a part of it; if there are four, the last two are
-        compared in their place.
+        These are of the first trace. Traces are on a batch and on a part of it; if there are four, the last two are on
+        twice as many examples, and compared in their place.
         """
         found, opened = list[Any](), [jaxprs.open_jaxpr(closed)[0] for closed in traces]
         names = [[eqn.primitive.name for eqn in jaxpr.eqns] for jaxpr in opened]
@@ -118,8 +118,9 @@ class TraceComparison:
             is_own = id(eqns[i]) in self.regrouped
             return is_own or (None if any(id(each) in self.regrouped for each in equations_of(eqns[i])) else False)
 
-        numbers = itertools.cycle((self.num_blocks, self.num_blocks // self.num_parts))
-        made = [in_blocks(closed, found, n, own) for closed, n in zip(traces, numbers, strict=False)]
+        numbers = [self.num_blocks, self.num_blocks // self.num_parts]
+        numbers = [*(n // 2 for n in numbers), *numbers][-len(traces) :]
+        made = [in_blocks(closed, found, n, own) for closed, n in zip(traces, numbers, strict=True)]
         return [closed for closed, _ in made], made[0][1]
 
     def read(self, env: dict[Any, tuple[Any, Relation]], whole: Any, part: Any) -> Relation:
@@ -263,10 +264,11 @@ class TraceComparison:
         ]
         if not all(sizes):
             return self.refused("sized")
-        if x.kind is Kind.ROWS and any(
-            i == x.dim and a % (self.num_blocks * max(x.batches, 1)) for i, a in enumerate(whole)
-        ):
-            return self.refused("mixed")  # an element is made of examples of several blocks
+        if x.kind is Kind.ROWS:
+            is_tiled = pair.whole.primitive.name == "tile" and len(set(pair.shapes(0))) == 1
+            size = (pair.params["reps"] if is_tiled else whole)[x.dim]
+            if size % (self.num_blocks * max(x.batches, 1)):
+                return self.refused("mixed")  # an element, or what is repeated, is of examples of several blocks
         if x.kind in EXTREMA and not x.why:
             x = dataclasses.replace(x, why=self.refused("mixed").why)
         return dataclasses.replace(x, of_params=of_params or x.of_params)

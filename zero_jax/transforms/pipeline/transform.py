@@ -106,11 +106,10 @@ class PipelinedProgram(LossProgram):
                     f"({type(error).__name__}: {error}): take the number of examples from the batch"
                 ) from error
 
-        sizes = [size // k]
+        sizes, num_blocks = [size // k], k * num_shards
         if size == k:  # of one example, operations differ that only change shapes
-            sizes += [2 * size, 2]
-        programs = [self.before.trace(*args), *map(traced, sizes)]
-        relations, num_blocks = _relations(params, batch, rest), k * num_shards
+            sizes, num_blocks = [1, 2 * size, 2], 2 * num_blocks
+        programs, relations = [self.before.trace(*args), *map(traced, sizes)], _relations(params, batch, rest)
         traces, comparison = [layers_outside(x.closed, num_params) for x in programs], TraceComparison(k, num_blocks)
         (whole, *parts), ends = comparison.in_blocks(traces, relations)
         found = find_loops(whole, parts, relations, num_params=num_params, stages=self.stages, comparison=comparison)

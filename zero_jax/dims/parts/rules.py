@@ -241,6 +241,17 @@ def of_batches(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     return [dataclasses.replace(x, batches=int(b - a)) for a, b in by_batch[0]]
 
 
+def _slice(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
+    """A slice, along the dim of examples one that takes each second or third example: one of each group of them."""
+    (x,), steps = inputs, pair.params["strides"]
+    if x.kind is not Kind.ROWS or not steps or steps[x.dim] == 1:
+        return carried(_elements, pair, inputs)
+    taken = zip(pair.shapes(0), pair.results(), strict=True)
+    check(all(size[x.dim] == steps[x.dim] * rows[x.dim] for size, rows in taken))
+    check(pair.params["start_indices"][x.dim] < steps[x.dim])
+    return [x.of_elements()]
+
+
 def _concatenate(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     along = pair.params["dimension"]
     check(all(x.dim != along for x in inputs))
@@ -361,6 +372,7 @@ _OWN: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast,
     "tile": _tiled,
     "reshape": _reshape,
+    "slice": _slice,
     "concatenate": _concatenate,
     "iota": _iota,
     "platform_index": lambda pair, inputs: [SAME],  # of `lax.platform_dependent`, as in `jnp.diagonal`

@@ -191,13 +191,24 @@ PROGRAMS = {
     "reshape of rows": (lambda x: [x.reshape(x.shape[0] // 2, 2, -1), x.reshape(2, x.shape[0] // 2, -1)], X),
     "shapes": (lambda x: [x.T, x[:, None].squeeze(1), jnp.copy(x), lax.rev(x, (0,)), lax.rev(x, (1,))], X),
     "slices": (lambda x: [x[:2], x[:, :2], x[:, ::2], x[0], x[:, 0], x[-2:], lax.slice(x, (0, 0), (3, 3))], X),
+    "slices by steps": (
+        lambda x: [x[::2], x[1::2], x[2::2], x[::4], x[::3], x[: len(x) - 1 : 2], x[::2, ::2] - x[1::2, 1::2], x[2::4]],
+        ((4, 4, 4), F),
+    ),
     "pads": (lambda x, y: [lax.pad(x, y.sum(), ((0, 0, 0), (1, 1, 1))), jnp.pad(x, ((1, 0), (0, 0)))], X, ((2,), F)),
     "concatenate": (lambda x, y: [jnp.concatenate([x, y], d) for d in (0, 1)], X, Y),
     "batches behind one another": (
         lambda x, y: [
             *(z := jnp.concatenate([jnp.sin(x), y])[:, None] * jnp.arange(3.0)[:, None], jnp.square(z).sum((0, 2))),
             *(z[: len(x)], z[len(x) :], *jnp.split(z, 2), z.reshape(2, len(x), 3, -1), z.reshape(len(x), 2, 3, -1)),
-            *(z[: len(x) // 2], z[1 : 1 + len(x)], z[::2], jnp.cumsum(z, 0)[: len(x)], z[::-1][: len(x)]),
+            *(
+                z[: len(x) // 2],
+                z[1 : 1 + len(x)],
+                z[::2][: len(x) // 2],
+                z[1::2],
+                jnp.cumsum(z, 0)[: len(x)],
+                z[::-1][: len(x)],
+            ),
             *(jnp.concatenate([z, z])[len(z) :][: len(x)], jnp.concatenate([z, x[:, None] + z[: len(x)]])[len(z) :]),
             *((z * jnp.repeat(z[: len(x)], 2, 0))[: len(x)], (z * jnp.arange(len(z))[:, None, None])[: len(x)]),
             *(jnp.where(z > 0.2, z, jnp.ones_like(z))[len(x) :], jax.nn.relu(z)[len(x) :], jax.nn.softmax(z)[: len(x)]),

@@ -101,6 +101,14 @@ def losses(config):
     return [record["loss"] for record in records(config) if record["kind"] == "train"]
 
 
+def test_an_optimizer_with_fields_of_the_same_names_does_not_resume(config):
+    train(config, tx=optax.adam(0.01))
+    longer = dataclasses.replace(config, steps=8)
+    with pytest.raises(ResumeError, match=r"class ScaleByAdamState, the state has the class ScaleByBeliefState"):
+        train(longer, tx=optax.adabelief(0.01))
+    assert train(longer, tx=optax.adam(0.01))[0].num_steps == 8
+
+
 def test_a_run_of_any_loss_has_what_a_run_on_text_has(config):
     result, log, state = train(config, validation=[batch_of(7), half(8), batch_of(9)], eval_fn=eval_fn)
     assert (result.status, result.num_steps, result.sample, result.prompt) == ("done", 6, "", "")

@@ -47,16 +47,9 @@ def opt_state_classes(state: TrainState) -> dict[str, str]:
     params, nothing is said; nor of modules, between which releases move classes.
     """
     skipped, nodes = {tuple, list, dict, collections.OrderedDict, collections.defaultdict}, dict[Any, type]()
-
-    def see_param(node: Any) -> bool:
-        skipped.add(type(node))
-        return False
-
-    def see(path: Any, node: Any) -> bool:
-        nodes[path] = type(node)
-        return False
-
-    jax.tree.leaves(state.masters, is_leaf=see_param)
+    # `is_leaf` is asked of every node.
+    jax.tree.leaves(state.masters, is_leaf=lambda node: skipped.add(type(node)) is not None)
+    see = lambda path, node: nodes.update({path: type(node)}) is not None  # noqa: E731
     leaves, _ = jax.tree_util.tree_flatten_with_path(state.opt_state, is_leaf=see, is_leaf_takes_path=True)
     classes = {}
     for path, _ in leaves:

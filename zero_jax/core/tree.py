@@ -136,12 +136,20 @@ def check_arrays(what: str, tree: PyTree, *, remedy: str) -> None:
 
 
 def with_shapes(what: str, tree: PyTree, *, remedy: str) -> PyTree:
-    """Returns a tree whose leaves all have a shape and a dtype: numbers, such as a counter, as `ShapeDtypeStruct`s."""
+    """Returns a tree whose leaves all have a shape and a dtype of JAX: those on the host as `ShapeDtypeStruct`s.
+
+    Among these are numbers, such as a counter, and NumPy's float64, which is float32 where JAX has 32 bits.
+    """
     check_arrays(what, tree, remedy=remedy)
-    if all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(tree)):
+    if not has_host_leaves(jax.tree.leaves(tree)):
         return tree
-    shape_of = lambda x: x if hasattr(x, "shape") else jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x))  # noqa: E731
+    shape_of = lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) if has_host_leaves([x]) else x  # noqa: E731
     return jax.tree.map(shape_of, tree)
+
+
+def has_host_leaves(leaves: Sequence[Any]) -> bool:
+    """Tells whether leaves are numbers or arrays on the host."""
+    return any(not hasattr(kind, "shape") or issubclass(kind, np.ndarray | np.generic) for kind in {*map(type, leaves)})
 
 
 def _refusal(leaf: Any) -> str | None:

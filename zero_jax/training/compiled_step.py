@@ -24,7 +24,7 @@ from zero_jax.core.device_put import wait_on_cpu
 from zero_jax.core.signatures import place_of
 from zero_jax.core.text_tables import Report, aligned
 from zero_jax.core.tracebacks import SHORT_TRACEBACK
-from zero_jax.core.tree import PyTree, check_arrays, leaf_names, leaves_by_name, with_shapes
+from zero_jax.core.tree import PyTree, check_arrays, has_host_leaves, leaf_names, leaves_by_name, with_shapes
 from zero_jax.program.jaxprs import is_traced
 from zero_jax.sharding.mesh import Axes, on_mesh
 from zero_jax.training.batch import place_batch, sharding_of_leaves
@@ -205,7 +205,7 @@ class TrainStep:
           UserWarning: within another jitted function, where a release's compiler has a fault that an option avoids.
         """
         leaves, tree = jax.tree.flatten(state)
-        if not all(hasattr(x, "shape") for x in leaves):
+        if has_host_leaves(leaves):
             state = with_shapes("state", state, remedy="give the state that zero.init_state or the last step returned")
             leaves = jax.tree.leaves(state)
         structure = (tree, tuple(x.shape for x in leaves), is_nested)

@@ -47,13 +47,18 @@ def of_other_names(x, mesh):
     return jax.device_put(x, NamedSharding(Mesh(mesh.devices.reshape(-1), ("d",)), spec))
 
 
+MOVED = {
+    "names": of_other_names,
+    "host": lambda x, mesh: np.asarray(x),
+    "NumPy's wider dtype": lambda x, mesh: np.asarray(x, np.float64 if x.dtype == jnp.float32 else None),
+    "uncommitted": lambda x, mesh: jnp.asarray(np.asarray(x)),
+}
 REFUSED = {
     "replicated": (
         lambda x, mesh: jax.device_put(x, NamedSharding(mesh, PartitionSpec())),
         r"is sharded as P\(\)|is sharded as PartitionSpec\(\)",
     ),
     "one device": (lambda x, mesh: jax.device_put(x, jax.devices()[0]), "is sharded as SingleDeviceSharding"),
-    "uncommitted": (lambda x, mesh: jnp.asarray(np.asarray(x)), "is sharded as SingleDeviceSharding"),
     "dtype": (lambda x, mesh: x.astype(jnp.float16) if x.dtype == jnp.float32 else x, "is float16, .* for float32"),
 }
 
@@ -71,7 +76,7 @@ def test_other_placements_are_refused_at_every_call(trained, name):
     step(moved, BATCH)
 
 
-@pytest.mark.parametrize("change", [of_other_names, lambda x, mesh: np.asarray(x)], ids=["names", "host"])
+@pytest.mark.parametrize("change", MOVED.values(), ids=MOVED)
 def test_equivalent_shardings_and_host_arrays_run_in_the_same_program(trained, change):
     step, make, mesh = trained
     changed = make()
@@ -80,6 +85,21 @@ def test_equivalent_shardings_and_host_arrays_run_in_the_same_program(trained, c
     state, _ = step(zero.TrainState(**{**vars(changed), "params": params, "opt_state": opt_state}), BATCH)
     reference.assert_placed_alike(state, expected)
     reference.assert_close(state.params, expected.params, tolerance=0)
+
+
+@pytest.mark.parametrize("make_rate", [jnp.asarray, np.float64, float], ids=["jax", "numpy", "python"])
+def test_hyperparameters_are_set_as_with_one_device(make_rate):
+    tx, rate = optax.inject_hyperparams(optax.adam)(1e-2), make_rate(0.5)
+    state, step = reference.make_trainer(loss_fn, tx, mesh=mesh_of("4"), params=host_params(), stage=3)
+    params, opt_state = host_params(), tx.init(host_params())
+    for i in range(4):
+        if i in (0, 2, 3):  # before the first step, and between two
+            state.opt_state.hyperparams["learning_rate"] = opt_state.hyperparams["learning_rate"] = rate
+        state, _ = step(state, BATCH)
+        updates, opt_state = tx.update(jax.grad(loss_fn)(params, BATCH), opt_state, params)
+        params = optax.apply_updates(params, updates)
+    reference.assert_close(state.params, params, tolerance=1e-5)
+    assert float(rate) == 0.5, "what was put in is not donated"
 
 
 def test_master_params_of_another_dtype_are_refused_at_first():
@@ -123,7 +143,7 @@ def test_an_array_that_is_put_twice_into_a_returned_state_is_refused(trained):
         step(state, BATCH)
 
 
-@pytest.mark.parametrize("change", [of_other_names, lambda x, mesh: np.asarray(x)], ids=["names", "host"])
+@pytest.mark.parametrize("change", MOVED.values(), ids=MOVED)
 def test_values_that_are_put_into_a_returned_state_are_taken(trained, change):
     step, make, mesh = trained
     expected = step(step(make(), BATCH)[0], BATCH)[0]

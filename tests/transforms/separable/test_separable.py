@@ -326,11 +326,14 @@ def test_a_number_of_a_single_example_is_compared_too():
     np.testing.assert_allclose(metrics.loss, by_half_of(reference.host_params(), batch), rtol=1e-5)
 
 
-def test_groups_of_examples_are_another_loss_where_microbatches_split_them():
+@pytest.mark.parametrize(
+    "grouped", [lambda x: x.reshape(-1, 4), lambda x: jnp.stack([x[i::4] for i in range(4)], 1)], ids=["shape", "step"]
+)
+def test_groups_of_examples_are_another_loss_where_microbatches_split_them(grouped):
     """A microbatch has a run of examples of each device: groups of four that are two on one and two on another."""
 
     def paired(params, batch):
-        error = mixing_losses.error_of(params, batch).reshape(-1, 4)
+        error = grouped(mixing_losses.error_of(params, batch))
         return jnp.square(error - error.mean(1, keepdims=True)).mean()
 
     found = judged(paired, size=16)  # 2 examples a device

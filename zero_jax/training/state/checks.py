@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.device_put import is_on_host, map_on_device, reshard_array
-from zero_jax.core.tree import PyTree, leaf_names, leaves_by_name, path_name, shapes_of, shown
+from zero_jax.core.tree import PyTree, has_host_leaves, leaf_names, leaves_by_name, path_name, shapes_of, shown
 from zero_jax.program.jaxprs import is_array, is_traced
 from zero_jax.training.optimizer.update import described, first_opt_state
 from zero_jax.training.state.matrix_updates import step_placement
@@ -71,7 +71,7 @@ def check_no_leaf_twice(state: PyTree) -> None:
 def place_state(
     state: PyTree, shardings: Sequence[NamedSharding], dtypes: Sequence[Any], *, also: Sequence[NamedSharding]
 ) -> PyTree:
-    """Moves host arrays, and arrays with equivalent shardings, to the shardings that a step was compiled for.
+    """Moves host arrays, uncommitted ones, and those with equivalent shardings, to those that a step was compiled for.
 
     With other shardings `jax.jit` would compile a second program, which could not reuse the state's memory. Shardings
     and dtypes are in the order of `jax.tree.leaves`; arrays that are sharded as `also` says, as `state_shardings`
@@ -89,7 +89,7 @@ def place_state(
 
 
 def _placed(name: str, leaf: Any, sharding: NamedSharding, dtype: Any, also: NamedSharding) -> Any:
-    has = getattr(leaf, "dtype", None) or jnp.result_type(leaf)
+    has = jnp.result_type(leaf) if has_host_leaves([leaf]) else leaf.dtype
     if has != dtype:
         raise ValueError(
             f"leaf {name!r} of the state is {has}, and the step was compiled for {dtype}: cast it back, or make "
@@ -105,9 +105,9 @@ def _placed(name: str, leaf: Any, sharding: NamedSharding, dtype: Any, also: Nam
                 "jax.disable_jit is on, and only jax.jit shards arrays: make and run the step without it "
                 "(jax.debug.print and jax.debug.breakpoint look into a step)"
             )
-        if leaf.sharding.is_equivalent_to(also, leaf.ndim):
-            return reshard_array(leaf, sharding)
         is_elsewhere = leaf.sharding.memory_kind != sharding.memory_kind
+        if leaf.sharding.is_equivalent_to(also, leaf.ndim) or not (leaf.committed or is_elsewhere):
+            return reshard_array(leaf, sharding)  # not `device_put`: the step donates it, and would share its memory
         kinds = [f" in {x.memory_kind}" * is_elsewhere for x in (leaf.sharding, sharding)]
         raise ValueError(
             f"leaf {name!r} of the state is sharded as {_shown(leaf.sharding)}{kinds[0]}, "

@@ -826,6 +826,26 @@ def test_batches_behind_one_another_train_as_one_device(stage, pipe, size, pipel
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pairs", [lambda x: (x[::2], x[1::2]), lambda x: x.reshape(-1, 2).T], ids=["steps", "shape"])
+def test_neighbours_are_those_of_the_batch_with_one_example_a_microbatch(pairs):
+    """They are of one batch each, of the two that are behind one another."""
+
+    def loss_fn(params, batch):
+        tokens = jnp.concatenate([batch["tokens"], batch["tokens"][:, ::-1]])
+        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["w"]), None), params["embed"][tokens], params["layers"])
+        first, second = pairs((x.mean(1) @ params["head"]).mean(1))
+        return jnp.square(first - 0.5 * second).mean()
+
+    mesh, batches, tx = zero.make_mesh(pipe=8), make_batches(size=8), optax.sgd(0.1)
+    state, history = run_zero(
+        loss_fn, tx, batches, mesh=mesh, params=init_params(), pipeline="gpipe", stage=1, num_microbatches=8
+    )
+    params, _, losses = run_plain(loss_fn, tx, batches, params=init_params())
+    assert_close([x.loss for x in history], losses, tolerance=FLOAT32)
+    assert_close(state.params, params, tolerance=FLOAT32)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
 def test_batches_behind_one_another_send_nothing_more(pipeline):
     sent, tokens = [], lambda x, y: jnp.concatenate([x, y])
@@ -1011,6 +1031,14 @@ def in_layers(params, batch):
     return jnp.square(x @ params["head"]).mean()
 
 
+def by_pattern(params, batch):
+    """Every fourth example has the same weight, and a run of them has two examples."""
+    weights = jnp.tile(jnp.arange(4.0), len(batch["tokens"]) // 4)[:, None, None]
+    x = params["embed"][batch["tokens"]] * weights
+    x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["w"]), None), x, params["layers"])
+    return jnp.square(x @ params["head"]).mean()
+
+
 def mapped(params, batch):
     """The layers are within a function of each device's examples."""
     whole, examples = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")
@@ -1045,6 +1073,7 @@ REFUSED = {
     "other numbers": (by_several_numbers, "loop at .*test_pipeline.* otherwise than those of one layer by a number"),
     "params that are returned": (of_returned_params, "the loop at .*test_pipeline.* reads params at .*test_pipeline"),
     "effects": (replaced(shown), "debug.* at .*test_pipeline.* has effects"),
+    "a pattern": (by_pattern, "examples of a batch may be mixed at .*test_pipeline"),
     "batches": (in_layers, "examples are put behind others at .*test_pipeline"),
     "mapped": (mapped, "what is in the jax.shard_map at .*test_pipeline.* is not looked into"),
 }

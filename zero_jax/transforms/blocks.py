@@ -290,12 +290,13 @@ class EqnSequence:
     def measure(self) -> None:
         """Works out how many bytes are made up to each place, and how many of them cross it."""
         made, changes = np.zeros(len(self.eqns) + 1), np.zeros(len(self.eqns) + 2)
-        for place, i in enumerate(self.eqns):
-            for var in self.jaxpr.eqns[i].outvars:
+        inputs = [var for var in self.jaxpr.invars if self.facts.kind(var) == "value"]
+        for place, variables in enumerate([inputs, *(self.jaxpr.eqns[i].outvars for i in self.eqns)]):
+            for var in variables:
                 size = num_bytes(var.aval)
-                made[place + 1] += size
+                made[place] += size
                 if var in self.last_read:
-                    changes[place + 1] += size
+                    changes[place] += size
                     changes[bisect.bisect_left(self.eqns, self.last_read[var]) + 1] -= size
         self.cheapest: dict[tuple[int, int], int] = {}
         self.made, self.crossing = np.cumsum(made), np.cumsum(changes)[:-1]

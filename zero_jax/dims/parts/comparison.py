@@ -266,8 +266,8 @@ class TraceComparison:
             return self.refused("sized")
         if x.kind is Kind.ROWS:
             is_tiled = pair.whole.primitive.name == "tile" and len(set(pair.shapes(0))) == 1
-            size = (pair.params["reps"] if is_tiled else whole)[x.dim]
-            if size % (self.num_blocks * max(x.batches, 1)):
+            runs, sizes = self.num_blocks * max(x.batches, 1), pair.params["reps"] if is_tiled else whole
+            if any(i == x.dim and size % runs for i, size in enumerate(sizes)):
                 return self.refused("mixed")  # an element, or what is repeated, is of examples of several blocks
         if x.kind in EXTREMA and not x.why:
             x = dataclasses.replace(x, why=self.refused("mixed").why)

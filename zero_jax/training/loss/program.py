@@ -170,6 +170,7 @@ class StepLoss:
             reduce_dtype=reduce_dtype,
             quantize=placement.quantize if gathers or mapped else None,
             mapped=mapped,
+            outermost=placement.num_stages == 1,
         )
         placed = gathered(program, placement.loss_shardings(), options)
         if mapped or not (gathers and with_copies) or axes.batch == placement.axes.batch:

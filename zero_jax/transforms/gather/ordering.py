@@ -9,11 +9,12 @@ of its own params: the block before waits until they are on their shards, as it 
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from jax import lax
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
-from zero_jax.dims import is_float, moves_elements
+from zero_jax.dims import ELEMENTWISE, is_activation, is_float, moves_elements
 from zero_jax.program import jaxprs
 from zero_jax.program.walk import Packed
 from zero_jax.transforms.blocks import EqnSequence, find_blocks
@@ -60,7 +61,7 @@ class Ordering:
         # For what is made of params and constants alone, the numbers of these params.
         made_of = {var: origin.params & params for var, origin in facts.origins.items()}
         self.of_params = {var: numbers for var, numbers in made_of.items() if numbers}
-        segments = self.segments([(block.start, block.stop) for block in blocks])
+        segments = self.segments(sequence, {i for block in blocks for i in (block.start, block.stop)})
         made = [frozenset(), *(segment.writes for segment in segments)]
         for segment, following, before in zip(segments, [*segments[1:], None], made[:-1], strict=True):
             self.places[segment.start] = segment, following, before
@@ -78,13 +79,24 @@ class Ordering:
             id(root) for value in values if isinstance(value, Lazy) for root in value.roots
         )
 
-    def segments(self, blocks: Sequence[tuple[int, int]]) -> list[_Segment]:
+    def segments(self, sequence: EqnSequence, bounds: Collection[int]) -> list[_Segment]:
         """Returns the blocks and what is between and after them, in order."""
-        ends = [*(start for start, _ in blocks[1:]), len(self.jaxpr.eqns)]
-        bounds = []
-        for (start, stop), end in zip(blocks, ends, strict=True):
-            bounds += [(start, stop)] + [(stop, end)] * (stop < end)
-        return [self.segment(start, stop) for start, stop in bounds]
+        cuts = sorted({self.cut(sequence, index) for index in bounds} | {len(self.jaxpr.eqns)})
+        return [self.segment(start, stop) for start, stop in itertools.pairwise(cuts)]
+
+    def cut(self, sequence: EqnSequence, index: int) -> int:
+        """Returns where a segment begins for a bound of a block: before the elementwise work that leads to it.
+
+        What is tied is an array of its own. An activation function's result would be one beside its operand, which the
+        backward pass keeps and from which XLA else computes the result where it is read.
+        """
+        place = bisect.bisect_left(sequence.eqns, index)
+        cut, least = index, sequence.crossing[place]
+        while place and _is_elementwise(self.jaxpr.eqns[sequence.eqns[place - 1]]):
+            place -= 1
+            if sequence.crossing[place] <= least:
+                cut, least = sequence.eqns[place], sequence.crossing[place]
+        return cut
 
     def segment(self, start: int, stop: int) -> _Segment:
         """Returns the equations between two indices as a segment."""
@@ -148,6 +160,10 @@ class Ordering:
         if own and all(self.num_holders[id(root)] <= 1 for root in value.roots):
             return value
         return None if value.dims is None else value.as_root()
+
+
+def _is_elementwise(eqn: Any) -> bool:
+    return eqn.primitive.name in ELEMENTWISE or is_activation(eqn)
 
 
 # An `optimization_barrier` over values, over their cotangents, or over both. JAX has one over both, which in some

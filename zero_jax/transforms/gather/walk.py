@@ -210,7 +210,12 @@ class GatherWalk(Walk[GatherFrame]):
         region, packed = self.gathered(eqn, values, sent)
         key = (*jaxprs.equation_key(eqn), id(eqn) in self.mixed, frame.prevent_cse, Packed(values).key, sent is None)
         if key not in self.uses:
-            self.uses[key] = jax.checkpoint(region, prevent_cse=frame.prevent_cse)
+            # A barrier makes arrays: an activation function's result would be kept beside what it is computed from, and
+            # the cotangent that a bias sums be read once more. What is as small as a bias may be kept gathered.
+            params, small = [v for v in values if isinstance(v, Lazy)], max(eqn.outvars[0].aval.shape, default=1)
+            is_large = any(root.size > small for value in params for root in value.roots)
+            barred = packed.spread([isinstance(v, Lazy) for v in packed.values]) if self.options.outermost else True
+            self.uses[key] = jax.checkpoint(region, prevent_cse=frame.prevent_cse and is_large and barred)
         with params_scope(prefix):
             return _values(self.uses[key](*packed.arrays), values, sent)
 

@@ -213,6 +213,8 @@ class TrainStep:
             program = self.program
             placement = checked_placement(state, program.tx, mesh=program.mesh, config=program.config)
             shardings = train_state_shardings(state, placement)
+            is_by_layers = any(leaf.update_dims is not None for leaf in jax.tree.leaves(placement.params))
+            by_features = train_state_shardings(state, placement.by_layers({})) if is_by_layers else shardings
             options = step_options(program.mesh, program.config)
 
             def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
@@ -227,7 +229,7 @@ class TrainStep:
                 jitted=jit() if is_nested else jit(compiler_options=options.values or None),
                 unguarded=None if is_nested or unguarded is None else jit(compiler_options=unguarded or None),
                 shardings=jax.tree.leaves(shardings),
-                by_features=jax.tree.leaves(train_state_shardings(state, placement.by_layers({}))),
+                by_features=jax.tree.leaves(by_features),
                 dtypes=[x.dtype for x in leaves],
                 nested_options=unguarded is not None and is_nested,
             )

@@ -144,6 +144,25 @@ def test_a_gradient_through_a_step_leaves_its_state():
     assert not given.step.is_deleted()
 
 
+def test_steps_may_be_within_a_checkpoint():
+    """Whose policy keeps something: in it JAX refuses a `jax.checkpoint` that has barriers before some arrays alone."""
+    step, given, batch, params = zero.make_train_step(loss_fn, TX, **PLACED), init_state(), make_batch(), host_params()
+
+    def scaled(scale, tree):
+        return jax.tree.map(lambda x: x * scale if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+    def plain(scale):
+        before = scaled(scale, params)
+        grads = jax.grad(loss_fn)(before, batch)
+        return loss_fn(jax.tree.map(lambda x, grad: x - 0.1 * grad, before, grads), batch)
+
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+    def trained(scale):
+        return step(step(scaled(scale, given), batch)[0], batch)[1].loss
+
+    np.testing.assert_allclose(jax.jit(jax.grad(trained))(1.0), jax.grad(plain)(1.0), rtol=1e-4)
+
+
 def test_traffic_is_not_read_with_another_mesh():
     compiled = lowered().compile()
     assert zero.comms.measure(compiled, mesh=MESH).rows

@@ -911,6 +911,26 @@ def test_layers_in_other_forms_are_stages(loss_fn):
     assert not report.left
 
 
+@pytest.mark.slow
+def test_targets_of_a_reference_train_as_one_device_with_one_example_a_microbatch():
+    """What looks up in one example has no dim of examples, and may be made for all at once."""
+
+    def loss_fn(params, batch):
+        layer = lambda x, w: (x + jnp.tanh(x @ w["w"] + w["bias"]), None)  # noqa: E731
+        x = params["embed"][batch["tokens"]]
+        frozen = jax.lax.stop_gradient({**params, "layers": jax.tree.map(jnp.sin, params["layers"])})
+        targets = jnp.argmax(jax.lax.scan(layer, jax.lax.stop_gradient(x), frozen["layers"])[0] @ frozen["head"], -1)
+        logps = jax.nn.log_softmax(jax.lax.scan(layer, x, params["layers"])[0] @ params["head"])
+        return -(jnp.take_along_axis(logps, targets[..., None], -1)[..., 0] * batch["mask"]).mean()
+
+    mesh, batches, tx = zero.make_mesh(pipe=8), make_batches(size=8), optax.sgd(0.1)
+    fields = {"params": init_params(), "pipeline": "1f1b", "stage": 1, "num_microbatches": 8}
+    state, history = run_zero(loss_fn, tx, batches, mesh=mesh, **fields)
+    params, _, losses = run_plain(loss_fn, tx, batches, params=init_params())
+    assert_close([x.loss for x in history], losses, tolerance=FLOAT32)
+    assert_close(state.params, params, tolerance=FLOAT32)
+
+
 def test_what_all_layers_of_a_loop_broadcast_does_not_travel():
     fields = {"mesh": zero.make_mesh(pipe=4), "config": make_config(num_microbatches=4)}
     (loop,) = zero.pipeline_report(with_windows, init_params(), make_batches(1)[0], **fields).loops

@@ -210,7 +210,7 @@ class TrainStep:
             leaves = jax.tree.leaves(state)
         structure = (tree, tuple(x.shape for x in leaves), is_nested)
         if structure not in self.compiled_for:
-            program = self.program
+            program = dataclasses.replace(self.program, is_nested=is_nested)
             placement = checked_placement(state, program.tx, mesh=program.mesh, config=program.config)
             shardings = train_state_shardings(state, placement)
             is_by_layers = any(leaf.update_dims is not None for leaf in jax.tree.leaves(placement.params))

@@ -58,7 +58,7 @@ def make_eval_step(
     axes = check_config(config).axes_of(mesh)
     function = user_loss(loss_fn, mesh, axes)
 
-    def eval_step(variables: Variables, batch: PyTree) -> Metrics:
+    def eval_step(variables: Variables, batch: PyTree, *, is_nested: bool) -> Metrics:
         placement = make_placement(variables, mesh=mesh, config=config)
         check_batch(batch, mesh=mesh, axes=axes)
         # An average of params may be on the host, as part of the optimizer's state.
@@ -66,7 +66,7 @@ def make_eval_step(
             variables = jax.tree.map(to_device, variables)
         fields: dict[str, Any] = {"num_microbatches": _num_microbatches(batch, placement, config), "pipeline": "gpipe"}
         of_batch = dataclasses.replace(config, **fields)
-        loss = StepLoss(LossProgram(function.named()), placement, of_batch)
+        loss = StepLoss(LossProgram(function.named()), placement, of_batch, is_nested)
         return replicated(_metrics_of(loss, variables, batch, weighted=weighted), mesh)
 
     same = SameProgram("evaluation step", mesh, config)
@@ -74,7 +74,7 @@ def make_eval_step(
     @functools.cache
     def jitted(is_nested: bool) -> Any:
         options = {} if is_nested else step_options(mesh, config).values  # JAX takes those of the outermost function
-        return jax.jit(eval_step, compiler_options=options or None)
+        return jax.jit(functools.partial(eval_step, is_nested=is_nested), compiler_options=options or None)
 
     def evaluate(state: PyTree, batch: PyTree) -> Metrics:
         variables = as_variables(state.variables if isinstance(state, TrainState) else state)

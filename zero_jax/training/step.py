@@ -97,6 +97,7 @@ class _Program:
     tx: Any
     mesh: Mesh
     config: ZeroConfig
+    is_nested: bool = False  # as of `StepLoss`
 
     def step(self, state: TrainState, batch: PyTree, placement: Placement | None = None) -> tuple[TrainState, Metrics]:
         placement = placement or step_placement(state, self.tx, mesh=self.mesh, config=self.config)
@@ -158,7 +159,7 @@ class _Program:
     ) -> tuple[StepLoss, tuple[PyTree, PyTree, jax.Array]]:
         """Returns the loss of a step, and the arguments of its program: variables, batch and key."""
         check_batch(batch, mesh=self.mesh, axes=placement.axes, num_microbatches=self.config.num_microbatches)
-        loss = StepLoss(LossProgram(self.loss_fn), placement, self.config)
+        loss = StepLoss(LossProgram(self.loss_fn), placement, self.config, self.is_nested)
         if self.config.remat != "own":
             loss = with_values(loss, state, batch)
         key = jax.random.fold_in(state.key, state.step)

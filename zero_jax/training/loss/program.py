@@ -68,6 +68,7 @@ class StepLoss:
     program: LossProgram
     placement: Placement  # how the state is sharded
     config: ZeroConfig  # the config of the step
+    is_nested: bool = False  # whether the step is within a user's function, which may have a `jax.checkpoint`
 
     @classmethod
     def of(
@@ -170,7 +171,7 @@ class StepLoss:
             reduce_dtype=reduce_dtype,
             quantize=placement.quantize if gathers or mapped else None,
             mapped=mapped,
-            outermost=placement.num_stages == 1,
+            outermost=placement.num_stages == 1 and not self.is_nested,
         )
         placed = gathered(program, placement.loss_shardings(), options)
         if mapped or not (gathers and with_copies) or axes.batch == placement.axes.batch:

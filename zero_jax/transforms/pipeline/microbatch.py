@@ -158,8 +158,9 @@ class LossTraces:
         """Tells whether a value of examples is one that layers without a gradient make, or made of it and no larger."""
         if x in self.after or x in self.differentiated or x.aval.size > self.of_others.get(x, -1):
             return False
-        relation = self.relations.get(x)
-        return relation is not None and relation.is_plain and relation.kind is Kind.ROWS and relation.dim == 0
+        relation, of_one = self.relations.get(x), self.places[1][x].aval.shape  # which may have no dim of examples
+        is_rows = relation is not None and relation.is_plain and relation.kind is Kind.ROWS and relation.dim == 0
+        return is_rows and of_one[1:] == x.aval.shape[1:]
 
     def operands(self, results: Sequence[Any]) -> tuple[list[int], list[Any], list[Any]]:
         """Returns the equations that results need of a microbatch, what they read that is shared, and examples."""

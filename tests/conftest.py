@@ -106,9 +106,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     import jax
 
-    folder = config.stash[_PROGRAMS] = config.cache.mkdir("programs")
+    kept = getattr(config, "cache", None)  # None with `-p no:cacheprovider`
+    folder = config.stash[_PROGRAMS] = kept.mkdir("programs") if kept else pathlib.Path(tempfile.mkdtemp(dir=_cache))
     if not hasattr(config, "workerinput") and sum(file.stat().st_size for file in folder.iterdir()) > _MOST_BYTES:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # another run may be writing there
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

@@ -69,6 +69,12 @@ def kept_programs(pytestconfig: pytest.Config) -> pathlib.Path:
     return pytestconfig.stash[_PROGRAMS]
 
 
+@pytest.fixture
+def compiled_anew() -> None:
+    """Has all programs compiled, as for what the compiler writes beside them."""
+    _keep_programs(None)
+
+
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """The folder of the run of `faults.py` that nothing happened to."""
@@ -121,14 +127,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     effort, temporaries within some percent; the schedule and the kernels are slow ones, so times mean nothing.
     """
     import jax
-    from jax.experimental.compilation_cache import compilation_cache
 
     is_light = "tpu_compiler" in item.keywords and "full_effort" not in item.keywords
     level = "O0" if is_light else "UNKNOWN"  # JAX's default
     jax.config.update("jax_optimization_level", level)
     os.environ["JAX_OPTIMIZATION_LEVEL"] = level  # for processes that a test starts
     # A program for a TPU that is not there can be kept, and not be read.
-    folder = None if "tpu_compiler" in item.keywords else str(item.config.stash[_PROGRAMS])
+    _keep_programs(None if "tpu_compiler" in item.keywords else str(item.config.stash[_PROGRAMS]))
+
+
+def _keep_programs(folder: str | None) -> None:
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
     jax.config.update("jax_compilation_cache_dir", folder)
     compilation_cache.reset_cache()
 

@@ -192,6 +192,7 @@ WITH_SNIPPETS = [page for page in PAGES if snippets(page)]
 QUICK = {"clusters.md", "buffers.md", "noise_scale.md", "quickstart.md", "remat.md"}
 
 
+@pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize(
     "name",
     [

@@ -11,6 +11,8 @@ import zero_jax as zero
 from zero_jax import memory
 from zero_jax.models import gpt
 
+pytestmark = pytest.mark.usefixtures("compiled_anew")
+
 # Two heaps of the device's memory, of 1,000 and 200 bytes, and one on the chip, which does not count. In the first %a
 # and %b share a place (0 to 300) and are never alive together; %c lies from 400 on: the most is %b with %c, 300 + 500.
 # %loop{1} and %inner are one buffer: it counts once. The second has %d, 200.

@@ -253,8 +253,8 @@ class GatherOptions:
     # The function is one of a device's own examples, to be mapped over devices by `jax.vmap`: the gradients that
     # devices have of a param are summed at each use, so that those of the mapped function are the same for all
     mapped: bool = False
-    # Nobody puts a `jax.checkpoint` around the function, in which JAX (0.10) cannot differentiate one that has its
-    # barriers before some arrays alone
+    # Nobody puts a `jax.checkpoint` around the function, in which JAX (0.10 to 0.12) cannot differentiate one that has
+    # its barriers before some arrays alone
     outermost: bool = False
 
     @property

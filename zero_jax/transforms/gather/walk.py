@@ -212,11 +212,12 @@ class GatherWalk(Walk[GatherFrame]):
         if key not in self.uses:
             # A barrier makes arrays: an activation function's result would be kept beside what it is computed from, and
             # the cotangent that a bias sums be read once more. What is as small as a bias may be kept gathered.
-            small, params = max(eqn.outvars[0].aval.shape, default=1), [v for v in values if isinstance(v, Lazy)]
-            of_params = self.options.outermost and is_contraction(eqn)
-            barred = packed.spread([isinstance(v, Lazy) for v in packed.values]) if of_params else True
-            if eqn.primitive.name in ("add", "sub") and all(x.size <= small for v in params for x in v.roots):
-                barred = False
+            params, small = [v for v in values if isinstance(v, Lazy)], max(eqn.outvars[0].aval.shape, default=1)
+            barred: Any = True
+            if eqn.primitive.name in ("add", "sub"):
+                barred = any(root.size > small for value in params for root in value.roots)
+            elif self.options.outermost and is_contraction(eqn):
+                barred = packed.spread([isinstance(value, Lazy) for value in packed.values])
             self.uses[key] = jax.checkpoint(region, prevent_cse=frame.prevent_cse and barred)
         with params_scope(prefix):
             return _values(self.uses[key](*packed.arrays), values, sent)

@@ -76,6 +76,7 @@ class LossTraces:
       parts: as for `find_loops`.
       inputs: the relations of the inputs.
       num_params: how many of the inputs are params.
+      differentiated: the variables on the batch through which they have a gradient.
       entry: the layers.
       comparison: compares the traces.
 
@@ -90,9 +91,11 @@ class LossTraces:
         inputs: Sequence[Relation],
         *,
         num_params: int,
+        differentiated: set[Any],
         entry: FoundLoop,
         comparison: TraceComparison,
     ):
+        self.differentiated = differentiated
         self.index, self.comparison, self.inputs = entry.index, comparison, inputs
         # The batch, a microbatch, and the two that are compared.
         self.closed = [whole, parts[0], *((whole, parts[0]) if len(parts) == 1 else parts[1:])]
@@ -103,7 +106,6 @@ class LossTraces:
             raise CannotCut("loss_fn does something else on a microbatch than on the batch, outside of its layers")
         self.places: list[dict[Any, Any]] = [self.corresponding(jaxpr) for jaxpr in self.opened]
         first = self.opened[0]
-        self.differentiated = differentiated(first, num_params)
         self.after = _made_of(first.eqns[self.index].outvars, first.eqns)
         self.of_params = _made_of([*first.invars[:num_params], *first.constvars], first.eqns)
         # A table that is read as it is and transposed has one gradient, of the table.

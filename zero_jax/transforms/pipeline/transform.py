@@ -122,7 +122,8 @@ class PipelinedProgram(LossProgram):
         why = "pipeline='1f1b' has one chain of layers, and there are several"
         if len(cut) == 1:
             try:
-                losses = LossTraces(whole, parts, relations, num_params=num_params, entry=cut[0], comparison=comparison)
+                how = {"num_params": num_params, "differentiated": own, "comparison": comparison}
+                losses = LossTraces(whole, parts, relations, entry=cut[0], **how)
                 others = _with_stages(whole, [entry for entry in found if entry is not cut[0]])
                 staged = by_microbatch(losses, cut[0].loop, self.stages.axes, others)  # type: ignore[arg-type]
                 return _with_ends(staged, ends), found

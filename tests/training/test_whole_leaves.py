@@ -1,5 +1,6 @@
 """Whole leaves of a sharded state are read and written by path, and a step goes on from what was written."""
 
+import dataclasses
 import pathlib
 
 import chex
@@ -77,6 +78,33 @@ def test_master_and_copy_stay_one():
         written = zero.write_leaf(state, path, value)
         np.testing.assert_array_equal(zero.read_leaf(written, "master/blocks/down"), value)
         np.testing.assert_array_equal(zero.read_leaf(written, "params/blocks/down"), value.astype(jnp.bfloat16))
+
+
+def test_other_params_beside_the_old_masters_are_warned_of(tmp_path, recwarn):
+    state, step, batch = make(stage=2, precision="bf16")
+    replaced = lambda state: dataclasses.replace(state, params=jax.tree.map(lambda x: x + 1, state.params))  # noqa: E731
+    message = r"leaf 'bias' of state.params and 3 more were replaced, and state.master was not: a step updates"
+    with pytest.warns(UserWarning, match=message):
+        state, _ = step(replaced(state), batch)
+    for _ in range(2):
+        state, _ = step(state, batch)  # the second call for this state's arrays is a short one
+    with zero.Checkpointer(tmp_path) as checkpoints:
+        with pytest.warns(UserWarning, match="a checkpoint has the master params alone"):
+            checkpoints.save(1, replaced(state))
+        checkpoints.save(3, state)
+    with pytest.warns(UserWarning, match=message):
+        step(replaced(state), batch)
+    config = zero.ZeroConfig(min_shard_size=1, stage=2, precision="bf16")
+    state = zero.restore(tmp_path, init_fn=init_fn, tx=optax.adam(0.1), mesh=zero.make_mesh(), config=config).state
+    with pytest.warns(UserWarning, match="leaf 'blocks/up' of state.params was replaced"):
+        blocks = {**state.params["blocks"], "up": state.params["blocks"]["up"] + 1}
+        state, _ = step(dataclasses.replace(state, params={**state.params, "blocks": blocks}), batch)
+    recwarn.clear()
+    state, _ = step(zero.write_leaf(state, "params/bias", np.ones(64)), batch)
+    both = jax.tree.map(lambda x: x + 1, (state.params, state.master))
+    state, _ = step(dataclasses.replace(state, params=both[0], master=both[1]), batch)
+    step(dataclasses.replace(state, key=jax.random.clone(state.key)), batch)
+    assert not recwarn.list
 
 
 def paths(tree):

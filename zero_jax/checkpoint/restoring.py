@@ -39,7 +39,14 @@ from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.core.variables import MODEL_STATE, Variables, traceable_init
 from zero_jax.sharding.mesh import on_mesh
 from zero_jax.sharding.precision import init_loss_scale, precision_name, resolve_precision
-from zero_jax.training import TrainState, ZeroConfig, abstract_state, init_state, with_gathered_params
+from zero_jax.training import (
+    TrainState,
+    ZeroConfig,
+    abstract_state,
+    init_state,
+    remember_copies,
+    with_gathered_params,
+)
 
 _SHOWN = 6
 _OF_THE_MODEL = ("params", MODEL_STATE)
@@ -213,7 +220,7 @@ class _Restore:
         fields = (field.name for field in dataclasses.fields(sharded) if field.name != "master")
         tree = {name: getattr(sharded, name) for name in fields}
         rebuilt = jax.tree.unflatten(jax.tree.structure(tree), [leaves[name] for name in target])
-        return record, self.to_stage(TrainState(master=None, **rebuilt), record)
+        return record, remember_copies(self.to_stage(TrainState(master=None, **rebuilt), record))
 
     def shapes(self, config: ZeroConfig, key: Any) -> TrainState:
         """Returns the shapes and shardings of the state under a config."""

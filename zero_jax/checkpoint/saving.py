@@ -36,7 +36,7 @@ from zero_jax.core.files.untrusted import is_bucket
 from zero_jax.core.text_tables import Report
 from zero_jax.core.tree import shown
 from zero_jax.sharding.mesh import on_mesh
-from zero_jax.training import NonfiniteState, TrainState, nonfinite_leaves
+from zero_jax.training import NonfiniteState, TrainState, nonfinite_leaves, warn_of_lost_copies
 
 Log = Callable[[str], None]
 
@@ -221,6 +221,7 @@ class Checkpointer(Report):
                 f"a {type(state).__name__} is no zero.TrainState: orbax saves a state of your own as it is, and "
                 "restores it onto `zero.state_shardings` (docs/checkpoints.md)"
             )
+        warn_of_lost_copies(state, who="a checkpoint has")
         self.wait()
         self.take()
         started = time.perf_counter()

@@ -36,6 +36,7 @@ from zero_jax.training.state.checks import (
     checked_placement,
     place_state,
 )
+from zero_jax.training.state.copies import remember_copies, warn_of_lost_copies
 from zero_jax.training.state.placement import train_state_shardings
 from zero_jax.training.state.train_state import TrainState
 from zero_jax.training.xla_options import scatters_in_loops, step_options
@@ -138,6 +139,9 @@ class TrainStep:
 
         Raises:
           ValueError: a batch that does not divide, a state that was already donated, or processes that differ.
+
+        Warns:
+          UserWarning: params that were replaced in a state that has master params, and these were not.
         """
         mesh, last = self.program.mesh, self.last_call[0]
         if last.state() is state and state is not None and get_abstract_mesh().empty:
@@ -150,6 +154,7 @@ class TrainStep:
             given, batch = batch, place_batch(batch, mesh=mesh, axes=self.axes)
             check_not_donated(state)  # first: on some backends running with a deleted buffer ends the process
             check_no_leaf_twice(state)
+            warn_of_lost_copies(state, who="a step updates")
             is_nested = any(map(is_traced, jax.tree.leaves((state, batch))))
             compiled = self.compiled(state, is_nested=is_nested)
             state = place_state(state, compiled.shardings, compiled.dtypes, also=compiled.by_features)
@@ -160,7 +165,7 @@ class TrainStep:
             state, metrics = function(state, batch)
             if is_repeatable:
                 tree, kinds = jax.tree.structure((state, batch)), list(map(_KIND, jax.tree.leaves(batch)))
-                self.last_call[0] = _LastCall(weakref.ref(state), function, tree, kinds)
+                self.last_call[0] = _LastCall(weakref.ref(remember_copies(state)), function, tree, kinds)
             return state, wait_on_cpu(metrics, mesh)
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
@@ -312,7 +317,7 @@ class _LastCall:
             return None
         finally:
             self.thread = 0
-        self.state = weakref.ref(results[0])
+        self.state = weakref.ref(remember_copies(results[0]))
         return results
 
     def refuse_trace(self) -> None:

@@ -24,6 +24,7 @@ from zero_jax.sharding.spec import carries
 from zero_jax.training.optimizer.update import init_opt_state
 from zero_jax.training.same_program import check_same_init
 from zero_jax.training.state.checks import check_optimizer, check_trainable
+from zero_jax.training.state.copies import remember_copies
 from zero_jax.training.state.matrix_updates import step_placement
 from zero_jax.training.state.placement import Placement, make_placement, new_grad_errors, train_state_shardings
 from zero_jax.training.state.train_state import TrainState, keep_same, trainable, used_by_optimizer
@@ -162,7 +163,7 @@ def init_state(
         state = build(initial, key)
         # Whole params are gathered leaf by leaf: in one program XLA would hold all of them twice.
         params = jax.tree.map(reshard_array, state.params, shardings.params)
-    return dataclasses.replace(state, params=params)
+    return remember_copies(dataclasses.replace(state, params=params))
 
 
 def with_gathered_params(

@@ -26,7 +26,8 @@ class TrainState:
       params: the params; in low precision and whole at stages 1 and 2, the master params themselves at stage 3, there
         with `ZeroConfig.secondary` the secondary shard.
       master: the full-precision params that the optimizer updates, or None where `params` are those. Other values for
-        `params` alone are lost in the next update, which starts from these: `zero.write_leaf` writes both.
+        `params` alone are lost in the next update, which starts from these, with a warning: `zero.write_leaf` writes
+        both.
       opt_state: the optimizer's state.
       key: the key that each step's key is derived from.
       loss_scale: the loss scale, or None.

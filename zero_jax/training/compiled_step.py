@@ -154,9 +154,9 @@ class TrainStep:
             given, batch = batch, place_batch(batch, mesh=mesh, axes=self.axes)
             check_not_donated(state)  # first: on some backends running with a deleted buffer ends the process
             check_no_leaf_twice(state)
-            warn_of_lost_copies(state, who="a step updates")
             is_nested = any(map(is_traced, jax.tree.leaves((state, batch))))
             compiled = self.compiled(state, is_nested=is_nested)
+            warn_of_lost_copies(state, who="a step updates")
             state = place_state(state, compiled.shardings, compiled.dtypes, also=compiled.by_features)
             function = compiled.function(state, batch)
             if not is_nested:

@@ -103,10 +103,7 @@ class _Program:
         placement = placement or step_placement(state, self.tx, mesh=self.mesh, config=self.config)
         loss, arguments = self.prepared(state, batch, placement)
         offloaded = None if placement.offload is None else OffloadedState.of(state, placement)
-        if offloaded is None:
-            stored = lax.with_sharding_constraint(state.masters, placement.param_shardings("master"))
-        else:
-            stored = offloaded.masters()
+        stored = state.masters if offloaded is None else offloaded.masters()
         masters = placement.precision.for_optimizer(stored)
         traced = trace_update(self.tx, trainable(masters), state.opt_state, mesh=self.mesh)
         needed = traced.needed_grads

@@ -19,7 +19,6 @@ from jax import lax
 
 from zero_jax.core.device_put import map_on_device
 from zero_jax.core.tree import PyTree
-from zero_jax.program.jaxprs import inline_jit
 from zero_jax.sharding.precision import promoted, wide
 
 
@@ -71,7 +70,7 @@ def _scale(dtype: Any) -> float:
     return 2.0 ** -(5 * jnp.finfo(dtype).maxexp // 8)
 
 
-@functools.partial(inline_jit, static_argnames="dtype")
+@functools.partial(jax.jit, static_argnames="dtype")
 def _squares(x: jax.Array, *, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the sum of squares of an array, and that of the array scaled down."""
     parts = [y.astype(dtype) for y in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))]

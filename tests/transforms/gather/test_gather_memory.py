@@ -1,6 +1,7 @@
 """What `gather_on_use` keeps from the forward to the backward pass, and how often it gathers."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -241,3 +242,14 @@ def test_results_of_activation_functions_are_no_residuals(loss, stage):
     compiled = zero.make_train_step(loss, tx, mesh=mesh, config=config).lower(state, batch).compile()
     kept = layers * hidden + (0 if loss is relu_chain else (layers + 1) * width)  # the functions' operands, and sums
     assert zero.memory.measure(compiled).residual_bytes <= 1.05 * size * kept * 2
+
+
+@pytest.mark.tpu_compiler
+def test_the_state_is_not_copied_to_the_layout_of_its_gradients():
+    """XLA:TPU reduce-scatters to the lanes of rows with these in front, and would copy the state to that, and back."""
+    pytest.importorskip("libtpu")
+    mesh, tx, config = zero.make_mesh(topology="v5e:2x2"), optax.adam(0.1), zero.ZeroConfig(stage=3, precision="bf16")
+    state = zero.abstract_state(lambda _: {"in": [jnp.zeros((512, 512))] * 3}, tx, mesh=mesh, config=config)
+    batch = {"x": jax.ShapeDtypeStruct((mesh.size * 4096, 512), jnp.float32)}
+    compiled = zero.make_train_step(relu_chain, tx, mesh=mesh, config=config).lower(state, batch).compile()
+    assert not re.findall(r"= f32\[512,128\]\S* copy\(", compiled.as_text())

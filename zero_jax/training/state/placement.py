@@ -29,7 +29,7 @@ from zero_jax.training.grads.plan import GradPlan
 from zero_jax.training.optimizer.offload import Offload, check_offload, host_shardings, on_host
 from zero_jax.training.state.train_state import TrainState, trained_params
 from zero_jax.training.zero_config import ZeroConfig, check_config
-from zero_jax.transforms import DeviceSum, HostParam
+from zero_jax.transforms import DeviceSum, HostParam, laid_out
 
 ARRAYS = "give arrays or jax.ShapeDtypeStructs"
 # Whole params above this size are gathered after the update in parts.
@@ -167,9 +167,31 @@ class Placement:
     def to_update(self, grads: PyTree) -> PyTree:
         """Moves gradients to the shards of the master params, in their own dtype; None stays."""
         leaves, tree = jax.tree.flatten(self.params)
-        of_each = zip(leaves, tree.flatten_up_to(grads), strict=True)
+        shardings = jax.tree.leaves(self.param_shardings("master"))
+
+        def moved(leaf: LeafPlacement, grad: Any, sharding: NamedSharding) -> Any:
+            if grad is None:
+                return None
+            return self._in_rows(grad, sharding) if leaf.update_dims is None else self._moved(leaf, grad)
+
         with jax.named_scope(UPDATE):
-            return tree.unflatten([x if x is None else self._moved(leaf, x) for leaf, x in of_each])
+            return tree.unflatten(map(moved, leaves, tree.flatten_up_to(grads), shardings))
+
+    def _in_rows(self, grad: jax.Array, sharding: NamedSharding) -> jax.Array:
+        """Lays a gradient out in rows, as its state: else XLA:TPU copies the state, in float32 and back, to the other.
+
+        It cannot reduce-scatter along lanes. A gradient that is sharded along its last dim is reduced with that before
+        the lanes, which has to be said, too: the layout of rows alone would be taken back through the sum of devices,
+        which would be an all-reduce.
+        """
+        dims, order = dims_of(sharding, grad.ndim), tuple(range(grad.ndim))
+        is_on_tpu = self.mesh.devices.flat[0].platform == "tpu"
+        reduced = [i for i, axes in enumerate(dims) if not set(axes).isdisjoint(self.axes.data)]
+        if not is_on_tpu or self.offload is not None or grad.ndim < 2 or len(reduced) != 1:
+            return grad
+        if reduced == [grad.ndim - 1]:
+            grad = laid_out(grad, sharding=sharding, order=(*order[:-2], order[-1], order[-2]))
+        return laid_out(grad, sharding=sharding, order=order)
 
     def _by_features(self, leaf: LeafPlacement, x: Any) -> Any:
         """Returns a param in the shards that the loss function gathers, where it may be sharded along its layers."""

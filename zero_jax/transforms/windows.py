@@ -305,7 +305,7 @@ class _Rows(Rewriting):
         return [rows_p.bind(made, sharding=sharding, order=(examples, *others, features))]
 
 
-def _in_rows(x: jax.Array, *, sharding: NamedSharding, order: tuple[int, ...]) -> jax.Array:
+def laid_out(x: jax.Array, *, sharding: NamedSharding, order: tuple[int, ...]) -> jax.Array:
     """Returns a value laid out in an order of dims, each device its own part: XLA would gather what is constrained.
 
     Dims that the sharding leaves open are whole.
@@ -321,7 +321,7 @@ def _in_rows(x: jax.Array, *, sharding: NamedSharding, order: tuple[int, ...]) -
 # A primitive, so that the passes that follow know it as the value itself.
 rows_p = jex_core.Primitive("zero_rows")
 rows_p.def_abstract_eval(lambda x, **_: x)
-rows_p.def_impl(lambda x, **where: jax.jit(functools.partial(_in_rows, **where))(x))
+rows_p.def_impl(lambda x, **where: jax.jit(functools.partial(laid_out, **where))(x))
 ad.deflinear2(rows_p, lambda cotangent, _, **where: [rows_p.bind(cotangent, **where)])
 batching.primitive_batchers[rows_p] = lambda args, dims, **_: (args[0], dims[0])  # of what is mapped it is not known
-mlir.register_lowering(rows_p, mlir.lower_fun(_in_rows, multiple_results=False))
+mlir.register_lowering(rows_p, mlir.lower_fun(laid_out, multiple_results=False))

@@ -1,6 +1,7 @@
 """What `gather_on_use` keeps from the forward to the backward pass, and how often it gathers."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -217,6 +218,11 @@ def relu_chain(params, batch):
     return jnp.mean(x.astype(jnp.float32) ** 2)
 
 
+def each_alone(params, batch):
+    x = batch["x"].astype(jnp.bfloat16)
+    return sum(jnp.mean((x @ w).astype(jnp.float32) ** 2) for w in params["in"])
+
+
 def gelu_blocks(params, batch):
     x = batch["x"].astype(jnp.bfloat16)
     for up, down in zip(params["in"], params["out"], strict=True):
@@ -241,3 +247,20 @@ def test_results_of_activation_functions_are_no_residuals(loss, stage):
     compiled = zero.make_train_step(loss, tx, mesh=mesh, config=config).lower(state, batch).compile()
     kept = layers * hidden + (0 if loss is relu_chain else (layers + 1) * width)  # the functions' operands, and sums
     assert zero.memory.measure(compiled).residual_bytes <= 1.05 * size * kept * 2
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize(("shape", "shard"), [((512, 512), "512,128"), ((4096, 16), "1024,16")], ids=str)
+def test_the_state_is_not_copied_to_the_layout_of_its_gradients(shape, shard):
+    """XLA:TPU reduce-scatters to the lanes of rows with these in front, and would copy the state to that, and back.
+
+    The state of a param with few features is stored in columns, and its gradient in rows would be padded.
+    """
+    pytest.importorskip("libtpu")
+    mesh, tx, config = zero.make_mesh(topology="v5e:2x2"), optax.adam(0.1), zero.ZeroConfig(stage=3, precision="bf16")
+    state = zero.abstract_state(lambda _: {"in": [jnp.zeros(shape)] * 3}, tx, mesh=mesh, config=config)
+    loss_fn = relu_chain if shape[0] == shape[1] else each_alone
+    batch = {"x": jax.ShapeDtypeStruct((mesh.size * 4096, shape[0]), jnp.float32)}
+    compiled = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config).lower(state, batch).compile()
+    assert f"f32[{shard}]" in compiled.as_text()
+    assert not re.findall(rf"= f32\[{shard}\]\S* copy\(", compiled.as_text())

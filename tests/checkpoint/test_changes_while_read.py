@@ -50,7 +50,7 @@ def save(folder, steps, state):
 
 
 def reload(folder, **options):
-    return restore(folder, init_fn=init_params, tx=TX, mesh=reference.mesh_of("8"), config=CONFIG, **options)
+    return restore(folder, init_fn=init_params, tx=TX, mesh=reference.mesh_of("8"), config=CONFIG, log=str, **options)
 
 
 def test_a_step_that_is_saved_again_is_there_at_every_moment(tmp_path, state, monkeypatch):

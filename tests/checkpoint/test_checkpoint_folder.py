@@ -50,7 +50,7 @@ def state():
 
 
 def reload(folder, **options):
-    settings = {"init_fn": init_params, "tx": TX, "mesh": reference.mesh_of("8"), "config": CONFIG}
+    settings = {"init_fn": init_params, "tx": TX, "mesh": reference.mesh_of("8"), "config": CONFIG, "log": str}
     return restore(folder, **{**settings, **options})
 
 

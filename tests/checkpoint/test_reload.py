@@ -96,7 +96,7 @@ def saved(tmp_path_factory):
 
 def reload(folder, mesh, stage, precision="fp32"):
     config = config_of(mesh, stage, precision)
-    return restore(folder, init_fn=reference.init_params, tx=TX, mesh=reference.mesh_of(mesh), config=config)
+    return restore(folder, init_fn=reference.init_params, tx=TX, mesh=reference.mesh_of(mesh), config=config, log=str)
 
 
 def assert_placed(state, mesh, stage, precision="fp32"):

@@ -47,7 +47,7 @@ def run(replica):
     mesh, warnings = zero.make_mesh(replica=replica), ()
     step = zero.make_train_step(loss_fn, SUM, mesh=mesh, config=config)
     if ACTION == "load":
-        back = restore(FOLDER, init_fn=init, tx=SUM, mesh=mesh, config=config)
+        back = restore(FOLDER, init_fn=init, tx=SUM, mesh=mesh, config=config, log=str)
         state, warnings = back.state, back.warnings
     else:
         state = zero.init_state(init, SUM, jax.random.key(0), mesh=mesh, config=config)

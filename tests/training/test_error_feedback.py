@@ -200,7 +200,7 @@ def test_a_checkpoint_has_the_errors_and_other_replicas_share_their_sum(tmp_path
     state, _ = step(state, make_batch())
     saved(tmp_path, state)
     errors = jax.tree.map(np.asarray, state.grad_errors)
-    fields = dict(init_fn=init, tx=SUM)
+    fields = dict(init_fn=init, tx=SUM, log=str)
     found = restore(tmp_path, mesh=zero.make_mesh(**MESH), config=zero.ZeroConfig(quantize=FEEDBACK), **fields)
     assert not found.warnings
     jax.tree.map(np.testing.assert_array_equal, found.state.grad_errors, errors)

@@ -272,6 +272,21 @@ def chained_chunks(params, x):
     return total
 
 
+def called_twice(params, x):
+    """A model on two batches of tokens; the loss takes what each layer makes of the first."""
+
+    def call(tokens):
+        x, made = params[0]["down"][tokens], []
+        for p in params:
+            x = x + jnp.tanh(x @ p["up"]) @ p["down"]
+            made.append(x)
+        return x @ params[0]["up"][:, 1:], jnp.stack(made)
+
+    tokens = (x > 0).sum(-1)
+    (one, made), (other, _) = call(tokens), call(tokens[::-1])
+    return jnp.square(one - other).mean() + jnp.square(made).mean()
+
+
 def twins(params, x):
     return (layer(x, params[0]) * layer(x + 1, params[0])).sum()
 
@@ -286,6 +301,12 @@ def test_blocks_that_share_params_are_found_where_they_may(fn, num):
     """Not what sums the losses of chunks, nor what applies the same params to two values."""
     _, _, blocks = check(fn, layers(), examples(), tied=True)
     assert len(blocks) == num and all(len(block.outvars) == 1 for block in blocks)
+
+
+def test_a_model_that_is_called_twice_has_layers():
+    """Its calls are alike, and are two; the layers of each are more."""
+    _, _, blocks = check(called_twice, layers(8), examples(), tied=True)
+    assert len(blocks) == 16 and all(len(block.outvars) == 1 for block in blocks)
 
 
 def test_nothing_is_a_param():

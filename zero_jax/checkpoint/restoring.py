@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -111,7 +112,7 @@ def restore(
       params_only: take the params and the model state that `init_fn` has, and begin anew with everything else, as with
         `init_state`.
       key: the key of the new state with `params_only`; None stands for `jax.random.key(0)`.
-      log: called with each warning.
+      log: called with each warning; None stands for Python's own warnings.
       accept: raises a `CheckpointError` for what the run itself had recorded (`extra`) where it cannot be resumed from;
         the checkpoint is then passed over like a damaged one.
 
@@ -131,12 +132,11 @@ def restore(
     steps = _agreed_steps(directory)
     if not steps or step not in (None, *steps):
         raise CheckpointError(missing_message(directory, steps, step))
-    warnings: list[str] = []
+    log, lines = log or (lambda line: warnings.warn(line, stacklevel=4)), list[str]()
 
     def warn(line: str) -> None:
-        warnings.append(line)
-        if log:
-            log(line)
+        lines.append(line)
+        log(line)
 
     settings = {"params_only": params_only, "key": key, "accept": accept or (lambda _: None)}
     attempt = _Restore(init_fn=init_fn, tx=tx, mesh=mesh, config=config, warn=warn, **settings)
@@ -153,7 +153,7 @@ def restore(
                 steps = _agreed_steps(directory)  # a run may delete it, and save newer ones
             continue
         recorded = {name: getattr(record, name) for name in ("step", "extra", "loss")}
-        return Restored(state=state, path=os.fspath(record.path), warnings=tuple(warnings), **recorded)
+        return Restored(state=state, path=os.fspath(record.path), warnings=tuple(lines), **recorded)
     if step is not None:
         raise CheckpointError(f"{problems[step]}; other checkpoints there: {sorted({*steps} - {step}) or 'none'}")
     raise CheckpointError(all_damaged_message(directory, [*problems.values()]))

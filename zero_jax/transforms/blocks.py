@@ -66,8 +66,6 @@ def find_left_out(sequence: EqnSequence, blocks: Sequence[RepeatedBlock]) -> tup
     Of each stretch before, between and after the blocks that has more than a third of the uses of params that some
     block has, it is the index of the equation that is the first of these uses.
     """
-    if not blocks:
-        return ()
     bounds = np.searchsorted(sequence.eqns, [(block.start, block.stop) for block in blocks])
     of_blocks = [sequence.uses(*pair) for pair in bounds]
     edges = [0, *bounds.reshape(-1).tolist(), len(sequence.eqns)]
@@ -136,7 +134,10 @@ def _best_run(sequence: EqnSequence, start: int, stop: int) -> tuple[int, ...]:
             equal = run if alike == 1 and len(run) > len(equal) else equal
     enough = _NEARLY * max(scores.values(), default=0)
     good = [run for run, score in scores.items() if score >= enough]
-    return max(good, key=lambda run: (len(run), scores[run]), default=())
+    best = max(good, key=lambda run: (len(run), scores[run]), default=())
+    # Calls of one model are alike, too: its layers are the blocks, if they are more and most of a call.
+    are_layers = len(equal) > len(best) and scores[equal] * (len(best) - 1) >= _NEARLY * scores[best]
+    return equal if are_layers else best
 
 
 def _alike(sequence: EqnSequence, run: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
@@ -285,10 +286,7 @@ class EqnSequence:
         self.numbers = np.asarray(numbers, np.int64)
         self.users = np.asarray(users, np.int64)  # places of what takes params and activations
         self.sizes = np.asarray([1 + signatures.num_inner(self.jaxpr.eqns[i]) for i in self.eqns], np.int64)
-        self.measure()
-
-    def measure(self) -> None:
-        """Works out how many bytes are made up to each place, and how many of them cross it."""
+        # How many bytes are made up to each place, and how many of them cross it
         made, changes = np.zeros(len(self.eqns) + 1), np.zeros(len(self.eqns) + 2)
         inputs = [var for var in self.jaxpr.invars if self.facts.kind(var) == "value"]
         for place, variables in enumerate([inputs, *(self.jaxpr.eqns[i].outvars for i in self.eqns)]):

@@ -201,13 +201,14 @@ def test_a_checkpoint_of_float32_masters_goes_on_and_back(tmp_path):
     with zero.Checkpointer(tmp_path / "a") as checkpointer:
         checkpointer.save(int(state.step), state)
     config = zero.ZeroConfig(stage=3, precision=NAME, min_shard_size=1)
-    restored = zero.restore(tmp_path / "a", init_fn=init, tx=adamw(jnp.bfloat16), mesh=mesh, config=config)
+    with pytest.warns(UserWarning, match="saved as float32 and are bfloat16"):
+        restored = zero.restore(tmp_path / "a", init_fn=init, tx=adamw(jnp.bfloat16), mesh=mesh, config=config)
     assert "saved as float32 and are bfloat16" in str(restored)
     state, _ = trained(mesh, adamw(jnp.bfloat16), num_steps=1, state=restored.state, stage=3)
     with zero.Checkpointer(tmp_path / "b") as checkpointer:
         checkpointer.save(int(state.step), state)
     config = zero.ZeroConfig(stage=1, precision="bf16", min_shard_size=1)
-    state = zero.restore(tmp_path / "b", init_fn=init, tx=tx, mesh=mesh, config=config).state
+    state = zero.restore(tmp_path / "b", init_fn=init, tx=tx, mesh=mesh, config=config, log=str).state
     assert {x.dtype for x in jax.tree.leaves((state.master, state.opt_state)) if x.ndim > 1} == {jnp.dtype("float32")}
 
 

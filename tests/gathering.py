@@ -103,9 +103,9 @@ def compiled_step(loss_fn, init_fn, batch, stage):
     return step.lower(state, jax.ShapeDtypeStruct(batch, jnp.bfloat16)).compile()
 
 
-def compiled_traffic(*args):
+def compiled_traffic(loss_fn, init_fn, batch, stage):
     """Returns what such a step sends."""
-    return zero.comms.measure(compiled_step(*args))
+    return zero.comms.measure(compiled_step(loss_fn, init_fn, batch, stage))
 
 
 def activations(report):

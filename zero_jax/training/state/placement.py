@@ -29,7 +29,7 @@ from zero_jax.training.grads.plan import GradPlan
 from zero_jax.training.optimizer.offload import Offload, check_offload, host_shardings, on_host
 from zero_jax.training.state.train_state import TrainState, trained_params
 from zero_jax.training.zero_config import ZeroConfig, check_config
-from zero_jax.transforms import DeviceSum, HostParam, laid_out
+from zero_jax.transforms import LANES, DeviceSum, HostParam, laid_out
 
 ARRAYS = "give arrays or jax.ShapeDtypeStructs"
 # Whole params above this size are gathered after the update in parts.
@@ -178,20 +178,21 @@ class Placement:
             return tree.unflatten(map(moved, leaves, tree.flatten_up_to(grads), shardings))
 
     def _in_rows(self, grad: jax.Array, sharding: NamedSharding) -> jax.Array:
-        """Lays a gradient out in rows, as its state: else XLA:TPU copies the state, in float32 and back, to the other.
+        """Lays a matrix of gradients out in rows, as its state: else XLA:TPU copies that, in float32 and back.
 
         It cannot reduce-scatter along lanes. A gradient that is sharded along its last dim is reduced with that before
         the lanes, which has to be said, too: the layout of rows alone would be taken back through the sum of devices,
-        which would be an all-reduce.
+        which would be an all-reduce. Rows that do not fill their last tile cost more than they save.
         """
-        dims, order = dims_of(sharding, grad.ndim), tuple(range(grad.ndim))
+        reduced = [not set(axes).isdisjoint(self.axes.data) for axes in dims_of(sharding, grad.ndim)]
         is_on_tpu = self.mesh.devices.flat[0].platform == "tpu"
-        reduced = [i for i, axes in enumerate(dims) if not set(axes).isdisjoint(self.axes.data)]
-        if not is_on_tpu or self.offload is not None or grad.ndim < 2 or len(reduced) != 1:
+        if not is_on_tpu or self.offload is not None or grad.ndim != 2 or sum(reduced) != 1:
             return grad
-        if reduced == [grad.ndim - 1]:
-            grad = laid_out(grad, sharding=sharding, order=(*order[:-2], order[-1], order[-2]))
-        return laid_out(grad, sharding=sharding, order=order)
+        if sharding.shard_shape(grad.shape)[1] % LANES:
+            return grad
+        if reduced[1]:
+            grad = laid_out(grad, sharding=sharding, order=(1, 0))
+        return laid_out(grad, sharding=sharding, order=(0, 1))
 
     def _by_features(self, leaf: LeafPlacement, x: Any) -> Any:
         """Returns a param in the shards that the loss function gathers, where it may be sharded along its layers."""

@@ -33,4 +33,11 @@ from zero_jax.transforms.remat.policies import Remat, resolve_remat
 from zero_jax.transforms.remat.report import RematReport, ResidualBytes
 from zero_jax.transforms.remat.transform import block_costs, remat_report, rematerialize
 from zero_jax.transforms.separability import BatchParts, Separability, separability
-from zero_jax.transforms.windows import features_in_rows, heads_by_tiles, laid_out, unsharded_windows, wants_rows
+from zero_jax.transforms.windows import (
+    LANES,
+    features_in_rows,
+    heads_by_tiles,
+    laid_out,
+    unsharded_windows,
+    wants_rows,
+)

@@ -151,7 +151,7 @@ def _written_at_one_place(eqn: Any) -> set[int]:
     return {i for i in dims if shape[i] > 1}
 
 
-_PLACES, _LANES = 8, 128  # of a tile
+_PLACES, LANES = 8, 128  # of a tile
 
 
 def heads_by_tiles(loss_fn: Callable[..., Any], *, mesh: Mesh) -> LossProgram:
@@ -172,7 +172,7 @@ def _heads(closed: Any) -> set[tuple[int, ...]]:
     """Returns the sizes `(T, N, H)` of what the attentions of a program read and make."""
     eqns = (eqn for eqn in equations(closed, skip=MANUAL) if eqn.primitive in PRIMITIVES)
     arrays = [atom.aval.shape[1:] for eqn in eqns for atom in (*eqn.invars, *eqn.outvars) if atom.aval.ndim == 4]
-    return {sizes for sizes in arrays if sizes[0] % _PLACES == 0 and sizes[-1] % _LANES == 0}
+    return {sizes for sizes in arrays if sizes[0] % _PLACES == 0 and sizes[-1] % LANES == 0}
 
 
 class _HeadTiles(Rewriting):
@@ -256,7 +256,7 @@ def _product_of(eqn: Any) -> tuple[int, int] | None:
         values, weights = eqn.invars[operand].aval, eqn.invars[1 - operand].aval
         is_last = tuple(contracted[operand]) == (values.ndim - 1,) and len(batched) < 2
         if is_last and weights.ndim == 2 + len(batched) < values.ndim:
-            return (operand, features) if result.shape[features] % _LANES == 0 else None
+            return (operand, features) if result.shape[features] % LANES == 0 else None
     return None
 
 

@@ -250,7 +250,9 @@ def test_results_of_activation_functions_are_no_residuals(loss, stage):
 
 
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize(("shape", "shard"), [((512, 512), "512,128"), ((4096, 16), "1024,16")], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "shard"), [((512, 512), "512,128"), ((4096, 16), "1024,16"), ((16, 4096), "16,1024")], ids=str
+)
 def test_the_state_is_not_copied_to_the_layout_of_its_gradients(shape, shard):
     """XLA:TPU reduce-scatters to the lanes of rows with these in front, and would copy the state to that, and back.
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from gathering import activations, check, compiled_traffic, normal
+from gathering import activations, check, compiled_step, compiled_traffic, normal
 from jax import lax
 from reference import mesh_of
 
@@ -90,6 +90,30 @@ def loss(layer, params, batch):
 def test_mixing_keeps_values_and_gradients(layer, reduce_dtype):
     params = init(d=16, f=32)
     check(functools.partial(loss, layer), params, normal(16, 16, 16), mesh=mesh_of("8"), reduce_dtype=reduce_dtype)
+
+
+WIDE = 512  # products over groups of rows are computed in shares
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, jnp.float32])
+def test_shares_of_the_rows_keep_values_and_gradients(reduce_dtype):
+    """Groups of rows begin and end within the shares of devices, share one, or are empty."""
+    sizes = jnp.array([0, 1000, 24, 0, 512, 500, 0, 12], jnp.int32)
+
+    def loss(params, x):
+        h = jnp.tanh(lax.ragged_dot(x, params["up"], sizes))
+        return jnp.mean(jnp.square(lax.ragged_dot(h, params["down"], sizes)))
+
+    check(loss, init(d=WIDE, f=WIDE), normal(2048, WIDE), mesh=mesh_of("8"), reduce_dtype=reduce_dtype)
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_each_device_keeps_its_share_of_the_rows(stage):
+    pytest.importorskip("libtpu")
+    batch, size = (32, 64, WIDE), 2 * 32 * 64 * 2  # bytes of a feature of all rows
+    compiled = compiled_step(functools.partial(loss, ragged), functools.partial(init, d=WIDE, f=WIDE), batch, stage)
+    assert zero.memory.measure(compiled).residual_bytes < size * WIDE / 2
 
 
 @pytest.mark.slow

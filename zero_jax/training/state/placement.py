@@ -15,7 +15,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.device_put import default_layout, is_on_host
+from zero_jax.core.device_put import is_on_host
 from zero_jax.core.tree import PathPatterns, PyTree, leaf_names, with_shapes
 from zero_jax.core.variables import MODEL_STATE, as_variables, joined, variable_names
 from zero_jax.sharding.chains import UPDATE, Chain, gather_scope, gather_shardings, reshard
@@ -29,10 +29,9 @@ from zero_jax.training.grads.plan import GradPlan
 from zero_jax.training.optimizer.offload import Offload, check_offload, host_shardings, on_host
 from zero_jax.training.state.train_state import TrainState, trained_params
 from zero_jax.training.zero_config import ZeroConfig, check_config
-from zero_jax.transforms import DeviceSum, HostParam, laid_out
+from zero_jax.transforms import LANES, DeviceSum, HostParam, laid_out
 
 ARRAYS = "give arrays or jax.ShapeDtypeStructs"
-_NUM_LANES = 128  # the minor dim of an array in a TPU's memory is padded to a multiple of these
 # Whole params above this size are gathered after the update in parts.
 _GATHERED_AT_ONCE_BYTES = 1 << 26
 
@@ -173,29 +172,29 @@ class Placement:
         def moved(leaf: LeafPlacement, grad: Any, sharding: NamedSharding) -> Any:
             if grad is None:
                 return None
-            return self._as_stored(grad, sharding) if leaf.update_dims is None else self._moved(leaf, grad)
+            return self._in_rows(grad, sharding) if leaf.update_dims is None else self._moved(leaf, grad)
 
         with jax.named_scope(UPDATE):
             return tree.unflatten(map(moved, leaves, tree.flatten_up_to(grads), shardings))
 
-    def _as_stored(self, grad: jax.Array, sharding: NamedSharding) -> jax.Array:
-        """Lays a gradient out as its state: else XLA:TPU copies the state, in float32 and back, to the other layout.
+    def _in_rows(self, grad: jax.Array, sharding: NamedSharding) -> jax.Array:
+        """Lays a matrix of gradients out in rows, as its state: else XLA:TPU copies that, in float32 and back.
 
-        It cannot reduce-scatter along lanes. A gradient that is sharded along these is reduced with that dim before
-        the lanes, which has to be said, too: the layout of the state alone would be taken back through the sum of
-        devices, which would be an all-reduce.
+        It cannot reduce-scatter along lanes. A gradient that is sharded along its last dim is reduced with that before
+        the lanes, which has to be said, too: the layout of rows alone would be taken back through the sum of devices,
+        which would be an all-reduce. Rows that do not fill their last tile, in either of the layouts, cost more than
+        they save.
         """
-        device, dims = self.mesh.devices.flat[0], dims_of(sharding, grad.ndim)
-        reduced = [i for i, axes in enumerate(dims) if not set(axes).isdisjoint(self.axes.data)]
-        if device.platform != "tpu" or self.offload is not None or grad.ndim < 2 or len(reduced) != 1:
+        reduced = [not set(axes).isdisjoint(self.axes.data) for axes in dims_of(sharding, grad.ndim)]
+        is_on_tpu = self.mesh.devices.flat[0].platform == "tpu"
+        if not is_on_tpu or self.offload is not None or grad.ndim != 2 or sum(reduced) != 1:
             return grad
-        shape = sharding.shard_shape(grad.shape)
-        order = default_layout(device, shape, self.precision.master or grad.dtype)
-        if reduced == [order[-1]]:
-            if shape[order[-2]] < _NUM_LANES:  # it would be padded to these
-                return grad
-            grad = laid_out(grad, sharding=sharding, order=(*order[:-2], order[-1], order[-2]))
-        return laid_out(grad, sharding=sharding, order=order)
+        rows, features = sharding.shard_shape(grad.shape)
+        if features % LANES or (reduced[1] and rows < LANES):
+            return grad
+        if reduced[1]:
+            grad = laid_out(grad, sharding=sharding, order=(1, 0))
+        return laid_out(grad, sharding=sharding, order=(0, 1))
 
     def _by_features(self, leaf: LeafPlacement, x: Any) -> Any:
         """Returns a param in the shards that the loss function gathers, where it may be sharded along its layers."""

@@ -29,7 +29,7 @@ from zero_jax.dims import is_contraction, is_float
 from zero_jax.program.evaluation import evaluate
 from zero_jax.program.jaxprs import bind, of_some, open_jaxpr, source_context, source_line
 from zero_jax.program.subcalls import MANUAL, equations_of, subcall
-from zero_jax.sharding.mesh import axis_size
+from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.precision import promoted
 from zero_jax.sharding.spec import Dims
 from zero_jax.transforms.gather.deferred import Lazy, Value
@@ -205,6 +205,46 @@ ad.primitive_jvps[tangent_p] = _tangent_jvp
 ad.primitive_transposes[tangent_p] = _tangent_transpose
 batching.primitive_batchers[tangent_p] = _batch
 mlir.register_lowering(tangent_p, mlir.lower_fun(lambda *args, function: function(*args), multiple_results=False))
+
+
+# Of a product with fewer features the rows take longer to send than to compute.
+_FEATURES_IN_SHARES = 512
+
+
+def is_by_rows(eqn: Any, mesh: Mesh, axes: Axes) -> bool:
+    """Tells whether each device computes a share of the rows of a product over groups of rows (`lax.ragged_dot`).
+
+    XLA has each compute all of them, and the gradient of all weights. In shares that is a sum over devices, which moves
+    as many bytes as the weights have: no more than the rows do that are sent.
+    """
+    numbers, num_devices = eqn.params.get("ragged_dot_dimension_numbers"), axis_size(mesh, axes.batch)
+    if numbers is None or num_devices == 1 or axes.size_beside_batch(mesh) > 1:
+        return False
+    rows, weight, _ = (var.aval for var in eqn.invars)
+    (contracted, _), (batch, _) = numbers.dot_dimension_numbers
+    dims = tuple(contracted), tuple(batch), tuple(numbers.lhs_ragged_dimensions), tuple(numbers.rhs_group_dimensions)
+    is_large = rows.size + eqn.outvars[0].aval.size >= weight.size and min(weight.shape[1:]) >= _FEATURES_IN_SHARES
+    return dims == ((1,), (), (0,), (0,)) and rows.ndim == 2 and rows.shape[0] % num_devices == 0 and is_large
+
+
+def by_rows(eqn: Any, inputs: Sequence[jax.Array], copies: jax.Array, *, mesh: Mesh, axes: Axes) -> jax.Array:
+    """Evaluates a product over groups of rows, each device its share of them by its own copy of the weight.
+
+    The gradient goes to the copies, `[devices, ...]`, in their dtype.
+    """
+    rows, sizes = inputs
+    dtype = eqn.invars[1].aval.dtype
+
+    def share(rows: jax.Array, copies: jax.Array, sizes: jax.Array) -> jax.Array:
+        first, weight = lax.axis_index(axes.batch) * rows.shape[0], copies[0]
+        ends = jnp.clip(jnp.cumsum(sizes) - first, 0, rows.shape[0]).astype(sizes.dtype)
+        inputs = [rows, weight.astype(dtype), jnp.diff(ends, prepend=jnp.zeros((), ends.dtype))]
+        return bind(eqn, inputs)[0] if weight.dtype == dtype else product(eqn, inputs, 1, weight)
+
+    spec = PartitionSpec(axes.batch)
+    in_specs = spec, spec, PartitionSpec()
+    with source_context(eqn):
+        return jax.shard_map(share, mesh=mesh, in_specs=in_specs, out_specs=spec, check_vma=False)(rows, copies, sizes)
 
 
 Bind = Callable[[Any, Sequence[Any]], list[Any]]

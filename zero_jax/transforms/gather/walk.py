@@ -42,8 +42,10 @@ from zero_jax.transforms.gather.loops import hoisted, sliced, staged
 from zero_jax.transforms.gather.ordering import Ordering
 from zero_jax.transforms.gather.per_device import SAME_PARAM, copy_per_device, example_dims, multiply
 from zero_jax.transforms.gather.products import (
+    by_rows,
     flat_product,
     holds_convolution,
+    is_by_rows,
     is_partitioned_wrongly,
     needs_dtype,
     product,
@@ -228,8 +230,9 @@ class GatherWalk(Walk[GatherFrame]):
         """Returns an equation on gathered params as a function of the arrays that its inputs are made of, and these."""
         inputs, evaluate = flat_product(eqn, values)
         packed, dtype, own = Packed(inputs), self.options.product_dtype, self.options.own_examples
-        pin = id(eqn) in self.mixed or has_wrong_gradient(eqn)
         lazy = [(i, value) for i, value in enumerate(inputs) if isinstance(value, Lazy)]
+        mesh, axes, in_shares = self.options.mesh, self.options.axes, self.in_shares(eqn, inputs)
+        pin = (id(eqn) in self.mixed and not in_shares) or has_wrong_gradient(eqn)
         weights = [i for i, value in lazy if dtype is not None and needs_dtype(eqn, i, value.aval.dtype, dtype)]
         if own and any(i == 1 and is_partitioned_wrongly(eqn, value.dims) for i, value in lazy):
             weights, dtype = [1], dtype or inputs[1].aval.dtype  # type: ignore[union-attr]
@@ -243,6 +246,10 @@ class GatherWalk(Walk[GatherFrame]):
 
         def region(*arrays: Any) -> list[Any]:
             inputs = kept.values_of(arrays)
+            if in_shares:
+                rows, weight, sizes = inputs
+                copies = self.copies(weight, dtype=dtype if weights else None)
+                return [by_rows(eqn, [taken(rows), taken(sizes)], copies, mesh=mesh, axes=axes)]
             made = [taken(value) for value in inputs]
             if not weights:
                 return evaluate(made, self.bind)
@@ -251,6 +258,13 @@ class GatherWalk(Walk[GatherFrame]):
             return evaluate(made, lambda eqn, inputs: [product(eqn, inputs, place, weight, own)])
 
         return region, packed
+
+    def in_shares(self, eqn: Any, values: Sequence[Any]) -> bool:
+        """Tells whether each device computes a share of a product of all examples with a sharded param."""
+        if id(eqn) not in self.mixed or self.options.mapped:
+            return False
+        shards = [isinstance(value, Lazy) and value.is_shard for value in values]
+        return shards == [False, True, False] and is_by_rows(eqn, self.options.mesh, self.options.axes)
 
     def copied(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """An equation on a param that each device has its own copy of; `only_multiplied` says which these can be."""
@@ -376,9 +390,10 @@ class GatherWalk(Walk[GatherFrame]):
 
         return SharedRegion(jaxpr=jaxpr, function=jax.checkpoint(call, **options), params_only=params_only)
 
-    def copies(self, value: Lazy) -> jax.Array:
+    def copies(self, value: Lazy, dtype: Any = None) -> jax.Array:
         """Gathers a shard and gives each device its own copy, whose gradients are summed in the reduce dtype."""
         options, dims, array = self.options, value.shard, value.built
+        array = array if dtype is None else array.astype(dtype)
         with gather_scope(value.path):
             forward = gathering(options, value, array.shape)
             array = reshard(array, forward=forward, backward=Chain((named(options.mesh, dims),)))

@@ -826,6 +826,45 @@ def test_batches_behind_one_another_train_as_one_device(stage, pipe, size, pipel
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
+def test_each_row_of_batches_behind_one_another_has_random_numbers_of_its_own(pipeline):
+    """Of a microbatch, device by device, a part of each batch, the first one first."""
+    pipe, k, mesh = 4, 8, zero.make_mesh(pipe=4)
+    params, batch = init_params(), make_batches(1, size=32)[0]
+
+    def loss(params, tokens, keys):
+        def layer(x, slices):
+            w, key = slices
+            return x + jnp.where(jax.random.bernoulli(key, 0.5, x.shape), jnp.tanh(x @ w["w"]), 0), None
+
+        return jax.lax.scan(layer, params["embed"][tokens], (params["layers"], keys))[0] @ params["head"]
+
+    def loss_fn(params, batch, key):
+        x = loss(params, jnp.concatenate([batch["tokens"], batch["tokens"][:, ::-1]]), jax.random.split(key, LAYERS))
+        chosen, others = jnp.split(x, 2)
+        return jnp.square(chosen - 0.5 * others).mean()
+
+    def by_hand(params, batch, key):
+        keys, losses = jax.random.split(key, LAYERS), []
+        places = np.arange(32).reshape(2, k, -1)
+        if pipeline == "gpipe":
+            places = places.reshape(2, pipe, k // pipe, -1).swapaxes(1, 2).reshape(places.shape)
+        for number in range(k):
+            tokens = batch["tokens"][places[:, number]]
+            tokens = jnp.stack([tokens, tokens[..., ::-1]], 1).reshape(-1, LENGTH)
+            x = loss(params, tokens, jax.vmap(lambda key, number=number: jax.random.fold_in(key, number))(keys))
+            x = x.reshape(2, 2, -1, LENGTH, VOCAB)
+            losses.append(jnp.square(x[:, 0] - 0.5 * x[:, 1]).mean())
+        return sum(losses) / k
+
+    config = make_config(stage=2, num_microbatches=k, pipeline=pipeline)
+    state = zero.init_state(params, optax.sgd(0.1), jax.random.key(3), mesh=mesh, config=config)
+    found = zero.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, config=config).grads(state, batch)
+    key = jax.random.fold_in(state.key, state.step)
+    assert_close(found, jax.jit(jax.value_and_grad(by_hand))(params, batch, key), tolerance=FLOAT32)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("pairs", [lambda x: (x[::2], x[1::2]), lambda x: x.reshape(-1, 2).T], ids=["steps", "shape"])
 def test_neighbours_are_those_of_the_batch_with_one_example_a_microbatch(pairs):
     """They are of one batch each, of the two that are behind one another."""

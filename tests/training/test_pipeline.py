@@ -763,6 +763,21 @@ def with_an_encoder(params, batch):
     return jnp.square((x + made[:, :1]) @ params["head"]).mean() + 0.1 * jnp.square(made).mean()
 
 
+def with_an_early_exit(params, batch):
+    """A loss behind half of the layers, which add to a sum on the way, and one behind all."""
+    halves = [jax.tree.map(lambda x, i=i: x[i : i + LAYERS // 2], params["layers"]) for i in (0, LAYERS // 2)]
+
+    def layer(carry, w):
+        x, aux = carry
+        x = x + jnp.tanh(x @ w["w"] + w["bias"])
+        return (x, aux + jnp.square(x).mean()), None
+
+    (x, aux), _ = jax.lax.scan(layer, (params["embed"][batch["tokens"]], 0.0), halves[0])
+    early = jnp.square(x @ params["head"]).mean()
+    x = jax.lax.scan(lambda x, w: (layer((x, 0.0), w)[0][0], None), x, halves[1])[0]
+    return 0.3 * early + jnp.square(jnp.sin(x) @ params["head"]).mean() + 0.1 * aux
+
+
 def of_one_set(params, batch):
     """A Python loop over layers that all have the same params, and numbers of their own, within a `jax.checkpoint`."""
 
@@ -957,6 +972,7 @@ FORMS = {
     of_one_set_in_a_loop: ("1f1b", 6, [LAYERS]),
     in_a_u: ("1f1b", 4, [LAYERS // 2] * 2),
     in_towers: ("1f1b", 4, [LAYERS // 2] * 2),
+    with_an_early_exit: ("1f1b", 4, [LAYERS // 2] * 2),
     with_an_encoder: ("1f1b", 4, [LAYERS // 2] * 2),
     in_reverse: ("gpipe", 4, [LAYERS - 1, LAYERS, LAYERS]),
     in_a_checkpoint: ("1f1b", 6, [LAYERS]),

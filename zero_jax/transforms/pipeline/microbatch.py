@@ -119,7 +119,9 @@ class LossTraces:
         loops = [eqn for eqn in loops if self.differentiated.isdisjoint(eqn.outvars)]
         layers = [eqn.outvars for eqn in loops if any(map(is_contraction, equations_of(eqn)))]
         others = [own for own in (first.eqns[x.index].outvars for x in before) if self.after.isdisjoint(own)]
-        self.inside = self.differentiated - _made_of([x for own in others for x in own], first.eqns)
+        made_before = _made_of([x for own in others for x in own], first.eqns)
+        self.inside = self.differentiated - made_before
+        self.sums_before = {x for x in made_before & self.relations.keys() if self.relations[x].kind is Kind.SUM}
         layers += others
         self.of_others = {x: max(y.aval.size for y in own) for own in layers for x in _made_of(own, first.eqns)}
 
@@ -175,7 +177,7 @@ class LossTraces:
         first, needed, own = self.opened[0], set(results), []
         for i in reversed(range(len(first.eqns))):
             eqn = first.eqns[i]
-            if needed.isdisjoint(eqn.outvars) or all(self.is_shared(x) or self.is_of_others(x) for x in eqn.outvars):
+            if all(self.is_shared(x) or self.is_of_others(x) for x in needed.intersection(eqn.outvars)):
                 continue
             own.append(i)
             needed.update(x for x in self.reads(i) if not jaxprs.is_literal(x))
@@ -339,7 +341,8 @@ class _End:
                 own = {x: role_of(relations[x], "what loss_fn returns or reads of its layers") for x in made}
             except CannotCut as error:
                 own, why = {}, str(error)
-            if not made or (len(own) == len(made) and late.isdisjoint(reads)):
+            is_late = not (late.isdisjoint(reads) and traces.sums_before.isdisjoint(jaxprs.variables(eqn)))
+            if not made or (len(own) == len(made) and not is_late):
                 roles.update(own)
             elif any(x in roles and roles[x].is_rows for x in reads):
                 is_aux = _read_for(whole.outvars[0], whole.eqns).isdisjoint(eqn.outvars)

@@ -175,7 +175,9 @@ def _forward(entry: FoundLoop) -> FoundLoop:
         return entry
     stages = entry.loop.stages
     if stages.num_microbatches % stages.num_stages:
-        why = f"it is no chain of 1f1b, and {stages.num_microbatches} microbatches are no multiple of the stages"
+        why = (
+            f"it is run before the chain of '1f1b', and {stages.num_microbatches} microbatches are no multiple of pipe"
+        )
         return dataclasses.replace(entry, loop=None, why=why)
     schedule = dataclasses.replace(stages.schedule, is_interleaved=False)
     loop = dataclasses.replace(entry.loop, stages=dataclasses.replace(stages, schedule=schedule))

@@ -1249,6 +1249,35 @@ def test_on_a_tpu_a_microbatch_may_have_fewer_examples_than_there_are_devices():
     lowered(loss, params=params, batch=batch, mesh=mesh, stage=3, num_microbatches=2)
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_table_of_which_a_stage_takes_many_rows_trains_as_on_one_device(stage):
+    mean = ends_in(lambda logits, batch, params: (jnp.square(logits) * batch["mask"][..., None]).mean())
+    params, batch = init_params(), make_batches(1, size=128)[0]
+    found = one_step(mean, params, batch, mesh=zero.make_mesh(pipe=2), stage=stage, num_microbatches=4)
+    assert_close(found, jax.jit(jax.value_and_grad(mean))(params, batch), tolerance=FLOAT32)
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+def test_the_gradient_of_a_table_is_reduce_scattered_over_stages():
+    pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
+    shapes = {"embed": (512, 256), "layers": (4, 256, 256)}
+    params = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+
+    def loss_fn(params, batch):
+        x = params["embed"][batch["tokens"]]
+        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params["layers"])
+        return jnp.square(x @ params["embed"].T).mean()
+
+    mesh, batch = zero.make_mesh(topology="v5p:2x2x1", pipe=2), {"tokens": np.zeros((64, 256), np.int32)}
+    fields = {"stage": 1, "num_microbatches": 4, "precision": "bf16"}
+    compiled = lowered(loss_fn, params=params, batch=batch, mesh=mesh, **fields).compile()
+    rows = [x for x in zero.comms.measure(compiled, mesh=mesh).rows if x.axes == ("pipe",) and x.phase == "backward"]
+    large = [x.kind for x in rows if x.total_sent_bytes > params["embed"].size / 2]
+    assert {*large} <= {"reduce-scatter", "collective-permute"}
+    assert large.count("reduce-scatter") == 2
+
+
 @pytest.mark.tpu_compiler
 def test_stages_in_slices_of_their_own_come_first_in_a_mesh():
     pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")

@@ -6,10 +6,11 @@ import collections
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -264,7 +265,9 @@ def with_stages(program: LossProgram, stages: Stages, moved: MovedGrads | None =
         jaxpr, _ = jaxprs.open_jaxpr(traced.closed)
         uses = collections.Counter(x for eqn in jaxpr.eqns for x in jaxprs.variables(eqn))
         params = {x: i for i, x in enumerate(jaxpr.invars[: traced.num_params]) if uses[x] == 1}
-        walk = _StageWalk({} if moved is None else params, moved)
+        walk = _StageWalk(
+            frozenset(jaxpr.invars[: traced.num_params]), {} if moved is None else params, moved, stages.place
+        )
         return traced.evaluated(lambda leaves, _: walk.run(traced.closed, leaves, None))
 
     return PipelinedProgram(program, stages).then(evaluated)
@@ -273,16 +276,18 @@ def with_stages(program: LossProgram, stages: Stages, moved: MovedGrads | None =
 class _StageWalk(Walk[None]):
     """Evaluates a program on arrays, with its stages."""
 
-    def __init__(self, params: Mapping[Any, int], moved: MovedGrads | None):
+    def __init__(self, tables: Set[Any], params: Mapping[Any, int], moved: MovedGrads | None, place: StagePlace):
         super().__init__()
-        self.params, self.moved = params, moved
+        self.tables, self.params, self.moved, self.place = tables, params, moved, place
 
     def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> bool:
         return sub.kind == "call" and any(each.primitive is pipeline_p for each in equations_of(eqn))
 
     def operation(self, eqn: Any, values: list[Any], frame: None) -> Sequence[Any]:
         if eqn.primitive is not pipeline_p:
-            return jaxprs.bind(eqn, values)
+            is_lookup = eqn.primitive.name == "gather" and eqn.invars[0] in self.tables
+            is_large = is_lookup and _takes_many_rows(eqn, self.place.num_stages)
+            return [self.rows(eqn, *values)] if is_large else jaxprs.bind(eqn, values)
         loop, layers, others, stacks = split_stages(eqn, values)
         opened, own = jaxprs.open_jaxpr(layers.layer)
 
@@ -294,6 +299,15 @@ class _StageWalk(Walk[None]):
             stacks = [self.stages(*each, layers) for each in zip(atoms, stacks, strict=True)]
             return run_schedule(loop, others, stacks, layer)
 
+    def rows(self, eqn: Any, table: jax.Array, indices: jax.Array) -> jax.Array:
+        """Returns rows of a table that each stage has of its own: of one of all XLA:TPU all-reduces the gradient."""
+        place, num_stages = self.place, self.place.num_stages
+        tables = place.pinned(jnp.broadcast_to(table, (num_stages, *table.shape)), place.pipe)
+        indices = indices.reshape(num_stages, indices.shape[0] // num_stages, *indices.shape[1:])
+        look_up = jax.vmap(lambda *values: jaxprs.bind(eqn, values)[0], spmd_axis_name=place.pipe)
+        rows = look_up(tables, place.pinned(indices, place.pipe))
+        return place.pinned(rows.reshape(eqn.outvars[0].aval.shape), place.pipe)
+
     def stages(self, atom: Any, stack: Any, loop: LayerLoop) -> jax.Array:
         """Returns a stack as stages have it; notes how its gradient moves, if it does not by itself."""
         number, moved = -1 if jaxprs.is_literal(atom) else self.params.get(atom, -1), self.moved
@@ -304,6 +318,15 @@ class _StageWalk(Walk[None]):
         path, dims = moved.parts[number]
         with gather_scope(path):
             return place.stages_apart(stack, groups, dims[1:], moved.copies)
+
+
+def _takes_many_rows(eqn: Any, num_stages: int) -> bool:
+    """Tells whether a lookup takes whole rows of a table, on each stage more than it has."""
+    (table, indices), dims = (x.aval for x in eqn.invars), eqn.params["dimension_numbers"]
+    of_rows = dims.collapsed_slice_dims == dims.start_index_map == (0,) and not dims.operand_batching_dims
+    is_whole = of_rows and eqn.params["slice_sizes"][1:] == table.shape[1:] and 0 not in dims.offset_dims
+    is_large = eqn.outvars[0].aval.size >= num_stages * table.size
+    return is_whole and indices.ndim > 1 and is_large and indices.shape[0] % num_stages == 0
 
 
 def split_stages(

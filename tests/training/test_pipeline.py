@@ -1020,6 +1020,15 @@ def test_targets_of_a_reference_train_as_one_device_with_one_example_a_microbatc
     assert_close(state.params, params, tolerance=FLOAT32)
 
 
+@pytest.mark.parametrize("loss_fn", [with_an_encoder, beside_a_reference])
+def test_a_trace_has_what_several_chains_of_1f1b_send(loss_fn):
+    config, mesh = make_config(stage=1, num_microbatches=4, pipeline="1f1b"), zero.make_mesh(pipe=4)
+    trace = zero.trace_loss(loss_fn, init_params(), make_batches(1)[0], mesh=mesh, config=config)
+    sent = [move.phase for move in trace.moves if move.axes == ("pipe",)]
+    assert sent.count("forward") == 2
+    assert trace.residuals.device_bytes > 0
+
+
 def test_what_all_layers_of_a_loop_broadcast_does_not_travel():
     fields = {"mesh": zero.make_mesh(pipe=4), "config": make_config(num_microbatches=4)}
     (loop,) = zero.pipeline_report(with_windows, init_params(), make_batches(1)[0], **fields).loops

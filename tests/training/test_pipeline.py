@@ -474,9 +474,12 @@ def test_what_is_no_sum_over_microbatches_is_refused_by_1f1b():
     def quotient(logits, batch, params):
         return jnp.square(logits).sum() / jnp.abs(logits).sum()
 
-    def chained(logits, batch, params):
-        x = jax.lax.scan(lambda x, w: (x @ w["w"], None), logits @ params["head"].T, params["layers"])[0]
-        return jnp.square(x).mean()
+    def of_columns(params, batch):
+        """Layers that read what others made, with examples along the second dim."""
+        made = x = params["embed"][batch["tokens"].T]
+        made, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["w"]), None), made, params["layers"])
+        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(made @ w["w"]), None), x, params["layers"])
+        return jnp.square(x @ params["head"]).mean()
 
     def worst(logits, batch, params):
         losses = jnp.square(logits).mean((1, 2))
@@ -486,19 +489,20 @@ def test_what_is_no_sum_over_microbatches_is_refused_by_1f1b():
         worst: "an entry of aux is not made of those of microbatches",
         contrasted: "the loss is not made of those of microbatches: .* at .*test_pipeline",
         quotient: "the loss is a function of several sums over the examples",
-        chained: "one chain of layers, and there are several",
     }
     for loss, message in refused.items():
         with pytest.raises(ValueError, match=f"pipeline='1f1b'.*{message}.*give pipeline='gpipe'; or leave pipe out"):
             lowered(ends_in(loss), pipeline="1f1b")
         lowered(ends_in(loss), pipeline="gpipe")
+    with pytest.raises(ValueError, match=r"pipeline='1f1b'.*there are several that have to be.*give pipeline='gpipe'"):
+        lowered(of_columns, pipeline="1f1b")
     scaled = zero.Precision(loss_scale=zero.LossScaleConfig())
     with pytest.raises(ValueError, match=r"a loss scale with pipeline='1f1b'.*bf16"):
         lowered(loss_fn, pipeline="1f1b", precision=scaled)
 
 
 def test_of_several_chains_1f1b_has_the_longest():
-    """If the others have fewer layers, as the dense layers before those with experts; they run in each stage."""
+    """Others with fewer layers, as the dense layers before those with experts, are stages before it."""
 
     def loss_fn(params, batch):
         layer = lambda x, w: (x + jnp.tanh(x @ w["w"] + w["bias"]), None)  # noqa: E731
@@ -506,12 +510,31 @@ def test_of_several_chains_1f1b_has_the_longest():
         x = jax.lax.scan(layer, params["embed"][batch["tokens"]], first)[0]
         return jnp.square(jax.lax.scan(layer, x, params["layers"])[0] @ params["head"]).mean()
 
-    params, batch = init_params(), make_batches(1)[0]
+    params, batch, mesh = init_params(), make_batches(1)[0], zero.make_mesh(pipe=2)
     fields = {"stage": 1, "num_microbatches": 4, "pipeline": "1f1b"}
-    with pytest.warns(
-        UserWarning, match="layers at .*test_pipeline.* are not cut .* has one chain of layers, the longest"
-    ):
-        found = one_step(loss_fn, params, batch, mesh=zero.make_mesh(pipe=2), **fields)
+    report = zero.pipeline_report(loss_fn, params, batch, mesh=mesh, config=make_config(**fields))
+    assert ([loop.num_layers for loop in report.loops], report.left) == ([2, LAYERS], ())
+    found = one_step(loss_fn, params, batch, mesh=mesh, **fields)
+    assert_close(found, jax.jit(jax.value_and_grad(loss_fn))(params, batch), tolerance=FLOAT32)
+
+
+def test_layers_without_a_gradient_behind_those_of_1f1b_are_of_each_stage():
+    """The report and a warning say that they are no stages; what they make is right."""
+
+    def loss_fn(params, batch):
+        layer = lambda x, w: (x + jnp.tanh(x @ w["w"] + w["bias"]), None)  # noqa: E731
+        x = jax.lax.scan(layer, params["embed"][batch["tokens"]], params["layers"])[0]
+        judge = jax.tree.map(lambda w: jnp.sin(w[2:]), params["layers"])
+        judged = jax.lax.stop_gradient(jax.lax.scan(layer, x, judge)[0]).mean(1)
+        return jnp.square(x.mean(1) @ params["head"] - jnp.cos(judged @ params["head"])).mean()
+
+    params, batch, mesh = init_params(), make_batches(1)[0], zero.make_mesh(pipe=2)
+    fields = {"stage": 1, "num_microbatches": 4, "pipeline": "1f1b"}
+    report = zero.pipeline_report(loss_fn, params, batch, mesh=mesh, config=make_config(**fields))
+    assert [loop.num_layers for loop in report.loops] == [LAYERS]
+    assert "runs all of them in each stage" in report.left[0]
+    with pytest.warns(UserWarning, match="layers at .*test_pipeline.* not cut .* runs all of them in each stage"):
+        found = one_step(loss_fn, params, batch, mesh=mesh, **fields)
     assert_close(found, jax.jit(jax.value_and_grad(loss_fn))(params, batch), tolerance=FLOAT32)
 
 
@@ -730,6 +753,31 @@ def in_towers(params, batch):
     return jnp.square((towers[0] * towers[1]) @ params["head"]).mean()
 
 
+def with_an_encoder(params, batch):
+    """An encoder, and a decoder of as many layers, each of which reads what the encoder makes, as the loss does."""
+    first, second = (jax.tree.map(lambda x: x[i : i + LAYERS // 2], params["layers"]) for i in (0, LAYERS // 2))  # noqa: B023
+    layer = lambda x, w: (x + jnp.tanh(x @ w["w"] + w["bias"]), None)  # noqa: E731
+    made = jax.lax.scan(layer, params["embed"][batch["tokens"][:, ::-1]], first)[0] * params["gate"]
+    read = lambda x, w: layer(x + made * jnp.tanh(x * made).sum(-1, keepdims=True), w)  # noqa: E731
+    x = jax.lax.scan(read, params["embed"][batch["tokens"]], second)[0]
+    return jnp.square((x + made[:, :1]) @ params["head"]).mean() + 0.1 * jnp.square(made).mean()
+
+
+def with_an_early_exit(params, batch):
+    """A loss behind half of the layers, which add to a sum on the way, and one behind all."""
+    halves = [jax.tree.map(lambda x, i=i: x[i : i + LAYERS // 2], params["layers"]) for i in (0, LAYERS // 2)]
+
+    def layer(carry, w):
+        x, aux = carry
+        x = x + jnp.tanh(x @ w["w"] + w["bias"])
+        return (x, aux + jnp.square(x).mean()), None
+
+    (x, aux), _ = jax.lax.scan(layer, (params["embed"][batch["tokens"]], 0.0), halves[0])
+    early = jnp.square(x @ params["head"]).mean()
+    x = jax.lax.scan(lambda x, w: (layer((x, 0.0), w)[0][0], None), x, halves[1])[0]
+    return 0.3 * early + jnp.square(jnp.sin(x) @ params["head"]).mean() + 0.1 * aux
+
+
 def of_one_set(params, batch):
     """A Python loop over layers that all have the same params, and numbers of their own, within a `jax.checkpoint`."""
 
@@ -826,6 +874,45 @@ def test_batches_behind_one_another_train_as_one_device(stage, pipe, size, pipel
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
+def test_each_row_of_batches_behind_one_another_has_random_numbers_of_its_own(pipeline):
+    """Of a microbatch, device by device, a part of each batch, the first one first."""
+    pipe, k, mesh = 4, 8, zero.make_mesh(pipe=4)
+    params, batch = init_params(), make_batches(1, size=32)[0]
+
+    def loss(params, tokens, keys):
+        def layer(x, slices):
+            w, key = slices
+            return x + jnp.where(jax.random.bernoulli(key, 0.5, x.shape), jnp.tanh(x @ w["w"]), 0), None
+
+        return jax.lax.scan(layer, params["embed"][tokens], (params["layers"], keys))[0] @ params["head"]
+
+    def loss_fn(params, batch, key):
+        x = loss(params, jnp.concatenate([batch["tokens"], batch["tokens"][:, ::-1]]), jax.random.split(key, LAYERS))
+        chosen, others = jnp.split(x, 2)
+        return jnp.square(chosen - 0.5 * others).mean()
+
+    def by_hand(params, batch, key):
+        keys, losses = jax.random.split(key, LAYERS), []
+        places = np.arange(32).reshape(2, k, -1)
+        if pipeline == "gpipe":
+            places = places.reshape(2, pipe, k // pipe, -1).swapaxes(1, 2).reshape(places.shape)
+        for number in range(k):
+            tokens = batch["tokens"][places[:, number]]
+            tokens = jnp.stack([tokens, tokens[..., ::-1]], 1).reshape(-1, LENGTH)
+            x = loss(params, tokens, jax.vmap(lambda key, number=number: jax.random.fold_in(key, number))(keys))
+            x = x.reshape(2, 2, -1, LENGTH, VOCAB)
+            losses.append(jnp.square(x[:, 0] - 0.5 * x[:, 1]).mean())
+        return sum(losses) / k
+
+    config = make_config(stage=2, num_microbatches=k, pipeline=pipeline)
+    state = zero.init_state(params, optax.sgd(0.1), jax.random.key(3), mesh=mesh, config=config)
+    found = zero.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, config=config).grads(state, batch)
+    key = jax.random.fold_in(state.key, state.step)
+    assert_close(found, jax.jit(jax.value_and_grad(by_hand))(params, batch, key), tolerance=FLOAT32)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("pairs", [lambda x: (x[::2], x[1::2]), lambda x: x.reshape(-1, 2).T], ids=["steps", "shape"])
 def test_neighbours_are_those_of_the_batch_with_one_example_a_microbatch(pairs):
     """They are of one batch each, of the two that are behind one another."""
@@ -883,8 +970,10 @@ FORMS = {
     of_one_set_in_reverse: ("gpipe", 4, [LAYERS]),
     of_one_set: ("circular:2", 4, [LAYERS]),
     of_one_set_in_a_loop: ("1f1b", 6, [LAYERS]),
-    in_a_u: ("gpipe", 4, [LAYERS // 2] * 2),
-    in_towers: ("gpipe", 4, [LAYERS // 2] * 2),
+    in_a_u: ("1f1b", 4, [LAYERS // 2] * 2),
+    in_towers: ("1f1b", 4, [LAYERS // 2] * 2),
+    with_an_early_exit: ("1f1b", 4, [LAYERS // 2] * 2),
+    with_an_encoder: ("1f1b", 4, [LAYERS // 2] * 2),
     in_reverse: ("gpipe", 4, [LAYERS - 1, LAYERS, LAYERS]),
     in_a_checkpoint: ("1f1b", 6, [LAYERS]),
     with_windows: ("1f1b", 4, [LAYERS]),
@@ -931,6 +1020,15 @@ def test_targets_of_a_reference_train_as_one_device_with_one_example_a_microbatc
     assert_close(state.params, params, tolerance=FLOAT32)
 
 
+@pytest.mark.parametrize("loss_fn", [with_an_encoder, beside_a_reference])
+def test_a_trace_has_what_several_chains_of_1f1b_send(loss_fn):
+    config, mesh = make_config(stage=1, num_microbatches=4, pipeline="1f1b"), zero.make_mesh(pipe=4)
+    trace = zero.trace_loss(loss_fn, init_params(), make_batches(1)[0], mesh=mesh, config=config)
+    sent = [move.phase for move in trace.moves if move.axes == ("pipe",)]
+    assert sent.count("forward") == 2
+    assert trace.residuals.device_bytes > 0
+
+
 def test_what_all_layers_of_a_loop_broadcast_does_not_travel():
     fields = {"mesh": zero.make_mesh(pipe=4), "config": make_config(num_microbatches=4)}
     (loop,) = zero.pipeline_report(with_windows, init_params(), make_batches(1)[0], **fields).loops
@@ -966,6 +1064,18 @@ def test_layers_that_share_params_train_as_one_device(stage, pipeline, loss_fn):
     params, batch, mesh = init_params(), make_batches(1)[0], zero.make_mesh(pipe=4)
     found = one_step(loss_fn, params, batch, mesh=mesh, stage=stage, num_microbatches=4, pipeline=pipeline)
     assert_close(found, jax.jit(jax.value_and_grad(loss_fn))(params, batch), tolerance=FLOAT32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "pipe", "pipeline"), [(0, 4, "1f1b"), (2, 2, "1f1b:2"), (3, 4, "1f1b")])
+def test_an_encoder_before_the_layers_of_1f1b_trains_as_one_device(stage, pipe, pipeline):
+    fields = {"params": init_params(), "stage": stage, "num_microbatches": 4, "pipeline": pipeline}
+    batches, mesh = make_batches(), zero.make_mesh(pipe=pipe)
+    state, history = run_zero(with_an_encoder, optimizer(), batches, mesh=mesh, **fields)
+    params, opt_state, losses = run_plain(with_an_encoder, optimizer(), batches, params=init_params())
+    assert_close([x.loss for x in history], losses, tolerance=FLOAT32)
+    assert_close(state.opt_state[0], opt_state[0], tolerance=FLOAT32)
+    assert_close(state.params, params, tolerance=FLOAT32)
 
 
 def replaced(layer):
@@ -1146,6 +1256,53 @@ def test_on_a_tpu_a_microbatch_may_have_fewer_examples_than_there_are_devices():
     loss = lambda p, b: jnp.square(jax.lax.scan(lambda x, w: (x @ w, None), b["x"], p["layers"])[0]).mean()  # noqa: E731
     batch, mesh = {"x": np.zeros((4, 8, 128), np.float32)}, zero.make_mesh(topology="v5p:2x2x1", pipe=2)
     lowered(loss, params=params, batch=batch, mesh=mesh, stage=3, num_microbatches=2)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_table_of_which_a_stage_takes_many_rows_trains_as_on_one_device(stage):
+    mean = ends_in(lambda logits, batch, params: (jnp.square(logits) * batch["mask"][..., None]).mean())
+    params, batch = init_params(), make_batches(1, size=128)[0]
+    found = one_step(mean, params, batch, mesh=zero.make_mesh(pipe=2), stage=stage, num_microbatches=4)
+    assert_close(found, jax.jit(jax.value_and_grad(mean))(params, batch), tolerance=FLOAT32)
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+def test_the_gradient_of_a_table_is_reduce_scattered_over_stages():
+    pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
+    shapes = {"embed": (512, 256), "layers": (4, 256, 256)}
+    params = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+
+    def loss_fn(params, batch):
+        x = params["embed"][batch["tokens"]]
+        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params["layers"])
+        return jnp.square(x @ params["embed"].T).mean()
+
+    mesh, batch = zero.make_mesh(topology="v5p:2x2x1", pipe=2), {"tokens": np.zeros((64, 256), np.int32)}
+    fields = {"stage": 1, "num_microbatches": 4, "precision": "bf16"}
+    compiled = lowered(loss_fn, params=params, batch=batch, mesh=mesh, **fields).compile()
+    rows = [x for x in zero.comms.measure(compiled, mesh=mesh).rows if x.axes == ("pipe",) and x.phase == "backward"]
+    large = [x.kind for x in rows if x.total_sent_bytes > params["embed"].size / 2]
+    assert {*large} <= {"reduce-scatter", "collective-permute"}
+    assert large.count("reduce-scatter") == 2
+
+
+@pytest.mark.tpu_compiler
+def test_stages_in_slices_of_their_own_come_first_in_a_mesh():
+    pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
+    best = zero.make_mesh(topology="2xv5e:2x2", pipe=2)
+    grid = np.moveaxis(best.devices, [*best.axis_names].index("pipe"), -1).reshape(4, 2)
+    own = jax.sharding.Mesh(grid, ("data", "pipe"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    params, batch = init_params(), make_batches(1, size=32)[0]
+    reports = [
+        zero.pipeline_report(loss_fn, params, batch, mesh=mesh, config=make_config(stage=2, num_microbatches=4))
+        for mesh in (best, own)
+    ]
+    assert not reports[0].warning
+    assert re.search("the mesh has data before pipe.* first, as zero.make_mesh", reports[1].warning)
+    assert f"warning: {reports[1].warning}" in str(reports[1])
+    with pytest.warns(UserWarning, match="the mesh has data before pipe"):
+        lowered(loss_fn, params=params, batch=batch, mesh=own)
 
 
 @pytest.mark.slow

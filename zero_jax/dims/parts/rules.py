@@ -217,14 +217,16 @@ def _iota(pair: Pair, _: Sequence[Relation]) -> list[Relation]:
 def _random(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     """Draws: what is drawn for examples is each one's own, however many there are.
 
-    The numbers themselves differ from one part to the next; they are as random.
+    The numbers themselves differ from one part to the next; they are as random. By a key that all have they are so in
+    any order, of any number of batches behind one another.
     """
     keys = [rows(x.dim) if x.kind is Kind.POSITIONS and x.dim is not None else x for x in inputs]
     x, results = applied(keys), []
     for i in range(len(pair.whole.outvars)):
         grows = [d for d, (a, b) in enumerate(zip(*pair.results(i), strict=True)) if a != b]
         check(len(grows) <= 1 and (x.kind is Kind.SAME or grows == [x.dim]))
-        results.append(rows(grows[0]) if grows else SAME)
+        of_example = rows(grows[0]) if grows else SAME
+        results.append(dataclasses.replace(of_example, batches=0) if grows and x.kind is Kind.SAME else of_example)
     return results
 
 

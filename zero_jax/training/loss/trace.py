@@ -179,8 +179,10 @@ def trace_step_loss(loss: StepLoss, params: PyTree, batch: PyTree) -> LossTrace:
         if schedule.is_interleaved:
             device_bytes = residuals.device_bytes
             # Of the microbatches that wait, or of one at a time and the inputs of a group of those that wait.
-            (loop,), own_bytes = stages.loops, device_bytes / (stages.num_microbatches * schedule.num_groups)
-            own_bytes += stages.num_kept * loop.bytes_per_tick if loop.recomputed else (stages.num_kept - 1) * own_bytes
+            loops, own_bytes = stages.loops, device_bytes / (stages.num_microbatches * schedule.num_groups)
+            inputs = sum(loop.bytes_per_tick for loop in loops)
+            is_recomputed = all(loop.recomputed for loop in loops)
+            own_bytes += stages.num_kept * inputs if is_recomputed else (stages.num_kept - 1) * own_bytes
             others = (peak_bytes - device_bytes) * stages.num_stages / stages.num_microbatches
             peak_bytes, residuals = own_bytes + others, dataclasses.replace(residuals, device_bytes=own_bytes)
     return LossTrace(

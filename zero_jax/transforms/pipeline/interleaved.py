@@ -131,8 +131,6 @@ class _InterleavedTicks(Ticks):
 
         `seeds` are the derivatives of the loss by the results that it is a sum of.
         """
-        if any(wanted[self.num_shared : self.first_stack]):
-            raise ValueError("pipeline='1f1b' has no gradient by the batch: leave pipeline out (pipeline='gpipe')")
         rows = operands[self.num_shared : self.first_stack]
         self.rows = [self.microbatches(x) for x in rows]
         # Gradients are summed over layers in the dtype of what all of them read.
@@ -142,14 +140,16 @@ class _InterleavedTicks(Ticks):
         self.seeds = [x * self.part(i) for x, i in zip(seeds, self.program.summed, strict=True)]
         self.wanted = [i for i, flag in enumerate(wanted) if flag]
         self.of_layers = [i for i in self.wanted if i >= self.first_stack]
-        self.others = self.wanted[: len(self.wanted) - len(self.of_layers)]
+        self.others = [i for i in self.wanted if i < self.num_shared]
+        # Of examples that other layers have made before.
+        self.of_rows = self.wanted[len(self.others) : len(self.wanted) - len(self.of_layers)]
         stages = lambda x: jax.ShapeDtypeStruct((self.num_stages, *x.shape), x.dtype)  # noqa: E731
         state = self.pinned([jnp.zeros(x.shape, x.dtype) for x in map(stages, self.avals)])
         self.passes = self.layer_passes()
         kept = [jnp.zeros((self.num_kept, *x.shape), x.dtype) for x in map(stages, self.passes.kept_avals)]
         roles = [*zip(self.program.results, (x.aval for x in self.jaxpr.outvars), strict=True)]
         with jax.named_scope(_BACKWARD):
-            grads_before = [[*map(self.no_grad, some)] for some in (self.others, self.of_layers)]
+            grads_before = [[*map(self.no_grad, some)] for some in (self.others + self.of_rows, self.of_layers)]
         sums = *grads_before, [self.nothing(role, stages(x)) for role, x in roles]
         carry = state, [state[i] for i in self.floats], [*map(self.pin_kept, kept)], sums
         (*summed, made), rows = self.all_ticks(carry)
@@ -223,8 +223,8 @@ class _InterleavedTicks(Ticks):
         results, before, grads, of_layers = mapped(work, made, own, rows, cotangents, sums[1], self.operands)
         before = [at_stages(is_own, x, jnp.zeros_like(x)) for x in before]
         before = self.pinned(before, self.floats)
-        each = zip(self.others, sums[0], grads, strict=True)
-        summed = [self.pin_grad(i, added_at(is_own, old, new)) for i, old, new in each]
+        each = zip(self.others + self.of_rows, sums[0], grads, strict=True)
+        summed = [self.grad_after(*x, number, is_own) for x in each]
         of_layers = [*map(self.pin_grad, self.of_layers, of_layers)]
         is_end, made = is_own & self.is_last(stage, work[1]), sums[2]
         each = zip(self.program.results, made, results, strict=False)
@@ -261,21 +261,25 @@ class _InterleavedTicks(Ticks):
         is_last, stacks = self.is_last(*work[:2]), operands[self.first_stack :]
 
         def value(arrived: list[Any], some: list[Any], sums: list[Any]) -> tuple[Any, list[Any]]:
-            all_of, after = dict(enumerate(operands)) | dict(zip(self.others, some, strict=True)), []
+            all_of, after = dict(enumerate(operands)), []
+            all_of |= zip(range(self.num_shared, self.first_stack), rows, strict=True)
+            all_of |= zip(self.others + self.of_rows, some, strict=True)
+            own_rows = [all_of[i] for i in range(self.num_shared, self.first_stack)]
 
             def layers(values: list[Any]) -> list[Any]:
                 sent, own = self.passes.linear(work, (values, arrived, sums, stacks), made, kept)
                 after.extend(own)
                 return sent
 
-            sent, results = self.stage_of(work, rows, [*all_of.values()], layers)
+            sent, results = self.stage_of(work, own_rows, [*all_of.values()], layers)
             if not ends:
                 return ([sent[i] for i in self.floats], after, []), []
             return ([sent[i] for i in self.floats], after, [results[i] for i in self.program.summed]), results
 
         # Of what has arrived and of sums only the derivative is wanted, not the value.
         zeros = [jnp.zeros_like(made[i]) for i in self.floats]
-        given = zeros, [operands[i] for i in self.others], self.no_sums(operands)
+        some = [*(operands[i] for i in self.others), *(rows[i - self.num_shared] for i in self.of_rows)]
+        given = zeros, some, self.no_sums(operands)
         (_, _, summed), pullback, results = jax.vjp(value, *given, has_aux=True)
         # Behind the last stage is the rest of the loss.
         seeds = [seed.astype(x.dtype) for seed, x in zip(self.seeds, summed, strict=False)]
@@ -383,10 +387,12 @@ class _InterleavedTicks(Ticks):
 
     def of_microbatches(self, role: Role, x: jax.Array) -> jax.Array:
         """Returns a result of the batch from those of microbatches in all stages, `[microbatches, stages, ...]`."""
+        return jnp.moveaxis(self.of_all_microbatches(jnp.moveaxis(x[:, -1], role.dim + 1, 1)), 0, role.dim)
+
+    def of_all_microbatches(self, x: jax.Array) -> jax.Array:
+        """Returns an array of the batch from `[microbatches, examples, ...]`."""
         n, m = self.place.num_shards, self.num_microbatches
-        x = jnp.moveaxis(x[:, -1], role.dim + 1, 1)
-        x = x.reshape(m, n, x.shape[1] // n, *x.shape[2:]).swapaxes(0, 1)
-        return jnp.moveaxis(lax.collapse(x, 0, 3), 0, role.dim)
+        return lax.collapse(x.reshape(m, n, x.shape[1] // n, *x.shape[2:]).swapaxes(0, 1), 0, 3)
 
     def rows_of(self, work: Work) -> list[jax.Array]:
         """Returns the examples of a microbatch for each stage."""
@@ -404,6 +410,10 @@ class _InterleavedTicks(Ticks):
         """Returns what stages keep, sharded by stage."""
         return self.place.pinned(x, (), self.place.pipe)
 
+    def pin_rows(self, x: jax.Array) -> jax.Array:
+        """Returns what stages have of the examples of all microbatches, sharded by stage and by examples."""
+        return self.place.pinned(x, self.place.pipe, (), self.place.batch)
+
     def at_slots(self, kept: jax.Array, slots: jax.Array) -> jax.Array:
         """Returns for each stage what it keeps in a slot."""
         take = lambda x, slot: lax.dynamic_index_in_dim(x, slot, 0, keepdims=False)  # noqa: E731
@@ -414,6 +424,10 @@ class _InterleavedTicks(Ticks):
 
     def no_grad(self, i: int) -> jax.Array:
         """Returns the gradient of an operand before the first tick, for each stage."""
+        if i in self.of_rows:
+            return self.pin_rows(
+                jnp.zeros((self.num_stages, *self.rows[i - self.num_shared].shape), wide(self.dtypes[i]))
+            )
         x = self.operands[i]
         shape = x.shape if i >= self.first_stack else (self.num_stages, *x.shape)
         return self.pin_grad(i, jnp.zeros(shape, wide(x.dtype)))
@@ -421,7 +435,22 @@ class _InterleavedTicks(Ticks):
     def grad(self, i: int, x: jax.Array) -> jax.Array:
         """Returns the gradient of an operand from those of the stages."""
         x = x.astype(self.dtypes[i])
-        return x if i >= self.first_stack else lax.reduce(x, jnp.zeros((), x.dtype), lax.add, (0,))
+        if i >= self.first_stack:
+            return x
+        x = lax.reduce(x, jnp.zeros((), x.dtype), lax.add, (0,))
+        return self.of_all_microbatches(x) if i in self.of_rows else x
+
+    def grad_after(self, i: int, old: jax.Array, new: jax.Array, numbers: jax.Array, is_own: jax.Array) -> jax.Array:
+        """Returns the gradient of an operand after a tick; each stage has that of the examples of its microbatch."""
+        if i not in self.of_rows:
+            return self.pin_grad(i, added_at(is_own, old, new))
+
+        def added(old: jax.Array, new: jax.Array, number: jax.Array) -> jax.Array:
+            own = lax.dynamic_index_in_dim(old, number[0], 1, keepdims=False) + new.astype(old.dtype)
+            return lax.dynamic_update_index_in_dim(old, own, number[0], 1)
+
+        new = at_stages(is_own, new, jnp.zeros_like(new))
+        return self.pin_rows(self.place.of_each(added, old, new, numbers))
 
     def part(self, i: int) -> float:
         """Returns what a result of the batch grows by with that of a microbatch."""

@@ -78,6 +78,7 @@ class LossTraces:
       num_params: how many of the inputs are params.
       differentiated: the variables on the batch through which they have a gradient.
       entry: the layers.
+      before: layers with a gradient; those that do not depend on `entry` are stages of their own before it.
       comparison: compares the traces.
 
     Raises:
@@ -93,6 +94,7 @@ class LossTraces:
         num_params: int,
         differentiated: set[Any],
         entry: FoundLoop,
+        before: Sequence[FoundLoop] = (),
         comparison: TraceComparison,
     ):
         self.differentiated = differentiated
@@ -104,6 +106,7 @@ class LossTraces:
         names = [[eqn.primitive.name for eqn in jaxpr.eqns] for jaxpr in self.opened]
         if any(other != names[0] for other in names[1:]):
             raise CannotCut("loss_fn does something else on a microbatch than on the batch, outside of its layers")
+        self.of_each: Sequence[int] = ()  # the equations that stages run on their microbatches, when they are known
         self.places: list[dict[Any, Any]] = [self.corresponding(jaxpr) for jaxpr in self.opened]
         first = self.opened[0]
         self.after = _made_of(first.eqns[self.index].outvars, first.eqns)
@@ -115,6 +118,11 @@ class LossTraces:
         loops = (eqn for eqn in first.eqns if eqn.primitive.name == "scan")
         loops = [eqn for eqn in loops if self.differentiated.isdisjoint(eqn.outvars)]
         layers = [eqn.outvars for eqn in loops if any(map(is_contraction, equations_of(eqn)))]
+        others = [own for own in (first.eqns[x.index].outvars for x in before) if self.after.isdisjoint(own)]
+        made_before = _made_of([x for own in others for x in own], first.eqns)
+        self.inside = self.differentiated - made_before
+        self.sums_before = {x for x in made_before & self.relations.keys() if self.relations[x].kind is Kind.SUM}
+        layers += others
         self.of_others = {x: max(y.aval.size for y in own) for own in layers for x in _made_of(own, first.eqns)}
 
     def corresponding(self, jaxpr: Any) -> dict[Any, Any]:
@@ -157,8 +165,8 @@ class LossTraces:
         return relation.kind is not Kind.ROWS and x not in self.of_params and shapes[0] == shapes[1]
 
     def is_of_others(self, x: Any) -> bool:
-        """Tells whether a value of examples is one that layers without a gradient make, or made of it and no larger."""
-        if x in self.after or x in self.differentiated or x.aval.size > self.of_others.get(x, -1):
+        """Tells whether a value of examples is one that layers before make, or made of it and no larger."""
+        if x in self.after or x in self.inside or x.aval.size > self.of_others.get(x, -1):
             return False
         relation, of_one = self.relations.get(x), self.places[1][x].aval.shape  # which may have no dim of examples
         is_rows = relation is not None and relation.is_plain and relation.kind is Kind.ROWS and relation.dim == 0
@@ -169,7 +177,7 @@ class LossTraces:
         first, needed, own = self.opened[0], set(results), []
         for i in reversed(range(len(first.eqns))):
             eqn = first.eqns[i]
-            if needed.isdisjoint(eqn.outvars) or all(self.is_shared(x) or self.is_of_others(x) for x in eqn.outvars):
+            if all(self.is_shared(x) or self.is_of_others(x) for x in needed.intersection(eqn.outvars)):
                 continue
             own.append(i)
             needed.update(x for x in self.reads(i) if not jaxprs.is_literal(x))
@@ -239,6 +247,7 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
     if any(is_key(x.aval) for x in (*layers.outvars, *end.results)):
         raise CannotCut("PRNG keys go from layer to layer: let the layers take slices of keys, as of jax.random.split")
     own, shared, batch = traces.operands(end.results)
+    traces.of_each = own
     inside = [traces.traced(n, own, [*shared, *batch], end.results, alone=True) for n in (1, 2, 3)]
     program = MicrobatchProgram(
         loop=loop,
@@ -257,7 +266,8 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
         evaluate_equations((eqn for eqn in whole.eqns if traces.after.isdisjoint(eqn.outvars)), env)
         seeds, examples = end.seeds(env), values_of(batch, env)
         pairs = zip(batch, examples, strict=True)
-        examples = [lax.stop_gradient(x) if atom in traces.of_others else x for atom, x in pairs]
+        stops = traces.of_others.keys() - traces.differentiated
+        examples = [lax.stop_gradient(x) if atom in stops else x for atom, x in pairs]
         with jaxprs.source_context(layers):
             operands = *values_of(shared, env), *examples, *values_of(stacks, env)
             loss, same, *results = pipeline_p.bind(*seeds, *operands, **params)
@@ -331,7 +341,8 @@ class _End:
                 own = {x: role_of(relations[x], "what loss_fn returns or reads of its layers") for x in made}
             except CannotCut as error:
                 own, why = {}, str(error)
-            if not made or (len(own) == len(made) and late.isdisjoint(reads)):
+            is_late = not (late.isdisjoint(reads) and traces.sums_before.isdisjoint(jaxprs.variables(eqn)))
+            if not made or (len(own) == len(made) and not is_late):
                 roles.update(own)
             elif any(x in roles and roles[x].is_rows for x in reads):
                 is_aux = _read_for(whole.outvars[0], whole.eqns).isdisjoint(eqn.outvars)

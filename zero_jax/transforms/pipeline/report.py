@@ -46,6 +46,7 @@ class PipelineReport(Report):
       left: the scans over stacked params that are not, each with its line and the reason: they run on the whole batch.
       why_none: why there are no stages at all, and what to do; empty if there are some.
       schedule: ``gpipe``, ``circular:N``, ``1f1b`` or ``1f1b:N`` (`ZeroConfig.pipeline`).
+      warning: what to change in the mesh; empty if there is nothing.
 
     Example:
       >>> staged, config = zero.make_mesh(data=2, pipe=4), zero.ZeroConfig(stage=1, num_microbatches=4)
@@ -60,6 +61,7 @@ class PipelineReport(Report):
     left: tuple[str, ...] = ()
     why_none: str = ""
     schedule: str = "gpipe"
+    warning: str = ""
 
     @property
     def num_kept(self) -> int:
@@ -104,7 +106,8 @@ class PipelineReport(Report):
             lines.append(f"{loop.num_layers} layers at {loop.where}, by stage: {stages}{again}")
             num_bytes = format_bytes(loop.bytes_per_tick)
             lines.append(f"  from stage to stage: {', '.join(loop.travelling)}: {num_bytes} a device and tick")
-        return "\n".join([*lines, *(f"left as it is: {item}" for item in self.left)])
+        lines += [f"left as it is: {item}" for item in self.left]
+        return "\n".join([*lines, *([f"warning: {self.warning}"] if self.warning else [])])
 
 
 def staged_layers(entry: FoundLoop) -> StagedLayers:

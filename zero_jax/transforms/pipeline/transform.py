@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from zero_jax.core.device_put import platform_of
 from zero_jax.core.tree import PyTree
 from zero_jax.dims import SAME, Relation, TraceComparison, rows
 from zero_jax.program import jaxprs
@@ -20,12 +23,14 @@ from zero_jax.program.loss import LossProgram, Traced
 from zero_jax.program.subcalls import Subcall, equations_of
 from zero_jax.program.walk import Walk
 from zero_jax.sharding.chains import gather_scope
+from zero_jax.sharding.mesh import slow_axes
 from zero_jax.sharding.spec import Dims
 from zero_jax.transforms.pipeline.body import CannotCut
 from zero_jax.transforms.pipeline.cut import FoundLoop, LayerLoop, Stages, find_loops, layers_outside, pipeline_p
 from zero_jax.transforms.pipeline.interleaved import run_1f1b
 from zero_jax.transforms.pipeline.loop import Layer, run_stages
 from zero_jax.transforms.pipeline.microbatch import LossTraces, MicrobatchProgram, by_microbatch, differentiated
+from zero_jax.transforms.pipeline.place import StagePlace
 from zero_jax.transforms.pipeline.report import PipelineReport, staged_layers
 from zero_jax.transforms.pipeline.rolled import why_no_layers
 from zero_jax.transforms.pipeline.schedule import Schedule
@@ -53,6 +58,8 @@ class PipelinedProgram(LossProgram):
         staged, found = self.found(*args)
         if not any(entry.loop for entry in found):
             raise ValueError(_refusal(found, self.stages, traced))
+        if order := _order_of_axes(self.stages.place):
+            warnings.warn(order, stacklevel=2)
         for entry in (entry for entry in found if entry.loop is None):
             warnings.warn(
                 f"pipe={self.stages.num_stages}: the layers at {entry.line} are not cut into stages, and each device "
@@ -76,7 +83,7 @@ class PipelinedProgram(LossProgram):
             traced = self.before.trace(*args)  # type: ignore[union-attr]
             return dataclasses.replace(report, why_none=_refusal(found, stages, traced))
         left = tuple(f"{entry.line}: {entry.why}" for entry in found if entry.loop is None)
-        return dataclasses.replace(report, loops=loops, left=left)
+        return dataclasses.replace(report, loops=loops, left=left, warning=_order_of_axes(stages.place))
 
     def found(self, *args: Any) -> tuple[Any, list[FoundLoop]]:
         """Returns the jaxpr for arguments of these shapes with stages, and the scans over layers in it."""
@@ -117,29 +124,25 @@ class PipelinedProgram(LossProgram):
             return _with_ends(_with_stages(whole, found), ends), found
         jaxpr, _ = jaxprs.open_jaxpr(whole)
         own = differentiated(jaxpr, num_params)
-        found = _one_chain([_forward(x) if own.isdisjoint(jaxpr.eqns[x.index].outvars) else x for x in found])
-        cut = [entry for entry in found if _num_layers(entry)]
-        why = "pipeline='1f1b' has one chain of layers, and there are several"
-        if len(cut) == 1:
+        found = [_forward(x) if own.isdisjoint(jaxpr.eqns[x.index].outvars) else x for x in found]
+        why, cut = "pipeline='1f1b' has no layers with a gradient", [x for x in found if _num_layers(x)]
+        if cut:
+            num_layers = [*map(_num_layers, cut)]
+            is_long = 2 * max(num_layers) > sum(num_layers)
+            main = cut[num_layers.index(max(num_layers))] if is_long else cut[-1]
+            others = [_forward(x) for x in found if x is not main]
+            how = {"num_params": num_params, "differentiated": own, "comparison": comparison}
             try:
-                how = {"num_params": num_params, "differentiated": own, "comparison": comparison}
-                losses = LossTraces(whole, parts, relations, entry=cut[0], **how)
-                others = _with_stages(whole, [entry for entry in found if entry is not cut[0]])
-                staged = by_microbatch(losses, cut[0].loop, self.stages.axes, others)  # type: ignore[arg-type]
-                return _with_ends(staged, ends), found
+                losses = LossTraces(whole, parts, relations, entry=main, before=cut, **how)
+                staged = by_microbatch(losses, main.loop, self.stages.axes, _with_stages(whole, others))  # type: ignore[arg-type]
+                inside = [x for x in others if x.index in losses.of_each]
+                if not is_long and any(x.index == y.index for x in inside for y in cut):
+                    raise CannotCut("one chain of layers is in its loop, and there are several that have to be")
+                found = [_of_each_stage(x) if x in inside else x for x in others]
+                return _with_ends(staged, ends), sorted([*found, main], key=lambda x: x.index)
             except CannotCut as error:
                 why = f"pipeline='1f1b': {error}"
         return whole, [x if x.loop is None else dataclasses.replace(x, loop=None, why=why) for x in found]
-
-
-def _one_chain(found: Sequence[FoundLoop]) -> list[FoundLoop]:
-    """Returns scans over layers with the longest alone as stages, if all others together have fewer layers."""
-    num_layers = [*map(_num_layers, found)]
-    longest, why = max(num_layers, default=0), "pipeline='1f1b' has one chain of layers, the longest; 'gpipe' has all"
-    if 2 * longest <= sum(num_layers):
-        return [*found]
-    pairs = zip(found, num_layers, strict=True)
-    return [x if num in (0, longest) else dataclasses.replace(x, loop=None, why=why) for x, num in pairs]
 
 
 def _num_layers(entry: FoundLoop) -> int:
@@ -147,13 +150,35 @@ def _num_layers(entry: FoundLoop) -> int:
     return entry.num_layers if entry.loop is not None and entry.loop.stages.schedule.is_interleaved else 0
 
 
+def _of_each_stage(entry: FoundLoop) -> FoundLoop:
+    """Returns a scan over layers that is a part of the loss of a microbatch, as it reads what stages make."""
+    why = "pipeline='1f1b' runs all of them in each stage, on its microbatch; 'gpipe' cuts them"
+    return entry if entry.loop is None else dataclasses.replace(entry, loop=None, why=why)
+
+
+def _order_of_axes(place: StagePlace) -> str:
+    """Returns what to change in a mesh whose order of axes makes XLA:TPU send more; empty if there is nothing."""
+    mesh, slow = place.mesh, slow_axes(place.mesh)
+    before = [*itertools.takewhile(lambda axis: axis not in place.pipe, mesh.axis_names)]
+    before = [axis for axis in before if axis not in slow and mesh.shape[axis] > 1]
+    if platform_of(mesh) != "tpu" or slow.isdisjoint(place.pipe) or not before:
+        return ""
+    return (
+        f"pipe={place.num_stages}: stages are in slices of their own, and the mesh has {', '.join(before)} before "
+        f"{', '.join(place.pipe)}: devices of a slice are not next to each other then, and XLA:TPU all-reduces "
+        "gradients that it would reduce-scatter; put the axes between slices first, as zero.make_mesh(pipe=...) does"
+    )
+
+
 def _forward(entry: FoundLoop) -> FoundLoop:
-    """Returns a scan over layers without a gradient, all of whose microbatches go forward before the loss of one."""
+    """Returns a scan over layers all of whose microbatches go forward before the loss of one."""
     if entry.loop is None:
         return entry
     stages = entry.loop.stages
     if stages.num_microbatches % stages.num_stages:
-        why = f"it has no gradient, and {stages.num_microbatches} microbatches are no multiple of the stages"
+        why = (
+            f"it is run before the chain of '1f1b', and {stages.num_microbatches} microbatches are no multiple of pipe"
+        )
         return dataclasses.replace(entry, loop=None, why=why)
     schedule = dataclasses.replace(stages.schedule, is_interleaved=False)
     loop = dataclasses.replace(entry.loop, stages=dataclasses.replace(stages, schedule=schedule))
@@ -240,7 +265,9 @@ def with_stages(program: LossProgram, stages: Stages, moved: MovedGrads | None =
         jaxpr, _ = jaxprs.open_jaxpr(traced.closed)
         uses = collections.Counter(x for eqn in jaxpr.eqns for x in jaxprs.variables(eqn))
         params = {x: i for i, x in enumerate(jaxpr.invars[: traced.num_params]) if uses[x] == 1}
-        walk = _StageWalk({} if moved is None else params, moved)
+        walk = _StageWalk(
+            frozenset(jaxpr.invars[: traced.num_params]), {} if moved is None else params, moved, stages.place
+        )
         return traced.evaluated(lambda leaves, _: walk.run(traced.closed, leaves, None))
 
     return PipelinedProgram(program, stages).then(evaluated)
@@ -249,16 +276,18 @@ def with_stages(program: LossProgram, stages: Stages, moved: MovedGrads | None =
 class _StageWalk(Walk[None]):
     """Evaluates a program on arrays, with its stages."""
 
-    def __init__(self, params: Mapping[Any, int], moved: MovedGrads | None):
+    def __init__(self, tables: Set[Any], params: Mapping[Any, int], moved: MovedGrads | None, place: StagePlace):
         super().__init__()
-        self.params, self.moved = params, moved
+        self.tables, self.params, self.moved, self.place = tables, params, moved, place
 
     def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> bool:
         return sub.kind == "call" and any(each.primitive is pipeline_p for each in equations_of(eqn))
 
     def operation(self, eqn: Any, values: list[Any], frame: None) -> Sequence[Any]:
         if eqn.primitive is not pipeline_p:
-            return jaxprs.bind(eqn, values)
+            is_lookup = eqn.primitive.name == "gather" and eqn.invars[0] in self.tables
+            is_large = is_lookup and _takes_many_rows(eqn, self.place.num_stages)
+            return [self.rows(eqn, *values)] if is_large else jaxprs.bind(eqn, values)
         loop, layers, others, stacks = split_stages(eqn, values)
         opened, own = jaxprs.open_jaxpr(layers.layer)
 
@@ -270,6 +299,15 @@ class _StageWalk(Walk[None]):
             stacks = [self.stages(*each, layers) for each in zip(atoms, stacks, strict=True)]
             return run_schedule(loop, others, stacks, layer)
 
+    def rows(self, eqn: Any, table: jax.Array, indices: jax.Array) -> jax.Array:
+        """Returns rows of a table that each stage has of its own: of one of all XLA:TPU all-reduces the gradient."""
+        place, num_stages = self.place, self.place.num_stages
+        tables = place.pinned(jnp.broadcast_to(table, (num_stages, *table.shape)), place.pipe)
+        indices = indices.reshape(num_stages, indices.shape[0] // num_stages, *indices.shape[1:])
+        look_up = jax.vmap(lambda *values: jaxprs.bind(eqn, values)[0], spmd_axis_name=place.pipe)
+        rows = look_up(tables, place.pinned(indices, place.pipe))
+        return place.pinned(rows.reshape(eqn.outvars[0].aval.shape), place.pipe)
+
     def stages(self, atom: Any, stack: Any, loop: LayerLoop) -> jax.Array:
         """Returns a stack as stages have it; notes how its gradient moves, if it does not by itself."""
         number, moved = -1 if jaxprs.is_literal(atom) else self.params.get(atom, -1), self.moved
@@ -280,6 +318,15 @@ class _StageWalk(Walk[None]):
         path, dims = moved.parts[number]
         with gather_scope(path):
             return place.stages_apart(stack, groups, dims[1:], moved.copies)
+
+
+def _takes_many_rows(eqn: Any, num_stages: int) -> bool:
+    """Tells whether a lookup takes whole rows of a table, on each stage more than it has."""
+    (table, indices), dims = (x.aval for x in eqn.invars), eqn.params["dimension_numbers"]
+    of_rows = dims.collapsed_slice_dims == dims.start_index_map == (0,) and not dims.operand_batching_dims
+    is_whole = of_rows and eqn.params["slice_sizes"][1:] == table.shape[1:] and 0 not in dims.offset_dims
+    is_large = eqn.outvars[0].aval.size >= num_stages * table.size
+    return is_whole and indices.ndim > 1 and is_large and indices.shape[0] % num_stages == 0
 
 
 def split_stages(

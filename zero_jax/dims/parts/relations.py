@@ -58,7 +58,7 @@ class Relation:
     number: float | None = None  # the number that the value is everywhere, if known
     columns: tuple[Relation, ...] = ()  # the relations of the columns, for COLUMNS
     # Of ROWS, how many batches are behind one another along the dim, as in `jnp.concatenate([chosen, rejected])`; 0
-    # where all rows are the same, so that they are of any number
+    # where all rows are the same, or random, so that they are of any number
     batches: int = 1
     # Why it is UNKNOWN; for MAX, MIN and several batches, why the loss on parts may be another one
     why: str = ""

@@ -231,7 +231,7 @@ def gelu_blocks(params, batch):
 
 
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("loss", [relu_chain, gelu_blocks])
 def test_results_of_activation_functions_are_no_residuals(loss, stage):
     """XLA computes them from their operands where they are read, unless something makes arrays of them."""

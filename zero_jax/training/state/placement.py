@@ -183,11 +183,11 @@ class Placement:
         It cannot reduce-scatter along lanes. A gradient that is sharded along its last dim is reduced with that before
         the lanes, which has to be said, too: the layout of rows alone would be taken back through the sum of devices,
         which would be an all-reduce. Rows that do not fill their last tile, in either of the layouts, cost more than
-        they save.
+        they save; at stages 1 and 2 XLA keeps gradients for longer then.
         """
         reduced = [not set(axes).isdisjoint(self.axes.data) for axes in dims_of(sharding, grad.ndim)]
         is_on_tpu = self.mesh.devices.flat[0].platform == "tpu"
-        if not is_on_tpu or self.offload is not None or grad.ndim != 2 or sum(reduced) != 1:
+        if not is_on_tpu or self.config.stage < 3 or self.offload is not None or grad.ndim != 2 or sum(reduced) != 1:
             return grad
         rows, features = sharding.shard_shape(grad.shape)
         if features % LANES or (reduced[1] and rows < LANES):

@@ -39,7 +39,7 @@ OfEach = Callable[..., jax.Array]
 
 
 @functools.lru_cache(maxsize=64)
-def _updated_at(dim: int, *, adds: bool, of_each: OfEach | None = None) -> Callable[..., jax.Array]:
+def updated_at(dim: int, *, adds: bool, of_each: OfEach | None = None) -> Callable[..., jax.Array]:
     """Returns a function that puts an array into another one at an index of a dim, or adds it to what is there.
 
     XLA adds in place, where the array is made. Of an update by index `jax.vmap` makes a scatter: XLA:TPU copies the
@@ -57,10 +57,10 @@ def _updated_at(dim: int, *, adds: bool, of_each: OfEach | None = None) -> Calla
         each = zip(operands[:2], is_mapped, strict=False)
         array, x = (x if flag else jnp.broadcast_to(x, (size, *x.shape)) for x, flag in each)
         if not is_mapped[2]:
-            return _updated_at(dim + 1, adds=adds, of_each=of_each)(array, x, operands[2]), True
+            return updated_at(dim + 1, adds=adds, of_each=of_each)(array, x, operands[2]), True
         if of_each is None:
             raise NotImplementedError("an index that is another for each part of a mapped array")
-        own = lambda array, x, numbers: _updated_at(dim + 1, adds=adds)(array, x, numbers[0])  # noqa: E731
+        own = lambda array, x, numbers: updated_at(dim + 1, adds=adds)(array, x, numbers[0])  # noqa: E731
         return of_each(own, array, x, operands[2]), True
 
     return update
@@ -68,7 +68,7 @@ def _updated_at(dim: int, *, adds: bool, of_each: OfEach | None = None) -> Calla
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _put_at(array: jax.Array, x: jax.Array, number: jax.Array, dim: int) -> jax.Array:
-    return _updated_at(dim, adds=False)(array, x, number)
+    return updated_at(dim, adds=False)(array, x, number)
 
 
 def put_at(array: jax.Array, x: jax.Array, number: jax.Array, dim: int) -> jax.Array:
@@ -108,7 +108,7 @@ def _backward(of_each: OfEach | None, places: tuple[Any, Any], cotangents: tuple
     added = jnp.where(is_own, own, jnp.zeros_like(own)).astype(sums.dtype)
     if share is not None:
         added = jnp.where(share == 0, 0, share * added).astype(sums.dtype)
-    return _updated_at(0, adds=True, of_each=of_each)(sums, added, number), None, None, None, share
+    return updated_at(0, adds=True, of_each=of_each)(sums, added, number), None, None, None, share
 
 
 added_to.defvjp(lambda sums, x, number, is_own, share, _: ((sums, x, share), (number, is_own)), _backward)

@@ -225,8 +225,8 @@ def _random(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     for i in range(len(pair.whole.outvars)):
         grows = [d for d, (a, b) in enumerate(zip(*pair.results(i), strict=True)) if a != b]
         check(len(grows) <= 1 and (x.kind is Kind.SAME or grows == [x.dim]))
-        of_example = rows(grows[0]) if grows else SAME
-        results.append(dataclasses.replace(of_example, batches=0) if grows and x.kind is Kind.SAME else of_example)
+        num_batches = 0 if x.kind is Kind.SAME else 1
+        results.append(dataclasses.replace(rows(grows[0]), batches=num_batches) if grows else SAME)
     return results
 
 

@@ -15,7 +15,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.device_put import is_on_host
+from zero_jax.core.device_put import is_on_host, platform_of
 from zero_jax.core.tree import PathPatterns, PyTree, leaf_names, with_shapes
 from zero_jax.core.variables import MODEL_STATE, as_variables, joined, variable_names
 from zero_jax.sharding.chains import UPDATE, Chain, gather_scope, gather_shardings, reshard
@@ -167,30 +167,30 @@ class Placement:
     def to_update(self, grads: PyTree) -> PyTree:
         """Moves gradients to the shards of the master params, in their own dtype; None stays."""
         leaves, tree = jax.tree.flatten(self.params)
-        shardings = jax.tree.leaves(self.param_shardings("master"))
-
-        def moved(leaf: LeafPlacement, grad: Any, sharding: NamedSharding) -> Any:
-            if grad is None:
-                return None
-            return self._in_rows(grad, sharding) if leaf.update_dims is None else self._moved(leaf, grad)
-
+        of_each = zip(leaves, tree.flatten_up_to(grads), strict=True)
+        moved = self._in_rows if self._wants_rows else self._moved
         with jax.named_scope(UPDATE):
-            return tree.unflatten(map(moved, leaves, tree.flatten_up_to(grads), shardings))
+            return tree.unflatten([x if x is None else moved(leaf, x) for leaf, x in of_each])
 
-    def _in_rows(self, grad: jax.Array, sharding: NamedSharding) -> jax.Array:
+    @property
+    def _wants_rows(self) -> bool:
+        """Whether gradients are laid out in rows: at stages 1 and 2 XLA would keep them for longer."""
+        return platform_of(self.mesh) == "tpu" and self.config.stage == 3 and self.offload is None
+
+    def _in_rows(self, leaf: LeafPlacement, grad: jax.Array) -> jax.Array:
         """Lays a matrix of gradients out in rows, as its state: else XLA:TPU copies that, in float32 and back.
 
         It cannot reduce-scatter along lanes. A gradient that is sharded along its last dim is reduced with that before
         the lanes, which has to be said, too: the layout of rows alone would be taken back through the sum of devices,
         which would be an all-reduce. Rows that do not fill their last tile, in either of the layouts, cost more than
-        they save; at stages 1 and 2 XLA keeps gradients for longer then.
+        they save. A gradient that moves to other shards is moved.
         """
+        if leaf.update_dims is not None or grad.ndim != 2:
+            return self._moved(leaf, grad)
+        sharding = self._shardings(leaf, "master")
         reduced = [not set(axes).isdisjoint(self.axes.data) for axes in dims_of(sharding, grad.ndim)]
-        is_on_tpu = self.mesh.devices.flat[0].platform == "tpu"
-        if not is_on_tpu or self.config.stage < 3 or self.offload is not None or grad.ndim != 2 or sum(reduced) != 1:
-            return grad
         rows, features = sharding.shard_shape(grad.shape)
-        if features % LANES or (reduced[1] and rows < LANES):
+        if sum(reduced) != 1 or features % LANES or (reduced[1] and rows < LANES):
             return grad
         if reduced[1]:
             grad = laid_out(grad, sharding=sharding, order=(1, 0))

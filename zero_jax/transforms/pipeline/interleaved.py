@@ -32,7 +32,7 @@ from zero_jax.sharding.chains import Chain, reshard, scattering
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
 from zero_jax.sharding.spec import dims_of, named, without
-from zero_jax.transforms.grad_sums import put_at
+from zero_jax.transforms.grad_sums import put_at, updated_at
 from zero_jax.transforms.pipeline.cut import Role
 from zero_jax.transforms.pipeline.loop import (
     Layer,
@@ -140,16 +140,14 @@ class _InterleavedTicks(Ticks):
         self.seeds = [x * self.part(i) for x, i in zip(seeds, self.program.summed, strict=True)]
         self.wanted = [i for i, flag in enumerate(wanted) if flag]
         self.of_layers = [i for i in self.wanted if i >= self.first_stack]
-        self.others = [i for i in self.wanted if i < self.num_shared]
-        # Of examples that other layers have made before.
-        self.of_rows = self.wanted[len(self.others) : len(self.wanted) - len(self.of_layers)]
+        self.others = self.wanted[: len(self.wanted) - len(self.of_layers)]
         stages = lambda x: jax.ShapeDtypeStruct((self.num_stages, *x.shape), x.dtype)  # noqa: E731
         state = self.pinned([jnp.zeros(x.shape, x.dtype) for x in map(stages, self.avals)])
         self.passes = self.layer_passes()
         kept = [jnp.zeros((self.num_kept, *x.shape), x.dtype) for x in map(stages, self.passes.kept_avals)]
         roles = [*zip(self.program.results, (x.aval for x in self.jaxpr.outvars), strict=True)]
         with jax.named_scope(_BACKWARD):
-            grads_before = [[*map(self.no_grad, some)] for some in (self.others + self.of_rows, self.of_layers)]
+            grads_before = [[*map(self.no_grad, some)] for some in (self.others, self.of_layers)]
         sums = *grads_before, [self.nothing(role, stages(x)) for role, x in roles]
         carry = state, [state[i] for i in self.floats], [*map(self.pin_kept, kept)], sums
         (*summed, made), rows = self.all_ticks(carry)
@@ -223,7 +221,7 @@ class _InterleavedTicks(Ticks):
         results, before, grads, of_layers = mapped(work, made, own, rows, cotangents, sums[1], self.operands)
         before = [at_stages(is_own, x, jnp.zeros_like(x)) for x in before]
         before = self.pinned(before, self.floats)
-        each = zip(self.others + self.of_rows, sums[0], grads, strict=True)
+        each = zip(self.others, sums[0], grads, strict=True)
         summed = [self.grad_after(*x, number, is_own) for x in each]
         of_layers = [*map(self.pin_grad, self.of_layers, of_layers)]
         is_end, made = is_own & self.is_last(stage, work[1]), sums[2]
@@ -259,11 +257,10 @@ class _InterleavedTicks(Ticks):
     ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
         """Returns results, cotangents of what has arrived, and gradients: of what is shared, and the sums of layers."""
         is_last, stacks = self.is_last(*work[:2]), operands[self.first_stack :]
+        of_microbatch = [*operands[: self.num_shared], *rows, *stacks]
 
         def value(arrived: list[Any], some: list[Any], sums: list[Any]) -> tuple[Any, list[Any]]:
-            all_of, after = dict(enumerate(operands)), []
-            all_of |= zip(range(self.num_shared, self.first_stack), rows, strict=True)
-            all_of |= zip(self.others + self.of_rows, some, strict=True)
+            all_of, after = dict(enumerate(of_microbatch)) | dict(zip(self.others, some, strict=True)), []
             own_rows = [all_of[i] for i in range(self.num_shared, self.first_stack)]
 
             def layers(values: list[Any]) -> list[Any]:
@@ -278,8 +275,7 @@ class _InterleavedTicks(Ticks):
 
         # Of what has arrived and of sums only the derivative is wanted, not the value.
         zeros = [jnp.zeros_like(made[i]) for i in self.floats]
-        some = [*(operands[i] for i in self.others), *(rows[i - self.num_shared] for i in self.of_rows)]
-        given = zeros, some, self.no_sums(operands)
+        given = zeros, [of_microbatch[i] for i in self.others], self.no_sums(operands)
         (_, _, summed), pullback, results = jax.vjp(value, *given, has_aux=True)
         # Behind the last stage is the rest of the loss.
         seeds = [seed.astype(x.dtype) for seed, x in zip(self.seeds, summed, strict=False)]
@@ -422,12 +418,15 @@ class _InterleavedTicks(Ticks):
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
+    def is_of_examples(self, i: int) -> bool:
+        """Tells whether an operand has examples, which other layers have made before if it has a gradient."""
+        return self.num_shared <= i < self.first_stack
+
     def no_grad(self, i: int) -> jax.Array:
         """Returns the gradient of an operand before the first tick, for each stage."""
-        if i in self.of_rows:
-            return self.pin_rows(
-                jnp.zeros((self.num_stages, *self.rows[i - self.num_shared].shape), wide(self.dtypes[i]))
-            )
+        if self.is_of_examples(i):
+            x = self.rows[i - self.num_shared]
+            return self.pin_rows(jnp.zeros((self.num_stages, *x.shape), wide(x.dtype)))
         x = self.operands[i]
         shape = x.shape if i >= self.first_stack else (self.num_stages, *x.shape)
         return self.pin_grad(i, jnp.zeros(shape, wide(x.dtype)))
@@ -438,19 +437,14 @@ class _InterleavedTicks(Ticks):
         if i >= self.first_stack:
             return x
         x = lax.reduce(x, jnp.zeros((), x.dtype), lax.add, (0,))
-        return self.of_all_microbatches(x) if i in self.of_rows else x
+        return self.of_all_microbatches(x) if self.is_of_examples(i) else x
 
     def grad_after(self, i: int, old: jax.Array, new: jax.Array, numbers: jax.Array, is_own: jax.Array) -> jax.Array:
         """Returns the gradient of an operand after a tick; each stage has that of the examples of its microbatch."""
-        if i not in self.of_rows:
+        if not self.is_of_examples(i):
             return self.pin_grad(i, added_at(is_own, old, new))
-
-        def added(old: jax.Array, new: jax.Array, number: jax.Array) -> jax.Array:
-            own = lax.dynamic_index_in_dim(old, number[0], 1, keepdims=False) + new.astype(old.dtype)
-            return lax.dynamic_update_index_in_dim(old, own, number[0], 1)
-
-        new = at_stages(is_own, new, jnp.zeros_like(new))
-        return self.pin_rows(self.place.of_each(added, old, new, numbers))
+        new = at_stages(is_own, new, jnp.zeros_like(new)).astype(old.dtype)
+        return self.pin_rows(jax.vmap(updated_at(0, adds=True, of_each=self.place.of_each))(old, new, numbers))
 
     def part(self, i: int) -> float:
         """Returns what a result of the batch grows by with that of a microbatch."""

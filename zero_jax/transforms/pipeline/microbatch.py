@@ -106,7 +106,6 @@ class LossTraces:
         names = [[eqn.primitive.name for eqn in jaxpr.eqns] for jaxpr in self.opened]
         if any(other != names[0] for other in names[1:]):
             raise CannotCut("loss_fn does something else on a microbatch than on the batch, outside of its layers")
-        self.of_each: Sequence[int] = ()  # the equations that stages run on their microbatches, when they are known
         self.places: list[dict[Any, Any]] = [self.corresponding(jaxpr) for jaxpr in self.opened]
         first = self.opened[0]
         self.after = _made_of(first.eqns[self.index].outvars, first.eqns)
@@ -225,7 +224,7 @@ class LossTraces:
         return trace_flat(run, [places[x].aval for x in inputs])
 
 
-def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -> Any:
+def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -> tuple[Any, Sequence[int]]:
     """Returns the closed jaxpr of a loss whose layers, and sums behind them, are one equation of `pipeline_p`.
 
     The equation takes the derivatives of the loss by these sums, what microbatches share, the leaves of the batch, and
@@ -237,6 +236,9 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
       axes: the roles of the mesh's axes.
       whole: the loss on the batch, in which other layers may be stages.
 
+    Returns:
+      The jaxpr, and which equations of `whole` stages run on their microbatches.
+
     Raises:
       CannotCut: the loss is no sum or mean of those of microbatches.
     """
@@ -247,7 +249,6 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
     if any(is_key(x.aval) for x in (*layers.outvars, *end.results)):
         raise CannotCut("PRNG keys go from layer to layer: let the layers take slices of keys, as of jax.random.split")
     own, shared, batch = traces.operands(end.results)
-    traces.of_each = own
     inside = [traces.traced(n, own, [*shared, *batch], end.results, alone=True) for n in (1, 2, 3)]
     program = MicrobatchProgram(
         loop=loop,
@@ -280,7 +281,7 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
 
     closed = trace_flat(run, [var.aval for var in whole.invars])
     outvars = jaxprs.open_jaxpr(closed)[0].outvars
-    return jaxprs.with_results(closed, outvars, eqns=jaxprs.without_dead_code(closed).eqns)
+    return jaxprs.with_results(closed, outvars, eqns=jaxprs.without_dead_code(closed).eqns), own
 
 
 def differentiated(jaxpr: Any, num_params: int) -> set[Any]:

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from zero_jax.core.device_put import platform_of
 from zero_jax.core.tree import PyTree
-from zero_jax.dims import SAME, Relation, TraceComparison, rows
+from zero_jax.dims import SAME, Relation, TraceComparison, dim_map, rows
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate, trace_flat
 from zero_jax.program.loss import LossProgram, Traced
@@ -134,8 +134,9 @@ class PipelinedProgram(LossProgram):
             how = {"num_params": num_params, "differentiated": own, "comparison": comparison}
             try:
                 losses = LossTraces(whole, parts, relations, entry=main, before=cut, **how)
-                staged = by_microbatch(losses, main.loop, self.stages.axes, _with_stages(whole, others))  # type: ignore[arg-type]
-                inside = [x for x in others if x.index in losses.of_each]
+                program = _with_stages(whole, others)
+                staged, of_each = by_microbatch(losses, main.loop, self.stages.axes, program)  # type: ignore[arg-type]
+                inside = [x for x in others if x.index in of_each]
                 if not is_long and any(x.index == y.index for x in inside for y in cut):
                     raise CannotCut("one chain of layers is in its loop, and there are several that have to be")
                 found = [_of_each_stage(x) if x in inside else x for x in others]
@@ -264,10 +265,9 @@ def with_stages(program: LossProgram, stages: Stages, moved: MovedGrads | None =
     def evaluated(traced: Traced) -> Traced:
         jaxpr, _ = jaxprs.open_jaxpr(traced.closed)
         uses = collections.Counter(x for eqn in jaxpr.eqns for x in jaxprs.variables(eqn))
-        params = {x: i for i, x in enumerate(jaxpr.invars[: traced.num_params]) if uses[x] == 1}
-        walk = _StageWalk(
-            frozenset(jaxpr.invars[: traced.num_params]), {} if moved is None else params, moved, stages.place
-        )
+        tables = jaxpr.invars[: traced.num_params]
+        params = {x: i for i, x in enumerate(tables) if uses[x] == 1}
+        walk = _StageWalk({*tables}, {} if moved is None else params, moved, stages.place)
         return traced.evaluated(lambda leaves, _: walk.run(traced.closed, leaves, None))
 
     return PipelinedProgram(program, stages).then(evaluated)
@@ -322,11 +322,10 @@ class _StageWalk(Walk[None]):
 
 def _takes_many_rows(eqn: Any, num_stages: int) -> bool:
     """Tells whether a lookup takes whole rows of a table, on each stage more than it has."""
-    (table, indices), dims = (x.aval for x in eqn.invars), eqn.params["dimension_numbers"]
-    of_rows = dims.collapsed_slice_dims == dims.start_index_map == (0,) and not dims.operand_batching_dims
-    is_whole = of_rows and eqn.params["slice_sizes"][1:] == table.shape[1:] and 0 not in dims.offset_dims
-    is_large = eqn.outvars[0].aval.size >= num_stages * table.size
-    return is_whole and indices.ndim > 1 and is_large and indices.shape[0] % num_stages == 0
+    (table, indices), made_of = (x.aval for x in eqn.invars), dim_map(eqn).kept
+    columns = [x for x in made_of if not x or x[0][0] == 0]
+    is_whole = columns == [((0, i),) for i in range(1, table.ndim)] and made_of[:1] == (((1, 0),),)
+    return is_whole and indices.shape[0] % num_stages == 0 and eqn.outvars[0].aval.size >= num_stages * table.size
 
 
 def split_stages(

@@ -262,6 +262,22 @@ def without_dead_code(jaxpr: Any) -> Any:
     return partial_eval.dce_jaxpr(opened, [True] * len(opened.outvars), instantiate=True)[0]
 
 
+def kernel_program(eqn: Any) -> Any:
+    """Returns the body of a `pallas_call` as a closed jaxpr, of what its references hold before and behind it."""
+    jaxpr = eqn.params["jaxpr"]
+    closed = jaxpr if hasattr(jaxpr, "consts") else jex_core.ClosedJaxpr(jaxpr, ())
+    discharge = importlib.import_module("jax._src.state.discharge").discharge_state
+    # In newer releases values, too, have a memory space, if it is not left out.
+    options = {"strip_memory_space": True} if "strip_memory_space" in inspect.signature(discharge).parameters else {}
+    with eqn.params["grid_mapping"].trace_env():  # in which a program may ask for its place
+        return discharge(closed, **options)
+
+
+def effects_of_once(jaxpr: Any) -> list[Any]:
+    """Returns the effects of an open jaxpr that `jax.checkpoint` refuses to repeat: all but those of `jax.debug`."""
+    return list(importlib.import_module("jax._src.effects").remat_allowed_effects.filter_not_in(jaxpr.effects))
+
+
 def operation_key(eqn: Any) -> tuple[Any, ...]:
     """Returns what is equal for equations of the same primitive and parameters, and has a hash."""
     try:

@@ -102,7 +102,9 @@ def separability(
         if parts.exact and any(how.why for how in found.aux.values()):
             not_local = not_local or "its aux is not known to be a sum, a mean, an extremum or a value of each example"
     if not_local or not parts.local:
-        found = traces.means(size, k, k * num_shards, loss_weight, trusted=True)
+        # A microbatch may be of a single example of each device, within a shard_map.
+        least = num_devices if "shard_map" in names else 1
+        found = traces.means(size, k, k * num_shards, loss_weight, trusted=True, least=least)
     is_plain = axis_size(mesh, axes.model) == 1 and not places
     return dataclasses.replace(found, not_local=not_local, convolves=convolves, is_plain=is_plain)
 
@@ -141,23 +143,31 @@ class _Traces:
         return self.traced[size, flat]
 
     def means(
-        self, size: int, num_parts: int, num_blocks: int, loss_weight: str | None, *, trusted: bool = False
+        self,
+        size: int,
+        num_parts: int,
+        num_blocks: int,
+        loss_weight: str | None,
+        *,
+        trusted: bool = False,
+        least: int = 1,
     ) -> Separability:
         """Says why the loss is not made of those of so many parts of `size` examples, and how their aux is combined.
 
-        The parts are made of `num_blocks` runs of examples. If it is `trusted`, None as a weight says that they are
-        averaged as if they weighed the same.
+        The parts are made of `num_blocks` runs of examples, and `least` of them may have a function of a single one. If
+        it is `trusted`, None as a weight says that they are averaged as if they weighed the same.
         """
         part, first = size // num_parts, self.trace(next(iter(self.traced))[0])
         leaves = leaves_by_name(first.results[1][0])
         if num_parts == 1:
             return Separability(aux=dict.fromkeys(leaves, SAME))
         sizes = [size, part]
-        if part == 1:
+        if part <= least:
             # On a single example operations differ that only change shapes: it is to have all others of two examples,
             # and half as many parts of two are compared, or two parts of two.
-            whole = size if num_parts % 2 == 0 and num_parts > 4 else 2 * size
-            sizes, num_parts, num_blocks = [whole, 2, 1], whole // 2, num_blocks * whole // size
+            whole = size if least == 1 and num_parts % 2 == 0 and num_parts > 4 else 2 * size
+            sizes, num_blocks = [whole, 2 * part, part], num_blocks * whole // size
+            num_parts = whole // (2 * part)
         named = loss_weight if loss_weight not in ("auto", None) else None
         try:
             traces = [self.trace(n) for n in sizes]

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -258,9 +259,25 @@ def test_a_loss_in_chunks_keeps_its_own_region():
         assert "not over layers" in str(report)
 
 
+@pytest.mark.parametrize("loop", [scanned, looped])
+def test_a_block_that_prints_is_recomputed(loop):
+    seen, params = [], stacked_mlp()
+
+    def shown(x, p):
+        jax.debug.callback(lambda: seen.append("row"))
+        return mlp_block(x, p)
+
+    report = remat_report(loop(shown), params, X(), remat="full", mesh=mesh_of("8"))
+    assert report.regions
+    grads = jax.jit(jax.grad(rematerialize(loop(shown), "full", mesh=mesh_of("8"))))(params, X())
+    jax.effects_barrier()
+    assert_same(grads, jax.jit(jax.grad(loop(mlp_block)))(params, X()))
+    assert seen
+
+
 def test_effects_do_not_run_twice():
     def noisy(x, p):
-        jax.debug.callback(lambda: None)
+        jax.experimental.io_callback(lambda: None, None)
         return mlp_block(x, p)
 
     report = remat_report(scanned(noisy), stacked_mlp(), X(), remat="full", mesh=mesh_of("8"))

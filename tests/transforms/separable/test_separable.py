@@ -371,11 +371,15 @@ def column_parallel(x, w):
     return jax.lax.all_gather(y, "model", axis=1, tiled=True) + jax.lax.psum(y.sum(1, keepdims=True), "model")
 
 
+@pytest.mark.parametrize("size", [64, 8])
 @pytest.mark.parametrize(
     ("loss_fn", "not_local", "another_loss"),
     [
         (on_shards(column_parallel, P(), P(None, "model")), "", ""),
         (on_shards(column_parallel, P("data"), P(None, "model")), "shards values over", ""),
+        (on_shards(lambda x, w: jnp.tanh(x @ w), P("data"), P()), "shards values over", ""),
+        (on_shards(lambda x, w: jax.vmap(jnp.sort)(x), P("data"), P()), "shards values over", ""),
+        (on_shards(lambda x, w: jnp.concatenate([x, x]), P("data"), P()), "shards values over", "mixed at"),
         (on_shards(lambda x, w: x - jax.lax.psum(x, "data"), P("data"), P()), "shards values over", "mixed at"),
         (on_shards(lambda x, w: x - x.mean(0), P("data"), P()), "shards values over", "mixed at"),
         (on_shards(lambda x, w: x * jax.lax.axis_index("data"), P("data"), P()), "shards values over", "'axis_index'"),
@@ -383,8 +387,9 @@ def column_parallel(x, w):
         (on_shards(lambda x, w: jax.lax.psum(x, "model").sum(0, keepdims=True), P(), P()), "mixed", "mixed"),
     ],
 )
-def test_functions_of_shards(loss_fn, not_local, another_loss):
-    found = judged(loss_fn, mesh=mesh_of(MESH))
+def test_functions_of_shards(loss_fn, not_local, another_loss, size):
+    """A microbatch of 8 examples is of a single one of each device."""
+    found = judged(loss_fn, size, mesh=mesh_of(MESH))
     assert not_local in found.not_local and bool(not_local) == bool(found.not_local)
     assert another_loss in found.another_loss and bool(another_loss) == bool(found.another_loss)
 

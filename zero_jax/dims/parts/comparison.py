@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from zero_jax.dims.parts.batches import in_blocks, of_batches
+from zero_jax.dims.parts.kernels import example_dims
 from zero_jax.dims.parts.relations import (
     EXTREMA,
     SAME,
@@ -68,7 +69,8 @@ class TraceComparison:
         self.has_terms_within, self.depth, self.source = False, 0, ""
         self.calls: dict[Any, tuple[Any, Any, list[Relation]]] = {}
         self.in_derivative, self.regrouped = False, set[int]()
-        self.batch_axes: frozenset[str] = frozenset()  # of the mesh, in a shard_map
+        # Of the mesh, in a shard_map, and the devices of these axes: a dim of examples is that of one of them
+        self.batch_axes, self.num_devices = frozenset[str](), 1
 
     def run(self, whole: Any, part: Any, inputs: Sequence[Relation], found: list[Any] | None = None) -> list[Relation]:
         """Returns the relations of the results of a jaxpr, open or closed, from those of its inputs.
@@ -242,7 +244,7 @@ class TraceComparison:
     def called(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
         """Returns the relations of the results of a call; of the calls of equal layers one is walked."""
         whole, part = (sub.jaxpr for sub in pair.subcalls())
-        key = id(whole), id(part), tuple(inputs), self.source, self.in_derivative, self.batch_axes
+        key = id(whole), id(part), tuple(inputs), self.source, self.in_derivative, self.batch_axes, self.num_devices
         if key not in self.calls:
             results = self.run(whole, part, inputs)
             self.calls[key] = whole, part, results  # the jaxprs, so that their ids stay their own
@@ -267,7 +269,7 @@ class TraceComparison:
         if x.kind is Kind.ROWS:
             is_tiled = pair.whole.primitive.name == "tile" and len(set(pair.shapes(0))) == 1
             runs, sizes = self.num_blocks * max(x.batches, 1), pair.params["reps"] if is_tiled else whole
-            if any(i == x.dim and size % runs for i, size in enumerate(sizes)):
+            if any(i == x.dim and size * self.num_devices % runs for i, size in enumerate(sizes)):
                 return self.refused("mixed")  # an element, or what is repeated, is of examples of several blocks
         if x.kind in EXTREMA and not x.why:
             x = dataclasses.replace(x, why=self.refused("mixed").why)
@@ -356,13 +358,16 @@ class TraceComparison:
         of_rows = [
             spec[x.dim] for spec, x in zip(specs, inputs, strict=True) if x.dim is not None and x.dim < len(spec)
         ]
-        outer, self.batch_axes = self.batch_axes, frozenset(axis for dim in of_rows for axis in dim)
+        outer, self.batch_axes = (self.batch_axes, self.num_devices), frozenset(axis for dim in of_rows for axis in dim)
+        self.num_devices *= math.prod(pair.params["mesh"].shape[axis] for axis in self.batch_axes)
         try:
             check(all(x.kind is Kind.ROWS or not a & self.batch_axes for a, x in zip(axes, inputs, strict=True)))
             results = self.called(pair, inputs)
-            check(not self.batch_axes or all(x.kind in (Kind.SAME, Kind.ROWS, Kind.UNKNOWN) for x in results))
+            # Outside of it batches behind one another are those of all devices, not of each.
+            kinds = (Kind.SAME, Kind.ROWS, Kind.UNKNOWN)
+            check(not self.batch_axes or all(x.kind in kinds and x.batches < 2 for x in results))
         finally:
-            self.batch_axes = outer
+            self.batch_axes, self.num_devices = outer
         return [dataclasses.replace(x, is_false=False) for x in results]
 
     def collective(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
@@ -378,6 +383,32 @@ class TraceComparison:
             moves = along is not None and (x.dim == along or not params["tiled"])
             check(fits and not moves and not self.batch_axes & set(axes) and self.same_params(pair))
         return [x.of_elements() for x in inputs]
+
+    # Kernels.
+
+    def kernel(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
+        """A kernel whose programs are of one example each, or of none."""
+        if _unknown(inputs):
+            return [_unknown(inputs)[0]] * len(pair.whole.outvars)
+        check(all(x.batches < 2 for x in inputs))
+        dims = example_dims(pair, {i: x.dim for i, x in enumerate(inputs) if x.dim is not None})
+        grid = pair.params["grid_mapping"]
+        # What its references hold: of one example the value is that of the whole. Nothing reads results before they
+        # are written.
+        refs = [x if x.dim is None else dataclasses.replace(x, kind=Kind.SAME, dim=None) for x in inputs]
+        refs += [dataclasses.replace(SAME, number=0.0)] * (grid.num_outputs + len(grid.scratch_avals))
+        try:
+            bodies = jaxprs.kernel_program(pair.whole), jaxprs.kernel_program(pair.part)
+        except Exception as error:  # the user's own code, in forms that JAX itself may not take
+            raise Refused(f"a kernel that is not known may mix examples of a batch ({type(error).__name__})") from error
+        refs, _ = self.loop(bodies, [], refs)
+        results = refs[len(inputs) : len(inputs) + grid.num_outputs]
+        rows_at = lambda x, dim: dataclasses.replace(x, kind=Kind.ROWS, dim=dim, number=None)  # noqa: E731
+        check(all(x.kind in (Kind.SAME, Kind.UNKNOWN) or dim is None for x, dim in zip(results, dims, strict=True)))
+        return [
+            x if dim is None or x.kind is Kind.UNKNOWN else rows_at(x, dim)
+            for x, dim in zip(results, dims, strict=True)
+        ]
 
     # Functions with derivatives of their own.
 
@@ -461,6 +492,7 @@ _SPECIAL: dict[str, Callable[[TraceComparison, Pair, list[Relation]], list[Relat
     "cond": TraceComparison.cond,
     "shard_map": TraceComparison.shard_map,
     **dict.fromkeys(_COLLECTIVES, TraceComparison.collective),
+    "pallas_call": TraceComparison.kernel,
     "custom_jvp": TraceComparison.custom_jvp,
     "custom_vjp": TraceComparison.custom_vjp,
     "custom_linear_solve": TraceComparison.linear_solve,

@@ -123,7 +123,7 @@ def _of_booleans(over: Kind, pair: Pair, inputs: Sequence[Relation]) -> list[Rel
 
 
 def _elements(inputs: Sequence[Relation]) -> Relation:
-    return inputs[0].of_elements()
+    return dataclasses.replace(inputs[0].of_elements(), number=inputs[0].number)
 
 
 def _linear(inputs: Sequence[Relation]) -> Relation:
@@ -321,7 +321,9 @@ _OWN: dict[str, Rule] = {
     "concatenate": _concatenate,
     "iota": _iota,
     "slice": _slice,
-    "platform_index": lambda pair, inputs: [SAME],  # of `lax.platform_dependent`, as in `jnp.diagonal`
+    # Of `lax.platform_dependent`, as in `jnp.diagonal`; and the place in the grid of a kernel, along an axis that does
+    # not count examples.
+    **dict.fromkeys(("platform_index", "program_id", "num_programs"), lambda pair, inputs: [SAME]),
     **dict.fromkeys(
         "random_bits random_split random_fold_in random_wrap random_unwrap random_seed random_clone random_gamma "
         "rng_bit_generator".split(),

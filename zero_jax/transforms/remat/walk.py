@@ -269,7 +269,7 @@ class RematWalk(Walk[RematFrame]):
         if self.policy == "none":
             self.note(eqn, region, region.plain, frame)
             return region.plain(*values)
-        effects, left = region.jaxpr.effects, ""
+        effects, left = jaxprs.effects_of_once(region.jaxpr), ""
         if effects and region.kind != "jax.checkpoint":
             left = f"it has effects, {', '.join(map(str, effects))}, which must not run twice"
         elif self.policy == "attention" and not region.cores[0] | region.fused:

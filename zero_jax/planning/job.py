@@ -91,28 +91,18 @@ class CompiledText:
     """What the compiler made of a job, as the cache keeps it: a program's text and figures, or why it was refused.
 
     It serves `zero.memory.measure` and `zero.comms.measure` as a `jax.stages.Compiled` does.
-
-    Attributes:
-      text: the HLO, of `program_text`; '' of a program that was refused.
-      stats: the figures of `memory_analysis()`, by name.
-      message: the compiler's error where the program needs more device memory than there is, else ''.
-      needed_bytes: what a refused program needs, where the compiler reports it.
-      compile_seconds: what compiling took, when it was done.
-      from_cache: whether it was done before.
-      cache_error: why it could not be put into the cache, or ''.
-      args_info: the arguments, whose shapes newer programs for TPUs do not have; None where they are not known.
-      has_code: whether the compiler went on from the schedule to the code; without it there are no cycles.
     """
 
-    text: str = ""
-    stats: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    message: str = ""
-    needed_bytes: int | None = None
-    compile_seconds: float
-    from_cache: bool
-    cache_error: str = ""
+    text: str = ""  # the HLO, of `program_text`; '' of a program that was refused
+    stats: Mapping[str, int] = dataclasses.field(default_factory=dict)  # the figures of `memory_analysis()`, by name
+    message: str = ""  # the compiler's error where the program needs more device memory than there is, else ''
+    needed_bytes: int | None = None  # what a refused program needs, where the compiler reports it
+    compile_seconds: float  # what compiling took, when it was done
+    from_cache: bool  # whether it was done before
+    cache_error: str = ""  # why it could not be put into the cache, or ''
+    # The arguments, whose shapes newer programs for TPUs do not have; None where they are not known
     args_info: Any = None
-    has_code: bool = True
+    has_code: bool = True  # whether the compiler went on from the schedule to the code; without it there are no cycles
 
     def as_text(self) -> str:
         """Returns the program's text."""

@@ -20,46 +20,27 @@ _IMPLAUSIBLE = 1e4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimeEstimate(Report):
-    """How long a step takes, as far as a compiled program shows; an estimate, never a measurement.
+    """How long a step takes, as far as a compiled program shows; an estimate, never a measurement."""
 
-    Attributes:
-      step_seconds: a step, computing and waiting.
-      compute_seconds: computation alone.
-      exposed_seconds: collectives that nothing hides.
-      collective_seconds: all collectives, hidden or not, over links and network.
-      tokens_per_second: over all devices; examples where the batch has no tokens.
-      unit: `tokens` or `examples`.
-      mfu: model FLOPs utilization, the loss and the gradients that are trained, without what is computed again, over
-        the peak; attention counts whole (Chowdhery et al. 2022, appendix B).
-      model_flops: operations of those, over all devices.
-      assumptions: what the figures rest on.
-      mfu_causal: the same with half of attention's products, which is what causal attention needs.
-      causal_model_flops: operations of those, over all devices.
-      device_flops_per_second: `model_flops` a second and device.
-      kernel_seconds: of `compute_seconds`, kernels that the compiler has no cycles of, such as fused attention.
-      network_seconds: of `collective_seconds`, transfers between slices.
-      network_bytes: what a device sends to other slices in a step.
-      host_seconds: copies between a device and its host, hidden or not: the longer of the two directions.
-      host_bytes: what a device copies from and to its host in a step.
-    """
-
-    step_seconds: float
-    compute_seconds: float
-    exposed_seconds: float
-    collective_seconds: float
-    tokens_per_second: float
-    unit: str
+    step_seconds: float  # a step, computing and waiting
+    compute_seconds: float  # computation alone
+    exposed_seconds: float  # collectives that nothing hides
+    collective_seconds: float  # all collectives, hidden or not, over links and network
+    tokens_per_second: float  # over all devices; examples where the batch has no tokens
+    unit: str  # `tokens` or `examples`
+    # Model FLOPs utilization, the loss and the gradients that are trained, without what is computed again, over the
+    # peak; attention counts whole (Chowdhery et al. 2022, appendix B)
     mfu: float
-    model_flops: float
-    assumptions: tuple[str, ...]
-    mfu_causal: float
-    causal_model_flops: float
-    device_flops_per_second: float
-    kernel_seconds: float
-    network_seconds: float
-    network_bytes: float
-    host_seconds: float = 0.0
-    host_bytes: int = 0
+    model_flops: float  # operations of those, over all devices
+    assumptions: tuple[str, ...]  # what the figures rest on
+    mfu_causal: float  # the same with half of attention's products, which is what causal attention needs
+    causal_model_flops: float  # operations of those, over all devices
+    device_flops_per_second: float  # `model_flops` a second and device
+    kernel_seconds: float  # of `compute_seconds`, kernels that the compiler has no cycles of, such as fused attention
+    network_seconds: float  # of `collective_seconds`, transfers between slices
+    network_bytes: float  # what a device sends to other slices in a step
+    host_seconds: float = 0.0  # copies between a device and its host, hidden or not: the longer of the two directions
+    host_bytes: int = 0  # what a device copies from and to its host in a step
 
     def __str__(self) -> str:
         share = self.exposed_seconds / self.step_seconds if self.step_seconds else 0

@@ -34,9 +34,8 @@ def test_splash_attention_counts_the_blocks_of_its_mask(mask, blocks):
     gradient = jax.jit(jax.grad(lambda x: attend(x).astype(jnp.float32).sum()))
     program = Program(program_text(gradient.trace(x).lower(lowering_platforms=("tpu",)).compile()))
     works = [
-        roofline(program, name, instruction, decode=kernel_module)
-        for name, instructions in program.computations.items()
-        for instruction in instructions.values()
+        roofline(program, instruction, decode=kernel_module)
+        for instruction in program.instructions()
         if "tpu_custom_call" in instruction.line and instruction.opcode == "custom-call"
     ]
     one = 2 * BLOCK * BLOCK * HEAD_DIM * HEADS * blocks  # a product of one example, on each of four devices

@@ -122,12 +122,12 @@ class _Compute:
         self.engines: set[str] = set()
         self._works: dict[tuple[str, str], hlo.Work] = {}
 
-    def seconds(self, program: Program, computation: str, instruction: Instruction) -> float:
+    def seconds(self, program: Program, instruction: Instruction) -> float:
         """Returns the time of an instruction: by the compiler's cycles if they can be, else by flops and bytes."""
         clock, cycles = self.hardware.clock_hz, hlo.cycles(instruction)
         if clock and cycles is not None and cycles <= clock:
             return cycles / clock
-        work = self.work(program, computation, instruction)
+        work = self.work(program, instruction)
         busy = self.busy(work)
         if clock and cycles is not None:
             if cycles / clock <= max(_IMPLAUSIBLE * busy, 1.0):
@@ -141,16 +141,15 @@ class _Compute:
             self.inexact.add(instruction.name)
         return busy + (KERNEL_SECONDS if busy and self.hardware.platform == "cuda" else 0)
 
-    def is_kernel(self, program: Program, computation: str, instruction: Instruction) -> bool:
+    def is_kernel(self, program: Program, instruction: Instruction) -> bool:
         """Returns whether a custom call is a kernel that the compiler has no cycles of."""
-        return bool(self.work(program, computation, instruction).engine)
+        return bool(self.work(program, instruction).engine)
 
-    def work(self, program: Program, computation: str, instruction: Instruction) -> hlo.Work:
+    def work(self, program: Program, instruction: Instruction) -> hlo.Work:
         """Returns the flops and bytes of an instruction."""
-        key = computation, instruction.name
-        if key not in self._works:
-            self._works[key] = hlo.roofline(program, computation, instruction, decode=kernel_module)
-        return self._works[key]
+        if instruction.key not in self._works:
+            self._works[instruction.key] = hlo.roofline(program, instruction, decode=kernel_module)
+        return self._works[instruction.key]
 
     def busy(self, work: hlo.Work) -> float:
         """Returns the seconds of some work, bound by matrix products or by memory."""

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from zero_jax.analysis.leaves import STATE_GROUPS
 from zero_jax.analysis.memory.residuals import TransformerResiduals
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import Report, aligned, format_bytes
@@ -34,7 +35,6 @@ from zero_jax.training import (
     used_by_optimizer,
 )
 
-_FIELDS = dataclasses.fields(TrainState)
 _SHOWN_LEAVES = 5
 _ORDER = ("params", "master", "grads", "opt_state", "model_state", "grad_errors", "other", "residuals")
 _ON_HOST = "in host memory"
@@ -101,8 +101,10 @@ def state_groups(state: TrainState, *, mesh: Mesh, config: ZeroConfig) -> dict[s
     """Returns the groups of a state; what is neither variables nor optimizer state is `other`."""
     placement = make_placement(state.variables, mesh=mesh, config=config)
     shardings = state_shardings(state, mesh=mesh, config=config)
-    trees = {field.name: (getattr(state, field.name), getattr(shardings, field.name)) for field in _FIELDS}
-    groups = {name: trees.pop(name) for name in ("params", "master", "opt_state", "model_state", "grad_errors")}
+    trees = {
+        field.name: (getattr(state, field.name), getattr(shardings, field.name)) for field in dataclasses.fields(state)
+    }
+    groups = {name: trees.pop(name) for name in STATE_GROUPS}
     groups["other"] = ({name: x for name, (x, _) in trees.items()}, {name: s for name, (_, s) in trees.items()})
     # K counts what grows with the model: neither an optimizer's scalars, nor arrays without gradients.
     counts = {"opt_state": lambda x: x.ndim > 0, "other": lambda _: False}
@@ -282,8 +284,7 @@ class MemoryEstimate(Report):
     @property
     def state_bytes(self) -> float:
         """Bytes per device of the train state, which stay from step to step."""
-        names = ("params", "master", "opt_state", "model_state", "grad_errors", "other")
-        return sum(self.by_group.get(name, 0) for name in names)
+        return sum(self.by_group.get(name, 0) for name in (*STATE_GROUPS, "other"))
 
     @property
     def formula_bytes(self) -> float:

@@ -131,7 +131,6 @@ class CompileOptions:
     quick: bool = False
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` for a field of another kind."""
         check_arguments(**vars(self))
 
     @property

@@ -104,28 +104,20 @@ class Instruction(NamedTuple):
 
 
 class Program:
-    """The computations of an HLO module (`compiled.as_text()`), and the values of their integer constants.
-
-    Attributes:
-      computations: The instructions by the name of their computation and their own.
-      callers: The instructions that call a computation, by its name.
-      roots: The name of the instruction that a computation returns, by the name of the computation.
-      is_scheduled: Whether the order of the instructions is the order of execution.
-      has_tiles: Whether its arrays are in tiles, as by XLA:TPU.
-    """
+    """The computations of an HLO module (`compiled.as_text()`), and the values of their integer constants."""
 
     def __init__(self, text: str):
-        self.computations: dict[str, dict[str, Instruction]] = {}
-        self.callers: dict[str, list[Instruction]] = collections.defaultdict(list)
-        self.roots: dict[str, str] = {}
+        self.computations: dict[str, dict[str, Instruction]] = {}  # the instructions by computation and name
+        self.callers: dict[str, list[Instruction]] = collections.defaultdict(list)  # the calls of each computation
+        self.roots: dict[str, str] = {}  # the name of the instruction that each computation returns
         self.entry = ""
         header = re.search(r"^HloModule.*", text, re.MULTILINE)
         self.header = header[0] if header else ""
         self.num_devices = math.prod(
             integers("".join(re.findall(r"\b(?:num_partitions|replica_count)=\d+", self.header)))
         )
-        self.is_scheduled = "is_scheduled=true" in self.header
-        self.has_tiles = ":T(" in text
+        self.is_scheduled = "is_scheduled=true" in self.header  # in the order of execution
+        self.has_tiles = ":T(" in text  # by XLA:TPU
         self._trips: dict[tuple[str, str], int | None] = {}
         self._users: dict[str, dict[str, list[Instruction]]] = {}
         self._tables: dict[str, dict[str, str]] = collections.defaultdict(dict)

@@ -148,19 +148,10 @@ def plan_auto(
       3
     """
     tried = {
-        "stages": stages,
-        "replicas": replicas,
-        "models": models,
-        "remats": remats,
-        "attentions": attentions,
-        "overlaps": overlaps,
-        "offloads": offloads,
-        "quantizes": quantizes,
-        "pipes": pipes,
-        "pipelines": pipelines,
-        "batch_sizes": batch_sizes,
-        "max_num_microbatches": max_num_microbatches,
-    }
+        "stages": stages, "replicas": replicas, "models": models, "remats": remats, "attentions": attentions,
+        "overlaps": overlaps, "offloads": offloads, "quantizes": quantizes, "pipes": pipes, "pipelines": pipelines,
+        "batch_sizes": batch_sizes, "max_num_microbatches": max_num_microbatches,
+    }  # fmt: skip
     bounds = {"max_compiles": max_compiles, "host_memory_bytes": host_memory_bytes}
     check_arguments(**tried, **bounds, temporaries=temporaries, other_losses=other_losses)
     options = CompileOptions(**compiling)

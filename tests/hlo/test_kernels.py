@@ -7,7 +7,7 @@ import pytest
 
 from zero_jax.hlo import Program, cycles, roofline
 from zero_jax.hlo.kernels import Work, kernel_work
-from zero_jax.planning.kernel_text import kernel_module
+from zero_jax.planning.step_time import kernel_module
 
 # A grid of 2 x 3 x 3 steps; a step multiplies [16, 8] by [8, 32] where the mask has the block, and begins with a zero.
 BODY = """module attributes {stable_mosaic.version = 15 : i64} {

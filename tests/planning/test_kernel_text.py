@@ -8,7 +8,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zero_jax as zero
 from zero_jax.hlo import Program, roofline
-from zero_jax.planning.kernel_text import kernel_module, program_text
+from zero_jax.planning.job import program_text
+from zero_jax.planning.step_time import kernel_module
 
 LENGTH, HEADS, HEAD_DIM, BLOCK = 512, 2, 128, 128
 

@@ -25,8 +25,8 @@ from jax.sharding import Mesh
 from zero_jax.core.files.user_cache import evict_oldest, has_mark, read_entry, write_entry
 from zero_jax.core.tree import PyTree, check_arrays, leading_dims
 from zero_jax.hlo import HeapLayout, Program, layout_options, read_layout, read_scheduled
-from zero_jax.planning.kernel_text import program_text
 from zero_jax.planning.key import SCHEMA, compile_inputs, digest
+from zero_jax.program.jaxprs import hlo_text
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.training import (
     CompilerOption,
@@ -41,6 +41,9 @@ from zero_jax.training import (
 
 _SUFFIX, _QUICK_SUFFIX = ".program", ".scheduled.program"
 _SECONDS_BETWEEN_LOOKS = 0.1
+_CONSTANT = re.compile(r" = (?P<dtype>[a-z]\w*)\[[^=\n]*? constant\((?P<value>\{[^\n]*?\})\)(?=, |\n)")
+_INTEGERS = re.compile(r"[su]\d+")
+_MAX_CHARACTERS, _SHORT = 2**20, 2**6
 _MARK = f"zero_jax program {SCHEMA}\n".encode()  # what an entry begins with
 
 
@@ -180,6 +183,21 @@ def compile_lowered(lowered: Any, options: Mapping[str, Any], *, quick: bool) ->
     analysis = compiled.memory_analysis()
     stats = {name: int(getattr(analysis, name)) for name in dir(analysis) if name.endswith("_in_bytes")}
     return {"stats": stats | layout, "text": program_text(compiled)}, True
+
+
+def program_text(compiled: Any) -> str:
+    """Returns a program's text with its arrays of integers, by which block-sparse kernels skip blocks."""
+    try:
+        text = hlo_text(compiled)
+    except ValueError:  # another release, or backend
+        return compiled.as_text()
+    return _CONSTANT.sub(_shortened, text)
+
+
+def _shortened(match: re.Match) -> str:
+    """Elides a constant that cannot be a kernel's block mask."""
+    longest = _MAX_CHARACTERS if _INTEGERS.fullmatch(match["dtype"]) else _SHORT
+    return match[0] if len(match["value"]) <= longest else match[0].replace(match["value"], "{...}")
 
 
 def _figures(layout: HeapLayout) -> dict[str, int]:

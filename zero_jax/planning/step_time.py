@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 
+from jax.extend.mlir import ir
 from jax.sharding import Mesh
 
 from zero_jax import hlo
 from zero_jax.core.text_tables import Report, format_bytes
 from zero_jax.hlo import Instruction, Program
-from zero_jax.planning.kernel_text import kernel_module
 from zero_jax.planning.links import Links
 from zero_jax.sharding.topology import Hardware, Topology
 from zero_jax.transforms import KERNEL_SECONDS, KERNEL_SHARES, efficiency_of
@@ -88,11 +90,10 @@ def estimate_time(
     step = max(timeline.total_seconds, 1e-12)
     causal_flops = model_flops - attention_flops / 2
     peak = mesh.size * hardware.flops_per_second
+    seconds = {name: x for name, x in vars(timeline).items() if name.endswith("_seconds") and name != "total_seconds"}
     return TimeEstimate(
         step_seconds=timeline.total_seconds,
-        compute_seconds=timeline.compute_seconds,
-        exposed_seconds=timeline.exposed_seconds,
-        collective_seconds=timeline.collective_seconds,
+        **seconds,
         tokens_per_second=num_tokens / step,
         unit=unit,
         mfu=model_flops / (step * peak),
@@ -101,9 +102,6 @@ def estimate_time(
         mfu_causal=causal_flops / (step * peak),
         causal_model_flops=causal_flops,
         device_flops_per_second=model_flops / (step * mesh.size),
-        kernel_seconds=timeline.kernel_seconds,
-        network_seconds=timeline.network_seconds,
-        host_seconds=timeline.host_seconds,
         host_bytes=host_bytes,
         network_bytes=sum(transfer.total_sent_bytes for transfer in transfers),
     )
@@ -158,6 +156,19 @@ class _Compute:
         flops_per_second = hardware.flops_per_second * KERNEL_SHARES.get(work.engine, products)
         bytes_per_second = hardware.memory_bytes_per_second * memory
         return max(work.flops / flops_per_second, work.bytes / bytes_per_second)
+
+
+def kernel_module(body: bytes | str) -> ir.Module | None:
+    """Decodes the body of a Pallas TPU kernel, MLIR bytecode (or text); None if that fails."""
+    context = ir.Context()
+    context.allow_unregistered_dialects = True
+    with contextlib.suppress(ImportError, AttributeError):
+        importlib.import_module("jaxlib.mosaic.python.tpu").register_dialect(context)
+    try:
+        with context, ir.Location.unknown():
+            return ir.Module.parse(body)
+    except (ValueError, RuntimeError, ir.MLIRError):
+        return None
 
 
 def _assumptions(hardware: Hardware, compute: _Compute, *, has_network: bool, host_bytes: int) -> tuple[str, ...]:

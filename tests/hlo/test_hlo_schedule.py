@@ -17,9 +17,9 @@ def play(body, seconds, links, *, links_of=None, **options):
     text = HEADER + body
     found = hlo.collectives(text, **options)
     costs = hlo.Costs(
-        instruction=lambda program, computation, instruction: seconds.get(instruction.name, 0.0),
+        instruction=lambda program, instruction: seconds.get(instruction.name, 0.0),
         collective=lambda one: links[one.name],
-        is_kernel=lambda program, computation, instruction: 'target="kernel"' in instruction.line,
+        is_kernel=lambda program, instruction: 'target="kernel"' in instruction.line,
         **({} if links_of is None else {"links_of": links_of}),
     )
     return hlo.play(Program(text), found, costs, **options)
@@ -257,8 +257,7 @@ def test_fusions_of_the_same_channel_end_in_the_order_of_their_starts():
 
 def work_of(name, body):
     program = Program(HEADER + body)
-    found = [(c, i[name]) for c, i in program.computations.items() if name in i]
-    return hlo.roofline(program, *found[0])
+    return hlo.roofline(program, next(x for x in program.instructions() if x.name == name))
 
 
 def test_a_dot_costs_two_flops_a_multiply_add_and_its_operands():
@@ -472,7 +471,7 @@ def test_transfers_between_slices_go_from_their_send_to_the_end_of_their_receive
         ("all-reduce", 4, 24),
     ]
     costs = hlo.Costs(
-        instruction=lambda program, computation, instruction: {"a": 1.0, "b": 3.0}.get(instruction.name, 0.0),
+        instruction=lambda program, instruction: {"a": 1.0, "b": 3.0}.get(instruction.name, 0.0),
         collective=lambda _: 0.0,
         transfer=lambda transfer: transfer.sent_bytes / 12,
     )

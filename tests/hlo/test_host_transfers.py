@@ -111,7 +111,7 @@ ENTRY %main (i: pred[], x: f32[8]) -> f32[8] {
 
 def test_computation_waits_for_them():
     costs = hlo.Costs(
-        instruction=lambda program, computation, instruction: 1.0 if instruction.opcode == "multiply" else 0.0,
+        instruction=lambda program, instruction: 1.0 if instruction.opcode == "multiply" else 0.0,
         collective=lambda collective: 0.0,
         copy=lambda copy: copy.sent_bytes / 512,
     )

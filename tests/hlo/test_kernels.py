@@ -7,7 +7,7 @@ import pytest
 
 from zero_jax.hlo import Program, cycles, roofline
 from zero_jax.hlo.kernels import Work, kernel_work
-from zero_jax.planning.kernel_text import kernel_module
+from zero_jax.planning.step_time import kernel_module
 
 # A grid of 2 x 3 x 3 steps; a step multiplies [16, 8] by [8, 32] where the mask has the block, and begins with a zero.
 BODY = """module attributes {stable_mosaic.version = 15 : i64} {
@@ -155,12 +155,12 @@ def kernel(text="", estimate="", cycles="", mask="{ { 1, 0, 0 }, { 2, 1, 0 }, { 
 
 def test_the_body_and_the_mask_of_a_kernel_are_read_from_the_program():
     loaded, call = kernel(body())
-    work = roofline(loaded, "body", call, decode=kernel_module)
+    work = roofline(loaded, call, decode=kernel_module)
     assert (work.flops, work.engine, work.is_known, work.is_exact) == (12 * FLOPS, "pallas", True, True)
     assert work.bytes == 9 + 2 * 48 * 8 + 2 * 48 * 32
     loaded, call = kernel(body(), mask="{...}")  # as `as_text()` prints it
-    assert roofline(loaded, "body", call, decode=kernel_module).flops == 18 * FLOPS
-    assert not roofline(loaded, "body", call, decode=kernel_module).is_exact
+    assert roofline(loaded, call, decode=kernel_module).flops == 18 * FLOPS
+    assert not roofline(loaded, call, decode=kernel_module).is_exact
 
 
 @pytest.mark.parametrize(("second", "blocks"), [("{ 1, 0 }, { 2, 1 }", 3), ("{ 1, 1 }, { 1, 1 }", 4)])
@@ -185,7 +185,7 @@ ENTRY %main (p: bf16[48,8], i: s32[]) -> bf16[48,32] {{
 backend_config={{"custom_call_config":{{"body":"{base64.b64encode(three_dims(text)).decode()}"}}}}
 }}
 """)
-    work = roofline(loaded, "main", loaded.computations["main"]["k"], decode=kernel_module)
+    work = roofline(loaded, loaded.computations["main"]["k"], decode=kernel_module)
     assert (work.flops, work.is_exact) == (blocks * FLOPS, blocks == 3)
 
 
@@ -198,14 +198,14 @@ def three_dims(text):
 def test_a_kernels_own_estimate_comes_first():
     own = ',"cost_estimate":{"flops":"777","transcendentals":"5","bytes_accessed":"999"}'
     loaded, call = kernel(body(), own)
-    work = roofline(loaded, "body", call, decode=kernel_module)
+    work = roofline(loaded, call, decode=kernel_module)
     assert (work.flops, work.bytes, work.engine) == (777, 999, "pallas")
 
 
 def test_a_kernel_that_cannot_be_decoded_is_unknown():
     loaded, call = kernel(body())
-    assert not roofline(loaded, "body", call).is_known
-    assert not roofline(loaded, "body", call, decode=lambda _: None).is_known
+    assert not roofline(loaded, call).is_known
+    assert not roofline(loaded, call, decode=lambda _: None).is_known
 
 
 @pytest.mark.parametrize(("number", "read"), [(2123, 2123), (2**63 - 1, None), (2**62, None), (-1, None)])
@@ -241,7 +241,7 @@ backend_config={"cudnn_fmha_backend_config":{"fmha_scale":0.17,"intermediate_ten
 def test_attention_of_cudnn_counts_by_its_scores(target, mask, window, products, width, exact, colon):
     text = CUDNN.replace("TARGET", target).replace("MASK", mask).replace("WINDOW", window)
     loaded = Program(text.replace('":', f'"{colon}'))
-    work = roofline(loaded, "main", loaded.computations["main"]["a"])
+    work = roofline(loaded, loaded.computations["main"]["a"])
     assert work.flops == products * 2 * 2 * 4 * 64 * 32 * width
     assert work.engine == ("cudnn attention backward" if products == 5 else "cudnn attention")
     assert work.is_exact is exact

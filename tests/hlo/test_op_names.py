@@ -55,13 +55,14 @@ def test_a_path_in_a_region_continues_that_of_the_region(op_name, path):
 )
 def test_merged_names_are_those_of_each_array(merged, names):
     instruction = Instruction(
-        "x", "all-gather", "f32[]", f'%x = f32[] all-gather(), metadata={{op_name="{merged}"}}', 0
+        "x", "all-gather", "f32[]", f'%x = f32[] all-gather(), metadata={{op_name="{merged}"}}', 0, "main"
     )
     assert instruction.op_names(2) == names
 
 
 def test_what_is_started_without_operands_is_of_the_phase_of_those_of_its_update():
-    phases = Phases(parse(STARTED))
-    before = phases.op_name_before("called", "reduce-scatter")
+    program = parse(STARTED)
+    phases, scatter = Phases(program), program.computations["called"]["reduce-scatter"]
+    before = phases.op_name_before(scatter)
     assert before == "jit(step)/transpose(jvp())/neg"
-    assert phases.of("called", "reduce-scatter", before) == "backward"
+    assert phases.of(scatter, before) == "backward"

@@ -8,7 +8,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zero_jax as zero
 from zero_jax.hlo import Program, roofline
-from zero_jax.planning.kernel_text import kernel_module, program_text
+from zero_jax.planning.job import program_text
+from zero_jax.planning.step_time import kernel_module
 
 LENGTH, HEADS, HEAD_DIM, BLOCK = 512, 2, 128, 128
 
@@ -34,9 +35,8 @@ def test_splash_attention_counts_the_blocks_of_its_mask(mask, blocks):
     gradient = jax.jit(jax.grad(lambda x: attend(x).astype(jnp.float32).sum()))
     program = Program(program_text(gradient.trace(x).lower(lowering_platforms=("tpu",)).compile()))
     works = [
-        roofline(program, name, instruction, decode=kernel_module)
-        for name, instructions in program.computations.items()
-        for instruction in instructions.values()
+        roofline(program, instruction, decode=kernel_module)
+        for instruction in program.instructions()
         if "tpu_custom_call" in instruction.line and instruction.opcode == "custom-call"
     ]
     one = 2 * BLOCK * BLOCK * HEAD_DIM * HEADS * blocks  # a product of one example, on each of four devices

@@ -83,8 +83,8 @@ def reported(monkeypatch, job, beside, **options):
 
     monkeypatch.setattr(process, "make_report", make_report)
     monkeypatch.setattr(process, "_choice", choice)
-    report_of = lambda job, known: process.report_on(job, on_phase=str, name="test", known=known)  # noqa: E731
-    return process.corrected(job, report_of, **options), compiled
+    here = process.CompileOptions(name="test", cache=None, own_process=False)
+    return process.compile_plan(job, here, **options), compiled
 
 
 def test_the_budget_is_what_the_step_leaves_and_the_compiler_corrects_it(monkeypatch):

@@ -20,7 +20,8 @@ from jax.sharding import NamedSharding
 from zero_jax.analysis.leaves import host_memory_kind
 from zero_jax.core.files.json_lines import write_text
 from zero_jax.core.text_tables import Report, aligned, format_bytes, printable
-from zero_jax.core.tree import PyTree, check_arrays, is_key, leaf_names
+from zero_jax.core.tree import PyTree, check_arrays, leaf_names, shard_bytes
+from zero_jax.sharding.spec import dims_of
 
 _LEGEND = (
     '<p class="dim">Each drawing is a leaf cut as its shards are: a color is a shard, and "x 4" says that four '
@@ -125,18 +126,19 @@ class StateSummary(Report):
 
     def to_html(self) -> str:
         """Returns a page of its own, without scripts: the leaves with their shards drawn."""
-        return _draw_page(self.heading, self.groups)
+        head = f'<head><meta charset="utf-8"><title>{_escaped(self.heading)}</title></head>'
+        body = f'<body style="margin: 24px">\n{self._repr_html_()}\n</body>'
+        return f'<!doctype html>\n<html lang="en">{head}\n{body}</html>\n'
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Writes the page atomically."""
         write_text(pathlib.Path(path), self.to_html())
 
     def _repr_html_(self) -> str:
-        return _draw_page(self.heading, self.groups, is_part=True)
+        return _drawn(self.heading, self.groups)
 
 
 def _sizes(leaves: Sequence[LeafSummary]) -> list[str]:
-    """Returns the bytes of leaves, each once, and those that a device holds, as they are shown."""
     return [format_bytes(sum(getattr(x, field) for x in leaves)) for field in ("global_bytes", "device_bytes")]
 
 
@@ -165,28 +167,24 @@ def summary(tree: PyTree) -> StateSummary:
 
 
 def _leaf(name: str, leaf: Any) -> LeafSummary:
-    name = name or "value"
     if not hasattr(leaf, "dtype"):
         leaf = np.asarray(leaf)
     sharding, shape = getattr(leaf, "sharding", None), tuple(leaf.shape)
-    words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, leaf.dtype)) if is_key(leaf) else leaf
-    item_bytes = words.dtype.itemsize * (math.prod(words.shape[len(shape) :]) if is_key(leaf) else 1)
     shard = shape if sharding is None else tuple(sharding.shard_shape(shape))
     parts = tuple(-(-size // part) if part else 1 for size, part in zip(shape, shard, strict=True))
     num_devices = 1 if sharding is None else sharding.num_devices
-    host_kind = host_memory_kind(sharding)
-    shard_bytes = math.prod(shard) * item_bytes
+    host_kind, on_one = host_memory_kind(sharding), shard_bytes(leaf)
     return LeafSummary(
-        path=name,
+        path=name or "value",
         shape=shape,
         dtype=str(leaf.dtype),
         spec=_spec(sharding, len(shape)),
         parts=parts,
         num_copies=max(1, num_devices // math.prod(parts)),
         memory_kind=host_kind,
-        global_bytes=math.prod(shape) * item_bytes,
-        device_bytes=0 if host_kind else shard_bytes,
-        host_bytes=shard_bytes if host_kind else 0,
+        global_bytes=math.prod(shape) * leaf.dtype.itemsize,
+        device_bytes=0 if host_kind else on_one,
+        host_bytes=on_one if host_kind else 0,
     )
 
 
@@ -195,28 +193,20 @@ def _spec(sharding: Any, ndim: int) -> str:
         return "on the host"
     if not isinstance(sharding, NamedSharding):
         return "one device" if sharding.num_devices == 1 else type(sharding).__name__
-    entries = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
-    names = [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in entries]
-    return f"[{', '.join('+'.join(map(str, name)) or '-' for name in names)}]"
+    return f"[{', '.join('+'.join(axes) or '-' for axes in dims_of(sharding, ndim))}]"
 
 
-def _draw_page(heading: str, groups: Groups, *, is_part: bool = False) -> str:
-    """Returns leaves by group as a page, or as a part of one (for notebooks)."""
+def _drawn(heading: str, groups: Groups) -> str:
+    """Returns leaves by group as a part of a page."""
     # Groups that are a single leaf, such as counters and keys, are one at the end.
     single = {name for name, leaves in groups.items() if len(leaves) == 1 and leaves[0].path == name}
     others = (*groups.get("other", ()), *(groups[name][0] for name in groups if name in single))
     groups = {name: leaves for name, leaves in groups.items() if name not in {*single, "other"}}
     groups |= {"other": others} if others else {}
-    title = _escaped(heading)
     style = pathlib.Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
-    parts = [f"<style>\n{style}</style>", '<div class="zero-summary">', f"<h1>{title}</h1>", _bar(groups)]
+    parts = [f"<style>\n{style}</style>", '<div class="zero-summary">', f"<h1>{_escaped(heading)}</h1>", _bar(groups)]
     parts += [_group(name, leaves) for name, leaves in groups.items()]
-    parts += [_LEGEND, "</div>"]
-    body = "\n".join(parts)
-    if is_part:
-        return body
-    head = f'<head><meta charset="utf-8"><title>{title}</title></head>'
-    return f'<!doctype html>\n<html lang="en">{head}\n<body style="margin: 24px">\n{body}\n</body></html>\n'
+    return "\n".join([*parts, _LEGEND, "</div>"])
 
 
 def _bar(groups: Groups) -> str:
@@ -313,5 +303,4 @@ def _cell_title(leaf: LeafSummary, places: dict[int | None, int]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Returns text for a page: a leaf may have any name."""
-    return html.escape(printable(text))
+    return html.escape(printable(text))  # a leaf may have any name

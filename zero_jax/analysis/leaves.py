@@ -149,7 +149,8 @@ def unsharded_warning(leaves: Iterable[ArgumentLeaf], unsharded: Iterable[Argume
 
 def not_donated(program: Program, leaves: Sequence[ArgumentLeaf], donated: Sequence[bool]) -> tuple[ArgumentLeaf, ...]:
     """Returns the leaves of the state that are not `donated`, and that the program returns anew, largest first."""
-    root = program.computations[program.entry][program.roots[program.entry]]
+    root = program.root(program.entry)
+    assert root is not None
     returned = collections.Counter((array.dtype, array.dims) for array in root.arrays)
     leaves_and_donated = list(zip(leaves, donated, strict=True))
     returned -= collections.Counter((leaf.dtype, leaf.dims) for leaf, is_donated in leaves_and_donated if is_donated)

@@ -7,25 +7,11 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from zero_jax import data
 from zero_jax.checkpoint import check_outside
 from zero_jax.cli.options import field_values, log_line, print_result
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.files.untrusted import user_path
-from zero_jax.data import (
-    DataConfig,
-    Piece,
-    Source,
-    Tokenizer,
-    Tokens,
-    find_source,
-    is_token_folder,
-    load_tokenizer,
-    log_progress,
-    make_tokens,
-    read_text,
-    source_chunks,
-    train_bpe,
-)
 
 _SAMPLE_BYTES = 4_000_000  # of text, for the tokens per byte
 
@@ -60,7 +46,7 @@ class TokenizeResult:
 def tokenize(options: argparse.Namespace) -> int:
     """Runs `zero-jax tokenize`."""
     try:
-        result = _make(options, DataConfig(**field_values(DataConfig, options)))
+        result = _make(options, data.DataConfig(**field_values(data.DataConfig, options)))
     except KeyboardInterrupt:
         print("stopped; nothing was left half-written", file=sys.stderr)
         return 130
@@ -68,17 +54,17 @@ def tokenize(options: argparse.Namespace) -> int:
     return 0
 
 
-def _make(options: argparse.Namespace, config: DataConfig) -> TokenizeResult:
+def _make(options: argparse.Namespace, config: data.DataConfig) -> TokenizeResult:
     _check_options(options, config)
-    source = find_source(config.data, format=config.format)
+    source = data.find_source(config.data, format=config.format)
     is_text = source.format not in ("tokens", "arrayrecord")
     if options.vocab_size is None:
         file = "bytes" if config.tokenizer == "auto" else config.tokenizer
-        tokenizer = load_tokenizer(file)
+        tokenizer = data.load_tokenizer(file)
     elif is_text:
         file = options.out or "tokenizer.json"
-        texts = (piece.text for piece in read_text(source, text_field=config.text_field))
-        tokenizer = train_bpe(texts, vocab_size=options.vocab_size, path=file, progress=sys.stderr.isatty())
+        texts = (piece.text for piece in data.read_text(source, text_field=config.text_field))
+        tokenizer = data.train_bpe(texts, vocab_size=options.vocab_size, path=file, progress=sys.stderr.isatty())
     else:
         raise ValueError(f"{source.name} holds tokens: a tokenizer is trained on text")
     written: dict[str, Any] = {}
@@ -86,12 +72,12 @@ def _make(options: argparse.Namespace, config: DataConfig) -> TokenizeResult:
         tokens = _write(options.tokens, source, tokenizer, config)
         written = {"tokens": options.tokens, "num_tokens": tokens.tokens.size, "num_documents": len(tokens.hashes)}
         written["num_replaced"] = tokens.meta.num_replaced
-    ratio = _tokens_per_byte(read_text(source, text_field=config.text_field), tokenizer) if is_text else None
+    ratio = _tokens_per_byte(data.read_text(source, text_field=config.text_field), tokenizer) if is_text else None
     size = tokenizer.vocab_size
     return TokenizeResult(data=config.data, tokenizer=file, vocab_size=size, tokens_per_byte=ratio, **written)
 
 
-def _check_options(options: argparse.Namespace, config: DataConfig) -> None:
+def _check_options(options: argparse.Namespace, config: data.DataConfig) -> None:
     if options.vocab_size is None and options.tokens is None:
         raise ValueError(
             "nothing to make: give --vocab-size N to train a tokenizer, --tokens FOLDER to write tokens, or both"
@@ -102,7 +88,7 @@ def _check_options(options: argparse.Namespace, config: DataConfig) -> None:
         raise ValueError(
             f"--vocab-size trains a tokenizer, --tokenizer {config.tokenizer} takes one that is there: give one of them"
         )
-    if is_token_folder(user_path(config.data)):
+    if data.is_token_folder(user_path(config.data)):
         raise ValueError(f"{config.data} holds tokens already: train on it with `zero-jax train --data {config.data}`")
     if options.tokens:
         check_outside(user_path(options.tokens))
@@ -110,16 +96,16 @@ def _check_options(options: argparse.Namespace, config: DataConfig) -> None:
         raise ValueError(f"{options.tokens} exists already: give another --tokens FOLDER, or remove it")
 
 
-def _write(folder: str, source: Source, tokenizer: Tokenizer, config: DataConfig) -> Tokens:
-    chunks = source_chunks(source, tokenizer, text_field=config.text_field, token_dtype=config.token_dtype)
-    chunks = log_progress(chunks, source.name, log=log_line)
+def _write(folder: str, source: data.Source, tokenizer: data.Tokenizer, config: data.DataConfig) -> data.Tokens:
+    chunks = data.source_chunks(source, tokenizer, text_field=config.text_field, token_dtype=config.token_dtype)
+    chunks = data.log_progress(chunks, source.name, log=log_line)
     try:
-        return make_tokens(chunks, source.name, tokenizer, folder=user_path(folder))
+        return data.make_tokens(chunks, source.name, tokenizer, folder=user_path(folder))
     except OSError as error:
         raise ValueError(f"cannot write {folder}: {with_remedy(error)}") from error
 
 
-def _tokens_per_byte(pieces: Iterable[Piece], tokenizer: Tokenizer) -> float:
+def _tokens_per_byte(pieces: Iterable[data.Piece], tokenizer: data.Tokenizer) -> float:
     """Returns the tokens per byte of the first megabytes of text."""
     num_bytes = num_tokens = 0
     for piece in pieces:

@@ -21,7 +21,7 @@ from zero_jax.cli.help import CONFIGS, Help
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.extras import pip_install
 from zero_jax.core.field_checks import FieldKind
-from zero_jax.core.text_tables import plain, printable_lines, quoted
+from zero_jax.core.text_tables import is_unicode, plain, printable_lines, quoted
 
 _LARGEST_COUNT = 2**31 - 1  # of int32, the type of steps, tokens and rows on a device
 _LARGEST_INTEGER = 2**63 - 1
@@ -87,8 +87,6 @@ class Parser(argparse.ArgumentParser):
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Formats the help with a wider column of option names."""
-
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=34, width=min(120, shutil.get_terminal_size().columns))
 
@@ -230,10 +228,8 @@ def _check_text(value: str) -> None:
         raise ValueError(f"{quoted(value, limit=60)} holds a NUL character: leave it out")
     if len(value) > _MAX_CHARACTERS:
         raise ValueError(f"{quoted(value, limit=60)} has {len(value):,} characters: give at most {_MAX_CHARACTERS:,}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{value!r} is no valid Unicode: give text in UTF-8") from error
+    if not is_unicode(value):
+        raise ValueError(f"{value!r} is no valid Unicode: give text in UTF-8")
 
 
 def _check_path(value: str, place: PathPlace) -> None:

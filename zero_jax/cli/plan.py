@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import optax
 
+from zero_jax import planning
 from zero_jax.analysis import comms, figures, memory, paper, trace_loss
 from zero_jax.cli.config_classes import option_fields
 from zero_jax.cli.config_file import write_file
@@ -24,19 +25,6 @@ from zero_jax.cli.run_config import read_zero, set_sections
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree
-from zero_jax.planning import (
-    COMPILE_ONLY,
-    CompileOptions,
-    CompilerCrash,
-    Job,
-    ModelError,
-    PlanReport,
-    compile_layouts,
-    compile_plan,
-    explain,
-    model_sizes,
-    plan_auto,
-)
 from zero_jax.sharding.mesh import axis_size, make_mesh
 from zero_jax.sharding.topology import Hardware, parse, small_topology
 from zero_jax.trainer import OptimizerConfig, TrainConfig, make_optimizer, tree_bytes
@@ -83,7 +71,6 @@ class PlanConfig:
     quick: bool = False
 
     def __post_init__(self) -> None:
-        """Checks the fields, before a model is imported."""
         check_fields(self, lowest=dict.fromkeys(("batch_size", "replica", "model_axis", "pipe"), 1))
         parse(self.topology)
         check_arguments(timeout_seconds=self.timeout)
@@ -99,7 +86,7 @@ class Request:
     zero: ZeroConfig
     config: PlanConfig
 
-    def job(self, zero: ZeroConfig) -> Job:
+    def job(self, zero: ZeroConfig) -> planning.Job:
         """Returns the job of a config, with a batch of the size that was asked for."""
         axes: dict[str, Any] = {
             "topology": self.config.topology,
@@ -115,7 +102,7 @@ class Request:
         batch, size = self.model.batch_fn(batch_size), self.config.model_axis
         check_batch(batch, mesh=mesh, axes=roles, num_microbatches=zero.num_microbatches)
         _check_batch_fits(batch, batch_size, parse(self.config.topology).hardware, axis_size(mesh, roles.batch))
-        return Job(
+        return planning.Job(
             loss_fn=self.model.loss_fn,
             init_fn=self.model.init_fn,
             tx=self.tx,
@@ -133,9 +120,9 @@ class Request:
         traced = trace_loss(job.loss_fn, state.variables, job.batch, mesh=mesh, config=job.config)
         return formula(state, mesh=mesh, config=job.config, traced=traced, tx=self.tx, **more)
 
-    def compile(self, zero: ZeroConfig, **options: Any) -> PlanReport:
+    def compile(self, zero: ZeroConfig, **options: Any) -> planning.PlanReport:
         """Compiles for one config, by fields of `CompileOptions` that differ from those of the request."""
-        return compile_plan(self.job(zero), dataclasses.replace(self.compiling, **options))
+        return planning.compile_plan(self.job(zero), dataclasses.replace(self.compiling, **options))
 
     def verify(self, zero: ZeroConfig) -> Verification:
         """Verifies a step for a few devices: of a preset a small model of its form, else the user's with its batch."""
@@ -153,11 +140,11 @@ class Request:
         )  # fmt: skip
 
     @property
-    def compiling(self) -> CompileOptions:
+    def compiling(self) -> planning.CompileOptions:
         """How to compile the plans."""
         config = self.config
         named = {"name": self.model.name, "cache": config.cache, "timeout_seconds": config.timeout}
-        return CompileOptions(**named, quick=config.quick, log=log_line)
+        return planning.CompileOptions(**named, quick=config.quick, log=log_line)
 
 
 def read_request(options: argparse.Namespace) -> Request:
@@ -184,7 +171,7 @@ def _check_batch_fits(batch: PyTree, batch_size: int, hardware: Hardware, num_pa
 
 
 def _sizes(layout: str | None) -> tuple[int, ...] | None:
-    """Parses sizes of axes such as 8x8x16."""
+    """Reads sizes of axes such as 8x8x16."""
     if layout is None:
         return None
     sizes = layout.split("x")
@@ -198,7 +185,7 @@ def _guarded(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Nam
 
     @functools.wraps(run)
     def guarded(options: argparse.Namespace) -> int:
-        for name, value in COMPILE_ONLY.items():
+        for name, value in planning.COMPILE_ONLY.items():
             os.environ.setdefault(name, value)
         jax.config.update("jax_platforms", "cpu")  # JAX is imported already, and nothing is run
         try:
@@ -213,8 +200,8 @@ def _guarded(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Nam
                 f"the memory of this machine is too small ({error}): give a smaller model, seq_len or batch"
             ) from error
         except Exception as error:
-            explained = explain(error)
-            if isinstance(explained, ValueError | CompilerCrash | ModelError):
+            explained = planning.explain(error)
+            if isinstance(explained, ValueError | planning.CompilerCrash | planning.ModelError):
                 raise ValueError(str(explained)) from error
             raise
 
@@ -238,7 +225,7 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.layouts:
         refuse(options, ("--data-layout",), reason="--layouts compiles all of them: leave it out")
         refuse(options, ("--write-config",), reason="`zero-jax train` takes the default layout: leave out --layouts")
-        plans = compile_layouts(request.job(request.zero), request.compiling)
+        plans = planning.compile_layouts(request.job(request.zero), request.compiling)
         print_result(options, plans)
         return 0 if plans.plans[plans.best].fits else 1
     report = dataclasses.replace(request.compile(request.zero), tokens=options.tokens)
@@ -263,7 +250,7 @@ def _auto(options: argparse.Namespace, request: Request) -> int:
         num_devices = request.job(zero).mesh().size
         sizes_to_try = [num_devices * examples for examples in _EXAMPLES_PER_DEVICE]
     others = other_activations(model, fixed | from_file(options))
-    result = plan_auto(
+    result = planning.plan_auto(
         model.loss_fn,
         model.init_fn,
         request.tx,
@@ -298,7 +285,7 @@ def _auto(options: argparse.Namespace, request: Request) -> int:
 def _model_sizes(request: Request) -> tuple[tuple[int, ...] | None, Any]:
     """Returns the sizes of the axis `model` that the model's specs divide over (None: all), and the specs."""
     admitted: dict[int, Any] = {1: None}
-    for size in model_sizes(request.config.topology)[1:]:
+    for size in planning.model_sizes(request.config.topology)[1:]:
         try:
             admitted[size] = request.model.specs_fn(size)
         except ValueError as error:
@@ -313,7 +300,7 @@ def _model_sizes(request: Request) -> tuple[tuple[int, ...] | None, Any]:
 def _write_config(
     options: argparse.Namespace,
     request: Request,
-    report: PlanReport,
+    report: planning.PlanReport,
     *,
     zero: ZeroConfig,
     activations: ActivationConfig | None = None,
@@ -357,7 +344,11 @@ def run_memory(options: argparse.Namespace) -> int:
 
 
 def _show_both(
-    options: argparse.Namespace, report: PlanReport | None, estimated: Any, measured: Any, compare: Callable[..., Any]
+    options: argparse.Namespace,
+    report: planning.PlanReport | None,
+    estimated: Any,
+    measured: Any,
+    compare: Callable[..., Any],
 ) -> int:
     """Shows an estimate, beside what was measured and how they compare where a program was compiled."""
     if report is None:

@@ -5,7 +5,6 @@ import math
 import re
 
 from zero_jax.hlo.kernels import Decode, Work, kernel_call
-from zero_jax.hlo.layout import Array
 from zero_jax.hlo.opcodes import FREE, MOVES, SLICES
 from zero_jax.hlo.program import Instruction, Program, integers
 from zero_jax.hlo.windows import read_windows
@@ -32,50 +31,49 @@ def cycles(instruction: Instruction) -> int | None:
     return int(match[1]) if match and 0 <= int(match[1]) < _DAY_CYCLES else None
 
 
-def roofline(program: Program, computation: str, instruction: Instruction, *, decode: Decode | None = None) -> Work:
+def roofline(program: Program, instruction: Instruction, *, decode: Decode | None = None) -> Work:
     """Counts flops and bytes of memory of an instruction outside of fusions; `decode` reads Pallas kernels."""
     opcode, line = instruction.opcode, instruction.line
     is_free = opcode in FREE or bool(instruction.part)
     if is_free or (opcode == "custom-call" and any(f'"{t}"' in line for t in _FREE_CUSTOM_CALLS)):
         return Work(flops=0)
-    num_bytes = _moved_bytes(program, computation, instruction)
-    if opcode == "custom-call" and (call := kernel_call(program, computation, instruction, decode)):
+    num_bytes = _moved_bytes(program, instruction)
+    if opcode == "custom-call" and (call := kernel_call(program, instruction, decode)):
         return dataclasses.replace(call, bytes=call.bytes or num_bytes)
-    flops = _flops(program, computation, instruction)
+    flops = _flops(program, instruction)
     known = opcode != "custom-call" or flops is not None
     return Work(flops=flops or 0, bytes=num_bytes, is_known=known)
 
 
-def _flops(program: Program, computation: str, instruction: Instruction) -> float | None:
+def _flops(program: Program, instruction: Instruction) -> float | None:
     """The flops of an instruction and of what it calls; None for a custom call that is not understood."""
     opcode, line = instruction.opcode, instruction.line
     if opcode == "fusion":
-        called = next(iter(instruction.called.values()))
-        inner = program.computations.get(called, {}).values()
-        return sum(_flops(program, called, instruction) or 0 for instruction in inner)
+        inner = program.computations.get(instruction.first_called, {}).values()
+        return sum(_flops(program, instruction) or 0 for instruction in inner)
     if opcode == "dot":
-        return _dot_flops(program, computation, instruction, r"lhs_contracting_dims=\{([^}]*)\}")
+        return _dot_flops(program, instruction, r"lhs_contracting_dims=\{([^}]*)\}")
     if opcode == "convolution" or (opcode == "custom-call" and "dim_labels=" in line):
-        return _convolution_flops(program, computation, instruction)
+        return _convolution_flops(program, instruction)
     if opcode == "custom-call":
         if not _GEMMS.search(line):
             return None
-        return _dot_flops(program, computation, instruction, r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+        return _dot_flops(program, instruction, r'"lhs_contracting_dimensions":\[([^\]]*)\]')
     return 0
 
 
-def _dot_flops(program: Program, computation: str, instruction: Instruction, contracting: str) -> float:
+def _dot_flops(program: Program, instruction: Instruction, contracting: str) -> float:
     match = re.search(contracting, instruction.line)
-    left = _operand_arrays(program, computation, instruction)[0]
+    left = program.operands(instruction)[0].arrays[0]
     inner = math.prod(left.dims[dim] for dim in integers(match[1])) if match else 1
     return 2 * instruction.arrays[0].num_elements * inner
 
 
-def _convolution_flops(program: Program, computation: str, instruction: Instruction) -> float:
+def _convolution_flops(program: Program, instruction: Instruction) -> float:
     """Counts multiply-adds with real elements only: XLA:TPU writes batched matmuls as padded convolutions."""
     line = instruction.line
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line)
-    operands = _operand_arrays(program, computation, instruction)
+    operands = [operand.arrays[0] for operand in program.operands(instruction)]
     if not labels or len(operands) < 2:
         return 0
     left, kernel, out = (array.dims for array in (*operands[:2], instruction.arrays[0]))
@@ -90,11 +88,9 @@ def _convolution_flops(program: Program, computation: str, instruction: Instruct
     return 2 * num_pairs * features / (int(groups[1]) if groups else 1)
 
 
-def _moved_bytes(program: Program, computation: str, instruction: Instruction) -> int:
-    opcode = instruction.opcode
-    instructions = program.computations[computation]
-    operands = [_bytes(instructions[name]) if name in instructions else 0 for name in instruction.operands]
-    result = _bytes(instruction)
+def _moved_bytes(program: Program, instruction: Instruction) -> int:
+    opcode, result = instruction.opcode, _bytes(instruction)
+    operands = [*map(_bytes, program.operands(instruction))]
     if opcode in ("dynamic-slice", "slice"):
         return 2 * result
     if opcode == "gather":
@@ -105,59 +101,42 @@ def _moved_bytes(program: Program, computation: str, instruction: Instruction) -
         return 2 * operands[-1] + sum(operands[1:-1])
     if opcode != "fusion":
         return result + sum(operands)
-    called = _called(instruction)
-    num_read = sum(_read_bytes(program, called, parameter) for parameter in program.parameters(called))
-    root = _root(program, called)
-    return num_read + (_written_bytes(program, called, root) if root else result)
+    num_read = sum(_read_bytes(program, parameter) for parameter in program.parameters(instruction.first_called))
+    root = program.root(instruction.first_called)
+    return num_read + (_written_bytes(program, root) if root else result)
 
 
-def _called(fusion: Instruction) -> str:
-    return next(iter(fusion.called.values()))
-
-
-def _root(program: Program, computation: str) -> Instruction | None:
-    return program.computations.get(computation, {}).get(program.roots.get(computation, ""))
-
-
-def _read_bytes(program: Program, computation: str, value: Instruction) -> int:
+def _read_bytes(program: Program, value: Instruction) -> int:
     """The bytes of a value inside a fusion that are read: the slices, if it is only sliced or updated in place."""
-    inner, all_bytes, total = program.computations[computation], _bytes(value), 0
-    for user in program.users(computation)[value.name]:
+    all_bytes, total = _bytes(value), 0
+    for user in program.users(value.computation)[value.name]:
         is_first = user.operands[0] == value.name and value.name not in user.operands[1:]
         if user.opcode in MOVES:
-            total += _read_bytes(program, computation, user) * all_bytes // max(_bytes(user), 1)
+            total += _read_bytes(program, user) * all_bytes // max(_bytes(user), 1)
         elif user.opcode == "fusion":  # of a product: what makes its operands, and what follows it
-            called = _called(user)
-            places = zip(program.parameters(called), user.operands, strict=False)
-            total += sum(_read_bytes(program, called, x) for x, operand in places if operand == value.name)
+            places = zip(program.parameters(user.first_called), user.operands, strict=False)
+            total += sum(_read_bytes(program, x) for x, operand in places if operand == value.name)
         elif is_first and user.opcode in SLICES:
             total += _bytes(user)
         elif is_first and user.opcode == "scatter":
-            total += _bytes(inner[user.operands[-1]])
+            total += _bytes(program.operands(user)[-1])
         elif not (is_first and user.opcode == "dynamic-update-slice"):
             return all_bytes
     return min(all_bytes, total)
 
 
-def _written_bytes(program: Program, computation: str, root: Instruction) -> int:
+def _written_bytes(program: Program, root: Instruction) -> int:
     """The bytes that a fusion with this root writes: those of the updates, where it updates in place."""
-    inner = program.computations[computation]
-    outputs = [inner[name] for name in root.operands if name in inner] if root.opcode == "tuple" else [root]
     total = 0
-    for output in outputs:
-        while output.opcode in MOVES and output.operands[0] in inner:
-            output = inner[output.operands[0]]
-        if output.opcode == "fusion" and (last := _root(program, _called(output))):
-            total += _written_bytes(program, _called(output), last)
+    for output in program.operands(root) if root.opcode == "tuple" else [root]:
+        while output.opcode in MOVES and (moved := program.operand(output, 0)):
+            output = moved
+        if output.opcode == "fusion" and (last := program.root(output.first_called)):
+            total += _written_bytes(program, last)
             continue
         updates = {"dynamic-update-slice": 1, "scatter": -1}.get(output.opcode)
-        total += _bytes(output if updates is None else inner[output.operands[updates]])
+        total += _bytes(output if updates is None else program.operands(output)[updates])
     return total
-
-
-def _operand_arrays(program: Program, computation: str, instruction: Instruction) -> list[Array]:
-    instructions = program.computations[computation]
-    return [instructions[name].arrays[0] for name in instruction.operands if name in instructions]
 
 
 def _bytes(instruction: Instruction) -> int:

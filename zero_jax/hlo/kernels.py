@@ -70,7 +70,7 @@ class Work:
     is_exact: bool = True
 
 
-def kernel_call(program: Program, computation: str, instruction: Instruction, decode: Decode | None) -> Work | None:
+def kernel_call(program: Program, instruction: Instruction, decode: Decode | None) -> Work | None:
     """Returns the work of a custom call, or None where it is of no known kind; 0 bytes where it does not say them.
 
     A Pallas kernel's own `cost_estimate` comes first; else the matrix products in its body count over its grid. Causal
@@ -79,13 +79,13 @@ def kernel_call(program: Program, computation: str, instruction: Instruction, de
     Without `decode`, only Pallas kernels with a `cost_estimate` are known.
     """
     if _PALLAS in instruction.line:
-        return _pallas(program, computation, instruction, decode)
+        return _pallas(program, instruction, decode)
     if match := _ATTENTION.search(instruction.line):
-        return _cudnn(program, computation, instruction, is_backward="Backward" in match[1])
+        return _cudnn(program, instruction, is_backward="Backward" in match[1])
     return None
 
 
-def _pallas(program: Program, computation: str, instruction: Instruction, decode: Decode | None) -> Work | None:
+def _pallas(program: Program, instruction: Instruction, decode: Decode | None) -> Work | None:
     line = instruction.line
     estimate = re.search(r'"cost_estimate":\{([^}]*)\}', line)
     figures = dict(re.findall(r'"(\w+)":"?(-?\d+)', estimate[1])) if estimate else {}
@@ -99,18 +99,16 @@ def _pallas(program: Program, computation: str, instruction: Instruction, decode
         module = decode(base64.b64decode(body[1], validate=True))
     except binascii.Error:
         return None
-    scalars = [_literal(program, computation, name) for name in instruction.operands]
+    scalars = [_literal(program, operand) for operand in program.operands(instruction)]
     work = None if module is None else kernel_work(module, scalars)
     return None if work is None else dataclasses.replace(work, bytes=num_bytes)
 
 
-def _literal(program: Program, computation: str, name: str) -> np.ndarray | None:
+def _literal(program: Program, operand: Instruction) -> np.ndarray | None:
     """The value of an operand that is a constant of integers in the text, or a slice of one with equal rows."""
-    instruction = program.computations[computation].get(name)
-    literal = program.literal(computation, name)
-    if instruction is None or literal is None:
+    shape, literal = parse_shape(operand.shape), program.literal(operand)
+    if literal is None:
         return None
-    shape = parse_shape(instruction.shape)
     values = np.array([int(digits) for digits in re.findall(r"-?\d+", literal)])
     if not isinstance(shape, Array) or not shape.num_elements or not values.size:
         return None
@@ -122,12 +120,11 @@ def _literal(program: Program, computation: str, name: str) -> np.ndarray | None
     return rows[0] if (rows == rows[0]).all() else None
 
 
-def _cudnn(program: Program, computation: str, instruction: Instruction, *, is_backward: bool) -> Work | None:
+def _cudnn(program: Program, instruction: Instruction, *, is_backward: bool) -> Work | None:
     """Fused attention: its scores are `[batch, heads, queries, keys]`, and each product has them on one side."""
-    operands = instruction.operands
     line = instruction.line.replace('": ', '":')  # JSON as Python writes it, or as XLA does
     scores = _SCORES.search(line)
-    query = program.computations[computation].get(operands[0]) if operands else None
+    query = program.operand(instruction, 0)
     if not scores or query is None:
         return None
     batch, heads, queries, keys = (int(size) for size in re.findall(r"\d+", scores[1]))

@@ -129,7 +129,7 @@ def peak(compiled: Any) -> Heap:
         peak_bytes=peak_bytes,
         live=alive(heap, step),
         in_arguments=alive(in_results, step),
-        peak_op_name=next(filter(None, (_op_name(program, *place) for place in before)), ""),
+        peak_op_name=next(filter(None, (_op_name(program, instruction) for instruction in before)), ""),
         host_argument_bytes=sum(array.num_bytes for array in given if array.space == HOST_SPACE),
         host_peak_bytes=_top(temporaries["host"])[0],
         on_chip_peak_bytes=_top(temporaries["chip"])[0],
@@ -190,10 +190,10 @@ def _top(allocations: Iterable[_Allocation]) -> tuple[int, int]:
     return most, at
 
 
-def _readers(steps: Sequence[tuple[str, Instruction]]) -> list[str]:
+def _readers(steps: Sequence[Instruction]) -> list[str]:
     """For each step its JAX name stack, or in place of none that of the nearest step after it."""
     names, near = [""], 0  # what the program returns is alive for one step more
-    for _, instruction in reversed(steps):
+    for instruction in reversed(steps):
         own = instruction.op_name
         near = 0 if own else near + 1
         names.append(own or (names[-1] if near < _NEAR else ""))
@@ -220,7 +220,7 @@ def _describe(program: Program, allocation: _Allocation, names: Sequence[str]) -
     last = (named or real)[-1]
     return Buffer(
         name=last.instruction.name,
-        computation=last.computation,
+        computation=last.instruction.computation,
         opcode=last.instruction.opcode,
         shape=str(last.array),
         num_bytes=allocation.num_bytes,
@@ -232,17 +232,18 @@ def _describe(program: Program, allocation: _Allocation, names: Sequence[str]) -
 
 def _name_of(program: Program, value: HloValue) -> str:
     """The JAX name stack of a value, or of what it is a copy of."""
-    return value.op_name or _op_name(program, value.computation, value.instruction)
+    return value.op_name or _op_name(program, value.instruction)
 
 
-def _op_name(program: Program, computation: str, instruction: Instruction) -> str:
+def _op_name(program: Program, instruction: Instruction) -> str:
     """The JAX name stack of an instruction, or of what it copies."""
     for _ in range(8):
         if name := instruction.op_names(1)[0]:
             return name
-        operands = instruction.operands
-        passes = instruction.base in _PASSES_NAME_ON or (instruction.opcode == "fusion" and len(operands) == 1)
-        operand = program.computations[computation].get(operands[0]) if operands else None
+        passes = instruction.base in _PASSES_NAME_ON or (
+            instruction.opcode == "fusion" and len(instruction.operands) == 1
+        )
+        operand = program.operand(instruction, 0)
         if not passes or operand is None:
             return ""
         instruction = operand

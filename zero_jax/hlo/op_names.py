@@ -45,52 +45,50 @@ class Phases:
         self._program = program
         self._has_gradient = any(_is_differentiated(instruction.line) for instruction in program.instructions())
 
-    def of(self, computation: str, name: str, op_name: str) -> str:
+    def of(self, instruction: Instruction, op_name: str) -> str:
         """Returns 'forward', 'backward' or 'update' for an instruction with this name stack."""
         phase = phase_of(op_name)
         if phase in ("forward", "backward") or _UPDATE in op_name:
             return phase
         if not self._has_gradient:
             return "forward"
-        is_reduction = self._program.computations[computation][name].base in ("all-reduce", "reduce-scatter")
-        if is_reduction and not gathered_path(op_name):  # XLA:TPU makes all-reduces of some gathers
+        if instruction.base in ("all-reduce", "reduce-scatter") and not gathered_path(
+            op_name
+        ):  # XLA:TPU makes all-reduces of some gathers
             return "update"  # of gradients, after the passes
-        users = self._program.users(computation)
-        used_by = lambda name: [user.name for user in users.get(name, ())]  # noqa: E731
+        users = self._program.users(instruction.computation)
         # A cast of the params belongs to no pass by its name, but to the one that uses it.
-        return phase_of(self._nearest(computation, name, used_by, _is_differentiated)) or "update"
+        return phase_of(self._nearest(instruction, lambda x: users[x.name], _is_differentiated)) or "update"
 
-    def op_name_before(self, computation: str, name: str) -> str:
+    def op_name_before(self, instruction: Instruction) -> str:
         """Returns the nearest name among what an instruction was computed from: XLA drops names where it combines."""
-        instructions = self._program.computations[computation]
         is_traced = lambda name: name.startswith("jit(") or _is_differentiated(name)  # noqa: E731 - not of an argument
+        users = self._program.users(instruction.computation)
 
-        users = self._program.users(computation)
-
-        def made_of(name: str) -> list[str]:
-            if instructions[name].opcode in ("parameter", "constant"):
-                return []
+        def made_of(x: Instruction) -> list[Instruction]:
             # What newer XLA:TPU starts has no operands: its update has them.
-            updates = [user for user in users.get(name, ()) if user.opcode == "call-update"]
-            return instructions[name].operands or [x for update in updates for x in update.operands]
+            updates = [user for user in users[x.name] if user.opcode == "call-update"]
+            return self._program.operands(x) or [y for update in updates for y in self._program.operands(update)]
 
-        nearest = self._nearest(computation, name, made_of, is_traced)
-        caller = next(iter(self._program.callers[computation]), None)
-        return nearest or (self.op_name_before(caller[0], caller[1].name) if caller else "")
+        nearest = self._nearest(instruction, made_of, is_traced)
+        caller = next(iter(self._program.callers[instruction.computation]), None)
+        return nearest or (self.op_name_before(caller) if caller else "")
 
     def _nearest(
-        self, computation: str, name: str, neighbours: Callable[[str], list[str]], counts: Callable[[str], bool]
+        self,
+        instruction: Instruction,
+        neighbours: Callable[[Instruction], list[Instruction]],
+        counts: Callable[[str], bool],
     ) -> str:
         """The nearest name stack that counts, breadth first; of equally near ones that of the backward pass."""
-        instructions = self._program.computations[computation]
-        seen, front = set(), [name]
+        seen, front = set(), {instruction.name: instruction}
         while front:
-            op_names = [self._op_name(instructions[inner]) for inner in front]
+            op_names = map(self._op_name, front.values())
             if found := [op_name for op_name in op_names if counts(op_name)]:
                 return max(found, key=lambda op_name: ("update", "forward", "backward").index(phase_of(op_name)))
-            seen.update(front)
-            near = (neighbour for inner in front for neighbour in neighbours(inner))
-            front = [other for other in dict.fromkeys(near) if other in instructions and other not in seen]
+            seen |= front.keys()
+            near = (x for inner in front.values() for x in neighbours(inner))
+            front = {x.name: x for x in near if x.name not in seen}
         return ""
 
     def _op_name(self, instruction: Instruction) -> str:

@@ -27,13 +27,19 @@ _PASS_THROUGH = (MOVES - {"transpose"}) | {"opt-barrier"}  # the integers of an 
 
 
 class Instruction(NamedTuple):
-    """One line of a computation; `operands_at` is where its operands start in the line."""
+    """One line of a computation."""
 
     name: str
     opcode: str
     shape: str
     line: str
-    operands_at: int
+    operands_at: int  # where its operands start in the line
+    computation: str  # the name of its computation
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The names of its computation and its own, which no other instruction of the program has."""
+        return self.computation, self.name
 
     @property
     def base(self) -> str:
@@ -91,30 +97,27 @@ class Instruction(NamedTuple):
         listed = re.findall(r"[^%\s,]+", lists)
         return dict(_CALLED.findall(self.line)) | {str(number): name for number, name in enumerate(listed)}
 
+    @property
+    def first_called(self) -> str:
+        """The first of the computations that it calls, the only one of a fusion; '' for none."""
+        return next(iter(self.called.values()), "")
+
 
 class Program:
-    """The computations of an HLO module (`compiled.as_text()`), and the values of their integer constants.
-
-    Attributes:
-      computations: The instructions by the name of their computation and their own.
-      callers: The computation and instruction of each call, by the name of the computation that is called.
-      roots: The name of the instruction that a computation returns, by the name of the computation.
-      is_scheduled: Whether the order of the instructions is the order of execution.
-      has_tiles: Whether its arrays are in tiles, as by XLA:TPU.
-    """
+    """The computations of an HLO module (`compiled.as_text()`), and the values of their integer constants."""
 
     def __init__(self, text: str):
-        self.computations: dict[str, dict[str, Instruction]] = {}
-        self.callers: dict[str, list[tuple[str, Instruction]]] = collections.defaultdict(list)
-        self.roots: dict[str, str] = {}
+        self.computations: dict[str, dict[str, Instruction]] = {}  # the instructions by computation and name
+        self.callers: dict[str, list[Instruction]] = collections.defaultdict(list)  # the calls of each computation
+        self.roots: dict[str, str] = {}  # the name of the instruction that each computation returns
         self.entry = ""
         header = re.search(r"^HloModule.*", text, re.MULTILINE)
         self.header = header[0] if header else ""
         self.num_devices = math.prod(
             integers("".join(re.findall(r"\b(?:num_partitions|replica_count)=\d+", self.header)))
         )
-        self.is_scheduled = "is_scheduled=true" in self.header
-        self.has_tiles = ":T(" in text
+        self.is_scheduled = "is_scheduled=true" in self.header  # in the order of execution
+        self.has_tiles = ":T(" in text  # by XLA:TPU
         self._trips: dict[tuple[str, str], int | None] = {}
         self._users: dict[str, dict[str, list[Instruction]]] = {}
         self._tables: dict[str, dict[str, str]] = collections.defaultdict(dict)
@@ -122,13 +125,13 @@ class Program:
         for line in _lines(text):
             if line.startswith(" "):
                 if match := _INSTRUCTION.match(line):
-                    instruction = Instruction(match[2], match[4], match[3], line, match.end())
+                    instruction = Instruction(match[2], match[4], match[3], line, match.end(), computation)
                     self.computations[computation][instruction.name] = instruction
                     if match[1]:
                         self.roots[computation] = instruction.name
                     if calls(instruction.opcode):
                         for called in instruction.called.values():
-                            self.callers[called].append((computation, instruction))
+                            self.callers[called].append(instruction)
                 elif _ANY_COLLECTIVE.search(line):
                     raise ValueError(f"unreadable collective, please report this line: {line.strip()!r}")
             elif line.endswith("{") and (match := _COMPUTATION.match(line)):
@@ -179,35 +182,48 @@ class Program:
                     users.get(name, []).append(user)
         return self._users[computation]
 
-    def num_trips(self, computation: str, loop: Instruction, unknown_trip_count: int | None) -> int:
+    def root(self, computation: str) -> Instruction | None:
+        """The instruction that a computation returns; None for no computation."""
+        return self.computations.get(computation, {}).get(self.roots.get(computation, ""))
+
+    def operand(self, instruction: Instruction, number: int) -> Instruction | None:
+        """An operand of an instruction; None where there is none in the text."""
+        names = instruction.operands[number : number + 1]
+        return self.computations[instruction.computation].get(names[0]) if names else None
+
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        """The operands of an instruction that are in the text."""
+        inside = self.computations[instruction.computation]
+        return [inside[name] for name in instruction.operands if name in inside]
+
+    def num_trips(self, loop: Instruction, unknown_trip_count: int | None) -> int:
         """The number of times that a loop's body runs: as XLA noted it, else from its start, step and condition.
 
         `unknown_trip_count` is that of a loop of which the program does not tell it; None raises `ValueError` then.
         """
-        key = computation, loop.name
-        if key not in self._trips:
-            self._trips[key] = self._count_trips(computation, loop)
-        trips = unknown_trip_count if self._trips[key] is None else self._trips[key]
+        if loop.key not in self._trips:
+            self._trips[loop.key] = self._count_trips(loop)
+        trips = unknown_trip_count if self._trips[loop.key] is None else self._trips[loop.key]
         if trips is None:
             raise ValueError(
-                f"the loop {loop.name!r} of {computation!r} takes time or sends, and the program does not tell its "
-                "trip count: pass unknown_trip_count"
+                f"the loop {loop.name!r} of {loop.computation!r} takes time or sends, and the program does not tell "
+                "its trip count: pass unknown_trip_count"
             )
         return trips
 
-    def literal(self, computation: str, name: str) -> str | None:
+    def literal(self, instruction: Instruction) -> str | None:
         """The constant that a value is, or of which it is a row, wherever passed on from; None if left out."""
-        value = self._value(computation, name, (), self._passed_by_callers(computation))
+        value = self._value(instruction, (), self._passed_by_callers(instruction.computation))
         return value if isinstance(value, str) else None
 
-    def _count_trips(self, computation: str, loop: Instruction) -> int | None:
+    def _count_trips(self, loop: Instruction) -> int | None:
         if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
             return int(match[1])
-        body, condition, initial = loop.called["body"], loop.called["condition"], loop.operands[0]
+        body, condition, initial = loop.called["body"], loop.called["condition"], self.operand(loop, 0)
         varying: set[tuple] = set()
 
         def at_start(path: tuple) -> Any:
-            return self._value(computation, initial, path, self._passed_by_callers(computation))
+            return self._value(initial, path, self._passed_by_callers(loop.computation))
 
         def state(known: dict[tuple, int]) -> Callable[[int, tuple], Any]:
             def argument(_: int, path: tuple) -> Any:
@@ -234,15 +250,14 @@ class Program:
         trips = bisect.bisect_left(range(2**40), True, key=lambda trips: not goes_on(trips))
         return trips if goes_on(0) is not None and trips < 2**40 else None
 
-    def _value(self, computation: str, name: str, path: tuple, argument: Callable[[int, tuple], Any]) -> Any:
+    def _value(self, instruction: Instruction | None, path: tuple, argument: Callable[[int, tuple], Any]) -> Any:
         """The integer at a path of tuple indices, the text of an array, or what `argument` yields; None if unknown."""
-        instruction = self.computations.get(computation, {}).get(name)
         if instruction is None:
             return None
         opcode, line, operands = instruction.opcode, instruction.line, instruction.operands
 
-        def value(operand: str, path: tuple = ()) -> Any:
-            return self._value(computation, operand, path, argument)
+        def value(number: int, path: tuple = ()) -> Any:
+            return self._value(self.computations[instruction.computation].get(operands[number]), path, argument)
 
         if opcode == "constant":
             if match := _LITERAL.search(line):
@@ -251,32 +266,32 @@ class Program:
         if opcode == "parameter":
             return argument(int(operands[0]), path)
         if opcode == "get-tuple-element" and (match := re.search(r"\bindex=(\d+)", line)):
-            return value(operands[0], (int(match[1]), *path))
+            return value(0, (int(match[1]), *path))
         if opcode == "tuple" and path:
-            return value(operands[path[0]], path[1:])
+            return value(path[0], path[1:])
         if instruction.base in _PASS_THROUGH or (opcode == "while" and self._keeps(instruction.called["body"], path)):
-            return value(operands[0], path)
-        if opcode == "broadcast" and isinstance(scalar := value(operands[0]), int):
+            return value(0, path)
+        if opcode == "broadcast" and isinstance(scalar := value(0), int):
             return f"{{{scalar}}}"
-        if opcode == "dynamic-slice" and self._slices_rows(computation, instruction):
-            rows = value(operands[0])  # the text of all of them: which one it is depends on the device
+        if opcode == "dynamic-slice" and self._slices_rows(instruction):
+            rows = value(0)  # the text of all of them: which one it is depends on the device
             return rows if isinstance(rows, str) else None
         if opcode in ("fusion", "call"):
-            return self._result(next(iter(instruction.called.values())), path, lambda i, path: value(operands[i], path))
+            return self._result(instruction.first_called, path, value)
         match = re.search(r"\bdirection=(\w+)", line) if opcode == "compare" else None
         function = _COMPARE.get(match[1]) if match else _ARITHMETIC.get(opcode)
-        values = [value(operand) for operand in operands] if function else []
+        values = [*map(value, range(len(operands)))] if function else []
         return function(*values) if function and all(isinstance(value, int) for value in values) else None
 
-    def _slices_rows(self, computation: str, instruction: Instruction) -> bool:
+    def _slices_rows(self, instruction: Instruction) -> bool:
         """Whether a dynamic-slice leaves all dims but the first as they are."""
-        operand = self.computations[computation].get(instruction.operands[0])
+        operand = self.operand(instruction, 0)
         sizes = re.search(r"dynamic_slice_sizes=\{([\d,]*)\}", instruction.line)
         dims = re.search(r"\[([\d,]*)\]", operand.shape) if operand else None
         return sizes is not None and dims is not None and integers(sizes[1])[1:] == integers(dims[1])[1:]
 
     def _result(self, computation: str, path: tuple, argument: Callable[[int, tuple], Any]) -> Any:
-        return self._value(computation, self.roots.get(computation, ""), path, argument)
+        return self._value(self.root(computation), path, argument)
 
     def _keeps(self, body: str, path: tuple) -> bool:
         """Whether a loop's body hands this part of its state on as it came."""
@@ -288,11 +303,12 @@ class Program:
 
         def argument(number: int, path: tuple) -> Any:
             values = set()
-            for caller, call in self.callers[computation]:
+            for call in self.callers[computation]:
                 changes = call.opcode == "while" and not self._keeps(call.called["body"], path)
                 if changes or call.opcode == "conditional":
                     return None
-                values.add(self._value(caller, call.operands[number], path, self._passed_by_callers(caller)))
+                passed = self._passed_by_callers(call.computation)
+                values.add(self._value(self.operand(call, number), path, passed))
             return values.pop() if len(values) == 1 else None
 
         return argument

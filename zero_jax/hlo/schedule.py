@@ -56,14 +56,13 @@ def own_links(collective: Collective) -> frozenset[Hashable]:
 class Costs:
     """Functions that return the seconds of one execution, with its links or its engine to itself."""
 
-    # Of an instruction in a computation that is no collective; it is asked about fusions, never about what is inside
-    # them.
-    instruction: Callable[[Program, str, Instruction], float]
+    # Of an instruction that is no collective; it is asked about fusions, never about what is inside them.
+    instruction: Callable[[Program, Instruction], float]
     collective: Callable[[Collective], float]  # of a collective
     transfer: Callable[[NetworkTransfer], float] = lambda transfer: 0.0  # of a transfer between slices
     copy: Callable[[HostTransfer], float] = lambda copy: 0.0  # of a copy from or to the host
     # Whether an instruction counts in `kernel_seconds`; it is asked about custom calls.
-    is_kernel: Callable[[Program, str, Instruction], bool] = lambda program, computation, instruction: False
+    is_kernel: Callable[[Program, Instruction], bool] = lambda program, instruction: False
     # The links that a collective takes, under any names. By default those of the same groups of devices share them;
     # other groups, and permutes along other pairs (the two directions of a ring), have their own.
     links_of: Callable[[Collective], frozenset[Hashable]] = own_links
@@ -126,7 +125,7 @@ class _Flight:
     handle: Hashable
     finish: float
     compute_at_start: float
-    overlapped: list[tuple[float, str, Instruction]] = dataclasses.field(default_factory=list)
+    overlapped: list[tuple[float, Instruction]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -142,11 +141,11 @@ class _Clock:
     free_at: dict[Hashable, float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
     in_flight: list[_Flight] = dataclasses.field(default_factory=list)
 
-    def compute(self, seconds: float, computation: str, instruction: Instruction) -> None:
+    def compute(self, seconds: float, instruction: Instruction) -> None:
         self.now += seconds
         self.compute_seconds += seconds
         for flight in self.in_flight:
-            flight.overlapped.append((seconds, computation, instruction))
+            flight.overlapped.append((seconds, instruction))
 
     def wait(self, until: float) -> None:
         waited = max(until - self.now, 0.0)
@@ -161,7 +160,7 @@ class _Clock:
             self.busy_seconds[link] += seconds
         return _Flight(key, links, handle, finish, self.compute_seconds)
 
-    def repeat(self, body: "_Clock", times: int, computation: str, loop: Instruction) -> None:
+    def repeat(self, body: "_Clock", times: int, loop: Instruction) -> None:
         """Runs another computation some number of times."""
         self.collective_seconds += times * body.collective_seconds
         self.kernel_seconds += times * body.kernel_seconds
@@ -174,7 +173,7 @@ class _Clock:
                 self.free_at[link] += times * seconds
         self.now += times * body.exposed_seconds
         self.exposed_seconds += times * body.exposed_seconds
-        self.compute(times * body.compute_seconds, computation, loop)
+        self.compute(times * body.compute_seconds, loop)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -203,7 +202,7 @@ class _Player:
     def run(self, run: _Clock, computation: str) -> None:
         """Plays the instructions of a computation on a clock that may run already."""
         for instruction in self.program.computations[computation].values():
-            opcode, part, key = instruction.opcode, instruction.part, (computation, instruction.name)
+            opcode, part, key = instruction.opcode, instruction.part, instruction.key
             if key in self.by_key:
                 self.collective(run, self.by_key[key], handle=key)
             elif key in self.network:
@@ -217,61 +216,57 @@ class _Player:
                 else:
                     run.wait(flight.finish)
             elif opcode == "recv-done":
-                recv = self.program.computations[computation].get(instruction.operands[0], instruction)
-                self.done(run, (_NETWORK, rendezvous(recv)))
+                self.done(run, (_NETWORK, rendezvous(self.program.operand(instruction, 0) or instruction)))
             elif part == "done":
-                self.done(run, self.started_by(computation, instruction))
+                self.done(run, self.started_by(instruction))
             elif part == "update":
-                self.handed_over(run, computation, instruction)
+                self.handed_over(run, instruction)
             elif opcode == "while":
                 body = self.computation(instruction.called["body"])
-                trips = self.program.num_trips(computation, instruction, self.unknown_trip_count) if body.now else 0
-                run.repeat(body, trips, computation, instruction)
+                trips = self.program.num_trips(instruction, self.unknown_trip_count) if body.now else 0
+                run.repeat(body, trips, instruction)
             elif opcode == "conditional":
                 branches = [self.computation(name) for name in instruction.called.values()]
-                run.repeat(max(branches, key=lambda branch: branch.now), 1, computation, instruction)
+                run.repeat(max(branches, key=lambda branch: branch.now), 1, instruction)
             elif opcode == "call":
                 for called in instruction.called.values():
                     self.run(run, called)
             elif opcode == "fusion" or (part == "start" and instruction.operands):
-                self.wrapped(run, computation, instruction)
+                self.wrapped(run, instruction)
             elif not (part or opcode in _NO_TIME or opcode in COLLECTIVES):
-                seconds = self.costs.instruction(self.program, computation, instruction)
-                run.compute(seconds, computation, instruction)
-                if opcode == "custom-call" and self.costs.is_kernel(self.program, computation, instruction):
+                seconds = self.costs.instruction(self.program, instruction)
+                run.compute(seconds, instruction)
+                if opcode == "custom-call" and self.costs.is_kernel(self.program, instruction):
                     run.kernel_seconds += seconds
 
-    def wrapped(self, run: _Clock, computation: str, instruction: Instruction) -> None:
+    def wrapped(self, run: _Clock, instruction: Instruction) -> None:
         """A fusion, or an asynchronous call: a collective may be in it, begin in it or end in it."""
-        called = next(iter(instruction.called.values()), "")
-        inside = self.inside(called)
-        if inside:
-            handle = (computation, instruction.name)
-            if self.program.drives(called, "Start"):
-                handle = self.chain(called)
+        called = instruction.first_called
+        if inside := self.inside(called):
+            handle = self.chain(called) if self.program.drives(called, "Start") else instruction.key
             engine = _THREAD.search(instruction.line)
             for collective in inside:
                 self.collective(run, collective, handle=handle, engine=frozenset(engine.groups() if engine else ()))
         elif instruction.opcode == "fusion" and self.program.drives(called, "Done"):
             self.done(run, self.chain(called), first_only=True)
         elif instruction.opcode == "fusion":
-            run.compute(self.costs.instruction(self.program, computation, instruction), computation, instruction)
+            run.compute(self.costs.instruction(self.program, instruction), instruction)
         elif called:  # what is computed on the side is taken to be computed where it starts
-            run.repeat(self.computation(called), 1, computation, instruction)
+            run.repeat(self.computation(called), 1, instruction)
 
-    def handed_over(self, run: _Clock, computation: str, update: Instruction) -> None:
+    def handed_over(self, run: _Clock, update: Instruction) -> None:
         """An `-update`: XLA:TPU (JAX 0.12) starts a call on a SparseCore without operands, and hands them over here."""
-        _, name = handle = self.started_by(computation, update)
+        computation, name = handle = self.started_by(update)
         start = self.program.computations[computation].get(name)
         is_first = all(flight.handle != handle for flight in run.in_flight)
         if start and not start.operands and len(update.operands) > 1 and is_first:
-            self.wrapped(run, computation, start)
+            self.wrapped(run, start)
 
     def inside(self, computation: str) -> list[Collective]:
         """The collectives in a computation and in what it calls."""
-        instructions = self.program.computations.get(computation, {})
-        inside = [self.by_key[computation, name] for name in instructions if (computation, name) in self.by_key]
-        for instruction in instructions.values():
+        instructions = self.program.computations.get(computation, {}).values()
+        inside = [self.by_key[instruction.key] for instruction in instructions if instruction.key in self.by_key]
+        for instruction in instructions:
             if instruction.opcode in ("call", "fusion") or instruction.part == "start":
                 for called in instruction.called.values():
                     inside += self.inside(called)
@@ -301,20 +296,19 @@ class _Player:
         longest = sorted(flight.overlapped, key=lambda entry: -entry[0])[:_NUM_NAMES]
         self.overlaps[flight.key] = Overlap(
             seconds=run.compute_seconds - flight.compute_at_start,
-            instructions=tuple(self.shown(instruction) for seconds, _, instruction in longest if seconds),
+            instructions=tuple(self.shown(instruction) for seconds, instruction in longest if seconds),
         )
 
     def shown(self, instruction: Instruction) -> str:
         source = self.program.source(instruction.line)
         return f"{instruction.name} ({source})" if source else instruction.name
 
-    def started_by(self, computation: str, done: Instruction) -> Key:
+    def started_by(self, done: Instruction) -> Key:
         """The key of the start that a `-done` belongs to, through `-update`s."""
-        instructions = self.program.computations[computation]
-        name = done.operands[0]
-        while name in instructions and instructions[name].part == "update":
-            name = instructions[name].operands[0]
-        return computation, name
+        start = self.program.operand(done, 0)
+        if start and start.part == "update":
+            return self.started_by(start)
+        return done.computation, done.operands[0]
 
     def chain(self, computation: str) -> Hashable:
         """What the fusions that start, drive on and end one collective have in common: kind, channel and chain."""

@@ -12,10 +12,11 @@ import pathlib
 import re
 from collections.abc import Iterable, Mapping
 
-ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*):$")
+_ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*):$")
 _VALUE = re.compile(r" value: <\d+ (\S+?)(\{[\d,]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\)")
 _RANGE = re.compile(r"^\s+(\S+?)(\{[\d,]*\}):(\d+)-(\d+)$", re.MULTILINE)
-FILES = "-buffer-assignment.txt", "-live-range.txt"
+_ASSIGNMENT, _LIVES = "-buffer-assignment.txt", "-live-range.txt"
+_HOST = ", color 5"  # the memory of the host, as others are on the chip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,37 +56,37 @@ def read_layout(folder: str | pathlib.Path) -> HeapLayout:
     Raises:
       ValueError: the folder has the buffer assignment of no program, or of several.
     """
-    assignments = sorted(pathlib.Path(folder).glob(f"*{FILES[0]}"))
+    assignments = sorted(pathlib.Path(folder).glob(f"*{_ASSIGNMENT}"))
     if len(assignments) != 1:
         raise ValueError(
             f"{folder} has {len(assignments)} buffer assignments: give the folder of one compile with "
             "compiler_options=layout_options(folder) that no compilation cache answered"
         )
-    lives_file = assignments[0].with_name(assignments[0].name.removesuffix(FILES[0]) + FILES[1])
+    lives_file = assignments[0].with_name(assignments[0].name.removesuffix(_ASSIGNMENT) + _LIVES)
     lives: dict[str, tuple[int, int]] = {}  # the first and the last step at which each value is alive
     if lives_file.exists():
         text = lives_file.read_text(encoding="utf-8")
         listed = text.partition("BufferLiveRange:")[2].partition("Live ranges at")[0]
         lives = {name + index: (int(start), int(end)) for name, index, start, end in _RANGE.findall(listed)}
-    return _layout(assignments[0].read_text(encoding="utf-8").splitlines(), lives)
-
-
-def _layout(lines: Iterable[str], lives: Mapping[str, tuple[int, int]]) -> HeapLayout:
-    allocated, live, is_heap, is_known = 0, 0, False, True
-    placed: list[tuple[int, int, int, int]] = []
-    for line in lines:
-        if match := ALLOCATION.match(line):
-            # What has a color is in another memory: on the chip, or the host's.
-            is_heap = "preallocated-temp" in match[2] and "color" not in match[2]
-            allocated += int(match[1]) if is_heap else 0
-            live, placed = live + _most_alive(placed), []
-        elif is_heap and (match := _VALUE.match(line)):
-            if life := lives.get(match[1] + (match[2] or "{}")):
-                placed.append((*life, int(match[4]), int(match[4]) + int(match[3])))
-            else:
-                is_known = False
-    live += _most_alive(placed)
+    allocated, live, is_known = 0, 0, True
+    for size, marks, values in _allocations(assignments[0]):
+        if "preallocated-temp" in marks and "color" not in marks:  # else in another memory: on the chip, or the host's
+            allocated += size
+            placed = [(lives.get(name), start, start + num_bytes) for name, num_bytes, start in values]
+            is_known = is_known and all(life for life, *_ in placed)
+            live += _most_alive((*life, first, last) for life, first, last in placed if life)
     return HeapLayout(allocated_bytes=allocated, live_bytes=live if is_known else None)
+
+
+def _allocations(file: pathlib.Path) -> list[tuple[int, str, list[tuple[str, int, int]]]]:
+    """Reads a buffer assignment: the bytes of each allocation, what it is for, and each value's bytes and place."""
+    found: list[tuple[int, str, list[tuple[str, int, int]]]] = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if match := _ALLOCATION.match(line):
+            found.append((int(match[1]), match[2], []))
+        elif found and (match := _VALUE.match(line)):
+            found[-1][2].append((match[1] + (match[2] or "{}"), int(match[3]), int(match[4])))
+    return found
 
 
 def _most_alive(placed: Iterable[tuple[int, int, int, int]]) -> int:
@@ -114,7 +115,6 @@ def _covered(places: Iterable[tuple[int, int]]) -> int:
 
 
 _FILE = ".after_optimizations_after_buffer_assignment.txt"
-_HOST = ", color 5"  # the memory of the host, as others are on the chip
 _ELEMENT = re.compile(r"%([\w.\-]+(?:#\d+)+)")
 _DEFINITION = re.compile(r"\s+(?:ROOT )?%(\S+) = (.*?) [a-z][\w-]*\(")
 _COMPUTATION = re.compile(r"%([^\s(]+) \(.*\{$")
@@ -137,16 +137,14 @@ def read_scheduled(folder: str | pathlib.Path) -> tuple[str, dict[str, int], Hea
 def _sizes(folder: pathlib.Path, layout: HeapLayout) -> dict[str, int]:
     """Returns the sizes of the memory that the compiler assigned, in bytes."""
     sizes = collections.Counter[str]()
-    assignment = next(folder.glob(f"*{FILES[0]}")).read_text(encoding="utf-8")
-    for line in assignment.splitlines():
-        match = ALLOCATION.match(line)
-        if not match or (", color" in match[2] and _HOST not in match[2]):
+    for size, marks, _ in _allocations(next(folder.glob(f"*{_ASSIGNMENT}"))):
+        if ", color" in marks and _HOST not in marks:
             continue
-        is_argument, is_result = ", parameter" in match[2], "live-out" in match[2] or ", output" in match[2]
+        is_argument, is_result = ", parameter" in marks, "live-out" in marks or ", output" in marks
         kinds = {"argument": is_argument, "output": is_result, "alias": is_argument and is_result}
-        kinds["temp"] = "preallocated-temp" in match[2]
-        place = "host_" if _HOST in match[2] else ""
-        sizes.update({f"{place}{kind}_size_in_bytes": int(match[1]) for kind, is_it in kinds.items() if is_it})
+        kinds["temp"] = "preallocated-temp" in marks
+        place = "host_" if _HOST in marks else ""
+        sizes.update({f"{place}{kind}_size_in_bytes": size for kind, is_it in kinds.items() if is_it})
     heap = layout.allocated_bytes if layout.live_bytes is None else layout.live_bytes
     host = sum(sizes[f"host_{kind}_size_in_bytes"] for kind in ("argument", "output", "temp"))
     peak = sizes["argument_size_in_bytes"] + heap + host - sizes["host_alias_size_in_bytes"]

@@ -110,16 +110,14 @@ def collectives(compiled: Any, *, unknown_trip_count: int | None = None) -> tupl
     program = parse(compiled)
     by_key: dict[tuple[str, str], Collective] = {}
     chains: dict[tuple, list[tuple[str, str]]] = collections.defaultdict(list)
-    for computation, instructions in program.computations.items():
-        for instruction in instructions.values():
-            # A -start that calls a computation wraps a collective that is printed, and listed, in there.
-            wraps = instruction.part and (instruction.part != "start" or instruction.called.get("calls"))
-            if instruction.base in COLLECTIVES and not wraps:
-                key = computation, instruction.name
-                by_key[key] = collective = _collective(program, computation, instruction)
-                if "async_collective_fusion_config" in instruction.line:
-                    chain = re.search(r'chain_id="(\d+)"', instruction.line)
-                    chains[collective.kind, collective.channel_id, chain and chain[1]].append(key)
+    for instruction in program.instructions():
+        # A -start that calls a computation wraps a collective that is printed, and listed, in there.
+        wraps = instruction.part and (instruction.part != "start" or instruction.called.get("calls"))
+        if instruction.base in COLLECTIVES and not wraps:
+            by_key[instruction.key] = collective = _collective(program, instruction)
+            if "async_collective_fusion_config" in instruction.line:
+                chain = re.search(r'chain_id="(\d+)"', instruction.line)
+                chains[collective.kind, collective.channel_id, chain and chain[1]].append(instruction.key)
     # XLA:TPU repeats an asynchronous collective in each fusion that drives it on; it starts where it is handed to a
     # custom call. Channel and kind are not enough to tell the copies from other operations: unrelated ones share them.
     for keys in chains.values():
@@ -144,12 +142,11 @@ def with_executions(program: Program, by_key: Mapping[tuple[str, str], Any], unk
     def within(computation: str) -> collections.Counter:
         counts = collections.Counter()
         for instruction in program.computations.get(computation, {}).values():
-            key = computation, instruction.name
-            if key in by_key:
-                counts[key] += 1
+            if instruction.key in by_key:
+                counts[instruction.key] += 1
             elif instruction.opcode == "while":
                 body, condition = (within(instruction.called[role]) for role in ("body", "condition"))
-                trips = program.num_trips(computation, instruction, unknown_trip_count) if body or condition else 0
+                trips = program.num_trips(instruction, unknown_trip_count) if body or condition else 0
                 counts.update({key: count * trips for key, count in body.items()})
                 counts.update({key: count * (trips + 1) for key, count in condition.items()})
             elif instruction.opcode == "conditional":
@@ -163,9 +160,9 @@ def with_executions(program: Program, by_key: Mapping[tuple[str, str], Any], unk
     return tuple(dataclasses.replace(by_key[key], num_executions=counts[key]) for key in by_key if counts[key])
 
 
-def _collective(program: Program, computation: str, instruction: Instruction) -> Collective:
+def _collective(program: Program, instruction: Instruction) -> Collective:
     """Reads one instruction, which does not tell how often it runs."""
-    line, kind = instruction.line, instruction.base
+    line, kind, computation = instruction.line, instruction.base, instruction.computation
     try:
         sent = results = _sent_arrays(instruction, kind)
         if slices := _SLICES.search(line) if kind == "collective-permute" else None:
@@ -186,7 +183,7 @@ def _collective(program: Program, computation: str, instruction: Instruction) ->
     elif kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"
     hops = _RING_PASSES[kind] * (size - 1) if kind in _RING_PASSES else size * (size > 1)
-    wrapped = any(call.part == "start" for _, call in program.callers[computation])
+    wrapped = any(call.part == "start" for call in program.callers[computation])
     channel = re.search(r"\bchannel_id=(\d+)", line)
     return Collective(
         kind=kind,

@@ -37,15 +37,14 @@ def host_transfers(compiled: Any) -> tuple[HostTransfer, ...]:
     """Lists what a compiled program moves to and from the host's memory, in the order of the text."""
     program = parse(compiled)
     by_key = {
-        (computation, start.name): transfer
-        for computation, instructions in program.computations.items()
-        for start in instructions.values()
-        if start.part == "start" and start.base in _MOVED_BY and (transfer := _host_transfer(computation, start))
+        start.key: transfer
+        for start in program.instructions()
+        if start.part == "start" and start.base in _MOVED_BY and (transfer := _host_transfer(start))
     }
     return with_executions(program, by_key, None)
 
 
-def _host_transfer(computation: str, start: Instruction) -> HostTransfer | None:
+def _host_transfer(start: Instruction) -> HostTransfer | None:
     """Returns the transfer that an instruction starts, or None if it stays within the device's memory."""
     on_device = [array.num_bytes for array in start.arrays if array.space != HOST_SPACE]
     if len(on_device) == len(start.arrays) or not on_device:
@@ -56,7 +55,7 @@ def _host_transfer(computation: str, start: Instruction) -> HostTransfer | None:
     to_host = any(array.space == HOST_SPACE for array in arrays(result))
     return HostTransfer(
         name=start.name,
-        computation=computation,
+        computation=start.computation,
         to_host=to_host,
         is_async=start.base != "fusion" or _KNOWN_OFFSET in start.line,
         sent_bytes=max(on_device),
@@ -78,19 +77,10 @@ class NetworkTransfer(Sent):
 def network_transfers(compiled: Any, *, unknown_trip_count: int | None = None) -> tuple[NetworkTransfer, ...]:
     """Lists what a program sends to other slices; loops of unknown length are executed `unknown_trip_count` times."""
     program = parse(compiled)
-    sends = [
-        (computation, instruction)
-        for computation, instructions in program.computations.items()
-        for instruction in instructions.values()
-        if instruction.opcode == "send" and _KIND.search(instruction.line)
-    ]
-    known = [int(match[1]) for _, send in sends if (match := _GROUPS.search(send.line))]
-    largest = max(known, default=2)
-    by_key = {}
-    for computation, send in sends:
-        match = _GROUPS.search(send.line)
-        transfer = _network_transfer(computation, send, int(match[1]) if match else largest)
-        by_key[computation, send.name] = transfer
+    sends = [send for send in program.instructions() if send.opcode == "send" and _KIND.search(send.line)]
+    num_slices = {send.key: int(match[1]) for send in sends if (match := _GROUPS.search(send.line))}
+    largest = max(num_slices.values(), default=2)
+    by_key = {send.key: _network_transfer(send, num_slices.get(send.key, largest)) for send in sends}
     return with_executions(program, by_key, unknown_trip_count)
 
 
@@ -100,7 +90,7 @@ def rendezvous(instruction: Instruction) -> str:
     return match[1] if match else "".join(map(str, integers(instruction.name)))
 
 
-def _network_transfer(computation: str, send: Instruction, num_slices: int) -> NetworkTransfer:
+def _network_transfer(send: Instruction, num_slices: int) -> NetworkTransfer:
     match = _KIND.search(send.line)
     kind = match[1].lower().replace("_", "-") if match else ""
     sent = send.arrays[0]
@@ -110,7 +100,7 @@ def _network_transfer(computation: str, send: Instruction, num_slices: int) -> N
     return NetworkTransfer(
         kind=kind,
         name=send.name,
-        computation=computation,
+        computation=send.computation,
         num_slices=num_slices,
         dtype=sent.dtype,
         full_bytes=sent.packed_bytes,

@@ -26,7 +26,6 @@ class HloValue:
     """An array that an instruction writes; alive from `start` to `end`, in steps of the schedule, ends included."""
 
     array: Array
-    computation: str
     instruction: Instruction
     start: int
     end: int
@@ -43,19 +42,19 @@ class LiveRanges:
     """The values of a scheduled program: when each is alive, and which of them share a buffer.
 
     `items` has the values, in the order in which they are written; arguments, outputs and constants are numbers of
-    these. `steps` has the computation and the instruction of each step of the schedule.
+    these. `steps` has the instruction of each step of the schedule.
     """
 
     def __init__(self, program: Program):
         self.program = program
         self.items: list[HloValue] = []
-        self.steps: list[tuple[str, Instruction]] = []
+        self.steps: list[Instruction] = []
         self.constants: list[int] = []
         self._parents: list[int] = []
         self._maybe_shared: list[tuple[int, int]] = []
         entry = program.computations[program.entry]
         parameters = {_number(value): value for value in entry.values() if value.opcode == "parameter"}
-        trees = {n: self._new(parse_shape(value.shape), program.entry, value) for n, value in parameters.items()}
+        trees = {n: self._new(parse_shape(value.shape), value) for n, value in parameters.items()}
         self.arguments = [value for number in sorted(trees) for value in leaves(trees[number])]
         root = self._visit(program.entry, trees)
         self._use(root, len(self.steps))
@@ -82,7 +81,6 @@ class LiveRanges:
     def _new(
         self,
         shape: Shape,
-        computation: str,
         instruction: Instruction,
         *,
         forwarded: tuple[int, Tree] | None = None,
@@ -95,12 +93,12 @@ class LiveRanges:
             return tuple(
                 operand
                 if number == place
-                else self._new(part, computation, instruction, at=(number, len(shape)) if are_results else (0, 1))
+                else self._new(part, instruction, at=(number, len(shape)) if are_results else (0, 1))
                 for number, part in enumerate(shape)
             )
         now = max(len(self.steps) - 1, 0)
         place = at or (0, 1)
-        made = HloValue(array=shape, computation=computation, instruction=instruction, start=now, end=now, place=place)
+        made = HloValue(array=shape, instruction=instruction, start=now, end=now, place=place)
         self.items.append(made)
         self._parents.append(len(self.items) - 1)
         return len(self.items) - 1
@@ -130,49 +128,49 @@ class LiveRanges:
             elif opcode in FORWARDS:
                 tree = operands[0]
             else:
-                tree = self._execute(computation, instruction, operands)
+                tree = self._execute(instruction, operands)
             trees[instruction.name] = tree
             if instruction.name == self.program.roots.get(computation):  # which need not be the last to run
                 root = tree
         return root
 
-    def _execute(self, computation: str, instruction: Instruction, operands: list[Tree]) -> Tree:
+    def _execute(self, instruction: Instruction, operands: list[Tree]) -> Tree:
         """Lets an instruction read its operands and write its results."""
-        opcode, called = instruction.opcode, instruction.called
-        self._step(computation, instruction, operands)
+        opcode = instruction.opcode
+        self._step(instruction, operands)
         if opcode == "while":
-            return self._loop(computation, instruction, operands[0])
+            return self._loop(instruction, operands[0])
         if opcode == "conditional":
-            return self._branches(computation, instruction, operands)
+            return self._branches(instruction, operands)
         if opcode == "call":
-            return self._visit(next(iter(called.values())), dict(enumerate(operands)))
+            return self._visit(instruction.first_called, dict(enumerate(operands)))
         if instruction.part in ("done", "update"):
             return _finished(opcode, instruction, operands[0])
         forwarded = _forwarded(opcode, parse_shape(instruction.shape), operands)
-        result = self._new(parse_shape(instruction.shape), computation, instruction, forwarded=forwarded)
+        result = self._new(parse_shape(instruction.shape), instruction, forwarded=forwarded)
         if opcode == "constant":
             self.constants += leaves(result)
         self._alias(instruction, operands, result)
         return result
 
-    def _step(self, computation: str, instruction: Instruction, operands: list[Tree]) -> None:
+    def _step(self, instruction: Instruction, operands: list[Tree]) -> None:
         for operand in operands:
             self._use(operand, len(self.steps))
-        self.steps.append((computation, instruction))
+        self.steps.append(instruction)
 
-    def _loop(self, computation: str, instruction: Instruction, operand: Tree) -> Tree:
+    def _loop(self, instruction: Instruction, operand: Tree) -> Tree:
         """A loop's state stays in place: its operand, the body's parameter and root, and its result are one buffer."""
-        state = self._new(parse_shape(instruction.shape), computation, instruction)
+        state = self._new(parse_shape(instruction.shape), instruction)
         self._unite(state, operand)
         self._visit(instruction.called["condition"], {0: state})
         root = self._visit(instruction.called["body"], {0: state})
-        self._step(computation, instruction, [root])
-        result = self._new(parse_shape(instruction.shape), computation, instruction)
+        self._step(instruction, [root])
+        result = self._new(parse_shape(instruction.shape), instruction)
         self._unite(root, state)
         self._unite(result, state)
         return result
 
-    def _branches(self, computation: str, instruction: Instruction, operands: list[Tree]) -> Tree:
+    def _branches(self, instruction: Instruction, operands: list[Tree]) -> Tree:
         """The branches of a conditional write their results to one buffer, and only one of them runs."""
         called = instruction.called
         is_named = "true_computation" in called
@@ -180,8 +178,8 @@ class LiveRanges:
         roots = [self._visit(called[role], {0: operand}) for role, operand in zip(roles, operands[1:], strict=True)]
         for operand in operands[1:]:
             self._use(operand, len(self.steps))
-        self._step(computation, instruction, roots)
-        result = self._new(parse_shape(instruction.shape), computation, instruction)
+        self._step(instruction, roots)
+        result = self._new(parse_shape(instruction.shape), instruction)
         for root in roots:
             self._unite(root, result)
         return result
@@ -213,7 +211,7 @@ class LiveRanges:
         if instruction.opcode in IN_PLACE:
             return [0] if instruction.opcode in UPDATES else list(range(num_operands))
         if instruction.opcode == "fusion":
-            numbers = _reused_in_fusion(self.program, instruction.called["calls"])
+            numbers = _reused_in_fusion(self.program, instruction.first_called)
             return [number for number in numbers if number < num_operands]
         return list(range(num_operands)) if instruction.opcode in ELEMENTWISE else []
 
@@ -290,11 +288,9 @@ def _updated_in_place(program: Program, start: Instruction) -> int | None:
     """The operand that a `-start` updates in place: in XLA:GPU's fusions the array that its root updates."""
     if start.opcode != "fusion-start":
         return 0 if start.opcode == "dynamic-update-slice-start" else None
-    called = start.called["calls"]
-    instructions = program.computations[called]
-    root = instructions[program.roots[called]]
-    updated = instructions.get(root.operands[0]) if root.opcode == "dynamic-update-slice" else None
-    return _number(updated) if updated is not None and updated.opcode == "parameter" else None
+    root = program.root(start.first_called)
+    updated = program.operand(root, 0) if root and root.opcode == "dynamic-update-slice" else None
+    return _number(updated) if updated and updated.opcode == "parameter" else None
 
 
 def _reused_in_fusion(program: Program, computation: str) -> tuple[int, ...]:

@@ -148,19 +148,10 @@ def plan_auto(
       3
     """
     tried = {
-        "stages": stages,
-        "replicas": replicas,
-        "models": models,
-        "remats": remats,
-        "attentions": attentions,
-        "overlaps": overlaps,
-        "offloads": offloads,
-        "quantizes": quantizes,
-        "pipes": pipes,
-        "pipelines": pipelines,
-        "batch_sizes": batch_sizes,
-        "max_num_microbatches": max_num_microbatches,
-    }
+        "stages": stages, "replicas": replicas, "models": models, "remats": remats, "attentions": attentions,
+        "overlaps": overlaps, "offloads": offloads, "quantizes": quantizes, "pipes": pipes, "pipelines": pipelines,
+        "batch_sizes": batch_sizes, "max_num_microbatches": max_num_microbatches,
+    }  # fmt: skip
     bounds = {"max_compiles": max_compiles, "host_memory_bytes": host_memory_bytes}
     check_arguments(**tried, **bounds, temporaries=temporaries, other_losses=other_losses)
     options = CompileOptions(**compiling)
@@ -172,8 +163,16 @@ def plan_auto(
     settings += _with_losses(estimator, settings, list(other_losses or ()))
     can_stop = options.own_process and estimator.hardware.platform == "tpu"
     programs = _Programs(job=job, policies=policies, options=options, can_stop=can_stop)
-    host_memory_bytes = host_memory_bytes or estimator.hardware.host_memory_bytes or math.inf
-    search = programs.search(estimator, host_memory_bytes, max_compiles, _plain(settings, own_remat))
+    search = Search(
+        estimate=estimator.estimate,
+        compile=programs.compile,
+        needs_end=programs.needs_end,
+        capacity_bytes=estimator.hardware.usable_bytes,
+        host_capacity_bytes=host_memory_bytes or estimator.hardware.host_memory_bytes or math.inf,
+        max_compiles=max_compiles,
+        is_plain=_plain(settings, own_remat),
+        log=options.log,
+    )
     return programs.found(search.run(settings, fallback=[*_offloaded(estimator, settings, offloads)]))
 
 
@@ -186,21 +185,6 @@ class _Programs:
     options: CompileOptions
     can_stop: bool
     reports: dict[Candidate, PlanReport] = dataclasses.field(default_factory=dict)
-
-    def search(
-        self, estimator: Estimator, host_bytes: float, max_compiles: int, is_plain: Callable[[Candidate], bool]
-    ) -> Search:
-        """Returns the search that compiles them."""
-        return Search(
-            estimate=estimator.estimate,
-            compile=self.compile,
-            needs_end=self.needs_end,
-            capacity_bytes=estimator.hardware.usable_bytes,
-            host_capacity_bytes=host_bytes,
-            max_compiles=max_compiles,
-            is_plain=is_plain,
-            log=self.options.log,
-        )
 
     def found(self, ranking: Ranking) -> AutoPlan:
         """Returns the plan of the best setting of a search."""

@@ -52,7 +52,7 @@ def refusing() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        is_ours, lines = _user_lines(error)
+        is_ours, lines = user_lines(error)
         if is_ours or not lines:
             raise SettingRefused(str(error) or "ValueError without a message") from error
         raise
@@ -65,7 +65,7 @@ def explain(error: Exception) -> Exception:
     these lines, an error of the compiler a `CompilerCrash`. Any other is a bug of zero_jax: a `RuntimeError` with the
     traceback.
     """
-    is_ours, lines = _user_lines(error)
+    is_ours, lines = user_lines(error)
     where = "".join(f"\n  {line}" for line in lines)
     if isinstance(error, ValueError) and (is_ours or not lines):
         return ValueError(f"{error}{where}")
@@ -78,10 +78,10 @@ def explain(error: Exception) -> Exception:
     return RuntimeError("".join(traceback.format_exception(error)))
 
 
-def _user_lines(error: Exception) -> tuple[bool, list[str]]:
+def user_lines(error: BaseException) -> tuple[bool, list[str]]:
     """Returns whether zero_jax raised an error, and the last lines of the user's code (or another package's) before."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    is_ours, user_lines, last = False, [], ""
+    is_ours, found, last = False, [], ""
     for frame, summary in zip(frames, traceback.extract_tb(error.__traceback__), strict=True):
         # A module of zero_jax that runs as a script has another name; methods of a dataclass have no file.
         package = frame.f_globals.get("__name__", "").split(".")[0]
@@ -90,5 +90,5 @@ def _user_lines(error: Exception) -> tuple[bool, list[str]]:
             continue
         line = last = f"{summary.filename}:{summary.lineno} in {summary.name}: {summary.line}"
         if "site-packages" not in summary.filename:
-            user_lines.append(line)
-    return is_ours, [*user_lines[-_MAX_LINES:], *([last] if last and last not in user_lines else [])]
+            found.append(line)
+    return is_ours, [*found[-_MAX_LINES:], *([last] if last and last not in found else [])]

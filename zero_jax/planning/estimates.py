@@ -261,51 +261,49 @@ class Estimator:
 class StepEstimate:
     """A step with a setting: what a device stores, computes and sends. Bytes are per device unless they are a param's.
 
-    Attributes:
-      model: what is estimated once for all settings.
-      setting: the setting.
-      num_params: the params of one share of the axis `model`, in a pipeline those of a stage.
-      num_parts: the ratio of the traced batch to the examples of a device.
-      num_param_shards: the devices that params are sharded over.
-      num_runs: how often a device runs its layers, forward and backward: for each microbatch, and in a pipeline for
-        those that other stages wait for.
-      num_shards: the devices that each param is sharded over at most; in a pipeline, of the params of a stage.
-      grad_share: the part of the gradients that a device keeps when they are reduced.
-      grad_bytes: bytes of gradients, and of their float32 sums over microbatches.
-      reduced_bytes: bytes of a param's gradient as it is summed over devices.
-      stays: the share of params that do not move, as experts that stay sharded.
-      expert_seconds: seconds of the activations that go to them and home; none is hidden, as experts wait for tokens.
-      moved_bytes: bytes of params that are gathered, and of gradients that are reduced, unquantized.
+    `model` has what is estimated once for all settings.
     """
 
     def __init__(self, model: Estimator, setting: Candidate):
         self.model, self.setting = model, setting
         self.k, self.groups = setting.num_microbatches, sharded_groups(setting.stage)
         self.sizes, num_params = model.sizes(setting.model)
-        # Params that are not of the layers are on all stages, and ZeRO shards them over these, too.
+        # The params of one share of the axis `model`, in a pipeline those of a stage. Params that are not of the layers
+        # are on all stages, and ZeRO shards them over these, too.
         self.num_params = model.sizes(setting.model, setting.pipe)[1] if setting.pipe > 1 else num_params
+        # The devices that each param is sharded over at most; in a pipeline, of the params of a stage.
         self.num_shards = setting.data * setting.pipe * self.num_params / num_params
         self.schedule = resolve_schedule(setting.pipeline)
+        # How often a device runs its layers, forward and backward: for each microbatch, in a pipeline for those that
+        # other stages wait for.
         self.num_runs = float(self.k) if setting.pipe == 1 else self.staged.num_runs(self.k)
         self.num_ticks = self.schedule.num_ticks(setting.pipe, self.k)
+        # The ratio of the traced batch to the examples of a device.
         self.num_parts = setting.replica * setting.data * model.batch_size / setting.batch_size
         slices = model.topology.num_slices
         copies = slices // math.gcd(slices, setting.replica) if setting.secondary else 1
+        # The devices that params are sharded over.
         self.num_param_shards = self.num_shards / copies if "params" in self.groups else 1
         # Before they are summed over copies of the params; one by one, or only when all microbatches are summed.
         num_grad_shards = self.num_param_shards if setting.secondary else self.num_shards
         scatters = "grads" in self.groups or ("opt_state" in self.groups and self.k == 1)
+        # The part of the gradients that a device keeps when they are reduced.
         self.grad_share = 1 / num_grad_shards if scatters else 1
         narrow = 0.0 if self.k > 1 and self.adds_in_place else self.sizes.grad_bytes
+        # With their float32 sums over microbatches.
         self.grad_bytes = self.num_params * (narrow + _SUM_BYTES * (self.k > 1)) * self.grad_share
+        # Of a param's gradient as it is summed over devices.
         self.reduced_bytes = _SUM_BYTES if self.k > 1 else self.sizes.grad_bytes
         if model.precision.reduce is not None:
             self.reduced_bytes = jnp.dtype(model.precision.reduce).itemsize
         gathers = self.num_runs * (1 if setting.keep_gathered else 2) if "params" in self.groups else 1
         reductions = self.num_runs if "grads" in self.groups else 1
+        # The share of params that do not move, as experts that stay sharded, and the seconds of the activations that go
+        # to them and home; none is hidden, as experts wait for tokens.
         self.stays, self.expert_seconds = self._experts() if setting.experts else (0.0, 0.0)
         num_moved = self.num_params * (1 - self.stays)
         reduced = num_moved * self.reduced_bytes
+        # Of params that are gathered, and of gradients that are reduced, unquantized.
         self.moved_bytes = num_moved * gathers * self.sizes.param_bytes, reductions * reduced
 
     @functools.cached_property

@@ -25,8 +25,8 @@ from jax.sharding import Mesh
 from zero_jax.core.files.user_cache import evict_oldest, has_mark, read_entry, write_entry
 from zero_jax.core.tree import PyTree, check_arrays, leading_dims
 from zero_jax.hlo import HeapLayout, Program, layout_options, read_layout, read_scheduled
-from zero_jax.planning.kernel_text import program_text
 from zero_jax.planning.key import SCHEMA, compile_inputs, digest
+from zero_jax.program.jaxprs import hlo_text
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.training import (
     CompilerOption,
@@ -41,6 +41,9 @@ from zero_jax.training import (
 
 _SUFFIX, _QUICK_SUFFIX = ".program", ".scheduled.program"
 _SECONDS_BETWEEN_LOOKS = 0.1
+_CONSTANT = re.compile(r" = (?P<dtype>[a-z]\w*)\[[^=\n]*? constant\((?P<value>\{[^\n]*?\})\)(?=, |\n)")
+_INTEGERS = re.compile(r"[su]\d+")
+_MAX_CHARACTERS, _SHORT = 2**20, 2**6
 _MARK = f"zero_jax program {SCHEMA}\n".encode()  # what an entry begins with
 
 
@@ -91,28 +94,18 @@ class CompiledText:
     """What the compiler made of a job, as the cache keeps it: a program's text and figures, or why it was refused.
 
     It serves `zero.memory.measure` and `zero.comms.measure` as a `jax.stages.Compiled` does.
-
-    Attributes:
-      text: the HLO, of `program_text`; '' of a program that was refused.
-      stats: the figures of `memory_analysis()`, by name.
-      message: the compiler's error where the program needs more device memory than there is, else ''.
-      needed_bytes: what a refused program needs, where the compiler reports it.
-      compile_seconds: what compiling took, when it was done.
-      from_cache: whether it was done before.
-      cache_error: why it could not be put into the cache, or ''.
-      args_info: the arguments, whose shapes newer programs for TPUs do not have; None where they are not known.
-      has_code: whether the compiler went on from the schedule to the code; without it there are no cycles.
     """
 
-    text: str = ""
-    stats: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    message: str = ""
-    needed_bytes: int | None = None
-    compile_seconds: float
-    from_cache: bool
-    cache_error: str = ""
+    text: str = ""  # the HLO, of `program_text`; '' of a program that was refused
+    stats: Mapping[str, int] = dataclasses.field(default_factory=dict)  # the figures of `memory_analysis()`, by name
+    message: str = ""  # the compiler's error where the program needs more device memory than there is, else ''
+    needed_bytes: int | None = None  # what a refused program needs, where the compiler reports it
+    compile_seconds: float  # what compiling took, when it was done
+    from_cache: bool  # whether it was done before
+    cache_error: str = ""  # why it could not be put into the cache, or ''
+    # The arguments, whose shapes newer programs for TPUs do not have; None where they are not known
     args_info: Any = None
-    has_code: bool = True
+    has_code: bool = True  # whether the compiler went on from the schedule to the code; without it there are no cycles
 
     def as_text(self) -> str:
         """Returns the program's text."""
@@ -190,6 +183,21 @@ def compile_lowered(lowered: Any, options: Mapping[str, Any], *, quick: bool) ->
     analysis = compiled.memory_analysis()
     stats = {name: int(getattr(analysis, name)) for name in dir(analysis) if name.endswith("_in_bytes")}
     return {"stats": stats | layout, "text": program_text(compiled)}, True
+
+
+def program_text(compiled: Any) -> str:
+    """Returns a program's text with its arrays of integers, by which block-sparse kernels skip blocks."""
+    try:
+        text = hlo_text(compiled)
+    except ValueError:  # another release, or backend
+        return compiled.as_text()
+    return _CONSTANT.sub(_shortened, text)
+
+
+def _shortened(match: re.Match) -> str:
+    """Elides a constant that cannot be a kernel's block mask."""
+    longest = _MAX_CHARACTERS if _INTEGERS.fullmatch(match["dtype"]) else _SHORT
+    return match[0] if len(match["value"]) <= longest else match[0].replace(match["value"], "{...}")
 
 
 def _figures(layout: HeapLayout) -> dict[str, int]:

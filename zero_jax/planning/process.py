@@ -70,34 +70,6 @@ def report_on(
     return dataclasses.replace(report, values=choice, remat=str(resolve_remat(choice.policy_name)))
 
 
-def corrected(
-    job: Job, report_of: Callable[[Job, Sequence[Remat]], PlanReport | None], *, fills: bool = True
-) -> PlanReport:
-    """Returns the report on a job, with the budget of its blocks corrected by what the compiler needs.
-
-    `report_of` is called for a job and what was chosen before, as `report_on` is. Where blocks keep what a budget
-    chooses, and that is not given, it is called up to three times, with the budget that the program before has left;
-    the fastest that fits is returned. Unless `fills`, the first that fits is.
-    """
-    remat, reports = resolve_remat(job.config.remat), list[PlanReport]()
-    is_open = remat.policy == "auto" and remat.budget_gb is None
-    for _ in range(1 + _MORE_COMPILES if is_open else 1):
-        report = report_of(job, tuple(x.values.remat for x in reports if x.values))
-        if report is None:
-            break
-        reports.append(report)
-        if report.values is None or (report.fits and not fills):
-            break
-        slack = _slack(report, report.values)
-        budget_bytes = report.values.kept_bytes + slack
-        if not slack or budget_bytes < 0:
-            break
-        policy = resolve_remat(report.values.policy_name)
-        job = _with_remat(job, dataclasses.replace(policy, budget_gb=int(budget_bytes / 1e6) / 1e3))
-    seconds = lambda report: report.time.step_seconds if report.time else math.inf  # noqa: E731
-    return min(reports, key=lambda report: (not report.fits, seconds(report)))
-
-
 def _with_remat(job: Job, remat: Remat) -> Job:
     return dataclasses.replace(job, config=dataclasses.replace(job.config, remat=remat))
 
@@ -131,7 +103,6 @@ class CompileOptions:
     quick: bool = False
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` for a field of another kind."""
         check_arguments(**vars(self))
 
     @property
@@ -143,15 +114,32 @@ class CompileOptions:
 
 
 def compile_plan(job: Job, options: CompileOptions, *, fills: bool = True) -> PlanReport:
-    """Compiles a job as `call_for` does, and reports; blocks that keep what fits are compiled again, if it `fills`."""
+    """Compiles a job as `call_for` does, and returns the report on it.
+
+    Where blocks keep what a budget chooses, and that is not given, it is compiled up to three times, with the budget
+    that the program before has left; the fastest that fits is returned. Unless `fills`, the first that fits is.
+    """
     # Only a process of its own can end a compiler that goes on, and nothing else is compiled beside that.
     quick = options.quick and options.own_process
     arguments = {"name": options.name, "cache": options.cache_path, "quick": quick}
-
-    def report_of(job: Job, known: Sequence[Remat]) -> PlanReport | None:
-        return call_for(report_on, job, {**arguments, "known": known}, options)
-
-    return corrected(job, report_of, fills=fills)
+    remat, reports = resolve_remat(job.config.remat), list[PlanReport]()
+    is_open = remat.policy == "auto" and remat.budget_gb is None
+    for _ in range(1 + _MORE_COMPILES if is_open else 1):
+        known = tuple(x.values.remat for x in reports if x.values)
+        report = call_for(report_on, job, {**arguments, "known": known}, options)
+        if report is None:
+            break
+        reports.append(report)
+        if report.values is None or (report.fits and not fills):
+            break
+        slack = _slack(report, report.values)
+        budget_bytes = report.values.kept_bytes + slack
+        if not slack or budget_bytes < 0:
+            break
+        policy = resolve_remat(report.values.policy_name)
+        job = _with_remat(job, dataclasses.replace(policy, budget_gb=int(budget_bytes / 1e6) / 1e3))
+    seconds = lambda report: report.time.step_seconds if report.time else math.inf  # noqa: E731
+    return min(reports, key=lambda report: (not report.fits, seconds(report)))
 
 
 def call_for(work: Callable[..., Any], job: Job, arguments: Mapping[str, Any], options: CompileOptions) -> Any:

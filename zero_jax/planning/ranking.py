@@ -18,45 +18,25 @@ _BY = {"estimate": "estimate", "compiled": "compiler"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate(Report):
-    """Settings of a train step that a search may choose, such as stage, mesh axes, microbatches and remat.
+    """Settings of a train step that a search may choose, such as stage, mesh axes, microbatches and remat."""
 
-    Attributes:
-      stage: the ZeRO stage.
-      replica: size of the axis `replica`.
-      data: size of the axis `data`, which the stage shards over, in each stage of a pipeline.
-      model: size of the axis `model`.
-      batch_size: examples of a step.
-      num_microbatches: microbatches of a step.
-      remat: name of the remat policy.
-      loss: name of the loss function, where there are several to choose from.
-      keep_gathered: whether gathered params are kept for the backward pass.
-      secondary: whether there is a secondary shard of the params inside each slice or host.
-      attention: `own` or `fused`, as of `ZeroConfig`.
-      overlap: whether it is compiled with the options that let collectives run beside computation.
-      offload: what is kept in host memory: `optimizer`, `state`, `all` or nothing.
-      experts: whether params of experts stay sharded, as `ZeroConfig.experts`.
-      quantize: whether params or gradients are sent in the formats of the config.
-      pipe: size of the axis `pipe`: stages of a pipeline.
-      pipeline: the schedule of these stages, as of `ZeroConfig`.
-    """
-
-    stage: int
-    data: int
-    batch_size: int
-    replica: int = 1
-    model: int = 1
-    num_microbatches: int = 1
-    remat: str = "full"
-    keep_gathered: bool = False
-    secondary: bool = False
-    attention: str = "own"
-    overlap: bool = True
-    offload: str | None = None
-    experts: bool = False
-    quantize: bool = False
-    pipe: int = 1
-    pipeline: str = "gpipe"
-    loss: str = ""
+    stage: int  # the ZeRO stage
+    data: int  # size of the axis `data`, which the stage shards over, in each stage of a pipeline
+    batch_size: int  # examples of a step
+    replica: int = 1  # size of the axis `replica`
+    model: int = 1  # size of the axis `model`
+    num_microbatches: int = 1  # microbatches of a step
+    remat: str = "full"  # name of the remat policy
+    keep_gathered: bool = False  # whether gathered params are kept for the backward pass
+    secondary: bool = False  # whether there is a secondary shard of the params inside each slice or host
+    attention: str = "own"  # `own` or `fused`, as of `ZeroConfig`
+    overlap: bool = True  # whether it is compiled with the options that let collectives run beside computation
+    offload: str | None = None  # what is kept in host memory: `optimizer`, `state`, `all` or nothing
+    experts: bool = False  # whether params of experts stay sharded, as `ZeroConfig.experts`
+    quantize: bool = False  # whether params or gradients are sent in the formats of the config
+    pipe: int = 1  # size of the axis `pipe`: stages of a pipeline
+    pipeline: str = "gpipe"  # the schedule of these stages, as of `ZeroConfig`
+    loss: str = ""  # name of the loss function, where there are several to choose from
 
     @property
     def policy(self) -> str:
@@ -97,45 +77,30 @@ class Candidate(Report):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Memory and time of a setting: estimated, or those of its compiled program, infinite where not known.
+    """Memory and time of a setting: estimated, or those of its compiled program, infinite where not known."""
 
-    Attributes:
-      bytes: bytes per device.
-      seconds: seconds of a step.
-      note: what estimated bytes consist of, such as `31.2 GB of model state`; why compiling failed, or why the program
-        does not fit.
-      host_bytes: bytes in host memory for each device.
-      fits: whether the program fits on a device.
-      fills: whether blocks keep what there is memory for, by an estimate, which a compile corrects.
-    """
-
-    bytes: float = math.inf
-    seconds: float = math.inf
+    bytes: float = math.inf  # bytes per device
+    seconds: float = math.inf  # seconds of a step
+    # What estimated bytes consist of, such as `31.2 GB of model state`; why compiling failed, or why the program does
+    # not fit
     note: str = ""
-    host_bytes: float = 0.0
-    fits: bool = True
-    fills: bool = False
+    host_bytes: float = 0.0  # bytes in host memory for each device
+    fits: bool = True  # whether the program fits on a device
+    fills: bool = False  # whether blocks keep what there is memory for, by an estimate, which a compile corrects
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ranked:
-    """A setting with its estimate, its compiled program, and why it was rejected.
+    """A setting with its estimate, its compiled program, and why it was rejected."""
 
-    Attributes:
-      setting: the setting.
-      estimated: the estimate; None if the setting is invalid.
-      outcome: the figures of the compiled program; None if it was not compiled.
-      kind: kind of rejection: `invalid`, `estimate`, `compiled`, `host` (too little host memory), `failed` or
-        `passed over`; empty if not rejected.
-      reason: why it was rejected, as a line; empty if not rejected.
-      corrected_seconds: the estimated seconds of a step, corrected by what was compiled; None without that.
-    """
-
-    setting: Candidate
-    estimated: Figures | None = None
-    outcome: Figures | None = None
+    setting: Candidate  # the setting
+    estimated: Figures | None = None  # the estimate; None if the setting is invalid
+    outcome: Figures | None = None  # the figures of the compiled program; None if it was not compiled
+    # Kind of rejection: `invalid`, `estimate`, `compiled`, `host` (too little host memory), `failed` or `passed over`;
+    # empty if not rejected
     kind: str = ""
-    reason: str = ""
+    reason: str = ""  # why it was rejected, as a line; empty if not rejected
+    # The estimated seconds of a step, corrected by what was compiled; None without that
     corrected_seconds: float | None = None
 
     @property
@@ -163,17 +128,11 @@ class Ranked:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Miss:
-    """The setting that comes closest to fitting, and changes that make it fit.
+    """The setting that comes closest to fitting, and changes that make it fit."""
 
-    Attributes:
-      setting: the setting.
-      missing_bytes: bytes by which it exceeds the memory of a device, or of its host.
-      remedies: changes, each sufficient by estimate.
-    """
-
-    setting: Candidate
-    missing_bytes: float
-    remedies: tuple[str, ...]
+    setting: Candidate  # the setting
+    missing_bytes: float  # bytes by which it exceeds the memory of a device, or of its host
+    remedies: tuple[str, ...]  # changes, each sufficient by estimate
 
     def __str__(self) -> str:
         missing = format_bytes(self.missing_bytes, decimals=1)
@@ -183,28 +142,19 @@ class Miss:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ranking(Report):
-    """The result of a search.
+    """The result of a search."""
 
-    Attributes:
-      ranked: settings that fit: compiled ones first, then those that fit by estimate, each sorted by time.
-      rejected: the other settings, each with its reason.
-      best: of the compiled settings that fit (of all that fit by estimate if `max_compiles` is 0) the one of the most
-        examples a second, or None.
-      nearest: the setting that comes closest, if none fits.
-      capacity_bytes: usable memory of a device.
-      host_capacity_bytes: memory of a host for each of its devices, infinite where it is not known.
-      num_compiled: number of settings that were compiled.
-      was_stopped: whether a Ctrl-C ended the search before it was through.
-    """
-
+    # Settings that fit: compiled ones first, then those that fit by estimate, each sorted by time
     ranked: tuple[Ranked, ...]
-    rejected: tuple[Ranked, ...]
+    rejected: tuple[Ranked, ...]  # the other settings, each with its reason
+    # Of the compiled settings that fit (of all that fit by estimate if `max_compiles` is 0) the one of the most
+    # examples a second, or None
     best: Candidate | None
-    nearest: Miss | None
-    capacity_bytes: float
-    host_capacity_bytes: float
-    num_compiled: int
-    was_stopped: bool = False
+    nearest: Miss | None  # the setting that comes closest, if none fits
+    capacity_bytes: float  # usable memory of a device
+    host_capacity_bytes: float  # memory of a host for each of its devices, infinite where it is not known
+    num_compiled: int  # number of settings that were compiled
+    was_stopped: bool = False  # whether a Ctrl-C ended the search before it was through
 
     def __str__(self) -> str:
         return f"{self.headline()}\n{self.tables()}"

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from zero_jax.analysis import comms, memory
 from zero_jax.core.text_tables import Report, aligned, format_bytes
@@ -20,10 +19,10 @@ from zero_jax.planning.ranking import host_memory
 from zero_jax.planning.step_time import TimeEstimate, estimate_time
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import precision_name
-from zero_jax.sharding.spec import carries, dims_of
+from zero_jax.sharding.spec import carries
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.sharding.topology import parse
-from zero_jax.training import CompilerOption, StepLoss, StepOptions, TrainState, trace_step_loss, trained_params
+from zero_jax.training import CompilerOption, StepLoss, TrainState, trace_step_loss, trained_params
 from zero_jax.transforms import AttentionReport, ValueChoice, attention_report, resolve_remat, training_flops
 
 # JAX gives a GPU program this share of the memory by default.
@@ -265,7 +264,6 @@ def make_report(
     traced = trace_step_loss(loss, state.variables, job.batch)
     estimated = memory.estimate(state, mesh=mesh, config=job.config, traced=traced, tx=job.tx)
     sent = comms.estimate(state, mesh=mesh, config=job.config, traced=traced, tx=job.tx)
-    options = job.options(mesh)
     attention = attentions_of(loss, state.variables, job.batch) if job.config.attention == "fused" else None
     program = compile_job(job, mesh, state, cache=cache, on_phase=on_phase, quick=quick)
     measured = time = None
@@ -298,8 +296,8 @@ def make_report(
         from_cache=program.from_cache,
         refusal=program.message,
         has_code=program.has_code,
-        compiler_options=options.options,
-        notes=_notes(job, mesh, state, options, program, measured, time),
+        compiler_options=job.options(mesh).options,
+        notes=_notes(job, loss, program, measured, time),
     )
 
 
@@ -335,30 +333,27 @@ def _tokens(job: Job) -> tuple[int, str]:
 
 def _notes(
     job: Job,
-    mesh: Mesh,
-    state: Any,
-    options: StepOptions,
+    loss: StepLoss,
     program: CompiledText,
     measured: memory.MemoryReport | None,
     time: TimeEstimate | None,
 ) -> tuple[str, ...]:
     """Returns what else to know of a job, and of its program if the compiler made one."""
-    notes, hardware = [], parse(job.topology).hardware
-    axes = job.config.axes_of(mesh).model
-    size = axis_size(mesh, axes)
-    if size > 1 and not any(carries(dims_of(x.sharding, x.ndim), axes) for x in jax.tree.leaves(state.params)):
+    topology, mesh, axes = parse(job.topology), loss.placement.mesh, loss.placement.axes
+    notes, hardware, size = [], topology.hardware, axis_size(mesh, axes.model)
+    if size > 1 and not any(carries(leaf.dims, axes.model) for leaf in jax.tree.leaves(loss.placement.params)):
         notes.append(
             f"no param is sharded over `model`: its {size} devices hold and compute the same, but for what the loss "
             "function shards; shard the params with param_specs (--param-specs), or leave `model` at 1"
         )
-    num_slices, num_copies = parse(job.topology).num_slices, axis_size(mesh, job.config.axes_of(mesh).replica)
+    num_slices, num_copies = topology.num_slices, axis_size(mesh, axes.replica)
     if num_copies > num_slices > 1:
         notes.append(
             f"replica={num_copies} is more than the {num_slices} slices or hosts: each has several copies; "
             f"replica={num_slices} keeps gathers inside of them as well, with less memory"
         )
-    if options.unknown:
-        notes.append(f"this compiler does not know, and was not passed: {', '.join(options.unknown)}")
+    if unknown := job.options(mesh).unknown:
+        notes.append(f"this compiler does not know, and was not passed: {', '.join(unknown)}")
     if not program.has_code:
         notes.append(
             "the compiler was stopped before it generated code: memory, traffic and schedule are the program's, but "

@@ -121,26 +121,19 @@ class Search:
     the fastest of them is compiled next. If the program of a setting is too large, the settings that need no less by
     estimate are skipped. If none has fitted, the last compile goes to the smallest by estimate. A `compile` may stop
     before the end (`needs_end`): then the fastest is compiled again, and what is faster than that by the first compile.
-
-    Attributes:
-      estimate: estimates bytes per device and seconds of a step; a `SettingRefused` rejects the setting.
-      compile: compiles a setting; an `Exception` that it raises rejects the setting.
-      capacity_bytes: usable memory of a device.
-      host_capacity_bytes: memory of a host for each of its devices, infinite where it is not known.
-      max_compiles: the most settings to compile, the control included; 0 ranks by estimate alone.
-      is_plain: returns whether a setting is what users would take without a search, whatever its microbatches.
-      needs_end: returns whether a setting that was compiled has to be compiled again, to the end, to be the best.
-      log: called with each line of progress.
     """
 
+    # Estimates bytes per device and seconds of a step; a `SettingRefused` rejects the setting
     estimate: Callable[[Candidate], Figures]
-    compile: Callable[[Candidate], Figures]
-    capacity_bytes: float
-    host_capacity_bytes: float = math.inf
-    max_compiles: int = 6
+    compile: Callable[[Candidate], Figures]  # compiles a setting; an `Exception` that it raises rejects the setting
+    capacity_bytes: float  # usable memory of a device
+    host_capacity_bytes: float = math.inf  # memory of a host for each of its devices, infinite where it is not known
+    max_compiles: int = 6  # the most settings to compile, the control included; 0 ranks by estimate alone
+    # Returns whether a setting is what users would take without a search, whatever its microbatches
     is_plain: Callable[[Candidate], bool] = lambda setting: False
+    # Returns whether a setting that was compiled has to be compiled again, to the end, to be the best
     needs_end: Callable[[Candidate], bool] = lambda setting: False
-    log: Callable[[str], None] = lambda line: None
+    log: Callable[[str], None] = lambda line: None  # called with each line of progress
 
     def run(self, candidates: Iterable[Candidate], fallback: Sequence[Candidate] = ()) -> Ranking:
         """Searches the candidates, then `fallback` where none fits; a Ctrl-C ends it with what is compiled."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 
+from jax.extend.mlir import ir
 from jax.sharding import Mesh
 
 from zero_jax import hlo
 from zero_jax.core.text_tables import Report, format_bytes
 from zero_jax.hlo import Instruction, Program
-from zero_jax.planning.kernel_text import kernel_module
 from zero_jax.planning.links import Links
 from zero_jax.sharding.topology import Hardware, Topology
 from zero_jax.transforms import KERNEL_SECONDS, KERNEL_SHARES, efficiency_of
@@ -20,46 +22,27 @@ _IMPLAUSIBLE = 1e4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimeEstimate(Report):
-    """How long a step takes, as far as a compiled program shows; an estimate, never a measurement.
+    """How long a step takes, as far as a compiled program shows; an estimate, never a measurement."""
 
-    Attributes:
-      step_seconds: a step, computing and waiting.
-      compute_seconds: computation alone.
-      exposed_seconds: collectives that nothing hides.
-      collective_seconds: all collectives, hidden or not, over links and network.
-      tokens_per_second: over all devices; examples where the batch has no tokens.
-      unit: `tokens` or `examples`.
-      mfu: model FLOPs utilization, the loss and the gradients that are trained, without what is computed again, over
-        the peak; attention counts whole (Chowdhery et al. 2022, appendix B).
-      model_flops: operations of those, over all devices.
-      assumptions: what the figures rest on.
-      mfu_causal: the same with half of attention's products, which is what causal attention needs.
-      causal_model_flops: operations of those, over all devices.
-      device_flops_per_second: `model_flops` a second and device.
-      kernel_seconds: of `compute_seconds`, kernels that the compiler has no cycles of, such as fused attention.
-      network_seconds: of `collective_seconds`, transfers between slices.
-      network_bytes: what a device sends to other slices in a step.
-      host_seconds: copies between a device and its host, hidden or not: the longer of the two directions.
-      host_bytes: what a device copies from and to its host in a step.
-    """
-
-    step_seconds: float
-    compute_seconds: float
-    exposed_seconds: float
-    collective_seconds: float
-    tokens_per_second: float
-    unit: str
+    step_seconds: float  # a step, computing and waiting
+    compute_seconds: float  # computation alone
+    exposed_seconds: float  # collectives that nothing hides
+    collective_seconds: float  # all collectives, hidden or not, over links and network
+    tokens_per_second: float  # over all devices; examples where the batch has no tokens
+    unit: str  # `tokens` or `examples`
+    # Model FLOPs utilization, the loss and the gradients that are trained, without what is computed again, over the
+    # peak; attention counts whole (Chowdhery et al. 2022, appendix B)
     mfu: float
-    model_flops: float
-    assumptions: tuple[str, ...]
-    mfu_causal: float
-    causal_model_flops: float
-    device_flops_per_second: float
-    kernel_seconds: float
-    network_seconds: float
-    network_bytes: float
-    host_seconds: float = 0.0
-    host_bytes: int = 0
+    model_flops: float  # operations of those, over all devices
+    assumptions: tuple[str, ...]  # what the figures rest on
+    mfu_causal: float  # the same with half of attention's products, which is what causal attention needs
+    causal_model_flops: float  # operations of those, over all devices
+    device_flops_per_second: float  # `model_flops` a second and device
+    kernel_seconds: float  # of `compute_seconds`, kernels that the compiler has no cycles of, such as fused attention
+    network_seconds: float  # of `collective_seconds`, transfers between slices
+    network_bytes: float  # what a device sends to other slices in a step
+    host_seconds: float = 0.0  # copies between a device and its host, hidden or not: the longer of the two directions
+    host_bytes: int = 0  # what a device copies from and to its host in a step
 
     def __str__(self) -> str:
         share = self.exposed_seconds / self.step_seconds if self.step_seconds else 0
@@ -107,11 +90,10 @@ def estimate_time(
     step = max(timeline.total_seconds, 1e-12)
     causal_flops = model_flops - attention_flops / 2
     peak = mesh.size * hardware.flops_per_second
+    seconds = {name: x for name, x in vars(timeline).items() if name.endswith("_seconds") and name != "total_seconds"}
     return TimeEstimate(
         step_seconds=timeline.total_seconds,
-        compute_seconds=timeline.compute_seconds,
-        exposed_seconds=timeline.exposed_seconds,
-        collective_seconds=timeline.collective_seconds,
+        **seconds,
         tokens_per_second=num_tokens / step,
         unit=unit,
         mfu=model_flops / (step * peak),
@@ -120,9 +102,6 @@ def estimate_time(
         mfu_causal=causal_flops / (step * peak),
         causal_model_flops=causal_flops,
         device_flops_per_second=model_flops / (step * mesh.size),
-        kernel_seconds=timeline.kernel_seconds,
-        network_seconds=timeline.network_seconds,
-        host_seconds=timeline.host_seconds,
         host_bytes=host_bytes,
         network_bytes=sum(transfer.total_sent_bytes for transfer in transfers),
     )
@@ -141,12 +120,12 @@ class _Compute:
         self.engines: set[str] = set()
         self._works: dict[tuple[str, str], hlo.Work] = {}
 
-    def seconds(self, program: Program, computation: str, instruction: Instruction) -> float:
+    def seconds(self, program: Program, instruction: Instruction) -> float:
         """Returns the time of an instruction: by the compiler's cycles if they can be, else by flops and bytes."""
         clock, cycles = self.hardware.clock_hz, hlo.cycles(instruction)
         if clock and cycles is not None and cycles <= clock:
             return cycles / clock
-        work = self.work(program, computation, instruction)
+        work = self.work(program, instruction)
         busy = self.busy(work)
         if clock and cycles is not None:
             if cycles / clock <= max(_IMPLAUSIBLE * busy, 1.0):
@@ -160,16 +139,15 @@ class _Compute:
             self.inexact.add(instruction.name)
         return busy + (KERNEL_SECONDS if busy and self.hardware.platform == "cuda" else 0)
 
-    def is_kernel(self, program: Program, computation: str, instruction: Instruction) -> bool:
+    def is_kernel(self, program: Program, instruction: Instruction) -> bool:
         """Returns whether a custom call is a kernel that the compiler has no cycles of."""
-        return bool(self.work(program, computation, instruction).engine)
+        return bool(self.work(program, instruction).engine)
 
-    def work(self, program: Program, computation: str, instruction: Instruction) -> hlo.Work:
+    def work(self, program: Program, instruction: Instruction) -> hlo.Work:
         """Returns the flops and bytes of an instruction."""
-        key = computation, instruction.name
-        if key not in self._works:
-            self._works[key] = hlo.roofline(program, computation, instruction, decode=kernel_module)
-        return self._works[key]
+        if instruction.key not in self._works:
+            self._works[instruction.key] = hlo.roofline(program, instruction, decode=kernel_module)
+        return self._works[instruction.key]
 
     def busy(self, work: hlo.Work) -> float:
         """Returns the seconds of some work, bound by matrix products or by memory."""
@@ -178,6 +156,19 @@ class _Compute:
         flops_per_second = hardware.flops_per_second * KERNEL_SHARES.get(work.engine, products)
         bytes_per_second = hardware.memory_bytes_per_second * memory
         return max(work.flops / flops_per_second, work.bytes / bytes_per_second)
+
+
+def kernel_module(body: bytes | str) -> ir.Module | None:
+    """Decodes the body of a Pallas TPU kernel, MLIR bytecode (or text); None if that fails."""
+    context = ir.Context()
+    context.allow_unregistered_dialects = True
+    with contextlib.suppress(ImportError, AttributeError):
+        importlib.import_module("jaxlib.mosaic.python.tpu").register_dialect(context)
+    try:
+        with context, ir.Location.unknown():
+            return ir.Module.parse(body)
+    except (ValueError, RuntimeError, ir.MLIRError):
+        return None
 
 
 def _assumptions(hardware: Hardware, compute: _Compute, *, has_network: bool, host_bytes: int) -> tuple[str, ...]:

@@ -16,13 +16,13 @@ import os
 import pathlib
 import re
 import sys
-import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.files.untrusted import user_path
+from zero_jax.planning.errors import user_lines
 
 _PREFIX = "zero_jax_user_"  # followed by the folder's path in hexadecimal
 _FILE = "file_"  # followed by the file's name in hexadecimal, if that is no identifier
@@ -42,6 +42,7 @@ def resolve(option: str, reference: str) -> Any:
     where, _, name = reference.rpartition(":")
     if not where or not name:
         raise ValueError(f"{option} {reference!r}: write module:function, such as my_model:loss_fn")
+    install()
     label = f"{option} {reference!r}"
     is_path = where.endswith(".py") or "/" in where or "\\" in where
     try:
@@ -77,21 +78,12 @@ def _from_name(label: str, name: str) -> types.ModuleType:
         local_spec = importlib.machinery.PathFinder.find_spec(parts[0], [str(pathlib.Path.cwd())])
         if local_spec and not _is_same(local_spec, _ordinary(parts[0])):
             local_name = f"{_root(pathlib.Path.cwd())}.{name}"
-            if local_spec.loader or _exists(local_name):
+            if local_spec.loader or _ordinary(local_name):
                 return _import(label, name, local_name)
     return _import(label, name, name)
 
 
-def _exists(name: str) -> bool:
-    install()
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ImportError:
-        return False
-
-
 def _import(label: str, where: str, name: str) -> types.ModuleType:
-    install()
     try:
         return importlib.import_module(name)
     except SystemExit as error:
@@ -103,12 +95,9 @@ def _import(label: str, where: str, name: str) -> types.ModuleType:
 
 
 def _at(error: BaseException) -> str:
-    """Returns the last line of the user's code in the traceback, or ''."""
-    if isinstance(error, SyntaxError):
-        return ""  # its message has the line
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    user_frames = [frame for frame in frames if not re.search(r"^<frozen|/importlib/|/site-packages/", frame.filename)]
-    return f" at {user_frames[-1].filename}:{user_frames[-1].lineno}: {user_frames[-1].line}" if user_frames else ""
+    """Returns the last line of the user's code in the traceback, or ''; the message of a `SyntaxError` has it."""
+    lines = [] if isinstance(error, SyntaxError) else user_lines(error)[1]
+    return next((f" at {line}" for line in reversed(lines) if "site-packages" not in line), "")
 
 
 def _module_name(path: pathlib.Path) -> str:

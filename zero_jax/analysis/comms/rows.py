@@ -170,9 +170,9 @@ def read_rows(
     shape = program_shape(mesh, program.num_devices)
     rows = []
     for collective in (part for combined in collectives for part in combined.parts):
-        computation, name = collective.computation, collective.name
-        op_name = collective.op_name or phases.op_name_before(computation, name)
-        phase = phases.of(computation, name, op_name)
+        instruction = program.computations[collective.computation][collective.name]
+        op_name = collective.op_name or phases.op_name_before(instruction)
+        phase = phases.of(instruction, op_name)
         kind = _label(collective, phase, op_name)
         param, is_named = names.of(collective, program, kind)
         pairs = collective.source_target_pairs  # of a permute, in which some devices may have nothing to send
@@ -180,7 +180,7 @@ def read_rows(
         rows.append(
             Row(
                 kind=kind,
-                name=name,
+                name=collective.name,
                 axes=spanned_axes(collective.replica_groups, shape) if shape else UNKNOWN_AXES,
                 group_size=collective.group_size,
                 dtypes=collective.dtypes,
@@ -191,7 +191,7 @@ def read_rows(
                 num_executions=collective.num_executions,
                 full_bytes=collective.full_bytes,
                 is_async=collective.is_async,
-                overlap=overlaps.get((computation, name)),
+                overlap=overlaps.get(instruction.key),
                 op_name=collective.op_name,
                 source=collective.source,
             )
@@ -220,7 +220,7 @@ def network_rows(program: Program, mesh: Mesh | None) -> tuple[Row, ...]:
     shape = dict(program_shape(mesh, program.num_devices))
     axes = tuple(name for name, size in shape.items() if mesh is not None and size < mesh.shape[name])
     num_devices = 1 if mesh is None else mesh.size
-    phases, key = Phases(program), lambda transfer: (transfer.computation, transfer.name)
+    phases, sends = Phases(program), lambda transfer: program.computations[transfer.computation][transfer.name]
     return tuple(
         Row(
             kind=transfer.kind,
@@ -228,7 +228,7 @@ def network_rows(program: Program, mesh: Mesh | None) -> tuple[Row, ...]:
             axes=axes,
             group_size=transfer.num_slices,
             dtypes=(transfer.dtype,),
-            phase=phases.of(*key(transfer), phases.op_name_before(*key(transfer))),
+            phase=phases.of(sends(transfer), phases.op_name_before(sends(transfer))),
             sent_bytes=transfer.sent_bytes * (transfer.num_senders / num_devices if transfer.num_senders else 1),
             num_executions=transfer.num_executions,
             full_bytes=transfer.full_bytes,
@@ -253,10 +253,10 @@ def _overlaps(program: Program, collectives: Sequence[Collective]) -> Mapping[tu
     """Simulates the schedule in cycles, or in bytes without the compiler's cycles, with collectives of no duration."""
     has_cycles = any(hlo.cycles(instruction) is not None for instruction in program.instructions())
 
-    def weight(program: Program, computation: str, instruction: Instruction) -> float:
+    def weight(program: Program, instruction: Instruction) -> float:
         if has_cycles:
             return hlo.cycles(instruction) or 0
-        work = hlo.roofline(program, computation, instruction)
+        work = hlo.roofline(program, instruction)
         return max(work.bytes, work.flops / 200)  # accelerators make some 200 flops while they move a byte
 
     # Only the instructions between a start and its done matter, so any trip count will do.

@@ -53,7 +53,6 @@ class ArraysReport(Report):
         return max((sum(groups.values()) for groups in self.per_device.values()), default=0)
 
     def __str__(self) -> str:
-        """Formats the groups as a table, with the unsharded leaves and the warnings below."""
         rows: list[tuple[str, ...]] = [("bytes per device", "most", "least", "host", "")]
         for group in GROUPS:
             sizes = [groups.get(group, 0) for groups in self.per_device.values()]
@@ -99,8 +98,7 @@ def measure_arrays(tree: PyTree) -> ArraysReport:
         by_device: collections.Counter = collections.Counter()
         for shard in data.addressable_shards:
             by_device[str(shard.device)] += shard.data.nbytes
-        for device, num_bytes in by_device.items():
-            per_device[device][group] += 0 if on_host else num_bytes
+            per_device[str(shard.device)][group] += 0 if on_host else shard.data.nbytes
         most = max(by_device.values(), default=0)
         leaves.append(
             ArgumentLeaf(
@@ -178,7 +176,6 @@ class MemoryComparison(Report):
         return plain(self.rows)
 
     def __str__(self) -> str:
-        """Formats the rows as a table."""
         table: list[tuple[str, ...]] = [("bytes per device", "estimate", "measured", "difference", "", "of which")]
         for row in self.rows:
             figures = (row.estimated_bytes, row.measured_bytes, row.difference_bytes)

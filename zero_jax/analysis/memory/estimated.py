@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from zero_jax.analysis.leaves import STATE_GROUPS
 from zero_jax.analysis.memory.residuals import TransformerResiduals
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import Report, aligned, format_bytes
@@ -34,7 +35,6 @@ from zero_jax.training import (
     used_by_optimizer,
 )
 
-_FIELDS = dataclasses.fields(TrainState)
 _SHOWN_LEAVES = 5
 _ORDER = ("params", "master", "grads", "opt_state", "model_state", "grad_errors", "other", "residuals")
 _ON_HOST = "in host memory"
@@ -86,10 +86,10 @@ class Group:
         return sum(leaf.device_bytes for leaf in self.leaves if leaf.on_host is on_host)
 
 
-def data_and_model_sizes(placement: Placement) -> tuple[int, int]:
-    """Returns the devices of the `data` axes, and those of the model's own."""
+def formula_ways(placement: Placement, *, is_sharded: bool) -> int:
+    """Returns the devices that a group is sharded over by the formula: the model's own, and those of `data`."""
     mesh, axes = placement.mesh, placement.axes
-    return axis_size(mesh, axes.data), axes.size_beside_batch(mesh)
+    return axes.size_beside_batch(mesh) * (axis_size(mesh, axes.data) if is_sharded else 1)
 
 
 def is_inexact(x: Any) -> bool:
@@ -101,12 +101,14 @@ def state_groups(state: TrainState, *, mesh: Mesh, config: ZeroConfig) -> dict[s
     """Returns the groups of a state; what is neither variables nor optimizer state is `other`."""
     placement = make_placement(state.variables, mesh=mesh, config=config)
     shardings = state_shardings(state, mesh=mesh, config=config)
-    trees = {field.name: (getattr(state, field.name), getattr(shardings, field.name)) for field in _FIELDS}
-    groups = {name: trees.pop(name) for name in ("params", "master", "opt_state", "model_state", "grad_errors")}
+    trees = {
+        field.name: (getattr(state, field.name), getattr(shardings, field.name)) for field in dataclasses.fields(state)
+    }
+    groups = {name: trees.pop(name) for name in STATE_GROUPS}
     groups["other"] = ({name: x for name, (x, _) in trees.items()}, {name: s for name, (_, s) in trees.items()})
     # K counts what grows with the model: neither an optimizer's scalars, nor arrays without gradients.
     counts = {"opt_state": lambda x: x.ndim > 0, "other": lambda _: False}
-    _, model = data_and_model_sizes(placement)
+    model = placement.axes.size_beside_batch(mesh)
     # Each device has its own quantization error, of the part of the gradient that it sends.
     over = lambda name: placement.axes.batch if name == "grad_errors" else placement.axes_of_group(name)  # noqa: E731
     return {
@@ -155,7 +157,6 @@ def _leaf(
 
 def grad_group(state: TrainState, placement: Placement, config: ZeroConfig, needed: list[bool]) -> Group:
     """Returns the gradients, or the sums of microbatches, that are alive at the end of the backward pass."""
-    num_devices, model = data_and_model_sizes(placement)
     summed, compute = config.num_microbatches > 1, placement.precision.compute
     # With one microbatch each gradient is reduced to the optimizer's shard as soon as it is computed.
     is_sharded = "grads" in placement.groups or (not summed and "master" in placement.groups)
@@ -173,39 +174,31 @@ def grad_group(state: TrainState, placement: Placement, config: ZeroConfig, need
     return Group(
         leaves=tuple(leaf for leaf, is_needed in flagged if is_needed),
         skipped=tuple(leaf for leaf, is_needed in flagged if not is_needed),
-        ways=model * (num_devices if is_sharded else 1),
+        ways=formula_ways(placement, is_sharded=is_sharded),
     )
 
 
-def grad_differences(grads: Group, placement: Placement) -> list[Difference]:
+def _of_grads(grads: Group, placement: Placement) -> Iterator[tuple[str, float]]:
     """Explains gradients that differ from the formula."""
-    num_devices, model = data_and_model_sizes(placement)
-    ways = model * (num_devices if "grads" in placement.groups else 1)
-    narrow = sum(x.narrow_bytes for x in grads.leaves)
-    wide = sum(x.num_bytes for x in grads.leaves)
+    ways = formula_ways(placement, is_sharded="grads" in placement.groups)
+    narrow, wide = (sum(getattr(x, f"{name}_bytes") for x in grads.leaves) for name in ("narrow", "num"))
     frozen = sum(x.narrow_bytes for x in grads.skipped)
     early = narrow / grads.ways - narrow / ways
-    reasons = {
-        "the optimizer freezes these params, so their gradients are not taken": -frozen / ways,
-        "with one microbatch, each gradient is reduced to a shard as soon as it is made": early,
-        "several microbatches are summed in float32": (wide - narrow) / grads.ways,
-    }
-    return [Difference(group="grads", device_bytes=size, reason=reason) for reason, size in reasons.items()]
+    yield "the optimizer freezes these params, so their gradients are not taken", -frozen / ways
+    yield "with one microbatch, each gradient is reduced to a shard as soon as it is made", early
+    yield "several microbatches are summed in float32", (wide - narrow) / grads.ways
 
 
-def uneven_differences(name: str, group: Group) -> list[Difference]:
+def _of_uneven(group: Group) -> Iterator[tuple[str, float]]:
     """Explains a group by the leaves that are not fully sharded, and by those that the formula does not count."""
     extra = [(x.path, x.device_bytes - x.num_bytes / group.ways) for x in group.counted]
     extra = sorted(extra, key=lambda item: -abs(item[1]))
     larger, smaller = [x for x in extra if x[1] > 0], [x for x in extra if x[1] < 0]
-    uncounted = sum(x.device_bytes for x in group.leaves if not x.counted)
     few, many = f"unsharded, or not cut {group.ways} ways", f"cut more than {group.ways} ways, as layers over pipe"
-    reasons = {
-        f"{len(leaves)} leaves {how}: {_paths(leaves)}": sum(x for _, x in leaves)
-        for how, leaves in ((few, larger), (many, smaller))
-    }
-    reasons["counters, keys and other leaves that are no parameters or moments of them"] = uncounted
-    return [Difference(group=name, device_bytes=size, reason=reason) for reason, size in reasons.items()]
+    for how, leaves in ((few, larger), (many, smaller)):
+        yield f"{len(leaves)} leaves {how}: {_paths(leaves)}", sum(x for _, x in leaves)
+    uncounted = sum(x.device_bytes for x in group.leaves if not x.counted)
+    yield "counters, keys and other leaves that are no parameters or moments of them", uncounted
 
 
 def _paths(leaves: Sequence[tuple[str, float]]) -> str:
@@ -282,8 +275,7 @@ class MemoryEstimate(Report):
     @property
     def state_bytes(self) -> float:
         """Bytes per device of the train state, which stay from step to step."""
-        names = ("params", "master", "opt_state", "model_state", "grad_errors", "other")
-        return sum(self.by_group.get(name, 0) for name in names)
+        return sum(self.by_group.get(name, 0) for name in (*STATE_GROUPS, "other"))
 
     @property
     def formula_bytes(self) -> float:
@@ -352,26 +344,25 @@ def estimate(
     groups = state_groups(state, mesh=mesh, config=config)
     needed, _ = used_by_optimizer(tx, state, placement.precision, mesh=placement.mesh)
     groups["grads"] = grad_group(state, placement, config, needed)
-    num_devices, model = data_and_model_sizes(placement)
     totals = _totals(groups, state, placement)
     formula = _formula(totals, groups, placement)
     actual, on_host = ({name: x.device_bytes(on_host=where) for name, x in groups.items()} for where in (False, True))
-    differences = _differences(groups, formula, placement)
-    differences += [Difference(group=x, device_bytes=-size, reason=_ON_HOST) for x, size in on_host.items()]
+    differences = [*_differences(groups, formula, placement), *((x, _ON_HOST, -size) for x, size in on_host.items())]
     if saved := traced.residuals if traced else residuals:
         actual["residuals"] = saved.device_bytes
         formula["residuals"] = (residuals or saved).device_bytes
-        over = actual["residuals"] - formula["residuals"]
-        differences.append(Difference(group="residuals", device_bytes=over, reason=_BY_TRACE))
+        differences.append(("residuals", _BY_TRACE, actual["residuals"] - formula["residuals"]))
     order = [name for name in _ORDER if name in formula or name == "other"]
     num_params = sum(x.size for x in jax.tree.leaves(state.params) if is_inexact(x))
     return MemoryEstimate(
         groups=tuple(GroupEstimate(name=x, device_bytes=actual[x], formula_bytes=formula.get(x, 0)) for x in order),
-        differences=tuple(difference for difference in differences if difference.device_bytes),
+        differences=tuple(
+            Difference(group=group, device_bytes=size, reason=reason) for group, reason, size in differences if size
+        ),
         whole=whole_leaves(groups),
         num_params=num_params,
-        num_devices=num_devices,
-        model=model,
+        num_devices=axis_size(mesh, placement.axes.data),
+        model=placement.axes.size_beside_batch(mesh),
         sharded=tuple(name for name in order if name in placement.groups),
         **_per_param(totals, num_params),
         host_bytes=sum(on_host.values()) + (0 if saved is None else saved.host_bytes),
@@ -381,8 +372,7 @@ def estimate(
 
 def _formula(totals: dict[str, int], groups: dict[str, Group], placement: Placement) -> dict[str, float]:
     """Returns the bytes of the paper's groups on a device, and of those that it has not as if all were sharded."""
-    num_devices, model = data_and_model_sizes(placement)
-    ways = {name: model * (num_devices if name in placement.groups else 1) for name in totals}
+    ways = {name: formula_ways(placement, is_sharded=name in placement.groups) for name in totals}
     even = {name: groups[name].even_bytes for name in ("model_state", "grad_errors") if groups[name].leaves}
     return {name: size / ways[name] for name, size in totals.items()} | even
 
@@ -406,22 +396,21 @@ def _totals(groups: dict[str, Group], state: TrainState, placement: Placement) -
     return totals
 
 
-def _differences(groups: dict[str, Group], formula: dict[str, float], placement: Placement) -> list[Difference]:
-    """Explains what the groups have over the formula, in whatever memory they are."""
-    found = grad_differences(groups["grads"], placement)
-    reasons: list[tuple[str, float, str]] = []
+def _differences(
+    groups: dict[str, Group], formula: dict[str, float], placement: Placement
+) -> Iterator[tuple[str, str, float]]:
+    """Explains what the groups have over the formula, in whatever memory they are: group, reason and bytes."""
+    yield from (("grads", *difference) for difference in _of_grads(groups["grads"], placement))
     if placement.precision.has_master and not placement.keeps_copy:  # it is cast at each use, before the gather
-        reasons += [
-            ("params", -formula["params"], "no low-precision copy is stored between steps"),
-            ("params", formula["master"], "the params are the master params"),
-            ("master", -formula["master"], "stored as the params"),
-        ]
+        yield "params", "no low-precision copy is stored between steps", -formula["params"]
+        yield "params", "the params are the master params", formula["master"]
+        yield "master", "stored as the params", -formula["master"]
     if placement.axes.secondary:  # the formula shards over all of `data`
         sizes = [axis_size(placement.mesh, axes) for axes in (placement.axes.secondary, placement.axes.data)]
         reason = "the secondary shard: over the {} devices of a slice or host, not over {}".format(*sizes)
-        reasons.append(("params", groups["params"].even_bytes - formula["params"], reason))
-    found += [Difference(group=group, device_bytes=size, reason=reason) for group, size, reason in reasons]
-    return found + [difference for name, group in groups.items() for difference in uneven_differences(name, group)]
+        yield "params", reason, groups["params"].even_bytes - formula["params"]
+    for name, group in groups.items():
+        yield from ((name, *difference) for difference in _of_uneven(group))
 
 
 def _signed(num_bytes: float) -> str:

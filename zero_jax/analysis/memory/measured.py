@@ -8,9 +8,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from zero_jax import hlo
 from zero_jax.analysis.leaves import (
     STATE_GROUPS,
     ArgumentLeaf,
@@ -25,21 +26,7 @@ from zero_jax.analysis.leaves import (
 )
 from zero_jax.core.signatures import check_arguments, check_methods
 from zero_jax.core.text_tables import Report, aligned, format_bytes
-from zero_jax.hlo import (
-    COLLECTIVES,
-    GRAD_OF_GATHER,
-    Buffer,
-    Heap,
-    HeapLayout,
-    Program,
-    arrays,
-    gathered_path,
-    parse,
-    parse_shape,
-    peak,
-    phase_of,
-    split_opcode,
-)
+from zero_jax.hlo import Buffer, Heap, HeapLayout, Program
 
 TEMPORARIES = ("grads", "gathered params", "residuals", "copied params", "collective buffers", "other temporaries")
 # The groups that a loss function uses, and that are gathered for it.
@@ -168,8 +155,6 @@ class MemoryReport(Report):
         return self.layout.allocated_bytes / live if live else 1.0
 
     def __str__(self) -> str:
-        """Formats the report as a table, with the largest temporaries and the warnings below."""
-
         def row(name: str, num_bytes: int, text: str = "") -> tuple[str, ...]:
             return name, format_bytes(num_bytes), f"{100 * num_bytes / max(self.total_bytes, 1):.1f}%", text
 
@@ -235,7 +220,7 @@ def measure(compiled: Any, *, layout: HeapLayout | None = None) -> MemoryReport:
         "compiled", compiled, ("as_text", "memory_analysis"), remedy="give what `.lower(...).compile()` returns"
     )
     check_arguments(layout=layout)
-    program, analysis = parse(compiled), compiled.memory_analysis()
+    program, analysis = hlo.parse(compiled), compiled.memory_analysis()
     if analysis is None:
         raise ValueError(f"{type(compiled).__name__} has no memory analysis: pass what `.lower(...).compile()` returns")
     return _measured(program, analysis, argument_leaves(program, compiled), layout)
@@ -246,7 +231,7 @@ def _measured(
 ) -> MemoryReport:
     """Returns the report of a program with these arguments, whose sizes the compiler's analysis has."""
     size = lambda name: int(getattr(analysis, f"{name}_size_in_bytes", 0))  # noqa: E731
-    heap, is_tpu = peak(program), program.has_tiles
+    heap, is_tpu = hlo.peak(program), program.has_tiles
     temp_bytes = size("temp")
     if layout is None and not is_tpu:
         layout = HeapLayout(allocated_bytes=temp_bytes, live_bytes=None)
@@ -283,7 +268,7 @@ def _measured(
         residual_bytes=sum(buffer.num_bytes for buffer in heap.residuals),
         in_argument_bytes=sum(buffer.num_bytes for buffer in heap.in_arguments),
         on_chip_peak_bytes=heap.on_chip_peak_bytes,
-        peak_phase=phase_of(heap.peak_op_name) or "update",
+        peak_phase=hlo.phase_of(heap.peak_op_name) or "update",
         peak_op_name=heap.peak_op_name,
         compiler_peak_bytes=compiler_peak_bytes,
         largest=temporaries[:_NUM_LARGEST],
@@ -316,40 +301,26 @@ def classify(heap: Heap, leaves: Sequence[ArgumentLeaf]) -> tuple[Temporary, ...
     local = {dims for leaf in params for dims in _dims_of_grads(leaf.dims)}
     gathered = {dims for leaf in params for dims in _dims_of_grads(leaf.global_dims)}
 
-    def is_gathered(buffer: Buffer, dims: tuple[int, ...]) -> bool:
-        gathers = bool(gathered_path(buffer.op_name)) or buffer.op_name.endswith("sharding_constraint")
-        scoped = (gathers or buffer.opcode.startswith("all-gather")) and not GRAD_OF_GATHER.search(buffer.op_name)
-        return dims in gathered and (dims not in local or buffer.opcode.startswith("all-gather")) and scoped
-
-    def is_grad(buffer: Buffer, dims: tuple[int, ...]) -> bool:
-        written = phase_of(buffer.op_name) in ("backward", "") and "rematted_computation" not in buffer.op_name
-        written = written or buffer.opcode == "broadcast"  # zeros that gradients are added to
-        return dims in gathered | local and written and phase_of(buffer.last_read_by) != "forward"
-
-    def is_copied(buffer: Buffer, dims: tuple[int, ...]) -> bool:
-        is_argument = "(" not in buffer.op_name and group_of(path_of(buffer.op_name)) in _PARAMS
-        cast = (
-            buffer.op_name.endswith("convert_element_type") and phase_of(buffer.op_name) == "update" and dims in local
-        )
-        # A loop over stacked layers takes the params of one layer out of the stack.
-        sliced = "dynamic_index_in_dim" in buffer.op_name and dims in gathered | local
-        return is_argument or cast or sliced
-
-    def is_residual(buffer: Buffer, _: tuple[int, ...]) -> bool:
-        return phase_of(buffer.op_name) == "forward" and phase_of(buffer.last_read_by) == "backward"
-
-    rules: tuple[tuple[str, Callable[[Buffer, tuple[int, ...]], bool]], ...] = (
-        ("copied params", is_copied),
-        ("gathered params", is_gathered),
-        ("grads", is_grad),
-        ("residuals", is_residual),
-        ("collective buffers", lambda buffer, _: split_opcode(buffer.opcode)[0] in COLLECTIVES),
-        ("other temporaries", lambda buffer, dims: True),
-    )
-
     def kind_of(buffer: Buffer) -> str:
-        (array,) = arrays(parse_shape(buffer.shape))
-        return next(kind for kind, holds in rules if holds(buffer, dims_key(array.dims)))
+        (array,) = hlo.arrays(hlo.parse_shape(buffer.shape))
+        dims, name, is_gather = dims_key(array.dims), buffer.op_name, buffer.opcode.startswith("all-gather")
+        written, read, is_of_params = hlo.phase_of(name), hlo.phase_of(buffer.last_read_by), dims in gathered | local
+        is_argument = "(" not in name and group_of(path_of(name)) in _PARAMS
+        is_cast = name.endswith("convert_element_type") and written == "update" and dims in local
+        # A loop over stacked layers takes the params of one layer out of the stack.
+        if is_argument or is_cast or ("dynamic_index_in_dim" in name and is_of_params):
+            return "copied params"
+        is_scoped = is_gather or hlo.gathered_path(name) or name.endswith("sharding_constraint")
+        can_be_gathered = dims in gathered and (dims not in local or is_gather)
+        if can_be_gathered and is_scoped and not hlo.GRAD_OF_GATHER.search(name):
+            return "gathered params"
+        is_zeros = buffer.opcode == "broadcast"  # that gradients are added to
+        is_made = is_zeros or (written in ("backward", "") and "rematted_computation" not in name)
+        if is_of_params and is_made and read != "forward":
+            return "grads"
+        if (written, read) == ("forward", "backward"):
+            return "residuals"
+        return "collective buffers" if hlo.split_opcode(buffer.opcode)[0] in hlo.COLLECTIVES else "other temporaries"
 
     return tuple(Temporary(kind=kind_of(buffer), buffer=buffer) for buffer in heap.live)
 

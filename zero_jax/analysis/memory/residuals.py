@@ -45,7 +45,6 @@ class TransformerResiduals:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` for a size that is not positive."""
         for name in ("num_layers", "d_model", "batch_size", "seq_len", "bytes_per_element"):
             size = getattr(self, name)
             if size <= 0:

@@ -167,7 +167,7 @@ class Key:
     switch: str = "enabled"  # the entry that turns a block on; "" for any entry
     owners: str = ""  # the optimizers or schedules that have the param
     setting: str = ""  # what to set here where another program fills in the value
-    rule: str = "by_table"  # the function of `rules` that makes its row
+    rule: str = "by_table"  # the function of `rules` that makes its row, without the underscore
     absent: str = ""  # the owners whose default matters where the file does not have it
 
 

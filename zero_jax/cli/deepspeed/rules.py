@@ -28,7 +28,7 @@ _NESTEROV = "the momentum of 'sgd' is Nesterov's here"
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
-def by_table(values: DeepSpeedValues, key: str) -> KeyRow:
+def _by_table(values: DeepSpeedValues, key: str) -> KeyRow:
     """Makes the row of a key by its row of the table: an entry of the config file, or why there is none."""
     entry, value = KEYS[key], values.get(key)
     if entry.no_meaning:
@@ -66,7 +66,7 @@ def _is_count(values: DeepSpeedValues, key: str) -> bool:
     return isinstance(values.get(key), int) and values.get(key) >= 1
 
 
-def stage(values: DeepSpeedValues, key: str) -> KeyRow | None:
+def _stage(values: DeepSpeedValues, key: str) -> KeyRow | None:
     """The stage of ZeRO; `"zero_optimization": true` is an older form of stage 1."""
     older = "zero_optimization"
     if key != older and older in values:
@@ -80,7 +80,7 @@ def stage(values: DeepSpeedValues, key: str) -> KeyRow | None:
     return values.row(key, "translated", note, {"zero.stage": stage})
 
 
-def offload(values: DeepSpeedValues, key: str) -> KeyRow:
+def _offload(values: DeepSpeedValues, key: str) -> KeyRow:
     """Offloading of the optimizer's state, and of the master params that DeepSpeed counts to it."""
     if not _is_on(values, key, "device"):
         return values.row(key, "off")
@@ -91,16 +91,15 @@ def offload(values: DeepSpeedValues, key: str) -> KeyRow:
     return values.row(key, "translated", KEYS[key].note, {"zero.offload": "state", **share})
 
 
-def old_offload(values: DeepSpeedValues, key: str) -> KeyRow:
+def _old_offload(values: DeepSpeedValues, key: str) -> KeyRow:
     """The deprecated switch of `offload`, which says the same."""
-    return values.row(key, "off") if _is_on(values, _OFFLOAD, "device") else by_table(values, key)
+    return values.row(key, "off") if _is_on(values, _OFFLOAD, "device") else _by_table(values, key)
 
 
-def quantized(values: DeepSpeedValues, key: str) -> KeyRow:
-    """Quantized gathers or gradients (ZeRO++)."""
+def _quantized(values: DeepSpeedValues, key: str) -> KeyRow:
     if values.get(key) is True and values.get("zero_optimization.stage") != 3:
         return values.row(key, "not translated", "DeepSpeed sends them quantized at stage 3 alone")
-    return by_table(values, key)
+    return _by_table(values, key)
 
 
 def _chosen_precisions(values: DeepSpeedValues) -> list[str]:
@@ -110,8 +109,7 @@ def _chosen_precisions(values: DeepSpeedValues) -> list[str]:
     return chosen
 
 
-def precision(values: DeepSpeedValues, key: str) -> KeyRow:
-    """A switch of bf16 or fp16."""
+def _precision(values: DeepSpeedValues, key: str) -> KeyRow:
     chosen = _chosen_precisions(values)
     if key in chosen:
         return values.row(key, "translated", "", {"zero.precision": _PRECISIONS[key]})
@@ -120,7 +118,7 @@ def precision(values: DeepSpeedValues, key: str) -> KeyRow:
     return values.row(key, "off")
 
 
-def no_precision(values: DeepSpeedValues, key: str) -> KeyRow | None:
+def _no_precision(values: DeepSpeedValues, key: str) -> KeyRow | None:
     """What it means that neither bf16 nor fp16 is on."""
     is_cast = any(_is_on(values, block) for block in ("torch_autocast", "amp"))
     if _chosen_precisions(values) or is_cast or any(map(values.is_auto, _PRECISIONS)):
@@ -129,8 +127,7 @@ def no_precision(values: DeepSpeedValues, key: str) -> KeyRow | None:
     return values.row(key, "translated", note, {"zero.precision": "fp32"})
 
 
-def clipping(values: DeepSpeedValues, key: str) -> KeyRow:
-    """The largest norm of the gradients."""
+def _clipping(values: DeepSpeedValues, key: str) -> KeyRow:
     if values.is_auto(key):
         return values.auto(key, "zero.clip_norm")
     norm = float(values.get(key, 0)) or None
@@ -144,7 +141,7 @@ def _model_size(values: DeepSpeedValues) -> int:
     return size if isinstance(size, int) and size > 1 else 1
 
 
-def replicas(values: DeepSpeedValues, key: str) -> KeyRow:
+def _replicas(values: DeepSpeedValues, key: str) -> KeyRow:
     """The number of full copies, by the devices of a copy (MiCS)."""
     size = values.get(key)
     if not _is_count(values, key):
@@ -162,7 +159,7 @@ def _divided(total: int, part: int, label: str) -> int:
     return total // part
 
 
-def batch(values: DeepSpeedValues, key: str) -> KeyRow | None:
+def _batch(values: DeepSpeedValues, key: str) -> KeyRow | None:
     """The batch size or the microbatches: of three keys, DeepSpeed infers one."""
     value, setting = _inferred_batch(values)[key], KEYS[key].setting
     if values.is_auto(key) and value is None:
@@ -212,8 +209,7 @@ def _inferred_batch(values: DeepSpeedValues) -> dict[str, int | None]:
     return {_SIZE: size, _NUM: num}
 
 
-def partitioned_residuals(values: DeepSpeedValues, key: str) -> KeyRow:
-    """Residuals in shards over the axis `model`."""
+def _partitioned_residuals(values: DeepSpeedValues, key: str) -> KeyRow:
     if values.get(key) is not True:
         return values.row(key, "off")
     if values.get("activation_checkpointing.cpu_checkpointing") is True:
@@ -224,9 +220,8 @@ def partitioned_residuals(values: DeepSpeedValues, key: str) -> KeyRow:
     return values.row(key, "not translated", note)
 
 
-def wandb(values: DeepSpeedValues, key: str) -> KeyRow:
-    """Figures for W&B, with the name of their project."""
-    row, entries = by_table(values, key), values.get(key)
+def _wandb(values: DeepSpeedValues, key: str) -> KeyRow:
+    row, entries = _by_table(values, key), values.get(key)
     if row.status == "off" or not isinstance(entries, Mapping) or "project" not in entries:
         return row
     if not isinstance(entries["project"], str):
@@ -239,7 +234,7 @@ def _name(values: DeepSpeedValues) -> str | None:
     return kind.lower() if isinstance(kind, str) else None
 
 
-def optimizer_type(values: DeepSpeedValues, key: str) -> KeyRow:
+def _optimizer_type(values: DeepSpeedValues, key: str) -> KeyRow:
     """The optimizer; it is translated where all its params are."""
     name = _name(values)
     if name not in _TRANSLATED:
@@ -283,16 +278,14 @@ def _blocking(values: DeepSpeedValues) -> list[str]:
     return [row.key for row in rows if row.key.removeprefix(PARAMS) in _BLOCKING]
 
 
-def learning_rate(values: DeepSpeedValues, key: str) -> KeyRow:
-    """The learning rate, which a scheduler may set."""
+def _learning_rate(values: DeepSpeedValues, key: str) -> KeyRow:
     if values.get("scheduler.type") in ("WarmupLR", "WarmupDecayLR") and _max_rate(values)[0] is not None:
         return values.row(key, "no meaning", "the scheduler sets the rate")
     rate = float(values.get(key, 1e-3))
     return values.row(key, "translated", values.default_of(key), {"optimizer.learning_rate": rate})
 
 
-def betas(values: DeepSpeedValues, key: str) -> KeyRow:
-    """The decay rates of the moments."""
+def _betas(values: DeepSpeedValues, key: str) -> KeyRow:
     betas = values.get(key, (0.9, 0.999))
     if len(betas) != 2 or not all(isinstance(x, int | float) and not isinstance(x, bool) for x in betas):
         raise ValueError(f"{key} = {shown(betas)}: give two numbers, such as [0.9, 0.999]")
@@ -300,8 +293,7 @@ def betas(values: DeepSpeedValues, key: str) -> KeyRow:
     return values.row(key, "translated", values.default_of(key), {"optimizer.beta1": beta1, "optimizer.beta2": beta2})
 
 
-def weight_decay(values: DeepSpeedValues, key: str) -> KeyRow:
-    """The weight decay."""
+def _weight_decay(values: DeepSpeedValues, key: str) -> KeyRow:
     is_torch = _name(values) == "adamw" and values.get(f"{PARAMS}torch_adam") is True
     decay = float(values.get(key, 0.01 if is_torch else 0.0))
     note = (
@@ -311,7 +303,7 @@ def weight_decay(values: DeepSpeedValues, key: str) -> KeyRow:
     return values.row(key, "translated", note if decay else values.default_of(key), {"optimizer.weight_decay": decay})
 
 
-def momentum(values: DeepSpeedValues, key: str) -> KeyRow:
+def _momentum(values: DeepSpeedValues, key: str) -> KeyRow:
     """SGD's momentum, which is Nesterov's here."""
     momentum = values.get(key, 0.0)
     if momentum and values.get(f"{PARAMS}nesterov") is not True:
@@ -319,8 +311,7 @@ def momentum(values: DeepSpeedValues, key: str) -> KeyRow:
     return values.row(key, "translated", values.default_of(key, "PyTorch"), {"optimizer.momentum": float(momentum)})
 
 
-def adam_w_mode(values: DeepSpeedValues, key: str) -> KeyRow:
-    """Whether weight decay is decoupled."""
+def _adam_w_mode(values: DeepSpeedValues, key: str) -> KeyRow:
     if _name(values) == "adamw" or values.get(key) is not False:
         return values.row(key, "same", "weight decay is decoupled")
     if not values.get(f"{PARAMS}weight_decay"):
@@ -328,8 +319,7 @@ def adam_w_mode(values: DeepSpeedValues, key: str) -> KeyRow:
     return values.row(key, "not translated", "weight decay in the gradient (L2) does not exist here")
 
 
-def nesterov(values: DeepSpeedValues, key: str) -> KeyRow:
-    """Whether SGD's momentum is Nesterov's."""
+def _nesterov(values: DeepSpeedValues, key: str) -> KeyRow:
     if values.get(key) is True or not values.get(f"{PARAMS}momentum"):
         return values.row(key, "same")
     return values.row(key, "not translated", _NESTEROV)
@@ -351,7 +341,7 @@ def _max_rate(values: DeepSpeedValues) -> tuple[float | None, str]:
     return None, "0.001 in DeepSpeed's older releases, the optimizer's rate in newer ones: set it"
 
 
-def scheduler_type(values: DeepSpeedValues, key: str) -> KeyRow:
+def _scheduler_type(values: DeepSpeedValues, key: str) -> KeyRow:
     """The schedule, which goes with an optimizer that is translated."""
     kind = values.get(key)
     if kind in _SCHEDULES and _name(values) in _TRANSLATED:
@@ -367,8 +357,7 @@ def scheduler_type(values: DeepSpeedValues, key: str) -> KeyRow:
     return values.row(key, "not translated", note)
 
 
-def warmup_steps(values: DeepSpeedValues, key: str) -> KeyRow:
-    """The steps of the rise."""
+def _warmup_steps(values: DeepSpeedValues, key: str) -> KeyRow:
     steps = values.get(key, 1000)
     if not isinstance(steps, int) or steps < 0:
         raise ValueError(f"{key} = {shown(steps)}: give a number of steps")
@@ -378,8 +367,7 @@ def warmup_steps(values: DeepSpeedValues, key: str) -> KeyRow:
     return values.row(key, "translated", note, {"optimizer.warmup_steps": max(2, steps)})
 
 
-def peak(values: DeepSpeedValues, key: str) -> KeyRow:
-    """The highest rate."""
+def _peak(values: DeepSpeedValues, key: str) -> KeyRow:
     rate, why = _max_rate(values)
     if rate is None:
         return values.row(key, "not translated", why)
@@ -388,8 +376,7 @@ def peak(values: DeepSpeedValues, key: str) -> KeyRow:
     return values.row(key, "translated", why, {"optimizer.learning_rate": rate})
 
 
-def total_steps(values: DeepSpeedValues, key: str) -> KeyRow:
-    """The steps until the rate has fallen."""
+def _total_steps(values: DeepSpeedValues, key: str) -> KeyRow:
     steps = values.get(key)
     if not isinstance(steps, int) or steps < 1:
         kind = values.get("scheduler.type")
@@ -400,7 +387,7 @@ def total_steps(values: DeepSpeedValues, key: str) -> KeyRow:
 def row_of(values: DeepSpeedValues, key: str) -> KeyRow | None:
     """Makes the row of a key; None for one that the file does not have and that has no row then."""
     if key not in KEYS:
-        return no_precision(values, key)
+        return _no_precision(values, key)
     section = key.partition(".")[0]
     if not key.startswith((PARAMS, SCHEDULE)):
         return _own_row(values, key)
@@ -416,4 +403,4 @@ def row_of(values: DeepSpeedValues, key: str) -> KeyRow | None:
 
 def _own_row(values: DeepSpeedValues, key: str) -> KeyRow | None:
     """Makes the row of a key by the function that the table names."""
-    return globals()[KEYS[key].rule](values, key)
+    return globals()[f"_{KEYS[key].rule}"](values, key)

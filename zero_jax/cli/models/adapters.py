@@ -52,7 +52,6 @@ class LoraConfig:
     lora_train: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` for invalid values."""
         check_fields(self, lowest={"lora_rank": 1})
         if self.lora_alpha <= 0:
             raise ValueError(f"lora_alpha={self.lora_alpha}: give a positive number, such as twice the rank")

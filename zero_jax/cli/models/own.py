@@ -44,7 +44,6 @@ class OwnModelConfig:
     param_specs: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` for some of the references without the others."""
         check_fields(self)
         set_names = [name for name, reference in vars(self).items() if reference]
         missing = [option_of(name) for name in _NEEDED if name not in set_names]

@@ -71,7 +71,7 @@ class CheckpointConfig:
         check_fields(self, lowest={"save_every": 0, "keep_last": 1, "keep_best": 0})
 
 
-class Checkpointer(Report):
+class Checkpointer(Report, contextlib.AbstractContextManager):
     """Saves train states into a folder; every process of a run makes one, for the same folder.
 
     A save returns once the state has been copied to the host. The files are written in the background, and a folder of
@@ -128,9 +128,6 @@ class Checkpointer(Report):
                 self._folder.make()
             except OSError as error:
                 raise ValueError(f"cannot write checkpoints to {self.directory}: {with_remedy(error)}") from error
-
-    def __enter__(self) -> Checkpointer:
-        return self
 
     def __exit__(self, *_: Any) -> None:
         self.close()

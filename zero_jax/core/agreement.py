@@ -139,15 +139,12 @@ def _is_known_to_all(error: BaseException | None) -> bool:
     return False
 
 
-class Agreement:
+class Agreement(contextlib.AbstractContextManager):
     """A context in which all processes raise if one does, so that none waits for it in the next collective."""
 
     def __init__(self, failure: Callable[[str], Exception] | None = None, *, turns: Turns | None = None):
         """Takes the error of the others by the failed processes, such as "0, 2", and the turns, if not those of all."""
         self._failure, self._turns = failure, turns
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         if jax.process_count() == 1 or (error is not None and not isinstance(error, Exception)):

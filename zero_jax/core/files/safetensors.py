@@ -95,7 +95,7 @@ class StoredTensor(Tensor):
             return np.empty(self.shape, jnp.dtype(self.dtype))
         self.check()  # a map beyond the end of a file would end the process
         mapped = np.memmap(self.path, jnp.dtype(self.dtype), mode, self.offset, self.shape or (1,))
-        if mode != "r" and isinstance(mapped.base, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
+        if mode != "r" and isinstance(mapped.base, mmap.mmap):
             # Pages that are written are mapped alone: Linux maps large folios around them, up to all of a file for a
             # column.
             mapped.base.madvise(mmap.MADV_RANDOM)

@@ -18,8 +18,7 @@ from collections.abc import Callable
 
 from etils import epath
 
-from zero_jax.checkpoint.finding import list_records
-from zero_jax.checkpoint.record import COMMITTED, RECORD_FILE, REPLACED, Record, step_path
+from zero_jax.checkpoint.record import COMMITTED, RECORD_FILE, REPLACED, step_path
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.files.untrusted import is_bucket, read_file
 from zero_jax.core.text_tables import printable
@@ -108,10 +107,6 @@ class CheckpointFolder:
             _remove(path)
         else:
             self._discard(path, step)
-
-    def own_records(self) -> list[Record]:
-        """Returns the records of the complete checkpoints that are stored here, in order."""
-        return [record for record in list_records(self.directory) if not os.path.islink(record.path)]
 
     def _path(self, step: int, kind: str = "") -> epath.Path:
         final = step_path(self.directory, step)

@@ -24,7 +24,7 @@ from etils import epath
 from jax import Array
 from orbax.checkpoint import future as orbax_future
 
-from zero_jax.checkpoint.finding import list_steps
+from zero_jax.checkpoint.finding import list_records, list_steps
 from zero_jax.checkpoint.folder import CheckpointFolder
 from zero_jax.checkpoint.record import STATE, CheckpointError, record_to_json, resolve_folder
 from zero_jax.checkpoint.saved_state import encode_state, opt_state_classes
@@ -295,7 +295,7 @@ class Checkpointer(Report, contextlib.AbstractContextManager):
             return
         try:
             self._lock.take()
-            records = self._folder.own_records()
+            records = [record for record in list_records(self.directory) if not os.path.islink(record.path)]
             finite = [record for record in records if record.loss is not None and math.isfinite(record.loss)]
             best = sorted(finite, key=lambda record: (record.loss, -record.step))[: self._config.keep_best]
             kept = {record.step for record in [*records[-self._config.keep_last :], *best]} | {step}

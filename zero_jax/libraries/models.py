@@ -306,11 +306,7 @@ def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> 
 
 
 def with_parameters(
-    function: LossFunction,
-    call: Callable[[Variables, PyTree, Any], Any],
-    *,
-    has_state: bool,
-    has_streams: bool = False,
+    function: LossFunction, call: Callable[[Variables, PyTree, Any], Any], *, has_state: bool, has_streams: bool = False
 ) -> Callable[..., Any]:
     """Returns a loss function with the parameters that `make_train_step` reads, and the user's name and place.
 

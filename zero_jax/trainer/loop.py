@@ -23,8 +23,7 @@ from zero_jax.trainer.callbacks import call_all
 from zero_jax.trainer.checkpoints import ResumeError, Saver, Start, begin
 from zero_jax.trainer.evaluation import Validation
 from zero_jax.trainer.inputs.own import OwnModel
-from zero_jax.trainer.inputs.sources import BatchesEnded
-from zero_jax.trainer.inputs.together import Together
+from zero_jax.trainer.inputs.sources import BatchesEnded, Together
 from zero_jax.trainer.reporting.console import Console, describe_run, groups, lasting, num_params
 from zero_jax.trainer.reporting.curves import RunRecords
 from zero_jax.trainer.reporting.metrics import Dispatched, Log, Progress, make_speedometer, per_device_bytes

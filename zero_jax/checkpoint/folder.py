@@ -35,10 +35,6 @@ _WRITTEN = re.compile(
 )
 
 
-class InTheWay(OSError):
-    """A file that `Checkpointer` did not write has the name of a checkpoint."""
-
-
 class CheckpointFolder:
     """The folder of a `Checkpointer`; used by the process that has its lock."""
 
@@ -136,7 +132,7 @@ class CheckpointFolder:
 
 def _check_removable(path: epath.Path, step: int) -> None:
     if reason := _reason_to_keep(path, step):
-        raise InTheWay(f"{path} is in the way: {reason}. Move it away")
+        raise FileExistsError(f"{path} is in the way: {reason}. Move it away")
 
 
 def _reason_to_keep(path: epath.Path, step: int, *, may_lack_marker: bool = False) -> str:

@@ -211,7 +211,6 @@ def _decode(x: Array, leaf: SavedLeaf, sharding: NamedSharding) -> Array:
 
 
 def _ocdbt_store(folder: epath.Path) -> dict[str, Any]:
-    """Returns the tensorstore spec of the key-value store in a folder."""
     path = f"{folder}/"
     return {"driver": "ocdbt", "base": path if "://" in path else {"driver": "file", "path": path}}
 

@@ -388,7 +388,6 @@ def _fitted(name: str, x: Array, like: Any) -> Array:
 
 
 def _key_shape(leaf: SavedLeaf | None) -> Any:
-    """Returns the shape and dtype of the saved PRNG key."""
     if leaf is None or leaf.is_key:
         impl = leaf.dtype[4:-1] if leaf else None
         return jax.eval_shape(lambda: jax.random.key(0, impl=impl))

@@ -307,7 +307,6 @@ class Checkpointer(Report, contextlib.AbstractContextManager):
             )
 
     def _failed(self, step: int, error: Exception) -> None:
-        """Logs that a save failed, and removes its files."""
         self.num_failed += 1
         why = with_remedy(error)
         try:

@@ -50,7 +50,6 @@ def tree_bytes(tree: PyTree) -> int:
 
 
 def _host_bytes() -> int:
-    """Returns the memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

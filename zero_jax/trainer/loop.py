@@ -233,9 +233,9 @@ class _Training:
 
     def _describe(self) -> str:
         run, model, parts = self.run, self.run.model, self.config.zero.num_microbatches
-        of_all, base_init_fn = "", getattr(model, "base_init_fn", None)
-        if base_init_fn is not None:
-            num_all = sum(x.size for x in jax.tree.leaves(jax.eval_shape(base_init_fn, key_shape())))
+        of_all = ""
+        if model.base_init_fn is not None:
+            num_all = sum(x.size for x in jax.tree.leaves(jax.eval_shape(model.base_init_fn, key_shape())))
             of_all = f" of {format_count(num_all)} params, adapters on a frozen base"
         rows = {
             "model": f"{model.name}, {num_params(self.state):,}{of_all or ' params'}",
@@ -323,7 +323,6 @@ class _Training:
         return "preempted" if stops and not is_last else None
 
     def _end_early(self) -> str:
-        """Evaluates and saves the state when there are no more batches; returns the status."""
         self.say(
             f"stopping at step {self.step} of {self.config.steps}: there are no more batches. Give batches that begin "
             "again at their end (a list, a dataset, a function of nothing that returns an iterator), or fewer steps"

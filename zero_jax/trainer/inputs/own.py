@@ -66,6 +66,9 @@ class OwnModel:
     name: str = "model"
     config: Any = None
 
+    # What a `Model` alone may have.
+    load_fn = base_init_fn = base_param_specs = adapt_fn = adapters = None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class OwnInput:

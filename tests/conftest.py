@@ -91,8 +91,8 @@ def tamper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[[], None]]
     from zero_jax.trainer.inputs import text
 
     def start(at: dict) -> Callable[[], None]:
-        monkeypatch.setattr(text, "train_batches", faults.tampering(at))
-        return lambda: monkeypatch.setattr(text, "train_batches", faults.real_train_batches)
+        monkeypatch.setattr(text.data, "train_batches", faults.tampering(at))
+        return lambda: monkeypatch.setattr(text.data, "train_batches", faults.real_train_batches)
 
     return start
 

@@ -145,7 +145,7 @@ class Tampered:
         return batch if changed is None else changed
 
 
-real_train_batches = text.train_batches
+real_train_batches = text.data.train_batches
 
 
 def tampering(faults, real=real_train_batches):
@@ -191,7 +191,7 @@ def at(step, what, *, saved=True, only=0):
                     wait_for(step_folder(folder, SAVE_EVERY))
                 what(folder) if what is half_a_record else what()
 
-        text.train_batches = tampering({step: happen})
+        text.data.train_batches = tampering({step: happen})
 
     return inject
 
@@ -220,13 +220,13 @@ def half_a_record(folder):
 
 def slow_and_killed_once(folder):
     at(7, lambda: die_once(folder), only=1)(folder)
-    killed = text.train_batches
-    text.train_batches = tampering({"each": lambda *_: time.sleep(0.5)}, real=killed)
+    killed = text.data.train_batches
+    text.data.train_batches = tampering({"each": lambda *_: time.sleep(0.5)}, real=killed)
 
 
 def hanging_step(folder):
     """Lets step 7 call a function on the host that does not return; its weights, all alike, tell it."""
-    text.train_batches = tampering({7: lambda batch, step: {**batch, "weights": batch["weights"] * 4}})
+    text.data.train_batches = tampering({7: lambda batch, step: {**batch, "weights": batch["weights"] * 4}})
 
 
 def loss_that_may_hang(params, batch):
@@ -235,7 +235,7 @@ def loss_that_may_hang(params, batch):
 
 
 def slow(folder):
-    text.train_batches = tampering({"each": lambda *_: time.sleep(0.5)})
+    text.data.train_batches = tampering({"each": lambda *_: time.sleep(0.5)})
 
 
 QUICK = {"hang_seconds": 2.0}

@@ -39,8 +39,8 @@ def at_step(monkeypatch, tmp_path):
             faults.wait_for(step_folder(tmp_path, 4))
             what[step]()
 
-        monkeypatch.setattr(text, "train_batches", faults.tampering(dict.fromkeys(what, happen)))
-        return lambda: monkeypatch.setattr(text, "train_batches", faults.real_train_batches)
+        monkeypatch.setattr(text.data, "train_batches", faults.tampering(dict.fromkeys(what, happen)))
+        return lambda: monkeypatch.setattr(text.data, "train_batches", faults.real_train_batches)
 
     return start
 
@@ -249,7 +249,7 @@ def test_failed_saves_do_not_keep_what_they_were_to_write(tmp_path, monkeypatch)
             resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
         found.append(device_memory_bytes(jax.devices()[0]))
 
-    monkeypatch.setattr(text, "train_batches", faults.tampering({"each": each}))
+    monkeypatch.setattr(text.data, "train_batches", faults.tampering({"each": each}))
     try:
         result = train(tmp_path, checkpoint=dataclasses.replace(faults.CHECKPOINT, save_every=1))
     finally:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from zero_jax.cluster import watchdog
-from zero_jax.cluster.watchdog import EXIT_CODE, Watchdog, places
+from zero_jax.cluster.watchdog import EXIT_CODE, Watchdog, process_place
 
 
 class Watched:
@@ -162,9 +162,9 @@ def test_time_in_which_nothing_ran_does_not_count(watched):
 def test_time_in_which_heartbeats_could_not_be_read_counts(watched, monkeypatch):
     def blocks(*_):
         watched.now += 5
-        return ()
+        return watchdog.ProcessPlace(process_index=0, phase=None)
 
-    monkeypatch.setattr(watchdog, "places", blocks)
+    monkeypatch.setattr(watchdog, "process_place", blocks)
     watched.dog.beat("step", 1)
     watched.passes(11)
     assert len(watched.hangs) == 1 and not watched.exits
@@ -204,9 +204,9 @@ def beat_until(dog, step, is_done):
 
 def test_its_thread_leaves_word_and_ends(tmp_path):
     with Watchdog(0.2, tmp_path, process_index=1) as dog:
-        beat_until(dog, np.int64(3), lambda: places(tmp_path, 2)[1].step == 3)
-        assert str(places(tmp_path, 2)[1]) == "process 1: step at step 3, for 0 s"
-    assert places(tmp_path, 2)[1].phase == "ended"
+        beat_until(dog, np.int64(3), lambda: process_place(tmp_path, 1).step == 3)
+        assert str(process_place(tmp_path, 1)) == "process 1: step at step 3, for 0 s"
+    assert process_place(tmp_path, 1).phase == "ended"
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("watchdog")]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["process-1.json"]
 

@@ -30,7 +30,7 @@ def test_an_error_of_the_first_process_is_one_of_all(results):
     first, second = results
     message = f"no such name: {'x' * 5000}"
     assert first["raised"] == f"ValueError: {message}"
-    assert second["raised"] == f"FirstProcessFailed: process 0 failed: {message}"
+    assert second["raised"] == f"ValueError: process 0 failed: {message}"
     assert first["agreement"] == "OSError: the disk is on fire"
     assert second["agreement"] == "RuntimeError: process 0 failed"
 

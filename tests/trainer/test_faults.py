@@ -63,7 +63,7 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_named(tmp_path, tamper
                 next(self.batches)
             return next(self.batches)
 
-    monkeypatch.setattr(text, "train_batches", lambda *a, **o: Without(faults.real_train_batches(*a, **o), {}))
+    monkeypatch.setattr(text.data, "train_batches", lambda *a, **o: Without(faults.real_train_batches(*a, **o), {}))
     train(without)
     after = [(r["loss"], r["grad_norm"], r["learning_rate"]) for r in read(broken) if r["kind"] == "train"]
     expected = [(r["loss"], r["grad_norm"], r["learning_rate"]) for r in read(without) if r["kind"] == "train"]

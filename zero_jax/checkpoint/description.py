@@ -10,7 +10,7 @@ from typing import Any
 from zero_jax.checkpoint.finding import find_checkpoint
 from zero_jax.checkpoint.leaf_files import verify
 from zero_jax.checkpoint.record import CheckpointRemoved, Record, resolve_folder
-from zero_jax.core.text_tables import Report, aligned, plain, printable
+from zero_jax.core.text_tables import Report, aligned, flattened, plain, printable
 
 _MAX_CHARACTERS = 1000  # of a value that the run recorded
 
@@ -66,20 +66,14 @@ class Description(Record, Report):
         groups = ", ".join(f"{printable(name)} {size:,}" for name, size in self.bytes_by_group.items())
         lines.append(f"{len(self.leaves)} leaves, {self.nbytes:,} bytes: {groups}")
         for name, value in self.extra.items():
-            lines += [f"{printable(name)}:", *(f"  {printable(line, limit=_MAX_CHARACTERS)}" for line in _lines(value))]
+            entries = ((path, json.dumps(x)) for path, x in flattened(value))
+            shown = (f"{path} = {x}" if path else x for path, x in entries)
+            lines += [f"{printable(name)}:", *(f"  {printable(line, limit=_MAX_CHARACTERS)}" for line in shown)]
         if self.problems is not None:
             lines += ["all leaves have the fingerprints that they were saved with"] if not self.problems else []
             lines += [f"DAMAGED: {problem}" for problem in self.problems]
         lines += [f"PASSED OVER: {reason}" for reason in self.passed_over]
         return "\n".join(lines)
-
-
-def _lines(value: Any, prefix: str = "") -> list[str]:
-    """Returns a value of JSON as lines `a.b = value`."""
-    if isinstance(value, dict) and value:
-        return [line for name, inner in value.items() for line in _lines(inner, f"{prefix}.{name}" if prefix else name)]
-    shown = json.dumps(value)
-    return [f"{prefix} = {shown}" if prefix else shown]
 
 
 def describe(path: str | os.PathLike[str], *, step: int | None = None, verify_leaves: bool = False) -> Description:

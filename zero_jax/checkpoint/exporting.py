@@ -89,7 +89,7 @@ def export(
         metadata = {"step": str(record.step)}
         with create_files(partial, [*tensors.values()], max_bytes=max_shard_bytes, metadata=metadata) as stored:
             for leaf, tensor in tensors.items():
-                for index, part in _slices(record, leaf):
+                for index, part in read_slices(record, leaf):
                     values = cast_values(part, tensor.dtype, leaf=leaf, remedy="export as bfloat16")
                     stored[tensor.name].open("r+")[index] = values
         written = sorted(path.name for path in partial.iterdir())  # the index is the last one
@@ -121,7 +121,7 @@ class SavedParams:
 
     def pieces(self, path: str) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
         """Reads slices of a param, and compares it with its fingerprint at the end."""
-        return _slices(self.record, self.names[path])
+        return read_slices(self.record, self.names[path])
 
 
 def open_params(path: str | os.PathLike[str], *, step: int | None = None, ema: bool = False) -> SavedParams:
@@ -185,7 +185,7 @@ def _tensors(record: Record, *, dtype: str | None, ema: bool) -> dict[str, Tenso
 
 
 def _tensor(leaf: str, saved: SavedLeaf, param: str, dtype: str | None) -> Tensor:
-    own_dtype = _dtype(saved)
+    own_dtype = saved.host_dtype
     target = dtype if dtype is not None and jnp.issubdtype(jnp.dtype(own_dtype), jnp.floating) else own_dtype
     if target not in DTYPES:
         raise ValueError(
@@ -194,17 +194,6 @@ def _tensor(leaf: str, saved: SavedLeaf, param: str, dtype: str | None) -> Tenso
         )
     name = param.removeprefix("params").removeprefix("/").replace("/", ".") or "params"
     return Tensor(name=name, shape=saved.stored_shape, dtype=target)
-
-
-def _dtype(leaf: SavedLeaf) -> str:
-    """Returns the dtype of a leaf on the host, where PRNG keys are their words."""
-    return leaf.stored_dtype if leaf.is_key else leaf.dtype
-
-
-def _slices(record: Record, leaf: str) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-    """Reads slices of a leaf, and compares it with its fingerprint at the end."""
-    for index, part in read_slices(record, leaf):
-        yield index, part.view(jnp.dtype(_dtype(record.leaves[leaf])))
 
 
 def _ema_leaf(record: Record, param: str) -> str:

@@ -18,8 +18,7 @@ from collections.abc import Callable
 
 from etils import epath
 
-from zero_jax.checkpoint.finding import list_records
-from zero_jax.checkpoint.record import COMMITTED, RECORD_FILE, REPLACED, Record, step_path
+from zero_jax.checkpoint.record import COMMITTED, RECORD_FILE, REPLACED, step_path
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.files.untrusted import is_bucket, read_file
 from zero_jax.core.text_tables import printable
@@ -34,10 +33,6 @@ _WRITTEN = re.compile(
     r"|state(/(_METADATA|_sharding|manifest\.ocdbt|array_metadatas(/\w+)?|d(/[0-9a-f]+)?"
     r"|ocdbt\.process_\w+(/(manifest\.ocdbt|d(/[0-9a-f]+)?))?))?)(\.__lock)?"
 )
-
-
-class InTheWay(OSError):
-    """A file that `Checkpointer` did not write has the name of a checkpoint."""
 
 
 class CheckpointFolder:
@@ -109,10 +104,6 @@ class CheckpointFolder:
         else:
             self._discard(path, step)
 
-    def own_records(self) -> list[Record]:
-        """Returns the records of the complete checkpoints that are stored here, in order."""
-        return [record for record in list_records(self.directory) if not os.path.islink(record.path)]
-
     def _path(self, step: int, kind: str = "") -> epath.Path:
         final = step_path(self.directory, step)
         return final.with_name(final.name + kind)
@@ -141,7 +132,7 @@ class CheckpointFolder:
 
 def _check_removable(path: epath.Path, step: int) -> None:
     if reason := _reason_to_keep(path, step):
-        raise InTheWay(f"{path} is in the way: {reason}. Move it away")
+        raise FileExistsError(f"{path} is in the way: {reason}. Move it away")
 
 
 def _reason_to_keep(path: epath.Path, step: int, *, may_lack_marker: bool = False) -> str:

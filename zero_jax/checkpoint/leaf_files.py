@@ -107,7 +107,7 @@ def cut_slices(
 
 
 def read_slices(record: Record, name: str) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-    """Reads a leaf in its stored form, slice by slice in any order, and compares its fingerprint after the last."""
+    """Reads a leaf on the host, slice by slice in any order, and compares its fingerprint after the last."""
     leaf, total = record.leaves[name], 0
     if 0 not in leaf.stored_shape:
         store = open_leaf(record, name, make_context(0))
@@ -120,7 +120,7 @@ def read_slices(record: Record, name: str) -> Iterator[tuple[tuple[slice, ...], 
             for inner in cut_slices(part.shape, part.dtype.itemsize, _HASHED_BYTES):
                 place = [slice(a.start + b.start, a.start + b.stop) for a, b in zip(index, inner, strict=True)]
                 total += host_fingerprint(part[inner], place, leaf.stored_shape)
-            yield index, part
+            yield index, part.view(jnp.dtype(leaf.host_dtype))
     check_fingerprint(record, name, total % 2**32)
 
 
@@ -211,7 +211,6 @@ def _decode(x: Array, leaf: SavedLeaf, sharding: NamedSharding) -> Array:
 
 
 def _ocdbt_store(folder: epath.Path) -> dict[str, Any]:
-    """Returns the tensorstore spec of the key-value store in a folder."""
     path = f"{folder}/"
     return {"driver": "ocdbt", "base": path if "://" in path else {"driver": "file", "path": path}}
 

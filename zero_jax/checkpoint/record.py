@@ -17,19 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
+from zero_jax.core.files import untrusted
 from zero_jax.core.files.system_errors import with_remedy
-from zero_jax.core.files.untrusted import (
-    is_bucket,
-    json_checksum,
-    mapping,
-    number,
-    parse_json,
-    read_file,
-    shape,
-    text,
-    user_path,
-    whole_number,
-)
 from zero_jax.core.text_tables import printable, quoted
 
 FORMAT = "zero_jax 1"
@@ -75,7 +64,7 @@ def resolve_folder(directory: str | os.PathLike[str]) -> epath.Path:
     """
     if not isinstance(directory, str | os.PathLike) or "\0" in os.fsdecode(directory):
         raise ValueError(f"directory={directory!r} is not a path: give the folder of the checkpoints")
-    return epath.Path(directory if is_bucket(directory) else user_path(directory).absolute())
+    return epath.Path(directory if untrusted.is_bucket(directory) else untrusted.user_path(directory).absolute())
 
 
 def step_path(directory: epath.Path, step: int) -> epath.Path:
@@ -108,6 +97,11 @@ class SavedLeaf:
         """Whether the leaf holds PRNG keys."""
         return self.dtype.startswith("key<")
 
+    @property
+    def host_dtype(self) -> str:
+        """The dtype on the host, where PRNG keys are their words."""
+        return self.stored_dtype if self.is_key else self.dtype
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
@@ -131,7 +125,7 @@ class Record:
 def folder_id(path: epath.Path) -> str:
     """Returns an id that distinguishes a step's folder from later ones of that name; '' if there is no folder."""
     try:
-        if is_bucket(path):
+        if untrusted.is_bucket(path):
             return str((path / COMMITTED).stat().mtime) if (path / COMMITTED).exists() else ""
         status = os.stat(path)
         return f"{status.st_dev}:{status.st_ino}"
@@ -152,7 +146,7 @@ def record_to_json(
     extra = {**extra, _CLASSES: dict(classes)}  # there, as earlier releases refuse other fields than theirs
     record = {"format": FORMAT, "step": step, "loss": loss, "leaves": described, "extra": extra}
     record = json.loads(json.dumps(record))  # as it will be read: tuples are lists, keys are strings
-    encoded = json.dumps({**record, "checksum": json_checksum(record)}).encode()
+    encoded = json.dumps({**record, "checksum": untrusted.json_checksum(record)}).encode()
     if len(encoded) > _MAX_RECORD_BYTES:
         raise ValueError(
             f"the record has {len(encoded):,} bytes, more than {_MAX_RECORD_BYTES:,}: save less in `extra`"
@@ -164,7 +158,7 @@ def read_record(path: epath.Path) -> Record:
     """Reads the record of a step's folder; raises `CheckpointRemoved` if there is no such folder (any more)."""
     file, identity = path / RECORD_FILE, folder_id(path)
     try:
-        content = parse_json(read_file(file, limit_bytes=_MAX_RECORD_BYTES))
+        content = untrusted.parse_json(untrusted.read_file(file, limit_bytes=_MAX_RECORD_BYTES))
     except (FileNotFoundError, NotADirectoryError) as error:
         if not path.exists():
             raise CheckpointRemoved(path) from error
@@ -181,18 +175,18 @@ def read_record(path: epath.Path) -> Record:
             f"{file} is of format {quoted(saved_format)}, and this release of zero_jax reads {FORMAT!r}"
         )
     checksum = content.pop("checksum", None)
-    if checksum != json_checksum(content):
+    if checksum != untrusted.json_checksum(content):
         raise CheckpointError(f"{file} does not match its checksum: the file is damaged")
     try:
-        mapping(content, keys={"format", "step", "loss", "leaves", "extra"})
-        extra = dict(mapping(content["extra"]))
-        classes = mapping(extra.pop(_CLASSES, {}))
+        untrusted.mapping(content, keys={"format", "step", "loss", "leaves", "extra"})
+        extra = dict(untrusted.mapping(content["extra"]))
+        classes = untrusted.mapping(extra.pop(_CLASSES, {}))
         record = Record(
             path=path,
-            step=whole_number(content["step"]),
-            loss=None if content["loss"] is None else number(content["loss"]),
-            leaves=_leaves_from_json(content["leaves"]),
-            classes={name: text(kind) for name, kind in classes.items()},
+            step=untrusted.whole_number(content["step"]),
+            loss=None if content["loss"] is None else untrusted.number(content["loss"]),
+            leaves={name: _leaf_from_json(name, x) for name, x in untrusted.mapping(content["leaves"]).items()},
+            classes={name: untrusted.text(kind) for name, kind in classes.items()},
             extra=extra,
             folder_id=identity,
         )
@@ -225,26 +219,18 @@ def is_bits(dtype: str) -> bool:
     return not dtype.startswith("key<") and jnp.dtype(dtype).itemsize == 1 and dtype not in _PLAIN_BYTES
 
 
-def _leaves_from_json(record: Any) -> dict[str, SavedLeaf]:
-    """Reads the leaves of a record; a `ValueError` names the leaf."""
-    leaves = {}
-    for name, leaf in mapping(record).items():
-        try:
-            leaves[name] = _leaf_from_json(leaf)
-        except ValueError as error:
-            raise ValueError(f"leaf {quoted(name)}: {error}") from error
-    return leaves
-
-
-def _leaf_from_json(record: Any) -> SavedLeaf:
-    fields = mapping(record, keys={field.name for field in dataclasses.fields(SavedLeaf)})
-    leaf = SavedLeaf(
-        shape=shape(fields["shape"]),
-        dtype=text(fields["dtype"]),
-        stored_shape=shape(fields["stored_shape"]),
-        stored_dtype=text(fields["stored_dtype"]),
-        fingerprint=whole_number(fields["fingerprint"], below=2**32),
-    )
+def _leaf_from_json(name: str, record: Any) -> SavedLeaf:
+    try:
+        fields = untrusted.mapping(record, keys={field.name for field in dataclasses.fields(SavedLeaf)})
+        leaf = SavedLeaf(
+            shape=untrusted.shape(fields["shape"]),
+            dtype=untrusted.text(fields["dtype"]),
+            stored_shape=untrusted.shape(fields["stored_shape"]),
+            stored_dtype=untrusted.text(fields["stored_dtype"]),
+            fingerprint=untrusted.whole_number(fields["fingerprint"], below=2**32),
+        )
+    except ValueError as error:
+        raise ValueError(f"leaf {quoted(name)}: {error}") from error
     if leaf.is_key:
         key_dims = leaf.stored_shape[len(leaf.shape) :]
         fits = leaf.stored_dtype == "uint32" and leaf.stored_shape == (*leaf.shape, *key_dims) and len(key_dims) == 1
@@ -253,7 +239,8 @@ def _leaf_from_json(record: Any) -> SavedLeaf:
         fits = _is_number(leaf.dtype) and (leaf.stored_shape, leaf.stored_dtype) == (leaf.shape, stored)
     if not fits:
         stored = f"{leaf.stored_dtype}{list(leaf.stored_shape)}"
-        raise ValueError(printable(f"{leaf.dtype}{list(leaf.shape)} is never stored as {stored}"))
+        why = printable(f"{leaf.dtype}{list(leaf.shape)} is never stored as {stored}")
+        raise ValueError(f"leaf {quoted(name)}: {why}")
     return leaf
 
 

@@ -40,14 +40,7 @@ from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.core.variables import MODEL_STATE, Variables, traceable_init
 from zero_jax.sharding.mesh import on_mesh
 from zero_jax.sharding.precision import init_loss_scale, precision_name, resolve_precision
-from zero_jax.training import (
-    TrainState,
-    ZeroConfig,
-    abstract_state,
-    init_state,
-    remember_copies,
-    with_gathered_params,
-)
+from zero_jax.training import TrainState, ZeroConfig, abstract_state, init_state, remember_copies, with_gathered_params
 
 _SHOWN = 6
 _OF_THE_MODEL = ("params", MODEL_STATE)
@@ -395,7 +388,6 @@ def _fitted(name: str, x: Array, like: Any) -> Array:
 
 
 def _key_shape(leaf: SavedLeaf | None) -> Any:
-    """Returns the shape and dtype of the saved PRNG key."""
     if leaf is None or leaf.is_key:
         impl = leaf.dtype[4:-1] if leaf else None
         return jax.eval_shape(lambda: jax.random.key(0, impl=impl))

@@ -85,7 +85,6 @@ def decode(x: Array, leaf: SavedLeaf) -> Array:
 
 
 def _bits_of(dtype: np.dtype) -> np.dtype:
-    """Returns the unsigned dtype of as many bits."""
     info = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype)
     return jnp.dtype(f"uint{info.bits}")
 

@@ -24,7 +24,7 @@ from etils import epath
 from jax import Array
 from orbax.checkpoint import future as orbax_future
 
-from zero_jax.checkpoint.finding import list_steps
+from zero_jax.checkpoint.finding import list_records, list_steps
 from zero_jax.checkpoint.folder import CheckpointFolder
 from zero_jax.checkpoint.record import STATE, CheckpointError, record_to_json, resolve_folder
 from zero_jax.checkpoint.saved_state import encode_state, opt_state_classes
@@ -71,7 +71,7 @@ class CheckpointConfig:
         check_fields(self, lowest={"save_every": 0, "keep_last": 1, "keep_best": 0})
 
 
-class Checkpointer(Report):
+class Checkpointer(Report, contextlib.AbstractContextManager):
     """Saves train states into a folder; every process of a run makes one, for the same folder.
 
     A save returns once the state has been copied to the host. The files are written in the background, and a folder of
@@ -128,9 +128,6 @@ class Checkpointer(Report):
                 self._folder.make()
             except OSError as error:
                 raise ValueError(f"cannot write checkpoints to {self.directory}: {with_remedy(error)}") from error
-
-    def __enter__(self) -> Checkpointer:
-        return self
 
     def __exit__(self, *_: Any) -> None:
         self.close()
@@ -298,7 +295,7 @@ class Checkpointer(Report):
             return
         try:
             self._lock.take()
-            records = self._folder.own_records()
+            records = [record for record in list_records(self.directory) if not os.path.islink(record.path)]
             finite = [record for record in records if record.loss is not None and math.isfinite(record.loss)]
             best = sorted(finite, key=lambda record: (record.loss, -record.step))[: self._config.keep_best]
             kept = {record.step for record in [*records[-self._config.keep_last :], *best]} | {step}
@@ -310,7 +307,6 @@ class Checkpointer(Report):
             )
 
     def _failed(self, step: int, error: Exception) -> None:
-        """Logs that a save failed, and removes its files."""
         self.num_failed += 1
         why = with_remedy(error)
         try:

@@ -54,12 +54,7 @@ CLUSTERS: Mapping[str, Cluster] = {
     ),
     "TPU": Cluster(
         is_here=_is_tpu,
-        variables=(
-            "TPU_WORKER_HOSTNAMES",
-            "TPU_WORKER_ID",
-            "MEGASCALE_COORDINATOR_ADDRESS",
-            "MEGASCALE_NUM_SLICES",
-        ),
+        variables=("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID", "MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES"),
         remedy='install "jax[tpu]" on every host, and start the same command on all of them',
     ),
     "Kubernetes": Cluster(

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 
 EXIT_CODE = 75
 
-_NAMES = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGINT")
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
 class Preemption:
@@ -61,12 +61,9 @@ class Preemption:
             hint = "; those to the other processes are handled" if self._is_shared else ""
             self._log(f"signals cannot be handled outside the main thread: SIGTERM will not save the run{hint}")
             return self
-        for name in _NAMES:
-            number = getattr(signal, name, None)
-            if number is None or (self._is_shared and name == "SIGTERM"):
-                continue
+        for number in _SIGNALS:
             previous = signal.getsignal(number)
-            if previous is not signal.SIG_IGN:
+            if previous is not signal.SIG_IGN and not (self._is_shared and number == signal.SIGTERM):
                 signal.signal(number, self._on_signal)
                 self._previous[number] = previous
         return self

@@ -193,8 +193,6 @@ def run_round(
 
 
 class _Processes:
-    """Processes from the start of the first to the end of the last."""
-
     def __init__(self, launch: Launch):
         self._launch, self._say, self._events = launch, launch.merger.say, launch.events
         self.started_at = time.monotonic()

@@ -164,7 +164,7 @@ class Watchdog:
     def _places(self) -> list[ProcessPlace]:
         """Returns the last known states of the processes, or none where the file system hangs."""
         states: list[ProcessPlace] = []
-        _within(5, lambda: states.extend(places(self._folder, self._num_processes)))
+        _within(5, lambda: states.extend(process_place(self._folder, k) for k in range(self._num_processes)))
         return states
 
     def _repeat(self, call: Callable[[], None]) -> None:
@@ -206,14 +206,11 @@ class Watchdog:
                 _within(5, _to_stderr, message)
 
 
-def places(folder: str | pathlib.Path, num_processes: int) -> tuple[ProcessPlace, ...]:
-    """Returns the last known state of each process of a run, by the heartbeat files in a folder."""
-    return tuple(_place(pathlib.Path(folder) / f"process-{k}.json", k) for k in range(num_processes))
-
-
-def _place(path: pathlib.Path, process_index: int) -> ProcessPlace:
+def process_place(folder: pathlib.Path, process_index: int) -> ProcessPlace:
+    """Returns the last known state of a process, by its heartbeat file."""
     try:
-        heartbeat, now = json.loads(path.read_text(encoding="utf-8")), time.time()
+        heartbeat = json.loads((folder / f"process-{process_index}.json").read_text(encoding="utf-8"))
+        now = time.time()
         silent = max(0.0, now - heartbeat["alive_time"])
         return ProcessPlace(
             process_index=process_index,

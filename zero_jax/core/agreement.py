@@ -27,10 +27,6 @@ _TEXT, _ERROR, _REFUSAL = b"t", b"e", b"r"
 _MAX_ERROR, _MAX_VALUE, _MAX_SHOWN, _MAX_LINES = 2000, 300, 6, 2**17
 
 
-class FirstProcessFailed(ValueError):
-    """Raised in the other processes where the first one raised."""
-
-
 class OtherProcessFailed(RuntimeError):
     """Raised in a process where another one has failed.
 
@@ -139,15 +135,12 @@ def _is_known_to_all(error: BaseException | None) -> bool:
     return False
 
 
-class Agreement:
+class Agreement(contextlib.AbstractContextManager):
     """A context in which all processes raise if one does, so that none waits for it in the next collective."""
 
     def __init__(self, failure: Callable[[str], Exception] | None = None, *, turns: Turns | None = None):
         """Takes the error of the others by the failed processes, such as "0, 2", and the turns, if not those of all."""
         self._failure, self._turns = failure, turns
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         if jax.process_count() == 1 or (error is not None and not isinstance(error, Exception)):
@@ -168,7 +161,7 @@ def from_first_process(text: str | Callable[[], str]) -> str:
     """Returns a text of the first process, of any length; a function that returns it is called there alone.
 
     Raises:
-      FirstProcessFailed: in the other processes, with the message of the error that the function raised in the first.
+      ValueError: in the other processes, with the message of the error that the function raised in the first.
     """
     if jax.process_count() == 1:
         return text() if callable(text) else text
@@ -185,7 +178,7 @@ def from_first_process(text: str | Callable[[], str]) -> str:
     except OtherProcessFailed as failed:
         if failed.errors.keys() != {0}:
             raise
-        raise known_to_all(FirstProcessFailed(str(failed))) from None
+        raise known_to_all(ValueError(str(failed))) from None
 
 
 def from_all_processes(text: str) -> list[str]:

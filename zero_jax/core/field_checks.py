@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.text_tables import is_unicode
 
 Config = TypeVar("Config")
 _SIMPLE = {"bool": bool, "int": int, "float": float, "str": str}
@@ -243,13 +244,7 @@ def _as_float(value: Any) -> float | None:
 
 def _as_str(value: Any) -> str | None:
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if not isinstance(text, str) or "\0" in text:
-        return None
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return None
-    return text
+    return text if isinstance(text, str) and "\0" not in text and is_unicode(text) else None
 
 
 _CONVERTERS: Mapping[type, Any] = {bool: _as_bool, int: _as_int, float: _as_float, str: _as_str}

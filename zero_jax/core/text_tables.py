@@ -4,7 +4,7 @@ import dataclasses
 import html
 import math
 import numbers
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("KB", 1e3))
@@ -50,6 +50,17 @@ def plain(value: Any, *, own: bool = True) -> Any:
     if isinstance(value, numbers.Real):
         return float(value) if math.isfinite(value) else None
     return str(value)
+
+
+def flattened(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields what is in nested mappings and dataclasses, each with its name, such as `zero.stage`."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = vars(value)
+    if not (isinstance(value, Mapping) and value):
+        yield name, value
+        return
+    for key, inner in value.items():
+        yield from flattened(inner, f"{name}.{key}" if name else key)
 
 
 def printable(text: object, *, limit: int = 300, keep: str = "") -> str:

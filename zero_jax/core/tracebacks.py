@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import types
 
@@ -12,15 +13,12 @@ _PACKAGE = str(pathlib.Path(__file__).parents[1])
 _MODELS, _NOT_OF_A_USER = str(pathlib.Path(_PACKAGE, "models")), {"zero_jax", "jax", "jaxlib", "optax", "contextlib"}
 
 
-class ShortTraceback:
+class ShortTraceback(contextlib.AbstractContextManager):
     """Leaves zero_jax out of a user's error's traceback, as JAX does; `JAX_TRACEBACK_FILTERING=off` shows all.
 
     A user's error is one that came through a user's function, or a `ValueError`, which keeps the frame that raised
     it.
     """
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: types.TracebackType | None) -> None:
         if error is None or jax.config.jax_traceback_filtering == "off":  # type: ignore[attr-defined]

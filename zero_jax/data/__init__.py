@@ -7,14 +7,7 @@ rows by grain and makes global arrays of which each process reads its own shards
 Data sets of the Hugging Face hub are sources too, or a `Stream` whose lanes are read document by document.
 """
 
-from zero_jax.data.batches import (
-    Batch,
-    BatchBuffers,
-    StreamBatches,
-    stream_batches,
-    train_batches,
-    validation_batches,
-)
+from zero_jax.data.batches import Batch, BatchBuffers, StreamBatches, stream_batches, train_batches, validation_batches
 from zero_jax.data.dataset import DataConfig, load_dataset, token_folder_tokenizer
 from zero_jax.data.documents import Piece, read_text
 from zero_jax.data.parts import Dataset

@@ -5,6 +5,7 @@ The rows of a batch are a pure function of the seed and the number of examples b
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -68,7 +69,7 @@ def _share(sharding: NamedSharding, *, batch_size: int, seq_len: int, separate_d
     return _Share(rows=rows, shape=shape, sharding=sharding, has_segments=separate_documents)
 
 
-class Batches(Iterator[Batch]):
+class Batches(Iterator[Batch], contextlib.AbstractContextManager):
     """An endless iterator over shuffled batches, read ahead by threads: global arrays as of `Part.cut_rows`.
 
     `position` is the number of examples so far, including those before the start, to resume with in `train_batches`.
@@ -88,9 +89,6 @@ class Batches(Iterator[Batch]):
             raise
         self.position += self._share.shape[0]
         return batch
-
-    def __enter__(self) -> "Batches":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from zero_jax.core.extras import pip_install
-from zero_jax.core.text_tables import printable, quoted
+from zero_jax.core.text_tables import is_unicode, printable, quoted
 from zero_jax.data.sources import Source, SourceFile
 
 _T = TypeVar("_T")
@@ -64,7 +64,7 @@ def read_text(source: Source, *, text_field: str = "text") -> Iterator[Piece]:
     if source.table is not None:
         return _read_rows(source, text_field)
     read = _READERS[source.format]
-    return _of_each_file(source, lambda file: read(file, text_field))
+    return of_each_file(source, lambda file: read(file, text_field))
 
 
 def _read_rows(source: Source, text_field: str) -> Iterator[Piece]:
@@ -73,12 +73,26 @@ def _read_rows(source: Source, text_field: str) -> Iterator[Piece]:
     return (record_text(row, text_field, f"row {i} of {source.name}") for i, row in enumerate(table, 1))
 
 
-def record_text(record: Mapping[str, Any], text_field: str, where: str) -> Piece:
-    """Returns the text of a record as a document; raises `ValueError` with the record's place if it has none."""
-    return _string(_field(record, text_field, where))
+def record_text(record: Mapping[str, Any], text_field: str, where: str, num_replaced: int = 0) -> Piece:
+    """Returns the text of a record as a document; raises `ValueError` with the record's place if it has none.
+
+    Lone surrogates, which JSON can have and Unicode text cannot, are replaced too.
+    """
+    if text_field not in record:
+        fields = ", ".join(map(quoted, list(record)[:8])) or "none"
+        raise ValueError(
+            f"{where} has no field {text_field!r} (it has {fields}): name the one that holds the text with --text-field"
+        )
+    text = record[text_field]
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: field {text_field!r} holds {type(text).__name__}, not a string: mend or remove it")
+    if not is_unicode(text):
+        text, num_surrogates = re.subn("[\ud800-\udfff]", _REPLACEMENT, text)
+        num_replaced += num_surrogates
+    return Piece(text=text, num_replaced=num_replaced)
 
 
-def _of_each_file(source: Source, read: Callable[[SourceFile], Iterator[_T]]) -> Iterator[_T]:
+def of_each_file(source: Source, read: Callable[[SourceFile], Iterator[_T]]) -> Iterator[_T]:
     """Reads the files of a source one after another; raises `ValueError` if one changes meanwhile."""
     for file in source.files:
         try:
@@ -122,7 +136,7 @@ def _decode(raw: bytes, *, ends: bool = True) -> Piece:
 
 def _read_json_lines(file: SourceFile, text_field: str) -> Iterator[Piece]:
     for where, record, num_replaced in _records(file):
-        yield _string(_field(record, text_field, where), num_replaced)
+        yield record_text(record, text_field, where, num_replaced)
 
 
 def json_lines(source: Source) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -130,7 +144,7 @@ def json_lines(source: Source) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if source.table is not None:
         yield from ((f"row {i} of {source.name}", row) for i, row in enumerate(source.table, 1))
         return
-    for where, record, num_replaced in _of_each_file(source, _records):
+    for where, record, num_replaced in of_each_file(source, _records):
         if num_replaced:
             raise ValueError(f"{where} is not in UTF-8: mend or remove the line")
         yield where, record
@@ -160,28 +174,6 @@ def _json_object(line: str, where: str) -> Mapping[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f"{where} is a JSON {type(record).__name__}, not an object: write {{...}} with its fields")
     return record
-
-
-def _field(record: Mapping[str, Any], text_field: str, where: str) -> str:
-    if text_field not in record:
-        fields = ", ".join(map(quoted, list(record)[:8])) or "none"
-        raise ValueError(
-            f"{where} has no field {text_field!r} (it has {fields}): name the one that holds the text with --text-field"
-        )
-    text = record[text_field]
-    if not isinstance(text, str):
-        raise ValueError(f"{where}: field {text_field!r} holds {type(text).__name__}, not a string: mend or remove it")
-    return text
-
-
-def _string(text: str, num_replaced: int = 0) -> Piece:
-    """Converts a string to a document; replaces lone surrogates, which JSON can have and Unicode text cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        text, num_surrogates = re.subn("[\ud800-\udfff]", _REPLACEMENT, text)
-        num_replaced += num_surrogates
-    return Piece(text=text, num_replaced=num_replaced)
 
 
 def _read_parquet(file: SourceFile, text_field: str) -> Iterator[Piece]:

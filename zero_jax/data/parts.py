@@ -83,15 +83,6 @@ class TokenPart:
         """Number of tokens."""
         return int(self.offsets[-1])
 
-    @property
-    def num_documents(self) -> int:
-        """Number of documents."""
-        return len(self.starts)
-
-    def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Returns the tokens of a range of the stream."""
-        return self._read(self._pieces(np.array([start]), np.array([self.size if stop is None else stop])))
-
     def num_rows(self, *, seq_len: int) -> int:
         """Returns the number of rows; the last one may be shorter."""
         return -(-(self.size - 1) // seq_len)

@@ -91,8 +91,6 @@ class _Failed(Exception):
 
 
 class _Renderer:
-    """A compiled template."""
-
     def __init__(self, start: Mapping[str, Any]):
         environment = _environment()
         self.template = environment.from_string(start["source"])

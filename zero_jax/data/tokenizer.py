@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import hashlib
 import math
-import os
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 from etils import epath
 
 from zero_jax.core.extras import extra
+from zero_jax.core.files.partial_folder import partial_folder
 from zero_jax.core.files.untrusted import parse_json, read_file, user_path
 from zero_jax.core.text_tables import is_unicode, printable
 
@@ -258,16 +258,8 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int, path: str | pathlib.Path
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=progress,
     )
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.touch()  # fails now rather than after an hour
+    with partial_folder(path) as partial:  # fails now rather than after an hour
         library.train_from_iterator(texts, trainer)
-        temporary.write_text(library.to_str(pretty=True), encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise ValueError(f"cannot write {path} ({error.strerror}): give another path") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        library.save(str(partial / path.name))
+        (partial / path.name).replace(path)
     return load_tokenizer(path)

@@ -159,7 +159,11 @@ def from_linen(
       >>> model.init_fn(jax.random.key(0))["kernel"].shape
       (64, 8)
     """
-    _check_linen(module)
+    from flax import linen
+
+    if not isinstance(module, linen.Module):
+        remedy = "give an nn.Module of flax.linen, such as Net(), not its class (zero.from_nnx takes those of flax.nnx)"
+        raise ValueError(f"module={shown(module)}: {remedy}")
     rngs = [rngs] if isinstance(rngs, str) else rngs
     keys_of = lambda key: dict(zip(("params", *rngs), jax.random.split(key, 1 + len(rngs)), strict=True))  # noqa: E731
 
@@ -185,15 +189,6 @@ def from_linen(
     loss_fn = loss_of(function, rngs, updates=True)
     merge = lambda params, model_state=None: {"params": params, **(model_state or {})}  # noqa: E731
     return ModelFunctions(init_fn=init_fn, loss_fn=loss_fn, eval_fn=eval_fn, merge=merge, loss=place_of(loss))
-
-
-def _check_linen(module: Any) -> None:
-    """Raises `ValueError` for anything but a Linen module."""
-    from flax import linen
-
-    remedy = "give an nn.Module of flax.linen, such as Net(), not its class (zero.from_nnx takes those of flax.nnx)"
-    if not isinstance(module, linen.Module):
-        raise ValueError(f"module={shown(module)}: {remedy}")
 
 
 def _applied(
@@ -306,11 +301,7 @@ def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> 
 
 
 def with_parameters(
-    function: LossFunction,
-    call: Callable[[Variables, PyTree, Any], Any],
-    *,
-    has_state: bool,
-    has_streams: bool = False,
+    function: LossFunction, call: Callable[[Variables, PyTree, Any], Any], *, has_state: bool, has_streams: bool = False
 ) -> Callable[..., Any]:
     """Returns a loss function with the parameters that `make_train_step` reads, and the user's name and place.
 

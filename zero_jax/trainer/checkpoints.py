@@ -23,7 +23,7 @@ from zero_jax.checkpoint import (
 )
 from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.files.untrusted import flag, mapping, number, whole_number
-from zero_jax.trainer.run import Model, Run
+from zero_jax.trainer.run import Run
 from zero_jax.trainer.run_folder import differences
 from zero_jax.training import NoiseScale, TrainState, init_state, nonfinite_leaves
 
@@ -55,19 +55,18 @@ class ResumeError(ValueError):
 
 def begin(run: Run) -> Start:
     """Initializes the state of a run, or restores it from a checkpoint of this run or of another."""
-    config, key, base, lines = run.config, jax.random.key(run.config.seed), run.zero, list[str]()
-    model = run.model if isinstance(run.model, Model) else None  # an `OwnModel` has no adapters and no `load_fn`
-    adapt = None if model is None else model.adapt_fn
-    if model is not None and adapt is not None:  # the base of adapters has specs of its own
+    config, model, base, lines = run.config, run.model, run.zero, list[str]()
+    key, adapt = jax.random.key(config.seed), model.adapt_fn
+    if adapt is not None:  # the base of adapters has specs of its own
         base = dataclasses.replace(base, param_specs=model.base_param_specs)
-    options = {"init_fn": run.model.init_fn, "tx": run.tx, "mesh": run.mesh, "config": run.zero, "log": lines.append}
+    options = {"init_fn": model.init_fn, "tx": run.tx, "mesh": run.mesh, "config": run.zero, "log": lines.append}
     is_resumed = config.resume == "auto" and from_first_process(lambda: str(list_step_folders(run.checkpoints) or ""))
     try:
         if is_resumed:
             return _checked(run, restore(run.checkpoints, accept=_accept, **options), lines)
         if config.init_from is not None:
             folder, step = _source(config.init_from)
-            if model is not None and model.base_init_fn is not None:
+            if model.base_init_fn is not None:
                 options |= {"init_fn": model.base_init_fn, "tx": optax.identity(), "config": base}
             restored = restore(folder, step=step, params_only=True, key=key, **options)
             state = restored.state
@@ -76,8 +75,8 @@ def begin(run: Run) -> Start:
             return Start(state=state, lines=(f"params of step {restored.step} of {config.init_from}", *lines))
     except ValueError as error:
         raise ResumeError(str(error)) from error
-    params = run.model.init_fn
-    if model is not None and model.load_fn is not None:
+    params = model.init_fn
+    if model.load_fn is not None:
         params = model.load_fn(run.mesh, base)
         params = params if adapt is None else adapt(params, key)
     return Start(state=init_state(params, run.tx, key, mesh=run.mesh, config=run.zero))

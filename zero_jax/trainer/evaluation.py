@@ -16,8 +16,7 @@ from zero_jax.core.text_tables import Report, aligned
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import joined
 from zero_jax.trainer.inputs.own import OwnModel, own_input
-from zero_jax.trainer.inputs.sources import BatchesEnded
-from zero_jax.trainer.inputs.together import Together
+from zero_jax.trainer.inputs.sources import BatchesEnded, Together
 from zero_jax.trainer.run import Model, RunInput, TrainConfig, open_text
 from zero_jax.training import TrainState, ZeroConfig, ema_params, make_eval_step, merge
 from zero_jax.transforms import PartWeight
@@ -84,13 +83,7 @@ class Validation:
     """Measures the loss of params on the same batches each time."""
 
     def __init__(
-        self,
-        model: Model | OwnModel,
-        data: RunInput,
-        *,
-        mesh: Mesh,
-        config: ZeroConfig,
-        say: Callable[[str], None],
+        self, model: Model | OwnModel, data: RunInput, *, mesh: Mesh, config: ZeroConfig, say: Callable[[str], None]
     ):
         """Makes the eval step; `data` has the batches, places them, and weighs those whose loss has no weight."""
         self._batches, self._data, self._say = data.validation, data, say

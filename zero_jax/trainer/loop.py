@@ -23,8 +23,7 @@ from zero_jax.trainer.callbacks import call_all
 from zero_jax.trainer.checkpoints import ResumeError, Saver, Start, begin
 from zero_jax.trainer.evaluation import Validation
 from zero_jax.trainer.inputs.own import OwnModel
-from zero_jax.trainer.inputs.sources import BatchesEnded
-from zero_jax.trainer.inputs.together import Together
+from zero_jax.trainer.inputs.sources import BatchesEnded, Together
 from zero_jax.trainer.reporting.console import Console, describe_run, groups, lasting, num_params
 from zero_jax.trainer.reporting.curves import RunRecords
 from zero_jax.trainer.reporting.metrics import Dispatched, Log, Progress, make_speedometer, per_device_bytes
@@ -234,9 +233,9 @@ class _Training:
 
     def _describe(self) -> str:
         run, model, parts = self.run, self.run.model, self.config.zero.num_microbatches
-        of_all, base_init_fn = "", getattr(model, "base_init_fn", None)
-        if base_init_fn is not None:
-            num_all = sum(x.size for x in jax.tree.leaves(jax.eval_shape(base_init_fn, key_shape())))
+        of_all = ""
+        if model.base_init_fn is not None:
+            num_all = sum(x.size for x in jax.tree.leaves(jax.eval_shape(model.base_init_fn, key_shape())))
             of_all = f" of {format_count(num_all)} params, adapters on a frozen base"
         rows = {
             "model": f"{model.name}, {num_params(self.state):,}{of_all or ' params'}",
@@ -324,7 +323,6 @@ class _Training:
         return "preempted" if stops and not is_last else None
 
     def _end_early(self) -> str:
-        """Evaluates and saves the state when there are no more batches; returns the status."""
         self.say(
             f"stopping at step {self.step} of {self.config.steps}: there are no more batches. Give batches that begin "
             "again at their end (a list, a dataset, a function of nothing that returns an iterator), or fewer steps"

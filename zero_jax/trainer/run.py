@@ -269,7 +269,7 @@ class Run:
     def saved_config(self) -> dict[str, Any]:
         """The config and the model's, as they are saved with the run and its checkpoints."""
         shape = {} if self.model.config is None else as_json(self.model.config)
-        if isinstance(self.model, Model) and self.model.adapters is not None:
+        if self.model.adapters is not None:
             shape["adapters"] = as_json(self.model.adapters)
         return {"model": {"name": self.model.name, **shape}, **as_json(self.config)}
 
@@ -370,7 +370,6 @@ def _mesh_of(config: TrainConfig) -> Mesh:
 
 
 def _input_of(config: TrainConfig, model: Model | OwnModel, mesh: Mesh, log: Callable[[str], None]) -> RunInput:
-    """Returns the text of a run, or the batches of the user's own."""
     if isinstance(model, Model):
         return open_text(config, model, mesh, log)
     for name in TEXT_FIELDS:
@@ -426,7 +425,7 @@ def _facts(config: TrainConfig, model: Model | OwnModel, callbacks: Sequence[Cal
     """Returns what must be the same in all processes, by name."""
     if jax.process_count() == 1:
         return {}
-    shape = {name: getattr(model, name, None) for name in ("name", "config", "adapters")}
+    shape = {name: getattr(model, name) for name in ("name", "config", "adapters")}
     called = [(name_of(callback), callback.every) for callback in callbacks]
     fields = flat_json({"model": shape, **vars(config), "callbacks": called})
     return releases() | {name: value for name, value in fields.items() if not _OF_ONE_PROCESS.match(name)}

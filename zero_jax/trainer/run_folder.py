@@ -7,7 +7,7 @@ import dataclasses
 import json
 import pathlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.files.folder_lock import FolderInUse, FolderLock
 from zero_jax.core.files.json_lines import write_text
 from zero_jax.core.files.system_errors import with_remedy
+from zero_jax.core.text_tables import flattened
 from zero_jax.core.tree import shown
 
 _LONGEST_NAME_BYTES = 200  # file systems allow 255; names of partial files are longer
@@ -109,16 +110,11 @@ def save_config(folder: pathlib.Path, config: dict[str, Any]) -> None:
         write_text(folder / "config.json", json.dumps(config, indent=2, default=str) + "\n")
 
 
-def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Returns the differences of two configs, such as `zero.stage: 3 -> 2`."""
-    changes = []
-    for key in sorted({*old, *new}):
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            changes += differences(before, after, f"{prefix}{key}.")
-        elif before != after:
-            changes.append(f"{prefix}{key}: {before} -> {after}")
-    return changes
+    before, after = dict(flattened(old)), dict(flattened(new))
+    names = sorted({*before, *after})
+    return [f"{x}: {before.get(x)} -> {after.get(x)}" for x in names if before.get(x) != after.get(x)]
 
 
 def as_json(config: Any) -> Any:
@@ -126,14 +122,7 @@ def as_json(config: Any) -> Any:
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
-def flat_json(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
+def flat_json(values: Mapping[str, Any]) -> dict[str, str]:
     """Returns values as JSON by name, those of dicts and dataclasses as `zero.stage`, without addresses in memory."""
-    flat: dict[str, str] = {}
-    for name, value in values.items():
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            value = vars(value)
-        if isinstance(value, dict) and value:
-            flat |= flat_json(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = re.sub(r" at 0x[0-9a-f]+", "", json.dumps(value, default=str))
-    return flat
+    texts = {name: json.dumps(value, default=str) for name, value in flattened(values)}
+    return {name: re.sub(r" at 0x[0-9a-f]+", "", text) for name, text in texts.items()}

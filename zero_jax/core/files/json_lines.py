@@ -12,7 +12,7 @@ import json
 import os
 import pathlib
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from zero_jax.core.text_tables import plain
@@ -35,16 +35,23 @@ def write_text(path: pathlib.Path, text: str) -> None:
 class JsonLinesWriter:
     """Appends records to a file, each as a line of JSON, completely or not at all; NaN and infinities become null."""
 
-    def __init__(self, path: str | pathlib.Path, *, resume_step: int | None = None, is_evaluated: bool = True):
+    def __init__(
+        self,
+        path: str | pathlib.Path,
+        *,
+        resume_step: int | None = None,
+        is_evaluated: bool = True,
+        log: Callable[[str], None] = print,
+    ):
         """Opens the file.
 
         In a file that exists, what the resumed run writes again is removed: records after `resume_step` and, unless
         `is_evaluated`, the validation at it. None makes a new file. Lines that are no records are moved to a file
-        beside it, `.damaged`, and counted in `num_damaged`; half a line at the end, which a crash leaves, is removed.
+        beside it, `.damaged`, with a line for the `log`; half a line at the end, which a crash leaves, is removed.
         """
-        self._path, self.num_damaged = pathlib.Path(path), 0
+        self._path = pathlib.Path(path)
         if resume_step is not None and self._path.exists():
-            self.num_damaged = _cut(self._path, resume_step, is_evaluated)
+            _cut(self._path, resume_step, is_evaluated, log)
         self._file = self._open("xb" if resume_step is None else "ab")
 
     def write(self, record: Record) -> None:
@@ -97,8 +104,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(step, int) and abs(step) < 2**63 else None
 
 
-def _cut(path: pathlib.Path, last_step: int, is_evaluated: bool) -> int:
-    """Removes records after a step, and its validation unless evaluated, atomically; moves and counts damaged lines."""
+def _cut(path: pathlib.Path, last_step: int, is_evaluated: bool, log: Callable[[str], None]) -> None:
+    """Removes records after a step, and its validation unless evaluated, atomically; moves damaged lines."""
     temporary, damaged = path.with_name(f".{path.name}.tmp"), []
     with open(temporary, "w", encoding="utf-8") as file:
         for line, record in _lines(path):
@@ -111,5 +118,5 @@ def _cut(path: pathlib.Path, last_step: int, is_evaluated: bool) -> int:
     if damaged:
         with open(path.with_name(f"{path.name}.damaged"), "ab") as file:
             file.writelines(damaged)
+        log(f"{path.name}: {len(damaged)} damaged lines, which are no records, are in {path.name}.damaged now")
     os.replace(temporary, path)
-    return len(damaged)

@@ -20,16 +20,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from zero_jax.core.files import untrusted
 from zero_jax.core.files.system_errors import with_remedy
-from zero_jax.core.files.untrusted import (
-    mapping,
-    open_regular,
-    parse_json,
-    shape,
-    text,
-    unique_keys,
-    whole_number,
-)
 from zero_jax.core.text_tables import quoted
 
 # Names of dtypes in the format's headers.
@@ -95,7 +87,7 @@ class StoredTensor(Tensor):
             return np.empty(self.shape, jnp.dtype(self.dtype))
         self.check()  # a map beyond the end of a file would end the process
         mapped = np.memmap(self.path, jnp.dtype(self.dtype), mode, self.offset, self.shape or (1,))
-        if mode != "r" and isinstance(mapped.base, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
+        if mode != "r" and isinstance(mapped.base, mmap.mmap):
             # Pages that are written are mapped alone: Linux maps large folios around them, up to all of a file for a
             # column.
             mapped.base.madvise(mmap.MADV_RANDOM)
@@ -105,13 +97,13 @@ class StoredTensor(Tensor):
 def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
     """Returns the tensors of a file by name; of the file only the header is read."""
     try:
-        with open_regular(path) as file:
+        with untrusted.open_regular(path) as file:
             status = os.fstat(file.fileno())
             size = status.st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
                 raise ValueError(f"its header would take {length:,} of its {size:,} bytes")
-            header = mapping(parse_json(file.read(length), object_pairs_hook=unique_keys))
+            header = untrusted.mapping(untrusted.parse_json(file.read(length), object_pairs_hook=untrusted.unique_keys))
         return _tensors(path, header, start=8 + length, version=_version(status))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {with_remedy(error)}") from error
@@ -130,10 +122,10 @@ def _tensors(
     entries = {name: entry for name, entry in header.items() if name != _METADATA}
     for name, entry in sorted(entries.items(), key=lambda item: _offsets(*item)):
         first, last = _offsets(name, entry)
-        if (dtype := _NAMES.get(text(entry["dtype"]))) is None:
+        if (dtype := _NAMES.get(untrusted.text(entry["dtype"]))) is None:
             raise ValueError(f"the dtype {quoted(entry['dtype'])} of {quoted(name)} is unknown")
         where = {"path": path, "offset": start + first, "version": version}
-        tensor = StoredTensor(name=name, dtype=dtype, shape=shape(entry["shape"]), **where)
+        tensor = StoredTensor(name=name, dtype=dtype, shape=untrusted.shape(entry["shape"]), **where)
         if first != end or last - first != tensor.num_bytes:
             raise ValueError(f"{quoted(name)} of shape {list(tensor.shape)} would be at bytes {first} to {last}")
         tensors[name], end = tensor, last
@@ -148,7 +140,7 @@ def _offsets(name: str, entry: Any) -> tuple[int, int]:
     offsets = entry["data_offsets"]
     if not (isinstance(offsets, list) and len(offsets) == 2):
         raise ValueError(f"the data_offsets of {quoted(name)} are no pair")
-    first, last = map(whole_number, offsets)
+    first, last = map(untrusted.whole_number, offsets)
     return first, last
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from zero_jax.core.extras import extra
 from zero_jax.core.files.untrusted import open_array
 from zero_jax.core.text_tables import printable
-from zero_jax.data.documents import Piece, read_text
+from zero_jax.data.documents import Piece, of_each_file, read_text
 from zero_jax.data.sources import Source, SourceFile
 from zero_jax.data.tokenizer import Tokenizer
 from zero_jax.data.tokens.store import Chunk, TokenFile, open_tokens
@@ -23,10 +23,9 @@ _BATCH_RECORDS = 256
 def source_chunks(source: Source, tokenizer: Tokenizer, *, text_field: str, token_dtype: str) -> Iterator[Chunk]:
     """Reads a source of any format as chunks of tokens."""
     ends = {"token_dtype": token_dtype, "end_of_document": tokenizer.end_of_document}
-    if source.format == "tokens":
-        return _file_chunks(source, **ends)
-    if source.format == "arrayrecord":
-        return _record_chunks(source, **ends)
+    read = {"tokens": _file_chunks, "arrayrecord": _record_chunks}.get(source.format)
+    if read is not None:
+        return of_each_file(source, lambda file: read(file, **ends))
     return _text_chunks(read_text(source, text_field=text_field), tokenizer)
 
 
@@ -66,28 +65,26 @@ def _ended(tokens: np.ndarray, end_of_document: int) -> np.ndarray:
     return np.append(tokens.astype(np.int64), end_of_document)
 
 
-def _file_chunks(source: Source, *, token_dtype: str, end_of_document: int) -> Iterator[Chunk]:
-    """Cuts token files after end-of-document tokens or at the offsets beside them; hashes are without dtype and end."""
-    for file in source.files:
-        tokens = open_token_file(file, token_dtype=token_dtype)
-        offsets, digest = _read_offsets(file.path, num_tokens=len(tokens)), _digest()
-        for start in range(0, len(tokens), _BLOCK_TOKENS):
-            block = tokens.read([(start, min(start + _BLOCK_TOKENS, len(tokens)))])
-            if offsets is None:
-                ends = np.flatnonzero(block == end_of_document) + 1
-                if start + len(block) == len(tokens):
-                    ends = np.union1d(ends, [len(block)])  # the last document needs no end-of-document token
-            else:
-                ends = offsets[slice(*np.searchsorted(offsets, (start, start + len(block)), "right"))] - start
-            for i, part in enumerate(np.split(block, ends)):
-                is_end = i < len(ends)
-                if part.size:
-                    has_token = is_end and part[-1] == end_of_document
-                    digest.update(part[: part.size - has_token].astype("<u4").tobytes())
-                    yield Chunk(tokens=part, document_hash=_number(digest) if is_end else None)
-                if is_end:
-                    digest = _digest()
-        file.check()
+def _file_chunks(file: SourceFile, *, token_dtype: str, end_of_document: int) -> Iterator[Chunk]:
+    """Cuts a token file after end-of-document tokens or at the offsets beside it; hashes are without dtype and end."""
+    tokens = open_token_file(file, token_dtype=token_dtype)
+    offsets, digest = _read_offsets(file.path, num_tokens=len(tokens)), _digest()
+    for start in range(0, len(tokens), _BLOCK_TOKENS):
+        block = tokens.read([(start, min(start + _BLOCK_TOKENS, len(tokens)))])
+        if offsets is None:
+            ends = np.flatnonzero(block == end_of_document) + 1
+            if start + len(block) == len(tokens):
+                ends = np.union1d(ends, [len(block)])  # the last document needs no end-of-document token
+        else:
+            ends = offsets[slice(*np.searchsorted(offsets, (start, start + len(block)), "right"))] - start
+        for i, part in enumerate(np.split(block, ends)):
+            is_end = i < len(ends)
+            if part.size:
+                has_token = is_end and part[-1] == end_of_document
+                digest.update(part[: part.size - has_token].astype("<u4").tobytes())
+                yield Chunk(tokens=part, document_hash=_number(digest) if is_end else None)
+            if is_end:
+                digest = _digest()
 
 
 def open_token_file(file: SourceFile, *, token_dtype: str) -> TokenFile:
@@ -125,24 +122,22 @@ def _read_offsets(path: pathlib.Path, *, num_tokens: int) -> np.ndarray | None:
     return offsets.astype(np.int64)
 
 
-def _record_chunks(source: Source, *, token_dtype: str, end_of_document: int) -> Iterator[Chunk]:
-    """Reads ArrayRecord files whose records are documents: little-endian tokens, which may end with that of the end."""
+def _record_chunks(file: SourceFile, *, token_dtype: str, end_of_document: int) -> Iterator[Chunk]:
+    """Reads ArrayRecords, one a document: little-endian tokens, which may end with that of the end."""
     dtype = np.dtype(token_dtype).newbyteorder("<")
-    for file in source.files:
-        for number, record in enumerate(_read_records(file)):
-            if len(record) % dtype.itemsize:
-                raise ValueError(
-                    f"record {number} of {file} has {len(record):,} bytes, no multiple of the {dtype.itemsize} "
-                    f"that a token of {token_dtype} takes: give the right --token-dtype"
-                )
-            tokens = np.frombuffer(record, dtype)
-            tokens = tokens[:-1] if tokens.size and tokens[-1] == end_of_document else tokens
-            if tokens.size:
-                digest = _digest(tokens.astype("<u4").tobytes())
-                yield Chunk(tokens=_ended(tokens, end_of_document), document_hash=_number(digest))
-            else:
-                yield Chunk(tokens=tokens, num_empty=1)
-        file.check()
+    for number, record in enumerate(_read_records(file)):
+        if len(record) % dtype.itemsize:
+            raise ValueError(
+                f"record {number} of {file} has {len(record):,} bytes, no multiple of the {dtype.itemsize} "
+                f"that a token of {token_dtype} takes: give the right --token-dtype"
+            )
+        tokens = np.frombuffer(record, dtype)
+        tokens = tokens[:-1] if tokens.size and tokens[-1] == end_of_document else tokens
+        if tokens.size:
+            digest = _digest(tokens.astype("<u4").tobytes())
+            yield Chunk(tokens=_ended(tokens, end_of_document), document_hash=_number(digest))
+        else:
+            yield Chunk(tokens=tokens, num_empty=1)
 
 
 def _read_records(file: SourceFile) -> Iterator[bytes]:

@@ -282,7 +282,6 @@ class _Writer:
 
 
 def _write_record(folder: pathlib.Path, written: _Writer, token_file: TokenFile | None) -> None:
-    """Writes the files beside the tokens."""
     vectors = {_DOCUMENTS: written.offsets, _HASHES: written.hashes, _CHECKSUMS: written.checksums}
     for name, vector in vectors.items():
         np.save(folder / name, vector)

@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
+from zero_jax import training
 from zero_jax.core.agreement import agree_on, from_all_processes
 from zero_jax.core.files.untrusted import text, whole_number
 from zero_jax.core.tree import PyTree, check_arrays, key_shape, leading_dims, leaf_names, leaves_by_name, shapes_of
@@ -22,16 +23,6 @@ from zero_jax.data import BatchBuffers
 from zero_jax.sharding.mesh import axes_of
 from zero_jax.trainer.inputs.sources import BatchesEnded, Source, find_source
 from zero_jax.trainer.reporting.metrics import scalar_figures, unshown_leaves
-from zero_jax.training import (
-    MeshLoss,
-    ZeroConfig,
-    check_batch,
-    equal_parts,
-    fingerprint,
-    normalize_loss,
-    part_of_batch,
-    place_batch,
-)
 from zero_jax.transforms import PartWeight
 
 # What each process gives: its part of the global batch (None), a part that may be equal to others, or all of it.
@@ -67,13 +58,16 @@ class OwnModel:
     """
 
     init_fn: Callable[[Array], Any]
-    loss_fn: Callable[..., Any] | MeshLoss
+    loss_fn: Callable[..., Any] | training.MeshLoss
     batches: Any
     validation: Any = None
-    eval_fn: Callable[..., Any] | MeshLoss | None = None
+    eval_fn: Callable[..., Any] | training.MeshLoss | None = None
     param_specs: Any = None
     name: str = "model"
     config: Any = None
+
+    # What a `Model` alone may have.
+    load_fn = base_init_fn = base_param_specs = adapt_fn = adapters = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -165,7 +159,7 @@ class OwnInput:
     def place(self, batch: PyTree) -> PyTree:
         """Shards a batch over the devices; arrays of the host are copied into buffers that are reused."""
         has_own_arrays = any(isinstance(x, jax.Array) for x in jax.tree.leaves(batch))
-        placed = place_batch(batch, mesh=self.mesh, is_whole=self.is_whole)
+        placed = training.place_batch(batch, mesh=self.mesh, is_whole=self.is_whole)
         # Arrays on devices may be given again; the buffers would delete them.
         return placed if has_own_arrays else self.buffers.fill(placed)
 
@@ -215,7 +209,7 @@ def _check_sizes(batch: PyTree, sizes: Mapping[str, int], step: int) -> None:
 
 
 def own_input(
-    model: OwnModel, *, mesh: Mesh, zero: ZeroConfig, eval_batches: int, process_batches: ProcessBatches = None
+    model: OwnModel, *, mesh: Mesh, zero: training.ZeroConfig, eval_batches: int, process_batches: ProcessBatches = None
 ) -> OwnInput:
     """Checks a model of the user's own with its first batch, and returns its data; see `zero.Trainer`."""
     is_whole = process_batches == "whole"
@@ -284,7 +278,7 @@ def _validation(batches: Any, eval_batches: int) -> tuple[Iterable[PyTree], PyTr
 def _compared(first: PyTree, mesh: Mesh, process_batches: ProcessBatches) -> tuple[str, ...]:
     """Returns a hash of the first batch of each process; raises for equal parts, and for global batches that differ."""
     texts = from_all_processes(
-        json.dumps([fingerprint(leaves_by_name(first)), part_of_batch(first, mesh, axes_of(mesh))])
+        json.dumps([training.fingerprint(leaves_by_name(first)), training.part_of_batch(first, mesh, axes_of(mesh))])
     )
     fingerprints, parts = zip(*map(json.loads, texts), strict=True)
     if process_batches == "whole" and len(set(fingerprints)) > 1:
@@ -292,7 +286,7 @@ def _compared(first: PyTree, mesh: Mesh, process_batches: ProcessBatches) -> tup
             "process_batches='whole', and the first batches of the processes differ: give the same global batch in all "
             "of them (no random numbers of their own, no jax.process_index()), or leave process_batches out"
         )
-    same = equal_parts(dict(enumerate(fingerprints)), dict(enumerate(parts)))
+    same = training.equal_parts(dict(enumerate(fingerprints)), dict(enumerate(parts)))
     if same and process_batches is None:
         raise ValueError(
             f"the first batches of processes {same[0]} and {same[1]} are equal, and each is to give its own part of "
@@ -308,8 +302,8 @@ def _placed_shapes(label: str, batch: PyTree, mesh: Mesh, num_microbatches: int,
         raise ValueError(f"{label} has no arrays: give a pytree of arrays [examples, ...]")
     check_arrays(label, batch, remedy="give a pytree of arrays [examples, ...]")
     try:
-        placed = place_batch(batch, mesh=mesh, is_whole=is_whole)
-        check_batch(placed, mesh=mesh, axes=axes_of(mesh), num_microbatches=num_microbatches)
+        placed = training.place_batch(batch, mesh=mesh, is_whole=is_whole)
+        training.check_batch(placed, mesh=mesh, axes=axes_of(mesh), num_microbatches=num_microbatches)
     except ValueError as error:
         raise ValueError(f"{label}: {error}") from error
     if not any(x.ndim for x in jax.tree.leaves(placed)):
@@ -317,9 +311,11 @@ def _placed_shapes(label: str, batch: PyTree, mesh: Mesh, num_microbatches: int,
     return shapes_of(placed)
 
 
-def _aux_shapes(loss_fn: Callable[..., Any] | MeshLoss, variables: PyTree, batch: PyTree, mesh: Mesh) -> PyTree:
+def _aux_shapes(
+    loss_fn: Callable[..., Any] | training.MeshLoss, variables: PyTree, batch: PyTree, mesh: Mesh
+) -> PyTree:
     """Returns the shapes of the aux of a loss function; raises `ValueError` for a loss that is no scalar."""
-    return jax.eval_shape(normalize_loss(loss_fn, mesh), variables, batch, key_shape())[1][0]
+    return jax.eval_shape(training.normalize_loss(loss_fn, mesh), variables, batch, key_shape())[1][0]
 
 
 def _num_examples(batch: PyTree) -> int:

@@ -15,25 +15,13 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax import data
 from zero_jax.core.agreement import from_all_processes, from_first_process
 from zero_jax.core.device_put import to_device
 from zero_jax.core.extras import extra
 from zero_jax.core.files.untrusted import mapping
 from zero_jax.core.tree import PyTree, key_shape, shapes_of, shown
 from zero_jax.core.variables import as_variables
-from zero_jax.data import (
-    Batch,
-    BatchBuffers,
-    DataConfig,
-    Dataset,
-    Stream,
-    StreamBatches,
-    Tokenizer,
-    load_dataset,
-    stream_batches,
-    train_batches,
-    validation_batches,
-)
 from zero_jax.sharding.mesh import batch_sharding
 from zero_jax.sharding.precision import cast_floating
 from zero_jax.transforms import PartWeight
@@ -43,16 +31,16 @@ from zero_jax.transforms import PartWeight
 class TextInput:
     """Rows of tokens of a data set, with the methods that the loop calls."""
 
-    dataset: Dataset
-    config: DataConfig
+    dataset: data.Dataset
+    config: data.DataConfig
     mesh: Mesh
     batch_size: int  # sequences
     seq_len: int
     seed: int  # chooses the order
     eval_batches: int
     sampler: Sampler | None = None
-    buffers: BatchBuffers = dataclasses.field(default_factory=BatchBuffers)
-    streams: list[StreamBatches] = dataclasses.field(default_factory=list)  # the open one of a stream
+    buffers: data.BatchBuffers = dataclasses.field(default_factory=data.BatchBuffers)
+    streams: list[data.StreamBatches] = dataclasses.field(default_factory=list)  # the open one of a stream
 
     identity_words = "the data, seed and seq_len"
 
@@ -72,9 +60,9 @@ class TextInput:
         return {"fingerprint": self.dataset.fingerprint, "seed": self.seed, "seq_len": self.seq_len}
 
     @property
-    def validation(self) -> Sequence[Batch]:
+    def validation(self) -> Sequence[data.Batch]:
         """Batches to validate on, the same each time."""
-        return validation_batches(self.dataset, num_batches=self.eval_batches, **self._sizes)
+        return data.validation_batches(self.dataset, num_batches=self.eval_batches, **self._sizes)
 
     @property
     def batch_shapes(self) -> PyTree:
@@ -90,10 +78,10 @@ class TextInput:
         """Opens the training batches after those of a checkpoint's record (None: all), prefetched by threads."""
         position = 0 if saved is None else saved["position"]
         settings = {**self._sizes, "seed": self.seed, "prefetch_batches": self.config.prefetch_batches}
-        if not isinstance(self.dataset, Stream):
-            return train_batches(self.dataset, position=position, **settings)
+        if not isinstance(self.dataset, data.Stream):
+            return data.train_batches(self.dataset, position=position, **settings)
         states = None if saved is None else mapping(saved.get("states"))
-        batches = stream_batches(self.dataset, position=position, states=states, **settings)
+        batches = data.stream_batches(self.dataset, position=position, states=states, **settings)
         self.streams[:] = [batches]
         return batches
 
@@ -131,12 +119,12 @@ class TextInput:
 _total = jax.jit(jnp.sum)
 
 
-def open_dataset(config: DataConfig, model: Any, *, held_out: bool, log: Callable[[str], None]) -> Dataset:
+def open_dataset(config: data.DataConfig, model: Any, *, held_out: bool, log: Callable[[str], None]) -> data.Dataset:
     """Loads the data set of a run of a `Model`, the same in all processes; with `held_out`, all for validation."""
     with extra("train"):
         import grain  # noqa: F401 - needed by the first batch, missed before anything is made
 
-    dataset = load_dataset(config, seq_len=model.seq_len, held_out=held_out, log=log)
+    dataset = data.load_dataset(config, seq_len=model.seq_len, held_out=held_out, log=log)
     if from_first_process(dataset.fingerprint) != dataset.fingerprint:
         raise ValueError(
             f"process {jax.process_index()} reads other text than process 0 ({dataset}): give all hosts the same "
@@ -155,7 +143,7 @@ class Sampler:
     """Generates text after a prompt; the settings are those of `TrainConfig`, `generate_fn` is as in `Model`."""
 
     generate_fn: Callable[..., Array]
-    tokenizer: Tokenizer
+    tokenizer: data.Tokenizer
     compute: Any  # dtype that the params are cast to, or None
     prompt: str
     num_tokens: int

@@ -43,13 +43,7 @@ class Console:
     """
 
     def __init__(
-        self,
-        num_steps: int,
-        log_every: int,
-        *,
-        log: Log = print,
-        terminal: TextIO | None = None,
-        first_step: int = 0,
+        self, num_steps: int, log_every: int, *, log: Log = print, terminal: TextIO | None = None, first_step: int = 0
     ):
         self._num_steps, self._log_every, self._log = num_steps, log_every, log
         self._start = first_step, time.monotonic()

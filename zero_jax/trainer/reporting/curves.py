@@ -128,7 +128,6 @@ def read_run(path: str | pathlib.Path) -> RunRecords:
 
 
 def _no_run(path: pathlib.Path) -> str:
-    """Returns the error message for a path that is not a run, with the nearest runs."""
     problem = f"{path} is no run: it has no {RECORDS}" if path.is_dir() else f"there is no run {path}"
     folders = [path, path.parent, pathlib.Path("runs")]
     runs = [file.parent for folder in folders if folder.is_dir() for file in sorted(folder.glob(f"*/{RECORDS}"))]

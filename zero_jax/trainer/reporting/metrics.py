@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import math
 import time
 import types
@@ -29,7 +30,8 @@ FIELDS = frozenset(
 )
 # The time between two steps alone is too noisy.
 _SHORTEST_WINDOW_STEPS = 10
-_MOST_LOSSES = 1_000_000  # in memory; those before are in the run's records
+# The latest losses, in memory; those before are in the run's records.
+_losses = functools.partial(collections.deque[tuple[int, float]], maxlen=1_000_000)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,10 +88,6 @@ def make_speedometer(
         flops=training_flops(loss, trained + [False] * (len(loss.in_avals) - len(trained))),
         peak_flops_per_second=None if hardware is None else mesh.size * hardware.flops_per_second,
     )
-
-
-def _losses() -> collections.deque[tuple[int, float]]:
-    return collections.deque(maxlen=_MOST_LOSSES)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

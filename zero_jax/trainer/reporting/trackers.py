@@ -118,12 +118,6 @@ class Trackers:
         self._entries = {name: _Entry(function) for name, function in functions.items()}
         self._send()
 
-    @property
-    def working(self) -> dict[str, Tracker]:
-        """The trackers that are open and take records."""
-        entries = self._entries.items()
-        return {name: entry.tracker for name, entry in entries if entry.tracker is not None and not entry.is_failing}
-
     def write(self, record: Record) -> None:
         """Writes one record everywhere."""
         for entry in self._entries.values():

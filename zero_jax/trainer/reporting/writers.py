@@ -10,15 +10,14 @@ import os
 import pathlib
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zero_jax.core.extras import extra, pip_install
 from zero_jax.core.field_checks import check_fields, hinted
 from zero_jax.core.files.json_lines import JsonLinesWriter, Record, read_records
+from zero_jax.trainer.reporting.curves import RECORDS
 from zero_jax.trainer.reporting.trackers import OpenTracker, TrackedRun, Tracker, Trackers
-
-_FLUSH_SECONDS = 10.0  # of the events for TensorBoard
 
 
 @hinted
@@ -59,7 +58,6 @@ class TensorBoardWriter:
             from tensorboardX.event_file_writer import EventsWriter
 
         pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
-        self._flushed = time.monotonic()
         self._protos: Any = importlib.import_module("tensorboardX.proto.event_pb2")
         # Not `SummaryWriter`: its thread dies of a full disk, and blocks the run ten records later. File names have a
         # resolution of a second, within which a resumed run must not overwrite its file.
@@ -67,39 +65,27 @@ class TensorBoardWriter:
             os.path.join(folder, "events"), filename_suffix=f".{os.getpid()}.{secrets.token_hex(3)}"
         )
         self._events: Any = self._open()
-        self._unflushed: list[Record] = []
         if resume_step is not None:
             log = self._protos.SessionLog
             start, step = log(status=log.START), resume_step + (repeated is None)
             self._events.write_event(self._protos.Event(wall_time=time.time(), step=step, session_log=start))
-        self._write(repeated or ())
-        self._events.flush()
+        for record in repeated or ():
+            self.write(record)
 
     def write(self, record: Record) -> None:
-        """Writes one record; after an error with those that may not be on the disk, to a new file of events."""
+        """Writes one record; after an error to a new file of events."""
+        self._events = self._events or self._open()
+        event = self._protos.Event(wall_time=time.time(), step=record["step"])
+        for name, value in _scalars(record).items():
+            event.summary.value.add(tag=name, simple_value=value)
         try:
-            if self._events is None:
-                self._events = self._open()
-                self._write(self._unflushed)
-            self._write([record])
-            if time.monotonic() - self._flushed >= _FLUSH_SECONDS:
-                self._events.flush()
-                self._flushed, self._unflushed = time.monotonic(), []
-            else:
-                self._unflushed.append(record)
+            self._events.write_event(event)
+            self._events.flush()
         except Exception:
-            broken: Any = self._events
-            self._events = None  # it may end with half an event, after which none is read
+            broken, self._events = self._events, None  # it may end with half an event, after which none is read
             with contextlib.suppress(Exception):
                 broken.close()
             raise
-
-    def _write(self, records: Iterable[Record]) -> None:
-        for record in records:
-            event = self._protos.Event(wall_time=time.time(), step=record["step"])
-            for name, value in _scalars(record).items():
-                event.summary.value.add(tag=name, simple_value=value)
-            self._events.write_event(event)
 
     def close(self) -> None:
         """Writes what is left and closes the file."""
@@ -177,10 +163,10 @@ def open_writers(
     log: Callable[[str], None] = print,
 ) -> Trackers:
     """Opens `metrics.jsonl`, the config's trackers and the user's `own`; a resumed run goes on after `resume_step`."""
-    folder, step = run.folder, run.resume_step
-    records, project = folder / "metrics.jsonl", config.wandb
+    folder, step, project = run.folder, run.resume_step, config.wandb
+    records = folder / RECORDS
     functions: dict[str, Callable[[], Tracker]] = {
-        "metrics.jsonl": lambda: JsonLinesWriter(records, resume_step=step, is_evaluated=is_evaluated)
+        RECORDS: lambda: JsonLinesWriter(records, resume_step=step, is_evaluated=is_evaluated, log=log)
     }
     if config.tensorboard:
         functions["TensorBoard"] = lambda: TensorBoardWriter(
@@ -195,8 +181,4 @@ def open_writers(
     for name, open_tracker in (own or {}).items():
         name = f"your {name}" if name in functions else name
         functions[name] = lambda open_tracker=open_tracker: open_tracker(run)
-    trackers = Trackers(functions, log=log)
-    records_writer = trackers.working.get("metrics.jsonl")
-    if isinstance(records_writer, JsonLinesWriter) and (num_damaged := records_writer.num_damaged):
-        log(f"metrics.jsonl: {num_damaged} damaged lines, which are no records, are in metrics.jsonl.damaged now")
-    return trackers
+    return Trackers(functions, log=log)

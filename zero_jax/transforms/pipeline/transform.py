@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate, trace_flat
 from zero_jax.program.loss import LossProgram, Traced
 from zero_jax.program.subcalls import Subcall, equations_of
-from zero_jax.program.walk import Walk
+from zero_jax.program.walk import Deferred, Walk
 from zero_jax.sharding.chains import gather_scope
 from zero_jax.sharding.mesh import slow_axes
 from zero_jax.sharding.spec import Dims
@@ -265,29 +266,93 @@ def with_stages(program: LossProgram, stages: Stages, moved: MovedGrads | None =
     def evaluated(traced: Traced) -> Traced:
         jaxpr, _ = jaxprs.open_jaxpr(traced.closed)
         uses = collections.Counter(x for eqn in jaxpr.eqns for x in jaxprs.variables(eqn))
-        tables = jaxpr.invars[: traced.num_params]
-        params = {x: i for i, x in enumerate(tables) if uses[x] == 1}
-        walk = _StageWalk({*tables}, {} if moved is None else params, moved, stages.place)
-        return traced.evaluated(lambda leaves, _: walk.run(traced.closed, leaves, None))
+        params, data = jaxpr.invars[: traced.num_params], jaxpr.invars[traced.num_params :]
+        size = max((x.aval.shape[0] for x in data if x.aval.shape), default=0)
+        tables = {eqn.invars[0] for eqn in jaxpr.eqns if _takes_many_rows(eqn, stages.num_stages)} & {*params}
+        params = {x: i for i, x in enumerate(params) if uses[x] == 1}
+        walk = _StageWalk({} if moved is None else params, moved, stages.place)
+
+        def run(leaves: Sequence[Any], _: Any) -> list[Any]:
+            pairs = zip(jaxpr.invars, leaves, strict=True)
+            leaves = [_Table(x, stages.place, size) if var in tables else x for var, x in pairs]
+            return [*map(_array, walk.run(traced.closed, leaves, None))]
+
+        return traced.evaluated(run)
 
     return PipelinedProgram(program, stages).then(evaluated)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Table(Deferred):
+    """A param that examples are looked up in, and a copy of it for each stage, made when one is used.
+
+    The gradients of all uses of the copies are summed over stages once. Of one array XLA:TPU would all-reduce those of
+    lookups, and sum those of products, as of a head that is tied to the table, by themselves.
+    """
+
+    array: jax.Array
+    place: StagePlace
+    num_examples: int
+    made: Callable[[], jax.Array] | None = None  # makes the copies of what is not a param as it is
+
+    @functools.cached_property
+    def copies(self) -> jax.Array:
+        """The copies, `[stages, ...]`."""
+        if self.made is not None:
+            return self.made()
+        copies = jnp.broadcast_to(self.array, (self.place.num_stages, *self.array.shape))
+        return self.place.pinned(copies, self.place.pipe)
+
+    def moved(self, eqn: Any) -> _Table:
+        """Returns the table with its elements elsewhere, or of another dtype."""
+        move = lambda x: jaxprs.bind(eqn, [x])[0]  # noqa: E731
+        made = lambda: jax.vmap(move, spmd_axis_name=self.place.pipe)(self.copies)  # noqa: E731
+        return _Table(move(self.array), self.place, self.num_examples, made)
+
+    def used(self, eqn: Any, values: Sequence[Any]) -> jax.Array | None:
+        """Returns the result of a lookup or a product, on each stage by its copy; None where that is not possible.
+
+        That is where the leading dim of the result is that of the other operand, of examples or of rows of them, which
+        divide over stages.
+        """
+        (other,) = (i for i, x in enumerate(values) if x is not self)
+        place, num_stages, (shape,) = self.place, self.place.num_stages, (x.aval.shape for x in eqn.outvars)
+        is_of_examples = bool(shape) and shape[0] % self.num_examples == 0 and self.num_examples % num_stages == 0
+        if not is_of_examples or (shape[0] > self.num_examples and len(shape) > 2):  # of a sequence, perhaps
+            return None
+        if dim_map(eqn).kept[0] != ((other, 0),):
+            return None
+        x = values[other]
+        own = [self.copies, place.pinned(x.reshape(num_stages, -1, *x.shape[1:]), place.pipe)]
+        made = jax.vmap(lambda *xs: jaxprs.bind(eqn, xs)[0], spmd_axis_name=place.pipe)(*own[:: 1 if other else -1])
+        return place.pinned(made.reshape(shape), place.pipe)
+
+
+def _array(value: Any) -> Any:
+    return value.array if isinstance(value, _Table) else value
 
 
 class _StageWalk(Walk[None]):
     """Evaluates a program on arrays, with its stages."""
 
-    def __init__(self, tables: Set[Any], params: Mapping[Any, int], moved: MovedGrads | None, place: StagePlace):
+    def __init__(self, params: Mapping[Any, int], moved: MovedGrads | None, place: StagePlace):
         super().__init__()
-        self.tables, self.params, self.moved, self.place = tables, params, moved, place
+        self.params, self.moved, self.place = params, moved, place
 
     def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> bool:
-        return sub.kind == "call" and any(each.primitive is pipeline_p for each in equations_of(eqn))
+        has_table = any(isinstance(x, _Table) for x in values)
+        return sub.kind == "call" and (has_table or any(each.primitive is pipeline_p for each in equations_of(eqn)))
 
     def operation(self, eqn: Any, values: list[Any], frame: None) -> Sequence[Any]:
+        tables = [x for x in values if isinstance(x, _Table)]
+        if len(tables) == len(values) == 1 and eqn.primitive.name in ("transpose", "convert_element_type"):
+            return [tables[0].moved(eqn)]
+        if len(tables) == 1 and eqn.primitive.name in ("gather", "dot_general"):
+            if (made := tables[0].used(eqn, values)) is not None:
+                return [made]
+        values = [*map(_array, values)]
         if eqn.primitive is not pipeline_p:
-            is_lookup = eqn.primitive.name == "gather" and eqn.invars[0] in self.tables
-            is_large = is_lookup and _takes_many_rows(eqn, self.place.num_stages)
-            return [self.rows(eqn, *values)] if is_large else jaxprs.bind(eqn, values)
+            return jaxprs.bind(eqn, values)
         loop, layers, others, stacks = split_stages(eqn, values)
         opened, own = jaxprs.open_jaxpr(layers.layer)
 
@@ -298,15 +363,6 @@ class _StageWalk(Walk[None]):
             atoms = eqn.invars[len(values) - len(stacks) :]
             stacks = [self.stages(*each, layers) for each in zip(atoms, stacks, strict=True)]
             return run_schedule(loop, others, stacks, layer)
-
-    def rows(self, eqn: Any, table: jax.Array, indices: jax.Array) -> jax.Array:
-        """Returns rows of a table that each stage has of its own: of one of all XLA:TPU all-reduces the gradient."""
-        place, num_stages = self.place, self.place.num_stages
-        tables = place.pinned(jnp.broadcast_to(table, (num_stages, *table.shape)), place.pipe)
-        indices = indices.reshape(num_stages, indices.shape[0] // num_stages, *indices.shape[1:])
-        look_up = jax.vmap(lambda *values: jaxprs.bind(eqn, values)[0], spmd_axis_name=place.pipe)
-        rows = look_up(tables, place.pinned(indices, place.pipe))
-        return place.pinned(rows.reshape(eqn.outvars[0].aval.shape), place.pipe)
 
     def stages(self, atom: Any, stack: Any, loop: LayerLoop) -> jax.Array:
         """Returns a stack as stages have it; notes how its gradient moves, if it does not by itself."""
@@ -321,7 +377,9 @@ class _StageWalk(Walk[None]):
 
 
 def _takes_many_rows(eqn: Any, num_stages: int) -> bool:
-    """Tells whether a lookup takes whole rows of a table, on each stage more than it has."""
+    """Tells whether an equation looks whole rows of a table up, on each stage more than it has."""
+    if eqn.primitive.name != "gather":
+        return False
     (table, indices), made_of = (x.aval for x in eqn.invars), dim_map(eqn).kept
     columns = [x for x in made_of if not x or x[0][0] == 0]
     is_whole = columns == [((0, i),) for i in range(1, table.ndim)] and made_of[:1] == (((1, 0),),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, Self, TypeVar
 
@@ -18,16 +19,21 @@ F = TypeVar("F")
 
 
 class Deferred:
-    """A value of a walk that is more than an array: one still to be made, or one of which something is known."""
+    """A value of a walk that is more than an array: one still to be made, or one of which something is known.
+
+    It is a dataclass: of one `array`, or one that says of which arrays it is made.
+    """
+
+    array: Any
 
     @property
     def arrays(self) -> tuple[Any, ...]:
         """The arrays that it is made of."""
-        raise NotImplementedError
+        return (self.array,)
 
     def with_arrays(self, arrays: Sequence[Any]) -> Self:
         """Returns the value made of other arrays."""
-        raise NotImplementedError
+        return dataclasses.replace(self, array=arrays[0])  # type: ignore[type-var]
 
     @property
     def key(self) -> Hashable:

@@ -59,7 +59,7 @@ class CountedTrace:
 
     def __init__(self, traced: Traced, *, flat: bool = False):
         self.traced, self.flat, closed = traced, flat, traced.closed
-        self.closed = without_duplicates(flattened(*jaxprs.open_jaxpr(closed)) if flat else closed, traced.num_params)
+        self.closed = without_duplicates(flattened(closed) if flat else closed, traced.num_params)
         self.opened, _ = jaxprs.open_jaxpr(self.closed)
         self.quotients = Quotients(self.opened, traced.num_params)
         made = {var for eqn in self.opened.eqns for var in eqn.outvars}

@@ -121,13 +121,13 @@ def _with_division(closed: Any, num_params: int) -> tuple[Any, _Division | None]
     closed = without_duplicates(closed, num_params)
     if any(_empty_case(eqn) is not None for eqn in equations(closed)):
         closed = without_duplicates(_with_cases(closed), num_params)
-    opened, consts = jaxprs.open_jaxpr(closed)
+    opened, _ = jaxprs.open_jaxpr(closed)
     quotients = Quotients(opened, num_params)
     found, env = quotients.results[0].quotient, quotients.env
     made = [var for eqn in opened.eqns if jaxprs.inner_jaxprs(eqn) for var in eqn.outvars]
     is_within = found is not None and not {found.count, found.divisor} <= env.keys()
     if is_within or any(env[var].quotient for var in made):  # it is in a nested `jit`, or terms are added there
-        closed = flattened(opened, consts)
+        closed = flattened(closed)
         opened, _ = jaxprs.open_jaxpr(closed)
         quotients = Quotients(opened, num_params)
         found = quotients.results[0].quotient
@@ -181,4 +181,4 @@ def _with_cases(closed: Any) -> Any:
                 return [jax.lax.select_n(values[0], *cases)]
         return list(inline(eqn, values))
 
-    return with_equations(flattened(*jaxprs.open_jaxpr(closed)), equation)
+    return with_equations(flattened(closed), equation)

@@ -166,9 +166,8 @@ class _Traces:
             on_parts = LossOnParts(size=size, of_batch=False, weight=named)
             return Separability(another_loss=why, on_parts=on_parts, aux=dict.fromkeys(leaves, unknown(why)))
         found = self.found(traces, size, num_parts, num_blocks)
-        if found.within and any(
-            x.kind is Kind.UNKNOWN for x in (found.loss, *found.aux)
-        ):  # of a value in nested `jit`s
+        # What is not known may be of a value in nested `jit`s.
+        if found.within and any(x.kind is Kind.UNKNOWN for x in (found.loss, *found.aux)):
             traces = [self.trace(n, flat=True) for n in sizes]
             found = self.found(traces, size, num_parts, num_blocks)
         why, on_parts = _averaged(found, traces[1], loss_weight, trusted=trusted)

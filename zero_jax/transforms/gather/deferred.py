@@ -111,18 +111,9 @@ class Value(Deferred):
     is_deferred: ClassVar[bool] = False
 
     @property
-    def arrays(self) -> tuple[Any, ...]:
-        """The arrays that it is made of."""
-        return (self.array,)
-
-    @property
     def home(self) -> Any:
         """The array, sharded as XLA has it."""
         return self.array
-
-    def with_arrays(self, arrays: Sequence[Any]) -> Value:
-        """Returns the value with another array."""
-        return dataclasses.replace(self, array=arrays[0])
 
     @property
     def key(self) -> Hashable:

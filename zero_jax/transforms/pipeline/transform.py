@@ -46,7 +46,7 @@ class PipelinedProgram(LossProgram):
 
     def __init__(self, before: LossProgram, stages: Stages):
         super().__init__(before.fn, before, lambda traced: traced)
-        self.stages = stages
+        self.stages, self.order = stages, _order_of_axes(stages.place)
 
     def made(self, *args: Any) -> Traced:
         """Returns the program for arguments of these shapes.
@@ -58,8 +58,8 @@ class PipelinedProgram(LossProgram):
         staged, found = self.found(*args)
         if not any(entry.loop for entry in found):
             raise ValueError(_refusal(found, self.stages, traced))
-        if order := _order_of_axes(self.stages.place):
-            warnings.warn(order, stacklevel=2)
+        if self.order:
+            warnings.warn(self.order, stacklevel=2)
         for entry in (entry for entry in found if entry.loop is None):
             warnings.warn(
                 f"pipe={self.stages.num_stages}: the layers at {entry.line} are not cut into stages, and each device "
@@ -83,7 +83,7 @@ class PipelinedProgram(LossProgram):
             traced = self.before.trace(*args)  # type: ignore[union-attr]
             return dataclasses.replace(report, why_none=_refusal(found, stages, traced))
         left = tuple(f"{entry.line}: {entry.why}" for entry in found if entry.loop is None)
-        return dataclasses.replace(report, loops=loops, left=left, warning=_order_of_axes(stages.place))
+        return dataclasses.replace(report, loops=loops, left=left, warning=self.order)
 
     def found(self, *args: Any) -> tuple[Any, list[FoundLoop]]:
         """Returns the jaxpr for arguments of these shapes with stages, and the scans over layers in it."""

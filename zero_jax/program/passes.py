@@ -122,9 +122,9 @@ def made_only_of(given: Iterable[Any], eqns: Iterable[Any]) -> set[Any]:
     return found
 
 
-def read_for(result: Any, eqns: Sequence[Any]) -> set[Any]:
-    """Returns a result, and the variables that equations read for it."""
-    needed = {result}
+def read_for(results: Iterable[Any], eqns: Sequence[Any]) -> set[Any]:
+    """Returns some variables, and those that equations read for them."""
+    needed = {*results}
     for eqn in reversed(eqns):
         if not needed.isdisjoint(eqn.outvars):
             needed.update(variables(eqn))

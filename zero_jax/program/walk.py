@@ -46,6 +46,11 @@ def arrays_of(value: Any) -> tuple[Any, ...]:
     return value.arrays if isinstance(value, Deferred) else (value,)
 
 
+def as_it_is(array: Any) -> Any:
+    """Makes a value that is an array as it is used, in the place of functions that make others."""
+    return array
+
+
 class Packed:
     """Values as `arrays`, each array once, and back: so they enter a function that JAX traces, as its arguments."""
 

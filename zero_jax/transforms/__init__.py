@@ -19,7 +19,7 @@ from zero_jax.transforms.gather.transform import GatherReport, gather_on_use, ga
 from zero_jax.transforms.grad_sums import SummedStacks
 from zero_jax.transforms.kernels import KERNEL_SECONDS, KERNEL_SHARES, Kernel, Roofline, efficiency_of, kernels
 from zero_jax.transforms.low_rank.walk import AdaptedReport, WeightUse, evaluate_adapted
-from zero_jax.transforms.low_rank.weight import Weight, as_stored
+from zero_jax.transforms.low_rank.weight import Weight
 from zero_jax.transforms.pipeline.convolutions import convolutions_as_products
 from zero_jax.transforms.pipeline.cut import Stages
 from zero_jax.transforms.pipeline.place import StagePlace

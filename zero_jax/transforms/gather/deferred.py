@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.core.tree import PyTree
 from zero_jax.dims import BY_INDEX, JOINS, MOVES, is_float
-from zero_jax.program.walk import Deferred
+from zero_jax.program.walk import Deferred, as_it_is
 from zero_jax.sharding.chains import RELATIVE, Chain, gather_scope, gather_shardings, reshard, scattering
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import promoted
@@ -94,11 +94,6 @@ class Lazy(Deferred):
     def widened(self, array: Any) -> Any:
         """Returns what was built, gathered or not, in the dtype that it is used in."""
         return array if self.cast is None else array.astype(self.cast)
-
-
-def as_it_is(array: Any) -> Any:
-    """The recipe of a param that is stored as it is used."""
-    return array
 
 
 @dataclasses.dataclass(frozen=True)

@@ -105,7 +105,6 @@ class LayerLoop:
       unroll: how many layers are one iteration of the compiled loop.
       recompute: whether a stage is recomputed in the backward pass.
       policy: what is kept of a stage that is recomputed, as `jax.checkpoint` takes it; None for its inputs alone.
-      line: the line of the scan.
     """
 
     stages: Stages
@@ -118,7 +117,6 @@ class LayerLoop:
     unroll: int
     recompute: bool
     policy: Any
-    line: str
 
     @property
     def place(self) -> StagePlace:
@@ -380,7 +378,6 @@ def _loop(eqn: Any, pair: Pair, roles: tuple[list[Role], list[Role]], stages: St
         unroll=scan.unroll,
         recompute=recompute,
         policy=policy,
-        line=jaxprs.model_line(pair.whole),
     )
 
 

@@ -287,7 +287,7 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
 def differentiated(jaxpr: Any, num_params: int) -> set[Any]:
     """Returns the variables of a loss through which params have a gradient."""
     eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != "stop_gradient"]
-    return made_of(jaxpr.invars[:num_params], eqns) & read_for(jaxpr.outvars[0], eqns)
+    return made_of(jaxpr.invars[:num_params], eqns) & read_for(jaxpr.outvars[:1], eqns)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -328,7 +328,7 @@ class _End:
             if not made or (len(own) == len(made) and not is_late):
                 roles.update(own)
             elif any(x in roles and roles[x].is_rows for x in reads):
-                is_aux = read_for(whole.outvars[0], whole.eqns).isdisjoint(eqn.outvars)
+                is_aux = read_for(whole.outvars[:1], whole.eqns).isdisjoint(eqn.outvars)
                 what = "an entry of aux is" if is_aux else "the loss is"
                 raise CannotCut(f"{what} not made of those of microbatches: {why if not own else 'examples are read'}")
             else:
@@ -340,7 +340,7 @@ class _End:
         for x in results:
             if roles[x].power and x.aval.dtype.kind in "iub":
                 raise CannotCut("what loss_fn returns is a mean of whole numbers over the examples")
-        needed = read_for(whole.outvars[0], eqns)
+        needed = read_for(whole.outvars[:1], eqns)
         summed = [x for x in results if x in needed and is_float(x.aval)]
         return cls(whole=whole, eqns=eqns, results=results, roles=[roles[x] for x in results], summed=summed)
 

@@ -35,8 +35,7 @@ class _Loop:
     """Equal layers that follow one another.
 
     Attributes:
-      start: where it begins, in the order of the equations on activations.
-      stop: where it ends.
+      stop: where it ends, in the order of the equations on activations.
       layers: the layers.
       carries: for each input that the layer before makes, its number among the inputs, and the place where it is made.
       slices: the numbers of the inputs that each layer has of its own.
@@ -45,7 +44,6 @@ class _Loop:
       ys: the places of what a layer makes that is used outside of the loop.
     """
 
-    start: int
     stop: int
     layers: Sequence[LayerTurn]
     carries: Sequence[tuple[int, Place]]
@@ -250,7 +248,6 @@ def _loop(facts: Facts, order: Sequence[int], turns: EqualLayers, bounds: Sequen
         number: [None if jaxprs.is_literal(x) else made_by.get(x) for x in atoms] for number, atoms in atoms_of.items()
     }
     return _Loop(
-        start=bounds[0],
         stop=bounds[-1],
         layers=layers,
         carries=carries,

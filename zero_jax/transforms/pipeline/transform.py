@@ -15,8 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zero_jax.core.device_put import platform_of
-from zero_jax.core.tree import PyTree
-from zero_jax.dims import SAME, Relation, TraceComparison, dim_map, rows
+from zero_jax.dims import SAME, TraceComparison, dim_map
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate, trace_flat
 from zero_jax.program.loss import LossProgram, Traced
@@ -34,6 +33,7 @@ from zero_jax.transforms.pipeline.place import StagePlace
 from zero_jax.transforms.pipeline.report import PipelineReport, staged_layers
 from zero_jax.transforms.pipeline.rolled import why_no_layers
 from zero_jax.transforms.pipeline.schedule import Schedule
+from zero_jax.transforms.separability import relations_of
 
 
 class PipelinedProgram(LossProgram):
@@ -116,7 +116,8 @@ class PipelinedProgram(LossProgram):
         sizes, num_blocks = [size // k], k * num_shards
         if size == k:  # of one example, operations differ that only change shapes
             sizes, num_blocks = [1, 2 * size, 2], 2 * num_blocks
-        programs, relations = [self.before.trace(*args), *map(traced, sizes)], _relations(params, batch, rest)
+        programs = [self.before.trace(*args), *map(traced, sizes)]
+        relations = [*relations_of(params, batch), *(SAME for _ in jax.tree.leaves(rest))]
         traces, comparison = [layers_outside(x.closed, num_params) for x in programs], TraceComparison(k, num_blocks)
         (whole, *parts), ends = comparison.in_blocks(traces, relations)
         found = find_loops(whole, parts, relations, num_params=num_params, stages=self.stages, comparison=comparison)
@@ -139,11 +140,13 @@ class PipelinedProgram(LossProgram):
                 inside = [x for x in others if x.index in of_each]
                 if not is_long and any(x.index == y.index for x in inside for y in cut):
                     raise CannotCut("one chain of layers is in its loop, and there are several that have to be")
-                found = [_of_each_stage(x) if x in inside else x for x in others]
+                # They read what stages make.
+                why = "pipeline='1f1b' runs all of them in each stage, on its microbatch; 'gpipe' cuts them"
+                found = [_left(x, why) if x in inside else x for x in others]
                 return _with_ends(staged, ends), sorted([*found, main], key=lambda x: x.index)
             except CannotCut as error:
                 why = f"pipeline='1f1b': {error}"
-        return whole, [x if x.loop is None else dataclasses.replace(x, loop=None, why=why) for x in found]
+        return whole, [_left(x, why) for x in found]
 
 
 def _num_layers(entry: FoundLoop) -> int:
@@ -151,9 +154,8 @@ def _num_layers(entry: FoundLoop) -> int:
     return entry.num_layers if entry.loop is not None and entry.loop.stages.schedule.is_interleaved else 0
 
 
-def _of_each_stage(entry: FoundLoop) -> FoundLoop:
-    """Returns a scan over layers that is a part of the loss of a microbatch, as it reads what stages make."""
-    why = "pipeline='1f1b' runs all of them in each stage, on its microbatch; 'gpipe' cuts them"
+def _left(entry: FoundLoop, why: str) -> FoundLoop:
+    """Returns a scan over layers that is not cut, with the reason."""
     return entry if entry.loop is None else dataclasses.replace(entry, loop=None, why=why)
 
 
@@ -177,10 +179,8 @@ def _forward(entry: FoundLoop) -> FoundLoop:
         return entry
     stages = entry.loop.stages
     if stages.num_microbatches % stages.num_stages:
-        why = (
-            f"it is run before the chain of '1f1b', and {stages.num_microbatches} microbatches are no multiple of pipe"
-        )
-        return dataclasses.replace(entry, loop=None, why=why)
+        number = f"{stages.num_microbatches} microbatches are no multiple of pipe"
+        return _left(entry, f"it is run before the chain of '1f1b', and {number}")
     schedule = dataclasses.replace(stages.schedule, is_interleaved=False)
     loop = dataclasses.replace(entry.loop, stages=dataclasses.replace(stages, schedule=schedule))
     return dataclasses.replace(entry, loop=loop)
@@ -189,13 +189,6 @@ def _forward(entry: FoundLoop) -> FoundLoop:
 def _resized(x: Any, num_examples: int) -> jax.ShapeDtypeStruct:
     shape, weak_type = (num_examples, *np.shape(x)[1:]) if np.ndim(x) else (), getattr(x, "weak_type", False)
     return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=weak_type)
-
-
-def _relations(params: PyTree, batch: PyTree, rest: Sequence[Any]) -> list[Relation]:
-    """Returns the relations of the inputs of a loss on the batch to those on a microbatch."""
-    relations = [dataclasses.replace(SAME, of_params=True)] * len(jax.tree.leaves(params))
-    relations += [rows(0) if np.ndim(x) else SAME for x in jax.tree.leaves(batch)]
-    return [*relations, *(SAME for _ in jax.tree.leaves(rest))]
 
 
 def _with_stages(closed: Any, found: Sequence[FoundLoop]) -> Any:
@@ -304,8 +297,7 @@ class _StageWalk(Walk[None]):
         place, num_stages = self.place, self.place.num_stages
         tables = place.pinned(jnp.broadcast_to(table, (num_stages, *table.shape)), place.pipe)
         indices = indices.reshape(num_stages, indices.shape[0] // num_stages, *indices.shape[1:])
-        look_up = jax.vmap(lambda *values: jaxprs.bind(eqn, values)[0], spmd_axis_name=place.pipe)
-        rows = look_up(tables, place.pinned(indices, place.pipe))
+        rows = jaxprs.bind_mapped(eqn, [tables, place.pinned(indices, place.pipe)], (0, 0), spmd_axis_name=place.pipe)
         return place.pinned(rows.reshape(eqn.outvars[0].aval.shape), place.pipe)
 
     def stages(self, atom: Any, stack: Any, loop: LayerLoop) -> jax.Array:

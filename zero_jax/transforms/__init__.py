@@ -3,7 +3,7 @@
 `attention/` computes attention by a fused kernel, `gather/` gathers each sharded param where it is used, `remat/`
 recomputes blocks in the backward pass, `pipeline/` makes scans over layers stages of a pipeline, `low_rank/` makes
 frozen weights with low-rank updates where they are used, `separability` decides whether a loss may be called on parts
-of a batch, `kernels` and `roofline` estimate what a compiler makes of it, `blocks/` finds the layers of a Python loop.
+of a batch, `kernels` estimates what a compiler makes of it, `blocks` finds the layers of a Python loop.
 All read jaxprs through `zero_jax.program`, and dims through `zero_jax.dims`. `windows` mends what XLA partitions
 wrongly. `facts` says what values are made of, and where they are read last.
 """

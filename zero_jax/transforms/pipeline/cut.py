@@ -216,7 +216,7 @@ def find_loops(
                     "loss_fn does something else on a microbatch of one example than on several: give fewer "
                     "microbatches, or a larger batch"
                 )
-            pair = Pair(whole=eqn if len(parts) == 1 else others[1], part=others[-1] if len(parts) > 1 else others[0])
+            pair = Pair(whole=eqn if len(parts) == 1 else others[1], part=others[-1])
             roles = _roles(compared, pair, inputs, comparison)
             _check_scan(scan, stages)
             found.append(dataclasses.replace(entry, loop=_loop(others[0], pair, roles, stages)))

@@ -44,6 +44,8 @@ class PipelinedProgram(LossProgram):
       stages: the stages.
     """
 
+    before: LossProgram
+
     def __init__(self, before: LossProgram, stages: Stages):
         super().__init__(before.fn, before, lambda traced: traced)
         self.stages, self.order = stages, _order_of_axes(stages.place)
@@ -54,7 +56,7 @@ class PipelinedProgram(LossProgram):
         Raises:
           ValueError: no scan over layers can be cut into stages.
         """
-        traced = self.before.trace(*args)  # type: ignore[union-attr]
+        traced = self.before.trace(*args)
         staged, found = self.found(*args)
         if not any(entry.loop for entry in found):
             raise ValueError(_refusal(found, self.stages, traced))
@@ -80,14 +82,12 @@ class PipelinedProgram(LossProgram):
             return dataclasses.replace(report, why_none=str(error))
         loops = tuple(staged_layers(entry) for entry in found if entry.loop is not None)
         if not loops:
-            traced = self.before.trace(*args)  # type: ignore[union-attr]
-            return dataclasses.replace(report, why_none=_refusal(found, stages, traced))
+            return dataclasses.replace(report, why_none=_refusal(found, stages, self.before.trace(*args)))
         left = tuple(f"{entry.line}: {entry.why}" for entry in found if entry.loop is None)
         return dataclasses.replace(report, loops=loops, left=left, warning=self.order)
 
     def found(self, *args: Any) -> tuple[Any, list[FoundLoop]]:
         """Returns the jaxpr for arguments of these shapes with stages, and the scans over layers in it."""
-        assert self.before is not None
         params, batch, *rest = args
         k, num_params = self.stages.num_microbatches, len(jax.tree.leaves(params))
         sizes = {np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
@@ -106,7 +106,7 @@ class PipelinedProgram(LossProgram):
         def traced(num_examples: int) -> Traced:
             part = jax.tree.map(lambda x: _resized(x, num_examples), batch)
             try:
-                return self.before.trace(params, part, *rest)  # type: ignore[union-attr]
+                return self.before.trace(params, part, *rest)
             except Exception as error:
                 raise ValueError(
                     f"pipe: loss_fn cannot be called on the {num_examples} examples of a microbatch "

@@ -16,13 +16,6 @@ class Halved(Deferred):
 
     array: jax.Array
 
-    @property
-    def arrays(self):
-        return (self.array,)
-
-    def with_arrays(self, arrays):
-        return Halved(*arrays)
-
 
 class Doubling(Walk[tuple[str, ...]]):
     """Makes deferred values where operations use them, and notes the kinds of regions around each of these."""

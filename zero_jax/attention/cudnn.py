@@ -7,7 +7,6 @@ other cases in rounds, and in another order of the tokens.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
@@ -162,11 +161,6 @@ def _taken(x: Array, order: Array) -> Array:
     return jnp.take_along_axis(x, _over(order, x), axis=1)
 
 
-@functools.cache
-def _kernels() -> Any:
-    return importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
-
-
 def _run(
     kernel: str, arrays: _Arrays, call: Any, *more: Array, lengths: _Arrays, starts: Array | None = None, **how: bool
 ) -> list[Array]:
@@ -174,7 +168,8 @@ def _run(
 
     The former returns results `[B, T, N, V]` and log-sum-exps, `[B, N, T]` or of segments `[C, N, T]`.
     """
-    kernels, unused = _kernels(), jnp.zeros(0, arrays[0].dtype)
+    kernels = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+    unused = jnp.zeros(0, arrays[0].dtype)
     mask = "_".join(["PADDING"] * bool(lengths) + ["CAUSAL"] * (call.band.right == 0)) or "NO_MASK"
     window = None if call.band.left is None else call.band.left + 1  # the keys that a query sees, itself included
     of_query, of_key = lengths or (unused, unused)

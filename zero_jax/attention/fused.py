@@ -182,13 +182,7 @@ for _primitive, _run in ((attention_p, _forward), (tangent_p, _tangent), (cotang
 def attention(query: Array, key: Array, value: Array, case: Case, *, kernel: str, placement: KernelPlacement) -> Array:
     """Returns the attention `[B, T, N, V]` of a case that a kernel can do."""
     band = band_of(case, query.shape[1], key.shape[1])
-    call = Call(
-        kernel=kernel,
-        scale=float(case.scale),
-        band=band,
-        soft_cap=None if case.logits_soft_cap is None else float(case.logits_soft_cap),
-        placement=placement,
-    )
+    call = Call(kernel=kernel, scale=case.scale, band=band, soft_cap=case.logits_soft_cap, placement=placement)
     if kernel == "splash":
         extras = _segments(query, key, case)
     else:

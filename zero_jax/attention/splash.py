@@ -45,7 +45,7 @@ class Splash:
 
         def of_example(query: Any, key: Any, value: Any, *segments: Any) -> Any:
             ids = kernel.SegmentIds(*segments) if segments else None
-            options = dict(plan.options, save_residuals=True, interpret=self.interpret)
+            options = dict(plan.options, interpret=self.interpret)
             out, (lse,) = kernel._splash_attention_forward(visited, query, key, value, ids, None, **options)
             return out, lse
 
@@ -63,7 +63,7 @@ class Splash:
         def of_example(query: Any, key: Any, value: Any, out: Any, lse: Any, cotangent: Any, *segments: Any) -> Any:
             ids = kernel.SegmentIds(*segments) if segments else None
             residuals = (query, key, value, ids, None, out, lse, *visited)
-            options = dict(plan.options, save_residuals=True, interpret=self.interpret)
+            options = dict(plan.options, interpret=self.interpret)
             _, _, _, *cotangents, _, _ = kernel._splash_attention_bwd(**options, res=residuals, do=cotangent)
             return tuple(cotangents)
 
@@ -122,6 +122,7 @@ def _plan(of: Operands, call: Any) -> _Plan:
     options = {
         "mask_value": kernel.DEFAULT_MASK_VALUE,
         "is_mqa": False,
+        "save_residuals": True,
         "block_sizes": blocks,
         "residual_checkpoint_name": None,
         "mask_function": function,

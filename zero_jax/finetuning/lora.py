@@ -21,12 +21,13 @@ from zero_jax.core.variables import MODEL_STATE, Variables
 from zero_jax.finetuning.quantization import DEFAULT_BLOCK_SIZE, QuantizedWeight, built, dequantize, quantize
 from zero_jax.finetuning.targets import Target, check_rules, find_targets, matching
 from zero_jax.libraries import with_parameters
+from zero_jax.program.walk import as_it_is
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
 from zero_jax.sharding.rules import user_specs
 from zero_jax.sharding.spec import Dims, checked_dims, partition_spec
 from zero_jax.training import LossFunction, MeshLoss, TrainState, key_parameter
-from zero_jax.transforms import AdaptedReport, Weight, WeightUse, as_stored, evaluate_adapted
+from zero_jax.transforms import AdaptedReport, Weight, WeightUse, evaluate_adapted
 
 _BASE = "base"  # of the model state: the frozen params
 _OWN = "model_state"  # and the model's own
@@ -270,12 +271,12 @@ class Lora:
             if node.dtype == dtype:
                 return node
             labels = "s" * node.ndim
-            return Weight(path=path, roots=(node,), build=as_stored, labels=labels, shape=node.shape, dtype=dtype)
+            return Weight(path=path, roots=(node,), build=as_it_is, labels=labels, shape=node.shape, dtype=dtype)
         is_quantized = isinstance(node, QuantizedWeight)
         return Weight(
             path=path,
             roots=node.arrays if is_quantized else (node,),
-            build=functools.partial(built, node.format, node.dims) if is_quantized else as_stored,
+            build=functools.partial(built, node.format, node.dims) if is_quantized else as_it_is,
             labels=target.labels,
             shape=tuple(node.shape),
             dtype=dtype,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from zero_jax.hlo import groups_of, integers
-from zero_jax.interpreter.values import NotInterpretable
+from zero_jax.interpreter.values import NotInterpretable, every_device
 
 Reduce = Callable[[np.ndarray], np.ndarray]  # [members, devices of a group, *dims] -> [devices of a group, *dims]
 
@@ -66,8 +66,3 @@ def permuted(x: np.ndarray, attributes: Mapping[str, str], num_devices: int) -> 
     pairs = integers(attributes["source_target_pairs"])
     result[pairs[1::2]] = x[pairs[::2]]
     return result
-
-
-def every_device(x: np.ndarray, num_devices: int) -> np.ndarray:
-    """Returns a value with an entry for each device."""
-    return x if len(x) == num_devices else np.broadcast_to(x, (num_devices, *x.shape[1:]))

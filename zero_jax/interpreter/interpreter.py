@@ -16,11 +16,19 @@ import numpy as np
 
 from zero_jax.hlo import KINDS, Instruction, Program, read_aliases, read_windows
 from zero_jax.interpreter import indexing
-from zero_jax.interpreter.collectives import Exchange, every_device, permuted
+from zero_jax.interpreter.collectives import Exchange, permuted
 from zero_jax.interpreter.elementwise import ELEMENTWISE, OF_BOOLEANS
 from zero_jax.interpreter.operations import Context, Rule, rule_of
 from zero_jax.interpreter.products import placed_windows, select_and_scatter
-from zero_jax.interpreter.values import NotInterpretable, Value, array_shape, convert, is_small_float, spread
+from zero_jax.interpreter.values import (
+    NotInterpretable,
+    Value,
+    array_shape,
+    convert,
+    every_device,
+    is_small_float,
+    spread,
+)
 
 _COLLECTIVE = re.compile(rf"({KINDS})(-start|-done)?")
 _COMMUTATIVE = ("add", "multiply", "maximum", "minimum", "and", "or", "xor")

@@ -166,7 +166,12 @@ def _cut(elements: np.ndarray, tile: Sequence[int]) -> np.ndarray:
     return split.transpose(*range(first), *outer, *inner)
 
 
+def every_device(x: np.ndarray, num_devices: int) -> np.ndarray:
+    """Returns a value with an entry for each device, without copying."""
+    return x if len(x) == num_devices else np.broadcast_to(x, (num_devices, *x.shape[1:]))
+
+
 def spread(values: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Returns arrays with the same number of devices in front, without copying."""
-    devices = max(len(x) for x in values)
-    return [x if len(x) == devices else np.broadcast_to(x, (devices, *x.shape[1:])) for x in values]
+    num_devices = max(map(len, values))
+    return [every_device(x, num_devices) for x in values]

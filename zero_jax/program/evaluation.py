@@ -73,32 +73,26 @@ def trace_flat(function: Callable[..., list[Any]], avals: Sequence[Any]) -> Any:
     return jax.make_jaxpr(function)(*shapes)
 
 
-def with_equations(jaxpr: Any, equation: Equation, consts: Sequence[Any] = ()) -> Any:
+def with_equations(jaxpr: Any, equation: Equation) -> Any:
     """Returns a closed jaxpr of what another one computes, with a function in place of some equations."""
-    opened, own = open_jaxpr(jaxpr)
-    return trace_flat(lambda *xs: evaluate(opened, own or consts, xs, equation), [var.aval for var in opened.invars])
+    opened, consts = open_jaxpr(jaxpr)
+    return trace_flat(lambda *xs: evaluate(opened, consts, xs, equation), [var.aval for var in opened.invars])
 
 
-def flattened(
-    jaxpr: Any,
-    consts: Sequence[Any] = (),
-    kinds: Collection[str] = ("call",),
-    leaves: Callable[[Any], bool] = lambda eqn: False,
-) -> Any:
+def flattened(jaxpr: Any, kinds: Collection[str] = ("call",), leaves: Callable[[Any], bool] = lambda eqn: False) -> Any:
     """Returns a jaxpr of what another one computes, with the jaxprs of these kinds of `Subcall` in place.
 
     The equations stay what they are, so those of equal layers are equal; what cannot be written so is traced again.
-    `consts` are the constants of an open jaxpr; the result is closed if there are any. Where a jaxpr can be written
-    out, the equations that `leaves` says stay calls.
+    Where a jaxpr can be written out, the equations that `leaves` says stay calls.
     """
     opened, _ = open_jaxpr(jaxpr)
     # An effect may say by its number which input it is on. That of a collective, in a `jax.shard_map`, names an axis,
     # which nothing that is traced outside of it knows.
     written = all(type(effect).__name__ == "NamedAxisEffect" for effect in opened.effects)
-    if not consts and written and _can_be_written_out(opened, kinds):
+    if written and _can_be_written_out(opened, kinds):
         eqns, outvars = _written_out(opened, kinds, leaves)
         return with_results(jaxpr, outvars, eqns=eqns)
-    return with_equations(jaxpr, inlining(kinds), consts)
+    return with_equations(jaxpr, inlining(kinds))
 
 
 def once_each(jaxpr: Any, merges: Callable[[Any], bool]) -> Any:

@@ -152,6 +152,11 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     return list(result) if eqn.primitive.multiple_results else [result]
 
 
+def bind_mapped(eqn: Any, values: Sequence[Any], in_axes: Sequence[int | None], out_axes: int = 0, **how: Any) -> Any:
+    """Evaluates an equation of one result by `jax.vmap`, over a dim of some values."""
+    return jax.vmap(lambda *xs: bind(eqn, xs)[0], in_axes=tuple(in_axes), out_axes=out_axes, **how)(*values)
+
+
 def of_some(function: Callable[..., Any], values: Sequence[Any], which: Sequence[int]) -> Callable[..., Any]:
     """Returns a function of some of its arguments, those with the numbers `which`; the others are these values."""
 

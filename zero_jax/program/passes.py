@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
-from zero_jax.program.jaxprs import is_literal, open_jaxpr
+from zero_jax.program.jaxprs import is_literal, open_jaxpr, variables
 from zero_jax.program.subcalls import Subcall, subcall
 
 V = TypeVar("V")
@@ -102,6 +102,33 @@ class Dependence(Pass[frozenset[int]]):
     def operation(self, eqn: Any, operands: list[frozenset[int]]) -> list[frozenset[int]]:
         """Returns the inputs of all operands, for each result."""
         return [frozenset().union(*operands)] * len(eqn.outvars)
+
+
+def made_of(given: Iterable[Any], eqns: Iterable[Any]) -> set[Any]:
+    """Returns some variables, and those that equations make of any of them."""
+    found = {*given}
+    for eqn in eqns:
+        if not found.isdisjoint(variables(eqn)):
+            found.update(eqn.outvars)
+    return found
+
+
+def made_only_of(given: Iterable[Any], eqns: Iterable[Any]) -> set[Any]:
+    """Returns some variables, and those that equations without effects make of them and of literals alone."""
+    found = {*given}
+    for eqn in eqns:
+        if not eqn.effects and found.issuperset(variables(eqn)):
+            found.update(eqn.outvars)
+    return found
+
+
+def read_for(results: Iterable[Any], eqns: Sequence[Any]) -> set[Any]:
+    """Returns some variables, and those that equations read for them."""
+    needed = {*results}
+    for eqn in reversed(eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            needed.update(variables(eqn))
+    return needed
 
 
 def fixed_point(

@@ -61,9 +61,15 @@ class Subcall:
         return list(operands[: self.num_consts]), list(operands[self.num_consts : first]), list(operands[first:])
 
 
+def kind_of(eqn: Any) -> str | None:
+    """Returns the kind of an equation as a `Subcall`; None for an operation, whatever it holds."""
+    kind = KINDS.get(eqn.primitive.name)
+    return "sharded_call" if kind == "call" and has_explicit_shardings(eqn) else kind
+
+
 def subcall(eqn: Any) -> Subcall | None:
     """Returns the jaxprs that an equation runs; None for an operation, whatever it holds."""
-    kind, params = KINDS.get(eqn.primitive.name), eqn.params
+    kind, params = kind_of(eqn), eqn.params
     if kind is None:
         return None
     if kind == "scan":
@@ -81,7 +87,7 @@ def subcall(eqn: Any) -> Subcall | None:
     if kind == "cond":
         return Subcall(kind="cond", branches=tuple(params["branches"]))
     (jaxpr,) = inner_jaxprs(eqn)
-    return Subcall(kind="sharded_call" if has_explicit_shardings(eqn) else kind, jaxpr=jaxpr)
+    return Subcall(kind=kind, jaxpr=jaxpr)
 
 
 def scan_of(eqn: Any) -> Subcall:

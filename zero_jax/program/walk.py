@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, Self, TypeVar
 
@@ -18,16 +19,21 @@ F = TypeVar("F")
 
 
 class Deferred:
-    """A value of a walk that is more than an array: one still to be made, or one of which something is known."""
+    """A value of a walk that is more than an array: one still to be made, or one of which something is known.
+
+    It is a dataclass: of one `array`, or one that says of which arrays it is made.
+    """
+
+    array: Any
 
     @property
     def arrays(self) -> tuple[Any, ...]:
         """The arrays that it is made of."""
-        raise NotImplementedError
+        return (self.array,)
 
     def with_arrays(self, arrays: Sequence[Any]) -> Self:
         """Returns the value made of other arrays."""
-        raise NotImplementedError
+        return dataclasses.replace(self, array=arrays[0])  # type: ignore[type-var]
 
     @property
     def key(self) -> Hashable:
@@ -38,6 +44,16 @@ class Deferred:
 def arrays_of(value: Any) -> tuple[Any, ...]:
     """Returns the arrays that a value of a walk is made of."""
     return value.arrays if isinstance(value, Deferred) else (value,)
+
+
+def made_of_arrays(value: Any, arrays: Sequence[Any]) -> Any:
+    """Returns a value of a walk made of other arrays (`arrays_of`)."""
+    return value.with_arrays(arrays) if isinstance(value, Deferred) else arrays[0]
+
+
+def as_it_is(array: Any) -> Any:
+    """Makes a value that is an array as it is used, in the place of functions that make others."""
+    return array
 
 
 class Packed:
@@ -57,14 +73,10 @@ class Packed:
         bare.values = [x.with_arrays([None] * len(x.arrays)) if isinstance(x, Deferred) else None for x in self.values]
         return bare
 
-    def pairs(self, arrays: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
-        """Returns the values, each with those of other arrays that are in place of its own."""
-        return [(value, [arrays[i] for i in at]) for value, at in zip(self.values, self.places, strict=True)]
-
     def values_of(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns the values made of other arrays."""
-        pairs = self.pairs(arrays)
-        return [value.with_arrays(own) if isinstance(value, Deferred) else own[0] for value, own in pairs]
+        pairs = zip(self.values, ([arrays[i] for i in at] for at in self.places), strict=True)
+        return [made_of_arrays(value, own) for value, own in pairs]
 
     @property
     def key(self) -> Hashable:
@@ -189,10 +201,7 @@ class Walk(Generic[F]):
         within = self.inside(eqn, sub, frame)
 
         def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            elements = [
-                stack.with_arrays(arrays) if isinstance(stack, Deferred) else arrays[0]
-                for stack, arrays in zip(stacks, xs, strict=True)
-            ]
+            elements = map(made_of_arrays, stacks, xs)
             outs = self.inner(eqn, sub.jaxpr, [*consts, *self.carried(eqn, carry), *elements], within)
             return outs[: sub.num_carry], outs[sub.num_carry :]
 

@@ -3,7 +3,7 @@
 `attention/` computes attention by a fused kernel, `gather/` gathers each sharded param where it is used, `remat/`
 recomputes blocks in the backward pass, `pipeline/` makes scans over layers stages of a pipeline, `low_rank/` makes
 frozen weights with low-rank updates where they are used, `separability` decides whether a loss may be called on parts
-of a batch, `kernels` and `roofline` estimate what a compiler makes of it, `blocks/` finds the layers of a Python loop.
+of a batch, `kernels` estimates what a compiler makes of it, `blocks` finds the layers of a Python loop.
 All read jaxprs through `zero_jax.program`, and dims through `zero_jax.dims`. `windows` mends what XLA partitions
 wrongly. `facts` says what values are made of, and where they are read last.
 """
@@ -19,7 +19,7 @@ from zero_jax.transforms.gather.transform import GatherReport, gather_on_use, ga
 from zero_jax.transforms.grad_sums import SummedStacks
 from zero_jax.transforms.kernels import KERNEL_SECONDS, KERNEL_SHARES, Kernel, Roofline, efficiency_of, kernels
 from zero_jax.transforms.low_rank.walk import AdaptedReport, WeightUse, evaluate_adapted
-from zero_jax.transforms.low_rank.weight import Weight, as_stored
+from zero_jax.transforms.low_rank.weight import Weight
 from zero_jax.transforms.pipeline.convolutions import convolutions_as_products
 from zero_jax.transforms.pipeline.cut import Stages
 from zero_jax.transforms.pipeline.place import StagePlace

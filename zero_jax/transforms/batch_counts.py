@@ -59,7 +59,7 @@ class CountedTrace:
 
     def __init__(self, traced: Traced, *, flat: bool = False):
         self.traced, self.flat, closed = traced, flat, traced.closed
-        self.closed = without_duplicates(flattened(*jaxprs.open_jaxpr(closed)) if flat else closed, traced.num_params)
+        self.closed = without_duplicates(flattened(closed) if flat else closed, traced.num_params)
         self.opened, _ = jaxprs.open_jaxpr(self.closed)
         self.quotients = Quotients(self.opened, traced.num_params)
         made = {var for eqn in self.opened.eqns for var in eqn.outvars}
@@ -158,13 +158,14 @@ class CountedProgram(LossProgram):
     `before` is the loss, `(variables, batch, key) -> (loss, (aux, model_state))`.
     """
 
+    before: LossProgram
+
     def __init__(self, before: LossProgram, how: LossOnParts):
         super().__init__(before.fn, before, lambda traced: traced)
         self.how = how
 
     def trace(self, *args: Any) -> Traced:
         """Returns the program for arguments of these shapes."""
-        assert self.before is not None
         variables, (batch, _), key = args
         traced = self.before.trace(variables, batch, key)
         known = id(traced)
@@ -183,7 +184,6 @@ class CountedProgram(LossProgram):
 
     def counting(self, variables: PyTree, batch: PyTree, key: Any) -> Any:
         """Returns the closed jaxpr of the counts of a part, of which those of the batch are made."""
-        assert self.before is not None
         trace = CountedTrace(self.before.trace(variables, batch, key), flat=self.how.flat)
         return trace.alone([*self.how.counts])
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate, flattened, inlining, trace_flat, with_equations
 from zero_jax.program.loss import LossProgram, Traced
+from zero_jax.program.passes import read_for
 from zero_jax.program.subcalls import equations
 from zero_jax.sharding.precision import wide
 from zero_jax.transforms.quotients import Quotient, Quotients, named_entry, origin, without_duplicates
@@ -121,13 +122,13 @@ def _with_division(closed: Any, num_params: int) -> tuple[Any, _Division | None]
     closed = without_duplicates(closed, num_params)
     if any(_empty_case(eqn) is not None for eqn in equations(closed)):
         closed = without_duplicates(_with_cases(closed), num_params)
-    opened, consts = jaxprs.open_jaxpr(closed)
+    opened, _ = jaxprs.open_jaxpr(closed)
     quotients = Quotients(opened, num_params)
     found, env = quotients.results[0].quotient, quotients.env
     made = [var for eqn in opened.eqns if jaxprs.inner_jaxprs(eqn) for var in eqn.outvars]
     is_within = found is not None and not {found.count, found.divisor} <= env.keys()
     if is_within or any(env[var].quotient for var in made):  # it is in a nested `jit`, or terms are added there
-        closed = flattened(opened, consts)
+        closed = flattened(closed)
         opened, _ = jaxprs.open_jaxpr(closed)
         quotients = Quotients(opened, num_params)
         found = quotients.results[0].quotient
@@ -139,12 +140,11 @@ def _with_division(closed: Any, num_params: int) -> tuple[Any, _Division | None]
 
 def _function_of(found: Quotient, quotients: Quotients, opened: Any) -> Any:
     """Returns the jaxpr of a divisor, of its count and of other scalars; None if it is made of more."""
-    needed, eqns, env = {found.divisor}, [], quotients.env
-    for eqn in reversed(opened.eqns):
-        is_made = not needed.isdisjoint(eqn.outvars) and found.count not in eqn.outvars
-        if is_made and any(env[var].of_batch for var in eqn.outvars):
-            eqns.insert(0, eqn)
-            needed.update(jaxprs.variables(eqn))
+    env = quotients.env
+    of_batch = [eqn for eqn in opened.eqns if any(env[var].of_batch for var in eqn.outvars)]
+    of_batch = [eqn for eqn in of_batch if found.count not in eqn.outvars]
+    needed = read_for([found.divisor], of_batch)
+    eqns = [eqn for eqn in of_batch if not needed.isdisjoint(eqn.outvars)]
     made = {found.count, *(var for eqn in eqns for var in eqn.outvars)}
     others = [var for var in dict.fromkeys(var for eqn in eqns for var in jaxprs.variables(eqn)) if var not in made]
     fits = [not (var.aval.shape or env[var].of_batch or env[var].of_params) for var in others]
@@ -181,4 +181,4 @@ def _with_cases(closed: Any) -> Any:
                 return [jax.lax.select_n(values[0], *cases)]
         return list(inline(eqn, values))
 
-    return with_equations(flattened(*jaxprs.open_jaxpr(closed)), equation)
+    return with_equations(flattened(closed), equation)

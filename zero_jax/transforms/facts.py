@@ -9,7 +9,7 @@ from typing import Any
 
 from zero_jax.dims import PARTS, is_contraction
 from zero_jax.program import jaxprs
-from zero_jax.program.passes import Pass
+from zero_jax.program.passes import Pass, read_for
 from zero_jax.program.subcalls import equations_of
 
 
@@ -106,8 +106,7 @@ def find_cores(facts: Facts) -> tuple[set[Any], set[Any]]:
     queries with keys, and that with values.
     """
     eqns = facts.jaxpr.eqns
-    inner: set[Any] = set()
-    results: set[Any] = set()
+    inner, results = set[Any](), set[Any]()
 
     def multiplies(eqn: Any) -> bool:
         is_product = eqn.primitive.name == "dot_general"
@@ -135,15 +134,11 @@ def _core(eqns: Sequence[Any], multiplies: Callable[[Any], bool]) -> tuple[set[A
                 ends.append(eqn)
         elif not is_contraction(eqn) or sorted(eqn.outvars[0].aval.shape) == shape:
             reached.update(eqn.outvars)
-    inner: set[Any] = set()
-    results: set[Any] = set()
+    inner, results = set[Any](), set[Any]()
+    within = [eqn for eqn in eqns if not reached.isdisjoint(eqn.outvars)]
     for end in ends:
-        needed = {atom for atom in end.invars if not jaxprs.is_literal(atom)} & reached
-        between: list[Any] = []
-        for eqn in reversed(eqns):
-            if needed.intersection(eqn.outvars) and reached.intersection(eqn.outvars):
-                between.append(eqn)
-                needed.update(atom for atom in eqn.invars if not jaxprs.is_literal(atom))
+        needed = read_for(reached.intersection(jaxprs.variables(end)), within)
+        between = [eqn for eqn in within if not needed.isdisjoint(eqn.outvars)]
         if any(each.primitive.name in ("exp", "exp2") for eqn in between for each in equations_of(eqn)):
             inner.update(var for eqn in between for var in eqn.outvars)
             results.update(end.outvars)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from zero_jax.program.jaxprs import inner_jaxprs, open_jaxpr
 from zero_jax.program.passes import Pass
-from zero_jax.program.subcalls import CALLS, KINDS, equations, subcall
+from zero_jax.program.subcalls import CALLS, KINDS, equations, kind_of, subcall
 
 _EXPONENTIALS = ("exp", "exp2")
 
@@ -56,7 +56,7 @@ def equation_flops(eqn: Any) -> int:
 
 def _num_shards(eqn: Any) -> int:
     """Returns how many different parts of its operands the devices of a `shard_map` compute on; 1 of another call."""
-    specs = eqn.params.get("in_specs") if KINDS.get(eqn.primitive.name) == "shard_map" else None
+    specs = eqn.params.get("in_specs") if kind_of(eqn) == "shard_map" else None
     axes = {axis for spec in specs or () for dim in spec for axis in (dim if isinstance(dim, tuple) else (dim,))}
     return math.prod(size for axis, size in eqn.params["mesh"].shape.items() if axis in axes) if axes else 1
 

@@ -14,13 +14,13 @@ from zero_jax.core.tree import PyTree
 from zero_jax.dims import ELEMENTWISE, SAME_ELEMENTS, SCATTERS, known_primitives
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import once_each
-from zero_jax.program.passes import Dependence, Pass
+from zero_jax.program.passes import Pass, made_of
 
 # A linear operation on a quotient makes another quotient by the same divisor.
 _LINEAR = {name: known.linear for name, known in known_primitives().items() if known.linear}
 _OF_OTHERS = frozenset({"add_any", "dynamic_slice", "dynamic_update_slice", "gather", "pad"}) | SCATTERS
 _KEEP_DIVISOR = (_LINEAR.keys() - _OF_OTHERS) | {"select_n"}
-_PARAMS, _MASKS = frozenset({0}), frozenset({"broadcast_in_dim", "random_bits"})
+_MASKS = frozenset({"broadcast_in_dim", "random_bits"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +144,5 @@ def origin(atom: Any, eqns: Sequence[Any]) -> Any:
 def without_duplicates(closed: Any, num_params: int) -> Any:
     """Returns a jaxpr that computes each value of the batch once: sums of one mask are one divisor, not two."""
     opened, _ = jaxprs.open_jaxpr(closed)
-    made_of: dict[Any, frozenset[int]] = {}
-    Dependence().run(opened, [_PARAMS if i < num_params else frozenset() for i in range(len(opened.invars))], made_of)
-    return once_each(closed, lambda eqn: not any(made_of[var] for var in eqn.outvars))
+    of_params = made_of(opened.invars[:num_params], opened.eqns)
+    return once_each(closed, lambda eqn: of_params.isdisjoint(eqn.outvars))

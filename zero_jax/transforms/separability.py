@@ -176,9 +176,8 @@ class _Traces:
             on_parts = LossOnParts(size=size, of_batch=False, weight=named)
             return Separability(another_loss=why, on_parts=on_parts, aux=dict.fromkeys(leaves, unknown(why)))
         found = self.found(traces, size, num_parts, num_blocks)
-        if found.within and any(
-            x.kind is Kind.UNKNOWN for x in (found.loss, *found.aux)
-        ):  # of a value in nested `jit`s
+        # What is not known may be of a value in nested `jit`s.
+        if found.within and any(x.kind is Kind.UNKNOWN for x in (found.loss, *found.aux)):
             traces = [self.trace(n, flat=True) for n in sizes]
             found = self.found(traces, size, num_parts, num_blocks)
         why, on_parts = _averaged(found, traces[1], loss_weight, trusted=trusted)
@@ -193,9 +192,7 @@ class _Traces:
         If there is a third, of one example, it has to be of the same operations as the second. What is computed for an
         entry of aux alone does not count against others, nor against the loss.
         """
-        inputs = [dataclasses.replace(SAME, of_params=True)] * len(jax.tree.leaves(self.params))
-        inputs += [rows(0) if np.ndim(x) else SAME for x in jax.tree.leaves(self.batch)]
-        key = [SAME] * len(jax.tree.leaves(self.key))
+        inputs, key = relations_of(self.params, self.batch), [SAME] * len(jax.tree.leaves(self.key))
         counts, comparison = (TraceComparison(num_parts, num_blocks, shares_terms=flag) for flag in (False, True))
         powers = dict[int, Fraction]()
         if len({len(trace.counts) for trace in traces}) == 1:
@@ -311,6 +308,12 @@ def _combined(x: Relation, atom: Any, jaxpr: Any) -> Relation:
     why = why.replace("{}", "a line that is not known")
     made = () if " at " in why else (eqn for eqn in jaxprs.open_jaxpr(jaxpr)[0].eqns if atom in eqn.outvars)
     return unknown(" at ".join(filter(None, [why, *map(jaxprs.source_line, made)])))
+
+
+def relations_of(params: PyTree, batch: PyTree) -> list[Relation]:
+    """Returns the relations of the leaves of params and of a batch to those of a part of the batch."""
+    relations = [dataclasses.replace(SAME, of_params=True)] * len(jax.tree.leaves(params))
+    return relations + [rows(0) if np.ndim(x) else SAME for x in jax.tree.leaves(batch)]
 
 
 def operations(jaxpr: Any) -> list[str]:

@@ -40,7 +40,7 @@ def stream(
     """
     arrays = [x.array for x in arguments]
     closed = trace_flat(function, arrays)
-    jaxpr, consts = jaxprs.open_jaxpr(flattened(*jaxprs.open_jaxpr(closed)))
+    jaxpr, consts = jaxprs.open_jaxpr(flattened(closed))
     results: list[Any] = [None] * len(into)
     for i, var in enumerate(jaxpr.outvars):
         if var is jaxpr.invars[into[i]] or any(unchanged[i : i + 1]):  # it stays where it is

@@ -123,10 +123,9 @@ def _zeros(x: Any) -> jax.Array:
 
 
 def _search(traced: Traced, line: str) -> tuple[SearchedBody, AttentionSearch]:
-    jaxpr, consts = jaxprs.open_jaxpr(traced.closed)
     search = AttentionSearch()
-    data = [i >= traced.num_params for i in range(len(jaxpr.invars))]
-    return search.body(jaxpr, consts, [None] * len(data), data, Site(times=1, line=line)), search
+    data = [i >= traced.num_params for i in range(len(jaxprs.open_jaxpr(traced.closed)[0].invars))]
+    return search.body(traced.closed, [None] * len(data), data, Site(times=1, line=line)), search
 
 
 def _without_scores(body: SearchedBody, arrays: Sequence[Any], kernel: Callable[..., Any]) -> list[Any]:

@@ -58,14 +58,12 @@ class AttentionSearch:
     def __init__(self) -> None:
         self.rows: list[tuple[AttentionRow, AttentionCore | None]] = []  # each core, as the kernel computes it
 
-    def body(
-        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], data: Sequence[bool], at: Site
-    ) -> SearchedBody:
-        """Returns an open jaxpr with its cores.
+    def body(self, jaxpr: Any, inputs: Sequence[Any], data: Sequence[bool], at: Site) -> SearchedBody:
+        """Returns a jaxpr, open or closed, with its cores.
 
         `inputs` have what is known of its inputs, or None; `data` says which are of more than params and constants.
         """
-        jaxpr, consts = flatten(jaxpr, consts)
+        jaxpr, consts = flatten(jaxpr)
         prover = Prover(jaxpr, consts, inputs)
         facts = Facts(jaxpr, ["value" if is_data else "param" for is_data in data])
         cores = self.choose(facts, prover, at)
@@ -112,7 +110,7 @@ class AttentionSearch:
         if sub.kind == "cond":
             known, data = known[1:], data[1:]
         if sub.kind == "scan":
-            jaxpr, _ = flatten(*jaxprs.open_jaxpr(sub.jaxpr))
+            jaxpr, _ = flatten(sub.jaxpr)
             of_consts, carry, slices = sub.split(known)
             for i in range(sub.num_carry):  # only what an iteration passes on as it is
                 if _origin(jaxpr, jaxpr.outvars[i]) is not jaxpr.invars[sub.num_consts + i]:
@@ -120,13 +118,13 @@ class AttentionSearch:
             known = [*of_consts, *carry, *(None for _ in slices)]
             data[sub.num_consts : sub.num_consts + sub.num_carry] = [True] * sub.num_carry
         within = at.inside(eqn, sub.length)
-        return {id(jaxpr): self.body(*jaxprs.open_jaxpr(jaxpr), known, data, within) for jaxpr in inner}
+        return {id(jaxpr): self.body(jaxpr, known, data, within) for jaxpr in inner}
 
     def leave(self, eqn: Any, at: Site, reason: str = "") -> None:
         """Notes the cores in an equation that is not looked into, and in those within it."""
         reason = reason or f"it is inside {eqn.primitive.name}, which is not looked into"
         for inner in jaxprs.inner_jaxprs(eqn):
-            jaxpr, _ = flatten(*jaxprs.open_jaxpr(inner))
+            jaxpr, _ = flatten(inner)
             _, results = find_cores(Facts(jaxpr, ["value"] * len(jaxpr.invars)))
             for result in jaxpr.eqns:
                 if results.intersection(result.outvars):
@@ -135,9 +133,9 @@ class AttentionSearch:
                 self.leave(result, at.inside(eqn), reason)
 
 
-def flatten(jaxpr: Any, consts: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-    """Returns a jaxpr with its calls inlined, without what no result depends on."""
-    opened, consts = jaxprs.open_jaxpr(flattened(jaxpr, consts))
+def flatten(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """Returns a jaxpr with its calls inlined, without what no result depends on, as an open one and its constants."""
+    opened, consts = jaxprs.open_jaxpr(flattened(jaxpr))
     return jaxprs.without_dead_code(opened), consts
 
 
@@ -145,7 +143,7 @@ def _origin(jaxpr: Any, atom: Any) -> Any:
     """Returns the variable that a variable is equal to, if a `jax.checkpoint` returns what it takes."""
     for eqn in reversed(jaxpr.eqns):
         if atom in eqn.outvars and (sub := subcall(eqn)) is not None and sub.kind == "remat":
-            inner, _ = flatten(*jaxprs.open_jaxpr(sub.jaxpr))
+            inner, _ = flatten(sub.jaxpr)
             result = _origin(inner, inner.outvars[eqn.outvars.index(atom)])
             atom = eqn.invars[inner.invars.index(result)] if result in inner.invars else atom
     return atom

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from zero_jax.dims import ELEMENTWISE, LOOPS, Examples, MixedSharding, State, is_float
 from zero_jax.program.evaluation import evaluate, trace_flat
-from zero_jax.program.jaxprs import bind, of_some, open_jaxpr, source_context, variables
+from zero_jax.program.jaxprs import bind, bind_mapped, of_some, open_jaxpr, source_context, variables
 from zero_jax.program.subcalls import Subcall, equations, subcall
 from zero_jax.program.walk import Rewriting
 from zero_jax.sharding.chains import Chain, reshard
@@ -113,7 +113,7 @@ class _Anchors(Rewriting):
         """Returns a product that sums over examples, as the sum of each device's own."""
         parts = [split_dim(x, dim, self.examples.num_shards) for x, dim in zip(factors, dims, strict=True)]
         with source_context(eqn):
-            stack = self.sharded(jax.vmap(lambda *xs: bind(eqn, xs)[0], in_axes=dims)(*parts), 0)
+            stack = self.sharded(bind_mapped(eqn, parts, dims), 0)
             return lax.reduce(stack, jnp.zeros((), stack.dtype), lax.add, (0,))
 
     def with_derivatives(self, eqn: Any, sub: Subcall, values: list[Any], frame: None) -> Sequence[Any]:

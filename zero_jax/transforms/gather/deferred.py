@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.core.tree import PyTree
 from zero_jax.dims import BY_INDEX, JOINS, MOVES, is_float
-from zero_jax.program.walk import Deferred
+from zero_jax.program.walk import Deferred, as_it_is
 from zero_jax.sharding.chains import RELATIVE, Chain, gather_scope, gather_shardings, reshard, scattering
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import promoted
@@ -96,11 +96,6 @@ class Lazy(Deferred):
         return array if self.cast is None else array.astype(self.cast)
 
 
-def as_it_is(array: Any) -> Any:
-    """The recipe of a param that is stored as it is used."""
-    return array
-
-
 @dataclasses.dataclass(frozen=True)
 class Value(Deferred):
     """An ordinary value; `params_only` if it depends on params and constants only."""
@@ -111,18 +106,9 @@ class Value(Deferred):
     is_deferred: ClassVar[bool] = False
 
     @property
-    def arrays(self) -> tuple[Any, ...]:
-        """The arrays that it is made of."""
-        return (self.array,)
-
-    @property
     def home(self) -> Any:
         """The array, sharded as XLA has it."""
         return self.array
-
-    def with_arrays(self, arrays: Sequence[Any]) -> Value:
-        """Returns the value with another array."""
-        return dataclasses.replace(self, array=arrays[0])
 
     @property
     def key(self) -> Hashable:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from zero_jax.program.jaxprs import bind
+from zero_jax.program.jaxprs import bind, bind_mapped
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import Dims, carries, move_steps, named, without
@@ -134,8 +134,7 @@ def _look_up_own(
 def move_table(eqn: Any, plan: LookupPlan, copies: jax.Array, indices: jax.Array) -> jax.Array:
     """Looks each device's indices up in its own copy of the whole table; gradients are summed shard by shard."""
     split = split_dim(indices, plan.row, copies.shape[0])
-    lookup = jax.vmap(lambda t, i: bind(eqn, [t, i])[0], in_axes=(0, plan.row), out_axes=plan.out_row)
-    return lookup(copies, split).reshape(eqn.outvars[0].aval.shape)
+    return bind_mapped(eqn, [copies, split], (0, plan.row), plan.out_row).reshape(eqn.outvars[0].aval.shape)
 
 
 def _to_rows(start: Dims, row: int, data: Sequence[str]) -> list[Dims]:

@@ -18,12 +18,13 @@ from zero_jax.core.device_put import default_layout
 from zero_jax.dims import FREE, UNKNOWN
 from zero_jax.program.jaxprs import open_jaxpr, source_context, variables
 from zero_jax.program.subcalls import Subcall
+from zero_jax.program.walk import as_it_is
 from zero_jax.sharding.chains import Chain, gather_scope, reshard
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, gather_steps, named, without
 from zero_jax.transforms.blocks import num_bytes
 from zero_jax.transforms.gather.anchors import anchored
-from zero_jax.transforms.gather.deferred import Copies, Lazy, Value, as_it_is, gathering
+from zero_jax.transforms.gather.deferred import Copies, Lazy, Value, gathering
 from zero_jax.transforms.gather.per_device import only_multiplied, used_whole
 from zero_jax.transforms.pipeline.cut import LayerLoop
 from zero_jax.transforms.pipeline.microbatch import MicrobatchProgram

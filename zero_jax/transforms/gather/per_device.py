@@ -24,7 +24,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.dims import CASTS, SHAPES, dim_map, narrows
-from zero_jax.program.jaxprs import bind
+from zero_jax.program.jaxprs import bind_mapped
 from zero_jax.program.passes import Pass
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.mesh import Axes, axis_size
@@ -150,10 +150,7 @@ def multiply(
     spec = tuple(axes.batch if i == row else () for i in range(blocks.ndim))
     blocks = jax.lax.with_sharding_constraint(blocks, named(mesh, spec))
     operands = [factors[0], blocks] if other else [blocks, factors[1]]
-    product = jax.vmap(lambda *xs: bind(eqn, xs)[0], in_axes=(0, row) if other else (row, 0), out_axes=out_row)(
-        *operands
-    )
-    return product.reshape(eqn.outvars[0].aval.shape)
+    return bind_mapped(eqn, operands, (0, row) if other else (row, 0), out_row).reshape(eqn.outvars[0].aval.shape)
 
 
 @dataclasses.dataclass(frozen=True)

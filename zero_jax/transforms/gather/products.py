@@ -78,15 +78,14 @@ def refuse_convolution(eqn: Any) -> None:
 class _Product:
     """A product as a function of one of its inputs, the weight, which it is linear in.
 
-    With a `mesh` it is a convolution of examples that are sharded over `batch_axes`, and each device computes the
-    gradient of its own.
+    With a mesh and batch axes of its `own` it is a convolution of examples that are sharded over these, and each device
+    computes the gradient of its own.
     """
 
     eqn: Any
     place: int
     aval: Any
-    mesh: Mesh | None = None
-    batch_axes: tuple[str, ...] = ()
+    own: tuple[Mesh, tuple[str, ...]] | None = None
 
     def __call__(self, weight: jax.Array, *others: jax.Array) -> jax.Array:
         dtype = self.eqn.invars[self.place].aval.dtype
@@ -95,19 +94,18 @@ class _Product:
 
     def gradient(self, cotangent: jax.Array, others: Sequence[jax.Array], aval: Any) -> jax.Array:
         """Returns the gradient of the weight, with its products in the dtype of `aval`."""
-        if self.mesh is None:
+        if self.own is None:
             return self.gradient_here(cotangent, others, aval)
-        numbers, size = self.eqn.params["dimension_numbers"], axis_size(self.mesh, self.batch_axes)
+        (mesh, over), numbers = self.own, self.eqn.params["dimension_numbers"]
         dims = numbers.out_spec[0], numbers.lhs_spec[0]
-        over = self.batch_axes
-        if self.eqn.params["batch_group_count"] > 1 or others[0].shape[dims[1]] % size:
+        if self.eqn.params["batch_group_count"] > 1 or others[0].shape[dims[1]] % axis_size(mesh, over):
             over = ()
 
         def own(cotangent: jax.Array, examples: jax.Array) -> jax.Array:
             return lax.psum(self.gradient_here(cotangent, [examples], aval), over)
 
         specs = tuple(PartitionSpec(*[None] * dim, over or None) for dim in dims)
-        mapped = jax.shard_map(own, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+        mapped = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
         return mapped(cotangent, *others)
 
     def gradient_here(self, cotangent: jax.Array, others: Sequence[jax.Array], aval: Any) -> jax.Array:
@@ -148,10 +146,7 @@ def product(
     # The product is an ordinary one, by which remat policies know it.
     (out,) = bind(eqn, [lax.stop_gradient(x) for x in inputs])
     others = [x for i, x in enumerate(inputs) if i != place]
-    function = _Product(eqn, place, jax.typeof(out))
-    if own is not None:
-        function = dataclasses.replace(function, mesh=own[0], batch_axes=own[1])
-    return attach_p.bind(out, weight, inputs[place], *others, function=function)
+    return attach_p.bind(out, weight, inputs[place], *others, function=_Product(eqn, place, jax.typeof(out), own))
 
 
 # `attach` is the identity on the result of a product, and has its derivatives: `out, weight, factor, *others -> out`,

@@ -25,6 +25,7 @@ from zero_jax.core.variables import variable_names
 from zero_jax.dims import FREE, UNKNOWN, is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.loss import LossProgram, Traced, with_pass
+from zero_jax.program.walk import as_it_is
 from zero_jax.sharding.chains import Chain, gather_scope, reshard
 from zero_jax.sharding.mesh import axes_of, axis_size, on_mesh
 from zero_jax.sharding.model_specs import dims_of_each
@@ -38,7 +39,6 @@ from zero_jax.transforms.gather.deferred import (
     Lazy,
     Value,
     array_of,
-    as_it_is,
     device_sum,
     fetch,
     fetch_as,

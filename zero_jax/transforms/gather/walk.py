@@ -273,7 +273,7 @@ class GatherWalk(Walk[GatherFrame]):
         places = [i for i, value in enumerate(values) if isinstance(value, Copies)]
         if name in SAME_PARAM and all(value.params_only for value in values):
             in_axes = [0 if i in places else None for i in range(len(values))]
-            return [Copies(jax.vmap(lambda *xs: jaxprs.bind(eqn, xs)[0], in_axes=in_axes)(*arrays), params_only=True)]
+            return [Copies(jaxprs.bind_mapped(eqn, arrays, in_axes), params_only=True)]
         dims = None
         if name == "dot_general" and len(places) == 1:
             dims = example_dims(eqn, places[0], self.batch_sizes, axis_size(mesh, axes.batch))

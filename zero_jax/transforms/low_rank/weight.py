@@ -17,7 +17,7 @@ from jax import lax
 
 from zero_jax.dims import reshape_groups
 from zero_jax.program.jaxprs import bind, source_context
-from zero_jax.program.walk import Deferred
+from zero_jax.program.walk import Deferred, as_it_is
 from zero_jax.sharding.precision import wide
 
 STACK, IN, OUT = "s", "i", "o"
@@ -67,7 +67,7 @@ class Weight(Deferred):
     @property
     def is_plain(self) -> bool:
         """Whether the frozen weight is an array that is used as it is."""
-        return len(self.roots) == 1 and self.roots[0].dtype == self.dtype and self.build is as_stored and not self.moves
+        return len(self.roots) == 1 and self.roots[0].dtype == self.dtype and self.build is as_it_is and not self.moves
 
     @property
     def is_dora(self) -> bool:
@@ -156,11 +156,6 @@ class Weight(Deferred):
         for move in self.moves:
             array = move(array, keep)
         return array
-
-
-def as_stored(array: Any) -> Any:
-    """Builds a weight that is stored as it is."""
-    return array
 
 
 # From an equation's inputs, weights among them, to its results.

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import trace_flat
 from zero_jax.program.jaxprs import bind, open_jaxpr
-from zero_jax.program.subcalls import Subcall, equations, equations_of, subcall
+from zero_jax.program.subcalls import Subcall, equations, equations_of, kind_of
 from zero_jax.program.walk import Rewriting
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.spec import dims_of, named, without
@@ -83,8 +83,8 @@ def _of_examples(whole: Any, part: Any) -> Iterator[Any]:
                 raise CannotCut(f"{name} at {jaxprs.model_line(b)} draws the same numbers for all microbatches")
             yield b
         for pair in zip(jaxprs.inner_jaxprs(a), jaxprs.inner_jaxprs(b), strict=True):
-            found, sub = [*_of_examples(*pair)], subcall(b)
-            if found and (sub is None or sub.kind not in _ENTERED):
+            found = [*_of_examples(*pair)]
+            if found and kind_of(b) not in _ENTERED:
                 raise CannotCut(f"random numbers within {name} at {jaxprs.model_line(b)} are not looked into")
             yield from found
 

@@ -20,8 +20,8 @@ from zero_jax.core.tree import is_key
 from zero_jax.dims import Kind, Pair, Relation, TraceComparison, is_contraction, is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import flattened
-from zero_jax.program.passes import Dependence
-from zero_jax.program.subcalls import Subcall, equations, equations_of, scan_of, subcall
+from zero_jax.program.passes import made_of
+from zero_jax.program.subcalls import Subcall, equations, equations_of, kind_of, scan_of
 from zero_jax.sharding.mesh import Axes
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.pipeline.body import CannotCut, layer_of_microbatch
@@ -105,7 +105,6 @@ class LayerLoop:
       unroll: how many layers are one iteration of the compiled loop.
       recompute: whether a stage is recomputed in the backward pass.
       policy: what is kept of a stage that is recomputed, as `jax.checkpoint` takes it; None for its inputs alone.
-      line: the line of the scan.
     """
 
     stages: Stages
@@ -118,7 +117,6 @@ class LayerLoop:
     unroll: int
     recompute: bool
     policy: Any
-    line: str
 
     @property
     def place(self) -> StagePlace:
@@ -218,7 +216,7 @@ def find_loops(
                     "loss_fn does something else on a microbatch of one example than on several: give fewer "
                     "microbatches, or a larger batch"
                 )
-            pair = Pair(whole=eqn if len(parts) == 1 else others[1], part=others[-1] if len(parts) > 1 else others[0])
+            pair = Pair(whole=eqn if len(parts) == 1 else others[1], part=others[-1])
             roles = _roles(compared, pair, inputs, comparison)
             _check_scan(scan, stages)
             found.append(dataclasses.replace(entry, loop=_loop(others[0], pair, roles, stages)))
@@ -230,8 +228,7 @@ def find_loops(
 def scans(facts: Facts) -> Iterator[tuple[int, Any, Subcall]]:
     """Yields the scans of a jaxpr that are on more than params: the index, the equation, and the body."""
     for index, eqn in enumerate(facts.jaxpr.eqns):
-        sub = subcall(eqn)
-        if sub is not None and sub.kind == "scan" and sub.num_carry and not facts.only_params(eqn):
+        if kind_of(eqn) == "scan" and (sub := scan_of(eqn)).num_carry and not facts.only_params(eqn):
             yield index, eqn, sub
 
 
@@ -249,11 +246,9 @@ def scans_of_shared_params(facts: Facts) -> dict[int, list[Any]]:
     found = {}
     for index, eqn, sub in scans(facts):
         body = jaxprs.open_jaxpr(flattened(sub.jaxpr, kinds=("call", "remat")))[0]
-        of_carry, carry = dict[Any, frozenset[int]](), sub.split(body.invars)[1]
-        marks = [frozenset({0} if x in carry and x.aval.ndim and is_float(x.aval) else ()) for x in body.invars]
-        Dependence().run(body, marks, of_carry)
+        of_carry = made_of((x for x in sub.split(body.invars)[1] if x.aval.ndim and is_float(x.aval)), body.eqns)
         products = [x for x in body.eqns if any(map(is_contraction, equations_of(x)))]
-        is_layer = any(of_carry.get(var) for x in products for var in jaxprs.variables(x))
+        is_layer = any(not of_carry.isdisjoint(jaxprs.variables(x)) for x in products)
         params = {x.aval.shape for x in sub.split(eqn.invars)[0] if facts.kind(x) == "param" and x.aval.ndim}
         if params and is_layer:
             found[index] = [x for x in equations(body) if reads_one(x) and x.invars[0].aval.shape in params]
@@ -288,16 +283,16 @@ def layers_outside(closed: Any, num_params: int) -> Any:
     while around:
         jaxpr, _ = jaxprs.open_jaxpr(closed)
         facts = Facts(jaxpr, kinds)
-        around = {id(eqn) for eqn in jaxpr.eqns if is_remat(eqn) and _holds_layers(eqn, facts, layers)}
-        leaves = lambda eqn, around=around: is_remat(eqn) and id(eqn) not in around  # noqa: E731
+        around = {id(eqn) for eqn in jaxpr.eqns if kind_of(eqn) == "remat" and _holds_layers(eqn, facts, layers)}
+        leaves = lambda eqn, around=around: kind_of(eqn) == "remat" and id(eqn) not in around  # noqa: E731
         closed = flattened(closed, kinds=("call", "remat"), leaves=leaves) if around else closed
     return closed
 
 
 def _holds_layers(eqn: Any, facts: Facts, layers: Callable[[Facts], list[int]]) -> bool:
     """Tells whether a `jax.checkpoint` is around a scan over layers."""
-    sub = subcall(eqn)
-    inner = flattened(sub.jaxpr, kinds=("call", "remat"))  # type: ignore[union-attr]
+    (inner,) = jaxprs.inner_jaxprs(eqn)
+    inner = flattened(inner, kinds=("call", "remat"))
     return bool(layers(Facts(jaxprs.open_jaxpr(inner)[0], [*map(facts.kind, eqn.invars)])))
 
 
@@ -367,7 +362,7 @@ def _loop(eqn: Any, pair: Pair, roles: tuple[list[Role], list[Role]], stages: St
             raise CannotCut("its layers return PRNG keys: return their data (jax.random.key_data)")
     whole, part = pair.subcalls()
     layer = layer_of_microbatch(scan.jaxpr, (whole.jaxpr, part.jaxpr), stages.axes)
-    own = [eqn.params["policy"] for eqn in equations(scan.jaxpr) if is_remat(eqn)]
+    own = [eqn.params["policy"] for eqn in equations(scan.jaxpr) if kind_of(eqn) == "remat"]
     recompute, policy = stages.recompute and not own, None
     if stages.schedule.num_groups > 1 and not recompute:
         # Params of a group would be kept for each tick: they are taken again, and what the layers keep is kept.
@@ -383,14 +378,7 @@ def _loop(eqn: Any, pair: Pair, roles: tuple[list[Role], list[Role]], stages: St
         unroll=scan.unroll,
         recompute=recompute,
         policy=policy,
-        line=jaxprs.model_line(pair.whole),
     )
-
-
-def is_remat(eqn: Any) -> bool:
-    """Tells whether an equation is a `jax.checkpoint`."""
-    sub = subcall(eqn)
-    return sub is not None and sub.kind == "remat"
 
 
 def kept_values(policies: Sequence[Any]) -> Any:

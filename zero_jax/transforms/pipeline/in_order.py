@@ -14,6 +14,7 @@ from jax import lax
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate, flattened, with_equations
 from zero_jax.program.jaxprs import bind, is_literal, open_jaxpr, source_context
+from zero_jax.program.passes import made_only_of
 from zero_jax.program.subcalls import Subcall
 from zero_jax.program.walk import Deferred, Walk
 from zero_jax.transforms.facts import Facts
@@ -97,24 +98,11 @@ def _ordered(stack: Any, numbers: np.ndarray) -> Any:
     return stack[last : first + 1][::-1] if steps == {-1} else jnp.stack([stack[int(i)] for i in numbers])
 
 
+@dataclasses.dataclass(frozen=True)
 class _Slice(Deferred):
     """A stack of which one slice is read, by that slice."""
 
-    def __init__(self, array: Any):
-        self.array = array
-
-    @property
-    def arrays(self) -> tuple[Any, ...]:
-        """The slice."""
-        return (self.array,)
-
-    def with_arrays(self, arrays: Sequence[Any]) -> _Slice:
-        """Returns that of another slice."""
-        return _Slice(*arrays)
-
-    @property
-    def key(self) -> None:
-        """Nothing more is known of it."""
+    array: Any
 
 
 class _Reading(Walk[None]):
@@ -143,12 +131,13 @@ def _numbers(closed: Any, eqn: Any, sub: Subcall, stacks: Sequence[int]) -> dict
     if not readers:
         return {}
     jaxpr, consts = open_jaxpr(closed)
-    constant = _made_of(jaxpr, [var for var, x in zip(jaxpr.constvars, consts, strict=True) if not jaxprs.is_traced(x)])
+    known = (var for var, x in zip(jaxpr.constvars, consts, strict=True) if not jaxprs.is_traced(x))
+    constant = made_only_of(known, jaxpr.eqns)
     begin = dict(zip((*carry, *slices), [x for part in sub.split(eqn.invars)[1:] for x in part], strict=True))
     counts = {var: x for var, x in begin.items() if _is_integer(var) and (is_literal(x) or x in constant)}
     following = dict(zip(carry, opened.outvars, strict=False))
     while True:
-        known = _made_of(opened, counts)
+        known = made_only_of(counts, opened.eqns)
         ends = {var: following[var] for var in counts if var in following}
         lost = [var for var, end in ends.items() if not (is_literal(end) or end in known)]
         if not lost:
@@ -197,12 +186,3 @@ def other_loops(facts: Facts) -> list[str]:
 
 def _is_integer(var: Any) -> bool:
     return jnp.issubdtype(var.aval.dtype, jnp.integer)
-
-
-def _made_of(jaxpr: Any, given: Sequence[Any] | Mapping[Any, Any]) -> set[Any]:
-    """Returns the variables of a jaxpr that are made of some of them and of literals alone."""
-    made = {*given}
-    for eqn in jaxpr.eqns:
-        if not eqn.effects and made.issuperset(jaxprs.variables(eqn)):
-            made.update(eqn.outvars)
-    return made

@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding
 from zero_jax.dims import Kind, is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate
-from zero_jax.program.passes import Dependence
+from zero_jax.program.passes import made_of
 from zero_jax.sharding.chains import Chain, reshard, scattering
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
@@ -360,11 +360,9 @@ class _InterleavedTicks(Ticks):
 
     def layer_passes(self) -> StagePasses:
         """Returns the layers of a stage forward and backward."""
-        env = dict[Any, frozenset[int]]()
-        marks = [frozenset({0} if i - 1 in self.wanted else ()) for i in range(len(self.jaxpr.invars))]
-        Dependence().run(self.jaxpr, marks, env)
+        differentiated = made_of((self.jaxpr.invars[1 + i] for i in self.others), self.jaxpr.eqns)
         values = self.program.layers.invars
-        has_grad = [not jaxprs.is_literal(x) and bool(env[x]) and is_float(x.aval) for x in values]
+        has_grad = [not jaxprs.is_literal(x) and x in differentiated and is_float(x.aval) for x in values]
         of_one = lambda x, dtype: jax.ShapeDtypeStruct(x.shape[1:], dtype)  # noqa: E731
         sums = [of_one(self.operands[i], wide(self.operands[i].dtype)) for i in self.of_layers]
         stacks = [of_one(x, x.dtype) for x in self.operands[self.first_stack :]]

@@ -21,6 +21,7 @@ from zero_jax.core.tree import is_key
 from zero_jax.dims import COPIES, SAME, SHAPES, Kind, Relation, TraceComparison, is_contraction, is_float, rows
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate_equations, trace_flat, values_of
+from zero_jax.program.passes import made_of, read_for
 from zero_jax.program.subcalls import equations_of, scan_of
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import wide
@@ -108,8 +109,8 @@ class LossTraces:
             raise CannotCut("loss_fn does something else on a microbatch than on the batch, outside of its layers")
         self.places: list[dict[Any, Any]] = [self.corresponding(jaxpr) for jaxpr in self.opened]
         first = self.opened[0]
-        self.after = _made_of(first.eqns[self.index].outvars, first.eqns)
-        self.of_params = _made_of([*first.invars[:num_params], *first.constvars], first.eqns)
+        self.after = made_of(first.eqns[self.index].outvars, first.eqns)
+        self.of_params = made_of([*first.invars[:num_params], *first.constvars], first.eqns)
         # A table that is read as it is and transposed has one gradient, of the table.
         moves = [eqn for eqn in first.eqns if eqn.primitive.name in SHAPES | COPIES]
         self.moved = {x for eqn in moves for x in eqn.outvars if x in self.of_params}
@@ -118,11 +119,11 @@ class LossTraces:
         loops = [eqn for eqn in loops if self.differentiated.isdisjoint(eqn.outvars)]
         layers = [eqn.outvars for eqn in loops if any(map(is_contraction, equations_of(eqn)))]
         others = [own for own in (first.eqns[x.index].outvars for x in before) if self.after.isdisjoint(own)]
-        made_before = _made_of([x for own in others for x in own], first.eqns)
+        made_before = made_of([x for own in others for x in own], first.eqns)
         self.inside = self.differentiated - made_before
         self.sums_before = {x for x in made_before & self.relations.keys() if self.relations[x].kind is Kind.SUM}
         layers += others
-        self.of_others = {x: max(y.aval.size for y in own) for own in layers for x in _made_of(own, first.eqns)}
+        self.of_others = {x: max(y.aval.size for y in own) for own in layers for x in made_of(own, first.eqns)}
 
     def corresponding(self, jaxpr: Any) -> dict[Any, Any]:
         """Returns for each variable of the trace on the batch the one of another trace."""
@@ -280,32 +281,13 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
         return [first if end.is_one else first + (loss - same).astype(first.dtype), *others]
 
     closed = trace_flat(run, [var.aval for var in whole.invars])
-    outvars = jaxprs.open_jaxpr(closed)[0].outvars
-    return jaxprs.with_results(closed, outvars, eqns=jaxprs.without_dead_code(closed).eqns), own
+    return jaxprs.alone(closed, jaxprs.open_jaxpr(closed)[0].outvars), own
 
 
 def differentiated(jaxpr: Any, num_params: int) -> set[Any]:
     """Returns the variables of a loss through which params have a gradient."""
     eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != "stop_gradient"]
-    return _made_of(jaxpr.invars[:num_params], eqns) & _read_for(jaxpr.outvars[0], eqns)
-
-
-def _made_of(variables: Sequence[Any], eqns: Sequence[Any]) -> set[Any]:
-    """Returns some variables, and those that equations make of them."""
-    found = set(variables)
-    for eqn in eqns:
-        if not found.isdisjoint(jaxprs.variables(eqn)):
-            found.update(eqn.outvars)
-    return found
-
-
-def _read_for(result: Any, eqns: Sequence[Any]) -> set[Any]:
-    """Returns a result, and the variables that equations read for it."""
-    needed = {result}
-    for eqn in reversed(eqns):
-        if not needed.isdisjoint(eqn.outvars):
-            needed.update(jaxprs.variables(eqn))
-    return needed
+    return made_of(jaxpr.invars[:num_params], eqns) & read_for(jaxpr.outvars[:1], eqns)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -346,7 +328,7 @@ class _End:
             if not made or (len(own) == len(made) and not is_late):
                 roles.update(own)
             elif any(x in roles and roles[x].is_rows for x in reads):
-                is_aux = _read_for(whole.outvars[0], whole.eqns).isdisjoint(eqn.outvars)
+                is_aux = read_for(whole.outvars[:1], whole.eqns).isdisjoint(eqn.outvars)
                 what = "an entry of aux is" if is_aux else "the loss is"
                 raise CannotCut(f"{what} not made of those of microbatches: {why if not own else 'examples are read'}")
             else:
@@ -358,7 +340,7 @@ class _End:
         for x in results:
             if roles[x].power and x.aval.dtype.kind in "iub":
                 raise CannotCut("what loss_fn returns is a mean of whole numbers over the examples")
-        needed = _read_for(whole.outvars[0], eqns)
+        needed = read_for(whole.outvars[:1], eqns)
         summed = [x for x in results if x in needed and is_float(x.aval)]
         return cls(whole=whole, eqns=eqns, results=results, roles=[roles[x] for x in results], summed=summed)
 

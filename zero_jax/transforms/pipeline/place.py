@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.tree import is_key
 from zero_jax.dims import is_float
-from zero_jax.program.jaxprs import define_tangents
+from zero_jax.program.jaxprs import define_tangents, of_some
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, gather_steps, named
 
@@ -185,9 +185,8 @@ def _own_jvp(primals: Any, dots: Any, *, function: Callable[..., Any], **params:
     given = [i for i, dot in enumerate(dots) if not isinstance(dot, ad.Zero)]
 
     def tangent(*values: jax.Array) -> jax.Array:
-        own = list(values[: len(primals)])
-        of_given = lambda *xs: function(*(dict(zip(given, xs, strict=True)).get(i, x) for i, x in enumerate(own)))  # noqa: E731
-        return jax.jvp(of_given, tuple(own[i] for i in given), values[len(primals) :])[1]
+        own = values[: len(primals)]
+        return jax.jvp(of_some(function, own, given), tuple(own[i] for i in given), values[len(primals) :])[1]
 
     made = own_p.bind(*primals, function=function, **params)
     return made, own_p.bind(*primals, *(dots[i] for i in given), function=tangent, **params)

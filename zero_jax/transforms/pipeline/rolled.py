@@ -35,8 +35,7 @@ class _Loop:
     """Equal layers that follow one another.
 
     Attributes:
-      start: where it begins, in the order of the equations on activations.
-      stop: where it ends.
+      stop: where it ends, in the order of the equations on activations.
       layers: the layers.
       carries: for each input that the layer before makes, its number among the inputs, and the place where it is made.
       slices: the numbers of the inputs that each layer has of its own.
@@ -45,7 +44,6 @@ class _Loop:
       ys: the places of what a layer makes that is used outside of the loop.
     """
 
-    start: int
     stop: int
     layers: Sequence[LayerTurn]
     carries: Sequence[tuple[int, Place]]
@@ -224,8 +222,8 @@ def _run(loop: _Loop, env: dict[Any, Any]) -> None:
 def _loop(facts: Facts, order: Sequence[int], turns: EqualLayers, bounds: Sequence[int]) -> _Loop:
     """Returns equal layers as a loop, or raises `CannotCut` if they are none; `order` are equations on activations."""
     layers = turns.between(bounds)
-    carries, slices = [], []
-    for number, atoms in enumerate(zip(*(layer.inputs for layer in layers), strict=True)):
+    inputs, carries, slices = [*zip(*(layer.inputs for layer in layers), strict=True)], [], []
+    for number, atoms in enumerate(inputs):
         made = {_place(layer, atom) for layer, atom in zip(layers, atoms[1:], strict=False)}
         if _are_same(atoms):
             continue
@@ -244,13 +242,12 @@ def _loop(facts: Facts, order: Sequence[int], turns: EqualLayers, bounds: Sequen
     ys = {layer.places[x] for layer, each in zip(layers[:-1], outside, strict=False) for x in each}
     ys |= {layers[-1].places[x] for x in outside[-1]} - final
     made_by = {eqn.outvars[0]: eqn for eqn in facts.jaxpr.eqns if eqn.primitive.name == "broadcast_in_dim"}
-    inputs, carried = [*zip(*(layer.inputs for layer in layers), strict=True)], {number for number, _ in carries}
+    carried = {number for number, _ in carries}
     atoms_of = {i: atoms if i in slices else atoms[:1] for i, atoms in enumerate(inputs) if i not in carried}
     broadcasts = {
         number: [None if jaxprs.is_literal(x) else made_by.get(x) for x in atoms] for number, atoms in atoms_of.items()
     }
     return _Loop(
-        start=bounds[0],
         stop=bounds[-1],
         layers=layers,
         carries=carries,

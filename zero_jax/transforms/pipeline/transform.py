@@ -16,8 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zero_jax.core.device_put import platform_of
-from zero_jax.core.tree import PyTree
-from zero_jax.dims import SAME, Relation, TraceComparison, dim_map, rows
+from zero_jax.dims import SAME, TraceComparison, dim_map
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate, trace_flat
 from zero_jax.program.loss import LossProgram, Traced
@@ -35,6 +34,7 @@ from zero_jax.transforms.pipeline.place import StagePlace
 from zero_jax.transforms.pipeline.report import PipelineReport, staged_layers
 from zero_jax.transforms.pipeline.rolled import why_no_layers
 from zero_jax.transforms.pipeline.schedule import Schedule
+from zero_jax.transforms.separability import relations_of
 
 
 class PipelinedProgram(LossProgram):
@@ -45,9 +45,11 @@ class PipelinedProgram(LossProgram):
       stages: the stages.
     """
 
+    before: LossProgram
+
     def __init__(self, before: LossProgram, stages: Stages):
         super().__init__(before.fn, before, lambda traced: traced)
-        self.stages = stages
+        self.stages, self.order = stages, _order_of_axes(stages.place)
 
     def made(self, *args: Any) -> Traced:
         """Returns the program for arguments of these shapes.
@@ -55,12 +57,12 @@ class PipelinedProgram(LossProgram):
         Raises:
           ValueError: no scan over layers can be cut into stages.
         """
-        traced = self.before.trace(*args)  # type: ignore[union-attr]
+        traced = self.before.trace(*args)
         staged, found = self.found(*args)
         if not any(entry.loop for entry in found):
             raise ValueError(_refusal(found, self.stages, traced))
-        if order := _order_of_axes(self.stages.place):
-            warnings.warn(order, stacklevel=2)
+        if self.order:
+            warnings.warn(self.order, stacklevel=2)
         for entry in (entry for entry in found if entry.loop is None):
             warnings.warn(
                 f"pipe={self.stages.num_stages}: the layers at {entry.line} are not cut into stages, and each device "
@@ -81,14 +83,12 @@ class PipelinedProgram(LossProgram):
             return dataclasses.replace(report, why_none=str(error))
         loops = tuple(staged_layers(entry) for entry in found if entry.loop is not None)
         if not loops:
-            traced = self.before.trace(*args)  # type: ignore[union-attr]
-            return dataclasses.replace(report, why_none=_refusal(found, stages, traced))
+            return dataclasses.replace(report, why_none=_refusal(found, stages, self.before.trace(*args)))
         left = tuple(f"{entry.line}: {entry.why}" for entry in found if entry.loop is None)
-        return dataclasses.replace(report, loops=loops, left=left, warning=_order_of_axes(stages.place))
+        return dataclasses.replace(report, loops=loops, left=left, warning=self.order)
 
     def found(self, *args: Any) -> tuple[Any, list[FoundLoop]]:
         """Returns the jaxpr for arguments of these shapes with stages, and the scans over layers in it."""
-        assert self.before is not None
         params, batch, *rest = args
         k, num_params = self.stages.num_microbatches, len(jax.tree.leaves(params))
         sizes = {np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
@@ -107,7 +107,7 @@ class PipelinedProgram(LossProgram):
         def traced(num_examples: int) -> Traced:
             part = jax.tree.map(lambda x: _resized(x, num_examples), batch)
             try:
-                return self.before.trace(params, part, *rest)  # type: ignore[union-attr]
+                return self.before.trace(params, part, *rest)
             except Exception as error:
                 raise ValueError(
                     f"pipe: loss_fn cannot be called on the {num_examples} examples of a microbatch "
@@ -117,7 +117,8 @@ class PipelinedProgram(LossProgram):
         sizes, num_blocks = [size // k], k * num_shards
         if size == k:  # of one example, operations differ that only change shapes
             sizes, num_blocks = [1, 2 * size, 2], 2 * num_blocks
-        programs, relations = [self.before.trace(*args), *map(traced, sizes)], _relations(params, batch, rest)
+        programs = [self.before.trace(*args), *map(traced, sizes)]
+        relations = [*relations_of(params, batch), *(SAME for _ in jax.tree.leaves(rest))]
         traces, comparison = [layers_outside(x.closed, num_params) for x in programs], TraceComparison(k, num_blocks)
         (whole, *parts), ends = comparison.in_blocks(traces, relations)
         found = find_loops(whole, parts, relations, num_params=num_params, stages=self.stages, comparison=comparison)
@@ -140,11 +141,13 @@ class PipelinedProgram(LossProgram):
                 inside = [x for x in others if x.index in of_each]
                 if not is_long and any(x.index == y.index for x in inside for y in cut):
                     raise CannotCut("one chain of layers is in its loop, and there are several that have to be")
-                found = [_of_each_stage(x) if x in inside else x for x in others]
+                # They read what stages make.
+                why = "pipeline='1f1b' runs all of them in each stage, on its microbatch; 'gpipe' cuts them"
+                found = [_left(x, why) if x in inside else x for x in others]
                 return _with_ends(staged, ends), sorted([*found, main], key=lambda x: x.index)
             except CannotCut as error:
                 why = f"pipeline='1f1b': {error}"
-        return whole, [x if x.loop is None else dataclasses.replace(x, loop=None, why=why) for x in found]
+        return whole, [_left(x, why) for x in found]
 
 
 def _num_layers(entry: FoundLoop) -> int:
@@ -152,9 +155,8 @@ def _num_layers(entry: FoundLoop) -> int:
     return entry.num_layers if entry.loop is not None and entry.loop.stages.schedule.is_interleaved else 0
 
 
-def _of_each_stage(entry: FoundLoop) -> FoundLoop:
-    """Returns a scan over layers that is a part of the loss of a microbatch, as it reads what stages make."""
-    why = "pipeline='1f1b' runs all of them in each stage, on its microbatch; 'gpipe' cuts them"
+def _left(entry: FoundLoop, why: str) -> FoundLoop:
+    """Returns a scan over layers that is not cut, with the reason."""
     return entry if entry.loop is None else dataclasses.replace(entry, loop=None, why=why)
 
 
@@ -178,10 +180,8 @@ def _forward(entry: FoundLoop) -> FoundLoop:
         return entry
     stages = entry.loop.stages
     if stages.num_microbatches % stages.num_stages:
-        why = (
-            f"it is run before the chain of '1f1b', and {stages.num_microbatches} microbatches are no multiple of pipe"
-        )
-        return dataclasses.replace(entry, loop=None, why=why)
+        number = f"{stages.num_microbatches} microbatches are no multiple of pipe"
+        return _left(entry, f"it is run before the chain of '1f1b', and {number}")
     schedule = dataclasses.replace(stages.schedule, is_interleaved=False)
     loop = dataclasses.replace(entry.loop, stages=dataclasses.replace(stages, schedule=schedule))
     return dataclasses.replace(entry, loop=loop)
@@ -190,13 +190,6 @@ def _forward(entry: FoundLoop) -> FoundLoop:
 def _resized(x: Any, num_examples: int) -> jax.ShapeDtypeStruct:
     shape, weak_type = (num_examples, *np.shape(x)[1:]) if np.ndim(x) else (), getattr(x, "weak_type", False)
     return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=weak_type)
-
-
-def _relations(params: PyTree, batch: PyTree, rest: Sequence[Any]) -> list[Relation]:
-    """Returns the relations of the inputs of a loss on the batch to those on a microbatch."""
-    relations = [dataclasses.replace(SAME, of_params=True)] * len(jax.tree.leaves(params))
-    relations += [rows(0) if np.ndim(x) else SAME for x in jax.tree.leaves(batch)]
-    return [*relations, *(SAME for _ in jax.tree.leaves(rest))]
 
 
 def _with_stages(closed: Any, found: Sequence[FoundLoop]) -> Any:
@@ -305,9 +298,9 @@ class _Table(Deferred):
 
     def moved(self, eqn: Any) -> _Table:
         """Returns the table with its elements elsewhere, or of another dtype."""
-        move = lambda x: jaxprs.bind(eqn, [x])[0]  # noqa: E731
-        made = lambda: jax.vmap(move, spmd_axis_name=self.place.pipe)(self.copies)  # noqa: E731
-        return _Table(move(self.array), self.place, self.num_examples, made)
+        (moved,), pipe = jaxprs.bind(eqn, [self.array]), self.place.pipe
+        made = lambda: jaxprs.bind_mapped(eqn, [self.copies], (0,), spmd_axis_name=pipe)  # noqa: E731
+        return _Table(moved, self.place, self.num_examples, made)
 
     def used(self, eqn: Any, values: Sequence[Any]) -> jax.Array | None:
         """Returns the result of a lookup or a product, on each stage by its copy; None where that is not possible.
@@ -324,7 +317,7 @@ class _Table(Deferred):
             return None
         x = values[other]
         own = [self.copies, place.pinned(x.reshape(num_stages, -1, *x.shape[1:]), place.pipe)]
-        made = jax.vmap(lambda *xs: jaxprs.bind(eqn, xs)[0], spmd_axis_name=place.pipe)(*own[:: 1 if other else -1])
+        made = jaxprs.bind_mapped(eqn, own[:: 1 if other else -1], (0, 0), spmd_axis_name=place.pipe)
         return place.pinned(made.reshape(shape), place.pipe)
 
 

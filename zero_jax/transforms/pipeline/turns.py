@@ -16,7 +16,7 @@ from jax import lax
 from zero_jax.dims import is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import trace_flat
-from zero_jax.program.jaxprs import bind, open_jaxpr
+from zero_jax.program.jaxprs import bind, of_some, open_jaxpr
 from zero_jax.program.subcalls import equations_of
 from zero_jax.transforms.blocks import EqnSequence, repeats_of
 from zero_jax.transforms.facts import Facts
@@ -263,12 +263,8 @@ def _derivative(eqn: Any) -> str:
 
     def run(*values: Any) -> Any:
         given, cotangents = values[: len(inputs)], values[len(inputs) :]
-
-        def of_floats(*own: Any) -> list[Any]:
-            at = dict(zip(floats, own, strict=True))
-            return [x for x in bind(eqn, [at.get(i, x) for i, x in enumerate(given)]) if is_float(x)]
-
-        made, pullback = jax.vjp(of_floats, *(given[i] for i in floats))
+        to_floats = lambda *xs: [x for x in bind(eqn, xs) if is_float(x)]  # noqa: E731
+        made, pullback = jax.vjp(of_some(to_floats, given, floats), *(given[i] for i in floats))
         return made, pullback([*cotangents])
 
     try:

@@ -158,9 +158,8 @@ class RematRegion:
     setting: RematSetting  # what to do
     jaxpr: Any  # the open jaxpr
     consts: Sequence[Any]  # its constants
-    marks: Sequence[
-        Mark
-    ]  # what is known of its inputs; what is held is alive beside the region, and not kept elsewhere
+    # What is known of its inputs; what is held is alive beside the region, and not kept elsewhere
+    marks: Sequence[Mark]
     kind: str  # what it is to a user
     is_scanned: bool = False  # whether it is in each turn of a scan over layers
     prevent_cse: bool = True  # as of `jax.checkpoint`

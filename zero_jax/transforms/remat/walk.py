@@ -17,7 +17,7 @@ from zero_jax.core.tree import is_key
 from zero_jax.dims import is_activation, is_float, narrows
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate, flattened
-from zero_jax.program.subcalls import Subcall, equations, scan_of, subcall
+from zero_jax.program.subcalls import Subcall, equations, kind_of, scan_of
 from zero_jax.program.walk import Walk
 from zero_jax.transforms.blocks import EqnSequence, RepeatedBlock, find_blocks, find_left_out, num_bytes
 from zero_jax.transforms.remat.choice import ValueChoice
@@ -74,12 +74,6 @@ class RematBody:
         loops = [(eqn, [*map(self.known.kind, eqn.invars)]) for eqn in self.jaxpr.eqns if kind_of(eqn) == "scan"]
         is_loop = (is_over_layers(eqn, kinds) or (tied and repeats_a_layer(eqn, kinds)) for eqn, kinds in loops)
         return any(is_loop) or self.sequence.are_most(self.found if tied else find_blocks(EqnSequence(self.known)))
-
-
-def kind_of(eqn: Any) -> str | None:
-    """Returns the kind of `Subcall` of an equation, None for an operation."""
-    sub = subcall(eqn)
-    return None if sub is None else sub.kind
 
 
 def is_loop_or_region(eqn: Any) -> bool:

@@ -57,7 +57,7 @@ class MatrixProgram:
         `sources` are the marks of the inputs, for `Dealing.sources`; None marks each with its number.
         """
         data = tuple(axis for axis in axes.data if mesh.shape[axis] > 1)
-        flat = flattened(*open_jaxpr(_Factorized().rewritten(closed)))
+        flat = flattened(_Factorized().rewritten(closed))
         jaxpr, consts = open_jaxpr(_with_shared_values(flat))
         sources = [frozenset([i]) for i in range(len(dims))] if sources is None else sources
         placement, origin = _Placed(mesh), MadeOf()

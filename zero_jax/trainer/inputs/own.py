@@ -261,8 +261,7 @@ def _validation(batches: Any, eval_batches: int) -> tuple[Iterable[PyTree], PyTr
     if again is None:  # an iterator that passes once: its batches are kept, as copies, for it may fill the same arrays
         kept: list[PyTree] = []
         with contextlib.suppress(BatchesEnded):
-            ignore = lambda *_: None  # noqa: E731
-            for batch in itertools.islice(source.open(0, None, say=ignore, beat=ignore), eval_batches):
+            for batch in itertools.islice(source.open(0), eval_batches):
                 kept.append(jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, batch))
         return kept, first
     return _FirstBatches(again, eval_batches), first

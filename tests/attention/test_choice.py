@@ -93,7 +93,7 @@ def test_a_missing_cudnn_names_the_extra(monkeypatch):
 
 
 def test_names_that_are_none_are_refused():
-    with pytest.raises(ValueError, match=r"implementation='flash': .*choose one of fused, splash, cudnn, xla, or None"):
+    with pytest.raises(ValueError, match=r"implementation='flash': .*give one of fused, splash, cudnn, xla or None"):
         zero.dot_product_attention(*random_arrays(), implementation="flash")
     with pytest.raises(ValueError, match="the devices are cpu"):
         zero.dot_product_attention(*random_arrays(), implementation="cudnn")

@@ -1,6 +1,7 @@
 """Text becomes tokens and comes back, with bytes, with any JSON file, and with what is trained here."""
 
 import json
+import pathlib
 
 import numpy as np
 import pytest
@@ -92,6 +93,16 @@ def test_errors_name_the_file(bpe, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="cannot write"):
         train_bpe(["x"], vocab_size=300, path=tmp_path / "file" / "x.json")
+
+
+def test_a_vocabulary_that_the_disk_does_not_take_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pathlib.Path, "write_text", full)
+    with pytest.raises(ValueError, match=r"cannot write .*x.json: No space left on device .the disk is full"):
+        train_bpe(["x"], vocab_size=300, path=tmp_path / "x.json")
+    assert not list(tmp_path.iterdir())
 
 
 def _regex(pattern):

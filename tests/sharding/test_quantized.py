@@ -85,7 +85,7 @@ def test_the_blocks_of_a_shard(shape, dims, block_size, expected):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(gathers="int4"), "gathers='int4': did you mean 'int8'. choose one of int8, fp8"),
+        (dict(gathers="int4"), "gathers='int4': did you mean 'int8'. give one of int8, fp8"),
         (dict(grads="fp8"), "grads='fp8'"),
         (dict(grads=8), "grads=8"),
         (dict(gathers={"w": "int9"}), "gathers='int9'"),

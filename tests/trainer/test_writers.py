@@ -326,6 +326,12 @@ def test_tensorboard_writes_what_a_full_disk_lost_to_another_file(tmp_path, monk
     assert [step for step, *_ in scalars_of(tmp_path)] == [1, 2, 3]
 
 
+def test_tensorboard_has_the_start_of_a_resumed_session_on_the_disk_before_a_record(tmp_path):
+    writer = TensorBoardWriter(tmp_path, resume_step=2)
+    assert [event.step for event in events_of(tmp_path) if event.HasField("session_log")] == [3]
+    writer.close()
+
+
 def test_tensorboard_has_each_record_on_the_disk_at_once(tmp_path):
     writer = TensorBoardWriter(tmp_path)
     writer.write(train(1))

@@ -183,7 +183,7 @@ def test_reference_models_train_alike(make, scan):
 
 
 def test_unknown_attention():
-    with pytest.raises(ValueError, match="choose one of own, fused"):
+    with pytest.raises(ValueError, match="give one of own, fused"):
         zero.fuse_attention(lambda params: params, "flash", mesh=MESH)
     with pytest.raises(ValueError, match="attention"):
         zero.ZeroConfig(attention="flash")

@@ -348,7 +348,11 @@ class ArrayWrites:
 
     def __init__(self, arrays: Mapping[str, Array], folder: epath.Path) -> None:
         """Copies this process's shards of arrays with elements, which may then be donated, and starts to write."""
-        self._folder, self._handler = folder, _handler()
+        # A handler with one transaction for all arrays, which orbax has without a limit on bytes in flight.
+        registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _Arrays()))
+        unlimited = ocp.BasePyTreeCheckpointHandler(save_concurrent_bytes=None, type_handler_registry=registry)
+        self._handler = ocp.PyTreeCheckpointHandler(handler_impl=unlimited, type_handler_registry=registry)
+        self._folder = folder
         save_args = {name: ocp.SaveArgs(chunk_byte_size=_chunk_bytes(x)) for name, x in arrays.items()}
         args = ocp.args.PyTreeSave(dict(arrays), save_args=save_args)
 
@@ -377,13 +381,6 @@ class _Arrays(ocp.type_handlers.ArrayHandler):
 
     def typestr(self) -> str:
         return "np.ndarray"
-
-
-def _handler() -> ocp.PyTreeCheckpointHandler:
-    """Returns a handler with one transaction for all arrays, which orbax has without a limit on bytes in flight."""
-    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _Arrays()))
-    unlimited = ocp.BasePyTreeCheckpointHandler(save_concurrent_bytes=None, type_handler_registry=registry)
-    return ocp.PyTreeCheckpointHandler(handler_impl=unlimited, type_handler_registry=registry)
 
 
 def _chunk_bytes(x: Array) -> int:

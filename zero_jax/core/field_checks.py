@@ -193,10 +193,7 @@ def check_value(name: str, value: Any, kind: type, *, is_optional: bool = False)
 
 def check_word(name: str, value: Any, words: Sequence[str], *, is_optional: bool = False) -> None:
     """Raises `ValueError` for a value that is none of some words, with the nearest of them."""
-    if (value is None and is_optional) or (isinstance(value, str) and value in words):
-        return
-    hint = did_you_mean(value, words) if isinstance(value, str) else ""
-    raise ValueError(f"{name}={_shown(value)}: {hint}choose one of {', '.join(words)}{', or None' * is_optional}")
+    _checked(name, value, FieldKind(words=tuple(words), is_optional=is_optional))
 
 
 def _checked(name: str, value: Any, kind: FieldKind) -> Any:

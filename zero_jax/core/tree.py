@@ -58,11 +58,6 @@ def shown(value: Any) -> str:
     return quoted(value, limit=60)
 
 
-def map_named(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """Maps `fn(name, leaf, ...)` over a tree's leaves."""
-    return jax.tree_util.tree_map_with_path(lambda path, *xs: fn(path_name(path), *xs), tree, *rest)
-
-
 def is_key(x: Any) -> bool:
     """Tells whether an array, a shape or a traced value is of PRNG keys."""
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -100,35 +100,29 @@ class Batches(Iterator[Batch], contextlib.AbstractContextManager):
             self._host_batches.close()
 
 
-class _Prefetched:
-    """Batches of lanes on the host, read ahead by a thread; `state` is that after the batch that was returned last."""
-
-    def __init__(self, rows: LaneRows, num_batches: int):
-        self._rows, self._num_batches, self.state = rows, num_batches, rows.state()
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="lanes")
-        self._waiting: collections.deque[concurrent.futures.Future] = collections.deque()
-
-    def __next__(self) -> dict[str, np.ndarray]:
-        while len(self._waiting) <= self._num_batches:
-            self._waiting.append(self._thread.submit(lambda: (self._rows.read(), self._rows.state())))
-        batch, self.state = self._waiting.popleft().result()
-        return batch
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-
 class StreamBatches(Batches):
     """Batches of a stream, whose lanes in this process had these `states` by position, of the last two batches."""
 
-    def __init__(self, host_batches: _Prefetched, share: _Share, *, position: int, num_lanes: int):
+    def __init__(self, rows: LaneRows, share: _Share, *, position: int, num_lanes: int, prefetch_batches: int):
         """Wraps the rows of `num_lanes` lanes in all processes, as `Batches`."""
-        super().__init__(host_batches, share, position=position)
-        self.num_lanes, self.states = num_lanes, {position: host_batches.state}
+        super().__init__(self._read_ahead(rows, prefetch_batches), share, position=position)
+        self.num_lanes, self.states = num_lanes, {position: rows.state()}
+
+    def _read_ahead(self, rows: LaneRows, num_batches: int) -> Iterator[dict[str, np.ndarray]]:
+        thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="lanes")
+        waiting: collections.deque[concurrent.futures.Future] = collections.deque()
+        try:
+            while True:
+                while len(waiting) <= num_batches:
+                    waiting.append(thread.submit(lambda: (rows.read(), rows.state())))
+                batch, self._state = waiting.popleft().result()
+                yield batch
+        finally:
+            thread.shutdown(wait=False, cancel_futures=True)
 
     def __next__(self) -> Batch:
         before, batch = self.position, super().__next__()
-        self.states = {before: self.states[before], self.position: self._host_batches.state}
+        self.states = {before: self.states[before], self.position: self._state}
         return batch
 
 
@@ -159,7 +153,8 @@ def stream_batches(
             f"batch_size={batch_size}: the run reads {num_lanes} parts of the stream: give at least as many"
         )
     rows = LaneRows(stream, share.rows, share.shape, num_lanes=num_lanes, seed=seed, states=states)
-    return StreamBatches(_Prefetched(rows, prefetch_batches), share, position=position, num_lanes=num_lanes)
+    settings = {"position": position, "num_lanes": num_lanes, "prefetch_batches": prefetch_batches}
+    return StreamBatches(rows, share, **settings)
 
 
 def train_batches(

@@ -53,24 +53,38 @@ class ChatTemplate:
 
 
 class Renderer:
-    """A process that renders the conversations of a template; it starts with the first one."""
+    """A process that renders the conversations of a template; `reads_tools` says whether that reads `tools`."""
 
     def __init__(self, template: ChatTemplate):
         self._template = template
-        self._process: subprocess.Popen | None = None
-        self._reads_tools = False
+        with extra("train"):
+            import jinja2  # noqa: F401  # pyright: ignore[reportMissingImports]
+
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(_PROGRAM)],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C reaches this process alone, which ends that one
+            )  # fmt: skip
+        except OSError as error:
+            raise ValueError(
+                f"{template.path}: a process for the template cannot be started ({error.strerror}): end others, "
+                f"{template.remedy}"
+            ) from error
+        request = {"source": template.source, "tokens": template.tokens}
+        answer = self._ask(request, _SECONDS, f"{template.path}: its chat template")
+        if "error" in answer:
+            self.close()
+            raise ValueError(
+                f"{template.path} has no valid chat template ({printable(answer['error'])}): mend it, {template.remedy}"
+            )
+        self.reads_tools: bool = answer["reads_tools"]
 
     def close(self) -> None:
         """Ends the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-
-    @property
-    def reads_tools(self) -> bool:
-        """Whether the template reads `tools`."""
-        self._start()
-        return self._reads_tools
+        self._process.kill()
+        self._process.communicate()
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, answers: Sequence[int], tools: Any, where: str
@@ -79,7 +93,6 @@ class Renderer:
 
         And the fields that the template has not read, each with the index of its message.
         """
-        self._start()
         seconds = min(_SECONDS + _SECONDS_PER_ANSWER * len(answers), _MAX_SECONDS)
         what, remedy = f"{where}: the chat template of {self._template.path}", self._template.remedy
         answer = self._ask({"messages": messages, "answers": answers, "tools": tools}, seconds, what)
@@ -102,37 +115,10 @@ class Renderer:
             last = end
         return [*turns, Turn(text[last:], is_answer=False)], [*map(tuple, answer["unread"])]
 
-    def _start(self) -> None:
-        if self._process is not None:
-            return
-        with extra("train"):
-            import jinja2  # noqa: F401  # pyright: ignore[reportMissingImports]
-
-        template = self._template
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(_PROGRAM)],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C reaches this process alone, which ends that one
-            )  # fmt: skip
-        except OSError as error:
-            raise ValueError(
-                f"{template.path}: a process for the template cannot be started ({error.strerror}): end others, "
-                f"{template.remedy}"
-            ) from error
-        request = {"source": template.source, "tokens": template.tokens}
-        answer = self._ask(request, _SECONDS, f"{template.path}: its chat template")
-        if "error" in answer:
-            raise ValueError(
-                f"{template.path} has no valid chat template ({printable(answer['error'])}): mend it, {template.remedy}"
-            )
-        self._reads_tools = answer["reads_tools"]
-
     def _ask(self, request: Mapping[str, Any], seconds: float, what: str) -> dict[str, Any]:
         """Returns the process's answer; raises `ValueError` if it ended without one."""
         process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(json.dumps({**request, "seconds": seconds}).encode() + b"\n")
             process.stdin.flush()

@@ -260,6 +260,7 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int, path: str | pathlib.Path
     )
     with partial_folder(path) as partial:  # fails now rather than after an hour
         library.train_from_iterator(texts, trainer)
-        library.save(str(partial / path.name))
+        # Not `library.save`, whose error of a full disk is a bare `Exception`.
+        (partial / path.name).write_text(library.to_str(pretty=True), encoding="utf-8")
         (partial / path.name).replace(path)
     return load_tokenizer(path)

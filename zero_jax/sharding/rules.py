@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.text_tables import Report, aligned, format_bytes
-from zero_jax.core.tree import PathPatterns, PyTree, leaf_names, map_named
+from zero_jax.core.tree import PathPatterns, PyTree, leaf_names, path_name
 from zero_jax.core.variables import MODEL_STATE, model_state_names
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.model_specs import spec_of_each, specs_of
@@ -315,7 +315,8 @@ def place_like_params(tree: PyTree, placements: PyTree, *, mesh: Mesh, axes: Axe
     wrong specs for factored states and raises on some optimizers.
     """
     placer, by_path = _Placer(mesh, axes, rules), _by_path(placements)
-    return map_named(lambda name, leaf: placer.place_like(name, leaf, by_path), tree)
+    place = lambda path, leaf: placer.place_like(path_name(path), leaf, by_path)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(place, tree)
 
 
 def place_model_state(model_state: PyTree, placements: PyTree, *, mesh: Mesh, axes: Axes, rules: Any) -> PyTree:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zero_jax.core.agreement import from_all_processes
+from zero_jax.core.agreement import by_value, from_all_processes
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import shown
 from zero_jax.training import TrainState, check_not_donated
@@ -73,10 +73,9 @@ def call_all(callbacks: Sequence[Callback], step: int, metrics: Mapping[str, Any
     """Calls callbacks in all processes; returns which of them stop the run, the same in all processes, '' for none."""
     stopping = [name_of(callback) for callback in callbacks if _calls_for_stop(callback, step, metrics, state)]
     answers = from_all_processes(", ".join(stopping))
-    by_answer = {answer: [p for p, other in enumerate(answers) if other == answer] for answer in answers if answer}
-    if len(by_answer) == 1 and len(answers) == len(*by_answer.values()):
-        return next(iter(by_answer))
-    return "; ".join(f"{answer} in process {', '.join(map(str, processes))}" for answer, processes in by_answer.items())
+    if len(set(answers)) == 1:
+        return answers[0]
+    return by_value({process: answer for process, answer in enumerate(answers) if answer})
 
 
 def _calls_for_stop(callback: Callback, step: int, metrics: Mapping[str, Any], state: TrainState) -> bool:

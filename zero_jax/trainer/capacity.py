@@ -58,5 +58,4 @@ def _device_bytes(mesh: Mesh) -> int:
     devices: list[Any] = list(mesh.local_devices)
     if devices[0].platform == "cpu":
         return _host_bytes()
-    limits = [(device.memory_stats() or {}).get("bytes_limit", 2**62) for device in devices]
-    return sum(limits)
+    return sum((device.memory_stats() or {}).get("bytes_limit", 2**62) for device in devices)

@@ -12,15 +12,7 @@ from typing import Any
 import jax
 import optax
 
-from zero_jax.checkpoint import (
-    Checkpointer,
-    CheckpointError,
-    Restored,
-    find_checkpoint,
-    list_step_folders,
-    restore,
-    step_path,
-)
+from zero_jax import checkpoint
 from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.files.untrusted import flag, mapping, number, whole_number
 from zero_jax.trainer.run import Run
@@ -60,15 +52,17 @@ def begin(run: Run) -> Start:
     if adapt is not None:  # the base of adapters has specs of its own
         base = dataclasses.replace(base, param_specs=model.base_param_specs)
     options = {"init_fn": model.init_fn, "tx": run.tx, "mesh": run.mesh, "config": run.zero, "log": lines.append}
-    is_resumed = config.resume == "auto" and from_first_process(lambda: str(list_step_folders(run.checkpoints) or ""))
+    is_resumed = config.resume == "auto" and from_first_process(
+        lambda: str(checkpoint.list_step_folders(run.checkpoints) or "")
+    )
     try:
         if is_resumed:
-            return _checked(run, restore(run.checkpoints, accept=_accept, **options), lines)
+            return _checked(run, checkpoint.restore(run.checkpoints, accept=_accept, **options), lines)
         if config.init_from is not None:
             folder, step = _source(config.init_from)
             if model.base_init_fn is not None:
                 options |= {"init_fn": model.base_init_fn, "tx": optax.identity(), "config": base}
-            restored = restore(folder, step=step, params_only=True, key=key, **options)
+            restored = checkpoint.restore(folder, step=step, params_only=True, key=key, **options)
             state = restored.state
             if adapt is not None:
                 state = init_state(adapt(state.variables, key), run.tx, key, mesh=run.mesh, config=run.zero)
@@ -95,12 +89,12 @@ def _accept(extra: Mapping[str, Any]) -> None:
             number(value)
         NoiseScale.from_json(extra["noise_scale"])
     except ValueError as error:
-        raise CheckpointError(
+        raise checkpoint.CheckpointError(
             f"its record is not that of a training run ({error}): begin another run from its params with init_from"
         ) from error
 
 
-def _checked(run: Run, restored: Restored, lines: list[str]) -> Start:
+def _checked(run: Run, restored: checkpoint.Restored, lines: list[str]) -> Start:
     saved = restored.extra["data"]
     changed = differences({name: saved[name] for name in saved if name not in _POSITION}, dict(run.input.identity))
     if changed:
@@ -128,12 +122,11 @@ def _source(path: str) -> tuple[str, int | None]:
     """Returns the folder of checkpoints of a path, and the step if the path has one, as process 0 finds them."""
 
     def find() -> str:
-        record, _ = find_checkpoint(path)
+        record, _ = checkpoint.find_checkpoint(path)
         is_step = record.path.name == pathlib.PurePath(path).name
-        if is_step and record.path != step_path(record.path.parent, record.step):
-            raise ValueError(
-                f"{path} is the checkpoint of step {record.step}: name it {step_path(record.path, record.step).name}"
-            )
+        expected = checkpoint.step_path(record.path.parent, record.step)
+        if is_step and record.path != expected:
+            raise ValueError(f"{path} is the checkpoint of step {record.step}: name it {expected.name}")
         return json.dumps([str(record.path.parent), record.step if is_step else None])
 
     folder, step = json.loads(from_first_process(find))
@@ -143,7 +136,7 @@ def _source(path: str) -> tuple[str, int | None]:
 class Saver:
     """Saves the states of a run that are finite, and knows whether the last one is saved."""
 
-    def __init__(self, checkpointer: Checkpointer, *, run: Run, start: Start, say: Callable[[str], None]):
+    def __init__(self, checkpointer: checkpoint.Checkpointer, *, run: Run, start: Start, say: Callable[[str], None]):
         """Saves nothing yet; leaves that are not finite in `start` do not prevent later saves."""
         self._checkpointer, self._run, self._say = checkpointer, run, say
         self._first_step, self._num_failed_before = start.step, 0

@@ -278,8 +278,7 @@ class _Training:
             self._evaluate(is_last=self.step == config.steps)
         if self.step < config.steps and self.preemption.should_stop(self.step):
             return "preempted"
-        profiler = _Profiler(config.profiled, self.run.folder / "profile", say=self.say)
-        with contextlib.closing(profiler):
+        with _Profiler(config.profiled, self.run.folder / "profile", say=self.say) as profiler:
             while self.step < config.steps:
                 self._read_waiting(self._dispatch(profiler))
                 status = self._end_early() if self.waiting is None else self._after_step(profiler)
@@ -433,29 +432,24 @@ def _loss_at(records: Sequence[dict[str, Any]], index: int) -> float:
     return records[index]["loss"] if records else math.nan
 
 
-class _Profiler:
-    """Records a profile of some steps, for xprof and TensorBoard, by `jax.profiler`."""
+class _Profiler(contextlib.ExitStack):
+    """Records a profile of some steps, for xprof and TensorBoard, by `jax.profiler`; says where it is."""
 
     def __init__(self, steps: range, folder: pathlib.Path, *, say: Callable[[str], None]):
-        """Records nothing yet; `say` is called with a line when the profile is in the folder."""
-        self._steps, self._folder, self._say = steps, folder, say
-        self._runs = False
+        super().__init__()
+        self._steps, self._folder, self._say, self._has_begun = steps, folder, say, False
 
     def step(self, step: int) -> contextlib.AbstractContextManager[Any]:
         """Returns the context to dispatch a step in; starts the recording at the first of the steps."""
-        if step in self._steps and not self._runs:
-            jax.profiler.start_trace(self._folder)
-            self._runs = True
+        if step in self._steps and not self._has_begun:
+            self._has_begun = True
+            self.callback(
+                self._say, f"profile of steps {self._steps.start} to {self._steps.stop - 1} in {self._folder}"
+            )
+            self.enter_context(jax.profiler.trace(self._folder))
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
     def done(self, step: int) -> None:
         """Ends the recording after the last of the steps is complete."""
-        if self._runs and step + 1 not in self._steps:
+        if step + 1 not in self._steps:
             self.close()
-
-    def close(self) -> None:
-        """Ends the recording, if there is one."""
-        if self._runs:
-            self._runs = False
-            jax.profiler.stop_trace()
-            self._say(f"profile of steps {self._steps.start} to {self._steps.stop - 1} in {self._folder}")

@@ -33,6 +33,7 @@ from zero_jax.core.field_checks import check_fields, hinted
 from zero_jax.core.files.folder_lock import FolderLock
 from zero_jax.core.files.untrusted import mapping, user_path
 from zero_jax.core.signatures import check_takes
+from zero_jax.core.text_tables import flattened
 from zero_jax.core.tree import shown
 from zero_jax.data import DataConfig
 from zero_jax.planning import resolve
@@ -45,7 +46,7 @@ from zero_jax.trainer.inputs.text import Sampler, TextInput, open_dataset
 from zero_jax.trainer.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from zero_jax.trainer.reporting.trackers import OpenTracker, Tracker, tracker_functions
 from zero_jax.trainer.reporting.writers import WriterConfig
-from zero_jax.trainer.run_folder import as_json, check_name, flat_json, folder_name, make_folder
+from zero_jax.trainer.run_folder import as_json, check_name, folder_name, make_folder
 from zero_jax.training import MeshLoss, TrainStep, ZeroConfig, abstract_state, check_batch, make_train_step, releases
 from zero_jax.transforms import rematerialize
 
@@ -427,8 +428,9 @@ def _facts(config: TrainConfig, model: Model | OwnModel, callbacks: Sequence[Cal
         return {}
     shape = {name: getattr(model, name) for name in ("name", "config", "adapters")}
     called = [(name_of(callback), callback.every) for callback in callbacks]
-    fields = flat_json({"model": shape, **vars(config), "callbacks": called})
-    return releases() | {name: value for name, value in fields.items() if not _OF_ONE_PROCESS.match(name)}
+    fields = flattened({"model": shape, **vars(config), "callbacks": called})
+    texts = {name: json.dumps(x, default=str) for name, x in fields if not _OF_ONE_PROCESS.match(name)}
+    return releases() | {name: re.sub(r" at 0x[0-9a-f]+", "", text) for name, text in texts.items()}
 
 
 def open_text(

@@ -120,9 +120,3 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 def as_json(config: Any) -> Any:
     """Converts a dataclass to JSON and back: tuples are lists, keys are strings."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
-
-
-def flat_json(values: Mapping[str, Any]) -> dict[str, str]:
-    """Returns values as JSON by name, those of dicts and dataclasses as `zero.stage`, without addresses in memory."""
-    texts = {name: json.dumps(value, default=str) for name, value in flattened(values)}
-    return {name: re.sub(r" at 0x[0-9a-f]+", "", text) for name, text in texts.items()}

@@ -118,5 +118,6 @@ def _cut(path: pathlib.Path, last_step: int, is_evaluated: bool, log: Callable[[
     if damaged:
         with open(path.with_name(f"{path.name}.damaged"), "ab") as file:
             file.writelines(damaged)
-        log(f"{path.name}: {len(damaged)} damaged lines, which are no records, are in {path.name}.damaged now")
     os.replace(temporary, path)
+    if damaged:
+        log(f"{path.name}: {len(damaged)} damaged lines, which are no records, are in {path.name}.damaged now")

@@ -42,15 +42,8 @@ class OwnModel:
       is not. A resumed run sets iterators with `get_state` and `set_state` to where they were, and reads others again;
     - a function of nothing that returns one of these, such as a generator.
 
-    Attributes:
-      init_fn: `init_fn(key) -> params`, or `zero.Variables` of params and model state.
-      loss_fn: as for `zero.make_train_step`. The scalars of its aux are recorded with the loss.
-      batches: the batches to train on.
-      validation: the batches to validate on, the first `eval_batches` of them each time; None validates nothing.
-      eval_fn: the loss function of the validation, such as one without dropout; None takes `loss_fn`.
-      param_specs: as for `Model`.
-      name: its name.
-      config: a dataclass saved with the run, or None.
+    The attributes are the arguments of `zero.Trainer`, and `config`, a dataclass saved with the run, or None. The
+    first `eval_batches` of the batches to validate on are taken each time.
 
     Example:
       >>> zero.trainer.OwnModel(init_fn=init_fn, loss_fn=loss_fn, batches=lambda step: batch).name
@@ -268,8 +261,7 @@ def _validation(batches: Any, eval_batches: int) -> tuple[Iterable[PyTree], PyTr
     if again is None:  # an iterator that passes once: its batches are kept, as copies, for it may fill the same arrays
         kept: list[PyTree] = []
         with contextlib.suppress(BatchesEnded):
-            ignore = lambda *_: None  # noqa: E731
-            for batch in itertools.islice(source.open(0, None, say=ignore, beat=ignore), eval_batches):
+            for batch in itertools.islice(source.open(0), eval_batches):
                 kept.append(jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, batch))
         return kept, first
     return _FirstBatches(again, eval_batches), first

@@ -102,15 +102,10 @@ class StepSource:
 
     def first(self) -> PyTree:
         """Returns the batch of step 0."""
-        return next(self._from(0))
+        return next(self.open(0))
 
-    def open(
-        self, position: int, state: str | None, *, say: Callable[[str], None], beat: Callable[[], None]
-    ) -> Iterator[PyTree]:
-        """Returns the batches from a position on."""
-        return self._from(position)
-
-    def _from(self, position: int) -> Iterator[PyTree]:
+    def open(self, position: int, state: str | None = None, **_: Callable[..., None]) -> Iterator[PyTree]:
+        """Yields the batches from a position on."""
         for step in itertools.count(position):
             try:
                 batch = self.batch_of(step)
@@ -156,7 +151,12 @@ class IteratorSource:
         return batch
 
     def open(
-        self, position: int, state: str | None, *, say: Callable[[str], None], beat: Callable[[], None]
+        self,
+        position: int,
+        state: str | None = None,
+        *,
+        say: Callable[[str], None] = lambda _: None,
+        beat: Callable[[], None] = lambda: None,
     ) -> Iterator[PyTree]:
         """Returns the batches from a state on, or those after the first `position` ones, which are read and dropped."""
         batches = self._batches()

@@ -69,6 +69,7 @@ class TensorBoardWriter:
             log = self._protos.SessionLog
             start, step = log(status=log.START), resume_step + (repeated is None)
             self._events.write_event(self._protos.Event(wall_time=time.time(), step=step, session_log=start))
+        self._events.flush()  # a file without the start of the session would not hide what came before
         for record in repeated or ():
             self.write(record)
 

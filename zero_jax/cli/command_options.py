@@ -1,7 +1,5 @@
 """The options of every command, from `commands.toml`. Nothing here imports JAX or a config class."""
 
-from __future__ import annotations
-
 import argparse
 import string
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ Where blocks keep what fits (`remat="auto"`), what the compiler needs corrects w
 Like every launcher, this module reads the environment and passes a changed one to the processes that it starts.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

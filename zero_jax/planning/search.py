@@ -1,7 +1,5 @@
 """Searches the settings of a train step: estimates all, compiles the best few, gives the reason for each rejection."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -5,8 +5,6 @@ process after `install()` can import them again, so that functions can be pickle
 look in its folder first. `sys.path` is not changed, and no module of the standard library is replaced.
 """
 
-from __future__ import annotations
-
 import builtins
 import functools
 import importlib

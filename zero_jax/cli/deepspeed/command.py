@@ -1,7 +1,5 @@
 """Reads a DeepSpeed config file, checks it against the table of known keys, and translates it: the command itself."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import pathlib

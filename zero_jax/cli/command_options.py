@@ -85,7 +85,6 @@ class _AddEntry(argparse.Action):
     """Adds NAME=VALUE to a dict; the value none is None."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Raises `argparse.ArgumentError` for a text of another form."""
         name, separator, value = values.partition("=")
         if not (name and separator and value):
             raise argparse.ArgumentError(self, f"{quoted(values, limit=60)} is not of the form NAME=VALUE")

@@ -254,7 +254,6 @@ def _cuda_toolkits() -> list[str]:
 
 
 def _why_no_result(status: int | None, folder: pathlib.Path, options: CompileOptions) -> str:
-    """Returns the error message for a process that ended without a result."""
     name, phase = options.name, _phase(folder)
     if status is None:
         return f"{name}: still {phase} after {options.timeout_seconds:.0f} s, which is all the time it was given"

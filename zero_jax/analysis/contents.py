@@ -113,9 +113,8 @@ class StateSummary(Report):
         above: list[str] = []
         for leaf in self.leaves:
             *folders, name = leaf.path.split("/")
-            same = next((i for i, (a, b) in enumerate(zip(above, folders, strict=False)) if a != b), None)
-            same = min(len(above), len(folders)) if same is None else same
-            for depth in range(same, len(folders)):
+            same = [a == b for a, b in zip(above, folders, strict=False)]
+            for depth in range([*same, False].index(False), len(folders)):
                 totals = ("", "") if depth else _sizes(self.groups[folders[0]])
                 rows.append((f"{'  ' * depth}{folders[depth]}", "", "", "", *totals, ""))
             above = folders
@@ -244,12 +243,12 @@ def _row(leaf: LeafSummary) -> str:
 
 def _drawing(leaf: LeafSummary) -> str:
     """Draws the shards of a leaf as cells of a rectangle, beside the number of copies and of undrawn shards."""
-    rows_dim, columns_dim = _drawn_dims(leaf)
-    rows = 1 if rows_dim is None else leaf.parts[rows_dim]
-    columns = 1 if columns_dim is None else leaf.parts[columns_dim]
-    num_undrawn = math.prod(leaf.parts) // (rows * columns)
-    width, height = _size(leaf, rows_dim, columns_dim)
-    num_cells = rows * columns
+    # Sharded dims first, then large ones: of rows and columns, or of columns alone.
+    dims = sorted(sorted(range(len(leaf.shape)), key=lambda i: (leaf.parts[i] == 1, -leaf.shape[i]))[:2])
+    rows, columns = [1, 1, *(leaf.parts[dim] for dim in dims)][-2:]
+    width, height = _size([max(leaf.shape[dim], 1) for dim in dims])
+    num_cells, num_shards = rows * columns, math.prod(leaf.parts)
+    num_undrawn = num_shards // num_cells
     places = range(num_cells) if num_cells <= _MAX_CELLS else ()
     cells = [] if places else [f'<rect x="1" y="1" width="{width}" height="{height}" fill="#bbb"/>']
     for place in places:
@@ -260,9 +259,9 @@ def _drawing(leaf: LeafSummary) -> str:
             f'<rect x="{1 + column * width / columns:.2f}" y="{1 + row * height / rows:.2f}" '
             f'width="{width / columns:.2f}" height="{height / rows:.2f}" fill="hsl({color})" '
             f'stroke="#fff" stroke-width="{0.8 if num_cells < 65 else 0.2}">'
-            f"<title>{_cell_title(leaf, {rows_dim: row, columns_dim: column})}</title></rect>"
+            f"<title>{_cell_title(leaf, dict(zip(dims[::-1], (column, row), strict=False)))}</title></rect>"
         )
-    notes = [f"{math.prod(leaf.parts):,} shards" if math.prod(leaf.parts) > 1 else "whole"]
+    notes = [f"{num_shards:,} shards" if num_shards > 1 else "whole"]
     notes += [f"x {leaf.num_copies}"] if leaf.num_copies > 1 else []
     notes += [f"{num_undrawn} along dims not drawn"] if num_undrawn > 1 else []
     text = f'<text x="{width + 10}" y="{height / 2 + 5:.1f}" font-size="12" fill="#777">{", ".join(notes)}</text>'
@@ -271,28 +270,17 @@ def _drawing(leaf: LeafSummary) -> str:
     return f'<svg width="{total}" height="{height + 2}">{"".join(cells)}{border}{text}</svg>'
 
 
-def _drawn_dims(leaf: LeafSummary) -> tuple[int | None, int | None]:
-    """Returns the dims of rows and columns: sharded ones first, then large ones."""
-    order = sorted(range(len(leaf.shape)), key=lambda i: (leaf.parts[i] == 1, -leaf.shape[i]))[:2]
-    if len(order) == 2:
-        return min(order), max(order)
-    return None, order[0] if order else None
-
-
-def _size(leaf: LeafSummary, rows_dim: int | None, columns_dim: int | None) -> tuple[int, int]:
-    """Returns width and height in pixels, nearer to a square than the leaf is."""
-    rows, columns = (1 if dim is None else max(leaf.shape[dim], 1) for dim in (rows_dim, columns_dim))
-    if columns_dim is None:
-        return _SHORT - 10, _SHORT - 10
-    if rows_dim is None:
-        return _LONG, _SHORT - 10
-    ratio = (rows / columns) ** 0.5
+def _size(sizes: list[int]) -> tuple[int, int]:
+    """Returns width and height in pixels of a drawing of dims, nearer to a square than these are."""
+    if len(sizes) < 2:
+        return _LONG if sizes else _SHORT - 10, _SHORT - 10
+    ratio = (sizes[0] / sizes[1]) ** 0.5
     if ratio <= 1:
         return _LONG, max(_SHORT, round(min(_LONG * 0.5, _LONG * ratio * 0.5)))
     return max(_SHORT * 2, round(_LONG / ratio)), _LONG // 2
 
 
-def _cell_title(leaf: LeafSummary, places: dict[int | None, int]) -> str:
+def _cell_title(leaf: LeafSummary, places: dict[int, int]) -> str:
     """Returns the slice of each dim that a cell stands for."""
     spans = []
     for dim, size in enumerate(leaf.shape):

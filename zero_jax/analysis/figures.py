@@ -1,7 +1,5 @@
 """Plots memory by stage, and has what all figures share: PNG, SVG or PDF."""
 
-from __future__ import annotations
-
 import pathlib
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Arguments of a compiled program as leaves of the train state: groups, paths, shards, bytes on a device."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import re

@@ -1,10 +1,7 @@
 """The options of every command, from `commands.toml`. Nothing here imports JAX or a config class."""
 
-from __future__ import annotations
-
 import argparse
 import string
-import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -42,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
             groups[title] = (
                 parser.add_mutually_exclusive_group(required=True) if is_choice else parser.add_argument_group(title)
             )
-        (_add_config if "config" in row else _add_own)(groups[title], **row)
+        (_add_config if "config" in row else _add_own)(groups[title], row)
     parser.set_defaults(run=command_of(table["run"], has_bugs=table.get("has_bugs", False)))
 
 
@@ -51,19 +48,14 @@ def _rows(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield from _rows(INCLUDED[row["include"]]) if "include" in row else [dict(row)]
 
 
-def _add_config(
-    group: Any,
-    config: str,
-    *,
-    without: str = "",
-    of_both: str = "",
-    not_of: str = "",
-    unset: str = "",
-    short: Mapping[str, str] = types.MappingProxyType({}),
-) -> None:
+def _add_config(group: Any, row: dict[str, Any]) -> None:
     """Adds an option for each number, word or switch of a config class, with the help of the field's docstring line."""
-    left_out = {*without.split()} | (option_fields(not_of).keys() if not_of else set())
-    left_out |= option_fields(config).keys() - option_fields(of_both or config).keys()
+    config, unset, short = row.pop("config"), row.pop("unset", ""), row.pop("short", {})
+    left_out = {*row.pop("without", "").split()} | (
+        option_fields(row.pop("not_of")).keys() if "not_of" in row else set()
+    )
+    left_out |= option_fields(config).keys() - option_fields(row.pop("of_both", config)).keys()
+    assert not row, row
     defaults, all_fields = defaults_of(config), frozenset(name for x in CONFIG_MODULES for name in option_fields(x))
     for name, field in option_fields(config).items():
         if name in left_out:
@@ -93,7 +85,6 @@ class _AddEntry(argparse.Action):
     """Adds NAME=VALUE to a dict; the value none is None."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Raises `argparse.ArgumentError` for a text of another form."""
         name, separator, value = values.partition("=")
         if not (name and separator and value):
             raise argparse.ArgumentError(self, f"{quoted(values, limit=60)} is not of the form NAME=VALUE")
@@ -101,33 +92,22 @@ class _AddEntry(argparse.Action):
         setattr(namespace, self.dest, {**entries, name: None if value.lower() == "none" else value})
 
 
-def _add_own(
-    group: Any,
-    name: str,
-    *,
-    type: str = "",
-    lowest: int | None = None,
-    place: str | None = None,
-    is_optional: bool = False,
-    choices_of: tuple[str, ...] = (),
-    help: str = "",
-    **settings: Any,
-) -> None:
-    """Adds an option or argument; the other settings are those of `add_argument`."""
-    if type == "path":
-        settings.setdefault("metavar", "FILE")
-    if type:
+def _add_own(group: Any, row: dict[str, Any]) -> None:
+    """Adds an option or argument; what the row has beside the columns here are settings of `add_argument`."""
+    name, text, kind = row.pop("name"), row.pop("help", ""), row.pop("type", "")
+    if kind == "path":
+        row.setdefault("metavar", "FILE")
+    if kind:
         limits = limits_of(name.lstrip("-").replace("-", "_"))
-        limits["place"] = place or ("local" if type == "path" else limits["place"])
-        kind = FieldKind(types=(_TYPES[type],), is_optional=is_optional)
-        settings["type"] = reader(kind, lowest=lowest, **limits)
-    if choices_of:
-        settings["choices"] = tuple(choice for source in choices_of for choice in _choices(source))
-    if not settings.keys() & {"type", "choices", "nargs"}:
-        is_both_ways = "default" in settings
-        settings["action"] = argparse.BooleanOptionalAction if is_both_ways else "store_true"
-    texts = {"choices": ", ".join(settings.get("choices", ())), "max_seq_len": f"{MAX_SEQ_LEN:,}"}
-    group.add_argument(name, help=string.Template(help).substitute(texts), **settings)
+        limits["place"] = row.pop("place", "local" if kind == "path" else limits["place"])
+        field = FieldKind(types=(_TYPES[kind],), is_optional=row.pop("is_optional", False))
+        row["type"] = reader(field, lowest=row.pop("lowest", None), **limits)
+    if "choices_of" in row:
+        row["choices"] = tuple(choice for source in row.pop("choices_of") for choice in _choices(source))
+    if not row.keys() & {"type", "choices", "nargs"}:
+        row["action"] = argparse.BooleanOptionalAction if "default" in row else "store_true"
+    texts = {"choices": ", ".join(row.get("choices", ())), "max_seq_len": f"{MAX_SEQ_LEN:,}"}
+    group.add_argument(name, help=string.Template(text).substitute(texts), **row)
 
 
 def _choices(source: str) -> list[str]:

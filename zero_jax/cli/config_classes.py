@@ -3,8 +3,6 @@
 A field is a line `name: annotation = default` of the class, and its help is in the class's docstring.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools

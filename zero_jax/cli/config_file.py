@@ -1,7 +1,5 @@
 """Config files in TOML, with a section for each config dataclass and a key for each of its fields."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import tomllib

@@ -1,7 +1,5 @@
 """The help of the commands: the usual options with examples, or all of them (`--help all`)."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.resources
 import re

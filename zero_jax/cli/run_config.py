@@ -1,7 +1,5 @@
 """The options of `zero-jax train` as the config of a run, as a config file, and as `--show-config` shows them."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import glob

@@ -1,7 +1,5 @@
 """The commands on a run, its checkpoints or one of the hub: `zero-jax inspect`, `export`, `sample` and `evaluate`."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import pathlib

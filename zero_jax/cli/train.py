@@ -1,7 +1,5 @@
 """The commands `zero-jax train`, and `plot` for the curves of its runs."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import contextlib

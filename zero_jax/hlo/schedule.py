@@ -161,7 +161,6 @@ class _Clock:
         return _Flight(key, links, handle, finish, self.compute_seconds)
 
     def repeat(self, body: "_Clock", times: int, loop: Instruction) -> None:
-        """Runs another computation some number of times."""
         self.collective_seconds += times * body.collective_seconds
         self.kernel_seconds += times * body.kernel_seconds
         for flight in self.in_flight:

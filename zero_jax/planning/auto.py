@@ -187,7 +187,6 @@ class _Programs:
     reports: dict[Candidate, PlanReport] = dataclasses.field(default_factory=dict)
 
     def found(self, ranking: Ranking) -> AutoPlan:
-        """Returns the plan of the best setting of a search."""
         best = ranking.best
         report, config = (self.reports.get(best), self.config(best)) if best else (None, None)
         return AutoPlan(ranking=ranking, best=report, config=config, reports=self.reports)

@@ -103,6 +103,7 @@ class Estimator:
         log: Callable[[str], None] = lambda line: None,
     ):
         self.job, self.policies, self.temporaries, self.log = job, policies, temporaries, log
+        self.policy_by_loss = {policy.loss_fn: name for name, policy in policies.items()}
         self.logged_at = -math.inf
         parsed = topology.parse(job.topology)
         self.topology, self.hardware = parsed, parsed.hardware
@@ -195,7 +196,7 @@ class Estimator:
 
     def check(self, model: int) -> None:
         """Traces the loss functions as they are, without remat, on `model` devices; raises what they raise."""
-        for name in {policy.loss_fn: name for name, policy in self.policies.items()}.values():
+        for name in self.policy_by_loss.values():
             self.trace(name, model, "own", "own")
 
     def has_model_specs(self) -> bool:
@@ -211,7 +212,7 @@ class Estimator:
     def has_attention_to_fuse(self) -> bool:
         """Returns whether the model has unfused attention for which the hardware has a fused kernel."""
         mesh, config = self.mesh(1), dataclasses.replace(self.config, attention="own")
-        for name in {policy.loss_fn: name for name, policy in self.policies.items()}.values():
+        for name in self.policy_by_loss.values():
             # The settings of a loss function that is refused are rejected with that reason.
             with contextlib.suppress(SettingRefused), refusing():
                 if attentions_of(self.loss_of(name, mesh, config), self.params, self.job.batch).num_fused:

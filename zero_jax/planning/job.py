@@ -1,7 +1,5 @@
 """Compiles one train step for a topology, or takes its program from the cache."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """The cache key of a compiled program: a hash of everything that it depends on."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.metadata

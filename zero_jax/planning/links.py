@@ -1,7 +1,5 @@
 """The links of a mesh (torus, NVLink, network of slices or hosts): the time of collectives, and sizes that are fast."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import itertools

@@ -4,8 +4,6 @@ Where blocks keep what fits (`remat="auto"`), what the compiler needs corrects w
 Like every launcher, this module reads the environment and passes a changed one to the processes that it starts.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses
@@ -22,7 +20,7 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from zero_jax.core.extras import extra
@@ -212,32 +210,27 @@ def _run(folder: pathlib.Path, environment: Mapping[str, str], *, where: str, op
     """Runs the process to its end and logs its phases; returns its exit status, None after the time limit."""
     started, limit = time.monotonic(), options.timeout_seconds
     logged_at = started - _SECONDS_BETWEEN_LINES  # the first line is there at once
-    with _process(folder, environment) as process:
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return process.wait(timeout=0.2)
-            now = time.monotonic()
-            if now - logged_at > _SECONDS_BETWEEN_LINES:
-                options.log(f"{where}: {_phase(folder)} ({now - started:.0f} s)")
-                logged_at = now
-            if limit is not None and now - started > limit:
-                return None
-
-
-@contextlib.contextmanager
-def _process(folder: pathlib.Path, environment: Mapping[str, str]) -> Iterator[subprocess.Popen]:
     command = [sys.executable, "-m", "zero_jax.planning.worker", str(folder), str(os.getpid())]
-    with (folder / _PRINTED).open("wb") as printed, (folder / _ERRORS).open("wb") as errors:
-        process = subprocess.Popen(
+    with (
+        (folder / _PRINTED).open("wb") as printed,
+        (folder / _ERRORS).open("wb") as errors,
+        subprocess.Popen(
             command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=printed, stderr=errors,
             start_new_session=True,  # Ctrl-C reaches this process alone, which kills that one
-        )  # fmt: skip
+        ) as process,
+    ):  # fmt: skip
         try:
-            yield process
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return process.wait(timeout=0.2)
+                now = time.monotonic()
+                if now - logged_at > _SECONDS_BETWEEN_LINES:
+                    options.log(f"{where}: {_phase(folder)} ({now - started:.0f} s)")
+                    logged_at = now
+                if limit is not None and now - started > limit:
+                    return None
         finally:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+            process.kill()  # nothing, where it has ended
 
 
 def _environment(platform: str, folder: str) -> dict[str, str]:
@@ -261,7 +254,6 @@ def _cuda_toolkits() -> list[str]:
 
 
 def _why_no_result(status: int | None, folder: pathlib.Path, options: CompileOptions) -> str:
-    """Returns the error message for a process that ended without a result."""
     name, phase = options.name, _phase(folder)
     if status is None:
         return f"{name}: still {phase} after {options.timeout_seconds:.0f} s, which is all the time it was given"

@@ -1,7 +1,5 @@
 """The result of a search for settings: the ranking, and why each other setting was rejected; prints as a table."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """Searches the settings of a train step: estimates all, compiles the best few, gives the reason for each rejection."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -101,7 +99,6 @@ def _settings(
 
 
 def _indivisible(batch_size: int, num_devices: int, models: Sequence[int], replicas: Sequence[int]) -> str:
-    """Returns the error message for a batch size that no setting divides."""
     parts = sorted({num_devices // model for model in models})
     below, above = batch_size // parts[0] * parts[0], -(-batch_size // parts[0]) * parts[0]
     return (

@@ -1,7 +1,5 @@
 """Estimates the time of a train step from its compiled program: the compiler's cycles, and the links of the mesh."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib

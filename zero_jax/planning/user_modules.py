@@ -5,9 +5,8 @@ process after `install()` can import them again, so that functions can be pickle
 look in its folder first. `sys.path` is not changed, and no module of the standard library is replaced.
 """
 
-from __future__ import annotations
-
 import builtins
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -17,7 +16,7 @@ import pathlib
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zero_jax.core.close_match import did_you_mean
@@ -145,29 +144,27 @@ class _Loader(importlib.machinery.SourceFileLoader):
     """Executes a file with imports that look in its folder first."""
 
     def exec_module(self, module: types.ModuleType) -> None:
-        module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _importer(module.__name__)}
+        beside = functools.partial(_import_beside, module.__name__)
+        module.__dict__["__builtins__"] = {**vars(builtins), "__import__": beside}
         super().exec_module(module)
 
 
-def _importer(importing: str) -> Callable[..., Any]:
-    """Returns the `__import__` for a user's module."""
-
-    def import_beside(
-        name: str,
-        globals: Mapping[str, Any] | None = None,
-        locals: Mapping[str, Any] | None = None,
-        fromlist: Sequence[str] | None = (),
-        level: int = 0,
-    ) -> Any:
-        package = _beside(importing, name.partition(".")[0]) if level == 0 else None
-        if package is None:
-            return builtins.__import__(name, globals, locals, fromlist or (), level)
-        module = importlib.import_module(f"{package}.{name}")
-        if fromlist:
-            return builtins.__import__(f"{package}.{name}", globals, locals, fromlist, 0)
-        return sys.modules[f"{package}.{name.partition('.')[0]}"] if "." in name else module
-
-    return import_beside
+def _import_beside(
+    importing: str,
+    name: str,
+    globals: Mapping[str, Any] | None = None,
+    locals: Mapping[str, Any] | None = None,
+    fromlist: Sequence[str] | None = (),
+    level: int = 0,
+) -> Any:
+    """Imports as `__import__` does in a user's module, the first argument."""
+    package = _beside(importing, name.partition(".")[0]) if level == 0 else None
+    if package is None:
+        return builtins.__import__(name, globals, locals, fromlist or (), level)
+    module = importlib.import_module(f"{package}.{name}")
+    if fromlist:
+        return builtins.__import__(f"{package}.{name}", globals, locals, fromlist, 0)
+    return sys.modules[f"{package}.{name.partition('.')[0]}"] if "." in name else module
 
 
 def _beside(importing: str, name: str) -> str | None:

@@ -6,8 +6,6 @@ A compiler that crashes or runs out of memory ends this process alone. Each phas
 process ends when its parent does.
 """
 
-from __future__ import annotations
-
 import os
 import pathlib
 import shutil

@@ -1,7 +1,5 @@
 """Reads a DeepSpeed config file, checks it against the table of known keys, and translates it: the command itself."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import pathlib
@@ -27,8 +25,13 @@ def from_deepspeed(options: argparse.Namespace) -> int:
         raise ValueError(f"--out {out} exists: give another name" + (", or --force" if out.is_file() else ""))
     if out is not None and not out.parent.is_dir():
         raise ValueError(f"--out {out}: there is no such folder, make it first")
-    hooks: dict[str, Any] = {"object_pairs_hook": unique_keys, "parse_constant": _refuse_constant}
-    config = read_json(options.path, "the DeepSpeed config", **_READ, **hooks)
+    reading: dict[str, Any] = {
+        "object_pairs_hook": unique_keys,
+        "parse_constant": _refuse_constant,
+        "limit_bytes": 1 << 20,
+    }
+    remedy = "give an object of keys in JSON, without comments"
+    config = read_json(options.path, "the DeepSpeed config", remedy=remedy, **reading)
     translation = translate(config, devices=options.devices, per_device_batch_size=options.per_device_batch_size)
     has_unknown = bool(translation.of("unknown"))
     title = f"translated from {options.path} by zero-jax from-deepspeed"
@@ -64,9 +67,6 @@ _ABSENT = (
     *("scheduler.type", *(key for key in KEYS if key.startswith(rules.SCHEDULE))),
 )
 _WORDS = {"true": True, "false": False}  # which DeepSpeed reads as booleans, too
-
-
-_READ: Mapping[str, Any] = {"remedy": "give an object of keys in JSON, without comments", "limit_bytes": 1 << 20}
 
 
 def _refuse_constant(text: str) -> NoReturn:

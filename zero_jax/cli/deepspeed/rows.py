@@ -1,7 +1,5 @@
 """The table of the keys of a DeepSpeed config, `keys.toml`, and the result: a row for each key, and a config file."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.resources
 import itertools

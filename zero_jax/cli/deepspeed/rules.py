@@ -1,7 +1,5 @@
 """Rules of the table: what becomes of a key that has more than a row of it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Options for fine-tuning with adapters: `--lora` and those beside it."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import fnmatch

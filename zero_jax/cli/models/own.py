@@ -1,7 +1,5 @@
 """A model of the user's own: options that refer to its functions and batches."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import inspect

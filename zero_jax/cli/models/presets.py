@@ -1,7 +1,5 @@
 """The models that the commands know: GPTs and decoders by preset, or by a folder of the Hugging Face hub."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -212,8 +212,7 @@ def _placement(mesh: Mesh | None) -> KernelPlacement:
 
 
 def _checked(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[Array, Array, Array, Case]:
-    arrays = {name: _array(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
-    q, k, v = (_with_dims(name, x, 4) for name, x in arrays.items())
+    q, k, v = (_array(name, x, 4) for name, x in (("query", query), ("key", key), ("value", value)))
     _check_shapes(q, k, v)
     everything: dict[str, Any] = {"scale": None} | options
     given = Case(**everything)
@@ -236,17 +235,19 @@ def _checked(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple
     return q, k, v, case
 
 
-def _array(name: str, x: Any) -> Array:
-    """Returns an array; raises `ValueError` for what is none, such as a list."""
+def _array(name: str, x: Any, num_dims: int | None = None) -> Array:
+    """Returns an array, with a leading dim of size 1 if it has one less than `num_dims`, else raises `ValueError`."""
     if not isinstance(x, jax.Array | np.ndarray) or not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool):
         raise ValueError(f"{name}={shown(x)} is no array of numbers: give a JAX or numpy array")
-    return jnp.asarray(x)
+    if num_dims is not None and x.ndim not in (num_dims, num_dims - 1):
+        raise ValueError(f"{name} has shape {x.shape}: give {num_dims} dims, or {num_dims - 1} without a batch")
+    return jnp.asarray(x) if num_dims in (None, x.ndim) else jnp.asarray(x)[None]
 
 
 def _of_logits(name: str, x: Any, wanted: tuple[int, ...]) -> Array | None:
     if x is None:
         return None
-    array = _with_dims(name, _array(name, x), 4)
+    array = _array(name, x, 4)
     if any(size not in (1, full) for size, full in zip(array.shape, wanted, strict=True)):
         raise ValueError(f"{name} has shape {array.shape}: give {wanted} or 1 for any of these sizes")
     return array
@@ -282,13 +283,6 @@ def _check_numbers(given: Case) -> None:
         raise ValueError(f"logits_soft_cap={given.logits_soft_cap}: give a positive number, or None for no cap")
 
 
-def _with_dims(name: str, x: Array, num_dims: int) -> Array:
-    """Returns an array with leading dims of size 1 up to `num_dims`."""
-    if x.ndim not in (num_dims, num_dims - 1):
-        raise ValueError(f"{name} has shape {x.shape}: give {num_dims} dims, or {num_dims - 1} without a batch")
-    return x if x.ndim == num_dims else x[None]
-
-
 def _check_shapes(query: Array, key: Array, value: Array) -> None:
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if query.shape[0] != key.shape[0] or query.shape[-1] != key.shape[-1] or key.shape[:-1] != value.shape[:-1]:
@@ -307,8 +301,8 @@ def _segments(segment_ids: Any, query: Array, key: Array) -> tuple[Array, Array]
     if is_pair and (len(segment_ids) != 2 or isinstance(segment_ids, str | bytes)):
         raise ValueError(f"segment_ids={shown(segment_ids)}: give one array, or a pair for queries and keys")
     of_query, of_key = segment_ids if is_pair else (segment_ids, segment_ids)
-    first = _with_dims("segment_ids", _array("segment_ids", of_query), 2)
-    second = first if of_key is of_query else _with_dims("segment_ids", _array("segment_ids", of_key), 2)
+    first = _array("segment_ids", of_query, 2)
+    second = first if of_key is of_query else _array("segment_ids", of_key, 2)
     for x, wanted in ((first, query.shape[:2]), (second, key.shape[:2])):
         if x.shape != wanted:
             raise ValueError(f"segment_ids have shape {x.shape}: give {wanted}, one for each place")

@@ -113,15 +113,6 @@ def made_of(given: Iterable[Any], eqns: Iterable[Any]) -> set[Any]:
     return found
 
 
-def made_only_of(given: Iterable[Any], eqns: Iterable[Any]) -> set[Any]:
-    """Returns some variables, and those that equations without effects make of them and of literals alone."""
-    found = {*given}
-    for eqn in eqns:
-        if not eqn.effects and found.issuperset(variables(eqn)):
-            found.update(eqn.outvars)
-    return found
-
-
 def read_for(results: Iterable[Any], eqns: Sequence[Any]) -> set[Any]:
     """Returns some variables, and those that equations read for them."""
     needed = {*results}

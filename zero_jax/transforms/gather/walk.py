@@ -409,22 +409,17 @@ class GatherWalk(Walk[GatherFrame]):
     def lookup(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """Looks rows of examples up in a sharded table."""
         table, indices = values[0], values[1]
-        if (
-            isinstance(table, Lazy)
-            and table.cast is not None
-            and isinstance(indices, Value)
-            and not indices.params_only
-        ):
+        if not isinstance(table, Lazy) or not isinstance(indices, Value) or indices.params_only:
+            return self.first_order(eqn, values, frame)
+        if table.cast is not None:
             self.notes.wide(table, eqn)
             (rows,) = self.lookup(eqn, [dataclasses.replace(table, cast=None), *values[1:]], frame)
             return [Value(table.widened(self.array(rows, eqn, frame)), params_only=False)]
-        plan = None
-        if isinstance(table, Lazy) and table.is_shard and isinstance(indices, Value):
-            mesh, axes = self.options.mesh, self.options.axes
-            plan = plan_lookup(eqn, table.shard, mesh=mesh, axes=axes, batch_sizes=self.batch_sizes)
-        if plan is None or indices.params_only:
+        mesh, axes = self.options.mesh, self.options.axes
+        is_shard, sizes = table.is_shard, self.batch_sizes
+        plan = plan_lookup(eqn, table.shard, mesh=mesh, axes=axes, batch_sizes=sizes) if is_shard else None
+        if plan is None:
             return self.first_order(eqn, values, frame)
-        assert isinstance(table, Lazy)
         if plan.feature is None:
             self.notes.gather(table, eqn, "lookup", early=False)
             copies = self.copies(table)

@@ -22,8 +22,6 @@ from zero_jax.program.subcalls import Subcall
 from zero_jax.program.walk import Packed, Walk
 from zero_jax.transforms.low_rank.weight import STACK, Evaluate, Weight, product_of
 
-_MAX_MERGED = "gradients of the whole weight are computed, and summed across devices"
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightUse:
@@ -52,7 +50,9 @@ class AdaptedReport(Report):
             mark = "MERGED " if use.is_merged else "factors"
             rows.append(f"{mark} {use.path}: {use.operation} at {use.where}")
         if self.merged:
-            rows.append(f"where a weight is merged, {_MAX_MERGED}")
+            rows.append(
+                "where a weight is merged, gradients of the whole weight are computed, and summed across devices"
+            )
         return "\n".join(rows)
 
 

@@ -166,7 +166,6 @@ class FoundLoop:
     Attributes:
       index: the index of its equation.
       line: its line.
-      num_layers: its iterations.
       loop: the scan as stages; None if it is not cut.
       why: why it is not cut.
       is_rolled: whether it was a Python loop, whose params are stacked in each step.
@@ -174,7 +173,6 @@ class FoundLoop:
 
     index: int
     line: str
-    num_layers: int
     loop: LayerLoop | None = None
     why: str = ""
     is_rolled: bool = False
@@ -208,7 +206,7 @@ def find_loops(
         eqn = jaxprs_of[0].eqns[index]
         line, scan = jaxprs.model_line(eqn) or "a line that is not known", scan_of(eqn)
         is_rolled = ROLLED in jaxprs.name_stack(eqn)
-        entry = FoundLoop(index=index, line=line, num_layers=scan.length, is_rolled=is_rolled)
+        entry = FoundLoop(index=index, line=line, is_rolled=is_rolled)
         try:
             others = [_same_scan(jaxpr, index, eqn) for jaxpr in jaxprs_of[1:]]
             if len(parts) > 1 and operations(parts[0]) != operations(parts[2]):

@@ -12,9 +12,8 @@ import numpy as np
 from jax import lax
 
 from zero_jax.program import jaxprs
-from zero_jax.program.evaluation import evaluate, flattened, with_equations
-from zero_jax.program.jaxprs import bind, is_literal, open_jaxpr, source_context
-from zero_jax.program.passes import made_only_of
+from zero_jax.program.evaluation import evaluate, flattened, trace_flat, with_equations
+from zero_jax.program.jaxprs import bind, open_jaxpr, source_context
 from zero_jax.program.subcalls import Subcall
 from zero_jax.program.walk import Deferred, Walk
 from zero_jax.transforms.facts import Facts
@@ -119,48 +118,37 @@ class _Reading(Walk[None]):
 def _numbers(closed: Any, eqn: Any, sub: Subcall, stacks: Sequence[int]) -> dict[int, np.ndarray]:
     """Returns for those of some constants of which an iteration of a scan reads one slice the numbers of these slices.
 
-    They are known where they are made of what the scan counts, and of constants.
+    They are known where no input has a part in them: they are made of what the scan counts, and of constants.
     """
-    body = flattened(sub.jaxpr, kinds=("call", "remat"))
-    opened, _ = open_jaxpr(body)
-    shared, carry, slices = sub.split(opened.invars)
+    opened, own = open_jaxpr(flattened(sub.jaxpr, kinds=("call", "remat")))
+    shared, *_ = sub.split(opened.invars)
     inside = [i for i in stacks if shared[i] not in opened.outvars]
     readers = {i: [x for x in opened.eqns if shared[i] in jaxprs.variables(x)] for i in inside}
     are_slices = lambda i, eqns: all(x.invars[0] is shared[i] and reads_one(x) for x in eqns)  # noqa: E731
     readers = {i: eqns for i, eqns in readers.items() if eqns and are_slices(i, eqns)}
     if not readers:
         return {}
-    jaxpr, consts = open_jaxpr(closed)
-    known = (var for var, x in zip(jaxpr.constvars, consts, strict=True) if not jaxprs.is_traced(x))
-    constant = made_only_of(known, jaxpr.eqns)
-    begin = dict(zip((*carry, *slices), [x for part in sub.split(eqn.invars)[1:] for x in part], strict=True))
-    counts = {var: x for var, x in begin.items() if _is_integer(var) and (is_literal(x) or x in constant)}
-    following = dict(zip(carry, opened.outvars, strict=False))
-    while True:
-        known = made_only_of(counts, opened.eqns)
-        ends = {var: following[var] for var in counts if var in following}
-        lost = [var for var, end in ends.items() if not (is_literal(end) or end in known)]
-        if not lost:
-            break
-        counts = {var: x for var, x in counts.items() if var not in lost}
-    places = {i: [x.invars[1] for x in eqns] for i, eqns in readers.items() if all(x.invars[1] in known for x in eqns)}
-    if not places:
-        return {}
-    asked = [*ends.values(), *(x for each in places.values() for x in each)]
-    sliced = [var for var in counts if var not in ends]
-    iteration, given = jaxprs.alone(body, asked), jaxprs.alone(closed, [*counts.values()])
+    places = list(dict.fromkeys(x.invars[1] for eqns in readers.values() for x in eqns))
+    inputs, given = [var.aval for var in open_jaxpr(closed)[0].invars], jaxprs.alone(closed, eqn.invars)
 
-    def count(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        values = dict(zip((*ends, *sliced), (*carry, *xs), strict=True))
-        made = evaluate(*open_jaxpr(iteration), [values.get(var) for var in opened.invars])
-        return made[: len(carry)], [x.reshape(()) for x in made[len(carry) :]]
+    def count(*leaves: Any) -> list[Any]:
+        consts, carry, slices = sub.split(evaluate(*open_jaxpr(given), leaves))
 
+        def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            env: dict[Any, Any] = {}
+            made = evaluate(opened, own, [*consts, *carry, *xs], env=env)
+            return made[: sub.num_carry], [env[x].reshape(()) for x in places]
+
+        return lax.scan(body, carry, slices, length=sub.length, reverse=sub.reverse)[1]
+
+    counting = trace_flat(count, inputs)
+    tables = zip(places, open_jaxpr(counting)[0].outvars, strict=True)
+    known = {x: table for x, table in tables if _is_constant(jaxprs.alone(counting, [table]))}
     with jax.ensure_compile_time_eval():
-        values = dict(zip(counts, evaluate(*open_jaxpr(given), [None] * len(jaxpr.invars)), strict=True))
-        begins = [jnp.asarray(values[var], var.aval.dtype) for var in ends]
-        xs = [jnp.asarray(values[var]) for var in sliced]
-        tables = iter(lax.scan(count, begins, xs, length=sub.length, reverse=sub.reverse)[1])
-        found = {i: np.stack([np.asarray(next(tables)) for _ in each]) for i, each in places.items()}
+        made = evaluate(*open_jaxpr(jaxprs.alone(counting, [*known.values()])), [None] * len(inputs))
+    known = dict(zip(known, map(np.asarray, made), strict=True))
+    of_each = {i: [x.invars[1] for x in eqns] for i, eqns in readers.items()}
+    found = {i: np.stack([known[x] for x in each]) for i, each in of_each.items() if known.keys() >= {*each}}
     numbers = {i: table[0, ::-1] if sub.reverse else table[0] for i, table in found.items()}
 
     def are_layers(i: int) -> bool:
@@ -184,5 +172,9 @@ def other_loops(facts: Facts) -> list[str]:
     return found
 
 
-def _is_integer(var: Any) -> bool:
-    return jnp.issubdtype(var.aval.dtype, jnp.integer)
+def _is_constant(closed: Any) -> bool:
+    """Tells whether a jaxpr without dead code reads neither its inputs nor an array that is traced."""
+    opened, consts = open_jaxpr(closed)
+    traced = [var for var, x in zip(opened.constvars, consts, strict=True) if jaxprs.is_traced(x)]
+    read = {x for eqn in opened.eqns for x in jaxprs.variables(eqn)} | {*opened.outvars}
+    return read.isdisjoint((*opened.invars, *traced)) and not opened.effects

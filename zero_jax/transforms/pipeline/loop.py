@@ -248,13 +248,9 @@ class _Ticks(Ticks):
         self.roles, self.values = [role for role, _ in travelling], [x for _, x in travelling]
         self.num_consts = len(travelling) - len(loop.carry)
         self.rings = [
-            Ring(loop, role, self.shape_of_microbatch(role, x), leaves=i >= self.num_consts) if role.is_rows else None
+            Ring(loop, role, x.shape, leaves=i >= self.num_consts) if role.is_rows else None
             for i, (role, x) in enumerate(travelling)
         ]
-
-    def shape_of_microbatch(self, role: Role, x: Any) -> list[int]:
-        """Returns the shape of a value with examples for a microbatch."""
-        return [size // (self.num_microbatches if i == role.dim else 1) for i, size in enumerate(x.shape)]
 
     def run(self, stages: Callable[..., Any], sums: Sequence[jax.Array | None]) -> list[jax.Array]:
         """Runs all ticks, and returns the carries and what is stacked; `sums` go with stages from tick to tick."""

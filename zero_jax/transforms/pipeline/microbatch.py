@@ -276,7 +276,7 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
         env.update(zip(end.results, results, strict=True))
         if end.is_one:
             env[end.summed[0]] = loss.astype(end.summed[0].aval.dtype)
-        end.run(env)
+        evaluate_equations(end.eqns, env)
         first, *others = values_of(whole.outvars, env)
         return [first if end.is_one else first + (loss - same).astype(first.dtype), *others]
 
@@ -349,10 +349,6 @@ class _End:
         """Whether the loss is a function of one number that is summed: it may be any function then."""
         return len(self.summed) == 1 and not self.summed[0].aval.shape
 
-    def run(self, env: dict[Any, Any]) -> None:
-        """Evaluates the end."""
-        evaluate_equations(self.eqns, env)
-
     def seeds(self, env: dict[Any, Any]) -> list[Any]:
         """Returns the derivatives of the loss by what it is made of, or 1 for one number; `env` has all other values.
 
@@ -365,7 +361,7 @@ class _End:
 
         def loss(summed: list[Any], rest: list[Any]) -> Any:
             own = env | dict(zip((*self.summed, *others), (*summed, *rest), strict=True))
-            self.run(own)
+            evaluate_equations(self.eqns, own)
             return own[self.whole.outvars[0]]
 
         zeros = [[jnp.zeros(x.aval.shape, x.aval.dtype) for x in each] for each in (self.summed, others)]

@@ -37,13 +37,14 @@ class Ring:
     Args:
       loop: the layers.
       role: what the value is to a microbatch.
-      shape: its shape for a microbatch.
+      shape: its shape for the batch.
       leaves: whether it comes back behind the last stage.
     """
 
     def __init__(self, loop: LayerLoop, role: Role, shape: Sequence[int], *, leaves: bool):
         self.loop, self.place, self.role, self.leaves = loop, loop.place, role, leaves
-        self.shape = shape[role.dim], *shape[: role.dim], *shape[role.dim + 1 :]
+        # Of a microbatch, its examples first.
+        self.shape = shape[role.dim] // loop.num_microbatches, *shape[: role.dim], *shape[role.dim + 1 :]
         self.num_stages, self.num_parts = loop.num_stages, loop.num_stages * loop.num_groups
         self.dim, self.part_size = _parts(self.shape, self.num_parts)
         self.num_slots = loop.num_microbatches // loop.num_stages

@@ -152,7 +152,7 @@ class PipelinedProgram(LossProgram):
 
 def _num_layers(entry: FoundLoop) -> int:
     """Returns the layers of stages that take one microbatch forward and one backward; 0 if a scan is none of these."""
-    return entry.num_layers if entry.loop is not None and entry.loop.stages.schedule.is_interleaved else 0
+    return entry.loop.num_layers if entry.loop is not None and entry.loop.stages.schedule.is_interleaved else 0
 
 
 def _left(entry: FoundLoop, why: str) -> FoundLoop:

@@ -173,11 +173,9 @@ def labels_of(jaxpr: Any) -> dict[Any, str]:
     That is its `checkpoint_name`, or `primitive@file:line` of the model, with a number where there are several such.
     The results of one equation have one label.
     """
-    made = {id(eqn): _label(eqn) for eqn in jaxpr.eqns}
-    counts, numbers = collections.Counter(made.values()), collections.Counter[str]()
-    labels: dict[Any, str] = {}
-    for eqn in jaxpr.eqns:
-        label = made[id(eqn)]
+    made = [*map(_label, jaxpr.eqns)]
+    counts, numbers, labels = collections.Counter(made), collections.Counter[str](), dict[Any, str]()
+    for eqn, label in zip(jaxpr.eqns, made, strict=True):
         if counts[label] > 1 and "@" in label:
             numbers[label] += 1
             label = f"{label}#{numbers[label]}"

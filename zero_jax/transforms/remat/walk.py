@@ -25,7 +25,6 @@ from zero_jax.transforms.remat.regions import RematRegion, RematSetting
 from zero_jax.transforms.remat.report import Left, RegionRow, residuals_of
 from zero_jax.transforms.remat.values import KINDS, VALUE, Mark, MarkedValues, all_values, selects
 
-_LOOPS_AND_REGIONS = ("scan", "remat")
 _KEYS = ((2,), (4,))  # the last dim of the data of PRNG keys
 
 
@@ -78,7 +77,7 @@ class RematBody:
 
 def is_loop_or_region(eqn: Any) -> bool:
     """Tells whether an equation is a scan or a `jax.checkpoint`."""
-    return kind_of(eqn) in _LOOPS_AND_REGIONS
+    return kind_of(eqn) in ("scan", "remat")
 
 
 def may_have_blocks(eqn: Any) -> bool:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from zero_jax.dims import CUMULATIVE, ELEMENTWISE, FACTORIZATIONS, REDUCTIONS, SHAPES, dim_map
 from zero_jax.program.jaxprs import inner_jaxprs, is_literal, open_jaxpr, variables
-from zero_jax.program.passes import Dependence, Pass, made_only_of
+from zero_jax.program.passes import Dependence, Pass
 from zero_jax.program.subcalls import CALLS, equations_of, subcall
 
 # Parameters that hold the shape of a result, and their primitives.
@@ -191,7 +191,11 @@ class MadeOf(Dependence):
 
 def constants(jaxpr: Any) -> set[Any]:
     """Returns the variables of an open jaxpr that are made of no input."""
-    return made_only_of(jaxpr.constvars, jaxpr.eqns)
+    found = set(jaxpr.constvars)
+    for eqn in jaxpr.eqns:
+        if found.issuperset(variables(eqn)) and not eqn.effects:
+            found.update(eqn.outvars)
+    return found
 
 
 def _levels(eqns: Sequence[Any], barriers: Sequence[bool]) -> list[int]:

@@ -15,6 +15,7 @@ from jax.experimental.pallas.ops.tpu import flash_attention
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from test_relations import cases, check
 
+import zero_jax as zero
 from zero_jax.dims import SAME, Kind, TraceComparison, rows
 from zero_jax.program.jaxprs import kernel_program
 from zero_jax.program.subcalls import equations
@@ -224,3 +225,7 @@ def test_a_step_with_a_kernel_of_each_example_is_that_of_one_device():
     state, _ = reference.run_zero(loss_fn, tx, batches, mesh=reference.mesh_of("8"), stage=1, num_microbatches=2)
     params, _, _ = reference.run_plain(loss_fn, tx, batches)
     reference.assert_close(state.params, params, tolerance=1e-5)
+    mesh, config = reference.mesh_of("8"), zero.ZeroConfig(stage=1, num_microbatches=2, precision="fp32")
+    state = zero.init_state(reference.init_params, tx, jax.random.key(0), mesh=mesh, config=config)
+    lowered = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config).lower(state, batches[0])
+    assert "manual_computation" in lowered.as_text()  # each device runs it on its own examples

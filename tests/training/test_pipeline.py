@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 import reference
+from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec
 from reference import assert_close, make_config, run_plain, run_zero
 
@@ -1148,6 +1149,11 @@ def of_returned_params(params, batch):
     return jnp.square(x).mean() + jnp.square(each).mean()
 
 
+def by_kernel(x, w):
+    copied = lambda x: pl.pallas_call(lambda x, out: out.__setitem__(..., x[...]), out_shape=x, interpret=True)(x)  # noqa: E731
+    return jax.vmap(copied)(x @ w["w"])
+
+
 def shown(x, w):
     jax.debug.print("{}", x.sum())
     return x @ w["w"]
@@ -1203,6 +1209,7 @@ REFUSED = {
     "other numbers": (by_several_numbers, "loop at .*test_pipeline.* otherwise than those of one layer by a number"),
     "params that are returned": (of_returned_params, "the loop at .*test_pipeline.* reads params at .*test_pipeline"),
     "effects": (replaced(shown), "debug.* at .*test_pipeline.* has effects"),
+    "kernels": (replaced(by_kernel), "XLA does not partition the kernel at .*test_pipeline.* over stages"),
     "a pattern": (by_pattern, "examples of a batch may be mixed at .*test_pipeline"),
     "batches": (in_layers, "examples are put behind others at .*test_pipeline"),
     "mapped": (mapped, "what is in the jax.shard_map at .*test_pipeline.* is not looked into"),

@@ -37,6 +37,7 @@ class Separability:
     not_local: str = ""  # why it cannot be called on each device's own examples; empty if it can
     # Whether it has convolutions, which XLA partitions wrongly if they are mapped over devices (docs/xla_faults.md)
     convolves: bool = False
+    has_kernels: bool = False  # whether it has kernels of Pallas, which XLA does not partition
     # Whether neither it nor the mesh has axes of a model: XLA ends the process on some such programs in which a part of
     # the axes is mapped by `shard_map`
     is_plain: bool = False
@@ -106,7 +107,10 @@ def separability(
         least = num_devices if "shard_map" in names else 1
         found = traces.means(size, k, k * num_shards, loss_weight, trusted=True, least=least)
     is_plain = axis_size(mesh, axes.model) == 1 and not places
-    return dataclasses.replace(found, not_local=not_local, convolves=convolves, is_plain=is_plain)
+    has_kernels = "pallas_call" in names
+    return dataclasses.replace(
+        found, not_local=not_local, convolves=convolves, has_kernels=has_kernels, is_plain=is_plain
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,8 @@ class GradPlan:
         """Returns the plan that a loss allows.
 
         XLA partitions the convolutions of `jax.vmap` wrongly: a loss with some is mapped by `jax.shard_map`. So is one
-        that is plain, over copies of the params, unless `jax.vmap` maps it within each copy.
+        that is plain, if it has kernels, which XLA does not partition, or over copies of the params, unless `jax.vmap`
+        maps it within each copy.
 
         Raises:
           ValueError: gradients are to be sent quantized, and devices have none of their own.
@@ -71,7 +72,8 @@ class GradPlan:
         if self.pipe and loss.convolves and self.once_over:
             return self.not_once("XLA partitions convolutions wrongly where some axes of a batch are mapped")
         is_copy = not self.pipe and any(axis not in self.once_over for axis in self.batch_axes)
-        by_shards = loss.convolves or (is_copy and loss.is_plain and not self.at_use)
+        has_kernels = loss.has_kernels and not self.pipe
+        by_shards = loss.convolves or ((is_copy or has_kernels) and loss.is_plain and not self.at_use)
         plan = dataclasses.replace(self, map_by="shard_map" if by_shards else "vmap")
         return plan.not_once(not_local) if not_local and self.once_over else plan
 

@@ -57,6 +57,8 @@ def _check(layer: Any) -> None:
         name = eqn.primitive.name
         if name == "shard_map":
             raise CannotCut(f"a jax.shard_map within a layer, at {jaxprs.model_line(eqn)}, has devices of its own")
+        if name == "pallas_call":
+            raise CannotCut(f"XLA does not partition the kernel at {jaxprs.model_line(eqn)} over stages")
         if name == "conv_general_dilated":
             where = jaxprs.model_line(eqn)
             raise CannotCut(f"XLA partitions the convolution at {where} wrongly where stages have kernels of their own")

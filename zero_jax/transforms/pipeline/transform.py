@@ -20,7 +20,7 @@ from zero_jax.dims import SAME, TraceComparison, dim_map
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate, trace_flat
 from zero_jax.program.loss import LossProgram, Traced
-from zero_jax.program.subcalls import Subcall, equations_of
+from zero_jax.program.subcalls import Subcall, equations_of, kind_of
 from zero_jax.program.walk import Deferred, Walk
 from zero_jax.sharding.chains import gather_scope
 from zero_jax.sharding.mesh import slow_axes
@@ -261,7 +261,8 @@ def with_stages(program: LossProgram, stages: Stages, moved: MovedGrads | None =
         uses = collections.Counter(x for eqn in jaxpr.eqns for x in jaxprs.variables(eqn))
         params, data = jaxpr.invars[: traced.num_params], jaxpr.invars[traced.num_params :]
         size = max((x.aval.shape[0] for x in data if x.aval.shape), default=0)
-        tables = {eqn.invars[0] for eqn in jaxpr.eqns if _takes_many_rows(eqn, stages.num_stages)} & {*params}
+        lookups = [eqn for eqn in jaxpr.eqns if _takes_rows(eqn) and eqn.invars[0] in params]
+        tables = {x.invars[0] for x in lookups if _are_many(x, stages) or _is_multiplied(jaxpr, x.invars[0])}
         params = {x: i for i, x in enumerate(params) if uses[x] == 1}
         walk = _StageWalk({} if moved is None else params, moved, stages.place)
 
@@ -280,7 +281,7 @@ class _Table(Deferred):
     """A param that examples are looked up in, and a copy of it for each stage, made when one is used.
 
     The gradients of all uses of the copies are summed over stages once. Of one array XLA:TPU would all-reduce those of
-    lookups, and sum those of products, as of a head that is tied to the table, by themselves.
+    many lookups, move the rows of few, and sum those of products, as of a head that is the table, by themselves.
     """
 
     array: jax.Array
@@ -338,7 +339,7 @@ class _StageWalk(Walk[None]):
 
     def operation(self, eqn: Any, values: list[Any], frame: None) -> Sequence[Any]:
         tables = [x for x in values if isinstance(x, _Table)]
-        if len(tables) == len(values) == 1 and eqn.primitive.name in ("transpose", "convert_element_type"):
+        if len(tables) == len(values) == 1 and eqn.primitive.name in _MOVED:
             return [tables[0].moved(eqn)]
         if len(tables) == 1 and eqn.primitive.name in ("gather", "dot_general"):
             if (made := tables[0].used(eqn, values)) is not None:
@@ -369,14 +370,37 @@ class _StageWalk(Walk[None]):
             return place.stages_apart(stack, groups, dims[1:], moved.copies)
 
 
-def _takes_many_rows(eqn: Any, num_stages: int) -> bool:
-    """Tells whether an equation looks whole rows of a table up, on each stage more than it has."""
+def _takes_rows(eqn: Any) -> bool:
+    """Tells whether an equation looks whole rows of a table up."""
     if eqn.primitive.name != "gather":
         return False
-    (table, indices), made_of = (x.aval for x in eqn.invars), dim_map(eqn).kept
+    table, made_of = eqn.invars[0].aval, dim_map(eqn).kept
     columns = [x for x in made_of if not x or x[0][0] == 0]
-    is_whole = columns == [((0, i),) for i in range(1, table.ndim)] and made_of[:1] == (((1, 0),),)
-    return is_whole and indices.shape[0] % num_stages == 0 and eqn.outvars[0].aval.size >= num_stages * table.size
+    return columns == [((0, i),) for i in range(1, table.ndim)] and made_of[:1] == (((1, 0),),)
+
+
+def _are_many(eqn: Any, stages: Stages) -> bool:
+    """Tells whether a lookup is of as many rows on each stage as the table has: else XLA:TPU moves them, not a sum."""
+    return eqn.outvars[0].aval.size >= stages.num_stages * eqn.invars[0].aval.size
+
+
+def _is_multiplied(jaxpr: Any, table: Any) -> bool:
+    """Tells whether a variable is an operand of a product, as it is or transposed: that has a sum over stages."""
+    found = {table}
+    for eqn in jaxpr.eqns:
+        places = [i for i, x in enumerate(eqn.invars) if not jaxprs.is_literal(x) and x in found]
+        if places and eqn.primitive.name in _MOVED:
+            found.update(eqn.outvars)
+        elif places and kind_of(eqn) == "call":
+            inner, _ = jaxprs.open_jaxpr(jaxprs.inner_jaxprs(eqn)[0])
+            if any(_is_multiplied(inner, inner.invars[i]) for i in places):
+                return True
+        elif places and eqn.primitive.name == "dot_general":
+            return True
+    return False
+
+
+_MOVED = ("transpose", "convert_element_type")  # what moves the elements of a table, or casts them
 
 
 def split_stages(

@@ -403,10 +403,9 @@ class TraceComparison:
             raise Refused(f"a kernel that is not known may mix examples of a batch ({type(error).__name__})") from error
         refs, _ = self.loop(bodies, [], refs)
         results = refs[len(inputs) : len(inputs) + grid.num_outputs]
-        rows_at = lambda x, dim: dataclasses.replace(x, kind=Kind.ROWS, dim=dim, number=None)  # noqa: E731
-        check(all(x.kind in (Kind.SAME, Kind.UNKNOWN) or dim is None for x, dim in zip(results, dims, strict=True)))
+        check(None in dims or all(x.kind in (Kind.SAME, Kind.UNKNOWN) for x in results))
         return [
-            x if dim is None or x.kind is Kind.UNKNOWN else rows_at(x, dim)
+            x if dim is None or x.kind is Kind.UNKNOWN else dataclasses.replace(x, kind=Kind.ROWS, dim=dim)
             for x, dim in zip(results, dims, strict=True)
         ]
 

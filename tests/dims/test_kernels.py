@@ -229,3 +229,23 @@ def test_a_step_with_a_kernel_of_each_example_is_that_of_one_device():
     state = zero.init_state(reference.init_params, tx, jax.random.key(0), mesh=mesh, config=config)
     lowered = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config).lower(state, batches[0])
     assert "manual_computation" in lowered.as_text()  # each device runs it on its own examples
+
+
+@pytest.mark.tpu_compiler
+def test_kernels_for_tpus_need_no_shard_map_where_each_device_has_its_own_examples():
+    """Elsewhere JAX refuses them: "Mosaic kernels cannot be automatically partitioned"."""
+    pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
+
+    @jax.custom_vjp
+    def doubled(x):
+        return jax.vmap(lambda x: pl.pallas_call(sine, out_shape=x)(x))(x)
+
+    doubled.defvjp(lambda x: (doubled(x), x), lambda x, g: (2 * jnp.cos(x) * g,))
+    loss_fn = lambda params, batch: jnp.square(doubled(batch["x"] @ params["w"])).mean()  # noqa: E731
+    mesh, tx = zero.make_mesh(topology="v5p:2x2x1"), optax.sgd(0.1)
+    config = zero.ZeroConfig(stage=1, num_microbatches=2, precision="fp32")
+    state = zero.abstract_state(lambda _: {"w": jnp.zeros((128, 128))}, tx, mesh=mesh, config=config)
+    batch = {"x": jax.ShapeDtypeStruct((16, 8, 128), jnp.float32)}
+    assert (
+        "tpu_custom_call" in zero.make_train_step(loss_fn, tx, mesh=mesh, config=config).lower(state, batch).as_text()
+    )

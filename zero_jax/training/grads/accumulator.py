@@ -225,7 +225,9 @@ class Accumulator:
 
         # Within it, JAX takes constraints on this mesh alone: those of gathers split the axes along the torus.
         mesh, _ = split_axes(self.mesh, tuple(axis for axis in self.axes.data if axis not in once))
-        where = {"mesh": mesh, "axis_names": set(once), "in_specs": specs, "out_specs": over}
+        # With those of size 1 no axis is left to XLA where there are no others, as kernels for TPUs have to have it.
+        manual = {*once, *(axis for axis, size in mesh.shape.items() if size == 1)}
+        where = {"mesh": mesh, "axis_names": manual, "in_specs": specs, "out_specs": over}
         return jax.shard_map(one_device, **where, check_vma=False)
 
     def reduce(

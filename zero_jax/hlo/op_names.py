@@ -52,9 +52,8 @@ class Phases:
             return phase
         if not self._has_gradient:
             return "forward"
-        if instruction.base in ("all-reduce", "reduce-scatter") and not gathered_path(
-            op_name
-        ):  # XLA:TPU makes all-reduces of some gathers
+        # XLA:TPU makes all-reduces of some gathers.
+        if instruction.base in ("all-reduce", "reduce-scatter") and not gathered_path(op_name):
             return "update"  # of gradients, after the passes
         users = self._program.users(instruction.computation)
         # A cast of the params belongs to no pass by its name, but to the one that uses it.

@@ -116,8 +116,8 @@ class Program:
         self.num_devices = math.prod(
             integers("".join(re.findall(r"\b(?:num_partitions|replica_count)=\d+", self.header)))
         )
-        self.is_scheduled = "is_scheduled=true" in self.header  # in the order of execution
-        self.has_tiles = ":T(" in text  # by XLA:TPU
+        self.is_scheduled = "is_scheduled=true" in self.header  # whether its order is that of execution
+        self.has_tiles = ":T(" in text  # whether its arrays are in tiles, as by XLA:TPU
         self._trips: dict[tuple[str, str], int | None] = {}
         self._users: dict[str, dict[str, list[Instruction]]] = {}
         self._tables: dict[str, dict[str, str]] = collections.defaultdict(dict)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate, trace_flat
 from zero_jax.program.loss import LossProgram, Traced
 from zero_jax.program.subcalls import Subcall, equations_of, kind_of
-from zero_jax.program.walk import Deferred, Walk
+from zero_jax.program.walk import Walk
 from zero_jax.sharding.chains import gather_scope
 from zero_jax.sharding.mesh import slow_axes
 from zero_jax.sharding.spec import Dims
@@ -268,7 +267,7 @@ def with_stages(program: LossProgram, stages: Stages, moved: MovedGrads | None =
 
         def run(leaves: Sequence[Any], _: Any) -> list[Any]:
             pairs = zip(jaxpr.invars, leaves, strict=True)
-            leaves = [_Table(x, stages.place, size) if var in tables else x for var, x in pairs]
+            leaves = [_Table.of(x, stages.place, size) if var in tables else x for var, x in pairs]
             return [*map(_array, walk.run(traced.closed, leaves, None))]
 
         return traced.evaluated(run)
@@ -276,32 +275,30 @@ def with_stages(program: LossProgram, stages: Stages, moved: MovedGrads | None =
     return PipelinedProgram(program, stages).then(evaluated)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Table(Deferred):
-    """A param that examples are looked up in, and a copy of it for each stage, made when one is used.
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Table:
+    """A param that examples are looked up in, and a copy of it for each stage, `[stages, ...]`.
 
     The gradients of all uses of the copies are summed over stages once. Of one array XLA:TPU would all-reduce those of
     many lookups, move the rows of few, and sum those of products, as of a head that is the table, by themselves.
     """
 
     array: jax.Array
+    copies: jax.Array
     place: StagePlace
     num_examples: int
-    made: Callable[[], jax.Array] | None = None  # makes the copies of what is not a param as it is
 
-    @functools.cached_property
-    def copies(self) -> jax.Array:
-        """The copies, `[stages, ...]`."""
-        if self.made is not None:
-            return self.made()
-        copies = jnp.broadcast_to(self.array, (self.place.num_stages, *self.array.shape))
-        return self.place.pinned(copies, self.place.pipe)
+    @classmethod
+    def of(cls, array: jax.Array, place: StagePlace, num_examples: int) -> _Table:
+        """Returns a param with its copies."""
+        copies = jnp.broadcast_to(array, (place.num_stages, *array.shape))
+        return cls(array, place.pinned(copies, place.pipe), place, num_examples)
 
     def moved(self, eqn: Any) -> _Table:
         """Returns the table with its elements elsewhere, or of another dtype."""
-        (moved,), pipe = jaxprs.bind(eqn, [self.array]), self.place.pipe
-        made = lambda: jaxprs.bind_mapped(eqn, [self.copies], (0,), spmd_axis_name=pipe)  # noqa: E731
-        return _Table(moved, self.place, self.num_examples, made)
+        (array,) = jaxprs.bind(eqn, [self.array])
+        copies = jaxprs.bind_mapped(eqn, [self.copies], (0,), spmd_axis_name=self.place.pipe)
+        return dataclasses.replace(self, array=array, copies=copies)
 
     def used(self, eqn: Any, values: Sequence[Any]) -> jax.Array | None:
         """Returns the result of a lookup or a product, on each stage by its copy; None where that is not possible.

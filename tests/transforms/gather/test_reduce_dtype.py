@@ -18,7 +18,7 @@ from reference import mesh_of
 
 import zero_jax as zero
 from zero_jax import comms
-from zero_jax.transforms.gather.products import product
+from zero_jax.transforms.weight_grads import product
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 ROWS, WIDTH, LENGTH = 64, 32, 4

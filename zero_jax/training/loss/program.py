@@ -137,6 +137,7 @@ class StepLoss:
             num_microbatches=config.num_microbatches,
             recompute=resolve_remat(config.remat).policy != "none",
             schedule=resolve_schedule(config.pipeline),
+            reduce_dtype=placement.precision.reduce,
         )
 
     def staged(self, program: Callable[..., Any], axes: Axes, moved: MovedGrads | None = None) -> Callable[..., Any]:

@@ -26,6 +26,7 @@ from zero_jax.sharding.precision import promoted
 from zero_jax.sharding.quantized import PLAIN, Blocks, Formats, Quantize, blocks_of
 from zero_jax.sharding.spec import Dims, named, without
 from zero_jax.transforms.gather.per_device import DeviceSum, summed_use
+from zero_jax.transforms.pipeline.place import StagePlace
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -239,6 +240,8 @@ class GatherOptions:
     # The function is one of a device's own examples, to be mapped over devices by `jax.vmap`: the gradients that
     # devices have of a param are summed at each use, so that those of the mapped function are the same for all
     mapped: bool = False
+    # Where the stages of a pipeline run, if the function is one of a stage's layers, to be mapped over stages
+    stages: StagePlace | None = None
     # Nobody puts a `jax.checkpoint` around the function, in which JAX (0.10 to 0.12) cannot differentiate one that has
     # its barriers before some arrays alone
     outermost: bool = False

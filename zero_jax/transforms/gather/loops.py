@@ -197,7 +197,7 @@ def _grad_of_stages(
 
 def _of_stage(walk: Any, loop: LayerLoop) -> tuple[Any, Any]:
     """Returns the walk over the layers of a stage, on a microbatch, and the jaxpr of a layer that it walks over."""
-    options = dataclasses.replace(walk.options, axes=walk.options.axes.of_stage)
+    options = dataclasses.replace(walk.options, axes=walk.options.axes.of_stage, stages=loop.place)
     jaxpr, num_shards = open_jaxpr(loop.layer)[0], loop.place.num_shards
     roles = [None, *loop.consts, *loop.carry, *[None] * loop.num_slices]
     states, sizes = [], set()

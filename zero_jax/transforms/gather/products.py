@@ -1,19 +1,14 @@
-"""Matmuls with weights: as products of matrices, and with gradients in the reduce dtype or of a device's own examples.
+"""Matmuls with weights as products of matrices, and in shares of rows; convolutions that XLA partitions wrongly.
 
 XLA:TPU lays a gradient of a weight of several input or output dims, such as `[features, heads, head_dim]`, out as it
 pads least: with 64 lanes for `head_dim`, features become the lanes. These are the dim that is cut, and lanes are
 all-reduced rather than reduce-scattered (docs/gather_on_use.md). So the weight's shard is transposed and reshaped
 before it is gathered, its gradient after it is scattered, and in between are matrices.
-
-XLA sums a gradient across devices where the product that makes it stands, in that product's dtype: a cast after it
-comes too late. So the product itself is to give the dtype to sum in. It adds up in float32 inside all the same. Where
-XLA partitions the gradient of a convolution's kernel wrongly, each device computes that of its own examples.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,27 +16,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core as jex_core
-from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, PartitionSpec
 
-from zero_jax.dims import is_contraction, is_float
-from zero_jax.program.evaluation import evaluate
-from zero_jax.program.jaxprs import bind, of_some, open_jaxpr, source_context, source_line
+from zero_jax.program.jaxprs import bind, source_context, source_line
 from zero_jax.program.subcalls import MANUAL, equations_of, subcall
 from zero_jax.sharding.mesh import Axes, axis_size
-from zero_jax.sharding.precision import promoted
 from zero_jax.sharding.spec import Dims
 from zero_jax.transforms.gather.deferred import Lazy, Value
-
-
-def needs_dtype(eqn: Any, place: int, own: Any, dtype: Any) -> bool:
-    """Tells whether a factor of dtype `own` has its gradient summed in another dtype than `dtype` if left alone."""
-    if not is_contraction(eqn) or place > 1:
-        return False
-    dtypes = [eqn.invars[1 - place].aval.dtype, eqn.outvars[0].aval.dtype]
-    real = all(jnp.issubdtype(each, jnp.floating) for each in (own, *dtypes))
-    return real and {own, promoted(*dtypes)} != {jnp.dtype(dtype)}
+from zero_jax.transforms.weight_grads import product
 
 
 def is_partitioned_wrongly(eqn: Any, dims: Dims | None = None) -> bool:
@@ -72,134 +54,6 @@ def refuse_convolution(eqn: Any) -> None:
             "computes a wrong gradient of its kernel on a mesh with axes that the batch is not sharded over "
             "(docs/xla_faults.md): take a mesh without `model` axes, or call the convolution in jax.shard_map"
         )
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Product:
-    """A product as a function of one of its inputs, the weight, which it is linear in.
-
-    With a mesh and batch axes of its `own` it is a convolution of examples that are sharded over these, and each device
-    computes the gradient of its own.
-    """
-
-    eqn: Any
-    place: int
-    aval: Any
-    own: tuple[Mesh, tuple[str, ...]] | None = None
-
-    def __call__(self, weight: jax.Array, *others: jax.Array) -> jax.Array:
-        dtype = self.eqn.invars[self.place].aval.dtype
-        inputs = [*others[: self.place], weight.astype(dtype), *others[self.place :]]
-        return bind(self.eqn, inputs)[0]
-
-    def gradient(self, cotangent: jax.Array, others: Sequence[jax.Array], aval: Any) -> jax.Array:
-        """Returns the gradient of the weight, with its products in the dtype of `aval`."""
-        if self.own is None:
-            return self.gradient_here(cotangent, others, aval)
-        (mesh, over), numbers = self.own, self.eqn.params["dimension_numbers"]
-        dims = numbers.out_spec[0], numbers.lhs_spec[0]
-        if self.eqn.params["batch_group_count"] > 1 or others[0].shape[dims[1]] % axis_size(mesh, over):
-            over = ()
-
-        def own(cotangent: jax.Array, examples: jax.Array) -> jax.Array:
-            return lax.psum(self.gradient_here(cotangent, [examples], aval), over)
-
-        specs = tuple(PartitionSpec(*[None] * dim, over or None) for dim in dims)
-        mapped = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
-        return mapped(cotangent, *others)
-
-    def gradient_here(self, cotangent: jax.Array, others: Sequence[jax.Array], aval: Any) -> jax.Array:
-        """Returns the gradient of the weight as it is computed from these arrays."""
-        wide = self.eqn.invars[self.place].aval
-        shape = jax.ShapeDtypeStruct(aval.shape, wide.dtype)
-        transpose = jax.linear_transpose(lambda w: self(w, *others), shape)
-        jaxpr, consts = open_jaxpr(jax.make_jaxpr(transpose)(cotangent))
-
-        def equation(eqn: Any, values: list[Any]) -> list[Any]:
-            if eqn.primitive is lax.convert_element_type_p:  # it is of that dtype already
-                return values
-            if is_contraction(eqn):
-                if eqn.primitive is not lax.dot_general_p:  # others refuse to give less than they take
-                    values = [_no_wider(x, aval.dtype) for x in values]
-                eqn = eqn.replace(params={**eqn.params, "preferred_element_type": aval.dtype})
-            return bind(eqn, values)
-
-        (out,) = evaluate(jaxpr, consts, [cotangent], equation)
-        return out
-
-
-def _no_wider(x: jax.Array, dtype: Any) -> jax.Array:
-    return x.astype(dtype) if is_float(x) and x.dtype.itemsize > dtype.itemsize else x
-
-
-def product(
-    eqn: Any,
-    inputs: Sequence[jax.Array],
-    place: int,
-    weight: jax.Array,
-    own: tuple[Mesh, tuple[str, ...]] | None = None,
-) -> jax.Array:
-    """Evaluates a product; the gradient of the factor at `place` goes to `weight`, and is computed in its dtype.
-
-    `own` are mesh and batch axes, for a convolution of whose kernel each device computes the gradient of its examples.
-    """
-    # The product is an ordinary one, by which remat policies know it.
-    (out,) = bind(eqn, [lax.stop_gradient(x) for x in inputs])
-    others = [x for i, x in enumerate(inputs) if i != place]
-    return attach_p.bind(out, weight, inputs[place], *others, function=_Product(eqn, place, jax.typeof(out), own))
-
-
-# `attach` is the identity on the result of a product, and has its derivatives: `out, weight, factor, *others -> out`,
-# where the weight and the factor are the same in two dtypes. `tangent` is the linear function of the weight that the
-# product is: `weight, *others -> out`.
-
-attach_p = jex_core.Primitive("zero_weight_grad")
-tangent_p = jex_core.Primitive("zero_weight_tangent")
-
-
-def _attach_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, function: _Product) -> tuple[Any, Any]:
-    _, weight_dot, _, *other_dots = tangents  # the factor's are the weight's
-    return attach_p.bind(*primals, function=function), _dot_of(function, primals[2:], [weight_dot, *other_dots])
-
-
-def _dot_of(function: _Product, inputs: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    """Returns the tangent of a product, by its weight and its other inputs."""
-    (weight, *others), (weight_dot, *dots) = inputs, tangents
-    moving, out_dot = [i for i, dot in enumerate(dots) if not isinstance(dot, ad.Zero)], None
-    if moving:
-        call = of_some(functools.partial(function, weight), others, moving)
-        out_dot = jax.jvp(call, [others[i] for i in moving], [dots[i] for i in moving])[1]
-    out_dot = ad.Zero(function.aval.to_tangent_aval()) if out_dot is None else out_dot
-    if isinstance(weight_dot, ad.Zero):
-        return out_dot
-    return ad.add_tangents(out_dot, tangent_p.bind(weight_dot, *others, function=function))
-
-
-def _tangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, function: _Product) -> tuple[Any, Any]:
-    return tangent_p.bind(*primals, function=function), _dot_of(function, primals, tangents)
-
-
-def _tangent_transpose(cotangent: Any, weight: Any, *others: Any, function: _Product) -> list[Any]:
-    zero = isinstance(cotangent, ad.Zero)
-    gradient = ad.Zero(weight.aval) if zero else function.gradient(cotangent, others, weight.aval)
-    return [gradient, *[None] * len(others)]
-
-
-def _batch(args: Any, dims: Any, *, function: _Product) -> tuple[Any, int]:
-    return jax.vmap(function, in_axes=dims)(*args), 0
-
-
-attach_p.def_abstract_eval(lambda out, *_, **__: out)
-attach_p.def_impl(lambda out, *_, **__: out)
-ad.primitive_jvps[attach_p] = _attach_jvp
-batching.primitive_batchers[attach_p] = lambda args, dims, **how: _batch(args[2:], dims[2:], **how)  # as it was
-mlir.register_lowering(attach_p, lambda ctx, out, *_, **__: [out])
-tangent_p.def_abstract_eval(lambda weight, *_, function: function.aval)
-tangent_p.def_impl(lambda *args, function: jax.jit(function)(*args))
-ad.primitive_jvps[tangent_p] = _tangent_jvp
-ad.primitive_transposes[tangent_p] = _tangent_transpose
-batching.primitive_batchers[tangent_p] = _batch
-mlir.register_lowering(tangent_p, mlir.lower_fun(lambda *args, function: function(*args), multiple_results=False))
 
 
 # Of a product with fewer features the rows take longer to send than to compute.

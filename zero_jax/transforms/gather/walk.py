@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from zero_jax.dims import REDUCTIONS, Examples, has_wrong_gradient, is_contraction, passthrough
+from zero_jax.dims import REDUCTIONS, Examples, has_wrong_gradient, is_contraction, is_float, passthrough
 from zero_jax.program import jaxprs
 from zero_jax.program.subcalls import Subcall, subcall
 from zero_jax.program.walk import Packed, Walk
@@ -47,12 +47,11 @@ from zero_jax.transforms.gather.products import (
     holds_convolution,
     is_by_rows,
     is_partitioned_wrongly,
-    needs_dtype,
-    product,
     refuse_convolution,
 )
 from zero_jax.transforms.gather.sent import SentProduct, SentValue, at_home, carried_on, sent_product, where_sent
 from zero_jax.transforms.pipeline.transform import pipeline_p
+from zero_jax.transforms.weight_grads import needs_dtype, product
 
 # Longer recipes are not made again at each use: they are chains of nested calls.
 MAX_RECIPE_DEPTH = 50
@@ -164,7 +163,7 @@ class GatherWalk(Walk[GatherFrame]):
             return (self.lookup if is_lookup else self.first_order)(eqn, values, frame)
         arrays = [value.array for value in values]
         own = self.options.own_examples
-        made = [product(eqn, arrays, 1, arrays[1], own)] if is_apart else self.bind(eqn, arrays)
+        made = [product(eqn, arrays, 1, arrays[1], own=own)] if is_apart else self.bind(eqn, arrays)
         return _values(made, values)
 
     def first_order(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
@@ -238,6 +237,12 @@ class GatherWalk(Walk[GatherFrame]):
             weights, dtype = [1], dtype or inputs[1].aval.dtype  # type: ignore[union-attr]
         else:
             own = None
+        apart = None
+        if self.options.stages is not None and sent is None and eqn.primitive.name == "dot_general":
+            shards = [i for i, value in lazy if value.is_shard and is_float(value.aval)]
+            if shards and weights in ([], shards):
+                apart, dtype = self.options.stages.by_itself, dtype if weights else inputs[shards[0]].aval.dtype
+                weights = shards
 
         kept = packed.without_arrays()
         taken = functools.partial(self.whole, pin=pin)
@@ -255,7 +260,7 @@ class GatherWalk(Walk[GatherFrame]):
                 return evaluate(made, self.bind)
             (place,) = weights
             weight = taken(inputs[place], dtype=dtype)
-            return evaluate(made, lambda eqn, inputs: [product(eqn, inputs, place, weight, own)])
+            return evaluate(made, lambda eqn, inputs: [product(eqn, inputs, place, weight, own=own, apart=apart)])
 
         return region, packed
 

@@ -38,6 +38,9 @@ pipeline_p.def_abstract_eval(lambda *_, avals, **params: list(avals))
 # The name of what a layer of a stage begins with, for remat policies.
 LAYER_INPUT = "zero_layer_input"
 
+# What moves all elements of a param that all stages read, such as a table, or casts them.
+MOVED_WHOLE = ("transpose", "convert_element_type")
+
 # The name that the equation of a scan has which was a Python loop.
 ROLLED = "rolled_layers"
 
@@ -72,6 +75,7 @@ class Stages:
       num_microbatches: the microbatches that go through them.
       recompute: whether layers that have no `jax.checkpoint` of their own are recomputed, stage by stage.
       schedule: in which order: as of `resolve_schedule`.
+      reduce_dtype: the dtype in which gradients are summed across devices; None for their own.
     """
 
     place: StagePlace
@@ -79,6 +83,7 @@ class Stages:
     num_microbatches: int
     recompute: bool = True
     schedule: Schedule = dataclasses.field(default_factory=Schedule)
+    reduce_dtype: Any = None
 
     @property
     def num_stages(self) -> int:

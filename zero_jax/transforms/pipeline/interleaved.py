@@ -31,9 +31,9 @@ from zero_jax.program.passes import made_of
 from zero_jax.sharding.chains import Chain, reshard, scattering
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
-from zero_jax.sharding.spec import dims_of, named, without
+from zero_jax.sharding.spec import Dims, dims_of, named, without
 from zero_jax.transforms.grad_sums import put_at, updated_at
-from zero_jax.transforms.pipeline.cut import Role
+from zero_jax.transforms.pipeline.cut import MOVED_WHOLE, Role
 from zero_jax.transforms.pipeline.loop import (
     Layer,
     LayersOfStage,
@@ -47,6 +47,7 @@ from zero_jax.transforms.pipeline.loop import (
 from zero_jax.transforms.pipeline.microbatch import MicrobatchProgram, layers_p
 from zero_jax.transforms.pipeline.place import at_stages
 from zero_jax.transforms.pipeline.stage_passes import StagePasses
+from zero_jax.transforms.weight_grads import product
 
 # As JAX names what it transposes: nothing else tells the backward pass in the name stack of one loop for both.
 _BACKWARD = "transpose(jvp())"
@@ -113,7 +114,7 @@ class _InterleavedTicks(Ticks):
         self.jaxpr, self.consts = jaxprs.open_jaxpr(program.jaxpr)
         self.num_shared, self.first_stack = program.num_shared, program.num_shared + program.num_rows
         self.dtypes = [x.dtype for x in operands]
-        self.sharding_of = dict(zip(self.jaxpr.invars[1 : 1 + self.num_shared], shardings, strict=False))
+        self.shards = self.shards_of(shardings)
         self.of_stage = LayersOfStage(self.loop, layer)
         self.layers: Any = self.of_stage
         if self.loop.recompute:
@@ -298,21 +299,48 @@ class _InterleavedTicks(Ticks):
         is_last = self.is_last(*work[:2])
 
         def equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
-            values = [self.scattered(eqn, *each) for each in zip(eqn.invars, values, strict=True)]
             if eqn.primitive is layers_p:
                 behind.update(eqn.outvars)
-                sent.extend(layers(values))
+                read = zip(eqn.invars, values, strict=True)
+                sent.extend(layers([self.scattered(eqn, *each) for each in read]))
                 return [differentiated_at(is_last, x) for x in sent]
-            if behind.isdisjoint(jaxprs.variables(eqn)):
-                return jaxprs.bind(eqn, values)
-            is_behind = [jaxprs.is_literal(atom) or atom in behind for atom in eqn.invars]
-            behind.update(eqn.outvars)
-            pairs = zip(is_behind, values, strict=True)
-            return jaxprs.bind(eqn, [x if known else differentiated_at(is_last, x) for known, x in pairs])
+            if not behind.isdisjoint(jaxprs.variables(eqn)):
+                is_behind = [jaxprs.is_literal(atom) or atom in behind for atom in eqn.invars]
+                behind.update(eqn.outvars)
+                pairs = zip(is_behind, values, strict=True)
+                values = [x if known else differentiated_at(is_last, x) for known, x in pairs]
+            return self.bind(eqn, values)
 
         narrow = [cast(x, dtype) for x, dtype in zip(operands[: self.num_shared], self.dtypes, strict=False)]
         results = evaluate(self.jaxpr, self.consts, [work[2], *narrow, *rows], equation)
         return sent, [*map(jnp.asarray, results)]
+
+    def shards_of(self, shardings: Sequence[NamedSharding | None]) -> dict[Any, Dims]:
+        """Returns how gradients are sharded of what all stages read, and of that transposed or cast, by variable."""
+        shared = zip(self.jaxpr.invars[1 : 1 + self.num_shared], shardings, strict=False)
+        found = {x: dims_of(each, x.aval.ndim + 1)[1:] for x, each in shared if each is not None}
+        for eqn in self.jaxpr.eqns:
+            if eqn.primitive.name in MOVED_WHOLE and not jaxprs.is_literal(eqn.invars[0]) and eqn.invars[0] in found:
+                dims = found[eqn.invars[0]]
+                found[eqn.outvars[0]] = tuple(dims[i] for i in eqn.params.get("permutation", range(len(dims))))
+        return found
+
+    def bind(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
+        """Evaluates an equation before or behind the layers; gradients of what all stages read are reduce-scattered.
+
+        That of a product is made by each stage by itself, in the dtype that devices sum it in.
+        """
+        read = [i for i, x in enumerate(eqn.invars) if not jaxprs.is_literal(x) and x in self.shards]
+        if eqn.primitive.name in MOVED_WHOLE:
+            return jaxprs.bind(eqn, values)
+        if eqn.primitive.name != "dot_general" or len(read) != 1 or not is_float(values[read[0]]):
+            values = [self.scattered(eqn, *each) for each in zip(eqn.invars, values, strict=True)]
+            return jaxprs.bind(eqn, values)
+        (place,), dtype = read, self.loop.stages.reduce_dtype
+        weight = values[place] if dtype is None else cast(values[place], dtype)
+        weight = self.scattered(eqn, eqn.invars[place], weight)
+        with jaxprs.source_context(eqn):
+            return [product(eqn, values, place, weight, apart=self.place.by_itself)]
 
     def scattered(self, eqn: Any, atom: Any, x: Any) -> Any:
         """Returns what an equation reads; if all stages read it, its gradient there is reduce-scattered.
@@ -320,13 +348,11 @@ class _InterleavedTicks(Ticks):
         That of a lookup of many rows has examples moved to where their features are: of rows XLA would all-reduce it.
         It is left to XLA where a shard of the table is larger, as examples are gathered then.
         """
-        sharding = None if jaxprs.is_literal(atom) else self.sharding_of.get(atom)
-        if sharding is None:
+        dims = None if jaxprs.is_literal(atom) else self.shards.get(atom)
+        axes = tuple(axis for axis in self.place.batch if any(axis in dim for dim in dims or ()))
+        if dims is None or not axes:
             return x
-        mesh, dims = self.place.mesh, dims_of(sharding, x.ndim + 1)[1:]
-        axes = tuple(axis for axis in self.place.batch if any(axis in dim for dim in dims))
-        if not axes:
-            return x
+        mesh = self.place.mesh
         chain = scattering(mesh, dims, axes, shape=x.shape)
         if eqn.primitive.name == "gather" and x.ndim > 1:
             *rows, last = without(dims, axes)

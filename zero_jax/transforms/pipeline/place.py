@@ -70,12 +70,21 @@ class StagePlace:
         """Returns what a function makes of each stage's part `[1, ...]` of arrays, again `[1, ...]`."""
         return own_p.bind(*arrays, function=function, mesh=self.mesh, axes=self.pipe)
 
+    def by_itself(self, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """Returns a function, to be mapped over stages, which each of them evaluates on its own part alone."""
+        own = jax.custom_batching.custom_vmap(function)
+
+        @own.def_vmap
+        def mapped(size: int, is_mapped: list[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
+            each = zip(arrays, is_mapped, strict=True)
+            arrays = tuple(x if flag else jnp.broadcast_to(x, (size, *x.shape)) for x, flag in each)
+            return self.of_each(lambda *parts: function(*(x[0] for x in parts))[None], *arrays), True
+
+        return own
+
     def taken(self, stack: jax.Array, number: jax.Array) -> jax.Array:
         """Returns a layer of a stack of a stage, to be mapped over stages. No remat policy keeps it."""
-        own = lambda stack, numbers: lax.dynamic_index_in_dim(stack, numbers[0], 1, keepdims=False)  # noqa: E731
-        take = jax.custom_batching.custom_vmap(lambda x, i: lax.dynamic_index_in_dim(x, i, keepdims=False))
-        take.def_vmap(lambda _, __, stack, numbers: (self.of_each(own, stack, numbers), True))
-        return take(stack, number)
+        return self.by_itself(lambda stack, i: lax.dynamic_index_in_dim(stack, i, keepdims=False))(stack, number)
 
     def stages(self, stack: jax.Array, num_groups: int = 1, dims: Dims | None = None) -> jax.Array:
         """Returns a stack `[layers, ...]` as `[stages, layers / stages, ...]`, a stage's groups one after another.

@@ -25,7 +25,15 @@ from zero_jax.sharding.chains import gather_scope
 from zero_jax.sharding.mesh import slow_axes
 from zero_jax.sharding.spec import Dims
 from zero_jax.transforms.pipeline.body import CannotCut
-from zero_jax.transforms.pipeline.cut import FoundLoop, LayerLoop, Stages, find_loops, layers_outside, pipeline_p
+from zero_jax.transforms.pipeline.cut import (
+    MOVED_WHOLE,
+    FoundLoop,
+    LayerLoop,
+    Stages,
+    find_loops,
+    layers_outside,
+    pipeline_p,
+)
 from zero_jax.transforms.pipeline.interleaved import run_1f1b
 from zero_jax.transforms.pipeline.loop import Layer, run_stages
 from zero_jax.transforms.pipeline.microbatch import LossTraces, MicrobatchProgram, by_microbatch, differentiated
@@ -336,7 +344,7 @@ class _StageWalk(Walk[None]):
 
     def operation(self, eqn: Any, values: list[Any], frame: None) -> Sequence[Any]:
         tables = [x for x in values if isinstance(x, _Table)]
-        if len(tables) == len(values) == 1 and eqn.primitive.name in _MOVED:
+        if len(tables) == len(values) == 1 and eqn.primitive.name in MOVED_WHOLE:
             return [tables[0].moved(eqn)]
         if len(tables) == 1 and eqn.primitive.name in ("gather", "dot_general"):
             if (made := tables[0].used(eqn, values)) is not None:
@@ -386,7 +394,7 @@ def _is_multiplied(jaxpr: Any, table: Any) -> bool:
     found = {table}
     for eqn in jaxpr.eqns:
         places = [i for i, x in enumerate(eqn.invars) if not jaxprs.is_literal(x) and x in found]
-        if places and eqn.primitive.name in _MOVED:
+        if places and eqn.primitive.name in MOVED_WHOLE:
             found.update(eqn.outvars)
         elif places and kind_of(eqn) == "call":
             inner, _ = jaxprs.open_jaxpr(jaxprs.inner_jaxprs(eqn)[0])
@@ -395,9 +403,6 @@ def _is_multiplied(jaxpr: Any, table: Any) -> bool:
         elif places and eqn.primitive.name == "dot_general":
             return True
     return False
-
-
-_MOVED = ("transpose", "convert_element_type")  # what moves the elements of a table, or casts them
 
 
 def split_stages(

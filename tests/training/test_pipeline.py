@@ -1434,16 +1434,38 @@ def test_the_estimate_has_what_the_compiled_step_sends_between_stages(pipeline, 
     assert (residuals.num_layers, residuals.batch_size) == {"1f1b": (14, 1), "1f1b:2": (15, 1)}.get(pipeline, (8, 2))
 
 
-def test_the_estimate_of_1f1b_has_the_gradient_of_the_head_for_each_microbatch():
-    """That of a tick is reduce-scattered at stages 2 and 3, and those of all are summed as shards."""
-    mesh, sent = zero.make_mesh(pipe=2), []
-    for pipeline in ("gpipe", "1f1b"):
-        config = make_config(stage=2, num_microbatches=4, pipeline=pipeline)
-        params = {"head": jax.ShapeDtypeStruct((64, 64), np.float32)}
-        state = zero.abstract_state(lambda _, params=params: params, optax.sgd(0.1), mesh=mesh, config=config)
-        rows = zero.comms.estimate(state, mesh=mesh, config=config).rows
-        sent.append(sum(row.total_sent_bytes for row in rows if row.phase == "backward"))
-    assert sent[1] == pytest.approx(4 * sent[0])
+def test_the_estimate_of_1f1b_has_the_gradient_of_the_head_for_each_tick():
+    """At stages 2 and 3 that is reduce-scattered over `data`, and those of all are summed over stages once."""
+    mesh, config = zero.make_mesh(pipe=2), make_config(stage=2, num_microbatches=4, pipeline="1f1b")
+    init_fn = lambda _: {"head": jnp.zeros((64, 64))}  # noqa: E731
+    state = zero.abstract_state(init_fn, optax.sgd(0.1), mesh=mesh, config=config)
+    rows = zero.comms.estimate(state, mesh=mesh, config=config).rows
+    sent = {row.axes: row.total_sent_bytes for row in rows if row.phase == "backward"}
+    size = 4 * 64 * 64
+    assert sent == {("data",): pytest.approx(5 * size * 3 / 4), ("pipe",): pytest.approx(size / 4 / 2)}
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
+def test_large_gradients_of_stages_are_reduce_scattered_in_the_reduce_dtype(pipeline):
+    """XLA:TPU all-reduces products of three dims beyond some 16 MB, on slices of few chips."""
+    pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
+    like = jax.ShapeDtypeStruct
+    params = {"layers": like((2, 2048, 8192), np.float32), "head": like((8192, 2048), np.float32)}
+
+    def loss_fn(params, batch):
+        layer = lambda x, w: (x + jnp.tanh(x @ w)[:, :2048], None)  # noqa: E731
+        x, _ = jax.lax.scan(layer, batch["x"], params["layers"])
+        return jnp.square(x @ params["head"].T).astype(jnp.float32).mean()
+
+    mesh, batch = zero.make_mesh(topology="v5p:2x2x2", pipe=2), {"x": like((64, 2048), np.float32)}
+    precision = zero.Precision(compute=jnp.bfloat16, reduce=jnp.float32)
+    fields = {"stage": 2, "num_microbatches": 4, "precision": precision, "pipeline": pipeline}
+    compiled = lowered(loss_fn, params=params, batch=batch, mesh=mesh, **fields).compile()
+    rows = zero.comms.measure(compiled, mesh=mesh).rows
+    large = {(x.kind, *x.dtypes) for x in rows if x.phase == "backward" and x.total_sent_bytes > 2048 * 8192}
+    assert large == {("reduce-scatter", "f32")}
 
 
 @pytest.mark.slow

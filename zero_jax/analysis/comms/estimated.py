@@ -234,12 +234,12 @@ class _LeafTraffic:
         self.stays, leaf = stays, dataclasses.replace(leaf, dims=without(leaf.dims, stays))
         self.leaf, self.placement, self.config, self.mesh = leaf, placement, config, placement.mesh
         self.pipe, self.k = leaf.pipe, float(config.num_microbatches)
-        self.schedule, self.num_grads = resolve_schedule(config.pipeline), self.k
+        self.schedule, self.is_of_ticks = resolve_schedule(config.pipeline), False
         if placement.num_stages > 1:  # the layers of a stage are used in every tick, all else once
             sizes = placement.num_stages, config.num_microbatches
             self.k = self.schedule.num_runs(*sizes, leaf.shape[0]) if leaf.pipe else 1
-            if leaf.pipe or not self.schedule.is_interleaved:  # else its gradient is that of a microbatch
-                self.num_grads = self.k
+            # Each stage has a gradient of it in each tick; it is gathered once.
+            self.is_of_ticks = self.schedule.is_interleaved and not leaf.pipe
             self.of_layers = bool(leaf.dims) and set(leaf.pipe) <= set(leaf.dims[0])
             dims, of_update = (x and without(x, leaf.pipe) for x in (leaf.dims, leaf.update_dims))
             self.leaf = leaf = dataclasses.replace(leaf, dims=dims, update_dims=of_update)
@@ -268,7 +268,7 @@ class _LeafTraffic:
             gathers = list(self.gathers(self.only_over(self.leaf.dims, param_axes), param_axes))
             yield from _rows("all-gather", gathers, blocks or self.compute, "forward", k)
             if not self.config.keep_gathered:
-                yield from _rows("all-gather", gathers, blocks or self.compute, "backward", k)
+                yield from _rows("all-gather", gathers, blocks or self.compute, "backward", k * self.gathered_again)
         # The update gathers over the axes that shard the master params and not the params.
         missing = [axis for axis in placement.axes_of_group("master") if axis not in param_axes]
         dtype = (not param_axes and blocks) or placement.precision.param or self.stored
@@ -331,12 +331,32 @@ class _LeafTraffic:
 
     def scatter_rows(self, over: Sequence[str], dtype: Any) -> Iterator[EstimateRow]:
         """Yields a gradient's reduce-scatter at each use, and its all-reduce over the axes that do not shard it."""
-        data = [axis for axis in self.placement.axes.data if axis in over]
+        placement, times = self.placement, self.k
+        pipe = placement.axes.pipe if self.is_of_ticks else ()
+        if pipe:  # over `data` in each tick, over stages behind the last one
+            times = self.schedule.num_ticks(placement.num_stages, self.config.num_microbatches)
+        data = [axis for axis in placement.axes.data if axis in over and axis not in pipe]
         dims = self.only_over(self.sharded_dims, data)
         states = [without(dims, data), *scatter_steps(dims, data, self.mesh)] if data else []
-        yield from _rows("reduce-scatter", self.moves(states), dtype, "backward", self.num_grads)
-        rest, elements = self.share(dims, [axis for axis in over if axis not in self.on_data(dims)])
-        yield from _rows("all-reduce", [(rest, 2 * elements)], dtype, "backward", self.num_grads)
+        yield from _rows("reduce-scatter", self.moves(states), dtype, "backward", times)
+        rest, elements = self.share(dims, [axis for axis in over if axis not in (*self.on_data(dims), *pipe)])
+        yield from _rows("all-reduce", [(rest, 2 * elements)], dtype, "backward", times)
+        if pipe:
+            yield from _rows("reduce-scatter", [self.share(dims, pipe)], dtype, "backward", 1)
+
+    @property
+    def gathered_again(self) -> float:
+        """How often a param is gathered in the backward pass for once in the forward pass.
+
+        Where a tick goes in both directions through the same layers, these are gathered once.
+        """
+        placement = self.placement
+        if self.is_of_ticks:
+            return 0
+        if not self.schedule.is_interleaved or self.schedule.num_groups > 1 or placement.num_stages == 1:
+            return 1
+        num_ticks = self.schedule.num_ticks(placement.num_stages, self.config.num_microbatches)
+        return (placement.num_stages - 1) / num_ticks
 
     def sum_rows(self, over: tuple[str, ...], dtype: Any, *, phase: str, times: float) -> Iterator[EstimateRow]:
         """Yields the steps in which the gradients that devices have are summed."""

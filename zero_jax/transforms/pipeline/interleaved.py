@@ -14,6 +14,7 @@ a stage is a part of.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from zero_jax.dims import Kind, is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate
 from zero_jax.program.passes import made_of
-from zero_jax.sharding.chains import Chain, reshard, scattering
+from zero_jax.sharding.chains import SENT, Chain, reshard, scattering
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
 from zero_jax.sharding.spec import Dims, dims_of, named, without
@@ -334,8 +335,10 @@ class _InterleavedTicks(Ticks):
         if eqn.primitive.name in MOVED_WHOLE:
             return jaxprs.bind(eqn, values)
         if eqn.primitive.name != "dot_general" or len(read) != 1 or not is_float(values[read[0]]):
-            values = [self.scattered(eqn, *each) for each in zip(eqn.invars, values, strict=True)]
-            return jaxprs.bind(eqn, values)
+            is_lookup = eqn.primitive.name == "gather" and bool(read)
+            with jax.named_scope(SENT) if is_lookup else contextlib.nullcontext():
+                values = [self.scattered(eqn, *each) for each in zip(eqn.invars, values, strict=True)]
+                return jaxprs.bind(eqn, values)
         (place,), dtype = read, self.loop.stages.reduce_dtype
         weight = values[place] if dtype is None else cast(values[place], dtype)
         weight = self.scattered(eqn, eqn.invars[place], weight)
@@ -353,15 +356,14 @@ class _InterleavedTicks(Ticks):
         if dims is None or not axes:
             return x
         mesh = self.place.mesh
-        chain = scattering(mesh, dims, axes, shape=x.shape)
         if eqn.primitive.name == "gather" and x.ndim > 1:
             *rows, last = without(dims, axes)
             features = (*last, *axes)
             is_small = eqn.outvars[0].aval.size * axis_size(mesh, axes) <= x.size
             if is_small or x.shape[-1] % axis_size(mesh, features):
                 return x
-            chain = Chain((named(mesh, (*rows, features)), named(mesh, dims)))
-        return reshard(x, forward=Chain(), backward=chain)
+            return reshard(x, forward=Chain(), backward=Chain((named(mesh, (*rows, features)), named(mesh, dims))))
+        return reshard(x, forward=Chain(), backward=scattering(mesh, dims, axes, shape=x.shape))
 
     def layers_of(
         self, work: Work, values: list[Any], arrived: list[Any], sums: list[Any], stacks: list[Any]

@@ -23,7 +23,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, PartitionSpec
 
-from zero_jax.dims import is_contraction, is_float
+from zero_jax.dims import ELEMENTWISE, is_contraction, is_float
 from zero_jax.program.evaluation import evaluate
 from zero_jax.program.jaxprs import bind, of_some, open_jaxpr
 from zero_jax.sharding.mesh import axis_size
@@ -42,9 +42,17 @@ def needs_dtype(eqn: Any, place: int, own: Any, dtype: Any) -> bool:
     return real and {own, promoted(*dtypes)} != {jnp.dtype(dtype)}
 
 
+def is_summed_narrow(eqn: Any, aval: Any, dtype: Any) -> bool:
+    """Tells whether an operand that is broadcast, or looked up, has its gradient summed in less than `dtype`."""
+    if dtype is None or not is_float(aval) or promoted(aval.dtype, dtype) == aval.dtype:
+        return False
+    is_broadcast = eqn.primitive.name in ELEMENTWISE | {"broadcast_in_dim"} and eqn.outvars[0].aval.size > aval.size
+    return is_broadcast or eqn.primitive is lax.gather_p
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Product:
-    """A product as a function of one of its inputs, the weight, which it is linear in.
+    """A product, a broadcast or a lookup as a function of one of its inputs, the weight, which it is linear in.
 
     With a mesh and batch axes of its `own` it is a convolution of examples that are sharded over these, and each device
     computes the gradient of its own. `apart` has each stage compute the gradient by itself.
@@ -81,6 +89,9 @@ class _Product:
 
     def gradient_here(self, cotangent: jax.Array, others: Sequence[jax.Array], aval: Any) -> jax.Array:
         """Returns the gradient of the weight as it is computed from these arrays."""
+        if not is_contraction(self.eqn):  # it is what the cotangent is, in any dtype
+            transpose = jax.linear_transpose(lambda w: bind(self.eqn, [w, *others])[0], aval)
+            return transpose(cotangent.astype(aval.dtype))[0]
         wide = self.eqn.invars[self.place].aval
         shape = jax.ShapeDtypeStruct(aval.shape, wide.dtype)
         transpose = jax.linear_transpose(lambda w: self(w, *others), shape)
@@ -154,6 +165,34 @@ def product(
     return attach_p.bind(out, weight, inputs[place], *others, function=function)
 
 
+def summed_in(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns a weight in the dtype that its gradient is summed in; the sum is `rounded` to the dtype of the weight."""
+    wide = x.astype(dtype)
+    return _rounded(wide) if x.dtype == jnp.bfloat16 and wide.dtype != x.dtype else wide
+
+
+def rounded(total: jax.Array, dtype: Any) -> jax.Array:
+    """Returns a sum over devices in a dtype.
+
+    XLA:TPU casts what it all-reduces to the dtype that the sum is cast to. It knows that of casts alone: so the sum is
+    rounded by another operation before.
+    """
+    return (_rounded(total) if dtype == jnp.bfloat16 and total.dtype != dtype else total).astype(dtype)
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    """Returns numbers as bfloat16 has them; so is the cotangent."""
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
+def spread(eqn: Any, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Returns an operand of an elementwise equation in the shape of the result; its gradient goes to `weight`."""
+    shape = eqn.outvars[0].aval.shape
+    dims = tuple(range(len(shape) - x.ndim, len(shape)))
+    (broadcast,) = jax.make_jaxpr(lambda x: lax.broadcast_in_dim(x, shape, dims))(x).eqns
+    return product(broadcast, [x], 0, weight)
+
+
 # `attach` is the identity on the result of a product, and has its derivatives: `out, weight, factor, *others -> out`,
 # where the weight and the factor are the same in two dtypes. `tangent` is the linear function of the weight that the
 # product is: `weight, *others -> out`.
@@ -190,8 +229,12 @@ def _tangent_transpose(cotangent: Any, weight: Any, *others: Any, function: Any)
     return [gradient, *[None] * len(others)]
 
 
-def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, primitive: Any, function: Any) -> tuple[Any, int]:
+def _batch(
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, primitive: Any, function: Any
+) -> tuple[Any, int | None]:
     """Maps a primitive: one whose weight is mapped stays, of another one the product is as it was."""
+    if all(dim is None for dim in dims):
+        return primitive.bind(*args, function=function), None
     own = 0 if primitive is tangent_p else 2  # the place of the weight as the product takes it
     if dims[own] is None:
         return jax.vmap(function, in_axes=tuple(dims[own:]), spmd_axis_name=axis.spmd_name)(*args[own:]), 0

@@ -66,6 +66,14 @@ def images(params, batch):
     )
 
 
+def vectors(params, batch):
+    """Params that are broadcast over examples: in an operation, by one, in a scan, as numbers; and a lookup of rows."""
+    x = batch["x"].astype(params["scale"].dtype) * (1 + params["scale"]) + params["table"][batch["tokens"][:, 0]]
+    x, _ = lax.scan(lambda x, w: (x + jnp.tanh(w.astype(x.dtype) * x), None), x, params["stack"][:, 0])
+    first = jnp.broadcast_to(params["scale"], (len(x), 1, WIDTH))
+    return mean_square(params["number"] * jnp.concatenate([first, x[:, None]], 1))
+
+
 def recurrent(params, batch):
     w = params["square"].astype(F32)
 
@@ -84,6 +92,7 @@ def host_params():
         "table": (ROWS, WIDTH),
         "heads": (WIDTH, 4, 8),
         "scale": (WIDTH,),
+        "number": (),
         "kernel": (3, 3, WIDTH // 16, 16),
     }
     return {name: jnp.asarray(normal(*shape), BF16) for name, shape in shapes.items()}
@@ -94,17 +103,18 @@ def host_batch():
     return {"x": normal(16, WIDTH, scale=1.0), "tokens": tokens}
 
 
-LOSSES = [mixed_product, cast_up, table_cast_up, stack_cast_up, heads, images, recurrent]
+LOSSES = [mixed_product, cast_up, table_cast_up, stack_cast_up, heads, images, vectors, recurrent]
 
 
+@pytest.mark.parametrize("reduce_dtype", [BF16, F32])
 @pytest.mark.parametrize("fn", LOSSES, ids=lambda fn: fn.__name__)
-def test_gradients_of_wide_uses(fn):
+def test_gradients_of_uses_in_other_dtypes(fn, reduce_dtype):
     """They are those of the plain function, up to the roundings of the sum over devices."""
     mesh, batch = mesh_of("8"), host_batch()
     used = jax.eval_shape(jax.grad(fn), host_params(), batch)
     params = {name: x for name, x in host_params().items() if name in used}
     specs = specs_of(params, mesh)
-    gathered = zero.gather_on_use(fn, specs, mesh=mesh, reduce_dtype=BF16)
+    gathered = zero.gather_on_use(fn, specs, mesh=mesh, reduce_dtype=reduce_dtype)
     grads = jax.jit(jax.grad(gathered))(jax.device_put(params, specs), place_batch(batch, mesh))
     want = jax.jit(jax.grad(fn))(widened(params), batch)
     for name, grad in grads.items():
@@ -114,14 +124,19 @@ def test_gradients_of_wide_uses(fn):
         np.testing.assert_allclose(np.asarray(grad, np.float32), exact, rtol=0, atol=0.03 * np.abs(exact).max())
 
 
-@pytest.mark.parametrize("fn", [mixed_product, images], ids=lambda fn: fn.__name__)
+def scaled(params, batch):
+    return mean_square(jnp.tanh(batch["x"].astype(BF16) * params["scale"]))
+
+
+@pytest.mark.parametrize("fn", [mixed_product, images, scaled], ids=lambda fn: fn.__name__)
 @pytest.mark.parametrize("transform", ["jvp", "hvp", "grad of grad", "vmap", "remat"])
 def test_derivatives_of_every_kind(fn, transform):
     mesh = mesh_of("4")
-    params = {name: host_params()[name] for name in (("up", "down") if fn is mixed_product else ("kernel",))}
+    names = {mixed_product: ("up", "down"), images: ("kernel",), scaled: ("scale",)}[fn]
+    params = {name: host_params()[name] for name in names}
     batch = {"x": host_batch()["x"]}
     specs = specs_of(params, mesh)
-    gathered = zero.gather_on_use(fn, specs, mesh=mesh, reduce_dtype=BF16)
+    gathered = zero.gather_on_use(fn, specs, mesh=mesh, reduce_dtype=F32 if fn is scaled else BF16)
     dots = jax.checkpoint_policies.dots_saveable
 
     def apply(loss):
@@ -315,6 +330,31 @@ def test_a_reduce_dtype_wider_than_the_compute_dtype_is_kept(stage):
     pytest.importorskip("libtpu")
     _, in_float32 = sent(*README, stage, reduce=F32)
     assert in_float32 == pytest.approx(2 / (3 if stage == 3 else 2), rel=0.02)
+
+
+def all_kinds_init(key):
+    shapes = {"table": (512, DIM), "stack": (2, DIM, DIM), "biases": (2, DIM), "scale": (DIM,), "temperature": ()}
+    return {name: jax.random.normal(key, shape) / 32 for name, shape in shapes.items()}
+
+
+def all_kinds_loss(params, batch):
+    x = jnp.take(params["table"], batch["t"], axis=0)
+    layers = params["stack"], params["biases"]
+    x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w[0] + w[1]) * params["temperature"], None), x, layers)
+    return mean_square((x * (1 + params["scale"])) @ params["table"].T)
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=slow) for stage in (1, 2, 3))])
+def test_nothing_is_summed_in_a_compute_dtype_narrower_than_the_reduce_dtype(stage):
+    pytest.importorskip("libtpu")
+    mesh, tx = zero.make_mesh(topology="v5p:2x2x1"), optax.sgd(0.1)
+    config = zero.ZeroConfig(stage=stage, precision=zero.Precision(compute=BF16, reduce=F32), min_shard_size=256)
+    state = zero.abstract_state(all_kinds_init, tx, mesh=mesh, config=config)
+    step = zero.make_train_step(all_kinds_loss, tx, mesh=mesh, config=config)
+    rows = comms.measure(step.lower(state, lm_batch(1024)).compile(), mesh=mesh).rows
+    summed = [row for row in rows if row.kind in ("all-reduce", "reduce-scatter") and row.phase == "backward"]
+    assert summed and {dtype for row in summed for dtype in row.dtypes} == {"f32"}
 
 
 def test_a_product_gives_its_gradient_in_the_dtype_asked_for():

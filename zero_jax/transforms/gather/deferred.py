@@ -27,6 +27,7 @@ from zero_jax.sharding.quantized import PLAIN, Blocks, Formats, Quantize, blocks
 from zero_jax.sharding.spec import Dims, named, without
 from zero_jax.transforms.gather.per_device import DeviceSum, summed_use
 from zero_jax.transforms.pipeline.place import StagePlace
+from zero_jax.transforms.weight_grads import summed_in
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -262,7 +263,7 @@ def whole(options: GatherOptions, value: Lazy | Value, *, dtype: Any = None, pin
     """Returns the array of a value, with a shard gathered; its cotangent is made whole, too, if `pin`."""
     if isinstance(value, Value):
         return value.home
-    array = value.built if dtype is None else value.built.astype(dtype)
+    array = value.built if dtype is None else summed_in(value.built, dtype)
     if value.is_shard and options.mapped:
         with gather_scope(value.path):
             array = reshard(array, forward=gathering(options, value, array.shape), backward=Chain())

@@ -29,6 +29,7 @@ from zero_jax.program.walk import as_it_is
 from zero_jax.sharding.chains import Chain, gather_scope, reshard
 from zero_jax.sharding.mesh import axes_of, axis_size, on_mesh
 from zero_jax.sharding.model_specs import dims_of_each
+from zero_jax.sharding.precision import promoted
 from zero_jax.sharding.quantized import PLAIN, Formats, Quantize, check_quantize
 from zero_jax.sharding.spec import Dims, carries, named
 from zero_jax.transforms.gather.anchors import anchored
@@ -191,7 +192,11 @@ def _mark(params: PyTree, specs: PyTree, options: GatherOptions) -> list[Lazy | 
             marked.append(Lazy((root,), as_it_is, aval, name, dims, formats=formats))
         elif options.mapped and is_float(aval):
             marked.append(Value(_root(leaf, name, dims, options), params_only=True))
-        elif options.product_dtype is not None and is_float(aval) and aval.ndim > 1:
+        elif (
+            options.product_dtype is not None
+            and is_float(aval)
+            and (aval.ndim > 1 or promoted(aval.dtype, options.product_dtype) != aval.dtype)
+        ):
             marked.append(Lazy((leaf,), as_it_is, aval, name, ((),) * aval.ndim))
         else:
             marked.append(Value(leaf, params_only=True))

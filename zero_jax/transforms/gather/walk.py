@@ -51,7 +51,7 @@ from zero_jax.transforms.gather.products import (
 )
 from zero_jax.transforms.gather.sent import SentProduct, SentValue, at_home, carried_on, sent_product, where_sent
 from zero_jax.transforms.pipeline.transform import pipeline_p
-from zero_jax.transforms.weight_grads import needs_dtype, product
+from zero_jax.transforms.weight_grads import is_summed_narrow, needs_dtype, product, spread
 
 # Longer recipes are not made again at each use: they are chains of nested calls.
 MAX_RECIPE_DEPTH = 50
@@ -233,6 +233,9 @@ class GatherWalk(Walk[GatherFrame]):
         mesh, axes, in_shares = self.options.mesh, self.options.axes, self.in_shares(eqn, inputs)
         pin = (id(eqn) in self.mixed and not in_shares) or has_wrong_gradient(eqn)
         weights = [i for i, value in lazy if dtype is not None and needs_dtype(eqn, i, value.aval.dtype, dtype)]
+        broadcast, reduce_dtype = [i for i, value in lazy if is_summed_narrow(eqn, value.aval, dtype)], dtype
+        if eqn.primitive.name == "gather":
+            weights, broadcast = broadcast, []
         if own and any(i == 1 and is_partitioned_wrongly(eqn, value.dims) for i, value in lazy):
             weights, dtype = [1], dtype or inputs[1].aval.dtype  # type: ignore[union-attr]
         else:
@@ -256,6 +259,8 @@ class GatherWalk(Walk[GatherFrame]):
                 copies = self.copies(weight, dtype=dtype if weights else None)
                 return [by_rows(eqn, [taken(rows), taken(sizes)], copies, mesh=mesh, axes=axes)]
             made = [taken(value) for value in inputs]
+            for i in broadcast:
+                made[i] = spread(eqn, made[i], taken(inputs[i], dtype=reduce_dtype))
             if not weights:
                 return evaluate(made, self.bind)
             (place,) = weights
@@ -298,7 +303,11 @@ class GatherWalk(Walk[GatherFrame]):
         def make_all(arrays: Sequence[Any]) -> list[Any]:
             inputs = packed.values_of(arrays)
             if out_dims is None:
-                return jaxprs.bind(eqn, [self.whole(value, pin=pin) for value in inputs])
+                arrays = [self.whole(value, pin=pin) for value in inputs]
+                dtype = self.options.product_dtype
+                if eqn.primitive.name == "broadcast_in_dim" and is_summed_narrow(eqn, inputs[0].aval, dtype):
+                    return [product(eqn, arrays, 0, self.whole(inputs[0], dtype=dtype))]
+                return jaxprs.bind(eqn, arrays)
             return jaxprs.bind(eqn, [value.built if isinstance(value, Lazy) else value.array for value in inputs])
 
         def build(index: int, *arrays: Any) -> Any:

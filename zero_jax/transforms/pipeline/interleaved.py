@@ -48,7 +48,7 @@ from zero_jax.transforms.pipeline.loop import (
 from zero_jax.transforms.pipeline.microbatch import MicrobatchProgram, layers_p
 from zero_jax.transforms.pipeline.place import at_stages
 from zero_jax.transforms.pipeline.stage_passes import StagePasses
-from zero_jax.transforms.weight_grads import product
+from zero_jax.transforms.weight_grads import is_summed_narrow, product, rounded, spread, summed_in
 
 # As JAX names what it transposes: nothing else tells the backward pass in the name stack of one loop for both.
 _BACKWARD = "transpose(jvp())"
@@ -329,21 +329,33 @@ class _InterleavedTicks(Ticks):
     def bind(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
         """Evaluates an equation before or behind the layers; gradients of what all stages read are reduce-scattered.
 
-        That of a product is made by each stage by itself, in the dtype that devices sum it in.
+        They are summed across devices in the reduce dtype. That of a product is made by each stage by itself.
         """
+        name, dtype = eqn.primitive.name, self.loop.stages.reduce_dtype
         read = [i for i, x in enumerate(eqn.invars) if not jaxprs.is_literal(x) and x in self.shards]
-        if eqn.primitive.name in MOVED_WHOLE:
+        if name in MOVED_WHOLE:
             return jaxprs.bind(eqn, values)
-        if eqn.primitive.name != "dot_general" or len(read) != 1 or not is_float(values[read[0]]):
-            is_lookup = eqn.primitive.name == "gather" and bool(read)
-            with jax.named_scope(SENT) if is_lookup else contextlib.nullcontext():
-                values = [self.scattered(eqn, *each) for each in zip(eqn.invars, values, strict=True)]
-                return jaxprs.bind(eqn, values)
-        (place,), dtype = read, self.loop.stages.reduce_dtype
-        weight = values[place] if dtype is None else cast(values[place], dtype)
-        weight = self.scattered(eqn, eqn.invars[place], weight)
-        with jaxprs.source_context(eqn):
-            return [product(eqn, values, place, weight, apart=self.place.by_itself)]
+        narrow = [i for i in read if is_summed_narrow(eqn, values[i], dtype)]
+        if name == "gather" and read and self.axes_of(eqn.invars[read[0]]):
+            narrow = []  # the gradients of devices are not summed
+        weights = {i: self.scattered(eqn, eqn.invars[i], summed_in(values[i], dtype)) for i in narrow}
+        if name == "dot_general" and len(read) == 1 and is_float(values[read[0]]):
+            weight = values[read[0]] if dtype is None else summed_in(values[read[0]], dtype)
+            weights = {read[0]: self.scattered(eqn, eqn.invars[read[0]], weight)}
+        if weights and name in ("dot_general", "gather", "broadcast_in_dim"):
+            ((place, weight),) = weights.items()
+            apart = self.place.by_itself if name == "dot_general" else None
+            with jaxprs.source_context(eqn):
+                return [product(eqn, values, place, weight, apart=apart)]
+        with jax.named_scope(SENT) if name == "gather" and read else contextlib.nullcontext():
+            each = enumerate(zip(eqn.invars, values, strict=True))
+            values = [spread(eqn, x, weights[i]) if i in weights else self.scattered(eqn, a, x) for i, (a, x) in each]
+            return jaxprs.bind(eqn, values)
+
+    def axes_of(self, atom: Any) -> tuple[str, ...]:
+        """Returns the axes of examples that the gradient of an atom which all stages read is sharded over."""
+        dims = () if jaxprs.is_literal(atom) else self.shards.get(atom, ())
+        return tuple(axis for axis in self.place.batch if any(axis in dim for dim in dims))
 
     def scattered(self, eqn: Any, atom: Any, x: Any) -> Any:
         """Returns what an equation reads; if all stages read it, its gradient there is reduce-scattered.
@@ -351,11 +363,10 @@ class _InterleavedTicks(Ticks):
         That of a lookup of many rows has examples moved to where their features are: of rows XLA would all-reduce it.
         It is left to XLA where a shard of the table is larger, as examples are gathered then.
         """
-        dims = None if jaxprs.is_literal(atom) else self.shards.get(atom)
-        axes = tuple(axis for axis in self.place.batch if any(axis in dim for dim in dims or ()))
-        if dims is None or not axes:
+        axes, mesh = self.axes_of(atom), self.place.mesh
+        if not axes:
             return x
-        mesh = self.place.mesh
+        dims = self.shards[atom]
         if eqn.primitive.name == "gather" and x.ndim > 1:
             *rows, last = without(dims, axes)
             features = (*last, *axes)
@@ -459,10 +470,11 @@ class _InterleavedTicks(Ticks):
 
     def grad(self, i: int, x: jax.Array) -> jax.Array:
         """Returns the gradient of an operand from those of the stages."""
-        x = x.astype(self.dtypes[i])
+        dtype = self.dtypes[i]
         if i >= self.first_stack:
-            return x
-        x = lax.reduce(x, jnp.zeros((), x.dtype), lax.add, (0,))
+            return x.astype(dtype)
+        x = x.astype(dtype if self.is_of_examples(i) else self.loop.stages.reduce_dtype or dtype)
+        x = rounded(lax.reduce(x, jnp.zeros((), x.dtype), lax.add, (0,)), dtype)
         return self.of_all_microbatches(x) if self.is_of_examples(i) else x
 
     def grad_after(self, i: int, old: jax.Array, new: jax.Array, numbers: jax.Array, is_own: jax.Array) -> jax.Array:

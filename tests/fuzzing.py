@@ -532,7 +532,7 @@ def scattered(program, rng):
     mesh = reference.mesh_of(rng.choice(["8", "4", "staged24", "replica"]))
     specs = some_specs(program.params, mesh, rng)
     whole = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), program.params)
-    options = GatherOptions(mesh=mesh, axes=axes_of(mesh), stored_whole=True, regather=False)
+    options = GatherOptions(mesh=mesh, axes=axes_of(mesh), stored_unsharded=True, regather=False)
     return placed(at_uses(program.loss_fn, specs, options), program, whole, mesh)
 
 

@@ -27,16 +27,16 @@ class Doubling(Walk[tuple[str, ...]]):
     def enters(self, eqn, sub, values, frame):
         return True
 
-    def inside(self, eqn, sub, frame):
+    def inner_frame(self, eqn, sub, frame):
         return (*frame, sub.kind)
 
-    def made(self, value, eqn, frame):
+    def materialize(self, value, eqn, frame):
         return 2 * value.array if isinstance(value, Halved) else value
 
     def operation(self, eqn, values, frame):
         if any(isinstance(value, Halved) for value in values):
             self.uses.append((eqn.primitive.name, frame))
-        return bind(eqn, [self.made(value, eqn, frame) for value in values])
+        return bind(eqn, [self.materialize(value, eqn, frame) for value in values])
 
 
 # A function, and the kinds of regions around each operation on a deferred value.
@@ -68,7 +68,7 @@ def test_a_region_is_evaluated_with_what_is_deferred_made_inside_it(name):
 
     def walked(x, half):
         outs = walk.run(closed, [x, Halved(half)], ())
-        return [walk.made(out, None, ()) for out in outs]
+        return [walk.materialize(out, None, ()) for out in outs]
 
     expected = jax.tree.leaves(fn(x, w))
     got = jax.jit(walked)(x, w / 2)

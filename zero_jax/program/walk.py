@@ -119,15 +119,15 @@ class Walk(Generic[F]):
         """Returns the results of an equation."""
         return bind(eqn, values)
 
-    def made(self, value: Any, eqn: Any, frame: F) -> Any:
+    def materialize(self, value: Any, eqn: Any, frame: F) -> Any:
         """Returns the array of a value that an equation cannot take deferred, as a loop what it carries."""
         return value
 
     def array(self, value: Any, eqn: Any, frame: F) -> Any:
         """Returns the array of a value that a region returns, or that a `cond` chooses by."""
-        return self.made(value, eqn, frame)
+        return self.materialize(value, eqn, frame)
 
-    def inside(self, eqn: Any, sub: Subcall, frame: F) -> F:
+    def inner_frame(self, eqn: Any, sub: Subcall, frame: F) -> F:
         """Returns the frame of what is in a region."""
         return frame
 
@@ -179,7 +179,7 @@ class Walk(Generic[F]):
     def remat(self, eqn: Any, sub: Subcall, values: list[Any], frame: F) -> Sequence[Any]:
         """Evaluates a `jax.checkpoint`: deferred values are made inside it, and its policy holds."""
         packed = Packed(values)
-        region = self.region(eqn, sub.jaxpr, packed, self.inside(eqn, sub, frame))
+        region = self.region(eqn, sub.jaxpr, packed, self.inner_frame(eqn, sub, frame))
         prevent_cse, policy = packed.spread(eqn.params["prevent_cse"]), eqn.params["policy"]
         with source_context(eqn):
             recomputed = jax.checkpoint(region, prevent_cse=prevent_cse, policy=policy)  # type: ignore[arg-type]
@@ -187,7 +187,7 @@ class Walk(Generic[F]):
 
     def cond(self, eqn: Any, sub: Subcall, values: list[Any], frame: F) -> Sequence[Any]:
         """Evaluates a `cond`: deferred values are made inside the branch that uses them."""
-        index, packed, within = self.array(values[0], eqn, frame), Packed(values[1:]), self.inside(eqn, sub, frame)
+        index, packed, within = self.array(values[0], eqn, frame), Packed(values[1:]), self.inner_frame(eqn, sub, frame)
         branches = [self.region(eqn, branch, packed, within) for branch in sub.branches]
         with source_context(eqn):
             return self.results(eqn, values, lax.switch(index, branches, *packed.arrays))
@@ -195,10 +195,10 @@ class Walk(Generic[F]):
     def scan(self, eqn: Any, sub: Subcall, values: list[Any], frame: F) -> Sequence[Any]:
         """Evaluates a scan: elements of deferred stacks enter its body deferred, and so do its constants."""
         (consts, carry, stacks), slices = sub.split(values), sub.split(open_jaxpr(sub.jaxpr)[0].invars)[2]
-        carry = [self.made(value, eqn, frame) for value in carry]
+        carry = [self.materialize(value, eqn, frame) for value in carry]
         stacks = [self.stack(value, var.aval, eqn, frame) for value, var in zip(stacks, slices, strict=True)]
         consts = self.loop_constants(eqn, sub, consts, frame)
-        within = self.inside(eqn, sub, frame)
+        within = self.inner_frame(eqn, sub, frame)
 
         def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
             elements = map(made_of_arrays, stacks, xs)
@@ -212,7 +212,7 @@ class Walk(Generic[F]):
 
     def while_loop(self, eqn: Any, sub: Subcall, values: list[Any], frame: F) -> Sequence[Any]:
         """Evaluates a `while`, of which nothing is deferred."""
-        values, within = [self.made(value, eqn, frame) for value in values], self.inside(eqn, sub, frame)
+        values, within = [self.materialize(value, eqn, frame) for value in values], self.inner_frame(eqn, sub, frame)
         consts, carry, _ = sub.split(values)
         tested = values[: sub.num_test_consts]
         # Within a `jax.vmap` each loop has an end of its own: JAX keeps what it carried, and goes on with the others.

@@ -17,8 +17,8 @@ from zero_jax.training.loss.function import (
     key_parameter,
     normalize_loss,
 )
-from zero_jax.training.loss.kept_values import MEMORY_ROOM, chosen_values, value_costs
 from zero_jax.training.loss.program import StepLoss, cast_batch
+from zero_jax.training.loss.residuals import MEMORY_ROOM, chosen_values, value_costs
 from zero_jax.training.loss.trace import (
     LossTrace,
     pipeline_report,

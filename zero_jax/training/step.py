@@ -23,8 +23,8 @@ from zero_jax.training.compiled_step import Metrics, TrainStep, replicated
 from zero_jax.training.grads.norm import GlobalNorm, global_norm
 from zero_jax.training.grads.step_grads import StepGrads, loss_and_grads
 from zero_jax.training.loss.function import MeshLoss, normalize_loss
-from zero_jax.training.loss.kept_values import with_values
 from zero_jax.training.loss.program import StepLoss
+from zero_jax.training.loss.residuals import with_values
 from zero_jax.training.offloaded import OffloadedState, UpdatedState
 from zero_jax.training.optimizer.rounding import round_tree, rounding_key
 from zero_jax.training.optimizer.update import (
@@ -42,7 +42,7 @@ from zero_jax.training.state.placement import Placement, pinned
 from zero_jax.training.state.train_state import (
     TrainState,
     fill_zeros,
-    keep_same,
+    keep_frozen,
     leaf_index,
     merge,
     trainable,
@@ -132,7 +132,7 @@ class _Program:
                 masters, state.opt_state, clipped, finite=finite, offers=offers, traced=traced
             )
             new_masters = new_masters if rounding is None else round_tree(new_masters, stored, rounding)
-            new_masters = keep_same(stored, new_masters, same)
+            new_masters = keep_frozen(stored, new_masters, same)
             new_masters = lax.with_sharding_constraint(new_masters, placement.param_shardings("master"))
             updated = UpdatedState(new_masters, new_masters, opt_state)
         new_state = self.new_state(state, placement, updated, of_batch, finite=finite, same=same)
@@ -314,7 +314,7 @@ class _Program:
         return TrainState(
             step=state.step + 1,
             # The low-precision copy of a frozen param is there already: stages 1 and 2 need not gather it.
-            params=keep_same(state.params, placement.params_of(updated.low, into=state.params), same),
+            params=keep_frozen(state.params, placement.params_of(updated.low, into=state.params), same),
             master=updated.masters if placement.keeps_copy else None,
             opt_state=updated.opt_state,
             key=state.key,

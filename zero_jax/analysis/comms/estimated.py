@@ -284,7 +284,7 @@ class _LeafTraffic:
         if not self.pipe or not share:
             return
         # Groups of layers of devices' own gradients move when they are summed.
-        grads = "master" if kind == "collective-permute" and placement.grad_plan.is_of_update else "grads"
+        grads = "master" if kind == "collective-permute" and placement.grad_plan.sums_to_masters else "grads"
         # Of params that devices have copies of, each sends the part that its sums of gradients have.
         params = grads if has_grad and kind == "collective-permute" else "params"
         for group, phase in ((params, "forward"), (grads, "backward")):
@@ -302,7 +302,7 @@ class _LeafTraffic:
         moves = [self.share(old, self.on_data((new[0][len(old[0]) :],))) for old, new in steps]
         if placement.params_are_masters:
             yield from _rows("all-to-all", moves, self.compute, "forward", 1)
-        if has_grad and not placement.grad_plan.is_of_update:
+        if has_grad and not placement.grad_plan.sums_to_masters:
             yield from _rows("all-to-all", moves, "float32" if self.k > 1 else self.compute, "update", 1)
 
     def model_state_rows(self) -> Iterator[EstimateRow]:

@@ -37,7 +37,7 @@ class GradInputs(NamedTuple):
 
 # `grad_fn(*inputs)` returns `((loss, (aux, model_state, weight)), grads)`, the aux as of `CombinedAux.entries`; the
 # weight is None where all parts weigh the same. Given the sums of gradients before as one more argument, it returns
-# those behind in the place of the gradients (`Accumulator.adds`).
+# those behind in the place of the gradients (`Accumulator.adds_in_place`).
 GradFn = Callable[..., Any]
 
 
@@ -52,9 +52,9 @@ class Accumulator:
     axes: Axes
     plan: GradPlan
     aux: CombinedAux
-    sums: Sequence[DeviceSum]  # how the gradients that devices have of each param are summed
+    device_sums: Sequence[DeviceSum]  # how the gradients that devices have of each param are summed
     by_weight: bool = False  # whether losses and gradients are multiplied by the weights of their parts
-    adds: bool = False  # whether a function of gradients adds those of microbatches itself
+    adds_in_place: bool = False  # whether a function of gradients adds those of microbatches itself
     has_noise: bool = False  # whether the sizes of the parts' gradients are wanted
 
     @property
@@ -124,7 +124,7 @@ class Accumulator:
     def grad_dims(self) -> list[Dims]:
         """How the accumulated gradient of each param is sharded, a dim of the devices of `once_over` first."""
         once = self.plan.once_over
-        dims = [grad_sum.dims for grad_sum in self.sums]
+        dims = [grad_sum.dims for grad_sum in self.device_sums]
         return [(once, *without(each, once)) for each in dims] if once else dims  # axes of the model stay
 
     def accumulate(self, grad_fn: GradFn, inputs: GradInputs) -> Any:
@@ -158,7 +158,7 @@ class Accumulator:
             (sums, model_state), (index, part) = carry, index_and_part
             key = jax.random.fold_in(inputs.key, index)
             part = _rejoin(part, parts)
-            if self.adds:
+            if self.adds_in_place:
                 (loss, (aux, _, weight)), sums = grads_of(part, key, model_state, sums)
                 return (pin(sums), model_state), (loss, weight, aux, None)
             (loss, (aux, new_state, weight)), grads = grads_of(part, key, model_state)
@@ -213,7 +213,7 @@ class Accumulator:
         """
         once = self.plan.once_over
         in_axes = (None, None, jax.tree.map(lambda x: 0 if x.ndim else None, parts), 0, None)  # of `GradInputs`
-        in_axes += (0,) if self.adds else ()
+        in_axes += (0,) if self.adds_in_place else ()
         if self.plan.map_by == "vmap":
             return jax.vmap(grad_fn, in_axes=in_axes, spmd_axis_name=once)
         is_none, over = lambda axis: axis is None, PartitionSpec(once)
@@ -235,7 +235,7 @@ class Accumulator:
     ) -> tuple[list[jax.Array], list[jax.Array | None]]:
         """Sums stacks `[devices of the mapped axes, ...]` of gradients to shards; returns them and new errors."""
         sums, left = [], []
-        for grad_sum, stack, error in zip(self.sums, stacks, errors, strict=True):
+        for grad_sum, stack, error in zip(self.device_sums, stacks, errors, strict=True):
             total, error = dataclasses.replace(grad_sum, dtype=grad_sum.dtype or stack.dtype).with_error(stack, error)
             sums.append(total.astype(stack.dtype))
             left.append(error)

@@ -59,7 +59,7 @@ class CombinedAux:
         known = [how for how in self.combinations.values() if not how.why]
         return [_combined(how, x, join, lead) for how, x in zip(known, entries, strict=True)]
 
-    def whole(self, aux: PyTree, entries: Sequence[jax.Array]) -> PyTree:
+    def unflatten(self, aux: PyTree, entries: Sequence[jax.Array]) -> PyTree:
         """Returns the aux of the batch, of the structure of `aux`: a dict lacks what is not known, others have None."""
         values = iter(entries)
         leaves = [_MISSING if how.why else next(values) for how in self.combinations.values()]

@@ -37,14 +37,14 @@ class GradPlan:
         return self.num_microbatches > 1 or bool(self.once_over) or self.at_use
 
     @property
-    def is_of_update(self) -> bool:
+    def sums_to_masters(self) -> bool:
         """Whether the sums are made in the shards of the master params: no other shards of a gradient are before."""
         return self.is_per_device and bool(self.once_over)
 
     @property
-    def adds(self) -> bool:
+    def adds_in_place(self) -> bool:
         """Whether the gradients that devices have of microbatches are added where they are made."""
-        return self.is_of_update and not self.at_use and self.num_microbatches > 1
+        return self.sums_to_masters and not self.at_use and self.num_microbatches > 1
 
     @property
     def part_axes(self) -> tuple[str, ...]:
@@ -70,14 +70,14 @@ class GradPlan:
         if not_local and (self.at_use or (self.once_over and self.coded_over)):
             refuse_coded(not_local)
         if self.pipe and loss.convolves and self.once_over:
-            return self.not_once("XLA partitions convolutions wrongly where some axes of a batch are mapped")
+            return self.summed_each_pass("XLA partitions convolutions wrongly where some axes of a batch are mapped")
         is_copy = not self.pipe and any(axis not in self.once_over for axis in self.batch_axes)
         has_kernels = loss.has_kernels and not self.pipe
         by_shards = loss.convolves or ((is_copy or has_kernels) and loss.is_plain and not self.at_use)
         plan = dataclasses.replace(self, map_by="shard_map" if by_shards else "vmap")
-        return plan.not_once(not_local) if not_local and self.once_over else plan
+        return plan.summed_each_pass(not_local) if not_local and self.once_over else plan
 
-    def not_once(self, why: str) -> GradPlan:
+    def summed_each_pass(self, why: str) -> GradPlan:
         """Returns the plan that sums gradients over all axes in every backward pass."""
         return dataclasses.replace(self, once_over=(), why_not_once=why)
 

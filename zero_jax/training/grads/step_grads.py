@@ -72,10 +72,10 @@ def loss_and_grads(
         parts, plan = None, loss.placement.grad_plan
     else:
         (value, (entries, new_state)), grads, parts, own_errors, plan = scaled.accumulated(own_errors)
-        aux = scaled.judged.aux.whole(scaled.judged.aux_shapes, entries)
+        aux = scaled.judged.aux.unflatten(scaled.judged.aux_shapes, entries)
     if errors is not None:
         errors = scaled.full([None if x is None else x / scale for x in own_errors])
-    grads = scaled.full(grads) if plan.is_of_update else loss.placement.to_update(scaled.full(grads))
+    grads = scaled.full(grads) if plan.sums_to_masters else loss.placement.to_update(scaled.full(grads))
     return StepGrads(value / jnp.asarray(scale, value.dtype), aux, new_state, grads, parts, errors)
 
 
@@ -172,7 +172,7 @@ class _ScaledLoss:
         """Returns `((loss, (aux, model_state)), grads, parts, errors, plan)`; warns of what is not as asked for."""
         plan = self.judged.plan
         accumulator, numbers = self.accumulator(plan), self.pick(range(len(self.leaves)))
-        leaves = zip(self.pick(jax.tree.leaves(self.placement.params)), accumulator.sums, strict=True)
+        leaves = zip(self.pick(jax.tree.leaves(self.placement.params)), accumulator.device_sums, strict=True)
         own = dict(zip(numbers, ((leaf.path, grad_sum.dims) for leaf, grad_sum in leaves), strict=True))
         moved = MovedGrads(parts=own, copies=self.placement.axes.data)
         try:
@@ -181,15 +181,15 @@ class _ScaledLoss:
             if not plan.once_over:
                 raise
             why = f"jax.vmap has no rule for an operation of loss_fn ({error})"
-            if any(grad_sum.coding for grad_sum in accumulator.sums):
+            if any(grad_sum.coding for grad_sum in accumulator.device_sums):
                 refuse_coded(why)
-            accumulator = self.accumulator(plan.not_once(why))
+            accumulator = self.accumulator(plan.summed_each_pass(why))
             out, grads, parts = self.of_plan(accumulator)
         if accumulator.plan.once_over:
             grads, errors = accumulator.reduce(grads, errors)
             for i, number in enumerate(numbers):
                 if number in moved.moves:
-                    sharding = named(accumulator.mesh, accumulator.sums[i].dims)
+                    sharding = named(accumulator.mesh, accumulator.device_sums[i].dims)
                     grads[i] = lax.with_sharding_constraint(moved.moves[number](grads[i]), sharding)
         self.judged.warn(accumulator.plan)
         return out, grads, parts, errors, accumulator.plan
@@ -200,9 +200,9 @@ class _ScaledLoss:
             axes=self.placement.axes,
             plan=plan,
             aux=self.judged.aux,
-            sums=self.pick(self.placement.grad_sums(plan)),
+            device_sums=self.pick(self.placement.grad_sums(plan)),
             by_weight=self.judged.separable.on_parts.by_weight,
-            adds=plan.adds and not self.loss.config.noise_scale,
+            adds_in_place=plan.adds_in_place and not self.loss.config.noise_scale,
             has_noise=self.loss.config.noise_scale,
         )
 
@@ -226,7 +226,9 @@ class _ScaledLoss:
             return jnp.zeros(()), (counts, model_state, None)
 
         sums = {str(i): Relation(kind=Kind.SUM, power=power) for i, power in powers.items()}
-        counter = dataclasses.replace(accumulator, aux=CombinedAux(sums), sums=[], by_weight=False, adds=False)
+        counter = dataclasses.replace(
+            accumulator, aux=CombinedAux(sums), device_sums=[], by_weight=False, adds_in_place=False
+        )
         grad_fn = self.quantized_grads(counter, count) if plan.at_use else lambda *inputs: (count(*inputs), [])
         inputs = self.inputs._replace(params=[], frozen=(self.inputs.params, self.inputs.frozen))
         ((_, (counts, _)), _, _) = counter.accumulate(grad_fn, inputs)
@@ -240,7 +242,7 @@ class _ScaledLoss:
                 axes = self.placement.axes
                 own = dataclasses.replace(axes, replica=(), data=axes.pipe)
                 program = loss.staged(self.program, own, moved)
-                if accumulator.adds:
+                if accumulator.adds_in_place:
                     return self.adding_grad_fn(program, by_weight=accumulator.by_weight)
                 return self.grad_fn(program)
             return self.grad_fn(loss.placed(self.program, with_copies=not plan.once_over))

@@ -167,7 +167,7 @@ class StepLoss:
         options = GatherOptions(
             mesh=mesh,
             axes=axes,
-            stored_whole=not gathers,
+            stored_unsharded=not gathers,
             regather=gathers and not self.config.keep_gathered,
             reduce_dtype=reduce_dtype,
             quantize=placement.quantize if gathers or mapped else None,

@@ -27,7 +27,7 @@ from zero_jax.training.state.checks import check_optimizer, check_trainable
 from zero_jax.training.state.copies import remember_copies
 from zero_jax.training.state.matrix_updates import step_placement
 from zero_jax.training.state.placement import Placement, make_placement, new_grad_errors, train_state_shardings
-from zero_jax.training.state.train_state import TrainState, keep_same, trainable, used_by_optimizer
+from zero_jax.training.state.train_state import TrainState, keep_frozen, trainable, used_by_optimizer
 from zero_jax.training.zero_config import ZeroConfig, check_config
 
 
@@ -176,7 +176,7 @@ def with_gathered_params(
     _, same = used_by_optimizer(tx, state, placement.precision, mesh=mesh)
 
     def gather(params: PyTree, masters: PyTree) -> PyTree:
-        return keep_same(params, placement.params_of(jax.tree.map(to_device, masters), into=params), same)
+        return keep_frozen(params, placement.params_of(jax.tree.map(to_device, masters), into=params), same)
 
     shardings = jax.tree.map(lambda x: x.sharding, state.params)
     params = jax.jit(gather, out_shardings=shardings, donate_argnums=0)(state.params, state.masters)

@@ -100,7 +100,7 @@ class Placement:
     def grad_sums(self, plan: GradPlan | None = None) -> list[DeviceSum]:
         """Returns how the gradients that devices have of each param are summed once a step; None is `grad_plan`."""
         plan = self.grad_plan if plan is None else plan
-        shardings = jax.tree.leaves(self.param_shardings("master") if plan.is_of_update else self.grad_shardings())
+        shardings = jax.tree.leaves(self.param_shardings("master") if plan.sums_to_masters else self.grad_shardings())
         leaves = jax.tree.leaves(self.params)
         return [
             DeviceSum(

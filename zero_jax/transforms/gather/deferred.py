@@ -140,7 +140,7 @@ def relative(values: Sequence[Lazy | Value]) -> tuple[str, list[Lazy | Value]]:
 # commutes with a cast, so a cast stays pending (`Lazy.cast`) through it, up to the first operation that computes.
 
 
-def put_off(eqn: Any, values: Sequence[Lazy | Value]) -> Lazy | None:
+def defer_cast(eqn: Any, values: Sequence[Lazy | Value]) -> Lazy | None:
     """Returns the result of a widening cast of what is not gathered yet, with the cast pending, or None."""
     value = values[0]
     if eqn.primitive.name != "convert_element_type" or not isinstance(value, Lazy) or value.dims is None:
@@ -230,7 +230,7 @@ class GatherOptions:
 
     mesh: Mesh  # the mesh
     axes: Axes  # the roles of its axes
-    stored_whole: bool = False  # params are stored whole, and only have their gradients scattered
+    stored_unsharded: bool = False  # params are stored whole, and only have their gradients scattered
     regather: bool = True  # params are gathered again in the backward pass, rather than kept
     reduce_dtype: Any = None  # the dtype in which gradients are summed across devices; None for their own
     # Params that a loop uses whole in every iteration are gathered once before the loop if all of them together take at
@@ -253,13 +253,13 @@ class GatherOptions:
         return None if self.mapped else self.reduce_dtype
 
     @property
-    def own_examples(self) -> tuple[Mesh, tuple[str, ...]] | None:
+    def conv_batch(self) -> tuple[Mesh, tuple[str, ...]] | None:
         """The mesh and the axes of the batch where the mesh has others: XLA partitions some convolutions wrongly."""
         has_others = self.axes.size_beside_batch(self.mesh) > 1
         return (self.mesh, self.axes.batch) if has_others and not self.mapped else None
 
 
-def whole(options: GatherOptions, value: Lazy | Value, *, dtype: Any = None, pin: bool = False) -> Any:
+def gathered_array(options: GatherOptions, value: Lazy | Value, *, dtype: Any = None, pin: bool = False) -> Any:
     """Returns the array of a value, with a shard gathered; its cotangent is made whole, too, if `pin`."""
     if isinstance(value, Value):
         return value.home
@@ -289,14 +289,14 @@ def array_of(options: GatherOptions, value: Lazy | Value) -> Any:
     return _summed(options, value, array) if options.mapped else array
 
 
-def is_whole(options: GatherOptions, value: Lazy) -> bool:
+def is_unsharded(options: GatherOptions, value: Lazy) -> bool:
     """Tells whether a param is on each device as a whole before its use: it is stored so, or was gathered."""
-    return options.stored_whole or value.is_gathered
+    return options.stored_unsharded or value.is_gathered
 
 
 def gathering(options: GatherOptions, value: Lazy, shape: tuple[int, ...]) -> Chain:
     """Returns the shardings that a shard goes through to be gathered; none for params that are stored whole."""
-    steps = () if is_whole(options, value) else gather_shardings(options.mesh, value.shard, options.axes.data)
+    steps = () if is_unsharded(options, value) else gather_shardings(options.mesh, value.shard, options.axes.data)
     return Chain(steps, barrier=True, coding=_blocks(options, value, value.formats.gather, shape)) if steps else Chain()
 
 

@@ -71,10 +71,10 @@ def plan_lookup(eqn: Any, dims: Dims, *, mesh: Mesh, axes: Axes, batch_sizes: fr
     )
 
 
-def move_rows(eqn: Any, plan: LookupPlan, table: jax.Array, indices: jax.Array, *, stored_whole: bool) -> jax.Array:
+def move_rows(eqn: Any, plan: LookupPlan, table: jax.Array, indices: jax.Array, *, stored_unsharded: bool) -> jax.Array:
     """Looks all indices up in each device's share of the features, then turns features into examples by all-to-alls.
 
-    The indices are sharded over examples. Of a table that is `stored_whole` only the gradient is sharded.
+    The indices are sharded over examples. Of a table that is `stored_unsharded` only the gradient is sharded.
     """
     assert plan.feature is not None
     mesh, data, replica = plan.mesh, plan.axes.data, plan.axes.replica
@@ -86,11 +86,11 @@ def move_rows(eqn: Any, plan: LookupPlan, table: jax.Array, indices: jax.Array, 
     to_columns, to_rows = (tuple(named(mesh, dims) for dims in steps) for steps in (columns, rows))
     # The first is how the table is sharded: without it, XLA calls what it moves by the cast before.
     table = reshard(
-        table, forward=Chain(() if stored_whole else to_columns), backward=Chain(tuple(reversed(to_columns)))
+        table, forward=Chain(() if stored_unsharded else to_columns), backward=Chain(tuple(reversed(to_columns)))
     )
     index_dims = tuple(replica if i == plan.row else () for i in range(indices.ndim))
     everywhere = named(mesh, index_dims)
-    if stored_whole:
+    if stored_unsharded:
         own = named(mesh, tuple(replica + tuple(data) if i == plan.row else () for i in range(indices.ndim)))
         return _look_up_own(eqn, table, indices, own=own, everywhere=everywhere, to_rows=to_rows)
     (out,) = bind(eqn, [table, jax.lax.with_sharding_constraint(indices, everywhere)])

@@ -90,7 +90,7 @@ def vectors_together(walk: Any, jaxpr: Any, values: Sequence[Lazy | Value]) -> l
 def _is_plain(walk: Any, value: Lazy) -> bool:
     """Tells whether a param is a shard that may be gathered before its use."""
     options = walk.options
-    return value.is_shard and not (value.on_host or options.stored_whole or options.mapped or value.formats.gather)
+    return value.is_shard and not (value.on_host or options.stored_unsharded or options.mapped or value.formats.gather)
 
 
 def _gathered(walk: Any, value: Lazy, array: jax.Array, dims: Dims) -> jax.Array:
@@ -117,7 +117,7 @@ def hoisted(walk: Any, eqn: Any, values: Sequence[Any], sub: Subcall) -> list[La
     pairs = list(zip(values, jaxpr.invars, strict=False))
     invariant = {var for value, var in pairs if value.is_deferred and used_whole(jaxpr, var)}
     size = sum(num_bytes(v.aval) for v, var in pairs if var in invariant)
-    if sub.length < 2 or not (size <= walk.options.max_hoisted_bytes or walk.options.stored_whole):
+    if sub.length < 2 or not (size <= walk.options.max_hoisted_bytes or walk.options.stored_unsharded):
         return list(values)
     return [_gathered_once(walk, eqn, sub, value, var) if var in invariant else value for value, var in pairs]
 
@@ -127,7 +127,7 @@ def _gathered_once(walk: Any, eqn: Any, sub: Subcall, value: Lazy, var: Any) -> 
     num_blocks, (jaxpr, _) = axis_size(walk.options.mesh, walk.options.axes.batch), open_jaxpr(sub.jaxpr)
     if value.is_shard and not walk.options.mapped and only_multiplied(jaxpr, var, walk.batch_sizes, num_blocks):
         return Copies(value.widened(walk.copies(value)), params_only=True)
-    root = walk.whole(value)
+    root = walk.gathered_array(value)
     if walk.options.product_dtype is None:
         return Value(root, params_only=True)
     # As wide as the loop uses it: that is what its gradients are summed in over the iterations.
@@ -174,8 +174,8 @@ def _stack_of_stages(walk: Any, eqn: Any, value: Lazy | Value, loop: LayerLoop) 
     grouped, data, stack = loop.num_groups > 1, options.axes.data, root.roots[0]
     with gather_scope(root.path):
         stack = place.stages(stack, loop.num_groups, dims if grouped else None)
-        stored = [without(dims, data) if options.stored_whole else dims]
-        if options.stored_whole and grouped:  # devices sent their shards
+        stored = [without(dims, data) if options.stored_unsharded else dims]
+        if options.stored_unsharded and grouped:  # devices sent their shards
             stored = gather_steps(dims, data, options.mesh) or stored
         forward = Chain(tuple(named(options.mesh, (place.pipe, (), *each)) for each in stored))
         stack = reshard(stack, forward=forward, backward=Chain((shard,)))

@@ -19,7 +19,7 @@ from zero_jax.dims import ELEMENTWISE, SHAPES, Examples, dim_map, is_activation
 from zero_jax.sharding.chains import SENT, Chain, reshard
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import carries, named_along
-from zero_jax.transforms.gather.deferred import Copies, GatherOptions, Lazy, Value, is_whole, whole
+from zero_jax.transforms.gather.deferred import Copies, GatherOptions, Lazy, Value, gathered_array, is_unsharded
 from zero_jax.transforms.windows import rows_p
 
 _MOVED = ELEMENTWISE | SHAPES | {"transpose", "broadcast_in_dim", rows_p.name}
@@ -108,7 +108,7 @@ class SentProduct:
 
 def where_sent(options: GatherOptions, value: Any, *, dtype: Any = None) -> Any:
     """Returns the array of an operand of such a product, where it was sent to, or gathered as `SentProduct.options`."""
-    return whole(options, value, dtype=dtype) if isinstance(value, Lazy) else value.array
+    return gathered_array(options, value, dtype=dtype) if isinstance(value, Lazy) else value.array
 
 
 def sent_product(
@@ -126,7 +126,7 @@ def sent_product(
     param, activation, axes = values[of_param], values[place], options.axes
     is_activation = isinstance(activation, Value) and not isinstance(activation, Copies) and not activation.params_only
     is_other = options.mapped or param.on_host or options.quantize
-    is_stored_so = param.is_shard and not (is_whole(options, param) or is_other)
+    is_stored_so = param.is_shard and not (is_unsharded(options, param) or is_other)
     batch = eqn.params["dimension_numbers"][1]
     cut = [i for i, dim in enumerate(batch[of_param]) if param.dims is not None and param.dims[dim]]
     if not is_activation or not is_stored_so or len(cut) != 1:

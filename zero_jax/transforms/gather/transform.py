@@ -164,7 +164,7 @@ def gathered(fn: Callable[..., Any], specs: PyTree, options: GatherOptions) -> A
             states = [*(FREE for _ in marked), *of_batch]
             closed, examples = anchored(closed, states, mesh=options.mesh, axes=options.axes)
         batch_sizes = frozenset(value.shape[0] for value in values if np.ndim(value))
-        walk = GatherWalk(options, batch_sizes, Notes(events, gathers=not options.stored_whole), examples)
+        walk = GatherWalk(options, batch_sizes, Notes(events, gathers=not options.stored_unsharded), examples)
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         ins = vectors_together(walk, jaxpr, [*marked, *(Value(value, params_only=False) for value in values)])
         frame = GatherFrame(regather=options.regather, prevent_cse=True, ends_forward=True)

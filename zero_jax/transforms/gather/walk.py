@@ -29,12 +29,12 @@ from zero_jax.transforms.gather.deferred import (
     Lazy,
     Value,
     array_of,
+    defer_cast,
+    gathered_array,
     gathering,
-    is_whole,
+    is_unsharded,
     pending,
-    put_off,
     relative,
-    whole,
 )
 from zero_jax.transforms.gather.events import Notes
 from zero_jax.transforms.gather.lookup import move_rows, move_table, plan_lookup
@@ -84,7 +84,7 @@ class GatherWalk(Walk[GatherFrame]):
         super().__init__()
         self.options, self.batch_sizes, self.notes, self.examples = options, batch_sizes, notes, examples
         self.mixed = frozenset() if examples is None else examples.mixed
-        self.whole = functools.partial(whole, options)
+        self.gathered_array = functools.partial(gathered_array, options)
         self.made_of: dict[tuple[int, ...], Any] = {}  # results within one build: what a recipe uses twice is made once
         self.building = False
         self.bind = CachedBind()
@@ -132,7 +132,7 @@ class GatherWalk(Walk[GatherFrame]):
 
     def is_apart(self, eqn: Any) -> bool:
         """Tells whether an equation is or runs a convolution that XLA partitions wrongly on this mesh."""
-        return self.options.own_examples is not None and holds_convolution(eqn)
+        return self.options.conv_batch is not None and holds_convolution(eqn)
 
     def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: GatherFrame) -> bool:
         """Tells whether an equation of params, or of such a convolution, is looked into."""
@@ -162,16 +162,16 @@ class GatherWalk(Walk[GatherFrame]):
             is_lookup = eqn.primitive.name == "gather" and not self.options.mapped
             return (self.lookup if is_lookup else self.first_order)(eqn, values, frame)
         arrays = [value.array for value in values]
-        own = self.options.own_examples
+        own = self.options.conv_batch
         made = [product(eqn, arrays, 1, arrays[1], own=own)] if is_apart else self.bind(eqn, arrays)
         return _values(made, values)
 
     def first_order(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """Any primitive that the walk does not descend into: passes shards through, or is a use."""
-        if (widened := put_off(eqn, values)) is not None:
+        if (widened := defer_cast(eqn, values)) is not None:
             return [widened]
         inner = jaxprs.inner_jaxprs(eqn)
-        if self.options.own_examples:
+        if self.options.conv_batch:
             refuse_convolution(eqn)
         dims_in = [value.dims if value.is_deferred else None for value in values]
         shards = lambda dims, i: axis_size(self.options.mesh, dims[i])  # noqa: E731
@@ -228,7 +228,7 @@ class GatherWalk(Walk[GatherFrame]):
     ) -> tuple[Callable[..., list[Any]], Packed]:
         """Returns an equation on gathered params as a function of the arrays that its inputs are made of, and these."""
         inputs, evaluate = flat_product(eqn, values)
-        packed, dtype, own = Packed(inputs), self.options.product_dtype, self.options.own_examples
+        packed, dtype, own = Packed(inputs), self.options.product_dtype, self.options.conv_batch
         lazy = [(i, value) for i, value in enumerate(inputs) if isinstance(value, Lazy)]
         mesh, axes, in_shares = self.options.mesh, self.options.axes, self.in_shares(eqn, inputs)
         pin = (id(eqn) in self.mixed and not in_shares) or has_wrong_gradient(eqn)
@@ -237,18 +237,18 @@ class GatherWalk(Walk[GatherFrame]):
         if eqn.primitive.name == "gather":
             weights, broadcast = broadcast, []
         if own and any(i == 1 and is_partitioned_wrongly(eqn, value.dims) for i, value in lazy):
-            weights, dtype = [1], dtype or inputs[1].aval.dtype  # type: ignore[union-attr]
+            weights, dtype = [1], dtype or dict(lazy)[1].aval.dtype
         else:
             own = None
         apart = None
         if self.options.stages is not None and sent is None and eqn.primitive.name == "dot_general":
             shards = [i for i, value in lazy if value.is_shard and is_float(value.aval)]
             if shards and weights in ([], shards):
-                apart, dtype = self.options.stages.by_itself, dtype if weights else inputs[shards[0]].aval.dtype
+                apart, dtype = self.options.stages.by_itself, dtype if weights else dict(lazy)[shards[0]].aval.dtype
                 weights = shards
 
         kept = packed.without_arrays()
-        taken = functools.partial(self.whole, pin=pin)
+        taken = functools.partial(self.gathered_array, pin=pin)
         if sent is not None:
             taken = functools.partial(where_sent, sent.options)
 
@@ -279,7 +279,7 @@ class GatherWalk(Walk[GatherFrame]):
     def copied(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """An equation on a param that each device has its own copy of; `only_multiplied` says which these can be."""
         name, mesh, axes = eqn.primitive.name, self.options.mesh, self.options.axes
-        arrays = [self.whole(value) for value in values]
+        arrays = [self.gathered_array(value) for value in values]
         places = [i for i, value in enumerate(values) if isinstance(value, Copies)]
         if name in SAME_PARAM and all(value.params_only for value in values):
             in_axes = [0 if i in places else None for i in range(len(values))]
@@ -303,10 +303,10 @@ class GatherWalk(Walk[GatherFrame]):
         def make_all(arrays: Sequence[Any]) -> list[Any]:
             inputs = packed.values_of(arrays)
             if out_dims is None:
-                arrays = [self.whole(value, pin=pin) for value in inputs]
+                arrays = [self.gathered_array(value, pin=pin) for value in inputs]
                 dtype = self.options.product_dtype
                 if eqn.primitive.name == "broadcast_in_dim" and is_summed_narrow(eqn, inputs[0].aval, dtype):
-                    return [product(eqn, arrays, 0, self.whole(inputs[0], dtype=dtype))]
+                    return [product(eqn, arrays, 0, self.gathered_array(inputs[0], dtype=dtype))]
                 return jaxprs.bind(eqn, arrays)
             return jaxprs.bind(eqn, [value.built if isinstance(value, Lazy) else value.array for value in inputs])
 
@@ -350,7 +350,7 @@ class GatherWalk(Walk[GatherFrame]):
             return [Value(array_of(self.options, value), params_only=True) for value in made]
         return [value.as_root() for value in made]
 
-    def made(self, value: Lazy | Value, eqn: Any, frame: GatherFrame) -> Any:
+    def materialize(self, value: Lazy | Value, eqn: Any, frame: GatherFrame) -> Any:
         """Returns what a loop carries, gathered before it."""
         return self.before(value, eqn, f"a carry of {eqn.primitive.name}").array
 
@@ -374,7 +374,7 @@ class GatherWalk(Walk[GatherFrame]):
         """Returns the results of a scan or a `cond` as values."""
         return _values(arrays, values) if eqn.primitive.name == "cond" else self.carried(eqn, [*arrays])
 
-    def inside(self, eqn: Any, sub: Subcall, frame: GatherFrame) -> GatherFrame:
+    def inner_frame(self, eqn: Any, sub: Subcall, frame: GatherFrame) -> GatherFrame:
         """Returns how uses are kept in a loop or a branch."""
         changes = {"prevent_cse": False, "ends_forward": False} if sub.kind == "scan" else {}
         return dataclasses.replace(frame, **changes, sent={})
@@ -418,7 +418,7 @@ class GatherWalk(Walk[GatherFrame]):
         if isinstance(value, Value):
             return at_home(value)
         self.notes.gather(value, eqn, reason, early=True)
-        return Value(self.whole(value), params_only=True)
+        return Value(self.gathered_array(value), params_only=True)
 
     def lookup(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """Looks rows of examples up in a sharded table."""
@@ -439,9 +439,11 @@ class GatherWalk(Walk[GatherFrame]):
             copies = self.copies(table)
             with gather_scope(table.path):
                 return [Value(move_table(eqn, plan, copies, indices.array), params_only=False)]
-        array, stored_whole = table.built, is_whole(self.options, table)
+        array, stored_unsharded = table.built, is_unsharded(self.options, table)
         with gather_scope(table.path):
-            return [Value(move_rows(eqn, plan, array, indices.array, stored_whole=stored_whole), params_only=False)]
+            return [
+                Value(move_rows(eqn, plan, array, indices.array, stored_unsharded=stored_unsharded), params_only=False)
+            ]
 
 
 def _values(

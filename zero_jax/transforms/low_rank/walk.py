@@ -89,7 +89,7 @@ class _LowRankWalk(Walk[_Frame]):
     def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: _Frame) -> bool:
         return sub.kind != "while" and any(isinstance(value, Weight) for value in values)
 
-    def inside(self, eqn: Any, sub: Subcall, frame: _Frame) -> _Frame:
+    def inner_frame(self, eqn: Any, sub: Subcall, frame: _Frame) -> _Frame:
         if sub.kind == "remat":
             return dataclasses.replace(frame, in_region=True)
         return dataclasses.replace(frame, prevent_cse=False) if sub.kind == "scan" else frame
@@ -120,7 +120,7 @@ class _LowRankWalk(Walk[_Frame]):
             region = jax.checkpoint(region, prevent_cse=frame.prevent_cse)
         return region(*packed.arrays)
 
-    def made(self, value: Any, eqn: Any, frame: _Frame) -> Any:
+    def materialize(self, value: Any, eqn: Any, frame: _Frame) -> Any:
         if not isinstance(value, Weight):
             return value
         self.note(eqn, value, is_merged=True)
@@ -132,7 +132,7 @@ class _LowRankWalk(Walk[_Frame]):
     def stack(self, value: Any, aval: Any, eqn: Any, frame: _Frame) -> Any:
         if isinstance(value, Weight):
             _check_stack(value, eqn)
-        return value.element(value.arrays) if _is_stack(value) else self.made(value, eqn, frame)
+        return value.element(value.arrays) if _is_stack(value) else self.materialize(value, eqn, frame)
 
     def note(self, eqn: Any, weight: Weight, *, is_merged: bool) -> None:
         if weight.factors:

@@ -242,7 +242,7 @@ class RematWalk(Walk[RematFrame]):
             return jaxprs.bind(eqn, values)
         if self.policy == "none" or (not own and self.body(sub.jaxpr, frame.marks).holds_blocks(tied=True)):
             with jaxprs.source_context(eqn):
-                return self.run(sub.jaxpr, values, self.inside(eqn, sub, frame))
+                return self.run(sub.jaxpr, values, self.inner_frame(eqn, sub, frame))
         return self.evaluated(
             eqn,
             _written_out(sub.jaxpr, ("call",) if own else _UNWRAPPED),
@@ -286,7 +286,7 @@ class RematWalk(Walk[RematFrame]):
             self.regions[key] = make()
         return self.regions[key]
 
-    def inside(self, eqn: Any, sub: Subcall, frame: RematFrame) -> RematFrame:
+    def inner_frame(self, eqn: Any, sub: Subcall, frame: RematFrame) -> RematFrame:
         """Returns the frame of what is in an equation."""
         frame = dataclasses.replace(frame, place=frame.at(eqn))
         if sub.kind == "scan":

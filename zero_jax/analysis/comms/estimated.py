@@ -267,8 +267,8 @@ class _LeafTraffic:
         if param_axes:
             gathers = list(self.gathers(self.only_over(self.leaf.dims, param_axes), param_axes))
             yield from _rows("all-gather", gathers, blocks or self.compute, "forward", k)
-            if not self.config.keep_gathered:
-                yield from _rows("all-gather", gathers, blocks or self.compute, "backward", k * self.gathered_again)
+            if not (self.config.keep_gathered or self.is_of_ticks):
+                yield from _rows("all-gather", gathers, blocks or self.compute, "backward", k)
         # The update gathers over the axes that shard the master params and not the params.
         missing = [axis for axis in placement.axes_of_group("master") if axis not in param_axes]
         dtype = (not param_axes and blocks) or placement.precision.param or self.stored
@@ -343,20 +343,6 @@ class _LeafTraffic:
         yield from _rows("all-reduce", [(rest, 2 * elements)], dtype, "backward", times)
         if pipe:
             yield from _rows("reduce-scatter", [self.share(dims, pipe)], dtype, "backward", 1)
-
-    @property
-    def gathered_again(self) -> float:
-        """How often a param is gathered in the backward pass for once in the forward pass.
-
-        Where a tick goes in both directions through the same layers, these are gathered once.
-        """
-        placement = self.placement
-        if self.is_of_ticks:
-            return 0
-        if not self.schedule.is_interleaved or self.schedule.num_groups > 1 or placement.num_stages == 1:
-            return 1
-        num_ticks = self.schedule.num_ticks(placement.num_stages, self.config.num_microbatches)
-        return (placement.num_stages - 1) / num_ticks
 
     def sum_rows(self, over: tuple[str, ...], dtype: Any, *, phase: str, times: float) -> Iterator[EstimateRow]:
         """Yields the steps in which the gradients that devices have are summed."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 import jax
+from jax.core import Tracer
 
 from zero_jax.core.signatures import place_of
 
@@ -46,7 +47,7 @@ def _holder_of_tracer(root: Any) -> str:
     seen, left = {}, [(root, root)]
     while left:
         x, holder = left.pop()
-        if isinstance(x, jax.core.Tracer):
+        if isinstance(x, Tracer):
             return place_of(holder) if callable(holder) else "an object of the model"
         if id(x) in seen or not gc.is_tracked(x) or isinstance(x, type | types.ModuleType):
             continue

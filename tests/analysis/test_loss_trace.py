@@ -217,3 +217,13 @@ def test_a_constant_factor_is_no_residual(precision):
     found = trace_loss(loss, params, batch, mesh=mesh, config=config)
     itemsize = 2 if precision == "bf16" else 4
     assert found.residuals.device_bytes >= B // 8 * 64 * itemsize
+
+
+def test_python_s_numbers_are_params_as_they_are_to_a_step():
+    weights, config = jnp.ones((16, 4)), zero.ZeroConfig(stage=3)
+    loss_fn = lambda params, x: jnp.square(x @ params["w"]).mean() * params["scale"]  # noqa: E731
+    of_number, of_array = (
+        trace_loss(loss_fn, {"w": weights, "scale": scale}, jnp.ones((8, 16)), mesh=mesh_of(), config=config)
+        for scale in (2.0, jnp.float32(2))
+    )
+    assert of_number.flops == of_array.flops > 0

@@ -1,5 +1,7 @@
 """Functions made of a library's model are those that its users would write; tests/training/state compares the steps."""
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import equinox as eqx
@@ -211,6 +213,121 @@ def test_arrays_of_numpy_in_an_equinox_model_are_arrays():
     assert len(jax.tree.leaves(variables.params)) == 1
     value, _, _ = made.loss_fn(variables.params, BATCH, model_state=variables.model_state)
     assert_equal(value, cross_entropy(TableOfNumPy(KEY)(BATCH["x"])))
+
+
+def waves(frequencies, x):
+    return jnp.sin(x * frequencies)
+
+
+class Waves:
+    """An object with an array that no library sees."""
+
+    def __init__(self, frequencies):
+        self.frequencies = frequencies
+
+    def __call__(self, x):
+        return waves(self.frequencies, x)
+
+
+@jax.custom_vjp
+def scaled(x, scale):
+    return x * scale
+
+
+scaled.defvjp(lambda x, scale: (x * scale, scale), lambda scale, g: (g * scale, jnp.zeros_like(scale)))
+
+# Functions that hold an array.
+HOLDERS = {
+    "partial": lambda array: functools.partial(waves, array),
+    "nested": lambda array: functools.partial(lambda inner, x: inner(x), functools.partial(waves, array)),
+    "closure": lambda array: lambda x: jnp.sin(x * array),
+    "default": lambda array: lambda x, array=array: jnp.sin(x * array),
+    "object": Waves,
+    "method": lambda array: Waves(array).__call__,
+    "jit": lambda array: jax.jit(lambda x: jnp.sin(x * array)),
+    "custom_vjp": lambda array: lambda x: scaled(x, array),
+}
+
+
+class EquinoxHolder(eqx.Module):
+    """A linear layer and two functions, of which one is a static field."""
+
+    linear: eqx.nn.Linear
+    function: Callable
+    static: Callable = eqx.field(static=True)
+
+    def __call__(self, x):
+        return self.static(self.function(jax.vmap(self.linear)(x)))
+
+
+class NnxHolder(nnx.Module):
+    """A linear layer and a function."""
+
+    def __init__(self, function, rngs):
+        self.linear, self.function = nnx.Linear(6, 4, rngs=rngs), function
+
+    def __call__(self, x):
+        return self.function(self.linear(x))
+
+
+def equinox_holder(hold, key, array):
+    return EquinoxHolder(eqx.nn.Linear(6, 4, key=key), hold(array), hold(array))
+
+
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
+def test_functions_of_a_model_may_hold_arrays(hold):
+    loss = lambda model, batch: cross_entropy(model(batch["x"]))  # noqa: E731
+    equinox = lambda key: equinox_holder(hold, key, jnp.linspace(0.5, 2.0, 4))  # noqa: E731
+    linear = lambda rngs: NnxHolder(hold(jnp.linspace(0.5, 2.0, 4)), rngs)  # noqa: E731
+    mesh, config = zero.make_mesh(), zero.ZeroConfig(stage=3, min_shard_size=2)
+    for made, model in (
+        (zero.from_equinox(equinox, loss), equinox(KEY)),
+        (zero.from_nnx(linear, loss), linear(nnx.Rngs(KEY))),
+    ):
+        state = zero.init_state(made.init_fn, optax.sgd(0.1), KEY, mesh=mesh, config=config)
+        assert_equal(made.merge(state.params, state.model_state)(BATCH["x"]), model(BATCH["x"]))
+        state, metrics = zero.make_train_step(made.loss_fn, optax.sgd(0.1), mesh=mesh, config=config)(state, BATCH)
+        assert_equal(metrics.loss, loss(model, BATCH))
+
+
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
+def test_a_function_that_holds_an_array_of_the_key_is_refused(hold):
+    loss = lambda model, batch: cross_entropy(model(batch["x"]))  # noqa: E731
+    message = r"test_library_models\.py:\d+ .*holds an array that is made from the key.* make it a field"
+    with pytest.raises(ValueError, match=message):
+        zero.from_equinox(lambda key: equinox_holder(hold, key, jax.random.normal(key, 4)), loss)
+    with pytest.raises(ValueError, match=message):
+        zero.from_nnx(lambda rngs: NnxHolder(hold(jax.random.normal(rngs(), 4)), rngs), loss)
+
+
+class BoundMethod(nnx.Module):
+    """A method that is kept as a value refers to the module that is made first."""
+
+    def __init__(self, read, rngs):
+        self.linear, self.scale, self.read = nnx.Linear(6, 4, rngs=rngs), nnx.Param(jnp.ones(4)), read
+        self.function = self.scaled
+
+    def scaled(self, x):
+        return self.read(self, x)
+
+    def __call__(self, x):
+        return self.function(self.linear(x))
+
+
+def test_an_nnx_model_may_keep_a_bound_method_that_reads_no_variable():
+    loss = lambda model, batch: cross_entropy(model(batch["x"]))  # noqa: E731
+    make = lambda rngs: BoundMethod(lambda self, x: jnp.tanh(x), rngs)  # noqa: E731
+    made = zero.from_nnx(make, loss)
+    assert_equal(made.loss_fn(made.init_fn(KEY), BATCH)[0], loss(make(nnx.Rngs(KEY)), BATCH))
+    for read in (
+        lambda self, x: x * self.scale,
+        lambda self, x: jnp.multiply(x, self.scale),
+        lambda self, x: self.scale[...] + x,
+        lambda self, x: self.linear(x),
+    ):
+        made = zero.from_nnx(lambda rngs, read=read: BoundMethod(read, rngs), loss)
+        with pytest.raises(ValueError, match=r"self\.f = self\.g.* call self\.g"):
+            jax.grad(lambda params, made=made: made.loss_fn(params, BATCH)[0])(made.init_fn(KEY))
 
 
 class Pair(NamedTuple):

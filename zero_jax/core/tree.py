@@ -86,8 +86,9 @@ def cast_values(values: np.ndarray, dtype: Any, *, leaf: str, remedy: str) -> np
 
 
 def shapes_of(tree: PyTree) -> PyTree:
-    """Returns the shapes and dtypes of arrays, without their shardings."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    """Returns the shapes and dtypes of arrays and Python's numbers, without their shardings."""
+    dtype = lambda x: x.dtype if hasattr(x, "dtype") else jnp.result_type(x)  # noqa: E731
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), dtype(x)), tree)
 
 
 def shard_bytes(x: Any, sharding: Any = None) -> int:

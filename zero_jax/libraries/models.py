@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from zero_jax.core.signatures import check_callable, place_of
 from zero_jax.core.tree import PyTree, key_shape, shown
 from zero_jax.core.variables import MODEL_STATE, Variables, joined
+from zero_jax.libraries.own_arrays import NotMerged, made_without_tracers
 from zero_jax.program.jaxprs import stands_for, used_inputs
 from zero_jax.training import LossFunction
 
@@ -91,19 +92,23 @@ def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = N
                     setattr(node, name, nnx.data(value))
         return made
 
-    def graphdefs(key: jax.Array) -> PyTree:
-        made = module(key)
+    def parts(make: Callable[[jax.Array], Any]) -> tuple[PyTree, list[Any]]:
+        graphs: list[Any] = []  # made of arrays in a trace: those of `nnx.eval_shape` are shapes, which are static
+        state = jax.eval_shape(lambda key: graphdefs(make(key), graphs), key_shape())
+        return state, graphs
+
+    def graphdefs(made: Any, graphs: list[Any]) -> PyTree:
         for name in ("deterministic", "use_running_average"):  # which some modules leave open, and a call has to say
             is_open = lambda _, module, name=name: getattr(module, name, False) is None  # noqa: E731
             made.set_attributes(is_open, **{name: False}, raise_if_not_found=False)
         graphs.append(nnx.graphdef(made))
         made.eval()
         graphs.append(nnx.graphdef(made))
-        return nnx.state(made, nnx.Not(trained))
+        state = jax.tree.map(lambda x: x, nnx.state(made, nnx.Not(trained)))  # in variables of its own
+        nnx.update(made, jax.tree.map(lambda _: NotMerged(), nnx.state(made)))  # bound methods refer to this module
+        return state
 
-    graphs: list[Any] = []  # made of arrays in a trace: those of `nnx.eval_shape` are shapes, which are static
-    state = jax.eval_shape(graphdefs, key_shape())
-    graphdef, evaluated = graphs
+    state, (graphdef, evaluated) = made_without_tracers(parts, module)
     has_state = bool(jax.tree.leaves(state))
 
     def init_fn(key: jax.Array) -> PyTree:
@@ -275,7 +280,10 @@ def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> 
 
     def init_fn(key: jax.Array) -> PyTree:
         model, state = made(key)
-        params, others = eqx.partition(eqx.filter(model, is_array), is_param)
+        return jax.tree.unflatten(tree, jax.tree.leaves(variables_of(eqx.filter(model, is_array), state)))
+
+    def variables_of(arrays: Any, state: Any) -> PyTree:
+        params, others = eqx.partition(arrays, is_param)
         return Variables(params=params, model_state=(others, state)) if has_state else params
 
     def merge(params: PyTree, model_state: PyTree = None) -> Any:
@@ -293,9 +301,11 @@ def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> 
 
         return with_parameters(function, call, has_state=has_state)
 
-    shapes, state = eqx.filter_eval_shape(made, key_shape())
+    trace = lambda made: eqx.filter_eval_shape(made, key_shape())  # noqa: E731
+    shapes, state = made_without_tracers(trace, made)
     arrays, static = eqx.partition(shapes, is_array)
     has_state = bool(jax.tree.leaves((eqx.partition(arrays, is_param)[1], eqx.filter(state, is_array))))
+    tree = jax.tree.structure(variables_of(arrays, state))  # static fields of another call, as functions, are others
     loss_fn, eval_fn = loss_of(lambda x: x), loss_of(eqx.nn.inference_mode)
     return ModelFunctions(init_fn=init_fn, loss_fn=loss_fn, eval_fn=eval_fn, merge=merge, loss=place_of(loss))
 

@@ -111,6 +111,7 @@ def _look_up_own(
 
     The transpose of the lookup itself would be of the device's own indices too: a whole table to reduce.
     """
+    shape = jax.typeof(table)
 
     def look_up(table: jax.Array, indices: jax.Array) -> jax.Array:
         # XLA makes both of one copy of the indices, and looks all of them up, unless something stands between.
@@ -123,7 +124,7 @@ def _look_up_own(
     def backward(indices: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None]:
         all_indices = jax.lax.with_sharding_constraint(indices, everywhere)
         columns = reshard(cotangent, forward=Chain(tuple(reversed(to_rows))), backward=Chain(to_rows))
-        transpose = jax.linear_transpose(lambda t: bind(eqn, [t, all_indices])[0], jax.typeof(table))
+        transpose = jax.linear_transpose(lambda t: bind(eqn, [t, all_indices])[0], shape)
         return transpose(columns)[0], None
 
     differentiated = jax.custom_vjp(look_up)

@@ -123,7 +123,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if jax.__version_info__ < (0, 12):
         _reuse_contexts_of_mlir()
     # What destructors raise shows in one collection; five are for PyPy, and take seconds of a process with many arrays.
-    config.stash[unraisableexception.gc_collect_iterations_key] = 1
+    if key := getattr(unraisableexception, "gc_collect_iterations_key", None):  # new in pytest 8.4
+        config.stash[key] = 1
 
 
 def _reuse_contexts_of_mlir() -> None:

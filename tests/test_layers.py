@@ -31,10 +31,17 @@ def files():
 
 
 @functools.cache
+def nodes(path):
+    """Returns the imports and the classes of a file, anywhere in it."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom, ast.ClassDef))]
+
+
+@functools.cache
 def imports(path):
     """Returns (module, names) for the imports of zero_jax in a file, anywhere in it."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found += [(alias.name.partition(".")[2], []) for alias in node.names if alias.name.startswith("zero_jax.")]
         elif isinstance(node, ast.ImportFrom):
@@ -108,13 +115,10 @@ def test_no_module_is_a_drawer_of_odds_and_ends():
 
 
 def test_no_two_classes_share_a_name():
-    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in files().items()}
-    classes = [
-        (node.name, name) for name, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
-    ]
     modules = {}
-    for name, module in classes:
-        assert modules.setdefault(name, module) == module, f"class {name} is in {modules[name]} and in {module}"
+    for module, path in files().items():
+        for name in {node.name for node in nodes(path) if isinstance(node, ast.ClassDef)}:
+            assert modules.setdefault(name, module) == module, f"class {name} is in {modules[name]} and in {module}"
 
 
 def test_a_module_of_tests_sets_its_marks_once():

@@ -14,7 +14,7 @@ SHARDED = {
 MATRICES, VECTOR = 65_536, 64
 
 
-STAGES = [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3]
+STAGES = [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2)), 3]
 
 
 @pytest.fixture(scope="module", params=STAGES, ids=lambda stage: f"stage {stage}")

@@ -194,7 +194,7 @@ def test_params_that_no_precision_casts_are_not_their_master_params(tmp_path):
     assert_equal(back, state)
 
 
-@pytest.mark.parametrize("offload", [None, "state"])
+@pytest.mark.parametrize("offload", [pytest.param(None, marks=pytest.mark.slow), "state"])
 def test_params_that_are_gathered_quantized_come_back_to_the_bit(tmp_path, offload):
     """A step leaves what it gathered, which a cast of the master params is not; frozen ones it leaves as they are."""
     mesh, quantize = reference.mesh_of("8"), zero.Quantize(gathers="int8")

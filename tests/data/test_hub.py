@@ -89,8 +89,15 @@ def test_each_document_is_trained_on_once_in_a_pass_or_validated_on(folder):
     assert len(read) == len(texts) - len(held_out) and set(read) == texts - held_out
 
 
-@pytest.mark.parametrize("kind", ["files", "saved"])
-@pytest.mark.parametrize("num_lanes", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("kind", "num_lanes"),
+    [
+        ("files", 1),
+        ("saved", 2),
+        ("files", 3),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("saved", 1), ("files", 2), ("saved", 3))),
+    ],
+)
 def test_rows_are_cut_like_those_of_files_and_go_on_from_any_state(kind, num_lanes, folder, tmp_path):
     if kind == "saved":
         texts = [piece.text for piece in read_text(find_source(f"hf:{folder}"))]

@@ -15,7 +15,7 @@ STEP = {"int8": 0.5 / 127 * 1.01, "fp8": 2.0**-4, "int4": 0.5 / 7 * 1.01}
 @pytest.mark.parametrize("format", STEP)
 @pytest.mark.parametrize("dim", [-1, -2, -3])
 def test_blocks_are_off_by_half_a_step_at_most(format, dim):
-    x = jax.random.normal(jax.random.key(0), (64, 128, 192)) * jnp.exp(jax.random.normal(jax.random.key(1), (64, 1, 1)))
+    x = jax.random.normal(jax.random.key(0), (32, 64, 96)) * jnp.exp(jax.random.normal(jax.random.key(1), (32, 1, 1)))
     blocks = Blocks(format=format, dim=dim, size=32)
     codes, scales = blocks.encode(x)
     found = blocks.decode((codes, scales), x.dtype)

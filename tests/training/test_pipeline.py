@@ -1265,7 +1265,7 @@ def test_on_a_tpu_a_microbatch_may_have_fewer_examples_than_there_are_devices():
     lowered(loss, params=params, batch=batch, mesh=mesh, stage=3, num_microbatches=2)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_table_of_which_a_stage_takes_many_rows_trains_as_on_one_device(stage):
     mean = ends_in(lambda logits, batch, params: (jnp.square(logits) * batch["mask"][..., None]).mean())
     params, batch = init_params(), make_batches(1, size=128)[0]
@@ -1286,7 +1286,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("head", [x if x == "transposed" else pytest.param(x, marks=pytest.mark.slow) for x in HEADS])
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_table_that_is_the_head_too_trains_as_on_one_device(stage, head):
     def tied(params, batch):
         x = params["embed"][batch["tokens"]]

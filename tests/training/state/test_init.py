@@ -136,7 +136,7 @@ def test_takes_params_as_they_are():
     chex.assert_type(jax.tree.leaves(state.master), jnp.float32)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_is_made_within_a_trace(stage):
     """Of `jax.jit`, `jax.eval_shape`, and `jax.vmap` over the seeds of several runs."""
     config, tx, mesh = reference.make_config(stage=stage, precision="bf16"), optax.adam(0.1), mesh_of("8")

@@ -95,7 +95,7 @@ def test_mixing_keeps_values_and_gradients(layer, reduce_dtype):
 WIDE = 512  # products over groups of rows are computed in shares
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, jnp.float32])
+@pytest.mark.parametrize("reduce_dtype", [pytest.param(None, marks=pytest.mark.slow), jnp.float32])
 def test_shares_of_the_rows_keep_values_and_gradients(reduce_dtype):
     """Groups of rows begin and end within the shares of devices, share one, or are empty."""
     sizes = jnp.array([0, 1000, 24, 0, 512, 500, 0, 12], jnp.int32)
@@ -107,8 +107,9 @@ def test_shares_of_the_rows_keep_values_and_gradients(reduce_dtype):
     check(loss, init(d=WIDE, f=WIDE), normal(2048, WIDE), mesh=mesh_of("8"), reduce_dtype=reduce_dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_each_device_keeps_its_share_of_the_rows(stage):
     pytest.importorskip("libtpu")
     batch, size = (32, 64, WIDE), 2 * 32 * 64 * 2  # bytes of a feature of all rows

@@ -235,16 +235,13 @@ def _batch(
     """Maps a primitive: one whose weight is mapped stays, of another one the product is as it was."""
     if all(dim is None for dim in dims):
         return primitive.bind(*args, function=function), None
-    own = 0 if primitive is tangent_p else 2  # the place of the weight as the product takes it
-    if dims[own] is None:
-        return jax.vmap(function, in_axes=tuple(dims[own:]), spmd_axis_name=axis.spmd_name)(*args[own:]), 0
+    weight, factor = (1, 2) if primitive is attach_p else (0, 0)
+    if dims[weight] is None and dims[factor] is None:
+        return jax.vmap(function, in_axes=tuple(dims[factor:]), spmd_axis_name=axis.spmd_name)(*args[factor:]), 0
     args = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(args, dims, strict=True)]
-    if primitive is attach_p:
-        args[:2] = (
-            x if dim is not None else jnp.broadcast_to(x, (axis.size, *x.shape))
-            for x, dim in zip(args[:2], dims, strict=False)
-        )
-    is_mapped = tuple(dim is not None for dim in dims[own + 1 :])
+    for i in range(factor + 1):
+        args[i] = jnp.broadcast_to(args[i], (axis.size, *args[i].shape)) if dims[i] is None else args[i]
+    is_mapped = tuple(dim is not None for dim in dims[factor + 1 :])
     return primitive.bind(*args, function=_Mapped(function, axis, is_mapped)), 0
 
 

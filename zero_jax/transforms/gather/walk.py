@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -75,6 +75,15 @@ class SharedRegion:
     jaxpr: Any  # its jaxpr, so that its id stays its own
     function: Callable[..., list[Any]]  # from arrays to arrays
     params_only: list[bool]  # which results depend on params only; known when the function has been traced
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightGrad:
+    """An operand of a product, or of a lookup, whose gradient is made in a way of its own."""
+
+    place: int
+    dtype: Any  # the dtype that the gradient is summed in
+    how: Mapping[str, Any]  # further arguments of `product`
 
 
 class GatherWalk(Walk[GatherFrame]):
@@ -228,25 +237,13 @@ class GatherWalk(Walk[GatherFrame]):
     ) -> tuple[Callable[..., list[Any]], Packed]:
         """Returns an equation on gathered params as a function of the arrays that its inputs are made of, and these."""
         inputs, evaluate = flat_product(eqn, values)
-        packed, dtype, own = Packed(inputs), self.options.product_dtype, self.options.conv_batch
-        lazy = [(i, value) for i, value in enumerate(inputs) if isinstance(value, Lazy)]
+        packed, dtype = Packed(inputs), self.options.product_dtype
+        lazy = {i: value for i, value in enumerate(inputs) if isinstance(value, Lazy)}
         mesh, axes, in_shares = self.options.mesh, self.options.axes, self.in_shares(eqn, inputs)
         pin = (id(eqn) in self.mixed and not in_shares) or has_wrong_gradient(eqn)
-        weights = [i for i, value in lazy if dtype is not None and needs_dtype(eqn, i, value.aval.dtype, dtype)]
-        broadcast, reduce_dtype = [i for i, value in lazy if is_summed_narrow(eqn, value.aval, dtype)], dtype
-        if eqn.primitive.name == "gather":
-            weights, broadcast = broadcast, []
-        if own and any(i == 1 and is_partitioned_wrongly(eqn, value.dims) for i, value in lazy):
-            weights, dtype = [1], dtype or dict(lazy)[1].aval.dtype
-        else:
-            own = None
-        apart = None
-        if self.options.stages is not None and sent is None and eqn.primitive.name == "dot_general":
-            shards = [i for i, value in lazy if value.is_shard and is_float(value.aval)]
-            if shards and weights in ([], shards):
-                apart, dtype = self.options.stages.by_itself, dtype if weights else dict(lazy)[shards[0]].aval.dtype
-                weights = shards
-
+        weight = self.weight_of(eqn, lazy, sent)
+        how = {} if weight is None else weight.how
+        broadcast = [i for i, value in lazy.items() if weight is None and is_summed_narrow(eqn, value.aval, dtype)]
         kept = packed.without_arrays()
         taken = functools.partial(self.gathered_array, pin=pin)
         if sent is not None:
@@ -255,19 +252,34 @@ class GatherWalk(Walk[GatherFrame]):
         def region(*arrays: Any) -> list[Any]:
             inputs = kept.values_of(arrays)
             if in_shares:
-                rows, weight, sizes = inputs
-                copies = self.copies(weight, dtype=dtype if weights else None)
+                rows, own, sizes = inputs
+                copies = self.copies(own, dtype=None if weight is None else weight.dtype)
                 return [by_rows(eqn, [taken(rows), taken(sizes)], copies, mesh=mesh, axes=axes)]
             made = [taken(value) for value in inputs]
             for i in broadcast:
-                made[i] = spread(eqn, made[i], taken(inputs[i], dtype=reduce_dtype))
-            if not weights:
+                made[i] = spread(eqn, made[i], taken(inputs[i], dtype=dtype))
+            if weight is None:
                 return evaluate(made, self.bind)
-            (place,) = weights
-            weight = taken(inputs[place], dtype=dtype)
-            return evaluate(made, lambda eqn, inputs: [product(eqn, inputs, place, weight, own=own, apart=apart)])
+            place, array = weight.place, taken(inputs[weight.place], dtype=weight.dtype)
+            return evaluate(made, lambda eqn, inputs: [product(eqn, inputs, place, array, **how)])
 
         return region, packed
+
+    def weight_of(self, eqn: Any, lazy: Mapping[int, Lazy], sent: SentProduct | None) -> WeightGrad | None:
+        """Returns the operand, of those in `lazy` by their places, whose gradient is not to be as JAX makes it."""
+        dtype, own, stages = self.options.product_dtype, self.options.conv_batch, self.options.stages
+        if own and 1 in lazy and is_partitioned_wrongly(eqn, lazy[1].dims):
+            return WeightGrad(1, dtype or lazy[1].aval.dtype, {"own": own})
+        if eqn.primitive.name == "gather":
+            places = [i for i, value in lazy.items() if is_summed_narrow(eqn, value.aval, dtype)]
+        else:
+            places = [i for i, x in lazy.items() if dtype is not None and needs_dtype(eqn, i, x.aval.dtype, dtype)]
+        shards = [i for i, value in lazy.items() if value.is_shard and is_float(value.aval)]
+        is_plain = sent is None and eqn.primitive.name == "dot_general"
+        if stages is not None and is_plain and shards and places in ([], shards):
+            dtype = dtype if places else lazy[shards[0]].aval.dtype
+            return WeightGrad(shards[0], dtype, {"apart": stages.by_itself})
+        return WeightGrad(places[0], dtype, {}) if places else None
 
     def in_shares(self, eqn: Any, values: Sequence[Any]) -> bool:
         """Tells whether each device computes a share of a product of all examples with a sharded param."""

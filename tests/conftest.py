@@ -130,10 +130,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def _reuse_contexts_of_mlir() -> None:
     """Has ten programs of a thread lowered in one context, as JAX 0.12 does: to make one takes 8 ms."""
     from jax._src.interpreters import mlir
+    from jax._src.lib.mlir import ir
 
     contexts, make = threading.local(), mlir.make_ir_context
 
     def reused() -> object:
+        if ir.Context.current:  # within the lowering of another program, in which the module of this one would be put
+            return make()
         if not getattr(contexts, "left", 0):
             contexts.context, contexts.left = make(), 10
         contexts.left -= 1

@@ -204,6 +204,20 @@ def test_stages_of_a_pipeline_that_take_gradients_in_their_loop(stage):
     assert verification.ok, str(verification)
 
 
+@pytest.mark.tpu_compiler
+def test_a_batch_in_the_dtypes_of_numpy_is_taken_as_by_a_step():
+    batch = {"tokens": RNG.integers(0, 64, (16, 8)), "targets": RNG.standard_normal((16, 8)), "scale": 0.5}
+    assert [x.dtype for x in (batch["tokens"], batch["targets"])] == [np.int64, np.float64]
+    init_fn = lambda key: {"table": jax.random.normal(key, (64, 16))}  # noqa: E731
+
+    def loss_fn(params, batch):
+        return batch["scale"] * jnp.square(params["table"][batch["tokens"]].sum(-1) - batch["targets"]).mean()
+
+    config = zero.ZeroConfig(stage=2, num_microbatches=2)
+    found = zero.verify(loss_fn, init_fn, optax.sgd(0.1), batch, topology="v5e:2x2", config=config, num_steps=1, **HERE)
+    assert found.ok, str(found)
+
+
 def test_wrong_numbers_are_found(monkeypatch):
     """A reference with another learning rate or clipping differs in what these change, and nowhere else."""
     from zero_jax.verification import reference

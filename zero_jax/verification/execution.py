@@ -69,5 +69,6 @@ class Execution:
 
 
 def host_array(x: Any) -> np.ndarray:
-    """Returns an array on the host; of PRNG keys, their data."""
-    return np.asarray(key_numbers(x))
+    """Returns an array on the host, in the dtype that JAX takes it in (int64 as int32); of PRNG keys, their data."""
+    array = np.asarray(key_numbers(x))
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)

@@ -120,6 +120,16 @@ def while_loop(params, batch):
     return (error * again).mean()
 
 
+def until(test):
+    """A loss of outputs that are doubled as long as a test of those of one example holds."""
+
+    def loss(params, batch):
+        end = jax.vmap(lambda x: lax.while_loop(test, lambda x: 2 * x + 1, x))(lax.stop_gradient(out_of(params, batch)))
+        return (error_of(params, batch) * end.mean(-1)).mean()
+
+    return loss
+
+
 def either(params, batch):
     error = error_of(params, batch)
     return lax.cond(error.sum() > 30, lambda x: 2 * x, lambda x: x, error).mean()
@@ -161,6 +171,7 @@ MIXING = {
     "two batches looked up by another order": each(
         lambda out: jnp.tile(out, (2, 1))[jnp.arange(2 * len(out)), jnp.repeat(out.argmax(-1), 2)]
     ),
+    "behind a row": each(lambda out: jnp.concatenate([jnp.zeros((1, 6)), out])),
     "roll": lambda p, b: jnp.square(out_of(p, b) - jnp.roll(b["x"], 1, 0)[:, :6]).mean(),
     "first example": each(lambda out: out - out[0]),
     "dynamic_slice": each(lambda out: out - lax.dynamic_slice_in_dim(out, 1, 1)),
@@ -192,6 +203,15 @@ MIXING = {
     "divided by the largest input": lambda p, b: (error_of(p, b) / b["x"].max()).mean(),
     "divided by a deviation": lambda p, b: error_of(p, b).mean() / b["x"].std(),
     "while": while_loop,
+    "while any goes on": lambda p, b: lax.while_loop(
+        lambda x: (x < 20).any(), lambda x: 2 * x + 1, lax.stop_gradient(error_of(p, b))
+    ).mean(),
+    "while of features": lambda p, b: jnp.square(
+        jax.vmap(lambda x: lax.while_loop(lambda x: x.sum() < 20, lambda x: 2 * x + 1, x), 1)(
+            lax.stop_gradient(jnp.abs(out_of(p, b)))
+        )
+        * out_of(p, b).T
+    ).mean(),
     "cond": either,
     # No mean.
     "max": lambda p, b: error_of(p, b).max(),
@@ -238,6 +258,12 @@ def masked_by_draws(params, batch, rate=0.0):
 
 def squares(out):
     return jnp.einsum("ni,nj->nij", out, out) + jnp.eye(6)
+
+
+def conjugate_gradients(out):
+    matrix = jnp.eye(6) + 0.1
+    solve = lambda f, x: jax.scipy.sparse.linalg.cg(f, x, maxiter=9)[0]  # noqa: E731
+    return jax.vmap(lambda x: lax.custom_linear_solve(lambda v: matrix @ v, x, solve, symmetric=True))(out)
 
 
 def masked(params, batch):
@@ -307,6 +333,10 @@ def attention(params, batch):
 
 SEPARABLE = {
     "two batches in one": in_pairs,
+    "behind no rows": each(lambda out: jnp.concatenate([jnp.zeros((0, 6)), out, jnp.zeros((0, 6))])),
+    "two batches behind no rows": each(
+        lambda out: jnp.concatenate([jnp.zeros((0, 6)), jnp.concatenate([out, 2 * out])]).reshape(2, -1, 6).max(0)
+    ),
     "two batches by tile": lambda p, b: error_of(p, {"x": jnp.tile(b["x"], (2, 1))}).reshape(2, -1).max(0).mean(),
     "mean": lambda p, b: error_of(p, b).mean(),
     "sum by their number": lambda p, b: error_of(p, b).sum() / len(b["x"]),
@@ -343,6 +373,11 @@ SEPARABLE = {
     "embedded": lambda p, b: jnp.square(p["w"][b["label"]]).mean(),
     "vmap": lambda p, b: jax.vmap(lambda x, i: lax.dynamic_slice_in_dim(x, i, 2))(out_of(p, b), b["label"]).mean(),
     "map": lambda p, b: lax.map(lambda x: jnp.square(jnp.tanh(x @ p["w"]).sum()), b["x"]).mean(),
+    "while of each": until(lambda x: x.sum() < 20),
+    "while of each, by nested tests": until(
+        lambda x: lax.while_loop(lambda x: x.max() < 20, lambda x: 3 * x + 1, x).sum() < 200
+    ),
+    "conjugate gradients": each(conjugate_gradients),
     "remat": lambda p, b: jax.checkpoint(error_of)(p, b).mean(),
     "scan over features": folded,
     "recurrent": recurrent,

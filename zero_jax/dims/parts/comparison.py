@@ -327,7 +327,11 @@ class TraceComparison:
         return [*carry, *(x if x.dim is None else x.at(x.dim + 1) for x in results)]
 
     def while_loop(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
-        """A loop that goes on as long as something holds, which has to be the same for all examples."""
+        """A loop that goes on as long as something holds, which is the same for all examples, or of each by itself.
+
+        Where a test has several results (`jax.vmap` of a loop), each place along its dims goes on by itself: what is
+        carried has the same leading dims, and stays as it is where the test is false.
+        """
         whole, part = pair.subcalls()
         test_consts, (consts, carry, _) = inputs[: whole.num_test_consts], whole.split(inputs)
         bodies = whole.jaxpr, part.jaxpr
@@ -335,7 +339,11 @@ class TraceComparison:
         (goes_on,) = self.run(whole.test, part.test, [*test_consts, *carry])
         if goes_on.kind is Kind.UNKNOWN:
             return [goes_on] * len(carry)
-        return carry if _is_same(goes_on) else [self.refused("mixed")] * len(carry)
+        if _is_same(goes_on):
+            return carry
+        check(goes_on.is_plain and goes_on.batches < 2)
+        check(all((x.kind, x.dim) == (goes_on.kind, goes_on.dim) and x.batches < 2 for x in carry))
+        return carry
 
     def cond(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
         """Branches, of which all examples take the same."""

@@ -189,6 +189,9 @@ def _reshape(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
 
 def _concatenate(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     along = pair.params["dimension"]
+    present = [x for i, x in enumerate(inputs) if any(shape[along] for shape in pair.shapes(i))]
+    if len(present) == 1:  # the others have no elements
+        return present
     check(all(x.dim != along for x in inputs))
     if any(x.kind is Kind.POSITIONS for x in inputs):
         ones = all(pair.shapes(i)[0][along] == 1 for i in range(len(inputs)))

@@ -56,6 +56,10 @@ def scanned(x, dim):
     return jnp.moveaxis(lax.scan(lambda c, s: (c + s, c * s), jnp.zeros_like(x[0]), x)[1], 0, dim)
 
 
+def doubled_until(x):
+    return lax.while_loop(lambda x: x.sum() < 2, lambda x: 2 * jnp.abs(x) + 1, x)
+
+
 def doubled(x, dim):
     both = jnp.concatenate([x, jnp.sin(x)], dim)
     return jnp.split(both / (1 + jnp.abs(both).sum(-1, keepdims=True)), 2, dim)[1]
@@ -107,6 +111,9 @@ def product(rng):
         lambda x, w, b: jnp.linalg.cholesky(squares(x)) if x.ndim == 2 else x,
         lambda x, w, b: jnp.linalg.svd(x, compute_uv=False) if x.ndim == 2 else x,
         lambda x, w, b: lax.map(lambda row: jnp.tanh(row).sum(), x),
+        lambda x, w, b: jax.vmap(doubled_until)(lax.stop_gradient(x)) + x,
+        lambda x, w, b: doubled_until(lax.stop_gradient(x)) * x,
+        lambda x, w, b: lax.scan(lambda c, row: (c + jnp.sin(row), c + row), jnp.zeros_like(x[0]), x)[1],
         lambda x, w, b: lax.cond(w.sum() > 0, jnp.sin, jnp.cos, x),
         lambda x, w, b: lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x),
         lambda x, w, b: x.at[jnp.arange(len(x)), b["label"] % x.shape[1]].add(1.0) if x.ndim == 2 else x,
@@ -139,6 +146,8 @@ def ending(rng):
         lambda x, b: weighted(x, b, -1.0),
         lambda x, b: weighted(x, b, 1.0),
         lambda x, b: x.sum(),
+        lambda x, b: lax.scan(lambda c, row: (c + row.mean(), None), 0.0, x)[0] / len(x),
+        lambda x, b: lax.scan(lambda c, row: (0.1 * c + row.mean(), None), 0.0, x)[0] / len(x),
         lambda x, b: x.max(),
         lambda x, b: jnp.sqrt(jnp.square(x).mean() + 1),
         lambda x, b: jax.nn.logsumexp(x),

@@ -130,6 +130,25 @@ def until(test):
     return loss
 
 
+def loop_over_examples(body, start=0.0):
+    """A mean of what a loop over examples carries: it takes the error and the mask of one."""
+
+    def loss(params, batch):
+        return lax.scan(body, start, (error_of(params, batch), batch["mask"]))[0] / len(batch["x"])
+
+    return loss
+
+
+def added_by_a_loop(params, batch):
+    def body(carry, one):
+        x, weight = one
+        error = jnp.square(jnp.tanh(x @ params["w"])).mean()
+        return (carry[0] + weight * error, weight + carry[1]), error
+
+    (total, count), errors = lax.scan(body, (0.0, jnp.zeros(())), (batch["x"], batch["mask"]), reverse=True)
+    return (total - 0.1 * count) / len(batch["x"]) + errors.mean()
+
+
 def either(params, batch):
     error = error_of(params, batch)
     return lax.cond(error.sum() > 30, lambda x: 2 * x, lambda x: x, error).mean()
@@ -179,6 +198,14 @@ MIXING = {
     "median": lambda p, b: jnp.median(error_of(p, b)),
     "scan over examples": lambda p, b: lax.scan(lambda c, x: (0.5 * c + x, c), 0.0, error_of(p, b))[1].mean(),
     "count over examples": lambda p, b: lax.scan(counted, 0.0, error_of(p, b))[1].mean(),
+    "loop that forgets": loop_over_examples(lambda c, x: (0.9 * c + x[0], None)),
+    "loop from one": loop_over_examples(lambda c, x: (c + x[0], None), 1.0),
+    "loop that multiplies": loop_over_examples(lambda c, x: (c + c * x[0] + x[0], None)),
+    "loop to the largest": loop_over_examples(lambda c, x: (jnp.maximum(c, x[0]), None)),
+    "loop that doubles": loop_over_examples(lambda c, x: (c + c, None)),
+    "loop that adds what it has": lambda p, b: (
+        lax.scan(lambda c, x: ((c[0] + x, c[1] + c[0]), None), (0.0, 0.0), error_of(p, b))[0][1] / len(b["x"])
+    ),
     "scatter": each(lambda out: out.at[1].set(0.0)),
     "scatter-mul": lambda p, b: (
         error_of(p, b).mean() + jnp.ones((3, 6)).at[b["label"]].multiply(lax.stop_gradient(out_of(p, b))).mean()
@@ -373,6 +400,8 @@ SEPARABLE = {
     "embedded": lambda p, b: jnp.square(p["w"][b["label"]]).mean(),
     "vmap": lambda p, b: jax.vmap(lambda x, i: lax.dynamic_slice_in_dim(x, i, 2))(out_of(p, b), b["label"]).mean(),
     "map": lambda p, b: lax.map(lambda x: jnp.square(jnp.tanh(x @ p["w"]).sum()), b["x"]).mean(),
+    "loop that adds": loop_over_examples(lambda c, x: (c + jnp.tanh(x[0] * x[1]), None)),
+    "added and stacked by a loop": added_by_a_loop,
     "while of each": until(lambda x: x.sum() < 20),
     "while of each, by nested tests": until(
         lambda x: lax.while_loop(lambda x: x.max() < 20, lambda x: 3 * x + 1, x).sum() < 200

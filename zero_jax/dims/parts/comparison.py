@@ -34,9 +34,9 @@ from zero_jax.dims.parts.relations import (
     unknown,
 )
 from zero_jax.dims.parts.rules import SIZED, of_extrema, rule_of
-from zero_jax.dims.primitives import PLACES, known_primitives
+from zero_jax.dims.primitives import CASTS, PLACES, known_primitives
 from zero_jax.program import jaxprs
-from zero_jax.program.subcalls import equations_of, subcall
+from zero_jax.program.subcalls import Subcall, equations_of, subcall
 from zero_jax.sharding.spec import dims_of
 
 _CALLS = frozenset({"call", "sharded_call", "remat", "custom_vmap"})
@@ -310,17 +310,22 @@ class TraceComparison:
             return self.refused(str(refused))
 
     def scan(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
-        """A loop over slices, or a function of each example."""
+        """A loop over slices, or a function of each example, whose results may be added up."""
         whole, part = pair.subcalls()
         consts, carry, slices = whole.split(inputs)
         bodies = whole.jaxpr, part.jaxpr
         counts = [(sub.num_consts, sub.num_carry, sub.reverse) for sub in (whole, part)]
         check(counts[0] == counts[1], "sized")
         if whole.length != part.length:
-            check(not carry and all(x.is_plain and x.dim == 0 for x in slices) and all(map(_is_same, consts)))
-            check(all(x.batches < 2 for x in slices))
-            results = self.run(*bodies, [*consts, *(dataclasses.replace(x, kind=Kind.SAME, dim=None) for x in slices)])
-            return [rows(0) if _is_same(x) else x if x.kind is Kind.UNKNOWN else self.refused("mixed") for x in results]
+            check(all(x.is_plain and x.dim == 0 and x.batches < 2 for x in slices) and all(map(_is_same, consts)))
+            check(all(_is_same(x) and x.number == 0 for x in carry))
+            if carry:
+                bodies = _terms(whole), _terms(part)
+            of_one = [dataclasses.replace(x, kind=Kind.SAME, dim=None) for x in slices]
+            results = self.run(*bodies, [*consts, *carry, *of_one])
+            found = [x if _is_same(x) or x.kind is Kind.UNKNOWN else self.refused("mixed") for x in results]
+            made = [Relation(kind=Kind.SUM)] * len(carry) + [rows(0)] * (len(results) - len(carry))
+            return [end if _is_same(x) else x for x, end in zip(found, made, strict=True)]
         check(all(x.dim != 0 for x in slices))
         slices = [x.at(None if x.dim is None else x.dim - 1) for x in slices]
         carry, results = self.loop(bodies, consts, carry, slices)
@@ -513,6 +518,31 @@ def _traced(eqn: Any, function: Callable[..., Any], *avals: Any) -> Any:
     except Exception as error:  # the user's own code
         name = eqn.primitive.name
         raise Refused(f"the derivatives of {name!r} cannot be traced on parts ({type(error).__name__})") from error
+
+
+def _terms(loop: Subcall) -> Any:
+    """Returns the body of a loop with what it adds to each carry for the new one; refuses all else that reads one."""
+    jaxpr, _ = jaxprs.open_jaxpr(loop.jaxpr)
+    made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    carry = slice(loop.num_consts, loop.num_consts + loop.num_carry)
+
+    def before_casts(atom: Any) -> Any:
+        """Returns what an atom is made of by casts to its own dtype, as of weak types."""
+        eqn = None if jaxprs.is_literal(atom) else made_by.get(atom)
+        is_same = eqn is not None and eqn.primitive.name in CASTS and eqn.invars[0].aval.dtype == atom.aval.dtype
+        return before_casts(eqn.invars[0]) if is_same else atom
+
+    results = list(jaxpr.outvars)
+    for i, var in enumerate(jaxpr.invars[carry]):
+        end = before_casts(results[i])
+        eqn = None if jaxprs.is_literal(end) else made_by.get(end)
+        check(eqn is not None and eqn.primitive.name in ("add", "add_any"))
+        terms = [x for x in eqn.invars if before_casts(x) is not var]
+        check(len(terms) == 1)
+        (results[i],) = terms
+    body = jaxprs.alone(loop.jaxpr, results)
+    check(not any(jaxprs.used_inputs(body)[carry]))
+    return body
 
 
 def _is_same(x: Relation) -> bool:

@@ -1,6 +1,8 @@
 """What a user gets wrong is a ValueError that names it and ends with the remedy."""
 
+import dataclasses
 import functools
+from collections.abc import Callable
 
 import chex
 import jax
@@ -14,6 +16,7 @@ from reference import mesh_of
 from two_layers import host_params, loss_fn, make_batch
 
 import zero_jax as zero
+from zero_jax.core.tree import check_structure
 
 
 def mesh_with(*names, kind="Auto"):
@@ -188,6 +191,82 @@ def test_params_that_are_no_arrays(given):
             mesh=mesh_of("4"),
             config=reference.make_config(),
         )
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=["act"])
+@dataclasses.dataclass
+class Layer:
+    w: jax.Array
+    act: Callable
+
+    def __call__(self, x):
+        return self.act(x @ self.w)
+
+
+def layers_of(act):
+    """Makes an `init_fn` of layers, the second of which has a function that `act()` makes."""
+    return lambda key: [
+        Layer(jax.random.normal(key, (8, 8)), jnp.tanh),
+        {"a": Layer(jnp.ones((8, 4)), act()), "b": None},
+    ]
+
+
+def new_function():
+    return lambda x: x
+
+
+@pytest.mark.parametrize("group", ["params", "model_state"])
+def test_a_static_field_that_each_call_makes_anew(group, tmp_path):
+    """As of an Equinox model: JAX's own error compares two trees and says nothing of what to do."""
+
+    def variables_of(act):
+        init_fn, params = layers_of(act), {"w": jnp.ones((8, 4))}
+        if group == "params":
+            return init_fn
+        return lambda key: zero.Variables(params=params, model_state=init_fn(key))
+
+    name = "1/a/w"
+    message = rf"{group} leaf '{name}': 'act' of its Layer is <function .*<lambda> .*init_fn.*zero\.from_equinox"
+    common = dict(tx=optax.adam(0.1), mesh=mesh_of("4"), config=reference.make_config())
+    key = jax.random.key(0)
+    with pytest.raises(ValueError, match=message):
+        zero.init_state(variables_of(new_function), key=key, **common)
+    act = new_function()
+    state = zero.init_state(variables_of(lambda: act), key=key, **common)
+    with zero.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+    with pytest.raises(ValueError, match=message):
+        zero.restore(tmp_path, init_fn=variables_of(new_function), **common)
+    given = variables_of(new_function)(key)
+    chex.assert_trees_all_equal(*(jax.tree.leaves(x) for x in (zero.init_state(given, key=key, **common), state)))
+    restored = zero.restore(tmp_path, init_fn=given, **common).state
+    assert jax.tree.structure(getattr(restored, group)) == jax.tree.structure(
+        given if group == "params" else given.model_state
+    )
+
+
+@pytest.mark.parametrize(
+    ("trees", "name"),
+    [
+        ([{"a": 0, "b": [1.0]}, {"a": 0, "c": [1.0]}], "params leaf 'a'"),
+        ([{"a": 0, "b": [1.0]}, {"a": 0, "b": [1.0, 2.0]}], "params leaf 'b/0'"),
+        ([{"a": 0, "b": [1.0]}, {"a": 0, "b": (1.0,)}], "params leaf 'b/0'"),
+        ([{"a": 0, "b": [1.0]}, {"a": 0, "b": [None]}], "params leaf 'b/0'"),
+        ([[], 1.0], "params"),
+    ],
+)
+def test_a_tree_that_each_call_makes_anew(trees, name):
+    for one, other in (trees, trees[::-1]):
+        with pytest.raises(ValueError, match=rf"^{name}.*: init_fn returned another tree when it was called again"):
+            check_structure("params", other, jax.tree.structure(one), maker="init_fn")
+        check_structure("params", one, jax.tree.structure(one), maker="init_fn")
+
+
+def test_an_optimizer_whose_state_has_a_function_of_its_own():
+    init = lambda params: {"m": Layer(jax.tree.map(jnp.zeros_like, params), lambda x: x)}  # noqa: E731
+    tx = optax.GradientTransformation(init, lambda grads, state, params=None: (grads, state))
+    with pytest.raises(ValueError, match=r"opt_state leaf 'm/w/in': 'act' of its Layer .* outside of the optimizer"):
+        make_any(tx=tx)
 
 
 def test_loss_weight_that_is_not_in_aux():

@@ -37,7 +37,7 @@ from zero_jax.core.device_put import put_global, reshard_array
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import Report, printable, quoted
 from zero_jax.core.tree import PyTree, leaves_by_name
-from zero_jax.core.variables import MODEL_STATE, Variables, traceable_init
+from zero_jax.core.variables import MODEL_STATE, Variables, of_one_structure, traceable_init
 from zero_jax.sharding.mesh import on_mesh
 from zero_jax.sharding.precision import init_loss_scale, precision_name, resolve_precision
 from zero_jax.training import TrainState, ZeroConfig, abstract_state, init_state, remember_copies, with_gathered_params
@@ -131,6 +131,7 @@ def restore(
         lines.append(line)
         log(line)
 
+    init_fn = of_one_structure(traceable_init(init_fn))
     settings = {"params_only": params_only, "key": key, "accept": accept or (lambda _: None)}
     attempt = _Restore(init_fn=init_fn, tx=tx, mesh=mesh, config=config, warn=warn, **settings)
     problems: dict[int, str] = {}
@@ -161,7 +162,7 @@ def _agreed_steps(directory: epath.Path) -> list[int]:
 class _Restore:
     """The arguments of a restore, tried on one checkpoint after the other."""
 
-    init_fn: Callable[[Array], PyTree] | PyTree
+    init_fn: Callable[[Array], PyTree]
     tx: optax.GradientTransformation
     mesh: Mesh
     config: ZeroConfig
@@ -217,7 +218,7 @@ class _Restore:
 
     def shapes(self, config: ZeroConfig, key: Any) -> TrainState:
         """Returns the shapes and shardings of the state under a config."""
-        return abstract_state(traceable_init(self.init_fn), self.tx, key, mesh=self.mesh, config=config)
+        return abstract_state(self.init_fn, self.tx, key, mesh=self.mesh, config=config)
 
     def sharded_shapes(self, record: Record) -> TrainState:
         """Returns the shapes of the saved form (full-precision params, nothing derived) with stage 3's shardings."""

@@ -131,6 +131,36 @@ def check_arrays(what: str, tree: PyTree, *, remedy: str) -> None:
             raise ValueError(f"{where} is {shown(leaf)} of type {type(leaf).__name__}, no array{refusal}: {remedy}")
 
 
+def check_structure(what: str, tree: PyTree, structure: jax.tree_util.PyTreeDef, *, maker: str) -> None:
+    """Raises `ValueError` for a tree of another structure than an earlier one; it names the first node that differs.
+
+    Values of static fields are of the structure: two functions are different ones, even if the same line makes both.
+    `maker` is what returned both trees.
+    """
+    path, node, here = (), tree, jax.tree.structure(tree)
+    if here == structure:
+        return
+    while here.node_data() == structure.node_data() and len(here.children()) == len(structure.children()):
+        children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x, node=node: x is not node)[0]
+        pairs = zip(children, structure.children(), strict=True)
+        (step, node), structure = next((child, old) for child, old in pairs if jax.tree.structure(child[1]) != old)
+        path, here = (*path, *step), jax.tree.structure(node)
+    leaves = jax.tree_util.tree_leaves_with_path(node)
+    name, kind = path_name((*path, *leaves[0][0]) if leaves else path), type(node).__name__
+    where = f"{what} leaf {name!r}" if name else what
+    old = structure.node_data()
+    static = [x[1] if isinstance(x[1], tuple) else (x[1],) for x in (here.node_data(), old) if x and x[0] is type(node)]
+    odd = next((x for x, y in zip(*static, strict=False) if x != y), None) if len(static) == 2 else None
+    if odd is None or isinstance(node, Mapping):
+        raise ValueError(f"{where}: {maker} returned another tree when it was called again: let it return the same one")
+    fields = vars(node).items() if hasattr(node, "__dict__") else ()
+    field = next((f"{field!r} of its" for field, value in fields if value is odd), "its")
+    raise ValueError(
+        f"{where}: {field} {kind} is {shown(odd)}, and another one when {maker} is called again: make it once, outside "
+        f"of {maker}, or make an Equinox model with zero.from_equinox"
+    )
+
+
 def with_shapes(what: str, tree: PyTree, *, remedy: str) -> PyTree:
     """Returns a tree whose leaves all have a shape and a dtype of JAX: those on the host as `ShapeDtypeStruct`s.
 

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
+from zero_jax.core.signatures import check_takes
 from zero_jax.core.text_tables import aligned, format_bytes
-from zero_jax.core.tree import PyTree, check_arrays, is_key, leaf_names, shard_bytes
+from zero_jax.core.tree import PyTree, check_arrays, check_structure, is_key, leaf_names, shard_bytes
 
 # The first component of the paths of model state: in errors, reports, checkpoints and the patterns of a config.
 MODEL_STATE = "model_state"
@@ -76,6 +77,21 @@ def function_of_key(init_fn: Any) -> Callable[[jax.Array], PyTree] | None:
     # Params may be callable too: an Equinox module is a pytree of arrays, a function is a leaf of its own.
     has_arrays = any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(init_fn))
     return init_fn if callable(init_fn) and (not has_arrays or isinstance(init_fn, jax.tree_util.Partial)) else None
+
+
+def of_one_structure(init_fn: Callable[[jax.Array], PyTree]) -> Callable[[jax.Array], PyTree]:
+    """Returns an `init_fn` that raises `ValueError` where a call returns another structure than the first one."""
+    check_takes("init_fn", init_fn, ["key"], remedy="give a function of a key that returns the params")
+    structures = dict[str, Any]()
+
+    def make(key: jax.Array) -> PyTree:
+        made = init_fn(key)
+        variables = as_variables(made)
+        for what, tree in (("params", variables.params), (MODEL_STATE, variables.model_state)):
+            check_structure(what, tree, structures.setdefault(what, jax.tree.structure(tree)), maker="init_fn")
+        return made
+
+    return make
 
 
 def traceable_init(init_fn: Any) -> Callable[[jax.Array], PyTree]:

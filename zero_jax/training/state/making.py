@@ -16,8 +16,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax.core.device_put import put_global, reshard_array, to_device, wait_on_cpu
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tracebacks import SHORT_TRACEBACK
-from zero_jax.core.tree import PyTree, check_arrays, is_key, key_shape, shapes_of, shown, strongly_typed
-from zero_jax.core.variables import MODEL_STATE, as_variables, function_of_key, joined
+from zero_jax.core.tree import (
+    PyTree,
+    check_arrays,
+    check_structure,
+    is_key,
+    key_shape,
+    shapes_of,
+    shown,
+    strongly_typed,
+)
+from zero_jax.core.variables import MODEL_STATE, as_variables, function_of_key, joined, of_one_structure
 from zero_jax.sharding.mesh import on_mesh
 from zero_jax.sharding.precision import cast_floating, init_loss_scale
 from zero_jax.sharding.spec import carries
@@ -150,7 +159,7 @@ def init_state(
       >>> state.params["up"].sharding.shard_shape((64, 64))
       (64, 8)
     """
-    make = function_of_key(init_fn)
+    make = function_of_key(init_fn) and of_one_structure(init_fn)
     if not make and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(init_fn)):
         raise ValueError("the params are shapes, without values: give arrays, or a function of a key that makes them")
     shapes = abstract_state(make or (lambda _: init_fn), tx, _checked_key(key), mesh=mesh, config=config)
@@ -197,7 +206,9 @@ def _init_program(
 
     def build(variables: PyTree, key: jax.Array) -> TrainState:
         variables = make(key) if make else variables
-        return _build_state(variables, tx, jax.random.fold_in(key, 0x2E60), placement)
+        state = _build_state(variables, tx, jax.random.fold_in(key, 0x2E60), placement)
+        check_structure("opt_state", state.opt_state, jax.tree.structure(shapes.opt_state), maker="the optimizer")
+        return state
 
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
     if not placement.params_are_masters:  # these are gathered after

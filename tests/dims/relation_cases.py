@@ -8,9 +8,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from equinox.internal import while_loop
 from jax import lax
 from jax._src.lax.linalg import geqrf
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import sparse
 from jax.lax import linalg
 
 import zero_jax as zero
@@ -129,6 +131,12 @@ SCATTERS = {"scatter": lax.scatter, "scatter-add": lax.scatter_add, "scatter-mul
 
 def added_to_zeros(op):
     return lambda i, u: op(jnp.zeros((5, 3)), i, u, lax.ScatterDimensionNumbers(**WRITE_ROWS), mode="clip")
+
+
+def sparse_product(x, i, w):
+    """The product of sparse rows, or of a sparse matrix if both dims are places, with a matrix."""
+    shape = (*x.shape[: i.ndim - 2], *[w.shape[0]] * i.shape[-1])
+    return sparse.BCOO((x, i), shape=shape) @ w
 
 
 def by_position(x, i):
@@ -372,6 +380,37 @@ PROGRAMS = {
     "solve": (jnp.linalg.solve, MATRIX, ((4, 3, 2), F)),
     "permutations": (lambda i: lax.linalg.lu_pivots_to_permutation(jnp.minimum(i, 1), 4), ((4, 2), I)),
     "optimization_barrier": (lambda x, y: lax.optimization_barrier((x, y)), X, Y),
+    "bcoo_dot_general": (sparse_product, X, ((4, 3, 1), I), ((4, 5), F)),
+    "bcoo_dot_general by the same places": (sparse_product, X, ((1, 3, 1), I), ((4, 5), F)),
+    "bcoo_dot_general of one": (sparse_product, ((4,), F), ((4, 2), I), ((4, 5), F)),
+    "bcoo_dot_general of each with each": (
+        lambda x, i, w: jax.vmap(lambda x, i, w: sparse_product(x, i, w))(x, i, w),
+        X,
+        ((4, 3, 1), I),
+        ((4, 4, 2), F),
+    ),
+    "select_if_vmap": (lambda x: while_loop(lambda c: True, lambda c: jnp.sin(c), x, max_steps=3, kind="lax"), X),
+    "concatenate with no rows": (lambda x: [jnp.concatenate([x, x[:0]]), jnp.concatenate([x[:, 3:], x], 1)], X),
+    "while of each": (
+        lambda x: jax.vmap(lambda x: lax.while_loop(lambda x: x.sum() < 9, lambda x: 2 * x + 1, x))(x),
+        X,
+    ),
+    "while of each beside others": (
+        lambda x, y: jax.vmap(lambda x: lax.while_loop(lambda x: x[0] < 9, lambda x: 2 * x + y, x))(x),
+        X,
+        ((3,), F),
+    ),
+    "scan that adds": (lambda x, y: lax.scan(lambda c, x: (c + x * y, x + y), 0 * y, x), X, ((3,), F)),
+    "scan that adds from zeros": (
+        lambda x, y: lax.scan(lambda c, x: ((c[0] + x * y, x.sum() + c[1]), None), (jnp.zeros(3), 0.0), x)[0],
+        X,
+        ((3,), F),
+    ),
+    "scan that adds to others": (
+        lambda x: lax.scan(lambda c, x: ((c[0] + x, c[1] + c[0]), None), (jnp.zeros(3), jnp.zeros(3)), x)[0],
+        X,
+    ),
+    "scan that adds from ones": (lambda x: lax.scan(lambda c, x: (c + x, None), jnp.ones(3), x)[0], X),
     "scan": (with_scan, X, ((3,), F)),
     "while": (with_while, X, ((3,), F)),
     "cond": (with_cond, X, ((3,), F)),

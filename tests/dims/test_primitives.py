@@ -42,7 +42,13 @@ def of_jax_lax():
 
 def of_all_modules():
     """Returns the names of all primitives that any module of JAX or of this library has."""
-    for name in ("jax._src.shard_map", "jax.random", "zero_jax.transforms"):
+    for name in (
+        "jax._src.shard_map",
+        "jax.random",
+        "jax.experimental.sparse",
+        "equinox.internal",
+        "zero_jax.transforms",
+    ):
         importlib.import_module(name)
     return {x.name for x in gc.get_objects() if isinstance(x, Primitive)}
 

@@ -229,6 +229,20 @@ def _dot(eqn: Any, _: int) -> DimMap:
     return DimMap((*pairs(batch), *free), tuple(pairs(contract)))
 
 
+def _sparse_dot(eqn: Any, _: int) -> DimMap:
+    """A product of a sparse array by its values and their indices: of its dims, those that both have come first."""
+    (gone, contracted), (mapped, along) = eqn.params["dimension_numbers"]
+    shape, num_mapped = eqn.params["lhs_spinfo"].shape, _num_dims(eqn.invars[1]) - 2
+
+    def of_sparse(dim: int) -> tuple[Dim, ...]:
+        return tuple((i, dim) for i in (0, 1) if dim < num_mapped and _shape(eqn.invars[i])[dim] == shape[dim])
+
+    free = [of_sparse(dim) for dim in range(len(shape)) if dim not in (*gone, *mapped)]
+    rest = [((2, dim),) for dim in range(_num_dims(eqn.invars[2])) if dim not in (*contracted, *along)]
+    pairs = [(*of_sparse(i), (2, j)) for i, j in zip(mapped, along, strict=True)]
+    return DimMap((*pairs, *free, *rest))
+
+
 def _convolution(eqn: Any, _: int) -> DimMap:
     numbers = eqn.params["dimension_numbers"]
     kept: list[tuple[Dim, ...]] = [()] * _num_dims(eqn.outvars[0])
@@ -296,6 +310,7 @@ _TABLE: dict[str, Primitive] = {
         _elementwise,
         increases=True,
     ),
+    "select_if_vmap": Primitive(kind="elementwise", dims=_elementwise),  # of Equinox's loops: the first of two values
     **_each("imag neg real", "elementwise", _elementwise, linear="first"),
     **_each("add add_any sub", "elementwise", _elementwise, linear="all"),
     "mul": Primitive(kind="elementwise", dims=_elementwise, linear="product"),
@@ -347,6 +362,7 @@ _TABLE: dict[str, Primitive] = {
     # Products and linear algebra: XLA's own instructions, and calls of libraries that it does not look into.
     "dot_general": Primitive(kind="product", dims=_dot, linear="product", reduces="sum"),
     "conv_general_dilated": Primitive(kind="product", dims=_convolution, linear="product", reduces="sum"),
+    "bcoo_dot_general": Primitive(kind="algebra", dims=_sparse_dot),  # of jax.experimental.sparse
     "zero_attention": Primitive(kind="algebra", dims=_attention),
     "cholesky": Primitive(kind="algebra", dims=_leading(2)),
     "triangular_solve": Primitive(kind="algebra", dims=_triangular_solve),

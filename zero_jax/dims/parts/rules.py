@@ -302,6 +302,7 @@ SIZED = {
     "slice": {"limit_indices"},
     "conv_general_dilated": {"feature_group_count"},
     "dynamic_slice": {"slice_sizes"},
+    "bcoo_dot_general": {"lhs_spinfo"},
     "gather": {"slice_sizes"},
     **{name: {"update_jaxpr"} for name in SCATTERS},
 }

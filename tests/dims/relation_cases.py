@@ -410,6 +410,10 @@ PROGRAMS = {
         lambda x: lax.scan(lambda c, x: ((c[0] + x, c[1] + c[0]), None), (jnp.zeros(3), jnp.zeros(3)), x)[0],
         X,
     ),
+    "scan that adds and rounds": (
+        lambda x: lax.scan(lambda c, x: (lax.reduce_precision(c + x, 8, 2), None), jnp.zeros(3), x)[0],
+        X,
+    ),
     "scan that adds from ones": (lambda x: lax.scan(lambda c, x: (c + x, None), jnp.ones(3), x)[0], X),
     "scan": (with_scan, X, ((3,), F)),
     "while": (with_while, X, ((3,), F)),

@@ -131,7 +131,7 @@ def check_arrays(what: str, tree: PyTree, *, remedy: str) -> None:
             raise ValueError(f"{where} is {shown(leaf)} of type {type(leaf).__name__}, no array{refusal}: {remedy}")
 
 
-def check_structure(what: str, tree: PyTree, structure: jax.tree_util.PyTreeDef, *, maker: str) -> None:
+def check_structure(what: str, tree: PyTree, structure: Any, *, maker: str) -> None:
     """Raises `ValueError` for a tree of another structure than an earlier one; it names the first node that differs.
 
     Values of static fields are of the structure: two functions are different ones, even if the same line makes both.

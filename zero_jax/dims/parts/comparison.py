@@ -34,7 +34,7 @@ from zero_jax.dims.parts.relations import (
     unknown,
 )
 from zero_jax.dims.parts.rules import SIZED, of_extrema, rule_of
-from zero_jax.dims.primitives import CASTS, PLACES, known_primitives
+from zero_jax.dims.primitives import PLACES, known_primitives
 from zero_jax.program import jaxprs
 from zero_jax.program.subcalls import Subcall, equations_of, subcall
 from zero_jax.sharding.spec import dims_of
@@ -526,18 +526,19 @@ def _terms(loop: Subcall) -> Any:
     made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     carry = slice(loop.num_consts, loop.num_consts + loop.num_carry)
 
-    def before_casts(atom: Any) -> Any:
-        """Returns what an atom is made of by casts to its own dtype, as of weak types."""
+    def source(atom: Any) -> tuple[Any, Any]:
+        """Returns what an atom is made of by casts to its own dtype, as of weak types, and the equation of that."""
         eqn = None if jaxprs.is_literal(atom) else made_by.get(atom)
-        is_same = eqn is not None and eqn.primitive.name in CASTS and eqn.invars[0].aval.dtype == atom.aval.dtype
-        return before_casts(eqn.invars[0]) if is_same else atom
+        if eqn is None or eqn.primitive.name != "convert_element_type" or eqn.invars[0].aval.dtype != atom.aval.dtype:
+            return atom, eqn
+        return source(eqn.invars[0])
 
     results = list(jaxpr.outvars)
     for i, var in enumerate(jaxpr.invars[carry]):
-        end = before_casts(results[i])
-        eqn = None if jaxprs.is_literal(end) else made_by.get(end)
-        check(eqn is not None and eqn.primitive.name in ("add", "add_any"))
-        terms = [x for x in eqn.invars if before_casts(x) is not var]
+        eqn = source(results[i])[1]
+        if eqn is None or eqn.primitive.name not in ("add", "add_any"):
+            raise Refused("mixed")
+        terms = [x for x in eqn.invars if source(x)[0] is not var]
         check(len(terms) == 1)
         (results[i],) = terms
     body = jaxprs.alone(loop.jaxpr, results)

@@ -5,6 +5,7 @@ Those of `MIXING` are another loss on parts of the batch than on the whole; thos
 
 import functools
 
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -164,6 +165,12 @@ def two_means(params, batch):
     return (error * mask).sum() / mask.sum() + (error * (1 - mask)).sum() / (1 - mask).sum()
 
 
+def looped(out, numbers):
+    """Returns what a loop of Equinox over numbers makes of each row; its derivative is of its own."""
+    step = lambda x, number: (jnp.tanh(x + number), None)  # noqa: E731
+    return jax.vmap(lambda x: eqxi.scan(step, x, numbers, kind="checkpointed")[0])(out)
+
+
 MIXING = {
     # The six that were taken for separable.
     "svd": lambda p, b: error_of(p, b).mean() - jnp.linalg.svd(out_of(p, b), compute_uv=False).sum() / len(b["x"]),
@@ -206,6 +213,7 @@ MIXING = {
     "loop that adds what it has": lambda p, b: (
         lax.scan(lambda c, x: ((c[0] + x, c[1] + c[0]), None), (0.0, 0.0), error_of(p, b))[0][1] / len(b["x"])
     ),
+    "checkpointed loop of Equinox over examples": lambda p, b: looped(out_of(p, b), error_of(p, b)).mean(),
     "scatter": each(lambda out: out.at[1].set(0.0)),
     "scatter-mul": lambda p, b: (
         error_of(p, b).mean() + jnp.ones((3, 6)).at[b["label"]].multiply(lax.stop_gradient(out_of(p, b))).mean()
@@ -406,6 +414,7 @@ SEPARABLE = {
     "while of each, by nested tests": until(
         lambda x: lax.while_loop(lambda x: x.max() < 20, lambda x: 3 * x + 1, x).sum() < 200
     ),
+    "checkpointed loop of Equinox": each(lambda out: looped(out, jnp.arange(3.0))),
     "conjugate gradients": each(conjugate_gradients),
     "remat": lambda p, b: jax.checkpoint(error_of)(p, b).mean(),
     "scan over features": folded,

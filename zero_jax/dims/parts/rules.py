@@ -319,6 +319,7 @@ _OWN: dict[str, Rule] = {
     "integer_pow": lambda pair, xs: [divided(SAME, *xs) if pair.params["y"] == -1 else applied(xs)],
     "lt": _less,
     "select_n": _select,
+    "select_if_vmap": _select,
     "broadcast_in_dim": _broadcast,
     "tile": _tiled,
     "reshape": _reshape,

@@ -8,6 +8,7 @@ import sys
 import threading
 
 import cloudpickle
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -165,6 +166,21 @@ def test_a_model_that_cannot_be_sent_to_the_process_that_compiles():
             loss_fn, planned.init_fn, optax.adamw(1e-3), batch=planned.batch(), topology=TOPOLOGY, config=CONFIG,
             cache=None,
         )  # fmt: skip
+
+
+def test_an_equinox_module_that_cannot_be_imported():
+    """As one of a script: its class would have no fields in the process that compiles."""
+
+    class Model(eqx.Module):
+        w: jax.Array
+
+    def init_fn(key):
+        return Model(jax.random.normal(key, (8, 8)))
+
+    batch = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    fields = {"batch": batch, "topology": TOPOLOGY, "config": CONFIG, "cache": None}
+    with pytest.raises(ValueError, match=r"the Equinox module .*Model of .*define them in a module.*own_process=False"):
+        zero.plan(lambda model, x: jnp.square(x @ model.w).mean(), init_fn, optax.sgd(0.1), **fields)
 
 
 def test_a_program_that_cannot_be_kept_is_told_all_the_same(tmp_path):

@@ -188,6 +188,13 @@ def _pickled(value: Any) -> bytes:
     class Pickler(cloudpickle.Pickler):
         dispatch_table: ClassVar = collections.ChainMap({types.CodeType: reduce_code}, plain)
 
+        def reducer_override(self, obj: Any) -> Any:
+            reduced = super().reducer_override(obj)
+            # Such a class is made without its fields there, which it gets one by one. Equinox notes them at the start.
+            if isinstance(obj, type) and type(obj).__module__.startswith("equinox.") and reduced is not NotImplemented:
+                raise TypeError(f"the Equinox module {obj.__qualname__} of {obj.__module__} cannot be made again there")
+            return reduced
+
     file = io.BytesIO()
     try:
         Pickler(file).dump(value)
@@ -195,7 +202,8 @@ def _pickled(value: Any) -> bytes:
         raise ValueError(
             f"the model cannot be sent to the process that compiles it ({type(error).__name__}: {error}): keep locks, "
             "open files, generators, devices and meshes out of what loss_fn, init_fn and tx refer to (a function of "
-            "the mesh is zero.MeshLoss(make)), or define them in a module, so that they are imported there"
+            "the mesh is zero.MeshLoss(make)), or define them in a module, so that they are imported there, or compile "
+            "in this process (own_process=False)"
         ) from error
     return file.getvalue()
 

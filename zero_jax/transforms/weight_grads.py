@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,12 +42,15 @@ def needs_dtype(eqn: Any, place: int, own: Any, dtype: Any) -> bool:
     return real and {own, promoted(*dtypes)} != {jnp.dtype(dtype)}
 
 
+def is_narrower(aval: Any, dtype: Any) -> bool:
+    """Tells whether a value is floating, of fewer digits than `dtype`, which may be None."""
+    return dtype is not None and is_float(aval) and promoted(aval.dtype, dtype) != aval.dtype
+
+
 def is_summed_narrow(eqn: Any, aval: Any, dtype: Any) -> bool:
     """Tells whether an operand that is broadcast, or looked up, has its gradient summed in less than `dtype`."""
-    if dtype is None or not is_float(aval) or promoted(aval.dtype, dtype) == aval.dtype:
-        return False
     is_broadcast = eqn.primitive.name in ELEMENTWISE | {"broadcast_in_dim"} and eqn.outvars[0].aval.size > aval.size
-    return is_broadcast or eqn.primitive is lax.gather_p
+    return is_narrower(aval, dtype) and (is_broadcast or eqn.primitive is lax.gather_p)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -185,7 +188,19 @@ def _rounded(x: jax.Array) -> jax.Array:
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
-def spread(eqn: Any, x: jax.Array, weight: jax.Array) -> jax.Array:
+def with_weights(eqn: Any, inputs: Sequence[jax.Array], weights: Mapping[int, jax.Array], **how: Any) -> list[Any]:
+    """Evaluates an equation; the gradients of the operands at some places go to weights, in the dtype of these.
+
+    They are those of an elementwise equation that broadcasts them, or the one of a product, a broadcast or a lookup, of
+    which `how` are further arguments of `product`.
+    """
+    if eqn.primitive.name in ELEMENTWISE:
+        return bind(eqn, [_spread(eqn, x, weights[i]) if i in weights else x for i, x in enumerate(inputs)])
+    ((place, weight),) = weights.items()
+    return [product(eqn, inputs, place, weight, **how)]
+
+
+def _spread(eqn: Any, x: jax.Array, weight: jax.Array) -> jax.Array:
     """Returns an operand of an elementwise equation in the shape of the result; its gradient goes to `weight`."""
     shape = eqn.outvars[0].aval.shape
     dims = tuple(range(len(shape) - x.ndim, len(shape)))

@@ -29,7 +29,6 @@ from zero_jax.program.walk import as_it_is
 from zero_jax.sharding.chains import Chain, gather_scope, reshard
 from zero_jax.sharding.mesh import axes_of, axis_size, on_mesh
 from zero_jax.sharding.model_specs import dims_of_each
-from zero_jax.sharding.precision import promoted
 from zero_jax.sharding.quantized import PLAIN, Formats, Quantize, check_quantize
 from zero_jax.sharding.spec import Dims, carries, named
 from zero_jax.transforms.gather.anchors import anchored
@@ -49,6 +48,7 @@ from zero_jax.transforms.gather.events import GatherEvent, GatherReport, Notes, 
 from zero_jax.transforms.gather.loops import vectors_together
 from zero_jax.transforms.gather.per_device import summed_use
 from zero_jax.transforms.gather.walk import GatherFrame, GatherWalk
+from zero_jax.transforms.weight_grads import is_narrower
 
 
 def gather_on_use(
@@ -178,6 +178,7 @@ def gathered(fn: Callable[..., Any], specs: PyTree, options: GatherOptions) -> A
 def _mark(params: PyTree, specs: PyTree, options: GatherOptions) -> list[Lazy | Value]:
     """Marks the params that are (or whose gradients are) sharded over `data`; with a reduce dtype, whole ones too."""
     marked: list[Lazy | Value] = []
+    dtype = options.product_dtype
     each = dims_of_each(used_shapes(params), specs, mesh=options.mesh)
     for name, leaf, dims in zip(variable_names(params), jax.tree.leaves(params), each, strict=True):
         formats = PLAIN
@@ -192,11 +193,7 @@ def _mark(params: PyTree, specs: PyTree, options: GatherOptions) -> list[Lazy | 
             marked.append(Lazy((root,), as_it_is, aval, name, dims, formats=formats))
         elif options.mapped and is_float(aval):
             marked.append(Value(_root(leaf, name, dims, options), params_only=True))
-        elif (
-            options.product_dtype is not None
-            and is_float(aval)
-            and (aval.ndim > 1 or promoted(aval.dtype, options.product_dtype) != aval.dtype)
-        ):
+        elif is_narrower(aval, dtype) or (dtype is not None and is_float(aval) and aval.ndim > 1):
             marked.append(Lazy((leaf,), as_it_is, aval, name, ((),) * aval.ndim))
         else:
             marked.append(Value(leaf, params_only=True))

@@ -51,7 +51,7 @@ from zero_jax.transforms.gather.products import (
 )
 from zero_jax.transforms.gather.sent import SentProduct, SentValue, at_home, carried_on, sent_product, where_sent
 from zero_jax.transforms.pipeline.transform import pipeline_p
-from zero_jax.transforms.weight_grads import is_summed_narrow, needs_dtype, product, spread
+from zero_jax.transforms.weight_grads import is_summed_narrow, needs_dtype, product, with_weights
 
 # Longer recipes are not made again at each use: they are chains of nested calls.
 MAX_RECIPE_DEPTH = 50
@@ -78,11 +78,11 @@ class SharedRegion:
 
 
 @dataclasses.dataclass(frozen=True)
-class WeightGrad:
-    """An operand of a product, or of a lookup, whose gradient is made in a way of its own."""
+class OwnGrads:
+    """The operands of an equation whose gradients are made in a way of their own."""
 
-    place: int
-    dtype: Any  # the dtype that the gradient is summed in
+    places: Sequence[int]
+    dtype: Any  # the dtype that these are summed in
     how: Mapping[str, Any]  # further arguments of `product`
 
 
@@ -237,13 +237,11 @@ class GatherWalk(Walk[GatherFrame]):
     ) -> tuple[Callable[..., list[Any]], Packed]:
         """Returns an equation on gathered params as a function of the arrays that its inputs are made of, and these."""
         inputs, evaluate = flat_product(eqn, values)
-        packed, dtype = Packed(inputs), self.options.product_dtype
+        packed = Packed(inputs)
         lazy = {i: value for i, value in enumerate(inputs) if isinstance(value, Lazy)}
         mesh, axes, in_shares = self.options.mesh, self.options.axes, self.in_shares(eqn, inputs)
         pin = (id(eqn) in self.mixed and not in_shares) or has_wrong_gradient(eqn)
-        weight = self.weight_of(eqn, lazy, sent)
-        how = {} if weight is None else weight.how
-        broadcast = [i for i, value in lazy.items() if weight is None and is_summed_narrow(eqn, value.aval, dtype)]
+        grads = self.own_grads(eqn, lazy, sent)
         kept = packed.without_arrays()
         taken = functools.partial(self.gathered_array, pin=pin)
         if sent is not None:
@@ -252,34 +250,30 @@ class GatherWalk(Walk[GatherFrame]):
         def region(*arrays: Any) -> list[Any]:
             inputs = kept.values_of(arrays)
             if in_shares:
-                rows, own, sizes = inputs
-                copies = self.copies(own, dtype=None if weight is None else weight.dtype)
+                rows, weight, sizes = inputs
+                copies = self.copies(weight, dtype=grads.dtype if grads.places else None)
                 return [by_rows(eqn, [taken(rows), taken(sizes)], copies, mesh=mesh, axes=axes)]
             made = [taken(value) for value in inputs]
-            for i in broadcast:
-                made[i] = spread(eqn, made[i], taken(inputs[i], dtype=dtype))
-            if weight is None:
+            if not grads.places:
                 return evaluate(made, self.bind)
-            place, array = weight.place, taken(inputs[weight.place], dtype=weight.dtype)
-            return evaluate(made, lambda eqn, inputs: [product(eqn, inputs, place, array, **how)])
+            weights = {i: taken(inputs[i], dtype=grads.dtype) for i in grads.places}
+            return evaluate(made, lambda eqn, inputs: with_weights(eqn, inputs, weights, **grads.how))
 
         return region, packed
 
-    def weight_of(self, eqn: Any, lazy: Mapping[int, Lazy], sent: SentProduct | None) -> WeightGrad | None:
-        """Returns the operand, of those in `lazy` by their places, whose gradient is not to be as JAX makes it."""
+    def own_grads(self, eqn: Any, lazy: Mapping[int, Lazy], sent: SentProduct | None) -> OwnGrads:
+        """Returns which operands, of those in `lazy` by their places, have gradients that are not as JAX makes them."""
         dtype, own, stages = self.options.product_dtype, self.options.conv_batch, self.options.stages
         if own and 1 in lazy and is_partitioned_wrongly(eqn, lazy[1].dims):
-            return WeightGrad(1, dtype or lazy[1].aval.dtype, {"own": own})
-        if eqn.primitive.name == "gather":
-            places = [i for i, value in lazy.items() if is_summed_narrow(eqn, value.aval, dtype)]
-        else:
-            places = [i for i, x in lazy.items() if dtype is not None and needs_dtype(eqn, i, x.aval.dtype, dtype)]
+            return OwnGrads([1], dtype or lazy[1].aval.dtype, {"own": own})
+        places = [i for i, value in lazy.items() if is_summed_narrow(eqn, value.aval, dtype)]
+        places += [i for i, x in lazy.items() if dtype is not None and needs_dtype(eqn, i, x.aval.dtype, dtype)]
         shards = [i for i, value in lazy.items() if value.is_shard and is_float(value.aval)]
         is_plain = sent is None and eqn.primitive.name == "dot_general"
         if stages is not None and is_plain and shards and places in ([], shards):
             dtype = dtype if places else lazy[shards[0]].aval.dtype
-            return WeightGrad(shards[0], dtype, {"apart": stages.by_itself})
-        return WeightGrad(places[0], dtype, {}) if places else None
+            return OwnGrads(shards, dtype, {"apart": stages.by_itself})
+        return OwnGrads(places, dtype, {})
 
     def in_shares(self, eqn: Any, values: Sequence[Any]) -> bool:
         """Tells whether each device computes a share of a product of all examples with a sharded param."""
@@ -315,10 +309,9 @@ class GatherWalk(Walk[GatherFrame]):
         def make_all(arrays: Sequence[Any]) -> list[Any]:
             inputs = packed.values_of(arrays)
             if out_dims is None:
-                arrays = [self.gathered_array(value, pin=pin) for value in inputs]
-                dtype = self.options.product_dtype
+                arrays, dtype = [self.gathered_array(value, pin=pin) for value in inputs], self.options.product_dtype
                 if eqn.primitive.name == "broadcast_in_dim" and is_summed_narrow(eqn, inputs[0].aval, dtype):
-                    return [product(eqn, arrays, 0, self.gathered_array(inputs[0], dtype=dtype))]
+                    return with_weights(eqn, arrays, {0: self.gathered_array(inputs[0], dtype=dtype)})
                 return jaxprs.bind(eqn, arrays)
             return jaxprs.bind(eqn, [value.built if isinstance(value, Lazy) else value.array for value in inputs])
 

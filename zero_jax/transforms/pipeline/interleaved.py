@@ -48,7 +48,7 @@ from zero_jax.transforms.pipeline.loop import (
 from zero_jax.transforms.pipeline.microbatch import MicrobatchProgram, layers_p
 from zero_jax.transforms.pipeline.place import at_stages
 from zero_jax.transforms.pipeline.stage_passes import StagePasses
-from zero_jax.transforms.weight_grads import is_summed_narrow, product, rounded, spread, summed_in
+from zero_jax.transforms.weight_grads import is_summed_narrow, rounded, summed_in, with_weights
 
 # As JAX names what it transposes: nothing else tells the backward pass in the name stack of one loop for both.
 _BACKWARD = "transpose(jvp())"
@@ -335,22 +335,20 @@ class _InterleavedTicks(Ticks):
         read = [i for i, x in enumerate(eqn.invars) if not jaxprs.is_literal(x) and x in self.shards]
         if name in MOVED_WHOLE:
             return jaxprs.bind(eqn, values)
-        narrow = [i for i in read if is_summed_narrow(eqn, values[i], dtype)]
+        own, how = [i for i in read if is_summed_narrow(eqn, values[i], dtype)], {}
         if name == "gather" and read and self.axes_of(eqn.invars[read[0]]):
-            narrow = []  # the gradients of devices are not summed
-        weights = {i: self.scattered(eqn, eqn.invars[i], summed_in(values[i], dtype)) for i in narrow}
+            own = []  # the gradients of devices are not summed
         if name == "dot_general" and len(read) == 1 and is_float(values[read[0]]):
-            weight = values[read[0]] if dtype is None else summed_in(values[read[0]], dtype)
-            weights = {read[0]: self.scattered(eqn, eqn.invars[read[0]], weight)}
-        if weights and name in ("dot_general", "gather", "broadcast_in_dim"):
-            ((place, weight),) = weights.items()
-            apart = self.place.by_itself if name == "dot_general" else None
-            with jaxprs.source_context(eqn):
-                return [product(eqn, values, place, weight, apart=apart)]
+            own, how = read, {"apart": self.place.by_itself}
+        weights = {i: values[i] if dtype is None else summed_in(values[i], dtype) for i in own}
+        weights = {i: self.scattered(eqn, eqn.invars[i], x) for i, x in weights.items()}
         with jax.named_scope(SENT) if name == "gather" and read else contextlib.nullcontext():
             each = enumerate(zip(eqn.invars, values, strict=True))
-            values = [spread(eqn, x, weights[i]) if i in weights else self.scattered(eqn, a, x) for i, (a, x) in each]
-            return jaxprs.bind(eqn, values)
+            values = [x if i in weights else self.scattered(eqn, atom, x) for i, (atom, x) in each]
+            if not weights:
+                return jaxprs.bind(eqn, values)
+        with jaxprs.source_context(eqn):
+            return with_weights(eqn, values, weights, **how)
 
     def axes_of(self, atom: Any) -> tuple[str, ...]:
         """Returns the axes of examples that the gradient of an atom which all stages read is sharded over."""

@@ -32,6 +32,8 @@ from zero_jax.sharding.precision import promoted
 # Makes a function that each stage evaluates by itself, of one that is to be mapped over stages.
 ByItself = Callable[[Callable[..., jax.Array]], Callable[..., jax.Array]]
 
+_BROADCASTS = ELEMENTWISE | {"broadcast_in_dim"}
+
 
 def needs_dtype(eqn: Any, place: int, own: Any, dtype: Any) -> bool:
     """Tells whether a factor of dtype `own` has its gradient summed in another dtype than `dtype` if left alone."""
@@ -49,8 +51,10 @@ def is_narrower(aval: Any, dtype: Any) -> bool:
 
 def is_summed_narrow(eqn: Any, aval: Any, dtype: Any) -> bool:
     """Tells whether an operand that is broadcast, or looked up, has its gradient summed in less than `dtype`."""
-    is_broadcast = eqn.primitive.name in ELEMENTWISE | {"broadcast_in_dim"} and eqn.outvars[0].aval.size > aval.size
-    return is_narrower(aval, dtype) and (is_broadcast or eqn.primitive is lax.gather_p)
+    if not is_narrower(aval, dtype):
+        return False
+    name, (result, *_) = eqn.primitive.name, eqn.outvars
+    return name == "gather" or (name in _BROADCASTS and result.aval.size > aval.size)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -110,6 +110,7 @@ class LayerLoop:
       unroll: how many layers are one iteration of the compiled loop.
       recompute: whether a stage is recomputed in the backward pass.
       policy: what is kept of a stage that is recomputed, as `jax.checkpoint` takes it; None for its inputs alone.
+      keeps_values: whether the backward pass reads more of a layer than its inputs.
     """
 
     stages: Stages
@@ -122,6 +123,7 @@ class LayerLoop:
     unroll: int
     recompute: bool
     policy: Any
+    keeps_values: bool
 
     @property
     def place(self) -> StagePlace:
@@ -367,6 +369,7 @@ def _loop(eqn: Any, pair: Pair, roles: tuple[list[Role], list[Role]], stages: St
     layer = layer_of_microbatch(scan.jaxpr, (whole.jaxpr, part.jaxpr), stages.axes)
     own = [eqn.params["policy"] for eqn in equations(scan.jaxpr) if kind_of(eqn) == "remat"]
     recompute, policy = stages.recompute and not own, None
+    keeps_values = not recompute and (not own or any(each is not None for each in own))
     if stages.schedule.num_groups > 1 and not recompute:
         # Params of a group would be kept for each tick: they are taken again, and what the layers keep is kept.
         recompute, policy = True, kept_values(own or [jax.checkpoint_policies.dots_saveable])
@@ -381,6 +384,7 @@ def _loop(eqn: Any, pair: Pair, roles: tuple[list[Role], list[Role]], stages: St
         unroll=scan.unroll,
         recompute=recompute,
         policy=policy,
+        keeps_values=keeps_values,
     )
 
 

@@ -26,6 +26,9 @@ from zero_jax.transforms.pipeline.cut import LAYER_INPUT, LayerLoop, Role
 from zero_jax.transforms.pipeline.place import at_stages, takes_layer
 from zero_jax.transforms.pipeline.ring import Moves, Ring, loops_of_ticks
 
+# The most layers of a stage that are compiled one by one, if they keep more than their inputs.
+UNROLLED_LAYERS = 16
+
 # From the number of a microbatch, constants, carries and a layer's slices (several arrays of each) to carries and ys.
 Layer = Callable[[Any, list[Any], list[Any], list[Any]], Sequence[Any]]
 
@@ -168,7 +171,15 @@ class LayersOfStage:
             # group would be a copy, and so would be those that are kept. If a policy keeps values, it has all others.
             policy = None if self.loop.policy is not None else lambda x, *_, **__: not takes_layer(x)
             run, layers = jax.checkpoint(body, prevent_cse=False, policy=policy), (None, layers[1])
-        (carry, sums), ys = lax.scan(run, (carry, [*sums]), layers, unroll=min(self.loop.unroll, size))
+        if self.loop.keeps_values and size <= max(UNROLLED_LAYERS, self.loop.unroll):
+            # What layers keep becomes part of what all ticks keep. What a scan over layers keeps is copied there.
+            made, state = [], (carry, [*sums])
+            for i in range(size):
+                state, stacked = run(state, jax.tree.map(lambda x, i=i: x[i], layers))
+                made.append(stacked)
+            (carry, sums), ys = state, [jnp.stack(x) for x in zip(*made, strict=True)]
+        else:
+            (carry, sums), ys = lax.scan(run, (carry, [*sums]), layers, unroll=min(self.loop.unroll, size))
         return carry, ys, [*sums]
 
 

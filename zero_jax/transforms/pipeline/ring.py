@@ -12,7 +12,9 @@ Parts move only in the ticks in which there are some: with more microbatches tha
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,6 +27,9 @@ from zero_jax.dims import is_float
 from zero_jax.transforms.grad_sums import put_at
 from zero_jax.transforms.pipeline.cut import LayerLoop, Role
 from zero_jax.transforms.pipeline.place import at_stages
+
+# A tile of a TPU's memory has as many rows, of features: 8 of float32, 16 of bfloat16, 32 of int8.
+TILE_ROWS = 32
 
 Waiting = tuple[jax.Array, jax.Array]  # at their homes, and in places of the first and of the last stage
 Moves = tuple[bool, bool]  # whether parts go to the first stage, and from the last one
@@ -46,7 +51,7 @@ class Ring:
         # Of a microbatch, its examples first.
         self.shape = shape[role.dim] // loop.num_microbatches, *shape[: role.dim], *shape[role.dim + 1 :]
         self.num_stages, self.num_parts = loop.num_stages, loop.num_stages * loop.num_groups
-        self.dim, self.part_size = _parts(self.shape, self.num_parts)
+        self.cut = Cut.of(loop, self.shape)
         self.num_slots = loop.num_microbatches // loop.num_stages
         self.stage, self.ends = np.arange(self.num_stages, dtype=np.int32), (0, self.num_stages - 1)
 
@@ -162,20 +167,50 @@ class Ring:
 
     def parts(self, x: jax.Array) -> jax.Array:
         """Returns arrays `[..., examples, ...]` of microbatches as `[..., parts, examples, ...]`."""
-        x = x if len(self.shape) > 1 else x[..., None]
-        dim, size = x.ndim + self.dim, self.part_size * self.num_parts
+        cut = self.cut
+        x = x.reshape(*x.shape[: x.ndim - len(self.shape)], *cut.shape)
+        dim, size = x.ndim + cut.dim, cut.part_size * self.num_parts
         widths = [(0, size - x.shape[i] if i == dim else 0) for i in range(x.ndim)]
-        x = jnp.pad(x, widths).reshape(*x.shape[:dim], self.num_parts, self.part_size, *x.shape[dim + 1 :])
+        x = jnp.pad(x, widths).reshape(*x.shape[:dim], self.num_parts, cut.part_size, *x.shape[dim + 1 :])
         # Whole over other axes: XLA partitions lines of parts that are sharded over `model` wrongly (docs/xla_faults).
-        to = x.ndim - 1 - max(len(self.shape), 2)
+        to = x.ndim - 1 - len(cut.shape)
         return self.pin(jnp.moveaxis(x, dim, to), to + 1)
 
     def whole(self, x: jax.Array) -> jax.Array:
         """Returns arrays of microbatches from their parts."""
-        at = x.ndim - 1 - max(len(self.shape), 2)
-        x = jnp.moveaxis(self.pin(x, at + 1), at, self.dim - 1)
-        x = lax.collapse(x, x.ndim + self.dim - 1, x.ndim + self.dim + 1)
-        return x[..., 0] if len(self.shape) == 1 else lax.slice_in_dim(x, 0, self.shape[self.dim], axis=self.dim)
+        cut, at = self.cut, x.ndim - 1 - len(self.cut.shape)
+        x = jnp.moveaxis(self.pin(x, at + 1), at, cut.dim - 1)
+        x = lax.collapse(x, x.ndim + cut.dim - 1, x.ndim + cut.dim + 1)
+        x = lax.slice_in_dim(x, 0, cut.shape[cut.dim], axis=cut.dim)
+        return x.reshape(*x.shape[:at], *self.shape)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How a microbatch is cut into equal parts.
+
+    Attributes:
+      shape: the shape that it is cut in, its examples, or the devices that have them, first.
+      dim: the dim that is cut, counted from the end; the last part may have padding.
+      part_size: the size of a part along it.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    part_size: int
+
+    @classmethod
+    def of(cls, loop: LayerLoop, shape: Sequence[int]) -> Cut:
+        """Returns how a microbatch of some shape, its examples first, is cut into as many parts as a turn has ticks."""
+        place, num_parts = loop.place, loop.num_stages * loop.num_groups
+        rows, is_alone = math.prod(shape[:-1]) // place.num_shards, loop.stages.axes.size_beside_batch(place.mesh) == 1
+        if is_alone and len(shape) > 2 and shape[-2] % TILE_ROWS == 0 and rows % (num_parts * TILE_ROWS) == 0:
+            # Rows of features one after another: parts are what a device has in memory. Of parts along another dim
+            # XLA:TPU copies all that waits, several times in each tick. Rows that are sharded over others are not so.
+            return cls(shape=(place.num_shards, rows, shape[-1]), dim=-2, part_size=rows // num_parts)
+        shape = (*shape, 1) if len(shape) == 1 else (*shape,)
+        dim = max(range(1 - len(shape), 0), key=shape.__getitem__)
+        return cls(shape=shape, dim=dim, part_size=-(-shape[dim] // num_parts))
 
 
 def _line(places: jax.Array, line: Line) -> jax.Array:
@@ -203,11 +238,6 @@ def loops_of_ticks(loop: LayerLoop) -> Iterator[tuple[range, Moves]]:
 
 def num_moved(loop: LayerLoop, shape: Sequence[int], dim: int) -> float:
     """Returns how many microbatches come from their homes, or go there, where `dim` is that of examples."""
-    num_parts, rest = loop.num_stages * loop.num_groups, (*shape[:dim], *shape[dim + 1 :]) or (1,)
-    return loop.num_microbatches * num_parts * _parts((1, *rest), num_parts)[1] / max(*rest, 1)
-
-
-def _parts(shape: Sequence[int], num_parts: int) -> tuple[int, int]:
-    """Returns how a microbatch is cut into parts: the dim, counted from the end, and the size of a part."""
-    rest = shape[1:] or (1,)
-    return rest.index(max(rest)) - len(rest), -(-max(rest) // num_parts)
+    cut = Cut.of(loop, (shape[dim], *shape[:dim], *shape[dim + 1 :]))
+    num_parts = loop.num_stages * loop.num_groups
+    return loop.num_microbatches * num_parts * cut.part_size / max(cut.shape[cut.dim], 1)

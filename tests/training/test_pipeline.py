@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 
 import jax
@@ -1325,6 +1326,23 @@ def test_the_gradients_of_both_uses_of_a_table_are_reduce_scattered_over_stages_
     large = [x.kind for x in rows if x.total_sent_bytes > params["embed"].size / 2]
     assert {*large} <= {"reduce-scatter", "collective-permute"}
     assert large.count("reduce-scatter") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("stage", [1, 3])
+def test_on_a_tpu_what_waits_to_enter_and_to_leave_is_not_copied_in_a_tick(stage):
+    """Parts of microbatches are what a device has in memory one after another: XLA:TPU else lays them out anew."""
+    pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
+    params = {"layers": np.zeros((4, 256, 256), np.float32)}
+    loss = lambda p, b: jnp.square(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), b["x"], p["layers"])[0]).mean()  # noqa: E731
+    batch, mesh = {"x": np.zeros((128, 64, 256), np.float32)}, zero.make_mesh(topology="v5p:2x2x1", pipe=2)
+    fields = {"stage": stage, "num_microbatches": 8, "precision": "bf16"}
+    text = lowered(loss, params=params, batch=batch, mesh=mesh, **fields).compile().as_text()
+    loops = re.sub(r"^ENTRY .*?^}", "", text, flags=re.MULTILINE | re.DOTALL)
+    copied = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"= bf16\[([\d,]+)\]\S* copy\(", loops)]
+    microbatch = 8 * 64 * 256  # of a device; as many of them wait as there are stages
+    assert max(copied, default=0) <= microbatch
 
 
 @pytest.mark.tpu_compiler

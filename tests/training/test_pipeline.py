@@ -689,6 +689,25 @@ def one_in_a_checkpoint(params, batch):
     return jnp.square(scan(x, {"w": params["layers"]["w"] / 2}) @ params["head"]).mean()
 
 
+def of_one_equation(params, batch):
+    """A Python loop whose layers are one equation each, fewer than what is repeated behind them."""
+    x, branches = params["embed"][batch["tokens"]], (lambda x, w: x + jnp.tanh(x @ w), lambda x, w: x + jnp.sin(x @ w))
+    for i in range(LAYERS):
+        x = jax.lax.cond(params["gate"][0] > 0, *branches, x, params["layers"]["w"][i])
+    x = sum([jnp.tanh(x - x.mean(-1, keepdims=True)) for _ in range(3)])
+    return jnp.square(x @ params["head"]).mean()
+
+
+def with_params_of_examples(params, batch):
+    """A Python loop in which each layer makes something for all examples of its params alone."""
+    x = params["embed"][batch["tokens"]]
+    for i in range(LAYERS):
+        layer = lambda x, w=params["layers"]["w"][i]: jnp.tanh(x @ w)  # noqa: E731
+        y, tangent = jax.jvp(layer, (x,), (jnp.ones_like(x),))
+        x = x + y + tangent
+    return jnp.square(x @ params["head"]).mean()
+
+
 def with_odd_ends(params, batch):
     """A Python loop whose first two layers and whose last one differ from the others."""
     x = params["embed"][batch["tokens"]]
@@ -985,6 +1004,8 @@ FORMS = {
     with_split_keys: ("1f1b", 4, [LAYERS]),
     with_examples: ("1f1b", 6, [LAYERS]),
     with_convolutions: ("1f1b", 4, [LAYERS]),
+    of_one_equation: ("1f1b", 4, [LAYERS]),
+    with_params_of_examples: ("1f1b", 4, [LAYERS]),
     with_odd_ends: ("1f1b", 4, [5]),
     with_small_loops: ("1f1b", 6, [LAYERS // 2]),
     with_a_token: ("gpipe", 4, [LAYERS]),

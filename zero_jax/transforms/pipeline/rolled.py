@@ -156,11 +156,26 @@ class _MadeBefore(Origins):
 
 
 class _FrozenParams(_MadeBefore):
-    """What is made of params, of which are the arrays that the function closes over, as frozen weights."""
+    """What is made of params, of which are the arrays that the function closes over, as frozen weights.
+
+    What is broadcast over the examples is none of it: each layer may make something for all of them of its params.
+    """
+
+    def operation(self, eqn: Any, operands: list[Origin | None]) -> list[Origin | None]:
+        if eqn.primitive.name == "broadcast_in_dim" and not self.batch_sizes.isdisjoint(_new_sizes(eqn)):
+            return [None]
+        return super().operation(eqn, operands)
 
     def constant(self, atom: Any) -> Origin:
         """Returns the origin of a literal, or of an array that the function closes over."""
         return super().constant(atom) or Origin(frozenset({-1}), atom)
+
+
+def _new_sizes(eqn: Any) -> set[int]:
+    """Returns the sizes that a broadcast adds."""
+    before, dims = eqn.invars[0].aval.shape, eqn.params["broadcast_dimensions"]
+    kept = {dim for dim, size in zip(dims, before, strict=True) if size > 1}
+    return {size for dim, size in enumerate(eqn.outvars[0].aval.shape) if dim not in kept}
 
 
 def _loops(facts: Facts, *, tied: bool = False) -> tuple[list[int], dict[int, _Loop], list[str]]:

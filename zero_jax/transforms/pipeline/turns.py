@@ -142,6 +142,7 @@ class EqualLayers:
         repeats = ((size, each) for size in range(1, len(numbers) // 2 + 1) for each in repeats_of(numbers, size))
         # Those that cover most, and of these the ones of the smallest layers.
         found = [(size * (len(each) // size), -size, start + each[0], len(each)) for size, each in repeats]
+        found = [x for x in found if len(self.sequence.uses(x[2], x[2] - x[1]))]  # layers have params
         for covered, period, begin, length in heapq.nlargest(_MAX_REPEATS, found):
             if covered <= best[-1] - best[0]:
                 break

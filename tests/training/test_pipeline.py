@@ -497,6 +497,8 @@ def test_what_is_no_sum_over_microbatches_is_refused_by_1f1b():
         lowered(ends_in(loss), pipeline="gpipe")
     with pytest.raises(ValueError, match=r"pipeline='1f1b'.*there are several that have to be.*give pipeline='gpipe'"):
         lowered(of_columns, pipeline="1f1b")
+    with pytest.raises(ValueError, match=r"derivatives that are defined at .*test_pipeline.*give pipeline='gpipe'"):
+        lowered(with_gradients_of_steps, pipeline="1f1b")
     scaled = zero.Precision(loss_scale=zero.LossScaleConfig())
     with pytest.raises(ValueError, match=r"a loss scale with pipeline='1f1b'.*bf16"):
         lowered(loss_fn, pipeline="1f1b", precision=scaled)
@@ -706,6 +708,14 @@ def with_params_of_examples(params, batch):
         y, tangent = jax.jvp(layer, (x,), (jnp.ones_like(x),))
         x = x + y + tangent
     return jnp.square(x @ params["head"]).mean()
+
+
+def with_gradients_of_steps(params, batch):
+    """Layers whose gradients are a function of those of the loss of the whole batch that is not linear."""
+    stepped = jax.custom_vjp(lambda x: x)
+    stepped.defvjp(lambda x: (x, None), lambda _, dot: (jnp.tanh(100 * dot) + 0.1,))
+    layer = lambda x, w: (x + stepped(jnp.tanh(x @ w["w"])), None)  # noqa: E731
+    return jnp.square(jax.lax.scan(layer, params["embed"][batch["tokens"]], params["layers"])[0]).mean()
 
 
 def with_odd_ends(params, batch):
@@ -1006,6 +1016,7 @@ FORMS = {
     with_convolutions: ("1f1b", 4, [LAYERS]),
     of_one_equation: ("1f1b", 4, [LAYERS]),
     with_params_of_examples: ("1f1b", 4, [LAYERS]),
+    with_gradients_of_steps: ("circular:2", 4, [LAYERS]),
     with_odd_ends: ("1f1b", 4, [5]),
     with_small_loops: ("1f1b", 6, [LAYERS // 2]),
     with_a_token: ("gpipe", 4, [LAYERS]),

@@ -47,6 +47,7 @@ _MAX_ROUNDS = 8  # after which what a loop carries is not known
 # What is not proven counts against a loss, so that none of these is certain.
 _WHY = {
     "mixed": "examples of a batch may be mixed at {}",
+    "derived": "the derivatives that are defined at {} may be others on a part of a batch",
     "sized": "what is computed at {} may depend on the number of examples",
     "batches": "examples are put behind others at {} (stack them along another dim, or call the model on each)",
     "placed": "what is computed at {} may depend on the places of examples in a batch",
@@ -58,13 +59,18 @@ class TraceComparison:
 
     A part need not be one run of examples: it is of several of `num_blocks` equal runs. None takes `num_parts`.
 
+    With `is_mean` what is derived is the mean of the losses of parts, and else the loss on the batch.
+
     With `shares_terms` a part has a share of what is the same in all parts and is added to a sum over examples. Where
     that is so is noted in `terms`: for a variable of the trace on a part, which operands of the equation that makes it
     are to be multiplied by `n ** power`. Of those in nested jaxprs (`has_terms_within`) nothing is known.
     """
 
-    def __init__(self, num_parts: int, num_blocks: int | None = None, *, shares_terms: bool = False):
+    def __init__(
+        self, num_parts: int, num_blocks: int | None = None, *, shares_terms: bool = False, is_mean: bool = True
+    ):
         self.num_parts, self.num_blocks, self.shares_terms = num_parts, num_blocks or num_parts, shares_terms
+        self.power = int(is_mean)  # of cotangents
         self.terms: dict[Any, list[tuple[int, Fraction]]] = {}
         self.has_terms_within, self.depth, self.source = False, 0, ""
         self.calls: dict[Any, tuple[Any, Any, list[Relation]]] = {}
@@ -135,6 +141,7 @@ class TraceComparison:
 
     def refused(self, why: str) -> Relation:
         """Returns the relation of what is not known, with the line that it comes from."""
+        why = "derived" if why == "mixed" and self.in_derivative else why
         why = _WHY.get(why, why + " at {}")
         return unknown(why.format(self.source) if self.source else why)
 
@@ -448,7 +455,7 @@ class TraceComparison:
         return self.if_they_agree(results, found, wanted)
 
     def custom_vjp(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
-        """A function whose cotangents are to relate as those of a mean over examples do."""
+        """A function whose cotangents are to relate as those of the loss do."""
         results = self.called(pair, inputs)
         if self.in_derivative or _unknown(inputs) or _unknown(results) or not any(x.of_params for x in inputs):
             return results
@@ -462,8 +469,8 @@ class TraceComparison:
             return _traced(eqn, function, [aval(x) for x in eqn.invars], [aval(eqn.outvars[i]) for i in outs])
 
         traces = cotangents(pair.whole), cotangents(pair.part)
-        found = self.derivative(*traces, [*inputs, *(dual(results[i]) for i in outs)])
-        return self.if_they_agree(results, found, [dual(inputs[i]) for i in which])
+        found = self.derivative(*traces, [*inputs, *(dual(results[i], self.power) for i in outs)])
+        return self.if_they_agree(results, found, [dual(inputs[i], self.power) for i in which])
 
     def derivative(self, whole: Any, part: Any, inputs: Sequence[Relation]) -> list[Relation]:
         """Returns the relations of the results of a derivative, which is not differentiated again."""
@@ -479,7 +486,7 @@ class TraceComparison:
         """Returns the results of a function, if its derivatives relate as they should."""
         for x, y in zip(found, wanted, strict=True):
             if y.kind is not Kind.UNKNOWN and not (x.agrees(y) or x.number == 0):
-                return [x if x.kind is Kind.UNKNOWN else self.refused("mixed")] * len(results)
+                return [x if x.kind is Kind.UNKNOWN else self.refused("derived")] * len(results)
         return results
 
     def linear_solve(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:

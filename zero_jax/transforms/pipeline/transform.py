@@ -126,7 +126,9 @@ class PipelinedProgram(LossProgram):
             sizes, num_blocks = [1, 2 * size, 2], 2 * num_blocks
         programs = [self.before.trace(*args), *map(traced, sizes)]
         relations = [*relations_of(params, batch), *(SAME for _ in jax.tree.leaves(rest))]
-        traces, comparison = [layers_outside(x.closed, num_params) for x in programs], TraceComparison(k, num_blocks)
+        traces = [layers_outside(x.closed, num_params) for x in programs]
+        # 1F1B derives the losses of microbatches, of which that of the batch is any function.
+        comparison = TraceComparison(k, num_blocks, is_mean=self.stages.schedule.is_interleaved)
         (whole, *parts), ends = comparison.in_blocks(traces, relations)
         found = find_loops(whole, parts, relations, num_params=num_params, stages=self.stages, comparison=comparison)
         if not self.stages.schedule.is_interleaved:
@@ -224,7 +226,8 @@ def _refusal(found: Sequence[FoundLoop], stages: Stages, traced: Traced) -> str:
     """Says why a loss has no stages, and what to do; `traced` is the program on the batch, without stages."""
     if found:
         reasons = "; ".join(f"the layers at {entry.line}: {entry.why}" for entry in found)
-        is_of_schedule = any("pipeline=" in entry.why or "groups" in entry.why for entry in found)
+        of_schedule = ("pipeline=", "groups", *("derivatives",) * stages.schedule.is_interleaved)
+        is_of_schedule = any(each in entry.why for entry in found for each in of_schedule)
         other = "; give pipeline='gpipe'" if is_of_schedule and stages.schedule != Schedule() else ""
         if not is_of_schedule and "may be mixed" in reasons:
             other = "; mix examples behind the layers: these may return sums and means over the batch"

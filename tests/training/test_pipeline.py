@@ -710,6 +710,16 @@ def with_params_of_examples(params, batch):
     return jnp.square(x @ params["head"]).mean()
 
 
+def of_complex_numbers(params, batch):
+    """Layers that turn features by an angle, and multiply them by complex params, which `jax.checkpoint` cannot keep."""
+
+    def layer(x, w):
+        turned = (x * jnp.exp(1j * w["bias"])) @ (w["w"] + 1j * w["w"].T)
+        return x + jnp.tanh(turned.real + jnp.abs(turned)), None
+
+    return jnp.square(jax.lax.scan(layer, params["embed"][batch["tokens"]], params["layers"])[0]).mean()
+
+
 def with_gradients_of_steps(params, batch):
     """Layers whose gradients are a function of those of the loss of the whole batch that is not linear."""
     stepped = jax.custom_vjp(lambda x: x)
@@ -1016,6 +1026,7 @@ FORMS = {
     with_convolutions: ("1f1b", 4, [LAYERS]),
     of_one_equation: ("1f1b", 4, [LAYERS]),
     with_params_of_examples: ("1f1b", 4, [LAYERS]),
+    of_complex_numbers: ("1f1b:2", 4, [LAYERS]),
     with_gradients_of_steps: ("circular:2", 4, [LAYERS]),
     with_odd_ends: ("1f1b", 4, [5]),
     with_small_loops: ("1f1b", 6, [LAYERS // 2]),

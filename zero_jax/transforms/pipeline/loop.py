@@ -23,7 +23,7 @@ from zero_jax.dims import Kind, is_float
 from zero_jax.sharding.precision import wide
 from zero_jax.transforms.grad_sums import added_to, sum_of
 from zero_jax.transforms.pipeline.cut import LAYER_INPUT, LayerLoop, Role
-from zero_jax.transforms.pipeline.place import at_stages, takes_layer
+from zero_jax.transforms.pipeline.place import at_stages, is_never_kept
 from zero_jax.transforms.pipeline.ring import Moves, Ring, loops_of_ticks
 
 # From the number of a microbatch, constants, carries and a layer's slices (several arrays of each) to carries and ys.
@@ -166,7 +166,7 @@ class LayersOfStage:
         if self.loop.num_groups > 1:
             # Of a group the params of a layer are taken where it uses them, again in the backward pass: a slice of the
             # group would be a copy, and so would be those that are kept. If a policy keeps values, it has all others.
-            policy = None if self.loop.policy is not None else lambda x, *_, **__: not takes_layer(x)
+            policy = None if self.loop.policy is not None else lambda *args, **params: not is_never_kept(*args, **params)
             run, layers = jax.checkpoint(body, prevent_cse=False, policy=policy), (None, layers[1])
         (carry, sums), ys = lax.scan(run, (carry, [*sums]), layers, unroll=min(self.loop.unroll, size))
         return carry, ys, [*sums]

@@ -711,7 +711,7 @@ def with_params_of_examples(params, batch):
 
 
 def of_complex_numbers(params, batch):
-    """Layers that turn features by an angle, and multiply them by complex params, which `jax.checkpoint` cannot keep."""
+    """Layers that turn features by an angle and multiply them by complex params, which `jax.checkpoint` cannot keep."""
 
     def layer(x, w):
         turned = (x * jnp.exp(1j * w["bias"])) @ (w["w"] + 1j * w["w"].T)
@@ -1042,6 +1042,21 @@ def test_layers_in_other_forms_are_stages(loss_fn):
     report = zero.pipeline_report(loss_fn, init_params(), make_batches(1, size=48)[0], mesh=mesh, config=config)
     assert [loop.num_layers for loop in report.loops] == num_layers
     assert not report.left
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("pipeline", [pytest.param("circular:2", marks=pytest.mark.slow), "1f1b:2"])
+def test_groups_of_layers_whose_stack_is_sharded_along_features_train_as_one_device(stage, pipeline):
+    def loss_fn(params, batch):
+        layer = lambda x, w: (x + jnp.tanh(x @ w["w"]), None)  # noqa: E731
+        x, _ = jax.lax.scan(layer, params["embed"][batch["tokens"]], params["layers"])
+        return jnp.square(x @ params["head"]).mean()
+
+    specs = {"layers/w": PartitionSpec(None, None, "pipe")}
+    fields = {"stage": stage, "num_microbatches": 4, "pipeline": pipeline, "param_specs": specs}
+    params, batch = init_params(), make_batches(1)[0]
+    found = one_step(loss_fn, params, batch, mesh=zero.make_mesh(pipe=2), **fields)
+    assert_close(found, jax.jit(jax.value_and_grad(loss_fn))(params, batch), tolerance=FLOAT32)
 
 
 @pytest.mark.slow

@@ -166,7 +166,7 @@ class LayersOfStage:
         if self.loop.num_groups > 1:
             # Of a group the params of a layer are taken where it uses them, again in the backward pass: a slice of the
             # group would be a copy, and so would be those that are kept. If a policy keeps values, it has all others.
-            policy = None if self.loop.policy is not None else lambda *args, **params: not is_never_kept(*args, **params)
+            policy = None if self.loop.policy is not None else lambda *xs, **params: not is_never_kept(*xs, **params)
             run, layers = jax.checkpoint(body, prevent_cse=False, policy=policy), (None, layers[1])
         (carry, sums), ys = lax.scan(run, (carry, [*sums]), layers, unroll=min(self.loop.unroll, size))
         return carry, ys, [*sums]

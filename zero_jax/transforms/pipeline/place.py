@@ -177,7 +177,7 @@ own_p = jex_core.Primitive("zero_own")
 
 
 def is_never_kept(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Tells remat policies whether they are to keep nothing of a primitive: it may take a layer, or has complex numbers.
+    """Tells remat policies whether they keep nothing that a primitive makes: it may take a layer, or is complex.
 
     A layer is taken by `StagePlace.taken`, which may not be mapped yet. What `jax.checkpoint` keeps it rounds, and that
     fails for complex numbers.

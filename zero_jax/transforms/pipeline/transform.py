@@ -23,7 +23,7 @@ from zero_jax.program.subcalls import Subcall, equations_of, kind_of
 from zero_jax.program.walk import Walk
 from zero_jax.sharding.chains import gather_scope
 from zero_jax.sharding.mesh import slow_axes
-from zero_jax.sharding.spec import Dims
+from zero_jax.sharding.spec import Dims, carries
 from zero_jax.transforms.pipeline.body import CannotCut
 from zero_jax.transforms.pipeline.cut import (
     MOVED_WHOLE,
@@ -372,8 +372,10 @@ class _StageWalk(Walk[None]):
         place, groups = loop.place, loop.num_groups
         if moved is None or number not in moved.parts or groups == 1 or loop.num_places > loop.num_layers:
             return place.stages(stack, groups)
-        moved.moves[number] = lambda grad: place.moved_back(grad, groups)
         path, dims = moved.parts[number]
+        if carries(dims[1:], place.pipe):  # taken for no stack, or a model's own spec
+            return place.stages(stack, groups)
+        moved.moves[number] = lambda grad: place.moved_back(grad, groups)
         with gather_scope(path):
             return place.stages_apart(stack, groups, dims[1:], moved.copies)
 

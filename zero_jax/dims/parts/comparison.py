@@ -41,6 +41,12 @@ from zero_jax.sharding.spec import dims_of
 
 _CALLS = frozenset({"call", "sharded_call", "remat", "custom_vmap"})
 _COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "reduce_scatter")
+_REDUCTIONS = {
+    "psum": jax.lax.reduce_sum_p,
+    "psum_invariant": jax.lax.reduce_sum_p,
+    "pmax": jax.lax.reduce_max_p,
+    "pmin": jax.lax.reduce_min_p,
+}
 # What adds its operands up, or takes each element of one of them.
 _ADDS = frozenset({name for name, known in known_primitives().items() if known.linear == "all"} | {"select_n"})
 _MAX_ROUNDS = 8  # after which what a loop carries is not known
@@ -396,6 +402,8 @@ class TraceComparison:
             return [_unknown(inputs)[0]] * len(pair.whole.outvars)
         params = pair.params
         axes = params["axes"] if "axes" in params else params["axis_name"]
+        if any(isinstance(axis, int) for axis in axes):  # dims, which jax.vmap named
+            return self.reduction(pair, inputs, axes)
         along = params.get("all_gather_dimension", params.get("scatter_dimension"))
         largest = pair.whole.primitive.name in ("pmax", "pmin")
         for x in inputs:
@@ -403,6 +411,17 @@ class TraceComparison:
             moves = along is not None and (x.dim == along or not params["tiled"])
             check(fits and not moves and not self.batch_axes & set(axes) and self.same_params(pair))
         return [x.of_elements() for x in inputs]
+
+    def reduction(self, pair: Pair, inputs: list[Relation], axes: tuple[Any, ...]) -> list[Relation]:
+        """A sum, or the like, over dims alone."""
+        reduce = _REDUCTIONS.get(pair.whole.primitive.name)
+        check(reduce is not None and all(isinstance(axis, int) for axis in axes) and self.same_params(pair))
+        params, results = {"axes": axes, "out_sharding": None}, []
+        for i, x in enumerate(inputs):
+            eqns = (eqn.replace(invars=[eqn.invars[i]], outvars=[eqn.outvars[i]]) for eqn in (pair.whole, pair.part))
+            whole, part = (eqn.replace(primitive=reduce, params=params) for eqn in eqns)
+            results += self.by_rule(Pair(whole=whole, part=part), [x])
+        return results
 
     # Kernels.
 

@@ -1044,6 +1044,23 @@ def test_layers_in_other_forms_are_stages(loss_fn):
     assert not report.left
 
 
+@pytest.mark.parametrize("size", [LAYERS, 4 * LAYERS])
+@pytest.mark.parametrize("kind", ["scan", "loop", "of each example"])
+def test_there_may_be_as_many_layers_as_examples(size, kind):
+    """Of a batch, or of a microbatch: keys of layers are no keys of examples."""
+
+    def loss_fn(params, batch, key):
+        if kind == "of each example":
+            own = lambda tokens, key: of_keys(params, {"tokens": tokens}, [*jax.random.split(key, LAYERS)])  # noqa: E731
+            return jax.vmap(own)(batch["tokens"], jax.random.split(key, len(batch["tokens"]))).mean()
+        keys = jax.random.split(key, LAYERS)
+        return of_keys(params, batch, keys if kind == "scan" else [*keys])
+
+    mesh, config = zero.make_mesh(pipe=4), make_config(num_microbatches=4)
+    report = zero.pipeline_report(loss_fn, init_params(), make_batches(1, size)[0], mesh=mesh, config=config)
+    assert [loop.num_layers for loop in report.loops] == [LAYERS]
+
+
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize("pipeline", [pytest.param("circular:2", marks=pytest.mark.slow), "1f1b:2"])
 def test_groups_of_layers_whose_stack_is_sharded_along_features_train_as_one_device(stage, pipeline):

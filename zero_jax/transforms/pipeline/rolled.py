@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -130,8 +130,7 @@ def why_no_layers(traced: Traced) -> str:
 def _facts(jaxpr: Any, num_params: int, rule: type[_MadeBefore] | None = None) -> Facts:
     others = jaxpr.invars[num_params:]
     kinds = ["const" if _is_whole_key(var, jaxpr) else "value" for var in others]
-    sizes = {var.aval.shape[0] for var, kind in zip(others, kinds, strict=True) if kind == "value" and var.aval.shape}
-    return Facts(jaxpr, ["param"] * num_params + kinds, (rule or _MadeBefore)(sizes))
+    return Facts(jaxpr, ["param"] * num_params + kinds, (rule or _MadeBefore)())
 
 
 def _is_whole_key(var: Any, jaxpr: Any) -> bool:
@@ -143,39 +142,20 @@ def _is_whole_key(var: Any, jaxpr: Any) -> bool:
 
 
 class _MadeBefore(Origins):
-    """What is made before a loop: of params, constants and keys whatever is no random draw, nor keys of examples."""
-
-    def __init__(self, batch_sizes: Set[int]):
-        self.batch_sizes = batch_sizes
+    """What is made before a loop: of params, constants and keys whatever is no random draw."""
 
     def operation(self, eqn: Any, operands: list[Origin | None]) -> list[Origin | None]:
-        of_examples = eqn.primitive.name == "random_split" and not self.batch_sizes.isdisjoint(eqn.params["shape"])
-        if of_examples or any(each.primitive.name in _DRAWS for each in (eqn, *equations_of(eqn))):
+        if any(each.primitive.name in _DRAWS for each in (eqn, *equations_of(eqn))):
             return [None] * len(eqn.outvars)
         return super().operation(eqn, operands)
 
 
 class _FrozenParams(_MadeBefore):
-    """What is made of params, of which are the arrays that the function closes over, as frozen weights.
-
-    What is broadcast over the examples is none of it: each layer may make something for all of them of its params.
-    """
-
-    def operation(self, eqn: Any, operands: list[Origin | None]) -> list[Origin | None]:
-        if eqn.primitive.name == "broadcast_in_dim" and not self.batch_sizes.isdisjoint(_new_sizes(eqn)):
-            return [None]
-        return super().operation(eqn, operands)
+    """What is made of params, of which are the arrays that the function closes over, as frozen weights."""
 
     def constant(self, atom: Any) -> Origin:
         """Returns the origin of a literal, or of an array that the function closes over."""
         return super().constant(atom) or Origin(frozenset({-1}), atom)
-
-
-def _new_sizes(eqn: Any) -> set[int]:
-    """Returns the sizes that a broadcast adds."""
-    before, dims = eqn.invars[0].aval.shape, eqn.params["broadcast_dimensions"]
-    kept = {dim for dim, size in zip(dims, before, strict=True) if size > 1}
-    return {size for dim, size in enumerate(eqn.outvars[0].aval.shape) if dim not in kept}
 
 
 def _loops(facts: Facts, *, tied: bool = False) -> tuple[list[int], dict[int, _Loop], list[str]]:

@@ -34,6 +34,7 @@ from zero_jax.transforms.pipeline.cut import (
     layers_outside,
     pipeline_p,
 )
+from zero_jax.transforms.pipeline.in_order import examples_by_index
 from zero_jax.transforms.pipeline.interleaved import run_1f1b
 from zero_jax.transforms.pipeline.loop import Layer, run_stages
 from zero_jax.transforms.pipeline.microbatch import LossTraces, MicrobatchProgram, by_microbatch, differentiated
@@ -129,7 +130,8 @@ class PipelinedProgram(LossProgram):
         traces = [layers_outside(x.closed, num_params) for x in programs]
         # 1F1B derives the losses of microbatches, of which that of the batch is any function.
         comparison = TraceComparison(k, num_blocks, is_mean=self.stages.schedule.is_interleaved)
-        (whole, *parts), ends = comparison.in_blocks(traces, relations)
+        traces, ends = comparison.in_blocks(traces, relations)
+        whole, *parts = examples_by_index(traces, num_params)
         found = find_loops(whole, parts, relations, num_params=num_params, stages=self.stages, comparison=comparison)
         if not self.stages.schedule.is_interleaved:
             return _with_ends(_with_stages(whole, found), ends), found

@@ -154,6 +154,7 @@ BATCH_ERRORS = [
     (4, make_batch(8), "'inputs' has 8 examples.* and 4 microbatches: .* multiple of 16, for example 16"),
     (1, make_batch(0), "has 0 examples"),
     (2, {**make_batch(16), "weights": np.ones(8)}, "differ in their leading dim: .*'inputs': 16, 'weights': 8"),
+    (2, {"scale": 2.0}, "num_microbatches=2: no leaf of the batch has examples.*or set num_microbatches=1"),
     (1, {**make_batch(16), "name": "train"}, "batch leaf 'name' is 'train' of type str, no array: leave it out"),
     (1, {**make_batch(16), "x": np.ones(16, ">f4")}, "leaf 'x' is .*, no array that JAX takes .*>f4.*: leave it out"),
     (1, {**make_batch(16), "x": memoryview(np.ones(16))}, "leaf 'x' is <memory.* of type memoryview, no array that"),

@@ -133,6 +133,13 @@ def added_to_zeros(op):
     return lambda i, u: op(jnp.zeros((5, 3)), i, u, lax.ScatterDimensionNumbers(**WRITE_ROWS), mode="clip")
 
 
+def over_named_axis(name, x):
+    """A collective over an axis that `jax.vmap` names, of scalars and of arrays, along either dim."""
+    reduce = functools.partial(getattr(lax, name), axis_name="i")
+    of_each = [jax.vmap(reduce, dim, out_axes=None, axis_name="i")(x) for dim in (0, 1)]
+    return *of_each, jax.vmap(lambda x: reduce(x.sum()), 0, out_axes=None, axis_name="i")(x)
+
+
 def sparse_product(x, i, w):
     """The product of sparse rows, or of a sparse matrix if both dims are places, with a matrix."""
     shape = (*x.shape[: i.ndim - 2], *[w.shape[0]] * i.shape[-1])
@@ -415,6 +422,10 @@ PROGRAMS = {
         X,
     ),
     "scan that adds from ones": (lambda x: lax.scan(lambda c, x: (c + x, None), jnp.ones(3), x)[0], X),
+    **{
+        f"{name} of what jax.vmap maps": (functools.partial(over_named_axis, name), X)
+        for name in ("psum", "pmean", "pmax", "pmin")
+    },
     "scan": (with_scan, X, ((3,), F)),
     "while": (with_while, X, ((3,), F)),
     "cond": (with_cond, X, ((3,), F)),

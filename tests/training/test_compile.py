@@ -200,6 +200,14 @@ def test_simulated_devices_have_one_program_in_flight():
     assert metrics.loss.is_ready()
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_loss_that_is_a_number(stage):
+    """As where a part of a loss is switched off."""
+    state, step = make_trainer(lambda params, batch: 3.0, stage=stage, num_microbatches=2)
+    _, metrics = step(state, make_batch())
+    assert (float(metrics.loss), float(metrics.grad_norm)) == (3.0, 0.0)
+
+
 def test_aux_of_python_numbers():
     def with_aux(params, batch):
         return loss_fn(params, batch), {"temperature": 0.5, "size": batch["inputs"].shape[0], "none": None}

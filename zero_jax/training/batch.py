@@ -28,7 +28,7 @@ def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int 
     sees the whole batch. The microbatches of a pipeline are a multiple of its stages.
 
     Raises:
-      ValueError: a leaf does not divide, or leaves of microbatches differ in size.
+      ValueError: a leaf does not divide, or leaves of microbatches differ in size or have none.
     """
     # The microbatches of a pipeline are of examples on all stages.
     over = axes.batch if num_microbatches == 1 else axes.of_stage.batch
@@ -44,6 +44,11 @@ def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int 
             f"batch leaf {name!r} has {size} examples, which do not divide over {shards} devices "
             f"({axes_text}){micro}: make the batch size a multiple of {unit}, for example "
             f"{max(unit, math.ceil(size / unit) * unit)}"
+        )
+    if num_microbatches > 1 and not sizes:
+        raise ValueError(
+            f"num_microbatches={num_microbatches}: no leaf of the batch has examples to be divided: give one an entry "
+            "per example, or set num_microbatches=1"
         )
     if num_microbatches > 1 and len(sizes) > 1:
         raise ValueError(

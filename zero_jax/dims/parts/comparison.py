@@ -41,12 +41,19 @@ from zero_jax.sharding.spec import dims_of
 
 _CALLS = frozenset({"call", "sharded_call", "remat", "custom_vmap"})
 _COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "reduce_scatter")
+_REDUCTIONS = {
+    "psum": jax.lax.reduce_sum_p,
+    "psum_invariant": jax.lax.reduce_sum_p,
+    "pmax": jax.lax.reduce_max_p,
+    "pmin": jax.lax.reduce_min_p,
+}
 # What adds its operands up, or takes each element of one of them.
 _ADDS = frozenset({name for name, known in known_primitives().items() if known.linear == "all"} | {"select_n"})
 _MAX_ROUNDS = 8  # after which what a loop carries is not known
 # What is not proven counts against a loss, so that none of these is certain.
 _WHY = {
     "mixed": "examples of a batch may be mixed at {}",
+    "derived": "the derivatives that are defined at {} may be others on a part of a batch",
     "sized": "what is computed at {} may depend on the number of examples",
     "batches": "examples are put behind others at {} (stack them along another dim, or call the model on each)",
     "placed": "what is computed at {} may depend on the places of examples in a batch",
@@ -58,13 +65,18 @@ class TraceComparison:
 
     A part need not be one run of examples: it is of several of `num_blocks` equal runs. None takes `num_parts`.
 
+    With `is_mean` what is derived is the mean of the losses of parts, and else the loss on the batch.
+
     With `shares_terms` a part has a share of what is the same in all parts and is added to a sum over examples. Where
     that is so is noted in `terms`: for a variable of the trace on a part, which operands of the equation that makes it
     are to be multiplied by `n ** power`. Of those in nested jaxprs (`has_terms_within`) nothing is known.
     """
 
-    def __init__(self, num_parts: int, num_blocks: int | None = None, *, shares_terms: bool = False):
+    def __init__(
+        self, num_parts: int, num_blocks: int | None = None, *, shares_terms: bool = False, is_mean: bool = True
+    ):
         self.num_parts, self.num_blocks, self.shares_terms = num_parts, num_blocks or num_parts, shares_terms
+        self.power = int(is_mean)  # of cotangents
         self.terms: dict[Any, list[tuple[int, Fraction]]] = {}
         self.has_terms_within, self.depth, self.source = False, 0, ""
         self.calls: dict[Any, tuple[Any, Any, list[Relation]]] = {}
@@ -135,6 +147,7 @@ class TraceComparison:
 
     def refused(self, why: str) -> Relation:
         """Returns the relation of what is not known, with the line that it comes from."""
+        why = "derived" if why == "mixed" and self.in_derivative else why
         why = _WHY.get(why, why + " at {}")
         return unknown(why.format(self.source) if self.source else why)
 
@@ -389,6 +402,8 @@ class TraceComparison:
             return [_unknown(inputs)[0]] * len(pair.whole.outvars)
         params = pair.params
         axes = params["axes"] if "axes" in params else params["axis_name"]
+        if any(isinstance(axis, int) for axis in axes):  # dims, which jax.vmap named
+            return self.reduction(pair, inputs, axes)
         along = params.get("all_gather_dimension", params.get("scatter_dimension"))
         largest = pair.whole.primitive.name in ("pmax", "pmin")
         for x in inputs:
@@ -396,6 +411,17 @@ class TraceComparison:
             moves = along is not None and (x.dim == along or not params["tiled"])
             check(fits and not moves and not self.batch_axes & set(axes) and self.same_params(pair))
         return [x.of_elements() for x in inputs]
+
+    def reduction(self, pair: Pair, inputs: list[Relation], axes: tuple[Any, ...]) -> list[Relation]:
+        """A sum, or the like, over dims alone."""
+        reduce = _REDUCTIONS.get(pair.whole.primitive.name)
+        check(reduce is not None and all(isinstance(axis, int) for axis in axes) and self.same_params(pair))
+        params, results = {"axes": axes, "out_sharding": None}, []
+        for i, x in enumerate(inputs):
+            eqns = (eqn.replace(invars=[eqn.invars[i]], outvars=[eqn.outvars[i]]) for eqn in (pair.whole, pair.part))
+            whole, part = (eqn.replace(primitive=reduce, params=params) for eqn in eqns)
+            results += self.by_rule(Pair(whole=whole, part=part), [x])
+        return results
 
     # Kernels.
 
@@ -448,7 +474,7 @@ class TraceComparison:
         return self.if_they_agree(results, found, wanted)
 
     def custom_vjp(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
-        """A function whose cotangents are to relate as those of a mean over examples do."""
+        """A function whose cotangents are to relate as those of the loss do."""
         results = self.called(pair, inputs)
         if self.in_derivative or _unknown(inputs) or _unknown(results) or not any(x.of_params for x in inputs):
             return results
@@ -462,8 +488,8 @@ class TraceComparison:
             return _traced(eqn, function, [aval(x) for x in eqn.invars], [aval(eqn.outvars[i]) for i in outs])
 
         traces = cotangents(pair.whole), cotangents(pair.part)
-        found = self.derivative(*traces, [*inputs, *(dual(results[i]) for i in outs)])
-        return self.if_they_agree(results, found, [dual(inputs[i]) for i in which])
+        found = self.derivative(*traces, [*inputs, *(dual(results[i], self.power) for i in outs)])
+        return self.if_they_agree(results, found, [dual(inputs[i], self.power) for i in which])
 
     def derivative(self, whole: Any, part: Any, inputs: Sequence[Relation]) -> list[Relation]:
         """Returns the relations of the results of a derivative, which is not differentiated again."""
@@ -479,7 +505,7 @@ class TraceComparison:
         """Returns the results of a function, if its derivatives relate as they should."""
         for x, y in zip(found, wanted, strict=True):
             if y.kind is not Kind.UNKNOWN and not (x.agrees(y) or x.number == 0):
-                return [x if x.kind is Kind.UNKNOWN else self.refused("mixed")] * len(results)
+                return [x if x.kind is Kind.UNKNOWN else self.refused("derived")] * len(results)
         return results
 
     def linear_solve(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:

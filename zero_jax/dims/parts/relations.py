@@ -157,11 +157,14 @@ def all_joined(inputs: Sequence[Relation]) -> Relation:
     return functools.reduce(joined, inputs)
 
 
-def dual(x: Relation) -> Relation:
-    """Returns the relation of the cotangent of a value, if the mean over the parts is derived; or raises `Refused`."""
+def dual(x: Relation, power: int) -> Relation:
+    """Returns the relation of the cotangent of a value; raises `Refused` if there is none.
+
+    `power` is 1 if the mean of the losses of parts is derived, 0 if the loss of the whole is.
+    """
     kinds = {Kind.ROWS: Kind.ROWS, Kind.SAME: Kind.SUM, Kind.SUM: Kind.SAME}
     check(x.kind in kinds and x.batches < 2)
-    return Relation(kind=kinds[x.kind], dim=x.dim if x.kind is Kind.ROWS else None, power=1 - x.power)
+    return Relation(kind=kinds[x.kind], dim=x.dim if x.kind is Kind.ROWS else None, power=power - x.power)
 
 
 Shape = tuple[int, ...]

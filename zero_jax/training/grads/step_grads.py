@@ -151,7 +151,8 @@ class _ScaledLoss:
                 def loss_fn(*args: Any) -> Any:
                     nonlocal stacks
                     traced, stacks = program.trace(*args), SummedStacks(jax.tree.leaves(args), free, sums, share)
-                    return jax.tree.unflatten(jax.tree.structure(traced.out_shape), stacks.run(traced.closed))
+                    results = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in stacks.run(traced.closed)]
+                    return jax.tree.unflatten(jax.tree.structure(traced.out_shape), results)
 
                 loss, aux = self.value(loss_fn, free, *others)
                 used_otherwise.extend(stacks.used_otherwise)

@@ -25,7 +25,7 @@ from zero_jax.program.subcalls import Subcall, equations, equations_of, kind_of,
 from zero_jax.sharding.mesh import Axes
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.pipeline.body import CannotCut, layer_of_microbatch
-from zero_jax.transforms.pipeline.place import StagePlace, takes_layer
+from zero_jax.transforms.pipeline.place import StagePlace, is_never_kept
 from zero_jax.transforms.pipeline.schedule import Schedule
 from zero_jax.transforms.separability import operations
 
@@ -393,7 +393,7 @@ def kept_values(policies: Sequence[Any]) -> Any:
     policies = [policy for policy in policies if policy is not None]
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
-        if takes_layer(primitive):
+        if is_never_kept(primitive, *avals, **params):
             return False
         if params.get("name") == LAYER_INPUT:
             return True

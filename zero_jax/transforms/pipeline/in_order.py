@@ -14,10 +14,10 @@ from jax import lax
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate, flattened, trace_flat, with_equations
 from zero_jax.program.jaxprs import bind, open_jaxpr, source_context
-from zero_jax.program.subcalls import Subcall
+from zero_jax.program.subcalls import Subcall, scan_of
 from zero_jax.program.walk import Deferred, Walk
 from zero_jax.transforms.facts import Facts
-from zero_jax.transforms.pipeline.cut import ROLLED, reads_one, scans, scans_of_shared_params
+from zero_jax.transforms.pipeline.cut import ROLLED, layer_scans, reads_one, scans, scans_of_shared_params
 from zero_jax.transforms.pipeline.turns import line_of
 
 
@@ -36,6 +36,26 @@ def layers_in_order(closed: Any, num_params: int) -> Any:
         if numbers or (sub.reverse and "param" in (*shared, *slices)):
             others[id(eqn)] = OtherScan(sub=sub, numbers=numbers)
     return with_scans(closed, others)
+
+
+def examples_by_index(traces: Sequence[Any], num_params: int) -> list[Any]:
+    """Returns traces on batches of several sizes whose scans over layers read whole what has examples, by index.
+
+    Slices of it would be those of a whole batch, as of what each layer makes for all examples of its params alone.
+    """
+    opened = [open_jaxpr(closed)[0] for closed in traces]
+    others: list[dict[int, OtherScan]] = [{} for _ in traces]
+    facts = Facts(opened[0], ["param"] * num_params + ["value"] * (len(opened[0].invars) - num_params))
+    for index in layer_scans(facts):
+        eqns = [jaxpr.eqns[index] for jaxpr in opened if index < len(jaxpr.eqns)]
+        if len(eqns) < len(opened) or any(eqn.primitive is not eqns[0].primitive for eqn in eqns):
+            continue  # other operations on a part, which is refused later
+        subs = [*map(scan_of, eqns)]
+        slices = zip(*(sub.split(eqn.invars)[2] for sub, eqn in zip(subs, eqns, strict=True)), strict=False)
+        if whole := [i for i, atoms in enumerate(slices) if len({x.aval.shape for x in atoms}) > 1]:
+            for scans_of_trace, eqn, sub in zip(others, eqns, subs, strict=True):
+                scans_of_trace[id(eqn)] = OtherScan(sub=sub, whole=whole)
+    return [*map(with_scans, traces, others)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from zero_jax.dims import Kind, is_float
 from zero_jax.sharding.precision import wide
 from zero_jax.transforms.grad_sums import added_to, sum_of
 from zero_jax.transforms.pipeline.cut import LAYER_INPUT, LayerLoop, Role
-from zero_jax.transforms.pipeline.place import at_stages, takes_layer
+from zero_jax.transforms.pipeline.place import at_stages, is_never_kept
 from zero_jax.transforms.pipeline.ring import Moves, Ring, loops_of_ticks
 
 # The most layers of a stage that are compiled one by one, if they keep more than their inputs.
@@ -169,7 +169,7 @@ class LayersOfStage:
         if self.loop.num_groups > 1:
             # Of a group the params of a layer are taken where it uses them, again in the backward pass: a slice of the
             # group would be a copy, and so would be those that are kept. If a policy keeps values, it has all others.
-            policy = None if self.loop.policy is not None else lambda x, *_, **__: not takes_layer(x)
+            policy = None if self.loop.policy is not None else lambda *xs, **params: not is_never_kept(*xs, **params)
             run, layers = jax.checkpoint(body, prevent_cse=False, policy=policy), (None, layers[1])
         if self.loop.keeps_values and size <= max(UNROLLED_LAYERS, self.loop.unroll):
             # What layers keep becomes part of what all ticks keep. What a scan over layers keeps is copied there.

@@ -176,9 +176,15 @@ send_p = jex_core.Primitive("zero_send")
 own_p = jex_core.Primitive("zero_own")
 
 
-def takes_layer(primitive: Any) -> bool:
-    """Tells whether a primitive may take a layer (`StagePlace.taken`), for remat policies; before it is mapped, too."""
-    return primitive is own_p or primitive.name == "custom_vmap_call"
+def is_never_kept(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Tells remat policies whether they keep nothing that a primitive makes: it may take a layer, or is complex.
+
+    A layer is taken by `StagePlace.taken`, which may not be mapped yet. What `jax.checkpoint` keeps it rounds, and that
+    fails for complex numbers.
+    """
+    dtypes = [aval.dtype for aval in avals if hasattr(aval, "dtype")] + [params.get("new_dtype")]
+    is_complex = any(x is not None and jnp.issubdtype(x, jnp.complexfloating) for x in dtypes)
+    return primitive is own_p or is_complex or primitive.name in ("custom_vmap_call", "complex", "fft", "eig")
 
 
 def _own(*arrays: jax.Array, function: Callable[..., jax.Array], mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -130,8 +130,7 @@ def why_no_layers(traced: Traced) -> str:
 def _facts(jaxpr: Any, num_params: int, rule: type[_MadeBefore] | None = None) -> Facts:
     others = jaxpr.invars[num_params:]
     kinds = ["const" if _is_whole_key(var, jaxpr) else "value" for var in others]
-    sizes = {var.aval.shape[0] for var, kind in zip(others, kinds, strict=True) if kind == "value" and var.aval.shape}
-    return Facts(jaxpr, ["param"] * num_params + kinds, (rule or _MadeBefore)(sizes))
+    return Facts(jaxpr, ["param"] * num_params + kinds, (rule or _MadeBefore)())
 
 
 def _is_whole_key(var: Any, jaxpr: Any) -> bool:
@@ -143,14 +142,10 @@ def _is_whole_key(var: Any, jaxpr: Any) -> bool:
 
 
 class _MadeBefore(Origins):
-    """What is made before a loop: of params, constants and keys whatever is no random draw, nor keys of examples."""
-
-    def __init__(self, batch_sizes: Set[int]):
-        self.batch_sizes = batch_sizes
+    """What is made before a loop: of params, constants and keys whatever is no random draw."""
 
     def operation(self, eqn: Any, operands: list[Origin | None]) -> list[Origin | None]:
-        of_examples = eqn.primitive.name == "random_split" and not self.batch_sizes.isdisjoint(eqn.params["shape"])
-        if of_examples or any(each.primitive.name in _DRAWS for each in (eqn, *equations_of(eqn))):
+        if any(each.primitive.name in _DRAWS for each in (eqn, *equations_of(eqn))):
             return [None] * len(eqn.outvars)
         return super().operation(eqn, operands)
 

@@ -23,7 +23,7 @@ from zero_jax.program.subcalls import Subcall, equations_of, kind_of
 from zero_jax.program.walk import Walk
 from zero_jax.sharding.chains import gather_scope
 from zero_jax.sharding.mesh import slow_axes
-from zero_jax.sharding.spec import Dims
+from zero_jax.sharding.spec import Dims, carries
 from zero_jax.transforms.pipeline.body import CannotCut
 from zero_jax.transforms.pipeline.cut import (
     MOVED_WHOLE,
@@ -34,6 +34,7 @@ from zero_jax.transforms.pipeline.cut import (
     layers_outside,
     pipeline_p,
 )
+from zero_jax.transforms.pipeline.in_order import examples_by_index
 from zero_jax.transforms.pipeline.interleaved import run_1f1b
 from zero_jax.transforms.pipeline.loop import Layer, run_stages
 from zero_jax.transforms.pipeline.microbatch import LossTraces, MicrobatchProgram, by_microbatch, differentiated
@@ -126,8 +127,11 @@ class PipelinedProgram(LossProgram):
             sizes, num_blocks = [1, 2 * size, 2], 2 * num_blocks
         programs = [self.before.trace(*args), *map(traced, sizes)]
         relations = [*relations_of(params, batch), *(SAME for _ in jax.tree.leaves(rest))]
-        traces, comparison = [layers_outside(x.closed, num_params) for x in programs], TraceComparison(k, num_blocks)
-        (whole, *parts), ends = comparison.in_blocks(traces, relations)
+        traces = [layers_outside(x.closed, num_params) for x in programs]
+        # 1F1B derives the losses of microbatches, of which that of the batch is any function.
+        comparison = TraceComparison(k, num_blocks, is_mean=self.stages.schedule.is_interleaved)
+        traces, ends = comparison.in_blocks(traces, relations)
+        whole, *parts = examples_by_index(traces, num_params)
         found = find_loops(whole, parts, relations, num_params=num_params, stages=self.stages, comparison=comparison)
         if not self.stages.schedule.is_interleaved:
             return _with_ends(_with_stages(whole, found), ends), found
@@ -224,7 +228,8 @@ def _refusal(found: Sequence[FoundLoop], stages: Stages, traced: Traced) -> str:
     """Says why a loss has no stages, and what to do; `traced` is the program on the batch, without stages."""
     if found:
         reasons = "; ".join(f"the layers at {entry.line}: {entry.why}" for entry in found)
-        is_of_schedule = any("pipeline=" in entry.why or "groups" in entry.why for entry in found)
+        of_schedule = ("pipeline=", "groups", *("derivatives",) * stages.schedule.is_interleaved)
+        is_of_schedule = any(each in entry.why for entry in found for each in of_schedule)
         other = "; give pipeline='gpipe'" if is_of_schedule and stages.schedule != Schedule() else ""
         if not is_of_schedule and "may be mixed" in reasons:
             other = "; mix examples behind the layers: these may return sums and means over the batch"
@@ -369,8 +374,10 @@ class _StageWalk(Walk[None]):
         place, groups = loop.place, loop.num_groups
         if moved is None or number not in moved.parts or groups == 1 or loop.num_places > loop.num_layers:
             return place.stages(stack, groups)
-        moved.moves[number] = lambda grad: place.moved_back(grad, groups)
         path, dims = moved.parts[number]
+        if carries(dims[1:], place.pipe):  # taken for no stack, or a model's own spec
+            return place.stages(stack, groups)
+        moved.moves[number] = lambda grad: place.moved_back(grad, groups)
         with gather_scope(path):
             return place.stages_apart(stack, groups, dims[1:], moved.copies)
 

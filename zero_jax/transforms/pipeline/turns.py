@@ -124,14 +124,14 @@ class EqualLayers:
         """Returns the bounds of the equal layers between two places, of those that cover most and of others beside.
 
         Others than those `like` are at least half as many, and have params: they are the way back of a model in the
-        form of a U, say. Where they do the same as these, what is between is the one that differs.
+        form of a U, say. Where they do the same as these and are not as many, what is between is the one that differs.
         """
         bounds = self._equal(start, stop)
         if len(bounds) <= max(len(like) // 2, 1):
             return []
         if like:
             first, other = (self.sequence.weights(*each[:2]) for each in (bounds, like))
-            if first == other or not self.sequence.are_blocks(bounds):
+            if (first == other and len(bounds) != len(like)) or not self.sequence.are_blocks(bounds):
                 return []
         like = like or bounds
         return [*self._loops(start, bounds[0], like), *self._chains(bounds), *self._loops(bounds[-1], stop, like)]
@@ -142,6 +142,7 @@ class EqualLayers:
         repeats = ((size, each) for size in range(1, len(numbers) // 2 + 1) for each in repeats_of(numbers, size))
         # Those that cover most, and of these the ones of the smallest layers.
         found = [(size * (len(each) // size), -size, start + each[0], len(each)) for size, each in repeats]
+        found = [x for x in found if len(self.sequence.uses(x[2], x[2] - x[1]))]  # layers have params
         for covered, period, begin, length in heapq.nlargest(_MAX_REPEATS, found):
             if covered <= best[-1] - best[0]:
                 break

@@ -182,10 +182,10 @@ def with_gathered_params(
     placement = step_placement(state, tx, mesh=mesh, config=config)
     if placement.params_are_masters or placement.quantize is None or placement.quantize.gathers is None:
         return state
-    _, same = used_by_optimizer(tx, state, placement.precision, mesh=mesh)
+    _, unchanged = used_by_optimizer(tx, state, placement.precision, mesh=mesh)
 
     def gather(params: PyTree, masters: PyTree) -> PyTree:
-        return keep_frozen(params, placement.params_of(jax.tree.map(to_device, masters), into=params), same)
+        return keep_frozen(params, placement.params_of(jax.tree.map(to_device, masters), into=params), unchanged)
 
     shardings = jax.tree.map(lambda x: x.sharding, state.params)
     params = jax.jit(gather, out_shardings=shardings, donate_argnums=0)(state.params, state.masters)

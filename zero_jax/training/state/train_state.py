@@ -106,10 +106,10 @@ def trained_params(
     return flags_of_all(state.params, used_by_optimizer(tx, state, precision, mesh=mesh)[0])
 
 
-def keep_frozen(old: PyTree, new: PyTree, same: list[bool]) -> PyTree:
-    """Returns the new params, or the old ones where `same` (a flag for each trainable param) is true."""
+def keep_frozen(old: PyTree, new: PyTree, unchanged: list[bool]) -> PyTree:
+    """Returns the new params, or the old ones where `unchanged` (a flag for each trainable param) is true."""
     tree = jax.tree.structure(old)
-    of_each = zip(jax.tree.leaves(old), tree.flatten_up_to(new), flags_of_all(old, same), strict=True)
+    of_each = zip(jax.tree.leaves(old), tree.flatten_up_to(new), flags_of_all(old, unchanged), strict=True)
     return tree.unflatten([x if flag else y for x, y, flag in of_each])
 
 

@@ -284,6 +284,10 @@ def test_a_dot_costs_two_flops_a_multiply_add_and_its_operands():
          2 * 2 * 4 * 256 * 256 * 128),
         # A real convolution: a 3-wide kernel over 5 positions padded by 1 meets 3 x 5 - 2 elements.
         ("1,5,8", "3,8,16", "1,5,16", "size=3 pad=1_1", "b0f_0io->b0f", 2 * 13 * 8 * 16),
+        # In groups of features the kernel has the inputs of one; in groups of examples the result has the examples of
+        # one, each with the output features of its group alone.
+        ("1,5,8", "3,4,16", "1,5,16", "size=3 pad=1_1", "b0f_0io->b0f, feature_group_count=2", 2 * 13 * 4 * 16),
+        ("4,5,8", "3,8,16", "2,5,16", "size=3 pad=1_1", "b0f_0io->b0f, batch_group_count=2", 2 * 13 * 2 * 8 * 16),
     ],
 )  # fmt: skip
 def test_convolutions_count_real_elements_only(left, kernel, out, window, labels, flops):

@@ -198,7 +198,7 @@ def update_loss_scale(state: LossScale, finite: jax.Array, config: LossScaleConf
     count = state.num_finite_steps + 1
     grows = count >= config.growth_interval_steps
     grown = jnp.where(grows, state.scale * config.growth_factor, state.scale)
-    grown = jnp.where(jnp.isfinite(grown), grown, state.scale)
+    grown = jnp.where(jnp.isfinite(grown), grown, state.scale)  # with infinity all gradients would be NaN
     backed_off = jnp.maximum(state.scale * config.backoff_factor, config.floor)
     return LossScale(
         scale=jnp.where(finite, grown, backed_off),

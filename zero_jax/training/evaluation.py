@@ -126,5 +126,5 @@ def _num_microbatches(batch: PyTree, placement: Placement, config: ZeroConfig) -
     """Returns the most microbatches of an evaluation's batch, up to those of a step, that a pipeline can have."""
     num_stages, shards = placement.num_stages, axis_size(placement.mesh, placement.axes.of_stage.batch)
     sizes = [x.shape[0] for x in jax.tree.leaves(batch) if x.ndim]
-    counts = range(config.num_microbatches, num_stages, -num_stages)
+    counts = range(config.num_microbatches, num_stages, -num_stages)  # multiples of the stages
     return next((k for k in counts if all(size % (k * shards) == 0 for size in sizes)), num_stages)

@@ -206,12 +206,13 @@ def _init_program(
 
     def build(variables: PyTree, key: jax.Array) -> TrainState:
         variables = make(key) if make else variables
+        # Not the key that the params are drawn from: those of the steps are derived from the state's.
         state = _build_state(variables, tx, jax.random.fold_in(key, 0x2E60), placement)
         check_structure("opt_state", state.opt_state, jax.tree.structure(shapes.opt_state), maker="the optimizer")
         return state
 
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
-    if not placement.params_are_masters:  # these are gathered after
+    if not placement.params_are_masters:  # still sharded: `init_state` gathers them after
         shardings = dataclasses.replace(shardings, params=placement.param_shardings("master"))
     initial, donated = None, False
     if make is None:

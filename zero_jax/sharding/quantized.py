@@ -251,15 +251,13 @@ def _not_sent(leaf: LeafPlacement, mesh: Mesh) -> str:
     return "" if num_shards(mesh, leaf.dims) > 1 else leaf.reason
 
 
-def check_leaves(quantize: Quantize | None, leaves: Sequence[LeafPlacement], *, mesh: Mesh, axes: Axes) -> None:
+def check_leaves(quantize: Quantize, leaves: Sequence[LeafPlacement], *, mesh: Mesh, axes: Axes) -> None:
     """Checks the settings for the leaves of a model; on a mesh of one shard nothing is sent, and all is valid.
 
     Raises:
       ValueError: a pattern that matches no leaf, or none that can be quantized; a block size that does not divide; an
         axis that gradients are not summed over.
     """
-    if quantize is None:
-        return
     summed = {axis: mesh.shape[axis] for axis in axes.batch}
     unknown = next((axis for axis in quantize.grad_axes(axes) if axis not in summed), None)
     if unknown is not None:

@@ -178,7 +178,7 @@ class _Program:
         tree = jax.tree.structure(state.masters)
         leaves = tree.flatten_up_to(grads)  # None for params that are not trainable
         # Once more: the zeros of frozen params have no sharding yet.
-        grads = tree.unflatten(pinned(leaves, placement.param_shardings("master"), but=[x is None for x in leaves]))
+        grads = tree.unflatten(pinned(leaves, placement.param_shardings("master")))
         return lax.with_sharding_constraint(computed.loss, NamedSharding(self.mesh, PartitionSpec())), grads
 
     def objective(
@@ -238,7 +238,7 @@ class _Program:
         leaves, tree = jax.tree.flatten(masters)
         of_each = zip(leaves, tree.flatten_up_to(grads), strict=True)
         finished = [None if grad is None else unscaled(grad, master.dtype) for master, grad in of_each]
-        return tree.unflatten(pinned(finished, placement.param_shardings("master"), but=[x is None for x in finished]))
+        return tree.unflatten(pinned(finished, placement.param_shardings("master")))
 
     def clip(self, grads: PyTree, norm: GlobalNorm) -> PyTree:
         """Scales gradients down to the config's largest norm."""

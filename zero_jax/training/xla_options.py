@@ -317,7 +317,7 @@ class _Compiler:
     """A compiler by what identifies it, and a device that it compiles for."""
 
     kind: tuple[str, str]
-    device: Any = dataclasses.field(compare=False)
+    device: Any = dataclasses.field(compare=False)  # no part of a cache's key: each topology has devices of its own
 
 
 @functools.cache

@@ -176,7 +176,7 @@ class Placement:
     @property
     def _wants_rows(self) -> bool:
         """Whether gradients are laid out in rows: at stages 1 and 2 XLA would keep them for longer."""
-        return platform_of(self.mesh) == "tpu" and self.config.stage == 3 and self.offload is None
+        return platform_of(self.mesh) == "tpu" and "params" in self.groups and self.offload is None
 
     def _in_rows(self, leaf: LeafPlacement, grad: jax.Array) -> jax.Array:
         """Lays a matrix of gradients out in rows, as its state: else XLA:TPU copies that, in float32 and back.
@@ -300,12 +300,12 @@ class Placement:
         return lax.fori_loop(0, num_parts, gather_part, old_params, unroll=2)
 
 
-def pinned(leaves: Sequence[Any], shardings: PyTree, *, but: Sequence[bool]) -> list[Any]:
-    """Constrains the leaves of a tree to shardings by one call, except where `but` is true."""
-    pairs = zip(leaves, jax.tree.leaves(shardings), but, strict=True)
-    selected = [(x, sharding) for x, sharding, skip in pairs if not skip]
-    constrained = iter(lax.with_sharding_constraint([x for x, _ in selected], [sharding for _, sharding in selected]))
-    return [x if skip else next(constrained) for x, skip in zip(leaves, but, strict=True)]
+def pinned(leaves: Sequence[Any], shardings: PyTree, *, but: Sequence[bool] | None = None) -> list[Any]:
+    """Constrains the leaves of a tree to shardings by one call, except where `but` is true; None: where they are."""
+    skips = [x is None for x in leaves] if but is None else but
+    selected = [(x, s) for x, s, skip in zip(leaves, jax.tree.leaves(shardings), skips, strict=True) if not skip]
+    constrained = iter(lax.with_sharding_constraint([x for x, _ in selected], [s for _, s in selected]))
+    return [x if skip else next(constrained) for x, skip in zip(leaves, skips, strict=True)]
 
 
 def _dim_of_parts(leaf: LeafPlacement) -> int | None:

@@ -123,14 +123,14 @@ def peak(compiled: Any) -> Heap:
         return tuple(sorted((buffer for buffer in buffers if buffer.num_bytes), key=lambda buffer: -buffer.num_bytes))
 
     saved = [residual for x in temporaries["device"] if (residual := _saved(program, x, readers))]
-    given = (values.items[number].array for number in values.arguments)
+    argument_arrays = (values.items[number].array for number in values.arguments)
     before = reversed(values.steps[max(step - _NEAR + 1, 0) : step + 1])
     return Heap(
         peak_bytes=peak_bytes,
         live=alive(heap, step),
         in_arguments=alive(in_results, step),
         peak_op_name=next(filter(None, (_op_name(program, instruction) for instruction in before)), ""),
-        host_argument_bytes=sum(array.num_bytes for array in given if array.space == HOST_SPACE),
+        host_argument_bytes=sum(array.num_bytes for array in argument_arrays if array.space == HOST_SPACE),
         host_peak_bytes=_top(temporaries["host"])[0],
         on_chip_peak_bytes=_top(temporaries["chip"])[0],
         residuals=alive(saved, _top(saved)[1]),

@@ -169,8 +169,8 @@ class Program:
 
     def parameters(self, computation: str) -> list[Instruction]:
         """The parameters of a computation, by their number."""
-        found = (value for value in self.computations.get(computation, {}).values() if value.opcode == "parameter")
-        return sorted(found, key=lambda parameter: int(parameter.operands[0]))
+        inside = self.computations.get(computation, {}).values()
+        return sorted((x for x in inside if x.opcode == "parameter"), key=lambda x: int(x.operands[0]))
 
     def users(self, computation: str) -> dict[str, list[Instruction]]:
         """The instructions that read each value of a computation."""

@@ -80,13 +80,13 @@ def read_layout(folder: str | pathlib.Path) -> HeapLayout:
 
 def _allocations(file: pathlib.Path) -> list[tuple[int, str, list[tuple[str, int, int]]]]:
     """Reads a buffer assignment: the bytes of each allocation, what it is for, and each value's bytes and place."""
-    found: list[tuple[int, str, list[tuple[str, int, int]]]] = []
+    allocations: list[tuple[int, str, list[tuple[str, int, int]]]] = []
     for line in file.read_text(encoding="utf-8").splitlines():
         if match := _ALLOCATION.match(line):
-            found.append((int(match[1]), match[2], []))
-        elif found and (match := _VALUE.match(line)):
-            found[-1][2].append((match[1] + (match[2] or "{}"), int(match[3]), int(match[4])))
-    return found
+            allocations.append((int(match[1]), match[2], []))
+        elif allocations and (match := _VALUE.match(line)):
+            allocations[-1][2].append((match[1] + (match[2] or "{}"), int(match[3]), int(match[4])))
+    return allocations
 
 
 def _most_alive(placed: Iterable[tuple[int, int, int, int]]) -> int:
@@ -127,8 +127,8 @@ _ASYNC = re.compile(r"\s+(?:ROOT )?%(\S+) = .*? async-(start|update|done)\(([^)]
 
 def read_scheduled(folder: str | pathlib.Path) -> tuple[str, dict[str, int], HeapLayout] | None:
     """Reads text, sizes and heap layout that a compile with `layout_options` wrote; None until it is complete."""
-    found = [*pathlib.Path(folder).glob(f"*{_FILE}")]
-    text = found[0].read_text(encoding="utf-8", errors="replace") if len(found) == 1 else ""
+    files = [*pathlib.Path(folder).glob(f"*{_FILE}")]
+    text = files[0].read_text(encoding="utf-8", errors="replace") if len(files) == 1 else ""
     if not text.rstrip("\n").endswith("\n}") or "\nENTRY " not in text:  # the compiler is still writing it
         return None
     layout = read_layout(folder)

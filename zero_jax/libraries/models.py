@@ -83,29 +83,29 @@ def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = N
     trained = nnx.Param if wrt is None else wrt
 
     def module(key: jax.Array) -> Any:
-        made = make(rngs=nnx.Rngs(key)) if by_name else make(nnx.Rngs(key))
-        if not isinstance(made, nnx.Module):
-            raise ValueError(f"make returns {shown(made)}: {remedy}, such as nnx.Dict(a=..., b=...) of several")
-        for _, node in nnx.iter_graph(made):
+        model = make(rngs=nnx.Rngs(key)) if by_name else make(nnx.Rngs(key))
+        if not isinstance(model, nnx.Module):
+            raise ValueError(f"make returns {shown(model)}: {remedy}, such as nnx.Dict(a=..., b=...) of several")
+        for _, node in nnx.iter_graph(model):
             for name, value in vars(node).items() if isinstance(node, nnx.Pytree) else ():
                 if isinstance(value, jax.Array):  # in a trace Flax does not see it, with Python 3.11
                     setattr(node, name, nnx.data(value))
-        return made
+        return model
 
     def parts(make: Callable[[jax.Array], Any]) -> tuple[PyTree, list[Any]]:
         graphs: list[Any] = []  # made of arrays in a trace: those of `nnx.eval_shape` are shapes, which are static
         state = jax.eval_shape(lambda key: graphdefs(make(key), graphs), key_shape())
         return state, graphs
 
-    def graphdefs(made: Any, graphs: list[Any]) -> PyTree:
+    def graphdefs(model: Any, graphs: list[Any]) -> PyTree:
         for name in ("deterministic", "use_running_average"):  # which some modules leave open, and a call has to say
             is_open = lambda _, module, name=name: getattr(module, name, False) is None  # noqa: E731
-            made.set_attributes(is_open, **{name: False}, raise_if_not_found=False)
-        graphs.append(nnx.graphdef(made))
-        made.eval()
-        graphs.append(nnx.graphdef(made))
-        state = jax.tree.map(lambda x: x, nnx.state(made, nnx.Not(trained)))  # in variables of its own
-        nnx.update(made, jax.tree.map(lambda _: NotMerged(), nnx.state(made)))  # bound methods refer to this module
+            model.set_attributes(is_open, **{name: False}, raise_if_not_found=False)
+        graphs.append(nnx.graphdef(model))
+        model.eval()
+        graphs.append(nnx.graphdef(model))
+        state = jax.tree.map(lambda x: x, nnx.state(model, nnx.Not(trained)))  # in variables of its own
+        nnx.update(model, jax.tree.map(lambda _: NotMerged(), nnx.state(model)))  # bound methods refer to this module
         return state
 
     state, (graphdef, evaluated) = made_without_tracers(parts, module)
@@ -273,7 +273,7 @@ def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> 
     is_array = lambda x: isinstance(x, jax.ShapeDtypeStruct) or eqx.is_array(x)  # noqa: E731
     is_param = lambda x: is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)  # noqa: E731
 
-    def made(key: jax.Array) -> tuple[Any, Any]:
+    def model_and_state(key: jax.Array) -> tuple[Any, Any]:
         out = make(key)  # a tuple may be the model: a generator and a discriminator
         is_pair = type(out) is tuple and len(out) == 2
         is_state = is_pair and (out[1] is None or isinstance(out[1], eqx.nn.State))
@@ -281,7 +281,7 @@ def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> 
         return out if has_own_state else (out, None)
 
     def init_fn(key: jax.Array) -> PyTree:
-        model, state = made(key)
+        model, state = model_and_state(key)
         return jax.tree.unflatten(tree, jax.tree.leaves(variables_of(eqx.filter(model, is_array), state)))
 
     def variables_of(arrays: Any, state: Any) -> PyTree:
@@ -303,8 +303,8 @@ def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> 
 
         return with_parameters(function, call, has_state=has_state)
 
-    trace = lambda made: eqx.filter_eval_shape(made, key_shape())  # noqa: E731
-    shapes, state = made_without_tracers(trace, made)
+    trace = lambda make: eqx.filter_eval_shape(make, key_shape())  # noqa: E731
+    shapes, state = made_without_tracers(trace, model_and_state)
     arrays, static = eqx.partition(shapes, is_array)
     has_state = bool(jax.tree.leaves((eqx.partition(arrays, is_param)[1], eqx.filter(state, is_array))))
     tree = jax.tree.structure(variables_of(arrays, state))  # static fields of another call, as functions, are others

@@ -413,8 +413,8 @@ class ShardingReport(Report):
         many = {key: (key[0], f"{count} x {key[1]}", *key[2:]) for key, count in counts.items() if count >= _MANY_ALIKE}
         # The row of many stands where the first of them was.
         rows = list(dict.fromkeys(many.get(key, row) for key, row in zip(alike, rows, strict=True)))
-        whole = f", {format_bytes(self.whole_bytes)} of it unsharded leaves" if self.whole_bytes else ""
-        lines = [aligned(rows), f"{format_bytes(self.per_device_bytes)} a device{whole}"]
+        unsharded = f", {format_bytes(self.whole_bytes)} of it unsharded leaves" if self.whole_bytes else ""
+        lines = [aligned(rows), f"{format_bytes(self.per_device_bytes)} a device{unsharded}"]
         if "params" not in self.groups:
             sharded = ", ".join(self.groups) or "nothing"
             lines.append(f"sharded like this at this stage: {sharded}; params are replicated over data")

@@ -102,10 +102,10 @@ class MatrixProgram:
     @property
     def all_dealings(self) -> list[Dealing]:
         """The groups of regions, with those of the branch of each `cond` that moves most."""
-        found = list(self.dealings)
+        dealings = list(self.dealings)
         for programs in self.branches.values():
-            found += max((program.all_dealings for program in programs), key=_sent_bytes)
-        return found
+            dealings += max((program.all_dealings for program in programs), key=_sent_bytes)
+        return dealings
 
     def rewritten(self) -> Any:
         """Returns a closed jaxpr of the same function, with its matrix computations on whole matrices."""
@@ -196,13 +196,13 @@ def _inner_products(jaxpr: Any) -> dict[Any, tuple[Any, Any]]:
     XLA gathers an array to flatten it, where a shard is not one run of it. A sum of products of elements gathers none.
     """
     flat = {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "reshape"}
-    found = {}
+    factors_of = {}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general" and _is_number(eqn.outvars[0]) and eqn.invars[0].aval.ndim == 1:
             factors = tuple(flat[x] for x in eqn.invars if not is_literal(x) and x in flat)
             if len(factors) == 2 and factors[0].aval.shape == factors[1].aval.shape:
-                found[eqn.outvars[0]] = factors
-    return found
+                factors_of[eqn.outvars[0]] = factors
+    return factors_of
 
 
 def _is_number(var: Any) -> bool:

@@ -120,9 +120,11 @@ class Region:
             consts = [id(x) for inner in inner_jaxprs(eqn) for x in open_jaxpr(inner)[1]]
             return str({name: x for name, x in eqn.params.items() if name not in SIZES}), tuple(consts)
 
-        atoms = lambda some: tuple(map(described, some))  # noqa: E731
-        rows = [(eqn.primitive.name, atoms(eqn.invars), params(eqn), atoms(eqn.outvars)) for eqn in self.eqns]
-        return atoms(self.inputs), tuple(rows), atoms(self.outputs)
+        descriptions = lambda atoms: tuple(map(described, atoms))  # noqa: E731
+        rows = [
+            (eqn.primitive.name, descriptions(eqn.invars), params(eqn), descriptions(eqn.outvars)) for eqn in self.eqns
+        ]
+        return descriptions(self.inputs), tuple(rows), descriptions(self.outputs)
 
 
 def find_regions(jaxpr: Any) -> list[Region]:
@@ -193,11 +195,11 @@ class MadeOf(Dependence):
 
 def constants(jaxpr: Any) -> set[Any]:
     """Returns the variables of an open jaxpr that are made of no input."""
-    found = set(jaxpr.constvars)
+    constant = set(jaxpr.constvars)
     for eqn in jaxpr.eqns:
-        if found.issuperset(variables(eqn)) and not eqn.effects:
-            found.update(eqn.outvars)
-    return found
+        if constant.issuperset(variables(eqn)) and not eqn.effects:
+            constant.update(eqn.outvars)
+    return constant
 
 
 def _levels(eqns: Sequence[Any], barriers: Sequence[bool]) -> list[int]:
@@ -235,8 +237,8 @@ def _region(jaxpr: Any, eqns: Sequence[Any], fixed: set[Any]) -> Region | None:
 
     What is made of no input (`fixed`), such as an identity matrix, is the same for all matrices.
     """
-    made, inside = {var for eqn in eqns for var in eqn.outvars}, {id(eqn) for eqn in eqns}
-    reads = list(dict.fromkeys(var for eqn in eqns for var in variables(eqn) if var not in made))
+    own, inside = {var for eqn in eqns for var in eqn.outvars}, {id(eqn) for eqn in eqns}
+    reads = list(dict.fromkeys(var for eqn in eqns for var in variables(eqn) if var not in own))
     inputs = [x for x in reads if is_large(x) and x not in fixed]
     others = [x for x in reads if not is_large(x) or x in fixed]
     later = {var for eqn in jaxpr.eqns if id(eqn) not in inside for var in variables(eqn)}

@@ -92,7 +92,7 @@ class Precision:
             dtype = floating_dtype(value)
             if dtype is None:
                 raise ValueError(f"Precision({name}={value!r}): give a floating dtype such as jnp.bfloat16, or None")
-            object.__setattr__(self, name, dtype)
+            object.__setattr__(self, name, dtype)  # so that `jnp.bfloat16` and its name make equal policies
         check_word("Precision: rounding", self.rounding, ("nearest", "stochastic"))
         if self.rounds_stochastically and (self.master is None or self.master.itemsize >= 4):
             raise ValueError(

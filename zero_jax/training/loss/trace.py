@@ -255,14 +255,15 @@ class _TracedLoss:
     def __init__(self, loss: Callable[..., Any], variables: PyTree, batch: PyTree, placement: Placement):
         mesh, axes = placement.mesh, placement.axes
         self.sizes = dict(mesh.shape)
+        # What moves over the axes of the batch is gathers of params and sums of gradients: `comms.estimate` has these.
         self.counted = tuple(name for name in mesh.axis_names if name not in axes.batch)
         self.arguments = (as_variables(variables), batch, key_shape())
         leaves = jax.tree.leaves((placement.params, placement.model_state))
-        self.inputs = [ValueSharding(dims=without(leaf.dims, axes.batch)) for leaf in leaves]
+        self.inputs = [ValueSharding(dims=without(leaf.dims, axes.batch)) for leaf in leaves]  # as they are gathered
         for x in jax.tree.leaves(batch):
-            cut = axes.batch if x.ndim and x.shape[0] % axis_size(mesh, axes.batch) == 0 else ()
-            self.inputs.append(ValueSharding(dims=((cut, *((),) * (x.ndim - 1)) if x.ndim else ()), varies=True))
-        self.inputs.append(ValueSharding(dims=(), varies=True))
+            over = axes.batch if x.ndim and x.shape[0] % axis_size(mesh, axes.batch) == 0 else ()
+            self.inputs.append(ValueSharding(dims=((over, *((),) * (x.ndim - 1)) if x.ndim else ()), varies=True))
+        self.inputs.append(ValueSharding(dims=(), varies=True))  # the key
         self.loss = loss
 
     def differentiated(self, derive: Callable[..., Any]) -> Any:
@@ -282,7 +283,7 @@ class _TracedLoss:
     def propagate_gradient(self, jaxpr: Any) -> Propagation:
         """Returns the shardings of the jaxpr of loss and gradient."""
         num, num_grads = len(jaxpr.outvars), len(jax.tree.leaves(trainable(self.arguments[0].params)))
-        return self._propagate(jaxpr, kept=range(num - num_grads, num))
+        return self._propagate(jaxpr, kept=range(num - num_grads, num))  # the gradients come last
 
     def largest_param_bytes(self) -> float:
         """Returns the bytes on one device of the largest param that is no stack of layers."""

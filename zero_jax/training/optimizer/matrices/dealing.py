@@ -93,6 +93,7 @@ class Dealing:
         first = self.regions[0]
         dims = without(self.stacked_dims(first, first.inputs[0]), self.apart)
         placed = [axis for dim in dims for axis in dim if axis in self.data]
+        # From the minor one on, then those that nothing is sharded over.
         order = [*reversed(placed), *(axis for axis in self.data if axis not in (*placed, *self.apart))]
         choices = [None, *(tuple(order[:i]) for i in range(1, len(order) + 1))]
         return min(choices, key=self.cost)
@@ -160,7 +161,7 @@ class Dealing:
         steps = [] if dims is None else [dims]
         if self.is_copied:
             return [*steps, without(now, over)]
-        for axes in (self.apart, over):
+        for axes in (self.apart, over):  # in this order: the axes of `apart` are the major ones
             steps += steps_by_dim(now, at, axes)
             now = steps[-1] if steps else now
         missing = tuple(axis for axis in (*self.apart, *over) if not carries(now, (axis,)))

@@ -300,6 +300,28 @@ def test_convolutions_count_real_elements_only(left, kernel, out, window, labels
     assert work_of("c", body).flops == flops
 
 
+@pytest.mark.parametrize(
+    ("target", "first", "second", "out"),
+    [
+        ("Forward", "32,56,56,64", "128,3,3,64", "32,28,28,128"),
+        ("BiasActivationForward", "32,56,56,64", "128,3,3,64", "32,28,28,128"),
+        # XLA:GPU has the labels and the window of the forward convolution in its gradients: of other operands.
+        ("BackwardInput", "32,28,28,128", "128,3,3,64", "32,56,56,64"),
+        ("BackwardFilter", "32,56,56,64", "32,28,28,128", "128,3,3,64"),
+    ],
+)
+def test_the_gradients_of_a_gpu_convolution_take_as_many_operations(target, first, second, out):
+    how = "window={size=3x3 stride=2x2 pad=0_1x0_1}, dim_labels=b01f_o01i->b01f"
+    body = f"""ENTRY %main (a: bf16[1], b: bf16[1]) -> bf16[1] {{
+  %a = bf16[{first}]{{3,2,1,0}} parameter(0)
+  %b = bf16[{second}]{{3,2,1,0}} parameter(1)
+  ROOT %c = (bf16[{out}]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%a, %b), {how}, custom_call_target="__cudnn$conv{target}"
+}}
+"""
+    # Of 28 places of a window of 3 in each dim, the last meets the padding once.
+    assert work_of("c", body).flops == 2 * 32 * (28 * 3 - 1) ** 2 * 64 * 128
+
+
 def test_a_gpu_gemm_and_an_unknown_custom_call():
     dims = 'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'
     body = """ENTRY %main (a: bf16[32,64], b: bf16[64,16]) -> bf16[32,16] {

@@ -69,6 +69,11 @@ def _convolution_flops(program: Program, instruction: Instruction) -> float:
     if not labels or len(operands) < 2:
         return 0
     left, kernel, out = (array.dims for array in (*operands[:2], instruction.arrays[0]))
+    # XLA:GPU's gradients of a convolution have the labels and the window of that, of which they give an operand.
+    if '"__cudnn$convBackwardInput"' in line:
+        left, out = out, left
+    elif '"__cudnn$convBackwardFilter"' in line:
+        kernel, out = out, kernel
     window = re.search(r"window=\{([^}]*)\}", line)
     spatial = sorted(filter(str.isdigit, labels[3]), key=int)
     num_pairs = 1

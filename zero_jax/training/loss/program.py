@@ -160,7 +160,7 @@ class StepLoss:
         # On a mesh with other axes XLA partitions some convolutions wrongly, at every stage.
         has_other_axes = placement.axes.size_beside_batch(mesh) > 1
         if not (mapped or "master" in placement.groups or reduce_dtype is not None or has_other_axes):
-            return self.staged(program, axes)
+            return self.staged(program, axes)  # stage 0: XLA's all-reduces of whole gradients are what is wanted
         if placement.num_stages > 1:
             program = PipelinedProgram(LossProgram.of(program), self.stages(axes))
         # Outermost: no user's `jax.checkpoint`, and no loop over ticks, is around the layers.

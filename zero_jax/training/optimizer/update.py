@@ -192,7 +192,7 @@ class TracedUpdate:
     def unchanged(self, needed: Sequence[bool]) -> list[bool]:
         """Tells which params it never changes; one whose gradient is read (`needed`) counts as changed.
 
-        So are those of `optax.set_to_zero` under `multi_transform` or `masked`, and of any other optimizer whose
+        They are those of `optax.set_to_zero` under `multi_transform` or `masked`, and of any other optimizer whose
         updates are zeros that do not depend on the gradients.
         """
         if all(needed):

@@ -412,7 +412,7 @@ class ShardingReport(Report):
         counts = collections.Counter(alike)
         many = {key: (key[0], f"{count} x {key[1]}", *key[2:]) for key, count in counts.items() if count >= _MANY_ALIKE}
         # The row of many stands where the first of them was.
-        rows = list(dict.fromkeys(many.get(key, row) for key, row in zip(alike, rows, strict=True)))
+        rows = list(dict.fromkeys(many[key] if key in many else row for key, row in zip(alike, rows, strict=True)))
         unsharded = f", {format_bytes(self.whole_bytes)} of it unsharded leaves" if self.whole_bytes else ""
         lines = [aligned(rows), f"{format_bytes(self.per_device_bytes)} a device{unsharded}"]
         if "params" not in self.groups:

@@ -284,6 +284,10 @@ def test_a_dot_costs_two_flops_a_multiply_add_and_its_operands():
          2 * 2 * 4 * 256 * 256 * 128),
         # A real convolution: a 3-wide kernel over 5 positions padded by 1 meets 3 x 5 - 2 elements.
         ("1,5,8", "3,8,16", "1,5,16", "size=3 pad=1_1", "b0f_0io->b0f", 2 * 13 * 8 * 16),
+        # In groups of features the kernel has the inputs of one; in groups of examples the result has the examples of
+        # one, each with the output features of its group alone.
+        ("1,5,8", "3,4,16", "1,5,16", "size=3 pad=1_1", "b0f_0io->b0f, feature_group_count=2", 2 * 13 * 4 * 16),
+        ("4,5,8", "3,8,16", "2,5,16", "size=3 pad=1_1", "b0f_0io->b0f, batch_group_count=2", 2 * 13 * 2 * 8 * 16),
     ],
 )  # fmt: skip
 def test_convolutions_count_real_elements_only(left, kernel, out, window, labels, flops):
@@ -294,6 +298,28 @@ def test_convolutions_count_real_elements_only(left, kernel, out, window, labels
 }}
 """
     assert work_of("c", body).flops == flops
+
+
+@pytest.mark.parametrize(
+    ("target", "first", "second", "out"),
+    [
+        ("Forward", "32,56,56,64", "128,3,3,64", "32,28,28,128"),
+        ("BiasActivationForward", "32,56,56,64", "128,3,3,64", "32,28,28,128"),
+        # XLA:GPU has the labels and the window of the forward convolution in its gradients: of other operands.
+        ("BackwardInput", "32,28,28,128", "128,3,3,64", "32,56,56,64"),
+        ("BackwardFilter", "32,56,56,64", "32,28,28,128", "128,3,3,64"),
+    ],
+)
+def test_the_gradients_of_a_gpu_convolution_take_as_many_operations(target, first, second, out):
+    how = "window={size=3x3 stride=2x2 pad=0_1x0_1}, dim_labels=b01f_o01i->b01f"
+    body = f"""ENTRY %main (a: bf16[1], b: bf16[1]) -> bf16[1] {{
+  %a = bf16[{first}]{{3,2,1,0}} parameter(0)
+  %b = bf16[{second}]{{3,2,1,0}} parameter(1)
+  ROOT %c = (bf16[{out}]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%a, %b), {how}, custom_call_target="__cudnn$conv{target}"
+}}
+"""
+    # Of 28 places of a window of 3 in each dim, the last meets the padding once.
+    assert work_of("c", body).flops == 2 * 32 * (28 * 3 - 1) ** 2 * 64 * 128
 
 
 def test_a_gpu_gemm_and_an_unknown_custom_call():

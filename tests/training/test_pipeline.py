@@ -247,9 +247,10 @@ def test_adapters_on_a_frozen_base(pipeline):
     assert_close(found, expected, tolerance=FLOAT32)
 
 
-def test_an_evaluation_is_of_the_whole_batch():
-    mesh, config = zero.make_mesh(pipe=4), make_config(stage=3, num_microbatches=16, pipeline="1f1b")
-    batch = make_batches(1, size=24)[0]  # fewer microbatches than those of a step
+@pytest.mark.parametrize("num_microbatches", [16, 6])  # the batch has fewer; as many, which are no multiple of stages
+def test_an_evaluation_is_of_the_whole_batch(num_microbatches):
+    mesh, config = zero.make_mesh(pipe=4), make_config(stage=3, num_microbatches=num_microbatches, pipeline="1f1b")
+    batch = make_batches(1, size=24)[0]
     state = zero.init_state(init_params(), optax.sgd(0.1), jax.random.key(0), mesh=mesh, config=config)
     metrics = zero.make_eval_step(loss_fn, mesh=mesh, config=config)(state, batch)
     assert_close((metrics.loss, metrics.aux), jax.jit(loss_fn)(init_params(), batch), tolerance=FLOAT32)

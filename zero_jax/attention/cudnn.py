@@ -105,6 +105,7 @@ class _Runs(NamedTuple):
 def _runs(segments: Array, num_at_once: int) -> _Runs:
     starts_run = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     size = segments.size
+    # With as many more as a call takes: the last round has a whole slice of them (`packed`).
     starts = jnp.flatnonzero(starts_run, size=size + num_at_once + 1, fill_value=size).astype(jnp.int32)
     of_token = jnp.cumsum(starts_run.ravel(), dtype=jnp.int32).reshape(segments.shape) - 1
     return _Runs(starts, of_token, of_token[-1, -1] + 1)
@@ -115,7 +116,7 @@ def _within_segments(run: Callable[..., Sequence[Array]], arrays: _Arrays, segme
 
     `run(packed, *arrays)` has to be right at the tokens of `packed` alone.
     """
-    if segments.shape[0] > 1 and max(x.size for x in arrays) > _MOST_ELEMENTS:
+    if segments.shape[0] > 1 and max(x.size for x in arrays) > _MOST_ELEMENTS:  # in halves, until places fit int32
         half = segments.shape[0] // 2
         parts = [
             _within_segments(run, [x[part] for x in arrays], segments[part])
@@ -148,7 +149,7 @@ def _within_segments(run: Callable[..., Sequence[Array]], arrays: _Arrays, segme
         back = jnp.argsort(order, axis=1)
         return [_taken(x, back) for x in results]
 
-    is_one_run_each = runs.count == in_order.count
+    is_one_run_each = runs.count == in_order.count  # in order there are as many runs as segments
     return jax.lax.cond(is_one_run_each & (runs.count <= num_at_once), at_once, in_rounds, *arrays)
 
 

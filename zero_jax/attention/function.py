@@ -215,20 +215,20 @@ def _checked(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple
     q, k, v = (_array(name, x, 4) for name, x in (("query", query), ("key", key), ("value", value)))
     _check_shapes(q, k, v)
     everything: dict[str, Any] = {"scale": None} | options
-    given = Case(**everything)
-    _check_numbers(given)
-    scale = 1 / math.sqrt(q.shape[-1]) if given.scale is None else given.scale
+    raw = Case(**everything)  # as the user gives it
+    _check_numbers(raw)
+    scale = 1 / math.sqrt(q.shape[-1]) if raw.scale is None else raw.scale
     wanted = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     case = dataclasses.replace(
-        given,
+        raw,
         scale=scale if isinstance(scale, jax.Array) else float(scale),
-        bias=_of_logits("bias", given.bias, wanted),
-        mask=_of_logits("mask", given.mask, wanted),
-        query_seq_lengths=_lengths("query_seq_lengths", given.query_seq_lengths, q),
-        key_value_seq_lengths=_lengths("key_value_seq_lengths", given.key_value_seq_lengths, k),
-        local_window_size=_window(given.local_window_size),
-        segment_ids=_segments(given.segment_ids, q, k),
-        logits_soft_cap=None if given.logits_soft_cap is None else float(given.logits_soft_cap),
+        bias=_of_logits("bias", raw.bias, wanted),
+        mask=_of_logits("mask", raw.mask, wanted),
+        query_seq_lengths=_lengths("query_seq_lengths", raw.query_seq_lengths, q),
+        key_value_seq_lengths=_lengths("key_value_seq_lengths", raw.key_value_seq_lengths, k),
+        local_window_size=_window(raw.local_window_size),
+        segment_ids=_segments(raw.segment_ids, q, k),
+        logits_soft_cap=None if raw.logits_soft_cap is None else float(raw.logits_soft_cap),
     )
     if case.mask is not None and case.mask.dtype != bool:
         raise ValueError(f"mask is {case.mask.dtype}: give bool, False where a query does not see a key")
@@ -273,14 +273,14 @@ def _window(size: Any) -> tuple[int, int] | None:
     return int(sizes[0]), int(sizes[1])
 
 
-def _check_numbers(given: Case) -> None:
+def _check_numbers(raw: Case) -> None:
     """Raises `ValueError` for a scale, a switch or a cap of another kind; a scale may be traced."""
-    if not (isinstance(given.scale, jax.Array) and given.scale.shape == ()):
-        check_value("scale", given.scale, float, is_optional=True)
-    check_value("is_causal", given.is_causal, bool)
-    check_value("logits_soft_cap", given.logits_soft_cap, float, is_optional=True)
-    if given.logits_soft_cap is not None and given.logits_soft_cap <= 0:
-        raise ValueError(f"logits_soft_cap={given.logits_soft_cap}: give a positive number, or None for no cap")
+    if not (isinstance(raw.scale, jax.Array) and raw.scale.shape == ()):
+        check_value("scale", raw.scale, float, is_optional=True)
+    check_value("is_causal", raw.is_causal, bool)
+    check_value("logits_soft_cap", raw.logits_soft_cap, float, is_optional=True)
+    if raw.logits_soft_cap is not None and raw.logits_soft_cap <= 0:
+        raise ValueError(f"logits_soft_cap={raw.logits_soft_cap}: give a positive number, or None for no cap")
 
 
 def _check_shapes(query: Array, key: Array, value: Array) -> None:

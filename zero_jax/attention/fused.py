@@ -56,8 +56,9 @@ def _attention_shapes(query: Any, key: Any, value: Any, *extras: Any, call: Call
 
 def _attention_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> Any:
     out, lse = (checkpoint_name(x, RESIDUALS) for x in attention_p.bind(*primals, call=call))
-    moved = [ad.instantiate_zeros(tangent) for tangent in tangents[:3]]
-    tangent = tangent_p.bind(*primals, out, lse, *moved, call=call)
+    dots = [ad.instantiate_zeros(tangent) for tangent in tangents[:3]]
+    tangent = tangent_p.bind(*primals, out, lse, *dots, call=call)
+    # Of the log-sum-exps nothing is differentiated: only the backward kernel reads them.
     return [out, lse], [tangent, ad.Zero(jax.typeof(lse))]
 
 
@@ -116,8 +117,8 @@ def _second_order(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call
     def cotangents(query: Any, key: Any, value: Any, cotangent: Any) -> Any:
         return jax.vjp(_plain(call, primals[3:-3]), query, key, value)[1](cotangent)
 
-    moved = [ad.instantiate_zeros(tangents[i]) for i in (0, 1, 2, -1)]
-    _, out = jax.jvp(cotangents, [*primals[:3], primals[-1]], moved)
+    dots = [ad.instantiate_zeros(tangents[i]) for i in (0, 1, 2, -1)]
+    _, out = jax.jvp(cotangents, [*primals[:3], primals[-1]], dots)
     return cotangents_p.bind(*primals, call=call), list(out)
 
 
@@ -168,7 +169,7 @@ def _lower(run: Callable[..., Any], platform: str, ctx: Any, *operands: Any, cal
     kernel = _KERNELS.get((call.kernel, platform)) if run is not _tangent else None
     function = functools.partial(run, call=call, kernel=kernel)
     if kernel is not None:
-        manual = getattr(ctx.module_context.axis_context, "manual_axes", frozenset())
+        manual = getattr(ctx.module_context.axis_context, "manual_axes", frozenset())  # of outer `shard_map`s
         function = functools.partial(on_shards, function, call.placement, manual)
     return mlir.lower_fun(function)(ctx, *operands)
 
@@ -189,6 +190,7 @@ def attention(query: Array, key: Array, value: Array, case: Case, *, kernel: str
         extras = _lengths(query, key, case) if case.segment_ids is None else [case.segment_ids[0]]
     keys, values = (_repeated(x, query.shape[2], placement.num_head_shards) for x in (key, value))
     out = attention_p.bind(query, keys, values, *extras, call=call)[0]
+    # As `jax.nn.dot_product_attention` has it: the kernels return something else for rows that see no key.
     sees = _sees_a_key(query, key, case, band)
     if sees is not None:
         mean = value.astype(jnp.float32).mean(1, keepdims=True).astype(out.dtype)
@@ -205,6 +207,7 @@ def _repeated(x: Array, num_query_heads: int, num_shards: int) -> Array:
     num_heads = x.shape[2]
     if num_heads % num_shards == 0:
         return x
+    # As few times as make one head a device; else as often as there are queries for it, whose heads divide.
     times = num_shards // num_heads if num_shards % num_heads == 0 else num_query_heads // num_heads
     return jnp.repeat(x, times, axis=2)
 
@@ -215,7 +218,7 @@ def _lengths(query: Array, key: Array, case: Case) -> list[Array]:
         return []
     pairs = ((case.query_seq_lengths, query), (case.key_value_seq_lengths, key))
     lengths = (jnp.full(x.shape[0], x.shape[1], jnp.int32) if n is None else n for n, x in pairs)
-    return [jnp.maximum(n, 1).astype(jnp.int32) for n in lengths]
+    return [jnp.maximum(n, 1).astype(jnp.int32) for n in lengths]  # what no query sees is replaced by `attention`
 
 
 def _segments(query: Array, key: Array, case: Case) -> list[Array]:
@@ -226,7 +229,7 @@ def _segments(query: Array, key: Array, case: Case) -> list[Array]:
     of_query, of_key = ids or (jnp.zeros(query.shape[:2], jnp.int32), jnp.zeros(key.shape[:2], jnp.int32))
     of_query, of_key = of_query.astype(jnp.int32), of_key.astype(jnp.int32)
     is_key = jnp.arange(key.shape[1]) < lengths[:, None]
-    unused = jnp.min(of_query, axis=1, keepdims=True) - 1
+    unused = jnp.min(of_query, axis=1, keepdims=True) - 1  # the segment of no query
     return [of_query, jnp.where(is_key, of_key, unused)]
 
 

@@ -71,7 +71,7 @@ class Splash:
         results = plan.by_heads(out, extra), jnp.pad(lse, ((0, 0), (0, 0), (0, extra))), plan.by_heads(cotangent, extra)
         operands = [*operands[:3], *results, *operands[3:]]
         dq, dk, dv = jax.vmap(_with_costs(of_example, plan.cost(operands, backward=True)))(*operands)
-        dq = (dq.astype(jnp.float32) * call.scale).astype(of.query.dtype)
+        dq = (dq.astype(jnp.float32) * call.scale).astype(of.query.dtype)  # of the queries before `padded` scaled them
         return [plan.unpadded(x, like) for x, like in zip((dq, dk, dv), of[:3], strict=True)]
 
 
@@ -99,6 +99,7 @@ class _Plan:
     def padded(self, of: Operands) -> list[jax.Array]:
         """Returns the operands of the kernels, with scaled queries."""
         extra, extra_keys = self.queries - of.query.shape[1], self.keys - of.key.shape[1]
+        # The kernels take no scale of logits.
         query = (of.query.astype(jnp.float32) * self.scale).astype(of.query.dtype)
         ids = [jnp.pad(x, ((0, 0), (0, n))) for x, n in zip(of.extras, (extra, extra_keys), strict=False)]
         arrays = (query, extra), (of.key, extra_keys), (of.value, extra_keys)
@@ -214,6 +215,7 @@ class _BandMask(masks.Mask):
         """Tells which queries see which keys; queries that are padding see some key."""
         num_queries, num_keys = self.sizes
         left, right = self.band.left, self.band.right
+        # Computed in the kernel for each logit: no term that leaves out nothing.
         terms = []
         if right is not None:
             terms.append(keys <= queries + right if right else keys <= queries)
@@ -259,15 +261,16 @@ def _with_costs(function: Callable[..., Any], cost: pl.CostEstimate) -> Callable
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         num_calls = sum(eqn.primitive.name == "pallas_call" for eqn in jaxpr.eqns)
         each = dataclasses.replace(cost, **{k: v // num_calls for k, v in dataclasses.asdict(cost).items()})
-        narrow: dict[Any, Any] = {}
+        before_cast: dict[Any, Any] = {}
 
         def equation(eqn: Any, values: list[Any]) -> list[Any]:
             if eqn.primitive.name == "pallas_call":
                 eqn = eqn.replace(params={**eqn.params, "cost_estimate": each})
             elif eqn.primitive.name == "convert_element_type":
-                narrow[eqn.outvars[0]] = values[0]
+                before_cast[eqn.outvars[0]] = values[0]
+            # The sum of the parts of the queries' cotangents, one for each block of keys.
             elif eqn.primitive.name == "reduce_sum" and eqn.params["axes"] == (0,):
-                return [_added(narrow.get(eqn.invars[0], values[0]), values[0].dtype)]
+                return [_added(before_cast.get(eqn.invars[0], values[0]), values[0].dtype)]
             return jaxprs.bind(eqn, values)
 
         return jax.tree.unflatten(jax.tree.structure(shape), evaluate(jaxpr, consts, arrays, equation))

@@ -77,7 +77,7 @@ def band_of(case: Case, num_queries: int, num_keys: int) -> Band:
     return Band(None if left >= num_queries - 1 else int(left), None if right >= num_keys - 1 else int(right))
 
 
-_HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
+_HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, as in `jax.nn`: of a row of -inf the softmax is NaN
 
 
 def attention(query: Array, key: Array, value: Array, case: Case) -> Array:

@@ -155,13 +155,15 @@ class Lora:
 
     def _adapter(self, target: Target, leaf: Any, stored: Any, key: jax.Array) -> dict[str, Any]:
         shape = {side: [n for n, x in zip(leaf.shape, target.labels, strict=True) if x == side] for side in "sio"}
+        # By the path: the numbers do not depend on which other leaves are adapted.
         key = jax.random.fold_in(key, zlib.crc32(target.path.encode()))
+        # `B` is 0, so that nothing is changed yet; `A` as a linear layer of PyTorch begins, as in the library PEFT.
         bound, dtype = 1 / math.sqrt(math.prod(shape["i"])), wide(jax.dtypes.canonicalize_dtype(leaf.dtype))
         adapter = {
             "a": jax.random.uniform(key, (*shape["s"], *shape["i"], self.rank), dtype, -bound, bound),
             "b": jnp.zeros((*shape["s"], self.rank, *shape["o"]), dtype),
         }
-        if self.dora:
+        if self.dora:  # the norms of the weight as it is stored, which is the one that is used
             base = (dequantize(stored) if isinstance(stored, QuantizedWeight) else stored).astype(dtype)
             ins = tuple(i for i, label in enumerate(target.labels) if label == "i")
             adapter["magnitude"] = jnp.linalg.norm(base, axis=ins, keepdims=False)
@@ -250,7 +252,7 @@ class Lora:
     def _leaves(self, adapters: Mapping[str, Any], base: PyTree) -> tuple[list[Any], Any]:
         """Returns the leaves of the params, with frozen ones as `Weight`s, and their tree."""
         nodes, tree = jax.tree_util.tree_flatten_with_path(base, is_leaf=_is_node)
-        # Of what is trained as it is there is no mapping.
+        # Adapters are mappings; what is trained as it is is a leaf.
         dtypes = {name: x["a"].dtype for name, x in adapters.items() if isinstance(x, Mapping)}
         widest = jnp.result_type(*dtypes.values())
         named = {path_name(path): node for path, node in nodes}
@@ -270,7 +272,7 @@ class Lora:
         if target is None:
             if node.dtype == dtype:
                 return node
-            labels = "s" * node.ndim
+            labels = "s" * node.ndim  # no target: it is cast where it is used, and that is all
             return Weight(path=path, roots=(node,), build=as_it_is, labels=labels, shape=node.shape, dtype=dtype)
         is_quantized = isinstance(node, QuantizedWeight)
         return Weight(
@@ -324,12 +326,12 @@ class Lora:
 
 
 class _Recipe:
-    """A `Weight` without its arrays, as a static argument."""
+    """A `Weight` without its arrays, as a static argument: equal for equal layers, which are compiled once."""
 
     def __init__(self, weight: Weight):
         self.weight = weight.with_arrays([None] * len(weight.arrays))
         factors = len(self.weight.factors), self.weight.scale
-        build = getattr(weight.build, "args", None)
+        build = getattr(weight.build, "args", None)  # of a `functools.partial`, two of which are never equal
         self.key = (len(self.weight.roots), build, weight.labels, weight.shape, str(jnp.dtype(weight.dtype)), factors)
 
     def __hash__(self) -> int:

@@ -101,7 +101,7 @@ def _quantized(matrix: jax.Array, *, format: str, block_size: int) -> tuple[jax.
         groups = scales.reshape(*scales.shape[:-1], columns // group, group)
         steps = groups.max(-1) / 255
         stored = jnp.round(groups / jnp.where(steps == 0, 1, steps)[..., None]).astype(jnp.uint8).reshape(scales.shape)
-        scales = _scales(stored, steps)
+        scales = _scales(stored, steps)  # as they will be: codes are of the rounded scales
     unit = blocks / jnp.where(scales == 0, 1, scales)[..., None, :]
     if format == "int8":
         return jnp.round(unit * 127).astype(jnp.int8).reshape(matrix.shape), stored, steps
@@ -136,7 +136,7 @@ def _dequantized(codes: jax.Array, scales: jax.Array, *steps: jax.Array, format:
         both = jnp.concatenate([codes & 15, codes >> 4], axis=-2)
         unit = jnp.asarray(NF4_LEVELS, jnp.float32)[both.astype(jnp.int32)]
     *stack, num_blocks, columns = scales.shape
-    rows = unit.shape[-2]
+    rows = unit.shape[-2]  # [*stack, rows, columns]
     unit = unit.reshape(*stack, num_blocks, rows // num_blocks, columns)
     return (unit * scales[..., None, :]).reshape(*stack, rows, columns)
 

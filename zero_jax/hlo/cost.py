@@ -10,19 +10,11 @@ from zero_jax.hlo.program import Instruction, Program, integers
 from zero_jax.hlo.windows import read_windows
 
 _FREE_CUSTOM_CALLS = (
-    "AllocateBuffer",
-    "AsyncCollectiveStart",
-    "AsyncCollectiveDone",
-    "ConcatBitcast",
-    "AssumeGatherIndicesInBound",
-    "GatherScatterIndicesBitpacked",
-    "PrepareAsyncCallStart",
-    "PrepareAsyncCallDone",
-    "SliceId",
-    "ZeroCrop",
-)
+    "AllocateBuffer AsyncCollectiveStart AsyncCollectiveDone ConcatBitcast AssumeGatherIndicesInBound "
+    "GatherScatterIndicesBitpacked PrepareAsyncCallStart PrepareAsyncCallDone SliceId ZeroCrop"
+).split()
 _GEMMS = re.compile(r'custom_call_target="__cublas\$(?:lt\$)?(?:gemm|matmul)[^"]*"')
-_DAY_CYCLES = 86_400 * 10**9
+_DAY_CYCLES = 86_400 * 10**9  # a day at 1 GHz: more is no count of cycles
 
 
 def cycles(instruction: Instruction) -> int | None:
@@ -77,15 +69,19 @@ def _convolution_flops(program: Program, instruction: Instruction) -> float:
     if not labels or len(operands) < 2:
         return 0
     left, kernel, out = (array.dims for array in (*operands[:2], instruction.arrays[0]))
+    # XLA:GPU's gradients of a convolution have the labels and the window of that, of which they give an operand.
+    if '"__cudnn$convBackwardInput"' in line:
+        left, out = out, left
+    elif '"__cudnn$convBackwardFilter"' in line:
+        kernel, out = out, kernel
     window = re.search(r"window=\{([^}]*)\}", line)
     spatial = sorted(filter(str.isdigit, labels[3]), key=int)
     num_pairs = 1
     for label, along in zip(spatial, read_windows(window and window[1], len(spatial)), strict=True):
         _, inside = along.inputs(left[labels[1].index(label)], out[labels[3].index(label)])
         num_pairs *= int(inside.sum())
-    features = out[labels[3].index("b")] * out[labels[3].index("f")] * kernel[labels[2].index("i")]
-    groups = re.search(r"batch_group_count=(\d+)", line)
-    return 2 * num_pairs * features / (int(groups[1]) if groups else 1)
+    # As many with groups: of features the kernel has the inputs of one group, of examples the result has those of one.
+    return 2 * num_pairs * out[labels[3].index("b")] * out[labels[3].index("f")] * kernel[labels[2].index("i")]
 
 
 def _moved_bytes(program: Program, instruction: Instruction) -> int:
@@ -111,7 +107,7 @@ def _read_bytes(program: Program, value: Instruction) -> int:
     all_bytes, total = _bytes(value), 0
     for user in program.users(value.computation)[value.name]:
         is_first = user.operands[0] == value.name and value.name not in user.operands[1:]
-        if user.opcode in MOVES:
+        if user.opcode in MOVES:  # by the share of it that is read: a convert has other bytes
             total += _read_bytes(program, user) * all_bytes // max(_bytes(user), 1)
         elif user.opcode == "fusion":  # of a product: what makes its operands, and what follows it
             places = zip(program.parameters(user.first_called), user.operands, strict=False)

@@ -202,6 +202,7 @@ class _GridBody:
         name, known = _name(operation), [self.values.get(operand) for operand in operation.operands]
         regions, results = list(operation.regions), list(operation.results)
         if name in ("tpu.matmul", "vector.contract"):
+            # `times` has a dim of size 1 for each dim of the grid that it does not depend on.
             num_steps = times.sum() * math.prod(self.grid) / times.size
             self.flops += num_steps * _product_flops(operation)
         elif name == "scf.if":
@@ -210,7 +211,7 @@ class _GridBody:
             self.region(regions[0], times * self.num_trips(known))
         elif name in ("scf.while", "func.call"):
             self.is_exact = False
-            for region in regions[-1:]:
+            for region in regions[-1:]:  # the body, behind the condition
                 self.region(region, times)
         elif regions:
             for region in regions:
@@ -223,6 +224,7 @@ class _GridBody:
             for region, taken in zip(regions, (condition != 0, condition == 0), strict=False):
                 self.region(region, times * taken)
             return
+        # Not known: as if the branch of most operations were taken.
         before, flops = self.flops, []
         for region in regions:
             self.flops = before
@@ -250,9 +252,10 @@ def _scalar(operation: Any, known: Sequence[Known]) -> Known:
     values = [value for value in known if value is not None]
     if (dialect, name) == ("memref", "load"):
         array, indices = values[0], values[1:]
-        inside = len(indices) == array.ndim
+        is_element = len(indices) == array.ndim
+        # Clipped: all steps of the grid are run at once, those too that do not come here.
         clipped = [np.clip(index, 0, size - 1) for index, size in zip(indices, array.shape, strict=False)]
-        return array[tuple(np.broadcast_arrays(*clipped))] if inside and clipped else None
+        return array[tuple(np.broadcast_arrays(*clipped))] if is_element and clipped else None
     if dialect != "arith":
         return None
     if name in _CASTS:

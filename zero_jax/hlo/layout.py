@@ -47,7 +47,7 @@ Shape = Array | tuple["Shape", ...]
 @functools.lru_cache(maxsize=16384)
 def parse_shape(text: str) -> Shape:
     """Reads a shape: an array, or a tuple of shapes."""
-    stack: list[list[Shape]] = [[]]
+    stack: list[list[Shape]] = [[]]  # the tuples that are open, the innermost last
     for match in _TOKEN.finditer(_COMMENT.sub("", text)):
         if match[0] == "(":
             stack.append([])

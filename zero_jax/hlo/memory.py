@@ -123,14 +123,14 @@ def peak(compiled: Any) -> Heap:
         return tuple(sorted((buffer for buffer in buffers if buffer.num_bytes), key=lambda buffer: -buffer.num_bytes))
 
     saved = [residual for x in temporaries["device"] if (residual := _saved(program, x, readers))]
-    given = (values.items[number].array for number in values.arguments)
+    argument_arrays = (values.items[number].array for number in values.arguments)
     before = reversed(values.steps[max(step - _NEAR + 1, 0) : step + 1])
     return Heap(
         peak_bytes=peak_bytes,
         live=alive(heap, step),
         in_arguments=alive(in_results, step),
         peak_op_name=next(filter(None, (_op_name(program, instruction) for instruction in before)), ""),
-        host_argument_bytes=sum(array.num_bytes for array in given if array.space == HOST_SPACE),
+        host_argument_bytes=sum(array.num_bytes for array in argument_arrays if array.space == HOST_SPACE),
         host_peak_bytes=_top(temporaries["host"])[0],
         on_chip_peak_bytes=_top(temporaries["chip"])[0],
         residuals=alive(saved, _top(saved)[1]),
@@ -147,7 +147,7 @@ def _memory_of(space: int, program: Program) -> str:
 def _allocation(values: Sequence[HloValue]) -> _Allocation:
     spans: list[tuple[int, int]] = []
     for value in sorted(values, key=lambda value: value.start):
-        if spans and value.start <= spans[-1][1] + 1:
+        if spans and value.start <= spans[-1][1] + 1:  # written as the one before is read for the last time
             spans[-1] = (spans[-1][0], max(spans[-1][1], value.end))
         else:
             spans.append((value.start, value.end))
@@ -162,6 +162,7 @@ def _reuse(
     sizes = [size for size, _ in free]
     heap, in_results = [], []
     smallest = _top(temporaries)[0] / 1024  # what is smaller hardly counts, and there may be many
+    # As the compiler assigns memory: the largest first, of equal ones that which is alive for longest.
     for allocation in sorted(temporaries, key=lambda x: (-x.num_bytes, x.spans[0][0] - x.spans[-1][1])):
         large = allocation.num_bytes >= smallest
         first = bisect.bisect_left(sizes, allocation.num_bytes) if large else len(free)
@@ -237,7 +238,7 @@ def _name_of(program: Program, value: HloValue) -> str:
 
 def _op_name(program: Program, instruction: Instruction) -> str:
     """The JAX name stack of an instruction, or of what it copies."""
-    for _ in range(8):
+    for _ in range(8):  # copies of copies
         if name := instruction.op_names(1)[0]:
             return name
         passes = instruction.base in _PASSES_NAME_ON or (

@@ -13,7 +13,7 @@ _DIFFERENTIATED = "jvp("  # in the name stack of both passes
 _GATHER_SCOPE = re.compile(r"gather=([^/()\":]+)")
 # The gradient of a param's gather, not the gather that is repeated in the backward pass.
 GRAD_OF_GATHER = re.compile(r"transpose\([^/]*gather=")
-_UPDATE = "of_update/"  # that of `zero_jax.sharding.chains.UPDATE`
+_UPDATE = "of_update/"  # that of `zero_jax.sharding.chains.UPDATE`; `hlo/` imports nothing of zero_jax
 # Where its path begins with two tildes, it continues that of `params_scope`.
 _PARAMS_SCOPE = re.compile(r"params=([^/()\":]+)")
 

@@ -120,7 +120,7 @@ class Program:
         self.has_tiles = ":T(" in text  # whether its arrays are in tiles, as by XLA:TPU
         self._trips: dict[tuple[str, str], int | None] = {}
         self._users: dict[str, dict[str, list[Instruction]]] = {}
-        self._tables: dict[str, dict[str, str]] = collections.defaultdict(dict)
+        self._tables: dict[str, dict[str, str]] = collections.defaultdict(dict)  # of stack frames, before computations
         computation = table = ""
         for line in _lines(text):
             if line.startswith(" "):
@@ -169,8 +169,8 @@ class Program:
 
     def parameters(self, computation: str) -> list[Instruction]:
         """The parameters of a computation, by their number."""
-        found = (value for value in self.computations.get(computation, {}).values() if value.opcode == "parameter")
-        return sorted(found, key=lambda parameter: int(parameter.operands[0]))
+        inside = self.computations.get(computation, {}).values()
+        return sorted((x for x in inside if x.opcode == "parameter"), key=lambda x: int(x.operands[0]))
 
     def users(self, computation: str) -> dict[str, list[Instruction]]:
         """The instructions that read each value of a computation."""
@@ -220,7 +220,7 @@ class Program:
         if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
             return int(match[1])
         body, condition, initial = loop.called["body"], loop.called["condition"], self.operand(loop, 0)
-        varying: set[tuple] = set()
+        varying: set[tuple] = set()  # the paths of what the body changes in the state and the condition reads
 
         def at_start(path: tuple) -> Any:
             return self._value(initial, path, self._passed_by_callers(loop.computation))
@@ -234,6 +234,7 @@ class Program:
 
             return argument
 
+        # The condition has to read one counter alone, which the body changes by the same step each time.
         self._result(condition, (), state({}))
         if len(varying) != 1:
             return None
@@ -247,8 +248,10 @@ class Program:
         def goes_on(trips: int) -> Any:
             return self._result(condition, (), state({path: start + trips * step}))
 
-        trips = bisect.bisect_left(range(2**40), True, key=lambda trips: not goes_on(trips))
-        return trips if goes_on(0) is not None and trips < 2**40 else None
+        # A comparison with a bound holds up to some trip and never after it: 40 evaluations find that.
+        max_trips = 2**40
+        trips = bisect.bisect_left(range(max_trips), True, key=lambda trips: not goes_on(trips))
+        return trips if goes_on(0) is not None and trips < max_trips else None
 
     def _value(self, instruction: Instruction | None, path: tuple, argument: Callable[[int, tuple], Any]) -> Any:
         """The integer at a path of tuple indices, the text of an array, or what `argument` yields; None if unknown."""
@@ -295,7 +298,7 @@ class Program:
 
     def _keeps(self, body: str, path: tuple) -> bool:
         """Whether a loop's body hands this part of its state on as it came."""
-        mark = object()
+        mark = object()  # comes out only where no operation has a part in the result
         return self._result(body, path, lambda _, asked: mark if asked == path else None) is mark
 
     def _passed_by_callers(self, computation: str) -> Callable[[int, tuple], Any]:
@@ -305,7 +308,7 @@ class Program:
             values = set()
             for call in self.callers[computation]:
                 changes = call.opcode == "while" and not self._keeps(call.called["body"], path)
-                if changes or call.opcode == "conditional":
+                if changes or call.opcode == "conditional":  # whose operands are the arguments of several branches
                     return None
                 passed = self._passed_by_callers(call.computation)
                 values.add(self._value(self.operand(call, number), path, passed))
@@ -329,7 +332,7 @@ def parse(compiled: Any) -> Program:
 def _lines(text: str) -> Iterator[str]:
     """Yields the lines of a module, each instruction as one: the metadata of a Pallas kernel has line breaks."""
     parts: list[str] = []
-    for line in text.split("\n"):
+    for line in text.split("\n"):  # not `splitlines`, which cuts at other characters in metadata, too
         if parts and not line.startswith(" ") and not _END.match(line):
             parts.append(line)
             continue

@@ -153,6 +153,7 @@ class _Clock:
         self.exposed_seconds += waited
 
     def enqueue(self, key: Key, links: frozenset[Hashable], handle: Hashable, seconds: float) -> _Flight:
+        """Puts an operation behind those that its links are busy with."""
         finish = max([self.now, *(self.free_at[link] for link in links)]) + seconds
         self.collective_seconds += seconds
         for link in links:
@@ -161,8 +162,10 @@ class _Clock:
         return _Flight(key, links, handle, finish, self.compute_seconds)
 
     def repeat(self, body: "_Clock", times: int, loop: Instruction) -> None:
+        """Adds what was played of a body by itself, as often as it runs; its collectives share links with others'."""
         self.collective_seconds += times * body.collective_seconds
         self.kernel_seconds += times * body.kernel_seconds
+        # Before the clock moves: what is on a link now waits for all that the body sends over it.
         for flight in self.in_flight:
             if flight.finish > self.now:
                 flight.finish += times * max(body.busy_seconds.get(link, 0.0) for link in flight.links)
@@ -193,7 +196,7 @@ class _Player:
         if name not in self.played:
             run = _Clock()
             self.run(run, name)
-            for flight in run.in_flight:
+            for flight in run.in_flight:  # what ends in no instruction of it
                 self.land(run, flight)
             self.played[name] = dataclasses.replace(run, in_flight=[])
         return self.played[name]
@@ -222,12 +225,13 @@ class _Player:
                 self.handed_over(run, instruction)
             elif opcode == "while":
                 body = self.computation(instruction.called["body"])
+                # Of a loop that takes no time the trip count need not be known.
                 trips = self.program.num_trips(instruction, self.unknown_trip_count) if body.now else 0
                 run.repeat(body, trips, instruction)
             elif opcode == "conditional":
                 branches = [self.computation(name) for name in instruction.called.values()]
                 run.repeat(max(branches, key=lambda branch: branch.now), 1, instruction)
-            elif opcode == "call":
+            elif opcode == "call":  # on the same clock: what it starts may end after it
                 for called in instruction.called.values():
                     self.run(run, called)
             elif opcode == "fusion" or (part == "start" and instruction.operands):
@@ -247,7 +251,7 @@ class _Player:
             for collective in inside:
                 self.collective(run, collective, handle=handle, engine=frozenset(engine.groups() if engine else ()))
         elif instruction.opcode == "fusion" and self.program.drives(called, "Done"):
-            self.done(run, self.chain(called), first_only=True)
+            self.done(run, self.chain(called), first_only=True)  # of those in flight with these marks
         elif instruction.opcode == "fusion":
             run.compute(self.costs.instruction(self.program, instruction), instruction)
         elif called:  # what is computed on the side is taken to be computed where it starts
@@ -257,7 +261,7 @@ class _Player:
         """An `-update`: XLA:TPU (JAX 0.12) starts a call on a SparseCore without operands, and hands them over here."""
         computation, name = handle = self.started_by(update)
         start = self.program.computations[computation].get(name)
-        is_first = all(flight.handle != handle for flight in run.in_flight)
+        is_first = all(flight.handle != handle for flight in run.in_flight)  # of several updates of a call
         if start and not start.operands and len(update.operands) > 1 and is_first:
             self.wrapped(run, start)
 

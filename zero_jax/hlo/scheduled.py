@@ -80,13 +80,13 @@ def read_layout(folder: str | pathlib.Path) -> HeapLayout:
 
 def _allocations(file: pathlib.Path) -> list[tuple[int, str, list[tuple[str, int, int]]]]:
     """Reads a buffer assignment: the bytes of each allocation, what it is for, and each value's bytes and place."""
-    found: list[tuple[int, str, list[tuple[str, int, int]]]] = []
+    allocations: list[tuple[int, str, list[tuple[str, int, int]]]] = []
     for line in file.read_text(encoding="utf-8").splitlines():
         if match := _ALLOCATION.match(line):
-            found.append((int(match[1]), match[2], []))
-        elif found and (match := _VALUE.match(line)):
-            found[-1][2].append((match[1] + (match[2] or "{}"), int(match[3]), int(match[4])))
-    return found
+            allocations.append((int(match[1]), match[2], []))
+        elif allocations and (match := _VALUE.match(line)):
+            allocations[-1][2].append((match[1] + (match[2] or "{}"), int(match[3]), int(match[4])))
+    return allocations
 
 
 def _most_alive(placed: Iterable[tuple[int, int, int, int]]) -> int:
@@ -95,7 +95,7 @@ def _most_alive(placed: Iterable[tuple[int, int, int, int]]) -> int:
     for start, end, first, last in placed:
         changes[start].append((1, first, last))
         changes[end + 1].append((-1, first, last))
-    alive: collections.Counter[tuple[int, int]] = collections.Counter()
+    alive: collections.Counter[tuple[int, int]] = collections.Counter()  # how many values are at each place
     most = 0
     for step in sorted(changes):
         for change, first, last in changes[step]:
@@ -107,6 +107,7 @@ def _most_alive(placed: Iterable[tuple[int, int, int, int]]) -> int:
 
 
 def _covered(places: Iterable[tuple[int, int]]) -> int:
+    """The bytes of the union of intervals, which may overlap."""
     end = total = 0
     for first, last in sorted(places):
         total += max(last - max(first, end), 0)
@@ -126,9 +127,9 @@ _ASYNC = re.compile(r"\s+(?:ROOT )?%(\S+) = .*? async-(start|update|done)\(([^)]
 
 def read_scheduled(folder: str | pathlib.Path) -> tuple[str, dict[str, int], HeapLayout] | None:
     """Reads text, sizes and heap layout that a compile with `layout_options` wrote; None until it is complete."""
-    found = [*pathlib.Path(folder).glob(f"*{_FILE}")]
-    text = found[0].read_text(encoding="utf-8", errors="replace") if len(found) == 1 else ""
-    if not text.rstrip("\n").endswith("\n}") or "\nENTRY " not in text:
+    files = [*pathlib.Path(folder).glob(f"*{_FILE}")]
+    text = files[0].read_text(encoding="utf-8", errors="replace") if len(files) == 1 else ""
+    if not text.rstrip("\n").endswith("\n}") or "\nENTRY " not in text:  # the compiler is still writing it
         return None
     layout = read_layout(folder)
     return _with_calls(_with_elements(text)), _sizes(pathlib.Path(folder), layout), layout
@@ -138,7 +139,7 @@ def _sizes(folder: pathlib.Path, layout: HeapLayout) -> dict[str, int]:
     """Returns the sizes of the memory that the compiler assigned, in bytes."""
     sizes = collections.Counter[str]()
     for size, marks, _ in _allocations(next(folder.glob(f"*{_ASSIGNMENT}"))):
-        if ", color" in marks and _HOST not in marks:
+        if ", color" in marks and _HOST not in marks:  # on the chip
             continue
         is_argument, is_result = ", parameter" in marks, "live-out" in marks or ", output" in marks
         kinds = {"argument": is_argument, "output": is_result, "alias": is_argument and is_result}
@@ -147,6 +148,7 @@ def _sizes(folder: pathlib.Path, layout: HeapLayout) -> dict[str, int]:
         sizes.update({f"{place}{kind}_size_in_bytes": size for kind, is_it in kinds.items() if is_it})
     heap = layout.allocated_bytes if layout.live_bytes is None else layout.live_bytes
     host = sum(sizes[f"host_{kind}_size_in_bytes"] for kind in ("argument", "output", "temp"))
+    # As `memory_analysis()` has it: with what is in the host's memory, and a donated array there once.
     peak = sizes["argument_size_in_bytes"] + heap + host - sizes["host_alias_size_in_bytes"]
     return {**sizes, "peak_memory_in_bytes": peak}
 
@@ -160,13 +162,13 @@ def _with_elements(text: str) -> str:
         if _BEGIN.match(line):
             shapes = {}  # of another computation
         for element in dict.fromkeys(_ELEMENT.findall(line)):
-            whole, *indices = element.split("#")
-            for index in indices:
-                name = f"{whole}#{index}"
+            outer, *indices = element.split("#")
+            for index in indices:  # of tuples in tuples, from the outermost in
+                name = f"{outer}#{index}"
                 if name not in shapes:
-                    shapes[name] = _elements_of(shapes[whole])[int(index)]
-                    lines.append(f"  %{name} = {shapes[name]} get-tuple-element(%{whole}), index={index}")
-                whole = name
+                    shapes[name] = _elements_of(shapes[outer])[int(index)]
+                    lines.append(f"  %{name} = {shapes[name]} get-tuple-element(%{outer}), index={index}")
+                outer = name
         if match := _DEFINITION.match(line):
             shapes[match[1]] = match[2]
         lines.append(line)

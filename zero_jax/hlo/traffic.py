@@ -146,6 +146,7 @@ def with_executions(program: Program, by_key: Mapping[tuple[str, str], Any], unk
                 counts[instruction.key] += 1
             elif instruction.opcode == "while":
                 body, condition = (within(instruction.called[role]) for role in ("body", "condition"))
+                # Of a loop that sends nothing the trip count need not be known.
                 trips = program.num_trips(instruction, unknown_trip_count) if body or condition else 0
                 counts.update({key: count * trips for key, count in body.items()})
                 counts.update({key: count * (trips + 1) for key, count in condition.items()})
@@ -179,9 +180,10 @@ def _collective(program: Program, instruction: Instruction) -> Collective:
     full_bytes = sum(array.packed_bytes for array in sent)
     size = max(map(len, groups), default=1)
     if kind == "reduce-scatter":
-        full_bytes *= size
-    elif kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
+        full_bytes *= size  # its result is a shard
+    elif kind == "all-reduce" and computation.startswith("all-reduce-scatter"):  # XLA:TPU's fusion
         kind = "reduce-scatter"
+    # In units of full_bytes / size: what has no ring sends all of it, unless it is alone.
     hops = _RING_PASSES[kind] * (size - 1) if kind in _RING_PASSES else size * (size > 1)
     wrapped = any(call.part == "start" for call in program.callers[computation])
     channel = re.search(r"\bchannel_id=(\d+)", line)
@@ -256,6 +258,7 @@ def _mesh_groups(text: str) -> np.ndarray:
     """The groups along axes of a mesh, or parts of axes: 'a':(2)4 is the factor 4 of 'a' after a major factor 2."""
     mesh, _, named = text.partition("{")
     mesh, _, ids = mesh.partition("device_ids=(")
+    # Each axis is split where any part that is named begins or ends; the groups are along the named parts.
     cuts = {axis: {1, int(size)} for axis, size in re.findall(r"'?([^'\[<,= ]+)'?=(\d+)", mesh)}
     wanted = []
     for axis, major, size in re.findall(r"'?([^',:{} ]+)'?(?::\((\d+)\)(\d+))?", named):
@@ -276,7 +279,8 @@ def _mesh_groups(text: str) -> np.ndarray:
 @functools.lru_cache(maxsize=4096)
 def rings(text: str) -> tuple[Groups, Groups]:
     """A permute's pairs, and the groups of devices that they link."""
-    pairs = tuple(zip(*[iter(integers(text))] * 2, strict=True))
+    numbers = integers(text)
+    pairs = tuple(zip(numbers[::2], numbers[1::2], strict=True))
     group_of: dict[int, list[int]] = {}
     for source, target in pairs:
         group, other = (group_of.setdefault(device, [device]) for device in (source, target))

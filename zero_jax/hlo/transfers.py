@@ -79,6 +79,7 @@ def network_transfers(compiled: Any, *, unknown_trip_count: int | None = None) -
     program = parse(compiled)
     sends = [send for send in program.instructions() if send.opcode == "send" and _KIND.search(send.line)]
     num_slices = {send.key: int(match[1]) for send in sends if (match := _GROUPS.search(send.line))}
+    # Those that name no groups, such as permutes, are taken to be between all slices.
     largest = max(num_slices.values(), default=2)
     by_key = {send.key: _network_transfer(send, num_slices.get(send.key, largest)) for send in sends}
     return with_executions(program, by_key, unknown_trip_count)
@@ -95,6 +96,7 @@ def _network_transfer(send: Instruction, num_slices: int) -> NetworkTransfer:
     kind = match[1].lower().replace("_", "-") if match else ""
     sent = send.arrays[0]
     others = num_slices - 1
+    # Of an all-gather a device hands over its shard, which goes to all others; of the rest the whole array.
     share = {"all-gather": others, "all-reduce": 2 * others / num_slices}
     share |= dict.fromkeys(("reduce-scatter", "all-to-all"), others / num_slices)
     return NetworkTransfer(

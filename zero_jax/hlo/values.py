@@ -57,7 +57,7 @@ class LiveRanges:
         trees = {n: self._new(parse_shape(value.shape), value) for n, value in parameters.items()}
         self.arguments = [value for number in sorted(trees) for value in leaves(trees[number])]
         root = self._visit(program.entry, trees)
-        self._use(root, len(self.steps))
+        self._use(root, len(self.steps))  # to the end, one step after the last instruction
         self.outputs = list(leaves(root))
         donated = _HEADER_ALIASING.search(program.header)
         for out_path, number, path in read_aliases(donated[1] if donated else ""):
@@ -66,7 +66,7 @@ class LiveRanges:
 
     def buffer_of(self, value: int) -> int:
         """Returns the number of the first of the values that share a buffer with this value."""
-        while self._parents[value] != value:
+        while self._parents[value] != value:  # a union-find forest, whose paths are halved on the way
             self._parents[value] = self._parents[self._parents[value]]
             value = self._parents[value]
         return value
@@ -89,17 +89,16 @@ class LiveRanges:
         """Makes a value of each array of a shape, but for a part that is something else passed on."""
         if not isinstance(shape, Array):
             place, operand = forwarded or (-1, ())
-            are_results = at is not None or instruction.part != "start"  # which has operands and results
+            # The shape of a `-start` is of operands and results: a number in it is no number of a result.
+            are_results = at is not None or instruction.part != "start"
             return tuple(
                 operand
                 if number == place
                 else self._new(part, instruction, at=(number, len(shape)) if are_results else (0, 1))
                 for number, part in enumerate(shape)
             )
-        now = max(len(self.steps) - 1, 0)
-        place = at or (0, 1)
-        made = HloValue(array=shape, instruction=instruction, start=now, end=now, place=place)
-        self.items.append(made)
+        now = max(len(self.steps) - 1, 0)  # the step of the instruction, which is noted already
+        self.items.append(HloValue(array=shape, instruction=instruction, start=now, end=now, place=at or (0, 1)))
         self._parents.append(len(self.items) - 1)
         return len(self.items) - 1
 
@@ -109,6 +108,7 @@ class LiveRanges:
 
     def _unite(self, tree: Tree, other: Tree) -> None:
         for a, b in zip(leaves(tree), leaves(other), strict=True):
+            # The smaller number is the root: `buffer_of` returns that of the first value.
             first, second = sorted((self.buffer_of(a), self.buffer_of(b)))
             self._parents[second] = first
 
@@ -164,7 +164,7 @@ class LiveRanges:
         self._unite(state, operand)
         self._visit(instruction.called["condition"], {0: state})
         root = self._visit(instruction.called["body"], {0: state})
-        self._step(instruction, [root])
+        self._step(instruction, [root])  # a second step of the loop, at its end, to which the state is alive
         result = self._new(parse_shape(instruction.shape), instruction)
         self._unite(root, state)
         self._unite(result, state)
@@ -176,6 +176,7 @@ class LiveRanges:
         is_named = "true_computation" in called
         roles = ["true_computation", "false_computation"] if is_named else sorted(called, key=int)
         roots = [self._visit(called[role], {0: operand}) for role, operand in zip(roles, operands[1:], strict=True)]
+        # The branches are one after the other in the steps, and any of them may be the one that runs.
         for operand in operands[1:]:
             self._use(operand, len(self.steps))
         self._step(instruction, roots)
@@ -221,8 +222,9 @@ class LiveRanges:
         for number in range(len(self.items)):
             if (first := self.buffer_of(number)) != number:
                 groups[first] += groups.pop(number)
+        # Arguments and constants are written by nothing, a donated argument by its output alone.
         fixed = {self.buffer_of(number) for number in (*self.arguments, *self.constants)}
-        placed: set[int] = set()
+        placed: set[int] = set()  # results that are written over an operand: over one alone
         for value, operand in self._maybe_shared:
             mine, theirs = self.buffer_of(value), self.buffer_of(operand)
             array, other = self.items[value].array, self.items[operand].array

@@ -19,7 +19,7 @@ def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     if a.dtype.kind not in "iu":
         return a / b
     safe = np.where(b == 0, 1, b)
-    rest = np.fmod(a, safe)
+    rest = np.fmod(a, safe)  # of the sign of `a`; NumPy's `//` rounds down
     return np.where(b == 0, np.array(-1).astype(a.dtype), (a - rest) // safe).astype(a.dtype)
 
 
@@ -38,6 +38,7 @@ def _power(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def _shift(shift: np.ufunc, kind: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Shifts the bits of integers, taken as signed (`i`) or not (`u`); by too many, all of them."""
     bits, last = a.view(f"{kind}{a.dtype.itemsize}"), a.dtype.itemsize * 8 - 1
+    # C, and so NumPy, does not define a shift by more bits than there are; XLA fills with zeros, or with the sign.
     inside = (b >= 0) & (b <= last)
     shifted = shift(bits, np.where(inside, b, last).astype(bits.dtype))
     return (shifted if kind == "i" else np.where(inside, shifted, 0).astype(bits.dtype)).view(a.dtype)
@@ -94,7 +95,8 @@ def elementwise(opcode: str, operands: list[np.ndarray], dtype: np.dtype) -> np.
         return np.asarray(function(operands[0], *(convert(x, dtype) for x in operands[1:])))
     if dtype.kind == "b" and operands[0].dtype.kind == "b":
         return OF_BOOLEANS.get(opcode, function)(*operands)
-    if len({x.dtype for x in operands}) > 1 and opcode not in ("complex",):
+    # Programs may mix dtypes: each operand is converted to that of the result.
+    if len({x.dtype for x in operands}) > 1 and opcode != "complex":
         operands = [convert(x, dtype) for x in operands]
     small = is_small_float(operands[0].dtype) or operands[0].dtype.kind == "V"
     result = np.asarray(function(*(widened(x) if small else x for x in operands)))
@@ -113,13 +115,14 @@ def compare(direction: str, kind: str, a: np.ndarray, b: np.ndarray) -> np.ndarr
 def _ordered(x: np.ndarray) -> np.ndarray:
     """Returns integers in the total order of floats."""
     bits = x.view(f"i{x.dtype.itemsize}")
+    # The bits of negative floats are in descending order.
     return np.where(bits < 0, bits ^ np.iinfo(bits.dtype).max, bits)
 
 
 def reduce_precision(x: np.ndarray, exponent_bits: int, mantissa_bits: int) -> np.ndarray:
     """Rounds floats to a number of bits of exponent and mantissa, to nearest, ties to even."""
     wide = widened(x).astype(np.float64)
-    mantissa, exponent = np.frexp(wide)
+    mantissa, exponent = np.frexp(wide)  # of [0.5, 1): its first bit is the one that no format stores
     rounded = np.ldexp(np.rint(np.ldexp(mantissa, mantissa_bits + 1)), exponent - mantissa_bits - 1)
     largest = 2.0 ** (2 ** (exponent_bits - 1) - 1) * (2 - 2.0**-mantissa_bits)
     smallest = 2.0 ** (2 - 2 ** (exponent_bits - 1))

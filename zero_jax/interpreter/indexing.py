@@ -23,7 +23,9 @@ def pad(x: np.ndarray, value: np.ndarray, padding: Sequence[tuple[int, int, int]
     source, target = [slice(None)], [slice(None)]
     for size, new_size, (low, _, gap) in zip(dims, result.shape[1:], padding, strict=True):
         step = gap + 1
-        first = max(-(low // step), 0)  # of the operand: what is before the result's first element is cut
+        # Of the operand's elements, i at low + i * step of the result, those that are in the result: with negative
+        # padding not the first or the last ones.
+        first = max(-(low // step), 0)
         last = min(size, -((low - new_size) // step))
         source.append(slice(first, max(last, first)))
         target.append(slice(low + first * step, low + max(last, first) * step, step) if last > first else slice(0, 0))
@@ -35,7 +37,7 @@ def clamped_starts(starts: Sequence[np.ndarray], dims: Sequence[int], sizes: Seq
     """Returns the starts of a slice `[devices, dims]`, moved so that the slice is inside."""
     stacked = np.stack(spread([start.astype(np.int64) for start in starts]), 1)
     places = np.clip(stacked, 0, np.array(dims) - np.array(sizes))
-    return places[:1] if (places == places[0]).all() else places
+    return places[:1] if (places == places[0]).all() else places  # one for all devices: their slice is a view
 
 
 def dynamic_slice(x: np.ndarray, starts: Sequence[np.ndarray], sizes: Sequence[int]) -> np.ndarray:
@@ -84,7 +86,7 @@ class Windows:
     def starts(self, indices: np.ndarray, rank: int) -> np.ndarray:
         """Returns where each window starts, `[devices, *batch dims, operand dims]`."""
         indices = indices.astype(np.int64)
-        if self.vector_dim == indices.ndim - 1:
+        if self.vector_dim == indices.ndim - 1:  # behind the last dim: each index is a scalar
             indices = indices[..., None]
         indices = np.moveaxis(indices, self.vector_dim + 1, -1)
         starts = np.zeros((*indices.shape[:-1], rank), np.int64)
@@ -132,11 +134,13 @@ def scatter(
     xs = [np.array(np.broadcast_to(x, (len(first), *x.shape[1:]))) for x in xs]
     starts = windows.starts(indices, first.ndim - 1)
     last = np.array(first.shape[1:]) - np.array(windows.sizes)
-    inside = np.asarray(((starts >= 0) & (starts <= last)).all(-1))
+    inside = np.asarray(((starts >= 0) & (starts <= last)).all(-1))  # a window that is outside in part is left out
+    # For each element of each window its place in the flat operand, of all devices one after the other.
     flat = windows.read(np.arange(first.size).reshape(first.shape), np.where(inside[..., None], starts, 0))
     order = np.argsort(windows.order(updates[0].ndim - 1))
     flat, *new = (x[inside].reshape(-1) for x in (flat, *(update.transpose(order) for update in updates)))
     if add is not None and len(xs) == 1:
+        # In float32 for the dtypes of ml_dtypes, and rounded once, as all sums here.
         result = (xs[0].astype(np.float32) if xs[0].dtype.kind == "V" else xs[0]).reshape(-1)
         add.at(result, flat, new[0].astype(result.dtype))
         return [result.reshape(first.shape).astype(first.dtype)]
@@ -150,7 +154,7 @@ def update_in_order(xs: Sequence[np.ndarray], flat: np.ndarray, new: Sequence[np
     order = np.argsort(flat, kind="stable")
     ordered = flat[order]
     count = np.arange(len(flat)) - np.searchsorted(ordered, ordered)  # how many before it have its place
-    for number in range(count.max(initial=-1) + 1):
+    for number in range(count.max(initial=-1) + 1):  # the first update of each place, then the second
         chosen = order[count == number]
         combined = combine([x[flat[chosen]] for x in xs], [update[chosen] for update in new])
         for x, value in zip(xs, combined, strict=True):

@@ -92,7 +92,7 @@ class Interpreter:
         for name, argument in zip(parameters, arguments, strict=True):
             if argument.shape[1:] != array_shape(instructions[name].shape).dims:
                 raise ValueError(f"{name} is {instructions[name].shape}, the argument {argument.shape}")
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"):  # overflow and 0 / 0 are values, as on a device
             result = self._call(self.program.entry, list(arguments))
         results = list(result) if isinstance(result, tuple) else [result]
         return [np.array(every_device(x, self.num_devices)) for x in results]
@@ -109,6 +109,7 @@ class Interpreter:
         return self._computations[name]
 
     def _step(self, instruction: Instruction, computation: str) -> Step:
+        # What a constant has in its brackets is its value.
         names = () if instruction.opcode in ("constant", "iota", "partition-id") else tuple(instruction.operands)
         instructions = self.program.computations[computation]
         operands = [instructions[name] for name in names]
@@ -134,7 +135,7 @@ class Interpreter:
 
     def _calling(self, context: Context, operands: list[Value]) -> Value:
         (name,) = context.called.values()
-        written = collections.defaultdict(list)
+        written = collections.defaultdict(list)  # by operand and path in it the results that are written over it
         for output, *place in read_aliases(context.attributes.get("output_to_operand_aliasing", "")):
             written[*place].append(output)
         result = self._call(name, operands)
@@ -149,31 +150,32 @@ class Interpreter:
         name = next(iter(context.called.values()))
         count = len(self._computation(name).parameters)
 
-        def given(operands: Sequence[Value]) -> Value:
+        def start(operands: Sequence[Value]) -> Value:
             result = self._calling(context, list(operands[:count])) if len(operands) >= count else None
-            return tuple(operands), result, given
+            return tuple(operands), result, start
 
-        return given(operands)
+        return start(operands)
 
     def _async_update(self, _: Context, operands: list[Value]) -> Value:
         """What is between start and end of an asynchronous call: it may give the call operands that come later."""
-        (before, result, given), *more = operands
-        return operands[0] if result is not None else given((*before, *more))
+        (before, result, start), *more = operands
+        return operands[0] if result is not None else start((*before, *more))
 
     # Loops and branches
 
     def _while(self, context: Context, operands: list[Value]) -> Value:
         body, condition = context.called["body"], context.called["condition"]
         (state,) = operands
+        # Until no device goes on: those that have ended keep their state.
         while True:
             goes_on = self._call(condition, [state])
             if self._active is not None:
                 goes_on = goes_on & self._active
             if not goes_on.any():
                 return state
-            with self._only(goes_on) as some:
+            with self._only(goes_on) as are_some:
                 new = self._call(body, [state])
-            state = _chosen(goes_on, new, state) if some else new
+            state = _chosen(goes_on, new, state) if are_some else new
 
     def _conditional(self, context: Context, operands: list[Value]) -> Value:
         called = context.called
@@ -182,10 +184,10 @@ class Interpreter:
         if "true_computation" in called:  # whose argument comes first
             names, arguments = [called["false_computation"], called["true_computation"]], arguments[::-1]
         index = index.astype(int)
-        index = np.where((index < 0) | (index >= len(names)), len(names) - 1, index)
+        index = np.where((index < 0) | (index >= len(names)), len(names) - 1, index)  # as XLA defines it
         result = None
         for number in np.unique(index):
-            takes = index == number
+            takes = index == number  # [devices]
             with self._only(takes):
                 new = self._call(names[number], [arguments[number]])
             result = new if result is None else _chosen(takes, new, result)
@@ -195,12 +197,12 @@ class Interpreter:
     def _only(self, devices: np.ndarray) -> Iterator[bool]:
         """Lets some devices execute; yields whether they are not all of those that do."""
         before = self._active
-        some = not devices.all()
-        if some:
+        are_some = not devices.all()
+        if are_some:
             devices = every_device(devices, self.num_devices)
             self._active = devices if before is None else devices & before
         try:
-            yield some
+            yield are_some
         finally:
             self._active = before
 
@@ -211,14 +213,15 @@ class Interpreter:
             return operands[0][1] if kind != "all-reduce" else operands[0]
         if kind == "collective-permute" and len(context.operands) > 1:
             raise NotInterpretable("a permute into part of a buffer")
-        if self._active is not None:
+        if self._active is not None:  # in a loop or branch of some: a device would wait for the others for ever
             raise ValueError(f"not all devices reach {context.instruction.line.strip()[:200]}")
-        if kind == "all-to-all" and not context.dimensions:
+        if kind == "all-to-all" and not context.dimensions:  # of a tuple, an array for each member
             result: Value = tuple(Exchange(context.instruction.line, self.num_devices).swapped(operands))
         else:
             result = tuple(self._moved(kind, context, x) for x in operands)
             result = result if (context.is_tuple and not phase) or len(operands) > 1 else result[0]
         sources = operands[0] if len(operands) == 1 else tuple(operands)
+        # A `-start` yields what it was given, too; that of an all-reduce its result alone.
         return (sources, result) if phase and kind != "all-reduce" else result
 
     def _moved(self, kind: str, context: Context, x: np.ndarray) -> np.ndarray:
@@ -275,7 +278,8 @@ class Interpreter:
     def _combine(self, name: str, first: list[np.ndarray], second: list[np.ndarray]) -> list[np.ndarray]:
         """Applies a computation of scalars to arrays, elementwise; constants in it are broadcast."""
         shape = np.broadcast_shapes(*(x.shape for x in (*first, *second)))
-        flat = [np.broadcast_to(x, shape).reshape(-1) for x in (*first, *second)]  # one scalar a "device"
+        # Elements take the place of devices: the computation is of scalars, `[devices]`.
+        flat = [np.broadcast_to(x, shape).reshape(-1) for x in (*first, *second)]
         result = self._call(name, flat)
         parts = list(result) if isinstance(result, tuple) else [result]
         return [np.broadcast_to(x, flat[0].shape).reshape(shape) for x in parts]
@@ -286,7 +290,7 @@ class Interpreter:
         kept = [dim for dim in range(xs[0].ndim) if dim not in dims]
         shape = [xs[0].shape[dim] for dim in kept]
         count = math.prod(xs[0].shape[dim] for dim in dims)
-        moved = [x.transpose(*dims, *kept).reshape(count, *shape) for x in xs]
+        moved = [x.transpose(*dims, *kept).reshape(count, *shape) for x in xs]  # [reduced elements, devices, *kept]
         starts = [init.reshape(-1, *(1,) * (len(shape) - 1)) for init in inits]
         return context.result(self._reduce_first(context.called["to_apply"], moved, starts))
 
@@ -330,11 +334,13 @@ class Interpreter:
     def _sorted(self, name: str, xs: list[np.ndarray]) -> None:
         """Sorts arrays along their first dim in place, by neighbours that are exchanged: stable, whatever compares."""
         length = len(xs[0])
+        # Even and odd pairs in turn (odd-even transposition sort), which takes as many turns as there are elements.
         for turn in range(length):
             low = np.arange(turn % 2, length - 1, 2)
             if not len(low):
                 continue
-            pairs = [part for x in xs for part in (x[low + 1], x[low])]  # whether the second comes before the first
+            # The second first: only where it has to come before the first are they exchanged, so that equals stay.
+            pairs = [part for x in xs for part in (x[low + 1], x[low])]
             swaps = self._call(name, [part.reshape(-1) for part in pairs])
             swaps = np.broadcast_to(swaps, pairs[0].size).reshape(pairs[0].shape)
             for x in xs:
@@ -370,6 +376,6 @@ def _in_place(result: tuple[Value, ...], outputs: Sequence[int], operand: np.nda
     written = operand
     for number in outputs:
         new = result[number].reshape(-1, *operand.shape[1:])
-        changed = ~((new == operand) | ((new != new) & (operand != operand)))
+        changed = ~((new == operand) | ((new != new) & (operand != operand)))  # NaN is what NaN was
         written = np.where(changed, new, written)
     return tuple(written.reshape(-1, *x.shape[1:]) if n in outputs else x for n, x in enumerate(result))

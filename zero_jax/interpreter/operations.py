@@ -97,7 +97,7 @@ def read_attributes(instruction: Instruction) -> dict[str, str]:
     """Returns the attributes of an instruction by name: what follows its operands."""
     text, start = instruction.line, instruction.attributes_at
     parts, depth, quoted = [], 0, False
-    for place in range(start, len(text)):
+    for place in range(start, len(text)):  # cut at the commas that are in no bracket and no string
         letter = text[place]
         if letter == '"' and text[place - 1] != "\\":
             quoted = not quoted
@@ -130,7 +130,7 @@ def rule_of(instruction: Instruction) -> Rule:
 
 def _started(opcode: str, context: Context, xs: list[Value]) -> Value:
     """The start of an asynchronous operation, which yields its operands and its result."""
-    array = context.instruction.arrays[len(context.operands)]
+    array = context.instruction.arrays[len(context.operands)]  # the result comes behind the operands
     shape = f"{array}{{{array.layout}}}"
     of_result = dataclasses.replace(context, instruction=context.instruction._replace(opcode=opcode, shape=shape))
     return tuple(xs), _RULES[opcode](of_result, xs)
@@ -188,12 +188,13 @@ def _custom_call(context: Context, xs: list[Value]) -> Value:
         return xs[2]
     if target == "PrepareAsyncCallStart":  # nothing reads its value
         return np.zeros(1, np.uint32)
-    if target == "TopK":
+    if target == "TopK":  # of equal ones the first
         order = np.argsort(-convert(xs[0], np.dtype(np.float64)), axis=-1, kind="stable")[..., : parts[0].dims[-1]]
         return np.take_along_axis(xs[0], order, -1), order.astype(np.int32)
     if target in _MATRIX_CALLS:
         return _MATRIX_CALLS[target](xs[0])
     if target in _IDENTITY_CALLS:
+        # Of another shape it is none of the forms that are known.
         is_array = bool(xs) and not context.is_tuple and not isinstance(xs[0], tuple)
         if is_array and str(context.operand_shape()) == str(context.shape):
             return xs[0]

@@ -27,6 +27,7 @@ def dot(a: np.ndarray, b: np.ndarray, attributes: Mapping[str, str], dtype: np.d
     sizes = [[x.shape[dim] for dim in free[side]] for side, x in enumerate((a, b))]
     lead = (len(a), *(a.shape[dim] for dim in batch[0]))
     count = math.prod(a.shape[dim] for dim in contracting[0])
+    # [devices, batch, free, contracted] and [devices, batch, contracted, free].
     left = a.transpose(0, *batch[0], *free[0], *contracting[0]).reshape(*lead, math.prod(sizes[0]), count)
     right = b.transpose(0, *batch[1], *contracting[1], *free[1]).reshape(*lead, count, math.prod(sizes[1]))
     return convert((left @ right).reshape(*lead, *sizes[0], *sizes[1]), dtype)
@@ -66,9 +67,9 @@ def convolution(
             continue
         part = a[(..., *np.ix_(*(places for _, places in pairs)))]
         kernel = b[(..., *(w.size - 1 - k if w.is_reversed else k for w, k in zip(windows, offsets, strict=True)))]
-        lead = np.moveaxis(part, 3, -1)  # [devices, groups, batch, *outputs, features]
-        product = lead.reshape(*lead.shape[:2], -1, lead.shape[-1]) @ kernel
-        product = np.moveaxis(product.reshape(*lead.shape[:-1], -1), -1, 3)
+        features_last = np.moveaxis(part, 3, -1)  # [devices, groups, batch, *outputs, features]
+        product = features_last.reshape(*features_last.shape[:2], -1, features_last.shape[-1]) @ kernel
+        product = np.moveaxis(product.reshape(*features_last.shape[:-1], -1), -1, 3)
         result[(..., *np.ix_(*(into for into, _ in pairs)))] += product
     result = np.moveaxis(result, 1, 2)  # [devices, batch, groups, features, ...]
     result = result.reshape(len(a), sizes["b"], -1, *outputs)
@@ -104,9 +105,9 @@ def select_and_scatter(
     values = placed_windows(x, np.zeros((1,), x.dtype), windows, out_dims)
     views = zip(values, placed_windows(indices, np.full((1,), -1), windows, out_dims), strict=True)
     best, chosen = next(views)  # -1 for none, in the padding
-    for value, index in views:
+    for value, index in views:  # the first of equal ones is kept, as `select` (>=) says
         keeps = (chosen >= 0) & select([best], [value])[0]
-        takes = (index >= 0) & ~keeps
+        takes = (index >= 0) & ~keeps  # never the padding, whatever its value
         best, chosen = np.where(takes, value, best), np.where(takes, index, chosen)
     result = np.array(np.broadcast_to(init.reshape(-1, *(1,) * (x.ndim - 1)), x.shape)).reshape(-1)
     first = np.arange(len(x)).reshape(-1, *(1,) * len(out_dims)) * math.prod(x.shape[1:])  # of each device

@@ -68,10 +68,10 @@ def convert(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if dtype.kind in "iu" and x.dtype.kind == "f":
         info = np.iinfo(dtype)
         # float64 has all 32-bit integers; the largest of 64 bits are put in afterwards.
-        whole = np.where(np.isnan(x), 0, np.trunc(x.astype(np.float64)))
-        inside = np.clip(whole, info.min, info.max)
+        truncated = np.where(np.isnan(x), 0, np.trunc(x.astype(np.float64)))
+        inside = np.clip(truncated, info.min, info.max)
         result = np.where(inside >= float(info.max), 0, inside).astype(dtype)
-        return np.where(whole >= float(info.max), dtype.type(info.max), result)
+        return np.where(truncated >= float(info.max), dtype.type(info.max), result)
     if x.dtype.kind == "c" and dtype.kind != "c":
         x = np.real(x)
     if x.dtype.kind in "iub" and dtype.kind == "V":
@@ -99,7 +99,7 @@ def literal(text: str, shape_text: str) -> np.ndarray:
     elif dtype.kind == "b":
         numbers = np.array([word in ("true", "1") for word in words])
     elif "int" in dtype.name:
-        numbers = np.array([int(word) for word in words], object)
+        numbers = np.array([int(word) for word in words], object)  # integers of 64 bits, signed or not
     else:
         numbers = np.array([float(word) for word in words])
     return numbers.astype(dtype).reshape(1, *shape.dims)
@@ -136,7 +136,7 @@ def _moved(dims: tuple[int, ...], layout: str, new_dims: tuple[int, ...], new_la
         old, new = _memory_order(dims, layout, tiled=False), _memory_order(new_dims, new_layout, tiled=False)
         length, holds = len(old), np.ones(len(old), bool)
     places = np.empty(math.prod(new_dims), np.int64)
-    places[new[:length][holds]] = old[:length][holds]
+    places[new[:length][holds]] = old[:length][holds]  # by the place in memory that both have
     is_same = len(places) == math.prod(dims) and (places == np.arange(len(places))).all()
     return None if is_same else places
 

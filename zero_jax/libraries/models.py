@@ -83,29 +83,29 @@ def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = N
     trained = nnx.Param if wrt is None else wrt
 
     def module(key: jax.Array) -> Any:
-        made = make(rngs=nnx.Rngs(key)) if by_name else make(nnx.Rngs(key))
-        if not isinstance(made, nnx.Module):
-            raise ValueError(f"make returns {shown(made)}: {remedy}, such as nnx.Dict(a=..., b=...) of several")
-        for _, node in nnx.iter_graph(made):
+        model = make(rngs=nnx.Rngs(key)) if by_name else make(nnx.Rngs(key))
+        if not isinstance(model, nnx.Module):
+            raise ValueError(f"make returns {shown(model)}: {remedy}, such as nnx.Dict(a=..., b=...) of several")
+        for _, node in nnx.iter_graph(model):
             for name, value in vars(node).items() if isinstance(node, nnx.Pytree) else ():
                 if isinstance(value, jax.Array):  # in a trace Flax does not see it, with Python 3.11
                     setattr(node, name, nnx.data(value))
-        return made
+        return model
 
     def parts(make: Callable[[jax.Array], Any]) -> tuple[PyTree, list[Any]]:
         graphs: list[Any] = []  # made of arrays in a trace: those of `nnx.eval_shape` are shapes, which are static
         state = jax.eval_shape(lambda key: graphdefs(make(key), graphs), key_shape())
         return state, graphs
 
-    def graphdefs(made: Any, graphs: list[Any]) -> PyTree:
+    def graphdefs(model: Any, graphs: list[Any]) -> PyTree:
         for name in ("deterministic", "use_running_average"):  # which some modules leave open, and a call has to say
             is_open = lambda _, module, name=name: getattr(module, name, False) is None  # noqa: E731
-            made.set_attributes(is_open, **{name: False}, raise_if_not_found=False)
-        graphs.append(nnx.graphdef(made))
-        made.eval()
-        graphs.append(nnx.graphdef(made))
-        state = jax.tree.map(lambda x: x, nnx.state(made, nnx.Not(trained)))  # in variables of its own
-        nnx.update(made, jax.tree.map(lambda _: NotMerged(), nnx.state(made)))  # bound methods refer to this module
+            model.set_attributes(is_open, **{name: False}, raise_if_not_found=False)
+        graphs.append(nnx.graphdef(model))
+        model.eval()
+        graphs.append(nnx.graphdef(model))
+        state = jax.tree.map(lambda x: x, nnx.state(model, nnx.Not(trained)))  # in variables of its own
+        nnx.update(model, jax.tree.map(lambda _: NotMerged(), nnx.state(model)))  # bound methods refer to this module
         return state
 
     state, (graphdef, evaluated) = made_without_tracers(parts, module)
@@ -116,6 +116,7 @@ def from_nnx(make: Callable[..., Any], loss: Callable[..., Any], *, wrt: Any = N
         return Variables(params=params, model_state=model_state) if has_state else params
 
     def merge(params: PyTree, model_state: PyTree = None, *, graphdef: Any = graphdef) -> Any:
+        # Copies of the variables: the model writes to its own, and not to those of the state.
         return nnx.merge(graphdef, params, *([model_state] if has_state else []), copy=True)
 
     def loss_of(graphdef: Any) -> Callable[..., Any]:
@@ -173,8 +174,8 @@ def from_linen(
     keys_of = lambda key: dict(zip(("params", *rngs), jax.random.split(key, 1 + len(rngs)), strict=True))  # noqa: E731
 
     def init_fn(key: jax.Array) -> PyTree:
-        made = dict(module.init(keys_of(key), *inputs, **options))
-        collections = {name: value for name, value in made.items() if name not in sown}
+        initial = dict(module.init(keys_of(key), *inputs, **options))
+        collections = {name: value for name, value in initial.items() if name not in sown}
         params = collections.pop("params", {})
         return Variables(params=params, model_state=collections) if jax.tree.leaves(collections) else params
 
@@ -187,7 +188,7 @@ def from_linen(
 
         return with_parameters(function, call, has_state=has_state, has_streams=bool(streams))
 
-    function, sown = LossFunction.of(loss), set[str]()
+    function, sown = LossFunction.of(loss), set[str]()  # `init_fn` is called after this
     jax.eval_shape(lambda key: sown.update(_sown(module, keys_of(key), inputs, options)), key_shape())
     has_state = isinstance(jax.eval_shape(init_fn, key_shape()), Variables)
     eval_fn = None if eval_loss is None else loss_of(LossFunction.of(eval_loss), updates=False)
@@ -204,31 +205,32 @@ def _applied(
 
     def model(*args: Any, mutable: Any = (), rngs: Any = None, **kwargs: Any) -> Any:
         keys = {name: jax.random.fold_in(key, next(counts)) for name in streams}  # others in each call
-        asked = [mutable] if isinstance(mutable, str) else mutable or ()
-        if not isinstance(asked, list | tuple):
+        wanted = [mutable] if isinstance(mutable, str) else mutable or ()
+        if not isinstance(wanted, list | tuple):
             raise ValueError(f"mutable={mutable!r}: give the names of collections that the call returns too")
-        rngs, changed = {**keys, **(rngs or {})}, [name for name in collections if updates and name not in asked]
+        rngs, changed = {**keys, **(rngs or {})}, [name for name in collections if updates and name not in wanted]
         variables = {"params": params, **collections}
-        out, updated = module.apply(variables, *args, rngs=rngs, mutable=[*asked, *changed], **kwargs)
-        if updates:
+        out, updated = module.apply(variables, *args, rngs=rngs, mutable=[*wanted, *changed], **kwargs)
+        if updates:  # for the next call of the loss, and for the new model state (`loss_of`)
             collections.update({name: updated[name] for name in collections})
-        return (out, {name: updated[name] for name in asked if name in updated}) if asked else out
+        return (out, {name: updated[name] for name in wanted if name in updated}) if wanted else out
 
     return model
 
 
 def _sown(module: Any, keys: dict[str, jax.Array], inputs: tuple[Any, ...], options: dict[str, Any]) -> set[str]:
     """Returns the collections of a Linen module that calls write and never read."""
-    made, sown = dict(module.init(keys, *inputs, **options)), set()
+    initial, sown = dict(module.init(keys, *inputs, **options)), set()
 
     def call(name: str, collections: dict[str, Any]) -> Any:
-        out, updated = module.apply(collections, *inputs, rngs=keys, **{**options, "mutable": [*made]})
+        out, updated = module.apply(collections, *inputs, rngs=keys, **{**options, "mutable": [*initial]})
         return out, {other: updated[other] for other in updated if other != name}
 
-    for name in made.keys() - {"params"}:
-        others = {other: value for other, value in made.items() if other != name}
+    for name in initial.keys() - {"params"}:
+        others = {other: value for other, value in initial.items() if other != name}
         program = jax.make_jaxpr(lambda value, name=name, others=others: call(name, {**others, name: value}))
-        is_read = any(used_inputs(program(made[name]).jaxpr)[: len(jax.tree.leaves(made[name]))])
+        is_read = any(used_inputs(program(initial[name]).jaxpr)[: len(jax.tree.leaves(initial[name]))])
+        # Both: a collection whose value no result is made of may yet have to be there.
         if not is_read and _runs_without(module, others, inputs, {**options, "rngs": keys}):
             sown.add(name)
     return sown
@@ -271,7 +273,7 @@ def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> 
     is_array = lambda x: isinstance(x, jax.ShapeDtypeStruct) or eqx.is_array(x)  # noqa: E731
     is_param = lambda x: is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)  # noqa: E731
 
-    def made(key: jax.Array) -> tuple[Any, Any]:
+    def model_and_state(key: jax.Array) -> tuple[Any, Any]:
         out = make(key)  # a tuple may be the model: a generator and a discriminator
         is_pair = type(out) is tuple and len(out) == 2
         is_state = is_pair and (out[1] is None or isinstance(out[1], eqx.nn.State))
@@ -279,7 +281,7 @@ def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> 
         return out if has_own_state else (out, None)
 
     def init_fn(key: jax.Array) -> PyTree:
-        model, state = made(key)
+        model, state = model_and_state(key)
         return jax.tree.unflatten(tree, jax.tree.leaves(variables_of(eqx.filter(model, is_array), state)))
 
     def variables_of(arrays: Any, state: Any) -> PyTree:
@@ -301,8 +303,8 @@ def from_equinox(make: Callable[[jax.Array], Any], loss: Callable[..., Any]) -> 
 
         return with_parameters(function, call, has_state=has_state)
 
-    trace = lambda made: eqx.filter_eval_shape(made, key_shape())  # noqa: E731
-    shapes, state = made_without_tracers(trace, made)
+    trace = lambda make: eqx.filter_eval_shape(make, key_shape())  # noqa: E731
+    shapes, state = made_without_tracers(trace, model_and_state)
     arrays, static = eqx.partition(shapes, is_array)
     has_state = bool(jax.tree.leaves((eqx.partition(arrays, is_param)[1], eqx.filter(state, is_array))))
     tree = jax.tree.structure(variables_of(arrays, state))  # static fields of another call, as functions, are others

@@ -71,7 +71,7 @@ def reshard(x: jax.Array, *, forward: Chain, backward: Chain) -> jax.Array:
 
 def _apply_chain(x: jax.Array, *, forward: Chain, backward: Chain) -> jax.Array:
     del backward
-    dtype = x.dtype
+    dtype = x.dtype  # of the result again: a chain changes what moves, not what it is
     if forward.dtype is not None and jax.numpy.issubdtype(dtype, np.floating):  # complex ones keep theirs
         x = x.astype(forward.dtype)
     parts = [x] if forward.coding is None else forward.coding.encode(x)
@@ -86,6 +86,7 @@ def _apply_chain(x: jax.Array, *, forward: Chain, backward: Chain) -> jax.Array:
 
 
 def _result(x: jax.Array, *, forward: Chain, backward: Chain) -> jax.Array:
+    # Where only the cotangent moves, the value needs no equation, which a remat policy would see.
     return x if forward == Chain() else reshard_p.bind(x, forward=forward, backward=backward)
 
 
@@ -103,6 +104,7 @@ def _transpose(cotangent: Any, x: Any, *, forward: Chain, backward: Chain) -> li
 
 def lifted(chain: Chain) -> Chain:
     """Returns the chain for an array with one more dim in front."""
+    # As XLA has it: the mapped dim may be one of devices, or of examples.
     specs = [(s.mesh, PartitionSpec(PartitionSpec.UNCONSTRAINED, *s.spec)) for s in chain.shardings]
     return dataclasses.replace(chain, shardings=tuple(NamedSharding(*each) for each in specs))
 
@@ -144,12 +146,13 @@ def scattering(mesh: Mesh, dims: Dims, axes: Sequence[str], *, shape: Sequence[i
         is_odd = bool(shape) and shape[-1] % _LANES_OF_ROWS != 0 and shape[-2] % num_lanes == 0
         swapped = is_odd or not carries(tuple(before), axes)
     order = (*before[:-1], last, before[-1]) if swapped else dims
-    num_rows, num_lanes = shape[-2:] if before and shape else (0, 0)
+    num_rows, num_lanes = shape[-2:] if before and shape else (0, 0)  # as they are moved: rows, and lanes of each
     num_rows, num_lanes = (num_lanes, num_rows) if swapped else (num_rows, num_lanes)
     if before and shape and places_of(mesh) is not None and not order[-1] and {*order[-2]} == {*axes}:
         if _is_all_reduced(num_lanes) and num_lanes % math.prod(mesh.shape[axis] for axis in axes) == 0:
-            shards = scatter_shardings(mesh, order, axes, num_rows), named(mesh, (*order[:-2], (), order[-2]))
-            return Chain((*shards[0], shards[1]), dtype=dtype, swapped=not swapped)
+            # The other way round, so that lanes are the rows that are scattered; the last step is the all-to-all.
+            steps = scatter_shardings(mesh, order, axes, num_rows)
+            return Chain((*steps, named(mesh, (*order[:-2], (), order[-2]))), dtype=dtype, swapped=not swapped)
     num_rows = 0 if num_lanes % _LANES_OF_ROWS else num_rows  # such steps are no better than all at once
     return Chain(scatter_shardings(mesh, order, axes, num_rows), dtype=dtype, swapped=swapped)
 
@@ -177,10 +180,12 @@ def scatter_shardings(mesh: Mesh, dims: Dims, axes: Sequence[str], num_rows: int
     """
     fine, fine_dims, fine_axes = _split(mesh, dims, axes)
     if goes_at_once(mesh):
+        # From the shards back to what has most of them and enough rows in each: that first, then the shards.
         states = [fine_dims, *gather_steps(fine_dims, fine_axes)][:-1]
         native = [x for x in states if num_rows >= _ROWS_AT_ONCE * num_shards(fine, x[-2:-1])]
         return (*(named(fine, x) for x in native[:1] if fine_dims not in native), named(mesh, dims))
     steps = scatter_steps(fine_dims, fine_axes, fine)
+    # The last on the mesh itself: what reads the result has its shardings there.
     return (*(named(fine, step) for step in steps[:-1]), named(mesh, dims))
 
 
@@ -218,8 +223,9 @@ def torus_sizes(mesh: Mesh, axis: str) -> tuple[int, ...]:
     if places is None or size == 1:
         return (size,)
     along = np.moveaxis(places.reshape(*mesh.devices.shape, -1), mesh.axis_names.index(axis), 0)
-    line = along.reshape(size, -1, places.shape[-1])[:, 0]
+    line = along.reshape(size, -1, places.shape[-1])[:, 0]  # [size, coords] of the first devices along the axis
     sizes: list[int] = []
+    # From the minor dim on: one coordinate moves from one device to the next, for as long as the others stay.
     while (stride := math.prod(sizes)) < size:
         (moved,) = np.nonzero(line[stride] != line[0])
         still = np.delete(line[::stride], moved, axis=1) == np.delete(line[0], moved)
@@ -227,6 +233,7 @@ def torus_sizes(mesh: Mesh, axis: str) -> tuple[int, ...]:
         if len(moved) != 1 or size % (stride * run):
             return (size,)
         sizes.insert(0, run)
+    # All lines of devices along the axis have to be like the first: each of the dims moves one coordinate.
     grid = along.reshape(*sizes, -1, places.shape[-1])
     moves = [(np.ptp(grid, axis=i) > 0).any(axis=tuple(range(grid.ndim - 2))) for i in range(len(sizes))]
     return tuple(sizes) if all(move.sum() == 1 for move in moves) else (size,)

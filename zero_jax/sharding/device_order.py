@@ -75,8 +75,8 @@ def _slabs(devices: list[Any], num_parts: int) -> list[list[Any]]:
         if extent % num_parts:
             continue
         slab = (places[:, dim] - start) // (extent // num_parts)
-        order = np.lexsort((np.arange(len(devices)), slab))
-        if (np.bincount(slab) == size).all():
+        order = np.lexsort((np.arange(len(devices)), slab))  # by slab, within one as they were
+        if (np.bincount(slab) == size).all():  # not so where the devices do not fill the torus
             return [[devices[i] for i in order[j : j + size]] for j in range(0, len(devices), size)]
     return [devices[i : i + size] for i in range(0, len(devices), size)]
 
@@ -95,6 +95,7 @@ def _over_domains(
             f"params across the network: give a divisor or a multiple of {num_domains}, as replica={num_domains}"
         )
     (domain_size,) = domain_sizes
+    # Several copies in a domain, or several domains in a copy.
     copies_each, domains_each = max(replica // num_domains, 1), max(num_domains // replica, 1)
     if domain_size == 1 or domain_size % (copies_each * model):
         return None
@@ -114,6 +115,7 @@ def _over_domains(
     for domain in domains:  # all in the layout of the first
         inner, grid = _in_one_domain(domain, inner_sizes, inner)
         grids.append(grid)
+    # [copies, *data, domains of a copy, model]
     per_copy = [np.stack(grids[i : i + domains_each], axis=-2) for i in range(0, num_domains, domains_each)]
     layout = (*(inner or ()), domains_each) if domains_each > 1 or not inner else inner
     return layout, np.concatenate(per_copy).reshape(replica, *layout, model)

@@ -313,6 +313,7 @@ def make_mesh(
         names, grid = ("replica", *data_names, "model"), grid.squeeze(-2)
     mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
     slow = slow_axes(mesh)
+    # Across slices or hosts first: devices of one are then next to each other in the order of the mesh.
     order = [name for name in ("pipe", "replica", *data_names) if name in slow or name == "replica"]
     order += [name for name in names if name not in order]
     return Mesh(grid.transpose([names.index(name) for name in order]), order, axis_types=mesh.axis_types)

@@ -92,7 +92,7 @@ class Precision:
             dtype = floating_dtype(value)
             if dtype is None:
                 raise ValueError(f"Precision({name}={value!r}): give a floating dtype such as jnp.bfloat16, or None")
-            object.__setattr__(self, name, dtype)
+            object.__setattr__(self, name, dtype)  # so that `jnp.bfloat16` and its name make equal policies
         check_word("Precision: rounding", self.rounding, ("nearest", "stochastic"))
         if self.rounds_stochastically and (self.master is None or self.master.itemsize >= 4):
             raise ValueError(
@@ -198,7 +198,7 @@ def update_loss_scale(state: LossScale, finite: jax.Array, config: LossScaleConf
     count = state.num_finite_steps + 1
     grows = count >= config.growth_interval_steps
     grown = jnp.where(grows, state.scale * config.growth_factor, state.scale)
-    grown = jnp.where(jnp.isfinite(grown), grown, state.scale)
+    grown = jnp.where(jnp.isfinite(grown), grown, state.scale)  # with infinity all gradients would be NaN
     backed_off = jnp.maximum(state.scale * config.backoff_factor, config.floor)
     return LossScale(
         scale=jnp.where(finite, grown, backed_off),

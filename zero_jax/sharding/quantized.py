@@ -147,10 +147,11 @@ class Blocks:
         A block with an element that is not finite has a scale that is not, and is not finite when it is decoded.
         """
         place, largest = x.ndim + self.dim, _LARGEST[self.format]
-        blocks = self._split(x, place, self.size).astype(jnp.float32)
+        blocks = self._split(x, place, self.size).astype(jnp.float32)  # [..., blocks, size, ...] for the dim
         scales = (largest_size(blocks, place + 1) / largest).astype(SCALE_DTYPE)
         # The rounded scale is what is sent: codes are of that.
         wide = scales.astype(jnp.float32)
+        # Clipped, because a scale that was rounded down gives more than the largest code.
         unit = jnp.clip(blocks / jnp.expand_dims(jnp.where(wide == 0, 1, wide), place + 1), -largest, largest)
         if self.format == "fp8":
             codes = lax.bitcast_convert_type(unit.astype(jnp.float8_e4m3fn), jnp.int8)  # XLA may widen a float8
@@ -168,6 +169,7 @@ class Blocks:
         size = self.size * _BITS[self.format] // 8
         blocks = self._split(codes, place, size)
         if self.format == "int4":
+            # Both codes in the high bits, so that the shift of a signed byte extends their signs.
             signed = lax.bitcast_convert_type(jnp.concatenate([blocks << 4, blocks & 0xF0], axis=place + 1), jnp.int8)
             unit = (signed >> 4).astype(jnp.float32)
         elif self.format == "fp8":
@@ -198,8 +200,8 @@ def blocks_of(
     if format is None:
         return None
     local = [extent // axis_size(mesh, axes) for extent, axes in zip(shape, dims, strict=True)]
-    step = 2 if format == "int4" else 1
-    sizes = {i - len(local): _block(extent, block_size, step) for i, extent in enumerate(local)}
+    step = 2 if format == "int4" else 1  # two codes share a byte
+    sizes = {i - len(local): _block(extent, block_size, step) for i, extent in enumerate(local)}  # by the dim
     # Blocks along the second to last dim leave the lanes of an accelerator as they are.
     best = max(sizes, key=lambda dim: (sizes[dim] > 0 and dim >= -2, sizes[dim], dim == -2, dim), default=0)
     if best and sizes[best]:
@@ -235,6 +237,7 @@ def spread_over(blocks: Blocks | None, shape: Sequence[int], dims: Dims, axis: s
     if blocks is None or mesh.shape[axis] == 1:
         return None
     for i, (extent, axes) in enumerate(zip(shape, dims, strict=True)):
+        # A block is not cut: along its dim there are as many units as blocks.
         units = extent // axis_size(mesh, axes) // (blocks.size if i == len(shape) + blocks.dim else 1)
         if units % mesh.shape[axis] == 0:
             return (*dims[:i], (*axes, axis), *dims[i + 1 :])
@@ -248,15 +251,13 @@ def _not_sent(leaf: LeafPlacement, mesh: Mesh) -> str:
     return "" if num_shards(mesh, leaf.dims) > 1 else leaf.reason
 
 
-def check_leaves(quantize: Quantize | None, leaves: Sequence[LeafPlacement], *, mesh: Mesh, axes: Axes) -> None:
+def check_leaves(quantize: Quantize, leaves: Sequence[LeafPlacement], *, mesh: Mesh, axes: Axes) -> None:
     """Checks the settings for the leaves of a model; on a mesh of one shard nothing is sent, and all is valid.
 
     Raises:
       ValueError: a pattern that matches no leaf, or none that can be quantized; a block size that does not divide; an
         axis that gradients are not summed over.
     """
-    if quantize is None:
-        return
     summed = {axis: mesh.shape[axis] for axis in axes.batch}
     unknown = next((axis for axis in quantize.grad_axes(axes) if axis not in summed), None)
     if unknown is not None:

@@ -62,12 +62,13 @@ class LeafPlacement:
         sharded over `data`.
         """
         data = [axis for axis in axes.data if mesh.shape[axis] > 1 and axis not in self.pipe]
-        is_own = self.reason in (_OVERRIDE, _AS_GIVEN, _EXPERTS)
-        if is_own or not all(carries(self.dims[1:], (axis,)) for axis in data):
+        is_users = self.reason in (_OVERRIDE, _AS_GIVEN, _EXPERTS)
+        if is_users or not all(carries(self.dims[1:], (axis,)) for axis in data):
             return None
         num_steps = len(gather_steps(self.dims, data, mesh))
         for moved in (x for i in range(len(data), 0, -1) for x in itertools.combinations(data, i)):
             dims = steps_by_dim(self.dims, 0, moved)[-1]
+            # Only the minor axes of a dim move by an all-to-all.
             are_minor = all(dim[: len(kept)] == kept for dim, kept in zip(self.dims[1:], dims[1:], strict=True))
             is_even = self.shape[0] % axis_size(mesh, dims[0]) == 0
             if are_minor and is_even and len(gather_steps(dims, data, mesh)) <= num_steps:
@@ -109,12 +110,13 @@ class _Placer:
         if path is None:
             return self.place(name, leaf, None)
         param = params[path]
-        more = len(shape) - len(param.shape)
-        is_stack = more > 0 and shape[more:] == param.shape  # as the memories of lbfgs
+        num_lead = len(shape) - len(param.shape)
+        is_stack = num_lead > 0 and shape[num_lead:] == param.shape  # as the memories of lbfgs
         is_sharded = carries(param.dims, self.axes.data) and not param.pipe
         if shape == param.shape or (is_stack and is_sharded and not self.overrides.matches(name)):
-            dims, of_update = (None if x is None else ((),) * more + x for x in (param.dims, param.update_dims))
+            dims, of_update = (None if x is None else ((),) * num_lead + x for x in (param.dims, param.update_dims))
             return dataclasses.replace(param, **_described(name, leaf), dims=dims, update_dims=of_update)
+        # Of a factored state the dims are fewer: the axes of the model stay, `data` is added by its own shape.
         added = [axis for axis in self.axes.data if axis not in param.pipe]
         placed = self.place(name, leaf, _common_dims(without(param.dims, added), param.shape, shape))
         if param.update_dims is None or shape[:1] != param.shape[:1]:
@@ -163,17 +165,18 @@ class _Placer:
                 "data_layout=(..., n), where n divides them, or leave experts out"
             )
         dims = _with(dims, len(shape) - 3, own)
+        # The other axes of `data` go to d or k, as of any leaf.
         others = dataclasses.replace(self.axes, data=tuple(axis for axis in self.axes.data if axis not in own))
         return _Placer(self.mesh, others, self.rules).add_data(shape, dims)[0], own
 
     def add_data(self, shape: tuple[int, ...], dims: Dims) -> tuple[Dims, str]:
         """Adds the `data` axes to the best dims: all on one dim, else over several; with the reason."""
-        layers = tuple(axis for axis in self.axes.pipe if carries(dims, (axis,)))
-        data = tuple(axis for axis in self.axes.data if self.mesh.shape[axis] > 1 and axis not in layers)
-        if carries(dims, [axis for axis in self.axes.data if axis not in layers]):
+        of_layers = tuple(axis for axis in self.axes.pipe if carries(dims, (axis,)))
+        data = tuple(axis for axis in self.axes.data if self.mesh.shape[axis] > 1 and axis not in of_layers)
+        if carries(dims, [axis for axis in self.axes.data if axis not in of_layers]):
             return dims, _AS_GIVEN
         if not data:
-            return dims, "layers over pipe" if layers else _ONE_DEVICE
+            return dims, "layers over pipe" if of_layers else _ONE_DEVICE
         if math.prod(shape) < max(self.rules.min_shard_size, 1):
             return dims, f"unsharded: under {self.rules.min_shard_size} elements"
         # The first two axes shard one dim, the others the last (spec.scatter_steps); those of stages are on the last,
@@ -189,7 +192,7 @@ class _Placer:
         best = self.best_dim(shape, dims, data, minor=len(data) == 1)
         if best is not None:
             return _with(dims, best, data), "sharded"
-        placed = []
+        placed = []  # no dim divides over all axes: each axis by itself, the largest first
         for axis in sorted(data, key=lambda axis: -self.mesh.shape[axis]):
             best = self.best_dim(shape, dims, (axis,), minor=True)
             if best is not None:
@@ -270,18 +273,20 @@ def stacked_layers(shapes: Mapping[str, Sequence[int]]) -> frozenset[str]:
     them is known only when its loss is traced. A leaf that is taken for a stack, or is not taken for one, costs a
     movement of it in each step of a pipeline, never a wrong result.
     """
+    # For `a/b/c` the subtrees "", "a", "a/b" and "a/b/c", which is the leaf.
     subtrees = {name: ["", *itertools.accumulate(name.split("/"), "{}/{}".format)] for name in shapes}
     members: dict[str, list[Sequence[int]]] = {}
     for name, around in subtrees.items():
         for subtree in around:
             members.setdefault(subtree, []).append(shapes[name])
     leading = {subtree: {tuple(shape[:1]) for shape in group} for subtree, group in members.items()}
-    found: set[str] = set()
+    stacks: set[str] = set()
     for name, around in subtrees.items():
+        # The largest subtree around it whose leaves all have one leading dim.
         group = members[next(subtree for subtree in around if len(leading[subtree]) == 1)]
         if any(_is_stack(shape) and (len(shape) > 2 or len(group) > 1) for shape in group):
-            found.add(name)
-    return frozenset(found)
+            stacks.add(name)
+    return frozenset(stacks)
 
 
 def _carried(params: PyTree, mesh: Mesh, axes: Axes, rules: Any) -> PyTree:
@@ -365,7 +370,7 @@ def to_shardings(placements: PyTree, *, mesh: Mesh, axes: Axes, over: Sequence[s
     They are those of master params and optimizer state if `of_update`.
     """
 
-    @functools.cache
+    @functools.cache  # leaves share a few specs, and making a `NamedSharding` takes time
     def sharding(dims: Dims, pipe: tuple[str, ...]) -> NamedSharding:
         return named(mesh, without(dims, [axis for axis in axes.data if axis not in (*over, *pipe)]))
 
@@ -406,12 +411,10 @@ class ShardingReport(Report):
         alike = [(re.sub(r"\d+", "*", path), *rest) for path, *rest in rows]  # in layers of a Python loop
         counts = collections.Counter(alike)
         many = {key: (key[0], f"{count} x {key[1]}", *key[2:]) for key, count in counts.items() if count >= _MANY_ALIKE}
-        numbered = enumerate(zip(alike, rows, strict=True))
-        rows = [
-            row for row, _ in dict.fromkeys((many[key], -1) if key in many else (row, i) for i, (key, row) in numbered)
-        ]
-        whole = f", {format_bytes(self.whole_bytes)} of it unsharded leaves" if self.whole_bytes else ""
-        lines = [aligned(rows), f"{format_bytes(self.per_device_bytes)} a device{whole}"]
+        # The row of many stands where the first of them was.
+        rows = list(dict.fromkeys(many[key] if key in many else row for key, row in zip(alike, rows, strict=True)))
+        unsharded = f", {format_bytes(self.whole_bytes)} of it unsharded leaves" if self.whole_bytes else ""
+        lines = [aligned(rows), f"{format_bytes(self.per_device_bytes)} a device{unsharded}"]
         if "params" not in self.groups:
             sharded = ", ".join(self.groups) or "nothing"
             lines.append(f"sharded like this at this stage: {sharded}; params are replicated over data")

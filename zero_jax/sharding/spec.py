@@ -31,9 +31,9 @@ def dims_of(spec: Any, num_dims: int) -> Dims:
     """
     if isinstance(spec, NamedSharding):
         spec = spec.spec
-    entries: tuple[Any, ...] = () if spec is None else tuple(spec) if isinstance(spec, PartitionSpec) else (spec,)
-    if entries and entries[0] is spec:
+    if spec is not None and not isinstance(spec, PartitionSpec):
         raise TypeError(f"expected a PartitionSpec, a NamedSharding or None, got {spec!r}")
+    entries: tuple[Any, ...] = () if spec is None else tuple(spec)
     if len(entries) > num_dims:
         raise ValueError(f"{spec} has {len(entries)} entries, but the array has {num_dims} dims")
     entries = tuple(() if entry in (None, PartitionSpec.UNCONSTRAINED) else entry for entry in entries)
@@ -106,6 +106,7 @@ def gather_steps(dims: Dims, axes: Sequence[str], mesh: Mesh | None = None) -> l
     if goes_at_once(mesh):
         return [without(dims, axes)] if carries(dims, axes) else []
     steps, start = [], dims
+    # Only the minor axis of a dim can be gathered: its shards are next to each other in the array.
     while minor := [(axes.index(dim[-1]), i) for i, dim in enumerate(dims) if dim and dim[-1] in axes]:
         _, i = max(minor)
         dims = (*dims[:i], dims[i][:-1], *dims[i + 1 :])
@@ -119,16 +120,16 @@ def _joined(start: Dims, steps: list[Dims], mesh: Mesh | None) -> list[Dims]:
     if len(steps) < 2:
         return steps
     before, after = [start, *steps][-3], steps[-1]
-    taken = [old[len(new) :] for old, new in zip(before, after, strict=True) if old != new]
+    taken = [old[len(new) :] for old, new in zip(before, after, strict=True) if old != new]  # the axes of each dim
     return [*steps[:-2], after] if len(taken) == 1 and _is_plane(mesh, taken[0]) else steps
 
 
 def _is_plane(mesh: Mesh | None, axes: Sequence[str]) -> bool:
     """Returns whether mesh axes are two dims of a torus that XLA:TPU gathers over at once."""
     places = places_of(mesh)
-    if mesh is None or places is None or np.ptp(places[:, 3]):
+    if mesh is None or places is None or np.ptp(places[:, 3]):  # several devices a chip
         return False
-    if not (np.ptp(places[:, :3], axis=0).all() or _is_planar(mesh)):
+    if not (np.ptp(places[:, :3], axis=0).all() or _is_planar(mesh)):  # neither a 3-D torus nor TPU v6e
         return False
     grid = places[:, :3].reshape(*mesh.devices.shape, 3)
     moved = [np.flatnonzero(np.ptp(grid, axis=mesh.axis_names.index(axis)).reshape(-1, 3).any(axis=0)) for axis in axes]
@@ -164,12 +165,13 @@ def scatter_steps(dims: Dims, axes: Sequence[str], mesh: Mesh | None = None) -> 
     num_scattered = 1 if mesh is None else math.prod(mesh.shape[axis] for dim in dims for axis in dim if axis in axes)
     if places is not None and num_scattered < len(np.unique(places, axis=0)):
         # The dim of the array that each step of the gather makes larger: a scatter stops where that changes.
-        steps = [[a != b for a, b in zip(*each, strict=True)].index(True) for each in itertools.pairwise(states)]
-        ends = [states[i + 1] for i, (dim, following) in enumerate(itertools.pairwise(steps)) if dim != following]
+        grown = [[a != b for a, b in zip(*each, strict=True)].index(True) for each in itertools.pairwise(states)]
+        ends = [states[i + 1] for i, (dim, following) in enumerate(itertools.pairwise(grown)) if dim != following]
         return [*ends[::-1], dims]
     num_torus_dims = 0 if places is None else int((np.ptp(places[:, :3], axis=0) > 0).sum())
     takes_two = num_torus_dims > 2 or (mesh is not None and _is_planar(mesh))
     stride = 2 if len(states) > 3 or (len(states) == 3 and takes_two) else 1
+    # The states of the gather in reverse, from the one behind the first step on: it ends with `dims`.
     return [states[i] for i in range(len(states) - 1 - stride, 0, -stride)] + [dims]
 
 

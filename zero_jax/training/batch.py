@@ -128,7 +128,7 @@ def place_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None, is_whole
         return jax.make_array_from_process_local_data(sharding, np.asarray(x), np.shape(x) if is_whole else None)
 
     leaves, tree = jax.tree.flatten(batch)
-    if all(map(is_placed, leaves)):
+    if all(map(is_placed, leaves)):  # the usual case of a data loader, before each step
         return batch
     check_arrays("batch", batch, remedy="leave it out of the batch, or make an array of it")
     for i, x in enumerate(leaves):

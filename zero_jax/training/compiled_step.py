@@ -144,6 +144,8 @@ class TrainStep:
           UserWarning: params that were replaced in a state that has master params, and these were not.
         """
         mesh, last = self.program.mesh, self.last_call[0]
+        # The leaves of the very state that the last call returned have the shardings and dtypes that jit gave them: the
+        # checks below would take as long again as the dispatch. With a mesh of the user's, `on_mesh` is needed.
         if last.state() is state and state is not None and get_abstract_mesh().empty:
             if not (is_like := last.is_like(state, batch)):
                 batch = place_batch(batch, mesh=mesh, axes=self.axes)
@@ -156,14 +158,13 @@ class TrainStep:
             check_no_leaf_twice(state)
             is_nested = any(map(is_traced, jax.tree.leaves((state, batch))))
             compiled = self.compiled(state, is_nested=is_nested)
-            warn_of_lost_copies(state, who="a step updates")
+            warn_of_lost_copies(state, who="a step updates")  # before leaves are moved, which gives them other ids
             state = place_state(state, compiled.shardings, compiled.dtypes, also=compiled.by_features)
             function = compiled.function(state, batch)
             if not is_nested:
                 self._same.check(function, state, batch, given=given, axes=self.axes)
-            is_repeatable = not (is_nested or jax.config.jax_disable_jit)  # type: ignore[attr-defined]
             state, metrics = function(state, batch)
-            if is_repeatable:
+            if not (is_nested or jax.config.jax_disable_jit):  # type: ignore[attr-defined]
                 tree, kinds = jax.tree.structure((state, batch)), list(map(_KIND, jax.tree.leaves(batch)))
                 self.last_call[0] = _LastCall(weakref.ref(remember_copies(state)), function, tree, kinds)
             return state, wait_on_cpu(metrics, mesh)
@@ -213,6 +214,7 @@ class TrainStep:
         if has_host_leaves(leaves):
             state = with_shapes("state", state, remedy="give the state that zero.init_state or the last step returned")
             leaves = jax.tree.leaves(state)
+        # Without dtypes: a state whose leaves have others is an error (`place_state`), not another program.
         structure = (tree, tuple(x.shape for x in leaves), is_nested)
         if structure not in self.compiled_for:
             program = dataclasses.replace(self.program, is_nested=is_nested)
@@ -228,6 +230,8 @@ class TrainStep:
 
             jit = functools.partial(jax.jit, step, out_shardings=(shardings, None))
             if not is_nested:
+                # With `in_shardings` jit refuses a leaf that was replaced by one that is sharded otherwise: `repeat`
+                # checks no leaf itself.
                 jit = functools.partial(jit, donate_argnums=0, in_shardings=(shardings, None))
             unguarded = options.unguarded
             self.compiled_for[structure] = _Compiled(

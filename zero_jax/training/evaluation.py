@@ -126,5 +126,7 @@ def _num_microbatches(batch: PyTree, placement: Placement, config: ZeroConfig) -
     """Returns the most microbatches of an evaluation's batch, up to those of a step, that a pipeline can have."""
     num_stages, shards = placement.num_stages, axis_size(placement.mesh, placement.axes.of_stage.batch)
     sizes = [x.shape[0] for x in jax.tree.leaves(batch) if x.ndim]
-    counts = range(config.num_microbatches, num_stages, -num_stages)
+    # Multiples of the stages: `1f1b` may have others, and `gpipe`, which an evaluation takes, would lose some of these.
+    most = config.num_microbatches // num_stages * num_stages
+    counts = range(most, num_stages, -num_stages)
     return next((k for k in counts if all(size % (k * shards) == 0 for size in sizes)), num_stages)

@@ -171,6 +171,7 @@ def _forward(chunks: _Chunks, hidden: Array, head: Array, labels: Array) -> tupl
 
     # Reduced per block until the end, so that blocks on several devices are reduced once.
     zeros = jnp.zeros((*labels.shape, chunks.num_blocks), jnp.float32)
+    # Not -inf, of which the first `largest - new` would be NaN where a chunk is of -inf alone.
     start = (jnp.full_like(zeros, jnp.finfo(jnp.float32).min), zeros, zeros)
     (largest, total, label_logits), _ = lax.scan(body, start, jnp.arange(chunks.num_chunks))
     log_normalizers = jax.nn.logsumexp(largest, axis=-1, b=total)

@@ -57,6 +57,7 @@ def shard_squares(arrays: Sequence[jax.Array], dims: Sequence[Dims], *, mesh: Me
 @functools.partial(inline_jit, static_argnames=("dims", "mesh"))
 def _squares_of_shards(x: jax.Array, *, dims: Dims, mesh: Mesh) -> jax.Array:
     """Returns the sum of squares of each shard of an array, `[shards of a dim, ...]`."""
+    # A sharded dim becomes two: of the shards, and of what is in each, which is summed where it is.
     shape, entries, local = [], [], []
     for size, dim in zip(x.shape, dims, strict=True):
         if dim:
@@ -77,6 +78,7 @@ def mean_of_parts(squares: Squares, weights: jax.Array, *, has_weight: bool = Fa
     weights over their mean already.
     """
     total = jnp.float32(0)
+    # Of gradients that are multiplied by w / mean(w): their squares over that squared, by w.
     factors = weights.mean() ** 2 / weights if has_weight else weights
     for x in squares.values():
         factor, weight = (y.reshape(y.shape + (1,) * (x.ndim - y.ndim)) for y in (factors, weights))

@@ -52,12 +52,13 @@ class OffloadedState:
         leaves = [shapes_of(x) if on_host else x for x, on_host in zip(leaves, self._master_flags, strict=True)]
         return tree.unflatten(pinned(leaves, self.placement.param_shardings("master"), but=self._master_flags))
 
-    def update(self, tx: Any, function: Callable[..., UpdatedState], *extras: PyTree, same: list[bool]) -> UpdatedState:
+    def update(
+        self, tx: Any, function: Callable[..., UpdatedState], *extras: PyTree, unchanged: list[bool]
+    ) -> UpdatedState:
         """Returns the updated state, in the memories of the old one.
 
         The function maps master params, optimizer state and `extras`, on the devices, to what an update makes of them;
-        the copy is None if there is none. `same` tells of each trainable param whether the update never changes it:
-        such params are not moved.
+        the copy is None if there is none. Trainable params that the update never changes (`unchanged`) are not moved.
 
         Raises:
           ValueError: an optimizer that calls functions of the params.
@@ -79,6 +80,7 @@ class OffloadedState:
         num_masters, num_updated = len(jax.tree.leaves(state.masters)), len(arguments)
         arguments += [Argument(array=x) for x in jax.tree.leaves(extras)]
         num_inputs = len(arguments)
+        # For each result, in the order of `UpdatedState`, the argument that it is written over.
         into = [*range(num_masters)]
         if placement.keeps_copy:
             into += range(num_inputs, num_inputs + num_masters)
@@ -89,7 +91,7 @@ class OffloadedState:
         def flat(*arrays: jax.Array) -> list[jax.Array]:
             return jax.tree.leaves(function(*tree.unflatten(arrays[:num_inputs])))
 
-        frozen = flags_of_all(state.masters, same) * (1 + placement.keeps_copy)
+        frozen = flags_of_all(state.masters, unchanged) * (1 + placement.keeps_copy)  # of masters, and of copies
         window_bytes, axes = placement.offload.window_bytes, placement.axes
         results = stream(flat, arguments, into, window_bytes=window_bytes, unchanged=frozen, axes=axes)
         old = UpdatedState(state.masters, state.masters if placement.keeps_copy else None, state.opt_state)
@@ -101,6 +103,7 @@ class OffloadedState:
         trees = self.state.params, self.placement.param_shardings("params"), shardings
         arguments = []
         for x, old, new in zip(*map(jax.tree.leaves, trees), strict=True):
+            # At stages 1 and 2 params are whole: each device makes its shard, which is gathered after (`params_of`).
             array = x if old == new else lax.with_sharding_constraint(jnp.zeros(x.shape, x.dtype), new)
             arguments.append(Argument(array=array, sharding=new))
         return arguments

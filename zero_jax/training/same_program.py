@@ -104,7 +104,7 @@ class SameProgram:
             **_values(state),
         }
         text = program_text(jitted.lower(state, batch))
-        # Not all fields are of this program: an evaluation has no gradients to clip.
+        # Named only beside a difference of the program, not compared: an evaluation has no gradients to clip.
         fields = {name: x for name, x in vars(self.config).items() if isinstance(x, str | int | float | None)}
         turns, texts = turns_of(self.processes), {"its program": text}
         agree_on(f"the {self.what}", facts, long_texts=texts, causes=fields, remedy=_REMEDY, turns=turns)
@@ -146,7 +146,7 @@ def fingerprint(leaves: Mapping[str, Any], *, in_blocks: bool = False) -> str:
         shards = [x.data for x in leaf.addressable_shards] if _is_global(leaf) else [leaf]
         for shard in map(np.ascontiguousarray, shards):
             digest.update(repr((name, str(shard.dtype), np.shape(leaf))).encode())
-            values = shard.reshape(-1).view(np.uint8).data
+            values = shard.reshape(-1).view(np.uint8).data  # without a copy of the array's bytes
             if in_blocks and len(values) > _BLOCKS * _BLOCK_BYTES:
                 starts = np.linspace(0, len(values) - _BLOCK_BYTES, _BLOCKS).astype(int).tolist()
                 for start in starts:
@@ -161,16 +161,17 @@ def part_of_batch(batch: PyTree, mesh: Mesh, axes: Axes) -> str:
     if any(map(_is_global, jax.tree.leaves(batch))):
         return "placed"
     sharding = NamedSharding(mesh, PartitionSpec(axes.batch))
+    # As of `mesh.size` examples, which all axes divide, so that batches of any size have the same parts.
     places = sharding.addressable_devices_indices_map((mesh.size,)).values()
     return str(sorted({index[0].start or 0 for index in places if index}))
 
 
 def equal_parts(fingerprints: Mapping[int, str], parts: Mapping[int, str]) -> list[int]:
     """Returns the processes of the first batch that several give for different parts, or none."""
-    by_batch: dict[str, dict[str, int]] = {}
+    by_batch: dict[str, dict[str, int]] = {}  # by digest and part the first process
     for process, digest in fingerprints.items():
         by_batch.setdefault(digest, {}).setdefault(parts[process], process)
-    return next((list(found.values()) for found in by_batch.values() if len(found) > 1), [])
+    return next((list(by_part.values()) for by_part in by_batch.values() if len(by_part) > 1), [])
 
 
 def _parts(batch: PyTree, mesh: Mesh, axes: Axes) -> dict[str, Any]:
@@ -181,7 +182,8 @@ def _parts(batch: PyTree, mesh: Mesh, axes: Axes) -> dict[str, Any]:
         "part": part_of_batch(batch, mesh, axes),
         "rows": {name: fingerprint({name: x}) for name, x in rows.items()},
         "scalars": {name: fingerprint({name: x}) for name, x in given.items() if name not in rows},
-        "is_constant": all(not np.any(x != np.ravel(x)[:1]) for x in map(np.asarray, rows.values())),  # zeros or ones
+        # Zeros or ones, of which equal parts are no mistake.
+        "is_constant": all(not np.any(x != np.ravel(x)[:1]) for x in map(np.asarray, rows.values())),
     }
 
 
@@ -191,17 +193,17 @@ def _check_parts(given: Mapping[int, Mapping[str, Any]]) -> None:
     They are what `_parts` returns, by process.
     """
     parts = {process: record["part"] for process, record in given.items()}
-    found: dict[Any, tuple[int, str]] = {}
+    why_same = {"scalars": "has no dim of examples", "rows": "is of the same examples in both"}
+    first_given: dict[Any, tuple[int, str]] = {}  # process and digest, by name and part
     for process, record in given.items():
-        where = {"scalars": "has no dim of examples", "rows": "is of the same examples in both"}
-        leaves = [(kind, name, digest) for kind in where for name, digest in record[kind].items()]
+        leaves = [(kind, name, digest) for kind in why_same for name, digest in record[kind].items()]
         for kind, name, digest in leaves:
-            part = parts[process] if kind == "rows" else ""
-            first, before = found.setdefault((name, part), (process, digest))
+            part = parts[process] if kind == "rows" else ""  # scalars are one array of all processes
+            first, before = first_given.setdefault((name, part), (process, digest))
             if before != digest and part != "placed":
                 message = (
-                    f"batch leaf {name!r} {where[kind]}, and processes {first} and {process} give different values of "
-                    "it: give the same in all of them (no random numbers of their own, no jax.process_index())"
+                    f"batch leaf {name!r} {why_same[kind]}, and processes {first} and {process} give different values "
+                    "of it: give the same in all of them (no random numbers of their own, no jax.process_index())"
                 )
                 raise known_to_all(ValueError(message))
     digests = {process: json.dumps(record["rows"]) for process, record in given.items() if not record["is_constant"]}
@@ -234,6 +236,7 @@ def check_given(given: PyTree, placed: PyTree, mesh: Mesh, axes: Axes) -> None:
     if not (processes := _processes_of(mesh)):
         return
     leaves = leaves_by_name(placed)
+    # The first size of such batches is compared with the first elsewhere, the second with the second.
     kinds = tuple((name, str(x.dtype), x.shape[1:]) for name, x in leaves.items())
     sizes = tuple(x.shape[:1] for x in leaves.values())
     seen = _SIZES_SEEN[kinds, tuple(mesh.shape.items())]

@@ -69,14 +69,14 @@ def sequence_parallel(
                 f"sequence_parallel: an activation of shape {x.shape} is to be cut over dim {dim} into {num_shards} "
                 f"shards: make the sequence a multiple of {num_shards}, or say with `dim` which dim it is"
             )
-        whole = dict.fromkeys(range(dim, x.ndim), ())  # the dims before are as XLA has them
-        sharded, gathered = (named_along(mesh, x.ndim, whole | {dim: axes}) for axes in (model, ()))
+        unsharded = dict.fromkeys(range(dim, x.ndim), ())  # the dims before are as XLA has them
+        sharded, gathered = (named_along(mesh, x.ndim, unsharded | {dim: axes}) for axes in (model, ()))
         scattered = (sharded,)
         one_sequence = math.prod(x.shape[:dim]) in (1, num_examples)
         if one_sequence and not on_gpus and dim < x.ndim - 1 and x.shape[-1] % num_shards == 0:
             # With one sequence a device XLA:TPU reduce-scatters features, but all-reduces tokens, twice the bytes. From
             # features to tokens is an all-to-all of the shards. XLA:GPU reduce-scatters both.
-            scattered = (named_along(mesh, x.ndim, whole | {x.ndim - 1: model}), sharded)
+            scattered = (named_along(mesh, x.ndim, unsharded | {x.ndim - 1: model}), sharded)
         if kind == "gathered":  # forward an all-gather; backward a reduce-scatter of partial sums
             return reshard(x, forward=Chain((sharded, gathered)), backward=Chain(scattered))
         return reshard(x, forward=Chain(scattered), backward=Chain((sharded, gathered)))

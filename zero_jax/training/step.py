@@ -105,25 +105,28 @@ class _Program:
         offloaded = None if placement.offload is None else OffloadedState.of(state, placement)
         stored = state.masters if offloaded is None else offloaded.masters()
         masters = placement.precision.for_optimizer(stored)
+        # Before the gradients, because those of params that the optimizer freezes are not computed.
         traced = trace_update(self.tx, trainable(masters), state.opt_state, mesh=self.mesh)
         needed = traced.needed_grads
-        of_batch = loss_and_grads(loss, arguments, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors)
-        grads = self.unscale(of_batch.grads, masters, placement, state.loss_scale)
+        computed = loss_and_grads(loss, arguments, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors)
+        grads = self.unscale(computed.grads, masters, placement, state.loss_scale)
         norm = global_norm(jax.tree.leaves(grads))
-        offers = Offers(of_batch.loss.astype(value_dtype(trainable(masters))), fill_zeros(grads, masters))
+        offers = Offers(computed.loss.astype(value_dtype(trainable(masters))), fill_zeros(grads, masters))
         if traced.calls_functions:
-            if of_batch.errors is not None:
+            if computed.errors is not None:
                 raise ValueError(
                     "quantize: error_feedback: the optimizer takes gradients at other params (a line search, or SAM), "
                     "to which the error of the last one does not belong: leave error_feedback out"
                 )
             offers = offers._replace(**self.objective(state, loss, arguments, needed))
-        finite, same = norm.first_nonfinite < 0, traced.unchanged(needed)
+        # By the gradients, not by their norm, which may overflow where all of them are finite.
+        finite, unchanged = norm.first_nonfinite < 0, traced.unchanged(needed)
         rounding = rounding_key(arguments[-1]) if placement.precision.rounds_stochastically else None
         if offloaded is not None:
             scalars = Scalars(norm, finite, offers.value, state.loss_scale, rounding)
-            updated = self.streamed_update(offloaded, of_batch.grads, scalars, same=same)
+            updated = self.streamed_update(offloaded, computed.grads, scalars, unchanged=unchanged)
         else:
+            # optax needs a gradient for each param; the zeros of frozen ones are read by nothing.
             clipped = fill_zeros(self.clip(grads, norm), masters)
             matrices = matrix_program(traced, state, placement)
             if matrices is not None and matrices.is_changed:
@@ -132,20 +135,21 @@ class _Program:
                 masters, state.opt_state, clipped, finite=finite, offers=offers, traced=traced
             )
             new_masters = new_masters if rounding is None else round_tree(new_masters, stored, rounding)
-            new_masters = keep_frozen(stored, new_masters, same)
+            new_masters = keep_frozen(stored, new_masters, unchanged)
             new_masters = lax.with_sharding_constraint(new_masters, placement.param_shardings("master"))
             updated = UpdatedState(new_masters, new_masters, opt_state)
-        new_state = self.new_state(state, placement, updated, of_batch, finite=finite, same=same)
+        new_state = self.new_state(state, placement, updated, computed, finite=finite, unchanged=unchanged)
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
-        parts = of_batch.parts
+        parts = computed.parts
         metrics = Metrics(
-            loss=of_batch.loss,
-            aux=of_batch.aux,
+            loss=computed.loss,
+            aux=computed.aux,
             grad_norm=norm.value,
             skipped=new_state.num_skipped_steps > state.num_skipped_steps,
             nonfinite_leaf=leaf_index(norm.first_nonfinite, grads, masters),
             loss_scale=scale,
             num_skipped_steps=new_state.num_skipped_steps,
+            # Divided twice: the square of a scale from 2^64 on is infinite.
             small_grad_norm_sq=None if parts is None else parts.grad_norm_sq / scale / scale,
             num_small_grads=None if parts is None else parts.num_parts,
         )
@@ -159,6 +163,7 @@ class _Program:
         loss = StepLoss(LossProgram(self.loss_fn), placement, self.config, self.is_nested)
         if self.config.remat != "own":
             loss = with_values(loss, state, batch)
+        # Made of the state alone, so that a run that resumes draws the numbers of an unbroken one.
         key = jax.random.fold_in(state.key, state.step)
         return loss, (*loss.cast(state.variables, batch, key), key)
 
@@ -167,13 +172,14 @@ class _Program:
         placement = step_placement(state, self.tx, mesh=self.mesh, config=self.config)
         loss, arguments = self.prepared(state, batch, placement)
         needed, _ = used_by_optimizer(self.tx, state, placement.precision, mesh=self.mesh)
-        of_batch = loss_and_grads(loss, arguments, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors)
+        computed = loss_and_grads(loss, arguments, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors)
         masters = placement.precision.for_optimizer(state.masters)
-        grads = fill_zeros(self.unscale(of_batch.grads, masters, placement, state.loss_scale), masters)
+        grads = fill_zeros(self.unscale(computed.grads, masters, placement, state.loss_scale), masters)
         tree = jax.tree.structure(state.masters)
-        leaves = tree.flatten_up_to(grads)
-        grads = tree.unflatten(pinned(leaves, placement.param_shardings("master"), but=[x is None for x in leaves]))
-        return lax.with_sharding_constraint(of_batch.loss, NamedSharding(self.mesh, PartitionSpec())), grads
+        leaves = tree.flatten_up_to(grads)  # None for params that are not trainable
+        # Once more: the zeros of frozen params have no sharding yet.
+        grads = tree.unflatten(pinned(leaves, placement.param_shardings("master")))
+        return lax.with_sharding_constraint(computed.loss, NamedSharding(self.mesh, PartitionSpec())), grads
 
     def objective(
         self, state: TrainState, step_loss: StepLoss, arguments: tuple[Any, ...], needed: list[bool]
@@ -184,42 +190,43 @@ class _Program:
         """
         placement, (_, batch, key) = step_loss.placement, arguments
 
-        def evaluate(at: PyTree, needed: list[bool]) -> tuple[jax.Array, PyTree]:
-            masters = merge(state.masters, at)
+        def evaluate(trained: PyTree, needed: list[bool]) -> tuple[jax.Array, PyTree]:
+            masters = merge(state.masters, trained)
             masters = lax.with_sharding_constraint(masters, placement.param_shardings("master"))
             params = placement.params_of(masters, into=state.params)
             variables = placement.cast(joined(params, state.model_state))
-            of_batch = loss_and_grads(step_loss, (variables, batch, key), needed=needed, loss_scale=state.loss_scale)
-            grads = fill_zeros(self.unscale(of_batch.grads, masters, placement, state.loss_scale), masters)
+            computed = loss_and_grads(step_loss, (variables, batch, key), needed=needed, loss_scale=state.loss_scale)
+            grads = fill_zeros(self.unscale(computed.grads, masters, placement, state.loss_scale), masters)
             if placement.num_stages > 1:
                 grads = self.with_no_derivatives(grads)
-            return of_batch.loss.astype(value_dtype(at)), grads
+            return computed.loss.astype(value_dtype(trained)), grads
 
         @jax.custom_jvp
-        def loss_fn(at: PyTree) -> jax.Array:
-            return evaluate(at, [False] * len(needed))[0]
+        def loss_fn(trained: PyTree) -> jax.Array:
+            return evaluate(trained, [False] * len(needed))[0]
 
         # The step's gradients, not those of its loss: they are accumulated over microbatches and scaled.
         @loss_fn.defjvp
         def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
             loss, grads = evaluate(primals[0], needed)
+            # JAX's gradient of a real loss by a complex param is such that the loss changes by Re(sum(g * t)).
             slopes = jax.tree.map(lambda g, t: (g * t).sum().real.astype(loss.dtype), grads, tangents[0])
             return loss, jnp.asarray(sum(jax.tree.leaves(slopes)), loss.dtype)
 
-        return {"loss_fn": loss_fn, "grad_fn": lambda at: evaluate(at, needed)[1]}
+        return {"loss_fn": loss_fn, "grad_fn": lambda trained: evaluate(trained, needed)[1]}
 
     def with_no_derivatives(self, grads: PyTree) -> PyTree:
         """Returns gradients that refuse to be differentiated: those of stages, added in place, would be wrong."""
-        same = jax.custom_jvp(lambda grads: grads)
+        identity = jax.custom_jvp(lambda grads: grads)
 
-        @same.defjvp
+        @identity.defjvp
         def _(*_: Any) -> Any:
             raise ValueError(
                 "the optimizer takes second derivatives of the loss, which a pipeline does not have: take a mesh "
                 "without `pipe`"
             )
 
-        return same(grads)
+        return identity(grads)
 
     def unscale(self, grads: PyTree, masters: PyTree, placement: Placement, loss_scale: Any) -> PyTree:
         """Casts gradients to the master params' dtype, divides by the loss scale, and constrains their shardings."""
@@ -231,7 +238,7 @@ class _Program:
         leaves, tree = jax.tree.flatten(masters)
         of_each = zip(leaves, tree.flatten_up_to(grads), strict=True)
         finished = [None if grad is None else unscaled(grad, master.dtype) for master, grad in of_each]
-        return tree.unflatten(pinned(finished, placement.param_shardings("master"), but=[x is None for x in finished]))
+        return tree.unflatten(pinned(finished, placement.param_shardings("master")))
 
     def clip(self, grads: PyTree, norm: GlobalNorm) -> PyTree:
         """Scales gradients down to the config's largest norm."""
@@ -260,12 +267,13 @@ class _Program:
         if self.config.skip_nonfinite is False:
             new_params, opt_state = apply(params, opt_state)
         else:
+            # An update that is streamed has to be elementwise (`chunks.Loop`), which no conditional is.
             in_place = platform_of(self.mesh) == "cpu" and self.config.offload is None
             new_params, opt_state = update_if(finite, apply, (params, opt_state), in_place=in_place, traced=trace)
         return merge(masters, new_params), opt_state
 
     def streamed_update(
-        self, offloaded: OffloadedState, scaled_grads: PyTree, scalars: Scalars, *, same: list[bool]
+        self, offloaded: OffloadedState, scaled_grads: PyTree, scalars: Scalars, *, unchanged: list[bool]
     ) -> UpdatedState:
         """Returns the update of a state partly on the host.
 
@@ -284,24 +292,24 @@ class _Program:
             low = cast_floating(masters, placement.precision.param) if placement.keeps_copy else None
             return UpdatedState(masters, low, opt_state)
 
-        return offloaded.update(self.tx, function, scaled_grads, scalars, same=same)
+        return offloaded.update(self.tx, function, scaled_grads, scalars, unchanged=unchanged)
 
     def new_state(
         self,
         state: TrainState,
         placement: Placement,
         updated: UpdatedState,
-        of_batch: StepGrads,
+        computed: StepGrads,
         *,
         finite: jax.Array,
-        same: list[bool],
+        unchanged: list[bool],
     ) -> TrainState:
         """Returns the next train state, of the update and of what the loss function returned.
 
-        `same` tells of each trainable param whether an update never changes it.
+        `unchanged` tells of each trainable param whether an update never changes it.
         """
 
-        def settled(old: Any, new: Any) -> Any:
+        def next_leaf(old: Any, new: Any) -> Any:
             if new is None:  # model state on the host, which no loss function changes
                 return old
             return new if self.config.skip_nonfinite is False else jnp.where(finite, new, old)
@@ -314,13 +322,13 @@ class _Program:
         return TrainState(
             step=state.step + 1,
             # The low-precision copy of a frozen param is there already: stages 1 and 2 need not gather it.
-            params=keep_frozen(state.params, placement.params_of(updated.low, into=state.params), same),
+            params=keep_frozen(state.params, placement.params_of(updated.low, into=state.params), unchanged),
             master=updated.masters if placement.keeps_copy else None,
             opt_state=updated.opt_state,
             key=state.key,
             loss_scale=scale,
             num_skipped_steps=state.num_skipped_steps + skipped,
-            model_state=jax.tree.map(settled, state.model_state, of_batch.model_state, is_leaf=lambda x: x is None),
+            model_state=jax.tree.map(next_leaf, state.model_state, computed.model_state, is_leaf=lambda x: x is None),
             # The gradients of a skipped step are not applied, nor are the errors that were added to them.
-            grad_errors=jax.tree.map(lambda new, old: jnp.where(finite, new, old), of_batch.errors, state.grad_errors),
+            grad_errors=jax.tree.map(lambda new, old: jnp.where(finite, new, old), computed.errors, state.grad_errors),
         )

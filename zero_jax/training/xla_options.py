@@ -37,8 +37,7 @@ class CompilerOption:
     name: str  # as the compiler calls it, without dashes
     value: Value  # a boolean, number or text
     purpose: str  # what it is for
-    # Its value, '' for none, in a program that the fault of the compiler that it guards against does not concern; None
-    # if it guards against none
+    # Its value ('' for none) in a program that the compiler's fault does not concern; None if it guards against none
     unguarded: str | None = None
 
     def __str__(self) -> str:
@@ -197,7 +196,8 @@ def compiler_options(*, mesh: Mesh, config: ZeroConfig) -> dict[str, Value]:
 
 def step_options(mesh: Mesh, config: ZeroConfig) -> StepOptions:
     """Returns the compiler options of a step, each with what it is for; warns of those that are not known."""
-    devices = list(mesh.devices.flat)  # of which this process compiles for one of its own
+    devices = list(mesh.devices.flat)
+    # One of this process's own, which it can compile for (`_unknown`).
     device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
     is_one_host = len({d.process_index for d in devices}) == 1
     requested = wanted_options(device, config, os.environ, is_one_host=is_one_host, has_many=mesh.size > _MANY_DEVICES)
@@ -224,6 +224,7 @@ def wanted_options(
     hardware = getattr(hardware_of(device), "name", "")
     steps = _STEPS.get(hardware, ()) + (_STEPS_OF_MANY.get(hardware, ()) if has_many else ())
     options |= {option.name: option for option in steps}
+    # An option of the program would win over the flag that the user has set for the process.
     for name in {name for flags in _flags(environment) for name in flags} if options else ():
         options.pop(name, None)
         options.pop(name.removeprefix("no"), None)  # --noxla_option is --xla_option=false
@@ -243,17 +244,17 @@ def wanted_options(
         options.pop(name, None)
         if value is not None:
             options[name] = CompilerOption(name, _typed(value), "given in the config")
-    removed = (config.compiler_options or {}).get(_DISABLE_PASSES, "") is None
+    is_removed = (config.compiler_options or {}).get(_DISABLE_PASSES, "") is None
     passes = [name for name, right in _WRONG_PASSES.get(device.platform, ()) if jax.__version_info__ < right]
-    if passes and not removed:
+    if passes and not is_removed:  # after all others, with those that they disable: the option is one list
         options[_DISABLE_PASSES] = _guard(passes, options.get(_DISABLE_PASSES), environment)
     return tuple(options.values())
 
 
 def _guard(passes: Sequence[str], given: CompilerOption | None, environment: Mapping[str, str]) -> CompilerOption:
     """Returns the option that disables passes, beside those that the config or the environment disables."""
-    flags = [each.get(_DISABLE_PASSES, "") for each in _flags(environment)]
-    others = ",".join(filter(None, [str(given.value)] if given else flags))
+    of_environment = [flags.get(_DISABLE_PASSES, "") for flags in _flags(environment)]
+    others = ",".join(filter(None, [str(given.value)] if given else of_environment))
     return CompilerOption(
         name=_DISABLE_PASSES,
         value=",".join(filter(None, [others, *passes])),
@@ -306,8 +307,9 @@ def flag_words(text: str) -> list[str]:
 
 def _flags(environment: Mapping[str, str]) -> list[dict[str, str]]:
     """Returns the flags of each variable of the environment, by their names without dashes."""
-    of_each = [flag_words(environment.get(variable, "")) for variable in _FLAG_VARIABLES]
-    return [{name.lstrip("-"): value for name, _, value in (word.partition("=") for word in x)} for x in of_each]
+    words_of_each = [flag_words(environment.get(variable, "")) for variable in _FLAG_VARIABLES]
+    pairs_of_each = [[word.partition("=") for word in words] for words in words_of_each]
+    return [{name.lstrip("-"): value for name, _, value in pairs} for pairs in pairs_of_each]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,7 +317,7 @@ class _Compiler:
     """A compiler by what identifies it, and a device that it compiles for."""
 
     kind: tuple[str, str]
-    device: Any = dataclasses.field(compare=False)
+    device: Any = dataclasses.field(compare=False)  # no part of a cache's key: each topology has devices of its own
 
 
 @functools.cache
@@ -323,7 +325,7 @@ def _unknown(compiler: _Compiler, options: tuple[tuple[str, Value], ...]) -> tup
     """Returns the names of options that a compiler does not know: it is asked to compile a constant with them."""
     remaining, unknown = dict(options), []
     shape = jax.ShapeDtypeStruct((), jnp.int32, sharding=SingleDeviceSharding(compiler.device))
-    while remaining:
+    while remaining:  # the error names the first option alone
         try:
             jax.jit(lambda x: x).lower(shape).compile(compiler_options=dict[str, Any](remaining))
             break

@@ -32,8 +32,9 @@ class Sharded:
 
 def _difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     a, b = (x.astype(np.complex128 if x.dtype.kind == "c" else np.float64) for x in (a, b))
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore"):  # inf - inf
         difference = np.abs(a - b)
+    # Equal infinities, and NaN in both, are no difference.
     return np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, np.where(np.isfinite(difference), difference, np.inf))
 
 
@@ -54,14 +55,14 @@ class Execution:
         leaves = jax.tree.leaves(arguments)
         shards = []
         for number, sharding in zip(self._kept, self._inputs, strict=True):
-            whole, indices = host_array(leaves[number]), self._indices(sharding, leaves[number].shape)
-            shards.append(np.stack([whole[index] for index in indices]))
+            array, indices = host_array(leaves[number]), self._indices(sharding, leaves[number].shape)
+            shards.append(np.stack([array[index] for index in indices]))
         results = self._interpreter.run(shards)
-        held = [
+        sharded = [
             Sharded(x, self._indices(sharding, info.shape))
             for x, sharding, info in zip(results, self._outputs, self._infos, strict=True)
         ]
-        return jax.tree.unflatten(self._tree, held)
+        return jax.tree.unflatten(self._tree, sharded)
 
     def _indices(self, sharding: Sharding, shape: tuple[int, ...]) -> tuple[tuple[slice, ...], ...]:
         indices = sharding.devices_indices_map(shape)

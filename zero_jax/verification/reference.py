@@ -85,6 +85,7 @@ class Reference:
         (loss, (_, new_model_state)), grads = jax.value_and_grad(function, has_aux=True)(free)
         needed, _ = training.used_by_optimizer(self.tx, state, precision, mesh=self.mesh)
         leaves, tree = jax.tree.flatten(grads)
+        # As in a step, whose norm is that of the gradients which the optimizer reads.
         grads = tree.unflatten([g if flag else jnp.zeros_like(g) for g, flag in zip(leaves, needed, strict=True)])
         return loss, precision.for_optimizer(grads), new_model_state
 

@@ -187,6 +187,7 @@ def verify_job(
         )
         job = dataclasses.replace(job, config=dataclasses.replace(job.config, attention="own"))
     mesh = job.mesh()
+    # Compiled for the topology and run as the reference: else float32 products of TPUs are rounded to bfloat16.
     with jax.default_matmul_precision("highest"):
         abstract = job.state(mesh)
         _check_size(abstract, mesh.size)
@@ -268,6 +269,7 @@ class _Comparison:
         """Returns the reference's next state, and each leaf's difference to a step's `Sharded` state and metrics."""
         new, metrics = result
         loss, grads, updated, noise = self._expected(state, batch)
+        # The next step begins with the reference's state, so that differences do not add up over steps.
         next_state = dataclasses.replace(self.reference.next_state(state, updated, like=like), step=state.step + 1)
         differences = [
             self._scalar("loss", metrics.loss, host_array(loss), step),
@@ -292,19 +294,19 @@ class _Comparison:
         """
         loss, grads, model_state = self.reference.loss_and_grads(state, batch)
         update = functools.partial(self.reference.update, state, loss=loss, batch=batch)
-        made = update(grads)
-        moved = jax.lax.map(lambda key: update(self._with_noise(grads, key)), jax.random.split(jax.random.key(1), 8))
-        moves = jax.tree.map(_largest_move, made, moved)
-        still = jax.tree.map(lambda x: jnp.zeros(x.shape), model_state)
-        updated, noise = (
-            Updated(master=x[0], opt_state=x[1], model_state=y) for x, y in ((made, model_state), (moves, still))
-        )
+        params, opt_state = update(grads)
+        noisy = jax.lax.map(lambda key: update(self._with_noise(grads, key)), jax.random.split(jax.random.key(1), 8))
+        of_params, of_opt_state = jax.tree.map(_largest_move, (params, opt_state), noisy)
+        no_noise = jax.tree.map(lambda x: jnp.zeros(x.shape), model_state)  # it is made of no gradient
+        updated = Updated(master=params, opt_state=opt_state, model_state=model_state)
+        noise = Updated(master=of_params, opt_state=of_opt_state, model_state=no_noise)
         return loss, grads, updated, noise
 
     def _with_noise(self, grads: PyTree, key: jax.Array) -> PyTree:
         """Returns gradients that differ by what rounding may: of the leaf's size, and a little of that of all."""
         leaves, tree = jax.tree.flatten(grads)
         sizes = [jnp.sqrt(jnp.mean(jnp.square(jnp.abs(g)))) if g.size else jnp.float32(0) for g in leaves]
+        # A gradient that is zero but for rounding has the rounding of larger numbers, which cancel.
         largest = jnp.stack(sizes).max() if sizes else 0.0
         keys = jax.random.split(key, max(len(leaves), 1))
         noise = [
@@ -325,6 +327,7 @@ class _Comparison:
             return LeafDifference(step=step, path=path, difference=different, allowed=0.0)
         old, new = (x.astype(np.complex128 if x.dtype.kind == "c" else np.float64) for x in (before, want))
         change, size = float(np.linalg.norm(new - old)), float(np.linalg.norm(new))
+        # Of the leaf itself: a small change of a large param is rounded as the param is.
         rounding = 4 * float(jnp.finfo(want.dtype).eps) * size
         allowed = self.tolerance * change + 2 * float(np.linalg.norm(noise)) + rounding
         difference = float(np.linalg.norm(got.differences(want)))

@@ -69,6 +69,7 @@ class Accumulator:
         def split_leaf(x: jax.Array) -> jax.Array:
             if not x.ndim:
                 return x
+            # The shards are cut, not the batch: its first k-th is on some of the devices alone.
             x = x.reshape(n, k, x.shape[0] // (n * k), *x.shape[1:])
             x = lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(self.axes.batch)))
             x = jnp.moveaxis(x, 1, 0)
@@ -81,31 +82,33 @@ class Accumulator:
 
         With gradients of devices' own they are `[num_microbatches, devices of once_over, examples, ...]`.
         """
-        once, others = self.plan.once_over, self.others
-        order = [self.axes.batch.index(axis) for axis in (*once, *others)]
+        once, each_pass = self.plan.once_over, self.each_pass_over
+        order = [self.axes.batch.index(axis) for axis in (*once, *each_pass)]
 
-        def regroup(x: jax.Array) -> jax.Array:
-            if not x.ndim or not others:
+        def regroup(x: jax.Array) -> jax.Array:  # [k, shards, examples of a shard, ...]
+            if not x.ndim or not each_pass:
                 return x
             if not once:
                 return lax.collapse(x, 1, 3)
             k, _, size, *shape = x.shape
+            # A dim for each mesh axis, so that the axes of `once` come first and no device's examples move.
             x = x.reshape(k, *self.sizes(self.axes.batch), size, *shape)
             x = lax.with_sharding_constraint(x, named(self.mesh, ((), *((axis,) for axis in self.axes.batch))))
             x = x.transpose(0, *(1 + i for i in order), *range(1 + len(order), x.ndim))
-            x = x.reshape(k, axis_size(self.mesh, once), axis_size(self.mesh, others) * size, *shape)
-            return lax.with_sharding_constraint(x, named(self.mesh, ((), once, others)))
+            x = x.reshape(k, axis_size(self.mesh, once), axis_size(self.mesh, each_pass) * size, *shape)
+            return lax.with_sharding_constraint(x, named(self.mesh, ((), once, each_pass)))
 
         return jax.tree.map(regroup, self.split(batch))
 
     def joined(self, x: jax.Array, dim: int) -> jax.Array:
         """Returns results of `parts`, `[num_microbatches, ..., examples at dim, ...]`, in the batch's order."""
+        # The batch is of shards, each of which is of microbatches: [shards, k, examples].
         if not self.plan.once_over:
             x = jnp.moveaxis(x, 1 + dim, 1)
             x = x.reshape(x.shape[0], self.num_shards, x.shape[1] // self.num_shards, *x.shape[2:])
             return jnp.moveaxis(lax.collapse(jnp.swapaxes(x, 0, 1), 0, 3), 0, dim)
-        x, axes = jnp.moveaxis(x, 2 + dim, 2), (*self.plan.once_over, *self.others)
-        order = [axes.index(axis) for axis in self.axes.batch]
+        x, axes = jnp.moveaxis(x, 2 + dim, 2), (*self.plan.once_over, *self.each_pass_over)
+        order = [axes.index(axis) for axis in self.axes.batch]  # back from that of `parts`
         (k, n, size, *shape), last = x.shape, 1 + len(axes)
         x = x.reshape(k, *self.sizes(axes), n * size // axis_size(self.mesh, axes), *shape)
         x = x.transpose(*(1 + i for i in order), 0, last, *range(last + 1, x.ndim))
@@ -116,7 +119,7 @@ class Accumulator:
         return [self.mesh.shape[axis] for axis in axes]
 
     @property
-    def others(self) -> tuple[str, ...]:
+    def each_pass_over(self) -> tuple[str, ...]:
         """The axes of the batch over which gradients are summed in every backward pass."""
         return tuple(axis for axis in self.axes.batch if axis not in self.plan.once_over)
 
@@ -125,7 +128,8 @@ class Accumulator:
         """How the accumulated gradient of each param is sharded, a dim of the devices of `once_over` first."""
         once = self.plan.once_over
         dims = [grad_sum.dims for grad_sum in self.device_sums]
-        return [(once, *without(each, once)) for each in dims] if once else dims  # axes of the model stay
+        # A device of `once` has all of its own gradient, but for what is sharded over other axes (the model's).
+        return [(once, *without(each, once)) for each in dims] if once else dims
 
     def accumulate(self, grad_fn: GradFn, inputs: GradInputs) -> Any:
         """Accumulates the gradients of the parts of a batch in float32.
@@ -157,7 +161,7 @@ class Accumulator:
         def body(carry: Any, index_and_part: Any) -> Any:
             (sums, model_state), (index, part) = carry, index_and_part
             key = jax.random.fold_in(inputs.key, index)
-            part = _rejoin(part, parts)
+            part = _with_scalars(part, parts)
             if self.adds_in_place:
                 (loss, (aux, _, weight)), sums = grads_of(part, key, model_state, sums)
                 return (pin(sums), model_state), (loss, weight, aux, None)
@@ -171,13 +175,14 @@ class Accumulator:
                 squares = shard_squares(grads, dims, mesh=self.mesh)
             factor = weight if self.by_weight else None
             sums = [added(s, g, factor) for s, g in zip(sums, grads, strict=True)]
+            # Without the pin XLA would choose how the sums are sharded that the loop carries.
             return (pin(sums), model_state), (loss, weight, aux, squares)
 
         squares: Any = None
         if k > 1:
             shape = lambda p: (num_devices, *p.shape) if once else p.shape  # noqa: E731
             zeros = pin([jnp.zeros(shape(p), wide(p.dtype)) for p in inputs.params])
-            xs = (jnp.arange(k), [x for x in jax.tree.leaves(parts) if x.ndim])
+            xs = (jnp.arange(k), [x for x in jax.tree.leaves(parts) if x.ndim])  # scalars have no dim of microbatches
             carry, (losses, weights, auxes, squares) = lax.scan(body, (zeros, inputs.model_state), xs)
             total, (sums, model_state) = self.total_of_grads(losses, weights), carry
             grads = [_divided(s, total) for s in sums]
@@ -186,7 +191,7 @@ class Accumulator:
             (losses, (auxes, _, weights)), grads = grads_of(part, inputs.key, model_state)
             total, factor = self.total_of_grads(losses, weights), weights if self.by_weight else None
             grads = [_weighed_share(g, factor, total) for g in grads]
-            auxes = jax.tree.map(lambda x: x[None], auxes)
+            auxes = jax.tree.map(lambda x: x[None], auxes)  # as of a scan over one microbatch
         loss = mean(losses, weights if self.by_weight else None)
         aux = self.aux.combine(auxes, self.joined, lead=2 if once else 1)
         if squares is None:
@@ -250,9 +255,9 @@ def mean(losses: jax.Array, weights: jax.Array | None) -> jax.Array:
     return jnp.where((weights == 0).all(), losses.mean(), weighed).astype(losses.dtype)
 
 
-def _rejoin(parts: list[jax.Array], batch: PyTree) -> PyTree:
+def _with_scalars(arrays: list[jax.Array], batch: PyTree) -> PyTree:
     """Puts one microbatch's arrays among the scalars of the batch."""
-    remaining = iter(parts)
+    remaining = iter(arrays)
     return jax.tree.map(lambda x: next(remaining) if x.ndim else x, batch)
 
 

@@ -67,12 +67,14 @@ def reads_of(
     """
     of_counts = [frozenset[int]()] * len(counts)
     if isinstance(program, CountedProgram):
+        # Counts are made of the batch before the parts are: whether by numbers that all parts draw alike.
         made_of = [frozenset[int]()] * len(jax.tree.leaves((variables, batch))) + [frozenset({_DRAWN})]
         marks = _Reads().run(program.counting(variables, batch, key), made_of)
         of_counts = [frozenset({_REPEATED_COUNT}) if _REPEATED in x else frozenset[int]() for x in marks]
         batch = batch, counts
     traced = program.trace(variables, batch, key)
     lines = model_state_changes(program, variables, batch, key)
+    # The marks of the inputs: leaves of model state that the loss function changes by their numbers, counts, the key.
     num_params = traced.num_params - len(lines)
     made_of = [frozenset[int]()] * num_params
     made_of += [frozenset() if line is None else frozenset({i}) for i, line in enumerate(lines)]
@@ -81,7 +83,7 @@ def reads_of(
     results = jax.tree.unflatten(jax.tree.structure(traced.out_shape), _Reads().run(traced.closed, made_of))
     names = model_state_names(as_variables(variables).model_state)
 
-    def told(marks: frozenset[int]) -> tuple[str, ...]:
+    def changed_leaves(marks: frozenset[int]) -> tuple[str, ...]:
         changes = [(names[i], lines[i]) for i in sorted(x for x in marks if x >= 0)]
         return tuple(f"{name!r}, which it changes" + (f" at {line}" if line else "") for name, line in changes)
 
@@ -89,8 +91,8 @@ def reads_of(
     leaves = leaves_by_name(aux)
     return Reads(
         passes_state=any(line is not None for line in lines),
-        loss=told(loss),
-        aux={name: "".join(f"it reads {x}" for x in told(marks)[:1]) for name, marks in leaves.items()},
+        loss=changed_leaves(loss),
+        aux={name: "".join(f"it reads {x}" for x in changed_leaves(marks)[:1]) for name, marks in leaves.items()},
         made_of=leaves,
     )
 
@@ -103,6 +105,7 @@ class _Reads(Dependence):
     def operation(self, eqn: Any, operands: list[frozenset[int]]) -> list[frozenset[int]]:
         made_of = frozenset().union(*operands)
         if eqn.primitive.name.startswith(("random_", "rng_", "threefry")):
+            # By a key that is made of nothing (`jax.random.key(0)` in the loss function), all parts draw the same.
             made_of = frozenset({_DRAWN if made_of - {_REPEATED} else _REPEATED})
         return [made_of] * len(eqn.outvars)
 
@@ -156,9 +159,9 @@ def judge(loss: StepLoss, arguments: tuple[PyTree, PyTree, jax.Array]) -> Judged
     if separable.on_parts.counts:
         reads = reads_of(counted, *traceable, jax.eval_shape(counted.counts, *traceable))
     _, (shapes, _) = program.trace(*traceable).out_shape
-    is_whole = k == 1 and separable.not_local
+    is_unparted = k == 1 and separable.not_local  # the loss is called on the batch after all
     same = dict.fromkeys(leaves_by_name(shapes), SAME)
-    for name, leaf in () if is_whole else leaves_by_name(shapes).items():
+    for name, leaf in () if is_unparted else leaves_by_name(shapes).items():
         if is_key(leaf):
             raise ValueError(
                 f"aux leaf {name!r} holds PRNG keys, and those of several microbatches make none of the batch: "
@@ -168,6 +171,6 @@ def judge(loss: StepLoss, arguments: tuple[PyTree, PyTree, jax.Array]) -> Judged
         program=counted,
         plan=plan.allowed(separable),
         separable=separable,
-        aux=CombinedAux(same if is_whole else reads.combinations(separable.aux)),
+        aux=CombinedAux(same if is_unparted else reads.combinations(separable.aux)),
         aux_shapes=shapes,
     )

@@ -79,7 +79,7 @@ def _combined(how: Relation, x: jax.Array, join: Callable[[jax.Array, int], jax.
         x = x[(0,) * lead]
     else:
         x = join(x, how.dim) if how.kind is Kind.ROWS else x.sum(over, dtype=x.dtype)
-    if how.power:
+    if how.power:  # a mean is a sum with power 1
         scale = num_parts ** -float(how.power)
         x = x * (scale if is_float else round(scale))
     return x.astype(dtype)

@@ -77,5 +77,5 @@ def _squares(x: jax.Array, *, dtype: Any) -> tuple[jax.Array, jax.Array]:
     # The squares of what is below 1 underflow. Without the selection XLA would square scalars before it scales them:
     # (y * c) * (y * c) becomes (y * y) * (c * c).
     scaled = [lax.select(lax.abs(y) < 1, lax.full_like(y, 0), y * _scale(dtype)) for y in parts]
-    whole, down = (jnp.sum(functools.reduce(operator.add, map(lax.square, each))) for each in (parts, scaled))
-    return whole, down
+    total, scaled_total = (jnp.sum(functools.reduce(operator.add, map(lax.square, x))) for x in (parts, scaled))
+    return total, scaled_total

@@ -66,6 +66,7 @@ def loss_and_grads(
     """
     scale = 1 if loss_scale is None else loss_scale.scale
     scaled = _ScaledLoss(loss, arguments, needed, scale)
+    # Kept without the loss scale, which changes between steps, and added to gradients that have it.
     own_errors = [None if x is None else x * scale for x in scaled.of_each(errors)]
     if scaled.judged is None:
         (value, (aux, new_state)), grads = scaled.grad_fn(loss.placed(scaled.program))(*scaled.inputs)
@@ -83,19 +84,22 @@ class _ScaledLoss:
     """The scaled loss of a step, as a function of the params that have gradients, and how these are computed."""
 
     def __init__(self, loss: StepLoss, arguments: tuple[PyTree, PyTree, jax.Array], needed: list[bool], scale: Any):
-        (variables, batch, key), self.loss, self.placement, self.scale = arguments, loss, loss.placement, scale
-        self.arguments = used_shapes(variables), batch, key
+        variables, batch, key = arguments
+        self.loss, self.placement, self.scale = loss, loss.placement, scale
+        self.arguments = used_shapes(variables), batch, key  # what the program is traced for
         self.leaves, self.tree = jax.tree.flatten(as_variables(variables).params)  # all params
-        self.has_grad, self.host_state = flags_of_all(self.leaves, needed), as_variables(variables).model_state
-        model_state = on_devices(self.host_state)
-        if len(jax.tree.leaves(model_state)) < len(jax.tree.leaves(self.host_state)):
-            check_unchanged(self.host_state, model_state_changes(loss.fused, *self.arguments))
+        self.has_grad = flags_of_all(self.leaves, needed)
+        self.model_state = as_variables(variables).model_state  # with `HostParam`s
+        model_state = on_devices(self.model_state)
+        if len(jax.tree.leaves(model_state)) < len(jax.tree.leaves(self.model_state)):
+            check_unchanged(self.model_state, model_state_changes(loss.fused, *self.arguments))
         # A `JudgedLoss`, if it is called on parts of the batch
         self.judged: Any = judge(loss, self.arguments) if self.placement.grad_plan.takes_parts else None
         self.program = loss.unsharded(loss.recomputed(loss.fused if self.judged is None else self.judged.program))
         shardings = self.pick(jax.tree.leaves(self.placement.grad_shardings()))
         free = [differentiated(x, s) for x, s in zip(self.pick(self.leaves), shardings, strict=True)]
         pairs = zip(self.leaves, self.has_grad, strict=True)
+        # A `HostParam` is no argument: it is closed over, and stays in host memory (`variables`).
         frozen = [None if flag or isinstance(x, HostParam) else x for x, flag in pairs]
         self.inputs = GradInputs(free, model_state, batch, key, frozen)
 
@@ -107,9 +111,9 @@ class _ScaledLoss:
         """Returns the leaves of a tree like the params (or None) for the params that have gradients."""
         return self.pick([None] * len(self.leaves) if tree is None else self.tree.flatten_up_to(tree))
 
-    def full(self, some: Sequence[Any]) -> PyTree:
+    def full(self, picked: Sequence[Any]) -> PyTree:
         """Returns a tree like the params of what belongs to those that have gradients; None for the others."""
-        remaining = iter(some)
+        remaining = iter(picked)
         return self.tree.unflatten([next(remaining) if flag else None for flag in self.has_grad])
 
     def variables(self, free: Sequence[Any], model_state: PyTree, frozen: Sequence[Any]) -> PyTree:
@@ -119,17 +123,19 @@ class _ScaledLoss:
             with_gradient(x, next(remaining)) if flag else x if frozen_x is None else frozen_x
             for x, frozen_x, flag in zip(self.leaves, frozen, self.has_grad, strict=True)
         ]
-        return joined(self.tree.unflatten(params), merge(self.host_state, model_state))
+        return joined(self.tree.unflatten(params), merge(self.model_state, model_state))
 
     def value(self, loss_fn: Callable[..., Any], *inputs: Any) -> tuple[jax.Array, Any]:
         """Returns the scaled value of a placed loss function, and what belongs to it."""
         free, model_state, batch, key, frozen = inputs
         variables = self.variables(free, model_state, frozen)
         loss, (aux, new_state, *weights) = loss_fn(variables, batch, key)
-        pinned = pinned_model_state(new_state, self.placement.model_state_shardings(), self.host_state)
+        pinned = pinned_model_state(new_state, self.placement.model_state_shardings(), self.model_state)
+        # Widened first: a loss of float16 times the scale overflows.
         loss = loss.astype(wide(loss.dtype)) * self.scale
         if self.judged is None:
             return loss, (aux, pinned)
+        # One weight, or None where all parts weigh the same.
         (weight,) = jax.tree.map(lambda x: lax.stop_gradient(jnp.asarray(x, wide(x.dtype))), weights)
         return loss, (self.judged.aux.entries(aux), pinned, weight)
 
@@ -143,7 +149,7 @@ class _ScaledLoss:
 
         def add(free: list[jax.Array], *others_and_sums: Any) -> Any:
             *others, before = others_and_sums
-            used_otherwise = list[bool]()
+            used_otherwise = list[bool]()  # for each param, whether anything but such a scan reads it
 
             def value(free: list[jax.Array], sums: list[jax.Array], share: jax.Array) -> Any:
                 stacks: Any = None
@@ -158,12 +164,13 @@ class _ScaledLoss:
                 used_otherwise.extend(stacks.used_otherwise)
                 return (loss, stacks.sums, stacks.share), aux
 
-            # Of sums and of the share only the derivative is wanted, not the value.
+            # Of sums and of the share only the derivative is wanted, not the value: the sums until now go into the
+            # backward pass as cotangents, to which the scans add, and the weight, which the forward pass makes, as one.
             zeros = [jnp.zeros_like(x) for x in before], jnp.zeros((), float)
             (loss, _, share), pullback, aux = jax.vjp(value, free, *zeros, has_aux=True)
             weight = aux[-1] if by_weight else None
-            seed = jnp.ones_like(share) if weight is None else weight.astype(share.dtype)
-            grads, sums, _ = pullback((jnp.ones_like(loss), before, seed))
+            share_cotangent = jnp.ones_like(share) if weight is None else weight.astype(share.dtype)
+            grads, sums, _ = pullback((jnp.ones_like(loss), before, share_cotangent))
             each = zip(sums, grads, used_otherwise, strict=True)
             return (loss, aux), [added(s, g, weight) if flag else s for s, g, flag in each]
 
@@ -173,14 +180,16 @@ class _ScaledLoss:
         """Returns `((loss, (aux, model_state)), grads, parts, errors, plan)`; warns of what is not as asked for."""
         plan = self.judged.plan
         accumulator, numbers = self.accumulator(plan), self.pick(range(len(self.leaves)))
-        leaves = zip(self.pick(jax.tree.leaves(self.placement.params)), accumulator.device_sums, strict=True)
-        own = dict(zip(numbers, ((leaf.path, grad_sum.dims) for leaf, grad_sum in leaves), strict=True))
-        moved = MovedGrads(parts=own, copies=self.placement.axes.data)
+        leaves = self.pick(jax.tree.leaves(self.placement.params))
+        of_each = zip(numbers, leaves, accumulator.device_sums, strict=True)
+        parts_of_stages = {number: (leaf.path, grad_sum.dims) for number, leaf, grad_sum in of_each}
+        moved = MovedGrads(parts=parts_of_stages, copies=self.placement.axes.data)
         try:
             out, grads, parts = self.of_plan(accumulator, moved)
         except NotImplementedError as error:
             if not plan.once_over:
                 raise
+            # The plan that sums gradients in every pass maps nothing.
             why = f"jax.vmap has no rule for an operation of loss_fn ({error})"
             if any(grad_sum.coding for grad_sum in accumulator.device_sums):
                 refuse_coded(why)
@@ -188,6 +197,7 @@ class _ScaledLoss:
             out, grads, parts = self.of_plan(accumulator)
         if accumulator.plan.once_over:
             grads, errors = accumulator.reduce(grads, errors)
+            # Gradients of groups of layers move to where they are stored once they are sums: once, as shards.
             for i, number in enumerate(numbers):
                 if number in moved.moves:
                     sharding = named(accumulator.mesh, accumulator.device_sums[i].dims)
@@ -226,6 +236,7 @@ class _ScaledLoss:
             counts = self.judged.program.counts(known, batch, key)
             return jnp.zeros(()), (counts, model_state, None)
 
+        # The accumulator of the gradients, of none: counts are the aux of a loss of 0, which is summed over the parts.
         sums = {str(i): Relation(kind=Kind.SUM, power=power) for i, power in powers.items()}
         counter = dataclasses.replace(
             accumulator, aux=CombinedAux(sums), device_sums=[], by_weight=False, adds_in_place=False
@@ -302,20 +313,22 @@ def _of_microbatch(
         return loss * share, (loss, aux, weight)
 
     n, batch_axes = accumulator.num_shards, accumulator.axes.batch
-    parts = jax.tree.map(lambda x: x[0] if x.ndim else x, accumulator.split(batch))
+    parts = jax.tree.map(lambda x: x[0] if x.ndim else x, accumulator.split(batch))  # [devices, examples, ...]
     each = jax.tree.map(lambda x: 0 if x.ndim else None, parts)
     keys = jax.random.split(key, n)
     over_devices = functools.partial(jax.vmap, spmd_axis_name=batch_axes, axis_size=n)
     own_parts, weights, shares = parts, None, jnp.ones(n)
     if weigh is not None:
+        # Before the gradients: these are summed over devices within the backward pass, where each has to be weighed.
         weights = over_devices(weigh, in_axes=(each, 0))(parts, keys)
         # A part that weighs nothing may have a loss of 0 / 0: its device takes the heaviest part, for no share.
         heaviest, is_empty = jnp.argmax(weights), weights == 0
         parts = jax.tree.map(lambda x: jnp.where(over(is_empty, x), x[heaviest], x) if x.ndim else x, parts)
         shares = jnp.where(is_empty.all(), 1, weights * n / jnp.where(is_empty.all(), 1, weights.sum()))
     shares = lax.with_sharding_constraint(shares, NamedSharding(accumulator.mesh, PartitionSpec(batch_axes)))
+    # The gradients are not mapped in the result: what gathers a param has summed them.
     in_axes, out_axes = (None, each, 0, 0), ((0, (0, 0, 0)), None)
-    (_, (losses, auxes, own)), sums = over_devices(share_of_loss, in_axes=in_axes, out_axes=out_axes)(
+    (_, (losses, auxes, loss_weights)), sums = over_devices(share_of_loss, in_axes=in_axes, out_axes=out_axes)(
         params, parts, keys, shares
     )
     if weigh is not None:  # those of the parts as they are
@@ -324,5 +337,5 @@ def _of_microbatch(
     auxes = jax.tree.map(lambda x: x[None], auxes)
     aux = accumulator.aux.combine(auxes, accumulator.joined, lead=2)
     grads = [(x.astype(wide(x.dtype)) / n).astype(x.dtype) for x in sums]
-    weight = own if weights is None else weights
+    weight = loss_weights if weights is None else weights
     return (mean(losses, weights), (aux, model_state, None if weight is None else weight.sum())), grads

@@ -205,9 +205,9 @@ def model_state_changes(program: LossProgram, variables: PyTree, batch: PyTree, 
     if not num_leaves:
         return []
     traced = program.trace(variables, batch, key)
-    first = traced.num_params - num_leaves
-    made = _Makers().run(traced.closed, range(len(open_jaxpr(traced.closed)[0].invars)))
-    _, (_, returned, *_) = jax.tree.unflatten(jax.tree.structure(traced.out_shape), made)
+    first = traced.num_params - num_leaves  # model state comes last among the variables
+    makers = _Makers().run(traced.closed, range(len(open_jaxpr(traced.closed)[0].invars)))
+    _, (_, returned, *_) = jax.tree.unflatten(jax.tree.structure(traced.out_shape), makers)
     return [None if x == first + i else str(x) for i, x in enumerate(jax.tree.leaves(returned))]
 
 
@@ -217,7 +217,7 @@ class _Makers(Pass[int | str]):
     enters = CALLS - {"custom_jvp", "custom_vjp"}
 
     def constant(self, atom: Any) -> int | str:
-        return ""
+        return ""  # of no line
 
     def operation(self, eqn: Any, operands: list[int | str]) -> list[int | str]:
         return [source_line(eqn)] * len(eqn.outvars)

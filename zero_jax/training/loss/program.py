@@ -101,10 +101,9 @@ class StepLoss:
 
         Layers that will be stages are those of a scan in it.
         """
-        placement = self.placement
-        program = (
-            self.program if placement.num_stages == 1 else self.program.then(rolled).then(convolutions_as_products)
-        )
+        placement, program = self.placement, self.program
+        if placement.num_stages > 1:
+            program = program.then(rolled).then(convolutions_as_products)
         if self.config.attention == "own":
             return program
         return LossProgram.of(fuse_attention(program, mesh=placement.mesh, axes=placement.axes))
@@ -161,9 +160,10 @@ class StepLoss:
         # On a mesh with other axes XLA partitions some convolutions wrongly, at every stage.
         has_other_axes = placement.axes.size_beside_batch(mesh) > 1
         if not (mapped or "master" in placement.groups or reduce_dtype is not None or has_other_axes):
-            return self.staged(program, axes)
+            return self.staged(program, axes)  # stage 0: XLA's all-reduces of whole gradients are what is wanted
         if placement.num_stages > 1:
             program = PipelinedProgram(LossProgram.of(program), self.stages(axes))
+        # Outermost: no user's `jax.checkpoint`, and no loop over ticks, is around the layers.
         options = GatherOptions(
             mesh=mesh,
             axes=axes,
@@ -175,6 +175,7 @@ class StepLoss:
             outermost=placement.num_stages == 1 and not self.is_nested,
         )
         placed = gathered(program, placement.loss_shardings(), options)
+        # Params that are gathered over a part of the batch's axes: the others, of copies, become the major ones.
         if mapped or not (gathers and with_copies) or axes.batch == placement.axes.batch:
             return placed
         return _by_copies(placed, NamedSharding(mesh, PartitionSpec(axes.batch)))
@@ -236,6 +237,7 @@ class _ModelInputs(Dependence):
         made_of = frozenset().union(*operands)
         # The sum of a loss and a regularizer takes nothing into the model.
         is_total = all(var.aval.shape == () for var in eqn.outvars) and not is_contraction(eqn)
+        # An operand that is a param, or made of params alone; a function that is not entered may combine any of its.
         if (_PARAMS in operands and not is_total) or (inner_jaxprs(eqn) and made_of >= _PARAMS):
             self.notes.update(dict.fromkeys(made_of - _PARAMS))
         return results

@@ -64,11 +64,12 @@ def _budget_gb(loss: StepLoss, state: TrainState, batch: PyTree, costs: Sequence
             f"remat='auto': the memory of {device.device_kind!r} is not known: give a budget, as remat='auto:8' (GB of "
             "a device for all that blocks keep), or zero.Remat(policy='auto', budget_gb=8)"
         )
+    # By a step whose blocks keep their inputs alone, without these: what is chosen from is all that is kept.
     traced = trace_step_loss(loss.with_remat(Remat(policy="full")), state.variables, batch)
     inputs = sum(block.input_bytes for block in costs)
     # Beside the params of a layer those of the next are gathered, but no experts that activations go to.
-    stays = share_staying(loss.placement, traced.moves)
-    gathered = 2 * traced.gathered_bytes(stays) if "params" in loss.placement.groups else 0.0
+    staying = share_staying(loss.placement, traced.moves)
+    gathered = 2 * traced.gathered_bytes(staying) if "params" in loss.placement.groups else 0.0
     taken = _state_bytes(state, loss.placement) + _grad_bytes(state, loss) + gathered + traced.peak_bytes - inputs
     usable = (1 - MEMORY_ROOM) * hardware.usable_bytes
     if usable < taken:
@@ -89,6 +90,7 @@ def _state_bytes(state: TrainState, placement: Placement) -> float:
 def _grad_bytes(state: TrainState, loss: StepLoss) -> float:
     """Returns the bytes of gradients, which microbatches are summed to in float32."""
     placement, is_sum = loss.placement, loss.config.num_microbatches > 1
+    # At stage 1 they are reduced to shards at once where there is one microbatch.
     is_sharded = "grads" in placement.groups or ("master" in placement.groups and not is_sum)
     shardings = placement.param_shardings("master" if is_sharded else "grads")
     leaves = list(zip(jax.tree.leaves(state.params), jax.tree.leaves(shardings), strict=True))

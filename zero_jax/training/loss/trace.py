@@ -162,29 +162,29 @@ def trace_loss(
 def trace_step_loss(loss: StepLoss, params: PyTree, batch: PyTree) -> LossTrace:
     """Returns the trace of the loss of a step; see `trace_loss`."""
     k = loss.placement.grad_plan.num_microbatches  # those of a pipeline are on all stages: as if they were one
-    whole, (variables, batch, _) = batch, loss.shapes(params, batch, num_parts=k)
-    traced = _TracedLoss(loss.recomputed(loss.fused), variables, batch, loss.placement)
+    variables, microbatch, _ = loss.shapes(params, batch, num_parts=k)
+    traced = _TracedLoss(loss.recomputed(loss.fused), variables, microbatch, loss.placement)
     jaxpr = traced.gradient()
     gradient = traced.propagate_gradient(jaxpr)
     moves = [dataclasses.replace(move, times=move.times * k) for move in gradient.moves]
-    moves += to_experts(loss, variables, batch)
+    moves += to_experts(loss, variables, microbatch)
     residuals, peak_bytes = traced.residuals(), gradient.peak_bytes
     if loss.placement.num_stages > 1:
         with on_mesh(loss.placement.mesh):
-            stages = pipeline_report_of(loss, *loss.shapes(params, whole))
+            stages = pipeline_report_of(loss, *loss.shapes(params, batch))
         if stages.why_none:
             raise ValueError(stages.why_none)
         moves += _between_stages(stages, loss.placement.axes.pipe)
         schedule = resolve_schedule(stages.schedule)
         if schedule.is_interleaved:
-            device_bytes = residuals.device_bytes
+            all_bytes = residuals.device_bytes
             # Of the microbatches that wait, or of one at a time and the inputs of a group of those that wait.
-            loops, own_bytes = stages.loops, device_bytes / (stages.num_microbatches * schedule.num_groups)
-            inputs = sum(loop.bytes_per_tick for loop in loops)
-            is_recomputed = all(loop.recomputed for loop in loops)
-            own_bytes += stages.num_kept * inputs if is_recomputed else (stages.num_kept - 1) * own_bytes
-            others = (peak_bytes - device_bytes) * stages.num_stages / stages.num_microbatches
-            peak_bytes, residuals = own_bytes + others, dataclasses.replace(residuals, device_bytes=own_bytes)
+            kept_bytes = all_bytes / (stages.num_microbatches * schedule.num_groups)  # of one
+            input_bytes = sum(loop.bytes_per_tick for loop in stages.loops)
+            is_recomputed = all(loop.recomputed for loop in stages.loops)
+            kept_bytes += stages.num_kept * input_bytes if is_recomputed else (stages.num_kept - 1) * kept_bytes
+            other_bytes = (peak_bytes - all_bytes) * stages.num_stages / stages.num_microbatches
+            peak_bytes, residuals = kept_bytes + other_bytes, dataclasses.replace(residuals, device_bytes=kept_bytes)
     return LossTrace(
         moves=tuple(moves),
         residuals=residuals,
@@ -200,22 +200,22 @@ def trace_step_loss(loss: StepLoss, params: PyTree, batch: PyTree) -> LossTrace:
 def to_experts(loss: StepLoss, variables: PyTree, batch: PyTree) -> list[Move]:
     """Returns what a device sends of activations to experts that stay sharded, and home, in all microbatches."""
     placement = loss.placement
-    own = {leaf.of_experts for leaf in jax.tree.leaves(placement.params)} - {()}
-    if not own or "params" not in placement.groups or placement.num_stages > 1:
+    axes_of_experts = {leaf.of_experts for leaf in jax.tree.leaves(placement.params)} - {()}
+    if not axes_of_experts or "params" not in placement.groups or placement.num_stages > 1:
         return []
     with on_mesh(placement.mesh):
         jaxpr = _TracedLoss(
             loss.placed(loss.unsharded(loss.recomputed(loss.fused))), variables, batch, placement
         ).gradient()
-    num_shards, found = axis_size(placement.mesh, placement.axes.batch), []
+    num_shards, moves = axis_size(placement.mesh, placement.axes.batch), []
     for eqn, phase, times in _sent(jaxpr, "forward", placement.grad_plan.num_microbatches):
         (aval,) = (var.aval for var in eqn.outvars)
         there, home = (set(dims_of(x, aval.ndim)) for x in eqn.params["forward"].shardings)
-        axes = next(axes for axes in own if axes in there ^ home)
+        axes = next(axes for axes in axes_of_experts if axes in there ^ home)  # those that move to another dim
         sent = aval.size * aval.dtype.itemsize / num_shards * (1 - 1 / axis_size(placement.mesh, axes))
-        of_move = {"axes": axes, "dtype": str(aval.dtype), "phase": phase, "source": source_line(eqn)}
-        found.append(Move(kind="all-to-all", **of_move, sent_bytes=sent, times=times))
-    return found
+        fields = {"axes": axes, "dtype": str(aval.dtype), "phase": phase, "source": source_line(eqn)}
+        moves.append(Move(kind="all-to-all", **fields, sent_bytes=sent, times=times))
+    return moves
 
 
 def share_staying(placement: Placement, moves: Sequence[Move]) -> float:
@@ -255,14 +255,15 @@ class _TracedLoss:
     def __init__(self, loss: Callable[..., Any], variables: PyTree, batch: PyTree, placement: Placement):
         mesh, axes = placement.mesh, placement.axes
         self.sizes = dict(mesh.shape)
+        # What moves over the axes of the batch is gathers of params and sums of gradients: `comms.estimate` has these.
         self.counted = tuple(name for name in mesh.axis_names if name not in axes.batch)
         self.arguments = (as_variables(variables), batch, key_shape())
         leaves = jax.tree.leaves((placement.params, placement.model_state))
-        self.inputs = [ValueSharding(dims=without(leaf.dims, axes.batch)) for leaf in leaves]
+        self.inputs = [ValueSharding(dims=without(leaf.dims, axes.batch)) for leaf in leaves]  # as they are gathered
         for x in jax.tree.leaves(batch):
-            cut = axes.batch if x.ndim and x.shape[0] % axis_size(mesh, axes.batch) == 0 else ()
-            self.inputs.append(ValueSharding(dims=((cut, *((),) * (x.ndim - 1)) if x.ndim else ()), varies=True))
-        self.inputs.append(ValueSharding(dims=(), varies=True))
+            over = axes.batch if x.ndim and x.shape[0] % axis_size(mesh, axes.batch) == 0 else ()
+            self.inputs.append(ValueSharding(dims=((over, *((),) * (x.ndim - 1)) if x.ndim else ()), varies=True))
+        self.inputs.append(ValueSharding(dims=(), varies=True))  # the key
         self.loss = loss
 
     def differentiated(self, derive: Callable[..., Any]) -> Any:
@@ -282,7 +283,7 @@ class _TracedLoss:
     def propagate_gradient(self, jaxpr: Any) -> Propagation:
         """Returns the shardings of the jaxpr of loss and gradient."""
         num, num_grads = len(jaxpr.outvars), len(jax.tree.leaves(trainable(self.arguments[0].params)))
-        return self._propagate(jaxpr, kept=range(num - num_grads, num))
+        return self._propagate(jaxpr, kept=range(num - num_grads, num))  # the gradients come last
 
     def largest_param_bytes(self) -> float:
         """Returns the bytes on one device of the largest param that is no stack of layers."""
@@ -293,8 +294,8 @@ class _TracedLoss:
     def residuals(self) -> ResidualBytes:
         """Returns the bytes of the residuals, without those that depend on the params alone."""
         jaxpr, _ = open_jaxpr(self.differentiated(lambda *args: jax.vjp(*args, has_aux=True)[1]))
-        made_of = sources(jaxpr)
-        variables = list(dict.fromkeys([*made_of, *(source for of in made_of.values() for source in of)]))
+        sources_of = sources(jaxpr)
+        variables = list(dict.fromkeys([*sources_of, *(x for each in sources_of.values() for x in each)]))
         propagated = self._propagate(jaxpr.replace(outvars=variables))
         sizes = {
             var: num_bytes if sharding.varies and var not in jaxpr.invars else 0.0
@@ -302,10 +303,10 @@ class _TracedLoss:
         }
         saved: set[Any] = set()
         # The result of elementwise operations is saved, or recomputed from its saved sources: the compiler takes the
-        # smaller.
-        for var, of in sorted(made_of.items(), key=lambda item: item[1] != (item[0],)):
-            source_bytes = sum(sizes[source] for source in of if source not in saved)
-            saved |= {var} if sizes[var] <= source_bytes else set(of)
+        # smaller. First what is its own source, as it is saved in any case.
+        for var, var_sources in sorted(sources_of.items(), key=lambda item: item[1] != (item[0],)):
+            source_bytes = sum(sizes[source] for source in var_sources if source not in saved)
+            saved |= {var} if sizes[var] <= source_bytes else set(var_sources)
         device, host = (
             sum(sizes[var] for var in saved if is_on_host(var.aval) == on_host) for on_host in (False, True)
         )

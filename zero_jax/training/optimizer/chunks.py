@@ -61,7 +61,7 @@ class Loop:
     shape: tuple[int, ...]  # the shape of all arrays that are cut into chunks
     jaxpr: Any  # the jaxpr that is evaluated on chunks, of arrays of that shape and scalars
     before: Any  # the jaxpr of the inputs that are computed unchunked, before the loop
-    whole: list[Any]  # the variables of its results
+    unchunked: list[Any]  # the variables of its results
 
     @classmethod
     def of(cls, jaxpr: Any, on_host: Sequence[bool]) -> Loop | None:
@@ -76,6 +76,7 @@ class Loop:
         used = {*jaxpr.outvars, *(var for eqn in jaxpr.eqns for var in jaxprs.variables(eqn))}
         if any(needs_host[var] and var.aval.shape != shape for var in used.intersection(jaxpr.invars)):
             return None
+        # What may be computed chunk by chunk; all else must not need the host, and is computed before the loop.
         eqns = []
         for eqn in jaxpr.eqns:
             if _is_chunked(eqn, shape) and all(x.aval.shape in (shape, ()) for x in eqn.invars):
@@ -89,11 +90,11 @@ class Loop:
                 needed_eqns.append(eqn)
                 needed.update(dict.fromkeys(jaxprs.variables(eqn)))
         computed = {var for eqn in needed_eqns for var in eqn.outvars}
-        whole = [var for eqn in jaxpr.eqns for var in eqn.outvars if var in needed and var not in computed]
-        before = jaxprs.without_dead_code(jaxprs.with_results(jaxpr, whole))
+        unchunked = [var for eqn in jaxpr.eqns for var in eqn.outvars if var in needed and var not in computed]
+        before = jaxprs.without_dead_code(jaxprs.with_results(jaxpr, unchunked))
         inputs = [var for var in needed if var not in computed]
         chunked = jaxpr.replace(constvars=[], invars=inputs, eqns=needed_eqns[::-1])
-        return cls(shape=shape, jaxpr=chunked, before=before, whole=whole)
+        return cls(shape=shape, jaxpr=chunked, before=before, unchunked=unchunked)
 
     def evaluate(
         self, values: dict[Any, Any], shape: tuple[int, ...], index: Callable[[int, tuple[int, ...]], Any]
@@ -134,7 +135,7 @@ def run_chunks(
     """
     jaxpr, arrays = unit.jaxpr, [x.array for x in arguments]
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*unit.consts, *arrays), strict=True))
-    env.update(zip(loop.whole, evaluate(loop.before, unit.consts, arrays), strict=True))
+    env.update(zip(loop.unchunked, evaluate(loop.before, unit.consts, arrays), strict=True))
     replaced = {jaxpr.invars[i]: var for i, var in zip(unit.into, jaxpr.outvars, strict=True)}
     on_host = [jaxpr.invars[i] for i in unit.on_host]
     sharding = arguments[unit.on_host[0]].sharding
@@ -151,6 +152,7 @@ def run_chunks(
         state = {var: rows.view(x) if jnp.ndim(x) else x for var, x in state.items()}
 
         def index(dim: int, start: Any, chunk: tuple[int, ...]) -> Any:
+            # Of an `iota`, which counts the elements of the unsharded array.
             before = lax.axis_index(dims[dim]) * shape[dim] if dims[dim] else 0
             return rows.index(dim, start, chunk) + jnp.asarray(before, jnp.uint32)
 
@@ -178,7 +180,7 @@ def zero_after(x: Any) -> Any:
     if not jnp.size(x):
         return jnp.int32(0)
     number = lax.convert_element_type(jnp.real(x[(0,) * jnp.ndim(x)]), jnp.int32)
-    return lax.convert_element_type((number | 1) == 0, jnp.int32)
+    return lax.convert_element_type((number | 1) == 0, jnp.int32)  # never true, but XLA keeps it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,6 +203,7 @@ class _Pipeline:
         def body(i: Any, carry: Any) -> Any:
             arrays, current = carry
             state = {**fixed, **dict(zip(self.replaced, arrays, strict=True))}
+            # The last iteration fetches its own chunk once more, and nothing reads it.
             state, following = self.advance(state, current, i, jnp.minimum(i + 1, self.rows.num_chunks - 1))
             return [state[var] for var in self.replaced], following
 
@@ -227,12 +230,14 @@ class _Pipeline:
                 x = jax.device_put(x, jax.memory.Space.Host) if var in self.on_host else x
                 state[var] = lax.dynamic_update_slice_in_dim(state[var], x, self.rows.offset(i), 0)
 
+        # XLA does not read an array while it writes to it: the last one is written first and read then, so that one
+        # moves in while another moves out.
         for var in self.on_host:
             if var is self.on_host[-1] and len(self.on_host) > 1:
                 write(var)
             fetched.append(self.fetch(state[var], following))
-            write(var, self.after(fetched[-1], i))
-        for var in list(unwritten):
+            write(var, self.after(fetched[-1], i))  # nothing, where it is written already
+        for var in list(unwritten):  # those on the device
             write(var)
         return state, fetched
 

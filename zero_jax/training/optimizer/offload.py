@@ -123,6 +123,7 @@ def on_host(
             # XLA:TPU does not compile (error 1200) a loss function that reads params of one dim from the host.
             can_move = group not in _FETCHED or leaf.ndim > 1
             can_move &= group != "params" or jnp.issubdtype(leaf.dtype, jnp.inexact)
+            # Of the optimizer's state what is shaped like a param: counters and factors are small.
             can_move &= path is not None and params[path] == tuple(leaf.shape)
             if path in chosen and can_move and math.prod(leaf.shape) >= max(min_size, 1):
                 owner[group, i] = path

@@ -44,6 +44,7 @@ def round_tree(tree: PyTree, like: PyTree, key: jax.Array) -> PyTree:
     return jax.tree.structure(like).unflatten(rounded)
 
 
+@jax.named_scope("stochastic_rounding")
 def round_array(x: jax.Array, key: jax.Array, *, number: int, dtype: Any) -> jax.Array:
     """Rounds a float32 array `[...]` stochastically to a smaller floating dtype, by a key `uint32[2]` and a number.
 
@@ -51,16 +52,12 @@ def round_array(x: jax.Array, key: jax.Array, *, number: int, dtype: Any) -> jax
     rounding to nearest makes it so. Below 2^-119 numbers are rounded to nearest: float32 has no unit of theirs that all
     hardware computes with. With another key, or another number (a hash of the array's name), the result is independent.
     """
-    return _rounded(x, key, jnp.uint32(number), dtype=jnp.dtype(dtype))
-
-
-@jax.named_scope("stochastic_rounding")
-def _rounded(x: jax.Array, key: jax.Array, number: jax.Array, *, dtype: Any) -> jax.Array:
     info, wide = jnp.finfo(dtype), jnp.finfo(jnp.float32)
-    of_array = threefry2x32_p.bind(key[0], key[1], number, jnp.uint32(0))
-    bits, _ = threefry2x32_p.bind(*of_array, *_indices(x.shape))
+    key_of_array = threefry2x32_p.bind(key[0], key[1], jnp.uint32(number), jnp.uint32(0))
+    bits, _ = threefry2x32_p.bind(*key_of_array, *_indices(x.shape))
     num_bits = wide.nmant - info.nmant  # as many as are dropped: the sum below is exact
     share = (bits >> (32 - num_bits)).astype(jnp.float32) * 2.0**-num_bits
+    # The distance between neighbours in the dtype: the power of two of x, by its exponent bits, times 2^-nmant.
     exponent = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7F800000)
     unit = lax.bitcast_convert_type(exponent, jnp.float32) * 2.0**-info.nmant
     unit = jnp.maximum(unit, float(info.smallest_subnormal))  # of all numbers below the smallest normal one
@@ -75,7 +72,7 @@ def _indices(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     They are made of `iota`s alone, so that a device computes those of its shard.
     """
     halves, at = [], len(shape)
-    for _ in range(2):
+    for _ in range(2):  # trailing dims first, as many as one number of 32 bits counts
         index, stride = jnp.zeros(shape, jnp.uint32), 1
         while at and stride * shape[at - 1] <= 1 << 32:
             at -= 1
@@ -119,6 +116,7 @@ def round_state(tx: optax.GradientTransformation, field: str, dtype: Any) -> opt
         return jax.tree.map(of_node, state, is_leaf=is_state)
 
     def narrow(state: Any) -> PyTree:
+        # By the count of updates: an optimizer has no key, and each update has to draw other bits.
         wide, key = getattr(state, field), jnp.stack([state.count.astype(jnp.uint32), jnp.uint32(_OF_STATE)])
         return round_tree(wide, cast_floating(shapes_of(wide), dtype), key)
 

@@ -52,7 +52,7 @@ class Rows:
         rows, tile = physical, 0
         if len(shape) > 1 and math.prod(shape) and all(tuple(layout) == order for layout in layouts):
             num_slabs = math.prod(physical[:-2])
-            if physical[-2] % _TILE == 0 or num_slabs == 1:
+            if physical[-2] % _TILE == 0 or num_slabs == 1:  # slabs follow one another without padding
                 rows, tile = (num_slabs * physical[-2], physical[-1]), _TILE
             else:
                 rows, tile = (num_slabs, *physical[-2:]), 1
@@ -68,6 +68,7 @@ class Rows:
 
     def index(self, dim: int, start: Any, shape: tuple[int, ...]) -> Any:
         """Returns for each element of the rows from `start` on its index along a dim of the array, `uint32[shape]`."""
+        # The first dims in memory are merged to rows; the others are dims of a row.
         at, num_merged = self.order.index(dim), len(self.physical) - len(self.shape) + 1
         if at >= num_merged:
             return lax.broadcasted_iota(jnp.uint32, shape, at - num_merged + 1)
@@ -91,6 +92,7 @@ class Rows:
 def _chunks(num_rows: int, tile: int, most: int) -> list[ChunkedRows]:
     """Cuts rows into chunks of a multiple of a tile, in equal ones where that makes less than twice as many."""
     most = max(most // tile, 1) * tile
+    # A last chunk of another size is a loop of its own, whose first fetch overlaps with nothing.
     dividing = [n for n in range(tile, most + 1, tile) if num_rows % n == 0]
     size = dividing[-1] if dividing and 2 * dividing[-1] > most else most
     num_chunks, remaining = divmod(num_rows, size)

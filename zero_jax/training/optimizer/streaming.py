@@ -52,7 +52,7 @@ def stream(
     run_whole = functools.partial(_evaluate, shardings=[x.sharding for x in arguments], axes=axes)
     for i, x in zip(on_devices, run_whole(jaxpr, on_devices, consts, arrays), strict=True):
         results[i] = _pinned(x, arguments[into[i]].sharding)
-    start = jnp.int32(0)
+    start = jnp.int32(0)  # a 0 that each unit makes of its results: the next one fetches nothing before that
     for unit in units:
         loop = Loop.of(unit.jaxpr, [x.on_host for x in arguments]) if _sharded_alike(unit, arguments) else None
         if loop is None:
@@ -78,15 +78,15 @@ def _evaluate(
     axes: Axes,
 ) -> list[Any]:
     """Returns some of a jaxpr's results; nothing else is computed."""
-    some = jaxprs.without_dead_code(jaxprs.with_results(jaxpr, [jaxpr.outvars[i] for i in which]))
+    part = jaxprs.without_dead_code(jaxprs.with_results(jaxpr, [jaxpr.outvars[i] for i in which]))
     mesh = next((sharding.mesh for sharding in shardings if sharding is not None), None)
-    if not isinstance(mesh, Mesh) or not multiplies(some):
-        return evaluate(some, consts, values)
-    some = some.replace(constvars=[], invars=[*some.constvars, *some.invars])
+    if not isinstance(mesh, Mesh) or not multiplies(part):
+        return evaluate(part, consts, values)
+    part = part.replace(constvars=[], invars=[*part.constvars, *part.invars])
     dims = [
-        dims_of(x, len(var.aval.shape)) for var, x in zip(some.invars, [*[None] * len(consts), *shardings], strict=True)
+        dims_of(x, len(var.aval.shape)) for var, x in zip(part.invars, [*[None] * len(consts), *shardings], strict=True)
     ]
-    return MatrixProgram.of(some, dims, mesh=mesh, axes=axes).evaluate(*consts, *values)
+    return MatrixProgram.of(part, dims, mesh=mesh, axes=axes).evaluate(*consts, *values)
 
 
 def _units(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Argument], into: Mapping[int, int]) -> list[Unit]:
@@ -100,9 +100,9 @@ def _units(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Argument], int
         host_arrays = {*needs[i], *([replaced] if arguments[replaced].on_host else [])}
         if not host_arrays:
             continue
-        same = [group for group in groups if group[0] & host_arrays]
-        groups = [group for group in groups if group not in same]
-        groups.append((host_arrays.union(*(g[0] for g in same)), [*(i for g in same for i in g[1]), i]))
+        sharing = [group for group in groups if group[0] & host_arrays]
+        groups = [group for group in groups if group not in sharing]
+        groups.append((host_arrays.union(*(g[0] for g in sharing)), [*(i for g in sharing for i in g[1]), i]))
     units = []
     for arrays, results in groups:
         results.sort()
@@ -128,7 +128,7 @@ def _run_unchunked(
     """Computes results that are not elementwise, by `run`: their arrays of the host are fetched in full."""
     arrays = [x.array for x in arguments]
     for i in unit.on_host:
-        x, _ = lax.optimization_barrier((arrays[i], start))
+        x, _ = lax.optimization_barrier((arrays[i], start))  # after the unit before it
         arrays[i] = jax.device_put(x, jax.memory.Space.Device)
     outputs = run(unit.jaxpr, range(len(unit.results)), unit.consts, arrays)
     results = []

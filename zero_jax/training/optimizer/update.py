@@ -80,7 +80,7 @@ def call_update(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, offer
         extras = {p.name: extras[p.name] for p in takes if p.name in extras}
     if isinstance(params, optax.LookaheadParams):  # optax.lookahead takes gradients of the fast ones
         grads = grads.fast
-    while True:
+    while True:  # a wrapper takes any keyword, and the optimizer in it may refuse one: without that, again
         try:
             updates, new_state = tx.update(grads, opt_state, params, **extras)
             break
@@ -115,8 +115,9 @@ def update_if(
         return jax.tree.map(lambda new, old: jnp.where(finite, new, old), update(*state), state)
     old, tree = jax.tree.flatten(state)
     if traced is not None and [x.dtype for x in traced[0].out_avals] == [x.dtype for x in old]:
-        return tree.unflatten(conditional(finite, *traced, otherwise=old))
+        return tree.unflatten(conditional(finite, *traced, otherwise=old))  # not traced once more
 
+    # The branches have to return one dtype, as `jnp.where` makes it.
     def as_wide(new: jax.Array, old: jax.Array) -> jax.Array:
         return new if new.dtype == old.dtype else new.astype(promoted(new.dtype, old.dtype))
 
@@ -126,7 +127,8 @@ def update_if(
 def _updated(
     tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, value: Any, full_grads: PyTree
 ) -> tuple[tuple[PyTree, PyTree], PyTree, list[None]]:
-    called: list[None] = []  # once for each call: part of the structure of the traced result
+    # Once for each call: part of the structure of the traced result, as a cached trace would not run a side effect.
+    called: list[None] = []
 
     def noted(function: Callable[[PyTree], Any]) -> Callable[[PyTree], Any]:
         return lambda at: called.append(None) or function(at)
@@ -190,7 +192,7 @@ class TracedUpdate:
     def unchanged(self, needed: Sequence[bool]) -> list[bool]:
         """Tells which params it never changes; one whose gradient is read (`needed`) counts as changed.
 
-        So are those of `optax.set_to_zero` under `multi_transform` or `masked`, and of any other optimizer whose
+        They are those of `optax.set_to_zero` under `multi_transform` or `masked`, and of any other optimizer whose
         updates are zeros that do not depend on the gradients.
         """
         if all(needed):
@@ -232,12 +234,13 @@ def trace_update(tx: Any, params: PyTree, opt_state: PyTree, *, mesh: Any) -> Tr
     params, opt_state = jax.tree.map(functools.partial(_argument, sharding=sharding), (params, opt_state))
     leaves = jax.tree.leaves(params)
     value = jax.ShapeDtypeStruct((), value_dtype(params), sharding=sharding)
+    # The params stand for the gradients, clipped and before that, which are like them.
     traced = _traces_of(tx).update.trace(params, opt_state, params, value, params)
     (_, new_state), updates, calls = traced.out_info
     results = open_jaxpr(traced.jaxpr)[0].outvars
-    num = len(results) - len(jax.tree.leaves(updates))
-    jaxpr = with_results(traced.jaxpr, results[:num])
-    return TracedUpdate(jaxpr, results[num:], new_state, len(leaves), bool(calls))
+    num_kept = len(results) - len(jax.tree.leaves(updates))  # the updates come last, and are looked at alone
+    jaxpr = with_results(traced.jaxpr, results[:num_kept])
+    return TracedUpdate(jaxpr, results[num_kept:], new_state, len(leaves), bool(calls))
 
 
 def _argument(x: Any, *, sharding: NamedSharding | None) -> Any:
@@ -355,6 +358,7 @@ def _stand_in_loss(grads: PyTree) -> Callable[[PyTree], jax.Array]:
     @loss_fn.defjvp
     def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
         at = primals[0]
+        # No derivative of that value: one that depends on gradients and params, as that of the loss would.
         slopes = jax.tree.map(lambda g, x, t: (g * x * t).sum().real.astype(dtype), grads, at, tangents[0])
         return loss_fn(at), jnp.asarray(sum(jax.tree.leaves(slopes)), dtype)
 

@@ -23,6 +23,7 @@ def remember_copies(state: TrainState) -> TrainState:
     """Returns a state, of which `warn_of_lost_copies` knows which arrays belong together."""
     if state.master is not None and is_array((leaves := jax.tree.leaves((state.master, state.params)))[0]):
         ids = list(map(id, leaves))
+        # Forgotten with the first of them: Python gives the `id` of what is gone to another object.
         _ids[ids[0]] = weakref.ref(leaves[0], lambda _: _ids.pop(ids[0], None)), ids
     return state
 

@@ -182,10 +182,10 @@ def with_gathered_params(
     placement = step_placement(state, tx, mesh=mesh, config=config)
     if placement.params_are_masters or placement.quantize is None or placement.quantize.gathers is None:
         return state
-    _, same = used_by_optimizer(tx, state, placement.precision, mesh=mesh)
+    _, unchanged = used_by_optimizer(tx, state, placement.precision, mesh=mesh)
 
     def gather(params: PyTree, masters: PyTree) -> PyTree:
-        return keep_frozen(params, placement.params_of(jax.tree.map(to_device, masters), into=params), same)
+        return keep_frozen(params, placement.params_of(jax.tree.map(to_device, masters), into=params), unchanged)
 
     shardings = jax.tree.map(lambda x: x.sharding, state.params)
     params = jax.jit(gather, out_shardings=shardings, donate_argnums=0)(state.params, state.masters)
@@ -206,12 +206,13 @@ def _init_program(
 
     def build(variables: PyTree, key: jax.Array) -> TrainState:
         variables = make(key) if make else variables
+        # Not the key that the params are drawn from: those of the steps are derived from the state's.
         state = _build_state(variables, tx, jax.random.fold_in(key, 0x2E60), placement)
         check_structure("opt_state", state.opt_state, jax.tree.structure(shapes.opt_state), maker="the optimizer")
         return state
 
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
-    if not placement.params_are_masters:  # these are gathered after
+    if not placement.params_are_masters:  # still sharded: `init_state` gathers them after
         shardings = dataclasses.replace(shardings, params=placement.param_shardings("master"))
     initial, donated = None, False
     if make is None:

@@ -53,7 +53,7 @@ def matrix_program(traced: TracedUpdate, state: TrainState, placement: Placement
     is_trained = flags_of_all(state.masters, [True] * traced.num_grads)
     params = [dims for dims, flag in zip(of_all, is_trained, strict=True) if flag]
     of_state = dims_of_each(state.opt_state, placement.opt_shardings(state.opt_state))
-    dims = [*params, *of_state, *params, (), *params]
+    dims = [*params, *of_state, *params, (), *params]  # as the inputs of `TracedUpdate.jaxpr`
     return MatrixProgram.of(traced.jaxpr, dims, mesh=placement.mesh, axes=placement.axes)
 
 
@@ -72,15 +72,17 @@ def _dealings(tx: optax.GradientTransformation, state: TrainState, placement: Pl
 
 def _by_leaf(dealings: list[Dealing], state: TrainState) -> dict[str, list[Dealing]]:
     """Returns the matrix computations of an update by the paths of the params that they are made of."""
-    found: dict[str, list[Dealing]] = {}
+    by_leaf: dict[str, list[Dealing]] = {}
     names = leaf_names(trainable(state.masters)) if dealings else []
-    num_inputs = len(names) + len(jax.tree.leaves(state.opt_state))
+    first_param = len(names) + len(jax.tree.leaves(state.opt_state))  # behind gradients and state
     for dealing in dealings:
         marks = sorted(dealing.sources)
         of_grads = [names[i] for i in marks if i < len(names)]
-        for name in of_grads or [names[i - num_inputs] for i in marks if num_inputs <= i < num_inputs + len(names)]:
-            found.setdefault(name, []).append(dealing)
-    return found
+        # By their gradients, or by themselves where the matrices are made of no gradient.
+        of_params = [names[i - first_param] for i in marks if first_param <= i < first_param + len(names)]
+        for name in of_grads or of_params:
+            by_leaf.setdefault(name, []).append(dealing)
+    return by_leaf
 
 
 def _cost(dealings: list[Dealing]) -> float:

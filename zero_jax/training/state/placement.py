@@ -63,10 +63,10 @@ class Placement:
     @property
     def may_shard_layers(self) -> bool:
         """Whether master params may be sharded along layers; where these are the params, only if that is asked for."""
-        asked, may = self.config.layer_shards, "master" in self.groups
-        if self.params_are_masters:
-            may &= asked is True and (self.offload is None or self.offload.what != "all")
-        return may and asked is not False and self.quantize is None and not self.axes.secondary
+        wanted, may = self.config.layer_shards, "master" in self.groups
+        if self.params_are_masters:  # from the host the loss function fetches shards of features
+            may &= wanted is True and (self.offload is None or self.offload.what != "all")
+        return may and wanted is not False and self.quantize is None and not self.axes.secondary
 
     @property
     def num_stages(self) -> int:
@@ -84,13 +84,13 @@ class Placement:
         is_per_device = self.config.num_microbatches > 1 and "grads" not in self.groups
         # Along these axes devices have copies of the params: gradients are summed over them last, in shards.
         copies = self.axes.copies if "master" in self.groups else ()
-        own = self.axes.of_stage.batch  # the stages of a pipeline have other layers
-        once = own if is_per_device else tuple(axis for axis in copies if self.mesh.shape[axis] > 1)
+        with_own = self.axes.of_stage.batch  # not over `pipe`: its devices have gradients of other layers
+        once = with_own if is_per_device else tuple(axis for axis in copies if self.mesh.shape[axis] > 1)
         return GradPlan(
             batch_axes=self.axes.batch,
             once_over=once,
             coded_over=self.grad_axes,
-            # Those of a pipeline are one batch
+            # Those of a pipeline are one batch: its loop goes through all of them
             num_microbatches=1 if self.num_stages > 1 else self.config.num_microbatches,
             is_per_device=is_per_device,
             at_use=not is_per_device and not set(self.grad_axes) <= set(self.axes.copies),
@@ -122,17 +122,18 @@ class Placement:
         for leaf, grad_sum, wanted in zip(leaves, self.grad_sums(), has_grad, strict=True):
             feeds_back = wanted and self.quantize and self.quantize.format_of("error_feedback", leaf.path)
             dims = grad_sum.error_dims(leaf.shape) if feeds_back else None
-            if dims is not None:
-                shape = (axis_size(self.mesh, dims[0]), *leaf.shape)
-                dims = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=named(self.mesh, dims))
-            errors.append(dims)
+            if dims is None:
+                errors.append(None)
+            else:
+                shape = (axis_size(self.mesh, dims[0]), *leaf.shape)  # one for each device that sends
+                errors.append(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=named(self.mesh, dims)))
         return tree.unflatten(errors) if any(x is not None for x in errors) else None
 
     def axes_of_group(self, group: str) -> tuple[str, ...]:
         """Returns the axes of `data` that a group is sharded over."""
         if group not in self.groups:
             return ()
-        return (group in SECONDARY_GROUPS and self.axes.secondary) or self.axes.data
+        return self.axes.secondary if self.axes.secondary and group in SECONDARY_GROUPS else self.axes.data
 
     def _shardings(self, placements: PyTree, group: str, *, of_update: bool = False) -> PyTree:
         over = self.axes_of_group(group)
@@ -175,7 +176,7 @@ class Placement:
     @property
     def _wants_rows(self) -> bool:
         """Whether gradients are laid out in rows: at stages 1 and 2 XLA would keep them for longer."""
-        return platform_of(self.mesh) == "tpu" and self.config.stage == 3 and self.offload is None
+        return platform_of(self.mesh) == "tpu" and "params" in self.groups and self.offload is None
 
     def _in_rows(self, leaf: LeafPlacement, grad: jax.Array) -> jax.Array:
         """Lays a matrix of gradients out in rows, as its state: else XLA:TPU copies that, in float32 and back.
@@ -198,8 +199,10 @@ class Placement:
 
     def _by_features(self, leaf: LeafPlacement, x: Any) -> Any:
         """Returns a param in the shards that the loss function gathers, where it may be sharded along its layers."""
-        if isinstance(x, HostParam) or leaf.update_dims is not None:
-            return x if isinstance(x, HostParam) else self._moved(leaf, x, back=True)
+        if isinstance(x, HostParam):
+            return x
+        if leaf.update_dims is not None:
+            return self._moved(leaf, x, back=True)
         return lax.with_sharding_constraint(x, named(self.mesh, leaf.dims))  # an evaluation has no optimizer to ask
 
     def _moved(self, leaf: LeafPlacement, x: jax.Array, *, back: bool = False) -> jax.Array:
@@ -252,12 +255,12 @@ class Placement:
         dtype, param_axes = self.precision.param if self.keeps_copy else None, self.axes_of_group("params")
         leaves, placements = jax.tree.leaves(tree), jax.tree.leaves(self.params)
         if axis_size(self.mesh, [axis for axis in self.axes_of_group("master") if axis not in param_axes]) == 1:
-            return cast_floating(tree, dtype)
+            return cast_floating(tree, dtype)  # nothing to gather: stage 0, or one device
         placements = [dataclasses.replace(leaf, dims=leaf.update_dims or leaf.dims) for leaf in placements]
         gathered, stacks = list(jax.tree.leaves(into)), collections.defaultdict(list)
         for i, (placement, x) in enumerate(zip(placements, leaves, strict=True)):
             at = _dim_of_parts(placement)
-            num_parts = 1 if at is None else math.gcd(x.shape[0], x.shape[at])
+            num_parts = 1 if at is None else math.gcd(x.shape[0], x.shape[at])  # the layers, where `at` is their dim
             if num_parts > 1 and gathered[i].nbytes > _GATHERED_AT_ONCE_BYTES:
                 stacks[num_parts].append(i)
             else:
@@ -270,8 +273,8 @@ class Placement:
 
     def _gather_leaf(self, placement: LeafPlacement, x: jax.Array) -> jax.Array:
         param_axes = self.axes_of_group("params")
-        kept = (*param_axes, *placement.pipe)
-        steps = gather_shardings(self.mesh, placement.dims, [axis for axis in self.axes.data if axis not in kept])
+        not_over = (*param_axes, *placement.pipe)  # the result is sharded over these
+        steps = gather_shardings(self.mesh, placement.dims, [axis for axis in self.axes.data if axis not in not_over])
         # A secondary shard is made at full precision: its own gathers, one for each use, are quantized.
         quantize = None if param_axes else self.quantize
         coding = blocks_of_leaf(quantize, "gathers", placement, mesh=self.mesh, shape=x.shape)
@@ -297,18 +300,18 @@ class Placement:
         return lax.fori_loop(0, num_parts, gather_part, old_params, unroll=2)
 
 
-def pinned(leaves: Sequence[Any], shardings: PyTree, *, but: Sequence[bool]) -> list[Any]:
-    """Constrains the leaves of a tree to shardings by one call, except where `but` is true."""
-    pairs = zip(leaves, jax.tree.leaves(shardings), but, strict=True)
-    selected = [(x, sharding) for x, sharding, skip in pairs if not skip]
-    constrained = iter(lax.with_sharding_constraint([x for x, _ in selected], [sharding for _, sharding in selected]))
-    return [x if skip else next(constrained) for x, skip in zip(leaves, but, strict=True)]
+def pinned(leaves: Sequence[Any], shardings: PyTree, *, but: Sequence[bool] | None = None) -> list[Any]:
+    """Constrains the leaves of a tree to shardings by one call, except where `but` is true; None: where they are."""
+    skips = [x is None for x in leaves] if but is None else but
+    selected = [(x, s) for x, s, skip in zip(leaves, jax.tree.leaves(shardings), skips, strict=True) if not skip]
+    constrained = iter(lax.with_sharding_constraint([x for x, _ in selected], [s for _, s in selected]))
+    return [x if skip else next(constrained) for x, skip in zip(leaves, skips, strict=True)]
 
 
 def _dim_of_parts(leaf: LeafPlacement) -> int | None:
     """Returns the dim along which a stack of layers is gathered in parts: one that is not sharded; None for others."""
-    whole = [i for i, axes in enumerate(leaf.dims) if not axes] if len(leaf.shape) > 2 else []
-    return next((i for i in whole if i == 0 or leaf.update_dims is not None), None)
+    unsharded = [i for i, axes in enumerate(leaf.dims) if not axes] if len(leaf.shape) > 2 else []
+    return next((i for i in unsharded if i == 0 or leaf.update_dims is not None), None)
 
 
 def make_placement(variables: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Placement:

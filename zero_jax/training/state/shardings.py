@@ -88,6 +88,7 @@ def _subtree(state: PyTree, at: str, *, what: str) -> tuple[dict[str, str], PyTr
             f"the state has no {what} at {at!r} (it has {groups or 'no leaves'}): say where they are with "
             f"state_shardings(..., {what}='path/of/{what}')"
         )
+    # By the path of a node: it may be of any type, a dict, a field of a dataclass, an element of a tuple.
     is_root = lambda path, _: path_name(path) == at  # noqa: E731
     nodes, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_root, is_leaf_takes_path=True)
     return paths, next(node for path, node in nodes if path_name(path) == at)

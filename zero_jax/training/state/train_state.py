@@ -90,7 +90,7 @@ def used_by_optimizer(
     """
     params = trainable(state.masters)
     if precision.rounds_stochastically:
-        params = precision.for_optimizer(shapes_of(params))
+        params = precision.for_optimizer(shapes_of(params))  # shapes: a cast of arrays would be computed
     if tx is None:
         num_params = len(jax.tree.leaves(params))
         return [True] * num_params, [False] * num_params
@@ -106,10 +106,10 @@ def trained_params(
     return flags_of_all(state.params, used_by_optimizer(tx, state, precision, mesh=mesh)[0])
 
 
-def keep_frozen(old: PyTree, new: PyTree, same: list[bool]) -> PyTree:
-    """Returns the new params, or the old ones where `same` (a flag for each trainable param) is true."""
+def keep_frozen(old: PyTree, new: PyTree, unchanged: list[bool]) -> PyTree:
+    """Returns the new params, or the old ones where `unchanged` (a flag for each trainable param) is true."""
     tree = jax.tree.structure(old)
-    of_each = zip(jax.tree.leaves(old), tree.flatten_up_to(new), flags_of_all(old, same), strict=True)
+    of_each = zip(jax.tree.leaves(old), tree.flatten_up_to(new), flags_of_all(old, unchanged), strict=True)
     return tree.unflatten([x if flag else y for x, y, flag in of_each])
 
 
@@ -119,9 +119,9 @@ def fill_zeros(grads: PyTree, masters: PyTree) -> PyTree:
     return jax.tree.map(fill, trainable(masters), grads, is_leaf=lambda x: x is None)
 
 
-def leaf_index(index: jax.Array, some: PyTree, masters: PyTree) -> jax.Array:
+def leaf_index(index: jax.Array, grads: PyTree, masters: PyTree) -> jax.Array:
     """Converts an index among gradients or trainable params (None excluded) to an index among all params."""
-    present = [i for i, x in enumerate(jax.tree.structure(masters).flatten_up_to(some)) if x is not None]
+    present = [i for i, x in enumerate(jax.tree.structure(masters).flatten_up_to(grads)) if x is not None]
     if not present:
         return index
     return jnp.where(index < 0, -1, jnp.asarray(present, jnp.int32)[index])

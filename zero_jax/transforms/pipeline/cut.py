@@ -85,6 +85,11 @@ class Stages:
     schedule: Schedule = dataclasses.field(default_factory=Schedule)
     reduce_dtype: Any = None
 
+    def __post_init__(self) -> None:
+        # Microbatches enter and leave the stages in turn (`ring.py`), but for those of 1F1B with one group.
+        are_even = self.num_microbatches % self.num_stages == 0
+        assert are_even or str(self.schedule) == "1f1b", (self.schedule, self.num_microbatches, self.num_stages)
+
     @property
     def num_stages(self) -> int:
         """The number of stages."""

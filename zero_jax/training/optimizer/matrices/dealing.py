@@ -69,12 +69,12 @@ class Dealing:
     @functools.cached_property
     def cut(self) -> frozenset[str]:
         """The axes that matrices are cut over."""
-        ends = [
+        stacks = [
             (region.stacks.get(var, 0), self.stacked_dims(region, var))
             for region in self.regions
             for var in region.inputs
         ]
-        return frozenset(axis for at, dims in ends for dim in (*dims[:at], *dims[at + 1 :]) for axis in dim)
+        return frozenset(axis for at, dims in stacks for dim in (*dims[:at], *dims[at + 1 :]) for axis in dim)
 
     @property
     def is_whole(self) -> bool:
@@ -93,16 +93,19 @@ class Dealing:
         first = self.regions[0]
         dims = without(self.stacked_dims(first, first.inputs[0]), self.apart)
         placed = [axis for dim in dims for axis in dim if axis in self.data]
+        # From the minor one on, then those that nothing is sharded over.
         order = [*reversed(placed), *(axis for axis in self.data if axis not in (*placed, *self.apart))]
         choices = [None, *(tuple(order[:i]) for i in range(1, len(order) + 1))]
         return min(choices, key=self.cost)
 
     def cost(self, over: tuple[str, ...] | None) -> float:
         """Returns the cost of a choice, in bytes that a device sends or could send in the time of its operations."""
-        ways = axis_size(self.mesh, [axis for axis in self.mesh.axis_names if axis in self.cut.difference(over or ())])
+        still_cut = self.cut.difference(over or ())
+        num_pieces = axis_size(self.mesh, [axis for axis in self.mesh.axis_names if axis in still_cut])
+        # Of the device that has most of the matrices.
         cost = self.regions[0].cost.times(-(-self.num_apart // axis_size(self.mesh, over or ())))
-        sent = sum(move.sent_bytes for move in self.moves(over)) + (cost.sent_bytes if ways > 1 else 0)
-        return sent + (cost.cut_flops / ways + cost.whole_flops) / _FLOPS_OF_A_BYTE
+        sent = sum(move.sent_bytes for move in self.moves(over)) + (cost.sent_bytes if num_pieces > 1 else 0)
+        return sent + (cost.cut_flops / num_pieces + cost.whole_flops) / _FLOPS_OF_A_BYTE
 
     @property
     def is_copied(self) -> bool:
@@ -130,13 +133,13 @@ class Dealing:
     def moves(self, over: tuple[str, ...] | None) -> list[Move]:
         """Returns what one device sends so that matrices are whole over some axes, and their results are shards."""
         first, moves = self.regions[0], []
-        ends = [
+        stacks = [
             (i, var, back) for back in (False, True) for i, var in enumerate(first.outputs if back else first.inputs)
         ]
-        for i, var, back in ends:
+        for i, var, back in stacks:
             at = first.stacks.get(var, 0)
             dims = self.dims_like(first, var) if back else self.stacked_dims(first, var)
-            if over is None or at is None or dims is None:
+            if over is None or at is None or dims is None:  # XLA's, made of the others alone, or of no known sharding
                 continue
             steps = self.steps(dims, at, over)
             shape = var.aval.shape if first.stacks else (1, *var.aval.shape)
@@ -158,7 +161,7 @@ class Dealing:
         steps = [] if dims is None else [dims]
         if self.is_copied:
             return [*steps, without(now, over)]
-        for axes in (self.apart, over):
+        for axes in (self.apart, over):  # in this order: the axes of `apart` are the major ones
             steps += steps_by_dim(now, at, axes)
             now = steps[-1] if steps else now
         missing = tuple(axis for axis in (*self.apart, *over) if not carries(now, (axis,)))
@@ -188,18 +191,20 @@ class Dealing:
     @functools.cached_property
     def others_of_each(self) -> list[list[Any]]:
         """For each of `Region.others` the variables of all regions; none where they read the same one."""
-        each = [list(some) for some in zip(*(region.others for region in self.regions), strict=True)]
-        return [some if len(set(some)) > 1 else [] for some in each]
+        by_place = [list(variables) for variables in zip(*(region.others for region in self.regions), strict=True)]
+        return [variables if len(set(variables)) > 1 else [] for variables in by_place]
 
     def evaluate(self, env: dict[Any, Any]) -> dict[Any, Any]:
         """Returns the values of the outputs of all regions."""
         first = self.regions[0]
         assert self.over is not None
-        ways, stacks = axis_size(self.mesh, self.apart), []
+        num_parts, stacks = axis_size(self.mesh, self.apart), []
+        # Inputs: one stack of the matrices of all regions. Where stacks are sharded along the matrices already, these
+        # are put together part by part, so that none moves to another device of `apart`.
         for i, var in enumerate(first.inputs):
             at = first.stacks.get(var, 0)
             arrays = [env[region.inputs[i]] for region in self.regions]
-            arrays = [_split(x, at, ways) if first.stacks else x[None, None] for x in arrays]
+            arrays = [_split(x, at, num_parts) if first.stacks else x[None, None] for x in arrays]
             # Copies, not zeros: a loop that runs until all matrices converge has to end.
             arrays += [lax.slice_in_dim(arrays[0], 0, 1, axis=at + 1)] * self.num_added(self.over)
             stack = lax.concatenate(arrays, at + 1) if len(arrays) > 1 else arrays[0]
@@ -211,15 +216,16 @@ class Dealing:
         in_axes = [0 if of_each else None for of_each in self.others_of_each]
         run = self.on_own(run if first.stacks else jax.vmap(run, in_axes=(0, in_axes)))
         results = run(stacks, others)
+        # Outputs: back to the shards of each region's own.
         values = {}
         for i, (var, stack) in enumerate(zip(first.outputs, results, strict=True)):
             at, start = first.stacks.get(var, 0), 0
             if at is None:  # it is made of the others alone
                 values |= {region.outputs[i]: stack for region in self.regions}
                 continue
-            stack = _split(self.moved(stack, self.dims_like(first, var), at, back=True), at, ways)
+            stack = _split(self.moved(stack, self.dims_like(first, var), at, back=True), at, num_parts)
             for region in self.regions:
-                count = region.num_matrices() // ways
+                count = region.num_matrices() // num_parts
                 part = lax.slice_in_dim(stack, start, start + count, axis=at + 1)
                 part = lax.collapse(part, at, at + 2)
                 dims = self.dims_like(region, region.outputs[i])
@@ -234,10 +240,14 @@ class Dealing:
         first, axes = self.regions[0], (*self.apart, *(self.over or ()))
         if self.is_copied or not first.factorizes:
             return run
-        places = [[first.stacks.get(var, 0) for var in some] for some in (first.inputs, first.outputs)]
-        specs = [[PartitionSpec() if at is None else PartitionSpec(*(None,) * at, axes) for at in x] for x in places]
-        in_specs = (specs[0], [PartitionSpec(axes) if of_each else PartitionSpec() for of_each in self.others_of_each])
-        return jax.shard_map(run, mesh=self.mesh, in_specs=in_specs, out_specs=specs[1], check_vma=False)
+
+        def specs(variables: Sequence[Any]) -> list[PartitionSpec]:
+            places = (first.stacks.get(var, 0) for var in variables)
+            return [PartitionSpec() if at is None else PartitionSpec(*(None,) * at, axes) for at in places]
+
+        of_others = [PartitionSpec(axes) if of_each else PartitionSpec() for of_each in self.others_of_each]
+        in_specs = (specs(first.inputs), of_others)
+        return jax.shard_map(run, mesh=self.mesh, in_specs=in_specs, out_specs=specs(first.outputs), check_vma=False)
 
     def moved(self, x: jax.Array, dims: Dims | None, at: int, *, back: bool = False) -> jax.Array:
         """Moves a stack from shards `dims` to whole matrices, cut at `at`, or back: an all-to-all for each dim."""
@@ -248,19 +258,17 @@ class Dealing:
         return x
 
 
-def _split(x: jax.Array, at: int, ways: int) -> jax.Array:
-    """Splits a dim, `ways` parts of it first."""
-    return x.reshape((*x.shape[:at], ways, x.shape[at] // ways, *x.shape[at + 1 :]))
+def _split(x: jax.Array, at: int, num_parts: int) -> jax.Array:
+    """Splits a dim into a dim of parts and one of what is in each."""
+    return x.reshape((*x.shape[:at], num_parts, x.shape[at] // num_parts, *x.shape[at + 1 :]))
 
 
 def _moved(before: Dims, after: Dims, *, size: int, dtype: str, mesh: Mesh) -> list[Move]:
     """Returns what one device sends of an array of `size` bytes, from one sharding to another."""
-    held = [[axis for dim in dims for axis in dim] for dims in (before, after)]
     local_bytes = size / num_shards(mesh, before)
-    both = [axis for axis in held[0] if axis in held[1]]
-    gathered = tuple(axis for axis in held[0] if axis not in held[1])
-    at = [{axis: i for i, dim in enumerate(dims) for axis in dim} for dims in (before, after)]
-    changed = tuple(axis for axis in both if at[0][axis] != at[1][axis])
+    dim_before, dim_after = ({axis: i for i, dim in enumerate(dims) for axis in dim} for dims in (before, after))
+    gathered = tuple(axis for axis in dim_before if axis not in dim_after)
+    changed = tuple(axis for axis in dim_before if axis in dim_after and dim_before[axis] != dim_after[axis])
     sent = {
         ("all-to-all", changed): local_bytes * (1 - 1 / axis_size(mesh, changed)),
         ("all-gather", gathered): local_bytes * (axis_size(mesh, gathered) - 1),

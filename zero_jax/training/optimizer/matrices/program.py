@@ -60,12 +60,13 @@ class MatrixProgram:
         flat = flattened(_Factorized().rewritten(closed))
         jaxpr, consts = open_jaxpr(_with_shared_values(flat))
         sources = [frozenset([i]) for i in range(len(dims))] if sources is None else sources
+        # For each variable how it is sharded, and which inputs it is made of.
         placement, origin = _Placed(mesh), MadeOf()
         placed: dict[Any, Dims] = {}
         placement.run(jaxpr, dims, placed)
         made_of: dict[Any, frozenset[int]] = {}
         origin.run(jaxpr, sources, made_of)
-        groups: dict[Any, list[Region]] = {}
+        groups: dict[Any, list[Region]] = {}  # of regions that compute the same function
         for region in find_regions(jaxpr) if data else ():
             if any(carries(placed[var], data) for var in region.inputs):
                 apart = placed[region.inputs[0]][:1] if region.stacks else ()  # along the matrices: they stay there
@@ -77,10 +78,11 @@ class MatrixProgram:
                 sharded_alike.setdefault(tuple(placed[var] for var in region.inputs), []).append(region)
             parts = sorted(sharded_alike.values(), key=len, reverse=True)
             # All together, or those alone that are sharded alike: they need not be resharded to be one stack.
-            ways = [[[region for part in parts for region in part]], parts]
-            made = [[Dealing(tuple(some), placed, mesh, data, made_of) for some in way] for way in ways]
-            dealings += min(made, key=lambda dealings: sum(dealing.cost(dealing.over) for dealing in dealings))
+            splits = [[[region for part in parts for region in part]], parts]
+            choices = [[Dealing(tuple(regions), placed, mesh, data, made_of) for regions in x] for x in splits]
+            dealings += min(choices, key=lambda dealings: sum(dealing.cost(dealing.over) for dealing in dealings))
         branches: dict[int, tuple[MatrixProgram, ...]] = {}
+        # Of an update that is skipped or is one of several (`cond`), its regions are in the branches.
         for eqn in jaxpr.eqns if data else ():
             sub = subcall(eqn)
             if sub is not None and sub.kind == "cond" and is_barrier(eqn):
@@ -100,10 +102,10 @@ class MatrixProgram:
     @property
     def all_dealings(self) -> list[Dealing]:
         """The groups of regions, with those of the branch of each `cond` that moves most."""
-        found = list(self.dealings)
+        dealings = list(self.dealings)
         for programs in self.branches.values():
-            found += max((program.all_dealings for program in programs), key=_sent_bytes)
-        return found
+            dealings += max((program.all_dealings for program in programs), key=_sent_bytes)
+        return dealings
 
     def rewritten(self) -> Any:
         """Returns a closed jaxpr of the same function, with its matrix computations on whole matrices."""
@@ -134,6 +136,7 @@ class MatrixProgram:
                 assert now
                 parts = [part for group in groups for part in group.parts(now)]
                 groups = [part for part in parts if part.over is not None]
+                # Fewer matrices may not be worth dealing out: their equations are as any others.
                 later += [eqn for part in parts if part.over is None for x in part.regions for eqn in x.eqns]
             waiting = later
         return values_of(jaxpr.outvars, env)
@@ -163,6 +166,7 @@ class _Factorized(Rewriting):
         return eqn.primitive.name == "custom_linear_solve"
 
     def changed(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
+        # Operands: the constants of matvec, vecmat, solve and transpose_solve, then the right-hand sides.
         lengths, solve = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
         first, end = lengths.matvec + lengths.vecmat, sum(lengths)
         return self.run(solve, [*values[first : first + lengths.solve], *values[end:]], None)
@@ -192,13 +196,13 @@ def _inner_products(jaxpr: Any) -> dict[Any, tuple[Any, Any]]:
     XLA gathers an array to flatten it, where a shard is not one run of it. A sum of products of elements gathers none.
     """
     flat = {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "reshape"}
-    found = {}
+    factors_of = {}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general" and _is_number(eqn.outvars[0]) and eqn.invars[0].aval.ndim == 1:
             factors = tuple(flat[x] for x in eqn.invars if not is_literal(x) and x in flat)
             if len(factors) == 2 and factors[0].aval.shape == factors[1].aval.shape:
-                found[eqn.outvars[0]] = factors
-    return found
+                factors_of[eqn.outvars[0]] = factors
+    return factors_of
 
 
 def _is_number(var: Any) -> bool:
@@ -219,10 +223,10 @@ class _Placed(Pass[Any]):
 
     def operation(self, eqn: Any, operands: list[Any]) -> list[Any]:
         if eqn.primitive.name == "sharding_constraint" and isinstance(eqn.params["sharding"], NamedSharding):
-            made = [dims_of(eqn.params["sharding"], len(eqn.outvars[0].aval.shape))]
+            results = [dims_of(eqn.params["sharding"], len(eqn.outvars[0].aval.shape))]
         else:
-            made = [dim_map(eqn, i).carry(operands) for i in range(len(eqn.outvars))]
-        return [self.fitting(dims, var.aval) for dims, var in zip(made, eqn.outvars, strict=True)]
+            results = [dim_map(eqn, i).carry(operands) for i in range(len(eqn.outvars))]
+        return [self.fitting(dims, var.aval) for dims, var in zip(results, eqn.outvars, strict=True)]
 
     def fitting(self, dims: Dims, aval: Any) -> Dims:
         """Returns dims with each axis on the first of them alone, a product of two shards having it on both.

@@ -120,9 +120,11 @@ class Region:
             consts = [id(x) for inner in inner_jaxprs(eqn) for x in open_jaxpr(inner)[1]]
             return str({name: x for name, x in eqn.params.items() if name not in SIZES}), tuple(consts)
 
-        atoms = lambda some: tuple(map(described, some))  # noqa: E731
-        rows = [(eqn.primitive.name, atoms(eqn.invars), params(eqn), atoms(eqn.outvars)) for eqn in self.eqns]
-        return atoms(self.inputs), tuple(rows), atoms(self.outputs)
+        descriptions = lambda atoms: tuple(map(described, atoms))  # noqa: E731
+        rows = [
+            (eqn.primitive.name, descriptions(eqn.invars), params(eqn), descriptions(eqn.outvars)) for eqn in self.eqns
+        ]
+        return descriptions(self.inputs), tuple(rows), descriptions(self.outputs)
 
 
 def find_regions(jaxpr: Any) -> list[Region]:
@@ -138,9 +140,11 @@ def find_regions(jaxpr: Any) -> list[Region]:
     for i in heavy:  # operations on one matrix, one after the other, belong together
         alike = {j for j in heavy if levels[j] == levels[i]}
         groups = _joined(groups, {i} | (_reached(eqns, [i], large=True) & alike))
+    # With all that is computed between them, scalars too: no region may wait for what is made of a part of it. Groups
+    # may overlap then and are one, which has more between them.
     while True:
         hulls: list[set[int]] = []
-        for group in groups:  # with all that lies between them, scalars too
+        for group in groups:
             between = _reached(eqns, group) & _reached(eqns, group, back=True)
             hulls = _joined(hulls, group | between)
         if hulls == groups:
@@ -160,11 +164,11 @@ def is_barrier(eqn: Any) -> bool:
     if sub is None or sub.kind not in ("cond", "scan", "while") or not _is_matrix_operation(eqn):
         return False
     marks = [frozenset([i] if is_large(atom) else []) for i, atom in enumerate(eqn.invars)]
-    made = zip(eqn.outvars, MadeOf().equation(eqn, marks), strict=True)
-    apart: list[set[int]] = []
-    for group in (set(sources) for var, sources in made if is_large(var) and sources):
-        apart = _joined(apart, group)
-    return len(apart) > 1
+    results = zip(eqn.outvars, MadeOf().equation(eqn, marks), strict=True)
+    independent: list[set[int]] = []  # operands whose matrices have no result in common
+    for group in (set(sources) for var, sources in results if is_large(var) and sources):
+        independent = _joined(independent, group)
+    return len(independent) > 1
 
 
 def is_map(eqn: Any) -> bool:
@@ -191,11 +195,11 @@ class MadeOf(Dependence):
 
 def constants(jaxpr: Any) -> set[Any]:
     """Returns the variables of an open jaxpr that are made of no input."""
-    found = set(jaxpr.constvars)
+    constant = set(jaxpr.constvars)
     for eqn in jaxpr.eqns:
-        if found.issuperset(variables(eqn)) and not eqn.effects:
-            found.update(eqn.outvars)
-    return found
+        if constant.issuperset(variables(eqn)) and not eqn.effects:
+            constant.update(eqn.outvars)
+    return constant
 
 
 def _levels(eqns: Sequence[Any], barriers: Sequence[bool]) -> list[int]:
@@ -216,16 +220,16 @@ def _joined(groups: Sequence[set[int]], group: set[int]) -> list[set[int]]:
 
 def _reached(eqns: Sequence[Any], start: Iterable[int], *, back: bool = False, large: bool = False) -> set[int]:
     """Returns the equations whose inputs are made of the results of some, or `back` those that make their inputs."""
-    reached, order = set(start), range(len(eqns))
+    order = range(len(eqns))
     ends = lambda eqn: variables(eqn) if back else eqn.outvars  # noqa: E731
     starts = lambda eqn: eqn.outvars if back else variables(eqn)  # noqa: E731
-    known = {var for i in reached for var in ends(eqns[i])}
-    found: set[int] = set()
+    known = {var for i in start for var in ends(eqns[i])}
+    reached: set[int] = set()
     for i in reversed(order) if back else order:
         if any(var in known and (not large or is_large(var)) for var in starts(eqns[i])):
-            found.add(i)
+            reached.add(i)
             known.update(ends(eqns[i]))
-    return found
+    return reached
 
 
 def _region(jaxpr: Any, eqns: Sequence[Any], fixed: set[Any]) -> Region | None:
@@ -233,8 +237,8 @@ def _region(jaxpr: Any, eqns: Sequence[Any], fixed: set[Any]) -> Region | None:
 
     What is made of no input (`fixed`), such as an identity matrix, is the same for all matrices.
     """
-    made, inside = {var for eqn in eqns for var in eqn.outvars}, {id(eqn) for eqn in eqns}
-    reads = list(dict.fromkeys(var for eqn in eqns for var in variables(eqn) if var not in made))
+    own, inside = {var for eqn in eqns for var in eqn.outvars}, {id(eqn) for eqn in eqns}
+    reads = list(dict.fromkeys(var for eqn in eqns for var in variables(eqn) if var not in own))
     inputs = [x for x in reads if is_large(x) and x not in fixed]
     others = [x for x in reads if not is_large(x) or x in fixed]
     later = {var for eqn in jaxpr.eqns if id(eqn) not in inside for var in variables(eqn)}
@@ -259,6 +263,7 @@ def _stacks(eqns: Sequence[Any], inputs: Sequence[Any], others: Sequence[Any]) -
         return {}
     (size,) = sizes
     of_each = [var for var in others if getattr(var.aval, "shape", ())[:1] == (size,)]
+    # First taken for values of all matrices alike, then for a part of each: one of the two may be a map.
     for stacked in ([], of_each) if of_each else ([],):
         env = dict.fromkeys(inputs, 0) | dict.fromkeys(others) | dict.fromkeys(stacked, 0)
         if known := _stacks_of(eqns, env, size):
@@ -309,6 +314,7 @@ def _cost_of_product(eqn: Any) -> ProductCost:
     sizes, (out, *_) = [math.prod(x.aval.shape) for x in eqn.invars], eqn.outvars
     item_bytes = out.aval.dtype.itemsize
     if eqn.primitive.name != "dot_general":
+        # One product of the matrix with itself, all-reduced, as often as a factorization has iterations.
         sent, flops = 2 * item_bytes * sizes[0], 2.0 * sizes[0] * min(eqn.invars[0].aval.shape[-2:])
         return ProductCost(sent, 0.0, flops).times(_PRODUCTS_OF_FACTORIZATION)
     (contracted, _), _ = eqn.params["dimension_numbers"]
@@ -377,14 +383,15 @@ class _Stacks(Pass[Any]):
                 return _MIXED
         known, shape = dim_map(eqn, number), eqn.outvars[number].aval.shape
         if not stacked:  # copies of a value, one for each matrix
-            made = [i for i, dims in enumerate(known.kept) if not dims and shape[i] == self.size > 1]
-            return made[0] if made and eqn.primitive.name == "broadcast_in_dim" else None
+            new_dims = [i for i, dims in enumerate(known.kept) if not dims and shape[i] == self.size > 1]
+            return new_dims[0] if new_dims and eqn.primitive.name == "broadcast_in_dim" else None
         if eqn.primitive.name not in _RESIZED:
             return _MIXED
         places = {known.to(place) for place in stacked}
         if len(places) > 1 or None in places:
             return _MIXED
         (at,) = places
+        # An operand that all matrices share may have no dim along them: its elements would belong to one each.
         alike = [(i, eqn.invars[i].aval.shape) for i, place in enumerate(operands) if place is None]
         parts = [(i, dim) for i, shape in alike for dim, size in enumerate(shape) if size > 1]
         return _MIXED if any(known.to(part) == at for part in parts) else at

@@ -90,7 +90,7 @@ class Examples(Pass[State]):
         if first == FREE:
             return second
         dims = {state for state in (first, second) if isinstance(state, int)}
-        return dims.pop() if len(dims) == 1 and UNKNOWN not in (first, second) else UNKNOWN
+        return dims.pop() if len(dims) == 1 and UNKNOWN not in (first, second) else UNKNOWN  # beside mixed or random
 
     def slice_of(self, operand: State) -> State:
         """Returns the state of a slice of an operand."""
@@ -119,14 +119,14 @@ class Examples(Pass[State]):
         """Returns the states of the results of an operation, and notes what it mixes."""
         if is_contraction(eqn):
             is_mixed = _is_ragged(eqn) or (MIXED in operands[:2] and set(operands[:2]) <= {MIXED, FREE})
-            self.notes[id(eqn)] = is_mixed and self.notes.get(id(eqn), True)
+            self.notes[id(eqn)] = is_mixed and self.notes.get(id(eqn), True)  # each time that it is run
             self.note_operands(eqn, operands)
         if eqn.primitive.name in _EACH_ITS_OWN:
             return operands
         if eqn.primitive.name == "zero_pipeline":
             return [FREE if dim is None else dim for dim in eqn.params["loop"].dims]
         move = self.move(eqn, operands)
-        self.moves[id(eqn)] = move if self.moves.get(id(eqn), move) == move else None
+        self.moves[id(eqn)] = move if self.moves.get(id(eqn), move) == move else None  # the same each time
         state = self.state(eqn, operands) if move is None or move.dim is None else move.dim
         if not isinstance(state, int):
             return [state] * len(eqn.outvars)
@@ -163,7 +163,7 @@ class Examples(Pass[State]):
             return MIXED
         if (dim := self.sharded_dim(eqn)) is not None:
             return dim
-        if RANDOM in operands and any(isinstance(state, int) for state in operands):
+        if RANDOM in operands and any(isinstance(state, int) for state in operands):  # sharded as the examples are
             operands = [FREE if state == RANDOM else state for state in operands]
         return UNKNOWN if rule is None or {UNKNOWN, RANDOM} & {*operands} else rule(eqn, operands)
 

@@ -42,7 +42,7 @@ def layer_of_microbatch(layer: Any, compared: tuple[Any, Any], axes: Axes) -> An
     _check(layer)
     of_examples = {id(eqn) for eqn in _of_examples(*compared)}
     # The layer that runs may be of another trace than the part that was compared: its draws are in the same order.
-    draws, own_draws = map(_draws, (compared[1], layer))
+    draws, own_draws = ([x for x in equations(each) if x.primitive.name in _BY_KEY] for each in (compared[1], layer))
     assert len(draws) == len(own_draws)
     own = {id(eqn) for eqn, like in zip(own_draws, draws, strict=True) if id(like) in of_examples}
 
@@ -69,11 +69,6 @@ def _check(layer: Any) -> None:
                 f"{name} at {jaxprs.model_line(eqn)} has effects, {', '.join(map(str, eqn.effects))}, and a stage "
                 "runs on no microbatch of its own while the pipeline fills"
             )
-
-
-def _draws(layer: Any) -> list[Any]:
-    """Returns what draws random numbers by a key in a layer, in order."""
-    return [eqn for eqn in equations(layer) if eqn.primitive.name in _BY_KEY]
 
 
 def _of_examples(whole: Any, part: Any) -> Iterator[Any]:

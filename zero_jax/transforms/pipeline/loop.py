@@ -54,62 +54,39 @@ def run_stages(
     # Keys travel as numbers.
     kinds = [jax.random.key_impl(x) if is_key(x) else None for _, x in travelling]
     travelling = [(role, key_numbers(x)) for role, x in travelling]
-    ticks = _Ticks(loop, travelling, shardings)
+    ticks, layers = _Ticks(loop, travelling, shardings), LayersOfStage(loop, layer)
     # The gradient of a stack is that of its sum: the loop would make one for all layers of a stage in each tick.
     sums = [sum_of(x) if is_float(x) else None for x in stacks]
     stacks = [lax.stop_gradient(x) for x in stacks]
     shared = [jnp.asarray(x) for role, x in zip(loop.consts, consts, strict=True) if not role.is_rows]
     # Their gradients are summed over ticks in the dtype of what all of them read.
-    stage: Any = _Stage(LayersOfStage(loop, layer), kinds, [x.dtype for x in shared])
+    dtypes, roles, num_consts = [x.dtype for x in shared], ticks.roles, ticks.num_consts
     shared = [place.pinned(jnp.broadcast_to(x, (loop.num_stages, *x.shape)), place.pipe) for x in map(widened, shared)]
-    if loop.recompute:
-        stage = jax.checkpoint(stage, prevent_cse=False, policy=loop.policy)
-    mapped = jax.vmap(stage, spmd_axis_name=place.pipe)
-    results = ticks.run(lambda work, state, sums: mapped(work, state, sums, stacks, shared), sums)
-    for i, kind in enumerate(kinds[ticks.num_consts :]):
-        results[i] = results[i] if kind is None else jax.random.wrap_key_data(results[i], impl=kind)
-    return results
 
-
-class _Stage:
-    """What a stage does in a tick.
-
-    Args:
-      layers: its layers.
-      kinds: of what a microbatch has, constants and carries, the kinds of keys that travel as numbers; None of others.
-      dtypes: those of constants that all microbatches share.
-    """
-
-    def __init__(self, layers: LayersOfStage, kinds: Sequence[Any], dtypes: Sequence[Any]):
-        self.loop, self.layers, self.kinds, self.dtypes = layers.loop, layers, kinds, dtypes
-        self.roles = [*(role for role in self.loop.consts if role.is_rows), *self.loop.carry]
-        self.num_consts = len(self.roles) - len(self.loop.carry)
-
-    def __call__(
-        self,
-        work: Work,
-        travelled: list[Any],
-        sums: list[Any],
-        stacks: list[Any],
-        shared: list[Any],
-    ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Returns what travels on, what layers stack, and the sums of gradients.
-
-        `work` is as `Ticks.work` has it.
-        """
+    def stage(work: Work, travelled: list[Any], sums: list[Any], stacks: list[Any], shared: list[Any]) -> Any:
+        """Returns what travels on, what layers stack, and the sums of gradients; `work` is as `Ticks.work` has it."""
         *_, is_own = work
         # Of no microbatch there is no gradient: derivatives of what a stage has then may be infinite.
         travelled, shared = ([differentiated_at(is_own, x) for x in xs] for xs in (travelled, shared))
         # Between stages the dim of examples is in front; layers have it where the model does.
-        values = [_moved(role, x, 0, role.dim) for role, x in zip(self.roles, travelled, strict=True)]
-        keyed = zip(self.kinds, values, strict=True)
-        values = [x if kind is None else jax.random.wrap_key_data(x, impl=kind) for kind, x in keyed]
-        with_examples, without = iter(values[: self.num_consts]), map(cast, shared, self.dtypes)
-        consts = [next(with_examples if role.is_rows else without) for role in self.loop.consts]
-        after, ys, sums = self.layers(work, consts, values[self.num_consts :], stacks, sums)
-        after = [key_numbers(x) for x in after]
-        after = [_moved(role, x, role.dim, 0) for role, x in zip(self.loop.carry, after, strict=True)]
-        return [*travelled[: self.num_consts], *after], ys, sums
+        values = [_moved(role, x, 0, role.dim) for role, x in zip(roles, travelled, strict=True)]
+        values = [*map(_with_kind, values, kinds)]
+        with_examples, without = iter(values[:num_consts]), map(cast, shared, dtypes)
+        consts = [next(with_examples if role.is_rows else without) for role in loop.consts]
+        after, ys, sums = layers(work, consts, values[num_consts:], stacks, sums)
+        after = [_moved(role, key_numbers(x), role.dim, 0) for role, x in zip(loop.carry, after, strict=True)]
+        return [*travelled[:num_consts], *after], ys, sums
+
+    run: Any = jax.checkpoint(stage, prevent_cse=False, policy=loop.policy) if loop.recompute else stage
+    mapped = jax.vmap(run, spmd_axis_name=place.pipe)
+    results = ticks.run(lambda work, state, sums: mapped(work, state, sums, stacks, shared), sums)
+    num_carry = len(loop.carry)
+    return [*map(_with_kind, results[:num_carry], kinds[num_consts:]), *results[num_carry:]]
+
+
+def _with_kind(x: jax.Array, kind: Any) -> jax.Array:
+    """Returns keys of a kind from their numbers; other values, whose kind is None, as they are."""
+    return x if kind is None else jax.random.wrap_key_data(x, impl=kind)
 
 
 class LayersOfStage:

@@ -51,7 +51,7 @@ class Examples(Pass[State]):
         self.loops: dict[tuple[int, int], set[tuple[State, State]]] = {}
         self.operands: dict[int, list[State]] = {}
         self.moves: dict[int, MixedSharding | None] = {}
-        self.whole: set[Any] = set()  # constants that are on each device as a whole, such as tables of rotary angles
+        self.unsharded: set[Any] = set()  # constants that each device has all of, such as tables of rotary angles
         self.mixes = False
 
     @property
@@ -75,13 +75,13 @@ class Examples(Pass[State]):
         key = id(jaxpr), tuple(inputs)  # equal layers run one jaxpr
         if key not in self.results:
             opened, consts = open_jaxpr(jaxpr)
-            self.whole.update(var for var, x in zip(opened.constvars, consts, strict=False) if _is_whole(x))
+            self.unsharded.update(var for var, x in zip(opened.constvars, consts, strict=False) if _is_unsharded(x))
             self.results[key] = super().run(jaxpr, inputs, env)
         return self.results[key]
 
     def constant(self, atom: Any) -> State:
         """Returns the state of a constant; an array may be of examples."""
-        return FREE if is_literal(atom) or not atom.aval.ndim or atom in self.whole else UNKNOWN
+        return FREE if is_literal(atom) or not atom.aval.ndim or atom in self.unsharded else UNKNOWN
 
     def join(self, first: State, second: State) -> State:
         """Returns the state of what is one of two: XLA shards both as it shards any."""
@@ -174,7 +174,7 @@ class Examples(Pass[State]):
         return next((i for i, axes in enumerate(dims) if axes == self.batch_axes), None)
 
 
-def _is_whole(constant: Any) -> bool:
+def _is_unsharded(constant: Any) -> bool:
     if is_traced(constant):
         return False
     return not isinstance(constant, jax.Array) or constant.sharding.is_fully_replicated

@@ -138,14 +138,12 @@ class _Windows(Rewriting):
         # `jax.vmap` merges the examples into the features of the operand, or with batch groups into its batch, and into
         # the features out of the kernel and of the result.
         of_operand = numbers.lhs_spec[1 if eqn.params["batch_group_count"] == 1 else 0]
-        *in_specs, out_specs = (
-            PartitionSpec(*[None] * dim, self.batch_axes)
-            for dim in (of_operand, numbers.rhs_spec[0], numbers.out_spec[1])
-        )
-        specs = {"in_specs": tuple(in_specs), "out_specs": out_specs}
+        dims = of_operand, numbers.rhs_spec[0], numbers.out_spec[1]
+        *in_specs, out_specs = (PartitionSpec(*[None] * dim, self.batch_axes) for dim in dims)
         own = functools.partial(bind_primitive, eqn.primitive, params)
         with source_context(eqn):
-            return jax.shard_map(own, mesh=self.mesh, check_vma=False, **specs)(x, kernel)
+            run = jax.shard_map(own, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)
+            return run(x, kernel)
 
 
 def _written_at_one_place(eqn: Any) -> set[int]:

@@ -184,8 +184,7 @@ def order(*arrays: jax.Array, forward: bool = True, backward: bool = True) -> li
     return order_p.bind(*arrays, forward=forward, backward=backward)
 
 
-def _apply_order(*arrays: jax.Array, forward: bool, backward: bool) -> list[jax.Array]:
-    del backward
+def _apply_order(*arrays: jax.Array, forward: bool, **_: bool) -> list[jax.Array]:
     return lax.optimization_barrier(list(arrays)) if forward else list(arrays)
 
 

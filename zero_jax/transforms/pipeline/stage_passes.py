@@ -81,7 +81,7 @@ class StagePasses:
 
     def forward(self, work: Sequence[Any], *groups: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Returns what is sent on, and what is kept."""
-        made = _evaluated(self.first, [*work, *itertools.chain(*groups)])
+        made = evaluate(*jaxprs.open_jaxpr(self.first), [*work, *itertools.chain(*groups)])
         return made[: self.num_sent], made[self.num_sent :]
 
     def linear(
@@ -95,7 +95,7 @@ class StagePasses:
         floats = iter(arrived)
         full = [next(floats) if is_float(x) else jnp.zeros_like(x) for x in made]
         inputs = [*map(jnp.asarray, values), *full, *sums, *stacks]
-        again = iter(_evaluated(self.again, [*work, *map(lax.stop_gradient, inputs)]))
+        again = iter(evaluate(*jaxprs.open_jaxpr(self.again), [*work, *map(lax.stop_gradient, inputs)]))
         own = iter(kept)
         residuals = [next(own if is_kept else again) for is_kept in self.is_kept]
 
@@ -118,7 +118,3 @@ class _Arrived(Dependence):
     """Tells what values are made of, within layers and calls."""
 
     enters = CALLS | {"scan"}
-
-
-def _evaluated(closed: Any, values: Sequence[Any]) -> list[Any]:
-    return evaluate(*jaxprs.open_jaxpr(closed), values)

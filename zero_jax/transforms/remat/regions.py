@@ -56,10 +56,9 @@ def keep(x: jax.Array, *, name: str, shard: Chain, unshard: Chain) -> jax.Array:
 
 
 def _join_partial_eval(
-    saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
+    _: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
 ) -> tuple[Any | None, Any, list[bool], list[bool], list[Any]]:
     """Splits an equation into what the forward pass runs and what the recomputation does."""
-    del saveable
     # As JAX asks of a rule: the equation of the forward pass and that of the recomputation, which of its results only
     # the recomputation has, which the recomputation makes, and what this reads that is not there yet.
     missing = [v for v, is_there in zip(eqn.invars, instantiated, strict=True) if not (is_there or is_literal(v))]

@@ -146,9 +146,9 @@ class Examples(Pass[State]):
             return None
         # XLA may give each device some of several rows. What is chosen stands for the examples that it is of.
         (dim,), shape = dims, eqn.outvars[0].aval.shape
-        is_cut = math.prod(shape) > shape[dim] and shape[dim] % self.num_shards == 0
-        self.mixes = self.mixes or is_cut
-        return MixedSharding(dim) if is_cut else None
+        can_be_sharded = math.prod(shape) > shape[dim] and shape[dim] % self.num_shards == 0
+        self.mixes = self.mixes or can_be_sharded
+        return MixedSharding(dim) if can_be_sharded else None
 
     def state(self, eqn: Any, operands: list[State]) -> State:
         """Returns the state of the results of an operation."""

@@ -457,7 +457,7 @@ def passthrough(eqn: Any, dims_in: Sequence[Dims | None], shards: Callable[[Dims
     """Returns how the results of an equation are sharded when it runs on the shards, or None if it needs a gather.
 
     It has no inner jaxprs. `dims_in` are the axes of the dims of each input that is a sharded param, else None;
-    `shards(dims, i)` is the number of shards that dim `i` is cut into.
+    `shards(dims, i)` is the number of shards of dim `i`.
     """
     name = eqn.primitive.name
     dims_in = dims_in if name in _OF_ALL else dims_in[:1]

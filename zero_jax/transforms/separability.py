@@ -86,7 +86,7 @@ def separability(
         of_batch = traces.trace(size)
     except Exception:  # not made for so many examples, or an error of the loss, which is raised here
         of_batch = traces.trace(size // k)
-    # Of the loss and aux alone: model state does not have to be that of the batch.
+    # Without what is for the model state alone.
     trace = jaxprs.without_dead_code(jaxprs.with_results(of_batch.closed, _values(of_batch)))
     names = set(operations(trace))
     has_shardings = bool(names & {"sharding_constraint", "shard_map"})
@@ -170,8 +170,8 @@ class _Traces:
         sizes = [size, part]
         if part <= least:
             # On a single example operations differ that only change shapes: it is to have all others of two examples,
-            # and half as many parts of two are compared, or two parts of two. Of fewer than three parts, powers of
-            # their number are not told apart well enough: then the batch is twice as large.
+            # and half as many parts of two are compared, or two parts of two. Two parts alone tell fewer powers of
+            # their number apart: up to four parts, the batch is twice as large.
             compared = size if least == 1 and num_parts % 2 == 0 and num_parts > 4 else 2 * size
             sizes, num_blocks = [compared, 2 * part, part], num_blocks * compared // size
             num_parts = compared // (2 * part)

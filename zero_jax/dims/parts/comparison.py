@@ -112,7 +112,7 @@ class TraceComparison:
         names = [[eqn.primitive.name for eqn in jaxpr.eqns] for jaxpr in opened]
         if all(other == names[0] for other in names[1:]):
             self.run(traces[-2], traces[-1], inputs, found)
-        if all(x.batches < 2 for some in found for xs in some for x in xs):
+        if all(x.batches < 2 for operands, results in found for x in (*operands, *results)):
             return [*traces], []
         eqns = opened[-2].eqns
 

@@ -150,9 +150,9 @@ def _convolution(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     # A kernel for each example, as `vmap` makes it: examples are groups of features, each as large as in a part.
     numbers = pair.params["dimension_numbers"]
     features, kernels = numbers.lhs_spec[1], numbers.rhs_spec[0]
-    for i, x_or_kernel, dim in ((0, x, features), (1, kernel, kernels)):
+    for i, operand, dim in ((0, x, features), (1, kernel, kernels)):
         sizes = [shape[dim] for shape in pair.shapes(i)]
-        check(x_or_kernel.kind is Kind.ROWS and x_or_kernel.dim == dim and sizes[0] * part == sizes[1] * whole)
+        check(operand.kind is Kind.ROWS and operand.dim == dim and sizes[0] * part == sizes[1] * whole)
     return [multiplied(x.at(0), kernel.at(0)).at(numbers.out_spec[1])]
 
 

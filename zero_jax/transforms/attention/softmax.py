@@ -211,9 +211,9 @@ def logits_of(eqn: Any) -> Followed:
     for (_, i), (_, j) in (dims for dims in (*known.reduced, *known.kept) if len(dims) == 2):
         rhs[j] = lhs[i]
     out = [sides[side][dim] for (side, dim), *_ in known.kept]
-    of = lambda indices: tuple((index,) if index.size != 1 else () for index in indices)  # noqa: E731
+    by_dim = lambda indices: tuple((index,) if index.size != 1 else () for index in indices)  # noqa: E731
     variables = [None if is_literal(atom) else atom for atom in eqn.invars]
-    product = Product(eqn, ((variables[0], of(lhs)), (variables[1], of(rhs))), of(out))
+    product = Product(eqn, ((variables[0], by_dim(lhs)), (variables[1], by_dim(rhs))), by_dim(out))
     return Followed(logits=Logits(product), indices=product.indices)
 
 

@@ -1,8 +1,8 @@
 """Lookups in a sharded table: either the rows move between devices, or the table does.
 
 XLA makes an all-reduce of the gradient of a plain lookup, a scatter-add of every device's tokens into a whole table.
-Here it is a reduce-scatter in effect, whichever way is taken. A table may also be cut over axes of the model: by its
-rows (each device then looks up what it has, and XLA sums over those axes) or by its features.
+Here it is a reduce-scatter in effect, whichever way is taken. A table may also be sharded over axes of the model: by
+its rows (each device then looks up what it has, and XLA sums over those axes) or by its features.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LookupPlan:
     mesh: Mesh
     axes: Axes
     dims: Dims
-    feature: int | None  # the dim of the table that is cut when rows move; None where the table moves
+    feature: int | None  # the dim of the table that is sharded when rows move; None where the table moves
     out_feature: int  # that dim in the result
     row: int  # the dim of examples in the indices
     out_row: int  # and in the result
@@ -96,7 +96,7 @@ def move_rows(eqn: Any, plan: LookupPlan, table: jax.Array, indices: jax.Array, 
         own = named(mesh, tuple(replica + tuple(data) if i == plan.row else () for i in range(indices.ndim)))
         return _look_up_own(eqn, table, indices, own=own, everywhere=everywhere, to_rows=to_rows)
     (out,) = bind(eqn, [table, jax.lax.with_sharding_constraint(indices, everywhere)])
-    # The backward pass pins examples first, or the cut of the features spreads through the whole model.
+    # The backward pass pins examples first, or the sharding of the features spreads through the entire model.
     return reshard(out, forward=Chain(to_rows), backward=Chain(tuple(reversed(to_rows))))
 
 

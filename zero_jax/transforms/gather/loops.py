@@ -31,7 +31,7 @@ from zero_jax.transforms.pipeline.microbatch import MicrobatchProgram
 from zero_jax.transforms.pipeline.place import StagePlace
 from zero_jax.transforms.pipeline.transform import run_schedule, split_stages
 
-# `walk` is the `GatherWalk` that meets the loop.
+# `walk` is the `GatherWalk` that evaluates the loop; its type would be a circular import.
 
 
 def sliced(walk: Any, value: Lazy | Value, aval: Any, eqn: Any) -> Lazy | Value:

@@ -87,7 +87,7 @@ SAME_PARAM = SHAPES | CASTS | {"concatenate"}
 def copy_per_device(x: jax.Array, dims: Dims, *, mesh: Mesh, axes: Axes, dtype: Any = None) -> jax.Array:
     """Returns `[devices of the batch axes, ...]` copies of an array whose cotangent goes to the shards `dims`.
 
-    The array is whole over the batch axes; what `dims` cuts over other axes stays cut. The cotangent moves and is
+    The array is unsharded over the batch axes; what `dims` shards over other axes stays so. The cotangent moves and is
     summed in `dtype` (None: the array's own).
     """
     own_dtype = x.dtype

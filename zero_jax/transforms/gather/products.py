@@ -1,7 +1,7 @@
 """Matmuls with weights as products of matrices, and in shares of rows; convolutions that XLA partitions wrongly.
 
 XLA:TPU lays a gradient of a weight of several input or output dims, such as `[features, heads, head_dim]`, out as it
-pads least: with 64 lanes for `head_dim`, features become the lanes. These are the dim that is cut, and lanes are
+pads least: with 64 lanes for `head_dim`, features become the lanes. These are the sharded dim, and lanes are
 all-reduced rather than reduce-scattered (docs/gather_on_use.md). So the weight's shard is transposed and reshaped
 before it is gathered, its gradient after it is scattered, and in between are matrices.
 """

@@ -128,9 +128,9 @@ class Weight(Deferred):
     def update(self, dtype: Any) -> jax.Array:
         """Returns `scale A B` in the weight's shape."""
         letters = string.ascii_letters[: len(self.shape)]
-        of = {side: "".join(letters[i] for i in self.places(STACK + side)) for side in (IN, OUT)}
+        of_a, of_b = ("".join(letters[i] for i in self.places(STACK + side)) for side in (IN, OUT))
         a, b = (self.factor(side).astype(dtype) for side in (IN, OUT))
-        return self.scale * jnp.einsum(f"{of[IN]}Z,{of[OUT]}Z->{letters}", a, b, preferred_element_type=dtype)
+        return self.scale * jnp.einsum(f"{of_a}Z,{of_b}Z->{letters}", a, b, preferred_element_type=dtype)
 
     def gain(self) -> jax.Array:
         """Returns DoRA's factor of each output, `[*stack, *out]`; no gradient goes through the norm (section 4.3)."""

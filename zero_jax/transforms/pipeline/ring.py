@@ -5,7 +5,7 @@ stage `home`, in an array `[stages, slots, ...]` of as many parts as there are t
 each tick every home sends a part of its next microbatch to the first stage, and gets a part of its last one from the
 last stage. Both have places for a microbatch of each home, `[stages, homes, parts]`, as a square whose rows and columns
 are lines: a microbatch that is taken, or that went away, leaves a line, which a part of each home fills, or the next
-microbatch. So the next ones lie across, no place is free, and none is waited for.
+microbatch. So the next ones are the columns if the last ones were the rows, no place is free, and none is waited for.
 
 Parts move only in the ticks in which there are some: with more microbatches than stages these are loops of their own.
 """

@@ -51,7 +51,7 @@ class Examples(Pass[State]):
         self.loops: dict[tuple[int, int], set[tuple[State, State]]] = {}
         self.operands: dict[int, list[State]] = {}
         self.moves: dict[int, MixedSharding | None] = {}
-        self.whole: set[Any] = set()  # constants that are on each device as a whole, such as tables of rotary angles
+        self.unsharded: set[Any] = set()  # constants that each device has all of, such as tables of rotary angles
         self.mixes = False
 
     @property
@@ -75,13 +75,13 @@ class Examples(Pass[State]):
         key = id(jaxpr), tuple(inputs)  # equal layers run one jaxpr
         if key not in self.results:
             opened, consts = open_jaxpr(jaxpr)
-            self.whole.update(var for var, x in zip(opened.constvars, consts, strict=False) if _is_whole(x))
+            self.unsharded.update(var for var, x in zip(opened.constvars, consts, strict=False) if _is_unsharded(x))
             self.results[key] = super().run(jaxpr, inputs, env)
         return self.results[key]
 
     def constant(self, atom: Any) -> State:
         """Returns the state of a constant; an array may be of examples."""
-        return FREE if is_literal(atom) or not atom.aval.ndim or atom in self.whole else UNKNOWN
+        return FREE if is_literal(atom) or not atom.aval.ndim or atom in self.unsharded else UNKNOWN
 
     def join(self, first: State, second: State) -> State:
         """Returns the state of what is one of two: XLA shards both as it shards any."""
@@ -90,7 +90,7 @@ class Examples(Pass[State]):
         if first == FREE:
             return second
         dims = {state for state in (first, second) if isinstance(state, int)}
-        return dims.pop() if len(dims) == 1 and UNKNOWN not in (first, second) else UNKNOWN
+        return dims.pop() if len(dims) == 1 and UNKNOWN not in (first, second) else UNKNOWN  # beside mixed or random
 
     def slice_of(self, operand: State) -> State:
         """Returns the state of a slice of an operand."""
@@ -119,14 +119,14 @@ class Examples(Pass[State]):
         """Returns the states of the results of an operation, and notes what it mixes."""
         if is_contraction(eqn):
             is_mixed = _is_ragged(eqn) or (MIXED in operands[:2] and set(operands[:2]) <= {MIXED, FREE})
-            self.notes[id(eqn)] = is_mixed and self.notes.get(id(eqn), True)
+            self.notes[id(eqn)] = is_mixed and self.notes.get(id(eqn), True)  # each time that it is run
             self.note_operands(eqn, operands)
         if eqn.primitive.name in _EACH_ITS_OWN:
             return operands
         if eqn.primitive.name == "zero_pipeline":
             return [FREE if dim is None else dim for dim in eqn.params["loop"].dims]
         move = self.move(eqn, operands)
-        self.moves[id(eqn)] = move if self.moves.get(id(eqn), move) == move else None
+        self.moves[id(eqn)] = move if self.moves.get(id(eqn), move) == move else None  # the same each time
         state = self.state(eqn, operands) if move is None or move.dim is None else move.dim
         if not isinstance(state, int):
             return [state] * len(eqn.outvars)
@@ -146,9 +146,9 @@ class Examples(Pass[State]):
             return None
         # XLA may give each device some of several rows. What is chosen stands for the examples that it is of.
         (dim,), shape = dims, eqn.outvars[0].aval.shape
-        is_cut = math.prod(shape) > shape[dim] and shape[dim] % self.num_shards == 0
-        self.mixes = self.mixes or is_cut
-        return MixedSharding(dim) if is_cut else None
+        can_be_sharded = math.prod(shape) > shape[dim] and shape[dim] % self.num_shards == 0
+        self.mixes = self.mixes or can_be_sharded
+        return MixedSharding(dim) if can_be_sharded else None
 
     def state(self, eqn: Any, operands: list[State]) -> State:
         """Returns the state of the results of an operation."""
@@ -163,7 +163,7 @@ class Examples(Pass[State]):
             return MIXED
         if (dim := self.sharded_dim(eqn)) is not None:
             return dim
-        if RANDOM in operands and any(isinstance(state, int) for state in operands):
+        if RANDOM in operands and any(isinstance(state, int) for state in operands):  # sharded as the examples are
             operands = [FREE if state == RANDOM else state for state in operands]
         return UNKNOWN if rule is None or {UNKNOWN, RANDOM} & {*operands} else rule(eqn, operands)
 
@@ -174,7 +174,7 @@ class Examples(Pass[State]):
         return next((i for i, axes in enumerate(dims) if axes == self.batch_axes), None)
 
 
-def _is_whole(constant: Any) -> bool:
+def _is_unsharded(constant: Any) -> bool:
     if is_traced(constant):
         return False
     return not isinstance(constant, jax.Array) or constant.sharding.is_fully_replicated

@@ -64,7 +64,7 @@ def reshape_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[in
             else:
                 right, j = right * new[j], j + 1
         groups.append(([*range(start[0], i)], [*range(start[1], j)]))
-    rest = [*range(i, len(old))], [*range(j, len(new))]
+    rest = [*range(i, len(old))], [*range(j, len(new))]  # dims of size 1
     return [*groups, rest] if any(rest) else groups
 
 
@@ -226,7 +226,7 @@ def _dot(eqn: Any, _: int) -> DimMap:
     pairs = lambda dims: [((0, i), (1, j)) for i, j in dims]  # noqa: E731
     paired = {dim for pair in pairs([*contract, *batch]) for dim in pair}
     free = [((i, dim),) for i in (0, 1) for dim in range(_num_dims(eqn.invars[i])) if (i, dim) not in paired]
-    return DimMap((*pairs(batch), *free), tuple(pairs(contract)))
+    return DimMap((*pairs(batch), *free), tuple(pairs(contract)))  # batch dims, the left's other dims, the right's
 
 
 def _sparse_dot(eqn: Any, _: int) -> DimMap:
@@ -262,6 +262,7 @@ def _gather(eqn: Any, _: int) -> DimMap:
     of_table = {place: ((0, dim),) for place, dim in pairs}
     gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     windows = iter([dim for dim in range(len(sizes)) if dim not in gone])
+    # The last dim of the indices has the numbers of one place; the others are dims of the result.
     places, kept = iter(range(_num_dims(eqn.invars[1]) - 1)), list[tuple[Dim, ...]]()
     for i in range(_num_dims(eqn.outvars[0])):
         if i in numbers.offset_dims:
@@ -456,19 +457,22 @@ def passthrough(eqn: Any, dims_in: Sequence[Dims | None], shards: Callable[[Dims
     """Returns how the results of an equation are sharded when it runs on the shards, or None if it needs a gather.
 
     It has no inner jaxprs. `dims_in` are the axes of the dims of each input that is a sharded param, else None;
-    `shards(dims, i)` is the number of shards that dim `i` is cut into.
+    `shards(dims, i)` is the number of shards of dim `i`.
     """
     name = eqn.primitive.name
     dims_in = dims_in if name in _OF_ALL else dims_in[:1]
+    # An elementwise operation may have scalars beside shards; what is joined has to be sharded alike.
     sharded = {dims for dims in dims_in if dims is not None or name not in ELEMENTWISE}
     if name not in _OF_ALL | MOVES | REDUCTIONS or len(sharded) != 1 or None in sharded or not _is_of_shards(eqn):
         return None
     known, shape = dim_map(eqn), eqn.outvars[0].aval.shape
     for i, dims in enumerate(dims_in):
         for dim, axes in enumerate(dims or ()):
-            to = known.block((i, dim)) if axes else None
-            splits = to is not None and known.to((i, dim)) is None  # the dim, or merges it with others
-            if axes and (to is None or (splits and shape[to] % shards(dims or (), dim))):
+            if not axes:
+                continue
+            to = known.block((i, dim))
+            is_reshaped = to is not None and known.to((i, dim)) is None  # the dim is split, or merged with others
+            if to is None or (is_reshaped and shape[to] % shards(dims or (), dim)):
                 return None
     return known.carry(dims_in)
 

@@ -100,15 +100,17 @@ def once_each(jaxpr: Any, merges: Callable[[Any], bool]) -> Any:
     opened, _ = open_jaxpr(jaxpr)
     atoms = (atom for eqn in opened.eqns for atom in eqn.invars)
     used = {atom for atom in (*atoms, *opened.outvars) if not is_literal(atom)}
-    first, same, eqns = dict[Any, Any](), dict[Any, Any](), list[Any]()
+    first_of, same, eqns = dict[Any, Any](), dict[Any, Any](), list[Any]()
     read = lambda atom: atom if is_literal(atom) else same.get(atom, atom)  # noqa: E731
+    # A literal is equal to itself alone, and has no hash: its type and bytes are compared.
     value = lambda atom: (str(atom.aval), np.asarray(atom.val).tobytes()) if is_literal(atom) else atom  # noqa: E731
     for eqn in opened.eqns:
         new = eqn.replace(invars=[read(atom) for atom in eqn.invars])
+        # What nothing reads may be a `DropVar`, which cannot take the place of another result.
         if used.issuperset(eqn.outvars) and not eqn.effects and merges(eqn):
-            before = first.setdefault((*operation_key(new), *map(value, new.invars)), new)
-            if before is not new:
-                same.update(zip(eqn.outvars, before.outvars, strict=True))
+            first = first_of.setdefault((*operation_key(new), *map(value, new.invars)), new)
+            if first is not new:
+                same.update(zip(eqn.outvars, first.outvars, strict=True))
                 continue
         eqns.append(new)
     return with_results(jaxpr, [read(atom) for atom in opened.outvars], eqns=eqns) if same else jaxpr
@@ -137,10 +139,10 @@ def _written_out(jaxpr: Any, kinds: Collection[str], leaves: Callable[[Any], boo
                 atoms.update(zip(eqn.outvars, results, strict=True))
             elif not around:
                 eqns.append(eqn.replace(invars=invars))
-            else:
-                made = [*map(new_variable, eqn.outvars)]
-                atoms.update(zip(eqn.outvars, made, strict=True))
-                eqns.append(eqn.replace(invars=invars, outvars=made, source_info=source_within(eqn, around)))
+            else:  # calls of equal layers share one jaxpr, and a variable is made once: each has variables of its own
+                outvars = [*map(new_variable, eqn.outvars)]
+                atoms.update(zip(eqn.outvars, outvars, strict=True))
+                eqns.append(eqn.replace(invars=invars, outvars=outvars, source_info=source_within(eqn, around)))
 
     results: dict[Any, Any] = {}
     add(jaxpr.eqns, results, ())

@@ -160,9 +160,9 @@ def bind_mapped(eqn: Any, values: Sequence[Any], in_axes: Sequence[int | None], 
 def of_some(function: Callable[..., Any], values: Sequence[Any], which: Sequence[int]) -> Callable[..., Any]:
     """Returns a function of some of its arguments, those with the numbers `which`; the others are these values."""
 
-    def call(*some: Any) -> Any:
-        given = dict(zip(which, some, strict=True))
-        return function(*(given.get(i, x) for i, x in enumerate(values)))
+    def call(*chosen: Any) -> Any:
+        arguments = dict(zip(which, chosen, strict=True))
+        return function(*(arguments.get(i, x) for i, x in enumerate(values)))
 
     return call
 

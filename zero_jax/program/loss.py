@@ -122,16 +122,16 @@ class LossProgram:
         return notes
 
 
-def with_pass(fn: Callable[..., Any], one: Pass, context: _Context = contextlib.nullcontext) -> Callable[..., Any]:
+def with_pass(fn: Callable[..., Any], last: Pass, context: _Context = contextlib.nullcontext) -> Callable[..., Any]:
     """Returns `fn(params, *args, **kwargs)` after a pass, traced anew in each call; a `LossProgram` remains one."""
     if isinstance(fn, LossProgram):
-        return fn.then(one)
+        return fn.then(last)
 
     @functools.wraps(fn)
     def transformed(params: Any, *args: Any, **kwargs: Any) -> Any:
         with context():
             traced, arrays = trace_call(fn, params, args, kwargs)
-            return one(traced).result([*jax.tree.leaves(params), *arrays])
+            return last(traced).result([*jax.tree.leaves(params), *arrays])
 
     return transformed
 
@@ -147,9 +147,8 @@ def trace_call(fn: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> t
 
     @functools.wraps(fn)  # JAX's errors name the function that is traced, and its arguments
     def function(params: Any, *args: Any, **kwargs: Any) -> Any:
-        traced = tree.flatten_up_to((args, kwargs))
-        full = [leaf if value is None else value for leaf, value in zip(leaves, traced, strict=True)]
-        args, kwargs = tree.unflatten(full)
+        traced = tree.flatten_up_to((args, kwargs))  # arrays; None for what stays what it is
+        args, kwargs = tree.unflatten([leaf if x is None else x for leaf, x in zip(leaves, traced, strict=True)])
         return fn(params, *args, **kwargs)
 
     shapes = jax.tree.map(_used, params)

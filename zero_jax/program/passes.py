@@ -72,6 +72,7 @@ class Pass(Generic[V]):
             return self.operation(eqn, operands)
         if sub.kind == "cond":
             branches = [self.run(branch, operands[1:]) for branch in sub.branches]
+            # Which branch a result is of depends on the index, `operands[0]`: what is known of that is joined, too.
             return [functools.reduce(self.join, results, operands[0]) for results in zip(*branches, strict=True)]
         return self.loop(sub, operands) if sub.kind in ("scan", "while") else self.run(sub.jaxpr, operands)
 
@@ -81,7 +82,7 @@ class Pass(Generic[V]):
         slices, before = [self.slice_of(x) for x in slices], self.notes
 
         def body(carry: list[V]) -> list[V]:
-            self.notes = dict(before)
+            self.notes = dict(before)  # an earlier iteration noted what need not hold of this one's carries
             return self.run(sub.jaxpr, [*consts, *carry, *slices])
 
         carry, results = fixed_point(body, carry, self.join)
@@ -134,7 +135,7 @@ def fixed_point(
     """
     while True:
         results = body(carry)
-        after = [join(x, y) for x, y in zip(carry, results, strict=False)]
+        after = [join(x, y) for x, y in zip(carry, results, strict=False)]  # of the results, the carries alone
         if after == carry:
             return carry, results
         carry = after

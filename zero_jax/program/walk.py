@@ -61,10 +61,11 @@ class Packed:
 
     def __init__(self, values: Iterable[Any]):
         self.values = list(values)
-        numbers: dict[int, int] = {}
-        each = [arrays_of(value) for value in self.values]
-        self.places = [[numbers.setdefault(id(array), len(numbers)) for array in arrays] for arrays in each]
-        self.arrays = list({id(array): array for arrays in each for array in arrays}.values())
+        numbers: dict[int, int] = {}  # of each array among the arguments, by its id
+        of_each = [arrays_of(value) for value in self.values]
+        self.places = [[numbers.setdefault(id(array), len(numbers)) for array in arrays] for arrays in of_each]
+        # Dicts keep their order: the arrays are in that of `numbers`.
+        self.arrays = list({id(array): array for arrays in of_each for array in arrays}.values())
 
     def without_arrays(self) -> Packed:
         """Returns it for a function that is kept: tracers in one of those would outlive the trace that they are of."""
@@ -187,7 +188,8 @@ class Walk(Generic[F]):
 
     def cond(self, eqn: Any, sub: Subcall, values: list[Any], frame: F) -> Sequence[Any]:
         """Evaluates a `cond`: deferred values are made inside the branch that uses them."""
-        index, packed, within = self.array(values[0], eqn, frame), Packed(values[1:]), self.inner_frame(eqn, sub, frame)
+        index, packed = self.array(values[0], eqn, frame), Packed(values[1:])
+        within = self.inner_frame(eqn, sub, frame)
         branches = [self.region(eqn, branch, packed, within) for branch in sub.branches]
         with source_context(eqn):
             return self.results(eqn, values, lax.switch(index, branches, *packed.arrays))
@@ -201,7 +203,7 @@ class Walk(Generic[F]):
         within = self.inner_frame(eqn, sub, frame)
 
         def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            elements = map(made_of_arrays, stacks, xs)
+            elements = map(made_of_arrays, stacks, xs)  # `xs` has a tuple of slices for each stack
             outs = self.inner(eqn, sub.jaxpr, [*consts, *self.carried(eqn, carry), *elements], within)
             return outs[: sub.num_carry], outs[sub.num_carry :]
 
@@ -214,23 +216,24 @@ class Walk(Generic[F]):
         """Evaluates a `while`, of which nothing is deferred."""
         values, within = [self.materialize(value, eqn, frame) for value in values], self.inner_frame(eqn, sub, frame)
         consts, carry, _ = sub.split(values)
-        tested = values[: sub.num_test_consts]
-        # Within a `jax.vmap` each loop has an end of its own: JAX keeps what it carried, and goes on with the others.
-        is_one = not open_jaxpr(sub.test)[0].outvars[0].aval.shape
+        test_consts = values[: sub.num_test_consts]
+        # A loop within a `jax.vmap` has a test for each element of the mapped dims, which are leading in what it
+        # carries. `lax.while_loop` refuses that: so it goes on while any does, and keeps what the others carried.
+        is_mapped = bool(open_jaxpr(sub.test)[0].outvars[0].aval.shape)
 
         def goes_on(carry: list[Any]) -> Any:
-            return self.inner(eqn, sub.test, [*tested, *carry], within)[0]
+            return self.inner(eqn, sub.test, [*test_consts, *carry], within)[0]
 
         def body(carry: list[Any]) -> list[Any]:
             new = self.inner(eqn, sub.jaxpr, [*consts, *self.carried(eqn, carry)], within)
-            if is_one:
+            if not is_mapped:
                 return new
             on = goes_on(carry)
-            each = [on.reshape((*on.shape, *(1,) * (jnp.ndim(x) - on.ndim))) for x in new]
-            return [jnp.where(*some) for some in zip(each, new, carry, strict=True)]
+            masks = [on.reshape((*on.shape, *(1,) * (jnp.ndim(x) - on.ndim))) for x in new]
+            return [jnp.where(mask, x, old) for mask, x, old in zip(masks, new, carry, strict=True)]
 
         with source_context(eqn):
-            end = lax.while_loop(goes_on if is_one else lambda carry: goes_on(carry).any(), body, carry)
+            end = lax.while_loop((lambda carry: goes_on(carry).any()) if is_mapped else goes_on, body, carry)
         return self.results(eqn, values, end)
 
 

@@ -135,13 +135,13 @@ class OnPart:
         if not power:
             return atom
         scale = float(self.num_parts) ** float(power)  # also 1: traces of all sizes have the same equations
-        made = jax.make_jaxpr(lambda x: x * np.asarray(scale, x.dtype))(atom.aval).jaxpr
-        known = {made.invars[0]: atom}
-        for eqn in made.eqns:
-            known.update((var, jaxprs.new_variable(var)) for var in eqn.outvars)
-            invars = [x if jaxprs.is_literal(x) else known[x] for x in eqn.invars]
-            self.eqns.append(eqn.replace(invars=invars, outvars=[known[var] for var in eqn.outvars]))
-        return known[made.outvars[0]]
+        product = jax.make_jaxpr(lambda x: x * np.asarray(scale, x.dtype))(atom.aval).jaxpr
+        renamed = {product.invars[0]: atom}
+        for eqn in product.eqns:
+            renamed.update((var, jaxprs.new_variable(var)) for var in eqn.outvars)
+            invars = [x if jaxprs.is_literal(x) else renamed[x] for x in eqn.invars]
+            self.eqns.append(eqn.replace(invars=invars, outvars=[renamed[var] for var in eqn.outvars]))
+        return renamed[product.outvars[0]]
 
     def of_batch(self, atom: Any) -> Any:
         """Returns what stands for an atom where the counts are those of the batch."""
@@ -168,7 +168,7 @@ class CountedProgram(LossProgram):
         """Returns the program for arguments of these shapes."""
         variables, (batch, _), key = args
         traced = self.before.trace(variables, batch, key)
-        known = id(traced)
+        known = id(traced)  # which `before` keeps: its id stays its own
         if known not in self.traces:
             how, trace = self.how, CountedTrace(traced, flat=self.how.flat)
             part, (loss, (aux, model_state)) = OnPart(trace, how), trace.results

@@ -155,16 +155,18 @@ def _cut(sequence: EqnSequence, users: np.ndarray, period: int, start: int, stop
 
     In the middle it is cut where the fewest bytes pass, and everywhere else where it is most like there.
     """
+    # Before each use but the first, the cheapest place to cut since the use before it.
     least = [0, *(sequence.cheapest_cut(*pair) for pair in itertools.pairwise(users.tolist()))]
     phase, lowest = 0, np.inf
-    for offset in range(min(period, len(users) - 2 * period + 1)):
+    for offset in range(min(period, len(users) - 2 * period + 1)):  # the number of the use that a block begins with
         count = (len(users) - offset) // period
         inner = range(offset + period, offset + count * period, period)
         cuts = np.asarray([least[i] for i in inner])
+        # The ends are as far from the first and last use as the cuts next to them are from theirs.
         first = users[offset] - (users[inner[0]] - cuts[0])
         last = users[inner[-1] + period - 1] + (cuts[-1] - users[inner[-1] - 1])
         inside = sequence.made[min(last, stop)] - sequence.made[max(first, start)]
-        cost = (count + 1) * sequence.crossing[cuts].mean() - inside
+        cost = (count + 1) * sequence.crossing[cuts].mean() - inside  # what passes between blocks, less what they make
         if cost < lowest:
             phase, lowest = offset, cost
     turns = users[phase : phase + (len(users) - phase) // period * period].reshape(-1, period)
@@ -252,10 +254,12 @@ def repeats_of(numbers: np.ndarray, period: int) -> Iterator[range]:
 def num_edits(pattern: np.ndarray, text: np.ndarray) -> np.ndarray:
     """Returns how many insertions and deletions make `pattern` of each beginning of `text`, the empty one first."""
     steps = np.arange(len(text) + 1)
-    edits = steps
+    edits = steps  # of no pattern yet: all of the text is inserted
     for number in pattern:
-        kept = np.where(text == number, edits[:-1], len(pattern) + len(text))
-        edits = np.minimum.accumulate(np.append(edits[0] + 1, np.minimum(edits[1:] + 1, kept)) - steps) + steps
+        matched = np.where(text == number, edits[:-1], len(pattern) + len(text))
+        deleted_or_matched = np.append(edits[0] + 1, np.minimum(edits[1:] + 1, matched))
+        # An insertion is a step along the text: the least of `x[j] + (i - j)` for all `j <= i`, without a loop.
+        edits = np.minimum.accumulate(deleted_or_matched - steps) + steps
     return edits
 
 
@@ -293,7 +297,7 @@ class EqnSequence:
             for var in variables:
                 size = num_bytes(var.aval)
                 made[place] += size
-                if var in self.last_read:
+                if var in self.last_read:  # it is there from where it is made to behind its last reader
                     changes[place] += size
                     changes[bisect.bisect_left(self.eqns, self.last_read[var]) + 1] -= size
         self.cheapest: dict[tuple[int, int], int] = {}

@@ -29,6 +29,7 @@ def sum_of(stack: jax.Array) -> jax.Array:
 
 
 sum_of.defvjp(
+    # What is kept for the backward pass has to be an array: a scalar brings the dtype.
     lambda stack: (jnp.zeros(stack.shape, wide(stack.dtype)), jnp.zeros((), stack.dtype)),
     lambda like, cotangent: (cotangent.astype(like.dtype),),
 )
@@ -56,33 +57,29 @@ def updated_at(dim: int, *, adds: bool, of_each: OfEach | None = None) -> Callab
     def mapped(size: int, is_mapped: list[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:
         each = zip(operands[:2], is_mapped, strict=False)
         array, x = (x if flag else jnp.broadcast_to(x, (size, *x.shape)) for x, flag in each)
-        if not is_mapped[2]:
+        if not is_mapped[2]:  # one index for all: the mapped dim is in front of the others
             return updated_at(dim + 1, adds=adds, of_each=of_each)(array, x, operands[2]), True
         if of_each is None:
             raise NotImplementedError("an index that is another for each part of a mapped array")
-        own = lambda array, x, numbers: updated_at(dim + 1, adds=adds)(array, x, numbers[0])  # noqa: E731
-        return of_each(own, array, x, operands[2]), True
+        # A part keeps the mapped dim, of size 1: `[1, ...]`, with an index `[1]`.
+        at_own_index = lambda array, x, numbers: updated_at(dim + 1, adds=adds)(array, x, numbers[0])  # noqa: E731
+        return of_each(at_own_index, array, x, operands[2]), True
 
     return update
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _put_at(array: jax.Array, x: jax.Array, number: jax.Array, dim: int) -> jax.Array:
+def put_at(array: jax.Array, x: jax.Array, number: jax.Array, dim: int) -> Any:
+    """Returns an array with another slice at an index of a dim: in place, mapped or not."""
     return updated_at(dim, adds=False)(array, x, number)
 
 
-def put_at(array: jax.Array, x: jax.Array, number: jax.Array, dim: int) -> jax.Array:
-    """Returns an array with another slice at an index of a dim: in place, mapped or not."""
-    put: Any = _put_at
-    return put(array, x, number, dim)
+def _put_backward(dim: int, number: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    of_slice = lax.dynamic_index_in_dim(cotangent, number, dim, keepdims=False)
+    return put_at(cotangent, jnp.zeros_like(of_slice), number, dim), of_slice, None
 
 
-def _taken(dim: int, number: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    own = lax.dynamic_index_in_dim(cotangent, number, dim, keepdims=False)
-    return put_at(cotangent, jnp.zeros_like(own), number, dim), own, None
-
-
-_put_at.defvjp(lambda array, x, number, dim: (put_at(array, x, number, dim), number), _taken)
+put_at.defvjp(lambda array, x, number, dim: (put_at(array, x, number, dim), number), _put_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -103,15 +100,19 @@ def added_to(
     return sums, x, share
 
 
-def _backward(of_each: OfEach | None, places: tuple[Any, Any], cotangents: tuple[Any, Any, Any]) -> tuple[Any, ...]:
-    (number, is_own), (sums, own, share) = places, cotangents
-    added = jnp.where(is_own, own, jnp.zeros_like(own)).astype(sums.dtype)
+def _add_backward(
+    of_each: OfEach | None, residuals: tuple[Any, Any], cotangents: tuple[Any, Any, Any]
+) -> tuple[Any, ...]:
+    # The cotangent of the sum is what other layers, microbatches and ticks have added so far.
+    (number, is_own), (sums, of_layer, share) = residuals, cotangents
+    added = jnp.where(is_own, of_layer, jnp.zeros_like(of_layer)).astype(sums.dtype)
     if share is not None:
-        added = jnp.where(share == 0, 0, share * added).astype(sums.dtype)
+        added = jnp.where(share == 0, 0, share * added).astype(sums.dtype)  # 0 times infinity is not 0
+    # The share goes on to the layer before, as it came.
     return updated_at(0, adds=True, of_each=of_each)(sums, added, number), None, None, None, share
 
 
-added_to.defvjp(lambda sums, x, number, is_own, share, _: ((sums, x, share), (number, is_own)), _backward)
+added_to.defvjp(lambda sums, x, number, is_own, share, _: ((sums, x, share), (number, is_own)), _add_backward)
 
 
 class SummedStacks:
@@ -130,8 +131,9 @@ class SummedStacks:
     def __init__(self, leaves: Sequence[Any], params: Sequence[Any], sums: Sequence[jax.Array], share: jax.Array):
         self.leaves, self.sums, self.share = leaves, [*sums], share
         self.number_of = {id(x): i for i, x in enumerate(params)}
-        among = set(map(id, leaves))
-        self.used_otherwise = [id(x) not in among for x in params]  # which have a gradient besides
+        arguments = set(map(id, leaves))
+        # Which params have a gradient besides that of slices, as those that something else is made of beforehand.
+        self.used_otherwise = [id(x) not in arguments for x in params]
 
     def run(self, closed: Any) -> list[Any]:
         """Returns the results of the program; `sums` and `share` are then those behind it."""
@@ -166,6 +168,7 @@ class SummedStacks:
     def scan(self, eqn: Any, sub: Subcall, operands: tuple[list[Any], ...], numbers: dict[int, int]) -> list[Any]:
         """Returns the results of a scan that takes slices of some arguments, by the place of each."""
         consts, carry, stacks = operands
+        # Without it, the backward scan would stack zeros for the gradients of all layers.
         stacks = [lax.stop_gradient(x) if i in numbers.values() else x for i, x in enumerate(stacks)]
         sums = {number: self.sums[number] for number in numbers}
 

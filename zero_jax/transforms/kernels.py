@@ -167,6 +167,7 @@ class _Body(Pass[_Value]):
     def fuse(self, needed: Collection[_Value]) -> None:
         """Decides which values are in memory, and what making the others again takes."""
         bits = {id(operation): 1 << i for i, operation in enumerate(self.operations)}
+        # Backwards, as a value's anchors are those of what elementwise work makes of it, and its readers.
         for operation in reversed(self.operations):
             for value in operation.makes:
                 value.anchors = bits[id(operation)] if value in needed else 0
@@ -184,6 +185,7 @@ class _Body(Pass[_Value]):
                 value.vector_ops = ops + _VECTOR_OPS.get(operation.name, 1) * value.num_elements
                 again, times = sum(sources.values()), value.anchors.bit_count()
                 is_link = len(value.readers) == 1 and value.readers[0].is_elementwise  # the end of its chain is written
+                # Made again for each of its anchors, or made and written once and read by each.
                 pays = not is_link and again * times > again + value.num_bytes * (1 + times)
                 value.is_stored = value.is_stored or value in needed or pays
 
@@ -209,7 +211,7 @@ class _Body(Pass[_Value]):
         if moved := _moved(operation):
             return [_kernel({moved: moved.num_bytes}, [moved])]
         sources, ops = _made_of(operation.reads, 1.0)
-        if not written:
+        if not written:  # a product: its kernel does the chain of elementwise work that follows, and writes its end
             (value,) = operation.makes
             end = self.end_of(value, ())
             while not end.is_stored:

@@ -86,18 +86,20 @@ def separability(
         of_batch = traces.trace(size)
     except Exception:  # not made for so many examples, or an error of the loss, which is raised here
         of_batch = traces.trace(size // k)
+    # Without what is for the model state alone.
     trace = jaxprs.without_dead_code(jaxprs.with_results(of_batch.closed, _values(of_batch)))
     names = set(operations(trace))
-    places = bool(names & {"sharding_constraint", "shard_map"})
+    has_shardings = bool(names & {"sharding_constraint", "shard_map"})
     convolves = parts.local and "conv_general_dilated" in names
     found, not_local = Separability(), ""
     if parts.local and shards_over(trace, axes.batch):
         not_local = f"the model itself shards values over {', '.join(axes.batch)}"
-    elif convolves and (axes.size_beside_batch(mesh) > 1 or places):
+    elif convolves and (axes.size_beside_batch(mesh) > 1 or has_shardings):
         not_local = "XLA partitions each device's own convolutions wrongly where a mesh or a model has other axes"
     elif parts.exact and any(jaxprs.used_inputs(trace)[-len(jax.tree.leaves(arguments[2])) :]):
         not_local = "it draws random numbers, which are those of the whole batch"
     elif parts.local:
+        # A part is of one device and microbatch; `loss_weight=None` says of microbatches alone that all weigh the same.
         found = traces.means(size, k * num_devices, k * num_shards, loss_weight, trusted=num_devices == 1)
         not_local = found.another_loss
         if parts.exact and any(how.why for how in found.aux.values()):
@@ -106,7 +108,7 @@ def separability(
         # A microbatch may be of a single example of each device, within a shard_map.
         least = num_devices if "shard_map" in names else 1
         found = traces.means(size, k, k * num_shards, loss_weight, trusted=True, least=least)
-    is_plain = axis_size(mesh, axes.model) == 1 and not places
+    is_plain = axis_size(mesh, axes.model) == 1 and not has_shardings
     has_kernels = "pallas_call" in names
     return dataclasses.replace(
         found, not_local=not_local, convolves=convolves, has_kernels=has_kernels, is_plain=is_plain
@@ -120,8 +122,8 @@ class _Found:
     on_parts: LossOnParts  # the counts and terms of the batch
     loss: Relation  # the relation of the loss, made of the counts of the batch
     aux: Sequence[Relation]  # those of the leaves of aux
-    depends: bool  # whether the loss is made of counts
-    within: bool  # whether there are counts or terms in calls, of which nothing is known
+    depends_on_counts: bool  # whether the loss is made of counts
+    has_unknown_calls: bool  # whether there are counts or terms in calls, of which nothing is known
 
 
 class _Traces:
@@ -168,10 +170,11 @@ class _Traces:
         sizes = [size, part]
         if part <= least:
             # On a single example operations differ that only change shapes: it is to have all others of two examples,
-            # and half as many parts of two are compared, or two parts of two.
-            whole = size if least == 1 and num_parts % 2 == 0 and num_parts > 4 else 2 * size
-            sizes, num_blocks = [whole, 2 * part, part], num_blocks * whole // size
-            num_parts = whole // (2 * part)
+            # and half as many parts of two are compared, or two parts of two. Two parts alone tell fewer powers of
+            # their number apart: up to four parts, the batch is twice as large.
+            compared = size if least == 1 and num_parts % 2 == 0 and num_parts > 4 else 2 * size
+            sizes, num_blocks = [compared, 2 * part, part], num_blocks * compared // size
+            num_parts = compared // (2 * part)
         named = loss_weight if loss_weight not in ("auto", None) else None
         try:
             traces = [self.trace(n) for n in sizes]
@@ -181,7 +184,7 @@ class _Traces:
             return Separability(another_loss=why, on_parts=on_parts, aux=dict.fromkeys(leaves, unknown(why)))
         found = self.found(traces, size, num_parts, num_blocks)
         # What is not known may be of a value in nested `jit`s.
-        if found.within and any(x.kind is Kind.UNKNOWN for x in (found.loss, *found.aux)):
+        if found.has_unknown_calls and any(x.kind is Kind.UNKNOWN for x in (found.loss, *found.aux)):
             traces = [self.trace(n, flat=True) for n in sizes]
             found = self.found(traces, size, num_parts, num_blocks)
         why, on_parts = _averaged(found, traces[1], loss_weight, trusted=trusted)
@@ -198,7 +201,7 @@ class _Traces:
         """
         inputs, key = relations_of(self.params, self.batch), [SAME] * len(jax.tree.leaves(self.key))
         counts, comparison = (TraceComparison(num_parts, num_blocks, shares_terms=flag) for flag in (False, True))
-        powers = dict[int, Fraction]()
+        powers = dict[int, Fraction]()  # of what may be a count and adds up over parts
         if len({len(trace.counts) for trace in traces}) == 1:
             for i, var in enumerate(traces[0].counts):
                 (x,) = counts.run(traces[0].alone([i]), traces[1].alone([i]), [*inputs, *key])
@@ -215,10 +218,13 @@ class _Traces:
         numbers = {parts[1].numbers[var]: tuple(terms) for var, terms in comparison.terms.items()}
         if numbers and len({tuple(operations(trace.closed)) for trace in traces[1:]}) > 1:
             relations = [unknown("loss_fn does something else on one example than on several")] * len(relations)
-        depends = atoms[0][0] is not _values(traces[0])[0]
-        within = comparison.has_terms_within or traces[0].is_nested
-        on_parts = dataclasses.replace(on_parts, terms=numbers)
-        return _Found(on_parts=on_parts, loss=relations[0], aux=relations[1:], depends=depends, within=within)
+        return _Found(
+            on_parts=dataclasses.replace(on_parts, terms=numbers),
+            loss=relations[0],
+            aux=relations[1:],
+            depends_on_counts=atoms[0][0] is not _values(traces[0])[0],
+            has_unknown_calls=comparison.has_terms_within or traces[0].is_nested,
+        )
 
     def relations(
         self, traces: Sequence[Any], inputs: Sequence[Relation], comparison: TraceComparison
@@ -226,19 +232,20 @@ class _Traces:
         """Returns the relations of the results of the first closed jaxpr to those of the second."""
         whole, part, *single = traces
         names = [[eqn.primitive.name for eqn in jaxprs.open_jaxpr(x)[0].eqns] for x in (whole, part)]
-        if names[0] == names[1] and _goes_on(whole, part, single, comparison):
+        if names[0] == names[1] and _holds_for_single(whole, part, single, comparison):
             return comparison.run(whole, part, inputs)
+        # Some results may be of equal operations in all traces, and others not: each by what it alone is made of.
         found = []
-        each = [[jaxprs.alone(x, [atom]) for atom in jaxprs.open_jaxpr(x)[0].outvars] for x in traces]
-        for whole, part, *single in zip(*each, strict=True):
-            if _goes_on(whole, part, single, comparison):
+        by_result = [[jaxprs.alone(x, [atom]) for atom in jaxprs.open_jaxpr(x)[0].outvars] for x in traces]
+        for whole, part, *single in zip(*by_result, strict=True):
+            if _holds_for_single(whole, part, single, comparison):
                 found += comparison.run(whole, part, inputs)
             else:
                 found.append(unknown("loss_fn does something else on one example than on several"))
         return found
 
 
-def _goes_on(whole: Any, part: Any, single: Sequence[Any], comparison: TraceComparison) -> bool:
+def _holds_for_single(whole: Any, part: Any, single: Sequence[Any], comparison: TraceComparison) -> bool:
     """Tells whether what relates a batch to parts of two examples relates these to single ones, if there are such.
 
     A single one is to have the same operations, and numbers such as `1 / len(x)` that depend on the size as before.
@@ -270,7 +277,7 @@ def _values(trace: CountedTrace) -> list[Any]:
 def _averaged(found: _Found, part: CountedTrace, loss_weight: str | None, *, trusted: bool) -> tuple[str, LossOnParts]:
     """Returns why the loss on parts may be another one, and how these are averaged."""
     loss, on_parts, is_named = found.loss, found.on_parts, loss_weight not in ("auto", None)
-    place = part.mean_over if part.mean_over in on_parts.counts else None
+    place = part.mean_over if part.mean_over in on_parts.counts else None  # of the count that the loss is divided by
     named = named_entry(part.results[1][0], str(loss_weight)) if is_named else None
     if loss.kind is Kind.UNKNOWN or loss.kind in EXTREMA:
         why = loss.why.replace("{}", "a line that is not known")
@@ -279,14 +286,14 @@ def _averaged(found: _Found, part: CountedTrace, loss_weight: str | None, *, tru
     else:
         power = loss.power if loss.kind is Kind.SAME else loss.power - 1
         exact = dataclasses.replace(on_parts, power=-power, weight=place if loss.kind is Kind.SUM else None)
-        if loss_weight == "auto" or not (found.depends or is_named):
+        if loss_weight == "auto" or not (found.depends_on_counts or is_named):
             return "", exact
-        is_same = part.place_of(named) == place is not None if found.depends else _is_even(found, part, named)
+        is_same = part.place_of(named) == place is not None if found.depends_on_counts else _is_even(found, part, named)
         if is_named and is_same:
             return "", exact
         # A mean of each part, by what the config says that parts weigh.
-        is_mean = found.depends and place is not None and loss.kind is Kind.SUM and loss.power == on_parts.counts[place]
-        if is_mean and (is_named or trusted):
+        is_sum = loss.kind is Kind.SUM and place is not None and loss.power == on_parts.counts[place]
+        if found.depends_on_counts and is_sum and (is_named or trusted):
             return "", dataclasses.replace(on_parts, of_batch=False, weight=loss_weight)
         why = "the loss is divided by a sum over examples that is not its weight (ZeroConfig.loss_weight)"
     weight = loss_weight if is_named else place if loss_weight == "auto" else None
@@ -310,8 +317,8 @@ def _combined(x: Relation, atom: Any, jaxpr: Any) -> Relation:
     else:
         why = x.why if x.kind is Kind.UNKNOWN else "it depends on the places of examples in the batch"
     why = why.replace("{}", "a line that is not known")
-    made = () if " at " in why else (eqn for eqn in jaxprs.open_jaxpr(jaxpr)[0].eqns if atom in eqn.outvars)
-    return unknown(" at ".join(filter(None, [why, *map(jaxprs.source_line, made)])))
+    made_by = () if " at " in why else (eqn for eqn in jaxprs.open_jaxpr(jaxpr)[0].eqns if atom in eqn.outvars)
+    return unknown(" at ".join(filter(None, [why, *map(jaxprs.source_line, made_by)])))
 
 
 def relations_of(params: PyTree, batch: PyTree) -> list[Relation]:
@@ -328,8 +335,8 @@ def operations(jaxpr: Any) -> list[str]:
 def shards_over(jaxpr: Any, axes: Sequence[str]) -> bool:
     """Tells whether a jaxpr shards values over any of the axes: by a constraint, a `shard_map` or a nested `jit`."""
     for eqn in equations(jaxpr, skip=["custom_vmap_call"]):  # that says itself what it does when it is mapped
-        found = [getattr(x, "spec", x) for x in jax.tree.leaves(list(eqn.params.values()))]
-        specs = (x for x in found if isinstance(x, PartitionSpec))
+        values = [getattr(x, "spec", x) for x in jax.tree.leaves(list(eqn.params.values()))]
+        specs = (x for x in values if isinstance(x, PartitionSpec))
         if any(carries(dims_of(spec, len(spec)), axes) for spec in specs):
             return True
     return False

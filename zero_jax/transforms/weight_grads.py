@@ -39,9 +39,10 @@ def needs_dtype(eqn: Any, place: int, own: Any, dtype: Any) -> bool:
     """Tells whether a factor of dtype `own` has its gradient summed in another dtype than `dtype` if left alone."""
     if not is_contraction(eqn) or place > 1:
         return False
+    # JAX multiplies the cotangent of the result by the other factor, and casts the product to `own`.
     dtypes = [eqn.invars[1 - place].aval.dtype, eqn.outvars[0].aval.dtype]
-    real = all(jnp.issubdtype(each, jnp.floating) for each in (own, *dtypes))
-    return real and {own, promoted(*dtypes)} != {jnp.dtype(dtype)}
+    is_real = all(jnp.issubdtype(each, jnp.floating) for each in (own, *dtypes))
+    return is_real and {own, promoted(*dtypes)} != {jnp.dtype(dtype)}
 
 
 def is_narrower(aval: Any, dtype: Any) -> bool:
@@ -83,15 +84,15 @@ class _Product:
         if self.own is None:
             return self.gradient_here(cotangent, others, aval)
         (mesh, over), numbers = self.own, self.eqn.params["dimension_numbers"]
-        dims = numbers.out_spec[0], numbers.lhs_spec[0]
+        dims = numbers.out_spec[0], numbers.lhs_spec[0]  # of the examples, in the cotangent and in the other operand
         if self.eqn.params["batch_group_count"] > 1 or others[0].shape[dims[1]] % axis_size(mesh, over):
-            over = ()
+            over = ()  # each device computes the gradient of all examples
 
-        def own(cotangent: jax.Array, examples: jax.Array) -> jax.Array:
+        def gradient_of_own(cotangent: jax.Array, examples: jax.Array) -> jax.Array:
             return lax.psum(self.gradient_here(cotangent, [examples], aval), over)
 
         specs = tuple(PartitionSpec(*[None] * dim, over or None) for dim in dims)
-        mapped = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+        mapped = jax.shard_map(gradient_of_own, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
         return mapped(cotangent, *others)
 
     def gradient_here(self, cotangent: jax.Array, others: Sequence[jax.Array], aval: Any) -> jax.Array:
@@ -99,9 +100,9 @@ class _Product:
         if not is_contraction(self.eqn):  # it is what the cotangent is, in any dtype
             transpose = jax.linear_transpose(lambda w: bind(self.eqn, [w, *others])[0], aval)
             return transpose(cotangent.astype(aval.dtype))[0]
-        wide = self.eqn.invars[self.place].aval
-        shape = jax.ShapeDtypeStruct(aval.shape, wide.dtype)
-        transpose = jax.linear_transpose(lambda w: self(w, *others), shape)
+        # The transpose as JAX makes it for a weight in the dtype of the product, evaluated with products in another.
+        weight = jax.ShapeDtypeStruct(aval.shape, self.eqn.invars[self.place].aval.dtype)
+        transpose = jax.linear_transpose(lambda w: self(w, *others), weight)
         jaxpr, consts = open_jaxpr(jax.make_jaxpr(transpose)(cotangent))
 
         def equation(eqn: Any, values: list[Any]) -> list[Any]:
@@ -221,18 +222,19 @@ tangent_p = jex_core.Primitive("zero_weight_tangent")
 
 
 def _attach_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, function: Any) -> tuple[Any, Any]:
-    _, weight_dot, _, *other_dots = tangents  # the factor's are the weight's
+    _, weight_dot, _, *other_dots = tangents  # that of `out` is made anew, that of the factor is the weight's
     return attach_p.bind(*primals, function=function), _dot_of(function, primals[2:], [weight_dot, *other_dots])
 
 
 def _dot_of(function: Any, inputs: Sequence[Any], tangents: Sequence[Any]) -> Any:
     """Returns the tangent of a product, by its weight and its other inputs."""
     (weight, *others), (weight_dot, *dots) = inputs, tangents
-    moving, out_dot = [i for i, dot in enumerate(dots) if not isinstance(dot, ad.Zero)], None
+    moving = [i for i, dot in enumerate(dots) if not isinstance(dot, ad.Zero)]
     if moving:
         call = of_some(functools.partial(function, weight), others, moving)
         out_dot = jax.jvp(call, [others[i] for i in moving], [dots[i] for i in moving])[1]
-    out_dot = ad.Zero(function.aval.to_tangent_aval()) if out_dot is None else out_dot
+    else:
+        out_dot = ad.Zero(function.aval.to_tangent_aval())
     if isinstance(weight_dot, ad.Zero):
         return out_dot
     return ad.add_tangents(out_dot, tangent_p.bind(weight_dot, *others, function=function))
@@ -243,8 +245,8 @@ def _tangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, function: A
 
 
 def _tangent_transpose(cotangent: Any, weight: Any, *others: Any, function: Any) -> list[Any]:
-    zero = isinstance(cotangent, ad.Zero)
-    gradient = ad.Zero(weight.aval) if zero else function.gradient(cotangent, others, weight.aval)
+    is_zero = isinstance(cotangent, ad.Zero)
+    gradient = ad.Zero(weight.aval) if is_zero else function.gradient(cotangent, others, weight.aval)
     return [gradient, *[None] * len(others)]
 
 
@@ -254,11 +256,12 @@ def _batch(
     """Maps a primitive: one whose weight is mapped stays, of another one the product is as it was."""
     if all(dim is None for dim in dims):
         return primitive.bind(*args, function=function), None
+    # Their places among the operands: `out, weight, factor, *others`, or `weight, *others`, whose factor is the weight.
     weight, factor = (1, 2) if primitive is attach_p else (0, 0)
     if dims[weight] is None and dims[factor] is None:
         return jax.vmap(function, in_axes=tuple(dims[factor:]), spmd_axis_name=axis.spmd_name)(*args[factor:]), 0
     args = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(args, dims, strict=True)]
-    for i in range(factor + 1):
+    for i in range(factor + 1):  # `_Mapped` has these mapped, and says of the others which are
         args[i] = jnp.broadcast_to(args[i], (axis.size, *args[i].shape)) if dims[i] is None else args[i]
     is_mapped = tuple(dim is not None for dim in dims[factor + 1 :])
     return primitive.bind(*args, function=_Mapped(function, axis, is_mapped)), 0

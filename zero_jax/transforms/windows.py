@@ -99,7 +99,7 @@ class _Windows(Rewriting):
         return [self.whole(x, windows[-1]) for x in bind(eqn, values)]
 
     def windows(self, eqn: Any) -> list[set[int]]:
-        """Returns for each operand and then for the result the dims along which it has to be whole, if any has."""
+        """Returns the dims that have to be unsharded, of each operand and then of the result; empty if none has any."""
         params = eqn.params
         if eqn.primitive.name in _POOLS:
             window = zip(params["window_dimensions"], params["window_strides"], params["padding"], strict=True)
@@ -112,6 +112,7 @@ class _Windows(Rewriting):
             return []
         numbers, shape = params["dimension_numbers"], eqn.invars[0].aval.shape
         has_examples = shape[numbers.lhs_spec[0]] % self.num_shards == 0
+        # The size of a dim is all that tells whether it has the examples (docs/xla_faults.md).
         if has_examples and self.sizes.isdisjoint(shape[i] for i in numbers.lhs_spec[2:]):
             return []
         return [{*numbers.lhs_spec[2:]}, set(), {*numbers.out_spec[2:]}]
@@ -134,13 +135,15 @@ class _Windows(Rewriting):
         """Evaluates a convolution with each device's own groups on it."""
         numbers, counts = eqn.params["dimension_numbers"], ("feature_group_count", "batch_group_count")
         params = eqn.params | {n: eqn.params[n] // self.num_shards for n in counts if eqn.params[n] > 1}
-        dims = numbers.lhs_spec[eqn.params["batch_group_count"] == 1], numbers.rhs_spec[0], numbers.out_spec[1]
-        *specs, out_spec = (PartitionSpec(*[None] * dim, self.batch_axes) for dim in dims)
+        # `jax.vmap` merges the examples into the features of the operand, or with batch groups into its batch, and into
+        # the features out of the kernel and of the result.
+        of_operand = numbers.lhs_spec[1 if eqn.params["batch_group_count"] == 1 else 0]
+        dims = of_operand, numbers.rhs_spec[0], numbers.out_spec[1]
+        *in_specs, out_specs = (PartitionSpec(*[None] * dim, self.batch_axes) for dim in dims)
         own = functools.partial(bind_primitive, eqn.primitive, params)
         with source_context(eqn):
-            return jax.shard_map(own, mesh=self.mesh, in_specs=tuple(specs), out_specs=out_spec, check_vma=False)(
-                x, kernel
-            )
+            run = jax.shard_map(own, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)
+            return run(x, kernel)
 
 
 def _written_at_one_place(eqn: Any) -> set[int]:

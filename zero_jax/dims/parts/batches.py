@@ -47,15 +47,15 @@ def of_batches(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
         reps = {eqn.params["reps"][x.dim] for eqn in (pair.whole, pair.part)}
         return [dataclasses.replace(x, batches=max(x.batches, 1) * min(reps))] if len(reps) == 1 and reps != {1} else []
     n = x.batches
-    if name == "reshape" and n < 2 and x.dim:
+    if name == "reshape" and n < 2 and x.dim:  # `[n, examples]` to `[n * examples]`
         merged = [(*s[: x.dim - 1], s[x.dim - 1] * s[x.dim], *s[x.dim + 1 :]) for s in pair.shapes(0)]
         to = dataclasses.replace(rows(x.dim - 1, x.power), batches=pair.shapes(0)[0][x.dim - 1])
         return [to] if list(pair.results()) == merged else []
     if n < 2:
         return []
-    if name == "reshape":
+    if name == "reshape":  # and back
         splits = [(n, shape[x.dim] // n) for shape in pair.shapes(0)]
-        wanted = [(*s[: x.dim], *two, *s[x.dim + 1 :]) for s, two in zip(pair.shapes(0), splits, strict=True)]
+        wanted = [(*s[: x.dim], *split, *s[x.dim + 1 :]) for s, split in zip(pair.shapes(0), splits, strict=True)]
         return [rows(x.dim + 1, x.power)] if list(pair.results()) == wanted else []
     if name == "split":
         if pair.params["axis"] != x.dim:
@@ -71,6 +71,7 @@ def of_batches(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
         bounds = [[each.pop(x.dim)] for each in slices]
         if slices[0] != slices[1] or any(step != 1 for ((_, _, step),) in bounds):
             return []
+    # Bounds in batches: slices have to begin and end where batches do, and be of the same ones on a part.
     by_batch = [
         [(Fraction(a * n, s), Fraction(b * n, s)) for a, b, *_ in each]
         for each, s in zip(bounds, sizes[0], strict=True)

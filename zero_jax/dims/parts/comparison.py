@@ -124,7 +124,7 @@ class TraceComparison:
         names = [[eqn.primitive.name for eqn in jaxpr.eqns] for jaxpr in opened]
         if all(other == names[0] for other in names[1:]):
             self.run(traces[-2], traces[-1], inputs, found)
-        if all(x.batches < 2 for some in found for xs in some for x in xs):
+        if all(x.batches < 2 for operands, results in found for x in (*operands, *results)):
             return [*traces], []
         eqns = opened[-2].eqns
 
@@ -132,6 +132,7 @@ class TraceComparison:
             is_own = id(eqns[i]) in self.regrouped
             return is_own or (None if any(id(each) in self.regrouped for each in equations_of(eqns[i])) else False)
 
+        # Those of the batch and of a part; the first two of four traces have half as many examples.
         numbers = [self.num_blocks, self.num_blocks // self.num_parts]
         numbers = [*(n // 2 for n in numbers), *numbers][-len(traces) :]
         made = [in_blocks(closed, found, n, own) for closed, n in zip(traces, numbers, strict=True)]
@@ -165,9 +166,10 @@ class TraceComparison:
             return SAME if whole is part else self.refused("sized")
         if ratio.imag or not ratio.real > 0:
             return self.refused("sized")
+        # Of `1 / len(x)` the ratio is the number of parts, of `len(x) ** -0.5` its root: powers are multiples of 1 / 2.
         power = Fraction(round(2 * math.log(ratio.real) / math.log(self.num_parts)), 2)
-        near = power and math.isclose(ratio.real, self.num_parts ** float(power), rel_tol=1e-6)
-        return Relation(kind=Kind.SAME, power=power) if near else self.refused("sized")
+        is_power = power and math.isclose(ratio.real, self.num_parts ** float(power), rel_tol=1e-6)
+        return Relation(kind=Kind.SAME, power=power) if is_power else self.refused("sized")
 
     # Equations.
 
@@ -241,7 +243,7 @@ class TraceComparison:
         is_sum = pair.whole.primitive.name in _ADDS and bool(floating(pair.whole.outvars))
         if not (self.shares_terms and is_sum and powers):
             return []
-        power = max(powers)
+        power = max(powers)  # all sums are brought to the largest
         shares = {i: share for i in floats if (share := shared(inputs[i], power)) is not None}
         try:
             results = self.by_rule(pair, [shares.get(i, x) for i, x in enumerate(inputs)])
@@ -274,15 +276,14 @@ class TraceComparison:
         whole, part = (getattr(eqn.outvars[i].aval, "shape", ()) for eqn in (pair.whole, pair.part))
         if x.kind in (Kind.UNKNOWN, Kind.COLUMNS):
             return x
-        sizes = [
-            a == b * (self.num_parts if i == x.dim else 1) for i, (a, b) in enumerate(zip(whole, part, strict=True))
-        ]
-        if not all(sizes):
+        pairs = enumerate(zip(whole, part, strict=True))
+        if not all(a == b * (self.num_parts if i == x.dim else 1) for i, (a, b) in pairs):
             return self.refused("sized")
         if x.kind is Kind.ROWS:
+            # Of what is repeated for each example it is the repetitions that belong to examples.
             is_tiled = pair.whole.primitive.name == "tile" and len(set(pair.shapes(0))) == 1
-            runs, sizes = self.num_blocks * max(x.batches, 1), pair.params["reps"] if is_tiled else whole
-            if any(i == x.dim and size * self.num_devices % runs for i, size in enumerate(sizes)):
+            num_runs, sizes = self.num_blocks * max(x.batches, 1), pair.params["reps"] if is_tiled else whole
+            if sizes[x.dim] * self.num_devices % num_runs:
                 return self.refused("mixed")  # an element, or what is repeated, is of examples of several blocks
         if x.kind in EXTREMA and not x.why:
             x = dataclasses.replace(x, why=self.refused("mixed").why)
@@ -307,7 +308,7 @@ class TraceComparison:
         """Returns the relation of what comes out of a loop or a branch."""
         if x.kind in (Kind.COLUMNS, Kind.POSITIONS):
             return self.refused("mixed")
-        return dataclasses.replace(x, is_false=False)
+        return dataclasses.replace(x, is_false=False)  # another iteration or branch may make it otherwise
 
     def either(self, one: Relation, other: Relation) -> Relation:
         """Returns the relation of a value that is one or the other."""
@@ -330,6 +331,8 @@ class TraceComparison:
         counts = [(sub.num_consts, sub.num_carry, sub.reverse) for sub in (whole, part)]
         check(counts[0] == counts[1], "sized")
         if whole.length != part.length:
+            # An iteration is of one example, which is the same on the whole as on a part. What all of them add to a
+            # carry that begins with 0 is a sum over examples, and what they stack are rows.
             check(all(x.is_plain and x.dim == 0 and x.batches < 2 for x in slices) and all(map(_is_same, consts)))
             check(all(_is_same(x) and x.number == 0 for x in carry))
             if carry:
@@ -337,9 +340,9 @@ class TraceComparison:
             of_one = [dataclasses.replace(x, kind=Kind.SAME, dim=None) for x in slices]
             results = self.run(*bodies, [*consts, *carry, *of_one])
             found = [x if _is_same(x) or x.kind is Kind.UNKNOWN else self.refused("mixed") for x in results]
-            made = [Relation(kind=Kind.SUM)] * len(carry) + [rows(0)] * (len(results) - len(carry))
-            return [end if _is_same(x) else x for x, end in zip(found, made, strict=True)]
-        check(all(x.dim != 0 for x in slices))
+            ends = [Relation(kind=Kind.SUM)] * len(carry) + [rows(0)] * (len(results) - len(carry))
+            return [end if _is_same(x) else x for x, end in zip(found, ends, strict=True)]
+        check(all(x.dim != 0 for x in slices))  # an iteration takes of all examples
         slices = [x.at(None if x.dim is None else x.dim - 1) for x in slices]
         carry, results = self.loop(bodies, consts, carry, slices)
         return [*carry, *(x if x.dim is None else x.at(x.dim + 1) for x in results)]

@@ -114,9 +114,10 @@ def joined(one: Relation, other: Relation) -> Relation:
         return one.of_elements()
     for x, y in ((one, other), (other, one)):
         if x.number == 0 and y.kind in (Kind.SAME, Kind.ROWS, Kind.SUM):
-            spread = x.kind is Kind.ROWS and y.kind is Kind.SAME
-            return dataclasses.replace(y.of_elements(), kind=Kind.ROWS, dim=x.dim) if spread else y.of_elements()
+            is_spread = x.kind is Kind.ROWS and y.kind is Kind.SAME
+            return dataclasses.replace(y.of_elements(), kind=Kind.ROWS, dim=x.dim) if is_spread else y.of_elements()
         if x.kind is Kind.SAME and x.is_plain:
+            # All rows have the term, or all parts of a mean: the mean of what they have with it is the mean with it.
             if y.is_plain or (y.kind is Kind.SUM and y.power == 1):
                 return y.of_elements()
     raise Refused("mixed")
@@ -164,6 +165,7 @@ def dual(x: Relation, power: int) -> Relation:
     """
     kinds = {Kind.ROWS: Kind.ROWS, Kind.SAME: Kind.SUM, Kind.SUM: Kind.SAME}
     check(x.kind in kinds and x.batches < 2)
+    # A value that is scaled by `n ** -power` has a cotangent by `n ** power`; of the mean a part has an n-th.
     return Relation(kind=kinds[x.kind], dim=x.dim if x.kind is Kind.ROWS else None, power=power - x.power)
 
 

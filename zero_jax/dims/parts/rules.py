@@ -150,9 +150,9 @@ def _convolution(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     # A kernel for each example, as `vmap` makes it: examples are groups of features, each as large as in a part.
     numbers = pair.params["dimension_numbers"]
     features, kernels = numbers.lhs_spec[1], numbers.rhs_spec[0]
-    for i, x_or_kernel, dim in ((0, x, features), (1, kernel, kernels)):
+    for i, operand, dim in ((0, x, features), (1, kernel, kernels)):
         sizes = [shape[dim] for shape in pair.shapes(i)]
-        check(x_or_kernel.kind is Kind.ROWS and x_or_kernel.dim == dim and sizes[0] * part == sizes[1] * whole)
+        check(operand.kind is Kind.ROWS and operand.dim == dim and sizes[0] * part == sizes[1] * whole)
     return [multiplied(x.at(0), kernel.at(0)).at(numbers.out_spec[1])]
 
 
@@ -213,7 +213,7 @@ def _iota(pair: Pair, _: Sequence[Relation]) -> list[Relation]:
     grows = pair.growing()
     if grows is None:
         return [SAME]
-    is_count = grows == pair.params["dimension"]
+    is_count = grows == pair.params["dimension"]  # else all rows count alike
     return [Relation(kind=Kind.POSITIONS, dim=grows) if is_count else dataclasses.replace(rows(grows), batches=0)]
 
 
@@ -238,6 +238,7 @@ def _random(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
 
 def _own_place(pair: Pair, table: Relation, index: Relation, *, to: Sequence[int], alone: Sequence[int]) -> int | None:
     """Returns the dim of indices that counts the examples of a table, each looked up at its own place; None if none."""
+    # As of `logits[jnp.arange(n), labels]`: of an index the column of the table's examples counts from 0, one for each.
     columns = index.columns or (index,)
     if table.dim not in to or table.dim not in alone or len(columns) < len(to):
         return None
@@ -246,7 +247,7 @@ def _own_place(pair: Pair, table: Relation, index: Relation, *, to: Sequence[int
     if column.kind is not Kind.POSITIONS or any(rows[table.dim] != places[column.dim] for rows, places in sizes):
         return None
     others = [x for x, dim in zip(columns, to, strict=True) if dim != table.dim]
-    check(not others or applied(others).dim in (None, column.dim))
+    check(not others or applied(others).dim in (None, column.dim))  # the other columns are an example's own
     return column.dim
 
 
@@ -274,14 +275,14 @@ def _scatter(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     lead = [i for i in range(len(pair.shapes(2)[0])) if i not in numbers.update_window_dims]
     to = numbers.scatter_dims_to_operand_dims
     own = _own_place(pair, table, index, to=to, alone=numbers.inserted_window_dims)
-    if own is not None:
+    if own is not None:  # each example writes to its own row
         check(updates.dim == lead[own])
         return [joined(table.at(0), updates.at(0)).at(table.dim)]
     index = applied(index.columns or (index,))
-    if table.kind is Kind.ROWS:
+    if table.kind is Kind.ROWS:  # each row is written to at places within it
         check(table.dim not in to)
         return carried(lambda xs: joined(xs[0], xs[2]), pair, [table, index, updates])
-    if index.dim is None and updates.kind in (Kind.SAME, Kind.SUM):
+    if index.dim is None and updates.kind in (Kind.SAME, Kind.SUM):  # nothing of single examples
         return [joined(table, updates)]
     # Examples that are added to a table of zeros.
     check(is_sum and table.number == 0 and updates.kind is Kind.ROWS and updates.dim in lead)

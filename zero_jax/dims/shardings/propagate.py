@@ -248,7 +248,7 @@ class _Shardings(Pass[ValueSharding]):
         self.times *= sub.length
 
         def body(carry: list[ValueSharding]) -> list[ValueSharding]:
-            del self.moves[moves:]
+            del self.moves[moves:]  # those of the last run alone hold for all iterations
             self.unknown = unknown
             return self.run_settled(opened, [*consts, *carry, *slices])
 

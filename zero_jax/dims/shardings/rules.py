@@ -30,6 +30,7 @@ def merge(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSha
 
 def _agreed(walk: Any, operands: Sequence[tuple[ValueSharding, Any]]) -> Dims:
     """The sharding that operands of one shape are resharded to."""
+    # The largest sharded operand decides, whatever the size of others that are not sharded.
     ordered = sorted(operands, key=lambda item: -walk.local_bytes(item[1], item[0]) * bool(item[0].axes))
     dims = list(ordered[0][0].dims) if ordered else []
     for sharding, aval in ordered[1:]:
@@ -38,10 +39,10 @@ def _agreed(walk: Any, operands: Sequence[tuple[ValueSharding, Any]]) -> Dims:
         for i, axes in enumerate(sharding.dims):
             if not axes or axes == dims[i][: len(axes)]:
                 continue
-            if not dims[i] and not used & set(axes):
+            if not dims[i] and not used & set(axes):  # what the largest leaves open
                 dims[i] = axes
                 used |= set(axes)
-            elif not set(axes) <= set(dims[i]):
+            elif not set(axes) <= set(dims[i]):  # else each device slices what it has
                 lost += axes
         if lost:
             walk.gather(sharding, aval, lost)

@@ -60,8 +60,8 @@ class Alive:
 
     def __init__(self, jaxpr: Any, ends: Collection[int]):
         self.peak, self.now, self.place = 0.0, 0.0, -1
-        self.roots: dict[Any, Any] = {}
-        self.held: dict[Any, float] = {}
+        self.roots: dict[Any, Any] = {}  # of what is the same bytes as another value, that
+        self.alive_bytes: dict[Any, float] = {}
         heavy_reads, last = set(), {}
         for i, eqn in enumerate(jaxpr.eqns):
             if eqn.primitive.name in ALIASES:
@@ -94,12 +94,12 @@ class Alive:
             root = self.root(var)
             is_stored = i in self.is_heavy or root in self.heavy_reads or root in self.outputs
             if root is var and is_stored and root not in self.ends:
-                self.held[root] = num_bytes
+                self.alive_bytes[root] = num_bytes
                 self.now += num_bytes
         self.peak = max(self.peak, self.now, (self.now if i in self.loops else before) + inner_peak)
         for root in self.dies.get(i, ()):
             if root not in self.outputs:
-                self.now -= self.held.pop(root, 0.0)
+                self.now -= self.alive_bytes.pop(root, 0.0)
 
 
 def sources(jaxpr: Any) -> dict[Any, tuple[Any, ...]]:

@@ -160,10 +160,11 @@ def make_core(found: Followed, prover: Prover) -> AttentionCore:
 def _roles(logits: Logits, keys: frozenset[Index], operands: Sequence[tuple[Index, ...]]) -> dict[str, Any]:
     of_query, of_key, of_value = operands
     everywhere = all_leaves(logits.product.indices)
+    # Of queries alone are their places, and heads that share one of keys; with keys they share the batch and heads.
     own = tuple(i for i in everywhere if i in of_query and i not in (*of_key, *of_value))
     shared = tuple(i for i in everywhere if i not in keys and i not in own)
     queries = _mask_queries(logits.terms, keys, own)
-    if not logits.terms:
+    if not logits.terms:  # where all queries see all keys, any of their own dims can be the places
         largest = max((index.size for index in own), default=None)
         queries = tuple(index for index in own if index.size == largest)[-1:]
     mask = _mask(logits.terms, queries, tuple(i for i in of_key if i in keys))
@@ -212,7 +213,7 @@ def _mask(terms: frozenset[Term], queries: tuple[Index, ...], keys: tuple[Index,
     if not terms:
         return Mask()
     num_queries, num_keys = queries[0].size, keys[0].size
-    low, high = 1 - num_keys, num_queries - 1
+    low, high = 1 - num_keys, num_queries - 1  # of the place of a query less that of a key
     segments = None
     for term in terms:
         if isinstance(term, BandTerm):
@@ -224,8 +225,10 @@ def _mask(terms: frozenset[Term], queries: tuple[Index, ...], keys: tuple[Index,
             if jnp.dtype(term.leaf.dtype).itemsize > 4:
                 raise NotTheSame(f"segments are {term.leaf.dtype}, and the kernel takes int32")
             segments = term.leaf, term.first if queries[0] in term.first else term.second
-    on_diagonal = low <= 0 <= high and num_queries == num_keys
-    if low > min(0, high) or num_queries - 1 - high > num_keys - 1 or (segments is not None and not on_diagonal):
+    # The first query sees a key if `low <= 0`, the last one if the first of its keys is one; those between do, too. In
+    # segments only a query's own place is sure to be of its segment.
+    sees_itself = low <= 0 <= high and num_queries == num_keys
+    if low > min(0, high) or num_queries - 1 - high > num_keys - 1 or (segments is not None and not sees_itself):
         raise NotTheSame("the mask leaves rows without a key, or none is sure to be there")
     if not low <= 0 <= high:
         raise NotTheSame(f"the mask is a window from {-high} to {-low}, which does not have the query's own place")

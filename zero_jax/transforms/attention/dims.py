@@ -59,7 +59,7 @@ def regroup(indices: Iterable[Index], shape: Sequence[int]) -> Indices | None:
             if not pending:
                 return None
             index = pending.popleft()
-            if size % index.size and index.size % size == 0:
+            if size % index.size and index.size % size == 0:  # its major part is the rest of this dim
                 index, rest = index.split(size)
                 pending.appendleft(rest)
             elif size % index.size:

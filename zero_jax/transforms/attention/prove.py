@@ -75,7 +75,7 @@ class Prover(Pass[Any]):
         if isinstance(result, Followed) and result.values and result.is_softmax:
             self.found[eqn.outvars[0]] = result
             self.lost.pop(result.result, None)
-            result = None
+            result = None  # to what follows, it is an array as any other
         return [self.leaf(var) for var in eqn.outvars] if result is None else [result]
 
     def _result(self, eqn: Any, operands: list[Any]) -> Any:
@@ -109,13 +109,13 @@ class Prover(Pass[Any]):
         if len(eqn.outvars) != 1 or not jnp.issubdtype(getattr(eqn.outvars[0].aval, "dtype", bool), jnp.floating):
             return None
         before = [x for x in operands if isinstance(x, Lost)]
-        of = next((x for x in operands if isinstance(x, Followed) and x.logits), None)
+        operand = next((x for x in operands if isinstance(x, Followed) and x.logits), None)
         if before:
             lost = max(before, key=lambda x: x.is_core)
-        elif of is None or of.is_constant:
+        elif operand is None or operand.is_constant:
             return None
         else:
-            lost = _at(eqn, found or Lost(f"{eqn.primitive.name} of {of.name}", of.is_exp))
+            lost = _at(eqn, found or Lost(f"{eqn.primitive.name} of {operand.name}", operand.is_exp))
         return dataclasses.replace(lost, is_core=lost.is_core or eqn.primitive.name in ("exp", "exp2"))
 
 

@@ -211,9 +211,9 @@ def logits_of(eqn: Any) -> Followed:
     for (_, i), (_, j) in (dims for dims in (*known.reduced, *known.kept) if len(dims) == 2):
         rhs[j] = lhs[i]
     out = [sides[side][dim] for (side, dim), *_ in known.kept]
-    of = lambda indices: tuple((index,) if index.size != 1 else () for index in indices)  # noqa: E731
+    by_dim = lambda indices: tuple((index,) if index.size != 1 else () for index in indices)  # noqa: E731
     variables = [None if is_literal(atom) else atom for atom in eqn.invars]
-    product = Product(eqn, ((variables[0], of(lhs)), (variables[1], of(rhs))), of(out))
+    product = Product(eqn, ((variables[0], by_dim(lhs)), (variables[1], by_dim(rhs))), by_dim(out))
     return Followed(logits=Logits(product), indices=product.indices)
 
 
@@ -221,7 +221,7 @@ def attended(eqn: Any, weights: Followed, place: int) -> Followed | None:
     """Returns the product of weights, at a place among the operands of a `dot_general`, with values."""
     known, other = dim_map(eqn), eqn.invars[1 - place]
     values = list(new_indices(other.aval.shape))
-    for dims in (dims for dims in (*known.reduced, *known.kept) if len(dims) == 2):
+    for dims in (dims for dims in (*known.reduced, *known.kept) if len(dims) == 2):  # contracted, and of the batch
         pair = dict(dims)
         values[pair[1 - place]] = weights.indices[pair[place]]
     sides = {place: weights.indices, 1 - place: values}
@@ -338,15 +338,15 @@ def _biased(name: str, x: Followed, place: int, other: Any) -> Followed | Lost |
     if array is None or not array.size or (name == "sub" and place):
         return Lost(_NO_MASK, False)
     array = -array if name == "sub" else array
-    on = array.max()
-    rest = array[array != on]
-    if not rest.size or (rest.min() != rest.max() and not rest.max() < MASKED):
+    visible = array.max()  # what is added to the logits that the mask leaves
+    masked = array[array != visible]
+    if not masked.size or (masked.min() != masked.max() and not masked.max() < MASKED):
         return Lost(_NO_MASK, False)
-    terms = conditions(other.change(lambda _: array == on, other.axes), x.indices)
-    if terms is None or not math.isfinite(on):
+    terms = conditions(other.change(lambda _: array == visible, other.axes), x.indices)
+    if terms is None or not math.isfinite(visible):
         return Lost(_COMPUTED_BIAS, False)
     assert x.logits is not None
-    gap = float(rest.max()) - float(on)
+    gap = float(masked.max()) - float(visible)
     if x.logits.terms and x.logits.fill > MASKED:  # masked by 0 before
         if x.logits.terms != terms or gap > MASKED:
             return None
@@ -355,7 +355,7 @@ def _biased(name: str, x: Followed, place: int, other: Any) -> Followed | Lost |
         return Lost(_NO_MASK, False)
     else:
         logits = x.logits.masked(terms, gap)
-    return dataclasses.replace(x, logits=logits).plus(number_of(float(on)))
+    return dataclasses.replace(x, logits=logits).plus(number_of(float(visible)))
 
 
 def _ones(x: Any) -> Table | None:

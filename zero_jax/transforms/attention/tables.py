@@ -142,6 +142,7 @@ def _expanded(array: np.ndarray, axes: Sequence[Axis], diagonals: Sequence[Any])
     found = list(axes)
     for first, second in diagonals:
         at = found.index(Diagonal(first, second))
+        # The element of a difference of 0 is at `second.size - 1`.
         array = array.take(np.arange(first.size)[:, None] - np.arange(second.size) + second.size - 1, axis=at)
         found[at : at + 1] = first, second
     return array, found
@@ -207,7 +208,7 @@ def _of_difference(eqn: Any, x: Table, y: Table) -> Table | None:
         return None
     (start, step), (other, other_step) = lines  # pyright: ignore[reportGeneralTypeIssues]
     sign = 1 if name == "add" else -1
-    if step + sign * other_step:
+    if step + sign * other_step:  # then it is `(start + sign * other) + step * (first - second)`
         return None
     axes, order = [*x.axes, *y.axes], all_leaves(x.indices)
     if order.index(axes[0]) > order.index(axes[1]):  # pyright: ignore[reportArgumentType]
@@ -379,7 +380,7 @@ def conditions(visible: Table, indices: Indices) -> frozenset[Term] | None:
         return None
     for axis in [axis for axis in axes if isinstance(axis, Same)]:
         differ, equal = np.moveaxis(array, axes.index(axis), 0)
-        if differ.any():
+        if differ.any():  # it may hold where the integers are not the same: no mask of segments
             return None
         terms.add(axis)
         axes.remove(axis)
@@ -392,10 +393,11 @@ def conditions(visible: Table, indices: Indices) -> frozenset[Term] | None:
 def _band(mask: np.ndarray, axes: Sequence[Any]) -> BandTerm | None:
     """Returns what a mask stands for if it is a band of two indices."""
     if len(axes) == 2 and all(isinstance(axis, Index) for axis in axes) and (mask[1:, 1:] == mask[:-1, :-1]).all():
+        # The same along each diagonal: its first row, from the last column on, and its first column have all of these.
         axes, mask = [Diagonal(*axes)], np.concatenate([mask[0, ::-1], mask[1:, 0]])
     if len(axes) != 1 or not isinstance(axes[0], Diagonal) or not mask.any():
         return None
     (first, second), places = axes[0], np.flatnonzero(mask)
     low, high = int(places[0]), int(places[-1])
-    is_whole = len(places) == high - low + 1
-    return BandTerm(first, second, low + 1 - second.size, high + 1 - second.size) if is_whole else None
+    has_no_gaps = len(places) == high - low + 1
+    return BandTerm(first, second, low + 1 - second.size, high + 1 - second.size) if has_no_gaps else None

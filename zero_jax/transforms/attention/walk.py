@@ -86,6 +86,7 @@ class AttentionSearch:
                 cores[var] = make_core(found, prover)
             except NotTheSame as error:
                 reasons[var] = str(error)
+        # One by one: without a core its equations run, and read what another core would have made needless.
         while used := _still_used(facts.jaxpr, prover, cores):
             var, reasons[var] = next(iter(used.items()))
             del cores[var]
@@ -168,7 +169,7 @@ def _still_used(jaxpr: Any, prover: Prover, cores: dict[Any, AttentionCore]) -> 
         use(atom, "results, too")
     for eqn in reversed(jaxpr.eqns):
         core = next((cores[var] for var in eqn.outvars if var in cores), None)
-        if core is not None:
+        if core is not None:  # in the place of all that is between its operands and its result
             needed.update(var for var, _ in core.operands)
         elif eqn.effects or needed.intersection(eqn.outvars):
             needed.update(jaxprs.variables(eqn))

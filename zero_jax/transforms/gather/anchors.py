@@ -124,15 +124,17 @@ class _Anchors(Rewriting):
         states, num_outs = self.examples.operands[id(eqn)], len(eqn.outvars)
         within = functools.partial(anchored, mesh=self.mesh, axes=self.axes, loops_only=True)
 
+        # The rules of the user's function are traced, each as a jaxpr, so that the loops in them can be anchored.
         @functools.cache
         def derivatives(moving: tuple[int, ...]) -> tuple[Any, Any]:
             def linearized(*args: Any) -> tuple[list[Any], Any]:
                 return jax.vjp(of_some(lambda *xs: bind(eqn, xs), args, moving), *(args[i] for i in moving))
 
-            closed, (_, pull) = jax.make_jaxpr(linearized, return_shape=True)(*(x.aval for x in eqn.invars))
+            closed, (_, pullback) = jax.make_jaxpr(linearized, return_shape=True)(*(x.aval for x in eqn.invars))
             forward, examples = within(closed, states)
-            avals, pulled = [x.aval for x in open_jaxpr(forward)[0].outvars], jax.tree.structure(pull)
-            backward = trace_flat(lambda *xs: pulled.unflatten(xs[num_outs:])(list(xs[:num_outs])), avals)
+            # A pullback is a pytree of its residuals. A cotangent has the shape, and the examples, of its result.
+            avals, tree = [x.aval for x in open_jaxpr(forward)[0].outvars], jax.tree.structure(pullback)
+            backward = trace_flat(lambda *xs: tree.unflatten(xs[num_outs:])(list(xs[:num_outs])), avals)
             return forward, within(backward, examples.run(forward, states))[0]
 
         @jax.custom_vjp
@@ -142,15 +144,15 @@ class _Anchors(Rewriting):
         def forward(*args: CustomVJPPrimal) -> tuple[list[Any], tuple[list[Any], dict[int, None]]]:
             moving = tuple(i for i, x in enumerate(args) if x.perturbed and is_float(eqn.invars[i].aval))
             made = evaluate(*open_jaxpr(derivatives(moving)[0]), [x.value for x in args])
-            return made[:num_outs], (made[num_outs:], dict.fromkeys(moving))
+            return made[:num_outs], (made[num_outs:], dict.fromkeys(moving))  # numbers that are keys are static
 
         def backward(residuals: tuple[list[Any], dict[int, None]], cotangents: list[Any]) -> tuple[Any, ...]:
             arrays, moving = residuals[0], tuple(residuals[1])
-            avals = [var.aval for var in eqn.outvars]
-            pairs = zip(cotangents, avals, strict=True)
-            given = [jnp.zeros(y.shape, y.dtype) if isinstance(x, SymbolicZero) else x for x, y in pairs]
-            made = dict(zip(moving, evaluate(*open_jaxpr(derivatives(moving)[1]), [*given, *arrays]), strict=True))
-            return tuple(made.get(i) for i in range(len(eqn.invars)))
+            pairs = zip(cotangents, (var.aval for var in eqn.outvars), strict=True)
+            cotangents = [jnp.zeros(y.shape, y.dtype) if isinstance(x, SymbolicZero) else x for x, y in pairs]
+            grads = evaluate(*open_jaxpr(derivatives(moving)[1]), [*cotangents, *arrays])
+            by_number = dict(zip(moving, grads, strict=True))
+            return tuple(by_number.get(i) for i in range(len(eqn.invars)))
 
         call.defvjp(forward, backward, symbolic_zeros=True)
         with source_context(eqn):

@@ -61,20 +61,22 @@ class _NestedCall:
         numbers = {var: i for i, var in enumerate(var for eqn in eqns for var in eqn.outvars)}
         self.wanted = tuple(numbers[var] for var in wanted)
         self.inputs: list[Any] = []
+        # For each equation, where its inputs begin among those of the run, and for each operand the number of the
+        # result that it is, None for an input.
         places = []
         for eqn in reversed(eqns):
-            made = [None if is_literal(atom) else numbers.get(atom) for atom in eqn.invars]
+            operands = [None if is_literal(atom) else numbers.get(atom) for atom in eqn.invars]
             first = len(self.inputs)
-            self.inputs += [atom for atom, number in zip(eqn.invars, made, strict=True) if number is None]
-            places.append((first, tuple(made)))
+            self.inputs += [atom for atom, number in zip(eqn.invars, operands, strict=True) if number is None]
+            places.append((first, tuple(operands)))
         self.places = tuple(reversed(places))
         self.key = *((jaxprs.operation_key(eqn), eqn.ctx) for eqn in eqns), self.places, self.wanted
 
     def call(self, *arrays: Any) -> list[Any]:
         results: list[Any] = []
-        for eqn, (first, made) in zip(self.eqns, self.places, strict=True):
-            taken = iter(arrays[first:])
-            values = [next(taken) if number is None else results[number] for number in made]
+        for eqn, (first, operands) in zip(self.eqns, self.places, strict=True):
+            inputs = iter(arrays[first:])
+            values = [next(inputs) if number is None else results[number] for number in operands]
             result = jaxprs.bind_primitive(eqn.primitive, eqn.params, *values)
             results += result if eqn.primitive.multiple_results else [result]
         return [results[number] for number in self.wanted]
@@ -84,27 +86,28 @@ class OrdinaryRuns:
     """The runs of a jaxpr's equations that use no param, each of one line and one name stack: evaluated together.
 
     JAX gives all of a nested `jit` that is inlined the line and names where it is called. No run goes on between what
-    is tied by the `ordering`, or with an equation that `is_apart` and evaluated otherwise.
+    is tied by the `ordering`, or with an equation that is evaluated otherwise (`is_other`).
     """
 
-    def __init__(self, facts: Facts, ordering: Ordering, is_apart: Callable[[Any], bool]):
-        self.eqns, self.last_read, self.ordering, self.is_apart = facts.jaxpr.eqns, facts.last_read, ordering, is_apart
+    def __init__(self, facts: Facts, ordering: Ordering, is_other: Callable[[Any], bool]):
+        self.eqns, self.last_read, self.ordering, self.is_other = facts.jaxpr.eqns, facts.last_read, ordering, is_other
 
     def at(self, start: int, env: dict[Any, Lazy | Value]) -> list[int]:
         """Returns the indices of the equations that can be evaluated together from one on; none if it cannot."""
         made: set[Any] = set()
         run: list[int] = []
-        place = None
+        source_of_run = None
         for i in range(start, len(self.eqns)):
             eqn = self.eqns[i]
             if i in self.ordering.evaluated:
                 continue
-            if (run and i in self.ordering.places) or self.is_apart(eqn) or not _is_ordinary(eqn, env, made):
+            if (run and i in self.ordering.places) or self.is_other(eqn) or not _is_ordinary(eqn, env, made):
                 break
-            here = eqn.ctx, eqn.source_info.name_stack, _COLUMN.sub(r"\1", jaxprs.source_line(eqn))
-            if run and here != place:
+            # The parts of an expression differ in their columns.
+            source = eqn.ctx, eqn.source_info.name_stack, _COLUMN.sub(r"\1", jaxprs.source_line(eqn))
+            if run and source != source_of_run:
                 break
-            place = here
+            source_of_run = source
             made.update(eqn.outvars)
             run.append(i)
         return run

@@ -149,8 +149,9 @@ def defer_cast(eqn: Any, values: Sequence[Lazy | Value]) -> Lazy | None:
     if narrow == wide:
         return dataclasses.replace(value, cast=None)  # there and back again
     used = value.cast or narrow
-    exact = promoted(used, wide) == wide and all(jnp.issubdtype(d, jnp.floating) for d in (narrow, wide))
-    return dataclasses.replace(value, cast=wide) if exact else None
+    # A cast to fewer digits than one before it rounds, and has to stay.
+    is_exact = promoted(used, wide) == wide and all(jnp.issubdtype(d, jnp.floating) for d in (narrow, wide))
+    return dataclasses.replace(value, cast=wide) if is_exact else None
 
 
 def pending(eqn: Any, values: Sequence[Lazy | Value]) -> tuple[bool, Any]:
@@ -162,8 +163,8 @@ def pending(eqn: Any, values: Sequence[Lazy | Value]) -> tuple[bool, Any]:
     casts = {value.cast for value in values if isinstance(value, Lazy)}
     if casts == {None}:
         return True, None
-    moved = values[:1] if eqn.primitive.name in BY_INDEX else values
-    moves = eqn.primitive.name in MOVES | JOINS and all(isinstance(value, Lazy) for value in moved)
+    arrays = values[:1] if eqn.primitive.name in BY_INDEX else values  # the others are indices
+    moves = eqn.primitive.name in MOVES | JOINS and all(isinstance(value, Lazy) for value in arrays)
     return (True, casts.pop()) if moves and len(casts) == 1 else (False, None)
 
 
@@ -268,7 +269,7 @@ def gathered_array(options: GatherOptions, value: Lazy | Value, *, dtype: Any = 
         with gather_scope(value.path):
             array = reshard(array, forward=gathering(options, value, array.shape), backward=Chain())
             array = _summed(options, value, array)
-    elif value.is_shard:
+    elif value.is_shard:  # the cotangent goes the way of a reduce-scatter, in steps that XLA:TPU has natively
         backward = scattering(
             options.mesh, value.shard, options.axes.data, shape=array.shape, dtype=options.reduce_dtype
         )

@@ -1,8 +1,8 @@
 """Lookups in a sharded table: either the rows move between devices, or the table does.
 
 XLA makes an all-reduce of the gradient of a plain lookup, a scatter-add of every device's tokens into a whole table.
-Here it is a reduce-scatter in effect, whichever way is taken. A table may also be cut over axes of the model: by its
-rows (each device then looks up what it has, and XLA sums over those axes) or by its features.
+Here it is a reduce-scatter in effect, whichever way is taken. A table may also be sharded over axes of the model: by
+its rows (each device then looks up what it has, and XLA sums over those axes) or by its features.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LookupPlan:
     mesh: Mesh
     axes: Axes
     dims: Dims
-    feature: int | None  # the dim of the table that is cut when rows move; None where the table moves
+    feature: int | None  # the dim of the table that is sharded when rows move; None where the table moves
     out_feature: int  # that dim in the result
     row: int  # the dim of examples in the indices
     out_row: int  # and in the result
@@ -45,27 +45,28 @@ def plan_lookup(eqn: Any, dims: Dims, *, mesh: Mesh, axes: Axes, batch_sizes: fr
     table, indices, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
     if numbers.operand_batching_dims or carries(without(dims, axes.data), axes.replica):
         return None
-    row_dims = [i for i in range(out.ndim) if i not in numbers.offset_dims]
+    row_dims = [i for i in range(out.ndim) if i not in numbers.offset_dims]  # of the result, those of the indices
     num_shards = axis_size(mesh, axes.batch)
     rows = [i for i, dim in enumerate(row_dims) if out.shape[dim] in batch_sizes and out.shape[dim] % num_shards == 0]
     if not rows:
         return None
-    kept = [i for i in range(table.ndim) if i not in numbers.collapsed_slice_dims]
-    columns = {i: [dims, *move_steps(dims, i, axes.data)][-1][i] for i in kept if sizes[i] == table.shape[i]}
-    cut = [
+    # Dims of a slice, of which all is taken: a table may be sharded along one of them, by all axes of `data`.
+    slice_dims = [i for i in range(table.ndim) if i not in numbers.collapsed_slice_dims]
+    columns = {i: [dims, *move_steps(dims, i, axes.data)][-1][i] for i in slice_dims if sizes[i] == table.shape[i]}
+    features = [
         i
-        for i, cut_axes in columns.items()
-        if set(axes.data) <= set(cut_axes) and table.shape[i] % axis_size(mesh, cut_axes) == 0
+        for i, column_axes in columns.items()
+        if set(axes.data) <= set(column_axes) and table.shape[i] % axis_size(mesh, column_axes) == 0
     ]
     num_moved = out.size // num_shards + indices.size  # features one way, indices the other
-    num_whole = table.size // num_shards_of(mesh, without(dims, axes.data))  # what an axis of the model cuts stays cut
-    feature = max(cut, key=lambda i: table.shape[i]) if cut and num_moved < num_whole else None
+    num_gathered = table.size // num_shards_of(mesh, without(dims, axes.data))  # axes of the model shard it still
+    feature = max(features, key=lambda i: table.shape[i]) if features and num_moved < num_gathered else None
     return LookupPlan(
         mesh=mesh,
         axes=axes,
         dims=dims,
         feature=feature,
-        out_feature=-1 if feature is None else numbers.offset_dims[kept.index(feature)],
+        out_feature=-1 if feature is None else numbers.offset_dims[slice_dims.index(feature)],
         row=rows[0],
         out_row=row_dims[rows[0]],
     )
@@ -78,11 +79,12 @@ def move_rows(eqn: Any, plan: LookupPlan, table: jax.Array, indices: jax.Array, 
     """
     assert plan.feature is not None
     mesh, data, replica = plan.mesh, plan.axes.data, plan.axes.replica
+    # Of the table, from its own sharding to one of its features; of the result, from features to examples.
     columns = [plan.dims, *move_steps(plan.dims, plan.feature, data)]
-    start: list[tuple[str, ...]] = [()] * eqn.outvars[0].aval.ndim
-    start[plan.out_feature] = columns[-1][plan.feature]  # all of `data`, in some order
-    start[plan.out_row] = replica
-    rows = [tuple(start), *_to_rows(tuple(start), plan.out_row, data)]
+    looked_up: list[tuple[str, ...]] = [()] * eqn.outvars[0].aval.ndim
+    looked_up[plan.out_feature] = columns[-1][plan.feature]  # all of `data`, in some order
+    looked_up[plan.out_row] = replica
+    rows = [tuple(looked_up), *_to_rows(tuple(looked_up), plan.out_row, data)]
     to_columns, to_rows = (tuple(named(mesh, dims) for dims in steps) for steps in (columns, rows))
     # The first is how the table is sharded: without it, XLA calls what it moves by the cast before.
     table = reshard(
@@ -94,7 +96,7 @@ def move_rows(eqn: Any, plan: LookupPlan, table: jax.Array, indices: jax.Array, 
         own = named(mesh, tuple(replica + tuple(data) if i == plan.row else () for i in range(indices.ndim)))
         return _look_up_own(eqn, table, indices, own=own, everywhere=everywhere, to_rows=to_rows)
     (out,) = bind(eqn, [table, jax.lax.with_sharding_constraint(indices, everywhere)])
-    # The backward pass pins examples first, or the cut of the features spreads through the whole model.
+    # The backward pass pins examples first, or the sharding of the features spreads through the entire model.
     return reshard(out, forward=Chain(to_rows), backward=Chain(tuple(reversed(to_rows))))
 
 

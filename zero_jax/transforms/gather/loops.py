@@ -31,7 +31,7 @@ from zero_jax.transforms.pipeline.microbatch import MicrobatchProgram
 from zero_jax.transforms.pipeline.place import StagePlace
 from zero_jax.transforms.pipeline.transform import run_schedule, split_stages
 
-# `walk` is the `GatherWalk` that meets the loop.
+# `walk` is the `GatherWalk` that evaluates the loop; its type would be a circular import.
 
 
 def sliced(walk: Any, value: Lazy | Value, aval: Any, eqn: Any) -> Lazy | Value:
@@ -39,8 +39,8 @@ def sliced(walk: Any, value: Lazy | Value, aval: Any, eqn: Any) -> Lazy | Value:
     if not isinstance(value, Lazy) or value.dims is None or value.dims[0]:
         return walk.before(value, eqn, "scan over its sharded dim")
     if not fetched_by_slice(walk, value):
-        value = _gathered_vectors(walk, value.as_root(), eqn)
-    aval = aval.update(dtype=value.aval.dtype)
+        value = _gathered_vectors(walk, value.as_root(), eqn)  # the scan slices an array, not what builds one
+    aval = aval.update(dtype=value.aval.dtype)  # without a cast that is pending
     return dataclasses.replace(value, aval=aval, dims=value.shard[1:], depth=0)
 
 
@@ -64,27 +64,26 @@ def _gathered_vectors(walk: Any, stack: Lazy, eqn: Any) -> Lazy:
 
 def vectors_together(walk: Any, jaxpr: Any, values: Sequence[Lazy | Value]) -> list[Lazy | Value]:
     """Gathers the vectors of the layers of a Python loop as one stack of those of a size; leaves others as they are."""
-    groups, found = dict[Any, dict[int, Lazy]](), list(values)
+    groups, results = dict[Any, dict[int, Lazy]](), list(values)
     vectors = [(i, x) for i, x in enumerate(values) if isinstance(x, Lazy) and x.aval.ndim == 1 and _is_plain(walk, x)]
     if len(vectors) < 2:  # as of stacks of layers
-        return found
-    users = {var: eqn for eqn in reversed(jaxpr.eqns) for var in variables(eqn)}  # the first of each
+        return results
+    first_users = {var: eqn for eqn in reversed(jaxpr.eqns) for var in variables(eqn)}
     for i, value in vectors:
-        if jaxpr.invars[i] in users:
+        if jaxpr.invars[i] in first_users:
             groups.setdefault((value.aval.shape, value.aval.dtype, value.shard), {})[i] = value
     several = [group for group in groups.values() if len(group) > 1]
     if sum(num_bytes(value.aval) for group in several for value in group.values()) > walk.options.max_hoisted_bytes:
-        return found
+        return results
     for group in several:
         for i, value in group.items():
-            walk.notes.gather(
-                value, users[jaxpr.invars[i]], f"once, beside {len(group) - 1} others of its size", early=False
-            )
+            reason = f"once, beside {len(group) - 1} others of its size"
+            walk.notes.gather(value, first_users[jaxpr.invars[i]], reason, early=False)
         first = next(iter(group.values()))
         stack = _gathered(walk, first, jnp.stack([value.built for value in group.values()]), ((), *first.shard))
         for (i, value), array in zip(group.items(), stack, strict=True):
-            found[i] = dataclasses.replace(value, roots=(array,), is_gathered=True)
-    return found
+            results[i] = dataclasses.replace(value, roots=(array,), is_gathered=True)
+    return results
 
 
 def _is_plain(walk: Any, value: Lazy) -> bool:
@@ -117,6 +116,7 @@ def hoisted(walk: Any, eqn: Any, values: Sequence[Any], sub: Subcall) -> list[La
     pairs = list(zip(values, jaxpr.invars, strict=False))
     invariant = {var for value, var in pairs if value.is_deferred and used_whole(jaxpr, var)}
     size = sum(num_bytes(v.aval) for v, var in pairs if var in invariant)
+    # Params that are stored unsharded take no more memory before the loop: their gradients are reduced once after it.
     if sub.length < 2 or not (size <= walk.options.max_hoisted_bytes or walk.options.stored_unsharded):
         return list(values)
     return [_gathered_once(walk, eqn, sub, value, var) if var in invariant else value for value, var in pairs]
@@ -131,7 +131,7 @@ def _gathered_once(walk: Any, eqn: Any, sub: Subcall, value: Lazy, var: Any) -> 
     if walk.options.product_dtype is None:
         return Value(root, params_only=True)
     # As wide as the loop uses it: that is what its gradients are summed in over the iterations.
-    return Lazy((root,), as_it_is, jax.typeof(root), value.path, ((),) * root.ndim)
+    return Lazy((root,), as_it_is, jax.typeof(root), value.path, dims=((),) * root.ndim)
 
 
 def staged(walk: Any, eqn: Any, values: Sequence[Lazy | Value], frame: Any) -> list[Value]:
@@ -142,15 +142,15 @@ def staged(walk: Any, eqn: Any, values: Sequence[Lazy | Value], frame: Any) -> l
         shardings = [*(_grad_of_stages(walk, x, layers.place, is_stack=False) for x in others), *shardings]
     others = [walk.before(x, eqn, "read by all stages") for x in others]
     stacks = [_stack_of_stages(walk, eqn, x, layers) for x in stacks]
-    only = [value.params_only for value in others[: len(layers.consts)]]
-    if isinstance(loop, MicrobatchProgram):
-        only = [False] * len(layers.consts)
+    are_params = [value.params_only for value in others[: len(layers.consts)]]
+    if isinstance(loop, MicrobatchProgram):  # whose operands are not those of the layers
+        are_params = [False] * len(layers.consts)
     within = dataclasses.replace(frame, prevent_cse=False, ends_forward=False, sent={})
     inner, layer = _of_stage(walk, layers)
 
     def run(number: Any, consts: list[Any], carry: list[Any], slices: list[Any]) -> list[Any]:
         ins = [Value(number, params_only=False)]
-        ins += [Value(x, params_only=is_param) for x, is_param in zip(consts, only, strict=True)]
+        ins += [Value(x, params_only=is_param) for x, is_param in zip(consts, are_params, strict=True)]
         ins += [Value(x, params_only=False) for x in carry]
         ins += [stack.with_arrays([x]) for stack, x in zip(stacks, slices, strict=True)]
         return [inner.array(x, eqn, within) for x in inner.run(layer, ins, within)]
@@ -169,16 +169,17 @@ def _stack_of_stages(walk: Any, eqn: Any, value: Lazy | Value, loop: LayerLoop) 
     if isinstance(value, Value):
         return Value(place.stages(value.array, loop.num_groups), params_only=value.params_only)
     root, options = value.as_root(), walk.options
-    dims, shard = without(root.shard[1:], place.pipe), _grad_of_stages(walk, value, place)
-    assert shard is not None
-    grouped, data, stack = loop.num_groups > 1, options.axes.data, root.roots[0]
+    # The dims of a layer: without `pipe`, which shards the layers.
+    dims, grad_sharding = without(root.shard[1:], place.pipe), _grad_of_stages(walk, value, place)
+    assert grad_sharding is not None
+    is_grouped, data, stack = loop.num_groups > 1, options.axes.data, root.roots[0]
     with gather_scope(root.path):
-        stack = place.stages(stack, loop.num_groups, dims if grouped else None)
+        stack = place.stages(stack, loop.num_groups, dims if is_grouped else None)
         stored = [without(dims, data) if options.stored_unsharded else dims]
-        if options.stored_unsharded and grouped:  # devices sent their shards
+        if options.stored_unsharded and is_grouped:  # devices sent their shards
             stored = gather_steps(dims, data, options.mesh) or stored
         forward = Chain(tuple(named(options.mesh, (place.pipe, (), *each)) for each in stored))
-        stack = reshard(stack, forward=forward, backward=Chain((shard,)))
+        stack = reshard(stack, forward=forward, backward=Chain((grad_sharding,)))
     return dataclasses.replace(root, roots=(stack,), aval=root.aval.update(shape=root.aval.shape[1:]), dims=dims)
 
 

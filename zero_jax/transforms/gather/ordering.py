@@ -62,18 +62,20 @@ class Ordering:
         made_of = {var: origin.params & params for var, origin in facts.origins.items()}
         self.of_params = {var: numbers for var, numbers in made_of.items() if numbers}
         segments = self.segments(sequence, {i for block in blocks for i in (block.start, block.stop)})
-        made = [frozenset(), *(segment.writes for segment in segments)]
-        for segment, following, before in zip(segments, [*segments[1:], None], made[:-1], strict=True):
+        written = [frozenset(), *(segment.writes for segment in segments)]
+        for segment, following, before in zip(segments, [*segments[1:], None], written[:-1], strict=True):
             self.places[segment.start] = segment, following, before
+        # Only what one segment alone has is tied. So these count the segments that read a variable, those that use a
+        # param, by its number, and the values that an array is a root of.
         self.num_readers = collections.Counter(
             var
             for segment in segments
             for var in (*segment.params, *(var for var in segment.reads if var not in self.of_params))
         )
         self.num_users = collections.Counter(
-            source
+            param
             for segment in segments
-            for source in frozenset().union(*(self.of_params[var] for var in segment.params))
+            for param in frozenset().union(*(self.of_params[var] for var in segment.params))
         )
         self.num_holders = collections.Counter(
             id(root) for value in values if isinstance(value, Lazy) for root in value.roots
@@ -91,28 +93,29 @@ class Ordering:
         backward pass keeps and from which XLA else computes the result where it is read.
         """
         place = bisect.bisect_left(sequence.eqns, index)
-        cut, least = index, sequence.crossing[place]
+        cut, least_bytes = index, sequence.crossing[place]
         while place and _is_elementwise(self.jaxpr.eqns[sequence.eqns[place - 1]]):
             place -= 1
-            if sequence.crossing[place] <= least:
-                cut, least = sequence.eqns[place], sequence.crossing[place]
+            if sequence.crossing[place] <= least_bytes:
+                cut, least_bytes = sequence.eqns[place], sequence.crossing[place]
         return cut
 
     def segment(self, start: int, stop: int) -> _Segment:
         """Returns the equations between two indices as a segment."""
         eqns = self.jaxpr.eqns[start:stop]
-        made = frozenset(var for eqn in eqns for var in eqn.outvars)
-        read = [jaxprs.variables(eqn) for eqn in eqns]
+        writes = frozenset(var for eqn in eqns for var in eqn.outvars)
+        read_by = [jaxprs.variables(eqn) for eqn in eqns]
         params: set[Any] = set()
-        for eqn, variables in zip(reversed(eqns), reversed(read), strict=True):
+        # Backwards from what activations meet: what that is made of, step by step, is read of params, too.
+        for eqn, variables in zip(reversed(eqns), reversed(read_by), strict=True):
             inputs = {var for var in variables if var in self.of_params}
             if not all(var in self.of_params for var in eqn.outvars):
                 params |= {var for var in inputs if var.aval.size > 1}  # a scalar is a regularizer's, of all params
             elif not params.isdisjoint(eqn.outvars):
                 params |= inputs
-        reads = tuple(var for var in dict.fromkeys(itertools.chain(*read)) if var not in made)
-        users = tuple(i for i, variables in enumerate(read, start) if not params.isdisjoint(variables))
-        return _Segment(start=start, reads=reads, writes=made, params=frozenset(params), users=users)
+        reads = tuple(var for var in dict.fromkeys(itertools.chain(*read_by)) if var not in writes)
+        users = tuple(i for i, variables in enumerate(read_by, start) if not params.isdisjoint(variables))
+        return _Segment(start=start, reads=reads, writes=writes, params=frozenset(params), users=users)
 
     def enter(self, index: int, env: dict[Any, Any], evaluate: Callable[[Any], None]) -> None:
         """Ties params and activations where the equation at `index` begins a segment; `evaluate` fills `env`."""
@@ -137,6 +140,7 @@ class Ordering:
 
     def params(self, segment: _Segment, env: dict[Any, Any], evaluate: Callable[[Any], None]) -> dict[Any, Any]:
         """Returns what a segment reads of params, in the form in which it is to be tied."""
+        # A slice of a stack is tied, and not the stack, of which later segments have slices.
         for i in segment.users:
             if i in self.evaluated:  # what it made is tied already
                 continue
@@ -146,20 +150,20 @@ class Ordering:
                 evaluate(eqn)
                 self.evaluated.add(i)
         rest = [self.jaxpr.eqns[i] for i in segment.users if i not in self.evaluated]
-        found = {}
+        params = {}
         for var in dict.fromkeys(var for eqn in rest for var in jaxprs.variables(eqn)):
             if var in segment.params and self.num_readers[var] == 1 and (value := self.tied(var, env.get(var))):
-                found[var] = value
-        return found
+                params[var] = value
+        return params
 
     def tied(self, var: Any, value: Any) -> Lazy | Value | None:
         """Returns a value so that its arrays are of one segment alone, or None if that cannot be."""
         if not isinstance(value, Lazy):
             return value if isinstance(value, Value) and not isinstance(value, Copies) else None
-        own = all(self.num_users[source] == 1 for source in self.of_params[var])
-        if own and all(self.num_holders[id(root)] <= 1 for root in value.roots):
+        is_own = all(self.num_users[param] == 1 for param in self.of_params[var])
+        if is_own and all(self.num_holders[id(root)] <= 1 for root in value.roots):
             return value
-        return None if value.dims is None else value.as_root()
+        return None if value.dims is None else value.as_root()  # a shard, built now, is an array of its own
 
 
 def _is_elementwise(eqn: Any) -> bool:
@@ -180,8 +184,7 @@ def order(*arrays: jax.Array, forward: bool = True, backward: bool = True) -> li
     return order_p.bind(*arrays, forward=forward, backward=backward)
 
 
-def _apply_order(*arrays: jax.Array, forward: bool, backward: bool) -> list[jax.Array]:
-    del backward
+def _apply_order(*arrays: jax.Array, forward: bool, **_: bool) -> list[jax.Array]:
     return lax.optimization_barrier(list(arrays)) if forward else list(arrays)
 
 

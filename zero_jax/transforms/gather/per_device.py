@@ -87,7 +87,7 @@ SAME_PARAM = SHAPES | CASTS | {"concatenate"}
 def copy_per_device(x: jax.Array, dims: Dims, *, mesh: Mesh, axes: Axes, dtype: Any = None) -> jax.Array:
     """Returns `[devices of the batch axes, ...]` copies of an array whose cotangent goes to the shards `dims`.
 
-    The array is whole over the batch axes; what `dims` cuts over other axes stays cut. The cotangent moves and is
+    The array is unsharded over the batch axes; what `dims` shards over other axes stays so. The cotangent moves and is
     summed in `dtype` (None: the array's own).
     """
     own_dtype = x.dtype
@@ -99,14 +99,15 @@ def copy_per_device(x: jax.Array, dims: Dims, *, mesh: Mesh, axes: Axes, dtype: 
         return tuple(tuple(axis for axis in dim if axis in data or axis not in axes.batch) for dim in dims)
 
     def copy(x: jax.Array, at: int, axis: str, lead: list[str], before: Dims, after: Dims) -> jax.Array:
+        """Adds a leading dim over `axis`; cotangents go from stacks sharded as `before` to shards `after` of them."""
         x = jnp.broadcast_to(jnp.expand_dims(x, at), (*x.shape[:at], mesh.shape[axis], *x.shape[at:]))
         stacked = tuple((name,) for name in lead)
-        landed = tuple(() if i == at else entry for i, entry in enumerate(stacked))
+        moved = tuple(() if i == at else entry for i, entry in enumerate(stacked))
         backward = [named(mesh, (*stacked, *before))]
         if after != before:
-            backward.append(named(mesh, (*landed, *after)))
-        whole = named(mesh, (*stacked, *placed([])))
-        return reshard(x, forward=Chain((whole,)), backward=Chain(tuple(backward)))
+            backward.append(named(mesh, (*moved, *after)))
+        unsharded = named(mesh, (*stacked, *placed([])))
+        return reshard(x, forward=Chain((unsharded,)), backward=Chain(tuple(backward)))
 
     for i, axis in enumerate(lead):
         x = copy(x, i, axis, lead[: i + 1], placed(data), placed(data))
@@ -136,6 +137,7 @@ def only_multiplied(jaxpr: Any, param: Any, batch_sizes: frozenset[int], num_blo
 def example_dims(eqn: Any, param: int, batch_sizes: frozenset[int], num_blocks: int) -> tuple[int, int] | None:
     """Returns the dim of examples in the other factor of a `dot_general` and in its result, or None."""
     known, shape = dim_map(eqn), eqn.invars[1 - param].aval.shape
+    # Dims of the other factor alone: a batch dim of the product is one of both.
     free = [(dims[0][1], out) for out, dims in enumerate(known.kept) if len(dims) == 1 and dims[0][0] != param]
     return next((at for at in free if shape[at[0]] in batch_sizes and shape[at[0]] % num_blocks == 0), None)
 
@@ -213,11 +215,11 @@ class DeviceSum:
         majors = {axis: set(dim[:i]) for dim in self.dims for i, axis in enumerate(dim)}
         while waiting:  # of a dim the major axes first
             axis = next(axis for axis in waiting if majors[axis].isdisjoint(waiting))
-            # Behind what cuts the dim already, so that gradients move to the device that has their place: were it in
+            # Behind what shards the dim already, so that gradients move to the device that has their place: were it in
             # front, as `dims` may have it, each device's own would move again. Their sum does, at the end.
-            landed = tuple((*now, axis) if axis in end else now for now, end in zip(placed, self.dims, strict=True))
-            yield SumStep("scatter", (axis,), left, placed, landed, self._codes(axis))
-            left, placed = tuple(other for other in left if other != axis), landed
+            scattered = tuple((*now, axis) if axis in end else now for now, end in zip(placed, self.dims, strict=True))
+            yield SumStep("scatter", (axis,), left, placed, scattered, self._codes(axis))
+            left, placed = tuple(other for other in left if other != axis), scattered
             waiting.remove(axis)
         for axis in left:
             coding = self.coding if self._codes(axis) else None
@@ -240,7 +242,7 @@ class DeviceSum:
         mesh, placed = self.mesh, without(self.dims, self.over)
         wide = promoted(stack.dtype, jnp.float32)
         moved = summed_dtype(wide, self.dtype)
-        # Without it XLA may cut what the gradients are made of as it cuts their sum.
+        # Without it XLA may shard what the gradients are made of as it shards their sum.
         stack = lax.with_sharding_constraint(stack, named(mesh, (self.over, *placed)))
         steps = self.steps(stack.shape[1:])
         stack = stack.reshape(*(mesh.shape[axis] for axis in self.over), *stack.shape[1:])
@@ -263,7 +265,7 @@ class DeviceSum:
                 stack, error = self._gather_parts(stack, step, error)
             else:
                 placed = step.after
-        if placed != self.dims:
+        if placed != self.dims:  # axes of a dim are in another order
             stack = lax.with_sharding_constraint(stack, named(mesh, self.dims))
         return stack.astype(wide), error
 
@@ -288,15 +290,16 @@ class DeviceSum:
         """Gathers the parts of a sum over an axis that does not shard it: each device has summed one."""
         mesh, (axis,), left, spread, place = self.mesh, step.axes, step.left, step.after, step.place
         rest = [(other,) for other in left if other != axis]
-        parts, whole = named(mesh, (*rest, *spread)), named(mesh, (*rest, *step.before))
-        total, lost = self._send(stack, parts, whole, None if error is None else jnp.zeros_like(stack))
+        parts, gathered = named(mesh, (*rest, *spread)), named(mesh, (*rest, *step.before))
+        total, lost = self._send(stack, parts, gathered, None if error is None else jnp.zeros_like(stack))
         if error is None or lost is None:
             return total, None
 
         def add_to_part(error: jax.Array, lost: jax.Array) -> jax.Array:
+            """Adds what a device's part has lost, `[..., part, ...]`, to its error, at the place of this part."""
             lost = jnp.expand_dims(lost, place)
-            is_cut = [False] * len(left) + [axis in dim for dim in spread]
-            starts = [lax.axis_index(axis) * (size * cut) for size, cut in zip(lost.shape, is_cut, strict=True)]
+            is_part = [False] * len(left) + [axis in dim for dim in spread]
+            starts = [lax.axis_index(axis) * (size * flag) for size, flag in zip(lost.shape, is_part, strict=True)]
             part = lax.dynamic_slice(error, starts, lost.shape) + lost.astype(error.dtype)
             return lax.dynamic_update_slice(error, part, starts)
 

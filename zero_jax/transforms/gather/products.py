@@ -1,7 +1,7 @@
 """Matmuls with weights as products of matrices, and in shares of rows; convolutions that XLA partitions wrongly.
 
 XLA:TPU lays a gradient of a weight of several input or output dims, such as `[features, heads, head_dim]`, out as it
-pads least: with 64 lanes for `head_dim`, features become the lanes. These are the dim that is cut, and lanes are
+pads least: with 64 lanes for `head_dim`, features become the lanes. These are the sharded dim, and lanes are
 all-reduced rather than reduce-scattered (docs/gather_on_use.md). So the weight's shard is transposed and reshaped
 before it is gathered, its gradient after it is scattered, and in between are matrices.
 """
@@ -86,6 +86,7 @@ def by_rows(eqn: Any, inputs: Sequence[jax.Array], copies: jax.Array, *, mesh: M
 
     def share(rows: jax.Array, copies: jax.Array, sizes: jax.Array) -> jax.Array:
         first, weight = lax.axis_index(axes.batch) * rows.shape[0], copies[0]
+        # Where groups end among a device's own rows; those before and behind them are empty.
         ends = jnp.clip(jnp.cumsum(sizes) - first, 0, rows.shape[0]).astype(sizes.dtype)
         inputs = [rows, weight.astype(dtype), jnp.diff(ends, prepend=jnp.zeros((), ends.dtype))]
         return bind(eqn, inputs)[0] if weight.dtype == dtype else product(eqn, inputs, 1, weight)
@@ -133,9 +134,9 @@ def _plan(eqn: Any, value: Any, place: int) -> tuple[Lazy, list[int], tuple[int,
     free = [i for i in range(value.aval.ndim) if i not in summed]
     if value.dims is None or batch[place] or not (free and partners) or max(len(summed), len(free)) < 2:
         return None
-    groups = sorted((summed, free))
+    groups = sorted((summed, free))  # of the weight's dims, those of the rows and of the columns of the matrix
     order = [*groups[0], *groups[1]]
-    if not _is_run(order):  # it is transposed anyway: then the dim that is cut comes first
+    if not _is_run(order):  # it is transposed anyway: then the dim that is sharded comes first
         groups.sort(key=lambda group: not any(value.dims[i] for i in group))
         order = [*groups[0], *groups[1]]
     dims = _merged_dims(value.dims, value.aval.shape, groups)
@@ -150,7 +151,7 @@ def _plan(eqn: Any, value: Any, place: int) -> tuple[Lazy, list[int], tuple[int,
         dims=dims,
     )
     rest = [i for i in range(len(other)) if i not in partners]
-    first = partners[0] if _is_run(partners) else len(rest)
+    first = partners[0] if _is_run(partners) else len(rest)  # adjacent dims are merged where they are
     other_order = [*rest[:first], *partners, *rest[first:]]
     other_shape = (*(other[i] for i in rest[:first]), shape[groups.index(summed)], *(other[i] for i in rest[first:]))
     sums = [(groups.index(summed),), (first,)]
@@ -164,7 +165,7 @@ def _is_run(dims: Sequence[int]) -> bool:
 
 
 def _merged_dims(dims: Dims, shape: Sequence[int], groups: Sequence[Sequence[int]]) -> Dims | None:
-    """Returns how a matrix of merged dims is sharded; None where more is cut than the major dim of a group."""
+    """Returns how a matrix of merged dims is sharded; None where more is sharded than the major dim of a group."""
     merged = []
     for group in groups:
         major = next((i for i in group if shape[i] > 1), group[0])

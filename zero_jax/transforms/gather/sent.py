@@ -126,12 +126,13 @@ def sent_product(
     param, activation, axes = values[of_param], values[place], options.axes
     is_activation = isinstance(activation, Value) and not isinstance(activation, Copies) and not activation.params_only
     is_other = options.mapped or param.on_host or options.quantize
-    is_stored_so = param.is_shard and not (is_unsharded(options, param) or is_other)
+    is_plain_shard = param.is_shard and not (is_unsharded(options, param) or is_other)
     batch = eqn.params["dimension_numbers"][1]
-    cut = [i for i, dim in enumerate(batch[of_param]) if param.dims is not None and param.dims[dim]]
-    if not is_activation or not is_stored_so or len(cut) != 1:
+    sharded = [i for i, dim in enumerate(batch[of_param]) if param.dims is not None and param.dims[dim]]
+    if not is_activation or not is_plain_shard or len(sharded) != 1:
         return None
-    stays, dim = param.shard[batch[of_param][cut[0]]], batch[place][cut[0]]
+    # The axes that the param stays sharded over: an all-to-all takes the minor axes of the batch from the examples.
+    stays, dim = param.shard[batch[of_param][sharded[0]]], batch[place][sharded[0]]
     if not stays or stays != axes.batch[len(axes.batch) - len(stays) :]:
         return None
     is_sent = isinstance(activation, SentValue) and (activation.dim, activation.axes) == (dim, stays)
@@ -148,7 +149,7 @@ def sent_product(
     if not is_sent and num_bytes >= param.aval.size * param.aval.dtype.itemsize:
         return None
     operand = SentValue(activation.array if is_sent else activation.home, False, options, row, dim, stays)
-    result = SentValue(None, False, options, result_row, cut[0], stays)
+    result = SentValue(None, False, options, result_row, sharded[0], stays)  # batch dims come first in a result
     return SentProduct(place=place, operand=operand, is_sent=is_sent, result=result)
 
 
@@ -164,19 +165,19 @@ def carried_on(eqn: Any, values: Sequence[Any]) -> tuple[SentValue, Any] | None:
         to = lambda operand, dim: known.to((operand, dim))  # noqa: E731
     else:
         return None
-    places = set()
+    places = set()  # in the result, the dims of the examples and of the experts of each operand, and their axes
     for i, value in enumerate(values):
         if isinstance(value, SentValue):
             places.add((to(i, value.examples), to(i, value.dim), value.axes))
         elif not value.params_only or isinstance(value, Lazy):
             return None
-    first = next(value for value in values if isinstance(value, SentValue))
     if len(places) != 1:
         return None
     ((examples, dim, _),) = places
     if None in (examples, dim):
         return None
-    result = dataclasses.replace(first, array=None, examples=examples, dim=dim)
+    sent = next(value for value in values if isinstance(value, SentValue))
+    result = dataclasses.replace(sent, array=None, examples=examples, dim=dim)
     if eqn.primitive is rows_p:  # which is laid out on each device
         there = result.sharding(eqn.outvars[0].aval.ndim, is_home=False)
         eqn = eqn.replace(params={**eqn.params, "sharding": there})

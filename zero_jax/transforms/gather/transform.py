@@ -194,6 +194,7 @@ def _mark(params: PyTree, specs: PyTree, options: GatherOptions) -> list[Lazy | 
         elif options.mapped and is_float(aval):
             marked.append(Value(_root(leaf, name, dims, options), params_only=True))
         elif is_narrower(aval, dtype) or (dtype is not None and is_float(aval) and aval.ndim > 1):
+            # Of no axes: it is followed to its uses, whose products sum its gradient in the reduce dtype.
             marked.append(Lazy((leaf,), as_it_is, aval, name, ((),) * aval.ndim))
         else:
             marked.append(Value(leaf, params_only=True))
@@ -202,12 +203,12 @@ def _mark(params: PyTree, specs: PyTree, options: GatherOptions) -> list[Lazy | 
 
 def _root(leaf: jax.Array, name: str, dims: Dims, options: GatherOptions) -> jax.Array:
     """Returns a param, or what stands for it, whose cotangents add up to a shard, whatever its uses are."""
-    is_cut = carries(dims, options.axes.data)
+    is_sharded = carries(dims, options.axes.data)
     if options.mapped:
-        refusal = f"the gradient of {name!r} is not summed at each of its uses" if is_cut else ""
+        refusal = f"the gradient of {name!r} is not summed at each of its uses" if is_sharded else ""
         return summed_use(leaf, device_sum(options, dims, refusal=refusal))
     with gather_scope(name):
-        backward = Chain((named(options.mesh, dims),)) if is_cut else Chain()
+        backward = Chain((named(options.mesh, dims),)) if is_sharded else Chain()
         return reshard(leaf, forward=Chain(), backward=backward)
 
 

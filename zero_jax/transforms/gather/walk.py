@@ -94,7 +94,7 @@ class GatherWalk(Walk[GatherFrame]):
         self.options, self.batch_sizes, self.notes, self.examples = options, batch_sizes, notes, examples
         self.mixed = frozenset() if examples is None else examples.mixed
         self.gathered_array = functools.partial(gathered_array, options)
-        self.made_of: dict[tuple[int, ...], Any] = {}  # results within one build: what a recipe uses twice is made once
+        self.built: dict[tuple[int, ...], Any] = {}  # results within one build: what a recipe uses twice is made once
         self.building = False
         self.bind = CachedBind()
         self.regions: dict[Any, SharedRegion] = {}  # of those of equal layers JAX traces and differentiates one
@@ -126,10 +126,10 @@ class GatherWalk(Walk[GatherFrame]):
             env.update(zip(eqn.outvars, outs, strict=True))
 
         ordering = Ordering(facts, ins)
-        ordinary = OrdinaryRuns(facts, ordering, self.is_apart)
+        ordinary = OrdinaryRuns(facts, ordering, self.has_wrong_convolution)
         for index, eqn in enumerate(jaxpr.eqns):
             ordering.enter(index, env, evaluate)
-            if index in ordering.evaluated:
+            if index in ordering.evaluated:  # before its turn: a slice or a cast of params that were tied, or in a run
                 continue
             run = ordinary.at(index, env)
             if len(run) > 1:
@@ -139,14 +139,14 @@ class GatherWalk(Walk[GatherFrame]):
                 evaluate(eqn)
         return [read(atom) for atom in jaxpr.outvars]
 
-    def is_apart(self, eqn: Any) -> bool:
+    def has_wrong_convolution(self, eqn: Any) -> bool:
         """Tells whether an equation is or runs a convolution that XLA partitions wrongly on this mesh."""
         return self.options.conv_batch is not None and holds_convolution(eqn)
 
     def enters(self, eqn: Any, sub: Subcall, values: list[Any], frame: GatherFrame) -> bool:
         """Tells whether an equation of params, or of such a convolution, is looked into."""
-        is_known = any(isinstance(value, Lazy | Copies | SentValue) for value in values)
-        return sub.kind != "while" and (is_known or self.is_apart(eqn))
+        is_special = any(isinstance(value, Lazy | Copies | SentValue) for value in values)
+        return sub.kind != "while" and (is_special or self.has_wrong_convolution(eqn))
 
     def equation(self, eqn: Any, values: list[Any], frame: GatherFrame) -> Sequence[Any]:
         """Evaluates an equation: what was sent to shards comes home, but for products, calls and elementwise work."""
@@ -164,18 +164,19 @@ class GatherWalk(Walk[GatherFrame]):
         """Evaluates an equation that is not looked into."""
         if eqn.primitive is pipeline_p:
             return [*staged(self, eqn, values, frame)]
-        is_apart = self.is_apart(eqn)
+        is_wrong = self.has_wrong_convolution(eqn)
         if any(isinstance(value, Copies) for value in values):
             return self.copied(eqn, values, frame)
-        if any(isinstance(value, Lazy) for value in values) or (is_apart and subcall(eqn)):
+        if any(isinstance(value, Lazy) for value in values) or (is_wrong and subcall(eqn)):
+            # A function that is mapped over devices has indices of one device's examples: no rows can move.
             is_lookup = eqn.primitive.name == "gather" and not self.options.mapped
-            return (self.lookup if is_lookup else self.first_order)(eqn, values, frame)
+            return (self.lookup if is_lookup else self.on_params)(eqn, values, frame)
         arrays = [value.array for value in values]
         own = self.options.conv_batch
-        made = [product(eqn, arrays, 1, arrays[1], own=own)] if is_apart else self.bind(eqn, arrays)
+        made = [product(eqn, arrays, 1, arrays[1], own=own)] if is_wrong else self.bind(eqn, arrays)
         return _values(made, values)
 
-    def first_order(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
+    def on_params(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """Any primitive that the walk does not descend into: passes shards through, or is a use."""
         if (widened := defer_cast(eqn, values)) is not None:
             return [widened]
@@ -183,27 +184,29 @@ class GatherWalk(Walk[GatherFrame]):
         if self.options.conv_batch:
             refuse_convolution(eqn)
         dims_in = [value.dims if value.is_deferred else None for value in values]
-        shards = lambda dims, i: axis_size(self.options.mesh, dims[i])  # noqa: E731
+        num_shards = lambda dims, i: axis_size(self.options.mesh, dims[i])  # noqa: E731
         params_only = all(value.params_only for value in values)
-        passes, _ = pending(eqn, values)
+        runs_on_shards, _ = pending(eqn, values)
         if self.options.mapped and not params_only:  # a device's own activations are no part of what all devices gather
-            passes &= eqn.primitive.name in ("dynamic_slice", "gather")  # whose index is mostly a counter
-        out_dims = passthrough(eqn, dims_in, shards) if passes and not inner else None
+            runs_on_shards &= eqn.primitive.name in ("dynamic_slice", "gather")  # whose index is mostly a counter
+        out_dims = passthrough(eqn, dims_in, num_shards) if runs_on_shards and not inner else None
         # A product with a constant is an activation of a model whose input is a constant: worth keeping.
         is_reduction = eqn.primitive.name in REDUCTIONS  # so much smaller than its input: it is reduced on the shard
-        lazy = params_only and not (inner or is_reduction or eqn.effects)
-        lazy = lazy and (not is_contraction(eqn) or all(isinstance(value, Lazy) for value in values))
-        if out_dims is not None or lazy:
+        is_lazy = params_only and not (inner or is_reduction or eqn.effects)
+        is_lazy = is_lazy and (not is_contraction(eqn) or all(isinstance(value, Lazy) for value in values))
+        if out_dims is not None or is_lazy:
             return self.derive(eqn, values, out_dims)
         if is_reduction:
             return _values(jaxprs.bind(eqn, [self.array(value, eqn, frame) for value in values]), values)
-        opaque = bool(inner) and not eqn.primitive.name.startswith(("custom_", "scatter"))
+        # What is left is a use. Derivatives of the user's and the sums of scatters have jaxprs, and use params as
+        # others do: what else has one may use them anywhere in it.
+        is_opaque = bool(inner) and not eqn.primitive.name.startswith(("custom_", "scatter"))
         has_batch_dim = eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0])
         sent = sent_product(self.options, self.examples, eqn, values) if has_batch_dim else None
         for value in values if self.notes.records else ():
             if isinstance(value, Lazy):
-                reason = f"before {eqn.primitive.name}, which is not looked into" if opaque else eqn.primitive.name
-                self.notes.gather(value, eqn, reason, early=opaque, sent=sent)
+                reason = f"before {eqn.primitive.name}, which is not looked into" if is_opaque else eqn.primitive.name
+                self.notes.gather(value, eqn, reason, early=is_opaque, sent=sent)
                 self.notes.wide(value, eqn)
         values = [at_home(value) for value in values] if sent is None else sent.operands(values, frame.sent)
         return self.use(eqn, values, frame, sent)
@@ -216,6 +219,7 @@ class GatherWalk(Walk[GatherFrame]):
         if not gathers or not frame.regather or frame.ends_forward or eqn.effects:
             region, packed = self.gathered(eqn, values, sent)
             return _values(region(*packed.arrays), values, sent)
+        # Without what their paths begin with, the uses of equal layers have one key, and JAX traces one of them.
         prefix, values = ("", values) if self.notes.records else relative(values)
         region, packed = self.gathered(eqn, values, sent)
         key = (*jaxprs.equation_key(eqn), id(eqn) in self.mixed, frame.prevent_cse, Packed(values).key, sent is None)
@@ -223,12 +227,12 @@ class GatherWalk(Walk[GatherFrame]):
             # A barrier makes arrays: an activation function's result would be kept beside what it is computed from, and
             # the cotangent that a bias sums be read once more. What is as small as a bias may be kept gathered.
             params, small = [v for v in values if isinstance(v, Lazy)], max(eqn.outvars[0].aval.shape, default=1)
-            barred: Any = True
+            has_barrier: Any = True
             if eqn.primitive.name in ("add", "sub"):
-                barred = any(root.size > small for value in params for root in value.roots)
+                has_barrier = any(root.size > small for value in params for root in value.roots)
             elif self.options.outermost and is_contraction(eqn):
-                barred = packed.spread([isinstance(value, Lazy) for value in packed.values])
-            self.uses[key] = jax.checkpoint(region, prevent_cse=frame.prevent_cse and barred)
+                has_barrier = packed.spread([isinstance(value, Lazy) for value in packed.values])
+            self.uses[key] = jax.checkpoint(region, prevent_cse=frame.prevent_cse and has_barrier)
         with params_scope(prefix):
             return _values(self.uses[key](*packed.arrays), values, sent)
 
@@ -240,24 +244,26 @@ class GatherWalk(Walk[GatherFrame]):
         packed = Packed(inputs)
         lazy = {i: value for i, value in enumerate(inputs) if isinstance(value, Lazy)}
         mesh, axes, in_shares = self.options.mesh, self.options.axes, self.in_shares(eqn, inputs)
+        # Where a factor is replicated, a shard of the gradient would be asked of the product itself: XLA would shard
+        # that, and send activations. So the gradient is computed whole first, and what it shards wrongly, too.
         pin = (id(eqn) in self.mixed and not in_shares) or has_wrong_gradient(eqn)
         grads = self.own_grads(eqn, lazy, sent)
-        kept = packed.without_arrays()
-        taken = functools.partial(self.gathered_array, pin=pin)
+        bare = packed.without_arrays()  # the region is cached
+        array_of_use = functools.partial(self.gathered_array, pin=pin)
         if sent is not None:
-            taken = functools.partial(where_sent, sent.options)
+            array_of_use = functools.partial(where_sent, sent.options)
 
         def region(*arrays: Any) -> list[Any]:
-            inputs = kept.values_of(arrays)
+            inputs = bare.values_of(arrays)
             if in_shares:
                 rows, weight, sizes = inputs
                 copies = self.copies(weight, dtype=grads.dtype if grads.places else None)
-                return [by_rows(eqn, [taken(rows), taken(sizes)], copies, mesh=mesh, axes=axes)]
-            made = [taken(value) for value in inputs]
+                return [by_rows(eqn, [array_of_use(rows), array_of_use(sizes)], copies, mesh=mesh, axes=axes)]
+            factors = [array_of_use(value) for value in inputs]
             if not grads.places:
-                return evaluate(made, self.bind)
-            weights = {i: taken(inputs[i], dtype=grads.dtype) for i in grads.places}
-            return evaluate(made, lambda eqn, inputs: with_weights(eqn, inputs, weights, **grads.how))
+                return evaluate(factors, self.bind)
+            weights = {i: array_of_use(inputs[i], dtype=grads.dtype) for i in grads.places}
+            return evaluate(factors, lambda eqn, inputs: with_weights(eqn, inputs, weights, **grads.how))
 
         return region, packed
 
@@ -270,6 +276,7 @@ class GatherWalk(Walk[GatherFrame]):
         places += [i for i, x in lazy.items() if dtype is not None and needs_dtype(eqn, i, x.aval.dtype, dtype)]
         shards = [i for i, value in lazy.items() if value.is_shard and is_float(value.aval)]
         is_plain = sent is None and eqn.primitive.name == "dot_general"
+        # Mapped over stages, a gradient has three dims, and large ones are all-reduced (docs/pipeline.md).
         if stages is not None and is_plain and shards and places in ([], shards):
             dtype = dtype if places else lazy[shards[0]].aval.dtype
             return OwnGrads(shards, dtype, {"apart": stages.by_itself})
@@ -295,7 +302,7 @@ class GatherWalk(Walk[GatherFrame]):
             dims = example_dims(eqn, places[0], self.batch_sizes, axis_size(mesh, axes.batch))
         if dims is None:  # any of the copies will do
             first = [Value(v.array[0], params_only=True) if isinstance(v, Copies) else v for v in values]
-            return self.first_order(eqn, first, frame)
+            return self.on_params(eqn, first, frame)
         return [Value(multiply(eqn, arrays, places[0], dims, mesh=mesh, axes=axes), params_only=False)]
 
     def derive(self, eqn: Any, values: Sequence[Any], out_dims: Dims | None) -> list[Lazy | Value]:
@@ -316,16 +323,17 @@ class GatherWalk(Walk[GatherFrame]):
             return jaxprs.bind(eqn, [value.built if isinstance(value, Lazy) else value.array for value in inputs])
 
         def build(index: int, *arrays: Any) -> Any:
-            key, outermost = (id(packed), *map(id, arrays)), not self.building
+            # Recipes build one another. Ids stay their own until the outermost of them returns, and no longer.
+            key, is_outermost = (id(packed), *map(id, arrays)), not self.building
             self.building = True
             try:
-                if key not in self.made_of:
-                    self.made_of[key] = make_all(arrays)
-                return self.made_of[key][index]
+                if key not in self.built:
+                    self.built[key] = make_all(arrays)
+                return self.built[key][index]
             finally:
-                if outermost:
+                if is_outermost:
                     self.building = False
-                    self.made_of.clear()
+                    self.built.clear()
 
         depth = 1 + max(value.depth for value in lazy)
         path = " and ".join(dict.fromkeys(value.path for value in lazy))
@@ -333,14 +341,14 @@ class GatherWalk(Walk[GatherFrame]):
             reason = "of its sharded dim, gathered first: XLA's gradient on shards may be wrong" if pin else "of params"
             for value in lazy:
                 self.notes.gather(value, eqn, f"{eqn.primitive.name} {reason}", early=False)
-        all_whole = all(value.dims is not None and not value.is_shard for value in lazy)
+        are_unsharded = all(value.dims is not None and not value.is_shard for value in lazy)
         made = [
             Lazy(
                 roots=roots,
                 build=functools.partial(build, i),
-                aval=var.aval if cast is None else var.aval.update(dtype=lazy[0].aval.dtype),
+                aval=var.aval if cast is None else var.aval.update(dtype=lazy[0].aval.dtype),  # the cast is pending
                 path=path,
-                dims=((),) * var.aval.ndim if all_whole else out_dims,
+                dims=((),) * var.aval.ndim if are_unsharded else out_dims,
                 depth=depth,
                 cast=cast,
                 formats=lazy[0].formats if len({value.formats for value in lazy}) == 1 else PLAIN,
@@ -351,6 +359,7 @@ class GatherWalk(Walk[GatherFrame]):
         ]
         if depth < MAX_RECIPE_DEPTH:
             return [*made]
+        # A recipe that is too long is built once: a shard stays one, what is made of gathered params is kept.
         if made[0].dims is None:
             return [Value(array_of(self.options, value), params_only=True) for value in made]
         return [value.as_root() for value in made]
@@ -390,7 +399,7 @@ class GatherWalk(Walk[GatherFrame]):
         packed = Packed(values)
         policy, prevent_cse = eqn.params["policy"], packed.spread(eqn.params["prevent_cse"])
         key = (id(sub.jaxpr), policy, prevent_cse, packed.key)
-        if self.notes.records or key not in self.regions:
+        if self.notes.records or key not in self.regions:  # what is noted has the full path of each param
             self.regions[key] = self.shared(sub.jaxpr, packed, prevent_cse=prevent_cse, policy=refuse_gathered(policy))
         region = self.regions[key]
         with jaxprs.source_context(eqn), params_scope(prefix):
@@ -429,8 +438,8 @@ class GatherWalk(Walk[GatherFrame]):
         """Looks rows of examples up in a sharded table."""
         table, indices = values[0], values[1]
         if not isinstance(table, Lazy) or not isinstance(indices, Value) or indices.params_only:
-            return self.first_order(eqn, values, frame)
-        if table.cast is not None:
+            return self.on_params(eqn, values, frame)
+        if table.cast is not None:  # of the rows that were looked up, which move in the narrow dtype
             self.notes.wide(table, eqn)
             (rows,) = self.lookup(eqn, [dataclasses.replace(table, cast=None), *values[1:]], frame)
             return [Value(table.widened(self.array(rows, eqn, frame)), params_only=False)]
@@ -438,7 +447,7 @@ class GatherWalk(Walk[GatherFrame]):
         is_shard, sizes = table.is_shard, self.batch_sizes
         plan = plan_lookup(eqn, table.shard, mesh=mesh, axes=axes, batch_sizes=sizes) if is_shard else None
         if plan is None:
-            return self.first_order(eqn, values, frame)
+            return self.on_params(eqn, values, frame)
         if plan.feature is None:
             self.notes.gather(table, eqn, "lookup", early=False)
             copies = self.copies(table)
@@ -446,9 +455,8 @@ class GatherWalk(Walk[GatherFrame]):
                 return [Value(move_table(eqn, plan, copies, indices.array), params_only=False)]
         array, stored_unsharded = table.built, is_unsharded(self.options, table)
         with gather_scope(table.path):
-            return [
-                Value(move_rows(eqn, plan, array, indices.array, stored_unsharded=stored_unsharded), params_only=False)
-            ]
+            rows = move_rows(eqn, plan, array, indices.array, stored_unsharded=stored_unsharded)
+        return [Value(rows, params_only=False)]
 
 
 def _values(

@@ -112,11 +112,11 @@ class _LowRankWalk(Walk[_Frame]):
         packed = Packed(values[i] for i in order)
 
         def region(*arrays: Any) -> list[Any]:
-            made = dict(zip(order, packed.values_of(arrays), strict=True))
-            return evaluate([made[i] for i in range(len(values))])
+            by_place = dict(zip(order, packed.values_of(arrays), strict=True))
+            return evaluate([by_place[i] for i in range(len(values))])
 
-        works = any(_is_work(weight, is_merged=product is None) for weight in weights)
-        if works and not frame.in_region and not eqn.effects:
+        makes_arrays = any(_makes_arrays(weight, is_merged=product is None) for weight in weights)
+        if makes_arrays and not frame.in_region and not eqn.effects:
             region = jax.checkpoint(region, prevent_cse=frame.prevent_cse)
         return region(*packed.arrays)
 
@@ -141,10 +141,10 @@ class _LowRankWalk(Walk[_Frame]):
             self.uses.append(use)
 
 
-def _is_work(weight: Weight, *, is_merged: bool) -> bool:
-    """Tells whether more arrays are made of a weight at its use: they are not kept for the backward pass."""
-    is_made = not (weight.is_plain or len(weight.shape) < 2)
-    return is_made or weight.is_dora or (is_merged and bool(weight.factors))
+def _makes_arrays(weight: Weight, *, is_merged: bool) -> bool:
+    """Tells whether arrays of its size are made of a weight at its use: they are not kept for the backward pass."""
+    is_built = not (weight.is_plain or len(weight.shape) < 2)
+    return is_built or weight.is_dora or (is_merged and bool(weight.factors))
 
 
 def _is_stack(value: Any) -> bool:
@@ -200,14 +200,15 @@ def _part(eqn: Any, weight: Weight, values: Sequence[Any]) -> Weight | None:
 def _element(eqn: Any, weight: Weight, index: Any) -> Weight | None:
     """One element of the stack at an index, `w[i]`."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    plain = tuple(numbers.collapsed_slice_dims) == tuple(numbers.start_index_map) == (0,)
-    one = jnp.ndim(index) == 1 and not getattr(numbers, "operand_batching_dims", ())
-    if not (plain and one) or tuple(sizes) != (1, *weight.shape[1:]):
+    is_of_stack = tuple(numbers.collapsed_slice_dims) == tuple(numbers.start_index_map) == (0,)
+    is_single = jnp.ndim(index) == 1 and not getattr(numbers, "operand_batching_dims", ())
+    if not (is_of_stack and is_single) or tuple(sizes) != (1, *weight.shape[1:]):
         return None
 
     def take(x: Any) -> Any:
-        of_x = numbers._replace(offset_dims=tuple(range(x.ndim - 1)))
-        params = {**eqn.params, "dimension_numbers": of_x, "slice_sizes": (1, *x.shape[1:])}
+        """Takes the element of an array that the weight is made of, which may have other dims behind the stack."""
+        of_array = numbers._replace(offset_dims=tuple(range(x.ndim - 1)))
+        params = {**eqn.params, "dimension_numbers": of_array, "slice_sizes": (1, *x.shape[1:])}
         return jaxprs.bind(eqn.replace(params=params), [x, index])[0]
 
     return weight.element([*map(take, weight.arrays)])

@@ -128,9 +128,9 @@ class Weight(Deferred):
     def update(self, dtype: Any) -> jax.Array:
         """Returns `scale A B` in the weight's shape."""
         letters = string.ascii_letters[: len(self.shape)]
-        of = {side: "".join(letters[i] for i in self.places(STACK + side)) for side in (IN, OUT)}
+        of_a, of_b = ("".join(letters[i] for i in self.places(STACK + side)) for side in (IN, OUT))
         a, b = (self.factor(side).astype(dtype) for side in (IN, OUT))
-        return self.scale * jnp.einsum(f"{of[IN]}Z,{of[OUT]}Z->{letters}", a, b, preferred_element_type=dtype)
+        return self.scale * jnp.einsum(f"{of_a}Z,{of_b}Z->{letters}", a, b, preferred_element_type=dtype)
 
     def gain(self) -> jax.Array:
         """Returns DoRA's factor of each output, `[*stack, *out]`; no gradient goes through the norm (section 4.3)."""
@@ -187,7 +187,7 @@ def _dot(eqn: Any, weight: Weight, place: int) -> Product | None:
     of_x = "".join(shared.get(dim, string.ascii_uppercase[dim]) for dim in range(x_rank))
     of_batch, free = "".join(of_weight[i] for i in batch), "".join(filter(str.isupper, of_x))
     rest = "".join(of_weight[i] for i in weight.places(far))
-    of_y = of_batch + (free + rest if place else rest + free)
+    of_y = of_batch + (free + rest if place else rest + free)  # as `dot_general` orders its result
     near_letters, far_letters = ("".join(of_weight[i] for i in weight.places(STACK + each)) for each in (side, far))
     options = {"precision": eqn.params["precision"], "preferred_element_type": eqn.params["preferred_element_type"]}
 
@@ -199,7 +199,7 @@ def _dot(eqn: Any, weight: Weight, place: int) -> Product | None:
         y = bind(eqn, [x, w.base()] if place else [w.base(), x])[0]
         with source_context(eqn):
             a, b = w.factor(side).astype(x.dtype), w.factor(far).astype(x.dtype)
-            h = jnp.einsum(f"{of_x},{near_letters}Z->{of_batch}{free}Z", x, a, **options)
+            h = jnp.einsum(f"{of_x},{near_letters}Z->{of_batch}{free}Z", x, a, **options)  # Z is the rank
             h = (h * w.scale).astype(x.dtype)
             y = y + jnp.einsum(f"{of_batch}{free}Z,{far_letters}Z->{of_y}", h, b, **options).astype(y.dtype)
             return y if gain is None or side == OUT else (y * _spread(gain, of_gain, of_y)).astype(y.dtype)
@@ -221,10 +221,10 @@ def _lookup(eqn: Any, weight: Weight, place: int) -> Product | None:
     dims = tuple(numbers.collapsed_slice_dims)
     rest = [i for i in range(len(weight.shape)) if i not in dims]
     side = next((side for side in (IN, OUT) if weight.places(side) == list(dims)), None)
-    whole = all(sizes[i] == weight.shape[i] for i in rest) and not getattr(numbers, "operand_batching_dims", ())
-    ends = tuple(numbers.offset_dims) == tuple(range(num_indices, num_indices + len(rest)))
-    starts = len(dims) == 1 and tuple(numbers.start_index_map) == dims
-    if place != 0 or side is None or weight.places(STACK) or not (whole and ends and starts):
+    are_rows = all(sizes[i] == weight.shape[i] for i in rest) and not getattr(numbers, "operand_batching_dims", ())
+    are_last = tuple(numbers.offset_dims) == tuple(range(num_indices, num_indices + len(rest)))
+    is_by_number = len(dims) == 1 and tuple(numbers.start_index_map) == dims
+    if place != 0 or side is None or weight.places(STACK) or not (are_rows and are_last and is_by_number):
         return None
     if weight.is_dora and side == OUT:
         return None
@@ -234,8 +234,8 @@ def _lookup(eqn: Any, weight: Weight, place: int) -> Product | None:
     def evaluate(w: Weight, rows: Any) -> jax.Array:
         y = bind(eqn, [w.base(), rows])[0]
         a, b = w.factor(side), w.factor(far)
-        taken = eqn.replace(params={**eqn.params, "dimension_numbers": of_factor, "slice_sizes": (1, a.shape[1])})
-        h = bind(taken, [a, rows])[0]
+        lookup = eqn.replace(params={**eqn.params, "dimension_numbers": of_factor, "slice_sizes": (1, a.shape[1])})
+        h = bind(lookup, [a, rows])[0]
         with source_context(eqn):
             y = y + jnp.tensordot((h * w.scale).astype(a.dtype), b, (-1, -1)).astype(y.dtype)
             return (y * w.gain()).astype(y.dtype) if w.is_dora else y
@@ -248,8 +248,8 @@ def _convolution(eqn: Any, weight: Weight, place: int) -> Product | None:
     params = eqn.params
     numbers = params["dimension_numbers"]
     out = numbers.rhs_spec[0]
-    plain = params["feature_group_count"] == params["batch_group_count"] == 1
-    if place != 1 or not plain or weight.places(OUT) != [out] or weight.places(STACK):
+    has_groups = not params["feature_group_count"] == params["batch_group_count"] == 1
+    if place != 1 or has_groups or weight.places(OUT) != [out] or weight.places(STACK):
         return None
     feature = numbers.out_spec[1]
 

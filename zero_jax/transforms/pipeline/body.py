@@ -40,9 +40,11 @@ def layer_of_microbatch(layer: Any, compared: tuple[Any, Any], axes: Axes) -> An
       CannotCut: it has operations that cannot be a part of a stage.
     """
     _check(layer)
-    own, (draws, run_draws) = {id(eqn) for eqn in _of_examples(*compared)}, map(_draws, (compared[1], layer))
-    assert len(draws) == len(run_draws)
-    own = {id(eqn) for eqn, like in zip(run_draws, draws, strict=True) if id(like) in own}
+    of_examples = {id(eqn) for eqn in _of_examples(*compared)}
+    # The layer that runs may be of another trace than the part that was compared: its draws are in the same order.
+    draws, own_draws = ([x for x in equations(each) if x.primitive.name in _BY_KEY] for each in (compared[1], layer))
+    assert len(draws) == len(own_draws)
+    own = {id(eqn) for eqn, like in zip(own_draws, draws, strict=True) if id(like) in of_examples}
 
     def run(number: jax.Array, *operands: Any) -> list[Any]:
         return _Layer(own, axes, number).run(layer, operands, None)
@@ -67,11 +69,6 @@ def _check(layer: Any) -> None:
                 f"{name} at {jaxprs.model_line(eqn)} has effects, {', '.join(map(str, eqn.effects))}, and a stage "
                 "runs on no microbatch of its own while the pipeline fills"
             )
-
-
-def _draws(layer: Any) -> list[Any]:
-    """Returns what draws random numbers by a key in a layer, in order."""
-    return [eqn for eqn in equations(layer) if eqn.primitive.name in _BY_KEY]
 
 
 def _of_examples(whole: Any, part: Any) -> Iterator[Any]:
@@ -120,7 +117,7 @@ class _Layer(Rewriting):
         if id(eqn) not in self.own:
             return bind(eqn, values)
         fold_in = lambda key: jax.random.fold_in(key, self.number)  # noqa: E731
-        for _ in range(values[0].ndim):
+        for _ in range(values[0].ndim):  # an array of keys
             fold_in = jax.vmap(fold_in)
         return bind(eqn, [fold_in(values[0]), *values[1:]])
 

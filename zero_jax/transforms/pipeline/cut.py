@@ -333,7 +333,7 @@ def _roles(
     eqns = pair.whole, pair.part
     whole, part = (jaxprs.alone(closed, eqn.invars) for closed, eqn in zip(compared, eqns, strict=True))
     operands = comparison.run(whole, part, inputs)
-    comparison.source = jaxprs.source_line(pair.whole)
+    comparison.source = jaxprs.source_line(pair.whole)  # which a refusal names
     results = comparison.equation(pair, operands)
     comparison.source = ""
     scan = scan_of(pair.whole)

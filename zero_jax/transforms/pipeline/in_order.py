@@ -77,7 +77,7 @@ class OtherScan:
         """Evaluates it on its operands."""
         sub = self.sub
         consts, carry, slices = sub.split(values)
-        own = [_ordered(consts[i], numbers) for i, numbers in self.numbers.items()]
+        by_number = [_ordered(consts[i], numbers) for i, numbers in self.numbers.items()]
         is_moved = sub.reverse or any(map(np.any, (np.diff(x) != 1 for x in self.numbers.values())))
         slices = [x[::-1] for x in slices] if sub.reverse else slices
 
@@ -91,8 +91,10 @@ class OtherScan:
 
         index = jnp.arange(sub.length) if self.whole else None
         others = [x for i, x in enumerate(slices) if i not in self.whole]
-        with jax.named_scope(ROLLED if is_moved else ""):
-            carry, ys = lax.scan(body, carry, (index, own, others), length=sub.length, unroll=sub.unroll)
+        with jax.named_scope(
+            ROLLED if is_moved else ""
+        ):  # params move to their stages in each step: the report says so
+            carry, ys = lax.scan(body, carry, (index, by_number, others), length=sub.length, unroll=sub.unroll)
         return [*carry, *(y[::-1] if sub.reverse else y for y in ys)]
 
 
@@ -149,10 +151,11 @@ def _numbers(closed: Any, eqn: Any, sub: Subcall, stacks: Sequence[int]) -> dict
     if not readers:
         return {}
     places = list(dict.fromkeys(x.invars[1] for eqns in readers.values() for x in eqns))
-    inputs, given = [var.aval for var in open_jaxpr(closed)[0].invars], jaxprs.alone(closed, eqn.invars)
+    inputs, operands = [var.aval for var in open_jaxpr(closed)[0].invars], jaxprs.alone(closed, eqn.invars)
 
     def count(*leaves: Any) -> list[Any]:
-        consts, carry, slices = sub.split(evaluate(*open_jaxpr(given), leaves))
+        """Runs the scan for the numbers that it reads by alone."""
+        consts, carry, slices = sub.split(evaluate(*open_jaxpr(operands), leaves))
 
         def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
             env: dict[Any, Any] = {}
@@ -164,11 +167,12 @@ def _numbers(closed: Any, eqn: Any, sub: Subcall, stacks: Sequence[int]) -> dict
     counting = trace_flat(count, inputs)
     tables = zip(places, open_jaxpr(counting)[0].outvars, strict=True)
     known = {x: table for x, table in tables if _is_constant(jaxprs.alone(counting, [table]))}
-    with jax.ensure_compile_time_eval():
+    with jax.ensure_compile_time_eval():  # these read no input
         made = evaluate(*open_jaxpr(jaxprs.alone(counting, [*known.values()])), [None] * len(inputs))
     known = dict(zip(known, map(np.asarray, made), strict=True))
-    of_each = {i: [x.invars[1] for x in eqns] for i, eqns in readers.items()}
-    found = {i: np.stack([known[x] for x in each]) for i, each in of_each.items() if known.keys() >= {*each}}
+    read_by = {i: [x.invars[1] for x in eqns] for i, eqns in readers.items()}
+    # For each constant `[readers, iterations]`.
+    found = {i: np.stack([known[x] for x in each]) for i, each in read_by.items() if known.keys() >= {*each}}
     numbers = {i: table[0, ::-1] if sub.reverse else table[0] for i, table in found.items()}
 
     def are_layers(i: int) -> bool:

@@ -73,6 +73,7 @@ def run_1f1b(
     seeds, operands, shardings = operands[:num_seeds], operands[num_seeds:], shardings[num_seeds:]
     ticks = _InterleavedTicks(program, layer, operands, shardings)
 
+    # Twice: of the first the gradient is taken, and the second is its value without one (`by_microbatch`).
     def with_loss(seeds: Sequence[Any], results: list[jax.Array]) -> list[jax.Array]:
         loss = sum(jnp.vdot(x, results[i].astype(x.dtype)) for x, i in zip(seeds, program.summed, strict=True))
         return [jnp.asarray(loss), jnp.asarray(loss), *results]
@@ -82,6 +83,7 @@ def run_1f1b(
         return with_loss(seeds, ticks.run(seeds, operands, [False] * len(operands))[0])
 
     def forward(seeds: list[Any], operands: list[Any]) -> tuple[list[jax.Array], list[Any]]:
+        # Only for operands that a gradient is asked of: the loop sums one for each.
         seeds, wanted = [x.value for x in seeds], [x.perturbed for x in operands]
         results, grads = ticks.run(seeds, [x.value for x in operands], wanted)
         return with_loss(seeds, results), grads
@@ -138,19 +140,20 @@ class _InterleavedTicks(Ticks):
         # Gradients are summed over layers in the dtype of what all of them read.
         shared, stacks = operands[: self.num_shared], operands[self.first_stack :]
         self.operands = [*map(widened, shared), *[None] * len(rows), *stacks]
-        self.axes = [*[None] * self.first_stack, *[0] * len(stacks)]
+        self.axes = [*[None] * self.first_stack, *[0] * len(stacks)]  # over which stages are mapped
         self.seeds = [x * self.part(i) for x, i in zip(seeds, self.program.summed, strict=True)]
         self.wanted = [i for i, flag in enumerate(wanted) if flag]
         self.of_layers = [i for i in self.wanted if i >= self.first_stack]
         self.others = self.wanted[: len(self.wanted) - len(self.of_layers)]
-        stages = lambda x: jax.ShapeDtypeStruct((self.num_stages, *x.shape), x.dtype)  # noqa: E731
-        state = self.pinned([jnp.zeros(x.shape, x.dtype) for x in map(stages, self.avals)])
+        of_stages = lambda x: jax.ShapeDtypeStruct((self.num_stages, *x.shape), x.dtype)  # noqa: E731
+        state = self.pinned([jnp.zeros(x.shape, x.dtype) for x in map(of_stages, self.avals)])
         self.passes = self.layer_passes()
-        kept = [jnp.zeros((self.num_kept, *x.shape), x.dtype) for x in map(stages, self.passes.kept_avals)]
+        kept = [jnp.zeros((self.num_kept, *x.shape), x.dtype) for x in map(of_stages, self.passes.kept_avals)]
         roles = [*zip(self.program.results, (x.aval for x in self.jaxpr.outvars), strict=True)]
         with jax.named_scope(_BACKWARD):
-            grads_before = [[*map(self.no_grad, some)] for some in (self.others, self.of_layers)]
-        sums = *grads_before, [self.nothing(role, stages(x)) for role, x in roles]
+            no_grads = [[*map(self.no_grad, numbers)] for numbers in (self.others, self.of_layers)]
+        sums = *no_grads, [self.nothing(role, of_stages(x)) for role, x in roles]
+        # What stages have: activations, cotangents of the floating ones, what the backward pass reads, and sums.
         carry = state, [state[i] for i in self.floats], [*map(self.pin_kept, kept)], sums
         (*summed, made), rows = self.all_ticks(carry)
         rows = iter(rows)
@@ -179,6 +182,7 @@ class _InterleavedTicks(Ticks):
         starts = jnp.arange(period - 1, num_ticks - size, period, dtype=jnp.int32)
         carry, _ = ticks(carry, 0, period - 1, "f")
         carry, rows = lax.scan(block, carry, starts) if len(starts) else (carry, [])
+        # The last of them, behind which none run their other groups forward.
         carry, last = ticks(carry, num_ticks - size, size, "fbe")
         carry, _ = ticks(carry, num_ticks, period - 1, "b")
         rows = [jnp.concatenate([lax.collapse(x, 0, 2), y]) for x, y in zip(rows, last, strict=True)] if rows else last
@@ -215,20 +219,22 @@ class _InterleavedTicks(Ticks):
         the one that goes backward.
         """
         s, last = self.num_stages, self.loop.num_groups - 1
+        # Number `t - (S V - 1) - (S - 1 - s)`; of the groups, which go in reverse, it is the turn.
         stage, turn, number, is_own = self.work(t - s * last - 2 * (s - 1) + self.stage)
         work = stage, last - turn, number, is_own
-        own = [self.at_slots(x, (t - 2 * (s * turn + s - 1 - stage)) % self.num_kept) for x in kept]
+        # It went forward `2 (S turn + S - 1 - s)` ticks before, in the slot of that tick.
+        residuals = [self.at_slots(x, (t - 2 * (s * turn + s - 1 - stage)) % self.num_kept) for x in kept]
         backward, axes = functools.partial(self.backward, ends=ends), (0, 0, 0, 0, 0, 0, self.axes)
         mapped, rows = jax.vmap(backward, in_axes=axes, spmd_axis_name=self.place.pipe), self.rows_of(work)
-        results, before, grads, of_layers = mapped(work, made, own, rows, cotangents, sums[1], self.operands)
+        results, before, grads, of_layers = mapped(work, made, residuals, rows, cotangents, sums[1], self.operands)
         before = [at_stages(is_own, x, jnp.zeros_like(x)) for x in before]
         before = self.pinned(before, self.floats)
-        each = zip(self.others, sums[0], grads, strict=True)
-        summed = [self.grad_after(*x, number, is_own) for x in each]
+        of_others = zip(self.others, sums[0], grads, strict=True)
+        summed = [self.grad_after(i, old, new, number, is_own) for i, old, new in of_others]
         of_layers = [*map(self.pin_grad, self.of_layers, of_layers)]
         is_end, made = is_own & self.is_last(stage, work[1]), sums[2]
-        each = zip(self.program.results, made, results, strict=False)
-        made = [self.added(role, old, new, is_end) for role, old, new in each] if ends else made
+        of_results = zip(self.program.results, made, results, strict=False)
+        made = [self.added(role, old, new, is_end) for role, old, new in of_results] if ends else made
         ended = [x for role, x in zip(self.program.results, results, strict=False) if role.is_rows]
         return [self.place.sent(x, self.back) for x in before], (summed, of_layers, made), ended
 
@@ -261,25 +267,24 @@ class _InterleavedTicks(Ticks):
         is_last, stacks = self.is_last(*work[:2]), operands[self.first_stack :]
         of_microbatch = [*operands[: self.num_shared], *rows, *stacks]
 
-        def value(arrived: list[Any], some: list[Any], sums: list[Any]) -> tuple[Any, list[Any]]:
-            all_of, after = dict(enumerate(of_microbatch)) | dict(zip(self.others, some, strict=True)), []
-            own_rows = [all_of[i] for i in range(self.num_shared, self.first_stack)]
+        def value(arrived: list[Any], others: list[Any], sums: list[Any]) -> tuple[Any, list[Any]]:
+            by_number = dict(enumerate(of_microbatch)) | dict(zip(self.others, others, strict=True))
+            rows, sums_after = [by_number[i] for i in range(self.num_shared, self.first_stack)], []
 
             def layers(values: list[Any]) -> list[Any]:
                 sent, own = self.passes.linear(work, (values, arrived, sums, stacks), made, kept)
-                after.extend(own)
+                sums_after.extend(own)
                 return sent
 
-            sent, results = self.stage_of(work, own_rows, [*all_of.values()], layers)
-            if not ends:
-                return ([sent[i] for i in self.floats], after, []), []
-            return ([sent[i] for i in self.floats], after, [results[i] for i in self.program.summed]), results
+            sent, results = self.stage_of(work, rows, [*by_number.values()], layers)
+            summed = [results[i] for i in self.program.summed] if ends else []
+            return ([sent[i] for i in self.floats], sums_after, summed), results if ends else []
 
         # Of what has arrived and of sums only the derivative is wanted, not the value.
         zeros = [jnp.zeros_like(made[i]) for i in self.floats]
-        given = zeros, [of_microbatch[i] for i in self.others], self.no_sums(operands)
-        (_, _, summed), pullback, results = jax.vjp(value, *given, has_aux=True)
-        # Behind the last stage is the rest of the loss.
+        primals = zeros, [of_microbatch[i] for i in self.others], self.no_sums(operands)
+        (_, _, summed), pullback, results = jax.vjp(value, *primals, has_aux=True)
+        # Behind the last stage is the rest of the loss: no cotangents arrive there, but the loss's derivatives.
         seeds = [seed.astype(x.dtype) for seed, x in zip(self.seeds, summed, strict=False)]
         cotangents = [jnp.where(is_last, jnp.zeros_like(x), x) for x in cotangents]
         return results, *pullback((cotangents, grads_of_layers, seeds))
@@ -312,8 +317,8 @@ class _InterleavedTicks(Ticks):
                 values = [x if known else differentiated_at(is_last, x) for known, x in pairs]
             return self.bind(eqn, values)
 
-        narrow = [cast(x, dtype) for x, dtype in zip(operands[: self.num_shared], self.dtypes, strict=False)]
-        results = evaluate(self.jaxpr, self.consts, [work[2], *narrow, *rows], equation)
+        shared = [cast(x, dtype) for x, dtype in zip(operands[: self.num_shared], self.dtypes, strict=False)]
+        results = evaluate(self.jaxpr, self.consts, [work[2], *shared, *rows], equation)
         return sent, [*map(jnp.asarray, results)]
 
     def shards_of(self, shardings: Sequence[NamedSharding | None]) -> dict[Any, Dims]:
@@ -332,19 +337,19 @@ class _InterleavedTicks(Ticks):
         They are summed across devices in the reduce dtype. That of a product is made by each stage by itself.
         """
         name, dtype = eqn.primitive.name, self.loop.stages.reduce_dtype
-        read = [i for i, x in enumerate(eqn.invars) if not jaxprs.is_literal(x) and x in self.shards]
+        params = [i for i, x in enumerate(eqn.invars) if not jaxprs.is_literal(x) and x in self.shards]
         if name in MOVED_WHOLE:
             return jaxprs.bind(eqn, values)
-        own, how = [i for i in read if is_summed_narrow(eqn, values[i], dtype)], {}
-        if name == "gather" and read and self.axes_of(eqn.invars[read[0]]):
-            own = []  # the gradients of devices are not summed
-        if name == "dot_general" and len(read) == 1 and is_float(values[read[0]]):
-            own, how = read, {"apart": self.place.by_itself}
-        weights = {i: values[i] if dtype is None else summed_in(values[i], dtype) for i in own}
+        places, how = [i for i in params if is_summed_narrow(eqn, values[i], dtype)], {}
+        if name == "gather" and params and self.axes_of(eqn.invars[params[0]]):
+            places = []  # examples move to the features of the table: the gradients of devices are not summed
+        if name == "dot_general" and len(params) == 1 and is_float(values[params[0]]):
+            places, how = params, {"apart": self.place.by_itself}
+        weights = {i: values[i] if dtype is None else summed_in(values[i], dtype) for i in places}
         weights = {i: self.scattered(eqn, eqn.invars[i], x) for i, x in weights.items()}
-        with jax.named_scope(SENT) if name == "gather" and read else contextlib.nullcontext():
-            each = enumerate(zip(eqn.invars, values, strict=True))
-            values = [x if i in weights else self.scattered(eqn, atom, x) for i, (atom, x) in each]
+        with jax.named_scope(SENT) if name == "gather" and params else contextlib.nullcontext():
+            operands = enumerate(zip(eqn.invars, values, strict=True))
+            values = [x if i in weights else self.scattered(eqn, atom, x) for i, (atom, x) in operands]
             if not weights:
                 return jaxprs.bind(eqn, values)
         with jaxprs.source_context(eqn):
@@ -379,18 +384,19 @@ class _InterleavedTicks(Ticks):
     ) -> tuple[list[Any], list[Any]]:
         """Returns carries and stacks behind the layers of a stage, and sums; the first layer reads `values`."""
         (stage, group, _, is_own), num_carry = work, len(self.loop.carry)
-        consts, own = values[: len(self.loop.consts)], values[len(self.loop.consts) :]
+        consts, begun = values[: len(self.loop.consts)], values[len(self.loop.consts) :]
         of_layers = dict(zip(self.of_layers, sums, strict=True))
         # What no microbatch has reached goes through the layers as if it was the first stage: it may divide by zeros.
         begins = (stage == 0) & (group == 0) | ~is_own
-        carry = [jnp.where(begins, jnp.asarray(x, y.dtype), y) for x, y in zip(own, arrived, strict=False)]
+        carry = [jnp.where(begins, jnp.asarray(x, y.dtype), y) for x, y in zip(begun, arrived, strict=False)]
         sums = [of_layers.get(i) for i in range(self.first_stack, self.first_stack + len(stacks))]
         after, ys, sums = self.layers(work, consts, carry, stacks, sums)
         stacks = [self.stacked(self.of_stage.begin(work), *each) for each in zip(arrived[num_carry:], ys, strict=True)]
         return [*after, *stacks], [x for x in sums if x is not None]
 
     def stacked(self, begin: Any, stack: jax.Array, own: jax.Array) -> jax.Array:
-        """Returns what layers stack with that of a stage, whose first layer is given."""
+        """Returns what layers stack with that of a stage, whose first layer is `begin`."""
+        # Beyond the last place, XLA would move the update to where it fits.
         idle = jnp.zeros((self.loop.num_places - self.loop.num_layers, *stack.shape[1:]), stack.dtype)
         stack = jnp.concatenate([stack, idle]) if idle.size else stack
         return lax.dynamic_update_slice_in_dim(stack, own, begin, 0)[: self.loop.num_layers]

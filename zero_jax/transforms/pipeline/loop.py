@@ -57,59 +57,39 @@ def run_stages(
     # Keys travel as numbers.
     kinds = [jax.random.key_impl(x) if is_key(x) else None for _, x in travelling]
     travelling = [(role, key_numbers(x)) for role, x in travelling]
-    ticks, sums = _Ticks(loop, travelling, shardings), [sum_of(x) if is_float(x) else None for x in stacks]
+    ticks, layers = _Ticks(loop, travelling, shardings), LayersOfStage(loop, layer)
+    # The gradient of a stack is that of its sum: the loop would make one for all layers of a stage in each tick.
+    sums = [sum_of(x) if is_float(x) else None for x in stacks]
     stacks = [lax.stop_gradient(x) for x in stacks]
     shared = [jnp.asarray(x) for role, x in zip(loop.consts, consts, strict=True) if not role.is_rows]
     # Their gradients are summed over ticks in the dtype of what all of them read.
-    stage: Any = _Stage(LayersOfStage(loop, layer), kinds, [x.dtype for x in shared])
+    dtypes, roles, num_consts = [x.dtype for x in shared], ticks.roles, ticks.num_consts
     shared = [place.pinned(jnp.broadcast_to(x, (loop.num_stages, *x.shape)), place.pipe) for x in map(widened, shared)]
-    if loop.recompute:
-        stage = jax.checkpoint(stage, prevent_cse=False, policy=loop.policy)
-    mapped = jax.vmap(stage, spmd_axis_name=place.pipe)
-    results = ticks.run(lambda work, state, sums: mapped(work, state, sums, stacks, shared), sums)
-    for i, kind in enumerate(kinds[ticks.num_consts :]):
-        results[i] = results[i] if kind is None else jax.random.wrap_key_data(results[i], impl=kind)
-    return results
 
-
-class _Stage:
-    """What a stage does in a tick.
-
-    Args:
-      layers: its layers.
-      kinds: of what a microbatch has, constants and carries, the kinds of keys that travel as numbers; None of others.
-      dtypes: those of constants that all microbatches share.
-    """
-
-    def __init__(self, layers: LayersOfStage, kinds: Sequence[Any], dtypes: Sequence[Any]):
-        self.loop, self.layers, self.kinds, self.dtypes = layers.loop, layers, kinds, dtypes
-        self.roles = [*(role for role in self.loop.consts if role.is_rows), *self.loop.carry]
-        self.num_consts = len(self.roles) - len(self.loop.carry)
-
-    def __call__(
-        self,
-        work: Work,
-        travelled: list[Any],
-        sums: list[Any],
-        stacks: list[Any],
-        shared: list[Any],
-    ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Returns what travels on, what layers stack, and the sums of gradients.
-
-        `work` is as `Ticks.work` has it.
-        """
+    def stage(work: Work, travelled: list[Any], sums: list[Any], stacks: list[Any], shared: list[Any]) -> Any:
+        """Returns what travels on, what layers stack, and the sums of gradients; `work` is as `Ticks.work` has it."""
         *_, is_own = work
         # Of no microbatch there is no gradient: derivatives of what a stage has then may be infinite.
         travelled, shared = ([differentiated_at(is_own, x) for x in xs] for xs in (travelled, shared))
-        values = [_moved(role, x, 0, role.dim) for role, x in zip(self.roles, travelled, strict=True)]
-        keyed = zip(self.kinds, values, strict=True)
-        values = [x if kind is None else jax.random.wrap_key_data(x, impl=kind) for kind, x in keyed]
-        own, rest = iter(values[: self.num_consts]), map(cast, shared, self.dtypes)
-        consts = [next(own if role.is_rows else rest) for role in self.loop.consts]
-        after, ys, sums = self.layers(work, consts, values[self.num_consts :], stacks, sums)
-        after = [key_numbers(x) for x in after]
-        after = [_moved(role, x, role.dim, 0) for role, x in zip(self.loop.carry, after, strict=True)]
-        return [*travelled[: self.num_consts], *after], ys, sums
+        # Between stages the dim of examples is in front; layers have it where the model does.
+        values = [_moved(role, x, 0, role.dim) for role, x in zip(roles, travelled, strict=True)]
+        values = [*map(_with_kind, values, kinds)]
+        with_examples, without = iter(values[:num_consts]), map(cast, shared, dtypes)
+        consts = [next(with_examples if role.is_rows else without) for role in loop.consts]
+        after, ys, sums = layers(work, consts, values[num_consts:], stacks, sums)
+        after = [_moved(role, key_numbers(x), role.dim, 0) for role, x in zip(loop.carry, after, strict=True)]
+        return [*travelled[:num_consts], *after], ys, sums
+
+    run: Any = jax.checkpoint(stage, prevent_cse=False, policy=loop.policy) if loop.recompute else stage
+    mapped = jax.vmap(run, spmd_axis_name=place.pipe)
+    results = ticks.run(lambda work, state, sums: mapped(work, state, sums, stacks, shared), sums)
+    num_carry = len(loop.carry)
+    return [*map(_with_kind, results[:num_carry], kinds[num_consts:]), *results[num_carry:]]
+
+
+def _with_kind(x: jax.Array, kind: Any) -> jax.Array:
+    """Returns keys of a kind from their numbers; other values, whose kind is None, as they are."""
+    return x if kind is None else jax.random.wrap_key_data(x, impl=kind)
 
 
 class LayersOfStage:
@@ -158,12 +138,12 @@ class LayersOfStage:
                 carry = [checkpoint_name(x, LAYER_INPUT) if is_float(x) else x for x in carry]
             pairs = zip(sums, slices, strict=True)
             add = functools.partial(added_to, number=first + i, is_own=is_here, of_each=self.loop.place.of_each)
-            taken = [(None, x) if y is None else add(y, x)[:2] for y, x in pairs]
+            summed = [(None, x) if total is None else add(total, x)[:2] for total, x in pairs]
             read, own = ([differentiated_at(is_here, x) if has_idle else x for x in xs] for xs in (consts, carry))
-            made = [*self.layer(number, read, own, [x for _, x in taken])]
-            if has_idle:
+            made = [*self.layer(number, read, own, [x for _, x in summed])]
+            if has_idle:  # an idle place passes on what it gets
                 made[: len(carry)] = [jnp.where(is_here, x, y) for x, y in zip(made, carry, strict=False)]
-            return (made[: len(carry)], [y for y, _ in taken]), made[len(carry) :]
+            return (made[: len(carry)], [total for total, _ in summed]), made[len(carry) :]
 
         run, layers = body, (stacks, jnp.arange(size, dtype=jnp.int32))
         if self.loop.num_groups > 1:
@@ -267,6 +247,7 @@ class _Ticks(Ticks):
         """Runs all ticks, and returns the carries and what is stacked; `sums` go with stages from tick to tick."""
         loop, roles, rings, first = self.loop, self.roles, self.rings, self.num_consts
         pairs = zip(rings, self.values, strict=True)
+        # What has examples waits and enters by its ring; of other values all microbatches begin with the same.
         waiting, entered = zip(*((None, None) if ring is None else ring.entered(x) for ring, x in pairs), strict=True)
         begun = [self.begun(role, x) for role, x in zip(roles, self.values, strict=True)]
         # Stages that no microbatch has reached run on examples of the batch: on nothing, a layer may divide by zero.
@@ -285,6 +266,7 @@ class _Ticks(Ticks):
                 for role, ring, own, x, old in zip(roles, rings, waiting, begun, after, strict=True)
             ]
             waiting, is_turn = [own for own, _ in turns], (self.stage == 0) & (self.group(t) == 0)
+            # The first stage takes what enters, in the turns of its first group; else it is what the stage before made.
             arrived = [self.place.sent(x, self.pairs) for x in after]
             state = [at_stages(is_turn, new, x) for (_, new), x in zip(turns, arrived, strict=True)]
             state = [self.pin(role, x) for role, x in zip(roles, state, strict=True)]
@@ -351,9 +333,11 @@ class _Ticks(Ticks):
         s, v, m = self.num_stages, self.loop.num_groups, self.num_microbatches
         n, j = self.place.num_shards, m // s
         x = jnp.moveaxis(ticks, 2 + role.dim, 3)  # [ticks, stages, layers of a group, examples, ...]
-        own = jax.vmap(lambda x, stage: lax.dynamic_slice_in_dim(x, stage, m * v, 0), in_axes=(1, 0))(x, self.stage)
-        layers, size, *shape = own.shape[2:]
-        x = own.reshape(s, j, v, s, layers, n, size // n, *shape)
+        # Stage s begins in tick s. Its ticks from there on are `[slots, groups, homes]`.
+        x = jax.vmap(lambda x, stage: lax.dynamic_slice_in_dim(x, stage, m * v, 0), in_axes=(1, 0))(x, self.stage)
+        layers, size, *shape = x.shape[2:]
+        x = x.reshape(s, j, v, s, layers, n, size // n, *shape)
+        # To layers `[groups, stages, layers]`, and a batch `[shards, homes, slots, examples]` as it entered (`Ring`).
         x = x.transpose(2, 0, 4, 5, 3, 1, 6, *range(7, x.ndim)).reshape(v * s * layers, j * s * size, *shape)
         return jnp.moveaxis(x[: self.loop.num_layers], 1, role.dim)
 

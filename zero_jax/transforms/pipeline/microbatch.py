@@ -108,22 +108,26 @@ class LossTraces:
         if any(other != names[0] for other in names[1:]):
             raise CannotCut("loss_fn does something else on a microbatch than on the batch, outside of its layers")
         self.places: list[dict[Any, Any]] = [self.corresponding(jaxpr) for jaxpr in self.opened]
-        first = self.opened[0]
+        first = self.opened[0]  # all sets and relations are of its variables
         self.after = made_of(first.eqns[self.index].outvars, first.eqns)
         self.of_params = made_of([*first.invars[:num_params], *first.constvars], first.eqns)
         # A table that is read as it is and transposed has one gradient, of the table.
         moves = [eqn for eqn in first.eqns if eqn.primitive.name in SHAPES | COPIES]
         self.moved = {x for eqn in moves for x in eqn.outvars if x in self.of_params}
         self.relations = self.relations_before()
+        # Layers without a gradient, as those of a reference model, run once, outside; so do chains of stages before.
         loops = (eqn for eqn in first.eqns if eqn.primitive.name == "scan")
         loops = [eqn for eqn in loops if self.differentiated.isdisjoint(eqn.outvars)]
-        layers = [eqn.outvars for eqn in loops if any(map(is_contraction, equations_of(eqn)))]
-        others = [own for own in (first.eqns[x.index].outvars for x in before) if self.after.isdisjoint(own)]
-        made_before = made_of([x for own in others for x in own], first.eqns)
+        without_gradient = [eqn.outvars for eqn in loops if any(map(is_contraction, equations_of(eqn)))]
+        chains = [
+            results for results in (first.eqns[x.index].outvars for x in before) if self.after.isdisjoint(results)
+        ]
+        made_before = made_of([x for results in chains for x in results], first.eqns)
         self.inside = self.differentiated - made_before
         self.sums_before = {x for x in made_before & self.relations.keys() if self.relations[x].kind is Kind.SUM}
-        layers += others
-        self.of_others = {x: max(y.aval.size for y in own) for own in layers for x in made_of(own, first.eqns)}
+        # What is made of their results, with the size of the largest of these.
+        others = [*without_gradient, *chains]
+        self.of_others = {x: max(y.aval.size for y in own) for own in others for x in made_of(own, first.eqns)}
 
     def corresponding(self, jaxpr: Any) -> dict[Any, Any]:
         """Returns for each variable of the trace on the batch the one of another trace."""
@@ -136,7 +140,7 @@ class LossTraces:
     def relations_before(self) -> dict[Any, Relation]:
         """Returns the relations of all that does not depend on the layers."""
         made = [x for eqn in self.opened[0].eqns for x in eqn.outvars if x not in self.after]
-        made = [x for x in made if type(x).__name__ != "DropVar"]
+        made = [x for x in made if type(x).__name__ != "DropVar"]  # which is no result of a jaxpr
         whole, part = (jaxprs.with_results(self.closed[n], [self.places[n][x] for x in made]) for n in (2, 3))
         found = dict(zip(made, self.comparison.run(whole, part, self.inputs), strict=True))
         return found | dict(zip(self.opened[0].invars, self.inputs, strict=True))
@@ -161,6 +165,7 @@ class LossTraces:
             return x not in self.after
         if relation.is_plain and relation.kind is Kind.SAME:
             return x not in self.moved
+        # A sum of the batch that no param has a part in, or what is not known, such as a number of tokens.
         shapes = [self.places[n][x].aval.shape for n in (0, 1)]
         return relation.kind is not Kind.ROWS and x not in self.of_params and shapes[0] == shapes[1]
 
@@ -274,11 +279,12 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
             operands = *values_of(shared, env), *examples, *values_of(stacks, env)
             loss, same, *results = pipeline_p.bind(*seeds, *operands, **params)
         env.update(zip(end.results, results, strict=True))
-        if end.is_one:
+        if end.is_single:
             env[end.summed[0]] = loss.astype(end.summed[0].aval.dtype)
         evaluate_equations(end.eqns, env)
-        first, *others = values_of(whole.outvars, env)
-        return [first if end.is_one else first + (loss - same).astype(first.dtype), *others]
+        value, *others = values_of(whole.outvars, env)
+        # `loss - same` is 0, and has the gradient; the value is the user's own end of the loss, of sums without one.
+        return [value if end.is_single else value + (loss - same).astype(value.dtype), *others]
 
     closed = trace_flat(run, [var.aval for var in whole.invars])
     return jaxprs.alone(closed, jaxprs.open_jaxpr(closed)[0].outvars), own
@@ -345,7 +351,7 @@ class _End:
         return cls(whole=whole, eqns=eqns, results=results, roles=[roles[x] for x in results], summed=summed)
 
     @property
-    def is_one(self) -> bool:
+    def is_single(self) -> bool:
         """Whether the loss is a function of one number that is summed: it may be any function then."""
         return len(self.summed) == 1 and not self.summed[0].aval.shape
 
@@ -355,7 +361,7 @@ class _End:
         Raises:
           CannotCut: they are not known before these are.
         """
-        if self.is_one:
+        if self.is_single:
             return [jnp.ones((), wide(self.summed[0].aval.dtype))]
         others = [x for x in self.results if x not in self.summed]
 
@@ -364,6 +370,7 @@ class _End:
             evaluate_equations(self.eqns, own)
             return own[self.whole.outvars[0]]
 
+        # The derivatives of a sum of sums are the same everywhere, also at zeros; the trace says whether it is one.
         zeros = [[jnp.zeros(x.aval.shape, x.aval.dtype) for x in each] for each in (self.summed, others)]
         jaxpr = jax.make_jaxpr(jax.grad(loss))(*zeros)
         if any(jaxprs.used_inputs(jaxprs.open_jaxpr(jaxpr)[0])):

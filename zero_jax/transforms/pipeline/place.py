@@ -108,16 +108,17 @@ class StagePlace:
         if num_groups == 1:
             return x
         groups = jnp.split(x, num_groups, axis=1)
-        made = [jnp.zeros_like(groups[0])] * num_groups
+        placed = [jnp.zeros_like(groups[0])] * num_groups
         for turn in range(num_groups):
-            # The group that each stage sends in this turn: all of them to different stages.
-            own = [(turn + s * math.gcd(num_stages, num_groups) // num_stages) % num_groups for s in range(num_stages)]
-            places = [divmod(s * num_groups + i, num_stages) for s, i in enumerate(own)]
-            moved = self.sent(pinned(_chosen(own, groups)), ((s, target) for s, (_, target) in enumerate(places)))
-            number = dict((target, number) for number, target in places)
-            here = [number[s] for s in range(num_stages)]
-            made = [at_stages(np.equal(here, i), moved, x) for i, x in enumerate(made)]
-        return pinned(jnp.concatenate(made, axis=1))
+            # The group that each stage sends in this turn, all of them to different stages: of equal numbers as many
+            # would go to one stage as stages and groups have for a common divisor, so there are as many numbers.
+            sent = [(turn + s * math.gcd(num_stages, num_groups) // num_stages) % num_groups for s in range(num_stages)]
+            places = [divmod(s * num_groups + i, num_stages) for s, i in enumerate(sent)]  # its number there, and where
+            moved = self.sent(pinned(_chosen(sent, groups)), ((s, target) for s, (_, target) in enumerate(places)))
+            numbers = {target: number for number, target in places}
+            here = [numbers[s] for s in range(num_stages)]
+            placed = [at_stages(np.equal(here, i), moved, x) for i, x in enumerate(placed)]
+        return pinned(jnp.concatenate(placed, axis=1))
 
     def stages_apart(self, stack: jax.Array, num_groups: int, dims: Dims, copies: tuple[str, ...]) -> jax.Array:
         """Returns what `stages` does, the same over the axes `copies`.
@@ -138,6 +139,7 @@ class StagePlace:
 
     def moved_back(self, grad: jax.Array, num_groups: int) -> jax.Array:
         """Returns the gradient of a stack by that of `stages_apart`."""
+        # `stages` only moves: its transpose moves back, whatever it is differentiated at.
         stages = lambda x: self.stages(x, num_groups).reshape(x.shape)  # noqa: E731
         return jax.vjp(stages, grad)[1](grad)[0]
 
@@ -197,14 +199,14 @@ def _send(x: jax.Array, *, mesh: Mesh, axes: tuple[str, ...], pairs: Pairs) -> j
 
 
 def _own_jvp(primals: Any, dots: Any, *, function: Callable[..., Any], **params: Any) -> tuple[Any, Any]:
-    given = [i for i, dot in enumerate(dots) if not isinstance(dot, ad.Zero)]
+    moving = [i for i, dot in enumerate(dots) if not isinstance(dot, ad.Zero)]
 
     def tangent(*values: jax.Array) -> jax.Array:
-        own = values[: len(primals)]
-        return jax.jvp(of_some(function, own, given), tuple(own[i] for i in given), values[len(primals) :])[1]
+        inputs = values[: len(primals)]
+        return jax.jvp(of_some(function, inputs, moving), tuple(inputs[i] for i in moving), values[len(primals) :])[1]
 
     made = own_p.bind(*primals, function=function, **params)
-    return made, own_p.bind(*primals, *(dots[i] for i in given), function=tangent, **params)
+    return made, own_p.bind(*primals, *(dots[i] for i in moving), function=tangent, **params)
 
 
 def _own_aval(*avals: Any, function: Callable[..., jax.Array], **_: Any) -> Any:
@@ -213,6 +215,7 @@ def _own_aval(*avals: Any, function: Callable[..., jax.Array], **_: Any) -> Any:
 
 
 def _batch_own(arrays: Any, dims: Any, *, function: Callable[..., Any], **params: Any) -> tuple[Any, int]:
+    # The dim of stages stays in front of the one that is mapped.
     arrays = [x if dim is None else jnp.moveaxis(x, dim, 1) for x, dim in zip(arrays, dims, strict=True)]
     mapped = jax.vmap(function, in_axes=[None if dim is None else 1 for dim in dims], out_axes=1)
     return own_p.bind(*arrays, function=mapped, **params), 1

@@ -5,7 +5,7 @@ stage `home`, in an array `[stages, slots, ...]` of as many parts as there are t
 each tick every home sends a part of its next microbatch to the first stage, and gets a part of its last one from the
 last stage. Both have places for a microbatch of each home, `[stages, homes, parts]`, as a square whose rows and columns
 are lines: a microbatch that is taken, or that went away, leaves a line, which a part of each home fills, or the next
-microbatch. So the next ones lie across, no place is free, and none is waited for.
+microbatch. So the next ones are the columns if the last ones were the rows, no place is free, and none is waited for.
 
 Parts move only in the ticks in which there are some: with more microbatches than stages these are loops of their own.
 """
@@ -60,18 +60,20 @@ class Ring:
     def entered(self, x: jax.Array) -> tuple[Waiting, jax.Array]:
         """Returns an array of the batch as it waits, its first slot at the first stage; and that slot."""
         s, j, n = self.num_stages, self.num_slots, self.place.num_shards
+        # A batch is `[shards, homes, slots, examples]`: each device has the examples of its own microbatches already.
         x = jnp.moveaxis(x, self.role.dim, 0)
         x = self.place.pinned(x, (*self.place.batch, *self.place.pipe))
         x = x.reshape(n, s, j, x.shape[0] // (n * s * j), *x.shape[1:])
         x = self.place.pinned(x, self.place.batch, self.place.pipe, ())
         x = x.transpose(1, 2, 0, *range(3, x.ndim))
         x = self.pin(lax.collapse(self.place.pinned(x, self.place.pipe, (), self.place.batch), 2, 4), 2)
-        homes = self.parts(x)
+        homes = self.parts(x)  # [homes, slots, parts, ...]
         first = homes[:, 0]
         here = at_stages(self.stage == 0, first, jnp.zeros_like(first))
         places = jnp.stack([here, *(self.place.sent(first, [(k, 0)]) for k in range(1, s))], 1)
         # The place of the first slot is free: what is read in no tick has no cotangent in any.
         homes = lax.collapse(jnp.concatenate([jnp.zeros_like(homes[:, :1]), homes[:, 1:]], 1), 1, 3)
+        # To rows of homes, whose parts are columns, as many in each as a stage has groups.
         return (self.pin(homes, 2), self.pin(places.reshape(s, s, s, -1, *places.shape[3:]), 4)), x[:, 0]
 
     def left(self, waiting: Waiting, after: jax.Array) -> jax.Array:
@@ -132,25 +134,27 @@ class Ring:
         at the last of them.
         """
         (homes, places), s, period = waiting, self.num_stages, self.num_parts
+        # Lines are rows in one period and columns in the next: a microbatch leaves one, and parts of all homes fill it.
         line = jnp.minimum(t % period, s - 1), t // period % 2 == 0
         taken = self.whole(lax.collapse(_line(places, line), 1, 3))
         arrives, goes = (flag & (self.leaves | (end == 0)) for flag, end in zip(moves, self.ends, strict=True))
         arrives, goes = (arrives, goes) if ends[0] == 0 else (goes, arrives)
         if arrives or goes:
-            (home, into, part), (back, source, sub) = (self.turn_of(end, t, homes.shape[1]) for end in ends)
-            own = lax.dynamic_index_in_dim(homes, home, 1, keepdims=False)
-            held = lax.dynamic_index_in_dim(_line(places, source), sub, 2, keepdims=False)
-            came, arrived = own, []
+            (number, into, sub_into), (back, source, sub) = (self.turn_of(end, t, homes.shape[1]) for end in ends)
+            next_part = lax.dynamic_index_in_dim(homes, number, 1, keepdims=False)
+            leaving = lax.dynamic_index_in_dim(_line(places, source), sub, 2, keepdims=False)  # [stages, homes, ...]
+            at_home, arrived = next_part, []
             for k in range(s):
+                # One permute has both: the part of home k to the first end, and the one that is its from the last end.
                 pairs = [(k, ends[0])] * (arrives and k != ends[0]) + [(ends[1], k)] * (goes and k != ends[1])
-                moved = own if k == ends[1] else at_stages(self.stage == ends[1], held[:, k], own)
+                moved = next_part if k == ends[1] else at_stages(self.stage == ends[1], leaving[:, k], next_part)
                 moved = self.place.sent(self.pin(moved, 1), pairs) if pairs else moved
-                arrived.append(own if k == ends[0] else moved)
-                came = at_stages(self.stage == k, held[:, k] if k == ends[1] else moved, came)
+                arrived.append(next_part if k == ends[0] else moved)
+                at_home = at_stages(self.stage == k, leaving[:, k] if k == ends[1] else moved, at_home)
             if goes:
-                homes = put_at(homes, came, back, 1)
+                homes = put_at(homes, at_home, back, 1)
             if arrives:
-                parts = put_at(_line(places, into), jnp.stack(arrived, 1), part, 2)
+                parts = put_at(_line(places, into), jnp.stack(arrived, 1), sub_into, 2)
                 places = _with_line(places, into, self.stage == ends[0], parts)
         if self.leaves or ends[1] == 0:
             parts = self.parts(new).reshape(s, s, -1, *places.shape[4:])
@@ -159,6 +163,7 @@ class Ring:
 
     def turn_of(self, end: int, t: jax.Array, num_parts: int) -> tuple[jax.Array, Line, jax.Array]:
         """Returns what goes to or from an end in a tick: the part of all homes, the line, and where in each of it."""
+        # What left in the turns of a period goes home `num_stages` ticks after these began, when all lines are there.
         number, groups = t - self.num_stages * (end > 0), self.loop.num_groups
         line = number % self.num_parts // groups, (number // self.num_parts + (end > 0)) % 2 == 0
         return (number + self.num_parts) % num_parts, line, number % groups

@@ -60,6 +60,7 @@ def rolled(traced: Traced) -> Traced:
     if no layers have their own. Layers that are only within a `jax.checkpoint` around all of them are taken out of it:
     stages are recomputed as the config says.
     """
+    # Layers with params of their own come first, and those outside of a `jax.checkpoint` before what is within one.
     for tied, kinds in itertools.product((False, True), (("call",), ("call", "remat"))):
         flat = flattened(traced.closed, kinds=kinds)
         closed = layers_in_order(flat, traced.num_params)
@@ -192,16 +193,16 @@ def _run(loop: _Loop, env: dict[Any, Any]) -> None:
     shared = [x.val if jaxprs.is_literal(x) else env.get(x) for x in first.inputs]
     # What another loop makes is there as its results alone.
     is_there = lambda eqn: jaxprs.is_literal(eqn.invars[0]) or eqn.invars[0] in env  # noqa: E731
-    broadcast = {number: eqns for number, eqns in loop.broadcasts.items() if all(map(is_there, eqns))}
-    made_within = {number: read(eqns[0].invars[0]) for number, eqns in broadcast.items()}
-    own_atoms = [[layer.inputs[number] for layer in loop.layers] for number in loop.slices]
-    pairs = zip((broadcast.get(number, ()) for number in loop.slices), own_atoms, strict=True)
-    own_atoms = [[eqn.invars[0] for eqn in eqns] or atoms for eqns, atoms in pairs]
-    stacks = [jnp.stack([*map(read, atoms)]) for atoms in own_atoms]
+    broadcasts = {number: eqns for number, eqns in loop.broadcasts.items() if all(map(is_there, eqns))}
+    before_broadcast = {number: read(eqns[0].invars[0]) for number, eqns in broadcasts.items()}
+    stacks = []
+    for number in loop.slices:  # a stack is of what is broadcast, and each layer broadcasts its slice
+        atoms = [eqn.invars[0] for eqn in broadcasts.get(number, ())] or [x.inputs[number] for x in loop.layers]
+        stacks.append(jnp.stack([*map(read, atoms)]))
 
     def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-        own = made_within | dict(zip((*carried, *loop.slices), (*carry, *slices), strict=True))
-        own |= {number: bind(eqns[0], [own[number]])[0] for number, eqns in broadcast.items()}
+        own = before_broadcast | dict(zip((*carried, *loop.slices), (*carry, *slices), strict=True))
+        own |= {number: bind(eqns[0], [own[number]])[0] for number, eqns in broadcasts.items()}
         made = first.run([own.get(i, x) for i, x in enumerate(shared)])
         return [made[place] for _, place in loop.carries], [made[place] for place in loop.ys]
 
@@ -219,11 +220,11 @@ def _loop(facts: Facts, order: Sequence[int], turns: EqualLayers, bounds: Sequen
     layers = turns.between(bounds)
     inputs, carries, slices = [*zip(*(layer.inputs for layer in layers), strict=True)], [], []
     for number, atoms in enumerate(inputs):
-        made = {_place(layer, atom) for layer, atom in zip(layers, atoms[1:], strict=False)}
+        made_at = {_place(layer, atom) for layer, atom in zip(layers, atoms[1:], strict=False)}  # by the layer before
         if _are_same(atoms):
             continue
-        if None not in made and len(made) == 1:
-            carries.append((number, made.pop()))
+        if None not in made_at and len(made_at) == 1:
+            carries.append((number, made_at.pop()))
         elif any(_place(layer, atom) is not None for layer in layers for atom in atoms):
             eqn = next(eqn for eqn, read in zip(layers[-1].eqns, layers[-1].operands, strict=True) if number in read)
             read_by = f"the {len(layers)} layers of a Python loop read what layers further before them made"
@@ -232,10 +233,10 @@ def _loop(facts: Facts, order: Sequence[int], turns: EqualLayers, bounds: Sequen
             slices.append(number)
     if not carries:
         raise CannotCut(f"the layers of the Python loop at {line_of(layers[0].eqns[0])} read nothing of one another")
-    stop, final = order[bounds[-1] - 1], {place for _, place in carries}
+    stop, carried_on = order[bounds[-1] - 1], {place for _, place in carries}
     outside = [[x for x in layer.places if facts.last_read.get(x, -1) > stop] for layer in layers]
     ys = {layer.places[x] for layer, each in zip(layers[:-1], outside, strict=False) for x in each}
-    ys |= {layers[-1].places[x] for x in outside[-1]} - final
+    ys |= {layers[-1].places[x] for x in outside[-1]} - carried_on  # what the last layer carries the scan returns
     made_by = {eqn.outvars[0]: eqn for eqn in facts.jaxpr.eqns if eqn.primitive.name == "broadcast_in_dim"}
     carried = {number for number, _ in carries}
     atoms_of = {i: atoms if i in slices else atoms[:1] for i, atoms in enumerate(inputs) if i not in carried}

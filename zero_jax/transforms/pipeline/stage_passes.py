@@ -44,26 +44,28 @@ class StagePasses:
     ):
         sizes = [*map(len, groups)]
         floats = [is_float(x) for x in groups[1]]
-        self.wanted = [*has_grad, *floats, *[True] * sizes[2], *[False] * sizes[3]]
+        # Of all inputs, one group after another. Params have no gradients of their own: their sums have (`added_to`).
+        self.is_moving = [*has_grad, *floats, *[True] * sizes[2], *[False] * sizes[3]]
         self.tree: Any = None  # of residuals
 
         def run(*values: Any) -> list[Any]:
             work, inputs = values[: len(avals)], values[len(avals) :]
 
-            def sent(*some: Any) -> tuple[Any, list[Any]]:
-                own = iter(some)
-                full = [next(own) if flag else x for flag, x in zip(self.wanted, inputs, strict=True)]
+            def sent(*moving: Any) -> tuple[Any, list[Any]]:
+                rest = iter(moving)
+                full = [next(rest) if flag else x for flag, x in zip(self.is_moving, inputs, strict=True)]
                 made, sums = function(work, *(full[end - n : end] for n, end in zip(sizes, ends, strict=True)))
                 return ([x for x in made if is_float(x)], sums), made
 
             ends = [*itertools.accumulate(sizes)]
-            _, pullback, made = jax.vjp(sent, *self.chosen(inputs), has_aux=True)
-            residuals, self.tree = jax.tree.flatten(pullback)
+            _, pullback, made = jax.vjp(sent, *self.moving(inputs), has_aux=True)
+            residuals, self.tree = jax.tree.flatten(pullback)  # a pullback is a pytree of its residuals
             return [*made, *residuals]
 
         avals = [jax.ShapeDtypeStruct((), x.dtype) for x in work]
         closed = trace_flat(run, [*avals, *itertools.chain(*groups)])
         outvars, self.num_sent = jaxprs.open_jaxpr(closed)[0].outvars, sizes[1]
+        # What depends on what arrived is of this tick alone; all else can be made again in that of the backward pass.
         marks = [*[0] * (len(avals) + sizes[0]), *[1] * sizes[1], *[0] * (sizes[2] + sizes[3])]
         arrived = _Arrived().run(closed, [frozenset({0} if mark else ()) for mark in marks])
         self.is_kept = [bool(x) for x in arrived[self.num_sent :]]
@@ -73,13 +75,13 @@ class StagePasses:
         self.first = jaxprs.alone(closed, [*outvars[: self.num_sent], *kept])
         self.again = jaxprs.alone(closed, [x for is_kept, x in residuals if not is_kept])
 
-    def chosen(self, inputs: Sequence[Any]) -> list[Any]:
+    def moving(self, inputs: Sequence[Any]) -> list[Any]:
         """Returns the inputs that have a gradient."""
-        return [x for flag, x in zip(self.wanted, inputs, strict=False) if flag]
+        return [x for flag, x in zip(self.is_moving, inputs, strict=False) if flag]
 
     def forward(self, work: Sequence[Any], *groups: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Returns what is sent on, and what is kept."""
-        made = _evaluated(self.first, [*work, *itertools.chain(*groups)])
+        made = evaluate(*jaxprs.open_jaxpr(self.first), [*work, *itertools.chain(*groups)])
         return made[: self.num_sent], made[self.num_sent :]
 
     def linear(
@@ -93,7 +95,7 @@ class StagePasses:
         floats = iter(arrived)
         full = [next(floats) if is_float(x) else jnp.zeros_like(x) for x in made]
         inputs = [*map(jnp.asarray, values), *full, *sums, *stacks]
-        again = iter(_evaluated(self.again, [*work, *map(lax.stop_gradient, inputs)]))
+        again = iter(evaluate(*jaxprs.open_jaxpr(self.again), [*work, *map(lax.stop_gradient, inputs)]))
         own = iter(kept)
         residuals = [next(own if is_kept else again) for is_kept in self.is_kept]
 
@@ -109,14 +111,10 @@ class StagePasses:
             return grads[: len(grads) - num_sums], grads[len(grads) - num_sums :], None, None
 
         sent.defvjp(lambda _, sums, made, residuals: ((made, sums), residuals), backward)
-        return sent(self.chosen([*map(jnp.asarray, values), *full]), list(sums), made, residuals)
+        return sent(self.moving([*map(jnp.asarray, values), *full]), list(sums), made, residuals)
 
 
 class _Arrived(Dependence):
     """Tells what values are made of, within layers and calls."""
 
     enters = CALLS | {"scan"}
-
-
-def _evaluated(closed: Any, values: Sequence[Any]) -> list[Any]:
-    return evaluate(*jaxprs.open_jaxpr(closed), values)

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zero_jax.core.device_put import platform_of
-from zero_jax.dims import SAME, TraceComparison, dim_map
+from zero_jax.dims import SAME, Relation, TraceComparison, dim_map
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import evaluate, trace_flat
 from zero_jax.program.loss import LossProgram, Traced
@@ -66,7 +66,7 @@ class PipelinedProgram(LossProgram):
           ValueError: no scan over layers can be cut into stages.
         """
         traced = self.before.trace(*args)
-        staged, found = self.found(*args)
+        staged, found = self.staged(*args)
         if not any(entry.loop for entry in found):
             raise ValueError(_refusal(found, self.stages, traced))
         if self.order:
@@ -86,7 +86,7 @@ class PipelinedProgram(LossProgram):
             num_stages=stages.num_stages, num_microbatches=stages.num_microbatches, schedule=str(stages.schedule)
         )
         try:
-            _, found = self.found(*args)
+            _, found = self.staged(*args)
         except ValueError as error:
             return dataclasses.replace(report, why_none=str(error))
         loops = tuple(staged_layers(entry) for entry in found if entry.loop is not None)
@@ -95,7 +95,7 @@ class PipelinedProgram(LossProgram):
         left = tuple(f"{entry.line}: {entry.why}" for entry in found if entry.loop is None)
         return dataclasses.replace(report, loops=loops, left=left, warning=self.order)
 
-    def found(self, *args: Any) -> tuple[Any, list[FoundLoop]]:
+    def staged(self, *args: Any) -> tuple[Any, list[FoundLoop]]:
         """Returns the jaxpr for arguments of these shapes with stages, and the scans over layers in it."""
         params, batch, *rest = args
         k, num_params = self.stages.num_microbatches, len(jax.tree.leaves(params))
@@ -130,35 +130,52 @@ class PipelinedProgram(LossProgram):
         traces = [layers_outside(x.closed, num_params) for x in programs]
         # 1F1B derives the losses of microbatches, of which that of the batch is any function.
         comparison = TraceComparison(k, num_blocks, is_mean=self.stages.schedule.is_interleaved)
+        # Batches behind one another, as chosen and rejected ones, are so in each device's part of a microbatch.
         traces, ends = comparison.in_blocks(traces, relations)
         whole, *parts = examples_by_index(traces, num_params)
         found = find_loops(whole, parts, relations, num_params=num_params, stages=self.stages, comparison=comparison)
         if not self.stages.schedule.is_interleaved:
             return _with_ends(_with_stages(whole, found), ends), found
+        staged, found = self.interleaved((whole, *parts), relations, found, num_params, comparison)
+        return _with_ends(staged, ends), found
+
+    def interleaved(
+        self,
+        traces: Sequence[Any],
+        relations: Sequence[Relation],
+        found: Sequence[FoundLoop],
+        num_params: int,
+        comparison: TraceComparison,
+    ) -> tuple[Any, list[FoundLoop]]:
+        """Returns the jaxpr with one chain of layers in the loop of 1F1B, the last one if none is most of the layers.
+
+        Those before it are stages whose microbatches all go forward first; those behind it run in each stage.
+        """
+        whole, *parts = traces
         jaxpr, _ = jaxprs.open_jaxpr(whole)
         own = differentiated(jaxpr, num_params)
         found = [_forward(x) if own.isdisjoint(jaxpr.eqns[x.index].outvars) else x for x in found]
-        why, cut = "pipeline='1f1b' has no layers with a gradient", [x for x in found if _num_layers(x)]
-        if cut:
-            num_layers = [*map(_num_layers, cut)]
-            is_long = 2 * max(num_layers) > sum(num_layers)
-            main = cut[num_layers.index(max(num_layers))] if is_long else cut[-1]
-            others = [_forward(x) for x in found if x is not main]
-            how = {"num_params": num_params, "differentiated": own, "comparison": comparison}
-            try:
-                losses = LossTraces(whole, parts, relations, entry=main, before=cut, **how)
-                program = _with_stages(whole, others)
-                staged, of_each = by_microbatch(losses, main.loop, self.stages.axes, program)  # type: ignore[arg-type]
-                inside = [x for x in others if x.index in of_each]
-                if not is_long and any(x.index == y.index for x in inside for y in cut):
-                    raise CannotCut("one chain of layers is in its loop, and there are several that have to be")
-                # They read what stages make.
-                why = "pipeline='1f1b' runs all of them in each stage, on its microbatch; 'gpipe' cuts them"
-                found = [_left(x, why) if x in inside else x for x in others]
-                return _with_ends(staged, ends), sorted([*found, main], key=lambda x: x.index)
-            except CannotCut as error:
-                why = f"pipeline='1f1b': {error}"
-        return whole, [_left(x, why) for x in found]
+        cut = [x for x in found if _num_layers(x)]
+        if not cut:
+            return whole, [_left(x, "pipeline='1f1b' has no layers with a gradient") for x in found]
+        num_layers = [*map(_num_layers, cut)]
+        is_long = 2 * max(num_layers) > sum(num_layers)
+        main = cut[num_layers.index(max(num_layers))] if is_long else cut[-1]
+        others = [_forward(x) for x in found if x is not main]
+        how = {"num_params": num_params, "differentiated": own, "comparison": comparison}
+        try:
+            losses = LossTraces(whole, parts, relations, entry=main, before=cut, **how)
+            program = _with_stages(whole, others)
+            staged, of_each = by_microbatch(losses, main.loop, self.stages.axes, program)  # type: ignore[arg-type]
+            inside = [x for x in others if x.index in of_each]
+            if not is_long and any(x.index == y.index for x in inside for y in cut):
+                raise CannotCut("one chain of layers is in its loop, and there are several that have to be")
+        except CannotCut as error:
+            return whole, [_left(x, f"pipeline='1f1b': {error}") for x in found]
+        # They read what stages make.
+        why = "pipeline='1f1b' runs all of them in each stage, on its microbatch; 'gpipe' cuts them"
+        found = [_left(x, why) if x in inside else x for x in others]
+        return staged, sorted([*found, main], key=lambda x: x.index)
 
 
 def _num_layers(entry: FoundLoop) -> int:
@@ -275,8 +292,9 @@ def with_stages(program: LossProgram, stages: Stages, moved: MovedGrads | None =
         size = max((x.aval.shape[0] for x in data if x.aval.shape), default=0)
         lookups = [eqn for eqn in jaxpr.eqns if _takes_rows(eqn) and eqn.invars[0] in params]
         tables = {x.invars[0] for x in lookups if _are_many(x, stages) or _is_multiplied(jaxpr, x.invars[0])}
-        params = {x: i for i, x in enumerate(params) if uses[x] == 1}
-        walk = _StageWalk({} if moved is None else params, moved, stages.place)
+        # The gradient of a stack that is used elsewhere, too, is a sum in both places: it cannot stay in the stages.
+        stacks = {x: i for i, x in enumerate(params) if uses[x] == 1}
+        walk = _StageWalk({} if moved is None else stacks, moved, stages.place)
 
         def run(leaves: Sequence[Any], _: Any) -> list[Any]:
             pairs = zip(jaxpr.invars, leaves, strict=True)
@@ -327,9 +345,10 @@ class _Table:
         if dim_map(eqn).kept[0] != ((other, 0),):
             return None
         x = values[other]
-        own = [self.copies, place.pinned(x.reshape(num_stages, -1, *x.shape[1:]), place.pipe)]
-        made = jaxprs.bind_mapped(eqn, own[:: 1 if other else -1], (0, 0), spmd_axis_name=place.pipe)
-        return place.pinned(made.reshape(shape), place.pipe)
+        operands = [self.copies, place.pinned(x.reshape(num_stages, -1, *x.shape[1:]), place.pipe)]
+        operands = operands if other == 1 else operands[::-1]
+        result = jaxprs.bind_mapped(eqn, operands, (0, 0), spmd_axis_name=place.pipe)
+        return place.pinned(result.reshape(shape), place.pipe)
 
 
 def _array(value: Any) -> Any:
@@ -386,9 +405,9 @@ def _takes_rows(eqn: Any) -> bool:
     """Tells whether an equation looks whole rows of a table up."""
     if eqn.primitive.name != "gather":
         return False
-    table, made_of = eqn.invars[0].aval, dim_map(eqn).kept
-    columns = [x for x in made_of if not x or x[0][0] == 0]
-    return columns == [((0, i),) for i in range(1, table.ndim)] and made_of[:1] == (((1, 0),),)
+    table, kept = eqn.invars[0].aval, dim_map(eqn).kept
+    columns = [dims for dims in kept if not dims or dims[0][0] == 0]
+    return columns == [((0, i),) for i in range(1, table.ndim)] and kept[:1] == (((1, 0),),)
 
 
 def _are_many(eqn: Any, stages: Stages) -> bool:
@@ -398,11 +417,11 @@ def _are_many(eqn: Any, stages: Stages) -> bool:
 
 def _is_multiplied(jaxpr: Any, table: Any) -> bool:
     """Tells whether a variable is an operand of a product, as it is or transposed: that has a sum over stages."""
-    found = {table}
+    forms = {table}
     for eqn in jaxpr.eqns:
-        places = [i for i, x in enumerate(eqn.invars) if not jaxprs.is_literal(x) and x in found]
+        places = [i for i, x in enumerate(eqn.invars) if not jaxprs.is_literal(x) and x in forms]
         if places and eqn.primitive.name in MOVED_WHOLE:
-            found.update(eqn.outvars)
+            forms.update(eqn.outvars)
         elif places and kind_of(eqn) == "call":
             inner, _ = jaxprs.open_jaxpr(jaxprs.inner_jaxprs(eqn)[0])
             if any(_is_multiplied(inner, inner.invars[i]) for i in places):

@@ -79,7 +79,7 @@ class LayerTurn:
         made: dict[Place, Any] = {}
         for i, (eqn, operands) in enumerate(zip(self.eqns, self.operands, strict=True)):
             read = [values[x] if isinstance(x, int) else made[x] for x in operands]
-            if _is_slice(eqn) and any(isinstance(x, jax.Array) for x in read[1:]):
+            if _is_slice(eqn) and any(isinstance(x, jax.Array) for x in read[1:]):  # begins elsewhere in each layer
                 results = [lax.dynamic_slice(read[0], read[1:], eqn.outvars[0].aval.shape)]
             else:
                 results = bind(eqn, read[: len(eqn.invars)])
@@ -141,18 +141,22 @@ class EqualLayers:
         numbers, best = self.sequence.numbers[start:stop], [start]
         repeats = ((size, each) for size in range(1, len(numbers) // 2 + 1) for each in repeats_of(numbers, size))
         # Those that cover most, and of these the ones of the smallest layers.
-        found = [(size * (len(each) // size), -size, start + each[0], len(each)) for size, each in repeats]
-        found = [x for x in found if len(self.sequence.uses(x[2], x[2] - x[1]))]  # layers have params
-        for covered, period, begin, length in heapq.nlargest(_MAX_REPEATS, found):
+        candidates = [(size * (len(each) // size), -size, start + each[0], len(each)) for size, each in repeats]
+        # Layers have params.
+        candidates = [x for x in candidates if len(self.sequence.uses(x[2], x[2] - x[1]))]
+        for covered, negative_size, begin, length in heapq.nlargest(_MAX_REPEATS, candidates):
             if covered <= best[-1] - best[0]:
                 break
-            turns = np.arange(0, covered + 1, -period)
+            size = -negative_size
+            turns = np.arange(0, covered + 1, size)
+            # A stretch longer than its turns can begin at several places: layers are cut where the fewest bytes pass.
             phase = min(range(length - covered + 1), key=lambda x: self.sequence.crossing[begin + x + turns].sum())
             bounds = (begin + phase + turns).tolist()
+            # The numbers of equations leave out parameters, dtypes and derivatives, in which layers may differ still.
             kinds = [turn.signature for turn in self.between(bounds)]
             stretches = ([*each] for _, each in itertools.groupby(range(len(kinds)), key=kinds.__getitem__))
             equal = max(stretches, key=len)
-            if len(equal) > 1 and -period * len(equal) > best[-1] - best[0]:
+            if len(equal) > 1 and size * len(equal) > best[-1] - best[0]:
                 best = bounds[equal[0] : equal[-1] + 2]
         return best
 
@@ -263,10 +267,10 @@ def _derivative(eqn: Any) -> str:
     outputs = [var.aval for var in eqn.outvars if is_float(var.aval)]
 
     def run(*values: Any) -> Any:
-        given, cotangents = values[: len(inputs)], values[len(inputs) :]
+        primals, cotangents = values[: len(inputs)], values[len(inputs) :]
         to_floats = lambda *xs: [x for x in bind(eqn, xs) if is_float(x)]  # noqa: E731
-        made, pullback = jax.vjp(of_some(to_floats, given, floats), *(given[i] for i in floats))
-        return made, pullback([*cotangents])
+        results, pullback = jax.vjp(of_some(to_floats, primals, floats), *(primals[i] for i in floats))
+        return results, pullback([*cotangents])
 
     try:
         closed = trace_flat(run, [*inputs, *outputs])

@@ -167,15 +167,15 @@ class _Greedy:
 
     def gains(self, kept: Sequence[str], labels: Iterable[str]) -> list[ValueRow]:
         """Returns which of some values save seconds beside those that are kept, each with what it saves."""
-        plain, rows = [block.backward_seconds(kept) for block in self.blocks], []
+        before, rows = [block.backward_seconds(kept) for block in self.blocks], []
         for label in [label for label in labels if label not in kept]:
-            having = [(x, seconds) for x, seconds in zip(self.blocks, plain, strict=True) if label in x.values]
+            makers = [(x, seconds) for x, seconds in zip(self.blocks, before, strict=True) if label in x.values]
             saved = sum(
-                seconds - x.backward_seconds([*kept, label]) - x.keeping_seconds(label) for x, seconds in having
+                seconds - x.backward_seconds([*kept, label]) - x.keeping_seconds(label) for x, seconds in makers
             )
-            if saved > _LEAST_SAVED * sum(plain):
-                num_bytes = sum(x.values[label] for x, _ in having)
-                rows.append(self.row(label, num_bytes, seconds=saved, where=having[0][0].lines[label]))
+            if saved > _LEAST_SAVED * sum(before):
+                num_bytes = sum(x.values[label] for x, _ in makers)
+                rows.append(self.row(label, num_bytes, seconds=saved, where=makers[0][0].lines[label]))
         return rows
 
     def placed(self, row: ValueRow) -> ValueRow | None:
@@ -183,8 +183,8 @@ class _Greedy:
 
         In loops alone it may be the host: elsewhere XLA:TPU keeps the device's copy, too.
         """
-        of = [block for block in self.blocks if row.value == INPUT or row.value in block.values]
-        places = ("device", "offloaded") if all(block.is_scanned for block in of) else ("device",)
+        makers = [block for block in self.blocks if row.value == INPUT or row.value in block.values]
+        places = ("device", "offloaded") if all(block.is_scanned for block in makers) else ("device",)
         place = next((place for place in places if row.num_bytes <= self.left[place]), "")
         if not place:
             return None

@@ -62,7 +62,7 @@ class BlockCosts:
     def input_bytes(self) -> float:
         """The bytes of the inputs, which are kept in any case; what is alive beside the block is not among them."""
         marks = zip(self.region.jaxpr.invars, self.region.marks, strict=True)
-        return sum(self._bytes(var) for var, mark in marks if mark.kind == "value" and not mark.held)
+        return sum(self._bytes(var) for var, mark in marks if mark.kind == "value" and not mark.stays_alive)
 
     @functools.cached_property
     def lines(self) -> dict[str, str]:
@@ -80,10 +80,10 @@ class BlockCosts:
         key = frozenset(label for label in kept if label in self.values)
         if key not in self._known_seconds:
             jaxpr, shardings, named = self._gradient
-            given = [var for label in key for var in named.get(label, ())]
-            eqns = [eqn for eqn in jaxpr.eqns if not (eqn.outvars and eqn.outvars[0] in given)]
-            with_given = jaxpr.replace(invars=[*jaxpr.invars, *given], eqns=eqns)
-            self._known_seconds[key] = self._seconds(jaxprs.without_dead_code(with_given), shardings)
+            kept_vars = [var for label in key for var in named.get(label, ())]
+            eqns = [eqn for eqn in jaxpr.eqns if not (eqn.outvars and eqn.outvars[0] in kept_vars)]
+            with_kept = jaxpr.replace(invars=[*jaxpr.invars, *kept_vars], eqns=eqns)
+            self._known_seconds[key] = self._seconds(jaxprs.without_dead_code(with_kept), shardings)
         return self._known_seconds[key]
 
     def keeping_seconds(self, label: str) -> float:
@@ -114,7 +114,7 @@ class BlockCosts:
         def equation(eqn: Any, values: list[Any]) -> list[Any]:
             results = jaxprs.bind(eqn, values)
             label = region.labels[eqn.outvars[0]] if eqn.outvars else ""
-            if label not in candidates or label == RESIDUALS or eqn.primitive.name == "name":
+            if label not in candidates or label == RESIDUALS or eqn.primitive.name == "name":  # these have names
                 return results
             return [checkpoint_name(x, _NAME + label) for x in results]
 

@@ -56,17 +56,18 @@ def keep(x: jax.Array, *, name: str, shard: Chain, unshard: Chain) -> jax.Array:
 
 
 def _join_partial_eval(
-    saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
+    _: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
 ) -> tuple[Any | None, Any, list[bool], list[bool], list[Any]]:
     """Splits an equation into what the forward pass runs and what the recomputation does."""
-    del saveable
+    # As JAX asks of a rule: the equation of the forward pass and that of the recomputation, which of its results only
+    # the recomputation has, which the recomputation makes, and what this reads that is not there yet.
     missing = [v for v, is_there in zip(eqn.invars, instantiated, strict=True) if not (is_there or is_literal(v))]
     if any(unknown):
         return None, eqn, [True], [True], missing
     _, kept = eqn.invars
     params = {"forward": eqn.params["unshard"], "backward": Chain()}
-    remade = eqn.replace(primitive=reshard_p, invars=[kept], params=params)
-    return eqn, remade, [False], [True], [v for v in missing if v is kept]
+    made_again = eqn.replace(primitive=reshard_p, invars=[kept], params=params)
+    return eqn, made_again, [False], [True], [v for v in missing if v is kept]
 
 
 def _join_batch(args: Any, dims: Any, *, unshard: Chain) -> tuple[Any, int]:
@@ -137,13 +138,13 @@ class RematSetting:
     def sharding_of(self, aval: Any, mark: Mark) -> ValueSharding:
         """Returns the sharding of an input of a block: as it is marked, and examples over the axes of the batch."""
         shape = getattr(aval, "shape", ())
-        dims, at = list(mark.dims or [()] * len(shape)), []
+        dims, of_examples = list(mark.dims or [()] * len(shape)), []
         if mark.kind == "value":
-            at = [i for i, size in enumerate(shape) if size in self.batch_sizes]
+            of_examples = [i for i, size in enumerate(shape) if size in self.batch_sizes]
             # Examples may be merged with the dim that follows them.
-            at += [0] if shape and any(size and shape[0] % size == 0 for size in self.batch_sizes) else []
-        if at and shape[at[0]] % axis_size(self.mesh, self.axes.batch) == 0:
-            dims[at[0]] = (*self.axes.batch, *dims[at[0]])
+            of_examples += [0] if shape and any(size and shape[0] % size == 0 for size in self.batch_sizes) else []
+        if of_examples and shape[of_examples[0]] % axis_size(self.mesh, self.axes.batch) == 0:
+            dims[of_examples[0]] = (*self.axes.batch, *dims[of_examples[0]])
         return ValueSharding(dims=tuple(dims), varies=mark.kind == "value")
 
     def marked(self, jaxpr: Any, marks: Sequence[Mark]) -> MarkedValues:
@@ -158,7 +159,7 @@ class RematRegion:
     setting: RematSetting  # what to do
     jaxpr: Any  # the open jaxpr
     consts: Sequence[Any]  # its constants
-    # What is known of its inputs; what is held is alive beside the region, and not kept elsewhere
+    # What is known of its inputs; what stays alive beside the region is not kept elsewhere
     marks: Sequence[Mark]
     kind: str  # what it is to a user
     is_scanned: bool = False  # whether it is in each turn of a scan over layers
@@ -244,7 +245,7 @@ class RematRegion:
     def __call__(self, *arrays: Any) -> list[Any]:
         """Evaluates the region with its residuals named and placed."""
         inputs = [
-            self.place(var, array, self.place_of_inputs) if not mark.held and self.leaves(var) else array
+            self.place(var, array, self.place_of_inputs) if not mark.stays_alive and self.is_moved(var) else array
             for var, array, mark in zip(self.jaxpr.invars, arrays, self.marks, strict=True)
         ]
 
@@ -262,16 +263,16 @@ class RematRegion:
         """Says for each input that would be kept sharded, but is not, why."""
         if self.setting.remat.residuals != "sharded":
             return []
-        inputs = [var for var, mark in zip(self.jaxpr.invars, self.marks, strict=True) if not mark.held]
+        inputs = [var for var, mark in zip(self.jaxpr.invars, self.marks, strict=True) if not mark.stays_alive]
         large = [var for var in inputs if self.known.kind(var) == "value" and is_large(var.aval)]
         sharded = {var for var in large if self.known.marks[var].dims is not None}
         return [
             "already sharded over `model`" if var in sharded else f"no dim of {var.aval.shape} divides"
             for var in large
-            if not self.leaves(var)
+            if not self.is_moved(var)
         ]
 
-    def leaves(self, var: Any) -> bool:
+    def is_moved(self, var: Any) -> bool:
         """Tells whether an input is worth keeping elsewhere than where it is."""
         place = self.place_of_inputs
         if place == "device" or self.known.kind(var) != "value" or not is_large(var.aval):
@@ -298,11 +299,11 @@ class RematRegion:
         dim = self.dim(var)
         if dim is None:
             return checkpoint_name(array, _NAMES["offloaded" if place == "offloaded" else "device"])
-        # Every other dim stays as it is. Both sides need both pins: without them the partitioner makes the copy whole,
-        # or shards what is computed like the copy. It takes the last of a chain of pins for all that uses the value, so
+        # Every other dim stays as it is. Both sides need both pins: without them the partitioner gathers the copy, or
+        # shards what is computed like the copy. It takes the last of a chain of pins for all that uses the value, so
         # the value has a pin of its own, and a barrier ends the chain.
-        shard, whole = (
+        shard, unsharded = (
             named_along(self.setting.mesh, array.ndim, {dim: axes}) for axes in (self.setting.axes.model, ())
         )
-        array = reshard(array, forward=Chain((whole,)), backward=Chain((whole,)))
-        return keep(array, name=_NAMES[place], shard=Chain((shard,), barrier=True), unshard=Chain((shard, whole)))
+        array = reshard(array, forward=Chain((unsharded,)), backward=Chain((unsharded,)))
+        return keep(array, name=_NAMES[place], shard=Chain((shard,), barrier=True), unshard=Chain((shard, unsharded)))

@@ -113,7 +113,7 @@ def residuals_of(function: Callable[..., list[Any]], region: RematRegion) -> Res
     bytes_at = {"device": 0, "host": 0}
     for var in dict.fromkeys(atom for atom in jaxpr.outvars if not jaxprs.is_literal(atom)):
         mark = known.marks[var]
-        if mark.kind != "value" or mark.held or not hasattr(var.aval.dtype, "itemsize"):
+        if mark.kind != "value" or mark.stays_alive or not hasattr(var.aval.dtype, "itemsize"):
             continue
         has_batch = any(size in setting.batch_sizes for size in var.aval.shape)
         shards = num_shards(setting.mesh, (setting.axes.batch if has_batch else (), *(mark.dims or ())))

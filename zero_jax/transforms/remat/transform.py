@@ -157,9 +157,9 @@ def _with_regions(loss_fn: Callable[..., Any], setting: RematSetting, specs: PyT
         sizes = frozenset(value.shape[0] for value in values if value.shape)
         each = dims_of_each(jax.tree.unflatten(traced.params_tree, shapes_of(params)), specs, mesh=setting.mesh)
         marks = [Mark("param", on_model(dims, setting.axes.model)) for dims in each]
-        marks += [Mark("value", held=True) for _ in values]
+        marks += [Mark("value", stays_alive=True) for _ in values]
 
-        of_batch = dataclasses.replace(setting, batch_sizes=sizes)
+        with_sizes = dataclasses.replace(setting, batch_sizes=sizes)
 
         def walked(setting: RematSetting, leaves: Sequence[Any], log: Log) -> list[Any]:
             walk = RematWalk(setting, log)
@@ -170,15 +170,15 @@ def _with_regions(loss_fn: Callable[..., Any], setting: RematSetting, specs: PyT
 
         @functools.cache
         def costs() -> tuple[BlockCosts, ...]:
-            log, full = Log(), dataclasses.replace(of_batch, remat=POLICIES["full"])
+            log, full = Log(), dataclasses.replace(with_sizes, remat=POLICIES["full"])
             trace_flat(lambda *leaves: walked(full, leaves, log), avals)
             return costs_of(log.regions, setting.mesh)
 
         def run(leaves: Sequence[Any], notes: list[Log] | None) -> list[Any]:
             is_auto = setting.remat.policy == "auto"
-            made = choose_values(costs(), setting.remat, mesh=setting.mesh) if is_auto else None
-            log = Log(measure=notes is not None, choice=made)
-            outs = walked(dataclasses.replace(of_batch, remat=made.remat) if made else of_batch, leaves, log)
+            choice = choose_values(costs(), setting.remat, mesh=setting.mesh) if is_auto else None
+            log = Log(measure=notes is not None, choice=choice)
+            outs = walked(dataclasses.replace(with_sizes, remat=choice.remat) if choice else with_sizes, leaves, log)
             if notes is not None:
                 notes.append(log)
             elif not log.rows and setting.remat.policy != "none":

@@ -33,7 +33,7 @@ class Mark:
 
     kind: str  # `param` if it is made of params (and constants) alone, `const` if of constants alone, else `value`
     dims: Dims | None = None  # the axes of the model that its dims are sharded over; None if none is known to be
-    held: bool = False  # whether it is alive until the backward pass whatever a region keeps
+    stays_alive: bool = False  # whether it is alive until the backward pass whatever a region keeps
 
 
 VALUE, CONST = Mark("value"), Mark("const")
@@ -65,7 +65,7 @@ class _Marks(Pass[Mark]):
 
     def constant(self, atom: Any) -> Mark:
         kind = self.facts.kind(atom)
-        return Mark(kind, held=kind == "value")
+        return Mark(kind, stays_alive=kind == "value")
 
     def operation(self, eqn: Any, operands: list[Mark]) -> list[Mark]:
         dims = [mark.dims for mark in operands]
@@ -139,13 +139,12 @@ def _made_for(facts: Facts, inner: set[Any]) -> set[Any]:
     jaxpr = facts.jaxpr
     inputs = [*jaxpr.invars, *jaxpr.constvars]
     kinds = ["const" if facts.kind(var) != "value" or not is_float(var.aval) else "value" for var in inputs]
-    light = Facts(jaxpr.replace(constvars=[], invars=inputs), kinds).origins.keys()
+    of_no_activation = Facts(jaxpr.replace(constvars=[], invars=inputs), kinds).origins.keys()
     used_outside = {atom for atom in jaxpr.outvars if not jaxprs.is_literal(atom)}
     made: set[Any] = set()
-    for eqn in reversed(jaxpr.eqns):
-        used = set(eqn.outvars) - used_outside
-        alone = set(eqn.outvars) <= inner | (light & used)
-        if alone:
+    for eqn in reversed(jaxpr.eqns):  # all readers of a value come before what makes it
+        unused_outside = set(eqn.outvars) - used_outside
+        if set(eqn.outvars) <= inner | (of_no_activation & unused_outside):
             made.update(set(eqn.outvars) - inner)
         else:
             used_outside.update(jaxprs.variables(eqn))

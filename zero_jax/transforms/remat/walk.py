@@ -200,14 +200,16 @@ class RematWalk(Walk[RematFrame]):
                 self.leave(eqn, reason, frame)
         blocks = {block.start: block for block in (body.blocks if self.policy != "own" else ())}
         inside = {i for block in blocks.values() for i in range(block.start + 1, block.stop)}
+        # A block stands for its equations: it has `invars` and `outvars` as one.
         units = [blocks.get(i, eqn) for i, eqn in enumerate(body.jaxpr.eqns) if i not in inside]
         regions = [unit for unit in units if isinstance(unit, RepeatedBlock) or is_loop_or_region(unit)]
         readers = collections.Counter(var for unit in regions for var in {*jaxprs.variables(unit)})
 
         def equation(unit: Any, values: list[Any]) -> Sequence[Any]:
-            shared = [not jaxprs.is_literal(atom) and readers[atom] > 1 for atom in unit.invars]
-            marks = [body.known.mark(atom) for atom in unit.invars]
-            marks = [dataclasses.replace(m, held=m.held or s) for m, s in zip(marks, shared, strict=True)]
+            # What several regions read is alive for the others, wherever one keeps it.
+            is_shared = [not jaxprs.is_literal(atom) and readers[atom] > 1 for atom in unit.invars]
+            pairs = zip(map(body.known.mark, unit.invars), is_shared, strict=True)
+            marks = [dataclasses.replace(mark, stays_alive=mark.stays_alive or flag) for mark, flag in pairs]
             within = dataclasses.replace(frame, marks=marks)
             if isinstance(unit, RepeatedBlock):
                 return self.repeated(body.jaxpr, unit, values, within)
@@ -299,10 +301,11 @@ class RematWalk(Walk[RematFrame]):
         is_tied = repeats_a_layer(eqn, kinds)
         is_layers = is_tied or is_over_layers(eqn, kinds)
         of_consts, of_carry, of_xs = sub.split(frame.marks)
+        # Only what it carries is made in the loop: constants and stacks are alive beside it.
         marks = [
-            *(dataclasses.replace(mark, held=True) for mark in of_consts),
+            *(dataclasses.replace(mark, stays_alive=True) for mark in of_consts),
             *(dataclasses.replace(VALUE, dims=mark.dims) for mark in of_carry),
-            *(Mark(m.kind, None if m.dims is None else m.dims[1:], held=True) for m in of_xs),
+            *(Mark(m.kind, None if m.dims is None else m.dims[1:], stays_alive=True) for m in of_xs),
         ]
         flat = _written_out(sub.jaxpr)
         opened, _ = jaxprs.open_jaxpr(flat)
@@ -326,7 +329,7 @@ class RematWalk(Walk[RematFrame]):
             return body.holds_blocks(tied=False)
         made_bytes = sum(num_bytes(var.aval) for var in all_values(known))
         kept_bytes = sub.length * sum(num_bytes(var.aval) for var in sub.split(known.jaxpr.invars)[1])
-        num_blocks = len(body.blocks) if 2 * kept_bytes < made_bytes else 0
+        num_blocks = len(body.blocks) if 2 * kept_bytes < made_bytes else 0  # the least of any two
         return num_blocks > 1 and num_blocks * kept_bytes < made_bytes and body.sequence.are_most(body.blocks)
 
     def inner(self, eqn: Any, jaxpr: Any, values: Sequence[Any], frame: RematFrame) -> list[Any]:

@@ -25,6 +25,7 @@ from zero_jax.checkpoint import (
     CheckpointConfig,
     check_outside,
     find_checkpoint,
+    find_restorable,
     list_step_folders,
     resolve_folder,
 )
@@ -322,7 +323,7 @@ def prepare(
             schedule = make_schedule(config.optimizer, num_steps=config.steps)
             tx = make_optimizer(config.optimizer, num_steps=config.steps)
         if config.init_from is not None and config.resume == "never":
-            find_checkpoint(config.init_from)  # before there is a folder
+            find_restorable(config.init_from)  # before there is a folder
         skips, specs = config.zero.skip_nonfinite, config.zero.param_specs
         specs = model.param_specs if specs is None and config.model_axis > 1 else specs
         zero = dataclasses.replace(config.zero, skip_nonfinite=True if skips is None else skips, param_specs=specs)

@@ -10,9 +10,9 @@ import jax
 import optax
 from jax.sharding import AbstractMesh
 
-from zero_jax.checkpoint import find_checkpoint, restore
+from zero_jax.checkpoint import find_restorable, restore
 from zero_jax.cli.models.presets import ModelConfig, init_function, preset_config
-from zero_jax.cli.options import field_values
+from zero_jax.cli.options import field_values, log_line
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree, key_shape, leaf_names
 from zero_jax.core.variables import Variables
@@ -157,15 +157,16 @@ def merged_params(path: str, *, step: int | None, dtype: str | None, options: ar
     """Returns a checkpoint's params with its adapters merged on the host; `path` is a run, its steps or one of them."""
     refusal = "--merged is for runs with --lora, and this one has no adapters: leave it out"
     lora, init_fn = _adapters_of(options, refusal)
-    record, _ = find_checkpoint(path, step)
+    folder, step = find_restorable(path, step)
     restored = restore(
-        record.path.parent,
-        step=record.step,
+        folder,
+        step=step,
         init_fn=lambda key: lora.init(init_fn(key), key),
         tx=optax.identity(),
         mesh=make_mesh(devices=jax.devices("cpu")[:1]),
         config=ZeroConfig(stage=0, precision="fp32"),
         params_only=True,
+        log=log_line,
     )
     return lora.merge(restored.state, dtype=dtype)
 

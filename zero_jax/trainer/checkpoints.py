@@ -51,6 +51,7 @@ def begin(run: Run) -> Start:
     if adapt is not None:  # the base of adapters has specs of its own
         base = dataclasses.replace(base, param_specs=model.base_param_specs)
     options = {"init_fn": model.init_fn, "tx": run.tx, "mesh": run.mesh, "config": run.zero, "log": lines.append}
+    # As process 0 sees the folder: all go on, or all begin.
     is_resumed = config.resume == "auto" and from_first_process(
         lambda: str(checkpoint.list_step_folders(run.checkpoints) or "")
     )
@@ -115,7 +116,6 @@ def _checked(run: Run, restored: checkpoint.Restored, lines: list[str]) -> Start
             *(f"changed since: {line}" for line in config_changes),
         ),
     )
-
 
 
 class Saver:

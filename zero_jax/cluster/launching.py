@@ -194,6 +194,7 @@ def launch(command: Sequence[str], *, config: LaunchConfig) -> LaunchResult:
     with _handled_signals(events), tempfile.TemporaryDirectory() as folder:
         reported, status = pathlib.Path(folder) / "step", pathlib.Path(folder) / "status"
         environment = {**os.environ, ENDED_WITH: str(status)}
+        # Empty, and not left out: this process may have inherited one.
         environment[STARTED_AFTER] = "" if config.min_processes is None else str(reported)
         run = Launch(command=command, config=config, environment=environment, events=events, merger=merger)
         while size is not None:

@@ -96,7 +96,7 @@ def _from_folder(config: LoraConfig, shape: ModelConfig) -> ChosenLora:
     loaded = load_peft(str(folder), shape, base=base)
     lora = loaded.lora
     assert isinstance(lora.rules, Mapping)
-    told = LoraConfig(
+    equal = LoraConfig(
         lora=",".join(f"{path}={dims}" for path, dims in lora.rules.items()),
         lora_rank=lora.rank,
         lora_alpha=lora.alpha,
@@ -104,7 +104,7 @@ def _from_folder(config: LoraConfig, shape: ModelConfig) -> ChosenLora:
         lora_base=base,
         lora_train=",".join(lora.train) or None,
     )
-    return ChosenLora(lora=lora, config=told, adapters=loaded.adapters)
+    return ChosenLora(lora=lora, config=equal, adapters=loaded.adapters)
 
 
 def adapted_model(model: Model, options: argparse.Namespace) -> Model:
@@ -202,11 +202,11 @@ def _rules(text: str, shape: ModelConfig, paths: Sequence[str]) -> dict[str, str
             folders = {f"{path.partition('/')[0]}/*" for path in blocks}
             rules |= dict.fromkeys(folders, "sio" if stacked else "io")
         elif not fnmatch.filter(paths, pattern) and "/" not in pattern:
-            found = lora_rules(shape if isinstance(shape, DecoderConfig) else DECODERS["llama-3-8b"], pattern)
+            of_module = lora_rules(shape if isinstance(shape, DecoderConfig) else DECODERS["llama-3-8b"], pattern)
             if not isinstance(shape, DecoderConfig):  # whose matrices have the same names
-                layers = {f"*/{path.rpartition('/')[2]}" for path in found if "/" in path}
-                found = dict.fromkeys(layers, "sio" if stacked else "io") or found
-            rules |= found
+                layers = {f"*/{path.rpartition('/')[2]}" for path in of_module if "/" in path}
+                of_module = dict.fromkeys(layers, "sio" if stacked else "io") or of_module
+            rules |= of_module
         else:
             rules[pattern] = "sio" if fnmatch.filter(stacked, pattern) else "io"
     return rules

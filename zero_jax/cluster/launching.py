@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 
 from zero_jax.cluster.log_merging import Merger
 from zero_jax.cluster.preemption import EXIT_CODE as SAVED
+from zero_jax.cluster.preemption import put_back
 from zero_jax.cluster.processes import Ending, Launch, LaunchConfig, Round, run_round
 from zero_jax.cluster.watchdog import EXIT_CODE as HUNG
 
@@ -240,4 +241,4 @@ def _handled_signals(events: queue.SimpleQueue) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            put_back(number, handler)

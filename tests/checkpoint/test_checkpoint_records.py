@@ -16,6 +16,7 @@ from zero_jax.checkpoint import (
     CheckpointError,
     describe,
     find_checkpoint,
+    find_restorable,
     latest_step,
     leaf_files,
     list_steps,
@@ -289,6 +290,19 @@ def test_a_folder_of_another_step_shadows_nothing(kind, folder):
     assert len(back.warnings) == len(passed)
     for step, line in zip(reversed(passed), back.warnings, strict=True):
         assert f"checkpoint of step {step} passed over: " in line and "is the checkpoint of step 1, copied or" in line
+
+
+def test_a_step_is_restored_from_its_own_folder_and_no_other(folder, monkeypatch):
+    """A copy under another name was taken for the step beside it that has its number."""
+    two, copy = folder / "step_00000002", folder / "kept"
+    assert find_restorable(folder) == (str(folder), None)
+    assert find_restorable(folder, 1) == (str(folder), 1)
+    assert find_restorable(two) == find_restorable(f"{two}/") == (str(folder), 2)
+    monkeypatch.chdir(two)
+    assert find_restorable(".") == (str(folder), 2)
+    shutil.copytree(folder / "step_00000001", copy)
+    with pytest.raises(ValueError, match=r"kept is the checkpoint of step 1: name it step_00000001"):
+        find_restorable(copy)
 
 
 @pytest.mark.parametrize("item", ["state", "record"])

@@ -96,13 +96,15 @@ def test_several_files_with_an_index(run, tmp_path, monkeypatch):
 def test_an_older_export_is_written_over_only_by_force(run, tmp_path):
     folder, _ = run
     export(folder, tmp_path, max_shard_bytes=5000)
-    (tmp_path / "tokenizer.json").touch()
+    others = ["model-ema.safetensors", "model.safetensors.sha256", "model_of_mine.safetensors", "tokenizer.json"]
+    for name in others:
+        (tmp_path / name).touch()
     before = sorted(tmp_path.iterdir())
     with pytest.raises(ValueError, match=r"holds model-00001-of-.* already: .*--force"):
         export(folder, tmp_path)
     assert sorted(tmp_path.iterdir()) == before
     export(folder, tmp_path, force=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "tokenizer.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["model.safetensors", *others])
 
 
 @pytest.mark.parametrize("below", ["", "export", "state/../record/export"])

@@ -290,6 +290,16 @@ def test_options_that_would_say_nothing_are_refused(arguments, message, capsys):
     assert message in err
 
 
+@pytest.mark.parametrize("content", ["[zero]\nstage = 3\n", "", None])
+def test_a_plan_is_written_over_no_file_of_others(content, tmp_path, capsys):
+    path = tmp_path / "own.toml"
+    path.mkdir() if content is None else path.write_text(content)
+    status, out, err = run(["plan", "--model", "gpt-tiny", "--quick", "--write-config", str(path)], capsys)
+    assert (status, out) == (2, "")
+    assert f"{path} exists, and `zero-jax plan` did not write it: give another name, or remove it" in err
+    assert content is None or path.read_text() == content
+
+
 def test_none_is_a_value_where_it_may_be(capsys):
     options = cli.build_parser().parse_args(["train", "--clip-norm", "none", "--top-k", "none"])
     assert getattr(options, "ZeroConfig.clip_norm") is None

@@ -340,6 +340,18 @@ def test_command_lines():
     assert cli_launch.command_line(["--", "sh", "--", "x"], COMMANDS)[1:] == ["--", "x"]
 
 
+def test_handlers_that_python_did_not_install(monkeypatch):
+    """They cannot be put back from here; the launch has its result all the same."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(signal, "getsignal", lambda number: None)
+            assert launch(["true"], config=LaunchConfig(num_processes=1)).status == 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_no_launch_in_a_launch(monkeypatch):
     monkeypatch.setenv(NUM_PROCESSES, "2")
     with pytest.raises(ValueError, match="cannot launch"):

@@ -103,7 +103,7 @@ def test_experts_that_stay_send_activations_in_the_place_of_params():
     )  # fmt: skip
     found = estimates.Estimator(job, {"own": estimates.Policy(loss_fn=loss_fn, remat="own")})
     held, plain = (found.step(setting(3, experts=x)) for x in (True, False))
-    assert held.stays == 3 / 4 and plain.stays == plain.expert_seconds == 0
+    assert held.staying_share == 3 / 4 and plain.staying_share == plain.expert_seconds == 0
     assert held.moved_bytes[0] == plain.moved_bytes[0] / 4 and 0 < held.expert_seconds < plain.data_seconds
     assert found.estimate(setting(3, experts=True)).seconds < found.estimate(setting(3)).seconds
 

@@ -125,6 +125,8 @@ def test_the_command_tells_the_models_error(command, capsys):
         (["--batch", "planned:none"], "the batch None holds no arrays"),
         (["--batch", "planned:words"], "batch leaf 'x/0' is 'one' of type str, no array: give arrays or"),
         (["--auto", "--max-compiles", "0", "--write-config", "x"], "--write-config: it takes a plan that was compiled"),
+        (["--write-config", "x"], "--write-config is for the models that `zero-jax train` knows, not for --loss"),
+        (["--auto", "--write-config", "x"], "--write-config is for the models that `zero-jax train` knows"),
     ],
 )
 def test_what_would_say_nothing_is_refused(arguments, message, capsys):

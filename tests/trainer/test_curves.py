@@ -108,6 +108,16 @@ def test_the_losses_of_one_run(tmp_path):
         assert path.exists() == bool(train or validation)
 
 
+def test_records_that_are_not_as_a_run_writes_them(tmp_path):
+    """A run that is resumed reads its folder's records at the end, after the last save: no line may end it."""
+    records = [{"kind": ["train"]}, {"loss": 2.0}, {}, {"loss": None}, {"loss": "2"}, {"loss": {}}, {"loss": 10**400}]
+    lines = [json.dumps({"step": step, **record}) for step, record in enumerate(records)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    losses = {record["step"]: record["loss"] for record in run_losses(tmp_path, train=[(9, 1.0)], validation=[]).train}
+    assert losses.keys() == {*range(1, len(records)), 9}
+    assert {step for step, loss in losses.items() if np.isfinite(loss)} == {1, 9}
+
+
 def test_names_and_titles_with_dollars_are_no_formulas(tmp_path):
     run, out = write_run(tmp_path / "$\\frac{$\x1b[2J", 5), tmp_path / "a.svg"
     assert plot(run, "--out", out, "--title", "$\\frac{$ 5%") == 0

@@ -10,7 +10,7 @@ import jax
 
 from zero_jax.core.text_tables import format_bytes
 from zero_jax.core.tree import is_key
-from zero_jax.hlo import Instruction, Program
+from zero_jax.hlo import HOST_SPACE, Instruction, Program
 
 GROUPS = ("params", "master", "opt_state", "model_state", "grad_errors", "batch", "other")
 STATE_GROUPS = GROUPS[:5]
@@ -106,7 +106,7 @@ def argument_leaves(program: Program, compiled: Any) -> tuple[ArgumentLeaf, ...]
                     num_bytes=array.num_bytes,
                     unpadded_bytes=array.unpadded_bytes,
                     whole_dims=global_dims,
-                    on_host=array.space == 5,
+                    on_host=array.space == HOST_SPACE,
                 )
             )
     return tuple(leaves)

@@ -7,7 +7,14 @@ them, `describe` lists what a checkpoint has without devices, `export` writes sa
 
 from zero_jax.checkpoint.description import Description, describe
 from zero_jax.checkpoint.exporting import SavedParams, export, open_params, parse_size
-from zero_jax.checkpoint.finding import check_outside, find_checkpoint, latest_step, list_step_folders, list_steps
+from zero_jax.checkpoint.finding import (
+    check_outside,
+    find_checkpoint,
+    find_restorable,
+    latest_step,
+    list_step_folders,
+    list_steps,
+)
 from zero_jax.checkpoint.record import CheckpointError, resolve_folder, step_path
 from zero_jax.checkpoint.restoring import Restored, restore
 from zero_jax.checkpoint.saving import LOCK, CheckpointConfig, Checkpointer
@@ -24,6 +31,7 @@ __all__ = [
     "describe",
     "export",
     "find_checkpoint",
+    "find_restorable",
     "latest_step",
     "list_step_folders",
     "list_steps",

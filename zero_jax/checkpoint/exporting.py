@@ -17,7 +17,7 @@ from zero_jax.checkpoint.finding import check_outside, find_checkpoint
 from zero_jax.checkpoint.leaf_files import check_files, read_slices
 from zero_jax.checkpoint.record import Record, SavedLeaf
 from zero_jax.core.files.partial_folder import partial_folder
-from zero_jax.core.files.safetensors import DTYPES, Tensor, create_files
+from zero_jax.core.files.safetensors import DTYPES, Tensor, create_files, find_files
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.text_tables import Report, quoted
 from zero_jax.core.tree import cast_values
@@ -82,7 +82,7 @@ def export(
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: choose another folder")
     check_outside(folder)
-    old = sorted(folder.glob("model*.safetensors*"))
+    old = find_files(folder)
     if old and not force:
         raise ValueError(f"{folder} holds {old[0].name} already: choose another folder, or write over it (--force)")
     with partial_folder(folder) as partial:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Sequence
 
@@ -21,6 +22,7 @@ from zero_jax.checkpoint.record import (
     resolve_folder,
     step_path,
 )
+from zero_jax.core.agreement import from_first_process
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.files.untrusted import is_bucket, user_path
 
@@ -141,6 +143,32 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> tu
         except CheckpointError as error:
             problems[untried[-1]] = str(error)
     raise CheckpointError(all_damaged_message(folder, [*problems.values()]))
+
+
+def find_restorable(path: str | os.PathLike[str], step: int | None = None) -> tuple[str, int | None]:
+    """Returns the folder and the step that `restore` takes for a path of any kind, as process 0 finds them.
+
+    The step is None, for the newest that is undamaged, unless it is given or `path` is the folder of one.
+
+    Raises:
+      ValueError: as `find_checkpoint`; the folder of a step that was copied or renamed, which `restore` does not read.
+
+    Example:
+      >>> with zero.Checkpointer(folder) as saved:
+      ...     saved.save(1, state)
+      >>> zero.checkpoint.find_restorable(folder / "step_00000001")[1]
+      1
+    """
+
+    def find() -> str:
+        record, _ = find_checkpoint(path, step)
+        is_step, expected = record.path == resolve_folder(path), step_path(record.path.parent, record.step)
+        if is_step and record.path != expected:
+            raise ValueError(f"{path} is the checkpoint of step {record.step}: name it {expected.name}")
+        return json.dumps([str(record.path.parent), record.step if is_step else step])
+
+    directory, number = json.loads(from_first_process(find))
+    return directory, number
 
 
 def check_outside(folder: str | os.PathLike[str]) -> None:

@@ -58,6 +58,7 @@ class CheckpointFolder:
         """Removes incomplete saves, and makes the folder that a save is written to."""
         self._clean_up(self._log)
         partial = self.writing(step)
+        # The final folder too: what cannot be replaced is refused now, and not when all is written.
         for path in (self._path(step), partial):
             if _exists(path):
                 _check_removable(path, step)
@@ -75,8 +76,9 @@ class CheckpointFolder:
             (partial / COMMITTED).write_text(f"the checkpoint of step {step} is complete")
             return
         if _exists(final):
-            _check_removable(final, step)
+            _check_removable(final, step)  # again: it may have got files of others since `begin`
             os.rename(final, old)
+        # A crash here leaves `old` alone, which readers take, and which the next save renames back.
         os.rename(partial, final)
         _sync(self.directory)
         if _exists(old):
@@ -121,6 +123,7 @@ class CheckpointFolder:
             if not match or match[2] not in kinds or (in_bucket and (path / COMMITTED).exists()):
                 continue
             step, kind = int(match[1]), match[2]
+            # A name of fewer digits, as `step_9`, is not ours.
             if path != self._path(step, kind) or _reason_to_keep(path, step, may_lack_marker=not in_bucket):
                 continue
             if kind == REPLACED and not _exists(self._path(step)):
@@ -149,6 +152,7 @@ def _reason_to_keep(path: epath.Path, step: int, *, may_lack_marker: bool = Fals
         marker = b""
     except (OSError, ValueError) as error:
         return f"its {MARK} cannot be read ({error})"
+    # A crash may come before the marker, or within it (also at the end of a deletion, which removes it last).
     is_cut_off = may_lack_marker and os.listdir(path) in ([], [MARK]) and _marker_of(step).startswith(marker)
     return "" if marker == _marker_of(step) or is_cut_off else f"it has no {MARK} of step {step}"
 

@@ -71,6 +71,7 @@ def open_leaf(record: Record, name: str, context: tensorstore.Context) -> tensor
     """Opens a leaf for reading; raises `CheckpointError` if it is missing, or differs from the record."""
     leaf = record.leaves[name]
     kvstore = {**_ocdbt_store(record.path / STATE), "path": f"{file_key(name)}/"}
+    # A chunk that is missing is an error: tensorstore would read it as zeros.
     spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
     try:
         store = tensorstore.open(spec, context=context, open=True, read=True).result()
@@ -192,6 +193,7 @@ def _start_reads(
     shape, dtype = record.leaves[name].stored_shape, jnp.dtype(record.leaves[name].stored_dtype)
     shard_shape, indices = sharding.shard_shape(shape), sharding.addressable_devices_indices_map(shape)
     store = None if 0 in shape else open_leaf(record, name, context)
+    # By index: devices that have the same shard share a read of it.
     reads = {str(index): store[index].read() for index in indices.values()} if store else {}
 
     def finish() -> Array:

@@ -156,6 +156,7 @@ def record_to_json(
 
 def read_record(path: epath.Path) -> Record:
     """Reads the record of a step's folder; raises `CheckpointRemoved` if there is no such folder (any more)."""
+    # The id before the read: it is another one of a folder that is replaced meanwhile.
     file, identity = path / RECORD_FILE, folder_id(path)
     try:
         content = untrusted.parse_json(untrusted.read_file(file, limit_bytes=_MAX_RECORD_BYTES))

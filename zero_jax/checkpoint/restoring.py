@@ -141,6 +141,8 @@ def restore(
             with on_mesh(mesh):
                 record, state = attempt.load_step(step_folder(directory, candidate))
         except CheckpointError as error:
+            # A removed one counts as a damaged one: the other processes know only that this one failed, and all have to
+            # try the same one next.
             problems[candidate] = str(error)
             if step is None:
                 warn(f"checkpoint of step {candidate} passed over: {error}")
@@ -179,7 +181,7 @@ class _Restore:
                 self.accept(record.extra)
             except CheckpointError as error:
                 raise CheckpointError(f"{path}: {error}") from error
-            if jax.process_index() == 0:
+            if jax.process_index() == 0:  # a walk over all files, of which one process is enough
                 check_files(record)
         sharded = self.sharded_shapes(record)
         target = saved_leaves(sharded)

@@ -158,6 +158,7 @@ class Checkpointer(Report, contextlib.AbstractContextManager):
                 with contextlib.suppress(OSError):  # the save will fail of it, and log it
                     self._lock.take()
         self._is_taken = self._check_shared()
+        # Not the turns of all: the main thread takes those meanwhile, at another moment in each process.
         self._turns = self._turns or Turns(f"save {from_first_process(secrets.token_hex(8))}")
 
     def _check_shared(self) -> bool:
@@ -223,6 +224,7 @@ class Checkpointer(Report, contextlib.AbstractContextManager):
         self.take()
         started = time.perf_counter()
         mesh = state.step.sharding.mesh  # type: ignore[union-attr]
+        # Processes compute together here: before anything that one of them alone may fail at.
         with on_mesh(mesh):
             (arrays, leaves), nonfinite = encode_state(state, mesh=mesh), nonfinite_leaves(state, mesh=mesh)
         if nonfinite:
@@ -235,8 +237,8 @@ class Checkpointer(Report, contextlib.AbstractContextManager):
                 classes = opt_state_classes(state)
                 record = record_to_json(step=step, loss=loss, leaves=leaves, classes=classes, extra=extra or {})
                 if _is_primary():
-                    self._folder.make()
-                    self._lock.take()
+                    self._folder.make()  # again: a user may have removed it meanwhile
+                    self._lock.take()  # again: in a bucket another run may have replaced it
                     self._folder.begin(step)
                     folder.mkdir()
         except Exception as error:
@@ -245,7 +247,7 @@ class Checkpointer(Report, contextlib.AbstractContextManager):
             writes = ArrayWrites(arrays, folder)
             thread = ThreadPoolExecutor(1, thread_name_prefix=f"checkpoint of step {step}")
             self._under_way = step, thread.submit(self._finish, step, record, writes)
-            thread.shutdown(wait=False)
+            thread.shutdown(wait=False)  # the thread ends with the save
             _CHECKPOINTERS.add(self)
         finally:
             self.blocked_seconds = time.perf_counter() - started
@@ -298,6 +300,7 @@ class Checkpointer(Report, contextlib.AbstractContextManager):
             records = [record for record in list_records(self.directory) if not os.path.islink(record.path)]
             finite = [record for record in records if record.loss is not None and math.isfinite(record.loss)]
             best = sorted(finite, key=lambda record: (record.loss, -record.step))[: self._config.keep_best]
+            # The step itself is not among the last where a run went back and others of later steps are there.
             kept = {record.step for record in [*records[-self._config.keep_last :], *best]} | {step}
             for old in {record.step for record in records} - kept:
                 self._folder.delete(old)
@@ -403,7 +406,7 @@ def _chunk_bytes(x: Array) -> int:
 
 def _wait_for_all() -> None:
     for checkpointer in list(_CHECKPOINTERS):
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # of one save, which must not cut off those of other checkpointers
             checkpointer.wait()
 
 

@@ -89,8 +89,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line and its config file; ends the program with a line on an error, or after the help."""
     parser = build_parser()
     try:
-        given = sys.argv[1:] if arguments is None else arguments
-        return with_config_file(lambda: parser.parse_args(arguments if given else ["--help"]))
+        words = sys.argv[1:] if arguments is None else arguments
+        return with_config_file(lambda: parser.parse_args(words or ["--help"]))
     except SystemExit:
         sys.stdout.flush()  # or Python would write the help at exit, and say that its reader is gone
         raise

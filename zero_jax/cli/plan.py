@@ -1,6 +1,7 @@
 """The commands `zero-jax plan`, `memory` and `comms`: memory, traffic and time of a train step without its hardware."""
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -23,6 +24,7 @@ from zero_jax.cli.models.presets import ActivationConfig, full_model, loss_funct
 from zero_jax.cli.options import explicit, field_values, from_file, log_line, option_of, print_result, refuse
 from zero_jax.cli.run_config import read_zero, set_sections
 from zero_jax.core.field_checks import check_fields
+from zero_jax.core.files.untrusted import open_regular
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree
 from zero_jax.sharding.mesh import axis_size, make_mesh
@@ -40,6 +42,7 @@ _EXAMPLES_PER_DEVICE = (1, 2, 4, 8)
 _PLANNED_FIELDS = "stage num_microbatches remat attention overlap secondary keep_gathered offload"
 _PLANNED = {f"ZeroConfig.{name}" for name in _PLANNED_FIELDS.split()}
 _CHOSEN_BY_AUTO = "--auto chooses that by itself: leave it out"
+_TITLE = "planned for"  # what the title of a written config begins with
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,8 +214,8 @@ def _guarded(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Nam
 @_guarded
 def run_plan(options: argparse.Namespace) -> int:
     """Runs `zero-jax plan`."""
-    if options.write_config and not pathlib.Path(options.write_config).absolute().parent.is_dir():
-        raise ValueError(f"--write-config {options.write_config}: there is no such folder, make it first")
+    if options.write_config:
+        _check_write_config(pathlib.Path(options.write_config))
     request = read_request(options)
     if options.verify and (options.auto or options.layouts):
         refuse(options, ("--verify",), reason="it runs one step: leave out --auto and --layouts, or plan their choice")
@@ -220,11 +223,18 @@ def run_plan(options: argparse.Namespace) -> int:
         refuse(options, ("--layouts", "--data-layout", "--num-microbatches"), reason=_CHOSEN_BY_AUTO)
         if not options.max_compiles:
             refuse(options, ("--write-config",), reason="it takes a plan that was compiled: leave out --max-compiles 0")
-        return _auto(options, request)
-    refuse(options, ("--max-compiles", "--host-memory-bytes"), reason="it is for --auto: add that, or leave it out")
+    else:
+        refuse(options, ("--max-compiles", "--host-memory-bytes"), reason="it is for --auto: add that, or leave it out")
     if options.layouts:
         refuse(options, ("--data-layout",), reason="--layouts compiles all of them: leave it out")
         refuse(options, ("--write-config",), reason="`zero-jax train` takes the default layout: leave out --layouts")
+    if options.write_config and request.model.config is None:
+        raise ValueError(
+            "--write-config is for the models that `zero-jax train` knows, not for --loss: leave out one of the two"
+        )
+    if options.auto:
+        return _auto(options, request)
+    if options.layouts:
         plans = planning.compile_layouts(request.job(request.zero), request.compiling)
         print_result(options, plans)
         return 0 if plans.plans[plans.best].fits else 1
@@ -297,6 +307,21 @@ def _model_sizes(request: Request) -> tuple[tuple[int, ...] | None, Any]:
     return tuple(admitted), specs
 
 
+def _check_write_config(path: pathlib.Path) -> None:
+    """Raises `ValueError` for a file that cannot be written, or that would be lost: one that no plan has written."""
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"--write-config {path}: there is no such folder, make it first")
+    if not path.exists():
+        return
+    begins = f"# {_TITLE}".encode()
+    with contextlib.suppress(OSError, ValueError), open_regular(path) as file:
+        if file.read(len(begins)) == begins:
+            return
+    raise ValueError(
+        f"--write-config {path} exists, and `zero-jax plan` did not write it: give another name, or remove it"
+    )
+
+
 def _write_config(
     options: argparse.Namespace,
     request: Request,
@@ -306,8 +331,6 @@ def _write_config(
     activations: ActivationConfig | None = None,
 ) -> None:
     """Writes a config for `zero-jax train` of what was planned; `activations` are those of a search."""
-    if request.model.config is None:
-        raise ValueError("--write-config is for the models that `zero-jax train` knows, not for --loss")
     planned = {f"ZeroConfig.{name}": getattr(zero, name) for name in option_fields("ZeroConfig")}
     planned["ZeroConfig.remat"] = resolve_remat(zero.remat).name
     if activations is not None:
@@ -318,7 +341,7 @@ def _write_config(
     options = argparse.Namespace(**{**vars(options), **planned, **run})
     sections = set_sections(options, keep=_PLANNED | run.keys())
     sections = {"model": full_model(options, request.model.config), **sections}
-    write_file(options.write_config, sections, title=f"planned for {report.topology} by zero-jax plan")
+    write_file(options.write_config, sections, title=f"{_TITLE} {report.topology} by zero-jax plan")
     log_line(f"wrote {options.write_config}: zero-jax train --config {options.write_config}")
 
 

@@ -9,7 +9,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from zero_jax.checkpoint import describe, export, find_checkpoint, parse_size, restore
+from zero_jax.checkpoint import describe, export, find_restorable, parse_size, restore
 from zero_jax.cli.models.adapters import LoraConfig, choose_lora, export_adapters, merged_params
 from zero_jax.cli.models.own import import_own_model, read_own_model
 from zero_jax.cli.models.presets import hub_data, init_function, model_name, preset_config, preset_model
@@ -190,9 +190,9 @@ class _Source:
             shapes = jax.eval_shape(model.init_fn, key_shape())
             shardings = make_placement(shapes, mesh=mesh, config=zero).param_shardings("master")
             return jax.device_put(merged, shardings)
-        record, _ = find_checkpoint(self.path, self.step)
+        folder, step = find_restorable(self.path, self.step)
         settings: dict[str, Any] = {"init_fn": model.init_fn, "tx": optax.identity(), "mesh": mesh, "config": zero}
-        restored = restore(record.path.parent, step=record.step, params_only=True, **settings)
+        restored = restore(folder, step=step, params_only=True, log=log_line, **settings)
         log_line(f"params of step {restored.step} of {self.path}")
         return restored.state.variables
 

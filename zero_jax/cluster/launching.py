@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 
 from zero_jax.cluster.log_merging import Merger
 from zero_jax.cluster.preemption import EXIT_CODE as SAVED
+from zero_jax.cluster.preemption import put_back
 from zero_jax.cluster.processes import Ending, Launch, LaunchConfig, Round, run_round
 from zero_jax.cluster.watchdog import EXIT_CODE as HUNG
 
@@ -194,6 +195,7 @@ def launch(command: Sequence[str], *, config: LaunchConfig) -> LaunchResult:
     with _handled_signals(events), tempfile.TemporaryDirectory() as folder:
         reported, status = pathlib.Path(folder) / "step", pathlib.Path(folder) / "status"
         environment = {**os.environ, ENDED_WITH: str(status)}
+        # Empty, and not left out: this process may have inherited one.
         environment[STARTED_AFTER] = "" if config.min_processes is None else str(reported)
         run = Launch(command=command, config=config, environment=environment, events=events, merger=merger)
         while size is not None:
@@ -239,4 +241,4 @@ def _handled_signals(events: queue.SimpleQueue) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            put_back(number, handler)

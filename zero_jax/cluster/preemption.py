@@ -120,6 +120,10 @@ class Preemption:
             signal.raise_signal(signal.SIGTERM)
 
     def _restore(self, number: int) -> None:
-        previous = self._previous.pop(number)
-        # None stands for a handler that was not installed from Python, which cannot be put back from here.
-        signal.signal(number, signal.SIG_DFL if previous is None else previous)
+        put_back(number, self._previous.pop(number))
+
+
+def put_back(number: int, handler: Any) -> None:
+    """Installs the handler of a signal that was there before, as `signal.getsignal` returned it."""
+    # None stands for a handler that was not installed from Python, which cannot be put back from here.
+    signal.signal(number, signal.SIG_DFL if handler is None else handler)

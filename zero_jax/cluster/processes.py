@@ -262,7 +262,7 @@ class _Processes:
                     self.is_interrupted = True
                     self._signal(signal.SIGTERM)
                     kill_at, interrupt_at = now + max(config.grace_seconds, config.rejoin_seconds), math.inf
-                else:
+                else:  # a program that has not started has nothing to save, and may not handle the signal yet
                     interrupt_at = now + 1
                 continue
             if isinstance(event, Ending):

@@ -75,6 +75,7 @@ class Turns:
         if error or text is not None:
             kind = _TEXT if not error else _REFUSAL if is_refusal else _ERROR
             key = f"{folder}{process}"
+            # Names of files, which texts and errors have, may be no Unicode.
             client.key_value_set_bytes(key, kind + (error or text or "").encode(errors="surrogateescape"))
         try:
             client.wait_at_barrier(self._name, int(seconds * 1000), self._processes)
@@ -165,16 +166,16 @@ def from_first_process(text: str | Callable[[], str]) -> str:
     """
     if jax.process_count() == 1:
         return text() if callable(text) else text
-    turns, given = turns_of(), None
+    turns, own_text = turns_of(), None
     if jax.process_index() == 0:
         try:
-            given = text() if callable(text) else text
+            own_text = text() if callable(text) else text
         except Exception as error:
             with contextlib.suppress(OtherProcessFailed):
                 turns.take(error=str(error) or type(error).__name__, is_refusal=isinstance(error, ValueError))
             raise known_to_all(error) from None
     try:
-        return _all_of(turns.take(given), [0])[0]
+        return _all_of(turns.take(own_text), [0])[0]
     except OtherProcessFailed as failed:
         if failed.errors.keys() != {0}:
             raise

@@ -110,8 +110,8 @@ def warn_of_few_threads(mesh: Any) -> None:
     """Warns where a program whose collectives do not wait for one another is to run on simulated devices."""
     if isinstance(mesh, AbstractMesh) or platform_of(mesh) != "cpu":
         return
-    num_devices, given = len(mesh.local_devices), os.environ.get("NPROC", "")
-    num_threads = int(given) if given.isdigit() else os.cpu_count() or 1
+    num_devices, nproc = len(mesh.local_devices), os.environ.get("NPROC", "")
+    num_threads = int(nproc) if nproc.isdigit() else os.cpu_count() or 1
     if 1 < num_devices and num_threads < 2 * num_devices:
         warnings.warn(
             f"a pipeline on {num_devices} simulated devices may stop for good, all threads waiting in collectives: "

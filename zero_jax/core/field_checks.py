@@ -53,8 +53,8 @@ def read_kind(annotation: str, text_of: Callable[[str], str | None] = lambda nam
         name = _name(member.value if isinstance(member, ast.Subscript) else member)
         names.add(name)
         if name == "Literal" and isinstance(member, ast.Subscript):
-            found = ast.literal_eval(member.slice)
-            words += found if isinstance(found, tuple) else [found]
+            literal = ast.literal_eval(member.slice)
+            words += literal if isinstance(literal, tuple) else [literal]
         elif name in _SIMPLE:
             types.append(_SIMPLE[name])
         elif name not in ("None", "NoneType", "Mapping"):

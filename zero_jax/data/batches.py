@@ -122,6 +122,7 @@ class StreamBatches(Batches):
 
     def __next__(self) -> Batch:
         before, batch = self.position, super().__next__()
+        # That before the batch too: a run that fails between the batch and its step saves the step before.
         self.states = {before: self.states[before], self.position: self._state}
         return batch
 

@@ -62,6 +62,7 @@ class Renderer:
 
         try:
             self._process = subprocess.Popen(
+                # -P: Python would import from the program's folder first, whose modules have plain names.
                 [sys.executable, "-P", str(_PROGRAM)],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -121,10 +121,10 @@ class SpecialTexts:
 
     def check(self, conversation: Conversation, where: str) -> None:
         """Raises `ValueError` for a conversation with such text."""
-        found = [*strings(conversation, where)]
+        texts = [*strings(conversation, where)]
         heads: dict[str, str] = {}  # what strings begin with, each with its place
         tails: dict[str, str] = {}
-        for place, text in found:
+        for place, text in texts:
             if (special := next((x for x in self._texts if x in text), None)) is not None:
                 self._refuse(f"{place} has the text {quoted(special)}")
             stripped = text.strip()  # as templates do
@@ -137,7 +137,7 @@ class SpecialTexts:
                     places = f"{tails[special[:i]]} ends with the beginning of {quoted(special)}, {heads[special[i:]]}"
                     self._refuse(f"{places} begins with the rest")
         if self._tokenizer is not None:
-            special = self._tokenizer.hidden_special([text for _, text in found])
+            special = self._tokenizer.hidden_special([text for _, text in texts])
             if special is not None:
                 self._refuse(f"{where} has text that the tokenizer normalizes to {quoted(special)}")
 

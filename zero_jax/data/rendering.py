@@ -135,7 +135,7 @@ def main() -> None:
     for limit, value in ((resource.RLIMIT_AS, _MAX_BYTES), (resource.RLIMIT_CORE, 0)):
         with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
             resource.setrlimit(limit, (value, value))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a parent that ignores it has its children ignore it
     renderer = None
     for line in sys.stdin:
         request = json.loads(line)

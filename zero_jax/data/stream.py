@@ -54,18 +54,18 @@ def open_stream(
 
     table = open_table()
     shape = (data, text_field, tokenizer.fingerprint, sorted(map(str, (table.features or {}).items())))
-    wanted, found, size = max(_VALIDATION_TOKENS, _VALIDATION_ROWS * seq_len), [], 0
+    wanted, documents, size = max(_VALIDATION_TOKENS, _VALIDATION_ROWS * seq_len), [], 0
     for number, record in enumerate(table, 1):
         content = record_text(record, text_field, f"row {number} of {data}").text
         if content and _hash(content) < validation_fraction * _HASHES:
-            found.append(_tokens(content, tokenizer))
-            size += len(found[-1])
+            documents.append(_tokens(content, tokenizer))
+            size += len(documents[-1])
         if size > wanted:
             break
-    validation = _part(found)
+    validation = _part(documents)
     validation.check_size(data, "validation", seq_len)
     digest = hashlib.sha256(repr((shape, validation_fraction)).encode())
-    for tokens in found:
+    for tokens in documents:
         digest.update(np.ascontiguousarray(tokens, "<u4").tobytes())
     return Stream(
         name=data,
@@ -166,7 +166,7 @@ class Lane:
                     has_any = True
                     yield _Place(epoch, before, _tokens(content, stream.tokenizer))
                 before = after
-            if not has_any:
+            if not has_any:  # or this would pass over the table for ever
                 raise ValueError(
                     f"{stream.name} has no documents to train on in part {self._lane + 1} of {self._num_lanes}: give "
                     "more text, fewer processes, or another --validation-fraction"

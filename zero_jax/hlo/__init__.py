@@ -17,5 +17,5 @@ from zero_jax.hlo.program import Instruction, Program, integers, parse, read_ali
 from zero_jax.hlo.schedule import Costs, own_links, play
 from zero_jax.hlo.scheduled import HeapLayout, layout_options, read_layout, read_scheduled
 from zero_jax.hlo.traffic import Collective, collectives, groups_of, sent_bytes
-from zero_jax.hlo.transfers import NetworkTransfer, host_transfers, network_transfers
+from zero_jax.hlo.transfers import HOST_SPACE, NetworkTransfer, host_transfers, network_transfers
 from zero_jax.hlo.windows import Window, read_windows

@@ -258,6 +258,7 @@ def _attention(config: DecoderConfig, y_BTD: Array, params: Params, hooks: Hooks
         *heads,
         hooks.segments_BT,
         scale=scale,
+        # A token itself is one of its window, and none of the tokens to the left.
         local_window_size=(config.window - 1, 0) if window and config.window else None,
         logits_soft_cap=config.attention_soft_cap,
     )

@@ -256,14 +256,14 @@ def _choices(estimator: Estimator, tried: Mapping[str, Any]) -> tuple[dict[str, 
 
 def _settings(estimator: Estimator, choices: Mapping[str, Sequence[Any]]) -> list[Candidate]:
     """Returns the settings to estimate, without remat policies that equal another one there, or that cannot be."""
-    found = candidates(choices, num_devices=estimator.num_devices, num_slices=estimator.topology.num_slices)
+    settings = candidates(choices, num_devices=estimator.num_devices, num_slices=estimator.topology.num_slices)
     if sum(policy.is_plain for policy in estimator.policies.values()) == 1:
-        return list(found)  # where nothing else is tried, they are refused with that reason
+        return list(settings)  # where nothing else is tried, they are refused with that reason
     policies = {name: estimator.policies[name] for name in choices["remat"]}
     needs_model = {name for name, policy in policies.items() if _needs_model(policy)}
     no_pipe = {name for name, policy in policies.items() if resolve_remat(policy.remat).policy == "auto"}
-    found = [x for x in found if x.model > 1 or x.remat not in needs_model]
-    return [x for x in found if x.pipe == 1 or x.remat not in no_pipe]
+    settings = [x for x in settings if x.model > 1 or x.remat not in needs_model]
+    return [x for x in settings if x.pipe == 1 or x.remat not in no_pipe]
 
 
 def _needs_model(policy: Policy) -> bool:
@@ -359,8 +359,7 @@ def _pipe_sizes(estimator: Estimator, pipes: Sequence[int] | None, pipelines: Se
         num_slices = estimator.topology.num_slices
         sizes = (size for size in divisors(estimator.num_devices) if size <= _MAX_PIPE)
         pipes = [size for size in sizes if size == 1 or num_slices > 1]
-    found = {pipe: estimator.stages(pipe, pipelines[0]).why_none for pipe in pipes if pipe > 1}
-    refusals = {pipe: why for pipe, why in found.items() if why}
+    refusals = {pipe: why for pipe in pipes if pipe > 1 and (why := estimator.stages(pipe, pipelines[0]).why_none)}
     for pipe, why in refusals.items():
         estimator.log(f"pipe={pipe} is left out: {why}")
     if len(refusals) == len(pipes):

@@ -81,7 +81,7 @@ def explain(error: Exception) -> Exception:
 def user_lines(error: BaseException) -> tuple[bool, list[str]]:
     """Returns whether zero_jax raised an error, and the last lines of the user's code (or another package's) before."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    is_ours, found, last = False, [], ""
+    is_ours, lines, last = False, [], ""
     for frame, summary in zip(frames, traceback.extract_tb(error.__traceback__), strict=True):
         # A module of zero_jax that runs as a script has another name; methods of a dataclass have no file.
         package = frame.f_globals.get("__name__", "").split(".")[0]
@@ -90,5 +90,5 @@ def user_lines(error: BaseException) -> tuple[bool, list[str]]:
             continue
         line = last = f"{summary.filename}:{summary.lineno} in {summary.name}: {summary.line}"
         if "site-packages" not in summary.filename:
-            found.append(line)
-    return is_ours, [*found[-_MAX_LINES:], *([last] if last and last not in found else [])]
+            lines.append(line)
+    return is_ours, [*lines[-_MAX_LINES:], *([last] if last and last not in lines else [])]

@@ -301,8 +301,8 @@ class StepEstimate:
         reductions = self.num_runs if "grads" in self.groups else 1
         # The share of params that do not move, as experts that stay sharded, and the seconds of the activations that go
         # to them and home; none is hidden, as experts wait for tokens.
-        self.stays, self.expert_seconds = self._experts() if setting.experts else (0.0, 0.0)
-        num_moved = self.num_params * (1 - self.stays)
+        self.staying_share, self.expert_seconds = self._experts() if setting.experts else (0.0, 0.0)
+        num_moved = self.num_params * (1 - self.staying_share)
         reduced = num_moved * self.reduced_bytes
         # Of params that are gathered, and of gradients that are reduced, unquantized.
         self.moved_bytes = num_moved * gathers * self.sizes.param_bytes, reductions * reduced
@@ -366,7 +366,7 @@ class StepEstimate:
         param_bytes = 0.0 if are_masters else self.sizes.param_bytes
         model_state = self.sizes.by_group.get("model_state", 0.0) / self.num_param_shards
         window_bytes = 2 * self.model.offload.window_bytes if self.setting.offload else 0
-        errors = self._alike().sent_bytes[3] if self.setting.quantize else 0.0
+        errors = self._canonical().sent_bytes[3] if self.setting.quantize else 0.0
         total = self.num_params * (optimizer + param_bytes / self.num_param_shards) + model_state + errors
         return total - self.host_bytes + window_bytes
 
@@ -387,7 +387,7 @@ class StepEstimate:
 
     def other_bytes_of(self, traced: LossTrace) -> float:
         """Returns the bytes of activations and gathered params by a trace of the loss."""
-        gathered = traced.gathered_bytes(self.stays) if "params" in self.groups else 0.0
+        gathered = traced.gathered_bytes(self.staying_share) if "params" in self.groups else 0.0
         gathered *= 2 if self.setting.overlap and self.model.has_overlap else 1  # the next layer's arrive beside them
         return self.activation_bytes(traced) + gathered
 
@@ -498,24 +498,24 @@ class StepEstimate:
         """The ratios of quantized to unquantized bytes: of gathers, of reductions, and between copies."""
         if not self.setting.quantize:
             return 1.0, 1.0, 1.0
-        quantized, plain = self._alike().sent_bytes, self._alike(quantize=False).sent_bytes
+        quantized, plain = self._canonical().sent_bytes, self._canonical(quantize=False).sent_bytes
         gathers, reduced, copies = (a / b if b else 1.0 for a, b in zip(quantized[:3], plain[:3], strict=True))
         return gathers, reduced, copies
 
-    def _alike(self, **changes: Any) -> StepEstimate:
+    def _canonical(self, **changes: Any) -> StepEstimate:
         """Returns the step of a canonical setting with the same shardings and traffic of state and gradients."""
         alike = dataclasses.replace(self.setting, remat="", loss="", attention="own", overlap=True, offload=None)
         return self.model.step(dataclasses.replace(alike, **changes))
 
     def _experts(self) -> tuple[float, float]:
-        """Returns `stays` and `expert_seconds`, by a trace with all blocks recomputed; other losses send the same."""
+        """Returns `staying_share` and `expert_seconds`, by a trace that recomputes all blocks; losses send the same."""
         setting, policies = self.setting, self.model.policies
         loss_fn = policies[policy_name(setting.remat, loss="")].loss_fn
         policy = next(name for name, policy in policies.items() if policy.loss_fn is loss_fn)
         fixed = {"batch_size": self.model.batch_size, "num_microbatches": 1, "keep_gathered": False, "overlap": True}
         alike = dataclasses.replace(setting, **fixed, remat="", loss="", attention="own", offload=None, quantize=False)
-        stays, seconds = self.model.experts(policy, alike)
-        return stays, seconds * setting.batch_size / self.model.batch_size
+        share, seconds = self.model.experts(policy, alike)
+        return share, seconds * setting.batch_size / self.model.batch_size
 
     @functools.cached_property
     def sent_bytes(self) -> tuple[float, float, float, float]:

@@ -152,8 +152,7 @@ def compile_job(
     saved, has_code = compile_lowered(lowered, job.compiler_options or {}, quick=quick)
     saved["compile_seconds"] = time.perf_counter() - start
     error = _save(paths[has_code], saved) if paths else ""
-    found = {"from_cache": False, "cache_error": error, "has_code": has_code}
-    return CompiledText(**saved, args_info=lowered.args_info, **found)
+    return CompiledText(**saved, args_info=lowered.args_info, from_cache=False, cache_error=error, has_code=has_code)
 
 
 def compile_lowered(lowered: Any, options: Mapping[str, Any], *, quick: bool) -> tuple[dict[str, Any], bool]:
@@ -164,6 +163,7 @@ def compile_lowered(lowered: Any, options: Mapping[str, Any], *, quick: bool) ->
     try:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as dump:
             compile = functools.partial(lowered.compile, compiler_options={**layout_options(dump), **options})
+            # Not in a `with`, which would wait for the compiler at its end; the folder may get more files of it, too.
             compiling = ThreadPoolExecutor(1).submit(compile) if quick else None
             while compiling and not compiling.done():
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
@@ -215,7 +215,7 @@ def _save(path: pathlib.Path, saved: Mapping[str, Any]) -> str:
         write_entry(path, gzip.compress(json.dumps(saved).encode(), compresslevel=3), mark=_MARK)
     except OSError as error:
         return f"{path.parent}: {error.strerror or error}"
-    any_version = _MARK[: _MARK.rindex(b" ")]
+    any_version = _MARK[: _MARK.rindex(b" ")]  # entries of other releases take room too
     evict_oldest(path.parent, is_own=lambda x: x.suffix == _SUFFIX and has_mark(x, any_version), keep=path)
     return ""
 

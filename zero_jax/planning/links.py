@@ -57,7 +57,7 @@ class Links:
         dims = self.torus_dims(group) if group and not collective.source_target_pairs else ()
         return frozenset(("torus dim", dim) for dim in dims) or own_links(collective)
 
-    @functools.lru_cache(maxsize=4096)  # noqa: B019 - lives as long as one estimate
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 - bounded
     def torus_dims(self, group: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the torus dims that a group is spread over; none where it is not in one torus."""
         devices = [self.devices[i] for i in group]
@@ -70,7 +70,7 @@ class Links:
         hardware = self.topology.hardware
         return transfer.sent_bytes / hardware.network_bytes_per_second + _NETWORK_LATENCY_SECONDS
 
-    @functools.lru_cache(maxsize=4096)  # noqa: B019 - lives as long as one estimate
+    @functools.lru_cache(maxsize=4096)  # noqa: B019
     def bandwidth(self, group: tuple[int, ...], *, kind: str) -> tuple[float, int]:
         """Returns the bytes a second at which a device of a group sends, and the hops of its longest ring."""
         hardware = self.topology.hardware

@@ -62,7 +62,7 @@ def report_on(
         return make_report(job, on_phase=on_phase, **options)
     on_phase("choosing what blocks keep")
     choice = _choice(job, remat)
-    if choice.remat in known:
+    if choice.remat in known:  # it would be the same program
         return None
     report = make_report(_with_remat(job, choice.remat), on_phase=on_phase, **options)
     return dataclasses.replace(report, values=choice, remat=str(resolve_remat(choice.policy_name)))
@@ -83,6 +83,7 @@ def _choice(job: Job, remat: Remat) -> ValueChoice:
 def _slack(report: PlanReport, choice: ValueChoice) -> float:
     """Returns the bytes by which the budget of a compiled program may be larger, below 0 if it has to be smaller."""
     limit = (1 - _LEAST_ROOM) * report.usable_bytes
+    # A refusal without a figure counts as a tenth too much.
     needed = 1.1 * limit if report.needed_bytes is None else report.needed_bytes
     slack = limit - needed
     gaining = (row for row in choice.rows if not row.place or (row.place == "offloaded" and row.waited_seconds))

@@ -200,14 +200,15 @@ class Search:
 
     def _judged(self, entry: Ranked) -> Ranked:
         """Returns a setting with the reason why it is rejected, by its estimate or its program; as it is if it fits."""
-        found, kind, reason = entry.figures, "", ""
-        if found.bytes > self.capacity_bytes and not (entry.outcome and (found.fits or found.bytes == math.inf)):
+        figures, kind, reason = entry.figures, "", ""
+        if figures.bytes > self.capacity_bytes and not (entry.outcome and (figures.fits or figures.bytes == math.inf)):
             kind = "compiled" if entry.outcome else "estimate"
-            reason = "compiled, " * bool(entry.outcome) + shortage(found.bytes, self.capacity_bytes, note=found.note)
-        elif not found.fits:
-            kind, reason = "failed", f"compiling failed: {found.note or 'the compiler gave no reason'}"
-        elif found.host_bytes > self.host_capacity_bytes:
-            lacks = shortage(found.host_bytes, self.host_capacity_bytes, note="for each device")
+            reason = "compiled, " * bool(entry.outcome)
+            reason += shortage(figures.bytes, self.capacity_bytes, note=figures.note)
+        elif not figures.fits:
+            kind, reason = "failed", f"compiling failed: {figures.note or 'the compiler gave no reason'}"
+        elif figures.host_bytes > self.host_capacity_bytes:
+            lacks = shortage(figures.host_bytes, self.host_capacity_bytes, note="for each device")
             kind, reason = "host", f"in host memory: {lacks}"
         return dataclasses.replace(entry, kind=kind, reason=reason)
 
@@ -308,6 +309,7 @@ def divisors(n: int) -> list[int]:
 
 
 def _order(entry: Ranked) -> tuple[float, float, str]:
+    # The text, so that equals come in the same order each time.
     return (entry.seconds / entry.setting.batch_size, entry.bytes, str(entry.setting))
 
 
@@ -325,11 +327,11 @@ def _ratio(entry: Ranked, compiled: Iterable[Ranked], figure: str) -> float:
     """
     total, weights = 0.0, 0.0
     for other in compiled:
-        estimated, found = getattr(other.estimated, figure, None), getattr(other.outcome, figure, math.inf)
-        if not estimated or not 0 < found < math.inf:
+        estimated, measured = getattr(other.estimated, figure, None), getattr(other.outcome, figure, math.inf)
+        if not estimated or not 0 < measured < math.inf:
             continue
         shared = sum(x == y for x, y in zip(entry.setting.parts, other.setting.parts, strict=True))
-        total += _SHARED_WEIGHT**shared * math.log(found / estimated)
+        total += _SHARED_WEIGHT**shared * math.log(measured / estimated)
         weights += _SHARED_WEIGHT**shared
     return math.exp(total / weights) if weights else 1.0
 

@@ -41,7 +41,7 @@ _CONFIG, _FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _WEIGHT = "base_model.model.", ".weight"
 _MAX_BYTES = 1 << 24  # of the config
 # Keys that say what is read elsewhere, or nothing of the function that the adapters make.
-_TOLD = frozenset(
+_KNOWN = frozenset(
     "peft_type r lora_alpha use_dora use_rslora init_lora_weights base_model_name_or_path revision task_type "
     "auto_mapping peft_version inference_mode lora_dropout target_modules exclude_modules modules_to_save "
     "layers_to_transform layers_pattern megatron_core qalora_group_size eva_config runtime_config".split()
@@ -214,7 +214,7 @@ def load_peft(
     path, decoder = user_path(folder), _Decoder.of(like)
     config = read_json(path / _CONFIG, "PEFT's", remedy="give a folder that PEFT has saved", limit_bytes=_MAX_BYTES)
     settings = _settings(path / _CONFIG, config)
-    tensors = {name: x for name, x in read_header(path / _FILE).items()}
+    tensors = read_header(path / _FILE)
     lora = Lora(**_leaves(path, decoder, tensors), **settings, base=base)
     leaves = match(path, tensors, decoder.adapter_shapes(lora), decoder.adapter_names(lora))
     adapters: dict[str, Any] = {}
@@ -240,7 +240,7 @@ def _settings(path: pathlib.Path, config: Mapping[str, Any]) -> dict[str, Any]:
             f"{path}: init_lora_weights={quoted(start)} changes the base when PEFT loads the adapters: save them with "
             "path_initial_model_for_weight_conversion, which leaves the base as it is"
         )
-    unknown = [key for key, value in config.items() if key not in _TOLD and value not in (None, False, "none", [], {})]
+    unknown = [key for key, value in config.items() if key not in _KNOWN and value not in (None, False, "none", [], {})]
     if unknown:
         raise ValueError(
             f"{path}: {unknown[0]}={quoted(config[unknown[0]])} is not supported: merge the adapters with PEFT, and "

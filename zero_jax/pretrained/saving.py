@@ -238,7 +238,7 @@ def write_folder(folder: FolderToWrite, leaves: Mapping[str, Any], pieces: Mappi
             write_config(partial, folder.config, {tensor.name: tensor.dtype for tensor in tensors})
         for name, text in folder.texts.items():
             (partial / name).write_text(text, encoding="utf-8")
-        partial.rename(target)
+        partial.rename(target)  # over an empty folder, too
     num_bytes = sum(tensor.num_bytes for tensor in tensors)
     return SavedHF(folder=str(target), num_files=num_files, num_tensors=len(tensors), num_bytes=num_bytes)
 
@@ -334,6 +334,7 @@ def run_decoder(
 
 def _owners(x: Array) -> list[Shard]:
     """Returns the shards that make up an array, one of each slice: the same in all processes."""
+    # In one order: from it follows where a process's parts begin in its file.
     return sorted((shard for shard in x.global_shards if shard.replica_id == 0), key=lambda shard: shard.device.id)
 
 

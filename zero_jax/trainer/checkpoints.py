@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -52,6 +51,7 @@ def begin(run: Run) -> Start:
     if adapt is not None:  # the base of adapters has specs of its own
         base = dataclasses.replace(base, param_specs=model.base_param_specs)
     options = {"init_fn": model.init_fn, "tx": run.tx, "mesh": run.mesh, "config": run.zero, "log": lines.append}
+    # As process 0 sees the folder: all go on, or all begin.
     is_resumed = config.resume == "auto" and from_first_process(
         lambda: str(checkpoint.list_step_folders(run.checkpoints) or "")
     )
@@ -59,7 +59,7 @@ def begin(run: Run) -> Start:
         if is_resumed:
             return _checked(run, checkpoint.restore(run.checkpoints, accept=_accept, **options), lines)
         if config.init_from is not None:
-            folder, step = _source(config.init_from)
+            folder, step = checkpoint.find_restorable(config.init_from)
             if model.base_init_fn is not None:
                 options |= {"init_fn": model.base_init_fn, "tx": optax.identity(), "config": base}
             restored = checkpoint.restore(folder, step=step, params_only=True, key=key, **options)
@@ -116,21 +116,6 @@ def _checked(run: Run, restored: checkpoint.Restored, lines: list[str]) -> Start
             *(f"changed since: {line}" for line in config_changes),
         ),
     )
-
-
-def _source(path: str) -> tuple[str, int | None]:
-    """Returns the folder of checkpoints of a path, and the step if the path has one, as process 0 finds them."""
-
-    def find() -> str:
-        record, _ = checkpoint.find_checkpoint(path)
-        is_step = record.path.name == pathlib.PurePath(path).name
-        expected = checkpoint.step_path(record.path.parent, record.step)
-        if is_step and record.path != expected:
-            raise ValueError(f"{path} is the checkpoint of step {record.step}: name it {expected.name}")
-        return json.dumps([str(record.path.parent), record.step if is_step else None])
-
-    folder, step = json.loads(from_first_process(find))
-    return folder, step
 
 
 class Saver:

@@ -75,6 +75,7 @@ def evaluate(
     means = Validation(model, data, mesh=mesh, config=config.zero, say=log).means(params, goes_on=lambda: True)
     assert means is not None
     loss = means.pop("loss")
+    # From 710 on `exp` raises an OverflowError.
     perplexity = None if isinstance(model, OwnModel) else math.inf if loss > 709 else math.exp(loss)
     return Evaluation(data=data.rows["data"], loss=loss, perplexity=perplexity, figures=means)
 

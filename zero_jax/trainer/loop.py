@@ -72,7 +72,7 @@ def execute_to_state(run: Run, *, log: Log = print, terminal: TextIO | None = No
     """Executes a run as `execute` does; returns its last state too."""
     try:
         with Agreement(), contextlib.ExitStack() as stack:
-            with Agreement():
+            with Agreement():  # one that cannot begin must not leave the others in their first step
                 training = _Training(run, log=log, terminal=terminal, stack=stack)
             return training.execute(), training.state
     except Exception as error:
@@ -116,7 +116,7 @@ class _Training:
         self.checkpointer = stack.enter_context(
             Checkpointer(run.checkpoints, config=config.checkpoint, log=self.say, run=str(run.folder))
         )
-        self.checkpointer.take()
+        self.checkpointer.take()  # a folder that another run uses is refused now, and not at the first save
         start = begin(run)
         # Before anything that one process alone may fail at: processes compute together here.
         self.saver = Saver(self.checkpointer, run=run, start=start, say=self.say)
@@ -295,6 +295,7 @@ class _Training:
         saves = stops or is_last or self.checkpointer.is_due(step)
         samples = not is_last and config.sample_every > 0 and step % config.sample_every == 0
         callbacks = [callback for callback in self.run.callbacks if step % callback.every == 0]
+        # Only here are the devices waited for: what follows is about the state after this very step.
         if evaluates or saves or samples or callbacks or step == config.profiled.stop - 1:
             self._read_waiting()
             profiler.done(step)
@@ -306,7 +307,7 @@ class _Training:
         loss = None
         if evaluates and (is_last or not stops):
             loss = self._evaluate(is_last=is_last)
-            stops = stops or (loss is None and self.preemption.should_stop(step))
+            stops = stops or (loss is None and self.preemption.should_stop(step))  # a signal has cut it off
         if (saves or stops) and not self._save(loss, is_last=stops or is_last):
             return "diverged"
         if samples and not stops:
@@ -403,7 +404,7 @@ class _Training:
     def _save(self, loss: float | None, *, is_last: bool, has_read_more: bool = False) -> bool:
         """Starts to save the state if it is finite; returns whether the run can continue."""
         self._beat("save")
-        with Agreement():
+        with Agreement():  # the position is the user's iterator's, which may fail in one process
             extra = {
                 "data": self.run.input.record(self.position, has_read_more=has_read_more),
                 "noise_scale": self.progress.noise.to_json(),

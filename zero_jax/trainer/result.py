@@ -13,7 +13,7 @@ from typing import Any
 
 from zero_jax.cluster import EXIT_CODE as SAVED
 from zero_jax.core.text_tables import Report
-from zero_jax.trainer.reporting.curves import RunRecords, plot_runs, read_run
+from zero_jax.trainer.reporting.curves import RunRecords, plot_runs, read_run, values_of
 
 # What a process exits with, and what is said of the end, by status.
 _ENDS: Mapping[str, tuple[int, str]] = {
@@ -120,8 +120,8 @@ def run_losses(folder: pathlib.Path, *, train: Losses, validation: Losses) -> Ru
     except (OSError, ValueError):  # another process's file, or one that could not be written
         run = RunRecords(name=folder.name, train=(), validation=())
 
-    def merged(records: Sequence[Mapping[str, Any]], measured: Losses) -> tuple[dict[str, Any], ...]:
-        losses = {record["step"]: math.nan if record["loss"] is None else record["loss"] for record in records}
+    def merged(records: Sequence[dict[str, Any]], measured: Losses) -> tuple[dict[str, Any], ...]:
+        losses = dict(zip((record["step"] for record in records), values_of(records, "loss").tolist(), strict=True))
         return tuple({"step": step, "loss": loss} for step, loss in sorted((losses | dict(measured)).items()))
 
     return dataclasses.replace(run, train=merged(run.train, train), validation=merged(run.validation, validation))

@@ -25,6 +25,7 @@ from zero_jax.checkpoint import (
     CheckpointConfig,
     check_outside,
     find_checkpoint,
+    find_restorable,
     list_step_folders,
     resolve_folder,
 )
@@ -277,8 +278,7 @@ class Run:
     @property
     def checkpoints(self) -> str:
         """The folder of the checkpoints, or its URL."""
-        parent = self.config.checkpoints
-        return str(self.folder / "checkpoints") if parent is None else f"{parent.rstrip('/')}/{self.folder.name}"
+        return _checkpoints_of(self.config, self.folder)
 
 
 def prepare(
@@ -322,7 +322,7 @@ def prepare(
             schedule = make_schedule(config.optimizer, num_steps=config.steps)
             tx = make_optimizer(config.optimizer, num_steps=config.steps)
         if config.init_from is not None and config.resume == "never":
-            find_checkpoint(config.init_from)  # before there is a folder
+            find_restorable(config.init_from)  # before there is a folder
         skips, specs = config.zero.skip_nonfinite, config.zero.param_specs
         specs = model.param_specs if specs is None and config.model_axis > 1 else specs
         zero = dataclasses.replace(config.zero, skip_nonfinite=True if skips is None else skips, param_specs=specs)
@@ -384,6 +384,12 @@ def _input_of(config: TrainConfig, model: Model | OwnModel, mesh: Mesh, log: Cal
     )
 
 
+def _checkpoints_of(config: TrainConfig, folder: pathlib.Path) -> str:
+    """Returns the folder of the checkpoints of the run with a folder, or its URL."""
+    parent = config.checkpoints
+    return str(folder / "checkpoints") if parent is None else f"{parent.rstrip('/')}/{folder.name}"
+
+
 def _default_name(config: TrainConfig, model: Model | OwnModel) -> str:
     return f"{model.name}-stage{config.zero.stage}"
 
@@ -414,10 +420,9 @@ def _as_begun(config: TrainConfig, model: Model | OwnModel, log: Callable[[str],
 
 def _saved_zero(config: TrainConfig, model: Model | OwnModel) -> dict[str, Any]:
     """Returns the `ZeroConfig` of the run to resume, as its newest checkpoint has it; {} if there is none."""
-    name = folder_name(config.name, _default_name(config, model))
-    parent = user_path(config.out) if config.checkpoints is None else config.checkpoints.rstrip("/")
+    folder = user_path(config.out) / folder_name(config.name, _default_name(config, model))
     with contextlib.suppress(ValueError):  # of which `begin` says more
-        record, _ = find_checkpoint(f"{parent}/{name}")
+        record, _ = find_checkpoint(_checkpoints_of(config, folder))
         return dict(mapping(mapping(record.extra.get("config")).get("zero")))
     return {}
 
@@ -477,7 +482,7 @@ def _check_checkpoints(config: TrainConfig, name: str) -> None:
     check_outside(user_path(config.out) / name)
     if config.checkpoints is None:
         return
-    folder = resolve_folder(f"{config.checkpoints.rstrip('/')}/{name}")
+    folder = resolve_folder(_checkpoints_of(config, user_path(config.out) / name))
     if (folder / LOCK).exists():
         FolderLock(folder / LOCK).check()
     if config.resume == "never" and list_step_folders(folder):

@@ -10,9 +10,9 @@ import jax
 import optax
 from jax.sharding import AbstractMesh
 
-from zero_jax.checkpoint import find_checkpoint, restore
+from zero_jax.checkpoint import find_restorable, restore
 from zero_jax.cli.models.presets import ModelConfig, init_function, preset_config
-from zero_jax.cli.options import field_values
+from zero_jax.cli.options import field_values, log_line
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree, key_shape, leaf_names
 from zero_jax.core.variables import Variables
@@ -96,7 +96,7 @@ def _from_folder(config: LoraConfig, shape: ModelConfig) -> ChosenLora:
     loaded = load_peft(str(folder), shape, base=base)
     lora = loaded.lora
     assert isinstance(lora.rules, Mapping)
-    told = LoraConfig(
+    equal = LoraConfig(
         lora=",".join(f"{path}={dims}" for path, dims in lora.rules.items()),
         lora_rank=lora.rank,
         lora_alpha=lora.alpha,
@@ -104,7 +104,7 @@ def _from_folder(config: LoraConfig, shape: ModelConfig) -> ChosenLora:
         lora_base=base,
         lora_train=",".join(lora.train) or None,
     )
-    return ChosenLora(lora=lora, config=told, adapters=loaded.adapters)
+    return ChosenLora(lora=lora, config=equal, adapters=loaded.adapters)
 
 
 def adapted_model(model: Model, options: argparse.Namespace) -> Model:
@@ -157,15 +157,16 @@ def merged_params(path: str, *, step: int | None, dtype: str | None, options: ar
     """Returns a checkpoint's params with its adapters merged on the host; `path` is a run, its steps or one of them."""
     refusal = "--merged is for runs with --lora, and this one has no adapters: leave it out"
     lora, init_fn = _adapters_of(options, refusal)
-    record, _ = find_checkpoint(path, step)
+    folder, step = find_restorable(path, step)
     restored = restore(
-        record.path.parent,
-        step=record.step,
+        folder,
+        step=step,
         init_fn=lambda key: lora.init(init_fn(key), key),
         tx=optax.identity(),
         mesh=make_mesh(devices=jax.devices("cpu")[:1]),
         config=ZeroConfig(stage=0, precision="fp32"),
         params_only=True,
+        log=log_line,
     )
     return lora.merge(restored.state, dtype=dtype)
 
@@ -201,11 +202,11 @@ def _rules(text: str, shape: ModelConfig, paths: Sequence[str]) -> dict[str, str
             folders = {f"{path.partition('/')[0]}/*" for path in blocks}
             rules |= dict.fromkeys(folders, "sio" if stacked else "io")
         elif not fnmatch.filter(paths, pattern) and "/" not in pattern:
-            found = lora_rules(shape if isinstance(shape, DecoderConfig) else DECODERS["llama-3-8b"], pattern)
+            of_module = lora_rules(shape if isinstance(shape, DecoderConfig) else DECODERS["llama-3-8b"], pattern)
             if not isinstance(shape, DecoderConfig):  # whose matrices have the same names
-                layers = {f"*/{path.rpartition('/')[2]}" for path in found if "/" in path}
-                found = dict.fromkeys(layers, "sio" if stacked else "io") or found
-            rules |= found
+                layers = {f"*/{path.rpartition('/')[2]}" for path in of_module if "/" in path}
+                of_module = dict.fromkeys(layers, "sio" if stacked else "io") or of_module
+            rules |= of_module
         else:
             rules[pattern] = "sio" if fnmatch.filter(stacked, pattern) else "io"
     return rules

@@ -98,13 +98,13 @@ def other_activations(model: PlannedModel, fixed: Collection[str]) -> dict[str, 
     if config.vocab_size < 2 * _LOSS_CHUNK:
         del free["loss_chunk"]
     free = {x: free[x] for x in free if f"ActivationConfig.{x}" not in fixed and not getattr(plain, x)}
-    found = {}
+    others = {}
     for names in itertools.chain.from_iterable(itertools.combinations(free, size) for size in (1, 2)):
         other = dataclasses.replace(plain, **{name: free[name] for name in names})
         with contextlib.suppress(ValueError):  # a model whose logits are not made in chunks
             loss_function(config, other)
-            found[" ".join(name if free[name] is True else f"{name}={free[name]}" for name in names)] = other
-    return found
+            others[" ".join(name if free[name] is True else f"{name}={free[name]}" for name in names)] = other
+    return others
 
 
 def small_model(model: PlannedModel) -> PlannedModel:

@@ -14,6 +14,7 @@ import math
 import mmap
 import os
 import pathlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ DTYPES: Mapping[str, str] = {
 }
 MODEL_FILE = "model.safetensors"  # where it is the only one
 INDEX = "model.safetensors.index.json"
+_FILES = re.compile(rf"{re.escape(MODEL_FILE)}|{re.escape(INDEX)}|model-\d{{5,}}-of-\d{{5,}}\.safetensors")
 _NAMES = {code: name for name, code in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # of the library
 _METADATA = "__metadata__"
@@ -157,6 +159,11 @@ def split_by_size(tensors: Sequence[Tensor], max_bytes: int, name: str = MODEL_F
     if len(files) == 1:
         return {name: files[0]}
     return {f"model-{i:05d}-of-{len(files):05d}.safetensors": file for i, file in enumerate(files, 1)}
+
+
+def find_files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the files of a folder that have the names of `create_files`, in order."""
+    return sorted(path for path in folder.glob("model*") if _FILES.fullmatch(path.name))
 
 
 def create(path: pathlib.Path, tensors: Sequence[Tensor], *, metadata: Mapping[str, str]) -> dict[str, StoredTensor]:

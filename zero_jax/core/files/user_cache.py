@@ -147,7 +147,7 @@ def _remove(path: pathlib.Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while a process has it `in_use`
         path.rename(discarded)
     except FileNotFoundError:
         return True  # another process was faster

@@ -42,7 +42,7 @@ def read_tokens(
     key = source.fingerprint(_VERSION, tokenizer.fingerprint, text_field, token_dtype)
     folder = cache / f"{''.join(c if c.isalnum() else '-' for c in stem)[:40]}-{key}"
     if folder.exists():
-        damaged = folder.stat()
+        damaged = folder.stat()  # before it is opened: another process may replace it meanwhile
         try:
             return _in_use(verify_if_small(open_folder(folder, is_cache=True)), folder)
         except ValueError as error:

@@ -213,7 +213,7 @@ def make_tokens(
         stream = io.BytesIO()
         written = _Writer(stream, dtype, meta)
         written.write(chunks)
-        tokens = np.frombuffer(stream.getbuffer(), dtype)
+        tokens = np.frombuffer(stream.getbuffer(), dtype)  # without a copy
         return Tokens(tokens=tokens, offsets=written.offsets, hashes=written.hashes, meta=written.meta)
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.parent / f"{PARTIAL}{uuid.uuid4().hex}"
@@ -227,7 +227,7 @@ def make_tokens(
             (temporary / TOKENIZER_FILE).write_bytes(tokenizer.content)
         try:
             temporary.rename(folder)
-        except OSError:
+        except OSError:  # another process was first, or the disk fails
             if not is_token_folder(folder):
                 raise
     finally:
@@ -248,6 +248,7 @@ class _Writer:
         for chunk in chunks:
             if chunk.tokens.size:
                 self._check(int(chunk.tokens.min()), int(chunk.tokens.max()))
+                # Checksums are of 64 KiB of the file, in whatever parts the documents come.
                 self._waiting += chunk.tokens.astype(self.dtype, copy=False).tobytes()
                 self._write(len(self._waiting) // CHUNK_BYTES * CHUNK_BYTES)
                 num_tokens += chunk.tokens.size

@@ -187,13 +187,13 @@ class OwnBatches(Iterator[PyTree]):
 
 def _check_sizes(batch: PyTree, sizes: Mapping[str, int], step: int) -> None:
     """Raises `ValueError` for a batch whose leaves, or their leading dims, are not those of the first one."""
-    found = leading_dims(batch)
-    if missing := [name for name in sizes if name not in found]:
+    new_sizes = leading_dims(batch)
+    if missing := [name for name in sizes if name not in new_sizes]:
         raise ValueError(
             f"the batch of step {step} has no leaf {missing[0]!r} with examples, as the first batch: give the same "
             "leaves in each"
         )
-    for name, size in found.items():
+    for name, size in new_sizes.items():
         if size != (before := sizes.get(name, size)):
             raise ValueError(
                 f"batch leaf {name!r} of step {step} has {size} examples, and that of the first batch {before}: drop "

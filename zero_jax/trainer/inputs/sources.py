@@ -136,7 +136,7 @@ class IteratorSource:
         self.kind = "an iterator with a state" if self._has_state else "an iterable without a state"
         if self._has_state:
             self._begin = iterator.get_state()
-            _encode(label, self._begin)
+            _encode(label, self._begin)  # a state that cannot be saved is refused now, and not at the first save
 
     def first(self) -> PyTree:
         """Returns the first batch; the iterator is set back, or the batch is kept."""
@@ -193,7 +193,7 @@ class IteratorSource:
             except StopIteration:
                 raise ValueError(f"{self._label} had no batch when it was read again: give one at least") from None
             yield batch
-            del batch
+            del batch  # or it would stay in memory for all of the pass
             yield from self._iterator
         raise BatchesEnded(f"{self._label} has no more batches")
 
@@ -270,7 +270,7 @@ class Together:
             batch = read()
             shapes = tuple((name, str(x.dtype), x.shape) for name, x in leaves_by_name(batch).items())
             shown = ", ".join(f"{name} {dtype}{list(shape)}" for name, dtype, shape in shapes)
-            texts = turns.take(None if shapes == self._last else shown)
+            texts = turns.take(None if shapes == self._last else shown)  # as a rule all have those of before
         except Exception as error:
             turns.fail(error)
             failures = {p: why for p, why in turns.errors.items() if not why.startswith(BatchesEnded.__name__)}

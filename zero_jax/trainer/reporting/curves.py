@@ -63,16 +63,16 @@ class RunRecords:
         return Curve(
             name=self.name,
             x=xs,
-            y=_values(self.train, metric),
+            y=values_of(self.train, metric),
             validation_x=np.interp(evaluation_steps, [0, *steps], [0, *xs]) if len(steps) else evaluation_steps,
-            validation_y=_values(evaluations, metric),
+            validation_y=values_of(evaluations, metric),
         )
 
     def _along(self, x: str, steps: np.ndarray) -> np.ndarray:
         if x == "step":
             return steps
         name = {"tokens": "tokens", "seconds": "step_seconds"}[x]
-        values = _values(self.train, name)
+        values = values_of(self.train, name)
         if np.isnan(values).all():
             raise ValueError(f"the records of {self.name} have no {name}: draw them against the step")
         return np.cumsum(np.nan_to_num(values)) if x == "seconds" else values
@@ -93,7 +93,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
 
 
-def _values(records: Sequence[dict[str, Any]], name: str) -> np.ndarray:
+def values_of(records: Sequence[dict[str, Any]], name: str) -> np.ndarray:
+    """Returns a metric of each record, NaN for those without that number."""
     values = [record.get(name) for record in records]
     return np.array([value if _is_number(value) else np.nan for value in values], float)
 
@@ -119,7 +120,7 @@ def read_run(path: str | pathlib.Path) -> RunRecords:
         raise ValueError(_no_run(path))
     kinds: dict[str, dict[int, dict[str, Any]]] = {"train": {}, "validation": {}}
     for record in read_records(file):
-        kinds.setdefault(record.get("kind", "train"), {})[record["step"]] = record
+        kinds.setdefault(str(record.get("kind", "train")), {})[record["step"]] = record  # any JSON may be in the file
     train, validation = (tuple(kinds[kind][step] for step in sorted(kinds[kind])) for kind in ("train", "validation"))
     if not train and not validation:
         raise ValueError(f"{file} has no records: the run has not taken a step yet, or this is no run")

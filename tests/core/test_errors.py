@@ -184,7 +184,7 @@ def test_keys_of_microbatches_make_no_key():
 @pytest.mark.parametrize("given", [False, True])
 def test_params_that_are_no_arrays(given):
     params = {**host_params(), "activation": np.tanh}
-    with pytest.raises(ValueError, match=r"params leaf 'activation' is .* of type ufunc, no array: .*zero.from_equinox"):
+    with pytest.raises(ValueError, match=r"params leaf 'activation' is .* of type ufunc.* zero.from_equinox"):
         zero.init_state(
             params if given else lambda key: params,
             optax.sgd(0.1),

@@ -36,7 +36,8 @@ def install() -> None:
 def resolve(option: str, reference: str) -> Any:
     """Imports what `module:name` (from the current folder first) or `path/to/file.py:name` refers to.
 
-    A name with dots is an attribute, as `model.loss_fn` is. A `ValueError` has the `option`, and the file's line where importing failed.
+    A name with dots is an attribute, as `model.loss_fn` is. A `ValueError` has the `option`, and the file's line where
+    importing failed.
     """
     where, _, name = reference.rpartition(":")
     if not where or not name:

@@ -35,7 +35,13 @@ from zero_jax.training.same_program import check_same_init
 from zero_jax.training.state.checks import check_optimizer, check_trainable
 from zero_jax.training.state.copies import remember_copies
 from zero_jax.training.state.matrix_updates import step_placement
-from zero_jax.training.state.placement import ONLY_ARRAYS, Placement, make_placement, new_grad_errors, train_state_shardings
+from zero_jax.training.state.placement import (
+    NO_OTHERS,
+    Placement,
+    make_placement,
+    new_grad_errors,
+    train_state_shardings,
+)
 from zero_jax.training.state.train_state import TrainState, keep_frozen, trainable, used_by_optimizer
 from zero_jax.training.zero_config import ZeroConfig, check_config
 
@@ -126,8 +132,8 @@ def _check_copies(placement: Placement) -> None:
 def checked_variables(variables: PyTree) -> PyTree:
     """Returns what `init_fn` returned; raises `ValueError` for leaves that are no arrays, or cannot be trained."""
     params, model_state = as_variables(variables).params, as_variables(variables).model_state
-    check_arrays("params", params, remedy=ONLY_ARRAYS.format("params"))
-    check_arrays(MODEL_STATE, model_state, remedy=ONLY_ARRAYS.format(MODEL_STATE))
+    check_arrays("params", params, remedy=NO_OTHERS.format("params"))
+    check_arrays(MODEL_STATE, model_state, remedy=NO_OTHERS.format(MODEL_STATE))
     check_trainable(params)
     return variables
 

@@ -173,8 +173,9 @@ def read_value(value: Any, kind: FieldKind, *, is_text: bool = False, **limits: 
         try:
             value = base(value)
         except ValueError as error:
-            words = "".join(f": give a number, or {word}" for word in kind.other_words)
-            raise ValueError(f"invalid {base.__name__} value: {quoted(value, limit=60)}{words}") from error
+            number = "a whole number, such as 100" if base is int else "a number, such as 0.1 or 1e9"
+            wanted = ", or ".join([number, *kind.other_words])
+            raise ValueError(f"invalid {base.__name__} value: {quoted(value, limit=60)}: give {wanted}") from error
         check_value(value, **limits)
     if type(value) is not base or (kind.words and value not in kind.words and not is_text):
         text = repr(value)

@@ -201,6 +201,7 @@ def test_json_is_one_object_and_the_log_goes_elsewhere(tmp_path, capsys):
         (["--num-epochs", "2"], "did you mean --epochs?"),
         (["--epochs", "2", "--steps", "2"], "--steps and --epochs both say how long: leave out one of them"),
         (["--per_device_train_batch_size=8"], "did you mean --batch-size?"),
+        (["--optimizer", "lamb"], "muon; in Python zero.Trainer and zero.plan take any optax optimizer, as tx"),
         (["--steps", "many"], "invalid int value: 'many': give a whole number, such as 100"),
         (
             ["--model", "gpt-smal"],

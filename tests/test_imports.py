@@ -190,3 +190,7 @@ def test_the_page_of_versions_has_the_bounds():
     for required in ("flax", "optax", "orbax-checkpoint", "numpy"):
         (minimum,) = re.findall(rf"{required}>=([\d.]+)", " ".join(PROJECT["dependencies"]))
         assert re.search(rf"(?i){required} {re.escape(minimum)}\b", " ".join(page.split()))
+
+
+def test_completion_offers_the_public_names_alone():
+    assert [name for name in dir(zero_jax) if not name.startswith("__")] == zero_jax.__all__

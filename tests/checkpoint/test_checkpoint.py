@@ -422,7 +422,7 @@ def test_no_checkpoint_at_all(tmp_path, folder):
     (other / "notes.txt").touch()
     with pytest.raises(CheckpointError, match=r"it holds notes.txt"):
         reload(other)
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 9 .* steps 1, 2"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 9 .*: give one of 1, 2"):
         reload(folder, step=9)
     with pytest.raises(CheckpointError, match=r"step_00000002 is the checkpoint of step 2 itself: give the folder ab"):
         reload(folder / "step_00000002")

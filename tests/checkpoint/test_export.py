@@ -245,3 +245,9 @@ def test_commands(run, tmp_path, capsys):
     with pytest.raises(SystemExit):
         command("inspect", tmp_path)
     assert "no checkpoint in" in capsys.readouterr().err
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "config.json").write_text("{}")
+    (tmp_path / "hub" / "model.safetensors").write_text("")
+    with pytest.raises(SystemExit):
+        command("inspect", tmp_path / "hub")
+    assert "hub is a model of the Hugging Face hub: give it to --from-hf" in capsys.readouterr().err

@@ -41,7 +41,10 @@ KINDS = [
     (lambda: init_state(jax.eval_shape(host_params)), "the params are shapes, without values: give arrays, or a func"),
     (lambda: zero.sharding_report("x", **PLACED), "params is 'x' of type str, no array: give arrays or jax.Shape"),
     (lambda: zero.sharding_report({"a": {"b": "x"}}, **PLACED), "params leaf 'a/b' is 'x' of type str"),
-    (lambda: zero.state_shardings({"params": host_params(), "name": "x"}, **PLACED), "state leaf 'name' is 'x'"),
+    (
+        lambda: zero.state_shardings({"params": host_params(), "name": "x"}, **PLACED),
+        "state leaf 'name' is 'x' .*out of the state, as zero.from_equinox",
+    ),
     (lambda: zero.state_shardings((host_params(), 1), params=0, **PLACED), "params=0: give a path, such as .* '0'"),
     (lambda: zero.state_shardings([], **PLACED), "no params at 'params' .it has no leaves."),
     (lambda: zero.abstract_state(host_params(), TX, **PLACED), "init_fn=.* is no function: give a function of a key"),

@@ -88,6 +88,15 @@ def test_of_a_long_conversation_only_what_is_trained_on_counts(tmp_path):
     assert f"{int(weights.sum())} tokens of answers to learn" in str(dataset)
 
 
+def test_answers_that_are_all_held_out_are_counted(tmp_path):
+    config = DataConfig(data=written(tmp_path, *CONVERSATIONS), format="chat")
+    dataset = load_dataset(config, seq_len=96, held_out=True)
+    assert (
+        f"{dataset.validation.is_answer.sum()} tokens of answers to predict, in {len(dataset.validation.rows)}"
+        in str(dataset)
+    )
+
+
 def test_the_split_depends_on_content_alone(tmp_path):
     first = loaded(written(tmp_path, *CONVERSATIONS), seq_len=96)
     (tmp_path / "two").mkdir()

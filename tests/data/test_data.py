@@ -497,6 +497,8 @@ def file(name, content):
         (file("t.txt", b"a" * 50), {"seq_len": 5}, "5 tokens for validation"),
         (file("t.txt", b"a" * 50), {"tokenizer": "nope.json"}, "cannot read the tokenizer nope.json"),
         (file("t.jsonl", b'{"text": "a"}\n{"txt": 1, "id": 2}'), {}, "line 2 of .*t.jsonl has no field 'text' .*'txt'"),
+        (file("t.jsonl", b'{"messages": []}'), {}, "line 1 of .*: read conversations with --format chat, or name the"),
+        (file("t.jsonl", b'{"prompt": "", "completion": ""}'), {}, "line 1 of .*: read conversations with --format"),
         (file("t.jsonl", b'{"text": "a"}\n{"text": "b"'), {}, "line 2 of .*t.jsonl is no JSON"),
         (file("t.jsonl", b'{"text": 3}'), {}, "line 1 of .*holds int, not a string"),
         (file("t.jsonl", b'["text"]'), {}, "line 1 of .*is a JSON list, not an object"),

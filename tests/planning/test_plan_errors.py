@@ -200,6 +200,25 @@ def test_a_program_that_cannot_be_kept_is_told_all_the_same(tmp_path):
     assert f"\nnote: {kept}\n" in str(report)
 
 
+def test_a_long_compile_is_told_of_a_shorter_one(monkeypatch):
+    monkeypatch.setattr(compile_process, "_SECONDS_TO_HINT", 0)
+    arguments = {"batch": planned.batch(), "topology": TOPOLOGY, "config": CONFIG, "cache": None}
+    for quick in (False, True):
+        lines = []
+        zero.plan(planned.loss_fn, planned.init_fn, optax.sgd(0.1), quick=quick, log=lines.append, **arguments)
+        assert sum("--quick (quick=True) leaves it out" in line for line in lines) == (not quick)
+
+
+def test_leaves_over_a_part_of_the_devices_have_a_note():
+    """Three slices do not divide 256."""
+    report = zero.plan(
+        planned.loss_fn, planned.init_fn, optax.adamw(1e-3), batch=planned.batch(12),
+        topology="3xv5e:2x2", config=CONFIG, cache=None, own_process=False,
+    )  # fmt: skip
+    (note,) = (note for note in report.notes if "over a part of `data` alone" in note)
+    assert "over data_0: no dims are divisible by all of its 12 devices; take a number of devices" in note
+
+
 def test_small_figures_are_not_nothing():
     times = {49.706: "49.706 s", 0.1: "0.100 s", 0.0123: "12.30 ms", 173e-6: "173 us", 0: "0.000 s"}
     assert {seconds: plan_time._shown(seconds) for seconds in times} == times

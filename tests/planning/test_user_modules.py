@@ -117,6 +117,12 @@ def test_names_that_are_no_python_names(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_name_with_dots_is_an_attribute(tmp_path):
+    """As of `model = zero.from_equinox(...)`."""
+    write(tmp_path, mine="class model:\n  class inner:\n    loss_fn = len\n")
+    assert resolve("--loss", f"{tmp_path}/mine.py:model.inner.loss_fn") is len
+
+
 def test_it_reaches_another_process(tmp_path):
     model = (
         "import dataclasses, layers\n@dataclasses.dataclass\nclass Config:\n  n: int = layers.L\n"
@@ -142,6 +148,8 @@ WRONG = {
     "folder:f": "no function 'f'|is a folder",
     "fifo.py:f": "it is no regular file: name a Python file$",
     "one.py:loss": "has no function 'loss'; did you mean 'loss_fn'",
+    "one.py:mdl.loss_fn": "has no function 'mdl.loss_fn'; did you mean 'model'",
+    "one.py:model.los_fn": "has no function 'model.los_fn'; did you mean 'model.loss_fn'",
     "one.py": "write module:function, such as my_model:loss_fn",
     ":f": "write module:function",
     "./notes.txt:f": "is no Python file: its name has to end in .py",
@@ -162,7 +170,8 @@ WRONG = {
 @pytest.mark.parametrize("reference", WRONG)
 def test_what_leads_nowhere_is_told_in_a_line(reference, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write(tmp_path, one="def loss_fn(): pass\n", syntax="x = 1\ndef f(:\n", raises="x = 1\n{}['z']\n")
+    one = "def loss_fn(): pass\nclass model: loss_fn = loss_fn\n"
+    write(tmp_path, one=one, syntax="x = 1\ndef f(:\n", raises="x = 1\n{}['z']\n")
     write(
         tmp_path,
         lacks="import nowhere\n",

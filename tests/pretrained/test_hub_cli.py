@@ -183,6 +183,11 @@ def test_options_beside_a_folder_of_the_hub(arguments, message, hub, capsys):
         assert status == 2 and message in err and len(err.splitlines()) == 1
 
 
+def test_a_name_of_the_hub_is_told_how_it_is_fetched(capsys):
+    status, _, err = run(["train", "--from-hf", "meta/Llama-1B", *SMALL], capsys)
+    assert status == 2 and "as `hf download meta/Llama-1B --local-dir Llama-1B` makes" in err
+
+
 def test_a_folder_that_cannot_be_loaded_makes_no_run(hub, tmp_path, capsys):
     (hub / "model-00002-of-00002.safetensors").unlink()
     status, _, err = run(["train", "--from-hf", str(hub), *SMALL, "--out", str(tmp_path / "runs")], capsys)

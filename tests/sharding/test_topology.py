@@ -47,6 +47,7 @@ def test_names_are_read(name, kind, num_slices, shape):
         ("v5p:0x2x2", "extents of at least 1"),
         ("h100:2x2x8", "hosts x GPUs"),
         ("2xh100:8", "hosts x GPUs"),
+        ("v5e:4x4x4", "slices of v5e have 2 dims: give some as v5e:4x4"),
     ],
 )
 def test_names_that_lead_nowhere(name, message):

@@ -558,6 +558,9 @@ def loss_fn(params, batch):
     errors = batch["x"] @ params["w"] - batch["x"][:, ::-1]
     return jnp.square(errors).mean(), {"error": jnp.abs(errors).mean()}
 
+def bad_init(key):
+    return {**init_fn(key), "act": len}
+
 def bad_loss(params, batch):
     return batch["nothing"]
 
@@ -606,6 +609,7 @@ def test_the_command_line_trains_it_and_its_config_file_does_it_again(own, capsy
         (["--batches", "mine.py:batch"], "'mine.py' has no function 'batch'; did you mean 'batches'?"),
         (["--loss", "mien.py:loss_fn"], "cannot import 'mien.py': it does not exist; did you mean 'mine.py'?"),
         (["--init", "mine.py:validation"], "--init 'mine.py:validation' is of type list: name a function"),
+        (["--init", "mine.py:bad_init"], "params leaf 'act' is <built-in function len> of type builtin_function_or"),
         (["--loss", "mine.py:bad_loss"], "the model raised KeyError: 'nothing'"),
         (["--eval-loss", "mine.py:loss_fn"], "--eval-loss is for the validation: give its batches, --validation"),
         (["--batch-size", "16"], "--batch-size: that is of text, and --batches stands for a source of your own"),

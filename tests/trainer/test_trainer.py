@@ -76,7 +76,7 @@ def test_a_run_learns_tells_and_leaves_its_figures(config, tmp_path):
 
     assert re.search(r"devices +8 x cpu", log)
     assert re.search(r"stage +3", log)
-    assert "param bfloat16, compute bfloat16, reduce bfloat16, master float32, optimizer float32" in log
+    assert re.search(r"dtypes +param float32, compute bfloat16, reduce bfloat16, optimizer float32\n", log)
     assert re.search(r"unsharded +3 of 10 leaves, .*final_norm", log)
     assert re.search(r"step +8/12  loss \d\.\d{3}  grad norm [\d.]+  lr 1\.\d\de-02 +[\d,]+ tokens/s ", log)
     # A CPU keeps no count: all arrays of this process are told, other tests' too.

@@ -131,7 +131,7 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> tu
     folder = steps_folder(folder)
     steps = list_step_folders(folder)
     if not steps or step not in (None, *steps):
-        raise CheckpointError(f"{missing_message(folder, steps, step)}: give a run's folder, or another step")
+        raise CheckpointError(missing_message(folder, steps, step))
     if step is not None:
         return read_record(step_folder(folder, step)), []
     problems: dict[int, str] = {}
@@ -191,10 +191,12 @@ def all_damaged_message(folder: epath.Path, problems: Sequence[str]) -> str:
 def missing_message(folder: epath.Path, steps: Sequence[int], step: int | None) -> str:
     """Returns the error message for a missing checkpoint, with the contents of the folder."""
     if steps:
-        return f"no checkpoint of step {step} in {folder}, which has steps {', '.join(map(str, steps))}"
+        return f"no checkpoint of step {step} in {folder}: give one of {', '.join(map(str, steps))}"
     if not folder.is_dir():
-        return f"there is no folder {folder}"
+        return f"there is no folder {folder}: give a run's folder"
     if (name := STEP.fullmatch(folder.name)) and (folder / RECORD_FILE).exists():
         return f"{folder} is the checkpoint of step {int(name[1])} itself: give the folder above it, and the step"
+    if (folder / "config.json").exists() and any(folder.glob("*.safetensors")):
+        return f"no checkpoint: {folder} is a model of the Hugging Face hub: give it to --from-hf, or to zero.load_hf"
     names = first_names(folder)
-    return f"no checkpoint in {folder} ({f'it holds {names}' if names else 'it is empty'})"
+    return f"no checkpoint in {folder} ({f'it holds {names}' if names else 'it is empty'}): give a run's folder"

@@ -34,6 +34,8 @@ PathPlace = Literal["local", "anywhere"]
 _SCHEMES: Mapping[str, tuple[str, ...]] = {"gs": ("gcsfs", "tensorflow"), "s3": ("s3fs",)}
 # Names of fields, by what they have in common.
 _FIELDS: Mapping[str, list[str]] = {name: text.split() for name, text in CONFIGS["fields"].items()}
+# What there is besides the choices of an option.
+_BEYOND = {"OptimizerConfig.optimizer": "; in Python zero.Trainer and zero.plan take any optax optimizer, as tx"}
 _EXPLICIT, _FROM_FILE = "explicit options", "options of the config file"
 
 
@@ -69,8 +71,9 @@ class Parser(argparse.ArgumentParser):
         """Refuses a value that is none of the choices, and names the closest one."""
         if action.choices is not None and value is not None and value not in action.choices:
             hint, names = did_you_mean(value, action.choices), ", ".join(map(str, action.choices))
+            more = _BEYOND.get(action.dest, "")
             raise argparse.ArgumentError(
-                action, f"invalid choice: {quoted(value, limit=60)}: {hint}Choose one of {names}"
+                action, f"invalid choice: {quoted(value, limit=60)}: {hint}Choose one of {names}{more}"
             )
 
     def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
@@ -173,8 +176,9 @@ def read_value(value: Any, kind: FieldKind, *, is_text: bool = False, **limits: 
         try:
             value = base(value)
         except ValueError as error:
-            words = "".join(f": give a number, or {word}" for word in kind.other_words)
-            raise ValueError(f"invalid {base.__name__} value: {quoted(value, limit=60)}{words}") from error
+            number = "a whole number, such as 100" if base is int else "a number, such as 0.1 or 1e9"
+            wanted = ", or ".join([number, *kind.other_words])
+            raise ValueError(f"invalid {base.__name__} value: {quoted(value, limit=60)}: give {wanted}") from error
         check_value(value, **limits)
     if type(value) is not base or (kind.words and value not in kind.words and not is_text):
         text = repr(value)

@@ -94,7 +94,8 @@ def load_conversations(
         _part([tokens[i] for i in indices], [answers[i] for i in indices], seq_len)
         for indices in (np.flatnonzero(~chosen), np.flatnonzero(chosen))
     )
-    notes = [f"{int(train.is_answer.sum()):,} tokens of answers to learn, in {len(train.rows):,} rows"]
+    part, aim = (train, "to learn") if len(train.rows) else (validation, "to predict")  # all may be for validation
+    notes = [f"{int(part.is_answer.sum()):,} tokens of answers {aim}, in {len(part.rows):,} rows"]
     if template is not None:
         # A template's special tokens are no text, and may be beyond it.
         assert isinstance(tokenizer, JsonTokenizer)

@@ -80,9 +80,9 @@ def record_text(record: Mapping[str, Any], text_field: str, where: str, num_repl
     """
     if text_field not in record:
         fields = ", ".join(map(quoted, list(record)[:8])) or "none"
-        raise ValueError(
-            f"{where} has no field {text_field!r} (it has {fields}): name the one that holds the text with --text-field"
-        )
+        is_chat = "messages" in record or {"prompt", "completion"} <= {*record}
+        remedy = f"{'read conversations with --format chat, or ' * is_chat}name the one that holds the text"
+        raise ValueError(f"{where} has no field {text_field!r} (it has {fields}): {remedy} with --text-field")
     text = record[text_field]
     if not isinstance(text, str):
         raise ValueError(f"{where}: field {text_field!r} holds {type(text).__name__}, not a string: mend or remove it")

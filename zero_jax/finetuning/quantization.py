@@ -82,7 +82,7 @@ def quantize(
         even = " and into two halves" if has_halves else ""
         raise ValueError(
             f"a weight of {rows} rows (shape {list(weight.shape)}) does not divide into blocks of {block_size}{even}: "
-            "choose another block_size, or keep it in bfloat16"
+            "choose another block_size, adapt other leaves, or take the base in bfloat16"
         )
     codes, scales, steps = _quantized(
         jnp.reshape(weight, (*stack, rows, math.prod(dims[num_rows_dims:]))), format=format, block_size=block_size

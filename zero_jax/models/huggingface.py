@@ -36,7 +36,10 @@ def decoder_config(hf_config: Mapping[str, Any], *, seq_len: int | None = None) 
     if model_type not in MODEL_TYPES:
         near = difflib.get_close_matches(str(model_type), MODEL_TYPES, n=1)
         hint = f"; the nearest is {near[0]!r}" if near else ""
-        raise ValueError(f"model_type={short(model_type)} is none of {', '.join(MODEL_TYPES)}{hint}")
+        raise ValueError(
+            f"model_type={short(model_type)} is none of {', '.join(MODEL_TYPES)}{hint}: give one of these, or load "
+            "its tensors into a model of your own (docs/huggingface.md)"
+        )
     family = FAMILIES[model_type]
     aliased = {family.aliases.get(key, key): value for key, value in hf_config.items()}
     hf_config = {**DEFAULTS, **family.defaults, **aliased}

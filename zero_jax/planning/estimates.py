@@ -50,7 +50,7 @@ from zero_jax.transforms import (
 )
 
 _SUM_BYTES = 4  # gradients are summed over microbatches in float32
-_SECONDS_BETWEEN_LINES = 2
+_SECONDS_BETWEEN_LINES = 10
 _SAME_TOLERANCE = 0.02  # policies whose figures differ by less count as the same program
 _UNQUANTIZED, _ON_DEVICES = (
     {field.name: None for field in dataclasses.fields(ZeroConfig) if field.name.startswith(prefix)}

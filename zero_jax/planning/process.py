@@ -41,6 +41,7 @@ _USED_SLACK = 0.8
 # The files that the process reads and writes, in a folder of their own.
 _JOB, _RESULT, _PRINTED, _ERRORS = "job", "result", "printed", "errors"
 _SECONDS_BETWEEN_LINES = 15
+_SECONDS_TO_HINT, _QUICKER = 60, "most of this is the code: --quick (quick=True) leaves it out, with the same traffic"
 # Lines that libtpu prints whenever its process crashes, whatever the reason.
 _NOISE = re.compile(r"^\s*(?:PC: )?@ |\bRAW: |^https://symbolize|^=== Source Location|^WARNING: ")
 # Keeps JAX and libtpu from looking for devices, and libtpu from taking the lock that only one process can have.
@@ -121,11 +122,12 @@ def compile_plan(job: Job, options: CompileOptions, *, fills: bool = True) -> Pl
     # Only a process of its own can end a compiler that goes on, and nothing else is compiled beside that.
     quick = options.quick and options.own_process
     arguments = {"name": options.name, "cache": options.cache_path, "quick": quick}
+    hint = "" if quick or parse(job.topology).hardware.platform != "tpu" else _QUICKER
     remat, reports = resolve_remat(job.config.remat), list[PlanReport]()
     is_open = remat.policy == "auto" and remat.budget_gb is None
     for _ in range(1 + _MORE_COMPILES if is_open else 1):
         known = tuple(x.values.remat for x in reports if x.values)
-        report = call_for(report_on, job, {**arguments, "known": known}, options)
+        report = call_for(report_on, job, {**arguments, "known": known}, options, hint=hint)
         if report is None:
             break
         reports.append(report)
@@ -141,11 +143,13 @@ def compile_plan(job: Job, options: CompileOptions, *, fills: bool = True) -> Pl
     return min(reports, key=lambda report: (not report.fits, seconds(report)))
 
 
-def call_for(work: Callable[..., Any], job: Job, arguments: Mapping[str, Any], options: CompileOptions) -> Any:
+def call_for(
+    work: Callable[..., Any], job: Job, arguments: Mapping[str, Any], options: CompileOptions, *, hint: str = ""
+) -> Any:
     """Returns `work(job, **arguments, on_phase=...)`, called in another process if the options say so.
 
     That process has the compiler of the job's hardware. Functions that cannot be imported are pickled by value.
-    `on_phase` is called with what is being done.
+    `on_phase` is called with what is being done. A `hint` is logged if that takes more than a minute.
 
     Raises:
       ValueError: as `work` does, the compiler is not installed, or a function cannot be pickled.
@@ -167,7 +171,7 @@ def call_for(work: Callable[..., Any], job: Job, arguments: Mapping[str, Any], o
         folder = pathlib.Path(name)
         result = folder / _RESULT
         (folder / _JOB).write_bytes(_pickled((work, job, dict(arguments), program_settings())))
-        status = _run(folder, _environment(hardware.platform, name), where=where, options=options)
+        status = _run(folder, _environment(hardware.platform, name), where=where, options=options, hint=hint)
         if not result.exists():
             raise CompilerCrash(_why_no_result(status, folder, options))
         outcome = cloudpickle.loads(result.read_bytes())
@@ -215,7 +219,9 @@ def _phase(folder: pathlib.Path) -> str:
     return lines[-1] if lines else "starting"
 
 
-def _run(folder: pathlib.Path, environment: Mapping[str, str], *, where: str, options: CompileOptions) -> int | None:
+def _run(
+    folder: pathlib.Path, environment: Mapping[str, str], *, where: str, options: CompileOptions, hint: str
+) -> int | None:
     """Runs the process to its end and logs its phases; returns its exit status, None after the time limit."""
     started, limit = time.monotonic(), options.timeout_seconds
     logged_at = started - _SECONDS_BETWEEN_LINES  # the first line is there at once
@@ -236,6 +242,9 @@ def _run(folder: pathlib.Path, environment: Mapping[str, str], *, where: str, op
                 if now - logged_at > _SECONDS_BETWEEN_LINES:
                     options.log(f"{where}: {_phase(folder)} ({now - started:.0f} s)")
                     logged_at = now
+                if hint and now - started > _SECONDS_TO_HINT:
+                    options.log(f"{where}: {hint}")
+                    hint = ""
                 if limit is not None and now - started > limit:
                     return None
         finally:

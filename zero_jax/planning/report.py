@@ -19,6 +19,7 @@ from zero_jax.planning.ranking import host_memory
 from zero_jax.planning.step_time import TimeEstimate, estimate_time
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import precision_name
+from zero_jax.sharding.rules import PARTLY_SHARDED
 from zero_jax.sharding.spec import carries
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.sharding.topology import parse
@@ -346,6 +347,7 @@ def _notes(
             f"no param is sharded over `model`: its {size} devices hold and compute the same, but for what the loss "
             "function shards; shard the params with param_specs (--param-specs), or leave `model` at 1"
         )
+    notes += _partly_sharded(loss)
     num_slices, num_copies = topology.num_slices, axis_size(mesh, axes.replica)
     if num_copies > num_slices > 1:
         notes.append(
@@ -375,6 +377,21 @@ def _notes(
         lacks = ", which is too little: take hosts with more, or more devices" if is_short else ""
         notes.append(f"needs {host_bytes} of host memory for each device; {assumed}{lacks}")
     return tuple(notes)
+
+
+def _partly_sharded(loss: StepLoss) -> list[str]:
+    """Says that leaves are sharded over a part of the devices alone, because no dims are divisible by all of them."""
+    mesh, axes = loss.placement.mesh, loss.placement.axes
+    leaves = [leaf for leaf in jax.tree.leaves(loss.placement.params) if leaf.reason.startswith(PARTLY_SHARDED)]
+    if not leaves or not sharded_groups(loss.config.stage):
+        return []
+    largest = max(leaves, key=lambda leaf: leaf.num_bytes)
+    over = "+".join(axis for axis in axes.data if carries(largest.dims, (axis,)))
+    return [
+        f"{len(leaves)} leaves are sharded over a part of `data` alone, such as {largest.path!r} {largest.shape} over "
+        f"{over}: no dims are divisible by all of its {axis_size(mesh, axes.data)} devices; take a number of devices "
+        "that divides them, and a device stores less"
+    ]
 
 
 def _too_full(share: float, time: TimeEstimate) -> list[str]:

@@ -36,7 +36,8 @@ def install() -> None:
 def resolve(option: str, reference: str) -> Any:
     """Imports what `module:name` (from the current folder first) or `path/to/file.py:name` refers to.
 
-    A `ValueError` has the `option`, and the file's line where importing failed.
+    A name with dots is an attribute, as `model.loss_fn` is. A `ValueError` has the `option`, and the file's line where
+    importing failed.
     """
     where, _, name = reference.rpartition(":")
     if not where or not name:
@@ -48,11 +49,14 @@ def resolve(option: str, reference: str) -> Any:
         module = _from_file(label, pathlib.Path(where)) if is_path else _from_name(label, where)
     except OSError as error:
         raise ValueError(f"{label}: cannot read {where!r} ({error.strerror})") from error
-    if not hasattr(module, name):
-        names = [attribute for attribute in vars(module) if not attribute.startswith("_")]
-        hint = did_you_mean(name, names, "; did you mean {!r}?")
-        raise ValueError(f"{label}: {where!r} has no function {name!r}{hint}")
-    return getattr(module, name)
+    value, known = module, ""
+    for part in name.split("."):
+        if not hasattr(value, part):
+            names = [known + attribute for attribute in dir(value) if not attribute.startswith("_")]
+            hint = did_you_mean(known + part, names, "; did you mean {!r}?")
+            raise ValueError(f"{label}: {where!r} has no function {name!r}{hint}")
+        value, known = getattr(value, part), f"{known}{part}."
+    return value
 
 
 def _from_file(label: str, path: pathlib.Path) -> types.ModuleType:

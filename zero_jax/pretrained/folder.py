@@ -35,9 +35,10 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns the content of a folder's `config.json`."""
     path = user_path(folder)
     if not path.is_dir():
+        name = str(folder) if len(pathlib.PurePath(folder).parts) == 2 else "NAME"  # as the hub has it
         raise ValueError(
             f"{path} is no folder: give one with {CONFIG} and *.safetensors, as "
-            f"`hf download NAME --local-dir {path.name}` makes of a model of the hub"
+            f"`hf download {name} --local-dir {path.name}` makes of a model of the hub"
         )
     return _read_json(path / CONFIG)
 

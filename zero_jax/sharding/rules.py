@@ -26,6 +26,7 @@ from zero_jax.sharding.spec import Dims, carries, checked_dims, gather_steps, na
 # Preferred are dims whose shards still fill the accelerator's tiles: 128 lanes, 16 sublanes of 2-byte types.
 _TILE = (16, 128)
 # The reasons of specs that are the user's own.
+PARTLY_SHARDED = "partly sharded"
 _OVERRIDE, _AS_GIVEN, _ONE_DEVICE = "override", "as given", "data has one device"
 _EXPERTS = "along its experts"
 # As many leaves that differ in a number of their path alone are one row of a report.
@@ -201,7 +202,7 @@ class _Placer:
         if len(placed) == len(data):
             return dims, "sharded over several dims"
         if placed:
-            return dims, f"partly sharded: no dims divisible by all of {size} devices"
+            return dims, f"{PARTLY_SHARDED}: no dims divisible by all of {size} devices"
         reason = f"no dim of {shape} is divisible by {size} devices (make_mesh(data_layout=...) splits them)"
         return dims, f"unsharded: {reason}"
 

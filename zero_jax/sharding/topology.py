@@ -148,6 +148,9 @@ def parse(name: str) -> Topology:
         if len(shape) > 2 or match[1]:
             raise ValueError(f"topology {name!r}: name GPUs by hosts x GPUs a host, as in {hardware.example}")
         slices, shape = (shape[0] if len(shape) == 2 else 1), shape[-1:]
+    num_dims = hardware.example.count("x", len(kind)) + 1
+    if hardware.platform == "tpu" and max(shape[num_dims:], default=1) > 1:
+        raise ValueError(f"topology {name!r}: slices of {kind} have {num_dims} dims: give some as {hardware.example}")
     if min(*shape, slices, math.prod(shape)) < 1:
         raise ValueError(f"topology {name!r} has no devices: give extents of at least 1, as in {hardware.example}")
     if slices * math.prod(shape) > MAX_DEVICES:

@@ -11,7 +11,9 @@ import jax
 from jax.sharding import Mesh
 
 from zero_jax.core.text_tables import format_bytes
+from zero_jax.core.tracebacks import SHORT_TRACEBACK
 from zero_jax.core.tree import PyTree, key_shape
+from zero_jax.training import checked_variables
 
 _BYTES_A_TOKEN = 16  # input, target, weight and segment
 
@@ -29,7 +31,8 @@ def check_text_fits(*, batch_size: int, seq_len: int, prefetch_batches: int) -> 
 
 def check_params_fit(init_fn: Callable[[jax.Array], PyTree], *, mesh: Mesh) -> None:
     """Raises `ValueError` if the params are larger than all devices; `init_fn` is traced, not run."""
-    params = jax.eval_shape(init_fn, key_shape())
+    with SHORT_TRACEBACK:
+        params = jax.eval_shape(lambda key: checked_variables(init_fn(key)), key_shape())
     size = tree_bytes(params)
     device_bytes = _device_bytes(mesh)
     if size * len(mesh.local_devices) / mesh.size > device_bytes:

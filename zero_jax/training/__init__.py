@@ -37,7 +37,7 @@ from zero_jax.training.same_program import equal_parts, fingerprint, part_of_bat
 from zero_jax.training.sequence_sharding import sequence_parallel
 from zero_jax.training.state.checks import NonfiniteState, check_is_state, check_not_donated, nonfinite_leaves
 from zero_jax.training.state.copies import remember_copies, warn_of_lost_copies
-from zero_jax.training.state.making import abstract_state, init_state, with_gathered_params
+from zero_jax.training.state.making import abstract_state, checked_variables, init_state, with_gathered_params
 from zero_jax.training.state.matrix_updates import matrix_dealings, step_placement
 from zero_jax.training.state.placement import Placement, make_placement
 from zero_jax.training.state.shardings import sharding_report, state_shardings

@@ -102,18 +102,27 @@ class Verification(Report):
         """The leaves whose difference rounding does not explain."""
         return tuple(leaf for leaf in self.leaves if not leaf.ok)
 
+    @property
+    def untested(self) -> tuple[LeafDifference, ...]:
+        """The leaves that rounding may change by as much as the step does, such as those whose gradient is zero."""
+        return tuple(leaf for leaf in self.leaves if leaf.ok and leaf.allowed >= 1)
+
     def __str__(self) -> str:
         mesh = " x ".join(f"{name}={size}" for name, size in self.mesh.items() if size > 1) or "one device"
         right = "equals one device" if self.ok else f"DIFFERS from one device in {len(self.wrong)} leaves"
         title = f"stage {self.stage} on {self.topology} ({self.device_kind}, {mesh}): the compiled step {right}"
-        shown = self.leaves[: max(_SHOWN_LEAVES, len(self.wrong))]
+        tested = [leaf for leaf in self.leaves if leaf not in self.untested]
+        shown = tested[: max(_SHOWN_LEAVES, len(self.wrong))]
         rows = [("step", "leaf", "difference", "allowed", "")]
         for leaf in shown:
             mark = "" if leaf.ok else "WRONG"
             rows.append((str(leaf.step), leaf.path, f"{leaf.difference:.1e}", f"{leaf.allowed:.1e}", mark))
-        more = len(self.leaves) - len(shown)
+        more = len(tested) - len(shown)
         lines = [title, "", aligned(rows, right={0, 2, 3})]
         lines += [f"and {more} leaves that differ less"] if more else []
+        if paths := list(dict.fromkeys(leaf.path for leaf in self.untested)):
+            names = ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
+            lines.append(f"not tested: rounding may change {names} by as much as the step: begin from other params")
         lines += [f"left out: {text}" for text in self.left_out]
         lines += [f"warned: {text}" for text in self.warned]
         return "\n".join([*lines, f"compiled in {self.compile_seconds:.1f} s, run in {self.run_seconds:.1f} s"])
@@ -329,9 +338,10 @@ class _Comparison:
         change, size = float(np.linalg.norm(new - old)), float(np.linalg.norm(new))
         # Of the leaf itself: a small change of a large param is rounded as the param is.
         rounding = 4 * float(jnp.finfo(want.dtype).eps) * size
-        allowed = self.tolerance * change + 2 * float(np.linalg.norm(noise)) + rounding
+        moved = 2 * float(np.linalg.norm(noise))
+        allowed = self.tolerance * change + moved + rounding
         difference = float(np.linalg.norm(got.differences(want)))
-        scale = max(change or size, 1e-30)
+        scale = max(change or moved or size, 1e-30)
         return LeafDifference(step=step, path=path, difference=difference / scale, allowed=allowed / scale)
 
 

@@ -251,7 +251,10 @@ def _label(collective: Collective, phase: str, op_name: str) -> str:
 
 def _overlaps(program: Program, collectives: Sequence[Collective]) -> Mapping[tuple[str, str], ScheduledOverlap]:
     """Simulates the schedule in cycles, or in bytes without the compiler's cycles, with collectives of no duration."""
-    has_cycles = any(hlo.cycles(instruction) is not None for instruction in program.instructions())
+    # Stopped before the code, the compiler has cycles of a few instructions, but of no fusion.
+    instructions = [*program.instructions()]
+    fusions = [instruction for instruction in instructions if instruction.opcode == "fusion"]
+    has_cycles = any(hlo.cycles(instruction) is not None for instruction in fusions or instructions)
 
     def weight(program: Program, instruction: Instruction) -> float:
         if has_cycles:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zero_jax.core.extras import extra
 from zero_jax.core.text_tables import aligned, format_bytes, printable_lines
+from zero_jax.core.tree import PyTree
 from zero_jax.sharding.mesh import axes_of
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.sharding.spec import carries
@@ -193,9 +194,10 @@ def num_params(state: TrainState) -> int:
 def describe_run(state: TrainState, *, mesh: Mesh, zero: ZeroConfig, rows: dict[str, str]) -> str:
     """Describes a run in a table: devices, mesh, stage, `rows`, dtypes, bytes per device, and unsharded leaves."""
     precision = resolve_precision(zero.precision)
-    dtypes = {name: getattr(precision, name) or "as initialized" for name in ("param", "compute", "reduce", "master")}
-    floating = {x.dtype.name for x in jax.tree.leaves(state.opt_state) if np.issubdtype(x.dtype, np.inexact)}
-    dtypes["optimizer"] = "+".join(sorted(floating)) or "none"
+    dtypes = {"param": _floating(state.params)}
+    dtypes |= {name: getattr(precision, name) or "as initialized" for name in ("compute", "reduce")}
+    dtypes |= {} if state.master is None else {"master": _floating(state.master)}
+    dtypes["optimizer"] = _floating(state.opt_state)
     group_bytes = [
         f"{name} {format_bytes(per_device_bytes(tree))} of {format_bytes(sum(x.nbytes for x in jax.tree.leaves(tree)))}"
         for name, tree in groups(state).items()
@@ -212,6 +214,11 @@ def describe_run(state: TrainState, *, mesh: Mesh, zero: ZeroConfig, rows: dict[
         "unsharded": _unsharded_leaves(state, mesh=mesh, zero=zero),
     }
     return aligned(table.items())
+
+
+def _floating(tree: PyTree) -> str:
+    dtypes = (x.dtype for x in jax.tree.leaves(tree))
+    return "+".join(sorted({x.name for x in dtypes if jnp.issubdtype(x, jnp.inexact)})) or "none"
 
 
 def _unsharded_leaves(state: TrainState, *, mesh: Mesh, zero: ZeroConfig) -> str:

@@ -35,7 +35,13 @@ from zero_jax.training.same_program import check_same_init
 from zero_jax.training.state.checks import check_optimizer, check_trainable
 from zero_jax.training.state.copies import remember_copies
 from zero_jax.training.state.matrix_updates import step_placement
-from zero_jax.training.state.placement import Placement, make_placement, new_grad_errors, train_state_shardings
+from zero_jax.training.state.placement import (
+    NO_OTHERS,
+    Placement,
+    make_placement,
+    new_grad_errors,
+    train_state_shardings,
+)
 from zero_jax.training.state.train_state import TrainState, keep_frozen, trainable, used_by_optimizer
 from zero_jax.training.zero_config import ZeroConfig, check_config
 
@@ -93,7 +99,7 @@ def abstract_state(
     check_takes("init_fn", init_fn, ["key"], remedy="give a function of a key that returns the params")
     check_config(config).axes_of(mesh)
     with on_mesh(mesh, in_shard_map=False), SHORT_TRACEBACK:
-        variables = jax.eval_shape(lambda key: _checked(init_fn(key)), key_type)
+        variables = jax.eval_shape(lambda key: checked_variables(init_fn(key)), key_type)
         check_optimizer(tx)
         placement = make_placement(variables, mesh=mesh, config=config)
         _check_copies(placement)
@@ -123,11 +129,11 @@ def _check_copies(placement: Placement) -> None:
             )
 
 
-def _checked(variables: PyTree) -> PyTree:
+def checked_variables(variables: PyTree) -> PyTree:
+    """Returns what `init_fn` returned; raises `ValueError` for leaves that are no arrays, or cannot be trained."""
     params, model_state = as_variables(variables).params, as_variables(variables).model_state
-    remedy = "keep what is no array out of the params, as equinox.partition(model, equinox.is_array) does"
-    check_arrays("params", params, remedy=remedy)
-    check_arrays(MODEL_STATE, model_state, remedy=remedy.replace("params", MODEL_STATE))
+    check_arrays("params", params, remedy=NO_OTHERS.format("params"))
+    check_arrays(MODEL_STATE, model_state, remedy=NO_OTHERS.format(MODEL_STATE))
     check_trainable(params)
     return variables
 

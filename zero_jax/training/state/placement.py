@@ -32,6 +32,9 @@ from zero_jax.training.zero_config import ZeroConfig, check_config
 from zero_jax.transforms import LANES, DeviceSum, HostParam, laid_out
 
 ARRAYS = "give arrays or jax.ShapeDtypeStructs"
+NO_OTHERS = (
+    "keep what is no array out of the {}, as zero.from_equinox and equinox.partition(model, equinox.is_array) do"
+)
 # Whole params above this size are gathered after the update in parts.
 _GATHERED_AT_ONCE_BYTES = 1 << 26
 

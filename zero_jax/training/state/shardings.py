@@ -13,7 +13,7 @@ from zero_jax.core.variables import MODEL_STATE, joined
 from zero_jax.sharding.rules import LeafPlacement, ShardingReport, report_placements
 from zero_jax.training.state.checks import check_optimizer
 from zero_jax.training.state.matrix_updates import matrices_of_leaves, step_placement
-from zero_jax.training.state.placement import ARRAYS, make_placement, train_state_shardings
+from zero_jax.training.state.placement import NO_OTHERS, make_placement, train_state_shardings
 from zero_jax.training.state.train_state import TrainState
 from zero_jax.training.zero_config import ZeroConfig
 
@@ -57,7 +57,7 @@ def state_shardings(
     if isinstance(abstract_state, TrainState):
         tx = None if tx is None else check_optimizer(tx)
         return train_state_shardings(abstract_state, step_placement(abstract_state, tx, mesh=mesh, config=config))
-    abstract_state = with_shapes("state", abstract_state, remedy=ARRAYS)
+    abstract_state = with_shapes("state", abstract_state, remedy=NO_OTHERS.format("state"))
     param_paths, subtree = _subtree(abstract_state, params, what="params")
     model_state_paths, model_state_tree = {}, None
     if model_state is not None:

@@ -194,6 +194,22 @@ def graph(num_nodes=32, num_edges=64, d=D):
     return normal(num_nodes, d, seed=1), edges
 
 
+def first_nodes(params, nodes, edges):
+    """Looks the same examples up before a loop, in each of its turns, in a branch of these, and after it."""
+    before = nodes[edges[:, 0]]
+
+    def layer(x, weights):
+        x = lax.cond(x[0, 0] < 9, lambda x: x + nodes[edges[:, 1]], lambda x: x, x)
+        return jnp.tanh(x @ weights["update"][: len(x.T)]) + nodes[edges[:, 0]], None
+
+    x = jax.checkpoint(lambda x: x + nodes[edges[:, 0]])(lax.scan(layer, before, params)[0])
+    return jnp.square(x + nodes[edges[:, 0]]).mean()
+
+
+def test_examples_are_looked_up_in_loops_and_around_them():
+    check(first_nodes, graph_init(16), *graph(d=16), mesh=mesh_of("8"))
+
+
 @pytest.mark.parametrize("mesh", ["8", "staged222", "replica", "model2"])
 @pytest.mark.parametrize("add", [jax.ops.segment_sum, jax.ops.segment_max])
 def test_a_graph_keeps_values_and_gradients(mesh, add):
@@ -202,7 +218,7 @@ def test_a_graph_keeps_values_and_gradients(mesh, add):
 
 @pytest.mark.parametrize(
     ("num_nodes", "num_edges", "size", "expected"),
-    [(32, 64, 32, 2), (32, 16, 32, 1), (36, 64, 36, 0), (32, 60, 32, 0), (32, 64, 40, 1)],
+    [(32, 64, 32, 2), (32, 16, 32, 0), (36, 64, 36, 0), (32, 60, 32, 0), (32, 64, 40, 1)],
 )
 def test_lookups_of_examples_and_sums_of_them_are_shared_out(num_nodes, num_edges, size, expected):
     """Not lookups of few examples, sizes that do not divide, and sums that are no examples."""
@@ -230,7 +246,7 @@ def test_a_graph_sends_each_layers_nodes_four_times(topology, stage):
     num_nodes = 4096
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in graph(num_nodes, 4 * num_nodes)]
     report = zero.comms.measure(step.lower(state, shapes).compile())
-    moved = [row for row in report.rows if row.full_bytes >= num_nodes * D * 2 / 8]
+    moved = [row for row in report.rows if row.full_bytes > num_nodes * D * 2 / 8]
     assert {row.kind for row in moved} == {"all-gather", "reduce-scatter"}
     nodes = 2 * num_nodes * D * 2 * 15 / 16
     assert sum(row.total_sent_bytes for row in moved) == pytest.approx(4 * nodes, rel=0.01)

@@ -37,6 +37,10 @@ class MixedSharding:
 
     dim: int | None  # the dim of its results to shard as the batch; None for a sum over examples
     summed: tuple[int, ...] = ()  # for a sum, the dims of both factors that it is over
+    # For what is looked up in all examples, or added to them, the dim of the places that each device has a share of;
+    # and that of what is added
+    places: int | None = None
+    rows: int = 0
 
 
 class Examples(Pass[State]):
@@ -44,9 +48,12 @@ class Examples(Pass[State]):
 
     enters = CALLS | {"cond"} | LOOPS
 
-    def __init__(self, mesh: Mesh, axes: Axes):
+    def __init__(self, mesh: Mesh, axes: Axes, sizes: frozenset[int] = frozenset()):
+        """Takes the sizes that dims of examples have in the batch."""
         super().__init__()
         self.batch_axes, self.num_shards = axes.batch, axis_size(mesh, axes.batch)
+        # With other axes XLA may have a use for them that sends less
+        self.row_sizes = frozenset() if axes.size_beside_batch(mesh) > 1 else sizes
         self.results: dict[Any, list[State]] = {}
         self.loops: dict[tuple[int, int], set[tuple[State, State]]] = {}
         self.operands: dict[int, list[State]] = {}
@@ -142,6 +149,8 @@ class Examples(Pass[State]):
             return MixedSharding(dims.pop())
         if name == "dot_general" and len(examples) == 2 and any({*examples} == {*x} for x in dim_map(eqn).reduced):
             return MixedSharding(None, tuple(dim for _, dim in examples))
+        if name in ("gather", "scatter-add"):
+            return self.exchange(eqn, operands)
         if name != "top_k" or not dims or dim_map(eqn).to(*examples) is not None:
             return None
         # XLA may give each device some of several rows. What is chosen stands for the examples that it is of.
@@ -149,6 +158,35 @@ class Examples(Pass[State]):
         can_be_sharded = math.prod(shape) > shape[dim] and shape[dim] % self.num_shards == 0
         self.mixes = self.mixes or can_be_sharded
         return MixedSharding(dim) if can_be_sharded else None
+
+    def exchange(self, eqn: Any, operands: list[State]) -> MixedSharding | None:
+        """Returns how examples at given places of all are best read, or sums of them written, as of a graph's nodes.
+
+        They are rows of one dim, whole ones, and each device has a share of the places.
+        """
+        numbers, (rows, index, *updates) = eqn.params["dimension_numbers"], operands
+        shapes = [var.aval.shape for var in (*eqn.invars, *eqn.outvars)]
+        if not isinstance(index, int) or numbers.operand_batching_dims:
+            return None
+        if eqn.primitive.name == "gather":
+            at, removed, kept = numbers.start_index_map, numbers.collapsed_slice_dims, numbers.offset_dims
+        else:
+            at, removed = numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims
+            kept = numbers.update_window_dims
+        few = shapes[2]  # the result of a lookup, or the updates
+        places = [dim for dim in range(len(few)) if dim not in kept]
+        is_whole = [few[dim] for dim in kept] == [size for dim, size in enumerate(shapes[0]) if dim not in at]
+        if at != (0,) or removed != at or not is_whole or index >= len(places):
+            return None
+        num_rows, share = shapes[0][0], few[places[index]]
+        if num_rows not in self.row_sizes or num_rows % self.num_shards or share % self.num_shards:
+            return None
+        if updates:
+            fits = rows == FREE and updates == [places[index]]
+            return MixedSharding(0, places=index, rows=places[index]) if fits else None
+        # Of few rows each device may rather send those that it has.
+        is_many = math.prod(few[i] for i in places) >= num_rows
+        return MixedSharding(places[index], places=index) if rows == 0 and is_many else None
 
     def state(self, eqn: Any, operands: list[State]) -> State:
         """Returns the state of the results of an operation."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.program.jaxprs import define_tangents
+from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import (
     STAGED_FROM_NUM_CHIPS,
     Dims,
@@ -189,6 +191,30 @@ def scatter_shardings(mesh: Mesh, dims: Dims, axes: Sequence[str], num_rows: int
     return (*(named(fine, step) for step in steps[:-1]), named(mesh, dims))
 
 
+def copies_of_rows(x: jax.Array, mesh: Mesh, axes: Axes) -> jax.Array:
+    """Returns `[devices, rows, ...]` copies of an array whose rows are sharded over the batch, one for each device.
+
+    They are gathered in native steps; the transpose, a sum of what each device has, is reduce-scattered in these. Where
+    what is summed is not a product, XLA:TPU all-reduces over a whole torus; over some of its dims only matrices are
+    reduce-scattered, so that the dims of the stack that are left are merged with the rows.
+    """
+    batch, shape = [axis for axis in axes.batch if mesh.shape[axis] > 1], x.shape
+    dims = (tuple(batch), *[()] * (x.ndim - 1))
+    fine, fine_dims, fine_axes = _split(mesh, dims, batch)
+    steps = [fine_dims] if goes_at_once(mesh) else scatter_steps(fine_dims, fine_axes, fine)
+    ends = [step[0] for step in steps]
+    over_rows = lambda axes, *before: named(fine, (*before, tuple(axes), *[()] * (len(shape) - 1)))  # noqa: E731
+    x, copied = lax.with_sharding_constraint(x, named(mesh, dims)), ()
+    for cut, whole in itertools.pairwise([*ends[::-1], ()]):
+        over = cut[len(whole) :]
+        x = lax.with_sharding_constraint(x, over_rows((*copied, *cut)))
+        x = lax.with_sharding_constraint(x, over_rows((*copied, *whole)))
+        x = lax.broadcast_in_dim(x, (axis_size(fine, over), *x.shape), tuple(range(1, x.ndim + 1)))
+        x = lax.with_sharding_constraint(x, over_rows((*copied, *whole), over))
+        x, copied = x.reshape(-1, *shape[1:]), (*over, *copied)
+    return lax.with_sharding_constraint(x.reshape(-1, *shape), named(mesh, (tuple(batch), *[()] * len(shape))))
+
+
 def _split(mesh: Mesh, dims: Dims, axes: Sequence[str]) -> tuple[Mesh, Dims, list[str]]:
     if places_of(mesh) is None:
         return mesh, dims, list(axes)
@@ -243,6 +269,8 @@ def torus_sizes(mesh: Mesh, axis: str) -> tuple[int, ...]:
 UPDATE = "of_update"
 # The scope of activations that are sent to the shards of params, and of what comes home.
 SENT = "sent_to_shards"
+# The scope of examples that move because a device reads those of others, or adds to them.
+OF_ALL = "examples_of_all"
 # A path that begins so continues that of the scope `params_scope` around it.
 RELATIVE = "~~"
 

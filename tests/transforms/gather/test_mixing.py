@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from gathering import activations, check, compiled_step, compiled_traffic, normal
@@ -11,6 +12,7 @@ from jax import lax
 from reference import mesh_of
 
 import zero_jax as zero
+from zero_jax.dims import FREE, UNKNOWN, Examples
 
 D, F, E = 128, 256, 8
 
@@ -169,3 +171,84 @@ def test_gradients_of_a_mixture_by_example_are_reduce_scattered():
     pytest.importorskip("libtpu")
     reduced = [row for row in measured(by_example, 2).rows if row.kind == "all-reduce" and row.full_bytes > D * D]
     assert not reduced
+
+
+def graph_init(d=D):
+    return {name: normal(*shape) for name, shape in {"message": (2, 2 * d, d), "update": (2, 2 * d, d)}.items()}
+
+
+def messages(params, nodes, edges, *, add=jax.ops.segment_sum):
+    """A graph network over all nodes: each layer looks up the two ends of each edge, and adds its message to one."""
+    source, target = edges[:, 0], edges[:, 1]
+
+    def layer(x, weights):
+        ends = jnp.concatenate([x[source], x[target]], -1)
+        added = add(jax.nn.relu(ends @ weights["message"]), target, len(x))
+        return x + jax.nn.relu(jnp.concatenate([x, added], -1) @ weights["update"]), None
+
+    return jnp.square(jax.lax.scan(layer, nodes, params)[0]).mean()
+
+
+def graph(num_nodes=32, num_edges=64, d=D):
+    edges = np.random.default_rng(0).integers(0, num_nodes, (num_edges, 2), dtype=np.int32)
+    return normal(num_nodes, d, seed=1), edges
+
+
+def first_nodes(params, nodes, edges):
+    """Looks the same examples up before a loop, in each of its turns, in a branch of these, and after it."""
+    before = nodes[edges[:, 0]]
+
+    def layer(x, weights):
+        x = lax.cond(x[0, 0] < 9, lambda x: x + nodes[edges[:, 1]], lambda x: x, x)
+        return jnp.tanh(x @ weights["update"][: len(x.T)]) + nodes[edges[:, 0]], None
+
+    x = jax.checkpoint(lambda x: x + nodes[edges[:, 0]])(lax.scan(layer, before, params)[0])
+    return jnp.square(x + nodes[edges[:, 0]]).mean()
+
+
+def test_examples_are_looked_up_in_loops_and_around_them():
+    check(first_nodes, graph_init(16), *graph(d=16), mesh=mesh_of("8"))
+
+
+@pytest.mark.parametrize("mesh", ["8", "staged222", "replica", "model2"])
+@pytest.mark.parametrize("add", [jax.ops.segment_sum, jax.ops.segment_max])
+def test_a_graph_keeps_values_and_gradients(mesh, add):
+    check(functools.partial(messages, add=add), graph_init(16), *graph(d=16), mesh=mesh_of(mesh))
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "num_edges", "size", "expected"),
+    [(32, 64, 32, 2), (32, 16, 32, 0), (36, 64, 36, 0), (32, 60, 32, 0), (32, 64, 40, 1)],
+)
+def test_lookups_of_examples_and_sums_of_them_are_shared_out(num_nodes, num_edges, size, expected):
+    """Not lookups of few examples, sizes that do not divide, and sums that are no examples."""
+
+    def fn(w, nodes, edges):
+        return jax.ops.segment_sum(nodes[edges[:, 0]] * w, edges[:, 1], size)
+
+    mesh, sizes = mesh_of("8"), (num_nodes, num_edges)
+    found = Examples(mesh, zero.ZeroConfig(stage=3).axes_of(mesh), frozenset(sizes))
+    states = [FREE, *(UNKNOWN if size % 8 else 0 for size in sizes)]
+    found.run(jax.make_jaxpr(fn)(jnp.ones(()), *graph(*sizes)), states)
+    assert sum(move is not None and move.places is not None for move in found.moves.values()) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("topology", ["v5p:2x2x4", "v6e:4x4"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_graph_sends_each_layers_nodes_four_times(topology, stage):
+    """Nodes are gathered and what is added to them reduce-scattered, and so are the cotangents of both."""
+    pytest.importorskip("libtpu")
+    mesh, tx, config = zero.make_mesh(topology=topology), optax.sgd(0.1), zero.ZeroConfig(stage=stage, precision="bf16")
+    state = zero.abstract_state(lambda _: jax.tree.map(jnp.asarray, graph_init()), tx, mesh=mesh, config=config)
+    step = zero.make_train_step(lambda params, batch: messages(params, *batch), tx, mesh=mesh, config=config)
+    num_nodes = 4096
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in graph(num_nodes, 4 * num_nodes)]
+    report = zero.comms.measure(step.lower(state, shapes).compile())
+    moved = [row for row in report.rows if row.full_bytes > num_nodes * D * 2 / 8]
+    assert {row.kind for row in moved} == {"all-gather", "reduce-scatter"}
+    nodes = 2 * num_nodes * D * 2 * 15 / 16
+    assert sum(row.total_sent_bytes for row in moved) == pytest.approx(4 * nodes, rel=0.01)
+    assert {finding.kind for finding in report.findings} == {"moved activations"}
+    assert all("test_mixing.py" in finding.message for finding in report.findings)

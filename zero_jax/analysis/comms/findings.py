@@ -11,7 +11,7 @@ from zero_jax.analysis.comms.rows import UNKNOWN_AXES, Row, axes_name
 from zero_jax.analysis.leaves import ArgumentLeaf
 from zero_jax.core.text_tables import Report, format_bytes
 from zero_jax.core.variables import MODEL_STATE
-from zero_jax.sharding.chains import SENT
+from zero_jax.sharding.chains import OF_ALL, SENT
 
 _WIDE, _NARROW = {"f32", "f64"}, {"bf16", "f16"}
 _ITEM_BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2}
@@ -105,7 +105,7 @@ def _mixes_examples(row: Row, *, is_gradient: bool) -> bool:
     operation = row.op_name.rpartition("/")[2]
     if row.is_named or (row.param and is_gradient):
         return False
-    return operation.startswith(("gather", "scatter", "sort", "ragged_dot", "dot_general"))
+    return OF_ALL in row.op_name or operation.startswith(("gather", "scatter", "sort", "ragged_dot", "dot_general"))
 
 
 def _wide(rows: Sequence[Row], large: float) -> Iterator[Finding]:

@@ -24,7 +24,7 @@ from zero_jax.program.evaluation import evaluate, trace_flat
 from zero_jax.program.jaxprs import bind, bind_mapped, of_some, open_jaxpr, source_context, variables
 from zero_jax.program.subcalls import Subcall, equations, subcall
 from zero_jax.program.walk import Rewriting
-from zero_jax.sharding.chains import Chain, reshard
+from zero_jax.sharding.chains import OF_ALL, Chain, copies_of_rows, reshard
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.spec import named_along
 from zero_jax.transforms.gather.per_device import split_dim
@@ -40,11 +40,13 @@ def anchored(
     Returns the closed jaxpr, itself if nothing of it changes, and how its values depend on the examples, from the
     states of its inputs. With `loops_only` what mixes examples is left alone, as a gradient does.
     """
-    examples = Examples(mesh, axes)
+    avals = [var.aval for var in open_jaxpr(closed)[0].invars]
+    sizes = frozenset(x.shape[dim] for x, dim in zip(avals, states, strict=True) if isinstance(dim, int))
+    examples = Examples(mesh, axes, sizes)
     examples.run(closed, states)
     anchors = _Anchors(closed, mesh, axes, examples, loops_only=loops_only)
     if (rewritten := anchors.rewritten(closed)) is not closed:
-        examples = Examples(mesh, axes)
+        examples = Examples(mesh, axes, sizes)
         examples.run(rewritten, states)
     return rewritten, examples
 
@@ -58,6 +60,7 @@ class _Anchors(Rewriting):
         super().__init__()
         self.closed, self.mesh, self.axes, self.examples, self.loops_only = closed, mesh, axes, examples, loops_only
         self.handlers["custom_vjp"] = self.with_derivatives
+        self.copies: dict[int, tuple[jax.Array, jax.Array]] = {}  # of what is looked up in all examples
 
     @functools.cached_property
     def returned_sums(self) -> frozenset[int]:
@@ -98,6 +101,8 @@ class _Anchors(Rewriting):
         assert move is not None  # loops are entered
         if move.dim is None:
             return [self.summed(eqn, move.summed, *values)]
+        if move.places is not None:
+            return [self.exchanged(eqn, move, values)]
         return [self.sharded(x, move.dim) for x in bind(eqn, values)]
 
     def carried(self, eqn: Any, carry: list[Any]) -> list[Any]:
@@ -108,6 +113,22 @@ class _Anchors(Rewriting):
         """Returns a value, and takes its cotangent, sharded by examples along a dim; others are as XLA has them."""
         chain = Chain((named_along(self.mesh, x.ndim, {dim: self.axes.batch}),))
         return reshard(x, forward=chain, backward=chain)
+
+    def exchanged(self, eqn: Any, move: MixedSharding, values: list[Any]) -> jax.Array:
+        """Looks examples up of all, or adds to them; each device does it for its share of the places."""
+        assert move.dim is not None and move.places is not None
+        (rows, index, *updates), out, num_shards = values, eqn.outvars[0].aval, self.examples.num_shards
+        copied = functools.partial(copies_of_rows, mesh=self.mesh, axes=self.axes)
+        places = split_dim(index, move.places, num_shards)
+        with source_context(eqn), jax.named_scope(OF_ALL):
+            if updates:
+                split = split_dim(updates[0], move.rows, num_shards)
+                stack = bind_mapped(eqn, [jnp.zeros_like(rows), places, split], (None, move.places, move.rows))
+                return rows + jax.linear_transpose(copied, out)(self.sharded(stack, 0))[0]
+            if id(rows) not in self.copies:  # it is gathered once, and the gradients of its lookups are summed at once
+                self.copies[id(rows)] = rows, copied(rows)
+            made = bind_mapped(eqn, [self.copies[id(rows)][1], places], (0, move.places), move.dim)
+            return self.sharded(made.reshape(out.shape), move.dim)
 
     def summed(self, eqn: Any, dims: tuple[int, ...], *factors: jax.Array) -> jax.Array:
         """Returns a product that sums over examples, as the sum of each device's own."""

@@ -334,11 +334,11 @@ def _sizes(*, data: int | None, num_devices: int, **others: int) -> dict[str, in
         data = num_devices // (replica * model * pipe)
     num_used = replica * data * model * pipe
     if num_used != num_devices:
-        others = f"pass `devices=jax.devices()[:{num_used}]`"
+        remedy = f"pass `devices=jax.devices()[:{num_used}]`"
         if num_used > num_devices:
-            others = f"simulate more to try it (JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES={num_used})"
+            remedy = f"simulate more to try it (JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES={num_used})"
         raise ValueError(
             f"make_mesh: replica={replica} x data={data} x model={model}{stages} is {num_used} devices, but "
-            f"there are {num_devices}: leave out `data` to use them all, or {others}"
+            f"there are {num_devices}: leave out `data` to use them all, or {remedy}"
         )
     return {"replica": replica, "data": data, "model": model, "pipe": pipe}

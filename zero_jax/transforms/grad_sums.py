@@ -69,7 +69,7 @@ def updated_at(dim: int, *, adds: bool, of_each: OfEach | None = None) -> Callab
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def put_at(array: jax.Array, x: jax.Array, number: jax.Array, dim: int) -> Any:
+def _put_at(array: jax.Array, x: jax.Array, number: jax.Array, dim: int) -> jax.Array:
     """Returns an array with another slice at an index of a dim: in place, mapped or not."""
     return updated_at(dim, adds=False)(array, x, number)
 
@@ -79,7 +79,8 @@ def _put_backward(dim: int, number: jax.Array, cotangent: jax.Array) -> tuple[ja
     return put_at(cotangent, jnp.zeros_like(of_slice), number, dim), of_slice, None
 
 
-put_at.defvjp(lambda array, x, number, dim: (put_at(array, x, number, dim), number), _put_backward)
+put_at: Any = _put_at
+_put_at.defvjp(lambda array, x, number, dim: (put_at(array, x, number, dim), number), _put_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))

@@ -269,11 +269,8 @@ class TraceComparison:
         if x.kind is Kind.ROWS:
             # Of what is repeated for each example it is the repetitions that belong to examples.
             is_tiled = pair.whole.primitive.name == "tile" and len(set(pair.shapes(0))) == 1
-            num_runs, sizes = (
-                self.num_blocks * max(x.batches, 1),
-                pair.params["reps"] if is_tiled else pair.results(i)[0],
-            )
-            if sizes[x.dim] * self.num_devices % num_runs:
+            sizes = pair.params["reps"] if is_tiled else pair.results(i)[0]
+            if sizes[x.dim] * self.num_devices % (self.num_blocks * max(x.batches, 1)):
                 return self.refused("mixed")  # an element, or what is repeated, is of examples of several blocks
         if x.kind in EXTREMA and not x.why:
             x = dataclasses.replace(x, why=self.refused("mixed").why)

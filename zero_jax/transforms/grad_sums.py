@@ -70,8 +70,13 @@ def updated_at(dim: int, *, adds: bool, of_each: OfEach | None = None) -> Callab
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _put_at(array: jax.Array, x: jax.Array, number: jax.Array, dim: int) -> jax.Array:
-    """Returns an array with another slice at an index of a dim: in place, mapped or not."""
     return updated_at(dim, adds=False)(array, x, number)
+
+
+def put_at(array: jax.Array, x: jax.Array, number: jax.Array, dim: int) -> jax.Array:
+    """Returns an array with another slice at an index of a dim: in place, mapped or not."""
+    put: Any = _put_at  # to type checkers, what a `custom_vjp` returns is no array
+    return put(array, x, number, dim)
 
 
 def _put_backward(dim: int, number: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None]:
@@ -79,7 +84,6 @@ def _put_backward(dim: int, number: jax.Array, cotangent: jax.Array) -> tuple[ja
     return put_at(cotangent, jnp.zeros_like(of_slice), number, dim), of_slice, None
 
 
-put_at: Any = _put_at
 _put_at.defvjp(lambda array, x, number, dim: (put_at(array, x, number, dim), number), _put_backward)
 
 

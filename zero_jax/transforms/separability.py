@@ -175,12 +175,11 @@ class _Traces:
             compared = size if least == 1 and num_parts % 2 == 0 and num_parts > 4 else 2 * size
             sizes, num_blocks = [compared, 2 * part, part], num_blocks * compared // size
             num_parts = compared // (2 * part)
-        named = loss_weight if loss_weight not in ("auto", None) else None
         try:
             traces = [self.trace(n) for n in sizes]
         except Exception as error:
             why = f"loss_fn cannot be traced on {sizes[0]} examples and on {part} ({type(error).__name__})"
-            on_parts = LossOnParts(size=size, of_batch=False, weight=named)
+            on_parts = LossOnParts(size=size, of_batch=False, weight=None if loss_weight == "auto" else loss_weight)
             return Separability(another_loss=why, on_parts=on_parts, aux=dict.fromkeys(leaves, unknown(why)))
         found = self.found(traces, size, num_parts, num_blocks)
         # What is not known may be of a value in nested `jit`s.

@@ -54,8 +54,7 @@ def of_batches(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     if n < 2:
         return []
     if name == "reshape":  # and back
-        splits = [(n, shape[x.dim] // n) for shape in pair.shapes(0)]
-        wanted = [(*s[: x.dim], *split, *s[x.dim + 1 :]) for s, split in zip(pair.shapes(0), splits, strict=True)]
+        wanted = [(*s[: x.dim], n, s[x.dim] // n, *s[x.dim + 1 :]) for s in pair.shapes(0)]
         return [rows(x.dim + 1, x.power)] if list(pair.results()) == wanted else []
     if name == "split":
         if pair.params["axis"] != x.dim:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from zero_jax.dims.primitives import ELEMENTWISE, dim_map, is_contraction, known_primitives
+from zero_jax.dims.primitives import ELEMENTWISE, dim_map, is_contraction, is_float, known_primitives
 from zero_jax.program.jaxprs import inner_jaxprs, is_literal, is_traced, open_jaxpr
 from zero_jax.program.passes import Pass
 from zero_jax.program.subcalls import CALLS, subcall
@@ -53,7 +53,8 @@ class Examples(Pass[State]):
         super().__init__()
         self.batch_axes, self.num_shards = axes.batch, axis_size(mesh, axes.batch)
         # With other axes XLA may have a use for them that sends less
-        self.row_sizes = frozenset() if axes.size_beside_batch(mesh) > 1 else sizes
+        is_alone = axes.size_beside_batch(mesh) == 1 < self.num_shards
+        self.row_sizes = sizes if is_alone else frozenset[int]()
         self.results: dict[Any, list[State]] = {}
         self.loops: dict[tuple[int, int], set[tuple[State, State]]] = {}
         self.operands: dict[int, list[State]] = {}
@@ -182,7 +183,7 @@ class Examples(Pass[State]):
         if num_rows not in self.row_sizes or num_rows % self.num_shards or share % self.num_shards:
             return None
         if updates:
-            fits = rows == FREE and updates == [places[index]]
+            fits = rows == FREE and updates == [places[index]] and is_float(eqn.outvars[0].aval)
             return MixedSharding(0, places=index, rows=places[index]) if fits else None
         # Of few rows each device may rather send those that it has.
         is_many = math.prod(few[i] for i in places) >= num_rows

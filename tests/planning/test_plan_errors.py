@@ -120,6 +120,7 @@ def test_the_command_tells_the_models_error(command, capsys):
         (["--num-layers", "2"], "--num-layers: that is of the presets"),
         (["--loss-chunk", "64"], "--loss-chunk: that is of the presets"),
         (["--batch-size", "many"], "argument --batch-size: invalid int value: 'many'"),
+        (["--pipe", "3"], "does not divide the 4 devices: change one of them, or the topology"),
         (["--timeout", "0"], "timeout_seconds=0.0: give a positive number of seconds"),
         (["--batch", "planned:loss_fn"], "--batch 'planned:loss_fn': loss_fn(params, batch) cannot be called with ()"),
         (["--batch", "planned:none"], "the batch None holds no arrays"),

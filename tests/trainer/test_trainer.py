@@ -260,7 +260,7 @@ def test_a_pipeline_trains_and_goes_on_with_other_stages(config):
         ({"pipe": 3}, "pipe=3 does not divide the 8 devices"),
         ({"batch_size": 12}, "multiple of 8, for example 16"),
         ({"zero": ZeroConfig(num_microbatches=3)}, "multiple of 24"),
-        ({"devices": 9}, "devices=9, but there are 8 .* choose from 1 to 8"),
+        ({"devices": 9}, "devices=9, but there are 8 .* from 1 to 8, leave it out .* more .JAX_NUM_CPU_DEVICES=9"),
         ({"replica": 3}, "replica=3"),
         ({"optimizer": OptimizerConfig(warmup_steps=12)}, "warmup_steps=12 leaves nothing of a run of 12 steps"),
     ],

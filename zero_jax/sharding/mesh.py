@@ -305,7 +305,9 @@ def make_mesh(
     if len(set(devices)) < len(devices):
         twice = next(device for device in devices if devices.count(device) > 1)
         raise ValueError(f"make_mesh: devices has {twice} {devices.count(twice)} times: give each device once")
-    sizes = _sizes(data=data, replica=replica, model=model, pipe=pipe, num_devices=len(devices))
+    sizes = _sizes(
+        data=data, replica=replica, model=model, pipe=pipe, num_devices=len(devices), is_planned=topology is not None
+    )
     layout, grid = order_devices(devices, sizes, data_layout)
     data_names = ("data",) if len(layout) == 1 else tuple(f"data_{i}" for i in range(len(layout)))
     names = ("replica", *data_names, "pipe", "model")
@@ -319,7 +321,7 @@ def make_mesh(
     return Mesh(grid.transpose([names.index(name) for name in order]), order, axis_types=mesh.axis_types)
 
 
-def _sizes(*, data: int | None, num_devices: int, **others: int) -> dict[str, int]:
+def _sizes(*, data: int | None, num_devices: int, is_planned: bool, **others: int) -> dict[str, int]:
     for name, size in (*others.items(), ("data", 1 if data is None else data)):
         if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
             raise ValueError(f"make_mesh: {name}={size!r} must be a positive integer")
@@ -329,13 +331,15 @@ def _sizes(*, data: int | None, num_devices: int, **others: int) -> dict[str, in
         if num_devices % (replica * model * pipe):
             raise ValueError(
                 f"make_mesh: replica={replica} x model={model}{stages} does not divide the {num_devices} devices: "
-                "change one of them, or pass `devices=` with the devices to use"
+                f"change one of them, or {'the topology' if is_planned else 'pass `devices=` with the devices to use'}"
             )
         data = num_devices // (replica * model * pipe)
     num_used = replica * data * model * pipe
     if num_used != num_devices:
         remedy = f"pass `devices=jax.devices()[:{num_used}]`"
-        if num_used > num_devices:
+        if is_planned:
+            remedy = "change the topology"
+        elif num_used > num_devices:
             remedy = f"simulate more to try it (JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES={num_used})"
         raise ValueError(
             f"make_mesh: replica={replica} x data={data} x model={model}{stages} is {num_used} devices, but "

@@ -355,9 +355,11 @@ def _mesh_of(config: TrainConfig) -> Mesh:
     """Returns the mesh of a run; raises `ValueError` for other devices than there are, or a process without one."""
     devices = jax.devices()
     if config.devices is not None and not 1 <= config.devices <= len(devices):
+        can_be = devices[0].platform == "cpu" and config.devices > 0
+        more = f", or simulate more (JAX_NUM_CPU_DEVICES={config.devices})" if can_be else ""
         raise ValueError(
             f"devices={config.devices}, but there are {len(devices)} of kind {devices[0].device_kind}: "
-            f"choose from 1 to {len(devices)}, or leave it out to use all"
+            f"choose from 1 to {len(devices)}, leave it out to use all{more}"
         )
     sizes: dict[str, Any] = {"replica": config.replica, "model": config.model_axis, "pipe": config.pipe}
     mesh = make_mesh(**sizes, devices=devices[: config.devices])

@@ -81,7 +81,10 @@ class CommsReport(SentBytes, Report):
             extra = sum(finding.extra_bytes for finding in hidden)
             lines.append(f"warning: {len(hidden)} more, of {extra / 1e6:.3f} MB")
         if ALL_REDUCED in {finding.kind for finding in self.findings} and "reduce-scatter" not in self.by_kind:
-            lines.append("note: XLA for CPUs makes no reduce-scatters: look at a program for your hardware (zero.plan)")
+            lines.append(
+                "note: XLA for CPUs makes no reduce-scatters, and sends bfloat16 as float32: look at a program of "
+                "your hardware (zero.plan)"
+            )
         return "\n".join(lines)
 
 

@@ -47,20 +47,24 @@ FACTORS = {
 ROWS = covering_array(FACTORS, seed=62)
 # With layers as stages, what goes with them: nothing quantized, no params in host memory. Some microbatches of these
 # sizes are too small to be worth moving to the host, where the batch is not: such layers differ, and are refused.
-PIPED = covering_array(
-    {
-        **FACTORS,
-        "stage": (0, 1, 2, 3),
-        "model": (1, 2),
-        "offload": (None, "optimizer"),
-        "quantize": (None,),
-        "remat": tuple(name for name in FACTORS["remat"] if name != "in host memory"),
-        "num_microbatches": (2, 4),
-        "pipe": (2,),
-        "pipeline": ("gpipe", "1f1b", "circular"),
-    },
-    seed=38,
-)
+# Microbatches are a multiple of stages, and the axes have eight devices.
+STAGES = ("pipe", "replica", "num_microbatches")
+PIPED = [
+    {**dict(zip(STAGES, row.pop("stages"), strict=True)), **row}
+    for row in covering_array(
+        {
+            **{name: values for name, values in FACTORS.items() if name not in STAGES},
+            "stage": (0, 1, 2, 3),
+            "model": (1, 2),
+            "offload": (None, "optimizer"),
+            "quantize": (None,),
+            "remat": tuple(name for name in FACTORS["remat"] if name != "in host memory"),
+            "stages": ((2, 1, 2), (2, 2, 4), (4, 1, 4)),
+            "pipeline": ("gpipe", "1f1b", "circular"),
+        },
+        seed=0,
+    )
+]
 
 # Loss scaling as for float16, in the dtype that XLA has products for on every backend.
 PRECISIONS = {

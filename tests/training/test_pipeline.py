@@ -1415,6 +1415,24 @@ def test_the_gradients_of_both_uses_of_a_table_are_reduce_scattered_over_stages_
     assert large.count("reduce-scatter") == 1
 
 
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pipeline", ["gpipe", pytest.param("circular:2", marks=pytest.mark.slow)])
+def test_microbatches_that_are_rows_of_features_train_as_on_one_device(stage, pipeline):
+
+    def loss_fn(params, batch):
+        layer = lambda x, w: (x + jnp.tanh(x @ w) * batch["mask"], jnp.square(x).mean((1, 2)))  # noqa: E731
+        x, squares = jax.lax.scan(layer, batch["x"], params["layers"])
+        return jnp.square(x).mean() + squares.mean()
+
+    rng = np.random.default_rng(0)
+    params = {"layers": rng.normal(size=(4, 8, 8)).astype(np.float32) / 4}
+    batch = {"x": rng.normal(size=(64, 32, 8)), "mask": rng.random((64, 32, 1))}
+    batch = jax.tree.map(lambda x: x.astype(np.float32), batch)
+    fields = {"stage": stage, "num_microbatches": 4, "pipeline": pipeline}
+    found = one_step(loss_fn, params, batch, mesh=zero.make_mesh(pipe=2), **fields)
+    assert_close(found, jax.jit(jax.value_and_grad(loss_fn))(params, batch), tolerance=FLOAT32)
+
+
 @pytest.mark.slow
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("stage", [1, 3])

@@ -39,9 +39,9 @@ TRAIN_OPTIONS = """
 """.split()
 PLAN_OPTIONS = """
 --attention --batch --batch-size --batches --beta1 --beta2 --cache --clip-norm --combine-bytes --compiler-option
---d-model --data-layout --decay-fraction --ema-decay --epsilon --experts --final-learning-rate --help --init --json
---keep-gathered --layer-shards --learning-rate --loss --loss-chunk --min-shard-size --mlp-ratio --model --model-axis
---momentum --mu-dtype --no-decay --no-keep-gathered --no-layer-shards --no-noise-scale --no-overlap
+--config --d-model --data-layout --decay-fraction --ema-decay --epsilon --experts --final-learning-rate --help --init
+--json --keep-gathered --layer-shards --learning-rate --loss --loss-chunk --min-shard-size --mlp-ratio --model
+--model-axis --momentum --mu-dtype --no-decay --no-keep-gathered --no-layer-shards --no-noise-scale --no-overlap
 --no-quantize-error-feedback --no-quick --no-scan --no-secondary --no-sequence-parallel --no-skip-nonfinite
 --noise-scale --nu-dtype --num-heads --num-layers --num-microbatches --offload --offload-fraction --offload-paths
 --offload-window-bytes --optimizer --overlap --paper-config --param-specs --pipe --pipeline --position --precision

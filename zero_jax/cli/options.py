@@ -102,6 +102,8 @@ def with_config_file(parse: Callable[[], argparse.Namespace]) -> argparse.Namesp
             values = pkgutil.resolve_name("zero_jax.cli.config_file:read_file")(options.config)
         except ValueError as error:
             options.parser.error(str(error))
+        planned = {name: f"TrainConfig.{name}" for name in option_fields("PlanConfig")}
+        values |= {f"PlanConfig.{name}": values[run] for name, run in planned.items() if run in values}
         options.parser.set_defaults(**values, **{_FROM_FILE: frozenset(values)})
         options = parse()
     return options

@@ -268,6 +268,8 @@ def test_compiler_options_are_given_one_by_one(tmp_path):
         (["train", "--resume"], "argument --resume: expected one argument: one of never, auto"),
         (["plan", "--compiler-option=--xla_a=1"], "'--xla_a' is no name of an option: give one without dashes"),
         (["plan", "--auto", "--num-microbatches", "2"], "--num-microbatches: --auto chooses that by itself"),
+        (["sample", "--from-hf", "a"], "'--from-hf': a run, or a folder of the hub, goes as PATH: leave out --from-hf"),
+        (["evaluate", "--model", "a", "--data", "b"], "goes as PATH: leave out --model"),
         (["plan", "--max-compiles=2"], "--max-compiles: it is for --auto"),
         (["plan", "--host-memory-bytes=2"], "--host-memory-bytes: it is for --auto"),
         (["plan", "--auto", "--verify"], "--verify: it runs one step: leave out --auto and --layouts"),

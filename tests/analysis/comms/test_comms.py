@@ -238,7 +238,7 @@ def test_an_all_reduced_gradient_is_named():
     # An all-reduce of 8 kB sends 2 x 3 / 4 of it, a reduce-scatter half of that.
     assert report.findings[0].extra_bytes == 6144
     assert "warning: all-reduce of" in str(report)
-    assert str(report).endswith("look at a program for your hardware (zero.plan)")
+    assert str(report).endswith("look at a program of your hardware (zero.plan)")
 
 
 def test_an_emulated_gather_is_named():

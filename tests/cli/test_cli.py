@@ -39,9 +39,9 @@ TRAIN_OPTIONS = """
 """.split()
 PLAN_OPTIONS = """
 --attention --batch --batch-size --batches --beta1 --beta2 --cache --clip-norm --combine-bytes --compiler-option
---d-model --data-layout --decay-fraction --ema-decay --epsilon --experts --final-learning-rate --help --init --json
---keep-gathered --layer-shards --learning-rate --loss --loss-chunk --min-shard-size --mlp-ratio --model --model-axis
---momentum --mu-dtype --no-decay --no-keep-gathered --no-layer-shards --no-noise-scale --no-overlap
+--config --d-model --data-layout --decay-fraction --ema-decay --epsilon --experts --final-learning-rate --help --init
+--json --keep-gathered --layer-shards --learning-rate --loss --loss-chunk --min-shard-size --mlp-ratio --model
+--model-axis --momentum --mu-dtype --no-decay --no-keep-gathered --no-layer-shards --no-noise-scale --no-overlap
 --no-quantize-error-feedback --no-quick --no-scan --no-secondary --no-sequence-parallel --no-skip-nonfinite
 --noise-scale --nu-dtype --num-heads --num-layers --num-microbatches --offload --offload-fraction --offload-paths
 --offload-window-bytes --optimizer --overlap --paper-config --param-specs --pipe --pipeline --position --precision
@@ -268,6 +268,8 @@ def test_compiler_options_are_given_one_by_one(tmp_path):
         (["train", "--resume"], "argument --resume: expected one argument: one of never, auto"),
         (["plan", "--compiler-option=--xla_a=1"], "'--xla_a' is no name of an option: give one without dashes"),
         (["plan", "--auto", "--num-microbatches", "2"], "--num-microbatches: --auto chooses that by itself"),
+        (["sample", "--from-hf", "a"], "'--from-hf': a run, or a folder of the hub, goes as PATH: leave out --from-hf"),
+        (["evaluate", "--model", "a", "--data", "b"], "goes as PATH: leave out --model"),
         (["plan", "--max-compiles=2"], "--max-compiles: it is for --auto"),
         (["plan", "--host-memory-bytes=2"], "--host-memory-bytes: it is for --auto"),
         (["plan", "--auto", "--verify"], "--verify: it runs one step: leave out --auto and --layouts"),

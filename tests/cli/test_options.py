@@ -3,11 +3,13 @@
 import json
 
 import pytest
+from command_line import run
 
 from zero_jax.cli import commands as cli
 from zero_jax.cli.command_options import SECTIONS
 from zero_jax.cli.config_classes import defaults_of, option_fields
 from zero_jax.cli.config_file import read_file, write_file
+from zero_jax.cli.plan import planning, read_request
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -111,3 +113,53 @@ def test_a_wrong_file_is_an_error_of_the_command(tmp_path, capsys):
     with pytest.raises(SystemExit):
         cli.main(["train", "--config", str(path)])
     assert "did you mean 'stage'?" in capsys.readouterr().err
+
+
+def _written(path, text=""):
+    path.write_text(
+        '[model]\npreset = "gpt-tiny"\nseq_len = 16\n[data]\ndata = "texts"\n[run]\nsteps = 9\nbatch_size = 64\n'
+        'model_axis = 2\n[zero]\nstage = 1\nnum_microbatches = 2\nremat = "full"\n'
+        f"[optimizer]\nwarmup_steps = 20000\n{text}"
+    )
+    return str(path)
+
+
+@pytest.mark.parametrize("command", ["plan", "memory", "comms"])
+def test_the_commands_of_planning_take_a_file_and_the_command_line_has_the_last_word(command, tmp_path):
+    file = _written(tmp_path / "a.toml", "learning_rate = 0.5")
+    options = cli.parse([command, "--config", file, "--stage", "2"])
+    request = read_request(options)
+    planned, job = request.config, request.job(request.zero)
+    assert (request.model.config.seq_len, request.zero.stage, request.zero.num_microbatches) == (16, 2, 2)
+    assert (planned.batch_size, job.batch_size, job.mesh().shape["model"]) == (64, 64, 2)
+    assert read_request(cli.parse([command, "--config", file, "--batch-size", "32"])).config.batch_size == 32
+
+
+def test_a_search_keeps_what_the_file_sets(tmp_path, monkeypatch, capsys):
+    searched = {}
+
+    def plan_auto(*_, **settings):
+        searched.update(settings)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(planning, "plan_auto", plan_auto)
+    file = _written(tmp_path / "a.toml")
+    assert "enough" in run(["plan", "--auto", "--config", file, "--replica", "1"], capsys)[2]
+    assert [searched[name] for name in ("stages", "models", "replicas", "pipes", "remats", "overlaps")] == [
+        (1,), (2,), (1,), None, ("full",), None,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rat = 1.0", "'learning_rat' is unknown: did you mean 'learning_rate'?"),
+        ("[data]", "is no TOML"),
+        ("[lora]\nlora = 'all-linear'", "[lora] of {file}: a plan trains all params"),
+        ("[checkpoint]\nkeep_last = 0", "keep_last=0"),
+    ],
+)
+def test_a_plan_refuses_a_file_as_train_does(text, message, tmp_path, capsys):
+    file = _written(tmp_path / "a.toml", text)
+    status, out, err = run(["plan", "--config", file, "--quick"], capsys)
+    assert (status, out) == (2, "") and message.format(file=file) in err

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import zero_jax as zero
+from zero_jax.planning import explain
 
 BATCH = {"x": np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32), "y": np.arange(8, dtype=np.int32) % 4}
 KEY = jax.random.key(3)
@@ -473,3 +474,50 @@ def test_state_of_a_module_among_the_params_and_an_nnx_optimizer_are_refused():
     with pytest.raises(ValueError, match=r"^tx=.{,90} is no optimizer: .*, the one in its \.tx"):
         optimizer = nnx.Optimizer(module, optax.sgd(0.1), wrt=nnx.Param)
         zero.make_train_step(len, optimizer, mesh=zero.make_mesh(), config=zero.ZeroConfig(stage=3))
+
+
+def mlp_of(key):
+    return eqx.nn.MLP(6, 4, 8, 2, key=key)
+
+
+def mean_of(model, batch):
+    return jax.vmap(model)(batch["x"]).mean()
+
+
+class Unnormed(eqx.Module):
+    """A model with an error of its own."""
+
+    linear: eqx.nn.Linear
+    norm: Callable | None = None
+
+    def __call__(self, x):
+        return self.norm(self.linear(x))
+
+
+def unnormed(key):
+    return eqx.partition(Unnormed(eqx.nn.Linear(6, 4, key=key)), eqx.is_array)
+
+
+EQUINOX, ALL = ("zero.from_equinox",), ("zero.from_nnx", "zero.from_linen", "zero.from_equinox")
+
+
+@pytest.mark.parametrize(
+    ("init_fn", "loss", "makers"),
+    [
+        (zero.from_equinox(mlp_of, mean_of).init_fn, mean_of, EQUINOX),
+        (lambda key: (eqx.filter(mlp_of(key), eqx.is_array),), lambda models, batch: mean_of(*models, batch), EQUINOX),
+        (zero.from_linen(nn.Dense(4), mean_of, BATCH["x"]).init_fn, lambda model, batch: model(batch["x"]).mean(), ALL),
+        (nnx.state(nnx.Linear(6, 4, rngs=nnx.Rngs(0))), lambda model, batch: model(batch["x"]).mean(), ALL),
+        (lambda key: {"w": jnp.ones(6)}, lambda params, batch: batch["none"](params["w"]), ()),
+        (lambda key: eqx.filter(mlp_of(key), eqx.is_array), lambda model, batch: batch.get("none")(model), ()),
+        (lambda key: unnormed(key)[0], lambda params, batch: mean_of(eqx.combine(params, unnormed(KEY)[1]), batch), ()),
+    ],
+)
+def test_a_loss_on_the_model_that_gets_the_params_is_answered_with_the_function_that_merges_them(init_fn, loss, makers):
+    settings = {"mesh": zero.make_mesh(), "config": zero.ZeroConfig(stage=3)}
+    state = zero.init_state(init_fn, optax.sgd(0.1), KEY, **settings)
+    with pytest.raises((TypeError, KeyError)) as caught:
+        zero.make_train_step(loss, optax.sgd(0.1), **settings)(state, BATCH)
+    notes = [note for note in getattr(caught.value, "__notes__", ()) if note.startswith("loss_fn gets the params")]
+    assert len(notes) == bool(makers) and all(name in note for name in makers for note in notes)
+    assert ("\n  loss_fn gets the params" in str(explain(caught.value))) == bool(makers)

@@ -541,7 +541,9 @@ def test_the_command_tries_activations_that_keep_less(tmp_path):
 
 def test_a_written_config_keeps_every_setting_of_the_plan(tmp_path):
     written = tmp_path / "plan.toml"
-    options = cli.parse(["plan", "--model", "gpt-tiny", "--topology", TOPOLOGY, "--write-config", str(written)])
+    (tmp_path / "run.toml").write_text('[data]\ndata = "texts"\n[run]\ndevices = 8\nbatch_size = 64\n')
+    words = ["--model", "gpt-tiny", "--topology", TOPOLOGY, "--write-config", str(written)]
+    options = cli.parse(["plan", "--config", str(tmp_path / "run.toml"), *words])
     chosen = zero.ZeroConfig(stage=3, precision="bf16", offload="state", offload_fraction=0.5, quantize_gathers="fp8")
     request = types.SimpleNamespace(model=types.SimpleNamespace(config=gpt.PRESETS["gpt-tiny"]))
     report = types.SimpleNamespace(batch_size=8, topology=TOPOLOGY, mesh={"data": 4})
@@ -549,5 +551,7 @@ def test_a_written_config_keeps_every_setting_of_the_plan(tmp_path):
     cli_plan._write_config(options, request, report, zero=chosen, activations=activations)
     read = cli.parse(["train", "--config", str(written)])
     assert getattr(read, "ActivationConfig.loss_chunk") == 64
+    run = {name: getattr(read, name) for name in ("DataConfig.data", "TrainConfig.devices", "TrainConfig.batch_size")}
+    assert list(run.values()) == ["texts", None, 8]  # of the file, of none, of the plan
     fields = ("stage", "precision", "offload", "offload_fraction", "quantize_gathers")
     assert {name: getattr(read, f"ZeroConfig.{name}") for name in fields} == {n: getattr(chosen, n) for n in fields}

@@ -95,6 +95,7 @@ class _AddEntry(argparse.Action):
 def _add_own(group: Any, row: dict[str, Any]) -> None:
     """Adds an option or argument; what the row has beside the columns here are settings of `add_argument`."""
     name, text, kind = row.pop("name"), row.pop("help", ""), row.pop("type", "")
+    instead_of = row.pop("instead_of", ())
     if kind == "path":
         row.setdefault("metavar", "FILE")
     if kind:
@@ -107,7 +108,7 @@ def _add_own(group: Any, row: dict[str, Any]) -> None:
     if not row.keys() & {"type", "choices", "nargs"}:
         row["action"] = argparse.BooleanOptionalAction if "default" in row else "store_true"
     texts = {"choices": ", ".join(row.get("choices", ())), "max_seq_len": f"{MAX_SEQ_LEN:,}"}
-    group.add_argument(name, help=string.Template(text).substitute(texts), **row)
+    group.add_argument(name, help=string.Template(text).substitute(texts), **row).instead_of = instead_of
 
 
 def _choices(source: str) -> list[str]:

@@ -63,7 +63,10 @@ class Parser(argparse.ArgumentParser):
         setattr(parsed, _EXPLICIT, explicit(parsed) | dests)
         if unknown:
             options = [name for action in self._actions for name in action.option_strings]
-            hint = did_you_mean(unknown[0].split("=")[0], options, "did you mean {}? ")
+            word = unknown[0].split("=")[0]
+            hint = did_you_mean(word, options, "did you mean {}? ")
+            if any(word in getattr(action, "instead_of", ()) for action in self._actions):
+                hint = f"a run, or a folder of the hub, goes as PATH: leave out {word}. "
             self.error(f"unknown argument {unknown[0]!r}: {hint}`{self.prog} --help` lists the options")
         return parsed, unknown
 
@@ -102,6 +105,8 @@ def with_config_file(parse: Callable[[], argparse.Namespace]) -> argparse.Namesp
             values = pkgutil.resolve_name("zero_jax.cli.config_file:read_file")(options.config)
         except ValueError as error:
             options.parser.error(str(error))
+        planned = {name: f"TrainConfig.{name}" for name in option_fields("PlanConfig")}
+        values |= {f"PlanConfig.{name}": values[run] for name, run in planned.items() if run in values}
         options.parser.set_defaults(**values, **{_FROM_FILE: frozenset(values)})
         options = parse()
     return options

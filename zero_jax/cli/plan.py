@@ -19,17 +19,18 @@ from zero_jax import planning
 from zero_jax.analysis import comms, figures, memory, paper, trace_loss
 from zero_jax.cli.config_classes import option_fields
 from zero_jax.cli.config_file import write_file
+from zero_jax.cli.models.adapters import LoraConfig
 from zero_jax.cli.models.planned import PlannedModel, other_activations, planned_model, small_model
 from zero_jax.cli.models.presets import ActivationConfig, full_model, loss_function
 from zero_jax.cli.options import explicit, field_values, from_file, log_line, option_of, print_result, refuse
-from zero_jax.cli.run_config import read_zero, set_sections
+from zero_jax.cli.run_config import read_config, set_sections
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.files.untrusted import open_regular
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree
 from zero_jax.sharding.mesh import axis_size, make_mesh
 from zero_jax.sharding.topology import Hardware, parse, small_topology
-from zero_jax.trainer import OptimizerConfig, TrainConfig, make_optimizer, tree_bytes
+from zero_jax.trainer import make_optimizer, tree_bytes
 from zero_jax.training import ZeroConfig, check_batch
 from zero_jax.transforms import resolve_remat
 from zero_jax.verification import Verification, verify
@@ -152,12 +153,16 @@ class Request:
 
 def read_request(options: argparse.Namespace) -> Request:
     """Returns the request that the options make."""
-    defaults = TrainConfig()
-    optimizer = dataclasses.replace(defaults.optimizer, **field_values(OptimizerConfig, options))
+    if LoraConfig(**field_values(LoraConfig, options)) != LoraConfig():
+        raise ValueError(
+            f"[lora] of {options.config}: a plan trains all params: leave it out of the file, or plan functions of "
+            "your own with zero.Lora, by --loss and its like"
+        )
+    config = read_config(options)
     return Request(
         model=planned_model(options),
-        tx=make_optimizer(optimizer, num_steps=_STEPS),
-        zero=TrainConfig(zero=read_zero(options, default=defaults.zero)).zero,
+        tx=make_optimizer(dataclasses.replace(config.optimizer, warmup_steps=None), num_steps=_STEPS),
+        zero=config.zero,
         config=PlanConfig(**field_values(PlanConfig, options)),
     )
 
@@ -254,12 +259,12 @@ def _auto(options: argparse.Namespace, request: Request) -> int:
     model, zero = request.model, dataclasses.replace(request.zero, num_microbatches=1)
     experts = zero.experts or getattr(model.config, "expert_params", None)
     sizes, specs = _model_sizes(request)
-    fixed = explicit(options)
+    fixed = explicit(options) | from_file(options)
     batch, sizes_to_try = request.job(zero).batch, None
     if request.config.batch_size is None:
         num_devices = request.job(zero).mesh().size
         sizes_to_try = [num_devices * examples for examples in _EXAMPLES_PER_DEVICE]
-    others = other_activations(model, fixed | from_file(options))
+    others = other_activations(model, fixed)
     result = planning.plan_auto(
         model.loss_fn,
         model.init_fn,
@@ -338,7 +343,7 @@ def _write_config(
     sizes = {"replica": "replica", "model_axis": "model", "pipe": "pipe"}
     run = {f"TrainConfig.{name}": report.mesh.get(axis, 1) for name, axis in sizes.items()}
     run["TrainConfig.batch_size"] = report.batch_size
-    options = argparse.Namespace(**{**vars(options), **planned, **run})
+    options = argparse.Namespace(**{**vars(options), **planned, **run, "TrainConfig.devices": None})
     sections = set_sections(options, keep=_PLANNED | run.keys())
     sections = {"model": full_model(options, request.model.config), **sections}
     write_file(options.write_config, sections, title=f"{_TITLE} {report.topology} by zero-jax plan")

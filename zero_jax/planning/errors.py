@@ -70,7 +70,8 @@ def explain(error: Exception) -> Exception:
     if isinstance(error, ValueError) and (is_ours or not lines):
         return ValueError(f"{error}{where}")
     if lines:
-        return ModelError(f"the model raised {type(error).__name__}: {error}{where}")
+        notes = [f"\n  {note}" for note in getattr(error, "__notes__", ()) if not note.startswith("-")]  # JAX's own
+        return ModelError(f"the model raised {type(error).__name__}: {error}{where}{''.join(notes)}")
     if isinstance(error, CompilerCrash | ModelError):
         return error
     if isinstance(error, jax.errors.JaxRuntimeError):

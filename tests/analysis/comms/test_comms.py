@@ -80,6 +80,32 @@ def test_a_gather_is_told_by_its_name(op_name, phase):
     assert (row.source, row.dtypes, row.kind) == ("/home/me/model.py:7", ("bf16",), "all-gather")
 
 
+@pytest.mark.parametrize(
+    ("module", "op_name", "place"),
+    [
+        ("sharding/chains", "jit(step)/jvp(gather=w)/sharding_constraint", "its gather"),
+        ("sharding/chains", "jit(step)/transpose(jvp())/checkpoint/rematted_computation/gather=w/x", "its gather"),
+        ("transforms/gather/lookup", "jit(step)/transpose(jvp(gather=w))/sharding_constraint", "its gradient"),
+        ("sharding/chains", "jit(step)/gather=w/sharding_constraint", "its new values"),
+        ("training/grads/norm", "jit(step)/jit(_squares)/reduce_sum", "the gradient norm"),
+        ("training/losses", "jit(step)/jvp(jvp())/reduce_max", "the cross entropy"),
+        ("training/optimizer/matrices/dealing", "jit(step)/slice", "the optimizer"),
+        ("sharding/chains", "jit(step)/jvp(sent_to_shards)/x", "activations sent to shards"),
+        ("sharding/chains", "jit(step)/jvp(examples_of_all)/x", "examples of other devices"),
+        ("sharding/chains", "jit(step)/jvp()/x", "zero_jax.sharding.chains"),
+        ("models/decoder", "jit(step)/jvp()/x", "decoder.py:7"),
+    ],
+)
+def test_what_zero_jax_sends_has_its_purpose_instead_of_a_line(module, op_name, place):
+    source = pathlib.Path(zero.__file__).parent / f"{module}.py"
+    assert source.is_file()
+    other = '  %other = f32[] constant(0), metadata={op_name="jit(step)/jvp()/mul"}\n'
+    gather = GATHER.replace("OP", op_name).replace("/home/me/model.py", str(source))
+    report = comms.measure(program(other + HALF + gather), mesh=mesh_of_4())
+    assert report.rows[0].place.rpartition("/")[2] == place
+    assert f"{place})" in str(report) and str(report).splitlines()[1].endswith(place)
+
+
 def test_a_gather_without_a_name_is_told_by_its_dims():
     """As in programs of several slices, where shards are beside one another in a dim of their own."""
     parts = GATHER.replace("[64,64]{1,0}", "[4,16,64]{2,1,0}").replace("OP", "jit(step)/jvp()/dot")
@@ -212,7 +238,7 @@ def test_an_all_reduced_gradient_is_named():
     # An all-reduce of 8 kB sends 2 x 3 / 4 of it, a reduce-scatter half of that.
     assert report.findings[0].extra_bytes == 6144
     assert "warning: all-reduce of" in str(report)
-    assert str(report).endswith("look at a program for your hardware (zero.plan)")
+    assert str(report).endswith("look at a program of your hardware (zero.plan)")
 
 
 def test_an_emulated_gather_is_named():

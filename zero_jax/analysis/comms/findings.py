@@ -167,7 +167,7 @@ def _moved_activations(rows: Sequence[Row], large: float, *, has_params: bool) -
 
 def _finding(kind: str, row: Row, expected: str, *, extra: float) -> Finding:
     where = f" of {row.param!r}" if row.param else ""
-    place = f" ({row.source.rpartition('/')[2]})" if row.source else ""
+    place = f" ({row.place.rpartition('/')[2]})" if row.place else ""
     times = f", {row.num_executions} times" if row.num_executions > 1 else ""
     phase = "update" if row.phase == "update" else f"{row.phase} pass"
     size = f"{format_bytes(row.full_bytes, decimals=1)} ({row.dtype})"

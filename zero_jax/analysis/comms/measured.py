@@ -74,7 +74,7 @@ class CommsReport(SentBytes, Report):
         if self.largest_buffer:
             row = self.largest_buffer
             param = f" of {row.param!r}" if row.param else ""
-            where = f" ({row.source})" if row.source else ""
+            where = f" ({row.place})" if row.place else ""
             lines.append(f"largest buffer: {row.full_bytes / 1e6:.3f} MB, {row.kind}{param}{where}")
         lines += [f"warning: {finding}" for finding in self.findings[:_MAX_WARNINGS]]
         if hidden := self.findings[_MAX_WARNINGS:]:
@@ -259,7 +259,6 @@ def _cells(rows: list[Row]) -> tuple[str, ...]:
     if overlap:
         cycles = "" if overlap.cycles is None else f"{overlap.cycles:,} cycles of "
         shown = f"{cycles}{overlap.instructions[0].split(' ')[0]}" if overlap.instructions else "nothing"
-    where = row.source.rpartition("/")[2]
     sent = f"{_total(rows) / 1e6:.3f}"
     axes = f"{axes_name(row.axes)} ({row.group_size})"
-    return (row.kind, axes, row.dtype, row.phase, row.param, times, sent, shown, where)
+    return (row.kind, axes, row.dtype, row.phase, row.param, times, sent, shown, row.place.rpartition("/")[2])

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import math
+import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,11 +15,20 @@ from jax.sharding import Mesh
 from zero_jax import hlo
 from zero_jax.analysis.leaves import ArgumentLeaf, dims_key
 from zero_jax.hlo import Collective, Instruction, Phases, Program, gathered_path
-from zero_jax.sharding.chains import escaped
+from zero_jax.sharding.chains import OF_ALL, SENT, escaped
 from zero_jax.sharding.device_order import slice_of
 
 UNKNOWN_AXES = ("?",)
 _MAX_NAMES = 3  # of params that a collective may move
+_PACKAGE = f"{pathlib.Path(__file__).parents[2]}/"
+# What zero_jax sends itself, by a scope or by the path of the module.
+_PURPOSES = {
+    SENT: "activations sent to shards",
+    OF_ALL: "examples of other devices",
+    "training/grads/norm.py": "the gradient norm",
+    "training/losses.py": "the cross entropy",
+    "training/optimizer/": "the optimizer",
+}
 _WINDOWED = re.compile(r"windowed_dot_general_body_(rs|ag)")
 
 
@@ -89,6 +99,19 @@ class Row:
     def dtype(self) -> str:
         """The dtypes in one word."""
         return "+".join(sorted(set(self.dtypes)))
+
+    @property
+    def place(self) -> str:
+        """`file:line` of the model, or what zero_jax sends it for, where that does; '' if unknown."""
+        own = self.source.removeprefix(_PACKAGE)
+        if own == self.source or own.startswith("models/"):
+            return self.source
+        if self.is_named:
+            if self.phase == "update":
+                return "its new values"
+            return "its gradient" if "transpose(" in self.op_name and "remat" not in self.op_name else "its gather"
+        texts = (text for words, text in _PURPOSES.items() if words in f"{own} {self.op_name}")
+        return next(texts, f"zero_jax.{own.partition('.py')[0].replace('/', '.')}")
 
 
 def axes_name(axes: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -107,8 +108,12 @@ class LossFunction:
         if has_state:
             # Nodes of its own: NNX writes to the variables that it is given, of this very trace alone.
             kwargs[MODEL_STATE] = jax.tree.map(lambda x: x, variables.model_state)
-        with self.context():
-            out = self.function(variables.params, batch, *keys, **kwargs)
+        try:
+            with self.context():
+                out = self.function(variables.params, batch, *keys, **kwargs)
+        except TypeError as error:
+            _explain_model(error, variables.params)
+            raise
         if not has_state:
             loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
             if isinstance(out, tuple) and len(out) != 2:
@@ -138,6 +143,23 @@ class LossFunction:
                 "loss_fn takes model_state, and was given params alone: return zero.Variables(params=..., "
                 "model_state=...) from init_fn, and give an evaluation the TrainState or such Variables"
             )
+
+
+def _explain_model(error: TypeError, params: PyTree) -> None:
+    """Adds to an error of a loss function that calls its params as a model where to get one that gets the model."""
+    kind, models = type(params).__name__, [params, *jax.tree.leaves(params, is_leaf=callable)]
+    called = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    bases = {base for x in called if x is not None and any(x is y for y in models) for base in type(x).__mro__}
+    if str(error) == f"'{kind}' object is not callable":
+        makers = "zero.from_nnx, zero.from_linen or zero.from_equinox"
+    elif "NoneType" in str(error) and any(base.__module__.partition(".")[0] == "equinox" for base in bases):
+        makers = "zero.from_equinox"
+    else:
+        return
+    error.add_note(
+        f"loss_fn gets the params (here of type {kind}), which are the arrays of a model alone: if it takes the model, "
+        f"give the loss_fn that {makers} makes of it"
+    )
 
 
 def _checked_loss(loss: Any) -> jax.Array:

@@ -661,6 +661,23 @@ def with_split_keys(params, batch):
     return jax.vmap(of_example)(batch["tokens"]).mean()
 
 
+def with_returned_keys(params, batch):
+    """As Flax NNX has its state come out of `nnx.remat`: layers return keys, one of all and one of each example."""
+    own = jax.vmap(lambda tokens: jax.random.key(tokens.sum()))(batch["tokens"])
+
+    def layer(x, slices):
+        w, key = slices
+        keys = jax.vmap(jax.random.fold_in, (0, None))(own, jnp.int32(w["bias"][0] > 0))
+        x = x + jnp.tanh(x @ w["w"]) * jax.random.bernoulli(key, 0.5, (FEATURES,))
+        return x, (jax.random.fold_in(key, 1), keys)
+
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    x, returned = jax.lax.scan(layer, params["embed"][batch["tokens"]], (params["layers"], keys))
+    of_layers, of_examples = (jax.vmap(jax.random.uniform)(x.reshape(-1)).reshape(x.shape) for x in returned)
+    scale = (of_layers[:, None] * of_examples).sum(0)[:, None, None]
+    return jnp.square(x @ params["head"] * scale).mean()
+
+
 def smoothed(x, padding):
     """Returns the mean of three places, each feature by itself."""
     kernel, fields = jnp.ones((3, 1, FEATURES)) / 3, {"feature_group_count": FEATURES}
@@ -1037,6 +1054,7 @@ FORMS = {
     with_slices: ("circular:2", 4, [LAYERS]),
     with_keys_of_examples: ("gpipe", 4, [LAYERS]),
     with_split_keys: ("1f1b", 4, [LAYERS]),
+    with_returned_keys: ("circular:2", 8, [LAYERS]),
     with_examples: ("1f1b", 6, [LAYERS]),
     with_convolutions: ("1f1b", 4, [LAYERS]),
     of_one_equation: ("1f1b", 4, [LAYERS]),

@@ -208,8 +208,21 @@ def first_nodes(params, nodes, edges):
     return jnp.square(x + nodes[edges[:, 0]]).mean()
 
 
-def test_examples_are_looked_up_in_loops_and_around_them():
-    check(first_nodes, graph_init(16), *graph(d=16), mesh=mesh_of("8"))
+def last_nodes(params, nodes, edges):
+    """Looks the same examples up in a loop, in a branch of it, and in another, and only then outside of these."""
+
+    def layer(x, weights):
+        x = lax.cond(x[0, 0] < 9, lambda x: x + nodes[edges[:, 1]], lambda x: x, x)
+        return jnp.tanh(x @ weights["update"][: len(x.T)]) + nodes[edges[:, 0]], None
+
+    x = lax.scan(layer, jnp.ones((len(edges), nodes.shape[1])), params)[0]
+    x = lax.fori_loop(0, 2, lambda i, x: jnp.tanh(x) + nodes[edges[:, 0]], x)
+    return jnp.square(x + nodes[edges[:, 1]]).mean()
+
+
+@pytest.mark.parametrize("function", [first_nodes, last_nodes])
+def test_examples_are_looked_up_in_loops_and_around_them(function):
+    check(function, graph_init(16), *graph(d=16), mesh=mesh_of("8"))
 
 
 @pytest.mark.parametrize("mesh", ["8", "staged222", "replica", "model2"])

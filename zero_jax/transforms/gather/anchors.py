@@ -105,6 +105,13 @@ class _Anchors(Rewriting):
             return [self.exchanged(eqn, move, values)]
         return [self.sharded(x, move.dim) for x in bind(eqn, values)]
 
+    def inner(self, eqn: Any, jaxpr: Any, values: Sequence[Any], frame: None) -> list[Any]:
+        outer, self.copies = self.copies, {**self.copies}  # what a region makes is not there outside of it
+        try:
+            return super().inner(eqn, jaxpr, values, frame)
+        finally:
+            self.copies = outer
+
     def carried(self, eqn: Any, carry: list[Any]) -> list[Any]:
         dims = self.examples.carries(eqn)
         return [self.sharded(x, dims[i]) if i in dims else x for i, x in enumerate(carry)]

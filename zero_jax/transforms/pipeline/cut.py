@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from zero_jax.core.tree import is_key
 from zero_jax.dims import Kind, Pair, Relation, TraceComparison, is_contraction, is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.evaluation import flattened
@@ -367,9 +366,6 @@ def _loop(eqn: Any, pair: Pair, roles: tuple[list[Role], list[Role]], stages: St
     for role, var in zip(results, eqn.outvars, strict=True):
         if role.kind is Kind.SUM and role.power and not jnp.issubdtype(var.aval.dtype, jnp.inexact):
             raise CannotCut("its layers make a mean of whole numbers over the examples")
-    for var in eqn.outvars[scan.num_carry :]:
-        if is_key(var.aval):
-            raise CannotCut("its layers return PRNG keys: return their data (jax.random.key_data)")
     whole, part = pair.subcalls()
     layer = layer_of_microbatch(scan.jaxpr, (whole.jaxpr, part.jaxpr), stages.axes)
     own = [eqn.params["policy"] for eqn in equations(scan.jaxpr) if kind_of(eqn) == "remat"]

@@ -54,8 +54,8 @@ def run_stages(
     (consts, carry, stacks), place = operands, loop.place
     travelling = [(role, x) for role, x in zip(loop.consts, consts, strict=True) if role.is_rows]
     travelling += [*zip(loop.carry, map(jnp.asarray, carry), strict=True)]  # literals are numbers
-    # Keys travel as numbers.
-    kinds = [jax.random.key_impl(x) if is_key(x) else None for _, x in travelling]
+    # Keys travel, and are stacked, as numbers.
+    kinds, kinds_of_ys = [_kind(x) for _, x in travelling], list[Any]()
     travelling = [(role, key_numbers(x)) for role, x in travelling]
     ticks, layers = _Ticks(loop, travelling, shardings), LayersOfStage(loop, layer)
     # The gradient of a stack is that of its sum: the loop would make one for all layers of a stage in each tick.
@@ -78,13 +78,18 @@ def run_stages(
         consts = [next(with_examples if role.is_rows else without) for role in loop.consts]
         after, ys, sums = layers(work, consts, values[num_consts:], stacks, sums)
         after = [_moved(role, key_numbers(x), role.dim, 0) for role, x in zip(loop.carry, after, strict=True)]
-        return [*travelled[:num_consts], *after], ys, sums
+        kinds_of_ys[:] = map(_kind, ys)
+        return [*travelled[:num_consts], *after], [*map(key_numbers, ys)], sums
 
     run: Any = jax.checkpoint(stage, prevent_cse=False, policy=loop.policy) if loop.recompute else stage
     mapped = jax.vmap(run, spmd_axis_name=place.pipe)
     results = ticks.run(lambda work, state, sums: mapped(work, state, sums, stacks, shared), sums)
-    num_carry = len(loop.carry)
-    return [*map(_with_kind, results[:num_carry], kinds[num_consts:]), *results[num_carry:]]
+    return [*map(_with_kind, results, [*kinds[num_consts:], *kinds_of_ys])]
+
+
+def _kind(x: Any) -> Any:
+    """Returns the kind of keys; None for other values."""
+    return jax.random.key_impl(x) if is_key(x) else None
 
 
 def _with_kind(x: jax.Array, kind: Any) -> jax.Array:

@@ -253,7 +253,10 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
         raise CannotCut("the loss does not depend on its layers")
     end, layers = _End.of(traces), whole.eqns[traces.index]
     if any(is_key(x.aval) for x in (*layers.outvars, *end.results)):
-        raise CannotCut("PRNG keys go from layer to layer: let the layers take slices of keys, as of jax.random.split")
+        raise CannotCut(
+            "PRNG keys go from layer to layer, or leave them: let layers take slices of keys, as of jax.random.split, "
+            "and return none"
+        )
     own, shared, batch = traces.operands(end.results)
     inside = [traces.traced(n, own, [*shared, *batch], end.results, alone=True) for n in (1, 2, 3)]
     program = MicrobatchProgram(

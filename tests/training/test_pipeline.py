@@ -130,6 +130,12 @@ def one_step(loss_fn, params, batch, *, mesh, **fields):
     return step.grads(state, batch)
 
 
+def assert_step_of_one_device(loss_fn, params, batch, *, tolerance=FLOAT32, **fields):
+    """Asserts that loss and gradients of the first step are those of one device, without a pipeline."""
+    found = one_step(loss_fn, params, batch, **fields)
+    assert_close(found, jax.jit(jax.value_and_grad(loss_fn))(params, batch), tolerance=tolerance)
+
+
 def first_step(loss_fn, params, batch, *, mesh, **fields):
     """Returns `((loss, aux), gradients)` of the first step of a loss with aux, all of one program."""
     tx = optax.chain(reference.keep_grads(), optax.sgd(0.1))
@@ -324,8 +330,7 @@ def test_layers_that_do_not_divide_have_idle_places(stage, pipeline, remat, stag
     fields = {"stage": stage, "num_microbatches": 8, "pipeline": pipeline, "remat": remat}
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: x.astype(np.float64), params)
-        found = one_step(loss_fn, params, batch, mesh=zero.make_mesh(pipe=4), **fields)
-        assert_close(found, jax.jit(jax.value_and_grad(loss_fn))(params, batch), tolerance=1e-12)
+        assert_step_of_one_device(loss_fn, params, batch, mesh=zero.make_mesh(pipe=4), **fields, tolerance=1e-12)
         config = make_config(**fields)
         report = zero.pipeline_report(loss_fn, params, batch, mesh=zero.make_mesh(pipe=4), config=config)
     assert f"by stage: {stages}" in str(report)
@@ -522,8 +527,7 @@ def test_of_several_chains_1f1b_has_the_longest():
     fields = {"stage": 1, "num_microbatches": 4, "pipeline": "1f1b"}
     report = zero.pipeline_report(loss_fn, params, batch, mesh=mesh, config=make_config(**fields))
     assert ([loop.num_layers for loop in report.loops], report.left) == ([2, LAYERS], ())
-    found = one_step(loss_fn, params, batch, mesh=mesh, **fields)
-    assert_close(found, jax.jit(jax.value_and_grad(loss_fn))(params, batch), tolerance=FLOAT32)
+    assert_step_of_one_device(loss_fn, params, batch, mesh=mesh, **fields)
 
 
 def test_layers_without_a_gradient_behind_those_of_1f1b_are_of_each_stage():
@@ -542,8 +546,7 @@ def test_layers_without_a_gradient_behind_those_of_1f1b_are_of_each_stage():
     assert [loop.num_layers for loop in report.loops] == [LAYERS]
     assert "runs all of them in each stage" in report.left[0]
     with pytest.warns(UserWarning, match="layers at .*test_pipeline.* not cut .* runs all of them in each stage"):
-        found = one_step(loss_fn, params, batch, mesh=mesh, **fields)
-    assert_close(found, jax.jit(jax.value_and_grad(loss_fn))(params, batch), tolerance=FLOAT32)
+        assert_step_of_one_device(loss_fn, params, batch, mesh=mesh, **fields)
 
 
 @pytest.mark.slow
@@ -560,8 +563,7 @@ def test_a_loop_over_layers_is_rolled():
 
     params, batch = init_params(), make_batches(1)[0]
     fields = {"mesh": zero.make_mesh(pipe=2), "stage": 2, "num_microbatches": 4}
-    found = one_step(looped, params, batch, **fields)
-    assert_close(found, jax.jit(jax.value_and_grad(looped))(params, batch), tolerance=FLOAT32)
+    assert_step_of_one_device(looped, params, batch, **fields)
     report = zero.pipeline_report(looped, params, batch, mesh=fields["mesh"], config=make_config(num_microbatches=4))
     assert report.loops[0].stacked
     assert "their params are stacked in each step" in str(report)
@@ -589,8 +591,7 @@ def test_layers_whose_derivatives_differ_are_not_equal(is_forward):
     params, batch = init_params(), make_batches(1)[0]
     fields = {"mesh": zero.make_mesh(pipe=2), "stage": 2, "num_microbatches": 4}
     equal = functools.partial(loss_fn, scales=[0.5] * LAYERS)
-    found = one_step(equal, params, batch, **fields)
-    assert_close(found, jax.jit(jax.value_and_grad(equal))(params, batch), tolerance=FLOAT32)
+    assert_step_of_one_device(equal, params, batch, **fields)
     for scales in (range(1, 1 + LAYERS), np.arange(1, 1 + LAYERS, dtype=np.float32)[:, None]):
         with pytest.raises(ValueError, match=r"block 1 and block 0 differ: custom_.*test_pipeline.*other derivatives"):
             lowered(functools.partial(loss_fn, scales=scales), params=params, batch=batch, **fields)
@@ -1106,8 +1107,7 @@ def test_groups_of_layers_whose_stack_is_sharded_along_features_train_as_one_dev
     specs = {"layers/w": PartitionSpec(None, None, "pipe")}
     fields = {"stage": stage, "num_microbatches": 4, "pipeline": pipeline, "param_specs": specs}
     params, batch = init_params(), make_batches(1)[0]
-    found = one_step(loss_fn, params, batch, mesh=zero.make_mesh(pipe=2), **fields)
-    assert_close(found, jax.jit(jax.value_and_grad(loss_fn))(params, batch), tolerance=FLOAT32)
+    assert_step_of_one_device(loss_fn, params, batch, mesh=zero.make_mesh(pipe=2), **fields)
 
 
 @pytest.mark.slow
@@ -1154,8 +1154,7 @@ def test_layers_in_other_forms_train_as_one_device(loss_fn):
     pipeline, num_microbatches, _ = FORMS[loss_fn]
     params, batch = init_params(), make_batches(1, size=48)[0]
     fields = {"mesh": zero.make_mesh(pipe=4), "stage": 1, "num_microbatches": num_microbatches, "pipeline": pipeline}
-    found = one_step(loss_fn, params, batch, **fields)
-    assert_close(found, jax.jit(jax.value_and_grad(loss_fn))(params, batch), tolerance=FLOAT32)
+    assert_step_of_one_device(loss_fn, params, batch, **fields)
 
 
 @pytest.mark.slow
@@ -1172,8 +1171,7 @@ def test_layers_in_other_forms_train_as_one_device(loss_fn):
 def test_layers_that_share_params_train_as_one_device(stage, pipeline, loss_fn):
     """The params are sharded by ZeRO, over `pipe`, too, and whole in each stage."""
     params, batch, mesh = init_params(), make_batches(1)[0], zero.make_mesh(pipe=4)
-    found = one_step(loss_fn, params, batch, mesh=mesh, stage=stage, num_microbatches=4, pipeline=pipeline)
-    assert_close(found, jax.jit(jax.value_and_grad(loss_fn))(params, batch), tolerance=FLOAT32)
+    assert_step_of_one_device(loss_fn, params, batch, mesh=mesh, stage=stage, num_microbatches=4, pipeline=pipeline)
 
 
 @pytest.mark.slow
@@ -1378,8 +1376,7 @@ def test_on_a_tpu_a_microbatch_may_have_fewer_examples_than_there_are_devices():
 def test_a_table_of_which_a_stage_takes_many_rows_trains_as_on_one_device(stage):
     mean = ends_in(lambda logits, batch, params: (jnp.square(logits) * batch["mask"][..., None]).mean())
     params, batch = init_params(), make_batches(1, size=128)[0]
-    found = one_step(mean, params, batch, mesh=zero.make_mesh(pipe=2), stage=stage, num_microbatches=4)
-    assert_close(found, jax.jit(jax.value_and_grad(mean))(params, batch), tolerance=FLOAT32)
+    assert_step_of_one_device(mean, params, batch, mesh=zero.make_mesh(pipe=2), stage=stage, num_microbatches=4)
 
 
 HEADS = {
@@ -1406,8 +1403,7 @@ def test_a_table_that_is_the_head_too_trains_as_on_one_device(stage, head):
     params = {"embed": rng.normal(size=(8, 16)) / 4, "layers": rng.normal(size=(4, 16, 16)) / 8}
     params = jax.tree.map(lambda x: x.astype(np.float32), params)
     batch = {"tokens": rng.integers(0, 8, (64, 4))}
-    found = one_step(tied, params, batch, mesh=zero.make_mesh(pipe=2), stage=stage, num_microbatches=4)
-    assert_close(found, jax.jit(jax.value_and_grad(tied))(params, batch), tolerance=FLOAT32)
+    assert_step_of_one_device(tied, params, batch, mesh=zero.make_mesh(pipe=2), stage=stage, num_microbatches=4)
 
 
 @pytest.mark.slow
@@ -1447,8 +1443,7 @@ def test_microbatches_that_are_rows_of_features_train_as_on_one_device(stage, pi
     batch = {"x": rng.normal(size=(64, 32, 8)), "mask": rng.random((64, 32, 1))}
     batch = jax.tree.map(lambda x: x.astype(np.float32), batch)
     fields = {"stage": stage, "num_microbatches": 4, "pipeline": pipeline}
-    found = one_step(loss_fn, params, batch, mesh=zero.make_mesh(pipe=2), **fields)
-    assert_close(found, jax.jit(jax.value_and_grad(loss_fn))(params, batch), tolerance=FLOAT32)
+    assert_step_of_one_device(loss_fn, params, batch, mesh=zero.make_mesh(pipe=2), **fields)
 
 
 @pytest.mark.slow

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 import types
 
 import jax
 
-_PACKAGE = str(pathlib.Path(__file__).parents[1])
-# Models are a user's functions; what these packages run is not.
-_MODELS, _NOT_OF_A_USER = str(pathlib.Path(_PACKAGE, "models")), {"zero_jax", "jax", "jaxlib", "optax", "contextlib"}
+_PACKAGE = f"{pathlib.Path(__file__).parents[1]}{os.sep}"
+# What these packages run is no function of a user's.
+_NOT_OF_A_USER = {"zero_jax", "jax", "jaxlib", "optax", "contextlib"}
 
 
 class ShortTraceback(contextlib.AbstractContextManager):
@@ -39,9 +40,14 @@ class ShortTraceback(contextlib.AbstractContextManager):
             )
 
 
+def path_in_package(file: str) -> str:
+    """Returns the path of a file within zero_jax; '' for others, and for models, which are a user's functions."""
+    path = file.removeprefix(_PACKAGE)
+    return "" if path == file or path.startswith(f"models{os.sep}") else path
+
+
 def _is_ours(entry: types.TracebackType) -> bool:
-    file = entry.tb_frame.f_code.co_filename
-    return file.startswith(_PACKAGE) and not file.startswith(_MODELS)
+    return bool(path_in_package(entry.tb_frame.f_code.co_filename))
 
 
 def _is_of_user(entry: types.TracebackType) -> bool:

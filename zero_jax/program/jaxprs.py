@@ -11,7 +11,6 @@ import contextlib
 import functools
 import importlib
 import inspect
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,8 +23,8 @@ from jax.extend import source_info_util
 from jax.interpreters import ad, partial_eval
 
 from zero_jax.core.extras import pip_install
+from zero_jax.core.tracebacks import path_in_package
 
-_PACKAGE = f"{os.path.dirname(os.path.dirname(__file__))}{os.sep}"
 _MAX_FRAMES = 32  # in which a line of the model's is looked for
 OLDEST_JAX, NEWEST_JAX = (0, 10), (0, 12)  # the releases that the tests run on, and those in between
 
@@ -196,8 +195,7 @@ def model_line(eqn: Any) -> str:
 
 def _is_model(line: str) -> bool:
     """Tells whether a line is in no library: not in `site-packages` or `dist-packages`, nor zero_jax's own."""
-    is_own = line.startswith(_PACKAGE) and not line.startswith(f"{_PACKAGE}models")
-    return "-packages" not in line and not is_own
+    return "-packages" not in line and not path_in_package(line)
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:

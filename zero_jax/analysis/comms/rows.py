@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import functools
 import math
-import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,13 +13,13 @@ from jax.sharding import Mesh
 
 from zero_jax import hlo
 from zero_jax.analysis.leaves import ArgumentLeaf, dims_key
+from zero_jax.core.tracebacks import path_in_package
 from zero_jax.hlo import Collective, Instruction, Phases, Program, gathered_path
 from zero_jax.sharding.chains import OF_ALL, SENT, escaped
 from zero_jax.sharding.device_order import slice_of
 
 UNKNOWN_AXES = ("?",)
 _MAX_NAMES = 3  # of params that a collective may move
-_PACKAGE = f"{pathlib.Path(__file__).parents[2]}/"
 # What zero_jax sends itself, by a scope or by the path of the module.
 _PURPOSES = {
     SENT: "activations sent to shards",
@@ -103,8 +102,8 @@ class Row:
     @property
     def place(self) -> str:
         """`file:line` of the model, or what zero_jax sends it for, where that does; '' if unknown."""
-        own = self.source.removeprefix(_PACKAGE)
-        if own == self.source or own.startswith("models/"):
+        own = path_in_package(self.source)
+        if not own:
             return self.source
         if self.is_named:
             if self.phase == "update":

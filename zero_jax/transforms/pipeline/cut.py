@@ -150,6 +150,11 @@ class LayerLoop:
         return self.stages.num_microbatches
 
     @property
+    def num_stage_groups(self) -> int:
+        """The groups of layers of all stages: a microbatch goes through as many."""
+        return self.num_stages * self.num_groups
+
+    @property
     def num_ticks(self) -> int:
         """The ticks of a pass, in each of which all stages run a group: those of a stage, and of those before it."""
         return self.stages.schedule.num_ticks(self.num_stages, self.num_microbatches)
@@ -157,7 +162,7 @@ class LayerLoop:
     @property
     def group_size(self) -> int:
         """The places for layers of a group, all of which a stage runs in a tick."""
-        return self.num_places // (self.num_stages * self.num_groups)
+        return self.num_places // self.num_stage_groups
 
     @property
     def num_places(self) -> int:

@@ -167,7 +167,7 @@ class _InterleavedTicks(Ticks):
 
     def all_ticks(self, carry: Any) -> tuple[_Sums, list[jax.Array]]:
         """Returns the sums behind all ticks, and the examples of the results of microbatches, one after another."""
-        s, period, num_ticks = self.num_stages, self.num_stages * self.loop.num_groups, self.loop.num_ticks
+        s, period, num_ticks = self.num_stages, self.loop.num_stage_groups, self.loop.num_ticks
 
         def ticks(carry: Any, start: Any, length: int, directions: str) -> tuple[Any, list[Any]]:
             numbers = start + jnp.arange(length, dtype=jnp.int32)

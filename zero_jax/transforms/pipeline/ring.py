@@ -50,7 +50,7 @@ class Ring:
         self.loop, self.place, self.role, self.leaves = loop, loop.place, role, leaves
         # Of a microbatch, its examples first.
         self.shape = shape[role.dim] // loop.num_microbatches, *shape[: role.dim], *shape[role.dim + 1 :]
-        self.num_stages, self.num_parts = loop.num_stages, loop.num_stages * loop.num_groups
+        self.num_stages, self.num_parts = loop.num_stages, loop.num_stage_groups
         self.cut = Cut.of(loop, self.shape)
         self.num_slots = loop.num_microbatches // loop.num_stages
         self.stage, self.ends = np.arange(self.num_stages, dtype=np.int32), (0, self.num_stages - 1)
@@ -207,7 +207,7 @@ class Cut:
     @classmethod
     def of(cls, loop: LayerLoop, shape: Sequence[int]) -> Cut:
         """Returns how a microbatch of some shape, its examples first, is cut into as many parts as a turn has ticks."""
-        place, num_parts = loop.place, loop.num_stages * loop.num_groups
+        place, num_parts = loop.place, loop.num_stage_groups
         rows, is_alone = math.prod(shape[:-1]) // place.num_shards, loop.stages.axes.size_beside_batch(place.mesh) == 1
         if is_alone and len(shape) > 2 and shape[-2] % TILE_ROWS == 0 and rows % (num_parts * TILE_ROWS) == 0:
             # Rows of features one after another: parts are what a device has in memory. Of parts along another dim
@@ -234,7 +234,7 @@ def _with_line(places: jax.Array, line: Line, stages: Any, new: jax.Array) -> ja
 
 def loops_of_ticks(loop: LayerLoop) -> Iterator[tuple[range, Moves]]:
     """Yields the ticks that are one loop each, and what moves in them."""
-    period = loop.num_stages * loop.num_groups
+    period = loop.num_stage_groups
     last_in, first_out = loop.num_microbatches * loop.num_groups - period, loop.num_stages + period
     edges = sorted({0, loop.num_ticks, last_in, min(first_out, loop.num_ticks)})
     for start, stop in itertools.pairwise(edges):
@@ -244,5 +244,4 @@ def loops_of_ticks(loop: LayerLoop) -> Iterator[tuple[range, Moves]]:
 def num_moved(loop: LayerLoop, shape: Sequence[int], dim: int) -> float:
     """Returns how many microbatches come from their homes, or go there, where `dim` is that of examples."""
     cut = Cut.of(loop, (shape[dim], *shape[:dim], *shape[dim + 1 :]))
-    num_parts = loop.num_stages * loop.num_groups
-    return loop.num_microbatches * num_parts * cut.part_size / max(cut.shape[cut.dim], 1)
+    return loop.num_microbatches * loop.num_stage_groups * cut.part_size / max(cut.shape[cut.dim], 1)

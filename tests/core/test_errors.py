@@ -155,6 +155,8 @@ BATCH_ERRORS = [
     (4, make_batch(8), "'inputs' has 8 examples.* and 4 microbatches: .* multiple of 16, for example 16"),
     (1, make_batch(0), "has 0 examples"),
     (2, {**make_batch(16), "weights": np.ones(8)}, "differ in their leading dim: .*'inputs': 16, 'weights': 8"),
+    (2, {**make_batch(16), "scale": np.ones(4)}, "leading dim: .*'scale': 4.*; an array that all examples share goes"),
+    (1, {**make_batch(16), "scale": np.ones(3)}, "'scale' has 3 examples.*; an array that all examples share goes"),
     (2, {"scale": 2.0}, "num_microbatches=2: no leaf of the batch has examples.*or set num_microbatches=1"),
     (1, {**make_batch(16), "name": "train"}, "batch leaf 'name' is 'train' of type str, no array: leave it out"),
     (1, {**make_batch(16), "x": np.ones(16, ">f4")}, "leaf 'x' is .*, no array that JAX takes .*>f4.*: leave it out"),
@@ -172,6 +174,23 @@ def test_batch_errors(num_microbatches, batch, message):
     with pytest.raises(ValueError, match=message):
         step(stage_1_state(), batch)
     assert not stage_1_state().step.is_deleted()
+
+
+SIZED_LOSSES = [
+    lambda p, b: jnp.square(b["inputs"].reshape(16, 2, -1).reshape(16, -1) @ p["in"]).mean(),
+    lambda p, b: (jnp.linspace(0, 1, 16)[:, None] * (b["inputs"] @ p["in"])).mean(),
+]
+
+
+@pytest.mark.parametrize("loss", SIZED_LOSSES)
+@pytest.mark.parametrize(("stage", "k", "size"), [(1, 2, 8), (3, 4, 4)])
+def test_a_loss_with_the_size_of_the_batch_in_it(loss, stage, k, size):
+    config, tx = reference.make_config(stage=stage, num_microbatches=k), optax.adam(0.01)
+    step = zero.make_train_step(loss, tx, mesh=mesh_of("4"), config=config)
+    with pytest.raises(TypeError) as caught:
+        step(make_on(mesh_of("4"), stage=stage), make_batch())
+    (note,) = caught.value.__notes__[:1]
+    assert f"takes the batch of 16 examples, and no microbatch of {size} (num_microbatches={k})" in note
 
 
 def test_keys_of_microbatches_make_no_key():

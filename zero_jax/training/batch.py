@@ -20,6 +20,8 @@ from zero_jax.program.jaxprs import is_array, is_traced
 from zero_jax.sharding.mesh import Axes, axes_of, axis_size, batch_sharding
 from zero_jax.training.same_program import check_given
 
+_SHARED = "; an array that all examples share goes into model_state, or is closed over by loss_fn"
+
 
 def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int = 1) -> None:
     """Checks that every leaf of a batch divides over the batch axes and the microbatches.
@@ -36,6 +38,11 @@ def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int 
     unit = shards * num_microbatches
     divides = lambda size: size > 0 and size % unit == 0  # noqa: E731
     sizes = {shape[0] for shape in map(np.shape, jax.tree.leaves(batch)) if shape}  # names take time
+    if num_microbatches > 1 and len(sizes) > 1:
+        raise ValueError(
+            f"the leaves of the batch differ in their leading dim: {leading_dims(batch)}; give each one entry per "
+            f"example, or set num_microbatches=1{_SHARED}"
+        )
     if not all(map(divides, sizes)):
         name, size = next(leaf for leaf in leading_dims(batch).items() if not divides(leaf[1]))
         axes_text = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in over)
@@ -43,17 +50,12 @@ def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int 
         raise ValueError(
             f"batch leaf {name!r} has {size} examples, which do not divide over {shards} devices "
             f"({axes_text}){micro}: make the batch size a multiple of {unit}, for example "
-            f"{max(unit, math.ceil(size / unit) * unit)}"
+            f"{max(unit, math.ceil(size / unit) * unit)}" + (_SHARED if len(sizes) > 1 else "")
         )
     if num_microbatches > 1 and not sizes:
         raise ValueError(
             f"num_microbatches={num_microbatches}: no leaf of the batch has examples to be divided: give one an entry "
             "per example, or set num_microbatches=1"
-        )
-    if num_microbatches > 1 and len(sizes) > 1:
-        raise ValueError(
-            f"the leaves of the batch differ in their leading dim: {leading_dims(batch)}; give each one entry per "
-            "example, or set num_microbatches=1"
         )
 
 

@@ -18,6 +18,7 @@ from zero_jax.dims import Kind, Relation
 from zero_jax.program.loss import LossProgram
 from zero_jax.sharding.precision import wide
 from zero_jax.sharding.spec import named
+from zero_jax.training.batch import shapes_of_part
 from zero_jax.training.grads.accumulator import Accumulator, GradFn, GradInputs, added, mean, over
 from zero_jax.training.grads.choice import judge
 from zero_jax.training.grads.combined import CombinedAux
@@ -72,7 +73,11 @@ def loss_and_grads(
         (value, (aux, new_state)), grads = scaled.grad_fn(loss.placed(scaled.program))(*scaled.inputs)
         parts, plan = None, loss.placement.grad_plan
     else:
-        (value, (entries, new_state)), grads, parts, own_errors, plan = scaled.accumulated(own_errors)
+        try:
+            (value, (entries, new_state)), grads, parts, own_errors, plan = scaled.accumulated(own_errors)
+        except Exception as error:
+            scaled.explain(error)
+            raise
         aux = scaled.judged.aux.unflatten(scaled.judged.aux_shapes, entries)
     if errors is not None:
         errors = scaled.full([None if x is None else x / scale for x in own_errors])
@@ -204,6 +209,28 @@ class _ScaledLoss:
                     grads[i] = lax.with_sharding_constraint(moved.moves[number](grads[i]), sharding)
         self.judged.warn(accumulator.plan)
         return out, grads, parts, errors, accumulator.plan
+
+    def explain(self, error: Exception) -> None:
+        """Adds a note to an error of a loss function that takes the whole batch, and no microbatch."""
+        (variables, batch, key), k = self.arguments, self.loss.config.num_microbatches
+
+        def takes(batch: PyTree) -> bool:
+            try:
+                self.loss.fused.trace(variables, batch, key)
+            except Exception:
+                return False
+            return True
+
+        part = shapes_of_part(batch, k)
+        # A pipeline's own error says so.
+        if self.placement.num_stages > 1 or takes(part) or not takes(batch):
+            return
+        size, of_part = (max(x.shape[0] for x in jax.tree.leaves(tree) if x.shape) for tree in (batch, part))
+        error.add_note(
+            f"loss_fn takes the batch of {size} examples, and no microbatch of {of_part} (num_microbatches={k}): it, "
+            "or a node of the batch such as a sparse matrix, has a size of its own. Take sizes from the arrays, as "
+            "len(x), and make such nodes in loss_fn, or set num_microbatches=1"
+        )
 
     def accumulator(self, plan: GradPlan) -> Accumulator:
         return Accumulator(

@@ -154,6 +154,13 @@ def set_by_position(x, i):
     return x.at[jnp.arange(len(x)), i].set(2.0)
 
 
+def by_repeated_positions(x):
+    """Rows looked up and written to at places of which each is there twice, and one that has no such places."""
+    places, pairs = jnp.repeat(jnp.arange(len(x)), 2), jnp.stack([x, x * x], 1).reshape(-1, x.shape[1])
+    sums = [jax.ops.segment_sum(pairs, places, n * len(x)) for n in (1, 2)]
+    return x[places] - pairs, *sums, x.at[places].set(pairs), x[places.reshape(-1, 2)[:, 1]], pairs[places]
+
+
 def with_scan(x, y):
     last, each = lax.scan(lambda c, x: (c + x, c * x), jnp.zeros_like(x[0]), x)
     return last, each, lax.scan(lambda c, x: (c, (x + y).sum()), 0.0, x)[1], lax.map(lambda x: jnp.sin(x).sum(), x)
@@ -347,6 +354,7 @@ PROGRAMS = {
     "take along": (lambda x, i: jnp.take_along_axis(x, i, 1), X, ((4, 2), I)),
     "take along rows": (lambda x, i: jnp.take_along_axis(x, i, 0), X, ((4, 3), I)),
     "gather by position": (by_position, X, ((4,), I)),
+    "at repeated positions": (by_repeated_positions, X),
     "gather the first half": (lambda x: x[jnp.arange(len(x) // 2)], X),
     "gather the first half of columns": (lambda x: x[jnp.arange(len(x) // 2), 1], X),
     "write the first half": (lambda x: x.at[jnp.arange(len(x) // 2)].set(2.0), X),

@@ -301,6 +301,13 @@ def conjugate_gradients(out):
     return jax.vmap(lambda x: lax.custom_linear_solve(lambda v: matrix @ v, x, solve, symmetric=True))(out)
 
 
+def bags(params, batch):
+    """Two rows of a table for each example, added up, as of a recommendation model's bags."""
+    of_each = jnp.stack([batch["label"], batch["label"] + 1], 1).reshape(-1)
+    places = jnp.repeat(jnp.arange(len(batch["label"])), 2)
+    return jax.ops.segment_sum(params["w"][of_each], places, num_segments=len(batch["label"]))
+
+
 def masked(params, batch):
     return (error_of(params, batch) * batch["mask"]).sum() / jnp.maximum(batch["mask"].sum(), 1)
 
@@ -406,6 +413,7 @@ SEPARABLE = {
     "one hot": lambda p, b: (out_of(p, b) * jax.nn.one_hot(b["label"], 6)).mean(),
     "set at a place": lambda p, b: jnp.square(out_of(p, b).at[jnp.arange(len(b["x"])), b["label"]].set(2.0)).mean(),
     "embedded": lambda p, b: jnp.square(p["w"][b["label"]]).mean(),
+    "bags of embeddings": lambda p, b: jnp.square(bags(p, b)).mean(),
     "vmap": lambda p, b: jax.vmap(lambda x, i: lax.dynamic_slice_in_dim(x, i, 2))(out_of(p, b), b["label"]).mean(),
     "map": lambda p, b: lax.map(lambda x: jnp.square(jnp.tanh(x @ p["w"]).sum()), b["x"]).mean(),
     "loop that adds": loop_over_examples(lambda c, x: (c + jnp.tanh(x[0] * x[1]), None)),

@@ -56,6 +56,7 @@ class Relation:
     of_params: bool = False  # whether the value depends on the params
     is_false: bool = False  # whether a value is False everywhere
     number: float | None = None  # the number that the value is everywhere, if known
+    repeats: int = 1  # how often each place is there before the next, for POSITIONS: as `jnp.repeat(positions, 4)`
     columns: tuple[Relation, ...] = ()  # the relations of the columns, for COLUMNS
     # Of ROWS, how many batches are behind one another along the dim, as in `jnp.concatenate([chosen, rejected])`; 0
     # where all rows are the same, or random, so that they are of any number
@@ -71,6 +72,7 @@ class Relation:
     def agrees(self, other: Relation) -> bool:
         """Tells whether another relation says the same of a value, but for what it was made of."""
         are_as_many = self.batches == other.batches or 0 in (self.batches, other.batches)
+        are_as_many &= self.repeats == other.repeats
         return are_as_many and (self.kind, self.dim, self.power) == (other.kind, other.dim, other.power)
 
     def of_elements(self) -> Relation:

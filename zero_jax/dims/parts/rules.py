@@ -183,8 +183,13 @@ def _reshape(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
         check(grows is None and x.dim is None)
         return [x]
     known = dim_map(pair.whole)  # on a part a dim of one example has no place
-    check(grows == (known.block((0, x.dim)) if x.kind is Kind.ROWS else known.to((0, x.dim))))
-    return [x.at(grows)]
+    check(grows == known.block((0, x.dim)))
+    if x.kind is Kind.ROWS:
+        return [x.at(grows)]
+    # Of places of which each is there several times these are behind one another then.
+    before, after = pair.shapes(0)[0][x.dim], pair.results()[0][grows]
+    check(after % before == 0)
+    return [dataclasses.replace(x.at(grows), repeats=x.repeats * (after // before))]
 
 
 def _concatenate(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
@@ -244,7 +249,9 @@ def _own_place(pair: Pair, table: Relation, index: Relation, *, to: Sequence[int
         return None
     column = columns[list(to).index(table.dim)]
     sizes = zip(pair.shapes(0), pair.shapes(1), strict=True)
-    if column.kind is not Kind.POSITIONS or any(rows[table.dim] != places[column.dim] for rows, places in sizes):
+    if column.kind is not Kind.POSITIONS:
+        return None
+    if any(rows[table.dim] * column.repeats != places[column.dim] for rows, places in sizes):
         return None
     others = [x for x, dim in zip(columns, to, strict=True) if dim != table.dim]
     check(not others or applied(others).dim in (None, column.dim))  # the other columns are an example's own

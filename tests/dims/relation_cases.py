@@ -8,6 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from equinox.internal import while_loop
 from jax import lax
 from jax._src.lax.linalg import geqrf
@@ -159,6 +160,17 @@ def by_repeated_positions(x):
     places, pairs = jnp.repeat(jnp.arange(len(x)), 2), jnp.stack([x, x * x], 1).reshape(-1, x.shape[1])
     sums = [jax.ops.segment_sum(pairs, places, n * len(x)) for n in (1, 2)]
     return x[places] - pairs, *sums, x.at[places].set(pairs), x[places.reshape(-1, 2)[:, 1]], pairs[places]
+
+
+def by_constants(x, i):
+    """Constants of NumPy as long as there are rows: equal rows and places; the last three are none of these."""
+    n = len(x)
+    places = np.arange(n)
+    known = [x * np.full((n, 3), 2.0, "f"), x + np.tile(np.arange(3.0, dtype="f"), (n, 1)), x[places, i], x[places]]
+    known += [x.at[places, i].set(2.0), np.zeros((3, n), "f") @ x, x[np.repeat(places, 2)] * np.ones((2 * n, 1), "f")]
+    known += [lax.scan(lambda h, x: (h + x, h), np.zeros(n, "f"), x.T)[1]]
+    others = [np.linspace(0, 1, n, dtype="f"), places, np.tile(np.array([1, 0], "f"), n)[:n]]
+    return *known, *(x * other[:, None] for other in others)
 
 
 def with_scan(x, y):
@@ -354,6 +366,7 @@ PROGRAMS = {
     "take along": (lambda x, i: jnp.take_along_axis(x, i, 1), X, ((4, 2), I)),
     "take along rows": (lambda x, i: jnp.take_along_axis(x, i, 0), X, ((4, 3), I)),
     "gather by position": (by_position, X, ((4,), I)),
+    "at constants": (by_constants, X, ((4,), I)),
     "at repeated positions": (by_repeated_positions, X),
     "gather the first half": (lambda x: x[jnp.arange(len(x) // 2)], X),
     "gather the first half of columns": (lambda x: x[jnp.arange(len(x) // 2), 1], X),

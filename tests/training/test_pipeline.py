@@ -1145,6 +1145,34 @@ def test_what_all_layers_of_a_loop_broadcast_does_not_travel():
     assert loop.travelling == ("float32[4,4,16]",)
 
 
+@pytest.mark.parametrize("pipeline", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:gradients are summed across devices in every tick of the pipeline, not once a step")
+def test_constants_as_long_as_the_batch_train_as_on_one_device(pipeline):
+    """NumPy makes them as the loss is traced: equal rows, within the layers and before, and a weight of each example.
+
+    Places are those of the batch: examples that are looked up at their own are refused by 1F1B.
+    """
+
+    def loss_fn(params, batch, places=None):
+        n = len(batch["x"])
+
+        def layer(x, w):
+            return x + jnp.tanh(x @ w + np.full((n, 8), 0.5, np.float32)) * 0.5, None
+
+        x = jax.lax.scan(layer, batch["x"] * np.full((n, 1), 0.9, np.float32), params["layers"])[0]
+        x = x if places is None else x[np.arange(n)]
+        return (np.linspace(0.5, 1, n, dtype=np.float32) * jnp.square(x).mean(1)).mean()
+
+    rng = np.random.default_rng(0)
+    params = {"layers": rng.normal(size=(4, 8, 8)).astype(np.float32) / 4}
+    batch = {"x": rng.normal(size=(16, 8)).astype(np.float32)}
+    fields = {"stage": 1, "num_microbatches": 4, "pipeline": pipeline, "mesh": zero.make_mesh(pipe=2)}
+    assert_step_of_one_device(loss_fn, params, batch, **fields)
+    if pipeline == "1f1b":
+        with pytest.raises(ValueError, match=r"a constant of shape \(16,\) is as long as the batch: make it by jnp"):
+            lowered(functools.partial(loss_fn, places=True), params=params, batch=batch, **fields)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("loss_fn", FORMS)
 @pytest.mark.filterwarnings("ignore:gradients are summed across devices in every tick of the pipeline, not once a step")

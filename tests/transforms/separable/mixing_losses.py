@@ -262,6 +262,10 @@ MIXING = {
     # The number and the places of examples.
     "positions": lambda p, b: (error_of(p, b) * jnp.arange(len(b["x"]))).mean(),
     "numpy positions": lambda p, b: (error_of(p, b) * np.linspace(0, 1, len(b["x"]), dtype=np.float32)).mean(),
+    "rows of others by numpy": each(lambda out: out - out[np.arange(len(out))[::-1]]),
+    "every other by numpy": lambda p, b: (
+        np.tile(np.eye(2, dtype="f")[0], len(b["x"]))[: len(b["x"])] * error_of(p, b)
+    ).mean(),
     "first half": lambda p, b: (error_of(p, b) * (jnp.arange(len(b["x"])) < 3)).mean(),
     "eye": lambda p, b: (error_of(p, b)[:, None] * (1 - jnp.eye(len(b["x"])))).mean(),
     "log of the number": lambda p, b: error_of(p, b).mean() * np.log(len(b["x"])),
@@ -413,6 +417,9 @@ SEPARABLE = {
     "one hot": lambda p, b: (out_of(p, b) * jax.nn.one_hot(b["label"], 6)).mean(),
     "set at a place": lambda p, b: jnp.square(out_of(p, b).at[jnp.arange(len(b["x"])), b["label"]].set(2.0)).mean(),
     "embedded": lambda p, b: jnp.square(p["w"][b["label"]]).mean(),
+    "looked up by numpy": lambda p, b: -jax.nn.log_softmax(out_of(p, b))[np.arange(len(b["x"])), b["label"]].mean(),
+    "beside rows of numpy": lambda p, b: (np.full(len(b["x"]), 0.5, np.float32) * error_of(p, b)).mean(),
+    "loop from rows of numpy": each(lambda out: lax.scan(lambda h, x: (h + x, h), np.zeros(len(out), "f"), out.T)[1].T),
     "bags of embeddings": lambda p, b: jnp.square(bags(p, b)).mean(),
     "vmap": lambda p, b: jax.vmap(lambda x, i: lax.dynamic_slice_in_dim(x, i, 2))(out_of(p, b), b["label"]).mean(),
     "map": lambda p, b: lax.map(lambda x: jnp.square(jnp.tanh(x @ p["w"]).sum()), b["x"]).mean(),

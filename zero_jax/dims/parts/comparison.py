@@ -25,6 +25,7 @@ from zero_jax.dims.parts.relations import (
     Rule,
     aval,
     check,
+    constant_rows,
     dual,
     floating,
     floating_results,
@@ -161,6 +162,8 @@ class TraceComparison:
                 a, b = np.asarray(whole), np.asarray(part)
             if a.shape == b.shape and np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
                 return dataclasses.replace(SAME, number=float(a) if not a.shape and a.dtype.kind in "biuf" else None)
+            if a.shape and (found := constant_rows(a, b, self.num_parts)):
+                return found
             ratio = complex(b) / complex(a) if not (a.shape or b.shape) and a else 0j
         except (TypeError, ValueError, RuntimeError):  # keys, and values of an outer trace
             return SAME if whole is part else self.refused("sized")

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from zero_jax.program.jaxprs import bind, of_some
 from zero_jax.program.subcalls import Subcall, subcall
@@ -96,6 +97,30 @@ def rows(dim: int, power: Fraction = Fraction(0)) -> Relation:
 def unknown(why: str) -> Relation:
     """Returns the relation of a value that is not known."""
     return Relation(kind=Kind.UNKNOWN, why=why)
+
+
+def constant_rows(whole: np.ndarray, part: np.ndarray, num_parts: int) -> Relation | None:
+    """Returns the relation of constants as long as the batch and a part: equal rows, or places; None of any other.
+
+    So are `np.zeros((len(x), 8))` and `np.arange(len(x))` of a loss function.
+    """
+    grows = [dim for dim, sizes in enumerate(zip(whole.shape, part.shape, strict=False)) if sizes[0] != sizes[1]]
+    if whole.ndim != part.ndim or len(grows) != 1 or whole.dtype != part.dtype or not part.size:
+        return None
+    (dim,), kind = grows, whole.dtype.kind
+    first, both = np.moveaxis(part, dim, 0)[0], [np.moveaxis(x, dim, 0) for x in (whole, part)]
+    if len(both[0]) != len(both[1]) * num_parts:
+        return None
+    if all(np.array_equal(x, np.broadcast_to(first, x.shape), equal_nan=kind in "fc") for x in both):
+        number = float(first.flat[0]) if kind in "biuf" and bool((first == first.flat[0]).all()) else None
+        # Of places, which NumPy compares with 0 itself: none counts from the end.
+        return dataclasses.replace(rows(dim), batches=0, number=number, is_false=kind == "b" and number == 0)
+    if kind not in "iu":
+        return None
+    repeats = max(1, len(both[0]) // max(1, int(whole.max()) + 1))
+    places = [(np.arange(len(x)) // repeats).reshape(-1, *[1] * first.ndim) for x in both]
+    are_places = all(np.array_equal(x, np.broadcast_to(y, x.shape)) for x, y in zip(both, places, strict=True))
+    return Relation(kind=Kind.POSITIONS, dim=dim, repeats=repeats) if are_places else None
 
 
 def applied(inputs: Sequence[Relation]) -> Relation:

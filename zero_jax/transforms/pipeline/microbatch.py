@@ -143,6 +143,16 @@ class LossTraces:
         made = [x for x in made if type(x).__name__ != "DropVar"]  # which is no result of a jaxpr
         whole, part = (jaxprs.with_results(self.closed[n], [self.places[n][x] for x in made]) for n in (2, 3))
         found = dict(zip(made, self.comparison.run(whole, part, self.inputs), strict=True))
+        # Constants of NumPy may be as long as the batch, of which a microbatch takes its examples.
+        consts = zip(*(jaxprs.open_jaxpr(self.closed[n])[1] for n in (2, 3)), strict=True)
+        constants = [self.comparison.constant(a, b) for a, b in consts]
+        for var, relation in zip(self.opened[0].constvars, constants, strict=True):
+            whole, part = (self.places[n][var].aval.shape for n in (2, 3))
+            if whole != part and (relation.kind is Kind.POSITIONS or whole[1:] != part[1:]):
+                raise CannotCut(
+                    f"a constant of shape {whole} is as long as the batch: make it by jnp, as jnp.arange(n)"
+                )
+        found |= zip(self.opened[0].constvars, constants, strict=True)
         return found | dict(zip(self.opened[0].invars, self.inputs, strict=True))
 
     def relations_after(self) -> dict[Any, Relation]:

@@ -8,6 +8,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -24,6 +25,8 @@ from zero_jax.sharding import topology
         ("2xv5e:16x16", "v5e", 2, (16, 16)),
         ("h100:2x8", "h100", 2, (8,)),
         ("b200:8", "b200", 1, (8,)),
+        ("a100_40gb:2x8", "a100_40gb", 2, (8,)),
+        ("gb200:1x72", "gb200", 1, (72,)),
         ("tpu7x:2x2x1", "tpu7x", 1, (2, 2, 1)),
     ],
 )
@@ -101,6 +104,32 @@ def test_machines_of_one_chip():
 def test_gpu_usable_memory_is_nine_tenths():
     assert topology.HARDWARE["h100"].usable_bytes == 84_978_434_048 * 9 // 10
     assert "device_memory_size: 8497843404" in topology._target_config(topology.HARDWARE["h100"])
+
+
+def test_a_gpu_that_is_not_there_has_its_compute_capability():
+    cards = {"h100": "major: 9 minor: 0", "l40s": "major: 8 minor: 9", "b300": "major: 10 minor: 3"}
+    for name, capability in cards.items():
+        assert capability in topology._target_config(topology.HARDWARE[name])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 141GB HBM3e", "h200"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("TPU v5", "v5p"),
+        ("TPU v5 lite", "v5e"),
+        ("TPU v5 of another kind", None),
+    ],
+)
+def test_devices_are_known_by_their_kind(kind, name):
+    found = topology.hardware_of(types.SimpleNamespace(device_kind=kind))
+    assert (found and found.name) == name
 
 
 def test_unknown_devices_have_no_figures():

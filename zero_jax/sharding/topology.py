@@ -117,7 +117,7 @@ _GPUS = (
 )  # fmt: skip
 HARDWARE: Mapping[str, Hardware] = {hardware.name: hardware for hardware in (*_TPUS, *_GPUS)}
 
-# What XLA:GPU has to know of a GPU that is not there: multiprocessors, FPUs and shared memory of each, L2, clock in GHz,
+# What XLA:GPU has to know of a GPU that is not there: multiprocessors, FPUs and shared memory of each, L2, GHz,
 # compute capability.
 _GPU_CORES: Mapping[str, tuple[int, int, int, int, float, str]] = {
     "a100": (108, 64, 167_936, 41_943_040, 1.41, "8.0"),

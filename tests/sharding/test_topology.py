@@ -158,6 +158,7 @@ def refused(monkeypatch, said, name="v5e:2x2"):
         ("ABORTED: Internal error when accessing libtpu multi-process lockfile. Run", "ALLOW_MULTIPLE_LIBTPU_LOAD=1"),
         ("ABORTED: The TPU is already in use by process with pid 12", "another process of this machine uses libtpu"),
         ("UNKNOWN: Failed to get TPU metadata (tpu-env) from instance metadata", "TPU_SKIP_MDS_QUERY=1"),
+        ("topology not implemented for cuda", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 is set before JAX is imported"),
         ("dlopen failed: libtpu.so: undefined symbol: GetPjrtApi", f"cannot be loaded: {pip_install('jax[tpu]')}"),
         ("/tmp/tpu_logs: No space left on device", "libtpu cannot write on this machine: free space"),
         ("INTERNAL: something", "the compiler failed (INTERNAL: something): try v5e:4x4; if that fails too, "),

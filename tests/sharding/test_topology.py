@@ -203,15 +203,17 @@ def test_another_process_that_uses_libtpu_is_named():
         subprocess.Popen, [sys.executable, "-c", program], env=environment, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    was_there = pathlib.Path("/tmp/libtpu_lockfile").exists()
+    was_there, refused = pathlib.Path("/tmp/libtpu_lockfile").exists(), None
     first = start()
     try:
-        assert first.stdout and first.stdout.readline() == "4\n"
-        second = start()
-        _, err = second.communicate(timeout=120)
+        assert first.stdout
+        if first.stdout.readline() == "4\n":
+            refused = start()
+            _, err = refused.communicate(timeout=120)
     finally:
-        first.communicate(timeout=120)
+        _, err_of_first = first.communicate(timeout=120)
         if not was_there:
             pathlib.Path("/tmp/libtpu_lockfile").unlink(missing_ok=True)
+    err = err_of_first if refused is None else err  # a process that is not of this test has libtpu
     last = err.strip().splitlines()[-1]
     assert "another process of this machine uses libtpu, whatever the topology: set ALLOW_MULTIPLE_LIBTPU_LOAD" in last

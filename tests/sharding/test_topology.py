@@ -106,6 +106,13 @@ def test_gpu_usable_memory_is_nine_tenths():
     assert "device_memory_size: 8497843404" in topology._target_config(topology.HARDWARE["h100"])
 
 
+def test_each_hardware_has_a_topology_and_what_its_compiler_asks_for():
+    for name, hardware in topology.HARDWARE.items():
+        parsed = topology.parse(hardware.example)
+        assert parsed.hardware is hardware and hardware.name == name
+        assert topology.compiler_target(parsed)[0]
+
+
 def test_a_gpu_that_is_not_there_has_its_compute_capability():
     cards = {"h100": "major: 9 minor: 0", "l40s": "major: 8 minor: 9", "b300": "major: 10 minor: 3"}
     for name, capability in cards.items():

@@ -35,12 +35,14 @@ def put_global(x: Any, sharding: NamedSharding) -> jax.Array:
             return reshard_array(x, sharding)
         if is_key(x):
             return put_keys(x, sharding, put_global)
+    # `jax.device_put` would compare the values of all processes by a collective first.
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def put_keys(keys: jax.Array, sharding: NamedSharding, put: Callable[[jax.Array, Any], jax.Array]) -> jax.Array:
     """Places random keys on devices of several processes by `put`, which places an array of numbers."""
+    # Shards are made from NumPy arrays, which have no dtype of keys.
     wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(keys))
     return jax.jit(wrap, out_shardings=sharding)(put(jax.random.key_data(keys), sharding))
 
@@ -62,6 +64,7 @@ def aligned_empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
     """
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_POPULATE", 0)  # private: a process that is forked has its own
+    # mmap refuses a length of 0.
     pages = mmap.mmap(-1, max(1, num_bytes), flags=flags)
     return np.frombuffer(pages, np.uint8)[:num_bytes].view(dtype).reshape(shape)
 
@@ -83,6 +86,8 @@ def reshard_array(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Moves an array, or a traced value, to another sharding of the same mesh; without a copy where it has that."""
     if not isinstance(x, jax.core.Tracer) and is_sharded_as(x, sharding):
         return x
+    # A program, which also moves shards between processes. `_identity` is a function of the module: JAX would compile a
+    # new lambda at each call.
     return wait_on_cpu(jax.jit(_identity, out_shardings=sharding)(x), sharding.mesh)
 
 
@@ -125,6 +130,7 @@ def to_device(x: Any, *, after: Any = None) -> Any:
     if not is_on_host(jax.typeof(x)):
         return x
     if after is not None:
+        # Without the barrier XLA may start all transfers at once, and so have all arrays in device memory.
         x, _ = lax.optimization_barrier((x, after))
     return jax.device_put(x, jax.memory.Space.Device)
 

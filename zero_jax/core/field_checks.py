@@ -109,10 +109,12 @@ def brief(config_class: type[Config]) -> type[Config]:
     def shown(self: Any) -> str:
         fields = [field for field in dataclasses.fields(config_class) if field.repr]  # type: ignore[arg-type]
         needs = any(x.default is x.default_factory is dataclasses.MISSING for x in fields)
+        # Of an instance where one can be made without arguments: `__post_init__` may convert defaults.
         usual = {x.name: x.default for x in fields} if needs else vars(config_class())
         texts = []
         for field in fields:
             value, default = getattr(self, field.name), usual[field.name]
+            # Types first: 1 == True, and `==` of arrays is an array.
             if value is not default and not (type(value) is type(default) and value == default):
                 texts.append(f"{field.name}={repr(value) if dataclasses.is_dataclass(value) else _shown(value)}")
         return f"{config_class.__name__}({', '.join(texts)})"

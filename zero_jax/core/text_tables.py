@@ -43,6 +43,7 @@ def plain(value: Any, *, own: bool = True) -> Any:
         return {key if isinstance(key, str | int) else str(key): plain(x) for key, x in value.items()}
     if isinstance(value, list | tuple):
         return [plain(x) for x in value]
+    # Before the integers: a bool is one.
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, numbers.Integral):

@@ -79,6 +79,7 @@ def cast_values(values: np.ndarray, dtype: Any, *, leaf: str, remedy: str) -> np
         cast = values.astype(jnp.dtype(dtype), copy=False)
     if cast is values:
         return cast
+    # Floats may be rounded, not become infinite; an integer that differs has wrapped or lost its fraction.
     is_lost = cast != values if jnp.issubdtype(cast.dtype, jnp.integer) else np.isfinite(values) & ~np.isfinite(cast)
     if is_lost.any():
         raise ValueError(f"leaf {quoted(leaf)} has values that {dtype} cannot hold: {remedy}")
@@ -141,6 +142,7 @@ def check_structure(what: str, tree: PyTree, structure: Any, *, maker: str) -> N
     if here == structure:
         return
     while here.node_data() == structure.node_data() and len(here.children()) == len(structure.children()):
+        # One level: all below this node counts as a leaf.
         children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x, node=node: x is not node)[0]
         pairs = zip(children, structure.children(), strict=True)
         (step, node), structure = next((child, old) for child, old in pairs if jax.tree.structure(child[1]) != old)
@@ -241,6 +243,7 @@ class PathPatterns:
         """Raises `ValueError` if a pattern matches none of the paths, and so would be ignored."""
         for pattern in self._values:
             if not any(map(pattern.fullmatch, paths)):
+                # A cutoff of 0, as a pattern is rarely similar to the path that it should match.
                 near = difflib.get_close_matches(pattern.pattern, paths, n=3, cutoff=0)
                 raise ValueError(
                     f"{self._setting}: {pattern.pattern!r} matches the path of no leaf; some are {', '.join(near)}"

@@ -76,6 +76,7 @@ def function_of_key(init_fn: Any) -> Callable[[jax.Array], PyTree] | None:
     """Returns an `init_fn` that is a function of a key; None for params, or shapes, in its place."""
     # Params may be callable too: an Equinox module is a pytree of arrays, a function is a leaf of its own.
     has_arrays = any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(init_fn))
+    # A `Partial` with arrays is a function too, although its arguments are leaves.
     return init_fn if callable(init_fn) and (not has_arrays or isinstance(init_fn, jax.tree_util.Partial)) else None
 
 

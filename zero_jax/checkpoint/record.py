@@ -128,6 +128,7 @@ def folder_id(path: epath.Path) -> str:
         if untrusted.is_bucket(path):
             return str((path / COMMITTED).stat().mtime) if (path / COMMITTED).exists() else ""
         status = os.stat(path)
+        # A rename keeps the inode; a folder that is made anew under the name has another.
         return f"{status.st_dev}:{status.st_ino}"
     except OSError:
         return ""
@@ -251,6 +252,7 @@ def _is_number(name: str) -> bool:
         dtype = jnp.dtype(name)
     except (TypeError, ValueError, SyntaxError):
         return False
+    # `jnp.dtype` also takes other names, such as `f4` and `>i2`, which no save writes.
     return dtype.name == name and (dtype == np.bool_ or jnp.issubdtype(dtype, jnp.number))
 
 

@@ -209,6 +209,7 @@ class _Restore:
             )
         if self.params_only:
             tree = {"params": sharded.params, MODEL_STATE: sharded.model_state}
+            # `target` is in the order of this tree: JAX sorts dicts by key, here as in `saved_leaves`.
             variables = jax.tree.unflatten(jax.tree.structure(tree), [leaves[name] for name in target])
             key = jax.random.key(0) if self.key is None else self.key
             return record, init_state(Variables(**variables), self.tx, key, mesh=self.mesh, config=self.config)
@@ -224,6 +225,7 @@ class _Restore:
 
     def sharded_shapes(self, record: Record) -> TrainState:
         """Returns the shapes of the saved form (full-precision params, nothing derived) with stage 3's shardings."""
+        # Stage 3 of any config: no device reads more than its shards, and params are in full precision.
         key, config = _key_shape(record.leaves.get("key")), dataclasses.replace(self.config, stage=3)
         if not (quantize := self.config.resolved_quantize()) or not quantize.error_feedback:
             return self.shapes(config, key)
@@ -241,6 +243,7 @@ class _Restore:
             shape = record.leaves[name].shape if name in record.leaves else x.shape
             if _group(name) == _GRAD_ERRORS and shape[:1] != x.shape[:1] and shape[1:] == x.shape[1:]:
                 spec = params[name.replace(_GRAD_ERRORS, "params", 1)].sharding.spec
+                # The dim of devices is not sharded: the mesh need not divide the number of those that saved.
                 sharding = NamedSharding(self.mesh, PartitionSpec(None, *spec))
                 saved_shapes[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
                 changes.append((shape[0], x.shape[0]))
@@ -260,6 +263,7 @@ class _Restore:
 
         def param(master: Array, like: Any) -> Array:
             moved = _move(master, like)  # the master param itself where it is unsharded and keeps its dtype: an integer
+            # A copy: two leaves of one array cannot both be donated to a step.
             return jnp.copy(moved) if moved is master and target.master is not None else moved
 
         state = dataclasses.replace(placed, params=jax.tree.map(param, masters, target.params))
@@ -324,6 +328,7 @@ def _check_leaves(record: Record, target: Mapping[str, Any], classes: Mapping[st
         lines.append(f"{printable(name)}: saved of the class {saved}, the state has the class {classes[name]}")
     if not lines:
         return
+    # What differs in the model first: leaves of the optimizer differ because of it.
     lines.sort(key=lambda line: _group(line) not in _OF_THE_MODEL)
     shown = lines[:_SHOWN] + ([f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
     remedies = {

@@ -217,6 +217,7 @@ class TrainConfig:
                 raise ValueError(
                     f"epochs={self.epochs:g} and steps={self.steps} both say how long: leave out one of them"
                 )
+        # Raises for a text that is no range.
         self.profiled  # noqa: B018
 
     @property
@@ -441,6 +442,7 @@ def _facts(config: TrainConfig, model: Model | OwnModel, callbacks: Sequence[Cal
     called = [(name_of(callback), callback.every) for callback in callbacks]
     fields = flattened({"model": shape, **vars(config), "callbacks": called})
     texts = {name: json.dumps(x, default=str) for name, x in fields if not _OF_ONE_PROCESS.match(name)}
+    # The `repr` of a function has its address, which differs between processes.
     return releases() | {name: re.sub(r" at 0x[0-9a-f]+", "", text) for name, text in texts.items()}
 
 

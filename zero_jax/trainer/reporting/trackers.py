@@ -101,6 +101,7 @@ class _Entry:
             self.tracker = self.tracker or self._open()
             while self.waiting:
                 self.tracker.write(self.waiting[0])
+                # After the write: a record that raised stays the first.
                 self.waiting.popleft()
         except Exception:
             ended = time.monotonic()

@@ -49,6 +49,7 @@ def decoder_config(hf_config: Mapping[str, Any], *, seq_len: int | None = None) 
     keys = _keys(model_type)
     activation = hf_config[keys["activation"]]
     if model_type in _GEMMA and hf_config["hidden_activation"] is not None:
+        # What transformers reads of Gemma; `hidden_act`, which its configs have as well, counts where it is missing.
         activation = hf_config["hidden_activation"]
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise ValueError(
@@ -203,6 +204,7 @@ def _windows(hf_config: Mapping[str, Any], model_type: str, num_layers: int) -> 
     full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
     if len(full) == num_layers:
         return {}
+    # Where no layer is without a window, all have one, or the model is shorter than a period of its family.
     period = full[0] + 1 if full else (default if num_layers < default else 1)
     if full != [layer for layer in range(num_layers) if period > 1 and (layer + 1) % period == 0]:
         raise ValueError(
@@ -249,6 +251,7 @@ def _rope(hf_config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
         scaling |= {name: _positive(full, name) for name in _LLAMA3}
     else:
         scaling |= {"beta_fast": 32.0} | {name: full[name] for name in _YARN if full.get(name) is not None}
+        # Where the length of the pretraining is missing, transformers takes the longest context.
         full = {key: hf_config.get("max_position_embeddings")} | {**full}
     return settings | {"rope_scaling": RopeScaling(**scaling, original_seq_len=int(_positive(full, key)))}
 
@@ -295,6 +298,7 @@ def _llama_settings(config: DecoderConfig, model_type: str) -> dict[str, Any]:
         settings["layer_types"] = [kinds[config.has_window(layer)] for layer in range(config.num_layers)]
         settings |= {"use_sliding_window": True} if model_type.startswith("qwen") else {}
     if model_type in _GEMMA:
+        # The hub has a whole number, of which the two powers leave a rounding error.
         scalar = config.head_dim if config.query_scale is None else config.query_scale**-2
         settings |= {"query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-9 * scalar else scalar}
         settings["hidden_activation"] = _ACTIVATION_NAMES[config.activation]
@@ -401,6 +405,7 @@ def tensor_names(config: DecoderConfig, *, model_type: str) -> dict[str, TensorN
         template = templates[name] if name in templates else templates[weight].removesuffix("weight") + "bias"
         is_matrix = bool(stack) and len(shape) > 2
         is_transposed = name == "head" or (is_matrix and family.are_transposed)
+        # The hub counts the layers of all stacks in one row, those on top last.
         first = {"blocks": config.num_dense_layers, "extra_blocks": config.num_layers}.get(stack, 0)
         names[path] = TensorName(template, is_transposed, part=parts.get(weight) if stack else None, first=first)
     return names

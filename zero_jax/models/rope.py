@@ -97,5 +97,6 @@ def _yarn_share(theta: float, num_features: int, scaling: RopeScaling) -> Array:
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, num_features - 1)
+    # As transformers does: a width of 0 would be NaN.
     width = last - first or 0.001
     return 1 - jnp.clip((jnp.arange(num_features // 2) - first) / width, 0, 1)

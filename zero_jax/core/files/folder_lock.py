@@ -101,7 +101,7 @@ class FolderLock:
             with contextlib.ExitStack() as opened:
                 opened.callback(os.close, descriptor)
                 try:
-                    # Not `lockf`, whose locks a process loses as it closes any descriptor of the file, such as that of `_holder`.
+                    # Not `lockf`: a process loses such a lock as it closes any descriptor of the file, as `_holder` does.
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError as error:
                     raise self.refusal() from error

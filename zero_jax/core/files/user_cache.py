@@ -64,8 +64,7 @@ def read_entry(path: pathlib.Path, *, mark: bytes) -> bytes | None:
 
 
 def _checksum(path: pathlib.Path, content: bytes) -> bytes:
-    # With the name, which is the hash of what the entry was made from: an entry that was renamed is not read as
-    # another's.
+    # With the name, which is the entry's key: an entry that was renamed is not taken for another one.
     return hashlib.sha256(path.name.encode() + b"\0" + content).digest()
 
 

@@ -129,6 +129,7 @@ def save_figure(figure: Any, path: pathlib.Path | str) -> None:
     import matplotlib
 
     # Text stays text in an SVG.
+    # Without a salt the ids in an SVG are random.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "zero_jax"}):
         is_svg = pathlib.Path(path).suffix.lower() == ".svg"
         figure.savefig(path, metadata={"Date": None} if is_svg else None)

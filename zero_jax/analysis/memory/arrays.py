@@ -117,6 +117,7 @@ def measure_arrays(tree: PyTree) -> ArraysReport:
     warning = unsharded_warning(on_devices, unsharded)
     return ArraysReport(
         groups=sum_by_group(on_devices),
+        # `+` leaves out the groups of 0 bytes, which are on the host.
         per_device={device: dict(+groups) for device, groups in sorted(per_device.items())},
         host=sum_by_group(leaf for leaf in leaves if leaf.on_host),
         leaves=tuple(leaves),

@@ -72,6 +72,7 @@ class Reference:
         """Returns the loss, the gradients of the params that the optimizer reads, and the new model state."""
         loss_fn = LossProgram(training.normalize_loss(self.loss_fn, self.mesh))
         precision = resolve_precision(self.config.precision)
+        # The key that the train step makes for this step.
         key = jax.random.fold_in(state.key, state.step)
         model_state = state.model_state
 

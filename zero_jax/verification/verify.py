@@ -265,6 +265,7 @@ def _tolerance(config: ZeroConfig) -> float:
     return max(_TOLERANCES.get(name, 0.0) for name in names | {"float32"} if name)
 
 
+# By identity (`eq=False`) it has a hash, as `jit` needs of a static argument.
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Comparison:
     """Compares what compiled steps return with a reference, within a relative tolerance."""
@@ -304,6 +305,7 @@ class _Comparison:
         loss, grads, model_state = self.reference.loss_and_grads(state, batch)
         update = functools.partial(self.reference.update, state, loss=loss, batch=batch)
         params, opt_state = update(grads)
+        # One after another, because `vmap` would hold all of these updates at once.
         noisy = jax.lax.map(lambda key: update(self._with_noise(grads, key)), jax.random.split(jax.random.key(1), 8))
         of_params, of_opt_state = jax.tree.map(_largest_move, (params, opt_state), noisy)
         no_noise = jax.tree.map(lambda x: jnp.zeros(x.shape), model_state)  # it is made of no gradient

@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.parser.error(str(error))
     except BrokenPipeError:  # the reader, such as `head`, ended
         _silence()
+        # 128 + SIGPIPE, as shells report it.
         return status or 141
     except OSError as error:
         _silence()
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 @functools.cache
 def _prepare_interrupts() -> None:
     """Shows a Ctrl-C as one line, and repeats one that Python swallowed in a callback, as of JAX's at collections."""
+    # `cache` makes this run once: hooks of hooks would repeat a Ctrl-C several times.
     uncaught, ignored = sys.excepthook, sys.unraisablehook
 
     def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:

@@ -201,6 +201,7 @@ def _guarded(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Nam
         except KeyboardInterrupt:
             log_line("stopped; compiled programs are cached, and the same command continues from there")
             return 130
+        # `main` shows it, with a remedy.
         except OSError:
             raise
         except MemoryError as error:
@@ -366,6 +367,7 @@ def run_memory(options: argparse.Namespace) -> int:
         figures.check_name(options.plot)  # before the minutes that compiling takes
         return _plot_memory(options, request)
     estimated = _memory_estimate(request, request.zero)
+    # Quick: memory is laid out before code is generated.
     report = None if options.estimate else request.compile(request.zero, quick=True)
     compare = lambda estimated, measured: memory.compare(estimated.by_group, measured)  # noqa: E731
     return _show_both(options, report, estimated, report and report.memory, compare)

@@ -183,6 +183,7 @@ def _format_of(path: pathlib.Path) -> Format:
 
 def _source(name: str, root: pathlib.Path, paths: Iterable[pathlib.Path], format: Format) -> Source:
     """Makes a source of the files that are not empty and, for text, not binary."""
+    # File systems list files in different orders, and documents follow this one.
     paths = sorted(paths)
     named_format = "jsonl" if format == "chat" else format
     with_suffix = [path for path in paths if _format_of(path) == named_format] if format != "text" else []

@@ -101,7 +101,7 @@ class FolderLock:
             with contextlib.ExitStack() as opened:
                 opened.callback(os.close, descriptor)
                 try:
-                    # Not `lockf`: a process loses such a lock as it closes any descriptor of the file, as `_holder` does.
+                    # Not `lockf`, whose locks a process loses as it closes any descriptor of the file (`_holder`).
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError as error:
                     raise self.refusal() from error

@@ -383,16 +383,19 @@ def _fitted(name: str, x: Array, like: Any) -> Array:
     def share(x: Array) -> Array:
         return jnp.broadcast_to(x.sum(0, keepdims=True) / like.shape[0], like.shape)
 
-    def is_too_large(x: Array, cast: Array) -> Array:
-        return (jnp.isfinite(x) & ~jnp.isfinite(cast.astype(x.dtype))).any()
-
     if x.shape != like.shape:
         return jax.jit(share, out_shardings=like.sharding)(x)
     cast = _cast(x, like)
     # `_check_leaves` lets other dtypes pass among floats alone.
-    if cast is not x and jax.jit(is_too_large)(x, cast):
+    if cast is not x and _is_too_large(x, cast):
         raise ValueError(f"leaf {quoted(name)} has values too large for {like.dtype}: keep it in {x.dtype}")
     return cast
+
+
+# A function of the module: of one that is made for each leaf, leaves of one shape would each be compiled.
+@jax.jit
+def _is_too_large(x: Array, cast: Array) -> Array:
+    return (jnp.isfinite(x) & ~jnp.isfinite(cast.astype(x.dtype))).any()
 
 
 def _key_shape(leaf: SavedLeaf | None) -> Any:

@@ -14,6 +14,7 @@ from zero_jax.hlo import HOST_SPACE, Instruction, Program
 
 GROUPS = ("params", "master", "opt_state", "model_state", "grad_errors", "batch", "other")
 STATE_GROUPS = GROUPS[:5]
+# As JAX names arguments: keys of dicts in quotes, attributes behind dots, numbers in brackets.
 _KEY = re.compile(r"\['([^']*)'\]|([^.\[\]'\"\\]+)")
 
 

@@ -187,6 +187,7 @@ class _Restore:
         target = saved_leaves(sharded)
         if self.params_only:
             target = {name: x for name, x in target.items() if _group(name) in _OF_THE_MODEL}
+        # A leaf without elements says what it says by its name, such as the alpha of adapters.
         optional = [name for name, x in target.items() if _group(name) in _OPTIONAL or not x.size]
         missing = {name: target[name] for name in optional if name not in record.leaves}
         present = {name: x for name, x in target.items() if name not in missing}
@@ -358,6 +359,7 @@ def _is_cut(dtype: str) -> bool:
 
 
 def _group(name: str) -> str:
+    # Of a path, or of a line of an error, which begins with one.
     return name.split("/", 1)[0].split(":", 1)[0]
 
 

@@ -161,6 +161,7 @@ def read_request(options: argparse.Namespace) -> Request:
     config = read_config(options)
     return Request(
         model=planned_model(options),
+        # A config file's warm-up may be longer than `_STEPS`, and is no part of the program.
         tx=make_optimizer(dataclasses.replace(config.optimizer, warmup_steps=None), num_steps=_STEPS),
         zero=config.zero,
         config=PlanConfig(**field_values(PlanConfig, options)),
@@ -255,6 +256,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def _auto(options: argparse.Namespace, request: Request) -> int:
+    # The search tries stages itself, from a setting without.
     pipe, config = request.config.pipe, dataclasses.replace(request.config, pipe=1)
     request = dataclasses.replace(request, config=config)
     model, zero = request.model, dataclasses.replace(request.zero, num_microbatches=1)

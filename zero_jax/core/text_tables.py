@@ -98,6 +98,7 @@ def quoted(value: Any, *, limit: int = 400) -> str:
     if isinstance(value, list | tuple | dict | set) and len(value) > _LARGEST:
         return f"a {type(value).__name__} of {len(value):,}"
     try:
+        # Cut first: a text from outside may have gigabytes.
         text = repr(value[: limit + 1]) if isinstance(value, str | bytes) else repr(value)
     except (ValueError, RecursionError):  # a number of thousands of digits
         return f"a {type(value).__name__}"
@@ -117,6 +118,7 @@ def format_count(number: int) -> str:
     """Formats a number of params in three digits or so, such as `1.24B`, `18.7M` or `640`."""
     for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if number >= size:
+            # Three digits of 999.5 and more would be 1e+03.
             return f"{number / size:.3g}{unit}" if number < 999.5 * size else f"{number / size:,.0f}{unit}"
     return str(number)
 

@@ -153,6 +153,7 @@ def check_structure(what: str, tree: PyTree, structure: Any, *, maker: str) -> N
     old = structure.node_data()
     static = [x[1] if isinstance(x[1], tuple) else (x[1],) for x in (here.node_data(), old) if x and x[0] is type(node)]
     odd = next((x for x, y in zip(*static, strict=False) if x != y), None) if len(static) == 2 else None
+    # The data of a mapping's node are its keys, and no static field.
     if odd is None or isinstance(node, Mapping):
         raise ValueError(f"{where}: {maker} returned another tree when it was called again: let it return the same one")
     fields = vars(node).items() if hasattr(node, "__dict__") else ()
@@ -169,6 +170,7 @@ def with_shapes(what: str, tree: PyTree, *, remedy: str) -> PyTree:
     Among these are numbers, such as a counter, and NumPy's float64, which is float32 where JAX has 32 bits.
     """
     check_arrays(what, tree, remedy=remedy)
+    # As it is: its leaves keep their shardings.
     if not has_host_leaves(jax.tree.leaves(tree)):
         return tree
     shape_of = lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) if has_host_leaves([x]) else x  # noqa: E731
@@ -177,6 +179,7 @@ def with_shapes(what: str, tree: PyTree, *, remedy: str) -> PyTree:
 
 def has_host_leaves(leaves: Sequence[Any]) -> bool:
     """Tells whether leaves are numbers or arrays on the host."""
+    # Of types, not of leaves: of these there may be thousands, of few types.
     return any(not hasattr(kind, "shape") or issubclass(kind, np.ndarray | np.generic) for kind in {*map(type, leaves)})
 
 

@@ -194,6 +194,7 @@ class DecoderConfig:
         """Features of a head that rotary positions turn; 0 where positions are learned."""
         if self.latent is not None:
             return self.latent.rotary_dim
+        # Rounded down, as in transformers.
         return 0 if self.learned_positions else int(self.head_dim * self.rotary_fraction)
 
     @property

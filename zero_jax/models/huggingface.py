@@ -15,6 +15,7 @@ from zero_jax.models.tensor_name import TensorName
 MODEL_TYPES = tuple(FAMILIES)
 _GEMMA = ("gemma2", "gemma3_text")
 _LARGEST = 3.4e38  # of float32
+# Of the names of transformers all but the last are the tanh approximation of GELU, or SiLU.
 _ACTIVATIONS = {
     "silu": "silu",
     "gelu_pytorch_tanh": "gelu",
@@ -191,6 +192,7 @@ def _windows(hf_config: Mapping[str, Any], model_type: str, num_layers: int) -> 
                 f"for each of its {num_layers} layers"
             )
     window = hf_config.get("sliding_window")
+    # transformers reads no window of these families, whatever the config says, and of Qwen's only with the switch.
     has_none = model_type in ("llama", "gpt2", "gpt_neox", "falcon", "deepseek_v3")
     if has_none or (model_type.startswith("qwen") and not hf_config.get("use_sliding_window")):
         window = None

@@ -88,6 +88,7 @@ class OptimizerConfig:
         if self.ema_decay is not None:
             check_decay(self.ema_decay)
         if self.no_decay is not None:
+            # For its error.
             PathPatterns("no_decay", {self.no_decay: True})
 
     def resolved(self, num_steps: int) -> "OptimizerConfig":

@@ -306,6 +306,7 @@ def prepare(
     """
     with Agreement():
         called = as_callbacks(callbacks)
+        # First of all: processes of different configs would wait for one another in different programs.
         agree_on("the config of the run", _facts(config, model, called), remedy="all the same options and releases")
         named = [] if config.log.tracker is None else [resolve("tracker", config.log.tracker)]
         config = dataclasses.replace(config, zero=_as_begun(config, model, log))

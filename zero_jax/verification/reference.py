@@ -48,6 +48,7 @@ class Reference:
         """Returns an initial train state, with the leaves of an abstract one."""
         plain = training.ZeroConfig(stage=0, precision=self.config.precision)
         state = training.init_state(self.init_fn, self.tx, key, mesh=self.mesh, config=plain)
+        # The compiled step takes errors of gradients where it has error feedback, which the plain config has not.
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like.grad_errors)
         return self.next_state(
             dataclasses.replace(state, grad_errors=zeros),

@@ -203,6 +203,7 @@ def verify_job(
         _check_same_keys(job, mesh)
         on_phase("lowering")
         with warnings.catch_warnings(record=True) as warned:
+            # Also a warning that this process has shown before.
             warnings.simplefilter("always")
             lowered = make_train_step(job.loss_fn, job.tx, mesh=mesh, config=job.config).lower(abstract, job.batch)
         on_phase("compiling")

@@ -108,6 +108,7 @@ def measure_arrays(tree: PyTree) -> ArraysReport:
                 dims=tuple(data.sharding.shard_shape(data.shape)),
                 num_bytes=most,
                 unpadded_bytes=most,
+                # On a single device nothing can be sharded, so that an unsharded leaf is worth no warning.
                 whole_dims=tuple(data.shape) if len(data.sharding.device_set) > 1 else None,
                 on_host=on_host,
             )

@@ -139,6 +139,7 @@ def adapted_model(model: Model, options: argparse.Namespace) -> Model:
         model,
         init_fn=init_adapters,
         loss_fn=lora.loss_fn(model.loss_fn),
+        # The model's own takes its params, and these are adapters.
         generate_fn=None,
         param_specs=specs,
         base_init_fn=init_fn,

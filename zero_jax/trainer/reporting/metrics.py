@@ -165,6 +165,7 @@ class Progress:
             meter.unit: dispatched.step * meter.num_units,
             f"{meter.unit}_per_second": mean_seconds and meter.num_units / mean_seconds,
             "mfu": mean_seconds and meter.mfu(mean_seconds),
+            # Of a device of this process: others cannot be asked.
             "per_device_memory_bytes": device_memory_bytes(metrics.loss.addressable_shards[0].device),
             "step_seconds": None if is_first else seconds,
             "data_wait_seconds": dispatched.data_wait_seconds,

@@ -75,6 +75,7 @@ def tracker_functions(trackers: Sequence[Tracker | OpenTracker]) -> dict[str, Op
     for i, tracker in enumerate(trackers):
         what, name = f"trackers[{i}]", getattr(tracker, "__name__", type(tracker).__name__)
         name = name if name not in functions else f"{name} {i}"
+        # A class has a `write` too, and is called as a function that opens a tracker.
         if not isinstance(tracker, type) and (hasattr(tracker, "write") or not callable(tracker)):
             check_methods(what, tracker, ("write", "close"), remedy=_REMEDY)
             functions[name] = lambda _, tracker=tracker: tracker

@@ -191,6 +191,7 @@ def _remove(path: epath.Path) -> None:
 
 
 def _exists(path: epath.Path) -> bool:
+    # The first for a link that leads nowhere, the second for buckets.
     return os.path.lexists(path) or path.exists()
 
 

@@ -206,7 +206,7 @@ def read_record(path: epath.Path) -> Record:
 
 
 def file_key(name: str) -> str:
-    """Returns the key of a leaf in the files: its name, or one that a slash does not end, which tensorstore drops."""
+    """Returns the key of a leaf in the files: its name, with `%` behind a slash at its end, which tensorstore drops."""
     try:
         name.encode()
     except UnicodeEncodeError as error:

@@ -379,7 +379,7 @@ def _fitted(name: str, x: Array, like: Any) -> Array:
     """Casts a leaf; errors of gradients of another number of devices have equal shares of their sum.
 
     Raises:
-      ValueError: finite values are none in the dtype that the state has.
+      ValueError: finite values become infinite in the dtype that the state has.
     """
 
     def share(x: Array) -> Array:

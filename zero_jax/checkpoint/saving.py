@@ -159,6 +159,7 @@ class Checkpointer(Report, contextlib.AbstractContextManager):
                     self._lock.take()
         self._is_taken = self._check_shared()
         # Not the turns of all: the main thread takes those meanwhile, at another moment in each process.
+        # With a name of their own, as another `Checkpointer` of this process may save at the same time.
         self._turns = self._turns or Turns(f"save {from_first_process(secrets.token_hex(8))}")
 
     def _check_shared(self) -> bool:

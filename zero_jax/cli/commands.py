@@ -106,6 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, table in COMMANDS.items():
         options, usage = functools.partial(add_options, command=name), f"zero-jax {name} {table['usage']}"
         command = commands.add_parser(name, usage=usage, help=table["help"], options=options)
+        # A command has its own parser for its errors, and those of the others to read the options of a run.
         command.set_defaults(parser=command, known=commands.choices)
     return parser
 

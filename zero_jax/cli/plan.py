@@ -222,6 +222,7 @@ def _guarded(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Nam
 def run_plan(options: argparse.Namespace) -> int:
     """Runs `zero-jax plan`."""
     if options.write_config:
+        # Before the minutes that compiling takes.
         _check_write_config(pathlib.Path(options.write_config))
     request = read_request(options)
     if options.verify and (options.auto or options.layouts):
@@ -262,6 +263,7 @@ def _auto(options: argparse.Namespace, request: Request) -> int:
     model, zero = request.model, dataclasses.replace(request.zero, num_microbatches=1)
     experts = zero.experts or getattr(model.config, "expert_params", None)
     sizes, specs = _model_sizes(request)
+    # What the command line or the file sets is not searched over.
     fixed = explicit(options) | from_file(options)
     batch, sizes_to_try = request.job(zero).batch, None
     if request.config.batch_size is None:

@@ -114,6 +114,7 @@ def resolved_sections(config: TrainConfig, model: Model | None, options: argpars
     zero = dataclasses.replace(config.zero, skip_nonfinite=config.zero.skip_nonfinite is not False)
     optimizer = config.optimizer.resolved(config.steps) if config.epochs is None else config.optimizer
     devices = config.devices
+    # Of several processes none may ask JAX for devices before it has joined the others.
     if devices is None and NUM_PROCESSES not in os.environ:
         devices = len(jax.devices())
     used = {**vars(config), "zero": zero, "optimizer": optimizer, "run": {**vars(config), "devices": devices}}

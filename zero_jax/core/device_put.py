@@ -103,7 +103,7 @@ def wait_on_cpu(results: Any, mesh: Any) -> Any:
 
 
 def simulated_threads(num_devices: int) -> str:
-    """Returns the environment variable `NPROC` by which XLA:CPU makes enough threads for simulated devices.
+    """Returns a value of the environment variable `NPROC`, for XLA:CPU to have threads for all simulated devices.
 
     A collective holds a thread until all devices are there, and a device may wait in several at once. On few cores XLA
     makes a thread for each device, and all of them may wait for a device that has none (docs/xla_faults.md).
@@ -139,16 +139,18 @@ def map_on_device(function: Callable[[Any], Any], arrays: Sequence[Any]) -> list
     """Returns a traced function of each array; those in host memory are fetched one after another."""
     results: list[Any] = []
     for x in arrays:
+        # Once the result before is there, the array that it was made of can be freed.
         results.append(function(to_device(x, after=results[-1] if results else None)))
     return results
 
 
 def default_layout(device: Any, shape: Sequence[int], dtype: Any) -> tuple[int, ...]:
-    """Returns the dims in a device's order of memory, minor last: XLA:TPU pads least; the shape's where unknown."""
+    """Returns the dims of a shape as XLA orders them in a device's memory, minor last; in order where unknown."""
     try:
         layout = str(device.client.get_default_layout(np.dtype(dtype), tuple(shape), device))
     except (AttributeError, NotImplementedError, jax.errors.JaxRuntimeError):
         layout = ""
+    # A layout's text begins with the dims from minor to major.
     order = re.match(r"\{([\d,]+)", layout)
     minor_to_major = [int(i) for i in order[1].split(",")] if order else range(len(shape))[::-1]
     return tuple(minor_to_major)[::-1]

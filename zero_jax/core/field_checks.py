@@ -104,7 +104,7 @@ def field_kinds(config_class: type) -> dict[str, FieldKind]:
 
 
 def brief(config_class: type[Config]) -> type[Config]:
-    """Makes a dataclass show those of its fields that are not as where nothing but what is needed was given."""
+    """Makes the `repr` of a dataclass show only the fields that differ from their defaults."""
 
     def shown(self: Any) -> str:
         fields = [field for field in dataclasses.fields(config_class) if field.repr]  # type: ignore[arg-type]
@@ -124,9 +124,9 @@ def brief(config_class: type[Config]) -> type[Config]:
 
 
 def hinted(config_class: type[Config]) -> type[Config]:
-    """Makes a dataclass name the field that is meant by an unknown one, such as `learning_rate` for `lr`; see `brief`.
+    """Makes the error for an unknown field name the one that is meant, such as `learning_rate` for `lr`; and `brief`.
 
-    Fields of its parts, the dataclasses among its defaults, are named with the part.
+    A field of one of its parts, the dataclasses among its defaults, is named with the part.
     """
     make = brief(config_class).__init__
 
@@ -223,6 +223,7 @@ def _as_bool(value: Any) -> bool | None:
 
 
 def _as_int(value: Any) -> int | None:
+    # A bool of Python is an `Integral`.
     if _as_bool(value) is not None or not isinstance(value, numbers.Integral):
         return None
     number = operator.index(value)

@@ -23,7 +23,7 @@ class Report:
         return str(self)
 
     def to_json(self) -> Any:
-        """Returns plain data, as of `plain`: the fields, and the figures that are worked out of them."""
+        """Returns the fields and the properties as plain data."""
         return plain(self, own=False)
 
     def _repr_html_(self) -> str:
@@ -31,7 +31,7 @@ class Report:
 
 
 def plain(value: Any, *, own: bool = True) -> Any:
-    """Returns a value as JSON has it, of a dataclass fields and properties; `own` asks its `to_json` first."""
+    """Returns a value as plain data: of a dataclass fields and properties, of a `Report` its `to_json` where `own`."""
     if own and isinstance(value, Report):
         return value.to_json()
     if dataclasses.is_dataclass(value):

@@ -112,7 +112,7 @@ def joined(params: PyTree, model_state: PyTree) -> PyTree:
 
 
 def variable_names(tree: PyTree) -> list[str]:
-    """Returns the paths of the leaves of `joined`: those of params as in the params alone, others `model_state/...`."""
+    """Returns the paths of the leaves of `joined`: those of params without a prefix, others `model_state/...`."""
     if not isinstance(tree, Variables):
         return leaf_names(tree)
     return leaf_names(tree.params) + model_state_names(tree.model_state)

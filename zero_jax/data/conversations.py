@@ -239,6 +239,7 @@ def pack(lengths: np.ndarray, *, room: int) -> tuple[tuple[int, ...], ...]:
         room_left[row] -= length
         if room_left[row] == 0:
             del room_left[row]
+        # A list, because the dict shrinks meanwhile.
         for oldest in list(itertools.islice(room_left, max(0, len(room_left) - _MAX_OPEN_ROWS))):
             del room_left[oldest]
     return tuple(map(tuple, rows))

@@ -28,6 +28,7 @@ def made_without_tracers(trace: Callable[[Callable[..., Any]], Made], make: Call
     """
 
     def evaluated(*args: Any, **kwargs: Any) -> Any:
+        # Allowed even where the user forbids transfers: arrays are made of Python's numbers here.
         with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
             return make(*args, **kwargs)
 

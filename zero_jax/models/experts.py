@@ -131,6 +131,7 @@ def run_dispatched(y_BTD: Array, routes: Routes, experts: Experts, *, capacity: 
     """Returns what `run_all` does, but an expert takes no more than the first `capacity` even shares of a sequence."""
     gate_EDF, up_EDF, down_EFD, activate = experts
     (B, T, D), E, k = y_BTD.shape, gate_EDF.shape[0], routes.experts_BTk.shape[-1]
+    # No expert can get more tokens than there are.
     C = min(T, math.ceil(capacity * k * T / E))
     # How many tokens before this one have chosen the expert.
     places_BTE = jnp.cumsum(routes.is_chosen_BTE, axis=1) - routes.is_chosen_BTE

@@ -77,6 +77,7 @@ def rope_frequencies(theta: float, num_features: int, scaling: RopeScaling | Non
     if scaling.beta_fast is not None:
         share = _yarn_share(theta, num_features, scaling)
     elif scaling.low_freq_factor is not None:
+        # How often each pair turns within the context of the pretraining.
         turns = scaling.original_seq_len * frequencies / (2 * jnp.pi)
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         share = jnp.clip((turns - low) / (high - low), 0, 1)

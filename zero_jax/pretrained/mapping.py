@@ -158,6 +158,7 @@ def match(
 ) -> dict[str, LeafTensors]:
     """Returns the tensors of each param, by its path, in the folder `where`, all but those that `may_be_left`."""
     check_paths(shapes, names)
+    # Counted before names are made: a config from outside may have more layers than their names have room.
     num_expected = sum(math.prod(shape[: names[path].num_indices]) for path, shape in shapes.items())
     if num_expected > len(tensors) + _MAX_MISSING:
         raise ValueError(

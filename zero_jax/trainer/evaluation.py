@@ -134,6 +134,8 @@ class Validation:
         batches = iter(self._batches or ())
 
         def read() -> PyTree:
+            # `for`, because in a generator, as `_placed` is, Python makes a RuntimeError of the StopIteration of
+            # `next`.
             for batch in batches:
                 return self._data.place(batch)
             raise BatchesEnded("the validation batches have ended")

@@ -163,6 +163,7 @@ class _Training:
             status = "skipped"
         if advice := self.progress.noise.advice(self.run.input.batch_size):
             self.say(advice)
+        # After the last save is complete: a sample that fails costs no state.
         sample = self._log_sample() if status in ("done", "stopped", "unsaved") else ""
         self.console.close()
         self._beat("end")

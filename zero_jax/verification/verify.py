@@ -344,6 +344,7 @@ class _Comparison:
         moved = 2 * float(np.linalg.norm(noise))
         allowed = self.tolerance * change + moved + rounding
         difference = float(np.linalg.norm(got.differences(want)))
+        # Of what the step changes; where that is nothing, of what rounding may change, else of the leaf.
         scale = max(change or moved or size, 1e-30)
         return LeafDifference(step=step, path=path, difference=difference / scale, allowed=allowed / scale)
 

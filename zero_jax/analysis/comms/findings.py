@@ -88,6 +88,7 @@ def _all_reduced(rows: Sequence[Row], large: float, *, has_params: bool) -> Iter
     for row in rows:
         if row.kind != "all-reduce" or not carries_data(row.axes) or row.full_bytes < large:
             continue
+        # In the backward pass it is a gradient, unless that recomputes a part of the forward pass.
         gathers = row.phase != "backward" or "rematted_computation" in row.op_name
         if has_params and _mixes_examples(row, is_gradient=not gathers):
             yield _finding("moved activations", row, _MIXED, extra=1)

@@ -53,6 +53,7 @@ class FolderLock:
 
     def take(self) -> None:
         """Takes the lock, or checks that it is still ours."""
+        # The lock is of the file that was opened: one that has its place since then is not locked.
         if self._descriptor is not None and _is_file(self._descriptor, self.file):
             return self._write(self._descriptor)
         # Held by content: a lock by `flock` has a descriptor. If the file has another token now, it was taken from us.

@@ -85,6 +85,7 @@ class StoredTensor(Tensor):
 
     def open(self, mode: Any = "r") -> np.ndarray:
         """Returns the tensor as a map of the file, of which only what is used is read ("r") or written ("r+")."""
+        # mmap refuses an empty range.
         if 0 in self.shape:
             return np.empty(self.shape, jnp.dtype(self.dtype))
         self.check()  # a map beyond the end of a file would end the process

@@ -126,6 +126,7 @@ def evict_oldest(
 
 def _touch(entry: pathlib.Path) -> None:
     with contextlib.suppress(OSError):
+        # The time of modification: file systems may not record that of access (`noatime`).
         os.utime(entry)
 
 

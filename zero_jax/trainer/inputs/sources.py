@@ -136,6 +136,7 @@ class IteratorSource:
         self._has_state = _has_state(iterator)
         self.kind = "an iterator with a state" if self._has_state else "an iterable without a state"
         if self._has_state:
+            # Before the first batch is read, after which the iterator is set back.
             self._begin = iterator.get_state()
             _encode(label, self._begin)  # a state that cannot be saved is refused now, and not at the first save
 

@@ -218,6 +218,6 @@ def _publish(partial: pathlib.Path, folder: pathlib.Path, names: list[str], old:
     for path in old:
         if path.name not in names:
             path.unlink()
-    # The index comes last, by its name: until then no reader finds a list of files that are not there.
+    # The index is the last one, by its name: a new one lists no file that is not there yet.
     for name in names:
         (partial / name).replace(folder / name)

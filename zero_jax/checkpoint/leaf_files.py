@@ -142,8 +142,7 @@ def verify(record: Record) -> list[str]:
     def check(read: Callable[[], object]) -> None:
         try:
             read()
-        # A checkpoint that was deleted meanwhile is not damaged.
-        except CheckpointRemoved:
+        except CheckpointRemoved:  # deleted meanwhile, not damaged
             raise
         except CheckpointError as error:
             problems.append(str(error))

@@ -329,7 +329,7 @@ def _check_leaves(record: Record, target: Mapping[str, Any], classes: Mapping[st
         lines.append(f"{printable(name)}: saved of the class {saved}, the state has the class {classes[name]}")
     if not lines:
         return
-    # What differs in the model first: leaves of the optimizer differ because of it.
+    # What differs in the model first: the optimizer's leaves differ because of that.
     lines.sort(key=lambda line: _group(line) not in _OF_THE_MODEL)
     shown = lines[:_SHOWN] + ([f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
     remedies = {

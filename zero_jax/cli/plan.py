@@ -202,8 +202,7 @@ def _guarded(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Nam
         except KeyboardInterrupt:
             log_line("stopped; compiled programs are cached, and the same command continues from there")
             return 130
-        # `main` shows it, with a remedy.
-        except OSError:
+        except OSError:  # which `main` shows, with a remedy
             raise
         except MemoryError as error:
             raise ValueError(

@@ -179,7 +179,7 @@ def with_shapes(what: str, tree: PyTree, *, remedy: str) -> PyTree:
 
 def has_host_leaves(leaves: Sequence[Any]) -> bool:
     """Tells whether leaves are numbers or arrays on the host."""
-    # Of types, not of leaves: of these there may be thousands, of few types.
+    # By type: a tree may have thousands of leaves, which are of few types.
     return any(not hasattr(kind, "shape") or issubclass(kind, np.ndarray | np.generic) for kind in {*map(type, leaves)})
 
 

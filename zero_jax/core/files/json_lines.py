@@ -102,7 +102,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     step = record.get("step") if isinstance(record, dict) else None
-    # Integers of JSON have any size, and NumPy makes arrays of 64 bits of steps.
+    # JSON has integers of any size, and steps go into NumPy's arrays of 64 bits.
     return record if isinstance(step, int) and abs(step) < 2**63 else None
 
 

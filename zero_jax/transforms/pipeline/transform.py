@@ -42,7 +42,7 @@ from zero_jax.transforms.pipeline.place import StagePlace
 from zero_jax.transforms.pipeline.report import PipelineReport, staged_layers
 from zero_jax.transforms.pipeline.rolled import why_no_layers
 from zero_jax.transforms.pipeline.schedule import Schedule
-from zero_jax.transforms.separability import relations_of
+from zero_jax.transforms.separable.separability import relations_of
 
 
 class PipelinedProgram(LossProgram):

@@ -18,7 +18,7 @@ from zero_jax.program.loss import LossProgram, Traced
 from zero_jax.program.passes import read_for
 from zero_jax.program.subcalls import equations
 from zero_jax.sharding.precision import wide
-from zero_jax.transforms.quotients import Quotient, Quotients, named_entry, origin, without_duplicates
+from zero_jax.transforms.separable.quotients import Quotient, Quotients, named_entry, origin, without_duplicates
 
 
 @jax.tree_util.register_dataclass

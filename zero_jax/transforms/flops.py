@@ -9,8 +9,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from zero_jax.program.dataflow import Dataflow
 from zero_jax.program.jaxprs import inner_jaxprs, open_jaxpr
-from zero_jax.program.passes import Pass
 from zero_jax.program.subcalls import CALLS, KINDS, equations, kind_of, subcall
 
 _EXPONENTIALS = ("exp", "exp2")
@@ -131,7 +131,7 @@ _PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 _ENTERED = (frozenset(KINDS.values()) | CALLS) - {"while"}
 
 
-class _Flops(Pass[bool]):
+class _Flops(Dataflow[bool]):
     """Counts the operations of a loss and its gradients; values are known by whether they depend on a trained input."""
 
     enters = _ENTERED
@@ -195,7 +195,7 @@ Origins = tuple[frozenset[int], frozenset[int]]
 _NOTHING: Origins = (frozenset(), frozenset())
 
 
-class _Scores(Pass[Origins]):
+class _Scores(Dataflow[Origins]):
     """Finds the products of attention: the scores, and their use; `notes` has the `id`s of their equations.
 
     These are batched products whose result, through an exponential, is an operand of another batched product, and

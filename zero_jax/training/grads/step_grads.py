@@ -95,7 +95,7 @@ class _ScaledLoss:
             check_unchanged(self.model_state, model_state_changes(loss.fused, *self.arguments))
         # A `JudgedLoss`, if it is called on parts of the batch
         self.judged: Any = judge(loss, self.arguments) if self.placement.grad_plan.takes_parts else None
-        self.program = loss.unsharded(loss.recomputed(loss.fused if self.judged is None else self.judged.program))
+        self.program = loss.to_place(None if self.judged is None else self.judged.program)
         shardings = self.pick(jax.tree.leaves(self.placement.grad_shardings()))
         free = [differentiated(x, s) for x, s in zip(self.pick(self.leaves), shardings, strict=True)]
         pairs = zip(self.leaves, self.has_grad, strict=True)

@@ -75,7 +75,7 @@ def pipeline_report(
 def pipeline_report_of(loss: StepLoss, variables: PyTree, batch: PyTree, key: Any) -> PipelineReport:
     """Returns the report of a loss on a mesh with stages, for the shapes of the arguments of its program."""
     stages = loss.stages(loss.placement.axes)
-    return PipelinedProgram(loss.unsharded(loss.recomputed(loss.fused)), stages).report(variables, batch, key)
+    return PipelinedProgram(loss.to_place(), stages).report(variables, batch, key)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,9 +204,7 @@ def to_experts(loss: StepLoss, variables: PyTree, batch: PyTree) -> list[Move]:
     if not axes_of_experts or "params" not in placement.groups or placement.num_stages > 1:
         return []
     with on_mesh(placement.mesh):
-        jaxpr = _TracedLoss(
-            loss.placed(loss.unsharded(loss.recomputed(loss.fused))), variables, batch, placement
-        ).gradient()
+        jaxpr = _TracedLoss(loss.placed(loss.to_place()), variables, batch, placement).gradient()
     num_shards, moves = axis_size(placement.mesh, placement.axes.batch), []
     for eqn, phase, times in _sent(jaxpr, "forward", placement.grad_plan.num_microbatches):
         (aval,) = (var.aval for var in eqn.outvars)

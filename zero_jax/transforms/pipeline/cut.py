@@ -18,8 +18,8 @@ from jax.extend import core as jex_core
 
 from zero_jax.dims import Kind, Pair, Relation, TraceComparison, is_contraction, is_float
 from zero_jax.program import jaxprs
+from zero_jax.program.dataflow import made_of
 from zero_jax.program.evaluation import flattened
-from zero_jax.program.passes import made_of
 from zero_jax.program.subcalls import Subcall, equations, equations_of, kind_of, scan_of
 from zero_jax.sharding.mesh import Axes
 from zero_jax.transforms.facts import Facts

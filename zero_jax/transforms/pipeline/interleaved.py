@@ -27,8 +27,8 @@ from jax.sharding import NamedSharding
 
 from zero_jax.dims import Kind, is_float
 from zero_jax.program import jaxprs
+from zero_jax.program.dataflow import made_of
 from zero_jax.program.evaluation import evaluate
-from zero_jax.program.passes import made_of
 from zero_jax.sharding.chains import SENT, Chain, reshard, scattering
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide

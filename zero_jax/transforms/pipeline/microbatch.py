@@ -20,8 +20,8 @@ from jax.extend import core as jex_core
 from zero_jax.core.tree import is_key
 from zero_jax.dims import COPIES, SAME, SHAPES, Kind, Relation, TraceComparison, is_contraction, is_float, rows
 from zero_jax.program import jaxprs
+from zero_jax.program.dataflow import made_of, read_for
 from zero_jax.program.evaluation import evaluate_equations, trace_flat, values_of
-from zero_jax.program.passes import made_of, read_for
 from zero_jax.program.subcalls import equations_of, scan_of
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import wide

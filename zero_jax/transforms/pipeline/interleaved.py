@@ -86,7 +86,7 @@ def run_1f1b(
     """
     num_seeds = len(program.summed)
     seeds, operands, shardings = operands[:num_seeds], operands[num_seeds:], shardings[num_seeds:]
-    ticks = _InterleavedTicks(program, layer, operands, shardings)
+    ticks_of = functools.partial(_InterleavedTicks, program, layer, shardings)
 
     # Twice: of the first the gradient is taken, and the second is its value without one (`by_microbatch`).
     def with_loss(seeds: Sequence[Any], results: list[jax.Array]) -> list[jax.Array]:
@@ -95,12 +95,12 @@ def run_1f1b(
 
     @jax.custom_vjp
     def run(seeds: list[Any], operands: list[Any]) -> list[jax.Array]:
-        return with_loss(seeds, ticks.run(seeds, operands, [False] * len(operands))[0])
+        return with_loss(seeds, ticks_of(seeds, operands, [False] * len(operands)).run()[0])
 
     def forward(seeds: list[Any], operands: list[Any]) -> tuple[list[jax.Array], list[Any]]:
         # Only for operands that a gradient is asked of: the loop sums one for each.
         seeds, wanted = [x.value for x in seeds], [x.perturbed for x in operands]
-        results, grads = ticks.run(seeds, [x.value for x in operands], wanted)
+        results, grads = ticks_of(seeds, [x.value for x in operands], wanted).run()
         return with_loss(seeds, results), grads
 
     def backward(grads: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
@@ -118,14 +118,16 @@ _Sums = tuple[list[Any], list[Any], list[Any]]
 
 
 class _InterleavedTicks(Ticks):
-    """The loop over ticks of a loss."""
+    """The loop over ticks of a loss, for some operands of `run_1f1b`; `wanted` says which of them have a gradient."""
 
     def __init__(
         self,
         program: MicrobatchProgram,
         layer: Layer,
-        operands: Sequence[Any],
         shardings: Sequence[NamedSharding | None],
+        seeds: Sequence[Any],
+        operands: Sequence[Any],
+        wanted: Sequence[bool],
     ):
         super().__init__(program.loop, shardings)
         self.program = program
@@ -142,14 +144,6 @@ class _InterleavedTicks(Ticks):
         self.floats = [i for i, aval in enumerate(self.avals) if is_float(aval)]
         self.num_kept = self.loop.stages.schedule.num_kept(self.num_stages, self.num_microbatches)
         self.back = [(target, source) for source, target in self.pairs]
-
-    def run(
-        self, seeds: Sequence[Any], operands: Sequence[Any], wanted: Sequence[bool]
-    ) -> tuple[list[jax.Array], list[Any]]:
-        """Returns the results, and the gradients of the loss by the operands that they are wanted of.
-
-        `seeds` are the derivatives of the loss by the results that it is a sum of.
-        """
         rows = operands[self.num_shared : self.first_stack]
         self.rows = [self.microbatches(x) for x in rows]
         # Gradients are summed over layers in the dtype of what all of them read.
@@ -160,9 +154,12 @@ class _InterleavedTicks(Ticks):
         self.wanted = [i for i, flag in enumerate(wanted) if flag]
         self.of_layers = [i for i in self.wanted if i >= self.first_stack]
         self.others = self.wanted[: len(self.wanted) - len(self.of_layers)]
+        self.passes = self.layer_passes()
+
+    def run(self) -> tuple[list[jax.Array], list[Any]]:
+        """Returns the results, and for each operand the gradient of the loss by it, None where it is not wanted."""
         of_stages = lambda x: jax.ShapeDtypeStruct((self.num_stages, *x.shape), x.dtype)  # noqa: E731
         state = self.pinned([jnp.zeros(x.shape, x.dtype) for x in map(of_stages, self.avals)])
-        self.passes = self.layer_passes()
         kept = [jnp.zeros((self.num_kept, *x.shape), x.dtype) for x in map(of_stages, self.passes.kept_avals)]
         roles = [*zip(self.program.results, (x.aval for x in self.jaxpr.outvars), strict=True)]
         with jax.named_scope(_BACKWARD):
@@ -178,7 +175,7 @@ class _InterleavedTicks(Ticks):
         ]
         with jax.named_scope(_BACKWARD):
             grads = dict(zip(self.wanted, map(self.grad, self.wanted, itertools.chain(*summed)), strict=True))
-        return results, [grads.get(i) for i in range(len(operands))]
+        return results, [grads.get(i) for i in range(len(self.operands))]
 
     def all_ticks(self, carry: Any) -> tuple[_Sums, list[jax.Array]]:
         """Returns the sums behind all ticks, and the examples of the results of microbatches, one after another."""

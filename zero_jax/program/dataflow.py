@@ -89,6 +89,18 @@ class Dataflow(Generic[V]):
         return [*carry, *map(self.stack_of, results[sub.num_carry :])]
 
 
+class Flags(Dataflow[bool]):
+    """Which values are of some kind, as no constant is, and a value that is either of two if one of them is."""
+
+    def constant(self, atom: Any) -> bool:
+        """Returns that a constant is not of the kind."""
+        return False
+
+    def join(self, first: bool, second: bool) -> bool:
+        """Returns whether one of two is of the kind."""
+        return first or second
+
+
 class Dependence(Dataflow[frozenset[int]]):
     """Which inputs each value is made of, by the numbers that these are marked with."""
 

@@ -188,7 +188,7 @@ def source_line(eqn: Any) -> str:
 
 
 def line_within(eqn: Any) -> str:
-    """Returns the `source_line` of an equation that is evaluated in a walk, or of the call around it (`source_context`).
+    """Returns the line of an equation that is evaluated in a walk, or of the call around it (`source_context`).
 
     Of functions that JAX itself jits, as `jax.nn.log_softmax`, equations have no line of the user's.
     """

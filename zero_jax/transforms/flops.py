@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zero_jax.program.dataflow import Dataflow
+from zero_jax.program.dataflow import Dataflow, Flags
 from zero_jax.program.jaxprs import inner_jaxprs, open_jaxpr
 from zero_jax.program.subcalls import CALLS, KINDS, equations, kind_of, subcall
 
@@ -131,7 +131,7 @@ _PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 _ENTERED = (frozenset(KINDS.values()) | CALLS) - {"while"}
 
 
-class _Flops(Dataflow[bool]):
+class _Flops(Flags):
     """Counts the operations of a loss and its gradients; values are known by whether they depend on a trained input."""
 
     enters = _ENTERED
@@ -144,12 +144,6 @@ class _Flops(Dataflow[bool]):
     def flops(self) -> int:
         """Operations so far: a note, since of the rounds of a loop only the last counts."""
         return self.notes.get("flops", 0)
-
-    def constant(self, atom: Any) -> bool:
-        return False
-
-    def join(self, first: bool, second: bool) -> bool:
-        return first or second
 
     def equation(self, eqn: Any, operands: list[bool]) -> Sequence[bool]:
         sub, before = subcall(eqn), self.flops

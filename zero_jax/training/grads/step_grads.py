@@ -143,9 +143,8 @@ class _ScaledLoss:
         """Returns the function of the scaled loss and its gradients."""
         return jax.value_and_grad(functools.partial(self.value, loss_fn), has_aux=True)
 
-    def adding_grad_fn(self, program: Callable[..., Any], *, by_weight: bool) -> GradFn:
+    def adding_grad_fn(self, program: LossProgram, *, by_weight: bool) -> GradFn:
         """Returns the function of the scaled loss and sums of gradients, to which scans over layers add in place."""
-        program = LossProgram.of(program)
 
         def add(free: list[jax.Array], *others_and_sums: Any) -> Any:
             *others, before = others_and_sums

@@ -146,14 +146,12 @@ class StepLoss:
             reduce_dtype=placement.precision.reduce,
         )
 
-    def staged(self, program: Callable[..., Any], axes: Axes, moved: MovedGrads | None = None) -> Callable[..., Any]:
+    def staged(self, program: LossProgram, axes: Axes, moved: MovedGrads | None = None) -> LossProgram:
         """Returns a program with its layers as stages, whose params are used as they are stored; see `with_stages`."""
         is_staged = self.placement.num_stages > 1
-        return with_stages(LossProgram.of(program), self.stages(axes), moved) if is_staged else program
+        return with_stages(program, self.stages(axes), moved) if is_staged else program
 
-    def placed(
-        self, program: Callable[..., Any], *, with_copies: bool = True, mapped: bool = False
-    ) -> Callable[..., Any]:
+    def placed(self, program: LossProgram, *, with_copies: bool = True, mapped: bool = False) -> Callable[..., Any]:
         """Returns a program with params gathered on use, or gradients reduce-scattered, by the stage.
 
         It is called on the batch of all copies of the params (`with_copies`), or of one copy, or is to be `mapped` over
@@ -169,7 +167,7 @@ class StepLoss:
         if not (mapped or "master" in placement.groups or reduce_dtype is not None or has_other_axes):
             return self.staged(program, axes)  # stage 0: XLA's all-reduces of whole gradients are what is wanted
         if placement.num_stages > 1:
-            program = PipelinedProgram(LossProgram.of(program), self.stages(axes))
+            program = PipelinedProgram(program, self.stages(axes))
         # Outermost: no user's `jax.checkpoint`, and no loop over ticks, is around the layers.
         options = GatherOptions(
             mesh=mesh,

@@ -144,11 +144,10 @@ class _InterleavedTicks(Ticks):
         self.floats = [i for i, aval in enumerate(self.avals) if is_float(aval)]
         self.num_kept = self.loop.stages.schedule.num_kept(self.num_stages, self.num_microbatches)
         self.back = [(target, source) for source, target in self.pairs]
-        rows = operands[self.num_shared : self.first_stack]
-        self.rows = [self.microbatches(x) for x in rows]
+        self.rows = [self.microbatches(x) for x in operands[self.num_shared : self.first_stack]]
         # Gradients are summed over layers in the dtype of what all of them read.
         shared, stacks = operands[: self.num_shared], operands[self.first_stack :]
-        self.operands = [*map(widened, shared), *[None] * len(rows), *stacks]
+        self.operands = [*map(widened, shared), *[None] * len(self.rows), *stacks]
         self.axes = [*[None] * self.first_stack, *[0] * len(stacks)]  # over which stages are mapped
         self.seeds = [x * self.part(i) for x, i in zip(seeds, self.program.summed, strict=True)]
         self.wanted = [i for i, flag in enumerate(wanted) if flag]

@@ -127,7 +127,7 @@ class LossTraces:
         before: Sequence[FoundLoop] = (),
         comparison: TraceComparison,
     ):
-        self.whole, self.consts = jaxprs.open_jaxpr(whole)
+        self.whole, _ = jaxprs.open_jaxpr(whole)
         self.index, self.comparison, self.inputs = entry.index, comparison, inputs
         self.batch, self.microbatch, *others = (_Trace.of(x, whole) for x in (whole, *parts))
         self.compared = others or [self.batch, self.microbatch]
@@ -161,7 +161,7 @@ class LossTraces:
     def relations_after(self) -> dict[Any, Relation]:
         """Returns the relations of what depends on the layers, where what is shared is as it is for the batch."""
         eqns, results = self.whole.eqns, [x for x in self.whole.outvars if not jaxprs.is_literal(x) and x in self.after]
-        own, shared, examples = self.operands(list(dict.fromkeys(results)))
+        own, shared, examples = self.operands(results)
         made = [x for i in own for x in eqns[i].outvars if x in self.after and type(x).__name__ != "DropVar"]
         stacks = scan_of(eqns[self.index]).split(eqns[self.index].invars)[2]
         stacks = [x for x in dict.fromkeys(stacks) if not jaxprs.is_literal(x) and x not in shared]
@@ -258,7 +258,7 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
     Raises:
       CannotCut: the loss is no sum or mean of those of microbatches.
     """
-    whole, _ = jaxprs.open_jaxpr(whole)
+    whole, consts = jaxprs.open_jaxpr(whole)
     if jaxprs.is_literal(whole.outvars[0]) or whole.outvars[0] not in traces.after:
         raise CannotCut("the loss does not depend on its layers")
     end, layers = _End.of(traces), whole.eqns[traces.index]
@@ -283,7 +283,7 @@ def by_microbatch(traces: LossTraces, loop: LayerLoop, axes: Axes, whole: Any) -
     stacks = scan_of(layers).split(layers.invars)[2]
 
     def run(*leaves: Any) -> list[Any]:
-        env = dict(zip((*whole.constvars, *whole.invars), (*traces.consts, *leaves), strict=True))
+        env = dict(zip((*whole.constvars, *whole.invars), (*consts, *leaves), strict=True))
         evaluate_equations((eqn for eqn in whole.eqns if traces.after.isdisjoint(eqn.outvars)), env)
         seeds, pairs = end.seeds(env), zip(examples, values_of(examples, env), strict=True)
         own_examples = [lax.stop_gradient(x) if var in traces.without_gradient else x for var, x in pairs]

@@ -15,7 +15,7 @@ from zero_jax.models.tensor_name import TensorName
 MODEL_TYPES = tuple(FAMILIES)
 _GEMMA = ("gemma2", "gemma3_text")
 _LARGEST = 3.4e38  # of float32
-# Of the names of transformers all but the last are the tanh approximation of GELU, or SiLU.
+# By the names of transformers: `gelu` is exact, the other GELUs are its tanh approximation.
 _ACTIVATIONS = {
     "silu": "silu",
     "gelu_pytorch_tanh": "gelu",
@@ -50,7 +50,7 @@ def decoder_config(hf_config: Mapping[str, Any], *, seq_len: int | None = None) 
     keys = _keys(model_type)
     activation = hf_config[keys["activation"]]
     if model_type in _GEMMA and hf_config["hidden_activation"] is not None:
-        # What transformers reads of Gemma; `hidden_act`, which its configs have as well, counts where it is missing.
+        # What transformers reads of Gemma; `hidden_act`, which its configs have as well, counts where that is null.
         activation = hf_config["hidden_activation"]
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise ValueError(

@@ -45,6 +45,8 @@ from zero_jax.training import TrainState, ZeroConfig, abstract_state, init_state
 _SHOWN = 6
 _OF_THE_MODEL = ("params", MODEL_STATE)
 _GRAD_ERRORS = "grad_errors"
+# Once for all leaves: a function that is made for each would be compiled for each.
+_is_too_large = jax.jit(lambda x, cast: (jnp.isfinite(x) & ~jnp.isfinite(cast.astype(x.dtype))).any())
 _OPTIONAL = ("loss_scale", _GRAD_ERRORS)  # groups that a checkpoint may lack, as it may leaves without elements
 
 
@@ -226,7 +228,6 @@ class _Restore:
 
     def sharded_shapes(self, record: Record) -> TrainState:
         """Returns the shapes of the saved form (full-precision params, nothing derived) with stage 3's shardings."""
-        # Stage 3 of any config: no device reads more than its shards, and params are in full precision.
         key, config = _key_shape(record.leaves.get("key")), dataclasses.replace(self.config, stage=3)
         if not (quantize := self.config.resolved_quantize()) or not quantize.error_feedback:
             return self.shapes(config, key)
@@ -381,10 +382,7 @@ def _fitted(name: str, x: Array, like: Any) -> Array:
     Raises:
       ValueError: finite values become infinite in the dtype that the state has.
     """
-
-    def share(x: Array) -> Array:
-        return jnp.broadcast_to(x.sum(0, keepdims=True) / like.shape[0], like.shape)
-
+    share = lambda x: jnp.broadcast_to(x.sum(0, keepdims=True) / like.shape[0], like.shape)  # noqa: E731
     if x.shape != like.shape:
         return jax.jit(share, out_shardings=like.sharding)(x)
     cast = _cast(x, like)
@@ -392,12 +390,6 @@ def _fitted(name: str, x: Array, like: Any) -> Array:
     if cast is not x and _is_too_large(x, cast):
         raise ValueError(f"leaf {quoted(name)} has values too large for {like.dtype}: keep it in {x.dtype}")
     return cast
-
-
-# A function of the module: of one that is made for each leaf, leaves of one shape would each be compiled.
-@jax.jit
-def _is_too_large(x: Array, cast: Array) -> Array:
-    return (jnp.isfinite(x) & ~jnp.isfinite(cast.astype(x.dtype))).any()
 
 
 def _key_shape(leaf: SavedLeaf | None) -> Any:

@@ -193,6 +193,18 @@ def test_a_loss_with_the_size_of_the_batch_in_it(loss, stage, k, size):
     assert f"takes the batch of 16 examples, and no microbatch of {size} (num_microbatches={k})" in note
 
 
+def test_what_prints_in_order_on_several_devices():
+
+    def loss(params, batch):
+        jax.debug.print("{}", batch["inputs"][0, 0], ordered=True)
+        return loss_fn(params, batch)
+
+    step = zero.make_train_step(loss, optax.adam(0.01), mesh=mesh_of("4"), config=reference.make_config(stage=1))
+    with pytest.raises(ValueError, match="ordered effects") as caught:
+        step(stage_1_state(), make_batch())
+    assert "give ordered=False to those in loss_fn" in "".join(caught.value.__notes__)
+
+
 def test_keys_of_microbatches_make_no_key():
     config = reference.make_config(stage=1, num_microbatches=2)
     loss = lambda p, b, key: (loss_fn(p, b), {"key": key})  # noqa: E731

@@ -22,6 +22,12 @@ class ShortTraceback(contextlib.AbstractContextManager):
     """
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: types.TracebackType | None) -> None:
+        if isinstance(error, ValueError) and "ordered effects are not supported" in str(error):
+            # JAX's text has no more than the addresses of objects.
+            error.add_note(
+                "jax.debug.print, jax.debug.callback and io_callback keep their order on one device alone: give "
+                "ordered=False to those in loss_fn and in the optimizer"
+            )
         if error is None or jax.config.jax_traceback_filtering == "off":  # type: ignore[attr-defined]
             return
         entries = []

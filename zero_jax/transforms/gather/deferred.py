@@ -253,7 +253,7 @@ class GatherOptions:
         """The dtype to compute gradients of weights in, because XLA sums them where they are computed."""
         return None if self.mapped else self.reduce_dtype
 
-    @property
+    @functools.cached_property
     def conv_batch(self) -> tuple[Mesh, tuple[str, ...]] | None:
         """The mesh and the axes of the batch where the mesh has others: XLA partitions some convolutions wrongly."""
         has_others = self.axes.size_beside_batch(self.mesh) > 1
@@ -287,7 +287,10 @@ def array_of(options: GatherOptions, value: Lazy | Value) -> Any:
     if isinstance(value, Value):
         return value.home
     array = value.widened(value.built)
-    return _summed(options, value, array) if options.mapped else array
+    if options.mapped:
+        return _summed(options, value, array)
+    backward = Chain((named(options.mesh, value.shard),)) if value.is_shard else Chain()
+    return reshard(array, forward=Chain(), backward=backward)
 
 
 def is_unsharded(options: GatherOptions, value: Lazy) -> bool:

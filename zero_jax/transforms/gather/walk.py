@@ -232,7 +232,7 @@ class GatherWalk(Walk[GatherFrame]):
                 has_barrier = any(root.size > small for value in params for root in value.roots)
             elif self.options.outermost and is_contraction(eqn):
                 has_barrier = packed.spread([isinstance(value, Lazy) for value in packed.values])
-            self.uses[key] = jax.checkpoint(region, prevent_cse=frame.prevent_cse and has_barrier)
+            self.uses[key] = jaxprs.inline_jit(jax.checkpoint(region, prevent_cse=frame.prevent_cse and has_barrier))
         with params_scope(prefix):
             return _values(self.uses[key](*packed.arrays), values, sent)
 
@@ -416,7 +416,9 @@ class GatherWalk(Walk[GatherFrame]):
             params_only[:] = [out.params_only for out in outs]
             return [array_of(self.options, out) for out in outs]
 
-        return SharedRegion(jaxpr=jaxpr, function=jax.checkpoint(call, **options), params_only=params_only)
+        return SharedRegion(
+            jaxpr=jaxpr, function=jaxprs.inline_jit(jax.checkpoint(call, **options)), params_only=params_only
+        )
 
     def copies(self, value: Lazy, dtype: Any = None) -> jax.Array:
         """Gathers a shard and gives each device its own copy, whose gradients are summed in the reduce dtype."""

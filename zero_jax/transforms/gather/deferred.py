@@ -233,6 +233,7 @@ class GatherOptions:
     axes: Axes  # the roles of its axes
     stored_unsharded: bool = False  # params are stored whole, and only have their gradients scattered
     regather: bool = True  # params are gathered again in the backward pass, rather than kept
+    pins_grads: bool = True  # the sums of the gradients of a param's uses are constrained to its shards
     reduce_dtype: Any = None  # the dtype in which gradients are summed across devices; None for their own
     # Params that a loop uses whole in every iteration are gathered once before the loop if all of them together take at
     # most this many bytes
@@ -287,10 +288,7 @@ def array_of(options: GatherOptions, value: Lazy | Value) -> Any:
     if isinstance(value, Value):
         return value.home
     array = value.widened(value.built)
-    if options.mapped:
-        return _summed(options, value, array)
-    backward = Chain((named(options.mesh, value.shard),)) if value.is_shard else Chain()
-    return reshard(array, forward=Chain(), backward=backward)
+    return _summed(options, value, array) if options.mapped else array
 
 
 def is_unsharded(options: GatherOptions, value: Lazy) -> bool:

@@ -26,10 +26,11 @@ from zero_jax.dims import FREE, UNKNOWN, is_float
 from zero_jax.program import jaxprs
 from zero_jax.program.loss import LossProgram, Traced, with_pass
 from zero_jax.program.walk import as_it_is
+from zero_jax.sharding.chains import Chain, gather_scope, reshard
 from zero_jax.sharding.mesh import axes_of, axis_size, on_mesh
 from zero_jax.sharding.model_specs import dims_of_each
 from zero_jax.sharding.quantized import PLAIN, Formats, Quantize, check_quantize
-from zero_jax.sharding.spec import Dims, carries
+from zero_jax.sharding.spec import Dims, carries, named
 from zero_jax.transforms.gather.anchors import anchored
 from zero_jax.transforms.gather.deferred import (
     MAX_HOISTED_BYTES,
@@ -187,8 +188,10 @@ def _mark(params: PyTree, specs: PyTree, options: GatherOptions) -> list[Lazy | 
             marked.append(_fetched(leaf, name, dims, formats, options))
             continue
         aval = jax.typeof(leaf)
-        root = _summed_root(leaf, name, dims, options) if options.mapped and is_float(aval) else leaf
-        if carries(dims, options.axes.data) and not is_key(aval):
+        is_sharded = carries(dims, options.axes.data)
+        has_root = is_float(aval) and (options.mapped or (is_sharded and options.pins_grads))
+        root = _root(leaf, name, dims, options) if has_root else leaf
+        if is_sharded and not is_key(aval):
             marked.append(Lazy((root,), as_it_is, aval, name, dims, formats=formats))
         elif is_narrower(aval, dtype) or (dtype is not None and is_float(aval) and aval.ndim > 1):
             # Of no axes: it is followed to its uses, whose products sum its gradient in the reduce dtype.
@@ -198,18 +201,21 @@ def _mark(params: PyTree, specs: PyTree, options: GatherOptions) -> list[Lazy | 
     return marked
 
 
-def _summed_root(leaf: jax.Array, name: str, dims: Dims, options: GatherOptions) -> jax.Array:
-    """Returns what stands for a param of a mapped function, the gradients of whose uses are sums over devices."""
+def _root(leaf: jax.Array, name: str, dims: Dims, options: GatherOptions) -> jax.Array:
+    """Returns a param, or what stands for it, whose cotangents add up to a shard, whatever its uses are."""
     is_sharded = carries(dims, options.axes.data)
-    refusal = f"the gradient of {name!r} is not summed at each of its uses" if is_sharded else ""
-    return summed_use(leaf, device_sum(options, dims, refusal=refusal))
+    if options.mapped:
+        refusal = f"the gradient of {name!r} is not summed at each of its uses" if is_sharded else ""
+        return summed_use(leaf, device_sum(options, dims, refusal=refusal))
+    with gather_scope(name):
+        backward = Chain((named(options.mesh, dims),)) if is_sharded else Chain()
+        return reshard(leaf, forward=Chain(), backward=backward)
 
 
 def _fetched(param: HostParam, name: str, dims: Dims, formats: Formats, options: GatherOptions) -> Lazy:
     roots, build = (param.array,), fetch_as(param.dtype)
     if param.gradient is not None:
-        gradient = _summed_root(param.gradient, name, dims, options) if options.mapped else param.gradient
-        roots, build = (*roots, gradient), fetch
+        roots, build = (*roots, _root(param.gradient, name, dims, options)), fetch
     dims = dims if carries(dims, options.axes.data) else ((),) * param.array.ndim
     aval = jax.typeof(jnp.zeros(param.array.shape, param.dtype))
     return Lazy(roots, build, aval, name, dims, formats=formats, on_host=True)

@@ -11,7 +11,9 @@ from zero_jax.attention.function import Choice, choose
 from zero_jax.attention.placement import KernelPlacement, current_placement, mesh_context
 from zero_jax.attention.xla import Case
 
-AMPERE = KernelPlacement(platform="cuda", compute_capability="8.0")
+AMPERE, HOPPER, BLACKWELL, WORKSTATION = (
+    KernelPlacement(platform="cuda", compute_capability=version) for version in ("8.0", "9.0", "10.0", "12.0")
+)
 IDS = jnp.zeros((2, 256), jnp.int32)
 
 
@@ -46,11 +48,18 @@ def test_cudnn_needs_ampere():
 
 
 @pytest.mark.parametrize(
-    "case", [{"segment_ids": (IDS, IDS)}, {"sizes": {"h": 256}}, {"sizes": {"h": 192, "v": 128}}], ids=str
+    ("case", "placements"),
+    [
+        ({"segment_ids": (IDS, IDS)}, (HOPPER, BLACKWELL)),
+        ({"sizes": {"h": 192, "v": 128}}, (HOPPER, BLACKWELL)),
+        ({"sizes": {"h": 256}}, (HOPPER,)),
+        ({"sizes": {"h": 128}}, (AMPERE, HOPPER, BLACKWELL, WORKSTATION)),
+    ],
+    ids=str,
 )
-def test_hopper_takes_segments_and_wider_heads(case):
-    hopper = KernelPlacement(platform="cuda", compute_capability="9.0")
-    assert chosen("cuda", placement=hopper, is_causal=True, **case) == Choice(implementation="cudnn")
+def test_segments_and_wide_heads_by_compute_capability(case, placements):
+    for placement in placements:
+        assert chosen("cuda", placement=placement, is_causal=True, **case) == Choice(implementation="cudnn")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +77,15 @@ def test_hopper_takes_segments_and_wider_heads(case):
         ("cuda", {"sizes": {"h": 264}}, "up to 256"),
         ("cuda", {"sizes": {"v": 32}, "placement": AMPERE}, "64 and 32 wide"),
         ("cuda", {"sizes": {"h": 192}, "placement": AMPERE}, "up to 128"),
-        ("cuda", {"segment_ids": (IDS, IDS), "placement": AMPERE}, "segments need compute capability 9.0"),
+        (
+            "cuda",
+            {"sizes": {"h": 96, "v": 64}},
+            "96 and 64 wide: it takes equal multiples of 8 up to 256 or 192 and 128",
+        ),
+        ("cuda", {"sizes": {"h": 256}, "placement": BLACKWELL}, "up to 128 or 192 and 128"),
+        ("cuda", {"sizes": {"h": 192, "v": 128}, "placement": WORKSTATION}, "equal multiples of 8 up to 128"),
+        ("cuda", {"segment_ids": (IDS, IDS), "placement": AMPERE}, "segments need compute capability 9 or 10"),
+        ("cuda", {"segment_ids": (IDS, IDS), "placement": WORKSTATION}, "and the devices have 12.0"),
         ("cuda", {"segment_ids": (IDS, IDS + 1)}, "one array of segment_ids"),
         ("cuda", {"segment_ids": (IDS, IDS), "local_window_size": (9, 0), "is_causal": True}, "segments or windows"),
         ("cuda", {"logits_soft_cap": 1.0}, "for XLA alone on GPUs"),

@@ -20,10 +20,13 @@ from zero_jax.attention.xla import Operands
 from zero_jax.core.extras import pip_install
 
 INSTALL = f'{pip_install("zero-jax[cuda]")}, or "zero-jax[gpu-compiler]" for plans on machines without a GPU'
-# By compute capability: wider heads, values of another width than keys, and segments came with Hopper.
+# What the backward pass takes, by the major compute capability (NVIDIA's support matrix of scaled dot-product
+# attention). Hopper (9) alone has wide heads. Hopper and the Blackwell of data centers (10) have segments, and one pair
+# of widths of keys and values. The Blackwell of workstations (12) has what Ampere (8) has.
 MAX_HEAD_SIZE = 128
-MAX_HEAD_SIZE_HOPPER = 256
-FIRST_WITH_OWN_VALUES = 91000  # the version that takes values of another width than keys
+WIDE_HEAD_SIZE, WITH_WIDE_HEADS = 256, (9,)
+OWN_VALUES, FIRST_WITH_OWN_VALUES = (192, 128), 91000  # widths of keys and of values; the version that takes them
+WITH_SEGMENTS = (9, 10)
 # Segments of an example that a call takes, on average over the batch. Each costs a little, used or not: on an H100 8
 # took no longer than one whole sequence, 64 twice as long (4 x 2,048 tokens, 16 heads of 128).
 SEGMENTS_AT_ONCE = 8

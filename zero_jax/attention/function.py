@@ -64,7 +64,7 @@ def _why_not(kernel: str, query: Any, key: Any, value: Any, case: Case, placemen
         return f"it is for {' and '.join(_PLATFORMS[kernel])}, and the devices are {placement.platform}"
     if placement.unknown:
         return placement.unknown
-    if kernel == "cudnn" and _is_before(8, placement):  # Ampere
+    if kernel == "cudnn" and _major(placement) < 8:  # Ampere
         return f"it needs compute capability 8.0, and the devices have {placement.compute_capability}"
     if case.bias is not None:
         return "a bias is for XLA alone"
@@ -82,10 +82,10 @@ def _why_not(kernel: str, query: Any, key: Any, value: Any, case: Case, placemen
     return _not_splash(query, case) if kernel == "splash" else _not_cudnn(query, key, value, case, band, placement)
 
 
-def _is_before(version: int, placement: KernelPlacement) -> bool:
-    """Tells whether NVIDIA GPUs are known to be of an earlier compute capability."""
+def _major(placement: KernelPlacement) -> int:
+    """Returns the major compute capability of NVIDIA GPUs: Hopper's, where it is not known."""
     own = placement.compute_capability.partition(".")[0]
-    return own.isdigit() and int(own) < version
+    return int(own) if own.isdigit() else 9
 
 
 def _not_splash(query: Any, case: Case) -> str:
@@ -99,11 +99,13 @@ def _not_splash(query: Any, case: Case) -> str:
 def _not_cudnn(query: Any, key: Any, value: Any, case: Case, band: Band, placement: KernelPlacement) -> str:
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it takes bfloat16 and float16, not {query.dtype}"
-    sizes, is_hopper = (query.shape[-1], value.shape[-1]), not _is_before(9, placement)
-    most = cudnn.MAX_HEAD_SIZE_HOPPER if is_hopper else cudnn.MAX_HEAD_SIZE
-    if any(size % 8 or size > most for size in sizes) or (sizes[0] != sizes[1] and not is_hopper):
-        kind = "multiples" if is_hopper else "equal multiples"
-        return f"heads are {sizes[0]} and {sizes[1]} wide: it takes {kind} of 8 up to {most}"
+    sizes, major = (query.shape[-1], value.shape[-1]), _major(placement)
+    most = cudnn.WIDE_HEAD_SIZE if major in cudnn.WITH_WIDE_HEADS else cudnn.MAX_HEAD_SIZE
+    takes_segments = major in cudnn.WITH_SEGMENTS
+    has_own_values = sizes == cudnn.OWN_VALUES and takes_segments
+    if not has_own_values and (sizes[0] != sizes[1] or sizes[0] % 8 or sizes[0] > most):
+        pair = " or {} and {}".format(*cudnn.OWN_VALUES) if takes_segments else ""
+        return f"heads are {sizes[0]} and {sizes[1]} wide: it takes equal multiples of 8 up to {most}{pair}"
     if case.logits_soft_cap is not None:
         return "logits_soft_cap is for XLA alone on GPUs"
     if band.right not in (None, 0) or (band.left is not None and band.right is None):
@@ -112,8 +114,8 @@ def _not_cudnn(query: Any, key: Any, value: Any, case: Case, band: Band, placeme
     if band.left is not None and has_lengths:
         return "it takes windows or lengths, not both"
     if case.segment_ids is not None:
-        if not is_hopper:
-            return f"segments need compute capability 9.0, and the devices have {placement.compute_capability}"
+        if not takes_segments:
+            return f"segments need compute capability 9 or 10, and the devices have {placement.compute_capability}"
         if case.segment_ids[0] is not case.segment_ids[1]:
             return "it takes one array of segment_ids, not a pair for queries and keys"
         if band.left is not None or has_lengths or sizes[0] != sizes[1]:
@@ -123,7 +125,7 @@ def _not_cudnn(query: Any, key: Any, value: Any, case: Case, band: Band, placeme
     version = cudnn.installed_version()
     if not version:
         return f"cuDNN is not installed: {cudnn.INSTALL}"
-    if sizes[0] != sizes[1] and version < cudnn.FIRST_WITH_OWN_VALUES:
+    if has_own_values and version < cudnn.FIRST_WITH_OWN_VALUES:
         return f"heads are {sizes[0]} and {sizes[1]} wide: cuDNN takes them from 9.10 on, and {version} is installed"
     return ""
 

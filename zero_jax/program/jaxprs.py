@@ -188,6 +188,15 @@ def source_line(eqn: Any) -> str:
     return next(filter(None, map(source_line, within)), "")
 
 
+def line_within(eqn: Any) -> str:
+    """Returns the line of an equation that is evaluated in a walk, or of the call around it (`source_context`).
+
+    Of functions that JAX itself jits, as `jax.nn.log_softmax`, equations have no line of the user's.
+    """
+    context = importlib.import_module("jax._src.source_info_util")._source_info_context.context
+    return source_line(eqn) or source_info_util.summarize(context)
+
+
 def model_line(eqn: Any) -> str:
     """Returns `file:line (function)` of the model's code that an equation came from, not of a library that it uses."""
     lines = source_info_util.summarize(eqn.source_info, num_frames=_MAX_FRAMES).splitlines()

@@ -72,7 +72,7 @@ def _tpu(*figures: Any, gib: float, ghz: float, **rest: Any) -> Hardware:
 
 
 def _gpu(name: str, *figures: Any, memory_bytes: int, **rest: Any) -> Hardware:
-    rest |= {"platform": "cuda", "usable_bytes": memory_bytes * 9 // 10, "example": f"{name}:1x8"}
+    rest = {"example": f"{name}:1x8"} | rest | {"platform": "cuda", "usable_bytes": memory_bytes * 9 // 10}
     return _hardware(name, *figures, product_share=0.72, memory_share=0.88, **rest)
 
 
@@ -98,20 +98,41 @@ _TPUS = (
 )  # fmt: skip
 _GPUS = (
     _gpu("a100", "NVIDIA A100-SXM4-80GB", 312, (2039, 300, 25, 25), memory_bytes=85_100_068_864),
+    _gpu("a100_40gb", "NVIDIA A100-SXM4-40GB", 312, (1555, 300, 25, 25), memory_bytes=42_298_834_944),
     _gpu("h100", "NVIDIA H100 80GB HBM3", 989, (3352, 450, 50, 50), memory_bytes=84_978_434_048,
          host_memory_bytes=2.34e11),
-    _gpu("h200", "NVIDIA H200 141GB HBM3e", 989, (4800, 450, 50, 50), memory_bytes=151_397_597_184),
+    _gpu("h200", "NVIDIA H200", 989, (4800, 450, 50, 50), memory_bytes=151_397_597_184),
     _gpu("b200", "NVIDIA B200", 2250, (7672, 900, 50, 50), memory_bytes=191_514_411_008),
+    _gpu("b300", "NVIDIA B300", 2250, (7936, 900, 100, 50), memory_bytes=297_021_865_984),
+    _gpu("gb200", "NVIDIA GB200", 2500, (7928, 900, 50, 450), memory_bytes=197_897_748_480, example="gb200:1x72"),
+    # Without NVLink: GPUs of a host reach each other over PCIe x 16, and share NICs.
+    _gpu("a10g", "NVIDIA A10G", 70, (600, 25, 1.5, 25), memory_bytes=23_826_792_448, example="a10g:1x4"),
+    _gpu("l4", "NVIDIA L4", 121, (300, 25, 1.5, 25), memory_bytes=23_569_891_328),
+    _gpu("l40s", "NVIDIA L40S", 362, (864, 25, 6.25, 25), memory_bytes=47_803_531_264),
+    _gpu("a6000", "NVIDIA RTX A6000", 155, (768, 25, 1.5, 25), memory_bytes=51_041_271_808, example="a6000:1x4"),
+    _gpu("rtx4090", "NVIDIA GeForce RTX 4090", 165, (1008, 25, 1.5, 25), memory_bytes=25_393_364_992,
+         example="rtx4090:1x2"),
+    _gpu("rtx6000pro", "NVIDIA RTX PRO 6000 Blackwell", 504, (1792, 50, 50, 50), memory_bytes=102_005_473_280,
+         example="rtx6000pro:1x8"),
 )  # fmt: skip
 HARDWARE: Mapping[str, Hardware] = {hardware.name: hardware for hardware in (*_TPUS, *_GPUS)}
 
-# What XLA:GPU has to know of a GPU that is not there: multiprocessors, FPUs and shared memory of each, L2, clock, major
+# What XLA:GPU has to know of a GPU that is not there: multiprocessors, FPUs and shared memory of each, L2, GHz,
 # compute capability.
-_GPU_CORES: Mapping[str, tuple[int, int, int, int, float, int]] = {
-    "a100": (108, 64, 167_936, 41_943_040, 1.41, 8),
-    "h100": (132, 128, 233_472, 52_428_800, 1.98, 9),
-    "h200": (132, 128, 233_472, 52_428_800, 1.98, 9),
-    "b200": (148, 128, 233_472, 132_644_864, 1.965, 10),
+_GPU_CORES: Mapping[str, tuple[int, int, int, int, float, str]] = {
+    "a100": (108, 64, 167_936, 41_943_040, 1.41, "8.0"),
+    "a100_40gb": (108, 64, 167_936, 41_943_040, 1.41, "8.0"),
+    "h100": (132, 128, 233_472, 52_428_800, 1.98, "9.0"),
+    "h200": (132, 128, 233_472, 52_428_800, 1.98, "9.0"),
+    "b200": (148, 128, 233_472, 132_644_864, 1.965, "10.0"),
+    "b300": (148, 128, 233_472, 135_528_448, 1.965, "10.3"),
+    "gb200": (152, 128, 233_472, 135_528_448, 2.062, "10.0"),
+    "a10g": (80, 128, 102_400, 6_291_456, 1.71, "8.6"),
+    "l4": (58, 128, 102_400, 50_331_648, 2.04, "8.9"),
+    "l40s": (142, 128, 102_400, 100_663_296, 2.52, "8.9"),
+    "a6000": (84, 128, 102_400, 6_291_456, 1.8, "8.6"),
+    "rtx4090": (128, 128, 102_400, 75_497_472, 2.52, "8.9"),
+    "rtx6000pro": (188, 128, 102_400, 134_217_728, 2.6, "12.0"),
 }
 _NAME = re.compile(r"(?:(\d+)x)?([a-z]\w*):(\d+(?:x\d+)*)")
 
@@ -250,6 +271,11 @@ _MACHINE_ERRORS: tuple[tuple[re.Pattern[str], str], ...] = (
         "libtpu cannot write on this machine: free space in its temporary folder (TMPDIR), or make it writable",
     ),
     (
+        re.compile(r"not implemented for (cuda|gpu)", re.IGNORECASE),
+        "JAX loads no GPU compiler on a machine without a GPU, unless JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 is set before "
+        "JAX is imported: set that, or use zero.plan, which does",
+    ),
+    (
         re.compile(r"dlopen|cannot open shared object|undefined symbol|failed to open|plugin|pjrt api", re.IGNORECASE),
         "the compiler's library cannot be loaded: {install} brings the one that goes with this jax",
     ),
@@ -289,13 +315,16 @@ def compiler_target(topology: Topology) -> tuple[str, dict[str, Any]]:
 def _target_config(hardware: Hardware) -> str:
     """Returns the text of XLA's GpuTargetConfigProto for a GPU."""
     cores, fpus, shared, l2, clock, version = _GPU_CORES[hardware.name]
-    memory = hardware.usable_bytes * 10 // 9
+    major, _, minor = version.partition(".")
+    memory, threads = hardware.usable_bytes * 10 // 9, 2048 if shared > 131_072 else 1536
     return (
         "gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 "
-        f"shared_memory_per_core: {shared} shared_memory_per_block_optin: {shared - 1024} threads_per_core_limit: 2048 "
+        f"shared_memory_per_core: {shared} shared_memory_per_block_optin: {shared - 1024} "
+        f"threads_per_core_limit: {threads} "
         f"core_count: {cores} fpus_per_core: {fpus} block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 "
         f"block_dim_limit_z: 65535 memory_bandwidth: {int(hardware.memory_bytes_per_second)} l2_cache_size: {l2} "
-        f"clock_rate_ghz: {clock} device_memory_size: {memory} cuda_compute_capability {{ major: {version} minor: 0 }} "
+        f"clock_rate_ghz: {clock} device_memory_size: {memory} "
+        f"cuda_compute_capability {{ major: {major} minor: {minor} }} "
         "registers_per_core_limit: 65536 registers_per_block_limit: 65536 } "
         'platform_name: "CUDA" dnn_version_info { major: 9 minor: 12 } '
         f'device_description_str: "{hardware.device_kind}"'
@@ -304,4 +333,9 @@ def _target_config(hardware: Hardware) -> str:
 
 def hardware_of(device: Any) -> Hardware | None:
     """Returns the figures of a device, real or compile-only, or None if they are not known."""
-    return next((known for known in HARDWARE.values() if known.device_kind == device.device_kind), None)
+    kind = device.device_kind
+    exact = [known for known in HARDWARE.values() if known.device_kind == kind]
+    # Boards have longer names, as "NVIDIA B300 SXM6 AC". A part of a GPU (MIG) has other figures.
+    boards = [known for known in HARDWARE.values() if known.platform == "cuda" and " MIG " not in kind]
+    boards = [known for known in boards if kind.startswith(f"{known.device_kind} ")]
+    return next(iter(exact + boards), None)

@@ -101,7 +101,7 @@ class _Training:
         self.log = lasting(log, is_stopping=lambda: self.preemption.request("SIGPIPE"))
         self.preemption = Preemption(log=self.log)
         stack.enter_context(hold(run.folder))
-        stack.enter_context(discarding(run.folder))
+        stack.enter_context(discarding(run.folder, is_new=run.has_new_folder))
         if not (run.folder / "config.json").exists():  # a resumed run's config stays until it has been restored
             save_config(run.folder, run.saved_config)
         self.watchdog = stack.enter_context(

@@ -251,6 +251,7 @@ class Run:
       schedule: learning rate by the number of updates, or None for an optimizer of the user's own.
       train_step: the train step.
       folder: folder of the run.
+      has_new_folder: whether this process made it.
       callbacks: what is called after steps.
       trackers: functions that open the user's own trackers, by name.
     """
@@ -264,6 +265,7 @@ class Run:
     schedule: optax.Schedule | None
     train_step: TrainStep
     folder: pathlib.Path
+    has_new_folder: bool
     callbacks: tuple[Callback, ...] = ()
     trackers: Mapping[str, OpenTracker] = dataclasses.field(default_factory=dict)
 
@@ -330,6 +332,13 @@ def prepare(
         if jax.process_count() > 1:
             # Before the state is made: initialization with other shapes in one process ends in an abort.
             train_step.check_same(abstract_state(model.init_fn, tx, mesh=mesh, config=zero), run_input.batch_shapes)
+        folder, has_new_folder = make_folder(
+            user_path(config.out),
+            config.name,
+            _default_name(config, model),
+            resume=config.resume == "auto",
+            check=functools.partial(_check_checkpoints, config),
+        )
         return Run(
             config=config,
             zero=zero,
@@ -339,13 +348,8 @@ def prepare(
             tx=tx,
             schedule=schedule,
             train_step=train_step,
-            folder=make_folder(
-                user_path(config.out),
-                config.name,
-                _default_name(config, model),
-                resume=config.resume == "auto",
-                check=functools.partial(_check_checkpoints, config),
-            ),
+            folder=folder,
+            has_new_folder=has_new_folder,
             callbacks=called,
             trackers=tracker_functions([*named, *trackers]),
         )

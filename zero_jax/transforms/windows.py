@@ -31,9 +31,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.attention import PRIMITIVES
 from zero_jax.dims import FREE, Examples, State
+from zero_jax.program.dataflow import Dependence
 from zero_jax.program.jaxprs import bind, bind_primitive, open_jaxpr, source_context
 from zero_jax.program.loss import LossProgram, Traced
-from zero_jax.program.passes import Dependence
 from zero_jax.program.subcalls import MANUAL, equations
 from zero_jax.program.walk import Rewriting
 from zero_jax.sharding.mesh import Axes, axis_size

@@ -174,7 +174,6 @@ class StepLoss:
             axes=axes,
             stored_unsharded=not gathers,
             regather=gathers and not self.config.keep_gathered,
-            pins_grads=placement.grad_plan.takes_parts,  # those of the whole batch are pinned by the step
             reduce_dtype=reduce_dtype,
             quantize=placement.quantize if gathers or mapped else None,
             mapped=mapped,

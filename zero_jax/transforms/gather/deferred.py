@@ -233,7 +233,6 @@ class GatherOptions:
     axes: Axes  # the roles of its axes
     stored_unsharded: bool = False  # params are stored whole, and only have their gradients scattered
     regather: bool = True  # params are gathered again in the backward pass, rather than kept
-    pins_grads: bool = True  # the sums of the gradients of a param's uses are constrained to its shards
     reduce_dtype: Any = None  # the dtype in which gradients are summed across devices; None for their own
     # Params that a loop uses whole in every iteration are gathered once before the loop if all of them together take at
     # most this many bytes

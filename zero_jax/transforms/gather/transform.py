@@ -188,16 +188,16 @@ def _mark(params: PyTree, specs: PyTree, options: GatherOptions) -> list[Lazy | 
             marked.append(_fetched(leaf, name, dims, formats, options))
             continue
         aval = jax.typeof(leaf)
-        is_sharded = carries(dims, options.axes.data)
-        has_root = is_float(aval) and (options.mapped or (is_sharded and options.pins_grads))
-        root = _root(leaf, name, dims, options) if has_root else leaf
-        if is_sharded and not is_key(aval):
+        if carries(dims, options.axes.data) and not is_key(aval):
+            root = _root(leaf, name, dims, options) if is_float(aval) else leaf
             marked.append(Lazy((root,), as_it_is, aval, name, dims, formats=formats))
+        elif options.mapped and is_float(aval):
+            marked.append(Value(_root(leaf, name, dims, options), params_only=True))
         elif is_narrower(aval, dtype) or (dtype is not None and is_float(aval) and aval.ndim > 1):
             # Of no axes: it is followed to its uses, whose products sum its gradient in the reduce dtype.
             marked.append(Lazy((leaf,), as_it_is, aval, name, ((),) * aval.ndim))
         else:
-            marked.append(Value(root, params_only=True))
+            marked.append(Value(leaf, params_only=True))
     return marked
 
 

@@ -114,6 +114,7 @@ def resolved_sections(config: TrainConfig, model: Model | None, options: argpars
     zero = dataclasses.replace(config.zero, skip_nonfinite=config.zero.skip_nonfinite is not False)
     optimizer = config.optimizer.resolved(config.steps) if config.epochs is None else config.optimizer
     devices = config.devices
+    # Of several processes none may ask JAX for devices before it has joined the others.
     if devices is None and NUM_PROCESSES not in os.environ:
         devices = len(jax.devices())
     used = {**vars(config), "zero": zero, "optimizer": optimizer, "run": {**vars(config), "devices": devices}}
@@ -138,6 +139,7 @@ def choose_platform(num_devices: int | None) -> None:
     has_tpu = bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
     has_gpu = bool(glob.glob("/dev/nvidia[0-9]*") or glob.glob("/dev/dxg"))
     plugins = [plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")]
+    # The plugin of CUDA may be installed where there is no GPU, and JAX would try it.
     other_plugins = [name for name in plugins if "cuda" not in name]
     if not (has_tpu or has_gpu or other_plugins or settings["jax_platforms"]):
         jax.config.update("jax_platforms", "cpu")
@@ -152,4 +154,5 @@ def choose_platform(num_devices: int | None) -> None:
     if jax.config.values["jax_platforms"] == "cpu":
         os.environ["XLA_FLAGS"] = patient_flags(os.environ.get("XLA_FLAGS", ""))
         num_simulated = max(_NUM_SIMULATED_DEVICES, jax.config.values["jax_num_cpu_devices"])
+        # Before the devices are made, when XLA:CPU reads it.
         os.environ.setdefault("NPROC", simulated_threads(num_simulated))

@@ -95,6 +95,7 @@ def _failed_saves_in_a_line() -> Iterator[None]:
     """Filters out orbax's traceback of a failed save, for which the `Checkpointer` logs a line."""
 
     def is_shown(record: logging.LogRecord) -> bool:
+        # By the module that logs: others log to `absl`, too.
         return not (record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname)
 
     logger = logging.getLogger("absl")

@@ -217,6 +217,7 @@ class TrainConfig:
                 raise ValueError(
                     f"epochs={self.epochs:g} and steps={self.steps} both say how long: leave out one of them"
                 )
+        # Raises for a text that is no range.
         self.profiled  # noqa: B018
 
     @property
@@ -305,6 +306,7 @@ def prepare(
     """
     with Agreement():
         called = as_callbacks(callbacks)
+        # First of all: processes of different configs would wait for one another in different programs.
         agree_on("the config of the run", _facts(config, model, called), remedy="all the same options and releases")
         named = [] if config.log.tracker is None else [resolve("tracker", config.log.tracker)]
         config = dataclasses.replace(config, zero=_as_begun(config, model, log))
@@ -441,6 +443,7 @@ def _facts(config: TrainConfig, model: Model | OwnModel, callbacks: Sequence[Cal
     called = [(name_of(callback), callback.every) for callback in callbacks]
     fields = flattened({"model": shape, **vars(config), "callbacks": called})
     texts = {name: json.dumps(x, default=str) for name, x in fields if not _OF_ONE_PROCESS.match(name)}
+    # The `repr` of a function has its address, which differs between processes.
     return releases() | {name: re.sub(r" at 0x[0-9a-f]+", "", text) for name, text in texts.items()}
 
 

@@ -64,6 +64,7 @@ def make_folder(
             try:
                 check(candidate)
                 is_new = not (out / candidate).exists()
+                # Of two runs that start at once `mkdir` lets one have the name.
                 (out / candidate).mkdir(parents=True, exist_ok=resume)
                 _check_config(out / candidate / _CONFIG)
                 return str((out / candidate).absolute())

@@ -126,9 +126,10 @@ def variables(eqn: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def source_context(eqn: Any) -> Iterator[None]:
-    """Gives what is traced inside the source line, name stack and trace-time settings of an equation."""
-    name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+def source_context(eqn: Any, *, names: bool = True) -> Iterator[None]:
+    """Gives what is traced inside the source line, name stack (`names`) and trace-time settings of an equation."""
+    name_stack = source_info_util.current_name_stack()
+    name_stack = name_stack + eqn.source_info.name_stack if names else name_stack
     # Within JAX's own jitted functions there is no line of the user's: the one around them stays.
     traceback = eqn.source_info.traceback if source_line(eqn) else None
     with source_info_util.user_context(traceback, name_stack=name_stack), eqn.ctx.manager:

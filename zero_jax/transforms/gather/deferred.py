@@ -253,7 +253,7 @@ class GatherOptions:
         """The dtype to compute gradients of weights in, because XLA sums them where they are computed."""
         return None if self.mapped else self.reduce_dtype
 
-    @property
+    @functools.cached_property
     def conv_batch(self) -> tuple[Mesh, tuple[str, ...]] | None:
         """The mesh and the axes of the batch where the mesh has others: XLA partitions some convolutions wrongly."""
         has_others = self.axes.size_beside_batch(self.mesh) > 1
